@@ -1,0 +1,301 @@
+"""The NVFP4 number format: what the bytes mean, in jnp. Every kernel is tested against this file.
+
+An [N, K] matrix holds 4-bit E2M1 codes, one E4M3 scale for each 16 neighbours along K, and a
+float32 global scale. All conventions, roundings included, are those of compressed-tensors' scheme
+NVFP4A16, so that packed bytes move between that library, vLLM and this one unchanged:
+
+    weight[n, k] = value(code[n, k]) * (scale[n, k // 16] / global_scale)
+
+The global scale divides. It is 2688 / max|w| = 448 * 6 / max|w|, which puts the largest block scale
+at the top of E4M3's range.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+BLOCK = 16
+CODE_VALUES = np.array(
+    [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32
+)
+
+_CODE_MAX = 6.0
+_SCALE_MAX = 448.0
+# Stands in for a block scale that rounds to zero, by which the codes could not be divided.
+_SCALE_FOR_ZERO = 0.125
+# Random block scales are drawn among E4M3's 16 values from 64 to 240. A Gaussian matrix of 10^7
+# entries has its blocks' scales at about 150 +- 40.
+_RANDOM_SCALE_BITS = np.arange(0x68, 0x78, dtype=np.uint8)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NVFP4Tensor:
+    """An [N, K] weight, y = x W^T, packed in 4.5 bits an entry, or a stack of such weights.
+
+    `shape` is static and belongs to one matrix: leading axes of the leaves (stacked layers) may be
+    sliced by `lax.scan` or `vmap` and the tensor stays valid.
+
+    Attributes:
+      codes: uint8 [..., N, K / 2], two E2M1 codes a byte, the even column in the low nibble.
+      scales: float8_e4m3fn [..., N, K / 16], not negative.
+      global_scale: float32 [..., 1], or [..., N] where rows were quantized apart; a divisor.
+      shape: (N, K).
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    global_scale: jax.Array
+    shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves, which may also be abstract (`jax.ShapeDtypeStruct`)."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    @property
+    def multiplier(self) -> jax.Array:
+        """float32 1 / global_scale, [..., 1] or [..., N]: kernels apply it to their accumulator."""
+        return 1 / self.global_scale
+
+
+def pack_codes(codes: jax.Array) -> jax.Array:
+    """Puts two codes in a byte, the even one in the low nibble: uint8 [..., K] -> [..., K / 2]."""
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def unpack_codes(packed: jax.Array) -> jax.Array:
+    """Inverse of `pack_codes`: uint8 [..., K / 2] -> [..., K], each entry in 0..15."""
+    pairs = jnp.stack([packed & 0xF, packed >> 4], axis=-1)
+    return pairs.reshape(*packed.shape[:-1], -1)
+
+
+def global_scale(w: jax.Array) -> jax.Array:
+    """Global scale of a weight quantized by itself: 2688 / max|w|.
+
+    Layers that are read as one (q, k and v; gate and up) share the smallest of theirs.
+
+    Args:
+      w: [..., N, K], float32, bfloat16 or float16.
+
+    Returns:
+      float32 [..., 1]; 1 where the quotient is not finite, as it is for a matrix of zeros.
+
+    Raises:
+      ValueError: w is not a floating-point array of one of these types with K % 16 == 0.
+    """
+    return _global_scale(_block_max(w), w.dtype)
+
+
+def quantize(w: jax.Array, global_scale: ArrayLike | None = None) -> NVFP4Tensor:
+    """Rounds a weight to NVFP4, bit for bit as compressed-tensors does.
+
+        scale = e4m3(global_scale * (block max|w| / 6)),   0 becoming 0.125
+        code  = nearest E2M1 to w / (scale / global_scale),   ties to the even code, saturating
+
+    For a bfloat16 weight, max|w| / 6 and 2688 / max|w| are themselves rounded to bfloat16. A
+    float16 weight is treated as its float32 values, because 2688 / max|w| leaves float16's range.
+
+    Args:
+      w: [..., N, K], float32, bfloat16 or float16.
+      global_scale: float32 [..., 1] or [..., N]; by default that of w itself.
+
+    Raises:
+      ValueError: w is not a floating-point array of one of these types with K % 16 == 0, or the
+        last axis of global_scale is neither 1 nor N.
+
+    Source: compressed-tensors 0.19 and llm-compressor 0.14, whose output is recorded in the tests.
+    """
+    block_max = _block_max(w)
+    *_, n, k = w.shape
+    if global_scale is None:
+        global_scale = _global_scale(block_max, w.dtype)
+    global_scale = jnp.asarray(global_scale, jnp.float32)
+    if global_scale.ndim == 0 or global_scale.shape[-1] not in (1, n):
+        raise ValueError(
+            f"global_scale holds one value, or one for each of {n} rows, on its last axis; "
+            f"got shape {global_scale.shape}"
+        )
+    divisor = global_scale[..., None]
+
+    scales = divisor * _round_like(_divide(block_max, _CODE_MAX), w.dtype)
+    scales = jnp.minimum(scales, _SCALE_MAX).astype(jnp.float8_e4m3fn)
+    scales = jnp.where(scales == 0, jnp.float8_e4m3fn(_SCALE_FOR_ZERO), scales)
+
+    steps = _divide(scales.astype(jnp.float32), divisor)
+    ratios = _divide(_blocks(w), steps[..., None]).reshape(w.shape)
+    codes = _nearest_codes(ratios)
+    global_scale = jnp.broadcast_to(global_scale, (*w.shape[:-2], global_scale.shape[-1]))
+    return NVFP4Tensor(pack_codes(codes), scales, global_scale, (n, k))
+
+
+def dequantize(t: NVFP4Tensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """The weights: code * (scale / global_scale) in float32, rounded once to dtype; [..., N, K]."""
+    steps = _divide(t.scales.astype(jnp.float32), t.global_scale[..., None])
+    return _times_codes(steps, t.codes).astype(dtype)
+
+
+def scaled_codes(t: NVFP4Tensor, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
+    """code * scale, the factor that matrix products are made of; exact in dtype; [..., N, K].
+
+    A code has 2 significant bits and a scale 4, so their product fits bfloat16's 8, and its range
+    too (2^-10 to 2688). The global scale does not fit; it commutes with the sum over K and is
+    applied to the float32 accumulator.
+    """
+    return _times_codes(t.scales.astype(jnp.float32), t.codes).astype(dtype)
+
+
+def fuse(parts: Sequence[NVFP4Tensor], *, shared: bool = False) -> NVFP4Tensor:
+    """Joins weights along N, so that one product serves them all.
+
+    Args:
+      parts: tensors of equal K and equal leading axes.
+      shared: the caller's word that all parts have the first one's global scale, which is then kept
+        as one value, [..., 1]. Otherwise every row gets its own: [..., N].
+
+    Raises:
+      ValueError: parts differ in K, or are called shared while one has a global scale for each row.
+    """
+    ks = [part.shape[1] for part in parts]
+    if len(set(ks)) != 1:
+        raise ValueError(f"parts joined along N have one K; got K = {ks}")
+    if shared:
+        widths = [part.global_scale.shape[-1] for part in parts]
+        if set(widths) != {1}:
+            raise ValueError(f"shared=True needs one global scale in each part; got {widths}")
+        scale = parts[0].global_scale
+    else:
+        rows = [
+            jnp.broadcast_to(p.global_scale, (*p.global_scale.shape[:-1], p.shape[0]))
+            for p in parts
+        ]
+        scale = jnp.concatenate(rows, axis=-1)
+    return NVFP4Tensor(
+        codes=jnp.concatenate([part.codes for part in parts], axis=-2),
+        scales=jnp.concatenate([part.scales for part in parts], axis=-2),
+        global_scale=scale,
+        shape=(sum(part.shape[0] for part in parts), ks[0]),
+    )
+
+
+def split(t: NVFP4Tensor, sizes: Sequence[int]) -> list[NVFP4Tensor]:
+    """Inverse of `fuse`: consecutive parts of `sizes` rows.
+
+    Raises:
+      ValueError: sizes do not add up to N.
+    """
+    n, k = t.shape
+    if sum(sizes) != n:
+        raise ValueError(f"sizes add up to N = {n}; got {list(sizes)}, {sum(sizes)} in all")
+    per_row = t.global_scale.shape[-1] != 1
+    parts, start = [], 0
+    for size in sizes:
+        rows = slice(start, start + size)
+        scale = t.global_scale[..., rows] if per_row else t.global_scale
+        parts.append(NVFP4Tensor(t.codes[..., rows, :], t.scales[..., rows, :], scale, (size, k)))
+        start += size
+    return parts
+
+
+def random(key: jax.Array, shape: Sequence[int], *, std: float = 0.02) -> NVFP4Tensor:
+    """A packed random weight, made without ever holding it unpacked: a base for benchmarks.
+
+    Codes are uniform over all 16, block scales uniform over E4M3's values from 64 to 240.
+
+    Args:
+      key: a JAX random key.
+      shape: (..., N, K).
+      std: standard deviation of the dequantized entries.
+
+    Raises:
+      ValueError: shape has fewer than two axes or K % 16 != 0.
+    """
+    *stack, n, k = _checked_shape(shape)
+    code_key, scale_key = jax.random.split(key)
+    choice = jax.random.bits(scale_key, (*stack, n, k // BLOCK), jnp.uint8) % len(
+        _RANDOM_SCALE_BITS
+    )
+    values = _RANDOM_SCALE_BITS.view(jnp.float8_e4m3fn).astype(np.float64)
+    spread = math.sqrt(np.mean(CODE_VALUES.astype(np.float64) ** 2) * np.mean(values**2))
+    return NVFP4Tensor(
+        codes=jax.random.bits(code_key, (*stack, n, k // 2), jnp.uint8),
+        scales=jax.lax.bitcast_convert_type(_RANDOM_SCALE_BITS[0] + choice, jnp.float8_e4m3fn),
+        global_scale=jnp.full((*stack, 1), spread / std, jnp.float32),
+        shape=(n, k),
+    )
+
+
+def _checked_shape(shape: Sequence[int]) -> Sequence[int]:
+    if len(shape) < 2:
+        raise ValueError(f"an NVFP4 weight has axes [..., N, K]; got shape {tuple(shape)}")
+    if shape[-1] % BLOCK:
+        raise ValueError(f"NVFP4 blocks hold {BLOCK} values along K; got K = {shape[-1]}")
+    return shape
+
+
+def _blocks(w: jax.Array) -> jax.Array:
+    return w.astype(jnp.float32).reshape(*w.shape[:-1], -1, BLOCK)
+
+
+def _block_max(w: jax.Array) -> jax.Array:
+    if w.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"w must be float32, bfloat16 or float16; got {w.dtype}")
+    _checked_shape(w.shape)
+    return jnp.max(jnp.abs(_blocks(w)), axis=-1)
+
+
+def _global_scale(block_max: jax.Array, dtype: DTypeLike) -> jax.Array:
+    # torch divides a Python number by a tensor as reciprocal, then product, rounding both to the
+    # tensor's dtype. On a recorded bfloat16 checkpoint 2688 / max differs in 3 of 12 layers.
+    reciprocal = _round_like(_divide(1.0, jnp.max(block_max, axis=(-2, -1))), dtype)
+    scale = _round_like(reciprocal * (_SCALE_MAX * _CODE_MAX), dtype)
+    return jnp.where(jnp.isfinite(scale), scale, 1.0)[..., None]
+
+
+def _nearest_codes(x: jax.Array) -> jax.Array:
+    # Midpoints between neighbouring magnitudes; a tie goes to the even code, which is the lower
+    # neighbour at every other midpoint. NaN compares as false and becomes a zero.
+    midpoints = (CODE_VALUES[:7] + CODE_VALUES[1:8]) / 2
+    magnitude = sum(
+        (jnp.abs(x) >= mid if code % 2 else jnp.abs(x) > mid).astype(jnp.uint8)
+        for code, mid in enumerate(midpoints.tolist())
+    )
+    return magnitude | jnp.signbit(x).astype(jnp.uint8) << 3
+
+
+def _times_codes(steps: jax.Array, packed: jax.Array) -> jax.Array:
+    # float32 throughout: XLA on a CPU flushes bfloat16 subnormals, so bit tricks cannot serve here.
+    values = jnp.asarray(CODE_VALUES)[unpack_codes(packed)]
+    return (_blocks(values) * steps[..., None]).reshape(values.shape)
+
+
+def _round_like(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    # A cast to bfloat16 and back is removed by XLA, which may keep excess precision.
+    return jax.lax.reduce_precision(x, 8, 7) if dtype == jnp.bfloat16 else x
+
+
+def _divide(a: ArrayLike, b: ArrayLike) -> jax.Array:
+    """Correctly rounded float32 a / b, which `/` is not.
+
+    XLA turns a / broadcast(b) into a * broadcast(1 / b): on a CPU a third of quotients by 6 were
+    one unit off. For NVIDIA GPUs it asks for `div.full`, good to 2 units. One Newton step from
+    there: the remainder a - q b is formed without loss by splitting q and b into halves of 12 bits,
+    whether or not the compiler fuses products with sums (Dekker, 1971). Checked against numpy:
+    equal on 2 * 10^7 quotients, and with a start 2 units off wrong once in 10^6.
+    """
+    a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
+    q = a / b
+    (q_high, q_low), (b_high, b_low) = _halves(q), _halves(b)
+    remainder = a - q_high * b_high - q_high * b_low - q_low * b_high - q_low * b_low
+    return q + remainder / b
+
+
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    high = jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFFF000), jnp.float32)
+    return high, x - high

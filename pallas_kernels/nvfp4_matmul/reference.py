@@ -1,0 +1,45 @@
+"""The product in jnp: the oracle of the kernels, and what runs where there is none.
+
+    y = (x @ scaled_codes(w)^T) * multiplier,   accumulated in float32
+
+Never optimised: every call unpacks the weight.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels import nvfp4
+from pallas_kernels.nvfp4 import NVFP4Tensor
+
+
+def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
+    """Why this problem cannot be run, or None: the reference runs whatever the API accepts."""
+    return None
+
+
+def forward(x: jax.Array, w: NVFP4Tensor) -> jax.Array:
+    """x [M, K] -> x @ dequantize(w)^T [M, N], in x.dtype."""
+    product = _dot(x, nvfp4.scaled_codes(w, x.dtype), contract=1)
+    return (product * w.multiplier).astype(x.dtype)
+
+
+def backward(dy: jax.Array, w: NVFP4Tensor) -> jax.Array:
+    """dy [M, N] -> dy @ dequantize(w) [M, K], in dy.dtype."""
+    codes = nvfp4.scaled_codes(w, dy.dtype)
+    if w.global_scale.shape[-1] == 1:
+        return (_dot(dy, codes, contract=0) * w.multiplier).astype(dy.dtype)
+    # Rows of different global scales are summed over, so here the multiplier has to come first.
+    scaled = (dy.astype(jnp.float32) * w.multiplier).astype(dy.dtype)
+    return _dot(scaled, codes, contract=0).astype(dy.dtype)
+
+
+def _dot(x: jax.Array, codes: jax.Array, *, contract: int) -> jax.Array:
+    return jax.lax.dot_general(
+        x,
+        codes,
+        (((1,), (contract,)), ((), ())),
+        # Without it a GPU multiplies float32 in TF32.
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )

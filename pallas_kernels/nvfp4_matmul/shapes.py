@@ -1,0 +1,59 @@
+"""The matrix products of real models, by name: one list for tests, tuning and benchmarks."""
+
+import dataclasses
+
+# Rows of x: sequences that decode together, or tokens of a prefill or a training batch.
+DECODE_M = (1, 2, 4, 8, 16, 32, 64, 128)
+TRAIN_M = (256, 512, 1024, 2048, 4096, 8192)
+
+_HEAD_SIZE = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One linear layer, y [M, N] = x [M, K] @ W [N, K]^T, and the M at which it is met.
+
+    q, k and v are one product here, as are gate and up. `lm_head` is for the record: the recipe
+    leaves it in 16 bits.
+    """
+
+    model: str
+    layer: str
+    m: tuple[int, ...]
+    n: int
+    k: int
+
+
+def _linears(
+    model: str, *, width: int, feed_forward: int, heads: int, key_heads: int, vocabulary: int
+) -> tuple[Problem, ...]:
+    sizes = (
+        ("qkv", (heads + 2 * key_heads) * _HEAD_SIZE, width),
+        ("o", width, heads * _HEAD_SIZE),
+        ("gate_up", 2 * feed_forward, width),
+        ("down", width, feed_forward),
+        ("lm_head", vocabulary, width),
+    )
+    return tuple(Problem(model, layer, DECODE_M + TRAIN_M, n, k) for layer, n, k in sizes)
+
+
+PROBLEMS: tuple[Problem, ...] = (
+    *_linears(
+        "qwen2.5-3b", width=2048, feed_forward=11008, heads=16, key_heads=2, vocabulary=151936
+    ),
+    *_linears(
+        "qwen2.5-7b", width=3584, feed_forward=18944, heads=28, key_heads=4, vocabulary=152064
+    ),
+    *_linears(
+        "qwen2.5-14b", width=5120, feed_forward=13824, heads=40, key_heads=8, vocabulary=152064
+    ),
+    *_linears(
+        "qwen2.5-32b", width=5120, feed_forward=27648, heads=40, key_heads=8, vocabulary=152064
+    ),
+    *_linears(
+        "qwen2.5-72b", width=8192, feed_forward=29568, heads=64, key_heads=8, vocabulary=152064
+    ),
+    *_linears(
+        "llama-3.1-8b", width=4096, feed_forward=14336, heads=32, key_heads=8, vocabulary=128256
+    ),
+)
