@@ -1,0 +1,43 @@
+"""Reductions under a mask: the one place that answers "over what, and what if nothing is left?".
+
+Every function takes `x` and a `mask` of the same shape (bool, or numbers that are zero where an
+element does not count), ignores what lies under a zero (an infinity or NaN there reaches neither
+the value nor the gradient), and returns 0 where no element counts.
+"""
+
+import jax.numpy as jnp
+from jax import Array
+
+type Axis = int | tuple[int, ...] | None
+
+
+def sum(x: Array, mask: Array, axis: Axis = None) -> Array:
+    """Returns the sum of the elements that count, along `axis` or over everything."""
+    return jnp.sum(x, axis, where=_where(x, mask))
+
+
+def mean(x: Array, mask: Array, axis: Axis = None) -> Array:
+    """Returns the mean of the elements that count, along `axis` or over everything."""
+    count = jnp.sum(_where(x, mask), axis)
+    return sum(x, mask, axis) / jnp.maximum(count, 1)
+
+
+def min(x: Array, mask: Array, axis: Axis = None) -> Array:
+    """Returns the smallest floating-point element that counts, for metrics."""
+    where = _where(x, mask)
+    smallest = jnp.min(x, axis, initial=jnp.inf, where=where)
+    return jnp.where(jnp.any(where, axis), smallest, 0)
+
+
+def max(x: Array, mask: Array, axis: Axis = None) -> Array:
+    """Returns the largest floating-point element that counts, for metrics."""
+    where = _where(x, mask)
+    largest = jnp.max(x, axis, initial=-jnp.inf, where=where)
+    return jnp.where(jnp.any(where, axis), largest, 0)
+
+
+def _where(x: Array, mask: Array) -> Array:
+    # Broadcasting a [B] mask over [B, B] would be silent, so equal shapes are demanded.
+    if x.shape != mask.shape:
+        raise ValueError(f"mask must have the shape of x, {x.shape}; got {mask.shape}")
+    return mask != 0

@@ -1,0 +1,160 @@
+"""Adaptive Quantization Noise (QeRL, arXiv:2510.11696, section 3.3) as a function of the step.
+
+QeRL adds a Gaussian vector Z to the scale w of an RMSNorm (eq. 10),
+
+    RMSNorm(x) = (w + Z) * x / sqrt(mean(x^2) + eps),   Z ~ N(0, sigma^2 I),
+
+which multiplies input channel j of the linear layers behind it by 1 + Z_j / w_j (eq. 11, 12), and
+so explores at no cost. sigma falls in stages over the run, and the first stage is silent.
+
+Nothing here is remembered. Step and seed determine the noise, so a resumed run, a replayed step and
+every device of a mesh see the same; the model adds it in float32 as a value, so it can neither
+accumulate in the weights nor be rounded away (in bfloat16, steps around 1.0 are 0.008 wide, and
+sigma ends near 1e-4).
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+type Kind = Literal["exponential", "linear", "cosine", "logarithmic"]
+type Exponent = Literal["code", "paper"]
+
+
+def stage(step: Array | int, *, num_stages: int, total_steps: int) -> Array:
+    """Returns which of the equal stages of the run a step belongs to.
+
+        min(floor(step * num_stages / total_steps), num_stages - 1)
+
+    Args:
+        step: number of optimizer updates done so far (0 for the first), traced or not.
+        num_stages: stages of the run.
+        total_steps: optimizer updates of the run.
+
+    Returns:
+        An int32 scalar, exact for any step: no float division, no product that could overflow.
+
+    Raises:
+        ValueError: if there is no stage or no step.
+    """
+    if num_stages < 1 or total_steps < 1:
+        raise ValueError(
+            f"num_stages and total_steps must be at least 1; got {num_stages=}, {total_steps=}"
+        )
+    # Stage j begins at the first step with step * num_stages >= j * total_steps.
+    begins = [-(-j * total_steps // num_stages) for j in range(1, num_stages)]
+    return jnp.sum(step >= np.array(begins, np.int32), dtype=jnp.int32)
+
+
+def sigma_schedule(
+    kind: Kind = "exponential",
+    *,
+    sigma_start: float,
+    sigma_end: float,
+    num_stages: int,
+    total_steps: int,
+    exponent: Exponent = "code",
+) -> Callable[[Array | int], Array]:
+    """Returns the function from a step to the standard deviation of its noise.
+
+    Stage 0 is silent. Stage j = 1 .. K - 1 (K = num_stages, s = sigma_start, e = sigma_end) has
+
+        exponential  s (e / s)^u                           eq. 8
+        linear       s + (e - s) u
+        cosine       e + (s - e) (1 + cos(pi u)) / 2
+        logarithmic  s + (e - s) log10(1 + 9 u)
+
+    with u = (j - 1) / (K - 2) as in QeRL's code, where the last stage reaches e, or
+    u = (j - 1) / (K - 1) as in eq. 8 with Algorithm 1, where it stays short of e. The paper names
+    the other three kinds but gives no formulas: these are the simplest that start at s for u = 0
+    and reach e for u = 1.
+
+    Args:
+        kind: "exponential", "linear", "cosine" or "logarithmic".
+        sigma_start: standard deviation in stage 1, in units of the norm's scale.
+        sigma_end: where it goes.
+        num_stages: stages of the run, the silent one included.
+        total_steps: optimizer updates of the run.
+        exponent: "code" or "paper".
+
+    Returns:
+        A function of the number of optimizer updates done so far, traced or not, that returns a
+        float32 scalar.
+
+    Raises:
+        ValueError: for an unknown option, a sigma that is not positive, no steps, or too few
+            stages to give u a meaning.
+    """
+    if sigma_start <= 0 or sigma_end <= 0:
+        raise ValueError(
+            f"sigma_start and sigma_end must be positive; got {sigma_start=}, {sigma_end=}"
+        )
+    if exponent not in ("code", "paper"):
+        raise ValueError(f"exponent must be 'code' or 'paper'; got {exponent!r}")
+    if total_steps < 1:
+        raise ValueError(f"total_steps must be at least 1; got {total_steps}")
+    fewest = 3 if exponent == "code" else 2
+    if num_stages < fewest:
+        raise ValueError(
+            f"num_stages must be at least {fewest} with exponent={exponent!r}; got {num_stages}"
+        )
+
+    def value(u: float) -> float:
+        match kind:
+            case "exponential":
+                return sigma_start * (sigma_end / sigma_start) ** u
+            case "linear":
+                return sigma_start + (sigma_end - sigma_start) * u
+            case "cosine":
+                return sigma_end + (sigma_start - sigma_end) * (1 + math.cos(math.pi * u)) / 2
+            case "logarithmic":
+                return sigma_start + (sigma_end - sigma_start) * math.log10(1 + 9 * u)
+        raise ValueError(
+            f"kind must be 'exponential', 'linear', 'cosine' or 'logarithmic'; got {kind!r}"
+        )
+
+    last = num_stages - 2 if exponent == "code" else num_stages - 1
+    sigmas = [0.0] + [value((j - 1) / last) for j in range(1, num_stages)]
+
+    def sigma(step: Array | int) -> Array:
+        # A table rather than the formula, so that jit cannot change the value.
+        table = jnp.array(sigmas, jnp.float32)
+        return table[stage(step, num_stages=num_stages, total_steps=total_steps)]
+
+    return sigma
+
+
+def step_key(seed_key: Array, step: Array | int) -> Array:
+    """Returns the key of one step's noise; `seed_key` should serve nothing but the noise."""
+    return jax.random.fold_in(seed_key, step)
+
+
+def norm_noise(key: Array, sigma: Array | float, shapes: Any) -> Any:
+    """Draws the vectors that are added to the scales of the RMSNorms.
+
+    Each leaf has a key of its own, made from its place in the tree (in JAX's order, which sorts the
+    keys of a dict), so that no two norms see the same vector.
+
+    Args:
+        key: the step's key, see `step_key`.
+        sigma: standard deviation, see `sigma_schedule`; 0 gives zeros.
+        shapes: a tree of anything with a `.shape`, such as `jax.ShapeDtypeStruct`: [L, D] for the
+            norms of L stacked layers, [D] for a single one.
+
+    Returns:
+        The same tree of float32 arrays.
+    """
+    leaves, treedef = jax.tree.flatten(shapes)
+    draws = [
+        jax.random.normal(jax.random.fold_in(key, i), leaf.shape, jnp.float32)
+        for i, leaf in enumerate(leaves)
+    ]
+    # Under jit XLA would fold sigma into a factor inside `normal` and so move the last bit, by
+    # which a replayed step would differ from the one it replays.
+    draws = [sigma * draw for draw in jax.lax.optimization_barrier(draws)]
+    return jax.tree.unflatten(treedef, draws)
