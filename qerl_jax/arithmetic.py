@@ -1,0 +1,193 @@
+"""Procedural arithmetic: problems without end, their worked answers, and plausible wrong ones.
+
+A problem starts from a number and applies two or three operations to it, told as a word problem
+(three in four) or as one expression. One problem in ten, by a hash of its numbers alone, belongs
+to the test split and is never drawn for training, however it is worded.
+
+    Tom has 55 marbles. Tom finds 8 more, sells 3 and gives away 29. How many marbles ...?
+    <think>55+8=63
+    63-3=60
+    60-29=31</think><answer>31</answer>
+"""
+
+import dataclasses
+import random
+import zlib
+from collections.abc import Sequence
+from typing import Literal
+
+type Fault = Literal["blurt", "slip", "short", "untagged"]
+
+# Products stay below 100: a tiny model learns two-digit arithmetic, not multiplication tables.
+_LARGEST_FACTOR = 33
+_TIMES = {2: "doubles", 3: "triples"}
+_VERBS = {
+    "+": ("finds {} more", "buys {} more", "gets {} more", "wins {} more"),
+    "-": ("sells {}", "loses {}", "gives away {}", "breaks {}"),
+    "*": ("{} the pile", "{} the lot", "{} the total"),
+}
+_NAMES = ("Tom", "Mia", "Ben", "Ana", "Leo", "Zoe", "Sam", "Eva", "Max", "Ida")
+_ITEMS = (
+    "marbles", "apples", "coins", "stamps", "cards", "shells", "pencils", "books", "eggs", "beads",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A question, the number it starts from, and the operations (sign, operand) applied in turn."""
+
+    question: str
+    start: int
+    operations: tuple[tuple[str, int], ...]
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """The start and the result of each operation; the last one is the answer."""
+        values = [self.start]
+        for operation in self.operations:
+            values.append(_apply(values[-1], operation))
+        return tuple(values)
+
+    @property
+    def answer(self) -> int:
+        """The number asked for."""
+        return self.values[-1]
+
+
+def problem(split: str, seed: int, index: int) -> Problem:
+    """Draws problem number `index` of a split: a function of its arguments on every platform.
+
+    Starts are 5..60 and operands of + and - 2..40; only values up to 33 are doubled or tripled,
+    and no value falls below 1.
+
+    Args:
+        split: "train", or "test" for the tenth of all problems that training never shows.
+        seed: chooses among endless sequences of problems.
+        index: position in that sequence, from 0.
+
+    Raises:
+        ValueError: for any other split.
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f"arithmetic has the splits 'train' and 'test'; got {split=}")
+    # Seeded by text (through SHA-512) and read through `random()` only: the two parts of the
+    # standard library's generator that promise the same numbers in every version.
+    rng = random.Random(f"{split} {seed} {index}")
+    while True:
+        start, operations = _draw_numbers(rng)
+        if is_held_out(start, operations) == (split == "test"):
+            in_words = rng.random() < 0.75
+            question = (
+                _word_problem(rng, start, operations)
+                if in_words
+                else _expression(start, operations)
+            )
+            return Problem(question, start, operations)
+
+
+def is_held_out(start: int, operations: Sequence[tuple[str, int]]) -> bool:
+    """Whether these numbers belong to the test split: CRC-32 of their text divisible by ten."""
+    text = str(start) + "".join(f"{sign}{operand}" for sign, operand in operations)
+    return zlib.crc32(text.encode()) % 10 == 0
+
+
+def worked_answer(problem: Problem) -> str:
+    """The right answer after one line of work per operation, in think and answer tags."""
+    return _answer(problem.operations, problem.values)
+
+
+def faulty_answer(problem: Problem, kind: Fault, rng: random.Random) -> str:
+    """An answer that is imperfect in one way, for teaching a base model habits to unlearn.
+
+    Args:
+        problem: what is answered.
+        kind: "blurt" gives the right number without any work, which a tiny model cannot do
+            reliably; "slip" gets one operation wrong and goes on from there; "short" forgets the
+            last operation; "untagged" works it out and leaves the answer tags away.
+        rng: chooses where and by how much a slip errs; the other kinds do not use it.
+
+    Raises:
+        ValueError: for any other kind.
+    """
+    match kind:
+        case "blurt":
+            return f"<think>Easy.</think><answer>{problem.answer}</answer>"
+        case "slip":
+            return _answer(problem.operations, _values_with_slip(problem, rng))
+        case "short":
+            return _answer(problem.operations[:-1], problem.values[:-1])
+        case "untagged":
+            return f"{_work(problem.operations, problem.values)}{problem.answer}"
+    raise ValueError(f"kind must be 'blurt', 'slip', 'short' or 'untagged'; got {kind=}")
+
+
+def _pick[T](rng: random.Random, options: Sequence[T]) -> T:
+    return options[int(rng.random() * len(options))]
+
+
+def _apply(value: int, operation: tuple[str, int]) -> int:
+    sign, operand = operation
+    return {"+": value + operand, "-": value - operand, "*": value * operand}[sign]
+
+
+def _draw_numbers(rng: random.Random) -> tuple[int, tuple[tuple[str, int], ...]]:
+    start = value = _pick(rng, range(5, 61))
+    operations = []
+    for _ in range(_pick(rng, (2, 3))):
+        signs = ["+"]
+        if value > 2:
+            signs.append("-")
+        if value <= _LARGEST_FACTOR:
+            signs.append("*")
+        sign = _pick(rng, signs)
+        operands = {
+            "+": range(2, 41),
+            "-": range(2, min(40, value - 1) + 1),
+            "*": tuple(_TIMES),
+        }
+        operations.append((sign, _pick(rng, operands[sign])))
+        value = _apply(value, operations[-1])
+    return start, tuple(operations)
+
+
+def _word_problem(rng: random.Random, start: int, operations: Sequence[tuple[str, int]]) -> str:
+    name, items = _pick(rng, _NAMES), _pick(rng, _ITEMS)
+    deeds = [
+        _pick(rng, _VERBS[sign]).format(_TIMES[operand] if sign == "*" else operand)
+        for sign, operand in operations
+    ]
+    story = f"{', '.join(deeds[:-1])} and {deeds[-1]}"
+    return f"{name} has {start} {items}. {name} {story}. How many {items} does {name} have now?"
+
+
+def _expression(start: int, operations: Sequence[tuple[str, int]]) -> str:
+    text, is_sum = str(start), False
+    for sign, operand in operations:
+        text = f"({text})" if is_sum and sign == "*" else text
+        text, is_sum = f"{text}{sign}{operand}", sign != "*"
+    return f"What is {text}?"
+
+
+def _work(operations: Sequence[tuple[str, int]], values: Sequence[int]) -> str:
+    lines = [
+        f"{before}{sign}{operand}={after}"
+        for (sign, operand), before, after in zip(operations, values, values[1:], strict=False)
+    ]
+    return "<think>" + "\n".join(lines) + "</think>"
+
+
+def _answer(operations: Sequence[tuple[str, int]], values: Sequence[int]) -> str:
+    return f"{_work(operations, values)}<answer>{values[-1]}</answer>"
+
+
+def _values_with_slip(problem: Problem, rng: random.Random) -> list[int]:
+    """The problem's values when one operation errs by 1, 2 or 10 and later ones build on it."""
+    where = 1 + int(rng.random() * len(problem.operations))
+    candidates = []
+    for error in (-10, -2, -1, 1, 2, 10):
+        values = list(problem.values[:where])
+        values.append(problem.values[where] + error)
+        for operation in problem.operations[where:]:
+            values.append(_apply(values[-1], operation))
+        candidates.append(values)
+    return _pick(rng, [values for values in candidates if min(values) >= 1])
