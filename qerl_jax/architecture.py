@@ -1,0 +1,232 @@
+"""What a decoder-only transformer looks like: sizes and traits, read from a Hugging Face `config.json`.
+
+A model family is one row of `FAMILIES`: the traits that its config file leaves unsaid. Everything else is a number
+that the file states. Both spellings of the rotary fields are read: transformers 4 (`rope_theta`, `rope_scaling`) and
+transformers 5 (`rope_parameters`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """The traits of a model family that its `config.json` does not state.
+
+    Attributes:
+        qkv_bias: Whether q, k and v have a bias.
+        qk_norm: Whether queries and keys pass an RMSNorm over the head before the rotation.
+    """
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+FAMILIES = {
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+    "llama": Family(),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3's stretching of the rotary wavelengths (transformers: `rope_type = "llama3"`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """Sizes and traits of one model.
+
+    Attributes:
+        model_type: The row of `FAMILIES`.
+        vocab_size: V, rows of the embedding; may exceed the ids that the tokenizer has.
+        width: D, `hidden_size`.
+        ffn_width: F, `intermediate_size`.
+        num_layers: L.
+        num_heads: H, query heads.
+        num_kv_heads: J, key/value heads; divides H.
+        head_size: C.
+        rms_norm_eps: Added to the mean square in every RMSNorm.
+        rope_theta: Base of the rotary wavelengths.
+        rope_scaling: Llama 3's stretching, or None.
+        tie_word_embeddings: Whether the head is the embedding.
+        qkv_bias: Whether q, k and v have a bias.
+        qk_norm: Whether queries and keys are normalized per head.
+    """
+
+    model_type: str
+    vocab_size: int
+    width: int
+    ffn_width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 1e6
+    rope_scaling: Llama3Rope | None = None
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = True
+    qk_norm: bool = False
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_key_value_heads: got {self.num_kv_heads}; must divide num_attention_heads = {self.num_heads}"
+            )
+        if self.head_size % 2:
+            raise ValueError(f"head_dim: got {self.head_size}; the rotation pairs halves, so it must be even")
+
+    @property
+    def query_width(self) -> int:
+        """H * C, the width of all queries."""
+        return self.num_heads * self.head_size
+
+    @property
+    def kv_width(self) -> int:
+        """J * C, the width of all keys (and of all values)."""
+        return self.num_kv_heads * self.head_size
+
+    def linears(self) -> dict[str, tuple[tuple[str, int], ...]]:
+        """The fused linears of a layer: name -> its parts as (Hugging Face name, output features).
+
+        q, k and v read one input, and so do gate and up: each group is one matmul and shares one NVFP4 global scale.
+        """
+        return {
+            "qkv": (("q_proj", self.query_width), ("k_proj", self.kv_width), ("v_proj", self.kv_width)),
+            "o": (("o_proj", self.width),),
+            "gate_up": (("gate_proj", self.ffn_width), ("up_proj", self.ffn_width)),
+            "down": (("down_proj", self.width),),
+        }
+
+    def input_width(self, linear: str) -> int:
+        """K of a fused linear: the width of what it reads."""
+        return {"qkv": self.width, "o": self.query_width, "gate_up": self.width, "down": self.ffn_width}[linear]
+
+    def num_parameters(self) -> int:
+        """Parameters of the base: embedding, linears, biases and norms."""
+        embedding = self.vocab_size * self.width * (1 if self.tie_word_embeddings else 2)
+        linear = sum(
+            features * self.input_width(name) for name, parts in self.linears().items() for _, features in parts
+        )
+        bias = (self.query_width + 2 * self.kv_width) if self.qkv_bias else 0
+        norms = 2 * self.width + (2 * self.head_size if self.qk_norm else 0)
+        return embedding + self.num_layers * (linear + bias + norms) + self.width
+
+
+def from_hf(config: dict[str, Any]) -> Architecture:
+    """Reads the fields of a Hugging Face `config.json`.
+
+    Raises:
+        NotImplementedError: For a model family, activation, rotary scaling or attention window we do not have.
+        ValueError: When a size is missing or impossible.
+    """
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise NotImplementedError(f"model_type: got {model_type!r}; supported are {', '.join(FAMILIES)}")
+    family = FAMILIES[model_type]
+    if config.get("hidden_act", "silu") != "silu":
+        raise NotImplementedError(f"hidden_act: got {config['hidden_act']!r}; only 'silu' is supported")
+    if config.get("use_sliding_window"):
+        raise NotImplementedError("use_sliding_window: got true; only full attention is supported")
+    for field in ("attention_bias", "mlp_bias"):
+        # Llama's and Qwen3's switches add biases behind o_proj and the MLP too; Qwen2 has no such switch.
+        if config.get(field) and not family.qkv_bias:
+            raise NotImplementedError(f"{field}: got {config[field]!r}; {model_type} is supported without biases")
+
+    def size(field: str) -> int:
+        if not isinstance(config.get(field), int) or config[field] < 1:
+            raise ValueError(f"config.json: {field}: got {config.get(field)!r}; must be a positive integer")
+        return config[field]
+
+    heads = size("num_attention_heads")
+    theta, scaling = _rope(config)
+    return Architecture(
+        model_type=model_type,
+        vocab_size=size("vocab_size"),
+        width=size("hidden_size"),
+        ffn_width=size("intermediate_size"),
+        num_layers=size("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_size=config.get("head_dim") or size("hidden_size") // heads,
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        tie_word_embeddings=config.get("tie_word_embeddings", False),
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+    )
+
+
+def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise NotImplementedError(f"rope_type: got {kind!r}; supported are 'default' and 'llama3'")
+    fields = [field.name for field in dataclasses.fields(Llama3Rope)]
+    missing = [field for field in fields if field not in rope]
+    if missing:
+        raise ValueError(f"config.json: rope_type 'llama3' needs {', '.join(missing)}")
+    return theta, Llama3Rope(**{field: rope[field] for field in fields})
+
+
+def _qwen2(width, ffn_width, num_layers, num_heads, num_kv_heads, vocab_size, *, tied=False) -> Architecture:
+    return Architecture(
+        model_type="qwen2",
+        vocab_size=vocab_size,
+        width=width,
+        ffn_width=ffn_width,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=width // num_heads,
+        tie_word_embeddings=tied,
+    )
+
+
+# The published shapes, for benchmarks and memory plans that need no download.
+KNOWN = {
+    "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, 151936, tied=True),
+    "qwen2.5-1.5b": _qwen2(1536, 8960, 28, 12, 2, 151936, tied=True),
+    "qwen2.5-3b": _qwen2(2048, 11008, 36, 16, 2, 151936, tied=True),
+    "qwen2.5-7b": _qwen2(3584, 18944, 28, 28, 4, 152064),
+    "qwen2.5-14b": _qwen2(5120, 13824, 48, 40, 8, 152064),
+    "qwen2.5-32b": _qwen2(5120, 27648, 64, 40, 8, 152064),
+    "qwen2.5-72b": _qwen2(8192, 29568, 80, 64, 8, 152064),
+    "llama-3.1-8b": Architecture(
+        model_type="llama",
+        vocab_size=128256,
+        width=4096,
+        ffn_width=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_size=128,
+        rms_norm_eps=1e-5,
+        rope_theta=500000.0,
+        rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 8192),
+        qkv_bias=False,
+    ),
+}
+
+
+def load(folder: str | pathlib.Path) -> Architecture:
+    """Reads `config.json` of a local model folder."""
+    path = pathlib.Path(folder) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"no config.json in {folder}: a model folder holds config.json and *.safetensors")
+    return from_hf(json.loads(path.read_text()))

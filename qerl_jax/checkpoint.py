@@ -1,0 +1,399 @@
+"""Files <-> trees: a Hugging Face base in, a PEFT adapter in and out, the state of a run in and out."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import NVFP4Tensor, nvfp4
+from qerl_jax import architecture, tokenizer
+from qerl_jax.architecture import Architecture
+from qerl_jax.config import LoraConfig, ModelConfig
+from qerl_jax.model import LoRA, Transformer, abstract_base, random_base
+from qerl_jax.tensor_files import Tensors
+from qerl_jax.tokenizer import Tokenizer
+
+TINY = pathlib.Path(__file__).parent / "assets" / "tiny"
+
+_PARENT = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
+_LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+_PEFT_PREFIX = "base_model.model."
+
+
+def load_policy(cfg: ModelConfig, lora: LoraConfig | None, seed: int = 0) -> tuple[Transformer, Any, Tokenizer]:
+    """The model, its frozen base on the device, and its tokenizer.
+
+    Args:
+        cfg: Which base, and how its linears are held.
+        lora: Shape of the adapter, or None for the bare base.
+        seed: Of a random base.
+
+    Raises:
+        FileNotFoundError, SafetensorsError: When files are missing or cut short; before any weight is read.
+        ValueError, NotImplementedError: When the model or its tokenizer cannot be used.
+    """
+    known = cfg.random_base and cfg.model_name_or_path in architecture.KNOWN
+    folder = None if known else local_folder(cfg.model_name_or_path, weights=not cfg.random_base)
+    arch = architecture.KNOWN[cfg.model_name_or_path] if known else architecture.load(folder)
+    if cfg.weights == "nvfp4":
+        _check_blocks(arch)
+    source = cfg.tokenizer_name_or_path
+    if source is None and folder is None:
+        raise ValueError(
+            f"model.tokenizer_name_or_path: missing; {cfg.model_name_or_path!r} is a shape without files of its own"
+        )
+    tokens = tokenizer.load(folder if source is None else local_folder(source, weights=False))
+    if tokens.num_tokens > arch.vocab_size:
+        raise ValueError(
+            f"model.tokenizer_name_or_path: has ids up to {tokens.num_tokens - 1}; "
+            f"the model's embedding has only {arch.vocab_size} rows"
+        )
+    adapter = None if lora is None else LoRA(lora.rank, lora.alpha, lora.dropout, lora.train_norms)
+    model = Transformer(arch, cfg.weights, adapter, jnp.dtype(cfg.dtype))
+    frozen = random_base(model, jax.random.key(seed)) if cfg.random_base else load_base(folder, model)
+    return model, frozen, tokens
+
+
+def local_folder(name_or_path: str, *, weights: bool = True) -> pathlib.Path:
+    """A local folder as it is, "qerl-tiny" in the package, anything else downloaded from the hub.
+
+    Raises:
+        FileNotFoundError: When it is neither a folder nor a model of the hub that can be reached.
+    """
+    if name_or_path == "qerl-tiny":
+        return TINY
+    folder = pathlib.Path(name_or_path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or name_or_path.startswith("."):
+        raise FileNotFoundError(f"no such folder: {name_or_path}")
+    import huggingface_hub
+
+    patterns = ["*.json", "*.txt", "*.jinja", "tokenizer*"] + (["*.safetensors"] if weights else [])
+    try:
+        return pathlib.Path(huggingface_hub.snapshot_download(name_or_path, allow_patterns=patterns))
+    except Exception as error:
+        raise FileNotFoundError(
+            f"{name_or_path!r} is no local folder, and the hub did not give it: {type(error).__name__}: {error}"
+        ) from error
+
+
+def load_base(folder: str | pathlib.Path, model: Transformer) -> Any:
+    """Reads a Hugging Face checkpoint into the `frozen` tree, layer by layer.
+
+    16-bit linears are packed on the device as they are read (round to nearest; q/k/v share one global scale, gate/up
+    another, as vLLM needs it); a compressed-tensors NVFP4 checkpoint is read as it is. Host memory holds one layer.
+
+    Args:
+        folder: Holds config.json and *.safetensors.
+        model: Says what is expected, and how linears are to be held.
+    """
+    folder = pathlib.Path(folder)
+    arch, tensors = model.arch, Tensors(folder)
+    packed = _is_packed(json.loads((folder / "config.json").read_text()))
+    _check_names(arch, tensors, packed)
+
+    expected = abstract_base(model)
+    dtype = expected["embed_tokens"].dtype
+    # jnp.array copies; asarray may leave a CPU's array in the mapped file, and the base would change with it.
+    frozen = {
+        "embed_tokens": jnp.array(tensors["model.embed_tokens.weight"], dtype),
+        "norm": {"scale": jnp.array(tensors["model.norm.weight"], dtype)},
+    }
+    if "lm_head" in expected:
+        frozen["lm_head"] = jnp.array(tensors["lm_head.weight"], dtype)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def put(stack, layer, index):
+        return jax.tree.map(lambda s, x: s.at[index].set(x.astype(s.dtype)), stack, layer)
+
+    shared = _shared_scales(arch, tensors) if packed else set()
+    stack = None
+    for index in range(arch.num_layers):
+        layer = _read_layer(arch, tensors, f"model.layers.{index}.", model.weights, packed, shared, dtype)
+        if stack is None:
+            stack = jax.tree.map(lambda x: jnp.zeros((arch.num_layers, *x.shape), x.dtype), layer)
+        stack = put(stack, layer, index)
+    return frozen | {"layers": stack}
+
+
+def _read_layer(
+    arch: Architecture, tensors: Tensors, prefix: str, weights: str, packed: bool, shared: set[str], dtype
+) -> dict:
+    layer = {name: {"scale": jnp.asarray(tensors[f"{prefix}{name}.weight"], dtype)} for name in _LAYER_NORMS}
+    if arch.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            layer[name] = {"scale": jnp.asarray(tensors[f"{prefix}self_attn.{name}.weight"], dtype)}
+    for linear, parts in arch.linears().items():
+        names = [f"{prefix}{_PARENT[linear]}.{part}" for part, _ in parts]
+        if packed:
+            weight = _read_packed(tensors, names, linear in shared)
+            weight = weight if weights == "nvfp4" else nvfp4.dequantize(weight, dtype)
+        else:
+            weight = (_quantize if weights == "nvfp4" else _read_dense)(tensors, names)
+        layer[linear] = {"weight": weight if isinstance(weight, NVFP4Tensor) else weight.astype(dtype)}
+        if linear == "qkv" and arch.qkv_bias:
+            layer[linear]["bias"] = jnp.concatenate([jnp.asarray(tensors[f"{name}.bias"], dtype) for name in names])
+    return layer
+
+
+def _read_dense(tensors: Tensors, names: list[str]) -> jax.Array:
+    return jnp.concatenate([jnp.asarray(tensors[f"{name}.weight"]) for name in names])
+
+
+def _quantize(tensors: Tensors, names: list[str]) -> NVFP4Tensor:
+    parts = [jnp.asarray(tensors[f"{name}.weight"]) for name in names]
+    return _quantize_parts(parts)
+
+
+@jax.jit
+def _quantize_parts(parts: list[jax.Array]) -> NVFP4Tensor:
+    shared = functools.reduce(jnp.minimum, [nvfp4.global_scale(part) for part in parts])
+    return nvfp4.fuse([nvfp4.quantize(part, shared) for part in parts], shared=True)
+
+
+def _read_packed(tensors: Tensors, names: list[str], shared: bool) -> NVFP4Tensor:
+    parts = [
+        NVFP4Tensor(
+            codes=jnp.asarray(tensors[f"{name}.weight_packed"]),
+            scales=jnp.asarray(tensors[f"{name}.weight_scale"]),
+            global_scale=jnp.asarray(tensors[f"{name}.weight_global_scale"], jnp.float32),
+            shape=(tensors.shape(f"{name}.weight_packed")[0], 2 * tensors.shape(f"{name}.weight_packed")[1]),
+        )
+        for name in names
+    ]
+    return nvfp4.fuse(parts, shared=shared)
+
+
+def _shared_scales(arch: Architecture, tensors: Tensors) -> set[str]:
+    """The fused linears whose parts have one global scale, and so in every layer: stacked layers have one form.
+
+    A scale per row costs a multiply more per output; quantizers that follow vLLM's rule do not need it.
+    """
+
+    def scale(linear: str, index: int, part: str) -> float:
+        return tensors[f"model.layers.{index}.{_PARENT[linear]}.{part}.weight_global_scale"].item()
+
+    return {
+        linear
+        for linear, parts in arch.linears().items()
+        if all(len({scale(linear, index, part) for part, _ in parts}) == 1 for index in range(arch.num_layers))
+    }
+
+
+def _is_packed(config: dict[str, Any]) -> bool:
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return False
+    method, form = quantization.get("quant_method"), quantization.get("format")
+    if (method, form) != ("compressed-tensors", "nvfp4-pack-quantized"):
+        raise NotImplementedError(
+            f"quantization_config: got quant_method {method!r}, format {form!r}; "
+            "read are 16-bit checkpoints and compressed-tensors 'nvfp4-pack-quantized'"
+        )
+    groups = quantization.get("config_groups", {}).values()
+    if any(group.get("input_activations") for group in groups):
+        raise NotImplementedError("quantization_config: input_activations are quantized (W4A4); only W4A16 is supported")
+    return True
+
+
+def _check_blocks(arch: Architecture) -> None:
+    for linear in arch.linears():
+        width = arch.input_width(linear)
+        if width % nvfp4.BLOCK:
+            raise ValueError(
+                f"model.weights: got 'nvfp4'; {linear} has {width} input features (K), "
+                f"and NVFP4 needs a multiple of {nvfp4.BLOCK}"
+            )
+
+
+def _check_names(arch: Architecture, tensors: Tensors, packed: bool) -> None:
+    """Demands every tensor and shape at the door, so that nothing is half loaded."""
+    expected = {
+        "model.embed_tokens.weight": (arch.vocab_size, arch.width),
+        "model.norm.weight": (arch.width,),
+    }
+    if not arch.tie_word_embeddings:
+        expected["lm_head.weight"] = (arch.vocab_size, arch.width)
+    for index in range(arch.num_layers):
+        prefix = f"model.layers.{index}."
+        expected |= {f"{prefix}{name}.weight": (arch.width,) for name in _LAYER_NORMS}
+        if arch.qk_norm:
+            expected |= {f"{prefix}self_attn.{name}.weight": (arch.head_size,) for name in ("q_norm", "k_norm")}
+        for linear, parts in arch.linears().items():
+            k = arch.input_width(linear)
+            for part, n in parts:
+                name = f"{prefix}{_PARENT[linear]}.{part}"
+                if packed:
+                    expected[f"{name}.weight_packed"] = (n, k // 2)
+                    expected[f"{name}.weight_scale"] = (n, k // nvfp4.BLOCK)
+                    expected[f"{name}.weight_global_scale"] = (1,)
+                else:
+                    expected[f"{name}.weight"] = (n, k)
+                if linear == "qkv" and arch.qkv_bias:
+                    expected[f"{name}.bias"] = (n,)
+    for name, shape in expected.items():
+        if tensors.shape(name) != shape:
+            raise ValueError(f"{name}: got shape {tensors.shape(name)}; config.json says {shape}")
+
+
+def export_adapter(folder: str | pathlib.Path, params: Any, lora: LoRA, base: str) -> None:
+    """Writes the adapter as PEFT does: adapter_config.json and adapter_model.safetensors, float32.
+
+    Trained norms are written too and listed in `modules_to_save`. The folder appears whole or not at all.
+
+    Args:
+        folder: Replaced if it is an adapter already.
+        params: The `params` tree.
+        lora: Its shape.
+        base: `base_model_name_or_path`.
+
+    Raises:
+        FileExistsError: When the folder holds something else.
+    """
+    from safetensors.numpy import save_file
+
+    folder = pathlib.Path(folder).resolve()
+    if folder.exists() and not (folder / "adapter_config.json").is_file() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder}: holds something that is no adapter; it would be deleted")
+    tensors = {name: np.ascontiguousarray(value) for name, value in _peft_tensors(jax.device_get(params))}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors if ".lora_A." in name}),
+        "modules_to_save": list(_LAYER_NORMS) if lora.train_norms else None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+    partial, previous = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "previous"))
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        shutil.rmtree(previous, ignore_errors=True)
+        if folder.exists():
+            os.replace(folder, previous)
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def read_lora(folder: str | pathlib.Path) -> LoraConfig:
+    """The shape of a PEFT adapter, from its adapter_config.json.
+
+    Raises:
+        NotImplementedError: For adapters other than plain LoRA on all seven linears.
+    """
+    path = pathlib.Path(folder) / "adapter_config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"no adapter_config.json in {folder}")
+    config = json.loads(path.read_text())
+    targets = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    found = config.get("target_modules")
+    if found != "all-linear" and (not isinstance(found, list) or set(found) != targets):
+        raise NotImplementedError(f"{path}: target_modules: got {found!r}; must be {sorted(targets)}")
+    for field, plain in {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False}.items():
+        if config.get(field, plain) != plain:
+            raise NotImplementedError(f"{path}: {field}: got {config[field]!r}; only {plain!r} is supported")
+    for field in ("rank_pattern", "alpha_pattern"):
+        if config.get(field):
+            raise NotImplementedError(f"{path}: {field}: got {config[field]!r}; one rank and alpha for all is supported")
+    norms = config.get("modules_to_save") or []
+    if norms and set(norms) != set(_LAYER_NORMS):
+        raise NotImplementedError(f"{path}: modules_to_save: got {norms}; only {list(_LAYER_NORMS)} can be read")
+    return LoraConfig(config["r"], float(config["lora_alpha"]), 0.0, bool(norms))
+
+
+def import_adapter(folder: str | pathlib.Path, model: Transformer) -> Any:
+    """Reads a PEFT adapter into the `params` tree of `model`, float32.
+
+    Raises:
+        SafetensorsError, ValueError: When a tensor is missing, of another shape, or none of the model's.
+    """
+    tensors, arch, lora = Tensors(folder), model.arch, model.lora
+    unread = set(tensors)
+
+    def stack(name: str, shape: tuple[int, ...], transpose: bool) -> jax.Array:
+        layers = []
+        for index in range(arch.num_layers):
+            full = f"{_PEFT_PREFIX}model.layers.{index}.{name}.weight"
+            if tensors.shape(full) != shape:
+                raise ValueError(f"{full}: got shape {tensors.shape(full)}; the model needs {shape}")
+            unread.discard(full)
+            layers.append(np.asarray(tensors[full], np.float32).T if transpose else np.asarray(tensors[full], np.float32))
+        return jnp.asarray(np.stack(layers))
+
+    layers: dict[str, Any] = {}
+    for linear, parts in arch.linears().items():
+        k = arch.input_width(linear)
+        layers[linear] = {
+            part: {
+                "a": stack(f"{_PARENT[linear]}.{part}.lora_A", (lora.rank, k), True),
+                "b": stack(f"{_PARENT[linear]}.{part}.lora_B", (n, lora.rank), True),
+            }
+            for part, n in parts
+        }
+    if lora.train_norms:
+        for name in _LAYER_NORMS:
+            layers[name] = {"scale": stack(name, (arch.width,), False)}
+    if unread:
+        raise ValueError(f"{folder}: {min(unread)} has no place in the model ({len(unread)} such tensors)")
+    return {"layers": layers}
+
+
+def _peft_tensors(params: Any):
+    for module, content in params["layers"].items():
+        for index in range(len(jax.tree.leaves(content)[0])):
+            prefix = f"{_PEFT_PREFIX}model.layers.{index}."
+            if module in _LAYER_NORMS:
+                yield f"{prefix}{module}.weight", content["scale"][index]
+                continue
+            for part, pair in content.items():
+                yield f"{prefix}{_PARENT[module]}.{part}.lora_A.weight", pair["a"][index].T
+                yield f"{prefix}{_PARENT[module]}.{part}.lora_B.weight", pair["b"][index].T
+
+
+class StateFiles:
+    """The checkpoints of a run folder, `checkpoints/<step>/`, each written whole or not at all (orbax)."""
+
+    def __init__(self, run_folder: str | pathlib.Path, keep: int):
+        """Opens the folder; `keep` newest checkpoints stay."""
+        import orbax.checkpoint as ocp
+
+        self._ocp = ocp
+        self._manager = ocp.CheckpointManager(
+            pathlib.Path(run_folder).absolute() / "checkpoints",
+            options=ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False),
+        )
+
+    def save(self, state: Any) -> None:
+        """Writes the state under its step."""
+        self._manager.save(int(state.step), args=self._ocp.args.StandardSave(state), force=True)
+
+    def restore(self, like: Any) -> Any | None:
+        """The newest state, with the shapes and types of `like`; None when there is none."""
+        step = self._manager.latest_step()
+        if step is None:
+            return None
+        abstract = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, like)
+        return self._manager.restore(step, args=self._ocp.args.StandardRestore(abstract))
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self._manager.close()

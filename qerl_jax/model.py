@@ -1,0 +1,272 @@
+"""The model as Linen modules: names and shapes for the trees. The arithmetic is in `layers.py`.
+
+Three collections, three lifetimes:
+- `params` is exactly what trains: LoRA A and B (float32), and the layer norms when `train_norms` is on.
+- `frozen` is everything else: packed or dense linears, biases, norms, embedding, head. It never changes.
+- `noise`, when given, holds float32 vectors that are added to the norm scales (AQN). It is an argument of one call.
+
+Layers are stacked: every leaf under `layers` has a leading axis L, and the forward pass scans it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import nvfp4
+from qerl_jax import kv_cache, layers
+from qerl_jax.architecture import Architecture
+from qerl_jax.kv_cache import KVCache
+
+Weights = Literal["nvfp4", "bfloat16", "float32"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRA:
+    """Shape of the adapter, on all seven linears (arXiv 2106.09685).
+
+    Attributes:
+        rank: R.
+        alpha: The branch is scaled by alpha / rank.
+        dropout: Probability of dropping an input of a branch; acts only where a `dropout` key is given.
+        train_norms: Whether the two norms of each layer train too; they belong to the adapter then.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    train_norms: bool = False
+
+    @property
+    def scaling(self) -> float:
+        """alpha / rank."""
+        return self.alpha / self.rank
+
+
+class Norm(nn.Module):
+    """RMSNorm whose scale may be trained (with the adapter) and perturbed (by the `noise` collection)."""
+
+    eps: float
+    dtype: Any
+    trainable: bool = False
+    adapter: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        scale = self.variable("frozen", "scale", jnp.ones, x.shape[-1:], self.dtype).value.astype(jnp.float32)
+        if self.trainable and self.adapter:
+            scale = self.param("scale", lambda _: scale)
+        if self.has_variable("noise", "scale"):
+            scale = scale + self.get_variable("noise", "scale")
+        return layers.rms_norm(x, scale, self.eps)
+
+
+class Adapter(nn.Module):
+    """One LoRA branch [..., K] -> [..., N]; starts at zero, A as PEFT initializes it."""
+
+    features: int
+    lora: LoRA
+
+    @nn.compact
+    def __call__(self, x):
+        width, rank = x.shape[-1], self.lora.rank
+        # PEFT's Kaiming-uniform with a = sqrt(5) is uniform within 1/sqrt(K).
+        uniform = nn.initializers.uniform(2 * width**-0.5)
+        a = self.param("a", lambda key: uniform(key, (width, rank), jnp.float32) - width**-0.5)
+        b = self.param("b", nn.initializers.zeros, (rank, self.features), jnp.float32)
+        if self.lora.dropout and self.has_rng("dropout"):
+            keep = 1.0 - self.lora.dropout
+            kept = jax.random.bernoulli(self.make_rng("dropout"), keep, x.shape)
+            x = jnp.where(kept, x / keep, 0).astype(x.dtype)
+        return layers.lora(x, a, b, self.lora.scaling)
+
+
+class FusedLinear(nn.Module):
+    """Linears that read one input as a single base matmul, each part with its own LoRA branch."""
+
+    parts: tuple[tuple[str, int], ...]
+    weights: Weights
+    lora: LoRA | None
+    adapter: bool = True
+    bias: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        features = sum(size for _, size in self.parts)
+        y = layers.linear(x, self.variable("frozen", "weight", self._random, features, x.shape[-1]).value)
+        if self.bias:
+            y = y + self.variable("frozen", "bias", jnp.zeros, (features,), _dtype(self.weights)).value.astype(y.dtype)
+        if self.lora is not None and self.adapter:
+            branches = [Adapter(size, self.lora, name=name)(x) for name, size in self.parts]
+            y = y + jnp.concatenate(branches, axis=-1)
+        return y
+
+    def _random(self, features, width):
+        key = self.make_rng("params")
+        if self.weights == "nvfp4":
+            return nvfp4.random(key, (features, width), std=0.02)
+        return 0.02 * jax.random.normal(key, (features, width), _dtype(self.weights))
+
+
+class Block(nn.Module):
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)). Carries (residual stream, cache)."""
+
+    arch: Architecture
+    weights: Weights
+    lora: LoRA | None
+    adapter: bool
+
+    @nn.compact
+    def __call__(self, carry, index, tables, starts):
+        x, cache = carry
+        x, cache = self._attention(x, cache, index, tables, starts)
+        gate_up = self._linear("gate_up")(self._norm("post_attention_layernorm")(x))
+        return (x + self._linear("down")(layers.swiglu(gate_up)), cache), None
+
+    def _attention(self, x, cache, index, tables, starts):
+        arch = self.arch
+        batch, length, _ = x.shape
+        qkv = self._linear("qkv", bias=arch.qkv_bias)(self._norm("input_layernorm")(x))
+        query, key, value = jnp.split(qkv, [arch.query_width, arch.query_width + arch.kv_width], axis=-1)
+        query = query.reshape(batch, length, arch.num_heads, arch.head_size)
+        key = key.reshape(batch, length, arch.num_kv_heads, arch.head_size)
+        value = value.reshape(batch, length, arch.num_kv_heads, arch.head_size)
+        if arch.qk_norm:
+            query = Norm(arch.rms_norm_eps, _dtype(self.weights), name="q_norm")(query)
+            key = Norm(arch.rms_norm_eps, _dtype(self.weights), name="k_norm")(key)
+        query, key = layers.rotate(query, tables), layers.rotate(key, tables)
+
+        first_slot = None
+        if cache is not None:
+            cache = cache.write(index, key, value)
+            if length == 1:
+                (key, value), first_slot = cache.layer(index), cache.ends
+        mixed = layers.attention(query, key, value, first_slot=first_slot, starts=starts)
+        return x + self._linear("o")(mixed.reshape(batch, length, arch.query_width)), cache
+
+    def _linear(self, name, bias=False):
+        parts = self.arch.linears()[name]
+        return FusedLinear(parts, self.weights, self.lora, self.adapter, bias, name=name)
+
+    def _norm(self, name):
+        trainable = self.lora is not None and self.lora.train_norms
+        return Norm(self.arch.rms_norm_eps, _dtype(self.weights), trainable, self.adapter, name=name)
+
+
+class Transformer(nn.Module):
+    """A decoder-only transformer up to its last norm; `layers.logits` with `head(frozen)` gives the scores.
+
+    Attributes:
+        arch: Sizes and traits.
+        weights: How the linears of a new base are stored; embedding, norms and biases are bfloat16, or float32.
+        lora: Shape of the adapter, or None for the bare base.
+        dtype: Of the activations: bfloat16 or float32.
+    """
+
+    arch: Architecture
+    weights: Weights = "nvfp4"
+    lora: LoRA | None = None
+    dtype: Any = jnp.bfloat16
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        starts: jax.Array | None = None,
+        cache: KVCache | None = None,
+        adapter: bool = True,
+        remat: bool = False,
+    ) -> tuple[jax.Array, KVCache | None]:
+        """Runs T tokens of each row.
+
+        Args:
+            tokens: int32 [B, T].
+            lengths: int32 [B], how many of the T tokens of a right-padded row are real; None means all. Only the
+                cache needs it: junk after the end is never seen by a real token.
+            starts: int32 [B], the first live slot of left-padded rows; None means 0. With a cache, the cache's hold.
+            cache: T > 1 fills an empty cache, T == 1 extends it.
+            adapter: Whether params (LoRA and trained norms) act; False is the reference policy.
+            remat: Whether the backward pass recomputes each layer instead of keeping its activations.
+
+        Returns:
+            Hidden states [B, T, D] after the last norm, and the extended cache.
+        """
+        arch, dtype = self.arch, _dtype(self.weights)
+        shape = (arch.vocab_size, arch.width)
+        embedding = self.variable("frozen", "embed_tokens", self._random, shape, dtype).value
+        if not arch.tie_word_embeddings:
+            self.variable("frozen", "lm_head", self._random, shape, dtype)
+
+        slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        if cache is not None:
+            starts, slots = cache.starts, slots + cache.ends[:, None]
+        positions = slots if starts is None else slots - starts[:, None]
+        tables = layers.rope_tables(positions, layers.rope_frequencies(arch))
+
+        block = nn.remat(Block, prevent_cse=False) if remat else Block
+        scan = nn.scan(
+            block,
+            variable_axes={"params": 0, "frozen": 0, "noise": 0},
+            split_rngs={"params": True, "dropout": True},
+            in_axes=(0, nn.broadcast, nn.broadcast),
+            length=arch.num_layers,
+        )
+        stack = scan(arch, self.weights, self.lora, adapter, name="layers")
+        x = embedding[tokens].astype(self.dtype)
+        (x, cache), _ = stack((x, cache), jnp.arange(arch.num_layers), tables, starts)
+        if cache is not None:
+            cache = cache.advance(jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32) if lengths is None else lengths)
+        return Norm(arch.rms_norm_eps, dtype, name="norm")(x), cache
+
+    def new_cache(self, rows: int, num_slots: int, starts: jax.Array | None = None) -> KVCache:
+        """An empty cache for this model, in its activations' dtype."""
+        return kv_cache.create(self.arch, rows, num_slots, self.dtype, starts)
+
+    def _random(self, shape, dtype):
+        return 0.02 * jax.random.normal(self.make_rng("params"), shape, dtype)
+
+
+def head(frozen: dict[str, Any]) -> jax.Array:
+    """The output matrix [V, D] of a base: its own, or the embedding where the two are tied."""
+    return frozen.get("lm_head", frozen["embed_tokens"])
+
+
+def random_base(model: Transformer, key: jax.Array) -> dict[str, Any]:
+    """A base of random weights, made on the device, packed layer by layer; it never exists in 16 bits."""
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    return jax.jit(lambda key: model.init(key, tokens)["frozen"])(key)
+
+
+def abstract_base(model: Transformer) -> dict[str, Any]:
+    """The shapes and dtypes of a base, without making one."""
+    return jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["frozen"], jax.random.key(0))
+
+
+def init_params(model: Transformer, frozen: dict[str, Any], key: jax.Array) -> dict[str, Any]:
+    """A fresh adapter over `frozen`: A random, B zero, trained norms equal to the base's."""
+
+    @jax.jit
+    def init(frozen, key):
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        return model.apply({"frozen": frozen}, tokens, rngs={"params": key}, mutable=["params"])[1].get("params", {})
+
+    return init(frozen, key)
+
+
+def noise_shapes(arch: Architecture, final_norm: bool = False) -> dict[str, Any]:
+    """Shapes of the `noise` collection: the norms that q/k/v and gate/up read, and the last one on request."""
+    per_layer = {"scale": jax.ShapeDtypeStruct((arch.num_layers, arch.width), jnp.float32)}
+    shapes = {"layers": {"input_layernorm": dict(per_layer), "post_attention_layernorm": dict(per_layer)}}
+    if final_norm:
+        shapes["norm"] = {"scale": jax.ShapeDtypeStruct((arch.width,), jnp.float32)}
+    return shapes
+
+
+def _dtype(weights: Weights):
+    return jnp.float32 if weights == "float32" else jnp.bfloat16

@@ -1,0 +1,108 @@
+"""Safetensors files read tensor by tensor through a memory map, and checked whole before the first is read.
+
+The safetensors package reads neither bfloat16 nor float8 into numpy; the format is a length, a JSON header and bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+import struct
+
+import ml_dtypes
+import numpy as np
+
+_DTYPES = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "I64": np.int64,
+    "I32": np.int32,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "BOOL": np.bool_,
+}
+
+
+class SafetensorsError(ValueError):
+    """A checkpoint file that is missing, cut short or not what its index says."""
+
+
+class Tensors:
+    """The tensors of a folder's *.safetensors files (one, or shards with an index) by name, read on demand."""
+
+    def __init__(self, folder: str | pathlib.Path):
+        """Opens every file and checks that all of its tensors are there.
+
+        Raises:
+            SafetensorsError: Naming the file, what was expected and what was found.
+        """
+        folder = pathlib.Path(folder)
+        self._entries: dict[str, tuple[np.memmap, str, tuple[int, ...], int, int]] = {}
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            try:
+                weight_map = json.loads(index.read_text())["weight_map"]
+            except (ValueError, KeyError) as error:
+                raise SafetensorsError(f"{index}: not an index with a weight_map: {error!r}") from error
+            paths = [folder / name for name in sorted(set(weight_map.values()))]
+        else:
+            paths = sorted(folder.glob("*.safetensors"))
+            if not paths:
+                raise SafetensorsError(f"no *.safetensors file in {folder}")
+        missing = [path.name for path in paths if not path.is_file()]
+        if missing:
+            raise SafetensorsError(f"{index}: {len(missing)} of {len(paths)} shards are missing: {', '.join(missing[:4])}")
+        for path in paths:
+            self._open(path)
+        if index.is_file():
+            absent = sorted(set(weight_map) - set(self._entries))
+            if absent:
+                raise SafetensorsError(f"{index}: no shard holds {absent[0]} ({len(absent)} tensors are missing)")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __iter__(self):
+        return iter(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        return self._entry(name)[2]
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """A tensor; its bytes are read from disk when they are used."""
+        data, dtype, shape, start, end = self._entry(name)
+        return data[start:end].view(_DTYPES[dtype]).reshape(shape)
+
+    def _entry(self, name):
+        if name not in self._entries:
+            raise SafetensorsError(f"the checkpoint has no tensor {name}")
+        return self._entries[name]
+
+    def _open(self, path: pathlib.Path) -> None:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            (length,) = struct.unpack("<Q", prefix) if len(prefix) == 8 else (size,)
+            if 8 + length > size:
+                raise SafetensorsError(f"{path}: {size} bytes; its header alone needs {8 + length}: truncated")
+            try:
+                header = json.loads(file.read(length))
+                header.pop("__metadata__", None)
+                entries = [(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()]
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise SafetensorsError(f"{path}: not a safetensors file: {error!r}") from error
+        data = np.memmap(path, mode="r")
+        for name, dtype, shape, start, end in entries:
+            start, end = 8 + length + start, 8 + length + end
+            if dtype not in _DTYPES:
+                raise SafetensorsError(f"{path}: {name} has the type {dtype}; known are {', '.join(_DTYPES)}")
+            if end > size:
+                raise SafetensorsError(f"{path}: {size} bytes, but {name} ends at byte {end}: truncated")
+            if end - start != math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize:
+                raise SafetensorsError(f"{path}: {name} of shape {shape} and type {dtype} does not fill its bytes")
+            self._entries[name] = (data, dtype, shape, start, end)
