@@ -1,0 +1,181 @@
+"""The command `qerl`: parse, one call."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import pathlib
+import platform
+import sys
+from typing import Annotated
+
+# Without PyTorch transformers greets with a notice about it, which would be a newcomer's first line.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import tyro
+
+from qerl_jax import config
+from qerl_jax.config import ConfigError, NoiseConfig, RunConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Generate:
+    """Prints a completion of each prompt.
+
+    Attributes:
+        prompt: One or more user messages.
+        model: Local folder or hub name; "qerl-tiny" ships with the package.
+        adapter: A PEFT folder, such as a run's `adapter`.
+        system_prompt: A system message; "think-answer" for the package's instruction.
+        weights: How the linears are held.
+        dtype: Of the activations.
+        max_tokens: Longest completion.
+        temperature: 0 is greedy.
+        top_k: Keep the k likeliest tokens; 0 is off.
+        top_p: Keep the likeliest tokens up to this mass.
+        min_p: Drop tokens below this fraction of the likeliest one's probability.
+        n: Completions per prompt.
+        seed: Of the samples.
+    """
+
+    prompt: tyro.conf.Positional[tuple[str, ...]]
+    model: str = "qerl-tiny"
+    adapter: pathlib.Path | None = None
+    system_prompt: str | None = None
+    weights: Annotated[str, tyro.conf.arg(help_behavior_hint="nvfp4, bfloat16, float32")] = "nvfp4"
+    dtype: Annotated[str, tyro.conf.arg(help_behavior_hint="bfloat16, float32")] = "bfloat16"
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    n: int = 1
+    seed: int = 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a sub-command; bad input ends with one line on stderr and status 2."""
+    argv = sys.argv[1:] if argv is None else argv
+    commands = {"train": _train, "generate": _generate, "report": _report, "env": _env}
+    if not argv or argv[0] in ("-h", "--help") or argv[0] not in commands:
+        _say(_USAGE)
+        return 0 if argv and argv[0] in ("-h", "--help") else 2
+    try:
+        commands[argv[0]](argv[1:])
+    except (ValueError, FileNotFoundError, NotImplementedError) as error:
+        sys.stderr.write(f"qerl {argv[0]}: {error}\n")
+        return 2
+    return 0
+
+
+_USAGE = """usage: qerl COMMAND ...
+
+  train CONFIG.toml [--section.field VALUE ...]   train an adapter, or resume the run in output_dir
+  generate PROMPT [--model M] [--adapter DIR]     print completions
+  report RUN_FOLDER                               curves in the terminal and curves.png
+  env                                             versions and devices, for bug reports
+
+qerl COMMAND --help shows the options; `qerl train CONFIG.toml --help` every field with its value."""
+
+
+def _train(argv: list[str]) -> None:
+    if not argv or argv[0].startswith("-"):
+        raise ConfigError("train: missing the config file: qerl train CONFIG.toml [--section.field VALUE ...]")
+    cfg = config.load(argv[0])
+    if cfg.noise is None and any(arg.startswith("--noise.") for arg in argv):
+        cfg = dataclasses.replace(cfg, noise=NoiseConfig())
+    flat = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
+    cfg = tyro.cli(RunConfig, args=argv[1:], default=cfg, prog=f"qerl train {argv[0]}", config=flat)
+
+    from qerl_jax import report
+    from qerl_jax.train import train
+
+    train(cfg)
+    plot = report.plot(cfg.output_dir)
+    _say(f"plot in {plot}")
+    for line in report.lines(cfg.output_dir):
+        _say(line)
+
+
+def _generate(argv: list[str]) -> None:
+    args = tyro.cli(Generate, args=argv, prog="qerl generate")
+    import jax
+
+    from qerl_jax import checkpoint, data, model, rollouts, sampling
+
+    cfg = config.from_table(
+        config.ModelConfig,
+        {"model_name_or_path": args.model, "weights": args.weights, "dtype": args.dtype},
+        "model.",
+    )
+    lora = None if args.adapter is None else checkpoint.read_lora(args.adapter)
+    policy, frozen, tokens = checkpoint.load_policy(cfg, lora)
+    variables = {"frozen": frozen}
+    if args.adapter is not None:
+        variables["params"] = checkpoint.import_adapter(args.adapter, policy)
+
+    system = data.THINK_ANSWER_PROMPT if args.system_prompt == "think-answer" else args.system_prompt
+    opening = () if system is None else ({"role": "system", "content": system},)
+    problems = [data.Problem((*opening, {"role": "user", "content": text}), {}) for text in args.prompt]
+    generate = sampling.make_generate(
+        policy,
+        num_generations=args.n,
+        max_completion_length=args.max_tokens,
+        num_tokens=tokens.num_tokens,
+        stop_tokens=tokens.stop_tokens,
+        pad_token=tokens.pad_token,
+        truncation=sampling.Truncation(args.top_k, args.top_p, args.min_p),
+    )
+    rollout = rollouts.collect(
+        generate,
+        variables,
+        tokens,
+        problems,
+        jax.random.key(args.seed),
+        num_generations=args.n,
+        max_prompt_length=max(len(ids) for ids in tokens.encode([problem.prompt for problem in problems])),
+        temperature=args.temperature,
+    )
+    for text in rollout.texts:
+        _say(text)
+
+
+def _report(argv: list[str]) -> None:
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise ValueError("report: usage: qerl report RUN_FOLDER")
+    from qerl_jax import report
+
+    shown = report.lines(argv[0])
+    _say(f"plot in {report.plot(argv[0])}")
+    for line in shown:
+        _say(line)
+
+
+def _env(argv: list[str]) -> None:
+    if argv:
+        raise ValueError("env: takes no arguments")
+    import jax
+
+    from pallas_kernels import runtime
+
+    _say(f"python {platform.python_version()} on {platform.platform()}")
+    for name in ("qerl-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "datasets", "numpy"):
+        try:
+            _say(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            _say(f"{name} not installed")
+    for device in jax.local_devices():
+        limit = (device.memory_stats() or {}).get("bytes_limit")
+        memory = "" if limit is None else f", {limit / 1e9:.0f} GB for XLA"
+        _say(f"device {device.id}: {device.device_kind} ({device.platform}{memory})")
+    _say(f"Hopper: {'yes' if runtime.is_hopper() else 'no'}; NVFP4 products run through the reference implementation")
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""What a run leaves behind while it runs: metrics.jsonl, completions/ and a line or a live display in the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# What the terminal shows of each step: label, metric, format.
+_SHOWN = (
+    ("reward", "reward", "{:.3f}"),
+    ("len", "completions/mean_length", "{:.0f}"),
+    ("entropy", "entropy", "{:.3f}"),
+    ("tok/s", "perf/rollout_tokens_per_second", "{:,.0f}"),
+    ("sigma", "aqn/sigma", "{:.1e}"),
+    ("accuracy", "eval/accuracy", "{:.3f}"),
+)
+
+
+class Logger:
+    """Writes the metrics of a run, and shows them.
+
+    `metrics.jsonl` has one object per logged step with its `step`. A resumed run first drops what lies beyond its
+    checkpoint, so that the file reads as if the run had never stopped.
+    """
+
+    def __init__(self, run_folder: str | pathlib.Path, *, total_steps: int, step: int = 0, quiet: bool = False):
+        """Opens the files of a run that stands at `step`.
+
+        Args:
+            run_folder: Made if it does not exist.
+            total_steps: Optimizer steps of the whole run.
+            step: Optimizer steps done.
+            quiet: Show nothing.
+        """
+        self._folder = pathlib.Path(run_folder)
+        self._path = self._folder / "metrics.jsonl"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        rows = [row for row in read_metrics(self._folder) if row["step"] <= step and step > 0]
+        _write_whole(self._path, "".join(json.dumps(row) + "\n" for row in rows))
+        for path in self._folder.glob("completions/step_*.jsonl"):
+            if int(path.stem.removeprefix("step_")) > step:
+                path.unlink()
+        self.num_tokens = max((row.get("num_tokens", 0) for row in rows), default=0)
+        self._file = self._path.open("a")
+        self._display = None if quiet else _Display(total_steps, step)
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Appends one row; values become plain numbers."""
+        row = {"step": step} | {name: _plain(value) for name, value in metrics.items()}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if self._display:
+            self._display.show(step, row)
+
+    def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Writes `completions/step_<step>.jsonl`, an object per completion."""
+        folder = self._folder / "completions"
+        folder.mkdir(exist_ok=True)
+        text = "".join(json.dumps(row, ensure_ascii=False, default=_plain) + "\n" for row in rows)
+        _write_whole(folder / f"step_{step:06d}.jsonl", text)
+
+    def note(self, text: str) -> None:
+        """Shows a line that is no metric."""
+        if self._display:
+            self._display.console.print(text, highlight=False)
+
+    def close(self) -> None:
+        """Ends the display and closes the file."""
+        self._file.close()
+        if self._display:
+            self._display.close()
+
+
+def read_metrics(run_folder: str | pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl in order; a last line that a kill cut short is left out."""
+    path = pathlib.Path(run_folder) / "metrics.jsonl"
+    rows = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+def _write_whole(path: pathlib.Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    os.replace(partial, path)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str | bool | int | float | None | list | dict):
+        return value
+    return value.item()
+
+
+class _Display:
+    """A progress bar where the terminal can redraw one, a line per step where it cannot."""
+
+    def __init__(self, total_steps: int, step: int):
+        from rich import console, progress
+
+        self.console = console.Console()
+        self._total = total_steps
+        self._bar = None
+        if self.console.is_terminal:
+            self._bar = progress.Progress(
+                progress.TextColumn("step {task.completed}/{task.total}"),
+                progress.BarColumn(bar_width=20),
+                progress.TextColumn("{task.fields[metrics]}"),
+                progress.TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._bar.start()
+            self._task = self._bar.add_task("", total=total_steps, completed=step, metrics="compiling")
+
+    def show(self, step: int, row: Mapping[str, Any]) -> None:
+        text = "  ".join(f"{label} {form.format(row[name])}" for label, name, form in _SHOWN if name in row)
+        if self._bar is None:
+            self.console.print(f"step {step}/{self._total}  {text}", highlight=False, soft_wrap=True)
+        else:
+            self._bar.update(self._task, completed=step, metrics=text)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
