@@ -1,0 +1,43 @@
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The first interpreter that is new enough; PYTHON=/path/to/python on the command line goes before.
+PYTHON ?= $(shell for name in python3.12 python3.13 python3.14 python3 python; do \
+	$$name -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$name && break; done)
+
+.PHONY: help env quickstart test test-all lint format clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
+
+env: $(STAMP)  ## make .venv with the versions of constraints.txt, unless it is up to date
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || test -n "$(PYTHON)" || { \
+	echo "No Python >= 3.12 was found (looked for python3.12, python3.13, python3.14, python3, python)." >&2; \
+	echo "Install one, for example with 'pyenv install 3.12' or 'uv python install 3.12', or name it:" >&2; \
+	echo "make $(or $(MAKECMDGOALS),env) PYTHON=/path/to/python3.12" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[test,dev]' --constraint constraints.txt
+	@touch $@
+
+quickstart: env  ## train the tiny base that ships with the package, on the CPU
+	JAX_PLATFORMS=cpu $(BIN)/qerl train configs/quickstart.toml
+
+test: env  ## run the tests, without those marked slow
+	$(BIN)/python -m pytest -n 2
+
+test-all: env  ## run the slow tests too
+	$(BIN)/python -m pytest -n 2 --runslow
+
+lint: env  ## check style and format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+format: env  ## mend what the formatter and the linter can mend
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:  ## remove caches and build products; runs/ and .venv stay
+	rm -rf build dist .pytest_cache .ruff_cache ./*.egg-info
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

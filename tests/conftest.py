@@ -1,0 +1,38 @@
+"""Where the tests run: on the CPU, unless JAX_PLATFORMS or `-m gpu` says otherwise."""
+
+import os
+import re
+
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--runslow", action="store_true", help="run tests marked slow, too")
+
+
+def pytest_configure(config):
+    # Before any test imports jax, which reads the variable once.
+    if not _asked_for("gpu", config):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not (config.getoption("--runslow") or _asked_for("slow", config)):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        items[:] = [item for item in items if item not in slow]
+        config.hook.pytest_deselected(items=slow)
+
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu and not _has_gpu():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU that JAX can see"))
+
+
+def _asked_for(marker, config):
+    return re.search(rf"(?<!not )\b{marker}\b", config.getoption("markexpr")) is not None
+
+
+def _has_gpu():
+    import jax
+
+    return jax.default_backend() == "gpu"
