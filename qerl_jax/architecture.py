@@ -1,8 +1,8 @@
 """What a decoder-only transformer looks like: sizes and traits, read from a Hugging Face `config.json`.
 
-A model family is one row of `FAMILIES`: the traits that its config file leaves unsaid. Everything else is a number
-that the file states. Both spellings of the rotary fields are read: transformers 4 (`rope_theta`, `rope_scaling`) and
-transformers 5 (`rope_parameters`).
+A model family is one row of `FAMILIES`: the traits that its config file leaves unsaid. Everything
+else is a number that the file states. Both spellings of the rotary fields are read: transformers 4
+(`rope_theta`, `rope_scaling`) and transformers 5 (`rope_parameters`).
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ class Architecture:
                 f"num_key_value_heads: got {self.num_kv_heads}; must divide num_attention_heads = {self.num_heads}"
             )
         if self.head_size % 2:
-            raise ValueError(f"head_dim: got {self.head_size}; the rotation pairs halves, so it must be even")
+            raise ValueError(
+                f"head_dim: got {self.head_size}; the rotation pairs halves, so it must be even"
+            )
 
     @property
     def query_width(self) -> int:
@@ -100,10 +102,15 @@ class Architecture:
     def linears(self) -> dict[str, tuple[tuple[str, int], ...]]:
         """The fused linears of a layer: name -> its parts as (Hugging Face name, output features).
 
-        q, k and v read one input, and so do gate and up: each group is one matmul and shares one NVFP4 global scale.
+        q, k and v read one input, and so do gate and up: each group is one matmul and shares one
+            NVFP4 global scale.
         """
         return {
-            "qkv": (("q_proj", self.query_width), ("k_proj", self.kv_width), ("v_proj", self.kv_width)),
+            "qkv": (
+                ("q_proj", self.query_width),
+                ("k_proj", self.kv_width),
+                ("v_proj", self.kv_width),
+            ),
             "o": (("o_proj", self.width),),
             "gate_up": (("gate_proj", self.ffn_width), ("up_proj", self.ffn_width)),
             "down": (("down_proj", self.width),),
@@ -111,13 +118,20 @@ class Architecture:
 
     def input_width(self, linear: str) -> int:
         """K of a fused linear: the width of what it reads."""
-        return {"qkv": self.width, "o": self.query_width, "gate_up": self.width, "down": self.ffn_width}[linear]
+        return {
+            "qkv": self.width,
+            "o": self.query_width,
+            "gate_up": self.width,
+            "down": self.ffn_width,
+        }[linear]
 
     def num_parameters(self) -> int:
         """Parameters of the base: embedding, linears, biases and norms."""
         embedding = self.vocab_size * self.width * (1 if self.tie_word_embeddings else 2)
         linear = sum(
-            features * self.input_width(name) for name, parts in self.linears().items() for _, features in parts
+            features * self.input_width(name)
+            for name, parts in self.linears().items()
+            for _, features in parts
         )
         bias = (self.query_width + 2 * self.kv_width) if self.qkv_bias else 0
         norms = 2 * self.width + (2 * self.head_size if self.qk_norm else 0)
@@ -128,25 +142,35 @@ def from_hf(config: dict[str, Any]) -> Architecture:
     """Reads the fields of a Hugging Face `config.json`.
 
     Raises:
-        NotImplementedError: For a model family, activation, rotary scaling or attention window we do not have.
+        NotImplementedError: For a model family, activation, rotary scaling or attention window we
+            do not have.
         ValueError: When a size is missing or impossible.
     """
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
-        raise NotImplementedError(f"model_type: got {model_type!r}; supported are {', '.join(FAMILIES)}")
+        raise NotImplementedError(
+            f"model_type: got {model_type!r}; supported are {', '.join(FAMILIES)}"
+        )
     family = FAMILIES[model_type]
     if config.get("hidden_act", "silu") != "silu":
-        raise NotImplementedError(f"hidden_act: got {config['hidden_act']!r}; only 'silu' is supported")
+        raise NotImplementedError(
+            f"hidden_act: got {config['hidden_act']!r}; only 'silu' is supported"
+        )
     if config.get("use_sliding_window"):
         raise NotImplementedError("use_sliding_window: got true; only full attention is supported")
     for field in ("attention_bias", "mlp_bias"):
-        # Llama's and Qwen3's switches add biases behind o_proj and the MLP too; Qwen2 has no such switch.
+        # Llama's and Qwen3's switches add biases behind o_proj and the MLP too; Qwen2 has no such
+        # switch.
         if config.get(field) and not family.qkv_bias:
-            raise NotImplementedError(f"{field}: got {config[field]!r}; {model_type} is supported without biases")
+            raise NotImplementedError(
+                f"{field}: got {config[field]!r}; {model_type} is supported without biases"
+            )
 
     def size(field: str) -> int:
         if not isinstance(config.get(field), int) or config[field] < 1:
-            raise ValueError(f"config.json: {field}: got {config.get(field)!r}; must be a positive integer")
+            raise ValueError(
+                f"config.json: {field}: got {config.get(field)!r}; must be a positive integer"
+            )
         return config[field]
 
     heads = size("num_attention_heads")
@@ -184,7 +208,9 @@ def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
     return theta, Llama3Rope(**{field: rope[field] for field in fields})
 
 
-def _qwen2(width, ffn_width, num_layers, num_heads, num_kv_heads, vocab_size, *, tied=False) -> Architecture:
+def _qwen2(
+    width, ffn_width, num_layers, num_heads, num_kv_heads, vocab_size, *, tied=False
+) -> Architecture:
     return Architecture(
         model_type="qwen2",
         vocab_size=vocab_size,
@@ -228,5 +254,7 @@ def load(folder: str | pathlib.Path) -> Architecture:
     """Reads `config.json` of a local model folder."""
     path = pathlib.Path(folder) / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"no config.json in {folder}: a model folder holds config.json and *.safetensors")
+        raise FileNotFoundError(
+            f"no config.json in {folder}: a model folder holds config.json and *.safetensors"
+        )
     return from_hf(json.loads(path.read_text()))

@@ -28,7 +28,9 @@ _LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 _PEFT_PREFIX = "base_model.model."
 
 
-def load_policy(cfg: ModelConfig, lora: LoraConfig | None, seed: int = 0) -> tuple[Transformer, Any, Tokenizer]:
+def load_policy(
+    cfg: ModelConfig, lora: LoraConfig | None, seed: int = 0
+) -> tuple[Transformer, Any, Tokenizer]:
     """The model, its frozen base on the device, and its tokenizer.
 
     Args:
@@ -37,7 +39,8 @@ def load_policy(cfg: ModelConfig, lora: LoraConfig | None, seed: int = 0) -> tup
         seed: Of a random base.
 
     Raises:
-        FileNotFoundError, SafetensorsError: When files are missing or cut short; before any weight is read.
+        FileNotFoundError, SafetensorsError: When files are missing or cut short; before any weight
+            is read.
         ValueError, NotImplementedError: When the model or its tokenizer cannot be used.
     """
     known = cfg.random_base and cfg.model_name_or_path in architecture.KNOWN
@@ -58,7 +61,9 @@ def load_policy(cfg: ModelConfig, lora: LoraConfig | None, seed: int = 0) -> tup
         )
     adapter = None if lora is None else LoRA(lora.rank, lora.alpha, lora.dropout, lora.train_norms)
     model = Transformer(arch, cfg.weights, adapter, jnp.dtype(cfg.dtype))
-    frozen = random_base(model, jax.random.key(seed)) if cfg.random_base else load_base(folder, model)
+    frozen = (
+        random_base(model, jax.random.key(seed)) if cfg.random_base else load_base(folder, model)
+    )
     return model, frozen, tokens
 
 
@@ -79,7 +84,9 @@ def local_folder(name_or_path: str, *, weights: bool = True) -> pathlib.Path:
 
     patterns = ["*.json", "*.txt", "*.jinja", "tokenizer*"] + (["*.safetensors"] if weights else [])
     try:
-        return pathlib.Path(huggingface_hub.snapshot_download(name_or_path, allow_patterns=patterns))
+        return pathlib.Path(
+            huggingface_hub.snapshot_download(name_or_path, allow_patterns=patterns)
+        )
     except Exception as error:
         raise FileNotFoundError(
             f"{name_or_path!r} is no local folder, and the hub did not give it: {type(error).__name__}: {error}"
@@ -89,8 +96,9 @@ def local_folder(name_or_path: str, *, weights: bool = True) -> pathlib.Path:
 def load_base(folder: str | pathlib.Path, model: Transformer) -> Any:
     """Reads a Hugging Face checkpoint into the `frozen` tree, layer by layer.
 
-    16-bit linears are packed on the device as they are read (round to nearest; q/k/v share one global scale, gate/up
-    another, as vLLM needs it); a compressed-tensors NVFP4 checkpoint is read as it is. Host memory holds one layer.
+    16-bit linears are packed on the device as they are read (round to nearest; q/k/v share one
+    global scale, gate/up another, as vLLM needs it); a compressed-tensors NVFP4 checkpoint is read
+    as it is. Host memory holds one layer.
 
     Args:
         folder: Holds config.json and *.safetensors.
@@ -103,7 +111,8 @@ def load_base(folder: str | pathlib.Path, model: Transformer) -> Any:
 
     expected = abstract_base(model)
     dtype = expected["embed_tokens"].dtype
-    # jnp.array copies; asarray may leave a CPU's array in the mapped file, and the base would change with it.
+    # jnp.array copies; asarray may leave a CPU's array in the mapped file, and the base would
+    # change with it.
     frozen = {
         "embed_tokens": jnp.array(tensors["model.embed_tokens.weight"], dtype),
         "norm": {"scale": jnp.array(tensors["model.norm.weight"], dtype)},
@@ -118,7 +127,9 @@ def load_base(folder: str | pathlib.Path, model: Transformer) -> Any:
     shared = _shared_scales(arch, tensors) if packed else set()
     stack = None
     for index in range(arch.num_layers):
-        layer = _read_layer(arch, tensors, f"model.layers.{index}.", model.weights, packed, shared, dtype)
+        layer = _read_layer(
+            arch, tensors, f"model.layers.{index}.", model.weights, packed, shared, dtype
+        )
         if stack is None:
             stack = jax.tree.map(lambda x: jnp.zeros((arch.num_layers, *x.shape), x.dtype), layer)
         stack = put(stack, layer, index)
@@ -126,9 +137,18 @@ def load_base(folder: str | pathlib.Path, model: Transformer) -> Any:
 
 
 def _read_layer(
-    arch: Architecture, tensors: Tensors, prefix: str, weights: str, packed: bool, shared: set[str], dtype
+    arch: Architecture,
+    tensors: Tensors,
+    prefix: str,
+    weights: str,
+    packed: bool,
+    shared: set[str],
+    dtype,
 ) -> dict:
-    layer = {name: {"scale": jnp.asarray(tensors[f"{prefix}{name}.weight"], dtype)} for name in _LAYER_NORMS}
+    layer = {
+        name: {"scale": jnp.asarray(tensors[f"{prefix}{name}.weight"], dtype)}
+        for name in _LAYER_NORMS
+    }
     if arch.qk_norm:
         for name in ("q_norm", "k_norm"):
             layer[name] = {"scale": jnp.asarray(tensors[f"{prefix}self_attn.{name}.weight"], dtype)}
@@ -136,12 +156,16 @@ def _read_layer(
         names = [f"{prefix}{_PARENT[linear]}.{part}" for part, _ in parts]
         if packed:
             weight = _read_packed(tensors, names, linear in shared)
-            weight = weight if weights == "nvfp4" else nvfp4.dequantize(weight, dtype)
+            weight = weight if weights == "nvfp4" else _dequantize(weight, dtype)
         else:
             weight = (_quantize if weights == "nvfp4" else _read_dense)(tensors, names)
-        layer[linear] = {"weight": weight if isinstance(weight, NVFP4Tensor) else weight.astype(dtype)}
+        layer[linear] = {
+            "weight": weight if isinstance(weight, NVFP4Tensor) else weight.astype(dtype)
+        }
         if linear == "qkv" and arch.qkv_bias:
-            layer[linear]["bias"] = jnp.concatenate([jnp.asarray(tensors[f"{name}.bias"], dtype) for name in names])
+            layer[linear]["bias"] = jnp.concatenate(
+                [jnp.asarray(tensors[f"{name}.bias"], dtype) for name in names]
+            )
     return layer
 
 
@@ -152,6 +176,9 @@ def _read_dense(tensors: Tensors, names: list[str]) -> jax.Array:
 def _quantize(tensors: Tensors, names: list[str]) -> NVFP4Tensor:
     parts = [jnp.asarray(tensors[f"{name}.weight"]) for name in names]
     return _quantize_parts(parts)
+
+
+_dequantize = jax.jit(nvfp4.dequantize, static_argnums=1)
 
 
 @jax.jit
@@ -166,7 +193,10 @@ def _read_packed(tensors: Tensors, names: list[str], shared: bool) -> NVFP4Tenso
             codes=jnp.asarray(tensors[f"{name}.weight_packed"]),
             scales=jnp.asarray(tensors[f"{name}.weight_scale"]),
             global_scale=jnp.asarray(tensors[f"{name}.weight_global_scale"], jnp.float32),
-            shape=(tensors.shape(f"{name}.weight_packed")[0], 2 * tensors.shape(f"{name}.weight_packed")[1]),
+            shape=(
+                tensors.shape(f"{name}.weight_packed")[0],
+                2 * tensors.shape(f"{name}.weight_packed")[1],
+            ),
         )
         for name in names
     ]
@@ -176,7 +206,8 @@ def _read_packed(tensors: Tensors, names: list[str], shared: bool) -> NVFP4Tenso
 def _shared_scales(arch: Architecture, tensors: Tensors) -> set[str]:
     """The fused linears whose parts have one global scale, and so in every layer: stacked layers have one form.
 
-    A scale per row costs a multiply more per output; quantizers that follow vLLM's rule do not need it.
+    A scale per row costs a multiply more per output; quantizers that follow vLLM's rule do not need
+    it.
     """
 
     def scale(linear: str, index: int, part: str) -> float:
@@ -185,7 +216,10 @@ def _shared_scales(arch: Architecture, tensors: Tensors) -> set[str]:
     return {
         linear
         for linear, parts in arch.linears().items()
-        if all(len({scale(linear, index, part) for part, _ in parts}) == 1 for index in range(arch.num_layers))
+        if all(
+            len({scale(linear, index, part) for part, _ in parts}) == 1
+            for index in range(arch.num_layers)
+        )
     }
 
 
@@ -201,7 +235,9 @@ def _is_packed(config: dict[str, Any]) -> bool:
         )
     groups = quantization.get("config_groups", {}).values()
     if any(group.get("input_activations") for group in groups):
-        raise NotImplementedError("quantization_config: input_activations are quantized (W4A4); only W4A16 is supported")
+        raise NotImplementedError(
+            "quantization_config: input_activations are quantized (W4A4); only W4A16 is supported"
+        )
     return True
 
 
@@ -227,7 +263,10 @@ def _check_names(arch: Architecture, tensors: Tensors, packed: bool) -> None:
         prefix = f"model.layers.{index}."
         expected |= {f"{prefix}{name}.weight": (arch.width,) for name in _LAYER_NORMS}
         if arch.qk_norm:
-            expected |= {f"{prefix}self_attn.{name}.weight": (arch.head_size,) for name in ("q_norm", "k_norm")}
+            expected |= {
+                f"{prefix}self_attn.{name}.weight": (arch.head_size,)
+                for name in ("q_norm", "k_norm")
+            }
         for linear, parts in arch.linears().items():
             k = arch.input_width(linear)
             for part, n in parts:
@@ -248,7 +287,8 @@ def _check_names(arch: Architecture, tensors: Tensors, packed: bool) -> None:
 def export_adapter(folder: str | pathlib.Path, params: Any, lora: LoRA, base: str) -> None:
     """Writes the adapter as PEFT does: adapter_config.json and adapter_model.safetensors, float32.
 
-    Trained norms are written too and listed in `modules_to_save`. The folder appears whole or not at all.
+    Trained norms are written too and listed in `modules_to_save`. The folder appears whole or not
+    at all.
 
     Args:
         folder: Replaced if it is an adapter already.
@@ -264,7 +304,9 @@ def export_adapter(folder: str | pathlib.Path, params: Any, lora: LoRA, base: st
     folder = pathlib.Path(folder).resolve()
     if folder.exists() and not (folder / "adapter_config.json").is_file() and any(folder.iterdir()):
         raise FileExistsError(f"{folder}: holds something that is no adapter; it would be deleted")
-    tensors = {name: np.ascontiguousarray(value) for name, value in _peft_tensors(jax.device_get(params))}
+    tensors = {
+        name: np.ascontiguousarray(value) for name, value in _peft_tensors(jax.device_get(params))
+    }
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -279,7 +321,9 @@ def export_adapter(folder: str | pathlib.Path, params: Any, lora: LoRA, base: st
         "use_rslora": False,
         "inference_mode": True,
     }
-    partial, previous = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "previous"))
+    partial, previous = (
+        folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "previous")
+    )
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
@@ -307,16 +351,29 @@ def read_lora(folder: str | pathlib.Path) -> LoraConfig:
     targets = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     found = config.get("target_modules")
     if found != "all-linear" and (not isinstance(found, list) or set(found) != targets):
-        raise NotImplementedError(f"{path}: target_modules: got {found!r}; must be {sorted(targets)}")
-    for field, plain in {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False}.items():
+        raise NotImplementedError(
+            f"{path}: target_modules: got {found!r}; must be {sorted(targets)}"
+        )
+    for field, plain in {
+        "peft_type": "LORA",
+        "bias": "none",
+        "use_dora": False,
+        "use_rslora": False,
+    }.items():
         if config.get(field, plain) != plain:
-            raise NotImplementedError(f"{path}: {field}: got {config[field]!r}; only {plain!r} is supported")
+            raise NotImplementedError(
+                f"{path}: {field}: got {config[field]!r}; only {plain!r} is supported"
+            )
     for field in ("rank_pattern", "alpha_pattern"):
         if config.get(field):
-            raise NotImplementedError(f"{path}: {field}: got {config[field]!r}; one rank and alpha for all is supported")
+            raise NotImplementedError(
+                f"{path}: {field}: got {config[field]!r}; one rank and alpha for all is supported"
+            )
     norms = config.get("modules_to_save") or []
     if norms and set(norms) != set(_LAYER_NORMS):
-        raise NotImplementedError(f"{path}: modules_to_save: got {norms}; only {list(_LAYER_NORMS)} can be read")
+        raise NotImplementedError(
+            f"{path}: modules_to_save: got {norms}; only {list(_LAYER_NORMS)} can be read"
+        )
     return LoraConfig(config["r"], float(config["lora_alpha"]), 0.0, bool(norms))
 
 
@@ -324,9 +381,10 @@ def import_adapter(folder: str | pathlib.Path, model: Transformer) -> Any:
     """Reads a PEFT adapter into the `params` tree of `model`, float32.
 
     Raises:
-        SafetensorsError, ValueError: When a tensor is missing, of another shape, or none of the model's.
+        SafetensorsError, ValueError: When a tensor is missing, of another shape, or none of the
+            model's.
     """
-    tensors, arch, lora = Tensors(folder), model.arch, model.lora
+    tensors, arch, lora = Tensors(folder, "adapter_model"), model.arch, model.lora
     unread = set(tensors)
 
     def stack(name: str, shape: tuple[int, ...], transpose: bool) -> jax.Array:
@@ -334,9 +392,15 @@ def import_adapter(folder: str | pathlib.Path, model: Transformer) -> Any:
         for index in range(arch.num_layers):
             full = f"{_PEFT_PREFIX}model.layers.{index}.{name}.weight"
             if tensors.shape(full) != shape:
-                raise ValueError(f"{full}: got shape {tensors.shape(full)}; the model needs {shape}")
+                raise ValueError(
+                    f"{full}: got shape {tensors.shape(full)}; the model needs {shape}"
+                )
             unread.discard(full)
-            layers.append(np.asarray(tensors[full], np.float32).T if transpose else np.asarray(tensors[full], np.float32))
+            layers.append(
+                np.asarray(tensors[full], np.float32).T
+                if transpose
+                else np.asarray(tensors[full], np.float32)
+            )
         return jnp.asarray(np.stack(layers))
 
     layers: dict[str, Any] = {}
@@ -353,7 +417,9 @@ def import_adapter(folder: str | pathlib.Path, model: Transformer) -> Any:
         for name in _LAYER_NORMS:
             layers[name] = {"scale": stack(name, (arch.width,), False)}
     if unread:
-        raise ValueError(f"{folder}: {min(unread)} has no place in the model ({len(unread)} such tensors)")
+        raise ValueError(
+            f"{folder}: {min(unread)} has no place in the model ({len(unread)} such tensors)"
+        )
     return {"layers": layers}
 
 
@@ -379,7 +445,9 @@ class StateFiles:
         self._ocp = ocp
         self._manager = ocp.CheckpointManager(
             pathlib.Path(run_folder).absolute() / "checkpoints",
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep, enable_async_checkpointing=False
+            ),
         )
 
     def save(self, state: Any) -> None:

@@ -10,7 +10,8 @@ import platform
 import sys
 from typing import Annotated
 
-# Without PyTorch transformers greets with a notice about it, which would be a newcomer's first line.
+# Without PyTorch transformers greets with a notice about it, which would be a newcomer's first
+# line.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import tyro
@@ -76,12 +77,15 @@ _USAGE = """usage: qerl COMMAND ...
   report RUN_FOLDER                               curves in the terminal and curves.png
   env                                             versions and devices, for bug reports
 
-qerl COMMAND --help shows the options; `qerl train CONFIG.toml --help` every field with its value."""
+qerl COMMAND --help shows the options; `qerl train CONFIG.toml --help` every field with its
+value."""
 
 
 def _train(argv: list[str]) -> None:
     if not argv or argv[0].startswith("-"):
-        raise ConfigError("train: missing the config file: qerl train CONFIG.toml [--section.field VALUE ...]")
+        raise ConfigError(
+            "train: missing the config file: qerl train CONFIG.toml [--section.field VALUE ...]"
+        )
     cfg = config.load(argv[0])
     if cfg.noise is None and any(arg.startswith("--noise.") for arg in argv):
         cfg = dataclasses.replace(cfg, noise=NoiseConfig())
@@ -102,7 +106,7 @@ def _generate(argv: list[str]) -> None:
     args = tyro.cli(Generate, args=argv, prog="qerl generate")
     import jax
 
-    from qerl_jax import checkpoint, data, model, rollouts, sampling
+    from qerl_jax import checkpoint, data, rollouts, sampling
 
     cfg = config.from_table(
         config.ModelConfig,
@@ -115,9 +119,13 @@ def _generate(argv: list[str]) -> None:
     if args.adapter is not None:
         variables["params"] = checkpoint.import_adapter(args.adapter, policy)
 
-    system = data.THINK_ANSWER_PROMPT if args.system_prompt == "think-answer" else args.system_prompt
+    system = (
+        data.THINK_ANSWER_PROMPT if args.system_prompt == "think-answer" else args.system_prompt
+    )
     opening = () if system is None else ({"role": "system", "content": system},)
-    problems = [data.Problem((*opening, {"role": "user", "content": text}), {}) for text in args.prompt]
+    problems = [
+        data.Problem((*opening, {"role": "user", "content": text}), {}) for text in args.prompt
+    ]
     generate = sampling.make_generate(
         policy,
         num_generations=args.n,
@@ -134,7 +142,9 @@ def _generate(argv: list[str]) -> None:
         problems,
         jax.random.key(args.seed),
         num_generations=args.n,
-        max_prompt_length=max(len(ids) for ids in tokens.encode([problem.prompt for problem in problems])),
+        max_prompt_length=max(
+            len(ids) for ids in tokens.encode([problem.prompt for problem in problems])
+        ),
         temperature=args.temperature,
     )
     for text in rollout.texts:
@@ -160,7 +170,17 @@ def _env(argv: list[str]) -> None:
     from pallas_kernels import runtime
 
     _say(f"python {platform.python_version()} on {platform.platform()}")
-    for name in ("qerl-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "datasets", "numpy"):
+    for name in (
+        "qerl-jax",
+        "jax",
+        "jaxlib",
+        "flax",
+        "optax",
+        "orbax-checkpoint",
+        "transformers",
+        "datasets",
+        "numpy",
+    ):
         try:
             _say(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
@@ -169,7 +189,9 @@ def _env(argv: list[str]) -> None:
         limit = (device.memory_stats() or {}).get("bytes_limit")
         memory = "" if limit is None else f", {limit / 1e9:.0f} GB for XLA"
         _say(f"device {device.id}: {device.device_kind} ({device.platform}{memory})")
-    _say(f"Hopper: {'yes' if runtime.is_hopper() else 'no'}; NVFP4 products run through the reference implementation")
+    _say(
+        f"Hopper: {'yes' if runtime.is_hopper() else 'no'}; NVFP4 products run through the reference implementation"
+    )
 
 
 def _say(text: str) -> None:

@@ -1,7 +1,8 @@
 """A run as frozen dataclasses: TOML in, TOML out, checked once when built.
 
-A TOML section is a dataclass, a key is a field; names are TRL's where TRL has one, QeRL's for AQN. An unknown key, a
-wrong type or an impossible value is one `ConfigError` that names the field, the value and the rule.
+A TOML section is a dataclass, a key is a field; names are TRL's where TRL has one, QeRL's for AQN.
+An unknown key, a wrong type or an impossible value is one `ConfigError` that names the field, the
+value and the rule.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ class ModelConfig:
     """The base model.
 
     Attributes:
-        model_name_or_path: A local folder or hub name (config.json and safetensors); "qerl-tiny" is the base that
-            ships with the package. With `random_base`, a name of `architecture.KNOWN` will do.
+        model_name_or_path: A local folder or hub name (config.json and safetensors); "qerl-tiny" is
+            the base that ships with the package. With `random_base`, a name of `architecture.KNOWN`
+            will do.
         tokenizer_name_or_path: Where the tokenizer is, if not beside the model.
-        weights: How the linears are held: "nvfp4" packs a 16-bit checkpoint on load; an NVFP4 checkpoint is read
-            as it is.
+        weights: How the linears are held: "nvfp4" packs a 16-bit checkpoint on load; an NVFP4
+            checkpoint is read as it is.
         dtype: Of the activations.
-        random_base: Make a packed random base of that architecture on the device instead of reading weights.
-        gradient_checkpointing: Recompute each layer in the backward pass instead of keeping its activations.
+        random_base: Make a packed random base of that architecture on the device instead of reading
+            weights.
+        gradient_checkpointing: Recompute each layer in the backward pass instead of keeping its
+            activations.
     """
 
     model_name_or_path: str
@@ -47,7 +51,12 @@ class ModelConfig:
     gradient_checkpointing: bool = True
 
     def __post_init__(self):
-        _require(bool(self.model_name_or_path), "model.model_name_or_path", self.model_name_or_path, "must not be empty")
+        _require(
+            bool(self.model_name_or_path),
+            "model.model_name_or_path",
+            self.model_name_or_path,
+            "must not be empty",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,14 +86,18 @@ class DataConfig:
     """The problems.
 
     Attributes:
-        dataset: "gsm8k", "arithmetic" (procedural), or rows of {"prompt": ..., other columns} by hub name or path.
+        dataset: "gsm8k", "arithmetic" (procedural), or rows of {"prompt": ..., other columns} by
+            hub name or path.
         path: Where a named set lies if not on the hub: a folder that `datasets.load_dataset` reads.
         name: Its configuration, where it has several.
         split: Its split.
-        system_prompt: The system message: a text, "think-answer" for the package's instruction, or absent for none.
+        system_prompt: The system message: a text, "think-answer" for the package's instruction, or
+            absent for none.
         max_prompt_length: Longest prompt in tokens, chat template included.
-        overlong_prompts: What happens to a longer one: an "error" before training starts, or "drop".
-        num_problems: How many problems to generate ("arithmetic") or keep, from the front; absent means all.
+        overlong_prompts: What happens to a longer one: an "error" before training starts, or
+            "drop".
+        num_problems: How many problems to generate ("arithmetic") or keep, from the front; absent
+            means all.
     """
 
     dataset: str
@@ -97,7 +110,12 @@ class DataConfig:
     num_problems: int | None = None
 
     def __post_init__(self):
-        _require(self.max_prompt_length >= 1, "data.max_prompt_length", self.max_prompt_length, "must be at least 1")
+        _require(
+            self.max_prompt_length >= 1,
+            "data.max_prompt_length",
+            self.max_prompt_length,
+            "must be at least 1",
+        )
         _require(
             self.num_problems is None or self.num_problems >= 1,
             "data.num_problems",
@@ -119,7 +137,12 @@ class RewardConfig:
     weights: tuple[float, ...] | None = None
 
     def __post_init__(self):
-        _require(len(self.functions) > 0, "rewards.functions", self.functions, "must name at least one function")
+        _require(
+            len(self.functions) > 0,
+            "rewards.functions",
+            self.functions,
+            "must name at least one function",
+        )
         _require(
             self.weights is None or len(self.weights) == len(self.functions),
             "rewards.weights",
@@ -136,7 +159,7 @@ class RolloutConfig:
         num_generations: G, completions per prompt.
         generation_batch_size: B = P * G, completions per rollout; absent means one optimizer batch.
         max_completion_length: Longest completion in tokens, the stop token included.
-        temperature: 0 is greedy. Log-probabilities are taken at this temperature.
+        temperature: Of the samples and of all log-probabilities.
         top_k: Keep the k likeliest tokens; 0 is off.
         top_p: Keep the likeliest tokens up to this mass; 1 is off.
         min_p: Drop tokens below this fraction of the likeliest one's probability; 0 is off.
@@ -164,9 +187,17 @@ class RolloutConfig:
             "must be at least 1",
         )
         _require(
-            self.max_completion_length >= 1, "rollout.max_completion_length", self.max_completion_length, "must be >= 1"
+            self.max_completion_length >= 1,
+            "rollout.max_completion_length",
+            self.max_completion_length,
+            "must be >= 1",
         )
-        _require(self.temperature >= 0, "rollout.temperature", self.temperature, "must not be negative")
+        _require(
+            self.temperature > 0,
+            "rollout.temperature",
+            self.temperature,
+            "must be positive: greedy completions of one prompt are equal and teach nothing",
+        )
         _require(self.top_k >= 0, "rollout.top_k", self.top_k, "must not be negative (0 is off)")
         _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "must be in (0, 1]")
         _require(0 <= self.min_p <= 1, "rollout.min_p", self.min_p, "must be in [0, 1]")
@@ -183,12 +214,14 @@ class GrpoConfig:
         delta: Cap of the unclipped ratio for negative advantages; absent means none.
         beta: Weight of the k3 KL to the reference policy, which is the base without the adapter.
         importance_sampling_level: Ratio per "token", or one per "sequence" (GSPO).
-        scale_rewards: Standard deviation that divides advantages: of the "group", of the "batch", or "none".
+        scale_rewards: Standard deviation that divides advantages: of the "group", of the "batch",
+            or "none".
         mask_truncated_completions: Leave completions without a stop token out of the loss.
         num_iterations: Passes over each rollout.
-        old_logprobs: Against what the ratio is taken: the sampler's own log-probabilities ("behaviour"), or the
-            clean policy's before the update ("recompute", the original's).
-        importance_sampling_correction: With "recompute": weigh the loss by the truncated exp(old - behaviour).
+        old_logprobs: Against what the ratio is taken: the sampler's own log-probabilities
+            ("behaviour"), or the clean policy's before the update ("recompute", the original's).
+        importance_sampling_correction: With "recompute": weigh the loss by the truncated exp(old -
+            behaviour).
         importance_sampling_mode: How that weight is truncated.
         importance_sampling_clip_max: Where it is truncated.
     """
@@ -204,22 +237,33 @@ class GrpoConfig:
     num_iterations: int = 1
     old_logprobs: Literal["behaviour", "recompute"] = "behaviour"
     importance_sampling_correction: bool = False
-    importance_sampling_mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
-        "token_truncate"
-    )
+    importance_sampling_mode: Literal[
+        "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+    ] = "token_truncate"
     importance_sampling_clip_max: float = 3.0
 
     def __post_init__(self):
         _require(0 < self.epsilon < 1, "grpo.epsilon", self.epsilon, "must be in (0, 1)")
         _require(
-            self.epsilon_high is None or self.epsilon_high > 0, "grpo.epsilon_high", self.epsilon_high, "must be > 0"
+            self.epsilon_high is None or self.epsilon_high > 0,
+            "grpo.epsilon_high",
+            self.epsilon_high,
+            "must be > 0",
         )
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         _require(
-            self.delta is None or self.delta > 1 + high, "grpo.delta", self.delta, f"must exceed 1 + epsilon_high = {1 + high}"
+            self.delta is None or self.delta > 1 + high,
+            "grpo.delta",
+            self.delta,
+            f"must exceed 1 + epsilon_high = {1 + high}",
         )
         _require(self.beta >= 0, "grpo.beta", self.beta, "must not be negative")
-        _require(self.num_iterations >= 1, "grpo.num_iterations", self.num_iterations, "must be at least 1")
+        _require(
+            self.num_iterations >= 1,
+            "grpo.num_iterations",
+            self.num_iterations,
+            "must be at least 1",
+        )
         _require(
             not (self.importance_sampling_correction and self.old_logprobs == "behaviour"),
             "grpo.importance_sampling_correction",
@@ -241,7 +285,7 @@ class OptimConfig:
     Attributes:
         learning_rate: Peak.
         lr_scheduler_type: After the warm-up.
-        warmup_ratio: Share of all steps in which the rate rises linearly from 0.
+        warmup_ratio: Share of all steps in which the rate rises linearly to the peak.
         min_lr_ratio: What is left of the peak at the end.
         adam_beta1: Decay of the first moment.
         adam_beta2: Decay of the second moment.
@@ -265,16 +309,34 @@ class OptimConfig:
     gradient_accumulation_steps: int = 1
 
     def __post_init__(self):
-        _require(self.learning_rate > 0, "optim.learning_rate", self.learning_rate, "must be positive")
-        _require(0 <= self.warmup_ratio < 1, "optim.warmup_ratio", self.warmup_ratio, "must be in [0, 1)")
-        _require(0 <= self.min_lr_ratio <= 1, "optim.min_lr_ratio", self.min_lr_ratio, "must be in [0, 1]")
+        _require(
+            self.learning_rate > 0, "optim.learning_rate", self.learning_rate, "must be positive"
+        )
+        _require(
+            0 <= self.warmup_ratio < 1, "optim.warmup_ratio", self.warmup_ratio, "must be in [0, 1)"
+        )
+        _require(
+            0 <= self.min_lr_ratio <= 1,
+            "optim.min_lr_ratio",
+            self.min_lr_ratio,
+            "must be in [0, 1]",
+        )
         _require(0 <= self.adam_beta1 < 1, "optim.adam_beta1", self.adam_beta1, "must be in [0, 1)")
         _require(0 <= self.adam_beta2 < 1, "optim.adam_beta2", self.adam_beta2, "must be in [0, 1)")
         _require(self.adam_epsilon > 0, "optim.adam_epsilon", self.adam_epsilon, "must be positive")
-        _require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "must not be negative")
-        _require(self.max_grad_norm > 0, "optim.max_grad_norm", self.max_grad_norm, "must be positive")
+        _require(
+            self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "must not be negative"
+        )
+        _require(
+            self.max_grad_norm > 0, "optim.max_grad_norm", self.max_grad_norm, "must be positive"
+        )
         for field in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-            _require(getattr(self, field) >= 1, f"optim.{field}", getattr(self, field), "must be at least 1")
+            _require(
+                getattr(self, field) >= 1,
+                f"optim.{field}",
+                getattr(self, field),
+                "must be at least 1",
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -286,8 +348,10 @@ class NoiseConfig:
         sigma_end: In the last.
         num_stages: Equal stages of the run; the first is silent.
         schedule: Shape of the decay.
-        exponent: "code" reaches `sigma_end`, the paper's equation 8 under Algorithm 1 ("paper") stops short of it.
-        scope: Who acts under noise: only the sampler ("rollout", the paper's Algorithm 1), or "both".
+        exponent: "code" reaches `sigma_end`, the paper's equation 8 under Algorithm 1 ("paper")
+            stops short of it.
+        scope: Who acts under noise: only the sampler ("rollout", the paper's Algorithm 1), or
+            "both".
         final_norm: Whether the norm before the head is perturbed too.
     """
 
@@ -307,7 +371,12 @@ class NoiseConfig:
             self.sigma_end,
             f"must be in (0, sigma_start = {self.sigma_start}]",
         )
-        _require(self.num_stages >= 3, "noise.num_stages", self.num_stages, "must be at least 3: one silent, two noisy")
+        _require(
+            self.num_stages >= 3,
+            "noise.num_stages",
+            self.num_stages,
+            "must be at least 3: one silent, two noisy",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,9 +402,13 @@ class EvalConfig:
     eval_steps: int = 0
 
     def __post_init__(self):
-        _require(self.num_problems >= 1, "eval.num_problems", self.num_problems, "must be at least 1")
+        _require(
+            self.num_problems >= 1, "eval.num_problems", self.num_problems, "must be at least 1"
+        )
         _require(self.batch_size >= 1, "eval.batch_size", self.batch_size, "must be at least 1")
-        _require(self.temperature >= 0, "eval.temperature", self.temperature, "must not be negative")
+        _require(
+            self.temperature >= 0, "eval.temperature", self.temperature, "must not be negative"
+        )
         _require(0 < self.top_p <= 1, "eval.top_p", self.top_p, "must be in (0, 1]")
         _require(self.eval_steps >= 0, "eval.eval_steps", self.eval_steps, "must not be negative")
 
@@ -381,7 +454,12 @@ class RunConfig:
             (self.max_steps, self.num_train_epochs),
             "exactly one of the two must be set",
         )
-        _require(self.max_steps is None or self.max_steps >= 1, "max_steps", self.max_steps, "must be at least 1")
+        _require(
+            self.max_steps is None or self.max_steps >= 1,
+            "max_steps",
+            self.max_steps,
+            "must be at least 1",
+        )
         _require(
             self.num_train_epochs is None or self.num_train_epochs > 0,
             "num_train_epochs",
@@ -389,7 +467,12 @@ class RunConfig:
             "must be positive",
         )
         _require(self.save_steps >= 1, "save_steps", self.save_steps, "must be at least 1")
-        _require(self.save_total_limit >= 1, "save_total_limit", self.save_total_limit, "must be at least 1")
+        _require(
+            self.save_total_limit >= 1,
+            "save_total_limit",
+            self.save_total_limit,
+            "must be at least 1",
+        )
         # Orders of the data take no negative seed, and JAX's keys keep only the low 32 bits.
         _require(0 <= self.seed < 2**32, "seed", self.seed, "must be in [0, 2**32)")
         rows, group = self.generation_batch_size, self.rollout.num_generations
@@ -460,7 +543,9 @@ def from_table(cls: type, table: dict[str, Any], prefix: str = "") -> Any:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for key in table:
         if key not in fields:
-            raise ConfigError(f"{prefix}{key}: unknown field; {_where(cls, prefix)} has {', '.join(fields)}")
+            raise ConfigError(
+                f"{prefix}{key}: unknown field; {_where(cls, prefix)} has {', '.join(fields)}"
+            )
     required = [n for n, f in fields.items() if f.default is dataclasses.MISSING and n not in table]
     if required:
         raise ConfigError(f"{prefix}{required[0]}: missing; {_where(cls, prefix)} needs it")

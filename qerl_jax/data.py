@@ -20,7 +20,8 @@ from qerl_jax import arithmetic
 type Message = dict[str, str]
 type Prompt = str | tuple[Message, ...]
 
-# Short on purpose: with it every prompt of GSM8K fits in 256 tokens of Qwen2.5's chat (252 at most).
+# Short on purpose: with it every prompt of GSM8K fits in 256 tokens of Qwen2.5's chat (252 at
+# most).
 THINK_ANSWER_PROMPT = (
     "First reason step by step between <think> and </think>, then write only the final answer "
     "between <answer> and </answer>."

@@ -1,7 +1,7 @@
 """Keys and values of the tokens seen so far, as one frozen tree.
 
-All layers live in one array each, so that a decode loop carries two buffers and XLA updates them in place; a layer's
-part is read by its index.
+All layers live in one array each, so that a decode loop carries two buffers and XLA updates them in
+place; a layer's part is read by its index.
 """
 
 from __future__ import annotations
@@ -66,7 +66,11 @@ class KVCache:
         return KVCache(grow(self.keys), grow(self.values), jnp.repeat(self.ends, times), starts)
 
 
-def create(arch: Architecture, rows: int, num_slots: int, dtype, starts: jax.Array | None = None) -> KVCache:
+def create(
+    arch: Architecture, rows: int, num_slots: int, dtype, starts: jax.Array | None = None
+) -> KVCache:
     """An empty cache for `rows` rows of `num_slots` slots."""
     shape = (arch.num_layers, rows, num_slots, arch.num_kv_heads, arch.head_size)
-    return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(rows, jnp.int32), starts)
+    return KVCache(
+        jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(rows, jnp.int32), starts
+    )

@@ -1,8 +1,8 @@
 """The transformer's arithmetic as pure functions. Linen names live in `model.py`, nothing here knows a parameter tree.
 
-Rows are spans. Slot i of a row holds its i-th token, padding included; the live slots of a row are contiguous, from
-`start` on, so both left padding (start > 0) and right padding (junk after the end) need no mask array: a query at
-slot s sees the keys of slots start <= k <= s.
+Rows are spans. Slot i of a row holds its i-th token, padding included; the live slots of a row are
+contiguous, from `start` on, so both left padding (start > 0) and right padding (junk after the end)
+need no mask array: a query at slot s sees the keys of slots start <= k <= s.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def linear(x: jax.Array, weight: NVFP4Tensor | jax.Array) -> jax.Array:
     """
     if isinstance(weight, NVFP4Tensor):
         return nvfp4_matmul(x, weight)
-    # Two dimensions: XLA:CPU's backward pass of a [B, T, K] product is three times slower than that of [B*T, K].
+    # Two dimensions: XLA:CPU's backward pass of a [B, T, K] product is three times slower than that
+    # of [B*T, K].
     flat = x.reshape(-1, x.shape[-1])
     y = jnp.einsum("mk,nk->mn", flat, weight.astype(x.dtype), precision=_precision(x.dtype))
     return y.reshape(*x.shape[:-1], -1)
@@ -82,10 +83,12 @@ def rope_frequencies(arch: Architecture) -> np.ndarray:
     frequency = (1.0 / arch.rope_theta**exponent).astype(np.float32)
     if (scaling := arch.rope_scaling) is None:
         return frequency
-    # Llama 3: wavelengths longer than the original window are stretched by `factor`, short ones kept, between the
-    # two bounds interpolated.
+    # Llama 3: wavelengths longer than the original window are stretched by `factor`, short ones
+    # kept, between the two bounds interpolated.
     rotations = scaling.original_max_position_embeddings * frequency / (2 * np.pi)
-    blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = (rotations - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
     blend = np.clip(blend, 0.0, 1.0)
     return ((1 - blend) * frequency / scaling.factor + blend * frequency).astype(np.float32)
 
@@ -100,7 +103,9 @@ def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotates the pairs (c, c + C/2) of every head of [B, T, heads, C] by `rope_tables`, in float32."""
     cos, sin = tables
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    ).astype(x.dtype)
 
 
 def attention(
@@ -123,14 +128,20 @@ def attention(
     Returns:
         [B, T, H, C]. Queries on padding slots give finite junk.
     """
-    if starts is None and query.dtype == jnp.bfloat16 and runtime.has_cudnn_attention(query.shape[-1]):
+    if (
+        starts is None
+        and query.dtype == jnp.bfloat16
+        and runtime.has_cudnn_attention(query.shape[-1])
+    ):
         return _cudnn_attention(query, key, value, first_slot)
     return _plain_attention(query, key, value, first_slot, starts)
 
 
 def _cudnn_attention(query, key, value, first_slot):
     if first_slot is None:
-        return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
+        return jax.nn.dot_product_attention(
+            query, key, value, is_causal=True, implementation="cudnn"
+        )
     if query.shape[1] != 1:
         raise NotImplementedError(f"cached attention takes one query per row; got {query.shape[1]}")
     return jax.nn.dot_product_attention(
@@ -152,16 +163,22 @@ def _plain_attention(query, key, value, first_slot, starts):
     if starts is not None:
         visible &= key_slot >= starts[:, None, None]
 
-    # Batched three-dimensional products: XLA:CPU runs them 1.5 times faster than the five-index einsum.
+    # Batched three-dimensional products: XLA:CPU runs them 1.5 times faster than the five-index
+    # einsum.
     grouped = query.reshape(batch, length, groups, heads // groups, size).transpose(0, 2, 3, 1, 4)
     grouped = grouped.reshape(batch * groups, (heads // groups) * length, size)
     keys = key.transpose(0, 2, 3, 1).reshape(batch * groups, size, -1)
     values = value.transpose(0, 2, 1, 3).reshape(batch * groups, -1, size)
     precision = _precision(query.dtype)
-    scores = jnp.matmul(grouped, keys, preferred_element_type=jnp.float32, precision=precision) * size**-0.5
+    scores = (
+        jnp.matmul(grouped, keys, preferred_element_type=jnp.float32, precision=precision)
+        * size**-0.5
+    )
     scores = scores.reshape(batch, groups * (heads // groups), length, -1)
     # A finite floor: a padding query that sees nothing must not make 0/0.
-    weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -1e30), axis=-1).astype(query.dtype)
+    weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -1e30), axis=-1).astype(
+        query.dtype
+    )
     weights = weights.reshape(batch * groups, (heads // groups) * length, -1)
     mixed = jnp.matmul(weights, values, precision=precision)
     mixed = mixed.reshape(batch, groups, heads // groups, length, size).transpose(0, 3, 1, 2, 4)

@@ -22,11 +22,18 @@ _SHOWN = (
 class Logger:
     """Writes the metrics of a run, and shows them.
 
-    `metrics.jsonl` has one object per logged step with its `step`. A resumed run first drops what lies beyond its
-    checkpoint, so that the file reads as if the run had never stopped.
+    `metrics.jsonl` has one object per logged step with its `step`. A resumed run first drops what
+    lies beyond its checkpoint, so that the file reads as if the run had never stopped.
     """
 
-    def __init__(self, run_folder: str | pathlib.Path, *, total_steps: int, step: int = 0, quiet: bool = False):
+    def __init__(
+        self,
+        run_folder: str | pathlib.Path,
+        *,
+        total_steps: int,
+        step: int = 0,
+        quiet: bool = False,
+    ):
         """Opens the files of a run that stands at `step`.
 
         Args:
@@ -116,12 +123,18 @@ class _Display:
                 console=self.console,
             )
             self._bar.start()
-            self._task = self._bar.add_task("", total=total_steps, completed=step, metrics="compiling")
+            self._task = self._bar.add_task(
+                "", total=total_steps, completed=step, metrics="compiling"
+            )
 
     def show(self, step: int, row: Mapping[str, Any]) -> None:
-        text = "  ".join(f"{label} {form.format(row[name])}" for label, name, form in _SHOWN if name in row)
+        text = "  ".join(
+            f"{label} {form.format(row[name])}" for label, name, form in _SHOWN if name in row
+        )
         if self._bar is None:
-            self.console.print(f"step {step}/{self._total}  {text}", highlight=False, soft_wrap=True)
+            self.console.print(
+                f"step {step}/{self._total}  {text}", highlight=False, soft_wrap=True
+            )
         else:
             self._bar.update(self._task, completed=step, metrics=text)
 

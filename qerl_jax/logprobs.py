@@ -2,8 +2,8 @@
 
     log p(v) = log_softmax over v < num_tokens of (hidden . head[v] / temperature), in float32
 
-taken before any penalty or top-k/top-p/min-p truncation, over the ids that the tokenizer has; at temperature 0
-(greedy) it is taken at temperature 1.
+taken before any penalty or top-k/top-p/min-p truncation, over the ids that the tokenizer has; at
+temperature 0 (greedy) it is taken at temperature 1.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def of_targets(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each target and entropy of each distribution, without ever holding [N, V] logits.
 
-    Rows go through the head `chunk` at a time, and the backward pass recomputes a chunk's logits: memory is
-    chunk * V float32, whatever N is.
+    Rows go through the head `chunk` at a time, and the backward pass recomputes a chunk's logits:
+    memory is chunk * V float32, whatever N is.
 
     Args:
         hidden: [N, D], the state that predicts each target.
@@ -50,7 +50,8 @@ def of_targets(
         chunk: Rows at a time.
 
     Returns:
-        float32 [N] log-probabilities, float32 [N] entropies in nats (no gradient flows through these).
+        float32 [N] log-probabilities, float32 [N] entropies in nats (no gradient flows through
+        these).
     """
     rows = hidden.shape[0]
     chunk = min(chunk, rows)

@@ -1,9 +1,12 @@
 """The model as Linen modules: names and shapes for the trees. The arithmetic is in `layers.py`.
 
 Three collections, three lifetimes:
-- `params` is exactly what trains: LoRA A and B (float32), and the layer norms when `train_norms` is on.
-- `frozen` is everything else: packed or dense linears, biases, norms, embedding, head. It never changes.
-- `noise`, when given, holds float32 vectors that are added to the norm scales (AQN). It is an argument of one call.
+- `params` is exactly what trains: LoRA A and B (float32), and the layer norms when `train_norms` is
+  on.
+- `frozen` is everything else: packed or dense linears, biases, norms, embedding, head. It never
+  changes.
+- `noise`, when given, holds float32 vectors that are added to the norm scales (AQN). It is an
+  argument of one call.
 
 Layers are stacked: every leaf under `layers` has a leading axis L, and the forward pass scans it.
 """
@@ -32,7 +35,8 @@ class LoRA:
     Attributes:
         rank: R.
         alpha: The branch is scaled by alpha / rank.
-        dropout: Probability of dropping an input of a branch; acts only where a `dropout` key is given.
+        dropout: Probability of dropping an input of a branch; acts only where a `dropout` key is
+            given.
         train_norms: Whether the two norms of each layer train too; they belong to the adapter then.
     """
 
@@ -57,7 +61,9 @@ class Norm(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        scale = self.variable("frozen", "scale", jnp.ones, x.shape[-1:], self.dtype).value.astype(jnp.float32)
+        scale = self.variable("frozen", "scale", jnp.ones, x.shape[-1:], self.dtype).value.astype(
+            jnp.float32
+        )
         if self.trainable and self.adapter:
             scale = self.param("scale", lambda _: scale)
         if self.has_variable("noise", "scale"):
@@ -97,9 +103,13 @@ class FusedLinear(nn.Module):
     @nn.compact
     def __call__(self, x):
         features = sum(size for _, size in self.parts)
-        y = layers.linear(x, self.variable("frozen", "weight", self._random, features, x.shape[-1]).value)
+        y = layers.linear(
+            x, self.variable("frozen", "weight", self._random, features, x.shape[-1]).value
+        )
         if self.bias:
-            y = y + self.variable("frozen", "bias", jnp.zeros, (features,), _dtype(self.weights)).value.astype(y.dtype)
+            y = y + self.variable(
+                "frozen", "bias", jnp.zeros, (features,), _dtype(self.weights)
+            ).value.astype(y.dtype)
         if self.lora is not None and self.adapter:
             branches = [Adapter(size, self.lora, name=name)(x) for name, size in self.parts]
             y = y + jnp.concatenate(branches, axis=-1)
@@ -131,7 +141,9 @@ class Block(nn.Module):
         arch = self.arch
         batch, length, _ = x.shape
         qkv = self._linear("qkv", bias=arch.qkv_bias)(self._norm("input_layernorm")(x))
-        query, key, value = jnp.split(qkv, [arch.query_width, arch.query_width + arch.kv_width], axis=-1)
+        query, key, value = jnp.split(
+            qkv, [arch.query_width, arch.query_width + arch.kv_width], axis=-1
+        )
         query = query.reshape(batch, length, arch.num_heads, arch.head_size)
         key = key.reshape(batch, length, arch.num_kv_heads, arch.head_size)
         value = value.reshape(batch, length, arch.num_kv_heads, arch.head_size)
@@ -154,7 +166,9 @@ class Block(nn.Module):
 
     def _norm(self, name):
         trainable = self.lora is not None and self.lora.train_norms
-        return Norm(self.arch.rms_norm_eps, _dtype(self.weights), trainable, self.adapter, name=name)
+        return Norm(
+            self.arch.rms_norm_eps, _dtype(self.weights), trainable, self.adapter, name=name
+        )
 
 
 class Transformer(nn.Module):
@@ -162,7 +176,8 @@ class Transformer(nn.Module):
 
     Attributes:
         arch: Sizes and traits.
-        weights: How the linears of a new base are stored; embedding, norms and biases are bfloat16, or float32.
+        weights: How the linears of a new base are stored; embedding, norms and biases are bfloat16,
+            or float32.
         lora: Shape of the adapter, or None for the bare base.
         dtype: Of the activations: bfloat16 or float32.
     """
@@ -187,12 +202,14 @@ class Transformer(nn.Module):
 
         Args:
             tokens: int32 [B, T].
-            lengths: int32 [B], how many of the T tokens of a right-padded row are real; None means all. Only the
-                cache needs it: junk after the end is never seen by a real token.
-            starts: int32 [B], the first live slot of left-padded rows; None means 0. With a cache, the cache's hold.
+            lengths: int32 [B], how many of the T tokens of a right-padded row are real; None means
+                all. Only the cache needs it: junk after the end is never seen by a real token.
+            starts: int32 [B], the first live slot of left-padded rows; None means 0. With a cache,
+                the cache's hold.
             cache: T > 1 fills an empty cache, T == 1 extends it.
             adapter: Whether params (LoRA and trained norms) act; False is the reference policy.
-            remat: Whether the backward pass recomputes each layer instead of keeping its activations.
+            remat: Whether the backward pass recomputes each layer instead of keeping its
+                activations.
 
         Returns:
             Hidden states [B, T, D] after the last norm, and the extended cache.
@@ -221,7 +238,11 @@ class Transformer(nn.Module):
         x = embedding[tokens].astype(self.dtype)
         (x, cache), _ = stack((x, cache), jnp.arange(arch.num_layers), tables, starts)
         if cache is not None:
-            cache = cache.advance(jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32) if lengths is None else lengths)
+            cache = cache.advance(
+                jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
+                if lengths is None
+                else lengths
+            )
         return Norm(arch.rms_norm_eps, dtype, name="norm")(x), cache
 
     def new_cache(self, rows: int, num_slots: int, starts: jax.Array | None = None) -> KVCache:
@@ -245,7 +266,9 @@ def random_base(model: Transformer, key: jax.Array) -> dict[str, Any]:
 
 def abstract_base(model: Transformer) -> dict[str, Any]:
     """The shapes and dtypes of a base, without making one."""
-    return jax.eval_shape(lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["frozen"], jax.random.key(0))
+    return jax.eval_shape(
+        lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["frozen"], jax.random.key(0)
+    )
 
 
 def init_params(model: Transformer, frozen: dict[str, Any], key: jax.Array) -> dict[str, Any]:
@@ -254,7 +277,9 @@ def init_params(model: Transformer, frozen: dict[str, Any], key: jax.Array) -> d
     @jax.jit
     def init(frozen, key):
         tokens = jnp.zeros((1, 1), jnp.int32)
-        return model.apply({"frozen": frozen}, tokens, rngs={"params": key}, mutable=["params"])[1].get("params", {})
+        return model.apply({"frozen": frozen}, tokens, rngs={"params": key}, mutable=["params"])[
+            1
+        ].get("params", {})
 
     return init(frozen, key)
 
@@ -262,7 +287,9 @@ def init_params(model: Transformer, frozen: dict[str, Any], key: jax.Array) -> d
 def noise_shapes(arch: Architecture, final_norm: bool = False) -> dict[str, Any]:
     """Shapes of the `noise` collection: the norms that q/k/v and gate/up read, and the last one on request."""
     per_layer = {"scale": jax.ShapeDtypeStruct((arch.num_layers, arch.width), jnp.float32)}
-    shapes = {"layers": {"input_layernorm": dict(per_layer), "post_attention_layernorm": dict(per_layer)}}
+    shapes = {
+        "layers": {"input_layernorm": dict(per_layer), "post_attention_layernorm": dict(per_layer)}
+    }
     if final_norm:
         shapes["norm"] = {"scale": jax.ShapeDtypeStruct((arch.width,), jnp.float32)}
     return shapes

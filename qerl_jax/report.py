@@ -56,7 +56,9 @@ def plot(run_folder: str | pathlib.Path) -> pathlib.Path:
     FigureCanvasAgg(figure)
     for index, (label, points) in enumerate(panels):
         axes = figure.add_subplot(len(panels), 1, index + 1)
-        axes.plot(*zip(*points, strict=True), marker="o" if len(points) < 10 else None, color="#2a6f97")
+        axes.plot(
+            *zip(*points, strict=True), marker="o" if len(points) < 10 else None, color="#2a6f97"
+        )
         axes.set_ylabel(label, fontsize=8)
         axes.grid(alpha=0.3)
     axes.set_xlabel("optimizer step")
@@ -68,7 +70,9 @@ def plot(run_folder: str | pathlib.Path) -> pathlib.Path:
 def _series(run_folder: str | pathlib.Path) -> dict[str, list[tuple[int, Any]]]:
     rows = log.read_metrics(run_folder)
     if not rows:
-        raise FileNotFoundError(f"no metrics.jsonl with rows in {run_folder}: not a run folder, or nothing logged yet")
+        raise FileNotFoundError(
+            f"no metrics.jsonl with rows in {run_folder}: not a run folder, or nothing logged yet"
+        )
     series: dict[str, list[tuple[int, Any]]] = {}
     for row in rows:
         for name, value in row.items():

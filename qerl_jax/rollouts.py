@@ -51,12 +51,14 @@ def admit(
     """The problems whose prompts fit, checked before any training time is spent.
 
     Raises:
-        ValueError: When a prompt has no tokens, is longer than `max_prompt_length` and `overlong` is "error", or none
-            is left.
+        ValueError: When a prompt has no tokens, is longer than `max_prompt_length` and `overlong`
+            is "error", or none is left.
     """
     lengths = [len(ids) for ids in tokenizer.encode([problem.prompt for problem in problems])]
     if 0 in lengths:
-        raise ValueError(f"prompt of problem {lengths.index(0)}: must have at least one token; got none")
+        raise ValueError(
+            f"prompt of problem {lengths.index(0)}: must have at least one token; got none"
+        )
     longest = max(lengths)
     if longest <= max_prompt_length:
         return problems
@@ -66,9 +68,15 @@ def admit(
             f"data.max_prompt_length: got {max_prompt_length}; {too_long} of {len(problems)} prompts are longer (problem "
             f'{lengths.index(longest)} has {longest} tokens): raise it, or set data.overlong_prompts = "drop"'
         )
-    kept = [problem for problem, length in zip(problems, lengths, strict=True) if length <= max_prompt_length]
+    kept = [
+        problem
+        for problem, length in zip(problems, lengths, strict=True)
+        if length <= max_prompt_length
+    ]
     if not kept:
-        raise ValueError(f"data.max_prompt_length: got {max_prompt_length}; no prompt is that short")
+        raise ValueError(
+            f"data.max_prompt_length: got {max_prompt_length}; no prompt is that short"
+        )
     return kept
 
 
@@ -101,14 +109,21 @@ def collect(
     for row, ids in enumerate(prompts):
         padded[row, : len(ids)] = ids
 
-    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, jnp.arange(len(prompts) * num_generations))
+    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(
+        key, jnp.arange(len(prompts) * num_generations)
+    )
     sampled = jax.device_get(generate(variables, padded, prompt_lengths, keys, temperature))
 
-    padded, prompt_lengths = padded.repeat(num_generations, 0), prompt_lengths.repeat(num_generations)
+    padded, prompt_lengths = (
+        padded.repeat(num_generations, 0),
+        prompt_lengths.repeat(num_generations),
+    )
     tokens = np.concatenate([padded, np.full_like(sampled.tokens, tokenizer.pad_token)], axis=1)
     slots = prompt_lengths[:, None] + np.arange(sampled.tokens.shape[1])
     np.put_along_axis(tokens, slots, sampled.tokens, axis=1)
-    texts = tuple(tokenizer.decode(ids[:n]) for ids, n in zip(sampled.tokens, sampled.lengths, strict=True))
+    texts = tuple(
+        tokenizer.decode(ids[:n]) for ids, n in zip(sampled.tokens, sampled.lengths, strict=True)
+    )
     return Rollout(
         problems=tuple(problems),
         texts=texts,
@@ -126,7 +141,8 @@ def score(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rewards of a rollout: every function is called once, on all B rows, with the arguments TRL would give it.
 
-    Prompts and columns are the problems', each repeated for its G rows. Rows are combined by `grpo.combine_rewards`.
+    Prompts and columns are the problems', each repeated for its G rows. Rows are combined by
+    `grpo.combine_rewards`.
 
     Args:
         rollout: What was sampled.
@@ -134,22 +150,31 @@ def score(
         weights: One per function; None means 1 each.
 
     Returns:
-        float32 [P, G] combined rewards (0 where every function abstained), and float32 [B, number of functions] of
-        each function by itself, NaN where it abstained.
+        float32 [P, G] combined rewards (0 where every function abstained), and float32 [B, number
+        of functions] of each function by itself, NaN where it abstained.
 
     Raises:
         RewardError: When a function raises, or does not return one finite number or None per row.
-        ValueError: When the number of weights is not that of functions, or a column has an argument's name.
+        ValueError: When the number of weights is not that of functions, or a column has an
+            argument's name.
     """
     if weights is not None and len(weights) != len(functions):
-        raise ValueError(f"weights: got {len(weights)}; must be one for each of {len(functions)} functions")
+        raise ValueError(
+            f"weights: got {len(weights)}; must be one for each of {len(functions)} functions"
+        )
     group = rollout.num_generations
     prompts, columns = collate([problem for problem in rollout.problems for _ in range(group)])
     per_function = rewards.evaluate(
         functions,
         prompts,
-        [rewards.as_completion(prompt, text) for prompt, text in zip(prompts, rollout.texts, strict=True)],
-        [row[:length].tolist() for row, length in zip(rollout.completions, rollout.lengths, strict=True)],
+        [
+            rewards.as_completion(prompt, text)
+            for prompt, text in zip(prompts, rollout.texts, strict=True)
+        ],
+        [
+            row[:length].tolist()
+            for row, length in zip(rollout.completions, rollout.lengths, strict=True)
+        ],
         columns,
     )
     weights = np.ones(len(functions)) if weights is None else weights

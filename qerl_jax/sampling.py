@@ -18,9 +18,12 @@ from qerl_jax.model import Transformer, head
 class Truncation:
     """Which tokens may be sampled at all, as in transformers and vLLM. Log-probabilities are taken before it.
 
+    Tokens as likely as the last one kept by top_k or top_p stay too.
+
     Attributes:
         top_k: Keep the k likeliest; 0 is off.
-        top_p: Keep the likeliest, down to and including the one at which their mass reaches p; 1 is off.
+        top_p: Keep the likeliest, down to and including the one at which their mass reaches p; 1 is
+            off.
         min_p: Drop those below min_p times the likeliest one's probability; 0 is off.
     """
 
@@ -53,7 +56,8 @@ class Completions:
 
     Attributes:
         tokens: int32 [B, C]; after the stop token, padding.
-        logps: float32 [B, C], log-probability of each token (see `logprobs`); 0 after the stop token.
+        logps: float32 [B, C], log-probability of each token (see `logprobs`); 0 after the stop
+            token.
         lengths: int32 [B], tokens up to and including the stop token.
         stopped: bool [B], whether a stop token was sampled; False means truncated.
     """
@@ -65,7 +69,11 @@ class Completions:
 
 
 def next_token(
-    scores: jax.Array, keys: jax.Array, temperature: jax.Array, num_tokens: int, truncation: Truncation
+    scores: jax.Array,
+    keys: jax.Array,
+    temperature: jax.Array,
+    num_tokens: int,
+    truncation: Truncation,
 ) -> tuple[jax.Array, jax.Array]:
     """Samples one token per row, each row from its own key.
 
@@ -113,8 +121,9 @@ def make_generate(
 ) -> Callable[[dict[str, Any], jax.Array, jax.Array, jax.Array, jax.Array], Completions]:
     """Builds the jitted sampler.
 
-    Each prompt is prefilled once; its G rows start from copies of its cache. A row's randomness depends only on its
-    own key and its own step, so the rest of the batch does not change what it samples.
+    Each prompt is prefilled once; its G rows start from copies of its cache. A row's randomness
+    depends only on its own key and its own step, so the rest of the batch does not change what it
+    samples.
 
     Args:
         model: The policy.
@@ -127,8 +136,8 @@ def make_generate(
         adapter: Whether params act.
 
     Returns:
-        generate(variables, prompts int32 [P, Tp] right-padded, prompt_lengths int32 [P], keys [P * G],
-        temperature float32 scalar) -> Completions.
+        generate(variables, prompts int32 [P, Tp] right-padded, prompt_lengths int32 [P], keys [P *
+        G], temperature float32 scalar) -> Completions.
     """
     stops = jnp.asarray(stop_tokens, jnp.int32)
 
@@ -154,7 +163,9 @@ def make_generate(
         matrix = head(variables["frozen"])
 
         cache = model.new_cache(*prompts.shape)
-        hidden, cache = model.apply(variables, prompts, lengths=prompt_lengths, cache=cache, adapter=adapter)
+        hidden, cache = model.apply(
+            variables, prompts, lengths=prompt_lengths, cache=cache, adapter=adapter
+        )
         last = jnp.take_along_axis(hidden, prompt_lengths[:, None, None] - 1, axis=1)[:, 0]
         scores = jnp.repeat(layers.logits(last, matrix), num_generations, axis=0)
 
@@ -172,7 +183,9 @@ def make_generate(
             return (state.step < max_completion_length) & ~jnp.all(state.stopped)
 
         def decode(state: _State) -> _State:
-            hidden, cache = model.apply(variables, state.token[:, None], cache=state.cache, adapter=adapter)
+            hidden, cache = model.apply(
+                variables, state.token[:, None], cache=state.cache, adapter=adapter
+            )
             scores = layers.logits(hidden[:, 0], matrix)
             return sample(dataclasses.replace(state, cache=cache), scores, keys, temperature)
 

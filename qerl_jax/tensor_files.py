@@ -1,6 +1,7 @@
 """Safetensors files read tensor by tensor through a memory map, and checked whole before the first is read.
 
-The safetensors package reads neither bfloat16 nor float8 into numpy; the format is a length, a JSON header and bytes.
+The safetensors package reads neither bfloat16 nor float8 into numpy; the format is a length, a JSON
+header and bytes.
 """
 
 from __future__ import annotations
@@ -32,36 +33,48 @@ class SafetensorsError(ValueError):
 
 
 class Tensors:
-    """The tensors of a folder's *.safetensors files (one, or shards with an index) by name, read on demand."""
+    """The tensors of a folder's safetensors file, or of its shards with an index, by name, read on demand."""
 
-    def __init__(self, folder: str | pathlib.Path):
+    def __init__(self, folder: str | pathlib.Path, stem: str = "model"):
         """Opens every file and checks that all of its tensors are there.
+
+        Args:
+            folder: Holds STEM.safetensors, or STEM.safetensors.index.json and what it names.
+            stem: Other files of the folder are left alone.
 
         Raises:
             SafetensorsError: Naming the file, what was expected and what was found.
         """
         folder = pathlib.Path(folder)
         self._entries: dict[str, tuple[np.memmap, str, tuple[int, ...], int, int]] = {}
-        index = folder / "model.safetensors.index.json"
+        index = folder / f"{stem}.safetensors.index.json"
         if index.is_file():
             try:
                 weight_map = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError) as error:
-                raise SafetensorsError(f"{index}: not an index with a weight_map: {error!r}") from error
+            except (ValueError, TypeError, KeyError) as error:
+                raise SafetensorsError(
+                    f"{index}: not an index with a weight_map: {error!r}"
+                ) from error
             paths = [folder / name for name in sorted(set(weight_map.values()))]
         else:
-            paths = sorted(folder.glob("*.safetensors"))
-            if not paths:
-                raise SafetensorsError(f"no *.safetensors file in {folder}")
+            paths = [folder / f"{stem}.safetensors"]
+            if not paths[0].is_file():
+                raise SafetensorsError(
+                    f"no {stem}.safetensors, nor an index of shards, in {folder}"
+                )
         missing = [path.name for path in paths if not path.is_file()]
         if missing:
-            raise SafetensorsError(f"{index}: {len(missing)} of {len(paths)} shards are missing: {', '.join(missing[:4])}")
+            raise SafetensorsError(
+                f"{index}: {len(missing)} of {len(paths)} shards are missing: {', '.join(missing[:4])}"
+            )
         for path in paths:
             self._open(path)
         if index.is_file():
             absent = sorted(set(weight_map) - set(self._entries))
             if absent:
-                raise SafetensorsError(f"{index}: no shard holds {absent[0]} ({len(absent)} tensors are missing)")
+                raise SafetensorsError(
+                    f"{index}: no shard holds {absent[0]} ({len(absent)} tensors are missing)"
+                )
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -89,20 +102,37 @@ class Tensors:
             prefix = file.read(8)
             (length,) = struct.unpack("<Q", prefix) if len(prefix) == 8 else (size,)
             if 8 + length > size:
-                raise SafetensorsError(f"{path}: {size} bytes; its header alone needs {8 + length}: truncated")
+                raise SafetensorsError(
+                    f"{path}: {size} bytes; its header alone needs {8 + length}: truncated"
+                )
             try:
                 header = json.loads(file.read(length))
                 header.pop("__metadata__", None)
-                entries = [(name, e["dtype"], tuple(e["shape"]), *e["data_offsets"]) for name, e in header.items()]
+                entries = [
+                    (
+                        name,
+                        entry["dtype"],
+                        tuple(entry["shape"]),
+                        8 + length + start,
+                        8 + length + end,
+                    )
+                    for name, entry in header.items()
+                    for start, end in [entry["data_offsets"]]
+                ]
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise SafetensorsError(f"{path}: not a safetensors file: {error!r}") from error
         data = np.memmap(path, mode="r")
         for name, dtype, shape, start, end in entries:
-            start, end = 8 + length + start, 8 + length + end
             if dtype not in _DTYPES:
-                raise SafetensorsError(f"{path}: {name} has the type {dtype}; known are {', '.join(_DTYPES)}")
+                raise SafetensorsError(
+                    f"{path}: {name} has the type {dtype}; known are {', '.join(_DTYPES)}"
+                )
             if end > size:
-                raise SafetensorsError(f"{path}: {size} bytes, but {name} ends at byte {end}: truncated")
+                raise SafetensorsError(
+                    f"{path}: {size} bytes, but {name} ends at byte {end}: truncated"
+                )
             if end - start != math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize:
-                raise SafetensorsError(f"{path}: {name} of shape {shape} and type {dtype} does not fill its bytes")
+                raise SafetensorsError(
+                    f"{path}: {name} of shape {shape} and type {dtype} does not fill its bytes"
+                )
             self._entries[name] = (data, dtype, shape, start, end)

@@ -18,9 +18,11 @@ class Tokenizer:
 
     Attributes:
         hf: The transformers tokenizer.
-        stop_tokens: Ids that end a completion: the tokenizer's end of sequence and those of generation_config.json.
+        stop_tokens: Ids that end a completion: the tokenizer's end of sequence and those of
+            generation_config.json.
         pad_token: Fills rows after their end; never trained on.
-        num_tokens: Ids are 0 ... num_tokens - 1; rows of the embedding beyond are never sampled or scored.
+        num_tokens: Ids are 0 ... num_tokens - 1; rows of the embedding beyond are never sampled or
+            scored.
     """
 
     hf: Any
@@ -52,7 +54,10 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
         ValueError: When it cannot be read, has no chat template, or no end-of-sequence token.
     """
     folder = pathlib.Path(folder)
-    if not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer_config.json").is_file():
+    if (
+        not (folder / "tokenizer.json").is_file()
+        and not (folder / "tokenizer_config.json").is_file()
+    ):
         raise FileNotFoundError(f"tokenizer: no tokenizer.json in {folder}")
     # Without PyTorch, importing transformers prints a notice that would be a newcomer's first line.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -61,15 +66,21 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
     try:
         hf = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise ValueError(f"tokenizer: transformers cannot read the one in {folder}: {error}") from error
+        raise ValueError(
+            f"tokenizer: transformers cannot read the one in {folder}: {error}"
+        ) from error
     if not hf.chat_template:
-        raise ValueError(f"tokenizer: {folder} has no chat template; chat prompts need one (chat_template.jinja)")
+        raise ValueError(
+            f"tokenizer: {folder} has no chat template; chat prompts need one (chat_template.jinja)"
+        )
     stops = [] if hf.eos_token_id is None else [hf.eos_token_id]
     generation = folder / "generation_config.json"
     if generation.is_file():
         listed = json.loads(generation.read_text()).get("eos_token_id")
         stops += [listed] if isinstance(listed, int) else listed or []
     if not stops:
-        raise ValueError(f"tokenizer: {folder} names no end-of-sequence token; completions would never stop")
+        raise ValueError(
+            f"tokenizer: {folder} names no end-of-sequence token; completions would never stop"
+        )
     pad = hf.pad_token_id if hf.pad_token_id is not None else stops[0]
     return Tokenizer(hf, tuple(dict.fromkeys(stops)), pad, max(hf.get_vocab().values()) + 1)

@@ -2,12 +2,16 @@
 
 How this differs from the paper (arXiv 2510.11696) and from its published code:
 
-1. Noise is drawn once per rollout from (seed, step) in float32 and given to the forward pass as a value; the paper
-   draws per forward pass, its code adds it to 16-bit weights in place, where it accumulates or rounds away.
-2. The ratio is taken against the sampler's own log-probabilities by default (`old_logprobs = "behaviour"`), noise
-   included; the original recomputes them without noise, so that its ratio is 1 and the noise goes uncorrected.
-3. Sampler, scorer, reference and gradient are one model function over one base, so there is no weight to hand over.
-4. A step without signal changes nothing, and is counted.
+1. Noise is drawn once per rollout from (seed, step) in float32 and given to the forward pass as a
+value; the paper
+   draws per forward pass, its code adds it to 16-bit weights in place, where it accumulates or
+   rounds away.
+2. The ratio is taken against the sampler's own log-probabilities by default (`old_logprobs =
+"behaviour"`), noise
+   included; the original recomputes them without noise, so that its ratio is 1 and the noise goes
+   uncorrected.
+3. Sampler, scorer, reference and gradient are one model function over one base, so there is no
+weight to hand over. 4. A step without signal changes nothing, and is counted.
 """
 
 from __future__ import annotations
@@ -37,8 +41,8 @@ _SAMPLE, _NOISE, _UPDATE, _EVAL, _PARAMS = range(5)
 def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     """Trains a LoRA adapter on a frozen base by GRPO, sampling under scheduled noise.
 
-    Everything that can be wrong with the input is found before the run folder is made. A run that is found there is
-    resumed, and goes on as if it had never stopped.
+    Everything that can be wrong with the input is found before the run folder is made. A run that
+    is found there is resumed, and goes on as if it had never stopped.
 
     Args:
         cfg: The run.
@@ -68,12 +72,19 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     logger = Logger(cfg.output_dir, total_steps=total_steps, step=step, quiet=quiet)
 
     if step >= total_steps:
-        logger.note(f"nothing left to do: the run in {cfg.output_dir} has all of its {total_steps} steps")
+        logger.note(
+            f"nothing left to do: the run in {cfg.output_dir} has all of its {total_steps} steps"
+        )
     if held_out and step == 0:
         logger.write(0, held_out({"params": state.params, "frozen": frozen}))
     while step < total_steps:
         clock = _Clock()
-        batch = data.batch(problems, step // cfg.updates_per_rollout, batch_size=cfg.prompts_per_rollout, seed=cfg.seed)
+        batch = data.batch(
+            problems,
+            step // cfg.updates_per_rollout,
+            batch_size=cfg.prompts_per_rollout,
+            seed=cfg.seed,
+        )
         norms, noise_metrics = norm_noise(step)
 
         variables = {"params": state.params, "frozen": frozen} | norms
@@ -96,14 +107,19 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
             rollout, advantages, mask_truncated_completions=cfg.grpo.mask_truncated_completions
         )
         trainer_noise = norms.get("noise") if cfg.noise and cfg.noise.scope == "both" else None
-        state, metrics = improve(state, frozen, experience, trainer_noise, jax.random.fold_in(keys[_UPDATE], step))
+        state, metrics = improve(
+            state, frozen, experience, trainer_noise, jax.random.fold_in(keys[_UPDATE], step)
+        )
         metrics = jax.device_get(metrics)
         clock.lap("update")
 
         step = int(state.step)
         logger.num_tokens += int(rollout.prompt_lengths.sum() + rollout.lengths.sum())
         metrics |= noise_metrics | _rollout_metrics(rollout, combined, per_function, functions)
-        metrics |= clock.metrics(rollout) | {"num_tokens": logger.num_tokens, "updates/skipped": int(state.skipped)}
+        metrics |= clock.metrics(rollout) | {
+            "num_tokens": logger.num_tokens,
+            "updates/skipped": int(state.skipped),
+        }
         if held_out and _crosses(step, cfg.updates_per_rollout, cfg.eval.eval_steps, total_steps):
             metrics |= held_out({"params": state.params, "frozen": frozen})
         logger.write(step, metrics)
@@ -120,7 +136,9 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     return state
 
 
-def _phases(cfg: RunConfig, model: Transformer, tokenizer: Tokenizer, total_steps: int, noise_key: jax.Array):
+def _phases(
+    cfg: RunConfig, model: Transformer, tokenizer: Tokenizer, total_steps: int, noise_key: jax.Array
+):
     """The jitted sampler and update, and the function from a step to the `noise` collection and its metrics."""
     generate = sampling.make_generate(
         model,
@@ -152,7 +170,9 @@ def _phases(cfg: RunConfig, model: Transformer, tokenizer: Tokenizer, total_step
         **stages,
     )
     shapes = noise_shapes(model.arch, cfg.noise.final_norm)
-    draw = jax.jit(lambda step: noise.norm_noise(noise.step_key(noise_key, step), sigma(step), shapes))
+    draw = jax.jit(
+        lambda step: noise.norm_noise(noise.step_key(noise_key, step), sigma(step), shapes)
+    )
 
     def norm_noise(step: int) -> tuple[dict[str, Any], dict[str, float]]:
         metrics = {"aqn/sigma": float(sigma(step)), "aqn/stage": int(noise.stage(step, **stages))}
@@ -163,7 +183,11 @@ def _phases(cfg: RunConfig, model: Transformer, tokenizer: Tokenizer, total_step
 
 def _problems(cfg: RunConfig, split: str, tokenizer: Tokenizer, num_problems: int | None = None):
     """The problems of a split whose prompts fit."""
-    prompt = data.THINK_ANSWER_PROMPT if cfg.data.system_prompt == "think-answer" else cfg.data.system_prompt
+    prompt = (
+        data.THINK_ANSWER_PROMPT
+        if cfg.data.system_prompt == "think-answer"
+        else cfg.data.system_prompt
+    )
     problems = data.load(
         cfg.data.path or cfg.data.dataset,
         config=cfg.data.name,
@@ -172,7 +196,10 @@ def _problems(cfg: RunConfig, split: str, tokenizer: Tokenizer, num_problems: in
         seed=cfg.seed,
         num_problems=num_problems or cfg.data.num_problems,
     )
-    limits = {"max_prompt_length": cfg.data.max_prompt_length, "overlong": cfg.data.overlong_prompts}
+    limits = {
+        "max_prompt_length": cfg.data.max_prompt_length,
+        "overlong": cfg.data.overlong_prompts,
+    }
     return rollouts.admit(problems, tokenizer, **limits)
 
 
@@ -241,9 +268,16 @@ class _Clock:
         self.laps[phase] = time.perf_counter() - self.started - sum(self.laps.values())
 
     def metrics(self, rollout: Rollout) -> dict[str, float]:
-        sampled, seen = int(rollout.lengths.sum()), int(rollout.prompt_lengths.sum() + rollout.lengths.sum())
+        sampled, seen = (
+            int(rollout.lengths.sum()),
+            int(rollout.prompt_lengths.sum() + rollout.lengths.sum()),
+        )
         stats = jax.local_devices()[0].memory_stats() or {}
-        peak = {"perf/peak_memory_gb": stats["peak_bytes_in_use"] / 1e9} if "peak_bytes_in_use" in stats else {}
+        peak = (
+            {"perf/peak_memory_gb": stats["peak_bytes_in_use"] / 1e9}
+            if "peak_bytes_in_use" in stats
+            else {}
+        )
         return {
             "step_time": sum(self.laps.values()),
             **{f"perf/{phase}_time": seconds for phase, seconds in self.laps.items()},
@@ -253,7 +287,9 @@ class _Clock:
         }
 
 
-def _rollout_metrics(rollout: Rollout, combined: np.ndarray, per_function: np.ndarray, functions) -> dict[str, float]:
+def _rollout_metrics(
+    rollout: Rollout, combined: np.ndarray, per_function: np.ndarray, functions
+) -> dict[str, float]:
     """Rewards and lengths under TRL's names."""
     terminated = rollout.lengths[rollout.stopped] if rollout.stopped.any() else np.zeros(1)
     metrics = {
@@ -275,7 +311,9 @@ def _rollout_metrics(rollout: Rollout, combined: np.ndarray, per_function: np.nd
     return metrics
 
 
-def _completion_rows(rollout: Rollout, combined: np.ndarray, advantages: np.ndarray) -> list[dict[str, Any]]:
+def _completion_rows(
+    rollout: Rollout, combined: np.ndarray, advantages: np.ndarray
+) -> list[dict[str, Any]]:
     prompts, _ = data.collate(rollout.problems)
     group = rollout.num_generations
     return [

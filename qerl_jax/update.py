@@ -71,7 +71,9 @@ def learning_rate(cfg: OptimConfig, total_steps: int) -> Callable[[jax.Array | i
     }[cfg.lr_scheduler_type]()
     if warmup == 0:
         return decay
-    return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, warmup - 1), decay], [warmup])
+    return optax.join_schedules(
+        [optax.linear_schedule(peak / warmup, peak, warmup - 1), decay], [warmup]
+    )
 
 
 def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
@@ -109,7 +111,8 @@ def token_logps(
     """Log-probability of every completion token and entropy of its distribution, float32 [B, C] each."""
     rngs = None if dropout_key is None else {"dropout": dropout_key}
     hidden, _ = model.apply(variables, experience.tokens, adapter=adapter, remat=remat, rngs=rngs)
-    # The state at the token before predicts a token: the last of the prompt predicts the first of the completion.
+    # The state at the token before predicts a token: the last of the prompt predicts the first of
+    # the completion.
     rows, length = experience.completions.shape
     before = experience.prompt_lengths[:, None] - 1 + jnp.arange(length)
     states = jnp.take_along_axis(hidden, before[..., None], axis=1)
@@ -135,25 +138,31 @@ def make_update(
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
     """Builds the jitted update.
 
-    A rollout of B rows is cut into optimizer batches of m * a rows (m rows per micro-batch, a micro-batches), in an
-    order drawn from the key, and gone through `num_iterations` times. Gradients of micro-batches are summed by a
-    scan, so memory is that of one.
+    A rollout of B rows is cut into optimizer batches of m * a rows (m rows per micro-batch, a
+    micro-batches), in an order drawn from the key, and gone through `num_iterations` times.
+    Gradients of micro-batches are summed by a scan, so memory is that of one.
 
     Returns:
-        update(state, frozen, experience, noise, key) -> (state, metrics). `noise` is the tree under which the policy
-        acts here too, or None; `state` is donated. Metrics are scalars: means over the optimizer steps, under TRL's
-        names; `sampling/...` compare the policy before its first step with the sampler.
+        update(state, frozen, experience, noise, key) -> (state, metrics). `noise` is the tree under
+        which the policy acts here too, or None; `state` is donated. Metrics are scalars: means over
+        the optimizer steps, under TRL's names; `sampling/...` compare the policy before its first
+        step with the sampler.
     """
     tx = optimizer(optim_cfg)
     rate = learning_rate(optim_cfg, total_steps)
-    micro_rows, accumulation = optim_cfg.per_device_train_batch_size, optim_cfg.gradient_accumulation_steps
+    micro_rows, accumulation = (
+        optim_cfg.per_device_train_batch_size,
+        optim_cfg.gradient_accumulation_steps,
+    )
     epsilon_high = grpo_cfg.epsilon if grpo_cfg.epsilon_high is None else grpo_cfg.epsilon_high
 
     def logps_of(params, frozen, noise, batch, **options):
         variables = {"params": params, "frozen": frozen}
         if noise is not None:
             variables["noise"] = noise
-        return token_logps(model, variables, batch, temperature=temperature, num_tokens=num_tokens, **options)
+        return token_logps(
+            model, variables, batch, temperature=temperature, num_tokens=num_tokens, **options
+        )
 
     def in_micro_batches(f, experience):
         rows = jax.tree.map(lambda x: x.reshape(-1, micro_rows, *x.shape[1:]), experience)
@@ -161,7 +170,9 @@ def make_update(
 
     def loss_fn(params, frozen, noise, batch, totals, dropout_key):
         experience, fixed = batch
-        logps, entropy = logps_of(params, frozen, noise, experience, remat=remat, dropout_key=dropout_key)
+        logps, entropy = logps_of(
+            params, frozen, noise, experience, remat=remat, dropout_key=dropout_key
+        )
         current = jax.lax.stop_gradient(logps)
         old = fixed.get("old_logps", current)
         if grpo_cfg.old_logprobs == "behaviour":
@@ -212,7 +223,7 @@ def make_update(
             accumulate, zeros, (batches, jax.random.split(key, accumulation))
         )
 
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         taught = batches[0].mask.any(-1) & ((batches[0].advantages != 0) | bool(grpo_cfg.beta))
         learns, finite = jnp.any(taught), jnp.isfinite(norm)
         moves, opt_state = tx.update(grads, state.opt_state, state.params)
@@ -248,7 +259,8 @@ def make_update(
             )
         if grpo_cfg.beta:
             fixed["ref_logps"] = in_micro_batches(
-                lambda batch: logps_of(state.params, frozen, None, batch, adapter=False)[0], experience
+                lambda batch: logps_of(state.params, frozen, None, batch, adapter=False)[0],
+                experience,
             )
 
         order_key, step_key = jax.random.split(key)
@@ -260,13 +272,17 @@ def make_update(
         def step(state, inputs):
             return optimizer_step(frozen, noise, experience, fixed, state, inputs)
 
-        state, (metrics, drift) = jax.lax.scan(step, state, (order, jax.random.split(step_key, steps)))
+        state, (metrics, drift) = jax.lax.scan(
+            step, state, (order, jax.random.split(step_key, steps))
+        )
         return state, _reduce(metrics) | _sampling_metrics(drift)
 
     return update
 
 
-def experience(rollout: Any, advantages: np.ndarray, *, mask_truncated_completions: bool) -> Experience:
+def experience(
+    rollout: Any, advantages: np.ndarray, *, mask_truncated_completions: bool
+) -> Experience:
     """What the trainer needs of a `rollouts.Rollout`; advantages are [P, G]."""
     live = np.arange(rollout.completions.shape[1]) < rollout.lengths[:, None]
     if mask_truncated_completions:

@@ -1,0 +1,360 @@
+"""Configs: what a file may say, what is refused and in which words."""
+
+import dataclasses
+import pathlib
+import re
+
+import pytest
+
+from qerl_jax import config
+from qerl_jax.config import (
+    ConfigError,
+    DataConfig,
+    EvalConfig,
+    GrpoConfig,
+    LoraConfig,
+    ModelConfig,
+    NoiseConfig,
+    OptimConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+)
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+MINIMAL = {
+    "output_dir": "run",
+    "max_steps": 10,
+    "model": {"model_name_or_path": "qerl-tiny"},
+    "data": {"dataset": "arithmetic"},
+    "rewards": {"functions": ["accuracy_reward"]},
+}
+# Every field differs from its default, so that a field lost on the way out and in shows.
+FULL = RunConfig(
+    output_dir='runs/a "quoted"\nname',
+    model=ModelConfig("base", "tokenizer", "bfloat16", "float32", True, False),
+    data=DataConfig("gsm8k", "folder", "main", "test", "Be brief.\n", 100, "drop", 7),
+    rewards=RewardConfig(("accuracy_reward", "a.b:c"), (1.0, 0.1)),
+    lora=LoraConfig(4, 8.5, 0.25, True),
+    rollout=RolloutConfig(4, 32, 64, 0.7, 20, 0.95, 0.05),
+    grpo=GrpoConfig(
+        loss_type="dr_grpo",
+        epsilon=0.1,
+        epsilon_high=0.28,
+        delta=2.5,
+        beta=1e-3,
+        importance_sampling_level="sequence",
+        scale_rewards="batch",
+        mask_truncated_completions=True,
+        num_iterations=2,
+        old_logprobs="recompute",
+        importance_sampling_correction=True,
+        importance_sampling_mode="sequence_mask",
+        importance_sampling_clip_max=2.0,
+    ),
+    optim=OptimConfig(3e-5, "linear", 0.05, 0.1, 0.8, 0.999, 1e-6, 0.01, 1.0, 2, 4),
+    noise=NoiseConfig(5e-2, 5e-4, 5, "cosine", "paper", "both", True),
+    eval=EvalConfig("validation", 16, "format_reward", 0.6, 0.95, 8, 25),
+    num_train_epochs=1.5,
+    seed=7,
+    save_steps=10,
+    save_total_limit=1,
+    log_completions=False,
+    deterministic=True,
+)
+
+
+def table(**changes):
+    """MINIMAL with fields replaced; a field of a section is named section__field, ... removes."""
+    result = {
+        key: dict(value) if isinstance(value, dict) else value for key, value in MINIMAL.items()
+    }
+    for name, value in changes.items():
+        *section, field = name.split("__")
+        target = result.setdefault(section[0], {}) if section else result
+        if value is ...:
+            del target[field]
+        else:
+            target[field] = value
+    return result
+
+
+def build(**changes):
+    return config.from_table(RunConfig, table(**changes))
+
+
+def test_a_minimal_file_gets_the_defaults():
+    cfg = build()
+    assert cfg.lora == LoraConfig() and cfg.grpo == GrpoConfig() and cfg.optim == OptimConfig()
+    assert cfg.noise is None and cfg.eval is None
+    assert cfg.rewards.functions == ("accuracy_reward",)
+
+
+def test_the_presence_of_the_noise_section_switches_it_on():
+    assert build(noise={}).noise == NoiseConfig()
+
+
+@pytest.mark.parametrize("cfg", [FULL, build(), build(noise={}, eval={})])
+def test_a_config_survives_being_written_and_read(cfg, tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(config.dump(cfg))
+    assert config.load(path) == cfg
+    assert config.load(str(path)) == cfg
+
+
+def test_the_full_config_differs_from_the_defaults_everywhere():
+    """Guards the round trip above: a field added later must be set in FULL too."""
+    sections = [FULL.model, FULL.data, FULL.rewards, FULL.lora, FULL.rollout, FULL.grpo]
+    for section in [*sections, FULL.optim, FULL.noise, FULL.eval, FULL]:
+        for field in dataclasses.fields(section):
+            if (type(section), field.name) != (RunConfig, "max_steps"):
+                assert getattr(section, field.name) != field.default, field.name
+
+
+def test_whole_numbers_are_accepted_for_floats_and_become_floats():
+    cfg = build(lora__alpha=16, rewards__weights=[2], num_train_epochs=1, max_steps=...)
+    values = (cfg.lora.alpha, cfg.rewards.weights[0], cfg.num_train_epochs)
+    assert values == (16.0, 2.0, 1.0)
+    assert {type(value) for value in values} == {float}
+
+
+BAD = [
+    # field as the message names it, change, value as the message shows it, words of the rule
+    ("output_dir", {"output_dir": ""}, "''", "must not be empty"),
+    ("max_steps", {"max_steps": 0}, "0", "must be at least 1"),
+    ("max_steps, num_train_epochs", {"max_steps": ...}, "(None, None)", "exactly one of the two"),
+    ("max_steps, num_train_epochs", {"num_train_epochs": 1.0}, "(10, 1.0)", "exactly one"),
+    (
+        "num_train_epochs",
+        {"max_steps": ..., "num_train_epochs": 0.0},
+        "0.0",
+        "must be positive",
+    ),
+    ("seed", {"seed": -1}, "-1", "must be in [0, 2**32)"),
+    ("seed", {"seed": 2**32}, "4294967296", "must be in [0, 2**32)"),
+    ("save_steps", {"save_steps": 0}, "0", "must be at least 1"),
+    ("save_total_limit", {"save_total_limit": 0}, "0", "must be at least 1"),
+    ("model.model_name_or_path", {"model__model_name_or_path": ""}, "''", "must not be empty"),
+    ("model.weights", {"model__weights": "int4"}, "'int4'", "'nvfp4', 'bfloat16', 'float32'"),
+    ("model.dtype", {"model__dtype": "float16"}, "'float16'", "one of 'bfloat16', 'float32'"),
+    ("data.max_prompt_length", {"data__max_prompt_length": 0}, "0", "must be at least 1"),
+    ("data.overlong_prompts", {"data__overlong_prompts": "cut"}, "'cut'", "'error', 'drop'"),
+    ("data.num_problems", {"data__num_problems": 0}, "0", "must be at least 1"),
+    ("rewards.functions", {"rewards__functions": []}, "()", "must name at least one function"),
+    ("rewards.functions", {"rewards__functions": "f"}, "'f'", "must be a list"),
+    ("rewards.functions[1]", {"rewards__functions": ["f", 1]}, "1", "must be of type str"),
+    ("rewards.weights", {"rewards__weights": [1.0, 2.0]}, "(1.0, 2.0)", "per function (1)"),
+    ("rewards.weights[0]", {"rewards__weights": [True]}, "True", "must be of type float"),
+    ("rewards.weights[0]", {"rewards__weights": [float("nan")]}, "nan", "must be finite"),
+    ("lora.rank", {"lora__rank": 0}, "0", "must be at least 1"),
+    ("lora.alpha", {"lora__alpha": 0.0}, "0.0", "must be positive"),
+    ("lora.alpha", {"lora__alpha": float("inf")}, "inf", "must be finite"),
+    ("lora.dropout", {"lora__dropout": 1.0}, "1.0", "must be in [0, 1)"),
+    ("lora.dropout", {"lora__dropout": -0.1}, "-0.1", "must be in [0, 1)"),
+    ("rollout.num_generations", {"rollout__num_generations": 1}, "1", "must be at least 2"),
+    ("rollout.generation_batch_size", {"rollout__generation_batch_size": 0}, "0", "at least 1"),
+    ("rollout.generation_batch_size", {"rollout__generation_batch_size": -8}, "-8", "at least 1"),
+    (
+        "rollout.generation_batch_size",
+        {"rollout__num_generations": 3},
+        "8",
+        "must be a multiple of rollout.num_generations = 3",
+    ),
+    (
+        "rollout.generation_batch_size",
+        {"rollout__generation_batch_size": 24, "optim__gradient_accumulation_steps": 2},
+        "24",
+        "must be a multiple of the optimizer batch, optim.per_device_train_batch_size * "
+        "optim.gradient_accumulation_steps = 16",
+    ),
+    ("rollout.max_completion_length", {"rollout__max_completion_length": 0}, "0", "must be >= 1"),
+    ("rollout.temperature", {"rollout__temperature": 0.0}, "0.0", "must be positive"),
+    ("rollout.temperature", {"rollout__temperature": float("nan")}, "nan", "must be finite"),
+    ("rollout.top_k", {"rollout__top_k": -1}, "-1", "must not be negative"),
+    ("rollout.top_p", {"rollout__top_p": 0.0}, "0.0", "must be in (0, 1]"),
+    ("rollout.top_p", {"rollout__top_p": 1.5}, "1.5", "must be in (0, 1]"),
+    ("rollout.min_p", {"rollout__min_p": -0.5}, "-0.5", "must be in [0, 1]"),
+    ("rollout.min_p", {"rollout__min_p": 1.5}, "1.5", "must be in [0, 1]"),
+    ("grpo.loss_type", {"grpo__loss_type": "ppo"}, "'ppo'", "'grpo', 'bnpo', 'dr_grpo', 'dapo'"),
+    ("grpo.epsilon", {"grpo__epsilon": 0.0}, "0.0", "must be in (0, 1)"),
+    ("grpo.epsilon", {"grpo__epsilon": 1.0}, "1.0", "must be in (0, 1)"),
+    ("grpo.epsilon_high", {"grpo__epsilon_high": 0.0}, "0.0", "must be > 0"),
+    ("grpo.delta", {"grpo__delta": 1.2}, "1.2", "must exceed 1 + epsilon_high = 1.2"),
+    (
+        "grpo.delta",
+        {"grpo__delta": 1.25, "grpo__epsilon_high": 0.25},
+        "1.25",
+        "must exceed 1 + epsilon_high = 1.25",
+    ),
+    ("grpo.beta", {"grpo__beta": -0.1}, "-0.1", "must not be negative"),
+    (
+        "grpo.importance_sampling_level",
+        {"grpo__importance_sampling_level": "row"},
+        "'row'",
+        "'token', 'sequence'",
+    ),
+    ("grpo.scale_rewards", {"grpo__scale_rewards": "all"}, "'all'", "'group', 'batch', 'none'"),
+    ("grpo.num_iterations", {"grpo__num_iterations": 0}, "0", "must be at least 1"),
+    ("grpo.old_logprobs", {"grpo__old_logprobs": "noisy"}, "'noisy'", "'behaviour', 'recompute'"),
+    (
+        "grpo.importance_sampling_correction",
+        {"grpo__importance_sampling_correction": True},
+        "True",
+        'needs grpo.old_logprobs = "recompute"',
+    ),
+    (
+        "grpo.importance_sampling_mode",
+        {"grpo__importance_sampling_mode": "clip"},
+        "'clip'",
+        "'token_truncate', 'token_mask', 'sequence_truncate', 'sequence_mask'",
+    ),
+    (
+        "grpo.importance_sampling_clip_max",
+        {"grpo__importance_sampling_clip_max": 0.0},
+        "0.0",
+        "must be positive",
+    ),
+    (
+        "max_steps",
+        {"grpo__num_iterations": 3},
+        "10",
+        "must be a multiple of the 3 optimizer steps made from each rollout",
+    ),
+    (
+        "max_steps",
+        {"rollout__generation_batch_size": 32},
+        "10",
+        "must be a multiple of the 4 optimizer steps made from each rollout",
+    ),
+    ("optim.learning_rate", {"optim__learning_rate": 0.0}, "0.0", "must be positive"),
+    ("optim.learning_rate", {"optim__learning_rate": "1e-5"}, "'1e-5'", "must be of type float"),
+    (
+        "optim.lr_scheduler_type",
+        {"optim__lr_scheduler_type": "step"},
+        "'step'",
+        "'cosine', 'linear', 'constant'",
+    ),
+    ("optim.warmup_ratio", {"optim__warmup_ratio": 1.0}, "1.0", "must be in [0, 1)"),
+    ("optim.min_lr_ratio", {"optim__min_lr_ratio": 1.1}, "1.1", "must be in [0, 1]"),
+    ("optim.adam_beta1", {"optim__adam_beta1": 1.0}, "1.0", "must be in [0, 1)"),
+    ("optim.adam_beta2", {"optim__adam_beta2": -0.1}, "-0.1", "must be in [0, 1)"),
+    ("optim.adam_epsilon", {"optim__adam_epsilon": 0.0}, "0.0", "must be positive"),
+    ("optim.weight_decay", {"optim__weight_decay": -0.1}, "-0.1", "must not be negative"),
+    ("optim.max_grad_norm", {"optim__max_grad_norm": 0.0}, "0.0", "must be positive"),
+    (
+        "optim.per_device_train_batch_size",
+        {"optim__per_device_train_batch_size": 0},
+        "0",
+        "must be at least 1",
+    ),
+    (
+        "optim.gradient_accumulation_steps",
+        {"optim__gradient_accumulation_steps": 0},
+        "0",
+        "must be at least 1",
+    ),
+    ("noise.sigma_start", {"noise__sigma_start": 0.0}, "0.0", "must be positive"),
+    ("noise.sigma_end", {"noise__sigma_end": 0.0}, "0.0", "must be in (0, sigma_start = 0.01]"),
+    ("noise.sigma_end", {"noise__sigma_end": 0.1}, "0.1", "must be in (0, sigma_start = 0.01]"),
+    ("noise.num_stages", {"noise__num_stages": 2}, "2", "must be at least 3"),
+    ("noise.schedule", {"noise__schedule": "step"}, "'step'", "'exponential', 'linear'"),
+    ("noise.exponent", {"noise__exponent": "eq8"}, "'eq8'", "'code', 'paper'"),
+    ("noise.scope", {"noise__scope": "trainer"}, "'trainer'", "'rollout', 'both'"),
+    ("eval.num_problems", {"eval__num_problems": 0}, "0", "must be at least 1"),
+    ("eval.batch_size", {"eval__batch_size": 0}, "0", "must be at least 1"),
+    ("eval.temperature", {"eval__temperature": -1.0}, "-1.0", "must not be negative"),
+    ("eval.top_p", {"eval__top_p": 0.0}, "0.0", "must be in (0, 1]"),
+    ("eval.eval_steps", {"eval__eval_steps": -1}, "-1", "must not be negative"),
+    # types
+    ("max_steps", {"max_steps": True}, "True", "must be of type int"),
+    ("max_steps", {"max_steps": 10.0}, "10.0", "must be of type int"),
+    ("lora.rank", {"lora__rank": True}, "True", "must be of type int"),
+    ("lora.alpha", {"lora__alpha": True}, "True", "must be of type float"),
+    ("lora.train_norms", {"lora__train_norms": 1}, "1", "must be of type bool"),
+    ("data.path", {"data__path": 3}, "3", "must be of type str"),
+    ("model", {"model": "qerl-tiny"}, "'qerl-tiny'", "must be a section"),
+    ("noise", {"noise": True}, "True", "must be a section"),
+]
+
+
+@pytest.mark.parametrize(("field", "changes", "value", "rule"), BAD)
+def test_a_bad_value_is_an_error_that_names_field_value_and_rule(field, changes, value, rule):
+    with pytest.raises(ConfigError) as error:
+        build(**changes)
+    message = str(error.value)
+    assert message.startswith(f"{field}: got {value}; ")
+    assert rule in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_step": 10}, "max_step: unknown field; the top level has output_dir, model, "),
+        ({"lora__rnk": 8}, "lora.rnk: unknown field; [lora] has rank, alpha, dropout, train_norms"),
+        ({"nois": {}}, "nois: unknown field; the top level has"),
+        ({"model": ...}, "model: missing; the top level needs it"),
+        ({"output_dir": ...}, "output_dir: missing; the top level needs it"),
+        ({"data__dataset": ...}, "data.dataset: missing; [data] needs it"),
+        ({"rewards__functions": ...}, "rewards.functions: missing; [rewards] needs it"),
+    ],
+)
+def test_unknown_and_missing_fields_are_named_with_the_fields_there_are(changes, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        build(**changes)
+
+
+@pytest.mark.parametrize("content", [b"max_steps = ", b"a = 1\na = 2", b'output_dir = "\xff"'])
+def test_an_unreadable_file_is_a_config_error_that_names_it(content, tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{re.escape(str(path))}: not valid TOML"):
+        config.load(path)
+
+
+@pytest.mark.parametrize("name", ["absent.toml", "."])
+def test_a_missing_file_is_a_config_error_that_names_it(name, tmp_path):
+    with pytest.raises(ConfigError, match=f"{re.escape(str(tmp_path / name))}.*no such file"):
+        config.load(tmp_path / name)
+
+
+def test_sizes_follow_from_the_batches():
+    cfg = build(
+        max_steps=12,
+        rollout={"num_generations": 4, "generation_batch_size": 48},
+        optim={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
+        grpo={"num_iterations": 2},
+    )
+    assert cfg.train_batch_size == 8
+    assert cfg.generation_batch_size == 48
+    assert cfg.prompts_per_rollout == 12
+    assert cfg.updates_per_rollout == 12
+    assert build().generation_batch_size == build().train_batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("epochs", "problems", "steps"),
+    [
+        (1.0, 100, 200),  # 2 prompts a rollout: 50 rollouts of 4 steps
+        (2.0, 100, 400),
+        (0.5, 100, 100),
+        (1.0, 7, 16),  # 3.5 rollouts are 4
+        (0.001, 100, 4),  # never less than one rollout
+    ],
+)
+def test_epochs_become_steps_of_whole_rollouts(epochs, problems, steps):
+    cfg = build(
+        max_steps=...,
+        num_train_epochs=epochs,
+        rollout={"num_generations": 8, "generation_batch_size": 16},
+        grpo__num_iterations=2,
+    )
+    assert cfg.total_steps(problems) == steps
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_config_of_the_project_is_valid(path):
+    config.load(path)
+
+
+def test_max_steps_is_the_total_whatever_the_problems():
+    assert build(max_steps=30).total_steps(7) == 30

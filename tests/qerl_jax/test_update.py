@@ -1,0 +1,544 @@
+"""The jitted update against a direct one: full logits, a loss written row by row, AdamW by hand."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax import noise, rollouts, update
+from qerl_jax.architecture import Architecture
+from qerl_jax.config import GrpoConfig, OptimConfig
+from qerl_jax.model import LoRA, Transformer, head, init_params, noise_shapes, random_base
+
+ARCH = Architecture("qwen2", 64, 32, 48, 2, 4, 2, 8)
+NUM_TOKENS, TEMPERATURE = 60, 0.7
+PROMPT_LENGTHS = np.array([1, 2, 3, 4, 5, 5, 2, 3], np.int32)
+LENGTHS = np.array([6, 1, 4, 5, 6, 2, 3, 6], np.int32)
+ROWS, WIDTH, LONGEST = 8, 11, 6
+CUT_ROW = 4  # masked as a whole, as a truncated completion would be
+PLAIN = OptimConfig(
+    learning_rate=0.05,
+    lr_scheduler_type="constant",
+    warmup_ratio=0.0,
+    adam_beta1=0.0,  # so that the first moment is the gradient
+    adam_epsilon=1e-3,  # so that Adam is smooth where gradients are near 0
+    max_grad_norm=1e9,
+)
+TWO_BATCHES = dataclasses.replace(PLAIN, per_device_train_batch_size=4, warmup_ratio=0.8)
+
+
+DAPO = GrpoConfig()
+GRPO = GrpoConfig(loss_type="grpo", beta=0.3)
+DR_GRPO = GrpoConfig(loss_type="dr_grpo")
+EVERY_OPTION = GrpoConfig(
+    loss_type="bnpo",
+    epsilon=0.05,
+    epsilon_high=0.1,
+    delta=1.2,
+    importance_sampling_level="sequence",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Nearly all the time here is compilation: a dozen updates, each run a few times."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@functools.cache
+def model(dropout=0.0):
+    return Transformer(ARCH, "nvfp4", LoRA(2, 4.0, dropout, train_norms=True), jnp.float32)
+
+
+@functools.cache
+def base():
+    return random_base(model(), jax.random.key(0))
+
+
+@functools.cache
+def fresh_params():
+    return jax.device_get(init_params(model(), base(), jax.random.key(1)))
+
+
+@functools.cache
+def trained_params():
+    """Away from the start: B is not 0, norms are not the base's."""
+    rng = np.random.default_rng(2)
+    move = lambda p: (p + rng.normal(0, 0.2, p.shape)).astype(np.float32)
+    return jax.tree.map(move, fresh_params())
+
+
+def direct_logps(params, tokens, adapter=True):
+    """Log-probability [B, C] of each live completion token and its entropy, from all the logits."""
+    variables = {"params": params, "frozen": base()}
+    hidden, _ = model().apply(variables, tokens, adapter=adapter)
+    scores = hidden @ head(base()).astype(jnp.float32).T / TEMPERATURE
+    everything = jax.nn.log_softmax(scores[..., :NUM_TOKENS])
+    rows, index = np.nonzero(np.arange(LONGEST) < LENGTHS[:, None])
+    places = PROMPT_LENGTHS[rows] + index
+    seen = everything[rows, places - 1]
+    chosen = seen[np.arange(len(rows)), tokens[rows, places]]
+    fill = lambda values: jnp.zeros((ROWS, LONGEST)).at[rows, index].set(values)
+    return fill(chosen), fill(-jnp.sum(jnp.exp(seen) * seen, axis=-1))
+
+
+jitted_direct_logps = jax.jit(direct_logps, static_argnames="adapter")
+
+
+@functools.cache
+def sample_experience():
+    rng = np.random.default_rng(3)
+    tokens = np.full((ROWS, WIDTH), 59, np.int32)
+    completions = np.full((ROWS, LONGEST), 59, np.int32)
+    for row, (start, length) in enumerate(zip(PROMPT_LENGTHS, LENGTHS, strict=True)):
+        tokens[row, : start + length] = rng.integers(0, NUM_TOKENS, start + length)
+        completions[row, :length] = tokens[row, start : start + length]
+    mask = np.arange(LONGEST) < LENGTHS[:, None]
+    mask[CUT_ROW] = False
+    own = np.asarray(jitted_direct_logps(trained_params(), tokens)[0])
+    # Far enough from the policy that ratios leave the clip range on both sides.
+    behaviour = own + rng.normal(0, 0.4, own.shape)
+    behaviour = np.where(np.arange(LONGEST) < LENGTHS[:, None], behaviour, 0).astype(np.float32)
+    advantages = rng.normal(size=ROWS).astype(np.float32)
+    advantages[1] = 0
+    return update.Experience(tokens, PROMPT_LENGTHS, completions, mask, behaviour, advantages)
+
+
+def own_logps():
+    return jitted_direct_logps(trained_params(), sample_experience().tokens)[0]
+
+
+def geometry(micro_rows, accumulation):
+    return dataclasses.replace(
+        PLAIN, per_device_train_batch_size=micro_rows, gradient_accumulation_steps=accumulation
+    )
+
+
+@functools.cache
+def _make(grpo, optim, dropout, remat):
+    return update.make_update(
+        model(dropout),
+        grpo_cfg=grpo,
+        optim_cfg=optim,
+        total_steps=10,
+        temperature=TEMPERATURE,
+        num_tokens=NUM_TOKENS,
+        remat=remat,
+    )
+
+
+def state_of(params):
+    """A first state that may be donated."""
+    return update.init_state(jax.tree.map(jnp.array, params), PLAIN)
+
+
+def make(*, grpo=DAPO, optim=PLAIN, dropout=0.0, remat=False):
+    """An update, compiled once for all tests that ask for it."""
+    return _make(grpo, optim, dropout, remat)
+
+
+def run(*, params=None, experience=None, noise=None, seed=0, **options):
+    """The state and metrics after one rollout, on the host."""
+    state = state_of(trained_params() if params is None else params)
+    experience = sample_experience() if experience is None else experience
+    result = make(**options)(state, base(), experience, noise, jax.random.key(seed))
+    return jax.device_get(result)
+
+
+def gradient(state):
+    """The last gradient: with beta1 = 0 Adam's first moment is nothing else."""
+    return state.opt_state[1].mu
+
+
+def assert_close(actual, expected, rtol=1e-4, atol=1e-6):
+    leaves = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    for a, e in leaves:
+        np.testing.assert_allclose(a, e, rtol=rtol, atol=atol)
+
+
+def assert_equal(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def differs(actual, expected):
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    return any(not np.allclose(a, e, rtol=1e-3, atol=1e-5) for a, e in pairs)
+
+
+def direct_loss(logps, experience, grpo, optim, old, ref, weights):
+    """The loss of one optimizer batch, a row at a time."""
+    high = grpo.epsilon if grpo.epsilon_high is None else grpo.epsilon_high
+    sums, counts = [], []
+    for row in range(ROWS):
+        n = int(experience.mask[row].sum())
+        advantage = experience.advantages[row]
+        log_ratio = logps[row, :n] - old[row, :n]
+        if grpo.importance_sampling_level == "sequence" and n:
+            log_ratio = jnp.full(n, 1.0) * jnp.sum(log_ratio) / n
+        ratio = jnp.exp(log_ratio)
+        capped = ratio if grpo.delta is None else jnp.minimum(ratio, grpo.delta)
+        clipped = jnp.clip(ratio, 1 - grpo.epsilon, 1 + high)
+        losses = -weights[row, :n] * jnp.minimum(capped * advantage, clipped * advantage)
+        if grpo.beta:
+            d = ref[row, :n] - logps[row, :n]
+            losses = losses + grpo.beta * (jnp.exp(d) - d - 1)
+        sums.append(jnp.sum(losses))
+        counts.append(n)
+    match grpo.loss_type:
+        case "grpo":
+            return sum(s / max(n, 1) for s, n in zip(sums, counts, strict=True)) / ROWS
+        case "dr_grpo":
+            return sum(sums) / (ROWS * LONGEST)
+        case "dapo":
+            return sum(sums) / sum(counts)
+        case "bnpo":
+            size = optim.per_device_train_batch_size
+            starts = range(0, ROWS, size)
+            means = [sum(sums[i : i + size]) / sum(counts[i : i + size]) for i in starts]
+            return sum(means) / len(means)
+
+
+def direct_loss_and_gradient(grpo, optim=PLAIN, weights=None):
+    experience = sample_experience()
+    policy = lambda params: jitted_direct_logps(params, experience.tokens)[0]
+    logps, pull_back = jax.vjp(policy, trained_params())
+    old = logps if grpo.old_logprobs == "recompute" else experience.behaviour_logps
+    ref = jitted_direct_logps(trained_params(), experience.tokens, adapter=False)[0]
+    weights = np.ones(logps.shape) if weights is None else weights
+    loss, cotangent = jax.value_and_grad(direct_loss)(
+        logps, experience, grpo, optim, old, ref, weights
+    )
+    return loss, pull_back(cotangent)[0]
+
+
+@pytest.mark.parametrize(
+    ("grpo", "optim"),
+    [
+        (DAPO, geometry(8, 1)),
+        (DAPO, geometry(1, 8)),
+        (GRPO, geometry(8, 1)),
+        (GRPO, geometry(1, 8)),
+        (DR_GRPO, geometry(8, 1)),
+        (DR_GRPO, geometry(1, 8)),
+        (EVERY_OPTION, geometry(4, 2)),
+    ],
+    ids=lambda cfg: (
+        cfg.loss_type
+        if isinstance(cfg, GrpoConfig)
+        else f"{cfg.per_device_train_batch_size}x{cfg.gradient_accumulation_steps}"
+    ),
+)
+def test_loss_and_gradient_equal_a_direct_implementation(grpo, optim):
+    loss, expected = direct_loss_and_gradient(grpo, optim)
+    state, metrics = run(grpo=grpo, optim=optim)
+    assert_close(metrics["loss"], loss)
+    assert_close(gradient(state), expected)
+    squares = sum(np.sum(np.square(g)) for g in jax.tree.leaves(expected))
+    np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(squares), rtol=1e-4)
+
+
+def test_the_example_clips_on_both_sides():
+    """Guards the tests above: without clipping they would not see a wrong clip range."""
+    _, metrics = run()
+    assert metrics["clip_ratio/low_mean"] > 0 and metrics["clip_ratio/high_mean"] > 0
+
+
+@pytest.mark.parametrize("grpo", [GRPO, DR_GRPO, DAPO], ids=lambda cfg: cfg.loss_type)
+def test_micro_batches_of_1_and_of_8_rows_give_the_same_parameters(grpo):
+    whole, whole_metrics = run(grpo=grpo, optim=geometry(8, 1))
+    cut, cut_metrics = run(grpo=grpo, optim=geometry(1, 8))
+    assert_close(cut.params, whole.params, atol=1e-5)
+    assert_close(cut_metrics, whole_metrics, atol=1e-5)
+
+
+def test_the_step_is_adamw():
+    """From m = v = 0 the corrected moments are g and g^2: p - lr (g / (|g| + eps) + decay p)."""
+    state, _ = run()
+
+    def adamw(path, p, g):
+        decay = 0 if path[-1].key == "scale" else PLAIN.weight_decay
+        return p - PLAIN.learning_rate * (g / (np.abs(g) + PLAIN.adam_epsilon) + decay * p)
+
+    expected = jax.tree_util.tree_map_with_path(adamw, trained_params(), gradient(state))
+    assert_close(state.params, expected, atol=1e-5)
+
+
+def test_rematerialized_layers_give_the_same_update():
+    kept, kept_metrics = run()
+    recomputed, recomputed_metrics = run(remat=True)
+    assert_close(gradient(recomputed), gradient(kept))
+    assert_close(recomputed_metrics, kept_metrics, atol=1e-5)
+
+
+def test_metrics_of_the_policy_and_its_sampler_equal_a_direct_computation():
+    experience = sample_experience()
+    logps, entropies = jitted_direct_logps(trained_params(), experience.tokens)
+    ratio = np.exp(logps - experience.behaviour_logps)[experience.mask]
+    difference = np.abs(logps - experience.behaviour_logps)[experience.mask]
+    _, metrics = run()
+    expected = {
+        "entropy": np.mean(entropies[experience.mask]),
+        "sampling/sampling_logp_difference/mean": difference.mean(),
+        "sampling/sampling_logp_difference/max": difference.max(),
+        "sampling/importance_sampling_ratio/mean": ratio.mean(),
+        "sampling/importance_sampling_ratio/min": ratio.min(),
+        "sampling/importance_sampling_ratio/max": ratio.max(),
+    }
+    assert_close({name: metrics[name] for name in expected}, expected)
+
+
+def test_what_lies_beyond_the_end_of_a_row_changes_nothing():
+    clean = sample_experience()
+    rng = np.random.default_rng(4)
+    ends = (PROMPT_LENGTHS + LENGTHS)[:, None]
+    live = np.arange(LONGEST) < LENGTHS[:, None]
+    junk = dataclasses.replace(
+        clean,
+        tokens=np.where(
+            np.arange(WIDTH) < ends, clean.tokens, rng.integers(0, NUM_TOKENS, clean.tokens.shape)
+        ).astype(np.int32),
+        completions=np.where(live, clean.completions, 7).astype(np.int32),
+        behaviour_logps=np.where(live, clean.behaviour_logps, np.nan).astype(np.float32),
+    )
+    assert_equal(run(experience=junk), run())
+
+
+RECOMPUTE = GrpoConfig(
+    old_logprobs="recompute", importance_sampling_correction=True, importance_sampling_clip_max=1.1
+)
+
+
+def test_a_single_recomputed_step_has_ratio_1_and_the_weights_of_the_correction():
+    experience = sample_experience()
+    weights = np.exp(own_logps() - experience.behaviour_logps)
+    assert np.any(weights[experience.mask] > 1.1)
+    loss, expected = direct_loss_and_gradient(RECOMPUTE, weights=np.minimum(weights, 1.1))
+    state, metrics = run(grpo=RECOMPUTE)
+    assert_close(metrics["loss"], loss)
+    assert_close(gradient(state), expected)
+    assert {name for name in metrics if name.startswith("clip_ratio/") and metrics[name]} == set()
+
+
+SEVERAL_STEPS = GrpoConfig(old_logprobs="recompute", num_iterations=2)
+
+
+def test_later_steps_of_a_rollout_leave_the_recomputed_policy_behind():
+    state, metrics = run(grpo=SEVERAL_STEPS, optim=TWO_BATCHES)
+    assert metrics["clip_ratio/region_mean"] > 0
+    assert state.step == 4  # two batches of four rows, gone through twice
+    # Of 8 warm-up steps this rollout's last was the fourth.
+    np.testing.assert_allclose(metrics["learning_rate"], TWO_BATCHES.learning_rate / 2, rtol=1e-6)
+
+
+def test_behaviour_is_recompute_where_the_sampler_was_the_policy():
+    own = dataclasses.replace(sample_experience(), behaviour_logps=np.asarray(own_logps()))
+    behaviour = dataclasses.replace(SEVERAL_STEPS, old_logprobs="behaviour")
+    expected, _ = run(grpo=SEVERAL_STEPS, experience=own, optim=TWO_BATCHES)
+    state, metrics = run(grpo=behaviour, experience=own, optim=TWO_BATCHES)
+    assert_close(state.params, expected.params, rtol=1e-3, atol=1e-4)
+    assert metrics["sampling/sampling_logp_difference/max"] < 1e-5
+    # With another sampler they part: the equality above is not for want of a difference.
+    assert differs(run(grpo=behaviour, optim=TWO_BATCHES)[0].params, expected.params)
+
+
+def test_the_key_shuffles_the_rows():
+    first, again, other = (
+        run(grpo=SEVERAL_STEPS, seed=seed, optim=TWO_BATCHES)[0].params for seed in (0, 0, 1)
+    )
+    assert_equal(first, again)
+    assert differs(first, other)
+
+
+def test_kl_is_to_the_policy_without_its_adapter():
+    experience = sample_experience()
+    reference = jitted_direct_logps(trained_params(), experience.tokens, adapter=False)[0]
+    d = (reference - own_logps())[experience.mask]
+    _, metrics = run(grpo=GRPO)
+    np.testing.assert_allclose(metrics["kl"], np.mean(np.exp(d) - d - 1), rtol=1e-4)
+
+
+def test_a_fresh_adapter_is_its_own_reference():
+    _, metrics = run(grpo=GRPO, params=fresh_params())
+    assert 0 <= metrics["kl"] < 1e-9
+
+
+def test_kl_teaches_where_advantages_are_silent():
+    silent = dataclasses.replace(sample_experience(), advantages=np.zeros(ROWS, np.float32))
+    state, metrics = run(grpo=GRPO, experience=silent)
+    assert state.skipped == 0 and metrics["updates/empty"] == 0
+    assert differs(state.params, trained_params())
+
+
+def test_zero_noise_is_no_noise_and_other_noise_changes_the_update():
+    key, shapes = jax.random.key(5), noise_shapes(ARCH)
+    clean, clean_metrics = run()
+    silent, silent_metrics = run(noise=noise.norm_noise(key, 0.0, shapes))
+    noisy, _ = run(noise=noise.norm_noise(key, 0.1, shapes))
+    assert_close(gradient(silent), gradient(clean))
+    assert_close(silent_metrics, clean_metrics, atol=1e-5)
+    assert differs(gradient(noisy), gradient(clean))
+
+
+def after_one_good_step():
+    return run()[0]
+
+
+ALL_MASKED = {"mask": np.zeros((ROWS, LONGEST), bool)}
+NO_ADVANTAGE = {"advantages": np.zeros(ROWS, np.float32)}
+INFINITE = {"advantages": np.array([1, 1, 1, np.inf, 1, 1, 1, 1], np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "empty", "non_finite"),
+    [(ALL_MASKED, 1, 0), (NO_ADVANTAGE, 1, 0), (INFINITE, 0, 1)],
+    ids=["all masked", "no advantage", "infinite advantage"],
+)
+def test_a_step_that_cannot_teach_changes_nothing_but_the_counts(changes, empty, non_finite):
+    before = after_one_good_step()
+    experience = dataclasses.replace(sample_experience(), **changes)
+    donated = jax.tree.map(jnp.array, before)
+    after, metrics = jax.device_get(make()(donated, base(), experience, None, jax.random.key(0)))
+    assert_equal(after.params, before.params)
+    assert_equal(after.opt_state, before.opt_state)
+    assert (after.step, after.skipped) == (before.step + 1, before.skipped + 1)
+    assert (metrics["updates/empty"], metrics["updates/non_finite"]) == (empty, non_finite)
+    if empty:
+        assert np.isfinite(list(metrics.values())).all(), metrics
+
+
+def test_every_empty_step_of_a_rollout_is_counted():
+    experience = dataclasses.replace(sample_experience(), **ALL_MASKED)
+    state, metrics = run(grpo=SEVERAL_STEPS, experience=experience, optim=TWO_BATCHES)
+    assert_equal(state.params, trained_params())
+    assert (state.step, state.skipped, metrics["updates/empty"]) == (4, 4, 4)
+    assert np.isfinite(list(metrics.values())).all(), metrics
+
+
+def test_a_masked_row_with_an_infinite_advantage_is_harmless():
+    advantages = sample_experience().advantages.copy()
+    advantages[CUT_ROW] = np.inf
+    state, metrics = run(experience=dataclasses.replace(sample_experience(), advantages=advantages))
+    assert state.skipped == 0
+    assert_equal(state.params, run()[0].params)
+    assert np.isfinite(list(metrics.values())).all(), metrics
+
+
+def test_the_second_rollout_does_not_recompile():
+    step = make()
+    run()
+    compiled = step._cache_size()
+    state = state_of(trained_params())
+    for seed in range(2):
+        state, _ = step(state, base(), sample_experience(), None, jax.random.key(seed))
+    assert step._cache_size() == compiled
+
+
+def test_the_state_is_donated():
+    state = state_of(trained_params())
+    make()(state, base(), sample_experience(), None, jax.random.key(0))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(base()))
+
+
+def test_dropout_follows_the_key():
+    first, again, other = (gradient(run(dropout=0.5, seed=seed)[0]) for seed in (0, 0, 1))
+    assert_equal(first, again)
+    assert differs(first, other)
+    assert_equal(gradient(run(seed=0)[0]), gradient(run(seed=1)[0]))  # without dropout, it does not
+
+
+HALF_COSINE = 0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "warmup_ratio", "rates"),
+    [
+        # Of 10 steps: {step: rate}, the peak being 1 and the end 0.1.
+        ("constant", 0.0, {0: 1, 5: 1, 10: 1}),
+        ("constant", 0.1, {0: 1, 1: 1, 10: 1}),
+        ("constant", 0.2, {0: 0.5, 1: 1, 2: 1, 10: 1}),
+        ("linear", 0.0, {0: 1, 5: 0.55, 9: 0.19, 10: 0.1, 11: 0.1}),
+        ("linear", 0.1, {0: 1, 1: 1, 4: 0.7, 10: 0.1}),
+        ("linear", 0.2, {0: 0.5, 1: 1, 2: 1, 6: 0.55, 10: 0.1}),
+        ("cosine", 0.0, {0: 1, 5: 0.55, 10: 0.1, 11: 0.1}),
+        ("cosine", 0.1, {0: 1, 1: 1, 4: 0.775, 10: 0.1}),
+        ("cosine", 0.2, {0: 0.5, 1: 1, 2: 1, 4: HALF_COSINE, 6: 0.55, 10: 0.1}),
+        ("linear", 0.4, {0: 0.25, 1: 0.5, 2: 0.75, 3: 1, 4: 1, 7: 0.55, 10: 0.1}),
+    ],
+)
+def test_learning_rate(kind, warmup_ratio, rates):
+    cfg = OptimConfig(1.0, kind, warmup_ratio, min_lr_ratio=0.1)
+    rate = update.learning_rate(cfg, 10)
+    actual = {step: float(rate(jnp.int32(step))) for step in rates}
+    assert actual == pytest.approx(rates, rel=1e-6)
+
+
+@pytest.mark.parametrize("warmup_ratio", [0.0, 0.3, 0.99])
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("total_steps", [1, 2, 7])
+def test_every_step_of_a_run_learns(kind, warmup_ratio, total_steps):
+    rate = update.learning_rate(OptimConfig(1.0, kind, warmup_ratio), total_steps)
+    assert all(rate(step) > 0 for step in range(total_steps))
+
+
+def test_weight_decay_acts_on_adapters_and_not_on_norms():
+    params = {
+        "layers": {
+            "qkv": {"q_proj": {"a": jnp.array([2.0]), "b": jnp.array([-4.0])}},
+            "input_layernorm": {"scale": jnp.array([8.0])},
+        }
+    }
+    tx = update.optimizer(OptimConfig(weight_decay=0.5))
+    moves, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    assert moves["layers"]["qkv"]["q_proj"] == {"a": 1.0, "b": -2.0}
+    assert moves["layers"]["input_layernorm"]["scale"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("max_grad_norm", "clipped"), [(0.5, [0.3, 0.4]), (4.0, [2.4, 3.2]), (6.0, [3.0, 4.0])]
+)
+def test_gradients_are_clipped_to_the_global_norm(max_grad_norm, clipped):
+    params = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
+    tx = update.optimizer(OptimConfig(max_grad_norm=max_grad_norm, adam_beta1=0.0))
+    gradients = {"a": jnp.array([3.0]), "b": jnp.array([4.0])}  # norm 5
+    _, state = tx.update(gradients, tx.init(params), params)
+    assert_close(state[1].mu, {"a": clipped[:1], "b": clipped[1:]})
+
+
+def rollout():
+    """Two rows: one ends with its stop token after 2 of 3 tokens, one is cut at 3."""
+    return rollouts.Rollout(
+        problems=(None,),
+        texts=("a", "b"),
+        tokens=np.array([[5, 1, 2, 0], [6, 3, 4, 5]], np.int32),
+        prompt_lengths=np.array([1, 1], np.int32),
+        completions=np.array([[1, 2, 0], [3, 4, 5]], np.int32),
+        logps=np.array([[-1.0, -2.0, 0.0], [-3.0, -4.0, -5.0]], np.float32),
+        lengths=np.array([2, 3], np.int32),
+        stopped=np.array([True, False]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("mask_truncated", "mask"),
+    [
+        (False, [[True, True, False], [True, True, True]]),
+        (True, [[True, True, False], [False, False, False]]),
+    ],
+)
+def test_experience_is_learned_from_up_to_the_stop_token(mask_truncated, mask):
+    advantages = np.array([[1.5, -1.5]])
+    made = update.experience(rollout(), advantages, mask_truncated_completions=mask_truncated)
+    assert made.mask.tolist() == mask
+    assert made.advantages.tolist() == [1.5, -1.5] and made.advantages.dtype == np.float32
+    assert made.behaviour_logps is not None
+    for name in ("tokens", "prompt_lengths", "completions"):
+        np.testing.assert_array_equal(getattr(made, name), getattr(rollout(), name))
+    np.testing.assert_array_equal(made.behaviour_logps, rollout().logps)
