@@ -25,8 +25,9 @@ SEED = 0
 CHAT_MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
-# transformers puts Qwen2's normalization (NFC) and splitting in the place of the file's own wherever
-# a config.json of that architecture lies beside it, so the file has the same from the start.
+# transformers puts Qwen2's normalization (NFC) and splitting in the place of the file's own
+# wherever a config.json of that architecture lies beside it, so the file has the same from the
+# start.
 QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
