@@ -51,7 +51,9 @@ def test_logits_equal_transformers(name, side):
     reference = golden_files.load(GOLDEN / "models" / name / "reference.safetensors")
     model, frozen = load(GOLDEN / "models" / name)
     actual = full_forward(model, {"frozen": frozen}, reference, side)
-    assert_live_rows_close(actual, reference[f"{side}.logits"], reference[f"{side}.attention_mask"], ATOL)
+    assert_live_rows_close(
+        actual, reference[f"{side}.logits"], reference[f"{side}.attention_mask"], ATOL
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -70,12 +72,14 @@ def test_prefill_and_single_steps_through_the_cache_equal_transformers(name, sid
     tokens, mask = reference[f"{side}.input_ids"], reference[f"{side}.attention_mask"]
     starts, ends = spans(mask)
     rows, length = tokens.shape
-    # Right-padded rows of different lengths are prefilled together with the junk after their ends; then every row
-    # goes on from its own end.
+    # Right-padded rows of different lengths are prefilled together with the junk after their ends;
+    # then every row goes on from its own end.
     prefill = length - 4
     cache = model.new_cache(rows, length, jnp.asarray(starts) if side == "left" else None)
     first = np.minimum(ends, prefill).astype(np.int32)
-    actual, cache = scores(model, variables, tokens[:, :prefill], lengths=jnp.asarray(first), cache=cache)
+    actual, cache = scores(
+        model, variables, tokens[:, :prefill], lengths=jnp.asarray(first), cache=cache
+    )
     actual = np.pad(np.asarray(actual), ((0, 0), (0, length - prefill), (0, 0)))
     step = jax.jit(lambda token, cache: scores(model, variables, token, cache=cache))
     for _ in range(length - prefill):
@@ -112,7 +116,9 @@ def test_bfloat16_logits_stay_within_two_percent_of_the_largest():
     model, frozen = load(GOLDEN / "models/qwen2_untied", weights="bfloat16", dtype=jnp.bfloat16)
     actual = full_forward(model, {"frozen": frozen}, reference, "right")
     expected = reference["right.logits"]
-    assert_live_rows_close(actual, expected, reference["right.attention_mask"], 2e-2 * np.abs(expected).max())
+    assert_live_rows_close(
+        actual, expected, reference["right.attention_mask"], 2e-2 * np.abs(expected).max()
+    )
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -121,7 +127,9 @@ def test_compressed_tensors_checkpoint_gives_its_reference_logits(side):
     reference = golden_files.load(folder / "reference.safetensors")
     model, frozen = load(folder, weights="nvfp4")
     actual = full_forward(model, {"frozen": frozen}, reference, side)
-    assert_live_rows_close(actual, reference[f"{side}.logits"], reference[f"{side}.attention_mask"], ATOL)
+    assert_live_rows_close(
+        actual, reference[f"{side}.logits"], reference[f"{side}.attention_mask"], ATOL
+    )
 
 
 def test_quantizing_on_load_gives_the_bytes_of_llm_compressor(tmp_path):
@@ -133,8 +141,12 @@ def test_quantizing_on_load_gives_the_bytes_of_llm_compressor(tmp_path):
         ours, theirs = (tree["layers"][linear]["weight"] for tree in (actual, expected))
         assert ours.global_scale.shape == theirs.global_scale.shape == (3, 1)
         np.testing.assert_array_equal(ours.global_scale, theirs.global_scale)
-        np.testing.assert_array_equal(np.asarray(ours.scales, np.float32), np.asarray(theirs.scales, np.float32))
-        np.testing.assert_array_equal(_without_minus_zero(ours.codes), _without_minus_zero(theirs.codes))
+        np.testing.assert_array_equal(
+            np.asarray(ours.scales, np.float32), np.asarray(theirs.scales, np.float32)
+        )
+        np.testing.assert_array_equal(
+            _without_minus_zero(ours.codes), _without_minus_zero(theirs.codes)
+        )
 
 
 def _write_bfloat16_copy(source, target):
@@ -142,7 +154,9 @@ def _write_bfloat16_copy(source, target):
     from safetensors.numpy import save_file
 
     tensors = golden_files.load(source / "model.safetensors")
-    save_file({k: v.astype(ml_dtypes.bfloat16) for k, v in tensors.items()}, target / "model.safetensors")
+    save_file(
+        {k: v.astype(ml_dtypes.bfloat16) for k, v in tensors.items()}, target / "model.safetensors"
+    )
     (target / "config.json").write_text((source / "config.json").read_text())
 
 
@@ -165,21 +179,27 @@ def test_adapter_logits_equal_peft(side):
     reference = golden_files.load(LORA_GOLDEN / "reference.safetensors")
     model, variables = load_adapter(GOLDEN / "models/qwen2_untied", "float32")
     actual = full_forward(model, variables, reference, side)
-    assert_live_rows_close(actual, reference[f"{side}.logits"], reference[f"{side}.attention_mask"], 2e-4)
+    assert_live_rows_close(
+        actual, reference[f"{side}.logits"], reference[f"{side}.attention_mask"], 2e-4
+    )
 
 
 def test_adapter_off_equals_the_base():
     reference = golden_files.load(LORA_GOLDEN / "reference.safetensors")
     model, variables = load_adapter(GOLDEN / "models/qwen2_untied", "float32")
     actual = full_forward(model, variables, reference, "left", adapter=False)
-    assert_live_rows_close(actual, reference["left.logits_adapter_off"], reference["left.attention_mask"], 2e-4)
+    assert_live_rows_close(
+        actual, reference["left.logits_adapter_off"], reference["left.attention_mask"], 2e-4
+    )
 
 
 def test_adapter_over_the_packed_base_equals_peft():
     reference = golden_files.load(LORA_GOLDEN / "reference.safetensors")
     model, variables = load_adapter(GOLDEN / "nvfp4/qwen2_untied", "nvfp4")
     actual = full_forward(model, variables, reference, "left")
-    assert_live_rows_close(actual, reference["left.logits_nvfp4_base"], reference["left.attention_mask"], 2e-4)
+    assert_live_rows_close(
+        actual, reference["left.logits_nvfp4_base"], reference["left.attention_mask"], 2e-4
+    )
 
 
 @pytest.mark.parametrize("remat", [False, True])
@@ -246,10 +266,14 @@ def test_noise_acts_as_a_changed_norm_scale():
     shapes = noise_shapes(model.arch)
     assert set(shapes) == {"layers"}
     assert set(shapes["layers"]) == {"input_layernorm", "post_attention_layernorm"}
-    noise = jax.tree.map(lambda s: 0.1 * jax.random.normal(jax.random.key(3), s.shape, s.dtype), shapes)
+    noise = jax.tree.map(
+        lambda s: 0.1 * jax.random.normal(jax.random.key(3), s.shape, s.dtype), shapes
+    )
     moved = jax.tree.map(lambda x: x, frozen)
     for name, leaf in noise["layers"].items():
-        moved["layers"][name] = {"scale": frozen["layers"][name]["scale"].astype(jnp.float32) + leaf["scale"]}
+        moved["layers"][name] = {
+            "scale": frozen["layers"][name]["scale"].astype(jnp.float32) + leaf["scale"]
+        }
     actual, _ = scores(model, {"frozen": frozen, "noise": noise}, tokens)
     expected, _ = scores(model, {"frozen": moved}, tokens)
     np.testing.assert_allclose(actual, expected, atol=1e-6)
@@ -278,11 +302,15 @@ def test_padding_rows_of_the_embedding_have_no_probability():
 
 
 def test_chunked_log_probabilities_and_their_gradient_equal_the_whole():
-    hidden, weight = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(10, 8), (32, 8)]))
+    hidden, weight = (
+        jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(10, 8), (32, 8)])
+    )
     targets = jnp.arange(10) * 3
 
     def chunked(hidden):
-        return logprobs.of_targets(hidden, weight, targets, temperature=0.8, num_tokens=30, chunk=4)[0]
+        return logprobs.of_targets(
+            hidden, weight, targets, temperature=0.8, num_tokens=30, chunk=4
+        )[0]
 
     def whole(hidden):
         logps = jax.nn.log_softmax((hidden @ weight.T / 0.8)[:, :30], axis=-1)
@@ -291,13 +319,21 @@ def test_chunked_log_probabilities_and_their_gradient_equal_the_whole():
     np.testing.assert_allclose(chunked(hidden), whole(hidden), atol=1e-5)
     weights = jnp.linspace(-1, 1, 10)
     np.testing.assert_allclose(
-        jax.grad(lambda h: chunked(h) @ weights)(hidden), jax.grad(lambda h: whole(h) @ weights)(hidden), atol=1e-5
+        jax.grad(lambda h: chunked(h) @ weights)(hidden),
+        jax.grad(lambda h: whole(h) @ weights)(hidden),
+        atol=1e-5,
     )
 
 
 def test_known_shapes_have_their_published_sizes():
     """Parameters in units of 10^9, from the model cards."""
     billions = {name: arch.num_parameters() / 1e9 for name, arch in architecture.KNOWN.items()}
-    expected = {"qwen2.5-3b": 3.09, "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.77, "qwen2.5-32b": 32.76, "llama-3.1-8b": 8.03}
+    expected = {
+        "qwen2.5-3b": 3.09,
+        "qwen2.5-7b": 7.62,
+        "qwen2.5-14b": 14.77,
+        "qwen2.5-32b": 32.76,
+        "llama-3.1-8b": 8.03,
+    }
     for name, size in expected.items():
         assert round(billions[name], 2) == size
