@@ -2,20 +2,61 @@
 
 import functools
 import math
-from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from pallas_kernels import runtime
 from pallas_kernels.nvfp4 import NVFP4Tensor
-from pallas_kernels.nvfp4_matmul import reference
-
-# Best first. Each module offers supports(m, n, k, dtype) -> reason or None, forward(x, w) and
-# backward(dy, w), where x and dy are matrices.
-_IMPLEMENTATIONS: dict[str, ModuleType] = {"reference": reference}
+from pallas_kernels.nvfp4_matmul import hopper, layout, reference, tuning
+from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 
 
-def nvfp4_matmul(x: jax.Array, w: NVFP4Tensor, *, implementation: str | None = None) -> jax.Array:
+class _Hopper:
+    """`hopper.matmul` with the configuration that `tuning` has for the problem."""
+
+    @staticmethod
+    def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
+        if not runtime.is_hopper():
+            return f"needs a GPU of compute capability 9.0; this is {runtime.device_kind()}"
+        if dtype != jnp.bfloat16:
+            return f"needs x in bfloat16; got {dtype}"
+        if not 1 <= m <= hopper.MAX_M:
+            return f"needs 1 <= M <= {hopper.MAX_M}; got M = {m}"
+        return hopper.supports(m, n, k, tuning.pick_config(m, n, k, runtime.device_kind()))
+
+    @staticmethod
+    def forward(x: jax.Array, w: HopperNVFP4) -> jax.Array:
+        return hopper.matmul(x, w, tuning.pick_config(len(x), *w.shape, runtime.device_kind()))
+
+    @staticmethod
+    def backward(dy: jax.Array, w: HopperNVFP4) -> jax.Array:
+        return reference.backward(dy, layout.unprepare(w))
+
+
+class _UnpreparedReference:
+    """`reference` for weights in the Hopper layout."""
+
+    supports = staticmethod(reference.supports)
+
+    @staticmethod
+    def forward(x: jax.Array, w: HopperNVFP4) -> jax.Array:
+        return reference.forward(x, layout.unprepare(w))
+
+    backward = staticmethod(_Hopper.backward)
+
+
+# By the layout that they read, best first. Each offers supports(m, n, k, dtype) -> reason or None,
+# forward(x, w) and backward(dy, w), where x and dy are matrices.
+_IMPLEMENTATIONS: dict[str, Any] = {"reference": reference}
+_HOPPER_IMPLEMENTATIONS: dict[str, Any] = {"hopper": _Hopper, "reference": _UnpreparedReference}
+
+
+def nvfp4_matmul(
+    x: jax.Array, w: NVFP4Tensor | HopperNVFP4, *, implementation: str | None = None
+) -> jax.Array:
     """Multiplies activations with a packed weight: y = x @ dequantize(w)^T.
 
     Products x * (code * scale) are summed in float32 and multiplied by 1 / global_scale there, so a
@@ -26,8 +67,10 @@ def nvfp4_matmul(x: jax.Array, w: NVFP4Tensor, *, implementation: str | None = N
 
     Args:
       x: [..., K], float32 or bfloat16.
-      w: an [N, K] weight without stacked axes; slice those with `lax.scan`.
-      implementation: "reference", or None for the best that supports the problem.
+      w: an [N, K] weight without stacked axes; slice those with `lax.scan`. On a Hopper GPU,
+        `layout.prepare` makes it one that the kernels read.
+      implementation: "reference", or "hopper" for a prepared weight, or None for the best that
+        supports the problem.
 
     Returns:
       [..., N] in x.dtype.
@@ -36,10 +79,12 @@ def nvfp4_matmul(x: jax.Array, w: NVFP4Tensor, *, implementation: str | None = N
       ValueError: a wrong type or shape, or an unknown implementation.
       NotImplementedError: the named implementation cannot run this problem.
     """
-    if not isinstance(w, NVFP4Tensor):
+    if not isinstance(w, NVFP4Tensor | HopperNVFP4):
         raise ValueError(f"w must be an NVFP4Tensor; got {type(w).__name__}")
-    if w.codes.ndim != 2:
+    if isinstance(w, NVFP4Tensor) and w.codes.ndim != 2:
         raise ValueError(f"w must be one [N, K] matrix; its codes have shape {w.codes.shape}")
+    if isinstance(w, HopperNVFP4) and w.words.ndim != 4:
+        raise ValueError(f"w must be one [N, K] matrix; its words have shape {w.words.shape}")
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"x must be float32 or bfloat16; got {x.dtype}")
     n, k = w.shape
@@ -48,38 +93,41 @@ def nvfp4_matmul(x: jax.Array, w: NVFP4Tensor, *, implementation: str | None = N
 
     *rows, _ = x.shape
     m = math.prod(rows)
-    name = _choose(implementation, m, n, k, x.dtype)
+    name = _choose(_implementations(w), implementation, m, n, k, x.dtype)
     # As one matrix: with two leading axes a bfloat16 dot took twice as long on a CPU (8 x 64 rows).
     return _matmul(name, x.reshape(m, k), w).reshape(*rows, n)
 
 
-def _choose(implementation: str | None, m: int, n: int, k: int, dtype: jnp.dtype) -> str:
-    if implementation is None:
-        return next(
-            name for name, i in _IMPLEMENTATIONS.items() if i.supports(m, n, k, dtype) is None
-        )
-    if implementation not in _IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation must be one of {sorted(_IMPLEMENTATIONS)} or None; "
-            f"got {implementation!r}"
-        )
-    reason = _IMPLEMENTATIONS[implementation].supports(m, n, k, dtype)
+def _implementations(w: NVFP4Tensor | HopperNVFP4) -> dict[str, Any]:
+    return _IMPLEMENTATIONS if isinstance(w, NVFP4Tensor) else _HOPPER_IMPLEMENTATIONS
+
+
+def _choose(
+    offered: dict[str, Any], name: str | None, m: int, n: int, k: int, dtype: DTypeLike
+) -> str:
+    if name is None:
+        return next(name for name, i in offered.items() if i.supports(m, n, k, dtype) is None)
+    if name not in offered:
+        raise ValueError(f"implementation must be one of {sorted(offered)} or None; got {name!r}")
+    reason = offered[name].supports(m, n, k, dtype)
     if reason is not None:
-        raise NotImplementedError(f"implementation {implementation!r}: {reason}")
-    return implementation
+        raise NotImplementedError(f"implementation {name!r}: {reason}")
+    return name
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(name: str, x: jax.Array, w: NVFP4Tensor) -> jax.Array:
-    return _IMPLEMENTATIONS[name].forward(x, w)
+def _matmul(name: str, x: jax.Array, w: NVFP4Tensor | HopperNVFP4) -> jax.Array:
+    return _implementations(w)[name].forward(x, w)
 
 
-def _matmul_fwd(name: str, x: jax.Array, w: NVFP4Tensor) -> tuple[jax.Array, NVFP4Tensor]:
+def _matmul_fwd(
+    name: str, x: jax.Array, w: NVFP4Tensor | HopperNVFP4
+) -> tuple[jax.Array, NVFP4Tensor | HopperNVFP4]:
     return _matmul(name, x, w), w
 
 
-def _matmul_bwd(name: str, w: NVFP4Tensor, dy: jax.Array) -> tuple[jax.Array, None]:
-    return _IMPLEMENTATIONS[name].backward(dy, w), None
+def _matmul_bwd(name: str, w: NVFP4Tensor | HopperNVFP4, dy: jax.Array) -> tuple[jax.Array, None]:
+    return _implementations(w)[name].backward(dy, w), None
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)

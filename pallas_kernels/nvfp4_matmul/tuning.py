@@ -1,0 +1,99 @@
+"""Which configuration a problem gets: measured on the device, or by rule."""
+
+import functools
+import json
+import pathlib
+
+from pallas_kernels.nvfp4_matmul import hopper, layout
+from pallas_kernels.nvfp4_matmul.hopper import Config
+from pallas_kernels.nvfp4_matmul.layout import TILE
+
+TABLES = pathlib.Path(__file__).parent / "tuned"
+# M of the tables' rows; a problem takes the next one up.
+TUNED_M = (8, 16, 32, 64, 128)
+
+# Of an H200; other Hopper cards have as many or a few less.
+_MULTIPROCESSORS = 132
+# Above this many weights a matrix is wide enough to give every multiprocessor one long run of work.
+_WIDE = 20_000_000
+
+
+def pick_config(m: int, n: int, k: int, device_kind: str) -> Config:
+    """The configuration for a problem: from the device's table, else by `heuristic`.
+
+    A card without a table of its own, such as an H100, takes the H200's.
+
+    Args:
+      m: rows of x, 1 to 128.
+      n: rows of W.
+      k: columns of both.
+      device_kind: what JAX calls the device, e.g. "NVIDIA H200".
+    """
+    table = table_of(device_kind) or table_of("NVIDIA H200")
+    return table.get((_bucket(m), n, k)) or heuristic(m, n, k)
+
+
+def heuristic(m: int, n: int, k: int) -> Config:
+    """The configuration for a problem in no table.
+
+    Wide matrices, and many rows of x, go to one block a multiprocessor of as many warpgroups as can
+    share x; others to a few small blocks each, so that a matrix is on its way at once.
+    """
+    row_tiles, columns = layout.tiles(n), layout.tiles(k) * TILE
+    wide = m > 32 or n * k > _WIDE
+    longest = 256 if m <= (32 if wide else 16) else 128
+    step = next(s for s in (256, 128, 64) if s <= longest and columns % s == 0)
+    steps = columns // step
+    if wide:
+        warpgroups = next(w for w in (4, 3, 2, 1) if row_tiles % w == 0)
+        blocks, depth = min(_MULTIPROCESSORS, row_tiles // warpgroups * steps), 6
+    else:
+        split = min(max(1, round(2.2 * _MULTIPROCESSORS / row_tiles)), steps)
+        warpgroups, blocks, depth = 1, row_tiles * split, -(-steps // split)
+    depth = max(2, min(depth, _deepest(m, warpgroups, step, blocks)))
+    return Config(warpgroups, step, depth, blocks)
+
+
+def candidates(m: int, n: int, k: int) -> list[Config]:
+    """Configurations worth timing, the heuristic's first."""
+    row_tiles = layout.tiles(n)
+    found = [heuristic(m, n, k)]
+    for warpgroups in (1, 2, 4):
+        tiles = max(1, row_tiles // warpgroups)
+        # A long run for every multiprocessor, or a split along K into one to four blocks for each.
+        splits = {max(1, round(load * _MULTIPROCESSORS / tiles)) for load in (1, 2, 3, 4)}
+        counts = {_MULTIPROCESSORS, 2 * _MULTIPROCESSORS, *(tiles * split for split in splits)}
+        for step in (128, 256) if m <= 32 else (64, 128):
+            for blocks in sorted(c for c in counts if c * warpgroups <= 7 * _MULTIPROCESSORS):
+                deepest = _deepest(m, warpgroups, step, blocks)
+                found += [
+                    Config(warpgroups, step, stages, blocks)
+                    for stages in sorted({min(deepest, 3), min(deepest, 5)})
+                    if stages >= 2
+                ]
+    return [c for c in dict.fromkeys(found) if hopper.supports(m, n, k, c) is None]
+
+
+def _deepest(m: int, warpgroups: int, step: int, blocks: int) -> int:
+    """Stages with which all blocks find a multiprocessor at once."""
+    resident = -(-blocks // _MULTIPROCESSORS)
+    slot = hopper.shared_bytes(m, Config(warpgroups, step, 2, blocks)) // 2
+    # The card keeps 1 KiB of a multiprocessor's shared memory for each block.
+    return (hopper.SHARED_BYTES // resident - 1024) // slot
+
+
+def path_of(device_kind: str) -> pathlib.Path:
+    """Where a device's table is, or would be."""
+    return TABLES / f"{device_kind.lower().replace(' ', '_')}.json"
+
+
+@functools.cache
+def table_of(device_kind: str) -> dict[tuple[int, int, int], Config]:
+    """Rows of a device's table: (M, N, K) -> Config; empty for a device without one."""
+    path = path_of(device_kind)
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return {(row["m"], row["n"], row["k"]): Config(**row["config"]) for row in rows}
+
+
+def _bucket(m: int) -> int:
+    return next((bucket for bucket in TUNED_M if m <= bucket), m)

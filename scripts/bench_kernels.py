@@ -1,0 +1,287 @@
+"""Times the NVFP4 products of real models on one GPU, beside bf16: `python -m scripts.bench_kernels`.
+
+Every timing comes after a check of values. First, all 16 codes times every block scale go through
+the decoder, by one-hot inputs, and must come out bit for bit. Then each shape, at full size, must be
+within one bfloat16 ulp of the largest output from a float32 product.
+
+    bytes   N * K * 9 / 16 + 2 * M * (N + K)         (bf16: 2 * (N * K + M * (N + K)))
+    flops   2 * M * N * K
+    floor   the larger of bytes / 4.3 TB/s and flops / 790 TFLOP/s, what one H200 reaches through JAX
+
+Weights rotate among enough copies to miss the L2, each with an x of its own. `kernel` is the device
+time of the kernel itself, `call` that of all kernels of a call (with the reduction of partial
+sums), both from CUPTI; `loop` is the wall time of a call in a jitted loop. It needs
+nothing but jax and numpy, and ends itself when a kernel hangs.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import faulthandler
+import functools
+import json
+import pathlib
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.experimental.mosaic.gpu import profiler
+
+from pallas_kernels import nvfp4
+from pallas_kernels.nvfp4 import NVFP4Tensor
+from pallas_kernels.nvfp4_matmul import hopper, layout, reference, shapes, tuning
+from pallas_kernels.nvfp4_matmul.hopper import Config
+from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
+
+BANDWIDTH, BF16_RATE = 4.3e12, 790e12
+KERNEL = "nvfp4_matmul"
+LAYERS = ("qkv", "o", "gate_up", "down")
+# Several times an H200's L2 of 60 MB.
+_ROTATION_BYTES = 320e6
+# Kernels of the timing loop, not of the product: bringing x, counting.
+_BOOKKEEPING = re.compile("slice|add_fusion|compare|broadcast|mem(cpy|set)", re.IGNORECASE)
+# Longest a check or a timing may take, with its compilation, before the process is ended.
+_PATIENCE_S = 90
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call: the kernel, all kernels, and with the gaps between them."""
+
+    kernel: float
+    call: float
+    loop: float
+
+
+def floor_us(m: int, n: int, k: int) -> float:
+    """The time below which an NVFP4 product cannot go on an H200, in microseconds."""
+    moved = n * k * 9 / 16 + 2 * m * (n + k)
+    return max(moved / BANDWIDTH, 2 * m * n * k / BF16_RATE) * 1e6
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def random_weights(key: jax.Array, copies: int, n: int, k: int) -> HopperNVFP4:
+    """A stack of `copies` random weights, ready for the kernel."""
+    return layout.prepare(nvfp4.random(key, (copies, n, k), std=k**-0.5))
+
+
+def rounds_of(call: Callable[..., jax.Array], out: Any) -> Callable[..., Any]:
+    """A jitted function of (x, weights, rounds) that makes `call(x[r, i], weights[i])` for all r, i.
+
+    Args:
+      call: the product.
+      out: shape and type of its result.
+
+    x is [2, copies, M, K], two rounds' worth, without which XLA would lift a round out of the loop;
+    weights are a stack of `copies`, or a list of them.
+    """
+
+    def run(x, weights, rounds):
+        copies = x.shape[1]
+
+        def one_round(r, y):
+            if isinstance(weights, list):  # of a stack XLA would copy slices for its own dot
+                return [call(x[r % 2, i], w) for i, w in enumerate(weights)]
+            at = lambda i: jax.tree.map(lambda leaf: leaf[i], weights)
+            return jax.lax.fori_loop(0, copies, lambda i, y: call(x[r % 2, i], at(i)), y)
+
+        zeros = jnp.zeros(out.shape, out.dtype)
+        start = [zeros] * copies if isinstance(weights, list) else zeros
+        return jax.lax.fori_loop(0, rounds, one_round, start)
+
+    return jax.jit(run)
+
+
+def measure(run: Callable[..., Any], x: jax.Array, weights: Any) -> Timing:
+    """Times what `rounds_of` made, compiled or not."""
+    copies = x.shape[1]
+
+    def wall(rounds):
+        begin = time.perf_counter()
+        jax.block_until_ready(run(x, weights, jnp.int32(rounds)))
+        return time.perf_counter() - begin
+
+    few, many = 2, 2 + max(2, 200 // copies)
+    wall(few)
+    walls = [(wall(few), wall(many)) for _ in range(7)]
+    loop = statistics.median(long - short for short, long in walls) / ((many - few) * copies)
+
+    _, kernels = profiler.measure(run, aggregate=False)(x, weights, jnp.int32(few))
+    named = [ms for name, ms in kernels if KERNEL in name]
+    per_call = sum(ms for name, ms in kernels if not _BOOKKEEPING.search(name)) / (few * copies)
+    kernel = statistics.median(named) if named else per_call
+    return Timing(kernel=1e3 * kernel, call=1e3 * per_call, loop=1e6 * loop)
+
+
+def nvfp4_inputs(m: int, n: int, k: int) -> tuple[jax.Array, HopperNVFP4]:
+    """Random x and weights for `rounds_of`."""
+    copies = max(2, round(_ROTATION_BYTES / (n * k * 9 / 16)))
+    x = jax.random.normal(jax.random.key(1), (2, copies, m, k), jnp.bfloat16)
+    return x, random_weights(jax.random.key(2), copies, n, k)
+
+
+def nvfp4_rounds(m: int, n: int, config: Config) -> Callable[..., Any]:
+    """`rounds_of` the kernel."""
+
+    def call(x, w):
+        # Row-major, as the next product would read it; a loop left to itself keeps y^T.
+        return with_layout_constraint(hopper.matmul(x, w, config), Layout((0, 1)))
+
+    return rounds_of(call, jax.ShapeDtypeStruct((m, n), jnp.bfloat16))
+
+
+def time_bf16(m: int, n: int, k: int) -> Timing:
+    """Times `jnp.dot` with weights [K, N] in bfloat16."""
+    copies = max(2, round(_ROTATION_BYTES / (n * k * 2)))
+    keys = jax.random.split(jax.random.key(3), copies)
+    weights = [jax.random.normal(key, (k, n), jnp.bfloat16) for key in keys]
+    x = jax.random.normal(jax.random.key(4), (2, copies, m, k), jnp.bfloat16)
+    return measure(rounds_of(jnp.dot, jax.ShapeDtypeStruct((m, n), jnp.bfloat16)), x, weights)
+
+
+def check_decoder() -> None:
+    """All 16 codes times all scales but NaN, by one-hot inputs: bit for bit, or AssertionError."""
+    scale_bytes = np.arange(127, dtype=np.uint8)
+    k = nvfp4.BLOCK * len(scale_bytes)
+    codes = (np.arange(64)[:, None] + np.arange(k)) % 16
+    scales = np.broadcast_to(scale_bytes, (64, len(scale_bytes))).view(jnp.float8_e4m3fn)
+    t = NVFP4Tensor(
+        codes=nvfp4.pack_codes(jnp.asarray(codes, jnp.uint8)),
+        scales=jnp.asarray(scales),
+        global_scale=jnp.array([38400 / 7], jnp.float32),
+        shape=(64, k),
+    )
+    exact = nvfp4.CODE_VALUES[codes] * np.repeat(np.float32(scales), nvfp4.BLOCK, axis=-1)
+    expected = (exact * np.asarray(t.multiplier)).T.astype(jnp.bfloat16)
+    w = jax.jit(layout.prepare)(t)
+    product = jax.jit(functools.partial(hopper.matmul, config=Config(1, 64, 4, 4)))
+    one_hot = jnp.eye(k, dtype=jnp.bfloat16).reshape(nvfp4.BLOCK, len(scale_bytes), k)
+    actual = np.concatenate([product(rows, w) for rows in one_hot])
+    np.testing.assert_array_equal(actual, expected)  # which takes 0 and -0 as equal
+
+
+def check_product(m: int, n: int, k: int, config: Config, *, global_scale: float = 1.0) -> float:
+    """Largest error of a random product, in bfloat16 ulps of the largest output; at most 1.
+
+    Raises:
+      AssertionError: it is more than that.
+    """
+    t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(5), (n, k))
+    t = dataclasses.replace(t, global_scale=t.global_scale * global_scale)
+    x = jax.random.normal(jax.random.key(6), (m, k), jnp.bfloat16)
+    actual = jax.jit(functools.partial(hopper.matmul, config=config))(x, jax.jit(layout.prepare)(t))
+    expected = np.asarray(jax.jit(reference.forward)(x.astype(jnp.float32), t))
+    largest = np.abs(expected).max()
+    ulp = 2.0 ** (np.floor(np.log2(largest)) - 7)
+    error = float(np.abs(np.asarray(actual, np.float32) - expected).max() / ulp)
+    assert error <= 1, f"{(m, n, k)} {config}: {error} ulp of {largest}"
+    return error
+
+
+def watch() -> None:
+    """Gives the next piece of work its time; the process ends if that runs out."""
+    faulthandler.dump_traceback_later(_PATIENCE_S, exit=True)
+
+
+def versions() -> dict[str, str]:
+    """What a measurement must be read with."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def problems(models: Sequence[str], layers: Sequence[str]) -> list[shapes.Problem]:
+    """The named ones of `shapes.PROBLEMS`."""
+    return [p for p in shapes.PROBLEMS if p.model in models and p.layer in layers]
+
+
+def bench(problem: shapes.Problem, m: int, *, with_bf16: bool) -> dict[str, Any]:
+    """One row: checked, then timed."""
+    n, k = problem.n, problem.k
+    config = tuning.pick_config(m, n, k, jax.devices()[0].device_kind)
+    watch()
+    row = {"model": problem.model, "layer": problem.layer, "m": m, "n": n, "k": k}
+    row |= {"config": dataclasses.asdict(config), "ulp": check_product(m, n, k, config)}
+    watch()
+    timing = measure(nvfp4_rounds(m, n, config), *nvfp4_inputs(m, n, k))
+    row |= {"us": dataclasses.asdict(timing), "floor": floor_us(m, n, k)}
+    if with_bf16:
+        watch()
+        row["bf16"] = dataclasses.asdict(time_bf16(m, n, k))
+    return row
+
+
+def markdown(row: dict[str, Any]) -> str:
+    """A row of the table whose head is `HEAD`."""
+    us, config = row["us"], row["config"]
+    rate = row["n"] * row["k"] * 9 / 16 / us["kernel"] / 1e3
+    bf16 = row.get("bf16", {}).get("kernel")
+    cells = (
+        f"{row['model']} {row['layer']} {row['k']}x{row['n']}",
+        row["m"],
+        "/".join(str(value) for value in config.values()),
+        f"{us['kernel']:.1f}",
+        f"{us['call']:.1f}",
+        f"{us['loop']:.1f}",
+        f"{rate:.0f}",
+        f"{100 * row['floor'] / us['kernel']:.0f}%",
+        f"{bf16:.1f}" if bf16 else "",
+        f"{bf16 / us['kernel']:.2f}" if bf16 else "",
+        f"{row['ulp']:.2f}",
+    )
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+HEAD = """| linear (K x N) | M | groups/step/stages/blocks | kernel us | call us | loop us | GB/s | of floor | bf16 us | bf16 / kernel | error, ulp |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+
+
+def main() -> None:
+    """Checks, times and prints; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["qwen2.5-7b"])
+    parser.add_argument("--layers", nargs="+", default=LAYERS)
+    parser.add_argument("--m", nargs="+", type=int, default=[1, 16, 64, 128])
+    parser.add_argument("--no-bf16", action="store_true", help="leave the baseline out")
+    parser.add_argument("--out", type=pathlib.Path, help="a JSON file for all that was measured")
+    args = parser.parse_args()
+
+    print(versions())
+    watch()
+    check_decoder()
+    for scale in (1e-6, 1e6):
+        check_product(8, 256, 512, Config(2, 128, 2, 3), global_scale=scale)
+    print("the decoder is exact for 16 codes x 127 scales\n\n" + HEAD, flush=True)
+
+    rows = []
+    for problem in problems(args.models, args.layers):
+        for m in args.m:
+            rows.append(bench(problem, m, with_bf16=not args.no_bf16))
+            print(markdown(rows[-1]), flush=True)
+            if args.out:
+                args.out.write_text(json.dumps(versions() | {"rows": rows}, indent=1))
+    faulthandler.cancel_dump_traceback_later()
+
+    print(
+        "\n| four linears of a layer | M | kernel us | call us | bf16 us |\n| --- | --- | --- | --- | --- |"
+    )
+    for model in args.models:
+        for m in args.m:
+            layer = [row for row in rows if (row["model"], row["m"]) == (model, m)]
+            total = lambda part, field, layer=layer: sum(
+                row.get(part, {}).get(field, 0) for row in layer
+            )
+            sums = (total("us", "kernel"), total("us", "call"), total("bf16", "kernel"))
+            print(f"| {model} | {m} | " + " | ".join(f"{value:.1f}" for value in sums) + " |")
+
+
+if __name__ == "__main__":
+    main()

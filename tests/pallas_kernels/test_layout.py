@@ -1,0 +1,95 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import nvfp4
+from pallas_kernels.nvfp4 import NVFP4Tensor
+from pallas_kernels.nvfp4_matmul import layout
+
+prepare = jax.jit(layout.prepare)
+unprepare = jax.jit(layout.unprepare)
+
+
+def any_tensor(seed, shape, *, per_row=False):
+    """All codes, and all block scales that are not negative, NaN included."""
+    *stack, n, k = shape
+    rng = np.random.default_rng(seed)
+    scale_bytes = rng.integers(0, 128, (*stack, n, k // 16), np.uint8)
+    return NVFP4Tensor(
+        codes=jnp.asarray(rng.integers(0, 256, (*stack, n, k // 2), np.uint8)),
+        scales=jnp.asarray(scale_bytes.view(jnp.float8_e4m3fn)),
+        global_scale=jnp.asarray(rng.uniform(1, 1e4, (*stack, n if per_row else 1)), jnp.float32),
+        shape=(n, k),
+    )
+
+
+def assert_equal_bits(actual, expected):
+    assert actual.shape == expected.shape
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(64, 64), (128, 192), (1, 16), (130, 80), (63, 1040), (3, 64, 128), (2, 3, 96, 208)],
+)
+@pytest.mark.parametrize("per_row", [False, True])
+def test_unprepare_inverts_prepare_bit_for_bit(shape, per_row):
+    t = any_tensor(0, shape, per_row=per_row)
+    assert_equal_bits(unprepare(prepare(t)), t)
+
+
+def test_words_take_four_and_a_half_bits_a_weight_and_padding_makes_whole_tiles():
+    assert prepare(any_tensor(1, (128, 192))).words.nbytes * 8 == 128 * 192 * 4.5
+    assert prepare(any_tensor(1, (65, 80))).words.shape == (2, 2, 3, 192)
+
+
+def test_layers_of_a_prepared_stack_are_prepared_layers():
+    t = any_tensor(2, (3, 96, 80))
+    stacked = prepare(t)
+    for i in range(3):
+        at = functools.partial(jax.tree.map, lambda leaf, i=i: leaf[i])
+        assert_equal_bits(at(stacked), prepare(at(t)))
+
+
+@pytest.mark.parametrize(
+    # Thread 32 w + 4 g + t holds rows 16 w + g (+ 8); word 4 thread + i columns 16 i ...
+    ("row", "column", "word", "bits"),
+    [
+        (0, 0, 0, 0b1000_0001_1100_0000),
+        (0, 1, 0, 0b1000_0001_1100_0000 << 16),
+        (8, 0, 0, 0b0001_0000_0011_1000),
+        (0, 8, 0, 0b0000_0010_0000_0111),
+        (8, 8, 0, 0b0110_1100_0000_0000),
+        (0, 2, 4, 0b1000_0001_1100_0000),
+        (1, 0, 16, 0b1000_0001_1100_0000),
+        (0, 16, 1, 0b1000_0001_1100_0000),
+        (63, 63, 4 * 127 + 3, 0b0110_1100_0000_0000 << 16),
+    ],
+)
+def test_a_code_is_where_its_thread_looks_for_it(row, column, word, bits):
+    codes = np.zeros((64, 64), np.uint8)
+    codes[row, column] = 0b1111
+    t = NVFP4Tensor(
+        nvfp4.pack_codes(jnp.asarray(codes)),
+        jnp.full((64, 4), 2**-9, jnp.float8_e4m3fn),  # the byte 0
+        jnp.ones(1),
+        (64, 64),
+    )
+    expected = np.zeros(576, np.uint32)
+    expected[word] = bits
+    np.testing.assert_array_equal(np.asarray(prepare(t).words).view(np.uint32).ravel(), expected)
+
+
+def test_scale_bytes_hold_every_e4m3_value_in_five_exponent_bits():
+    scales = np.arange(1, 127, dtype=np.uint8).view(jnp.float8_e4m3fn)
+    t = NVFP4Tensor(
+        jnp.zeros((126, 8), jnp.uint8), jnp.asarray(scales[:, None]), jnp.ones(1), (126, 16)
+    )
+    _, scale_bytes = layout.unpack_tiles(prepare(t).words)
+    exponent, mantissa = np.divmod(np.asarray(scale_bytes[:126, 0], np.int32), 8)
+    np.testing.assert_array_equal((8 + mantissa) / 8 * 2.0 ** (exponent - 9), scales.astype(float))

@@ -1,0 +1,299 @@
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import nvfp4, runtime
+from pallas_kernels.nvfp4_matmul import (
+    api,
+    decoder,
+    hopper,
+    layout,
+    nvfp4_matmul,
+    reference,
+    shapes,
+    tuning,
+)
+from pallas_kernels.nvfp4_matmul.hopper import Config, Plan
+
+random = jax.jit(nvfp4.random, static_argnums=1)
+prepare = jax.jit(layout.prepare)
+on_cpu = pytest.mark.skipif(runtime.platform() != "cpu", reason="interpret mode is for a CPU")
+interpreted = functools.partial(hopper.matmul, interpret=True)
+
+
+def normal(seed, shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
+
+
+def weight(seed, n, k, global_scale=None):
+    t = random(jax.random.key(seed), (n, k))
+    return t if global_scale is None else dataclasses.replace(t, global_scale=global_scale)
+
+
+def assert_within_an_ulp(actual, x, t):
+    """Of the largest output, in bfloat16."""
+    expected = np.asarray(reference.forward(x.astype(jnp.float32), t))
+    largest = np.abs(expected).max()
+    assert actual.dtype == jnp.bfloat16
+    assert np.abs(np.asarray(actual, np.float32) - expected).max() <= largest * 2**-7
+
+
+# The kernel, interpreted ---------------------------------------------------------------------
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("m", "n", "k", "config"),
+    [
+        (8, 128, 320, Config(1, 64, 2, 4)),  # a split along K, unequal parts
+        (16, 256, 320, Config(2, 64, 2, 2)),  # warpgroups that share x, slots used again
+        (8, 192, 256, Config(1, 128, 2, 2)),  # runs across tiles
+        (5, 180, 208, Config(3, 64, 3, 2)),  # ragged M, N and K
+        (1, 64, 512, Config(1, 256, 2, 2)),  # one row, one unit for each block
+    ],
+)
+def test_the_kernel_meets_the_reference_without_a_race(capfd, m, n, k, config):
+    x, t = normal(m, (m, k)), weight(n, n, k)
+    actual = interpreted(x, prepare(t), config)
+    assert_within_an_ulp(actual, x, t)
+    # The interpreter reports races on standard output and goes on.
+    assert "RACE" not in capfd.readouterr().out
+
+
+@on_cpu
+@pytest.mark.parametrize("global_scale", [38400 / 7, "one for each row"])
+def test_one_hot_inputs_return_scaled_codes_times_the_multiplier(global_scale):
+    per_row = np.geomspace(1e-3, 1e6, 64) if isinstance(global_scale, str) else [global_scale]
+    t = weight(0, 64, 128, jnp.asarray(per_row, jnp.float32))
+    columns = np.array([0, 1, 17, 63, 64, 127])
+    x = jnp.eye(128, dtype=jnp.bfloat16)[columns]
+    actual = interpreted(x, prepare(t), Config(1, 64, 2, 2))
+    exact = np.asarray(nvfp4.scaled_codes(t, jnp.float32))[:, columns].T
+    np.testing.assert_array_equal(actual, (exact * t.multiplier).astype(jnp.bfloat16))
+
+
+# The decoder ---------------------------------------------------------------------------------
+
+
+def run_ptx(text, inputs):
+    """Runs straight-line PTX on whole arrays: operands by number -> the same, with the results."""
+    registers = {f"${i}": np.asarray(value, np.uint64) for i, value in inputs.items()}
+    value = lambda name: registers[name] if name in registers else np.uint64(int(name, 0))
+    as_float = lambda a: (a.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    halves = lambda a: (a & 0xFFFF, a >> 16)
+
+    def times(a, b):
+        product = (as_float(a) * as_float(b)).astype(jnp.bfloat16).view(np.uint16)
+        return product.astype(np.uint64)
+
+    def permute(a, b, selector):
+        pool = a | b << 32
+        nibbles = [int(selector) >> 4 * i & 7 for i in range(4)]
+        return sum((pool >> 8 * nibble & 0xFF) << 8 * i for i, nibble in enumerate(nibbles))
+
+    for line in re.findall(r"^(\S+) (.+);$", text, re.MULTILINE):
+        operation, operands = line[0], re.findall(r"\{[^}]*\}|[\w$]+", line[1])
+        if operation.startswith(".reg"):
+            continue
+        target, *sources = operands
+        if operation == "mov.b32" and target.startswith("{"):
+            names = re.findall(r"\w+", target)
+            registers |= dict(zip(names, halves(value(sources[0])), strict=True))
+            continue
+        if operation == "mov.b32":
+            low, high = (value(name) for name in re.findall(r"\w+", sources[0]))
+            result = low | high << 16
+        else:
+            a, b, *rest = (value(name) for name in sources)
+            result = {
+                "and.b32": lambda a, b: a & b,
+                "shl.b32": lambda a, b: a << b,
+                "shr.b32": lambda a, b: a >> b,
+                "prmt.b32": permute,
+                "mad.lo.u32": lambda a, b, c: a * b + c,
+                "lop3.b32": lambda a, b, c, table: {0xEA: a & b | c}[int(table)],
+                "mul.rn.bf16x2": lambda a, b: (
+                    times(a & 0xFFFF, b & 0xFFFF) | times(a >> 16, b >> 16) << 16
+                ),
+            }[operation](a, b, *rest)
+        registers[target] = result & 0xFFFFFFFF
+    return registers
+
+
+def decode_by_threads(words):
+    """What the 128 threads of a warpgroup decode of a tile, put where `wgmma` takes it to be."""
+    words, thread = np.asarray(words).view(np.uint32).ravel(), np.arange(128)
+    warp, group, t = thread // 32, thread // 4 % 8, thread % 4
+    tile = np.empty((64, 64), np.uint16)
+    for step in range(4):
+        scales = words[layout.CODE_WORDS + 2 * (thread // 4) + step // 2]
+        selector = decoder._SELECTORS[step % 2]
+        pair = run_ptx(decoder._DECODE_SCALES.format(selector=selector), {1: scales})["$0"]
+        registers = run_ptx(decoder._DECODE_WORD, {4: words[4 * thread + step], 5: pair})
+        for field in range(4):
+            row = 16 * warp + group + 8 * (field % 2)
+            column = 16 * step + 2 * t + 8 * (field // 2)
+            tile[row, column] = registers[f"${field}"] & 0xFFFF
+            tile[row, column + 1] = registers[f"${field}"] >> 16
+    return tile.view(jnp.bfloat16)
+
+
+def all_codes_times_all_scales():
+    """[64, 2048]: block j has the scale of byte j (127 is NaN), rows all codes at every column."""
+    codes = (np.arange(64)[:, None] + np.arange(2048)) % 16
+    scales = np.broadcast_to(np.arange(128, dtype=np.uint8), (64, 128)).view(jnp.float8_e4m3fn)
+    packed = nvfp4.pack_codes(jnp.asarray(codes, jnp.uint8))
+    t = nvfp4.NVFP4Tensor(packed, jnp.asarray(scales), jnp.ones(1), (64, 2048))
+    exact = nvfp4.CODE_VALUES[codes] * np.repeat(scales.astype(np.float32), 16, axis=-1)
+    return t, exact * np.float32(layout.DECODED_SCALE)
+
+
+def test_ptx_decodes_all_codes_times_all_scales_exactly():
+    t, expected = all_codes_times_all_scales()
+    tiles = np.asarray(prepare(t).words)[0]
+    actual = np.concatenate([decode_by_threads(tile) for tile in tiles], axis=-1)
+    np.testing.assert_array_equal(actual.astype(np.float32), expected)
+
+
+def test_the_twin_of_the_decoder_agrees():
+    t, expected = all_codes_times_all_scales()
+    tiles = prepare(t).words[0, :-1]  # the last has the NaN, which the twin need not know
+    actual = np.concatenate(jax.vmap(decoder.decode_words)(tiles), axis=-1)
+    np.testing.assert_array_equal(actual.astype(np.float32), expected[:, :-64])
+
+
+# Configurations ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tiles", "steps", "blocks"),
+    [(72, 14, 288), (148, 14, 132), (14, 74, 132), (3, 5, 7), (4, 1, 4)],
+)
+def test_a_plan_gives_every_unit_to_one_block_and_every_part_a_slot(tiles, steps, blocks):
+    plan = Plan(tiles, steps, blocks)
+    starts = np.array([plan.start(block) for block in range(blocks + 1)])
+    assert (starts[0], starts[-1]) == (0, tiles * steps)
+    assert set(np.diff(starts)) <= {plan.units // blocks, -(-plan.units // blocks)}
+    owner = np.repeat(np.arange(blocks), np.diff(starts)).reshape(tiles, steps)
+    np.testing.assert_array_equal(plan.first_block(np.arange(tiles)), owner[:, 0])
+    np.testing.assert_array_equal(plan.parts, owner[:, -1] - owner[:, 0] + 1)
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "reason"),
+    [
+        ((129, 128, 256), Config(1, 64, 2, 1), "needs 1 <= M <= 128; got M = 129"),
+        ((0, 128, 256), Config(1, 64, 2, 1), "needs 1 <= M <= 128; got M = 0"),
+        ((8, 192, 256), Config(2, 64, 2, 1), "needs N of whole 128-row tiles; got N = 192"),
+        ((8, 128, 320), Config(1, 128, 2, 1), "needs K of whole steps of 128; got K = 320"),
+        ((8, 128, 256), Config(2, 128, 2, 3), "has 2 units of work for 3 blocks"),
+        ((128, 256, 512), Config(4, 256, 3, 1), "needs 307200 bytes of shared memory of 231424"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_its_reason(problem, config, reason):
+    assert hopper.supports(*problem, config) == reason
+    m, n, k = problem
+    with pytest.raises(NotImplementedError, match=re.escape(reason)):
+        hopper.matmul(jnp.ones((m, k), jnp.bfloat16), prepare(weight(0, n, k)), config)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ((0, 64, 2, 1), "warpgroups must be 1 to 4; got 0"),
+        ((1, 96, 2, 1), "step must be 64, 128 or 256; got 96"),
+        ((1, 64, 1, 1), "stages must be 2 or more; got 1"),
+        ((1, 64, 2, 0), "blocks must be 1 or more; got 0"),
+    ],
+)
+def test_impossible_configurations_cannot_be_made(values, message):
+    with pytest.raises(ValueError, match=message):
+        Config(*values)
+
+
+@pytest.mark.parametrize("m", [1, 3, *tuning.TUNED_M])
+def test_every_problem_has_a_configuration_and_candidates(m):
+    odd = [(64, 64), (16, 16), (40, 1040), (192, 4096), (100_000, 256)]
+    for n, k in [(p.n, p.k) for p in shapes.PROBLEMS] + odd:
+        config = tuning.pick_config(m, n, k, "NVIDIA H200")
+        assert hopper.supports(m, n, k, config) is None, (n, k, config)
+        assert tuning.heuristic(m, n, k) in tuning.candidates(m, n, k)
+
+
+def test_a_table_goes_before_the_heuristic_and_serves_smaller_m(monkeypatch, tmp_path):
+    monkeypatch.setattr(tuning, "TABLES", tmp_path)
+    tuning.table_of.cache_clear()
+    row = {"m": 16, "n": 128, "k": 256, "config": dataclasses.asdict(Config(2, 128, 4, 2))}
+    (tmp_path / "nvidia_h200.json").write_text(
+        f'{{"rows": [{str(row).replace(chr(39), chr(34))}]}}'
+    )
+    try:
+        for device in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
+            assert tuning.pick_config(9, 128, 256, device) == Config(2, 128, 4, 2)
+            assert tuning.pick_config(8, 128, 256, device) == tuning.heuristic(8, 128, 256)
+    finally:
+        tuning.table_of.cache_clear()
+
+
+@pytest.mark.parametrize("path", sorted(tuning.TABLES.glob("*.json")), ids=lambda path: path.stem)
+def test_every_row_of_a_tuned_table_is_accepted(path):
+    for (m, n, k), config in tuning.table_of(path.stem.replace("_", " ")).items():
+        assert m in tuning.TUNED_M
+        assert hopper.supports(m, n, k, config) is None
+
+
+# Through the front door ----------------------------------------------------------------------
+
+
+@on_cpu
+def test_a_prepared_weight_is_multiplied_anywhere_and_gives_the_same_derivative():
+    x, dy, t = normal(0, (2, 3, 80)), normal(1, (2, 3, 96)), weight(2, 96, 80)
+    actual, vjp = jax.vjp(lambda x: nvfp4_matmul(x, prepare(t)), x)
+    expected, expected_vjp = jax.vjp(lambda x: nvfp4_matmul(x, t), x)
+    np.testing.assert_array_equal(actual, expected)
+    np.testing.assert_array_equal(vjp(dy)[0], expected_vjp(dy)[0])
+
+
+@on_cpu
+def test_the_kernel_is_refused_without_its_device_or_its_layout():
+    x, t = normal(0, (2, 64)), weight(0, 64, 64)
+    with pytest.raises(
+        NotImplementedError, match="'hopper': needs a GPU of compute capability 9.0"
+    ):
+        nvfp4_matmul(x, prepare(t), implementation="hopper")
+    with pytest.raises(ValueError, match=r"one of \['reference'\] or None; got 'hopper'"):
+        nvfp4_matmul(x, t, implementation="hopper")
+
+
+@pytest.mark.parametrize(
+    ("m", "dtype", "reason"),
+    [
+        (16, jnp.bfloat16, None),
+        (16, jnp.float32, "needs x in bfloat16; got float32"),
+        (129, jnp.bfloat16, "needs 1 <= M <= 128; got M = 129"),
+    ],
+)
+def test_on_hopper_the_kernel_says_what_it_takes(monkeypatch, m, dtype, reason):
+    monkeypatch.setattr(runtime, "is_hopper", lambda: True)
+    assert api._Hopper.supports(m, 4608, 3584, jnp.dtype(dtype)) == reason
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 5, 16, 64, 128])
+@pytest.mark.parametrize(("n", "k"), [(4608, 3584), (3584, 18944), (180, 208)])
+def test_the_kernel_on_its_device_meets_the_reference(m, n, k):
+    x, t = normal(m, (m, k)), weight(n, n, k)
+    actual = jax.jit(functools.partial(nvfp4_matmul, implementation="hopper"))(x, prepare(t))
+    assert_within_an_ulp(actual, x, t)
+
+
+@pytest.mark.gpu
+def test_the_lowered_text_names_the_kernel():
+    x, w = normal(0, (8, 256)), prepare(weight(0, 128, 256))
+    text = jax.jit(functools.partial(nvfp4_matmul, implementation="hopper")).lower(x, w).as_text()
+    assert "nvfp4_matmul_sm90" in text
