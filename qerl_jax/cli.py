@@ -8,7 +8,7 @@ import os
 import pathlib
 import platform
 import sys
-from typing import Annotated
+from typing import Literal
 
 # Without PyTorch transformers greets with a notice about it, which would be a newcomer's first
 # line.
@@ -44,8 +44,8 @@ class Generate:
     model: str = "qerl-tiny"
     adapter: pathlib.Path | None = None
     system_prompt: str | None = None
-    weights: Annotated[str, tyro.conf.arg(help_behavior_hint="nvfp4, bfloat16, float32")] = "nvfp4"
-    dtype: Annotated[str, tyro.conf.arg(help_behavior_hint="bfloat16, float32")] = "bfloat16"
+    weights: Literal["nvfp4", "bfloat16", "float32"] = "nvfp4"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
     max_tokens: int = 256
     temperature: float = 1.0
     top_k: int = 0
@@ -106,8 +106,10 @@ def _generate(argv: list[str]) -> None:
     args = tyro.cli(Generate, args=argv, prog="qerl generate")
     import jax
 
+    from pallas_kernels import runtime
     from qerl_jax import checkpoint, data, rollouts, sampling
 
+    runtime.use_compilation_cache()
     cfg = config.from_table(
         config.ModelConfig,
         {"model_name_or_path": args.model, "weights": args.weights, "dtype": args.dtype},

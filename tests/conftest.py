@@ -14,6 +14,10 @@ def pytest_configure(config):
     # Before any test imports jax, which reads the variable once.
     if not _asked_for("gpu", config):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    # Workers, and runs that tests start, compile the same programs: one of them is enough.
+    cache = config.rootpath / ".pytest_cache" / "xla"
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 
 def pytest_collection_modifyitems(config, items):
