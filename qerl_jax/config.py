@@ -158,6 +158,8 @@ class RolloutConfig:
     Attributes:
         num_generations: G, completions per prompt.
         generation_batch_size: B = P * G, completions per rollout; absent means one optimizer batch.
+        max_concurrent: Rows sampled at a time, which bounds the memory of the cache; absent means
+            all of a rollout.
         max_completion_length: Longest completion in tokens, the stop token included.
         temperature: Of the samples and of all log-probabilities.
         top_k: Keep the k likeliest tokens; 0 is off.
@@ -167,6 +169,7 @@ class RolloutConfig:
 
     num_generations: int = 8
     generation_batch_size: int | None = None
+    max_concurrent: int | None = None
     max_completion_length: int = 512
     temperature: float = 1.0
     top_k: int = 0
@@ -481,6 +484,14 @@ class RunConfig:
             "rollout.generation_batch_size",
             rows,
             f"must be a multiple of rollout.num_generations = {group}",
+        )
+        together = self.rollout.max_concurrent
+        _require(
+            together is None or (together > 0 and together % group == 0 and rows % together == 0),
+            "rollout.max_concurrent",
+            together,
+            f"must be a multiple of rollout.num_generations = {group} that divides the {rows} rows "
+            "of a rollout",
         )
         _require(
             rows % self.train_batch_size == 0,

@@ -118,6 +118,7 @@ def make_generate(
     pad_token: int,
     truncation: Truncation = Truncation(),
     adapter: bool = True,
+    max_concurrent: int | None = None,
 ) -> Callable[[dict[str, Any], jax.Array, jax.Array, jax.Array, jax.Array], Completions]:
     """Builds the jitted sampler.
 
@@ -134,6 +135,8 @@ def make_generate(
         pad_token: Fills rows after their end.
         truncation: top-k, top-p, min-p.
         adapter: Whether params act.
+        max_concurrent: Rows sampled at a time, a multiple of G, which bounds the cache; more prompts
+            wait for the rows before them. None samples all at once.
 
     Returns:
         generate(variables, prompts int32 [P, Tp] right-padded, prompt_lengths int32 [P], keys [P *
@@ -192,4 +195,22 @@ def make_generate(
         state = jax.lax.while_loop(unfinished, decode, sample(state, scores, keys, temperature))
         return Completions(state.tokens, state.logps, state.lengths, state.stopped)
 
-    return generate
+    if max_concurrent is None:
+        return generate
+    if max_concurrent % num_generations:
+        raise ValueError(
+            f"max_concurrent: got {max_concurrent}; must be a multiple of {num_generations=}"
+        )
+    prompts_at_once = max_concurrent // num_generations
+
+    def generate_in_turns(variables, prompts, prompt_lengths, keys, temperature):
+        turns = []
+        for start in range(0, len(prompts), prompts_at_once):
+            some = slice(start, start + prompts_at_once)
+            rows = slice(start * num_generations, (start + prompts_at_once) * num_generations)
+            turns.append(
+                generate(variables, prompts[some], prompt_lengths[some], keys[rows], temperature)
+            )
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *turns)
+
+    return generate_in_turns

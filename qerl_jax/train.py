@@ -54,6 +54,7 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     _check_folder(cfg)
     if cfg.deterministic:
         runtime.use_deterministic_kernels()
+    runtime.use_compilation_cache()
     model, frozen, tokenizer = checkpoint.load_policy(cfg.model, cfg.lora, cfg.seed)
     functions = rewards.resolve(cfg.rewards.functions)
     problems = _problems(cfg, cfg.data.split, tokenizer)
@@ -148,6 +149,7 @@ def _phases(
         stop_tokens=tokenizer.stop_tokens,
         pad_token=tokenizer.pad_token,
         truncation=sampling.Truncation(cfg.rollout.top_k, cfg.rollout.top_p, cfg.rollout.min_p),
+        max_concurrent=cfg.rollout.max_concurrent,
     )
     improve = update.make_update(
         model,

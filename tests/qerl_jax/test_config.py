@@ -36,7 +36,7 @@ FULL = RunConfig(
     data=DataConfig("gsm8k", "folder", "main", "test", "Be brief.\n", 100, "drop", 7),
     rewards=RewardConfig(("accuracy_reward", "a.b:c"), (1.0, 0.1)),
     lora=LoraConfig(4, 8.5, 0.25, True),
-    rollout=RolloutConfig(4, 32, 64, 0.7, 20, 0.95, 0.05),
+    rollout=RolloutConfig(4, 32, 16, 64, 0.7, 20, 0.95, 0.05),
     grpo=GrpoConfig(
         loss_type="dr_grpo",
         epsilon=0.1,
@@ -168,6 +168,8 @@ BAD = [
         "optim.gradient_accumulation_steps = 16",
     ),
     ("rollout.max_completion_length", {"rollout__max_completion_length": 0}, "0", "must be >= 1"),
+    ("rollout.max_concurrent", {"rollout__max_concurrent": 3}, "3", "num_generations"),
+    ("rollout.max_concurrent", {"rollout__max_concurrent": 0}, "0", "must be a multiple"),
     ("rollout.temperature", {"rollout__temperature": 0.0}, "0.0", "must be positive"),
     ("rollout.temperature", {"rollout__temperature": float("nan")}, "nan", "must be finite"),
     ("rollout.top_k", {"rollout__top_k": -1}, "-1", "must not be negative"),

@@ -389,3 +389,13 @@ def test_a_cache_writes_each_row_at_its_own_end_of_one_layer():
     np.testing.assert_array_equal(keys[..., 0, 0], [[1, 0, 0, 0], [0, 0, 1, 0]])
     np.testing.assert_array_equal(values, 2 * keys)
     np.testing.assert_array_equal(cache.write(1, keys[:, :1], keys[:, :1]).layer(0)[0], 0)
+
+
+def test_sampling_in_turns_gives_the_rows_of_sampling_at_once():
+    whole = sample("qwen2_untied")
+    turns = sample("qwen2_untied", max_concurrent=G)
+    np.testing.assert_array_equal(turns.tokens, whole.tokens)
+    np.testing.assert_array_equal(turns.lengths, whole.lengths)
+    np.testing.assert_allclose(turns.logps, whole.logps, atol=1e-5)
+    with pytest.raises(ValueError, match="max_concurrent: got 3"):
+        generator("qwen2_untied", max_concurrent=3)
