@@ -5,6 +5,14 @@ runs anywhere. Imports nothing but jax, numpy and ml_dtypes.
 """
 
 from pallas_kernels.nvfp4 import NVFP4Tensor, dequantize, quantize
-from pallas_kernels.nvfp4_matmul import nvfp4_matmul
+from pallas_kernels.nvfp4_matmul import PackedWeight, nvfp4_matmul, prepare, unprepare
 
-__all__ = ["NVFP4Tensor", "dequantize", "nvfp4_matmul", "quantize"]
+__all__ = [
+    "NVFP4Tensor",
+    "PackedWeight",
+    "dequantize",
+    "nvfp4_matmul",
+    "prepare",
+    "quantize",
+    "unprepare",
+]

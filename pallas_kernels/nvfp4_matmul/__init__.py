@@ -1,5 +1,5 @@
 """Products of activations with NVFP4 weights that stay packed."""
 
-from pallas_kernels.nvfp4_matmul.api import nvfp4_matmul
+from pallas_kernels.nvfp4_matmul.api import PackedWeight, nvfp4_matmul, prepare, unprepare
 
-__all__ = ["nvfp4_matmul"]
+__all__ = ["PackedWeight", "nvfp4_matmul", "prepare", "unprepare"]

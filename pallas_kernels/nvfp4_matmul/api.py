@@ -10,8 +10,10 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import runtime
 from pallas_kernels.nvfp4 import NVFP4Tensor
-from pallas_kernels.nvfp4_matmul import hopper, layout, reference, tuning
+from pallas_kernels.nvfp4_matmul import dequantize, hopper, layout, reference, tuning, wide
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
+
+PackedWeight = NVFP4Tensor | HopperNVFP4
 
 
 class _Hopper:
@@ -19,10 +21,8 @@ class _Hopper:
 
     @staticmethod
     def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
-        if not runtime.is_hopper():
-            return f"needs a GPU of compute capability 9.0; this is {runtime.device_kind()}"
-        if dtype != jnp.bfloat16:
-            return f"needs x in bfloat16; got {dtype}"
+        if reason := _unfit(dtype):
+            return reason
         if not 1 <= m <= hopper.MAX_M:
             return f"needs 1 <= M <= {hopper.MAX_M}; got M = {m}"
         return hopper.supports(m, n, k, tuning.pick_config(m, n, k, runtime.device_kind()))
@@ -31,9 +31,31 @@ class _Hopper:
     def forward(x: jax.Array, w: HopperNVFP4) -> jax.Array:
         return hopper.matmul(x, w, tuning.pick_config(len(x), *w.shape, runtime.device_kind()))
 
+    backward = staticmethod(dequantize.backward)
+
+
+class _Wide:
+    """`wide.matmul`, with the configuration that it picks itself."""
+
     @staticmethod
-    def backward(dy: jax.Array, w: HopperNVFP4) -> jax.Array:
-        return reference.backward(dy, layout.unprepare(w))
+    def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
+        if reason := _unfit(dtype):
+            return reason
+        return "needs M >= 1; got M = 0" if m == 0 else wide.supports(n, wide.pick_config(m, n))
+
+    forward = staticmethod(wide.matmul)
+    backward = staticmethod(dequantize.backward)
+
+
+class _Dequantized:
+    """cuBLAS on a bfloat16 copy that lives no longer than the product."""
+
+    @staticmethod
+    def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
+        return _unfit(dtype) or dequantize.supports(n, k, dequantize.pick_config(k))
+
+    forward = staticmethod(dequantize.forward)
+    backward = staticmethod(dequantize.backward)
 
 
 class _UnpreparedReference:
@@ -45,32 +67,60 @@ class _UnpreparedReference:
     def forward(x: jax.Array, w: HopperNVFP4) -> jax.Array:
         return reference.forward(x, layout.unprepare(w))
 
-    backward = staticmethod(_Hopper.backward)
+    @staticmethod
+    def backward(dy: jax.Array, w: HopperNVFP4) -> jax.Array:
+        return reference.backward(dy, layout.unprepare(w))
+
+
+def _unfit(dtype: DTypeLike) -> str | None:
+    if not runtime.is_hopper():
+        return f"needs a GPU of compute capability 9.0; this is {runtime.device_kind()}"
+    return None if dtype == jnp.bfloat16 else f"needs x in bfloat16; got {dtype}"
 
 
 # By the layout that they read, best first. Each offers supports(m, n, k, dtype) -> reason or None,
 # forward(x, w) and backward(dy, w), where x and dy are matrices.
 _IMPLEMENTATIONS: dict[str, Any] = {"reference": reference}
-_HOPPER_IMPLEMENTATIONS: dict[str, Any] = {"hopper": _Hopper, "reference": _UnpreparedReference}
+_HOPPER_IMPLEMENTATIONS: dict[str, Any] = {
+    "hopper": _Hopper,
+    "wide": _Wide,
+    "dequantized": _Dequantized,
+    "reference": _UnpreparedReference,
+}
 
 
-def nvfp4_matmul(
-    x: jax.Array, w: NVFP4Tensor | HopperNVFP4, *, implementation: str | None = None
-) -> jax.Array:
+def prepare(t: NVFP4Tensor, dtype: DTypeLike) -> PackedWeight:
+    """Puts a weight, or a stack of them, into the layout that this device's kernels read.
+
+    Args:
+      t: the weight.
+      dtype: of the activations that it will meet. On a Hopper GPU, kernels take bfloat16; for any
+        other device or type the weight stays as it is.
+    """
+    return layout.prepare(t) if _unfit(dtype) is None else t
+
+
+def unprepare(w: PackedWeight) -> NVFP4Tensor:
+    """Inverse of `prepare`, bit for bit."""
+    return w if isinstance(w, NVFP4Tensor) else layout.unprepare(w)
+
+
+def nvfp4_matmul(x: jax.Array, w: PackedWeight, *, implementation: str | None = None) -> jax.Array:
     """Multiplies activations with a packed weight: y = x @ dequantize(w)^T.
 
     Products x * (code * scale) are summed in float32 and multiplied by 1 / global_scale there, so a
-    one-hot x returns a row of scaled codes times that multiplier, rounded once.
+    one-hot x returns a row of scaled codes times that multiplier, rounded once. ("dequantized" rounds
+    the sum to bfloat16 before it multiplies, which leaves such a row as it is.)
 
     The derivative with respect to x is formed from the packed weight too, and nothing but the
     weight is kept for it. The weight is frozen: its cotangent is zero.
 
     Args:
       x: [..., K], float32 or bfloat16.
-      w: an [N, K] weight without stacked axes; slice those with `lax.scan`. On a Hopper GPU,
-        `layout.prepare` makes it one that the kernels read.
-      implementation: "reference", or "hopper" for a prepared weight, or None for the best that
-        supports the problem.
+      w: an [N, K] weight without stacked axes; slice those with `lax.scan`. `prepare` brings it into
+        the layout that the kernels read.
+      implementation: None for the best that supports the problem; or "reference"; or, for a weight in
+        the Hopper layout, "hopper" (M <= 128), "wide" or "dequantized".
 
     Returns:
       [..., N] in x.dtype.
@@ -79,7 +129,7 @@ def nvfp4_matmul(
       ValueError: a wrong type or shape, or an unknown implementation.
       NotImplementedError: the named implementation cannot run this problem.
     """
-    if not isinstance(w, NVFP4Tensor | HopperNVFP4):
+    if not isinstance(w, PackedWeight):
         raise ValueError(f"w must be an NVFP4Tensor; got {type(w).__name__}")
     if isinstance(w, NVFP4Tensor) and w.codes.ndim != 2:
         raise ValueError(f"w must be one [N, K] matrix; its codes have shape {w.codes.shape}")
@@ -98,7 +148,7 @@ def nvfp4_matmul(
     return _matmul(name, x.reshape(m, k), w).reshape(*rows, n)
 
 
-def _implementations(w: NVFP4Tensor | HopperNVFP4) -> dict[str, Any]:
+def _implementations(w: PackedWeight) -> dict[str, Any]:
     return _IMPLEMENTATIONS if isinstance(w, NVFP4Tensor) else _HOPPER_IMPLEMENTATIONS
 
 
@@ -116,17 +166,15 @@ def _choose(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(name: str, x: jax.Array, w: NVFP4Tensor | HopperNVFP4) -> jax.Array:
+def _matmul(name: str, x: jax.Array, w: PackedWeight) -> jax.Array:
     return _implementations(w)[name].forward(x, w)
 
 
-def _matmul_fwd(
-    name: str, x: jax.Array, w: NVFP4Tensor | HopperNVFP4
-) -> tuple[jax.Array, NVFP4Tensor | HopperNVFP4]:
+def _matmul_fwd(name: str, x: jax.Array, w: PackedWeight) -> tuple[jax.Array, PackedWeight]:
     return _matmul(name, x, w), w
 
 
-def _matmul_bwd(name: str, w: NVFP4Tensor | HopperNVFP4, dy: jax.Array) -> tuple[jax.Array, None]:
+def _matmul_bwd(name: str, w: PackedWeight, dy: jax.Array) -> tuple[jax.Array, None]:
     return _implementations(w)[name].backward(dy, w), None
 
 

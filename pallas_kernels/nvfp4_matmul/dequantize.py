@@ -1,0 +1,181 @@
+"""A packed weight written out as bfloat16 on Hopper, and the products of many rows that read it.
+
+For many rows a pass over the weight is small beside the arithmetic, and cuBLAS is hard to beat. The
+bfloat16 copy lives from its kernel to the product; nothing else refers to it.
+
+The kernel, in Pallas Mosaic GPU, should take as long as its bytes take to move: N * K * (9 / 16 +
+2). A unit of work is 64 rows by `step` columns. A block is one warpgroup, and several share a
+multiprocessor. Block b takes units b, b + blocks, ..., so that at any time the units in work are
+neighbours and whole rows are written at about the same time.
+
+    slots of packed tiles     filled by bulk copies, `stages` units ahead
+    two slots of results      one emptied by a bulk copy while the other is being filled
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import runtime
+from pallas_kernels.nvfp4_matmul import layout
+from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How the work is cut up.
+
+    Attributes:
+      step: columns of a unit; 64, 128 or 256.
+      stages: units that are brought ahead, 2 or more.
+      blocks: among which the units are divided.
+    """
+
+    step: int = 128
+    stages: int = 3
+    blocks: int = 4 * 132  # four blocks for each multiprocessor of an H200
+
+    def __post_init__(self):
+        if self.step not in (64, 128, 256):
+            raise ValueError(f"step must be 64, 128 or 256; got {self.step}")
+        if self.stages < 2:
+            raise ValueError(f"stages must be 2 or more; got {self.stages}")
+        if self.blocks < 1:
+            raise ValueError(f"blocks must be 1 or more; got {self.blocks}")
+
+
+def supports(n: int, k: int, config: Config) -> str | None:
+    """Why this kernel cannot unpack an [N, K] weight with this configuration, or None."""
+    if layout.tiles(k) * TILE % config.step:
+        return f"needs K of whole steps of {config.step}; got K = {k}"
+    return None
+
+
+def pick_config(k: int) -> Config:
+    """The widest step up to 128 that divides K. One configuration serves all shapes otherwise."""
+    return Config(step=64 * (2 - layout.tiles(k) % 2))
+
+
+def dequantize(
+    w: HopperNVFP4, config: Config | None = None, *, interpret: bool = False
+) -> jax.Array:
+    """code * scale, without the global scale: bfloat16 [N, K], exact as `nvfp4.scaled_codes`.
+
+    Args:
+      w: an [N, K] weight without stacked axes.
+      config: by default that of `pick_config`.
+      interpret: run on a CPU, and report data races.
+
+    Raises:
+      NotImplementedError: the reason `supports` gives.
+    """
+    n, k = w.shape
+    config = config or pick_config(k)
+    if reason := supports(n, k, config):
+        raise NotImplementedError(reason)
+    return _unpack(w.words, config, interpret)[:n, :k]
+
+
+def forward(x: jax.Array, w: HopperNVFP4) -> jax.Array:
+    """x [M, K] -> x @ dequantize(w)^T [M, N], both bfloat16.
+
+    The product leaves cuBLAS as bfloat16 and is multiplied by 1 / global_scale after that: in float32,
+    by the fusion that reads it, where it costs nothing. So a result is rounded twice instead of once
+    (a scaled code, which is what a one-hot x finds, is a bfloat16 already). A float32 product would
+    be rounded once but costs a pass over [M, N], 108 us after 673 us for 2048 x 37888 x 3584, and
+    scaled weights would be rounded before they are summed, which is no better than after.
+    """
+    return _scaled(_dot(x, dequantize(w), contract=1), w)
+
+
+def backward(dy: jax.Array, w: HopperNVFP4) -> jax.Array:
+    """dy [M, N] -> dy @ dequantize(w) [M, K], both bfloat16, rounded as `forward` does."""
+    if w.global_scale.shape[-1] == 1:
+        return _scaled(_dot(dy, dequantize(w), contract=0), w)
+    # Rows of different global scales are summed over, so here the multiplier has to come first.
+    return _dot(_scaled(dy, w), dequantize(w), contract=0)
+
+
+def _scaled(y: jax.Array, w: HopperNVFP4) -> jax.Array:
+    return (y.astype(jnp.float32) * w.multiplier).astype(y.dtype)
+
+
+def _dot(x: jax.Array, codes: jax.Array, *, contract: int) -> jax.Array:
+    return jax.lax.dot_general(x, codes, (((1,), (contract,)), ((), ())))
+
+
+def _unpack(words: jax.Array, config: Config, interpret: bool) -> jax.Array:
+    # Half a second that only those pay who come here.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from pallas_kernels.nvfp4_matmul import decoder
+
+    row_tiles, column_tiles = words.shape[:2]
+    step, stages = config.step, config.stages
+    chunks = step // TILE
+    steps = column_tiles // chunks
+    units = row_tiles * steps
+    blocks = min(config.blocks, units)
+
+    def kernel(w_gmem, out_gmem, w_smem, out_smem, full):
+        block = lax.axis_index("block")
+        turns = (units - block + blocks - 1) // blocks
+
+        def place(turn):
+            unit = block + turn * blocks
+            return unit // steps, lax.rem(unit, steps)
+
+        def fetch(turn):
+            (row, column), slot = place(turn), lax.rem(turn, stages)
+            plgpu.copy_gmem_to_smem(
+                w_gmem.at[row, pl.ds(column * chunks, chunks)], w_smem.at[slot], full.at[slot]
+            )
+
+        for stage in range(stages):
+            pl.when(stage < turns)(lambda stage=stage: fetch(jnp.int32(stage)))
+
+        @pl.loop(0, turns)
+        def _units(turn):
+            (row, column), slot = place(turn), lax.rem(turn, stages)
+            result = out_smem.at[lax.rem(turn, 2)]
+            with jax.named_scope("load"):
+                plgpu.barrier_wait(full.at[slot])
+                # The copy before the last one came out of the slot that is written next.
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            with jax.named_scope("decode"):
+                for chunk in range(chunks):
+                    tile = w_smem.at[slot, chunk]
+                    values = decoder.decode_words(tile[...]) if interpret else decoder.decode(tile)
+                    # A power of two: exact.
+                    values *= jnp.bfloat16(1 / layout.DECODED_SCALE)
+                    result[:, pl.ds(chunk * TILE, TILE)] = values
+            with jax.named_scope("store"):
+                # All threads have read and written, so both slots may go on.
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    result, out_gmem.at[pl.ds(row * TILE, TILE), pl.ds(column * step, step)]
+                )
+            pl.when(turn + stages < turns)(lambda: fetch(turn + stages))
+
+        plgpu.wait_smem_to_gmem(0)
+
+    swizzled = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((row_tiles * TILE, column_tiles * TILE), jnp.bfloat16),
+        grid=(blocks,),
+        grid_names=("block",),
+        scratch_types=(
+            plgpu.SMEM((stages, chunks, *layout.TILE_SHAPE), jnp.int32),
+            plgpu.SMEM((2, TILE, step), jnp.bfloat16, transforms=swizzled),
+            plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+        ),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        interpret=runtime.interpret_params() if interpret else None,
+        kernel_name="nvfp4_dequantize_sm90",
+    )(words)

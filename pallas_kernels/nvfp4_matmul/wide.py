@@ -1,0 +1,254 @@
+"""The product for many rows of x (prefill, training) on Hopper, in Pallas Mosaic GPU.
+
+As in `hopper`, W is the operand that `wgmma` takes from registers and x^T the one from shared memory,
+so that a weight is unpacked in the tile that needs it and nowhere else: y^T = W x^T. A block sums a
+tile of `64 * warpgroups` rows of W by `rows` rows of x over all of K, scales it, and leaves it
+transposed in shared memory, from where a bulk copy takes it to y while the next tile is summed.
+
+    block      all warpgroups share x; each decodes and multiplies its own 64 rows of W
+
+      warpgroup 0    wait full | decode, wgmma | leave the last slot | refill it | ...
+      warpgroup 1    wait full | decode, wgmma | leave the last slot | ...
+
+    slot       64 columns of x [rows, 64] and of W [warpgroups, 3, 192 words]; `stages` of them
+
+One warpgroup decodes while another's product runs, and its own runs while it decodes the next.
+
+Block b takes tiles b, b + blocks, ...: those in work at one time span up to `band` tiles of x and as many
+of W as that leaves, and so find each other's operands in the L2.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import runtime
+from pallas_kernels.nvfp4_matmul import hopper, layout
+from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
+
+MAX_ROWS = 256
+# Of an H200; other Hopper cards have as many or a few less.
+_MULTIPROCESSORS = 132
+_TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a problem is cut up.
+
+    Attributes:
+      rows: of x in a tile; 8 to 256 in eights.
+      warpgroups: of a block, 64 rows of W each; 1 to 3.
+      stages: slots, 2 or more.
+      band: most tiles of x that are in work at one time.
+    """
+
+    rows: int
+    warpgroups: int = 2
+    stages: int = 4
+    band: int = 12
+
+    def __post_init__(self):
+        if self.rows % 8 or not 8 <= self.rows <= MAX_ROWS:
+            raise ValueError(f"rows must be 8 to {MAX_ROWS} in eights; got {self.rows}")
+        if not 1 <= self.warpgroups <= 3:
+            raise ValueError(f"warpgroups must be 1 to 3; got {self.warpgroups}")
+        if self.stages < 2:
+            raise ValueError(f"stages must be 2 or more; got {self.stages}")
+        if self.band < 1:
+            raise ValueError(f"band must be 1 or more; got {self.band}")
+
+
+def supports(n: int, config: Config) -> str | None:
+    """Why this kernel cannot run a problem of N rows of W with this configuration, or None."""
+    if layout.tiles(n) % config.warpgroups:
+        return f"needs N of whole {TILE * config.warpgroups}-row tiles; got N = {n}"
+    if (used := shared_bytes(config)) > hopper.SHARED_BYTES:
+        return f"needs {used} bytes of shared memory of {hopper.SHARED_BYTES}"
+    return None
+
+
+def pick_config(m: int, n: int) -> Config:
+    """The tile whose waves of blocks waste least, of those as large as registers allow.
+
+    A tile takes as long as it has rows, plus what the start and the end of one cost, and all blocks
+    wait for the last wave.
+    """
+    warpgroups = 2 - layout.tiles(n) % 2
+    row_tiles = layout.tiles(n) // warpgroups
+
+    def cost(rows):
+        waves = -(-(-(-m // rows) * row_tiles) // _MULTIPROCESSORS)
+        return waves * (max(rows, 96) + 16)  # below 96 rows decoding takes longer than multiplying
+
+    most = min(MAX_ROWS, m + -m % 8)
+    return Config(min(range(most, min(most, 64) - 8, -8), key=cost), warpgroups)
+
+
+def shared_bytes(config: Config) -> int:
+    """Bytes of shared memory that a block's slots and its result take."""
+    slot = config.rows * TILE * 2 + config.warpgroups * _TILE_BYTES
+    return config.stages * slot + config.warpgroups * config.rows * TILE * 2
+
+
+def matmul(
+    x: jax.Array, w: HopperNVFP4, config: Config | None = None, *, interpret: bool = False
+) -> jax.Array:
+    """x [M, K] -> x @ dequantize(w)^T [M, N], both bfloat16.
+
+    Args:
+      x: bfloat16 [M, K].
+      w: an [N, K] weight without stacked axes.
+      config: by default that of `pick_config`.
+      interpret: run on a CPU, and report data races.
+
+    Raises:
+      NotImplementedError: the reason `supports` gives.
+    """
+    m, _ = x.shape
+    n, _ = w.shape
+    config = config or pick_config(m, n)
+    if reason := supports(n, config):
+        raise NotImplementedError(reason)
+    # Bulk copies leave out what lies beyond an array, but a tile must not be longer than that, and the
+    # interpreter knows no such thing.
+    rows = -m % 8 if m >= config.rows and not interpret else -m % config.rows
+    x = jnp.pad(x, ((0, rows), (0, -x.shape[1] % TILE)))
+    divisor = w.global_scale
+    if len(divisor) > 1:
+        divisor = jnp.pad(divisor, (0, -n % TILE), constant_values=1)
+    return _matmul(x, w.words, divisor, config, interpret)[:m, :n]
+
+
+def _matmul(
+    x: jax.Array, words: jax.Array, divisor: jax.Array, config: Config, interpret: bool
+) -> jax.Array:
+    # Half a second that only those pay who come here.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from pallas_kernels.nvfp4_matmul import decoder
+
+    rows, warpgroups, stages = config.rows, config.warpgroups, config.stages
+    steps = words.shape[1]
+    x_tiles, w_tiles = -(-len(x) // rows), len(words) // warpgroups
+    # Whole bands: in a kernel a division by what is not a constant takes a while.
+    band = next(band for band in range(config.band, 0, -1) if x_tiles % band == 0)
+    tiles = x_tiles * w_tiles
+    blocks = min(_MULTIPROCESSORS, tiles)
+    divide = lambda a, b: (lax.div(a, b), lax.rem(a, b))
+
+    def kernel(x_gmem, w_gmem, divisor_gmem, out_gmem, x_smem, w_smem, out_smem, *rest):
+        full, empty, *decoded_smem = rest
+        block, group = lax.axis_index("block"), lax.axis_index("warpgroup")
+        turns = lax.div(tiles - block + blocks - 1, blocks)
+        units = turns * steps
+
+        def place(turn):
+            """Tiles of x and of W: down a band of x first, then on to the next rows of W."""
+            w_tile, at = divide(block + turn * blocks, band)
+            bands, w_tile = divide(w_tile, w_tiles)
+            return bands * band + at, w_tile
+
+        def fetch(unit):
+            turn, at = divide(unit, steps)
+            (x_tile, w_tile), slot = place(turn), lax.rem(unit, stages)
+            plgpu.copy_gmem_to_smem(
+                w_gmem.at[pl.ds(w_tile * warpgroups, warpgroups), at],
+                w_smem.at[slot],
+                full.at[slot],
+            )
+            plgpu.copy_gmem_to_smem(
+                x_gmem.at[pl.ds(x_tile * rows, rows), pl.ds(at * TILE, TILE)],
+                x_smem.at[slot],
+                full.at[slot],
+            )
+
+        def multiply(unit, acc):
+            slot, ahead = lax.rem(unit, stages), unit - 1 + stages
+            previous = empty.at[lax.rem(ahead, stages)]
+            is_refilled = (unit > 0) & (ahead < units)
+            with jax.named_scope("load"):
+                plgpu.barrier_wait(full.at[slot])
+            with jax.named_scope("decode"):
+                tile = w_smem.at[slot, group]
+                if interpret:
+                    # Interpreted `wgmma` takes no operand from registers.
+                    a = decoded_smem[0].at[group]
+                    a[...] = decoder.decode_words(tile[...])
+                    plgpu.commit_smem()
+                else:
+                    a = decoder.decode(tile)
+            with jax.named_scope("mma"):
+                plgpu.wgmma(acc, a, x_smem.at[slot].T)
+                # One product runs while the next tile is decoded.
+                plgpu.wgmma_wait(0 if interpret else 1)
+            pl.when(is_refilled)(lambda: plgpu.barrier_arrive(previous))
+
+            @pl.when((group == 0) & is_refilled)
+            def _refill():
+                plgpu.barrier_wait(previous)
+                fetch(ahead)
+
+        @pl.when(group == 0)
+        def _fill():
+            for stage in range(stages):
+                pl.when(stage < units)(lambda stage=stage: fetch(jnp.int32(stage)))
+
+        @pl.loop(0, turns)
+        def _tiles(turn):
+            x_tile, w_tile = place(turn)
+
+            def sum_over_columns(acc):
+                pl.loop(turn * steps, (turn + 1) * steps)(lambda unit: multiply(unit, acc))
+                return acc[...]
+
+            total = pl.run_scoped(sum_over_columns, plgpu.ACC((TILE, rows), jnp.float32))
+            with jax.named_scope("store"):
+                w_row = (w_tile * warpgroups + group) * TILE
+                if divisor_gmem.shape == (1,):
+                    total *= (1 / layout.DECODED_SCALE) * (1 / divisor_gmem[0])
+                else:
+                    of_rows = plgpu.load(
+                        divisor_gmem.at[pl.ds(w_row, TILE)],
+                        layout=plgpu.Layout.WGMMA.reduce(1),
+                        optimized=False,
+                    )
+                    of_rows = (1 / layout.DECODED_SCALE) * (1 / of_rows)
+                    total *= lax.broadcast_in_dim(of_rows, total.shape, (0,))
+                result = out_smem.at[group]
+                # The copy of the last tile has left it.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                result.T[...] = total.astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    result, out_gmem.at[pl.ds(x_tile * rows, rows), pl.ds(w_row, TILE)]
+                )
+
+        plgpu.wait_smem_to_gmem(0)
+
+    swizzled = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
+    decoded = plgpu.SMEM((warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled)
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((len(x), len(words) * TILE), jnp.bfloat16),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        scratch_types=(
+            plgpu.SMEM((stages, rows, TILE), jnp.bfloat16, transforms=swizzled),
+            plgpu.SMEM((stages, warpgroups, *layout.TILE_SHAPE), jnp.int32),
+            plgpu.SMEM((warpgroups, rows, TILE), jnp.bfloat16, transforms=swizzled),
+            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            *([decoded] if interpret else []),
+        ),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+        interpret=runtime.interpret_params() if interpret else None,
+        kernel_name="nvfp4_wide_matmul_sm90",
+    )(x, words, divisor)

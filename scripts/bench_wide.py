@@ -1,0 +1,260 @@
+"""Times NVFP4 products of many rows on one GPU, beside bf16: `python -m scripts.bench_wide`.
+
+Two directions: y = x W^T, by the kernel that unpacks in its tiles ("wide") and by cuBLAS on an
+unpacked copy ("dequantized"), and dx = dy W, by the latter. Values come first: the unpacked copy of
+every shape must be right bit for bit, products within one bfloat16 ulp of the largest output from a
+float32 product.
+
+    flops   2 * M * N * K
+    floor   flops / 790 TFLOP/s, what one H200 reaches through JAX
+    unpack  N * K * (9 / 16 + 2) bytes
+
+`kernel` is the device time of what unpacks and multiplies, `rest` that of other kernels of a call:
+"dequantized" scales its result afterwards, which is a pass of its own here and rides along with what
+reads the result in a model. Both are from CUPTI; `loop` is the wall time of a call in a jitted loop.
+The bf16 baseline is `jnp.dot` with the weight as [K, N], or its transpose for dx. It needs nothing
+but jax and numpy, and ends itself when a kernel hangs.
+"""
+
+import argparse
+import dataclasses
+import faulthandler
+import json
+import pathlib
+import re
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import profiler
+
+from pallas_kernels import nvfp4
+from pallas_kernels.nvfp4_matmul import dequantize, layout, reference, shapes, wide
+from scripts.bench_kernels import BF16_RATE, LAYERS, problems, rounds_of, versions, watch
+
+# Twice an H200's L2 of 60 MB, of everything that a call touches.
+_ROTATION_BYTES = 120e6
+# Kernels of the timing loop: bringing an operand, counting, keeping a result.
+_BOOKKEEPING = re.compile("slice|add_fusion|compare|broadcast|mem(cpy|set)", re.IGNORECASE)
+# Element by element kernels of a call. Others multiply, under the names of several libraries.
+_REST = re.compile("^(loop|input|wrapped)_|transpose|copy", re.IGNORECASE)
+# Rows of the reference product that is checked against: float32 without tensor cores is slow.
+_CHECKED_ROWS = 384
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call: kernels that unpack or multiply, other kernels, all with gaps."""
+
+    kernel: float
+    rest: float
+    loop: float
+
+
+def measure(run: Callable[..., Any], x: jax.Array, weights: Any) -> Timing:
+    """Times what `rounds_of` made, compiled or not."""
+    copies = x.shape[1]
+
+    def wall(rounds):
+        begin = time.perf_counter()
+        jax.block_until_ready(run(x, weights, jnp.int32(rounds)))
+        return time.perf_counter() - begin
+
+    few = 2
+    wall(few)
+    # Enough calls for a tenth of a second, by the first guess.
+    many = few + max(2, min(100, round(0.1 / (wall(few) / few))))
+    walls = [(wall(few), wall(many)) for _ in range(3)]
+    loop = statistics.median(long - short for short, long in walls) / ((many - few) * copies)
+
+    _, kernels = profiler.measure(run, aggregate=False)(x, weights, jnp.int32(few))
+    own = [(name, ms) for name, ms in kernels if not _BOOKKEEPING.search(name)]
+    rest = sum(ms for name, ms in own if _REST.search(name)) / (few * copies)
+    total = sum(ms for _, ms in own) / (few * copies)
+    return Timing(kernel=1e3 * (total - rest), rest=1e3 * rest, loop=1e6 * loop)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One way to make a product.
+
+    Attributes:
+      direction: "forward" or "dx".
+      packed: whether it reads a packed weight.
+      call: (x or dy, weight) -> y or dx.
+    """
+
+    direction: str
+    packed: bool
+    call: Callable[..., jax.Array]
+
+
+def arms(rows: int | None) -> dict[str, Arm]:
+    """What is compared, by name; `rows` overrules the tile that `wide` picks."""
+
+    def multiply(x, w):
+        config = wide.pick_config(len(x), w.shape[0])
+        return wide.matmul(x, w, dataclasses.replace(config, rows=rows or config.rows))
+
+    return {
+        "bf16": Arm("forward", False, jnp.dot),
+        "wide": Arm("forward", True, multiply),
+        "dequantized": Arm("forward", True, dequantize.forward),
+        "bf16 dx": Arm("dx", False, lambda dy, w: jnp.dot(dy, w.T)),
+        "dequantized dx": Arm("dx", True, dequantize.backward),
+    }
+
+
+def time_arm(arm: Arm, m: int, n: int, k: int) -> Timing:
+    """Times an arm on random operands, of which enough copies rotate to miss the L2."""
+    inner, outer = (k, n) if arm.direction == "forward" else (n, k)
+    weight_bytes = n * k * (9 / 16 if arm.packed else 2)
+    copies = max(2, round(_ROTATION_BYTES / (weight_bytes + 2 * m * (n + k))))
+    keys = jax.random.split(jax.random.key(1), copies + 1)
+    x = jax.random.normal(keys[0], (2, copies, m, inner), jnp.bfloat16)
+    if arm.packed:
+        random = jax.jit(lambda key: layout.prepare(nvfp4.random(key, (copies, n, k))))
+        weights = random(keys[1])
+    else:
+        weights = [jax.random.normal(key, (k, n), jnp.bfloat16) for key in keys[1:]]
+    run = rounds_of(arm.call, jax.ShapeDtypeStruct((m, outer), jnp.bfloat16))
+    return measure(run, x, weights)
+
+
+def check(m: int, n: int, k: int, rows: int | None) -> dict[str, float]:
+    """Largest errors of the packed arms, in bfloat16 ulps of the largest output.
+
+    Raises:
+      AssertionError: one is more than one ulp and a little for float32 sums, or the unpacked copy is
+        not exact.
+    """
+    t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(5), (n, k))
+    w = jax.jit(layout.prepare)(t)
+    unpacked = jax.jit(dequantize.dequantize)(w)
+    # As bits: a copy of gate_up in float32 would not fit beside the rest at 72B.
+    equal = jax.jit(lambda a, t: jnp.all(a == nvfp4.scaled_codes(t)))(unpacked, t)
+    assert bool(equal), f"{(n, k)}: the unpacked copy is not exact"
+    sample = np.linspace(0, m - 1, min(m, _CHECKED_ROWS)).astype(int)
+    oracles = {"forward": reference.forward, "dx": reference.backward}
+    errors = {}
+    for name, arm in arms(rows).items():
+        if not arm.packed:
+            continue
+        shape = (m, k if arm.direction == "forward" else n)
+        x = jax.random.normal(jax.random.key(6), shape, jnp.bfloat16)
+        actual = np.asarray(jax.jit(arm.call)(x, w)[sample], np.float32)
+        oracle = jax.jit(oracles[arm.direction])
+        expected = np.asarray(oracle(x[sample].astype(jnp.float32), t))
+        largest = np.abs(expected).max()
+        ulp = 2.0 ** (np.floor(np.log2(largest)) - 7)
+        errors[name] = float(np.abs(actual - expected).max() / ulp)
+        assert errors[name] <= 1.1, f"{name} {(m, n, k)}: {errors[name]} ulp of {largest}"
+    return errors
+
+
+def time_unpacking(n: int, k: int) -> dict[str, float]:
+    """Times the kernel that unpacks alone: configuration -> microseconds."""
+    copies = max(2, round(_ROTATION_BYTES / (n * k * 9 / 16)))
+    random = jax.jit(lambda key: layout.prepare(nvfp4.random(key, (copies, n, k))))
+    weights, x, times = random(jax.random.key(2)), jnp.zeros((2, copies, 1)), {}
+    out = jax.ShapeDtypeStruct((n, k), jnp.bfloat16)
+    for step in (64, 128, 256):
+        for stages, per_multiprocessor in ((3, 2), (3, 4), (2, 6), (3, 8)):
+            config = dequantize.Config(step, stages, 132 * per_multiprocessor)
+            if dequantize.supports(n, k, config) is not None:
+                continue
+            watch()
+            run = rounds_of(lambda x, w, c=config: dequantize.dequantize(w, c), out)
+            times[f"{step}/{stages}/{per_multiprocessor}"] = measure(run, x, weights).kernel
+    return times
+
+
+def bench(problem: shapes.Problem, m: int, rows: int | None) -> list[dict[str, Any]]:
+    """Rows of the table for one product: checked, then timed."""
+    n, k = problem.n, problem.k
+    watch()
+    errors = check(m, n, k, rows)
+    found, baseline = [], {}
+    for name, arm in arms(rows).items():
+        watch()
+        timing = time_arm(arm, m, n, k)
+        baseline.setdefault(arm.direction, timing.kernel)
+        found.append(
+            {
+                "model": problem.model,
+                "layer": problem.layer,
+                "m": m,
+                "n": n,
+                "k": k,
+                "arm": name,
+                "us": dataclasses.asdict(timing),
+                "share": 2 * m * n * k / BF16_RATE * 1e6 / timing.kernel,
+                "of_bf16": baseline[arm.direction] / timing.kernel,
+                "ulp": errors.get(name),
+                "rows": (rows or wide.pick_config(m, n).rows) if name == "wide" else None,
+            }
+        )
+    return found
+
+
+def markdown(row: dict[str, Any]) -> str:
+    """A row of the table whose head is `HEAD`."""
+    us = row["us"]
+    cells = (
+        f"{row['model']} {row['layer']} {row['k']}x{row['n']}",
+        row["m"],
+        row["arm"] + (f", {row['rows']} rows" if row["rows"] else ""),
+        f"{us['kernel']:.1f}",
+        f"{us['rest']:.1f}",
+        f"{us['loop']:.1f}",
+        f"{100 * row['share']:.0f}%",
+        f"{row['of_bf16']:.3f}",
+        "" if row["ulp"] is None else f"{row['ulp']:.2f}",
+    )
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+HEAD = """| linear (K x N) | M | arm | kernel us | rest us | loop us | of 790 TFLOP/s | bf16 / kernel | error, ulp |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+
+
+def main() -> None:
+    """Checks, times and prints; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["qwen2.5-7b"])
+    parser.add_argument("--layers", nargs="+", default=LAYERS)
+    parser.add_argument("--m", nargs="+", type=int, default=[256, 512, 1024, 2048, 8192])
+    parser.add_argument("--rows", type=int, help="of x in a tile of the wide kernel")
+    parser.add_argument("--unpack", action="store_true", help="time only the unpacking kernel")
+    parser.add_argument("--out", type=pathlib.Path, help="a JSON file for all that was measured")
+    args = parser.parse_args()
+
+    print(versions(), flush=True)
+    if args.unpack:
+        for problem in problems(args.models, args.layers):
+            moved = problem.n * problem.k * (9 / 16 + 2)
+            times = time_unpacking(problem.n, problem.k)
+            for config, us in sorted(times.items(), key=lambda item: item[1]):
+                rate = moved / us / 1e6
+                label = f"{problem.model} {problem.layer} step/stages/blocks per SM {config}"
+                print(f"{label}: {us:.1f} us, {rate:.2f} TB/s", flush=True)
+        faulthandler.cancel_dump_traceback_later()
+        return
+
+    print("\n" + HEAD, flush=True)
+    rows = []
+    for problem in problems(args.models, args.layers):
+        for m in args.m:
+            rows += bench(problem, m, args.rows)
+            print("\n".join(map(markdown, rows[-len(arms(None)) :])), flush=True)
+            if args.out:
+                args.out.write_text(json.dumps(versions() | {"rows": rows}, indent=1))
+    faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""Products of many rows with weights in the Hopper layout: their kernels, and the choice of one."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import nvfp4, nvfp4_matmul, prepare, runtime, unprepare
+from pallas_kernels.nvfp4_matmul import api, dequantize, layout, reference, shapes, wide
+
+random = jax.jit(nvfp4.random, static_argnums=1)
+to_hopper = jax.jit(layout.prepare)
+on_cpu = pytest.mark.skipif(runtime.platform() != "cpu", reason="interpret mode is for a CPU")
+interpreted = functools.partial(dequantize.dequantize, interpret=True)
+dequantized = functools.partial(nvfp4_matmul, implementation="dequantized")
+
+
+@pytest.fixture
+def pretended_hopper(monkeypatch):
+    """Any device takes itself for a Hopper card and does without the kernels.
+
+    Interpreted, they would do, but not under `jax.checkpoint`.
+    """
+    monkeypatch.setattr(runtime, "is_hopper", lambda: True)
+    unpack = lambda w: nvfp4.scaled_codes(layout.unprepare(w))
+    monkeypatch.setattr(dequantize, "dequantize", unpack)
+    multiply = lambda x, w: reference.forward(x, layout.unprepare(w))
+    monkeypatch.setattr(api._Wide, "forward", staticmethod(multiply))
+
+
+def normal(seed, shape, dtype=jnp.bfloat16):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def weight(seed, n, k, *, scale_per_row=False):
+    t = random(jax.random.key(seed), (n, k))
+    rows = t.global_scale * jnp.geomspace(0.5, 8, n)
+    return dataclasses.replace(t, global_scale=rows) if scale_per_row else t
+
+
+def assert_equal_leaves(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def assert_within_an_ulp(actual, expected):
+    """Of the largest, in bfloat16."""
+    expected = np.asarray(expected, np.float32)
+    assert actual.dtype == jnp.bfloat16
+    error = np.abs(np.asarray(actual, np.float32) - expected).max()
+    assert error <= np.abs(expected).max() * 2**-7
+
+
+# The kernel that writes a weight out ---------------------------------------------------------
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("n", "k", "config"),
+    [
+        (
+            128,
+            256,
+            dequantize.Config(128, 2, 3),
+        ),  # unequal runs, one of which is shorter than the pipeline
+        (192, 320, dequantize.Config(64, 2, 2)),  # slots used again
+        (100, 208, None),  # ragged N and K
+        (64, 64, None),  # less work than blocks
+    ],
+)
+def test_a_weight_is_written_out_as_scaled_codes_without_a_race(capfd, n, k, config):
+    t = weight(n, n, k)
+    actual = interpreted(to_hopper(t), config)
+    np.testing.assert_array_equal(actual, nvfp4.scaled_codes(t), strict=True)
+    # The interpreter reports races on standard output and goes on.
+    assert "RACE" not in capfd.readouterr().out
+
+
+def test_a_step_that_does_not_divide_k_is_refused_and_never_picked():
+    reason = "needs K of whole steps of 128; got K = 320"
+    with pytest.raises(NotImplementedError, match=re.escape(reason)):
+        dequantize.dequantize(to_hopper(weight(0, 64, 320)), dequantize.Config(128))
+    for n, k in [(p.n, p.k) for p in shapes.PROBLEMS] + [(16, 16), (40, 1040), (64, 320)]:
+        assert dequantize.supports(n, k, dequantize.pick_config(k)) is None
+
+
+# The kernel that multiplies ------------------------------------------------------------------
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("m", "n", "k", "config"),
+    [
+        (16, 256, 128, wide.Config(16, 2, 2)),  # one tile of x
+        (
+            44,
+            128,
+            320,
+            wide.Config(16, 1, 3, 2),
+        ),  # ragged M, more tiles than a band, slots used again
+        (24, 180, 48, wide.Config(24, 3, 2)),  # ragged N and K
+    ],
+)
+def test_products_meet_the_reference_without_a_race(capfd, monkeypatch, m, n, k, config):
+    monkeypatch.setattr(wide, "_MULTIPROCESSORS", 2)  # so that a block has several tiles
+    x, t = normal(m, (m, k)), weight(n, n, k, scale_per_row=n == 180)
+    actual = wide.matmul(x, to_hopper(t), config, interpret=True)
+    assert_within_an_ulp(actual, reference.forward(x.astype(jnp.float32), t))
+    assert "RACE" not in capfd.readouterr().out
+
+
+@on_cpu
+@pytest.mark.parametrize("scale_per_row", [False, True])
+def test_its_sums_are_scaled_before_they_are_rounded(scale_per_row):
+    t = weight(11, 128, 64, scale_per_row=scale_per_row)
+    x = jnp.eye(64, dtype=jnp.bfloat16) + jnp.eye(64, k=1, dtype=jnp.bfloat16)
+    actual = wide.matmul(x, to_hopper(t), wide.Config(64, 2, 2), interpret=True)
+    # Of two terms; one rounding to float32 is exact or of no consequence.
+    sums = np.asarray(x, np.float32) @ np.asarray(nvfp4.scaled_codes(t, jnp.float32)).T
+    np.testing.assert_array_equal(actual, (sums * t.multiplier).astype(jnp.bfloat16))
+
+
+def test_every_problem_has_a_configuration_and_large_ones_leave_few_blocks_idle():
+    for p in shapes.PROBLEMS:
+        for m in (1, 129, 300, *shapes.TRAIN_M):
+            config = wide.pick_config(m, p.n)
+            assert wide.supports(p.n, config) is None
+            if m < 2048:
+                continue
+            blocks = -(-m // config.rows) * layout.tiles(p.n) // config.warpgroups
+            waves = -(-blocks // 132)
+            # Of the multiplications that all waves could make, those asked for.
+            share = m * p.n / (waves * 132 * config.rows * 64 * config.warpgroups)
+            assert share > 0.9, (p, m, config)
+
+
+# Configurations ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: dequantize.Config(96), "step must be 64, 128 or 256; got 96"),
+        (lambda: dequantize.Config(stages=1), "stages must be 2 or more; got 1"),
+        (lambda: dequantize.Config(blocks=0), "blocks must be 1 or more; got 0"),
+        (lambda: wide.Config(100), "rows must be 8 to 256 in eights; got 100"),
+        (lambda: wide.Config(264), "rows must be 8 to 256 in eights; got 264"),
+        (lambda: wide.Config(64, 4), "warpgroups must be 1 to 3; got 4"),
+        (lambda: wide.Config(64, stages=1), "stages must be 2 or more; got 1"),
+        (lambda: wide.Config(64, band=0), "band must be 1 or more; got 0"),
+    ],
+)
+def test_impossible_configurations_cannot_be_made(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("n", "config", "reason"),
+    [
+        (192, wide.Config(64, 2), "needs N of whole 128-row tiles; got N = 192"),
+        (128, wide.Config(256, 2, 5), "needs 252416 bytes of shared memory of 231424"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_its_reason(n, config, reason):
+    with pytest.raises(NotImplementedError, match=re.escape(reason)):
+        wide.matmul(normal(0, (64, 64)), to_hopper(weight(0, n, 64)), config)
+
+
+# Through the front door ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale_per_row", [False, True])
+def test_products_and_their_derivative_meet_the_reference(pretended_hopper, scale_per_row):
+    x, dy = normal(0, (2, 65, 208)), normal(1, (2, 65, 96))
+    t = weight(2, 96, 208, scale_per_row=scale_per_row)
+    actual, vjp = jax.vjp(lambda x: dequantized(x, to_hopper(t)), x)
+    expected, expected_vjp = jax.vjp(lambda x: nvfp4_matmul(x, t), x.astype(jnp.float32))
+    assert_within_an_ulp(actual, expected)
+    assert_within_an_ulp(vjp(dy)[0], expected_vjp(dy.astype(jnp.float32))[0])
+
+
+@pytest.mark.parametrize("scale_per_row", [False, True])
+def test_one_hot_inputs_return_scaled_codes_times_the_multiplier(pretended_hopper, scale_per_row):
+    t = weight(3, 64, 128, scale_per_row=scale_per_row)
+    actual = dequantized(jnp.eye(128, dtype=jnp.bfloat16), to_hopper(t))
+    exact = np.asarray(nvfp4.scaled_codes(t, jnp.float32)).T
+    np.testing.assert_array_equal(actual, (exact * t.multiplier).astype(jnp.bfloat16))
+
+
+def test_stacked_weights_are_scanned_and_rematerialized_under_jit(pretended_hopper):
+    layers = [weight(seed, 64, 64) for seed in (4, 5)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(to_hopper, layers))
+    x = normal(6, (130, 64))
+
+    def loss(product, x, stacked):
+        layer = jax.checkpoint(lambda x, w: (jnp.tanh(product(x, w)), None), prevent_cse=False)
+        return jnp.sum(jax.lax.scan(layer, x, stacked)[0].astype(jnp.float32) ** 2)
+
+    grad = jax.jit(jax.value_and_grad(functools.partial(loss, nvfp4_matmul)))
+    actual, dx = grad(x, stacked)
+    plain = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    expected, expected_dx = grad(x, plain)
+    np.testing.assert_allclose(actual, expected, rtol=1e-2)
+    # Two layers, forward and backward, each rounding to bfloat16.
+    difference = np.abs(np.asarray(dx - expected_dx, np.float32))
+    assert difference.max() <= 4 * 2**-7 * np.abs(np.asarray(expected_dx, np.float32)).max()
+
+
+def test_nothing_but_the_packed_weight_is_kept_for_the_derivative(pretended_hopper):
+    w = to_hopper(weight(7, 64, 64))
+    _, vjp = jax.vjp(lambda x: nvfp4_matmul(x, w), normal(8, (130, 64)))
+    kept = [leaf for leaf in jax.tree.leaves(vjp) if isinstance(leaf, jax.Array)]
+    assert sum(leaf.nbytes for leaf in kept) == w.words.nbytes + w.global_scale.nbytes
+
+
+@pytest.mark.parametrize(
+    ("m", "dtype", "name"),
+    [
+        (1, jnp.bfloat16, "hopper"),
+        (128, jnp.bfloat16, "hopper"),
+        (129, jnp.bfloat16, "wide"),
+        (8192, jnp.bfloat16, "wide"),
+        (0, jnp.bfloat16, "dequantized"),
+        (16, jnp.float32, "reference"),
+        (129, jnp.float32, "reference"),
+    ],
+)
+def test_the_number_of_rows_and_their_type_choose_the_implementation(
+    pretended_hopper, m, dtype, name
+):
+    for p in shapes.PROBLEMS:
+        offered = api._HOPPER_IMPLEMENTATIONS
+        assert api._choose(offered, None, m, p.n, p.k, jnp.dtype(dtype)) == name
+
+
+@on_cpu
+@pytest.mark.parametrize("name", ["wide", "dequantized"])
+def test_neither_runs_without_its_device(name):
+    with pytest.raises(NotImplementedError, match=f"'{name}': needs a GPU of compute capability 9"):
+        nvfp4_matmul(normal(0, (2, 64)), to_hopper(weight(0, 64, 64)), implementation=name)
+
+
+def test_weights_take_the_layout_of_the_device_and_come_back(pretended_hopper):
+    t = random(jax.random.key(9), (3, 80, 96))
+    prepared = prepare(t, jnp.dtype(jnp.bfloat16))
+    assert_equal_leaves(prepared, to_hopper(t))
+    assert_equal_leaves(unprepare(prepared), t)
+    assert prepare(t, jnp.dtype(jnp.float32)) is t and unprepare(t) is t
+
+
+@on_cpu
+def test_weights_keep_their_layout_on_a_cpu():
+    t = weight(10, 64, 64)
+    assert prepare(t, jnp.dtype(jnp.bfloat16)) is t
+
+
+# On the device -------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(4608, 3584), (3584, 18944), (180, 208)])
+def test_on_its_device_the_kernel_writes_scaled_codes(n, k):
+    t = weight(n, n, k)
+    actual = jax.jit(dequantize.dequantize)(to_hopper(t))
+    np.testing.assert_array_equal(actual, jax.jit(nvfp4.scaled_codes)(t))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale_per_row", [False, True])
+@pytest.mark.parametrize("name", ["wide", "dequantized"])
+def test_on_its_device_the_product_and_its_derivative_meet_the_reference(name, scale_per_row):
+    m, n, k = 300, 4608, 3584
+    x, dy, t = normal(0, (m, k)), normal(1, (m, n)), weight(2, n, k, scale_per_row=scale_per_row)
+    w = to_hopper(t)
+    product = jax.jit(functools.partial(nvfp4_matmul, implementation=name))
+    assert_within_an_ulp(product(x, w), reference.forward(x.astype(jnp.float32), t))
+    actual = jax.jit(lambda x, dy: jax.vjp(lambda x: product(x, w), x)[1](dy)[0])(x, dy)
+    assert_within_an_ulp(actual, reference.backward(dy.astype(jnp.float32), t))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [64, 152, 192, 256])
+def test_on_its_device_every_tile_meets_the_reference(rows):
+    x, t = normal(0, (2 * rows - 24, 3584)), weight(1, 4608, 3584)  # the last tile is ragged
+    actual = jax.jit(lambda x, w: wide.matmul(x, w, wide.Config(rows)))(x, to_hopper(t))
+    assert_within_an_ulp(actual, reference.forward(x.astype(jnp.float32), t))
