@@ -10,12 +10,14 @@ import functools
 import itertools
 import os
 import pathlib
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import numpy as np
 
-from qerl_jax import arithmetic
+from qerl_jax import answers, arithmetic
+from qerl_jax.config import DataConfig
 
 type Message = dict[str, str]
 type Prompt = str | tuple[Message, ...]
@@ -26,13 +28,66 @@ THINK_ANSWER_PROMPT = (
     "First reason step by step between <think> and </think>, then write only the final answer "
     "between <answer> and </answer>."
 )
+SYSTEM_PROMPTS = {
+    "think-answer": THINK_ANSWER_PROMPT,
+    # What `dapo_reward` reads.
+    "answer-line": (
+        "Solve the problem step by step. End with a line that says only 'Answer: ' and the answer."
+    ),
+    # What `code_reward` reads.
+    "think-code": (
+        "First reason step by step between <think> and </think>, then write a complete Python "
+        "program that reads standard input and writes standard output, in one ```python block."
+    ),
+}
 # Enough that a training run meets few problems twice, and quick to permute.
 ARITHMETIC_PROBLEMS = 100_000
 
-_HUB_NAMES = {"gsm8k": ("openai/gsm8k", "main")}
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A set of problems by its usual name.
+
+    Attributes:
+        hub: Its name on the Hugging Face hub.
+        config: Its configuration there.
+        prompt: The column of the problem.
+        answer: The column of the answer; absent where rewards read another column.
+        system_prompt: The name in `SYSTEM_PROMPTS` of the instruction it is used with.
+        max_prompt_characters: Longer problems are left out.
+    """
+
+    hub: str
+    config: str | None
+    prompt: str
+    answer: str | None
+    system_prompt: str | None = None
+    max_prompt_characters: int | None = None
+
+
+_BIGMATH = "open-r1/Big-Math-RL-Verified-Processed"
+# Sets and limits are QeRL's (its published code), whose system prompts are longer.
+SETS = {
+    "gsm8k": Source("openai/gsm8k", "main", "question", "answer"),
+    "bigmath": Source(_BIGMATH, "level_3_4_5", "prompt", "solution", "think-answer", 1024),
+    "bigmath_hard": Source(_BIGMATH, "level_4_5", "prompt", "solution", "think-answer", 1024),
+    # Its prompts carry DAPO's own instruction to end with "Answer: ...".
+    "dapo_math": Source(
+        "open-r1/DAPO-Math-17k-Processed", "en", "source_prompt", "solution", None, 1024
+    ),
+    "miromind": Source(
+        "miromind-ai/MiroMind-M1-RL-62K", None, "problem", "clean_answer", "answer-line", 1024
+    ),
+    "math": Source("DigitalLearningGmbH/MATH-lighteval", None, "problem", "answer", "think-answer"),
+    "verifiable_code": Source(
+        "open-r1/verifiable-coding-problems-python_decontaminated-tested-shuffled",
+        *(None, "problem", None, "think-code"),
+    ),
+}
 _FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _PROMPT_COLUMNS = ("prompt", "question", "problem")
 _ANSWER_COLUMNS = ("answer", "ground_truth", "solution")
+_FIELD = re.compile(r"\{(\w+)\}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,63 +117,120 @@ class Problems(Sequence[Problem]):
         return self.read(chosen) if isinstance(chosen, int) else [self.read(i) for i in chosen]
 
 
+def from_config(
+    cfg: DataConfig, *, split: str, seed: int, num_problems: int | None = None
+) -> Problems:
+    """The problems that a `[data]` section describes.
+
+    Args:
+        cfg: the section.
+        split: instead of the section's.
+        seed: which arithmetic problems.
+        num_problems: instead of the section's.
+
+    Raises:
+        ValueError: as `load` does.
+    """
+    return load(
+        cfg.dataset,
+        path=cfg.path,
+        config=cfg.name,
+        split=split,
+        columns=cfg.columns,
+        system_prompt=cfg.system_prompt,
+        prompt_template=cfg.prompt_template,
+        max_prompt_characters=cfg.max_prompt_characters,
+        seed=seed,
+        num_problems=num_problems or cfg.num_problems,
+    )
+
+
 def load(
     name_or_path: str,
     *,
+    path: str | None = None,
     config: str | None = None,
     split: str = "train",
+    columns: Mapping[str, str] | None = None,
     system_prompt: str | None = None,
-    prompt_suffix: str = "",
+    prompt_template: str | None = None,
+    max_prompt_characters: int | None = None,
     seed: int = 0,
     num_problems: int | None = None,
 ) -> Problems:
-    """Loads problems by name: procedural ones, or the rows of a data set.
+    r"""Loads problems by name: procedural ones, or the rows of a data set.
 
     A row becomes a problem by its columns, the first that is there counting:
 
-        prompt   `prompt` as it stands (text, or chat messages); else `question` or `problem`, as
-                 one chat message of the user
-        answer   `answer`; else `reward_model["ground_truth"]` (verl's rows), `ground_truth` or
-                 `solution`. An answer with a line that starts with `####` (GSM8K's) is cut there:
-                 the rest of the line without commas becomes `answer`, the whole `solution`
+        prompt   the one that `columns` names; a named set's own; `prompt`; else `question` or
+                 `problem`. Messages of a chat stay as they are, a text becomes one message of the
+                 user. Only the text of a column `prompt` of no named set stays text, for policies
+                 that continue it, unless a system prompt makes it a chat
+        answer   the one that `columns` names; a named set's own; `answer`; else
+                 `reward_model["ground_truth"]` (verl's rows), `ground_truth` or `solution`. An
+                 answer with a line that starts with `####` (GSM8K's) is cut there: the rest of the
+                 line without commas becomes `answer`, the whole `solution`. A `solution` with a
+                 `\boxed{}` (MATH's) is cut to what the last one holds
 
     Every other column is kept as it is.
 
     Args:
-        name_or_path: "arithmetic", "gsm8k", another data set of the Hugging Face hub, a folder
-            that `datasets` can read, or a .jsonl, .json or .parquet file (whatever the split).
+        name_or_path: "arithmetic", a name in `SETS`, another data set of the Hugging Face hub, a
+            folder that `datasets` can read, or a .jsonl, .json or .parquet file (whatever the
+            split).
+        path: a folder or file to read the rows of a named set from, instead of the hub.
         config: the data set's configuration, where it has several.
         split: the data set's split; "train" or "test" for arithmetic.
-        system_prompt: a first message telling the model what to do. It turns a text prompt into a
-            chat.
-        prompt_suffix: text put after the prompt, or after its last message.
+        columns: the rows' names for `prompt` and `answer`.
+        system_prompt: a first message telling the model what to do: a text, or a name in
+            `SYSTEM_PROMPTS`; "" for none, None for a named set's own.
+        prompt_template: takes the place of the prompt, or of its last message: `{prompt}` in it is
+            what was there, `{COLUMN}` the row's value; other braces stay.
+        max_prompt_characters: leaves out problems whose prompt's column holds more; None means a
+            named set's own limit.
         seed: which arithmetic problems; rows of data sets do not depend on it.
-        num_problems: read only so many, from the first. Arithmetic has 100,000 unless told.
+        num_problems: read only so many of what is left, from the first. Arithmetic has 100,000
+            unless told.
 
     Raises:
-        ValueError: if there is no such data set, folder, file, configuration or split, it is
-            empty, `num_problems` is not positive, or a row has no usable prompt.
+        ValueError: if there is no such data set, folder, file, configuration, split or column, no
+            row is left, `num_problems` is not positive, or a row has no usable prompt.
     """
     if num_problems is not None and num_problems < 1:
         raise ValueError(f"num_problems must be at least 1; got {num_problems}")
+    source, columns = SETS.get(name_or_path), dict(columns or {})
+    if system_prompt is None and source is not None:
+        system_prompt = source.system_prompt
     if name_or_path == "arithmetic":
-        if config is not None:
-            raise ValueError(f"arithmetic has no configurations; got {config=}")
-        length = ARITHMETIC_PROBLEMS if num_problems is None else num_problems
-        rows = functools.partial(_arithmetic_row, split, seed)
+        if path or config or columns or max_prompt_characters:
+            raise ValueError(
+                "arithmetic has no path, configurations, columns or long prompts; got "
+                f"{path=}, {config=}, {columns=}, {max_prompt_characters=}"
+            )
+        kept = range(ARITHMETIC_PROBLEMS if num_problems is None else num_problems)
+        rows, where = functools.partial(_arithmetic_row, split, seed), name_or_path
+        reader = _Reader("question", "answer", True, system_prompt, prompt_template)
     else:
-        dataset = _load_dataset(name_or_path, config, split)
-        length = len(dataset) if num_problems is None else min(num_problems, len(dataset))
-        if length == 0:
-            raise ValueError(f"{name_or_path}: the split {split!r} is empty")
-        _prompt_column(dataset.column_names, name_or_path)
+        where = path or name_or_path
+        dataset = _load_dataset(name_or_path, path, config, split)
+        if len(dataset) == 0:
+            raise ValueError(f"{where}: the split {split!r} is empty")
+        reader = _Reader(
+            _prompt_column(dataset.column_names, columns, source, where),
+            _answer_column(dataset.column_names, columns, source, where),
+            source is not None,
+            system_prompt,
+            prompt_template,
+        )
+        limit = max_prompt_characters or (source and source.max_prompt_characters)
+        kept = _short_enough(dataset, reader.prompt, limit, where)[:num_problems]
         rows = dataset.__getitem__
 
     def read(index: int) -> Problem:
-        return _problem(rows(index), system_prompt, prompt_suffix, f"{name_or_path}, row {index}")
+        return reader.problem(rows(kept[index]), f"{where}, row {kept[index]}")
 
     read(0)  # a row that cannot be read shows now, not in the middle of a run
-    return Problems(length, read)
+    return Problems(len(kept), read)
 
 
 def batch(problems: Sequence[Problem], index: int, *, batch_size: int, seed: int) -> list[Problem]:
@@ -182,34 +294,56 @@ def _arithmetic_row(split: str, seed: int, index: int) -> dict[str, Any]:
     return {"question": problem.question, "answer": str(problem.answer)}
 
 
-def _load_dataset(name_or_path: str, config: str | None, split: str):
+def _load_dataset(name: str, path: str | None, config: str | None, split: str):
     """The rows as a `datasets.Dataset`, or an error that says what was looked for."""
     import datasets  # slow to import, and not needed for arithmetic
 
-    path = pathlib.Path(name_or_path).expanduser()
-    is_file = path.suffix in _FILE_FORMATS
-    looks_local = is_file or path.is_absolute() or name_or_path.startswith((".", "~"))
-    if looks_local and not path.exists():
-        raise ValueError(f"no such file or folder: {os.fspath(path)!r}")
-    if is_file and path.stat().st_size == 0:  # `datasets` ends in a bare StopIteration here
-        raise ValueError(f"{name_or_path}: the file is empty")
+    source, place = SETS.get(name), path or name
+    folder = pathlib.Path(place).expanduser()
+    is_file = folder.suffix in _FILE_FORMATS
+    looks_local = is_file or folder.is_absolute() or place.startswith((".", "~"))
+    if (looks_local or path) and not folder.exists():
+        raise ValueError(f"no such file or folder: {os.fspath(folder)!r}")
+    if is_file and folder.stat().st_size == 0:  # `datasets` ends in a bare StopIteration here
+        raise ValueError(f"{place}: the file is empty")
     try:
         if is_file:
             if config is not None:
                 raise ValueError(f"a file has no configurations; got {config=}")
-            files = {split: os.fspath(path)}
-            return datasets.load_dataset(_FILE_FORMATS[path.suffix], data_files=files, split=split)
-        hub_name, hub_config = _HUB_NAMES.get(name_or_path, (os.fspath(path), None))
-        return datasets.load_dataset(hub_name, config or hub_config, split=split)
+            files = {split: os.fspath(folder)}
+            return datasets.load_dataset(
+                _FILE_FORMATS[folder.suffix], data_files=files, split=split
+            )
+        hub = os.fspath(folder) if source is None or path else source.hub
+        if config is None and source is not None and source.config is not None:
+            # A copy on disk may have been made without the hub's configurations.
+            known = datasets.get_dataset_config_names(hub) if path else [source.config]
+            config = source.config if source.config in known else None
+        return datasets.load_dataset(hub, config, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
         raise ValueError(
-            f"could not load the data set {name_or_path!r} ({config=}, {split=}): "
+            f"could not load the data set {place!r} ({config=}, {split=}): "
             f"{error.__cause__ or error}"
         ) from error
 
 
-def _prompt_column(names: Sequence[str], where: str) -> str:
-    for name in _PROMPT_COLUMNS:
+def _named_column(
+    names: Sequence[str], role: str, columns: Mapping[str, str], own: str | None, where: str
+) -> str | None:
+    """The column that the config or, if it is there, the named set appoints."""
+    if role in columns and columns[role] not in names:
+        raise ValueError(
+            f"{where}: no column {columns[role]!r}, which data.columns names as the {role}; "
+            f"it has {sorted(names)}"
+        )
+    return columns.get(role) or (own if own in names else None)
+
+
+def _prompt_column(
+    names: Sequence[str], columns: Mapping[str, str], source: Source | None, where: str
+) -> str:
+    named = _named_column(names, "prompt", columns, source and source.prompt, where)
+    for name in (named, *_PROMPT_COLUMNS):
         if name in names:
             return name
     raise ValueError(
@@ -217,21 +351,56 @@ def _prompt_column(names: Sequence[str], where: str) -> str:
     )
 
 
-def _problem(
-    row: Mapping[str, Any], system_prompt: str | None, prompt_suffix: str, where: str
-) -> Problem:
-    columns = dict(row)
-    name = _prompt_column(list(columns), where)
-    prompt = columns.pop(name)
-    if isinstance(prompt, str) and (name != "prompt" or system_prompt is not None):
-        prompt = [{"role": "user", "content": prompt}]
-    if not isinstance(prompt, str):
-        prompt = _checked_messages(prompt, f"{where}, column {name!r}")
-    if system_prompt is not None:
-        if prompt[0]["role"] == "system":
-            raise ValueError(f"{where}: has a system message already; system_prompt must be unset")
-        prompt = ({"role": "system", "content": system_prompt}, *prompt)
-    return Problem(_with_suffix(prompt, prompt_suffix), _with_answer(columns))
+def _answer_column(
+    names: Sequence[str], columns: Mapping[str, str], source: Source | None, where: str
+) -> str | None:
+    return _named_column(names, "answer", columns, source and source.answer, where)
+
+
+def _short_enough(dataset, column: str, limit: int | None, where: str) -> Sequence[int]:
+    """The rows whose prompt has at most `limit` characters."""
+    if limit is None:
+        return range(len(dataset))
+    kept = [row for row, prompt in enumerate(dataset[column]) if _characters(prompt) <= limit]
+    if not kept:
+        raise ValueError(f"{where}: no prompt has at most {limit} characters")
+    return kept
+
+
+def _characters(prompt: Any) -> int:
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(message["content"]) for message in _checked_messages(prompt, "a prompt"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """How rows of one set become problems; see `load`."""
+
+    prompt: str
+    answer: str | None
+    is_named: bool
+    system_prompt: str | None
+    template: str | None
+
+    def problem(self, row: Mapping[str, Any], where: str) -> Problem:
+        columns = dict(row)
+        prompt = columns.pop(self.prompt)
+        instruction = SYSTEM_PROMPTS.get(self.system_prompt, self.system_prompt)
+        is_chat = self.is_named or self.prompt != "prompt" or bool(instruction)
+        if isinstance(prompt, str) and is_chat:
+            prompt = [{"role": "user", "content": prompt}]
+        if not isinstance(prompt, str):
+            prompt = _checked_messages(prompt, f"{where}, column {self.prompt!r}")
+        if instruction:
+            if prompt[0]["role"] == "system":
+                raise ValueError(
+                    f'{where}: has a system message already; set data.system_prompt = ""'
+                )
+            prompt = ({"role": "system", "content": instruction}, *prompt)
+        if self.template is not None:
+            prompt = _fill(self.template, prompt, row)
+        return Problem(prompt, _with_answer(columns, self.answer))
 
 
 def _checked_messages(prompt: Any, where: str) -> tuple[Message, ...]:
@@ -247,23 +416,30 @@ def _checked_messages(prompt: Any, where: str) -> tuple[Message, ...]:
     return tuple({"role": m["role"], "content": m["content"]} for m in prompt)
 
 
-def _with_suffix(prompt: Prompt, suffix: str) -> Prompt:
-    if isinstance(prompt, str):
-        return prompt + suffix
-    *earlier, last = prompt
-    return (*earlier, {**last, "content": last["content"] + suffix})
+def _fill(template: str, prompt: Prompt, row: Mapping[str, Any]) -> Prompt:
+    if not isinstance(prompt, str):
+        *earlier, last = prompt
+        return (*earlier, {**last, "content": _fill(template, last["content"], row)})
+    # Not str.format: templates ask for \boxed{} as it stands, and problems have braces, too.
+    values = {**row, "prompt": prompt}
+    return _FIELD.sub(lambda field: str(values.get(field[1], field[0])), template)
 
 
-def _with_answer(columns: dict[str, Any]) -> dict[str, Any]:
+def _with_answer(columns: dict[str, Any], named: str | None) -> dict[str, Any]:
     reward_model = columns.get("reward_model")
     if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
         columns.setdefault("ground_truth", reward_model["ground_truth"])
-    for name in _ANSWER_COLUMNS:
+    for name in (named, *_ANSWER_COLUMNS):
         if name in columns:
-            columns["answer"] = columns[name]
+            columns["answer"] = answer = columns[name]
             break
-    answer = columns.get("answer")
-    if isinstance(answer, str) and "\n####" in answer:
+    else:
+        return columns
+    if not isinstance(answer, str):
+        return columns
+    if "\n####" in answer:
         columns["solution"] = answer
         columns["answer"] = answer.rsplit("####", 1)[1].strip().replace(",", "")
+    elif name == "solution" and (boxed := answers.last_boxed(answer)) is not None:
+        columns["answer"] = boxed
     return columns

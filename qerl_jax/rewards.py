@@ -2,125 +2,71 @@ r"""Verifiable rewards: functions from completions to numbers, called by TRL's c
 
     f(prompts=..., completions=..., completion_ids=..., **columns, **extras) -> [number or None]
 
-All arguments are lists of one entry per row; columns are the data set's own (`answer`, ...). A
-completion is text for a text prompt and `[{"role": "assistant", "content": text}]` for a chat.
-None means that the reward does not apply to the row. Functions may be `async`.
+Prompts, completions, ids and columns are lists of one entry per row; columns are the data set's own
+(`answer`, ...). A completion is text for a text prompt and `[{"role": "assistant", "content":
+text}]` for a chat. None means that the reward does not apply to the row. Functions may be `async`.
+Extras are `log_extra(column, values)`, `log_metric(name, value)` and what the caller adds
+(`trainer_state`): take `**_` for those that a function does not use.
 """
 
 import asyncio
 import concurrent.futures
-import decimal
-import hashlib
+import dataclasses
 import importlib
 import importlib.util
 import inspect
 import pathlib
-import re
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from qerl_jax import data
+from qerl_jax.reward_functions import FACTORIES, STOCK, RewardFunction
 
-type RewardFunction = Callable[..., Any]
 type Named = tuple[str, RewardFunction]
 
-_TAG = r"</?(?:think|answer)>"
-_WELL_FORMED = re.compile(
-    rf"\s*<think>(?:(?!{_TAG}).)*</think>\s*<answer>(?:(?!{_TAG}).)*</answer>\s*", re.DOTALL
-)
-_BETWEEN_BLOCKS = re.compile(r"</think>\s*<answer>")
-_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-_HASH_ANSWER = re.compile(r"####\s*([-+]?\$?[0-9.,]*[0-9])")
-_NUMBER = re.compile(r"([-+]?)((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)")
-_RESERVED = ("prompts", "completions", "completion_ids")
+_RESERVED = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
 
 
 class RewardError(ValueError):
     """A reward function that raised, or returned something other than one number per row."""
 
 
-def accuracy_reward(completions: Sequence, answer: Sequence, **_) -> list[float | None]:
-    """1 where the last `<answer>` block holds the row's answer, else 0; None without an answer.
+@dataclasses.dataclass
+class Record:
+    """What reward functions log beside their values, in one call of `evaluate`.
 
-    Numbers are compared by value ("$1,234.00" is "1234"), anything else as stripped text.
+    Attributes:
+        rows: B, the entries of a column.
+        columns: By name, B entries each (`log_extra`); the last under a name counts.
+        values: By name, every number logged (`log_metric`).
     """
-    return [
-        _judge(extract_answer(completion_text(completion)), expected)
-        for completion, expected in zip(completions, answer, strict=True)
-    ]
 
+    rows: int
+    columns: dict[str, list] = dataclasses.field(default_factory=dict)
+    values: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
-def gsm8k_hash_reward(completions: Sequence, answer: Sequence, **_) -> list[float | None]:
-    """1 where the number after the last `####` is the row's answer, else 0 (GSM8K's own form)."""
-    found = [_HASH_ANSWER.findall(completion_text(completion)) for completion in completions]
-    return [
-        _judge(numbers[-1] if numbers else None, expected)
-        for numbers, expected in zip(found, answer, strict=True)
-    ]
+    def log_extra(self, column: str, values: Sequence) -> None:
+        """Adds a column to the log of completions.
 
+        Raises:
+            ValueError: if it has not one entry per row.
+        """
+        if len(values) != self.rows:
+            raise ValueError(
+                f"log_extra({column!r}): got {len(values)} values for {self.rows} rows"
+            )
+        self.columns[column] = list(values)
 
-def format_reward(completions: Sequence, **_) -> list[float]:
-    """1 for one `<think>` block, then one `<answer>` block, and only space around them; else 0."""
-    return [float(_WELL_FORMED.fullmatch(completion_text(c)) is not None) for c in completions]
+    def log_metric(self, name: str, value: float) -> None:
+        """Adds a number to a metric."""
+        self.values.setdefault(name, []).append(float(value))
 
-
-def soft_format_reward(completions: Sequence, **_) -> list[float]:
-    """0.2 where a `<think>` block followed by an `<answer>` block occurs anywhere, else 0.
-
-    QeRL adds it to accuracy (arXiv:2510.11696, its published code).
-    """
-    return [0.2 * _has_both_blocks(completion_text(c)) for c in completions]
-
-
-def think_format_reward(completions: Sequence, **_) -> list[float]:
-    """1 where the text begins with its only `<think>` and closes it, else 0 (TRL's reward)."""
-    texts = [completion_text(c) for c in completions]
-    return [
-        float(t.startswith("<think>") and t.count("<think>") == 1 and "</think>" in t)
-        for t in texts
-    ]
-
-
-def correct_and_well_formed_reward(
-    completions: Sequence, answer: Sequence, **_
-) -> list[float | None]:
-    """1 where `accuracy_reward` and `format_reward` both give 1, else 0; None without an answer."""
-    scores = zip(accuracy_reward(completions, answer), format_reward(completions), strict=True)
-    return [None if correct is None else correct * formed for correct, formed in scores]
-
-
-def token_hash_reward(completion_ids: Sequence, **_) -> list[float]:
-    """A pseudo-random number in [0, 1) that depends on the row's token ids alone.
-
-    For benchmarks with random weights: unequal completions get unequal rewards, so every group has
-    a gradient, and the same tokens score the same in every process.
-    """
-    digests = [
-        hashlib.blake2b(np.asarray(ids, dtype="<i8").tobytes(), digest_size=4).digest()
-        for ids in completion_ids
-    ]
-    return [int.from_bytes(digest, "little") / 2**32 for digest in digests]
-
-
-STOCK: dict[str, RewardFunction] = {
-    function.__name__: function
-    for function in (
-        accuracy_reward,
-        correct_and_well_formed_reward,
-        format_reward,
-        gsm8k_hash_reward,
-        soft_format_reward,
-        think_format_reward,
-        token_hash_reward,
-    )
-}
-
-
-def completion_text(completion: str | Sequence[Mapping[str, str]]) -> str:
-    """The text of a completion in either form: a string, or the last message of a chat."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The mean of the numbers of each metric, as TRL logs them."""
+        return {name: sum(values) / len(values) for name, values in self.values.items()}
 
 
 def as_completion(prompt: str | Sequence[Mapping[str, str]], text: str) -> str | list[data.Message]:
@@ -128,24 +74,24 @@ def as_completion(prompt: str | Sequence[Mapping[str, str]], text: str) -> str |
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
-def extract_answer(text: str) -> str | None:
-    """What the last complete `<answer>` block holds, stripped; None where there is no block."""
-    blocks = _ANSWER.findall(text)
-    return blocks[-1].strip() if blocks else None
-
-
-def resolve(names: Sequence[str | RewardFunction]) -> list[Named]:
+def resolve(
+    names: Sequence[str | RewardFunction], options: Mapping[str, Mapping[str, Any]] | None = None
+) -> list[Named]:
     """Finds reward functions, each with the name that its metrics carry.
 
     Args:
-        names: stock names (the keys of `STOCK`), import paths "package.module:function" or
-            "folder/file.py:function", or functions themselves.
+        names: stock names (the keys of `STOCK` and `FACTORIES`), import paths
+            "package.module:function" or "folder/file.py:function", or functions themselves.
+        options: by name, arguments of a factory: something that makes the reward function. Stock
+            factories may do without; of what is imported, a name with options is a factory.
+            Options of other names are ignored.
 
     Raises:
         ValueError: for an unknown name, a module that cannot be imported, something that cannot be
-            called, or two functions of one name.
+            called, options that a factory refuses, or two functions of one name.
     """
-    functions = [_resolve_one(name) for name in names]
+    options = options or {}
+    functions = [_resolve_one(name, options) for name in names]
     resolved = [(getattr(f, "__name__", type(f).__name__), f) for f in functions]
     repeated = {name for name, _ in resolved if [n for n, _ in resolved].count(name) > 1}
     if repeated:
@@ -160,6 +106,7 @@ def evaluate(
     completion_ids: Sequence[Sequence[int]],
     columns: Mapping[str, Sequence],
     extras: Mapping[str, Any] | None = None,
+    record: Record | None = None,
 ) -> np.ndarray:
     """Scores B completions with every function.
 
@@ -169,7 +116,8 @@ def evaluate(
         completions: B texts or lists of messages; see `as_completion`.
         completion_ids: B sequences of token ids.
         columns: the data set's columns, B entries each.
-        extras: further arguments passed as they are (`trainer_state`, `log_metric`, ...).
+        extras: further arguments passed as they are (`trainer_state`).
+        record: takes what functions give to `log_extra` and `log_metric`; made with B rows.
 
     Returns:
         float32 [B, number of functions]; NaN where a function returned None.
@@ -183,12 +131,15 @@ def evaluate(
     taken = [*_RESERVED, *columns]
     clashing = [name for name in columns if name in _RESERVED]
     clashing += [name for name in extras if name in taken]
+    record = Record(len(prompts)) if record is None else record
     if clashing:
         raise ValueError(f"columns and extras must not repeat an argument's name: {clashing}")
     arguments = {
         "prompts": prompts,
         "completions": completions,
         "completion_ids": completion_ids,
+        "log_extra": record.log_extra,
+        "log_metric": record.log_metric,
         **columns,
         **extras,
     }
@@ -239,51 +190,42 @@ def check(
     evaluate(functions, prompts, completions, completion_ids, columns, extras)
 
 
-def _number(text: str) -> decimal.Decimal | None:
-    """The value of a number as people write it: 1,234 or $5.00 or 27. or a typographic minus."""
-    plain = text.strip().replace("\\$", "").replace("$", "").replace("\N{MINUS SIGN}", "-")
-    match = _NUMBER.fullmatch(plain.strip())
-    return decimal.Decimal(match[1] + match[2].replace(",", "")) if match else None
-
-
-def _judge(given: str | None, expected: Any) -> float | None:
-    if expected is None:
-        return None
-    if given is None:
-        return 0.0
-    given_number, expected_number = _number(given), _number(str(expected))
-    if given_number is not None and expected_number is not None:
-        return float(given_number == expected_number)
-    return float(given.strip() == str(expected).strip())
-
-
-def _has_both_blocks(text: str) -> bool:
-    # The first place of each tag in turn decides, so this stays linear in the text: one pattern
-    # with three wildcards would take seconds on a model that repeats its tags.
-    _, think, rest = text.partition("<think>")
-    between = _BETWEEN_BLOCKS.search(rest)
-    return bool(think and between and "</answer>" in rest[between.end() :])
-
-
-def _resolve_one(name: str | RewardFunction) -> RewardFunction:
-    if not isinstance(name, str):
-        function = name
-    elif name in STOCK:
-        return STOCK[name]
-    elif ":" not in name:
-        raise ValueError(
-            f"no reward function {name!r}; there are {sorted(STOCK)}, or an import path such as "
-            "'package.module:function' or 'file.py:function'"
-        )
-    else:
-        path, _, attribute = name.rpartition(":")
-        module = _import(path)
-        if not hasattr(module, attribute):
-            raise ValueError(f"reward function {name!r}: {path} has no {attribute!r}")
-        function = getattr(module, attribute)
+def _resolve_one(
+    name: str | RewardFunction, options: Mapping[str, Mapping[str, Any]]
+) -> RewardFunction:
+    if isinstance(name, str) and (name in FACTORIES or name in options):
+        return _make(name, FACTORIES.get(name) or _find(name), options.get(name, {}))
+    function = _find(name) if isinstance(name, str) else name
     if not callable(function):
         raise ValueError(f"reward function {name!r} cannot be called: {type(function).__name__}")
     return function
+
+
+def _make(name: str, factory: Any, options: Mapping[str, Any]) -> RewardFunction:
+    if name in STOCK:
+        raise ValueError(f"rewards.options.{name}: got {dict(options)}; it takes no options")
+    try:
+        function = factory(**options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"rewards.options.{name}: got {dict(options)}; {error}") from error
+    if not callable(function):
+        raise ValueError(f"rewards.options.{name}: what {name!r} makes cannot be called")
+    return function
+
+
+def _find(name: str) -> Any:
+    if name in STOCK:
+        return STOCK[name]
+    if ":" not in name:
+        raise ValueError(
+            f"no reward function {name!r}; there are {sorted([*STOCK, *FACTORIES])}, or an import "
+            "path such as 'package.module:function' or 'file.py:function'"
+        )
+    path, _, attribute = name.rpartition(":")
+    module = _import(path)
+    if not hasattr(module, attribute):
+        raise ValueError(f"reward function {name!r}: {path} has no {attribute!r}")
+    return getattr(module, attribute)
 
 
 def _import(path: str):

@@ -2,12 +2,12 @@
 
 import random
 
-from qerl_jax import rewards
+from qerl_jax import reward_functions
 
 
 def shuffled(completions, answer, **_):
     """The right rewards in an order that has nothing to do with the completions."""
-    values = rewards.correct_and_well_formed_reward(completions, answer)
+    values = reward_functions.correct_and_well_formed_reward(completions, answer)
     random.Random(str(completions)).shuffle(values)
     return values
 
@@ -20,3 +20,10 @@ def raising(completions, **_):
 def one_short(completions, **_):
     """Forgets a row."""
     return [0.0] * (len(completions) - 1)
+
+
+def talkative(completions, trainer_state, log_extra, log_metric, **_):
+    """Logs a column and a number beside its rewards."""
+    log_extra("letters", [len(completion[-1]["content"]) for completion in completions])
+    log_metric("steps_to_go", trainer_state.max_steps - trainer_state.global_step)
+    return [0.0] * len(completions)

@@ -5,127 +5,16 @@ import sys
 import numpy as np
 import pytest
 
-from qerl_jax import data, rewards
+from qerl_jax import data, reward_functions, rewards
 
 
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        ("<answer>27</answer>", "27", 1),
-        ("<answer> 27.0 </answer>", "27", 1),
-        ("<answer>27.</answer>", "27", 1),
-        ("<answer>27.5</answer>", "27", 0),
-        ("<answer>$1,234.00</answer>", "1234", 1),
-        (r"<answer>\$5</answer>", "5", 1),
-        ("<answer>12,34</answer>", "1234", 0),
-        ("<answer>1,2</answer>", "1,2", 1),
-        ("<answer>025</answer>", "25", 1),
-        ("<answer>-3</answer>", "-3", 1),
-        ("<answer>−3</answer>", "-3", 1),
-        ("<answer>3</answer>", "-3", 0),
-        ("<answer>+3</answer>", "3", 1),
-        ("<answer>.5</answer>", "0.50", 1),
-        ("<answer>4</answer>", 4, 1),
-        ("<answer>4</answer>", 4.0, 1),
-        ("<answer>four</answer>", "four", 1),
-        ("<answer>Four</answer>", "four", 0),
-        ("<answer>东京 🙂</answer>", "东京 🙂", 1),
-        ("<answer>4 eggs</answer>", "4", 0),
-        ("<answer>1</answer> no: <answer>2</answer>", "2", 1),
-        ("<answer>1</answer> no: <answer>2</answer>", "1", 0),
-        ("<answer>2</answer><answer>", "2", 1),
-        ("<answer><answer>2</answer></answer>", "2", 1),
-        ("<answer>\n2\n</answer>", "2", 1),
-        ("<answer></answer>", "", 1),
-        ("<answer>2", "2", 0),
-        ("2", "2", 0),
-        ("", "2", 0),
-        ("<answer>2</answer>", None, None),
-    ],
-)
-def test_accuracy_compares_the_last_answer_by_value(completion, answer, reward):
-    assert rewards.accuracy_reward([completion], [answer]) == [reward]
-    chat = [{"role": "assistant", "content": completion}]
-    assert rewards.accuracy_reward(completions=[chat], answer=[answer]) == [reward]
-
-
-@pytest.mark.parametrize(
-    ("completion", "strict", "soft", "think"),
-    [
-        ("<think>a</think><answer>b</answer>", 1, 0.2, 1),
-        ("<think>a\n\nb</think>\n<answer>c\nd</answer>\n", 1, 0.2, 1),
-        ("<think></think><answer></answer>", 1, 0.2, 1),
-        (" <think>a</think><answer>b</answer>", 1, 0.2, 0),
-        ("<think>a</think> so <answer>b</answer>", 0, 0, 1),
-        ("<think>a</think><answer>b</answer> done", 0, 0.2, 1),
-        ("Hm. <think>a</think><answer>b</answer>", 0, 0.2, 0),
-        ("<think>a</think><answer>b</answer><answer>c</answer>", 0, 0.2, 1),
-        ("<think><think>a</think></think><answer>b</answer>", 0, 0.2, 0),
-        ("<think>a</think><think>b</think><answer>c</answer>", 0, 0.2, 0),
-        ("<think>a<answer>b</answer></think>", 0, 0, 1),
-        ("<answer>b</answer><think>a</think>", 0, 0, 0),
-        ("<think>a</think><answer>b", 0, 0, 1),
-        ("<think></answer></think><answer>", 0, 0, 1),
-        ("<think>a", 0, 0, 0),
-        ("<THINK>a</THINK><ANSWER>b</ANSWER>", 0, 0, 0),
-        ("", 0, 0, 0),
-    ],
-)
-def test_format_rewards_tell_forms_apart(completion, strict, soft, think):
-    assert rewards.format_reward([completion]) == [strict]
-    assert rewards.soft_format_reward([completion]) == [soft]
-    assert rewards.think_format_reward([completion]) == [think]
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        ("<think>1+1</think><answer>2</answer>", "2", 1),
-        ("<think>1+1</think><answer>3</answer>", "2", 0),
-        ("<answer>2</answer>", "2", 0),
-        ("<think>1+1</think><answer>2</answer>", None, None),
-    ],
-)
-def test_correct_and_well_formed_needs_both(completion, answer, reward):
-    assert rewards.correct_and_well_formed_reward([completion], [answer]) == [reward]
-
-
-@pytest.mark.parametrize(
-    ("completion", "answer", "reward"),
-    [
-        ("so\n#### 1,234", "1234", 1),
-        ("####5", "5", 1),
-        ("#### $5.00.", "5", 1),
-        ("#### -7", "-7", 1),
-        ("#### 1\n#### 2", "2", 1),
-        ("#### 2\n#### ?", "2", 1),
-        ("### 2", "2", 0),
-        ("2", "2", 0),
-        ("", "2", 0),
-    ],
-)
-def test_hash_reward_reads_the_last_hash_line(completion, answer, reward):
-    assert rewards.gsm8k_hash_reward([completion], [answer]) == [reward]
-
-
-def test_token_hash_depends_on_the_tokens_alone_and_varies():
-    values = rewards.token_hash_reward([[1, 2], np.array([1, 2], np.int32), [2, 1], [1], []])
-    assert values[0] == values[1] and len(set(values)) == 4
-    many = rewards.token_hash_reward([[i] for i in range(4000)])
-    assert 0 <= min(many) and max(many) < 1
-    assert np.mean(many) == pytest.approx(0.5, abs=0.02)  # standard error .0046
-    program = "from qerl_jax import rewards; print(rewards.token_hash_reward([[1, 2]])[0])"
+def test_importing_rewards_is_light():
+    heavy = ["datasets", "flax", "jax", "math_verify", "sympy", "transformers"]
+    program = f"import sys, qerl_jax.rewards; print([n for n in {heavy} if n in sys.modules])"
     said = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout
-    assert float(said) == values[0]
-
-
-def test_repeated_tags_are_scored_in_linear_time():
-    # 40,000 tags: quadratic patterns need minutes here, which the suite's time limit would show.
-    hostile = "<think></think><answer>" * 10_000 + "#### ." * 1000
-    for function in rewards.STOCK.values():
-        assert function(completions=[hostile], answer=["1"], completion_ids=[[0]])
+    assert said == "[]\n"
 
 
 def length_reward(completions, **_):
@@ -157,7 +46,43 @@ def test_functions_that_cannot_be_found_are_named(name, message):
 
 def test_two_functions_of_one_name_are_refused():
     with pytest.raises(ValueError, match=r"repeated: \['format_reward'\]"):
-        rewards.resolve(["format_reward", "qerl_jax.rewards:format_reward"])
+        rewards.resolve(["format_reward", "qerl_jax.reward_functions:format_reward"])
+
+
+def test_factories_are_called_with_their_options(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def get_constant(value):\n"
+        "    def constant(completions, **_):\n"
+        "        return [value] * len(completions)\n"
+        "    return constant\n"
+    )
+    path = f"{file}:get_constant"
+    resolved = rewards.resolve(
+        ["get_repetition_penalty_reward", path],
+        {path: {"value": 3.0}, "get_repetition_penalty_reward": {"ngram_size": 1}, "other": {}},
+    )
+    assert [name for name, _ in resolved] == ["repetition_penalty_reward", "constant"]
+    assert resolved[0][1](completion_ids=[[1, 1]]) == [-0.5]
+    assert resolved[1][1](["x"]) == [3.0]
+    ((_, default),) = rewards.resolve(["get_repetition_penalty_reward"])
+    assert default(completion_ids=[[1, 1, 1, 1]]) == [-0.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("get_cosine_scaled_reward", {}, "get_cosine_scaled_reward: got {}.*missing.*max_len"),
+        ("get_cosine_scaled_reward", {"max_len": 0}, "'max_len': 0}; max_len: got 0; must be at"),
+        ("get_code_reward", {"second": 1}, "unexpected keyword argument 'second'"),
+        ("format_reward", {"strict": True}, "rewards.options.format_reward: .*takes no options"),
+        ("math:sqrt", {}, "rewards.options.math:sqrt: got {}"),
+        ("platform:machine", {}, "what 'platform:machine' makes cannot be called"),
+    ],
+)
+def test_options_that_a_factory_refuses_are_named(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        rewards.resolve([name], {name: options})
 
 
 def evaluate(function, rows=2, **columns):
@@ -167,7 +92,7 @@ def evaluate(function, rows=2, **columns):
 
 
 def test_functions_receive_columns_and_extras_and_may_abstain():
-    def plain(prompts, completions, completion_ids, level, extra):
+    def plain(prompts, completions, completion_ids, level, extra, log_extra, log_metric):
         return [level[0] + extra, None]
 
     async def slow(level, **_):
@@ -229,14 +154,41 @@ def test_faulty_functions_are_named(function, message):
         evaluate(function, level=[1, 2])
 
 
+def test_what_functions_log_is_recorded():
+    async def first(completions, log_extra, log_metric, **_):
+        log_extra("length", [len(c) for c in completions])
+        log_metric("share", 1)
+        return [0, 0]
+
+    def second(log_metric, **_):
+        log_metric("share", np.float32(0.5))
+        return [0, 0]
+
+    record = rewards.Record(2)
+    named = [("first", first), ("second", second)]
+    rewards.evaluate(named, ["p", "q"], ["a", "bcd"], [[1], [2]], {}, record=record)
+    assert record.columns == {"length": [1, 3]}
+    assert record.values == {"share": [0.5, 1.0]}
+    assert record.metrics == {"share": 0.75}
+
+
+def test_a_logged_column_must_have_a_value_per_row():
+    def short(log_extra, **_):
+        log_extra("length", [1])
+        return [0, 0]
+
+    with pytest.raises(rewards.RewardError, match="'f' raised .*'length'.*1 values for 2 rows"):
+        evaluate(short)
+
+
 def test_columns_must_not_take_an_arguments_name():
-    with pytest.raises(ValueError, match=r"\['prompts', 'extra'\]"):
-        evaluate(lambda **_: [0, 0], prompts=["a", "b"], extra=[1, 2])
+    with pytest.raises(ValueError, match=r"\['prompts', 'log_metric', 'extra'\]"):
+        evaluate(lambda **_: [0, 0], prompts=["a", "b"], log_metric=[1, 2], extra=[1, 2])
 
 
 def test_check_finds_a_missing_column_before_training():
     problems = data.load("arithmetic", num_problems=2)
-    rewards.check(rewards.resolve(list(rewards.STOCK)), problems[:2])
+    rewards.check(rewards.resolve(["accuracy_reward", "format_reward"]), problems[:2])
     needs_level = [("needs_level", lambda level, **_: level)]
     with pytest.raises(rewards.RewardError, match=r"'needs_level' raised TypeError.*\['answer'\]"):
         rewards.check(needs_level, problems[:2])
@@ -246,4 +198,4 @@ def test_completions_take_the_form_of_their_prompts():
     assert rewards.as_completion("1+1=", "2") == "2"
     chat = rewards.as_completion([{"role": "user", "content": "1+1="}], "2")
     assert chat == [{"role": "assistant", "content": "2"}]
-    assert rewards.completion_text(chat) == "2"
+    assert reward_functions.completion_text(chat) == "2"

@@ -1,0 +1,142 @@
+r"""Where a completion states its answer, and when two answers are the same.
+
+Readers find an answer by its form (`<answer>` tags, GSM8K's `####`, `\boxed{}`, a line `Answer:`);
+`same` and `minerva_form` compare what they found as text and numbers. What needs algebra is
+`equivalence`'s business. Everything here is linear in the text, for models repeat themselves.
+"""
+
+import decimal
+import re
+from typing import Any
+
+_BLOCK = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
+_NUMBER = re.compile(rf"([-+]?)({_DIGITS})")
+# A minus between two operands is a subtraction, not a sign.
+_NUMBER_IN_TEXT = re.compile(rf"(?:(?<![\w)\]}}])([-+])\s?)?\$?({_DIGITS})")
+_HASH = re.compile(r"####\s*([-+]?\$?[0-9.,]*[0-9])")
+_ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_CODE = re.compile(r"```(?:python|py)[0-9]*[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_MINUS = "\N{MINUS SIGN}"
+
+
+def last_block(text: str) -> str | None:
+    """What the last complete `<answer>` block holds, stripped; None where there is no block."""
+    blocks = _BLOCK.findall(text)
+    return blocks[-1].strip() if blocks else None
+
+
+def tagged(text: str) -> str:
+    """What follows the last `<answer>`, up to `</answer>`, stripped; all of a text without tags.
+
+    QeRL's reading (its published code): an answer without tags is compared as a whole.
+    """
+    return text.rpartition("<answer>")[2].partition("</answer>")[0].strip()
+
+
+def after_hashes(text: str) -> str | None:
+    """The number after the last `####` that has one (GSM8K's own form), as it is written."""
+    numbers = _HASH.findall(text)
+    return numbers[-1] if numbers else None
+
+
+def last_number(text: str) -> str | None:
+    """The last number of the text with its sign, without currency sign."""
+    found = _NUMBER_IN_TEXT.findall(text.replace(_MINUS, "-"))
+    return "".join(found[-1]) if found else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last `\boxed{}` holds; None where there is none, or its brace is never closed."""
+    opening = "\\boxed{"
+    start = text.rfind(opening)
+    if start < 0:
+        return None
+    depth, start = 1, start + len(opening)
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start:end]
+    return None
+
+
+def answer_line(text: str) -> str | None:
+    """The rest of the line after the last "Answer:" in any case; None where there is none."""
+    lines = _ANSWER_LINE.findall(text)
+    return lines[-1] if lines else None
+
+
+def last_code(text: str) -> str | None:
+    """The last fenced block of Python; None where there is none."""
+    blocks = _CODE.findall(text)
+    return blocks[-1] if blocks else None
+
+
+def number(text: str) -> decimal.Decimal | None:
+    """The value of a number as people write it: 1,234 or $5.00 or 27. or a typographic minus."""
+    plain = text.strip().replace("\\$", "").replace("$", "").replace(_MINUS, "-")
+    match = _NUMBER.fullmatch(plain.strip())
+    return decimal.Decimal(match[1] + match[2].replace(",", "")) if match else None
+
+
+def same(given: str | None, expected: Any) -> float | None:
+    """1.0 if two answers agree, else 0.0; None without an expected one.
+
+    Numbers are compared by value ("$1,234.00" is "1234"), anything else as stripped text. An answer
+    that was not found agrees with nothing.
+    """
+    if expected is None:
+        return None
+    if given is None:
+        return 0.0
+    given_number, expected_number = number(given), number(str(expected))
+    if given_number is not None and expected_number is not None:
+        return float(given_number == expected_number)
+    return float(given.strip() == str(expected).strip())
+
+
+# In this order. Articles go with the space after them, so "a b" loses its "a " too.
+_REWRITTEN = (
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    ("\\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (",\\text{and}", ","),
+    ("\\text{and}", ","),
+    ("\\text{m}", "\\text{}"),
+)
+_REMOVED_WORDS = (
+    "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits "
+    "cents degrees cm gm pounds meters meals edges students childrentickets multiples"
+).split()
+_REMOVED_TEX = (
+    *("\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}"),
+    *("\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
+)
+
+
+def minerva_form(answer: str) -> str:
+    r"""A final answer in the normal form that Minerva's evaluation compares as text.
+
+    What stands after the last `=`, without units and spacing, outside of `$`, `\text` and `\boxed`,
+    with `\frac12` and `\sqrt2` written out and without commas in whole numbers.
+
+    Source: Lewkowycz et al. 2022 (arXiv:2206.14858), appendix D; DAPO scores with it.
+    """
+    answer = answer.rpartition("=")[2]
+    for before, after in _REWRITTEN:
+        answer = answer.replace(before, after)
+    for removed in (*_REMOVED_WORDS, *_REMOVED_TEX):
+        answer = answer.replace(removed, "")
+    answer = re.sub(r".*?\$(.*?)\$.*", r"$\1$", answer)
+    for command in ("text", "textbf", "overline"):
+        answer = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", answer)
+    answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)
+    answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)
+    answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer)
+    answer = answer.replace("$", "")
+    without_commas = answer.replace(",", "")
+    return (without_commas if without_commas.isdigit() else answer).strip()

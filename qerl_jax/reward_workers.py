@@ -1,0 +1,196 @@
+"""Functions that may hang, in processes that can be killed.
+
+A `Pool` keeps processes that have imported one module and answer calls of its functions, each under
+a time limit. They are fresh interpreters, not forks: JAX is in the parent, whose threads and device
+memory a fork would share, and the parent's main module is not run again. Requests and replies are
+lines of JSON.
+
+A worker ends with its parent, however that ends: an idle one reads the end of its input, and a busy
+one carries an alarm that the kernel delivers whatever Python is doing.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import queue
+import resource
+import select
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal
+
+# Enough to import sympy on a machine that is busy compiling.
+_START_SECONDS = 120.0
+# An integer like 10**10**10 asks for more than any honest answer needs.
+_MEMORY_BYTES = 4 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """A call without a value.
+
+    Attributes:
+        reason: "timeout" if it was killed at its limit, "died" if it took its process with it,
+            "raised" for an exception.
+        detail: The exception's type and text.
+    """
+
+    reason: Literal["timeout", "died", "raised"]
+    detail: str = ""
+
+
+class Pool:
+    """Processes that call functions of one module; they start when they are first needed."""
+
+    def __init__(self, module: str, *, workers: int, seconds: float):
+        """Starts nothing yet.
+
+        Args:
+            module: Import path of the module whose functions are called.
+            workers: Most processes at a time.
+            seconds: Longest call, on the clock.
+
+        Raises:
+            ValueError: If a number is not positive.
+        """
+        if workers < 1 or seconds <= 0:
+            raise ValueError(f"workers and seconds: got {workers}, {seconds}; must be positive")
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._size = workers
+        members = [_Worker(module, seconds) for _ in range(workers)]
+        for worker in members:
+            self._idle.put(worker)
+        self.close = weakref.finalize(self, _stop_all, members)
+
+    def map(self, function: str, calls: Sequence[Sequence[Any]]) -> list[Any]:
+        """Calls `function` with each tuple of arguments, side by side.
+
+        Args:
+            function: Name of a function of the module.
+            calls: Arguments of each call; they and the values must be plain JSON.
+
+        Returns:
+            Values in the order of the calls, a `Failure` for each call without one.
+
+        Raises:
+            RuntimeError: If a worker cannot start, with its reason.
+        """
+        with concurrent.futures.ThreadPoolExecutor(self._size) as threads:
+            return list(threads.map(lambda arguments: self._call(function, arguments), calls))
+
+    def _call(self, function: str, arguments: Sequence[Any]) -> Any:
+        worker = self._idle.get()
+        try:
+            return worker.call(function, arguments)
+        finally:
+            self._idle.put(worker)
+
+
+class _Worker:
+    """One process, replaced after every call that it did not survive."""
+
+    def __init__(self, module: str, seconds: float):
+        self._command = [sys.executable, "-m", __name__, module, str(seconds)]
+        self._module, self._seconds = module, seconds
+        self._process: subprocess.Popen | None = None
+
+    def call(self, function: str, arguments: Sequence[Any]) -> Any:
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        try:
+            self._process.stdin.write(json.dumps([function, list(arguments)]) + "\n")
+            self._process.stdin.flush()
+            reply = self._reply(self._seconds)
+        except (BrokenPipeError, EOFError):
+            reply = Failure("died")
+        except TimeoutError:
+            reply = Failure("timeout")
+        if isinstance(reply, Failure):
+            self.stop()
+            return reply
+        return Failure("raised", reply["error"]) if "error" in reply else reply["value"]
+
+    def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        process.stdout.close()
+
+    def _start(self) -> None:
+        self.stop()
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            # What the parent can import, and no Ctrl-C that is meant for the parent.
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            start_new_session=True,
+        )
+        try:
+            error = self._reply(_START_SECONDS)["error"]
+        except (EOFError, TimeoutError) as failure:
+            error = type(failure).__name__
+        if error is not None:
+            self.stop()
+            raise RuntimeError(f"a worker process could not import {self._module}: {error}")
+
+    def _reply(self, seconds: float) -> dict[str, Any]:
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
+        if not poll.poll(1000 * seconds):
+            raise TimeoutError
+        line = self._process.stdout.readline()
+        if not line.endswith("\n"):
+            raise EOFError
+        return json.loads(line)
+
+
+def _stop_all(workers: Sequence[_Worker]) -> None:
+    for worker in workers:
+        worker.stop()
+
+
+def _serve(module: str, seconds: float) -> None:
+    """Answers requests until the input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    # What the module prints must not look like a reply.
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def reply(**message: Any) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
+    try:
+        functions = importlib.import_module(module)
+    except Exception as error:
+        return reply(error=f"{type(error).__name__}: {error}")
+    reply(error=None)
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, seconds + 1)  # later than the parent's own limit
+        try:
+            value = getattr(functions, name)(*arguments)
+        except Exception as error:
+            message = {"error": f"{type(error).__name__}: {error}"}
+        else:
+            message = {"value": value}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        reply(**message)
+
+
+if __name__ == "__main__":
+    _serve(sys.argv[1], float(sys.argv[2]))

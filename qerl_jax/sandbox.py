@@ -1,0 +1,284 @@
+"""Programs of a policy, run where they can do no harm.
+
+A program is one process in namespaces of its own (bubblewrap): no network, nobody else's processes,
+an empty environment, a file system that holds the Python installation for reading and one small
+folder in memory for writing. A seccomp filter takes away what a program that reads its input and
+writes its output does not need: further processes, sockets, other processes' memory, mounting, and
+memory that no limit counts. Resource limits bound the rest, and the clock ends what is left.
+
+Where any of this cannot be had, nothing is run: see `require`.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import errno
+import functools
+import math
+import os
+import platform
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import IO, Literal
+
+_FOLDER_BYTES = 16 << 20  # also the longest file, the output included
+_THREADS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What one program may use.
+
+    Attributes:
+        seconds: Processor time; on the clock it may take twice as long.
+        memory_mb: Address space, MiB. Generous: solutions ask for threads with large stacks.
+    """
+
+    seconds: float = 5.0
+    memory_mb: int = 1024
+
+    def __post_init__(self):
+        if self.seconds <= 0 or self.memory_mb < 64:
+            raise ValueError(f"{self}: seconds must be positive and memory_mb at least 64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a program ended.
+
+    Attributes:
+        status: "ok" for exit status 0, "timeout" when a time limit ended it, else "failed".
+        output: What it wrote to its standard output, at most 16 MiB.
+    """
+
+    status: Literal["ok", "failed", "timeout"]
+    output: str
+
+
+def run(program: str, stdin: str, limits: Limits) -> Outcome:
+    """Runs a Python program on an input. Call `require` once before."""
+    return _run(program, stdin, limits)[0]
+
+
+def run_all(
+    jobs: Sequence[tuple[str, str]], limits: Limits, *, workers: int | None = None
+) -> list[Outcome]:
+    """Runs (program, input) pairs side by side.
+
+    Args:
+        jobs: Programs and their inputs.
+        limits: Of each.
+        workers: How many at a time; absent means as many as there are processors.
+
+    Raises:
+        NotImplementedError: Where programs cannot be isolated.
+    """
+    require()
+    with concurrent.futures.ThreadPoolExecutor(workers or os.cpu_count() or 1) as threads:
+        return list(threads.map(lambda job: run(*job, limits), jobs))
+
+
+def require() -> None:
+    """Checks, once in a process, that programs can be isolated here.
+
+    Raises:
+        NotImplementedError: If they cannot, with the reason.
+    """
+    reason = unavailable()
+    if reason is not None:
+        raise NotImplementedError(
+            f"programs of the policy cannot be isolated here, so none is run: {reason}"
+        )
+
+
+@functools.cache
+def unavailable() -> str | None:
+    """Why programs cannot be isolated on this machine; None if they can, which is tried out."""
+    if sys.platform != "linux" or platform.machine() not in _MACHINES:
+        return f"needs Linux on {' or '.join(_MACHINES)}, not {sys.platform} {platform.machine()}"
+    if not shutil.which("bwrap"):
+        return "bwrap is not installed (package bubblewrap, 0.7 or newer)"
+    outcome, errors = _run(_PROBE, "", Limits(seconds=30))
+    if outcome.status == "ok" and outcome.output == "isolated\n":
+        return None
+    said = errors.strip().rpartition("\n")[2] or outcome.status
+    return f"bwrap could not isolate a trial program ({said}); are user namespaces allowed?"
+
+
+# Looks for what must not be there; an assertion that fails names itself in the reason.
+_PROBE = """
+import os, socket
+def denied(call, *arguments):
+    try:
+        call(*arguments)
+    except OSError:
+        return True
+assert denied(os.fork), "fork"
+assert denied(socket.socket), "socket"
+assert denied(open, "/escaped", "w"), "a file outside of the folder"
+assert denied(os.listdir, "/proc"), "/proc"
+assert denied(os.kill, os.getppid(), 9) or os.getppid() <= 1, "kill"
+assert set(os.environ) <= {"PWD", "LC_CTYPE"}, sorted(os.environ)
+open("inside", "w").write("x")
+print("isolated")
+"""
+
+
+# Limits first, then the program in this very module: a thread that outlives the main program still
+# finds its globals.
+_LAUNCHER = """
+import resource
+for name, soft, hard in {limits}:
+    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (soft, hard))
+del resource, name, soft, hard
+exec(compile(open("/program.py", encoding="utf-8").read(), "/program.py", "exec"))
+"""
+
+
+def _run(program: str, stdin: str, limits: Limits) -> tuple[Outcome, str]:
+    """Outcome and standard error."""
+    contents = (program.encode("utf-8", "replace"), stdin.encode("utf-8", "replace"), _seccomp())
+    with contextlib.ExitStack() as stack:
+        code, given, rules, output, errors = (
+            stack.enter_context(_file(content)) for content in (*contents, b"", b"")
+        )
+        try:
+            status = subprocess.run(
+                _command(code.fileno(), rules.fileno(), limits),
+                stdin=given,
+                stdout=output,
+                stderr=errors,
+                env={},
+                pass_fds=(code.fileno(), rules.fileno()),
+                timeout=2 * limits.seconds,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = None
+        written, said = _text(output), _text(errors)
+    # 128 + SIGXCPU and, for a program that ignores it, 128 + SIGKILL.
+    ended = {0: "ok", None: "timeout", 152: "timeout", 137: "timeout"}.get(status, "failed")
+    return Outcome(ended, written), said
+
+
+def _file(content: bytes) -> IO[bytes]:
+    """A file without a name, at its start; a limit on files bounds what a program writes to it."""
+    file = tempfile.TemporaryFile()
+    file.write(content)
+    file.seek(0)
+    return file
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read(_FOLDER_BYTES).decode("utf-8", "replace")
+
+
+def _command(code: int, rules: int, limits: Limits) -> list[str]:
+    seconds, memory = math.ceil(limits.seconds), limits.memory_mb << 20
+    rlimits = (
+        ("CPU", seconds, seconds + 1),
+        ("AS", memory, memory),
+        ("FSIZE", _FOLDER_BYTES, _FOLDER_BYTES),
+        # Threads; the kernel counts them for ordinary users, not for root.
+        ("NPROC", _THREADS, _THREADS),
+        ("NOFILE", 64, 64),
+        ("CORE", 0, 0),
+        ("MEMLOCK", 0, 0),
+    )
+    python = f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+    folders = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", sys.base_prefix)
+    command = [
+        shutil.which("bwrap"),
+        "--unshare-user",
+        "--unshare-all",
+        "--die-with-parent",
+        "--new-session",
+    ]
+    command += ["--cap-drop", "ALL", "--uid", "65534", "--gid", "65534"]
+    for folder in folders:
+        command += ["--ro-bind-try", folder, folder]
+    for device in ("/dev/null", "/dev/zero", "/dev/urandom"):
+        command += ["--dev-bind", device, device]
+    command += ["--ro-bind-data", str(code), "/program.py"]
+    command += ["--size", str(_FOLDER_BYTES), "--tmpfs", "/box", "--chdir", "/box"]
+    # After the last mount point has been made.
+    command += ["--remount-ro", "/", "--seccomp", str(rules)]
+    # -S: what is installed beside this package is not mounted.
+    launcher = _LAUNCHER.format(limits=rlimits)
+    return [*command, "--", python, "-I", "-S", "-B", "-X", "utf8", "-c", launcher]
+
+
+# System calls that are refused: name, number on x86_64 and on aarch64 (None where there is none).
+_REFUSED = (
+    ("fork", 57, None),
+    ("vfork", 58, None),
+    ("socket", 41, 198),
+    ("ptrace", 101, 117),
+    ("process_vm_readv", 310, 270),
+    ("process_vm_writev", 311, 271),
+    ("kcmp", 312, 272),
+    ("pidfd_open", 434, 434),
+    ("pidfd_getfd", 438, 438),
+    ("unshare", 272, 97),
+    ("setns", 308, 268),
+    ("mount", 165, 40),
+    ("umount2", 166, 39),
+    ("pivot_root", 155, 41),
+    ("chroot", 161, 51),
+    ("open_tree", 428, 428),
+    ("move_mount", 429, 429),
+    ("fsopen", 430, 430),
+    ("mount_setattr", 442, 442),
+    ("open_by_handle_at", 304, 265),
+    ("bpf", 321, 280),
+    ("perf_event_open", 298, 241),
+    ("userfaultfd", 323, 282),
+    ("io_uring_setup", 425, 425),
+    ("add_key", 248, 217),
+    ("request_key", 249, 218),
+    ("keyctl", 250, 219),
+    # Memory that belongs to no address space.
+    ("memfd_create", 319, 279),
+    ("memfd_secret", 447, 447),
+    ("shmget", 29, 194),
+    ("msgget", 68, 186),
+    ("semget", 64, 190),
+    ("mq_open", 240, 180),
+)
+# AUDIT_ARCH number, column of _REFUSED, number of clone.
+_MACHINES = {"x86_64": (0xC000003E, 1, 56), "aarch64": (0xC00000B7, 2, 220)}
+_CLONE3 = 435
+_CLONE_THREAD = 0x10000
+
+
+@functools.cache
+def _seccomp() -> bytes:
+    """The filter as classic BPF, which bwrap loads right before the program starts.
+
+    `clone` passes for threads only. `clone3` hides its flags behind a pointer, so it is said not to
+    exist, and the C library falls back to `clone`.
+    """
+    architecture, column, clone = _MACHINES[platform.machine()]
+    load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, kill = 0x7FFF0000, 0x80000000
+    refuse, missing = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+    number, machine, first_argument = 0, 4, 16  # offsets in struct seccomp_data
+
+    def when(test: int, value: int, verdict: int) -> list[tuple[int, int, int, int]]:
+        return [(test, 0, 1, value), (give, 0, 0, verdict)]
+
+    program = [(load, 0, 0, machine), (equal, 1, 0, architecture), (give, 0, 0, kill)]
+    program += [(load, 0, 0, number)]
+    program += when(at_least, 0x40000000, refuse)  # x86_64's second table of calls, x32
+    program += when(equal, _CLONE3, missing)
+    for row in _REFUSED:
+        if row[column] is not None:
+            program += when(equal, row[column], refuse)
+    # Not a clone: to the verdict "allow". A clone: there if it is a thread, else one further.
+    program += [(equal, 0, 2, clone), (load, 0, 0, first_argument)]
+    program += [(any_bit, 0, 1, _CLONE_THREAD), (give, 0, 0, allow), (give, 0, 0, refuse)]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
