@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import pathlib
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import NVFP4Tensor, nvfp4
+from pallas_kernels import NVFP4Tensor, PackedWeight, nvfp4, prepare
 from qerl_jax import architecture, tokenizer
 from qerl_jax.architecture import Architecture
 from qerl_jax.config import LoraConfig, ModelConfig
@@ -49,6 +51,11 @@ def load_policy(
     if cfg.weights == "nvfp4":
         _check_blocks(arch)
     source = cfg.tokenizer_name_or_path
+    if known and cfg.trainable == "full":
+        raise ValueError(
+            f"model.trainable: got 'full'; {cfg.model_name_or_path!r} is a shape without files, from "
+            "which the checkpoint of a run could take its config.json"
+        )
     if source is None and folder is None:
         raise ValueError(
             f"model.tokenizer_name_or_path: missing; {cfg.model_name_or_path!r} is a shape without files of its own"
@@ -64,6 +71,8 @@ def load_policy(
     frozen = (
         random_base(model, jax.random.key(seed)) if cfg.random_base else load_base(folder, model)
     )
+    if cfg.trainable == "full":
+        model = model.clone(lora=None, full=True)
     return model, frozen, tokens
 
 
@@ -98,7 +107,8 @@ def load_base(folder: str | pathlib.Path, model: Transformer) -> Any:
 
     16-bit linears are packed on the device as they are read (round to nearest; q/k/v share one
     global scale, gate/up another, as vLLM needs it); a compressed-tensors NVFP4 checkpoint is read
-    as it is. Host memory holds one layer.
+    as it is. Either is then brought into the layout that the device's kernels read. Host memory
+    holds one layer, and the device no more than one beside the stack.
 
     Args:
         folder: Holds config.json and *.safetensors.
@@ -125,11 +135,20 @@ def load_base(folder: str | pathlib.Path, model: Transformer) -> Any:
         return jax.tree.map(lambda s, x: s.at[index].set(x.astype(s.dtype)), stack, layer)
 
     shared = _shared_scales(arch, tensors) if packed else set()
+    arrange = jax.jit(lambda weight: prepare(weight, model.dtype))
+
+    def read_linear(linear: str, names: list[str]) -> PackedWeight | jax.Array:
+        if model.weights != "nvfp4":
+            if packed:
+                return _dequantize(_read_packed(tensors, names, linear in shared), dtype)
+            return _read_dense(tensors, names).astype(dtype)
+        if packed:
+            return arrange(_read_packed(tensors, names, linear in shared))
+        return arrange(_quantize(tensors, names))
+
     stack = None
     for index in range(arch.num_layers):
-        layer = _read_layer(
-            arch, tensors, f"model.layers.{index}.", model.weights, packed, shared, dtype
-        )
+        layer = _read_layer(arch, tensors, f"model.layers.{index}.", dtype, read_linear)
         if stack is None:
             stack = jax.tree.map(lambda x: jnp.zeros((arch.num_layers, *x.shape), x.dtype), layer)
         stack = put(stack, layer, index)
@@ -140,10 +159,8 @@ def _read_layer(
     arch: Architecture,
     tensors: Tensors,
     prefix: str,
-    weights: str,
-    packed: bool,
-    shared: set[str],
     dtype,
+    read_linear: Callable[[str, list[str]], PackedWeight | jax.Array],
 ) -> dict:
     layer = {
         name: {"scale": jnp.asarray(tensors[f"{prefix}{name}.weight"], dtype)}
@@ -154,14 +171,7 @@ def _read_layer(
             layer[name] = {"scale": jnp.asarray(tensors[f"{prefix}self_attn.{name}.weight"], dtype)}
     for linear, parts in arch.linears().items():
         names = [f"{prefix}{_PARENT[linear]}.{part}" for part, _ in parts]
-        if packed:
-            weight = _read_packed(tensors, names, linear in shared)
-            weight = weight if weights == "nvfp4" else _dequantize(weight, dtype)
-        else:
-            weight = (_quantize if weights == "nvfp4" else _read_dense)(tensors, names)
-        layer[linear] = {
-            "weight": weight if isinstance(weight, NVFP4Tensor) else weight.astype(dtype)
-        }
+        layer[linear] = {"weight": read_linear(linear, names)}
         if linear == "qkv" and arch.qkv_bias:
             layer[linear]["bias"] = jnp.concatenate(
                 [jnp.asarray(tensors[f"{name}.bias"], dtype) for name in names]
@@ -301,9 +311,6 @@ def export_adapter(folder: str | pathlib.Path, params: Any, lora: LoRA, base: st
     """
     from safetensors.numpy import save_file
 
-    folder = pathlib.Path(folder).resolve()
-    if folder.exists() and not (folder / "adapter_config.json").is_file() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder}: holds something that is no adapter; it would be deleted")
     tensors = {
         name: np.ascontiguousarray(value) for name, value in _peft_tensors(jax.device_get(params))
     }
@@ -321,14 +328,82 @@ def export_adapter(folder: str | pathlib.Path, params: Any, lora: LoRA, base: st
         "use_rslora": False,
         "inference_mode": True,
     }
+    with _whole_folder(folder, "adapter_config.json", "adapter") as partial:
+        save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def export_model(
+    folder: str | pathlib.Path, model: Transformer, base: Any, source: str | pathlib.Path
+) -> None:
+    """Writes a dense base as a Hugging Face folder that `load_base`, transformers and vLLM read.
+
+    Weights are written in the type in which `model` holds a base (bfloat16 or float32), config and
+    tokenizer are the source's. The folder appears whole or not at all.
+
+    Args:
+        folder: Replaced if it is a model already.
+        model: Says how the linears are fused.
+        base: The whole `frozen` tree; its layers may be trained ones, in float32.
+        source: The folder that the base came from.
+
+    Raises:
+        FileExistsError: When the folder holds something else.
+    """
+    from safetensors.numpy import save_file
+
+    source = pathlib.Path(source)
+    dtype = np.dtype(abstract_base(model.clone(full=False))["embed_tokens"].dtype)
+    tensors = {
+        name: np.ascontiguousarray(np.asarray(value, dtype))
+        for name, value in _hf_tensors(model.arch, jax.device_get(base))
+    }
+    config = json.loads((source / "config.json").read_text())
+    config.pop("quantization_config", None)
+    config.pop("dtype", None)  # transformers 5 writes this name and reads both
+    config["torch_dtype"] = str(dtype)
+    with _whole_folder(folder, "config.json", "model") as partial:
+        for path in source.iterdir():
+            wanted = path.suffix in (".json", ".txt", ".jinja", ".model")
+            if wanted and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, partial / path.name)
+        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _hf_tensors(arch: Architecture, base: Any):
+    yield "model.embed_tokens.weight", base["embed_tokens"]
+    yield "model.norm.weight", base["norm"]["scale"]
+    if "lm_head" in base:
+        yield "lm_head.weight", base["lm_head"]
+    linears = arch.linears()
+    for module, content in base["layers"].items():
+        for index in range(arch.num_layers):
+            prefix = f"model.layers.{index}."
+            if module not in linears:
+                parent = "" if module in _LAYER_NORMS else "self_attn."
+                yield f"{prefix}{parent}{module}.weight", content["scale"][index]
+                continue
+            ends = np.cumsum([size for _, size in linears[module]])[:-1]
+            for leaf, stack in content.items():
+                pieces = zip(linears[module], np.split(stack[index], ends), strict=True)
+                for (part, _), piece in pieces:
+                    yield f"{prefix}{_PARENT[module]}.{part}.{leaf}", piece
+
+
+@contextlib.contextmanager
+def _whole_folder(folder: str | pathlib.Path, marker: str, kind: str):
+    """A folder to fill, which takes the place of `folder` when the block ends without an error."""
+    folder = pathlib.Path(folder).resolve()
+    if folder.exists() and not (folder / marker).is_file() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder}: holds something that is no {kind}; it would be deleted")
     partial, previous = (
         folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "previous")
     )
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
-        (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        yield partial
         shutil.rmtree(previous, ignore_errors=True)
         if folder.exists():
             os.replace(folder, previous)
@@ -450,9 +525,11 @@ class StateFiles:
             ),
         )
 
-    def save(self, state: Any) -> None:
-        """Writes the state under its step."""
-        self._manager.save(int(state.step), args=self._ocp.args.StandardSave(state), force=True)
+    def save(self, state: Any, supply: dict[str, Any] | None = None) -> None:
+        """Writes the state under its step, and plain numbers beside it."""
+        args = self._ocp.args
+        both = args.Composite(state=args.StandardSave(state), supply=args.JsonSave(supply or {}))
+        self._manager.save(int(state.step), args=both, force=True)
 
     def restore(self, like: Any) -> Any | None:
         """The newest state, with the shapes and types of `like`; None when there is none."""
@@ -460,7 +537,16 @@ class StateFiles:
         if step is None:
             return None
         abstract = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, like)
-        return self._manager.restore(step, args=self._ocp.args.StandardRestore(abstract))
+        args = self._ocp.args.Composite(state=self._ocp.args.StandardRestore(abstract))
+        return self._manager.restore(step, args=args)["state"]
+
+    def supply(self) -> dict[str, Any] | None:
+        """What was written beside the newest state; None when there is none."""
+        step = self._manager.latest_step()
+        if step is None:
+            return None
+        args = self._ocp.args.Composite(supply=self._ocp.args.JsonRestore())
+        return self._manager.restore(step, args=args)["supply"]
 
     def close(self) -> None:
         """Waits for what is being written."""

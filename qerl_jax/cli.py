@@ -28,7 +28,7 @@ class Generate:
         prompt: One or more user messages.
         model: Local folder or hub name; "qerl-tiny" ships with the package.
         adapter: A PEFT folder, such as a run's `adapter`.
-        system_prompt: A system message; "think-answer" for the package's instruction.
+        system_prompt: A system message, or a name of `data.SYSTEM_PROMPTS`, such as "think-answer".
         weights: How the linears are held.
         dtype: Of the activations.
         max_tokens: Longest completion.
@@ -55,10 +55,43 @@ class Generate:
     seed: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Filter:
+    """Measures how often a policy solves each problem of a config, and keeps a band.
+
+    Attributes:
+        config: The TOML file whose model, data and sampling settings are used.
+        out: A .jsonl file for the problems that are kept; rates go to `<out>.measured`, from which
+            a later call goes on.
+        low: Lowest pass rate that is kept.
+        high: Highest.
+        samples: Completions per problem.
+        reward: A completion passes where this function gives at least 1; absent means the config's
+            first.
+        adapter: A PEFT folder; absent means the bare base.
+        batch_size: Problems sampled together.
+    """
+
+    config: tyro.conf.Positional[pathlib.Path]
+    out: tyro.conf.Positional[pathlib.Path]
+    low: float = 0.1
+    high: float = 0.6
+    samples: int = 8
+    reward: str | None = None
+    adapter: pathlib.Path | None = None
+    batch_size: int = 32
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a sub-command; bad input ends with one line on stderr and status 2."""
     argv = sys.argv[1:] if argv is None else argv
-    commands = {"train": _train, "generate": _generate, "report": _report, "env": _env}
+    commands = {
+        "train": _train,
+        "generate": _generate,
+        "filter": _filter,
+        "report": _report,
+        "env": _env,
+    }
     if not argv or argv[0] in ("-h", "--help") or argv[0] not in commands:
         _say(_USAGE)
         return 0 if argv and argv[0] in ("-h", "--help") else 2
@@ -74,6 +107,7 @@ _USAGE = """usage: qerl COMMAND ...
 
   train CONFIG.toml [--section.field VALUE ...]   train an adapter, or resume the run in output_dir
   generate PROMPT [--model M] [--adapter DIR]     print completions
+  filter CONFIG.toml OUT.jsonl [--low R]          keep the problems that are neither easy nor hopeless
   report RUN_FOLDER                               curves in the terminal and curves.png
   env                                             versions and devices, for bug reports
 
@@ -121,9 +155,7 @@ def _generate(argv: list[str]) -> None:
     if args.adapter is not None:
         variables["params"] = checkpoint.import_adapter(args.adapter, policy)
 
-    system = (
-        data.THINK_ANSWER_PROMPT if args.system_prompt == "think-answer" else args.system_prompt
-    )
+    system = data.SYSTEM_PROMPTS.get(args.system_prompt, args.system_prompt)
     opening = () if system is None else ({"role": "system", "content": system},)
     problems = [
         data.Problem((*opening, {"role": "user", "content": text}), {}) for text in args.prompt
@@ -151,6 +183,25 @@ def _generate(argv: list[str]) -> None:
     )
     for text in rollout.texts:
         _say(text)
+
+
+def _filter(argv: list[str]) -> None:
+    args = tyro.cli(Filter, args=argv, prog="qerl filter")
+    cfg = config.load(args.config)
+    from qerl_jax import pass_rates
+
+    kept, total = pass_rates.select(
+        cfg,
+        args.out,
+        low=args.low,
+        high=args.high,
+        samples=args.samples,
+        reward=args.reward,
+        adapter=args.adapter,
+        batch_size=args.batch_size,
+        say=_say,
+    )
+    _say(f"{kept} of {total} problems have a pass rate in [{args.low}, {args.high}]: {args.out}")
 
 
 def _report(argv: list[str]) -> None:

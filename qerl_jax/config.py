@@ -41,6 +41,8 @@ class ModelConfig:
             weights.
         gradient_checkpointing: Recompute each layer in the backward pass instead of keeping its
             activations.
+        trainable: "lora" trains an adapter; "full" the layers of a dense base themselves (linears,
+            biases and norms; not embedding, last norm and head), in float32, without an adapter.
     """
 
     model_name_or_path: str
@@ -49,6 +51,7 @@ class ModelConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     random_base: bool = False
     gradient_checkpointing: bool = True
+    trainable: Literal["lora", "full"] = "lora"
 
     def __post_init__(self):
         _require(
@@ -56,6 +59,12 @@ class ModelConfig:
             "model.model_name_or_path",
             self.model_name_or_path,
             "must not be empty",
+        )
+        _require(
+            self.trainable == "lora" or self.weights != "nvfp4",
+            "model.trainable",
+            self.trainable,
+            'packed weights have no gradient: set model.weights to "bfloat16" or "float32"',
         )
 
 
@@ -86,13 +95,19 @@ class DataConfig:
     """The problems.
 
     Attributes:
-        dataset: "gsm8k", "arithmetic" (procedural), or rows of {"prompt": ..., other columns} by
-            hub name or path.
-        path: Where a named set lies if not on the hub: a folder that `datasets.load_dataset` reads.
+        dataset: "arithmetic" (procedural), a set that `data.SETS` names, or rows of {"prompt": ...,
+            other columns} by hub name or path.
+        path: Where a named set lies if not on the hub: a folder that `datasets.load_dataset` reads,
+            or a file.
         name: Its configuration, where it has several.
         split: Its split.
-        system_prompt: The system message: a text, "think-answer" for the package's instruction, or
-            absent for none.
+        columns: Which columns the rows call otherwise: `prompt` and `answer` by the set's names.
+        system_prompt: The system message: a text, a name of `data.SYSTEM_PROMPTS`, "" for none, or
+            absent for the named set's own.
+        prompt_template: Text around the last message of a prompt: "{prompt}" and "{COLUMN}" are
+            filled in from the row, other braces stay.
+        max_prompt_characters: Longest text of a prompt's row, before any template; longer ones are
+            left out. Absent means the named set's own limit, if it has one.
         max_prompt_length: Longest prompt in tokens, chat template included.
         overlong_prompts: What happens to a longer one: an "error" before training starts, or
             "drop".
@@ -104,12 +119,33 @@ class DataConfig:
     path: str | None = None
     name: str | None = None
     split: str = "train"
+    columns: dict[str, str] | None = None
     system_prompt: str | None = None
+    prompt_template: str | None = None
+    max_prompt_characters: int | None = None
     max_prompt_length: int = 512
     overlong_prompts: Literal["error", "drop"] = "error"
     num_problems: int | None = None
 
     def __post_init__(self):
+        _require(
+            self.columns is None or self.columns.keys() <= {"prompt", "answer"},
+            "data.columns",
+            self.columns,
+            'may say which column is "prompt" and which is "answer"',
+        )
+        _require(
+            self.prompt_template is None or "{prompt}" in self.prompt_template,
+            "data.prompt_template",
+            self.prompt_template,
+            'must contain "{prompt}"',
+        )
+        _require(
+            self.max_prompt_characters is None or self.max_prompt_characters >= 1,
+            "data.max_prompt_characters",
+            self.max_prompt_characters,
+            "must be at least 1",
+        )
         _require(
             self.max_prompt_length >= 1,
             "data.max_prompt_length",
@@ -129,12 +165,20 @@ class RewardConfig:
     """The rewards, summed with their weights.
 
     Attributes:
-        functions: Stock names of `rewards.py`, or import paths "package.module:function".
+        functions: Stock names of `reward_functions.py`, or import paths "package.module:function".
         weights: One per function; absent means 1 each.
+        options: By name of a function, the arguments of the factory that makes it; see
+            `rewards.resolve`.
+        soft_punish_cache: Width in tokens of the slope, at the end of the longest completion, down
+            which DAPO's soft overlong punishment goes from 0 to -1; absent means no punishment.
+        soft_punish_weight: Of that punishment.
     """
 
     functions: tuple[str, ...]
     weights: tuple[float, ...] | None = None
+    options: dict[str, dict[str, Any]] | None = None
+    soft_punish_cache: int | None = None
+    soft_punish_weight: float = 1.0
 
     def __post_init__(self):
         _require(
@@ -148,6 +192,18 @@ class RewardConfig:
             "rewards.weights",
             self.weights,
             f"must have one entry per function ({len(self.functions)})",
+        )
+        _require(
+            self.soft_punish_cache is None or self.soft_punish_cache >= 1,
+            "rewards.soft_punish_cache",
+            self.soft_punish_cache,
+            "must be at least 1",
+        )
+        _require(
+            self.soft_punish_weight > 0,
+            "rewards.soft_punish_weight",
+            self.soft_punish_weight,
+            "must be positive",
         )
 
 
@@ -165,6 +221,8 @@ class RolloutConfig:
         top_k: Keep the k likeliest tokens; 0 is off.
         top_p: Keep the likeliest tokens up to this mass; 1 is off.
         min_p: Drop tokens below this fraction of the likeliest one's probability; 0 is off.
+        steps_per_generation: `generation_batch_size` as a number of micro-batches
+            (optim.per_device_train_batch_size rows each); give one of the two.
     """
 
     num_generations: int = 8
@@ -175,6 +233,7 @@ class RolloutConfig:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    steps_per_generation: int | None = None
 
     def __post_init__(self):
         _require(
@@ -188,6 +247,18 @@ class RolloutConfig:
             "rollout.generation_batch_size",
             self.generation_batch_size,
             "must be at least 1",
+        )
+        _require(
+            self.steps_per_generation is None or self.steps_per_generation >= 1,
+            "rollout.steps_per_generation",
+            self.steps_per_generation,
+            "must be at least 1",
+        )
+        _require(
+            self.steps_per_generation is None or self.generation_batch_size is None,
+            "rollout.steps_per_generation",
+            self.steps_per_generation,
+            "must be absent where generation_batch_size is given",
         )
         _require(
             self.max_completion_length >= 1,
@@ -215,10 +286,19 @@ class GrpoConfig:
         epsilon: Lower clip range of the ratio.
         epsilon_high: Upper clip range; absent means `epsilon` (DAPO: 0.28).
         delta: Cap of the unclipped ratio for negative advantages; absent means none.
-        beta: Weight of the k3 KL to the reference policy, which is the base without the adapter.
+        beta: Weight of the KL to the reference policy, which is the base without the adapter.
+        kl_estimator: How that KL is estimated; see `grpo.token_kl`.
+        use_bias_correction_kl: Multiply the estimate by the importance ratio.
+        sync_ref_model: Make the reference a copy of what trains instead, and let it follow.
+        ref_model_mixup_alpha: How far the copy moves each time: 1 is all the way, 0 nowhere.
+        ref_model_sync_steps: Optimizer steps between its moves.
         importance_sampling_level: Ratio per "token", or one per "sequence" (GSPO).
+        advantage_estimator: What a reward is compared with: the mean of its group ("grpo"), or of
+            the group's other completions ("rloo").
         scale_rewards: Standard deviation that divides advantages: of the "group", of the "batch",
             or "none".
+        dynamic_sampling: Sample again, with further problems, for groups of equal rewards (DAPO).
+        max_sampling_rounds: After so many rounds a rollout is filled up with such groups.
         mask_truncated_completions: Leave completions without a stop token out of the loss.
         num_iterations: Passes over each rollout.
         old_logprobs: Against what the ratio is taken: the sampler's own log-probabilities
@@ -234,8 +314,16 @@ class GrpoConfig:
     epsilon_high: float | None = None
     delta: float | None = None
     beta: float = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    use_bias_correction_kl: bool = False
+    sync_ref_model: bool = False
+    ref_model_mixup_alpha: float = 0.6
+    ref_model_sync_steps: int = 512
     importance_sampling_level: Literal["token", "sequence"] = "token"
+    advantage_estimator: Literal["grpo", "rloo"] = "grpo"
     scale_rewards: Literal["group", "batch", "none"] = "group"
+    dynamic_sampling: bool = False
+    max_sampling_rounds: int = 10
     mask_truncated_completions: bool = False
     num_iterations: int = 1
     old_logprobs: Literal["behaviour", "recompute"] = "behaviour"
@@ -261,6 +349,43 @@ class GrpoConfig:
             f"must exceed 1 + epsilon_high = {1 + high}",
         )
         _require(self.beta >= 0, "grpo.beta", self.beta, "must not be negative")
+        _require(
+            self.beta == 0 or self.kl_estimator != "k1" or self.use_bias_correction_kl,
+            "grpo.kl_estimator",
+            self.kl_estimator,
+            "as a loss it is noise of mean 0 unless grpo.use_bias_correction_kl = true",
+        )
+        _require(
+            self.beta > 0 or not self.sync_ref_model,
+            "grpo.sync_ref_model",
+            self.sync_ref_model,
+            "needs grpo.beta > 0: without it no reference is read",
+        )
+        _require(
+            0 <= self.ref_model_mixup_alpha <= 1,
+            "grpo.ref_model_mixup_alpha",
+            self.ref_model_mixup_alpha,
+            "must be in [0, 1]",
+        )
+        _require(
+            self.ref_model_sync_steps >= 1,
+            "grpo.ref_model_sync_steps",
+            self.ref_model_sync_steps,
+            "must be at least 1",
+        )
+        _require(
+            self.advantage_estimator == "grpo" or self.scale_rewards != "group",
+            "grpo.advantage_estimator",
+            self.advantage_estimator,
+            'needs grpo.scale_rewards = "none" or "batch": over the deviation of its own group it is '
+            "grpo times a constant",
+        )
+        _require(
+            self.max_sampling_rounds >= 1,
+            "grpo.max_sampling_rounds",
+            self.max_sampling_rounds,
+            "must be at least 1",
+        )
         _require(
             self.num_iterations >= 1,
             "grpo.num_iterations",
@@ -476,6 +601,13 @@ class RunConfig:
             self.save_total_limit,
             "must be at least 1",
         )
+        asked = {*self.rewards.functions, *([self.eval.reward] if self.eval else [])}
+        _require(
+            set(self.rewards.options or ()) <= asked,
+            "rewards.options",
+            self.rewards.options,
+            f"must be of functions that are used: {', '.join(sorted(asked))}",
+        )
         # Orders of the data take no negative seed, and JAX's keys keep only the low 32 bits.
         _require(0 <= self.seed < 2**32, "seed", self.seed, "must be in [0, 2**32)")
         rows, group = self.generation_batch_size, self.rollout.num_generations
@@ -492,6 +624,26 @@ class RunConfig:
             together,
             f"must be a multiple of rollout.num_generations = {group} that divides the {rows} rows "
             "of a rollout",
+        )
+        cache, longest = self.rewards.soft_punish_cache, self.rollout.max_completion_length
+        _require(
+            cache is None or cache <= longest,
+            "rewards.soft_punish_cache",
+            cache,
+            f"must not exceed rollout.max_completion_length = {longest}",
+        )
+        _require(
+            self.model.trainable == "lora" or self.lora == LoraConfig(),
+            "model.trainable",
+            self.model.trainable,
+            "leaves nothing for a [lora] section to say: remove it",
+        )
+        _require(
+            self.model.trainable == "lora" or self.grpo.beta == 0 or self.grpo.sync_ref_model,
+            "grpo.beta",
+            self.grpo.beta,
+            'with model.trainable = "full" the reference needs a copy of the weights: ask for it with '
+            "grpo.sync_ref_model = true (ref_model_mixup_alpha = 0 keeps it as it was)",
         )
         _require(
             rows % self.train_batch_size == 0,
@@ -515,6 +667,8 @@ class RunConfig:
     @property
     def generation_batch_size(self) -> int:
         """B, rows of one rollout."""
+        if self.rollout.steps_per_generation is not None:
+            return self.optim.per_device_train_batch_size * self.rollout.steps_per_generation
         given = self.rollout.generation_batch_size
         return self.train_batch_size if given is None else given
 
@@ -587,6 +741,8 @@ def _where(cls: type, prefix: str) -> str:
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
+    if hint is Any:
+        return value
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         (hint,) = [arg for arg in args if arg is not types.NoneType]
@@ -599,9 +755,11 @@ def _value(hint: Any, value: Any, name: str) -> Any:
         if not isinstance(value, list | tuple):
             raise ConfigError(f"{name}: got {value!r}; must be a list")
         return tuple(_value(args[0], item, f"{name}[{i}]") for i, item in enumerate(value))
-    if dataclasses.is_dataclass(hint):
+    if dataclasses.is_dataclass(hint) or origin is dict:
         if not isinstance(value, dict):
             raise ConfigError(f"{name}: got {value!r}; must be a section")
+        if origin is dict:
+            return {key: _value(args[1], item, f"{name}.{key}") for key, item in value.items()}
         return from_table(hint, value, f"{name}.")
     if hint is float and type(value) is int:
         value = float(value)

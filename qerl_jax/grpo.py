@@ -18,6 +18,8 @@ from jax import Array
 from qerl_jax import masked
 
 type Scale = Literal["group", "batch", "none"]
+type Estimator = Literal["grpo", "rloo"]
+type Kl = Literal["k1", "k2", "k3"]
 type LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
 type Level = Literal["token", "sequence"]
 type TruncationMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -44,6 +46,26 @@ def combine_rewards(per_function: Array, weights: Array) -> tuple[Array, Array]:
     return masked.sum(weighted, given, axis=1), ~jnp.any(given, axis=1)
 
 
+def soft_overlong_punishment(
+    lengths: Array, *, max_completion_length: int, soft_punish_cache: int
+) -> Array:
+    """Punishes completions in proportion to how far they reach into the last tokens allowed.
+
+        0                                     where length <= max_completion_length - cache
+        (max_completion_length - cache - length) / cache             from there on, down to -1
+
+    Args:
+        lengths: [B], tokens of each completion.
+        max_completion_length: the longest completion there can be, in tokens.
+        soft_punish_cache: the width of the slope, in tokens; positive.
+
+    Returns:
+        float32 [B], between -1 and 0. DAPO (arXiv:2503.14476), eq. 13; names are TRL's.
+    """
+    over = lengths - (max_completion_length - soft_punish_cache)
+    return -jnp.clip(over / soft_punish_cache, 0, 1).astype(jnp.float32)
+
+
 def informative(rewards: Array) -> Array:
     """Tells which groups hold completions of different quality, and so give a gradient at all.
 
@@ -57,30 +79,43 @@ def informative(rewards: Array) -> Array:
     return jnp.max(rewards, axis=1) > jnp.min(rewards, axis=1)
 
 
-def group_advantages(rewards: Array, *, scale: Scale = "group") -> Array:
+def group_advantages(
+    rewards: Array, *, scale: Scale = "group", estimator: Estimator = "grpo"
+) -> Array:
     """Compares each completion with the others of its prompt.
 
-        A = (r - mean over the group) / (s + 1e-4)
+        A = (r - b) / (s + 1e-4)
 
-    where s is the standard deviation (with n - 1) of the group (GRPO, arXiv:2402.03300), of the
-    whole batch (arXiv:2508.08221), or where nothing is divided (Dr. GRPO, arXiv:2503.20783).
-    Equal rewards give advantages of exactly 0.
+    where b is the mean over the group ("grpo") or over the group's other completions ("rloo":
+    leave-one-out, arXiv:2402.14740, which no completion's own reward enters, so that the estimate
+    of the gradient has no bias), and s the standard deviation (with n - 1) of the group (GRPO,
+    arXiv:2402.03300), of the whole batch (arXiv:2508.08221), or nothing is divided (Dr. GRPO,
+    arXiv:2503.20783). Equal rewards give advantages of exactly 0.
 
     Args:
         rewards: [P, G].
         scale: "group", "batch" or "none".
+        estimator: "grpo" or "rloo".
 
     Returns:
         [P, G].
 
     Raises:
-        ValueError: for fewer than two completions per prompt, or an unknown scale.
+        ValueError: for fewer than two completions per prompt, or an unknown scale or estimator.
     """
     num_generations = rewards.shape[1]
     if num_generations < 2:
         raise ValueError(f"advantages need at least 2 generations per prompt; {num_generations=}")
     centered = rewards - jnp.mean(rewards, axis=1, keepdims=True)
     centered = jnp.where(informative(rewards)[:, None], centered, 0)
+    match estimator:
+        case "grpo":
+            pass
+        case "rloo":
+            # r - mean of the others = (r - mean of all) G / (G - 1)
+            centered = centered * (num_generations / (num_generations - 1))
+        case _:
+            raise ValueError(f"estimator must be 'grpo' or 'rloo'; got {estimator!r}")
     match scale:
         case "group":
             return centered / (jnp.std(rewards, axis=1, ddof=1, keepdims=True) + _STD_EPSILON)
@@ -91,15 +126,35 @@ def group_advantages(rewards: Array, *, scale: Scale = "group") -> Array:
     raise ValueError(f"scale must be 'group', 'batch' or 'none'; got {scale!r}")
 
 
-def token_kl(logps: Array, ref_logps: Array) -> Array:
-    """Estimates KL(policy || reference) at each sampled token, without bias and never below 0.
+def token_kl(logps: Array, ref_logps: Array, kind: Kl = "k3") -> Array:
+    """Estimates KL(policy || reference) at each sampled token.
 
-        k3 = exp(d) - d - 1,   d = ref_logp - logp
+        k1 = -d,   k2 = d^2 / 2,   k3 = exp(d) - d - 1,   d = ref_logp - logp
 
-    Source: J. Schulman, "Approximating KL Divergence", 2020.
+    For tokens that the policy sampled, the values of k1 and k3 have no bias, and k2 and k3 are
+    never below 0. As a term of a loss what counts is the derivative, and there the expectation of
+    k1's is 0 and k2's is that of the divergence; k3's is that of KL(reference || policy). Times the
+    importance ratio (`policy_loss`, `use_bias_correction_kl`) k1's and k3's are right, too.
+
+    Args:
+        logps: log-probabilities under the policy.
+        ref_logps: of the same shape, under the reference.
+        kind: "k1", "k2" or "k3".
+
+    Raises:
+        ValueError: for an unknown kind.
+
+    Source: J. Schulman, "Approximating KL Divergence", 2020; for derivatives, arXiv:2506.09477.
     """
     d = ref_logps - logps
-    return jnp.expm1(d) - d
+    match kind:
+        case "k1":
+            return -d
+        case "k2":
+            return d * d / 2
+        case "k3":
+            return jnp.expm1(d) - d
+    raise ValueError(f"kl_estimator must be 'k1', 'k2' or 'k3'; got {kind!r}")
 
 
 def log_importance_ratio(
@@ -177,7 +232,7 @@ class RowMetrics(NamedTuple):
     ratios: Array  # importance ratios that count: tokens, or 1 for a whole sequence
     low_clipped: Array  # ratios below 1 - epsilon whose advantage is negative
     high_clipped: Array  # ratios above 1 + epsilon_high whose advantage is positive
-    kl: Array | None  # sum of token_kl; None without a reference
+    kl: Array | None  # sum of the divergence's estimates; None without a reference
 
 
 def summarize(rows: RowMetrics) -> dict[str, Array]:
@@ -218,6 +273,8 @@ def policy_loss(
     delta: float | None = None,
     beta: float = 0.0,
     ref_logps: Array | None = None,
+    kl_estimator: Kl = "k3",
+    use_bias_correction_kl: bool = False,
     importance_sampling_level: Level = "token",
     sampling_weights: Array | None = None,
     max_completion_length: int | None = None,
@@ -228,7 +285,7 @@ def policy_loss(
     """Clipped policy-gradient loss with decoupled bounds.
 
         l_t = -w_t min(min(rho_t, delta) A, clip(rho_t, 1 - epsilon, 1 + epsilon_high) A)
-              + beta k3_t,              rho_t = policy / old policy, per token or per sequence
+              + beta k_t,               rho_t = policy / old policy, per token or per sequence
 
     What is made of the token losses depends on `loss_type`; every sum runs over tokens that count:
 
@@ -254,6 +311,9 @@ def policy_loss(
             otherwise unbounded (two-sided clipping, arXiv:2505.07291).
         beta: weight of the divergence from the reference; a Python number.
         ref_logps: [B, T] log-probabilities under the reference; needed when beta is not 0.
+        kl_estimator: which k of `token_kl`.
+        use_bias_correction_kl: multiply it by rho, through which its gradient then flows, too
+            (arXiv:2512.02556).
         importance_sampling_level: "token" or "sequence", see `log_importance_ratio`.
         sampling_weights: [B, T] or [B, 1], see `truncated_importance_weights`; none means 1.
         max_completion_length: the divisor of dr_grpo.
@@ -284,7 +344,11 @@ def policy_loss(
     kl = None
     if ref_logps is not None:
         # Masked before the exponential: its gradient must stay finite where padding is not.
-        kl = token_kl(jnp.where(mask != 0, logps, 0), jnp.where(mask != 0, ref_logps, 0))
+        kl = token_kl(
+            jnp.where(mask != 0, logps, 0), jnp.where(mask != 0, ref_logps, 0), kl_estimator
+        )
+        if use_bias_correction_kl:
+            kl = kl * ratio
         if beta:
             token_loss = token_loss + beta * kl
 

@@ -11,21 +11,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import NVFP4Tensor, nvfp4_matmul, runtime
+from pallas_kernels import PackedWeight, nvfp4_matmul, runtime
 from qerl_jax.architecture import Architecture
 
 
-def linear(x: jax.Array, weight: NVFP4Tensor | jax.Array) -> jax.Array:
+def linear(x: jax.Array, weight: PackedWeight | jax.Array) -> jax.Array:
     """y = x W^T for a packed or a dense weight.
 
     Args:
         x: [..., K], float32 or bfloat16.
-        weight: NVFP4Tensor of shape (N, K), or a dense [N, K].
+        weight: Packed, in any layout, of shape (N, K); or a dense [N, K].
 
     Returns:
         [..., N] in x's dtype, accumulated in float32.
     """
-    if isinstance(weight, NVFP4Tensor):
+    if isinstance(weight, PackedWeight):
         return nvfp4_matmul(x, weight)
     # Two dimensions: XLA:CPU's backward pass of a [B, T, K] product is three times slower than that
     # of [B*T, K].

@@ -46,7 +46,7 @@ class Logger:
         self._path = self._folder / "metrics.jsonl"
         self._folder.mkdir(parents=True, exist_ok=True)
         rows = [row for row in read_metrics(self._folder) if row["step"] <= step and step > 0]
-        _write_whole(self._path, "".join(json.dumps(row) + "\n" for row in rows))
+        write_whole(self._path, "".join(json.dumps(row) + "\n" for row in rows))
         for path in self._folder.glob("completions/step_*.jsonl"):
             if int(path.stem.removeprefix("step_")) > step:
                 path.unlink()
@@ -67,7 +67,7 @@ class Logger:
         folder = self._folder / "completions"
         folder.mkdir(exist_ok=True)
         text = "".join(json.dumps(row, ensure_ascii=False, default=_plain) + "\n" for row in rows)
-        _write_whole(folder / f"step_{step:06d}.jsonl", text)
+        write_whole(folder / f"step_{step:06d}.jsonl", text)
 
     def note(self, text: str) -> None:
         """Shows a line that is no metric."""
@@ -93,7 +93,8 @@ def read_metrics(run_folder: str | pathlib.Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _write_whole(path: pathlib.Path, text: str) -> None:
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """Writes a file so that it is there either as a whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
     os.replace(partial, path)

@@ -1,8 +1,8 @@
 """The model as Linen modules: names and shapes for the trees. The arithmetic is in `layers.py`.
 
 Three collections, three lifetimes:
-- `params` is exactly what trains: LoRA A and B (float32), and the layer norms when `train_norms` is
-  on.
+- `params` is exactly what trains, in float32: LoRA A and B, and the layer norms when `train_norms`
+  is on; or all that the layers hold, when the model is `full`.
 - `frozen` is everything else: packed or dense linears, biases, norms, embedding, head. It never
   changes.
 - `noise`, when given, holds float32 vectors that are added to the norm scales (AQN). It is an
@@ -20,7 +20,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import nvfp4
+from pallas_kernels import nvfp4, prepare
 from qerl_jax import kv_cache, layers
 from qerl_jax.architecture import Architecture
 from qerl_jax.kv_cache import KVCache
@@ -58,17 +58,25 @@ class Norm(nn.Module):
     dtype: Any
     trainable: bool = False
     adapter: bool = True
+    full: bool = False
 
     @nn.compact
     def __call__(self, x):
+        if self.full:
+            scale = self.param("scale", nn.initializers.ones, x.shape[-1:], jnp.float32)
+        else:
+            scale = self._frozen(x)
+        if self.has_variable("noise", "scale"):
+            scale = scale + self.get_variable("noise", "scale")
+        return layers.rms_norm(x, scale, self.eps)
+
+    def _frozen(self, x):
         scale = self.variable("frozen", "scale", jnp.ones, x.shape[-1:], self.dtype).value.astype(
             jnp.float32
         )
         if self.trainable and self.adapter:
             scale = self.param("scale", lambda _: scale)
-        if self.has_variable("noise", "scale"):
-            scale = scale + self.get_variable("noise", "scale")
-        return layers.rms_norm(x, scale, self.eps)
+        return scale
 
 
 class Adapter(nn.Module):
@@ -99,27 +107,29 @@ class FusedLinear(nn.Module):
     lora: LoRA | None
     adapter: bool = True
     bias: bool = False
+    full: bool = False
 
     @nn.compact
     def __call__(self, x):
         features = sum(size for _, size in self.parts)
-        y = layers.linear(
-            x, self.variable("frozen", "weight", self._random, features, x.shape[-1]).value
-        )
+        y = layers.linear(x, self._base("weight", lambda key: self._random(key, features, x)))
         if self.bias:
-            y = y + self.variable(
-                "frozen", "bias", jnp.zeros, (features,), _dtype(self.weights)
-            ).value.astype(y.dtype)
+            zeros = lambda _: jnp.zeros((features,), _dtype(self.weights))
+            y = y + self._base("bias", zeros).astype(y.dtype)
         if self.lora is not None and self.adapter:
             branches = [Adapter(size, self.lora, name=name)(x) for name, size in self.parts]
             y = y + jnp.concatenate(branches, axis=-1)
         return y
 
-    def _random(self, features, width):
-        key = self.make_rng("params")
+    def _base(self, name, init):
+        if self.full:
+            return self.param(name, lambda key: init(key).astype(jnp.float32))
+        return self.variable("frozen", name, lambda: init(self.make_rng("params"))).value
+
+    def _random(self, key, features, x):
         if self.weights == "nvfp4":
-            return nvfp4.random(key, (features, width), std=0.02)
-        return 0.02 * jax.random.normal(key, (features, width), _dtype(self.weights))
+            return prepare(nvfp4.random(key, (features, x.shape[-1]), std=0.02), x.dtype)
+        return 0.02 * jax.random.normal(key, (features, x.shape[-1]), _dtype(self.weights))
 
 
 class Block(nn.Module):
@@ -129,6 +139,7 @@ class Block(nn.Module):
     weights: Weights
     lora: LoRA | None
     adapter: bool
+    full: bool
 
     @nn.compact
     def __call__(self, carry, index, tables, starts):
@@ -148,8 +159,8 @@ class Block(nn.Module):
         key = key.reshape(batch, length, arch.num_kv_heads, arch.head_size)
         value = value.reshape(batch, length, arch.num_kv_heads, arch.head_size)
         if arch.qk_norm:
-            query = Norm(arch.rms_norm_eps, _dtype(self.weights), name="q_norm")(query)
-            key = Norm(arch.rms_norm_eps, _dtype(self.weights), name="k_norm")(key)
+            query = self._norm("q_norm", adapts=False)(query)
+            key = self._norm("k_norm", adapts=False)(key)
         query, key = layers.rotate(query, tables), layers.rotate(key, tables)
 
         first_slot = None
@@ -162,12 +173,17 @@ class Block(nn.Module):
 
     def _linear(self, name, bias=False):
         parts = self.arch.linears()[name]
-        return FusedLinear(parts, self.weights, self.lora, self.adapter, bias, name=name)
+        return FusedLinear(parts, self.weights, self.lora, self.adapter, bias, self.full, name=name)
 
-    def _norm(self, name):
-        trainable = self.lora is not None and self.lora.train_norms
+    def _norm(self, name, adapts=True):
+        trainable = adapts and self.lora is not None and self.lora.train_norms
         return Norm(
-            self.arch.rms_norm_eps, _dtype(self.weights), trainable, self.adapter, name=name
+            self.arch.rms_norm_eps,
+            _dtype(self.weights),
+            trainable,
+            self.adapter,
+            self.full,
+            name=name,
         )
 
 
@@ -180,12 +196,14 @@ class Transformer(nn.Module):
             or float32.
         lora: Shape of the adapter, or None for the bare base.
         dtype: Of the activations: bfloat16 or float32.
+        full: Whether `params` holds what the layers hold, instead of an adapter; see `trainable`.
     """
 
     arch: Architecture
     weights: Weights = "nvfp4"
     lora: LoRA | None = None
     dtype: Any = jnp.bfloat16
+    full: bool = False
 
     @nn.compact
     def __call__(
@@ -234,7 +252,7 @@ class Transformer(nn.Module):
             in_axes=(0, nn.broadcast, nn.broadcast),
             length=arch.num_layers,
         )
-        stack = scan(arch, self.weights, self.lora, adapter, name="layers")
+        stack = scan(arch, self.weights, self.lora, adapter, self.full, name="layers")
         x = embedding[tokens].astype(self.dtype)
         (x, cache), _ = stack((x, cache), jnp.arange(arch.num_layers), tables, starts)
         if cache is not None:
@@ -282,6 +300,32 @@ def init_params(model: Transformer, frozen: dict[str, Any], key: jax.Array) -> d
         ].get("params", {})
 
     return init(frozen, key)
+
+
+def trainable(
+    model: Transformer, frozen: dict[str, Any], key: jax.Array
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parts a base into what trains and what does not: `params` and `frozen` of a new run.
+
+    For an adapter these are `init_params` and the whole base; for a `full` model float32 copies of
+    the layers, and the rest of the base (embedding, last norm, head).
+    """
+    if not model.full:
+        return init_params(model, frozen, key), frozen
+    layers_ = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), frozen["layers"])
+    return {"layers": layers_}, {name: v for name, v in frozen.items() if name != "layers"}
+
+
+def as_computed(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
+    """`params` with the weights and biases of a `full` model rounded once to the activations' dtype.
+
+    Every product rounds them so; sampling then reads half the bytes. An adapter stays as it is.
+    """
+
+    def rounded(path, leaf):
+        return leaf.astype(dtype) if path[-1].key in ("weight", "bias") else leaf
+
+    return jax.tree_util.tree_map_with_path(rounded, params)
 
 
 def noise_shapes(arch: Architecture, final_norm: bool = False) -> dict[str, Any]:

@@ -3,22 +3,25 @@
 How this differs from the paper (arXiv 2510.11696) and from its published code:
 
 1. Noise is drawn once per rollout from (seed, step) in float32 and given to the forward pass as a
-value; the paper
-   draws per forward pass, its code adds it to 16-bit weights in place, where it accumulates or
-   rounds away.
+   value; the paper draws per forward pass, its code adds it to 16-bit weights in place, where it
+   accumulates or rounds away.
 2. The ratio is taken against the sampler's own log-probabilities by default (`old_logprobs =
-"behaviour"`), noise
-   included; the original recomputes them without noise, so that its ratio is 1 and the noise goes
-   uncorrected.
+   "behaviour"`), noise included; the original recomputes them without noise, so that its ratio is 1
+   and the noise goes uncorrected.
 3. Sampler, scorer, reference and gradient are one model function over one base, so there is no
-weight to hand over. 4. A step without signal changes nothing, and is counted.
+   weight to hand over.
+4. A step without signal changes nothing, and is counted.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import pathlib
 import time
+import types
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,8 +32,8 @@ from qerl_jax import checkpoint, config, data, grpo, noise, rewards, rollouts, s
 from qerl_jax.config import RunConfig
 from qerl_jax.evaluate import Evaluator
 from qerl_jax.log import Logger
-from qerl_jax.model import Transformer, init_params, noise_shapes
-from qerl_jax.rollouts import Rollout
+from qerl_jax.model import Transformer, as_computed, noise_shapes, trainable
+from qerl_jax.rollouts import Rollout, Scored, Supply
 from qerl_jax.tokenizer import Tokenizer
 from qerl_jax.update import TrainState
 
@@ -39,7 +42,7 @@ _SAMPLE, _NOISE, _UPDATE, _EVAL, _PARAMS = range(5)
 
 
 def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
-    """Trains a LoRA adapter on a frozen base by GRPO, sampling under scheduled noise.
+    """Trains a LoRA adapter on a frozen base (or a dense base itself) by GRPO, sampling under noise.
 
     Everything that can be wrong with the input is found before the run folder is made. A run that
     is found there is resumed, and goes on as if it had never stopped.
@@ -49,91 +52,81 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
         quiet: Show nothing in the terminal; files are written all the same.
 
     Returns:
-        The final state; the adapter is in `<output_dir>/adapter`.
+        The final state; the adapter is in `<output_dir>/adapter`, or a whole model in
+        `<output_dir>/model`.
     """
     _check_folder(cfg)
     if cfg.deterministic:
         runtime.use_deterministic_kernels()
     runtime.use_compilation_cache()
     model, frozen, tokenizer = checkpoint.load_policy(cfg.model, cfg.lora, cfg.seed)
-    functions = rewards.resolve(cfg.rewards.functions)
+    functions, weights = _rewards(cfg)
     problems = _problems(cfg, cfg.data.split, tokenizer)
-    rewards.check(functions, problems[:2])
-    held_out = _evaluator(cfg, model, tokenizer)
     total_steps = cfg.total_steps(len(problems))
+    rewards.check(functions, problems[:2], _Trace(0, total_steps).extras)
+    held_out = _evaluator(cfg, model, tokenizer)
 
     keys = [jax.random.key(cfg.seed + 1000 * stream) for stream in range(5)]
-    params = init_params(model, frozen, keys[_PARAMS])
+    state, frozen = _first_state(cfg, model, frozen, keys[_PARAMS])
     generate, improve, norm_noise = _phases(cfg, model, tokenizer, total_steps, keys[_NOISE])
+    sample = _sampler(cfg, generate, tokenizer, problems, functions, weights)
     files = checkpoint.StateFiles(cfg.output_dir, cfg.save_total_limit)
-    state = update.init_state(params, cfg.optim)
     state = files.restore(state) or state
+    supply = _supply(cfg, files.supply(), problems, tokenizer)
     step = int(state.step)
     _write_config(cfg)
     logger = Logger(cfg.output_dir, total_steps=total_steps, step=step, quiet=quiet)
 
-    if step >= total_steps:
-        logger.note(
-            f"nothing left to do: the run in {cfg.output_dir} has all of its {total_steps} steps"
-        )
-    if held_out and step == 0:
-        logger.write(0, held_out({"params": state.params, "frozen": frozen}))
-    while step < total_steps:
-        clock = _Clock()
-        batch = data.batch(
-            problems,
-            step // cfg.updates_per_rollout,
-            batch_size=cfg.prompts_per_rollout,
-            seed=cfg.seed,
-        )
-        norms, noise_metrics = norm_noise(step)
+    with contextlib.closing(files), contextlib.closing(logger):
+        if step >= total_steps:
+            logger.note(
+                f"nothing left to do: the run in {cfg.output_dir} has all of its {total_steps} steps"
+            )
+        if held_out and step == 0:
+            logger.write(0, held_out(_policy(model, state, frozen)))
+        while step < total_steps:
+            trace = _Trace(step, total_steps)
+            norms, noise_metrics = norm_noise(step)
+            key = jax.random.fold_in(keys[_SAMPLE], step)
+            batch, fresh, supply, metrics = rollouts.gather(
+                functools.partial(sample, _policy(model, state, frozen) | norms, key, trace),
+                supply,
+                max_rounds=cfg.grpo.max_sampling_rounds if cfg.grpo.dynamic_sampling else None,
+            )
+            advantages = grpo.group_advantages(
+                batch.rewards, scale=cfg.grpo.scale_rewards, estimator=cfg.grpo.advantage_estimator
+            )
+            experience = update.experience(
+                batch.rollout,
+                advantages,
+                mask_truncated_completions=cfg.grpo.mask_truncated_completions,
+            )
+            trace.lap("reward")
+            trainer_noise = norms.get("noise") if cfg.noise and cfg.noise.scope == "both" else None
+            state, learned = improve(
+                state, frozen, experience, trainer_noise, jax.random.fold_in(keys[_UPDATE], step)
+            )
+            metrics |= jax.device_get(learned)
+            trace.lap("update")
 
-        variables = {"params": state.params, "frozen": frozen} | norms
-        rollout = rollouts.collect(
-            generate,
-            variables,
-            tokenizer,
-            batch,
-            jax.random.fold_in(keys[_SAMPLE], step),
-            num_generations=cfg.rollout.num_generations,
-            max_prompt_length=cfg.data.max_prompt_length,
-            temperature=cfg.rollout.temperature,
-        )
-        clock.lap("rollout")
-        combined, per_function = rollouts.score(rollout, functions, cfg.rewards.weights)
-        advantages = grpo.group_advantages(combined, scale=cfg.grpo.scale_rewards)
-        clock.lap("reward")
-
-        experience = update.experience(
-            rollout, advantages, mask_truncated_completions=cfg.grpo.mask_truncated_completions
-        )
-        trainer_noise = norms.get("noise") if cfg.noise and cfg.noise.scope == "both" else None
-        state, metrics = improve(
-            state, frozen, experience, trainer_noise, jax.random.fold_in(keys[_UPDATE], step)
-        )
-        metrics = jax.device_get(metrics)
-        clock.lap("update")
-
-        step = int(state.step)
-        logger.num_tokens += int(rollout.prompt_lengths.sum() + rollout.lengths.sum())
-        metrics |= noise_metrics | _rollout_metrics(rollout, combined, per_function, functions)
-        metrics |= clock.metrics(rollout) | {
-            "num_tokens": logger.num_tokens,
-            "updates/skipped": int(state.skipped),
-        }
-        if held_out and _crosses(step, cfg.updates_per_rollout, cfg.eval.eval_steps, total_steps):
-            metrics |= held_out({"params": state.params, "frozen": frozen})
-        logger.write(step, metrics)
-        if cfg.log_completions:
-            logger.write_completions(step, _completion_rows(rollout, combined, advantages))
-        if _crosses(step, cfg.updates_per_rollout, cfg.save_steps, total_steps):
-            files.save(state)
-
-    files.close()
-    adapter = pathlib.Path(cfg.output_dir) / "adapter"
-    checkpoint.export_adapter(adapter, state.params, model.lora, cfg.model.model_name_or_path)
-    logger.note(f"adapter in {adapter}")
-    logger.close()
+            step = int(state.step)
+            logger.num_tokens += _num_tokens(fresh.rollout)
+            metrics |= noise_metrics | _rollout_metrics(fresh, functions)
+            metrics |= trace.metrics(fresh.rollout, batch.rollout) | {
+                "num_tokens": logger.num_tokens,
+                "updates/skipped": int(state.skipped),
+            }
+            if held_out and _crosses(
+                step, cfg.updates_per_rollout, cfg.eval.eval_steps, total_steps
+            ):
+                metrics |= held_out(_policy(model, state, frozen))
+            logger.write(step, metrics)
+            if cfg.log_completions:
+                rows = _completion_rows(fresh, batch, advantages, trace)
+                logger.write_completions(step, rows)
+            if _crosses(step, cfg.updates_per_rollout, cfg.save_steps, total_steps):
+                files.save(state, supply.to_table())
+        logger.note(_export(cfg, model, state.params, frozen))
     return state
 
 
@@ -159,6 +152,7 @@ def _phases(
         temperature=cfg.rollout.temperature,
         num_tokens=tokenizer.num_tokens,
         remat=cfg.model.gradient_checkpointing,
+        max_completion_length=cfg.rollout.max_completion_length,
     )
     if cfg.noise is None:
         return generate, improve, lambda step: ({}, {})
@@ -183,21 +177,93 @@ def _phases(
     return generate, improve, norm_noise
 
 
+def _first_state(
+    cfg: RunConfig, model: Transformer, frozen: Any, key: jax.Array
+) -> tuple[TrainState, Any]:
+    """The state before the first step, and what of the base stays frozen."""
+    params, frozen = trainable(model, frozen, key)
+    return update.init_state(params, cfg.optim, keep_reference=cfg.grpo.sync_ref_model), frozen
+
+
+def _policy(model: Transformer, state: TrainState, frozen: Any) -> dict[str, Any]:
+    """The variables that sample."""
+    return {"params": as_computed(state.params, model.dtype), "frozen": frozen}
+
+
+def _rewards(cfg: RunConfig) -> tuple[list[rewards.Named], list[float]]:
+    """The reward functions and their weights; the punishment of long completions comes last."""
+    functions = rewards.resolve(cfg.rewards.functions, cfg.rewards.options)
+    weights = list(cfg.rewards.weights or [1.0] * len(functions))
+    cache = cfg.rewards.soft_punish_cache
+    if cache is None:
+        return functions, weights
+
+    def punish(completion_ids, **_):
+        return grpo.soft_overlong_punishment(
+            np.array([len(ids) for ids in completion_ids]),
+            max_completion_length=cfg.rollout.max_completion_length,
+            soft_punish_cache=cache,
+        ).tolist()
+
+    named = ("soft_overlong_punishment_reward", punish)
+    return [*functions, named], [*weights, cfg.rewards.soft_punish_weight]
+
+
+def _sampler(cfg: RunConfig, generate, tokenizer: Tokenizer, problems, functions, weights):
+    """The function that samples and scores one round; rounds of a step share its key."""
+    count, group = cfg.prompts_per_rollout, cfg.rollout.num_generations
+
+    def sample(variables, key: jax.Array, trace: _Trace, drawn: int, index: int) -> Scored:
+        rollout = rollouts.collect(
+            generate,
+            variables,
+            tokenizer,
+            data.batch(problems, drawn // count, batch_size=count, seed=cfg.seed),
+            key,
+            num_generations=group,
+            max_prompt_length=cfg.data.max_prompt_length,
+            temperature=cfg.rollout.temperature,
+            first_row=index * count * group,
+        )
+        trace.lap("rollout")
+        record = rewards.Record(len(rollout.texts))
+        combined, per_function = rollouts.score(rollout, functions, weights, trace.extras, record)
+        trace.records.append(record)
+        trace.lap("reward")
+        places = np.arange(drawn, drawn + count, dtype=np.int32)
+        return Scored(rollout, places, combined, per_function)
+
+    return sample
+
+
+def _supply(cfg: RunConfig, table: dict[str, Any] | None, problems, tokenizer: Tokenizer) -> Supply:
+    """Where the data stands, by a checkpoint or at the start."""
+    if table is None:
+        return Supply()
+    return Supply.from_table(
+        table,
+        lambda place: data.batch(problems, place, batch_size=1, seed=cfg.seed)[0],
+        tokenizer,
+        max_prompt_length=cfg.data.max_prompt_length,
+        max_completion_length=cfg.rollout.max_completion_length,
+    )
+
+
+def _export(cfg: RunConfig, model: Transformer, params: Any, frozen: Any) -> str:
+    """Writes what was learned, and says where."""
+    if cfg.model.trainable == "full":
+        folder = pathlib.Path(cfg.output_dir) / "model"
+        source = checkpoint.local_folder(cfg.model.model_name_or_path, weights=False)
+        checkpoint.export_model(folder, model, frozen | params, source)
+        return f"model in {folder}"
+    folder = pathlib.Path(cfg.output_dir) / "adapter"
+    checkpoint.export_adapter(folder, params, model.lora, cfg.model.model_name_or_path)
+    return f"adapter in {folder}"
+
+
 def _problems(cfg: RunConfig, split: str, tokenizer: Tokenizer, num_problems: int | None = None):
     """The problems of a split whose prompts fit."""
-    prompt = (
-        data.THINK_ANSWER_PROMPT
-        if cfg.data.system_prompt == "think-answer"
-        else cfg.data.system_prompt
-    )
-    problems = data.load(
-        cfg.data.path or cfg.data.dataset,
-        config=cfg.data.name,
-        split=split,
-        system_prompt=prompt,
-        seed=cfg.seed,
-        num_problems=num_problems or cfg.data.num_problems,
-    )
+    problems = data.from_config(cfg.data, split=split, seed=cfg.seed, num_problems=num_problems)
     limits = {
         "max_prompt_length": cfg.data.max_prompt_length,
         "overlong": cfg.data.overlong_prompts,
@@ -218,7 +284,7 @@ def _evaluator(cfg: RunConfig, model: Transformer, tokenizer: Tokenizer) -> Eval
         pad_token=tokenizer.pad_token,
         truncation=sampling.Truncation(top_p=cfg.eval.top_p),
     )
-    (reward,) = rewards.resolve([cfg.eval.reward])
+    (reward,) = rewards.resolve([cfg.eval.reward], cfg.rewards.options)
     rewards.check([reward], problems[:2])
     key = jax.random.key(cfg.seed + 1000 * _EVAL)
     return Evaluator(
@@ -260,20 +326,36 @@ def _crosses(step: int, stride: int, every: int, total_steps: int) -> bool:
 
 
 @dataclasses.dataclass
-class _Clock:
-    """Seconds of the phases of one iteration."""
+class _Trace:
+    """What one iteration of the loop leaves for the log.
 
+    Attributes:
+        step: Optimizer steps done before it.
+        total_steps: Of the run.
+        records: What reward functions logged, a round of sampling each.
+        started: Of the clock.
+        laps: Seconds of its phases.
+    """
+
+    step: int
+    total_steps: int
+    records: list[rewards.Record] = dataclasses.field(default_factory=list)
     started: float = dataclasses.field(default_factory=time.perf_counter)
     laps: dict[str, float] = dataclasses.field(default_factory=dict)
 
-    def lap(self, phase: str) -> None:
-        self.laps[phase] = time.perf_counter() - self.started - sum(self.laps.values())
+    @property
+    def extras(self) -> dict[str, Any]:
+        """What reward functions are told beside the rows, as by TRL."""
+        state = types.SimpleNamespace(global_step=self.step, max_steps=self.total_steps)
+        return {"trainer_state": state}
 
-    def metrics(self, rollout: Rollout) -> dict[str, float]:
-        sampled, seen = (
-            int(rollout.lengths.sum()),
-            int(rollout.prompt_lengths.sum() + rollout.lengths.sum()),
-        )
+    def lap(self, phase: str) -> None:
+        """Adds the time since the last lap to a phase."""
+        elapsed = time.perf_counter() - self.started - sum(self.laps.values())
+        self.laps[phase] = self.laps.get(phase, 0.0) + elapsed
+
+    def metrics(self, sampled: Rollout, seen: Rollout) -> dict[str, float]:
+        """Times and rates: of the tokens that were sampled, and of those that were learned from."""
         stats = jax.local_devices()[0].memory_stats() or {}
         peak = (
             {"perf/peak_memory_gb": stats["peak_bytes_in_use"] / 1e9}
@@ -283,16 +365,40 @@ class _Clock:
         return {
             "step_time": sum(self.laps.values()),
             **{f"perf/{phase}_time": seconds for phase, seconds in self.laps.items()},
-            "perf/rollout_tokens_per_second": sampled / self.laps["rollout"],
-            "perf/update_tokens_per_second": seen / self.laps["update"],
+            "perf/rollout_tokens_per_second": int(sampled.lengths.sum()) / self.laps["rollout"],
+            "perf/update_tokens_per_second": _num_tokens(seen) / self.laps["update"],
             **peak,
+            **self._logged(),
         }
 
+    def columns(self) -> dict[str, list]:
+        """Columns that reward functions added to all that was sampled; None where one did not."""
+        names = dict.fromkeys(name for record in self.records for name in record.columns)
+        return {
+            name: [
+                value
+                for record in self.records
+                for value in record.columns.get(name, [None] * record.rows)
+            ]
+            for name in names
+        }
 
-def _rollout_metrics(
-    rollout: Rollout, combined: np.ndarray, per_function: np.ndarray, functions
-) -> dict[str, float]:
+    def _logged(self) -> dict[str, float]:
+        names = dict.fromkeys(name for record in self.records for name in record.values)
+        values = {
+            n: [v for record in self.records for v in record.values.get(n, ())] for n in names
+        }
+        return {name: float(np.mean(each)) for name, each in values.items()}
+
+
+def _num_tokens(rollout: Rollout) -> int:
+    """Tokens of prompts and completions."""
+    return int(rollout.prompt_lengths.sum() + rollout.lengths.sum())
+
+
+def _rollout_metrics(scored: Scored, functions: Sequence[rewards.Named]) -> dict[str, float]:
     """Rewards and lengths under TRL's names."""
+    rollout, combined = scored.rollout, scored.rewards
     terminated = rollout.lengths[rollout.stopped] if rollout.stopped.any() else np.zeros(1)
     metrics = {
         "reward": float(combined.mean()),
@@ -306,7 +412,7 @@ def _rollout_metrics(
         "completions/min_terminated_length": int(terminated.min()),
         "completions/max_terminated_length": int(terminated.max()),
     }
-    for (name, _), column in zip(functions, per_function.T, strict=True):
+    for (name, _), column in zip(functions, scored.per_function.T, strict=True):
         given = column[~np.isnan(column)]
         metrics[f"rewards/{name}/mean"] = float(given.mean()) if given.size else 0.0
         metrics[f"rewards/{name}/std"] = float(given.std(ddof=1)) if given.size > 1 else 0.0
@@ -314,18 +420,23 @@ def _rollout_metrics(
 
 
 def _completion_rows(
-    rollout: Rollout, combined: np.ndarray, advantages: np.ndarray
+    fresh: Scored, batch: Scored, advantages: np.ndarray, trace: _Trace
 ) -> list[dict[str, Any]]:
+    """All that was sampled; the advantage is None where nothing was learned from a group in this step."""
+    rollout, columns = fresh.rollout, trace.columns()
     prompts, _ = data.collate(rollout.problems)
     group = rollout.num_generations
+    learned = dict(zip(batch.positions.tolist(), np.asarray(advantages).tolist(), strict=True))
+    groups = [learned.get(place, [None] * group) for place in fresh.positions.tolist()]
     return [
         {
             "prompt": prompts[row // group],
             "completion": text,
-            "reward": float(combined.flat[row]),
-            "advantage": float(np.asarray(advantages).flat[row]),
+            "reward": float(fresh.rewards.flat[row]),
+            "advantage": groups[row // group][row % group],
             "length": int(rollout.lengths[row]),
             "stopped": bool(rollout.stopped[row]),
+            **{name: column[row] for name, column in columns.items()},
         }
         for row, text in enumerate(rollout.texts)
     ]

@@ -19,19 +19,22 @@ from qerl_jax.model import Transformer, head
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that changes during a run, and all that a checkpoint holds: keys and data follow from the step.
+    """What a run learns; all keys of its randomness follow from the step.
 
     Attributes:
         step: int32, optimizer steps done.
-        params: The adapter, float32.
+        params: The adapter, or with `trainable = "full"` the layers' own weights, float32.
         opt_state: Of the optax chain.
         skipped: int32, optimizer steps that changed nothing: no signal, or a gradient that was not finite.
+        reference: A copy of `params` that follows them (`grpo.sync_ref_model`), or None where the
+            reference is the base.
     """
 
     step: jax.Array
     params: Any
     opt_state: Any
     skipped: jax.Array
+    reference: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -79,11 +82,13 @@ def learning_rate(cfg: OptimConfig, total_steps: int) -> Callable[[jax.Array | i
 def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
     """Clipping and AdamW without its learning rate, which `make_update` applies as a function of the step.
 
-    Weight decay acts on LoRA A and B; norms (leaves called `scale`) never decay.
+    Weight decay acts on matrices; norms (leaves called `scale`) and biases never decay.
     """
 
     def decays(params):
-        return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "scale", params)
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: path[-1].key not in ("scale", "bias"), params
+        )
 
     return optax.chain(
         optax.clip_by_global_norm(cfg.max_grad_norm),
@@ -92,9 +97,10 @@ def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
     )
 
 
-def init_state(params: Any, cfg: OptimConfig) -> TrainState:
-    """The state before the first step."""
-    return TrainState(jnp.int32(0), params, optimizer(cfg).init(params), jnp.int32(0))
+def init_state(params: Any, cfg: OptimConfig, *, keep_reference: bool = False) -> TrainState:
+    """The state before the first step, with a copy of `params` as the reference if one is kept."""
+    reference = jax.tree.map(jnp.copy, params) if keep_reference else None
+    return TrainState(jnp.int32(0), params, optimizer(cfg).init(params), jnp.int32(0), reference)
 
 
 def token_logps(
@@ -135,12 +141,23 @@ def make_update(
     temperature: float,
     num_tokens: int,
     remat: bool,
+    max_completion_length: int | None = None,
 ) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
     """Builds the jitted update.
 
-    A rollout of B rows is cut into optimizer batches of m * a rows (m rows per micro-batch, a
-    micro-batches), in an order drawn from the key, and gone through `num_iterations` times.
-    Gradients of micro-batches are summed by a scan, so memory is that of one.
+    A rollout of B rows is shuffled with the key and cut into optimizer batches of m * a rows (m rows
+    per micro-batch, a micro-batches). All `num_iterations` passes take them in that one order, as
+    TRL's do. Gradients of micro-batches are summed by a scan, so memory is that of one.
+
+    Args:
+        model: The policy.
+        grpo_cfg: The objective.
+        optim_cfg: AdamW and the geometry of its batches.
+        total_steps: Optimizer steps of the whole run, for the learning rate.
+        temperature: Of all log-probabilities.
+        num_tokens: Ids that the tokenizer has.
+        remat: Whether the backward pass recomputes each layer.
+        max_completion_length: What `dr_grpo` divides by; None means the width of the rows.
 
     Returns:
         update(state, frozen, experience, noise, key) -> (state, metrics). `noise` is the tree under
@@ -197,13 +214,22 @@ def make_update(
             delta=grpo_cfg.delta,
             beta=grpo_cfg.beta,
             ref_logps=fixed.get("ref_logps"),
+            kl_estimator=grpo_cfg.kl_estimator,
+            use_bias_correction_kl=grpo_cfg.use_bias_correction_kl,
             importance_sampling_level=grpo_cfg.importance_sampling_level,
             sampling_weights=weights,
-            max_completion_length=logps.shape[1],
+            max_completion_length=max_completion_length or logps.shape[1],
             num_micro_batches=accumulation,
             **totals,
         )
         return loss, (counts, _drift(current, experience), masked.sum(entropy, experience.mask))
+
+    def refreshed(reference, params, step):
+        if reference is None:
+            return None
+        alpha, every = grpo_cfg.ref_model_mixup_alpha, grpo_cfg.ref_model_sync_steps
+        mixed = jax.tree.map(lambda r, p: (1 - alpha) * r + alpha * p, reference, params)
+        return _where(step % every == 0, mixed, reference)
 
     def optimizer_step(frozen, noise, experience, fixed, state, inputs):
         rows, key = inputs
@@ -212,7 +238,7 @@ def make_update(
 
         def accumulate(grads, inputs):
             batch, key = inputs
-            dropout_key = key if model.lora.dropout else None
+            dropout_key = key if model.lora is not None and model.lora.dropout else None
             (loss, aux), new = jax.value_and_grad(loss_fn, has_aux=True)(
                 state.params, frozen, noise, batch, totals, dropout_key
             )
@@ -229,11 +255,13 @@ def make_update(
         moves, opt_state = tx.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda p, move: p - rate(state.step) * move, state.params, moves)
         keep = learns & finite
+        params = _where(keep, params, state.params)
         new = TrainState(
             step=state.step + 1,
-            params=_where(keep, params, state.params),
+            params=params,
             opt_state=_where(keep, opt_state, state.opt_state),
             skipped=state.skipped + ~keep,
+            reference=refreshed(state.reference, params, state.step + 1),
         )
         metrics = {
             "loss": losses.sum(),
@@ -258,14 +286,16 @@ def make_update(
                 lambda batch: logps_of(state.params, frozen, noise, batch)[0], experience
             )
         if grpo_cfg.beta:
+            kept = state.reference is not None
+            reference = state.reference if kept else state.params
             fixed["ref_logps"] = in_micro_batches(
-                lambda batch: logps_of(state.params, frozen, None, batch, adapter=False)[0],
-                experience,
+                lambda batch: logps_of(reference, frozen, None, batch, adapter=kept)[0], experience
             )
 
         order_key, step_key = jax.random.split(key)
         order = jnp.arange(rows)
-        if rows > micro_rows * accumulation:
+        # Within one optimizer step only bnpo can tell which rows share a micro-batch.
+        if rows > micro_rows * accumulation or (grpo_cfg.loss_type == "bnpo" and accumulation > 1):
             order = jax.random.permutation(order_key, order)
         order = jnp.tile(order, grpo_cfg.num_iterations).reshape(steps, accumulation, micro_rows)
 
@@ -283,16 +313,23 @@ def make_update(
 def experience(
     rollout: Any, advantages: np.ndarray, *, mask_truncated_completions: bool
 ) -> Experience:
-    """What the trainer needs of a `rollouts.Rollout`; advantages are [P, G]."""
-    live = np.arange(rollout.completions.shape[1]) < rollout.lengths[:, None]
+    """What the trainer needs of a `rollouts.Rollout`; advantages are [P, G].
+
+    Rows are cut behind the longest completion, to a quarter, half, three quarters or all of the
+    width that sampling had: at most four programs, and no work on padding that all rows share.
+    """
+    limit = rollout.completions.shape[1]
+    quarter = -(-limit // 4)
+    width = min(limit, quarter * -(-int(rollout.lengths.max()) // quarter))
+    live = np.arange(width) < rollout.lengths[:, None]
     if mask_truncated_completions:
         live &= rollout.stopped[:, None]
     return Experience(
-        tokens=rollout.tokens,
+        tokens=rollout.tokens[:, : rollout.tokens.shape[1] - limit + width],
         prompt_lengths=rollout.prompt_lengths,
-        completions=rollout.completions,
+        completions=rollout.completions[:, :width],
         mask=live,
-        behaviour_logps=rollout.logps,
+        behaviour_logps=rollout.logps[:, :width],
         advantages=np.asarray(advantages, np.float32).reshape(-1),
     )
 

@@ -12,11 +12,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Each row may import from those above it, and within itself without cycles.
 LAYERS = (
     "pallas_kernels",
-    "__init__ architecture arithmetic config data grpo log masked noise rewards tensor_files tokenizer",
+    "__init__ answers architecture arithmetic config data equivalence grpo log masked noise "
+    "reward_functions reward_workers rewards sandbox tensor_files tokenizer",
     "kv_cache layers logprobs model",
     "checkpoint sampling",
     "rollouts update",
-    "evaluate report train",
+    "evaluate pass_rates report train",
     "__main__ cli",
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}

@@ -1,6 +1,7 @@
 """Whole runs on the embedded base: they learn, they survive a kill, and bad input leaves nothing behind."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import signal
@@ -12,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from qerl_jax import checkpoint, cli, config, log
+from qerl_jax import checkpoint, cli, config, log, rollouts
 from qerl_jax.model import LoRA
 from qerl_jax.train import train
 
@@ -132,6 +133,90 @@ def test_several_updates_of_one_rollout_train_norms_and_reference_in_one_run(tmp
     assert np.abs(np.asarray(norms) - np.asarray(base, np.float32)).max() > 0
 
 
+def test_all_that_a_run_remembers_survives_an_interruption(tmp_path, monkeypatch):
+    """The place in the data, groups left over by dynamic sampling, and a reference that moves."""
+
+    def cfg(name):
+        return small(
+            tmp_path / name,
+            max_steps=4,
+            save_steps=1,
+            grpo={
+                "dynamic_sampling": True,
+                "max_sampling_rounds": 3,
+                "beta": 0.02,
+                "sync_ref_model": True,
+                "ref_model_sync_steps": 2,
+            },
+            rewards={"functions": ("accuracy_reward",), "soft_punish_cache": 30},
+            rollout={"num_generations": 4, "generation_batch_size": None},
+        )
+
+    whole = train(cfg("whole"), quiet=True)
+    rows = log.read_metrics(tmp_path / "whole")
+    rounds = [int(row["dynamic_sampling/rounds"]) for row in rows]
+    assert 1 < max(rounds) <= 3
+    assert rows[1]["dynamic_sampling/groups_carried_over"] > 0  # so there is something to lose
+    assert -1 < rows[0]["rewards/soft_overlong_punishment_reward/mean"] < 0
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[1]["kl"] > 1e-6
+
+    calls, score = itertools.count(), rollouts.score
+
+    def interrupted(*args, **options):
+        if next(calls) == sum(rounds[:2]):  # the first of the third step
+            raise KeyboardInterrupt
+        return score(*args, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(rollouts, "score", interrupted)
+        train(cfg("resumed"), quiet=True)
+    resumed = train(cfg("resumed"), quiet=True)
+    assert without_times(log.read_metrics(tmp_path / "resumed")) == without_times(rows)
+    for ours, theirs in zip(jax.tree.leaves(resumed), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    completions = [
+        [path.read_text() for path in sorted((tmp_path / name / "completions").iterdir())]
+        for name in ("resumed", "whole")
+    ]
+    assert completions[0] == completions[1] and len(completions[0]) == 4
+
+
+def test_a_dense_base_trains_whole_and_is_exported_as_a_model(tmp_path):
+    cfg = small(
+        tmp_path / "run",
+        max_steps=2,
+        model={"weights": "float32", "trainable": "full"},
+        lora=config.LoraConfig(),
+        grpo={"beta": 0.02, "sync_ref_model": True, "ref_model_mixup_alpha": 0.0},
+        optim={
+            "learning_rate": 1e-4,
+            "per_device_train_batch_size": 16,
+            "gradient_accumulation_steps": 2,
+        },
+    )
+    state = train(cfg, quiet=True)
+    rows = log.read_metrics(cfg.output_dir)
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[1]["kl"] > 1e-6
+    assert rows[0]["sampling/sampling_logp_difference/max"] < 1e-4
+
+    _, base, _ = checkpoint.load_policy(dataclasses.replace(cfg.model, trainable="lora"), None)
+    exported = dataclasses.replace(
+        cfg.model, model_name_or_path=str(tmp_path / "run" / "model"), trainable="lora"
+    )
+    _, trained, _ = checkpoint.load_policy(exported, None)
+    assert jax.tree.structure(trained) == jax.tree.structure(base)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trained["layers"]):
+        ours, before = state.params["layers"], base["layers"]
+        for key in path:
+            ours, before = ours[key.key], before[key.key]
+        np.testing.assert_array_equal(leaf, ours)
+        assert np.abs(np.asarray(leaf) - np.asarray(before)).max() > 0, path
+    for name in set(base) - {"layers"}:
+        jax.tree.map(np.testing.assert_array_equal, trained[name], base[name])
+    # The reference is kept as it was.
+    jax.tree.map(np.testing.assert_array_equal, state.reference["layers"], base["layers"])
+
+
 @pytest.mark.slow
 def test_quickstart_learns_and_shuffled_rewards_do_not(tmp_path):
     train(quickstart(tmp_path / "right"), quiet=True)
@@ -228,6 +313,43 @@ def test_env_names_versions_and_devices(capsys):
     assert f"jax {jax.__version__}" in shown and "device 0: cpu" in shown
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem
+)
+def test_every_config_runs_for_two_rollouts_on_the_tiny_base(path, tmp_path):
+    """Its algorithm, noise and adapter, with the model, problems and sizes of the quickstart."""
+    cfg, tiny = config.load(path), small(tmp_path / "run")
+    model = dataclasses.replace(
+        tiny.model, weights=cfg.model.weights, trainable=cfg.model.trainable
+    )
+    updates = cfg.updates_per_rollout // cfg.grpo.num_iterations
+    rollout = dataclasses.replace(
+        tiny.rollout, generation_batch_size=32, max_concurrent=cfg.rollout.max_concurrent and 16
+    )
+    batch = {"per_device_train_batch_size": 16 // updates, "gradient_accumulation_steps": 2}
+    train(
+        dataclasses.replace(
+            cfg,
+            output_dir=tiny.output_dir,
+            model=model,
+            data=tiny.data,
+            rewards=dataclasses.replace(
+                tiny.rewards, soft_punish_cache=cfg.rewards.soft_punish_cache and 10
+            ),
+            rollout=rollout,
+            optim=dataclasses.replace(cfg.optim, **batch),
+            eval=None,
+            max_steps=2 * cfg.updates_per_rollout,
+            num_train_epochs=None,
+        ),
+        quiet=True,
+    )
+    rows = log.read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [cfg.updates_per_rollout, 2 * cfg.updates_per_rollout]
+    assert np.isfinite([row["loss"] for row in rows]).all()
+
+
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem
 )
@@ -237,11 +359,14 @@ def test_every_config_loads_and_round_trips(path, tmp_path):
     assert config.load(tmp_path / "again.toml") == cfg
 
 
-def test_completions_are_logged_with_their_rewards(tmp_path):
-    cfg = small(tmp_path / "run", max_steps=1)
+def test_completions_are_logged_with_their_rewards_and_what_rewards_log(tmp_path):
+    functions = ("accuracy_reward", "tests.reward_controls:talkative")
+    cfg = small(tmp_path / "run", max_steps=1, rewards={"functions": functions})
     train(cfg, quiet=True)
     lines = (tmp_path / "run" / "completions" / "step_000001.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert len(rows) == 32
-    mean = log.read_metrics(tmp_path / "run")[0]["reward"]
-    assert np.isclose(np.mean([row["reward"] for row in rows]), mean)
+    (metrics,) = log.read_metrics(tmp_path / "run")
+    assert np.isclose(np.mean([row["reward"] for row in rows]), metrics["reward"])
+    assert [row["letters"] for row in rows] == [len(row["completion"]) for row in rows]
+    assert metrics["steps_to_go"] == 1

@@ -485,6 +485,52 @@ def test_trained_norms_are_not_dropped_silently(tmp_path, norms):
         checkpoint.import_adapter(tmp_path / "a", adapter_model())
 
 
+# Writing a model
+
+
+@pytest.mark.parametrize("name", ["qwen2_untied", "qwen2_tied", "qwen3", "llama3"])
+def test_an_exported_model_has_the_tensors_it_was_read_from(name, tmp_path):
+    source = GOLDEN / "models" / name
+    model = Transformer(architecture.load(source), "float32", None, jnp.float32, full=True)
+    checkpoint.export_model(tmp_path / "model", model, base(source, "float32"), source)
+    ours, theirs = (
+        golden_files.load(folder / "model.safetensors") for folder in (tmp_path / "model", source)
+    )
+    assert ours.keys() == theirs.keys()
+    for tensor, value in ours.items():
+        np.testing.assert_array_equal(value, theirs[tensor], err_msg=tensor)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["torch_dtype"] == "float32" and "dtype" not in config
+    assert architecture.load(tmp_path / "model") == architecture.load(source)
+
+
+def test_a_model_from_packed_weights_is_exported_in_16_bits_with_its_tokenizer(tmp_path):
+    source = copy(PACKED, tmp_path / "source")
+    for file in checkpoint.TINY.glob("tokenizer*"):
+        shutil.copy(file, source)
+    (source / "old.safetensors.index.json").write_text("{}")
+    model = Transformer(architecture.load(source), "bfloat16", None, jnp.bfloat16)
+    checkpoint.export_model(tmp_path / "model", model, base(PACKED, "bfloat16"), source)
+    names = {path.name for path in (tmp_path / "model").iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["torch_dtype"] == "bfloat16" and "quantization_config" not in config
+    assert_trees_equal(checkpoint.load_base(tmp_path / "model", model), base(PACKED, "bfloat16"))
+
+
+def test_an_exported_model_deletes_nothing_but_a_model(tmp_path):
+    (tmp_path / "precious.txt").write_text("mine")
+    model = Transformer(ARCH, "float32", None, jnp.float32)
+    with pytest.raises(FileExistsError, match=f"{tmp_path}: holds something that is no model"):
+        checkpoint.export_model(tmp_path, model, base(DENSE, "float32"), DENSE)
+    assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
+
+
+def test_a_shape_without_files_cannot_train_whole():
+    with pytest.raises(ValueError, match="model.trainable: got 'full'; 'qwen2.5-0.5b' is a shape"):
+        policy("qwen2.5-0.5b", "bfloat16", trainable="full", random_base=True)
+
+
 # The state of a run
 
 
@@ -514,6 +560,21 @@ def test_a_state_round_trips_bit_for_bit(tmp_path, norms, state):
     again.close()
     assert isinstance(restored, update.TrainState)
     assert_trees_equal(restored, at(state, 7))
+
+
+def test_a_kept_reference_and_the_supply_round_trip_with_the_state(tmp_path, norms, state):
+    supply = {"drawn": 8, "rows": [{"logps": [float(np.float32(-0.1))], "stopped": True}]}
+    kept = dataclasses.replace(at(state, 3), reference=jax.tree.map(jnp.negative, state.params))
+    files = checkpoint.StateFiles(tmp_path, keep=2)
+    assert files.supply() is None
+    files.save(at(kept, 2), {"drawn": 4})
+    files.save(kept, supply)
+    files.close()
+    again = checkpoint.StateFiles(tmp_path, keep=2)
+    like = update.init_state(norms[1], OptimConfig(), keep_reference=True)
+    assert_trees_equal(again.restore(like), kept)
+    assert again.supply() == supply
+    again.close()
 
 
 def test_the_newest_states_are_kept_and_the_newest_is_restored(tmp_path, state):

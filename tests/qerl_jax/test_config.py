@@ -33,8 +33,26 @@ MINIMAL = {
 FULL = RunConfig(
     output_dir='runs/a "quoted"\nname',
     model=ModelConfig("base", "tokenizer", "bfloat16", "float32", True, False),
-    data=DataConfig("gsm8k", "folder", "main", "test", "Be brief.\n", 100, "drop", 7),
-    rewards=RewardConfig(("accuracy_reward", "a.b:c"), (1.0, 0.1)),
+    data=DataConfig(
+        "gsm8k",
+        path="folder",
+        name="main",
+        split="test",
+        system_prompt="Be brief.\n",
+        max_prompt_length=100,
+        overlong_prompts="drop",
+        num_problems=7,
+        columns={"prompt": "question"},
+        prompt_template="{prompt}!",
+        max_prompt_characters=500,
+    ),
+    rewards=RewardConfig(
+        ("accuracy_reward", "a.b:c"),
+        (1.0, 0.1),
+        soft_punish_cache=16,
+        soft_punish_weight=0.5,
+        options={"a.b:c": {"x": 1}},
+    ),
     lora=LoraConfig(4, 8.5, 0.25, True),
     rollout=RolloutConfig(4, 32, 16, 64, 0.7, 20, 0.95, 0.05),
     grpo=GrpoConfig(
@@ -43,8 +61,16 @@ FULL = RunConfig(
         epsilon_high=0.28,
         delta=2.5,
         beta=1e-3,
+        kl_estimator="k1",
+        use_bias_correction_kl=True,
+        sync_ref_model=True,
+        ref_model_mixup_alpha=0.5,
+        ref_model_sync_steps=64,
         importance_sampling_level="sequence",
+        advantage_estimator="rloo",
         scale_rewards="batch",
+        dynamic_sampling=True,
+        max_sampling_rounds=3,
         mask_truncated_completions=True,
         num_iterations=2,
         old_logprobs="recompute",
@@ -61,6 +87,17 @@ FULL = RunConfig(
     save_total_limit=1,
     log_completions=False,
     deterministic=True,
+)
+# What excludes a field of FULL.
+OTHER = dataclasses.replace(
+    FULL,
+    model=dataclasses.replace(FULL.model, trainable="full"),
+    lora=LoraConfig(),
+    rollout=dataclasses.replace(
+        FULL.rollout, generation_batch_size=None, max_concurrent=None, steps_per_generation=16
+    ),
+    num_train_epochs=None,
+    max_steps=16,
 )
 
 
@@ -94,7 +131,7 @@ def test_the_presence_of_the_noise_section_switches_it_on():
     assert build(noise={}).noise == NoiseConfig()
 
 
-@pytest.mark.parametrize("cfg", [FULL, build(), build(noise={}, eval={})])
+@pytest.mark.parametrize("cfg", [FULL, OTHER, build(), build(noise={}, eval={})])
 def test_a_config_survives_being_written_and_read(cfg, tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(config.dump(cfg))
@@ -103,12 +140,14 @@ def test_a_config_survives_being_written_and_read(cfg, tmp_path):
 
 
 def test_the_full_config_differs_from_the_defaults_everywhere():
-    """Guards the round trip above: a field added later must be set in FULL too."""
-    sections = [FULL.model, FULL.data, FULL.rewards, FULL.lora, FULL.rollout, FULL.grpo]
-    for section in [*sections, FULL.optim, FULL.noise, FULL.eval, FULL]:
-        for field in dataclasses.fields(section):
-            if (type(section), field.name) != (RunConfig, "max_steps"):
-                assert getattr(section, field.name) != field.default, field.name
+    """Guards the round trip above: a field added later must be set in FULL or OTHER too."""
+    sections = [f.name for f in dataclasses.fields(RunConfig)]
+    sections = [n for n in sections if dataclasses.is_dataclass(getattr(FULL, n))]
+    pairs = [(getattr(FULL, name), getattr(OTHER, name)) for name in sections]
+    for first, second in [*pairs, (FULL, OTHER)]:
+        for field in dataclasses.fields(first):
+            values = {repr(getattr(section, field.name)) for section in (first, second)}
+            assert values != {repr(field.default)}, field.name
 
 
 def test_whole_numbers_are_accepted_for_floats_and_become_floats():
@@ -140,6 +179,18 @@ BAD = [
     ("data.max_prompt_length", {"data__max_prompt_length": 0}, "0", "must be at least 1"),
     ("data.overlong_prompts", {"data__overlong_prompts": "cut"}, "'cut'", "'error', 'drop'"),
     ("data.num_problems", {"data__num_problems": 0}, "0", "must be at least 1"),
+    ("data.columns", {"data__columns": {"q": "x"}}, "{'q': 'x'}", 'which column is "prompt"'),
+    ("data.columns", {"data__columns": "x"}, "'x'", "must be a section"),
+    ("data.columns.prompt", {"data__columns": {"prompt": 1}}, "1", "must be of type str"),
+    ("data.prompt_template", {"data__prompt_template": "?"}, "'?'", 'must contain "{prompt}"'),
+    ("data.max_prompt_characters", {"data__max_prompt_characters": 0}, "0", "must be at least 1"),
+    (
+        "rewards.options",
+        {"rewards__options": {"other": {"x": 1}}},
+        "{'other': {'x': 1}}",
+        "must be of functions that are used: accuracy_reward",
+    ),
+    ("rewards.options.f", {"rewards__options": {"f": 1}}, "1", "must be a section"),
     ("rewards.functions", {"rewards__functions": []}, "()", "must name at least one function"),
     ("rewards.functions", {"rewards__functions": "f"}, "'f'", "must be a list"),
     ("rewards.functions[1]", {"rewards__functions": ["f", 1]}, "1", "must be of type str"),
@@ -227,6 +278,67 @@ BAD = [
         {"rollout__generation_batch_size": 32},
         "10",
         "must be a multiple of the 4 optimizer steps made from each rollout",
+    ),
+    ("grpo.kl_estimator", {"grpo__kl_estimator": "k4"}, "'k4'", "'k1', 'k2', 'k3'"),
+    (
+        "grpo.kl_estimator",
+        {"grpo__kl_estimator": "k1", "grpo__beta": 0.1},
+        "'k1'",
+        "as a loss it is noise of mean 0 unless grpo.use_bias_correction_kl = true",
+    ),
+    ("grpo.sync_ref_model", {"grpo__sync_ref_model": True}, "True", "needs grpo.beta > 0"),
+    (
+        "grpo.ref_model_mixup_alpha",
+        {"grpo__ref_model_mixup_alpha": 1.5},
+        "1.5",
+        "must be in [0, 1]",
+    ),
+    ("grpo.ref_model_sync_steps", {"grpo__ref_model_sync_steps": 0}, "0", "must be at least 1"),
+    ("grpo.advantage_estimator", {"grpo__advantage_estimator": "gae"}, "'gae'", "'grpo', 'rloo'"),
+    (
+        "grpo.advantage_estimator",
+        {"grpo__advantage_estimator": "rloo"},
+        "'rloo'",
+        'needs grpo.scale_rewards = "none" or "batch"',
+    ),
+    ("grpo.max_sampling_rounds", {"grpo__max_sampling_rounds": 0}, "0", "must be at least 1"),
+    ("rewards.soft_punish_cache", {"rewards__soft_punish_cache": 0}, "0", "must be at least 1"),
+    (
+        "rewards.soft_punish_cache",
+        {"rewards__soft_punish_cache": 513},
+        "513",
+        "must not exceed rollout.max_completion_length = 512",
+    ),
+    ("rewards.soft_punish_weight", {"rewards__soft_punish_weight": 0.0}, "0.0", "must be positive"),
+    ("rollout.steps_per_generation", {"rollout__steps_per_generation": 0}, "0", "at least 1"),
+    (
+        "rollout.steps_per_generation",
+        {"rollout__steps_per_generation": 2, "rollout__generation_batch_size": 16},
+        "2",
+        "must be absent where generation_batch_size is given",
+    ),
+    (
+        "rollout.generation_batch_size",
+        {
+            "rollout__steps_per_generation": 3,
+            "optim__gradient_accumulation_steps": 2,
+        },
+        "24",
+        "must be a multiple of the optimizer batch",
+    ),
+    ("model.trainable", {"model__trainable": "head"}, "'head'", "'lora', 'full'"),
+    ("model.trainable", {"model__trainable": "full"}, "'full'", "packed weights have no gradient"),
+    (
+        "model.trainable",
+        {"model__trainable": "full", "model__weights": "bfloat16", "lora__rank": 8},
+        "'full'",
+        "leaves nothing for a [lora] section to say",
+    ),
+    (
+        "grpo.beta",
+        {"model__trainable": "full", "model__weights": "bfloat16", "grpo__beta": 0.1},
+        "0.1",
+        "ask for it with grpo.sync_ref_model = true",
     ),
     ("optim.learning_rate", {"optim__learning_rate": 0.0}, "0.0", "must be positive"),
     ("optim.learning_rate", {"optim__learning_rate": "1e-5"}, "'1e-5'", "must be of type float"),
@@ -331,6 +443,9 @@ def test_sizes_follow_from_the_batches():
     assert cfg.prompts_per_rollout == 12
     assert cfg.updates_per_rollout == 12
     assert build().generation_batch_size == build().train_batch_size == 8
+    # TRL: per_device_train_batch_size * steps_per_generation.
+    assert build(max_steps=12, rollout__steps_per_generation=4).generation_batch_size == 32
+    assert build(max_steps=12, rollout__steps_per_generation=4).updates_per_rollout == 4
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,13 @@ def random_batch(rows=8, length=7, seed=0):
 # Arrays of this size compile longer than they run, and code that is not optimized compiles sooner.
 @functools.partial(
     jax.jit,
-    static_argnames=("loss_type", "beta", "importance_sampling_level"),
+    static_argnames=(
+        "loss_type",
+        "beta",
+        "importance_sampling_level",
+        "kl_estimator",
+        "use_bias_correction_kl",
+    ),
     compiler_options={"xla_backend_optimization_level": 0},
 )
 def _loss_and_grad(batch, **options):
@@ -279,6 +285,51 @@ def test_clipping_is_one_sided_until_delta_bounds_the_other_side(ratio, advantag
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
 
+# --- the divergence from the reference
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        # At d = ref - logp = log 2, 0 and -log 4.
+        ("k1", [-np.log(2), 0.0, np.log(4)]),
+        ("k2", [np.log(2) ** 2 / 2, 0.0, np.log(4) ** 2 / 2]),
+        ("k3", [1 - np.log(2), 0.0, np.log(4) - 3 / 4]),
+    ],
+)
+def test_estimators_of_the_divergence(kind, expected):
+    with jax.enable_x64(True):
+        logps = jnp.log(jnp.array([0.25, 0.5, 0.8]))
+        ref_logps = jnp.log(jnp.array([0.5, 0.5, 0.2]))
+        found = grpo.token_kl(logps, ref_logps, kind)
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_divergence_is_added_times_the_ratio_where_its_bias_is_corrected(kind, level):
+    """Against a loop over rows in NumPy; the ratio of a sequence is that of its mean."""
+    with jax.enable_x64(True):
+        batch = random_batch()
+        options = CLIP | {"loss_type": "dapo", "importance_sampling_level": level}
+        without, _, _ = loss_and_grad(batch, **options)
+        loss, _, rows = loss_and_grad(
+            batch, beta=0.3, kl_estimator=kind, use_bias_correction_kl=True, **options
+        )
+        sums = []
+        for row in range(8):
+            kept = np.flatnonzero(batch["mask"][row])
+            logps, old, ref = (batch[k][row, kept] for k in ("logps", "old_logps", "ref_logps"))
+            d, log_ratio = ref - logps, logps - old
+            if level == "sequence" and kept.size:
+                log_ratio = log_ratio.mean()
+            k = {"k1": -d, "k2": d**2 / 2, "k3": np.exp(d) - 1 - d}[kind]
+            sums.append(np.sum(k * np.exp(log_ratio)))
+        np.testing.assert_allclose(rows.kl, sums, rtol=1e-10, atol=1e-14)
+        expected = 0.3 * sum(sums) / batch["mask"].sum()
+        np.testing.assert_allclose(loss - without, expected, rtol=1e-10)
+
+
 # --- sampling weights
 
 
@@ -330,21 +381,44 @@ def test_advantages_are_those_of_trl(name, group_size, scale, dtype):
         assert_close(advantages.ravel(), VECTORS[f"{name}.adv_scale_{scale}"], RTOL[dtype])
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_permuting_a_group_permutes_its_advantages(scale):
+def test_leave_one_out_compares_with_the_mean_of_the_others():
+    rewards = jnp.array([[1.0, 0.0, 0.0], [4.0, 2.0, 0.0]])
+    expected = [[1.0, -0.5, -0.5], [3.0, 0.0, -3.0]]
+    found = grpo.group_advantages(rewards, scale="none", estimator="rloo")
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["batch", "none"])
+def test_leave_one_out_equals_a_loop_over_completions(scale):
+    with jax.enable_x64(True):
+        rewards = np.random.default_rng(3).normal(size=(5, 4))
+        divisor = rewards.std(ddof=1) + 1e-4 if scale == "batch" else 1
+        expected = [
+            [(r - np.delete(group, i).mean()) / divisor for i, r in enumerate(group)]
+            for group in rewards
+        ]
+        found = grpo.group_advantages(jnp.asarray(rewards), scale=scale, estimator="rloo")
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+ESTIMATORS = [("group", "grpo"), ("batch", "grpo"), ("none", "grpo"), ("none", "rloo")]
+
+
+@pytest.mark.parametrize(("scale", "estimator"), ESTIMATORS)
+def test_permuting_a_group_permutes_its_advantages(scale, estimator):
     rewards = jnp.array([[0.0, 1.0, 0.25, 2.0], [1.0, 0.0, 0.0, 0.5]])
     order = jnp.array([2, 0, 3, 1])
     np.testing.assert_array_equal(
-        grpo.group_advantages(rewards[:, order], scale=scale),
-        grpo.group_advantages(rewards, scale=scale)[:, order],
+        grpo.group_advantages(rewards[:, order], scale=scale, estimator=estimator),
+        grpo.group_advantages(rewards, scale=scale, estimator=estimator)[:, order],
     )
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_equal_rewards_give_zero_advantage_exactly(scale):
+@pytest.mark.parametrize(("scale", "estimator"), ESTIMATORS)
+def test_equal_rewards_give_zero_advantage_exactly(scale, estimator):
     # The float32 mean of seven times 0.1 is not 0.1.
     rewards = jnp.array([[0.1] * 7, [0.0] * 6 + [1.0], [1.1] * 7])
-    advantages = grpo.group_advantages(rewards, scale=scale)
+    advantages = grpo.group_advantages(rewards, scale=scale, estimator=estimator)
     np.testing.assert_array_equal(advantages[jnp.array([0, 2])], np.zeros((2, 7)))
     assert np.all(advantages[1] != 0)
     np.testing.assert_array_equal(grpo.informative(rewards), [False, True, False])
@@ -355,6 +429,25 @@ def test_advantages_of_a_batch_of_equal_rewards_are_zero_not_nan():
     np.testing.assert_array_equal(
         grpo.group_advantages(jnp.ones((2, 3)), scale="batch"), np.zeros((2, 3))
     )
+
+
+@pytest.mark.parametrize(
+    ("length", "punishment"),
+    [(0, 0.0), (1, 0.0), (80, 0.0), (81, -0.05), (85, -0.25), (90, -0.5), (99, -0.95), (100, -1.0)],
+)
+def test_the_overlong_punishment_falls_from_0_to_minus_1_over_the_last_tokens(length, punishment):
+    found = grpo.soft_overlong_punishment(
+        np.array([length]), max_completion_length=100, soft_punish_cache=20
+    )
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, [punishment], rtol=1e-6)
+
+
+def test_a_slope_as_long_as_the_completion_punishes_every_token():
+    found = grpo.soft_overlong_punishment(
+        np.array([0, 1, 4]), max_completion_length=4, soft_punish_cache=4
+    )
+    np.testing.assert_array_equal(found, [0, -0.25, -1])
 
 
 def test_reward_functions_add_up_and_may_abstain():
@@ -400,6 +493,14 @@ def test_a_wrong_argument_of_the_loss_is_named(change, message):
                 OLD, OLD, KEPT, mode="token_mask", clip_max=0.0
             ),
             "clip_max must be positive; got 0.0",
+        ),
+        (
+            lambda: grpo.group_advantages(jnp.ones((2, 3)), estimator="gae"),
+            "estimator must be 'grpo' or 'rloo'; got 'gae'",
+        ),
+        (
+            lambda: grpo.token_kl(OLD, OLD, "k4"),
+            "kl_estimator must be 'k1', 'k2' or 'k3'; got 'k4'",
         ),
     ],
 )

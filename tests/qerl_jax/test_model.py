@@ -1,6 +1,7 @@
 """The forward pass against transformers' logits and PEFT's, in every padding and with the cache."""
 
 import dataclasses
+import functools
 import pathlib
 
 import jax
@@ -9,7 +10,16 @@ import numpy as np
 import pytest
 
 from qerl_jax import architecture, checkpoint, layers, logprobs
-from qerl_jax.model import LoRA, Transformer, head, init_params, noise_shapes, random_base
+from qerl_jax.model import (
+    LoRA,
+    Transformer,
+    as_computed,
+    head,
+    init_params,
+    noise_shapes,
+    random_base,
+    trainable,
+)
 from tests import golden_files
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -337,3 +347,52 @@ def test_known_shapes_have_their_published_sizes():
     }
     for name, size in expected.items():
         assert round(billions[name], 2) == size
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3"])
+def test_a_full_model_trains_its_layers_with_the_gradient_of_the_bare_base(name):
+    reference = golden_files.load(GOLDEN / "models" / name / "reference.safetensors")
+    bare, frozen = load(GOLDEN / "models" / name)
+    tokens = reference["right.input_ids"][:, :6]
+    full = bare.clone(full=True)
+    params, rest = trainable(full, frozen, jax.random.key(0))
+    assert set(params) == {"layers"} and set(rest) == set(frozen) - {"layers"}
+    noise = jax.tree.map(lambda s: jnp.full(s.shape, 0.1), noise_shapes(bare.arch))
+
+    def loss(model, variables):
+        return jnp.sum(jnp.sin(scores(model, variables | {"noise": noise}, tokens)[0]))
+
+    found = jax.jit(jax.value_and_grad(lambda p: loss(full, {"params": p, "frozen": rest})))
+    expected = jax.jit(jax.value_and_grad(lambda f: loss(bare, {"frozen": f})))
+    (value, slopes), (bare_value, bare_slopes) = found(params), expected(frozen)
+    np.testing.assert_allclose(value, bare_value, rtol=1e-6)
+    assert jax.tree.structure(slopes) == jax.tree.structure({"layers": bare_slopes["layers"]})
+    for path, slope in jax.tree_util.tree_leaves_with_path(slopes):
+        theirs = functools.reduce(lambda tree, key: tree[key.key], path, bare_slopes)
+        scale = np.abs(theirs).max()
+        assert scale > 0, path
+        np.testing.assert_allclose(slope, theirs, rtol=0, atol=1e-4 * scale, err_msg=str(path))
+
+
+def test_rounding_the_weights_once_changes_no_score():
+    """What the sampler reads is what the trainer's products round to."""
+    model, frozen = load(GOLDEN / "models" / "qwen2_tied", weights="bfloat16", dtype=jnp.bfloat16)
+    model = model.clone(full=True)
+    params, rest = trainable(model, frozen, jax.random.key(0))
+    params = jax.tree.map(lambda leaf: leaf * 1.001, params)  # no longer on bfloat16's grid
+    rounded = as_computed(params, model.dtype)
+    types = {
+        path[-1].key: leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(rounded)
+    }
+    assert types == {"weight": jnp.bfloat16, "bias": jnp.bfloat16, "scale": jnp.float32}
+    tokens = jnp.arange(6)[None]
+    both = [scores(model, {"params": p, "frozen": rest}, tokens)[0] for p in (params, rounded)]
+    np.testing.assert_array_equal(*both)
+
+
+def test_an_adapter_is_not_rounded():
+    model = Transformer(architecture.KNOWN["qwen2.5-0.5b"], lora=LoRA(2, 2.0))
+    params = {"layers": {"o": {"o_proj": {"a": jnp.ones(2) / 3, "b": jnp.ones(2) / 3}}}}
+    rounded = as_computed(params, model.dtype)
+    jax.tree.map(np.testing.assert_array_equal, rounded, params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(rounded)} == {jnp.dtype("float32")}

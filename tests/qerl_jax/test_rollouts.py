@@ -1,6 +1,8 @@
 """Rollouts: what is sampled from problems, and how it is scored."""
 
+import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,7 @@ from qerl_jax import checkpoint, rewards, rollouts, sampling, tokenizer
 from qerl_jax.architecture import Architecture
 from qerl_jax.data import Problem
 from qerl_jax.model import LoRA, Transformer, init_params, random_base
-from qerl_jax.rollouts import Rollout
+from qerl_jax.rollouts import Rollout, Scored, Supply
 
 ARCH = Architecture("qwen2", 512, 32, 48, 2, 4, 2, 8)
 GROUP, PROMPT_WIDTH, LONGEST = 2, 24, 6
@@ -217,7 +219,8 @@ def test_functions_get_what_trl_would_give_them():
 
     texts = [f"text {row}" for row in range(6)]
     rollout = written(texts, PROBLEMS, lengths=[1, 4, 2, 3, 4, 1])
-    rollouts.score(rollout, rewards.resolve([recorder]), None)
+    record = rewards.Record(6)
+    rollouts.score(rollout, rewards.resolve([recorder]), None, {"trainer_state": "state"}, record)
 
     (arguments,) = seen
     first, second = ([dict(message) for message in problem.prompt] for problem in PROBLEMS[:2])
@@ -235,7 +238,11 @@ def test_functions_get_what_trl_would_give_them():
     assert type(arguments["completion_ids"][1][0]) is int
     assert arguments["answer"] == ["3", "3", "42", "42", "56", "56"]
     assert arguments["level"] == [None, None, 2, 2, None, None]
-    assert set(arguments) == {"prompts", "completions", "completion_ids", "answer", "level"}
+    assert arguments["trainer_state"] == "state"
+    assert arguments["log_extra"] == record.log_extra
+    assert arguments["log_metric"] == record.log_metric
+    columns = {"prompts", "completions", "completion_ids", "answer", "level"}
+    assert set(arguments) == columns | {"trainer_state", "log_extra", "log_metric"}
 
 
 def test_a_function_that_changes_its_prompts_changes_no_problem():
@@ -275,3 +282,123 @@ def test_collected_rollouts_are_scored_by_their_tokens():
     np.testing.assert_array_equal(combined.reshape(-1), each[:, 0])
     rows = [row[:n].tolist() for row, n in zip(rollout.completions, rollout.lengths, strict=True)]
     assert len({*each[:, 0].tolist()}) == len({*map(tuple, rows)})
+
+
+def test_rows_go_on_from_those_sampled_with_the_same_key():
+    """The first two of three problems, then the third alone, are the three at once."""
+    generate, variables = policy()
+    options = {"num_generations": GROUP, "max_prompt_length": PROMPT_WIDTH, "temperature": 1.0}
+    arguments = (generate, variables, tokens(), PROBLEMS[2:], jax.random.key(0))
+    last = rollouts.collect(*arguments, **options, first_row=4)
+    assert last.texts == collect(0).texts[4:]
+    np.testing.assert_array_equal(last.completions, collect(0).completions[4:])
+    assert rollouts.collect(*arguments, **options).texts != last.texts
+
+
+# --- dynamic sampling
+
+
+def scripted(*informative):
+    """sample() of rounds of two groups, True for those whose completions differ in reward."""
+
+    def sample(drawn, index):
+        places = [drawn, drawn + 1]
+        texts = [f"{place}{row}" for place in places for row in "ab"]
+        each = [[1.0, 0.0] if informative[index][i] else [0.5, 0.5] for i in range(2)]
+        rewards_ = np.array(each, np.float32)
+        problems = [Problem(str(place), {}) for place in places]
+        return Scored(
+            written(texts, problems), np.array(places, np.int32), rewards_, rewards_.reshape(4, 1)
+        )
+
+    return sample
+
+
+def places(scored):
+    """Positions, having checked that everything else moved along with them."""
+    if scored is None:
+        return []
+    found = scored.positions.tolist()
+    assert scored.rollout.texts == tuple(f"{place}{row}" for place in found for row in "ab")
+    assert [problem.prompt for problem in scored.rollout.problems] == [str(p) for p in found]
+    assert scored.rewards.shape == (len(found), 2)
+    np.testing.assert_array_equal(scored.rewards.reshape(-1, 1), scored.per_function)
+    assert scored.rollout.tokens.shape == (2 * len(found), 8)
+    return found
+
+
+YES, NO = True, False
+
+
+@pytest.mark.parametrize(
+    ("rounds", "max_rounds", "batch", "surplus", "used", "discarded", "filled"),
+    [
+        ([(YES, YES)], 9, [0, 1], [], 1, 0, 0),
+        ([(YES, NO), (NO, YES)], 9, [0, 3], [], 2, 2, 0),
+        ([(NO, YES), (YES, YES)], 9, [1, 2], [3], 2, 1, 0),
+        # At the cap what is missing is filled up from the front.
+        ([(NO, NO), (NO, YES)], 2, [3, 0], [], 2, 2, 1),
+        ([(NO, NO)], 1, [0, 1], [], 1, 0, 2),
+    ],
+)
+def test_groups_of_equal_rewards_are_replaced_until_the_cap(
+    rounds, max_rounds, batch, surplus, used, discarded, filled
+):
+    got, fresh, supply, metrics = rollouts.gather(
+        scripted(*rounds), Supply(), max_rounds=max_rounds
+    )
+    assert places(got) == batch
+    assert places(fresh) == list(range(2 * used))
+    assert (supply.drawn, places(supply.surplus)) == (2 * used, surplus)
+    assert metrics == {
+        "dynamic_sampling/rounds": used,
+        "dynamic_sampling/groups_discarded": discarded,
+        "dynamic_sampling/groups_filled": filled,
+        "dynamic_sampling/groups_carried_over": len(surplus),
+    }
+
+
+def test_what_was_left_over_comes_first_in_the_next_rollout():
+    _, _, supply, _ = rollouts.gather(scripted((NO, YES), (YES, YES)), Supply(), max_rounds=9)
+    batch, fresh, supply, metrics = rollouts.gather(scripted((NO, YES)), supply, max_rounds=9)
+    assert (places(batch), places(fresh)) == ([3, 5], [4, 5])
+    assert (supply.drawn, supply.surplus) == (6, None)
+    assert metrics["dynamic_sampling/groups_discarded"] == 1
+
+
+def test_without_dynamic_sampling_a_round_is_taken_as_it_comes():
+    batch, fresh, supply, metrics = rollouts.gather(scripted((NO, NO)), Supply(4), max_rounds=None)
+    assert batch is fresh and places(batch) == [4, 5]
+    assert (supply, metrics) == (Supply(6), {})
+
+
+def test_a_supply_survives_being_written_as_json_bit_for_bit():
+    rng = np.random.default_rng(0)
+    per_function = rng.normal(size=(6, 2)).astype(np.float32)
+    per_function[1, 0] = np.nan
+    combined = rng.normal(size=(3, GROUP)).astype(np.float32)
+    scored = Scored(collect(0), np.array([7, 4, 9], np.int32), combined, per_function)
+    supply = Supply(12, scored.groups([2, 0]))
+
+    restored = Supply.from_table(
+        json.loads(json.dumps(supply.to_table())),
+        {7: PROBLEMS[0], 4: PROBLEMS[1], 9: PROBLEMS[2]}.__getitem__,
+        tokens(),
+        max_prompt_length=PROMPT_WIDTH,
+        max_completion_length=LONGEST,
+    )
+    assert restored.drawn == 12
+    ours, theirs = restored.surplus, supply.surplus
+    for name in ("positions", "rewards", "per_function"):
+        np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+        assert getattr(ours, name).dtype == getattr(theirs, name).dtype
+    for field in dataclasses.fields(Rollout):
+        a, b = (getattr(scored.rollout, field.name) for scored in (ours, theirs))
+        assert np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b, field.name
+        assert type(a) is type(b)
+
+
+def test_a_supply_without_a_surplus_is_its_place_in_the_data():
+    widths = {"max_prompt_length": PROMPT_WIDTH, "max_completion_length": LONGEST}
+    assert Supply(3).to_table() == {"drawn": 3}
+    assert Supply.from_table({"drawn": 3}, PROBLEMS.__getitem__, tokens(), **widths) == Supply(3)

@@ -12,7 +12,15 @@ import pytest
 from qerl_jax import noise, rollouts, update
 from qerl_jax.architecture import Architecture
 from qerl_jax.config import GrpoConfig, OptimConfig
-from qerl_jax.model import LoRA, Transformer, head, init_params, noise_shapes, random_base
+from qerl_jax.model import (
+    LoRA,
+    Transformer,
+    head,
+    init_params,
+    noise_shapes,
+    random_base,
+    trainable,
+)
 
 ARCH = Architecture("qwen2", 64, 32, 48, 2, 4, 2, 8)
 NUM_TOKENS, TEMPERATURE = 60, 0.7
@@ -172,6 +180,12 @@ def differs(actual, expected):
     return any(not np.allclose(a, e, rtol=1e-3, atol=1e-5) for a, e in pairs)
 
 
+def shuffled_rows(seed=0):
+    """The order in which an update with this seed meets the rows, where the order matters."""
+    order_key, _ = jax.random.split(jax.random.key(seed))
+    return np.asarray(jax.random.permutation(order_key, ROWS))
+
+
 def direct_loss(logps, experience, grpo, optim, old, ref, weights):
     """The loss of one optimizer batch, a row at a time."""
     high = grpo.epsilon if grpo.epsilon_high is None else grpo.epsilon_high
@@ -199,9 +213,8 @@ def direct_loss(logps, experience, grpo, optim, old, ref, weights):
         case "dapo":
             return sum(sums) / sum(counts)
         case "bnpo":
-            size = optim.per_device_train_batch_size
-            starts = range(0, ROWS, size)
-            means = [sum(sums[i : i + size]) / sum(counts[i : i + size]) for i in starts]
+            shared = shuffled_rows().reshape(-1, optim.per_device_train_batch_size)
+            means = [sum(sums[i] for i in rows) / sum(counts[i] for i in rows) for rows in shared]
             return sum(means) / len(means)
 
 
@@ -354,6 +367,107 @@ def test_the_key_shuffles_the_rows():
     )
     assert_equal(first, again)
     assert differs(first, other)
+
+
+def test_every_pass_takes_the_shuffled_batches_in_the_same_order():
+    """As TRL's buffer does: two passes over two batches are four updates of one batch each."""
+    several = GrpoConfig(num_iterations=2)
+    at_once, _ = run(grpo=several, optim=TWO_BATCHES, seed=3)
+    batches = [
+        jax.tree.map(lambda x, rows=rows: x[rows], sample_experience())
+        for rows in shuffled_rows(seed=3).reshape(2, 4)
+    ]
+    state = state_of(trained_params())
+    for batch in (*batches, *batches):
+        state, _ = make(optim=TWO_BATCHES)(state, base(), batch, None, jax.random.key(9))
+    assert_close(at_once.params, jax.device_get(state.params), rtol=1e-3, atol=1e-5)
+
+
+SYNCED = dataclasses.replace(
+    GRPO, sync_ref_model=True, ref_model_mixup_alpha=0.25, ref_model_sync_steps=2
+)
+
+
+def test_a_kept_reference_is_what_the_divergence_is_taken_to():
+    """A fresh adapter acts as the base does, so as a reference it equals the adapter switched off."""
+    state = dataclasses.replace(
+        state_of(trained_params()), reference=jax.tree.map(jnp.array, fresh_params())
+    )
+    arguments = (base(), sample_experience(), None, jax.random.key(0))
+    kept, kept_metrics = jax.device_get(make(grpo=SYNCED)(state, *arguments))
+    off, off_metrics = run(grpo=GRPO)
+    assert off_metrics["kl"] > 1e-3
+    assert_close(kept_metrics, off_metrics, atol=1e-5)
+    assert_close(kept.params, off.params, atol=1e-5)
+
+
+def test_the_reference_moves_towards_the_policy_every_so_many_steps():
+    state = update.init_state(jax.tree.map(jnp.array, trained_params()), PLAIN, keep_reference=True)
+    arguments = (base(), sample_experience(), None, jax.random.key(0))
+    divergences = []
+    for step in range(1, 4):
+        state, metrics = make(grpo=SYNCED)(state, *arguments)
+        divergences.append(metrics["kl"])
+        if step == 1:
+            assert_equal(state.reference, trained_params())
+        if step == 2:
+            mix = lambda r, p: 0.75 * r + 0.25 * p
+            expected = jax.tree.map(mix, trained_params(), jax.device_get(state.params))
+            assert_close(state.reference, expected, rtol=1e-6)
+            second = jax.device_get(state.reference)
+        if step == 3:
+            assert_equal(state.reference, second)
+    assert abs(divergences[0]) < 1e-9 < divergences[1]
+
+
+def full_model():
+    return Transformer(ARCH, "float32", None, jnp.float32, full=True)
+
+
+def test_all_weights_of_the_layers_train_where_the_model_is_full():
+    """One AdamW step on the gradient of a direct loss through the bare base."""
+    bare = full_model().clone(full=False)
+    dense = random_base(bare, jax.random.key(0))
+    params, rest = trainable(full_model(), dense, jax.random.key(1))
+    experience = sample_experience()
+    rows, index = np.nonzero(experience.mask)
+    places = PROMPT_LENGTHS[rows] + index
+
+    def loss(frozen):
+        hidden, _ = bare.apply({"frozen": frozen}, experience.tokens)
+        scores_ = hidden @ head(frozen).T / TEMPERATURE
+        seen = jax.nn.log_softmax(scores_[..., :NUM_TOKENS])[rows, places - 1]
+        logps = seen[np.arange(len(rows)), experience.tokens[rows, places]]
+        ratio = jnp.exp(logps - experience.behaviour_logps[rows, index])
+        advantage = experience.advantages[rows]
+        clipped = jnp.clip(ratio, 0.8, 1.2)
+        return -jnp.mean(jnp.minimum(ratio * advantage, clipped * advantage))
+
+    value, slopes = jax.jit(jax.value_and_grad(loss))(dense)
+    improve = update.make_update(
+        full_model(),
+        grpo_cfg=DAPO,
+        optim_cfg=PLAIN,
+        total_steps=10,
+        temperature=TEMPERATURE,
+        num_tokens=NUM_TOKENS,
+        remat=True,
+    )
+    before = jax.device_get(params)
+    state, metrics = jax.device_get(
+        improve(update.init_state(params, PLAIN), rest, experience, None, jax.random.key(0))
+    )
+    assert_close(metrics["loss"], value)
+    expected = {"layers": slopes["layers"]}
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
+    assert_close(gradient(state), expected, rtol=1e-3, atol=1e-4 * largest)
+
+    def adamw(path, p, g):
+        decay = PLAIN.weight_decay if path[-1].key == "weight" else 0
+        return p - PLAIN.learning_rate * (g / (np.abs(g) + PLAIN.adam_epsilon) + decay * p)
+
+    stepped = jax.tree_util.tree_map_with_path(adamw, before, gradient(state))
+    assert_close(state.params, stepped, atol=1e-5)
 
 
 def test_kl_is_to_the_policy_without_its_adapter():
@@ -542,3 +656,23 @@ def test_experience_is_learned_from_up_to_the_stop_token(mask_truncated, mask):
     for name in ("tokens", "prompt_lengths", "completions"):
         np.testing.assert_array_equal(getattr(made, name), getattr(rollout(), name))
     np.testing.assert_array_equal(made.behaviour_logps, rollout().logps)
+
+
+@pytest.mark.parametrize(("longest", "width"), [(1, 2), (2, 2), (3, 4), (5, 6), (7, 8), (8, 8)])
+def test_rows_are_cut_behind_the_longest_completion_in_quarters(longest, width):
+    rows = rollouts.Rollout(
+        problems=(None,),
+        texts=("a", "b"),
+        tokens=np.arange(22, dtype=np.int32).reshape(2, 11),
+        prompt_lengths=np.array([3, 1], np.int32),
+        completions=np.arange(16, dtype=np.int32).reshape(2, 8),
+        logps=np.zeros((2, 8), np.float32),
+        lengths=np.array([1, longest], np.int32),
+        stopped=np.array([True, True]),
+    )
+    made = update.experience(rows, np.zeros((1, 2)), mask_truncated_completions=False)
+    assert made.tokens.shape == (2, 3 + width)
+    assert made.completions.shape == made.mask.shape == made.behaviour_logps.shape == (2, width)
+    assert made.mask.sum(axis=1).tolist() == [1, longest]
+    # Every token that is learned from, and its prompt, is still there.
+    assert (made.prompt_lengths + rows.lengths <= made.tokens.shape[1]).all()
