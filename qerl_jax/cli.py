@@ -243,7 +243,7 @@ def _env(argv: list[str]) -> None:
         memory = "" if limit is None else f", {limit / 1e9:.0f} GB for XLA"
         _say(f"device {device.id}: {device.device_kind} ({device.platform}{memory})")
     _say(
-        f"Hopper: {'yes' if runtime.is_hopper() else 'no'}; NVFP4 products run through the reference implementation"
+        f"Hopper kernels: {'yes' if runtime.is_hopper() else 'no, NVFP4 products run through the reference'}"
     )
 
 

@@ -45,7 +45,7 @@ LAYERS = ("qkv", "o", "gate_up", "down")
 # Several times an H200's L2 of 60 MB.
 _ROTATION_BYTES = 320e6
 # Kernels of the timing loop, not of the product: bringing x, counting.
-_BOOKKEEPING = re.compile("slice|add_fusion|compare|broadcast|mem(cpy|set)", re.IGNORECASE)
+_BOOKKEEPING = re.compile("dynamic_slice|add_fusion|compare|mem(cpy|set)", re.IGNORECASE)
 # Longest a check or a timing may take, with its compilation, before the process is ended.
 _PATIENCE_S = 90
 
@@ -98,8 +98,8 @@ def rounds_of(call: Callable[..., jax.Array], out: Any) -> Callable[..., Any]:
     return jax.jit(run)
 
 
-def measure(run: Callable[..., Any], x: jax.Array, weights: Any) -> Timing:
-    """Times what `rounds_of` made, compiled or not."""
+def measure(run: Callable[..., Any], x: jax.Array, weights: Any, *, repeats: int = 7) -> Timing:
+    """Times what `rounds_of` made, compiled or not; `loop` is a median of so many."""
     copies = x.shape[1]
 
     def wall(rounds):
@@ -109,7 +109,7 @@ def measure(run: Callable[..., Any], x: jax.Array, weights: Any) -> Timing:
 
     few, many = 2, 2 + max(2, 200 // copies)
     wall(few)
-    walls = [(wall(few), wall(many)) for _ in range(7)]
+    walls = [(wall(few), wall(many)) for _ in range(repeats)]
     loop = statistics.median(long - short for short, long in walls) / ((many - few) * copies)
 
     _, kernels = profiler.measure(run, aggregate=False)(x, weights, jnp.int32(few))
@@ -227,7 +227,7 @@ def markdown(row: dict[str, Any]) -> str:
     cells = (
         f"{row['model']} {row['layer']} {row['k']}x{row['n']}",
         row["m"],
-        "/".join(str(value) for value in config.values()),
+        "/".join(str(int(value)) for value in config.values()),
         f"{us['kernel']:.1f}",
         f"{us['call']:.1f}",
         f"{us['loop']:.1f}",
@@ -240,7 +240,7 @@ def markdown(row: dict[str, Any]) -> str:
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
 
-HEAD = """| linear (K x N) | M | groups/step/stages/blocks | kernel us | call us | loop us | GB/s | of floor | bf16 us | bf16 / kernel | error, ulp |
+HEAD = """| linear (K x N) | M | groups/step/stages/blocks/fused | kernel us | call us | loop us | GB/s | of floor | bf16 us | bf16 / kernel | error, ulp |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 

@@ -63,7 +63,8 @@ def run_arm(args: argparse.Namespace, weights: str) -> None:
                 stop_tokens=(),
                 pad_token=0,
             )
-            call = functools.partial(generate, variables, prompts, lengths, keys, 1.0)
+            arguments = (variables, prompts, lengths, keys, 1.0)
+            call = functools.partial(generate, *arguments)
             started = time.perf_counter()
             jax.block_until_ready(call())
             compiled = time.perf_counter() - started
@@ -79,15 +80,16 @@ def run_arm(args: argparse.Namespace, weights: str) -> None:
         row = {"weights": weights, "batch": batch, "step": step, "bound": limit}
         row |= {"first_call": compiled, "prefill": times[short] - short * step}
         if args.profile:
-            row["kernels"] = profile(call, long)
+            row["kernels"] = profile(generate, arguments, long)
         print("ROW " + json.dumps(row), flush=True)
 
 
-def profile(call, steps: int) -> list[tuple[str, float, float]]:
+def profile(generate, arguments, steps: int) -> list[tuple[str, float, float]]:
     """Kernels of a call by name: microseconds and launches per decode step, most expensive first."""
     from jax.experimental.mosaic.gpu import profiler
 
-    _, kernels = profiler.measure(call, aggregate=False)()
+    # As arguments: it compiles what it measures, and would keep captured weights as constants.
+    _, kernels = profiler.measure(generate, aggregate=False)(*arguments)
     spent, launches = collections.Counter(), collections.Counter()
     for name, milliseconds in kernels:
         spent[name] += milliseconds * 1e3 / steps

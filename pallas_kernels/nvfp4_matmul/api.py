@@ -83,8 +83,8 @@ def _unfit(dtype: DTypeLike) -> str | None:
 _IMPLEMENTATIONS: dict[str, Any] = {"reference": reference}
 _HOPPER_IMPLEMENTATIONS: dict[str, Any] = {
     "hopper": _Hopper,
-    "wide": _Wide,
     "dequantized": _Dequantized,
+    "wide": _Wide,
     "reference": _UnpreparedReference,
 }
 

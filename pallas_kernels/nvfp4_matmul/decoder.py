@@ -2,7 +2,7 @@
 
 A code becomes a bfloat16 by putting its four bits at the sign, the two lowest exponent bits and the
 highest mantissa bit: its value times 2^-126 (0.5 is a subnormal there). A scale byte becomes the
-bfloat16 scale * 2^119. One multiplication per pair of weights gives code * scale * 2^-7, exact in
+bfloat16 scale * 2^106. One multiplication per pair of weights gives code * scale * 2^-20, exact in
 bfloat16: 2 and 4 significant bits make 6.
 """
 
@@ -19,47 +19,80 @@ from pallas_kernels.nvfp4_matmul import layout
 
 llvm = mgpu.utils.llvm  # which jax.extend.mlir leaves out
 
-# Eight codes ($4) and the scales of two rows ($5, one in each half) to four pairs of bfloat16. The
-# first three fields are lifted by a shift and a mask, the fourth takes three of each.
-_DECODE_WORD = """{
-.reg .b32 a, b, c, d, u, low, high;
+# Two words of codes ($8, $9) and the scales of their two rows ($10, $11; a row in each half) to eight
+# pairs of bfloat16. The words' fourth fields meet in u.
+_DECODE_WORDS = f"""{{
+.reg .b32 even, odd, u, low, high;
 .reg .b16 s, z;
-mov.b32 {s, z}, $5;
-mov.b32 low, {s, s};
-mov.b32 high, {z, z};
-and.b32 a, $4, 0x81C081C0;
-shl.b32 b, $4, 3;
-and.b32 b, b, 0x81C081C0;
-shl.b32 c, $4, 6;
-and.b32 c, c, 0x81C081C0;
-shl.b32 d, $4, 1;
-and.b32 d, d, 0x80008000;
-shr.b32 u, $4, 5;
-lop3.b32 d, u, 0x01000100, d, 0xEA;
-shr.b32 u, $4, 4;
-lop3.b32 d, u, 0x00C000C0, d, 0xEA;
-mul.rn.bf16x2 $0, a, low;
-mul.rn.bf16x2 $1, b, high;
-mul.rn.bf16x2 $2, c, low;
-mul.rn.bf16x2 $3, d, high;
-}"""
-# Bytes 0 and 1, or 2 and 3, of a word of scales each in a half of its own, times 16 to bring their
-# exponent to bit 7, plus 110 << 7, which makes their exponent field 0 stand for 2^110.
-_DECODE_SCALES = """{{
-.reg .b32 u;
-prmt.b32 u, $1, 0, {selector};
-mad.lo.u32 $0, u, 16, 0x76807680;
+mov.b32 even, $8;
+mov.b32 odd, $9;
+shl.b32 u, odd, {layout.ODD_SHIFT};
+lop3.b32 u, even, {hex(layout.EVEN_BITS)}, u, 0xE2;
+mov.b32 {{s, z}}, $10;
+mov.b32 low, {{s, s}};
+mov.b32 high, {{z, z}};
+and.b32 $0, even, 0x81C081C0;
+shf.r.wrap.b32 $1, even, even, 4;
+and.b32 $1, $1, 0x81C081C0;
+shl.b32 $2, even, 6;
+and.b32 $2, $2, 0x81C081C0;
+shf.r.wrap.b32 $3, u, u, 6;
+and.b32 $3, $3, 0x81C081C0;
+mul.rn.bf16x2 $0, $0, low;
+mul.rn.bf16x2 $1, $1, high;
+mul.rn.bf16x2 $2, $2, low;
+mul.rn.bf16x2 $3, $3, high;
+mov.b32 {{s, z}}, $11;
+mov.b32 low, {{s, s}};
+mov.b32 high, {{z, z}};
+and.b32 $4, odd, 0x81C081C0;
+shf.r.wrap.b32 $5, odd, odd, 6;
+and.b32 $5, $5, 0x81C081C0;
+shl.b32 $6, odd, 4;
+and.b32 $6, $6, 0x81C081C0;
+shl.b32 $7, u, 4;
+and.b32 $7, $7, 0x81C081C0;
+mul.rn.bf16x2 $4, $4, low;
+mul.rn.bf16x2 $5, $5, high;
+mul.rn.bf16x2 $6, $6, low;
+mul.rn.bf16x2 $7, $7, high;
 }}"""
-_SELECTORS = ("0x4140", "0x4342")
+# A word of scales ($2) to the pairs of both words of codes: exponent field 0xE0 and up.
+_DECODE_SCALES = """{
+.reg .b32 u, upper;
+mov.b32 upper, 0x70007000;
+lop3.b32 $0, $2, 0x0FF00FF0, upper, 0xEA;
+shf.r.wrap.b32 u, $2, $2, 8;
+lop3.b32 $1, u, 0x0FF00FF0, upper, 0xEA;
+}"""
+_CODES = plgpu.ShapeDtypeStruct((64, 8), jnp.int32, layout=plgpu.Layout.WGMMA)
+_SCALES = plgpu.ShapeDtypeStruct((64,), jnp.int32, layout=plgpu.Layout.WGMMA.reduce(1))
+_DECODED = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+
+
+def load(tile: jax.Ref) -> tuple[jax.Array, jax.Array]:
+    """Brings a tile from shared memory to a warpgroup's registers, for `convert`.
+
+    int32 ref [3, 192] -> int32 [64, 8] and [64], whose elements are where threads want them.
+    """
+    arg_types, return_type = (plgpu.RefType(),), (_CODES, _SCALES)
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=return_type)(_emit_load)(tile)
+
+
+def convert(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """What `load` returns -> bfloat16 [64, 64], code * scale * 2^-20, in registers."""
+    arg_types = (_CODES.layout, _SCALES.layout)
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=_DECODED)(_emit_convert)(
+        codes, scales
+    )
 
 
 def decode(tile: jax.Ref) -> jax.Array:
     """Decodes a tile for a warpgroup: int32 ref [3, 192] in shared memory -> bfloat16 [64, 64].
 
-    The values are code * scale * 2^-7.
+    The values are code * scale * 2^-20.
     """
-    result = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
-    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)(_emit)(tile)
+    return convert(*load(tile))
 
 
 def decode_words(words: jax.Array) -> jax.Array:
@@ -73,50 +106,78 @@ def decode_words(words: jax.Array) -> jax.Array:
         half_steps < 2, half_steps / 2, _ldexp(2 + (codes & 1), (codes >> 1 & 3) - 2)
     )
     scales = _ldexp(8 + (scale_bytes & 7), (scale_bytes >> 3) - 12)
-    scales = jnp.where(scale_bytes == 255, 0, scales * layout.DECODED_SCALE)
     values = jnp.where(codes & 8, -magnitudes, magnitudes)
-    return (values * jnp.repeat(scales, nvfp4.BLOCK, axis=-1)).astype(jnp.bfloat16)
+    scales = jnp.repeat(scales * layout.DECODED_SCALE, nvfp4.BLOCK, axis=-1)
+    return (values * scales).astype(jnp.bfloat16)
 
 
 def _ldexp(mantissa: jax.Array, exponent: jax.Array) -> jax.Array:
     return mantissa * jnp.exp2(exponent.astype(jnp.float32))
 
 
-def _emit(_: mgpu.LaunchContext, tile: ir.Value) -> mgpu.FragmentedArray:
+def _emit_load(_: mgpu.LaunchContext, tile: ir.Value) -> tuple[mgpu.FragmentedArray, ...]:
     i32 = ir.IntegerType.get_signless(32)
-    pair = ir.VectorType.get((2,), ir.BF16Type.get())
-    four = llvm.StructType.get_literal([i32] * 4)
     base = mgpu.utils.memref_ptr(tile)
 
-    def load(word: ir.Value, width: int) -> list[ir.Value]:
+    def loaded(word: ir.Value, width: int) -> ir.Value:
         address = mgpu.utils.getelementptr(base, [word], i32)
-        vector = llvm.load(ir.VectorType.get((width,), i32), address, alignment=4 * width)
-        return [
-            llvm.extractelement(vector, arith.constant(i32, ir.IntegerAttr.get(i32, i)))
-            for i in range(width)
-        ]
+        return llvm.load(ir.VectorType.get((width,), i32), address, alignment=4 * width)
 
     def times(value: ir.Value, factor: int, offset: int = 0) -> ir.Value:
         return arith.addi(arith.muli(value, mgpu.c(factor, i32)), mgpu.c(offset, i32))
 
     thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, i32))
-    codes = load(times(thread, 4), 4)
-    scales = load(times(arith.divui(thread, mgpu.c(4, i32)), 2, layout.CODE_WORDS), 2)
+    codes = loaded(times(thread, 4), 4)
+    scales = loaded(times(arith.divui(thread, mgpu.c(4, i32)), 2, layout.CODE_WORDS), 2)
+    return _fragment(_CODES, _split(codes, 2)), _fragment(_SCALES, _split(scales, 1))
 
-    registers = np.empty((8, 2), dtype=object)
-    for step in range(4):
-        selector = _SELECTORS[step % 2]
-        scale_pair = llvm.inline_asm(
-            i32, [scales[step // 2]], _DECODE_SCALES.format(selector=selector), "=r,r"
-        )
-        decoded = llvm.inline_asm(four, [codes[step], scale_pair], _DECODE_WORD, "=r,=r,=r,=r,r,r")
-        for field in range(4):
-            value = llvm.extractvalue(i32, decoded, [field])
-            registers[2 * step + field // 2, field % 2] = llvm.bitcast(pair, value)
 
-    wgmma_layout = plgpu.Layout.WGMMA.to_mgpu()
+def _emit_convert(
+    _: mgpu.LaunchContext, codes: mgpu.FragmentedArray, scales: mgpu.FragmentedArray
+) -> mgpu.FragmentedArray:
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+    words = [word for vector in codes.registers.flat for word in _elements(vector)]
+    registers = []
+    for half, vector in enumerate(scales.registers.flat):
+        even, odd = words[2 * half : 2 * half + 2]
+        scale_pairs = _assembly(_DECODE_SCALES, 2, _elements(vector))
+        registers += _assembly(_DECODE_WORDS, 8, [even, odd, *scale_pairs])
+    return _fragment(_DECODED, [llvm.bitcast(pair, register) for register in registers])
+
+
+def _assembly(text: str, results: int, operands: list[ir.Value]) -> list[ir.Value]:
+    i32 = ir.IntegerType.get_signless(32)
+    # Results are written before the last operand is read.
+    constraints = ",".join(["=&r"] * results + ["r"] * len(operands))
+    struct = llvm.StructType.get_literal([i32] * results)
+    result = llvm.inline_asm(struct, operands, text, constraints)
+    return [llvm.extractvalue(i32, result, [i]) for i in range(results)]
+
+
+def _elements(vector: ir.Value) -> list[ir.Value]:
+    i32 = ir.IntegerType.get_signless(32)
+    places = range(ir.VectorType(vector.type).shape[0])
+    return [llvm.extractelement(vector, mgpu.c(i, i32)) for i in places]
+
+
+def _split(vector: ir.Value, width: int) -> list[ir.Value]:
+    i32 = ir.IntegerType.get_signless(32)
+    elements = _elements(vector)
+    parts = []
+    for start in range(0, len(elements), width):
+        part = llvm.mlir_undef(ir.VectorType.get((width,), i32))
+        for i in range(width):
+            part = llvm.insertelement(part, elements[start + i], mgpu.c(i, i32))
+        parts.append(part)
+    return parts
+
+
+def _fragment(kind: plgpu.ShapeDtypeStruct, registers: list[ir.Value]) -> mgpu.FragmentedArray:
+    of_layout = kind.layout.to_mgpu()
+    array = np.empty(len(registers), dtype=object)
+    array[:] = registers
     return mgpu.FragmentedArray(
-        _registers=registers.reshape(wgmma_layout.registers_shape((64, 64))),
-        _layout=wgmma_layout,
-        _is_signed=None,
+        _registers=array.reshape(of_layout.registers_shape(kind.shape)),
+        _layout=of_layout,
+        _is_signed=False if kind.dtype == jnp.int32 else None,
     )

@@ -12,17 +12,22 @@ every 16. Each thread finds what it needs in two loads and shuffles nothing:
 Both are in the order of K, so x needs no permutation. Codes and scales share an array so that one
 bulk copy brings both.
 
-A word of codes holds two 16-bit lanes (the even column in the low one), a lane four codes, each
-spread over the bits from which a mask can lift it into a bfloat16's sign, lowest two exponent bits
-and highest mantissa bit (15, 8, 7, 6). The first three are there after shifts by 0, 3 and 6:
+A code becomes a bfloat16's sign, two lowest exponent bits and highest mantissa bit, 15, 8, 7 and 6 of
+a 16-bit lane (the even column in the low lane, the odd one in the high). A word has four codes in
+each lane, of rows g and g + 8 in columns 2 t, then in 2 t + 8. Rotations of a word and a mask bring
+the first three where they belong; what is left of an even word and of the odd one after it makes a
+third word, from which the fourth ones come alike:
 
-    row g,     column 2 t       bits 15, 8, 7, 6
-    row g + 8, column 2 t       bits 12, 5, 4, 3
-    row g,     column 2 t + 8   bits  9, 2, 1, 0
-    row g + 8, column 2 t + 8   bits 14, 13, 11, 10
+    even word   rotated left by 0, 28 (right by 4) and 6
+    odd word    rotated left by 0, 26 (right by 6) and 4
+    third word  bits 4, 5, 13, 14 of the even word's lanes, the others of the odd word shifted left
+                by 2; rotated left by 26 (right by 6) for the even word's code and by 4 for the odd
+
+No such splitting takes fewer than 16 operations for 16 codes (all rotations were searched).
 
 A scale byte is an unsigned 8-bit float of 5 exponent and 3 mantissa bits that holds every E4M3 value
-(subnormals are normal in it), so that a shift and a sum make it a bfloat16.
+(subnormals are normal in it). Its bits are 11 ... 4 of a lane, those of the first pair as they are,
+those of the second after a rotation by 8, so that a mask and constant upper bits make a bfloat16.
 """
 
 import dataclasses
@@ -41,12 +46,38 @@ SCALE_WORDS = TILE * TILE // nvfp4.BLOCK // 4
 TILE_SHAPE = (3, 192)
 
 # Products of decoded codes and decoded scales are this factor below code * scale.
-DECODED_SCALE = 2.0**-7
+DECODED_SCALE = 2.0**-20
 
-# Of E4M3's non-negative bytes: zero, the subnormals m / 8 * 2^-6, the normals, NaN. Zero becomes
-# the byte 255, which decodes to -1.875 * 2^-115: times any decoded code (at most 6 * 2^-126) that
-# underflows to a zero, and the codes survive.
-_SCALE_BYTES = np.array([255, 0, 8, 12, 16, 18, 20, 22, *range(24, 143), 151], np.uint8)
+# Of E4M3's non-negative bytes: zero, the subnormals m / 8 * 2^-6, the normals, NaN. No byte decodes
+# to zero, so zero has one that is no other value's, and its codes are zeros. 255 decodes to a NaN.
+_SCALE_BYTES = np.array([143, 0, 8, 12, 16, 18, 20, 22, *range(24, 143), 255], np.uint8)
+
+# Where a code's sign, exponent and mantissa bits go in a lane, from the highest.
+_LANE_BITS = (15, 8, 7, 6)
+# By parity of the word: how far its first three codes are rotated to the left.
+_ROTATIONS = ((0, -4, 6), (0, -6, 4))
+# The third word: bits that are the even word's, the odd word's shift, and rotations for both codes.
+EVEN_BITS, ODD_SHIFT, LEFT_ROTATIONS = 0x60306030, 2, (-6, 4)
+
+
+def _code_places() -> np.ndarray:
+    """Of each bit of each code of two words: the word, and the place there, [2, 4, 2, 4, 2].
+
+    Axes: word of the code, field, lane, bit of the code from the highest, (word, place).
+    """
+    places = np.empty((2, 4, 2, 4, 2), int)
+    for word, field, lane, bit in np.ndindex(2, 4, 2, 4):
+        target = 16 * lane + _LANE_BITS[bit]
+        if field < 3:
+            at = word, (target - _ROTATIONS[word][field]) % 32
+        else:
+            left = (target - LEFT_ROTATIONS[word]) % 32
+            at = (0, left) if EVEN_BITS >> left & 1 else (1, left - ODD_SHIFT)
+        places[word, field, lane, bit] = at
+    return places
+
+
+_CODE_PLACES = _code_places()
 
 
 @jax.tree_util.register_dataclass
@@ -80,11 +111,15 @@ def tiles(size: int) -> int:
 def prepare(t: NVFP4Tensor) -> HopperNVFP4:
     """Reorders a weight, or a stack of them, for the Hopper kernels.
 
-    N and K are padded to multiples of 64 with zeros. Scales are not negative (their sign is lost).
+    N and K are padded to multiples of 64 with zeros. Scales are not negative (their sign is lost),
+    and codes whose scale is zero become zeros.
     """
     n, k = t.shape
-    codes = _padded(nvfp4.unpack_codes(t.codes), 0, TILE, TILE)
-    scale_bytes = jnp.asarray(_SCALE_BYTES)[jax.lax.bitcast_convert_type(t.scales, jnp.uint8) & 127]
+    scale_bytes = jax.lax.bitcast_convert_type(t.scales, jnp.uint8) & 127
+    is_zero = jnp.repeat(scale_bytes == 0, nvfp4.BLOCK, axis=-1)
+    codes = jnp.where(is_zero, 0, nvfp4.unpack_codes(t.codes)).astype(jnp.uint8)
+    codes = _padded(codes, 0, TILE, TILE)
+    scale_bytes = jnp.asarray(_SCALE_BYTES)[scale_bytes]
     scales = _padded(scale_bytes, _SCALE_BYTES[0], TILE, TILE // nvfp4.BLOCK)
     words = jnp.concatenate([_code_words(codes), _scale_words(scales)], axis=-1)
     words = jax.lax.bitcast_convert_type(words, jnp.int32)
@@ -96,7 +131,7 @@ def prepare(t: NVFP4Tensor) -> HopperNVFP4:
 
 
 def unprepare(w: HopperNVFP4) -> NVFP4Tensor:
-    """Inverse of `prepare`, bit for bit."""
+    """Inverse of `prepare`, bit for bit but for codes whose scale is zero: they are zeros."""
     n, k = w.shape
     codes, scale_bytes = unpack_tiles(w.words)
     inverse = np.zeros(256, np.uint8)
@@ -120,13 +155,14 @@ def unpack_tiles(words: jax.Array) -> tuple[jax.Array, jax.Array]:
     words = jax.lax.bitcast_convert_type(words, jnp.uint32).reshape(*stack, n, k, -1)
     code_words, scale_words = jnp.split(words, [CODE_WORDS], axis=-1)
 
-    # [..., n, k, w, g, t, i] words of [a, b, h] codes, see `_code_words`.
-    lanes = jnp.stack([code_words, code_words >> 16], axis=-1)
-    codes = jnp.stack([_gather_code(lanes, field) for field in range(4)], axis=-1)
-    codes = codes.reshape(*stack, n, k, 4, 8, 4, 4, 2, 2, 2)
-    codes = _transposed(codes, "nkwgtiabh", "nwhgkibta")
+    # [..., n, k, w, g, t, ij, ii] words of [b, h, a] codes, see `_code_words`.
+    pairs = code_words.reshape(*code_words.shape[:-1], CODE_WORDS // 2, 2)
+    codes = jnp.stack([_gather_code(pairs, *place) for place in np.ndindex(2, 4, 2)], axis=-1)
+    codes = codes.reshape(*stack, n, k, 4, 8, 4, 2, 2, 2, 2, 2)
+    codes = _transposed(codes, "nkwgtjibha", "nwhgkjibta")
 
-    scales = jnp.stack([scale_words >> 8 * byte & 0xFF for byte in range(4)], axis=-1)
+    rotated = jnp.stack([scale_words >> 4, scale_words >> 12 | scale_words << 20], axis=-1)
+    scales = jnp.stack([rotated & 0xFF, rotated >> 16 & 0xFF], axis=-1)
     scales = scales.astype(jnp.uint8).reshape(*stack, n, k, 4, 8, 2, 2, 2)
     scales = _transposed(scales, "nkwgjih", "nwhgkji")
     return codes.reshape(*stack, n * TILE, k * TILE), scales.reshape(*stack, n * TILE, k * 4)
@@ -141,16 +177,23 @@ def _padded(a: jax.Array, value: int, rows: int, columns: int) -> jax.Array:
 def _code_words(codes: jax.Array) -> jax.Array:
     """uint8 [..., N, K] -> uint32 [..., N / 64, K / 64, 512].
 
-    Row 16 w + 8 h + g and column 16 i + 8 b + 2 t + a of a tile is lane a, field 2 b + h of word
-    (w, g, t, i).
+    Row 16 w + 8 h + g and column 32 j + 16 i + 8 b + 2 t + a of a tile is lane a, field 2 b + h of
+    word (w, g, t, j, i).
     """
     *stack, n, k = codes.shape
-    codes = codes.reshape(*stack, n // TILE, 4, 2, 8, k // TILE, 4, 2, 4, 2)
-    codes = _transposed(codes, "nwhgkibta", "nkwgtiabh").astype(jnp.uint32)
-    words = sum(
-        _spread_code(codes[..., a, b, h], 2 * b + h) << 16 * a for a, b, h in np.ndindex(2, 2, 2)
-    )
-    return words.reshape(*stack, n // TILE, k // TILE, CODE_WORDS)
+    codes = codes.reshape(*stack, n // TILE, 4, 2, 8, k // TILE, 2, 2, 2, 4, 2)
+    codes = _transposed(codes, "nwhgkjibta", "nkwgtjibha").astype(jnp.uint32)
+    words = [0, 0]
+    for i, b, h, a, bit in np.ndindex(2, 2, 2, 2, 4):
+        word, place = map(int, _CODE_PLACES[i, 2 * b + h, a, bit])
+        words[word] |= (codes[..., i, b, h, a] >> (3 - bit) & 1) << place
+    return jnp.stack(words, axis=-1).reshape(*stack, n // TILE, k // TILE, CODE_WORDS)
+
+
+def _gather_code(pairs: jax.Array, word: int, field: int, lane: int) -> jax.Array:
+    places = _CODE_PLACES[word, field, lane]
+    bits = [(pairs[..., at] >> int(place) & 1) << (3 - i) for i, (at, place) in enumerate(places)]
+    return sum(bits).astype(jnp.uint8)
 
 
 def _scale_words(scales: jax.Array) -> jax.Array:
@@ -158,22 +201,9 @@ def _scale_words(scales: jax.Array) -> jax.Array:
     *stack, n, blocks = scales.shape
     scales = scales.reshape(*stack, n // TILE, 4, 2, 8, blocks // 4, 2, 2)
     scales = _transposed(scales, "nwhgkji", "nkwgjih").astype(jnp.uint32)
-    words = sum(scales[..., i, h] << 8 * (2 * i + h) for i, h in np.ndindex(2, 2))
+    first, second = (scales[..., i, 0] << 4 | scales[..., i, 1] << 20 for i in range(2))
+    words = first | second << 8 | second >> 24
     return words.reshape(*stack, n // TILE, blocks // 4, SCALE_WORDS)
-
-
-def _spread_code(code: jax.Array, field: int) -> jax.Array:
-    if field == 3:
-        return (code & 8) << 11 | (code & 4) << 11 | (code & 3) << 10
-    return ((code & 8) << 12 | (code & 7) << 6) >> 3 * field
-
-
-def _gather_code(lane: jax.Array, field: int) -> jax.Array:
-    if field == 3:
-        code = lane >> 11 & 8 | lane >> 11 & 4 | lane >> 10 & 3
-    else:
-        code = lane << 3 * field >> 12 & 8 | lane << 3 * field >> 6 & 7
-    return code.astype(jnp.uint8)
 
 
 def _transposed(a: jax.Array, axes: str, order: str) -> jax.Array:

@@ -1,5 +1,11 @@
-"""Which configuration a problem gets: measured on the device, or by rule."""
+"""Which configuration a problem gets: measured on the device, or by rule.
 
+None of them is `fused` yet. Where a model scans stacked weights, XLA wraps the kernel in a fusion
+with the slice of the weight, and that fusion no longer says that the semaphores' zeros and the
+kernel's own are one buffer. Until a whole model has been checked so, partial sums are left to XLA.
+"""
+
+import dataclasses
 import functools
 import json
 import pathlib
@@ -9,13 +15,14 @@ from pallas_kernels.nvfp4_matmul.hopper import Config
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
 TABLES = pathlib.Path(__file__).parent / "tuned"
-# M of the tables' rows; a problem takes the next one up.
-TUNED_M = (8, 16, 32, 64, 128)
+# M of the tables' rows; a problem takes the next one up. Below 16 nothing changes: `wgmma` takes as
+# long for 8 columns as for 16 (13 cycles of a multiprocessor, measured on an H200).
+TUNED_M = (16, 32, 64, 128)
 
 # Of an H200; other Hopper cards have as many or a few less.
 _MULTIPROCESSORS = 132
-# Above this many weights a matrix is wide enough to give every multiprocessor one long run of work.
-_WIDE = 20_000_000
+# With so many row tiles a run of work for every multiprocessor ends about once in each tile of four.
+_WIDE = 2 * _MULTIPROCESSORS
 
 
 def pick_config(m: int, n: int, k: int, device_kind: str) -> Config:
@@ -40,16 +47,15 @@ def heuristic(m: int, n: int, k: int) -> Config:
     share x; others to a few small blocks each, so that a matrix is on its way at once.
     """
     row_tiles, columns = layout.tiles(n), layout.tiles(k) * TILE
-    wide = m > 32 or n * k > _WIDE
-    longest = 256 if m <= (32 if wide else 16) else 128
+    longest = 256 if m <= 32 else 128
     step = next(s for s in (256, 128, 64) if s <= longest and columns % s == 0)
     steps = columns // step
-    if wide:
+    if row_tiles >= _WIDE or m > 64:
         warpgroups = next(w for w in (4, 3, 2, 1) if row_tiles % w == 0)
-        blocks, depth = min(_MULTIPROCESSORS, row_tiles // warpgroups * steps), 6
+        blocks, depth = min(_MULTIPROCESSORS, row_tiles // warpgroups * steps), 4
     else:
-        split = min(max(1, round(2.2 * _MULTIPROCESSORS / row_tiles)), steps)
-        warpgroups, blocks, depth = 1, row_tiles * split, -(-steps // split)
+        split = min(max(1, round(3 * _MULTIPROCESSORS / row_tiles)), steps)
+        warpgroups, blocks, depth = 1, row_tiles * split, min(4, -(-steps // split))
     depth = max(2, min(depth, _deepest(m, warpgroups, step, blocks)))
     return Config(warpgroups, step, depth, blocks)
 
@@ -58,20 +64,23 @@ def candidates(m: int, n: int, k: int) -> list[Config]:
     """Configurations worth timing, the heuristic's first."""
     row_tiles = layout.tiles(n)
     found = [heuristic(m, n, k)]
-    for warpgroups in (1, 2, 4):
+    for warpgroups, loads in ((4, (1,)), (2, (2,)), (1, (2, 3, 4))):
         tiles = max(1, row_tiles // warpgroups)
-        # A long run for every multiprocessor, or a split along K into one to four blocks for each.
-        splits = {max(1, round(load * _MULTIPROCESSORS / tiles)) for load in (1, 2, 3, 4)}
-        counts = {_MULTIPROCESSORS, 2 * _MULTIPROCESSORS, *(tiles * split for split in splits)}
-        for step in (128, 256) if m <= 32 else (64, 128):
-            for blocks in sorted(c for c in counts if c * warpgroups <= 7 * _MULTIPROCESSORS):
+        for load in loads:
+            # Runs of equal length, or as many blocks for each tile.
+            split = max(1, round(load * _MULTIPROCESSORS / tiles))
+            for blocks in dict.fromkeys((load * _MULTIPROCESSORS, tiles * split)):
+                if blocks * warpgroups > 6 * _MULTIPROCESSORS or (warpgroups == 1 and m > 64):
+                    continue
+                step = 256 if m <= 32 else 128
                 deepest = _deepest(m, warpgroups, step, blocks)
                 found += [
-                    Config(warpgroups, step, stages, blocks)
-                    for stages in sorted({min(deepest, 3), min(deepest, 5)})
-                    if stages >= 2
+                    Config(warpgroups, step, s, blocks) for s in {min(deepest, 4), 3} if s > 1
                 ]
-    return [c for c in dict.fromkeys(found) if hopper.supports(m, n, k, c) is None]
+    found = [c for c in dict.fromkeys(found) if hopper.supports(m, n, k, c) is None]
+    # Additions in the kernel wait for one part after another.
+    fused = [dataclasses.replace(c, fused=True) for c in found if hopper.most_parts(n, k, c) <= 2]
+    return list(dict.fromkeys(found + fused))
 
 
 def _deepest(m: int, warpgroups: int, step: int, blocks: int) -> int:

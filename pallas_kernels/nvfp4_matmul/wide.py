@@ -12,7 +12,7 @@ transposed in shared memory, from where a bulk copy takes it to y while the next
 
     slot       64 columns of x [rows, 64] and of W [warpgroups, 3, 192 words]; `stages` of them
 
-One warpgroup decodes while another's product runs, and its own runs while it decodes the next.
+One warpgroup decodes while another's product runs.
 
 Block b takes tiles b, b + blocks, ...: those in work at one time span up to `band` tiles of x and as many
 of W as that leaves, and so find each other's operands in the L2.
@@ -183,8 +183,9 @@ def _matmul(
                     a = decoder.decode(tile)
             with jax.named_scope("mma"):
                 plgpu.wgmma(acc, a, x_smem.at[slot].T)
-                # One product runs while the next tile is decoded.
-                plgpu.wgmma_wait(0 if interpret else 1)
+                # Not left running while the next tile is decoded: ptxas does not see across the
+                # loop's edge that its registers are still read, and overwrites them.
+                plgpu.wgmma_wait(0)
             pl.when(is_refilled)(lambda: plgpu.barrier_arrive(previous))
 
             @pl.when((group == 0) & is_refilled)

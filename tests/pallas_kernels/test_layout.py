@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import jax
@@ -14,12 +15,13 @@ unprepare = jax.jit(layout.unprepare)
 
 
 def any_tensor(seed, shape, *, per_row=False):
-    """All codes, and all block scales that are not negative, NaN included."""
+    """All codes, and all block scales that are not negative, NaN included; zeros where it is zero."""
     *stack, n, k = shape
     rng = np.random.default_rng(seed)
     scale_bytes = rng.integers(0, 128, (*stack, n, k // 16), np.uint8)
+    codes = rng.integers(0, 256, (*stack, n, k // 2), np.uint8)
     return NVFP4Tensor(
-        codes=jnp.asarray(rng.integers(0, 256, (*stack, n, k // 2), np.uint8)),
+        codes=jnp.asarray(np.where(np.repeat(scale_bytes == 0, 8, axis=-1), np.uint8(0), codes)),
         scales=jnp.asarray(scale_bytes.view(jnp.float8_e4m3fn)),
         global_scale=jnp.asarray(rng.uniform(1, 1e4, (*stack, n if per_row else 1)), jnp.float32),
         shape=(n, k),
@@ -56,27 +58,65 @@ def test_layers_of_a_prepared_stack_are_prepared_layers():
         assert_equal_bits(at(stacked), prepare(at(t)))
 
 
+def test_codes_whose_scale_is_zero_become_zeros():
+    t = any_tensor(3, (64, 64))
+    blank = dataclasses.replace(t, scales=jnp.zeros_like(t.scales))
+    back = unprepare(prepare(blank))
+    assert_equal_bits(back, dataclasses.replace(blank, codes=jnp.zeros_like(t.codes)))
+
+
 @pytest.mark.parametrize(
     # Thread 32 w + 4 g + t holds rows 16 w + g (+ 8); word 4 thread + i columns 16 i ...
-    ("row", "column", "word", "bits"),
+    ("row", "column", "words"),
     [
-        (0, 0, 0, 0b1000_0001_1100_0000),
-        (0, 1, 0, 0b1000_0001_1100_0000 << 16),
-        (8, 0, 0, 0b0001_0000_0011_1000),
-        (0, 8, 0, 0b0000_0010_0000_0111),
-        (8, 8, 0, 0b0110_1100_0000_0000),
-        (0, 2, 4, 0b1000_0001_1100_0000),
-        (1, 0, 16, 0b1000_0001_1100_0000),
-        (0, 16, 1, 0b1000_0001_1100_0000),
-        (63, 63, 4 * 127 + 3, 0b0110_1100_0000_0000 << 16),
+        (0, 0, {0: 0b1000_0001_1100_0000}),
+        (0, 1, {0: 0b1000_0001_1100_0000 << 16}),
+        (8, 0, {0: 0b1000_0001_1100_0000 << 4}),
+        (8, 1, {0: 0b0001_1100_0000_0000 << 16 | 0b1000}),  # the sign goes round
+        (0, 8, {0: 0b1000_0001_1100_0000 >> 6}),
+        (8, 8, {0: 1 << 21 | 0b0110_0000_0000_0000, 1: 0b0000_0100_0000_0000}),
+        (0, 2, {4: 0b1000_0001_1100_0000}),
+        (1, 0, {16: 0b1000_0001_1100_0000}),
+        (0, 16, {1: 0b1000_0001_1100_0000}),
+        (8, 16, {1: 0b1000_0001_1100_0000 << 6}),
+        (0, 24, {1: 0b1000_0001_1100_0000 >> 4}),
+        (8, 24, {0: 0b0000_0000_0001_0000, 1: 0b0000_0010_0000_0011}),
+        (63, 39, {4 * 127 + 2: 0b0001_1100_0000_0000 << 16 | 0b1000}),
     ],
 )
-def test_a_code_is_where_its_thread_looks_for_it(row, column, word, bits):
+def test_a_code_is_where_its_thread_looks_for_it(row, column, words):
     codes = np.zeros((64, 64), np.uint8)
     codes[row, column] = 0b1111
     t = NVFP4Tensor(
         nvfp4.pack_codes(jnp.asarray(codes)),
         jnp.full((64, 4), 2**-9, jnp.float8_e4m3fn),  # the byte 0
+        jnp.ones(1),
+        (64, 64),
+    )
+    expected = np.zeros(576, np.uint32)
+    expected[list(words)] = list(words.values())
+    np.testing.assert_array_equal(np.asarray(prepare(t).words).view(np.uint32).ravel(), expected)
+
+
+@pytest.mark.parametrize(
+    # The scale 1 is the byte 0x48, in bits 11 ... 4 of a lane; blocks are of 16 columns.
+    ("row", "block", "word", "bits"),
+    [
+        (0, 0, 512, 0x0480),
+        (8, 0, 512, 0x0480 << 16),
+        (0, 1, 512, 0x0480 << 8),
+        (8, 1, 512, 0x8000_0004),  # it goes round
+        (1, 0, 514, 0x0480),
+        (0, 2, 513, 0x0480),
+        (16, 0, 528, 0x0480),
+    ],
+)
+def test_a_scale_is_where_its_thread_looks_for_it(row, block, word, bits):
+    scales = np.full((64, 4), 2**-9, np.float32)  # the byte 0
+    scales[row, block] = 1  # the byte 9 << 3
+    t = NVFP4Tensor(
+        jnp.zeros((64, 32), jnp.uint8),
+        jnp.asarray(scales).astype(jnp.float8_e4m3fn),
         jnp.ones(1),
         (64, 64),
     )

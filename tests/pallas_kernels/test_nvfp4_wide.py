@@ -223,8 +223,8 @@ def test_nothing_but_the_packed_weight_is_kept_for_the_derivative(pretended_hopp
     [
         (1, jnp.bfloat16, "hopper"),
         (128, jnp.bfloat16, "hopper"),
-        (129, jnp.bfloat16, "wide"),
-        (8192, jnp.bfloat16, "wide"),
+        (129, jnp.bfloat16, "dequantized"),
+        (8192, jnp.bfloat16, "dequantized"),
         (0, jnp.bfloat16, "dequantized"),
         (16, jnp.float32, "reference"),
         (129, jnp.float32, "reference"),
