@@ -218,6 +218,7 @@ def test_a_dense_base_trains_whole_and_is_exported_as_a_model(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # 80 steps and four evaluations: minutes, more on a busy machine
 def test_quickstart_learns_and_shuffled_rewards_do_not(tmp_path):
     train(quickstart(tmp_path / "right"), quiet=True)
     before, after = accuracies(tmp_path / "right")
