@@ -233,16 +233,16 @@ def test_quickstart_learns_and_shuffled_rewards_do_not(tmp_path):
 
 def test_a_short_run_learns_and_shuffled_rewards_do_not(tmp_path):
     short = {
-        "max_steps": 16,
+        "max_steps": 8,
         "eval": {"num_problems": 256},
         "rollout": {"num_generations": 8},
-        "optim": {"per_device_train_batch_size": 128, "gradient_accumulation_steps": 1},
+        "optim": {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1},
         "data": {"num_problems": 2000},
         "log_completions": False,
     }
     train(quickstart(tmp_path / "right", **short), quiet=True)
     before, after = accuracies(tmp_path / "right")
-    assert after - before >= 0.15
+    assert after - before >= 0.25
     short["rewards"] = {"functions": ("tests.reward_controls:shuffled",)}
     train(quickstart(tmp_path / "shuffled", **short), quiet=True)
     before_control, after_control = accuracies(tmp_path / "shuffled")
