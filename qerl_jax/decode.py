@@ -14,7 +14,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.nvfp4_matmul import adapter as adapters
 from pallas_kernels.nvfp4_matmul import epilogue, fused
+from pallas_kernels.nvfp4_matmul.adapter import Branch
 from pallas_kernels.nvfp4_matmul.epilogue import Stream
 from qerl_jax.model import Transformer
 
@@ -28,6 +30,7 @@ class Layers:
 
     Attributes:
         weights: By linear, the base's weight as it is.
+        divisors: By linear, the global scales of a packed weight, as slices of a stack are read.
         biases: By linear, [L, N], where there is one.
         branches: By linear, the adapter; empty without one.
         first_scale: float32 [D] of the first layer's first norm, noise and training included.
@@ -36,8 +39,9 @@ class Layers:
     """
 
     weights: dict[str, Any]
+    divisors: dict[str, jax.Array]
     biases: dict[str, jax.Array]
-    branches: dict[str, fused.Branch]
+    branches: dict[str, Branch]
     first_scale: jax.Array
     scales: dict[str, jax.Array]
     head_norms: dict[str, jax.Array]
@@ -91,10 +95,13 @@ def layers(model: Transformer, variables: dict[str, Any], *, adapter: bool = Tru
                 for part in (of_layers(params)[linear][name] for name, _ in parts)
             ]
             is_packed = model.weights == "nvfp4"
-            branches[linear] = fused.pack_branch(pairs, model.lora.scaling, is_packed=is_packed)
+            branches[linear] = adapters.pack_branch(pairs, model.lora.scaling, is_packed=is_packed)
     stacked = of_layers(frozen)
+    weights = {name: stacked[name]["weight"] for name in LINEARS}
+    packed = {name: w for name, w in weights.items() if model.weights == "nvfp4"}
     return Layers(
-        weights={name: stacked[name]["weight"] for name in LINEARS},
+        weights=weights,
+        divisors={name: fused.sliceable(w.global_scale) for name, w in packed.items()},
         biases={name: stacked[name]["bias"] for name in LINEARS if "bias" in stacked[name]},
         branches=branches,
         first_scale=first[0],
@@ -135,12 +142,13 @@ def step(
 
     def layer(carry, inputs):
         stream, state = carry
-        index, weights, biases, branches, scales, head_norms = inputs
+        index, weights, divisors, biases, branches, scales, head_norms = inputs
 
         def linear(name, x, **options):
             return fused.linear(
                 x,
                 weights[name],
+                divisor=divisors.get(name),
                 bias=biases.get(name),
                 branch=branches.get(name),
                 interpret=interpret,
@@ -156,6 +164,7 @@ def step(
 
     of_layers = (
         policy.weights,
+        policy.divisors,
         policy.biases,
         policy.branches,
         policy.scales,

@@ -1,4 +1,4 @@
-"""LoRA's A as the decode kernel reads it: bfloat16 tiles that lie in memory as packed tiles do.
+"""LoRA's A and B as the decode kernels read them. A is bfloat16 in tiles that lie in memory as packed ones do.
 
 A tile of 64 x 64 values is four pieces of 16 columns, and each piece is as many words as a packed
 tile of 64 x 64 weights: 512 words of two values, and 64 unused ones where a packed tile has its
@@ -7,14 +7,80 @@ scales. So A travels through the slots that the kernel has for W. In a warpgroup
 both rows of columns 2 t + 8, 2 t + 9.
 """
 
+import dataclasses
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
-# Bytes of A that one block brings while others bring W; more are shared out.
-_BYTES_A_BLOCK = 128 * 1024
+# Of A, brought by one block within the time of the smallest products.
+_LEAST_BYTES = 112 * 1024
+_MULTIPROCESSORS = 132
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Branch:
+    """The branches of linears that share an input; values, so that new ones need no recompile.
+
+    The ranks of part i are rows rank * i ... of A^T, filled up with zeros to a `rank` that divides 64
+    or is a multiple of it. A row of the base needs those of its own part alone, or the 64 they are among.
+
+    Attributes:
+      a: for a packed base, int32 [..., tiles, K / 64, 4, 3, 192] from `pack`; for a dense one, bfloat16
+        [..., 64 * tiles, K].
+      b: bfloat16 [..., N, max(rank, 64)], scaled; zero in the columns of other parts.
+      sizes: rows of the base that belong to each part.
+      rank: of one part.
+    """
+
+    a: jax.Array
+    b: jax.Array
+    sizes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    rank: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """By part, the row of (x A)^T that meets column 0 of `b`."""
+        return tuple(self.rank * part // TILE * TILE for part in range(len(self.sizes)))
+
+    def first(self, row: jax.Array) -> jax.Array | int:
+        """The one of `firsts` for a row of the base."""
+        first, end = self.firsts[0], 0
+        for size, following in zip(self.sizes, self.firsts[1:], strict=False):
+            end += size
+            first = jnp.where(row >= end, following, first)
+        return first
+
+
+def pack_branch(
+    parts: Sequence[tuple[jax.Array, jax.Array]], scaling: float, *, is_packed: bool
+) -> Branch:
+    """Joins the branches of linears that share an input.
+
+    Args:
+      parts: A [..., K, R] and B [..., R, N_i] of each, in the order of the base's rows.
+      scaling: alpha / R, which goes into B.
+      is_packed: whether the base is.
+    """
+    rank = parts[0][0].shape[-1]
+    filled = rank + -rank % TILE if rank > TILE // 2 else 1 << max(3, (rank - 1).bit_length())
+    width = max(filled, TILE)
+    pad_last = lambda x, low, high: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(low, high)])
+    a = jnp.concatenate([pad_last(a, 0, filled - rank) for a, _ in parts], axis=-1)
+    b = []
+    for part, (_, matrix) in enumerate(parts):
+        start = filled * part % TILE
+        b.append(pad_last(scaling * matrix.mT, start, width - rank - start))
+    return Branch(
+        a=pack(a) if is_packed else pad_last(a, 0, -a.shape[-1] % TILE).astype(jnp.bfloat16).mT,
+        b=jnp.concatenate(b, axis=-2).astype(jnp.bfloat16),
+        sizes=tuple(matrix.shape[-1] for _, matrix in parts),
+        rank=filled,
+    )
 
 
 def supports(k: int, warpgroups: int, step: int) -> str | None:
@@ -66,8 +132,12 @@ def in_units(words: jax.Array, warpgroups: int, step: int) -> jax.Array:
     return words.reshape(len(words), -1, warpgroups, step // TILE, *layout.TILE_SHAPE)
 
 
-def shares(units: jax.Array, *, most: int) -> int:
-    """Among how many blocks each tile of `in_units`'s result is divided, no more than `most` in all."""
+def shares(units: jax.Array, *, base_bytes: int, most: int) -> int:
+    """Among how many blocks each tile of `in_units`'s result is divided, no more than `most` in all.
+
+    A block brings no more of A than a multiprocessor brings of the base's `base_bytes`, if that is
+    not little: fewer blocks leave fewer sums.
+    """
     tiles, steps = units.shape[:2]
-    wanted = -(-units.nbytes // (tiles * _BYTES_A_BLOCK))
-    return max(1, min(wanted, steps, most // tiles))
+    a_block = max(_LEAST_BYTES, base_bytes // _MULTIPROCESSORS)
+    return max(1, min(-(-units.nbytes // (tiles * a_block)), steps, most // tiles))

@@ -16,6 +16,7 @@ Every value is rounded to bfloat16 where the plain layer rounds it, but r * scal
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jax import lax
 
 from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import layout
+from pallas_kernels.nvfp4_matmul.adapter import Branch
 from pallas_kernels.nvfp4_matmul.hopper import Sums
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
@@ -72,10 +74,10 @@ def supports(m: int, n: int, *, is_swiglu: bool = False) -> str | None:
 
 def finish(
     sums: Sums,
-    multiplier: jax.Array,
+    divisor: jax.Array,
     *,
     bias: jax.Array | None = None,
-    b: jax.Array | None = None,
+    branch: Branch | None = None,
     norm: tuple[Stream, float] | None = None,
     residual: tuple[jax.Array, jax.Array] | None = None,
     is_swiglu: bool = False,
@@ -85,10 +87,9 @@ def finish(
 
     Args:
       sums: from `hopper.product`.
-      multiplier: float32 [1] or [N], by which sums become products.
+      divisor: float32 [N], or fewer of which the first counts, the weight's global scale.
       bias: [N].
-      b: bfloat16 [N, ranks], LoRA's B of all branches, transposed and scaled, zero where a branch
-        has no part; given if and only if `sums` has an adapter.
+      branch: LoRA's; given if and only if `sums` has an adapter.
       norm: the stream whose `scaled` was multiplied, and its norm's epsilon; the product is multiplied
         by its unit.
       residual: the stream's values [N, M], to which the product is added, and the float32 [N] scale
@@ -112,17 +113,20 @@ def finish(
         raise NotImplementedError(reason)
     columns = min(m, _MOST_COLUMNS)
     outputs = n // 2 if is_swiglu else n
-    tiles, halves = outputs // TILE, 2 if is_swiglu else 1
-    ranks = 0 if b is None else b.shape[1]
+    tiles, halves = outputs // TILE, range(2 if is_swiglu else 1)
+    ranks = 0 if branch is None else branch.b.shape[1]
+    u_parts = 0 if branch is None else len(sums.adapter)
+    # A gate and what it lets through may find their ranks in one tile.
+    distinct = len(set(branch.firsts)) if is_swiglu and branch is not None else 1
     square_tiles = 0 if norm is None else len(norm[0].values) // TILE
-    of_rows = plgpu.Layout.WGMMA.reduce(1)
+    whole, of_rows = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
     swizzled = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
 
-    operands = {"partials": sums.partials, "multiplier": multiplier / layout.DECODED_SCALE}
+    operands = {"partials": sums.partials, "divisor": divisor}
     if bias is not None:
-        operands["bias"] = bias.astype(jnp.float32)
-    if b is not None:
-        operands |= {"b": b, "u": sums.adapter}
+        operands["bias"] = bias
+    if branch is not None:
+        operands |= {"b": branch.b, "u": sums.adapter}
     if norm is not None:
         operands["squares"] = norm[0].squares
     if residual is not None:
@@ -134,73 +138,88 @@ def finish(
         outs, (b_smem, u_smem, arrived) = refs[: len(out_type)], refs[len(out_type) :]
         tile = lax.axis_index("tile")
         window = pl.ds(lax.axis_index("columns") * columns, columns)
+        rows = [pl.ds((half * tiles + tile) * TILE, TILE) for half in halves]
 
-        def load(ref, kind):
-            return plgpu.load(ref, layout=kind, optimized=False).astype(jnp.float32)
+        def load(ref, kind=whole):
+            return plgpu.load(ref, layout=kind, optimized=False)
 
-        def rows_of(half):
-            return pl.ds((half * tiles + tile) * TILE, TILE)
+        def firsts(tile):
+            if branch is None:
+                return []
+            return sorted(set(branch.firsts)) if is_swiglu else [branch.first(tile * TILE)]
+
+        def along_rows(ref, half):
+            values = load(ref.at[rows[half]], of_rows).astype(jnp.float32)
+            return lax.broadcast_in_dim(values, (TILE, columns), (0,))
 
         if ranks:
-            for half in range(halves):
-                plgpu.copy_gmem_to_smem(
-                    gmem["b"].at[rows_of(half)], b_smem.at[half], arrived.at[half]
-                )
-            for at in range(0, ranks, TILE):
-                parts = gmem["u"].at[:, pl.ds(at, TILE), window]
-                u = sum(load(parts.at[i], plgpu.Layout.WGMMA) for i in range(parts.shape[0]))
-                u = u.astype(jnp.bfloat16)
-                into = u_smem.at[:, pl.ds(at, TILE)]
-                if interpret:
-                    into[...] = u.T
-                else:
-                    transposed.store_swizzled(u, u_smem, at)
+            for half in halves:
+                plgpu.copy_gmem_to_smem(gmem["b"].at[rows[half]], b_smem.at[half], arrived.at[half])
+
+        # All that is read is asked for before any of it is used: latency is most of this kernel.
+        us = [
+            [load(gmem["u"].at[i, pl.ds(first + at, TILE), window]) for i in range(u_parts)]
+            for first in firsts(tile)
+            for at in range(0, ranks, TILE)
+        ]
+        parts = [
+            [load(gmem["partials"].at[i, rows[half], window]) for i in range(most_parts)]
+            for half in halves
+        ]
+        squares = [
+            load(gmem["squares"].at[pl.ds(at, TILE), window]) for at in range(0, square_tiles, TILE)
+        ]
+        divisors = [gmem["divisor"][0] for _ in halves]
+        if len(divisor) == n:
+            divisors = [along_rows(gmem["divisor"], half) for half in halves]
+        biases = [along_rows(gmem["bias"], half) for half in halves] if bias is not None else []
+        if residual is not None:
+            r = load(gmem["residual"].at[rows[0], window]).astype(jnp.float32)
+            scale = along_rows(gmem["scale"], 0)
+
+        for i, more in enumerate(us):
+            u = functools.reduce(jnp.add, more).astype(jnp.bfloat16)
+            part, at = divmod(i * TILE, max(ranks, TILE))
+            if interpret:
+                u_smem[part, :, pl.ds(at, TILE)] = u.T
+            else:
+                transposed.store_swizzled(u, u_smem.at[part], at)
+        if ranks:
             plgpu.commit_smem()
 
         unit = None
         if norm is not None:
-            total = 0
-            for at in range(0, square_tiles, TILE):
-                some = load(gmem["squares"].at[pl.ds(at, TILE), window], plgpu.Layout.WGMMA)
-                if at + TILE > square_tiles:
-                    row = plgpu.broadcasted_iota(
-                        jnp.int32, some.shape, 0, layout=plgpu.Layout.WGMMA
-                    )
-                    some = jnp.where(row < square_tiles - at, some, 0.0)
-                total += jnp.sum(some, axis=0)
+            row = plgpu.broadcasted_iota(jnp.int32, (TILE, columns), 0, layout=whole)
+            squares = [
+                some if at + TILE <= square_tiles else jnp.where(row < square_tiles - at, some, 0.0)
+                for at, some in zip(range(0, square_tiles, TILE), squares, strict=True)
+            ]
+            total = jnp.sum(functools.reduce(jnp.add, squares), axis=0)
             unit = lax.rsqrt(total / (square_tiles * TILE) + norm[1])
 
         def product(half):
-            rows = rows_of(half)
             filled = sums.plan.parts((half * tiles + tile) * TILE // sums.rows)
-            y = load(gmem["partials"].at[0, rows, window], plgpu.Layout.WGMMA)
-            for part in range(1, most_parts):
-                more = load(gmem["partials"].at[part, rows, window], plgpu.Layout.WGMMA)
+            y, *others = parts[half]
+            for part, more in enumerate(others, 1):
                 y += jnp.where(part < filled, more, jnp.zeros_like(more))
-            if multiplier.shape == (1,):
-                y *= gmem["multiplier"][0]
-            else:
-                y *= along_rows(gmem["multiplier"], rows)
+            y *= 1 / divisors[half] / layout.DECODED_SCALE
             if ranks:
                 plgpu.barrier_wait(arrived.at[half])
 
-                def branch(acc):
-                    plgpu.wgmma(acc, b_smem.at[half], u_smem.T)
+                def multiply(acc):
+                    plgpu.wgmma(acc, b_smem.at[half], u_smem.at[min(half, distinct - 1)].T)
                     plgpu.wgmma_wait(0)
                     return acc[...]
 
-                y += pl.run_scoped(branch, plgpu.ACC((TILE, columns), jnp.float32))
+                y += pl.run_scoped(multiply, plgpu.ACC((TILE, columns), jnp.float32))
             if unit is not None:
                 y *= lax.broadcast_in_dim(unit, y.shape, (1,))
-            if bias is not None:
-                y += along_rows(gmem["bias"], rows)
+            if biases:
+                y += biases[half]
             return y.astype(jnp.bfloat16)
 
-        def along_rows(ref, rows):
-            return lax.broadcast_in_dim(load(ref.at[rows], of_rows), (TILE, columns), (0,))
-
         def store(values, out):
-            ref = out.at[window, rows_of(0)]
+            ref = out.at[window, rows[0]]
             if interpret:
                 ref[...] = values.T
             else:
@@ -214,12 +233,10 @@ def finish(
         elif residual is None:
             store(y, outs[0])
         else:
-            rows = rows_of(0)
-            r = load(gmem["residual"].at[rows, window], plgpu.Layout.WGMMA)
             r = (r + y.astype(jnp.float32)).astype(jnp.bfloat16)
-            outs[0][rows, window] = r
+            outs[0][rows[0], window] = r
             r = r.astype(jnp.float32)
-            store((r * along_rows(gmem["scale"], rows)).astype(jnp.bfloat16), outs[1])
+            store((r * scale).astype(jnp.bfloat16), outs[1])
             outs[2][tile, window] = jnp.sum(r * r, axis=0)
 
     out_type = [jax.ShapeDtypeStruct((m, outputs), jnp.bfloat16)]
@@ -235,15 +252,15 @@ def finish(
         grid=(tiles, m // columns),
         grid_names=("tile", "columns"),
         scratch_types=(
-            plgpu.SMEM((halves, TILE, max(ranks, TILE)), jnp.bfloat16, transforms=swizzled),
-            plgpu.SMEM((columns, max(ranks, TILE)), jnp.bfloat16, transforms=swizzled),
-            plgpu.Barrier(num_barriers=halves),
+            plgpu.SMEM((len(halves), TILE, max(ranks, TILE)), jnp.bfloat16, transforms=swizzled),
+            plgpu.SMEM((distinct, columns, max(ranks, TILE)), jnp.bfloat16, transforms=swizzled),
+            plgpu.Barrier(num_barriers=len(halves)),
         ),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
         interpret=runtime.interpret_params() if interpret else None,
-        kernel_name="nvfp4_epilogue_sm90",
+        kernel_name=f"nvfp4_epilogue_sm90_{n}",
     )(*operands.values())
     return results[0] if residual is None else Stream(*results)
 

@@ -6,55 +6,18 @@ The base may be packed, or dense in bfloat16: then the product is XLA's, and the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import runtime
-from pallas_kernels.nvfp4_matmul import adapter, epilogue, hopper, layout, tuning
+from pallas_kernels.nvfp4_matmul import epilogue, hopper, layout, tuning
+from pallas_kernels.nvfp4_matmul.adapter import Branch
 from pallas_kernels.nvfp4_matmul.epilogue import Stream
 from pallas_kernels.nvfp4_matmul.hopper import Config, Plan, Sums
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 
 MAX_M = hopper.MAX_M
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Branch:
-    """The LoRA branches of a fused linear as the kernels read them; values, so new ones need no recompile.
-
-    Attributes:
-      a: for a packed base, int32 words of `adapter.pack`; for a dense one, bfloat16 [..., ranks, K].
-      b: bfloat16 [..., N, ranks], scaled, zero where a branch has no part.
-    """
-
-    a: jax.Array
-    b: jax.Array
-
-
-def pack_branch(
-    parts: Sequence[tuple[jax.Array, jax.Array]], scaling: float, *, is_packed: bool
-) -> Branch:
-    """Joins the branches of linears that share an input.
-
-    Args:
-      parts: A [..., K, R] and B [..., R, N_i] of each, in the order of the base's rows.
-      scaling: alpha / R, which goes into B.
-      is_packed: whether the base is.
-    """
-    a = jnp.concatenate([a for a, _ in parts], axis=-1)
-    padding = -a.shape[-1] % TILE
-    if is_packed:
-        a = adapter.pack(a)
-    else:
-        a = jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, padding)]).astype(jnp.bfloat16).mT
-    rank, blocks = parts[0][0].shape[-1], []
-    for i, (_, b) in enumerate(parts):
-        around = (rank * i, rank * (len(parts) - 1 - i) + padding)
-        blocks.append(jnp.pad(scaling * b.mT, [(0, 0)] * (b.ndim - 1) + [around]))
-    return Branch(a, jnp.concatenate(blocks, axis=-2).astype(jnp.bfloat16))
 
 
 def padded(m: int) -> int:
@@ -80,6 +43,7 @@ def linear(
     x: jax.Array | Stream,
     w: HopperNVFP4 | jax.Array,
     *,
+    divisor: jax.Array | None = None,
     bias: jax.Array | None = None,
     branch: Branch | None = None,
     eps: float | None = None,
@@ -93,8 +57,9 @@ def linear(
     Args:
       x: bfloat16 [M, K], M as `padded` makes it; or a residual stream, which is normalized first.
       w: [N, K], packed for Hopper or dense in bfloat16.
+      divisor: what `sliceable` made of a packed w's global scale; None for that itself.
       bias: [N].
-      branch: from `pack_branch`.
+      branch: from `adapter.pack_branch`.
       eps: of the norm, if x is a stream.
       residual: a stream to which y is added, and the float32 [N] scale of the norm after it.
       is_swiglu: whether y is gate and up, of which silu(gate) * up is wanted.
@@ -108,20 +73,27 @@ def linear(
     if isinstance(w, HopperNVFP4):
         a = None if branch is None else branch.a
         config = config or _config(len(values), *w.shape, branch is not None)
-        sums, multiplier = hopper.product(values, w, config, a, interpret=interpret), w.multiplier
+        sums = hopper.product(values, w, config, a, interpret=interpret)
+        divisor = w.global_scale if divisor is None else divisor
     else:
         sums = _dense_product(values, w, branch)
-        multiplier = jnp.full((1,), layout.DECODED_SCALE)
+        divisor = jnp.full((1,), 1 / layout.DECODED_SCALE)
     return epilogue.finish(
         sums,
-        multiplier,
+        divisor,
         bias=bias,
-        b=None if branch is None else branch.b,
+        branch=branch,
         norm=(x, eps) if isinstance(x, Stream) else None,
         residual=None if residual is None else (residual[0].values, residual[1]),
         is_swiglu=is_swiglu,
         interpret=interpret,
     )
+
+
+def sliceable(global_scale: jax.Array) -> jax.Array:
+    """Copies of [L, 1] scales, [L, 64]: XLA lets a kernel read a slice in place where it starts at 256 bytes."""
+    wanted = (len(global_scale), 64)
+    return global_scale if global_scale.shape[1] > 1 else jnp.broadcast_to(global_scale, wanted)
 
 
 def _dense_product(x: jax.Array, w: jax.Array, branch: Branch | None) -> Sums:

@@ -212,7 +212,7 @@ def _launch(
     if a_words is not None:
         a_words = adapter.in_units(a_words, warpgroups, step)
         width = adapter.width(warpgroups, step)
-        shares = adapter.shares(a_words, most=config.blocks // 2)
+        shares = adapter.shares(a_words, base_bytes=w.words.nbytes, most=config.blocks // 2)
         a_blocks = a_words.shape[0] * shares
         plan = dataclasses.replace(plan, blocks=max(1, config.blocks - a_blocks))
 
@@ -393,6 +393,6 @@ def _launch(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
         interpret=runtime.interpret_params() if interpret else None,
-        kernel_name="nvfp4_matmul_sm90",
+        kernel_name=f"nvfp4_matmul_sm90_{n}x{w.shape[1]}",
     )(*operands)
     return Sums(partials, plan, TILE * warpgroups, rest[0] if rest else None)

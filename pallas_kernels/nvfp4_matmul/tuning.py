@@ -1,11 +1,5 @@
-"""Which configuration a problem gets: measured on the device, or by rule.
+"""Which configuration a problem gets: measured on the device, or by rule."""
 
-None of them is `fused` yet. Where a model scans stacked weights, XLA wraps the kernel in a fusion
-with the slice of the weight, and that fusion no longer says that the semaphores' zeros and the
-kernel's own are one buffer. Until a whole model has been checked so, partial sums are left to XLA.
-"""
-
-import dataclasses
 import functools
 import json
 import pathlib
@@ -77,10 +71,7 @@ def candidates(m: int, n: int, k: int) -> list[Config]:
                 found += [
                     Config(warpgroups, step, s, blocks) for s in {min(deepest, 4), 3} if s > 1
                 ]
-    found = [c for c in dict.fromkeys(found) if hopper.supports(m, n, k, c) is None]
-    # Additions in the kernel wait for one part after another.
-    fused = [dataclasses.replace(c, fused=True) for c in found if hopper.most_parts(n, k, c) <= 2]
-    return list(dict.fromkeys(found + fused))
+    return [c for c in dict.fromkeys(found) if hopper.supports(m, n, k, c) is None]
 
 
 def _deepest(m: int, warpgroups: int, step: int, blocks: int) -> int:
