@@ -108,10 +108,10 @@ def pick_config(rows: int, width: int, key_heads: int, head_size: int) -> Config
     busy = 2 ** round(math.log2(max(1, 2 * _MULTIPROCESSORS / clusters)))
     unequal = 4 if width >= 16 else 2
     splits = max(1, min(MAX_SPLITS, max(busy, unequal), 2 ** math.ceil(math.log2(width))))
-    pages = 6 if head_size == 128 else 12
-    if clusters * splits <= _MULTIPROCESSORS:  # a multiprocessor to itself
-        return Config(splits, 2, pages // 2)
-    return Config(splits, 1, pages // 2)
+    stages = 256 // head_size  # of which three blocks find room on a multiprocessor
+    if clusters * splits <= _MULTIPROCESSORS:  # one to itself
+        return Config(splits, 2, stages * 3 // 2)
+    return Config(splits, 1, stages)
 
 
 def shared_bytes(head_size: int, config: Config) -> int:
@@ -119,8 +119,7 @@ def shared_bytes(head_size: int, config: Config) -> int:
     pages = config.stages * 2 * PAGE * head_size * 2
     inputs = (GROUP + 2) * _row_columns(head_size) * 2 + 2 * 64 * 4
     operands = GROUP * (head_size + PAGE) * 2 + 4 * 256
-    part = GROUP * (head_size + 2) * 4
-    return config.warpgroups * (pages + inputs + operands + part)
+    return config.warpgroups * (pages + inputs + operands)
 
 
 def _row_columns(head_size: int) -> int:
@@ -214,17 +213,15 @@ def _launch(
         values_gmem,
         *refs,
     ):
-        outs, (inputs, turns_of, queries, k_smem, v_smem, weights, scratch, *parts, barriers) = (
-            refs[: len(out_type)],
-            refs[len(out_type) :],
-        )
+        outs, refs = refs[: len(out_type)], refs[len(out_type) :]
+        inputs, turns_of, queries, (k_smem, parts), (v_smem, result), *refs = refs
+        weights, scratch, (inputs_full, k_full, v_full) = refs
         row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
         warpgroup = lax.axis_index("warpgroup")
         mine = lambda *refs: (ref.at[warpgroup] for ref in refs)
         inputs, turns_of, queries, k_smem, v_smem, weights, scratch = mine(
             inputs, turns_of, queries, k_smem, v_smem, weights, scratch
         )
-        inputs_full, k_full, v_full = barriers
         inputs_full = inputs_full.at[warpgroup]
 
         # Which pages ---------------------------------------------------------------------------
@@ -395,30 +392,31 @@ def _launch(
             for chunk in range(chunks):
                 outs[2][row, head, part, chunk] = products[chunk]
             return
-        maxima, totals, products_smem, result = parts
-        maxima[warpgroup] = maximum
-        totals[warpgroup] = total
-        for chunk in range(chunks):
-            products_smem[warpgroup, chunk] = products[chunk]
-        collectives.synchronize_cluster()
+        with jax.named_scope("exchange"):
+            for chunk in range(chunks):
+                parts[warpgroup, chunk] = products[chunk]
+            parts[warpgroup, chunks, 0] = maximum
+            parts[warpgroup, chunks, 1] = total
+            collectives.synchronize_cluster()
 
-        def read_part(ref, part, layout, *at):
-            ref = ref.at[part % warpgroups, *at]
+        def read_part(part, layout, *at):
+            ref = parts.at[part % warpgroups, *at]
             if splits > 1:
                 ref = plgpu.cluster_ref(ref, {"split": part // warpgroups})
             return plgpu.load(ref, layout=layout, optimized=False)
 
         def merge(chunk):
             each = range(splits * warpgroups)
-            maxima_of = [read_part(maxima, part, of_columns) for part in each]
-            totals_of = [read_part(totals, part, of_columns) for part in each]
-            products_of = [read_part(products_smem, part, of_tile, chunk) for part in each]
-            highest = functools.reduce(jnp.maximum, maxima_of)
-            shares = [jnp.exp2(maximum - highest) for maximum in maxima_of]
-            total = sum(a * b for a, b in zip(shares, totals_of, strict=True))
+            products = [read_part(part, of_tile, chunk) for part in each]
+            maxima, totals = (
+                [read_part(part, of_columns, chunks, i) for part in each] for i in (0, 1)
+            )
+            highest = functools.reduce(jnp.maximum, maxima)
+            shares = [jnp.exp2(maximum - highest) for maximum in maxima]
+            total = sum(a * b for a, b in zip(shares, totals, strict=True))
             out = sum(
                 a * broadcast(share / total, tile, 1)
-                for a, share in zip(products_of, shares, strict=True)
+                for a, share in zip(products, shares, strict=True)
             )
             result.at[chunk].T[...] = out.astype(qkv.dtype)
             plgpu.commit_smem()
@@ -436,16 +434,19 @@ def _launch(
             # No block may leave while others read what it holds.
             collectives.synchronize_cluster()
 
-    parts_shape = ((GROUP,), (GROUP,), (chunks, 64, GROUP))
     if fused:
         out_type = (jax.ShapeDtypeStruct((rows, heads, head_size), qkv.dtype),)
     else:
         prefix = (rows, key_heads, splits * warpgroups)
-        out_type = tuple(jax.ShapeDtypeStruct(prefix + s, jnp.float32) for s in parts_shape)
+        out_type = tuple(
+            jax.ShapeDtypeStruct((*prefix, *shape), jnp.float32)
+            for shape in ((GROUP,), (GROUP,), (chunks, 64, GROUP))
+        )
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     each = lambda shape, dtype, transforms=(): plgpu.SMEM(
         (warpgroups, *shape), dtype, transforms=transforms
     )
+    of_pages = each((stages, PAGE, head_size), keys.dtype, swizzled)
     barrier = lambda *shape, arrivals=1: plgpu.Barrier(
         num_arrivals=arrivals, num_barriers=(warpgroups, *shape)
     )
@@ -467,12 +468,13 @@ def _launch(
             each((GROUP + 2, columns), qkv.dtype),
             each((2, 64), jnp.float32),
             each((GROUP, head_size), keys.dtype, swizzled),
-            each((stages, PAGE, head_size), keys.dtype, swizzled),
-            each((stages, PAGE, head_size), keys.dtype, swizzled),
+            # A warpgroup that is done with its keys leaves there what it found: first tiles for the
+            # products, then a tile whose first rows are maxima and sums. As large as its keys, so that
+            # it does not reach into those of another.
+            plgpu.RefUnion(of_pages, each((stages * head_size // 16, 64, GROUP), jnp.float32)),
+            plgpu.RefUnion(of_pages, plgpu.SMEM((chunks, GROUP, 64), qkv.dtype)),
             each((GROUP, PAGE), keys.dtype, swizzled),
             each((collectives.SCRATCH,), jnp.float32),
-            *([each(shape, jnp.float32) for shape in parts_shape] if fused else []),
-            *([plgpu.SMEM((chunks, GROUP, 64), qkv.dtype)] if fused else []),
             [barrier(arrivals=3 + 2 * columns // head_size), barrier(stages), barrier(stages)],
         ),
         compiler_params=plgpu.CompilerParams(
