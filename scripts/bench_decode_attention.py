@@ -249,18 +249,23 @@ def time_cudnn(problem: Problem) -> dict[str, float]:
 
 
 def configurations(problem: Problem) -> list[Config]:
-    """All that could be worth trying."""
+    """All that could be worth trying, with as many blocks for each multiprocessor as there is room for."""
     found = []
+    units = len(problem.lengths) * problem.key_heads
+    shapes = ((1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 2), (4, 1))
     for splits, (warpgroups, stages), fused in itertools.product(
-        (1, 2, 4, 8),
-        ((1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 2), (4, 1)),
-        (True, False),
+        (1, 2, 4, 8), shapes, (True, False)
     ):
-        if splits >= 2 * problem.width or (not fused and splits < 8):
+        config = Config(splits, warpgroups, stages * 128 // problem.head_size, units, fused)
+        used = hopper.shared_bytes(problem.head_size, config)
+        if splits >= 2 * problem.width or used > hopper.SHARED_BYTES or (not fused and splits < 8):
             continue
-        config = Config(splits, warpgroups, stages * 128 // problem.head_size, fused)
-        if hopper.shared_bytes(problem.head_size, config) <= hopper.SHARED_BYTES:
-            found.append(config)
+        # By registers, three warpgroups; and 1 KiB of each block is the system's.
+        resident = min(3 // warpgroups or 1, 233472 // (used + 2048))
+        clusters = hopper.MULTIPROCESSORS * resident // splits
+        found.append(config)
+        if clusters < units:
+            found.append(dataclasses.replace(config, clusters=clusters))
     return found
 
 
@@ -280,7 +285,7 @@ def markdown(problem: Problem, row: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-HEAD = """| rows x tokens | splits/groups/stages/fused | kernel us | call us | loop us | floor us | of floor | cuDNN us | target us | error / allowed |
+HEAD = """| rows x tokens | splits/groups/stages/clusters/fused | kernel us | call us | loop us | floor us | of floor | cuDNN us | target us | error / allowed |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 

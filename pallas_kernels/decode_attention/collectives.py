@@ -35,13 +35,22 @@ def reduce_rows(values: jax.Array, operation: str, scratch: jax.Ref) -> jax.Arra
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=kind)(emit)(values, scratch)
 
 
-def synchronize_cluster() -> None:
-    """Waits for all threads of all blocks of this cluster, and sees what they wrote to shared memory."""
+def arrive_at_cluster() -> None:
+    """Tells all blocks of this cluster that all warps of this one have come here; no thread waits."""
+    _emit("barrier.cluster.arrive.release.aligned;")
 
+
+def wait_for_cluster() -> None:
+    """Waits for all threads' `arrive_at_cluster`, and sees what they wrote to shared memory before it.
+
+    The two take turns: every thread of the cluster has to call both equally often.
+    """
+    _emit("barrier.cluster.wait.acquire.aligned;")
+
+
+def _emit(instruction: str) -> None:
     def emit(_: mgpu.LaunchContext) -> None:
         void = ir.Type.parse("!llvm.void")
-        for instruction in ("arrive.release", "wait.acquire"):
-            text = f"barrier.cluster.{instruction}.aligned;"
-            llvm.inline_asm(void, [], text, "", has_side_effects=True)
+        llvm.inline_asm(void, [], instruction, "", has_side_effects=True)
 
     plgpu.inline_mgpu()(emit)()

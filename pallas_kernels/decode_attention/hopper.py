@@ -1,8 +1,10 @@
 """Attention of one token per row on Hopper, in Pallas Mosaic GPU.
 
-The live pages of a row are divided among the `splits` blocks of a cluster, and those of a block among
-its warpgroups; each (row, key/value head) has a cluster of its own. A warpgroup works on one page at a
-time, with keys and values as the operand of 64 rows and the group's queries, padded to 8, as the other:
+A unit of work is a row and a key/value head. The live pages of a unit are divided among the `splits`
+blocks of a cluster, and those of a block among its warpgroups. Cluster b takes units b, b + clusters,
+...; the first pages of the next unit are on their way while one is finished. A warpgroup works on a page
+at a time, with keys and values as the operand of 64 rows and the group's queries, padded to 8, as the
+other:
 
     S^T [slots, queries] = K Q^T      scores; a softmax that keeps a running maximum
     O^T [C, queries]    += V^T P^T    rescaled where the maximum rises
@@ -14,7 +16,7 @@ time, with keys and values as the operand of 64 rows and the group's queries, pa
 The warpgroup whose share has a row's last page rotates the new key, puts it and the new value into the
 page's tile in shared memory, where it is needed now, and into the cache, where it is needed later.
 
-Sums, maxima and products of all warpgroups then meet: blocks of a cluster read each other's shared
+Maxima, sums and products of all warpgroups then meet: blocks of a cluster read each other's shared
 memory (`fused`), or everything is written out in float32 and added up outside. How a row is divided
 follows from the number of its live tokens and from shapes, so its result has the same bits whatever the
 other rows are.
@@ -39,8 +41,8 @@ HEAD_SIZES = (64, 128)
 MAX_SPLITS = 8
 # What one block may use on compute capability 9.0, less a little for barriers.
 SHARED_BYTES = 232448 - 1024
-# Of an H200; other Hopper cards have as many or a few less.
-_MULTIPROCESSORS = 132
+# Of an H200's 132, what clusters of 8 can fill; other Hopper cards have as many or a few less.
+MULTIPROCESSORS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +53,14 @@ class Config:
       splits: blocks that share a row's pages; 1, 2, 4 or 8.
       warpgroups: of a block; 1 to 4.
       stages: pages on their way to each warpgroup.
+      clusters: among which the units are divided, each a row's queries of one key head.
       fused: whether parts are added up in the kernel.
     """
 
     splits: int
     warpgroups: int
     stages: int
+    clusters: int
     fused: bool = True
 
     def __post_init__(self):
@@ -66,6 +70,8 @@ class Config:
             raise ValueError(f"warpgroups must be 1 to 4; got {self.warpgroups}")
         if self.stages < 1:
             raise ValueError(f"stages must be 1 or more; got {self.stages}")
+        if self.clusters < 1:
+            raise ValueError(f"clusters must be 1 or more; got {self.clusters}")
 
 
 def supports(
@@ -102,16 +108,16 @@ def pick_config(rows: int, width: int, key_heads: int, head_size: int) -> Config
       key_heads: J.
       head_size: C.
     """
-    clusters = rows * key_heads
+    units = rows * key_heads
     # Two blocks for each multiprocessor; or no more than one page for each; or parts of long rows that
     # are not too long for one block.
-    busy = 2 ** round(math.log2(max(1, 2 * _MULTIPROCESSORS / clusters)))
+    busy = 2 ** math.floor(math.log2(max(1, 2 * MULTIPROCESSORS / units)))
     unequal = 4 if width >= 16 else 2
-    splits = max(1, min(MAX_SPLITS, max(busy, unequal), 2 ** math.ceil(math.log2(width))))
-    stages = 256 // head_size  # of which three blocks find room on a multiprocessor
-    if clusters * splits <= _MULTIPROCESSORS:  # one to itself
-        return Config(splits, 2, stages * 3 // 2)
-    return Config(splits, 1, stages)
+    splits = min(MAX_SPLITS, max(busy, unequal), 2 ** math.ceil(math.log2(width)))
+    stages = 384 // head_size
+    if units * splits <= MULTIPROCESSORS:  # one to itself
+        return Config(splits, 2, stages, units)
+    return Config(splits, 1, stages, 2 * MULTIPROCESSORS // splits)
 
 
 def shared_bytes(head_size: int, config: Config) -> int:
@@ -119,7 +125,8 @@ def shared_bytes(head_size: int, config: Config) -> int:
     pages = config.stages * 2 * PAGE * head_size * 2
     inputs = (GROUP + 2) * _row_columns(head_size) * 2 + 2 * 64 * 4
     operands = GROUP * (head_size + PAGE) * 2 + 4 * 256
-    return config.warpgroups * (pages + inputs + operands)
+    part = (head_size + 64) * GROUP * 4
+    return config.warpgroups * (pages + inputs + operands + part) + GROUP * head_size * 2
 
 
 def _row_columns(head_size: int) -> int:
@@ -192,7 +199,9 @@ def _launch(
     rows, width = tables.shape
     heads = qkv.shape[1] - 2 * key_heads
     group = heads // key_heads
-    splits, warpgroups, stages, fused = dataclasses.astuple(config)
+    splits, warpgroups, stages, clusters, fused = dataclasses.astuple(config)
+    units = rows * key_heads
+    clusters = min(clusters, units)
     chunks, columns = head_size // 64, _row_columns(head_size)
     exponent_scale = head_size**-0.5 * math.log2(math.e)
 
@@ -214,29 +223,45 @@ def _launch(
         *refs,
     ):
         outs, refs = refs[: len(out_type)], refs[len(out_type) :]
-        inputs, turns_of, queries, (k_smem, parts), (v_smem, result), *refs = refs
-        weights, scratch, (inputs_full, k_full, v_full) = refs
-        row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
+        inputs, turns_of, queries, k_smem, v_smem, weights, scratch, *exchange, barriers = refs
+        cluster, split = lax.axis_index("cluster"), lax.axis_index("split")
         warpgroup = lax.axis_index("warpgroup")
         mine = lambda *refs: (ref.at[warpgroup] for ref in refs)
         inputs, turns_of, queries, k_smem, v_smem, weights, scratch = mine(
             inputs, turns_of, queries, k_smem, v_smem, weights, scratch
         )
+        inputs_full, k_full, v_full = barriers
         inputs_full = inputs_full.at[warpgroup]
-
-        # Which pages ---------------------------------------------------------------------------
-        end = lax.clamp(0, ends_gmem[row], width * PAGE - 1)
         first_page = lax.clamp(0, layer_gmem[0], layers - 1) * pages
-        live = lax.div(end, PAGE) + 1
-        first = lax.div(split * live, splits) + warpgroup
-        turns = lax.div(lax.div((split + 1) * live, splits) - first + warpgroups - 1, warpgroups)
 
-        def place(turn):
-            """First row of a turn's page among all rows of the cache, and where it has none, of some page."""
+        # Where things are ----------------------------------------------------------------------
+        def place_unit(i):
+            """Row and head of this cluster's i-th unit, or where it has none, of some unit."""
+            unit = lax.min(cluster + i * clusters, units - 1)
+            return lax.div(unit, key_heads), lax.rem(unit, key_heads)
+
+        def share(end):
+            """Pages that are live, this warpgroup's first, and how many it has."""
+            live = lax.div(end, PAGE) + 1
+            first = lax.div(split * live, splits) + warpgroup
+            stop = lax.div((split + 1) * live, splits)
+            return live, first, lax.div(stop - first + warpgroups - 1, warpgroups)
+
+        def place(i, end, turn):
+            """First row of a turn's page among all rows of the cache, or where it has none, of some page."""
+            row, head = place_unit(i)
+            _, first, _ = share(end)
             at = lax.min(first + turn * warpgroups, width - 1)
             page = lax.clamp(0, tables_gmem[row, at], pages - 1)
             return ((first_page + page) * key_heads + head) * PAGE
 
+        def locate(i):
+            """A unit's end, and the places of what `fill` fetches and of one page more."""
+            end = lax.clamp(0, ends_gmem[place_unit(i)[0]], width * PAGE - 1)
+            # All are asked for before the first is waited for.
+            return end, *(place(i, end, turn) for turn in range(stages + 1))
+
+        # Bulk copies ---------------------------------------------------------------------------
         def fetch(turn, at, gmem, smem, full):
             slot = lax.rem(turn, stages)
             plgpu.copy_gmem_to_smem(
@@ -246,28 +271,32 @@ def _launch(
         fetch_keys = lambda turn, at: fetch(turn, at, keys_gmem, k_smem, k_full)
         fetch_values = lambda turn, at: fetch(turn, at, values_gmem, v_smem, v_full)
 
-        # All places are asked for before the first is waited for.
-        places = [place(turn) for turn in range(stages + 1)]
-        for start, length, to in (
-            (head * group, group, 0),
-            (heads + head, 1, GROUP),
-            (heads + key_heads + head, 1, GROUP + 1),
-        ):
-            plgpu.copy_gmem_to_smem(
-                qkv_gmem.at[row, pl.ds(start, length)], inputs.at[pl.ds(to, length)], inputs_full
-            )
-        for copy in range(columns // head_size):
-            half = pl.ds(copy * (head_size // 2), head_size // 2)
-            plgpu.copy_gmem_to_smem(cos_gmem.at[row], turns_of.at[0, half], inputs_full)
-            plgpu.copy_gmem_to_smem(sin_gmem.at[row], turns_of.at[1, half], inputs_full)
-        for turn, at in enumerate(places[:stages]):
+        def fill(i, end, *places):
+            """Starts a unit: what it multiplies with, and its first pages."""
+            row, head = place_unit(i)
+            for start, length, to in (
+                (head * group, group, 0),
+                (heads + head, 1, GROUP),
+                (heads + key_heads + head, 1, GROUP + 1),
+            ):
+                plgpu.copy_gmem_to_smem(
+                    qkv_gmem.at[row, pl.ds(start, length)],
+                    inputs.at[pl.ds(to, length)],
+                    inputs_full,
+                )
+            for copy in range(columns // head_size):
+                half = pl.ds(copy * (head_size // 2), head_size // 2)
+                plgpu.copy_gmem_to_smem(cos_gmem.at[row], turns_of.at[0, half], inputs_full)
+                plgpu.copy_gmem_to_smem(sin_gmem.at[row], turns_of.at[1, half], inputs_full)
+            _, _, turns = share(end)
+            for turn, at in enumerate(places[:stages]):
 
-            @pl.when(turn < turns)
-            def _fill(turn=turn, at=at):
-                fetch_keys(jnp.int32(turn), at)
-                fetch_values(jnp.int32(turn), at)
+                @pl.when(turn < turns)
+                def _fetch(turn=turn, at=at):
+                    fetch_keys(jnp.int32(turn), at)
+                    fetch_values(jnp.int32(turn), at)
 
-        # Queries -------------------------------------------------------------------------------
+        # Queries and the new token -------------------------------------------------------------
         def rotated(read, chunk, layout, spread):
             """Columns 64 * chunk and on of what `read` reads, in float32; `spread` widens a table."""
             x, partner = (
@@ -283,26 +312,17 @@ def _launch(
                 sin = -sin
             return (x * spread(cos) + partner * spread(sin)).astype(keys.dtype)
 
-        plgpu.barrier_wait(inputs_full)
-        with jax.named_scope("queries"):
-            read = lambda at: plgpu.load(
-                inputs.at[pl.ds(0, GROUP), pl.ds(at, 64)].T, layout=of_tile, optimized=False
-            )
-            for chunk in range(chunks):
-                queries.at[:, pl.ds(64 * chunk, 64)].T[...] = rotated(
-                    read, chunk, of_rows, lambda table: broadcast(table, tile, 0)
-                )
-            plgpu.commit_smem()
+        def read_queries(at):
+            ref = inputs.at[pl.ds(0, GROUP), pl.ds(at, 64)].T
+            return plgpu.load(ref, layout=of_tile, optimized=False)
 
-        # The new token -------------------------------------------------------------------------
         def read_input(which):
             return lambda at: plgpu.load(
                 inputs.at[which, pl.ds(at, 64)], layout=of_columns, optimized=False
             )
 
-        def append(smem, gmem, at, new, *, clear):
+        def append(slot, smem, gmem, at, new, *, clear):
             """Puts a row into a page's tile and into the cache; what comes after it may become 0."""
-            slot = lax.rem(end, PAGE)
             for chunk in range(chunks):
                 span = pl.ds(64 * chunk, 64)
                 row_of_chunk = new(chunk)
@@ -314,19 +334,20 @@ def _launch(
                 smem.at[:, span][...] = jnp.where(slots == slot, new_row, rest)
             plgpu.commit_smem()
 
-        # Pages ---------------------------------------------------------------------------------
         def reduce_rows(values, operation):
             if interpret:
                 return {"max": jnp.max, "add": jnp.sum}[operation](values, axis=0)
             return collectives.reduce_rows(values, operation, scratch)
 
-        def attend(turn, carry):
+        # Pages ---------------------------------------------------------------------------------
+        def attend(i, end, turn, carry):
             maximum, total, products, behind, ahead = carry
             slot = lax.rem(turn, stages)
             keys, values = k_smem.at[slot], v_smem.at[slot]
+            live, first, turns = share(end)
             page = first + turn * warpgroups
             is_last = page == live - 1
-            further = place(turn + 1 + stages)
+            further = place(i, end, turn + 1 + stages)
 
             with jax.named_scope("scores"):
                 plgpu.barrier_wait(k_full.at[warpgroup, slot])
@@ -336,7 +357,8 @@ def _launch(
                     new = lambda chunk: rotated(
                         read_input(GROUP), chunk, of_columns, lambda table: table
                     )
-                    append(keys, keys_gmem, place(turn), new, clear=False)
+                    at = place(i, end, turn)
+                    append(lax.rem(end, PAGE), keys, keys_gmem, at, new, clear=False)
 
                 def product(acc):
                     plgpu.wgmma(acc, keys, queries.T)
@@ -365,7 +387,8 @@ def _launch(
                 @pl.when(is_last)
                 def _append_value():
                     new = lambda chunk: read_input(GROUP + 1)(64 * chunk).astype(values.dtype)
-                    append(values, values_gmem, place(turn), new, clear=True)
+                    at = place(i, end, turn)
+                    append(lax.rem(end, PAGE), values, values_gmem, at, new, clear=True)
 
                 def product_of_chunks(*accs):
                     for chunk, acc in enumerate(accs):
@@ -378,38 +401,18 @@ def _launch(
                 products = tuple(a * decay + b for a, b in zip(products, added, strict=True))
             return higher, total * decay + exponentials, products, ahead, further
 
-        zeros = plgpu.layout_cast(jnp.zeros(tile, jnp.float32), of_tile)
-        nothing = plgpu.layout_cast(jnp.full((GROUP,), -jnp.inf, jnp.float32), of_columns)
-        start = (nothing, zeros, (zeros,) * chunks, *places[-2:])
-        maximum, total, products, *_ = lax.fori_loop(0, turns, attend, start)
-        total = reduce_rows(total, "add")
-
         # Parts ---------------------------------------------------------------------------------
-        if not fused:
-            part = split * warpgroups + warpgroup
-            for out, value in zip(outs, (maximum, total), strict=False):
-                out[row, head, part] = value
-            for chunk in range(chunks):
-                outs[2][row, head, part, chunk] = products[chunk]
-            return
-        with jax.named_scope("exchange"):
-            for chunk in range(chunks):
-                parts[warpgroup, chunk] = products[chunk]
-            parts[warpgroup, chunks, 0] = maximum
-            parts[warpgroup, chunks, 1] = total
-            collectives.synchronize_cluster()
-
-        def read_part(part, layout, *at):
+        def read_part(parts, part, layout, *at):
             ref = parts.at[part % warpgroups, *at]
             if splits > 1:
                 ref = plgpu.cluster_ref(ref, {"split": part // warpgroups})
             return plgpu.load(ref, layout=layout, optimized=False)
 
-        def merge(chunk):
+        def merge(parts, result, row, head, chunk):
             each = range(splits * warpgroups)
-            products = [read_part(part, of_tile, chunk) for part in each]
+            products = [read_part(parts, part, of_tile, chunk) for part in each]
             maxima, totals = (
-                [read_part(part, of_columns, chunks, i) for part in each] for i in (0, 1)
+                [read_part(parts, part, of_columns, chunks, i) for part in each] for i in (0, 1)
             )
             highest = functools.reduce(jnp.maximum, maxima)
             shares = [jnp.exp2(maximum - highest) for maximum in maxima]
@@ -418,6 +421,8 @@ def _launch(
                 a * broadcast(share / total, tile, 1)
                 for a, share in zip(products, shares, strict=True)
             )
+            # The copy of the last unit has left it.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             result.at[chunk].T[...] = out.astype(qkv.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
@@ -425,14 +430,68 @@ def _launch(
                 outs[0].at[row, pl.ds(head * group, group), pl.ds(64 * chunk, 64)],
             )
 
-        with jax.named_scope("merge"):
+        def finish(row, head, maximum, total, products):
+            if not fused:
+                part = split * warpgroups + warpgroup
+                outs[0][row, head, part] = maximum
+                outs[1][row, head, part] = total
+                for chunk in range(chunks):
+                    outs[2][row, head, part, chunk] = products[chunk]
+                return
+            parts, result = exchange
+            # Nobody reads the last unit's parts any more.
+            collectives.wait_for_cluster()
+            for chunk in range(chunks):
+                parts[warpgroup, chunk] = products[chunk]
+            parts[warpgroup, chunks, 0] = maximum
+            parts[warpgroup, chunks, 1] = total
+            collectives.arrive_at_cluster()
+            collectives.wait_for_cluster()
             for chunk in range(chunks):
                 pl.when((warpgroup == 0) & (split == chunk % splits))(
-                    functools.partial(merge, chunk)
+                    functools.partial(merge, parts, result, row, head, chunk)
                 )
-            plgpu.wait_smem_to_gmem(0)
+            collectives.arrive_at_cluster()
+
+        # Units ---------------------------------------------------------------------------------
+        rounds = lax.div(units - cluster + clusters - 1, clusters)
+
+        def work(i, located):
+            end, *places = located
+            row, head = place_unit(i)
+            following = locate(i + 1)
+            with jax.named_scope("queries"):
+                plgpu.barrier_wait(inputs_full)
+                for chunk in range(chunks):
+                    queries.at[:, pl.ds(64 * chunk, 64)].T[...] = rotated(
+                        read_queries, chunk, of_rows, lambda table: broadcast(table, tile, 0)
+                    )
+                plgpu.commit_smem()
+            zeros = plgpu.layout_cast(jnp.zeros(tile, jnp.float32), of_tile)
+            nothing = plgpu.layout_cast(jnp.full((GROUP,), -jnp.inf, jnp.float32), of_columns)
+            _, _, turns = share(end)
+            maximum, total, products, *_ = lax.fori_loop(
+                0,
+                turns,
+                functools.partial(attend, i, end),
+                (nothing, zeros, (zeros,) * chunks, *places[-2:]),
+            )
+            # With this all warps have read what the next unit overwrites.
+            total = reduce_rows(total, "add")
+            pl.when(i + 1 < rounds)(lambda: fill(i + 1, *following))
+            with jax.named_scope("merge"):
+                finish(row, head, maximum, total, products)
+            return following
+
+        if fused:
+            collectives.arrive_at_cluster()
+        located = locate(jnp.int32(0))
+        fill(jnp.int32(0), *located)
+        lax.fori_loop(0, rounds, work, located)
+        if fused:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             # No block may leave while others read what it holds.
-            collectives.synchronize_cluster()
+            collectives.wait_for_cluster()
 
     if fused:
         out_type = (jax.ShapeDtypeStruct((rows, heads, head_size), qkv.dtype),)
@@ -450,6 +509,9 @@ def _launch(
     barrier = lambda *shape, arrivals=1: plgpu.Barrier(
         num_arrivals=arrivals, num_barriers=(warpgroups, *shape)
     )
+    # Of every warpgroup: products, then a tile whose first two rows are maxima and sums. And a result.
+    parts = each((chunks + 1, 64, GROUP), jnp.float32)
+    exchange = (parts, plgpu.SMEM((chunks, GROUP, 64), qkv.dtype)) if fused else ()
     in_cluster = fused and splits > 1
     cluster = {"cluster": (splits,), "cluster_names": ("split",)} if in_cluster else {}
     # A half turned row of a short head is then a slice; written once by what makes qkv.
@@ -459,8 +521,8 @@ def _launch(
     out = plgpu.kernel(
         kernel,
         out_type=out_type,
-        grid=(rows, key_heads) if in_cluster else (rows, key_heads, splits),
-        grid_names=("row", "head") if in_cluster else ("row", "head", "split"),
+        grid=(clusters,) if in_cluster else (clusters, splits),
+        grid_names=("cluster",) if in_cluster else ("cluster", "split"),
         **cluster,
         num_threads=warpgroups,
         thread_name="warpgroup",
@@ -468,13 +530,11 @@ def _launch(
             each((GROUP + 2, columns), qkv.dtype),
             each((2, 64), jnp.float32),
             each((GROUP, head_size), keys.dtype, swizzled),
-            # A warpgroup that is done with its keys leaves there what it found: first tiles for the
-            # products, then a tile whose first rows are maxima and sums. As large as its keys, so that
-            # it does not reach into those of another.
-            plgpu.RefUnion(of_pages, each((stages * head_size // 16, 64, GROUP), jnp.float32)),
-            plgpu.RefUnion(of_pages, plgpu.SMEM((chunks, GROUP, 64), qkv.dtype)),
+            of_pages,
+            of_pages,
             each((GROUP, PAGE), keys.dtype, swizzled),
             each((collectives.SCRATCH,), jnp.float32),
+            *exchange,
             [barrier(arrivals=3 + 2 * columns // head_size), barrier(stages), barrier(stages)],
         ),
         compiler_params=plgpu.CompilerParams(
