@@ -92,7 +92,7 @@ def problems() -> list[Problem]:
     skewed = Problem("64, log-normal, mean 512", log_normal(64, 512), 64)
     return [
         Problem("1 x 4096", [4096], 64, target=7),
-        Problem("1 x 512", [512], 12),
+        Problem("8 x 256 ... 768", uniform(8), 12),
         Problem("16 x 256 ... 768", uniform(16), 12),
         dataclasses.replace(skewed, target=skewed.floor_us / 0.8),
         Problem("64 x 256 ... 768", uniform(64), 12),
@@ -260,12 +260,13 @@ def configurations(problem: Problem) -> list[Config]:
         used = hopper.shared_bytes(problem.head_size, config)
         if splits >= 2 * problem.width or used > hopper.SHARED_BYTES or (not fused and splits < 8):
             continue
-        # By registers, three warpgroups; and 1 KiB of each block is the system's.
-        resident = min(3 // warpgroups or 1, 233472 // (used + 2048))
-        clusters = hopper.MULTIPROCESSORS * resident // splits
         found.append(config)
-        if clusters < units:
-            found.append(dataclasses.replace(config, clusters=clusters))
+        # 2 KiB of each block are barriers and the system's.
+        most = min(3 // warpgroups, 233472 // (used + 2048))
+        for resident in range(max(1, most - 1), most + 1):
+            clusters = hopper.MULTIPROCESSORS * resident // splits
+            if clusters < units:
+                found.append(dataclasses.replace(config, clusters=clusters))
     return found
 
 
