@@ -264,7 +264,7 @@ def configurations(problem: Problem) -> list[Config]:
         # 2 KiB of each block are barriers and the system's.
         most = min(3 // warpgroups, 233472 // (used + 2048))
         for resident in range(max(1, most - 1), most + 1):
-            clusters = hopper.MULTIPROCESSORS * resident // splits
+            clusters = hopper.ROOM[splits] * resident // 2
             if clusters < units:
                 found.append(dataclasses.replace(config, clusters=clusters))
     return found

@@ -41,8 +41,10 @@ HEAD_SIZES = (64, 128)
 MAX_SPLITS = 8
 # What one block may use on compute capability 9.0, less a little for barriers.
 SHARED_BYTES = 232448 - 1024
-# Of an H200's 132, what clusters of 8 can fill; other Hopper cards have as many or a few less.
-MULTIPROCESSORS = 128
+# Clusters, by their size, that an H200 surely has room for at one time with two blocks on each of its 132
+# multiprocessors. A cluster stays within one of eight parts of the card, whose multiprocessors are
+# even in number and not the same on every card, so that clusters of 8 may leave some out.
+ROOM = {1: 256, 2: 128, 4: 64, MAX_SPLITS: 28}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Config:
     fused: bool = True
 
     def __post_init__(self):
-        if self.splits not in (1, 2, 4, MAX_SPLITS):
+        if self.splits not in ROOM:
             raise ValueError(f"splits must be 1, 2, 4 or {MAX_SPLITS}; got {self.splits}")
         if not 1 <= self.warpgroups <= 4:
             raise ValueError(f"warpgroups must be 1 to 4; got {self.warpgroups}")
@@ -109,15 +111,15 @@ def pick_config(rows: int, width: int, key_heads: int, head_size: int) -> Config
       head_size: C.
     """
     units = rows * key_heads
-    # Two blocks for each multiprocessor; or no more than one page for each; or parts of long rows that
-    # are not too long for one block.
-    busy = 2 ** math.floor(math.log2(max(1, 2 * MULTIPROCESSORS / units)))
+    # As many as all have room at one time; or parts of long rows that are not too long for one block;
+    # or no more than one page for each.
+    busy = max(splits for splits, room in ROOM.items() if units <= room or splits == 1)
     unequal = 4 if width >= 16 else 2
-    splits = min(MAX_SPLITS, max(busy, unequal), 2 ** math.ceil(math.log2(width)))
+    splits = min(max(busy, unequal), 2 ** math.ceil(math.log2(width)))
     stages = 384 // head_size
-    if units * splits <= MULTIPROCESSORS:  # one to itself
+    if units * splits <= 96:  # each block a multiprocessor to itself
         return Config(splits, 2, stages, units)
-    return Config(splits, 1, stages, 2 * MULTIPROCESSORS // splits)
+    return Config(splits, 1, stages, ROOM[splits])
 
 
 def shared_bytes(head_size: int, config: Config) -> int:
