@@ -132,12 +132,13 @@ def in_units(words: jax.Array, warpgroups: int, step: int) -> jax.Array:
     return words.reshape(len(words), -1, warpgroups, step // TILE, *layout.TILE_SHAPE)
 
 
-def shares(units: jax.Array, *, base_bytes: int, most: int) -> int:
+def shares(units: jax.Array, *, m: int, base_bytes: int, most: int) -> int:
     """Among how many blocks each tile of `in_units`'s result is divided, no more than `most` in all.
 
-    A block brings no more of A than a multiprocessor brings of the base's `base_bytes`, if that is
-    not little: fewer blocks leave fewer sums.
+    A block brings about as much of A as a multiprocessor brings of the base's `base_bytes`. More
+    blocks would be done sooner, but leave more sums, which cost more than that where M is large; for
+    a small M twice as many are best (on an H200, for a 7B layer).
     """
     tiles, steps = units.shape[:2]
-    a_block = max(_LEAST_BYTES, base_bytes // _MULTIPROCESSORS)
+    a_block = max(_LEAST_BYTES, base_bytes // _MULTIPROCESSORS) // (2 if m <= 32 else 1)
     return max(1, min(-(-units.nbytes // (tiles * a_block)), steps, most // tiles))

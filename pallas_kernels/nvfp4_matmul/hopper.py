@@ -212,7 +212,7 @@ def _launch(
     if a_words is not None:
         a_words = adapter.in_units(a_words, warpgroups, step)
         width = adapter.width(warpgroups, step)
-        shares = adapter.shares(a_words, base_bytes=w.words.nbytes, most=config.blocks // 2)
+        shares = adapter.shares(a_words, m=m, base_bytes=w.words.nbytes, most=config.blocks // 2)
         a_blocks = a_words.shape[0] * shares
         plan = dataclasses.replace(plan, blocks=max(1, config.blocks - a_blocks))
 
