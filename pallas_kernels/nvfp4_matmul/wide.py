@@ -43,12 +43,14 @@ class Config:
       warpgroups: of a block, 64 rows of W each; 1 to 3.
       stages: slots, 2 or more.
       band: most tiles of x that are in work at one time.
+      cluster: blocks that share a tile of x, each with rows of W of its own; 1 or 2.
     """
 
     rows: int
     warpgroups: int = 2
     stages: int = 4
     band: int = 12
+    cluster: int = 1
 
     def __post_init__(self):
         if self.rows % 8 or not 8 <= self.rows <= MAX_ROWS:
@@ -59,12 +61,17 @@ class Config:
             raise ValueError(f"stages must be 2 or more; got {self.stages}")
         if self.band < 1:
             raise ValueError(f"band must be 1 or more; got {self.band}")
+        if self.cluster not in (1, 2):
+            raise ValueError(f"cluster must be 1 or 2; got {self.cluster}")
+        if self.rows % (8 * self.cluster):
+            raise ValueError(f"rows must be in sixteens for two blocks; got {self.rows}")
 
 
 def supports(n: int, config: Config) -> str | None:
     """Why this kernel cannot run a problem of N rows of W with this configuration, or None."""
-    if layout.tiles(n) % config.warpgroups:
-        return f"needs N of whole {TILE * config.warpgroups}-row tiles; got N = {n}"
+    rows = config.warpgroups * config.cluster
+    if layout.tiles(n) % rows:
+        return f"needs N of whole {TILE * rows}-row tiles; got N = {n}"
     if (used := shared_bytes(config)) > hopper.SHARED_BYTES:
         return f"needs {used} bytes of shared memory of {hopper.SHARED_BYTES}"
     return None
@@ -132,17 +139,18 @@ def _matmul(
     from pallas_kernels.nvfp4_matmul import decoder
 
     rows, warpgroups, stages = config.rows, config.warpgroups, config.stages
-    steps = words.shape[1]
-    x_tiles, w_tiles = -(-len(x) // rows), len(words) // warpgroups
+    cluster, steps = config.cluster, words.shape[1]
+    x_tiles, w_tiles = -(-len(x) // rows), len(words) // (warpgroups * cluster)
     # Whole bands: in a kernel a division by what is not a constant takes a while.
     band = next(band for band in range(config.band, 0, -1) if x_tiles % band == 0)
     tiles = x_tiles * w_tiles
-    blocks = min(_MULTIPROCESSORS, tiles)
+    blocks = min(_MULTIPROCESSORS // cluster, tiles)
     divide = lambda a, b: (lax.div(a, b), lax.rem(a, b))
 
     def kernel(x_gmem, w_gmem, divisor_gmem, out_gmem, x_smem, w_smem, out_smem, *rest):
         full, empty, *decoded_smem = rest
         block, group = lax.axis_index("block"), lax.axis_index("warpgroup")
+        rank = lax.axis_index("rank")
         turns = lax.div(tiles - block + blocks - 1, blocks)
         units = turns * steps
 
@@ -150,7 +158,7 @@ def _matmul(
             """Tiles of x and of W: down a band of x first, then on to the next rows of W."""
             w_tile, at = divide(block + turn * blocks, band)
             bands, w_tile = divide(w_tile, w_tiles)
-            return bands * band + at, w_tile
+            return bands * band + at, w_tile * cluster + rank
 
         def fetch(unit):
             turn, at = divide(unit, steps)
@@ -164,34 +172,40 @@ def _matmul(
                 x_gmem.at[pl.ds(x_tile * rows, rows), pl.ds(at * TILE, TILE)],
                 x_smem.at[slot],
                 full.at[slot],
+                collective_axes=None if interpret or cluster == 1 else "rank",
             )
 
-        def multiply(unit, acc):
-            slot, ahead = lax.rem(unit, stages), unit - 1 + stages
-            previous = empty.at[lax.rem(ahead, stages)]
-            is_refilled = (unit > 0) & (ahead < units)
+        def decoded(unit):
+            """A unit's tile, once it has come."""
+            slot = lax.rem(unit, stages)
             with jax.named_scope("load"):
                 plgpu.barrier_wait(full.at[slot])
             with jax.named_scope("decode"):
                 tile = w_smem.at[slot, group]
+                return decoder.decode_words(tile[...]) if interpret else decoder.decode(tile)
+
+        def multiply(unit, acc, a, meanwhile):
+            slot, ahead = lax.rem(unit, stages), unit - 1 + stages
+            with jax.named_scope("mma"):
                 if interpret:
                     # Interpreted `wgmma` takes no operand from registers.
-                    a = decoded_smem[0].at[group]
-                    a[...] = decoder.decode_words(tile[...])
+                    decoded_smem[0][group] = a
                     plgpu.commit_smem()
-                else:
-                    a = decoder.decode(tile)
-            with jax.named_scope("mma"):
+                    a = decoded_smem[0].at[group]
                 plgpu.wgmma(acc, a, x_smem.at[slot].T)
-                # Not left running while the next tile is decoded: ptxas does not see across the
-                # loop's edge that its registers are still read, and overwrites them.
-                plgpu.wgmma_wait(0)
-            pl.when(is_refilled)(lambda: plgpu.barrier_arrive(previous))
+            result = meanwhile()
 
-            @pl.when((group == 0) & is_refilled)
+            @pl.when((group == 0) & (unit > 0) & (ahead < units))
             def _refill():
-                plgpu.barrier_wait(previous)
+                slot = lax.rem(ahead, stages)
+                plgpu.barrier_wait(empty.at[slot])
                 fetch(ahead)
+
+            plgpu.wgmma_wait(0)
+            if not interpret:
+                _keep_until_here(a)
+            pl.when(unit + stages < units)(lambda: plgpu.barrier_arrive(empty.at[slot]))
+            return result
 
         @pl.when(group == 0)
         def _fill():
@@ -203,7 +217,15 @@ def _matmul(
             x_tile, w_tile = place(turn)
 
             def sum_over_columns(acc):
-                pl.loop(turn * steps, (turn + 1) * steps)(lambda unit: multiply(unit, acc))
+                first, last = turn * steps, (turn + 1) * steps - 1
+                step = lambda unit, a: multiply(unit, acc, a, lambda: decoded(unit + 1))
+                # Two at a time, so that a tile's registers need not be moved for the next turn.
+                pairs = (steps - 1) // 2
+                two = lambda i, a: step(first + 2 * i + 1, step(first + 2 * i, a))
+                a = lax.fori_loop(0, pairs, two, decoded(first))
+                if steps % 2 == 0:
+                    a = step(last - 1, a)
+                multiply(last, acc, a, lambda: None)
                 return acc[...]
 
             total = pl.run_scoped(sum_over_columns, plgpu.ACC((TILE, rows), jnp.float32))
@@ -231,12 +253,19 @@ def _matmul(
         plgpu.wait_smem_to_gmem(0)
 
     swizzled = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
-    decoded = plgpu.SMEM((warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled)
+    is_empty = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
+    if cluster > 1:
+        is_empty = plgpu.ClusterBarrier(
+            collective_axes=("rank",), num_arrivals=warpgroups, num_barriers=stages
+        )
+    decoded_type = plgpu.SMEM((warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled)
     return plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((len(x), len(words) * TILE), jnp.bfloat16),
         grid=(blocks,),
         grid_names=("block",),
+        cluster=(cluster,),
+        cluster_names=("rank",),
         num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=(
@@ -244,8 +273,8 @@ def _matmul(
             plgpu.SMEM((stages, warpgroups, *layout.TILE_SHAPE), jnp.int32),
             plgpu.SMEM((warpgroups, rows, TILE), jnp.bfloat16, transforms=swizzled),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-            *([decoded] if interpret else []),
+            is_empty,
+            *([decoded_type] if interpret else []),
         ),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
@@ -253,3 +282,23 @@ def _matmul(
         interpret=runtime.interpret_params() if interpret else None,
         kernel_name="nvfp4_wide_matmul_sm90",
     )(x, words, divisor)
+
+
+def _keep_until_here(a: jax.Array) -> None:
+    """Holds a warpgroup's registers up to this place in the program.
+
+    To LLVM they are free once a `wgmma` that reads them has been issued, and what is decoded next may
+    be put there.
+    """
+    from jax.experimental.mosaic import gpu as mgpu
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from jax.extend.mlir import ir
+
+    def emit(_: mgpu.LaunchContext, a: mgpu.FragmentedArray) -> None:
+        i32, llvm = ir.IntegerType.get_signless(32), mgpu.utils.llvm
+        registers = [llvm.bitcast(i32, register) for register in a.registers.flat]
+        constraints = ",".join("r" * len(registers))
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, registers, "", constraints, has_side_effects=True)
+
+    plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))(emit)(a)
