@@ -7,18 +7,22 @@ transposed in shared memory, from where a bulk copy takes it to y while the next
 
     block      all warpgroups share x; each decodes and multiplies its own 64 rows of W
 
-      warpgroup 0    wait full | decode, wgmma | leave the last slot | refill it | ...
-      warpgroup 1    wait full | decode, wgmma | leave the last slot | ...
+      warpgroup 0    issue wgmma | wait full, decode the next tile | wait for wgmma | leave the slot
+      warpgroup 1    issue wgmma | wait full, decode the next tile | wait for wgmma | leave the slot
+      producer       wait empty, refill | wait empty, refill | ...
 
     slot       64 columns of x [rows, 64] and of W [warpgroups, 3, 192 words]; `stages` of them
 
-One warpgroup decodes while another's product runs.
+Where a tile of x is so large that the accumulators leave no registers for a producer, warpgroup 0
+starts the copies: there the products take longer than all else. Two blocks may form a cluster that
+shares a tile of x: each brings half of it to both.
 
 Block b takes tiles b, b + blocks, ...: those in work at one time span up to `band` tiles of x and as many
 of W as that leaves, and so find each other's operands in the L2.
 """
 
 import dataclasses
+from math import inf
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +33,12 @@ from pallas_kernels.nvfp4_matmul import hopper, layout
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 
 MAX_ROWS = 256
+# 168 registers a thread, of which a tile of 160 rows takes 80 for its sums and decoding about 70.
+MOST_WITH_PRODUCER = 160
 # Of an H200; other Hopper cards have as many or a few less.
 _MULTIPROCESSORS = 132
+# Most rows of a tile for eight slots.
+_DEEP = 152
 _TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
 
 
@@ -44,6 +52,7 @@ class Config:
       stages: slots, 2 or more.
       band: most tiles of x that are in work at one time.
       cluster: blocks that share a tile of x, each with rows of W of its own; 1 or 2.
+      producer: whether the copies have a warpgroup of their own.
     """
 
     rows: int
@@ -51,6 +60,7 @@ class Config:
     stages: int = 4
     band: int = 12
     cluster: int = 1
+    producer: bool = False
 
     def __post_init__(self):
         if self.rows % 8 or not 8 <= self.rows <= MAX_ROWS:
@@ -65,6 +75,11 @@ class Config:
             raise ValueError(f"cluster must be 1 or 2; got {self.cluster}")
         if self.rows % (8 * self.cluster):
             raise ValueError(f"rows must be in sixteens for two blocks; got {self.rows}")
+        if self.producer and (self.rows > MOST_WITH_PRODUCER or self.warpgroups > 2):
+            raise ValueError(
+                f"a producer leaves registers for {MOST_WITH_PRODUCER} rows and 2 warpgroups; "
+                f"got {self.rows} and {self.warpgroups}"
+            )
 
 
 def supports(n: int, config: Config) -> str | None:
@@ -78,20 +93,29 @@ def supports(n: int, config: Config) -> str | None:
 
 
 def pick_config(m: int, n: int) -> Config:
-    """The tile whose waves of blocks waste least, of those as large as registers allow.
+    """The tile whose waves of blocks take least time.
 
-    A tile takes as long as it has rows, plus what the start and the end of one cost, and all blocks
-    wait for the last wave.
+    All blocks wait for the last wave. Measured on an H200, 64 columns of a tile take 261, 297, 351 and
+    399 ns at 64, 88, 128 and 152 rows with a producer, which is a line, and 612 ns at 256 rows
+    without. Sizes between run no slower while a block has one tile, but did where it had several, and
+    are left out there.
     """
     warpgroups = 2 - layout.tiles(n) % 2
     row_tiles = layout.tiles(n) // warpgroups
 
     def cost(rows):
         waves = -(-(-(-m // rows) * row_tiles) // _MULTIPROCESSORS)
-        return waves * (max(rows, 96) + 16)  # below 96 rows decoding takes longer than multiplying
+        if rows <= _DEEP:
+            return waves * (165 + 1.5 * rows)
+        return waves * max(270 + 1.15 * rows, 2.4 * rows) if waves == 1 or rows == MAX_ROWS else inf
 
     most = min(MAX_ROWS, m + -m % 8)
-    return Config(min(range(most, min(most, 64) - 8, -8), key=cost), warpgroups)
+    rows = min(range(most, min(most, 64) - 8, -8), key=cost)
+    cluster = 2 if rows == MAX_ROWS and m >= 1024 and row_tiles % 2 == 0 else 1
+    if rows <= _DEEP:
+        return Config(rows, warpgroups, 8, producer=True)
+    fits = lambda stages: shared_bytes(Config(rows, warpgroups, stages)) <= hopper.SHARED_BYTES
+    return Config(rows, warpgroups, max(filter(fits, range(4, 8))), cluster=cluster)
 
 
 def shared_bytes(config: Config) -> int:
@@ -114,7 +138,7 @@ def matmul(
     Raises:
       NotImplementedError: the reason `supports` gives.
     """
-    m, _ = x.shape
+    m, k = x.shape
     n, _ = w.shape
     config = config or pick_config(m, n)
     if reason := supports(n, config):
@@ -122,7 +146,7 @@ def matmul(
     # Bulk copies leave out what lies beyond an array, but a tile must not be longer than that, and the
     # interpreter knows no such thing.
     rows = -m % 8 if m >= config.rows and not interpret else -m % config.rows
-    x = jnp.pad(x, ((0, rows), (0, -x.shape[1] % TILE)))
+    x = jnp.pad(x, ((0, rows), (0, -k % TILE)))
     divisor = w.global_scale
     if len(divisor) > 1:
         divisor = jnp.pad(divisor, (0, -n % TILE), constant_values=1)
@@ -139,7 +163,7 @@ def _matmul(
     from pallas_kernels.nvfp4_matmul import decoder
 
     rows, warpgroups, stages = config.rows, config.warpgroups, config.stages
-    cluster, steps = config.cluster, words.shape[1]
+    cluster, producer, steps = config.cluster, config.producer, words.shape[1]
     x_tiles, w_tiles = -(-len(x) // rows), len(words) // (warpgroups * cluster)
     # Whole bands: in a kernel a division by what is not a constant takes a while.
     band = next(band for band in range(config.band, 0, -1) if x_tiles % band == 0)
@@ -195,11 +219,13 @@ def _matmul(
                 plgpu.wgmma(acc, a, x_smem.at[slot].T)
             result = meanwhile()
 
-            @pl.when((group == 0) & (unit > 0) & (ahead < units))
-            def _refill():
-                slot = lax.rem(ahead, stages)
-                plgpu.barrier_wait(empty.at[slot])
-                fetch(ahead)
+            if not producer:
+
+                @pl.when((group == 0) & (unit > 0) & (ahead < units))
+                def _refill():
+                    slot = lax.rem(ahead, stages)
+                    plgpu.barrier_wait(empty.at[slot])
+                    fetch(ahead)
 
             plgpu.wgmma_wait(0)
             if not interpret:
@@ -207,13 +233,19 @@ def _matmul(
             pl.when(unit + stages < units)(lambda: plgpu.barrier_arrive(empty.at[slot]))
             return result
 
-        @pl.when(group == 0)
-        def _fill():
+        def fill():
             for stage in range(stages):
                 pl.when(stage < units)(lambda stage=stage: fetch(jnp.int32(stage)))
 
-        @pl.loop(0, turns)
-        def _tiles(turn):
+        def fetch_all():
+            fill()
+
+            @pl.loop(stages, lax.max(units, stages))
+            def _refill(unit):
+                plgpu.barrier_wait(empty.at[lax.rem(unit, stages)])
+                fetch(unit)
+
+        def one_tile(turn):
             x_tile, w_tile = place(turn)
 
             def sum_over_columns(acc):
@@ -250,11 +282,20 @@ def _matmul(
                     result, out_gmem.at[pl.ds(x_tile * rows, rows), pl.ds(w_row, TILE)]
                 )
 
-        plgpu.wait_smem_to_gmem(0)
+        def multiply_all():
+            pl.loop(0, turns)(one_tile)
+            plgpu.wait_smem_to_gmem(0)
+
+        if producer:
+            pl.when(group == warpgroups)(fetch_all)
+            pl.when(group < warpgroups)(multiply_all)
+        else:
+            pl.when(group == 0)(fill)
+            multiply_all()
 
     swizzled = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
     is_empty = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
-    if cluster > 1:
+    if cluster > 1 and not interpret:
         is_empty = plgpu.ClusterBarrier(
             collective_axes=("rank",), num_arrivals=warpgroups, num_barriers=stages
         )
@@ -266,7 +307,7 @@ def _matmul(
         grid_names=("block",),
         cluster=(cluster,),
         cluster_names=("rank",),
-        num_threads=warpgroups,
+        num_threads=warpgroups + producer,
         thread_name="warpgroup",
         scratch_types=(
             plgpu.SMEM((stages, rows, TILE), jnp.bfloat16, transforms=swizzled),
