@@ -15,6 +15,7 @@ TUNED_M = (16, 32, 64, 128)
 
 # Of an H200; other Hopper cards have as many or a few less.
 _MULTIPROCESSORS = 132
+_L2_BYTES = 60e6
 # With so many row tiles a run of work for every multiprocessor ends about once in each tile of four.
 _WIDE = 2 * _MULTIPROCESSORS
 
@@ -52,6 +53,14 @@ def heuristic(m: int, n: int, k: int) -> Config:
         warpgroups, blocks, depth = 1, row_tiles * split, min(4, -(-steps // split))
     depth = max(2, min(depth, _deepest(m, warpgroups, step, blocks)))
     return Config(warpgroups, step, depth, blocks)
+
+
+def unpacks_first(m: int, k: int) -> bool:
+    """Whether a product of many rows should unpack its weight for cuBLAS, not in its own tiles.
+
+    So where x does not fit in the L2: blocks then bring it from memory again and again.
+    """
+    return 2 * m * k > _L2_BYTES
 
 
 def candidates(m: int, n: int, k: int) -> list[Config]:
