@@ -14,10 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.nvfp4_matmul import adapter as adapters
 from pallas_kernels.nvfp4_matmul import epilogue, fused
 from pallas_kernels.nvfp4_matmul.adapter import Branch
 from pallas_kernels.nvfp4_matmul.epilogue import Stream
+from qerl_jax import layers as plain
+from qerl_jax.kv_cache import KVCache
 from qerl_jax.model import Transformer
 
 LINEARS = ("qkv", "o", "gate_up", "down")
@@ -25,14 +28,15 @@ LINEARS = ("qkv", "o", "gate_up", "down")
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Layers:
-    """What the layers of a policy hold, as the fused kernels read it; every leaf has a leading axis L.
+class Policy:
+    """What a policy's layers hold, as the fused kernels read it; leaves have a leading axis L where nothing else is said.
 
     Attributes:
         weights: By linear, the base's weight as it is.
         divisors: By linear, the global scales of a packed weight, as slices of a stack are read.
         biases: By linear, [L, N], where there is one.
         branches: By linear, the adapter; empty without one.
+        embedding: [V, D].
         first_scale: float32 [D] of the first layer's first norm, noise and training included.
         scales: float32 [L, D] of the norm inside each layer, and of the norm after it.
         head_norms: float32 [L, C] of q and k, where the model has them.
@@ -42,6 +46,7 @@ class Layers:
     divisors: dict[str, jax.Array]
     biases: dict[str, jax.Array]
     branches: dict[str, Branch]
+    embedding: jax.Array
     first_scale: jax.Array
     scales: dict[str, jax.Array]
     head_norms: dict[str, jax.Array]
@@ -66,7 +71,7 @@ def supports(model: Transformer, rows: int, *, adapter: bool = True) -> str | No
     return None
 
 
-def layers(model: Transformer, variables: dict[str, Any], *, adapter: bool = True) -> Layers:
+def policy(model: Transformer, variables: dict[str, Any], *, adapter: bool = True) -> Policy:
     """Gathers what the kernels read; adapters and norms are computed, weights are only referred to.
 
     Args:
@@ -99,11 +104,12 @@ def layers(model: Transformer, variables: dict[str, Any], *, adapter: bool = Tru
     stacked = of_layers(frozen)
     weights = {name: stacked[name]["weight"] for name in LINEARS}
     packed = {name: w for name, w in weights.items() if model.weights == "nvfp4"}
-    return Layers(
+    return Policy(
         weights=weights,
         divisors={name: fused.sliceable(w.global_scale) for name, w in packed.items()},
         biases={name: stacked[name]["bias"] for name in LINEARS if "bias" in stacked[name]},
         branches=branches,
+        embedding=frozen["embed_tokens"],
         first_scale=first[0],
         scales={"inside": scale("post_attention_layernorm", "layers"), "after": after},
         head_norms={
@@ -113,9 +119,49 @@ def layers(model: Transformer, variables: dict[str, Any], *, adapter: bool = Tru
     )
 
 
+def extend(
+    model: Transformer, policy: Policy, tokens: jax.Array, cache: KVCache
+) -> tuple[jax.Array, KVCache]:
+    """Runs the next token of each row and puts its keys and values into the cache.
+
+    Args:
+        model: The policy.
+        policy: From `policy`.
+        tokens: int32 [B].
+        cache: Its rows' ends are where the tokens go; they are moved by one.
+
+    Returns:
+        bfloat16 [B, D] after the last norm, and the extended cache.
+    """
+    arch, rows = model.arch, len(tokens)
+    more = fused.padded(rows) - rows
+    # Rows that fill up the kernels' M have no pages: they write to scratch.
+    tokens = jnp.pad(tokens, (0, more))
+    tables, ends = jnp.pad(cache.tables, ((0, more), (0, 0))), jnp.pad(cache.ends, (0, more))
+    cos, sin = (
+        table[:, 0, 0] for table in plain.rope_tables(ends[:, None], plain.rope_frequencies(arch))
+    )
+
+    def attend(qkv, head_norms, index, pools):
+        heads = qkv.reshape(len(qkv), -1, arch.head_size)
+        if arch.qk_norm:
+            query, key, value = jnp.split(
+                heads, [arch.num_heads, arch.num_heads + arch.num_kv_heads], axis=1
+            )
+            query = plain.rms_norm(query, head_norms["q_norm"], arch.rms_norm_eps)
+            key = plain.rms_norm(key, head_norms["k_norm"], arch.rms_norm_eps)
+            heads = jnp.concatenate([query, key, value], axis=1)
+        mixed, *pools = decode_attention(heads, cos, sin, *pools, index, tables, ends)
+        return mixed.reshape(len(qkv), arch.query_width), tuple(pools)
+
+    x = policy.embedding[tokens].astype(model.dtype)
+    hidden, (keys, values) = step(model, policy, x, attend, (cache.keys, cache.values))
+    return hidden[:rows], KVCache(keys, values, cache.tables, cache.ends + 1)
+
+
 def step(
     model: Transformer,
-    policy: Layers,
+    policy: Policy,
     x: jax.Array,
     attend: Callable[..., tuple[jax.Array, Any]],
     state: Any,
@@ -127,7 +173,7 @@ def step(
 
     Args:
         model: The policy.
-        policy: From `layers`.
+        policy: From `policy`.
         x: bfloat16 [M, D], embedded tokens; M as `fused.padded` makes it.
         attend: attend(qkv [M, N], head_norms, index, state) -> mixed [M, H * C] and the new state,
             where head_norms are one layer's.

@@ -87,7 +87,7 @@ def run_arm(args: argparse.Namespace) -> None:
 
         @jax.jit
         def by_kernels(variables, x):
-            return decode.step(two, decode.layers(two, variables), x, attend, ())[0]
+            return decode.step(two, decode.policy(two, variables), x, attend, ())[0]
 
         x = embedded(m)
         actual = np.float32(by_kernels(small, x))
@@ -97,7 +97,7 @@ def run_arm(args: argparse.Namespace) -> None:
         return float(error), bool((changed[0] == actual[0]).all())
 
     def run(variables, x, steps):
-        policy = decode.layers(model, variables)
+        policy = decode.policy(model, variables)
 
         def one_step(state):
             step, x = state
