@@ -286,7 +286,7 @@ def collect(
     padded, prompt_lengths = _padded_prompts(problems, tokenizer, max_prompt_length)
     rows = first_row + jnp.arange(len(problems) * num_generations)
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)
-    sampled = jax.device_get(generate(variables, padded, prompt_lengths, keys, temperature))
+    sampled = generate(variables, padded, prompt_lengths, keys, temperature)
     return _assemble(
         problems,
         padded,
