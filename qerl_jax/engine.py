@@ -110,24 +110,17 @@ class Engine:
         self._stop_tokens = np.asarray(stop_tokens, np.int32)
         self._stop_strings = stop_strings
         self._penalty = repetition_penalty
-        self._chunk, self._compact = chunk, compact
+        self._compact = compact
         self._budget = kv_cache_tokens, kv_cache_fraction
         # A CPU pays for every slot of a page that is not filled.
         self._page_size = page_size or (kv_cache.PAGE_SIZE if runtime.platform() == "gpu" else 32)
-        apply = functools.partial(model.apply, adapter=adapter)
-        self._prefill = jax.jit(functools.partial(_prefill, apply), donate_argnums=1)
-        self._decode = jax.jit(
-            functools.partial(
-                _decode,
-                apply,
-                chunk=chunk,
-                num_tokens=num_tokens,
-                stop_tokens=tuple(stop_tokens),
-                truncation=truncation,
-                penalty=repetition_penalty,
-            ),
-            donate_argnums=1,
-        )
+        self._traits = {"model": model, "adapter": adapter}
+        self._sampling = {
+            "chunk": chunk,
+            "num_tokens": num_tokens,
+            "truncation": truncation,
+            "penalty": repetition_penalty,
+        }
 
     def stream(
         self,
@@ -176,11 +169,19 @@ class Engine:
         )
         while schedule.unfinished():
             while (fresh := schedule.next_prefill()) is not None:
-                pool = self._prefill(variables, pool, *fresh)
+                pool = _prefill(variables, pool, *fresh, **self._traits)
             if (copies := schedule.copies()) is not None:
                 pool = _copy(pool, *copies)
             slots = schedule.slots(with_history=self._penalty != 1)
-            pool, brought = self._decode(variables, pool, slots, temperature)
+            pool, brought = _decode(
+                variables,
+                pool,
+                slots,
+                temperature,
+                self._stop_tokens,
+                **self._traits,
+                **self._sampling,
+            )
             yield schedule.harvest(*jax.device_get(brought), self._stop_tokens, self._stop_strings)
 
     def _num_pages(self, plan: _Plan, slots: int, longest: int) -> int:
@@ -257,36 +258,42 @@ class _Loop:
     pool: tuple[jax.Array, jax.Array]
 
 
-def _prefill(apply, variables, pool, tokens, tables):
+@functools.partial(jax.jit, static_argnames=("model", "adapter"), donate_argnames="pool")
+def _prefill(variables, pool, tokens, tables, *, model: Transformer, adapter: bool):
     """Puts prompts [R, T] into the pages of `tables`."""
     cache = KVCache(*pool, tables, jnp.zeros(len(tokens), jnp.int32))
-    _, cache = apply(variables, tokens, cache=cache)
+    _, cache = model.apply(variables, tokens, cache=cache, adapter=adapter)
     return cache.keys, cache.values
 
 
-@functools.partial(jax.jit, donate_argnums=0)
+@functools.partial(jax.jit, donate_argnames="pool")
 def _copy(pool, sources, targets):
     """Copies pages in all layers; 0 to 0 where there is nothing to copy."""
     return tuple(part.at[:, targets].set(part[:, sources]) for part in pool)
 
 
+@functools.partial(
+    jax.jit,
+    static_argnames=("model", "adapter", "chunk", "num_tokens", "truncation", "penalty"),
+    donate_argnames="pool",
+)
 def _decode(
-    apply,
     variables,
     pool,
     slots: _Slots,
     temperature,
+    stop_tokens,
     *,
+    model: Transformer,
+    adapter: bool,
     chunk: int,
     num_tokens: int,
-    stop_tokens: tuple[int, ...],
     truncation: Truncation,
     penalty: float,
 ):
     """Samples up to `chunk` tokens per row; ends early when no row lives."""
     matrix, rows = head(variables["frozen"]), jnp.arange(len(slots.live))
     row_keys = jax.random.wrap_key_data(slots.keys)
-    stops = jnp.asarray(stop_tokens, jnp.int32)
     seen = None
     if slots.history is not None:
         seen = jnp.zeros((len(rows), len(matrix)), bool)
@@ -315,7 +322,7 @@ def _decode(
             tables=jnp.where(loop.live[:, None], slots.tables, 0),
             ends=jnp.where(loop.live, slots.ends + loop.count, 0),
         )
-        hidden, cache = apply(variables, loop.token[:, None], cache=cache)
+        hidden, cache = model.apply(variables, loop.token[:, None], cache=cache, adapter=adapter)
         scores = layers.logits(hidden[:, 0], matrix)
         steps = slots.step + loop.count
         token, logp = next_token(
@@ -329,7 +336,7 @@ def _decode(
         return _Loop(
             count=loop.count + 1,
             token=token,
-            live=loop.live & ~jnp.isin(token, stops) & (steps + 1 < slots.limit),
+            live=loop.live & ~jnp.isin(token, stop_tokens) & (steps + 1 < slots.limit),
             lengths=loop.lengths + loop.live,
             tokens=loop.tokens.at[:, loop.count].set(token),
             logps=loop.logps.at[:, loop.count].set(logp),

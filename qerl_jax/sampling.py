@@ -13,6 +13,8 @@ from qerl_jax.draws import Truncation
 from qerl_jax.engine import Engine, Prompt
 from qerl_jax.model import Transformer
 
+__all__ = ["Completions", "Truncation", "make_generate"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Completions:
@@ -39,7 +41,6 @@ def make_generate(
     max_completion_length: int,
     pad_token: int,
     max_concurrent: int | None = None,
-    truncation: Truncation = Truncation(),
     **options: Any,
 ) -> Callable[[dict[str, Any], jax.Array, jax.Array, jax.Array, jax.Array], Completions]:
     """Builds the sampler of batches [P, Tp] with G rows a prompt.
@@ -55,15 +56,14 @@ def make_generate(
         pad_token: Fills rows after their end.
         max_concurrent: Rows sampled at a time; the next row takes the place of one that ends. None
             samples all at once.
-        truncation: top-k, top-p, min-p.
-        **options: Of `Engine`: num_tokens, stop_tokens, stop_strings, repetition_penalty, adapter,
-            and the room of the cache.
+        **options: Of `Engine`: num_tokens, stop_tokens, stop_strings, truncation,
+            repetition_penalty, adapter, and the room of the cache.
 
     Returns:
         generate(variables, prompts int32 [P, Tp] right-padded, prompt_lengths int32 [P], keys [P *
         G], temperature float32 scalar) -> Completions.
     """
-    engine = Engine(model, truncation=truncation, **options)
+    engine = Engine(model, **options)
 
     def generate(variables, prompts, prompt_lengths, keys, temperature):
         prompts, width = np.asarray(prompts, np.int32), np.shape(prompts)[1]
