@@ -144,8 +144,7 @@ class Engine:
             ValueError: Before anything runs, when a prompt is empty or longer than its bound, or a
                 row does not fit into the cache.
         """
-        rows = sum(len(prompt.keys) for prompt in prompts)
-        slots = rows if max_concurrent is None else min(rows, max_concurrent)
+        slots = max_concurrent or sum(len(prompt.keys) for prompt in prompts)
         for place, prompt in enumerate(prompts):
             if not 0 < len(prompt.tokens) <= max_prompt_length:
                 raise ValueError(

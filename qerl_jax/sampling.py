@@ -82,7 +82,10 @@ def make_generate(
             lengths=np.zeros(len(key_data), np.int32),
             stopped=np.zeros(len(key_data), bool),
         )
-        limits = {"max_prompt_length": width, "max_concurrent": max_concurrent}
+        limits = {
+            "max_prompt_length": width,
+            "max_concurrent": min(len(key_data), max_concurrent or len(key_data)),
+        }
         for pieces in engine.stream(variables, queue, temperature, **limits):
             for piece in pieces:
                 first = out.lengths[piece.row]

@@ -16,7 +16,7 @@ LAYERS = (
     "reward_functions reward_workers rewards sandbox stop_strings tensor_files tokenizer",
     "draws kv_cache layers logprobs model",
     "checkpoint engine sampling",
-    "rollouts update",
+    "generator rollouts update",
     "evaluate pass_rates report train",
     "__main__ cli",
 )
