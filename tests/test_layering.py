@@ -14,7 +14,7 @@ LAYERS = (
     "pallas_kernels",
     "__init__ answers architecture arithmetic config data equivalence grpo log masked noise pages "
     "reward_functions reward_workers rewards sandbox stop_strings tensor_files tokenizer",
-    "draws kv_cache layers logprobs model",
+    "decode draws kv_cache layers logprobs model",
     "checkpoint engine sampling",
     "generator rollouts update",
     "evaluate pass_rates report train",
