@@ -33,7 +33,7 @@ from qerl_jax.stop_strings import StopStrings
 
 # Tokens that one prefill holds: enough for products to be bound by arithmetic.
 _PREFILL_TOKENS = 8192
-_SMALLEST_BUCKET = 16
+_SMALLEST_BUCKET = 64
 # Below so many rows a decode step is bound by the weights: a smaller batch would not be faster.
 _SMALLEST_BATCH = 8
 
@@ -153,6 +153,7 @@ class Engine:
         longest = max_prompt_length - 1 + max((prompt.limit for prompt in prompts), default=0)
         plan = _Plan(
             self._page_size,
+            self._sampling["chunk"],
             table_width=-(-longest // self._page_size),
             history=longest + 1,
             longest_prefill=max_prompt_length - 1,
@@ -353,6 +354,7 @@ class _Plan:
 
     Attributes:
         page_size: S.
+        chunk: Most tokens between two looks of the host.
         table_width: W.
         history: Most tokens of a row, prompt included.
         longest_prefill: Most tokens of a prompt but its last.
@@ -361,6 +363,7 @@ class _Plan:
     """
 
     page_size: int
+    chunk: int
     table_width: int
     history: int
     longest_prefill: int
@@ -369,8 +372,8 @@ class _Plan:
 
     def bucket(self, length: int) -> int:
         """The length to which a prompt is padded: a power of two, or the longest's."""
-        longest = -(-self.longest_prefill // _SMALLEST_BUCKET) * _SMALLEST_BUCKET
-        return min(max(longest, _SMALLEST_BUCKET), max(_SMALLEST_BUCKET, _power_of_two(length)))
+        longest = max(1, -(-self.longest_prefill // 16)) * 16
+        return min(longest, max(_SMALLEST_BUCKET, _power_of_two(length)))
 
     def prompts(self, bucket: int) -> int:
         """Prompts that are prefilled together."""
@@ -384,10 +387,10 @@ def _power_of_two(number: int) -> int:
 
 
 def _sizes(slots: int) -> tuple[int, ...]:
-    """Batch sizes, each a quarter of the one before: every one is a program to compile."""
+    """Batch sizes, each an eighth of the one before: every one is a program to compile."""
     sizes = [slots]
-    while -(-sizes[-1] // 4) >= _SMALLEST_BATCH:
-        sizes.append(-(-sizes[-1] // 4))
+    while -(-sizes[-1] // 8) >= _SMALLEST_BATCH:
+        sizes.append(-(-sizes[-1] // 8))
     return tuple(sizes)
 
 
@@ -476,7 +479,9 @@ class _Schedule:
     def slots(self, with_history: bool) -> _Slots:
         """The next chunk's rows, after moving them into as small a batch as will do."""
         running = [row for row in self._slots if row is not None]
-        if not self._ready and not self._waiting:
+        left = max(row.cached.prompt.limit - len(row.made) for row in running)
+        # For less than a chunk's work a further program is not worth compiling.
+        if not self._ready and not self._waiting and left > self._plan.chunk:
             size = min(size for size in self._plan.sizes if size >= len(running))
             if size < len(self._slots):
                 self._slots = running + [None] * (size - len(running))

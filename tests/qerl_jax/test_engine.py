@@ -13,9 +13,9 @@ from qerl_jax.engine import Engine, Prompt
 from qerl_jax.model import Transformer, head, random_base
 from qerl_jax.stop_strings import StopStrings
 
-C, WIDTH = 9, 20
+C, WIDTH = 9, 82
 # Two padded lengths, more rows than slots, and a prompt of which nothing is prefilled.
-LENGTHS = (3, 20, 5, 1, 18)
+LENGTHS = (3, 82, 5, 1, 80)
 GROUPS = (2, 3, 1, 2, 2)
 
 
@@ -30,7 +30,7 @@ def policy():
 
 def make(**options):
     model, _ = policy()
-    return Engine(model, **{"page_size": 4, "chunk": 4, "num_tokens": 64} | options)
+    return Engine(model, **{"page_size": 8, "chunk": 4, "num_tokens": 64} | options)
 
 
 def prompts(seed=0, lengths=LENGTHS, groups=GROUPS, limit=C):
@@ -101,7 +101,7 @@ def test_pages_and_chunks_of_another_size_give_the_same_rows():
 
 def test_rows_that_wait_for_pages_are_those_sampled_at_once():
     """Room for hardly more than one row of the longest prompt."""
-    tight = {"stop_tokens": stops(), "max_concurrent": 4, "kv_cache_tokens": 28}
+    tight = {"stop_tokens": stops(), "max_concurrent": 4, "kv_cache_tokens": 90}
     assert_same(run(prompts(), **tight), whole())
 
 
@@ -119,7 +119,7 @@ def test_at_a_fixed_number_of_slots_a_row_is_bitwise_independent_of_the_others()
     """Row 3, among others that are longer or shorter, and end elsewhere."""
     options = {"compact": False, "max_concurrent": 4}
     mine = prompts()
-    theirs = prompts(1, (20, 11, 2, 7, 1))
+    theirs = prompts(1, (82, 11, 2, 77, 1))
     mixed = [theirs[0], mine[1], *theirs[2:]]
     before, after = (run(q, stop_tokens=stops(), **options) for q in (mine, mixed))
     assert before[2:5] == after[2:5]
@@ -132,7 +132,7 @@ def test_other_rows_and_values_do_not_recompile():
     programs = engine._decode, engine._prefill, engine._copy
     for queue, values, temperature in [
         (prompts(), variables, 1.0),
-        (prompts(1, (2, 19, 2, 18, 11), (1, 4, 3, 1, 1)), moved, 0.0),
+        (prompts(1, (2, 79, 2, 78, 11), (1, 4, 3, 1, 1)), moved, 0.0),
     ]:
         limits = {"max_prompt_length": WIDTH, "max_concurrent": 4}
         list(make().stream(values, queue, temperature, **limits))
@@ -175,7 +175,7 @@ def record(counts, lengths, width=5, limit=40, **options):
 def test_the_batch_shrinks_as_rows_end_and_by_few_sizes():
     model, _ = record([64], [5])
     sizes = [rows for rows, _ in model.decoded]
-    assert sizes == sorted(sizes, reverse=True) and set(sizes) == {64, 16}
+    assert sizes == sorted(sizes, reverse=True) and set(sizes) == {64, 8}
     model, _ = record([64], [5], compact=False)
     assert {rows for rows, _ in model.decoded} == {64}
 
@@ -186,14 +186,14 @@ def test_the_completions_of_a_prompt_pay_for_one_prefill():
 
 
 def test_a_row_that_cannot_fit_is_an_error_before_anything_runs():
-    with pytest.raises(ValueError, match="room for 24 tokens; a row of this rollout may need 28"):
-        run(prompts(), kv_cache_tokens=24)
+    with pytest.raises(ValueError, match="room for 80 tokens; a row of this rollout may need 90"):
+        run(prompts(), kv_cache_tokens=80)
     with pytest.raises(
         ValueError, match="does not report its memory: give rollout.kv_cache_tokens"
     ):
         run(prompts(), kv_cache_fraction=0.5)
-    with pytest.raises(ValueError, match="prompt 1: got 21 tokens; must have 1 to"):
-        run(prompts(0, (3, 21), (1, 1)))
+    with pytest.raises(ValueError, match="prompt 1: got 83 tokens; must have 1 to"):
+        run(prompts(0, (3, 83), (1, 1)))
     with pytest.raises(ValueError, match="prompt 0: got 0 tokens"):
         run(prompts(0, (0,), (1,)))
 
@@ -209,7 +209,7 @@ def test_every_row_ends_and_no_page_has_two_writers(seed):
         for n, g in zip(lengths, groups, strict=True)
     ]
     table_width = -(-(width - 1 + limit) // size)
-    plan = engine._Plan(size, table_width, 0, width - 1, min(slots, 9), (slots,))
+    plan = engine._Plan(size, 5, table_width, 0, width - 1, min(slots, 9), (slots,))
     num_pages = int(draw.integers(2 + table_width, 2 + 3 * table_width))
     schedule, ended = engine._Schedule(plan, num_pages, queue), set()
     for _ in range(1000):
