@@ -186,25 +186,12 @@ class Engine:
 
     def _num_pages(self, plan: _Plan, slots: int, longest: int) -> int:
         """Pages of the pool, scratch included: what is needed or what there is room for."""
-        arch, size = self._model.arch, self._page_size
+        size = self._page_size
         prompt_pages = -(-plan.longest_prefill // size)
         wanted = 1 + slots * plan.table_width + plan.most_prompts * prompt_pages
-        tokens, fraction = self._budget
+        tokens = self._room()
         if tokens is None:
-            stats = runtime.memory_stats()
-            if stats is None and fraction is not None:
-                raise ValueError(
-                    f"rollout.kv_cache_fraction: got {fraction}; this device does not report its memory: "
-                    "give rollout.kv_cache_tokens"
-                )
-            if stats is None:
-                return wanted
-            free = stats["bytes_limit"] - stats["bytes_in_use"]
-            itemsize = jnp.dtype(self._model.dtype).itemsize
-            per_token = 2 * arch.num_layers * arch.kv_width * itemsize
-            tokens = int((0.9 if fraction is None else fraction) * free / per_token)
-            # In coarse steps: the number of pages is part of what is compiled.
-            tokens -= tokens % (256 * size) if tokens > 256 * size else 0
+            return wanted
         # One page for what a row copies, beside those of the row.
         room = 2 + -(-tokens // size)
         if room < 2 + plan.table_width:
@@ -214,6 +201,30 @@ class Engine:
                 "data.max_prompt_length or rollout.max_completion_length"
             )
         return min(wanted, room)
+
+    @functools.cached_property
+    def _memory(self) -> dict[str, int] | None:
+        # Once: the number of pages is part of what is compiled.
+        return runtime.memory_stats()
+
+    def _room(self) -> int | None:
+        """Tokens that the cache may hold; None where nothing bounds it."""
+        tokens, fraction = self._budget
+        if tokens is not None:
+            return tokens
+        if self._memory is None:
+            if fraction is None:
+                return None
+            raise ValueError(
+                f"rollout.kv_cache_fraction: got {fraction}; this device does not report its memory: "
+                "give rollout.kv_cache_tokens"
+            )
+        arch = self._model.arch
+        free = self._memory["bytes_limit"] - self._memory["bytes_in_use"]
+        per_token = 2 * arch.num_layers * arch.kv_width * jnp.dtype(self._model.dtype).itemsize
+        tokens = int((0.9 if fraction is None else fraction) * free / per_token)
+        # In coarse steps, so that two runs find the same program in the compilation cache.
+        return tokens - tokens % (1 << max(0, tokens.bit_length() - 4))
 
 
 @jax.tree_util.register_dataclass

@@ -198,6 +198,30 @@ def test_a_row_that_cannot_fit_is_an_error_before_anything_runs():
         run(prompts(0, (0,), (1,)))
 
 
+@pytest.mark.parametrize(
+    "options,free,pages",
+    [
+        # What eight rows of 44 tokens and their prompt can need, and scratch.
+        ({}, None, 1 + 8 * 11 + 1),
+        ({"kv_cache_tokens": 100}, None, 2 + 25),
+        # At 16 bytes a token; of nine tenths, or a half, up to an eighth is left over.
+        ({}, 16 * 200, 2 + 176 // 4),
+        ({"kv_cache_fraction": 0.5}, 16 * 200, 2 + 96 // 4),
+        ({"kv_cache_fraction": 0.5}, 16 * 10**6, 1 + 8 * 11 + 1),
+    ],
+)
+def test_the_cache_takes_what_rows_can_need_or_what_there_is(options, free, pages, monkeypatch):
+    stats = free and {"bytes_limit": free + 1000, "bytes_in_use": 1000}
+    monkeypatch.setattr(engine.runtime, "memory_stats", lambda: stats)
+
+    def pool(arch, num_pages, *_):
+        raise NotImplementedError(f"{num_pages} pages")
+
+    monkeypatch.setattr(engine.kv_cache, "pool", pool)
+    with pytest.raises(NotImplementedError, match=f"^{pages} pages$"):
+        record([8], [5], **options)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_every_row_ends_and_no_page_has_two_writers(seed):
     """The schedule alone, with as few pages as will do, and rows that end at random."""
