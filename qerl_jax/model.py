@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import nvfp4, prepare
-from qerl_jax import kv_cache, layers
+from pallas_kernels.decode_attention import decode_attention
+from qerl_jax import layers
 from qerl_jax.architecture import Architecture
 from qerl_jax.kv_cache import KVCache
 
@@ -171,7 +172,7 @@ class Block(nn.Module):
 
     def _decode_attention(self, heads, cache, index, tables):
         cos, sin = (table[:, 0, 0] for table in tables)
-        mixed, keys, values = kv_cache.decode_attention(
+        mixed, keys, values = decode_attention(
             heads, cos, sin, cache.keys, cache.values, index, cache.tables, cache.ends
         )
         return mixed, dataclasses.replace(cache, keys=keys, values=values)
