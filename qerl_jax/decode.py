@@ -8,6 +8,7 @@ residual additions happen inside the kernels that finish the products.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -117,6 +118,30 @@ def policy(model: Transformer, variables: dict[str, Any], *, adapter: bool = Tru
             for name in (("q_norm", "k_norm") if model.arch.qk_norm else ())
         },
     )
+
+
+def extender(
+    model: Transformer, variables: dict[str, Any], rows: int, *, adapter: bool = True
+) -> Callable[[jax.Array, KVCache], tuple[jax.Array, KVCache]]:
+    """A function that runs one token of each row: by fused kernels if it can, else by the plain model.
+
+    Args:
+        model: The policy.
+        variables: `frozen`, and where they act `params` and `noise`.
+        rows: B.
+        adapter: Whether `params` act.
+
+    Returns:
+        extend(tokens int32 [B], cache) -> hidden states [B, D] after the last norm, and the cache.
+    """
+    if supports(model, rows, adapter=adapter) is None:
+        return functools.partial(extend, model, policy(model, variables, adapter=adapter))
+
+    def extend_plainly(tokens, cache):
+        hidden, cache = model.apply(variables, tokens[:, None], cache=cache, adapter=adapter)
+        return hidden[:, 0], cache
+
+    return extend_plainly
 
 
 def extend(
