@@ -55,6 +55,8 @@ class Policy:
 
 def supports(model: Transformer, rows: int, *, adapter: bool = True) -> str | None:
     """Why a model cannot be decoded so on this device, or None."""
+    if reason := fused.unfit():
+        return reason
     if model.dtype != jnp.bfloat16 or model.weights not in ("nvfp4", "bfloat16"):
         return f"needs activations in bfloat16; got {model.dtype} and weights in {model.weights}"
     if model.full:
