@@ -82,6 +82,61 @@ class Filter:
     batch_size: int = 32
 
 
+@dataclasses.dataclass(frozen=True)
+class Eval:
+    """Measures how often a policy is right on sets of problems, with confidence intervals.
+
+    Results go to OUTPUT_DIR/<set>/; a call that finds them unfinished goes on after the last problem.
+
+    Attributes:
+        sets: "gsm8k", "math500", "aime24", "aime25", "amc23", "arithmetic", any data set of the hub, or
+            a .jsonl, .json or .parquet file of {"prompt": ..., "answer": ...}.
+        model: Local folder or hub name; absent means the adapter's base, or the one in the package.
+        adapter: A PEFT folder, or a run folder, whose adapter and settings are taken.
+        base: Leave the adapter away: the policy before training, asked and judged alike.
+        protocol: "paper" (temperature 0.6, top-p 0.95), "verl", or "run" (prompt, sampling and reward of
+            the run). Absent means the run's where there is one, else the paper's.
+        samples: N, completions per problem, instead of the protocol's; so are the next seven.
+        temperature: 0 is greedy.
+        top_p: Keep the likeliest tokens up to this mass.
+        max_tokens: Longest completion.
+        system_prompt: A system message, or a name of `data.SYSTEM_PROMPTS`; "" for none.
+        prompt_template: Text around the problem: "{prompt}" is filled in.
+        reward: The function that is at least 1 where a completion is right.
+        path: Where the set (one) lies if not on the hub: a folder or a file.
+        split: Of the set, instead of the usual one.
+        columns: Which columns hold the `prompt` and the `answer`.
+        num_problems: Only so many, from the front.
+        weights: How the linears are held.
+        dtype: Of the activations.
+        output_dir: Absent means `eval/` of the run folder, else `evals/`, and there the policy's name.
+        max_concurrent: Most completions sampled at a time.
+        seed: Of the samples.
+    """
+
+    sets: tyro.conf.Positional[tuple[str, ...]]
+    model: str | None = None
+    adapter: pathlib.Path | None = None
+    base: bool = False
+    protocol: Literal["paper", "verl", "run"] | None = None
+    samples: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    system_prompt: str | None = None
+    prompt_template: str | None = None
+    reward: str | None = None
+    path: str | None = None
+    split: str | None = None
+    columns: dict[str, str] | None = None
+    num_problems: int | None = None
+    weights: Literal["nvfp4", "bfloat16", "float32"] | None = None
+    dtype: Literal["bfloat16", "float32"] | None = None
+    output_dir: pathlib.Path | None = None
+    max_concurrent: int = 256
+    seed: int = 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a sub-command; bad input ends with one line on stderr and status 2."""
     argv = sys.argv[1:] if argv is None else argv
@@ -89,6 +144,8 @@ def main(argv: list[str] | None = None) -> int:
         "train": _train,
         "generate": _generate,
         "filter": _filter,
+        "eval": _eval,
+        "compare": _compare,
         "report": _report,
         "env": _env,
     }
@@ -108,6 +165,8 @@ _USAGE = """usage: qerl COMMAND ...
   train CONFIG.toml [--section.field VALUE ...]   train an adapter, or resume the run in output_dir
   generate PROMPT [--model M] [--adapter DIR]     print completions
   filter CONFIG.toml OUT.jsonl [--low R]          keep the problems that are neither easy nor hopeless
+  eval SET ... [--adapter RUN_FOLDER]             accuracy on benchmarks, with intervals
+  compare EVAL_FOLDER EVAL_FOLDER                 difference of two policies on the same problems
   report RUN_FOLDER                               curves in the terminal and curves.png
   env                                             versions and devices, for bug reports
 
@@ -202,6 +261,59 @@ def _filter(argv: list[str]) -> None:
         say=_say,
     )
     _say(f"{kept} of {total} problems have a pass rate in [{args.low}, {args.high}]: {args.out}")
+
+
+def _eval(argv: list[str]) -> None:
+    args = tyro.cli(Eval, args=argv, prog="qerl eval")
+    if not args.sets:
+        raise ValueError("missing the sets: qerl eval SET ... [--adapter RUN_FOLDER]")
+    if args.path is not None and len(args.sets) > 1:
+        raise ValueError(f"--path is where one set lies; got {len(args.sets)} sets")
+    from pallas_kernels import runtime
+    from qerl_jax import evaluate
+
+    runtime.use_compilation_cache()
+    policy = evaluate.find_policy(
+        args.model, args.adapter, base=args.base, weights=args.weights, dtype=args.dtype
+    )
+    where = {name: getattr(args, name) for name in ("path", "split", "columns", "num_problems")}
+    how = {
+        "num_generations": args.samples,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "max_completion_length": args.max_tokens,
+        "system_prompt": args.system_prompt,
+        "prompt_template": args.prompt_template,
+        "reward": args.reward,
+    }
+    sources = [
+        (
+            evaluate.source_of(name, policy, **where),
+            evaluate.protocol_for(name, args.protocol, policy, **how),
+        )
+        for name in args.sets
+    ]
+    parent = policy.folder / "eval" if policy.folder else pathlib.Path("evals")
+    folder = args.output_dir or parent / policy.name
+    summaries = evaluate.run(
+        policy, sources, folder, seed=args.seed, max_concurrent=args.max_concurrent, say=_say
+    )
+    for summary in summaries.values():
+        for line in evaluate.lines(summary):
+            _say(line)
+    _say(f"results in {folder}")
+
+
+def _compare(argv: list[str]) -> None:
+    if len(argv) != 2 or argv[0].startswith("-"):
+        raise ValueError("usage: qerl compare EVAL_FOLDER EVAL_FOLDER")
+    from qerl_jax import evaluate
+
+    for name, comparison in evaluate.compare(*argv).items():
+        _say(f"{name}: {argv[0]} minus {argv[1]}, 95 % intervals of paired differences")
+        for estimate, interval in comparison.differences.items():
+            _say(f"  {estimate:8} {interval:+.3f}")
+        _say(f"  settings that differ: {', '.join(comparison.changed) or 'none'}")
 
 
 def _report(argv: list[str]) -> None:

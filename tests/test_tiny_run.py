@@ -57,10 +57,11 @@ def without_times(rows):
 
 def test_a_killed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    final = train(small(whole), quiet=True)
+    watched = {"eval": {"num_problems": 64, "eval_steps": 1, "num_generations": 2}}
+    final = train(small(whole, **watched), quiet=True)
 
     path = tmp_path / "small.toml"
-    path.write_text(config.dump(small(killed)))
+    path.write_text(config.dump(small(killed, **watched)))
     process = subprocess.Popen(
         [sys.executable, "-m", "qerl_jax.cli", "train", str(path)],
         cwd=ROOT,
@@ -77,7 +78,7 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
         process.wait()
     assert not (killed / "adapter").exists()
 
-    resumed = train(small(killed), quiet=True)
+    resumed = train(small(killed, **watched), quiet=True)
     assert int(resumed.step) == 6
     assert without_times(log.read_metrics(killed)) == without_times(log.read_metrics(whole))
     for ours, theirs in zip(
@@ -89,9 +90,16 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
     ]
 
     rows = log.read_metrics(whole)
-    assert rows[0]["aqn/sigma"] == 0.0 and rows[-1]["aqn/sigma"] > 0.0
+    assert rows[1]["aqn/sigma"] == 0.0 and rows[-1]["aqn/sigma"] > 0.0
     # Without noise sampler and trainer are one function of one base; float32 leaves rounding only.
-    assert rows[0]["sampling/sampling_logp_difference/max"] < 1e-4
+    assert rows[1]["sampling/sampling_logp_difference/max"] < 1e-4
+
+    scores = [row["eval/accuracy"] for row in rows]
+    best = json.loads((whole / "best.json").read_text())
+    assert best["step"] == np.argmax(scores) and best["eval/accuracy"] == max(scores)
+    assert best == json.loads((killed / "best.json").read_text())
+    tensors = [(run / "best" / "adapter_model.safetensors").read_bytes() for run in (whole, killed)]
+    assert tensors[0] == tensors[1]
 
     model = checkpoint.load_policy(small(whole).model, small(whole).lora)[0]
     adapter = checkpoint.import_adapter(whole / "adapter", model)
