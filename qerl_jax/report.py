@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from qerl_jax import log
+from qerl_jax.display import curve
 
-_BARS = " ▁▂▃▄▅▆▇█"
+
 _PANELS = (
     ("reward", "reward"),
     ("eval/accuracy", "held-out accuracy"),
@@ -16,16 +17,6 @@ _PANELS = (
     ("completions/mean_length", "completion length, tokens"),
     ("aqn/sigma", "AQN sigma"),
 )
-
-
-def curve(values: Sequence[float], width: int = 60) -> str:
-    """One line of block characters from the smallest value to the largest, at most `width` columns."""
-    per_column = -(-len(values) // width)
-    columns = [values[i : i + per_column] for i in range(0, len(values), per_column)]
-    means = [sum(column) / len(column) for column in columns]
-    low, high = min(means), max(means)
-    span = (high - low) or 1.0
-    return "".join(_BARS[1 + round((mean - low) / span * (len(_BARS) - 2))] for mean in means)
 
 
 def lines(run_folder: str | pathlib.Path) -> list[str]:

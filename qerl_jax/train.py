@@ -29,7 +29,18 @@ import jax
 import numpy as np
 
 from pallas_kernels import runtime
-from qerl_jax import checkpoint, config, data, grpo, noise, rewards, rollouts, sampling, update
+from qerl_jax import (
+    checkpoint,
+    config,
+    data,
+    grpo,
+    noise,
+    rewards,
+    rollouts,
+    sampling,
+    trackers,
+    update,
+)
 from qerl_jax.config import RunConfig
 from qerl_jax.evaluate import Evaluator
 from qerl_jax.log import Logger, read_metrics, write_whole
@@ -56,6 +67,7 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
         The final state; the adapter is in `<output_dir>/adapter`, or a whole model in
         `<output_dir>/model`.
     """
+    trackers.require(cfg.report_to)
     _check_folder(cfg)
     if cfg.deterministic:
         runtime.use_deterministic_kernels()
@@ -76,7 +88,16 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     supply = _supply(cfg, files.supply(), problems, tokenizer)
     step = int(state.step)
     _write_config(cfg)
-    logger = Logger(cfg.output_dir, total_steps=total_steps, step=step, quiet=quiet)
+    logger = Logger(
+        cfg.output_dir,
+        total_steps=total_steps,
+        step=step,
+        quiet=quiet,
+        log_completions=cfg.log_completions,
+        report_to=cfg.report_to,
+        run_name=cfg.run_name,
+        settings=config.to_table(cfg),
+    )
     keep_best = _keeper_of_the_best(cfg, model, frozen)
 
     with contextlib.closing(files), contextlib.closing(logger):
@@ -126,9 +147,7 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
                 metrics |= held_out(_policy(model, state, frozen))
             logger.write(step, metrics)
             keep_best(step, metrics, state.params)
-            if cfg.log_completions:
-                rows = _completion_rows(fresh, batch, advantages, trace)
-                logger.write_completions(step, rows)
+            logger.write_completions(step, _completion_rows(fresh, batch, advantages, trace))
             if _crosses(step, cfg.updates_per_rollout, cfg.save_steps, total_steps):
                 files.save(state, supply.to_table())
         what = "model" if cfg.model.trainable == "full" else "adapter"
