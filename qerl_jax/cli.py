@@ -137,6 +137,19 @@ class Eval:
     seed: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Writes a page about runs, and PNG files of its charts; runs that differ in the seed only share a line.
+
+    Attributes:
+        runs: Run folders.
+        output_dir: Absent means `report/` of the run, or of the working directory for several.
+    """
+
+    runs: tyro.conf.Positional[tuple[pathlib.Path, ...]]
+    output_dir: pathlib.Path | None = None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a sub-command; bad input ends with one line on stderr and status 2."""
     argv = sys.argv[1:] if argv is None else argv
@@ -167,7 +180,7 @@ _USAGE = """usage: qerl COMMAND ...
   filter CONFIG.toml OUT.jsonl [--low R]          keep the problems that are neither easy nor hopeless
   eval SET ... [--adapter RUN_FOLDER]             accuracy on benchmarks, with intervals
   compare EVAL_FOLDER EVAL_FOLDER                 difference of two policies on the same problems
-  report RUN_FOLDER                               curves in the terminal and curves.png
+  report RUN_FOLDER ...                           a page and PNG files of one or several runs
   env                                             versions and devices, for bug reports
 
 qerl COMMAND --help shows the options; `qerl train CONFIG.toml --help` every field with its
@@ -189,8 +202,7 @@ def _train(argv: list[str]) -> None:
     from qerl_jax.train import train
 
     train(cfg)
-    plot = report.plot(cfg.output_dir)
-    _say(f"plot in {plot}")
+    _say(f"page in {report.write([cfg.output_dir])}")
     for line in report.lines(cfg.output_dir):
         _say(line)
 
@@ -317,14 +329,16 @@ def _compare(argv: list[str]) -> None:
 
 
 def _report(argv: list[str]) -> None:
-    if len(argv) != 1 or argv[0].startswith("-"):
-        raise ValueError("report: usage: qerl report RUN_FOLDER")
+    args = tyro.cli(Report, args=argv, prog="qerl report")
+    if not args.runs:
+        raise ValueError("missing the runs: qerl report RUN_FOLDER ...")
     from qerl_jax import report
 
-    shown = report.lines(argv[0])
-    _say(f"plot in {report.plot(argv[0])}")
-    for line in shown:
-        _say(line)
+    shown = [(run, report.lines(run)) for run in args.runs]
+    _say(f"page in {report.write(args.runs, args.output_dir)}")
+    for run, each in shown:
+        for line in (os.fspath(run), *each) if len(shown) > 1 else each:
+            _say(line)
 
 
 def _env(argv: list[str]) -> None:

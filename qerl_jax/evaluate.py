@@ -470,12 +470,6 @@ def _finished(folder: str | pathlib.Path) -> dict[str, pathlib.Path]:
     return {path.name: path for path in found}
 
 
-def read_summaries(folder: str | pathlib.Path) -> list[tuple[pathlib.Path, dict[str, Any]]]:
-    """All finished evaluations anywhere below a folder, with where they are."""
-    paths = sorted(pathlib.Path(folder).rglob("summary.json"))
-    return [(path.parent, json.loads(path.read_text())) for path in paths]
-
-
 def lines(summary: dict[str, Any]) -> list[str]:
     """A summary as text: a line of what was asked, then an estimate with its intervals a line."""
     shown = [

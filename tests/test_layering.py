@@ -12,9 +12,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Each row may import from those above it, and within itself without cycles.
 LAYERS = (
     "pallas_kernels",
-    "__init__ answers architecture arithmetic benchmarks config data display equivalence "
-    "estimators grpo log masked noise reward_functions reward_workers rewards sandbox tensor_files "
-    "tokenizer trackers",
+    "__init__ answers architecture arithmetic benchmarks charts config data display equivalence "
+    "estimators grpo log masked noise page reward_functions reward_workers rewards sandbox "
+    "tensor_files tokenizer trackers",
     "kv_cache layers logprobs model",
     "checkpoint sampling",
     "rollouts update",
