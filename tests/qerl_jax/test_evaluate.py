@@ -28,13 +28,13 @@ def sums(**changes):
     return dataclasses.replace(benchmarks.paper("arithmetic"), **fields)
 
 
-def run(folder, policy=BASE, problems=6, max_concurrent=8, **changes):
+def run(folder, policy=BASE, problems=6, **changes):
     said = []
     summaries = evaluate.run(
         policy,
         [(arithmetic(problems), sums(**changes))],
         folder,
-        max_concurrent=max_concurrent,
+        max_concurrent=8,
         say=said.append,
     )
     return summaries["arithmetic"], said
@@ -90,14 +90,14 @@ def test_every_record_says_what_was_answered_and_how_it_was_judged(tmp_path):
     assert stored == summary
 
 
-def test_a_stopped_evaluation_goes_on_in_batches_of_another_size(tmp_path):
+def test_a_stopped_evaluation_goes_on_in_other_batches_to_the_same_end(tmp_path):
     whole, _ = run(tmp_path / "whole")
     run(tmp_path / "stopped")
     path = tmp_path / "stopped" / "arithmetic" / "problems.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:3]) + lines[3][:20])  # killed in the middle of a line
-    stopped, said = run(tmp_path / "stopped", max_concurrent=100)
-    assert len(said) == 1 and stopped == whole
+    stopped, said = run(tmp_path / "stopped")  # problems 3 and 4, where 2 and 3 were a batch
+    assert len(said) == 2 and stopped == whole
     assert records(tmp_path / "stopped") == records(tmp_path / "whole")
     again, said = run(tmp_path / "stopped")
     assert again == whole and said == []
