@@ -111,7 +111,10 @@ def over_problems(values: np.ndarray, samples: int, confidence: float = 0.95) ->
 
 
 def over_samples(
-    statistic: Callable[[np.ndarray], np.ndarray], samples: int, confidence: float = 0.95
+    statistic: Callable[[np.ndarray], np.ndarray],
+    samples: int,
+    k: int = 1,
+    confidence: float = 0.95,
 ) -> Interval | None:
     """The mean of estimates in [0, 1], as far as the samples of these very problems leave it open.
 
@@ -122,20 +125,18 @@ def over_samples(
     Args:
         statistic: statistic(columns) -> estimates [P] from those samples; columns is int [<= N].
         samples: N.
+        k: Samples that the statistic needs.
         confidence: Share of such intervals that hold the truth.
 
     Returns:
-        The interval; None where N - 1 samples are too few for the statistic to be taken at all.
+        The interval; None where k = N, for then no sample can be left out.
     """
+    if k >= samples:
+        return None
     everything = np.arange(samples)
-    if samples < 2:
-        return None
-    try:
-        without = np.stack([statistic(np.delete(everything, j)) for j in everything])
-    except ValueError:
-        return None
+    without = np.stack([statistic(np.delete(everything, j)) for j in everything])
     values = np.asarray(statistic(everything), float)
-    verdicts = len(values) * samples
+    verdicts = len(values) * (samples // k)
     scatter = (samples - 1) * without.var(axis=0).sum() / len(values) ** 2
     # Where every problem's samples agree, one verdict may still have come out otherwise.
     return _wilson(values.mean(), max(scatter, 1 / verdicts**2), verdicts, confidence)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax import (
@@ -43,8 +44,8 @@ _READINGS = {
     "dapo_boxed_reward": answers.last_boxed,
     "dapo_reward": answers.answer_line,
 }
-# Prompt and completion slots of all rows sampled at a time: 60 GB of keys and values at 7B.
-_SLOTS = 2**20
+# Of the device's memory, for keys and values; where it does not say how much it has, of this many bytes.
+_CACHE_SHARE, _MEMORY = 0.4, 16e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +79,8 @@ class Evaluator:
         """Samples and judges a batch at a time, from problem `start` on; an object per problem.
 
         Each has `problem` (its place), `prompt`, `gold`, and lists of N: `right`, `answers` (as
-        parsed, None where there is none), `lengths` in tokens, `stopped`, `completions`.
+        parsed, None where there is none), `lengths` in tokens, `stopped`, `completions`; and `unjudged`,
+        how many the reward abstained on: they count as wrong.
         """
         size = min(self.batch_size, len(self.problems))
         while start < len(self.problems):
@@ -113,6 +115,7 @@ class Evaluator:
                     "answers": [read(text) for text in rollout.texts[rows[index]]],
                     "lengths": rollout.lengths[rows[index]].tolist(),
                     "stopped": rollout.stopped[rows[index]].tolist(),
+                    "unjudged": int(np.isnan(values[rows[index], 0]).sum()),
                     "completions": list(rollout.texts[rows[index]]),
                 }
                 for index in range(wanted)
@@ -146,7 +149,8 @@ def summarize(records: Sequence[dict[str, Any]], ks: Sequence[int] | None = None
         ks: Of pass@k and maj@k; absent means the powers of two below N, and N.
 
     Returns:
-        `problems` P, `samples` N, `mean_length`, `clipped_ratio`, and `estimates`: mean@N first, then
+        `problems` P, `samples` N, `mean_length`, `clipped_ratio`, `unjudged` (completions on which the
+        reward abstained, for want of a gold answer that can be read), and `estimates`: mean@N first, then
         pass@k and maj@k for k > 1. Each has `name`, `value`, `over_problems` and `over_samples` (95 %
         intervals as two ends; None where too few problems or samples leave it unknown).
     """
@@ -157,23 +161,36 @@ def summarize(records: Sequence[dict[str, Any]], ks: Sequence[int] | None = None
     ]
     samples = right.shape[1]
     ks = ks or sorted({*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples})
-    statistics = {f"mean@{samples}": lambda columns: right[:, columns].mean(axis=1)}
-    for k in (k for k in ks if k > 1):
-        statistics[f"pass@{k}"] = lambda c, k=k: estimators.pass_at_k(right[:, c], k)
-    for k in (k for k in ks if k > 1):
-        statistics[f"maj@{k}"] = lambda c, k=k: estimators.maj_at_k(
-            right[:, c], [[row[i] for i in c] for row in votes], k
-        )
+    above_one = [k for k in ks if k > 1]
+    estimates = [
+        _estimate(f"mean@{samples}", lambda columns: right[:, columns].mean(axis=1), samples, 1),
+        *(
+            _estimate(f"pass@{k}", lambda c, k=k: estimators.pass_at_k(right[:, c], k), samples, k)
+            for k in above_one
+        ),
+        *(
+            _estimate(
+                f"maj@{k}",
+                lambda c, k=k: estimators.maj_at_k(
+                    right[:, c], [[row[i] for i in c] for row in votes], k
+                ),
+                samples,
+                k,
+            )
+            for k in above_one
+        ),
+    ]
     return {
         "problems": len(records),
         "samples": samples,
         "mean_length": float(np.mean([record["lengths"] for record in records])),
         "clipped_ratio": 1 - float(np.mean([record["stopped"] for record in records])),
-        "estimates": [_estimate(name, each, samples) for name, each in statistics.items()],
+        "unjudged": int(np.sum([record["unjudged"] for record in records])),
+        "estimates": estimates,
     }
 
 
-def _estimate(name: str, statistic: Callable, samples: int) -> dict[str, Any]:
+def _estimate(name: str, statistic: Callable, samples: int, k: int) -> dict[str, Any]:
     values = statistic(np.arange(samples))
     ends = lambda interval: None if interval is None else [interval.low, interval.high]
     known = len(values) > 1
@@ -181,7 +198,7 @@ def _estimate(name: str, statistic: Callable, samples: int) -> dict[str, Any]:
         "name": name,
         "value": float(values.mean()),
         "over_problems": ends(estimators.over_problems(values, samples)) if known else None,
-        "over_samples": ends(estimators.over_samples(statistic, samples)),
+        "over_samples": ends(estimators.over_samples(statistic, samples, k)),
     }
 
 
@@ -300,6 +317,9 @@ def source_of(dataset: str, policy: Policy, **given: Any) -> DataConfig:
             fields["split"] = "test"
         fields = {name: value for name, value in fields.items() if value is not None}
     else:
+        if run is not None and run.eval is not None and dataset == run.eval.dataset:
+            given = {"path": run.eval.path, "split": run.eval.split} | given
+            given = {name: value for name, value in given.items() if value is not None}
         # A copy on disk calls it test, whatever the hub does.
         split = "test" if "path" in given else benchmarks.SPLITS.get(dataset, "test")
         fields = {"dataset": dataset, "split": split}
@@ -385,7 +405,10 @@ def _evaluator(
     # A few widths only, so that sets share compiled programs.
     width = -(-max(lengths) // 64) * 64
     slots = width + protocol.max_completion_length
-    rows = max(1, min(max_concurrent, _SLOTS // slots))
+    arch, memory = model.arch, jax.local_devices()[0].memory_stats() or {}
+    room = _CACHE_SHARE * memory.get("bytes_limit", _MEMORY)
+    heads = 2 * arch.num_layers * arch.num_kv_heads * arch.head_size
+    rows = min(max_concurrent, int(room / (slots * heads * jnp.dtype(model.dtype).itemsize)))
     return Evaluator(
         sampling.make_generate(
             model,
@@ -476,6 +499,11 @@ def lines(summary: dict[str, Any]) -> list[str]:
         f"{summary['name']}: {summary['problems']} problems, {summary['samples']} samples each, "
         f"{summary['mean_length']:.0f} tokens on average, {summary['clipped_ratio']:.1%} truncated"
     ]
+    if summary["unjudged"]:
+        shown.append(
+            f"  {summary['unjudged']} completions could not be judged and count as wrong: their problems "
+            "have no answer, or none that the reward can read"
+        )
     for each in summary["estimates"]:
         text = f"  {each['name']:8} {each['value']:.3f}"
         for kind in ("over_problems", "over_samples"):

@@ -100,6 +100,9 @@ def test_samples_that_agree_leave_no_doubt_but_one_verdict():
     np.testing.assert_allclose((interval.low, interval.high), wilson(128, 256), atol=1e-12)
     nothing = estimators.over_samples(mean_of(np.zeros((4, 8), bool)), 8)
     np.testing.assert_allclose((nothing.low, nothing.high), wilson(0, 32), atol=1e-12)
+    # Eight samples are two verdicts on whether one of four is right.
+    nothing = estimators.over_samples(pass_at_4(np.zeros((4, 8), bool)), 8, k=4)
+    np.testing.assert_allclose((nothing.low, nothing.high), wilson(0, 8), atol=1e-12)
 
 
 def test_without_a_second_sample_nothing_is_known_about_samples():
@@ -107,7 +110,7 @@ def test_without_a_second_sample_nothing_is_known_about_samples():
     assert estimators.over_samples(mean_of(right), 1) is None
     # All samples are needed for this one, so none can be left out.
     pairs = np.array([[True, False], [False, False]])
-    assert estimators.over_samples(lambda c: estimators.pass_at_k(pairs[:, c], 2), 2) is None
+    assert estimators.over_samples(lambda c: estimators.pass_at_k(pairs[:, c], 2), 2, k=2) is None
 
 
 @pytest.mark.parametrize("won, lost", [(0, 0), (5, 1), (0, 9)])
@@ -170,7 +173,7 @@ def test_the_interval_of_pass_at_k_over_samples_holds_the_truth():
     truth, hits = (1 - (1 - chances) ** 4).mean(), []
     for _ in range(500):
         right = rng.random((30, 16)) < chances[:, None]
-        interval = estimators.over_samples(pass_at_4(right), 16)
+        interval = estimators.over_samples(pass_at_4(right), 16, k=4)
         hits.append(interval.low <= truth <= interval.high)
     # Three standard errors of 500 trials are 0.03; the jackknife is on the safe side.
     assert 0.92 <= np.mean(hits) <= 0.998
