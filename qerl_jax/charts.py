@@ -70,12 +70,18 @@ class Chart:
         return f"{self.title}: {'; '.join(ends)}"
 
 
-def number(value: float) -> str:
-    """Three significant digits, without an exponent where that is short."""
+def number(value: float, digits: int = 3) -> str:
+    """So many significant digits, without an exponent where that is short."""
     size = abs(value)
-    if size >= 1e5 or 0 < size < 1e-3:
-        return f"{value:.2g}".replace("e-0", "e-").replace("e+0", "e")
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.3g}"
+    if size >= 1e5 or 0 < size < 1e-4:
+        return f"{value:.{digits - 1}g}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.{digits}g}"
+
+
+def tick_texts(values: Sequence[float]) -> list[str]:
+    """Numbers with as many digits as tell them apart."""
+    texts = ([number(value, digits) for value in values] for digits in range(3, 13))
+    return next((each for each in texts if len(set(each)) == len(each)), list(map(str, values)))
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -99,13 +105,13 @@ def svg(chart: Chart) -> str:
     """The chart as one <svg>, coloured by the page's variables --c0 ... and drawn in its text's colour."""
     at, marks = _axes(chart)
     parts = []
-    for value, x, y in marks["y"]:
+    for text, x, y in marks["y"]:
         parts.append(
             f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>'
-            f'<text x="{x:.0f}" y="{y + 4:.1f}" text-anchor="end">{number(value)}</text>'
+            f'<text x="{x:.0f}" y="{y + 4:.1f}" text-anchor="end">{text}</text>'
         )
-    for value, x, y in marks["x"]:
-        parts.append(f'<text x="{x:.1f}" y="{y:.0f}" text-anchor="middle">{number(value)}</text>')
+    for text, x, y in marks["x"]:
+        parts.append(f'<text x="{x:.1f}" y="{y:.0f}" text-anchor="middle">{text}</text>')
     parts.append(f'<text x="{_WIDTH - _RIGHT}" y="{_HEIGHT - 3}" text-anchor="end">step</text>')
     for index, line in enumerate(chart.lines):
         parts += _drawn(line, index, at, chart.is_log)
@@ -213,8 +219,11 @@ def _axes(chart: Chart):
 
     whole = [t for t in ticks(left, right) if t == int(t)]
     marks = {
-        "y": [(value, _LEFT - 5, at(left, value)[1]) for value in marked],
-        "x": [(step, at(step, marked[0])[0], _HEIGHT - _BOTTOM + 15) for step in whole],
+        "y": [
+            (text, _LEFT - 5, at(left, value)[1])
+            for text, value in zip(tick_texts(marked), marked, strict=True)
+        ],
+        "x": [(f"{step:,.0f}", at(step, marked[0])[0], _HEIGHT - _BOTTOM + 15) for step in whole],
     }
     return at, marks
 

@@ -32,6 +32,18 @@ def test_numbers_are_short(value, text):
     assert charts.number(value) == text
 
 
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ([0.9998, 1.0, 1.0002], ["0.9998", "1", "1.0002"]),
+        ([0.0, 5e-5, 1e-4], ["0", "5e-5", "0.0001"]),
+        ([100000.0, 150000.0], ["1e5", "1.5e5"]),
+    ],
+)
+def test_marks_have_the_digits_that_tell_them_apart(values, texts):
+    assert charts.tick_texts(values) == texts
+
+
 def points(chart, kind="line"):
     """Coordinates of the first path of a class, and the whole drawing, which must be valid XML."""
     root = ET.fromstring(charts.svg(chart))

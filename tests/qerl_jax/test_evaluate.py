@@ -5,6 +5,7 @@ import json
 import pathlib
 import shutil
 
+import jax
 import numpy as np
 import pytest
 
@@ -45,10 +46,10 @@ def records(folder):
     return [json.loads(line) for line in lines]
 
 
-def adapter(folder):
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
     """A PEFT adapter that changes nothing: its B is zero."""
-    import jax
-
+    folder = tmp_path_factory.mktemp("peft") / "adapter"
     lora = LoraConfig(4, 4.0)
     model, frozen, _ = checkpoint.load_policy(TINY, lora)
     params, _ = trainable(model, frozen, jax.random.key(0))
@@ -105,8 +106,8 @@ def test_a_stopped_evaluation_goes_on_in_other_batches_to_the_same_end(tmp_path)
         run(tmp_path / "stopped", temperature=0.5)
 
 
-def test_an_adapter_that_changes_nothing_scores_what_its_base_scores(tmp_path):
-    policy = evaluate.find_policy(None, adapter(tmp_path / "adapter"), dtype="float32")
+def test_an_adapter_that_changes_nothing_scores_what_its_base_scores(adapter, tmp_path):
+    policy = evaluate.find_policy(None, adapter, dtype="float32")
     assert policy.model == TINY and policy.name == "adapter"
     run(tmp_path / "with", policy)
     run(tmp_path / "base")
@@ -130,7 +131,7 @@ def test_a_comparison_needs_the_same_problems(tmp_path):
 
 
 @pytest.fixture
-def run_folder(tmp_path):
+def run_folder(adapter, tmp_path):
     """What a finished run leaves for an evaluation."""
     cfg = config.load(ROOT / "configs" / "quickstart.toml")
     cfg = dataclasses.replace(
@@ -140,8 +141,8 @@ def run_folder(tmp_path):
         eval=EvalConfig(num_problems=5, temperature=0.7, num_generations=4),
     )
     (tmp_path / "config.toml").write_text(config.dump(cfg))
-    adapter(tmp_path / "adapter")
-    adapter(tmp_path / "best")
+    for name in ("adapter", "best"):
+        shutil.copytree(adapter, tmp_path / name)
     return tmp_path
 
 
