@@ -87,6 +87,7 @@ def paper(dataset: str) -> Protocol:
 def verl(dataset: str) -> Protocol:
     r"""verl's protocol: greedy and zero-shot, `####` on GSM8K and `\boxed{}` elsewhere, 1024 tokens.
 
+    The judge is ours: by value, or in Minerva's form, where verl compares strings of its own normal form.
     For the competitions what its DAPO recipe samples, the mean of 32 at temperature 1 and top-p
     0.7 with up to 20480 tokens, asked for a box.
 

@@ -109,7 +109,8 @@ class Eval:
         num_problems: Only so many, from the front.
         weights: How the linears are held.
         dtype: Of the activations.
-        output_dir: Absent means `eval/` of the run folder, else `evals/`, and there the policy's name.
+        output_dir: Absent means `eval/` of the run folder, else `evals/`, and there the policy's name and
+            the protocol, if one is given.
         max_concurrent: Most completions sampled at a time.
         seed: Of the samples.
     """
@@ -306,7 +307,8 @@ def _eval(argv: list[str]) -> None:
         for name in args.sets
     ]
     parent = policy.folder / "eval" if policy.folder else pathlib.Path("evals")
-    folder = args.output_dir or parent / policy.name
+    name = policy.name if args.protocol is None else f"{policy.name}-{args.protocol}"
+    folder = args.output_dir or parent / name
     summaries = evaluate.run(
         policy, sources, folder, seed=args.seed, max_concurrent=args.max_concurrent, say=_say
     )

@@ -222,8 +222,10 @@ class Policy:
     def name(self) -> str:
         """Short, for a folder: what distinguishes it within its run, or the last part of its path."""
         if self.adapter is not None:
-            return self.adapter.name if self.folder else self.adapter.resolve().name
-        return "base" if self.folder else pathlib.PurePath(self.model.model_name_or_path).name
+            return self.adapter.resolve().name
+        model = pathlib.PurePath(self.model.model_name_or_path)
+        is_before_training = self.folder is not None and not model.is_relative_to(self.folder)
+        return "base" if is_before_training else model.name
 
 
 def find_policy(
@@ -244,11 +246,12 @@ def find_policy(
     if adapter is not None:
         adapter = pathlib.Path(adapter)
         is_run = (adapter / "config.toml").is_file()
-        folder = adapter if is_run else adapter.parent
-        if (folder / "config.toml").is_file():
+        is_of_run = (
+            adapter.name in ("adapter", "best") and (adapter.parent / "config.toml").is_file()
+        )
+        if is_run or is_of_run:
+            folder = adapter if is_run else adapter.parent
             run = config.load(folder / "config.toml")
-        else:
-            folder = None
         if is_run and run.model.trainable == "full":
             model, adapter = model or (None if base else str(folder / "model")), None
         elif is_run:
@@ -391,7 +394,8 @@ def run(
                 file.add(records)
                 mean = np.mean([record["right"] for record in file.records])
                 say(f"{name}: {len(file.records)}/{len(each)} problems, {mean:.3f} right so far")
-        summaries[name] = summarize(file.records) | {"name": name}
+        asked = {"name": name, "protocol": dataclasses.asdict(protocol)}
+        summaries[name] = asked | summarize(file.records)
         file.finish(summaries[name])
     return summaries
 
@@ -495,8 +499,10 @@ def _finished(folder: str | pathlib.Path) -> dict[str, pathlib.Path]:
 
 def lines(summary: dict[str, Any]) -> list[str]:
     """A summary as text: a line of what was asked, then an estimate with its intervals a line."""
+    how = summary["protocol"]
     shown = [
-        f"{summary['name']}: {summary['problems']} problems, {summary['samples']} samples each, "
+        f"{summary['name']}: {summary['problems']} problems, {summary['samples']} samples each at temperature "
+        f"{how['temperature']:g} and top-p {how['top_p']:g}, judged by {how['reward']}; "
         f"{summary['mean_length']:.0f} tokens on average, {summary['clipped_ratio']:.1%} truncated"
     ]
     if summary["unjudged"]:

@@ -389,27 +389,30 @@ def _runs_table(groups: Sequence[Group]) -> Table:
 
 def _benchmarks_table(groups: Sequence[Group]) -> Table:
     """What `qerl eval` has left in the run folders."""
-    rows: list[dict[str, str]] = []
+    rows = []
     for run in (run for each in groups for run in each.runs):
         for path in sorted(run.folder.glob("eval/*/*/summary.json")):
             summary = json.loads(path.read_text())
+            samples = summary["samples"]
+            by_name = {each["name"]: _estimate(each) for each in summary["estimates"]}
+            wanted = (f"{kind}@{samples}" for kind in ("mean", "pass", "maj"))
             policy = f"{run.folder.resolve().name}, {path.parents[1].name}"
-            row = {"policy": policy, "set": summary["name"]}
-            for estimate in summary["estimates"]:
-                text = f"{estimate['value']:.3f}"
-                for kind in ("over_problems", "over_samples"):
-                    if (ends := estimate[kind]) is not None:
-                        bars = "[]" if kind == "over_problems" else "()"
-                        text += f" {bars[0]}{ends[0]:.3f}, {ends[1]:.3f}{bars[1]}"
-                row[estimate["name"]] = text
-            rows.append(row)
-    columns = tuple(dict.fromkeys(name for row in rows for name in row))
+            cells = (by_name.get(name, "–") for name in wanted)
+            rows.append((policy, summary["name"], str(samples), *cells))
     return Table(
         "Evaluations",
-        columns,
-        tuple(tuple(row.get(name, "–") for name in columns) for row in rows),
+        ("policy", "set", "N", "mean@N", "pass@N", "maj@N"),
+        tuple(rows),
         "95 % intervals: [over problems and samples], (over samples of these problems alone).",
     )
+
+
+def _estimate(estimate: dict[str, Any]) -> str:
+    text = f"{estimate['value']:.3f}"
+    for kind, (opening, closing) in (("over_problems", "[]"), ("over_samples", "()")):
+        if (ends := estimate[kind]) is not None:
+            text += f" {opening}{ends[0]:.3f}, {ends[1]:.3f}{closing}"
+    return text
 
 
 def _differences_table(groups: Sequence[Group]) -> Table:

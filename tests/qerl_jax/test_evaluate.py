@@ -151,7 +151,9 @@ def test_a_run_folder_brings_its_model_prompt_problems_and_sampling(run_folder):
     assert policy.adapter == run_folder / "adapter" and policy.name == "adapter"
     assert evaluate.find_policy(None, run_folder / "best").name == "best"
     base = evaluate.find_policy(None, run_folder, base=True)
-    assert base.adapter is None and base.model == policy.model == TINY_OF_RUN
+    assert (
+        base.name == "base" and base.adapter is None and base.model == policy.model == TINY_OF_RUN
+    )
     source = evaluate.source_of("arithmetic", policy)
     assert (source.split, source.num_problems) == ("test", 5)
     protocol = evaluate.protocol_for("arithmetic", None, policy, top_p=0.9)
@@ -160,6 +162,19 @@ def test_a_run_folder_brings_its_model_prompt_problems_and_sampling(run_folder):
     # Another set, asked as the run asks; and under the paper's protocol instead.
     assert evaluate.protocol_for("math500", "run", policy).system_prompt == "Add."
     assert evaluate.protocol_for("math500", "paper", policy) == benchmarks.paper("math500")
+
+
+def test_a_run_of_a_whole_model_brings_that_model(run_folder):
+    path = run_folder / "config.toml"
+    text = path.read_text().replace('trainable = "lora"', 'trainable = "full"')
+    text = text.replace('weights = "nvfp4"', 'weights = "float32"')
+    lora = text[text.index("[lora]") : text.index("[rollout]")]
+    path.write_text(text.replace(lora, ""))
+    policy = evaluate.find_policy(None, run_folder)
+    assert policy.adapter is None and policy.name == "model"
+    assert policy.model.model_name_or_path == str(run_folder / "model")
+    base = evaluate.find_policy(None, run_folder, base=True)
+    assert base.name == "base" and base.model.model_name_or_path == "qerl-tiny"
 
 
 TINY_OF_RUN = dataclasses.replace(TINY, gradient_checkpointing=False)

@@ -107,7 +107,9 @@ def compared(tmp_path_factory):
     evaluation = folders[0] / "eval" / "adapter" / "gsm8k"
     evaluation.mkdir(parents=True)
     estimate = {"name": "mean@4", "value": 0.5, "over_problems": [0.4, 0.6], "over_samples": None}
-    (evaluation / "summary.json").write_text(json.dumps({"name": "gsm8k", "estimates": [estimate]}))
+    (evaluation / "summary.json").write_text(
+        json.dumps({"name": "gsm8k", "samples": 4, "estimates": [estimate]})
+    )
     return report.write(folders, tmp_path / "page")
 
 
@@ -130,7 +132,7 @@ def test_the_page_says_what_the_runs_came_to(compared):
         "noise (2 runs) against silent",
         "3 runs, 12 optimizer steps; bands go from the smallest to the largest of the runs",
         "0.300 → 0.600 [0.500, 0.700]",
-        "noise-seed1, adapter||gsm8k||0.500 [0.400, 0.600]",
+        "noise-seed1, adapter||gsm8k||4||0.500 [0.400, 0.600]||–",
         "noise.sigma_start||0.01||–",
         "silent, step 12: highest reward, 1",
     ):
