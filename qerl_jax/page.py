@@ -94,8 +94,8 @@ def _table(table: Table) -> str:
     )
     note = f"<p class=quiet>{_text(table.note)}</p>" if table.note else ""
     return (
-        f"<h2>{_text(table.title)}</h2><table><thead><tr>{head}</tr></thead>"
-        f"<tbody>{rows}</tbody></table>{note}"
+        f"<h2>{_text(table.title)}</h2><div class=wide><table><thead><tr>{head}</tr></thead>"
+        f"<tbody>{rows}</tbody></table></div>{note}"
     )
 
 
@@ -143,14 +143,14 @@ svg text{fill:var(--quiet)}.grid,.cursor{stroke:var(--rule);fill:none}.cursor{st
 .swatch{display:inline-block;width:26px;height:8px;margin-right:5px}
 .readout{margin:0;min-height:1.6em;font-size:.8rem;color:var(--quiet);font-variant-numeric:tabular-nums}
 table{border-collapse:collapse;width:100%;font-size:.9rem;font-variant-numeric:tabular-nums}
-th,td{text-align:left;padding:6px 10px;border-bottom:1px solid var(--rule);vertical-align:top;
-overflow-wrap:anywhere}
+th,td{text-align:left;padding:6px 10px;border-bottom:1px solid var(--rule);vertical-align:top}
+.wide{overflow-x:auto}
 thead th{color:var(--quiet);font-weight:600;font-size:.8rem}
 details{background:var(--card);border-radius:8px;padding:8px 14px;margin:8px 0}
 summary{cursor:pointer;overflow-wrap:anywhere}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;font:.85rem/1.45 ui-monospace,monospace;margin:.6rem 0}
 @media(max-width:700px){thead{position:absolute;clip-path:inset(50%);width:1px;height:1px;overflow:hidden}
-table,tbody,tr,th[scope=row],td{display:block;width:auto}th[scope=row]{border:0;padding:10px 0 2px}
+table,tbody,tr,th[scope=row],td{display:block;width:auto;overflow-wrap:anywhere}th[scope=row]{border:0;padding:10px 0 2px}
 td{display:flex;justify-content:space-between;gap:16px;border:0;padding:1px 0;text-align:right}
 td::before{content:attr(data-label);color:var(--quiet);text-align:left}
 tr{border-bottom:1px solid var(--rule);padding-bottom:8px}}
