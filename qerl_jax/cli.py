@@ -96,7 +96,7 @@ class Eval:
         base: Leave the adapter away: the policy before training, asked and judged alike.
         protocol: "paper" (temperature 0.6, top-p 0.95), "verl", or "run" (prompt, sampling and reward of
             the run). Absent means the run's where there is one, else the paper's.
-        samples: N, completions per problem, instead of the protocol's; so are the next seven.
+        samples: N, completions per problem, instead of the protocol's; so are the next six.
         temperature: 0 is greedy.
         top_p: Keep the likeliest tokens up to this mass.
         max_tokens: Longest completion.

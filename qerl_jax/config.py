@@ -512,7 +512,7 @@ class EvalConfig:
     """Held-out accuracy at the start and the end of a run, and on a schedule.
 
     Attributes:
-        split: Of the training set's source, or of `dataset`.
+        split: Of the training set's source, or of `dataset` (AIME 2024's is called "train" on the hub).
         num_problems: How many, from the front.
         reward: The function whose share of 1s is the accuracy.
         temperature: Of the samples.

@@ -158,7 +158,7 @@ def paired_difference(
     Args:
         ours: [P] estimates in [0, 1].
         theirs: [P], of the same problems in the same order.
-        samples: N, the samples behind each estimate.
+        samples: N, the verdicts behind each estimate; one that needs k samples makes N / k of them.
         confidence: Share of such intervals that hold the truth.
 
     Raises:

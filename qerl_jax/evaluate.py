@@ -6,6 +6,7 @@ Base and adapter, before and after training, go through one prompt, one sampler 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -154,32 +155,11 @@ def summarize(records: Sequence[dict[str, Any]], ks: Sequence[int] | None = None
         pass@k and maj@k for k > 1. Each has `name`, `value`, `over_problems` and `over_samples` (95 %
         intervals as two ends; None where too few problems or samples leave it unknown).
     """
-    right = np.array([record["right"] for record in records], bool)
-    votes = [
-        [None if text is None else answers.canonical(text) for text in record["answers"]]
-        for record in records
-    ]
-    samples = right.shape[1]
-    ks = ks or sorted({*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples})
-    above_one = [k for k in ks if k > 1]
-    estimates = [
-        _estimate(f"mean@{samples}", lambda columns: right[:, columns].mean(axis=1), samples, 1),
-        *(
-            _estimate(f"pass@{k}", lambda c, k=k: estimators.pass_at_k(right[:, c], k), samples, k)
-            for k in above_one
-        ),
-        *(
-            _estimate(
-                f"maj@{k}",
-                lambda c, k=k: estimators.maj_at_k(
-                    right[:, c], [[row[i] for i in c] for row in votes], k
-                ),
-                samples,
-                k,
-            )
-            for k in above_one
-        ),
-    ]
+    samples = len(records[0]["right"])
+    estimates = []
+    for (kind, k), statistic in _statistics(records, ks).items():
+        name = f"{kind}@{samples if kind == 'mean' else k}"
+        estimates.append(_estimate(name, statistic, samples, k))
     return {
         "problems": len(records),
         "samples": samples,
@@ -187,6 +167,34 @@ def summarize(records: Sequence[dict[str, Any]], ks: Sequence[int] | None = None
         "clipped_ratio": 1 - float(np.mean([record["stopped"] for record in records])),
         "unjudged": int(np.sum([record["unjudged"] for record in records])),
         "estimates": estimates,
+    }
+
+
+def _statistics(
+    records: Sequence[dict[str, Any]], ks: Sequence[int] | None
+) -> dict[tuple[str, int], Callable[[np.ndarray], np.ndarray]]:
+    """By kind and k, the functions from places of samples to an estimate for each problem."""
+    right = np.array([record["right"] for record in records], bool)
+    votes = [
+        [None if text is None else answers.canonical(text) for text in record["answers"]]
+        for record in records
+    ]
+    samples = right.shape[1]
+    ks = ks or sorted({*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples})
+
+    def mean(columns):
+        return right[:, columns].mean(axis=1)
+
+    def pass_at(k, columns):
+        return estimators.pass_at_k(right[:, columns], k)
+
+    def maj_at(k, columns):
+        chosen = [[row[column] for column in columns] for row in votes]
+        return estimators.maj_at_k(right[:, columns], chosen, k)
+
+    several = {"pass": pass_at, "maj": maj_at}
+    return {("mean", 1): mean} | {
+        (kind, k): functools.partial(at, k) for kind, at in several.items() for k in ks if k > 1
     }
 
 
@@ -471,14 +479,17 @@ def _compare(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
     golds = [[record["gold"] for record in each] for each in records]
     if golds[0] != golds[1]:
         raise ValueError(f"{name}: {ours} and {theirs} are not of the same problems")
-    right = [np.array([record["right"] for record in each], bool) for each in records]
-    samples = min(each.shape[1] for each in right)
-    difference = lambda statistic: estimators.paired_difference(
-        *(statistic(each) for each in right), samples=samples
-    )
-    differences = {"mean": difference(lambda each: each.mean(axis=1))}
-    for k in (2**i for i in range(1, samples.bit_length())):
-        differences[f"pass@{k}"] = difference(lambda each, k=k: estimators.pass_at_k(each, k))
+    samples = [len(each[0]["right"]) for each in records]
+    first, second = (_statistics(each, None) for each in records)
+    differences = {
+        kind if kind == "mean" else f"{kind}@{k}": estimators.paired_difference(
+            first[kind, k](np.arange(samples[0])),
+            second[kind, k](np.arange(samples[1])),
+            samples=min(samples) // k,
+        )
+        for kind, k in first
+        if (kind, k) in second
+    }
     changed = [
         key
         for key in sorted(settings[0] | settings[1])

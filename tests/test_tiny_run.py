@@ -371,12 +371,16 @@ def test_every_config_loads_and_round_trips(path, tmp_path):
 
 def test_completions_are_logged_with_their_rewards_and_what_rewards_log(tmp_path):
     functions = ("accuracy_reward", "tests.reward_controls:talkative")
-    cfg = small(tmp_path / "run", max_steps=1, rewards={"functions": functions})
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"question": "What is 2+3?", "answer": "5"}\n' * 4)
+    watched = {"dataset": str(held_out), "num_generations": 2}
+    cfg = small(tmp_path / "run", max_steps=1, rewards={"functions": functions}, eval=watched)
     train(cfg, quiet=True)
     lines = (tmp_path / "run" / "completions" / "step_000001.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert len(rows) == 32
-    (metrics,) = log.read_metrics(tmp_path / "run")
+    before, metrics = log.read_metrics(tmp_path / "run")
+    assert 0 <= before["eval/accuracy"] <= before["eval/pass@2"] <= 1
     assert np.isclose(np.mean([row["reward"] for row in rows]), metrics["reward"])
     assert [row["letters"] for row in rows] == [len(row["completion"]) for row in rows]
     assert metrics["steps_to_go"] == 1

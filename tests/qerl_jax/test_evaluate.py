@@ -116,7 +116,9 @@ def test_an_adapter_that_changes_nothing_scores_what_its_base_scores(adapter, tm
     assert comparison.changed == ["adapter", "adapter.sha256"]
     difference = comparison.differences["mean"]
     assert difference.mean == 0 and difference.low == -difference.high < 0
-    assert set(comparison.differences) == {"mean", "pass@2", "pass@4"}
+    assert list(comparison.differences) == "mean pass@2 pass@4 maj@2 maj@4".split()
+    wide = comparison.differences["pass@4"]  # one verdict a problem, where the mean has four
+    assert wide.high == pytest.approx(4 * difference.high)
 
 
 def test_a_comparison_needs_the_same_problems(tmp_path):
