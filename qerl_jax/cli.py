@@ -283,10 +283,10 @@ def _eval(argv: list[str]) -> None:
     if args.path is not None and len(args.sets) > 1:
         raise ValueError(f"--path is where one set lies; got {len(args.sets)} sets")
     from pallas_kernels import runtime
-    from qerl_jax import evaluate
+    from qerl_jax import evaluate, policies
 
     runtime.use_compilation_cache()
-    policy = evaluate.find_policy(
+    policy = policies.find(
         args.model, args.adapter, base=args.base, weights=args.weights, dtype=args.dtype
     )
     where = {name: getattr(args, name) for name in ("path", "split", "columns", "num_problems")}

@@ -21,18 +21,19 @@ import numpy as np
 from qerl_jax import (
     answers,
     benchmarks,
-    checkpoint,
     config,
     data,
     estimators,
+    policies,
     rewards,
     rollouts,
     sampling,
 )
 from qerl_jax.benchmarks import Protocol
-from qerl_jax.config import DataConfig, ModelConfig, RunConfig
+from qerl_jax.config import DataConfig, RunConfig
 from qerl_jax.data import Problem
 from qerl_jax.log import write_whole
+from qerl_jax.policies import Policy
 from qerl_jax.tokenizer import Tokenizer
 
 # What each reward takes for the answer of a text; others may take any form.
@@ -210,73 +211,6 @@ def _estimate(name: str, statistic: Callable, samples: int, k: int) -> dict[str,
     }
 
 
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """What is evaluated.
-
-    Attributes:
-        model: The base.
-        adapter: A PEFT folder; None for the bare base.
-        run: The config of the run that it comes from, if that is known.
-        folder: Where the run folder is, if there is one.
-    """
-
-    model: ModelConfig
-    adapter: pathlib.Path | None = None
-    run: RunConfig | None = None
-    folder: pathlib.Path | None = None
-
-    @property
-    def name(self) -> str:
-        """Short, for a folder: what distinguishes it within its run, or the last part of its path."""
-        if self.adapter is not None:
-            return self.adapter.resolve().name
-        model = pathlib.PurePath(self.model.model_name_or_path)
-        is_before_training = self.folder is not None and not model.is_relative_to(self.folder)
-        return "base" if is_before_training else model.name
-
-
-def find_policy(
-    model: str | None, adapter: str | pathlib.Path | None, *, base: bool = False, **held: str | None
-) -> Policy:
-    """The policy that a model and an adapter name.
-
-    Args:
-        model: A folder or hub name; absent means the adapter's base, or the one in the package.
-        adapter: A PEFT folder, or a run folder: then its exported adapter (or model) and its config.
-        base: Leave the adapter away: the policy before training, under the same prompt.
-        **held: `weights` and `dtype`, where they are not to be the run's.
-
-    Raises:
-        FileNotFoundError: When the folder is neither.
-    """
-    run = folder = None
-    if adapter is not None:
-        adapter = pathlib.Path(adapter)
-        is_run = (adapter / "config.toml").is_file()
-        is_of_run = (
-            adapter.name in ("adapter", "best") and (adapter.parent / "config.toml").is_file()
-        )
-        if is_run or is_of_run:
-            folder = adapter if is_run else adapter.parent
-            run = config.load(folder / "config.toml")
-        if is_run and run.model.trainable == "full":
-            model, adapter = model or (None if base else str(folder / "model")), None
-        elif is_run:
-            adapter = folder / "adapter"
-        if adapter is not None and not (adapter / "adapter_config.json").is_file():
-            raise FileNotFoundError(f"no adapter_config.json in {adapter}, nor is it a run folder")
-    if model is None and adapter is not None and run is None:
-        model = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
-    table = {} if run is None else config.to_table(run.model) | {"trainable": "lora"}
-    given = {"model_name_or_path": model, **held}
-    table |= {name: value for name, value in given.items() if value is not None}
-    table.setdefault("model_name_or_path", "qerl-tiny")
-    return Policy(
-        config.from_table(ModelConfig, table, "model."), None if base else adapter, run, folder
-    )
-
-
 def protocol_for(dataset: str, name: str | None, policy: Policy, **changed: Any) -> Protocol:
     """The protocol of that name for a set; without a name the run's if there is one, else the paper's.
 
@@ -387,11 +321,7 @@ def run(
         for name, (source, protocol) in zip(names, sources, strict=True)
     ]
     if any(len(f.records) < len(each) for f, each in zip(files, problems, strict=True)):
-        lora = None if policy.adapter is None else checkpoint.read_lora(policy.adapter)
-        model, frozen, tokenizer = checkpoint.load_policy(policy.model, lora, seed)
-        variables = {"frozen": frozen}
-        if policy.adapter is not None:
-            variables["params"] = checkpoint.import_adapter(policy.adapter, model)
+        model, variables, tokenizer = policies.load(policy, seed)
     summaries = {}
     for name, file, each, (function,), (_, protocol) in zip(
         names, files, problems, functions, sources, strict=True

@@ -16,7 +16,7 @@ LAYERS = (
     "estimators grpo log masked noise page reward_functions reward_workers rewards sandbox "
     "tensor_files tokenizer trackers",
     "kv_cache layers logprobs model",
-    "checkpoint sampling",
+    "checkpoint policies sampling",
     "rollouts update",
     "evaluate pass_rates report train",
     "__main__ cli",

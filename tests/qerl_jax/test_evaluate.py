@@ -9,14 +9,14 @@ import jax
 import numpy as np
 import pytest
 
-from qerl_jax import benchmarks, checkpoint, cli, config, data, evaluate
+from qerl_jax import benchmarks, checkpoint, cli, config, data, evaluate, policies
 from qerl_jax.config import EvalConfig, LoraConfig, ModelConfig
 from qerl_jax.model import trainable
 
 ROOT = pathlib.Path(__file__).parents[2]
 GSM8K = ROOT / "tests" / "golden" / "gsm8k"
 TINY = ModelConfig("qerl-tiny", dtype="float32")
-BASE = evaluate.Policy(TINY)
+BASE = policies.Policy(TINY)
 
 
 def arithmetic(problems=6):
@@ -107,7 +107,7 @@ def test_a_stopped_evaluation_goes_on_in_other_batches_to_the_same_end(tmp_path)
 
 
 def test_an_adapter_that_changes_nothing_scores_what_its_base_scores(adapter, tmp_path):
-    policy = evaluate.find_policy(None, adapter, dtype="float32")
+    policy = policies.find(None, adapter, dtype="float32")
     assert policy.model == TINY and policy.name == "adapter"
     run(tmp_path / "with", policy)
     run(tmp_path / "base")
@@ -149,10 +149,10 @@ def run_folder(adapter, tmp_path):
 
 
 def test_a_run_folder_brings_its_model_prompt_problems_and_sampling(run_folder):
-    policy = evaluate.find_policy(None, run_folder)
+    policy = policies.find(None, run_folder)
     assert policy.adapter == run_folder / "adapter" and policy.name == "adapter"
-    assert evaluate.find_policy(None, run_folder / "best").name == "best"
-    base = evaluate.find_policy(None, run_folder, base=True)
+    assert policies.find(None, run_folder / "best").name == "best"
+    base = policies.find(None, run_folder, base=True)
     assert (
         base.name == "base" and base.adapter is None and base.model == policy.model == TINY_OF_RUN
     )
@@ -172,10 +172,10 @@ def test_a_run_of_a_whole_model_brings_that_model(run_folder):
     text = text.replace('weights = "nvfp4"', 'weights = "float32"')
     lora = text[text.index("[lora]") : text.index("[rollout]")]
     path.write_text(text.replace(lora, ""))
-    policy = evaluate.find_policy(None, run_folder)
+    policy = policies.find(None, run_folder)
     assert policy.adapter is None and policy.name == "model"
     assert policy.model.model_name_or_path == str(run_folder / "model")
-    base = evaluate.find_policy(None, run_folder, base=True)
+    base = policies.find(None, run_folder, base=True)
     assert base.name == "base" and base.model.model_name_or_path == "qerl-tiny"
 
 
