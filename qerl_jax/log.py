@@ -88,10 +88,10 @@ class Logger:
     def close(self) -> None:
         """Ends the display and the trackers, and closes the file."""
         self._file.close()
-        for tracker in self._trackers:
-            tracker.close()
         if self._display:
             self._display.close()
+        for tracker in self._trackers:  # some print a farewell, which a live view would swallow
+            tracker.close()
 
 
 def read_metrics(run_folder: str | pathlib.Path) -> list[dict[str, Any]]:

@@ -65,7 +65,7 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
 
     Returns:
         The final state; the adapter is in `<output_dir>/adapter`, or a whole model in
-        `<output_dir>/model`.
+        `<output_dir>/model`; with evaluations on a schedule, the best one is in `<output_dir>/best`.
     """
     trackers.require(cfg.report_to)
     _check_folder(cfg)
