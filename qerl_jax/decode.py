@@ -214,8 +214,8 @@ def step(
     eps = model.arch.rms_norm_eps
 
     def layer(carry, inputs):
-        stream, state = carry
-        index, weights, divisors, biases, branches, scales, head_norms = inputs
+        index, stream, state = carry
+        weights, divisors, biases, branches, scales, head_norms = inputs
 
         def linear(name, x, **options):
             return fused.linear(
@@ -233,7 +233,7 @@ def step(
         stream = linear("o", mixed, residual=(stream, scales["inside"]))
         hidden = linear("gate_up", stream, eps=eps, is_swiglu=True)
         stream = linear("down", hidden, residual=(stream, scales["after"]))
-        return (stream, state), None
+        return (index + 1, stream, state), None
 
     of_layers = (
         policy.weights,
@@ -244,11 +244,9 @@ def step(
         policy.head_norms,
     )
     start: Stream = epilogue.stream(x, policy.first_scale)
-    (stream, state), _ = jax.lax.scan(
-        layer,
-        (start, state),
-        (jnp.arange(model.arch.num_layers), *of_layers),
-        unroll=unroll,
+    # The number of a layer is carried: one taken from a list is a copy of four bytes for each layer.
+    (_, stream, state), _ = jax.lax.scan(
+        layer, (jnp.int32(0), start, state), of_layers, unroll=unroll
     )
     hidden = stream.scaled.astype(jnp.float32) * stream.unit(eps)[:, None]
     return hidden.astype(x.dtype), state
