@@ -10,8 +10,7 @@ of each 64 columns, the sum of r^2; the one after the next product multiplies by
 unit = 1 / sqrt(mean r^2 + eps), which a product lets pass. So no kernel has to see a whole row.
 
 The residual stream lies transposed, [D, M], as sums of products do; x of a product [M, K].
-Every value is rounded to bfloat16 where the plain layer rounds it, so that sampler and trainer differ
-little; but r * scale is rounded before it is multiplied by the unit, and x A too.
+Every value is rounded to bfloat16 where the plain layer rounds it, but r * scale, whose unit comes later.
 """
 
 from __future__ import annotations
@@ -201,11 +200,6 @@ def finish(
             for part, more in enumerate(others, 1):
                 y += jnp.where(part < filled, more, jnp.zeros_like(more))
             y *= 1 / divisors[half] / layout.DECODED_SCALE
-            if unit is not None:
-                across = lax.broadcast_in_dim(unit, y.shape, (1,))
-                y *= across
-            if biases:
-                y = rounded(rounded(y) + biases[half])
             if ranks:
                 plgpu.barrier_wait(arrived.at[half])
 
@@ -214,10 +208,11 @@ def finish(
                     plgpu.wgmma_wait(0)
                     return acc[...]
 
-                more = pl.run_scoped(multiply, plgpu.ACC((TILE, columns), jnp.float32))
-                if unit is not None:
-                    more *= across
-                y = rounded(y) + rounded(more)
+                y += pl.run_scoped(multiply, plgpu.ACC((TILE, columns), jnp.float32))
+            if unit is not None:
+                y *= lax.broadcast_in_dim(unit, y.shape, (1,))
+            if biases:
+                y += biases[half]
             return y.astype(jnp.bfloat16)
 
         def store(values, out):
@@ -226,9 +221,6 @@ def finish(
                 ref[...] = values.T
             else:
                 transposed.store(values, ref)
-
-        def rounded(values):
-            return values.astype(jnp.bfloat16).astype(jnp.float32)
 
         y = product(0)
         if is_swiglu:
