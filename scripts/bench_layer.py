@@ -83,7 +83,7 @@ def run_arm(args: argparse.Namespace) -> None:
         two = dataclasses.replace(model, arch=dataclasses.replace(arch, num_layers=2))
         first = jax.tree.map(lambda leaf: leaf[:2], {k: v["layers"] for k, v in variables.items()})
         small = {name: {"layers": layers} for name, layers in first.items()}
-        small["frozen"]["norm"] = variables["frozen"]["norm"]
+        small["frozen"] |= {name: variables["frozen"][name] for name in ("norm", "embed_tokens")}
 
         @jax.jit
         def by_kernels(variables, x):
