@@ -125,13 +125,14 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
                 batch.rollout,
                 advantages,
                 mask_truncated_completions=cfg.grpo.mask_truncated_completions,
+                share_prompts=cfg.optim.share_prompts,
             )
             trace.lap("reward")
             trainer_noise = norms.get("noise") if cfg.noise and cfg.noise.scope == "both" else None
             state, learned = improve(
                 state, frozen, experience, trainer_noise, jax.random.fold_in(keys[_UPDATE], step)
             )
-            metrics |= jax.device_get(learned)
+            metrics |= learned
             trace.lap("update")
 
             step = int(state.step)
