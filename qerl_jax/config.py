@@ -471,6 +471,7 @@ class OptimConfig:
         max_tokens_per_microbatch: Cut the rows of an optimizer step by their tokens instead: into as
             few micro-batches as hold no more than these, padding included. The result is the same.
         share_prompts: Compute a prompt once for all of its completions in a micro-batch.
+        optimizer: AdamW with float32 moments, or with moments in 8 bits ("adamw_8bit").
     """
 
     learning_rate: float = 1e-5
@@ -486,6 +487,7 @@ class OptimConfig:
     gradient_accumulation_steps: int = 1
     max_tokens_per_microbatch: int | None = None
     share_prompts: bool = True
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
 
     def __post_init__(self):
         _require(

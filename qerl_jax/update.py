@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from qerl_jax import grpo, logprobs, masked, packing
+from qerl_jax import adam8bit, grpo, logprobs, masked, packing
 from qerl_jax.config import GrpoConfig, OptimConfig
 from qerl_jax.model import Remat, Transformer, head
 from qerl_jax.packing import MicroBatch
@@ -140,9 +140,11 @@ def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
             lambda path, _: path[-1].key not in ("scale", "bias"), params
         )
 
+    eight_bit = cfg.optimizer == "adamw_8bit"
+    adam = adam8bit.scale_by_adam_8bit if eight_bit else optax.scale_by_adam
     return optax.chain(
         optax.clip_by_global_norm(cfg.max_grad_norm),
-        optax.scale_by_adam(cfg.adam_beta1, cfg.adam_beta2, cfg.adam_epsilon),
+        adam(cfg.adam_beta1, cfg.adam_beta2, cfg.adam_epsilon),
         optax.add_decayed_weights(cfg.weight_decay, mask=decays),
     )
 
@@ -399,7 +401,7 @@ def make_update(
                 counts.append(count)
             state, metrics = step(state, sums, learns)
             metrics, counts = jax.device_get((metrics, counts))
-            records.append((metrics, *_joined(counts), totals["total_tokens"]))
+            records.append((metrics, *_joined(counts, chosen.size), totals["total_tokens"]))
             if on_non_finite and metrics["updates/non_finite"]:
                 kept = experience.take(MicroBatch(rows, experience.completions.shape[1]))
                 on_non_finite(NonFinite(int(state.step) - 1, *sums, state.params, kept, noise))
@@ -458,12 +460,24 @@ def _drift(logps: jax.Array, experience: Experience) -> dict[str, jax.Array]:
     }
 
 
-def _joined(counts: list[Any]) -> tuple[grpo.RowMetrics, dict[str, np.ndarray], float]:
-    """What the micro-batches of one optimizer step counted: by row, by micro-batch, in all."""
+def _joined(
+    counts: list[Any], num_rows: int
+) -> tuple[grpo.RowMetrics, dict[str, np.ndarray], float]:
+    """What the micro-batches of one optimizer step counted: by row, by micro-batch, in all.
+
+    Rows with tokens come first, then as many without as the step has in all: one shape for all
+    steps.
+    """
     rows, drifts, entropies = zip(*counts, strict=True)
-    fields = [
-        None if column[0] is None else np.concatenate(column) for column in zip(*rows, strict=True)
-    ]
+
+    def of_rows(column):
+        if column[0] is None:
+            return None
+        values = np.concatenate(column)[real]
+        return np.pad(values, (0, num_rows - values.size))
+
+    real = np.concatenate([row.tokens for row in rows]) > 0
+    fields = [of_rows(column) for column in zip(*rows, strict=True)]
     drift = {name: np.array([each[name] for each in drifts]) for name in drifts[0]}
     return grpo.RowMetrics(*fields), drift, sum(entropies)
 
@@ -481,10 +495,13 @@ def _sampling_metrics(drift: dict[str, np.ndarray]) -> dict[str, Any]:
     }
 
 
+_summarize = jax.jit(grpo.summarize)
+
+
 def _reduce(records: list[Any]) -> dict[str, Any]:
     """One number per metric out of one per optimizer step."""
     steps = [
-        metrics | {"entropy": entropy / max(tokens, 1)} | jax.device_get(grpo.summarize(counts))
+        metrics | {"entropy": entropy / max(tokens, 1)} | jax.device_get(_summarize(counts))
         for metrics, counts, _, entropy, tokens in records
     ]
     how = {

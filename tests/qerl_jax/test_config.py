@@ -92,7 +92,9 @@ FULL = RunConfig(
         importance_sampling_mode="sequence_mask",
         importance_sampling_clip_max=2.0,
     ),
-    optim=OptimConfig(3e-5, "linear", 0.05, 0.1, 0.8, 0.999, 1e-6, 0.01, 1.0, 2, 4, 1000, False),
+    optim=OptimConfig(
+        3e-5, "linear", 0.05, 0.1, 0.8, 0.999, 1e-6, 0.01, 1.0, 2, 4, 1000, False, "adamw_8bit"
+    ),
     noise=NoiseConfig(5e-2, 5e-4, 5, "cosine", "paper", "both", True),
     eval=EvalConfig("validation", 16, "format_reward", 0.6, 0.95, 8, 25, 4, "math500", "here"),
     num_train_epochs=1.5,
