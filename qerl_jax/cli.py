@@ -175,6 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         "filter": _filter,
         "eval": _eval,
         "compare": _compare,
+        "replay": _replay,
         "report": _report,
         "env": _env,
     }
@@ -197,6 +198,7 @@ _USAGE = """usage: qerl COMMAND ...
   eval SET ... [--adapter RUN_FOLDER]             accuracy on benchmarks, with intervals
   compare EVAL_FOLDER EVAL_FOLDER                 difference of two policies on the same problems
   report RUN_FOLDER ...                           a page and PNG files of one or several runs
+  replay RUN_FOLDER/non_finite/STEP.npz           a step that was skipped as not finite, once more
   env                                             versions and devices, for bug reports
 
 qerl COMMAND --help shows the options; `qerl train CONFIG.toml --help` every field with its
@@ -370,6 +372,15 @@ def _compare(argv: list[str]) -> None:
         for estimate, interval in comparison.differences.items():
             _say(f"  {estimate:8} {interval:+.3f}")
         _say(f"  settings that differ: {', '.join(comparison.changed) or 'none'}")
+
+
+def _replay(argv: list[str]) -> None:
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise ValueError("replay: usage: qerl replay RUN_FOLDER/non_finite/STEP.npz")
+    from qerl_jax import replay
+
+    for line in replay.run(argv[0]):
+        _say(line)
 
 
 def _report(argv: list[str]) -> None:

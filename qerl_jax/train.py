@@ -35,6 +35,7 @@ from qerl_jax import (
     data,
     grpo,
     noise,
+    replay,
     rewards,
     rollouts,
     sampling,
@@ -172,6 +173,7 @@ def _phases(
         num_tokens=tokenizer.num_tokens,
         remat=cfg.model.gradient_checkpointing,
         max_completion_length=cfg.rollout.max_completion_length,
+        on_non_finite=functools.partial(replay.write, cfg.output_dir),
     )
     if cfg.noise is None:
         return generate, improve, lambda step: ({}, {})

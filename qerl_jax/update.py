@@ -98,6 +98,7 @@ class NonFinite:
         grads: As `params`.
         params: Under which that happened.
         experience: The rows of the step.
+        fixed: Their log-probabilities under policies that stood still, as far as there were any.
         noise: The tree under which the policy acted, or None.
     """
 
@@ -106,6 +107,7 @@ class NonFinite:
     grads: Any
     params: Any
     experience: Experience
+    fixed: dict[str, np.ndarray]
     noise: Any
 
 
@@ -226,7 +228,7 @@ def make_update(
     Returns:
         update(state, frozen, experience, noise, key) -> (state, metrics). The experience lies on the
         host. `noise` is the tree under which the policy acts here too, or None; `state` is donated.
-        Metrics are scalars: means over the optimizer steps, under TRL's names; `sampling/...`
+        `fixed` may hand in what a `NonFinite` holds under that name, instead of scoring. Metrics are scalars: means over the optimizer steps, under TRL's names; `sampling/...`
         compare the policy before its first step with the sampler.
     """
     tx = optimizer(optim_cfg)
@@ -352,11 +354,8 @@ def make_update(
             logps[rows[rows >= 0], : batch.width] = np.asarray(values)[rows >= 0]
         return logps
 
-    def update(state, frozen, experience, noise, key):
-        rows = experience.rows
-        steps = grpo_cfg.num_iterations * rows.size // batch_rows
-        limit = max_completion_length or experience.completions.shape[1]
-
+    def anchors(state, frozen, experience, noise, limit, steps):
+        """Log-probabilities that stay as they are while the rollout is learned from."""
         fixed = {}
         # With a single step per rollout the policy that recomputes is the policy that learns.
         if grpo_cfg.old_logprobs == "recompute" and steps > 1:
@@ -365,7 +364,15 @@ def make_update(
             kept = state.reference is not None
             reference = state.reference if kept else state.params
             fixed["ref_logps"] = scored(reference, frozen, None, experience, limit, adapter=kept)
+        return fixed
 
+    def update(state, frozen, experience, noise, key, fixed=None):
+        rows = experience.rows
+        steps = grpo_cfg.num_iterations * rows.size // batch_rows
+        limit = max_completion_length or experience.completions.shape[1]
+
+        if fixed is None:
+            fixed = anchors(state, frozen, experience, noise, limit, steps)
         order_key, step_key = jax.random.split(key)
         units = rows.reshape(-1, math.gcd(batch_rows, rows.shape[1]))
         # Within one optimizer step only bnpo can tell which rows share a micro-batch.
@@ -403,8 +410,18 @@ def make_update(
             metrics, counts = jax.device_get((metrics, counts))
             records.append((metrics, *_joined(counts, chosen.size), totals["total_tokens"]))
             if on_non_finite and metrics["updates/non_finite"]:
-                kept = experience.take(MicroBatch(rows, experience.completions.shape[1]))
-                on_non_finite(NonFinite(int(state.step) - 1, *sums, state.params, kept, noise))
+                whole = MicroBatch(rows, experience.completions.shape[1])
+                held = {name: x[chosen] for name, x in fixed.items()}
+                on_non_finite(
+                    NonFinite(
+                        int(state.step) - 1,
+                        *sums,
+                        params=state.params,
+                        experience=experience.take(whole),
+                        fixed=held,
+                        noise=noise,
+                    )
+                )
         return state, _reduce(records) | _sampling_metrics(records[0][2])
 
     return update
