@@ -35,6 +35,7 @@ from qerl_jax import (
     data,
     grpo,
     noise,
+    plan,
     replay,
     rewards,
     rollouts,
@@ -73,6 +74,9 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     if cfg.deterministic:
         runtime.use_deterministic_kernels()
     runtime.use_compilation_cache()
+    memory, limit = plan.make(cfg), plan.of_device()
+    if limit is not None:
+        memory.require(limit)
     model, frozen, tokenizer = checkpoint.load_policy(cfg.model, cfg.lora, cfg.seed)
     functions, weights = _rewards(cfg)
     problems = _problems(cfg, cfg.data, cfg.data.split, tokenizer)
@@ -87,7 +91,7 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     files = checkpoint.StateFiles(cfg.output_dir, cfg.save_total_limit)
     state = files.restore(state) or state
     supply = _supply(cfg, files.supply(), problems, tokenizer)
-    step = int(state.step)
+    step = started = int(state.step)
     _write_config(cfg)
     logger = Logger(
         cfg.output_dir,
@@ -135,6 +139,8 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
             )
             metrics |= learned
             trace.lap("update")
+            if limit is not None and trace.step == started:
+                _compare(memory, limit, logger)
 
             step = int(state.step)
             logger.num_tokens += _num_tokens(fresh.rollout)
@@ -157,6 +163,14 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
         _export(cfg, folder, model, state.params, frozen)
         logger.note(f"{what} in {folder}")
     return state
+
+
+def _compare(memory: plan.Plan, limit: int, logger: Logger) -> None:
+    """After the first step: the plan beside the measured peak, and one base only."""
+    stats = jax.local_devices()[0].memory_stats()
+    for line in memory.lines(limit, stats["peak_bytes_in_use"]):
+        logger.note(line)
+    memory.require_one_base(stats["bytes_in_use"])
 
 
 def _phases(

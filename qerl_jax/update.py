@@ -194,6 +194,72 @@ def token_logps(
     return logps.reshape(rows, length), entropy.reshape(rows, length)
 
 
+def make_gradient(
+    model: Transformer,
+    *,
+    grpo_cfg: GrpoConfig,
+    num_micro_batches: int,
+    temperature: float,
+    num_tokens: int,
+    remat: Remat,
+) -> Callable[..., tuple[tuple[jax.Array, Any], Any]]:
+    """Builds the derivative of the loss of one micro-batch with respect to `params`.
+
+    Returns:
+        gradient(params, frozen, noise, batch, totals, key) -> ((loss, counts), grads). `batch` is an
+        `Experience` and the `fixed` log-probabilities of its rows, `totals` says of the optimizer
+        batch what `grpo.policy_loss` needs to know; `key` is of dropout.
+    """
+    epsilon_high = grpo_cfg.epsilon if grpo_cfg.epsilon_high is None else grpo_cfg.epsilon_high
+    drops = model.lora is not None and model.lora.dropout
+
+    def loss_fn(params, frozen, noise, batch, totals, key):
+        experience, fixed = batch
+        logps, entropy = token_logps(
+            model,
+            _variables(params, frozen, noise),
+            experience,
+            temperature=temperature,
+            num_tokens=num_tokens,
+            remat=remat,
+            dropout_key=key if drops else None,
+        )
+        current = jax.lax.stop_gradient(logps)
+        old = fixed.get("old_logps", current)
+        if grpo_cfg.old_logprobs == "behaviour":
+            old = experience.behaviour_logps
+        weights = None
+        if grpo_cfg.importance_sampling_correction:
+            weights = grpo.truncated_importance_weights(
+                old,
+                experience.behaviour_logps,
+                experience.mask,
+                mode=grpo_cfg.importance_sampling_mode,
+                clip_max=grpo_cfg.importance_sampling_clip_max,
+            )
+        loss, counts = grpo.policy_loss(
+            logps,
+            old,
+            experience.advantages,
+            experience.mask,
+            loss_type=grpo_cfg.loss_type,
+            epsilon=grpo_cfg.epsilon,
+            epsilon_high=epsilon_high,
+            delta=grpo_cfg.delta,
+            beta=grpo_cfg.beta,
+            ref_logps=fixed.get("ref_logps"),
+            kl_estimator=grpo_cfg.kl_estimator,
+            use_bias_correction_kl=grpo_cfg.use_bias_correction_kl,
+            importance_sampling_level=grpo_cfg.importance_sampling_level,
+            sampling_weights=weights,
+            num_micro_batches=num_micro_batches,
+            **totals,
+        )
+        return loss, (counts, _drift(current, experience), masked.sum(entropy, experience.mask))
+
+    return jax.value_and_grad(loss_fn, has_aux=True)
+
+
 def make_update(
     model: Transformer,
     *,
@@ -238,53 +304,14 @@ def make_update(
         optim_cfg.gradient_accumulation_steps,
     )
     batch_rows = micro_rows * accumulation
-    epsilon_high = grpo_cfg.epsilon if grpo_cfg.epsilon_high is None else grpo_cfg.epsilon_high
-
-    def logps_of(params, frozen, noise, batch, **options):
-        variables = {"params": params, "frozen": frozen}
-        if noise is not None:
-            variables["noise"] = noise
-        return token_logps(
-            model, variables, batch, temperature=temperature, num_tokens=num_tokens, **options
-        )
-
-    def loss_fn(params, frozen, noise, batch, totals, dropout_key):
-        experience, fixed = batch
-        logps, entropy = logps_of(
-            params, frozen, noise, experience, remat=remat, dropout_key=dropout_key
-        )
-        current = jax.lax.stop_gradient(logps)
-        old = fixed.get("old_logps", current)
-        if grpo_cfg.old_logprobs == "behaviour":
-            old = experience.behaviour_logps
-        weights = None
-        if grpo_cfg.importance_sampling_correction:
-            weights = grpo.truncated_importance_weights(
-                old,
-                experience.behaviour_logps,
-                experience.mask,
-                mode=grpo_cfg.importance_sampling_mode,
-                clip_max=grpo_cfg.importance_sampling_clip_max,
-            )
-        loss, counts = grpo.policy_loss(
-            logps,
-            old,
-            experience.advantages,
-            experience.mask,
-            loss_type=grpo_cfg.loss_type,
-            epsilon=grpo_cfg.epsilon,
-            epsilon_high=epsilon_high,
-            delta=grpo_cfg.delta,
-            beta=grpo_cfg.beta,
-            ref_logps=fixed.get("ref_logps"),
-            kl_estimator=grpo_cfg.kl_estimator,
-            use_bias_correction_kl=grpo_cfg.use_bias_correction_kl,
-            importance_sampling_level=grpo_cfg.importance_sampling_level,
-            sampling_weights=weights,
-            num_micro_batches=accumulation,
-            **totals,
-        )
-        return loss, (counts, _drift(current, experience), masked.sum(entropy, experience.mask))
+    gradient = make_gradient(
+        model,
+        grpo_cfg=grpo_cfg,
+        num_micro_batches=accumulation,
+        temperature=temperature,
+        num_tokens=num_tokens,
+        remat=remat,
+    )
 
     def refreshed(reference, params, step):
         if reference is None:
@@ -295,14 +322,12 @@ def make_update(
 
     @jax.jit(static_argnames=("adapter",))
     def score(params, frozen, noise, experience, adapter):
-        return logps_of(params, frozen, noise, experience, adapter=adapter)[0]
+        options = {"temperature": temperature, "num_tokens": num_tokens, "adapter": adapter}
+        return token_logps(model, _variables(params, frozen, noise), experience, **options)[0]
 
     @jax.jit(donate_argnames=("sums",))
-    def accumulate(sums, params, frozen, noise, batch, totals, key):
-        dropout_key = key if model.lora is not None and model.lora.dropout else None
-        (loss, counts), grads = jax.value_and_grad(loss_fn, has_aux=True)(
-            params, frozen, noise, batch, totals, dropout_key
-        )
+    def accumulate(sums, *micro_batch):
+        (loss, counts), grads = gradient(*micro_batch)
         return jax.tree.map(jnp.add, sums, (loss, grads)), counts
 
     @jax.jit(donate_argnames=("state",))
@@ -456,6 +481,11 @@ def experience(
         behaviour_logps=rollout.logps[:, :width],
         advantages=np.asarray(advantages, np.float32).reshape(-1),
     )
+
+
+def _variables(params, frozen, noise):
+    variables = {"params": params, "frozen": frozen}
+    return variables if noise is None else variables | {"noise": noise}
 
 
 def _where(keep, new, old):
