@@ -244,12 +244,14 @@ def _update(cfg: RunConfig, arch: Architecture, adapter: int) -> list[Item]:
         + spans * _KEPT_SPANS * inputs,
     }[cfg.model.gradient_checkpointing]
     ffn = _FFN if cfg.model.gradient_checkpointing == "layer" else _FFN - 2
-    layer = tokens * (ffn * arch.ffn_width + _WIDTH * arch.width) + spans * _SPANS * inputs
-    unpacked = max(_sizes(arch)) * width if cfg.model.weights == "nvfp4" else 0
+    layer = tokens * ((ffn - 1) * arch.ffn_width + _WIDTH * arch.width) + spans * _SPANS * inputs
+    unpacked = max(_sizes(arch)) if cfg.model.weights == "nvfp4" else 0
+    # The last of the MLP's arrays and the weight that its input's derivative needs take turns.
+    layer += max(tokens * arch.ffn_width, unpacked)
     chunk = min(_CHUNK_ROWS, prompts * rows * length)
     head = round(_CHUNK * chunk * arch.vocab_size * 4)
     states = 2 * prompts * rows * length * arch.width * width
-    workspace = max(layer * width, unpacked, head + states)
+    workspace = max(layer * width, head + states)
     less = 'model.gradient_checkpointing to "layer"'
     return [
         Item("gradients, summed and new", 2 * adapter, "update"),
