@@ -29,7 +29,7 @@ Phase = Literal["always", "rollout", "update"]
 # F] fewer. The same of what a layer keeps where nothing is recomputed. Of scores [rows, V] in
 # float32: in sampling, and in a chunk of the head with its slopes.
 _FFN, _WIDTH, _SPANS = 8, 2, 1
-_KEPT_FFN, _KEPT_WIDTH, _KEPT_SPANS = 5, 8, 4
+_KEPT_FFN, _KEPT_WIDTH, _KEPT_SPANS = 5, 11, 4
 _SAMPLED, _CHUNK = 4, 1.5
 _CHUNK_ROWS = 1024
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

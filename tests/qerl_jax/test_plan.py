@@ -6,7 +6,7 @@ import pathlib
 import jax
 import pytest
 
-from qerl_jax import architecture, checkpoint, config, plan, update
+from qerl_jax import architecture, checkpoint, cli, config, plan, update
 from qerl_jax.architecture import Architecture
 from qerl_jax.config import ConfigError
 from qerl_jax.model import trainable
@@ -173,3 +173,15 @@ def test_sizes_are_read(text, size):
 def test_a_size_that_is_none_is_an_error(text):
     with pytest.raises(ValueError, match="device-memory: got"):
         plan.parse_size(text)
+
+
+def test_the_command_prints_the_table_and_refuses_with_one_line(capsys):
+    path = str(CONFIGS / "bench_7b.toml")
+    assert cli.main(["plan", path, "--device-memory", "80GB", "--lora.rank", "16"]) == 0
+    assert "peak" in capsys.readouterr().out
+    assert cli.main(["plan", path, "--device-memory", "8GB"]) == 2
+    out, error = capsys.readouterr()
+    assert "keys and values" in out
+    assert error.startswith("qerl plan: memory: this run needs") and error.count("\n") == 1
+    assert cli.main(["plan"]) == 2
+    assert "missing the config file: qerl plan CONFIG.toml" in capsys.readouterr().err
