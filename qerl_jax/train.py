@@ -74,8 +74,9 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     if cfg.deterministic:
         runtime.use_deterministic_kernels()
     runtime.use_compilation_cache()
-    memory, limit = plan.make(cfg), plan.of_device()
-    if limit is not None:
+    limit = plan.of_device()
+    memory = None if limit is None else plan.make(cfg)
+    if memory:
         memory.require(limit)
     model, frozen, tokenizer = checkpoint.load_policy(cfg.model, cfg.lora, cfg.seed)
     functions, weights = _rewards(cfg)
@@ -139,7 +140,7 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
             )
             metrics |= learned
             trace.lap("update")
-            if limit is not None and trace.step == started:
+            if memory and trace.step == started:
                 _compare(memory, limit, logger)
 
             step = int(state.step)

@@ -2,11 +2,12 @@
 
 import dataclasses
 import pathlib
+import types
 
 import jax
 import pytest
 
-from qerl_jax import architecture, checkpoint, cli, config, plan, update
+from qerl_jax import architecture, checkpoint, cli, config, plan, train, update
 from qerl_jax.architecture import Architecture
 from qerl_jax.config import ConfigError
 from qerl_jax.model import trainable
@@ -154,6 +155,20 @@ def test_a_second_base_is_found_out():
     made.require_one_base(steady)
     with pytest.raises(RuntimeError, match=r"more than one copy of the base \(3\.\d+ GB\)"):
         made.require_one_base(steady + named(made, "base: linears") + 10**6)
+
+
+def test_the_trainer_compares_after_its_first_step(monkeypatch):
+    made = plan.make(BENCH)
+    stats = {"peak_bytes_in_use": made.peak, "bytes_in_use": made.size("always")}
+    device = types.SimpleNamespace(memory_stats=lambda: stats)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    noted = []
+    logger = types.SimpleNamespace(note=noted.append)
+    train._compare(made, 80_000_000_000, logger)
+    assert "measured" in noted[-2] and "(+0%)" in noted[-2]
+    stats["bytes_in_use"] += 30_000_000_000
+    with pytest.raises(RuntimeError, match="more than one copy"):
+        train._compare(made, 80_000_000_000, logger)
 
 
 def test_the_table_ends_with_the_comparison():

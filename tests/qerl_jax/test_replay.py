@@ -31,7 +31,7 @@ def run_config(folder):
         output_dir=str(folder),
         optim=optim,
         rollout=dataclasses.replace(cfg.rollout, num_generations=2),
-        grpo=config.GrpoConfig(beta=0.1),
+        grpo=config.GrpoConfig(),
     )
 
 

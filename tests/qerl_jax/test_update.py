@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -583,18 +584,29 @@ def test_a_masked_row_with_an_infinite_advantage_is_harmless():
     assert np.isfinite(list(metrics.values())).all(), metrics
 
 
-def compilations(caplog, f):
-    """How many programs JAX compiled during a call."""
+def compiled(caplog, f):
+    """Names of the programs that JAX compiled during a call."""
     caplog.clear()
     with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
         f()
-    return sum("Compiling" in record.message for record in caplog.records)
+    found = (re.match(r"Compiling (?:jit\()?(\w+)", record.message) for record in caplog.records)
+    return [match[1] for match in found if match]
 
 
 def test_the_second_rollout_does_not_recompile(caplog):
     run()
-    assert compilations(caplog, lambda: run(seed=1)) == 0
-    assert compilations(caplog, lambda: jax.jit(lambda x: x + 1.5)(1.0)) == 1
+    assert compiled(caplog, lambda: run(seed=1)) == []
+
+
+def test_nothing_is_scored_where_the_samplers_log_probabilities_serve(caplog):
+    """No pass before the update: by default, and where one recomputed step is its own old policy."""
+    for cfg, passes in ((DAPO, []), (RECOMPUTE, []), (GRPO, ["score"])):
+        improve = _make.__wrapped__(cfg, PLAIN, 0.0, "none")
+        arguments = (base(), sample_experience(), None, jax.random.key(0))
+        state = state_of(trained_params())
+        names = compiled(caplog, functools.partial(improve, state, *arguments))
+        assert "accumulate" in names
+        assert [name for name in names if name == "score"] == passes
 
 
 def test_the_state_is_donated():
