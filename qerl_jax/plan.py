@@ -245,9 +245,10 @@ def _update(cfg: RunConfig, arch: Architecture, adapter: int) -> list[Item]:
     }[cfg.model.gradient_checkpointing]
     ffn = _FFN if cfg.model.gradient_checkpointing == "layer" else _FFN - 2
     layer = tokens * ((ffn - 1) * arch.ffn_width + _WIDTH * arch.width) + spans * _SPANS * inputs
-    unpacked = max(_sizes(arch)) if cfg.model.weights == "nvfp4" else 0
-    # The last of the MLP's arrays and the weight that its input's derivative needs take turns.
-    layer += max(tokens * arch.ffn_width, unpacked)
+    # A packed weight is unpacked in turn with the last of the MLP's arrays; a dense one is copied out
+    # of its stack beside all of them.
+    weight, last = max(_sizes(arch)), tokens * arch.ffn_width
+    layer += max(last, weight) if cfg.model.weights == "nvfp4" else last + weight
     chunk = min(_CHUNK_ROWS, prompts * rows * length)
     head = round(_CHUNK * chunk * arch.vocab_size * 4)
     states = 2 * prompts * rows * length * arch.width * width

@@ -15,14 +15,21 @@ from qerl_jax import checkpoint, config, update
 from qerl_jax.model import noise_shapes, trainable
 from qerl_jax.update import Experience, NonFinite
 
+# Files of one run: the first ones say why, and a run that never recovers must not fill the disk.
+_KEPT = 3
 # Of each tree its leaves are numbered, of the experience and the fixed log-probabilities named.
 _TREES = ("params", "noise")
 
 
-def write(run_folder: str | pathlib.Path, failure: NonFinite) -> pathlib.Path:
-    """Writes `<run_folder>/non_finite/step_<step>.npz`: rows, weights and noise of a skipped step."""
+def write(run_folder: str | pathlib.Path, failure: NonFinite) -> pathlib.Path | None:
+    """Writes `<run_folder>/non_finite/step_<step>.npz`: rows, weights and noise of a skipped step.
+
+    Only the first three of a run are written; of others the answer is None.
+    """
     path = pathlib.Path(run_folder) / "non_finite" / f"step_{failure.step:06d}.npz"
     path.parent.mkdir(parents=True, exist_ok=True)
+    if len(list(path.parent.glob("step_*.npz"))) >= _KEPT:
+        return None
     arrays = {"step": np.int32(failure.step)}
     for field in dataclasses.fields(Experience):
         arrays[f"experience/{field.name}"] = getattr(failure.experience, field.name)

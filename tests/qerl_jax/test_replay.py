@@ -78,6 +78,15 @@ def test_a_skipped_step_is_written_and_runs_once_more(tmp_path):
     assert not any("weight" in line or "logps" in line for line in lines)
 
 
+def test_only_the_first_three_steps_of_a_run_are_written(tmp_path):
+    failure = update.NonFinite(0, np.float32(np.nan), {}, {"a": np.ones(2)}, experience(), {}, None)
+    paths = [
+        replay.write(tmp_path, dataclasses.replace(failure, step=step)) for step in (3, 4, 5, 6)
+    ]
+    assert paths[3] is None
+    assert sorted(tmp_path.glob("non_finite/*")) == paths[:3]
+
+
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no such file: .*step_1\.npz"):
         replay.run(tmp_path / "step_1.npz")
