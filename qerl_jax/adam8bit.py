@@ -102,8 +102,9 @@ def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransf
         )
 
     def init(params):
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return Moments(jnp.int32(0), rest(zeros, True), rest(zeros, False))
+        # Zeros of its own for each moment: a buffer that is there twice cannot be donated.
+        mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
+        return Moments(jnp.int32(0), rest(mu, True), rest(nu, False))
 
     def update(grads, state, params=None):
         del params

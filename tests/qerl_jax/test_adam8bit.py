@@ -95,6 +95,13 @@ def test_the_moments_of_large_leaves_take_a_quarter_of_the_memory():
     assert size == 2 * 28 * 1024 * 32 * (1 + 4 / 256)
 
 
+def test_a_fresh_state_can_be_donated():
+    params = {"a": jnp.ones(adam8bit.SMALLEST), "norm": jnp.ones(3)}
+    state = adam8bit.scale_by_adam_8bit(0.9, 0.99, 1e-8).init(params)
+    one_more = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+    assert one_more(state).nu["norm"].tolist() == [1, 1, 1]
+
+
 def test_a_run_resumed_from_a_checkpoint_goes_on_to_the_bit(tmp_path):
     cfg = OptimConfig(optimizer="adamw_8bit")
     tx = update.optimizer(cfg)
