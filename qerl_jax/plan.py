@@ -138,7 +138,10 @@ def make(cfg: RunConfig, arch: Architecture | None = None) -> Plan:
     ]
     if cfg.grpo.sync_ref_model:
         always.append(Item("reference", adapter, "always", "grpo.sync_ref_model to false"))
-    return Plan((*always, *_rollout(cfg, arch), *_update(cfg, arch, adapter)))
+    turns = [*_rollout(cfg, arch), *_update(cfg, arch, adapter)]
+    if model.full:
+        turns.append(Item("weights as sampled", adapter * _width(cfg) // 4, "rollout"))
+    return Plan((*always, *turns))
 
 
 def of_device() -> int | None:

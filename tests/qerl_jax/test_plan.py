@@ -85,6 +85,15 @@ def test_activations_grow_with_tokens_as_the_compilers_do(remat):
     assert planned == pytest.approx(real, rel=1 / 3)
 
 
+def test_full_training_holds_its_weights_in_float32_and_for_sampling_in_16_bits():
+    cfg = config.load(CONFIGS / "gsm8k_qwen2.5_3b_full.toml")
+    made = plan.make(cfg)
+    # 36 layers of the 3B shape: 2.77e9 values; gradients are there twice, AdamW's moments too.
+    assert named(made, "what trains") == pytest.approx(2.77e9 * 4, rel=1e-2)
+    assert named(made, "weights as sampled") == named(made, "what trains") // 2
+    assert named(made, "base: linears") == 0
+
+
 def test_a_token_budget_bounds_the_micro_batch():
     cfg = changed(BENCH, optim={"max_tokens_per_microbatch": 4096})
     # Per prompt of 256 tokens all 8 completions of 256 fit: 2304 tokens, once.
