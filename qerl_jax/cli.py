@@ -234,7 +234,7 @@ def _plan(argv: list[str]) -> None:
 
     size = options.device_memory
     limit = plan.of_device() if size is None else plan.parse_size(size)
-    made = plan.make(cfg)
+    made = plan.make(cfg, limit=limit)
     for line in made.lines(limit):
         _say(line)
     if options.compile:

@@ -32,6 +32,8 @@ _FFN, _WIDTH, _SPANS = 8, 2, 1
 _KEPT_FFN, _KEPT_WIDTH, _KEPT_SPANS = 5, 11, 4
 _SAMPLED, _CHUNK = 4, 1.5
 _CHUNK_ROWS = 1024
+# Of the memory that is free beside the weights, what the sampler's cache takes at most.
+_CACHE_SHARE = 0.9
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -118,13 +120,14 @@ class Plan:
         return rows
 
 
-def make(cfg: RunConfig, arch: Architecture | None = None) -> Plan:
+def make(cfg: RunConfig, arch: Architecture | None = None, *, limit: int | None = None) -> Plan:
     """The plan of a run.
 
     Args:
         cfg: The run.
         arch: The shape of its base; None reads it from the model's config.json, or for a published
             shape from `architecture.KNOWN`.
+        limit: Bytes that the device offers, to a part of which the sampler confines its cache.
     """
     arch = arch or _architecture(cfg)
     model, params, frozen = abstract_policy(cfg, arch)
@@ -138,7 +141,8 @@ def make(cfg: RunConfig, arch: Architecture | None = None) -> Plan:
     ]
     if cfg.grpo.sync_ref_model:
         always.append(Item("reference", adapter, "always", "grpo.sync_ref_model to false"))
-    turns = [*_rollout(cfg, arch), *_update(cfg, arch, adapter)]
+    free = None if limit is None else max(0, limit - sum(item.size for item in always))
+    turns = [*_rollout(cfg, arch, free), *_update(cfg, arch, adapter)]
     if model.full:
         turns.append(Item("weights as sampled", adapter * _width(cfg) // 4, "rollout"))
     return Plan((*always, *turns))
@@ -213,17 +217,24 @@ def abstract_policy(cfg: RunConfig, arch: Architecture) -> tuple[Transformer, An
     return model, params, frozen
 
 
-def _rollout(cfg: RunConfig, arch: Architecture) -> list[Item]:
+def _rollout(cfg: RunConfig, arch: Architecture, free: int | None) -> list[Item]:
     rows = cfg.rollout.max_concurrent or cfg.generation_batch_size
     slots = cfg.data.max_prompt_length + cfg.rollout.max_completion_length
     width = _width(cfg)
-    cache = arch.num_layers * rows * slots * 2 * arch.kv_width * width
-    prefilled = rows // cfg.rollout.num_generations * cfg.data.max_prompt_length
+    row = arch.num_layers * slots * 2 * arch.kv_width * width
+    cache = rows * row
+    if cfg.rollout.kv_cache_tokens is not None:
+        cache = min(cache, cfg.rollout.kv_cache_tokens * row // slots)
+    elif free is not None:
+        # Rows wait where the cache has no room, so it may be as small as one row.
+        share = cfg.rollout.kv_cache_fraction or _CACHE_SHARE
+        cache = max(row, min(cache, round(share * free)))
+    prefilled = min(rows, cfg.prompts_per_rollout) * cfg.data.max_prompt_length
     fewer = "rollout.max_concurrent"
-    if rows == cfg.rollout.num_generations:
+    if rows == 1:
         fewer = "rollout.max_completion_length"
     return [
-        Item("keys and values", cache, "rollout", fewer),
+        Item("keys and values", cache, "rollout", "rollout.kv_cache_tokens"),
         Item("scores", round(_SAMPLED * rows * arch.vocab_size * 4), "rollout", fewer),
         Item(
             "prefill", prefilled * (3 * arch.ffn_width + 4 * arch.width) * width, "rollout", fewer

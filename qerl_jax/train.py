@@ -75,7 +75,7 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
         runtime.use_deterministic_kernels()
     runtime.use_compilation_cache()
     limit = plan.of_device()
-    memory = None if limit is None else plan.make(cfg)
+    memory = None if limit is None else plan.make(cfg, limit=limit)
     if memory:
         memory.require(limit)
     model, frozen, tokenizer = checkpoint.load_policy(cfg.model, cfg.lora, cfg.seed)

@@ -168,7 +168,7 @@ def run_row(name: str, tokenizer: str) -> dict:
     runtime.use_compilation_cache()
     with tempfile.TemporaryDirectory() as folder:
         cfg = row_config(row, tokenizer, folder)
-        planned = plan.make(cfg)
+        planned = plan.make(cfg, limit=plan.of_device())
         result = _time_update(row, cfg) if row.update_only else _time_steps(cfg)
     arch = architecture.KNOWN[row.model]
     seconds = result["update"]

@@ -51,11 +51,18 @@ def test_published_sizes_of_an_adapter_and_of_packed_weights():
     assert named(made, "optimizer") == pytest.approx(2 * named(made, "what trains"), rel=1e-3)
 
 
-def test_the_cache_is_planned_by_concurrent_rows():
+def test_the_cache_is_planned_by_concurrent_rows_and_its_bounds():
     # 28 layers, keys and values of 4 heads of 128 in 2 bytes: 57,344 bytes a token.
     assert named(plan.make(BENCH), "keys") == 57344 * 64 * 512
     some = changed(BENCH, rollout={"max_concurrent": 16})
     assert named(plan.make(some), "keys") == 57344 * 16 * 512
+    told = changed(BENCH, rollout={"kv_cache_tokens": 2048})
+    assert named(plan.make(told, limit=80_000_000_000), "keys") == 57344 * 2048
+    always = plan.make(BENCH).size("always")
+    tight = plan.make(BENCH, limit=always + 1_000_000_000)
+    assert named(tight, "keys") == 900_000_000
+    tighter = plan.make(BENCH, limit=always)
+    assert named(tighter, "keys") == 57344 * 512  # one row
 
 
 @pytest.mark.parametrize(
@@ -113,7 +120,7 @@ def test_a_token_budget_bounds_the_micro_batch():
                 "optim": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 64},
             },
             20e9,
-            "change rollout.max_concurrent",
+            "change rollout.kv_cache_tokens",
         ),
         (
             {"optim": {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1}},
