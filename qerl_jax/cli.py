@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import importlib.metadata
@@ -171,10 +172,12 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     commands = {
         "train": _train,
+        "plan": _plan,
         "generate": _generate,
         "filter": _filter,
         "eval": _eval,
         "compare": _compare,
+        "replay": _replay,
         "report": _report,
         "env": _env,
     }
@@ -192,28 +195,57 @@ def main(argv: list[str] | None = None) -> int:
 _USAGE = """usage: qerl COMMAND ...
 
   train CONFIG.toml [--section.field VALUE ...]   train an adapter, or resume the run in output_dir
+  plan CONFIG.toml [--device-memory 80GB] [--compile] [--section.field VALUE ...]
+                                                  what the run will hold, and whether it fits
   generate PROMPT [--model M] [--adapter DIR]     print completions; or --input FILE --output OUT.jsonl
   filter CONFIG.toml OUT.jsonl [--low R]          keep the problems that are neither easy nor hopeless
   eval SET ... [--adapter RUN_FOLDER]             accuracy on benchmarks, with intervals
   compare EVAL_FOLDER EVAL_FOLDER                 difference of two policies on the same problems
   report RUN_FOLDER ...                           a page and PNG files of one or several runs
+  replay RUN_FOLDER/non_finite/STEP.npz           a step that was skipped as not finite, once more
   env                                             versions and devices, for bug reports
 
 qerl COMMAND --help shows the options; `qerl train CONFIG.toml --help` every field with its
 value."""
 
 
-def _train(argv: list[str]) -> None:
+def _config(command: str, argv: list[str]) -> RunConfig:
+    """The config file that comes first, changed by what follows."""
     if not argv or argv[0].startswith("-"):
         raise ConfigError(
-            "train: missing the config file: qerl train CONFIG.toml [--section.field VALUE ...]"
+            f"{command}: missing the config file: qerl {command} CONFIG.toml "
+            "[--section.field VALUE ...]"
         )
     cfg = config.load(argv[0])
     if cfg.noise is None and any(arg.startswith("--noise.") for arg in argv):
         cfg = dataclasses.replace(cfg, noise=NoiseConfig())
     flat = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
-    cfg = tyro.cli(RunConfig, args=argv[1:], default=cfg, prog=f"qerl train {argv[0]}", config=flat)
+    prog = f"qerl {command} {argv[0]}"
+    return tyro.cli(RunConfig, args=argv[1:], default=cfg, prog=prog, config=flat)
 
+
+def _plan(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="qerl plan", add_help=False)
+    parser.add_argument("--device-memory")
+    parser.add_argument("--compile", action="store_true")
+    options, rest = parser.parse_known_args(argv)
+    cfg = _config("plan", rest)
+    from qerl_jax import plan
+
+    size = options.device_memory
+    limit = plan.of_device() if size is None else plan.parse_size(size)
+    made = plan.make(cfg, limit=limit)
+    for line in made.lines(limit):
+        _say(line)
+    if options.compile:
+        memory = plan.compiled(cfg)
+        _say(f"compiled  temporaries of one micro-batch {memory.temp_size_in_bytes / 1e9:.2f} GB")
+    if limit is not None:
+        made.require(limit)
+
+
+def _train(argv: list[str]) -> None:
+    cfg = _config("train", argv)
     from qerl_jax import report
     from qerl_jax.train import train
 
@@ -370,6 +402,15 @@ def _compare(argv: list[str]) -> None:
         for estimate, interval in comparison.differences.items():
             _say(f"  {estimate:8} {interval:+.3f}")
         _say(f"  settings that differ: {', '.join(comparison.changed) or 'none'}")
+
+
+def _replay(argv: list[str]) -> None:
+    if len(argv) != 1 or argv[0].startswith("-"):
+        raise ValueError("replay: usage: qerl replay RUN_FOLDER/non_finite/STEP.npz")
+    from qerl_jax import replay
+
+    for line in replay.run(argv[0]):
+        _say(line)
 
 
 def _report(argv: list[str]) -> None:

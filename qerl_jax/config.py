@@ -39,8 +39,8 @@ class ModelConfig:
         dtype: Of the activations.
         random_base: Make a packed random base of that architecture on the device instead of reading
             weights.
-        gradient_checkpointing: Recompute each layer in the backward pass instead of keeping its
-            activations.
+        gradient_checkpointing: What the backward pass recomputes instead of keeping it: each
+            "layer", all of a layer but the large "products", or "none".
         trainable: "lora" trains an adapter; "full" the layers of a dense base themselves (linears,
             biases and norms; not embedding, last norm and head), in float32, without an adapter.
     """
@@ -50,7 +50,7 @@ class ModelConfig:
     weights: Literal["nvfp4", "bfloat16", "float32"] = "nvfp4"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     random_base: bool = False
-    gradient_checkpointing: bool = True
+    gradient_checkpointing: Literal["none", "products", "layer"] = "layer"
     trainable: Literal["lora", "full"] = "lora"
 
     def __post_init__(self):
@@ -468,6 +468,10 @@ class OptimConfig:
         max_grad_norm: Global norm to which gradients are clipped.
         per_device_train_batch_size: Rows of one micro-batch.
         gradient_accumulation_steps: Micro-batches per optimizer step.
+        max_tokens_per_microbatch: Cut the rows of an optimizer step by their tokens instead: into as
+            few micro-batches as hold no more than these, padding included. The result is the same.
+        share_prompts: Compute a prompt once for all of its completions in a micro-batch.
+        optimizer: AdamW with float32 moments, or with moments in 8 bits ("adamw_8bit").
     """
 
     learning_rate: float = 1e-5
@@ -481,6 +485,9 @@ class OptimConfig:
     max_grad_norm: float = 0.2
     per_device_train_batch_size: int = 8
     gradient_accumulation_steps: int = 1
+    max_tokens_per_microbatch: int | None = None
+    share_prompts: bool = True
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
 
     def __post_init__(self):
         _require(
@@ -721,6 +728,21 @@ class RunConfig:
             rows,
             "must be a multiple of the optimizer batch, optim.per_device_train_batch_size * "
             f"optim.gradient_accumulation_steps = {self.train_batch_size}",
+        )
+        tokens = self.optim.max_tokens_per_microbatch
+        one_row = self.data.max_prompt_length + self.rollout.max_completion_length
+        _require(
+            tokens is None or tokens >= one_row,
+            "optim.max_tokens_per_microbatch",
+            tokens,
+            "must hold one row, data.max_prompt_length + rollout.max_completion_length = "
+            f"{one_row}",
+        )
+        _require(
+            tokens is None or self.grpo.loss_type != "bnpo",
+            "optim.max_tokens_per_microbatch",
+            tokens,
+            'goes with any grpo.loss_type but "bnpo", whose value depends on the cut: take "dapo"',
         )
         _require(
             self.max_steps is None or self.max_steps % self.updates_per_rollout == 0,

@@ -8,6 +8,8 @@ temperature 0 (greedy) it is taken at temperature 1.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -38,14 +40,17 @@ def of_targets(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each target and entropy of each distribution, without ever holding [N, V] logits.
 
-    Rows go through the head `chunk` at a time, and the backward pass recomputes a chunk's logits:
-    memory is chunk * V float32, whatever N is.
+        d log p(target) / d hidden = (head[target] - sum over v of p(v) head[v]) / temperature
+
+    Rows go through the head `chunk` at a time: memory is chunk * V float32, whatever N is. When a
+    derivative will be asked for, that slope, [N, D], is formed while a chunk's logits are there, so
+    that they are computed once; what the loss makes of it is one factor per row.
 
     Args:
         hidden: [N, D], the state that predicts each target.
         head: [V, D].
         targets: int32 [N].
-        temperature: Of the policy; see the module's definition.
+        temperature: Of the policy; see the module's definition. No gradient flows through it.
         num_tokens: Ids that the tokenizer has.
         chunk: Rows at a time.
 
@@ -58,13 +63,57 @@ def of_targets(
     padding = -rows % chunk
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, chunk, hidden.shape[-1])
     targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)
+    temperature = jnp.asarray(temperature, jnp.float32)
+    logps, entropies = _of_chunks(hidden, head, targets, temperature, num_tokens)
+    return logps.reshape(-1)[:rows], entropies.reshape(-1)[:rows]
 
-    @jax.checkpoint
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _of_chunks(hidden, head, targets, temperature, num_tokens):
     def of_chunk(args):
         hidden, targets = args
         logps = log_softmax(layers.logits(hidden, head), temperature, num_tokens)
-        picked = jnp.take_along_axis(logps, targets[:, None], axis=-1)[:, 0]
-        return picked, entropy(jax.lax.stop_gradient(logps))
+        return _picked(logps, targets), entropy(logps)
 
-    logps, entropies = jax.lax.map(of_chunk, (hidden, targets))
-    return logps.reshape(-1)[:rows], entropies.reshape(-1)[:rows]
+    return jax.lax.map(of_chunk, (hidden, targets))
+
+
+def _of_chunks_fwd(hidden, head, targets, temperature, num_tokens):
+    def of_chunk(args):
+        hidden, targets = args
+        logps = log_softmax(layers.logits(hidden, head), temperature, num_tokens)
+        slopes = _logit_slopes(logps, targets, temperature).astype(hidden.dtype)
+        return _picked(logps, targets), entropy(logps), layers.linear(slopes, head.T)
+
+    logps, entropies, slopes = jax.lax.map(of_chunk, (hidden, targets))
+    return (logps, entropies), (slopes, hidden, head, targets, temperature)
+
+
+def _of_chunks_bwd(num_tokens, residuals, cotangents):
+    slopes, hidden, head, targets, temperature = residuals
+    factors, _ = cotangents
+    dhidden = (factors[..., None] * slopes.astype(jnp.float32)).astype(hidden.dtype)
+
+    # Where the head is frozen nobody asks for this, and the compiler drops it.
+    def of_chunk(dhead, args):
+        hidden, targets, factors = args
+        logps = log_softmax(layers.logits(hidden, head), temperature, num_tokens)
+        dlogits = factors[:, None] * _logit_slopes(logps, targets, temperature)
+        return dhead + layers.logits(dlogits.astype(hidden.dtype).T, hidden.T), None
+
+    zeros = jnp.zeros(head.shape, jnp.float32)
+    dhead, _ = jax.lax.scan(of_chunk, zeros, (hidden, targets, factors))
+    return dhidden, dhead.astype(head.dtype), None, jnp.zeros_like(temperature)
+
+
+_of_chunks.defvjp(_of_chunks_fwd, _of_chunks_bwd)
+
+
+def _picked(logps: jax.Array, targets: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(logps, targets[:, None], axis=-1)[:, 0]
+
+
+def _logit_slopes(logps: jax.Array, targets: jax.Array, temperature: jax.Array) -> jax.Array:
+    """Derivative of each target's log-probability with respect to the logits, [N, V]."""
+    hit = jnp.arange(logps.shape[-1]) == targets[:, None]
+    return (hit - jnp.exp(logps)) / jnp.where(temperature > 0, temperature, 1.0)

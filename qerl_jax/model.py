@@ -19,14 +19,20 @@ from typing import Any, Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import nvfp4, prepare
 from pallas_kernels.decode_attention import decode_attention
 from qerl_jax import layers
 from qerl_jax.architecture import Architecture
 from qerl_jax.kv_cache import KVCache
+from qerl_jax.shared_prompts import SharedPrompts
 
 Weights = Literal["nvfp4", "bfloat16", "float32"]
+Remat = Literal["none", "products", "layer"]
+
+# Linears whose products are worth keeping for a backward pass; nothing in it reads that of "down".
+_PRODUCTS = ("qkv", "o", "gate_up")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +126,7 @@ class FusedLinear(nn.Module):
         if self.lora is not None and self.adapter:
             branches = [Adapter(size, self.lora, name=name)(x) for name, size in self.parts]
             y = y + jnp.concatenate(branches, axis=-1)
-        return y
+        return checkpoint_name(y, self.name)
 
     def _base(self, name, init):
         if self.full:
@@ -143,16 +149,18 @@ class Block(nn.Module):
     full: bool
 
     @nn.compact
-    def __call__(self, carry, index, tables, starts):
+    def __call__(self, carry, index, tables, starts, shared):
         x, cache = carry
-        x, cache = self._attention(x, cache, index, tables, starts)
+        x, cache = self._attention(x, cache, index, tables, starts, shared)
         gate_up = self._linear("gate_up")(self._norm("post_attention_layernorm")(x))
         return (x + self._linear("down")(layers.swiglu(gate_up)), cache), None
 
-    def _attention(self, x, cache, index, tables, starts):
+    def _attention(self, x, cache, index, tables, starts, shared):
         arch = self.arch
-        batch, length, _ = x.shape
         qkv = self._linear("qkv", bias=arch.qkv_bias)(self._norm("input_layernorm")(x))
+        if shared is not None:
+            qkv = shared.unfold(qkv)
+        batch, length, _ = qkv.shape
         heads = qkv.reshape(batch, length, -1, arch.head_size)
         query, key, value = jnp.split(
             heads, [arch.num_heads, arch.num_heads + arch.num_kv_heads], axis=2
@@ -168,7 +176,10 @@ class Block(nn.Module):
             if cache is not None:
                 cache = cache.fill(index, key, value)
             mixed = layers.attention(query, key, value, starts=starts)
-        return x + self._linear("o")(mixed.reshape(batch, length, arch.query_width)), cache
+        mixed = mixed.reshape(batch, length, arch.query_width)
+        if shared is not None:
+            mixed = shared.fold(mixed)
+        return x + self._linear("o")(mixed), cache
 
     def _decode_attention(self, heads, cache, index, tables):
         cos, sin = (table[:, 0, 0] for table in tables)
@@ -219,8 +230,9 @@ class Transformer(nn.Module):
         lengths: jax.Array | None = None,
         starts: jax.Array | None = None,
         cache: KVCache | None = None,
+        shared: SharedPrompts | None = None,
         adapter: bool = True,
-        remat: bool = False,
+        remat: Remat = "none",
     ) -> tuple[jax.Array, KVCache | None]:
         """Runs T tokens of each row.
 
@@ -231,9 +243,11 @@ class Transformer(nn.Module):
             starts: int32 [B], the first live slot of left-padded rows; None means 0. Not with a
                 cache.
             cache: T > 1 fills an empty cache, T == 1 extends it.
+            shared: How rows hold a prompt and its completions, where they do; not with a cache.
             adapter: Whether params (LoRA and trained norms) act; False is the reference policy.
-            remat: Whether the backward pass recomputes each layer instead of keeping its
-                activations.
+            remat: What the backward pass recomputes instead of keeping it: all of a layer but its
+                input ("layer"), all but its input and the products with qkv, o and gate_up
+                ("products"), or nothing ("none").
 
         Returns:
             Hidden states [B, T, D] after the last norm, and the extended cache.
@@ -244,23 +258,30 @@ class Transformer(nn.Module):
         if not arch.tie_word_embeddings:
             self.variable("frozen", "lm_head", self._random, shape, dtype)
 
-        slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        length = tokens.shape[1]
+        if shared is not None:
+            length = shared.width + (length - shared.width) // shared.branches
+        slots = jnp.arange(length, dtype=jnp.int32)[None]
         if cache is not None:
             slots = slots + cache.ends[:, None]
         positions = slots if starts is None else slots - starts[:, None]
         tables = layers.rope_tables(positions, layers.rope_frequencies(arch))
 
-        block = nn.remat(Block, prevent_cse=False) if remat else Block
+        block = Block
+        if remat != "none":
+            names = _PRODUCTS if remat == "products" else ()
+            policy = jax.checkpoint_policies.save_only_these_names(*names)
+            block = nn.remat(Block, prevent_cse=False, policy=policy)
         scan = nn.scan(
             block,
             variable_axes={"params": 0, "frozen": 0, "noise": 0},
             split_rngs={"params": True, "dropout": True},
-            in_axes=(0, nn.broadcast, nn.broadcast),
+            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
             length=arch.num_layers,
         )
         stack = scan(arch, self.weights, self.lora, adapter, self.full, name="layers")
         x = embedding[tokens].astype(self.dtype)
-        (x, cache), _ = stack((x, cache), jnp.arange(arch.num_layers), tables, starts)
+        (x, cache), _ = stack((x, cache), jnp.arange(arch.num_layers), tables, starts, shared)
         if cache is not None:
             grown = tokens.shape[1] if lengths is None else lengths
             cache = dataclasses.replace(cache, ends=cache.ends + grown)

@@ -35,6 +35,8 @@ from qerl_jax import (
     data,
     grpo,
     noise,
+    plan,
+    replay,
     rewards,
     rollouts,
     sampling,
@@ -72,6 +74,10 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     if cfg.deterministic:
         runtime.use_deterministic_kernels()
     runtime.use_compilation_cache()
+    limit = plan.of_device()
+    memory = None if limit is None else plan.make(cfg, limit=limit)
+    if memory:
+        memory.require(limit)
     model, frozen, tokenizer = checkpoint.load_policy(cfg.model, cfg.lora, cfg.seed)
     functions, weights = _rewards(cfg)
     problems = _problems(cfg, cfg.data, cfg.data.split, tokenizer)
@@ -86,7 +92,7 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     files = checkpoint.StateFiles(cfg.output_dir, cfg.save_total_limit)
     state = files.restore(state) or state
     supply = _supply(cfg, files.supply(), problems, tokenizer)
-    step = int(state.step)
+    step = started = int(state.step)
     _write_config(cfg)
     logger = Logger(
         cfg.output_dir,
@@ -125,14 +131,17 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
                 batch.rollout,
                 advantages,
                 mask_truncated_completions=cfg.grpo.mask_truncated_completions,
+                share_prompts=cfg.optim.share_prompts,
             )
             trace.lap("reward")
             trainer_noise = norms.get("noise") if cfg.noise and cfg.noise.scope == "both" else None
             state, learned = improve(
                 state, frozen, experience, trainer_noise, jax.random.fold_in(keys[_UPDATE], step)
             )
-            metrics |= jax.device_get(learned)
+            metrics |= learned
             trace.lap("update")
+            if memory and trace.step == started:
+                _compare(memory, limit, logger)
 
             step = int(state.step)
             logger.num_tokens += _num_tokens(fresh.rollout)
@@ -157,6 +166,14 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     return state
 
 
+def _compare(memory: plan.Plan, limit: int, logger: Logger) -> None:
+    """After the first step: the plan beside the measured peak, and one base only."""
+    stats = jax.local_devices()[0].memory_stats()
+    for line in memory.lines(limit, stats["peak_bytes_in_use"]):
+        logger.note(line)
+    memory.require_one_base(stats["bytes_in_use"])
+
+
 def _phases(
     cfg: RunConfig, model: Transformer, tokenizer: Tokenizer, total_steps: int, noise_key: jax.Array
 ):
@@ -171,6 +188,7 @@ def _phases(
         num_tokens=tokenizer.num_tokens,
         remat=cfg.model.gradient_checkpointing,
         max_completion_length=cfg.rollout.max_completion_length,
+        on_non_finite=functools.partial(replay.write, cfg.output_dir),
     )
     if cfg.noise is None:
         return generate, improve, lambda step: ({}, {})

@@ -1,6 +1,7 @@
-"""Times every phase of whole training steps, NVFP4 base beside BF16 base: `python -m scripts.bench_step`.
+"""Times training steps: `python -m scripts.bench_step`, or `--rows NAME ...` for rows of the target table.
 
-It runs `train` itself, so what is timed is the product, not a copy of it. Each arm is a process of
+Without `--rows`: every phase of whole steps of a config, NVFP4 base beside BF16 base. It runs `train`
+itself, so what is timed is the product, not a copy of it. Each arm is a process of
 its own, killed when it overstays; it must see finite, non-zero gradients and an adapter that moved,
 or it fails. Prints markdown rows: seconds per phase (median of the steps after the first, which
 compiles), and how far each phase is from its floor:
@@ -9,6 +10,13 @@ compiles), and how far each phase is from its floor:
   measured bandwidth
 - update: 6 * parameters of the linears * tokens (forward, recomputation, input gradient) + the
   head's share / measured bf16 rate
+
+With `--rows`: each row of `ROWS` is a process of its own with its own time limit and, where its target
+says 80 GB, a memory pool of that size (`--pool-gib`). "update" rows time the update alone on random
+tokens, the others whole steps of `train` on arithmetic problems behind a filler, so that prompts have
+close to 256 tokens. Bases are random and packed on the device. A JSON line per row is appended to
+`--out`, the plan's peak beside the measured one. Model FLOP/s: 4 * parameters * tokens, recomputation
+not counted.
 """
 
 from __future__ import annotations
@@ -17,11 +25,13 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 
 from qerl_jax import architecture, config, log
 
@@ -30,12 +40,256 @@ BANDWIDTH, BF16_RATE = 4.3e12, 790e12
 PHASES = ("rollout", "reward", "update")
 
 
+# GiB of an H200 as XLA counts them: a fraction of 0.5723 gave a pool of 80.01 GiB.
+DEVICE_GIB = 80.01 / 0.5723
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the target table.
+
+    Attributes:
+        model: Name of `architecture.KNOWN`.
+        target: What is asked for.
+        prompts: P, each of `prompt` tokens.
+        group: Completions of each prompt.
+        prompt: Tokens.
+        completion: Tokens.
+        rank: Of LoRA.
+        steps: The first of which compiles and is not timed where there are more.
+        update_only: Whether random tokens take the place of a rollout.
+        pooled: Whether memory is held to a pool of 80 GB.
+        weights: How the linears are held.
+        optim: Fields of `OptimConfig`; by default one micro-batch holds all rows.
+        remat: `model.gradient_checkpointing`.
+        timeout: Seconds.
+    """
+
+    model: str
+    target: str
+    prompts: int
+    group: int
+    prompt: int
+    completion: int
+    rank: int = 32
+    steps: int = 4
+    update_only: bool = False
+    pooled: bool = False
+    weights: str = "nvfp4"
+    optim: dict = dataclasses.field(default_factory=dict)
+    remat: str = "layer"
+    timeout: int = 240
+
+
+_UPDATE = Row("qwen2.5-7b", "<= 0.70 s, <= 12.5 GiB", 8, 1, 8, 1016, update_only=True)
+_GROUP = Row("qwen2.5-7b", "shared prompt", 1, 8, 256, 512, update_only=True)
+_ROLLOUT = Row("qwen2.5-7b", ">= 1.5x of bf16", 2, 8, 256, 512)
+_MANY = dataclasses.replace(
+    _ROLLOUT,
+    target=">= 1.1x of bf16",
+    prompts=8,
+    optim={"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4},
+)
+ROWS = {
+    "7b-update": _UPDATE,
+    "7b-update-bf16": dataclasses.replace(_UPDATE, target="baseline", weights="bfloat16"),
+    "7b-update-products": dataclasses.replace(_UPDATE, target="faster", remat="products"),
+    "7b-update-8bit": dataclasses.replace(
+        _UPDATE, target="smaller", optim={"optimizer": "adamw_8bit"}
+    ),
+    "7b-group": _GROUP,
+    "7b-group-apart": dataclasses.replace(
+        _GROUP, target="baseline of 7b-group", optim={"share_prompts": False}
+    ),
+    "32b-step": Row("qwen2.5-32b", "<= 5 s, <= 40 GB", 1, 8, 256, 512, 16, 3, pooled=True),
+    "32b-long": Row(
+        "qwen2.5-32b",
+        "runs",
+        1,
+        8,
+        256,
+        8192,
+        16,
+        1,
+        pooled=True,
+        optim={"max_tokens_per_microbatch": 17408},
+        timeout=540,
+    ),
+    "72b-step": Row("qwen2.5-72b", "runs", 1, 4, 256, 1024, 16, 2, pooled=True, timeout=420),
+    "7b-16": _ROLLOUT,
+    "7b-16-bf16": dataclasses.replace(_ROLLOUT, target="baseline", weights="bfloat16"),
+    "7b-64": _MANY,
+    "7b-64-bf16": dataclasses.replace(_MANY, target="baseline", weights="bfloat16"),
+}
+
+
+def row_config(row: Row, tokenizer: str, folder: str) -> config.RunConfig:
+    """The run of a row; its data are short sums behind a filler that the Qwen2 tokenizer makes 220 tokens of."""
+    rows = row.prompts * row.group
+    optim = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 1}
+    return config.RunConfig(
+        output_dir=folder,
+        max_steps=row.steps,
+        log_completions=False,
+        model=config.ModelConfig(
+            row.model,
+            tokenizer,
+            row.weights,
+            random_base=True,
+            gradient_checkpointing=row.remat,
+        ),
+        data=config.DataConfig(
+            "arithmetic",
+            num_problems=64,
+            max_prompt_length=row.prompt,
+            system_prompt="",
+            prompt_template="Take your time. " * 46 + "{prompt}",
+            overlong_prompts="drop",
+        ),
+        rewards=config.RewardConfig(("token_hash_reward",)),
+        lora=config.LoraConfig(row.rank, float(row.rank)),
+        rollout=config.RolloutConfig(
+            num_generations=max(2, row.group),
+            generation_batch_size=rows,
+            max_completion_length=row.completion,
+        ),
+        optim=config.OptimConfig(**(optim | row.optim)),
+    )
+
+
+def run_row(name: str, tokenizer: str) -> dict:
+    """Measures one row in this process."""
+    import jax
+
+    from pallas_kernels import runtime
+    from qerl_jax import plan
+
+    row = ROWS[name]
+    runtime.use_compilation_cache()
+    with tempfile.TemporaryDirectory() as folder:
+        cfg = row_config(row, tokenizer, folder)
+        planned = plan.make(cfg, limit=plan.of_device())
+        result = _time_update(row, cfg) if row.update_only else _time_steps(cfg)
+    arch = architecture.KNOWN[row.model]
+    seconds = result["update"]
+    flops = 4 * linear_parameters(arch) * result["tokens"]
+    stats = jax.devices()[0].memory_stats() or {}
+    return result | {
+        "row": name,
+        "target": row.target,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "peak_gb": stats.get("peak_bytes_in_use", 0) / 1e9,
+        "pool_gb": stats.get("bytes_limit", 0) / 1e9,
+        "planned_gb": planned.peak / 1e9,
+        "update_mfu": flops / seconds / BF16_RATE,
+    }
+
+
+def _time_steps(cfg: config.RunConfig) -> dict:
+    from qerl_jax import train
+
+    train.train(cfg)
+    rows = log.read_metrics(cfg.output_dir)
+    norms = [row["grad_norm"] for row in rows]
+    assert all(math.isfinite(norm) and norm > 0 for norm in norms), norms
+    steady = rows[1:] or rows
+    phases = {name: statistics.median(r[f"perf/{name}_time"] for r in steady) for name in PHASES}
+    return phases | {
+        "step": statistics.median(row["step_time"] for row in steady),
+        "first_step": rows[0]["step_time"],
+        "tokens": rows[-1]["num_tokens"] / len(rows),
+        "mean_length": rows[-1]["completions/mean_length"],
+        "logp_difference": rows[-1]["sampling/sampling_logp_difference/mean"],
+    }
+
+
+def _time_update(row: Row, cfg: config.RunConfig) -> dict:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from qerl_jax import update
+    from qerl_jax.model import LoRA, Transformer, init_params, random_base
+
+    lora = LoRA(cfg.lora.rank, cfg.lora.alpha)
+    model = Transformer(architecture.KNOWN[row.model], row.weights, lora, jnp.bfloat16)
+    frozen = random_base(model, jax.random.key(0))
+    state = update.init_state(init_params(model, frozen, jax.random.key(1)), cfg.optim)
+    improve = update.make_update(
+        model,
+        grpo_cfg=cfg.grpo,
+        optim_cfg=cfg.optim,
+        total_steps=row.steps,
+        temperature=1.0,
+        num_tokens=151665,
+        remat=row.remat,
+        max_completion_length=row.completion,
+    )
+    rng = np.random.default_rng(0)
+    rows = row.prompts * row.group
+    shared = row.prompts if cfg.optim.share_prompts else rows
+    shape = (rows, row.completion)
+    experience = update.Experience(
+        prompts=rng.integers(0, 151643, (shared, row.prompt), np.int32),
+        prompt_lengths=np.full(shared, row.prompt, np.int32),
+        completions=rng.integers(0, 151643, shape, np.int32),
+        mask=np.ones(shape, bool),
+        # About what random weights give, so that no ratio leaves the clip range.
+        behaviour_logps=np.full(shape, -12.0, np.float32),
+        advantages=np.where(np.arange(rows) % 2, 1.0, -1.0).astype(np.float32),
+    )
+    times = []
+    for step in range(row.steps):
+        started = time.perf_counter()
+        state, metrics = improve(state, frozen, experience, None, jax.random.key(step))
+        jax.block_until_ready(state)
+        times.append(time.perf_counter() - started)
+        assert math.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0, metrics
+    tokens = shared * row.prompt + experience.completions.size
+    return {"update": statistics.median(times[1:]), "first_step": times[0], "tokens": tokens}
+
+
+def linear_parameters(arch: architecture.Architecture) -> int:
+    """Weights of the linears of all layers."""
+    return arch.num_layers * sum(
+        arch.input_width(name) * size for name, parts in arch.linears().items() for _, size in parts
+    )
+
+
+def bench_rows(names: list[str], tokenizer: str | None, pool_gib: float, out: pathlib.Path) -> int:
+    """Runs rows one after the other, each in its own process; what is measured is kept at once."""
+    failed = 0
+    for name in names:
+        row, environment = ROWS[name], dict(os.environ)
+        if row.pooled:
+            environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{pool_gib / DEVICE_GIB:.4f}"
+        command = [sys.executable, "-m", "scripts.bench_step", "--row", name]
+        command += ["--tokenizer", tokenizer or "Qwen/Qwen2.5-7B-Instruct"]
+        try:
+            done = subprocess.run(
+                command,
+                timeout=row.timeout,
+                check=True,
+                env=environment,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            result = json.loads(done.stdout.splitlines()[-1])
+        except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+            failed += 1
+            result = {"row": name, "target": row.target, "failed": str(error)}
+        with out.open("a") as file:
+            file.write(json.dumps(result) + "\n")
+        print(json.dumps(result), flush=True)
+    return bool(failed)
+
+
 def floors(cfg: config.RunConfig) -> dict[str, float]:
     """Seconds below which no implementation on that card can go."""
     arch = architecture.KNOWN[cfg.model.model_name_or_path]
-    linears = arch.num_layers * sum(
-        arch.input_width(name) * size for name, parts in arch.linears().items() for _, size in parts
-    )
+    linears = linear_parameters(arch)
     head = arch.vocab_size * arch.width
     rows, length = cfg.generation_batch_size, cfg.rollout.max_completion_length
     per_token = 2 * arch.num_layers * arch.kv_width * 2
@@ -97,8 +351,19 @@ def main() -> int:
     parser.add_argument("--data", help="folder, likewise")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--timeout", type=int, default=280, help="seconds per arm")
+    parser.add_argument("--rows", nargs="+", choices=[*ROWS, "all"], help="of the target table")
+    parser.add_argument("--pool-gib", type=float, default=78, help="of rows held to 80 GB")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench_step.jsonl"))
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
+
+    if args.row:
+        print(json.dumps(run_row(args.row, args.tokenizer)))
+        return 0
+    if args.rows:
+        names = list(ROWS) if "all" in args.rows else args.rows
+        return bench_rows(names, args.tokenizer, args.pool_gib, args.out)
 
     cfg = config.load(args.config)
     model = dataclasses.replace(

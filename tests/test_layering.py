@@ -12,13 +12,13 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Each row may import from those above it, and within itself without cycles.
 LAYERS = (
     "pallas_kernels",
-    "__init__ answers architecture arithmetic benchmarks charts config data display equivalence "
-    "estimators grpo log masked noise page pages reward_functions reward_workers rewards sandbox "
-    "stop_strings tensor_files tokenizer trackers",
-    "decode draws kv_cache layers logprobs model",
+    "__init__ adam8bit answers architecture arithmetic benchmarks charts config data display "
+    "equivalence estimators grpo log masked noise packing page pages reward_functions "
+    "reward_workers rewards sandbox stop_strings tensor_files tokenizer trackers",
+    "decode draws kv_cache layers logprobs model shared_prompts",
     "checkpoint engine policies sampling",
     "generator rollouts update",
-    "evaluate pass_rates report train",
+    "evaluate pass_rates plan replay report train",
     "__main__ cli",
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}

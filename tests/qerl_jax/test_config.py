@@ -32,7 +32,7 @@ MINIMAL = {
 # Every field differs from its default, so that a field lost on the way out and in shows.
 FULL = RunConfig(
     output_dir='runs/a "quoted"\nname',
-    model=ModelConfig("base", "tokenizer", "bfloat16", "float32", True, False),
+    model=ModelConfig("base", "tokenizer", "bfloat16", "float32", True, "none"),
     data=DataConfig(
         "gsm8k",
         path="folder",
@@ -92,7 +92,9 @@ FULL = RunConfig(
         importance_sampling_mode="sequence_mask",
         importance_sampling_clip_max=2.0,
     ),
-    optim=OptimConfig(3e-5, "linear", 0.05, 0.1, 0.8, 0.999, 1e-6, 0.01, 1.0, 2, 4),
+    optim=OptimConfig(
+        3e-5, "linear", 0.05, 0.1, 0.8, 0.999, 1e-6, 0.01, 1.0, 2, 4, 1000, False, "adamw_8bit"
+    ),
     noise=NoiseConfig(5e-2, 5e-4, 5, "cosine", "paper", "both", True),
     eval=EvalConfig("validation", 16, "format_reward", 0.6, 0.95, 8, 25, 4, "math500", "here"),
     num_train_epochs=1.5,
@@ -394,6 +396,18 @@ BAD = [
         {"optim__per_device_train_batch_size": 0},
         "0",
         "must be at least 1",
+    ),
+    (
+        "optim.max_tokens_per_microbatch",
+        {"optim__max_tokens_per_microbatch": 1023},
+        "1023",
+        "data.max_prompt_length + rollout.max_completion_length = 1024",
+    ),
+    (
+        "optim.max_tokens_per_microbatch",
+        {"optim__max_tokens_per_microbatch": 4096, "grpo__loss_type": "bnpo"},
+        "4096",
+        'any grpo.loss_type but "bnpo"',
     ),
     (
         "optim.gradient_accumulation_steps",

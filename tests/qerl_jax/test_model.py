@@ -211,7 +211,7 @@ def test_adapter_over_the_packed_base_equals_peft():
     )
 
 
-@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("remat", ["none", "products", "layer"])
 def test_adapter_gradients_equal_peft(remat):
     reference = golden_files.load(LORA_GOLDEN / "reference.safetensors")
     model, variables = load_adapter(GOLDEN / "models/qwen2_untied", "float32")
@@ -316,22 +316,43 @@ def test_chunked_log_probabilities_and_their_gradient_equal_the_whole():
     )
     targets = jnp.arange(10) * 3
 
-    def chunked(hidden):
+    def chunked(hidden, weight=weight):
         return logprobs.of_targets(
             hidden, weight, targets, temperature=0.8, num_tokens=30, chunk=4
         )[0]
 
-    def whole(hidden):
+    def whole(hidden, weight=weight):
         logps = jax.nn.log_softmax((hidden @ weight.T / 0.8)[:, :30], axis=-1)
         return jnp.take_along_axis(logps, targets[:, None], axis=-1)[:, 0]
 
     np.testing.assert_allclose(chunked(hidden), whole(hidden), atol=1e-5)
     weights = jnp.linspace(-1, 1, 10)
-    np.testing.assert_allclose(
-        jax.grad(lambda h: chunked(h) @ weights)(hidden),
-        jax.grad(lambda h: whole(h) @ weights)(hidden),
-        atol=1e-5,
+    slopes, expected = (
+        jax.jit(jax.grad(lambda h, w, f=f: f(h, w) @ weights, argnums=(0, 1)))(hidden, weight)
+        for f in (chunked, whole)
     )
+    np.testing.assert_allclose(slopes[0], expected[0], atol=1e-5)
+    np.testing.assert_allclose(slopes[1], expected[1], atol=1e-5)
+
+
+def test_memory_of_log_probabilities_does_not_grow_with_rows_times_vocabulary():
+    def temporaries(rows, vocabulary=4096, width=8):
+        def loss(hidden, weight, targets):
+            logps, entropies = logprobs.of_targets(
+                hidden, weight, targets, temperature=1.0, num_tokens=vocabulary, chunk=32
+            )
+            return jnp.sum(logps), entropies
+
+        shapes = (
+            jax.ShapeDtypeStruct((rows, width), jnp.float32),
+            jax.ShapeDtypeStruct((vocabulary, width), jnp.float32),
+            jax.ShapeDtypeStruct((rows,), jnp.int32),
+        )
+        compiled = jax.jit(jax.grad(loss, has_aux=True)).lower(*shapes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    # Nine times the rows: 2048 more, whose logits would be 32 MiB, and whose states are 64 KiB.
+    assert temporaries(2304) - temporaries(256) < 2**20
 
 
 def test_known_shapes_have_their_published_sizes():

@@ -149,13 +149,9 @@ def scorer(name, num_tokens):
 
 def recomputed(name, completions, temperature, num_tokens):
     """The trainer's log-probabilities of completions [B, C]."""
-    tokens = np.zeros((P * G, WIDTH + C), np.int32)
-    tokens[:, :WIDTH] = prompts(name)[ROWS]
-    slots = LENGTHS[ROWS][:, None] + np.arange(C)
-    np.put_along_axis(tokens, slots, completions, axis=1)
     experience = update.Experience(
-        tokens=tokens,
-        prompt_lengths=LENGTHS[ROWS],
+        prompts=prompts(name),
+        prompt_lengths=LENGTHS,
         completions=completions,
         mask=np.ones_like(completions, bool),
         behaviour_logps=np.zeros_like(completions, np.float32),

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -101,12 +102,21 @@ jitted_direct_logps = jax.jit(direct_logps, static_argnames="adapter")
 
 
 @functools.cache
-def sample_experience():
+def sample_tokens():
+    """Rows [prompt, completion] without a gap; padded."""
     rng = np.random.default_rng(3)
     tokens = np.full((ROWS, WIDTH), 59, np.int32)
+    for row, length in enumerate(PROMPT_LENGTHS + LENGTHS):
+        tokens[row, :length] = rng.integers(0, NUM_TOKENS, length)
+    return tokens
+
+
+@functools.cache
+def sample_experience():
+    rng = np.random.default_rng(4)
+    tokens = sample_tokens()
     completions = np.full((ROWS, LONGEST), 59, np.int32)
     for row, (start, length) in enumerate(zip(PROMPT_LENGTHS, LENGTHS, strict=True)):
-        tokens[row, : start + length] = rng.integers(0, NUM_TOKENS, start + length)
         completions[row, :length] = tokens[row, start : start + length]
     mask = np.arange(LONGEST) < LENGTHS[:, None]
     mask[CUT_ROW] = False
@@ -116,11 +126,12 @@ def sample_experience():
     behaviour = np.where(np.arange(LONGEST) < LENGTHS[:, None], behaviour, 0).astype(np.float32)
     advantages = rng.normal(size=ROWS).astype(np.float32)
     advantages[1] = 0
-    return update.Experience(tokens, PROMPT_LENGTHS, completions, mask, behaviour, advantages)
+    prompts = tokens[:, : WIDTH - LONGEST]
+    return update.Experience(prompts, PROMPT_LENGTHS, completions, mask, behaviour, advantages)
 
 
 def own_logps():
-    return jitted_direct_logps(trained_params(), sample_experience().tokens)[0]
+    return jitted_direct_logps(trained_params(), sample_tokens())[0]
 
 
 def geometry(micro_rows, accumulation):
@@ -147,7 +158,7 @@ def state_of(params):
     return update.init_state(jax.tree.map(jnp.array, params), PLAIN)
 
 
-def make(*, grpo=DAPO, optim=PLAIN, dropout=0.0, remat=False):
+def make(*, grpo=DAPO, optim=PLAIN, dropout=0.0, remat="none"):
     """An update, compiled once for all tests that ask for it."""
     return _make(grpo, optim, dropout, remat)
 
@@ -163,6 +174,15 @@ def run(*, params=None, experience=None, noise=None, seed=0, **options):
 def gradient(state):
     """The last gradient: with beta1 = 0 Adam's first moment is nothing else."""
     return state.opt_state[1].mu
+
+
+def grouped(share):
+    """The example with two prompts, of 3 and 5 tokens, for four rows each; or with one for each row."""
+    alone = sample_experience()
+    kept = np.array([2, 4]) if share else np.repeat([2, 4], 4)
+    return dataclasses.replace(
+        alone, prompts=alone.prompts[kept], prompt_lengths=alone.prompt_lengths[kept]
+    )
 
 
 def assert_close(actual, expected, rtol=1e-4, atol=1e-6):
@@ -220,10 +240,10 @@ def direct_loss(logps, experience, grpo, optim, old, ref, weights):
 
 def direct_loss_and_gradient(grpo, optim=PLAIN, weights=None):
     experience = sample_experience()
-    policy = lambda params: jitted_direct_logps(params, experience.tokens)[0]
+    policy = lambda params: jitted_direct_logps(params, sample_tokens())[0]
     logps, pull_back = jax.vjp(policy, trained_params())
     old = logps if grpo.old_logprobs == "recompute" else experience.behaviour_logps
-    ref = jitted_direct_logps(trained_params(), experience.tokens, adapter=False)[0]
+    ref = jitted_direct_logps(trained_params(), sample_tokens(), adapter=False)[0]
     weights = np.ones(logps.shape) if weights is None else weights
     loss, cotangent = jax.value_and_grad(direct_loss)(
         logps, experience, grpo, optim, old, ref, weights
@@ -283,16 +303,37 @@ def test_the_step_is_adamw():
     assert_close(state.params, expected, atol=1e-5)
 
 
-def test_rematerialized_layers_give_the_same_update():
+@pytest.mark.parametrize("micro_rows", [8, 4, 2])
+def test_a_prompt_computed_once_gives_the_update_of_a_prompt_in_every_row(micro_rows):
+    """Two prompts to a micro-batch, one, and half of one; the reference policy is scored so, too."""
+    options = {"grpo": GRPO, "optim": geometry(micro_rows, 8 // micro_rows)}
+    shared, metrics = run(experience=grouped(True), **options)
+    apart, expected = run(experience=grouped(False), grpo=GRPO)
+    assert_close(gradient(shared), gradient(apart), atol=1e-6)
+    assert_close(metrics, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("grpo", "budget"), [(DR_GRPO, 17), (GRPO, 40)])
+def test_micro_batches_cut_by_tokens_give_the_unsplit_update(grpo, budget):
+    """Two rows of one prompt at a time, of three widths; and four, scored under the reference, too."""
+    by_tokens = dataclasses.replace(geometry(2, 4), max_tokens_per_microbatch=budget)
+    cut, metrics = run(experience=grouped(True), grpo=grpo, optim=by_tokens)
+    whole, expected = run(experience=grouped(True), grpo=grpo)
+    assert_close(gradient(cut), gradient(whole), atol=1e-6)
+    assert_close(metrics, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("remat", ["products", "layer"])
+def test_rematerialized_layers_give_the_same_update(remat):
     kept, kept_metrics = run()
-    recomputed, recomputed_metrics = run(remat=True)
+    recomputed, recomputed_metrics = run(remat=remat)
     assert_close(gradient(recomputed), gradient(kept))
     assert_close(recomputed_metrics, kept_metrics, atol=1e-5)
 
 
 def test_metrics_of_the_policy_and_its_sampler_equal_a_direct_computation():
     experience = sample_experience()
-    logps, entropies = jitted_direct_logps(trained_params(), experience.tokens)
+    logps, entropies = jitted_direct_logps(trained_params(), sample_tokens())
     ratio = np.exp(logps - experience.behaviour_logps)[experience.mask]
     difference = np.abs(logps - experience.behaviour_logps)[experience.mask]
     _, metrics = run()
@@ -310,13 +351,12 @@ def test_metrics_of_the_policy_and_its_sampler_equal_a_direct_computation():
 def test_what_lies_beyond_the_end_of_a_row_changes_nothing():
     clean = sample_experience()
     rng = np.random.default_rng(4)
-    ends = (PROMPT_LENGTHS + LENGTHS)[:, None]
     live = np.arange(LONGEST) < LENGTHS[:, None]
+    anything = rng.integers(0, NUM_TOKENS, clean.prompts.shape)
+    real = np.arange(clean.prompts.shape[1]) < PROMPT_LENGTHS[:, None]
     junk = dataclasses.replace(
         clean,
-        tokens=np.where(
-            np.arange(WIDTH) < ends, clean.tokens, rng.integers(0, NUM_TOKENS, clean.tokens.shape)
-        ).astype(np.int32),
+        prompts=np.where(real, clean.prompts, anything).astype(np.int32),
         completions=np.where(live, clean.completions, 7).astype(np.int32),
         behaviour_logps=np.where(live, clean.behaviour_logps, np.nan).astype(np.float32),
     )
@@ -434,10 +474,10 @@ def test_all_weights_of_the_layers_train_where_the_model_is_full():
     places = PROMPT_LENGTHS[rows] + index
 
     def loss(frozen):
-        hidden, _ = bare.apply({"frozen": frozen}, experience.tokens)
+        hidden, _ = bare.apply({"frozen": frozen}, sample_tokens())
         scores_ = hidden @ head(frozen).T / TEMPERATURE
         seen = jax.nn.log_softmax(scores_[..., :NUM_TOKENS])[rows, places - 1]
-        logps = seen[np.arange(len(rows)), experience.tokens[rows, places]]
+        logps = seen[np.arange(len(rows)), sample_tokens()[rows, places]]
         ratio = jnp.exp(logps - experience.behaviour_logps[rows, index])
         advantage = experience.advantages[rows]
         clipped = jnp.clip(ratio, 0.8, 1.2)
@@ -451,7 +491,7 @@ def test_all_weights_of_the_layers_train_where_the_model_is_full():
         total_steps=10,
         temperature=TEMPERATURE,
         num_tokens=NUM_TOKENS,
-        remat=True,
+        remat="layer",
     )
     before = jax.device_get(params)
     state, metrics = jax.device_get(
@@ -472,7 +512,7 @@ def test_all_weights_of_the_layers_train_where_the_model_is_full():
 
 def test_kl_is_to_the_policy_without_its_adapter():
     experience = sample_experience()
-    reference = jitted_direct_logps(trained_params(), experience.tokens, adapter=False)[0]
+    reference = jitted_direct_logps(trained_params(), sample_tokens(), adapter=False)[0]
     d = (reference - own_logps())[experience.mask]
     _, metrics = run(grpo=GRPO)
     np.testing.assert_allclose(metrics["kl"], np.mean(np.exp(d) - d - 1), rtol=1e-4)
@@ -544,14 +584,29 @@ def test_a_masked_row_with_an_infinite_advantage_is_harmless():
     assert np.isfinite(list(metrics.values())).all(), metrics
 
 
-def test_the_second_rollout_does_not_recompile():
-    step = make()
+def compiled(caplog, f):
+    """Names of the programs that JAX compiled during a call."""
+    caplog.clear()
+    with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
+        f()
+    found = (re.match(r"Compiling (?:jit\()?(\w+)", record.message) for record in caplog.records)
+    return [match[1] for match in found if match]
+
+
+def test_the_second_rollout_does_not_recompile(caplog):
     run()
-    compiled = step._cache_size()
-    state = state_of(trained_params())
-    for seed in range(2):
-        state, _ = step(state, base(), sample_experience(), None, jax.random.key(seed))
-    assert step._cache_size() == compiled
+    assert compiled(caplog, lambda: run(seed=1)) == []
+
+
+def test_nothing_is_scored_where_the_samplers_log_probabilities_serve(caplog):
+    """No pass before the update: by default, and where one recomputed step is its own old policy."""
+    for cfg, passes in ((DAPO, []), (RECOMPUTE, []), (GRPO, ["score"])):
+        improve = _make.__wrapped__(cfg, PLAIN, 0.0, "none")
+        arguments = (base(), sample_experience(), None, jax.random.key(0))
+        state = state_of(trained_params())
+        names = compiled(caplog, functools.partial(improve, state, *arguments))
+        assert "accumulate" in names
+        assert [name for name in names if name == "score"] == passes
 
 
 def test_the_state_is_donated():
@@ -649,30 +704,40 @@ def rollout():
 )
 def test_experience_is_learned_from_up_to_the_stop_token(mask_truncated, mask):
     advantages = np.array([[1.5, -1.5]])
-    made = update.experience(rollout(), advantages, mask_truncated_completions=mask_truncated)
+    made = update.experience(
+        rollout(), advantages, mask_truncated_completions=mask_truncated, share_prompts=False
+    )
     assert made.mask.tolist() == mask
     assert made.advantages.tolist() == [1.5, -1.5] and made.advantages.dtype == np.float32
-    assert made.behaviour_logps is not None
-    for name in ("tokens", "prompt_lengths", "completions"):
-        np.testing.assert_array_equal(getattr(made, name), getattr(rollout(), name))
+    assert made.prompts.tolist() == [[5], [6]] and made.prompt_lengths.tolist() == [1, 1]
+    np.testing.assert_array_equal(made.completions, rollout().completions)
     np.testing.assert_array_equal(made.behaviour_logps, rollout().logps)
 
 
-@pytest.mark.parametrize(("longest", "width"), [(1, 2), (2, 2), (3, 4), (5, 6), (7, 8), (8, 8)])
-def test_rows_are_cut_behind_the_longest_completion_in_quarters(longest, width):
+@pytest.mark.parametrize(
+    ("longest", "width"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 6), (7, 8), (8, 8)]
+)
+def test_rows_are_cut_behind_the_longest_prompt_and_the_longest_completion(longest, width):
     rows = rollouts.Rollout(
         problems=(None,),
         texts=("a", "b"),
-        tokens=np.arange(22, dtype=np.int32).reshape(2, 11),
-        prompt_lengths=np.array([3, 1], np.int32),
+        tokens=np.arange(32, dtype=np.int32).reshape(2, 16),
+        prompt_lengths=np.array([longest, longest], np.int32),
         completions=np.arange(16, dtype=np.int32).reshape(2, 8),
         logps=np.zeros((2, 8), np.float32),
         lengths=np.array([1, longest], np.int32),
         stopped=np.array([True, True]),
     )
-    made = update.experience(rows, np.zeros((1, 2)), mask_truncated_completions=False)
-    assert made.tokens.shape == (2, 3 + width)
-    assert made.completions.shape == made.mask.shape == made.behaviour_logps.shape == (2, width)
-    assert made.mask.sum(axis=1).tolist() == [1, longest]
-    # Every token that is learned from, and its prompt, is still there.
-    assert (made.prompt_lengths + rows.lengths <= made.tokens.shape[1]).all()
+    shared, apart = (
+        update.experience(
+            rows, np.zeros((1, 2)), mask_truncated_completions=False, share_prompts=share
+        )
+        for share in (True, False)
+    )
+    assert shared.prompts.tolist() == [list(range(width))]
+    assert apart.prompts.tolist() == [list(range(width)), list(range(16, 16 + width))]
+    assert shared.rows.tolist() == [[0, 1]] and apart.rows.tolist() == [[0], [1]]
+    for made in (shared, apart):
+        shapes = {made.completions.shape, made.mask.shape, made.behaviour_logps.shape}
+        assert shapes == {(2, width)}
+        assert made.lengths.tolist() == made.mask.sum(axis=1).tolist() == [1, longest]

@@ -1,0 +1,337 @@
+"""What a run will hold on the device, before anything is on it: shapes and a few measured factors, no weights.
+
+Memory is what always stays (base, adapter, optimizer) and the larger of two phases that take turns:
+the rollout's (cache, scores) and the update's (gradients, activations of one micro-batch). The last
+lines of each phase are workspace, whose size is the compiler's business: its factors were read off
+`compiled.memory_analysis()` of programs for an H200.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+import re
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax import architecture, checkpoint, packing, update
+from qerl_jax.architecture import Architecture
+from qerl_jax.config import ConfigError, RunConfig
+from qerl_jax.model import LoRA, Transformer, abstract_base, trainable
+
+Phase = Literal["always", "rollout", "update"]
+
+# Workspace in units of one array: [tokens, F], [tokens, D] and [spans, Q] that live at once in the
+# backward pass of a layer, which is fullest in its MLP; with the products kept it makes two [tokens,
+# F] fewer. The same of what a layer keeps where nothing is recomputed. Of scores [rows, V] in
+# float32: in sampling, and in a chunk of the head with its slopes.
+_FFN, _WIDTH, _SPANS = 8, 2, 1
+_KEPT_FFN, _KEPT_WIDTH, _KEPT_SPANS = 5, 11, 4
+_SAMPLED, _CHUNK = 4, 1.5
+_CHUNK_ROWS = 1024
+# Of the memory that is free beside the weights, what the sampler's cache takes at most.
+_CACHE_SHARE = 0.9
+_UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One line of a plan.
+
+    Attributes:
+        name: What it is.
+        size: Bytes.
+        phase: When it is there.
+        field: The config field, with a better value, that makes it smaller; "" for none.
+    """
+
+    name: str
+    size: int
+    phase: Phase
+    field: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The memory of a run."""
+
+    items: tuple[Item, ...]
+
+    def size(self, *phases: Phase) -> int:
+        """Bytes of all items of those phases."""
+        return sum(item.size for item in self.items if item.phase in phases)
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the fuller of the two phases."""
+        return self.size("always") + max(self.size("rollout"), self.size("update"))
+
+    def require(self, limit: int) -> None:
+        """Refuses a plan that needs more than `limit` bytes.
+
+        Raises:
+            ConfigError: Names the largest thing of the fuller phase that a field can make smaller.
+        """
+        if self.peak <= limit:
+            return
+        fuller = max("rollout", "update", key=self.size)
+        movable = [item for item in self.items if item.phase in ("always", fuller) and item.field]
+        advice = "take a smaller model"
+        if movable:
+            largest = max(movable, key=lambda item: item.size)
+            advice = f"{largest.name} take {_gb(largest.size)}: change {largest.field}"
+        raise ConfigError(
+            f"memory: this run needs {_gb(self.peak)} in its {fuller}; the device offers "
+            f"{_gb(limit)}: {advice}"
+        )
+
+    def require_one_base(self, in_use: int) -> None:
+        """Refuses to go on when so much is in use between two steps that the base must be there twice.
+
+        Raises:
+            RuntimeError: Says how much is in use, and how much should be.
+        """
+        base = self.items[0].size
+        expected = self.size("always") + self.size("rollout")
+        if in_use > expected + max(base, 2**30):
+            raise RuntimeError(
+                f"memory: {_gb(in_use)} are in use after a step, where {_gb(expected)} are planned: "
+                f"there is more than one copy of the base ({_gb(base)})"
+            )
+
+    def lines(self, limit: int | None = None, measured: int | None = None) -> list[str]:
+        """The table, and what it is compared with."""
+        rows = []
+        for phase in ("always", "rollout", "update"):
+            rows += [
+                f"{phase:8}  {i.name:45} {_gb(i.size):>10}" for i in self.items if i.phase == phase
+            ]
+            rows.append(f"{phase:8}  {'in all':45} {_gb(self.size(phase)):>10}")
+        rows.append(f"{'peak':8}  {'always, and the larger of the two':45} {_gb(self.peak):>10}")
+        if measured is not None:
+            rows.append(
+                f"{'peak':8}  {'measured':45} {_gb(measured):>10} ({measured / self.peak - 1:+.0%})"
+            )
+        if limit is not None:
+            rows.append(f"{'device':8}  {'what it offers':45} {_gb(limit):>10}")
+        return rows
+
+
+def make(cfg: RunConfig, arch: Architecture | None = None, *, limit: int | None = None) -> Plan:
+    """The plan of a run.
+
+    Args:
+        cfg: The run.
+        arch: The shape of its base; None reads it from the model's config.json, or for a published
+            shape from `architecture.KNOWN`.
+        limit: Bytes that the device offers, to a part of which the sampler confines its cache.
+    """
+    arch = arch or _architecture(cfg)
+    model, params, frozen = abstract_policy(cfg, arch)
+    state = jax.eval_shape(lambda p: update.optimizer(cfg.optim).init(p), params)
+    adapter, layers = _bytes(params), _bytes(frozen.get("layers", {}))
+    always = [
+        Item("base: linears, norms, biases", layers, "always", _packed(cfg)),
+        Item("base: embedding, head", _bytes(frozen) - layers, "always"),
+        Item("what trains", adapter, "always", "lora.rank" if model.lora else ""),
+        Item("optimizer", _bytes(state), "always", _eight_bit(cfg)),
+    ]
+    if cfg.grpo.sync_ref_model:
+        always.append(Item("reference", adapter, "always", "grpo.sync_ref_model to false"))
+    free = None if limit is None else max(0, limit - sum(item.size for item in always))
+    turns = [*_rollout(cfg, arch, free), *_update(cfg, arch, adapter)]
+    if model.full:
+        turns.append(Item("weights as sampled", adapter * _width(cfg) // 4, "rollout"))
+    return Plan((*always, *turns))
+
+
+def of_device() -> int | None:
+    """Bytes that XLA may use on the first device; None where it does not say, as on a CPU."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "80GB", "74.5GiB" or a plain number.
+
+    Raises:
+        ValueError: For anything else.
+    """
+    match = re.fullmatch(r"([\d.]+)\s*([KMG]i?B)?", text)
+    if not match:
+        raise ValueError(f"device-memory: got {text!r}; must be a size such as 80GB or 74.5GiB")
+    return round(float(match[1]) * _UNITS.get(match[2], 1))
+
+
+def compiled(cfg: RunConfig, arch: Architecture | None = None) -> Any:
+    """`memory_analysis()` of the gradient of the largest micro-batch, compiled for the default device.
+
+    No weight is made. On another kind of device than the run's its workspace is another, too.
+    """
+    model, params, frozen = abstract_policy(cfg, arch or _architecture(cfg))
+    prompts, rows = _micro_batch(cfg)
+    length, count = cfg.rollout.max_completion_length, prompts * rows
+    shape = jax.ShapeDtypeStruct
+    tokens = shape((count, length), jnp.float32)
+    batch = update.Experience(
+        prompts=shape((prompts, cfg.data.max_prompt_length), jnp.int32),
+        prompt_lengths=shape((prompts,), jnp.int32),
+        completions=shape(tokens.shape, jnp.int32),
+        mask=shape(tokens.shape, jnp.bool_),
+        behaviour_logps=tokens,
+        advantages=shape((count,), jnp.float32),
+    )
+    names = ("total_rows", "total_tokens", "max_completion_length")
+    gradient = update.make_gradient(
+        model,
+        grpo_cfg=cfg.grpo,
+        num_micro_batches=cfg.optim.gradient_accumulation_steps,
+        temperature=cfg.rollout.temperature,
+        num_tokens=model.arch.vocab_size,
+        remat=cfg.model.gradient_checkpointing,
+    )
+    arguments = (
+        params,
+        frozen,
+        None,
+        (batch, {"ref_logps": tokens} if cfg.grpo.beta else {}),
+        {name: shape((), jnp.int32) for name in names},
+        jax.eval_shape(lambda: jax.random.key(0)),
+    )
+    return jax.jit(gradient).lower(*arguments).compile().memory_analysis()
+
+
+def abstract_policy(cfg: RunConfig, arch: Architecture) -> tuple[Transformer, Any, Any]:
+    """The model, and shapes and types of what trains and of what is frozen."""
+    lora = cfg.lora
+    adapter = LoRA(lora.rank, lora.alpha, lora.dropout, lora.train_norms)
+    model = Transformer(arch, cfg.model.weights, adapter, jnp.dtype(cfg.model.dtype))
+    base = abstract_base(model)
+    if cfg.model.trainable == "full":
+        model = model.clone(lora=None, full=True)
+    params, frozen = jax.eval_shape(
+        lambda f, key: trainable(model, f, key), base, jax.random.key(0)
+    )
+    return model, params, frozen
+
+
+def _rollout(cfg: RunConfig, arch: Architecture, free: int | None) -> list[Item]:
+    rows = cfg.rollout.max_concurrent or cfg.generation_batch_size
+    slots = cfg.data.max_prompt_length + cfg.rollout.max_completion_length
+    width = _width(cfg)
+    row = arch.num_layers * slots * 2 * arch.kv_width * width
+    cache = rows * row
+    if cfg.rollout.kv_cache_tokens is not None:
+        cache = min(cache, cfg.rollout.kv_cache_tokens * row // slots)
+    elif free is not None:
+        # Rows wait where the cache has no room, so it may be as small as one row.
+        share = cfg.rollout.kv_cache_fraction or _CACHE_SHARE
+        cache = max(row, min(cache, round(share * free)))
+    prefilled = min(rows, cfg.prompts_per_rollout) * cfg.data.max_prompt_length
+    fewer = "rollout.max_concurrent"
+    if rows == 1:
+        fewer = "rollout.max_completion_length"
+    return [
+        Item("keys and values", cache, "rollout", "rollout.kv_cache_tokens"),
+        Item("scores", round(_SAMPLED * rows * arch.vocab_size * 4), "rollout", fewer),
+        Item(
+            "prefill", prefilled * (3 * arch.ffn_width + 4 * arch.width) * width, "rollout", fewer
+        ),
+    ]
+
+
+def _update(cfg: RunConfig, arch: Architecture, adapter: int) -> list[Item]:
+    prompts, rows = _micro_batch(cfg)
+    length, prompt = cfg.rollout.max_completion_length, cfg.data.max_prompt_length
+    tokens = prompts * (prompt + rows * length)
+    spans = prompts * rows * (prompt + length)
+    width = _width(cfg)
+    inputs = arch.query_width + 2 * arch.kv_width
+    fewer = _fewer_tokens(cfg, tokens)
+
+    kept = {
+        "layer": 0,
+        "products": tokens * (inputs + arch.width + 2 * arch.ffn_width),
+        "none": tokens * (_KEPT_FFN * arch.ffn_width + _KEPT_WIDTH * arch.width)
+        + spans * _KEPT_SPANS * inputs,
+    }[cfg.model.gradient_checkpointing]
+    ffn = _FFN if cfg.model.gradient_checkpointing == "layer" else _FFN - 2
+    layer = tokens * ((ffn - 1) * arch.ffn_width + _WIDTH * arch.width) + spans * _SPANS * inputs
+    # A packed weight is unpacked in turn with the last of the MLP's arrays; a dense one is copied out
+    # of its stack beside all of them.
+    weight, last = max(_sizes(arch)), tokens * arch.ffn_width
+    layer += max(last, weight) if cfg.model.weights == "nvfp4" else last + weight
+    chunk = min(_CHUNK_ROWS, prompts * rows * length)
+    head = round(_CHUNK * chunk * arch.vocab_size * 4)
+    states = 2 * prompts * rows * length * arch.width * width
+    workspace = max(layer * width, head + states)
+    less = 'model.gradient_checkpointing to "layer"'
+    return [
+        Item("gradients, summed and new", 2 * adapter, "update"),
+        Item(
+            "inputs of the layers", arch.num_layers * tokens * arch.width * width, "update", fewer
+        ),
+        Item("kept of the layers", arch.num_layers * kept * width, "update", less if kept else ""),
+        Item("workspace of a layer, or of the head", workspace, "update", fewer),
+    ]
+
+
+def _micro_batch(cfg: RunConfig) -> tuple[int, int]:
+    """Prompts of the largest micro-batch, and completions of each."""
+    group = cfg.rollout.num_generations if cfg.optim.share_prompts else 1
+    micro, budget = cfg.optim.per_device_train_batch_size, cfg.optim.max_tokens_per_microbatch
+    if budget is None:
+        rows = math.gcd(group, micro)
+        return micro // rows, rows
+    prompt, length = cfg.data.max_prompt_length, cfg.rollout.max_completion_length
+    rows = packing.piece_size(
+        math.gcd(group, cfg.train_batch_size),
+        budget=budget,
+        prompt_width=prompt,
+        max_length=length,
+    )
+    return min(budget // (prompt + rows * length), cfg.train_batch_size // rows), rows
+
+
+def _fewer_tokens(cfg: RunConfig, tokens: int) -> str:
+    row = cfg.data.max_prompt_length + cfg.rollout.max_completion_length
+    if tokens <= row:
+        return "rollout.max_completion_length"
+    return f"optim.max_tokens_per_microbatch, which may go down to {row}, from {tokens}"
+
+
+def _packed(cfg: RunConfig) -> str:
+    return "" if cfg.model.weights == "nvfp4" else 'model.weights to "nvfp4"'
+
+
+def _eight_bit(cfg: RunConfig) -> str:
+    return "" if cfg.optim.optimizer == "adamw_8bit" else 'optim.optimizer to "adamw_8bit"'
+
+
+def _sizes(arch: Architecture) -> list[int]:
+    return [
+        arch.input_width(name) * sum(size for _, size in parts)
+        for name, parts in arch.linears().items()
+    ]
+
+
+def _architecture(cfg: RunConfig) -> Architecture:
+    name = cfg.model.model_name_or_path
+    known = pathlib.PurePath(name).name.lower().removesuffix("-instruct")
+    if known in architecture.KNOWN and not pathlib.Path(name).is_dir():
+        return architecture.KNOWN[known]
+    return architecture.load(checkpoint.local_folder(name, weights=False))
+
+
+def _width(cfg: RunConfig) -> int:
+    return jnp.dtype(cfg.model.dtype).itemsize
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"

@@ -1,0 +1,218 @@
+"""Plans of memory: what is exact is exact, what the compiler decides is close, what does not fit is refused."""
+
+import dataclasses
+import pathlib
+import types
+
+import jax
+import pytest
+
+from qerl_jax import architecture, checkpoint, cli, config, plan, train, update
+from qerl_jax.architecture import Architecture
+from qerl_jax.config import ConfigError
+from qerl_jax.model import trainable
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+BENCH = config.load(CONFIGS / "bench_7b.toml")
+WIDE = Architecture("qwen2", 512, 64, 512, 4, 4, 2, 16)
+
+
+def changed(cfg, **sections):
+    return dataclasses.replace(
+        cfg,
+        **{
+            name: dataclasses.replace(getattr(cfg, name), **fields)
+            for name, fields in sections.items()
+        },
+    )
+
+
+def named(made, start):
+    (size,) = (item.size for item in made.items if item.name.startswith(start))
+    return size
+
+
+@pytest.mark.parametrize(("weights", "optimizer"), [("nvfp4", "adamw_8bit"), ("bfloat16", "adamw")])
+def test_what_always_stays_is_planned_to_the_byte(weights, optimizer):
+    cfg = config.load(CONFIGS / "quickstart.toml")
+    cfg = changed(cfg, model={"weights": weights}, optim={"optimizer": optimizer})
+    model, frozen, _ = checkpoint.load_policy(cfg.model, cfg.lora)
+    params, frozen = trainable(model, frozen, jax.random.key(0))
+    state = update.init_state(params, cfg.optim)
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves((frozen, params, state.opt_state)))
+    assert plan.make(cfg).size("always") == held
+
+
+def test_published_sizes_of_an_adapter_and_of_packed_weights():
+    made = plan.make(BENCH)
+    # peft counts 80.7 M trained values at rank 32; 6.53e9 weights at 4.5 bits.
+    assert named(made, "what trains") == pytest.approx(80.7e6 * 4, rel=1e-3)
+    assert named(made, "base: linears") == pytest.approx(6.53e9 * 4.5 / 8, rel=1e-2)
+    assert named(made, "optimizer") == pytest.approx(2 * named(made, "what trains"), rel=1e-3)
+
+
+def test_the_cache_is_planned_by_concurrent_rows_and_its_bounds():
+    # 28 layers, keys and values of 4 heads of 128 in 2 bytes: 57,344 bytes a token.
+    assert named(plan.make(BENCH), "keys") == 57344 * 64 * 512
+    some = changed(BENCH, rollout={"max_concurrent": 16})
+    assert named(plan.make(some), "keys") == 57344 * 16 * 512
+    told = changed(BENCH, rollout={"kv_cache_tokens": 2048})
+    assert named(plan.make(told, limit=80_000_000_000), "keys") == 57344 * 2048
+    always = plan.make(BENCH).size("always")
+    tight = plan.make(BENCH, limit=always + 1_000_000_000)
+    assert named(tight, "keys") == 900_000_000
+    tighter = plan.make(BENCH, limit=always)
+    assert named(tighter, "keys") == 57344 * 512  # one row
+
+
+@pytest.mark.parametrize(
+    "remat",
+    ["layer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("products", "none"))],
+)
+def test_activations_grow_with_tokens_as_the_compilers_do(remat):
+    """In float32 on a CPU, where attention keeps its scores, the slope agrees within a third."""
+    base = changed(
+        BENCH,
+        model={"weights": "float32", "dtype": "float32", "gradient_checkpointing": remat},
+        lora={"rank": 2},
+        data={"max_prompt_length": 16},
+        rollout={"num_generations": 4, "max_completion_length": 16, "generation_batch_size": 128},
+        optim={"per_device_train_batch_size": 16, "gradient_accumulation_steps": 8},
+    )
+    large = changed(
+        base, optim={"per_device_train_batch_size": 64, "gradient_accumulation_steps": 2}
+    )
+    planned, real = (
+        f(large) - f(base)
+        for f in (
+            lambda cfg: plan.make(cfg, WIDE).size("update"),
+            lambda cfg: plan.compiled(cfg, WIDE).temp_size_in_bytes,
+        )
+    )
+    assert planned == pytest.approx(real, rel=1 / 3)
+
+
+def test_full_training_holds_its_weights_in_float32_and_for_sampling_in_16_bits():
+    cfg = config.load(CONFIGS / "gsm8k_qwen2.5_3b_full.toml")
+    made = plan.make(cfg)
+    # 36 layers of the 3B shape: 2.77e9 values; gradients are there twice, AdamW's moments too.
+    assert named(made, "what trains") == pytest.approx(2.77e9 * 4, rel=1e-2)
+    assert named(made, "weights as sampled") == named(made, "what trains") // 2
+    assert named(made, "base: linears") == 0
+
+
+def test_a_token_budget_bounds_the_micro_batch():
+    cfg = changed(BENCH, optim={"max_tokens_per_microbatch": 4096})
+    # Per prompt of 256 tokens all 8 completions of 256 fit: 2304 tokens, once.
+    assert named(plan.make(cfg), "inputs of") == 28 * 2304 * 3584 * 2
+    cfg = changed(BENCH, optim={"max_tokens_per_microbatch": 1024})
+    # A prompt with 2 completions, 768 tokens, once: 3 would not divide 8.
+    assert named(plan.make(cfg), "inputs of") == 28 * 768 * 3584 * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "limit", "advice"),
+    [
+        ({"model": {"weights": "bfloat16"}}, 14e9, 'change model.weights to "nvfp4"'),
+        (
+            {
+                "rollout": {"max_completion_length": 4096},
+                "optim": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 64},
+            },
+            20e9,
+            "change rollout.kv_cache_tokens",
+        ),
+        (
+            {"optim": {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1}},
+            12e9,
+            "change optim.max_tokens_per_microbatch, which may go down to 512, from 18432",
+        ),
+        (
+            {"model": {"gradient_checkpointing": "none"}},
+            14e9,
+            'change model.gradient_checkpointing to "layer"',
+        ),
+        ({"lora": {"rank": 1024}}, 30e9, 'change optim.optimizer to "adamw_8bit"'),
+    ],
+)
+def test_a_plan_that_cannot_fit_is_refused_with_the_field_to_change(changes, limit, advice):
+    with pytest.raises(ConfigError, match="memory: this run needs") as error:
+        plan.make(changed(BENCH, **changes)).require(int(limit))
+    assert advice in str(error.value)
+
+
+def test_a_plan_that_fits_passes():
+    made = plan.make(BENCH)
+    made.require(made.peak)
+    with pytest.raises(ConfigError):
+        made.require(made.peak - 1)
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-32b", "qwen2.5-72b"])
+def test_the_large_shapes_fit_a_card_of_80_gb(name):
+    cfg = changed(
+        BENCH,
+        model={"model_name_or_path": name},
+        lora={"rank": 16},
+        rollout={"num_generations": 4, "max_completion_length": 1024},
+        optim={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
+    )
+    plan.make(cfg).require(78_000_000_000)
+
+
+def test_a_published_name_needs_no_files():
+    by_name = changed(BENCH, model={"model_name_or_path": "Qwen/Qwen2.5-7B-Instruct"})
+    assert plan.make(by_name) == plan.make(BENCH, architecture.KNOWN["qwen2.5-7b"])
+
+
+def test_a_second_base_is_found_out():
+    made = plan.make(BENCH)
+    steady = made.size("always", "rollout")
+    made.require_one_base(steady)
+    with pytest.raises(RuntimeError, match=r"more than one copy of the base \(3\.\d+ GB\)"):
+        made.require_one_base(steady + named(made, "base: linears") + 10**6)
+
+
+def test_the_trainer_compares_after_its_first_step(monkeypatch):
+    made = plan.make(BENCH)
+    stats = {"peak_bytes_in_use": made.peak, "bytes_in_use": made.size("always")}
+    device = types.SimpleNamespace(memory_stats=lambda: stats)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    noted = []
+    logger = types.SimpleNamespace(note=noted.append)
+    train._compare(made, 80_000_000_000, logger)
+    assert "measured" in noted[-2] and "(+0%)" in noted[-2]
+    stats["bytes_in_use"] += 30_000_000_000
+    with pytest.raises(RuntimeError, match="more than one copy"):
+        train._compare(made, 80_000_000_000, logger)
+
+
+def test_the_table_ends_with_the_comparison():
+    made = plan.Plan((plan.Item("base", 8_000_000_000, "always"), plan.Item("x", 10**9, "update")))
+    *_, peak, measured, device = made.lines(limit=80_000_000_000, measured=9_900_000_000)
+    assert "9.00 GB" in peak and "9.90 GB (+10%)" in measured and "80.00 GB" in device
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("80GB", 80e9), ("1.5 GiB", 1.5 * 2**30), ("1024", 1024), ("2MiB", 2**21)]
+)
+def test_sizes_are_read(text, size):
+    assert plan.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "80 gigs", "-1GB", "GB"])
+def test_a_size_that_is_none_is_an_error(text):
+    with pytest.raises(ValueError, match="device-memory: got"):
+        plan.parse_size(text)
+
+
+def test_the_command_prints_the_table_and_refuses_with_one_line(capsys):
+    path = str(CONFIGS / "bench_7b.toml")
+    assert cli.main(["plan", path, "--device-memory", "80GB", "--lora.rank", "16"]) == 0
+    assert "peak" in capsys.readouterr().out
+    assert cli.main(["plan", path, "--device-memory", "8GB"]) == 2
+    out, error = capsys.readouterr()
+    assert "keys and values" in out
+    assert error.startswith("qerl plan: memory: this run needs") and error.count("\n") == 1
+    assert cli.main(["plan"]) == 2
+    assert "missing the config file: qerl plan CONFIG.toml" in capsys.readouterr().err
