@@ -32,6 +32,10 @@ FAMILIES = {
     "llama": Family(),
 }
 
+# Hugging Face's names: where a fused linear's parts sit in a layer, and its two norms.
+PARENT = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
+LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Rope:

@@ -141,7 +141,7 @@ def _generate(argv: list[str]) -> None:
     import jax
 
     from pallas_kernels import runtime
-    from qerl_jax import checkpoint, data, rollouts, sampling
+    from qerl_jax import adapters, checkpoint, data, rollouts, sampling
 
     runtime.use_compilation_cache()
     cfg = config.from_table(
@@ -149,11 +149,11 @@ def _generate(argv: list[str]) -> None:
         {"model_name_or_path": args.model, "weights": args.weights, "dtype": args.dtype},
         "model.",
     )
-    lora = None if args.adapter is None else checkpoint.read_lora(args.adapter)
+    lora = None if args.adapter is None else adapters.read_lora(args.adapter)
     policy, frozen, tokens = checkpoint.load_policy(cfg, lora)
     variables = {"frozen": frozen}
     if args.adapter is not None:
-        variables["params"] = checkpoint.import_adapter(args.adapter, policy)
+        variables["params"] = adapters.import_adapter(args.adapter, policy)
 
     system = data.SYSTEM_PROMPTS.get(args.system_prompt, args.system_prompt)
     opening = () if system is None else ({"role": "system", "content": system},)

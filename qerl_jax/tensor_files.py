@@ -6,9 +6,12 @@ header and bytes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
 import pathlib
+import shutil
 import struct
 
 import ml_dtypes
@@ -136,3 +139,25 @@ class Tensors:
                     f"{path}: {name} of shape {shape} and type {dtype} does not fill its bytes"
                 )
             self._entries[name] = (data, dtype, shape, start, end)
+
+
+@contextlib.contextmanager
+def whole_folder(folder: str | pathlib.Path, marker: str, kind: str):
+    """A folder to fill, which takes the place of `folder` when the block ends without an error."""
+    folder = pathlib.Path(folder).resolve()
+    if folder.exists() and not (folder / marker).is_file() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder}: holds something that is no {kind}; it would be deleted")
+    partial, previous = (
+        folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "previous")
+    )
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        shutil.rmtree(previous, ignore_errors=True)
+        if folder.exists():
+            os.replace(folder, previous)
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(previous, ignore_errors=True)

@@ -28,12 +28,25 @@ import jax
 import numpy as np
 
 from pallas_kernels import runtime
-from qerl_jax import checkpoint, config, data, grpo, noise, rewards, rollouts, sampling, update
+from qerl_jax import (
+    adapters,
+    checkpoint,
+    config,
+    data,
+    grpo,
+    model_files,
+    noise,
+    rewards,
+    rollouts,
+    sampling,
+    update,
+)
 from qerl_jax.config import RunConfig
 from qerl_jax.evaluate import Evaluator
 from qerl_jax.log import Logger
 from qerl_jax.model import Transformer, as_computed, noise_shapes, trainable
 from qerl_jax.rollouts import Rollout, Scored, Supply
+from qerl_jax.run_state import StateFiles
 from qerl_jax.tokenizer import Tokenizer
 from qerl_jax.update import TrainState
 
@@ -70,7 +83,7 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     state, frozen = _first_state(cfg, model, frozen, keys[_PARAMS])
     generate, improve, norm_noise = _phases(cfg, model, tokenizer, total_steps, keys[_NOISE])
     sample = _sampler(cfg, generate, tokenizer, problems, functions, weights)
-    files = checkpoint.StateFiles(cfg.output_dir, cfg.save_total_limit)
+    files = StateFiles(cfg.output_dir, cfg.save_total_limit)
     state = files.restore(state) or state
     supply = _supply(cfg, files.supply(), problems, tokenizer)
     step = int(state.step)
@@ -254,10 +267,10 @@ def _export(cfg: RunConfig, model: Transformer, params: Any, frozen: Any) -> str
     if cfg.model.trainable == "full":
         folder = pathlib.Path(cfg.output_dir) / "model"
         source = checkpoint.local_folder(cfg.model.model_name_or_path, weights=False)
-        checkpoint.export_model(folder, model, frozen | params, source)
+        model_files.export_model(folder, model, frozen | params, source)
         return f"model in {folder}"
     folder = pathlib.Path(cfg.output_dir) / "adapter"
-    checkpoint.export_adapter(folder, params, model.lora, cfg.model.model_name_or_path)
+    adapters.export_adapter(folder, params, model.lora, cfg.model.model_name_or_path)
     return f"adapter in {folder}"
 
 

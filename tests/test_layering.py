@@ -15,7 +15,7 @@ LAYERS = (
     "__init__ answers architecture arithmetic config data equivalence grpo log masked noise "
     "reward_functions reward_workers rewards sandbox tensor_files tokenizer",
     "kv_cache layers logprobs model",
-    "checkpoint sampling",
+    "adapters checkpoint model_files run_state sampling",
     "rollouts update",
     "evaluate pass_rates report train",
     "__main__ cli",

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax import checkpoint, layers
+from qerl_jax import adapters, checkpoint, layers
 from qerl_jax.config import LoraConfig, ModelConfig
 from qerl_jax.model import head, init_params
 
@@ -41,7 +41,7 @@ def test_peft_gives_our_logits_from_an_exported_adapter(train_norms, tmp_path):
     params = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(next(keys), x.shape), params)
     tokens = np.asarray(jax.random.randint(jax.random.key(2), (2, 20), 0, 426), np.int64)
 
-    checkpoint.export_adapter(tmp_path / "adapter", params, model.lora, str(checkpoint.TINY))
+    adapters.export_adapter(tmp_path / "adapter", params, model.lora, str(checkpoint.TINY))
     np.save(tmp_path / "ids.npy", tokens)
     paths = [checkpoint.TINY, tmp_path / "adapter", tmp_path / "ids.npy", tmp_path / "out.npz"]
     subprocess.run([torch_python(), SCRIPT, *map(str, paths)], check=True)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from qerl_jax import checkpoint, cli, config, log, rollouts
+from qerl_jax import adapters, checkpoint, cli, config, log, rollouts
 from qerl_jax.model import LoRA
 from qerl_jax.train import train
 
@@ -94,7 +94,7 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
     assert rows[0]["sampling/sampling_logp_difference/max"] < 1e-4
 
     model = checkpoint.load_policy(small(whole).model, small(whole).lora)[0]
-    adapter = checkpoint.import_adapter(whole / "adapter", model)
+    adapter = adapters.import_adapter(whole / "adapter", model)
     for ours, theirs in zip(jax.tree.leaves(adapter), jax.tree.leaves(final.params), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -121,11 +121,11 @@ def test_several_updates_of_one_rollout_train_norms_and_reference_in_one_run(tmp
     rows = log.read_metrics(cfg.output_dir)
     assert [row["step"] for row in rows] == [4, 8]
     assert rows[0]["kl"] > 0 and rows[1]["clip_ratio/region_mean"] >= 0
-    lora = checkpoint.read_lora(tmp_path / "run" / "adapter")
+    lora = adapters.read_lora(tmp_path / "run" / "adapter")
     assert lora.train_norms
     model = checkpoint.load_policy(cfg.model, lora)[0]
     assert model.lora == LoRA(16, 16.0, 0.0, True)
-    norms = checkpoint.import_adapter(tmp_path / "run" / "adapter", model)["layers"][
+    norms = adapters.import_adapter(tmp_path / "run" / "adapter", model)["layers"][
         "input_layernorm"
     ]["scale"]
     np.testing.assert_array_equal(norms, state.params["layers"]["input_layernorm"]["scale"])

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax import architecture, checkpoint, layers, logprobs
+from qerl_jax import adapters, architecture, checkpoint, layers, logprobs
 from qerl_jax.model import (
     LoRA,
     Transformer,
@@ -179,9 +179,9 @@ LORA_GOLDEN = GOLDEN / "lora/qwen2_untied_r8"
 
 
 def load_adapter(base, weights):
-    shape = checkpoint.read_lora(LORA_GOLDEN)
+    shape = adapters.read_lora(LORA_GOLDEN)
     model, frozen = load(base, weights=weights, lora=LoRA(shape.rank, shape.alpha))
-    return model, {"params": checkpoint.import_adapter(LORA_GOLDEN, model), "frozen": frozen}
+    return model, {"params": adapters.import_adapter(LORA_GOLDEN, model), "frozen": frozen}
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -230,7 +230,7 @@ def test_adapter_gradients_equal_peft(remat):
     value, grads = jax.jit(jax.value_and_grad(loss))(variables["params"])
     np.testing.assert_allclose(value, reference["grad.loss"][0], rtol=1e-5)
     checked = 0
-    for name, actual in checkpoint._peft_tensors(grads):
+    for name, actual in adapters._peft_tensors(grads):
         if f"grad.{name}" in reference:
             expected = reference[f"grad.{name}"]
             assert np.abs(actual - expected).max() < 1e-4 * np.abs(expected).max(), name

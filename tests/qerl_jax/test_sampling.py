@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax import architecture, checkpoint, kv_cache, layers, logprobs, sampling, update
+from qerl_jax import (
+    adapters,
+    architecture,
+    checkpoint,
+    kv_cache,
+    layers,
+    logprobs,
+    sampling,
+    update,
+)
 from qerl_jax.model import LoRA, Transformer, head
 from qerl_jax.sampling import Truncation
 from tests.golden_files import GOLDEN
@@ -27,7 +36,7 @@ def policy(name):
     model = Transformer(architecture.load(folder), "float32", lora, jnp.float32)
     variables = {"frozen": checkpoint.load_base(folder, model)}
     if lora is not None:
-        variables["params"] = checkpoint.import_adapter(GOLDEN / "lora/qwen2_untied_r8", model)
+        variables["params"] = adapters.import_adapter(GOLDEN / "lora/qwen2_untied_r8", model)
     return model, variables
 
 

@@ -1,0 +1,51 @@
+"""The state of a run: written as it goes, restored when it resumes."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+
+
+class StateFiles:
+    """The checkpoints of a run folder, `checkpoints/<step>/`, each written whole or not at all (orbax)."""
+
+    def __init__(self, run_folder: str | pathlib.Path, keep: int):
+        """Opens the folder; `keep` newest checkpoints stay."""
+        import orbax.checkpoint as ocp
+
+        self._ocp = ocp
+        self._manager = ocp.CheckpointManager(
+            pathlib.Path(run_folder).absolute() / "checkpoints",
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep, enable_async_checkpointing=False
+            ),
+        )
+
+    def save(self, state: Any, supply: dict[str, Any] | None = None) -> None:
+        """Writes the state under its step, and plain numbers beside it."""
+        args = self._ocp.args
+        both = args.Composite(state=args.StandardSave(state), supply=args.JsonSave(supply or {}))
+        self._manager.save(int(state.step), args=both, force=True)
+
+    def restore(self, like: Any) -> Any | None:
+        """The newest state, with the shapes and types of `like`; None when there is none."""
+        step = self._manager.latest_step()
+        if step is None:
+            return None
+        abstract = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, like)
+        args = self._ocp.args.Composite(state=self._ocp.args.StandardRestore(abstract))
+        return self._manager.restore(step, args=args)["state"]
+
+    def supply(self) -> dict[str, Any] | None:
+        """What was written beside the newest state; None when there is none."""
+        step = self._manager.latest_step()
+        if step is None:
+            return None
+        args = self._ocp.args.Composite(supply=self._ocp.args.JsonRestore())
+        return self._manager.restore(step, args=args)["supply"]
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self._manager.close()
