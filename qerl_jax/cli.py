@@ -44,7 +44,7 @@ class Generate:
     model: str = "qerl-tiny"
     adapter: pathlib.Path | None = None
     system_prompt: str | None = None
-    weights: Literal["nvfp4", "bfloat16", "float32"] = "nvfp4"
+    weights: Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"] = "nvfp4"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     max_tokens: int = 256
     temperature: float = 1.0

@@ -20,12 +20,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import nvfp4, prepare
+from pallas_kernels import mxfp4, nf4, nvfp4, prepare
 from qerl_jax import kv_cache, layers
 from qerl_jax.architecture import Architecture
 from qerl_jax.kv_cache import KVCache
 
-Weights = Literal["nvfp4", "bfloat16", "float32"]
+Weights = Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,9 +127,15 @@ class FusedLinear(nn.Module):
         return self.variable("frozen", name, lambda: init(self.make_rng("params"))).value
 
     def _random(self, key, features, x):
-        if self.weights == "nvfp4":
-            return prepare(nvfp4.random(key, (features, x.shape[-1]), std=0.02), x.dtype)
-        return 0.02 * jax.random.normal(key, (features, x.shape[-1]), _dtype(self.weights))
+        shape = (features, x.shape[-1])
+        match self.weights:
+            case "nvfp4":
+                return prepare(nvfp4.random(key, shape, std=0.02), x.dtype)
+            case "mxfp4":
+                return mxfp4.random(key, shape, std=0.02)
+            case "nf4":
+                return nf4.random(key, shape, std=0.02, double=True)
+        return 0.02 * jax.random.normal(key, shape, _dtype(self.weights))
 
 
 class Block(nn.Module):
