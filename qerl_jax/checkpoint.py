@@ -12,13 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import NVFP4Tensor, PackedWeight, nvfp4, prepare
-from qerl_jax import architecture, tokenizer
+from qerl_jax import architecture, formats, tokenizer
 from qerl_jax.architecture import LAYER_NORMS, PARENT, Architecture
 from qerl_jax.config import LoraConfig, ModelConfig
+from qerl_jax.formats import Format, Packed
 from qerl_jax.model import LoRA, Transformer, abstract_base, random_base
 from qerl_jax.tensor_files import Tensors
 from qerl_jax.tokenizer import Tokenizer
 
+DENSE = ("bfloat16", "float32")
 TINY = pathlib.Path(__file__).parent / "assets" / "tiny"
 
 
@@ -40,8 +42,8 @@ def load_policy(
     known = cfg.random_base and cfg.model_name_or_path in architecture.KNOWN
     folder = None if known else local_folder(cfg.model_name_or_path, weights=not cfg.random_base)
     arch = architecture.KNOWN[cfg.model_name_or_path] if known else architecture.load(folder)
-    if cfg.weights == "nvfp4":
-        _check_blocks(arch)
+    if cfg.weights not in DENSE:
+        formats.named(cfg.weights).check(arch)
     source = cfg.tokenizer_name_or_path
     if known and cfg.trainable == "full":
         raise ValueError(
@@ -97,19 +99,29 @@ def local_folder(name_or_path: str, *, weights: bool = True) -> pathlib.Path:
 def load_base(folder: str | pathlib.Path, model: Transformer) -> Any:
     """Reads a Hugging Face checkpoint into the `frozen` tree, layer by layer.
 
-    16-bit linears are packed on the device as they are read (round to nearest; q/k/v share one
-    global scale, gate/up another, as vLLM needs it); a compressed-tensors NVFP4 checkpoint is read
-    as it is. Either is then brought into the layout that the device's kernels read. Host memory
-    holds one layer, and the device no more than one beside the stack.
+    16-bit linears are packed on the device as they are read (round to nearest; for NVFP4 q/k/v share
+    one global scale, gate/up another, as vLLM needs it); a checkpoint of a packed format (`formats`)
+    is read as it is. Either is then brought into the layout that the device's kernels read. Host
+    memory holds one layer, and the device no more than one beside the stack.
 
     Args:
         folder: Holds config.json and *.safetensors.
         model: Says what is expected, and how linears are to be held.
+
+    Raises:
+        NotImplementedError: When the folder is of a packed format that we do not read, or of
+            another than the model's.
+        ValueError: When a tensor is missing or of another shape than config.json says.
     """
     folder = pathlib.Path(folder)
     arch, tensors = model.arch, Tensors(folder)
-    packed = _is_packed(json.loads((folder / "config.json").read_text()))
-    _check_names(arch, tensors, packed)
+    source = _format(json.loads((folder / "config.json").read_text()))
+    if source is not None and model.weights not in (source.name, *DENSE):
+        raise NotImplementedError(
+            f"model.weights: got {model.weights!r}; {folder} holds {source.name}, which is read as "
+            f"that, or unpacked to {' or '.join(DENSE)}"
+        )
+    check_names(arch, tensors, source)
 
     expected = abstract_base(model)
     dtype = expected["embed_tokens"].dtype
@@ -126,17 +138,24 @@ def load_base(folder: str | pathlib.Path, model: Transformer) -> Any:
     def put(stack, layer, index):
         return jax.tree.map(lambda s, x: s.at[index].set(x.astype(s.dtype)), stack, layer)
 
-    shared = _shared_scales(arch, tensors) if packed else set()
-    arrange = jax.jit(lambda weight: prepare(weight, model.dtype))
+    shared = _shared_scales(arch, tensors) if source and source.name == "nvfp4" else set()
+
+    @jax.jit
+    def arrange(weight: Packed) -> PackedWeight:
+        return prepare(weight, model.dtype) if isinstance(weight, NVFP4Tensor) else weight
 
     def read_linear(linear: str, names: list[str]) -> PackedWeight | jax.Array:
-        if model.weights != "nvfp4":
-            if packed:
-                return _dequantize(_read_packed(tensors, names, linear in shared), dtype)
-            return _read_dense(tensors, names).astype(dtype)
-        if packed:
-            return arrange(_read_packed(tensors, names, linear in shared))
-        return arrange(_quantize(tensors, names))
+        if source is None:
+            parts = [jnp.asarray(tensors[f"{name}.weight"]) for name in names]
+            if model.weights in DENSE:
+                return jnp.concatenate(parts).astype(dtype)
+            return arrange(_pack(model.weights, parts))
+        parts = [jax.tree.map(jnp.asarray, source.read(tensors, name)) for name in names]
+        if source.name == "nvfp4":
+            whole = nvfp4.fuse(parts, shared=linear in shared)
+        else:
+            whole = source.fuse(parts)
+        return _unpack(source.name, whole, dtype) if model.weights in DENSE else arrange(whole)
 
     stack = None
     for index in range(arch.num_layers):
@@ -171,38 +190,15 @@ def _read_layer(
     return layer
 
 
-def _read_dense(tensors: Tensors, names: list[str]) -> jax.Array:
-    return jnp.concatenate([jnp.asarray(tensors[f"{name}.weight"]) for name in names])
+@functools.partial(jax.jit, static_argnums=0)
+def _pack(name: str, parts: list[jax.Array]) -> Packed:
+    form = formats.named(name)
+    return form.fuse(form.pack(parts))
 
 
-def _quantize(tensors: Tensors, names: list[str]) -> NVFP4Tensor:
-    parts = [jnp.asarray(tensors[f"{name}.weight"]) for name in names]
-    return _quantize_parts(parts)
-
-
-_dequantize = jax.jit(nvfp4.dequantize, static_argnums=1)
-
-
-@jax.jit
-def _quantize_parts(parts: list[jax.Array]) -> NVFP4Tensor:
-    shared = functools.reduce(jnp.minimum, [nvfp4.global_scale(part) for part in parts])
-    return nvfp4.fuse([nvfp4.quantize(part, shared) for part in parts], shared=True)
-
-
-def _read_packed(tensors: Tensors, names: list[str], shared: bool) -> NVFP4Tensor:
-    parts = [
-        NVFP4Tensor(
-            codes=jnp.asarray(tensors[f"{name}.weight_packed"]),
-            scales=jnp.asarray(tensors[f"{name}.weight_scale"]),
-            global_scale=jnp.asarray(tensors[f"{name}.weight_global_scale"], jnp.float32),
-            shape=(
-                tensors.shape(f"{name}.weight_packed")[0],
-                2 * tensors.shape(f"{name}.weight_packed")[1],
-            ),
-        )
-        for name in names
-    ]
-    return nvfp4.fuse(parts, shared=shared)
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _unpack(name: str, weight: Packed, dtype) -> jax.Array:
+    return formats.named(name).unpack(weight, dtype)
 
 
 def _shared_scales(arch: Architecture, tensors: Tensors) -> set[str]:
@@ -225,36 +221,32 @@ def _shared_scales(arch: Architecture, tensors: Tensors) -> set[str]:
     }
 
 
-def _is_packed(config: dict[str, Any]) -> bool:
+def _format(config: dict[str, Any]) -> Format | None:
     quantization = config.get("quantization_config")
     if quantization is None:
-        return False
-    method, form = quantization.get("quant_method"), quantization.get("format")
-    if (method, form) != ("compressed-tensors", "nvfp4-pack-quantized"):
+        return None
+    source = formats.of_folder(quantization)
+    if source is None:
+        method, form = quantization.get("quant_method"), quantization.get("format")
         raise NotImplementedError(
-            f"quantization_config: got quant_method {method!r}, format {form!r}; "
-            "read are 16-bit checkpoints and compressed-tensors 'nvfp4-pack-quantized'"
+            f"quantization_config: got quant_method {method!r}, format {form!r}; read are 16-bit "
+            "checkpoints, compressed-tensors 'nvfp4-pack-quantized' and 'mxfp4-pack-quantized', and "
+            "bitsandbytes nf4"
         )
     groups = quantization.get("config_groups", {}).values()
     if any(group.get("input_activations") for group in groups):
         raise NotImplementedError(
             "quantization_config: input_activations are quantized (W4A4); only W4A16 is supported"
         )
-    return True
+    return source
 
 
-def _check_blocks(arch: Architecture) -> None:
-    for linear in arch.linears():
-        width = arch.input_width(linear)
-        if width % nvfp4.BLOCK:
-            raise ValueError(
-                f"model.weights: got 'nvfp4'; {linear} has {width} input features (K), "
-                f"and NVFP4 needs a multiple of {nvfp4.BLOCK}"
-            )
+def check_names(arch: Architecture, tensors: Tensors, source: Format | None) -> None:
+    """Demands every tensor and shape at the door, so that nothing is half loaded.
 
-
-def _check_names(arch: Architecture, tensors: Tensors, packed: bool) -> None:
-    """Demands every tensor and shape at the door, so that nothing is half loaded."""
+    Raises:
+        SafetensorsError, ValueError: When a tensor is missing, or has another shape than `arch` says.
+    """
     expected = {
         "model.embed_tokens.weight": (arch.vocab_size, arch.width),
         "model.norm.weight": (arch.width,),
@@ -273,12 +265,8 @@ def _check_names(arch: Architecture, tensors: Tensors, packed: bool) -> None:
             k = arch.input_width(linear)
             for part, n in parts:
                 name = f"{prefix}{PARENT[linear]}.{part}"
-                if packed:
-                    expected[f"{name}.weight_packed"] = (n, k // 2)
-                    expected[f"{name}.weight_scale"] = (n, k // nvfp4.BLOCK)
-                    expected[f"{name}.weight_global_scale"] = (1,)
-                else:
-                    expected[f"{name}.weight"] = (n, k)
+                shapes = {"weight": (n, k)} if source is None else source.shapes(n, k)
+                expected |= {f"{name}.{suffix}": shape for suffix, shape in shapes.items()}
                 if linear == "qkv" and arch.qkv_bias:
                     expected[f"{name}.bias"] = (n,)
     for name, shape in expected.items():
