@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -159,20 +159,29 @@ def load_base(folder: str | pathlib.Path, model: Transformer) -> Any:
 
     stack = None
     for index in range(arch.num_layers):
-        layer = _read_layer(arch, tensors, f"model.layers.{index}.", dtype, read_linear)
+        layer = read_layer(arch, tensors, f"model.layers.{index}.", dtype, read_linear)
         if stack is None:
             stack = jax.tree.map(lambda x: jnp.zeros((arch.num_layers, *x.shape), x.dtype), layer)
         stack = put(stack, layer, index)
     return frozen | {"layers": stack}
 
 
-def _read_layer(
+def read_layer(
     arch: Architecture,
-    tensors: Tensors,
+    tensors: Tensors | Mapping[str, Any],
     prefix: str,
     dtype,
     read_linear: Callable[[str, list[str]], PackedWeight | jax.Array],
 ) -> dict:
+    """One layer as a tree, without a leading axis.
+
+    Args:
+        arch: Says what it has.
+        tensors: By their names in a folder.
+        prefix: Of these names, "model.layers.0." for the first.
+        dtype: Of norms and biases.
+        read_linear: A fused linear's name and those of its parts -> its weight.
+    """
     layer = {
         name: {"scale": jnp.asarray(tensors[f"{prefix}{name}.weight"], dtype)}
         for name in LAYER_NORMS

@@ -26,7 +26,7 @@ type Packed = NVFP4Tensor | MXFP4Tensor | NF4Tensor
 _QUANT_STATE = "quant_state.bitsandbytes__nf4"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Format:
     """One packed format.
 

@@ -112,6 +112,7 @@ class FusedLinear(nn.Module):
     @nn.compact
     def __call__(self, x):
         features = sum(size for _, size in self.parts)
+        self.sow("intermediates", "input", x)  # nothing, unless the caller asks; see `run_layer`
         y = layers.linear(x, self._base("weight", lambda key: self._random(key, features, x)))
         if self.bias:
             zeros = lambda _: jnp.zeros((features,), _dtype(self.weights))
@@ -332,6 +333,28 @@ def as_computed(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
         return leaf.astype(dtype) if path[-1].key in ("weight", "bias") else leaf
 
     return jax.tree_util.tree_map_with_path(rounded, params)
+
+
+def run_layer(
+    model: Transformer, layer: dict[str, Any], x: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """One layer of a bare base by itself, for calibration.
+
+    Args:
+        model: Its architecture, and how the layer's linears are held.
+        layer: The tree of that layer, without a leading axis.
+        x: Hidden states [B, T, D] of right-padded rows.
+
+    Returns:
+        The hidden states after the layer, and by name what each of its linears reads, [B, T, K].
+    """
+    positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+    tables = layers.rope_tables(positions, layers.rope_frequencies(model.arch))
+    block = Block(model.arch, model.weights, None, False, False)
+    ((x, _), _), seen = block.apply(
+        {"frozen": layer}, (x, None), 0, tables, None, mutable=["intermediates"]
+    )
+    return x, {name: seen["intermediates"][name]["input"][0] for name in model.arch.linears()}
 
 
 def noise_shapes(arch: Architecture, final_norm: bool = False) -> dict[str, Any]:

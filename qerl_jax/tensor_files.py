@@ -1,4 +1,4 @@
-"""Safetensors files read tensor by tensor through a memory map, and checked whole before the first is read.
+"""Safetensors files: read tensor by tensor through a memory map, checked whole before the first is read; and written.
 
 The safetensors package reads neither bfloat16 nor float8 into numpy; the format is a length, a JSON
 header and bytes.
@@ -13,6 +13,7 @@ import os
 import pathlib
 import shutil
 import struct
+from collections.abc import Mapping
 
 import ml_dtypes
 import numpy as np
@@ -139,6 +140,33 @@ class Tensors:
                     f"{path}: {name} of shape {shape} and type {dtype} does not fill its bytes"
                 )
             self._entries[name] = (data, dtype, shape, start, end)
+
+
+def write(path: str | pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes a file whose bytes go from the arrays to the disk uncopied; it appears whole or not at all.
+
+    Raises:
+        ValueError: When an array has a type that the format does not know.
+    """
+    names, header, end = {np.dtype(value): key for key, value in _DTYPES.items()}, {}, 0
+    for name, array in tensors.items():
+        if array.dtype not in names:
+            raise ValueError(f"{name}: safetensors files hold no {array.dtype}")
+        header[name] = {
+            "dtype": names[array.dtype],
+            "shape": array.shape,
+            "data_offsets": (end, end + array.nbytes),
+        }
+        end += array.nbytes
+    text = json.dumps({"__metadata__": {"format": "pt"}} | header).encode()
+    text += b" " * (-len(text) % 8)
+    path = pathlib.Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for array in tensors.values():
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    os.replace(partial, path)
 
 
 @contextlib.contextmanager

@@ -14,8 +14,8 @@ LAYERS = (
     "pallas_kernels",
     "__init__ answers architecture arithmetic config data equivalence grpo log masked noise "
     "reward_functions reward_workers rewards sandbox tensor_files tokenizer",
-    "formats kv_cache layers logprobs model",
-    "adapters checkpoint model_files run_state sampling",
+    "awq formats kv_cache layers logprobs model",
+    "adapters calibration checkpoint model_files quantize run_state sampling",
     "rollouts update",
     "evaluate pass_rates report train",
     "__main__ cli",
