@@ -23,7 +23,7 @@ from qerl_jax.model import (
 from tests import golden_files
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
-MODELS = ["qwen2_untied", "qwen2_tied", "qwen3", "llama3"]
+MODELS = ["qwen2_untied", "qwen2_tied", "qwen3", "llama3", "mistral"]
 # golden/README.md: float32 with full-precision products.
 ATOL = 1e-4
 
@@ -343,7 +343,14 @@ def test_known_shapes_have_their_published_sizes():
         "qwen2.5-7b": 7.62,
         "qwen2.5-14b": 14.77,
         "qwen2.5-32b": 32.76,
+        "qwen3-0.6b": 0.6,
+        "qwen3-8b": 8.19,
+        "qwen3-32b": 32.76,
+        "llama-3.2-1b": 1.24,
+        "llama-3.2-3b": 3.21,
         "llama-3.1-8b": 8.03,
+        "llama-3.1-70b": 70.55,
+        "mistral-7b-v0.3": 7.25,
     }
     for name, size in expected.items():
         assert round(billions[name], 2) == size
