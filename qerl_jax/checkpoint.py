@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,6 +20,7 @@ from qerl_jax.tensor_files import Tensors
 from qerl_jax.tokenizer import Tokenizer
 
 DENSE = ("bfloat16", "float32")
+_FLOATS = ("F32", "BF16", "F16", "F64")
 TINY = pathlib.Path(__file__).parent / "assets" / "tiny"
 
 
@@ -115,7 +115,7 @@ def load_base(folder: str | pathlib.Path, model: Transformer) -> Any:
     """
     folder = pathlib.Path(folder)
     arch, tensors = model.arch, Tensors(folder)
-    source = _format(json.loads((folder / "config.json").read_text()))
+    source = formats.of_folder(folder)
     if source is not None and model.weights not in (source.name, *DENSE):
         raise NotImplementedError(
             f"model.weights: got {model.weights!r}; {folder} holds {source.name}, which is read as "
@@ -138,7 +138,7 @@ def load_base(folder: str | pathlib.Path, model: Transformer) -> Any:
     def put(stack, layer, index):
         return jax.tree.map(lambda s, x: s.at[index].set(x.astype(s.dtype)), stack, layer)
 
-    shared = _shared_scales(arch, tensors) if source and source.name == "nvfp4" else set()
+    shared = _shared_scales(arch, tensors, source) if source and source.name == "nvfp4" else set()
 
     @jax.jit
     def arrange(weight: Packed) -> PackedWeight:
@@ -210,44 +210,24 @@ def _unpack(name: str, weight: Packed, dtype) -> jax.Array:
     return formats.named(name).unpack(weight, dtype)
 
 
-def _shared_scales(arch: Architecture, tensors: Tensors) -> set[str]:
+def _shared_scales(arch: Architecture, tensors: Tensors, source: Format) -> set[str]:
     """The fused linears whose parts have one global scale, and so in every layer: stacked layers have one form.
 
     A scale per row costs a multiply more per output; quantizers that follow vLLM's rule do not need
     it.
     """
 
-    def scale(linear: str, index: int, part: str) -> float:
-        return tensors[f"model.layers.{index}.{PARENT[linear]}.{part}.weight_global_scale"].item()
+    def scale(name: str) -> float:
+        return source.read(tensors, name).global_scale.item()
 
     return {
         linear
-        for linear, parts in arch.linears().items()
+        for linear in arch.linears()
         if all(
-            len({scale(linear, index, part) for part, _ in parts}) == 1
+            len({scale(name) for name in arch.linear_names(linear, index)}) == 1
             for index in range(arch.num_layers)
         )
     }
-
-
-def _format(config: dict[str, Any]) -> Format | None:
-    quantization = config.get("quantization_config")
-    if quantization is None:
-        return None
-    source = formats.of_folder(quantization)
-    if source is None:
-        method, form = quantization.get("quant_method"), quantization.get("format")
-        raise NotImplementedError(
-            f"quantization_config: got quant_method {method!r}, format {form!r}; read are 16-bit "
-            "checkpoints, compressed-tensors 'nvfp4-pack-quantized' and 'mxfp4-pack-quantized', and "
-            "bitsandbytes nf4"
-        )
-    groups = quantization.get("config_groups", {}).values()
-    if any(group.get("input_activations") for group in groups):
-        raise NotImplementedError(
-            "quantization_config: input_activations are quantized (W4A4); only W4A16 is supported"
-        )
-    return source
 
 
 def check_names(arch: Architecture, tensors: Tensors, source: Format | None) -> None:
@@ -255,6 +235,8 @@ def check_names(arch: Architecture, tensors: Tensors, source: Format | None) -> 
 
     Raises:
         SafetensorsError, ValueError: When a tensor is missing, or has another shape than `arch` says.
+        NotImplementedError: When one has a type that cannot be read, or there is one that would
+            change what a weight means.
     """
     expected = {
         "model.embed_tokens.weight": (arch.vocab_size, arch.width),
@@ -271,13 +253,42 @@ def check_names(arch: Architecture, tensors: Tensors, source: Format | None) -> 
                 for name in ("q_norm", "k_norm")
             }
         for linear, parts in arch.linears().items():
-            k = arch.input_width(linear)
-            for part, n in parts:
-                name = f"{prefix}{PARENT[linear]}.{part}"
+            k, bias = arch.input_width(linear), linear == "qkv" and arch.qkv_bias
+            names = arch.linear_names(linear, index)
+            for name, (_, n) in zip(names, parts, strict=True):
                 shapes = {"weight": (n, k)} if source is None else source.shapes(n, k)
+                shapes |= {"bias": (n,)} if bias else {}
+                _check_linear(tensors, name, source, shapes)
                 expected |= {f"{name}.{suffix}": shape for suffix, shape in shapes.items()}
-                if linear == "qkv" and arch.qkv_bias:
-                    expected[f"{name}.bias"] = (n,)
     for name, shape in expected.items():
-        if tensors.shape(name) != shape:
-            raise ValueError(f"{name}: got shape {tensors.shape(name)}; config.json says {shape}")
+        found = tensors.shape(name)
+        if found != shape and not (found == () and shape == (1,)):
+            raise ValueError(f"{name}: got shape {found}; config.json says {shape}")
+
+
+# What may stand beside a weight without a meaning for it: scales of quantized activations, which stay
+# in 16 bits here, and of a quantized cache.
+_IGNORED = ("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale")
+
+
+def _check_linear(
+    tensors: Tensors, name: str, source: Format | None, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    """Looks for what has another type, is not packed, or would have to act."""
+    dense = f"{name}.weight" in tensors and tensors.type(f"{name}.weight") in _FLOATS
+    if source is not None and dense:
+        raise NotImplementedError(
+            f"{name}: is not packed, although the folder is; a folder that leaves some linears of the "
+            "layers out of its quantization cannot be read"
+        )
+    types = {"weight": _FLOATS} if source is None else source.types
+    for suffix in tensors.suffixes(name):
+        if suffix not in shapes and suffix not in _IGNORED:
+            raise NotImplementedError(
+                f"{name}.{suffix}: has no place in the model, and would change what the linear does"
+            )
+        found, known = tensors.type(f"{name}.{suffix}"), types.get(suffix)
+        if known is not None and found not in known:
+            raise NotImplementedError(
+                f"{name}.{suffix}: got type {found}; must be {' or '.join(known)}"
+            )

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import math
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ class Format:
             linear's name and a dot.
         nbytes: (N, K) -> bytes of these tensors.
         write: A packed weight -> these tensors.
+        types: What safetensors calls the types that some of them may have.
         read: An opened folder and a linear's name -> the packed weight, in host memory.
         config: `quantization_config` of a folder.
     """
@@ -51,6 +53,7 @@ class Format:
     fuse: Callable[[Sequence[Any]], Any]
     shapes: Callable[[int, int], dict[str, tuple[int, ...]]]
     nbytes: Callable[[int, int], int]
+    types: dict[str, tuple[str, ...]]
     write: Callable[[Any], dict[str, np.ndarray]]
     read: Callable[[Tensors, str], Any]
     config: dict[str, Any]
@@ -94,14 +97,51 @@ def named(
     raise ValueError(f"format: got {name!r}; known are 'nvfp4', 'mxfp4' and 'nf4'")
 
 
-def of_folder(quantization_config: dict[str, Any]) -> Format | None:
-    """The format of a folder that `named(...).config` describes; None for any other."""
-    method, form = (quantization_config.get(key) for key in ("quant_method", "format"))
-    if method == "compressed-tensors":
-        return {f.config["format"]: f for f in (_NVFP4, _MXFP4)}.get(form)
-    if method == "bitsandbytes" and quantization_config.get("bnb_4bit_quant_type") == "nf4":
-        return _nf4(bool(quantization_config.get("bnb_4bit_use_double_quant")))
-    return None
+def of_folder(folder: str | pathlib.Path) -> Format | None:
+    """The format of a model folder, by `quantization_config` in its config.json, or by hf_quant_config.json.
+
+    Keys that say nothing of the weights are passed over, whatever version of a library wrote them.
+    So are scales of quantized activations (W4A4): activations stay in 16 bits here, which is more
+    exact.
+
+    Returns:
+        None for a folder without quantization.
+
+    Raises:
+        NotImplementedError: For a quantization that cannot be read, by its name.
+    """
+    folder = pathlib.Path(folder)
+    quantization = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    beside = folder / "hf_quant_config.json"
+    if quantization is None and beside.is_file():
+        # ModelOpt writes this file, and only newer versions both.
+        quantization = json.loads(beside.read_text()).get("quantization") or {}
+        quantization = {"quant_method": "modelopt"} | quantization
+    if quantization is None:
+        return None
+    method, form = (quantization.get(key) for key in ("quant_method", "format"))
+    if method == "compressed-tensors" and form in _COMPRESSED_TENSORS:
+        if quantization.get("transform_config"):
+            raise NotImplementedError(
+                "quantization_config: transform_config: rotated weights cannot be read"
+            )
+        sparsity = (quantization.get("sparsity_config") or {}).get("format", "dense")
+        if sparsity != "dense":
+            raise NotImplementedError(
+                f"quantization_config: sparsity_config: got format {sparsity!r}; only 'dense' can be read"
+            )
+        return _COMPRESSED_TENSORS[form]
+    if method in ("modelopt", "modelopt_fp4"):
+        form = quantization.get("quant_algo")
+        if form in ("NVFP4", "W4A16_NVFP4"):
+            return _MODELOPT_NVFP4
+    if method == "bitsandbytes" and quantization.get("bnb_4bit_quant_type") == "nf4":
+        return _nf4(bool(quantization.get("bnb_4bit_use_double_quant")))
+    raise NotImplementedError(
+        f"quantization_config: got quant_method {method!r}, format {form!r}; read are folders without "
+        f"quantization, compressed-tensors {' and '.join(map(repr, _COMPRESSED_TENSORS))}, ModelOpt "
+        "'NVFP4' and bitsandbytes nf4"
+    )
 
 
 def _compressed_tensors(form: str, **weights: Any) -> dict[str, Any]:
@@ -155,7 +195,7 @@ def _read_nvfp4(tensors: Tensors, name: str) -> NVFP4Tensor:
     return NVFP4Tensor(
         codes,
         tensors[f"{name}.weight_scale"],
-        np.asarray(tensors[f"{name}.weight_global_scale"], np.float32),
+        np.asarray(tensors[f"{name}.weight_global_scale"], np.float32).reshape(1),
         (codes.shape[0], 2 * codes.shape[1]),
     )
 
@@ -172,6 +212,7 @@ _NVFP4 = Format(
         "weight_global_scale": (1,),
     },
     nbytes=lambda n, k: n * k // 2 + n * k // nvfp4.BLOCK + 4,
+    types={"weight_packed": ("U8",), "weight_scale": ("F8_E4M3",)},
     write=_write_nvfp4,
     read=_read_nvfp4,
     config=_compressed_tensors(
@@ -180,6 +221,26 @@ _NVFP4 = Format(
         group_size=nvfp4.BLOCK,
         scale_dtype="torch.float8_e4m3fn",
     ),
+)
+
+
+def _read_modelopt(tensors: Tensors, name: str) -> NVFP4Tensor:
+    codes = tensors[f"{name}.weight"]
+    # ModelOpt multiplies by its second scale, where compressed-tensors divides by its own.
+    scale = 1 / np.asarray(tensors[f"{name}.weight_scale_2"], np.float32).reshape(1)
+    shape = (codes.shape[0], 2 * codes.shape[1])
+    return NVFP4Tensor(codes, tensors[f"{name}.weight_scale"], scale, shape)
+
+
+_MODELOPT_NVFP4 = dataclasses.replace(
+    _NVFP4,
+    shapes=lambda n, k: {
+        "weight": (n, k // 2),
+        "weight_scale": (n, k // nvfp4.BLOCK),
+        "weight_scale_2": (1,),
+    },
+    types={"weight": ("U8",), "weight_scale": ("F8_E4M3",)},
+    read=_read_modelopt,
 )
 
 
@@ -204,6 +265,7 @@ _MXFP4 = Format(
     fuse=mxfp4.fuse,
     shapes=lambda n, k: {"weight_packed": (n, k // 2), "weight_scale": (n, k // mxfp4.BLOCK)},
     nbytes=lambda n, k: n * k // 2 + n * k // mxfp4.BLOCK,
+    types={"weight_packed": ("U8",), "weight_scale": ("U8",)},
     write=_write_mxfp4,
     read=_read_mxfp4,
     config=_compressed_tensors(
@@ -213,6 +275,8 @@ _MXFP4 = Format(
         scale_dtype="torch.uint8",
     ),
 )
+
+_COMPRESSED_TENSORS = {form.config["format"]: form for form in (_NVFP4, _MXFP4)}
 
 
 # NF4
@@ -280,6 +344,7 @@ def _nf4(double: bool) -> Format:
         fuse=nf4.fuse,
         shapes=shapes,
         nbytes=nbytes,
+        types={"weight": ("U8",)},
         write=_write_nf4,
         read=_read_nf4,
         config={

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from pallas_kernels import nvfp4
-from qerl_jax import checkpoint
+from qerl_jax import architecture, checkpoint
 from qerl_jax.config import LoraConfig, ModelConfig
 from qerl_jax.model import LoRA, Transformer
 from qerl_jax.tensor_files import SafetensorsError
@@ -170,21 +170,28 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path, name):
         policy(tmp_path)
 
 
-def test_a_packed_tensor_of_another_shape_is_refused(tmp_path):
-    name = "model.layers.0.self_attn.o_proj.weight_scale"
-    held = golden_files.load(PACKED / "model.safetensors")[name].view(np.uint8)
-    copy(PACKED, tmp_path, tensors={name: np.ascontiguousarray(held[:, :4])})
-    with pytest.raises(ValueError, match=rf"{name}: got shape \(128, 4\); .* says \(128, 8\)"):
-        policy(tmp_path)
-
-
 QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
 
 
 @pytest.mark.parametrize(
     "config,error,match",
     [
-        ({"model_type": "mistral"}, NotImplementedError, "model_type: got 'mistral'"),
+        ({"model_type": "gemma2"}, NotImplementedError, "model_type: got 'gemma2'"),
+        (
+            {"model_type": "mistral", "sliding_window": 128},
+            NotImplementedError,
+            "sliding_window: got 128; only full attention",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            NotImplementedError,
+            "layer_types: got 'sliding_attention'",
+        ),
+        (
+            {"partial_rotary_factor": 0.5},
+            NotImplementedError,
+            "partial_rotary_factor: got 0.5",
+        ),
         ({"use_sliding_window": True}, NotImplementedError, "use_sliding_window: got true"),
         ({"hidden_act": "gelu"}, NotImplementedError, "hidden_act: got 'gelu'"),
         (
@@ -230,10 +237,23 @@ QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantiz
         (
             {
                 "quantization_config": QUANTIZED
-                | {"config_groups": {"group_0": {"input_activations": {"num_bits": 4}}}}
+                | {"transform_config": {"config_groups": {"R1": {}}}}
             },
             NotImplementedError,
-            "W4A4",
+            "transform_config: rotated weights",
+        ),
+        (
+            {
+                "quantization_config": QUANTIZED
+                | {"sparsity_config": {"format": "sparse-24-bitmask"}}
+            },
+            NotImplementedError,
+            "sparsity_config: got format 'sparse-24-bitmask'",
+        ),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}},
+            NotImplementedError,
+            "got quant_method 'modelopt', format 'FP8'; read are",
         ),
     ],
 )
@@ -241,6 +261,24 @@ def test_an_unsupported_model_is_refused(tmp_path, config, error, match):
     copy(DENSE, tmp_path, config=config)
     with pytest.raises(error, match=match):
         policy(tmp_path, "nvfp4")
+
+
+@pytest.mark.parametrize(
+    "model_type,window",
+    [("mistral", None), ("mistral", 256), ("qwen2", 128), ("qwen2", None)],
+)
+def test_a_window_that_hides_nothing_is_no_window(tmp_path, model_type, window):
+    """The model has 256 positions; Qwen2's window has a switch, which is off."""
+    config = json.loads((DENSE / "config.json").read_text())
+    changed = config | {"model_type": model_type, "sliding_window": window}
+    assert architecture.from_hf(changed).model_type == model_type
+
+
+def test_a_bias_that_the_family_lacks_is_not_dropped_silently(tmp_path):
+    name = "model.layers.1.self_attn.o_proj.bias"
+    copy(DENSE, tmp_path, tensors={name: np.zeros(128, np.float32)})
+    with pytest.raises(NotImplementedError, match=f"{name}: has no place in the model"):
+        policy(tmp_path)
 
 
 def test_a_width_that_is_no_multiple_of_16_is_fine_without_packing(tmp_path):
