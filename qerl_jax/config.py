@@ -43,6 +43,8 @@ class ModelConfig:
             activations.
         trainable: "lora" trains an adapter; "full" the layers of a dense base themselves (linears,
             biases and norms; not embedding, last norm and head), in float32, without an adapter.
+        adapter_name_or_path: A PEFT adapter over that base, by folder or hub name, from which
+            training goes on; `[lora]` has its shape. The optimizer starts anew.
     """
 
     model_name_or_path: str
@@ -52,8 +54,15 @@ class ModelConfig:
     random_base: bool = False
     gradient_checkpointing: bool = True
     trainable: Literal["lora", "full"] = "lora"
+    adapter_name_or_path: str | None = None
 
     def __post_init__(self):
+        _require(
+            self.adapter_name_or_path is None or self.trainable == "lora",
+            "model.adapter_name_or_path",
+            self.adapter_name_or_path,
+            'needs model.trainable = "lora"',
+        )
         _require(
             bool(self.model_name_or_path),
             "model.model_name_or_path",

@@ -72,6 +72,7 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     if cfg.deterministic:
         runtime.use_deterministic_kernels()
     runtime.use_compilation_cache()
+    start = _starting_adapter(cfg)
     model, frozen, tokenizer = checkpoint.load_policy(cfg.model, cfg.lora, cfg.seed)
     functions, weights = _rewards(cfg)
     problems = _problems(cfg, cfg.data.split, tokenizer)
@@ -80,7 +81,7 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     held_out = _evaluator(cfg, model, tokenizer)
 
     keys = [jax.random.key(cfg.seed + 1000 * stream) for stream in range(5)]
-    state, frozen = _first_state(cfg, model, frozen, keys[_PARAMS])
+    state, frozen = _first_state(cfg, model, frozen, keys[_PARAMS], start)
     generate, improve, norm_noise = _phases(cfg, model, tokenizer, total_steps, keys[_NOISE])
     sample = _sampler(cfg, generate, tokenizer, problems, functions, weights)
     files = StateFiles(cfg.output_dir, cfg.save_total_limit)
@@ -190,11 +191,28 @@ def _phases(
     return generate, improve, norm_noise
 
 
+def _starting_adapter(cfg: RunConfig) -> pathlib.Path | None:
+    """The folder of the adapter to go on from; its shape is the run's."""
+    if cfg.model.adapter_name_or_path is None:
+        return None
+    folder = checkpoint.local_folder(cfg.model.adapter_name_or_path)
+    found = adapters.read_lora(folder)
+    for field in ("rank", "alpha", "train_norms"):
+        ours, theirs = getattr(cfg.lora, field), getattr(found, field)
+        if ours != theirs:
+            raise config.ConfigError(
+                f"lora.{field}: got {ours!r}; the adapter in {folder} needs {theirs!r}"
+            )
+    return folder
+
+
 def _first_state(
-    cfg: RunConfig, model: Transformer, frozen: Any, key: jax.Array
+    cfg: RunConfig, model: Transformer, frozen: Any, key: jax.Array, start: pathlib.Path | None
 ) -> tuple[TrainState, Any]:
     """The state before the first step, and what of the base stays frozen."""
     params, frozen = trainable(model, frozen, key)
+    if start is not None:
+        params = adapters.import_adapter(start, model)
     return update.init_state(params, cfg.optim, keep_reference=cfg.grpo.sync_ref_model), frozen
 
 

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from qerl_jax import adapters, checkpoint, cli, config, log, rollouts
-from qerl_jax.model import LoRA
+from qerl_jax.model import LoRA, init_params
 from qerl_jax.train import train
+from tests.golden_files import GOLDEN
 
 ROOT = pathlib.Path(__file__).parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -252,6 +253,10 @@ def test_a_short_run_learns_and_shuffled_rewards_do_not(tmp_path):
 
 BAD_RUNS = {
     "missing model": ({"model": {"model_name_or_path": "/nowhere/model"}}, "/nowhere/model"),
+    "adapter of another rank": (
+        {"model": {"adapter_name_or_path": str(GOLDEN / "lora/qwen2_untied_r8")}},
+        "lora.rank: got 16; the adapter in",
+    ),
     "missing data": ({"data": {"dataset": "/nowhere/data.jsonl"}}, "/nowhere/data.jsonl"),
     "unknown reward": ({"rewards": {"functions": ("acuracy_reward",)}}, "acuracy_reward"),
     "raising reward": ({"rewards": {"functions": ("tests.reward_controls:raising",)}}, "KeyError"),
@@ -275,6 +280,21 @@ def test_bad_input_is_one_error_before_a_run_folder_exists(case, tmp_path, capsy
     error = capsys.readouterr().err
     assert named in error and error.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_an_adapter_of_its_shape(tmp_path):
+    """With a vanishing learning rate it ends where the adapter was."""
+    cfg = small(tmp_path / "run", max_steps=1, optim={"learning_rate": 1e-12})
+    model, frozen, _ = checkpoint.load_policy(cfg.model, cfg.lora)
+    start = jax.tree.map(lambda x: x + 0.01, init_params(model, frozen, jax.random.key(5)))
+    adapters.export_adapter(tmp_path / "start", start, model.lora, "qerl-tiny")
+    cfg = dataclasses.replace(
+        cfg, model=dataclasses.replace(cfg.model, adapter_name_or_path=str(tmp_path / "start"))
+    )
+    end = train(cfg, quiet=True).params
+    for ours, theirs in zip(jax.tree.leaves(end), jax.tree.leaves(start), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-9)
 
 
 def test_another_config_may_not_resume_a_run(tmp_path):

@@ -7,10 +7,13 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from qerl_jax import adapters
+from qerl_jax.architecture import PARENT
 from qerl_jax.config import LoraConfig
 from qerl_jax.model import LoRA, Transformer
+from qerl_jax.tensor_files import SafetensorsError
 from tests import golden_files
 from tests.model_folders import (
     ADAPTER,
@@ -116,12 +119,10 @@ def changed_adapter(target, **fields):
         ({"peft_type": "IA3"}, "peft_type: got 'IA3'"),
         ({"bias": "all"}, "bias: got 'all'"),
         ({"use_dora": True}, "use_dora: got True"),
-        ({"use_rslora": True}, "use_rslora: got True"),
-        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
-        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern"),
-        ({"target_modules": ["q_proj", "v_proj"]}, r"target_modules: got \['q_proj', 'v_proj'\]"),
-        ({"target_modules": ".*attn.*"}, r"target_modules: got '\.\*attn\.\*'"),
-        ({"target_modules": None}, "target_modules: got None"),
+        ({"lora_bias": True}, "lora_bias: got True"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: got 'pissa_niter_4'"),
+        ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication: got"),
+        ({"modules_to_save": ["input_layernorm"]}, "modules_to_save: got .*; only"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save: got .*lm_head"),
     ],
 )
@@ -130,9 +131,100 @@ def test_an_adapter_that_is_no_plain_lora_is_refused(tmp_path, fields, match):
         adapters.read_lora(changed_adapter(tmp_path, **fields))
 
 
-def test_all_linear_is_all_seven(tmp_path):
-    folder = changed_adapter(tmp_path, target_modules="all-linear")
+@pytest.mark.parametrize(
+    "fields,match",
+    [
+        ({"target_modules": None}, "target_modules: got None"),
+        ({"r": 0}, "r: got 0; must be positive"),
+        ({"lora_alpha": None}, "lora_alpha: got None"),
+    ],
+)
+def test_an_impossible_adapter_config_is_refused(tmp_path, fields, match):
+    with pytest.raises(ValueError, match=match):
+        adapters.read_lora(changed_adapter(tmp_path, **fields))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", r".*\.(self_attn|mlp)\.\w+_proj"])
+def test_linears_may_be_named_by_a_pattern(tmp_path, targets):
+    folder = changed_adapter(tmp_path, target_modules=targets)
     assert adapters.read_lora(folder) == adapters.read_lora(ADAPTER)
+    ours, plain = (adapters.import_adapter(f, adapter_model()) for f in (folder, ADAPTER))
+    assert_trees_equal(ours, plain)
+
+
+def test_rslora_divides_by_the_root_of_the_rank(tmp_path):
+    """16 / sqrt(8) = 45.25 / 8."""
+    folder = changed_adapter(tmp_path, use_rslora=True)
+    lora = adapters.read_lora(folder)
+    assert lora.rank == 8 and lora.alpha == pytest.approx(16 * 8**0.5)
+    model = Transformer(ARCH, "float32", LoRA(lora.rank, lora.alpha), jnp.float32)
+    assert model.lora.scaling == pytest.approx(16 / 8**0.5)
+    assert_trees_equal(
+        adapters.import_adapter(folder, model), adapters.import_adapter(ADAPTER, adapter_model())
+    )
+
+
+def test_patterns_of_rank_and_alpha_become_one_rank_and_one_alpha(tmp_path):
+    """Every linear's alpha / rank * B A is what the patterns make of the tensors."""
+    held = dict(golden_files.load(ADAPTER / "adapter_model.safetensors"))
+    prefix = "base_model.model.model.layers."
+    for name in list(held):
+        keep = slice(0, 4) if ".q_proj." in name else slice(None)
+        if ".1.mlp." in name or ".0.self_attn.k_proj." in name:
+            del held[name]
+        else:
+            held[name] = np.ascontiguousarray(
+                held[name][keep] if ".lora_A" in name else held[name][:, keep]
+            )
+    folder = changed_adapter(
+        tmp_path,
+        r=8,
+        rank_pattern={"q_proj": 4},
+        alpha_pattern={"layers.2.self_attn.o_proj": 2, ".*down_proj": 64},
+        exclude_modules=r"model\.layers\.(1\.mlp|0\.self_attn\.k_proj).*",
+    )
+    save_file(held, folder / "adapter_model.safetensors")
+    lora = adapters.read_lora(folder)
+    assert (lora.rank, lora.alpha) == (8, 16.0)
+    model = adapter_model()
+    layers = adapters.import_adapter(folder, model)["layers"]
+    for linear, parts in ARCH.linears().items():
+        for part, _ in parts:
+            for index in range(ARCH.num_layers):
+                a, b = (np.asarray(layers[linear][part][leaf][index]) for leaf in "ab")
+                ours = model.lora.scaling * (a @ b).T
+                name = f"{prefix}{index}.{PARENT[linear]}.{part}"
+                rank, alpha = 4 if part == "q_proj" else 8, 16
+                if part == "down_proj":
+                    alpha = 64
+                elif part == "o_proj" and index == 2:
+                    alpha = 2
+                theirs = 0.0
+                if f"{name}.lora_A.weight" in held:
+                    theirs = (
+                        alpha / rank * held[f"{name}.lora_B.weight"] @ held[f"{name}.lora_A.weight"]
+                    )
+                else:
+                    assert (linear in ("gate_up", "down") and index == 1) or part == "k_proj"
+                np.testing.assert_allclose(ours, theirs, atol=1e-5, err_msg=name)
+
+
+def test_a_targeted_linear_without_tensors_is_named(tmp_path):
+    held = golden_files.load(ADAPTER / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+    folder = changed_adapter(tmp_path)
+    save_file(
+        {key: value for key, value in held.items() if key != name},
+        folder / "adapter_model.safetensors",
+    )
+    with pytest.raises(SafetensorsError, match=f"no tensor {name}"):
+        adapters.import_adapter(folder, adapter_model())
+
+
+def test_a_branch_that_the_config_does_not_name_is_not_dropped_silently(tmp_path):
+    folder = changed_adapter(tmp_path, target_modules=["q_proj"])
+    with pytest.raises(ValueError, match=r"has no place in the model \(36 such"):
+        adapters.import_adapter(folder, adapter_model())
 
 
 def test_a_folder_without_adapter_is_refused(tmp_path):
@@ -142,8 +234,16 @@ def test_a_folder_without_adapter_is_refused(tmp_path):
 
 def test_an_adapter_of_another_rank_is_refused():
     model = Transformer(ARCH, "float32", LoRA(4, 16.0), jnp.float32)
-    with pytest.raises(ValueError, match=r"lora_A.weight: got shape \(8, 128\); .* \(4, 128\)"):
+    with pytest.raises(ValueError, match="adapter_config.json: rank 8; the model has 4"):
         adapters.import_adapter(ADAPTER, model)
+
+
+def test_an_adapter_of_another_shape_is_refused(tmp_path):
+    folder = changed_adapter(tmp_path, rank_pattern={"k_proj": 4})
+    with pytest.raises(
+        ValueError, match=r"k_proj.lora_A.weight: got shape \(8, 128\); .* \(4, 128\)"
+    ):
+        adapters.import_adapter(folder, adapter_model())
 
 
 def test_an_adapter_of_a_deeper_model_is_refused():

@@ -32,7 +32,9 @@ MINIMAL = {
 # Every field differs from its default, so that a field lost on the way out and in shows.
 FULL = RunConfig(
     output_dir='runs/a "quoted"\nname',
-    model=ModelConfig("base", "tokenizer", "bfloat16", "float32", True, False),
+    model=ModelConfig(
+        "base", "tokenizer", "bfloat16", "float32", True, False, adapter_name_or_path="adapter"
+    ),
     data=DataConfig(
         "gsm8k",
         path="folder",
@@ -91,7 +93,7 @@ FULL = RunConfig(
 # What excludes a field of FULL.
 OTHER = dataclasses.replace(
     FULL,
-    model=dataclasses.replace(FULL.model, trainable="full"),
+    model=dataclasses.replace(FULL.model, trainable="full", adapter_name_or_path=None),
     lora=LoraConfig(),
     rollout=dataclasses.replace(
         FULL.rollout, generation_batch_size=None, max_concurrent=None, steps_per_generation=16
@@ -325,6 +327,16 @@ BAD = [
         },
         "24",
         "must be a multiple of the optimizer batch",
+    ),
+    (
+        "model.adapter_name_or_path",
+        {
+            "model__trainable": "full",
+            "model__weights": "bfloat16",
+            "model__adapter_name_or_path": "a",
+        },
+        "'a'",
+        "needs model.trainable",
     ),
     ("model.trainable", {"model__trainable": "head"}, "'head'", "'lora', 'full'"),
     ("model.trainable", {"model__trainable": "full"}, "'full'", "packed weights have no gradient"),
