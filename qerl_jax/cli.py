@@ -8,7 +8,7 @@ import os
 import pathlib
 import platform
 import sys
-from typing import Literal
+from typing import Annotated, Literal
 
 # Without PyTorch transformers greets with a notice about it, which would be a newcomer's first
 # line.
@@ -82,6 +82,29 @@ class Filter:
     batch_size: int = 32
 
 
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """Writes what a run has learned for others to read, and checks it against the trained policy.
+
+    Attributes:
+        run: A run folder.
+        out: The folder to write.
+        to: "peft" is the adapter; "merged" a whole 16-bit model; "nvfp4" that model packed again.
+        base: To what the adapter is added: the "original" 16-bit weights, or the "packed" ones that
+            it was trained on. Must be given where there are both.
+        step: Of the checkpoint to take; absent means the final adapter, or the newest checkpoint.
+        limit: Largest mean difference of log-probabilities, in nats; absent means what rounding
+            explains.
+    """
+
+    run: tyro.conf.Positional[pathlib.Path]
+    out: tyro.conf.Positional[pathlib.Path]
+    to: Literal["peft", "merged", "nvfp4"]
+    base: Annotated[Literal["original", "packed"] | None, tyro.conf.arg(name="from")] = None
+    step: int | None = None
+    limit: float | None = None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a sub-command; bad input ends with one line on stderr and status 2."""
     argv = sys.argv[1:] if argv is None else argv
@@ -89,6 +112,7 @@ def main(argv: list[str] | None = None) -> int:
         "train": _train,
         "generate": _generate,
         "filter": _filter,
+        "export": _export,
         "report": _report,
         "env": _env,
     }
@@ -97,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if argv and argv[0] in ("-h", "--help") else 2
     try:
         commands[argv[0]](argv[1:])
-    except (ValueError, FileNotFoundError, NotImplementedError) as error:
+    except (ValueError, FileNotFoundError, FileExistsError, NotImplementedError) as error:
         sys.stderr.write(f"qerl {argv[0]}: {error}\n")
         return 2
     return 0
@@ -108,6 +132,7 @@ _USAGE = """usage: qerl COMMAND ...
   train CONFIG.toml [--section.field VALUE ...]   train an adapter, or resume the run in output_dir
   generate PROMPT [--model M] [--adapter DIR]     print completions
   filter CONFIG.toml OUT.jsonl [--low R]          keep the problems that are neither easy nor hopeless
+  export RUN_FOLDER --to KIND OUT                 the adapter, or a model that it is merged into
   report RUN_FOLDER                               curves in the terminal and curves.png
   env                                             versions and devices, for bug reports
 
@@ -202,6 +227,19 @@ def _filter(argv: list[str]) -> None:
         say=_say,
     )
     _say(f"{kept} of {total} problems have a pass rate in [{args.low}, {args.high}]: {args.out}")
+
+
+def _export(argv: list[str]) -> None:
+    args = tyro.cli(Export, args=argv, prog="qerl export")
+    from pallas_kernels import runtime
+    from qerl_jax import export
+
+    runtime.use_compilation_cache()
+    report = export.export(
+        args.run, args.to, args.out, base=args.base, step=args.step, limit=args.limit
+    )
+    _say(f"{args.to} in {args.out}")
+    _say(export.line(report))
 
 
 def _report(argv: list[str]) -> None:

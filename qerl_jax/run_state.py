@@ -11,8 +11,8 @@ import jax
 class StateFiles:
     """The checkpoints of a run folder, `checkpoints/<step>/`, each written whole or not at all (orbax)."""
 
-    def __init__(self, run_folder: str | pathlib.Path, keep: int):
-        """Opens the folder; `keep` newest checkpoints stay."""
+    def __init__(self, run_folder: str | pathlib.Path, keep: int | None):
+        """Opens the folder; `keep` newest checkpoints stay, or all."""
         import orbax.checkpoint as ocp
 
         self._ocp = ocp
@@ -37,6 +37,21 @@ class StateFiles:
         abstract = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, like)
         args = self._ocp.args.Composite(state=self._ocp.args.StandardRestore(abstract))
         return self._manager.restore(step, args=args)["state"]
+
+    def params(self, step: int | None = None) -> tuple[int, Any]:
+        """The step, and what was trained by then: of a given step, or of the newest.
+
+        Raises:
+            FileNotFoundError: When there is no such checkpoint.
+        """
+        found = self._manager.all_steps()
+        if not found or (step is not None and step not in found):
+            raise FileNotFoundError(
+                f"no checkpoint of step {step} in {self._manager.directory}; there are {sorted(found)}"
+            )
+        step = max(found) if step is None else step
+        args = self._ocp.args.Composite(state=self._ocp.args.StandardRestore())
+        return step, self._manager.restore(step, args=args)["state"]["params"]
 
     def supply(self) -> dict[str, Any] | None:
         """What was written beside the newest state; None when there is none."""

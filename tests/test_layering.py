@@ -17,7 +17,7 @@ LAYERS = (
     "awq formats kv_cache layers logprobs model",
     "adapters calibration checkpoint model_files quantize run_state sampling",
     "rollouts update",
-    "evaluate pass_rates report train",
+    "evaluate export pass_rates report train",
     "__main__ cli",
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
