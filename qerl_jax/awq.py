@@ -1,4 +1,4 @@
-"""AWQ (arXiv 2306.00978): scales that move the error of 4-bit rounding to inputs that matter less.
+"""AWQ (arXiv 2306.00978): scales and clipping that move the error of 4-bit rounding to where it matters less.
 
 A linear's inputs are divided by s and its columns multiplied by s before it is packed, which changes
 nothing but the rounding. The division is folded into what comes before:
@@ -7,10 +7,14 @@ nothing but the rounding. The division is folded into what comes before:
     gate, up   its second norm                 down   the rows of up
 
 With a = mean |x| of an input channel and w = mean |W| of its column in units of its block's largest,
-s = a^r or a^r / w^(1-r), geometrically centred on 1; r runs over a grid, and the s whose output has
-the smallest squared error on calibration inputs, sum |x (W - W')^T|^2, is taken. That sum is
-tr(D X^T X D^T), so X^T X is all that is kept of the inputs, and a candidate costs the same whatever
-their number. r = 0 is rounding to nearest: the error on these inputs cannot become larger.
+s = a^r or a^r / w^(1-r), geometrically centred on 1, for r on a grid. For each s every block is
+clipped at the share of its largest entry that rounds it best. Of all, what gives the smallest squared
+error on calibration inputs is taken, sum |x (W - W')^T|^2 = tr(D X^T X D^T): so X^T X is all that is
+kept of the inputs, and a candidate costs the same whatever their number. Rounding to nearest is among
+the candidates: the error of a linear on these inputs cannot become larger.
+
+A 4-bit float spaces its values by their size, so scales do less here than for integers: most of the
+gain comes from clipping.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from qerl_jax.architecture import PARENT, Architecture
 from qerl_jax.formats import Format
 
 GRID = 20
+CLIPS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -148,7 +153,8 @@ def _search(
         by_head = x.reshape(heads[0], -1, heads[1])
         return jnp.broadcast_to(by_head.mean(1, keepdims=True), by_head.shape).reshape(-1)
 
-    blocks = jnp.abs(weight).reshape(len(weight), -1, form.block)
+    block = 1 if weight.shape[1] % form.group else form.group
+    blocks = jnp.abs(weight).reshape(len(weight), -1, block)
     share = blocks / jnp.maximum(blocks.max(axis=-1, keepdims=True), 1e-12)
     w = alike(share.reshape(weight.shape).mean(axis=0))
     a = alike(seen.magnitude)
@@ -159,22 +165,59 @@ def _search(
     if norm is not None:
         s = _exact(norm, s)[0]
 
-    def pack(s):
-        ends = np.cumsum(sizes)[:-1]
-        packed = form.pack(jnp.split(weight * s, ends))
+    def rounded(scaled):
+        packed = form.pack(jnp.split(scaled, np.cumsum(sizes)[:-1]))
         return jnp.concatenate([form.unpack(part, jnp.float32) for part in packed])
 
-    def error(s):
-        off = (pack(s) / s - weight) * row
+    def size(off):
         return jnp.vdot(jnp.dot(off, seen.gram, precision=_HIGHEST), off)
 
-    errors = jax.lax.map(error, s)
-    best = s[jnp.argmin(errors)]
-    original = weight * row
-    whole = jnp.vdot(jnp.dot(original, seen.gram, precision=_HIGHEST), original)
-    relative = jnp.sqrt(jnp.maximum(jnp.stack([errors[0], errors.min()]), 0) / whole)
-    new = jnp.split(weight * best, np.cumsum(sizes)[:-1])
+    def error(scaled, s):
+        return size((rounded(scaled) / s - weight) * row)
+
+    def clipped(s):
+        return _clipped(weight * s, rounded, form.group, seen.gram / jnp.outer(s, s))
+
+    nearest = error(weight, 1.0)
+    errors = jax.lax.map(lambda s: jnp.stack([error(weight * s, s), error(clipped(s), s)]), s)
+    index, cut = jnp.unravel_index(jnp.argmin(errors), errors.shape)
+    best = s[index]
+    new = jnp.where(cut == 1, clipped(best), weight * best)
+    relative = jnp.stack([nearest, errors.min()]) / jnp.maximum(size(weight * row), 1e-30)
+    relative = jnp.sqrt(jnp.maximum(relative, 0))
+    new = jnp.split(new, np.cumsum(sizes)[:-1])
     return best, None if norm is None else _exact(norm, best)[1], new, relative
+
+
+def _clipped(weight, rounded, block, gram):
+    """The weight, each block cut at the share of its largest entry that rounds it best.
+
+    What counts is the error of the block's part of the output: d G d^T, where G is the block's own
+    square of the Gram matrix of the scaled inputs.
+    """
+    n, k = weight.shape
+    if k % block:  # NF4's blocks may go over the ends of rows
+        return weight
+    blocks = weight.reshape(n, -1, block)
+    largest = jnp.abs(blocks).max(axis=-1, keepdims=True)
+    index = jnp.arange(k // block)
+    own = gram.reshape(k // block, block, k // block, block)[index, :, index]
+
+    def cut(share):
+        return jnp.clip(blocks, -share * largest, share * largest)
+
+    def error(share):
+        off = rounded(cut(share).reshape(n, k)).reshape(blocks.shape) - blocks
+        return jnp.einsum("nbi,bij,nbj->nb", off, own, off, precision=_HIGHEST)
+
+    def better(state, share):
+        best, kept = state
+        found = error(share)
+        return (jnp.minimum(best, found), jnp.where(found < best, share, kept)), None
+
+    ones = jnp.ones(blocks.shape[:2])
+    (_, kept), _ = jax.lax.scan(better, (error(1.0), ones), jnp.asarray(CLIPS))
+    return cut(kept[..., None]).reshape(n, k)
 
 
 def _exact(norm: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array]:

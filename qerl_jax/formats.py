@@ -34,6 +34,7 @@ class Format:
     Attributes:
         name: As in `model.weights`.
         block: K must be a multiple of it.
+        group: Neighbouring entries that share a scale.
         pack: Weights [N, K] that read one input -> each packed, with what they have to share.
         unpack: A packed weight -> [N, K] in the dtype given.
         fuse: Packed weights that read one input -> one, joined along N.
@@ -48,6 +49,7 @@ class Format:
 
     name: str
     block: int
+    group: int
     pack: Callable[[Sequence[jax.Array]], list[Any]]
     unpack: Callable[..., jax.Array]
     fuse: Callable[[Sequence[Any]], Any]
@@ -203,6 +205,7 @@ def _read_nvfp4(tensors: Tensors, name: str) -> NVFP4Tensor:
 _NVFP4 = Format(
     name="nvfp4",
     block=nvfp4.BLOCK,
+    group=nvfp4.BLOCK,
     pack=_pack_nvfp4,
     unpack=nvfp4.dequantize,
     fuse=functools.partial(nvfp4.fuse, shared=True),
@@ -260,6 +263,7 @@ def _read_mxfp4(tensors: Tensors, name: str) -> MXFP4Tensor:
 _MXFP4 = Format(
     name="mxfp4",
     block=mxfp4.BLOCK,
+    group=mxfp4.BLOCK,
     pack=lambda parts: [mxfp4.quantize(part) for part in parts],
     unpack=mxfp4.dequantize,
     fuse=mxfp4.fuse,
@@ -339,6 +343,7 @@ def _nf4(double: bool) -> Format:
     return Format(
         name="nf4",
         block=1,
+        group=nf4.BLOCK,
         pack=lambda parts: [nf4.quantize(part, double=double) for part in parts],
         unpack=nf4.dequantize,
         fuse=nf4.fuse,
