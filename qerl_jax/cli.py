@@ -105,6 +105,37 @@ class Export:
     limit: float | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Quantize:
+    """Writes a 4-bit folder of a 16-bit model, layer by layer; the same call goes on after a stop.
+
+    Attributes:
+        source: A 16-bit folder or hub name.
+        target: The new folder.
+        format: What linears are packed to.
+        method: "rtn" rounds to nearest; "awq" finds scales and clipping by calibration.
+        scale_rounding: Of MXFP4's scales: compressed-tensors' "nearest", or the OCP
+            specification's "floor".
+        double_quant: Whether NF4's scales are quantized too.
+        dataset: For "awq", the rows to calibrate on: "arithmetic", a data set of the hub, or a
+            .jsonl, .json or .parquet file with messages, a text, or a question and an answer.
+        num_samples: Rows that are drawn from it.
+        max_length: Tokens that are used of each.
+        seed: Of the draw.
+    """
+
+    source: tyro.conf.Positional[str]
+    target: tyro.conf.Positional[pathlib.Path]
+    format: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4"
+    method: Literal["rtn", "awq"] = "rtn"
+    scale_rounding: Literal["nearest", "floor"] = "nearest"
+    double_quant: bool = True
+    dataset: str = "open-thoughts/OpenThoughts-114k"
+    num_samples: int = 256
+    max_length: int = 2048
+    seed: int = 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a sub-command; bad input ends with one line on stderr and status 2."""
     argv = sys.argv[1:] if argv is None else argv
@@ -113,6 +144,7 @@ def main(argv: list[str] | None = None) -> int:
         "generate": _generate,
         "filter": _filter,
         "export": _export,
+        "quantize": _quantize,
         "report": _report,
         "env": _env,
     }
@@ -133,6 +165,7 @@ _USAGE = """usage: qerl COMMAND ...
   generate PROMPT [--model M] [--adapter DIR]     print completions
   filter CONFIG.toml OUT.jsonl [--low R]          keep the problems that are neither easy nor hopeless
   export RUN_FOLDER --to KIND OUT                 the adapter, or a model that it is merged into
+  quantize MODEL DIR [--format F] [--method M]    write a 4-bit folder of a 16-bit model
   report RUN_FOLDER                               curves in the terminal and curves.png
   env                                             versions and devices, for bug reports
 
@@ -240,6 +273,18 @@ def _export(argv: list[str]) -> None:
     )
     _say(f"{args.to} in {args.out}")
     _say(export.line(report))
+
+
+def _quantize(argv: list[str]) -> None:
+    args = tyro.cli(Quantize, args=argv, prog="qerl quantize")
+    from pallas_kernels import runtime
+    from qerl_jax.calibration import Calibration
+    from qerl_jax.quantize import Recipe, quantize
+
+    runtime.use_compilation_cache()
+    rows = Calibration(args.dataset, args.num_samples, args.max_length, args.seed)
+    recipe = Recipe(args.format, args.method, args.scale_rounding, args.double_quant, rows)
+    quantize(args.source, args.target, recipe, _say)
 
 
 def _report(argv: list[str]) -> None:
