@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.architecture import LAYER_NORMS, PARENT
+from qerl_jax.architecture import LAYER_NORMS, PARENT, read_json
 from qerl_jax.config import LoraConfig
 from qerl_jax.model import LoRA, Transformer
 from qerl_jax.tensor_files import Tensors, whole_folder
@@ -82,7 +82,7 @@ def _shape(folder: str | pathlib.Path) -> _Shape:
     path = pathlib.Path(folder) / "adapter_config.json"
     if not path.is_file():
         raise FileNotFoundError(f"no adapter_config.json in {folder}")
-    config = json.loads(path.read_text())
+    config = read_json(path)
     for field, plain in _PLAIN.items():
         if (config.get(field) or plain) != plain:
             raise NotImplementedError(

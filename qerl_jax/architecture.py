@@ -196,8 +196,10 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         ffn_width=size("intermediate_size"),
         num_layers=size("num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_size=config.get("head_dim") or family.head_size or size("hidden_size") // heads,
+        num_kv_heads=size("num_key_value_heads") if config.get("num_key_value_heads") else heads,
+        head_size=size("head_dim")
+        if config.get("head_dim")
+        else family.head_size or size("hidden_size") // heads,
         rms_norm_eps=config.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -315,4 +317,19 @@ def load(folder: str | pathlib.Path) -> Architecture:
         raise FileNotFoundError(
             f"no config.json in {folder}: a model folder holds config.json and *.safetensors"
         )
-    return from_hf(json.loads(path.read_text()))
+    return from_hf(read_json(path))
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The object that a JSON file of a model folder holds.
+
+    Raises:
+        ValueError: Naming the file, when it is none.
+    """
+    try:
+        table = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise ValueError(f"{path}: not a JSON object but a {type(table).__name__}")
+    return table

@@ -44,7 +44,8 @@ class ModelConfig:
         trainable: "lora" trains an adapter; "full" the layers of a dense base themselves (linears,
             biases and norms; not embedding, last norm and head), in float32, without an adapter.
         adapter_name_or_path: A PEFT adapter over that base, by folder or hub name, from which
-            training goes on; `[lora]` has its shape. The optimizer starts anew.
+            training goes on; `[lora]` has its shape. The optimizer starts anew, and the reference
+            policy is still the base.
     """
 
     model_name_or_path: str

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import MXFP4Tensor, NF4Tensor, NVFP4Tensor, mxfp4, nf4, nvfp4
+from qerl_jax import architecture
 from qerl_jax.architecture import Architecture
 from qerl_jax.tensor_files import Tensors
 
@@ -113,11 +114,11 @@ def of_folder(folder: str | pathlib.Path) -> Format | None:
         NotImplementedError: For a quantization that cannot be read, by its name.
     """
     folder = pathlib.Path(folder)
-    quantization = json.loads((folder / "config.json").read_text()).get("quantization_config")
+    quantization = architecture.read_json(folder / "config.json").get("quantization_config")
     beside = folder / "hf_quant_config.json"
     if quantization is None and beside.is_file():
         # ModelOpt writes this file, and only newer versions both.
-        quantization = json.loads(beside.read_text()).get("quantization") or {}
+        quantization = architecture.read_json(beside).get("quantization") or {}
         quantization = {"quant_method": "modelopt"} | quantization
     if quantization is None:
         return None

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from qerl_jax import tensor_files
-from qerl_jax.architecture import LAYER_NORMS
+from qerl_jax.architecture import LAYER_NORMS, read_json
 from qerl_jax.model import Transformer, abstract_base
 from qerl_jax.tensor_files import whole_folder
 
@@ -66,7 +66,7 @@ def fill_folder(
         described = path.name.endswith(".index.json") or path.name in _OWN
         if path.suffix in _COPIED and not described:
             shutil.copyfile(path, folder / path.name)
-    config = json.loads((source / "config.json").read_text())
+    config = read_json(source / "config.json")
     config.pop("quantization_config", None)
     config.pop("dtype", None)  # transformers 5 writes this name and reads both
     config["torch_dtype"] = str(dtype)

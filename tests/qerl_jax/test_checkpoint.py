@@ -217,6 +217,8 @@ QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantiz
         ),
         ({"num_key_value_heads": 3}, ValueError, "num_key_value_heads: got 3"),
         ({"head_dim": 31}, ValueError, "head_dim: got 31"),
+        ({"head_dim": "32"}, ValueError, "head_dim: got '32'; must be a positive integer"),
+        ({"num_key_value_heads": 2.0}, ValueError, "num_key_value_heads: got 2.0"),
         ({"hidden_size": None}, ValueError, "hidden_size: got None"),
         ({"num_hidden_layers": 0}, ValueError, "num_hidden_layers: got 0"),
         (
@@ -307,6 +309,15 @@ def test_a_named_shape_needs_a_tokenizer():
 def test_a_model_folder_without_tokenizer_is_refused():
     with pytest.raises(FileNotFoundError, match="no tokenizer.json in .*qwen2_untied"):
         policy(DENSE, tokenizer_name_or_path=None)
+
+
+@pytest.mark.parametrize(
+    "text,match", [("{", "not JSON"), ("[1]", "not a JSON object but a list"), ("\0", "not JSON")]
+)
+def test_a_config_that_is_none_is_named(tmp_path, text, match):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"{tmp_path}/config.json: {match}"):
+        policy(tmp_path)
 
 
 def test_a_folder_without_config_is_refused(tmp_path):
