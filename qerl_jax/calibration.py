@@ -95,7 +95,7 @@ class HiddenStates:
         """
         self._model, self._lengths = model, lengths
         dtype = np.dtype(model.dtype)
-        self._rows = [np.asarray(embedding[row], dtype) for row in ids]
+        self.rows = [np.asarray(embedding[row], dtype) for row in ids]
         self._together = max(1, _CHUNK // ids.shape[1])
 
     def observe(self, layer: dict[str, Any]) -> dict[str, Inputs]:
@@ -110,13 +110,13 @@ class HiddenStates:
         """Passes a layer."""
         for x, _, first in self._batches():
             for offset, row in enumerate(np.asarray(_advance(self._model, layer, x))):
-                if first + offset < len(self._rows):
-                    self._rows[first + offset] = row
+                if first + offset < len(self.rows):
+                    self.rows[first + offset] = row
 
     def _batches(self):
-        slots = np.arange(len(self._rows[0]))
-        for first in range(0, len(self._rows), self._together):
-            rows = self._rows[first : first + self._together]
+        slots = np.arange(len(self.rows[0]))
+        for first in range(0, len(self.rows), self._together):
+            rows = self.rows[first : first + self._together]
             # Rows of zeros fill the last batch: one shape is compiled.
             fill = self._together - len(rows)
             lengths = np.pad(self._lengths[first : first + len(rows)], (0, fill))

@@ -303,10 +303,10 @@ class _Job:
             (REPORT, report),
         ):
             (self.partial / name).write_text(json.dumps(content, indent=2) + "\n")
-        (self.partial / _PROGRESS).unlink()
         if self.target.exists():
             self.target.rmdir()
         os.replace(self.partial, self.target)
+        (self.target / _PROGRESS).unlink()
         return report
 
     def _stem(self, number: int) -> str:
