@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import mmap
 import os
 import pathlib
 import shutil
@@ -38,6 +39,9 @@ _DTYPES = {
 _TYPES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 # As the safetensors package has it.
 _LONGEST_HEADER = 100_000_000
+
+
+_WRITTEN_AT_ONCE = 2**26
 
 
 class SafetensorsError(ValueError):
@@ -313,7 +317,18 @@ def _write_file(path, table, read) -> None:
                 raise ValueError(
                     f"{name}: got {tensor.dtype} of shape {tensor.shape}; the table says {dtype} of {shape}"
                 )
-            file.write(tensor.reshape(-1).view(np.uint8).data)
+            data = tensor.reshape(-1).view(np.uint8)
+            for first in range(0, data.size, _WRITTEN_AT_ONCE):
+                file.write(data[first : first + _WRITTEN_AT_ONCE].data)
+                _let_go(data)
+
+
+def _let_go(array) -> None:
+    """Unloads the pages of a mapped file, which would count as this process's memory."""
+    while array is not None and not isinstance(array, mmap.mmap):
+        array = getattr(array, "base", None)
+    if array is not None:
+        array.madvise(mmap.MADV_DONTNEED)
 
 
 @contextlib.contextmanager
