@@ -13,13 +13,23 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 
 def main(folder, ids, out):
-    """Loads it as any user would; a packed one through compressed-tensors, which unpacks to bfloat16."""
+    """Loads it as any user would; packed ones through libraries that unpack weights to bfloat16."""
     config = json.loads((pathlib.Path(folder) / "config.json").read_text())
     options = {"dtype": torch.float32}
-    if "quantization_config" in config:
+    packed = config.get("quantization_config", {}).get("quant_method")
+    if packed == "compressed-tensors":
         quantization = CompressedTensorsConfig(run_compressed=False)
         options = {"dtype": torch.bfloat16, "quantization_config": quantization}
-    model = AutoModelForCausalLM.from_pretrained(folder, **options).float()
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    if packed == "bitsandbytes":  # whose models refuse float()
+        for module in model.modules():
+            if hasattr(module, "compute_dtype"):
+                module.compute_dtype = torch.float32
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.float()
+    else:
+        model = model.float()
     with torch.no_grad():
         np.save(out, model(torch.from_numpy(np.load(ids))).logits.numpy())
 
