@@ -7,11 +7,11 @@ nothing but the rounding. The division is folded into what comes before:
     gate, up   its second norm                 down   the rows of up
 
 With a = mean |x| of an input channel and w = mean |W| of its column in units of its block's largest,
-s = a^r or a^r / w^(1-r), geometrically centred on 1, for r on a grid. For each s every block is
-clipped at the share of its largest entry that rounds it best. Of all, what gives the smallest squared
-error on calibration inputs is taken, sum |x (W - W')^T|^2 = tr(D X^T X D^T): so X^T X is all that is
-kept of the inputs, and a candidate costs the same whatever their number. Rounding to nearest is among
-the candidates: the error of a linear on these inputs cannot become larger.
+s = a^r or a^r / w^(1-r) for r on a grid, divided by the root of its largest times its smallest. For
+each s every block is clipped at the share of its largest entry that rounds it best. Of all, what gives
+the smallest squared error on calibration inputs is taken, sum |x (W - W')^T|^2 = tr(D X^T X D^T): so
+X^T X is all that is kept of the inputs, and a candidate costs the same whatever their number. Rounding
+to nearest is among the candidates: the error of a linear on these inputs cannot become larger.
 
 A 4-bit float spaces its values by their size, so scales do less here than for integers: most of the
 gain comes from clipping.

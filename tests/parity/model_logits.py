@@ -3,6 +3,7 @@
 python model_logits.py FOLDER IDS.npy OUT.npy
 """
 
+import functools
 import json
 import pathlib
 import sys
@@ -21,17 +22,27 @@ def main(folder, ids, out):
         quantization = CompressedTensorsConfig(run_compressed=False)
         options = {"dtype": torch.bfloat16, "quantization_config": quantization}
     model = AutoModelForCausalLM.from_pretrained(folder, **options)
-    if packed == "bitsandbytes":  # whose models refuse float()
-        for module in model.modules():
-            if hasattr(module, "compute_dtype"):
-                module.compute_dtype = torch.float32
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.float()
+    if packed == "bitsandbytes":
+        _as_float(model)
     else:
         model = model.float()
     with torch.no_grad():
         np.save(out, model(torch.from_numpy(np.load(ids))).logits.numpy())
+
+
+def _as_float(model):
+    """What `float()` refuses to do with bitsandbytes' layers, whose CPU kernels compute in bfloat16."""
+    from bitsandbytes.functional import dequantize_4bit
+
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.float()
+    for module in model.modules():
+        if hasattr(module, "compute_dtype"):
+            weight = dequantize_4bit(module.weight.data, module.weight.quant_state).float()
+            module.forward = functools.partial(
+                torch.nn.functional.linear, weight=weight, bias=module.bias
+            )
 
 
 if __name__ == "__main__":
