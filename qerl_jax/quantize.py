@@ -99,7 +99,7 @@ def quantize(
         recipe.format, scale_rounding=recipe.scale_rounding, double_quant=recipe.double_quant
     )
     arch, config = architecture.load(folder), json.loads((folder / "config.json").read_text())
-    if "quantization_config" in config:
+    if formats.of_folder(folder) is not None:
         raise ValueError(f"{folder}: is quantized already; 16-bit weights are needed")
     form.check(arch)
     checkpoint.check_names(arch, Tensors(folder), None)
@@ -233,11 +233,12 @@ class _Job:
         settings = {"source": str(source.resolve()), "sizes": sizes, **dataclasses.asdict(recipe)}
         self._state: dict[str, Any] = {"settings": settings, "files": {}}
         if (self.partial / _PROGRESS).is_file():
-            self._state = json.loads((self.partial / _PROGRESS).read_text())
-            if self._state["settings"] != settings:
+            left = json.loads((self.partial / _PROGRESS).read_text())
+            if left["files"] and left["settings"] != settings:
                 raise FileExistsError(
                     f"{self.partial}: is what a job with other settings left; delete it first"
                 )
+            self._state["files"] = left["files"]
         elif self.partial.exists() and any(self.partial.iterdir()):
             raise FileExistsError(f"{self.partial}: holds something that is no unfinished job")
         self.partial.mkdir(parents=True, exist_ok=True)
