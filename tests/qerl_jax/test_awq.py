@@ -66,7 +66,13 @@ def test_folding_changes_nothing_but_the_rounding(name, monkeypatch):
         linear: awq.observe(awq.no_inputs(arch.input_width(linear)), inputs[linear], live)
         for linear in arch.linears()
     }
-    folded = awq.fold(arch, formats.named("mxfp4"), tensors, "model.layers.0.", seen)
+    folded = awq.fold(
+        arch,
+        formats.named("nvfp4" if name == "llama3" else "mxfp4"),
+        tensors,
+        "model.layers.0.",
+        seen,
+    )
     actual, new_inputs = run(as_tree(arch, folded.tensors))
     scale = np.abs(np.asarray(expected)).max()
     np.testing.assert_allclose(actual, expected, atol=2e-6 * scale)
