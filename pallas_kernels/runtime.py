@@ -33,6 +33,11 @@ def interpret_params() -> Any:
     return plgpu.InterpretGPUParams(detect_races=True)
 
 
+def memory_stats() -> dict[str, int] | None:
+    """Bytes that the default device has (`bytes_limit`) and that are taken (`bytes_in_use`); None where it does not say."""
+    return jax.local_devices()[0].memory_stats()
+
+
 def has_cudnn_attention(head_size: int) -> bool:
     """Whether cuDNN's fused attention serves 16-bit heads of this size here, forward and backward."""
     return (

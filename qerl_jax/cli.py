@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
+import json
 import os
 import pathlib
 import platform
 import sys
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 # Without PyTorch transformers greets with a notice about it, which would be a newcomer's first
 # line.
@@ -22,10 +24,13 @@ from qerl_jax.config import ConfigError, NoiseConfig, RunConfig
 
 @dataclasses.dataclass(frozen=True)
 class Generate:
-    """Prints a completion of each prompt.
+    """Prints completions: of one prompt as it is sampled, of several one after the other.
 
     Attributes:
-        prompt: One or more user messages.
+        prompt: User messages.
+        input: A file of prompts instead: .jsonl with a "prompt" per row, a text or chat messages
+            (and, if each is to have its own, a "seed"); or any other text file with one per line.
+        output: A .jsonl file for the completions, one row each, beside the columns of `input`.
         model: Local folder or hub name; "qerl-tiny" ships with the package.
         adapter: A PEFT folder, such as a run's `adapter`.
         system_prompt: A system message, or a name of `data.SYSTEM_PROMPTS`, such as "think-answer".
@@ -36,11 +41,17 @@ class Generate:
         top_k: Keep the k likeliest tokens; 0 is off.
         top_p: Keep the likeliest tokens up to this mass.
         min_p: Drop tokens below this fraction of the likeliest one's probability.
+        repetition_penalty: Makes tokens that were there before less likely; 1 is off.
+        stop: Texts before which a completion ends.
+        ignore_eos: Go on after the end token.
         n: Completions per prompt.
         seed: Of the samples.
+        max_concurrent: Completions sampled at a time.
     """
 
-    prompt: tyro.conf.Positional[tuple[str, ...]]
+    prompt: tyro.conf.Positional[tuple[str, ...]] = ()
+    input: pathlib.Path | None = None
+    output: pathlib.Path | None = None
     model: str = "qerl-tiny"
     adapter: pathlib.Path | None = None
     system_prompt: str | None = None
@@ -51,8 +62,12 @@ class Generate:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
     n: int = 1
     seed: int = 0
+    max_concurrent: int = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +177,7 @@ def main(argv: list[str] | None = None) -> int:
 _USAGE = """usage: qerl COMMAND ...
 
   train CONFIG.toml [--section.field VALUE ...]   train an adapter, or resume the run in output_dir
-  generate PROMPT [--model M] [--adapter DIR]     print completions
+  generate PROMPT [--model M] [--adapter DIR]     print completions; or --input FILE --output OUT.jsonl
   filter CONFIG.toml OUT.jsonl [--low R]          keep the problems that are neither easy nor hopeless
   export RUN_FOLDER --to KIND OUT                 the adapter, or a model that it is merged into
   quantize MODEL DIR [--format F] [--method M]    write a 4-bit folder of a 16-bit model
@@ -195,52 +210,79 @@ def _train(argv: list[str]) -> None:
 
 
 def _generate(argv: list[str]) -> None:
-    args = tyro.cli(Generate, args=argv, prog="qerl generate")
-    import jax
+    flat = (tyro.conf.FlagCreatePairsOff,)
+    args = tyro.cli(Generate, args=argv, prog="qerl generate", config=flat)
+    rows = _prompt_rows(args)
+    from qerl_jax import data, generator
 
-    from pallas_kernels import runtime
-    from qerl_jax import adapters, checkpoint, data, rollouts, sampling
-
-    runtime.use_compilation_cache()
-    cfg = config.from_table(
-        config.ModelConfig,
-        {"model_name_or_path": args.model, "weights": args.weights, "dtype": args.dtype},
-        "model.",
-    )
-    lora = None if args.adapter is None else adapters.read_lora(args.adapter)
-    policy, frozen, tokens = checkpoint.load_policy(cfg, lora)
-    variables = {"frozen": frozen}
-    if args.adapter is not None:
-        variables["params"] = adapters.import_adapter(args.adapter, policy)
+    names = {field.name for field in dataclasses.fields(generator.Sampling)}
+    options = {name: value for name, value in vars(args).items() if name in names}
+    if all("seed" in row for row in rows):
+        options["seed"] = [row["seed"] for row in rows]
+    generator.Sampling(**options)  # what is wrong with them is known before a model is read
 
     system = data.SYSTEM_PROMPTS.get(args.system_prompt, args.system_prompt)
     opening = () if system is None else ({"role": "system", "content": system},)
-    problems = [
-        data.Problem((*opening, {"role": "user", "content": text}), {}) for text in args.prompt
+    prompts = [
+        (*opening, {"role": "user", "content": row["prompt"]})
+        if isinstance(row["prompt"], str)
+        else (*opening, *row["prompt"])
+        for row in rows
     ]
-    generate = sampling.make_generate(
-        policy,
-        num_generations=args.n,
-        max_completion_length=args.max_tokens,
-        num_tokens=tokens.num_tokens,
-        stop_tokens=tokens.stop_tokens,
-        pad_token=tokens.pad_token,
-        truncation=sampling.Truncation(args.top_k, args.top_p, args.min_p),
+    policy = generator.Generator.load(
+        args.model,
+        args.adapter,
+        weights=args.weights,
+        dtype=args.dtype,
+        max_concurrent=args.max_concurrent,
     )
-    rollout = rollouts.collect(
-        generate,
-        variables,
-        tokens,
-        problems,
-        jax.random.key(args.seed),
-        num_generations=args.n,
-        max_prompt_length=max(
-            len(ids) for ids in tokens.encode([problem.prompt for problem in problems])
-        ),
-        temperature=args.temperature,
-    )
-    for text in rollout.texts:
-        _say(text)
+    if args.output is None and len(prompts) == args.n == 1:
+        for piece in policy.stream(prompts[0], **options):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        _say("")
+        return
+    with contextlib.ExitStack() as stack:
+        file = args.output and stack.enter_context(args.output.open("w"))
+        for index, done in enumerate(policy.completions(prompts, **options)):
+            if file is None:
+                _say(done.text)
+                continue
+            row = rows[index // args.n] | {
+                "completion": done.text,
+                "finish_reason": done.finish_reason,
+                "num_tokens": len(done.tokens),
+                "cumulative_logprob": float(done.logps.sum()),
+            }
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.flush()
+
+
+def _prompt_rows(args: Generate) -> list[dict[str, Any]]:
+    """The prompts of the command line or of a file, each with its columns."""
+    if (args.input is None) == (not args.prompt):
+        raise ValueError("prompt: give prompts, or --input with a file of them")
+    if args.output is not None and args.output.suffix != ".jsonl":
+        raise ValueError(f"--output: got {str(args.output)!r}; must be a .jsonl file")
+    if args.input is None:
+        return [{"prompt": text} for text in args.prompt]
+    lines = [line for line in args.input.read_text().splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"{args.input}: holds no prompt")
+    if args.input.suffix != ".jsonl":
+        return [{"prompt": line} for line in lines]
+    rows = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{args.input}, row {number}: not JSON: {error}") from error
+        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list):
+            raise ValueError(
+                f'{args.input}, row {number}: must have a "prompt", a text or a list of messages'
+            )
+        rows.append(row)
+    return rows
 
 
 def _filter(argv: list[str]) -> None:

@@ -224,13 +224,23 @@ class RolloutConfig:
     Attributes:
         num_generations: G, completions per prompt.
         generation_batch_size: B = P * G, completions per rollout; absent means one optimizer batch.
-        max_concurrent: Rows sampled at a time, which bounds the memory of the cache; absent means
-            all of a rollout.
+        max_concurrent: Rows sampled at a time; the next row takes the place of one that ends.
+            Absent means all of a rollout.
+        kv_cache_tokens: Room for keys and values, in tokens; rows wait while there is none. Absent
+            means what `max_concurrent` rows can need, or what the device has.
+        kv_cache_fraction: The same as a fraction of the device memory that the weights leave; give
+            one of the two.
+        compact: Shrink the batch when rows end and none waits. Off keeps the last bits of a row's
+            log-probabilities independent of the other rows.
         max_completion_length: Longest completion in tokens, the stop token included.
         temperature: Of the samples and of all log-probabilities.
         top_k: Keep the k likeliest tokens; 0 is off.
         top_p: Keep the likeliest tokens up to this mass; 1 is off.
         min_p: Drop tokens below this fraction of the likeliest one's probability; 0 is off.
+        repetition_penalty: Divides positive scores of tokens that were there before, and multiplies
+            negative ones; 1 is off.
+        stop: Texts that end a completion with the token that completes one of them.
+        ignore_eos: Run every completion to `max_completion_length`, or a text of `stop`.
         steps_per_generation: `generation_batch_size` as a number of micro-batches
             (optim.per_device_train_batch_size rows each); give one of the two.
     """
@@ -238,11 +248,17 @@ class RolloutConfig:
     num_generations: int = 8
     generation_batch_size: int | None = None
     max_concurrent: int | None = None
+    kv_cache_tokens: int | None = None
+    kv_cache_fraction: float | None = None
+    compact: bool = True
     max_completion_length: int = 512
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] | None = None
+    ignore_eos: bool = False
     steps_per_generation: int | None = None
 
     def __post_init__(self):
@@ -271,6 +287,24 @@ class RolloutConfig:
             "must be absent where generation_batch_size is given",
         )
         _require(
+            self.max_concurrent is None or self.max_concurrent >= 1,
+            "rollout.max_concurrent",
+            self.max_concurrent,
+            "must be at least 1",
+        )
+        _require(
+            self.kv_cache_fraction is None or 0 < self.kv_cache_fraction < 1,
+            "rollout.kv_cache_fraction",
+            self.kv_cache_fraction,
+            "must be in (0, 1)",
+        )
+        _require(
+            self.kv_cache_fraction is None or self.kv_cache_tokens is None,
+            "rollout.kv_cache_fraction",
+            self.kv_cache_fraction,
+            "must be absent where kv_cache_tokens is given",
+        )
+        _require(
             self.max_completion_length >= 1,
             "rollout.max_completion_length",
             self.max_completion_length,
@@ -285,6 +319,18 @@ class RolloutConfig:
         _require(self.top_k >= 0, "rollout.top_k", self.top_k, "must not be negative (0 is off)")
         _require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "must be in (0, 1]")
         _require(0 <= self.min_p <= 1, "rollout.min_p", self.min_p, "must be in [0, 1]")
+        _require(
+            self.repetition_penalty > 0,
+            "rollout.repetition_penalty",
+            self.repetition_penalty,
+            "must be positive (1 is off)",
+        )
+        _require(
+            self.stop is None or (len(self.stop) > 0 and all(self.stop)),
+            "rollout.stop",
+            self.stop,
+            "must be texts, none of them empty; leave it out for none",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -627,13 +673,13 @@ class RunConfig:
             rows,
             f"must be a multiple of rollout.num_generations = {group}",
         )
-        together = self.rollout.max_concurrent
+        room = self.rollout.kv_cache_tokens
+        longest_row = self.data.max_prompt_length + self.rollout.max_completion_length
         _require(
-            together is None or (together > 0 and together % group == 0 and rows % together == 0),
-            "rollout.max_concurrent",
-            together,
-            f"must be a multiple of rollout.num_generations = {group} that divides the {rows} rows "
-            "of a rollout",
+            room is None or room >= longest_row,
+            "rollout.kv_cache_tokens",
+            room,
+            f"must hold a row of data.max_prompt_length + rollout.max_completion_length = {longest_row}",
         )
         cache, longest = self.rewards.soft_punish_cache, self.rollout.max_completion_length
         _require(

@@ -1,7 +1,9 @@
-"""Keys and values of the tokens seen so far, as one frozen tree.
+"""Keys and values of the tokens seen so far, in pages that rows can share.
 
-All layers live in one array each, so that a decode loop carries two buffers and XLA updates them in
-place; a layer's part is read by its index.
+A page holds S slots of one layer's keys or values. A row is a list of pages, so rows of any length
+share one pool, and the completions of a prompt share the pages that hold it. All layers live in one
+array each, so that a decode loop carries two buffers and XLA updates them in place. Page 0 is
+scratch: rows that have ended write there, and nobody reads it.
 """
 
 from __future__ import annotations
@@ -13,64 +15,54 @@ import jax.numpy as jnp
 
 from qerl_jax.architecture import Architecture
 
+# What the decode kernel reads in one piece.
+PAGE_SIZE = 64
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """A cache of S slots per row.
+    """B rows over a pool of N pages: slot s of row b is page tables[b, s // S] at offset s % S.
 
     Attributes:
-        keys: [L, B, S, J, C], already rotated.
-        values: [L, B, S, J, C].
+        keys: [L, N, J, S, C], already rotated.
+        values: [L, N, J, S, C].
+        tables: int32 [B, W], the pages of each row; 0 where it has none.
         ends: int32 [B], the slot that the next token of each row takes.
-        starts: int32 [B], the first live slot of each row, or None when it is 0 for every row.
     """
 
     keys: jax.Array
     values: jax.Array
+    tables: jax.Array
     ends: jax.Array
-    starts: jax.Array | None = None
 
-    @property
-    def num_slots(self) -> int:
-        """S."""
-        return self.keys.shape[2]
+    def fill(self, layer: jax.Array, keys: jax.Array, values: jax.Array) -> KVCache:
+        """Puts [B, T, J, C] into a layer from slot 0 on; `ends` stays."""
+        pages = self.tables[:, : -(-keys.shape[1] // self.keys.shape[3])]
 
-    def layer(self, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Keys and values of one layer, [B, S, J, C] each."""
-        return self.keys[index], self.values[index]
+        def put(pool, new):
+            batch, length, heads, size = new.shape
+            slots = pool.shape[3]
+            new = jnp.pad(new, ((0, 0), (0, -length % slots), (0, 0), (0, 0)))
+            new = new.reshape(batch, -1, slots, heads, size).swapaxes(2, 3)
+            return pool.at[layer, pages].set(new.astype(pool.dtype))
 
-    def write(self, index: jax.Array, keys: jax.Array, values: jax.Array) -> KVCache:
-        """Puts [B, T, J, C] into layer `index` at slots ends ... ends + T - 1; `ends` stays (see `advance`)."""
-        rows = jnp.arange(keys.shape[0])[:, None]
-        slots = self.ends[:, None] + jnp.arange(keys.shape[1])
-        return dataclasses.replace(
-            self,
-            keys=self.keys.at[index, rows, slots].set(keys.astype(self.keys.dtype)),
-            values=self.values.at[index, rows, slots].set(values.astype(self.values.dtype)),
-        )
-
-    def advance(self, lengths: jax.Array) -> KVCache:
-        """Moves the ends of the rows by int32 [B] slots; what was written beyond them counts as never written."""
-        return dataclasses.replace(self, ends=self.ends + lengths)
-
-    def repeat(self, times: int, num_slots: int) -> KVCache:
-        """Every row `times` times in a row, with room for `num_slots` slots: one prefill serves a whole group."""
-
-        def grow(buffer):
-            padding = [(0, 0)] * buffer.ndim
-            padding[2] = (0, num_slots - buffer.shape[2])
-            return jnp.pad(jnp.repeat(buffer, times, axis=1), padding)
-
-        starts = None if self.starts is None else jnp.repeat(self.starts, times)
-        return KVCache(grow(self.keys), grow(self.values), jnp.repeat(self.ends, times), starts)
+        return dataclasses.replace(self, keys=put(self.keys, keys), values=put(self.values, values))
 
 
 def create(
-    arch: Architecture, rows: int, num_slots: int, dtype, starts: jax.Array | None = None
+    arch: Architecture, rows: int, num_slots: int, dtype, page_size: int = PAGE_SIZE
 ) -> KVCache:
-    """An empty cache for `rows` rows of `num_slots` slots."""
-    shape = (arch.num_layers, rows, num_slots, arch.num_kv_heads, arch.head_size)
-    return KVCache(
-        jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(rows, jnp.int32), starts
-    )
+    """An empty cache whose rows have `num_slots` slots each and share nothing."""
+    width = -(-num_slots // page_size)
+    keys, values = pool(arch, 1 + rows * width, dtype, page_size)
+    tables = 1 + jnp.arange(rows * width, dtype=jnp.int32).reshape(rows, width)
+    return KVCache(keys, values, tables, jnp.zeros(rows, jnp.int32))
+
+
+def pool(
+    arch: Architecture, num_pages: int, dtype, page_size: int = PAGE_SIZE
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [L, N, J, S, C] of N empty pages."""
+    shape = (arch.num_layers, num_pages, arch.num_kv_heads, page_size, arch.head_size)
+    return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)

@@ -109,20 +109,14 @@ def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    first_slot: jax.Array | None = None,
-    starts: jax.Array | None = None,
+    query: jax.Array, key: jax.Array, value: jax.Array, *, starts: jax.Array | None = None
 ) -> jax.Array:
-    """Causal grouped-query attention over spans.
+    """Causal grouped-query attention over spans: the query at slot t sees the keys of slots start ... t.
 
     Args:
-        query: [B, T, H, C]; query t of row b stands at slot first_slot[b] + t.
-        key: [B, S, J, C], slot s at index s.
-        value: [B, S, J, C].
-        first_slot: int32 [B]; None means 0 for every row, with T == S.
+        query: [B, T, H, C], slot t at index t.
+        key: [B, T, J, C].
+        value: [B, T, J, C].
         starts: int32 [B], the first live slot of each row; None means 0 for every row.
 
     Returns:
@@ -133,35 +127,19 @@ def attention(
         and query.dtype == jnp.bfloat16
         and runtime.has_cudnn_attention(query.shape[-1])
     ):
-        return _cudnn_attention(query, key, value, first_slot)
-    return _plain_attention(query, key, value, first_slot, starts)
-
-
-def _cudnn_attention(query, key, value, first_slot):
-    if first_slot is None:
         return jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation="cudnn"
         )
-    if query.shape[1] != 1:
-        raise NotImplementedError(f"cached attention takes one query per row; got {query.shape[1]}")
-    return jax.nn.dot_product_attention(
-        query,
-        key,
-        value,
-        query_seq_lengths=jnp.ones_like(first_slot),
-        key_value_seq_lengths=first_slot + 1,
-        implementation="cudnn",
-    )
+    return _plain_attention(query, key, value, starts)
 
 
-def _plain_attention(query, key, value, first_slot, starts):
+def _plain_attention(query, key, value, starts):
     batch, length, heads, size = query.shape
     groups = key.shape[2]
-    key_slot = jnp.arange(key.shape[1])
-    query_slot = jnp.arange(length)[None] + (0 if first_slot is None else first_slot[:, None])
-    visible = key_slot <= query_slot[..., None]
+    slot = jnp.arange(length)
+    visible = (slot <= slot[:, None])[None]
     if starts is not None:
-        visible &= key_slot >= starts[:, None, None]
+        visible &= slot >= starts[:, None, None]
 
     # Batched three-dimensional products: XLA:CPU runs them 1.5 times faster than the five-index
     # einsum.

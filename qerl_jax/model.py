@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import mxfp4, nf4, nvfp4, prepare
-from qerl_jax import kv_cache, layers
+from pallas_kernels.decode_attention import decode_attention
+from qerl_jax import layers
 from qerl_jax.architecture import Architecture
 from qerl_jax.kv_cache import KVCache
 
@@ -159,24 +160,29 @@ class Block(nn.Module):
         arch = self.arch
         batch, length, _ = x.shape
         qkv = self._linear("qkv", bias=arch.qkv_bias)(self._norm("input_layernorm")(x))
+        heads = qkv.reshape(batch, length, -1, arch.head_size)
         query, key, value = jnp.split(
-            qkv, [arch.query_width, arch.query_width + arch.kv_width], axis=-1
+            heads, [arch.num_heads, arch.num_heads + arch.num_kv_heads], axis=2
         )
-        query = query.reshape(batch, length, arch.num_heads, arch.head_size)
-        key = key.reshape(batch, length, arch.num_kv_heads, arch.head_size)
-        value = value.reshape(batch, length, arch.num_kv_heads, arch.head_size)
         if arch.qk_norm:
             query = self._norm("q_norm", adapts=False)(query)
             key = self._norm("k_norm", adapts=False)(key)
-        query, key = layers.rotate(query, tables), layers.rotate(key, tables)
-
-        first_slot = None
-        if cache is not None:
-            cache = cache.write(index, key, value)
-            if length == 1:
-                (key, value), first_slot = cache.layer(index), cache.ends
-        mixed = layers.attention(query, key, value, first_slot=first_slot, starts=starts)
+            heads = jnp.concatenate([query, key, value], axis=2)
+        if cache is not None and length == 1:
+            mixed, cache = self._decode_attention(heads[:, 0], cache, index, tables)
+        else:
+            query, key = layers.rotate(query, tables), layers.rotate(key, tables)
+            if cache is not None:
+                cache = cache.fill(index, key, value)
+            mixed = layers.attention(query, key, value, starts=starts)
         return x + self._linear("o")(mixed.reshape(batch, length, arch.query_width)), cache
+
+    def _decode_attention(self, heads, cache, index, tables):
+        cos, sin = (table[:, 0, 0] for table in tables)
+        mixed, keys, values = decode_attention(
+            heads, cos, sin, cache.keys, cache.values, index, cache.tables, cache.ends
+        )
+        return mixed, dataclasses.replace(cache, keys=keys, values=values)
 
     def _linear(self, name, bias=False):
         parts = self.arch.linears()[name]
@@ -229,8 +235,8 @@ class Transformer(nn.Module):
             tokens: int32 [B, T].
             lengths: int32 [B], how many of the T tokens of a right-padded row are real; None means
                 all. Only the cache needs it: junk after the end is never seen by a real token.
-            starts: int32 [B], the first live slot of left-padded rows; None means 0. With a cache,
-                the cache's hold.
+            starts: int32 [B], the first live slot of left-padded rows; None means 0. Not with a
+                cache.
             cache: T > 1 fills an empty cache, T == 1 extends it.
             adapter: Whether params (LoRA and trained norms) act; False is the reference policy.
             remat: Whether the backward pass recomputes each layer instead of keeping its
@@ -247,7 +253,7 @@ class Transformer(nn.Module):
 
         slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         if cache is not None:
-            starts, slots = cache.starts, slots + cache.ends[:, None]
+            slots = slots + cache.ends[:, None]
         positions = slots if starts is None else slots - starts[:, None]
         tables = layers.rope_tables(positions, layers.rope_frequencies(arch))
 
@@ -263,16 +269,9 @@ class Transformer(nn.Module):
         x = embedding[tokens].astype(self.dtype)
         (x, cache), _ = stack((x, cache), jnp.arange(arch.num_layers), tables, starts)
         if cache is not None:
-            cache = cache.advance(
-                jnp.full(tokens.shape[:1], tokens.shape[1], jnp.int32)
-                if lengths is None
-                else lengths
-            )
+            grown = tokens.shape[1] if lengths is None else lengths
+            cache = dataclasses.replace(cache, ends=cache.ends + grown)
         return Norm(arch.rms_norm_eps, dtype, name="norm")(x), cache
-
-    def new_cache(self, rows: int, num_slots: int, starts: jax.Array | None = None) -> KVCache:
-        """An empty cache for this model, in its activations' dtype."""
-        return kv_cache.create(self.arch, rows, num_slots, self.dtype, starts)
 
     def _random(self, shape, dtype):
         return 0.02 * jax.random.normal(self.make_rng("params"), shape, dtype)

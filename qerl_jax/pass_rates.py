@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax import adapters, checkpoint, config, data, rewards, rollouts, sampling
+from qerl_jax import adapters, checkpoint, config, data, rewards, rollouts
 from qerl_jax.config import RunConfig
 from qerl_jax.log import write_whole
 
@@ -82,15 +82,7 @@ def select(
         overlong=cfg.data.overlong_prompts,
     )
     rewards.check([function], problems[:2])
-    generate = sampling.make_generate(
-        model,
-        num_generations=samples,
-        max_completion_length=cfg.rollout.max_completion_length,
-        num_tokens=tokenizer.num_tokens,
-        stop_tokens=tokenizer.stop_tokens,
-        pad_token=tokenizer.pad_token,
-        truncation=sampling.Truncation(cfg.rollout.top_k, cfg.rollout.top_p, cfg.rollout.min_p),
-    )
+    generate = rollouts.make_generate(model, tokenizer, cfg.rollout, num_generations=samples)
     batch_size = min(batch_size, len(problems))
     while (start := len(measured.rates)) < len(problems):
         batch = list(problems[start : start + batch_size])
@@ -169,8 +161,17 @@ def _identity(cfg: RunConfig, samples: int, reward: str, adapter: Any) -> dict[s
         "model": table["model"],
         "data": table["data"],
         "rollout": {
-            name: table["rollout"][name]
-            for name in ("max_completion_length", "temperature", "top_k", "top_p", "min_p")
+            name: table["rollout"].get(name)
+            for name in (
+                "max_completion_length",
+                "temperature",
+                "top_k",
+                "top_p",
+                "min_p",
+                "repetition_penalty",
+                "stop",
+                "ignore_eos",
+            )
         },
         "seed": cfg.seed,
         "samples": samples,

@@ -10,8 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax import grpo, rewards
+from qerl_jax import draws, grpo, rewards, sampling
+from qerl_jax.config import RolloutConfig
 from qerl_jax.data import Problem, collate
+from qerl_jax.model import Transformer
+from qerl_jax.stop_strings import StopStrings
 from qerl_jax.tokenizer import Tokenizer
 
 
@@ -26,7 +29,8 @@ class Rollout:
         prompt_lengths: int32 [B].
         completions: int32 [B, C], padded.
         logps: float32 [B, C], the sampler's log-probabilities.
-        lengths: int32 [B], tokens of each completion, the stop token included.
+        lengths: int32 [B], tokens of each completion, the stop token included, or the token that
+            completes a stop string.
         stopped: bool [B], False where the completion was cut at C tokens.
     """
 
@@ -258,6 +262,38 @@ def admit(
     return kept
 
 
+def make_generate(
+    model: Transformer,
+    tokenizer: Tokenizer,
+    cfg: RolloutConfig,
+    *,
+    num_generations: int | None = None,
+) -> Callable[..., sampling.Completions]:
+    """The sampler that a config asks for; see `sampling.make_generate`.
+
+    Args:
+        model: The policy.
+        tokenizer: Of the policy.
+        cfg: How completions are sampled.
+        num_generations: Instead of the config's.
+    """
+    return sampling.make_generate(
+        model,
+        num_generations=num_generations or cfg.num_generations,
+        max_completion_length=cfg.max_completion_length,
+        max_concurrent=cfg.max_concurrent,
+        pad_token=tokenizer.pad_token,
+        num_tokens=tokenizer.num_tokens,
+        stop_tokens=() if cfg.ignore_eos else tokenizer.stop_tokens,
+        stop_strings=StopStrings(cfg.stop, tokenizer.decode) if cfg.stop else None,
+        truncation=draws.Truncation(cfg.top_k, cfg.top_p, cfg.min_p),
+        repetition_penalty=cfg.repetition_penalty,
+        compact=cfg.compact,
+        kv_cache_tokens=cfg.kv_cache_tokens,
+        kv_cache_fraction=cfg.kv_cache_fraction,
+    )
+
+
 def collect(
     generate: Callable[..., Any],
     variables: dict[str, Any],
@@ -286,7 +322,7 @@ def collect(
     padded, prompt_lengths = _padded_prompts(problems, tokenizer, max_prompt_length)
     rows = first_row + jnp.arange(len(problems) * num_generations)
     keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows)
-    sampled = jax.device_get(generate(variables, padded, prompt_lengths, keys, temperature))
+    sampled = generate(variables, padded, prompt_lengths, keys, temperature)
     return _assemble(
         problems,
         padded,

@@ -148,16 +148,7 @@ def _phases(
     cfg: RunConfig, model: Transformer, tokenizer: Tokenizer, total_steps: int, noise_key: jax.Array
 ):
     """The jitted sampler and update, and the function from a step to the `noise` collection and its metrics."""
-    generate = sampling.make_generate(
-        model,
-        num_generations=cfg.rollout.num_generations,
-        max_completion_length=cfg.rollout.max_completion_length,
-        num_tokens=tokenizer.num_tokens,
-        stop_tokens=tokenizer.stop_tokens,
-        pad_token=tokenizer.pad_token,
-        truncation=sampling.Truncation(cfg.rollout.top_k, cfg.rollout.top_p, cfg.rollout.min_p),
-        max_concurrent=cfg.rollout.max_concurrent,
-    )
+    generate = rollouts.make_generate(model, tokenizer, cfg.rollout)
     improve = update.make_update(
         model,
         grpo_cfg=cfg.grpo,

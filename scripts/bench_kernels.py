@@ -240,7 +240,7 @@ def markdown(row: dict[str, Any]) -> str:
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
 
-HEAD = """| linear (K x N) | M | groups/step/stages/blocks/fused | kernel us | call us | loop us | GB/s | of floor | bf16 us | bf16 / kernel | error, ulp |
+HEAD = """| linear (K x N) | M | groups/step/stages/blocks | kernel us | call us | loop us | GB/s | of floor | bf16 us | bf16 / kernel | error, ulp |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 

@@ -1,10 +1,18 @@
-"""Decode tokens per second of the sampler, NVFP4 beside BF16: `python -m scripts.bench_rollouts`.
+"""Decode tokens per second of the rollout engine: `python -m scripts.bench_rollouts`.
 
-Random weights in a known shape, distinct random prompts, stop tokens off, LoRA on. Two generations
-that differ only in length are timed; their difference is decoding alone, without prefill and
-without what a call costs once. The bound is what a step must read, at 4.3 TB/s: packed or 16-bit
-linears, head, adapters, live keys and values. `--profile` adds where the time of a step goes, by
-kernel. Each arm is a process of its own, killed when it overstays.
+Random weights in a known shape, random prompts of 256 tokens, end tokens ignored, LoRA on. Decoding
+is what a generation of 512 tokens takes beyond one of 32, without prefill and what a call costs
+once. The bound is what a step must read, at 4.3 TB/s: packed or 16-bit linears, head, adapters, live
+keys and values. Every row of the table is a process of its own, killed when it overstays, and
+can be asked for alone:
+
+    python -m scripts.bench_rollouts --model 7b                   # both bases at 1, 8, 32, 64, 128
+    python -m scripts.bench_rollouts --model 32b --arms nvfp4 --batch 64
+    python -m scripts.bench_rollouts --arms nvfp4 nvfp4-no-lora   # what LoRA costs
+    python -m scripts.bench_rollouts --mixed                      # 128 x 8 log-normal lengths, 64 slots
+    python -m scripts.bench_rollouts --prefill                    # 128 x 256 tokens; 16 prompts x 8
+
+`--profile` adds where the time of a step goes, by kernel.
 """
 
 from __future__ import annotations
@@ -13,134 +21,240 @@ import argparse
 import collections
 import functools
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 
 BANDWIDTH = 4.3e12
-PROMPT = 256
+PROMPT, SHORT, LONG = 256, 32, 512
+KNOWN_IDS = 151_665
+# Decode tokens per second of a 7B, 14B and 32B on an H200, by batch: what we are after, and what
+# vLLM 0.23 reaches there with NVFP4 (7B with LoRA).
+TARGETS = {
+    "7b": {1: 540, 8: 3900, 32: 12500, 64: 18000, 128: 24000},
+    "14b": {1: 285, 8: 2100, 32: 6200, 64: 9500},
+    "32b": {1: 150, 8: 1150, 32: 3600, 64: 5500},
+}
+VLLM = {
+    "7b": {1: 205, 8: 1728, 32: 6198, 64: 8909, 128: 10190},
+    "14b": {1: 176, 8: 1362, 32: 4059, 64: 5483},
+    "32b": {1: 97, 8: 755, 32: 2245, 64: 3011},
+}
 
 
-def bound(arch, weights: str, batch: int, new_tokens: int, rank: int) -> float:
+def bound(arch, weights: str, batch: int, rank: int) -> float:
     """Seconds of a decode step below which no implementation on that card can go."""
     per_layer = [(arch.input_width(n), parts) for n, parts in arch.linears().items()]
     linears = sum(k * size for k, parts in per_layer for _, size in parts)
     adapters = sum(rank * (k + size) for k, parts in per_layer for _, size in parts)
     matrices = arch.num_layers * (linears * (0.5625 if weights == "nvfp4" else 2) + adapters * 4)
-    live = batch * (PROMPT + new_tokens / 2) * 4 * arch.num_layers * arch.kv_width
+    live = batch * (PROMPT + (SHORT + LONG) / 2) * 4 * arch.num_layers * arch.kv_width
     return (matrices + 2 * arch.vocab_size * arch.width + live) / BANDWIDTH
 
 
-def run_arm(args: argparse.Namespace, weights: str) -> None:
-    """Measures every batch with one base; prints a JSON object per batch."""
-    import jax
-    import jax.numpy as jnp
+class Bench:
+    """A random policy, and ways to time it."""
 
-    from pallas_kernels import runtime
-    from qerl_jax import architecture, sampling
-    from qerl_jax.model import LoRA, Transformer, init_params, random_base
+    def __init__(self, args: argparse.Namespace, arm: str):
+        import jax
+        import jax.numpy as jnp
 
-    runtime.use_compilation_cache()
-    arch = architecture.KNOWN[args.model]
-    lora = LoRA(args.rank, float(args.rank)) if args.rank else None
-    model = Transformer(arch, weights, lora, jnp.bfloat16)
-    variables = {"frozen": random_base(model, jax.random.key(0))}
-    if lora:
-        params = init_params(model, variables["frozen"], jax.random.key(1))
-        variables["params"] = jax.tree.map(lambda x: x + 1e-3, params)
+        from pallas_kernels import runtime
+        from qerl_jax import architecture
+        from qerl_jax.model import LoRA, Transformer, init_params, random_base
 
-    for batch in args.batch:
-        prompts = jax.random.randint(jax.random.key(2), (batch, PROMPT), 0, 150_000)
-        lengths = jnp.full(batch, PROMPT, jnp.int32)
-        keys = jax.random.split(jax.random.key(3), batch)
-        times, compiled = {}, 0.0
-        for new_tokens in (args.tokens // 4, args.tokens):
-            generate = sampling.make_generate(
-                model,
-                num_generations=1,
-                max_completion_length=new_tokens,
-                num_tokens=151_665,
-                stop_tokens=(),
-                pad_token=0,
+        runtime.use_compilation_cache()
+        weights, _, without = arm.partition("-")
+        self.rank = 0 if without else args.rank
+        lora = LoRA(self.rank, float(self.rank)) if self.rank else None
+        name = args.model if args.model in architecture.KNOWN else f"qwen2.5-{args.model}"
+        self.arch, self.weights = architecture.KNOWN[name], weights
+        self.model = Transformer(self.arch, weights, lora, jnp.bfloat16)
+        self.variables = {"frozen": random_base(self.model, jax.random.key(0))}
+        if lora:
+            params = init_params(self.model, self.variables["frozen"], jax.random.key(1))
+            self.variables["params"] = jax.tree.map(lambda x: x + 1e-3, params)
+
+    def prompts(self, count: int, generations: int, limits):
+        import numpy as np
+
+        from qerl_jax.engine import Prompt
+
+        draw = np.random.default_rng(2)
+        for limit in np.broadcast_to(limits, count):
+            yield Prompt(
+                draw.integers(0, min(150_000, self.arch.vocab_size), PROMPT).astype(np.int32),
+                draw.integers(0, 2**32, (generations, 2), np.uint32),
+                int(limit),
             )
-            arguments = (variables, prompts, lengths, keys, 1.0)
-            call = functools.partial(generate, *arguments)
+
+    def time(self, prompts, slots: int, longest: int = LONG, repeats: int = 2):
+        """Seconds of a call that compiles nothing, and of the first; `longest` fixes what is compiled."""
+        from qerl_jax.engine import Engine
+
+        num_tokens, prompts = min(KNOWN_IDS, self.arch.vocab_size), list(prompts)
+        room = slots * (PROMPT + longest)
+        engine = Engine(self.model, num_tokens=num_tokens, kv_cache_tokens=room)
+        limits = {
+            "max_prompt_length": PROMPT + longest - max(prompt.limit for prompt in prompts),
+            "max_concurrent": slots,
+        }
+        seconds = []
+        for _ in range(1 + repeats):
             started = time.perf_counter()
-            jax.block_until_ready(call())
-            compiled = time.perf_counter() - started
-            samples = []
-            for _ in range(3):
-                started = time.perf_counter()
-                jax.block_until_ready(call())
-                samples.append(time.perf_counter() - started)
-            times[new_tokens] = min(samples)
-        short, long = sorted(times)
-        step = (times[long] - times[short]) / (long - short)
-        limit = bound(arch, weights, batch, args.tokens, args.rank)
-        row = {"weights": weights, "batch": batch, "step": step, "bound": limit}
-        row |= {"first_call": compiled, "prefill": times[short] - short * step}
-        if args.profile:
-            row["kernels"] = profile(generate, arguments, long)
-        print("ROW " + json.dumps(row), flush=True)
+            collections.deque(engine.stream(self.variables, prompts, 1.0, **limits), maxlen=0)
+            seconds.append(time.perf_counter() - started)
+        return min(seconds[1:], default=None), seconds[0]
 
 
-def profile(generate, arguments, steps: int) -> list[tuple[str, float, float]]:
-    """Kernels of a call by name: microseconds and launches per decode step, most expensive first."""
+def decode(bench: Bench, batch: int) -> dict:
+    """One row of the table."""
+    short, first = bench.time(bench.prompts(batch, 1, SHORT), batch)
+    long, _ = bench.time(bench.prompts(batch, 1, LONG), batch)
+    step = (long - short) / (LONG - SHORT)
+    least = bound(bench.arch, bench.weights, batch, bench.rank)
+    row = {"batch": batch, "step": step, "bound": least, "first_call": first}
+    return row | {"prefill": short - SHORT * step}
+
+
+def mixed(bench: Bench) -> dict:
+    """Tokens per second of log-normal lengths beside those of equal ones, 128 prompts x 8 in 64 slots."""
+    import numpy as np
+
+    lengths = np.random.default_rng(0).lognormal(np.log(400) - 0.5, 1.0, 128)
+    lengths = np.clip(lengths, 1, 2048).astype(int)
+    equal = np.full(128, int(lengths.mean()))
+    limits = {"slots": 64, "longest": 2048, "repeats": 1}
+    seconds, _ = bench.time(bench.prompts(128, 8, lengths), **limits)
+    even, _ = bench.time(bench.prompts(128, 8, equal), **limits)
+    speeds = 8 * lengths.sum() / seconds, 8 * equal.sum() / even
+    return {"mixed_tok_s": speeds[0], "equal_tok_s": speeds[1], "share": speeds[0] / speeds[1]}
+
+
+def prefill(bench: Bench) -> dict:
+    """Seconds until every row has its first token, of 128 prompts, of 16, and of 16 x 8 rows."""
+    return {
+        "prefill_128_s": bench.time(bench.prompts(128, 1, 1), 128)[0],
+        "prefill_16_s": bench.time(bench.prompts(16, 1, 1), 16)[0],
+        "prefill_16x8_s": bench.time(bench.prompts(16, 8, 1), 128)[0],
+    }
+
+
+def profile(bench: Bench, batch: int) -> list[tuple[str, float, float]]:
+    """Kernels of a chunk by name: microseconds and launches per decode step, most expensive first."""
     from jax.experimental.mosaic.gpu import profiler
 
-    # As arguments: it compiles what it measures, and would keep captured weights as constants.
-    _, kernels = profiler.measure(generate, aggregate=False)(*arguments)
+    from qerl_jax import engine
+
+    plain, kernels, chunks = engine._decode, [], []
+
+    def watched(*arguments, **traits):
+        chunks.append(traits["chunk"])
+        if len(chunks) == 2:  # all rows live, and their prompts lie behind them
+            # As arguments: it compiles what it measures, and would keep captured weights as
+            # constants.
+            measure = profiler.measure(functools.partial(plain, **traits), aggregate=False)
+            kernels.extend(measure(*arguments)[1])
+        return plain(*arguments, **traits)
+
+    engine._decode = watched
+    bench.time(bench.prompts(batch, 1, 3 * SHORT), batch, repeats=0)
     spent, launches = collections.Counter(), collections.Counter()
     for name, milliseconds in kernels:
-        spent[name] += milliseconds * 1e3 / steps
+        spent[name] += milliseconds * 1e3 / chunks[0]
         launches[name] += 1
-    return [(name[:70], us, launches[name] / steps) for name, us in spent.most_common(24)]
+    return [(name[:70], us, launches[name] / chunks[0]) for name, us in spent.most_common(24)]
+
+
+def child(args: argparse.Namespace, arm: str, what: str) -> None:
+    """Measures one row and prints it as JSON."""
+    bench = Bench(args, arm)
+    measures = {"mixed": mixed, "prefill": prefill}
+    row = measures[what](bench) if what in measures else decode(bench, int(what))
+    print("ROW " + json.dumps({"arm": arm} | row), flush=True)
+    if args.profile and "step" in row:
+        for name, us, launches in profile(bench, int(what)):
+            print(f"{us:9.1f} us x{launches:6.1f}  {name}", flush=True)
+
+
+def rows_of(args: argparse.Namespace, arm: str, what: str) -> list[dict]:
+    """A row from a process of its own; none when it fails or is killed."""
+    command = [sys.executable, "-m", "scripts.bench_rollouts", *sys.argv[1:], "--child", arm, what]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        output, _ = process.communicate(timeout=args.timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+    rows = [json.loads(line[4:]) for line in output.splitlines() if line.startswith("ROW ")]
+    notes = [line for line in output.splitlines() if " us x" in line]
+    if not rows:
+        print(f"{arm} {what}: failed, or was killed after {args.timeout} s", flush=True)
+    return [row | {"kernels": notes} for row in rows]
 
 
 def main() -> int:
-    """Runs the arms one after the other and prints the table."""
+    """Runs the rows one after the other and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="qwen2.5-7b")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32, 64])
-    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument(
+        "--model", default="7b", help="7b, 14b, 32b or a name of architecture.KNOWN"
+    )
+    parser.add_argument("--batch", type=int, nargs="+", help="default: those of the targets")
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--arms", default="nvfp4,bfloat16")
-    parser.add_argument("--timeout", type=int, default=240, help="seconds per arm")
+    parser.add_argument(
+        "--arms", nargs="+", default=["nvfp4", "bfloat16"], help="base, or base-no-lora"
+    )
+    parser.add_argument("--mixed", action="store_true", help="mixed lengths instead of the table")
+    parser.add_argument("--prefill", action="store_true", help="prefill instead of the table")
+    parser.add_argument("--timeout", type=int, default=240, help="seconds per row")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        run_arm(args, args.child)
+        child(args, *args.child)
         return 0
 
+    targets, vllm = TARGETS.get(args.model, {}), VLLM.get(args.model, {})
+    others = [name for name in ("mixed", "prefill") if getattr(args, name)]
+    wanted = others or [str(batch) for batch in args.batch or targets or (1, 8, 32, 64)]
     rows, failed = [], False
-    for arm in args.arms.split(","):
-        command = [sys.executable, "-m", "scripts.bench_rollouts", *sys.argv[1:], "--child", arm]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        try:
-            output, _ = process.communicate(timeout=args.timeout)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, _ = process.communicate()
-        failed |= process.returncode != 0
-        rows += [json.loads(line[4:]) for line in output.splitlines() if line.startswith("ROW ")]
-    print(f"{args.model}, prompts of {PROMPT}, {args.tokens} new tokens, LoRA rank {args.rank}")
-    print("| base | batch | tok/s | step ms | of bound | prefill s | first call s | vs bfloat16 |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    plain = {row["batch"]: row["step"] for row in rows if row["weights"] == "bfloat16"}
-    for row in rows:
-        ratio = f"{plain[row['batch']] / row['step']:.2f}x" if row["batch"] in plain else ""
+    print(f"{args.model}, prompts of {PROMPT}, {LONG} new tokens, LoRA rank {args.rank}")
+    if not others:
         print(
-            f"| {row['weights']} | {row['batch']} | {row['batch'] / row['step']:,.0f} "
-            f"| {row['step'] * 1e3:.2f} | {row['bound'] / row['step']:.2f} | {row['prefill']:.3f} "
-            f"| {row['first_call']:.1f} | {ratio} |"
+            "| base | batch | tok/s | target | vLLM | step ms | of bound | prefill s | first call s |"
         )
-    for row in rows:
-        for name, us, launches in row.get("kernels", []):
-            print(f"{row['weights']:9} B={row['batch']:<4} {us:9.1f} us x{launches:6.1f}  {name}")
-    if failed:
-        print("an arm failed or was killed")
+        print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for what in wanted:
+        for arm in args.arms:
+            found = rows_of(args, arm, what)
+            failed |= not found
+            rows += found
+            for row in found:
+                print(_line(row, targets, vllm), *row["kernels"], sep="\n", flush=True)
+    steps = {(row["arm"], row["batch"]): row["step"] for row in rows if "step" in row}
+    for (arm, batch), step in steps.items():
+        for other, verb in (
+            ("bfloat16", "faster than bfloat16"),
+            (f"{arm}-no-lora", "of no LoRA's speed"),
+        ):
+            if other != arm and (other, batch) in steps:
+                print(f"{arm} at {batch}: {steps[other, batch] / step:.2f}x {verb}")
     return int(failed)
+
+
+def _line(row: dict, targets: dict[int, int], vllm: dict[int, int]) -> str:
+    if "step" not in row:
+        return row["arm"] + "".join(
+            f", {name} {value:,.3f}" for name, value in row.items() if isinstance(value, float)
+        )
+    batch = row["batch"]
+    return (
+        f"| {row['arm']} | {batch} | {batch / row['step']:,.0f} | {targets.get(batch, '')} "
+        f"| {vllm.get(batch, '')} | {row['step'] * 1e3:.2f} | {row['bound'] / row['step']:.2f} "
+        f"| {row['prefill']:.3f} | {row['first_call']:.1f} |"
+    )
 
 
 if __name__ == "__main__":

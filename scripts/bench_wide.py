@@ -24,7 +24,7 @@ import pathlib
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -93,20 +93,16 @@ class Arm:
     call: Callable[..., jax.Array]
 
 
-def arms(rows: int | None) -> dict[str, Arm]:
-    """What is compared, by name; `rows` overrules the tile that `wide` picks."""
-
-    def multiply(x, w):
-        config = wide.pick_config(len(x), w.shape[0])
-        return wide.matmul(x, w, dataclasses.replace(config, rows=rows or config.rows))
-
-    return {
-        "bf16": Arm("forward", False, jnp.dot),
-        "wide": Arm("forward", True, multiply),
-        "dequantized": Arm("forward", True, dequantize.forward),
-        "bf16 dx": Arm("dx", False, lambda dy, w: jnp.dot(dy, w.T)),
-        "dequantized dx": Arm("dx", True, dequantize.backward),
-    }
+ARMS = {
+    "bf16": Arm("forward", False, jnp.dot),
+    "wide": Arm("forward", True, wide.matmul),
+    "dequantized": Arm("forward", True, dequantize.forward),
+    "bf16 dx": Arm("dx", False, lambda dy, w: jnp.dot(dy, w.T)),
+    "dequantized dx": Arm("dx", True, dequantize.backward),
+}
+# Ulps that an arm may err by, with a little for float32 sums: one, and where a product is rounded
+# twice half of one more.
+_ROUNDED_ONCE, _ROUNDED_TWICE = 1.1, 1.6
 
 
 def time_arm(arm: Arm, m: int, n: int, k: int) -> Timing:
@@ -125,12 +121,11 @@ def time_arm(arm: Arm, m: int, n: int, k: int) -> Timing:
     return measure(run, x, weights)
 
 
-def check(m: int, n: int, k: int, rows: int | None) -> dict[str, float]:
+def check(m: int, n: int, k: int, names: Sequence[str]) -> dict[str, float]:
     """Largest errors of the packed arms, in bfloat16 ulps of the largest output.
 
     Raises:
-      AssertionError: one is more than one ulp and a little for float32 sums, or the unpacked copy is
-        not exact.
+      AssertionError: one is too large, or the unpacked copy is not exact.
     """
     t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(5), (n, k))
     w = jax.jit(layout.prepare)(t)
@@ -141,7 +136,8 @@ def check(m: int, n: int, k: int, rows: int | None) -> dict[str, float]:
     sample = np.linspace(0, m - 1, min(m, _CHECKED_ROWS)).astype(int)
     oracles = {"forward": reference.forward, "dx": reference.backward}
     errors = {}
-    for name, arm in arms(rows).items():
+    for name in names:
+        arm = ARMS[name]
         if not arm.packed:
             continue
         shape = (m, k if arm.direction == "forward" else n)
@@ -152,7 +148,8 @@ def check(m: int, n: int, k: int, rows: int | None) -> dict[str, float]:
         largest = np.abs(expected).max()
         ulp = 2.0 ** (np.floor(np.log2(largest)) - 7)
         errors[name] = float(np.abs(actual - expected).max() / ulp)
-        assert errors[name] <= 1.1, f"{name} {(m, n, k)}: {errors[name]} ulp of {largest}"
+        limit = _ROUNDED_ONCE if name == "wide" else _ROUNDED_TWICE
+        assert errors[name] <= limit, f"{name} {(m, n, k)}: {errors[name]} ulp of {largest}"
     return errors
 
 
@@ -173,13 +170,14 @@ def time_unpacking(n: int, k: int) -> dict[str, float]:
     return times
 
 
-def bench(problem: shapes.Problem, m: int, rows: int | None) -> list[dict[str, Any]]:
+def bench(problem: shapes.Problem, m: int, names: Sequence[str]) -> list[dict[str, Any]]:
     """Rows of the table for one product: checked, then timed."""
     n, k = problem.n, problem.k
     watch()
-    errors = check(m, n, k, rows)
+    errors = check(m, n, k, names)
     found, baseline = [], {}
-    for name, arm in arms(rows).items():
+    for name in names:
+        arm = ARMS[name]
         watch()
         timing = time_arm(arm, m, n, k)
         baseline.setdefault(arm.direction, timing.kernel)
@@ -195,7 +193,7 @@ def bench(problem: shapes.Problem, m: int, rows: int | None) -> list[dict[str, A
                 "share": 2 * m * n * k / BF16_RATE * 1e6 / timing.kernel,
                 "of_bf16": baseline[arm.direction] / timing.kernel,
                 "ulp": errors.get(name),
-                "rows": (rows or wide.pick_config(m, n).rows) if name == "wide" else None,
+                "rows": wide.pick_config(m, n).rows if name == "wide" else None,
             }
         )
     return found
@@ -228,7 +226,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["qwen2.5-7b"])
     parser.add_argument("--layers", nargs="+", default=LAYERS)
     parser.add_argument("--m", nargs="+", type=int, default=[256, 512, 1024, 2048, 8192])
-    parser.add_argument("--rows", type=int, help="of x in a tile of the wide kernel")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--unpack", action="store_true", help="time only the unpacking kernel")
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file for all that was measured")
     args = parser.parse_args()
@@ -249,8 +247,8 @@ def main() -> None:
     rows = []
     for problem in problems(args.models, args.layers):
         for m in args.m:
-            rows += bench(problem, m, args.rows)
-            print("\n".join(map(markdown, rows[-len(arms(None)) :])), flush=True)
+            rows += bench(problem, m, args.arms)
+            print("\n".join(map(markdown, rows[-len(args.arms) :])), flush=True)
             if args.out:
                 args.out.write_text(json.dumps(versions() | {"rows": rows}, indent=1))
     faulthandler.cancel_dump_traceback_later()

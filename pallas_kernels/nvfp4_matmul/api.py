@@ -83,8 +83,8 @@ def _unfit(dtype: DTypeLike) -> str | None:
 _IMPLEMENTATIONS: dict[str, Any] = {"reference": reference}
 _HOPPER_IMPLEMENTATIONS: dict[str, Any] = {
     "hopper": _Hopper,
-    "dequantized": _Dequantized,
     "wide": _Wide,
+    "dequantized": _Dequantized,
     "reference": _UnpreparedReference,
 }
 
@@ -156,7 +156,9 @@ def _choose(
     offered: dict[str, Any], name: str | None, m: int, n: int, k: int, dtype: DTypeLike
 ) -> str:
     if name is None:
-        return next(name for name, i in offered.items() if i.supports(m, n, k, dtype) is None)
+        left_out = "wide" if tuning.unpacks_first(m, k) else None
+        fitting = (name for name, i in offered.items() if i.supports(m, n, k, dtype) is None)
+        return next(name for name in fitting if name != left_out)
     if name not in offered:
         raise ValueError(f"implementation must be one of {sorted(offered)} or None; got {name!r}")
     reason = offered[name].supports(m, n, k, dtype)

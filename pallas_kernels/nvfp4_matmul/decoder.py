@@ -87,6 +87,12 @@ def convert(codes: jax.Array, scales: jax.Array) -> jax.Array:
     )
 
 
+def load_plain(*pieces: jax.Ref) -> jax.Array:
+    """Brings a tile of `adapter` to registers: four int32 refs [3, 192] -> bfloat16 [64, 64]."""
+    arg_types = (plgpu.RefType(),) * 4
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=_DECODED)(_emit_load_plain)(*pieces)
+
+
 def decode(tile: jax.Ref) -> jax.Array:
     """Decodes a tile for a warpgroup: int32 ref [3, 192] in shared memory -> bfloat16 [64, 64].
 
@@ -143,6 +149,18 @@ def _emit_convert(
         scale_pairs = _assembly(_DECODE_SCALES, 2, _elements(vector))
         registers += _assembly(_DECODE_WORDS, 8, [even, odd, *scale_pairs])
     return _fragment(_DECODED, [llvm.bitcast(pair, register) for register in registers])
+
+
+def _emit_load_plain(_: mgpu.LaunchContext, *pieces: ir.Value) -> mgpu.FragmentedArray:
+    i32 = ir.IntegerType.get_signless(32)
+    four, pair = ir.VectorType.get((4,), i32), ir.VectorType.get((2,), ir.BF16Type.get())
+    thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, i32))
+    first = arith.muli(thread, mgpu.c(4, i32))
+    words = []
+    for piece in pieces:
+        address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(piece), [first], i32)
+        words += _elements(llvm.load(four, address, alignment=16))
+    return _fragment(_DECODED, [llvm.bitcast(pair, word) for word in words])
 
 
 def _assembly(text: str, results: int, operands: list[ir.Value]) -> list[ir.Value]:

@@ -20,15 +20,15 @@ A product runs while the next tile is decoded, so a slot is left when the first 
 been issued, and refilled at the end of that unit, when the other warpgroups have most likely left
 it too. There is no warpgroup for the copies alone: all registers go to those that multiply.
 
-Sums over a part of K are written out in float32 and added up outside, where XLA fuses that with the
-scaling and with what follows. Or, if `fused`, in the kernel: blocks take their units from the last
-to the first, so the first thing a block does is the beginning of a tile whose end belongs to the
-next block. It leaves that sum in memory and raises a semaphore; the next block comes to the tile's
-end last of all, adds what it finds and writes bfloat16. A block waits only for blocks before it.
+Sums over a part of K are written out in float32; `epilogue` adds them up, scales them and does what
+follows a product, in one small kernel.
+
+Where the product has a LoRA branch, the last blocks of the grid multiply x with its A in the same
+way, for they read the same x: A lies in memory as W does, in tiles of four times as many words
+(`adapter`), and comes through the same slots.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import runtime
-from pallas_kernels.nvfp4_matmul import layout
+from pallas_kernels.nvfp4_matmul import adapter, layout
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 
 MAX_M = 128
@@ -54,14 +54,12 @@ class Config:
       step: columns in one slot; 64, 128 or 256.
       stages: slots, 2 or more.
       blocks: among which the work is divided.
-      fused: whether parts of a tile are added up in the kernel; worth it for few parts.
     """
 
     warpgroups: int
     step: int
     stages: int
     blocks: int
-    fused: bool = False
 
     def __post_init__(self):
         if not 1 <= self.warpgroups <= 4:
@@ -79,7 +77,7 @@ class Plan:
     """Which block does what: `units` = tiles x steps, in equal runs.
 
     Block b takes units b * units // blocks up to (b + 1) * units // blocks. Its sum over a part of
-    tile t goes to slot b - first_block(t) of the partial sums, unless they are added up in the kernel.
+    tile t goes to slot b - first_block(t) of the partial sums.
     """
 
     tiles: int
@@ -98,15 +96,18 @@ class Plan:
         """Block that has the first unit of a tile."""
         return ((tile * self.steps + 1) * self.blocks - 1) // self.units
 
-    @functools.cached_property
-    def parts(self) -> np.ndarray:
-        """Number of blocks that share each tile: [tiles]."""
-        tile = np.arange(self.tiles)
+    def parts(self, tile):
+        """Number of blocks that share a tile."""
         last_block = ((tile + 1) * self.steps * self.blocks - 1) // self.units
         return last_block - self.first_block(tile) + 1
 
+    @property
+    def most_parts(self) -> int:
+        """The largest of `parts`."""
+        return int(self.parts(np.arange(self.tiles)).max())
 
-def supports(m: int, n: int, k: int, config: Config) -> str | None:
+
+def supports(m: int, n: int, k: int, config: Config, *, with_adapter: bool = False) -> str | None:
     """Why this kernel cannot run a problem with this configuration, or None."""
     if not 1 <= m <= MAX_M:
         return f"needs 1 <= M <= {MAX_M}; got M = {m}"
@@ -120,12 +121,7 @@ def supports(m: int, n: int, k: int, config: Config) -> str | None:
         return f"has {units} units of work for {config.blocks} blocks"
     if (used := shared_bytes(m, config)) > SHARED_BYTES:
         return f"needs {used} bytes of shared memory of {SHARED_BYTES}"
-    return None
-
-
-def most_parts(n: int, k: int, config: Config) -> int:
-    """Into how many parts a sum over K is divided at most."""
-    return int(_plan(n, k, config).parts.max())
+    return adapter.supports(k, config.warpgroups, config.step) if with_adapter else None
 
 
 def _plan(n: int, k: int, config: Config) -> Plan:
@@ -133,34 +129,61 @@ def _plan(n: int, k: int, config: Config) -> Plan:
     return Plan(layout.tiles(n) // config.warpgroups, columns // config.step, config.blocks)
 
 
-def matmul(x: jax.Array, w: HopperNVFP4, config: Config, *, interpret: bool = False) -> jax.Array:
-    """x [M, K] -> x @ dequantize(w)^T [M, N], both bfloat16.
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """A product as the kernel leaves it.
+
+    Attributes:
+      partials: float32 [parts, N, M], y^T before scaling, N of whole tiles; of a tile of `rows` rows
+        the first `plan.parts` are filled.
+      plan: how they came about.
+      rows: of one tile of the plan.
+      adapter: float32 [parts, ranks, M], (x A)^T in parts of which all are filled; or None.
+    """
+
+    partials: jax.Array
+    plan: Plan
+    rows: int
+    adapter: jax.Array | None
+
+
+def product(
+    x: jax.Array,
+    w: HopperNVFP4,
+    config: Config,
+    a_words: jax.Array | None = None,
+    *,
+    interpret: bool = False,
+) -> Sums:
+    """x [M, K] times a packed weight, and times A if there is one, in parts.
 
     Args:
-      x: bfloat16 [M, K], M <= 128.
+      x: bfloat16 [M, K], M <= 128; M is filled up to a multiple of eight.
       w: an [N, K] weight without stacked axes.
       config: see `tuning.pick_config`.
-      interpret: run on a CPU, and report data races; parts are then added up outside.
+      a_words: from `adapter.pack`.
+      interpret: run on a CPU, and report data races.
 
     Raises:
       NotImplementedError: the reason `supports` gives.
     """
     m, k = x.shape
-    n, _ = w.shape
-    if reason := supports(m, n, k, config):
+    if reason := supports(m, w.shape[0], k, config, with_adapter=a_words is not None):
         raise NotImplementedError(reason)
-    plan = _plan(n, k, config)
     # `wgmma` takes M in eights; K is padded as the weight is.
     x = jnp.pad(x, ((0, -m % 8), (0, -k % TILE)))
-    if config.fused and not interpret:
-        return _launch(x, w, config, plan, interpret=False)[:m, :n]
-    config = dataclasses.replace(config, fused=False)
-    partials = _launch(x, w, config, plan, interpret=interpret)
+    return _launch(x, w, config, a_words, interpret=interpret)
+
+
+def matmul(x: jax.Array, w: HopperNVFP4, config: Config, *, interpret: bool = False) -> jax.Array:
+    """x [M, K] -> x @ dequantize(w)^T [M, N], both bfloat16; see `product`."""
+    m, (n, _) = len(x), w.shape
+    sums = product(x, w, config, interpret=interpret)
     with jax.named_scope("reduce"):
-        used = np.repeat(plan.parts, TILE * config.warpgroups)[:, None]
-        total = partials[0]
-        for slot in range(1, plan.parts.max()):
-            total += jnp.where(slot < used, partials[slot], 0)
+        filled = np.repeat(sums.plan.parts(np.arange(sums.plan.tiles)), sums.rows)[:, None]
+        total = sums.partials[0]
+        for part in range(1, len(sums.partials)):
+            total += jnp.where(part < filled, sums.partials[part], 0)
         scale = w.multiplier / layout.DECODED_SCALE
         return (total.T[:m, :n] * scale).astype(x.dtype)
 
@@ -173,45 +196,33 @@ def shared_bytes(m: int, config: Config) -> int:
 
 
 def _launch(
-    x: jax.Array, w: HopperNVFP4, config: Config, plan: Plan, *, interpret: bool
-) -> jax.Array:
-    """The kernel's result.
-
-    Returns:
-      If fused, y in bfloat16 [M, N]. Otherwise unscaled y^T in parts, float32 [parts, N, M], of which
-      a tile fills its `plan.parts`. N is padded to whole tiles.
-    """
+    x: jax.Array, w: HopperNVFP4, config: Config, a_words: jax.Array | None, *, interpret: bool
+) -> Sums:
     # Half a second that only those pay who come here.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from pallas_kernels.nvfp4_matmul import decoder, exchange
+    from pallas_kernels.nvfp4_matmul import decoder
 
     m, n = x.shape[0], w.words.shape[0] * TILE
     warpgroups, step, stages = config.warpgroups, config.step, config.stages
     chunks = step // TILE
     swizzled = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
+    plan = _plan(w.shape[0], w.shape[1], config)
+    if a_words is not None:
+        a_words = adapter.in_units(a_words, warpgroups, step)
+        width = adapter.width(warpgroups, step)
+        shares = adapter.shares(a_words, m=m, base_bytes=w.words.nbytes, most=config.blocks // 2)
+        a_blocks = a_words.shape[0] * shares
+        plan = dataclasses.replace(plan, blocks=max(1, config.blocks - a_blocks))
 
-    def kernel(x_gmem, w_gmem, divisor_gmem, out_gmem, *refs):
-        parts_gmem, refs = (refs[0], refs[1:]) if config.fused else (None, refs)
-        x_smem, w_smem, full, empty, *decoded_smem = refs
+    def kernel(x_gmem, w_gmem, *refs):
+        if a_words is None:
+            out_gmem, x_smem, w_smem, full, empty, *decoded_smem = refs
+        else:
+            a_gmem, out_gmem, u_gmem, x_union, w_smem, full, empty, *decoded_smem = refs
+            x_smem, xa_smem = x_union
         block, group = lax.axis_index("block"), lax.axis_index("warpgroup")
-        start, stop = plan.start(block), plan.start(block + 1)
-
-        def slot_of(unit):
-            return lax.rem(stop - 1 - unit, stages)
-
-        def fetch(unit):
-            slot = slot_of(unit)
-            tile, at = unit // plan.steps, lax.rem(unit, plan.steps)
-            plgpu.copy_gmem_to_smem(
-                w_gmem.at[pl.ds(tile * warpgroups, warpgroups), pl.ds(at * chunks, chunks)],
-                w_smem.at[slot],
-                full.at[slot],
-            )
-            plgpu.copy_gmem_to_smem(
-                x_gmem.at[:, pl.ds(at * step, step)], x_smem.at[slot], full.at[slot]
-            )
 
         def decoded(tile, loaded):
             if not interpret:
@@ -222,108 +233,157 @@ def _launch(
             plgpu.commit_smem()
             return a
 
-        def multiply(unit, acc):
-            slot = slot_of(unit)
-            # What goes into the slot of the unit before this one.
-            ahead = unit + 1 - stages
-            previous = empty.at[slot_of(ahead)]
-            is_refilled = (unit < stop - 1) & (ahead >= start)
-            tiles = [w_smem.at[slot, group, chunk] for chunk in range(chunks)]
-            load = (lambda tile: None) if interpret else decoder.load
-            with jax.named_scope("load"):
-                plgpu.barrier_wait(full.at[slot])
-                loaded = load(tiles[0])
-            for chunk, tile in enumerate(tiles):
-                # The next tile is on its way while this one is decoded.
-                following = load(tiles[chunk + 1]) if chunk + 1 < chunks else None
-                with jax.named_scope("decode"):
-                    a = decoded(tile, loaded)
-                with jax.named_scope("mma"):
-                    plgpu.wgmma(acc, a, x_smem.at[slot, :, pl.ds(chunk * TILE, TILE)].T)
-                    # One product runs while the next tile is decoded.
-                    plgpu.wgmma_wait(0 if interpret else 1)
-                loaded = following
-                if chunk == 0:
-                    pl.when(is_refilled)(lambda: plgpu.barrier_arrive(previous))
+        def base():
+            start, stop = plan.start(block), plan.start(block + 1)
 
-            @pl.when((group == 0) & is_refilled)
-            def _refill():
-                plgpu.barrier_wait(previous)
-                fetch(ahead)
+            def slot_of(unit):
+                return lax.rem(unit - start, stages)
 
-            # ptxas does not see across the loop's edge that registers are being read: without this
-            # the next tile overwrote them (seen with steps of 64).
-            plgpu.wgmma_wait(0)
+            def fetch(unit):
+                slot = slot_of(unit)
+                tile, at = unit // plan.steps, lax.rem(unit, plan.steps)
+                plgpu.copy_gmem_to_smem(
+                    w_gmem.at[pl.ds(tile * warpgroups, warpgroups), pl.ds(at * chunks, chunks)],
+                    w_smem.at[slot],
+                    full.at[slot],
+                )
+                plgpu.copy_gmem_to_smem(
+                    x_gmem.at[:, pl.ds(at * step, step)], x_smem.at[slot], full.at[slot]
+                )
 
-        @pl.when(group == 0)
-        def _fill():
-            for stage in range(stages):
-                unit = stop - 1 - stage
-                pl.when(unit >= start)(lambda unit=unit: fetch(unit))
+            def multiply(unit, acc):
+                slot = slot_of(unit)
+                # What goes into the slot of the unit before this one.
+                ahead = unit - 1 + stages
+                previous = empty.at[slot_of(ahead)]
+                is_refilled = (unit > start) & (ahead < stop)
+                tiles = [w_smem.at[slot, group, chunk] for chunk in range(chunks)]
+                load = (lambda tile: None) if interpret else decoder.load
+                with jax.named_scope("load"):
+                    plgpu.barrier_wait(full.at[slot])
+                    loaded = load(tiles[0])
+                for chunk, tile in enumerate(tiles):
+                    # The next tile is on its way while this one is decoded.
+                    following = load(tiles[chunk + 1]) if chunk + 1 < chunks else None
+                    with jax.named_scope("decode"):
+                        a = decoded(tile, loaded)
+                    with jax.named_scope("mma"):
+                        plgpu.wgmma(acc, a, x_smem.at[slot, :, pl.ds(chunk * TILE, TILE)].T)
+                        # One product runs while the next tile is decoded.
+                        plgpu.wgmma_wait(0 if interpret else 1)
+                    loaded = following
+                    if chunk == 0:
+                        pl.when(is_refilled)(lambda: plgpu.barrier_arrive(previous))
 
-        def store(tile, total):
-            rows = pl.ds((tile * warpgroups + group) * TILE, TILE)
-            if not config.fused:
-                out_gmem[block - plan.first_block(tile), rows, :] = total
-                return
-            semaphores = pl.get_global(plgpu.SemaphoreType.REGULAR((plan.blocks * warpgroups,)))
-            has_end = stop >= (tile + 1) * plan.steps
+                @pl.when((group == 0) & is_refilled)
+                def _refill():
+                    plgpu.barrier_wait(previous)
+                    fetch(ahead)
 
-            @pl.when(jnp.logical_not(has_end))
-            def _leave():
-                mine = block * warpgroups + group
-                exchange.leave(total, parts_gmem.at[mine], semaphores.at[mine])
+                # ptxas does not see across the loop's edge that registers are being read: without
+                # this the next tile overwrote them (seen with steps of 64).
+                plgpu.wgmma_wait(0)
 
-            @pl.when(has_end)
-            def _finish():
-                def add(i, total):
-                    other = (block - 1 - i) * warpgroups + group
-                    return exchange.join(total, parts_gmem.at[other], semaphores.at[other])
+            @pl.when(group == 0)
+            def _fill():
+                for stage in range(stages):
+                    pl.when(start + stage < stop)(lambda unit=start + stage: fetch(unit))
 
-                y = lax.fori_loop(0, block - plan.first_block(tile), add, total)
-                if divisor_gmem.shape == (1,):
-                    scale = 1 / divisor_gmem[0]
-                else:
-                    of_rows = plgpu.Layout.WGMMA.reduce(1)
-                    divisor = plgpu.load(divisor_gmem, rows, layout=of_rows, optimized=False)
-                    scale = lax.broadcast_in_dim(1 / divisor, total.shape, (0,))
-                y = y * (scale / layout.DECODED_SCALE)
-                exchange.store_transposed(y.astype(jnp.bfloat16), out_gmem.at[:, rows])
+            first_tile, last_tile = start // plan.steps, (stop - 1) // plan.steps
 
-        first_tile, last_tile = start // plan.steps, (stop - 1) // plan.steps
+            @pl.loop(first_tile, last_tile + 1)
+            def _tiles(tile):
+                first = lax.max(start, tile * plan.steps)
+                last = lax.min(stop, (tile + 1) * plan.steps)
 
-        @pl.loop(0, last_tile - first_tile + 1)
-        def _tiles(back):
-            tile = last_tile - back
-            first = lax.max(start, tile * plan.steps)
-            last = lax.min(stop, (tile + 1) * plan.steps)
+                def sum_over_columns(acc):
+                    pl.loop(first, last)(lambda unit: multiply(unit, acc))
+                    return acc[...]
+
+                total = pl.run_scoped(sum_over_columns, plgpu.ACC((TILE, m), jnp.float32))
+                with jax.named_scope("store"):
+                    rows = pl.ds((tile * warpgroups + group) * TILE, TILE)
+                    out_gmem[block - plan.first_block(tile), rows, :] = total
+
+        def branch():
+            tile, share = (block - plan.blocks) // shares, lax.rem(block - plan.blocks, shares)
+            steps = a_words.shape[1]
+            start, stop = share * steps // shares, (share + 1) * steps // shares
+            # Where a unit has fewer tiles of A than there are warpgroups, some do the same.
+            mine = lax.rem(group, width // TILE)
+            places = [4 * mine + i for i in range(4)]
+
+            def fetch(unit):
+                slot = lax.rem(unit - start, stages)
+                plgpu.copy_gmem_to_smem(a_gmem.at[tile, unit], w_smem.at[slot], full.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    x_gmem.at[:, pl.ds(unit * width, width)], xa_smem.at[slot], full.at[slot]
+                )
 
             def sum_over_columns(acc):
-                pl.loop(0, last - first)(lambda i: multiply(last - 1 - i, acc))
+                @pl.loop(start, stop)
+                def _(unit):
+                    slot = lax.rem(unit - start, stages)
+                    plgpu.barrier_wait(full.at[slot])
+                    words = [
+                        w_smem.at[slot, lax.div(i, chunks), lax.rem(i, chunks)] for i in places
+                    ]
+                    if interpret:
+                        a = decoded_smem[0].at[group]
+                        a[...] = adapter.unpack_tile([ref[...] for ref in words])
+                        plgpu.commit_smem()
+                    else:
+                        a = decoder.load_plain(*words)
+                    plgpu.wgmma(acc, a, xa_smem.at[slot, :, pl.ds(mine * TILE, TILE)].T)
+                    plgpu.wgmma_wait(0)
+
+                    @pl.when(unit + stages < stop)
+                    def _refill():
+                        plgpu.barrier_arrive(empty.at[slot])
+
+                        @pl.when(group == 0)
+                        def _():
+                            plgpu.barrier_wait(empty.at[slot])
+                            fetch(unit + stages)
+
                 return acc[...]
 
-            total = pl.run_scoped(sum_over_columns, plgpu.ACC((TILE, m), jnp.float32))
-            with jax.named_scope("store"):
-                store(tile, total)
+            @pl.when(group == 0)
+            def _fill():
+                for stage in range(stages):
+                    pl.when(start + stage < stop)(lambda unit=start + stage: fetch(unit))
 
-    if config.fused:
-        parts = jax.ShapeDtypeStruct((plan.blocks * warpgroups, TILE * m), jnp.float32)
-        out_type = (jax.ShapeDtypeStruct((m, n), jnp.bfloat16), parts)
-    else:
-        out_type = (jax.ShapeDtypeStruct((int(plan.parts.max()), n, m), jnp.float32),)
-    divisor = w.global_scale
-    if len(divisor) > 1:
-        divisor = jnp.pad(divisor, (0, n - len(divisor)), constant_values=1)
+            total = pl.run_scoped(sum_over_columns, plgpu.ACC((TILE, m), jnp.float32))
+
+            @pl.when(group < width // TILE)
+            def _store():
+                u_gmem[share * (width // TILE) + group, pl.ds(tile * TILE, TILE), :] = total
+
+        if a_words is None:
+            base()
+        else:
+            pl.when(block < plan.blocks)(base)
+            pl.when(block >= plan.blocks)(branch)
+
+    x_slots = lambda columns: plgpu.SMEM((stages, m, columns), jnp.bfloat16, transforms=swizzled)
+    x_type = x_slots(step)
+    out_type = [jax.ShapeDtypeStruct((plan.most_parts, n, m), jnp.float32)]
+    operands = [x, w.words]
+    if a_words is not None:
+        x_type = plgpu.RefUnion(x_type, x_slots(width))
+        parts, ranks = shares * width // TILE, a_words.shape[0] * TILE
+        out_type.append(jax.ShapeDtypeStruct((parts, ranks, m), jnp.float32))
+        operands.append(a_words)
     decoded_type = plgpu.SMEM((warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled)
-    launched = plgpu.kernel(
+    partials, *rest = plgpu.kernel(
         kernel,
-        out_type=out_type,
-        grid=(plan.blocks,),
+        out_type=tuple(out_type),
+        grid=(plan.blocks + (0 if a_words is None else a_blocks),),
         grid_names=("block",),
         num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=(
-            plgpu.SMEM((stages, m, step), jnp.bfloat16, transforms=swizzled),
+            x_type,
             plgpu.SMEM((stages, warpgroups, chunks, *layout.TILE_SHAPE), jnp.int32),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
@@ -333,6 +393,6 @@ def _launch(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
         interpret=runtime.interpret_params() if interpret else None,
-        kernel_name="nvfp4_matmul_sm90",
-    )
-    return launched(x, w.words, divisor)[0]
+        kernel_name=f"nvfp4_matmul_sm90_{n}x{w.shape[1]}",
+    )(*operands)
+    return Sums(partials, plan, TILE * warpgroups, rest[0] if rest else None)

@@ -1,11 +1,5 @@
-"""Which configuration a problem gets: measured on the device, or by rule.
+"""Which configuration a problem gets: measured on the device, or by rule."""
 
-None of them is `fused` yet. Where a model scans stacked weights, XLA wraps the kernel in a fusion
-with the slice of the weight, and that fusion no longer says that the semaphores' zeros and the
-kernel's own are one buffer. Until a whole model has been checked so, partial sums are left to XLA.
-"""
-
-import dataclasses
 import functools
 import json
 import pathlib
@@ -21,6 +15,7 @@ TUNED_M = (16, 32, 64, 128)
 
 # Of an H200; other Hopper cards have as many or a few less.
 _MULTIPROCESSORS = 132
+_L2_BYTES = 60e6
 # With so many row tiles a run of work for every multiprocessor ends about once in each tile of four.
 _WIDE = 2 * _MULTIPROCESSORS
 
@@ -60,6 +55,14 @@ def heuristic(m: int, n: int, k: int) -> Config:
     return Config(warpgroups, step, depth, blocks)
 
 
+def unpacks_first(m: int, k: int) -> bool:
+    """Whether a product of many rows should unpack its weight for cuBLAS, not in its own tiles.
+
+    So where x does not fit in the L2: blocks then bring it from memory again and again.
+    """
+    return 2 * m * k > _L2_BYTES
+
+
 def candidates(m: int, n: int, k: int) -> list[Config]:
     """Configurations worth timing, the heuristic's first."""
     row_tiles = layout.tiles(n)
@@ -77,10 +80,7 @@ def candidates(m: int, n: int, k: int) -> list[Config]:
                 found += [
                     Config(warpgroups, step, s, blocks) for s in {min(deepest, 4), 3} if s > 1
                 ]
-    found = [c for c in dict.fromkeys(found) if hopper.supports(m, n, k, c) is None]
-    # Additions in the kernel wait for one part after another.
-    fused = [dataclasses.replace(c, fused=True) for c in found if hopper.most_parts(n, k, c) <= 2]
-    return list(dict.fromkeys(found + fused))
+    return [c for c in dict.fromkeys(found) if hopper.supports(m, n, k, c) is None]
 
 
 def _deepest(m: int, warpgroups: int, step: int, blocks: int) -> int:

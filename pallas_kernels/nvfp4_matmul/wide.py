@@ -7,18 +7,22 @@ transposed in shared memory, from where a bulk copy takes it to y while the next
 
     block      all warpgroups share x; each decodes and multiplies its own 64 rows of W
 
-      warpgroup 0    wait full | decode, wgmma | leave the last slot | refill it | ...
-      warpgroup 1    wait full | decode, wgmma | leave the last slot | ...
+      warpgroup 0    issue wgmma | wait full, decode the next tile | wait for wgmma | leave the slot
+      warpgroup 1    issue wgmma | wait full, decode the next tile | wait for wgmma | leave the slot
+      producer       wait empty, refill | wait empty, refill | ...
 
     slot       64 columns of x [rows, 64] and of W [warpgroups, 3, 192 words]; `stages` of them
 
-One warpgroup decodes while another's product runs.
+Where a tile of x is so large that the accumulators leave no registers for a producer, warpgroup 0
+starts the copies: there the products take longer than all else. Two blocks may form a cluster that
+shares a tile of x: each brings half of it to both.
 
 Block b takes tiles b, b + blocks, ...: those in work at one time span up to `band` tiles of x and as many
 of W as that leaves, and so find each other's operands in the L2.
 """
 
 import dataclasses
+from math import inf
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +33,12 @@ from pallas_kernels.nvfp4_matmul import hopper, layout
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 
 MAX_ROWS = 256
+# 168 registers a thread, of which a tile of 160 rows takes 80 for its sums and decoding about 70.
+MOST_WITH_PRODUCER = 160
 # Of an H200; other Hopper cards have as many or a few less.
 _MULTIPROCESSORS = 132
+# Most rows of a tile for eight slots.
+_DEEP = 152
 _TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
 
 
@@ -43,12 +51,16 @@ class Config:
       warpgroups: of a block, 64 rows of W each; 1 to 3.
       stages: slots, 2 or more.
       band: most tiles of x that are in work at one time.
+      cluster: blocks that share a tile of x, each with rows of W of its own; 1 or 2.
+      producer: whether the copies have a warpgroup of their own.
     """
 
     rows: int
     warpgroups: int = 2
     stages: int = 4
     band: int = 12
+    cluster: int = 1
+    producer: bool = False
 
     def __post_init__(self):
         if self.rows % 8 or not 8 <= self.rows <= MAX_ROWS:
@@ -59,32 +71,51 @@ class Config:
             raise ValueError(f"stages must be 2 or more; got {self.stages}")
         if self.band < 1:
             raise ValueError(f"band must be 1 or more; got {self.band}")
+        if self.cluster not in (1, 2):
+            raise ValueError(f"cluster must be 1 or 2; got {self.cluster}")
+        if self.rows % (8 * self.cluster):
+            raise ValueError(f"rows must be in sixteens for two blocks; got {self.rows}")
+        if self.producer and (self.rows > MOST_WITH_PRODUCER or self.warpgroups > 2):
+            raise ValueError(
+                f"a producer leaves registers for {MOST_WITH_PRODUCER} rows and 2 warpgroups; "
+                f"got {self.rows} and {self.warpgroups}"
+            )
 
 
 def supports(n: int, config: Config) -> str | None:
     """Why this kernel cannot run a problem of N rows of W with this configuration, or None."""
-    if layout.tiles(n) % config.warpgroups:
-        return f"needs N of whole {TILE * config.warpgroups}-row tiles; got N = {n}"
+    rows = config.warpgroups * config.cluster
+    if layout.tiles(n) % rows:
+        return f"needs N of whole {TILE * rows}-row tiles; got N = {n}"
     if (used := shared_bytes(config)) > hopper.SHARED_BYTES:
         return f"needs {used} bytes of shared memory of {hopper.SHARED_BYTES}"
     return None
 
 
 def pick_config(m: int, n: int) -> Config:
-    """The tile whose waves of blocks waste least, of those as large as registers allow.
+    """The tile whose waves of blocks take least time.
 
-    A tile takes as long as it has rows, plus what the start and the end of one cost, and all blocks
-    wait for the last wave.
+    All blocks wait for the last wave. Measured on an H200, 64 columns of a tile take 261, 297, 351 and
+    399 ns at 64, 88, 128 and 152 rows with a producer, which is a line, and 612 ns at 256 rows
+    without. Sizes between run no slower while a block has one tile, but did where it had several, and
+    are left out there.
     """
     warpgroups = 2 - layout.tiles(n) % 2
     row_tiles = layout.tiles(n) // warpgroups
 
     def cost(rows):
         waves = -(-(-(-m // rows) * row_tiles) // _MULTIPROCESSORS)
-        return waves * (max(rows, 96) + 16)  # below 96 rows decoding takes longer than multiplying
+        if rows <= _DEEP:
+            return waves * (165 + 1.5 * rows)
+        return waves * max(270 + 1.15 * rows, 2.4 * rows) if waves == 1 or rows == MAX_ROWS else inf
 
     most = min(MAX_ROWS, m + -m % 8)
-    return Config(min(range(most, min(most, 64) - 8, -8), key=cost), warpgroups)
+    rows = min(range(most, min(most, 64) - 8, -8), key=cost)
+    cluster = 2 if rows == MAX_ROWS and m >= 1024 and row_tiles % 2 == 0 else 1
+    if rows <= _DEEP:
+        return Config(rows, warpgroups, 8, producer=True)
+    fits = lambda stages: shared_bytes(Config(rows, warpgroups, stages)) <= hopper.SHARED_BYTES
+    return Config(rows, warpgroups, max(filter(fits, range(4, 8))), cluster=cluster)
 
 
 def shared_bytes(config: Config) -> int:
@@ -107,7 +138,7 @@ def matmul(
     Raises:
       NotImplementedError: the reason `supports` gives.
     """
-    m, _ = x.shape
+    m, k = x.shape
     n, _ = w.shape
     config = config or pick_config(m, n)
     if reason := supports(n, config):
@@ -115,7 +146,7 @@ def matmul(
     # Bulk copies leave out what lies beyond an array, but a tile must not be longer than that, and the
     # interpreter knows no such thing.
     rows = -m % 8 if m >= config.rows and not interpret else -m % config.rows
-    x = jnp.pad(x, ((0, rows), (0, -x.shape[1] % TILE)))
+    x = jnp.pad(x, ((0, rows), (0, -k % TILE)))
     divisor = w.global_scale
     if len(divisor) > 1:
         divisor = jnp.pad(divisor, (0, -n % TILE), constant_values=1)
@@ -132,17 +163,18 @@ def _matmul(
     from pallas_kernels.nvfp4_matmul import decoder
 
     rows, warpgroups, stages = config.rows, config.warpgroups, config.stages
-    steps = words.shape[1]
-    x_tiles, w_tiles = -(-len(x) // rows), len(words) // warpgroups
+    cluster, producer, steps = config.cluster, config.producer, words.shape[1]
+    x_tiles, w_tiles = -(-len(x) // rows), len(words) // (warpgroups * cluster)
     # Whole bands: in a kernel a division by what is not a constant takes a while.
     band = next(band for band in range(config.band, 0, -1) if x_tiles % band == 0)
     tiles = x_tiles * w_tiles
-    blocks = min(_MULTIPROCESSORS, tiles)
+    blocks = min(_MULTIPROCESSORS // cluster, tiles)
     divide = lambda a, b: (lax.div(a, b), lax.rem(a, b))
 
     def kernel(x_gmem, w_gmem, divisor_gmem, out_gmem, x_smem, w_smem, out_smem, *rest):
         full, empty, *decoded_smem = rest
         block, group = lax.axis_index("block"), lax.axis_index("warpgroup")
+        rank = lax.axis_index("rank")
         turns = lax.div(tiles - block + blocks - 1, blocks)
         units = turns * steps
 
@@ -150,7 +182,7 @@ def _matmul(
             """Tiles of x and of W: down a band of x first, then on to the next rows of W."""
             w_tile, at = divide(block + turn * blocks, band)
             bands, w_tile = divide(w_tile, w_tiles)
-            return bands * band + at, w_tile
+            return bands * band + at, w_tile * cluster + rank
 
         def fetch(unit):
             turn, at = divide(unit, steps)
@@ -164,46 +196,68 @@ def _matmul(
                 x_gmem.at[pl.ds(x_tile * rows, rows), pl.ds(at * TILE, TILE)],
                 x_smem.at[slot],
                 full.at[slot],
+                collective_axes=None if interpret or cluster == 1 else "rank",
             )
 
-        def multiply(unit, acc):
-            slot, ahead = lax.rem(unit, stages), unit - 1 + stages
-            previous = empty.at[lax.rem(ahead, stages)]
-            is_refilled = (unit > 0) & (ahead < units)
+        def decoded(unit):
+            """A unit's tile, once it has come."""
+            slot = lax.rem(unit, stages)
             with jax.named_scope("load"):
                 plgpu.barrier_wait(full.at[slot])
             with jax.named_scope("decode"):
                 tile = w_smem.at[slot, group]
+                return decoder.decode_words(tile[...]) if interpret else decoder.decode(tile)
+
+        def multiply(unit, acc, a, meanwhile):
+            slot, ahead = lax.rem(unit, stages), unit - 1 + stages
+            with jax.named_scope("mma"):
                 if interpret:
                     # Interpreted `wgmma` takes no operand from registers.
-                    a = decoded_smem[0].at[group]
-                    a[...] = decoder.decode_words(tile[...])
+                    decoded_smem[0][group] = a
                     plgpu.commit_smem()
-                else:
-                    a = decoder.decode(tile)
-            with jax.named_scope("mma"):
+                    a = decoded_smem[0].at[group]
                 plgpu.wgmma(acc, a, x_smem.at[slot].T)
-                # Not left running while the next tile is decoded: ptxas does not see across the
-                # loop's edge that its registers are still read, and overwrites them.
-                plgpu.wgmma_wait(0)
-            pl.when(is_refilled)(lambda: plgpu.barrier_arrive(previous))
+            result = meanwhile()
 
-            @pl.when((group == 0) & is_refilled)
-            def _refill():
-                plgpu.barrier_wait(previous)
-                fetch(ahead)
+            if not producer:
 
-        @pl.when(group == 0)
-        def _fill():
+                @pl.when((group == 0) & (unit > 0) & (ahead < units))
+                def _refill():
+                    slot = lax.rem(ahead, stages)
+                    plgpu.barrier_wait(empty.at[slot])
+                    fetch(ahead)
+
+            plgpu.wgmma_wait(0)
+            if not interpret:
+                _keep_until_here(a)
+            pl.when(unit + stages < units)(lambda: plgpu.barrier_arrive(empty.at[slot]))
+            return result
+
+        def fill():
             for stage in range(stages):
                 pl.when(stage < units)(lambda stage=stage: fetch(jnp.int32(stage)))
 
-        @pl.loop(0, turns)
-        def _tiles(turn):
+        def fetch_all():
+            fill()
+
+            @pl.loop(stages, lax.max(units, stages))
+            def _refill(unit):
+                plgpu.barrier_wait(empty.at[lax.rem(unit, stages)])
+                fetch(unit)
+
+        def one_tile(turn):
             x_tile, w_tile = place(turn)
 
             def sum_over_columns(acc):
-                pl.loop(turn * steps, (turn + 1) * steps)(lambda unit: multiply(unit, acc))
+                first, last = turn * steps, (turn + 1) * steps - 1
+                step = lambda unit, a: multiply(unit, acc, a, lambda: decoded(unit + 1))
+                # Two at a time, so that a tile's registers need not be moved for the next turn.
+                pairs = (steps - 1) // 2
+                two = lambda i, a: step(first + 2 * i + 1, step(first + 2 * i, a))
+                a = lax.fori_loop(0, pairs, two, decoded(first))
+                if steps % 2 == 0:
+                    a = step(last - 1, a)
+                multiply(last, acc, a, lambda: None)
                 return acc[...]
 
             total = pl.run_scoped(sum_over_columns, plgpu.ACC((TILE, rows), jnp.float32))
@@ -228,24 +282,40 @@ def _matmul(
                     result, out_gmem.at[pl.ds(x_tile * rows, rows), pl.ds(w_row, TILE)]
                 )
 
-        plgpu.wait_smem_to_gmem(0)
+        def multiply_all():
+            pl.loop(0, turns)(one_tile)
+            plgpu.wait_smem_to_gmem(0)
+
+        if producer:
+            pl.when(group == warpgroups)(fetch_all)
+            pl.when(group < warpgroups)(multiply_all)
+        else:
+            pl.when(group == 0)(fill)
+            multiply_all()
 
     swizzled = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
-    decoded = plgpu.SMEM((warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled)
+    is_empty = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
+    if cluster > 1 and not interpret:
+        is_empty = plgpu.ClusterBarrier(
+            collective_axes=("rank",), num_arrivals=warpgroups, num_barriers=stages
+        )
+    decoded_type = plgpu.SMEM((warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled)
     return plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((len(x), len(words) * TILE), jnp.bfloat16),
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=warpgroups,
+        cluster=(cluster,),
+        cluster_names=("rank",),
+        num_threads=warpgroups + producer,
         thread_name="warpgroup",
         scratch_types=(
             plgpu.SMEM((stages, rows, TILE), jnp.bfloat16, transforms=swizzled),
             plgpu.SMEM((stages, warpgroups, *layout.TILE_SHAPE), jnp.int32),
             plgpu.SMEM((warpgroups, rows, TILE), jnp.bfloat16, transforms=swizzled),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-            *([decoded] if interpret else []),
+            is_empty,
+            *([decoded_type] if interpret else []),
         ),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
@@ -253,3 +323,23 @@ def _matmul(
         interpret=runtime.interpret_params() if interpret else None,
         kernel_name="nvfp4_wide_matmul_sm90",
     )(x, words, divisor)
+
+
+def _keep_until_here(a: jax.Array) -> None:
+    """Holds a warpgroup's registers up to this place in the program.
+
+    To LLVM they are free once a `wgmma` that reads them has been issued, and what is decoded next may
+    be put there.
+    """
+    from jax.experimental.mosaic import gpu as mgpu
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from jax.extend.mlir import ir
+
+    def emit(_: mgpu.LaunchContext, a: mgpu.FragmentedArray) -> None:
+        i32, llvm = ir.IntegerType.get_signless(32), mgpu.utils.llvm
+        registers = [llvm.bitcast(i32, register) for register in a.registers.flat]
+        constraints = ",".join("r" * len(registers))
+        void = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(void, registers, "", constraints, has_side_effects=True)
+
+    plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))(emit)(a)

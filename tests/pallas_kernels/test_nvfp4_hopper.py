@@ -182,7 +182,7 @@ def test_a_plan_gives_every_unit_to_one_block_and_every_part_a_slot(tiles, steps
     assert set(np.diff(starts)) <= {plan.units // blocks, -(-plan.units // blocks)}
     owner = np.repeat(np.arange(blocks), np.diff(starts)).reshape(tiles, steps)
     np.testing.assert_array_equal(plan.first_block(np.arange(tiles)), owner[:, 0])
-    np.testing.assert_array_equal(plan.parts, owner[:, -1] - owner[:, 0] + 1)
+    np.testing.assert_array_equal(plan.parts(np.arange(plan.tiles)), owner[:, -1] - owner[:, 0] + 1)
 
 
 @pytest.mark.parametrize(
@@ -288,24 +288,6 @@ def test_on_hopper_the_kernel_says_what_it_takes(monkeypatch, m, dtype, reason):
 def test_the_kernel_on_its_device_meets_the_reference(m, n, k):
     x, t = normal(m, (m, k)), weight(n, n, k)
     actual = jax.jit(functools.partial(nvfp4_matmul, implementation="hopper"))(x, prepare(t))
-    assert_within_an_ulp(actual, x, t)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("m", "n", "k", "config"),
-    [
-        (16, 37888, 3584, Config(4, 256, 4, 132, fused=True)),  # a tile in two parts
-        (5, 4608, 3584, Config(2, 256, 3, 250, fused=True)),  # in seven
-        (128, 3584, 3584, Config(4, 128, 3, 14, fused=True)),  # in one
-        (9, 180, 208, Config(3, 64, 2, 3, fused=True)),
-    ],
-)
-@pytest.mark.parametrize("per_row", [False, True])
-def test_parts_added_up_in_the_kernel_meet_the_reference(m, n, k, config, per_row):
-    x = normal(m, (m, k))
-    t = weight(n, n, k, jnp.geomspace(1e3, 4e3, n) if per_row else None)
-    actual = jax.jit(functools.partial(hopper.matmul, config=config))(x, prepare(t))
     assert_within_an_ulp(actual, x, t)
 
 

@@ -103,6 +103,7 @@ def test_a_step_that_does_not_divide_k_is_refused_and_never_picked():
             wide.Config(16, 1, 3, 2),
         ),  # ragged M, more tiles than a band, slots used again
         (24, 180, 48, wide.Config(24, 3, 2)),  # ragged N and K
+        (44, 256, 320, wide.Config(16, 2, 3, producer=True)),
     ],
 )
 def test_products_meet_the_reference_without_a_race(capfd, monkeypatch, m, n, k, config):
@@ -128,14 +129,14 @@ def test_every_problem_has_a_configuration_and_large_ones_leave_few_blocks_idle(
     for p in shapes.PROBLEMS:
         for m in (1, 129, 300, *shapes.TRAIN_M):
             config = wide.pick_config(m, p.n)
-            assert wide.supports(p.n, config) is None
+            assert wide.supports(p.n, config) is None, (p, m, config)
             if m < 2048:
                 continue
             blocks = -(-m // config.rows) * layout.tiles(p.n) // config.warpgroups
             waves = -(-blocks // 132)
             # Of the multiplications that all waves could make, those asked for.
             share = m * p.n / (waves * 132 * config.rows * 64 * config.warpgroups)
-            assert share > 0.9, (p, m, config)
+            assert share > 0.85, (p, m, config)
 
 
 # Configurations ------------------------------------------------------------------------------
@@ -150,6 +151,9 @@ def test_every_problem_has_a_configuration_and_large_ones_leave_few_blocks_idle(
         (lambda: wide.Config(100), "rows must be 8 to 256 in eights; got 100"),
         (lambda: wide.Config(264), "rows must be 8 to 256 in eights; got 264"),
         (lambda: wide.Config(64, 4), "warpgroups must be 1 to 3; got 4"),
+        (lambda: wide.Config(64, cluster=3), "cluster must be 1 or 2; got 3"),
+        (lambda: wide.Config(72, cluster=2), "rows must be in sixteens for two blocks; got 72"),
+        (lambda: wide.Config(168, producer=True), "a producer leaves registers for 160 rows"),
         (lambda: wide.Config(64, stages=1), "stages must be 2 or more; got 1"),
         (lambda: wide.Config(64, band=0), "band must be 1 or more; got 0"),
     ],
@@ -223,8 +227,8 @@ def test_nothing_but_the_packed_weight_is_kept_for_the_derivative(pretended_hopp
     [
         (1, jnp.bfloat16, "hopper"),
         (128, jnp.bfloat16, "hopper"),
-        (129, jnp.bfloat16, "dequantized"),
-        (8192, jnp.bfloat16, "dequantized"),
+        (129, jnp.bfloat16, "wide"),
+        (1 << 16, jnp.bfloat16, "dequantized"),
         (0, jnp.bfloat16, "dequantized"),
         (16, jnp.float32, "reference"),
         (129, jnp.float32, "reference"),
@@ -284,8 +288,18 @@ def test_on_its_device_the_product_and_its_derivative_meet_the_reference(name, s
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [64, 152, 192, 256])
-def test_on_its_device_every_tile_meets_the_reference(rows):
-    x, t = normal(0, (2 * rows - 24, 3584)), weight(1, 4608, 3584)  # the last tile is ragged
-    actual = jax.jit(lambda x, w: wide.matmul(x, w, wide.Config(rows)))(x, to_hopper(t))
+@pytest.mark.parametrize(
+    "config",
+    [
+        wide.Config(64, 2, 8, producer=True),
+        wide.Config(152, 2, 8, producer=True),
+        wide.Config(192, 2, 5, cluster=2),
+        wide.Config(256),
+        wide.Config(256, cluster=2),
+    ],
+)
+def test_on_its_device_every_tile_meets_the_reference(config):
+    # Several tiles for each block, the last of them ragged.
+    x, t = normal(0, (10 * config.rows - 24, 3584)), weight(1, 4608, 3584)
+    actual = jax.jit(lambda x, w: wide.matmul(x, w, config))(x, to_hopper(t))
     assert_within_an_ulp(actual, reference.forward(x.astype(jnp.float32), t))

@@ -13,17 +13,16 @@ from qerl_jax import architecture, layers
 ATTENTION = jax.jit(layers.attention)
 
 
-def oracle(query, key, value, first_slot, starts):
+def oracle(query, key, value, starts):
     """Softmax over the keys of slots start <= k <= s for each live query, in float64; NaN elsewhere."""
     rows, length, heads, size = query.shape
     groups = key.shape[2]
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     mixed = np.full(query.shape, np.nan)
     for b, t, h in np.ndindex(rows, length, heads):
-        slot = first_slot[b] + t
-        if slot < starts[b]:
+        if t < starts[b]:
             continue
-        seen = slice(starts[b], slot + 1)
+        seen = slice(starts[b], t + 1)
         group = h * groups // heads
         scores = key[b, seen, group] @ query[b, t, h] / np.sqrt(size)
         weights = np.exp(scores - scores.max())
@@ -31,10 +30,9 @@ def oracle(query, key, value, first_slot, starts):
     return mixed
 
 
-def qkv(length, slots, heads, groups, *, rows=3, size=8, dtype=np.float32):
+def qkv(length, heads, groups, *, rows=3, size=8, dtype=np.float32):
     rng = np.random.default_rng(0)
-    shapes = (rows, length, heads, size), (rows, slots, groups, size), (rows, slots, groups, size)
-    return [rng.normal(size=shape).astype(dtype) for shape in shapes]
+    return [rng.normal(size=(rows, length, n, size)).astype(dtype) for n in (heads, groups, groups)]
 
 
 def assert_live_close(actual, expected, atol=2e-6):
@@ -49,23 +47,23 @@ GROUPINGS = pytest.mark.parametrize("heads,groups", [(4, 4), (4, 2), (7, 1), (14
 
 @GROUPINGS
 def test_causal_attention_equals_its_definition(heads, groups):
-    query, key, value = qkv(6, 6, heads, groups)
-    expected = oracle(query, key, value, [0, 0, 0], [0, 0, 0])
+    query, key, value = qkv(6, heads, groups)
+    expected = oracle(query, key, value, [0, 0, 0])
     assert_live_close(ATTENTION(query, key, value), expected)
 
 
 @GROUPINGS
 def test_left_padding_is_not_seen_and_padding_queries_stay_finite(heads, groups):
-    query, key, value = qkv(6, 6, heads, groups)
+    query, key, value = qkv(6, heads, groups)
     starts = np.array([0, 2, 5], np.int32)
-    expected = oracle(query, key, value, [0, 0, 0], starts)
+    expected = oracle(query, key, value, starts)
     for row, start in enumerate(starts):
         key[row, :start], value[row, :start] = 1e4, -1e4
     assert_live_close(ATTENTION(query, key, value, starts=starts), expected)
 
 
 def test_what_follows_the_end_of_a_right_padded_row_changes_no_bit_of_it():
-    query, key, value = qkv(6, 6, 4, 2)
+    query, key, value = qkv(6, 4, 2)
     before = np.asarray(ATTENTION(query, key, value))
     ends = [6, 3, 1]
     for row, end in enumerate(ends):
@@ -76,31 +74,9 @@ def test_what_follows_the_end_of_a_right_padded_row_changes_no_bit_of_it():
     assert np.isfinite(after).all()
 
 
-@GROUPINGS
-@pytest.mark.parametrize("starts", [None, (0, 1, 4)])
-def test_a_cached_query_sees_its_own_slot_and_those_before(heads, groups, starts):
-    query, key, value = qkv(1, 9, heads, groups)
-    slot = np.array([0, 4, 8], np.int32)
-    starts = None if starts is None else np.array(starts, np.int32)
-    expected = oracle(query, key, value, slot, [0, 0, 0] if starts is None else starts)
-    for row, last in enumerate(slot):
-        key[row, last + 1 :], value[row, last + 1 :] = 1e4, -1e4
-    actual = ATTENTION(query, key, value, first_slot=slot, starts=starts)
-    assert_live_close(actual, expected)
-
-
-def test_single_queries_equal_the_rows_of_the_whole():
-    query, key, value = qkv(6, 6, 7, 1)
-    whole = ATTENTION(query, key, value)
-    for t in range(6):
-        slot = np.full(3, t, np.int32)
-        single = ATTENTION(query[:, t : t + 1], key, value, first_slot=slot)
-        np.testing.assert_allclose(single[:, 0], whole[:, t], atol=1e-6)
-
-
 def test_bfloat16_attention_stays_within_two_of_its_steps():
-    query, key, value = (x.astype(jnp.bfloat16) for x in qkv(6, 6, 4, 2))
-    expected = oracle(query, key, value, [0, 0, 0], [0, 0, 0])
+    query, key, value = (x.astype(jnp.bfloat16) for x in qkv(6, 4, 2))
+    expected = oracle(query, key, value, [0, 0, 0])
     actual = ATTENTION(query, key, value)
     assert actual.dtype == jnp.bfloat16
     assert_live_close(actual, expected, atol=2 * 2**-8 * np.abs(expected).max())

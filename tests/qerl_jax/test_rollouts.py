@@ -11,6 +11,7 @@ import pytest
 
 from qerl_jax import checkpoint, rewards, rollouts, sampling, tokenizer
 from qerl_jax.architecture import Architecture
+from qerl_jax.config import RolloutConfig
 from qerl_jax.data import Problem
 from qerl_jax.model import LoRA, Transformer, init_params, random_base
 from qerl_jax.rollouts import Rollout, Scored, Supply
@@ -27,8 +28,13 @@ def tokens():
 
 
 @functools.cache
+def policy_model():
+    return Transformer(ARCH, "nvfp4", LoRA(2, 4.0), jnp.float32)
+
+
+@functools.cache
 def policy():
-    model = Transformer(ARCH, "nvfp4", LoRA(2, 4.0), jnp.float32)
+    model = policy_model()
     frozen = random_base(model, jax.random.key(0))
     # A scale at which next tokens differ in probability, and the prompt matters.
     frozen = frozen | {"lm_head": frozen["lm_head"] * 10}
@@ -293,6 +299,30 @@ def test_rows_go_on_from_those_sampled_with_the_same_key():
     assert last.texts == collect(0).texts[4:]
     np.testing.assert_array_equal(last.completions, collect(0).completions[4:])
     assert rollouts.collect(*arguments, **options).texts != last.texts
+
+
+def test_a_config_says_how_completions_are_sampled():
+    """Ignored end tokens, and a stop string, which the text that is rewarded still holds."""
+    model, variables = policy_model(), policy()[1]
+    options = {"num_generations": GROUP, "max_prompt_length": PROMPT_WIDTH, "temperature": 1.0}
+
+    def sample(**fields):
+        cfg = RolloutConfig(num_generations=8, max_completion_length=LONGEST, **fields)
+        generate = rollouts.make_generate(model, tokens(), cfg, num_generations=GROUP)
+        return rollouts.collect(
+            generate, variables, tokens(), PROBLEMS, jax.random.key(0), **options
+        )
+
+    free = sample(ignore_eos=True)
+    assert (free.lengths == LONGEST).all() and not free.stopped.any()
+    string = free.texts[1][2:4]
+    cut = sample(ignore_eos=True, stop=(string,), max_concurrent=4)
+    holds = [string in text for text in free.texts]
+    assert holds[1] and cut.stopped.tolist() == holds
+    for row, (text, length) in enumerate(zip(cut.texts, cut.lengths, strict=True)):
+        np.testing.assert_array_equal(cut.completions[row, :length], free.completions[row, :length])
+        assert (string in text) == holds[row]
+        assert string not in tokens().decode(cut.completions[row, : length - 1])
 
 
 # --- dynamic sampling

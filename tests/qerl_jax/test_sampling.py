@@ -1,6 +1,5 @@
 """Generation against a plain loop of full forward passes, and its draws against exact distributions."""
 
-import dataclasses
 import functools
 
 import jax
@@ -12,14 +11,14 @@ from qerl_jax import (
     adapters,
     architecture,
     checkpoint,
-    kv_cache,
+    draws,
     layers,
     logprobs,
     sampling,
     update,
 )
+from qerl_jax.draws import Truncation
 from qerl_jax.model import LoRA, Transformer, head
-from qerl_jax.sampling import Truncation
 from tests.golden_files import GOLDEN
 
 P, G, C = 3, 2, 6
@@ -61,7 +60,7 @@ def sample(name, temperature=1.0, *, tokens=None, lengths=LENGTHS, row_keys=None
     tokens = prompts(name) if tokens is None else tokens
     row_keys = keys() if row_keys is None else row_keys
     out = generator(name, **options)(policy(name)[1], tokens, lengths, row_keys, temperature)
-    return jax.device_get(out)
+    return out
 
 
 def greedy_loop(name):
@@ -187,38 +186,21 @@ def test_returned_log_probabilities_are_the_trainers(temperature):
         np.testing.assert_array_equal(expected, at_one)
 
 
-def test_other_values_do_not_recompile():
-    generate = generator("qwen2_untied")
-    _, variables = policy("qwen2_untied")
-    tokens = prompts("qwen2_untied")
-    moved = variables | {"params": jax.tree.map(lambda x: x + 0.1, variables["params"])}
-    first = generate(variables, tokens, LENGTHS, keys(), 1.0)
-    compiled = generate._cache_size()
-    others = [
-        generate(variables, tokens, LENGTHS, keys(1), 0.5),
-        generate(moved, tokens[::-1], LENGTHS[::-1], keys(), 0.0),
-    ]
-    assert generate._cache_size() == compiled
-    assert len({np.asarray(out.logps).tobytes() for out in [first, *others]}) == 3
-
-
 class Memoryless:
-    """A policy with the same scores after any token; counts its forward passes."""
+    """A policy with the same scores after any token; counts its decode steps."""
 
     arch = architecture.Architecture("qwen2", 4, 2, 16, 1, 1, 1, 2)
+    dtype = jnp.float32
 
     def __init__(self):
-        self.passes = 0
+        self.steps = 0
 
-    def new_cache(self, rows, num_slots):
-        return kv_cache.create(self.arch, rows, num_slots, jnp.float32)
-
-    def apply(self, variables, tokens, *, lengths=None, cache, adapter):
+    def apply(self, variables, tokens, *, cache, adapter):
         jax.debug.callback(self._count)
         return jnp.ones((*tokens.shape, 1)), cache
 
     def _count(self):
-        self.passes += 1
+        self.steps += 1
 
 
 def memoryless(probabilities, length, stop_tokens, rows):
@@ -232,23 +214,23 @@ def memoryless(probabilities, length, stop_tokens, rows):
         pad_token=0,
     )
     variables = {"frozen": {"embed_tokens": jnp.log(jnp.array(probabilities))[:, None]}}
-    tokens = np.zeros((1, 1), np.int32)
+    tokens = np.zeros((1, 1), np.int32)  # nothing to prefill
     out = generate(variables, tokens, np.ones(1, np.int32), keys(rows=rows), 1.0)
     jax.effects_barrier()
-    return jax.device_get(out), model.passes
+    return out, model.steps
 
 
 def test_generation_ends_with_its_longest_row():
-    """One forward pass per token: the prompt's for the first, none after the last stop."""
-    out, passes = memoryless([0.5, 0.25, 0.25], 1000, (2,), rows=8)
+    """One step per token, and a prefill of dead rows; none after the last stop."""
+    out, steps = memoryless([0.5, 0.25, 0.25], 1000, (2,), rows=8)
     assert out.stopped.all()
     assert 1 < out.lengths.min() + 1 < out.lengths.max() < 100
-    assert passes == out.lengths.max()
+    assert steps == out.lengths.max() + 1
 
 
 def test_without_stop_tokens_every_row_runs_to_the_end():
-    out, passes = memoryless([0.5, 0.25, 0.25], 9, (), rows=8)
-    assert (out.lengths == 9).all() and not out.stopped.any() and passes == 9
+    out, steps = memoryless([0.5, 0.25, 0.25], 9, (), rows=8)
+    assert (out.lengths == 9).all() and not out.stopped.any() and steps == 9 + 1
 
 
 # Chi-square quantiles at 0.999: a right sampler fails one seed in a thousand, and the seed is
@@ -275,7 +257,7 @@ SCORES = np.array([1.0, -0.5, 0.3, 2.0, 0.0, 1.5, 9.0, 7.0], np.float32)
 def draw(temperature, truncation, rows=20_000, num_tokens=6):
     scores = jnp.broadcast_to(SCORES, (rows, len(SCORES)))
     draw = jax.jit(
-        functools.partial(sampling.next_token, num_tokens=num_tokens, truncation=truncation)
+        functools.partial(draws.next_token, num_tokens=num_tokens, truncation=truncation)
     )
     return jax.device_get(draw(scores, keys(rows=rows), jnp.float32(temperature)))
 
@@ -376,35 +358,3 @@ def test_truncation_equals_a_loop_from_the_likeliest_down(truncation):
     expected = np.apply_along_axis(lambda row: truncation_oracle(truncation, row), -1, logps)
     np.testing.assert_array_equal(actual, expected)
     assert not actual[..., 55:].any()
-
-
-def test_a_cache_repeats_rows_next_to_each_other_and_keeps_what_they_hold():
-    cache = kv_cache.create(Memoryless.arch, 2, 3, jnp.float32, starts=jnp.array([0, 1]))
-    written = jnp.arange(12.0).reshape(2, 3, 1, 2)
-    cache = cache.write(0, written, -written).advance(jnp.array([3, 2]))
-    grown = cache.repeat(2, 5)
-    assert grown.num_slots == 5
-    np.testing.assert_array_equal(grown.ends, [3, 3, 2, 2])
-    np.testing.assert_array_equal(grown.starts, [0, 0, 1, 1])
-    np.testing.assert_array_equal(grown.keys[0, :, :3], written[np.array([0, 0, 1, 1])])
-    np.testing.assert_array_equal(grown.values[..., :3, :, :], -grown.keys[..., :3, :, :])
-    np.testing.assert_array_equal(grown.keys[0, :, 3:], 0)
-
-
-def test_a_cache_writes_each_row_at_its_own_end_of_one_layer():
-    arch = dataclasses.replace(Memoryless.arch, num_layers=2)
-    cache = kv_cache.create(arch, 2, 4, jnp.float32).advance(jnp.array([0, 2]))
-    keys, values = cache.write(1, jnp.ones((2, 1, 1, 2)), jnp.full((2, 1, 1, 2), 2.0)).layer(1)
-    np.testing.assert_array_equal(keys[..., 0, 0], [[1, 0, 0, 0], [0, 0, 1, 0]])
-    np.testing.assert_array_equal(values, 2 * keys)
-    np.testing.assert_array_equal(cache.write(1, keys[:, :1], keys[:, :1]).layer(0)[0], 0)
-
-
-def test_sampling_in_turns_gives_the_rows_of_sampling_at_once():
-    whole = sample("qwen2_untied")
-    turns = sample("qwen2_untied", max_concurrent=G)
-    np.testing.assert_array_equal(turns.tokens, whole.tokens)
-    np.testing.assert_array_equal(turns.lengths, whole.lengths)
-    np.testing.assert_allclose(turns.logps, whole.logps, atol=1e-5)
-    with pytest.raises(ValueError, match="max_concurrent: got 3"):
-        generator("qwen2_untied", max_concurrent=3)

@@ -1,0 +1,132 @@
+"""The one way in: checks, choice of implementation."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import runtime
+from pallas_kernels.decode_attention import hopper, reference
+
+
+class _Reference:
+    """`reference.decode_attention`, which runs whatever the API accepts."""
+
+    decode_attention = staticmethod(reference.decode_attention)
+
+    @staticmethod
+    def supports(qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str | None:
+        return None
+
+
+class _Hopper:
+    """`hopper.decode_attention` with the configuration that it picks itself."""
+
+    decode_attention = staticmethod(hopper.decode_attention)
+
+    @staticmethod
+    def supports(qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str | None:
+        if not runtime.is_hopper():
+            return f"needs a GPU of compute capability 9.0; this is {runtime.device_kind()}"
+        config = hopper.pick_config(*tables.shape, keys.shape[2], keys.shape[4])
+        return hopper.supports(qkv.shape, qkv.dtype, keys.shape, keys.dtype, config)
+
+
+# Best first.
+_IMPLEMENTATIONS: dict[str, Any] = {"hopper": _Hopper, "reference": _Reference}
+
+
+def decode_attention(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: jax.Array,
+    tables: jax.Array,
+    ends: jax.Array,
+    *,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rotates a new token's query and key, appends its key and value to the cache, and attends.
+
+    out[h] = softmax(q[h] . k[0 ... end] / sqrt(C)) @ v[0 ... end], with the softmax in float32. Queries
+    and keys are turned by RoPE (arXiv 2104.09864) in float32 and rounded to the cache's type. Slot s of a
+    row is in page tables[row, s // S], at s % S; a page that several rows name (a shared prefix) is read
+    by all and must not be the one that any of them writes. With implementation "hopper", a row's result
+    has the same bits whatever the other rows are.
+
+    Carried through a loop, `keys` and `values` are updated in place. Places outside of the tables or
+    of the cache are moved to the nearest inside. So a row that is not in use may have a table of
+    zeros and any end: it writes to page 0, which no other row should name, and gets a finite result
+    if that page is finite.
+
+    Args:
+      qkv: bfloat16 or float32 [B, H + 2 J, C], the query heads, the key heads and the value heads of
+        one token per row, not rotated; query head h belongs to key head h // (H / J).
+      cos: float32 [B, C / 2], of the angles of each row's position; pair c is (c, c + C / 2).
+      sin: the same.
+      keys: [L, N, J, S, C], N pages of S slots for each layer, rotated.
+      values: the same.
+      layer: int32, which of the L.
+      tables: int32 [B, W], each row's pages in order.
+      ends: int32 [B], the slot that the new token takes: the number of those before it.
+      implementation: None for the best that supports the problem, or "hopper" or "reference".
+
+    Returns:
+      [B, H, C] in qkv's type, keys, values.
+
+    Raises:
+      ValueError: a wrong type or shape, or an unknown implementation.
+      NotImplementedError: the named implementation cannot run this problem.
+    """
+    if qkv.ndim != 3 or qkv.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(
+            f"qkv must be [B, H + 2 J, C], float32 or bfloat16; got {qkv.shape}, {qkv.dtype}"
+        )
+    rows, all_heads, head_size = qkv.shape
+    if keys.ndim != 5 or keys.shape[-1] != head_size or not all(keys.shape):
+        raise ValueError(
+            f"keys must be [L, N, J, S, C = {head_size}], none of them 0; got {keys.shape}"
+        )
+    if (values.shape, values.dtype) != (keys.shape, keys.dtype):
+        raise ValueError(
+            f"values must be like keys, {keys.shape} in {keys.dtype}; "
+            f"got {values.shape} in {values.dtype}"
+        )
+    key_heads = keys.shape[2]
+    heads = all_heads - 2 * key_heads
+    if heads < 1 or heads % key_heads:
+        raise ValueError(
+            f"qkv must have H + 2 J heads, H a multiple of J = {key_heads}; got {all_heads}"
+        )
+    if tables.ndim != 2 or not tables.size:
+        raise ValueError(f"tables must be [B, W], B and W at least 1; got {tables.shape}")
+    for name, array, shape, dtype in (
+        ("cos", cos, (rows, head_size // 2), jnp.float32),
+        ("sin", sin, (rows, head_size // 2), jnp.float32),
+        ("layer", layer, (), jnp.int32),
+        ("tables", tables, (rows, tables.shape[1]), jnp.int32),
+        ("ends", ends, (rows,), jnp.int32),
+    ):
+        if array.shape != shape or array.dtype != dtype:
+            raise ValueError(
+                f"{name} must be {jnp.dtype(dtype)} {list(shape)}; got {array.dtype} {list(array.shape)}"
+            )
+    name = _choose(implementation, qkv, keys, tables)
+    chosen = _IMPLEMENTATIONS[name].decode_attention
+    return chosen(qkv, cos, sin, keys, values, layer, tables, ends)
+
+
+def _choose(name: str | None, qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str:
+    if name is None:
+        return next(
+            name for name, i in _IMPLEMENTATIONS.items() if i.supports(qkv, keys, tables) is None
+        )
+    if name not in _IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation must be one of {sorted(_IMPLEMENTATIONS)} or None; got {name!r}"
+        )
+    if reason := _IMPLEMENTATIONS[name].supports(qkv, keys, tables):
+        raise NotImplementedError(f"implementation {name!r}: {reason}")
+    return name

@@ -1,0 +1,60 @@
+"""Attention of one token in jnp: the oracle of the kernel, and what runs where there is none.
+
+    out[h] = softmax(q[h] . k[0 ... end] / sqrt(C)) @ v[0 ... end],   in float32
+
+Never optimised: it gathers all pages of a row's table, live or not.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def decode_attention(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: jax.Array,
+    tables: jax.Array,
+    ends: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What `api.decode_attention` says."""
+    layers, pages, key_heads, slots, head_size = keys.shape
+    rows, width = tables.shape
+    heads = qkv.shape[1] - 2 * key_heads
+    layer = jnp.clip(layer, 0, layers - 1)
+    tables = jnp.clip(tables, 0, pages - 1)
+    ends = jnp.clip(ends, 0, width * slots - 1)
+
+    q, k, v = jnp.split(qkv, [heads, heads + key_heads], axis=1)
+    q, k = (_rotate(x, cos, sin).astype(keys.dtype) for x in (q, k))
+    page, slot = tables[jnp.arange(rows), ends // slots], ends % slots
+    keys = keys.at[layer, page, :, slot].set(k)
+    values = values.at[layer, page, :, slot].set(v.astype(values.dtype))
+
+    live = jnp.arange(width * slots) <= ends[:, None]
+    # [B, J, W * S, C]; what is not live need not be finite.
+    is_read = live[:, None, :, None]
+    k, v = (
+        jnp.where(
+            is_read,
+            jnp.moveaxis(cache[layer, tables], 2, 1).reshape(rows, key_heads, -1, head_size),
+            0,
+        ).astype(jnp.float32)
+        for cache in (keys, values)
+    )
+    q = q.astype(jnp.float32).reshape(rows, key_heads, -1, head_size)
+    # Without it a GPU multiplies float32 in TF32.
+    highest = jax.lax.Precision.HIGHEST
+    scores = jnp.einsum("bjgc,bjsc->bjgs", q, k, precision=highest) * head_size**-0.5
+    weights = jax.nn.softmax(jnp.where(live[:, None, None], scores, -jnp.inf))
+    out = jnp.einsum("bjgs,bjsc->bjgc", weights, v, precision=highest)
+    return out.reshape(rows, heads, head_size).astype(qkv.dtype), keys, values
+
+
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turns the pairs (c, c + C/2) of [B, heads, C] by tables [B, C/2], in float32."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

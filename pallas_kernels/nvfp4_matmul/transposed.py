@@ -1,0 +1,74 @@
+"""Transposed stores from the registers of a warpgroup, which Pallas does not offer for these layouts."""
+
+from collections.abc import Callable
+
+import jax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+
+llvm = mgpu.utils.llvm  # which jax.extend.mlir leaves out
+
+
+def store(values: jax.Array, ref: jax.Ref) -> None:
+    """ref[:, :] = values.T for bfloat16 values in the registers of a warpgroup.
+
+    Args:
+      values: [64, M] in the layout `WGMMA`.
+      ref: [M, 64] in device memory.
+    """
+
+    def place(ref: ir.Value, row: ir.Value, column: ir.Value) -> ir.Value:
+        (stride, _), _ = ir.MemRefType(ref.type).get_strides_and_offset()
+        return arith.addi(arith.muli(column, _index(stride)), row)
+
+    _store(values, ref, place, plgpu.RefType())
+
+
+def store_swizzled(values: jax.Array, ref: jax.Ref, first: int) -> None:
+    """ref[:, first : first + 64] = values.T, in shared memory as `wgmma` reads it.
+
+    Args:
+      values: bfloat16 [64, M] in the layout `WGMMA`.
+      ref: [M, K] in tiles of (8, 64) with a swizzle of 128 bytes.
+      first: a multiple of 64.
+    """
+    row_tiles = ref.shape[1] // 64
+
+    def place(_: ir.Value, row: ir.Value, column: ir.Value) -> ir.Value:
+        # Rows of 128 bytes; of row c the 16-byte pieces lie at their number XOR c % 8.
+        eight = _index(8)
+        tile = arith.addi(
+            arith.muli(arith.divui(column, eight), _index(row_tiles)), _index(first // 64)
+        )
+        line = arith.remui(column, eight)
+        piece = arith.xori(arith.divui(row, eight), line)
+        in_tile = arith.addi(arith.muli(line, _index(64)), arith.muli(piece, eight))
+        start = arith.addi(arith.muli(tile, _index(512)), in_tile)
+        return arith.addi(start, arith.remui(row, eight))
+
+    kind = plgpu.RefType((plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)))
+    _store(values, ref, place, kind)
+
+
+def _store(
+    values: jax.Array, ref: jax.Ref, place: Callable[..., ir.Value], kind: plgpu.RefType
+) -> None:
+    transposable = plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED)
+
+    def emit(_: mgpu.LaunchContext, values: mgpu.FragmentedArray, ref: ir.Value) -> None:
+        i64 = ir.IntegerType.get_signless(64)
+        base = mgpu.utils.memref_ptr(ref)
+        places = values.layout.thread_idxs(values.shape)
+        # A register has two neighbours along the rows of `values`.
+        for (row, column), pair in zip(places, values.registers.flat, strict=True):
+            offset = arith.index_cast(i64, place(ref, row, column))
+            llvm.store(pair, mgpu.utils.getelementptr(base, [offset], ir.BF16Type.get()))
+
+    arg_types = (plgpu.Layout.WGMMA_TRANSPOSED, kind)
+    plgpu.inline_mgpu(arg_types=arg_types)(emit)(transposable, ref)
+
+
+def _index(value: int) -> ir.Value:
+    return mgpu.c(value, ir.IndexType.get())

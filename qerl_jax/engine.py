@@ -1,0 +1,599 @@
+"""Continuous batching: prompts wait in a queue, rows run in slots, keys and values lie in pages.
+
+The device runs one jitted loop per chunk of tokens; between chunks the host reads what the chunk
+brought, gives the slots and pages of rows that ended to rows that wait, and starts the next.
+Nothing recompiles on the way: the sizes that a batch can have, and the lengths to which prompts are
+padded, are few and fixed.
+
+A prompt is prefilled once, all but its last token, which is the first that its rows decode. Its
+rows share the pages that it fills; the page that it fills in part is copied for each row but the
+last, which takes it over.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import runtime
+from qerl_jax import decode, kv_cache, layers
+from qerl_jax.draws import Truncation, next_token, penalize
+from qerl_jax.kv_cache import KVCache
+from qerl_jax.model import Transformer, head
+from qerl_jax.pages import Pages
+from qerl_jax.stop_strings import StopStrings
+
+# Tokens that one prefill holds: enough for products to be bound by arithmetic.
+_PREFILL_TOKENS = 8192
+_SMALLEST_BUCKET = 64
+# Below so many rows a decode step is bound by the weights: a smaller batch would not be faster.
+_SMALLEST_BATCH = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt and the completions that are wanted of it.
+
+    Attributes:
+        tokens: int32 [T], at least one.
+        keys: uint32 [G, ...], the key data of each completion's randomness.
+        limit: Most tokens of each completion.
+    """
+
+    tokens: np.ndarray
+    keys: np.ndarray
+    limit: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """What a chunk brought for a row.
+
+    Attributes:
+        row: Rows are counted through all prompts.
+        tokens: int32 [n].
+        logps: float32 [n].
+        ended: Why the row ended: a stop token or string, or its limit; None while it goes on.
+    """
+
+    row: int
+    tokens: np.ndarray
+    logps: np.ndarray
+    ended: Literal["stop", "length"] | None
+
+
+class Engine:
+    """Samples completions of any number of prompts on one device.
+
+    Args:
+        model: The policy.
+        num_tokens: Ids that the tokenizer has.
+        stop_tokens: Ids that end a completion; none means every row runs to its limit.
+        stop_strings: Texts that end a completion, looked for between chunks.
+        truncation: top-k, top-p, min-p.
+        repetition_penalty: See `draws.penalize`; 1 is off.
+        adapter: Whether params act.
+        chunk: Most tokens that the device samples before the host looks.
+        compact: Whether the batch shrinks when rows end and none waits. A row's tokens depend on its
+            own prompt and key either way; without it, so do the last bits of its log-probabilities.
+        kv_cache_tokens: Room of the cache in tokens; None means what all slots can need.
+        kv_cache_fraction: Room as a fraction of the device memory that is free at the first call.
+            Where the device reports its memory and neither is given, nine tenths bound it.
+        page_size: S; None means what the device reads best.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        num_tokens: int,
+        stop_tokens: Sequence[int] = (),
+        stop_strings: StopStrings | None = None,
+        truncation: Truncation = Truncation(),
+        repetition_penalty: float = 1.0,
+        adapter: bool = True,
+        chunk: int = 32,
+        compact: bool = True,
+        kv_cache_tokens: int | None = None,
+        kv_cache_fraction: float | None = None,
+        page_size: int | None = None,
+    ):
+        self._model = model
+        self._stop_tokens = np.asarray(stop_tokens, np.int32)
+        self._stop_strings = stop_strings
+        self._penalty = repetition_penalty
+        self._compact = compact
+        self._budget = kv_cache_tokens, kv_cache_fraction
+        # A CPU pays for every slot of a page that is not filled.
+        self._page_size = page_size or (kv_cache.PAGE_SIZE if runtime.platform() == "gpu" else 32)
+        self._traits = {"model": model, "adapter": adapter}
+        self._sampling = {
+            "chunk": chunk,
+            "num_tokens": num_tokens,
+            "truncation": truncation,
+            "penalty": repetition_penalty,
+        }
+
+    def stream(
+        self,
+        variables: dict[str, Any],
+        prompts: Sequence[Prompt],
+        temperature: float | jax.Array,
+        *,
+        max_prompt_length: int,
+        max_concurrent: int | None = None,
+    ) -> Iterator[list[Piece]]:
+        """Samples all rows, and gives after each chunk what it brought.
+
+        Args:
+            variables: `params`, `frozen` and, under AQN, `noise`.
+            prompts: Any number.
+            temperature: 0 takes the likeliest token.
+            max_prompt_length: A bound on the prompts that stays the same from call to call.
+            max_concurrent: Slots; None means one for every row.
+
+        Raises:
+            ValueError: Before anything runs, when a prompt is empty or longer than its bound, or a
+                row does not fit into the cache.
+        """
+        slots = max_concurrent or sum(len(prompt.keys) for prompt in prompts)
+        for place, prompt in enumerate(prompts):
+            if not 0 < len(prompt.tokens) <= max_prompt_length:
+                raise ValueError(
+                    f"prompt {place}: got {len(prompt.tokens)} tokens; must have 1 to {max_prompt_length=}"
+                )
+        longest = max_prompt_length - 1 + max((prompt.limit for prompt in prompts), default=0)
+        plan = _Plan(
+            self._page_size,
+            self._sampling["chunk"],
+            table_width=-(-longest // self._page_size),
+            history=longest + 1,
+            longest_prefill=max_prompt_length - 1,
+            most_prompts=min(len(prompts), slots),
+            sizes=_sizes(slots) if self._compact else (slots,),
+        )
+        schedule = _Schedule(plan, self._num_pages(plan, slots, longest), prompts)
+        return self._run(variables, schedule, np.float32(temperature))
+
+    def _run(self, variables, schedule: _Schedule, temperature) -> Iterator[list[Piece]]:
+        pool = kv_cache.pool(
+            self._model.arch, schedule.num_pages, self._model.dtype, self._page_size
+        )
+        while schedule.unfinished():
+            while (fresh := schedule.next_prefill()) is not None:
+                pool = _prefill(variables, pool, *fresh, **self._traits)
+            if (copies := schedule.copies()) is not None:
+                pool = _copy(pool, *copies)
+            slots = schedule.slots(with_history=self._penalty != 1)
+            pool, brought = _decode(
+                variables,
+                pool,
+                slots,
+                temperature,
+                self._stop_tokens,
+                **self._traits,
+                **self._sampling,
+            )
+            yield schedule.harvest(*jax.device_get(brought), self._stop_tokens, self._stop_strings)
+
+    def _num_pages(self, plan: _Plan, slots: int, longest: int) -> int:
+        """Pages of the pool, scratch included: what is needed or what there is room for."""
+        size = self._page_size
+        prompt_pages = -(-plan.longest_prefill // size)
+        wanted = 1 + slots * plan.table_width + plan.most_prompts * prompt_pages
+        tokens = self._room()
+        if tokens is None:
+            return wanted
+        # One page for what a row copies, beside those of the row.
+        room = 2 + -(-tokens // size)
+        if room < 2 + plan.table_width:
+            raise ValueError(
+                f"the KV cache has room for {tokens} tokens; a row of this rollout may need {longest}: "
+                "raise rollout.kv_cache_tokens or rollout.kv_cache_fraction, or shorten "
+                "data.max_prompt_length or rollout.max_completion_length"
+            )
+        return min(wanted, room)
+
+    @functools.cached_property
+    def _memory(self) -> dict[str, int] | None:
+        # Once: the number of pages is part of what is compiled.
+        return runtime.memory_stats()
+
+    def _room(self) -> int | None:
+        """Tokens that the cache may hold; None where nothing bounds it."""
+        tokens, fraction = self._budget
+        if tokens is not None:
+            return tokens
+        if self._memory is None:
+            if fraction is None:
+                return None
+            raise ValueError(
+                f"rollout.kv_cache_fraction: got {fraction}; this device does not report its memory: "
+                "give rollout.kv_cache_tokens"
+            )
+        arch = self._model.arch
+        free = self._memory["bytes_limit"] - self._memory["bytes_in_use"]
+        per_token = 2 * arch.num_layers * arch.kv_width * jnp.dtype(self._model.dtype).itemsize
+        tokens = int((0.9 if fraction is None else fraction) * free / per_token)
+        # In coarse steps, so that two runs find the same program in the compilation cache.
+        return tokens - tokens % (1 << max(0, tokens.bit_length() - 4))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Slots:
+    """The rows of a chunk.
+
+    Attributes:
+        tables: int32 [B, W].
+        ends: int32 [B], tokens in the cache.
+        token: int32 [B], the last token, which the cache does not hold yet.
+        step: int32 [B], tokens sampled before.
+        limit: int32 [B].
+        live: bool [B].
+        keys: uint32 [B, ...], key data.
+        history: int32 [B, T], tokens of prompt and completion, -1 where there is none; None where
+            nothing asks.
+    """
+
+    tables: Any
+    ends: Any
+    token: Any
+    step: Any
+    limit: Any
+    live: Any
+    keys: Any
+    history: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """A chunk half-way: `count` tokens were sampled by every row that still lives."""
+
+    count: jax.Array
+    token: jax.Array
+    live: jax.Array
+    lengths: jax.Array
+    tokens: jax.Array
+    logps: jax.Array
+    seen: jax.Array | None
+    pool: tuple[jax.Array, jax.Array]
+
+
+@functools.partial(jax.jit, static_argnames=("model", "adapter"), donate_argnames="pool")
+def _prefill(variables, pool, tokens, tables, *, model: Transformer, adapter: bool):
+    """Puts prompts [R, T] into the pages of `tables`."""
+    cache = KVCache(*pool, tables, jnp.zeros(len(tokens), jnp.int32))
+    _, cache = model.apply(variables, tokens, cache=cache, adapter=adapter)
+    return cache.keys, cache.values
+
+
+@functools.partial(jax.jit, donate_argnames="pool")
+def _copy(pool, sources, targets):
+    """Copies pages in all layers; 0 to 0 where there is nothing to copy."""
+    return tuple(part.at[:, targets].set(part[:, sources]) for part in pool)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("model", "adapter", "chunk", "num_tokens", "truncation", "penalty"),
+    donate_argnames="pool",
+)
+def _decode(
+    variables,
+    pool,
+    slots: _Slots,
+    temperature,
+    stop_tokens,
+    *,
+    model: Transformer,
+    adapter: bool,
+    chunk: int,
+    num_tokens: int,
+    truncation: Truncation,
+    penalty: float,
+):
+    """Samples up to `chunk` tokens per row; ends early when no row lives."""
+    extend = decode.extender(model, variables, len(slots.live), adapter=adapter)
+    matrix, rows = head(variables["frozen"]), jnp.arange(len(slots.live))
+    row_keys = jax.random.wrap_key_data(slots.keys)
+    seen = None
+    if slots.history is not None:
+        seen = jnp.zeros((len(rows), len(matrix)), bool)
+        seen = seen.at[rows[:, None], jnp.where(slots.history < 0, len(matrix), slots.history)].set(
+            True, mode="drop"
+        )
+    shape = (len(rows), chunk)
+    loop = _Loop(
+        count=jnp.int32(0),
+        token=slots.token,
+        live=slots.live,
+        lengths=jnp.zeros(len(rows), jnp.int32),
+        tokens=jnp.zeros(shape, jnp.int32),
+        logps=jnp.zeros(shape, jnp.float32),
+        seen=seen,
+        pool=pool,
+    )
+
+    def unfinished(loop: _Loop):
+        return (loop.count < chunk) & jnp.any(loop.live)
+
+    def step(loop: _Loop) -> _Loop:
+        # A row that has ended writes to page 0, and reads one slot of it.
+        cache = KVCache(
+            *loop.pool,
+            tables=jnp.where(loop.live[:, None], slots.tables, 0),
+            ends=jnp.where(loop.live, slots.ends + loop.count, 0),
+        )
+        hidden, cache = extend(loop.token, cache)
+        scores = layers.logits(hidden, matrix)
+        steps = slots.step + loop.count
+        token, logp = next_token(
+            scores,
+            jax.vmap(jax.random.fold_in)(row_keys, steps),
+            temperature,
+            num_tokens,
+            truncation,
+            None if loop.seen is None else penalize(scores, loop.seen, penalty),
+        )
+        return _Loop(
+            count=loop.count + 1,
+            token=token,
+            live=loop.live & ~jnp.isin(token, stop_tokens) & (steps + 1 < slots.limit),
+            lengths=loop.lengths + loop.live,
+            tokens=loop.tokens.at[:, loop.count].set(token),
+            logps=loop.logps.at[:, loop.count].set(logp),
+            seen=None if loop.seen is None else loop.seen.at[rows, token].set(True),
+            pool=(cache.keys, cache.values),
+        )
+
+    loop = jax.lax.while_loop(unfinished, step, loop)
+    return loop.pool, (loop.tokens, loop.logps, loop.lengths, loop.live)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """The shapes of a run, all that is compiled.
+
+    Attributes:
+        page_size: S.
+        chunk: Most tokens between two looks of the host.
+        table_width: W.
+        history: Most tokens of a row, prompt included.
+        longest_prefill: Most tokens of a prompt but its last.
+        most_prompts: Prompts that can run side by side.
+        sizes: Rows that a batch can have, largest first.
+    """
+
+    page_size: int
+    chunk: int
+    table_width: int
+    history: int
+    longest_prefill: int
+    most_prompts: int
+    sizes: tuple[int, ...]
+
+    def bucket(self, length: int) -> int:
+        """The length to which a prompt is padded: a power of two, or the longest's."""
+        longest = max(1, -(-self.longest_prefill // 16)) * 16
+        return min(longest, max(_SMALLEST_BUCKET, _power_of_two(length)))
+
+    def prompts(self, bucket: int) -> int:
+        """Prompts that are prefilled together."""
+        at_once = max(1, _PREFILL_TOKENS // bucket)
+        return min(_power_of_two(self.most_prompts), _power_of_two(at_once + 1) // 2)
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest that is not less."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def _sizes(slots: int) -> tuple[int, ...]:
+    """Batch sizes, each an eighth of the one before: every one is a program to compile."""
+    sizes = [slots]
+    while -(-sizes[-1] // 8) >= _SMALLEST_BATCH:
+        sizes.append(-(-sizes[-1] // 8))
+    return tuple(sizes)
+
+
+@dataclasses.dataclass(eq=False)
+class _Cached:
+    """A prompt, and the pages that hold it until the last of its rows has begun."""
+
+    prompt: Prompt
+    first_row: int
+    rows_left: int
+    pages: list[int] = dataclasses.field(default_factory=list)
+
+    @property
+    def filled(self) -> int:
+        """Tokens that are prefilled."""
+        return len(self.prompt.tokens) - 1
+
+
+@dataclasses.dataclass(eq=False)
+class _Row:
+    """One completion: `made` are its tokens so far."""
+
+    cached: _Cached
+    index: int
+    key: np.ndarray
+    pages: list[int] = dataclasses.field(default_factory=list)
+    made: list[int] = dataclasses.field(default_factory=list)
+
+
+class _Schedule:
+    """Who runs where: prompts that wait, rows whose prompt is cached, rows in slots; and their pages.
+
+    A row is admitted with all the pages that it can need, so a row that runs never waits. Prompts
+    are prefilled only when no cached one has a row left to begin, and only so many that the pages
+    they hold leave room for a row: so there is always one that can go on.
+    """
+
+    def __init__(self, plan: _Plan, num_pages: int, prompts: Sequence[Prompt]):
+        self.num_pages = num_pages
+        self._plan, self._pages = plan, Pages(num_pages)
+        counts = [len(prompt.keys) for prompt in prompts]
+        firsts = itertools.accumulate(counts, initial=0)
+        self._waiting = [_Cached(*each) for each in zip(prompts, firsts, counts, strict=False)]
+        self._ready: collections.deque[_Row] = collections.deque()
+        self._slots: list[_Row | None] = [None] * plan.sizes[0]
+        self._copies: list[tuple[int, int]] = []
+
+    def unfinished(self) -> bool:
+        """Whether any row has not ended."""
+        return bool(self._waiting or self._ready or any(self._slots))
+
+    def next_prefill(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Fills the slots from prompts in the cache; where that is not enough, the next to put there.
+
+        Returns:
+            Tokens [R, T] and tables of the prompts to prefill now; None when nothing is left to do
+            before the next chunk.
+        """
+        self._admit()
+        if self._ready or not self._waiting or all(self._slots):
+            return None
+        bucket = self._plan.bucket(self._waiting[0].filled)
+        tokens = np.zeros((self._plan.prompts(bucket), bucket), np.int32)
+        tables = np.zeros((len(tokens), self._ceil(bucket)), np.int32)
+        chosen = self._choose(bucket, len(tokens))
+        for line, cached in enumerate(chosen):
+            self._waiting.remove(cached)
+            cached.pages = self._pages.take(self._ceil(cached.filled))
+            tokens[line, : cached.filled] = cached.prompt.tokens[:-1]
+            tables[line, : len(cached.pages)] = cached.pages
+            self._ready.extend(
+                _Row(cached, cached.first_row + index, key)
+                for index, key in enumerate(cached.prompt.keys)
+            )
+        return (tokens, tables) if chosen else None
+
+    def copies(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Pages to copy before the next chunk, from and to: int32 [slots] each; None for none."""
+        if not self._copies:
+            return None
+        pairs = np.zeros((self._plan.sizes[0], 2), np.int32)
+        pairs[: len(self._copies)] = self._copies
+        self._copies.clear()
+        return pairs[:, 0], pairs[:, 1]
+
+    def slots(self, with_history: bool) -> _Slots:
+        """The next chunk's rows, after moving them into as small a batch as will do."""
+        running = [row for row in self._slots if row is not None]
+        left = max(row.cached.prompt.limit - len(row.made) for row in running)
+        # For less than a chunk's work a further program is not worth compiling.
+        if not self._ready and not self._waiting and left > self._plan.chunk:
+            size = min(size for size in self._plan.sizes if size >= len(running))
+            if size < len(self._slots):
+                self._slots = running + [None] * (size - len(running))
+        shape = len(self._slots)
+        slots = _Slots(
+            tables=np.zeros((shape, self._plan.table_width), np.int32),
+            ends=np.zeros(shape, np.int32),
+            token=np.zeros(shape, np.int32),
+            step=np.zeros(shape, np.int32),
+            limit=np.zeros(shape, np.int32),
+            live=np.array([row is not None for row in self._slots]),
+            keys=np.zeros((shape, *running[0].key.shape), np.uint32),
+            history=np.full((shape, self._plan.history), -1, np.int32) if with_history else None,
+        )
+        for slot, row in enumerate(self._slots):
+            if row is None:
+                continue
+            slots.tables[slot, : len(row.pages)] = row.pages
+            prompt = row.cached.prompt
+            slots.ends[slot] = row.cached.filled + len(row.made)
+            slots.token[slot] = row.made[-1] if row.made else prompt.tokens[-1]
+            slots.step[slot] = len(row.made)
+            slots.limit[slot] = prompt.limit
+            slots.keys[slot] = row.key
+            if with_history:
+                before = [*prompt.tokens, *row.made]
+                slots.history[slot, : len(before)] = before
+        return slots
+
+    def harvest(
+        self,
+        tokens: np.ndarray,
+        logps: np.ndarray,
+        lengths: np.ndarray,
+        live: np.ndarray,
+        stop_tokens: np.ndarray,
+        stop_strings: StopStrings | None,
+    ) -> list[Piece]:
+        """Takes in what a chunk brought, and frees the slots and pages of rows that ended."""
+        pieces = []
+        for slot, row in enumerate(self._slots):
+            if row is None:
+                continue
+            length = int(lengths[slot])
+            row.made += tokens[slot, :length].tolist()
+            ended = None if live[slot] else "stop" if row.made[-1] in stop_tokens else "length"
+            if stop_strings is not None:
+                seen = len(row.made) - length
+                if (kept := stop_strings.kept(row.made, seen)) is not None:
+                    length, ended = kept - seen, "stop"
+            pieces.append(Piece(row.index, tokens[slot, :length], logps[slot, :length], ended))
+            if ended:
+                self._pages.give_back(row.pages)
+                self._slots[slot] = None
+        return pieces
+
+    def _ceil(self, tokens: int) -> int:
+        """Pages that hold so many tokens."""
+        return -(-tokens // self._plan.page_size)
+
+    def _choose(self, bucket: int, count: int) -> list[_Cached]:
+        """Prompts to prefill together: the next, and those after it that are padded to the same length."""
+        chosen, held, begins = [], 0, 0
+        for cached in self._waiting:
+            if self._plan.bucket(cached.filled) != bucket:
+                continue
+            pages = self._ceil(cached.filled)
+            begins = max(begins, self._needs(cached))
+            # What prompts hold leaves room for a row to begin, even if it is the only one.
+            fits = held + pages <= min(self._pages.free, self.num_pages - 1 - begins)
+            if len(chosen) == count or not fits:
+                break
+            held += pages
+            chosen.append(cached)
+        return chosen
+
+    def _admit(self) -> None:
+        """Gives free slots to rows whose prompt is cached, in order, while there are pages."""
+        for slot, row in enumerate(self._slots):
+            if row is not None:
+                continue
+            if not self._ready or self._pages.free < self._needs(self._ready[0].cached):
+                return
+            self._slots[slot] = self._begin(self._ready.popleft())
+
+    def _needs(self, cached: _Cached) -> int:
+        """Pages that the next row of a prompt takes when it begins."""
+        filled = cached.filled
+        inherited = filled // self._plan.page_size if cached.rows_left > 1 else self._ceil(filled)
+        return self._ceil(filled + cached.prompt.limit) - inherited
+
+    def _begin(self, row: _Row) -> _Row:
+        cached, own = row.cached, self._pages.take(self._needs(row.cached))
+        cached.rows_left -= 1
+        if not cached.rows_left:
+            row.pages = cached.pages + own
+            return row
+        full = cached.pages[: cached.filled // self._plan.page_size]
+        self._pages.share(full)
+        row.pages = full + own
+        if len(full) < len(cached.pages):
+            self._copies.append((cached.pages[-1], own[0]))
+        return row

@@ -1,0 +1,59 @@
+"""Texts that end a completion, looked for in what its tokens say."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class StopStrings:
+    """Ends a completion with the token that completes one of some strings.
+
+    Attributes:
+        strings: Any of them ends a completion; none empty.
+        decode: Tokens to text.
+    """
+
+    strings: tuple[str, ...]
+    decode: Callable[[Sequence[int]], str]
+
+    def __post_init__(self):
+        if not all(self.strings):
+            raise ValueError(f"stop strings: got {self.strings!r}; none may be empty")
+
+    def kept(self, tokens: Sequence[int], seen: int = 0) -> int | None:
+        """The fewest of the tokens whose text holds one of the strings; None where it holds none.
+
+        Args:
+            tokens: Of one completion.
+            seen: So many of them, from the front, are known to hold none.
+        """
+        # Only a tail can hold a new one: what is new, and before that as many characters as a
+        # string may have begun with.
+        overlap = max(map(len, self.strings)) - 1
+        start, step = seen, 1
+        while start > 0 and len(self.decode(tokens[start:seen])) < overlap:
+            start, step = max(0, start - step), 2 * step
+        if not self._holds(tokens[start:]):
+            return None
+        return next(
+            end for end in range(seen + 1, len(tokens) + 1) if self._holds(tokens[start:end])
+        )
+
+    def before(self, text: str) -> str:
+        """The text up to the first of the strings."""
+        return text[: min((text.find(s) for s in self.strings if s in text), default=len(text))]
+
+    def settled(self, text: str) -> str:
+        """What of an unfinished text cannot become part of one of the strings."""
+        return text[: len(text) - max(_begun(text, string) for string in self.strings)]
+
+    def _holds(self, tokens: Sequence[int]) -> bool:
+        text = self.decode(tokens)
+        return any(string in text for string in self.strings)
+
+
+def _begun(text: str, string: str) -> int:
+    """Length of the longest beginning of the string that the text ends with."""
+    return next(n for n in range(len(string), -1, -1) if text.endswith(string[:n]))

@@ -1,0 +1,327 @@
+"""Times decode attention on one GPU, beside cuDNN: `python -m scripts.bench_decode_attention`.
+
+Every timing comes after a check of values: the result must be within what rounding to bfloat16 allows of
+the reference, the cache the same up to the last bit of a new key, and a row's bits must not change
+when the other rows are taken out. `--sweep` times every configuration instead of the one that is picked.
+
+    bytes   4 * J * C * (live tokens of all rows), keys and values in bfloat16
+    floor   bytes / 4.3 TB/s, what one H200 reaches through JAX
+
+A call rotates, appends and attends, for one layer of a cache whose layers together miss the L2. `kernel`
+is the device time of the kernel itself, `call` that of all kernels of a call, both from CUPTI; `loop`
+is the wall time of a call in a jitted loop over layers. cuDNN gets a contiguous cache, and neither
+rotates nor appends; its column is the sum of its kernels. It needs nothing but jax and numpy, and
+ends itself when a kernel hangs.
+"""
+
+import argparse
+import dataclasses
+import faulthandler
+import functools
+import itertools
+import json
+import pathlib
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import profiler
+
+from pallas_kernels.decode_attention import hopper, reference
+from pallas_kernels.decode_attention.hopper import PAGE, Config
+from scripts.bench_kernels import BANDWIDTH, versions, watch
+
+KERNEL = "decode_attention"
+# Several times an H200's L2 of 60 MB.
+_ROTATION_BYTES = 320e6
+# Kernels of the timing loop: bringing an operand, counting, copying the cache once at its start.
+_BOOKKEEPING = re.compile("slice|add_fusion|compare|broadcast|copy|mem(cpy|set)", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One decode step of a layer.
+
+    Attributes:
+      name: what is printed.
+      lengths: tokens of each row, the new one included.
+      width: W, the pages that a row may have.
+      heads: H.
+      key_heads: J.
+      head_size: C.
+      target: the most microseconds that the kernel should take, if there is a target.
+    """
+
+    name: str
+    lengths: Sequence[int]
+    width: int
+    heads: int = 28
+    key_heads: int = 4
+    head_size: int = 128
+    target: float | None = None
+
+    @property
+    def floor_us(self) -> float:
+        """The time below which no implementation can go on an H200."""
+        return 4 * self.key_heads * self.head_size * sum(self.lengths) / BANDWIDTH * 1e6
+
+    @property
+    def layers(self) -> int:
+        """How many layers' caches miss the L2."""
+        return max(2, round(_ROTATION_BYTES / (self.floor_us * BANDWIDTH / 1e6)))
+
+
+def log_normal(rows: int, mean: float) -> list[int]:
+    """Lengths of a log-normal distribution of sigma 1, at most 4096; always the same."""
+    lengths = np.random.default_rng(0).lognormal(np.log(mean) - 0.5, 1, rows)
+    return np.clip(lengths.round(), 1, 4096).astype(int).tolist()
+
+
+def uniform(rows: int) -> list[int]:
+    """Lengths from 256 to 768, as rows of a rollout that began together have."""
+    return np.linspace(256, 768, rows).astype(int).tolist()
+
+
+def problems() -> list[Problem]:
+    """What is timed; 7B unless the name says otherwise."""
+    skewed = Problem("64, log-normal, mean 512", log_normal(64, 512), 64)
+    return [
+        Problem("1 x 4096", [4096], 64, target=7),
+        Problem("8 x 256 ... 768", uniform(8), 12),
+        Problem("16 x 256 ... 768", uniform(16), 12),
+        dataclasses.replace(skewed, target=skewed.floor_us / 0.8),
+        Problem("64 x 256 ... 768", uniform(64), 12),
+        Problem("128, log-normal, mean 512", log_normal(128, 512), 64),
+        Problem("32B: 16 x 256 ... 768", uniform(16), 12, heads=40, key_heads=8),
+        Problem("0.5B: 64 x 256 ... 768", uniform(64), 12, heads=14, key_heads=2, head_size=64),
+    ]
+
+
+def inputs(problem: Problem, layers: int) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Random (qkv, cos, sin, tables, ends), qkv for two rounds of all layers, and (keys, values)."""
+    rng = np.random.default_rng(1)
+    lengths, size = np.asarray(problem.lengths), problem.head_size
+    counts = -(-lengths // PAGE)
+    pages = rng.permutation(counts.sum()) + 1  # page 0 is scratch
+    tables = np.zeros((len(lengths), problem.width), np.int32)
+    for row, own in enumerate(np.split(pages, np.cumsum(counts)[:-1])):
+        tables[row, : len(own)] = own
+    angles = rng.uniform(0, 2 * np.pi, (len(lengths), size // 2)).astype(np.float32)
+    random = jax.jit(
+        lambda seed, shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16),
+        static_argnums=1,
+    )
+    all_heads = problem.heads + 2 * problem.key_heads
+    cache = (layers, len(pages) + 1, problem.key_heads, PAGE, size)
+    small = (
+        random(1, (2, layers, len(lengths), all_heads, size)),
+        *map(jnp.asarray, (np.cos(angles), np.sin(angles), tables, lengths.astype(np.int32) - 1)),
+    )
+    return small, (random(2, cache), random(3, cache))
+
+
+def check(problem: Problem, config: Config) -> float:
+    """Largest error of the kernel's result, as a part of what rounding to bfloat16 may leave.
+
+    Raises:
+      AssertionError: it is more than that; or the cache is wrong; or rows are not independent.
+    """
+    (qkv, cos, sin, tables, ends), (keys, values) = inputs(problem, 2)
+    qkv, layer = qkv[0, 1], jnp.int32(1)
+    # Rows in use write at distinct places, so nothing but rounding can tell the two apart.
+    oracle = jax.jit(reference.decode_attention)
+    run = jax.jit(functools.partial(hopper.decode_attention, config=config))
+    out, *caches = run(qkv, cos, sin, keys, values, layer, tables, ends)
+    expected, *expected_caches = oracle(qkv, cos, sin, keys, values, layer, tables, ends)
+
+    value_heads = -problem.key_heads
+    positive = qkv.at[:, value_heads:].set(jnp.abs(qkv[:, value_heads:]))
+    # Weights and result are rounded, and a query or a key may be rounded the other way.
+    bound, *_ = oracle(positive, cos, sin, keys, jnp.abs(values), layer, tables, ends)
+    difference = np.abs(np.asarray(out, np.float32) - np.asarray(expected, np.float32))
+    error = float((difference / (np.asarray(bound, np.float32) * 2**-7)).max())
+    assert error <= 1, f"{problem.name} {config}: {error} of what rounding allows"
+
+    @jax.jit
+    def furthest(a, b):
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return jnp.max(jnp.abs(a - b) / jnp.maximum(jnp.abs(b), 1e-6))
+
+    for name, a, b in zip(("keys", "values"), caches, expected_caches, strict=True):
+        assert furthest(a, b) <= 2**-7, f"{problem.name} {config}: {name} are wrong"
+
+    alone = (tables.at[1:].set(0), ends.at[1:].set(0))
+    same, *_ = run(qkv, cos, sin, keys, values, layer, *alone)
+    np.testing.assert_array_equal(
+        np.asarray(same[0], np.float32), np.asarray(out[0], np.float32), "rows are not independent"
+    )
+    return error
+
+
+def measure(
+    run: Callable[..., Any], arguments: Sequence[Any], calls: int, *, repeats: int = 5
+) -> dict[str, float]:
+    """Microseconds of one call of `run(*arguments, rounds)`, which makes `calls` of them a round."""
+    run = jax.jit(run)
+
+    def wall(rounds):
+        begin = time.perf_counter()
+        jax.block_until_ready(run(*arguments, jnp.int32(rounds)))
+        return time.perf_counter() - begin
+
+    few, many = 2, 2 + max(2, 200 // calls)
+    wall(few)
+    walls = [(wall(few), wall(many)) for _ in range(repeats)]
+    loop = statistics.median(long - short for short, long in walls) / ((many - few) * calls)
+
+    _, kernels = profiler.measure(run, aggregate=False)(*arguments, jnp.int32(few))
+    named = [ms for name, ms in kernels if KERNEL in name]
+    total = sum(ms for name, ms in kernels if not _BOOKKEEPING.search(name)) / (few * calls)
+    kernel = statistics.median(named) if named else total
+    return {"kernel": 1e3 * kernel, "call": 1e3 * total, "loop": 1e6 * loop}
+
+
+def rounds_of(layers: int, config: Config) -> Callable[..., Any]:
+    """A function of (inputs, caches, rounds) that attends in every layer, `rounds` times."""
+
+    def run(small, caches, rounds):
+        qkv, *rest, tables, ends = small
+
+        def one_layer(layer, carry):
+            r, _, keys, values = carry
+            out, keys, values = hopper.decode_attention(
+                qkv[r % 2, layer], *rest, keys, values, layer, tables, ends, config
+            )
+            return r, out, keys, values
+
+        def one_round(r, carry):
+            return jax.lax.fori_loop(0, layers, one_layer, (r, *carry))[1:]
+
+        out = jnp.zeros_like(qkv[0, 0, :, : -2 * caches[0].shape[2]])
+        return jax.lax.fori_loop(0, rounds, one_round, (out, *caches))[0]
+
+    return run
+
+
+def time_kernel(problem: Problem, config: Config) -> dict[str, float]:
+    """Times the kernel with a configuration."""
+    layers = problem.layers
+    return measure(rounds_of(layers, config), inputs(problem, layers), layers)
+
+
+def time_cudnn(problem: Problem) -> dict[str, float]:
+    """Times `jax.nn.dot_product_attention` on a contiguous cache, of as many slots as the longest row."""
+    rows, slots = len(problem.lengths), -(-max(problem.lengths) // PAGE) * PAGE
+    lengths = jnp.asarray(problem.lengths, jnp.int32)
+    layers = problem.layers
+    random = jax.jit(
+        lambda seed, shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16),
+        static_argnums=1,
+    )
+    cache = (rows, slots, problem.key_heads, problem.head_size)
+    # Of a stack XLA would copy slices.
+    caches = [(random(2 * i, cache), random(2 * i + 1, cache)) for i in range(layers)]
+    queries = random(99, (2, layers, rows, 1, problem.heads, problem.head_size))
+
+    def run(queries, caches, rounds):
+        attend = functools.partial(
+            jax.nn.dot_product_attention,
+            query_seq_lengths=jnp.ones_like(lengths),
+            key_value_seq_lengths=lengths,
+            implementation="cudnn",
+        )
+
+        def one_round(r, outs):
+            # Each waits for the one before, as layers do.
+            for i, (keys, values) in enumerate(caches):
+                query = queries[r % 2, i] + 0 * outs[i - 1]
+                outs = [*outs[:i], attend(query, keys, values), *outs[i + 1 :]]
+            return outs
+
+        return jax.lax.fori_loop(0, rounds, one_round, [jnp.zeros_like(queries[0, 0])] * layers)
+
+    return measure(run, (queries, caches), layers)
+
+
+def configurations(problem: Problem) -> list[Config]:
+    """All that could be worth trying, with as many blocks for each multiprocessor as there is room for."""
+    found = []
+    units = len(problem.lengths) * problem.key_heads
+    shapes = ((1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 2), (4, 1))
+    for splits, (warpgroups, stages), fused in itertools.product(
+        (1, 2, 4, 8), shapes, (True, False)
+    ):
+        config = Config(splits, warpgroups, stages * 128 // problem.head_size, units, fused)
+        used = hopper.shared_bytes(problem.head_size, config)
+        if splits >= 2 * problem.width or used > hopper.SHARED_BYTES or (not fused and splits < 8):
+            continue
+        found.append(config)
+        # 2 KiB of each block are barriers and the system's.
+        most = min(3 // warpgroups, 233472 // (used + 2048))
+        for resident in range(max(1, most - 1), most + 1):
+            clusters = hopper.ROOM[splits] * resident // 2
+            if clusters < units:
+                found.append(dataclasses.replace(config, clusters=clusters))
+    return found
+
+
+def markdown(problem: Problem, row: dict[str, Any]) -> str:
+    """A row of the table whose head is `HEAD`."""
+    us, cudnn = row["us"], row.get("cudnn", {}).get("call")
+    cells = (
+        problem.name,
+        "/".join(str(int(value)) for value in row["config"].values()),
+        *(f"{us[part]:.1f}" for part in ("kernel", "call", "loop")),
+        f"{problem.floor_us:.1f}",
+        f"{problem.floor_us / us['kernel']:.2f}",
+        f"{cudnn:.1f}" if cudnn else "",
+        f"{problem.target:.1f}" if problem.target else "",
+        f"{row['error']:.2f}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+HEAD = """| rows x tokens | splits/groups/stages/clusters/fused | kernel us | call us | loop us | floor us | of floor | cuDNN us | target us | error / allowed |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+
+
+def main() -> None:
+    """Checks, times and prints; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", type=int, help="numbers of problems, from 0")
+    parser.add_argument("--sweep", action="store_true", help="time all configurations")
+    parser.add_argument("--no-cudnn", action="store_true", help="leave the baseline out")
+    parser.add_argument("--out", type=pathlib.Path, help="a JSON file for all that was measured")
+    args = parser.parse_args()
+
+    print(versions())
+    print("\n" + HEAD, flush=True)
+    chosen = problems() if args.only is None else [problems()[i] for i in args.only]
+    rows = []
+    for problem in chosen:
+        picked = hopper.pick_config(
+            len(problem.lengths), problem.width, problem.key_heads, problem.head_size
+        )
+        for config in configurations(problem) if args.sweep else [picked]:
+            watch()
+            row = {"problem": problem.name, "config": dataclasses.asdict(config)}
+            row |= {"floor": problem.floor_us, "error": check(problem, config)}
+            watch()
+            row["us"] = time_kernel(problem, config)
+            if not (args.sweep or args.no_cudnn):
+                watch()
+                row["cudnn"] = time_cudnn(problem)
+            rows.append(row)
+            print(markdown(problem, row), flush=True)
+            if args.out:
+                args.out.write_text(json.dumps(versions() | {"rows": rows}, indent=1))
+    faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Times a layer in training, its base packed or in bfloat16: `python -m scripts.bench_training_layer`.
+
+Forward, dX and the gradients of the adapter and of trained norms, of the model's own layer, attention
+included, on random weights. Several layers of different weights follow one another, so that none is
+found in the L2. `kernels` is the sum of device times from CUPTI, `wall` the time of a call; both for
+one layer. It ends itself when a kernel hangs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import functools
+import statistics
+import time
+
+LAYERS = 4
+
+
+def measure(args: argparse.Namespace, weights: str) -> dict[str, float]:
+    """Milliseconds of a layer's forward and backward pass."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.mosaic.gpu import profiler
+
+    from qerl_jax import architecture, layers
+    from qerl_jax.model import Block, LoRA
+
+    arch = architecture.KNOWN[args.model]
+    block = Block(arch, weights, LoRA(args.rank, float(args.rank)), adapter=True, full=False)
+    tables = layers.rope_tables(jnp.arange(args.length)[None], layers.rope_frequencies(arch))
+    x = jax.random.normal(jax.random.key(0), (args.rows, args.length, arch.width), jnp.bfloat16)
+    run = lambda variables, x: block.apply(variables, (x, None), 0, tables, None)[0][0]
+    init = jax.jit(lambda key: block.init(key, (x[:1, :8], None), 0, _short(tables), None))
+    variables = [init(jax.random.key(1 + i)) for i in range(LAYERS)]
+    frozen = [v["frozen"] for v in variables]
+    params = [jax.tree.map(lambda leaf: leaf + 1e-3, v["params"]) for v in variables]
+
+    @jax.jit
+    def grads(params, x, frozen):
+        def loss(params, x):
+            for p, f in zip(params, frozen, strict=True):
+                x = run({"params": p, "frozen": f}, x)
+            return jnp.sum(x.astype(jnp.float32) ** 2)
+
+        return jax.grad(loss, argnums=(0, 1))(params, x)
+
+    call = functools.partial(grads, params, x, frozen)
+    jax.block_until_ready(call())
+    walls = []
+    for _ in range(args.repeats):
+        begin = time.perf_counter()
+        jax.block_until_ready(call())
+        walls.append(time.perf_counter() - begin)
+    _, kernels = profiler.measure(grads, aggregate=False)(params, x, frozen)
+    if args.profile:
+        _print_longest(kernels)
+    return {
+        "kernels": sum(ms for _, ms in kernels) / LAYERS,
+        "wall": 1e3 * statistics.median(walls) / LAYERS,
+    }
+
+
+def _short(tables):
+    return tuple(table[:, :8] for table in tables)
+
+
+def _print_longest(kernels: list[tuple[str, float]]) -> None:
+    by_name: dict[str, list[float]] = {}
+    for name, ms in kernels:
+        by_name.setdefault(name[:60], []).append(ms)
+    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:16]:
+        # Those of the first layer one by one: linears of one kernel differ.
+        first = " ".join(f"{ms:.3f}" for ms in times[: max(1, len(times) // LAYERS)][:6])
+        print(f"    {sum(times) / LAYERS:8.3f} ms a layer  {name}  {first}")
+
+
+def main() -> None:
+    """Measures both bases and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="qwen2.5-7b")
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--timeout", type=int, default=150, help="seconds, for both bases")
+    parser.add_argument("--profile", action="store_true", help="where the time goes, by kernel")
+    args = parser.parse_args()
+
+    faulthandler.dump_traceback_later(args.timeout, exit=True)
+    found = {weights: measure(args, weights) for weights in ("bfloat16", "nvfp4")}
+    faulthandler.cancel_dump_traceback_later()
+    print(f"{args.model}, {args.rows} x {args.length} tokens, LoRA rank {args.rank}")
+    print("\n| base | kernels ms | wall ms | kernels against bfloat16 |\n| --- | --- | --- | --- |")
+    for weights, ms in found.items():
+        ratio = ms["kernels"] / found["bfloat16"]["kernels"]
+        print(f"| {weights} | {ms['kernels']:.3f} | {ms['wall']:.3f} | {ratio:.3f}x |")
+
+
+if __name__ == "__main__":
+    main()

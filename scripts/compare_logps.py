@@ -1,0 +1,134 @@
+"""How far the sampler's log-probabilities are from the trainer's: `python -m scripts.compare_logps`.
+
+Random weights, so that every rounding counts. The yardstick is what two evaluations of one bfloat16
+reference differ by when they add up each product in another order: with K whole, and in
+`SPLITS` parts. All four score the tokens that the sampler drew. The difference sampler - trainer
+should be at most 1.2 times the yardstick, in the mean and at the 99th percentile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import functools
+
+PROMPT, SPLITS, ALLOWED = 256, 4, 1.2
+
+
+def main() -> int:
+    """Samples, scores four times, prints the differences."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="qwen2.5-7b", help="a name of architecture.KNOWN")
+    parser.add_argument("--weights", default="nvfp4", choices=("nvfp4", "bfloat16"))
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--timeout", type=int, default=240, help="seconds, then it is killed")
+    args = parser.parse_args()
+    faulthandler.dump_traceback_later(args.timeout, exit=True)
+
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from pallas_kernels import runtime
+    from qerl_jax import architecture, logprobs, sampling
+    from qerl_jax.model import LoRA, Transformer, head, init_params, random_base
+
+    runtime.use_compilation_cache()
+    arch = architecture.KNOWN[args.model]
+    model = Transformer(arch, args.weights, LoRA(args.rank, float(args.rank)), jnp.bfloat16)
+    frozen = random_base(model, jax.random.key(0))
+    params = init_params(model, frozen, jax.random.key(1))
+    variables = {"frozen": frozen, "params": jax.tree.map(lambda x: x + 1e-3, params)}
+    num_tokens = arch.vocab_size - 256
+
+    generate = sampling.make_generate(
+        model,
+        num_generations=1,
+        max_completion_length=args.tokens,
+        num_tokens=num_tokens,
+        pad_token=0,
+    )
+    prompts = np.random.default_rng(2).integers(0, num_tokens, (args.batch, PROMPT), np.int32)
+    lengths = np.full(args.batch, PROMPT, np.int32)
+    drawn = generate(
+        variables, prompts, lengths, jax.random.split(jax.random.key(3), args.batch), 1.0
+    )
+    tokens = np.concatenate([prompts, drawn.tokens], axis=1)
+
+    def score(linear=None):
+        """Log-probabilities [B, C] of what was drawn, by one forward pass."""
+
+        @jax.jit
+        def of(variables, tokens):
+            with products(linear):
+                hidden, _ = model.apply(variables, tokens)
+            states = hidden[:, PROMPT - 1 : -1].reshape(-1, arch.width)
+            targets = tokens[:, PROMPT:].reshape(-1)
+            matrix = head(variables["frozen"])
+            options = {"temperature": 1.0, "num_tokens": num_tokens}
+            return logprobs.of_targets(states, matrix, targets, **options)[0]
+
+        return np.asarray(of(variables, tokens)).reshape(args.batch, -1)
+
+    trainer = score()
+    whole, split = (score(functools.partial(reference, splits=n)) for n in (1, SPLITS))
+    pairs = {
+        "sampler - trainer": np.abs(drawn.logps - trainer),
+        "reference, K whole - K split": np.abs(whole - split),
+        "trainer - reference": np.abs(trainer - whole),
+    }
+    print(
+        f"{args.model} {args.weights}, {args.batch} x {args.tokens} tokens on {runtime.device_kind()}"
+    )
+    print("| difference | mean | p99 | max |")
+    print("| --- | --- | --- | --- |")
+    for name, difference in pairs.items():
+        p99 = np.quantile(difference, 0.99)
+        print(f"| {name} | {difference.mean():.4f} | {p99:.4f} | {difference.max():.4f} |")
+    ours, yardstick = pairs["sampler - trainer"], pairs["reference, K whole - K split"]
+    ratios = [f(ours) / f(yardstick) for f in (np.mean, functools.partial(np.quantile, q=0.99))]
+    print(f"sampler - trainer over the yardstick: mean {ratios[0]:.2f}, p99 {ratios[1]:.2f}")
+    return int(max(ratios) > ALLOWED)
+
+
+def reference(x, weight, *, splits: int):
+    """y = x W^T in bfloat16 by plain products of `splits` parts of K, added in float32."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import PackedWeight, nvfp4, unprepare
+
+    multiplier = jnp.float32(1)
+    if isinstance(weight, PackedWeight):
+        packed = unprepare(weight)
+        multiplier, weight = packed.multiplier, nvfp4.scaled_codes(packed, x.dtype)
+    flat = x.reshape(-1, x.shape[-1])
+    total = sum(
+        jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        for a, b in zip(
+            jnp.split(flat, splits, axis=1),
+            jnp.split(weight.astype(x.dtype), splits, axis=1),
+            strict=True,
+        )
+    )
+    return (total * multiplier).astype(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+@contextlib.contextmanager
+def products(linear):
+    """The model's products of base weights done by `linear`, while it is traced."""
+    from qerl_jax import layers
+
+    plain = layers.linear
+    layers.linear = linear or plain
+    try:
+        yield
+    finally:
+        layers.linear = plain
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

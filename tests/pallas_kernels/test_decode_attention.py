@@ -1,0 +1,301 @@
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import runtime
+from pallas_kernels.decode_attention import api, decode_attention, hopper, reference
+from pallas_kernels.decode_attention.hopper import PAGE, Config
+
+oracle = jax.jit(reference.decode_attention)
+on_cpu = pytest.mark.skipif(runtime.platform() != "cpu", reason="interpret mode is for a CPU")
+
+
+def interpreted(config):
+    return jax.jit(functools.partial(hopper.decode_attention, config=config, interpret=True))
+
+
+def problem(seed, heads, key_heads, head_size, ends, width, *, layers=2, dtype=jnp.bfloat16):
+    """Random arguments: pages in random order, not a number wherever no token is."""
+    rng = np.random.default_rng(seed)
+    rows, pages = len(ends), 1 + len(ends) * width
+    tables = 1 + rng.permutation(pages - 1).reshape(rows, width)
+    shape = (layers, pages, key_heads, PAGE, head_size)
+    keys, values = (rng.standard_normal(shape) for _ in range(2))
+    layer = layers - 1
+    for cache in (keys, values):
+        cache[:, 0] = 0
+        for row, end in enumerate(ends):
+            cache[layer, tables[row, end // PAGE], :, end % PAGE :] = np.nan
+            cache[layer, tables[row, end // PAGE + 1 :]] = np.nan
+    angles = rng.uniform(0, 2 * np.pi, (rows, head_size // 2))
+    return (
+        jnp.asarray(rng.standard_normal((rows, heads + 2 * key_heads, head_size)), dtype),
+        jnp.asarray(np.cos(angles), jnp.float32),
+        jnp.asarray(np.sin(angles), jnp.float32),
+        jnp.asarray(keys, dtype),
+        jnp.asarray(values, dtype),
+        jnp.int32(layer),
+        jnp.asarray(tables, jnp.int32),
+        jnp.asarray(ends, jnp.int32),
+    )
+
+
+def bound(qkv, cos, sin, keys, values, *rest):
+    """What rounding weights and result to bfloat16 may change: 2^-8 of the weighted sum of |values|.
+
+    Twice that, since a key or query may itself be rounded the other way.
+    """
+    value_heads = -keys.shape[2]
+    qkv = qkv.at[:, value_heads:].set(jnp.abs(qkv[:, value_heads:]))
+    out, *_ = oracle(qkv, cos, sin, keys, jnp.abs(values), *rest)
+    return np.asarray(out, np.float32) * 2**-7
+
+
+def assert_meets_reference(actual, arguments, *, ulps=0):
+    """The result within `bound`; the cache the same, or in so many ulps of bfloat16."""
+    expected = oracle(*arguments)
+    assert actual[0].dtype == arguments[0].dtype
+    out, *caches = (np.asarray(a, np.float32) for a in actual)
+    expected_out, *expected_caches = (np.asarray(a, np.float32) for a in expected)
+    assert np.all(np.abs(out - expected_out) <= bound(*arguments))
+    for cache, expected_cache in zip(caches, expected_caches, strict=True):
+        np.testing.assert_allclose(cache, expected_cache, rtol=ulps * 2**-7)
+
+
+# The reference -------------------------------------------------------------------------------
+
+
+def test_the_reference_is_softmax_attention_over_the_tokens_so_far():
+    heads, key_heads, ends, width, size = 6, 2, [70, 0, 127], 2, 8
+    arguments = problem(0, heads, key_heads, size, ends, width, dtype=jnp.float32)
+    out, *caches = oracle(*arguments)
+    qkv, cos, sin, keys, values, layer, tables, _ = (np.asarray(a, np.float64) for a in arguments)
+    turn = cos + 1j * sin
+    for row, end in enumerate(ends):
+        pairs = (qkv[row, :, : size // 2] + 1j * qkv[row, :, size // 2 :]) * turn[row]
+        turned = np.concatenate([pairs.real, pairs.imag], axis=-1)
+        page, slot = int(tables[row, end // PAGE]), end % PAGE
+        keys[int(layer), page, :, slot] = turned[heads : heads + key_heads]
+        values[int(layer), page, :, slot] = qkv[row, heads + key_heads :]
+        for head in range(heads):
+            at = (int(layer), tables[row].astype(int), head * key_heads // heads)
+            k, v = (cache[at].reshape(-1, size)[: end + 1] for cache in (keys, values))
+            weights = np.exp(k @ turned[head] / np.sqrt(size))
+            np.testing.assert_allclose(out[row, head], weights @ v / weights.sum(), atol=1e-5)
+    for cache, expected in zip(caches, (keys, values), strict=True):
+        np.testing.assert_allclose(cache, expected, atol=1e-6)
+
+
+def test_places_outside_are_moved_to_the_nearest_inside():
+    *rest, layer, tables, ends = problem(1, 6, 2, 8, [127, 0, 5], 2, dtype=jnp.float32)
+    last = rest[3].shape[1] - 1
+    inside = (*rest, layer, tables.at[1].set(jnp.array([last, 0])), ends)
+    outside = (*rest, layer + 7, tables.at[1].set(jnp.array([99, -3])), jnp.array([500, -1, 5]))
+    for a, b in zip(oracle(*inside), oracle(*outside), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# The kernel, interpreted ---------------------------------------------------------------------
+
+CASES = [
+    # heads, key heads, head size, ends, width, splits/warpgroups/stages/clusters
+    (7, 1, 128, [130, 5], 4, Config(2, 1, 1, 1)),  # slots used again, also by the next unit
+    (4, 2, 64, [63, 64], 2, Config(1, 2, 1, 3)),  # the ends of pages; warpgroups
+]
+MORE_CASES = [
+    (2, 2, 128, [0, 319], 5, Config(1, 1, 2, 1)),
+    (5, 1, 64, [200, 319, 1], 5, Config(1, 2, 2, 2)),
+    (8, 1, 128, [511], 8, Config(8, 1, 1, 9)),
+    (16, 2, 64, [511, 447], 8, Config(4, 2, 3, 2)),
+    (2, 1, 64, [383, 65], 8, Config(1, 1, 3, 1)),
+]
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "head_size", "ends", "width", "config"),
+    CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CASES],
+)
+def test_the_kernel_meets_the_reference_without_a_race(
+    capfd, heads, key_heads, head_size, ends, width, config
+):
+    arguments = problem(0, heads, key_heads, head_size, ends, width)
+    assert_meets_reference(interpreted(config)(*arguments), arguments)
+    # The interpreter reports races on standard output and goes on.
+    assert "RACE" not in capfd.readouterr().out
+
+
+@on_cpu
+def test_a_row_has_the_same_bits_whatever_the_others_are():
+    *rest, tables, ends = problem(2, 4, 1, 64, [100, 40], 2)
+    run = interpreted(Config(2, 1, 1, 2))
+    first = run(*rest, tables, ends)[0][0]
+    # The other row out of use: a table of zeros, an end that means nothing.
+    idle = run(*rest, tables.at[1].set(0), ends.at[1].set(127))[0]
+    np.testing.assert_array_equal(idle[0], first)
+    assert np.all(np.isfinite(np.asarray(idle[1], np.float32)))
+
+
+# Which implementation ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("qkv", "dtype", "cache", "cache_dtype", "config", "reason"),
+    [
+        ((2, 36, 128), "bfloat16", (28, 9, 4, 64, 128), "bfloat16", Config(8, 2, 3, 8), None),
+        (
+            (2, 36, 128), "float32", (28, 9, 4, 64, 128), "bfloat16", Config(1, 1, 1, 1),
+            "needs qkv, keys and values in bfloat16; got float32 and bfloat16",
+        ),
+        (
+            (2, 36, 96), "bfloat16", (28, 9, 4, 64, 96), "bfloat16", Config(1, 1, 1, 1),
+            "needs a head size of 64 or 128; got 96",
+        ),
+        (
+            (2, 36, 128), "bfloat16", (28, 9, 4, 32, 128), "bfloat16", Config(1, 1, 1, 1),
+            "needs pages of 64 slots; got 32",
+        ),
+        (
+            (2, 44, 128), "bfloat16", (28, 9, 4, 64, 128), "bfloat16", Config(1, 1, 1, 1),
+            "needs at most 8 query heads per key head; got 9",
+        ),
+        (
+            (2, 36, 128), "bfloat16", (80, 150_000, 4, 64, 128), "bfloat16", Config(1, 1, 1, 1),
+            "needs fewer than 2^31 rows of keys; got L * N * J * S of (80, 150000, 4, 64)",
+        ),
+        (
+            (2, 36, 128), "bfloat16", (28, 9, 4, 64, 128), "bfloat16", Config(1, 4, 2, 1),
+            "needs 317440 bytes of shared memory of 231424",
+        ),
+    ],
+)  # fmt: skip
+def test_the_kernel_says_what_it_takes(qkv, dtype, cache, cache_dtype, config, reason):
+    types = jnp.dtype(dtype), jnp.dtype(cache_dtype)
+    assert hopper.supports(qkv, types[0], cache, types[1], config) == reason
+
+
+@pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
+@pytest.mark.parametrize("width", [1, 5, 64, 512])
+@pytest.mark.parametrize("rows", [1, 8, 16, 64, 256])
+def test_every_problem_has_a_configuration(rows, width, head_size):
+    for key_heads in (1, 2, 4, 8, 32):
+        config = hopper.pick_config(rows, width, key_heads, head_size)
+        shape, dtype = (rows, 3 * key_heads, head_size), jnp.dtype(jnp.bfloat16)
+        cache = (2, 9, key_heads, PAGE, head_size)
+        assert hopper.supports(shape, dtype, cache, dtype, config) is None
+        assert config.splits < 2 * width
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ((3, 1, 1, 1), "splits must be 1, 2, 4 or 8; got 3"),
+        ((1, 5, 1, 1), "warpgroups must be 1 to 4; got 5"),
+        ((1, 1, 0, 1), "stages must be 1 or more; got 0"),
+        ((1, 1, 1, 0), "clusters must be 1 or more; got 0"),
+    ],
+)
+def test_impossible_configurations_cannot_be_made(values, message):
+    with pytest.raises(ValueError, match=message):
+        Config(*values)
+
+
+@on_cpu
+def test_the_kernel_is_refused_without_its_device():
+    arguments = problem(0, 6, 2, 8, [70, 0, 127], 2, dtype=jnp.float32)
+    with pytest.raises(
+        NotImplementedError, match="'hopper': needs a GPU of compute capability 9.0"
+    ):
+        decode_attention(*arguments, implementation="hopper")
+    for mine, other in zip(jax.jit(decode_attention)(*arguments), oracle(*arguments), strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
+def test_on_hopper_the_kernel_is_chosen_for_bfloat16_only(monkeypatch):
+    monkeypatch.setattr(runtime, "is_hopper", lambda: True)
+    for dtype, name in ((jnp.bfloat16, "hopper"), (jnp.float32, "reference")):
+        qkv, _, _, keys, _, _, tables, _ = problem(0, 2, 1, 64, [5], 1, dtype=dtype)
+        assert api._choose(None, qkv, keys, tables) == name
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("qkv", lambda a: a[0], "qkv must be [B, H + 2 J, C]"),
+        ("qkv", lambda a: a.astype(jnp.float16), "float32 or bfloat16; got (2, 8, 64), float16"),
+        ("qkv", lambda a: a[:, :7], "H a multiple of J = 2; got 7"),
+        ("cos", lambda a: a[:1], "cos must be float32 [2, 32]; got float32 [1, 32]"),
+        ("sin", lambda a: a.astype(jnp.bfloat16), "sin must be float32 [2, 32]; got bfloat16"),
+        ("keys", lambda a: a[..., :32], "keys must be [L, N, J, S, C = 64]"),
+        ("values", lambda a: a[:1], "values must be like keys"),
+        ("layer", lambda a: a[None], "layer must be int32 []; got int32 [1]"),
+        ("tables", lambda a: a[0], "tables must be [B, W]"),
+        ("tables", lambda a: a[:1], "tables must be int32 [2, 2]; got int32 [1, 2]"),
+        ("ends", lambda a: a.astype(jnp.uint32), "ends must be int32 [2]; got uint32 [2]"),
+    ],
+)
+def test_wrong_arguments_are_errors_that_name_them(name, change, message):
+    names = ("qkv", "cos", "sin", "keys", "values", "layer", "tables", "ends")
+    arguments = dict(zip(names, problem(0, 4, 2, 64, [5, 70], 2), strict=True))
+    arguments[name] = change(arguments[name])
+    with pytest.raises(ValueError, match=re.escape(message)):
+        decode_attention(**arguments)
+
+
+def test_an_unknown_implementation_is_an_error():
+    with pytest.raises(ValueError, match=r"one of \['hopper', 'reference'\] or None; got 'triton'"):
+        decode_attention(*problem(0, 2, 1, 64, [5], 1), implementation="triton")
+
+
+# On its device -------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
+@pytest.mark.parametrize(
+    ("group", "config"),
+    [
+        (1, Config(1, 1, 1, 10)),
+        (2, Config(2, 1, 2, 3)),
+        (4, Config(4, 2, 1, 4)),
+        (5, Config(8, 2, 2, 10)),
+        (7, Config(8, 1, 2, 1)),
+        (8, Config(1, 2, 3, 7)),
+        (7, Config(4, 2, 2, 3, fused=False)),
+    ],
+)
+def test_the_kernel_on_its_device_meets_the_reference(group, config, head_size):
+    arguments = problem(0, 2 * group, 2, head_size, [0, 63, 64, 700, 1023], 16)
+    run = jax.jit(functools.partial(hopper.decode_attention, config=config))
+    # Multiplied and added in one step, a new key may be rounded the other way.
+    assert_meets_reference(run(*arguments), arguments, ulps=1)
+
+
+@pytest.mark.gpu
+def test_on_its_device_a_row_has_the_same_bits_whatever_the_others_are():
+    *rest, tables, ends = problem(1, 28, 4, 128, [900, 40, 512, 3], 16)
+    run = jax.jit(functools.partial(decode_attention, implementation="hopper"))
+    first = run(*rest, tables, ends)[0][0]
+    idle = run(*rest, tables.at[1:].set(0), ends.at[1:].set(jnp.array([0, 1023, 77])))[0]
+    np.testing.assert_array_equal(idle[0], first)
+    assert np.all(np.isfinite(np.asarray(idle, np.float32)))
+
+
+@pytest.mark.gpu
+def test_a_loop_over_layers_copies_no_cache():
+    *rest, layer, tables, ends = problem(0, 28, 4, 128, [900, 40], 16, layers=4)
+
+    def body(carry, layer):
+        qkv, cos, sin, keys, values = carry
+        out, keys, values = decode_attention(
+            qkv, cos, sin, keys, values, layer, tables, ends, implementation="hopper"
+        )
+        return (qkv.at[:, :28].add(out), cos, sin, keys, values), None
+
+    run = jax.jit(lambda *a: jax.lax.scan(body, a, jnp.arange(4))[0][-2:], donate_argnums=(3, 4))
+    used = run.lower(*rest).compile().memory_analysis()
+    assert used.temp_size_in_bytes < rest[3].nbytes / 8

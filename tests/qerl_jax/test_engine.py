@@ -1,0 +1,319 @@
+"""Continuous batching: whatever the schedule, a row gets the tokens that it would get alone."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax import architecture, engine, layers
+from qerl_jax.engine import Engine, Prompt
+from qerl_jax.model import Transformer, head, random_base
+from qerl_jax.stop_strings import StopStrings
+
+C, WIDTH = 9, 82
+# Two padded lengths, more rows than slots, and a prompt of which nothing is prefilled.
+LENGTHS = (3, 82, 5, 1, 80)
+GROUPS = (2, 3, 1, 2, 2)
+
+
+@functools.cache
+def policy():
+    arch = architecture.Architecture("qwen3", 64, 16, 24, 2, 4, 2, 8)
+    model = Transformer(arch, "float32", None, jnp.float32)
+    frozen = random_base(model, jax.random.key(0))
+    # A scale at which next tokens differ in probability, and the prompt matters.
+    return model, {"frozen": jax.tree.map(lambda x: 10 * x if x.ndim > 2 else x, frozen)}
+
+
+def make(**options):
+    model, _ = policy()
+    return Engine(model, **{"page_size": 8, "chunk": 4, "num_tokens": 64} | options)
+
+
+def prompts(seed=0, lengths=LENGTHS, groups=GROUPS, limit=C):
+    draw = np.random.default_rng(seed)
+    return [
+        Prompt(
+            draw.integers(1, 64, length).astype(np.int32),
+            draw.integers(0, 2**32, (count, 2), np.uint32),
+            limit,
+        )
+        for length, count in zip(lengths, groups, strict=True)
+    ]
+
+
+def run(queue, temperature=1.0, max_concurrent=None, **options):
+    """(tokens, log-probabilities, why it ended) of every row."""
+    rows = [([], [], []) for prompt in queue for _ in prompt.keys]
+    stream = make(**options).stream(
+        policy()[1], queue, temperature, max_prompt_length=WIDTH, max_concurrent=max_concurrent
+    )
+    for pieces in stream:
+        for piece in pieces:
+            tokens, logps, ended = rows[piece.row]
+            assert not ended, "a row that has ended brings nothing more"
+            tokens += piece.tokens.tolist()
+            logps += piece.logps.tolist()
+            ended += [piece.ended] if piece.ended else []
+    return [(tokens, logps, *ended) for tokens, logps, ended in rows]
+
+
+@functools.cache
+def stops():
+    """Stop tokens at which some rows end early, others late, and one not at all."""
+    free = run(prompts())
+    chosen = tuple({free[0][0][0], free[3][0][4], free[6][0][2], free[8][0][8]})
+    lengths = {len(row[0]) for row in run(prompts(), stop_tokens=chosen)}
+    assert len(lengths) > 3 and min(lengths) == 1 and max(lengths) == C
+    return chosen
+
+
+@functools.cache
+def whole():
+    return run(prompts(), stop_tokens=stops())
+
+
+def assert_same(actual, expected):
+    assert [row[0] for row in actual] == [row[0] for row in expected]
+    assert [row[2] for row in actual] == [row[2] for row in expected]
+    for (_, logps, _), (_, wanted, _) in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(logps, wanted, atol=1e-5)
+
+
+def test_rows_end_with_a_stop_token_or_at_their_limit():
+    for tokens, logps, ended in whole():
+        assert np.isin(tokens, stops()).tolist() == [False] * (len(tokens) - 1) + [ended == "stop"]
+        assert ended == "stop" or len(tokens) == C
+        assert len(logps) == len(tokens) and max(logps) < 0
+
+
+def test_rows_that_wait_for_a_slot_are_those_sampled_at_once():
+    assert_same(run(prompts(), max_concurrent=4, stop_tokens=stops()), whole())
+
+
+def test_pages_and_chunks_of_another_size_give_the_same_rows():
+    options = {"chunk": 3, "page_size": 7}
+    assert_same(run(prompts(), max_concurrent=4, stop_tokens=stops(), **options), whole())
+
+
+def test_rows_that_wait_for_pages_are_those_sampled_at_once():
+    """Room for hardly more than one row of the longest prompt."""
+    tight = {"stop_tokens": stops(), "max_concurrent": 4, "kv_cache_tokens": 90}
+    assert_same(run(prompts(), **tight), whole())
+
+
+def test_each_prompt_has_its_own_limit():
+    limits = (2, C, 1, 7, C)
+    queue = [dataclasses.replace(p, limit=n) for p, n in zip(prompts(), limits, strict=True)]
+    rows, free = run(queue, max_concurrent=4), run(prompts())
+    expected = [n for n, count in zip(limits, GROUPS, strict=True) for _ in range(count)]
+    assert [len(row[0]) for row in rows] == expected
+    for row, longer, length in zip(rows, free, expected, strict=True):
+        assert row[0] == longer[0][:length] and row[2] == "length"
+
+
+def test_at_a_fixed_number_of_slots_a_row_is_bitwise_independent_of_the_others():
+    """Row 3, among others that are longer or shorter, and end elsewhere."""
+    options = {"compact": False, "max_concurrent": 4}
+    mine = prompts()
+    theirs = prompts(1, (82, 11, 2, 77, 1))
+    mixed = [theirs[0], mine[1], *theirs[2:]]
+    before, after = (run(q, stop_tokens=stops(), **options) for q in (mine, mixed))
+    assert before[2:5] == after[2:5]
+    assert all(a[0] != b[0] for a, b in zip(before[:2], after[:2], strict=True))
+
+
+def test_other_rows_and_values_do_not_recompile():
+    _, variables = policy()
+    moved = jax.tree.map(lambda x: x + 0.1, variables)
+    programs = engine._decode, engine._prefill, engine._copy
+    for queue, values, temperature in [
+        (prompts(), variables, 1.0),
+        (prompts(1, (2, 79, 2, 78, 11), (1, 4, 3, 1, 1)), moved, 0.0),
+    ]:
+        limits = {"max_prompt_length": WIDTH, "max_concurrent": 4}
+        list(make().stream(values, queue, temperature, **limits))
+        compiled = [program._cache_size() for program in programs]
+        if values is variables:
+            before = compiled
+    assert compiled == before
+
+
+class Recorder:
+    """A policy without layers to speak of, which notes what shapes it was traced for."""
+
+    arch = architecture.Architecture("qwen2", 4, 2, 16, 1, 1, 1, 2)
+    dtype = jnp.float32
+
+    def __init__(self):
+        self.decoded, self.prefilled = [], []
+
+    def apply(self, variables, tokens, *, cache, adapter):
+        note = self.decoded if tokens.shape[1] == 1 else self.prefilled
+        jax.debug.callback(lambda: note.append(tokens.shape))
+        return jnp.ones((*tokens.shape, 1)), cache
+
+
+def record(counts, lengths, width=5, limit=40, **options):
+    model = Recorder()
+    subject = Engine(model, num_tokens=3, stop_tokens=(2,), chunk=8, page_size=4, **options)
+    variables = {"frozen": {"embed_tokens": jnp.log(jnp.array([0.5, 0.4, 0.1]))[:, None]}}
+    queue = [
+        Prompt(np.zeros(length, np.int32), np.arange(2 * n, dtype=np.uint32).reshape(n, 2), limit)
+        for n, length in zip(counts, lengths, strict=True)
+    ]
+    pieces = sum(subject.stream(variables, queue, 1.0, max_prompt_length=width), [])
+    jax.effects_barrier()
+    ended = {piece.row: piece.ended for piece in pieces if piece.ended}
+    assert sorted(ended) == list(range(sum(counts)))
+    return model, pieces
+
+
+def test_the_batch_shrinks_as_rows_end_and_by_few_sizes():
+    model, _ = record([64], [5])
+    sizes = [rows for rows, _ in model.decoded]
+    assert sizes == sorted(sizes, reverse=True) and set(sizes) == {64, 8}
+    model, _ = record([64], [5], compact=False)
+    assert {rows for rows, _ in model.decoded} == {64}
+
+
+def test_the_completions_of_a_prompt_pay_for_one_prefill():
+    model, _ = record([8] * 16, [5] * 16)
+    assert model.prefilled == [(16, 16)]
+
+
+def test_a_row_that_cannot_fit_is_an_error_before_anything_runs():
+    with pytest.raises(ValueError, match="room for 80 tokens; a row of this rollout may need 90"):
+        run(prompts(), kv_cache_tokens=80)
+    with pytest.raises(
+        ValueError, match="does not report its memory: give rollout.kv_cache_tokens"
+    ):
+        run(prompts(), kv_cache_fraction=0.5)
+    with pytest.raises(ValueError, match="prompt 1: got 83 tokens; must have 1 to"):
+        run(prompts(0, (3, 83), (1, 1)))
+    with pytest.raises(ValueError, match="prompt 0: got 0 tokens"):
+        run(prompts(0, (0,), (1,)))
+
+
+@pytest.mark.parametrize(
+    "options,free,pages",
+    [
+        # What eight rows of 44 tokens and their prompt can need, and scratch.
+        ({}, None, 1 + 8 * 11 + 1),
+        ({"kv_cache_tokens": 100}, None, 2 + 25),
+        # At 16 bytes a token; of nine tenths, or a half, up to an eighth is left over.
+        ({}, 16 * 200, 2 + 176 // 4),
+        ({"kv_cache_fraction": 0.5}, 16 * 200, 2 + 96 // 4),
+        ({"kv_cache_fraction": 0.5}, 16 * 10**6, 1 + 8 * 11 + 1),
+    ],
+)
+def test_the_cache_takes_what_rows_can_need_or_what_there_is(options, free, pages, monkeypatch):
+    stats = free and {"bytes_limit": free + 1000, "bytes_in_use": 1000}
+    monkeypatch.setattr(engine.runtime, "memory_stats", lambda: stats)
+
+    def pool(arch, num_pages, *_):
+        raise NotImplementedError(f"{num_pages} pages")
+
+    monkeypatch.setattr(engine.kv_cache, "pool", pool)
+    with pytest.raises(NotImplementedError, match=f"^{pages} pages$"):
+        record([8], [5], **options)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_row_ends_and_no_page_has_two_writers(seed):
+    """The schedule alone, with as few pages as will do, and rows that end at random."""
+    draw = np.random.default_rng(seed)
+    size, limit, slots, width = 4, int(draw.integers(1, 14)), int(draw.integers(1, 7)), 20
+    lengths, groups = draw.integers(1, width + 1, 9), draw.integers(1, 5, 9)
+    queue = [
+        Prompt(np.zeros(n, np.int32), np.zeros((g, 2), np.uint32), limit)
+        for n, g in zip(lengths, groups, strict=True)
+    ]
+    table_width = -(-(width - 1 + limit) // size)
+    plan = engine._Plan(size, 5, table_width, 0, width - 1, min(slots, 9), (slots,))
+    num_pages = int(draw.integers(2 + table_width, 2 + 3 * table_width))
+    schedule, ended = engine._Schedule(plan, num_pages, queue), set()
+    for _ in range(1000):
+        if not schedule.unfinished():
+            break
+        while (fresh := schedule.next_prefill()) is not None:
+            fresh_pages = fresh[1][fresh[1] > 0].tolist()
+            assert len(set(fresh_pages)) == len(fresh_pages)
+        schedule.copies()
+        chunk = schedule.slots(with_history=False)
+        # From a row's end on its pages are its own.
+        own = [
+            page
+            for table, end, live in zip(chunk.tables, chunk.ends, chunk.live, strict=True)
+            for page in table[end // size :]
+            if live and page
+        ]
+        shared = {
+            page
+            for table, end, live in zip(chunk.tables, chunk.ends, chunk.live, strict=True)
+            for page in table[: end // size]
+            if live
+        }
+        assert chunk.live.any() and len(set(own)) == len(own)
+        assert not shared & set(own) and 0 not in shared
+        room = size * (chunk.tables > 0).sum(axis=1)
+        assert (room >= chunk.ends + chunk.limit - chunk.step)[chunk.live].all()
+        made = np.minimum(draw.integers(1, 5, slots), chunk.limit - chunk.step)
+        live = chunk.live & (chunk.step + made < limit) & (draw.random(slots) < 0.8)
+        blank = np.zeros((slots, 5), np.int32)
+        pieces = schedule.harvest(blank, blank, made, live, np.array([0]), None)
+        done = {piece.row for piece in pieces if piece.ended}
+        assert not done & ended
+        ended |= done
+    assert ended == set(range(groups.sum()))
+    assert schedule._pages.free == num_pages - 1
+
+
+@jax.jit
+def scores(tokens, last):
+    model, variables = policy()
+    hidden, _ = model.apply(variables, tokens[None])
+    return layers.logits(hidden[0, last], head(variables["frozen"]))
+
+
+def penalized_loop(prompt, penalty):
+    """Greedy tokens and their log-probabilities, one full forward pass at a time."""
+    tokens, logps = np.zeros(WIDTH + C, np.int32), []
+    tokens[: len(prompt)] = prompt
+    for step in range(len(prompt), len(prompt) + C):
+        raw = np.asarray(scores(tokens, step - 1), np.float64)
+        seen = np.unique(tokens[:step])
+        bent = raw.copy()
+        bent[seen] = np.where(raw[seen] > 0, raw[seen] / penalty, raw[seen] * penalty)
+        tokens[step] = bent.argmax()
+        logps.append(raw[tokens[step]] - np.log(np.exp(raw).sum()))
+    return tokens[len(prompt) : len(prompt) + C].tolist(), logps
+
+
+def test_the_repetition_penalty_acts_on_tokens_of_prompt_and_completion():
+    """As in transformers; log-probabilities are the model's own."""
+    queue = prompts(0, LENGTHS[:2], (1, 1))
+    bent = run(queue, 0.0, max_concurrent=1, repetition_penalty=1.5)
+    for prompt, (tokens, logps, _) in zip(queue, bent, strict=True):
+        expected, wanted = penalized_loop(prompt.tokens, 1.5)
+        assert tokens == expected != penalized_loop(prompt.tokens, 1.0)[0]
+        np.testing.assert_allclose(logps, wanted, atol=1e-4)
+
+
+def test_a_stop_string_ends_a_row_with_the_token_that_completes_it():
+    free = run(prompts())
+    decode = lambda tokens: "".join(f"<{token}>" for token in tokens)
+    # Across two tokens of row 0, and within one of row 5.
+    strings = (decode(free[0][0][5:7])[1:-1], f"{free[5][0][2]}>")
+    stops = StopStrings(strings, decode)
+    expected = [stops.kept(tokens) or len(tokens) for tokens, _, _ in free]
+    assert expected[0] <= 7 and expected[5] <= 3 and max(expected) == C
+    for (tokens, logps, ended), (whole, wanted, _), length in zip(
+        run(prompts(), max_concurrent=4, stop_strings=stops), free, expected, strict=True
+    ):
+        assert tokens == whole[:length]
+        np.testing.assert_allclose(logps, wanted[:length], atol=1e-5)
+        assert ended == ("stop" if stops.kept(tokens) else "length")

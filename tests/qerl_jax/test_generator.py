@@ -1,0 +1,126 @@
+"""The generator of notebooks and of `qerl generate`, over the base in the package."""
+
+import functools
+import json
+
+import numpy as np
+import pytest
+
+from qerl_jax import cli
+from qerl_jax.generator import Generator, Sampling
+
+PROMPTS = ["What is (5-3)*3?", "What is 20+15?", "What is 31-12?", "What is 9*2+7?"]
+SHORT = {"max_tokens": 12, "temperature": 1.5}
+
+
+@functools.cache
+def policy():
+    return Generator.load(dtype="float32")
+
+
+@functools.cache
+def texts():
+    return policy()(PROMPTS, seed=range(4), **SHORT)
+
+
+def test_completions_come_in_the_order_of_the_prompts():
+    rows = list(policy().completions(PROMPTS[:2], n=2, **SHORT))
+    assert [row.text for row in rows] == policy()(PROMPTS[:2], n=2, **SHORT)
+    assert len({row.text for row in rows}) > 2
+    for row in rows:
+        assert row.text == policy().tokenizer.decode(row.tokens)
+        assert len(row.logps) == len(row.tokens) <= 12
+        stopped = row.tokens[-1] in policy().tokenizer.stop_tokens
+        assert row.finish_reason == ("stop" if stopped else "length")
+
+
+def test_a_prompt_with_its_own_seed_gets_the_same_text_in_any_company():
+    moved = policy()(PROMPTS[::-1], seed=range(3, -1, -1), **SHORT)
+    assert moved == texts()[::-1] and len(set(moved)) == 4
+    assert policy()(PROMPTS, seed=7, **SHORT) != texts()
+    with pytest.raises(ValueError, match="seed: got 2; must be one, or one for each"):
+        policy()(PROMPTS, seed=(1, 2))
+
+
+def test_a_stream_shows_the_completion_piece_by_piece():
+    for row, text in enumerate(texts()):
+        pieces = list(policy().stream(PROMPTS[row], seed=[row], **SHORT))
+        assert "".join(pieces) == text and all(pieces)
+    assert len(pieces) == 2
+
+
+def test_a_stop_string_is_not_shown_not_even_its_beginning():
+    whole = texts()[3]
+    stop = whole[9:11]
+    options = {"seed": [3], "stop": [stop, whole[3:9] + "never"]} | SHORT
+    assert "".join(policy().stream(PROMPTS[3], **options)) == whole[: whole.index(stop)]
+    (completion,) = policy().completions(PROMPTS[3:], **options)
+    assert completion.text == whole[: whole.index(stop)]
+    assert completion.finish_reason == "stop"
+    decode = policy().tokenizer.decode
+    assert stop in decode(completion.tokens) and stop not in decode(completion.tokens[:-1])
+
+
+def test_ignoring_the_end_token_runs_to_the_limit():
+    stops = policy().tokenizer.stop_tokens
+    options = {"temperature": 0.0, "max_tokens": 70}
+    (free,) = policy().completions(PROMPTS[:1], **options)
+    (rows,) = policy().completions(PROMPTS[:1], ignore_eos=True, **options)
+    assert free.finish_reason == "stop" and free.tokens[-1] in stops
+    assert rows.finish_reason == "length" and len(rows.tokens) == 70
+    np.testing.assert_array_equal(rows.tokens[: len(free.tokens)], free.tokens)
+
+
+@pytest.mark.parametrize(
+    "field,value",
+    [("n", 0), ("max_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("stop", "text")],
+)
+def test_an_impossible_option_names_itself(field, value):
+    with pytest.raises(ValueError, match=f"{field}: got "):
+        Sampling(**{field: value})
+
+
+def test_generate_writes_a_row_per_completion_beside_the_columns_of_its_prompt(tmp_path):
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"prompt": text, "id": n, "seed": n} for n, text in enumerate(PROMPTS)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = ["--input", str(prompts), "--output", str(out)]
+    assert (
+        cli.main(
+            ["generate", *files, "--dtype", "float32", "--max-tokens", "12", "--temperature", "1.5"]
+        )
+        == 0
+    )
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["completion"] for row in written] == texts()
+    assert [{name: row[name] for name in rows[0]} for row in written] == rows
+    assert all(row["num_tokens"] <= 12 and row["cumulative_logprob"] < 0 for row in written)
+
+
+def test_generate_streams_one_prompt(capsys):
+    options = ["--dtype", "float32", "--max-tokens", "12", "--temperature", "1.5", "--seed", "1"]
+    assert cli.main(["generate", PROMPTS[1], *options]) == 0
+    assert capsys.readouterr().out == "".join(policy().stream(PROMPTS[1], seed=1, **SHORT)) + "\n"
+
+
+def test_generate_prints_a_completion_of_each_of_several_prompts(capsys):
+    options = ["--dtype", "float32", "--max-tokens", "40", "--temperature", "0"]
+    assert cli.main(["generate", *PROMPTS[:2], *options]) == 0
+    assert capsys.readouterr().out.count("<answer>") == 2
+
+
+@pytest.mark.parametrize(
+    "argv,message",
+    [
+        ([], "give prompts, or --input"),
+        (["a", "--input", "b.txt"], "give prompts, or --input"),
+        (["a", "--output", "b.csv"], "must be a .jsonl file"),
+        (["--input", "{bad}"], 'row 2: must have a "prompt"'),
+        (["a", "--top-p", "2"], "top_p: got 2.0"),
+    ],
+)
+def test_generate_says_what_is_wrong_before_it_reads_a_model(argv, message, tmp_path, capsys):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "a"}\n{"question": "b"}\n')
+    assert cli.main(["generate", *(word.format(bad=bad) for word in argv)]) == 2
+    assert message in capsys.readouterr().err
