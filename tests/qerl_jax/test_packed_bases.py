@@ -23,6 +23,7 @@ def loss_and_gradient(model, params, frozen):
     return jax.value_and_grad(loss)(params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["mxfp4", "nf4"])
 def test_a_packed_base_learns_as_its_unpacked_self(weights):
     cfg = ModelConfig("qerl-tiny", weights=weights, dtype="float32")
@@ -42,6 +43,7 @@ def test_a_packed_base_learns_as_its_unpacked_self(weights):
         np.testing.assert_allclose(actual, slope, atol=1e-4 * size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["mxfp4", "nf4"])
 def test_a_random_base_has_the_form_of_a_loaded_one(weights):
     cfg = ModelConfig("qerl-tiny", weights=weights, dtype="bfloat16")

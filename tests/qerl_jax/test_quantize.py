@@ -64,13 +64,7 @@ def test_nvfp4_folders_hold_the_bytes_of_llm_compressor(bfloat16, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "nvfp4",
-        "mxfp4 floor",
-        "nf4",
-        *(pytest.param(n, marks=SLOW) for n in ("mxfp4", "nf4 single")),
-    ],
+    "name", [pytest.param(name, marks=() if name == "nvfp4" else SLOW) for name in RECIPES]
 )
 def test_a_quantized_folder_is_what_its_report_says(name, bfloat16, tmp_path):
     recipe, arch = RECIPES[name], architecture.load(bfloat16)
