@@ -66,6 +66,18 @@ def answer_line(text: str) -> str | None:
     return lines[-1] if lines else None
 
 
+def stated(text: str) -> str | None:
+    r"""A text's answer in whatever form: the last `<answer>` block, else box, `####`, "Answer:", or number."""
+    readings = (last_block, last_boxed, after_hashes, answer_line, last_number)
+    return next((found for read in readings if (found := read(text)) is not None), None)
+
+
+def canonical(answer: str) -> str:
+    """One text for answers that are the same number, or the same in Minerva's form: votes are counted by it."""
+    value = number(answer)
+    return minerva_form(answer) if value is None else f"{(value + 0).normalize():f}"  # -0 is 0
+
+
 def last_code(text: str) -> str | None:
     """The last fenced block of Python; None where there is none."""
     blocks = _CODE.findall(text)

@@ -151,6 +151,75 @@ class Quantize:
     seed: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Eval:
+    """Measures how often a policy is right on sets of problems, with confidence intervals.
+
+    Results go to OUTPUT_DIR/<set>/; a call that finds them unfinished goes on after the last problem.
+
+    Attributes:
+        sets: "gsm8k", "math500", "aime24", "aime25", "amc23", "arithmetic", any data set of the hub, or
+            a .jsonl, .json or .parquet file of {"prompt": ..., "answer": ...}.
+        model: Local folder or hub name; absent means the adapter's base, or the one in the package.
+        adapter: A PEFT folder, or a run folder, whose adapter and settings are taken.
+        base: Leave the adapter away: the policy before training, asked and judged alike.
+        protocol: "paper" (temperature 0.6, top-p 0.95), "verl", or "run" (prompt, sampling and reward of
+            the run). Absent means the run's where there is one, else the paper's.
+        samples: N, completions per problem, instead of the protocol's; so are the next six.
+        temperature: 0 is greedy.
+        top_p: Keep the likeliest tokens up to this mass.
+        max_tokens: Longest completion.
+        system_prompt: A system message, or a name of `data.SYSTEM_PROMPTS`; "" for none.
+        prompt_template: Text around the problem: "{prompt}" is filled in.
+        reward: The function that is at least 1 where a completion is right.
+        path: Where the set (one) lies if not on the hub: a folder or a file.
+        split: Of the set, instead of the usual one.
+        columns: Which columns hold the `prompt` and the `answer`.
+        num_problems: Only so many, from the front.
+        weights: How the linears are held.
+        dtype: Of the activations.
+        output_dir: Absent means `eval/` of the run folder, else `evals/`, and there the policy's name and
+            the protocol, if one is given.
+        max_concurrent: Most completions sampled at a time.
+        seed: Of the samples.
+    """
+
+    sets: tyro.conf.Positional[tuple[str, ...]]
+    model: str | None = None
+    adapter: pathlib.Path | None = None
+    base: bool = False
+    protocol: Literal["paper", "verl", "run"] | None = None
+    samples: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    system_prompt: str | None = None
+    prompt_template: str | None = None
+    reward: str | None = None
+    path: str | None = None
+    split: str | None = None
+    columns: dict[str, str] | None = None
+    num_problems: int | None = None
+    weights: Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"] | None = None
+    dtype: Literal["bfloat16", "float32"] | None = None
+    output_dir: pathlib.Path | None = None
+    max_concurrent: int = 256
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Writes a page about runs, and PNG files of its charts; runs that differ in the seed only share a line.
+
+    Attributes:
+        runs: Run folders.
+        output_dir: Absent means `report/` of the run, or of the working directory for several.
+    """
+
+    runs: tyro.conf.Positional[tuple[pathlib.Path, ...]]
+    output_dir: pathlib.Path | None = None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a sub-command; bad input ends with one line on stderr and status 2."""
     argv = sys.argv[1:] if argv is None else argv
@@ -160,6 +229,8 @@ def main(argv: list[str] | None = None) -> int:
         "filter": _filter,
         "export": _export,
         "quantize": _quantize,
+        "eval": _eval,
+        "compare": _compare,
         "report": _report,
         "env": _env,
     }
@@ -181,7 +252,9 @@ _USAGE = """usage: qerl COMMAND ...
   filter CONFIG.toml OUT.jsonl [--low R]          keep the problems that are neither easy nor hopeless
   export RUN_FOLDER --to KIND OUT                 the adapter, or a model that it is merged into
   quantize MODEL DIR [--format F] [--method M]    write a 4-bit folder of a 16-bit model
-  report RUN_FOLDER                               curves in the terminal and curves.png
+  eval SET ... [--adapter RUN_FOLDER]             accuracy on benchmarks, with intervals
+  compare EVAL_FOLDER EVAL_FOLDER                 difference of two policies on the same problems
+  report RUN_FOLDER ...                           a page and PNG files of one or several runs
   env                                             versions and devices, for bug reports
 
 qerl COMMAND --help shows the options; `qerl train CONFIG.toml --help` every field with its
@@ -203,8 +276,7 @@ def _train(argv: list[str]) -> None:
     from qerl_jax.train import train
 
     train(cfg)
-    plot = report.plot(cfg.output_dir)
-    _say(f"plot in {plot}")
+    _say(f"page in {report.write([cfg.output_dir])}")
     for line in report.lines(cfg.output_dir):
         _say(line)
 
@@ -329,15 +401,71 @@ def _quantize(argv: list[str]) -> None:
     quantize(args.source, args.target, recipe, _say)
 
 
+def _eval(argv: list[str]) -> None:
+    args = tyro.cli(Eval, args=argv, prog="qerl eval")
+    if not args.sets:
+        raise ValueError("missing the sets: qerl eval SET ... [--adapter RUN_FOLDER]")
+    if args.path is not None and len(args.sets) > 1:
+        raise ValueError(f"--path is where one set lies; got {len(args.sets)} sets")
+    from pallas_kernels import runtime
+    from qerl_jax import evaluate, policies
+
+    runtime.use_compilation_cache()
+    policy = policies.find(
+        args.model, args.adapter, base=args.base, weights=args.weights, dtype=args.dtype
+    )
+    where = {name: getattr(args, name) for name in ("path", "split", "columns", "num_problems")}
+    how = {
+        "num_generations": args.samples,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "max_completion_length": args.max_tokens,
+        "system_prompt": args.system_prompt,
+        "prompt_template": args.prompt_template,
+        "reward": args.reward,
+    }
+    sources = [
+        (
+            evaluate.source_of(name, policy, **where),
+            evaluate.protocol_for(name, args.protocol, policy, **how),
+        )
+        for name in args.sets
+    ]
+    parent = policy.folder / "eval" if policy.folder else pathlib.Path("evals")
+    name = policy.name if args.protocol is None else f"{policy.name}-{args.protocol}"
+    folder = args.output_dir or parent / name
+    summaries = evaluate.run(
+        policy, sources, folder, seed=args.seed, max_concurrent=args.max_concurrent, say=_say
+    )
+    for summary in summaries.values():
+        for line in evaluate.lines(summary):
+            _say(line)
+    _say(f"results in {folder}")
+
+
+def _compare(argv: list[str]) -> None:
+    if len(argv) != 2 or argv[0].startswith("-"):
+        raise ValueError("usage: qerl compare EVAL_FOLDER EVAL_FOLDER")
+    from qerl_jax import evaluate
+
+    for name, comparison in evaluate.compare(*argv).items():
+        _say(f"{name}: {argv[0]} minus {argv[1]}, 95 % intervals of paired differences")
+        for estimate, interval in comparison.differences.items():
+            _say(f"  {estimate:8} {interval:+.3f}")
+        _say(f"  settings that differ: {', '.join(comparison.changed) or 'none'}")
+
+
 def _report(argv: list[str]) -> None:
-    if len(argv) != 1 or argv[0].startswith("-"):
-        raise ValueError("report: usage: qerl report RUN_FOLDER")
+    args = tyro.cli(Report, args=argv, prog="qerl report")
+    if not args.runs:
+        raise ValueError("missing the runs: qerl report RUN_FOLDER ...")
     from qerl_jax import report
 
-    shown = report.lines(argv[0])
-    _say(f"plot in {report.plot(argv[0])}")
-    for line in shown:
-        _say(line)
+    shown = [(run, report.lines(run)) for run in args.runs]
+    _say(f"page in {report.write(args.runs, args.output_dir)}")
+    for run, each in shown:
+        for line in (os.fspath(run), *each) if len(shown) > 1 else each:
+            _say(line)
 
 
 def _env(argv: list[str]) -> None:

@@ -565,16 +565,21 @@ class NoiseConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig:
-    """Held-out accuracy at the start and the end of a run.
+    """Held-out accuracy at the start and the end of a run, and on a schedule.
 
     Attributes:
-        split: Of the training set's source.
+        split: Of the training set's source, or of `dataset` (AIME 2024's is called "train" on the hub).
         num_problems: How many, from the front.
         reward: The function whose share of 1s is the accuracy.
         temperature: Of the samples.
         top_p: Keep the likeliest tokens up to this mass; 1 is off.
         batch_size: Problems sampled together.
-        eval_steps: Also every so many optimizer steps; 0 means only at both ends.
+        eval_steps: Also every so many optimizer steps, and the best adapter is kept in `best`; 0
+            means only at both ends.
+        num_generations: Samples per problem.
+        dataset: Another set than the training set, as `data.dataset`; it is asked by the training
+            set's prompt.
+        path: Where it lies if not on the hub, as `data.path`.
     """
 
     split: str = "test"
@@ -584,6 +589,9 @@ class EvalConfig:
     top_p: float = 1.0
     batch_size: int = 512
     eval_steps: int = 0
+    num_generations: int = 1
+    dataset: str | None = None
+    path: str | None = None
 
     def __post_init__(self):
         _require(
@@ -595,6 +603,18 @@ class EvalConfig:
         )
         _require(0 < self.top_p <= 1, "eval.top_p", self.top_p, "must be in (0, 1]")
         _require(self.eval_steps >= 0, "eval.eval_steps", self.eval_steps, "must not be negative")
+        _require(
+            self.num_generations == 1 or (self.num_generations > 1 and self.temperature > 0),
+            "eval.num_generations",
+            self.num_generations,
+            "must be at least 1, and 1 at temperature 0, where all samples are equal",
+        )
+        _require(
+            self.path is None or self.dataset is not None,
+            "eval.path",
+            self.path,
+            "needs eval.dataset",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -610,6 +630,8 @@ class RunConfig:
         save_total_limit: How many checkpoints are kept.
         log_completions: Write every completion with its rewards to `completions/`.
         deterministic: Ask the GPU's compiler for run-to-run identical results.
+        report_to: Where metrics go beside `metrics.jsonl`: "tensorboard", "wandb", "trackio".
+        run_name: The run's name there; absent means the run folder's.
     """
 
     output_dir: str
@@ -629,6 +651,8 @@ class RunConfig:
     save_total_limit: int = 3
     log_completions: bool = True
     deterministic: bool = False
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    run_name: str | None = None
 
     def __post_init__(self):
         _require(bool(self.output_dir), "output_dir", self.output_dir, "must not be empty")

@@ -79,6 +79,11 @@ SETS = {
         "miromind-ai/MiroMind-M1-RL-62K", None, "problem", "clean_answer", "answer-line", 1024
     ),
     "math": Source("DigitalLearningGmbH/MATH-lighteval", None, "problem", "answer", "think-answer"),
+    # To report on; `benchmarks.SPLITS` says which split. Limits are for training sets.
+    "math500": Source("HuggingFaceH4/MATH-500", None, "problem", "answer", "think-answer"),
+    "aime24": Source("HuggingFaceH4/aime_2024", None, "problem", "answer", "think-answer"),
+    "aime25": Source("math-ai/aime25", None, "problem", "answer", "think-answer"),
+    "amc23": Source("math-ai/amc23", None, "question", "answer", "think-answer"),
     "verifiable_code": Source(
         "open-r1/verifiable-coding-problems-python_decontaminated-tested-shuffled",
         *(None, "problem", None, "think-code"),
@@ -143,6 +148,17 @@ def from_config(
         seed=seed,
         num_problems=num_problems or cfg.num_problems,
     )
+
+
+def system_prompt(cfg: DataConfig) -> str:
+    """What a `[data]` section's system message is, as its `system_prompt` would say it; "" for none.
+
+    For problems of another set that are to be asked alike.
+    """
+    if cfg.system_prompt is not None:
+        return cfg.system_prompt
+    source = SETS.get(cfg.dataset)
+    return (source and source.system_prompt) or ""
 
 
 def load(

@@ -55,6 +55,8 @@ class Policy:
 
 def supports(model: Transformer, rows: int, *, adapter: bool = True) -> str | None:
     """Why a model cannot be decoded so on this device, or None."""
+    if reason := fused.unfit():
+        return reason
     if model.dtype != jnp.bfloat16 or model.weights not in ("nvfp4", "bfloat16"):
         return f"needs activations in bfloat16; got {model.dtype} and weights in {model.weights}"
     if model.full:
@@ -212,8 +214,8 @@ def step(
     eps = model.arch.rms_norm_eps
 
     def layer(carry, inputs):
-        stream, state = carry
-        index, weights, divisors, biases, branches, scales, head_norms = inputs
+        index, stream, state = carry
+        weights, divisors, biases, branches, scales, head_norms = inputs
 
         def linear(name, x, **options):
             return fused.linear(
@@ -231,7 +233,7 @@ def step(
         stream = linear("o", mixed, residual=(stream, scales["inside"]))
         hidden = linear("gate_up", stream, eps=eps, is_swiglu=True)
         stream = linear("down", hidden, residual=(stream, scales["after"]))
-        return (stream, state), None
+        return (index + 1, stream, state), None
 
     of_layers = (
         policy.weights,
@@ -242,11 +244,9 @@ def step(
         policy.head_norms,
     )
     start: Stream = epilogue.stream(x, policy.first_scale)
-    (stream, state), _ = jax.lax.scan(
-        layer,
-        (start, state),
-        (jnp.arange(model.arch.num_layers), *of_layers),
-        unroll=unroll,
+    # The number of a layer is carried: one taken from a list is a copy of four bytes for each layer.
+    (_, stream, state), _ = jax.lax.scan(
+        layer, (jnp.int32(0), start, state), of_layers, unroll=unroll
     )
     hidden = stream.scaled.astype(jnp.float32) * stream.unit(eps)[:, None]
     return hidden.astype(x.dtype), state

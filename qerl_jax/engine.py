@@ -107,7 +107,9 @@ class Engine:
         page_size: int | None = None,
     ):
         self._model = model
-        self._stop_tokens = np.asarray(stop_tokens, np.int32)
+        # Eight at least, with ids that are never drawn: ignoring them compiles nothing anew.
+        missing = max(0, 8 - len(stop_tokens))
+        self._stop_tokens = np.array([*stop_tokens, *[-1] * missing], np.int32)
         self._stop_strings = stop_strings
         self._penalty = repetition_penalty
         self._compact = compact

@@ -1,4 +1,4 @@
-"""What a run leaves behind while it runs: metrics.jsonl, completions/ and a line or a live display in the terminal."""
+"""What a run leaves behind while it runs: metrics.jsonl and completions/, and what it shows and sends elsewhere."""
 
 from __future__ import annotations
 
@@ -8,15 +8,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# What the terminal shows of each step: label, metric, format.
-_SHOWN = (
-    ("reward", "reward", "{:.3f}"),
-    ("len", "completions/mean_length", "{:.0f}"),
-    ("entropy", "entropy", "{:.3f}"),
-    ("tok/s", "perf/rollout_tokens_per_second", "{:,.0f}"),
-    ("sigma", "aqn/sigma", "{:.1e}"),
-    ("accuracy", "eval/accuracy", "{:.3f}"),
-)
+from qerl_jax import trackers
+from qerl_jax.display import Display
 
 
 class Logger:
@@ -33,6 +26,10 @@ class Logger:
         total_steps: int,
         step: int = 0,
         quiet: bool = False,
+        log_completions: bool = True,
+        report_to: Sequence[str] = (),
+        run_name: str | None = None,
+        settings: Mapping[str, Any] | None = None,
     ):
         """Opens the files of a run that stands at `step`.
 
@@ -41,6 +38,10 @@ class Logger:
             total_steps: Optimizer steps of the whole run.
             step: Optimizer steps done.
             quiet: Show nothing.
+            log_completions: Write completions, too.
+            report_to: Trackers of `trackers.start`.
+            run_name: The run's name there.
+            settings: What they keep of its config.
         """
         self._folder = pathlib.Path(run_folder)
         self._path = self._folder / "metrics.jsonl"
@@ -52,18 +53,28 @@ class Logger:
                 path.unlink()
         self.num_tokens = max((row.get("num_tokens", 0) for row in rows), default=0)
         self._file = self._path.open("a")
-        self._display = None if quiet else _Display(total_steps, step)
+        self._log_completions = log_completions
+        self._trackers = trackers.start(
+            report_to, self._folder, step=step, run_name=run_name, settings=settings or {}
+        )
+        self._display = None if quiet else Display(total_steps, step)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends one row; values become plain numbers."""
         row = {"step": step} | {name: _plain(value) for name, value in metrics.items()}
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
+        for tracker in self._trackers:
+            tracker.write(step, row)
         if self._display:
             self._display.show(step, row)
 
     def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Writes `completions/step_<step>.jsonl`, an object per completion."""
+        """Shows one completion, and writes `completions/step_<step>.jsonl`, an object per completion."""
+        if self._display:
+            self._display.show_completion(rows[0])
+        if not self._log_completions:
+            return
         folder = self._folder / "completions"
         folder.mkdir(exist_ok=True)
         text = "".join(json.dumps(row, ensure_ascii=False, default=_plain) + "\n" for row in rows)
@@ -72,13 +83,15 @@ class Logger:
     def note(self, text: str) -> None:
         """Shows a line that is no metric."""
         if self._display:
-            self._display.console.print(text, highlight=False)
+            self._display.note(text)
 
     def close(self) -> None:
-        """Ends the display and closes the file."""
+        """Ends the display and the trackers, and closes the file."""
         self._file.close()
         if self._display:
             self._display.close()
+        for tracker in self._trackers:  # some print a farewell, which a live view would swallow
+            tracker.close()
 
 
 def read_metrics(run_folder: str | pathlib.Path) -> list[dict[str, Any]]:
@@ -104,41 +117,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str | bool | int | float | None | list | dict):
         return value
     return value.item()
-
-
-class _Display:
-    """A progress bar where the terminal can redraw one, a line per step where it cannot."""
-
-    def __init__(self, total_steps: int, step: int):
-        from rich import console, progress
-
-        self.console = console.Console()
-        self._total = total_steps
-        self._bar = None
-        if self.console.is_terminal:
-            self._bar = progress.Progress(
-                progress.TextColumn("step {task.completed}/{task.total}"),
-                progress.BarColumn(bar_width=20),
-                progress.TextColumn("{task.fields[metrics]}"),
-                progress.TimeRemainingColumn(),
-                console=self.console,
-            )
-            self._bar.start()
-            self._task = self._bar.add_task(
-                "", total=total_steps, completed=step, metrics="compiling"
-            )
-
-    def show(self, step: int, row: Mapping[str, Any]) -> None:
-        text = "  ".join(
-            f"{label} {form.format(row[name])}" for label, name, form in _SHOWN if name in row
-        )
-        if self._bar is None:
-            self.console.print(
-                f"step {step}/{self._total}  {text}", highlight=False, soft_wrap=True
-            )
-        else:
-            self._bar.update(self._task, completed=step, metrics=text)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()

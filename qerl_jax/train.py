@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import pathlib
 import time
 import types
@@ -39,11 +40,12 @@ from qerl_jax import (
     rewards,
     rollouts,
     sampling,
+    trackers,
     update,
 )
 from qerl_jax.config import RunConfig
 from qerl_jax.evaluate import Evaluator
-from qerl_jax.log import Logger
+from qerl_jax.log import Logger, read_metrics, write_whole
 from qerl_jax.model import Transformer, as_computed, noise_shapes, trainable
 from qerl_jax.rollouts import Rollout, Scored, Supply
 from qerl_jax.run_state import StateFiles
@@ -66,8 +68,9 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
 
     Returns:
         The final state; the adapter is in `<output_dir>/adapter`, or a whole model in
-        `<output_dir>/model`.
+        `<output_dir>/model`; with evaluations on a schedule, the best one is in `<output_dir>/best`.
     """
+    trackers.require(cfg.report_to)
     _check_folder(cfg)
     if cfg.deterministic:
         runtime.use_deterministic_kernels()
@@ -75,7 +78,7 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     start = _starting_adapter(cfg)
     model, frozen, tokenizer = checkpoint.load_policy(cfg.model, cfg.lora, cfg.seed)
     functions, weights = _rewards(cfg)
-    problems = _problems(cfg, cfg.data.split, tokenizer)
+    problems = _problems(cfg, cfg.data, cfg.data.split, tokenizer)
     total_steps = cfg.total_steps(len(problems))
     rewards.check(functions, problems[:2], _Trace(0, total_steps).extras)
     held_out = _evaluator(cfg, model, tokenizer)
@@ -89,7 +92,17 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     supply = _supply(cfg, files.supply(), problems, tokenizer)
     step = int(state.step)
     _write_config(cfg)
-    logger = Logger(cfg.output_dir, total_steps=total_steps, step=step, quiet=quiet)
+    logger = Logger(
+        cfg.output_dir,
+        total_steps=total_steps,
+        step=step,
+        quiet=quiet,
+        log_completions=cfg.log_completions,
+        report_to=cfg.report_to,
+        run_name=cfg.run_name,
+        settings=config.to_table(cfg),
+    )
+    keep_best = _keeper_of_the_best(cfg, model, frozen)
 
     with contextlib.closing(files), contextlib.closing(logger):
         if step >= total_steps:
@@ -97,7 +110,9 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
                 f"nothing left to do: the run in {cfg.output_dir} has all of its {total_steps} steps"
             )
         if held_out and step == 0:
-            logger.write(0, held_out(_policy(model, state, frozen)))
+            metrics = held_out(_policy(model, state, frozen))
+            logger.write(0, metrics)
+            keep_best(0, metrics, state.params)
         while step < total_steps:
             trace = _Trace(step, total_steps)
             norms, noise_metrics = norm_noise(step)
@@ -135,12 +150,14 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
             ):
                 metrics |= held_out(_policy(model, state, frozen))
             logger.write(step, metrics)
-            if cfg.log_completions:
-                rows = _completion_rows(fresh, batch, advantages, trace)
-                logger.write_completions(step, rows)
+            keep_best(step, metrics, state.params)
+            logger.write_completions(step, _completion_rows(fresh, batch, advantages, trace))
             if _crosses(step, cfg.updates_per_rollout, cfg.save_steps, total_steps):
                 files.save(state, supply.to_table())
-        logger.note(_export(cfg, model, state.params, frozen))
+        what = "model" if cfg.model.trainable == "full" else "adapter"
+        folder = pathlib.Path(cfg.output_dir) / what
+        _export(cfg, folder, model, state.params, frozen)
+        logger.note(f"{what} in {folder}")
     return state
 
 
@@ -271,21 +288,48 @@ def _supply(cfg: RunConfig, table: dict[str, Any] | None, problems, tokenizer: T
     )
 
 
-def _export(cfg: RunConfig, model: Transformer, params: Any, frozen: Any) -> str:
-    """Writes what was learned, and says where."""
+def _export(
+    cfg: RunConfig, folder: pathlib.Path, model: Transformer, params: Any, frozen: Any
+) -> None:
+    """Writes what was learned: a PEFT adapter, or a whole model."""
     if cfg.model.trainable == "full":
-        folder = pathlib.Path(cfg.output_dir) / "model"
         source = checkpoint.local_folder(cfg.model.model_name_or_path, weights=False)
         model_files.export_model(folder, model, frozen | params, source)
-        return f"model in {folder}"
-    folder = pathlib.Path(cfg.output_dir) / "adapter"
-    adapters.export_adapter(folder, params, model.lora, cfg.model.model_name_or_path)
-    return f"adapter in {folder}"
+    else:
+        adapters.export_adapter(folder, params, model.lora, cfg.model.model_name_or_path)
 
 
-def _problems(cfg: RunConfig, split: str, tokenizer: Tokenizer, num_problems: int | None = None):
+def _keeper_of_the_best(cfg: RunConfig, model: Transformer, frozen: Any):
+    """The function that writes `best`, and `best.json` beside it, when held-out accuracy is the highest so far.
+
+    What the highest was is read from the metrics, so a resumed run goes on with it.
+    """
+    folder = pathlib.Path(cfg.output_dir)
+    seen = [row["eval/accuracy"] for row in read_metrics(folder) if "eval/accuracy" in row]
+    best = max(seen, default=-1.0)
+
+    def keep(step: int, metrics: dict[str, Any], params: Any) -> None:
+        nonlocal best
+        if cfg.eval is None or cfg.eval.eval_steps == 0:
+            return
+        if metrics.get("eval/accuracy", -1.0) > best:
+            best = metrics["eval/accuracy"]
+            _export(cfg, folder / "best", model, params, frozen)
+            row = {"step": step} | {k: v for k, v in metrics.items() if k.startswith("eval/")}
+            write_whole(folder / "best.json", json.dumps(row, indent=2) + "\n")
+
+    return keep
+
+
+def _problems(
+    cfg: RunConfig,
+    source: config.DataConfig,
+    split: str,
+    tokenizer: Tokenizer,
+    num_problems: int | None = None,
+):
     """The problems of a split whose prompts fit."""
-    problems = data.from_config(cfg.data, split=split, seed=cfg.seed, num_problems=num_problems)
+    problems = data.from_config(source, split=split, seed=cfg.seed, num_problems=num_problems)
     limits = {
         "max_prompt_length": cfg.data.max_prompt_length,
         "overlong": cfg.data.overlong_prompts,
@@ -296,10 +340,20 @@ def _problems(cfg: RunConfig, split: str, tokenizer: Tokenizer, num_problems: in
 def _evaluator(cfg: RunConfig, model: Transformer, tokenizer: Tokenizer) -> Evaluator | None:
     if cfg.eval is None:
         return None
-    problems = _problems(cfg, cfg.eval.split, tokenizer, cfg.eval.num_problems)
+    source = cfg.data
+    if cfg.eval.dataset is not None:
+        source = dataclasses.replace(
+            cfg.data,
+            dataset=cfg.eval.dataset,
+            path=cfg.eval.path,
+            name=None,
+            columns=None,
+            system_prompt=data.system_prompt(cfg.data),
+        )
+    problems = _problems(cfg, source, cfg.eval.split, tokenizer, cfg.eval.num_problems)
     generate = sampling.make_generate(
         model,
-        num_generations=1,
+        num_generations=cfg.eval.num_generations,
         max_completion_length=cfg.rollout.max_completion_length,
         num_tokens=tokenizer.num_tokens,
         stop_tokens=tokenizer.stop_tokens,
@@ -314,7 +368,8 @@ def _evaluator(cfg: RunConfig, model: Transformer, tokenizer: Tokenizer) -> Eval
         tokenizer,
         problems,
         reward,
-        min(cfg.eval.batch_size, len(problems)),
+        cfg.eval.num_generations,
+        cfg.eval.batch_size,
         cfg.data.max_prompt_length,
         cfg.eval.temperature,
         key,
@@ -327,7 +382,7 @@ def _check_folder(cfg: RunConfig) -> None:
     if not path.exists():
         return
     before, now = (config.to_table(c) for c in (config.load(path), cfg))
-    names = sorted((before | now).keys() - {"output_dir"})
+    names = sorted((before | now).keys() - {"output_dir", "report_to", "run_name"})
     changed = [name for name in names if before.get(name) != now.get(name)]
     if changed:
         raise config.ConfigError(

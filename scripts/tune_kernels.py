@@ -1,7 +1,7 @@
 """Finds the fastest configuration of each problem on this GPU: `python -m scripts.tune_kernels`.
 
-Every candidate of `tuning.candidates` is timed; all kernels of a call count, since a finer split
-costs a longer reduction. The fastest whose values are right becomes a row of the table. Rows of
+Every candidate of `tuning.candidates` is timed as a decoding layer uses it: with LoRA of rank 32 and
+its epilogue, since a finer split costs a longer one. The fastest whose values are right becomes a row of the table. Rows of
 other problems that are in the table already stay. Like `scripts.bench_kernels`, whose timing this
 is, it needs nothing but jax and numpy, and ends itself when a kernel hangs.
 """
@@ -17,21 +17,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.nvfp4_matmul import tuning
+from pallas_kernels.nvfp4_matmul import adapter, fused, hopper, tuning
 from scripts import bench_kernels as bench
 
+# Of LoRA, while tuning.
+RANK = 32
 
-def tune(m: int, n: int, k: int, *, threads: int) -> dict[str, Any]:
+
+def tune(layer: str, m: int, n: int, k: int, *, threads: int) -> dict[str, Any]:
     """The table's row for a problem: the best configuration, and every candidate's time.
 
     Raises:
       AssertionError: no candidate gives the right values.
     """
-    candidates = tuning.candidates(m, n, k)
+    candidates = [
+        c for c in tuning.candidates(m, n, k) if not hopper.supports(m, n, k, c, with_adapter=True)
+    ]
+    is_swiglu = layer == "gate_up"
     inputs = bench.nvfp4_inputs(m, n, k)
+    a, b = jnp.ones((k, RANK)), jnp.ones((RANK, n // 2 if is_swiglu else n))
+    branch = adapter.pack_branch([(a, b)] * (2 if is_swiglu else 1), 1.0, is_packed=True)
 
     def compiled(config):
-        return bench.nvfp4_rounds(m, n, config).lower(*inputs, jnp.int32(1)).compile()
+        def call(x, w):
+            return fused.linear(x, w, branch=branch, is_swiglu=is_swiglu, config=config)
+
+        out = jax.ShapeDtypeStruct((m, n // 2 if is_swiglu else n), jnp.bfloat16)
+        return bench.rounds_of(call, out).lower(*inputs, jnp.int32(1)).compile()
 
     timed = []
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
@@ -50,7 +62,7 @@ def tune(m: int, n: int, k: int, *, threads: int) -> dict[str, Any]:
         others = [dataclasses.astuple(c) + (round(t.call, 2),) for t, c in timed]
         return {
             **{"m": m, "n": n, "k": k, "config": dataclasses.asdict(config)},
-            "us": {name: round(us, 2) for name, us in dataclasses.asdict(timing).items()},
+            "us": {"kernel": round(timing.kernel, 2), "call": round(timing.call, 2)},
             **bench.versions(),
             "candidates": others,
         }
@@ -78,10 +90,10 @@ def main() -> None:
 
     bench.watch()
     bench.check_decoder()
-    sizes = dict.fromkeys((p.n, p.k) for p in bench.problems(args.models, args.layers))
-    for n, k in sizes:
+    problems = {(p.n, p.k): p.layer for p in bench.problems(args.models, args.layers)}
+    for (n, k), layer in problems.items():
         for m in args.m:
-            row = tune(m, n, k, threads=args.threads)
+            row = tune(layer, m, n, k, threads=args.threads)
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(merged(out, row))
             share = bench.floor_us(m, n, k) / row["us"]["kernel"]

@@ -12,10 +12,11 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Each row may import from those above it, and within itself without cycles.
 LAYERS = (
     "pallas_kernels",
-    "__init__ answers architecture arithmetic config data equivalence grpo log masked noise pages "
-    "reward_functions reward_workers rewards sandbox stop_strings tensor_files tokenizer",
+    "__init__ answers architecture arithmetic benchmarks charts config data display equivalence "
+    "estimators grpo log masked noise page pages reward_functions reward_workers rewards sandbox "
+    "stop_strings tensor_files tokenizer trackers",
     "decode draws formats kv_cache layers logprobs model",
-    "adapters awq calibration checkpoint engine model_files quantize run_state sampling",
+    "adapters awq calibration checkpoint engine model_files policies quantize run_state sampling",
     "generator rollouts update",
     "evaluate export pass_rates report train",
     "__main__ cli",

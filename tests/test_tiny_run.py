@@ -58,10 +58,11 @@ def without_times(rows):
 
 def test_a_killed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    final = train(small(whole), quiet=True)
+    watched = {"eval": {"num_problems": 32, "eval_steps": 2}}
+    final = train(small(whole, **watched), quiet=True)
 
     path = tmp_path / "small.toml"
-    path.write_text(config.dump(small(killed)))
+    path.write_text(config.dump(small(killed, **watched)))
     process = subprocess.Popen(
         [sys.executable, "-m", "qerl_jax.cli", "train", str(path)],
         cwd=ROOT,
@@ -78,7 +79,7 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
         process.wait()
     assert not (killed / "adapter").exists()
 
-    resumed = train(small(killed), quiet=True)
+    resumed = train(small(killed, **watched), quiet=True)
     assert int(resumed.step) == 6
     assert without_times(log.read_metrics(killed)) == without_times(log.read_metrics(whole))
     for ours, theirs in zip(
@@ -90,9 +91,17 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
     ]
 
     rows = log.read_metrics(whole)
-    assert rows[0]["aqn/sigma"] == 0.0 and rows[-1]["aqn/sigma"] > 0.0
+    assert rows[1]["aqn/sigma"] == 0.0 and rows[-1]["aqn/sigma"] > 0.0
     # Without noise sampler and trainer are one function of one base; float32 leaves rounding only.
-    assert rows[0]["sampling/sampling_logp_difference/max"] < 1e-4
+    assert rows[1]["sampling/sampling_logp_difference/max"] < 1e-4
+
+    scores = accuracies(whole)
+    best = json.loads((whole / "best.json").read_text())
+    assert best["eval/accuracy"] == max(scores) and len(scores) == 4
+    assert best["step"] == next(r["step"] for r in rows if r.get("eval/accuracy") == max(scores))
+    assert best == json.loads((killed / "best.json").read_text())
+    tensors = [(run / "best" / "adapter_model.safetensors").read_bytes() for run in (whole, killed)]
+    assert tensors[0] == tensors[1]
 
     model = checkpoint.load_policy(small(whole).model, small(whole).lora)[0]
     adapter = adapters.import_adapter(whole / "adapter", model)
@@ -363,12 +372,16 @@ def test_every_config_loads_and_round_trips(path, tmp_path):
 
 def test_completions_are_logged_with_their_rewards_and_what_rewards_log(tmp_path):
     functions = ("accuracy_reward", "tests.reward_controls:talkative")
-    cfg = small(tmp_path / "run", max_steps=1, rewards={"functions": functions})
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"question": "What is 2+3?", "answer": "5"}\n' * 4)
+    watched = {"dataset": str(held_out), "num_generations": 2}
+    cfg = small(tmp_path / "run", max_steps=1, rewards={"functions": functions}, eval=watched)
     train(cfg, quiet=True)
     lines = (tmp_path / "run" / "completions" / "step_000001.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert len(rows) == 32
-    (metrics,) = log.read_metrics(tmp_path / "run")
+    before, metrics = log.read_metrics(tmp_path / "run")
+    assert 0 <= before["eval/accuracy"] <= before["eval/pass@2"] <= 1
     assert np.isclose(np.mean([row["reward"] for row in rows]), metrics["reward"])
     assert [row["letters"] for row in rows] == [len(row["completion"]) for row in rows]
     assert metrics["steps_to_go"] == 1

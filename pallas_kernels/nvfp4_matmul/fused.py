@@ -25,10 +25,17 @@ def padded(m: int) -> int:
     return m + -m % (8 if m <= 32 else 32)
 
 
-def supports(m: int, n: int, k: int, *, is_packed: bool, with_branch: bool) -> str | None:
-    """Why these kernels cannot run a linear on this device, or None."""
+def unfit() -> str | None:
+    """Why this device cannot run these kernels, or None."""
     if not runtime.is_hopper():
         return f"needs a GPU of compute capability 9.0; this is {runtime.device_kind()}"
+    return None
+
+
+def supports(m: int, n: int, k: int, *, is_packed: bool, with_branch: bool) -> str | None:
+    """Why these kernels cannot run a linear on this device, or None."""
+    if reason := unfit():
+        return reason
     if not 1 <= m <= MAX_M:
         return f"needs 1 <= M <= {MAX_M}; got M = {m}"
     if n % TILE or k % TILE:

@@ -67,19 +67,17 @@ def candidates(m: int, n: int, k: int) -> list[Config]:
     """Configurations worth timing, the heuristic's first."""
     row_tiles = layout.tiles(n)
     found = [heuristic(m, n, k)]
-    for warpgroups, loads in ((4, (1,)), (2, (2,)), (1, (2, 3, 4))):
+    for warpgroups, loads in ((4, (1,)), (2, (1, 2)), (1, (2, 3, 4))):
         tiles = max(1, row_tiles // warpgroups)
         for load in loads:
             # Runs of equal length, or as many blocks for each tile.
             split = max(1, round(load * _MULTIPROCESSORS / tiles))
             for blocks in dict.fromkeys((load * _MULTIPROCESSORS, tiles * split)):
-                if blocks * warpgroups > 6 * _MULTIPROCESSORS or (warpgroups == 1 and m > 64):
+                if blocks * warpgroups > 6 * _MULTIPROCESSORS:
                     continue
-                step = 256 if m <= 32 else 128
-                deepest = _deepest(m, warpgroups, step, blocks)
-                found += [
-                    Config(warpgroups, step, s, blocks) for s in {min(deepest, 4), 3} if s > 1
-                ]
+                for step in (256,) if m <= 32 else (128, 256):
+                    stages = min(4, _deepest(m, warpgroups, step, blocks))
+                    found += [Config(warpgroups, step, stages, blocks)] if stages > 1 else []
     return [c for c in dict.fromkeys(found) if hopper.supports(m, n, k, c) is None]
 
 

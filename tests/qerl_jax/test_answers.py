@@ -139,3 +139,27 @@ def test_numbers_as_people_write_them(text, value):
 )
 def test_minerva_form_removes_what_does_not_matter(answer, form):
     assert answers.minerva_form(answer) == form
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"<answer>3</answer> \boxed{4}", "3"),
+        (r"7 apples, \boxed{4} \#### 5", "4"),
+        ("#### 5\nAnswer: 6", "5"),
+        ("Answer: x = 6", "x = 6"),
+        ("It is 7, or 8!", "8"),
+        ("Nothing.", None),
+    ],
+)
+def test_an_answer_is_found_in_whatever_form(text, answer):
+    assert answers.stated(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("27.0", "$27."), ("1,000", "1000"), (r"\frac12", r"x=\frac{1}{2}"), ("0", "-0.0")],
+)
+def test_equal_answers_are_one_vote(first, second):
+    assert answers.canonical(first) == answers.canonical(second)
+    assert answers.canonical(first) != answers.canonical("28")

@@ -96,13 +96,15 @@ FULL = RunConfig(
     ),
     optim=OptimConfig(3e-5, "linear", 0.05, 0.1, 0.8, 0.999, 1e-6, 0.01, 1.0, 2, 4),
     noise=NoiseConfig(5e-2, 5e-4, 5, "cosine", "paper", "both", True),
-    eval=EvalConfig("validation", 16, "format_reward", 0.6, 0.95, 8, 25),
+    eval=EvalConfig("validation", 16, "format_reward", 0.6, 0.95, 8, 25, 4, "math500", "here"),
     num_train_epochs=1.5,
     seed=7,
     save_steps=10,
     save_total_limit=1,
     log_completions=False,
     deterministic=True,
+    report_to=("tensorboard", "trackio"),
+    run_name="one",
 )
 # What excludes a field of FULL.
 OTHER = dataclasses.replace(
@@ -423,6 +425,20 @@ BAD = [
     ("eval.temperature", {"eval__temperature": -1.0}, "-1.0", "must not be negative"),
     ("eval.top_p", {"eval__top_p": 0.0}, "0.0", "must be in (0, 1]"),
     ("eval.eval_steps", {"eval__eval_steps": -1}, "-1", "must not be negative"),
+    ("eval.num_generations", {"eval__num_generations": 0}, "0", "must be at least 1"),
+    (
+        "eval.num_generations",
+        {"eval__num_generations": 4, "eval__temperature": 0.0},
+        "4",
+        "1 at temperature 0",
+    ),
+    ("eval.path", {"eval__path": "here"}, "'here'", "needs eval.dataset"),
+    (
+        "report_to[0]",
+        {"report_to": ("mlflow",)},
+        "'mlflow'",
+        "must be one of 'tensorboard', 'wandb'",
+    ),
     # types
     ("max_steps", {"max_steps": True}, "True", "must be of type int"),
     ("max_steps", {"max_steps": 10.0}, "10.0", "must be of type int"),

@@ -100,6 +100,10 @@ SET_ROWS = {
         {"problem": "?", "solution": r"So \boxed{\frac{1}{2}}.", "level": "1"},
         r"\frac{1}{2}",
     ),
+    "math500": ({"problem": "?", "solution": "Long.", "answer": "7"}, "7"),
+    "aime24": ({"id": 60, "problem": "?", "solution": "Long.", "answer": "025"}, "025"),
+    "aime25": ({"problem": "?", "answer": "70", "id": "0"}, "70"),
+    "amc23": ({"id": 0, "question": "?", "problem": "?", "answer": "27.0"}, "27.0"),
     "verifiable_code": (
         {
             "problem": "?",
@@ -139,6 +143,10 @@ def test_a_named_set_reads_its_columns_under_its_prompt(rows, name):
         ("bigmath_hard", "open-r1/Big-Math-RL-Verified-Processed", "level_4_5"),
         ("dapo_math", "open-r1/DAPO-Math-17k-Processed", "en"),
         ("miromind", "miromind-ai/MiroMind-M1-RL-62K", None),
+        ("math500", "HuggingFaceH4/MATH-500", None),
+        ("aime24", "HuggingFaceH4/aime_2024", None),
+        ("aime25", "math-ai/aime25", None),
+        ("amc23", "math-ai/amc23", None),
     ],
 )
 def test_a_named_set_comes_from_the_hub_unless_it_is_here(name, hub, configuration, monkeypatch):

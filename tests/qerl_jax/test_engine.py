@@ -94,6 +94,7 @@ def test_rows_that_wait_for_a_slot_are_those_sampled_at_once():
     assert_same(run(prompts(), max_concurrent=4, stop_tokens=stops()), whole())
 
 
+@pytest.mark.slow
 def test_pages_and_chunks_of_another_size_give_the_same_rows():
     options = {"chunk": 3, "page_size": 7}
     assert_same(run(prompts(), max_concurrent=4, stop_tokens=stops(), **options), whole())
@@ -146,7 +147,7 @@ class Recorder:
     """A policy without layers to speak of, which notes what shapes it was traced for."""
 
     arch = architecture.Architecture("qwen2", 4, 2, 16, 1, 1, 1, 2)
-    dtype = jnp.float32
+    dtype, weights = jnp.float32, "float32"
 
     def __init__(self):
         self.decoded, self.prefilled = [], []

@@ -36,6 +36,8 @@ from qerl_jax import equivalence
         (r"2\sqrt{3}", r"<answer>\sqrt{12}</answer>", True),
         ("x^2-1", r"\boxed{(x-1)(x+1)}", True),
         ("x=5", r"\boxed{5}", True),
+        ("27.0", "<answer>27</answer>", True),  # as AMC 23 has it
+        ("025", r"\boxed{25}", True),  # as AIME 2024 has it
         ("5", r"\boxed{x=5}", True),
         ("5", r"\boxed{-5}", False),
         ("025", r"\boxed{25}", True),

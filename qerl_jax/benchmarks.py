@@ -1,0 +1,102 @@
+r"""Sets that results are reported on, and the protocols under which they are.
+
+A protocol is all that a score depends on beside policy and problems: what is asked, how it is
+sampled, what counts as right. Scores under different protocols are not comparable.
+"""
+
+import dataclasses
+from typing import Literal
+
+type ProtocolName = Literal["paper", "verl", "run"]
+
+# Where the names of `data.SETS` hold problems to report on: the split that the hub calls so.
+SPLITS = {
+    "gsm8k": "test",
+    "math500": "test",
+    "aime24": "train",
+    "aime25": "test",
+    "amc23": "test",
+}
+# So few problems that a single sample of each says little.
+_SMALL = ("aime24", "aime25", "amc23")
+# verl's own words (its data_preprocess scripts, Apache-2.0): a score is only as comparable as its prompt.
+_VERL_HASHES = '{prompt} Let\'s think step by step and output the final answer after "####".'
+_VERL_BOXED = "{prompt} Let's think step by step and output the final answer within \\boxed{}."
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """How one set is asked, sampled and judged.
+
+    Attributes:
+        reward: The function that is at least 1 where a completion is right.
+        num_generations: N, samples per problem.
+        temperature: 0 is greedy.
+        top_p: Keep the likeliest tokens up to this mass; 1 is off.
+        top_k: Keep the k likeliest tokens; 0 is off.
+        min_p: Drop tokens below this fraction of the likeliest one's probability; 0 is off.
+        max_completion_length: In tokens, the stop token included.
+        system_prompt: As `data.load` takes it: None is the set's own.
+        prompt_template: As `data.load` takes it.
+    """
+
+    reward: str
+    num_generations: int = 1
+    temperature: float = 0.6
+    top_p: float = 0.95
+    top_k: int = 0
+    min_p: float = 0.0
+    max_completion_length: int = 4096
+    system_prompt: str | None = None
+    prompt_template: str | None = None
+
+    def __post_init__(self):
+        rules = {
+            "num_generations": (self.num_generations >= 1, "must be at least 1"),
+            "temperature": (self.temperature >= 0, "must not be negative"),
+            "top_p": (0 < self.top_p <= 1, "must be in (0, 1]"),
+            "top_k": (self.top_k >= 0, "must not be negative"),
+            "min_p": (0 <= self.min_p <= 1, "must be in [0, 1]"),
+            "max_completion_length": (self.max_completion_length >= 1, "must be at least 1"),
+        }
+        for name, (holds, rule) in rules.items():
+            if not holds:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}; {rule}")
+        if self.temperature == 0 and self.num_generations > 1:
+            raise ValueError(
+                f"num_generations: got {self.num_generations}; greedy samples (temperature 0) of "
+                "one problem are equal: must be 1"
+            )
+
+
+def paper(dataset: str) -> Protocol:
+    """QeRL's protocol: temperature 0.6, top-p 0.95, up to 4096 tokens, think and answer blocks.
+
+    The paper averages several runs and does not say how many: here 4 samples of each problem, 32
+    where a set has at most 40 problems. Mathematics judges the benchmarks (answer block, else box);
+    of other sets the answer block is compared as text or number.
+
+    Source: arXiv:2510.11696, section 4.
+    """
+    if dataset not in SPLITS:
+        return Protocol("accuracy_reward", 4)
+    samples = 32 if dataset in _SMALL else 4
+    return Protocol("math_verify_reward", samples, system_prompt="think-answer")
+
+
+def verl(dataset: str) -> Protocol:
+    r"""verl's protocol: greedy and zero-shot, `####` on GSM8K and `\boxed{}` elsewhere, 1024 tokens.
+
+    The judge is ours: by value, or in Minerva's form, where verl compares strings of its own normal form.
+    For the competitions what its DAPO recipe samples, the mean of 32 at temperature 1 and top-p
+    0.7 with up to 20480 tokens, asked for a box.
+
+    Source: verl, docs/algo/baseline.md, examples/data_preprocess and recipe/dapo.
+    """
+    greedy = {"temperature": 0.0, "top_p": 1.0, "max_completion_length": 1024, "system_prompt": ""}
+    if dataset == "gsm8k":
+        return Protocol("gsm8k_hash_reward", prompt_template=_VERL_HASHES, **greedy)
+    if dataset in _SMALL:
+        sampled = {"temperature": 1.0, "top_p": 0.7, "max_completion_length": 20480}
+        return Protocol("boxed_reward", 32, prompt_template=_VERL_BOXED, **(greedy | sampled))
+    return Protocol("boxed_reward", prompt_template=_VERL_BOXED, **greedy)

@@ -1,0 +1,141 @@
+"""A run in the terminal: a live view where it can be redrawn, a line per step where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# What is shown of each step: label, metric, format. The first ones make up the line.
+_LINE = (
+    ("reward", "reward", "{:.3f}"),
+    ("len", "completions/mean_length", "{:.0f}"),
+    ("entropy", "entropy", "{:.3f}"),
+    ("tok/s", "perf/rollout_tokens_per_second", "{:,.0f}"),
+    ("sigma", "aqn/sigma", "{:.1e}"),
+    ("accuracy", "eval/accuracy", "{:.3f}"),
+)
+_TABLE = (
+    *_LINE,
+    ("reward std", "reward_std", "{:.3f}"),
+    ("no signal", "frac_reward_zero_std", "{:.0%}"),
+    ("truncated", "completions/clipped_ratio", "{:.0%}"),
+    ("clipped", "clip_ratio/region_mean", "{:.2%}"),
+    ("mismatch", "sampling/sampling_logp_difference/mean", "{:.1e}"),
+    ("KL", "kl", "{:.1e}"),
+    ("grad norm", "grad_norm", "{:.2e}"),
+    ("rollout s", "perf/rollout_time", "{:.2f}"),
+    ("update s", "perf/update_time", "{:.2f}"),
+    ("memory GB", "perf/peak_memory_gb", "{:.1f}"),
+)
+_BARS = " ▁▂▃▄▅▆▇█"
+_CURVE = 24  # columns
+_TEXT = 600  # characters of a prompt or a completion
+
+
+def curve(values: Sequence[float], width: int = 60) -> str:
+    """One line of block characters from the smallest value to the largest, at most `width` columns."""
+    per_column = -(-len(values) // width)
+    columns = [values[i : i + per_column] for i in range(0, len(values), per_column)]
+    means = [sum(column) / len(column) for column in columns]
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(_BARS[1 + round((mean - low) / span * (len(_BARS) - 2))] for mean in means)
+
+
+class Display:
+    """Shows the steps of a run."""
+
+    def __init__(self, total_steps: int, step: int, console: Any = None):
+        """Begins at `step` of `total_steps`; `console` is a rich one, absent means the terminal."""
+        from rich import console as rich_console
+        from rich import live, progress
+
+        self._console = console or rich_console.Console()
+        self._total = total_steps
+        self._history: dict[str, list[float]] = {}
+        self._completion: Mapping[str, Any] | None = None
+        self._live = None
+        if self._console.is_terminal:
+            self._bar = progress.Progress(
+                progress.TextColumn("step {task.completed}/{task.total}"),
+                progress.BarColumn(),
+                progress.TimeElapsedColumn(),
+                progress.TextColumn("left"),
+                progress.TimeRemainingColumn(),
+            )
+            self._task = self._bar.add_task("", total=total_steps, completed=step)
+            self._live = live.Live(self._view(), console=self._console)
+            self._live.start()
+
+    def show(self, step: int, row: Mapping[str, Any]) -> None:
+        """Shows the metrics of a step."""
+        if self._live is None:
+            text = "  ".join(f"{l} {f.format(row[name])}" for l, name, f in _LINE if name in row)
+            self._console.print(
+                f"step {step}/{self._total}  {text}", highlight=False, soft_wrap=True
+            )
+            return
+        for _, name, _ in _TABLE:
+            if name in row:
+                self._history.setdefault(name, []).append(row[name])
+        self._bar.update(self._task, completed=step)
+        self._live.update(self._view())
+
+    def show_completion(self, row: Mapping[str, Any]) -> None:
+        """Shows a sample (`prompt`, `completion`, `reward`, `length`, `stopped`) until the next one."""
+        self._completion = row
+        if self._live is not None:
+            self._live.update(self._view())
+
+    def note(self, text: str) -> None:
+        """Shows a line that is no metric."""
+        self._console.print(text, highlight=False)
+
+    def close(self) -> None:
+        """Leaves the last view standing."""
+        if self._live is not None:
+            self._live.stop()
+
+    def _view(self):
+        from rich import console
+
+        parts = [self._bar]
+        parts += [self._table()] if self._history else []
+        parts += [self._sample()] if self._completion else []
+        return console.Group(*parts)
+
+    def _table(self):
+        """Two metrics a line: name, last value, and the course of the last steps."""
+        from rich import table
+
+        grid = table.Table(box=None, padding=(0, 1), show_header=False)
+        for _ in range(2):
+            grid.add_column(style="bold", no_wrap=True)
+            grid.add_column(justify="right", no_wrap=True)
+            grid.add_column(style="cyan", no_wrap=True)
+        cells = [
+            (label, form.format(values[-1]), curve(values[-_CURVE:], _CURVE))
+            for label, name, form in _TABLE
+            if (values := self._history.get(name))
+        ]
+        cells += [("", "", "")] * (len(cells) % 2)
+        for left, right in zip(cells[::2], cells[1::2], strict=True):
+            grid.add_row(*left, *right)
+        return grid
+
+    def _sample(self):
+        from rich import panel, text
+
+        row, prompt = self._completion, self._completion["prompt"]
+        asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        end = "" if row["stopped"] else ", truncated"
+        # Text, not markup: a policy may write brackets.
+        body = text.Text.assemble(
+            (_shortened(asked), "dim"), "\n", _shortened(row["completion"]), overflow="fold"
+        )
+        title = f"reward {row['reward']:.2f}, {row['length']} tokens{end}"
+        return panel.Panel(body, title=title, title_align="left")
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _TEXT else text[: _TEXT // 2] + " … " + text[-_TEXT // 2 :]
