@@ -196,7 +196,12 @@ BAD = [
     ("save_steps", {"save_steps": 0}, "0", "must be at least 1"),
     ("save_total_limit", {"save_total_limit": 0}, "0", "must be at least 1"),
     ("model.model_name_or_path", {"model__model_name_or_path": ""}, "''", "must not be empty"),
-    ("model.weights", {"model__weights": "int4"}, "'int4'", "'nvfp4', 'bfloat16', 'float32'"),
+    (
+        "model.weights",
+        {"model__weights": "int4"},
+        "'int4'",
+        "'nvfp4', 'mxfp4', 'nf4', 'bfloat16', 'float32'",
+    ),
     ("model.dtype", {"model__dtype": "float16"}, "'float16'", "one of 'bfloat16', 'float32'"),
     ("data.max_prompt_length", {"data__max_prompt_length": 0}, "0", "must be at least 1"),
     ("data.overlong_prompts", {"data__overlong_prompts": "cut"}, "'cut'", "'error', 'drop'"),
