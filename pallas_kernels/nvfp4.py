@@ -75,6 +75,18 @@ def unpack_codes(packed: jax.Array) -> jax.Array:
     return pairs.reshape(*packed.shape[:-1], -1)
 
 
+def nearest_codes(x: jax.Array) -> jax.Array:
+    """The E2M1 code nearest to each value, ties to the even code, saturating at 6: uint8, x's shape."""
+    # Midpoints between neighbouring magnitudes; a tie goes to the even code, which is the lower
+    # neighbour at every other midpoint. NaN compares as false and becomes a zero.
+    midpoints = (CODE_VALUES[:7] + CODE_VALUES[1:8]) / 2
+    magnitude = sum(
+        (jnp.abs(x) >= mid if code % 2 else jnp.abs(x) > mid).astype(jnp.uint8)
+        for code, mid in enumerate(midpoints.tolist())
+    )
+    return magnitude | jnp.signbit(x).astype(jnp.uint8) << 3
+
+
 def global_scale(w: jax.Array) -> jax.Array:
     """Global scale of a weight quantized by itself: 2688 / max|w|.
 
@@ -129,7 +141,7 @@ def quantize(w: jax.Array, global_scale: ArrayLike | None = None) -> NVFP4Tensor
 
     steps = _divide(scales.astype(jnp.float32), divisor)
     ratios = _divide(_blocks(w), steps[..., None]).reshape(w.shape)
-    codes = _nearest_codes(ratios)
+    codes = nearest_codes(ratios)
     global_scale = jnp.broadcast_to(global_scale, (*w.shape[:-2], global_scale.shape[-1]))
     return NVFP4Tensor(pack_codes(codes), scales, global_scale, (n, k))
 
@@ -255,17 +267,6 @@ def _global_scale(block_max: jax.Array, dtype: DTypeLike) -> jax.Array:
     reciprocal = _round_like(_divide(1.0, jnp.max(block_max, axis=(-2, -1))), dtype)
     scale = _round_like(reciprocal * (_SCALE_MAX * _CODE_MAX), dtype)
     return jnp.where(jnp.isfinite(scale), scale, 1.0)[..., None]
-
-
-def _nearest_codes(x: jax.Array) -> jax.Array:
-    # Midpoints between neighbouring magnitudes; a tie goes to the even code, which is the lower
-    # neighbour at every other midpoint. NaN compares as false and becomes a zero.
-    midpoints = (CODE_VALUES[:7] + CODE_VALUES[1:8]) / 2
-    magnitude = sum(
-        (jnp.abs(x) >= mid if code % 2 else jnp.abs(x) > mid).astype(jnp.uint8)
-        for code, mid in enumerate(midpoints.tolist())
-    )
-    return magnitude | jnp.signbit(x).astype(jnp.uint8) << 3
 
 
 def _times_codes(steps: jax.Array, packed: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import pathlib
 from typing import Any
 
@@ -20,17 +21,26 @@ class Family:
     Attributes:
         qkv_bias: Whether q, k and v have a bias.
         qk_norm: Whether queries and keys pass an RMSNorm over the head before the rotation.
+        head_size: C where `head_dim` is absent; None means D / H.
+        window_switch: Whether a `sliding_window` acts only with `use_sliding_window`.
     """
 
     qkv_bias: bool = False
     qk_norm: bool = False
+    head_size: int | None = None
+    window_switch: bool = True
 
 
 FAMILIES = {
     "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm=True),
+    "qwen3": Family(qk_norm=True, head_size=128),
     "llama": Family(),
+    "mistral": Family(window_switch=False),
 }
+
+# Hugging Face's names: where a fused linear's parts sit in a layer, and its two norms.
+PARENT = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
+LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +126,11 @@ class Architecture:
             "down": (("down_proj", self.width),),
         }
 
+    def linear_names(self, linear: str, index: int) -> list[str]:
+        """Hugging Face's names of the parts of a fused linear in layer `index`."""
+        parts = self.linears()[linear]
+        return [f"model.layers.{index}.{PARENT[linear]}.{part}" for part, _ in parts]
+
     def input_width(self, linear: str) -> int:
         """K of a fused linear: the width of what it reads."""
         return {
@@ -156,8 +171,7 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         raise NotImplementedError(
             f"hidden_act: got {config['hidden_act']!r}; only 'silu' is supported"
         )
-    if config.get("use_sliding_window"):
-        raise NotImplementedError("use_sliding_window: got true; only full attention is supported")
+    _refuse_windows(config, family)
     for field in ("attention_bias", "mlp_bias"):
         # Llama's and Qwen3's switches add biases behind o_proj and the MLP too; Qwen2 has no such
         # switch.
@@ -182,8 +196,10 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         ffn_width=size("intermediate_size"),
         num_layers=size("num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
-        head_size=config.get("head_dim") or size("hidden_size") // heads,
+        num_kv_heads=size("num_key_value_heads") if config.get("num_key_value_heads") else heads,
+        head_size=size("head_dim")
+        if config.get("head_dim")
+        else family.head_size or size("hidden_size") // heads,
         rms_norm_eps=config.get("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
@@ -193,10 +209,30 @@ def from_hf(config: dict[str, Any]) -> Architecture:
     )
 
 
+def _refuse_windows(config: dict[str, Any], family: Family) -> None:
+    if config.get("use_sliding_window"):
+        raise NotImplementedError("use_sliding_window: got true; only full attention is supported")
+    windowed = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
+    if windowed:
+        raise NotImplementedError(
+            f"layer_types: got {windowed[0]!r}; only 'full_attention' is supported"
+        )
+    window = None if family.window_switch else config.get("sliding_window")
+    # A window that no sequence of the model outgrows hides nothing.
+    if window is not None and window < config.get("max_position_embeddings", math.inf):
+        raise NotImplementedError(
+            f"sliding_window: got {window}; only full attention is supported (null, or a window of at "
+            "least max_position_embeddings)"
+        )
+
+
 def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
     kind = rope.get("rope_type", rope.get("type", "default"))
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if share != 1.0:
+        raise NotImplementedError(f"partial_rotary_factor: got {share}; only 1 is supported")
     if kind == "default":
         return theta, None
     if kind != "llama3":
@@ -224,6 +260,27 @@ def _qwen2(
     )
 
 
+def _qwen3(width, ffn_width, num_layers, num_heads, num_kv_heads, *, tied=False) -> Architecture:
+    shape = _qwen2(width, ffn_width, num_layers, num_heads, num_kv_heads, 151936, tied=tied)
+    return dataclasses.replace(
+        shape, model_type="qwen3", head_size=128, qkv_bias=False, qk_norm=True
+    )
+
+
+def _llama3(
+    width, ffn_width, num_layers, num_heads, num_kv_heads, *, stretch=8.0, tied=False
+) -> Architecture:
+    shape = _qwen2(width, ffn_width, num_layers, num_heads, num_kv_heads, 128256, tied=tied)
+    return dataclasses.replace(
+        shape,
+        model_type="llama",
+        rms_norm_eps=1e-5,
+        rope_theta=5e5,
+        rope_scaling=Llama3Rope(stretch, 1.0, 4.0, 8192),
+        qkv_bias=False,
+    )
+
+
 # The published shapes, for benchmarks and memory plans that need no download.
 KNOWN = {
     "qwen2.5-0.5b": _qwen2(896, 4864, 24, 14, 2, 151936, tied=True),
@@ -233,19 +290,22 @@ KNOWN = {
     "qwen2.5-14b": _qwen2(5120, 13824, 48, 40, 8, 152064),
     "qwen2.5-32b": _qwen2(5120, 27648, 64, 40, 8, 152064),
     "qwen2.5-72b": _qwen2(8192, 29568, 80, 64, 8, 152064),
-    "llama-3.1-8b": Architecture(
-        model_type="llama",
-        vocab_size=128256,
-        width=4096,
-        ffn_width=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_size=128,
-        rms_norm_eps=1e-5,
-        rope_theta=500000.0,
-        rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 8192),
-        qkv_bias=False,
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, 8, tied=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, 8, tied=True),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, 8, tied=True),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, 8),
+    "qwen3-14b": _qwen3(5120, 17408, 40, 40, 8),
+    "qwen3-32b": _qwen3(5120, 25600, 64, 64, 8),
+    "llama-3.2-1b": _llama3(2048, 8192, 16, 32, 8, stretch=32.0, tied=True),
+    "llama-3.2-3b": _llama3(3072, 8192, 28, 24, 8, stretch=32.0, tied=True),
+    "llama-3.1-8b": _llama3(4096, 14336, 32, 32, 8),
+    "llama-3.1-70b": _llama3(8192, 28672, 80, 64, 8),
+    "mistral-7b-v0.3": dataclasses.replace(
+        _llama3(4096, 14336, 32, 32, 8),
+        model_type="mistral",
+        vocab_size=32768,
+        rope_theta=1e6,
+        rope_scaling=None,
     ),
 }
 
@@ -257,4 +317,19 @@ def load(folder: str | pathlib.Path) -> Architecture:
         raise FileNotFoundError(
             f"no config.json in {folder}: a model folder holds config.json and *.safetensors"
         )
-    return from_hf(json.loads(path.read_text()))
+    return from_hf(read_json(path))
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The object that a JSON file of a model folder holds.
+
+    Raises:
+        ValueError: Naming the file, when it is none.
+    """
+    try:
+        table = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise ValueError(f"{path}: not a JSON object but a {type(table).__name__}")
+    return table

@@ -1,33 +1,27 @@
-"""Files <-> trees: a Hugging Face base in, a PEFT adapter in and out, the state of a run in and out."""
+"""A Hugging Face folder -> the model, its frozen base on the device, its tokenizer."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
-import os
 import pathlib
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import NVFP4Tensor, PackedWeight, nvfp4, prepare
-from qerl_jax import architecture, tokenizer
-from qerl_jax.architecture import Architecture
+from qerl_jax import architecture, formats, tokenizer
+from qerl_jax.architecture import LAYER_NORMS, PARENT, Architecture
 from qerl_jax.config import LoraConfig, ModelConfig
+from qerl_jax.formats import Format, Packed
 from qerl_jax.model import LoRA, Transformer, abstract_base, random_base
 from qerl_jax.tensor_files import Tensors
 from qerl_jax.tokenizer import Tokenizer
 
+DENSE = ("bfloat16", "float32")
+_FLOATS = ("F32", "BF16", "F16", "F64")
 TINY = pathlib.Path(__file__).parent / "assets" / "tiny"
-
-_PARENT = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
-_LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
-_PEFT_PREFIX = "base_model.model."
 
 
 def load_policy(
@@ -48,8 +42,8 @@ def load_policy(
     known = cfg.random_base and cfg.model_name_or_path in architecture.KNOWN
     folder = None if known else local_folder(cfg.model_name_or_path, weights=not cfg.random_base)
     arch = architecture.KNOWN[cfg.model_name_or_path] if known else architecture.load(folder)
-    if cfg.weights == "nvfp4":
-        _check_blocks(arch)
+    if cfg.weights not in DENSE:
+        formats.named(cfg.weights).check(arch)
     source = cfg.tokenizer_name_or_path
     if known and cfg.trainable == "full":
         raise ValueError(
@@ -105,19 +99,29 @@ def local_folder(name_or_path: str, *, weights: bool = True) -> pathlib.Path:
 def load_base(folder: str | pathlib.Path, model: Transformer) -> Any:
     """Reads a Hugging Face checkpoint into the `frozen` tree, layer by layer.
 
-    16-bit linears are packed on the device as they are read (round to nearest; q/k/v share one
-    global scale, gate/up another, as vLLM needs it); a compressed-tensors NVFP4 checkpoint is read
-    as it is. Either is then brought into the layout that the device's kernels read. Host memory
-    holds one layer, and the device no more than one beside the stack.
+    16-bit linears are packed on the device as they are read (round to nearest; for NVFP4 q/k/v share
+    one global scale, gate/up another, as vLLM needs it); a checkpoint of a packed format (`formats`)
+    is read as it is. Either is then brought into the layout that the device's kernels read. Host
+    memory holds one layer, and the device no more than one beside the stack.
 
     Args:
         folder: Holds config.json and *.safetensors.
         model: Says what is expected, and how linears are to be held.
+
+    Raises:
+        NotImplementedError: When the folder is of a packed format that we do not read, or of
+            another than the model's.
+        ValueError: When a tensor is missing or of another shape than config.json says.
     """
     folder = pathlib.Path(folder)
     arch, tensors = model.arch, Tensors(folder)
-    packed = _is_packed(json.loads((folder / "config.json").read_text()))
-    _check_names(arch, tensors, packed)
+    source = formats.of_folder(folder)
+    if source is not None and model.weights not in (source.name, *DENSE):
+        raise NotImplementedError(
+            f"model.weights: got {model.weights!r}; {folder} holds {source.name}, which is read as "
+            f"that, or unpacked to {' or '.join(DENSE)}"
+        )
+    check_names(arch, tensors, source)
 
     expected = abstract_base(model)
     dtype = expected["embed_tokens"].dtype
@@ -134,43 +138,59 @@ def load_base(folder: str | pathlib.Path, model: Transformer) -> Any:
     def put(stack, layer, index):
         return jax.tree.map(lambda s, x: s.at[index].set(x.astype(s.dtype)), stack, layer)
 
-    shared = _shared_scales(arch, tensors) if packed else set()
-    arrange = jax.jit(lambda weight: prepare(weight, model.dtype))
+    shared = _shared_scales(arch, tensors, source) if source and source.name == "nvfp4" else set()
+
+    @jax.jit
+    def arrange(weight: Packed) -> PackedWeight:
+        return prepare(weight, model.dtype) if isinstance(weight, NVFP4Tensor) else weight
 
     def read_linear(linear: str, names: list[str]) -> PackedWeight | jax.Array:
-        if model.weights != "nvfp4":
-            if packed:
-                return _dequantize(_read_packed(tensors, names, linear in shared), dtype)
-            return _read_dense(tensors, names).astype(dtype)
-        if packed:
-            return arrange(_read_packed(tensors, names, linear in shared))
-        return arrange(_quantize(tensors, names))
+        if source is None:
+            parts = [jnp.asarray(tensors[f"{name}.weight"]) for name in names]
+            if model.weights in DENSE:
+                return jnp.concatenate(parts).astype(dtype)
+            return arrange(_pack(model.weights, parts))
+        parts = [jax.tree.map(jnp.asarray, source.read(tensors, name)) for name in names]
+        if source.name == "nvfp4":
+            whole = nvfp4.fuse(parts, shared=linear in shared)
+        else:
+            whole = source.fuse(parts)
+        return _unpack(source.name, whole, dtype) if model.weights in DENSE else arrange(whole)
 
     stack = None
     for index in range(arch.num_layers):
-        layer = _read_layer(arch, tensors, f"model.layers.{index}.", dtype, read_linear)
+        layer = read_layer(arch, tensors, f"model.layers.{index}.", dtype, read_linear)
         if stack is None:
             stack = jax.tree.map(lambda x: jnp.zeros((arch.num_layers, *x.shape), x.dtype), layer)
         stack = put(stack, layer, index)
     return frozen | {"layers": stack}
 
 
-def _read_layer(
+def read_layer(
     arch: Architecture,
-    tensors: Tensors,
+    tensors: Tensors | Mapping[str, Any],
     prefix: str,
     dtype,
     read_linear: Callable[[str, list[str]], PackedWeight | jax.Array],
 ) -> dict:
+    """One layer as a tree, without a leading axis.
+
+    Args:
+        arch: Says what it has.
+        tensors: By their names in a folder.
+        prefix: Of these names, "model.layers.0." for the first.
+        dtype: Of norms and biases.
+        read_linear: A fused linear's name and those of its parts -> its weight.
+    """
     layer = {
         name: {"scale": jnp.asarray(tensors[f"{prefix}{name}.weight"], dtype)}
-        for name in _LAYER_NORMS
+        for name in LAYER_NORMS
     }
     if arch.qk_norm:
         for name in ("q_norm", "k_norm"):
             layer[name] = {"scale": jnp.asarray(tensors[f"{prefix}self_attn.{name}.weight"], dtype)}
     for linear, parts in arch.linears().items():
-        names = [f"{prefix}{_PARENT[linear]}.{part}" for part, _ in parts]
+        names = [f"{prefix}{PARENT[linear]}.{part}" for part, _ in parts]
         layer[linear] = {"weight": read_linear(linear, names)}
         if linear == "qkv" and arch.qkv_bias:
             layer[linear]["bias"] = jnp.concatenate(
@@ -179,90 +199,45 @@ def _read_layer(
     return layer
 
 
-def _read_dense(tensors: Tensors, names: list[str]) -> jax.Array:
-    return jnp.concatenate([jnp.asarray(tensors[f"{name}.weight"]) for name in names])
+@functools.partial(jax.jit, static_argnums=0)
+def _pack(name: str, parts: list[jax.Array]) -> Packed:
+    form = formats.named(name)
+    return form.fuse(form.pack(parts))
 
 
-def _quantize(tensors: Tensors, names: list[str]) -> NVFP4Tensor:
-    parts = [jnp.asarray(tensors[f"{name}.weight"]) for name in names]
-    return _quantize_parts(parts)
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _unpack(name: str, weight: Packed, dtype) -> jax.Array:
+    return formats.named(name).unpack(weight, dtype)
 
 
-_dequantize = jax.jit(nvfp4.dequantize, static_argnums=1)
-
-
-@jax.jit
-def _quantize_parts(parts: list[jax.Array]) -> NVFP4Tensor:
-    shared = functools.reduce(jnp.minimum, [nvfp4.global_scale(part) for part in parts])
-    return nvfp4.fuse([nvfp4.quantize(part, shared) for part in parts], shared=True)
-
-
-def _read_packed(tensors: Tensors, names: list[str], shared: bool) -> NVFP4Tensor:
-    parts = [
-        NVFP4Tensor(
-            codes=jnp.asarray(tensors[f"{name}.weight_packed"]),
-            scales=jnp.asarray(tensors[f"{name}.weight_scale"]),
-            global_scale=jnp.asarray(tensors[f"{name}.weight_global_scale"], jnp.float32),
-            shape=(
-                tensors.shape(f"{name}.weight_packed")[0],
-                2 * tensors.shape(f"{name}.weight_packed")[1],
-            ),
-        )
-        for name in names
-    ]
-    return nvfp4.fuse(parts, shared=shared)
-
-
-def _shared_scales(arch: Architecture, tensors: Tensors) -> set[str]:
+def _shared_scales(arch: Architecture, tensors: Tensors, source: Format) -> set[str]:
     """The fused linears whose parts have one global scale, and so in every layer: stacked layers have one form.
 
     A scale per row costs a multiply more per output; quantizers that follow vLLM's rule do not need
     it.
     """
 
-    def scale(linear: str, index: int, part: str) -> float:
-        return tensors[f"model.layers.{index}.{_PARENT[linear]}.{part}.weight_global_scale"].item()
+    def scale(name: str) -> float:
+        return source.read(tensors, name).global_scale.item()
 
     return {
         linear
-        for linear, parts in arch.linears().items()
+        for linear in arch.linears()
         if all(
-            len({scale(linear, index, part) for part, _ in parts}) == 1
+            len({scale(name) for name in arch.linear_names(linear, index)}) == 1
             for index in range(arch.num_layers)
         )
     }
 
 
-def _is_packed(config: dict[str, Any]) -> bool:
-    quantization = config.get("quantization_config")
-    if quantization is None:
-        return False
-    method, form = quantization.get("quant_method"), quantization.get("format")
-    if (method, form) != ("compressed-tensors", "nvfp4-pack-quantized"):
-        raise NotImplementedError(
-            f"quantization_config: got quant_method {method!r}, format {form!r}; "
-            "read are 16-bit checkpoints and compressed-tensors 'nvfp4-pack-quantized'"
-        )
-    groups = quantization.get("config_groups", {}).values()
-    if any(group.get("input_activations") for group in groups):
-        raise NotImplementedError(
-            "quantization_config: input_activations are quantized (W4A4); only W4A16 is supported"
-        )
-    return True
+def check_names(arch: Architecture, tensors: Tensors, source: Format | None) -> None:
+    """Demands every tensor and shape at the door, so that nothing is half loaded.
 
-
-def _check_blocks(arch: Architecture) -> None:
-    for linear in arch.linears():
-        width = arch.input_width(linear)
-        if width % nvfp4.BLOCK:
-            raise ValueError(
-                f"model.weights: got 'nvfp4'; {linear} has {width} input features (K), "
-                f"and NVFP4 needs a multiple of {nvfp4.BLOCK}"
-            )
-
-
-def _check_names(arch: Architecture, tensors: Tensors, packed: bool) -> None:
-    """Demands every tensor and shape at the door, so that nothing is half loaded."""
+    Raises:
+        SafetensorsError, ValueError: When a tensor is missing, or has another shape than `arch` says.
+        NotImplementedError: When one has a type that cannot be read, or there is one that would
+            change what a weight means.
+    """
     expected = {
         "model.embed_tokens.weight": (arch.vocab_size, arch.width),
         "model.norm.weight": (arch.width,),
@@ -271,283 +246,49 @@ def _check_names(arch: Architecture, tensors: Tensors, packed: bool) -> None:
         expected["lm_head.weight"] = (arch.vocab_size, arch.width)
     for index in range(arch.num_layers):
         prefix = f"model.layers.{index}."
-        expected |= {f"{prefix}{name}.weight": (arch.width,) for name in _LAYER_NORMS}
+        expected |= {f"{prefix}{name}.weight": (arch.width,) for name in LAYER_NORMS}
         if arch.qk_norm:
             expected |= {
                 f"{prefix}self_attn.{name}.weight": (arch.head_size,)
                 for name in ("q_norm", "k_norm")
             }
         for linear, parts in arch.linears().items():
-            k = arch.input_width(linear)
-            for part, n in parts:
-                name = f"{prefix}{_PARENT[linear]}.{part}"
-                if packed:
-                    expected[f"{name}.weight_packed"] = (n, k // 2)
-                    expected[f"{name}.weight_scale"] = (n, k // nvfp4.BLOCK)
-                    expected[f"{name}.weight_global_scale"] = (1,)
-                else:
-                    expected[f"{name}.weight"] = (n, k)
-                if linear == "qkv" and arch.qkv_bias:
-                    expected[f"{name}.bias"] = (n,)
+            k, bias = arch.input_width(linear), linear == "qkv" and arch.qkv_bias
+            names = arch.linear_names(linear, index)
+            for name, (_, n) in zip(names, parts, strict=True):
+                shapes = {"weight": (n, k)} if source is None else source.shapes(n, k)
+                shapes |= {"bias": (n,)} if bias else {}
+                _check_linear(tensors, name, source, shapes)
+                expected |= {f"{name}.{suffix}": shape for suffix, shape in shapes.items()}
     for name, shape in expected.items():
-        if tensors.shape(name) != shape:
-            raise ValueError(f"{name}: got shape {tensors.shape(name)}; config.json says {shape}")
+        found = tensors.shape(name)
+        if found != shape and not (found == () and shape == (1,)):
+            raise ValueError(f"{name}: got shape {found}; config.json says {shape}")
 
 
-def export_adapter(folder: str | pathlib.Path, params: Any, lora: LoRA, base: str) -> None:
-    """Writes the adapter as PEFT does: adapter_config.json and adapter_model.safetensors, float32.
-
-    Trained norms are written too and listed in `modules_to_save`. The folder appears whole or not
-    at all.
-
-    Args:
-        folder: Replaced if it is an adapter already.
-        params: The `params` tree.
-        lora: Its shape.
-        base: `base_model_name_or_path`.
-
-    Raises:
-        FileExistsError: When the folder holds something else.
-    """
-    from safetensors.numpy import save_file
-
-    tensors = {
-        name: np.ascontiguousarray(value) for name, value in _peft_tensors(jax.device_get(params))
-    }
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
-        "target_modules": sorted({name.split(".")[-3] for name in tensors if ".lora_A." in name}),
-        "modules_to_save": list(_LAYER_NORMS) if lora.train_norms else None,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "use_rslora": False,
-        "inference_mode": True,
-    }
-    with _whole_folder(folder, "adapter_config.json", "adapter") as partial:
-        save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
-        (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+# What may stand beside a weight without a meaning for it: scales of quantized activations, which stay
+# in 16 bits here, and of a quantized cache.
+_IGNORED = ("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale")
 
 
-def export_model(
-    folder: str | pathlib.Path, model: Transformer, base: Any, source: str | pathlib.Path
+def _check_linear(
+    tensors: Tensors, name: str, source: Format | None, shapes: dict[str, tuple[int, ...]]
 ) -> None:
-    """Writes a dense base as a Hugging Face folder that `load_base`, transformers and vLLM read.
-
-    Weights are written in the type in which `model` holds a base (bfloat16 or float32), config and
-    tokenizer are the source's. The folder appears whole or not at all.
-
-    Args:
-        folder: Replaced if it is a model already.
-        model: Says how the linears are fused.
-        base: The whole `frozen` tree; its layers may be trained ones, in float32.
-        source: The folder that the base came from.
-
-    Raises:
-        FileExistsError: When the folder holds something else.
-    """
-    from safetensors.numpy import save_file
-
-    source = pathlib.Path(source)
-    dtype = np.dtype(abstract_base(model.clone(full=False))["embed_tokens"].dtype)
-    tensors = {
-        name: np.ascontiguousarray(np.asarray(value, dtype))
-        for name, value in _hf_tensors(model.arch, jax.device_get(base))
-    }
-    config = json.loads((source / "config.json").read_text())
-    config.pop("quantization_config", None)
-    config.pop("dtype", None)  # transformers 5 writes this name and reads both
-    config["torch_dtype"] = str(dtype)
-    with _whole_folder(folder, "config.json", "model") as partial:
-        for path in source.iterdir():
-            wanted = path.suffix in (".json", ".txt", ".jinja", ".model")
-            if wanted and not path.name.endswith(".index.json"):
-                shutil.copyfile(path, partial / path.name)
-        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-
-
-def _hf_tensors(arch: Architecture, base: Any):
-    yield "model.embed_tokens.weight", base["embed_tokens"]
-    yield "model.norm.weight", base["norm"]["scale"]
-    if "lm_head" in base:
-        yield "lm_head.weight", base["lm_head"]
-    linears = arch.linears()
-    for module, content in base["layers"].items():
-        for index in range(arch.num_layers):
-            prefix = f"model.layers.{index}."
-            if module not in linears:
-                parent = "" if module in _LAYER_NORMS else "self_attn."
-                yield f"{prefix}{parent}{module}.weight", content["scale"][index]
-                continue
-            ends = np.cumsum([size for _, size in linears[module]])[:-1]
-            for leaf, stack in content.items():
-                pieces = zip(linears[module], np.split(stack[index], ends), strict=True)
-                for (part, _), piece in pieces:
-                    yield f"{prefix}{_PARENT[module]}.{part}.{leaf}", piece
-
-
-@contextlib.contextmanager
-def _whole_folder(folder: str | pathlib.Path, marker: str, kind: str):
-    """A folder to fill, which takes the place of `folder` when the block ends without an error."""
-    folder = pathlib.Path(folder).resolve()
-    if folder.exists() and not (folder / marker).is_file() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder}: holds something that is no {kind}; it would be deleted")
-    partial, previous = (
-        folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "previous")
-    )
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        shutil.rmtree(previous, ignore_errors=True)
-        if folder.exists():
-            os.replace(folder, previous)
-        os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(previous, ignore_errors=True)
-
-
-def read_lora(folder: str | pathlib.Path) -> LoraConfig:
-    """The shape of a PEFT adapter, from its adapter_config.json.
-
-    Raises:
-        NotImplementedError: For adapters other than plain LoRA on all seven linears.
-    """
-    path = pathlib.Path(folder) / "adapter_config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"no adapter_config.json in {folder}")
-    config = json.loads(path.read_text())
-    targets = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-    found = config.get("target_modules")
-    if found != "all-linear" and (not isinstance(found, list) or set(found) != targets):
+    """Looks for what has another type, is not packed, or would have to act."""
+    dense = f"{name}.weight" in tensors and tensors.type(f"{name}.weight") in _FLOATS
+    if source is not None and dense:
         raise NotImplementedError(
-            f"{path}: target_modules: got {found!r}; must be {sorted(targets)}"
+            f"{name}: is not packed, although the folder is; a folder that leaves some linears of the "
+            "layers out of its quantization cannot be read"
         )
-    for field, plain in {
-        "peft_type": "LORA",
-        "bias": "none",
-        "use_dora": False,
-        "use_rslora": False,
-    }.items():
-        if config.get(field, plain) != plain:
+    types = {"weight": _FLOATS} if source is None else source.types
+    for suffix in tensors.suffixes(name):
+        if suffix not in shapes and suffix not in _IGNORED:
             raise NotImplementedError(
-                f"{path}: {field}: got {config[field]!r}; only {plain!r} is supported"
+                f"{name}.{suffix}: has no place in the model, and would change what the linear does"
             )
-    for field in ("rank_pattern", "alpha_pattern"):
-        if config.get(field):
+        found, known = tensors.type(f"{name}.{suffix}"), types.get(suffix)
+        if known is not None and found not in known:
             raise NotImplementedError(
-                f"{path}: {field}: got {config[field]!r}; one rank and alpha for all is supported"
+                f"{name}.{suffix}: got type {found}; must be {' or '.join(known)}"
             )
-    norms = config.get("modules_to_save") or []
-    if norms and set(norms) != set(_LAYER_NORMS):
-        raise NotImplementedError(
-            f"{path}: modules_to_save: got {norms}; only {list(_LAYER_NORMS)} can be read"
-        )
-    return LoraConfig(config["r"], float(config["lora_alpha"]), 0.0, bool(norms))
-
-
-def import_adapter(folder: str | pathlib.Path, model: Transformer) -> Any:
-    """Reads a PEFT adapter into the `params` tree of `model`, float32.
-
-    Raises:
-        SafetensorsError, ValueError: When a tensor is missing, of another shape, or none of the
-            model's.
-    """
-    tensors, arch, lora = Tensors(folder, "adapter_model"), model.arch, model.lora
-    unread = set(tensors)
-
-    def stack(name: str, shape: tuple[int, ...], transpose: bool) -> jax.Array:
-        layers = []
-        for index in range(arch.num_layers):
-            full = f"{_PEFT_PREFIX}model.layers.{index}.{name}.weight"
-            if tensors.shape(full) != shape:
-                raise ValueError(
-                    f"{full}: got shape {tensors.shape(full)}; the model needs {shape}"
-                )
-            unread.discard(full)
-            layers.append(
-                np.asarray(tensors[full], np.float32).T
-                if transpose
-                else np.asarray(tensors[full], np.float32)
-            )
-        return jnp.asarray(np.stack(layers))
-
-    layers: dict[str, Any] = {}
-    for linear, parts in arch.linears().items():
-        k = arch.input_width(linear)
-        layers[linear] = {
-            part: {
-                "a": stack(f"{_PARENT[linear]}.{part}.lora_A", (lora.rank, k), True),
-                "b": stack(f"{_PARENT[linear]}.{part}.lora_B", (n, lora.rank), True),
-            }
-            for part, n in parts
-        }
-    if lora.train_norms:
-        for name in _LAYER_NORMS:
-            layers[name] = {"scale": stack(name, (arch.width,), False)}
-    if unread:
-        raise ValueError(
-            f"{folder}: {min(unread)} has no place in the model ({len(unread)} such tensors)"
-        )
-    return {"layers": layers}
-
-
-def _peft_tensors(params: Any):
-    for module, content in params["layers"].items():
-        for index in range(len(jax.tree.leaves(content)[0])):
-            prefix = f"{_PEFT_PREFIX}model.layers.{index}."
-            if module in _LAYER_NORMS:
-                yield f"{prefix}{module}.weight", content["scale"][index]
-                continue
-            for part, pair in content.items():
-                yield f"{prefix}{_PARENT[module]}.{part}.lora_A.weight", pair["a"][index].T
-                yield f"{prefix}{_PARENT[module]}.{part}.lora_B.weight", pair["b"][index].T
-
-
-class StateFiles:
-    """The checkpoints of a run folder, `checkpoints/<step>/`, each written whole or not at all (orbax)."""
-
-    def __init__(self, run_folder: str | pathlib.Path, keep: int):
-        """Opens the folder; `keep` newest checkpoints stay."""
-        import orbax.checkpoint as ocp
-
-        self._ocp = ocp
-        self._manager = ocp.CheckpointManager(
-            pathlib.Path(run_folder).absolute() / "checkpoints",
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, enable_async_checkpointing=False
-            ),
-        )
-
-    def save(self, state: Any, supply: dict[str, Any] | None = None) -> None:
-        """Writes the state under its step, and plain numbers beside it."""
-        args = self._ocp.args
-        both = args.Composite(state=args.StandardSave(state), supply=args.JsonSave(supply or {}))
-        self._manager.save(int(state.step), args=both, force=True)
-
-    def restore(self, like: Any) -> Any | None:
-        """The newest state, with the shapes and types of `like`; None when there is none."""
-        step = self._manager.latest_step()
-        if step is None:
-            return None
-        abstract = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, like)
-        args = self._ocp.args.Composite(state=self._ocp.args.StandardRestore(abstract))
-        return self._manager.restore(step, args=args)["state"]
-
-    def supply(self) -> dict[str, Any] | None:
-        """What was written beside the newest state; None when there is none."""
-        step = self._manager.latest_step()
-        if step is None:
-            return None
-        args = self._ocp.args.Composite(supply=self._ocp.args.JsonRestore())
-        return self._manager.restore(step, args=args)["supply"]
-
-    def close(self) -> None:
-        """Waits for what is being written."""
-        self._manager.close()

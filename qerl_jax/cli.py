@@ -11,7 +11,7 @@ import os
 import pathlib
 import platform
 import sys
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 # Without PyTorch transformers greets with a notice about it, which would be a newcomer's first
 # line.
@@ -56,7 +56,7 @@ class Generate:
     model: str = "qerl-tiny"
     adapter: pathlib.Path | None = None
     system_prompt: str | None = None
-    weights: Literal["nvfp4", "bfloat16", "float32"] = "nvfp4"
+    weights: Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"] = "nvfp4"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     max_tokens: int = 256
     temperature: float = 1.0
@@ -96,6 +96,60 @@ class Filter:
     reward: str | None = None
     adapter: pathlib.Path | None = None
     batch_size: int = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """Writes what a run has learned for others to read, and checks it against the trained policy.
+
+    Attributes:
+        run: A run folder.
+        out: The folder to write.
+        to: "peft" is the adapter; "merged" a whole 16-bit model; "nvfp4" that model packed again.
+        base: To what the adapter is added: the "original" 16-bit weights, or the "packed" ones that
+            it was trained on. Must be given where there are both.
+        step: Of the checkpoint to take; absent means the final adapter, or the newest checkpoint.
+        limit: Largest mean difference of log-probabilities, in nats; absent means what rounding
+            explains.
+    """
+
+    run: tyro.conf.Positional[pathlib.Path]
+    out: tyro.conf.Positional[pathlib.Path]
+    to: Literal["peft", "merged", "nvfp4"]
+    base: Annotated[Literal["original", "packed"] | None, tyro.conf.arg(name="from")] = None
+    step: int | None = None
+    limit: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantize:
+    """Writes a 4-bit folder of a 16-bit model, layer by layer; the same call goes on after a stop.
+
+    Attributes:
+        source: A 16-bit folder or hub name.
+        target: The new folder.
+        format: What linears are packed to.
+        method: "rtn" rounds to nearest; "awq" finds scales and clipping by calibration.
+        scale_rounding: Of MXFP4's scales: compressed-tensors' "nearest", or the OCP
+            specification's "floor".
+        double_quant: Whether NF4's scales are quantized too.
+        dataset: For "awq", the rows to calibrate on: "arithmetic", a data set of the hub, or a
+            .jsonl, .json or .parquet file with messages, a text, or a question and an answer.
+        num_samples: Rows that are drawn from it.
+        max_length: Tokens that are used of each.
+        seed: Of the draw.
+    """
+
+    source: tyro.conf.Positional[str]
+    target: tyro.conf.Positional[pathlib.Path]
+    format: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4"
+    method: Literal["rtn", "awq"] = "rtn"
+    scale_rounding: Literal["nearest", "floor"] = "nearest"
+    double_quant: bool = True
+    dataset: str = "open-thoughts/OpenThoughts-114k"
+    num_samples: int = 256
+    max_length: int = 2048
+    seed: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +201,7 @@ class Eval:
     split: str | None = None
     columns: dict[str, str] | None = None
     num_problems: int | None = None
-    weights: Literal["nvfp4", "bfloat16", "float32"] | None = None
+    weights: Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"] | None = None
     dtype: Literal["bfloat16", "float32"] | None = None
     output_dir: pathlib.Path | None = None
     max_concurrent: int = 256
@@ -175,6 +229,8 @@ def main(argv: list[str] | None = None) -> int:
         "plan": _plan,
         "generate": _generate,
         "filter": _filter,
+        "export": _export,
+        "quantize": _quantize,
         "eval": _eval,
         "compare": _compare,
         "replay": _replay,
@@ -186,7 +242,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if argv and argv[0] in ("-h", "--help") else 2
     try:
         commands[argv[0]](argv[1:])
-    except (ValueError, FileNotFoundError, NotImplementedError) as error:
+    except (ValueError, FileNotFoundError, FileExistsError, NotImplementedError) as error:
         sys.stderr.write(f"qerl {argv[0]}: {error}\n")
         return 2
     return 0
@@ -199,6 +255,8 @@ _USAGE = """usage: qerl COMMAND ...
                                                   what the run will hold, and whether it fits
   generate PROMPT [--model M] [--adapter DIR]     print completions; or --input FILE --output OUT.jsonl
   filter CONFIG.toml OUT.jsonl [--low R]          keep the problems that are neither easy nor hopeless
+  export RUN_FOLDER --to KIND OUT                 the adapter, or a model that it is merged into
+  quantize MODEL DIR [--format F] [--method M]    write a 4-bit folder of a 16-bit model
   eval SET ... [--adapter RUN_FOLDER]             accuracy on benchmarks, with intervals
   compare EVAL_FOLDER EVAL_FOLDER                 difference of two policies on the same problems
   report RUN_FOLDER ...                           a page and PNG files of one or several runs
@@ -348,6 +406,31 @@ def _filter(argv: list[str]) -> None:
         say=_say,
     )
     _say(f"{kept} of {total} problems have a pass rate in [{args.low}, {args.high}]: {args.out}")
+
+
+def _export(argv: list[str]) -> None:
+    args = tyro.cli(Export, args=argv, prog="qerl export")
+    from pallas_kernels import runtime
+    from qerl_jax import export
+
+    runtime.use_compilation_cache()
+    report = export.export(
+        args.run, args.to, args.out, base=args.base, step=args.step, limit=args.limit
+    )
+    _say(f"{args.to} in {args.out}")
+    _say(export.line(report))
+
+
+def _quantize(argv: list[str]) -> None:
+    args = tyro.cli(Quantize, args=argv, prog="qerl quantize")
+    from pallas_kernels import runtime
+    from qerl_jax.calibration import Calibration
+    from qerl_jax.quantize import Recipe, quantize
+
+    runtime.use_compilation_cache()
+    rows = Calibration(args.dataset, args.num_samples, args.max_length, args.seed)
+    recipe = Recipe(args.format, args.method, args.scale_rounding, args.double_quant, rows)
+    quantize(args.source, args.target, recipe, _say)
 
 
 def _eval(argv: list[str]) -> None:

@@ -34,8 +34,8 @@ class ModelConfig:
             the base that ships with the package. With `random_base`, a name of `architecture.KNOWN`
             will do.
         tokenizer_name_or_path: Where the tokenizer is, if not beside the model.
-        weights: How the linears are held: "nvfp4" packs a 16-bit checkpoint on load; an NVFP4
-            checkpoint is read as it is.
+        weights: How the linears are held: "nvfp4", "mxfp4" and "nf4" (with quantized scales, as in
+            QLoRA) pack a 16-bit checkpoint on load; a checkpoint in that format is read as it is.
         dtype: Of the activations.
         random_base: Make a packed random base of that architecture on the device instead of reading
             weights.
@@ -43,17 +43,27 @@ class ModelConfig:
             "layer", all of a layer but the large "products", or "none".
         trainable: "lora" trains an adapter; "full" the layers of a dense base themselves (linears,
             biases and norms; not embedding, last norm and head), in float32, without an adapter.
+        adapter_name_or_path: A PEFT adapter over that base, by folder or hub name, from which
+            training goes on; `[lora]` has its shape. The optimizer starts anew, and the reference
+            policy is still the base.
     """
 
     model_name_or_path: str
     tokenizer_name_or_path: str | None = None
-    weights: Literal["nvfp4", "bfloat16", "float32"] = "nvfp4"
+    weights: Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"] = "nvfp4"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     random_base: bool = False
     gradient_checkpointing: Literal["none", "products", "layer"] = "layer"
     trainable: Literal["lora", "full"] = "lora"
+    adapter_name_or_path: str | None = None
 
     def __post_init__(self):
+        _require(
+            self.adapter_name_or_path is None or self.trainable == "lora",
+            "model.adapter_name_or_path",
+            self.adapter_name_or_path,
+            'needs model.trainable = "lora"',
+        )
         _require(
             bool(self.model_name_or_path),
             "model.model_name_or_path",
@@ -61,7 +71,7 @@ class ModelConfig:
             "must not be empty",
         )
         _require(
-            self.trainable == "lora" or self.weights != "nvfp4",
+            self.trainable == "lora" or self.weights in ("bfloat16", "float32"),
             "model.trainable",
             self.trainable,
             'packed weights have no gradient: set model.weights to "bfloat16" or "float32"',

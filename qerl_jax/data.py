@@ -228,7 +228,7 @@ def load(
         reader = _Reader("question", "answer", True, system_prompt, prompt_template)
     else:
         where = path or name_or_path
-        dataset = _load_dataset(name_or_path, path, config, split)
+        dataset = load_rows(name_or_path, path, config, split)
         if len(dataset) == 0:
             raise ValueError(f"{where}: the split {split!r} is empty")
         reader = _Reader(
@@ -310,8 +310,18 @@ def _arithmetic_row(split: str, seed: int, index: int) -> dict[str, Any]:
     return {"question": problem.question, "answer": str(problem.answer)}
 
 
-def _load_dataset(name: str, path: str | None, config: str | None, split: str):
-    """The rows as a `datasets.Dataset`, or an error that says what was looked for."""
+def load_rows(name: str, path: str | None, config: str | None, split: str):
+    """The rows of a data set, as a `datasets.Dataset`.
+
+    Args:
+        name: As in `load`, or any set of the hub, folder or file.
+        path: A folder or file instead of the hub.
+        config: The data set's configuration, where it has several.
+        split: The data set's split.
+
+    Raises:
+        ValueError: Saying what was looked for.
+    """
     import datasets  # slow to import, and not needed for arithmetic
 
     source, place = SETS.get(name), path or name

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from pallas_kernels import runtime
-from qerl_jax import checkpoint, config
+from qerl_jax import adapters, checkpoint, config
 from qerl_jax.draws import Truncation
 from qerl_jax.engine import Engine
 from qerl_jax.engine import Prompt as Queued
@@ -119,7 +119,7 @@ class Generator:
         model: str = "qerl-tiny",
         adapter: str | pathlib.Path | None = None,
         *,
-        weights: Literal["nvfp4", "bfloat16", "float32"] = "nvfp4",
+        weights: Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"] = "nvfp4",
         dtype: Literal["bfloat16", "float32"] = "bfloat16",
         max_concurrent: int = 64,
     ) -> Generator:
@@ -135,11 +135,11 @@ class Generator:
         runtime.use_compilation_cache()
         table = {"model_name_or_path": model, "weights": weights, "dtype": dtype}
         cfg = config.from_table(config.ModelConfig, table, "model.")
-        lora = None if adapter is None else checkpoint.read_lora(adapter)
+        lora = None if adapter is None else adapters.read_lora(adapter)
         policy, frozen, tokenizer = checkpoint.load_policy(cfg, lora)
         variables = {"frozen": frozen}
         if adapter is not None:
-            variables["params"] = checkpoint.import_adapter(adapter, policy)
+            variables["params"] = adapters.import_adapter(adapter, policy)
         return cls(policy, variables, tokenizer, max_concurrent)
 
     def __call__(self, prompts: Sequence[Prompt], **options: Any) -> list[str]:

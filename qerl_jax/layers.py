@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import PackedWeight, nvfp4_matmul, runtime
+from pallas_kernels import PackedWeight, packed_matmul, runtime
 from qerl_jax.architecture import Architecture
 
 
@@ -20,13 +20,13 @@ def linear(x: jax.Array, weight: PackedWeight | jax.Array) -> jax.Array:
 
     Args:
         x: [..., K], float32 or bfloat16.
-        weight: Packed, in any layout, of shape (N, K); or a dense [N, K].
+        weight: Packed, in any format and layout, of shape (N, K); or a dense [N, K].
 
     Returns:
         [..., N] in x's dtype, accumulated in float32.
     """
     if isinstance(weight, PackedWeight):
-        return nvfp4_matmul(x, weight)
+        return packed_matmul(x, weight)
     # Two dimensions: XLA:CPU's backward pass of a [B, T, K] product is three times slower than that
     # of [B*T, K].
     flat = x.reshape(-1, x.shape[-1])

@@ -21,14 +21,14 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels import nvfp4, prepare
+from pallas_kernels import mxfp4, nf4, nvfp4, prepare
 from pallas_kernels.decode_attention import decode_attention
 from qerl_jax import layers
 from qerl_jax.architecture import Architecture
 from qerl_jax.kv_cache import KVCache
 from qerl_jax.shared_prompts import SharedPrompts
 
-Weights = Literal["nvfp4", "bfloat16", "float32"]
+Weights = Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"]
 Remat = Literal["none", "products", "layer"]
 
 # Linears whose products are worth keeping for a backward pass; nothing in it reads that of "down".
@@ -119,6 +119,7 @@ class FusedLinear(nn.Module):
     @nn.compact
     def __call__(self, x):
         features = sum(size for _, size in self.parts)
+        self.sow("intermediates", "input", x)  # nothing, unless the caller asks; see `run_layer`
         y = layers.linear(x, self._base("weight", lambda key: self._random(key, features, x)))
         if self.bias:
             zeros = lambda _: jnp.zeros((features,), _dtype(self.weights))
@@ -134,9 +135,15 @@ class FusedLinear(nn.Module):
         return self.variable("frozen", name, lambda: init(self.make_rng("params"))).value
 
     def _random(self, key, features, x):
-        if self.weights == "nvfp4":
-            return prepare(nvfp4.random(key, (features, x.shape[-1]), std=0.02), x.dtype)
-        return 0.02 * jax.random.normal(key, (features, x.shape[-1]), _dtype(self.weights))
+        shape = (features, x.shape[-1])
+        match self.weights:
+            case "nvfp4":
+                return prepare(nvfp4.random(key, shape, std=0.02), x.dtype)
+            case "mxfp4":
+                return mxfp4.random(key, shape, std=0.02)
+            case "nf4":
+                return nf4.random(key, shape, std=0.02, double=True)
+        return 0.02 * jax.random.normal(key, shape, _dtype(self.weights))
 
 
 class Block(nn.Module):
@@ -346,6 +353,28 @@ def as_computed(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
         return leaf.astype(dtype) if path[-1].key in ("weight", "bias") else leaf
 
     return jax.tree_util.tree_map_with_path(rounded, params)
+
+
+def run_layer(
+    model: Transformer, layer: dict[str, Any], x: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """One layer of a bare base by itself, for calibration.
+
+    Args:
+        model: Its architecture, and how the layer's linears are held.
+        layer: The tree of that layer, without a leading axis.
+        x: Hidden states [B, T, D] of right-padded rows.
+
+    Returns:
+        The hidden states after the layer, and by name what each of its linears reads, [B, T, K].
+    """
+    positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+    tables = layers.rope_tables(positions, layers.rope_frequencies(model.arch))
+    block = Block(model.arch, model.weights, None, False, False)
+    ((x, _), _), seen = block.apply(
+        {"frozen": layer}, (x, None), 0, tables, None, mutable=["intermediates"]
+    )
+    return x, {name: seen["intermediates"][name]["input"][0] for name in model.arch.linears()}
 
 
 def noise_shapes(arch: Architecture, final_norm: bool = False) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax import checkpoint, config, data, rewards, rollouts
+from qerl_jax import adapters, checkpoint, config, data, rewards, rollouts
 from qerl_jax.config import RunConfig
 from qerl_jax.log import write_whole
 
@@ -70,11 +70,11 @@ def select(
         out.with_name(out.name + ".measured"), _identity(cfg, samples, reward, adapter)
     )
     (function,) = rewards.resolve([reward], cfg.rewards.options)
-    lora = None if adapter is None else checkpoint.read_lora(adapter)
+    lora = None if adapter is None else adapters.read_lora(adapter)
     model, frozen, tokenizer = checkpoint.load_policy(cfg.model, lora, cfg.seed)
     variables = {"frozen": frozen}
     if adapter is not None:
-        variables["params"] = checkpoint.import_adapter(adapter, model)
+        variables["params"] = adapters.import_adapter(adapter, model)
     problems = rollouts.admit(
         data.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed),
         tokenizer,

@@ -7,7 +7,7 @@ import json
 import pathlib
 from typing import Any
 
-from qerl_jax import checkpoint, config
+from qerl_jax import adapters, checkpoint, config
 from qerl_jax.config import ModelConfig, RunConfig
 from qerl_jax.model import Transformer
 from qerl_jax.tokenizer import Tokenizer
@@ -82,9 +82,9 @@ def find(
 
 def load(policy: Policy, seed: int = 0) -> tuple[Transformer, dict[str, Any], Tokenizer]:
     """The model, its variables on the device, and the tokenizer; `seed` is a random base's."""
-    lora = None if policy.adapter is None else checkpoint.read_lora(policy.adapter)
+    lora = None if policy.adapter is None else adapters.read_lora(policy.adapter)
     model, frozen, tokenizer = checkpoint.load_policy(policy.model, lora, seed)
     variables = {"frozen": frozen}
     if policy.adapter is not None:
-        variables["params"] = checkpoint.import_adapter(policy.adapter, model)
+        variables["params"] = adapters.import_adapter(policy.adapter, model)
     return model, variables, tokenizer

@@ -1,15 +1,20 @@
-"""Safetensors files read tensor by tensor through a memory map, and checked whole before the first is read.
+"""Safetensors files: read tensor by tensor through a memory map, checked whole before the first is read; and written.
 
 The safetensors package reads neither bfloat16 nor float8 into numpy; the format is a length, a JSON
-header and bytes.
+header and bytes. A header may say anything: nothing is allocated or mapped on its word alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import mmap
+import os
 import pathlib
+import shutil
 import struct
+from collections.abc import Callable, Iterator, Mapping
 
 import ml_dtypes
 import numpy as np
@@ -20,12 +25,23 @@ _DTYPES = {
     "F16": np.float16,
     "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
     "I64": np.int64,
     "I32": np.int32,
-    "U8": np.uint8,
+    "I16": np.int16,
     "I8": np.int8,
+    "U64": np.uint64,
+    "U32": np.uint32,
+    "U16": np.uint16,
+    "U8": np.uint8,
     "BOOL": np.bool_,
 }
+_TYPES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+# As the safetensors package has it.
+_LONGEST_HEADER = 100_000_000
+
+
+_WRITTEN_AT_ONCE = 2**26
 
 
 class SafetensorsError(ValueError):
@@ -47,20 +63,18 @@ class Tensors:
         """
         folder = pathlib.Path(folder)
         self._entries: dict[str, tuple[np.memmap, str, tuple[int, ...], int, int]] = {}
+        self._files: dict[str, str] = {}
         index = folder / f"{stem}.safetensors.index.json"
-        if index.is_file():
-            try:
-                weight_map = json.loads(index.read_text())["weight_map"]
-            except (ValueError, TypeError, KeyError) as error:
-                raise SafetensorsError(
-                    f"{index}: not an index with a weight_map: {error!r}"
-                ) from error
+        weight_map = _weight_map(index) if index.is_file() else None
+        if weight_map is not None:
             paths = [folder / name for name in sorted(set(weight_map.values()))]
         else:
             paths = [folder / f"{stem}.safetensors"]
             if not paths[0].is_file():
+                pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
                 raise SafetensorsError(
                     f"no {stem}.safetensors, nor an index of shards, in {folder}"
+                    + ("; pickled weights are not read" if pickled else "")
                 )
         missing = [path.name for path in paths if not path.is_file()]
         if missing:
@@ -69,12 +83,21 @@ class Tensors:
             )
         for path in paths:
             self._open(path)
-        if index.is_file():
+        if weight_map is not None:
             absent = sorted(set(weight_map) - set(self._entries))
             if absent:
                 raise SafetensorsError(
                     f"{index}: no shard holds {absent[0]} ({len(absent)} tensors are missing)"
                 )
+            moved = sorted(name for name in weight_map if self._files[name] != weight_map[name])
+            if moved:
+                raise SafetensorsError(
+                    f"{index}: {moved[0]} is in {self._files[moved[0]]}, not in {weight_map[moved[0]]}"
+                )
+        self._suffixes: dict[str, list[str]] = {}
+        for name in self._entries:
+            prefix, _, suffix = name.rpartition(".")
+            self._suffixes.setdefault(prefix, []).append(suffix)
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -85,6 +108,14 @@ class Tensors:
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
         return self._entry(name)[2]
+
+    def type(self, name: str) -> str:
+        """Type of a tensor as safetensors calls it, such as "BF16"."""
+        return self._entry(name)[1]
+
+    def suffixes(self, prefix: str) -> list[str]:
+        """What follows PREFIX and a dot in the names that begin so, where no further dot does."""
+        return self._suffixes.get(prefix, [])
 
     def __getitem__(self, name: str) -> np.ndarray:
         """A tensor; its bytes are read from disk when they are used."""
@@ -97,42 +128,235 @@ class Tensors:
         return self._entries[name]
 
     def _open(self, path: pathlib.Path) -> None:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            (length,) = struct.unpack("<Q", prefix) if len(prefix) == 8 else (size,)
-            if 8 + length > size:
-                raise SafetensorsError(
-                    f"{path}: {size} bytes; its header alone needs {8 + length}: truncated"
+        header, start = _header(path)
+        data = np.memmap(path, mode="r")[start:]
+        for name, (dtype, shape, begin, end) in header.items():
+            if name in self._entries:
+                raise SafetensorsError(f"{path}: {name} is in {self._files[name]} too")
+            self._entries[name] = (data, dtype, shape, begin, end)
+            self._files[name] = path.name
+
+
+def _weight_map(index: pathlib.Path) -> dict[str, str]:
+    """Tensor -> file of an index, whose files are in its own folder."""
+    try:
+        weight_map = _json(index.read_bytes())["weight_map"]
+        files = set(weight_map.values())
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise SafetensorsError(f"{index}: not an index with a weight_map: {error!r}") from error
+    for file in files:
+        plain = isinstance(file, str) and file == pathlib.PurePath(file).name and "\\" not in file
+        if not plain or not file.endswith(".safetensors") or "\0" in file:
+            raise SafetensorsError(
+                f"{index}: names {file!r}, which is no safetensors file of its own folder"
+            )
+    return weight_map
+
+
+def _header(path: pathlib.Path) -> tuple[dict[str, tuple[str, tuple[int, ...], int, int]], int]:
+    """Type, shape, first byte and end of each tensor of a file, counted from where its data start; and that place.
+
+    The tensors tile the data: none overlap, and no byte is without a tensor.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        (length,) = struct.unpack("<Q", prefix) if len(prefix) == 8 else (size,)
+        if 8 + length > size:
+            raise SafetensorsError(
+                f"{path}: {size} bytes; its header alone needs {8 + length}: truncated"
+            )
+        if length > _LONGEST_HEADER:
+            raise SafetensorsError(
+                f"{path}: not a safetensors file: a header of {length} bytes; at most {_LONGEST_HEADER}"
+            )
+        try:
+            entries = _json(file.read(length))
+            entries.pop("__metadata__", None)
+            header = {
+                name: (entry["dtype"], tuple(entry["shape"]), *_offsets(entry["data_offsets"]))
+                for name, entry in entries.items()
+            }
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise SafetensorsError(f"{path}: not a safetensors file: {error!r}") from error
+    end_of_data, place = size - 8 - length, 0
+    for name, (dtype, shape, start, end) in sorted(
+        header.items(), key=lambda item: (item[1][2], item[1][3])
+    ):
+        if not isinstance(dtype, str) or dtype not in _DTYPES:
+            raise SafetensorsError(
+                f"{path}: {name} has the type {dtype}; known are {', '.join(_DTYPES)}"
+            )
+        if not all(_is_count(axis) for axis in shape):
+            raise SafetensorsError(f"{path}: not a safetensors file: {name} has the shape {shape}")
+        if end > end_of_data:
+            raise SafetensorsError(
+                f"{path}: {size} bytes, but {name} ends at byte {8 + length + end}: truncated"
+            )
+        if end - start != math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize:
+            raise SafetensorsError(
+                f"{path}: {name} of shape {shape} and type {dtype} does not fill its bytes"
+            )
+        if start != place:
+            raise SafetensorsError(
+                f"{path}: {name} starts at byte {start} of the data, where {place} bytes are taken: "
+                + ("it overlaps another tensor" if start < place else "bytes lie between tensors")
+            )
+        place = end
+    if place != end_of_data:
+        raise SafetensorsError(
+            f"{path}: {end_of_data - place} bytes after the last tensor belong to none"
+        )
+    return header, 8 + length
+
+
+def _json(text: bytes):
+    """A JSON object in UTF-8 that names nothing twice."""
+
+    def once(pairs):
+        table = dict(pairs)
+        if len(table) != len(pairs):
+            raise ValueError("a name occurs twice")
+        return table
+
+    return json.loads(text.decode(), object_pairs_hook=once)
+
+
+def _offsets(pair) -> tuple[int, int]:
+    start, end = pair
+    if not (_is_count(start) and _is_count(end) and start <= end):
+        raise ValueError(f"data_offsets {pair}")
+    return start, end
+
+
+def _is_count(value) -> bool:
+    return type(value) is int and value >= 0
+
+
+def write(path: str | pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes a file, which appears whole or not at all.
+
+    Raises:
+        ValueError: When an array has a type that the format does not know.
+    """
+    path = pathlib.Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    table = {name: (array.dtype, array.shape) for name, array in tensors.items()}
+    _write_file(partial, table, tensors.__getitem__)
+    os.replace(partial, path)
+
+
+def write_shards(
+    folder: str | pathlib.Path,
+    table: dict[str, tuple[np.dtype, tuple[int, ...]]],
+    read: Callable[[str], np.ndarray],
+    *,
+    stem: str = "model",
+    shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Writes tensors one by one, in the order of the table: STEM.safetensors, or shards with an index.
+
+    Host memory holds one tensor.
+
+    Args:
+        folder: Exists, and holds no file of that stem.
+        table: Dtype and shape of each tensor by name.
+        read: Name -> the tensor; asked for each once.
+        stem: Of the files.
+        shard_bytes: A file is as long at most, unless one tensor is longer.
+
+    Raises:
+        ValueError: When a tensor is not what the table says.
+    """
+    folder = pathlib.Path(folder)
+    sizes = {name: _nbytes(dtype, shape) for name, (dtype, shape) in table.items()}
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    count = len(shards)
+    files = [f"{stem}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    if count == 1:
+        files = [f"{stem}.safetensors"]
+    for file, names in zip(files, shards, strict=True):
+        _write_file(folder / file, {name: table[name] for name in names}, read)
+    if count > 1:
+        shard_of = zip(files, shards, strict=True)
+        weight_map = {name: file for file, names in shard_of for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _nbytes(dtype, shape) -> int:
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+def _write_file(path, table, read) -> None:
+    header: dict = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in table.items():
+        if np.dtype(dtype) not in _TYPES:
+            raise ValueError(f"{name}: safetensors files hold no {np.dtype(dtype)}")
+        start, end = end, end + _nbytes(dtype, shape)
+        header[name] = {
+            "dtype": _TYPES[np.dtype(dtype)],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # data start on a multiple of 8 bytes
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name, (dtype, shape) in table.items():
+            tensor = np.asarray(read(name), order="C")
+            if (tensor.dtype, tensor.shape) != (np.dtype(dtype), tuple(shape)):
+                raise ValueError(
+                    f"{name}: got {tensor.dtype} of shape {tensor.shape}; the table says {dtype} of {shape}"
                 )
-            try:
-                header = json.loads(file.read(length))
-                header.pop("__metadata__", None)
-                entries = [
-                    (
-                        name,
-                        entry["dtype"],
-                        tuple(entry["shape"]),
-                        8 + length + start,
-                        8 + length + end,
-                    )
-                    for name, entry in header.items()
-                    for start, end in [entry["data_offsets"]]
-                ]
-            except (ValueError, TypeError, KeyError, AttributeError) as error:
-                raise SafetensorsError(f"{path}: not a safetensors file: {error!r}") from error
-        data = np.memmap(path, mode="r")
-        for name, dtype, shape, start, end in entries:
-            if dtype not in _DTYPES:
-                raise SafetensorsError(
-                    f"{path}: {name} has the type {dtype}; known are {', '.join(_DTYPES)}"
-                )
-            if end > size:
-                raise SafetensorsError(
-                    f"{path}: {size} bytes, but {name} ends at byte {end}: truncated"
-                )
-            if end - start != math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize:
-                raise SafetensorsError(
-                    f"{path}: {name} of shape {shape} and type {dtype} does not fill its bytes"
-                )
-            self._entries[name] = (data, dtype, shape, start, end)
+            data = tensor.reshape(-1).view(np.uint8)
+            for first in range(0, data.size, _WRITTEN_AT_ONCE):
+                file.write(data[first : first + _WRITTEN_AT_ONCE].data)
+                _let_go(data)
+
+
+def _let_go(array) -> None:
+    """Unloads the pages of a mapped file, which would count as this process's memory."""
+    while array is not None and not isinstance(array, mmap.mmap):
+        array = getattr(array, "base", None)
+    if array is not None:
+        array.madvise(mmap.MADV_DONTNEED)
+
+
+@contextlib.contextmanager
+def whole_folder(folder: str | pathlib.Path, marker: str, kind: str) -> Iterator[pathlib.Path]:
+    """A folder to fill, which takes the place of `folder` when the block ends without an error.
+
+    Args:
+        folder: Replaced if it is empty or holds `marker`.
+        marker: A file that every such folder holds.
+        kind: What such a folder is called.
+
+    Raises:
+        FileExistsError: When the folder holds something else.
+    """
+    folder = pathlib.Path(folder).resolve()
+    if folder.exists() and not (folder / marker).is_file() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder}: holds something that is no {kind}; it would be deleted")
+    partial, previous = (
+        folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "previous")
+    )
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        shutil.rmtree(previous, ignore_errors=True)
+        if folder.exists():
+            os.replace(folder, previous)
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(previous, ignore_errors=True)

@@ -30,10 +30,12 @@ import numpy as np
 
 from pallas_kernels import runtime
 from qerl_jax import (
+    adapters,
     checkpoint,
     config,
     data,
     grpo,
+    model_files,
     noise,
     plan,
     replay,
@@ -48,6 +50,7 @@ from qerl_jax.evaluate import Evaluator
 from qerl_jax.log import Logger, read_metrics, write_whole
 from qerl_jax.model import Transformer, as_computed, noise_shapes, trainable
 from qerl_jax.rollouts import Rollout, Scored, Supply
+from qerl_jax.run_state import StateFiles
 from qerl_jax.tokenizer import Tokenizer
 from qerl_jax.update import TrainState
 
@@ -78,6 +81,7 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     memory = None if limit is None else plan.make(cfg, limit=limit)
     if memory:
         memory.require(limit)
+    start = _starting_adapter(cfg)
     model, frozen, tokenizer = checkpoint.load_policy(cfg.model, cfg.lora, cfg.seed)
     functions, weights = _rewards(cfg)
     problems = _problems(cfg, cfg.data, cfg.data.split, tokenizer)
@@ -86,10 +90,10 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     held_out = _evaluator(cfg, model, tokenizer)
 
     keys = [jax.random.key(cfg.seed + 1000 * stream) for stream in range(5)]
-    state, frozen = _first_state(cfg, model, frozen, keys[_PARAMS])
+    state, frozen = _first_state(cfg, model, frozen, keys[_PARAMS], start)
     generate, improve, norm_noise = _phases(cfg, model, tokenizer, total_steps, keys[_NOISE])
     sample = _sampler(cfg, generate, tokenizer, problems, functions, weights)
-    files = checkpoint.StateFiles(cfg.output_dir, cfg.save_total_limit)
+    files = StateFiles(cfg.output_dir, cfg.save_total_limit)
     state = files.restore(state) or state
     supply = _supply(cfg, files.supply(), problems, tokenizer)
     step = started = int(state.step)
@@ -213,11 +217,28 @@ def _phases(
     return generate, improve, norm_noise
 
 
+def _starting_adapter(cfg: RunConfig) -> pathlib.Path | None:
+    """The folder of the adapter to go on from; its shape is the run's."""
+    if cfg.model.adapter_name_or_path is None:
+        return None
+    folder = checkpoint.local_folder(cfg.model.adapter_name_or_path)
+    found = adapters.read_lora(folder)
+    for field in ("rank", "alpha", "train_norms"):
+        ours, theirs = getattr(cfg.lora, field), getattr(found, field)
+        if ours != theirs:
+            raise config.ConfigError(
+                f"lora.{field}: got {ours!r}; the adapter in {folder} needs {theirs!r}"
+            )
+    return folder
+
+
 def _first_state(
-    cfg: RunConfig, model: Transformer, frozen: Any, key: jax.Array
+    cfg: RunConfig, model: Transformer, frozen: Any, key: jax.Array, start: pathlib.Path | None
 ) -> tuple[TrainState, Any]:
     """The state before the first step, and what of the base stays frozen."""
     params, frozen = trainable(model, frozen, key)
+    if start is not None:
+        params = adapters.import_adapter(start, model)
     return update.init_state(params, cfg.optim, keep_reference=cfg.grpo.sync_ref_model), frozen
 
 
@@ -291,9 +312,9 @@ def _export(
     """Writes what was learned: a PEFT adapter, or a whole model."""
     if cfg.model.trainable == "full":
         source = checkpoint.local_folder(cfg.model.model_name_or_path, weights=False)
-        checkpoint.export_model(folder, model, frozen | params, source)
+        model_files.export_model(folder, model, frozen | params, source)
     else:
-        checkpoint.export_adapter(folder, params, model.lora, cfg.model.model_name_or_path)
+        adapters.export_adapter(folder, params, model.lora, cfg.model.model_name_or_path)
 
 
 def _keeper_of_the_best(cfg: RunConfig, model: Transformer, frozen: Any):

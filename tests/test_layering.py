@@ -15,10 +15,10 @@ LAYERS = (
     "__init__ adam8bit answers architecture arithmetic benchmarks charts config data display "
     "equivalence estimators grpo log masked noise packing page pages reward_functions "
     "reward_workers rewards sandbox stop_strings tensor_files tokenizer trackers",
-    "decode draws kv_cache layers logprobs model shared_prompts",
-    "checkpoint engine policies sampling",
+    "decode draws formats kv_cache layers logprobs model shared_prompts",
+    "adapters awq calibration checkpoint engine model_files policies quantize run_state sampling",
     "generator rollouts update",
-    "evaluate pass_rates plan replay report train",
+    "evaluate export pass_rates plan replay report train",
     "__main__ cli",
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}

@@ -1,36 +1,31 @@
-"""What we export, PEFT loads, and it means the same there.
+"""What we export, PEFT loads, and what PEFT saves, we load; it means the same in both.
 
 Needs an interpreter with torch, transformers and peft: this one, or that of QERL_TORCH_PYTHON.
 """
 
-import importlib.util
-import os
+import json
 import pathlib
 import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax import checkpoint, layers
+from qerl_jax import adapters, checkpoint, layers
 from qerl_jax.config import LoraConfig, ModelConfig
 from qerl_jax.model import head, init_params
+from tests.parity import torch_python
 
-SCRIPT = pathlib.Path(__file__).parent / "parity" / "peft_logits.py"
+SCRIPTS = pathlib.Path(__file__).parent / "parity"
 
-
-def torch_python():
-    """The interpreter to compare with, or None."""
-    if named := os.environ.get("QERL_TORCH_PYTHON"):
-        return named
-    here = all(importlib.util.find_spec(name) for name in ("torch", "transformers", "peft"))
-    return sys.executable if here else None
+needs_peft = pytest.mark.skipif(
+    torch_python("peft") is None, reason="no interpreter with torch and peft is known"
+)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch_python() is None, reason="no interpreter with torch and peft is known")
+@needs_peft
 @pytest.mark.parametrize("train_norms", [False, True], ids=["lora", "lora and norms"])
 def test_peft_gives_our_logits_from_an_exported_adapter(train_norms, tmp_path):
     cfg = ModelConfig("qerl-tiny", weights="float32", dtype="float32")
@@ -41,10 +36,10 @@ def test_peft_gives_our_logits_from_an_exported_adapter(train_norms, tmp_path):
     params = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(next(keys), x.shape), params)
     tokens = np.asarray(jax.random.randint(jax.random.key(2), (2, 20), 0, 426), np.int64)
 
-    checkpoint.export_adapter(tmp_path / "adapter", params, model.lora, str(checkpoint.TINY))
+    adapters.export_adapter(tmp_path / "adapter", params, model.lora, str(checkpoint.TINY))
     np.save(tmp_path / "ids.npy", tokens)
     paths = [checkpoint.TINY, tmp_path / "adapter", tmp_path / "ids.npy", tmp_path / "out.npz"]
-    subprocess.run([torch_python(), SCRIPT, *map(str, paths)], check=True)
+    subprocess.run([torch_python("peft"), SCRIPTS / "peft_logits.py", *map(str, paths)], check=True)
     theirs = np.load(tmp_path / "out.npz")
 
     variables = {"params": params, "frozen": frozen}
@@ -53,3 +48,56 @@ def test_peft_gives_our_logits_from_an_exported_adapter(train_norms, tmp_path):
         ours = layers.logits(hidden, head(frozen))
         np.testing.assert_allclose(ours, theirs[name], atol=2e-4)
     assert np.abs(theirs["adapter"] - theirs["base"]).max() > 0.1
+
+
+OPTIONS = {
+    "all": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
+    "rslora": {"r": 8, "lora_alpha": 16, "use_rslora": True, "target_modules": "all-linear"},
+    "patterns": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"],
+        "rank_pattern": {"v_proj": 6, "layers.1.self_attn.o_proj": 2},
+        "alpha_pattern": {"v_proj": 3, ".*down_proj": 20},
+        "exclude_modules": ["layers.0.self_attn.q_proj"],
+    },
+    "patterns and rslora": {
+        "r": 4,
+        "lora_alpha": 8,
+        "use_rslora": True,
+        "target_modules": r".*\.(mlp|self_attn)\.(q|k|up)_proj",
+        "rank_pattern": {"q_proj": 9},
+        "alpha_pattern": {"model.layers.2.mlp.up_proj": 1},
+    },
+    "some layers": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj", "up_proj"],
+        "layers_to_transform": [0, 2],
+    },
+    "norms": {
+        "r": 4,
+        "lora_alpha": 4,
+        "target_modules": ["k_proj"],
+        "modules_to_save": ["input_layernorm", "post_attention_layernorm"],
+    },
+}
+
+
+@pytest.mark.slow
+@needs_peft
+@pytest.mark.parametrize("options", OPTIONS)
+def test_an_adapter_that_peft_saved_gives_pefts_logits(options, tmp_path):
+    (tmp_path / "options.json").write_text(json.dumps(OPTIONS[options]))
+    tokens = np.asarray(jax.random.randint(jax.random.key(2), (2, 20), 0, 426), np.int64)
+    np.save(tmp_path / "ids.npy", tokens)
+    names = ("options.json", "ids.npy", "adapter", "out.npy")
+    paths = [checkpoint.TINY, *(tmp_path / name for name in names)]
+    subprocess.run([torch_python("peft"), SCRIPTS / "peft_writes.py", *map(str, paths)], check=True)
+    theirs = np.load(tmp_path / "out.npy")
+
+    cfg = ModelConfig("qerl-tiny", weights="float32", dtype="float32")
+    model, frozen, _ = checkpoint.load_policy(cfg, adapters.read_lora(tmp_path / "adapter"))
+    params = adapters.import_adapter(tmp_path / "adapter", model)
+    hidden, _ = model.apply({"params": params, "frozen": frozen}, jnp.asarray(tokens, jnp.int32))
+    np.testing.assert_allclose(layers.logits(hidden, head(frozen)), theirs, atol=2e-4)

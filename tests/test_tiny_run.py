@@ -13,9 +13,10 @@ import jax
 import numpy as np
 import pytest
 
-from qerl_jax import checkpoint, cli, config, log, rollouts
-from qerl_jax.model import LoRA
+from qerl_jax import adapters, checkpoint, cli, config, log, rollouts
+from qerl_jax.model import LoRA, init_params
 from qerl_jax.train import train
+from tests.golden_files import GOLDEN
 
 ROOT = pathlib.Path(__file__).parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.toml"
@@ -103,7 +104,7 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
     assert tensors[0] == tensors[1]
 
     model = checkpoint.load_policy(small(whole).model, small(whole).lora)[0]
-    adapter = checkpoint.import_adapter(whole / "adapter", model)
+    adapter = adapters.import_adapter(whole / "adapter", model)
     for ours, theirs in zip(jax.tree.leaves(adapter), jax.tree.leaves(final.params), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -130,11 +131,11 @@ def test_several_updates_of_one_rollout_train_norms_and_reference_in_one_run(tmp
     rows = log.read_metrics(cfg.output_dir)
     assert [row["step"] for row in rows] == [4, 8]
     assert rows[0]["kl"] > 0 and rows[1]["clip_ratio/region_mean"] >= 0
-    lora = checkpoint.read_lora(tmp_path / "run" / "adapter")
+    lora = adapters.read_lora(tmp_path / "run" / "adapter")
     assert lora.train_norms
     model = checkpoint.load_policy(cfg.model, lora)[0]
     assert model.lora == LoRA(16, 16.0, 0.0, True)
-    norms = checkpoint.import_adapter(tmp_path / "run" / "adapter", model)["layers"][
+    norms = adapters.import_adapter(tmp_path / "run" / "adapter", model)["layers"][
         "input_layernorm"
     ]["scale"]
     np.testing.assert_array_equal(norms, state.params["layers"]["input_layernorm"]["scale"])
@@ -261,6 +262,10 @@ def test_a_short_run_learns_and_shuffled_rewards_do_not(tmp_path):
 
 BAD_RUNS = {
     "missing model": ({"model": {"model_name_or_path": "/nowhere/model"}}, "/nowhere/model"),
+    "adapter of another rank": (
+        {"model": {"adapter_name_or_path": str(GOLDEN / "lora/qwen2_untied_r8")}},
+        "lora.rank: got 16; the adapter in",
+    ),
     "missing data": ({"data": {"dataset": "/nowhere/data.jsonl"}}, "/nowhere/data.jsonl"),
     "unknown reward": ({"rewards": {"functions": ("acuracy_reward",)}}, "acuracy_reward"),
     "raising reward": ({"rewards": {"functions": ("tests.reward_controls:raising",)}}, "KeyError"),
@@ -284,6 +289,21 @@ def test_bad_input_is_one_error_before_a_run_folder_exists(case, tmp_path, capsy
     error = capsys.readouterr().err
     assert named in error and error.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_an_adapter_of_its_shape(tmp_path):
+    """With a vanishing learning rate it ends where the adapter was."""
+    cfg = small(tmp_path / "run", max_steps=1, optim={"learning_rate": 1e-12})
+    model, frozen, _ = checkpoint.load_policy(cfg.model, cfg.lora)
+    start = jax.tree.map(lambda x: x + 0.01, init_params(model, frozen, jax.random.key(5)))
+    adapters.export_adapter(tmp_path / "start", start, model.lora, "qerl-tiny")
+    cfg = dataclasses.replace(
+        cfg, model=dataclasses.replace(cfg.model, adapter_name_or_path=str(tmp_path / "start"))
+    )
+    end = train(cfg, quiet=True).params
+    for ours, theirs in zip(jax.tree.leaves(end), jax.tree.leaves(start), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-9)
 
 
 def test_another_config_may_not_resume_a_run(tmp_path):

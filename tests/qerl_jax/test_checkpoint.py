@@ -1,7 +1,5 @@
 """Files to trees and back: what is read, what is refused at the door, and what a crash leaves behind."""
 
-import dataclasses
-import functools
 import json
 import shutil
 import struct
@@ -13,48 +11,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from pallas_kernels import nvfp4
-from qerl_jax import architecture, checkpoint, update
-from qerl_jax.config import LoraConfig, ModelConfig, OptimConfig
-from qerl_jax.model import LoRA, Transformer, init_params
+from qerl_jax import architecture, checkpoint
+from qerl_jax.config import LoraConfig, ModelConfig
+from qerl_jax.model import LoRA, Transformer
 from qerl_jax.tensor_files import SafetensorsError
 from tests import golden_files
 from tests.golden_files import GOLDEN
+from tests.model_folders import ARCH, DENSE, PACKED, assert_trees_equal, base, copy
 
-DENSE = GOLDEN / "models/qwen2_untied"
-PACKED = GOLDEN / "nvfp4/qwen2_untied"
-ADAPTER = GOLDEN / "lora/qwen2_untied_r8"
-ARCH = architecture.load(DENSE)
 LINEARS = ("qkv", "o", "gate_up", "down")
-
-
-@functools.cache
-def base(folder, weights):
-    model = Transformer(architecture.load(folder), weights, None, jnp.float32)
-    return checkpoint.load_base(folder, model)
-
-
-def assert_trees_equal(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
-def copy(source, target, *, config=None, tensors=None):
-    """A model folder with some fields of its config and some tensors replaced; None removes one."""
-
-    def changed(old, new):
-        return {k: v for k, v in (old | (new or {})).items() if v is not None}
-
-    target.mkdir(exist_ok=True)
-    fields = json.loads((source / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(changed(fields, config)))
-    if tensors is None:
-        shutil.copy(source / "model.safetensors", target)
-    else:
-        held = golden_files.load(source / "model.safetensors")
-        save_file(changed(held, tensors), target / "model.safetensors")
-    return target
 
 
 def split_into_shards(folder):
@@ -205,21 +170,28 @@ def test_a_tensor_of_another_shape_is_refused(tmp_path, name):
         policy(tmp_path)
 
 
-def test_a_packed_tensor_of_another_shape_is_refused(tmp_path):
-    name = "model.layers.0.self_attn.o_proj.weight_scale"
-    held = golden_files.load(PACKED / "model.safetensors")[name].view(np.uint8)
-    copy(PACKED, tmp_path, tensors={name: np.ascontiguousarray(held[:, :4])})
-    with pytest.raises(ValueError, match=rf"{name}: got shape \(128, 4\); .* says \(128, 8\)"):
-        policy(tmp_path)
-
-
 QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
 
 
 @pytest.mark.parametrize(
     "config,error,match",
     [
-        ({"model_type": "mistral"}, NotImplementedError, "model_type: got 'mistral'"),
+        ({"model_type": "gemma2"}, NotImplementedError, "model_type: got 'gemma2'"),
+        (
+            {"model_type": "mistral", "sliding_window": 128},
+            NotImplementedError,
+            "sliding_window: got 128; only full attention",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            NotImplementedError,
+            "layer_types: got 'sliding_attention'",
+        ),
+        (
+            {"partial_rotary_factor": 0.5},
+            NotImplementedError,
+            "partial_rotary_factor: got 0.5",
+        ),
         ({"use_sliding_window": True}, NotImplementedError, "use_sliding_window: got true"),
         ({"hidden_act": "gelu"}, NotImplementedError, "hidden_act: got 'gelu'"),
         (
@@ -245,6 +217,8 @@ QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantiz
         ),
         ({"num_key_value_heads": 3}, ValueError, "num_key_value_heads: got 3"),
         ({"head_dim": 31}, ValueError, "head_dim: got 31"),
+        ({"head_dim": "32"}, ValueError, "head_dim: got '32'; must be a positive integer"),
+        ({"num_key_value_heads": 2.0}, ValueError, "num_key_value_heads: got 2.0"),
         ({"hidden_size": None}, ValueError, "hidden_size: got None"),
         ({"num_hidden_layers": 0}, ValueError, "num_hidden_layers: got 0"),
         (
@@ -265,10 +239,23 @@ QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantiz
         (
             {
                 "quantization_config": QUANTIZED
-                | {"config_groups": {"group_0": {"input_activations": {"num_bits": 4}}}}
+                | {"transform_config": {"config_groups": {"R1": {}}}}
             },
             NotImplementedError,
-            "W4A4",
+            "transform_config: rotated weights",
+        ),
+        (
+            {
+                "quantization_config": QUANTIZED
+                | {"sparsity_config": {"format": "sparse-24-bitmask"}}
+            },
+            NotImplementedError,
+            "sparsity_config: got format 'sparse-24-bitmask'",
+        ),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}},
+            NotImplementedError,
+            "got quant_method 'modelopt', format 'FP8'; read are",
         ),
     ],
 )
@@ -276,6 +263,24 @@ def test_an_unsupported_model_is_refused(tmp_path, config, error, match):
     copy(DENSE, tmp_path, config=config)
     with pytest.raises(error, match=match):
         policy(tmp_path, "nvfp4")
+
+
+@pytest.mark.parametrize(
+    "model_type,window",
+    [("mistral", None), ("mistral", 256), ("qwen2", 128), ("qwen2", None)],
+)
+def test_a_window_that_hides_nothing_is_no_window(tmp_path, model_type, window):
+    """The model has 256 positions; Qwen2's window has a switch, which is off."""
+    config = json.loads((DENSE / "config.json").read_text())
+    changed = config | {"model_type": model_type, "sliding_window": window}
+    assert architecture.from_hf(changed).model_type == model_type
+
+
+def test_a_bias_that_the_family_lacks_is_not_dropped_silently(tmp_path):
+    name = "model.layers.1.self_attn.o_proj.bias"
+    copy(DENSE, tmp_path, tensors={name: np.zeros(128, np.float32)})
+    with pytest.raises(NotImplementedError, match=f"{name}: has no place in the model"):
+        policy(tmp_path)
 
 
 def test_a_width_that_is_no_multiple_of_16_is_fine_without_packing(tmp_path):
@@ -306,6 +311,15 @@ def test_a_model_folder_without_tokenizer_is_refused():
         policy(DENSE, tokenizer_name_or_path=None)
 
 
+@pytest.mark.parametrize(
+    "text,match", [("{", "not JSON"), ("[1]", "not a JSON object but a list"), ("\0", "not JSON")]
+)
+def test_a_config_that_is_none_is_named(tmp_path, text, match):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"{tmp_path}/config.json: {match}"):
+        policy(tmp_path)
+
+
 def test_a_folder_without_config_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"no config.json in {tmp_path}"):
         policy(tmp_path)
@@ -334,282 +348,6 @@ def test_what_the_hub_says_is_passed_on(monkeypatch):
     assert ["*.safetensors" in patterns for patterns in asked] == [True, False]
 
 
-# Adapters
-
-
-def adapter_model(**changes):
-    return Transformer(ARCH, "float32", LoRA(8, 16.0, **changes), jnp.float32)
-
-
-@pytest.fixture(scope="module")
-def norms():
-    """A model whose norms train, and params of it without two equal numbers."""
-    model = adapter_model(train_norms=True)
-    params = init_params(model, base(DENSE, "float32"), jax.random.key(0))
-    leaves, tree = jax.tree.flatten(params)
-    rng = np.random.default_rng(0)
-    leaves = [jnp.asarray(rng.normal(size=leaf.shape).astype(np.float32)) for leaf in leaves]
-    return model, jax.tree.unflatten(tree, leaves)
-
-
-def test_pefts_adapter_is_written_back_tensor_by_tensor(tmp_path):
-    model = adapter_model()
-    shape = checkpoint.read_lora(ADAPTER)
-    assert shape == LoraConfig(8, 16.0, 0.0, False)
-    params = checkpoint.import_adapter(ADAPTER, model)
-    checkpoint.export_adapter(tmp_path / "a", params, model.lora, "models/qwen2_untied")
-
-    expected = golden_files.load(ADAPTER / "adapter_model.safetensors")
-    actual = golden_files.load(tmp_path / "a/adapter_model.safetensors")
-    assert set(actual) == set(expected)
-    for name, array in expected.items():
-        assert (actual[name].dtype, actual[name].shape) == (array.dtype, array.shape)
-        np.testing.assert_array_equal(actual[name], array)
-    ours, theirs = (
-        json.loads((folder / "adapter_config.json").read_text())
-        for folder in (tmp_path / "a", ADAPTER)
-    )
-    assert ours == {name: theirs[name] for name in ours}
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ]
-
-
-def test_an_adapter_with_trained_norms_round_trips(tmp_path, norms):
-    model, params = norms
-    checkpoint.export_adapter(tmp_path / "a", params, model.lora, "somewhere")
-    assert checkpoint.read_lora(tmp_path / "a") == LoraConfig(8, 16.0, 0.0, True)
-    assert_trees_equal(checkpoint.import_adapter(tmp_path / "a", model), params)
-    names = golden_files.load(tmp_path / "a/adapter_model.safetensors")
-    assert "base_model.model.model.layers.2.post_attention_layernorm.weight" in names
-    config = json.loads((tmp_path / "a/adapter_config.json").read_text())
-    assert config["modules_to_save"] == ["input_layernorm", "post_attention_layernorm"]
-    assert config["base_model_name_or_path"] == "somewhere"
-
-
-def test_an_export_replaces_an_adapter_whole(tmp_path, norms):
-    model, params = norms
-    folder = tmp_path / "deep" / "a"
-    checkpoint.export_adapter(folder, params, model.lora, "first")
-    (folder / "README.md").write_text("of the first")
-    checkpoint.export_adapter(folder, params, model.lora, "second")
-    assert [path.name for path in folder.parent.iterdir()] == ["a"]
-    assert not (folder / "README.md").exists()
-    config = json.loads((folder / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "second"
-
-
-def test_a_failing_export_leaves_the_old_adapter_and_nothing_else(tmp_path, norms, monkeypatch):
-    import safetensors.numpy
-
-    model, params = norms
-    folder = tmp_path / "a"
-    checkpoint.export_adapter(folder, params, model.lora, "first")
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-
-    def fail(tensors, path, metadata):
-        path.write_bytes(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(safetensors.numpy, "save_file", fail)
-    with pytest.raises(OSError, match="disk full"):
-        checkpoint.export_adapter(folder, params, model.lora, "second")
-    with pytest.raises(OSError, match="disk full"):
-        checkpoint.export_adapter(tmp_path / "new", params, model.lora, "second")
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-def test_an_export_deletes_nothing_but_an_adapter(tmp_path, norms):
-    model, params = norms
-    (tmp_path / "thesis.tex").write_text("years")
-    with pytest.raises(FileExistsError, match=f"{tmp_path}: holds something that is no adapter"):
-        checkpoint.export_adapter(tmp_path, params, model.lora, "base")
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def changed_adapter(target, **fields):
-    shutil.copy(ADAPTER / "adapter_model.safetensors", target)
-    config = json.loads((ADAPTER / "adapter_config.json").read_text()) | fields
-    (target / "adapter_config.json").write_text(json.dumps(config))
-    return target
-
-
-@pytest.mark.parametrize(
-    "fields,match",
-    [
-        ({"peft_type": "IA3"}, "peft_type: got 'IA3'"),
-        ({"bias": "all"}, "bias: got 'all'"),
-        ({"use_dora": True}, "use_dora: got True"),
-        ({"use_rslora": True}, "use_rslora: got True"),
-        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
-        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern"),
-        ({"target_modules": ["q_proj", "v_proj"]}, r"target_modules: got \['q_proj', 'v_proj'\]"),
-        ({"target_modules": ".*attn.*"}, r"target_modules: got '\.\*attn\.\*'"),
-        ({"target_modules": None}, "target_modules: got None"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save: got .*lm_head"),
-    ],
-)
-def test_an_adapter_that_is_no_plain_lora_is_refused(tmp_path, fields, match):
-    with pytest.raises(NotImplementedError, match=match):
-        checkpoint.read_lora(changed_adapter(tmp_path, **fields))
-
-
-def test_all_linear_is_all_seven(tmp_path):
-    folder = changed_adapter(tmp_path, target_modules="all-linear")
-    assert checkpoint.read_lora(folder) == checkpoint.read_lora(ADAPTER)
-
-
-def test_a_folder_without_adapter_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"no adapter_config.json in {tmp_path}"):
-        checkpoint.read_lora(tmp_path)
-
-
-def test_an_adapter_of_another_rank_is_refused():
-    model = Transformer(ARCH, "float32", LoRA(4, 16.0), jnp.float32)
-    with pytest.raises(ValueError, match=r"lora_A.weight: got shape \(8, 128\); .* \(4, 128\)"):
-        checkpoint.import_adapter(ADAPTER, model)
-
-
-def test_an_adapter_of_a_deeper_model_is_refused():
-    model = dataclasses.replace(adapter_model(), arch=dataclasses.replace(ARCH, num_layers=2))
-    with pytest.raises(ValueError, match=r"layers\.2\..* has no place in the model \(14 such"):
-        checkpoint.import_adapter(ADAPTER, model)
-
-
-def test_trained_norms_are_not_dropped_silently(tmp_path, norms):
-    model, params = norms
-    checkpoint.export_adapter(tmp_path / "a", params, model.lora, "base")
-    with pytest.raises(ValueError, match=r"layernorm\.weight has no place in the model \(6 such"):
-        checkpoint.import_adapter(tmp_path / "a", adapter_model())
-
-
-# Writing a model
-
-
-@pytest.mark.parametrize("name", ["qwen2_untied", "qwen2_tied", "qwen3", "llama3"])
-def test_an_exported_model_has_the_tensors_it_was_read_from(name, tmp_path):
-    source = GOLDEN / "models" / name
-    model = Transformer(architecture.load(source), "float32", None, jnp.float32, full=True)
-    checkpoint.export_model(tmp_path / "model", model, base(source, "float32"), source)
-    ours, theirs = (
-        golden_files.load(folder / "model.safetensors") for folder in (tmp_path / "model", source)
-    )
-    assert ours.keys() == theirs.keys()
-    for tensor, value in ours.items():
-        np.testing.assert_array_equal(value, theirs[tensor], err_msg=tensor)
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert config["torch_dtype"] == "float32" and "dtype" not in config
-    assert architecture.load(tmp_path / "model") == architecture.load(source)
-
-
-def test_a_model_from_packed_weights_is_exported_in_16_bits_with_its_tokenizer(tmp_path):
-    source = copy(PACKED, tmp_path / "source")
-    for file in checkpoint.TINY.glob("tokenizer*"):
-        shutil.copy(file, source)
-    (source / "old.safetensors.index.json").write_text("{}")
-    model = Transformer(architecture.load(source), "bfloat16", None, jnp.bfloat16)
-    checkpoint.export_model(tmp_path / "model", model, base(PACKED, "bfloat16"), source)
-    names = {path.name for path in (tmp_path / "model").iterdir()}
-    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    config = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert config["torch_dtype"] == "bfloat16" and "quantization_config" not in config
-    assert_trees_equal(checkpoint.load_base(tmp_path / "model", model), base(PACKED, "bfloat16"))
-
-
-def test_an_exported_model_deletes_nothing_but_a_model(tmp_path):
-    (tmp_path / "precious.txt").write_text("mine")
-    model = Transformer(ARCH, "float32", None, jnp.float32)
-    with pytest.raises(FileExistsError, match=f"{tmp_path}: holds something that is no model"):
-        checkpoint.export_model(tmp_path, model, base(DENSE, "float32"), DENSE)
-    assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
-
-
 def test_a_shape_without_files_cannot_train_whole():
     with pytest.raises(ValueError, match="model.trainable: got 'full'; 'qwen2.5-0.5b' is a shape"):
         policy("qwen2.5-0.5b", "bfloat16", trainable="full", random_base=True)
-
-
-# The state of a run
-
-
-@pytest.fixture(scope="module")
-def state(norms):
-    """A state after a step: no leaf is what a fresh state has."""
-    _, params = norms
-    fresh = update.init_state(params, OptimConfig())
-    rng = np.random.default_rng(1)
-
-    def moved(leaf):
-        return (leaf + rng.integers(1, 100, leaf.shape)).astype(leaf.dtype)
-
-    return jax.tree.map(moved, fresh)
-
-
-def at(state, step):
-    return dataclasses.replace(state, step=jnp.int32(step))
-
-
-def test_a_state_round_trips_bit_for_bit(tmp_path, norms, state):
-    files = checkpoint.StateFiles(tmp_path, keep=2)
-    files.save(at(state, 7))
-    files.close()
-    again = checkpoint.StateFiles(tmp_path, keep=2)
-    restored = again.restore(update.init_state(norms[1], OptimConfig()))
-    again.close()
-    assert isinstance(restored, update.TrainState)
-    assert_trees_equal(restored, at(state, 7))
-
-
-def test_a_kept_reference_and_the_supply_round_trip_with_the_state(tmp_path, norms, state):
-    supply = {"drawn": 8, "rows": [{"logps": [float(np.float32(-0.1))], "stopped": True}]}
-    kept = dataclasses.replace(at(state, 3), reference=jax.tree.map(jnp.negative, state.params))
-    files = checkpoint.StateFiles(tmp_path, keep=2)
-    assert files.supply() is None
-    files.save(at(kept, 2), {"drawn": 4})
-    files.save(kept, supply)
-    files.close()
-    again = checkpoint.StateFiles(tmp_path, keep=2)
-    like = update.init_state(norms[1], OptimConfig(), keep_reference=True)
-    assert_trees_equal(again.restore(like), kept)
-    assert again.supply() == supply
-    again.close()
-
-
-def test_the_newest_states_are_kept_and_the_newest_is_restored(tmp_path, state):
-    files = checkpoint.StateFiles(tmp_path, keep=2)
-    for step in (1, 2, 10):
-        files.save(at(state, step))
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["10", "2"]
-    assert files.restore(state).step == 10
-    files.close()
-
-
-def test_an_empty_run_folder_has_no_state(tmp_path, state):
-    files = checkpoint.StateFiles(tmp_path / "new", keep=2)
-    assert files.restore(state) is None
-    files.close()
-
-
-def test_a_state_that_was_cut_off_while_written_is_not_restored(tmp_path, state):
-    """orbax writes under a temporary name, which a killed process leaves behind."""
-    files = checkpoint.StateFiles(tmp_path, keep=3)
-    files.save(at(state, 1))
-    files.save(at(state, 2))
-    files.close()
-    folder = tmp_path / "checkpoints"
-    (folder / "2").rename(folder / "2.orbax-checkpoint-tmp-0")
-    again = checkpoint.StateFiles(tmp_path, keep=3)
-    assert again.restore(state).step == 1
-    again.close()
-
-
-def test_a_state_of_another_adapter_is_refused(tmp_path, state):
-    files = checkpoint.StateFiles(tmp_path, keep=2)
-    files.save(state)
-    other = Transformer(ARCH, "float32", LoRA(4, 16.0, train_norms=True), jnp.float32)
-    params = init_params(other, base(DENSE, "float32"), jax.random.key(0))
-    with pytest.raises(ValueError, match="shape"):
-        files.restore(update.init_state(params, OptimConfig()))
-    files.close()

@@ -32,7 +32,9 @@ MINIMAL = {
 # Every field differs from its default, so that a field lost on the way out and in shows.
 FULL = RunConfig(
     output_dir='runs/a "quoted"\nname',
-    model=ModelConfig("base", "tokenizer", "bfloat16", "float32", True, "none"),
+    model=ModelConfig(
+        "base", "tokenizer", "bfloat16", "float32", True, "none", adapter_name_or_path="adapter"
+    ),
     data=DataConfig(
         "gsm8k",
         path="folder",
@@ -109,7 +111,7 @@ FULL = RunConfig(
 # What excludes a field of FULL.
 OTHER = dataclasses.replace(
     FULL,
-    model=dataclasses.replace(FULL.model, trainable="full"),
+    model=dataclasses.replace(FULL.model, trainable="full", adapter_name_or_path=None),
     lora=LoraConfig(),
     rollout=dataclasses.replace(
         FULL.rollout,
@@ -196,7 +198,12 @@ BAD = [
     ("save_steps", {"save_steps": 0}, "0", "must be at least 1"),
     ("save_total_limit", {"save_total_limit": 0}, "0", "must be at least 1"),
     ("model.model_name_or_path", {"model__model_name_or_path": ""}, "''", "must not be empty"),
-    ("model.weights", {"model__weights": "int4"}, "'int4'", "'nvfp4', 'bfloat16', 'float32'"),
+    (
+        "model.weights",
+        {"model__weights": "int4"},
+        "'int4'",
+        "'nvfp4', 'mxfp4', 'nf4', 'bfloat16', 'float32'",
+    ),
     ("model.dtype", {"model__dtype": "float16"}, "'float16'", "one of 'bfloat16', 'float32'"),
     ("data.max_prompt_length", {"data__max_prompt_length": 0}, "0", "must be at least 1"),
     ("data.overlong_prompts", {"data__overlong_prompts": "cut"}, "'cut'", "'error', 'drop'"),
@@ -361,6 +368,16 @@ BAD = [
         },
         "24",
         "must be a multiple of the optimizer batch",
+    ),
+    (
+        "model.adapter_name_or_path",
+        {
+            "model__trainable": "full",
+            "model__weights": "bfloat16",
+            "model__adapter_name_or_path": "a",
+        },
+        "'a'",
+        "needs model.trainable",
     ),
     ("model.trainable", {"model__trainable": "head"}, "'head'", "'lora', 'full'"),
     ("model.trainable", {"model__trainable": "full"}, "'full'", "packed weights have no gradient"),

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from qerl_jax import benchmarks, checkpoint, cli, config, data, evaluate, policies
+from qerl_jax import adapters, benchmarks, checkpoint, cli, config, data, evaluate, policies
 from qerl_jax.config import EvalConfig, LoraConfig, ModelConfig
 from qerl_jax.model import trainable
 
@@ -53,7 +53,7 @@ def adapter(tmp_path_factory):
     lora = LoraConfig(4, 4.0)
     model, frozen, _ = checkpoint.load_policy(TINY, lora)
     params, _ = trainable(model, frozen, jax.random.key(0))
-    checkpoint.export_adapter(folder, params, model.lora, "qerl-tiny")
+    adapters.export_adapter(folder, params, model.lora, "qerl-tiny")
     return folder
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax import architecture, checkpoint, kv_cache, layers, logprobs
+from qerl_jax import adapters, architecture, checkpoint, kv_cache, layers, logprobs
 from qerl_jax.model import (
     LoRA,
     Transformer,
@@ -23,7 +23,7 @@ from qerl_jax.model import (
 from tests import golden_files
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
-MODELS = ["qwen2_untied", "qwen2_tied", "qwen3", "llama3"]
+MODELS = ["qwen2_untied", "qwen2_tied", "qwen3", "llama3", "mistral"]
 # golden/README.md: float32 with full-precision products.
 ATOL = 1e-4
 
@@ -178,9 +178,9 @@ LORA_GOLDEN = GOLDEN / "lora/qwen2_untied_r8"
 
 
 def load_adapter(base, weights):
-    shape = checkpoint.read_lora(LORA_GOLDEN)
+    shape = adapters.read_lora(LORA_GOLDEN)
     model, frozen = load(base, weights=weights, lora=LoRA(shape.rank, shape.alpha))
-    return model, {"params": checkpoint.import_adapter(LORA_GOLDEN, model), "frozen": frozen}
+    return model, {"params": adapters.import_adapter(LORA_GOLDEN, model), "frozen": frozen}
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -229,7 +229,7 @@ def test_adapter_gradients_equal_peft(remat):
     value, grads = jax.jit(jax.value_and_grad(loss))(variables["params"])
     np.testing.assert_allclose(value, reference["grad.loss"][0], rtol=1e-5)
     checked = 0
-    for name, actual in checkpoint._peft_tensors(grads):
+    for name, actual in adapters._peft_tensors(grads):
         if f"grad.{name}" in reference:
             expected = reference[f"grad.{name}"]
             assert np.abs(actual - expected).max() < 1e-4 * np.abs(expected).max(), name
@@ -363,7 +363,14 @@ def test_known_shapes_have_their_published_sizes():
         "qwen2.5-7b": 7.62,
         "qwen2.5-14b": 14.77,
         "qwen2.5-32b": 32.76,
+        "qwen3-0.6b": 0.6,
+        "qwen3-8b": 8.19,
+        "qwen3-32b": 32.76,
+        "llama-3.2-1b": 1.24,
+        "llama-3.2-3b": 3.21,
         "llama-3.1-8b": 8.03,
+        "llama-3.1-70b": 70.55,
+        "mistral-7b-v0.3": 7.25,
     }
     for name, size in expected.items():
         assert round(billions[name], 2) == size

@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax import architecture, checkpoint, draws, layers, logprobs, sampling, update
+from qerl_jax import (
+    adapters,
+    architecture,
+    checkpoint,
+    draws,
+    layers,
+    logprobs,
+    sampling,
+    update,
+)
 from qerl_jax.draws import Truncation
 from qerl_jax.model import LoRA, Transformer, head
 from tests.golden_files import GOLDEN
@@ -26,7 +35,7 @@ def policy(name):
     model = Transformer(architecture.load(folder), "float32", lora, jnp.float32)
     variables = {"frozen": checkpoint.load_base(folder, model)}
     if lora is not None:
-        variables["params"] = checkpoint.import_adapter(GOLDEN / "lora/qwen2_untied_r8", model)
+        variables["params"] = adapters.import_adapter(GOLDEN / "lora/qwen2_untied_r8", model)
     return model, variables
 
 

@@ -1,12 +1,15 @@
 """Reading safetensors: every type, shards, and each way in which a download can be broken."""
 
 import json
+import random
+import re
 import struct
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from qerl_jax import tensor_files
 from qerl_jax.tensor_files import SafetensorsError, Tensors
 from tests import golden_files
 
@@ -190,3 +193,204 @@ def test_an_absent_name_is_an_error(tmp_path):
     for read in (tensors.shape, tensors.__getitem__):
         with pytest.raises(SafetensorsError, match="no tensor z"):
             read("z")
+
+
+# Headers that lie
+
+
+def raw(path, header, data=bytes(16)):
+    """A file with a header of any text or table."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def entry(start, end, shape=None, dtype="F32"):
+    shape = [(end - start) // 4] if shape is None else shape
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize(
+    "header,match",
+    [
+        ({"a": entry(0, 8), "b": entry(4, 16)}, "b starts at byte 4 .* overlaps another tensor"),
+        ({"a": entry(0, 16), "b": entry(0, 16)}, "starts at byte 0 .* overlaps"),
+        ({"a": entry(0, 4), "b": entry(8, 16)}, "b starts at byte 8 .* bytes lie between tensors"),
+        ({"a": entry(4, 16)}, "a starts at byte 4 .* bytes lie between"),
+        ({"a": entry(0, 12)}, "4 bytes after the last tensor belong to none"),
+        ({"a": entry(8, 4, [1])}, "not a safetensors file"),
+        ({"a": entry(-4, 0, [1])}, "not a safetensors file"),
+        ({"a": entry(0, 20)}, "a ends at byte .*truncated"),
+        ({"a": entry(0, 2**63)}, "truncated"),
+        ({"a": entry(0, 16, [2**40, 2**40])}, "does not fill its bytes"),
+        ({"a": entry(0, 16, [-2, -2])}, r"a has the shape \(-2, -2\)"),
+        ({"a": entry(0, 16, [4.0])}, r"a has the shape \(4.0,\)"),
+        ({"a": entry(0, 16, [True, 4])}, r"a has the shape \(True, 4\)"),
+        ({"a": entry(0, 16, "4")}, "a has the shape"),
+        ({"a": entry(0.0, 16.0, [4])}, "not a safetensors file"),
+        ({"a": entry(0, 16, [4], ["F32"])}, "a has the type"),
+        ({"a": entry(0, 16, [4], None)}, "a has the type None"),
+        (b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, "a": 1}', "occurs twice"),
+        (b"[" * 100_000, "not a safetensors file"),
+        (b'{"a": ' * 50_000, "not a safetensors file"),
+        (b"null", "not a safetensors file"),
+    ],
+)
+def test_a_header_that_lies_is_named(tmp_path, header, match):
+    raw(tmp_path / "model.safetensors", header)
+    with pytest.raises(SafetensorsError, match=match):
+        Tensors(tmp_path)
+
+
+def test_a_header_of_absurd_length_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_files, "_LONGEST_HEADER", 100)
+    raw(tmp_path / "model.safetensors", b" " * 101 + b"{}", b"")
+    with pytest.raises(SafetensorsError, match="a header of 103 bytes; at most 100"):
+        Tensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../two.safetensors",
+        "/etc/two.safetensors",
+        "sub/two.safetensors",
+        "..\\two.safetensors",
+        "..",
+        "",
+        "two.bin",
+        "two\0.safetensors",
+        None,
+        3,
+    ],
+)
+def test_an_index_names_files_of_its_own_folder_only(tmp_path, file):
+    inner = tmp_path / "model"
+    (inner / "sub").mkdir(parents=True)
+    weight_map = shards(inner)
+    for place in (tmp_path, inner / "sub"):
+        (place / "two.safetensors").write_bytes((inner / "two.safetensors").read_bytes())
+    write_index(inner, {"weight_map": weight_map | {"c": file}})
+    with pytest.raises(SafetensorsError, match=re.escape(repr(file)) + ", which is no safetensors"):
+        Tensors(inner)
+
+
+def test_a_tensor_in_two_shards_is_named(tmp_path):
+    shards(tmp_path)
+    write(tmp_path / "two.safetensors", {"c": floats(4), "a": floats(5)})
+    with pytest.raises(SafetensorsError, match=r"a is in one\.safetensors too"):
+        Tensors(tmp_path)
+
+
+def test_a_tensor_in_another_shard_than_the_index_says_is_named(tmp_path):
+    weight_map = shards(tmp_path)
+    write_index(tmp_path, {"weight_map": weight_map | {"b": "two.safetensors"}})
+    with pytest.raises(SafetensorsError, match=r"b is in one\.safetensors, not in two"):
+        Tensors(tmp_path)
+
+
+def test_pickled_weights_are_not_read_and_said_so(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(SafetensorsError, match="pickled weights are not read"):
+        Tensors(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_file_is_read_within_its_bounds_or_refused(tmp_path, seed):
+    """Bytes of length and header are changed, cut out, doubled or inserted; 150 times a seed."""
+    rng = random.Random(seed)
+    write(
+        tmp_path / "whole.safetensors",
+        {"a": floats(1, 2), "b": ("U8", np.arange(6, dtype=np.uint8)), "c": floats(3)},
+        spaces=seed,
+    )
+    whole = (tmp_path / "whole.safetensors").read_bytes()
+    end = 8 + struct.unpack("<Q", whole[:8])[0]
+    pieces = [
+        b"-",
+        b"9",
+        b"0",
+        b"1e9",
+        b"null",
+        b"[",
+        b"}",
+        b'"',
+        b",",
+        b"\xff",
+        b"18446744073709551615",
+    ]
+    outcomes = set()
+    for _ in range(150):
+        damaged = bytearray(whole)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(end if rng.random() < 0.8 else 8)
+            width = rng.randint(0, 3)
+            match rng.randrange(4):
+                case 0:
+                    damaged[at] = rng.randrange(256)
+                case 1:
+                    del damaged[at : at + width]
+                case 2:
+                    damaged[at:at] = damaged[at : at + 8]
+                case 3:
+                    damaged[at : at + width] = rng.choice(pieces)
+        path = tmp_path / "model.safetensors"
+        path.unlink(missing_ok=True)
+        path.write_bytes(damaged)
+        try:
+            tensors = Tensors(tmp_path)
+        except SafetensorsError as error:
+            assert str(path) in str(error)
+            outcomes.add("refused")
+        else:
+            assert sum(tensors[name].nbytes for name in tensors) <= len(damaged)
+            outcomes.add("read")
+    assert "refused" in outcomes
+
+
+# Writing
+
+
+def test_what_is_written_is_read_back_and_by_the_safetensors_package(tmp_path):
+    import safetensors
+
+    held = {
+        "matrix": np.arange(12, dtype=np.float32).reshape(3, 4),
+        "transposed": np.arange(12, dtype=np.float32).reshape(3, 4).T,
+        "half": np.ones(3, ml_dtypes.bfloat16),
+        "scales": np.array([[1, 448]], ml_dtypes.float8_e4m3fn),
+        "scalar": np.array(2.5, np.float32),
+        "none": np.zeros((0, 2), np.float32),
+    }
+    table = {name: (value.dtype, value.shape) for name, value in held.items()}
+    tensor_files.write_shards(tmp_path, table, held.__getitem__)
+    tensors = Tensors(tmp_path)
+    assert list(tensors) == list(held)
+    for name, value in held.items():
+        assert tensors[name].dtype == value.dtype
+        np.testing.assert_array_equal(tensors[name].astype(float), value.astype(float))
+    with safetensors.safe_open(tmp_path / "model.safetensors", "numpy") as theirs:
+        assert set(theirs.keys()) == set(held) and theirs.metadata() == {"format": "pt"}
+        np.testing.assert_array_equal(theirs.get_tensor("transposed"), held["transposed"])
+
+
+def test_shards_are_filled_in_order_and_indexed(tmp_path):
+    held = {name: np.full(n, n, np.float32) for name, n in (("a", 2), ("b", 3), ("c", 9), ("d", 1))}
+    table = {name: (value.dtype, value.shape) for name, value in held.items()}
+    tensor_files.write_shards(tmp_path, table, held.__getitem__, shard_bytes=20)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 60
+    assert index["weight_map"] == {
+        "a": "model-00001-of-00003.safetensors",
+        "b": "model-00001-of-00003.safetensors",
+        "c": "model-00002-of-00003.safetensors",
+        "d": "model-00003-of-00003.safetensors",
+    }
+    tensors = Tensors(tmp_path)
+    for name, value in held.items():
+        np.testing.assert_array_equal(tensors[name], value)
+
+
+def test_a_tensor_that_is_not_what_the_table_says_is_refused(tmp_path):
+    table = {"a": (np.dtype(np.float32), (2,))}
+    with pytest.raises(ValueError, match=r"a: got float64 of shape \(2,\); the table says"):
+        tensor_files.write_shards(tmp_path, table, lambda name: np.zeros(2))

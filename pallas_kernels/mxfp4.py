@@ -1,0 +1,146 @@
+"""The MXFP4 number format: what the bytes mean, in jnp.
+
+An [N, K] matrix holds 4-bit E2M1 codes and one E8M0 scale, a power of two, for each 32 neighbours
+along K. Bytes are those of compressed-tensors' scheme MXFP4A16; there is no global scale:
+
+    weight[n, k] = value(code[n, k]) * 2^(scale[n, k // 32] - 127)
+
+Two roundings of the scale are in use, and `quantize` knows both.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from pallas_kernels.nvfp4 import CODE_VALUES, nearest_codes, pack_codes, unpack_codes
+
+BLOCK = 32
+
+type Rounding = Literal["nearest", "floor"]
+
+_BIAS = 127
+# The largest code is 6 = 1.5 * 2^2.
+_CODE_EXPONENT = 2
+# The byte 255 is NaN, and 2^-(254 - 127) is no normal float32, by which codes could not be formed.
+_SCALE_MAX = 253
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MXFP4Tensor:
+    """An [N, K] weight, y = x W^T, packed in 4.25 bits an entry, or a stack of such weights.
+
+    Attributes:
+      codes: uint8 [..., N, K / 2], two E2M1 codes a byte, the even column in the low nibble.
+      scales: uint8 [..., N, K / 32], E8M0: exponents of two with a bias of 127.
+      shape: (N, K), static; leading axes of the leaves may be sliced and the tensor stays valid.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves, which may also be abstract (`jax.ShapeDtypeStruct`)."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+
+def quantize(w: jax.Array, *, rounding: Rounding = "nearest") -> MXFP4Tensor:
+    """Rounds a weight to MXFP4.
+
+        scale = 127 + exponent(block max|w|) - 2
+        code  = nearest E2M1 to w / 2^(scale - 127),   ties to the even code, saturating
+
+    Args:
+      w: [..., N, K], float32, bfloat16 or float16.
+      rounding: "nearest" takes the next exponent for maxima from 1.75 * 2^e on, which would saturate
+        by most, as compressed-tensors does; "floor" is the OCP Microscaling specification's.
+
+    Raises:
+      ValueError: w is not a floating-point array of one of these types with K % 32 == 0, or an
+        unknown rounding.
+
+    Source: compressed-tensors 0.19; OCP Microscaling Formats 1.0, section 6.3.
+    """
+    if rounding not in ("nearest", "floor"):
+        raise ValueError(f"rounding must be 'nearest' or 'floor'; got {rounding!r}")
+    if w.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"w must be float32, bfloat16 or float16; got {w.dtype}")
+    _check_shape(w.shape)
+    blocks = w.astype(jnp.float32).reshape(*w.shape[:-1], -1, BLOCK)
+    bits = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(blocks), axis=-1), jnp.uint32)
+    # Adding a quarter of the mantissa's range carries into the exponent from 1.75 on.
+    exponents = (bits + (1 << 21 if rounding == "nearest" else 0)) >> 23
+    scales = jnp.clip(exponents.astype(jnp.int32) - _CODE_EXPONENT, 0, _SCALE_MAX)
+    inverse = jax.lax.bitcast_convert_type((2 * _BIAS - scales) << 23, jnp.float32)
+    codes = nearest_codes(blocks * inverse[..., None]).reshape(w.shape)
+    return MXFP4Tensor(pack_codes(codes), scales.astype(jnp.uint8), (w.shape[-2], w.shape[-1]))
+
+
+def dequantize(t: MXFP4Tensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """The weights, code * 2^(scale - 127): exact in float32 and in bfloat16; [..., N, K]."""
+    bits = t.scales.astype(jnp.int32) << 23
+    # 2^-127 has no normal float32: a subnormal, which XLA may take for zero.
+    bits = jnp.where(t.scales == 0, 1 << 22, bits)
+    steps = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    values = jnp.asarray(CODE_VALUES)[unpack_codes(t.codes)]
+    blocks = values.reshape(*t.scales.shape, BLOCK) * steps[..., None]
+    return blocks.reshape(values.shape).astype(dtype)
+
+
+def fuse(parts: Sequence[MXFP4Tensor]) -> MXFP4Tensor:
+    """Joins weights of equal K along N, so that one product serves them all.
+
+    Raises:
+      ValueError: parts differ in K.
+    """
+    ks = [part.shape[1] for part in parts]
+    if len(set(ks)) != 1:
+        raise ValueError(f"parts joined along N have one K; got K = {ks}")
+    return MXFP4Tensor(
+        codes=jnp.concatenate([part.codes for part in parts], axis=-2),
+        scales=jnp.concatenate([part.scales for part in parts], axis=-2),
+        shape=(sum(part.shape[0] for part in parts), ks[0]),
+    )
+
+
+def random(key: jax.Array, shape: Sequence[int], *, std: float = 0.02) -> MXFP4Tensor:
+    """A packed random weight, made without ever holding it unpacked: a base for benchmarks.
+
+    Codes are uniform over all 16, block scales one of two neighbouring powers of two.
+
+    Args:
+      key: a JAX random key.
+      shape: (..., N, K).
+      std: standard deviation of the dequantized entries.
+
+    Raises:
+      ValueError: shape has fewer than two axes or K % 32 != 0.
+    """
+    _check_shape(shape)
+    *stack, n, k = shape
+    code_key, scale_key = jax.random.split(key)
+    ratio = std / math.sqrt(np.mean(CODE_VALUES.astype(np.float64) ** 2))
+    low = math.floor(math.log2(ratio))
+    # The share of the larger power that gives the wanted mean square: 1 - p + 4 p.
+    share = (ratio**2 / 4.0**low - 1) / 3
+    larger = jax.random.bernoulli(scale_key, share, (*stack, n, k // BLOCK))
+    return MXFP4Tensor(
+        codes=jax.random.bits(code_key, (*stack, n, k // 2), jnp.uint8),
+        scales=jnp.uint8(_BIAS + low) + larger.astype(jnp.uint8),
+        shape=(n, k),
+    )
+
+
+def _check_shape(shape: Sequence[int]) -> None:
+    if len(shape) < 2:
+        raise ValueError(f"an MXFP4 weight has axes [..., N, K]; got shape {tuple(shape)}")
+    if shape[-1] % BLOCK:
+        raise ValueError(f"MXFP4 blocks hold {BLOCK} values along K; got K = {shape[-1]}")

@@ -1,0 +1,225 @@
+"""The NF4 number format (QLoRA, arXiv 2305.14314): what the bytes mean, in jnp.
+
+An [N, K] matrix, read row by row as one vector, holds 4-bit indices into a table of 16 quantiles of
+the normal distribution, and one scale, the largest magnitude, for each 64 neighbours in that vector:
+
+    weight[i] = CODE_VALUES[code[i]] * absmax[i // 64]
+
+With double quantization the scales are themselves 8-bit indices into a table of 256 values, with a
+float32 scale for each 256 of them, above the mean of all:
+
+    absmax[j] = SCALE_VALUES[index[j]] * absmax2[j // 256] + offset
+
+Bytes and tables are those of bitsandbytes.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+BLOCK = 64
+GROUP = 256
+# Quantiles of the normal distribution, as bitsandbytes rounded them.
+CODE_VALUES = np.array(
+    [
+        *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+        *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+        *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+        *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+    ],
+    np.float32,
+)
+
+
+def _scale_values() -> np.ndarray:
+    """The signed 8-bit table of arXiv 1511.04561: per power of ten twice as many values as below."""
+    f32, magnitudes = np.float32, []
+    for exponent in range(7):
+        # Bounds of equal width from 0.1 to 1, rounded as torch does: once, from the nearer end.
+        count = 2**exponent
+        step, index = np.float64((f32(1) - f32(0.1)) / f32(count)), np.arange(count + 1)
+        bounds = np.where(2 * index < count + 1, f32(0.1) + step * index, 1 - step * index[::-1])
+        bounds = bounds.astype(f32)
+        magnitudes += list(f32(10.0 ** (exponent - 6)) * ((bounds[:-1] + bounds[1:]) / f32(2)))
+    return np.sort(np.array([-value for value in magnitudes] + [*magnitudes, 0, 1], f32))
+
+
+SCALE_VALUES = _scale_values()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NF4Tensor:
+    """An [N, K] weight, y = x W^T, packed in 4.5 bits an entry (4.13 doubly), or a stack of such.
+
+    Attributes:
+      codes: uint8 [..., N * K / 2], two codes a byte, the even entry in the HIGH nibble.
+      absmax: float32 [..., ceil(N * K / 64)]; or uint8 indices, where the scales are quantized too.
+      absmax2: float32 [..., ceil(blocks / 256)], or None where absmax is float32.
+      offset: float32 as absmax2, the mean scale of the matrix that a group belongs to; or None.
+      shape: (N, K), static; leading axes of the leaves may be sliced and the tensor stays valid.
+    """
+
+    codes: jax.Array
+    absmax: jax.Array
+    absmax2: jax.Array | None
+    offset: jax.Array | None
+    shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves, which may also be abstract (`jax.ShapeDtypeStruct`)."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+
+def pack_codes(codes: jax.Array) -> jax.Array:
+    """Puts two codes in a byte, the even one in the HIGH nibble: uint8 [..., K] -> [..., K / 2]."""
+    return codes[..., 0::2] << 4 | codes[..., 1::2]
+
+
+def unpack_codes(packed: jax.Array) -> jax.Array:
+    """Inverse of `pack_codes`: uint8 [..., K / 2] -> [..., K], each entry in 0..15."""
+    pairs = jnp.stack([packed >> 4, packed & 0xF], axis=-1)
+    return pairs.reshape(*packed.shape[:-1], -1)
+
+
+def quantize(w: jax.Array, *, double: bool = False) -> NF4Tensor:
+    """Rounds a weight to NF4: the table's nearest entry to w / absmax, by its midpoints.
+
+    Args:
+      w: [..., N, K] with N * K even; float32, bfloat16 or float16.
+      double: quantize the scales too.
+
+    Raises:
+      ValueError: w is not a floating-point array of one of these types and shapes.
+
+    Source: bitsandbytes 0.50, whose output is recorded in the tests.
+    """
+    if w.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"w must be float32, bfloat16 or float16; got {w.dtype}")
+    *stack, n, k = _checked_shape(w.shape)
+    blocks = _split(w.astype(jnp.float32).reshape(*stack, n * k), BLOCK)
+    absmax = jnp.max(jnp.abs(blocks), axis=-1)
+    ratios = blocks / jnp.where(absmax == 0, 1, absmax)[..., None]
+    codes = _nearest(ratios, CODE_VALUES).reshape(*stack, -1)[..., : n * k]
+    t = NF4Tensor(pack_codes(codes), absmax, None, None, (n, k))
+    return _with_quantized_scales(t) if double else t
+
+
+def scales(t: NF4Tensor) -> jax.Array:
+    """The scale of each block, float32 [..., ceil(N * K / 64)], decoded where it is quantized."""
+    if t.absmax2 is None:
+        return t.absmax
+    groups = _split(jnp.asarray(SCALE_VALUES)[t.absmax], GROUP)
+    decoded = groups * t.absmax2[..., None] + t.offset[..., None]
+    return decoded.reshape(*t.absmax.shape[:-1], -1)[..., : t.absmax.shape[-1]]
+
+
+def dequantize(t: NF4Tensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """The weights: table entry * scale in float32, rounded once to dtype; [..., N, K]."""
+    n, k = t.shape
+    values = _split(jnp.asarray(CODE_VALUES)[unpack_codes(t.codes)], BLOCK)
+    values = (values * scales(t)[..., None]).reshape(*t.codes.shape[:-1], -1)[..., : n * k]
+    return values.reshape(*t.codes.shape[:-1], n, k).astype(dtype)
+
+
+def fuse(parts: Sequence[NF4Tensor]) -> NF4Tensor:
+    """Joins weights of equal K along N, so that one product serves them all.
+
+    Quantized scales stay so where every part fills whole groups of 256 blocks (as in all published
+    models); otherwise they are decoded, which changes no value.
+
+    Raises:
+      ValueError: parts differ in K or in their kind of scales.
+      NotImplementedError: a part but the last does not fill whole blocks.
+    """
+    ks = [part.shape[1] for part in parts]
+    if len(set(ks)) != 1:
+        raise ValueError(f"parts joined along N have one K; got K = {ks}")
+    if len({part.absmax2 is None for part in parts}) != 1:
+        raise ValueError("parts joined along N have quantized scales all or none")
+    if any(part.shape[0] * part.shape[1] % BLOCK for part in parts[:-1]):
+        raise NotImplementedError(
+            f"parts of shape {[part.shape for part in parts]} do not fill whole blocks of {BLOCK}"
+        )
+    double = parts[0].absmax2 is not None
+    if double and any(part.absmax.shape[-1] % GROUP for part in parts[:-1]):
+        parts, double = [_decoded(part) for part in parts], False
+    join = lambda name: jnp.concatenate([getattr(part, name) for part in parts], axis=-1)
+    return NF4Tensor(
+        codes=join("codes"),
+        absmax=join("absmax"),
+        absmax2=join("absmax2") if double else None,
+        offset=join("offset") if double else None,
+        shape=(sum(part.shape[0] for part in parts), ks[0]),
+    )
+
+
+def random(
+    key: jax.Array, shape: Sequence[int], *, std: float = 0.02, double: bool = False
+) -> NF4Tensor:
+    """A packed random weight, made without ever holding it unpacked: a base for benchmarks.
+
+    Codes are uniform over all 16, all scales equal up to their quantization.
+
+    Args:
+      key: a JAX random key.
+      shape: (..., N, K).
+      std: standard deviation of the dequantized entries.
+      double: quantize the scales too.
+
+    Raises:
+      ValueError: shape has fewer than two axes or N * K is odd.
+    """
+    *stack, n, k = _checked_shape(shape)
+    spread = math.sqrt(np.mean(CODE_VALUES.astype(np.float64) ** 2))
+    blocks = -(-n * k // BLOCK)
+    # Scales of Gaussian blocks vary by a fifth of their mean.
+    varied = 1 + 0.2 * jax.random.uniform(key, (*stack, blocks), minval=-1.0)
+    codes = jax.random.bits(jax.random.fold_in(key, 1), (*stack, n * k // 2), jnp.uint8)
+    t = NF4Tensor(codes, std / spread * varied, None, None, (n, k))
+    return _with_quantized_scales(t) if double else t
+
+
+def _checked_shape(shape: Sequence[int]) -> Sequence[int]:
+    if len(shape) < 2:
+        raise ValueError(f"an NF4 weight has axes [..., N, K]; got shape {tuple(shape)}")
+    if shape[-2] * shape[-1] % 2:
+        raise ValueError(f"NF4 puts two entries in a byte; got N * K = {shape[-2]} * {shape[-1]}")
+    return shape
+
+
+def _split(x: jax.Array, size: int) -> jax.Array:
+    """[..., E] -> [..., ceil(E / size), size], the last row filled up with zeros."""
+    padding = -x.shape[-1] % size
+    if padding:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
+    return x.reshape(*x.shape[:-1], -1, size)
+
+
+def _nearest(x: jax.Array, table: np.ndarray) -> jax.Array:
+    midpoints = (table[:-1] + table[1:]) / 2
+    return jnp.searchsorted(midpoints, x, method="compare_all").astype(jnp.uint8)
+
+
+def _with_quantized_scales(t: NF4Tensor) -> NF4Tensor:
+    offset = jnp.mean(t.absmax, axis=-1, keepdims=True)
+    groups = _split(t.absmax - offset, GROUP)
+    absmax2 = jnp.max(jnp.abs(groups), axis=-1)
+    ratios = groups / jnp.where(absmax2 == 0, 1, absmax2)[..., None]
+    # Compared one bound at a time, 255 of them would be slow to compile: found by bisection.
+    bounds = (SCALE_VALUES[:-1] + SCALE_VALUES[1:]) / 2
+    indices = jnp.searchsorted(bounds, ratios).astype(jnp.uint8)
+    indices = indices.reshape(*t.absmax.shape[:-1], -1)[..., : t.absmax.shape[-1]]
+    return dataclasses.replace(
+        t, absmax=indices, absmax2=absmax2, offset=jnp.broadcast_to(offset, absmax2.shape)
+    )
+
+
+def _decoded(t: NF4Tensor) -> NF4Tensor:
+    return dataclasses.replace(t, absmax=scales(t), absmax2=None, offset=None)

@@ -1,0 +1,74 @@
+"""Products with weights of any packed format, by the type of the weight.
+
+NVFP4 has kernels of its own. MXFP4 and NF4 are unpacked to the activations' type and multiplied, as
+bitsandbytes does with many rows: XLA fuses the unpacking into one pass, whose result lives no longer
+than the product.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import mxfp4, nf4
+from pallas_kernels.mxfp4 import MXFP4Tensor
+from pallas_kernels.nf4 import NF4Tensor
+from pallas_kernels.nvfp4_matmul import api
+
+PackedWeight = api.PackedWeight | MXFP4Tensor | NF4Tensor
+
+
+def packed_matmul(x: jax.Array, w: PackedWeight) -> jax.Array:
+    """Multiplies activations with a packed weight: y = x @ dequantize(w)^T, accumulated in float32.
+
+    The derivative with respect to x is formed from the packed weight too, and nothing but the weight
+    is kept for it. The weight is frozen: its cotangent is zero.
+
+    Args:
+      x: [..., K], float32 or bfloat16.
+      w: an [N, K] weight without stacked axes; slice those with `lax.scan`.
+
+    Returns:
+      [..., N] in x.dtype.
+
+    Raises:
+      ValueError: a wrong type or shape.
+    """
+    if isinstance(w, api.PackedWeight):
+        return api.nvfp4_matmul(x, w)
+    if not isinstance(w, PackedWeight):
+        raise ValueError(f"w must be a packed weight; got {type(w).__name__}")
+    if w.codes.ndim != (2 if isinstance(w, MXFP4Tensor) else 1):
+        raise ValueError(f"w must be one [N, K] matrix; its codes have shape {w.codes.shape}")
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"x must be float32 or bfloat16; got {x.dtype}")
+    n, k = w.shape
+    if x.ndim == 0 or x.shape[-1] != k:
+        raise ValueError(f"x must be [..., K = {k}] to meet w of shape {w.shape}; got {x.shape}")
+    return _matmul(x.reshape(-1, k), w).reshape(*x.shape[:-1], n)
+
+
+@jax.custom_vjp
+def _matmul(x: jax.Array, w: MXFP4Tensor | NF4Tensor) -> jax.Array:
+    return _dot(x, w, contract=1)
+
+
+def _matmul_fwd(x, w):
+    return _matmul(x, w), w
+
+
+def _matmul_bwd(w, dy):
+    return _dot(dy, w, contract=0), None
+
+
+_matmul.defvjp(_matmul_fwd, _matmul_bwd)
+
+
+def _dot(x: jax.Array, w: MXFP4Tensor | NF4Tensor, *, contract: int) -> jax.Array:
+    dequantize = mxfp4.dequantize if isinstance(w, MXFP4Tensor) else nf4.dequantize
+    return jax.lax.dot_general(
+        x,
+        dequantize(w, x.dtype),
+        (((1,), (contract,)), ((), ())),
+        # Without it a GPU multiplies float32 in TF32.
+        precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    ).astype(x.dtype)

@@ -1,0 +1,93 @@
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import mxfp4, nvfp4
+from tests import golden_files
+
+VECTORS = golden_files.load("mxfp4/vectors.safetensors")
+CASES = sorted(name.removesuffix(".weight") for name in VECTORS if name.endswith(".weight"))
+# Names of packed bytes, scales and values, by the rounding of the scales.
+RECORDED = {
+    "nearest": ("weight_packed", "weight_scale", "dequant_f32"),
+    "floor": ("ocp_packed", "ocp_scale", "ocp_dequant_f32"),
+}
+quantize = jax.jit(mxfp4.quantize, static_argnames="rounding")
+
+
+def without_negative_zero(packed):
+    codes = nvfp4.unpack_codes(jnp.asarray(packed))
+    return np.asarray(jnp.where(codes == 8, 0, codes))
+
+
+@pytest.mark.parametrize("rounding", RECORDED)
+@pytest.mark.parametrize("case", CASES)
+def test_quantize_meets_the_recorded_bytes(case, rounding):
+    packed, scales, values = (VECTORS[f"{case}.{name}"] for name in RECORDED[rounding])
+    t = quantize(jnp.asarray(VECTORS[f"{case}.weight"]), rounding=rounding)
+    assert t.codes.dtype == t.scales.dtype == jnp.uint8
+    np.testing.assert_array_equal(t.scales, scales)
+    np.testing.assert_array_equal(without_negative_zero(t.codes), without_negative_zero(packed))
+    np.testing.assert_array_equal(mxfp4.dequantize(t), values)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bfloat16_values_are_exact(case):
+    t = quantize(jnp.asarray(VECTORS[f"{case}.weight"]))
+    values = mxfp4.dequantize(t, jnp.bfloat16)
+    assert values.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(values, VECTORS[f"{case}.dequant_bf16"])
+    np.testing.assert_array_equal(values.astype(jnp.float32), mxfp4.dequantize(t))
+
+
+def test_the_two_roundings_part_at_seven_quarters():
+    maxima = [1.0, 1.5, 1.7421875, 1.75, 1.9921875, 2.0]
+    w = jnp.zeros((len(maxima), 32)).at[:, 3].set(jnp.array(maxima))
+    nearest, floor = (quantize(w, rounding=name).scales[:, 0] - 125 for name in RECORDED)
+    np.testing.assert_array_equal(nearest, [0, 0, 0, 1, 1, 1])
+    np.testing.assert_array_equal(floor, [0, 0, 0, 0, 0, 1])
+    # Under "floor" such a maximum saturates: 1.75 becomes 6 / 4.
+    assert mxfp4.dequantize(quantize(w, rounding="floor"))[3, 3] == 1.5
+
+
+def test_blocks_of_zeros_and_extreme_values_stay_finite():
+    w = jnp.zeros((3, 32)).at[1, 0].set(2e38).at[2, 0].set(1e-38)
+    t = quantize(w)
+    np.testing.assert_array_equal(t.scales[:, 0], [0, 252, 0])
+    values = np.asarray(mxfp4.dequantize(t))
+    assert np.isfinite(values).all() and not values[0].any()
+    assert values[1, 0] == 2.0**127
+
+
+def test_fused_parts_and_stacked_layers_hold_the_same_values():
+    rng = np.random.default_rng(0)
+    w = rng.standard_normal((2, 12, 64)).astype(ml_dtypes.bfloat16)
+    whole = quantize(jnp.asarray(w))
+    parts = [quantize(jnp.asarray(w[:, :5])), quantize(jnp.asarray(w[:, 5:]))]
+    fused = mxfp4.fuse(parts)
+    assert fused.shape == (12, 64) and fused.codes.shape == (2, 12, 32)
+    jax.tree.map(np.testing.assert_array_equal, fused, whole)
+    layer = jax.tree.map(lambda leaf: leaf[1], whole)
+    np.testing.assert_array_equal(mxfp4.dequantize(layer), mxfp4.dequantize(whole)[1])
+    assert whole.nbytes == 2 * 12 * 64 * 4.25 / 8
+
+
+def test_random_weights_spread_as_asked():
+    dense = mxfp4.dequantize(mxfp4.random(jax.random.key(0), (2, 128, 256), std=0.03))
+    np.testing.assert_allclose(np.asarray(dense).std(axis=(1, 2)), 0.03, rtol=0.03)
+    assert (dense[0] != dense[1]).mean() > 0.8
+
+
+def test_what_cannot_be_packed_is_named():
+    with pytest.raises(ValueError, match=r"32 values along K; got K = 48"):
+        mxfp4.quantize(jnp.zeros((4, 48)))
+    with pytest.raises(ValueError, match=r"axes \[\.\.\., N, K\]"):
+        mxfp4.random(jax.random.key(0), (32,))
+    with pytest.raises(ValueError, match="got int32"):
+        mxfp4.quantize(jnp.zeros((4, 32), jnp.int32))
+    with pytest.raises(ValueError, match="got 'up'"):
+        mxfp4.quantize(jnp.zeros((4, 32)), rounding="up")
+    with pytest.raises(ValueError, match=r"K = \[32, 64\]"):
+        mxfp4.fuse([mxfp4.quantize(jnp.zeros((4, k))) for k in (32, 64)])

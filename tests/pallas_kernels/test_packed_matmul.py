@@ -1,0 +1,73 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import mxfp4, nf4, nvfp4, nvfp4_matmul, packed_matmul
+
+QUANTIZE = {
+    "mxfp4": mxfp4.quantize,
+    "nf4": nf4.quantize,
+    "nf4 doubly": functools.partial(nf4.quantize, double=True),
+}
+DEQUANTIZE = {"mxfp4": mxfp4.dequantize, "nf4": nf4.dequantize, "nf4 doubly": nf4.dequantize}
+
+
+def normal(seed, shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", QUANTIZE)
+def test_one_hot_inputs_return_the_unpacked_weight(name, dtype):
+    w = QUANTIZE[name](normal(0, (24, 96)))
+    y = packed_matmul(jnp.eye(96, dtype=dtype), w)
+    assert y.dtype == dtype
+    np.testing.assert_array_equal(y, DEQUANTIZE[name](w, dtype).T)
+
+
+@pytest.mark.parametrize("name", QUANTIZE)
+def test_values_and_derivatives_are_those_of_the_unpacked_weight(name):
+    w, x, dy = QUANTIZE[name](normal(0, (24, 96))), normal(1, (2, 3, 96)), normal(2, (2, 3, 24))
+    dense = DEQUANTIZE[name](w)
+    y, pull = jax.vjp(lambda x: packed_matmul(x, w), x)
+    product = lambda x: jnp.einsum("...k,nk->...n", x, dense, precision="highest")
+    expected, expected_pull = jax.vjp(product, x)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(pull(dy)[0], expected_pull(dy)[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", QUANTIZE)
+def test_only_the_packed_weight_is_kept_for_the_derivative(name):
+    w = QUANTIZE[name](normal(0, (64, 128)))
+    _, pull = jax.vjp(lambda x: packed_matmul(x, w), normal(1, (4, 128)))
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull) if hasattr(leaf, "nbytes"))
+    assert kept == w.nbytes
+
+
+def test_nvfp4_goes_to_its_own_kernels():
+    w, x = nvfp4.quantize(normal(0, (16, 32))), normal(1, (3, 32))
+    np.testing.assert_array_equal(packed_matmul(x, w), nvfp4_matmul(x, w))
+
+
+def test_a_stack_of_layers_can_be_scanned():
+    w, x = nf4.quantize(normal(0, (3, 64, 64)), double=True), normal(1, (2, 64))
+    y, _ = jax.lax.scan(lambda x, layer: (packed_matmul(x, layer), None), x, w)
+    expected = x
+    for layer in nf4.dequantize(w):
+        expected = jnp.dot(expected, layer.T, precision="highest")
+    np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_bad_arguments_are_named():
+    w = mxfp4.quantize(jnp.ones((4, 32)))
+    with pytest.raises(ValueError, match="K = 32"):
+        packed_matmul(jnp.ones((2, 16)), w)
+    with pytest.raises(ValueError, match="float32 or bfloat16; got float16"):
+        packed_matmul(jnp.ones((2, 32), jnp.float16), w)
+    with pytest.raises(ValueError, match=r"one \[N, K\] matrix"):
+        packed_matmul(jnp.ones((2, 32)), mxfp4.quantize(jnp.ones((3, 4, 32))))
+    with pytest.raises(ValueError, match="a packed weight; got"):
+        packed_matmul(jnp.ones((2, 32)), jnp.ones((4, 32)))

@@ -1,0 +1,42 @@
+"""transformers loads the folders that `qerl quantize` writes and gives our logits, calibrated ones too.
+
+NVFP4 and MXFP4 pass through compressed-tensors, NF4 through bitsandbytes. Needs an interpreter with
+torch, transformers and these: this one, or that of QERL_TORCH_PYTHON.
+"""
+
+import pathlib
+import subprocess
+
+import numpy as np
+import pytest
+
+from qerl_jax import checkpoint
+from qerl_jax.calibration import Calibration
+from qerl_jax.quantize import Recipe, quantize
+from tests.parity import torch_python
+from tests.qerl_jax.test_export import TOKENS, logits, read
+
+SCRIPT = pathlib.Path(__file__).parent / "parity" / "model_logits.py"
+ROWS = Calibration("arithmetic", num_samples=16, max_length=64)
+CASES = {
+    "nvfp4": (Recipe("nvfp4"), "compressed_tensors"),
+    "nvfp4 awq": (Recipe("nvfp4", "awq", calibration=ROWS), "compressed_tensors"),
+    "mxfp4": (Recipe("mxfp4"), "compressed_tensors"),
+    "nf4": (Recipe("nf4"), "bitsandbytes"),
+    "nf4 single": (Recipe("nf4", double_quant=False), "bitsandbytes"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_transformers_gives_our_logits_from_a_quantized_folder(case, tmp_path):
+    """The libraries unpack to bfloat16, so the weights are compared as such."""
+    recipe, library = CASES[case]
+    if torch_python(library) is None:
+        pytest.skip(f"no interpreter with torch and {library} is known")
+    quantize(str(checkpoint.TINY), tmp_path / "out", recipe, lambda line: None)
+    np.save(tmp_path / "ids.npy", TOKENS.astype(np.int64))
+    paths = [tmp_path / "out", tmp_path / "ids.npy", tmp_path / "out.npy"]
+    subprocess.run([torch_python(library), SCRIPT, *map(str, paths)], check=True)
+    ours = logits(*read(tmp_path / "out", "bfloat16"))
+    np.testing.assert_allclose(ours, np.load(tmp_path / "out.npy"), atol=2e-4)
