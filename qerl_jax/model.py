@@ -156,7 +156,7 @@ class Block(nn.Module):
     full: bool
 
     @nn.compact
-    def __call__(self, carry, index, tables, starts, shared):
+    def __call__(self, carry, index, tables, starts=None, shared=None):
         x, cache = carry
         x, cache = self._attention(x, cache, index, tables, starts, shared)
         gate_up = self._linear("gate_up")(self._norm("post_attention_layernorm")(x))

@@ -6,8 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from qerl_jax import adam8bit, checkpoint, update
+from qerl_jax import adam8bit, update
 from qerl_jax.config import OptimConfig
+from qerl_jax.run_state import StateFiles
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -117,7 +118,7 @@ def test_a_run_resumed_from_a_checkpoint_goes_on_to_the_bit(tmp_path):
     halfway = update.init_state(params, cfg)
     for seed in range(2):
         halfway = step(halfway, jax.random.key(seed))
-    files = checkpoint.StateFiles(tmp_path, keep=1)
+    files = StateFiles(tmp_path, keep=1)
     files.save(halfway)
     resumed = files.restore(update.init_state(params, cfg))
     files.close()

@@ -179,7 +179,7 @@ def test_a_run_of_a_whole_model_brings_that_model(run_folder):
     assert base.name == "base" and base.model.model_name_or_path == "qerl-tiny"
 
 
-TINY_OF_RUN = dataclasses.replace(TINY, gradient_checkpointing=False)
+TINY_OF_RUN = dataclasses.replace(TINY, gradient_checkpointing="none")
 
 
 def test_commands_evaluate_and_compare(run_folder, capsys):

@@ -1,0 +1,164 @@
+"""Product, LoRA and epilogue of a decoding step, against plain arithmetic, in interpret mode and on a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import nvfp4, runtime
+from pallas_kernels.nvfp4_matmul import adapter, epilogue, fused, hopper, layout
+from pallas_kernels.nvfp4_matmul.hopper import Config
+
+on_cpu = pytest.mark.skipif(runtime.is_hopper(), reason="interprets the kernel, on a CPU")
+EPS = 1e-6
+
+
+def normal(seed, shape, scale=1.0, dtype=jnp.bfloat16):
+    return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
+
+
+def f32(x):
+    return np.asarray(x, np.float32)
+
+
+def branches(k, rank, sizes):
+    """A and B of each part, as a trainer keeps them."""
+    return [
+        (normal(i, (k, rank), k**-0.5, jnp.float32), normal(9 + i, (rank, n), 1.0, jnp.float32))
+        for i, n in enumerate(sizes)
+    ]
+
+
+def expected(h, t, parts, bias):
+    """The linear in float32, but for x A, which the kernels round."""
+    y = h @ f32(nvfp4.dequantize(t, jnp.float32)).T
+    if parts:
+        rounded = lambda x: f32(jnp.asarray(x, jnp.bfloat16))
+        y += np.concatenate([rounded(h @ rounded(a)) @ rounded(0.5 * b) for a, b in parts], axis=1)
+    return y if bias is None else y + f32(bias)
+
+
+def assert_rounded(actual, wanted, ulps=2.0):
+    largest = np.abs(wanted).max()
+    ulp = 2.0 ** (np.floor(np.log2(largest)) - 7)
+    assert np.abs(f32(actual) - wanted).max() <= ulps * ulp
+
+
+def run(m, n, k, config, *, rank, sizes, x=None, bias=None, interpret=True, **options):
+    t = nvfp4.random(jax.random.key(7), (n, k), std=k**-0.5)
+    parts = branches(k, rank, sizes) if rank else []
+    branch = adapter.pack_branch(parts, 0.5, is_packed=True) if rank else None
+    x = normal(8, (m, k)) if x is None else x
+    y = fused.linear(
+        x,
+        layout.prepare(t),
+        bias=bias,
+        branch=branch,
+        config=config,
+        interpret=interpret,
+        **options,
+    )
+    return x, t, parts, y
+
+
+# Layouts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("k", "rank"), [(64, 64), (128, 24), (192, 100)])
+def test_a_tile_of_a_comes_back_as_it_was(k, rank):
+    a = normal(0, (k, rank))
+    words = adapter.pack(a)
+    assert words.shape == (-(-rank // 64), k // 64, 4, *layout.TILE_SHAPE)
+    rows = [
+        jnp.concatenate([adapter.unpack_tile(list(tile)) for tile in row], axis=1) for row in words
+    ]
+    np.testing.assert_array_equal(jnp.concatenate(rows)[:rank], a.T)
+
+
+@pytest.mark.parametrize("rank", [8, 24, 32, 64, 128])
+def test_a_row_of_b_meets_the_ranks_of_its_own_part_alone(rank):
+    sizes = (128, 64, 64)
+    parts = [(jnp.ones((64, rank)), jnp.full((rank, n), i + 1.0)) for i, n in enumerate(sizes)]
+    branch = adapter.pack_branch(parts, 1.0, is_packed=False)
+    # Column j of a row of b meets row first + j of u: count what each row of the base picks up.
+    ranks = np.zeros((sum(sizes), branch.a.shape[0]))
+    for row in range(sum(sizes)):
+        first = int(branch.first(row))
+        ranks[row, first : first + branch.b.shape[1]] = f32(branch.b[row])
+    for i, rows in enumerate(np.split(ranks, np.cumsum(sizes)[:-1])):
+        assert (rows[:, i * branch.rank : i * branch.rank + rank] == i + 1).all()
+        assert (rows.sum(1) == rank * (i + 1)).all()
+
+
+@pytest.mark.parametrize(("m", "rows"), [(1, 8), (8, 8), (17, 24), (32, 32), (33, 64), (100, 128)])
+def test_rows_are_filled_up_to_what_the_kernels_take(m, rows):
+    assert fused.padded(m) == rows
+    assert epilogue.supports(rows, 64) is None
+
+
+def test_what_a_slot_cannot_hold_is_refused_with_its_reason():
+    config = Config(1, 128, 2, 2)
+    reason = "needs warpgroups * step of whole 256 for A; got 1 * 128"
+    assert hopper.supports(8, 128, 256, config, with_adapter=True) == reason
+    assert "whole tiles of 64 rows; got N = 96" in epilogue.supports(8, 96)
+
+
+# Values --------------------------------------------------------------------------------------
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("m", "n", "k", "rank", "sizes", "config"),
+    [
+        (16, 192, 512, 24, (64, 128), Config(1, 256, 2, 5)),  # two parts in one tile of ranks
+        (8, 128, 256, 0, (), Config(2, 128, 2, 1)),
+        pytest.param(*(8, 256, 512, 128, (128, 128), Config(2, 128, 2, 5)), marks=pytest.mark.slow),
+        pytest.param(*(64, 256, 512, 64, (64, 192), Config(4, 128, 2, 4)), marks=pytest.mark.slow),
+    ],
+)
+def test_a_linear_with_bias_and_lora_meets_plain_arithmetic(capfd, m, n, k, rank, sizes, config):
+    bias = normal(1, (n,))
+    x, t, parts, y = run(m, n, k, config, rank=rank, sizes=sizes, bias=bias)
+    assert_rounded(y, expected(f32(x), t, parts, bias))
+    assert "RACE" not in capfd.readouterr().out
+
+
+@on_cpu
+def test_a_norm_spread_over_two_kernels_meets_the_whole_one(capfd):
+    values, scale = normal(2, (8, 256), 3.0), 1 + 0.1 * normal(3, (256,), 1.0, jnp.float32)
+    stream = epilogue.stream(values, scale)
+    _, t, parts, new = run(
+        *(8, 256, 256, Config(1, 256, 2, 4)),
+        rank=32,
+        sizes=(256,),
+        x=stream,
+        eps=EPS,
+        residual=(stream, scale),
+    )
+    unit = 1 / np.sqrt(np.mean(f32(values) ** 2, axis=1, keepdims=True) + EPS)
+    y = unit * expected(f32(stream.scaled), t, parts, None)
+    assert_rounded(new.values.T, f32(values) + y)
+    np.testing.assert_array_equal(new.scaled, (f32(new.values.T) * f32(scale)).astype(jnp.bfloat16))
+    whole = 1 / np.sqrt(np.mean(f32(new.values) ** 2, axis=0) + EPS)
+    np.testing.assert_allclose(new.unit(EPS), whole, rtol=1e-6)
+    assert "RACE" not in capfd.readouterr().out
+
+
+@on_cpu
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [32, 64])
+def test_a_gate_lets_through_what_swiglu_says(rank):
+    x, t, parts, y = run(
+        *(16, 256, 256, Config(1, 256, 2, 4)), rank=rank, sizes=(128, 128), is_swiglu=True
+    )
+    gate, up = np.split(expected(f32(x), t, parts, None), 2, axis=1)
+    assert_rounded(y, gate / (1 + np.exp(-gate)) * up, ulps=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize(("n", "k", "rank"), [(4608, 3584, 32), (3584, 18944, 64)])
+def test_on_its_device_a_linear_with_lora_meets_plain_arithmetic(m, n, k, rank):
+    bias = normal(1, (n,))
+    x, t, parts, y = run(m, n, k, None, rank=rank, sizes=(n,), bias=bias, interpret=False)
+    assert_rounded(y, expected(f32(x), t, parts, bias))

@@ -1,0 +1,102 @@
+"""The fused decoding step against the plain model."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import runtime
+from pallas_kernels.nvfp4_matmul import fused, layout
+from pallas_kernels.nvfp4_matmul.hopper import Config
+from qerl_jax import architecture, decode, kv_cache, model
+from qerl_jax.model import LoRA, Transformer
+
+ARCH = architecture.from_hf(
+    {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+    }
+)
+
+
+def policy_of(weights, rows=3, cached=5):
+    """A policy whose adapter, norms and noise all act, and a cache with a few tokens in it."""
+    policy = Transformer(ARCH, weights, LoRA(16, 16.0, train_norms=True), jnp.bfloat16)
+    frozen = model.random_base(policy, jax.random.key(0))
+    jitter = lambda p: p + 0.02 * jax.random.normal(jax.random.key(p.size), p.shape)
+    params = jax.tree.map(jitter, model.init_params(policy, frozen, jax.random.key(1)))
+    shapes = model.noise_shapes(ARCH, final_norm=True)
+    noise = jax.tree.map(lambda s: 0.05 * jax.random.normal(jax.random.key(2), s.shape), shapes)
+    variables = {"params": params, "frozen": frozen, "noise": noise}
+    cache = kv_cache.create(ARCH, rows, 16, jnp.bfloat16)
+    prompts = jax.random.randint(jax.random.key(3), (rows, cached), 0, 64)
+    _, cache = policy.apply(variables, prompts, cache=cache)
+    return policy, variables, cache
+
+
+def prepared(variables):
+    layers = {
+        name: leaf | {"weight": layout.prepare(leaf["weight"])} if "weight" in leaf else leaf
+        for name, leaf in variables["frozen"]["layers"].items()
+    }
+    return variables | {"frozen": variables["frozen"] | {"layers": layers}}
+
+
+@pytest.mark.skipif(runtime.is_hopper(), reason="interprets the kernels, on a CPU")
+@pytest.mark.parametrize("weights", ["bfloat16", pytest.param("nvfp4", marks=pytest.mark.slow)])
+def test_the_fused_step_is_the_plain_model_within_rounding(monkeypatch, weights):
+    plain, variables, cache = policy_of(weights)
+    tokens = jnp.array([1, 40, 63])
+    expected, grown = plain.apply(variables, tokens[:, None], cache=cache)
+
+    monkeypatch.setattr(fused, "_config", lambda m, n, k, _: Config(1, 256, 2, n // 64))
+    monkeypatch.setattr(decode, "step", functools.partial(decode.step, interpret=True))
+    variables = prepared(variables) if weights == "nvfp4" else variables
+    actual, extended = decode.extend(plain, decode.policy(plain, variables), tokens, cache)
+
+    difference = np.float32(actual) - np.float32(expected[:, 0])
+    assert np.sqrt(np.mean(difference**2) / np.mean(np.float32(expected) ** 2)) < 0.015
+    np.testing.assert_array_equal(extended.ends, grown.ends)
+    live = np.s_[:, 1:]  # the rows that fill up M write to page 0
+    np.testing.assert_allclose(
+        np.float32(extended.keys)[live], np.float32(grown.keys)[live], atol=0.1
+    )
+
+
+def test_off_a_hopper_card_the_plain_model_takes_the_step():
+    plain, variables, cache = policy_of("nvfp4")
+    tokens = jnp.array([1, 40, 63])
+    if not runtime.is_hopper():
+        assert "needs a GPU of compute capability 9.0" in decode.supports(plain, 3)
+        extend = decode.extender(plain, variables, 3)
+        expected, _ = plain.apply(variables, tokens[:, None], cache=cache)
+        np.testing.assert_array_equal(extend(tokens, cache)[0], expected[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": jnp.float32}, "needs activations in bfloat16"),
+        ({"weights": "mxfp4"}, "and weights in mxfp4"),
+        ({"full": True}, "needs frozen weights"),
+    ],
+)
+def test_what_cannot_be_decoded_so_is_refused_with_its_reason(monkeypatch, change, reason):
+    monkeypatch.setattr(runtime, "is_hopper", lambda: True)
+    policy = Transformer(ARCH, **({"weights": "nvfp4", "dtype": jnp.bfloat16} | change))
+    assert reason in decode.supports(policy, 8)
+    assert decode.supports(Transformer(ARCH, "bfloat16", None, jnp.bfloat16), 8) is None
