@@ -10,7 +10,7 @@ of each 64 columns, the sum of r^2; the one after the next product multiplies by
 unit = 1 / sqrt(mean r^2 + eps), which a product lets pass. So no kernel has to see a whole row.
 
 The residual stream lies transposed, [D, M], as sums of products do; x of a product [M, K].
-Every value is rounded to bfloat16 where the plain layer rounds it, but r * scale, whose unit comes later.
+Base, branch and bias are added in float32 and rounded once, where the plain layer rounds each.
 """
 
 from __future__ import annotations
