@@ -109,6 +109,7 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_several_updates_of_one_rollout_train_norms_and_reference_in_one_run(tmp_path):
     cfg = small(
         tmp_path / "run",
@@ -143,6 +144,7 @@ def test_several_updates_of_one_rollout_train_norms_and_reference_in_one_run(tmp
     assert np.abs(np.asarray(norms) - np.asarray(base, np.float32)).max() > 0
 
 
+@pytest.mark.slow
 def test_all_that_a_run_remembers_survives_an_interruption(tmp_path, monkeypatch):
     """The place in the data, groups left over by dynamic sampling, and a reference that moves."""
 

@@ -313,7 +313,9 @@ def test_a_prompt_computed_once_gives_the_update_of_a_prompt_in_every_row(micro_
     assert_close(metrics, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize(("grpo", "budget"), [(DR_GRPO, 17), (GRPO, 40)])
+@pytest.mark.parametrize(
+    ("grpo", "budget"), [pytest.param(DR_GRPO, 17, marks=pytest.mark.slow), (GRPO, 40)]
+)
 def test_micro_batches_cut_by_tokens_give_the_unsplit_update(grpo, budget):
     """Two rows of one prompt at a time, of three widths; and four, scored under the reference, too."""
     by_tokens = dataclasses.replace(geometry(2, 4), max_tokens_per_microbatch=budget)
