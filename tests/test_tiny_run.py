@@ -193,6 +193,7 @@ def test_all_that_a_run_remembers_survives_an_interruption(tmp_path, monkeypatch
     assert completions[0] == completions[1] and len(completions[0]) == 4
 
 
+@pytest.mark.slow
 def test_a_dense_base_trains_whole_and_is_exported_as_a_model(tmp_path):
     cfg = small(
         tmp_path / "run",
