@@ -23,6 +23,13 @@ def is_hopper() -> bool:
     return platform() == "gpu" and jax.devices()[0].compute_capability == "9.0"
 
 
+def unless_hopper() -> str | None:
+    """Why kernels for Hopper cannot run here, or None."""
+    if is_hopper():
+        return None
+    return f"needs a GPU of compute capability 9.0; this is {device_kind()}"
+
+
 def interpret_params() -> Any:
     """Value of `interpret` that runs a Mosaic GPU kernel on a CPU and reports data races.
 

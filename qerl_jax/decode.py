@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import runtime
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.nvfp4_matmul import adapter as adapters
 from pallas_kernels.nvfp4_matmul import epilogue, fused
@@ -55,7 +56,7 @@ class Policy:
 
 def supports(model: Transformer, rows: int, *, adapter: bool = True) -> str | None:
     """Why a model cannot be decoded so on this device, or None."""
-    if reason := fused.unfit():
+    if reason := runtime.unless_hopper():
         return reason
     if model.dtype != jnp.bfloat16 or model.weights not in ("nvfp4", "bfloat16"):
         return f"needs activations in bfloat16; got {model.dtype} and weights in {model.weights}"
@@ -64,7 +65,7 @@ def supports(model: Transformer, rows: int, *, adapter: bool = True) -> str | No
     for name, parts in model.arch.linears().items():
         reason = fused.supports(
             rows,
-            sum(size for _, size in parts),
+            [size for _, size in parts],
             model.arch.input_width(name),
             is_packed=model.weights == "nvfp4",
             with_branch=adapter and model.lora is not None,

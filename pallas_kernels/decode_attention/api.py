@@ -26,8 +26,8 @@ class _Hopper:
 
     @staticmethod
     def supports(qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str | None:
-        if not runtime.is_hopper():
-            return f"needs a GPU of compute capability 9.0; this is {runtime.device_kind()}"
+        if reason := runtime.unless_hopper():
+            return reason
         config = hopper.pick_config(*tables.shape, keys.shape[2], keys.shape[4])
         return hopper.supports(qkv.shape, qkv.dtype, keys.shape, keys.dtype, config)
 

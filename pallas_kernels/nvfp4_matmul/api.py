@@ -73,8 +73,8 @@ class _UnpreparedReference:
 
 
 def _unfit(dtype: DTypeLike) -> str | None:
-    if not runtime.is_hopper():
-        return f"needs a GPU of compute capability 9.0; this is {runtime.device_kind()}"
+    if reason := runtime.unless_hopper():
+        return reason
     return None if dtype == jnp.bfloat16 else f"needs x in bfloat16; got {dtype}"
 
 

@@ -6,6 +6,7 @@ The base may be packed, or dense in bfloat16: then the product is XLA's, and the
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,23 +26,28 @@ def padded(m: int) -> int:
     return m + -m % (8 if m <= 32 else 32)
 
 
-def unfit() -> str | None:
-    """Why this device cannot run these kernels, or None."""
-    if not runtime.is_hopper():
-        return f"needs a GPU of compute capability 9.0; this is {runtime.device_kind()}"
-    return None
+def supports(
+    m: int, sizes: Sequence[int], k: int, *, is_packed: bool, with_branch: bool
+) -> str | None:
+    """Why these kernels cannot run a linear on this device, or None.
 
-
-def supports(m: int, n: int, k: int, *, is_packed: bool, with_branch: bool) -> str | None:
-    """Why these kernels cannot run a linear on this device, or None."""
-    if reason := unfit():
+    Args:
+      m: rows of x.
+      sizes: rows of W that belong to each of the linears that it joins.
+      k: columns of both.
+      is_packed: whether W is.
+      with_branch: whether there is LoRA.
+    """
+    if reason := runtime.unless_hopper():
         return reason
     if not 1 <= m <= MAX_M:
         return f"needs 1 <= M <= {MAX_M}; got M = {m}"
-    if n % TILE or k % TILE:
-        return f"needs N and K of whole tiles of {TILE}; got {n} and {k}"
+    # A tile of rows belongs to one part: it meets the ranks of that part, or is a whole gate's.
+    if k % TILE or any(size % TILE for size in sizes):
+        return f"needs K and all parts of N in whole tiles of {TILE}; got {k} and {tuple(sizes)}"
     if not is_packed:
         return None
+    n = sum(sizes)
     config = _config(padded(m), n, k, with_branch)
     return hopper.supports(padded(m), n, k, config, with_adapter=with_branch)
 
