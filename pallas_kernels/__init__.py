@@ -9,6 +9,7 @@ from pallas_kernels.nf4 import NF4Tensor
 from pallas_kernels.nvfp4 import NVFP4Tensor, dequantize, quantize
 from pallas_kernels.nvfp4_matmul import nvfp4_matmul, prepare, unprepare
 from pallas_kernels.packed_matmul import PackedWeight, packed_matmul
+from pallas_kernels.rounding import rounded
 
 __all__ = [
     "MXFP4Tensor",
@@ -20,5 +21,6 @@ __all__ = [
     "packed_matmul",
     "prepare",
     "quantize",
+    "rounded",
     "unprepare",
 ]

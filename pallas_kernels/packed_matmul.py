@@ -7,16 +7,20 @@ than the product.
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels import mxfp4, nf4
 from pallas_kernels.mxfp4 import MXFP4Tensor
 from pallas_kernels.nf4 import NF4Tensor
 from pallas_kernels.nvfp4_matmul import api
+from pallas_kernels.rounding import rounded
 
 PackedWeight = api.PackedWeight | MXFP4Tensor | NF4Tensor
 
 
-def packed_matmul(x: jax.Array, w: PackedWeight) -> jax.Array:
+def packed_matmul(
+    x: jax.Array, w: PackedWeight, *, out_dtype: DTypeLike | None = None
+) -> jax.Array:
     """Multiplies activations with a packed weight: y = x @ dequantize(w)^T, accumulated in float32.
 
     The derivative with respect to x is formed from the packed weight too, and nothing but the weight
@@ -25,15 +29,17 @@ def packed_matmul(x: jax.Array, w: PackedWeight) -> jax.Array:
     Args:
       x: [..., K], float32 or bfloat16.
       w: an [N, K] weight without stacked axes; slice those with `lax.scan`.
+      out_dtype: of y, by default x's. The sums are rounded to x's in any case; what follows that, a
+        global scale, is not if this is float32.
 
     Returns:
-      [..., N] in x.dtype.
+      [..., N].
 
     Raises:
       ValueError: a wrong type or shape.
     """
     if isinstance(w, api.PackedWeight):
-        return api.nvfp4_matmul(x, w)
+        return api.nvfp4_matmul(x, w, out_dtype=out_dtype)
     if not isinstance(w, PackedWeight):
         raise ValueError(f"w must be a packed weight; got {type(w).__name__}")
     if w.codes.ndim != (2 if isinstance(w, MXFP4Tensor) else 1):
@@ -43,7 +49,7 @@ def packed_matmul(x: jax.Array, w: PackedWeight) -> jax.Array:
     n, k = w.shape
     if x.ndim == 0 or x.shape[-1] != k:
         raise ValueError(f"x must be [..., K = {k}] to meet w of shape {w.shape}; got {x.shape}")
-    return _matmul(x.reshape(-1, k), w).reshape(*x.shape[:-1], n)
+    return _matmul(x.reshape(-1, k), w).reshape(*x.shape[:-1], n).astype(out_dtype or x.dtype)
 
 
 @jax.custom_vjp
@@ -64,11 +70,12 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 def _dot(x: jax.Array, w: MXFP4Tensor | NF4Tensor, *, contract: int) -> jax.Array:
     dequantize = mxfp4.dequantize if isinstance(w, MXFP4Tensor) else nf4.dequantize
-    return jax.lax.dot_general(
+    product = jax.lax.dot_general(
         x,
         dequantize(w, x.dtype),
         (((1,), (contract,)), ((), ())),
         # Without it a GPU multiplies float32 in TF32.
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
-    ).astype(x.dtype)
+    )
+    return rounded(product, x.dtype)

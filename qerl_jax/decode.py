@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import runtime
+from pallas_kernels import rounded, runtime
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.nvfp4_matmul import adapter as adapters
 from pallas_kernels.nvfp4_matmul import epilogue, fused
@@ -249,8 +249,9 @@ def step(
     (_, stream, state), _ = jax.lax.scan(
         layer, (jnp.int32(0), start, state), of_layers, unroll=unroll
     )
-    hidden = stream.scaled.astype(jnp.float32) * stream.unit(eps)[:, None]
-    return hidden.astype(x.dtype), state
+    # `scaled` would be rounded twice.
+    unit = stream.values.T.astype(jnp.float32) * stream.unit(eps)[:, None]
+    return rounded(unit * policy.scales["after"][-1], x.dtype), state
 
 
 def _get(tree: dict[str, Any], *path: str) -> Any:

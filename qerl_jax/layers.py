@@ -7,31 +7,46 @@ need no mask array: a query at slot s sees the keys of slots start <= k <= s.
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import PackedWeight, packed_matmul, runtime
+from pallas_kernels import PackedWeight, packed_matmul, rounded, runtime
 from qerl_jax.architecture import Architecture
 
 
+class Normed(NamedTuple):
+    """An RMSNorm in two factors, of which what is linear in the first may be multiplied by the second later.
+
+    Attributes:
+        values: [..., D], x * scale in x's dtype.
+        unit: float32 [..., 1], 1 / sqrt(mean(x^2) + eps).
+    """
+
+    values: jax.Array
+    unit: jax.Array
+
+
 def linear(x: jax.Array, weight: PackedWeight | jax.Array) -> jax.Array:
-    """y = x W^T for a packed or a dense weight.
+    """y = x W^T for a packed or a dense weight, as it meets branch and bias.
 
     Args:
         x: [..., K], float32 or bfloat16.
         weight: Packed, in any format and layout, of shape (N, K); or a dense [N, K].
 
     Returns:
-        [..., N] in x's dtype, accumulated in float32.
+        float32 [..., N]. Sums are rounded to x's dtype; a global scale is multiplied on after that.
     """
     if isinstance(weight, PackedWeight):
-        return packed_matmul(x, weight)
+        return packed_matmul(x, weight, out_dtype=jnp.float32)
     # Two dimensions: XLA:CPU's backward pass of a [B, T, K] product is three times slower than that
     # of [B*T, K].
     flat = x.reshape(-1, x.shape[-1])
     y = jnp.einsum("mk,nk->mn", flat, weight.astype(x.dtype), precision=_precision(x.dtype))
-    return y.reshape(*x.shape[:-1], -1)
+    return y.reshape(*x.shape[:-1], -1).astype(jnp.float32)
 
 
 def logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
@@ -66,15 +81,58 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
     The scale may be float32 although x is bfloat16: AQN adds noise far below bfloat16's step to it.
     """
+    unit = x.astype(jnp.float32) * _unit(x, eps)
+    return rounded(unit * scale.astype(jnp.float32), x.dtype)
+
+
+def split_norm(x: jax.Array, scale: jax.Array, eps: float) -> Normed:
+    """`rms_norm` for linears to read, which multiply what they make of `values` by `unit`.
+
+    A decoding step knows `unit` only when the product has begun. Since all that `unit` multiplies is
+    linear in `values`, the derivative by `unit` follows from that by `values`,
+
+        d unit = sum of (values * d values) / unit
+
+    and is counted there; none flows through `unit` itself. That costs what `rms_norm`'s does, where
+    a sum over a linear's N outputs would be another pass over them.
+    """
+    values, unit = _split_norm(x, scale.astype(jnp.float32), eps)
+    return Normed(values, jax.lax.stop_gradient(unit))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _split_norm(x, scale, eps):
+    return rounded(x.astype(jnp.float32) * scale, x.dtype), _unit(x, eps)
+
+
+def _split_norm_fwd(x, scale, eps):
+    values, unit = _split_norm(x, scale, eps)
+    return (values, unit), (x, scale, unit)
+
+
+def _split_norm_bwd(eps, residuals, cotangents):
+    x, scale, unit = residuals
+    wide, dvalues = x.astype(jnp.float32), cotangents[0].astype(jnp.float32)
+    slope = dvalues * scale
+    dx = slope - wide * unit**2 * jnp.mean(slope * wide, axis=-1, keepdims=True)
+    dscale = jnp.sum(dvalues * wide, axis=range(x.ndim - 1))
+    return dx.astype(x.dtype), dscale
+
+
+_split_norm.defvjp(_split_norm_fwd, _split_norm_bwd)
+
+
+def _unit(x, eps):
     wide = x.astype(jnp.float32)
-    unit = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (unit * scale.astype(jnp.float32)).astype(x.dtype)
+    return jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
 
 
+# A backward pass keeps gate_up, not what is made of it in float32.
+@functools.partial(jax.checkpoint, prevent_cse=False)
 def swiglu(gate_up: jax.Array) -> jax.Array:
-    """silu(gate) * up (arXiv 2002.05202) of the fused [..., 2F] projection."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up
+    """silu(gate) * up (arXiv 2002.05202) of the fused [..., 2F] projection, in float32, rounded once."""
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    return rounded(jax.nn.silu(gate) * up, gate_up.dtype)
 
 
 def rope_frequencies(arch: Architecture) -> np.ndarray:
@@ -103,9 +161,8 @@ def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotates the pairs (c, c + C/2) of every head of [B, T, heads, C] by `rope_tables`, in float32."""
     cos, sin = tables
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    ).astype(x.dtype)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rounded(turned, x.dtype)
 
 
 def attention(

@@ -83,7 +83,8 @@ def _of_chunks_fwd(hidden, head, targets, temperature, num_tokens):
         hidden, targets = args
         logps = log_softmax(layers.logits(hidden, head), temperature, num_tokens)
         slopes = _logit_slopes(logps, targets, temperature).astype(hidden.dtype)
-        return _picked(logps, targets), entropy(logps), layers.linear(slopes, head.T)
+        slopes = layers.linear(slopes, head.T).astype(hidden.dtype)
+        return _picked(logps, targets), entropy(logps), slopes
 
     logps, entropies, slopes = jax.lax.map(of_chunk, (hidden, targets))
     return (logps, entropies), (slopes, hidden, head, targets, temperature)

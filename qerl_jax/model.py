@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels import mxfp4, nf4, nvfp4, prepare
+from pallas_kernels import mxfp4, nf4, nvfp4, prepare, rounded
 from pallas_kernels.decode_attention import decode_attention
 from qerl_jax import layers
 from qerl_jax.architecture import Architecture
@@ -59,13 +59,17 @@ class LoRA:
 
 
 class Norm(nn.Module):
-    """RMSNorm whose scale may be trained (with the adapter) and perturbed (by the `noise` collection)."""
+    """RMSNorm whose scale may be trained (with the adapter) and perturbed (by the `noise` collection).
+
+    With `split` in the two factors that a linear reads, else whole.
+    """
 
     eps: float
     dtype: Any
     trainable: bool = False
     adapter: bool = True
     full: bool = False
+    split: bool = False
 
     @nn.compact
     def __call__(self, x):
@@ -75,7 +79,8 @@ class Norm(nn.Module):
             scale = self._frozen(x)
         if self.has_variable("noise", "scale"):
             scale = scale + self.get_variable("noise", "scale")
-        return layers.rms_norm(x, scale, self.eps)
+        norm = layers.split_norm if self.split else layers.rms_norm
+        return norm(x, scale, self.eps)
 
     def _frozen(self, x):
         scale = self.variable("frozen", "scale", jnp.ones, x.shape[-1:], self.dtype).value.astype(
@@ -107,7 +112,11 @@ class Adapter(nn.Module):
 
 
 class FusedLinear(nn.Module):
-    """Linears that read one input as a single base matmul, each part with its own LoRA branch."""
+    """Linears that read one input as a single base matmul, each part with its own LoRA branch.
+
+    What it makes of products is in float32 and rounded once. design.md says where, for sampler and
+    trainer must round alike.
+    """
 
     parts: tuple[tuple[str, int], ...]
     weights: Weights
@@ -117,17 +126,25 @@ class FusedLinear(nn.Module):
     full: bool = False
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, residual=None):
+        """x [..., K], or a norm's two factors; -> [..., N], or that added to a residual stream."""
+        x, unit = x if isinstance(x, layers.Normed) else (x, None)
+        if self.is_mutable_collection("intermediates"):  # the caller asks; see `run_layer`
+            whole = x if unit is None else (x * unit).astype(x.dtype)
+            self.sow("intermediates", "input", whole)
         features = sum(size for _, size in self.parts)
-        self.sow("intermediates", "input", x)  # nothing, unless the caller asks; see `run_layer`
         y = layers.linear(x, self._base("weight", lambda key: self._random(key, features, x)))
-        if self.bias:
-            zeros = lambda _: jnp.zeros((features,), _dtype(self.weights))
-            y = y + self._base("bias", zeros).astype(y.dtype)
         if self.lora is not None and self.adapter:
             branches = [Adapter(size, self.lora, name=name)(x) for name, size in self.parts]
-            y = y + jnp.concatenate(branches, axis=-1)
-        return checkpoint_name(y, self.name)
+            y = y + jnp.concatenate(branches, axis=-1).astype(jnp.float32)
+        if unit is not None:
+            y = y * unit
+        if self.bias:
+            zeros = lambda _: jnp.zeros((features,), _dtype(self.weights))
+            y = y + rounded(self._base("bias", zeros), x.dtype).astype(jnp.float32)
+        if residual is not None:
+            y = y + residual.astype(jnp.float32)
+        return checkpoint_name(rounded(y, x.dtype), self.name)
 
     def _base(self, name, init):
         if self.full:
@@ -159,12 +176,13 @@ class Block(nn.Module):
     def __call__(self, carry, index, tables, starts=None, shared=None):
         x, cache = carry
         x, cache = self._attention(x, cache, index, tables, starts, shared)
-        gate_up = self._linear("gate_up")(self._norm("post_attention_layernorm")(x))
-        return (x + self._linear("down")(layers.swiglu(gate_up)), cache), None
+        gate_up = self._linear("gate_up")(self._norm("post_attention_layernorm", split=True)(x))
+        return (self._linear("down")(layers.swiglu(gate_up), x), cache), None
 
     def _attention(self, x, cache, index, tables, starts, shared):
         arch = self.arch
-        qkv = self._linear("qkv", bias=arch.qkv_bias)(self._norm("input_layernorm")(x))
+        normed = self._norm("input_layernorm", split=True)(x)
+        qkv = self._linear("qkv", bias=arch.qkv_bias)(normed)
         if shared is not None:
             qkv = shared.unfold(qkv)
         batch, length, _ = qkv.shape
@@ -186,7 +204,7 @@ class Block(nn.Module):
         mixed = mixed.reshape(batch, length, arch.query_width)
         if shared is not None:
             mixed = shared.fold(mixed)
-        return x + self._linear("o")(mixed), cache
+        return self._linear("o")(mixed, x), cache
 
     def _decode_attention(self, heads, cache, index, tables):
         cos, sin = (table[:, 0, 0] for table in tables)
@@ -199,7 +217,7 @@ class Block(nn.Module):
         parts = self.arch.linears()[name]
         return FusedLinear(parts, self.weights, self.lora, self.adapter, bias, self.full, name=name)
 
-    def _norm(self, name, adapts=True):
+    def _norm(self, name, adapts=True, split=False):
         trainable = adapts and self.lora is not None and self.lora.train_norms
         return Norm(
             self.arch.rms_norm_eps,
@@ -207,6 +225,7 @@ class Block(nn.Module):
             trainable,
             self.adapter,
             self.full,
+            split,
             name=name,
         )
 

@@ -1,5 +1,6 @@
 """The one way in: checks, choice of implementation, derivative."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -12,6 +13,7 @@ from pallas_kernels import runtime
 from pallas_kernels.nvfp4 import NVFP4Tensor
 from pallas_kernels.nvfp4_matmul import dequantize, hopper, layout, reference, tuning, wide
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
+from pallas_kernels.rounding import rounded
 
 PackedWeight = NVFP4Tensor | HopperNVFP4
 
@@ -105,12 +107,20 @@ def unprepare(w: PackedWeight) -> NVFP4Tensor:
     return w if isinstance(w, NVFP4Tensor) else layout.unprepare(w)
 
 
-def nvfp4_matmul(x: jax.Array, w: PackedWeight, *, implementation: str | None = None) -> jax.Array:
+def nvfp4_matmul(
+    x: jax.Array,
+    w: PackedWeight,
+    *,
+    implementation: str | None = None,
+    out_dtype: DTypeLike | None = None,
+) -> jax.Array:
     """Multiplies activations with a packed weight: y = x @ dequantize(w)^T.
 
-    Products x * (code * scale) are summed in float32 and multiplied by 1 / global_scale there, so a
-    one-hot x returns a row of scaled codes times that multiplier, rounded once. ("dequantized" rounds
-    the sum to bfloat16 before it multiplies, which leaves such a row as it is.)
+        y = rounded(sum over k of x * (code * scale)) / global_scale
+
+    The sums are in float32 and rounded to x's type as they leave the product, whatever implements it
+    (cuBLAS can do no other); the multiplication comes after that, in float32, by the fusion that reads
+    them, where it costs nothing. A one-hot x finds scaled codes, which need no rounding.
 
     The derivative with respect to x is formed from the packed weight too, and nothing but the
     weight is kept for it. The weight is frozen: its cotangent is zero.
@@ -121,9 +131,10 @@ def nvfp4_matmul(x: jax.Array, w: PackedWeight, *, implementation: str | None = 
         the layout that the kernels read.
       implementation: None for the best that supports the problem; or "reference"; or, for a weight in
         the Hopper layout, "hopper" (M <= 128), "wide" or "dequantized".
+      out_dtype: of y, by default x's; in float32 y is not rounded again.
 
     Returns:
-      [..., N] in x.dtype.
+      [..., N].
 
     Raises:
       ValueError: a wrong type or shape, or an unknown implementation.
@@ -145,7 +156,8 @@ def nvfp4_matmul(x: jax.Array, w: PackedWeight, *, implementation: str | None = 
     m = math.prod(rows)
     name = _choose(_implementations(w), implementation, m, n, k, x.dtype)
     # As one matrix: with two leading axes a bfloat16 dot took twice as long on a CPU (8 x 64 rows).
-    return _matmul(name, x.reshape(m, k), w).reshape(*rows, n)
+    y = _matmul(name, x.dtype, x.reshape(m, k), w).reshape(*rows, n)
+    return y.astype(out_dtype or x.dtype)
 
 
 def _implementations(w: PackedWeight) -> dict[str, Any]:
@@ -167,17 +179,23 @@ def _choose(
     return name
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(name: str, x: jax.Array, w: PackedWeight) -> jax.Array:
-    return _implementations(w)[name].forward(x, w)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _matmul(name: str, dtype: DTypeLike, x: jax.Array, w: PackedWeight) -> jax.Array:
+    without = dataclasses.replace(w, global_scale=jnp.ones((1,)))
+    sums = _implementations(w)[name].forward(x, without)
+    return rounded(sums.astype(jnp.float32), dtype).astype(jnp.float32) * w.multiplier
 
 
-def _matmul_fwd(name: str, x: jax.Array, w: PackedWeight) -> tuple[jax.Array, PackedWeight]:
-    return _matmul(name, x, w), w
+def _matmul_fwd(
+    name: str, dtype: DTypeLike, x: jax.Array, w: PackedWeight
+) -> tuple[jax.Array, PackedWeight]:
+    return _matmul(name, dtype, x, w), w
 
 
-def _matmul_bwd(name: str, w: PackedWeight, dy: jax.Array) -> tuple[jax.Array, None]:
-    return _implementations(w)[name].backward(dy, w), None
+def _matmul_bwd(
+    name: str, dtype: DTypeLike, w: PackedWeight, dy: jax.Array
+) -> tuple[jax.Array, None]:
+    return _implementations(w)[name].backward(dy.astype(dtype), w), None
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)

@@ -1,16 +1,19 @@
 """What follows a product of the decode kernel, in one small kernel: everything between two products but attention.
 
-    y = (sum of parts * scale + U B) * unit + bias       U = sum of the parts of x A
-    plain       y
-    residual    r + y, with it times the next norm's scale, and the sums of its squares
-    swiglu      silu(gate) * up
+    y = ([sum of parts] * scale + [[U] B]) * unit + bias       U = sum of the parts of x A
+    plain       [y]
+    residual    [r + y], with [it times the next norm's scale], and the sums of its squares
+    swiglu      [silu([gate]) * [up]]
 
 RMSNorm is spread over two kernels. The one that makes the residual stream r writes r * scale and,
 of each 64 columns, the sum of r^2; the one after the next product multiplies by
 unit = 1 / sqrt(mean r^2 + eps), which a product lets pass. So no kernel has to see a whole row.
 
+What stands in brackets is rounded to bfloat16, and nothing else is. A layer in training rounds in the
+same places, most of which are its products' outputs, because random weights make of a rounding that one
+of them leaves out more than of an addition in another order (docs/design.md, 4.48).
+
 The residual stream lies transposed, [D, M], as sums of products do; x of a product [M, K].
-Base, branch and bias are added in float32 and rounded once, where the plain layer rounds each.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.adapter import Branch
 from pallas_kernels.nvfp4_matmul.hopper import Sums
 from pallas_kernels.nvfp4_matmul.layout import TILE
+from pallas_kernels.rounding import rounded
 
 
 @jax.tree_util.register_dataclass
@@ -145,6 +149,11 @@ def finish(
                 return []
             return sorted(set(branch.firsts)) if is_swiglu else [branch.first(tile * TILE)]
 
+        def as_rounded(values):
+            if interpret:
+                return rounded(values, jnp.bfloat16).astype(jnp.float32)
+            return values.astype(jnp.bfloat16).astype(jnp.float32)
+
         def along_rows(ref, half):
             values = load(ref.at[rows[half]], of_rows).astype(jnp.float32)
             return lax.broadcast_in_dim(values, (TILE, columns), (0,))
@@ -199,7 +208,7 @@ def finish(
             y, *others = parts[half]
             for part, more in enumerate(others, 1):
                 y += jnp.where(part < filled, more, jnp.zeros_like(more))
-            y *= 1 / divisors[half] / layout.DECODED_SCALE
+            y = as_rounded(y) * (1 / divisors[half] / layout.DECODED_SCALE)
             if ranks:
                 plgpu.barrier_wait(arrived.at[half])
 
@@ -208,12 +217,12 @@ def finish(
                     plgpu.wgmma_wait(0)
                     return acc[...]
 
-                y += pl.run_scoped(multiply, plgpu.ACC((TILE, columns), jnp.float32))
+                y += as_rounded(pl.run_scoped(multiply, plgpu.ACC((TILE, columns), jnp.float32)))
             if unit is not None:
                 y *= lax.broadcast_in_dim(unit, y.shape, (1,))
             if biases:
                 y += biases[half]
-            return y.astype(jnp.bfloat16)
+            return y
 
         def store(values, out):
             ref = out.at[window, rows[0]]
@@ -224,13 +233,12 @@ def finish(
 
         y = product(0)
         if is_swiglu:
-            gate = y.astype(jnp.float32)
-            gate = (gate / (1 + jnp.exp(-gate))).astype(jnp.bfloat16).astype(jnp.float32)
-            store((gate * product(1).astype(jnp.float32)).astype(jnp.bfloat16), outs[0])
+            gate, up = as_rounded(y), as_rounded(product(1))
+            store((gate / (1 + jnp.exp(-gate)) * up).astype(jnp.bfloat16), outs[0])
         elif residual is None:
-            store(y, outs[0])
+            store(y.astype(jnp.bfloat16), outs[0])
         else:
-            r = (r + y.astype(jnp.float32)).astype(jnp.bfloat16)
+            r = (r + y).astype(jnp.bfloat16)
             outs[0][rows[0], window] = r
             r = r.astype(jnp.float32)
             store((r * scale).astype(jnp.bfloat16), outs[1])

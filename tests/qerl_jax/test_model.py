@@ -392,7 +392,8 @@ def test_a_full_model_trains_its_layers_with_the_gradient_of_the_bare_base(name)
     found = jax.jit(jax.value_and_grad(lambda p: loss(full, {"params": p, "frozen": rest})))
     expected = jax.jit(jax.value_and_grad(lambda f: loss(bare, {"frozen": f})))
     (value, slopes), (bare_value, bare_slopes) = found(params), expected(frozen)
-    np.testing.assert_allclose(value, bare_value, rtol=1e-6)
+    # A sum in which most cancels, by two programs.
+    np.testing.assert_allclose(value, bare_value, rtol=1e-5)
     assert jax.tree.structure(slopes) == jax.tree.structure({"layers": bare_slopes["layers"]})
     for path, slope in jax.tree_util.tree_leaves_with_path(slopes):
         theirs = functools.reduce(lambda tree, key: tree[key.key], path, bare_slopes)
