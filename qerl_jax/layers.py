@@ -187,10 +187,13 @@ def attention(
         return jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation="cudnn"
         )
-    return _plain_attention(query, key, value, starts)
+    return plain_attention(query, key, value, starts=starts)
 
 
-def _plain_attention(query, key, value, starts):
+def plain_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, starts: jax.Array | None = None
+) -> jax.Array:
+    """`attention` in jnp, which runs anywhere, and holds all [B, H, T, T] scores."""
     batch, length, heads, size = query.shape
     groups = key.shape[2]
     slot = jnp.arange(length)

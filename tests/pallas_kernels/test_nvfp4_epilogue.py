@@ -29,19 +29,27 @@ def branches(k, rank, sizes):
     ]
 
 
-def expected(h, t, parts, bias):
-    """The linear in float32, but for x A, which the kernels round."""
-    y = h @ f32(nvfp4.dequantize(t, jnp.float32)).T
+def rounded(x):
+    return f32(jnp.asarray(x, jnp.bfloat16))
+
+
+def expected(h, t, parts, bias, unit=1.0):
+    """The linear in float32, rounded where the kernels say."""
+    y = rounded(h @ f32(nvfp4.scaled_codes(t, jnp.float32)).T) * f32(t.multiplier)
     if parts:
-        rounded = lambda x: f32(jnp.asarray(x, jnp.bfloat16))
-        y += np.concatenate([rounded(h @ rounded(a)) @ rounded(0.5 * b) for a, b in parts], axis=1)
+        y += np.concatenate(
+            [rounded(rounded(h @ rounded(a)) @ rounded(0.5 * b)) for a, b in parts], axis=1
+        )
+    y = y * unit
     return y if bias is None else y + f32(bias)
 
 
-def assert_rounded(actual, wanted, ulps=2.0):
+def assert_rounded(actual, wanted, *, share=0.01):
+    """Equal, but for a small share that another order of a sum takes to the other side of a tie."""
+    actual, wanted = f32(actual), rounded(wanted)
+    assert np.mean(actual != wanted) < share
     largest = np.abs(wanted).max()
-    ulp = 2.0 ** (np.floor(np.log2(largest)) - 7)
-    assert np.abs(f32(actual) - wanted).max() <= ulps * ulp
+    assert np.abs(actual - wanted).max() <= 2 * 2.0 ** (np.floor(np.log2(largest)) - 7)
 
 
 def run(m, n, k, config, *, rank, sizes, x=None, bias=None, interpret=True, **options):
@@ -136,7 +144,7 @@ def test_a_norm_spread_over_two_kernels_meets_the_whole_one(capfd):
         residual=(stream, scale),
     )
     unit = 1 / np.sqrt(np.mean(f32(values) ** 2, axis=1, keepdims=True) + EPS)
-    y = unit * expected(f32(stream.scaled), t, parts, None)
+    y = expected(f32(stream.scaled), t, parts, None, unit)
     assert_rounded(new.values.T, f32(values) + y)
     np.testing.assert_array_equal(new.scaled, (f32(new.values.T) * f32(scale)).astype(jnp.bfloat16))
     whole = 1 / np.sqrt(np.mean(f32(new.values) ** 2, axis=0) + EPS)
@@ -151,8 +159,8 @@ def test_a_gate_lets_through_what_swiglu_says(rank):
     x, t, parts, y = run(
         *(16, 256, 256, Config(1, 256, 2, 4)), rank=rank, sizes=(128, 128), is_swiglu=True
     )
-    gate, up = np.split(expected(f32(x), t, parts, None), 2, axis=1)
-    assert_rounded(y, gate / (1 + np.exp(-gate)) * up, ulps=3)
+    gate, up = np.split(rounded(expected(f32(x), t, parts, None)), 2, axis=1)
+    assert_rounded(y, gate / (1 + np.exp(-gate)) * up)
 
 
 @pytest.mark.gpu
@@ -161,4 +169,5 @@ def test_a_gate_lets_through_what_swiglu_says(rank):
 def test_on_its_device_a_linear_with_lora_meets_plain_arithmetic(m, n, k, rank):
     bias = normal(1, (n,))
     x, t, parts, y = run(m, n, k, None, rank=rank, sizes=(n,), bias=bias, interpret=False)
-    assert_rounded(y, expected(f32(x), t, parts, bias))
+    # A tensor core cuts off what it adds up, thousands of times.
+    assert_rounded(y, expected(f32(x), t, parts, bias), share=0.05)

@@ -86,6 +86,19 @@ def test_the_derivative_is_that_of_the_dense_product(dtype, per_row):
     assert_close(actual, expected, dtype)
 
 
+def test_sums_are_rounded_before_the_global_scale_and_not_after_it():
+    # As above, sums are exact: small integers times codes with scales that are not tiny.
+    w = weight(9, 64, 128)
+    assert w.scales.astype(jnp.float32).min() >= 16
+    x = jnp.asarray(np.random.default_rng(9).integers(-4, 5, (6, 128)), jnp.bfloat16)
+    codes = np.asarray(nvfp4.scaled_codes(w, jnp.float32), np.float64)
+    sums = jnp.asarray(np.asarray(x, np.float64) @ codes.T, jnp.bfloat16)
+    wide = jax.jit(lambda x: nvfp4_matmul(x, w, out_dtype=jnp.float32))(x)
+    assert wide.dtype == jnp.float32
+    np.testing.assert_array_equal(wide, sums.astype(jnp.float32) * w.multiplier)
+    np.testing.assert_array_equal(nvfp4_matmul(x, w), wide.astype(jnp.bfloat16))
+
+
 def test_the_weight_has_no_derivative():
     x, w = normal(0, (3, 32)), weight(0, 16, 32)
     grads = jax.grad(lambda w, x: nvfp4_matmul(x, w).sum(), allow_int=True)(w, x)

@@ -59,7 +59,7 @@ def prepared(variables):
 
 @pytest.mark.skipif(runtime.is_hopper(), reason="interprets the kernels, on a CPU")
 @pytest.mark.parametrize("weights", ["bfloat16", pytest.param("nvfp4", marks=pytest.mark.slow)])
-def test_the_fused_step_is_the_plain_model_within_rounding(monkeypatch, weights):
+def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, weights):
     plain, variables, cache = policy_of(weights)
     tokens = jnp.array([1, 40, 63])
     expected, grown = plain.apply(variables, tokens[:, None], cache=cache)
@@ -69,13 +69,19 @@ def test_the_fused_step_is_the_plain_model_within_rounding(monkeypatch, weights)
     variables = prepared(variables) if weights == "nvfp4" else variables
     actual, extended = decode.extend(plain, decode.policy(plain, variables), tokens, cache)
 
-    difference = np.float32(actual) - np.float32(expected[:, 0])
-    assert np.sqrt(np.mean(difference**2) / np.mean(np.float32(expected) ** 2)) < 0.015
+    # A sum in another order may go the other way in bfloat16, which two layers do not spread far. A
+    # rounding left out changes half of all values and more.
+    def assert_mostly_equal(actual, expected):
+        difference = np.float32(actual) - np.float32(expected)
+        assert np.mean(difference != 0) < 0.02
+        assert np.sqrt(np.mean(difference**2) / np.mean(np.float32(expected) ** 2)) < 0.001
+
+    assert_mostly_equal(actual, expected[:, 0])
     np.testing.assert_array_equal(extended.ends, grown.ends)
-    live = np.s_[:, 1:]  # the rows that fill up M write to page 0
-    np.testing.assert_allclose(
-        np.float32(extended.keys)[live], np.float32(grown.keys)[live], atol=0.1
-    )
+    for name in ("keys", "values"):
+        # The token's place, slot 5 of a row's first page; those that fill up M write to page 0.
+        new = np.s_[:, cache.tables[:, 0], :, 5]
+        assert_mostly_equal(getattr(extended, name)[new], getattr(grown, name)[new])
 
 
 @pytest.mark.skipif(runtime.is_hopper(), reason="asks what happens elsewhere")

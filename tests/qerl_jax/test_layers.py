@@ -154,6 +154,36 @@ def test_rms_norm_by_hand():
     )
 
 
+def test_a_split_norm_is_the_whole_one_to_what_is_linear_in_it():
+    x, scale, weight, dy = (
+        jax.random.normal(jax.random.key(i), shape)
+        for i, shape in enumerate([(2, 3, 32), (32,), (8, 32), (2, 3, 8)])
+    )
+
+    def after(x, scale):
+        normed = layers.split_norm(x, scale, 0.1)
+        return normed.values @ weight.T * normed.unit
+
+    before = lambda x, scale: layers.rms_norm(x, scale, 0.1) @ weight.T
+    (actual, pull), (expected, whole_pull) = (jax.vjp(f, x, scale) for f in (after, before))
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    for slope, wanted in zip(pull(dy), whole_pull(dy), strict=True):
+        np.testing.assert_allclose(slope, wanted, atol=1e-5)
+
+
+def test_swiglu_rounds_once():
+    """silu(1) * 1.125 = 0.82244, which goes up; bfloat16's 0.73047 for silu(1) would make 0.82178, which goes down."""
+    actual = jax.jit(layers.swiglu)(jnp.array([1.0, 1.125], jnp.bfloat16))
+    np.testing.assert_array_equal(np.float32(actual), [0.82421875])
+
+
+def test_a_backward_pass_through_swiglu_keeps_its_input_alone():
+    gate_up = jax.random.normal(jax.random.key(0), (4, 16)).astype(jnp.bfloat16)
+    _, pull = jax.vjp(layers.swiglu, gate_up)
+    kept = [leaf for leaf in jax.tree.leaves(pull) if isinstance(leaf, jax.Array)]
+    assert sum(leaf.nbytes for leaf in kept) == gate_up.nbytes
+
+
 def test_swiglu_by_hand():
     """silu(0) = 0 and silu(ln 3) = 3/4 ln 3; the gate is the first half."""
     actual = layers.swiglu(jnp.array([0.0, np.log(3), 5.0, 4.0]))

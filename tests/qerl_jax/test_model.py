@@ -11,6 +11,7 @@ import pytest
 
 from qerl_jax import adapters, architecture, checkpoint, kv_cache, layers, logprobs
 from qerl_jax.model import (
+    FusedLinear,
     LoRA,
     Transformer,
     as_computed,
@@ -240,6 +241,27 @@ def test_adapter_gradients_equal_peft(remat):
 def tiny(**changes):
     arch = architecture.load(GOLDEN / "models/qwen2_untied")
     return Transformer(arch, "nvfp4", LoRA(4, 8.0, **changes), jnp.float32)
+
+
+def test_a_linear_rounds_products_and_its_result_and_nothing_between():
+    """On integers, whose sums are exact in float32 and too long for bfloat16."""
+    rng = np.random.default_rng(0)
+    integers = lambda most, *shape: rng.integers(-most, most + 1, shape).astype(np.float32)
+    x, weight, bias, residual = integers(8, 4, 64), integers(8, 48, 64), integers(8, 48), 64.0
+    unit = np.array([[0.5], [2], [0.75], [3]], np.float32)
+    parts = {name: {"a": integers(3, 64, 8), "b": integers(3, 8, 24)} for name in "kv"}
+
+    b16 = lambda x: jnp.asarray(x, jnp.bfloat16)
+    once = lambda x: np.float32(b16(x))
+    branches = [once(once(x @ part["a"]) @ (2 * part["b"])) for part in parts.values()]
+    y = (once(x @ weight.T) + np.concatenate(branches, axis=1)) * unit + bias + residual
+    linear = FusedLinear((("k", 24), ("v", 24)), "bfloat16", LoRA(8, 16.0), bias=True)
+    actual = jax.jit(linear.apply)(
+        {"frozen": {"weight": b16(weight), "bias": b16(bias)}, "params": parts},
+        layers.Normed(b16(x), jnp.asarray(unit)),
+        jnp.full((4, 48), b16(residual)),
+    )
+    np.testing.assert_array_equal(np.float32(actual), once(y))
 
 
 def test_fresh_adapter_changes_nothing_and_trained_norms_start_at_the_base():
