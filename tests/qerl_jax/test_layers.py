@@ -147,6 +147,19 @@ def test_a_scale_finer_than_bfloat16_acts_on_a_bfloat16_norm():
     np.testing.assert_array_equal(layers.rms_norm(x, jnp.full(4, 128.75), 0.0).astype(float), 129)
 
 
+def test_noise_far_below_a_step_acts_on_a_split_norm_in_full_on_average():
+    x, scale, noise = jax.random.normal(jax.random.key(0), (3, 1 << 20))
+    x, scale = x.astype(jnp.bfloat16), jnp.exp(0.3 * scale).astype(jnp.bfloat16)
+    noise = 1e-3 * noise  # a step is 2^-8 to 2^-7 of a value
+    clean, noisy = (
+        layers.split_norm(x, s, 1e-6).values.astype(jnp.float32)
+        for s in (scale, scale.astype(jnp.float32) + noise)
+    )
+    wanted = x.astype(jnp.float32) * noise
+    # Of each value there are thousands, so the regression's slope is 1 within a few hundredths.
+    assert abs(jnp.vdot(noisy - clean, wanted) / jnp.vdot(wanted, wanted) - 1) < 0.05
+
+
 def test_rms_norm_by_hand():
     """Mean square of (1, 7) is 25; with eps = 11 the root is 6."""
     np.testing.assert_allclose(
