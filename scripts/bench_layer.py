@@ -155,7 +155,7 @@ def main() -> int:
     parser.add_argument("--m", type=int, nargs="+", default=[16, 64, 128])
     parser.add_argument("--rank", type=int, default=32, help="of LoRA; 0 leaves it out")
     parser.add_argument("--layers", type=int, help="by default the model's")
-    parser.add_argument("--unroll", type=int, default=1, help="layers in one round of their loop")
+    parser.add_argument("--unroll", type=int, help="layers in one round of their loop")
     parser.add_argument("--arms", default="nvfp4,bfloat16")
     parser.add_argument("--timeout", type=int, default=150, help="seconds per arm")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -164,7 +164,7 @@ def main() -> int:
         run_arm(args)
         return 0
 
-    print(f"{args.model}, attention left out, {args.unroll} layers a round; microseconds")
+    print(f"{args.model}, attention left out; microseconds")
     print(
         "| base | rank | M | all layers | a layer | its products | other kernels | gaps | all but products "
         "| error | first call s |\n" + "| --- " * 11 + "|",
