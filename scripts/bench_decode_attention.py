@@ -8,10 +8,10 @@ when the other rows are taken out. `--sweep` times every configuration instead o
     floor   bytes / 4.3 TB/s, what one H200 reaches through JAX
 
 A call rotates, appends and attends, for one layer of a cache whose layers together miss the L2. `kernel`
-is the device time of the kernel itself, `call` that of all kernels of a call, both from CUPTI; `loop`
-is the wall time of a call in a jitted loop over layers. cuDNN gets a contiguous cache, and neither
-rotates nor appends; its column is the sum of its kernels. It needs nothing but jax and numpy, and
-ends itself when a kernel hangs.
+is the device time of the kernel itself, `plan` that of all kernels that divide the work, once for all layers
+of a step, both from CUPTI; `loop` is the wall time of a call in a jitted loop over layers. cuDNN gets a
+contiguous cache, and neither rotates nor appends; its column is the sum of its kernels. It needs nothing
+but jax and numpy, and ends itself when a kernel hangs.
 """
 
 import argparse
@@ -186,16 +186,22 @@ def measure(
     return {"kernel": 1e3 * kernel, "call": 1e3 * total, "loop": 1e6 * loop}
 
 
+def barred(r: jax.Array, array: jax.Array) -> jax.Array:
+    """The array, as something that a loop may change in round r."""
+    return jax.lax.optimization_barrier((r, array))[1]
+
+
 def rounds_of(layers: int, config: Config) -> Callable[..., Any]:
     """A function of (inputs, caches, rounds) that attends in every layer, `rounds` times."""
 
     def run(small, caches, rounds):
         qkv, *rest, tables, ends = small
+        plan = hopper.plan(caches[0].shape, tables, ends, config)
 
         def one_layer(layer, carry):
             r, _, keys, values = carry
             out, keys, values = hopper.decode_attention(
-                qkv[r % 2, layer], *rest, keys, values, layer, tables, ends, config
+                qkv[r % 2, layer], *rest, keys, values, layer, tables, ends, plan, config
             )
             return r, out, keys, values
 
@@ -212,6 +218,19 @@ def time_kernel(problem: Problem, config: Config) -> dict[str, float]:
     """Times the kernel with a configuration."""
     layers = problem.layers
     return measure(rounds_of(layers, config), inputs(problem, layers), layers)
+
+
+def time_plan(problem: Problem, config: Config) -> float:
+    """Microseconds of all kernels that make a plan."""
+    (*_, tables, ends), (keys, _) = inputs(problem, 2)
+
+    def run(tables, ends, rounds):
+        plan = lambda r, _: hopper.plan(keys.shape, tables, barred(r, ends), config)
+        return jax.lax.fori_loop(0, rounds, plan, plan(rounds, None))
+
+    rounds = 20
+    _, kernels = profiler.measure(jax.jit(run), aggregate=False)(tables, ends, jnp.int32(rounds))
+    return 1e3 * sum(ms for _, ms in kernels) / (rounds + 1)
 
 
 def time_cudnn(problem: Problem) -> dict[str, float]:
@@ -249,25 +268,13 @@ def time_cudnn(problem: Problem) -> dict[str, float]:
 
 
 def configurations(problem: Problem) -> list[Config]:
-    """All that could be worth trying, with as many blocks for each multiprocessor as there is room for."""
+    """All that could be worth trying: as many blocks as there is room for, or less."""
     found = []
-    units = len(problem.lengths) * problem.key_heads
-    shapes = ((1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3), (3, 2), (4, 1))
-    for splits, (warpgroups, stages), fused in itertools.product(
-        (1, 2, 4, 8), shapes, (True, False)
-    ):
-        config = Config(splits, warpgroups, stages * 128 // problem.head_size, units, fused)
-        used = hopper.shared_bytes(problem.head_size, config)
-        if splits >= 2 * problem.width or used > hopper.SHARED_BYTES or (not fused and splits < 8):
-            continue
-        found.append(config)
-        # 2 KiB of each block are barriers and the system's.
-        most = min(3 // warpgroups, 233472 // (used + 2048))
-        for resident in range(max(1, most - 1), most + 1):
-            clusters = hopper.ROOM[splits] * resident // 2
-            if clusters < units:
-                found.append(dataclasses.replace(config, clusters=clusters))
-    return found
+    for pages, most, resident in itertools.product((1, 2, 3, 4, 6), (16, 32, 64), (1, 2)):
+        stages = 768 // problem.head_size // resident
+        if pages <= stages and pages * most >= min(64, problem.width):
+            found.append(Config(pages, stages, most, resident * hopper.PROCESSORS))
+    return [c for c in found if hopper.shared_bytes(problem.head_size, c) <= hopper.SHARED_BYTES]
 
 
 def markdown(problem: Problem, row: dict[str, Any]) -> str:
@@ -276,7 +283,7 @@ def markdown(problem: Problem, row: dict[str, Any]) -> str:
     cells = (
         problem.name,
         "/".join(str(int(value)) for value in row["config"].values()),
-        *(f"{us[part]:.1f}" for part in ("kernel", "call", "loop")),
+        *(f"{us[part]:.1f}" for part in ("kernel", "loop", "plan")),
         f"{problem.floor_us:.1f}",
         f"{problem.floor_us / us['kernel']:.2f}",
         f"{cudnn:.1f}" if cudnn else "",
@@ -286,7 +293,7 @@ def markdown(problem: Problem, row: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-HEAD = """| rows x tokens | splits/groups/stages/clusters/fused | kernel us | call us | loop us | floor us | of floor | cuDNN us | target us | error / allowed |
+HEAD = """| rows x tokens | pages/stages/parts/blocks | kernel us | loop us | plan us | floor us | of floor | cuDNN us | target us | error / allowed |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
@@ -312,7 +319,7 @@ def main() -> None:
             row = {"problem": problem.name, "config": dataclasses.asdict(config)}
             row |= {"floor": problem.floor_us, "error": check(problem, config)}
             watch()
-            row["us"] = time_kernel(problem, config)
+            row["us"] = time_kernel(problem, config) | {"plan": time_plan(problem, config)}
             if not (args.sweep or args.no_cudnn):
                 watch()
                 row["cudnn"] = time_cudnn(problem)

@@ -1,4 +1,4 @@
-"""What the threads of a warpgroup, or of a cluster of blocks, do together and Pallas has no words for."""
+"""What the threads of a warpgroup, or of several blocks, do together and Pallas has no words for."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 
-llvm = mgpu.utils.llvm  # which jax.extend.mlir leaves out
+utils = mgpu.utils
 
 # Float32 values of shared memory that one warpgroup's `reduce_rows` needs, for 8 columns: two of every
 # thread.
@@ -35,22 +35,36 @@ def reduce_rows(values: jax.Array, operation: str, scratch: jax.Ref) -> jax.Arra
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=kind)(emit)(values, scratch)
 
 
-def arrive_at_cluster() -> None:
-    """Tells all blocks of this cluster that all warps of this one have come here; no thread waits."""
-    _emit("barrier.cluster.arrive.release.aligned;")
+def count(counter: jax.Ref, last: jax.Array, flag: jax.Ref) -> None:
+    """Counts this warpgroup, and tells it whether it is the last.
 
+    What all counted warpgroups wrote to device memory before is seen by the last one after. The last one sets
+    the counter to 0 again.
 
-def wait_for_cluster() -> None:
-    """Waits for all threads' `arrive_at_cluster`, and sees what they wrote to shared memory before it.
-
-    The two take turns: every thread of the cluster has to call both equally often.
+    Args:
+      counter: int32 in device memory, 0 before the first.
+      last: int32, how many others are counted.
+      flag: int32 [1] in shared memory, this warpgroup's; becomes 1 for the last, otherwise 0.
     """
-    _emit("barrier.cluster.wait.acquire.aligned;")
 
+    def emit(
+        _: mgpu.LaunchContext, counter: ir.Value, last: mgpu.FragmentedArray, flag: ir.Value
+    ) -> None:
+        utils.warpgroup_barrier()
+        predicate = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
+        utils.inline_ptx(
+            "{ .reg .b32 before, is_last; .reg .pred is_equal;\n"
+            "@$3 atom.acq_rel.gpu.global.inc.u32 before, [$0], $1;\n"
+            "@$3 setp.eq.u32 is_equal, before, $1;\n"
+            "@$3 selp.b32 is_last, 1, 0, is_equal;\n"
+            "@$3 st.shared.b32 [$2], is_last; }",
+            utils.memref_ptr(counter),
+            last.registers.item(),
+            utils.memref_ptr(flag),
+            predicate,
+            has_side_effects=True,
+        )
+        utils.warpgroup_barrier()
 
-def _emit(instruction: str) -> None:
-    def emit(_: mgpu.LaunchContext) -> None:
-        void = ir.Type.parse("!llvm.void")
-        llvm.inline_asm(void, [], instruction, "", has_side_effects=True)
-
-    plgpu.inline_mgpu()(emit)()
+    arg_types = (plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), plgpu.RefType())
+    plgpu.inline_mgpu(arg_types=arg_types)(emit)(counter, last, flag)

@@ -1,25 +1,24 @@
 """Attention of one token per row on Hopper, in Pallas Mosaic GPU.
 
-A unit of work is a row and a key/value head. The live pages of a unit are divided among the `splits`
-blocks of a cluster, and those of a block among its warpgroups. Cluster b takes units b, b + clusters,
-...; the first pages of the next unit are on their way while one is finished. A warpgroup works on a page
-at a time, with keys and values as the operand of 64 rows and the group's queries, padded to 8, as the
-other:
+`plan` says which pieces of which units (a row and a key/value head) a block attends to. A block has one
+warpgroup for each 64 columns of a head, and takes up to `pages` of a piece at a time, with keys and values as
+the operand of 64 rows and the group's queries, padded to 8, as the other:
 
-    S^T [slots, queries] = K Q^T      scores; a softmax that keeps a running maximum
-    O^T [C, queries]    += V^T P^T    rescaled where the maximum rises
+    S^T [slots, queries] = K Q^T      a warpgroup has every second page; its own maximum and sum
+    O^T [64, queries]   += V^T P^T    a warpgroup has its columns, of all pages; rescaled to the common maximum
 
-    warpgroup    wait K | K Q^T | maximum over slots | P to shared memory | refill K and the last V |
-                 wait V | V^T P^T | next page
-    slot         a page's keys and values [64, C]; `stages` of them, brought by bulk copies
+    warpgroup    wait K | K Q^T | maximum, P and sum to shared memory | meet | refill K |
+                 wait V | V^T P^T | meet | refill V | next pages
+    slot         a page's keys and values [64, C]; `stages` of them, brought by bulk copies, page after page
+                 whatever piece they are of
 
-The warpgroup whose share has a row's last page rotates the new key, puts it and the new value into the
+The warpgroup that has a row's last page rotates the new key, puts it and the new value into the
 page's tile in shared memory, where it is needed now, and into the cache, where it is needed later.
 
-Maxima, sums and products of all warpgroups then meet: blocks of a cluster read each other's shared
-memory (`fused`), or everything is written out in float32 and added up outside. How a row is divided
-follows from the number of its live tokens and from shapes, so its result has the same bits whatever the
-other rows are.
+A unit in one piece is done. Of others every piece leaves maximum, sum and products in device memory, and
+the block that finds itself the last of a unit, by an atomic counter, adds them up in the order of pieces. How a row
+is cut follows from its own length and from shapes, so its result has the same bits whatever the other
+rows are.
 """
 
 import dataclasses
@@ -32,19 +31,20 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import runtime
+from pallas_kernels.decode_attention import plan as plans
+from pallas_kernels.decode_attention.plan import PAGE
 
-PAGE = 64
 # Queries of a group are padded to what `wgmma` takes at least.
 GROUP = 8
 HEAD_SIZES = (64, 128)
-# Largest cluster that every Hopper card can place.
-MAX_SPLITS = 8
 # What one block may use on compute capability 9.0, less a little for barriers.
 SHARED_BYTES = 232448 - 1024
-# Clusters, by their size, that an H200 surely has room for at one time with two blocks on each of its 132
-# multiprocessors. A cluster stays within one of eight parts of the card, whose multiprocessors are
-# even in number and not the same on every card, so that clusters of 8 may leave some out.
-ROOM = {1: 256, 2: 128, 4: 64, MAX_SPLITS: 28}
+# Multiprocessors of an H200. A card with fewer runs some blocks later.
+PROCESSORS = 132
+# Parts that are read at a time when a unit is added up.
+BATCH = 8
+# Less than any score, and finite: what is not there has weight 0 beside what is, and no NaN where nothing is.
+NOTHING = -1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,28 +52,26 @@ class Config:
     """How a problem is cut up.
 
     Attributes:
-      splits: blocks that share a row's pages; 1, 2, 4 or 8.
-      warpgroups: of a block; 1 to 4.
-      stages: pages on their way to each warpgroup.
-      clusters: among which the units are divided, each a row's queries of one key head.
-      fused: whether parts are added up in the kernel.
+      pages: that a block works on at a time, and the shortest piece that is not a row's last.
+      stages: pages on their way to each block, or there.
+      parts: most pieces of a unit, which is a row's queries of one key head.
+      blocks: among which the pieces are divided.
     """
 
-    splits: int
-    warpgroups: int
+    pages: int
     stages: int
-    clusters: int
-    fused: bool = True
+    parts: int
+    blocks: int
 
     def __post_init__(self):
-        if self.splits not in ROOM:
-            raise ValueError(f"splits must be 1, 2, 4 or {MAX_SPLITS}; got {self.splits}")
-        if not 1 <= self.warpgroups <= 4:
-            raise ValueError(f"warpgroups must be 1 to 4; got {self.warpgroups}")
-        if self.stages < 1:
-            raise ValueError(f"stages must be 1 or more; got {self.stages}")
-        if self.clusters < 1:
-            raise ValueError(f"clusters must be 1 or more; got {self.clusters}")
+        if self.pages < 1:
+            raise ValueError(f"pages must be 1 or more; got {self.pages}")
+        if not self.pages <= self.stages <= 32:
+            raise ValueError(f"stages must be pages = {self.pages} to 32; got {self.stages}")
+        if self.parts < 1:
+            raise ValueError(f"parts must be 1 or more; got {self.parts}")
+        if self.blocks < 1:
+            raise ValueError(f"blocks must be 1 or more; got {self.blocks}")
 
 
 def supports(
@@ -102,7 +100,7 @@ def supports(
 
 
 def pick_config(rows: int, width: int, key_heads: int, head_size: int) -> Config:
-    """As many blocks as keep the card busy, and more where rows may be long and so unequal.
+    """One block on each multiprocessor; shorter pieces where there may be few.
 
     Args:
       rows: B.
@@ -110,30 +108,41 @@ def pick_config(rows: int, width: int, key_heads: int, head_size: int) -> Config
       key_heads: J.
       head_size: C.
     """
-    units = rows * key_heads
-    # As many as all have room at one time; or parts of long rows that are not too long for one block;
-    # or no more than one page for each.
-    busy = max(splits for splits, room in ROOM.items() if units <= room or splits == 1)
-    unequal = 4 if width >= 16 else 2
-    splits = min(max(busy, unequal), 2 ** math.ceil(math.log2(width)))
-    stages = 384 // head_size
-    if units * splits <= 96:  # each block a multiprocessor to itself
-        return Config(splits, 2, stages, units)
-    return Config(splits, 1, stages, ROOM[splits])
+    pages = 2 if rows * key_heads <= 64 else 4
+    resident = 128 // head_size
+    return Config(pages, 6, 64 // pages, PROCESSORS * resident)
 
 
 def shared_bytes(head_size: int, config: Config) -> int:
     """Bytes of shared memory that a block takes."""
+    warpgroups = head_size // 64
+    turns = -(-config.pages // warpgroups)
     pages = config.stages * 2 * PAGE * head_size * 2
-    inputs = (GROUP + 2) * _row_columns(head_size) * 2 + 2 * 64 * 4
-    operands = GROUP * (head_size + PAGE) * 2 + 4 * 256
-    part = (head_size + 64) * GROUP * 4
-    return config.warpgroups * (pages + inputs + operands + part) + GROUP * head_size * 2
+    inputs = 2 * ((GROUP + 2) * _row_columns(head_size) * 2 + 2 * 64 * 4)
+    weights = 2 * turns * warpgroups * GROUP * PAGE * 2
+    own = GROUP * head_size * 2 + GROUP * 64 * 2 + 4 * 256 + 4 + 2 * 2 * GROUP * 4
+    return pages + inputs + weights + warpgroups * own
 
 
 def _row_columns(head_size: int) -> int:
     """Columns of a head's row in shared memory: at least 128, so that a half turned row is a slice."""
     return max(head_size, 128)
+
+
+def plan(
+    shape: tuple[int, ...], tables: jax.Array, ends: jax.Array, config: Config | None = None
+) -> jax.Array:
+    """What every block attends to, for a cache of a shape: an operand of `decode_attention`."""
+    _, pages, key_heads, _, head_size = shape
+    config = config or pick_config(*tables.shape, key_heads, head_size)
+    return plans.make(tables, ends, pages, _cut(tables.shape, shape, config))
+
+
+def _cut(of_tables: tuple[int, ...], shape: tuple[int, ...], config: Config) -> plans.Cut:
+    rows, width = of_tables
+    _, _, key_heads, _, head_size = shape
+    counters = head_size // 64
+    return plans.Cut(rows, width, key_heads, config.pages, config.parts, config.blocks, counters)
 
 
 def decode_attention(
@@ -145,14 +154,15 @@ def decode_attention(
     layer: jax.Array,
     tables: jax.Array,
     ends: jax.Array,
+    plan: jax.Array | None = None,
     config: Config | None = None,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What `api.decode_attention` says, for a cache in bfloat16.
 
-    `config` is by default that of `pick_config`; `interpret` runs on a CPU and reports data races, with
-    parts added up outside.
+    `plan` is made from `tables` and `ends` where it is not given, `config` is by default that of
+    `pick_config`; `interpret` runs on a CPU and reports data races, with parts added up outside.
 
     Raises:
       NotImplementedError: the reason `supports` gives.
@@ -161,22 +171,33 @@ def decode_attention(
     config = config or pick_config(*tables.shape, key_heads, head_size)
     if reason := supports(qkv.shape, qkv.dtype, keys.shape, keys.dtype, config):
         raise NotImplementedError(reason)
+    cut = _cut(tables.shape, keys.shape, config)
+    if plan is None:
+        plan = plans.make(tables, ends, keys.shape[1], cut)
+    outs, keys, values = _launch(
+        qkv, cos, sin, layer.reshape(1), plan, keys, values, config, cut, interpret
+    )
     if interpret:
-        config = dataclasses.replace(config, fused=False)
-    inputs = (qkv, cos, sin, layer.reshape(1), tables, ends)
-    out, keys, values = _launch(*inputs, keys, values, config, interpret)
-    return (out if config.fused else _merge(*out, qkv), keys, values)
+        live = jnp.clip(ends, 0, cut.width * PAGE - 1) // PAGE + 1
+        parts = plans.parts_of(live, cut)
+        return _merge(*outs[1:], parts, qkv), keys, values
+    return outs[0], keys, values
 
 
-def _merge(maxima: jax.Array, sums: jax.Array, products: jax.Array, qkv: jax.Array) -> jax.Array:
-    """Parts [B, J, parts, GROUP], the same, and [B, J, parts, C / 64, 64, GROUP] -> [B, H, C]."""
-    with jax.named_scope("merge"):
-        weights = jnp.exp2(maxima - maxima.max(2, keepdims=True))
-        weights /= jnp.sum(weights * sums, axis=2, keepdims=True)
-        rows, key_heads, *_ = weights.shape
-        out = jnp.sum(weights[:, :, :, None, None] * products, axis=2)  # [B, J, C / 64, 64, GROUP]
-        out = jnp.moveaxis(out, -1, 2)[:, :, : qkv.shape[1] // key_heads - 2]
-        return out.reshape(rows, -1, qkv.shape[2]).astype(qkv.dtype)
+def _merge(products: jax.Array, totals: jax.Array, parts: jax.Array, qkv: jax.Array) -> jax.Array:
+    """Parts [B * J, parts, C / 64, 64, GROUP] and [B * J, parts, C / 64, 2, GROUP] -> [B, H, C]."""
+    rows = len(parts)
+    units, most, chunks, _, _ = products.shape
+    key_heads = units // rows
+    is_there = jnp.arange(most) < jnp.repeat(parts, key_heads)[:, None]
+    maxima = jnp.where(is_there[..., None, None], totals[..., 0, :], -jnp.inf)
+    weights = jnp.exp2(maxima - maxima.max(1, keepdims=True))
+    add = lambda a: jnp.sum(jnp.where(weights > 0, weights * a, 0), axis=1)
+    total = add(totals[..., 1, :])
+    weights = weights[..., None, :]
+    out = add(products) / total[..., None, :]  # [B * J, chunks, 64, GROUP]
+    out = jnp.moveaxis(out, -1, 1)[:, : qkv.shape[1] // key_heads - 2]
+    return out.reshape(rows, -1, qkv.shape[2]).astype(qkv.dtype)
 
 
 def _launch(
@@ -184,13 +205,13 @@ def _launch(
     cos: jax.Array,
     sin: jax.Array,
     layer: jax.Array,
-    tables: jax.Array,
-    ends: jax.Array,
+    plan: jax.Array,
     keys: jax.Array,
     values: jax.Array,
     config: Config,
+    cut: plans.Cut,
     interpret: bool,
-) -> tuple[jax.Array | list[jax.Array], jax.Array, jax.Array]:
+) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
     # Half a second that only those pay who come here.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -198,13 +219,14 @@ def _launch(
     from pallas_kernels.decode_attention import collectives
 
     layers, pages, key_heads, _, head_size = keys.shape
-    rows, width = tables.shape
+    rows = cut.rows
     heads = qkv.shape[1] - 2 * key_heads
     group = heads // key_heads
-    splits, warpgroups, stages, clusters, fused = dataclasses.astuple(config)
-    units = rows * key_heads
-    clusters = min(clusters, units)
+    at_once, stages = config.pages, config.stages
+    most_parts = cut.most_parts
     chunks, columns = head_size // 64, _row_columns(head_size)
+    warpgroups = chunks
+    turns = -(-at_once // warpgroups)
     exponent_scale = head_size**-0.5 * math.log2(math.e)
 
     of_tile = plgpu.Layout.WGMMA  # slots or columns of a head, by queries or columns of a head
@@ -212,101 +234,82 @@ def _launch(
     tile = (64, GROUP)
     broadcast = lambda a, shape, axis: lax.broadcast_in_dim(a, shape, (axis,))
     iota = lambda shape, layout: plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
+    full = lambda shape, value, layout: plgpu.layout_cast(
+        jnp.full(shape, value, jnp.float32), layout
+    )
 
     def kernel(
         qkv_gmem,
         cos_gmem,
         sin_gmem,
         layer_gmem,
-        tables_gmem,
-        ends_gmem,
+        plan_gmem,
         keys_gmem,
         values_gmem,
         *refs,
     ):
         outs, refs = refs[: len(out_type)], refs[len(out_type) :]
-        inputs, turns_of, queries, k_smem, v_smem, weights, scratch, *exchange, barriers = refs
-        cluster, split = lax.axis_index("cluster"), lax.axis_index("split")
-        warpgroup = lax.axis_index("warpgroup")
-        mine = lambda *refs: (ref.at[warpgroup] for ref in refs)
-        inputs, turns_of, queries, k_smem, v_smem, weights, scratch = mine(
-            inputs, turns_of, queries, k_smem, v_smem, weights, scratch
+        inputs, turns_of, queries, k_smem, v_smem, weights, stats, scratch, *rest = refs
+        result, flag, barriers = rest
+        inputs_full, k_full, v_full, met, v_free = barriers
+        block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        queries, scratch, result, flag = (
+            ref.at[warpgroup] for ref in (queries, scratch, result, flag)
         )
-        inputs_full, k_full, v_full = barriers
-        inputs_full = inputs_full.at[warpgroup]
-        first_page = lax.clamp(0, layer_gmem[0], layers - 1) * pages
+        brings_keys, brings_values = warpgroup == 0, warpgroup == warpgroups - 1
 
-        # Where things are ----------------------------------------------------------------------
-        def place_unit(i):
-            """Row and head of this cluster's i-th unit, or where it has none, of some unit."""
-            unit = lax.min(cluster + i * clusters, units - 1)
-            return lax.div(unit, key_heads), lax.rem(unit, key_heads)
+        # What to do ----------------------------------------------------------------------------
+        def describe(i):
+            """A piece of this block: its fields; past the last, those of some piece."""
+            piece = block * cut.rounds + lax.min(i, cut.rounds - 1)
+            at = cut.pieces_at + piece * plans.FIELDS
+            return tuple(plan_gmem[at + field] for field in range(plans.FIELDS))
 
-        def share(end):
-            """Pages that are live, this warpgroup's first, and how many it has."""
-            live = lax.div(end, PAGE) + 1
-            first = lax.div(split * live, splits) + warpgroup
-            stop = lax.div((split + 1) * live, splits)
-            return live, first, lax.div(stop - first + warpgroups - 1, warpgroups)
+        def page_at(n):
+            """The n-th page of this block; after the last, a negative number."""
+            return plan_gmem[cut.pages_at + block * (cut.length + 1) + lax.min(n, cut.length)]
 
-        def place(i, end, turn):
-            """First row of a turn's page among all rows of the cache, or where it has none, of some page."""
-            row, head = place_unit(i)
-            _, first, _ = share(end)
-            at = lax.min(first + turn * warpgroups, width - 1)
-            page = lax.clamp(0, tables_gmem[row, at], pages - 1)
-            return ((first_page + page) * key_heads + head) * PAGE
-
-        def locate(i):
-            """A unit's end, and the places of what `fill` fetches and of one page more."""
-            end = lax.clamp(0, ends_gmem[place_unit(i)[0]], width * PAGE - 1)
-            # All are asked for before the first is waited for.
-            return end, *(place(i, end, turn) for turn in range(stages + 1))
+        def cache_row(page):
+            """First row of a page among all rows of the cache."""
+            return (first_page * key_heads + page) * PAGE
 
         # Bulk copies ---------------------------------------------------------------------------
-        def fetch(turn, at, gmem, smem, full):
-            slot = lax.rem(turn, stages)
-            plgpu.copy_gmem_to_smem(
-                gmem.at[pl.ds(at, PAGE)], smem.at[slot], full.at[warpgroup, slot]
-            )
+        def fetch(gmem, smem, barrier, n, page):
+            slot = lax.rem(n, stages)
+            rows_of_page = pl.ds(cache_row(page), PAGE)
+            plgpu.copy_gmem_to_smem(gmem.at[rows_of_page], smem.at[slot], barrier.at[slot])
 
-        fetch_keys = lambda turn, at: fetch(turn, at, keys_gmem, k_smem, k_full)
-        fetch_values = lambda turn, at: fetch(turn, at, values_gmem, v_smem, v_full)
+        fetch_keys = functools.partial(fetch, keys_gmem, k_smem, k_full)
+        fetch_values = functools.partial(fetch, values_gmem, v_smem, v_full)
 
-        def fill(i, end, *places):
-            """Starts a unit: what it multiplies with, and its first pages."""
-            row, head = place_unit(i)
-            for start, length, to in (
+        def fetch_inputs(parity, row, head):
+            to = inputs.at[parity]
+            for start, length, at in (
                 (head * group, group, 0),
                 (heads + head, 1, GROUP),
                 (heads + key_heads + head, 1, GROUP + 1),
             ):
                 plgpu.copy_gmem_to_smem(
                     qkv_gmem.at[row, pl.ds(start, length)],
-                    inputs.at[pl.ds(to, length)],
-                    inputs_full,
+                    to.at[pl.ds(at, length)],
+                    inputs_full.at[parity],
                 )
             for copy in range(columns // head_size):
                 half = pl.ds(copy * (head_size // 2), head_size // 2)
-                plgpu.copy_gmem_to_smem(cos_gmem.at[row], turns_of.at[0, half], inputs_full)
-                plgpu.copy_gmem_to_smem(sin_gmem.at[row], turns_of.at[1, half], inputs_full)
-            _, _, turns = share(end)
-            for turn, at in enumerate(places[:stages]):
-
-                @pl.when(turn < turns)
-                def _fetch(turn=turn, at=at):
-                    fetch_keys(jnp.int32(turn), at)
-                    fetch_values(jnp.int32(turn), at)
+                for which, table in enumerate((cos_gmem, sin_gmem)):
+                    plgpu.copy_gmem_to_smem(
+                        table.at[row], turns_of.at[parity, which, half], inputs_full.at[parity]
+                    )
 
         # Queries and the new token -------------------------------------------------------------
-        def rotated(read, chunk, layout, spread):
+        def rotated(parity, read, chunk, layout, spread):
             """Columns 64 * chunk and on of what `read` reads, in float32; `spread` widens a table."""
             x, partner = (
                 read((64 * chunk + shift) % columns).astype(jnp.float32)
                 for shift in (0, head_size // 2)
             )
             cos, sin = (
-                plgpu.load(turns_of.at[i], layout=layout, optimized=False) for i in range(2)
+                plgpu.load(turns_of.at[parity, i], layout=layout, optimized=False) for i in range(2)
             )
             if head_size == 64:
                 sin = jnp.where(iota((64,), layout) < 32, -sin, sin)
@@ -314,230 +317,300 @@ def _launch(
                 sin = -sin
             return (x * spread(cos) + partner * spread(sin)).astype(keys.dtype)
 
-        def read_queries(at):
-            ref = inputs.at[pl.ds(0, GROUP), pl.ds(at, 64)].T
+        def read_queries(parity, at):
+            ref = inputs.at[parity, pl.ds(0, GROUP), pl.ds(at, 64)].T
             return plgpu.load(ref, layout=of_tile, optimized=False)
 
-        def read_input(which):
-            return lambda at: plgpu.load(
-                inputs.at[which, pl.ds(at, 64)], layout=of_columns, optimized=False
-            )
+        def read_input(parity, which, at):
+            ref = inputs.at[parity, which, pl.ds(at, 64)]
+            return plgpu.load(ref, layout=of_columns, optimized=False)
 
-        def append(slot, smem, gmem, at, new, *, clear):
-            """Puts a row into a page's tile and into the cache; what comes after it may become 0."""
-            for chunk in range(chunks):
-                span = pl.ds(64 * chunk, 64)
-                row_of_chunk = new(chunk)
-                gmem.at[at + slot, span][...] = row_of_chunk
-                old = smem.at[:, span][...]
-                slots = iota(old.shape, of_tile)
-                rest = jnp.where(slots > slot, jnp.zeros_like(old), old) if clear else old
-                new_row = broadcast(row_of_chunk, old.shape, 1)
-                smem.at[:, span][...] = jnp.where(slots == slot, new_row, rest)
-            plgpu.commit_smem()
+        def append(slot, smem, gmem, at, chunk, new, *, clear):
+            """Puts 64 columns of a row into a page's tile and into the cache; what follows may become 0."""
+            span = pl.ds(64 * chunk, 64)
+            gmem.at[at + slot, span][...] = new
+            old = smem.at[:, span][...]
+            slots = iota(old.shape, of_tile)
+            rest = jnp.where(slots > slot, jnp.zeros_like(old), old) if clear else old
+            smem.at[:, span][...] = jnp.where(slots == slot, broadcast(new, old.shape, 1), rest)
 
         def reduce_rows(values, operation):
             if interpret:
                 return {"max": jnp.max, "add": jnp.sum}[operation](values, axis=0)
             return collectives.reduce_rows(values, operation, scratch)
 
+        def each_chunk(do):
+            """do(chunk) with a number, for this warpgroup's columns."""
+            for chunk in range(chunks):
+                pl.when(warpgroup == chunk)(functools.partial(do, chunk))
+
         # Pages ---------------------------------------------------------------------------------
-        def attend(i, end, turn, carry):
-            maximum, total, products, behind, ahead = carry
-            slot = lax.rem(turn, stages)
-            keys, values = k_smem.at[slot], v_smem.at[slot]
-            live, first, turns = share(end)
-            page = first + turn * warpgroups
-            is_last = page == live - 1
-            further = place(i, end, turn + 1 + stages)
+        def attend(i, piece, following, step, carry):
+            maximum, total, products, turn = carry
+            _, _, part, parts, slots, start, count, home = piece
+            parity, side = lax.rem(i, 2), lax.rem(turn, 2)
+            first = step * at_once
+            live = lax.min(lax.div(slots + PAGE - 1, PAGE) - first, at_once)
+            stop = lax.min(slots, (first + at_once) * PAGE)
+            n = start + first
+            further = [page_at(n + stages + j) for j in range(at_once)]
+            new_slot = lax.rem(slots - 1, PAGE)
+            last = lax.div(slots - 1, PAGE) - first
+            has_new = (part == parts - 1) & (last < at_once)
+            # Where there is no page, one that is there.
+            slot_of = lambda j: lax.rem(n + jnp.where(j < live, j, 0), stages)
+            last_slot = lax.rem(n + last, stages)
+
+            def wait(barrier):
+                for j in range(at_once):
+                    pl.when(j < live)(
+                        lambda j=j: plgpu.barrier_wait(barrier.at[lax.rem(n + j, stages)])
+                    )
 
             with jax.named_scope("scores"):
-                plgpu.barrier_wait(k_full.at[warpgroup, slot])
+                wait(k_full)
 
-                @pl.when(is_last)
+                @pl.when(has_new & (lax.rem(last, warpgroups) == warpgroup))
                 def _append_key():
-                    new = lambda chunk: rotated(
-                        read_input(GROUP), chunk, of_columns, lambda table: table
-                    )
-                    at = place(i, end, turn)
-                    append(lax.rem(end, PAGE), keys, keys_gmem, at, new, clear=False)
+                    read = functools.partial(read_input, parity, GROUP)
+                    for chunk in range(chunks):
+                        new = rotated(parity, read, chunk, of_columns, lambda table: table)
+                        smem, at = k_smem.at[last_slot], cache_row(home)
+                        append(new_slot, smem, keys_gmem, at, chunk, new, clear=False)
+                    plgpu.commit_smem()
 
-                def product(acc):
-                    plgpu.wgmma(acc, keys, queries.T)
-                    return acc[...]
-
-                scores = pl.run_scoped(product, plgpu.ACC(tile, jnp.float32))
-
-            with jax.named_scope("softmax"):
-                is_live = iota(tile, of_tile) <= end - page * PAGE
-                scores = jnp.where(is_live, scores * exponent_scale, -jnp.inf)
-                higher = jnp.maximum(maximum, reduce_rows(scores, "max"))
-                decay = broadcast(jnp.exp2(maximum - higher), tile, 1)
-                exponentials = jnp.exp2(scores - broadcast(higher, tile, 1))
-                weights.T[...] = exponentials.astype(weights.dtype)
-                plgpu.commit_smem()
-
-            # All warps have read this turn's keys and, before that, the last turn's values.
-            pl.when(turn + stages < turns)(lambda: fetch_keys(turn + stages, ahead))
-            pl.when((turn > 0) & (turn - 1 + stages < turns))(
-                lambda: fetch_values(turn - 1 + stages, behind)
-            )
-
-            with jax.named_scope("products"):
-                plgpu.barrier_wait(v_full.at[warpgroup, slot])
-
-                @pl.when(is_last)
-                def _append_value():
-                    new = lambda chunk: read_input(GROUP + 1)(64 * chunk).astype(values.dtype)
-                    at = place(i, end, turn)
-                    append(lax.rem(end, PAGE), values, values_gmem, at, new, clear=True)
-
-                def product_of_chunks(*accs):
-                    for chunk, acc in enumerate(accs):
-                        span = pl.ds(64 * chunk, 64)
-                        plgpu.wgmma(acc, values.at[:, span].T, weights.T)
+                def product(*accs):
+                    for own, acc in enumerate(accs):
+                        j = own * warpgroups + warpgroup
+                        plgpu.wgmma(acc, k_smem.at[slot_of(j)], queries.T)
                     return [acc[...] for acc in accs]
 
-                accs = [plgpu.ACC(tile, jnp.float32)] * chunks
-                added = pl.run_scoped(product_of_chunks, *accs)
-                products = tuple(a * decay + b for a, b in zip(products, added, strict=True))
-            return higher, total * decay + exponentials, products, ahead, further
+                scores = pl.run_scoped(product, *[plgpu.ACC(tile, jnp.float32)] * turns)
 
-        # Parts ---------------------------------------------------------------------------------
-        def read_part(parts, part, layout, *at):
-            ref = parts.at[part % warpgroups, *at]
-            if splits > 1:
-                ref = plgpu.cluster_ref(ref, {"split": part // warpgroups})
-            return plgpu.load(ref, layout=layout, optimized=False)
+            with jax.named_scope("softmax"):
+                for own in range(turns):
+                    before = (first + own * warpgroups + warpgroup) * PAGE
+                    is_live = iota(tile, of_tile) < stop - before
+                    scores[own] = jnp.where(is_live, scores[own] * exponent_scale, NOTHING)
+                highest = reduce_rows(functools.reduce(jnp.maximum, scores), "max")
+                exponentials = [jnp.exp2(s - broadcast(highest, tile, 1)) for s in scores]
+                for own, of_page in enumerate(exponentials):
+                    to = weights.at[side, own * warpgroups + warpgroup]
+                    to.T[...] = of_page.astype(weights.dtype)
+                stats.at[side, warpgroup, 0][...] = highest
+                stats.at[side, warpgroup, 1][...] = reduce_rows(sum(exponentials), "add")
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(met)
+                plgpu.barrier_wait(met)
 
-        def merge(parts, result, row, head, chunk):
-            each = range(splits * warpgroups)
-            products = [read_part(parts, part, of_tile, chunk) for part in each]
-            maxima, totals = (
-                [read_part(parts, part, of_columns, chunks, i) for part in each] for i in (0, 1)
-            )
-            highest = functools.reduce(jnp.maximum, maxima)
-            shares = [jnp.exp2(maximum - highest) for maximum in maxima]
-            total = sum(a * b for a, b in zip(shares, totals, strict=True))
-            out = sum(
-                a * broadcast(share / total, tile, 1)
-                for a, share in zip(products, shares, strict=True)
-            )
+            # All have read these keys, and are done with the piece before.
+            def refill(fetch):
+                for j, page in enumerate(further):
+                    pl.when((j < live) & (page >= 0))(
+                        lambda j=j, page=page: fetch(n + stages + j, page)
+                    )
+
+            @pl.when(brings_keys)
+            def _refill_keys():
+                refill(fetch_keys)
+                pl.when((step == 0) & (i + 1 < count))(
+                    lambda: fetch_inputs(1 - parity, following[plans.ROW], following[plans.HEAD])
+                )
+
+            with jax.named_scope("products"):
+                each = range(warpgroups)
+                maxima, totals = (
+                    [
+                        plgpu.load(stats.at[side, g, k], layout=of_columns, optimized=False)
+                        for g in each
+                    ]
+                    for k in range(2)
+                )
+                higher = functools.reduce(jnp.maximum, maxima, maximum)
+                decay = jnp.exp2(maximum - higher)
+                shares = [jnp.exp2(m - higher) for m in maxima]
+                total = total * decay + sum(a * b for a, b in zip(shares, totals, strict=True))
+                wait(v_full)
+
+                @pl.when(has_new)
+                def _append_value():
+                    @each_chunk
+                    def _(chunk):
+                        new = read_input(parity, GROUP + 1, 64 * chunk).astype(values.dtype)
+                        smem, at = v_smem.at[last_slot], cache_row(home)
+                        append(new_slot, smem, values_gmem, at, chunk, new, clear=True)
+
+                    plgpu.commit_smem()
+
+                def product_of_pages(*accs):
+                    for j in range(turns * warpgroups):
+                        columns_of_page = v_smem.at[slot_of(j), :, pl.ds(64 * warpgroup, 64)]
+                        plgpu.wgmma(accs[j % warpgroups], columns_of_page.T, weights.at[side, j].T)
+                    return [acc[...] for acc in accs]
+
+                added = pl.run_scoped(
+                    product_of_pages, *[plgpu.ACC(tile, jnp.float32)] * warpgroups
+                )
+                products = products * broadcast(decay, tile, 1) + sum(
+                    a * broadcast(share, tile, 1) for a, share in zip(added, shares, strict=True)
+                )
+                plgpu.barrier_arrive(v_free)
+
+                @pl.when(brings_values)
+                def _refill():
+                    plgpu.barrier_wait(v_free)
+                    refill(fetch_values)
+
+            return higher, total, products, turn + 1
+
+        # Pieces --------------------------------------------------------------------------------
+        def write(row, head, out):
             # The copy of the last unit has left it.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            result.at[chunk].T[...] = out.astype(qkv.dtype)
+            result.T[...] = out.astype(qkv.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
-                result.at[chunk, pl.ds(0, group)],
-                outs[0].at[row, pl.ds(head * group, group), pl.ds(64 * chunk, 64)],
+                result.at[pl.ds(0, group)],
+                outs[0].at[row, pl.ds(head * group, group), pl.ds(64 * warpgroup, 64)],
             )
 
-        def finish(row, head, maximum, total, products):
-            if not fused:
-                part = split * warpgroups + warpgroup
-                outs[0][row, head, part] = maximum
-                outs[1][row, head, part] = total
-                for chunk in range(chunks):
-                    outs[2][row, head, part, chunk] = products[chunk]
-                return
-            parts, result = exchange
-            # Nobody reads the last unit's parts any more.
-            collectives.wait_for_cluster()
-            for chunk in range(chunks):
-                parts[warpgroup, chunk] = products[chunk]
-            parts[warpgroup, chunks, 0] = maximum
-            parts[warpgroup, chunks, 1] = total
-            collectives.arrive_at_cluster()
-            collectives.wait_for_cluster()
-            for chunk in range(chunks):
-                pl.when((warpgroup == 0) & (split == chunk % splits))(
-                    functools.partial(merge, parts, result, row, head, chunk)
+        def merge(unit, parts):
+            """Adds up a unit's parts, in order."""
+
+            def add(batch, carry):
+                maximum, total, products = carry
+                at = [lax.min(batch * BATCH + k, parts - 1) for k in range(BATCH)]
+                load = lambda ref, layout: plgpu.load(ref, layout=layout, optimized=False)
+                of_parts = [load(outs[1].at[unit, k, warpgroup], of_tile) for k in at]
+                maxima, totals = (
+                    [load(outs[2].at[unit, k, warpgroup, which], of_columns) for k in at]
+                    for which in range(2)
                 )
-            collectives.arrive_at_cluster()
+                higher = functools.reduce(jnp.maximum, maxima, maximum)
+                decay = jnp.exp2(maximum - higher)
+                shares = [
+                    jnp.where(batch * BATCH + k < parts, jnp.exp2(m - higher), 0.0)
+                    for k, m in enumerate(maxima)
+                ]
+                total = total * decay + sum(a * b for a, b in zip(shares, totals, strict=True))
+                products = products * broadcast(decay, tile, 1) + sum(
+                    a * broadcast(b, tile, 1) for a, b in zip(of_parts, shares, strict=True)
+                )
+                return higher, total, products
 
-        # Units ---------------------------------------------------------------------------------
-        rounds = lax.div(units - cluster + clusters - 1, clusters)
+            start = (
+                full((GROUP,), NOTHING, of_columns),
+                full((GROUP,), 0, of_columns),
+                full(tile, 0, of_tile),
+            )
+            _, total, products = lax.fori_loop(0, lax.div(parts + BATCH - 1, BATCH), add, start)
+            return products * broadcast(1 / total, tile, 1)
 
-        def work(i, located):
-            end, *places = located
-            row, head = place_unit(i)
-            following = locate(i + 1)
+        def leave(row, head, part, parts, maximum, total, products):
+            """Leaves a part behind; whoever is the last to do so adds them up."""
+            unit = row * key_heads + head
+            outs[1].at[unit, part, warpgroup][...] = products
+            outs[2].at[unit, part, warpgroup, 0][...] = maximum
+            outs[2].at[unit, part, warpgroup, 1][...] = total
+            if interpret:
+                return
+            collectives.count(plan_gmem.at[unit * chunks + warpgroup], parts - 1, flag)
+            pl.when(flag[0] != 0)(lambda: write(row, head, merge(unit, parts)))
+
+        def work(i, carry):
+            piece, turn = carry
+            row, head, part, parts, slots, *_ = piece
+            following = describe(i + 1)
+            parity = lax.rem(i, 2)
             with jax.named_scope("queries"):
-                plgpu.barrier_wait(inputs_full)
+                plgpu.barrier_wait(inputs_full.at[parity])
+                read = functools.partial(read_queries, parity)
                 for chunk in range(chunks):
                     queries.at[:, pl.ds(64 * chunk, 64)].T[...] = rotated(
-                        read_queries, chunk, of_rows, lambda table: broadcast(table, tile, 0)
+                        parity, read, chunk, of_rows, lambda table: broadcast(table, tile, 0)
                     )
                 plgpu.commit_smem()
-            zeros = plgpu.layout_cast(jnp.zeros(tile, jnp.float32), of_tile)
-            nothing = plgpu.layout_cast(jnp.full((GROUP,), -jnp.inf, jnp.float32), of_columns)
-            _, _, turns = share(end)
-            maximum, total, products, *_ = lax.fori_loop(
-                0,
-                turns,
-                functools.partial(attend, i, end),
-                (nothing, zeros, (zeros,) * chunks, *places[-2:]),
+            start = (
+                full((GROUP,), NOTHING, of_columns),
+                full((GROUP,), 0, of_columns),
+                full(tile, 0, of_tile),
+                turn,
             )
-            # With this all warps have read what the next unit overwrites.
-            total = reduce_rows(total, "add")
-            pl.when(i + 1 < rounds)(lambda: fill(i + 1, *following))
+            maximum, total, products, turn = lax.fori_loop(
+                0,
+                lax.div(slots + PAGE * at_once - 1, PAGE * at_once),
+                functools.partial(attend, i, piece, following),
+                start,
+            )
+
             with jax.named_scope("merge"):
-                finish(row, head, maximum, total, products)
-            return following
+                if interpret:
+                    leave(row, head, part, parts, maximum, total, products)
+                else:
+                    done = lambda: write(row, head, products * broadcast(1 / total, tile, 1))
+                    pl.when(parts == 1)(done)
+                    if most_parts > 1:
+                        pl.when(parts > 1)(
+                            lambda: leave(row, head, part, parts, maximum, total, products)
+                        )
+            return following, turn
 
-        if fused:
-            collectives.arrive_at_cluster()
-        located = locate(jnp.int32(0))
-        fill(jnp.int32(0), *located)
-        lax.fori_loop(0, rounds, work, located)
-        if fused:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            # No block may leave while others read what it holds.
-            collectives.wait_for_cluster()
+        piece = describe(jnp.int32(0))
+        ahead = [page_at(n) for n in range(stages)]
+        first_page = lax.clamp(0, layer_gmem[0], layers - 1) * pages
+        count = piece[plans.COUNT]
 
-    if fused:
-        out_type = (jax.ShapeDtypeStruct((rows, heads, head_size), qkv.dtype),)
-    else:
-        prefix = (rows, key_heads, splits * warpgroups)
-        out_type = tuple(
-            jax.ShapeDtypeStruct((*prefix, *shape), jnp.float32)
-            for shape in ((GROUP,), (GROUP,), (chunks, 64, GROUP))
-        )
+        @pl.when(brings_keys & (count > 0))
+        def _start():
+            fetch_inputs(0, piece[plans.ROW], piece[plans.HEAD])
+
+        for n, page in enumerate(ahead):
+            for brings, fetch_page in ((brings_keys, fetch_keys), (brings_values, fetch_values)):
+                pl.when(brings & (page >= 0))(
+                    lambda n=n, page=page, fetch_page=fetch_page: fetch_page(jnp.int32(n), page)
+                )
+        lax.fori_loop(0, count, work, (piece, jnp.int32(0)))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    of_units = (rows * key_heads, most_parts, chunks)
+    out_type = (
+        jax.ShapeDtypeStruct((rows, heads, head_size), qkv.dtype),
+        jax.ShapeDtypeStruct((*of_units, *tile), jnp.float32),
+        jax.ShapeDtypeStruct((*of_units, 2, GROUP), jnp.float32),
+    )
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    each = lambda shape, dtype, transforms=(): plgpu.SMEM(
-        (warpgroups, *shape), dtype, transforms=transforms
-    )
-    of_pages = each((stages, PAGE, head_size), keys.dtype, swizzled)
-    barrier = lambda *shape, arrivals=1: plgpu.Barrier(
-        num_arrivals=arrivals, num_barriers=(warpgroups, *shape)
-    )
-    # Of every warpgroup: products, then a tile whose first two rows are maxima and sums. And a result.
-    parts = each((chunks + 1, 64, GROUP), jnp.float32)
-    exchange = (parts, plgpu.SMEM((chunks, GROUP, 64), qkv.dtype)) if fused else ()
-    in_cluster = fused and splits > 1
-    cluster = {"cluster": (splits,), "cluster_names": ("split",)} if in_cluster else {}
+    shared = lambda shape, dtype, transforms=(): plgpu.SMEM(shape, dtype, transforms=transforms)
+    of_pages = shared((stages, PAGE, head_size), keys.dtype, swizzled)
+    barrier = lambda count, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
     # A half turned row of a short head is then a slice; written once by what makes qkv.
     qkv = jnp.concatenate([qkv] * (columns // head_size), axis=-1)
     # All layers, pages and heads in one axis: bulk copies know five.
     caches = [jax.new_ref(cache.reshape(-1, head_size)) for cache in (keys, values)]
-    out = plgpu.kernel(
+    outs = plgpu.kernel(
         kernel,
         out_type=out_type,
-        grid=(clusters,) if in_cluster else (clusters, splits),
-        grid_names=("cluster",) if in_cluster else ("cluster", "split"),
-        **cluster,
+        grid=(config.blocks,),
+        grid_names=("block",),
         num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=(
-            each((GROUP + 2, columns), qkv.dtype),
-            each((2, 64), jnp.float32),
-            each((GROUP, head_size), keys.dtype, swizzled),
+            shared((2, GROUP + 2, columns), qkv.dtype),
+            shared((2, 2, 64), jnp.float32),
+            shared((warpgroups, GROUP, head_size), keys.dtype, swizzled),
             of_pages,
             of_pages,
-            each((GROUP, PAGE), keys.dtype, swizzled),
-            each((collectives.SCRATCH,), jnp.float32),
-            *exchange,
-            [barrier(arrivals=3 + 2 * columns // head_size), barrier(stages), barrier(stages)],
+            shared((2, turns * warpgroups, GROUP, PAGE), keys.dtype, swizzled),
+            shared((2, warpgroups, 2, GROUP), jnp.float32),
+            shared((warpgroups, collectives.SCRATCH), jnp.float32),
+            shared((warpgroups, GROUP, 64), qkv.dtype),
+            shared((warpgroups, 1), jnp.int32),
+            [
+                barrier(2, arrivals=3 + 2 * columns // head_size),
+                barrier(stages),
+                barrier(stages),
+                barrier(1, arrivals=warpgroups),
+                barrier(1, arrivals=warpgroups),
+            ],
         ),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -548,6 +621,6 @@ def _launch(
         ),
         interpret=runtime.interpret_params() if interpret else None,
         kernel_name="decode_attention_sm90",
-    )(qkv, cos, sin, layer, tables, ends, *caches)
+    )(qkv, cos, sin, layer, plan, *caches)
     keys, values = (jax.freeze(ref).reshape(keys.shape) for ref in caches)
-    return out[0] if fused else out, keys, values
+    return outs, keys, values

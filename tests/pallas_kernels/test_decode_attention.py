@@ -102,16 +102,30 @@ def test_places_outside_are_moved_to_the_nearest_inside():
 # The kernel, interpreted ---------------------------------------------------------------------
 
 CASES = [
-    # heads, key heads, head size, ends, width, splits/warpgroups/stages/clusters
-    (7, 1, 128, [130, 5], 4, Config(2, 1, 1, 1)),  # slots used again, also by the next unit
-    (4, 2, 64, [63, 64], 2, Config(1, 2, 1, 3)),  # the ends of pages; warpgroups
+    # heads, key heads, head size, ends, width, pages/stages/parts/blocks
+    (
+        7,
+        1,
+        128,
+        [320, 5],
+        6,
+        Config(3, 4, 1, 1),
+    ),  # slots used again; two rounds a piece; an odd page
+    (
+        4,
+        2,
+        64,
+        [63, 64, 130],
+        3,
+        Config(2, 3, 2, 3),
+    ),  # the ends of pages; parts; several pieces a block
 ]
 MORE_CASES = [
-    (2, 2, 128, [0, 319], 5, Config(1, 1, 2, 1)),
-    (5, 1, 64, [200, 319, 1], 5, Config(1, 2, 2, 2)),
-    (8, 1, 128, [511], 8, Config(8, 1, 1, 9)),
-    (16, 2, 64, [511, 447], 8, Config(4, 2, 3, 2)),
-    (2, 1, 64, [383, 65], 8, Config(1, 1, 3, 1)),
+    (2, 2, 128, [0, 319], 5, Config(1, 2, 5, 1)),
+    (5, 1, 64, [200, 319, 1], 5, Config(4, 6, 2, 4)),
+    (8, 1, 128, [511], 8, Config(2, 6, 4, 9)),
+    (16, 2, 64, [511, 447], 8, Config(2, 2, 2, 3)),
+    (2, 1, 128, [383, 65], 8, Config(4, 4, 16, 2)),
 ]
 
 
@@ -132,7 +146,7 @@ def test_the_kernel_meets_the_reference_without_a_race(
 @on_cpu
 def test_a_row_has_the_same_bits_whatever_the_others_are():
     *rest, tables, ends = problem(2, 4, 1, 64, [100, 40], 2)
-    run = interpreted(Config(2, 1, 1, 2))
+    run = interpreted(Config(1, 2, 2, 2))
     first = run(*rest, tables, ends)[0][0]
     # The other row out of use: a table of zeros, an end that means nothing.
     idle = run(*rest, tables.at[1].set(0), ends.at[1].set(127))[0]
@@ -146,7 +160,7 @@ def test_a_row_has_the_same_bits_whatever_the_others_are():
 @pytest.mark.parametrize(
     ("qkv", "dtype", "cache", "cache_dtype", "config", "reason"),
     [
-        ((2, 36, 128), "bfloat16", (28, 9, 4, 64, 128), "bfloat16", Config(8, 2, 3, 8), None),
+        ((2, 36, 128), "bfloat16", (28, 9, 4, 64, 128), "bfloat16", Config(4, 6, 16, 132), None),
         (
             (2, 36, 128), "float32", (28, 9, 4, 64, 128), "bfloat16", Config(1, 1, 1, 1),
             "needs qkv, keys and values in bfloat16; got float32 and bfloat16",
@@ -168,7 +182,7 @@ def test_a_row_has_the_same_bits_whatever_the_others_are():
             "needs fewer than 2^31 rows of keys; got L * N * J * S of (80, 150000, 4, 64)",
         ),
         (
-            (2, 36, 128), "bfloat16", (28, 9, 4, 64, 128), "bfloat16", Config(1, 4, 2, 1),
+            (2, 36, 128), "bfloat16", (28, 9, 4, 64, 128), "bfloat16", Config(1, 7, 1, 1),
             "needs 317440 bytes of shared memory of 231424",
         ),
     ],
@@ -187,16 +201,15 @@ def test_every_problem_has_a_configuration(rows, width, head_size):
         shape, dtype = (rows, 3 * key_heads, head_size), jnp.dtype(jnp.bfloat16)
         cache = (2, 9, key_heads, PAGE, head_size)
         assert hopper.supports(shape, dtype, cache, dtype, config) is None
-        assert config.splits < 2 * width
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ((3, 1, 1, 1), "splits must be 1, 2, 4 or 8; got 3"),
-        ((1, 5, 1, 1), "warpgroups must be 1 to 4; got 5"),
-        ((1, 1, 0, 1), "stages must be 1 or more; got 0"),
-        ((1, 1, 1, 0), "clusters must be 1 or more; got 0"),
+        ((0, 1, 1, 1), "pages must be 1 or more; got 0"),
+        ((4, 3, 1, 1), "stages must be pages = 4 to 32; got 3"),
+        ((1, 1, 0, 1), "parts must be 1 or more; got 0"),
+        ((1, 1, 1, 0), "blocks must be 1 or more; got 0"),
     ],
 )
 def test_impossible_configurations_cannot_be_made(values, message):
@@ -259,13 +272,12 @@ def test_an_unknown_implementation_is_an_error():
 @pytest.mark.parametrize(
     ("group", "config"),
     [
-        (1, Config(1, 1, 1, 10)),
-        (2, Config(2, 1, 2, 3)),
-        (4, Config(4, 2, 1, 4)),
-        (5, Config(8, 2, 2, 10)),
-        (7, Config(8, 1, 2, 1)),
-        (8, Config(1, 2, 3, 7)),
-        (7, Config(4, 2, 2, 3, fused=False)),
+        (1, Config(1, 2, 16, 10)),
+        (2, Config(2, 3, 4, 3)),
+        (4, Config(4, 6, 1, 4)),
+        (5, Config(3, 6, 16, 132)),
+        (7, Config(4, 4, 4, 1)),
+        (8, Config(2, 6, 8, 7)),
     ],
 )
 def test_the_kernel_on_its_device_meets_the_reference(group, config, head_size):
