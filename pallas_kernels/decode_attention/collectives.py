@@ -1,23 +1,26 @@
 """What the threads of a warpgroup, or of several blocks, do together and Pallas has no words for."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
 
 utils = mgpu.utils
 
-# Float32 values of shared memory that one warpgroup's `reduce_rows` needs, for 8 columns: two of every
-# thread.
-SCRATCH = 256
+# Float32 values of shared memory that one warpgroup's `reduce_rows` needs: 8 of each warp, for each operation.
+SCRATCH = 64
 
 
 def reduce_rows(values: jax.Array, operation: str, scratch: jax.Ref) -> jax.Array:
     """Reduces float32 [64, 8] in the layout `WGMMA` to [8].
 
     Pallas' own reduction across warps has one scratch for all warpgroups of a block, which would overwrite
-    each other's.
+    each other's, and waits twice. This one waits once, so that the two operations must take turns.
 
     Args:
       values: of one warpgroup.
@@ -25,11 +28,37 @@ def reduce_rows(values: jax.Array, operation: str, scratch: jax.Ref) -> jax.Arra
       scratch: float32 [SCRATCH] in shared memory, this warpgroup's.
     """
     kind = plgpu.ShapeDtypeStruct((8,), jnp.float32, layout=plgpu.Layout.WGMMA.reduce(0))
+    combine = {"max": arith.maximumf, "add": arith.addf}[operation]
+    half = {"max": 0, "add": SCRATCH // 2}[operation]
 
     def emit(
         _: mgpu.LaunchContext, values: mgpu.FragmentedArray, scratch: ir.Value
     ) -> mgpu.FragmentedArray:
-        return values.reduce(operation, 0, scratch)
+        i32 = ir.IntegerType.get_signless(32)
+        # A thread has columns 2 * (lane % 4) and the next, of rows lane // 4 and 8 more.
+        own = functools.reduce(combine, values.registers.flat)
+        for distance in (4, 8, 16):
+            own = combine(own, utils.shfl_bfly(own, distance))
+        thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
+        warp = arith.divui(thread, utils.c(32, i32))
+        lane = arith.remui(thread, utils.c(32, i32))
+        pair = arith.muli(arith.remui(lane, utils.c(4, i32)), utils.c(2, i32))
+
+        def place(of_warp: ir.Value) -> ir.Value:
+            at = arith.addi(arith.muli(of_warp, utils.c(8, i32)), pair)
+            at = arith.addi(at, utils.c(half, i32))
+            return arith.index_cast(ir.IndexType.get(), at)
+
+        with utils.when(arith.cmpi(arith.CmpIPredicate.ult, lane, utils.c(4, i32))):
+            vector.store(own, scratch, [place(warp)])
+        utils.warpgroup_barrier()
+        of_warps = [
+            vector.load(own.type, scratch, [place(utils.c(warp, i32))]) for warp in range(4)
+        ]
+        layout = kind.layout.to_mgpu()
+        registers = np.empty(layout.registers_shape((8,)), object)
+        registers[...] = combine(combine(*of_warps[:2]), combine(*of_warps[2:]))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     arg_types = (plgpu.Layout.WGMMA, plgpu.RefType())
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=kind)(emit)(values, scratch)

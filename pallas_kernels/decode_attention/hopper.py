@@ -1,7 +1,8 @@
 """Attention of one token per row on Hopper, in Pallas Mosaic GPU.
 
-`plan` says which pieces of which units (a row and a key/value head) a block attends to. A block has one
-warpgroup for each 64 columns of a head, and takes up to `pages` of a piece at a time, with keys and values as
+`plan` says which pieces of which units (a row and a key/value head) a team attends to. A team has one
+warpgroup for each 64 columns of a head; the teams of a block share nothing, and one computes while
+the other waits. A team takes up to `pages` of a piece at a time, with keys and values as
 the operand of 64 rows and the group's queries, padded to 8, as the other:
 
     S^T [slots, queries] = K Q^T      a warpgroup has every second page; its own maximum and sum
@@ -9,14 +10,14 @@ the operand of 64 rows and the group's queries, padded to 8, as the other:
 
     warpgroup    wait K | K Q^T | maximum, P and sum to shared memory | meet | refill K |
                  wait V | V^T P^T | meet | refill V | next pages
-    slot         a page's keys and values [64, C]; `stages` of them, brought by bulk copies, page after page
+    slot         a page's keys and values [64, C]; `stages` a team, brought by bulk copies, page after page
                  whatever piece they are of
 
 The warpgroup that has a row's last page rotates the new key, puts it and the new value into the
 page's tile in shared memory, where it is needed now, and into the cache, where it is needed later.
 
 A unit in one piece is done. Of others every piece leaves maximum, sum and products in device memory, and
-the block that finds itself the last of a unit, by an atomic counter, adds them up in the order of pieces. How a row
+the team that finds itself the last of a unit, by an atomic counter, adds them up in the order of pieces. How a row
 is cut follows from its own length and from shapes, so its result has the same bits whatever the other
 rows are.
 """
@@ -37,12 +38,12 @@ from pallas_kernels.decode_attention.plan import PAGE
 # Queries of a group are padded to what `wgmma` takes at least.
 GROUP = 8
 HEAD_SIZES = (64, 128)
-# What one block may use on compute capability 9.0, less a little for barriers.
-SHARED_BYTES = 232448 - 1024
+# What one block may use on compute capability 9.0, less what barriers and alignment take.
+SHARED_BYTES = 232448 - 2048
 # Multiprocessors of an H200. A card with fewer runs some blocks later.
 PROCESSORS = 132
-# Parts that are read at a time when a unit is added up.
-BATCH = 8
+# Parts that are read at a time when a unit is added up, by teams: what registers there are for.
+BATCH = {1: 16, 2: 4, 3: 4, 4: 2}
 # Less than any score, and finite: what is not there has weight 0 beside what is, and no NaN where nothing is.
 NOTHING = -1e30
 
@@ -52,16 +53,18 @@ class Config:
     """How a problem is cut up.
 
     Attributes:
-      pages: that a block works on at a time, and the shortest piece that is not a row's last.
-      stages: pages on their way to each block, or there.
+      pages: that a team works on at a time, and the shortest piece that is not a row's last.
+      stages: pages on their way to each team, or there.
       parts: most pieces of a unit, which is a row's queries of one key head.
-      blocks: among which the pieces are divided.
+      blocks: among whose teams the pieces are divided.
+      teams: of a block; 1 to 4.
     """
 
     pages: int
     stages: int
     parts: int
     blocks: int
+    teams: int = 1
 
     def __post_init__(self):
         if self.pages < 1:
@@ -72,6 +75,8 @@ class Config:
             raise ValueError(f"parts must be 1 or more; got {self.parts}")
         if self.blocks < 1:
             raise ValueError(f"blocks must be 1 or more; got {self.blocks}")
+        if self.teams not in BATCH:
+            raise ValueError(f"teams must be 1 to {max(BATCH)}; got {self.teams}")
 
 
 def supports(
@@ -94,7 +99,9 @@ def supports(
         return f"needs at most {GROUP} query heads per key head; got {group}"
     if layers * pages * key_heads * slots >= 2**31:
         return f"needs fewer than 2^31 rows of keys; got L * N * J * S of {cache_shape[:-1]}"
-    if (used := shared_bytes(head_size, config)) > SHARED_BYTES:
+    if (warpgroups := config.teams * head_size // 64) > 4:
+        return f"needs {warpgroups} warpgroups of 4"
+    if (used := shared_bytes(group, head_size, config)) > SHARED_BYTES:
         return f"needs {used} bytes of shared memory of {SHARED_BYTES}"
     return None
 
@@ -113,20 +120,25 @@ def pick_config(rows: int, width: int, key_heads: int, head_size: int) -> Config
     return Config(pages, 6, 64 // pages, PROCESSORS * resident)
 
 
-def shared_bytes(head_size: int, config: Config) -> int:
+def shared_bytes(group: int, head_size: int, config: Config) -> int:
     """Bytes of shared memory that a block takes."""
     warpgroups = head_size // 64
     turns = -(-config.pages // warpgroups)
     pages = config.stages * 2 * PAGE * head_size * 2
-    inputs = 2 * ((GROUP + 2) * _row_columns(head_size) * 2 + 2 * 64 * 4)
-    weights = 2 * turns * warpgroups * GROUP * PAGE * 2
-    own = GROUP * head_size * 2 + GROUP * 64 * 2 + 4 * 256 + 4 + 2 * 2 * GROUP * 4
-    return pages + inputs + weights + warpgroups * own
+    inputs = 2 * (_input_rows(group) * _row_columns(head_size) * 2 + 2 * 64 * 4)
+    weights = turns * warpgroups * GROUP * PAGE * 2
+    own = GROUP * head_size * 2 + GROUP * 64 * 2 + 4 * 64 + 4 + 2 * GROUP * 4
+    return config.teams * (pages + inputs + weights + warpgroups * own)
 
 
 def _row_columns(head_size: int) -> int:
     """Columns of a head's row in shared memory: at least 128, so that a half turned row is a slice."""
     return max(head_size, 128)
+
+
+def _input_rows(group: int) -> int:
+    """Rows of a unit's queries, key and value in shared memory, of which GROUP are read as queries."""
+    return max(group + 2, GROUP)
 
 
 def plan(
@@ -142,7 +154,9 @@ def _cut(of_tables: tuple[int, ...], shape: tuple[int, ...], config: Config) -> 
     rows, width = of_tables
     _, _, key_heads, _, head_size = shape
     counters = head_size // 64
-    return plans.Cut(rows, width, key_heads, config.pages, config.parts, config.blocks, counters)
+    return plans.Cut(
+        rows, width, key_heads, config.pages, config.parts, config.blocks * config.teams, counters
+    )
 
 
 def decode_attention(
@@ -225,7 +239,8 @@ def _launch(
     at_once, stages = config.pages, config.stages
     most_parts = cut.most_parts
     chunks, columns = head_size // 64, _row_columns(head_size)
-    warpgroups = chunks
+    warpgroups, teams = chunks, config.teams
+    most_batch = BATCH[teams]
     turns = -(-at_once // warpgroups)
     exponent_scale = head_size**-0.5 * math.log2(math.e)
 
@@ -252,7 +267,15 @@ def _launch(
         inputs, turns_of, queries, k_smem, v_smem, weights, stats, scratch, *rest = refs
         result, flag, barriers = rest
         inputs_full, k_full, v_full, met, v_free = barriers
-        block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+        team = lax.div(lax.axis_index("warpgroup"), warpgroups)
+        warpgroup = lax.rem(lax.axis_index("warpgroup"), warpgroups)
+        number = lax.axis_index("block") * teams + team
+        of_team = lambda *refs: (ref.at[team] for ref in refs)
+        inputs, turns_of, k_smem, v_smem, weights, stats = of_team(
+            inputs, turns_of, k_smem, v_smem, weights, stats
+        )
+        queries, scratch, result, flag = of_team(queries, scratch, result, flag)
+        met, v_free = of_team(met, v_free)
         queries, scratch, result, flag = (
             ref.at[warpgroup] for ref in (queries, scratch, result, flag)
         )
@@ -260,14 +283,14 @@ def _launch(
 
         # What to do ----------------------------------------------------------------------------
         def describe(i):
-            """A piece of this block: its fields; past the last, those of some piece."""
-            piece = block * cut.rounds + lax.min(i, cut.rounds - 1)
+            """A piece of this team: its fields; past the last, those of some piece."""
+            piece = number * cut.rounds + lax.min(i, cut.rounds - 1)
             at = cut.pieces_at + piece * plans.FIELDS
             return tuple(plan_gmem[at + field] for field in range(plans.FIELDS))
 
         def page_at(n):
-            """The n-th page of this block; after the last, a negative number."""
-            return plan_gmem[cut.pages_at + block * (cut.length + 1) + lax.min(n, cut.length)]
+            """The n-th page of this team; after the last, a negative number."""
+            return plan_gmem[cut.pages_at + number * (cut.length + 1) + lax.min(n, cut.length)]
 
         def cache_row(page):
             """First row of a page among all rows of the cache."""
@@ -277,7 +300,7 @@ def _launch(
         def fetch(gmem, smem, barrier, n, page):
             slot = lax.rem(n, stages)
             rows_of_page = pl.ds(cache_row(page), PAGE)
-            plgpu.copy_gmem_to_smem(gmem.at[rows_of_page], smem.at[slot], barrier.at[slot])
+            plgpu.copy_gmem_to_smem(gmem.at[rows_of_page], smem.at[slot], barrier.at[team, slot])
 
         fetch_keys = functools.partial(fetch, keys_gmem, k_smem, k_full)
         fetch_values = functools.partial(fetch, values_gmem, v_smem, v_full)
@@ -286,19 +309,21 @@ def _launch(
             to = inputs.at[parity]
             for start, length, at in (
                 (head * group, group, 0),
-                (heads + head, 1, GROUP),
-                (heads + key_heads + head, 1, GROUP + 1),
+                (heads + head, 1, group),
+                (heads + key_heads + head, 1, group + 1),
             ):
                 plgpu.copy_gmem_to_smem(
                     qkv_gmem.at[row, pl.ds(start, length)],
                     to.at[pl.ds(at, length)],
-                    inputs_full.at[parity],
+                    inputs_full.at[team, parity],
                 )
             for copy in range(columns // head_size):
                 half = pl.ds(copy * (head_size // 2), head_size // 2)
                 for which, table in enumerate((cos_gmem, sin_gmem)):
                     plgpu.copy_gmem_to_smem(
-                        table.at[row], turns_of.at[parity, which, half], inputs_full.at[parity]
+                        table.at[row],
+                        turns_of.at[parity, which, half],
+                        inputs_full.at[team, parity],
                     )
 
         # Queries and the new token -------------------------------------------------------------
@@ -339,16 +364,11 @@ def _launch(
                 return {"max": jnp.max, "add": jnp.sum}[operation](values, axis=0)
             return collectives.reduce_rows(values, operation, scratch)
 
-        def each_chunk(do):
-            """do(chunk) with a number, for this warpgroup's columns."""
-            for chunk in range(chunks):
-                pl.when(warpgroup == chunk)(functools.partial(do, chunk))
-
         # Pages ---------------------------------------------------------------------------------
         def attend(i, piece, following, step, carry):
-            maximum, total, products, turn = carry
+            maximum, total, products = carry
             _, _, part, parts, slots, start, count, home = piece
-            parity, side = lax.rem(i, 2), lax.rem(turn, 2)
+            parity = lax.rem(i, 2)
             first = step * at_once
             live = lax.min(lax.div(slots + PAGE - 1, PAGE) - first, at_once)
             stop = lax.min(slots, (first + at_once) * PAGE)
@@ -364,7 +384,7 @@ def _launch(
             def wait(barrier):
                 for j in range(at_once):
                     pl.when(j < live)(
-                        lambda j=j: plgpu.barrier_wait(barrier.at[lax.rem(n + j, stages)])
+                        lambda j=j: plgpu.barrier_wait(barrier.at[team, lax.rem(n + j, stages)])
                     )
 
             with jax.named_scope("scores"):
@@ -372,7 +392,7 @@ def _launch(
 
                 @pl.when(has_new & (lax.rem(last, warpgroups) == warpgroup))
                 def _append_key():
-                    read = functools.partial(read_input, parity, GROUP)
+                    read = functools.partial(read_input, parity, group)
                     for chunk in range(chunks):
                         new = rotated(parity, read, chunk, of_columns, lambda table: table)
                         smem, at = k_smem.at[last_slot], cache_row(home)
@@ -395,15 +415,15 @@ def _launch(
                 highest = reduce_rows(functools.reduce(jnp.maximum, scores), "max")
                 exponentials = [jnp.exp2(s - broadcast(highest, tile, 1)) for s in scores]
                 for own, of_page in enumerate(exponentials):
-                    to = weights.at[side, own * warpgroups + warpgroup]
+                    to = weights.at[own * warpgroups + warpgroup]
                     to.T[...] = of_page.astype(weights.dtype)
-                stats.at[side, warpgroup, 0][...] = highest
-                stats.at[side, warpgroup, 1][...] = reduce_rows(sum(exponentials), "add")
+                stats.at[warpgroup, 0][...] = highest
+                stats.at[warpgroup, 1][...] = reduce_rows(sum(exponentials), "add")
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(met)
                 plgpu.barrier_wait(met)
 
-            # All have read these keys, and are done with the piece before.
+            # All have read these keys.
             def refill(fetch):
                 for j, page in enumerate(further):
                     pl.when((j < live) & (page >= 0))(
@@ -420,10 +440,7 @@ def _launch(
             with jax.named_scope("products"):
                 each = range(warpgroups)
                 maxima, totals = (
-                    [
-                        plgpu.load(stats.at[side, g, k], layout=of_columns, optimized=False)
-                        for g in each
-                    ]
+                    [plgpu.load(stats.at[g, k], layout=of_columns, optimized=False) for g in each]
                     for k in range(2)
                 )
                 higher = functools.reduce(jnp.maximum, maxima, maximum)
@@ -434,18 +451,15 @@ def _launch(
 
                 @pl.when(has_new)
                 def _append_value():
-                    @each_chunk
-                    def _(chunk):
-                        new = read_input(parity, GROUP + 1, 64 * chunk).astype(values.dtype)
-                        smem, at = v_smem.at[last_slot], cache_row(home)
-                        append(new_slot, smem, values_gmem, at, chunk, new, clear=True)
-
+                    new = read_input(parity, group + 1, 64 * warpgroup).astype(values.dtype)
+                    smem, at = v_smem.at[last_slot], cache_row(home)
+                    append(new_slot, smem, values_gmem, at, warpgroup, new, clear=True)
                     plgpu.commit_smem()
 
                 def product_of_pages(*accs):
                     for j in range(turns * warpgroups):
                         columns_of_page = v_smem.at[slot_of(j), :, pl.ds(64 * warpgroup, 64)]
-                        plgpu.wgmma(accs[j % warpgroups], columns_of_page.T, weights.at[side, j].T)
+                        plgpu.wgmma(accs[j % warpgroups], columns_of_page.T, weights.at[j].T)
                     return [acc[...] for acc in accs]
 
                 added = pl.run_scoped(
@@ -454,14 +468,11 @@ def _launch(
                 products = products * broadcast(decay, tile, 1) + sum(
                     a * broadcast(share, tile, 1) for a, share in zip(added, shares, strict=True)
                 )
+                # Then all have read these values, and what was multiplied with them.
                 plgpu.barrier_arrive(v_free)
-
-                @pl.when(brings_values)
-                def _refill():
-                    plgpu.barrier_wait(v_free)
-                    refill(fetch_values)
-
-            return higher, total, products, turn + 1
+                plgpu.barrier_wait(v_free)
+                pl.when(brings_values)(lambda: refill(fetch_values))
+            return higher, total, products
 
         # Pieces --------------------------------------------------------------------------------
         def write(row, head, out):
@@ -479,7 +490,7 @@ def _launch(
 
             def add(batch, carry):
                 maximum, total, products = carry
-                at = [lax.min(batch * BATCH + k, parts - 1) for k in range(BATCH)]
+                at = [lax.min(batch * most_batch + k, parts - 1) for k in range(most_batch)]
                 load = lambda ref, layout: plgpu.load(ref, layout=layout, optimized=False)
                 of_parts = [load(outs[1].at[unit, k, warpgroup], of_tile) for k in at]
                 maxima, totals = (
@@ -489,7 +500,7 @@ def _launch(
                 higher = functools.reduce(jnp.maximum, maxima, maximum)
                 decay = jnp.exp2(maximum - higher)
                 shares = [
-                    jnp.where(batch * BATCH + k < parts, jnp.exp2(m - higher), 0.0)
+                    jnp.where(batch * most_batch + k < parts, jnp.exp2(m - higher), 0.0)
                     for k, m in enumerate(maxima)
                 ]
                 total = total * decay + sum(a * b for a, b in zip(shares, totals, strict=True))
@@ -503,7 +514,9 @@ def _launch(
                 full((GROUP,), 0, of_columns),
                 full(tile, 0, of_tile),
             )
-            _, total, products = lax.fori_loop(0, lax.div(parts + BATCH - 1, BATCH), add, start)
+            _, total, products = lax.fori_loop(
+                0, lax.div(parts + most_batch - 1, most_batch), add, start
+            )
             return products * broadcast(1 / total, tile, 1)
 
         def leave(row, head, part, parts, maximum, total, products):
@@ -517,13 +530,12 @@ def _launch(
             collectives.count(plan_gmem.at[unit * chunks + warpgroup], parts - 1, flag)
             pl.when(flag[0] != 0)(lambda: write(row, head, merge(unit, parts)))
 
-        def work(i, carry):
-            piece, turn = carry
+        def work(i, piece):
             row, head, part, parts, slots, *_ = piece
             following = describe(i + 1)
             parity = lax.rem(i, 2)
             with jax.named_scope("queries"):
-                plgpu.barrier_wait(inputs_full.at[parity])
+                plgpu.barrier_wait(inputs_full.at[team, parity])
                 read = functools.partial(read_queries, parity)
                 for chunk in range(chunks):
                     queries.at[:, pl.ds(64 * chunk, 64)].T[...] = rotated(
@@ -534,9 +546,8 @@ def _launch(
                 full((GROUP,), NOTHING, of_columns),
                 full((GROUP,), 0, of_columns),
                 full(tile, 0, of_tile),
-                turn,
             )
-            maximum, total, products, turn = lax.fori_loop(
+            maximum, total, products = lax.fori_loop(
                 0,
                 lax.div(slots + PAGE * at_once - 1, PAGE * at_once),
                 functools.partial(attend, i, piece, following),
@@ -553,7 +564,7 @@ def _launch(
                         pl.when(parts > 1)(
                             lambda: leave(row, head, part, parts, maximum, total, products)
                         )
-            return following, turn
+            return following
 
         piece = describe(jnp.int32(0))
         ahead = [page_at(n) for n in range(stages)]
@@ -569,7 +580,7 @@ def _launch(
                 pl.when(brings & (page >= 0))(
                     lambda n=n, page=page, fetch_page=fetch_page: fetch_page(jnp.int32(n), page)
                 )
-        lax.fori_loop(0, count, work, (piece, jnp.int32(0)))
+        lax.fori_loop(0, count, work, piece)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     of_units = (rows * key_heads, most_parts, chunks)
@@ -579,9 +590,13 @@ def _launch(
         jax.ShapeDtypeStruct((*of_units, 2, GROUP), jnp.float32),
     )
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    shared = lambda shape, dtype, transforms=(): plgpu.SMEM(shape, dtype, transforms=transforms)
+    shared = lambda shape, dtype, transforms=(): plgpu.SMEM(
+        (teams, *shape), dtype, transforms=transforms
+    )
     of_pages = shared((stages, PAGE, head_size), keys.dtype, swizzled)
-    barrier = lambda count, arrivals=1: plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+    barrier = lambda *shape, arrivals=1: plgpu.Barrier(
+        num_arrivals=arrivals, num_barriers=(teams, *shape)
+    )
     # A half turned row of a short head is then a slice; written once by what makes qkv.
     qkv = jnp.concatenate([qkv] * (columns // head_size), axis=-1)
     # All layers, pages and heads in one axis: bulk copies know five.
@@ -591,16 +606,16 @@ def _launch(
         out_type=out_type,
         grid=(config.blocks,),
         grid_names=("block",),
-        num_threads=warpgroups,
+        num_threads=teams * warpgroups,
         thread_name="warpgroup",
         scratch_types=(
-            shared((2, GROUP + 2, columns), qkv.dtype),
+            shared((2, _input_rows(group), columns), qkv.dtype),
             shared((2, 2, 64), jnp.float32),
             shared((warpgroups, GROUP, head_size), keys.dtype, swizzled),
             of_pages,
             of_pages,
-            shared((2, turns * warpgroups, GROUP, PAGE), keys.dtype, swizzled),
-            shared((2, warpgroups, 2, GROUP), jnp.float32),
+            shared((turns * warpgroups, GROUP, PAGE), keys.dtype, swizzled),
+            shared((warpgroups, 2, GROUP), jnp.float32),
             shared((warpgroups, collectives.SCRATCH), jnp.float32),
             shared((warpgroups, GROUP, 64), qkv.dtype),
             shared((warpgroups, 1), jnp.int32),
@@ -608,8 +623,8 @@ def _launch(
                 barrier(2, arrivals=3 + 2 * columns // head_size),
                 barrier(stages),
                 barrier(stages),
-                barrier(1, arrivals=warpgroups),
-                barrier(1, arrivals=warpgroups),
+                barrier(arrivals=warpgroups),
+                barrier(arrivals=warpgroups),
             ],
         ),
         compiler_params=plgpu.CompilerParams(
