@@ -53,7 +53,7 @@ class Config:
     """How a problem is cut up.
 
     Attributes:
-      pages: that a team works on at a time, and the shortest piece that is not a row's last.
+      pages: that a team works on at a time, and of a piece at most, if it is not one of the most parts.
       stages: pages on their way to each team, or there.
       parts: most pieces of a unit, which is a row's queries of one key head.
       blocks: among whose teams the pieces are divided.
@@ -269,7 +269,8 @@ def _launch(
         inputs_full, k_full, v_full, met, v_free = barriers
         team = lax.div(lax.axis_index("warpgroup"), warpgroups)
         warpgroup = lax.rem(lax.axis_index("warpgroup"), warpgroups)
-        number = lax.axis_index("block") * teams + team
+        # Teams of a block are far apart: what is left over goes to different blocks.
+        number = team * config.blocks + lax.axis_index("block")
         of_team = lambda *refs: (ref.at[team] for ref in refs)
         inputs, turns_of, k_smem, v_smem, weights, stats = of_team(
             inputs, turns_of, k_smem, v_smem, weights, stats
@@ -285,12 +286,18 @@ def _launch(
         def describe(i):
             """A piece of this team: its fields; past the last, those of some piece."""
             piece = number * cut.rounds + lax.min(i, cut.rounds - 1)
-            at = cut.pieces_at + piece * plans.FIELDS
-            return tuple(plan_gmem[at + field] for field in range(plans.FIELDS))
+            return tuple(
+                plan_gmem[cut.pieces_at + piece * len(plans.FIELDS) + field]
+                for field in plans.FIELDS
+            )
 
         def page_at(n):
             """The n-th page of this team; after the last, a negative number."""
             return plan_gmem[cut.pages_at + number * (cut.length + 1) + lax.min(n, cut.length)]
+
+        def place(unit):
+            """Row and key head."""
+            return lax.div(unit, key_heads), lax.rem(unit, key_heads)
 
         def cache_row(page):
             """First row of a page among all rows of the cache."""
@@ -305,7 +312,8 @@ def _launch(
         fetch_keys = functools.partial(fetch, keys_gmem, k_smem, k_full)
         fetch_values = functools.partial(fetch, values_gmem, v_smem, v_full)
 
-        def fetch_inputs(parity, row, head):
+        def fetch_inputs(parity, unit):
+            row, head = place(unit)
             to = inputs.at[parity]
             for start, length, at in (
                 (head * group, group, 0),
@@ -366,14 +374,13 @@ def _launch(
 
         # Pages ---------------------------------------------------------------------------------
         def attend(i, piece, following, step, carry):
-            maximum, total, products = carry
-            _, _, part, parts, slots, start, count, home = piece
+            maximum, total, products, n, ahead, _ = carry
+            _, part, slots, home = piece
+            part, parts = lax.div(part, plans.SHIFT), lax.rem(part, plans.SHIFT)
             parity = lax.rem(i, 2)
             first = step * at_once
             live = lax.min(lax.div(slots + PAGE - 1, PAGE) - first, at_once)
             stop = lax.min(slots, (first + at_once) * PAGE)
-            n = start + first
-            further = [page_at(n + stages + j) for j in range(at_once)]
             new_slot = lax.rem(slots - 1, PAGE)
             last = lax.div(slots - 1, PAGE) - first
             has_new = (part == parts - 1) & (last < at_once)
@@ -423,19 +430,21 @@ def _launch(
                 plgpu.barrier_arrive(met)
                 plgpu.barrier_wait(met)
 
-            # All have read these keys.
+            # What takes its time to come is asked for here: the next fence waits for it.
+            further = tuple(page_at(n + live + stages + j) for j in range(at_once))
+            after_following = describe(i + 2)
+
             def refill(fetch):
-                for j, page in enumerate(further):
+                for j, page in enumerate(ahead):
                     pl.when((j < live) & (page >= 0))(
                         lambda j=j, page=page: fetch(n + stages + j, page)
                     )
 
-            @pl.when(brings_keys)
-            def _refill_keys():
-                refill(fetch_keys)
-                pl.when((step == 0) & (i + 1 < count))(
-                    lambda: fetch_inputs(1 - parity, following[plans.ROW], following[plans.HEAD])
-                )
+            # All have read these keys, and are done with the piece before.
+            pl.when(brings_keys)(lambda: refill(fetch_keys))
+            pl.when(brings_values & (step == 0) & (i + 1 < count))(
+                lambda: fetch_inputs(1 - parity, following[plans.UNIT])
+            )
 
             with jax.named_scope("products"):
                 each = range(warpgroups)
@@ -472,10 +481,11 @@ def _launch(
                 plgpu.barrier_arrive(v_free)
                 plgpu.barrier_wait(v_free)
                 pl.when(brings_values)(lambda: refill(fetch_values))
-            return higher, total, products
+            return higher, total, products, n + live, further, after_following
 
         # Pieces --------------------------------------------------------------------------------
-        def write(row, head, out):
+        def write(unit, out):
+            row, head = place(unit)
             # The copy of the last unit has left it.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             result.T[...] = out.astype(qkv.dtype)
@@ -519,20 +529,20 @@ def _launch(
             )
             return products * broadcast(1 / total, tile, 1)
 
-        def leave(row, head, part, parts, maximum, total, products):
+        def leave(unit, part, parts, maximum, total, products):
             """Leaves a part behind; whoever is the last to do so adds them up."""
-            unit = row * key_heads + head
             outs[1].at[unit, part, warpgroup][...] = products
             outs[2].at[unit, part, warpgroup, 0][...] = maximum
             outs[2].at[unit, part, warpgroup, 1][...] = total
             if interpret:
                 return
             collectives.count(plan_gmem.at[unit * chunks + warpgroup], parts - 1, flag)
-            pl.when(flag[0] != 0)(lambda: write(row, head, merge(unit, parts)))
+            pl.when(flag[0] != 0)(lambda: write(unit, merge(unit, parts)))
 
-        def work(i, piece):
-            row, head, part, parts, slots, *_ = piece
-            following = describe(i + 1)
+        def work(i, carry):
+            piece, following, n, ahead = carry
+            unit, part, slots, _ = piece
+            part, parts = lax.div(part, plans.SHIFT), lax.rem(part, plans.SHIFT)
             parity = lax.rem(i, 2)
             with jax.named_scope("queries"):
                 plgpu.barrier_wait(inputs_full.at[team, parity])
@@ -546,8 +556,11 @@ def _launch(
                 full((GROUP,), NOTHING, of_columns),
                 full((GROUP,), 0, of_columns),
                 full(tile, 0, of_tile),
+                n,
+                ahead,
+                following,
             )
-            maximum, total, products = lax.fori_loop(
+            maximum, total, products, n, ahead, after_following = lax.fori_loop(
                 0,
                 lax.div(slots + PAGE * at_once - 1, PAGE * at_once),
                 functools.partial(attend, i, piece, following),
@@ -556,31 +569,31 @@ def _launch(
 
             with jax.named_scope("merge"):
                 if interpret:
-                    leave(row, head, part, parts, maximum, total, products)
+                    leave(unit, part, parts, maximum, total, products)
                 else:
-                    done = lambda: write(row, head, products * broadcast(1 / total, tile, 1))
+                    done = lambda: write(unit, products * broadcast(1 / total, tile, 1))
                     pl.when(parts == 1)(done)
                     if most_parts > 1:
                         pl.when(parts > 1)(
-                            lambda: leave(row, head, part, parts, maximum, total, products)
+                            lambda: leave(unit, part, parts, maximum, total, products)
                         )
-            return following
+            return following, after_following, n, ahead
 
-        piece = describe(jnp.int32(0))
-        ahead = [page_at(n) for n in range(stages)]
+        piece, following = describe(jnp.int32(0)), describe(jnp.int32(1))
+        first, ahead = (
+            tuple(page_at(start + j) for j in range(length))
+            for start, length in ((0, stages), (stages, at_once))
+        )
         first_page = lax.clamp(0, layer_gmem[0], layers - 1) * pages
-        count = piece[plans.COUNT]
+        count = plan_gmem[cut.counts_at + number]
 
-        @pl.when(brings_keys & (count > 0))
-        def _start():
-            fetch_inputs(0, piece[plans.ROW], piece[plans.HEAD])
-
-        for n, page in enumerate(ahead):
+        pl.when(brings_values & (count > 0))(lambda: fetch_inputs(0, piece[plans.UNIT]))
+        for n, page in enumerate(first):
             for brings, fetch_page in ((brings_keys, fetch_keys), (brings_values, fetch_values)):
                 pl.when(brings & (page >= 0))(
                     lambda n=n, page=page, fetch_page=fetch_page: fetch_page(jnp.int32(n), page)
                 )
-        lax.fori_loop(0, count, work, piece)
+        lax.fori_loop(0, count, work, (piece, following, jnp.int32(0), ahead))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     of_units = (rows * key_heads, most_parts, chunks)

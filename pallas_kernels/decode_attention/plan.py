@@ -1,9 +1,10 @@
 """Which block of the kernel attends to which pages: what depends on tables and ends alone, once for all layers.
 
-A unit is a row and a key/value head. Its live pages are cut into pieces: of `pages` each, or of a multiple
-where that would make more than `parts`; so how a row is cut follows from its own length and from shapes,
-and its bits do not depend on its neighbours. Which block gets a piece does depend on them. The pieces of all
-units, long ones first, go round the blocks and back, so that all have about as much to read.
+A unit is a row and a key/value head. Its live pages are cut into equal pieces, of at most `pages`, or of more
+where that would make more than `parts` pieces; so how a row is cut follows from its own length and from
+shapes, and its bits do not depend on its neighbours. Which block gets a piece does depend on them. The
+pieces of all units, long ones first, go round the blocks and back, so that all have about as much to read.
+Pieces of a unit are equal so that they are read at about the same time, and added up while others are read.
 """
 
 import dataclasses
@@ -12,11 +13,10 @@ import jax
 import jax.numpy as jnp
 
 PAGE = 64
-# What is written down of a piece: see `PIECE`.
-FIELDS = 8
-# Row and key head; which of the row's pieces, and of how many; its live slots; its first page's place among
-# the block's pages; how many pieces the block has; the row's last page, as pages are written down.
-ROW, HEAD, PART, PARTS, SLOTS, START, COUNT, HOME = range(FIELDS)
+# What is written down of a piece: the unit, row * J + head; which of the unit's pieces, times SHIFT, and of how
+# many; its live slots; the row's last page, as pages are written down.
+FIELDS = UNIT, PART, SLOTS, HOME = range(4)
+SHIFT = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Cut:
       rows: B.
       width: W, the pages that a row may have.
       key_heads: J.
-      pages: that a block works on at a time.
+      pages: of a piece at most, if it is not one of the most parts.
       parts: most pieces of a unit.
       blocks: of the kernel.
       counters: zeros that the kernel counts finished pieces with, for each unit.
@@ -54,27 +54,27 @@ class Cut:
     @property
     def length(self) -> int:
         """Most pages of a block."""
-        return self.rounds * self.pages * -(-self.width // (self.pages * self.parts))
+        return self.rounds * max(self.pages, -(-self.width // self.parts))
 
     @property
     def pieces_at(self) -> int:
-        """Where pieces [blocks, rounds, FIELDS] begin; counters come before."""
+        """Where pieces [blocks, rounds, fields] begin; counters come before."""
         return self.rows * self.key_heads * self.counters
 
     @property
     def pages_at(self) -> int:
-        """Where pages [blocks, length + 1] begin: page * J + head, and -1 after the last."""
-        return self.pieces_at + self.blocks * self.rounds * FIELDS
+        """Where pages begin, of each block so many: page * J + head, and -1 after the last."""
+        return self.pieces_at + self.blocks * self.rounds * len(FIELDS)
+
+    @property
+    def counts_at(self) -> int:
+        """Where the blocks' numbers of pieces [blocks] begin."""
+        return self.pages_at + self.blocks * (self.length + 1)
 
 
 def parts_of(live: jax.Array, cut: Cut) -> jax.Array:
     """Pieces of rows with so many live pages."""
-    return -(-live // _pages_of(live, cut))
-
-
-def _pages_of(live: jax.Array, cut: Cut) -> jax.Array:
-    """Pages of each piece but the last."""
-    return cut.pages * -(-live // (cut.pages * cut.parts))
+    return jnp.minimum(-(-live // cut.pages), cut.parts)
 
 
 def make(tables: jax.Array, ends: jax.Array, pages: int, cut: Cut) -> jax.Array:
@@ -89,18 +89,20 @@ def make(tables: jax.Array, ends: jax.Array, pages: int, cut: Cut) -> jax.Array:
       cut: how.
 
     Returns:
-      int32 [n]: counters, pieces and pages as `Cut` says.
+      int32 [n]: counters, pieces, pages and counts as `Cut` says.
     """
     rows, key_heads, blocks, rounds = cut.rows, cut.key_heads, cut.blocks, cut.rounds
     tables = jnp.clip(tables, 0, pages - 1)
     ends = jnp.clip(ends, 0, cut.width * PAGE - 1)
     each_row = jnp.arange(rows)
     live = ends // PAGE + 1
-    size, parts = _pages_of(live, cut), parts_of(live, cut)
+    parts = parts_of(live, cut)
+    size, longer = live // parts, live % parts
 
-    # Two kinds of pieces of a row: all but the last, and the last.
-    sizes = jnp.concatenate([size, live - (parts - 1) * size])
-    counts = key_heads * jnp.concatenate([parts - 1, jnp.ones_like(parts)])
+    # Two kinds of pieces of a row: the first few, with a page more, and the rest.
+    sizes = jnp.concatenate([size + 1, size])
+    each_head = jnp.concatenate([longer, parts - longer])
+    counts = key_heads * each_head
     kinds = jnp.arange(2 * rows)
     is_before = (sizes > sizes[:, None]) | (sizes == sizes[:, None]) & (kinds < kinds[:, None])
     firsts = jnp.sum(jnp.where(is_before, counts, 0), axis=1)
@@ -113,25 +115,26 @@ def make(tables: jax.Array, ends: jax.Array, pages: int, cut: Cut) -> jax.Array:
     is_piece = rank < jnp.sum(counts)
     kind, within = pick(kinds), pick(within)
     row = kind % rows
-    before_last = jnp.maximum(parts[row] - 1, 1)
-    is_last = kind >= rows
-    head = jnp.where(is_last, within, within // before_last)
-    part = jnp.where(is_last, parts[row] - 1, within % before_last)
-    slots = jnp.minimum(ends[row] + 1 - part * size[row] * PAGE, size[row] * PAGE)
+    in_head = jnp.maximum(each_head[kind], 1)
+    head = within // in_head
+    part = within % in_head + jnp.where(kind < rows, 0, longer[row])
+    begin = part * size[row] + jnp.minimum(part, longer[row])
+    slots = jnp.minimum(ends[row] + 1 - begin * PAGE, sizes[kind] * PAGE)
     slots = jnp.where(is_piece, slots, 0)
     lengths = -(-slots // PAGE)
     earlier = jnp.arange(rounds) < jnp.arange(rounds)[:, None]
     starts = jnp.sum(jnp.where(earlier, lengths[:, None], 0), axis=-1)
     home = tables[each_row, live - 1][row] * key_heads + head
-    count = jnp.broadcast_to(jnp.sum(is_piece, axis=1, keepdims=True), row.shape)
-    pieces = jnp.stack([row, head, part, parts[row], slots, starts, count, home], axis=-1)
+    unit = row * key_heads + head
+    pieces = jnp.stack([unit, part * SHIFT + parts[row], slots, home], axis=-1)
 
     place = jnp.arange(cut.length + 1)
     owner = jnp.sum(place[:, None] >= (starts + lengths)[:, None], axis=-1)  # [blocks, length + 1]
     of_owner = lambda values: jnp.take_along_axis(values, jnp.minimum(owner, rounds - 1), axis=1)
     row, head = of_owner(row), of_owner(head)
-    at = of_owner(part) * size[row] + place - of_owner(starts)
+    at = of_owner(begin) + place - of_owner(starts)
     page = tables[row, jnp.minimum(at, cut.width - 1)] * key_heads + head
     page = jnp.where(owner < rounds, page, -1)
+    lists = (pieces, page, jnp.sum(is_piece, axis=1))
     counters = jnp.zeros(cut.pieces_at, jnp.int32)
-    return jnp.concatenate([counters, pieces.reshape(-1), page.reshape(-1)]).astype(jnp.int32)
+    return jnp.concatenate([counters, *(part.reshape(-1).astype(jnp.int32) for part in lists)])
