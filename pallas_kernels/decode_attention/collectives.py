@@ -11,6 +11,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
 utils = mgpu.utils
+llvm = utils.llvm  # which jax.extend.mlir leaves out
 
 # Float32 values of shared memory that one warpgroup's `reduce_rows` needs: 8 of each warp, for each operation.
 SCRATCH = 64
@@ -62,6 +63,64 @@ def reduce_rows(values: jax.Array, operation: str, scratch: jax.Ref) -> jax.Arra
 
     arg_types = (plgpu.Layout.WGMMA, plgpu.RefType())
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=kind)(emit)(values, scratch)
+
+
+def put_row(
+    row: jax.Array, tile: jax.Ref, slot: jax.Array, chunk: jax.Array, *, clear: bool
+) -> None:
+    """Puts 64 columns of a row into a tile, without reading the rest of it.
+
+    Args:
+      row: 16-bit [64], in the layout that `WGMMA` reduces to along rows.
+      tile: the same type [64, C] in shared memory, in tiles of (8, 64) and swizzled by 128 bytes.
+      slot: int32, which row.
+      chunk: int32, which 64 columns.
+      clear: whether the rows after it become 0, in these columns.
+    """
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+    def emit(
+        _: mgpu.LaunchContext,
+        row: mgpu.FragmentedArray,
+        tile: ir.Value,
+        slot: mgpu.FragmentedArray,
+        chunk: mgpu.FragmentedArray,
+    ) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        const = lambda value: utils.c(value, i32)
+        chunks = ir.MemRefType(tile.type).shape[1]
+        slot, chunk = slot.registers.item(), chunk.registers.item()
+        thread = arith.remui(utils.thread_idx(), const(128))
+        base = llvm.ptrtoint(i32, utils.memref_ptr(tile))
+
+        def begin(of_row: ir.Value) -> ir.Value:
+            """Where the columns of a row begin: tiles of 1024 bytes hold 8 rows of 128."""
+            of_tile = arith.muli(arith.divui(of_row, const(8)), const(chunks))
+            at = arith.muli(arith.addi(of_tile, chunk), const(1024))
+            in_tile = arith.muli(arith.remui(of_row, const(8)), const(128))
+            return arith.addi(base, arith.addi(at, in_tile))
+
+        if clear:  # a row by two threads
+            own = arith.divui(thread, const(2))
+            after = arith.cmpi(arith.CmpIPredicate.ugt, own, slot)
+            half = arith.muli(arith.remui(thread, const(2)), const(64))
+            at = arith.addi(begin(own), half)
+            for sixteen in range(0, 64, 16):
+                to = arith.addi(at, const(sixteen))
+                store = "st.shared.v4.b32 [$0], {$1, $1, $1, $1};"
+                utils.inline_ptx(store, to, const(0), predicate=after)
+        # Thread t < 4 has columns 8 * i + 2 * t and the next; eight columns are 16 bytes.
+        at = arith.addi(begin(slot), arith.muli(thread, const(4)))
+        is_first = arith.cmpi(arith.CmpIPredicate.ult, thread, const(4))
+        for i, pair in enumerate(row.registers.flat):
+            moved = arith.xori(const(i), arith.remui(slot, const(8)))
+            to = arith.addi(at, arith.muli(moved, const(16)))
+            value = utils.bitcast(pair, i32)
+            utils.inline_ptx("st.shared.b32 [$0], $1;", to, value, predicate=is_first)
+
+    scalar = plgpu.Layout.WG_SPLAT(())
+    arg_types = (plgpu.Layout.WGMMA.reduce(0), plgpu.RefType(transforms), scalar, scalar)
+    plgpu.inline_mgpu(arg_types=arg_types)(emit)(row, tile, slot, chunk)
 
 
 def count(counter: jax.Ref, last: jax.Array, flag: jax.Ref) -> None:

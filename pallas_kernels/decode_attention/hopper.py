@@ -358,14 +358,24 @@ def _launch(
             ref = inputs.at[parity, which, pl.ds(at, 64)]
             return plgpu.load(ref, layout=of_columns, optimized=False)
 
-        def append(slot, smem, gmem, at, chunk, new, *, clear):
-            """Puts 64 columns of a row into a page's tile and into the cache; what follows may become 0."""
+        def put(new, smem, slot, chunk, *, clear):
+            """Puts 64 columns of a row into a page's tile; what comes after it may become 0."""
+            if not interpret:
+                collectives.put_row(new, smem, slot, chunk, clear=clear)
+                return
             span = pl.ds(64 * chunk, 64)
-            gmem.at[at + slot, span][...] = new
             old = smem.at[:, span][...]
             slots = iota(old.shape, of_tile)
             rest = jnp.where(slots > slot, jnp.zeros_like(old), old) if clear else old
             smem.at[:, span][...] = jnp.where(slots == slot, broadcast(new, old.shape, 1), rest)
+
+        def append(smem, gmem, slot, page, new, *, clear):
+            """Puts chunks of a row into a page's tile and into the cache."""
+            for chunk, columns_of_row in new:
+                put(columns_of_row, smem, slot, chunk, clear=clear)
+            plgpu.commit_smem()
+            for chunk, columns_of_row in new:
+                gmem.at[cache_row(page) + slot, pl.ds(64 * chunk, 64)][...] = columns_of_row
 
         def reduce_rows(values, operation):
             if interpret:
@@ -400,11 +410,11 @@ def _launch(
                 @pl.when(has_new & (lax.rem(last, warpgroups) == warpgroup))
                 def _append_key():
                     read = functools.partial(read_input, parity, group)
-                    for chunk in range(chunks):
-                        new = rotated(parity, read, chunk, of_columns, lambda table: table)
-                        smem, at = k_smem.at[last_slot], cache_row(home)
-                        append(new_slot, smem, keys_gmem, at, chunk, new, clear=False)
-                    plgpu.commit_smem()
+                    new = [
+                        (chunk, rotated(parity, read, chunk, of_columns, lambda table: table))
+                        for chunk in range(chunks)
+                    ]
+                    append(k_smem.at[last_slot], keys_gmem, new_slot, home, new, clear=False)
 
                 def product(*accs):
                     for own, acc in enumerate(accs):
@@ -425,7 +435,6 @@ def _launch(
                     to = weights.at[own * warpgroups + warpgroup]
                     to.T[...] = of_page.astype(weights.dtype)
                 stats.at[warpgroup, 0][...] = highest
-                stats.at[warpgroup, 1][...] = reduce_rows(sum(exponentials), "add")
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(met)
                 plgpu.barrier_wait(met)
@@ -447,28 +456,32 @@ def _launch(
             )
 
             with jax.named_scope("products"):
-                each = range(warpgroups)
-                maxima, totals = (
-                    [plgpu.load(stats.at[g, k], layout=of_columns, optimized=False) for g in each]
-                    for k in range(2)
-                )
+
+                def load_stats(which):
+                    return [
+                        plgpu.load(stats.at[g, which], layout=of_columns, optimized=False)
+                        for g in range(warpgroups)
+                    ]
+
+                maxima = load_stats(0)
                 higher = functools.reduce(jnp.maximum, maxima, maximum)
                 decay = jnp.exp2(maximum - higher)
                 shares = [jnp.exp2(m - higher) for m in maxima]
-                total = total * decay + sum(a * b for a, b in zip(shares, totals, strict=True))
                 wait(v_full)
 
                 @pl.when(has_new)
                 def _append_value():
                     new = read_input(parity, group + 1, 64 * warpgroup).astype(values.dtype)
-                    smem, at = v_smem.at[last_slot], cache_row(home)
-                    append(new_slot, smem, values_gmem, at, warpgroup, new, clear=True)
-                    plgpu.commit_smem()
+                    tile_of_page = v_smem.at[last_slot]
+                    new = [(warpgroup, new)]
+                    append(tile_of_page, values_gmem, new_slot, home, new, clear=True)
 
                 def product_of_pages(*accs):
                     for j in range(turns * warpgroups):
                         columns_of_page = v_smem.at[slot_of(j), :, pl.ds(64 * warpgroup, 64)]
                         plgpu.wgmma(accs[j % warpgroups], columns_of_page.T, weights.at[j].T)
+                    # While that goes on.
+                    stats.at[warpgroup, 1][...] = reduce_rows(sum(exponentials), "add")
                     return [acc[...] for acc in accs]
 
                 added = pl.run_scoped(
@@ -481,6 +494,8 @@ def _launch(
                 plgpu.barrier_arrive(v_free)
                 plgpu.barrier_wait(v_free)
                 pl.when(brings_values)(lambda: refill(fetch_values))
+                totals = load_stats(1)
+                total = total * decay + sum(a * b for a, b in zip(shares, totals, strict=True))
             return higher, total, products, n + live, further, after_following
 
         # Pieces --------------------------------------------------------------------------------
