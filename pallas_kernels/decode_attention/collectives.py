@@ -1,9 +1,6 @@
 """What the threads of a warpgroup, or of several blocks, do together and Pallas has no words for."""
 
-import functools
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -13,56 +10,119 @@ from jax.extend.mlir.dialects import arith, vector
 utils = mgpu.utils
 llvm = utils.llvm  # which jax.extend.mlir leaves out
 
-# Float32 values of shared memory that one warpgroup's `reduce_rows` needs: 8 of each warp, for each operation.
-SCRATCH = 64
+WARPS = 4
 
 
-def reduce_rows(values: jax.Array, operation: str, scratch: jax.Ref) -> jax.Array:
-    """Reduces float32 [64, 8] in the layout `WGMMA` to [8].
+def sync() -> None:
+    """Waits for all threads of this warpgroup."""
+    plgpu.inline_mgpu()(lambda _: utils.warpgroup_barrier())()
 
-    Pallas' own reduction across warps has one scratch for all warpgroups of a block, which would overwrite
-    each other's, and waits twice. This one waits once, so that the two operations must take turns.
+
+def load_rows(ref: jax.Ref, *, is_quarter: bool = False) -> jax.Array:
+    """Loads [8, n] as [64, n] in the layout `WGMMA`: all 8 of it eight times.
+
+    So that 8 rows serve an instruction that takes 64, and each warp has all of them.
 
     Args:
-      values: of one warpgroup.
-      operation: "max" or "add".
-      scratch: float32 [SCRATCH] in shared memory, this warpgroup's.
+      ref: in shared or device memory, not tiled.
+      is_quarter: whether each warp loads columns of its own, n / 4: of warp 0 the first. The result
+        is [64, n / 4], and means something to `store_rows` only.
     """
-    kind = plgpu.ShapeDtypeStruct((8,), jnp.float32, layout=plgpu.Layout.WGMMA.reduce(0))
-    combine = {"max": arith.maximumf, "add": arith.addf}[operation]
-    half = {"max": 0, "add": SCRATCH // 2}[operation]
+    _, columns = ref.shape
+    width = columns // WARPS if is_quarter else columns
+    kind = plgpu.ShapeDtypeStruct((64, width), ref.dtype, layout=plgpu.Layout.WGMMA)
 
-    def emit(
-        _: mgpu.LaunchContext, values: mgpu.FragmentedArray, scratch: ir.Value
-    ) -> mgpu.FragmentedArray:
-        i32 = ir.IntegerType.get_signless(32)
-        # A thread has columns 2 * (lane % 4) and the next, of rows lane // 4 and 8 more.
-        own = functools.reduce(combine, values.registers.flat)
-        for distance in (4, 8, 16):
-            own = combine(own, utils.shfl_bfly(own, distance))
-        thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
-        warp = arith.divui(thread, utils.c(32, i32))
-        lane = arith.remui(thread, utils.c(32, i32))
-        pair = arith.muli(arith.remui(lane, utils.c(4, i32)), utils.c(2, i32))
-
-        def place(of_warp: ir.Value) -> ir.Value:
-            at = arith.addi(arith.muli(of_warp, utils.c(8, i32)), pair)
-            at = arith.addi(at, utils.c(half, i32))
-            return arith.index_cast(ir.IndexType.get(), at)
-
-        with utils.when(arith.cmpi(arith.CmpIPredicate.ult, lane, utils.c(4, i32))):
-            vector.store(own, scratch, [place(warp)])
-        utils.warpgroup_barrier()
-        of_warps = [
-            vector.load(own.type, scratch, [place(utils.c(warp, i32))]) for warp in range(4)
-        ]
+    def emit(_: mgpu.LaunchContext, ref: ir.Value) -> mgpu.FragmentedArray:
+        warp, row, column = _place()
+        pair = ir.VectorType.get((2,), ir.MemRefType(ref.type).element_type)
+        begin = arith.muli(warp, _const(width if is_quarter else 0))
         layout = kind.layout.to_mgpu()
-        registers = np.empty(layout.registers_shape((8,)), object)
-        registers[...] = combine(combine(*of_warps[:2]), combine(*of_warps[2:]))
+        registers = np.empty(layout.registers_shape((64, width)), object)
+        for at in range(width // 8):
+            where = arith.addi(arith.addi(begin, column), _const(8 * at))
+            # Rows 8 and more of a warp's 16 are those before.
+            registers[:, at] = vector.load(pair, ref, [_index(row), _index(where)])
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=kind)(emit)(ref)
+
+
+def store_rows(values: jax.Array, ref: jax.Ref, *, is_quarter: bool = False) -> None:
+    """Stores the first rows of what `load_rows` made, or of what came of it; each warp a quarter of the columns.
+
+    Args:
+      values: [64, n], every 8 rows the same; or of quarters, [64, n / 4].
+      ref: [rows, n] in device memory, at most 8 rows.
+      is_quarter: whether `values` are of quarters.
+    """
+    rows, columns = ref.shape
+    width = columns // WARPS
+
+    def emit(_: mgpu.LaunchContext, values: mgpu.FragmentedArray, ref: ir.Value) -> None:
+        warp, row, column = _place()
+        is_row = arith.cmpi(arith.CmpIPredicate.ult, row, _const(rows))
+
+        def store(begin: ir.Value, first: int) -> None:
+            for at in range(width // 8):
+                where = arith.addi(arith.addi(begin, column), _const(8 * at))
+                pair = values.registers[:, first + at].flat[0]
+                vector.store(pair, ref, [_index(row), _index(where)])
+
+        if is_quarter:
+            with utils.when(is_row):
+                store(arith.muli(warp, _const(width)), 0)
+            return
+        for own in range(WARPS):
+            is_own = arith.cmpi(arith.CmpIPredicate.eq, warp, _const(own))
+            with utils.when(arith.andi(is_row, is_own)):
+                store(_const(own * width), own * width // 8)
+
     arg_types = (plgpu.Layout.WGMMA, plgpu.RefType())
-    return plgpu.inline_mgpu(arg_types=arg_types, return_type=kind)(emit)(values, scratch)
+    plgpu.inline_mgpu(arg_types=arg_types)(emit)(values, ref)
+
+
+def load_row_values(ref: jax.Ref) -> jax.Array:
+    """Loads [8] as [64], a value for each row of what `load_rows` makes."""
+    kind = plgpu.ShapeDtypeStruct((64,), ref.dtype, layout=plgpu.Layout.WGMMA.reduce(1))
+
+    def emit(_: mgpu.LaunchContext, ref: ir.Value) -> mgpu.FragmentedArray:
+        _, row, _ = _place()
+        single = ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
+        layout = kind.layout.to_mgpu()
+        registers = np.empty(layout.registers_shape((64,)), object)
+        registers[...] = vector.load(single, ref, [_index(row)])
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=kind)(emit)(ref)
+
+
+def store_row_values(values: jax.Array, ref: jax.Ref) -> None:
+    """Stores the first 8 of [64], a value for each row, every 8 the same."""
+
+    def emit(_: mgpu.LaunchContext, values: mgpu.FragmentedArray, ref: ir.Value) -> None:
+        warp, row, column = _place()
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(warp, column), _const(0))
+        with utils.when(is_first):
+            vector.store(values.registers.flat[0], ref, [_index(row)])
+
+    arg_types = (plgpu.Layout.WGMMA.reduce(1), plgpu.RefType())
+    plgpu.inline_mgpu(arg_types=arg_types)(emit)(values, ref)
+
+
+def _place() -> tuple[ir.Value, ir.Value, ir.Value]:
+    """A thread's warp, and its row of 8 and first column of 8 in the layout `WGMMA`."""
+    thread = arith.remui(utils.thread_idx(), _const(128))
+    lane = arith.remui(thread, _const(32))
+    column = arith.muli(arith.remui(lane, _const(4)), _const(2))
+    return arith.divui(thread, _const(32)), arith.divui(lane, _const(4)), column
+
+
+def _const(value: int) -> ir.Value:
+    return utils.c(value, ir.IntegerType.get_signless(32))
+
+
+def _index(value: ir.Value) -> ir.Value:
+    return arith.index_cast(ir.IndexType.get(), value)
 
 
 def put_row(
@@ -86,8 +146,7 @@ def put_row(
         slot: mgpu.FragmentedArray,
         chunk: mgpu.FragmentedArray,
     ) -> None:
-        i32 = ir.IntegerType.get_signless(32)
-        const = lambda value: utils.c(value, i32)
+        i32, const = ir.IntegerType.get_signless(32), _const
         chunks = ir.MemRefType(tile.type).shape[1]
         slot, chunk = slot.registers.item(), chunk.registers.item()
         thread = arith.remui(utils.thread_idx(), const(128))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 PAGE = 64
 # What is written down of a piece: the unit, row * J + head; which of the unit's pieces, times SHIFT, and of how
-# many; its live slots; the row's last page, as pages are written down.
+# many; its live slots; its last page, as pages are written down, if it is the row's last, and otherwise -1.
 FIELDS = UNIT, PART, SLOTS, HOME = range(4)
 SHIFT = 2**16
 
@@ -30,7 +30,6 @@ class Cut:
       pages: of a piece at most, if it is not one of the most parts.
       parts: most pieces of a unit.
       blocks: of the kernel.
-      counters: zeros that the kernel counts finished pieces with, for each unit.
     """
 
     rows: int
@@ -39,7 +38,6 @@ class Cut:
     pages: int
     parts: int
     blocks: int
-    counters: int
 
     @property
     def most_parts(self) -> int:
@@ -58,8 +56,8 @@ class Cut:
 
     @property
     def pieces_at(self) -> int:
-        """Where pieces [blocks, rounds, fields] begin; counters come before."""
-        return self.rows * self.key_heads * self.counters
+        """Where pieces [blocks, rounds, fields] begin; before come the units' counters of parts, zeros."""
+        return self.rows * self.key_heads
 
     @property
     def pages_at(self) -> int:
@@ -125,6 +123,7 @@ def make(tables: jax.Array, ends: jax.Array, pages: int, cut: Cut) -> jax.Array:
     earlier = jnp.arange(rounds) < jnp.arange(rounds)[:, None]
     starts = jnp.sum(jnp.where(earlier, lengths[:, None], 0), axis=-1)
     home = tables[each_row, live - 1][row] * key_heads + head
+    home = jnp.where(part == parts[row] - 1, home, -1)
     unit = row * key_heads + head
     pieces = jnp.stack([unit, part * SHIFT + parts[row], slots, home], axis=-1)
 

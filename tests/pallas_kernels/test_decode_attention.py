@@ -102,30 +102,16 @@ def test_places_outside_are_moved_to_the_nearest_inside():
 # The kernel, interpreted ---------------------------------------------------------------------
 
 CASES = [
-    # heads, key heads, head size, ends, width, pages/stages/parts/blocks
-    (
-        7,
-        1,
-        128,
-        [320, 5],
-        6,
-        Config(3, 4, 1, 1),
-    ),  # slots used again; two rounds a piece; an odd page
-    (
-        4,
-        2,
-        64,
-        [63, 64, 130],
-        3,
-        Config(2, 3, 2, 3),
-    ),  # the ends of pages; parts; several pieces a block
+    # heads, key heads, head size, ends, width, pages/stages/parts/blocks/teams
+    (7, 1, 128, [320, 5], 6, Config(3, 2, 1, 1)),  # slots used again; a piece longer than it need be
+    (4, 2, 64, [63, 64, 130], 3, Config(2, 3, 2, 2, 2)),  # ends of pages; parts; pieces; teams
 ]
 MORE_CASES = [
     (2, 2, 128, [0, 319], 5, Config(1, 2, 5, 1)),
     (5, 1, 64, [200, 319, 1], 5, Config(4, 6, 2, 4)),
-    (8, 1, 128, [511], 8, Config(2, 6, 4, 9)),
+    (8, 1, 128, [511], 8, Config(2, 1, 4, 9)),
     (16, 2, 64, [511, 447], 8, Config(2, 2, 2, 3)),
-    (2, 1, 128, [383, 65], 8, Config(4, 4, 16, 2)),
+    (2, 1, 128, [383, 65], 8, Config(4, 3, 16, 1, 2)),
 ]
 
 
