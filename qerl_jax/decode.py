@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import decode_attention as attention
 from pallas_kernels import rounded, runtime
-from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.nvfp4_matmul import adapter as adapters
 from pallas_kernels.nvfp4_matmul import epilogue, fused
 from pallas_kernels.nvfp4_matmul.adapter import Branch
@@ -173,6 +173,8 @@ def extend(
         table[:, 0, 0] for table in plain.rope_tables(ends[:, None], plain.rope_frequencies(arch))
     )
 
+    plan = attention.plan(cache.keys, tables, ends)
+
     def attend(qkv, head_norms, index, pools):
         heads = qkv.reshape(len(qkv), -1, arch.head_size)
         if arch.qk_norm:
@@ -182,7 +184,9 @@ def extend(
             query = plain.rms_norm(query, head_norms["q_norm"], arch.rms_norm_eps)
             key = plain.rms_norm(key, head_norms["k_norm"], arch.rms_norm_eps)
             heads = jnp.concatenate([query, key, value], axis=1)
-        mixed, *pools = decode_attention(heads, cos, sin, *pools, index, tables, ends)
+        mixed, *pools = attention.decode_attention(
+            heads, cos, sin, *pools, index, tables, ends, plan=plan
+        )
         return mixed.reshape(len(qkv), arch.query_width), tuple(pools)
 
     x = policy.embedding[tokens].astype(model.dtype)

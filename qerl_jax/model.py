@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels import decode_attention as attention
 from pallas_kernels import mxfp4, nf4, nvfp4, prepare, rounded
-from pallas_kernels.decode_attention import decode_attention
 from qerl_jax import layers
 from qerl_jax.architecture import Architecture
 from qerl_jax.kv_cache import KVCache
@@ -173,13 +173,13 @@ class Block(nn.Module):
     full: bool
 
     @nn.compact
-    def __call__(self, carry, index, tables, starts=None, shared=None):
+    def __call__(self, carry, index, tables, starts=None, shared=None, plan=None):
         x, cache = carry
-        x, cache = self._attention(x, cache, index, tables, starts, shared)
+        x, cache = self._attention(x, cache, index, tables, starts, shared, plan)
         gate_up = self._linear("gate_up")(self._norm("post_attention_layernorm", split=True)(x))
         return (self._linear("down")(layers.swiglu(gate_up), x), cache), None
 
-    def _attention(self, x, cache, index, tables, starts, shared):
+    def _attention(self, x, cache, index, tables, starts, shared, plan):
         arch = self.arch
         normed = self._norm("input_layernorm", split=True)(x)
         qkv = self._linear("qkv", bias=arch.qkv_bias)(normed)
@@ -195,7 +195,7 @@ class Block(nn.Module):
             key = self._norm("k_norm", adapts=False)(key)
             heads = jnp.concatenate([query, key, value], axis=2)
         if cache is not None and length == 1:
-            mixed, cache = self._decode_attention(heads[:, 0], cache, index, tables)
+            mixed, cache = self._decode_attention(heads[:, 0], cache, index, tables, plan)
         else:
             query, key = layers.rotate(query, tables), layers.rotate(key, tables)
             if cache is not None:
@@ -206,10 +206,11 @@ class Block(nn.Module):
             mixed = shared.fold(mixed)
         return self._linear("o")(mixed, x), cache
 
-    def _decode_attention(self, heads, cache, index, tables):
+    def _decode_attention(self, heads, cache, index, tables, plan):
         cos, sin = (table[:, 0, 0] for table in tables)
-        mixed, keys, values = decode_attention(
-            heads, cos, sin, cache.keys, cache.values, index, cache.tables, cache.ends
+        pools = cache.keys, cache.values
+        mixed, keys, values = attention.decode_attention(
+            heads, cos, sin, *pools, index, cache.tables, cache.ends, plan=plan
         )
         return mixed, dataclasses.replace(cache, keys=keys, values=values)
 
@@ -302,12 +303,15 @@ class Transformer(nn.Module):
             block,
             variable_axes={"params": 0, "frozen": 0, "noise": 0},
             split_rngs={"params": True, "dropout": True},
-            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
             length=arch.num_layers,
         )
         stack = scan(arch, self.weights, self.lora, adapter, self.full, name="layers")
         x = embedding[tokens].astype(self.dtype)
-        (x, cache), _ = stack((x, cache), jnp.arange(arch.num_layers), tables, starts, shared)
+        extends = cache is not None and tokens.shape[1] == 1
+        plan = attention.plan(cache.keys, cache.tables, cache.ends) if extends else None
+        numbers = jnp.arange(arch.num_layers)
+        (x, cache), _ = stack((x, cache), numbers, tables, starts, shared, plan)
         if cache is not None:
             grown = tokens.shape[1] if lengths is None else lengths
             cache = dataclasses.replace(cache, ends=cache.ends + grown)

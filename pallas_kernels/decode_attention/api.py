@@ -10,9 +10,12 @@ from pallas_kernels.decode_attention import hopper, reference
 
 
 class _Reference:
-    """`reference.decode_attention`, which runs whatever the API accepts."""
+    """`reference.decode_attention`, which runs whatever the API accepts, and needs no plan."""
 
-    decode_attention = staticmethod(reference.decode_attention)
+    @staticmethod
+    def decode_attention(*arguments: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        *arguments, _ = arguments
+        return reference.decode_attention(*arguments)
 
     @staticmethod
     def supports(qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str | None:
@@ -36,6 +39,20 @@ class _Hopper:
 _IMPLEMENTATIONS: dict[str, Any] = {"hopper": _Hopper, "reference": _Reference}
 
 
+def plan(keys: jax.Array, tables: jax.Array, ends: jax.Array) -> jax.Array | None:
+    """What of `decode_attention` depends on tables and ends alone: made once, it serves all layers.
+
+    Args:
+      keys: as for `decode_attention`; only its shape matters.
+      tables: int32 [B, W].
+      ends: int32 [B].
+
+    Returns:
+      How the kernel divides the work, or None where there is no kernel.
+    """
+    return None if runtime.unless_hopper() else hopper.plan(keys.shape, tables, ends)
+
+
 def decode_attention(
     qkv: jax.Array,
     cos: jax.Array,
@@ -46,6 +63,7 @@ def decode_attention(
     tables: jax.Array,
     ends: jax.Array,
     *,
+    plan: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rotates a new token's query and key, appends its key and value to the cache, and attends.
@@ -71,6 +89,7 @@ def decode_attention(
       layer: int32, which of the L.
       tables: int32 [B, W], each row's pages in order.
       ends: int32 [B], the slot that the new token takes: the number of those before it.
+      plan: of the same tables and ends, from `plan`; None makes it anew.
       implementation: None for the best that supports the problem, or "hopper" or "reference".
 
     Returns:
@@ -115,7 +134,7 @@ def decode_attention(
             )
     name = _choose(implementation, qkv, keys, tables)
     chosen = _IMPLEMENTATIONS[name].decode_attention
-    return chosen(qkv, cos, sin, keys, values, layer, tables, ends)
+    return chosen(qkv, cos, sin, keys, values, layer, tables, ends, plan)
 
 
 def _choose(name: str | None, qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str:

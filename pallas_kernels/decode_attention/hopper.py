@@ -33,8 +33,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_kernels import runtime
-from pallas_kernels.decode_attention import plan as plans
-from pallas_kernels.decode_attention.plan import PAGE
+from pallas_kernels.decode_attention import plans
+from pallas_kernels.decode_attention.plans import PAGE
 
 # Queries of a group are padded to half the rows that a warp has.
 GROUP = 8
@@ -173,6 +173,7 @@ def decode_attention(
     `pick_config`; `interpret` runs on a CPU and reports data races, with parts added up outside.
 
     Raises:
+      ValueError: a plan of another problem.
       NotImplementedError: the reason `supports` gives.
     """
     _, _, key_heads, _, head_size = keys.shape
@@ -180,6 +181,8 @@ def decode_attention(
     if reason := supports(qkv.shape, qkv.dtype, keys.shape, keys.dtype, config):
         raise NotImplementedError(reason)
     cut = _cut(tables.shape, keys.shape, config)
+    if plan is not None and plan.shape != (cut.size,):
+        raise ValueError(f"plan must be int32 [{cut.size}], of these tables; got {plan.shape}")
     if plan is None:
         plan = plans.make(tables, ends, keys.shape[1], cut)
     outs, keys, values = _launch(

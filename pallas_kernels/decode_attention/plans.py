@@ -69,6 +69,11 @@ class Cut:
         """Where the blocks' numbers of pieces [blocks] begin."""
         return self.pages_at + self.blocks * (self.length + 1)
 
+    @property
+    def size(self) -> int:
+        """Words in all."""
+        return self.counts_at + self.blocks
+
 
 def parts_of(live: jax.Array, cut: Cut) -> jax.Array:
     """Pieces of rows with so many live pages."""
@@ -87,7 +92,7 @@ def make(tables: jax.Array, ends: jax.Array, pages: int, cut: Cut) -> jax.Array:
       cut: how.
 
     Returns:
-      int32 [n]: counters, pieces, pages and counts as `Cut` says.
+      int32 [cut.size]: counters, pieces, pages and counts as `Cut` says.
     """
     rows, key_heads, blocks, rounds = cut.rows, cut.key_heads, cut.blocks, cut.rounds
     tables = jnp.clip(tables, 0, pages - 1)
