@@ -268,13 +268,15 @@ def time_cudnn(problem: Problem) -> dict[str, float]:
 
 
 def configurations(problem: Problem) -> list[Config]:
-    """All that could be worth trying: as many blocks as there is room for, or less."""
+    """All that could be worth trying, with as many pages on their way as there is room for."""
+    group = problem.heads // problem.key_heads
     found = []
-    for pages, most, resident in itertools.product((1, 2, 3, 4, 6), (16, 32, 64), (1, 2)):
-        stages = 768 // problem.head_size // resident
-        if pages <= stages and pages * most >= min(64, problem.width):
-            found.append(Config(pages, stages, most, resident * hopper.PROCESSORS))
-    return [c for c in found if hopper.shared_bytes(problem.head_size, c) <= hopper.SHARED_BYTES]
+    for pages, teams in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4)):
+        stages = 768 // problem.head_size // teams
+        if pages <= problem.width:
+            found.append(Config(pages, stages, -(-64 // pages), hopper.PROCESSORS, teams))
+    fits = lambda c: hopper.shared_bytes(group, problem.head_size, c) <= hopper.SHARED_BYTES
+    return [config for config in found if fits(config)]
 
 
 def markdown(problem: Problem, row: dict[str, Any]) -> str:
@@ -293,7 +295,7 @@ def markdown(problem: Problem, row: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-HEAD = """| rows x tokens | pages/stages/parts/blocks | kernel us | loop us | plan us | floor us | of floor | cuDNN us | target us | error / allowed |
+HEAD = """| rows x tokens | pages/stages/parts/blocks/teams | kernel us | loop us | plan us | floor us | of floor | cuDNN us | target us | error / allowed |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 

@@ -106,7 +106,7 @@ def supports(
 
 
 def pick_config(rows: int, width: int, key_heads: int, head_size: int) -> Config:
-    """As many teams as there are registers for; shorter pieces where there may be few.
+    """As many teams as there are registers for, shorter pieces where there may be few; chosen by rule.
 
     Args:
       rows: B.
@@ -114,8 +114,12 @@ def pick_config(rows: int, width: int, key_heads: int, head_size: int) -> Config
       key_heads: J.
       head_size: C.
     """
-    pages = 2 if rows * key_heads <= 64 else 4
-    teams, stages = {64: (4, 3), 128: (3, 2)}[head_size]
+    units = rows * key_heads
+    # With few units adding up the parts takes the time, and registers save some of it.
+    teams = 2 if units <= 64 else {64: 4, 128: 3}[head_size]
+    stages = 768 // head_size // teams
+    # Rows half as long as they may be leave less than four pages to each team.
+    pages = 2 if units * width < 8 * PROCESSORS * teams else 4
     return Config(pages, stages, 64 // pages, PROCESSORS, teams)
 
 
