@@ -250,6 +250,7 @@ def test_the_kernel_is_refused_without_its_device():
         NotImplementedError, match="'hopper': needs a GPU of compute capability 9.0"
     ):
         decode_attention(*arguments, implementation="hopper")
+    assert api.plan(arguments[3], *arguments[-2:]) is None
     for mine, other in zip(jax.jit(decode_attention)(*arguments), oracle(*arguments), strict=True):
         np.testing.assert_array_equal(mine, other)
 
@@ -283,6 +284,13 @@ def test_wrong_arguments_are_errors_that_name_them(name, change, message):
     arguments[name] = change(arguments[name])
     with pytest.raises(ValueError, match=re.escape(message)):
         decode_attention(**arguments)
+
+
+def test_a_plan_of_another_problem_is_an_error():
+    *rest, tables, ends = problem(0, 2, 1, 64, [5, 70], 2)
+    other = hopper.plan((2, 9, 1, PAGE, 64), tables[:1], ends[:1])
+    with pytest.raises(ValueError, match="plan must be int32"):
+        hopper.decode_attention(*rest, tables, ends, other)
 
 
 def test_an_unknown_implementation_is_an_error():
