@@ -33,20 +33,27 @@ class _Hopper:
     def forward(x: jax.Array, w: HopperNVFP4) -> jax.Array:
         return hopper.matmul(x, w, tuning.pick_config(len(x), *w.shape, runtime.device_kind()))
 
-    backward = staticmethod(dequantize.backward)
+    @staticmethod
+    def backward(dy: jax.Array, w: HopperNVFP4) -> jax.Array:
+        return _Wide.backward(dy, w)
 
 
 class _Wide:
-    """`wide.matmul`, with the configuration that it picks itself."""
+    """`wide.matmul`, with the configuration that it picks itself; dX as `tuning` has it."""
 
     @staticmethod
     def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
         if reason := _unfit(dtype):
             return reason
-        return "needs M >= 1; got M = 0" if m == 0 else wide.supports(n, wide.pick_config(m, n))
+        if m == 0:
+            return "needs M >= 1; got M = 0"
+        return wide.supports(n, k, wide.pick_config(m, n, k))
 
     forward = staticmethod(wide.matmul)
-    backward = staticmethod(dequantize.backward)
+
+    @staticmethod
+    def backward(dy: jax.Array, w: HopperNVFP4) -> jax.Array:
+        return (dequantize if tuning.unpacks_for_dx(len(dy)) else wide).backward(dy, w)
 
 
 class _Dequantized:
