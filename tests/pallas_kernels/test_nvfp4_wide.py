@@ -64,11 +64,8 @@ def assert_within_an_ulp(actual, expected):
 @pytest.mark.parametrize(
     ("n", "k", "config"),
     [
-        (
-            128,
-            256,
-            dequantize.Config(128, 2, 3),
-        ),  # unequal runs, one of which is shorter than the pipeline
+        # Unequal runs, one of which is shorter than the pipeline.
+        (128, 256, dequantize.Config(128, 2, 3)),
         (192, 320, dequantize.Config(64, 2, 2)),  # slots used again
         (100, 208, None),  # ragged N and K
         (64, 64, None),  # less work than blocks
@@ -101,12 +98,7 @@ def test_a_step_that_does_not_divide_k_is_refused_and_never_picked():
         # Ragged M, more tiles than a band, slots used again.
         (44, 128, 320, wide.Config(16, 1, 3, 2)),
         (24, 180, 48, wide.Config(24, 3, 3)),  # ragged N and K
-        (
-            44,
-            256,
-            256,
-            wide.Config(16, 2, 2, producer=True, split=2),
-        ),  # two tiles whole, four split
+        (44, 128, 256, wide.Config(16, 2, 2, producer=True, split=2)),  # all tiles split
         (16, 192, 256, wide.Config(16, 1, 3, split=4)),  # one split, the others whole
     ],
 )
