@@ -53,7 +53,8 @@ class _Wide:
 
     @staticmethod
     def backward(dy: jax.Array, w: HopperNVFP4) -> jax.Array:
-        return (dequantize if tuning.unpacks_for_dx(len(dy)) else wide).backward(dy, w)
+        chosen = dequantize if tuning.unpacks_for_dx(len(dy), *w.shape) else wide
+        return chosen.backward(dy, w)
 
 
 class _Dequantized:
@@ -175,9 +176,7 @@ def _choose(
     offered: dict[str, Any], name: str | None, m: int, n: int, k: int, dtype: DTypeLike
 ) -> str:
     if name is None:
-        left_out = "wide" if tuning.unpacks_first(m, k) else None
-        fitting = (name for name, i in offered.items() if i.supports(m, n, k, dtype) is None)
-        return next(name for name in fitting if name != left_out)
+        return next(name for name, i in offered.items() if i.supports(m, n, k, dtype) is None)
     if name not in offered:
         raise ValueError(f"implementation must be one of {sorted(offered)} or None; got {name!r}")
     reason = offered[name].supports(m, n, k, dtype)

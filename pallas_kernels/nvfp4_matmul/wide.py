@@ -130,7 +130,7 @@ def pick_config(m: int, outputs: int, summed: int, *, backward: bool = False) ->
         if steps % split == 0
         for rows in range(most, min(most, 64) - grain, -grain)
     ]
-    best = min(choices, key=lambda config: _cost(m, outputs, summed, config, backward))
+    best = min(choices, key=lambda c: cost(m, outputs, summed, c, backward=backward))
     # Two blocks that share x gain 1 to 2 % for many rows, but lose 4 % backward.
     is_large = best.rows == MAX_ROWS and m >= 1024 and best.split == 1 and not backward
     fits = lambda stages: (
@@ -144,31 +144,33 @@ def pick_config(m: int, outputs: int, summed: int, *, backward: bool = False) ->
     )
 
 
-def _cost(m: int, outputs: int, summed: int, config: Config, backward: bool) -> float:
-    """Nanoseconds that a problem takes, about.
+def cost(m: int, outputs: int, summed: int, config: Config, *, backward: bool = False) -> float:
+    """Nanoseconds that a problem takes on an H200, about; see `supports`.
 
-    All blocks wait for the last wave. Measured on an H200, 64 columns of a tile take 261, 297, 351 and
+    All blocks wait for the last wave. 64 columns of a tile were measured to take 261, 297, 351 and
     399 ns at 64, 88, 128 and 152 rows with a producer, which is a line, and 612 ns at 256 rows
-    without; backward 639 at 144 and 709 at 256. Sizes between run no slower while a block has one tile,
-    but did where it had several, and are left out there.
+    without. Sizes between run no slower while a block has one tile, but did where it had several, and
+    are left out there. Backward it is 639 ns at 144 rows and 690 at 256, and 800 where all blocks are at work
+    all the time: the card then lowers its clock.
     """
     rows, steps = config.rows, layout.tiles(summed)
     x_tiles, w_tiles = -(-m // rows), layout.tiles(outputs) // config.warpgroups
     whole = x_tiles * _whole_tiles(x_tiles, w_tiles, config)
     shared = x_tiles * w_tiles - whole
-    waves = (
-        -(-whole // _MULTIPROCESSORS) + -(-shared * config.split // _MULTIPROCESSORS) / config.split
-    )
+    waves = -(-whole // _MULTIPROCESSORS)
+    waves += -(-shared * config.split // _MULTIPROCESSORS) / config.split
     if not config.producer and waves > 1 and rows < MAX_ROWS:
         return inf
     if backward:
-        unit = 549 + 0.625 * rows
+        most_at_work = x_tiles * w_tiles / _MULTIPROCESSORS / waves
+        unit = (574 + 0.453 * rows) * max(1, 1.16 * most_at_work)
     elif config.producer:
         unit = 165 + 1.5 * rows
     else:
         unit = max(270 + 1.15 * rows, 2.4 * rows)
     share_bytes = shared * config.split * rows * config.warpgroups * TILE * 4
-    adding = _SHARE_NS + 2 * share_bytes / _SHARE_RATE if shared else 0
+    # Whole tiles beside them: what was added up is copied to where those are.
+    adding = _SHARE_NS * (1 + bool(whole)) + 2 * share_bytes / _SHARE_RATE if shared else 0
     return waves * steps * unit + adding
 
 
