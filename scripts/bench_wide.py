@@ -1,7 +1,7 @@
 """Times NVFP4 products of many rows on one GPU, beside bf16: `python -m scripts.bench_wide`.
 
-Two directions: y = x W^T, by the kernel that unpacks in its tiles ("wide") and by cuBLAS on an
-unpacked copy ("dequantized"), and dx = dy W, by the latter. Values come first: the unpacked copy of
+Two directions: y = x W^T and dx = dy W, each by the kernel that unpacks in its tiles ("wide") and by
+cuBLAS on an unpacked copy ("dequantized"). Values come first: the unpacked copy of
 every shape must be right bit for bit, products within one bfloat16 ulp of the largest output from a
 float32 product.
 
@@ -11,7 +11,8 @@ float32 product.
 
 `kernel` is the device time of what unpacks and multiplies, `rest` that of other kernels of a call:
 "dequantized" scales its result afterwards, which is a pass of its own here and rides along with what
-reads the result in a model. Both are from CUPTI; `loop` is the wall time of a call in a jitted loop.
+reads the result in a model. Others add up what they have split along K, which counts as theirs in
+`bf16 / kernel`. Both are from CUPTI; `loop` is the wall time of a call in a jitted loop.
 The bf16 baseline is `jnp.dot` with the weight as [K, N], or its transpose for dx. It needs nothing
 but jax and numpy, and ends itself when a kernel hangs.
 """
@@ -39,7 +40,9 @@ from scripts.bench_kernels import BF16_RATE, LAYERS, problems, rounds_of, versio
 # Twice an H200's L2 of 60 MB, of everything that a call touches.
 _ROTATION_BYTES = 120e6
 # Kernels of the timing loop: bringing an operand, counting, keeping a result.
-_BOOKKEEPING = re.compile("slice|add_fusion|compare|broadcast|mem(cpy|set)", re.IGNORECASE)
+_BOOKKEEPING = re.compile(
+    "(?<!update_)slice|add_fusion|compare|broadcast|mem(cpy|set)", re.IGNORECASE
+)
 # Element by element kernels of a call. Others multiply, under the names of several libraries.
 _REST = re.compile("^(loop|input|wrapped)_|transpose|copy", re.IGNORECASE)
 # Rows of the reference product that is checked against: float32 without tensor cores is slow.
@@ -98,6 +101,7 @@ ARMS = {
     "wide": Arm("forward", True, wide.matmul),
     "dequantized": Arm("forward", True, dequantize.forward),
     "bf16 dx": Arm("dx", False, lambda dy, w: jnp.dot(dy, w.T)),
+    "wide dx": Arm("dx", True, wide.backward),
     "dequantized dx": Arm("dx", True, dequantize.backward),
 }
 # Ulps that an arm may err by, with a little for float32 sums: one, and where a product is rounded
@@ -148,7 +152,7 @@ def check(m: int, n: int, k: int, names: Sequence[str]) -> dict[str, float]:
         largest = np.abs(expected).max()
         ulp = 2.0 ** (np.floor(np.log2(largest)) - 7)
         errors[name] = float(np.abs(actual - expected).max() / ulp)
-        limit = _ROUNDED_ONCE if name == "wide" else _ROUNDED_TWICE
+        limit = _ROUNDED_ONCE if name.startswith("wide") else _ROUNDED_TWICE
         assert errors[name] <= limit, f"{name} {(m, n, k)}: {errors[name]} ulp of {largest}"
     return errors
 
@@ -180,7 +184,8 @@ def bench(problem: shapes.Problem, m: int, names: Sequence[str]) -> list[dict[st
         arm = ARMS[name]
         watch()
         timing = time_arm(arm, m, n, k)
-        baseline.setdefault(arm.direction, timing.kernel)
+        own = timing.kernel + (0 if name.startswith("dequantized") else timing.rest)
+        baseline.setdefault(arm.direction, own)
         found.append(
             {
                 "model": problem.model,
@@ -190,13 +195,21 @@ def bench(problem: shapes.Problem, m: int, names: Sequence[str]) -> list[dict[st
                 "k": k,
                 "arm": name,
                 "us": dataclasses.asdict(timing),
-                "share": 2 * m * n * k / BF16_RATE * 1e6 / timing.kernel,
-                "of_bf16": baseline[arm.direction] / timing.kernel,
+                "share": 2 * m * n * k / BF16_RATE * 1e6 / own,
+                "of_bf16": baseline[arm.direction] / own,
                 "ulp": errors.get(name),
-                "rows": wide.pick_config(m, n).rows if name == "wide" else None,
+                "tile": _tile(m, n, k, arm) if name.startswith("wide") else None,
             }
         )
     return found
+
+
+def _tile(m: int, n: int, k: int, arm: Arm) -> str:
+    if arm.direction == "forward":
+        config = wide.pick_config(m, n, k)
+    else:
+        config = wide.pick_config(m, k, n, backward=True)
+    return f"{config.rows} rows" + (f" / {config.split}" if config.split > 1 else "")
 
 
 def markdown(row: dict[str, Any]) -> str:
@@ -205,7 +218,7 @@ def markdown(row: dict[str, Any]) -> str:
     cells = (
         f"{row['model']} {row['layer']} {row['k']}x{row['n']}",
         row["m"],
-        row["arm"] + (f", {row['rows']} rows" if row["rows"] else ""),
+        row["arm"] + (f", {row['tile']}" if row["tile"] else ""),
         f"{us['kernel']:.1f}",
         f"{us['rest']:.1f}",
         f"{us['loop']:.1f}",

@@ -33,20 +33,28 @@ class _Hopper:
     def forward(x: jax.Array, w: HopperNVFP4) -> jax.Array:
         return hopper.matmul(x, w, tuning.pick_config(len(x), *w.shape, runtime.device_kind()))
 
-    backward = staticmethod(dequantize.backward)
+    @staticmethod
+    def backward(dy: jax.Array, w: HopperNVFP4) -> jax.Array:
+        return _Wide.backward(dy, w)
 
 
 class _Wide:
-    """`wide.matmul`, with the configuration that it picks itself."""
+    """`wide.matmul`, with the configuration that it picks itself; dX as `tuning` has it."""
 
     @staticmethod
     def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
         if reason := _unfit(dtype):
             return reason
-        return "needs M >= 1; got M = 0" if m == 0 else wide.supports(n, wide.pick_config(m, n))
+        if m == 0:
+            return "needs M >= 1; got M = 0"
+        return wide.supports(n, k, wide.pick_config(m, n, k))
 
     forward = staticmethod(wide.matmul)
-    backward = staticmethod(dequantize.backward)
+
+    @staticmethod
+    def backward(dy: jax.Array, w: HopperNVFP4) -> jax.Array:
+        chosen = dequantize if tuning.unpacks_for_dx(len(dy), *w.shape) else wide
+        return chosen.backward(dy, w)
 
 
 class _Dequantized:
@@ -168,9 +176,7 @@ def _choose(
     offered: dict[str, Any], name: str | None, m: int, n: int, k: int, dtype: DTypeLike
 ) -> str:
     if name is None:
-        left_out = "wide" if tuning.unpacks_first(m, k) else None
-        fitting = (name for name, i in offered.items() if i.supports(m, n, k, dtype) is None)
-        return next(name for name in fitting if name != left_out)
+        return next(name for name, i in offered.items() if i.supports(m, n, k, dtype) is None)
     if name not in offered:
         raise ValueError(f"implementation must be one of {sorted(offered)} or None; got {name!r}")
     reason = offered[name].supports(m, n, k, dtype)

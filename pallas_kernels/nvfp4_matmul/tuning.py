@@ -4,7 +4,7 @@ import functools
 import json
 import pathlib
 
-from pallas_kernels.nvfp4_matmul import hopper, layout
+from pallas_kernels.nvfp4_matmul import hopper, layout, wide
 from pallas_kernels.nvfp4_matmul.hopper import Config
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
@@ -15,7 +15,8 @@ TUNED_M = (16, 32, 64, 128)
 
 # Of an H200; other Hopper cards have as many or a few less.
 _MULTIPROCESSORS = 132
-_L2_BYTES = 60e6
+# Of an H200, operations a nanosecond of cuBLAS with a copy of a weight, and what a weight's copy takes.
+_CUBLAS_RATE, _UNPACK_NS = 750e3, 0.657e-3
 # With so many row tiles a run of work for every multiprocessor ends about once in each tile of four.
 _WIDE = 2 * _MULTIPROCESSORS
 
@@ -55,12 +56,11 @@ def heuristic(m: int, n: int, k: int) -> Config:
     return Config(warpgroups, step, depth, blocks)
 
 
-def unpacks_first(m: int, k: int) -> bool:
-    """Whether a product of many rows should unpack its weight for cuBLAS, not in its own tiles.
-
-    So where x does not fit in the L2: blocks then bring it from memory again and again.
-    """
-    return 2 * m * k > _L2_BYTES
+def unpacks_for_dx(m: int, n: int, k: int) -> bool:
+    """Whether dX of M rows should unpack its weight for cuBLAS, not in its own tiles."""
+    config = wide.pick_config(m, k, n, backward=True)
+    copied = 2 * m * n * k / _CUBLAS_RATE + n * k * _UNPACK_NS
+    return copied < wide.cost(m, k, n, config, backward=True)
 
 
 def candidates(m: int, n: int, k: int) -> list[Config]:

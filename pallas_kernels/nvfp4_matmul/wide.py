@@ -1,4 +1,4 @@
-"""The product for many rows of x (prefill, training) on Hopper, in Pallas Mosaic GPU.
+"""The products for many rows of x (prefill, training) on Hopper, y and dX, in Pallas Mosaic GPU.
 
 As in `hopper`, W is the operand that `wgmma` takes from registers and x^T the one from shared memory,
 so that a weight is unpacked in the tile that needs it and nowhere else: y^T = W x^T. A block sums a
@@ -18,7 +18,13 @@ starts the copies: there the products take longer than all else. Two blocks may 
 shares a tile of x: each brings half of it to both.
 
 Block b takes tiles b, b + blocks, ...: those in work at one time span up to `band` tiles of x and as many
-of W as that leaves, and so find each other's operands in the L2.
+of W as that leaves, and so find each other's operands in the L2. Tiles that would not fill a wave are
+split along K: each block takes a share of one, and leaves a float32 sum that XLA adds to the others, in
+the same order every time.
+
+dX = dY W is the same with the axes of W exchanged: dX^T = W^T dY^T. As rows of W are summed over, its
+layout does not serve `wgmma`'s registers, and decoded tiles go through shared memory, where `wgmma` takes
+either orientation. While it multiplies one, the next is written beside it.
 """
 
 import dataclasses
@@ -39,6 +45,9 @@ MOST_WITH_PRODUCER = 160
 _MULTIPROCESSORS = 132
 # Most rows of a tile for eight slots.
 _DEEP = 152
+# To add up shares of K: a kernel's start, and bytes a nanosecond to write and to read them.
+_SHARE_NS, _SHARE_RATE = 2000, 5000
+_MOST_SPLIT = 8
 _TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
 
 
@@ -49,10 +58,11 @@ class Config:
     Attributes:
       rows: of x in a tile; 8 to 256 in eights.
       warpgroups: of a block, 64 rows of W each; 1 to 3.
-      stages: slots, 2 or more.
+      stages: slots, 3 or more; with a producer 2.
       band: most tiles of x that are in work at one time.
       cluster: blocks that share a tile of x, each with rows of W of its own; 1 or 2.
       producer: whether the copies have a warpgroup of their own.
+      split: blocks that share the columns of a tile, where the tiles left do not fill a wave.
     """
 
     rows: int
@@ -61,14 +71,16 @@ class Config:
     band: int = 12
     cluster: int = 1
     producer: bool = False
+    split: int = 1
 
     def __post_init__(self):
         if self.rows % 8 or not 8 <= self.rows <= MAX_ROWS:
             raise ValueError(f"rows must be 8 to {MAX_ROWS} in eights; got {self.rows}")
         if not 1 <= self.warpgroups <= 3:
             raise ValueError(f"warpgroups must be 1 to 3; got {self.warpgroups}")
-        if self.stages < 2:
-            raise ValueError(f"stages must be 2 or more; got {self.stages}")
+        # Warpgroup 0 waits for the next tile before it refills the slot of the last one.
+        if self.stages < (least := 3 - self.producer):
+            raise ValueError(f"stages must be {least} or more; got {self.stages}")
         if self.band < 1:
             raise ValueError(f"band must be 1 or more; got {self.band}")
         if self.cluster not in (1, 2):
@@ -80,48 +92,103 @@ class Config:
                 f"a producer leaves registers for {MOST_WITH_PRODUCER} rows and 2 warpgroups; "
                 f"got {self.rows} and {self.warpgroups}"
             )
+        if self.split < 1:
+            raise ValueError(f"split must be 1 or more; got {self.split}")
 
 
-def supports(n: int, config: Config) -> str | None:
-    """Why this kernel cannot run a problem of N rows of W with this configuration, or None."""
+def supports(outputs: int, summed: int, config: Config, *, backward: bool = False) -> str | None:
+    """Why this kernel cannot run a problem with this configuration, or None.
+
+    Args:
+      outputs: N, or K backward.
+      summed: K, or N backward.
+      config: see `pick_config`.
+      backward: whether dX is asked for.
+    """
     rows = config.warpgroups * config.cluster
-    if layout.tiles(n) % rows:
-        return f"needs N of whole {TILE * rows}-row tiles; got N = {n}"
-    if (used := shared_bytes(config)) > hopper.SHARED_BYTES:
+    names = "KN" if backward else "NK"
+    if layout.tiles(outputs) % rows:
+        return f"needs {names[0]} of whole {TILE * rows}-row tiles; got {names[0]} = {outputs}"
+    if layout.tiles(summed) % config.split:
+        return f"needs {names[1]} of whole {config.split * TILE}s; got {names[1]} = {summed}"
+    if backward and config.rows % 16:
+        return f"needs rows in sixteens for dX; got {config.rows}"
+    if (used := shared_bytes(config, backward=backward)) > hopper.SHARED_BYTES:
         return f"needs {used} bytes of shared memory of {hopper.SHARED_BYTES}"
     return None
 
 
-def pick_config(m: int, n: int) -> Config:
-    """The tile whose waves of blocks take least time.
+def pick_config(m: int, outputs: int, summed: int, *, backward: bool = False) -> Config:
+    """The tile, and the split of what does not fill a wave, that take least time; see `supports`."""
+    w_rows, steps = layout.tiles(outputs), layout.tiles(summed)
+    warpgroups = 2 - w_rows % 2
+    grain = 16 if backward else 8
+    most = min(MAX_ROWS, m + -m % grain)
+    choices = [
+        Config(rows, warpgroups, producer=rows <= _DEEP, split=split)
+        for split in range(1, _MOST_SPLIT + 1)
+        if steps % split == 0
+        for rows in range(most, min(most, 64) - grain, -grain)
+    ]
+    best = min(choices, key=lambda c: cost(m, outputs, summed, c, backward=backward))
+    # Two blocks that share x gain 1 to 2 % for many rows, but lose 4 % backward.
+    is_large = best.rows == MAX_ROWS and m >= 1024 and best.split == 1 and not backward
+    fits = lambda stages: (
+        shared_bytes(dataclasses.replace(best, stages=stages), backward=backward)
+        <= hopper.SHARED_BYTES
+    )
+    return dataclasses.replace(
+        best,
+        stages=max(filter(fits, range(3, 9 if best.producer else 8))),
+        cluster=2 if is_large and w_rows // warpgroups % 2 == 0 else 1,
+    )
 
-    All blocks wait for the last wave. Measured on an H200, 64 columns of a tile take 261, 297, 351 and
+
+def cost(m: int, outputs: int, summed: int, config: Config, *, backward: bool = False) -> float:
+    """Nanoseconds that a problem takes on an H200, about; see `supports`.
+
+    All blocks wait for the last wave. 64 columns of a tile were measured to take 261, 297, 351 and
     399 ns at 64, 88, 128 and 152 rows with a producer, which is a line, and 612 ns at 256 rows
     without. Sizes between run no slower while a block has one tile, but did where it had several, and
-    are left out there.
+    are left out there. Backward it is 639 ns at 144 rows and 690 at 256, and 800 where all blocks are at work
+    all the time: the card then lowers its clock.
     """
-    warpgroups = 2 - layout.tiles(n) % 2
-    row_tiles = layout.tiles(n) // warpgroups
+    rows, steps = config.rows, layout.tiles(summed)
+    x_tiles, w_tiles = -(-m // rows), layout.tiles(outputs) // config.warpgroups
+    whole = x_tiles * _whole_tiles(x_tiles, w_tiles, config)
+    shared = x_tiles * w_tiles - whole
+    waves = -(-whole // _MULTIPROCESSORS)
+    waves += -(-shared * config.split // _MULTIPROCESSORS) / config.split
+    if not config.producer and waves > 1 and rows < MAX_ROWS:
+        return inf
+    if backward:
+        most_at_work = x_tiles * w_tiles / _MULTIPROCESSORS / waves
+        unit = (574 + 0.453 * rows) * max(1, 1.16 * most_at_work)
+    elif config.producer:
+        unit = 165 + 1.5 * rows
+    else:
+        unit = max(270 + 1.15 * rows, 2.4 * rows)
+    share_bytes = shared * config.split * rows * config.warpgroups * TILE * 4
+    # Whole tiles beside them: what was added up is copied to where those are.
+    adding = _SHARE_NS * (1 + bool(whole)) + 2 * share_bytes / _SHARE_RATE if shared else 0
+    return waves * steps * unit + adding
 
-    def cost(rows):
-        waves = -(-(-(-m // rows) * row_tiles) // _MULTIPROCESSORS)
-        if rows <= _DEEP:
-            return waves * (165 + 1.5 * rows)
-        return waves * max(270 + 1.15 * rows, 2.4 * rows) if waves == 1 or rows == MAX_ROWS else inf
 
-    most = min(MAX_ROWS, m + -m % 8)
-    rows = min(range(most, min(most, 64) - 8, -8), key=cost)
-    cluster = 2 if rows == MAX_ROWS and m >= 1024 and row_tiles % 2 == 0 else 1
-    if rows <= _DEEP:
-        return Config(rows, warpgroups, 8, producer=True)
-    fits = lambda stages: shared_bytes(Config(rows, warpgroups, stages)) <= hopper.SHARED_BYTES
-    return Config(rows, warpgroups, max(filter(fits, range(4, 8))), cluster=cluster)
+def _whole_tiles(x_tiles: int, w_tiles: int, config: Config) -> int:
+    """Of the tiles of W, how many a block sums over all columns: as many as fill whole waves."""
+    if config.split == 1:
+        return w_tiles
+    blocks = _MULTIPROCESSORS // config.cluster
+    return x_tiles * w_tiles // blocks * blocks // x_tiles
 
 
-def shared_bytes(config: Config) -> int:
+def shared_bytes(config: Config, *, backward: bool = False) -> int:
     """Bytes of shared memory that a block's slots and its result take."""
     slot = config.rows * TILE * 2 + config.warpgroups * _TILE_BYTES
-    return config.stages * slot + config.warpgroups * config.rows * TILE * 2
+    result = config.warpgroups * config.rows * TILE * 2
+    if backward:
+        result = result // 2 + 2 * config.warpgroups * TILE * TILE * 2
+    return config.stages * slot + result
 
 
 def matmul(
@@ -138,23 +205,53 @@ def matmul(
     Raises:
       NotImplementedError: the reason `supports` gives.
     """
-    m, k = x.shape
-    n, _ = w.shape
-    config = config or pick_config(m, n)
-    if reason := supports(n, config):
+    config = config or pick_config(len(x), *w.shape)
+    return _checked(x, w, w.global_scale, config, backward=False, interpret=interpret)
+
+
+def backward(
+    dy: jax.Array, w: HopperNVFP4, config: Config | None = None, *, interpret: bool = False
+) -> jax.Array:
+    """dy [M, N] -> dy @ dequantize(w) [M, K], both bfloat16; see `matmul`."""
+    n, k = w.shape
+    config = config or pick_config(len(dy), k, n, backward=True)
+    divisor = w.global_scale
+    if len(divisor) > 1:
+        # Rows of different global scales are summed over, so the multiplier has to come first.
+        dy = (dy.astype(jnp.float32) * w.multiplier).astype(dy.dtype)
+        divisor = jnp.ones(1, jnp.float32)
+    return _checked(dy, w, divisor, config, backward=True, interpret=interpret)
+
+
+def _checked(
+    x: jax.Array,
+    w: HopperNVFP4,
+    divisor: jax.Array,
+    config: Config,
+    *,
+    backward: bool,
+    interpret: bool,
+) -> jax.Array:
+    m, columns = x.shape
+    outputs = w.shape[1] if backward else w.shape[0]
+    if reason := supports(outputs, columns, config, backward=backward):
         raise NotImplementedError(reason)
     # Bulk copies leave out what lies beyond an array, but a tile must not be longer than that, and the
     # interpreter knows no such thing.
     rows = -m % 8 if m >= config.rows and not interpret else -m % config.rows
-    x = jnp.pad(x, ((0, rows), (0, -k % TILE)))
-    divisor = w.global_scale
+    x = jnp.pad(x, ((0, rows), (0, -columns % TILE)))
     if len(divisor) > 1:
-        divisor = jnp.pad(divisor, (0, -n % TILE), constant_values=1)
-    return _matmul(x, w.words, divisor, config, interpret)[:m, :n]
+        divisor = jnp.pad(divisor, (0, -outputs % TILE), constant_values=1)
+    return _multiply(x, w.words, divisor, config, backward, interpret)[:m, :outputs]
 
 
-def _matmul(
-    x: jax.Array, words: jax.Array, divisor: jax.Array, config: Config, interpret: bool
+def _multiply(
+    x: jax.Array,
+    words: jax.Array,
+    divisor: jax.Array,
+    config: Config,
+    backward: bool,
+    interpret: bool,
 ) -> jax.Array:
     # Half a second that only those pay who come here.
     from jax.experimental import pallas as pl
@@ -163,32 +260,64 @@ def _matmul(
     from pallas_kernels.nvfp4_matmul import decoder
 
     rows, warpgroups, stages = config.rows, config.warpgroups, config.stages
-    cluster, producer, steps = config.cluster, config.producer, words.shape[1]
-    x_tiles, w_tiles = -(-len(x) // rows), len(words) // (warpgroups * cluster)
+    cluster, producer = config.cluster, config.producer
+    # "Rows" of W are those of what is multiplied: for dX its columns.
+    w_rows, steps = words.shape[:2][:: -1 if backward else 1]
+    x_tiles, w_tiles = -(-len(x) // rows), w_rows // (warpgroups * cluster)
     # Whole bands: in a kernel a division by what is not a constant takes a while.
     band = next(band for band in range(config.band, 0, -1) if x_tiles % band == 0)
-    tiles = x_tiles * w_tiles
-    blocks = min(_MULTIPROCESSORS // cluster, tiles)
+    blocks = min(_MULTIPROCESSORS // cluster, x_tiles * w_tiles * config.split)
+    whole_w_tiles = _whole_tiles(x_tiles, w_tiles, config)
+    whole, shared = x_tiles * whole_w_tiles, x_tiles * (w_tiles - whole_w_tiles)
+    run = steps // config.split
+    # Interpreted `wgmma` takes no operand from registers.
+    in_memory = backward or interpret
+    halves = 2 if backward else 1
     divide = lambda a, b: (lax.div(a, b), lax.rem(a, b))
 
-    def kernel(x_gmem, w_gmem, divisor_gmem, out_gmem, x_smem, w_smem, out_smem, *rest):
-        full, empty, *decoded_smem = rest
+    def kernel(x_gmem, w_gmem, divisor_gmem, *refs):
+        out_gmem = refs[0] if whole else None
+        sums_gmem = refs[bool(whole)] if shared else None
+        x_smem, w_smem, out_smem, full, empty, *rest = refs[bool(whole) + bool(shared) :]
+        decoded_smem = rest[0] if in_memory else None
         block, group = lax.axis_index("block"), lax.axis_index("warpgroup")
         rank = lax.axis_index("rank")
-        turns = lax.div(tiles - block + blocks - 1, blocks)
-        units = turns * steps
+        turns = lax.div(whole + shared * config.split - block + blocks - 1, blocks)
+        whole_turns = lax.div(whole - block + blocks - 1, blocks)
+        whole_units = whole_turns * steps
+        units = whole_units + (turns - whole_turns) * run
 
         def place(turn):
             """Tiles of x and of W: down a band of x first, then on to the next rows of W."""
             w_tile, at = divide(block + turn * blocks, band)
-            bands, w_tile = divide(w_tile, w_tiles)
+            bands, w_tile = divide(w_tile, whole_w_tiles)
             return bands * band + at, w_tile * cluster + rank
 
+        def place_of_share(turn):
+            """Tiles of x and of W, and which share of K."""
+            share, tile = divide(block + turn * blocks - whole, shared)
+            w_tile, x_tile = divide(tile, x_tiles)
+            return x_tile, (whole_w_tiles + w_tile) * cluster + rank, share
+
+        def locate(unit):
+            """Tiles of x and of W, and the step along K."""
+            found = []
+            if whole:
+                turn, at = divide(unit, steps)
+                found.append((*place(turn), at))
+            if shared:
+                turn, at = divide(unit - whole_units, run)
+                x_tile, w_tile, share = place_of_share(whole_turns + turn)
+                found.append((x_tile, w_tile, share * run + at))
+            if len(found) == 1:
+                return found[0]
+            return tuple(jnp.where(unit < whole_units, a, b) for a, b in zip(*found, strict=True))
+
         def fetch(unit):
-            turn, at = divide(unit, steps)
-            (x_tile, w_tile), slot = place(turn), lax.rem(unit, stages)
+            (x_tile, w_tile, at), slot = locate(unit), lax.rem(unit, stages)
+            of_group = pl.ds(w_tile * warpgroups, warpgroups)
             plgpu.copy_gmem_to_smem(
-                w_gmem.at[pl.ds(w_tile * warpgroups, warpgroups), at],
+                w_gmem.at[at, of_group] if backward else w_gmem.at[of_group, at],
                 w_smem.at[slot],
                 full.at[slot],
             )
@@ -200,23 +329,30 @@ def _matmul(
             )
 
         def decoded(unit):
-            """A unit's tile, once it has come."""
+            """A unit's tile, once it has come: in registers, or else where `operand` finds it."""
             slot = lax.rem(unit, stages)
             with jax.named_scope("load"):
                 plgpu.barrier_wait(full.at[slot])
             with jax.named_scope("decode"):
                 tile = w_smem.at[slot, group]
-                return decoder.decode_words(tile[...]) if interpret else decoder.decode(tile)
+                a = decoder.decode_words(tile[...]) if interpret else decoder.decode(tile)
+                if not in_memory:
+                    return a
+                # Read last by a product that all warps had waited for before the last commit.
+                decoded_smem[lax.rem(unit, 2), group] = a
+                plgpu.commit_smem()
+                return None
+
+        def operand(unit, a):
+            if not in_memory:
+                return a
+            a = decoded_smem.at[lax.rem(unit, 2), group]
+            return a.T if backward else a
 
         def multiply(unit, acc, a, meanwhile):
             slot, ahead = lax.rem(unit, stages), unit - 1 + stages
             with jax.named_scope("mma"):
-                if interpret:
-                    # Interpreted `wgmma` takes no operand from registers.
-                    decoded_smem[0][group] = a
-                    plgpu.commit_smem()
-                    a = decoded_smem[0].at[group]
-                plgpu.wgmma(acc, a, x_smem.at[slot].T)
+                plgpu.wgmma(acc, operand(unit, a), x_smem.at[slot].T)
             result = meanwhile()
 
             if not producer:
@@ -228,7 +364,7 @@ def _matmul(
                     fetch(ahead)
 
             plgpu.wgmma_wait(0)
-            if not interpret:
+            if not in_memory:
                 _keep_until_here(a)
             pl.when(unit + stages < units)(lambda: plgpu.barrier_arrive(empty.at[slot]))
             return result
@@ -245,22 +381,25 @@ def _matmul(
                 plgpu.barrier_wait(empty.at[lax.rem(unit, stages)])
                 fetch(unit)
 
-        def one_tile(turn):
-            x_tile, w_tile = place(turn)
+        def sum_of(first, count):
+            """The sums of `count` units in float32, unscaled."""
 
             def sum_over_columns(acc):
-                first, last = turn * steps, (turn + 1) * steps - 1
+                last = first + count - 1
                 step = lambda unit, a: multiply(unit, acc, a, lambda: decoded(unit + 1))
                 # Two at a time, so that a tile's registers need not be moved for the next turn.
-                pairs = (steps - 1) // 2
                 two = lambda i, a: step(first + 2 * i + 1, step(first + 2 * i, a))
-                a = lax.fori_loop(0, pairs, two, decoded(first))
-                if steps % 2 == 0:
+                a = lax.fori_loop(0, (count - 1) // 2, two, decoded(first))
+                if count % 2 == 0:
                     a = step(last - 1, a)
                 multiply(last, acc, a, lambda: None)
                 return acc[...]
 
-            total = pl.run_scoped(sum_over_columns, plgpu.ACC((TILE, rows), jnp.float32))
+            return pl.run_scoped(sum_over_columns, plgpu.ACC((TILE, rows), jnp.float32))
+
+        def one_tile(turn):
+            x_tile, w_tile = place(turn)
+            total = sum_of(turn * steps, steps)
             with jax.named_scope("store"):
                 w_row = (w_tile * warpgroups + group) * TILE
                 if divisor_gmem.shape == (1,):
@@ -273,17 +412,30 @@ def _matmul(
                     )
                     of_rows = (1 / layout.DECODED_SCALE) * (1 / of_rows)
                     total *= lax.broadcast_in_dim(of_rows, total.shape, (0,))
-                result = out_smem.at[group]
-                # The copy of the last tile has left it.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                result.T[...] = total.astype(jnp.bfloat16)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    result, out_gmem.at[pl.ds(x_tile * rows, rows), pl.ds(w_row, TILE)]
-                )
+                result, total = out_smem.at[group], total.astype(jnp.bfloat16)
+                for half in range(halves):
+                    first, count = half * (rows // halves), rows // halves
+                    # The copy before this one has left it.
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    result.T[...] = total[:, first : first + count] if halves > 1 else total
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(
+                        result,
+                        out_gmem.at[pl.ds(x_tile * rows + first, count), pl.ds(w_row, TILE)],
+                    )
+
+        def one_share(turn):
+            x_tile, w_tile, share = place_of_share(turn)
+            total = sum_of(whole_units + (turn - whole_turns) * run, run)
+            with jax.named_scope("store"):
+                w_row = ((w_tile - whole_w_tiles * cluster) * warpgroups + group) * TILE
+                sums_gmem[share, pl.ds(w_row, TILE), pl.ds(x_tile * rows, rows)] = total
 
         def multiply_all():
-            pl.loop(0, turns)(one_tile)
+            if whole:
+                pl.loop(0, whole_turns)(one_tile)
+            if shared:
+                pl.loop(whole_turns, turns)(one_share)
             plgpu.wait_smem_to_gmem(0)
 
         if producer:
@@ -299,10 +451,17 @@ def _matmul(
         is_empty = plgpu.ClusterBarrier(
             collective_axes=("rank",), num_arrivals=warpgroups, num_barriers=stages
         )
-    decoded_type = plgpu.SMEM((warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled)
-    return plgpu.kernel(
+    decoded_type = plgpu.SMEM((2, warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled)
+    out_type = []
+    if whole:
+        out_type.append(jax.ShapeDtypeStruct((len(x), w_rows * TILE), jnp.bfloat16))
+    shared_rows = (w_rows - whole_w_tiles * warpgroups * cluster) * TILE
+    if shared:
+        shape = (config.split, shared_rows, x_tiles * rows)
+        out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+    out = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct((len(x), len(words) * TILE), jnp.bfloat16),
+        out_type=tuple(out_type),
         grid=(blocks,),
         grid_names=("block",),
         cluster=(cluster,),
@@ -312,17 +471,23 @@ def _matmul(
         scratch_types=(
             plgpu.SMEM((stages, rows, TILE), jnp.bfloat16, transforms=swizzled),
             plgpu.SMEM((stages, warpgroups, *layout.TILE_SHAPE), jnp.int32),
-            plgpu.SMEM((warpgroups, rows, TILE), jnp.bfloat16, transforms=swizzled),
+            plgpu.SMEM((warpgroups, rows // halves, TILE), jnp.bfloat16, transforms=swizzled),
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             is_empty,
-            *([decoded_type] if interpret else []),
+            *([decoded_type] if in_memory else []),
         ),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
         interpret=runtime.interpret_params() if interpret else None,
-        kernel_name="nvfp4_wide_matmul_sm90",
+        kernel_name="nvfp4_wide_dx_sm90" if backward else "nvfp4_wide_matmul_sm90",
     )(x, words, divisor)
+    if not shared:
+        return out[0]
+    with jax.named_scope("add_shares"):
+        scale = 1 / (layout.DECODED_SCALE * divisor[-shared_rows:])
+        last = (out[-1].sum(0).T[: len(x)] * scale).astype(jnp.bfloat16)
+        return last if not whole else out[0].at[:, -shared_rows:].set(last)
 
 
 def _keep_until_here(a: jax.Array) -> None:

@@ -30,6 +30,8 @@ def pretended_hopper(monkeypatch):
     monkeypatch.setattr(dequantize, "dequantize", unpack)
     multiply = lambda x, w: reference.forward(x, layout.unprepare(w))
     monkeypatch.setattr(api._Wide, "forward", staticmethod(multiply))
+    multiply_back = lambda dy, w: reference.backward(dy, layout.unprepare(w))
+    monkeypatch.setattr(wide, "backward", multiply_back)
 
 
 def normal(seed, shape, dtype=jnp.bfloat16):
@@ -62,11 +64,8 @@ def assert_within_an_ulp(actual, expected):
 @pytest.mark.parametrize(
     ("n", "k", "config"),
     [
-        (
-            128,
-            256,
-            dequantize.Config(128, 2, 3),
-        ),  # unequal runs, one of which is shorter than the pipeline
+        # Unequal runs, one of which is shorter than the pipeline.
+        (128, 256, dequantize.Config(128, 2, 3)),
         (192, 320, dequantize.Config(64, 2, 2)),  # slots used again
         (100, 208, None),  # ragged N and K
         (64, 64, None),  # less work than blocks
@@ -95,22 +94,36 @@ def test_a_step_that_does_not_divide_k_is_refused_and_never_picked():
 @pytest.mark.parametrize(
     ("m", "n", "k", "config"),
     [
-        (16, 256, 128, wide.Config(16, 2, 2)),  # one tile of x
-        (
-            44,
-            128,
-            320,
-            wide.Config(16, 1, 3, 2),
-        ),  # ragged M, more tiles than a band, slots used again
-        (24, 180, 48, wide.Config(24, 3, 2)),  # ragged N and K
-        (44, 256, 320, wide.Config(16, 2, 3, producer=True)),
+        (16, 256, 128, wide.Config(16, 2, 3)),  # one tile of x
+        # Ragged M, more tiles than a band, slots used again.
+        (44, 128, 320, wide.Config(16, 1, 3, 2)),
+        (24, 180, 48, wide.Config(24, 3, 3)),  # ragged N and K
+        (44, 128, 256, wide.Config(16, 2, 2, producer=True, split=2)),  # all tiles split
+        (16, 192, 256, wide.Config(16, 1, 3, split=4)),  # one split, the others whole
     ],
 )
 def test_products_meet_the_reference_without_a_race(capfd, monkeypatch, m, n, k, config):
     monkeypatch.setattr(wide, "_MULTIPROCESSORS", 2)  # so that a block has several tiles
-    x, t = normal(m, (m, k)), weight(n, n, k, scale_per_row=n == 180)
+    x, t = normal(m, (m, k)), weight(n, n, k, scale_per_row=n in (180, 192))
     actual = wide.matmul(x, to_hopper(t), config, interpret=True)
     assert_within_an_ulp(actual, reference.forward(x.astype(jnp.float32), t))
+    assert "RACE" not in capfd.readouterr().out
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("m", "n", "k", "config"),
+    [
+        (44, 320, 256, wide.Config(16, 2, 2, 2, producer=True)),
+        (32, 180, 48, wide.Config(32, 1, 3)),  # ragged N and K
+        (16, 256, 192, wide.Config(16, 1, 3, split=2)),  # one tile split, the others whole
+    ],
+)
+def test_derivatives_meet_the_reference_without_a_race(capfd, monkeypatch, m, n, k, config):
+    monkeypatch.setattr(wide, "_MULTIPROCESSORS", 2)
+    dy, t = normal(m, (m, n)), weight(n, n, k, scale_per_row=n == 180)
+    actual = wide.backward(dy, to_hopper(t), config, interpret=True)
+    assert_within_an_ulp(actual, reference.backward(dy.astype(jnp.float32), t))
     assert "RACE" not in capfd.readouterr().out
 
 
@@ -119,7 +132,7 @@ def test_products_meet_the_reference_without_a_race(capfd, monkeypatch, m, n, k,
 def test_its_sums_are_scaled_before_they_are_rounded(scale_per_row):
     t = weight(11, 128, 64, scale_per_row=scale_per_row)
     x = jnp.eye(64, dtype=jnp.bfloat16) + jnp.eye(64, k=1, dtype=jnp.bfloat16)
-    actual = wide.matmul(x, to_hopper(t), wide.Config(64, 2, 2), interpret=True)
+    actual = wide.matmul(x, to_hopper(t), wide.Config(64, 2, 3), interpret=True)
     # Of two terms; one rounding to float32 is exact or of no consequence.
     sums = np.asarray(x, np.float32) @ np.asarray(nvfp4.scaled_codes(t, jnp.float32)).T
     np.testing.assert_array_equal(actual, (sums * t.multiplier).astype(jnp.bfloat16))
@@ -128,12 +141,15 @@ def test_its_sums_are_scaled_before_they_are_rounded(scale_per_row):
 def test_every_problem_has_a_configuration_and_large_ones_leave_few_blocks_idle():
     for p in shapes.PROBLEMS:
         for m in (1, 129, 300, *shapes.TRAIN_M):
-            config = wide.pick_config(m, p.n)
-            assert wide.supports(p.n, config) is None, (p, m, config)
+            back = wide.pick_config(m, p.k, p.n, backward=True)
+            assert wide.supports(p.k, p.n, back, backward=True) is None, (p, m, back)
+            config = wide.pick_config(m, p.n, p.k)
+            assert wide.supports(p.n, p.k, config) is None, (p, m, config)
             if m < 2048:
                 continue
-            blocks = -(-m // config.rows) * layout.tiles(p.n) // config.warpgroups
-            waves = -(-blocks // 132)
+            tiles = -(-m // config.rows) * layout.tiles(p.n) // config.warpgroups
+            waves, left = divmod(tiles, 132)
+            waves += -(-left * config.split // 132) / config.split
             # Of the multiplications that all waves could make, those asked for.
             share = m * p.n / (waves * 132 * config.rows * 64 * config.warpgroups)
             assert share > 0.85, (p, m, config)
@@ -154,7 +170,9 @@ def test_every_problem_has_a_configuration_and_large_ones_leave_few_blocks_idle(
         (lambda: wide.Config(64, cluster=3), "cluster must be 1 or 2; got 3"),
         (lambda: wide.Config(72, cluster=2), "rows must be in sixteens for two blocks; got 72"),
         (lambda: wide.Config(168, producer=True), "a producer leaves registers for 160 rows"),
-        (lambda: wide.Config(64, stages=1), "stages must be 2 or more; got 1"),
+        (lambda: wide.Config(64, stages=2), "stages must be 3 or more; got 2"),
+        (lambda: wide.Config(64, stages=1, producer=True), "stages must be 2 or more; got 1"),
+        (lambda: wide.Config(64, split=0), "split must be 1 or more; got 0"),
         (lambda: wide.Config(64, band=0), "band must be 1 or more; got 0"),
     ],
 )
@@ -168,11 +186,18 @@ def test_impossible_configurations_cannot_be_made(make, message):
     [
         (192, wide.Config(64, 2), "needs N of whole 128-row tiles; got N = 192"),
         (128, wide.Config(256, 2, 5), "needs 252416 bytes of shared memory of 231424"),
+        (128, wide.Config(64, 2, split=2), "needs K of whole 128s; got K = 64"),
     ],
 )
 def test_what_cannot_run_is_refused_with_its_reason(n, config, reason):
     with pytest.raises(NotImplementedError, match=re.escape(reason)):
         wide.matmul(normal(0, (64, 64)), to_hopper(weight(0, n, 64)), config)
+
+
+def test_dx_in_other_than_sixteens_of_rows_is_refused():
+    reason = "needs rows in sixteens for dX; got 24"
+    with pytest.raises(NotImplementedError, match=reason):
+        wide.backward(normal(0, (24, 64)), to_hopper(weight(0, 64, 128)), wide.Config(24))
 
 
 # Through the front door ----------------------------------------------------------------------
@@ -228,7 +253,7 @@ def test_nothing_but_the_packed_weight_is_kept_for_the_derivative(pretended_hopp
         (1, jnp.bfloat16, "hopper"),
         (128, jnp.bfloat16, "hopper"),
         (129, jnp.bfloat16, "wide"),
-        (1 << 16, jnp.bfloat16, "dequantized"),
+        (1 << 16, jnp.bfloat16, "wide"),
         (0, jnp.bfloat16, "dequantized"),
         (16, jnp.float32, "reference"),
         (129, jnp.float32, "reference"),
@@ -240,6 +265,21 @@ def test_the_number_of_rows_and_their_type_choose_the_implementation(
     for p in shapes.PROBLEMS:
         offered = api._HOPPER_IMPLEMENTATIONS
         assert api._choose(offered, None, m, p.n, p.k, jnp.dtype(dtype)) == name
+
+
+@pytest.mark.parametrize(("m", "unpacks"), [(2048, False), (8192, True)])
+def test_dx_of_few_rows_is_unpacked_in_its_tiles(pretended_hopper, monkeypatch, m, unpacks):
+    called = []
+    dx = lambda name: (
+        lambda dy, w: called.append(name) or jnp.zeros((len(dy), w.shape[1]), dy.dtype)
+    )
+    monkeypatch.setattr(dequantize, "backward", dx("copy"))
+    monkeypatch.setattr(wide, "backward", dx("tiles"))
+    words = jax.ShapeDtypeStruct((56, 56, *layout.TILE_SHAPE), jnp.int32)
+    w = layout.HopperNVFP4(words, jax.ShapeDtypeStruct((1,), jnp.float32), (3584, 3584))
+    x = jax.ShapeDtypeStruct((m, 3584), jnp.bfloat16)
+    jax.eval_shape(lambda x, w: jax.vjp(lambda x: nvfp4_matmul(x, w), x)[1](x), x, w)
+    assert called == ["copy" if unpacks else "tiles"]
 
 
 @on_cpu
@@ -293,9 +333,11 @@ def test_on_its_device_the_product_and_its_derivative_meet_the_reference(name, s
     [
         wide.Config(64, 2, 8, producer=True),
         wide.Config(152, 2, 8, producer=True),
+        wide.Config(128, 2, 8, producer=True, split=2),
         wide.Config(192, 2, 5, cluster=2),
         wide.Config(256),
         wide.Config(256, cluster=2),
+        wide.Config(256, split=4),
     ],
 )
 def test_on_its_device_every_tile_meets_the_reference(config):
@@ -303,3 +345,20 @@ def test_on_its_device_every_tile_meets_the_reference(config):
     x, t = normal(0, (10 * config.rows - 24, 3584)), weight(1, 4608, 3584)
     actual = jax.jit(lambda x, w: wide.matmul(x, w, config))(x, to_hopper(t))
     assert_within_an_ulp(actual, reference.forward(x.astype(jnp.float32), t))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "config",
+    [
+        wide.Config(64, 2, 8, producer=True),
+        wide.Config(144, 2, 7, producer=True, split=2),
+        wide.Config(256),
+        wide.Config(256, cluster=2),
+        wide.Config(256, split=4),
+    ],
+)
+def test_on_its_device_every_tile_of_a_derivative_meets_the_reference(config):
+    dy, t = normal(0, (10 * config.rows - 24, 4608)), weight(1, 4608, 3584)
+    actual = jax.jit(lambda dy, w: wide.backward(dy, w, config))(dy, to_hopper(t))
+    assert_within_an_ulp(actual, reference.backward(dy.astype(jnp.float32), t))
