@@ -60,7 +60,7 @@ class NVFP4Tensor:
 
     @property
     def multiplier(self) -> jax.Array:
-        """float32 1 / global_scale, [..., 1] or [..., N]: kernels apply it to their accumulator."""
+        """float32 1 / global_scale, [..., 1] or [..., N]: products multiply their rounded sums by it."""
         return 1 / self.global_scale
 
 
@@ -157,7 +157,7 @@ def scaled_codes(t: NVFP4Tensor, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
 
     A code has 2 significant bits and a scale 4, so their product fits bfloat16's 8, and its range
     too (2^-10 to 2688). The global scale does not fit; it commutes with the sum over K and is
-    applied to the float32 accumulator.
+    applied to that.
     """
     return _times_codes(t.scales.astype(jnp.float32), t.codes).astype(dtype)
 

@@ -313,9 +313,7 @@ def main() -> None:
     chosen = problems() if args.only is None else [problems()[i] for i in args.only]
     rows = []
     for problem in chosen:
-        picked = hopper.pick_config(
-            len(problem.lengths), problem.width, problem.key_heads, problem.head_size
-        )
+        picked = hopper.pick_config(len(problem.lengths), problem.key_heads, problem.head_size)
         for config in configurations(problem) if args.sweep else [picked]:
             watch()
             row = {"problem": problem.name, "config": dataclasses.asdict(config)}

@@ -31,7 +31,7 @@ BANDWIDTH = 4.3e12
 PROMPT, SHORT, LONG = 256, 32, 512
 KNOWN_IDS = 151_665
 # Decode tokens per second of a 7B, 14B and 32B on an H200, by batch: what we are after, and what
-# vLLM 0.23 reaches there with NVFP4 (7B with LoRA).
+# vLLM 0.26 reaches there with NVFP4 (7B with LoRA).
 TARGETS = {
     "7b": {1: 540, 8: 3900, 32: 12500, 64: 18000, 128: 24000},
     "14b": {1: 285, 8: 2100, 32: 6200, 64: 9500},

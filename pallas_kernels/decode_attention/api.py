@@ -31,7 +31,7 @@ class _Hopper:
     def supports(qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str | None:
         if reason := runtime.unless_hopper():
             return reason
-        config = hopper.pick_config(*tables.shape, keys.shape[2], keys.shape[4])
+        config = hopper.pick_config(len(tables), keys.shape[2], keys.shape[4])
         return hopper.supports(qkv.shape, qkv.dtype, keys.shape, keys.dtype, config)
 
 
@@ -43,14 +43,16 @@ def plan(keys: jax.Array, tables: jax.Array, ends: jax.Array) -> jax.Array | Non
     """What of `decode_attention` depends on tables and ends alone: made once, it serves all layers.
 
     Args:
-      keys: as for `decode_attention`; only its shape matters.
+      keys: as for `decode_attention`; only shape and type matter.
       tables: int32 [B, W].
       ends: int32 [B].
 
     Returns:
       How the kernel divides the work, or None where there is no kernel.
     """
-    return None if runtime.unless_hopper() else hopper.plan(keys.shape, tables, ends)
+    if runtime.unless_hopper() or hopper.supports_cache(keys.shape, keys.dtype):
+        return None
+    return hopper.plan(keys.shape, tables, ends)
 
 
 def decode_attention(

@@ -29,7 +29,7 @@ class Cut:
       key_heads: J.
       pages: of a piece at most, if it is not one of the most parts.
       parts: most pieces of a unit.
-      blocks: of the kernel.
+      blocks: teams of the kernel, those of all its blocks.
     """
 
     rows: int

@@ -99,7 +99,7 @@ class HopperNVFP4:
 
     @property
     def multiplier(self) -> jax.Array:
-        """float32 1 / global_scale, [..., 1] or [..., N]: applied to the float32 accumulator."""
+        """float32 1 / global_scale, [..., 1] or [..., N]: products multiply their rounded sums by it."""
         return 1 / self.global_scale
 
 

@@ -338,7 +338,8 @@ def _multiply(
                 a = decoder.decode_words(tile[...]) if interpret else decoder.decode(tile)
                 if not in_memory:
                     return a
-                # Read last by a product that all warps had waited for before the last commit.
+                # All warps have come back from the product that read it last.
+                plgpu.commit_smem()
                 decoded_smem[lax.rem(unit, 2), group] = a
                 plgpu.commit_smem()
                 return None
