@@ -14,9 +14,6 @@ def pytest_configure(config):
     # Before any test imports jax, which reads the variable once.
     if not _asked_for("gpu", config):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    # XLA's threads on a CPU: an interpreted kernel blocks one for each of its warpgroups, which wait for
-    # each other, and with as many threads as two cores have four of them have hung.
-    os.environ.setdefault("NPROC", "8")
     # Workers, and runs that tests start, compile the same programs: one of them is enough.
     cache = config.rootpath / ".pytest_cache" / "xla"
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
