@@ -116,7 +116,8 @@ def test_products_meet_the_reference_without_a_race(capfd, monkeypatch, m, n, k,
     [
         (44, 320, 256, wide.Config(16, 2, 2, 2, producer=True)),
         (32, 180, 48, wide.Config(32, 1, 3)),  # ragged N and K
-        (16, 256, 192, wide.Config(16, 1, 3, split=2)),  # one tile split, the others whole
+        # One tile split, the others whole.
+        pytest.param(16, 256, 192, wide.Config(16, 1, 3, split=2), marks=pytest.mark.slow),
     ],
 )
 def test_derivatives_meet_the_reference_without_a_race(capfd, monkeypatch, m, n, k, config):
@@ -128,7 +129,7 @@ def test_derivatives_meet_the_reference_without_a_race(capfd, monkeypatch, m, n,
 
 
 @on_cpu
-@pytest.mark.parametrize("scale_per_row", [False, True])
+@pytest.mark.parametrize("scale_per_row", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_its_sums_are_scaled_before_they_are_rounded(scale_per_row):
     t = weight(11, 128, 64, scale_per_row=scale_per_row)
     x = jnp.eye(64, dtype=jnp.bfloat16) + jnp.eye(64, k=1, dtype=jnp.bfloat16)

@@ -212,7 +212,9 @@ def test_adapter_over_the_packed_base_equals_peft():
     )
 
 
-@pytest.mark.parametrize("remat", ["none", "products", "layer"])
+@pytest.mark.parametrize(
+    "remat", ["none", pytest.param("products", marks=pytest.mark.slow), "layer"]
+)
 def test_adapter_gradients_equal_peft(remat):
     reference = golden_files.load(LORA_GOLDEN / "reference.safetensors")
     model, variables = load_adapter(GOLDEN / "models/qwen2_untied", "float32")
@@ -398,7 +400,7 @@ def test_known_shapes_have_their_published_sizes():
         assert round(billions[name], 2) == size
 
 
-@pytest.mark.parametrize("name", ["qwen2_tied", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen2_tied", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_a_full_model_trains_its_layers_with_the_gradient_of_the_bare_base(name):
     reference = golden_files.load(GOLDEN / "models" / name / "reference.safetensors")
     bare, frozen = load(GOLDEN / "models" / name)

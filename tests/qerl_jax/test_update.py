@@ -256,10 +256,10 @@ def direct_loss_and_gradient(grpo, optim=PLAIN, weights=None):
     [
         (DAPO, geometry(8, 1)),
         (DAPO, geometry(1, 8)),
-        (GRPO, geometry(8, 1)),
+        pytest.param(GRPO, geometry(8, 1), marks=pytest.mark.slow),
         (GRPO, geometry(1, 8)),
         (DR_GRPO, geometry(8, 1)),
-        (DR_GRPO, geometry(1, 8)),
+        pytest.param(DR_GRPO, geometry(1, 8), marks=pytest.mark.slow),
         (EVERY_OPTION, geometry(4, 2)),
     ],
     ids=lambda cfg: (
@@ -303,7 +303,7 @@ def test_the_step_is_adamw():
     assert_close(state.params, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("micro_rows", [8, 4, 2])
+@pytest.mark.parametrize("micro_rows", [8, pytest.param(4, marks=pytest.mark.slow), 2])
 def test_a_prompt_computed_once_gives_the_update_of_a_prompt_in_every_row(micro_rows):
     """Two prompts to a micro-batch, one, and half of one; the reference policy is scored so, too."""
     options = {"grpo": GRPO, "optim": geometry(micro_rows, 8 // micro_rows)}
