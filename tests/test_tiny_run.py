@@ -56,7 +56,6 @@ def without_times(rows):
     ]
 
 
-@pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     watched = {"eval": {"num_problems": 32, "eval_steps": 2}}
