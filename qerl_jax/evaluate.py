@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import runtime
 from qerl_jax import (
     answers,
     benchmarks,
@@ -347,7 +348,7 @@ def _evaluator(
     # A few widths only, so that sets share compiled programs.
     width = -(-max(lengths) // 64) * 64
     slots = width + protocol.max_completion_length
-    arch, memory = model.arch, jax.local_devices()[0].memory_stats() or {}
+    arch, memory = model.arch, runtime.memory_stats() or {}
     room = _CACHE_SHARE * memory.get("bytes_limit", _MEMORY)
     heads = 2 * arch.num_layers * arch.num_kv_heads * arch.head_size
     rows = min(max_concurrent, int(room / (slots * heads * jnp.dtype(model.dtype).itemsize)))

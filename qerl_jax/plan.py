@@ -17,6 +17,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import runtime
 from qerl_jax import architecture, checkpoint, packing, update
 from qerl_jax.architecture import Architecture
 from qerl_jax.config import ConfigError, RunConfig
@@ -150,7 +151,7 @@ def make(cfg: RunConfig, arch: Architecture | None = None, *, limit: int | None 
 
 def of_device() -> int | None:
     """Bytes that XLA may use on the first device; None where it does not say, as on a CPU."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return (runtime.memory_stats() or {}).get("bytes_limit")
 
 
 def parse_size(text: str) -> int:

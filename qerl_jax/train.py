@@ -172,7 +172,7 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
 
 def _compare(memory: plan.Plan, limit: int, logger: Logger) -> None:
     """After the first step: the plan beside the measured peak, and one base only."""
-    stats = jax.local_devices()[0].memory_stats()
+    stats = runtime.memory_stats()
     for line in memory.lines(limit, stats["peak_bytes_in_use"]):
         logger.note(line)
     memory.require_one_base(stats["bytes_in_use"])
@@ -451,7 +451,7 @@ class _Trace:
 
     def metrics(self, sampled: Rollout, seen: Rollout) -> dict[str, float]:
         """Times and rates: of the tokens that were sampled, and of those that were learned from."""
-        stats = jax.local_devices()[0].memory_stats() or {}
+        stats = runtime.memory_stats() or {}
         peak = (
             {"perf/peak_memory_gb": stats["peak_bytes_in_use"] / 1e9}
             if "peak_bytes_in_use" in stats

@@ -173,7 +173,7 @@ def run_row(name: str, tokenizer: str) -> dict:
     arch = architecture.KNOWN[row.model]
     seconds = result["update"]
     flops = 4 * linear_parameters(arch) * result["tokens"]
-    stats = jax.devices()[0].memory_stats() or {}
+    stats = runtime.memory_stats() or {}
     return result | {
         "row": name,
         "target": row.target,
