@@ -107,9 +107,9 @@ def finish(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from pallas_kernels.nvfp4_matmul import transposed
+    from pallas_kernels.nvfp4_matmul import fragments, transposed
 
-    most_parts, n, m = sums.partials.shape
+    most_parts, n, m = sums.size
     if reason := supports(m, n, is_swiglu=is_swiglu):
         raise NotImplementedError(reason)
     columns = _columns(m)
@@ -139,15 +139,23 @@ def finish(
         outs, (b_smem, u_smem, arrived) = refs[: len(out_type)], refs[len(out_type) :]
         tile = lax.axis_index("tile")
         window = pl.ds(lax.axis_index("columns") * columns, columns)
+        pieces = columns // fragments.COLUMNS
+        pieces = pl.ds(lax.axis_index("columns") * pieces, pieces)
         rows = [pl.ds((half * tiles + tile) * TILE, TILE) for half in halves]
 
         def load(ref, kind=whole):
             return plgpu.load(ref, layout=kind, optimized=False)
 
-        def firsts(tile):
+        def load_sum(ref, part, tile):
+            if sums.in_fragments:
+                return fragments.load(ref.at[part, tile, pieces], interpret=interpret)
+            return load(ref.at[part, pl.ds(tile * TILE, TILE), window])
+
+        def rank_tiles():
             if branch is None:
                 return []
-            return sorted(set(branch.firsts)) if is_swiglu else [branch.first(tile * TILE)]
+            firsts = sorted(set(branch.firsts)) if is_swiglu else [branch.first(tile * TILE)]
+            return [first // TILE + i for first in firsts for i in range(-(-ranks // TILE))]
 
         def as_rounded(values):
             if interpret:
@@ -164,12 +172,11 @@ def finish(
 
         # All that is read is asked for before any of it is used: latency is most of this kernel.
         us = [
-            [load(gmem["u"].at[i, pl.ds(first + at, TILE), window]) for i in range(u_parts)]
-            for first in firsts(tile)
-            for at in range(0, ranks, TILE)
+            [load_sum(gmem["u"], i, rank_tile) for i in range(u_parts)]
+            for rank_tile in rank_tiles()
         ]
         parts = [
-            [load(gmem["partials"].at[i, rows[half], window]) for i in range(most_parts)]
+            [load_sum(gmem["partials"], i, half * tiles + tile) for i in range(most_parts)]
             for half in halves
         ]
         squares = [

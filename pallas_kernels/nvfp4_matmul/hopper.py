@@ -20,8 +20,8 @@ A product runs while the next tile is decoded, so a slot is left when the first 
 been issued, and refilled at the end of that unit, when the other warpgroups have most likely left
 it too. There is no warpgroup for the copies alone: all registers go to those that multiply.
 
-Sums over a part of K are written out in float32; `epilogue` adds them up, scales them and does what
-follows a product, in one small kernel.
+Sums over a part of K are written out in float32, as they lie in registers (`fragments`); `epilogue` adds
+them up, scales them and does what follows a product, in one small kernel.
 
 Where the product has a LoRA branch, the last blocks of the grid multiply x with its A in the same
 way, for they read the same x: A lies in memory as W does, in tiles of four times as many words
@@ -134,17 +134,30 @@ class Sums:
     """A product as the kernel leaves it.
 
     Attributes:
-      partials: float32 [parts, N, M], y^T before scaling, N of whole tiles; of a tile of `rows` rows
-        the first `plan.parts` are filled.
+      partials: float32 [parts, N, M] as `fragments`, or in rows: y^T before scaling, N of whole
+        tiles; of a tile of `rows` rows the first `plan.parts` are filled.
       plan: how they came about.
       rows: of one tile of the plan.
-      adapter: float32 [parts, ranks, M], (x A)^T in parts of which all are filled; or None.
+      adapter: likewise [parts, ranks, M], (x A)^T in parts of which all are filled; or None.
     """
 
     partials: jax.Array
     plan: Plan
     rows: int
     adapter: jax.Array | None
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """(parts, N, M)."""
+        if not self.in_fragments:
+            return self.partials.shape
+        parts, tiles, columns, piece = self.partials.shape
+        return parts, tiles * TILE, columns * piece // TILE
+
+    @property
+    def in_fragments(self) -> bool:
+        """Whether sums lie as the kernel's warpgroups held them, not in rows."""
+        return self.partials.ndim == 4
 
 
 def product(
@@ -177,15 +190,17 @@ def product(
 
 def matmul(x: jax.Array, w: HopperNVFP4, config: Config, *, interpret: bool = False) -> jax.Array:
     """x [M, K] -> x @ dequantize(w)^T [M, N], both bfloat16; see `product`."""
+    from pallas_kernels.nvfp4_matmul import fragments
+
     m, (n, _) = len(x), w.shape
     sums = product(x, w, config, interpret=interpret)
     with jax.named_scope("reduce"):
-        filled = np.repeat(sums.plan.parts(np.arange(sums.plan.tiles)), sums.rows)[:, None]
-        total = sums.partials[0]
+        filled = np.repeat(sums.plan.parts(np.arange(sums.plan.tiles)), config.warpgroups)
+        filled, total = filled[:, None, None], sums.partials[0]
         for part in range(1, len(sums.partials)):
             total += jnp.where(part < filled, sums.partials[part], 0)
         scale = w.multiplier / layout.DECODED_SCALE
-        return (total.T[:m, :n] * scale).astype(x.dtype)
+        return (fragments.to_rows(total).T[:m, :n] * scale).astype(x.dtype)
 
 
 def shared_bytes(m: int, config: Config) -> int:
@@ -202,7 +217,7 @@ def _launch(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from pallas_kernels.nvfp4_matmul import decoder
+    from pallas_kernels.nvfp4_matmul import decoder, fragments
 
     m, n = x.shape[0], w.words.shape[0] * TILE
     warpgroups, step, stages = config.warpgroups, config.step, config.stages
@@ -302,8 +317,8 @@ def _launch(
 
                 total = pl.run_scoped(sum_over_columns, plgpu.ACC((TILE, m), jnp.float32))
                 with jax.named_scope("store"):
-                    rows = pl.ds((tile * warpgroups + group) * TILE, TILE)
-                    out_gmem[block - plan.first_block(tile), rows, :] = total
+                    part, row_tile = block - plan.first_block(tile), tile * warpgroups + group
+                    fragments.store(total, out_gmem.at[part, row_tile], interpret=interpret)
 
         def branch():
             tile, share = (block - plan.blocks) // shares, lax.rem(block - plan.blocks, shares)
@@ -357,7 +372,8 @@ def _launch(
 
             @pl.when(group < width // TILE)
             def _store():
-                u_gmem[share * (width // TILE) + group, pl.ds(tile * TILE, TILE), :] = total
+                part = share * (width // TILE) + group
+                fragments.store(total, u_gmem.at[part, tile], interpret=interpret)
 
         if a_words is None:
             base()
@@ -367,12 +383,13 @@ def _launch(
 
     x_slots = lambda columns: plgpu.SMEM((stages, m, columns), jnp.bfloat16, transforms=swizzled)
     x_type = x_slots(step)
-    out_type = [jax.ShapeDtypeStruct((plan.most_parts, n, m), jnp.float32)]
+    in_parts = lambda parts, n: jax.ShapeDtypeStruct((parts, *fragments.shape(n, m)), jnp.float32)
+    out_type = [in_parts(plan.most_parts, n)]
     operands = [x, w.words]
     if a_words is not None:
         x_type = plgpu.RefUnion(x_type, x_slots(width))
         parts, ranks = shares * width // TILE, a_words.shape[0] * TILE
-        out_type.append(jax.ShapeDtypeStruct((parts, ranks, m), jnp.float32))
+        out_type.append(in_parts(parts, ranks))
         operands.append(a_words)
     decoded_type = plgpu.SMEM((warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled)
     partials, *rest = plgpu.kernel(

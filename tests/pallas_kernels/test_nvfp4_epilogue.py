@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import nvfp4, runtime
-from pallas_kernels.nvfp4_matmul import adapter, epilogue, fused, hopper, layout
+from pallas_kernels.nvfp4_matmul import adapter, epilogue, fragments, fused, hopper, layout
 from pallas_kernels.nvfp4_matmul.hopper import Config
 
 on_cpu = pytest.mark.skipif(runtime.is_hopper(), reason="interprets the kernel, on a CPU")
@@ -81,6 +81,16 @@ def test_a_tile_of_a_comes_back_as_it_was(k, rank):
         jnp.concatenate([adapter.unpack_tile(list(tile)) for tile in row], axis=1) for row in words
     ]
     np.testing.assert_array_equal(jnp.concatenate(rows)[:rank], a.T)
+
+
+def test_a_piece_is_in_the_order_of_a_warpgroups_registers():
+    values = jnp.arange(128 * 24.0).reshape(128, 24)
+    pieces = fragments.from_rows(values)
+    assert pieces.shape == fragments.shape(128, 24) == (2, 3, 512)
+    for tile, column, w, g, t, half, i in [(0, 0, 0, 0, 0, 0, 1), (1, 2, 3, 5, 2, 1, 1)]:
+        actual = pieces[tile, column, 4 * (32 * w + 4 * g + t) + 2 * half + i]
+        assert actual == values[64 * tile + 16 * w + 8 * half + g, 8 * column + 2 * t + i]
+    np.testing.assert_array_equal(fragments.to_rows(pieces[None]), values[None])
 
 
 @pytest.mark.parametrize("rank", [8, 24, 32, 64, 128])
@@ -165,9 +175,37 @@ def test_a_gate_lets_through_what_swiglu_says(rank):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [8, 16, 32, 64, 128])
-@pytest.mark.parametrize(("n", "k", "rank"), [(4608, 3584, 32), (3584, 18944, 64)])
-def test_on_its_device_a_linear_with_lora_meets_plain_arithmetic(m, n, k, rank):
+@pytest.mark.parametrize(
+    ("n", "k", "rank", "sizes"),
+    [
+        (4608, 3584, 32, (3584, 512, 512)),
+        (4608, 3584, 8, (3584, 512, 512)),
+        (3584, 18944, 64, (3584,)),
+    ],
+)
+def test_on_its_device_a_linear_with_lora_meets_plain_arithmetic(m, n, k, rank, sizes):
     bias = normal(1, (n,))
-    x, t, parts, y = run(m, n, k, None, rank=rank, sizes=(n,), bias=bias, interpret=False)
+    x, t, parts, y = run(m, n, k, None, rank=rank, sizes=sizes, bias=bias, interpret=False)
     # A tensor core cuts off what it adds up, thousands of times.
     assert_rounded(y, expected(f32(x), t, parts, bias), share=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [8, 64, 128])
+@pytest.mark.parametrize("rank", [32, 128])
+def test_on_its_device_a_norm_and_a_gate_meet_plain_arithmetic(m, rank):
+    n, k = 37888, 3584
+    stream = epilogue.stream(normal(2, (m, k), 3.0), 1 + 0.1 * normal(3, (k,), 1.0, jnp.float32))
+    _, t, parts, y = run(
+        *(m, n, k, None),
+        rank=rank,
+        sizes=(n // 2, n // 2),
+        x=stream,
+        eps=EPS,
+        is_swiglu=True,
+        interpret=False,
+    )
+    unit = np.asarray(stream.unit(EPS))[:, None]
+    gate_up = rounded(expected(f32(stream.scaled), t, parts, None, unit))
+    gate, up = np.split(gate_up, 2, axis=1)
+    assert_rounded(y, gate / (1 + np.exp(-gate)) * up, share=0.05)

@@ -1,0 +1,107 @@
+"""Sums as a warpgroup holds them: [64, M] in device memory in the order of its registers.
+
+Eight columns of M are a piece of 512 values, in which thread 32 w + 4 g + t has four neighbours: columns
+2 t and 2 t + 1 of row 16 w + g, then of row 16 w + g + 8. So a thread moves 16 bytes at once and a
+warp 512 in a row, where a matrix in rows takes twice as many instructions, each of which meets
+eight lines of the cache.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+
+from pallas_kernels.nvfp4_matmul.layout import TILE
+
+llvm = mgpu.utils.llvm  # which jax.extend.mlir leaves out
+
+COLUMNS, PIECE = 8, TILE * 8
+
+
+def shape(n: int, m: int) -> tuple[int, int, int]:
+    """Of [N, M] in fragments, N in whole tiles and M in eights."""
+    return n // TILE, m // COLUMNS, PIECE
+
+
+def to_rows(pieces: jax.Array) -> jax.Array:
+    """[..., N / 64, M / 8, 512] -> [..., N, M]."""
+    *stack, tiles, columns, _ = pieces.shape
+    pieces = pieces.reshape(*stack, tiles, columns, 4, 8, 4, 2, 2)
+    # Axes: tile, c, w, g, t, half, pair -> tile, w, half, g, c, t, pair.
+    order = [0, 2, 5, 3, 1, 4, 6]
+    pieces = pieces.transpose(*range(len(stack)), *(len(stack) + axis for axis in order))
+    return pieces.reshape(*stack, tiles * TILE, columns * COLUMNS)
+
+
+def from_rows(values: jax.Array) -> jax.Array:
+    """[N, M] -> [N / 64, M / 8, 512]."""
+    n, m = values.shape
+    values = values.reshape(n // TILE, 4, 2, 8, m // COLUMNS, 4, 2)
+    return values.transpose(0, 4, 1, 3, 5, 2, 6).reshape(shape(n, m))
+
+
+def store(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> None:
+    """ref[:, :] = the pieces of values.
+
+    Args:
+      values: float32 [64, M] in the layout `WGMMA`.
+      ref: [M / 8, 512] in device memory.
+      interpret: whether this runs on a CPU.
+    """
+    if interpret:
+        ref[...] = from_rows(values)[0]
+        return
+    arg_types = (plgpu.Layout.WGMMA, plgpu.RefType())
+    plgpu.inline_mgpu(arg_types=arg_types)(_emit_store)(values, ref)
+
+
+def load(ref: jax.Ref, *, interpret: bool) -> jax.Array:
+    """The inverse of `store`: [M / 8, 512] in device memory -> float32 [64, M]."""
+    if interpret:
+        return to_rows(ref[...][None])
+    size = (TILE, ref.shape[0] * COLUMNS)
+    kind = plgpu.ShapeDtypeStruct(size, jnp.float32, layout=plgpu.Layout.WGMMA)
+    emit = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=kind)
+    return emit(lambda _, ref: _emit_load(ref, size))(ref)
+
+
+def _emit_store(_: mgpu.LaunchContext, values: mgpu.FragmentedArray, ref: ir.Value) -> None:
+    pairs = list(values.registers.flat)  # by column, then half
+    for column in range(len(pairs) // 2):
+        own = [value for pair in pairs[2 * column : 2 * column + 2] for value in _elements(pair, 2)]
+        llvm.store(_vector(own), _address(ref, column), alignment=16)
+
+
+def _emit_load(ref: ir.Value, size: tuple[int, int]) -> mgpu.FragmentedArray:
+    four = ir.VectorType.get((4,), ir.F32Type.get())
+    of_layout = plgpu.Layout.WGMMA.to_mgpu()
+    registers = np.empty(of_layout.registers_shape(size), dtype=object)
+    for column in range(size[1] // COLUMNS):
+        own = _elements(llvm.load(four, _address(ref, column), alignment=16), 4)
+        registers.flat[2 * column : 2 * column + 2] = [_vector(own[:2]), _vector(own[2:])]
+    return mgpu.FragmentedArray(_registers=registers, _layout=of_layout, _is_signed=None)
+
+
+def _vector(values: list[ir.Value]) -> ir.Value:
+    vector = llvm.mlir_undef(ir.VectorType.get((len(values),), ir.F32Type.get()))
+    for i, value in enumerate(values):
+        vector = llvm.insertelement(vector, value, _i32(i))
+    return vector
+
+
+def _elements(vector: ir.Value, count: int) -> list[ir.Value]:
+    return [llvm.extractelement(vector, _i32(i)) for i in range(count)]
+
+
+def _address(ref: ir.Value, column: int) -> ir.Value:
+    """Of this thread's four values in a piece."""
+    thread = arith.remui(mgpu.utils.thread_idx(), _i32(128))
+    first = arith.addi(arith.muli(thread, _i32(4)), _i32(PIECE * column))
+    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [first], ir.F32Type.get())
+
+
+def _i32(value: int) -> ir.Value:
+    return mgpu.c(value, ir.IntegerType.get_signless(32))
