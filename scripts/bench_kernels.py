@@ -23,8 +23,10 @@ import json
 import pathlib
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -177,11 +179,46 @@ def check_product(m: int, n: int, k: int, config: Config, *, global_scale: float
     x = jax.random.normal(jax.random.key(6), (m, k), jnp.bfloat16)
     actual = jax.jit(functools.partial(hopper.matmul, config=config))(x, jax.jit(layout.prepare)(t))
     expected = np.asarray(jax.jit(reference.forward)(x.astype(jnp.float32), t))
-    largest = np.abs(expected).max()
-    ulp = 2.0 ** (np.floor(np.log2(largest)) - 7)
-    error = float(np.abs(np.asarray(actual, np.float32) - expected).max() / ulp)
-    assert error <= 1, f"{(m, n, k)} {config}: {error} ulp of {largest}"
+    error = _ulps(actual, expected)
+    assert error <= 1, f"{(m, n, k)} {config}: {error} ulp"
     return error
+
+
+def _ulps(actual: jax.Array, expected: np.ndarray) -> float:
+    """Largest error, in bfloat16 ulps of the largest expected value."""
+    ulp = 2.0 ** (np.floor(np.log2(np.abs(expected).max())) - 7)
+    return float(np.abs(np.asarray(actual, np.float32) - expected).max() / ulp)
+
+
+def check_values(problem: shapes.Problem, ms: Sequence[int]) -> list[dict[str, Any]]:
+    """Compares products of one full-size random weight, for all M, with one float32 product.
+
+    Returns:
+      a row for each M, with its error in bfloat16 ulps of the largest output, at most 1.
+
+    Raises:
+      AssertionError: it is more than that.
+    """
+    n, k = problem.n, problem.k
+    device = jax.devices()[0].device_kind
+    t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(7), (n, k))
+    w = jax.jit(layout.prepare)(t)
+    x = jax.random.normal(jax.random.key(8), (max(ms), k), jnp.bfloat16)
+    expected = np.asarray(jax.jit(reference.forward)(x.astype(jnp.float32), t))
+    configs = [tuning.pick_config(m, n, k, device) for m in ms]
+    lowered = [
+        jax.jit(functools.partial(hopper.matmul, config=config)).lower(x[:m], w)
+        for m, config in zip(ms, configs, strict=True)
+    ]
+    with ThreadPoolExecutor() as pool:
+        compiled = list(pool.map(lambda program: program.compile(), lowered))
+    rows = []
+    for m, config, product in zip(ms, configs, compiled, strict=True):
+        error = _ulps(product(x[:m], w), expected[:m])
+        assert error <= 1, f"{problem.model} {problem.layer}, M = {m}, {config}: {error} ulp"
+        row = {"model": problem.model, "layer": problem.layer, "m": m, "n": n, "k": k}
+        rows.append(row | {"config": dataclasses.asdict(config), "ulp": error})
+    return rows
 
 
 def watch() -> None:
@@ -244,23 +281,57 @@ HEAD = """| linear (K x N) | M | groups/step/stages/blocks | kernel us | call us
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
+def print_values(args: argparse.Namespace) -> None:
+    """The largest errors of products, and which rows of the tuned table did not run."""
+    rows = []
+    untried = set(tuning.table_of(jax.devices()[0].device_kind))
+    print("| product | N x K | M | largest error, ulp |\n| --- | --- | --- | --- |")
+    for problem in problems(args.models, args.layers):
+        watch()
+        found = check_values(problem, args.m)
+        rows += found
+        untried -= {(row["m"], row["n"], row["k"]) for row in found}
+        worst, ms = max(row["ulp"] for row in found), " ".join(map(str, args.m))
+        print(
+            f"| {problem.model} {problem.layer} | {problem.n} x {problem.k} | {ms} | {worst:.3f} |"
+        )
+        sys.stdout.flush()
+        if args.out:
+            args.out.write_text(json.dumps(versions() | {"rows": rows}, indent=1))
+    faulthandler.cancel_dump_traceback_later()
+    worst = max(row["ulp"] for row in rows)
+    print(f"\n{len(rows)} products, largest error {worst:.3f} ulp")
+    print(f"rows of the tuned table that did not run: {sorted(untried) or 'none'}")
+
+
 def main() -> None:
     """Checks, times and prints; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=["qwen2.5-7b"])
+    parser.add_argument(
+        "--models", nargs="+", help="default: qwen2.5-7b, or all of them with --values"
+    )
     parser.add_argument("--layers", nargs="+", default=LAYERS)
     parser.add_argument("--m", nargs="+", type=int, default=[1, 16, 64, 128])
     parser.add_argument("--no-bf16", action="store_true", help="leave the baseline out")
+    parser.add_argument(
+        "--values", action="store_true", help="check the values of products of all M; time none"
+    )
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file for all that was measured")
     args = parser.parse_args()
+    known = dict.fromkeys(problem.model for problem in shapes.PROBLEMS)
+    args.models = args.models or (list(known) if args.values else ["qwen2.5-7b"])
 
     print(versions())
     watch()
     check_decoder()
     for scale in (1e-6, 1e6):
         check_product(8, 256, 512, Config(2, 128, 2, 3), global_scale=scale)
-    print("the decoder is exact for 16 codes x 127 scales\n\n" + HEAD, flush=True)
+    print("the decoder is exact for 16 codes x 127 scales\n", flush=True)
+    if args.values:
+        print_values(args)
+        return
 
+    print(HEAD, flush=True)
     rows = []
     for problem in problems(args.models, args.layers):
         for m in args.m:
