@@ -10,8 +10,9 @@ within one bfloat16 ulp of the largest output from a float32 product.
 
 Weights rotate among enough copies to miss the L2, each with an x of its own. `kernel` is the device
 time of the kernel itself, `call` that of all kernels of a call (with the reduction of partial
-sums), both from CUPTI; `loop` is the wall time of a call in a jitted loop. It needs
-nothing but jax and numpy, and ends itself when a kernel hangs.
+sums), both from CUPTI; `loop` is the wall time of a call in a jitted loop. An H100's time is
+projected, not measured: the kernel's, and what its bytes take longer where memory has 3.35 TB/s instead
+of 4.8. It needs nothing but jax and numpy, and ends itself when a kernel hangs.
 """
 
 import argparse
@@ -42,8 +43,47 @@ from pallas_kernels.nvfp4_matmul.hopper import Config
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 
 BANDWIDTH, BF16_RATE = 4.3e12, 790e12
+# Of an H100, if it reaches the share of its nominal 3.35 TB/s that an H200 reaches of 4.8.
+H100_BANDWIDTH = BANDWIDTH * 3.35 / 4.8
 KERNEL = "nvfp4_matmul"
 LAYERS = ("qkv", "o", "gate_up", "down")
+# Microseconds of a call at PEER_M rows, measured before on a card of the same kind: vLLM 0.26's Marlin
+# with NVFP4 weights, and bitsandbytes 0.50.2's NF4.
+PEER_M = (1, 8, 16, 32, 64, 128)
+PEERS = {
+    ("qwen2.5-7b", "qkv"): (
+        (11.4, 11.4, 12.2, 13.4, 19.1, 27.4),
+        (11.7, 43.4, 43.4, 28.2, 28.9, 30.2),
+    ),
+    ("qwen2.5-7b", "o"): (
+        (10.1, 9.9, 10.4, 12.0, 16.7, 22.8),
+        (10.0, 23.8, 24.1, 24.5, 23.2, 24.0),
+    ),
+    ("qwen2.5-7b", "gate_up"): (
+        (36.6, 36.7, 39.7, 44.9, 62.9, 115.3),
+        (65.9, 138.3, 141.3, 147.3, 193.3, 222.4),
+    ),
+    ("qwen2.5-7b", "down"): (
+        (30.8, 26.1, 27.0, 30.1, 46.5, 79.7),
+        (41.4, 119.3, 117.2, 116.8, 119.2, 121.4),
+    ),
+    ("qwen2.5-32b", "qkv"): (
+        (15.8, 15.2, 15.7, 19.7, 28.9, 39.7),
+        (23.9, 62.0, 61.0, 62.9, 63.3, 66.6),
+    ),
+    ("qwen2.5-32b", "o"): (
+        (13.9, 13.4, 14.3, 16.5, 24.1, 34.5),
+        (15.8, 45.0, 45.0, 45.3, 46.5, 48.6),
+    ),
+    ("qwen2.5-32b", "gate_up"): (
+        (71.1, 69.8, 76.0, 84.2, 118.4, 228.7),
+        (124.7, 273.3, 277.9, 289.1, 381.4, 459.9),
+    ),
+    ("qwen2.5-32b", "down"): (
+        (49.0, 39.9, 40.9, 53.9, 82.2, 118.6),
+        (74.8, 233.6, 229.7, 230.6, 232.1, 236.1),
+    ),
+}
 # Several times an H200's L2 of 60 MB.
 _ROTATION_BYTES = 320e6
 # Kernels of the timing loop, not of the product: bringing x, counting.
@@ -61,10 +101,19 @@ class Timing:
     loop: float
 
 
+def bytes_moved(m: int, n: int, k: int) -> float:
+    """What an NVFP4 product reads and writes once."""
+    return n * k * 9 / 16 + 2 * m * (n + k)
+
+
 def floor_us(m: int, n: int, k: int) -> float:
     """The time below which an NVFP4 product cannot go on an H200, in microseconds."""
-    moved = n * k * 9 / 16 + 2 * m * (n + k)
-    return max(moved / BANDWIDTH, 2 * m * n * k / BF16_RATE) * 1e6
+    return max(bytes_moved(m, n, k) / BANDWIDTH, 2 * m * n * k / BF16_RATE) * 1e6
+
+
+def projected_h100_us(kernel: float, m: int, n: int, k: int) -> float:
+    """What a kernel of so many microseconds on an H200 would take on an H100: a projection."""
+    return kernel + bytes_moved(m, n, k) * (1 / H100_BANDWIDTH - 1 / BANDWIDTH) * 1e6
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -259,8 +308,10 @@ def bench(problem: shapes.Problem, m: int, *, with_bf16: bool) -> dict[str, Any]
 def markdown(row: dict[str, Any]) -> str:
     """A row of the table whose head is `HEAD`."""
     us, config = row["us"], row["config"]
-    rate = row["n"] * row["k"] * 9 / 16 / us["kernel"] / 1e3
+    problem = (row["m"], row["n"], row["k"])
     bf16 = row.get("bf16", {}).get("kernel")
+    marlin, nf4 = _peers(row)
+    of = lambda other, own: f"{other:.1f}, {other / own:.2f}" if other else ""
     cells = (
         f"{row['model']} {row['layer']} {row['k']}x{row['n']}",
         row["m"],
@@ -268,17 +319,25 @@ def markdown(row: dict[str, Any]) -> str:
         f"{us['kernel']:.1f}",
         f"{us['call']:.1f}",
         f"{us['loop']:.1f}",
-        f"{rate:.0f}",
         f"{100 * row['floor'] / us['kernel']:.0f}%",
-        f"{bf16:.1f}" if bf16 else "",
-        f"{bf16 / us['kernel']:.2f}" if bf16 else "",
+        of(bf16, us["kernel"]),
+        of(marlin, us["call"]),
+        of(nf4, us["call"]),
+        f"{projected_h100_us(us['kernel'], *problem):.1f}",
         f"{row['ulp']:.2f}",
     )
     return "| " + " | ".join(str(cell) for cell in cells) + " |"
 
 
-HEAD = """| linear (K x N) | M | groups/step/stages/blocks | kernel us | call us | loop us | GB/s | of floor | bf16 us | bf16 / kernel | error, ulp |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+def _peers(row: dict[str, Any]) -> tuple[float | None, float | None]:
+    known = PEERS.get((row["model"], row["layer"]))
+    if known is None or row["m"] not in PEER_M:
+        return None, None
+    return tuple(times[PEER_M.index(row["m"])] for times in known)
+
+
+HEAD = """| linear (K x N) | M | groups/step/stages/blocks | kernel us | call us | loop us | of floor | bf16 us, / kernel | Marlin us, / call | NF4 us, / call | H100 us, projected | error, ulp |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
 def print_values(args: argparse.Namespace) -> None:
