@@ -28,11 +28,11 @@ from qerl_jax import decode, kv_cache, layers
 from qerl_jax.draws import Truncation, next_token, penalize
 from qerl_jax.kv_cache import KVCache
 from qerl_jax.model import Transformer, head
-from qerl_jax.pages import Pages
+from qerl_jax.pages import Pages, pages_for, pages_wanted
 from qerl_jax.stop_strings import StopStrings
 
 # Tokens that one prefill holds: enough for products to be bound by arithmetic.
-_PREFILL_TOKENS = 8192
+PREFILL_TOKENS = 8192
 _SMALLEST_BUCKET = 64
 # Below so many rows a decode step is bound by the weights: a smaller batch would not be faster.
 _SMALLEST_BATCH = 8
@@ -189,14 +189,12 @@ class Engine:
     def _num_pages(self, plan: _Plan, slots: int, longest: int) -> int:
         """Pages of the pool, scratch included: what is needed or what there is room for."""
         size = self._page_size
-        prompt_pages = -(-plan.longest_prefill // size)
-        wanted = 1 + slots * plan.table_width + plan.most_prompts * prompt_pages
+        wanted = pages_wanted(slots, longest, plan.most_prompts, plan.longest_prefill, size)
         tokens = self._room()
         if tokens is None:
             return wanted
-        # One page for what a row copies, beside those of the row.
-        room = 2 + -(-tokens // size)
-        if room < 2 + plan.table_width:
+        room = pages_for(tokens, size)
+        if room < pages_for(longest, size):
             raise ValueError(
                 f"the KV cache has room for {tokens} tokens; a row of this rollout may need {longest}: "
                 "raise rollout.kv_cache_tokens or rollout.kv_cache_fraction, or shorten "
@@ -391,7 +389,7 @@ class _Plan:
 
     def prompts(self, bucket: int) -> int:
         """Prompts that are prefilled together."""
-        at_once = max(1, _PREFILL_TOKENS // bucket)
+        at_once = max(1, PREFILL_TOKENS // bucket)
         return min(_power_of_two(self.most_prompts), _power_of_two(at_once + 1) // 2)
 
 

@@ -1,8 +1,9 @@
 """What a run will hold on the device, before anything is on it: shapes and a few measured factors, no weights.
 
-Memory is what always stays (base, adapter, optimizer) and the larger of two phases that take turns:
-the rollout's (cache, scores) and the update's (gradients, activations of one micro-batch). The last
-lines of each phase are workspace, whose size is the compiler's business: its factors were read off
+Memory is what always stays (base, adapter, optimizer) and the largest of the phases that take turns:
+the rollout's (cache, scores), the update's (gradients, activations of one micro-batch) and scheduled
+evaluation's (cache, scores). A cache is released when its phase ends. The last lines of a phase are
+workspace, whose size is the compiler's business: its factors were read off
 `compiled.memory_analysis()` of programs for an H200.
 """
 
@@ -18,12 +19,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import runtime
-from qerl_jax import architecture, checkpoint, packing, update
+from qerl_jax import architecture, checkpoint, engine, kv_cache, packing, update
 from qerl_jax.architecture import Architecture
 from qerl_jax.config import ConfigError, RunConfig
 from qerl_jax.model import LoRA, Transformer, abstract_base, trainable
+from qerl_jax.pages import pages_for, pages_wanted
 
-Phase = Literal["always", "rollout", "update"]
+Phase = Literal["always", "rollout", "update", "evaluation"]
+_TURNS: tuple[Phase, ...] = ("rollout", "update", "evaluation")
 
 # Workspace in units of one array: [tokens, F], [tokens, D] and [spans, Q] that live at once in the
 # backward pass of a layer, which is fullest in its MLP; with the products kept it makes two [tokens,
@@ -67,57 +70,57 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes at the fuller of the two phases."""
-        return self.size("always") + max(self.size("rollout"), self.size("update"))
+        """Bytes in the fullest phase."""
+        return self.size("always") + max(self.size(phase) for phase in _TURNS)
 
     def require(self, limit: int) -> None:
         """Refuses a plan that needs more than `limit` bytes.
 
         Raises:
-            ConfigError: Names the largest thing of the fuller phase that a field can make smaller.
+            ConfigError: Names the largest thing of the fullest phase that a field can make smaller.
         """
         if self.peak <= limit:
             return
-        fuller = max("rollout", "update", key=self.size)
-        movable = [item for item in self.items if item.phase in ("always", fuller) and item.field]
+        fullest = max(_TURNS, key=self.size)
+        movable = [item for item in self.items if item.phase in ("always", fullest) and item.field]
         advice = "take a smaller model"
         if movable:
             largest = max(movable, key=lambda item: item.size)
             advice = f"{largest.name} take {_gb(largest.size)}: change {largest.field}"
         raise ConfigError(
-            f"memory: this run needs {_gb(self.peak)} in its {fuller}; the device offers "
+            f"memory: this run needs {_gb(self.peak)} in its {fullest}; the device offers "
             f"{_gb(limit)}: {advice}"
         )
 
     def require_one_base(self, in_use: int) -> None:
-        """Refuses to go on when so much is in use between two steps that the base must be there twice.
+        """Refuses to go on when so much is in use between two steps that the base may be there twice.
+
+        Half of a base is granted for what no plan knows, or 1 GiB. Where the base itself trains, there
+        is none to copy.
 
         Raises:
             RuntimeError: Says how much is in use, and how much should be.
         """
-        base = self.items[0].size
-        expected = self.size("always") + self.size("rollout")
-        if in_use > expected + max(base, 2**30):
+        base, expected = self.items[0].size, self.size("always")
+        if base and in_use > expected + max(base // 2, 2**30):
             raise RuntimeError(
-                f"memory: {_gb(in_use)} are in use after a step, where {_gb(expected)} are planned: "
-                f"there is more than one copy of the base ({_gb(base)})"
+                f"memory: {_gb(in_use)} are in use after a step, where {_gb(expected)} are planned to "
+                f"stay: another copy of the base ({_gb(base)}), or a cache that was not released"
             )
 
     def lines(self, limit: int | None = None, measured: int | None = None) -> list[str]:
         """The table, and what it is compared with."""
         rows = []
-        for phase in ("always", "rollout", "update"):
-            rows += [
-                f"{phase:8}  {i.name:45} {_gb(i.size):>10}" for i in self.items if i.phase == phase
-            ]
-            rows.append(f"{phase:8}  {'in all':45} {_gb(self.size(phase)):>10}")
-        rows.append(f"{'peak':8}  {'always, and the larger of the two':45} {_gb(self.peak):>10}")
+        line = lambda phase, name, size: f"{phase:10}  {name:45} {_gb(size):>10}"
+        for phase in ("always", *_TURNS):
+            items = [item for item in self.items if item.phase == phase]
+            rows += [line(phase, item.name, item.size) for item in items]
+            rows += [line(phase, "in all", self.size(phase))] if items else []
+        rows.append(line("peak", "always, and the largest of the others", self.peak))
         if measured is not None:
-            rows.append(
-                f"{'peak':8}  {'measured':45} {_gb(measured):>10} ({measured / self.peak - 1:+.0%})"
-            )
+            rows.append(f"{line('peak', 'measured', measured)} ({measured / self.peak - 1:+.0%})")
         if limit is not None:
-            rows.append(f"{'device':8}  {'what it offers':45} {_gb(limit):>10}")
+            rows.append(line("device", "what it offers", limit))
         return rows
 
 
@@ -144,6 +147,7 @@ def make(cfg: RunConfig, arch: Architecture | None = None, *, limit: int | None 
         always.append(Item("reference", adapter, "always", "grpo.sync_ref_model to false"))
     free = None if limit is None else max(0, limit - sum(item.size for item in always))
     turns = [*_rollout(cfg, arch, free), *_update(cfg, arch, adapter)]
+    turns += _evaluation(cfg, arch, free) if cfg.eval else []
     if model.full:
         turns.append(Item("weights as sampled", adapter * _width(cfg) // 4, "rollout"))
     return Plan((*always, *turns))
@@ -219,27 +223,41 @@ def abstract_policy(cfg: RunConfig, arch: Architecture) -> tuple[Transformer, An
 
 
 def _rollout(cfg: RunConfig, arch: Architecture, free: int | None) -> list[Item]:
-    rows = cfg.rollout.max_concurrent or cfg.generation_batch_size
-    slots = cfg.data.max_prompt_length + cfg.rollout.max_completion_length
-    width = _width(cfg)
-    row = arch.num_layers * slots * 2 * arch.kv_width * width
-    cache = rows * row
+    rows = cfg.generation_batch_size
+    return _sampling(cfg, arch, free, "rollout", cfg.prompts_per_rollout, rows)
+
+
+def _evaluation(cfg: RunConfig, arch: Architecture, free: int | None) -> list[Item]:
+    prompts = min(cfg.eval.batch_size, cfg.eval.num_problems)
+    rows = prompts * cfg.eval.num_generations
+    return _sampling(cfg, arch, free, "evaluation", prompts, rows)
+
+
+def _sampling(
+    cfg: RunConfig, arch: Architecture, free: int | None, phase: Phase, prompts: int, rows: int
+) -> list[Item]:
+    slots = min(rows, cfg.rollout.max_concurrent or rows)
+    width, page = _width(cfg), kv_cache.PAGE_SIZE
+    token = arch.num_layers * 2 * arch.kv_width * width
+    longest_prompt = cfg.data.max_prompt_length - 1
+    longest = longest_prompt + cfg.rollout.max_completion_length
+    prompts = min(prompts, slots)
+    pages = pages_wanted(slots, longest, prompts, longest_prompt, page)
     if cfg.rollout.kv_cache_tokens is not None:
-        cache = min(cache, cfg.rollout.kv_cache_tokens * row // slots)
+        pages = min(pages, pages_for(cfg.rollout.kv_cache_tokens, page))
     elif free is not None:
         # Rows wait where the cache has no room, so it may be as small as one row.
         share = cfg.rollout.kv_cache_fraction or _CACHE_SHARE
-        cache = max(row, min(cache, round(share * free)))
-    prefilled = min(rows, cfg.prompts_per_rollout) * cfg.data.max_prompt_length
+        pages = min(pages, pages_for(max(longest, int(share * free / token)), page))
+    prompt = cfg.data.max_prompt_length
+    prefilled = min(prompts * prompt, max(prompt, engine.PREFILL_TOKENS))
     fewer = "rollout.max_concurrent"
-    if rows == 1:
+    if slots == 1:
         fewer = "rollout.max_completion_length"
     return [
-        Item("keys and values", cache, "rollout", "rollout.kv_cache_tokens"),
-        Item("scores", round(_SAMPLED * rows * arch.vocab_size * 4), "rollout", fewer),
-        Item(
-            "prefill", prefilled * (3 * arch.ffn_width + 4 * arch.width) * width, "rollout", fewer
-        ),
+        Item("keys and values", pages * page * token, phase, "rollout.kv_cache_tokens"),
+        Item("scores", round(_SAMPLED * slots * arch.vocab_size * 4), phase, fewer),
+        Item("prefill", prefilled * (3 * arch.ffn_width + 4 * arch.width) * width, phase, fewer),
     ]
 
 

@@ -41,7 +41,6 @@ from qerl_jax import (
     replay,
     rewards,
     rollouts,
-    sampling,
     trackers,
     update,
 )
@@ -369,14 +368,11 @@ def _evaluator(cfg: RunConfig, model: Transformer, tokenizer: Tokenizer) -> Eval
             system_prompt=data.system_prompt(cfg.data),
         )
     problems = _problems(cfg, source, cfg.eval.split, tokenizer, cfg.eval.num_problems)
-    generate = sampling.make_generate(
-        model,
-        num_generations=cfg.eval.num_generations,
-        max_completion_length=cfg.rollout.max_completion_length,
-        num_tokens=tokenizer.num_tokens,
-        stop_tokens=tokenizer.stop_tokens,
-        pad_token=tokenizer.pad_token,
-        truncation=sampling.Truncation(top_p=cfg.eval.top_p),
+    # Rows, cache and stops as in a rollout; how a token is drawn is evaluation's own.
+    drawn = {"top_k": 0, "top_p": cfg.eval.top_p, "min_p": 0.0, "repetition_penalty": 1.0}
+    sampled = dataclasses.replace(cfg.rollout, ignore_eos=False, **drawn)
+    generate = rollouts.make_generate(
+        model, tokenizer, sampled, num_generations=cfg.eval.num_generations
     )
     (reward,) = rewards.resolve([cfg.eval.reward], cfg.rewards.options)
     rewards.check([reward], problems[:2])
