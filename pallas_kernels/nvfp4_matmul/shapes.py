@@ -2,16 +2,12 @@
 
 import dataclasses
 
-# Rows of x: sequences that decode together, or tokens of a prefill or a training batch.
-DECODE_M = (1, 2, 4, 8, 16, 32, 64, 128)
-TRAIN_M = (256, 512, 1024, 2048, 4096, 8192)
-
 _HEAD_SIZE = 128
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One linear layer, y [M, N] = x [M, K] @ W [N, K]^T, and the M at which it is met.
+    """One linear layer, y [M, N] = x [M, K] @ W [N, K]^T.
 
     q, k and v are one product here, as are gate and up. `lm_head` is for the record: the recipe
     leaves it in 16 bits.
@@ -19,7 +15,6 @@ class Problem:
 
     model: str
     layer: str
-    m: tuple[int, ...]
     n: int
     k: int
 
@@ -34,7 +29,7 @@ def _linears(
         ("down", width, feed_forward),
         ("lm_head", vocabulary, width),
     )
-    return tuple(Problem(model, layer, DECODE_M + TRAIN_M, n, k) for layer, n, k in sizes)
+    return tuple(Problem(model, layer, n, k) for layer, n, k in sizes)
 
 
 PROBLEMS: tuple[Problem, ...] = (

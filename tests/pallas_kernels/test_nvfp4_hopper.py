@@ -12,6 +12,7 @@ from pallas_kernels import nvfp4, runtime
 from pallas_kernels.nvfp4_matmul import (
     api,
     decoder,
+    fused,
     hopper,
     layout,
     nvfp4_matmul,
@@ -241,10 +242,21 @@ def test_a_table_goes_before_the_heuristic_and_serves_smaller_m(monkeypatch, tmp
 
 
 @pytest.mark.parametrize("path", sorted(tuning.TABLES.glob("*.json")), ids=lambda path: path.stem)
-def test_every_row_of_a_tuned_table_is_accepted(path):
-    for (m, n, k), config in tuning.table_of(path.stem.replace("_", " ")).items():
+def test_every_row_of_a_tuned_table_is_accepted_with_an_adapter_and_without(path):
+    rows = tuning.table_of(path.stem.replace("_", " "))
+    assert rows
+    for (m, n, k), config in rows.items():
         assert m in tuning.TUNED_M
         assert hopper.supports(m, n, k, config) is None
+        with_adapter = fused._config(m, n, k, True)
+        assert hopper.supports(m, n, k, with_adapter, with_adapter=True) is None
+
+
+def test_the_table_of_an_h200_has_the_linears_of_7b_14b_and_32b():
+    tuned = tuning.table_of("NVIDIA H200")
+    models = ("qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
+    linears = [p for p in shapes.PROBLEMS if p.model in models and p.layer != "lm_head"]
+    assert {(m, p.n, p.k) for p in linears for m in tuning.TUNED_M} == set(tuned)
 
 
 # Through the front door ----------------------------------------------------------------------

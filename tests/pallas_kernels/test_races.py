@@ -1,0 +1,38 @@
+"""That interpret mode finds a race at all: the other tests lean on its silence."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import runtime
+
+
+@pytest.mark.skipif(runtime.is_hopper(), reason="interprets the kernel, on a CPU")
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_a_race_is_reported_and_only_a_race(capfd, is_guarded):
+    def kernel(out, shared, written):
+        @pl.when(lax.axis_index("warpgroup") == 0)
+        def _write():
+            shared[...] = jnp.ones(128, jnp.float32)
+            plgpu.barrier_arrive(written)
+
+        @pl.when(lax.axis_index("warpgroup") == 1)
+        def _read():
+            if is_guarded:
+                plgpu.barrier_wait(written)
+            out[...] = shared[...]
+
+    jax.block_until_ready(
+        plgpu.kernel(
+            kernel,
+            out_type=jax.ShapeDtypeStruct((128,), jnp.float32),
+            num_threads=2,
+            thread_name="warpgroup",
+            scratch_types=(plgpu.SMEM((128,), jnp.float32), plgpu.Barrier()),
+            interpret=runtime.interpret_params(),
+        )()
+    )
+    assert ("RACE" in capfd.readouterr().out) == (not is_guarded)
