@@ -38,7 +38,16 @@ from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels import nvfp4
 from pallas_kernels.nvfp4 import NVFP4Tensor
-from pallas_kernels.nvfp4_matmul import hopper, layout, reference, shapes, tuning
+from pallas_kernels.nvfp4_matmul import (
+    adapter,
+    fused,
+    hopper,
+    layout,
+    nvfp4_matmul,
+    reference,
+    shapes,
+    tuning,
+)
 from pallas_kernels.nvfp4_matmul.hopper import Config
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 
@@ -209,9 +218,9 @@ def check_decoder() -> None:
         shape=(64, k),
     )
     exact = nvfp4.CODE_VALUES[codes] * np.repeat(np.float32(scales), nvfp4.BLOCK, axis=-1)
-    expected = (exact * np.asarray(t.multiplier)).T.astype(jnp.bfloat16)
-    w = jax.jit(layout.prepare)(t)
-    product = jax.jit(functools.partial(hopper.matmul, config=Config(1, 64, 4, 4)))
+    expected = exact.T * np.asarray(t.multiplier)
+    product = functools.partial(nvfp4_matmul, implementation="hopper", out_dtype=jnp.float32)
+    product, w = jax.jit(product), jax.jit(layout.prepare)(t)
     one_hot = jnp.eye(k, dtype=jnp.bfloat16).reshape(nvfp4.BLOCK, len(scale_bytes), k)
     actual = np.concatenate([product(rows, w) for rows in one_hot])
     np.testing.assert_array_equal(actual, expected)  # which takes 0 and -0 as equal
@@ -239,35 +248,61 @@ def _ulps(actual: jax.Array, expected: np.ndarray) -> float:
     return float(np.abs(np.asarray(actual, np.float32) - expected).max() / ulp)
 
 
-def check_values(problem: shapes.Problem, ms: Sequence[int]) -> list[dict[str, Any]]:
+def check_values(problem: shapes.Problem, ms: Sequence[int], rank: int) -> list[dict[str, Any]]:
     """Compares products of one full-size random weight, for all M, with one float32 product.
 
+    Args:
+      problem: which.
+      ms: rows of x.
+      rank: 0 for the product alone; else it has LoRA, its sums are finished by the epilogue, and M
+        is filled up, as in a decoding layer.
+
     Returns:
-      a row for each M, with its error in bfloat16 ulps of the largest output, at most 1.
+      a row for each M, with its error in bfloat16 ulps of the largest output: at most 1, or 2 with
+      LoRA, where a sum on the other side of a tie is rounded again.
 
     Raises:
       AssertionError: it is more than that.
     """
     n, k = problem.n, problem.k
-    device = jax.devices()[0].device_kind
+    ms = sorted({fused.padded(m) for m in ms}) if rank else ms
     t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(7), (n, k))
     w = jax.jit(layout.prepare)(t)
     x = jax.random.normal(jax.random.key(8), (max(ms), k), jnp.bfloat16)
-    expected = np.asarray(jax.jit(reference.forward)(x.astype(jnp.float32), t))
-    configs = [tuning.pick_config(m, n, k, device) for m in ms]
-    lowered = [
-        jax.jit(functools.partial(hopper.matmul, config=config)).lower(x[:m], w)
-        for m, config in zip(ms, configs, strict=True)
-    ]
+    branch, added = None, 0.0
+    if rank:
+        a = k**-0.5 * jax.random.normal(jax.random.key(9), (k, rank), jnp.bfloat16)
+        b = jax.random.normal(jax.random.key(10), (rank, n), jnp.bfloat16)
+        branch = adapter.pack_branch([(a, b)], 1.0, is_packed=True)
+        in_float32 = functools.partial(
+            jnp.dot, precision="highest", preferred_element_type="float32"
+        )
+        added = _rounded(in_float32(in_float32(x, a).astype(x.dtype), b))
+    expected = jax.jit(reference.forward)(x.astype(jnp.float32), t)
+    if rank:
+        expected = _rounded(expected / t.multiplier) * t.multiplier
+    expected = np.asarray(expected + added)
+
+    def lowered(m):
+        config = tuning.pick_config(m, n, k, jax.devices()[0].device_kind)
+        if rank:
+            return jax.jit(fused.linear).lower(x[:m], w, branch=branch)
+        return jax.jit(functools.partial(hopper.matmul, config=config)).lower(x[:m], w)
+
     with ThreadPoolExecutor() as pool:
-        compiled = list(pool.map(lambda program: program.compile(), lowered))
+        compiled = list(pool.map(lambda program: program.compile(), map(lowered, ms)))
     rows = []
-    for m, config, product in zip(ms, configs, compiled, strict=True):
-        error = _ulps(product(x[:m], w), expected[:m])
-        assert error <= 1, f"{problem.model} {problem.layer}, M = {m}, {config}: {error} ulp"
+    for m, product in zip(ms, compiled, strict=True):
+        y = product(x[:m], w, branch=branch) if rank else product(x[:m], w)
+        error = _ulps(y, expected[:m])
+        assert error <= (2 if rank else 1), f"{problem.model} {problem.layer}, M = {m}: {error} ulp"
         row = {"model": problem.model, "layer": problem.layer, "m": m, "n": n, "k": k}
-        rows.append(row | {"config": dataclasses.asdict(config), "ulp": error})
+        rows.append(row | {"rank": rank, "ulp": error})
     return rows
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
 def watch() -> None:
@@ -347,10 +382,10 @@ def print_values(args: argparse.Namespace) -> None:
     print("| product | N x K | M | largest error, ulp |\n| --- | --- | --- | --- |")
     for problem in problems(args.models, args.layers):
         watch()
-        found = check_values(problem, args.m)
+        found = check_values(problem, args.m, args.rank)
         rows += found
         untried -= {(row["m"], row["n"], row["k"]) for row in found}
-        worst, ms = max(row["ulp"] for row in found), " ".join(map(str, args.m))
+        worst, ms = max(row["ulp"] for row in found), " ".join(str(row["m"]) for row in found)
         print(
             f"| {problem.model} {problem.layer} | {problem.n} x {problem.k} | {ms} | {worst:.3f} |"
         )
@@ -375,6 +410,7 @@ def main() -> None:
     parser.add_argument(
         "--values", action="store_true", help="check the values of products of all M; time none"
     )
+    parser.add_argument("--rank", type=int, default=0, help="of LoRA, with --values")
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file for all that was measured")
     args = parser.parse_args()
     known = dict.fromkeys(problem.model for problem in shapes.PROBLEMS)

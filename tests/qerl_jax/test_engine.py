@@ -10,7 +10,7 @@ import pytest
 
 from qerl_jax import architecture, engine, layers
 from qerl_jax.engine import Engine, Prompt
-from qerl_jax.model import Transformer, head, random_base
+from qerl_jax.model import LoRA, Transformer, head, init_params, noise_shapes, random_base
 from qerl_jax.stop_strings import StopStrings
 
 C, WIDTH = 9, 82
@@ -127,20 +127,30 @@ def test_at_a_fixed_number_of_slots_a_row_is_bitwise_independent_of_the_others()
     assert all(a[0] != b[0] for a, b in zip(before[:2], after[:2], strict=True))
 
 
-def test_other_rows_and_values_do_not_recompile():
-    _, variables = policy()
-    moved = jax.tree.map(lambda x: x + 0.1, variables)
+def test_other_rows_adapters_and_noise_reach_the_rows_without_recompiling():
+    plain, variables = policy()
+    model = plain.clone(lora=LoRA(2, 2.0))
+    params = init_params(model, variables["frozen"], jax.random.key(1))
+    silent = jax.tree.map(lambda s: jnp.zeros(s.shape), noise_shapes(model.arch))
+    first = variables | {"params": params, "noise": silent}
+    moved = jax.tree.map(lambda x: x + 0.1, first)
+    other_prompts = prompts(1, (2, 79, 2, 78, 11), (1, 4, 3, 1, 1))
     programs = engine._decode, engine._prefill, engine._copy
+    sampler = Engine(model, page_size=8, chunk=4, num_tokens=64)
+    logps, compiled = [], []
     for queue, values, temperature in [
-        (prompts(), variables, 1.0),
-        (prompts(1, (2, 79, 2, 78, 11), (1, 4, 3, 1, 1)), moved, 0.0),
+        (prompts(), first, 1.0),
+        (prompts(), first | {"params": moved["params"]}, 1.0),
+        (prompts(), first | {"noise": moved["noise"]}, 1.0),
+        (other_prompts, moved, 0.0),
     ]:
         limits = {"max_prompt_length": WIDTH, "max_concurrent": 4}
-        list(make().stream(values, queue, temperature, **limits))
-        compiled = [program._cache_size() for program in programs]
-        if values is variables:
-            before = compiled
-    assert compiled == before
+        pieces = [p for ps in sampler.stream(values, queue, temperature, **limits) for p in ps]
+        logps.append(np.concatenate([piece.logps for piece in pieces if piece.row == 0]))
+        compiled.append([program._cache_size() for program in programs])
+    assert compiled == [compiled[0]] * 4
+    for changed in logps[1:3]:
+        assert abs(changed[0] - logps[0][0]) > 1e-4
 
 
 class Recorder:
