@@ -1,7 +1,8 @@
 """Continuous batching: prompts wait in a queue, rows run in slots, keys and values lie in pages.
 
 The device runs one jitted loop per chunk of tokens; between chunks the host reads what the chunk
-brought, gives the slots and pages of rows that ended to rows that wait, and starts the next.
+brought, gives the slots and pages of rows that ended to rows that wait, and starts the next. Where
+no row waits, the next is started before the last one is read, and the device is never idle.
 Nothing recompiles on the way: the sizes that a batch can have, and the lengths to which prompts are
 padded, are few and fixed.
 
@@ -169,22 +170,34 @@ class Engine:
         pool = kv_cache.pool(
             self._model.arch, schedule.num_pages, self._model.dtype, self._page_size
         )
+        ahead = None
         while schedule.unfinished():
-            while (fresh := schedule.next_prefill()) is not None:
-                pool = _prefill(variables, pool, *fresh, **self._traits)
-            if (copies := schedule.copies()) is not None:
-                pool = _copy(pool, *copies)
-            slots = schedule.slots(with_history=self._penalty != 1)
-            pool, brought = _decode(
-                variables,
-                pool,
-                slots,
-                temperature,
-                self._stop_tokens,
-                **self._traits,
-                **self._sampling,
-            )
+            if ahead is None:
+                while (fresh := schedule.next_prefill()) is not None:
+                    pool = _prefill(variables, pool, *fresh, **self._traits)
+                if (copies := schedule.copies()) is not None:
+                    pool = _copy(pool, *copies)
+                slots = schedule.slots(with_history=self._penalty != 1)
+                pool, brought, slots = self._chunk(variables, pool, slots, temperature)
+            else:
+                brought, ahead = ahead, None
+            # Where no row waits, the device goes on while the host reads what it brought.
+            if schedule.goes_on():
+                pool, ahead, slots = self._chunk(variables, pool, slots, temperature)
             yield schedule.harvest(*jax.device_get(brought), self._stop_tokens, self._stop_strings)
+
+    def _chunk(self, variables, pool, slots: _Slots, temperature):
+        """Starts a chunk: the pool after it, what it brings, and its rows as the next one finds them."""
+        pool, brought, moved = _decode(
+            variables,
+            pool,
+            slots,
+            temperature,
+            self._stop_tokens,
+            **self._traits,
+            **self._sampling,
+        )
+        return pool, brought, dataclasses.replace(slots, **moved)
 
     def _num_pages(self, plan: _Plan, slots: int, longest: int) -> int:
         """Pages of the pool, scratch included: what is needed or what there is room for."""
@@ -302,7 +315,12 @@ def _decode(
     truncation: Truncation,
     penalty: float,
 ):
-    """Samples up to `chunk` tokens per row; ends early when no row lives."""
+    """Samples up to `chunk` tokens per row; ends early when no row lives.
+
+    Returns:
+        The pool; tokens and log-probabilities [B, chunk], how many of them each row has, and who
+        lives; and the fields of `slots` that have moved.
+    """
     extend = decode.extender(model, variables, len(slots.live), adapter=adapter)
     matrix, rows = head(variables["frozen"]), jnp.arange(len(slots.live))
     row_keys = jax.random.wrap_key_data(slots.keys)
@@ -357,7 +375,19 @@ def _decode(
         )
 
     loop = jax.lax.while_loop(unfinished, step, loop)
-    return loop.pool, (loop.tokens, loop.logps, loop.lengths, loop.live)
+    moved = {
+        "ends": slots.ends + loop.count,
+        "token": loop.token,
+        "step": slots.step + loop.count,
+        "live": loop.live,
+    }
+    if slots.history is not None:
+        places = slots.ends[:, None] + 1 + jnp.arange(chunk)
+        made = jnp.where(jnp.arange(chunk) < loop.lengths[:, None], loop.tokens, -1)
+        moved["history"] = (
+            jnp.asarray(slots.history).at[rows[:, None], places].set(made, mode="drop")
+        )
+    return loop.pool, (loop.tokens, loop.logps, loop.lengths, loop.live), moved
 
 
 @dataclasses.dataclass(frozen=True)
@@ -490,13 +520,10 @@ class _Schedule:
 
     def slots(self, with_history: bool) -> _Slots:
         """The next chunk's rows, after moving them into as small a batch as will do."""
-        running = [row for row in self._slots if row is not None]
-        left = max(row.cached.prompt.limit - len(row.made) for row in running)
-        # For less than a chunk's work a further program is not worth compiling.
-        if not self._ready and not self._waiting and left > self._plan.chunk:
-            size = min(size for size in self._plan.sizes if size >= len(running))
-            if size < len(self._slots):
-                self._slots = running + [None] * (size - len(running))
+        running = self._running()
+        size = self._size()
+        if size < len(self._slots):
+            self._slots = running + [None] * (size - len(running))
         shape = len(self._slots)
         slots = _Slots(
             tables=np.zeros((shape, self._plan.table_width), np.int32),
@@ -522,6 +549,18 @@ class _Schedule:
                 before = [*prompt.tokens, *row.made]
                 slots.history[slot, : len(before)] = before
         return slots
+
+    def goes_on(self) -> bool:
+        """Whether the chunk after the one under way takes nothing from the host.
+
+        So it is when no row waits, the batch stays as large as it is, and a row has more to go than
+        the chunk under way.
+        """
+        return (
+            not (self._ready or self._waiting)
+            and self._left() > self._plan.chunk
+            and self._size() == len(self._slots)
+        )
 
     def harvest(
         self,
@@ -549,6 +588,20 @@ class _Schedule:
                 self._pages.give_back(row.pages)
                 self._slots[slot] = None
         return pieces
+
+    def _running(self) -> list[_Row]:
+        return [row for row in self._slots if row is not None]
+
+    def _left(self) -> int:
+        """Most tokens that a row may still make."""
+        return max((row.cached.prompt.limit - len(row.made) for row in self._running()), default=0)
+
+    def _size(self) -> int:
+        """Rows of the smallest batch that will do."""
+        # For less than a chunk's work a further program is not worth compiling.
+        if self._ready or self._waiting or self._left() <= self._plan.chunk:
+            return len(self._slots)
+        return min(size for size in self._plan.sizes if size >= len(self._running()))
 
     def _ceil(self, tokens: int) -> int:
         """Pages that hold so many tokens."""

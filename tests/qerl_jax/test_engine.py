@@ -184,11 +184,36 @@ def record(counts, lengths, width=5, limit=40, **options):
 
 
 def test_the_batch_shrinks_as_rows_end_and_by_few_sizes():
-    model, _ = record([64], [5])
+    model, _ = record([64], [5], limit=80)
     sizes = [rows for rows, _ in model.decoded]
     assert sizes == sorted(sizes, reverse=True) and set(sizes) == {64, 8}
-    model, _ = record([64], [5], compact=False)
+    model, _ = record([64], [5], limit=80, compact=False)
     assert {rows for rows, _ in model.decoded} == {64}
+
+
+@pytest.mark.parametrize(
+    ("slots", "events"),
+    [
+        (2, "start start read start read read"),  # 12 tokens of 4 each
+        (1, "start read start read start read start start read start read read"),
+    ],
+)
+def test_the_device_goes_on_while_the_host_reads_unless_a_row_waits(monkeypatch, slots, events):
+    seen = []
+
+    def noting(name, function):
+        return lambda *args, **options: seen.append(name) or function(*args, **options)
+
+    monkeypatch.setattr(engine, "_decode", noting("start", engine._decode))
+    monkeypatch.setattr(jax, "device_get", noting("read", jax.device_get))
+    run(prompts(0, (5, 5), (1, 1), limit=12), max_concurrent=slots)
+    assert " ".join(seen) == events
+
+
+def test_a_penalty_remembers_what_chunks_made_that_the_host_has_not_read():
+    penalized = functools.partial(run, prompts(), 0.0, repetition_penalty=1.5)
+    assert_same(penalized(), penalized(chunk=16))
+    assert [row[0] for row in penalized()] != [row[0] for row in run(prompts(), 0.0)]
 
 
 def test_the_completions_of_a_prompt_pay_for_one_prefill():
