@@ -8,7 +8,6 @@ bfloat16: 2 and 4 significant bits make 6.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -16,8 +15,7 @@ from jax.extend.mlir.dialects import arith
 
 from pallas_kernels import nvfp4
 from pallas_kernels.nvfp4_matmul import layout
-
-llvm = mgpu.utils.llvm  # which jax.extend.mlir leaves out
+from pallas_kernels.nvfp4_matmul.registers import elements, fragment, llvm, vectors
 
 # Two words of codes ($8, $9) and the scales of their two rows ($10, $11; a row in each half) to eight
 # pairs of bfloat16. The words' fourth fields meet in u.
@@ -135,20 +133,22 @@ def _emit_load(_: mgpu.LaunchContext, tile: ir.Value) -> tuple[mgpu.FragmentedAr
     thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, i32))
     codes = loaded(times(thread, 4), 4)
     scales = loaded(times(arith.divui(thread, mgpu.c(4, i32)), 2, layout.CODE_WORDS), 2)
-    return _fragment(_CODES, _split(codes, 2)), _fragment(_SCALES, _split(scales, 1))
+    return fragment(_CODES, vectors(elements(codes), 2)), fragment(
+        _SCALES, vectors(elements(scales), 1)
+    )
 
 
 def _emit_convert(
     _: mgpu.LaunchContext, codes: mgpu.FragmentedArray, scales: mgpu.FragmentedArray
 ) -> mgpu.FragmentedArray:
     pair = ir.VectorType.get((2,), ir.BF16Type.get())
-    words = [word for vector in codes.registers.flat for word in _elements(vector)]
+    words = [word for vector in codes.registers.flat for word in elements(vector)]
     registers = []
     for half, vector in enumerate(scales.registers.flat):
         even, odd = words[2 * half : 2 * half + 2]
-        scale_pairs = _assembly(_DECODE_SCALES, 2, _elements(vector))
+        scale_pairs = _assembly(_DECODE_SCALES, 2, elements(vector))
         registers += _assembly(_DECODE_WORDS, 8, [even, odd, *scale_pairs])
-    return _fragment(_DECODED, [llvm.bitcast(pair, register) for register in registers])
+    return fragment(_DECODED, [llvm.bitcast(pair, register) for register in registers])
 
 
 def _emit_load_plain(_: mgpu.LaunchContext, *pieces: ir.Value) -> mgpu.FragmentedArray:
@@ -159,8 +159,8 @@ def _emit_load_plain(_: mgpu.LaunchContext, *pieces: ir.Value) -> mgpu.Fragmente
     words = []
     for piece in pieces:
         address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(piece), [first], i32)
-        words += _elements(llvm.load(four, address, alignment=16))
-    return _fragment(_DECODED, [llvm.bitcast(pair, word) for word in words])
+        words += elements(llvm.load(four, address, alignment=16))
+    return fragment(_DECODED, [llvm.bitcast(pair, word) for word in words])
 
 
 def _assembly(text: str, results: int, operands: list[ir.Value]) -> list[ir.Value]:
@@ -170,32 +170,3 @@ def _assembly(text: str, results: int, operands: list[ir.Value]) -> list[ir.Valu
     struct = llvm.StructType.get_literal([i32] * results)
     result = llvm.inline_asm(struct, operands, text, constraints)
     return [llvm.extractvalue(i32, result, [i]) for i in range(results)]
-
-
-def _elements(vector: ir.Value) -> list[ir.Value]:
-    i32 = ir.IntegerType.get_signless(32)
-    places = range(ir.VectorType(vector.type).shape[0])
-    return [llvm.extractelement(vector, mgpu.c(i, i32)) for i in places]
-
-
-def _split(vector: ir.Value, width: int) -> list[ir.Value]:
-    i32 = ir.IntegerType.get_signless(32)
-    elements = _elements(vector)
-    parts = []
-    for start in range(0, len(elements), width):
-        part = llvm.mlir_undef(ir.VectorType.get((width,), i32))
-        for i in range(width):
-            part = llvm.insertelement(part, elements[start + i], mgpu.c(i, i32))
-        parts.append(part)
-    return parts
-
-
-def _fragment(kind: plgpu.ShapeDtypeStruct, registers: list[ir.Value]) -> mgpu.FragmentedArray:
-    of_layout = kind.layout.to_mgpu()
-    array = np.empty(len(registers), dtype=object)
-    array[:] = registers
-    return mgpu.FragmentedArray(
-        _registers=array.reshape(of_layout.registers_shape(kind.shape)),
-        _layout=of_layout,
-        _is_signed=False if kind.dtype == jnp.int32 else None,
-    )

@@ -8,15 +8,13 @@ eight lines of the cache.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.nvfp4_matmul.layout import TILE
-
-llvm = mgpu.utils.llvm  # which jax.extend.mlir leaves out
+from pallas_kernels.nvfp4_matmul.registers import elements, fragment, i32, llvm, vectors
 
 COLUMNS, PIECE = 8, TILE * 8
 
@@ -65,43 +63,26 @@ def load(ref: jax.Ref, *, interpret: bool) -> jax.Array:
     size = (TILE, ref.shape[0] * COLUMNS)
     kind = plgpu.ShapeDtypeStruct(size, jnp.float32, layout=plgpu.Layout.WGMMA)
     emit = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=kind)
-    return emit(lambda _, ref: _emit_load(ref, size))(ref)
+    return emit(lambda _, ref: _emit_load(ref, kind))(ref)
 
 
 def _emit_store(_: mgpu.LaunchContext, values: mgpu.FragmentedArray, ref: ir.Value) -> None:
-    pairs = list(values.registers.flat)  # by column, then half
-    for column in range(len(pairs) // 2):
-        own = [value for pair in pairs[2 * column : 2 * column + 2] for value in _elements(pair, 2)]
-        llvm.store(_vector(own), _address(ref, column), alignment=16)
+    # By column, then half.
+    own = [value for pair in values.registers.flat for value in elements(pair)]
+    for column, four in enumerate(vectors(own, 4)):
+        llvm.store(four, _address(ref, column), alignment=16)
 
 
-def _emit_load(ref: ir.Value, size: tuple[int, int]) -> mgpu.FragmentedArray:
+def _emit_load(ref: ir.Value, kind: plgpu.ShapeDtypeStruct) -> mgpu.FragmentedArray:
     four = ir.VectorType.get((4,), ir.F32Type.get())
-    of_layout = plgpu.Layout.WGMMA.to_mgpu()
-    registers = np.empty(of_layout.registers_shape(size), dtype=object)
-    for column in range(size[1] // COLUMNS):
-        own = _elements(llvm.load(four, _address(ref, column), alignment=16), 4)
-        registers.flat[2 * column : 2 * column + 2] = [_vector(own[:2]), _vector(own[2:])]
-    return mgpu.FragmentedArray(_registers=registers, _layout=of_layout, _is_signed=None)
-
-
-def _vector(values: list[ir.Value]) -> ir.Value:
-    vector = llvm.mlir_undef(ir.VectorType.get((len(values),), ir.F32Type.get()))
-    for i, value in enumerate(values):
-        vector = llvm.insertelement(vector, value, _i32(i))
-    return vector
-
-
-def _elements(vector: ir.Value, count: int) -> list[ir.Value]:
-    return [llvm.extractelement(vector, _i32(i)) for i in range(count)]
+    columns = range(kind.shape[1] // COLUMNS)
+    loaded = [llvm.load(four, _address(ref, column), alignment=16) for column in columns]
+    own = [value for vector in loaded for value in elements(vector)]
+    return fragment(kind, vectors(own, 2))
 
 
 def _address(ref: ir.Value, column: int) -> ir.Value:
     """Of this thread's four values in a piece."""
-    thread = arith.remui(mgpu.utils.thread_idx(), _i32(128))
-    first = arith.addi(arith.muli(thread, _i32(4)), _i32(PIECE * column))
+    thread = arith.remui(mgpu.utils.thread_idx(), i32(128))
+    first = arith.addi(arith.muli(thread, i32(4)), i32(PIECE * column))
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [first], ir.F32Type.get())
-
-
-def _i32(value: int) -> ir.Value:
-    return mgpu.c(value, ir.IntegerType.get_signless(32))
