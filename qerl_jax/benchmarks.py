@@ -38,6 +38,7 @@ class Protocol:
         max_completion_length: In tokens, the stop token included.
         system_prompt: As `data.load` takes it: None is the set's own.
         prompt_template: As `data.load` takes it.
+        stop: Strings that end a completion, beside the end token.
     """
 
     reward: str
@@ -49,6 +50,7 @@ class Protocol:
     max_completion_length: int = 4096
     system_prompt: str | None = None
     prompt_template: str | None = None
+    stop: tuple[str, ...] | None = None
 
     def __post_init__(self):
         rules = {

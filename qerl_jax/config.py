@@ -574,7 +574,7 @@ class NoiseConfig:
 class EvalConfig:
     """Held-out accuracy at the start and the end of a run, and on a schedule.
 
-    Rows, cache and stops are bounded as those of a rollout; how tokens are drawn is said here.
+    It keeps to `rollout`'s concurrent rows, cache, length and stop strings; how tokens are drawn is said here.
 
     Attributes:
         split: Of the training set's source, or of `dataset` (AIME 2024's is called "train" on the hub).

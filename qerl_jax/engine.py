@@ -2,7 +2,7 @@
 
 The device runs one jitted loop per chunk of tokens; between chunks the host reads what the chunk
 brought, gives the slots and pages of rows that ended to rows that wait, and starts the next. Where
-no row waits, the next is started before the last one is read, and the device is never idle.
+no row waits, the next is started before the last one is read.
 Nothing recompiles on the way: the sizes that a batch can have, and the lengths to which prompts are
 padded, are few and fixed.
 
@@ -33,7 +33,7 @@ from qerl_jax.pages import Pages, pages_for, pages_wanted
 from qerl_jax.stop_strings import StopStrings
 
 # Tokens that one prefill holds: enough for products to be bound by arithmetic.
-PREFILL_TOKENS = 8192
+_PREFILL_TOKENS = 8192
 _SMALLEST_BUCKET = 64
 # Below so many rows a decode step is bound by the weights: a smaller batch would not be faster.
 _SMALLEST_BATCH = 8
@@ -167,8 +167,12 @@ class Engine:
         return self._run(variables, schedule, np.float32(temperature))
 
     def _run(self, variables, schedule: _Schedule, temperature) -> Iterator[list[Piece]]:
-        pool = kv_cache.pool(
-            self._model.arch, schedule.num_pages, self._model.dtype, self._page_size
+        # All of it said to be on one device: else a chunk whose rows come from the host and one whose
+        # rows come from the chunk before would be two programs.
+        (device,) = jax.tree.leaves(variables["frozen"])[0].devices()
+        pool = jax.device_put(
+            kv_cache.pool(self._model.arch, schedule.num_pages, self._model.dtype, self._page_size),
+            device,
         )
         ahead = None
         while schedule.unfinished():
@@ -178,6 +182,7 @@ class Engine:
                 if (copies := schedule.copies()) is not None:
                     pool = _copy(pool, *copies)
                 slots = schedule.slots(with_history=self._penalty != 1)
+                slots = jax.device_put(slots, device)
                 pool, brought, slots = self._chunk(variables, pool, slots, temperature)
             else:
                 brought, ahead = ahead, None
@@ -417,10 +422,11 @@ class _Plan:
         longest = max(1, -(-self.longest_prefill // 16)) * 16
         return min(longest, max(_SMALLEST_BUCKET, _power_of_two(length)))
 
-    def prompts(self, bucket: int) -> int:
-        """Prompts that are prefilled together."""
-        at_once = max(1, PREFILL_TOKENS // bucket)
-        return min(_power_of_two(self.most_prompts), _power_of_two(at_once + 1) // 2)
+
+def prefilled_together(prompts: int, length: int) -> int:
+    """Lines of a prefill of so many prompts that are padded to one length; the rest follows."""
+    at_once = max(1, _PREFILL_TOKENS // length)
+    return min(_power_of_two(prompts), _power_of_two(at_once + 1) // 2)
 
 
 def _power_of_two(number: int) -> int:
@@ -479,6 +485,8 @@ class _Schedule:
         self._ready: collections.deque[_Row] = collections.deque()
         self._slots: list[_Row | None] = [None] * plan.sizes[0]
         self._copies: list[tuple[int, int]] = []
+        # Whether the device takes a row for alive that a stop string has ended.
+        self._overtaken = False
 
     def unfinished(self) -> bool:
         """Whether any row has not ended."""
@@ -495,7 +503,8 @@ class _Schedule:
         if self._ready or not self._waiting or all(self._slots):
             return None
         bucket = self._plan.bucket(self._waiting[0].filled)
-        tokens = np.zeros((self._plan.prompts(bucket), bucket), np.int32)
+        together = prefilled_together(self._plan.most_prompts, bucket)
+        tokens = np.zeros((together, bucket), np.int32)
         tables = np.zeros((len(tokens), self._ceil(bucket)), np.int32)
         chosen = self._choose(bucket, len(tokens))
         for line, cached in enumerate(chosen):
@@ -520,6 +529,7 @@ class _Schedule:
 
     def slots(self, with_history: bool) -> _Slots:
         """The next chunk's rows, after moving them into as small a batch as will do."""
+        self._overtaken = False
         running = self._running()
         size = self._size()
         if size < len(self._slots):
@@ -553,11 +563,11 @@ class _Schedule:
     def goes_on(self) -> bool:
         """Whether the chunk after the one under way takes nothing from the host.
 
-        So it is when no row waits, the batch stays as large as it is, and a row has more to go than
-        the chunk under way.
+        So it is when no row waits, the batch stays as large as it is, a row has more to go than the
+        chunk under way, and the device knows of all rows that have ended.
         """
         return (
-            not (self._ready or self._waiting)
+            not (self._ready or self._waiting or self._overtaken)
             and self._left() > self._plan.chunk
             and self._size() == len(self._slots)
         )
@@ -585,6 +595,7 @@ class _Schedule:
                     length, ended = kept - seen, "stop"
             pieces.append(Piece(row.index, tokens[slot, :length], logps[slot, :length], ended))
             if ended:
+                self._overtaken |= bool(live[slot])
                 self._pages.give_back(row.pages)
                 self._slots[slot] = None
         return pieces

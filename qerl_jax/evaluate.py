@@ -35,6 +35,7 @@ from qerl_jax.config import DataConfig, RunConfig
 from qerl_jax.data import Problem
 from qerl_jax.log import write_whole
 from qerl_jax.policies import Policy
+from qerl_jax.stop_strings import StopStrings
 from qerl_jax.tokenizer import Tokenizer
 
 # What each reward takes for the answer of a text; others may take any form.
@@ -237,6 +238,7 @@ def protocol_for(dataset: str, name: str | None, policy: Policy, **changed: Any)
             max_completion_length=run.rollout.max_completion_length,
             system_prompt=data.system_prompt(run.data),
             prompt_template=run.data.prompt_template,
+            stop=run.rollout.stop,
         )
     elif name in ("paper", "verl"):
         protocol = getattr(benchmarks, name)(dataset)
@@ -359,6 +361,7 @@ def _evaluator(
             max_completion_length=protocol.max_completion_length,
             num_tokens=tokenizer.num_tokens,
             stop_tokens=tokenizer.stop_tokens,
+            stop_strings=StopStrings(protocol.stop, tokenizer.decode) if protocol.stop else None,
             pad_token=tokenizer.pad_token,
             truncation=sampling.Truncation(protocol.top_k, protocol.top_p, protocol.min_p),
         ),
@@ -527,12 +530,14 @@ def _identity(policy: Policy, source: DataConfig, protocol: Protocol, seed: int)
     """Everything that a result depends on, as plain JSON."""
     prompts = ("system_prompt", "prompt_template", "max_prompt_length", "overlong_prompts")
     data_table = {k: v for k, v in config.to_table(source).items() if k not in prompts}
+    protocol_table = dataclasses.asdict(protocol)
+    protocol_table["stop"] = protocol.stop and list(protocol.stop)
     return {
         **{f"model.{name}": value for name, value in config.to_table(policy.model).items()},
         "adapter": policy.adapter and os.fspath(policy.adapter.resolve()),
         "adapter.sha256": policy.adapter and _digest(policy.adapter / "adapter_model.safetensors"),
         **{f"data.{name}": value for name, value in data_table.items()},
-        **{f"protocol.{name}": value for name, value in dataclasses.asdict(protocol).items()},
+        **{f"protocol.{name}": value for name, value in protocol_table.items()},
         "data.seed": _data_seed(policy, seed),
         "rewards.options": (_options(policy.run) or {}).get(protocol.reward),
         "seed": seed,

@@ -111,16 +111,15 @@ class Plan:
     def lines(self, limit: int | None = None, measured: int | None = None) -> list[str]:
         """The table, and what it is compared with."""
         rows = []
-        line = lambda phase, name, size: f"{phase:10}  {name:45} {_gb(size):>10}"
         for phase in ("always", *_TURNS):
             items = [item for item in self.items if item.phase == phase]
-            rows += [line(phase, item.name, item.size) for item in items]
-            rows += [line(phase, "in all", self.size(phase))] if items else []
-        rows.append(line("peak", "always, and the largest of the others", self.peak))
+            rows += [_line(phase, item.name, item.size) for item in items]
+            rows += [_line(phase, "in all", self.size(phase))] if items else []
+        rows.append(_line("peak", "always, and the largest of the others", self.peak))
         if measured is not None:
-            rows.append(f"{line('peak', 'measured', measured)} ({measured / self.peak - 1:+.0%})")
+            rows.append(f"{_line('peak', 'measured', measured)} ({measured / self.peak - 1:+.0%})")
         if limit is not None:
-            rows.append(line("device", "what it offers", limit))
+            rows.append(_line("device", "what it offers", limit))
         return rows
 
 
@@ -149,7 +148,9 @@ def make(cfg: RunConfig, arch: Architecture | None = None, *, limit: int | None 
     turns = [*_rollout(cfg, arch, free), *_update(cfg, arch, adapter)]
     turns += _evaluation(cfg, arch, free) if cfg.eval else []
     if model.full:
-        turns.append(Item("weights as sampled", adapter * _width(cfg) // 4, "rollout"))
+        sampled = adapter * _width(cfg) // 4
+        phases = ("rollout", "evaluation") if cfg.eval else ("rollout",)
+        turns += [Item("weights as sampled", sampled, phase) for phase in phases]
     return Plan((*always, *turns))
 
 
@@ -250,10 +251,12 @@ def _sampling(
         share = cfg.rollout.kv_cache_fraction or _CACHE_SHARE
         pages = min(pages, pages_for(max(longest, int(share * free / token)), page))
     prompt = cfg.data.max_prompt_length
-    prefilled = min(prompts * prompt, max(prompt, engine.PREFILL_TOKENS))
+    prefilled = engine.prefilled_together(prompts, prompt) * prompt
     fewer = "rollout.max_concurrent"
     if slots == 1:
         fewer = "rollout.max_completion_length"
+    elif phase == "evaluation":
+        fewer = "eval.batch_size"
     return [
         Item("keys and values", pages * page * token, phase, "rollout.kv_cache_tokens"),
         Item("scores", round(_SAMPLED * slots * arch.vocab_size * 4), phase, fewer),
@@ -350,6 +353,10 @@ def _width(cfg: RunConfig) -> int:
 
 def _bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _line(phase: str, name: str, size: int) -> str:
+    return f"{phase:10}  {name:45} {_gb(size):>10}"
 
 
 def _gb(size: int) -> str:

@@ -376,7 +376,7 @@ HEAD = """| linear (K x N) | M | groups/step/stages/blocks | kernel us | call us
 
 
 def print_values(args: argparse.Namespace) -> None:
-    """The largest errors of products, and which rows of the tuned table did not run."""
+    """The largest errors of products, and which problems of the tuned table were not among them."""
     rows = []
     untried = set(tuning.table_of(jax.devices()[0].device_kind))
     print("| product | N x K | M | largest error, ulp |\n| --- | --- | --- | --- |")
@@ -395,7 +395,7 @@ def print_values(args: argparse.Namespace) -> None:
     faulthandler.cancel_dump_traceback_later()
     worst = max(row["ulp"] for row in rows)
     print(f"\n{len(rows)} products, largest error {worst:.3f} ulp")
-    print(f"rows of the tuned table that did not run: {sorted(untried) or 'none'}")
+    print(f"problems of the tuned table that were not among them: {sorted(untried) or 'none'}")
 
 
 def main() -> None:

@@ -138,9 +138,10 @@ def finish(
         refs = refs[len(operands) :]
         outs, (b_smem, u_smem, arrived) = refs[: len(out_type)], refs[len(out_type) :]
         tile = lax.axis_index("tile")
-        window = pl.ds(lax.axis_index("columns") * columns, columns)
-        pieces = columns // fragments.COLUMNS
-        pieces = pl.ds(lax.axis_index("columns") * pieces, pieces)
+        window, pieces = (
+            pl.ds(lax.axis_index("columns") * size, size)
+            for size in (columns, columns // fragments.COLUMNS)
+        )
         rows = [pl.ds((half * tiles + tile) * TILE, TILE) for half in halves]
 
         def load(ref, kind=whole):

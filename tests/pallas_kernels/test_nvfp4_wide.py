@@ -215,7 +215,7 @@ def test_products_and_their_derivative_meet_the_reference(pretended_hopper, scal
 
 
 @on_cpu
-@pytest.mark.parametrize("scale_per_row", [False, True])
+@pytest.mark.parametrize("scale_per_row", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_one_hot_inputs_return_scaled_codes_times_the_multiplier(scale_per_row):
     t = weight(3, 64, 64, scale_per_row=scale_per_row)
     codes = np.asarray(nvfp4.scaled_codes(t, jnp.float32))

@@ -210,6 +210,37 @@ def test_the_device_goes_on_while_the_host_reads_unless_a_row_waits(monkeypatch,
     assert " ".join(seen) == events
 
 
+def test_a_row_that_a_stop_string_ended_runs_one_chunk_too_far_at_most(monkeypatch):
+    free, live = run(prompts(0, (5, 5), (1, 1), limit=40)), []
+    decode = engine._decode
+    monkeypatch.setattr(
+        engine,
+        "_decode",
+        lambda variables, pool, slots, *args, **options: (
+            live.append(int(np.sum(slots.live))) or decode(variables, pool, slots, *args, **options)
+        ),
+    )
+    texts = lambda tokens: "".join(f"<{token}>" for token in tokens)
+    stops = StopStrings((texts(free[0][0][:2]),), texts)
+    rows = run(prompts(0, (5, 5), (1, 1), limit=40), stop_strings=stops)
+    assert len(rows[0][0]) == 2 and len(rows[1][0]) == 40
+    assert live == [2, 2] + [1] * 8
+
+
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_a_batch_size_is_compiled_once(caplog, is_committed):
+    _, variables = policy()
+    if is_committed:
+        variables = jax.device_put(variables, jax.devices()[0])
+    # Numbers of tokens that no other test has.
+    subject = make(chunk=3, num_tokens=62 - is_committed)
+    with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
+        stream = subject.stream(variables, prompts(limit=9), 1.0, max_prompt_length=WIDTH)
+        assert len(list(stream)) == 3
+    found = [record.message for record in caplog.records if "_decode" in record.message]
+    assert sum(message.startswith("Compiling") for message in found) == 1
+
+
 def test_a_penalty_remembers_what_chunks_made_that_the_host_has_not_read():
     penalized = functools.partial(run, prompts(), 0.0, repetition_penalty=1.5)
     assert_same(penalized(), penalized(chunk=16))

@@ -161,6 +161,9 @@ def test_a_run_folder_brings_its_model_prompt_problems_and_sampling(run_folder):
     protocol = evaluate.protocol_for("arithmetic", None, policy, top_p=0.9)
     assert (protocol.temperature, protocol.top_p, protocol.num_generations) == (0.7, 0.9, 4)
     assert protocol.system_prompt == "Add." and protocol.max_completion_length == 44
+    rollout = dataclasses.replace(policy.run.rollout, stop=("|",))
+    stopped = dataclasses.replace(policy, run=dataclasses.replace(policy.run, rollout=rollout))
+    assert evaluate.protocol_for("arithmetic", None, stopped).stop == ("|",)
     # Another set, asked as the run asks; and under the paper's protocol instead.
     assert evaluate.protocol_for("math500", "run", policy).system_prompt == "Add."
     assert evaluate.protocol_for("math500", "paper", policy) == benchmarks.paper("math500")

@@ -81,7 +81,14 @@ def test_the_cache_is_planned_by_concurrent_rows_and_its_bounds():
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"max_concurrent": 5}, {"kv_cache_tokens": 100}, {"num_generations": 2}]
+    "fields",
+    [
+        {"max_concurrent": 5},
+        *(
+            pytest.param(fields, marks=pytest.mark.slow)
+            for fields in ({}, {"kv_cache_tokens": 100}, {"num_generations": 2})
+        ),
+    ],
 )
 def test_the_cache_is_planned_as_the_engine_makes_it(monkeypatch, fields):
     monkeypatch.setattr(kv_cache, "PAGE_SIZE", 32)  # a CPU's
@@ -156,7 +163,10 @@ def test_full_training_holds_its_weights_in_float32_and_for_sampling_in_16_bits(
     made = plan.make(cfg)
     # 36 layers of the 3B shape: 2.77e9 values; gradients are there twice, AdamW's moments too.
     assert named(made, "what trains") == pytest.approx(2.77e9 * 4, rel=1e-2)
-    assert named(made, "weights as sampled") == named(made, "what trains") // 2
+    # For rollouts, and for the evaluation that this run has.
+    copies = [item for item in made.items if item.name == "weights as sampled"]
+    assert [item.phase for item in copies] == ["rollout", "evaluation"]
+    assert {item.size for item in copies} == {named(made, "what trains") // 2}
     assert named(made, "base: linears") == 0
 
 
