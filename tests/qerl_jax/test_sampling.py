@@ -83,7 +83,15 @@ def greedy_loop(name):
     return chosen, logps
 
 
-@pytest.mark.parametrize("name", ["qwen2_untied", "qwen3", "llama3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2_untied",
+        "qwen3",
+        "llama3",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_tied", "mistral")),
+    ],
+)
 def test_greedy_generation_equals_a_loop_without_cache(name):
     tokens, logps = greedy_loop(name)
     actual = sample(name, 0.0)
