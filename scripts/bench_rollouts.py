@@ -145,7 +145,7 @@ def prefill(bench: Bench) -> dict:
 
 
 def profile(bench: Bench, batch: int) -> list[tuple[str, float, float]]:
-    """Kernels of a chunk by name: microseconds and launches per decode step, most expensive first."""
+    """Kernels of a chunk by name, and all: microseconds and launches per decode step, most expensive first."""
     from jax.experimental.mosaic.gpu import profiler
 
     from qerl_jax import engine
@@ -154,7 +154,9 @@ def profile(bench: Bench, batch: int) -> list[tuple[str, float, float]]:
 
     def watched(*arguments, **traits):
         chunks.append(traits["chunk"])
-        if len(chunks) == 2:  # all rows live, and their prompts lie behind them
+        if (
+            len(chunks) == LONG // 2 // chunks[0]
+        ):  # with as many tokens behind it as a step has on average
             # As arguments: it compiles what it measures, and would keep captured weights as
             # constants.
             measure = profiler.measure(functools.partial(plain, **traits), aggregate=False)
@@ -162,12 +164,13 @@ def profile(bench: Bench, batch: int) -> list[tuple[str, float, float]]:
         return plain(*arguments, **traits)
 
     engine._decode = watched
-    bench.time(bench.prompts(batch, 1, 3 * SHORT), batch, repeats=0)
+    bench.time(bench.prompts(batch, 1, LONG), batch, repeats=0)
     spent, launches = collections.Counter(), collections.Counter()
     for name, milliseconds in kernels:
         spent[name] += milliseconds * 1e3 / chunks[0]
         launches[name] += 1
-    return [(name[:70], us, launches[name] / chunks[0]) for name, us in spent.most_common(24)]
+    rows = [(name[:70], us, launches[name] / chunks[0]) for name, us in spent.most_common(24)]
+    return [*rows, ("all kernels", spent.total(), launches.total() / chunks[0])]
 
 
 def child(args: argparse.Namespace, arm: str, what: str) -> None:
@@ -177,7 +180,9 @@ def child(args: argparse.Namespace, arm: str, what: str) -> None:
     row = measures[what](bench) if what in measures else decode(bench, int(what))
     print("ROW " + json.dumps({"arm": arm} | row), flush=True)
     if args.profile and "step" in row:
-        for name, us, launches in profile(bench, int(what)):
+        rows = profile(bench, int(what))
+        rows.append(("between kernels, by the time of a step", 1e6 * row["step"] - rows[-1][1], 0))
+        for name, us, launches in rows:
             print(f"{us:9.1f} us x{launches:6.1f}  {name}", flush=True)
 
 
