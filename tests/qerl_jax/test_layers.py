@@ -1,6 +1,7 @@
 """Attention against a float64 loop over its definition, the rotation by its properties, the rest by hand."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +81,30 @@ def test_bfloat16_attention_stays_within_two_of_its_steps():
     actual = ATTENTION(query, key, value)
     assert actual.dtype == jnp.bfloat16
     assert_live_close(actual, expected, atol=2 * 2**-8 * np.abs(expected).max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "groups", "size"), [(28, 4, 128), (14, 2, 64), (8, 8, 128)])
+def test_on_its_device_attention_and_its_derivatives_meet_the_plain_one(heads, groups, size):
+    """A row is filled up on the right, with what would show: its live part does not see it."""
+    arrays = [x.astype(jnp.bfloat16) for x in qkv(384, heads, groups, rows=2, size=size)]
+    live = jnp.arange(384)[:, None, None] < jnp.array([384, 200])[:, None, None, None]
+    filled = [jnp.where(live, x, jnp.bfloat16(50)) for x in arrays]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def mixed_and_gradients(attend, query, key, value):
+        mixed, vjp = jax.vjp(attend, query, key, value)
+        return mixed, *vjp(jnp.where(live, jnp.cos(mixed), 0))
+
+    actual = mixed_and_gradients(layers.attention, *filled)
+    exact = [x.astype(jnp.float32) for x in filled]
+    for got, wanted in zip(
+        actual, mixed_and_gradients(layers.plain_attention, *exact), strict=True
+    ):
+        assert got.dtype == jnp.bfloat16
+        got, wanted = (np.asarray(jnp.where(live, x, 0), np.float32) for x in (got, wanted))
+        assert np.isfinite(got).all()
+        assert np.abs(got - wanted).max() <= 2**-6 * np.abs(wanted).max()
 
 
 ARCH = architecture.Architecture("llama", 32, 32, 64, 1, 4, 2, 8, rope_theta=100.0)
