@@ -167,6 +167,7 @@ def test_the_kernel_meets_the_reference_without_a_race(
 
 
 @on_cpu
+@pytest.mark.slow
 def test_a_row_has_the_same_bits_whatever_the_others_are():
     *rest, tables, ends = problem(2, 4, 1, 64, [100, 40], 2)
     config = Config(1, 2, 2, 2)

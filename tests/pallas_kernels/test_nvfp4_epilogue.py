@@ -128,7 +128,8 @@ def test_what_a_slot_cannot_hold_is_refused_with_its_reason():
 @pytest.mark.parametrize(
     ("m", "n", "k", "rank", "sizes", "config"),
     [
-        (16, 192, 512, 24, (64, 128), Config(1, 256, 2, 5)),  # two parts in one tile of ranks
+        # Two parts in one tile of ranks.
+        pytest.param(*(16, 192, 512, 24, (64, 128), Config(1, 256, 2, 5)), marks=pytest.mark.slow),
         pytest.param(*(8, 128, 256, 0, (), Config(2, 128, 2, 1)), marks=pytest.mark.slow),
         pytest.param(*(8, 256, 512, 128, (128, 128), Config(2, 128, 2, 5)), marks=pytest.mark.slow),
         pytest.param(*(64, 256, 512, 64, (64, 192), Config(2, 128, 2, 4)), marks=pytest.mark.slow),

@@ -68,7 +68,7 @@ def assert_within_an_ulp(actual, expected):
         (128, 256, dequantize.Config(128, 2, 3)),
         (192, 320, dequantize.Config(64, 2, 2)),  # slots used again
         (100, 208, None),  # ragged N and K
-        (64, 64, None),  # less work than blocks
+        pytest.param(*(64, 64, None), marks=pytest.mark.slow),  # less work than blocks
     ],
 )
 def test_a_weight_is_written_out_as_scaled_codes_without_a_race(capfd, n, k, config):
@@ -94,12 +94,14 @@ def test_a_step_that_does_not_divide_k_is_refused_and_never_picked():
 @pytest.mark.parametrize(
     ("m", "n", "k", "config"),
     [
-        (16, 256, 128, wide.Config(16, 2, 3)),  # one tile of x
+        # One tile of x.
+        pytest.param(*(16, 256, 128, wide.Config(16, 2, 3)), marks=pytest.mark.slow),
         # Ragged M, more tiles than a band, slots used again.
         (44, 128, 320, wide.Config(16, 1, 3, 2)),
         (24, 180, 48, wide.Config(24, 3, 3)),  # ragged N and K
         (44, 128, 256, wide.Config(16, 2, 2, producer=True, split=2)),  # all tiles split
-        (16, 192, 256, wide.Config(16, 1, 3, split=4)),  # one split, the others whole
+        # One split, the others whole.
+        pytest.param(*(16, 192, 256, wide.Config(16, 1, 3, split=4)), marks=pytest.mark.slow),
     ],
 )
 def test_products_meet_the_reference_without_a_race(capfd, monkeypatch, m, n, k, config):

@@ -227,7 +227,7 @@ def test_a_row_that_a_stop_string_ended_runs_one_chunk_too_far_at_most(monkeypat
     assert live == [2, 2] + [1] * 8
 
 
-@pytest.mark.parametrize("is_committed", [False, True])
+@pytest.mark.parametrize("is_committed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_batch_size_is_compiled_once(caplog, is_committed):
     _, variables = policy()
     if is_committed:
