@@ -530,8 +530,8 @@ def _identity(policy: Policy, source: DataConfig, protocol: Protocol, seed: int)
     """Everything that a result depends on, as plain JSON."""
     prompts = ("system_prompt", "prompt_template", "max_prompt_length", "overlong_prompts")
     data_table = {k: v for k, v in config.to_table(source).items() if k not in prompts}
-    protocol_table = dataclasses.asdict(protocol)
-    protocol_table["stop"] = protocol.stop and list(protocol.stop)
+    stop = protocol.stop and list(protocol.stop)
+    protocol_table = dataclasses.asdict(protocol) | {"stop": stop}
     return {
         **{f"model.{name}": value for name, value in config.to_table(policy.model).items()},
         "adapter": policy.adapter and os.fspath(policy.adapter.resolve()),

@@ -284,9 +284,9 @@ def check_values(problem: shapes.Problem, ms: Sequence[int], rank: int) -> list[
     expected = np.asarray(expected + added)
 
     def lowered(m):
-        config = tuning.pick_config(m, n, k, jax.devices()[0].device_kind)
         if rank:
             return jax.jit(fused.linear).lower(x[:m], w, branch=branch)
+        config = tuning.pick_config(m, n, k, jax.devices()[0].device_kind)
         return jax.jit(functools.partial(hopper.matmul, config=config)).lower(x[:m], w)
 
     with ThreadPoolExecutor() as pool:

@@ -154,9 +154,8 @@ def profile(bench: Bench, batch: int) -> list[tuple[str, float, float]]:
 
     def watched(*arguments, **traits):
         chunks.append(traits["chunk"])
-        if (
-            len(chunks) == LONG // 2 // chunks[0]
-        ):  # with as many tokens behind it as a step has on average
+        # With as many tokens behind it as a step has on average.
+        if len(chunks) == LONG // 2 // chunks[0]:
             # As arguments: it compiles what it measures, and would keep captured weights as
             # constants.
             measure = profiler.measure(functools.partial(plain, **traits), aggregate=False)

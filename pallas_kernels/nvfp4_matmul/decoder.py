@@ -133,9 +133,8 @@ def _emit_load(_: mgpu.LaunchContext, tile: ir.Value) -> tuple[mgpu.FragmentedAr
     thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, i32))
     codes = loaded(times(thread, 4), 4)
     scales = loaded(times(arith.divui(thread, mgpu.c(4, i32)), 2, layout.CODE_WORDS), 2)
-    return fragment(_CODES, vectors(elements(codes), 2)), fragment(
-        _SCALES, vectors(elements(scales), 1)
-    )
+    codes, scales = vectors(elements(codes), 2), vectors(elements(scales), 1)
+    return fragment(_CODES, codes), fragment(_SCALES, scales)
 
 
 def _emit_convert(
