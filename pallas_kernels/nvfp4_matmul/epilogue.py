@@ -30,7 +30,6 @@ from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.adapter import Branch
 from pallas_kernels.nvfp4_matmul.hopper import Sums
 from pallas_kernels.nvfp4_matmul.layout import TILE
-from pallas_kernels.rounding import rounded
 
 
 @jax.tree_util.register_dataclass
@@ -107,7 +106,7 @@ def finish(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from pallas_kernels.nvfp4_matmul import fragments, transposed
+    from pallas_kernels.nvfp4_matmul import fragments, registers, transposed
 
     most_parts, n, m = sums.size
     if reason := supports(m, n, is_swiglu=is_swiglu):
@@ -159,9 +158,7 @@ def finish(
             return [first // TILE + i for first in firsts for i in range(-(-ranks // TILE))]
 
         def as_rounded(values):
-            if interpret:
-                return rounded(values, jnp.bfloat16).astype(jnp.float32)
-            return values.astype(jnp.bfloat16).astype(jnp.float32)
+            return registers.rounded_to_bfloat16(values, interpret=interpret)
 
         def along_rows(ref, half):
             values = load(ref.at[rows[half]], of_rows).astype(jnp.float32)
@@ -246,9 +243,8 @@ def finish(
         elif residual is None:
             store(y.astype(jnp.bfloat16), outs[0])
         else:
-            r = (r + y).astype(jnp.bfloat16)
-            outs[0][rows[0], window] = r
-            r = r.astype(jnp.float32)
+            r = as_rounded(r + y)
+            outs[0][rows[0], window] = r.astype(jnp.bfloat16)
             store((r * scale).astype(jnp.bfloat16), outs[1])
             outs[2][tile, window] = jnp.sum(r * r, axis=0)
 

@@ -1,11 +1,64 @@
 """What a thread of a warpgroup holds of an array, in Mosaic GPU's terms."""
 
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith
+from jax.typing import DTypeLike
+
+from pallas_kernels.rounding import rounded
 
 llvm = mgpu.utils.llvm  # which jax.extend.mlir leaves out
+
+
+def to_bfloat16(values: jax.Array, *, interpret: bool) -> jax.Array:
+    """values in bfloat16, two by one instruction.
+
+    What LLVM makes of `astype`, where a conversion back follows, goes one by one through a unit that has a
+    quarter of the lanes.
+
+    Args:
+      values: float32 [64, M] in the layout `WGMMA`.
+      interpret: whether this runs on a CPU.
+    """
+    if interpret:
+        return rounded(values, jnp.bfloat16)
+    return _map_words(values, jnp.bfloat16, _packed)
+
+
+def rounded_to_bfloat16(values: jax.Array, *, interpret: bool) -> jax.Array:
+    """values as `to_bfloat16` rounds them, in float32."""
+    if interpret:
+        return rounded(values, jnp.bfloat16).astype(jnp.float32)
+    return _map_words(values, jnp.float32, _unpacked)
+
+
+def _map_words(values: jax.Array, dtype: DTypeLike, unpack: Callable) -> jax.Array:
+    """What `unpack` makes of each two neighbours, packed as bfloat16 in a word, the first one low."""
+    kind = plgpu.ShapeDtypeStruct(values.shape, dtype, layout=plgpu.Layout.WGMMA)
+
+    def emit(_: mgpu.LaunchContext, values: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        word, code = ir.IntegerType.get_signless(32), "cvt.rn.bf16x2.f32 $0, $1, $2;"
+        pairs = [elements(pair)[::-1] for pair in values.registers.flat]
+        words = [llvm.inline_asm(word, pair, code, "=r,f,f") for pair in pairs]
+        return fragment(kind, [unpack(word) for word in words])
+
+    return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=kind)(emit)(values)
+
+
+def _packed(word: ir.Value) -> ir.Value:
+    return llvm.bitcast(ir.VectorType.get((2,), ir.BF16Type.get()), word)
+
+
+def _unpacked(word: ir.Value) -> ir.Value:
+    halves = arith.shli(word, i32(16)), arith.andi(word, i32(-(1 << 16)))
+    (pair,) = vectors([llvm.bitcast(ir.F32Type.get(), half) for half in halves], 2)
+    return pair
 
 
 def elements(vector: ir.Value) -> list[ir.Value]:
