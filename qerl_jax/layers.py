@@ -8,6 +8,7 @@ need no mask array: a query at slot s sees the keys of slots start <= k <= s.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,6 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import PackedWeight, packed_matmul, rounded, runtime
+from pallas_kernels.linear import Branch, finish
+from pallas_kernels.nvfp4_matmul import ended
+from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 from qerl_jax.architecture import Architecture
 
 
@@ -60,20 +64,56 @@ def logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
     )
 
 
-def lora(x: jax.Array, a: jax.Array, b: jax.Array, scaling: float) -> jax.Array:
-    """The low-rank branch `scaling * (x A) B` (LoRA, arXiv 2106.09685), adapters cast to x's dtype.
+def lora(x: jax.Array, a: jax.Array, b: jax.Array, scaling: float) -> Branch:
+    """The low-rank branch `scaling * (x A) B` (LoRA, arXiv 2106.09685) as x A and scaling * B, in x's dtype.
 
     Args:
         x: [..., K].
         a: float32 [K, R].
         b: float32 [R, N].
         scaling: alpha / R.
+
+    Returns:
+        [rows of x, R] and [R, N], for `finished_linear`.
     """
     flat = x.reshape(-1, x.shape[-1])
-    precision = _precision(x.dtype)
-    down = jnp.dot(flat, a.astype(x.dtype), precision=precision)
-    up = jnp.dot(down, (scaling * b).astype(x.dtype), precision=precision)
-    return up.reshape(*x.shape[:-1], -1)
+    down = jnp.dot(flat, a.astype(x.dtype), precision=_precision(x.dtype))
+    return down, (scaling * b).astype(x.dtype)
+
+
+def finished_linear(
+    x: jax.Array,
+    weight: PackedWeight | jax.Array,
+    branches: Sequence[Branch],
+    *,
+    unit: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+) -> jax.Array:
+    """rounded((x W^T + [the products of the branches]) * unit + bias + residual), as `finish` defines it.
+
+    Args:
+        x: [..., K].
+        weight: As `linear` takes it.
+        branches: LoRA's, of the parts of N in their order; none without LoRA.
+        unit: float32 [..., 1], which is constant to a derivative (`split_norm`).
+        bias: [N].
+        residual: [..., N].
+
+    Returns:
+        [..., N] in x's dtype.
+    """
+    flat = lambda of_rows: None if of_rows is None else of_rows.reshape(-1, of_rows.shape[-1])
+    rows, unit, residual = flat(x), flat(unit), flat(residual)
+    if unit is not None and branches and residual is None and isinstance(weight, HopperNVFP4):
+        sizes = [up.shape[1] for _, up in branches]
+        rank = branches[0][1].shape[0]
+        if ended.supports(len(rows), sizes, rows.shape[1], rank, x.dtype) is None:
+            y = ended.matmul(rows, weight, branches, unit, bias)
+            return y.reshape(*x.shape[:-1], -1)
+    y = linear(rows, weight)
+    y = finish(y, branches, unit=unit, bias=bias, residual=residual, dtype=x.dtype)
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:

@@ -92,7 +92,7 @@ class Norm(nn.Module):
 
 
 class Adapter(nn.Module):
-    """One LoRA branch [..., K] -> [..., N]; starts at zero, A as PEFT initializes it."""
+    """One LoRA branch of x [..., K] in its two factors; starts at zero, A as PEFT initializes it."""
 
     features: int
     lora: LoRA
@@ -133,18 +133,15 @@ class FusedLinear(nn.Module):
             whole = x if unit is None else (x * unit).astype(x.dtype)
             self.sow("intermediates", "input", whole)
         features = sum(size for _, size in self.parts)
-        y = layers.linear(x, self._base("weight", lambda key: self._random(key, features, x)))
+        weight = self._base("weight", lambda key: self._random(key, features, x))
+        branches, bias = [], None
         if self.lora is not None and self.adapter:
             branches = [Adapter(size, self.lora, name=name)(x) for name, size in self.parts]
-            y = y + jnp.concatenate(branches, axis=-1).astype(jnp.float32)
-        if unit is not None:
-            y = y * unit
         if self.bias:
             zeros = lambda _: jnp.zeros((features,), _dtype(self.weights))
-            y = y + rounded(self._base("bias", zeros), x.dtype).astype(jnp.float32)
-        if residual is not None:
-            y = y + residual.astype(jnp.float32)
-        return checkpoint_name(rounded(y, x.dtype), self.name)
+            bias = rounded(self._base("bias", zeros), x.dtype)
+        y = layers.finished_linear(x, weight, branches, unit=unit, bias=bias, residual=residual)
+        return checkpoint_name(y, self.name)
 
     def _base(self, name, init):
         if self.full:

@@ -185,6 +185,12 @@ def _choose(
     return name
 
 
+def backward(dy: jax.Array, w: HopperNVFP4) -> jax.Array:
+    """dy [M, N] -> dy @ dequantize(w) [M, K], in dy's type: the derivative of `nvfp4_matmul` by x."""
+    name = _choose(_HOPPER_IMPLEMENTATIONS, None, len(dy), *w.shape, dy.dtype)
+    return _HOPPER_IMPLEMENTATIONS[name].backward(dy, w)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _matmul(name: str, dtype: DTypeLike, x: jax.Array, w: PackedWeight) -> jax.Array:
     without = dataclasses.replace(w, global_scale=jnp.ones((1,)))

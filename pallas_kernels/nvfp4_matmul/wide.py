@@ -22,12 +22,21 @@ of W as that leaves, and so find each other's operands in the L2. Tiles that wou
 split along K: each block takes a share of one, and leaves a float32 sum that XLA adds to the others, in
 the same order every time.
 
+What follows a product, `Ending`, can be done before a tile leaves its registers. LoRA's B comes last, as if
+it were 64 more columns of W, and x A as 64 more of x:
+
+    y = ([W x] / global scale + [B U]) * unit + bias       U = x A; brackets are rounded to bfloat16
+
+which rounds where the decode kernels do (`epilogue`).
+
 dX = dY W is the same with the axes of W exchanged: dX^T = W^T dY^T. As rows of W are summed over, its
 layout does not serve `wgmma`'s registers, and decoded tiles go through shared memory, where `wgmma` takes
 either orientation. While it multiplies one, the next is written beside it.
 """
 
 import dataclasses
+import functools
+import itertools
 from math import inf
 
 import jax
@@ -37,6 +46,7 @@ from jax import lax
 from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import hopper, layout
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
+from pallas_kernels.rounding import rounded
 
 MAX_ROWS = 256
 # 168 registers a thread, of which a tile of 160 rows takes 80 for its sums and decoding about 70.
@@ -48,6 +58,8 @@ _DEEP = 152
 # To add up shares of K: a kernel's start, and bytes a nanosecond to write and to read them.
 _SHARE_NS, _SHARE_RATE = 2000, 5000
 _MOST_SPLIT = 8
+# Rows of x of which a tile's end fits in registers whole.
+_MOST_AT_ONCE = 152
 _TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
 
 
@@ -96,7 +108,34 @@ class Config:
             raise ValueError(f"split must be 1 or more; got {self.split}")
 
 
-def supports(outputs: int, summed: int, config: Config, *, backward: bool = False) -> str | None:
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """What follows a product of M rows, at most 64 ranks of LoRA for each part of N.
+
+    Attributes:
+      u: bfloat16 [M, 64 * parts], x A of each part, filled up with zeros.
+      b: bfloat16 [N, 64], scaled; a row has the ranks of its own part, and zeros.
+      unit: float32 [M], that of the norm before.
+      bias: float32 [N], or None.
+      sizes: rows of W that belong to each part.
+    """
+
+    u: jax.Array
+    b: jax.Array
+    unit: jax.Array
+    bias: jax.Array | None
+    sizes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+
+def supports(
+    outputs: int,
+    summed: int,
+    config: Config,
+    *,
+    backward: bool = False,
+    sizes: tuple[int, ...] = (),
+) -> str | None:
     """Why this kernel cannot run a problem with this configuration, or None.
 
     Args:
@@ -104,6 +143,7 @@ def supports(outputs: int, summed: int, config: Config, *, backward: bool = Fals
       summed: K, or N backward.
       config: see `pick_config`.
       backward: whether dX is asked for.
+      sizes: of the parts of an `Ending`, if it has one.
     """
     rows = config.warpgroups * config.cluster
     names = "KN" if backward else "NK"
@@ -113,12 +153,20 @@ def supports(outputs: int, summed: int, config: Config, *, backward: bool = Fals
         return f"needs {names[1]} of whole {config.split * TILE}s; got {names[1]} = {summed}"
     if backward and config.rows % 16:
         return f"needs rows in sixteens for dX; got {config.rows}"
-    if (used := shared_bytes(config, backward=backward)) > hopper.SHARED_BYTES:
+    if any(size % (TILE * rows) for size in sizes):
+        return f"needs parts of whole {TILE * rows}-row tiles; got {sizes}"
+    # B has one place, which the next tile's may take once this one's slot does.
+    if sizes and layout.tiles(summed) < (least := config.stages - 1):
+        return f"needs {names[1]} of {least * TILE} or more; got {names[1]} = {summed}"
+    used = shared_bytes(config, backward=backward, has_ending=bool(sizes))
+    if used > hopper.SHARED_BYTES:
         return f"needs {used} bytes of shared memory of {hopper.SHARED_BYTES}"
     return None
 
 
-def pick_config(m: int, outputs: int, summed: int, *, backward: bool = False) -> Config:
+def pick_config(
+    m: int, outputs: int, summed: int, *, backward: bool = False, sizes: tuple[int, ...] = ()
+) -> Config:
     """The tile, and the split of what does not fill a wave, that take least time; see `supports`."""
     w_rows, steps = layout.tiles(outputs), layout.tiles(summed)
     warpgroups = 2 - w_rows % 2
@@ -133,14 +181,13 @@ def pick_config(m: int, outputs: int, summed: int, *, backward: bool = False) ->
     best = min(choices, key=lambda c: cost(m, outputs, summed, c, backward=backward))
     # Two blocks that share x gain 1 to 2 % for many rows, but lose 4 % backward.
     is_large = best.rows == MAX_ROWS and m >= 1024 and best.split == 1 and not backward
-    fits = lambda stages: (
-        shared_bytes(dataclasses.replace(best, stages=stages), backward=backward)
-        <= hopper.SHARED_BYTES
-    )
+    pairs = is_large and all(rows % (2 * TILE * warpgroups) == 0 for rows in (outputs, *sizes))
+    bytes_of = functools.partial(shared_bytes, backward=backward, has_ending=bool(sizes))
+    fits = lambda stages: bytes_of(dataclasses.replace(best, stages=stages)) <= hopper.SHARED_BYTES
     return dataclasses.replace(
         best,
         stages=max(filter(fits, range(3, 9 if best.producer else 8))),
-        cluster=2 if is_large and w_rows // warpgroups % 2 == 0 else 1,
+        cluster=1 + pairs,
     )
 
 
@@ -183,17 +230,23 @@ def _whole_tiles(x_tiles: int, w_tiles: int, config: Config) -> int:
     return x_tiles * w_tiles // blocks * blocks // x_tiles
 
 
-def shared_bytes(config: Config, *, backward: bool = False) -> int:
-    """Bytes of shared memory that a block's slots and its result take."""
+def shared_bytes(config: Config, *, backward: bool = False, has_ending: bool = False) -> int:
+    """Bytes of shared memory that a block's slots and its result take, and B."""
     slot = config.rows * TILE * 2 + config.warpgroups * _TILE_BYTES
     result = config.warpgroups * config.rows * TILE * 2
     if backward:
         result = result // 2 + 2 * config.warpgroups * TILE * TILE * 2
-    return config.stages * slot + result
+    b = has_ending * config.warpgroups * TILE * TILE * 2
+    return config.stages * slot + result + b
 
 
 def matmul(
-    x: jax.Array, w: HopperNVFP4, config: Config | None = None, *, interpret: bool = False
+    x: jax.Array,
+    w: HopperNVFP4,
+    config: Config | None = None,
+    *,
+    ending: Ending | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """x [M, K] -> x @ dequantize(w)^T [M, N], both bfloat16.
 
@@ -201,13 +254,16 @@ def matmul(
       x: bfloat16 [M, K].
       w: an [N, K] weight without stacked axes.
       config: by default that of `pick_config`.
+      ending: what follows the product.
       interpret: run on a CPU, and report data races.
 
     Raises:
       NotImplementedError: the reason `supports` gives.
     """
-    config = config or pick_config(len(x), *w.shape)
-    return _checked(x, w, w.global_scale, config, backward=False, interpret=interpret)
+    config = config or pick_config(len(x), *w.shape, sizes=ending.sizes if ending else ())
+    return _checked(
+        x, w, w.global_scale, config, backward=False, ending=ending, interpret=interpret
+    )
 
 
 def backward(
@@ -231,11 +287,13 @@ def _checked(
     config: Config,
     *,
     backward: bool,
+    ending: Ending | None = None,
     interpret: bool,
 ) -> jax.Array:
     m, columns = x.shape
     outputs = w.shape[1] if backward else w.shape[0]
-    if reason := supports(outputs, columns, config, backward=backward):
+    sizes = ending.sizes if ending else ()
+    if reason := supports(outputs, columns, config, backward=backward, sizes=sizes):
         raise NotImplementedError(reason)
     # Bulk copies leave out what lies beyond an array, but a tile must not be longer than that, and the
     # interpreter knows no such thing.
@@ -243,7 +301,14 @@ def _checked(
     x = jnp.pad(x, ((0, rows), (0, -columns % TILE)))
     if len(divisor) > 1:
         divisor = jnp.pad(divisor, (0, -outputs % TILE), constant_values=1)
-    return _multiply(x, w.words, divisor, config, backward, interpret)[:m, :outputs]
+    if ending is not None:
+        ending = dataclasses.replace(
+            ending,
+            u=jnp.pad(ending.u, ((0, rows), (0, 0))),
+            # All of a tile's are read, also where x ends before.
+            unit=jnp.pad(ending.unit, (0, -m % config.rows)),
+        )
+    return _multiply(x, w.words, divisor, config, backward, ending, interpret)[:m, :outputs]
 
 
 def _multiply(
@@ -252,13 +317,14 @@ def _multiply(
     divisor: jax.Array,
     config: Config,
     backward: bool,
+    ending: Ending | None,
     interpret: bool,
 ) -> jax.Array:
     # Half a second that only those pay who come here.
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from pallas_kernels.nvfp4_matmul import decoder
+    from pallas_kernels.nvfp4_matmul import decoder, registers
 
     rows, warpgroups, stages = config.rows, config.warpgroups, config.stages
     cluster, producer = config.cluster, config.producer
@@ -271,21 +337,33 @@ def _multiply(
     whole_w_tiles = _whole_tiles(x_tiles, w_tiles, config)
     whole, shared = x_tiles * whole_w_tiles, x_tiles * (w_tiles - whole_w_tiles)
     run = steps // config.split
+    # Of a whole tile: the last one multiplies B.
+    units_of_tile = steps + (ending is not None)
     # Interpreted `wgmma` takes no operand from registers.
     in_memory = backward or interpret
     halves = 2 if backward else 1
     divide = lambda a, b: (lax.div(a, b), lax.rem(a, b))
+    operands = {"x": x, "w": words, "divisor": divisor}
+    if ending is not None:
+        b = ending.b.reshape(w_rows, TILE, TILE)
+        operands |= {"u": ending.u, "b": b, "unit": ending.unit}
+        if ending.bias is not None:
+            operands["bias"] = ending.bias
 
-    def kernel(x_gmem, w_gmem, divisor_gmem, *refs):
+    def kernel(*refs):
+        gmem = dict(zip(operands, refs, strict=False))
+        x_gmem, w_gmem, divisor_gmem, *_ = refs
+        refs = refs[len(operands) :]
         out_gmem = refs[0] if whole else None
         sums_gmem = refs[bool(whole)] if shared else None
         x_smem, w_smem, out_smem, full, empty, *rest = refs[bool(whole) + bool(shared) :]
-        decoded_smem = rest[0] if in_memory else None
+        decoded_smem = rest.pop(0) if in_memory else None
+        b_smem = rest.pop(0) if ending is not None else None
         block, group = lax.axis_index("block"), lax.axis_index("warpgroup")
         rank = lax.axis_index("rank")
         turns = lax.div(whole + shared * config.split - block + blocks - 1, blocks)
         whole_turns = lax.div(whole - block + blocks - 1, blocks)
-        whole_units = whole_turns * steps
+        whole_units = whole_turns * units_of_tile
         units = whole_units + (turns - whole_turns) * run
 
         def place(turn):
@@ -304,7 +382,7 @@ def _multiply(
             """Tiles of x and of W, and the step along K."""
             found = []
             if whole:
-                turn, at = divide(unit, steps)
+                turn, at = divide(unit, units_of_tile)
                 found.append((*place(turn), at))
             if shared:
                 turn, at = divide(unit - whole_units, run)
@@ -317,17 +395,32 @@ def _multiply(
         def fetch(unit):
             (x_tile, w_tile, at), slot = locate(unit), lax.rem(unit, stages)
             of_group = pl.ds(w_tile * warpgroups, warpgroups)
-            plgpu.copy_gmem_to_smem(
-                w_gmem.at[at, of_group] if backward else w_gmem.at[of_group, at],
-                w_smem.at[slot],
-                full.at[slot],
-            )
-            plgpu.copy_gmem_to_smem(
-                x_gmem.at[pl.ds(x_tile * rows, rows), pl.ds(at * TILE, TILE)],
-                x_smem.at[slot],
-                full.at[slot],
-                collective_axes=None if interpret or cluster == 1 else "rank",
-            )
+
+            def copy(own, own_smem, common, column):
+                plgpu.copy_gmem_to_smem(own, own_smem, full.at[slot])
+                plgpu.copy_gmem_to_smem(
+                    common.at[pl.ds(x_tile * rows, rows), pl.ds(column * TILE, TILE)],
+                    x_smem.at[slot],
+                    full.at[slot],
+                    collective_axes=None if interpret or cluster == 1 else "rank",
+                )
+
+            def columns():
+                own = w_gmem.at[at, of_group] if backward else w_gmem.at[of_group, at]
+                copy(own, w_smem.at[slot], x_gmem, at)
+
+            def branch():
+                row = w_tile * warpgroups * TILE
+                ends = itertools.accumulate(ending.sizes[:-1])
+                part = sum((row >= end).astype(jnp.int32) for end in ends)
+                copy(gmem["b"].at[of_group], b_smem, gmem["u"], part)
+
+            if ending is None:
+                columns()
+            else:
+                pl.when(at < steps)(columns)
+                # What was in its place is no longer read: the slot was emptied after that.
+                pl.when(at == steps)(branch)
 
         def decoded(unit):
             """A unit's tile, once it has come: in registers, or else where `operand` finds it."""
@@ -352,24 +445,30 @@ def _multiply(
             return a.T if backward else a
 
         def multiply(unit, acc, a, meanwhile):
-            slot, ahead = lax.rem(unit, stages), unit - 1 + stages
             with jax.named_scope("mma"):
-                plgpu.wgmma(acc, operand(unit, a), x_smem.at[slot].T)
+                plgpu.wgmma(acc, operand(unit, a), x_smem.at[lax.rem(unit, stages)].T)
             result = meanwhile()
-
-            if not producer:
-
-                @pl.when((group == 0) & (unit > 0) & (ahead < units))
-                def _refill():
-                    slot = lax.rem(ahead, stages)
-                    plgpu.barrier_wait(empty.at[slot])
-                    fetch(ahead)
-
+            refill_last(unit)
             plgpu.wgmma_wait(0)
             if not in_memory:
                 _keep_until_here(a)
-            pl.when(unit + stages < units)(lambda: plgpu.barrier_arrive(empty.at[slot]))
+            leave(unit)
             return result
+
+        def refill_last(unit):
+            """Brings what comes next into the slot before this unit's."""
+            if producer:
+                return
+            ahead = unit - 1 + stages
+
+            @pl.when((group == 0) & (unit > 0) & (ahead < units))
+            def _refill():
+                plgpu.barrier_wait(empty.at[lax.rem(ahead, stages)])
+                fetch(ahead)
+
+        def leave(unit):
+            slot = lax.rem(unit, stages)
+            pl.when(unit + stages < units)(lambda: plgpu.barrier_arrive(empty.at[slot]))
 
         def fill():
             for stage in range(stages):
@@ -399,21 +498,36 @@ def _multiply(
 
             return pl.run_scoped(sum_over_columns, plgpu.ACC((TILE, rows), jnp.float32))
 
+        def load(axis, ref):
+            """A vector along the rows of W (0) or of x (1)."""
+            kind = plgpu.Layout.WGMMA.reduce(1 - axis)
+            return plgpu.load(ref, layout=kind, optimized=False)
+
+        def multiplier(w_row):
+            """What sums of the rows of W are multiplied by: a scalar, or [64]."""
+            if divisor_gmem.shape == (1,):
+                return (1 / layout.DECODED_SCALE) * (1 / divisor_gmem[0])
+            return (1 / layout.DECODED_SCALE) * (1 / load(0, divisor_gmem.at[pl.ds(w_row, TILE)]))
+
+        def spread(values, axis, shape):
+            """A vector along an axis of a tile, or a scalar."""
+            return lax.broadcast_in_dim(values, shape, (axis,)) if jnp.ndim(values) else values
+
         def one_tile(turn):
             x_tile, w_tile = place(turn)
-            total = sum_of(turn * steps, steps)
+            first_unit = turn * units_of_tile
+            w_row = (w_tile * warpgroups + group) * TILE
+            total = sum_of(first_unit, steps)
             with jax.named_scope("store"):
-                w_row = (w_tile * warpgroups + group) * TILE
-                if divisor_gmem.shape == (1,):
-                    total *= (1 / layout.DECODED_SCALE) * (1 / divisor_gmem[0])
-                else:
-                    of_rows = plgpu.load(
-                        divisor_gmem.at[pl.ds(w_row, TILE)],
-                        layout=plgpu.Layout.WGMMA.reduce(1),
-                        optimized=False,
-                    )
-                    of_rows = (1 / layout.DECODED_SCALE) * (1 / of_rows)
-                    total *= lax.broadcast_in_dim(of_rows, total.shape, (0,))
+                out_at = lambda first, count: out_gmem.at[
+                    pl.ds(x_tile * rows + first, count), pl.ds(w_row, TILE)
+                ]
+                if ending is not None:
+                    end(total, first_unit + steps, x_tile, w_row)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(out_smem.at[group], out_at(0, rows))
+                    return
+                total *= spread(multiplier(w_row), 0, total.shape)
                 result, total = out_smem.at[group], total.astype(jnp.bfloat16)
                 for half in range(halves):
                     first, count = half * (rows // halves), rows // halves
@@ -421,10 +535,39 @@ def _multiply(
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     result.T[...] = total[:, first : first + count] if halves > 1 else total
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(
-                        result,
-                        out_gmem.at[pl.ds(x_tile * rows + first, count), pl.ds(w_row, TILE)],
-                    )
+                    plgpu.copy_smem_to_gmem(result, out_at(first, count))
+
+        def end(total, unit, x_tile, w_row):
+            """Leaves a tile in `out_smem`, ended."""
+            slot = lax.rem(unit, stages)
+            # So many of x that two float32 tiles find room in the registers.
+            count = rows // 2 if rows % 16 == 0 and rows > _MOST_AT_ONCE else rows
+            # A power of two changes no rounding, and may follow it.
+            base = registers.to_bfloat16(total, interpret=interpret)
+            scale = multiplier(w_row)
+            bias = load(0, gmem["bias"].at[pl.ds(w_row, TILE)]) if "bias" in gmem else None
+            plgpu.barrier_wait(full.at[slot])
+            for first in range(0, rows, count):
+                unit_of_x = load(1, gmem["unit"].at[pl.ds(x_tile * rows + first, count)])
+
+                def multiply(acc, first=first):
+                    u = x_smem.at[slot, pl.ds(first, count)]
+                    plgpu.wgmma(acc, b_smem.at[group], u.T)
+                    plgpu.wgmma_wait(0)
+                    return acc[...]
+
+                added = pl.run_scoped(multiply, plgpu.ACC((TILE, count), jnp.float32))
+                y = base[:, first : first + count] if count < rows else base
+                y = y.astype(jnp.float32) * spread(scale, 0, y.shape)
+                y += registers.rounded_to_bfloat16(added, interpret=interpret)
+                y *= spread(unit_of_x, 1, y.shape)
+                if bias is not None:
+                    y += spread(bias, 0, y.shape)
+                if not first:
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                out_smem.at[group, pl.ds(first, count)].T[...] = y.astype(jnp.bfloat16)
+            refill_last(unit)
+            leave(unit)
 
         def one_share(turn):
             x_tile, w_tile, share = place_of_share(turn)
@@ -454,6 +597,7 @@ def _multiply(
             collective_axes=("rank",), num_arrivals=warpgroups, num_barriers=stages
         )
     decoded_type = plgpu.SMEM((2, warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled)
+    b_type = plgpu.SMEM((warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled)
     out_type = []
     if whole:
         out_type.append(jax.ShapeDtypeStruct((len(x), w_rows * TILE), jnp.bfloat16))
@@ -477,19 +621,43 @@ def _multiply(
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             is_empty,
             *([decoded_type] if in_memory else []),
+            *([b_type] if ending is not None else []),
         ),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
         interpret=runtime.interpret_params() if interpret else None,
         kernel_name="nvfp4_wide_dx_sm90" if backward else "nvfp4_wide_matmul_sm90",
-    )(x, words, divisor)
+    )(*operands.values())
     if not shared:
         return out[0]
     with jax.named_scope("add_shares"):
-        scale = 1 / (layout.DECODED_SCALE * divisor[-shared_rows:])
-        last = (out[-1].sum(0).T[: len(x)] * scale).astype(jnp.bfloat16)
+        last, multiplier = out[-1].sum(0).T[: len(x)], 1 / divisor[-shared_rows:]
+        last *= 1 / layout.DECODED_SCALE
+        if ending is None:
+            last = (last * multiplier).astype(jnp.bfloat16)
+        else:
+            last = _ended(rounded(last, jnp.bfloat16), multiplier, ending)
         return last if not whole else out[0].at[:, -shared_rows:].set(last)
+
+
+def _ended(base: jax.Array, multiplier: jax.Array, ending: Ending) -> jax.Array:
+    """`Ending` in XLA, for the last columns of N."""
+    m, n = base.shape
+    first = len(ending.b) - n
+    added, start = [], 0
+    for part, size in enumerate(ending.sizes):
+        of_part = slice(max(first, start), start + size)
+        start += size
+        if of_part.start < of_part.stop:
+            u = ending.u[:, part * TILE : (part + 1) * TILE]
+            added.append(jnp.dot(u, ending.b[of_part].T))
+    y = base.astype(jnp.float32) * multiplier
+    y += jnp.concatenate(added, axis=1).astype(jnp.float32)
+    y *= ending.unit[:m, None]
+    if ending.bias is not None:
+        y += ending.bias[first:]
+    return rounded(y, jnp.bfloat16)
 
 
 def _keep_until_here(a: jax.Array) -> None:

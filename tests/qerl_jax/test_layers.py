@@ -233,7 +233,9 @@ def test_lora_is_the_scaled_low_rank_product():
         jax.random.normal(jax.random.key(i), shape)
         for i, shape in enumerate([(2, 3, 8), (8, 2), (2, 5)])
     )
-    np.testing.assert_allclose(layers.lora(x, a, b, 0.5), 0.5 * (x @ a @ b), rtol=1e-5, atol=1e-5)
+    down, up = layers.lora(x, a, b, 0.5)
+    expected = 0.5 * (x @ a @ b).reshape(6, 5)
+    np.testing.assert_allclose(down @ up, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("packed", [False, True])

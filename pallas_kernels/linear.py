@@ -1,0 +1,56 @@
+"""What a linear is beside its product, whoever computes that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels.rounding import rounded
+
+# Of LoRA, for one part of N: x A [M, R], and what is multiplied with it, B [R, N_i] times alpha / R.
+Branch = tuple[jax.Array, jax.Array]
+
+
+def finish(
+    product: jax.Array,
+    branches: Sequence[Branch],
+    *,
+    unit: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    dtype: DTypeLike,
+) -> jax.Array:
+    """rounded((product + [the products of the branches]) * unit + bias + residual).
+
+    Where it rounds is part of its definition: what stands in brackets, and the result (docs/design.md,
+    4.48). The rest is in float32.
+
+    Args:
+      product: float32 [M, N].
+      branches: of the parts of N, in their order; none without LoRA.
+      unit: float32 [M, 1], of the norm before.
+      bias: [N].
+      residual: [M, N].
+      dtype: of the result, and of the branches.
+    """
+    y = product
+    if branches:
+        y = y + joined(branches)
+    if unit is not None:
+        y = y * unit
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    if residual is not None:
+        y = y + residual.astype(jnp.float32)
+    return rounded(y, dtype)
+
+
+def joined(branches: Sequence[Branch]) -> jax.Array:
+    """The products of the branches side by side, float32 [M, N] that were rounded to their type."""
+    # Without it a GPU multiplies float32 in TF32.
+    exact = jax.lax.Precision.HIGHEST if branches[0][0].dtype == jnp.float32 else None
+    parts = [jnp.dot(down, up, precision=exact) for down, up in branches]
+    return jnp.concatenate(parts, axis=-1).astype(jnp.float32)

@@ -1,0 +1,101 @@
+"""A linear of many rows in one kernel: the product, and what LoRA, the norm before and the bias make of it.
+
+Left to XLA, LoRA's x A B is written and read once more, [M, N] in bfloat16, which for a wide linear costs
+as much as a tenth of its product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels import linear, runtime
+from pallas_kernels.linear import Branch
+from pallas_kernels.nvfp4_matmul import api, hopper, wide
+from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
+
+
+def supports(m: int, sizes: Sequence[int], k: int, rank: int, dtype: DTypeLike) -> str | None:
+    """Why this kernel cannot run a linear on this device, or None.
+
+    Args:
+      m: rows of x.
+      sizes: rows of W that belong to each of the parts that it joins.
+      k: columns of both.
+      rank: of LoRA.
+      dtype: of x.
+    """
+    if reason := runtime.unless_hopper():
+        return reason
+    if dtype != jnp.bfloat16:
+        return f"needs x in bfloat16; got {dtype}"
+    if m <= hopper.MAX_M:
+        return f"needs M > {hopper.MAX_M}, else another kernel is faster; got M = {m}"
+    if not 1 <= rank <= TILE:
+        return f"needs a rank of 1 to {TILE}; got {rank}"
+    n, sizes = sum(sizes), tuple(sizes)
+    return wide.supports(n, k, wide.pick_config(m, n, k, sizes=sizes), sizes=sizes)
+
+
+@jax.custom_vjp
+def matmul(
+    x: jax.Array,
+    w: HopperNVFP4,
+    branches: Sequence[Branch],
+    unit: jax.Array,
+    bias: jax.Array | None,
+) -> jax.Array:
+    """`linear.finish` of x W^T, and its derivative, from the packed weight.
+
+    Weight and bias are frozen: their cotangents are zero. So is the unit's, whose share is in that by x,
+    as `split_norm` has it.
+
+    Args:
+      x: bfloat16 [M, K].
+      w: an [N, K] weight without stacked axes.
+      branches: of all parts of N, in bfloat16.
+      unit: float32 [M, 1].
+      bias: [N], or None.
+
+    Returns:
+      bfloat16 [M, N].
+
+    Raises:
+      NotImplementedError: the reason `supports` gives.
+    """
+    sizes = tuple(up.shape[1] for _, up in branches)
+    reason = supports(len(x), sizes, x.shape[1], branches[0][1].shape[0], x.dtype)
+    if reason is not None:
+        raise NotImplementedError(reason)
+    return wide.matmul(x, w, ending=ending(branches, unit, bias))
+
+
+def _matmul_fwd(x, w, branches, unit, bias):
+    return matmul(x, w, branches, unit, bias), (w, branches, unit, bias)
+
+
+def _matmul_bwd(kept, dy):
+    w, branches, unit, bias = kept
+    _, branches_vjp = jax.vjp(linear.joined, branches)
+    slope = dy.astype(jnp.float32) * unit
+    (dbranches,) = branches_vjp(slope)
+    dbias = None if bias is None else jnp.zeros_like(bias)
+    return api.backward(slope.astype(dy.dtype), w), None, dbranches, jnp.zeros_like(unit), dbias
+
+
+matmul.defvjp(_matmul_fwd, _matmul_bwd)
+
+
+def ending(branches: Sequence[Branch], unit: jax.Array, bias: jax.Array | None) -> wide.Ending:
+    """What follows the product, as the kernel reads it."""
+    fill = lambda matrix: jnp.pad(matrix, ((0, 0), (0, TILE - matrix.shape[1])))
+    return wide.Ending(
+        u=jnp.concatenate([fill(down) for down, _ in branches], axis=1),
+        b=jnp.concatenate([fill(up.T) for _, up in branches]),
+        unit=unit[:, 0],
+        bias=None if bias is None else bias.astype(jnp.float32),
+        sizes=tuple(up.shape[1] for _, up in branches),
+    )

@@ -1,0 +1,201 @@
+"""Linears of many rows whose kernel adds LoRA, and multiplies by the norm's unit, before it rounds."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import linear, nvfp4, nvfp4_matmul, runtime
+from pallas_kernels.nvfp4_matmul import api, ended, layout, reference, shapes, wide
+
+on_cpu = pytest.mark.skipif(runtime.platform() != "cpu", reason="interpret mode is for a CPU")
+to_hopper = jax.jit(layout.prepare)
+
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """A random linear and what it meets."""
+
+    x: jax.Array
+    weight: nvfp4.NVFP4Tensor
+    branches: list[linear.Branch]
+    unit: jax.Array
+    bias: jax.Array | None
+
+    def expected(self) -> jax.Array:
+        """By the definition."""
+        product = nvfp4_matmul(self.x, self.weight, out_dtype=jnp.float32)
+        traits = {"unit": self.unit, "bias": self.bias, "dtype": self.x.dtype}
+        return jax.jit(lambda y, b: linear.finish(y, b, **traits))(product, self.branches)
+
+
+def random(m, sizes, k, *, rank=16, with_bias=True, scale_per_row=False):
+    generator = np.random.default_rng(m + k)
+    normal = lambda *shape: jnp.asarray(generator.standard_normal(shape), jnp.bfloat16)
+    n = sum(sizes)
+    t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(m), (n, k))
+    if scale_per_row:
+        t = dataclasses.replace(t, global_scale=t.global_scale * jnp.geomspace(0.5, 8, n))
+    return Linear(
+        normal(m, k),
+        t,
+        [(normal(m, rank), 4 * normal(rank, size)) for size in sizes],
+        jnp.asarray(generator.uniform(0.5, 2, (m, 1)), jnp.float32),
+        normal(n) if with_bias else None,
+    )
+
+
+def assert_almost_all_are_equal(actual, expected):
+    """A sum in another order may round to another neighbour, once on each side of a bracket."""
+    assert actual.dtype == expected.dtype == jnp.bfloat16
+    actual, expected = (np.asarray(y, np.float32) for y in (actual, expected))
+    assert np.abs(actual - expected).max() <= np.abs(expected).max() * 2**-7
+    assert (actual == expected).mean() > 0.98
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("m", "sizes", "k", "config", "traits"),
+    [
+        # Ragged M, several tiles for each block, two parts.
+        (44, (128, 64), 128, wide.Config(16, 1, 3, 2), {}),
+        # One tile whole, two split.
+        (
+            16,
+            (128, 128, 128),
+            256,
+            wide.Config(16, 2, 2, producer=True, split=4),
+            {"scale_per_row": True, "rank": 64},
+        ),
+        pytest.param(
+            32,
+            (128,),
+            128,
+            wide.Config(16, 2, 2, producer=True),
+            {"with_bias": False, "rank": 3},
+            marks=pytest.mark.slow,
+        ),
+        # A tile that is ended in two halves.
+        pytest.param(160, (64,), 192, wide.Config(160, 1, 3), {}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_kernel_meets_the_definition_without_a_race(
+    capfd, monkeypatch, m, sizes, k, config, traits
+):
+    monkeypatch.setattr(wide, "_MULTIPROCESSORS", 2)  # so that a block has several tiles
+    case = random(m, sizes, k, **traits)
+    ending = ended.ending(case.branches, case.unit, case.bias)
+    actual = wide.matmul(case.x, to_hopper(case.weight), config, ending=ending, interpret=True)
+    assert_almost_all_are_equal(actual, case.expected())
+    assert "RACE" not in capfd.readouterr().out
+
+
+def pretend(monkeypatch):
+    """Any device takes itself for a Hopper card; the reference stands in for the kernels."""
+    monkeypatch.setattr(runtime, "is_hopper", lambda: True)
+    multiply_back = lambda dy, w: reference.backward(dy, layout.unprepare(w))
+    monkeypatch.setattr(api._Wide, "backward", staticmethod(multiply_back))
+
+
+def test_its_derivatives_are_those_of_the_definition(monkeypatch):
+    case = random(136, (256, 128), 512)
+    dy = jnp.asarray(np.random.default_rng(0).standard_normal((136, 384)), jnp.bfloat16)
+
+    def plain(x, branches):
+        return dataclasses.replace(case, x=x, branches=branches).expected()
+
+    y, expected_vjp = jax.vjp(plain, case.x, case.branches)
+    expected = expected_vjp(dy)
+    pretend(monkeypatch)
+    monkeypatch.setattr(wide, "matmul", lambda *_, ending: y)
+    w = to_hopper(case.weight)
+    run = lambda x, branches: ended.matmul(x, w, branches, case.unit, case.bias)
+    out, vjp = jax.vjp(run, case.x, case.branches)
+    np.testing.assert_array_equal(out, y)
+    jax.tree.map(np.testing.assert_array_equal, vjp(dy), expected)
+
+
+@pytest.mark.parametrize(
+    ("m", "sizes", "k", "rank", "dtype", "reason"),
+    [
+        (128, (256,), 512, 16, jnp.bfloat16, "needs M > 128, else another kernel is faster"),
+        (256, (256,), 512, 65, jnp.bfloat16, "needs a rank of 1 to 64; got 65"),
+        (256, (256,), 512, 16, jnp.float32, "needs x in bfloat16; got"),
+        (256, (288, 96), 512, 16, jnp.bfloat16, "needs parts of whole 128-row tiles; got"),
+        (256, (256,), 64, 16, jnp.bfloat16, "needs K of"),
+    ],
+)
+def test_what_it_cannot_end_is_refused_with_its_reason(
+    monkeypatch, m, sizes, k, rank, dtype, reason
+):
+    pretend(monkeypatch)
+    assert re.match(reason, ended.supports(m, sizes, k, rank, dtype))
+
+
+def test_it_needs_its_device():
+    if runtime.is_hopper():
+        pytest.skip("asks what happens elsewhere")
+    with pytest.raises(NotImplementedError, match="needs a GPU of compute capability 9.0"):
+        case = random(136, (256,), 512)
+        ended.matmul(case.x, to_hopper(case.weight), case.branches, case.unit, None)
+
+
+def test_qkv_and_gate_up_of_every_model_can_be_ended(monkeypatch):
+    pretend(monkeypatch)
+    for p in shapes.PROBLEMS:
+        if p.layer not in ("qkv", "gate_up"):
+            continue
+        # Key and value heads are the narrowest parts: 256 rows at least.
+        sizes = (p.n // 2, p.n // 2) if p.layer == "gate_up" else (p.n - 512, 256, 256)
+        for m in (129, 300, 512, 1024, 2048, 8192):
+            assert ended.supports(m, sizes, p.k, 32, jnp.bfloat16) is None, (p, m)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("m", "sizes", "config"),
+    [
+        (1200, (2560, 1024, 1024), wide.Config(256)),
+        (2000, (2560, 1024, 1024), wide.Config(256, cluster=2)),
+        (1200, (2432, 2432), wide.Config(152, 2, 7, producer=True)),
+        (500, (2560, 1024, 1024), wide.Config(88, 2, 8, producer=True)),
+        (2048, (2560, 1024, 1024), wide.Config(256, split=4)),
+        (300, (2432, 2432), None),
+    ],
+)
+def test_on_its_device_every_tile_meets_the_definition(m, sizes, config):
+    case = random(m, sizes, 3584, rank=32, with_bias=len(sizes) == 3)
+    w = to_hopper(case.weight)
+    ending = ended.ending(case.branches, case.unit, case.bias)
+    run = jax.jit(lambda x, w, ending: wide.matmul(x, w, config, ending=ending))
+    assert_almost_all_are_equal(run(case.x, w, ending), case.expected())
+
+
+@pytest.mark.gpu
+def test_on_its_device_it_is_rematerialized_in_a_scan_and_x_is_donated():
+    case = random(300, (512, 512), 1024, with_bias=False)
+    w = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), to_hopper(case.weight))
+
+    def loss(linear_of, x, branches, w):
+        layer = lambda x, w: (jnp.tanh(linear_of(x, w, branches)), None)
+        last, _ = jax.lax.scan(jax.checkpoint(layer, prevent_cse=False), x, w)
+        return jnp.sum(last.astype(jnp.float32) ** 2)
+
+    def apart(x, w, branches):
+        product = nvfp4_matmul(x, w, out_dtype=jnp.float32)
+        return linear.finish(product, branches, unit=case.unit, dtype=x.dtype)
+
+    found = []
+    for linear_of in (lambda x, w, b: ended.matmul(x, w, b, case.unit, None), apart):
+        donated = jnp.copy(case.x)
+        grad = jax.grad(functools.partial(loss, linear_of), argnums=(0, 1))
+        found.append(jax.jit(grad, donate_argnums=0)(donated, case.branches, w))
+        assert donated.is_deleted()
+    for actual, expected in zip(*map(jax.tree.leaves, found), strict=True):
+        actual, expected = (np.asarray(leaf, np.float32) for leaf in (actual, expected))
+        # Two layers, forward and backward, each rounding to bfloat16.
+        assert np.abs(actual - expected).max() <= 4 * 2**-7 * np.abs(expected).max()
