@@ -102,6 +102,20 @@ ROWS = {
         _GROUP, target="baseline of 7b-group", optim={"share_prompts": False}
     ),
     "32b-step": Row("qwen2.5-32b", "<= 5 s, <= 40 GB", 1, 8, 256, 512, 16, 3, pooled=True),
+    # Two completions and their prompt at a time leave room to keep products.
+    "32b-step-products": Row(
+        "qwen2.5-32b",
+        "<= 5 s, <= 40 GB",
+        1,
+        8,
+        256,
+        512,
+        16,
+        3,
+        pooled=True,
+        optim={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        remat="products",
+    ),
     "32b-long": Row(
         "qwen2.5-32b",
         "runs",

@@ -2,7 +2,8 @@
 
 Forward, dX and the gradients of the adapter and of trained norms, of the model's own layer, attention
 included, on random weights. Several layers of different weights follow one another, so that none is
-found in the L2. `kernels` is the sum of device times from CUPTI, `wall` the time of a call; both for
+found in the L2. "apart" leaves to XLA what the kernel of many rows does with a product (`nvfp4_matmul.ended`).
+`kernels` is the sum of device times from CUPTI, `wall` the time of a call; both for
 one layer. It ends itself when a kernel hangs.
 """
 
@@ -14,11 +15,22 @@ import functools
 import statistics
 import time
 
-LAYERS = 4
+ARMS = {"bfloat16": "bfloat16", "nvfp4": "nvfp4", "nvfp4-apart": "nvfp4"}
 
 
-def measure(args: argparse.Namespace, weights: str) -> dict[str, float]:
+def measure(args: argparse.Namespace, arm: str) -> dict[str, float]:
     """Milliseconds of a layer's forward and backward pass."""
+    from unittest import mock
+
+    from pallas_kernels.nvfp4_matmul import ended
+
+    if arm != "nvfp4-apart":
+        return _measure(args, ARMS[arm])
+    with mock.patch.object(ended, "supports", lambda *_: "is to be left to XLA"):
+        return _measure(args, ARMS[arm])
+
+
+def _measure(args: argparse.Namespace, weights: str) -> dict[str, float]:
     import jax
     import jax.numpy as jnp
     from jax.experimental.mosaic.gpu import profiler
@@ -32,7 +44,7 @@ def measure(args: argparse.Namespace, weights: str) -> dict[str, float]:
     x = jax.random.normal(jax.random.key(0), (args.rows, args.length, arch.width), jnp.bfloat16)
     run = lambda variables, x: block.apply(variables, (x, None), 0, tables, None)[0][0]
     init = jax.jit(lambda key: block.init(key, (x[:1, :8], None), 0, _short(tables), None))
-    variables = [init(jax.random.key(1 + i)) for i in range(LAYERS)]
+    variables = [init(jax.random.key(1 + i)) for i in range(args.layers)]
     frozen = [v["frozen"] for v in variables]
     params = [jax.tree.map(lambda leaf: leaf + 1e-3, v["params"]) for v in variables]
 
@@ -54,10 +66,10 @@ def measure(args: argparse.Namespace, weights: str) -> dict[str, float]:
         walls.append(time.perf_counter() - begin)
     _, kernels = profiler.measure(grads, aggregate=False)(params, x, frozen)
     if args.profile:
-        _print_longest(kernels)
+        _print_longest(kernels, args.layers)
     return {
-        "kernels": sum(ms for _, ms in kernels) / LAYERS,
-        "wall": 1e3 * statistics.median(walls) / LAYERS,
+        "kernels": sum(ms for _, ms in kernels) / args.layers,
+        "wall": 1e3 * statistics.median(walls) / args.layers,
     }
 
 
@@ -65,36 +77,40 @@ def _short(tables):
     return tuple(table[:, :8] for table in tables)
 
 
-def _print_longest(kernels: list[tuple[str, float]]) -> None:
+def _print_longest(kernels: list[tuple[str, float]], layers: int) -> None:
     by_name: dict[str, list[float]] = {}
     for name, ms in kernels:
         by_name.setdefault(name[:60], []).append(ms)
     for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:16]:
         # Those of the first layer one by one: linears of one kernel differ.
-        first = " ".join(f"{ms:.3f}" for ms in times[: max(1, len(times) // LAYERS)][:6])
-        print(f"    {sum(times) / LAYERS:8.3f} ms a layer  {name}  {first}")
+        first = " ".join(f"{ms:.3f}" for ms in times[: max(1, len(times) // layers)][:6])
+        print(f"    {sum(times) / layers:8.3f} ms a layer  {name}  {first}")
 
 
 def main() -> None:
-    """Measures both bases and prints a table."""
+    """Measures all arms and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen2.5-7b")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=4, help="that follow one another")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--timeout", type=int, default=150, help="seconds, for both bases")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
+    parser.add_argument("--timeout", type=int, default=150, help="seconds, for all arms")
     parser.add_argument("--profile", action="store_true", help="where the time goes, by kernel")
     args = parser.parse_args()
 
     faulthandler.dump_traceback_later(args.timeout, exit=True)
-    found = {weights: measure(args, weights) for weights in ("bfloat16", "nvfp4")}
+    found = {arm: measure(args, arm) for arm in args.arms}
     faulthandler.cancel_dump_traceback_later()
     print(f"{args.model}, {args.rows} x {args.length} tokens, LoRA rank {args.rank}")
-    print("\n| base | kernels ms | wall ms | kernels against bfloat16 |\n| --- | --- | --- | --- |")
-    for weights, ms in found.items():
-        ratio = ms["kernels"] / found["bfloat16"]["kernels"]
-        print(f"| {weights} | {ms['kernels']:.3f} | {ms['wall']:.3f} | {ratio:.3f}x |")
+    print(
+        f"\n| base | kernels ms | wall ms | kernels against {args.arms[0]} |\n| --- | --- | --- | --- |"
+    )
+    for arm, ms in found.items():
+        ratio = ms["kernels"] / found[args.arms[0]]["kernels"]
+        print(f"| {arm} | {ms['kernels']:.3f} | {ms['wall']:.3f} | {ratio:.3f}x |")
 
 
 if __name__ == "__main__":
