@@ -17,7 +17,7 @@ import numpy as np
 
 from pallas_kernels import PackedWeight, packed_matmul, rounded, runtime
 from pallas_kernels.linear import Branch, finish
-from pallas_kernels.nvfp4_matmul import ended
+from pallas_kernels.nvfp4_matmul import fused_wide
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 from qerl_jax.architecture import Architecture
 
@@ -108,12 +108,12 @@ def finished_linear(
     if unit is not None and branches and residual is None and isinstance(weight, HopperNVFP4):
         sizes = [up.shape[1] for _, up in branches]
         rank = branches[0][1].shape[0]
-        if ended.supports(len(rows), sizes, rows.shape[1], rank, x.dtype) is None:
-            y = ended.matmul(rows, weight, branches, unit, bias)
-            return y.reshape(*x.shape[:-1], -1)
+        if fused_wide.supports(len(rows), sizes, rows.shape[1], rank, x.dtype) is None:
+            y = fused_wide.linear(rows, weight, list(branches), unit, bias)
+            return y.reshape(*x.shape[:-1], y.shape[-1])
     y = linear(rows, weight)
     y = finish(y, branches, unit=unit, bias=bias, residual=residual, dtype=x.dtype)
-    return y.reshape(*x.shape[:-1], -1)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:

@@ -15,8 +15,8 @@ With `--rows`: each row of `ROWS` is a process of its own with its own time limi
 says 80 GB, a memory pool of that size (`--pool-gib`). "update" rows time the update alone on random
 tokens, the others whole steps of `train` on arithmetic problems behind a filler, so that prompts have
 close to 256 tokens. Bases are random and packed on the device. A JSON line per row is appended to
-`--out`, the plan's peak beside the measured one. Model FLOP/s: 4 * parameters * tokens, recomputation
-not counted.
+`--out`, the plan's peak beside the measured one. Model FLOP/s: 4 * parameters * tokens, a prompt
+once for its group, recomputation not counted.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def run_row(name: str, tokenizer: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         cfg = row_config(row, tokenizer, folder)
         planned = plan.make(cfg, limit=plan.of_device())
-        result = _time_update(row, cfg) if row.update_only else _time_steps(cfg)
+        result = _time_update(row, cfg) if row.update_only else _time_steps(row, cfg)
     arch = architecture.KNOWN[row.model]
     seconds = result["update"]
     flops = 4 * linear_parameters(arch) * result["tokens"]
@@ -201,19 +201,19 @@ def run_row(name: str, tokenizer: str) -> dict:
     }
 
 
-def _time_steps(cfg: config.RunConfig) -> dict:
+def _time_steps(row: Row, cfg: config.RunConfig) -> dict:
     from qerl_jax import train
 
     train.train(cfg)
     rows = log.read_metrics(cfg.output_dir)
-    norms = [row["grad_norm"] for row in rows]
+    norms = [logged["grad_norm"] for logged in rows]
     assert all(math.isfinite(norm) and norm > 0 for norm in norms), norms
     steady = rows[1:] or rows
     phases = {name: statistics.median(r[f"perf/{name}_time"] for r in steady) for name in PHASES}
     return phases | {
-        "step": statistics.median(row["step_time"] for row in steady),
+        "step": statistics.median(logged["step_time"] for logged in steady),
         "first_step": rows[0]["step_time"],
-        "tokens": rows[-1]["num_tokens"] / len(rows),
+        "tokens": row.prompts * (row.prompt + row.group * row.completion),
         "mean_length": rows[-1]["completions/mean_length"],
         "logp_difference": rows[-1]["sampling/sampling_logp_difference/mean"],
     }

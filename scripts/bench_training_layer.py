@@ -2,7 +2,8 @@
 
 Forward, dX and the gradients of the adapter and of trained norms, of the model's own layer, attention
 included, on random weights. Several layers of different weights follow one another, so that none is
-found in the L2. "apart" leaves to XLA what the kernel of many rows does with a product (`nvfp4_matmul.ended`).
+found in the L2. All arms are compiled first and then timed in turn, several times: a card that gets warm
+slows down. "apart" leaves to XLA what the kernel of many rows does with a product (`nvfp4_matmul.fused_wide`).
 `kernels` is the sum of device times from CUPTI, `wall` the time of a call; both for
 one layer. It ends itself when a kernel hangs.
 """
@@ -11,33 +12,34 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import functools
 import statistics
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import profiler
+
+from pallas_kernels.nvfp4_matmul import fused_wide
+from qerl_jax import architecture, layers
+from qerl_jax.model import Block, LoRA
 
 ARMS = {"bfloat16": "bfloat16", "nvfp4": "nvfp4", "nvfp4-apart": "nvfp4"}
 
 
-def measure(args: argparse.Namespace, arm: str) -> dict[str, float]:
-    """Milliseconds of a layer's forward and backward pass."""
-    from unittest import mock
-
-    from pallas_kernels.nvfp4_matmul import ended
-
-    if arm != "nvfp4-apart":
-        return _measure(args, ARMS[arm])
-    with mock.patch.object(ended, "supports", lambda *_: "is to be left to XLA"):
-        return _measure(args, ARMS[arm])
+def prepare(args: argparse.Namespace, arm: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The compiled forward and backward pass of an arm's layers, and what to call it with."""
+    with ExitStack() as stack:
+        if arm == "nvfp4-apart":
+            refuse = lambda *_: "is to be left to XLA"
+            stack.enter_context(mock.patch.object(fused_wide, "supports", refuse))
+        return _prepare(args, ARMS[arm])
 
 
-def _measure(args: argparse.Namespace, weights: str) -> dict[str, float]:
-    import jax
-    import jax.numpy as jnp
-    from jax.experimental.mosaic.gpu import profiler
-
-    from qerl_jax import architecture, layers
-    from qerl_jax.model import Block, LoRA
-
+def _prepare(args, weights):
     arch = architecture.KNOWN[args.model]
     block = Block(arch, weights, LoRA(args.rank, float(args.rank)), adapter=True, full=False)
     tables = layers.rope_tables(jnp.arange(args.length)[None], layers.rope_frequencies(arch))
@@ -57,20 +59,17 @@ def _measure(args: argparse.Namespace, weights: str) -> dict[str, float]:
 
         return jax.grad(loss, argnums=(0, 1))(params, x)
 
-    call = functools.partial(grads, params, x, frozen)
-    jax.block_until_ready(call())
-    walls = []
-    for _ in range(args.repeats):
-        begin = time.perf_counter()
-        jax.block_until_ready(call())
-        walls.append(time.perf_counter() - begin)
-    _, kernels = profiler.measure(grads, aggregate=False)(params, x, frozen)
-    if args.profile:
-        _print_longest(kernels, args.layers)
-    return {
-        "kernels": sum(ms for _, ms in kernels) / args.layers,
-        "wall": 1e3 * statistics.median(walls) / args.layers,
-    }
+    arguments = (params, x, frozen)
+    jax.block_until_ready(grads(*arguments))
+    return grads, arguments
+
+
+def measure(call: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[float, list]:
+    """Milliseconds of a call, and of each of its kernels."""
+    begin = time.perf_counter()
+    jax.block_until_ready(call(*arguments))
+    wall = 1e3 * (time.perf_counter() - begin)
+    return wall, profiler.measure(call, aggregate=False)(*arguments)[1]
 
 
 def _short(tables):
@@ -102,15 +101,24 @@ def main() -> None:
     args = parser.parse_args()
 
     faulthandler.dump_traceback_later(args.timeout, exit=True)
-    found = {arm: measure(args, arm) for arm in args.arms}
+    calls = {arm: prepare(args, arm) for arm in args.arms}
+    rounds = [{arm: measure(*call) for arm, call in calls.items()} for _ in range(args.repeats)]
     faulthandler.cancel_dump_traceback_later()
+    found = {}
+    for arm in args.arms:
+        walls = [timed[arm][0] for timed in rounds]
+        kernels = [sum(ms for _, ms in timed[arm][1]) for timed in rounds]
+        found[arm] = [statistics.median(times) / args.layers for times in (kernels, walls)]
+        if args.profile:
+            print(arm)
+            _print_longest(rounds[-1][arm][1], args.layers)
     print(f"{args.model}, {args.rows} x {args.length} tokens, LoRA rank {args.rank}")
     print(
         f"\n| base | kernels ms | wall ms | kernels against {args.arms[0]} |\n| --- | --- | --- | --- |"
     )
-    for arm, ms in found.items():
-        ratio = ms["kernels"] / found[args.arms[0]]["kernels"]
-        print(f"| {arm} | {ms['kernels']:.3f} | {ms['wall']:.3f} | {ratio:.3f}x |")
+    for arm, (kernels, wall) in found.items():
+        ratio = kernels / found[args.arms[0]][0]
+        print(f"| {arm} | {kernels:.3f} | {wall:.3f} | {ratio:.3f}x |")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def main() -> int:
     import numpy as np
 
     from pallas_kernels import runtime
-    from pallas_kernels.nvfp4_matmul import ended
+    from pallas_kernels.nvfp4_matmul import fused_wide
     from qerl_jax import architecture, layers, logprobs, sampling
     from qerl_jax.model import LoRA, Transformer, head, init_params, random_base
 
@@ -85,7 +85,7 @@ def main() -> int:
         # All products are its own, also those that otherwise end in their kernel.
         return score(
             mock.patch.object(layers, "linear", functools.partial(reference, splits=splits)),
-            mock.patch.object(ended, "supports", lambda *_: "is the reference's"),
+            mock.patch.object(fused_wide, "supports", lambda *_: "is the reference's"),
         )
 
     trainer = score()

@@ -19,8 +19,7 @@ llvm = mgpu.utils.llvm  # which jax.extend.mlir leaves out
 def to_bfloat16(values: jax.Array, *, interpret: bool) -> jax.Array:
     """values in bfloat16, two by one instruction.
 
-    What LLVM makes of `astype`, where a conversion back follows, goes one by one through a unit that has a
-    quarter of the lanes.
+    LLVM converts one by one where a conversion back follows `astype`, which has a quarter of the throughput.
 
     Args:
       values: float32 [64, M] in the layout `WGMMA`.

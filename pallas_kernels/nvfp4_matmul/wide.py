@@ -22,12 +22,12 @@ of W as that leaves, and so find each other's operands in the L2. Tiles that wou
 split along K: each block takes a share of one, and leaves a float32 sum that XLA adds to the others, in
 the same order every time.
 
-What follows a product, `Ending`, can be done before a tile leaves its registers. LoRA's B comes last, as if
+An `Epilogue` is done before a tile leaves its registers. LoRA's B comes last, as if
 it were 64 more columns of W, and x A as 64 more of x:
 
     y = ([W x] / global scale + [B U]) * unit + bias       U = x A; brackets are rounded to bfloat16
 
-which rounds where the decode kernels do (`epilogue`).
+which rounds where the decode kernels' does (`epilogue`).
 
 dX = dY W is the same with the axes of W exchanged: dX^T = W^T dY^T. As rows of W are summed over, its
 layout does not serve `wgmma`'s registers, and decoded tiles go through shared memory, where `wgmma` takes
@@ -58,7 +58,7 @@ _DEEP = 152
 # To add up shares of K: a kernel's start, and bytes a nanosecond to write and to read them.
 _SHARE_NS, _SHARE_RATE = 2000, 5000
 _MOST_SPLIT = 8
-# Rows of x of which a tile's end fits in registers whole.
+# Rows of x whose epilogue finds room in the registers at once.
 _MOST_AT_ONCE = 152
 _TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
 
@@ -110,8 +110,8 @@ class Config:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Ending:
-    """What follows a product of M rows, at most 64 ranks of LoRA for each part of N.
+class Epilogue:
+    """What is made of a product of M rows, with at most 64 ranks of LoRA for each part of N.
 
     Attributes:
       u: bfloat16 [M, 64 * parts], x A of each part, filled up with zeros.
@@ -143,7 +143,7 @@ def supports(
       summed: K, or N backward.
       config: see `pick_config`.
       backward: whether dX is asked for.
-      sizes: of the parts of an `Ending`, if it has one.
+      sizes: of the parts of an `Epilogue`, if it has one.
     """
     rows = config.warpgroups * config.cluster
     names = "KN" if backward else "NK"
@@ -158,7 +158,7 @@ def supports(
     # B has one place, which the next tile's may take once this one's slot does.
     if sizes and layout.tiles(summed) < (least := config.stages - 1):
         return f"needs {names[1]} of {least * TILE} or more; got {names[1]} = {summed}"
-    used = shared_bytes(config, backward=backward, has_ending=bool(sizes))
+    used = shared_bytes(config, backward=backward, has_epilogue=bool(sizes))
     if used > hopper.SHARED_BYTES:
         return f"needs {used} bytes of shared memory of {hopper.SHARED_BYTES}"
     return None
@@ -182,7 +182,7 @@ def pick_config(
     # Two blocks that share x gain 1 to 2 % for many rows, but lose 4 % backward.
     is_large = best.rows == MAX_ROWS and m >= 1024 and best.split == 1 and not backward
     pairs = is_large and all(rows % (2 * TILE * warpgroups) == 0 for rows in (outputs, *sizes))
-    bytes_of = functools.partial(shared_bytes, backward=backward, has_ending=bool(sizes))
+    bytes_of = functools.partial(shared_bytes, backward=backward, has_epilogue=bool(sizes))
     fits = lambda stages: bytes_of(dataclasses.replace(best, stages=stages)) <= hopper.SHARED_BYTES
     return dataclasses.replace(
         best,
@@ -230,13 +230,13 @@ def _whole_tiles(x_tiles: int, w_tiles: int, config: Config) -> int:
     return x_tiles * w_tiles // blocks * blocks // x_tiles
 
 
-def shared_bytes(config: Config, *, backward: bool = False, has_ending: bool = False) -> int:
+def shared_bytes(config: Config, *, backward: bool = False, has_epilogue: bool = False) -> int:
     """Bytes of shared memory that a block's slots and its result take, and B."""
     slot = config.rows * TILE * 2 + config.warpgroups * _TILE_BYTES
     result = config.warpgroups * config.rows * TILE * 2
     if backward:
         result = result // 2 + 2 * config.warpgroups * TILE * TILE * 2
-    b = has_ending * config.warpgroups * TILE * TILE * 2
+    b = has_epilogue * config.warpgroups * TILE * TILE * 2
     return config.stages * slot + result + b
 
 
@@ -245,7 +245,7 @@ def matmul(
     w: HopperNVFP4,
     config: Config | None = None,
     *,
-    ending: Ending | None = None,
+    epilogue: Epilogue | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """x [M, K] -> x @ dequantize(w)^T [M, N], both bfloat16.
@@ -254,15 +254,15 @@ def matmul(
       x: bfloat16 [M, K].
       w: an [N, K] weight without stacked axes.
       config: by default that of `pick_config`.
-      ending: what follows the product.
+      epilogue: what is made of the product.
       interpret: run on a CPU, and report data races.
 
     Raises:
       NotImplementedError: the reason `supports` gives.
     """
-    config = config or pick_config(len(x), *w.shape, sizes=ending.sizes if ending else ())
+    config = config or pick_config(len(x), *w.shape, sizes=epilogue.sizes if epilogue else ())
     return _checked(
-        x, w, w.global_scale, config, backward=False, ending=ending, interpret=interpret
+        x, w, w.global_scale, config, backward=False, epilogue=epilogue, interpret=interpret
     )
 
 
@@ -287,12 +287,12 @@ def _checked(
     config: Config,
     *,
     backward: bool,
-    ending: Ending | None = None,
+    epilogue: Epilogue | None = None,
     interpret: bool,
 ) -> jax.Array:
     m, columns = x.shape
     outputs = w.shape[1] if backward else w.shape[0]
-    sizes = ending.sizes if ending else ()
+    sizes = epilogue.sizes if epilogue else ()
     if reason := supports(outputs, columns, config, backward=backward, sizes=sizes):
         raise NotImplementedError(reason)
     # Bulk copies leave out what lies beyond an array, but a tile must not be longer than that, and the
@@ -301,14 +301,14 @@ def _checked(
     x = jnp.pad(x, ((0, rows), (0, -columns % TILE)))
     if len(divisor) > 1:
         divisor = jnp.pad(divisor, (0, -outputs % TILE), constant_values=1)
-    if ending is not None:
-        ending = dataclasses.replace(
-            ending,
-            u=jnp.pad(ending.u, ((0, rows), (0, 0))),
+    if epilogue is not None:
+        epilogue = dataclasses.replace(
+            epilogue,
+            u=jnp.pad(epilogue.u, ((0, rows), (0, 0))),
             # All of a tile's are read, also where x ends before.
-            unit=jnp.pad(ending.unit, (0, -m % config.rows)),
+            unit=jnp.pad(epilogue.unit, (0, -m % config.rows)),
         )
-    return _multiply(x, w.words, divisor, config, backward, ending, interpret)[:m, :outputs]
+    return _multiply(x, w.words, divisor, config, backward, epilogue, interpret)[:m, :outputs]
 
 
 def _multiply(
@@ -317,7 +317,7 @@ def _multiply(
     divisor: jax.Array,
     config: Config,
     backward: bool,
-    ending: Ending | None,
+    epilogue: Epilogue | None,
     interpret: bool,
 ) -> jax.Array:
     # Half a second that only those pay who come here.
@@ -338,17 +338,17 @@ def _multiply(
     whole, shared = x_tiles * whole_w_tiles, x_tiles * (w_tiles - whole_w_tiles)
     run = steps // config.split
     # Of a whole tile: the last one multiplies B.
-    units_of_tile = steps + (ending is not None)
+    units_of_tile = steps + (epilogue is not None)
     # Interpreted `wgmma` takes no operand from registers.
     in_memory = backward or interpret
     halves = 2 if backward else 1
     divide = lambda a, b: (lax.div(a, b), lax.rem(a, b))
     operands = {"x": x, "w": words, "divisor": divisor}
-    if ending is not None:
-        b = ending.b.reshape(w_rows, TILE, TILE)
-        operands |= {"u": ending.u, "b": b, "unit": ending.unit}
-        if ending.bias is not None:
-            operands["bias"] = ending.bias
+    if epilogue is not None:
+        b = epilogue.b.reshape(w_rows, TILE, TILE)
+        operands |= {"u": epilogue.u, "b": b, "unit": epilogue.unit}
+        if epilogue.bias is not None:
+            operands["bias"] = epilogue.bias
 
     def kernel(*refs):
         gmem = dict(zip(operands, refs, strict=False))
@@ -358,7 +358,7 @@ def _multiply(
         sums_gmem = refs[bool(whole)] if shared else None
         x_smem, w_smem, out_smem, full, empty, *rest = refs[bool(whole) + bool(shared) :]
         decoded_smem = rest.pop(0) if in_memory else None
-        b_smem = rest.pop(0) if ending is not None else None
+        b_smem = rest.pop(0) if epilogue is not None else None
         block, group = lax.axis_index("block"), lax.axis_index("warpgroup")
         rank = lax.axis_index("rank")
         turns = lax.div(whole + shared * config.split - block + blocks - 1, blocks)
@@ -411,11 +411,11 @@ def _multiply(
 
             def branch():
                 row = w_tile * warpgroups * TILE
-                ends = itertools.accumulate(ending.sizes[:-1])
+                ends = itertools.accumulate(epilogue.sizes[:-1])
                 part = sum((row >= end).astype(jnp.int32) for end in ends)
                 copy(gmem["b"].at[of_group], b_smem, gmem["u"], part)
 
-            if ending is None:
+            if epilogue is None:
                 columns()
             else:
                 pl.when(at < steps)(columns)
@@ -522,8 +522,8 @@ def _multiply(
                 out_at = lambda first, count: out_gmem.at[
                     pl.ds(x_tile * rows + first, count), pl.ds(w_row, TILE)
                 ]
-                if ending is not None:
-                    end(total, first_unit + steps, x_tile, w_row)
+                if epilogue is not None:
+                    finish(total, first_unit + steps, x_tile, w_row)
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(out_smem.at[group], out_at(0, rows))
                     return
@@ -537,27 +537,28 @@ def _multiply(
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(result, out_at(first, count))
 
-        def end(total, unit, x_tile, w_row):
-            """Leaves a tile in `out_smem`, ended."""
-            slot = lax.rem(unit, stages)
-            # So many of x that two float32 tiles find room in the registers.
-            count = rows // 2 if rows % 16 == 0 and rows > _MOST_AT_ONCE else rows
+        def finish(total, branch_unit, x_tile, w_row):
+            """Leaves a tile in `out_smem`, after its epilogue."""
+            slot = lax.rem(branch_unit, stages)
+            # So many of x at a time that a second float32 tile finds room in the registers.
+            cuts = (0, rows) if rows <= _MOST_AT_ONCE else (0, rows // 16 * 8, rows)
             # A power of two changes no rounding, and may follow it.
             base = registers.to_bfloat16(total, interpret=interpret)
             scale = multiplier(w_row)
             bias = load(0, gmem["bias"].at[pl.ds(w_row, TILE)]) if "bias" in gmem else None
             plgpu.barrier_wait(full.at[slot])
-            for first in range(0, rows, count):
+            for first, last in itertools.pairwise(cuts):
+                count = last - first
                 unit_of_x = load(1, gmem["unit"].at[pl.ds(x_tile * rows + first, count)])
 
-                def multiply(acc, first=first):
+                def multiply(acc, first=first, count=count):
                     u = x_smem.at[slot, pl.ds(first, count)]
                     plgpu.wgmma(acc, b_smem.at[group], u.T)
                     plgpu.wgmma_wait(0)
                     return acc[...]
 
                 added = pl.run_scoped(multiply, plgpu.ACC((TILE, count), jnp.float32))
-                y = base[:, first : first + count] if count < rows else base
+                y = base[:, first:last] if count < rows else base
                 y = y.astype(jnp.float32) * spread(scale, 0, y.shape)
                 y += registers.rounded_to_bfloat16(added, interpret=interpret)
                 y *= spread(unit_of_x, 1, y.shape)
@@ -566,8 +567,8 @@ def _multiply(
                 if not first:
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 out_smem.at[group, pl.ds(first, count)].T[...] = y.astype(jnp.bfloat16)
-            refill_last(unit)
-            leave(unit)
+            refill_last(branch_unit)
+            leave(branch_unit)
 
         def one_share(turn):
             x_tile, w_tile, share = place_of_share(turn)
@@ -621,7 +622,7 @@ def _multiply(
             plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             is_empty,
             *([decoded_type] if in_memory else []),
-            *([b_type] if ending is not None else []),
+            *([b_type] if epilogue is not None else []),
         ),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
@@ -634,29 +635,29 @@ def _multiply(
     with jax.named_scope("add_shares"):
         last, multiplier = out[-1].sum(0).T[: len(x)], 1 / divisor[-shared_rows:]
         last *= 1 / layout.DECODED_SCALE
-        if ending is None:
+        if epilogue is None:
             last = (last * multiplier).astype(jnp.bfloat16)
         else:
-            last = _ended(rounded(last, jnp.bfloat16), multiplier, ending)
+            last = _finished(rounded(last, jnp.bfloat16), multiplier, epilogue)
         return last if not whole else out[0].at[:, -shared_rows:].set(last)
 
 
-def _ended(base: jax.Array, multiplier: jax.Array, ending: Ending) -> jax.Array:
-    """`Ending` in XLA, for the last columns of N."""
+def _finished(base: jax.Array, multiplier: jax.Array, epilogue: Epilogue) -> jax.Array:
+    """`Epilogue` in XLA, for the last columns of N."""
     m, n = base.shape
-    first = len(ending.b) - n
+    first = len(epilogue.b) - n
     added, start = [], 0
-    for part, size in enumerate(ending.sizes):
+    for part, size in enumerate(epilogue.sizes):
         of_part = slice(max(first, start), start + size)
         start += size
         if of_part.start < of_part.stop:
-            u = ending.u[:, part * TILE : (part + 1) * TILE]
-            added.append(jnp.dot(u, ending.b[of_part].T))
+            u = epilogue.u[:, part * TILE : (part + 1) * TILE]
+            added.append(jnp.dot(u, epilogue.b[of_part].T))
     y = base.astype(jnp.float32) * multiplier
     y += jnp.concatenate(added, axis=1).astype(jnp.float32)
-    y *= ending.unit[:m, None]
-    if ending.bias is not None:
-        y += ending.bias[first:]
+    y *= epilogue.unit[:m, None]
+    if epilogue.bias is not None:
+        y += epilogue.bias[first:]
     return rounded(y, jnp.bfloat16)
 
 

@@ -1,4 +1,4 @@
-"""A linear of many rows in one kernel: the product, and what LoRA, the norm before and the bias make of it.
+"""A linear of many rows in one kernel: the product, and an epilogue of LoRA, the norm before and the bias.
 
 Left to XLA, LoRA's x A B is written and read once more, [M, N] in bfloat16, which for a wide linear costs
 as much as a tenth of its product.
@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.scipy.linalg import block_diag
 from jax.typing import DTypeLike
 
-from pallas_kernels import linear, runtime
+from pallas_kernels import runtime
 from pallas_kernels.linear import Branch
 from pallas_kernels.nvfp4_matmul import api, hopper, wide
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
@@ -41,14 +42,14 @@ def supports(m: int, sizes: Sequence[int], k: int, rank: int, dtype: DTypeLike) 
 
 
 @jax.custom_vjp
-def matmul(
+def linear(
     x: jax.Array,
     w: HopperNVFP4,
-    branches: Sequence[Branch],
+    branches: list[Branch],
     unit: jax.Array,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """`linear.finish` of x W^T, and its derivative, from the packed weight.
+    """`finish` (pallas_kernels/linear.py) of x W^T, and its derivative, from the packed weight.
 
     Weight and bias are frozen: their cotangents are zero. So is the unit's, whose share is in that by x,
     as `split_norm` has it.
@@ -64,35 +65,52 @@ def matmul(
       bfloat16 [M, N].
 
     Raises:
+      ValueError: x or the branches do not fit w.
       NotImplementedError: the reason `supports` gives.
     """
     sizes = tuple(up.shape[1] for _, up in branches)
+    if (sum(sizes), x.shape[1]) != w.shape or w.words.ndim != 4:
+        raise ValueError(
+            f"w must be one [N, K] matrix with K of x {x.shape} and N of the branches, {sizes}; got "
+            f"shape {w.shape}, words {w.words.shape}"
+        )
     reason = supports(len(x), sizes, x.shape[1], branches[0][1].shape[0], x.dtype)
     if reason is not None:
         raise NotImplementedError(reason)
-    return wide.matmul(x, w, ending=ending(branches, unit, bias))
+    return wide.matmul(x, w, epilogue=epilogue(branches, unit, bias))
 
 
-def _matmul_fwd(x, w, branches, unit, bias):
-    return matmul(x, w, branches, unit, bias), (w, branches, unit, bias)
+def _linear_fwd(x, w, branches, unit, bias):
+    return linear(x, w, branches, unit, bias), (w, branches, unit, bias)
 
 
-def _matmul_bwd(kept, dy):
+def _linear_bwd(kept, dy):
     w, branches, unit, bias = kept
-    _, branches_vjp = jax.vjp(linear.joined, branches)
-    slope = dy.astype(jnp.float32) * unit
-    (dbranches,) = branches_vjp(slope)
-    dbias = None if bias is None else jnp.zeros_like(bias)
-    return api.backward(slope.astype(dy.dtype), w), None, dbranches, jnp.zeros_like(unit), dbias
+    slope = (dy.astype(jnp.float32) * unit).astype(dy.dtype)
+    dx, dbranches = api.backward(slope, w), _branch_cotangents(branches, slope)
+    return dx, None, dbranches, jnp.zeros_like(unit), bias if bias is None else jnp.zeros_like(bias)
 
 
-matmul.defvjp(_matmul_fwd, _matmul_bwd)
+def _branch_cotangents(branches: list[Branch], slope: jax.Array) -> list[Branch]:
+    """Those of all branches in two passes over the slope [M, N], of whose parts XLA would make copies."""
+    down = jnp.concatenate([down for down, _ in branches], axis=1)
+    up = block_diag(*(up for _, up in branches))
+    ddown, dup = jnp.dot(slope, up.T), jnp.dot(down.T, slope)
+    found, row, column = [], 0, 0
+    for _, part in branches:
+        rows, columns = slice(row, row + part.shape[0]), slice(column, column + part.shape[1])
+        found.append((ddown[:, rows], dup[rows, columns]))
+        row, column = rows.stop, columns.stop
+    return jax.tree.unflatten(jax.tree.structure(branches), jax.tree.leaves(found))
 
 
-def ending(branches: Sequence[Branch], unit: jax.Array, bias: jax.Array | None) -> wide.Ending:
-    """What follows the product, as the kernel reads it."""
+linear.defvjp(_linear_fwd, _linear_bwd)
+
+
+def epilogue(branches: list[Branch], unit: jax.Array, bias: jax.Array | None) -> wide.Epilogue:
+    """What is made of the product, as the kernel reads it."""
     fill = lambda matrix: jnp.pad(matrix, ((0, 0), (0, TILE - matrix.shape[1])))
-    return wide.Ending(
+    return wide.Epilogue(
         u=jnp.concatenate([fill(down) for down, _ in branches], axis=1),
         b=jnp.concatenate([fill(up.T) for _, up in branches]),
         unit=unit[:, 0],
