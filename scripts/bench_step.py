@@ -22,6 +22,7 @@ once for its group, recomputation not counted.
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import json
 import math
@@ -102,6 +103,7 @@ ROWS = {
         _GROUP, target="baseline of 7b-group", optim={"share_prompts": False}
     ),
     "32b-step": Row("qwen2.5-32b", "<= 5 s, <= 40 GB", 1, 8, 256, 512, 16, 3, pooled=True),
+    "32b-update": Row("qwen2.5-32b", "", 1, 8, 256, 512, 16, update_only=True, pooled=True),
     # Two completions and their prompt at a time leave room to keep products.
     "32b-step-products": Row(
         "qwen2.5-32b",
@@ -171,8 +173,8 @@ def row_config(row: Row, tokenizer: str, folder: str) -> config.RunConfig:
     )
 
 
-def run_row(name: str, tokenizer: str) -> dict:
-    """Measures one row in this process."""
+def run_row(name: str, tokenizer: str, *, profile: bool) -> dict:
+    """Measures one row in this process; says of an update where its time goes, if asked to."""
     import jax
 
     from pallas_kernels import runtime
@@ -183,7 +185,7 @@ def run_row(name: str, tokenizer: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         cfg = row_config(row, tokenizer, folder)
         planned = plan.make(cfg, limit=plan.of_device())
-        result = _time_update(row, cfg) if row.update_only else _time_steps(row, cfg)
+        result = _time_update(row, cfg, profile) if row.update_only else _time_steps(row, cfg)
     arch = architecture.KNOWN[row.model]
     seconds = result["update"]
     flops = 4 * linear_parameters(arch) * result["tokens"]
@@ -219,7 +221,7 @@ def _time_steps(row: Row, cfg: config.RunConfig) -> dict:
     }
 
 
-def _time_update(row: Row, cfg: config.RunConfig) -> dict:
+def _time_update(row: Row, cfg: config.RunConfig, profile: bool) -> dict:
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -262,7 +264,38 @@ def _time_update(row: Row, cfg: config.RunConfig) -> dict:
         times.append(time.perf_counter() - started)
         assert math.isfinite(metrics["grad_norm"]) and metrics["grad_norm"] > 0, metrics
     tokens = shared * row.prompt + experience.completions.size
-    return {"update": statistics.median(times[1:]), "first_step": times[0], "tokens": tokens}
+    result = {"update": statistics.median(times[1:]), "first_step": times[0], "tokens": tokens}
+    if not profile:
+        return result
+    gradient = update.make_gradient(
+        model,
+        grpo_cfg=cfg.grpo,
+        num_micro_batches=1,
+        temperature=1.0,
+        num_tokens=151665,
+        remat=row.remat,
+    )
+    totals = {
+        "total_rows": jnp.int32(rows),
+        "total_tokens": jnp.int32(experience.mask.sum()),
+        "max_completion_length": jnp.int32(row.completion),
+    }
+    arguments = (state.params, frozen, None, (experience, {}), totals, jax.random.key(0))
+    return result | _kernels(gradient, arguments)
+
+
+def _kernels(gradient, arguments) -> dict:
+    """Of the gradient of all rows at once: seconds of all kernels, and of those that take most."""
+    import jax
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, kernels = profiler.measure(jax.jit(gradient), aggregate=False)(*arguments)
+    spent, launches = collections.Counter(), collections.Counter()
+    for name, milliseconds in kernels:
+        spent[name] += milliseconds / 1e3
+        launches[name] += 1
+    most = [(name[:80], launches[name], seconds) for name, seconds in spent.most_common(40)]
+    return {"kernels": spent.total(), "longest": most}
 
 
 def linear_parameters(arch: architecture.Architecture) -> int:
@@ -272,7 +305,14 @@ def linear_parameters(arch: architecture.Architecture) -> int:
     )
 
 
-def bench_rows(names: list[str], tokenizer: str | None, pool_gib: float, out: pathlib.Path) -> int:
+def bench_rows(
+    names: list[str],
+    tokenizer: str | None,
+    pool_gib: float,
+    out: pathlib.Path,
+    *,
+    profile: bool,
+) -> int:
     """Runs rows one after the other, each in its own process; what is measured is kept at once."""
     failed = 0
     for name in names:
@@ -280,6 +320,7 @@ def bench_rows(names: list[str], tokenizer: str | None, pool_gib: float, out: pa
         if row.pooled:
             environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{pool_gib / DEVICE_GIB:.4f}"
         command = [sys.executable, "-m", "scripts.bench_step", "--row", name]
+        command += ["--profile"] if profile else []
         command += ["--tokenizer", tokenizer or "Qwen/Qwen2.5-7B-Instruct"]
         try:
             done = subprocess.run(
@@ -368,16 +409,19 @@ def main() -> int:
     parser.add_argument("--rows", nargs="+", choices=[*ROWS, "all"], help="of the target table")
     parser.add_argument("--pool-gib", type=float, default=78, help="of rows held to 80 GB")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench_step.jsonl"))
+    parser.add_argument(
+        "--profile", action="store_true", help="of rows of an update alone: its longest kernels"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
 
     if args.row:
-        print(json.dumps(run_row(args.row, args.tokenizer)))
+        print(json.dumps(run_row(args.row, args.tokenizer, profile=args.profile)))
         return 0
     if args.rows:
         names = list(ROWS) if "all" in args.rows else args.rows
-        return bench_rows(names, args.tokenizer, args.pool_gib, args.out)
+        return bench_rows(names, args.tokenizer, args.pool_gib, args.out, profile=args.profile)
 
     cfg = config.load(args.config)
     model = dataclasses.replace(
