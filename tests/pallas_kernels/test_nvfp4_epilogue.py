@@ -143,6 +143,7 @@ def test_a_linear_with_bias_and_lora_meets_plain_arithmetic(capfd, m, n, k, rank
 
 
 @on_cpu
+@pytest.mark.slow
 def test_a_norm_spread_over_two_kernels_meets_the_whole_one(capfd):
     values, scale = normal(2, (8, 256), 3.0), 1 + 0.1 * normal(3, (256,), 1.0, jnp.float32)
     stream = epilogue.stream(values, scale)

@@ -69,12 +69,13 @@ def assert_almost_all_are_equal(actual, expected):
         # Ragged M, several tiles for each block, two parts.
         (44, (128, 64), 128, wide.Config(16, 1, 3, 2), {}),
         # Two tiles whole, one split.
-        (
+        pytest.param(
             16,
             (128, 128, 128),
             256,
             wide.Config(16, 2, 2, producer=True, split=4),
             {"scale_per_row": True, "rank": 64},
+            marks=pytest.mark.slow,
         ),
         # All split, of two parts.
         pytest.param(

@@ -65,8 +65,10 @@ def assert_within_an_ulp(actual, expected):
     ("n", "k", "config"),
     [
         # Unequal runs, one of which is shorter than the pipeline.
-        (128, 256, dequantize.Config(128, 2, 3)),
-        (192, 320, dequantize.Config(64, 2, 2)),  # slots used again
+        pytest.param(*(128, 256, dequantize.Config(128, 2, 3)), marks=pytest.mark.slow),
+        pytest.param(
+            *(192, 320, dequantize.Config(64, 2, 2)), marks=pytest.mark.slow
+        ),  # slots used again
         (100, 208, None),  # ragged N and K
         pytest.param(*(64, 64, None), marks=pytest.mark.slow),  # less work than blocks
     ],
@@ -98,7 +100,9 @@ def test_a_step_that_does_not_divide_k_is_refused_and_never_picked():
         pytest.param(*(16, 256, 128, wide.Config(16, 2, 3)), marks=pytest.mark.slow),
         # Ragged M, more tiles than a band, slots used again.
         (44, 128, 320, wide.Config(16, 1, 3, 2)),
-        (24, 180, 48, wide.Config(24, 3, 3)),  # ragged N and K
+        pytest.param(
+            *(24, 180, 48, wide.Config(24, 3, 3)), marks=pytest.mark.slow
+        ),  # ragged N and K
         (44, 128, 256, wide.Config(16, 2, 2, producer=True, split=2)),  # all tiles split
         # One split, the others whole.
         pytest.param(*(16, 192, 256, wide.Config(16, 1, 3, split=4)), marks=pytest.mark.slow),
@@ -217,7 +221,8 @@ def test_products_and_their_derivative_meet_the_reference(pretended_hopper, scal
 
 
 @on_cpu
-@pytest.mark.parametrize("scale_per_row", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scale_per_row", [False, True])
 def test_one_hot_inputs_return_scaled_codes_times_the_multiplier(scale_per_row):
     t = weight(3, 64, 64, scale_per_row=scale_per_row)
     codes = np.asarray(nvfp4.scaled_codes(t, jnp.float32))

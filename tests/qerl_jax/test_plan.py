@@ -131,10 +131,8 @@ def test_scheduled_evaluation_is_planned_and_bounded_as_rollouts_are():
         made.require(made.peak - 1)
 
 
-@pytest.mark.parametrize(
-    "remat",
-    ["layer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("products", "none"))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["layer", "products", "none"])
 def test_activations_grow_with_tokens_as_the_compilers_do(remat):
     """In float32 on a CPU, where attention keeps its scores, the slope agrees within a third."""
     base = changed(

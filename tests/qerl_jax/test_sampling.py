@@ -87,9 +87,10 @@ def greedy_loop(name):
     "name",
     [
         "qwen2_untied",
-        "qwen3",
-        "llama3",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_tied", "mistral")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("qwen2_tied", "qwen3", "llama3", "mistral")
+        ),
     ],
 )
 def test_greedy_generation_equals_a_loop_without_cache(name):

@@ -283,7 +283,11 @@ def test_the_example_clips_on_both_sides():
     assert metrics["clip_ratio/low_mean"] > 0 and metrics["clip_ratio/high_mean"] > 0
 
 
-@pytest.mark.parametrize("grpo", [GRPO, DR_GRPO, DAPO], ids=lambda cfg: cfg.loss_type)
+@pytest.mark.parametrize(
+    "grpo",
+    [GRPO, pytest.param(DR_GRPO, marks=pytest.mark.slow), DAPO],
+    ids=lambda cfg: cfg.loss_type,
+)
 def test_micro_batches_of_1_and_of_8_rows_give_the_same_parameters(grpo):
     whole, whole_metrics = run(grpo=grpo, optim=geometry(8, 1))
     cut, cut_metrics = run(grpo=grpo, optim=geometry(1, 8))
@@ -303,7 +307,9 @@ def test_the_step_is_adamw():
     assert_close(state.params, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("micro_rows", [8, pytest.param(4, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize(
+    "micro_rows", [*(pytest.param(m, marks=pytest.mark.slow) for m in (8, 4)), 2]
+)
 def test_a_prompt_computed_once_gives_the_update_of_a_prompt_in_every_row(micro_rows):
     """Two prompts to a micro-batch, one, and half of one; the reference policy is scored so, too."""
     options = {"grpo": GRPO, "optim": geometry(micro_rows, 8 // micro_rows)}
