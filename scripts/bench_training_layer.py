@@ -15,7 +15,7 @@ import faulthandler
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -32,16 +32,8 @@ ARMS = {"bfloat16": "bfloat16", "nvfp4": "nvfp4", "nvfp4-apart": "nvfp4"}
 
 def prepare(args: argparse.Namespace, arm: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The compiled forward and backward pass of an arm's layers, and what to call it with."""
-    with ExitStack() as stack:
-        if arm == "nvfp4-apart":
-            refuse = lambda *_: "is to be left to XLA"
-            stack.enter_context(mock.patch.object(fused_wide, "supports", refuse))
-        return _prepare(args, ARMS[arm])
-
-
-def _prepare(args, weights):
     arch = architecture.KNOWN[args.model]
-    block = Block(arch, weights, LoRA(args.rank, float(args.rank)), adapter=True, full=False)
+    block = Block(arch, ARMS[arm], LoRA(args.rank, float(args.rank)), adapter=True, full=False)
     tables = layers.rope_tables(jnp.arange(args.length)[None], layers.rope_frequencies(arch))
     x = jax.random.normal(jax.random.key(0), (args.rows, args.length, arch.width), jnp.bfloat16)
     run = lambda variables, x: block.apply(variables, (x, None), 0, tables, None)[0][0]
@@ -60,7 +52,10 @@ def _prepare(args, weights):
         return jax.grad(loss, argnums=(0, 1))(params, x)
 
     arguments = (params, x, frozen)
-    jax.block_until_ready(grads(*arguments))
+    refuse = lambda *_: "is to be left to XLA"
+    apart = mock.patch.object(fused_wide, "supports", refuse)
+    with apart if arm == "nvfp4-apart" else nullcontext():
+        jax.block_until_ready(grads(*arguments))
     return grads, arguments
 
 

@@ -240,6 +240,7 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", default=LAYERS)
     parser.add_argument("--m", nargs="+", type=int, default=[256, 512, 1024, 2048, 8192])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--values", action="store_true", help="check values only; time none")
     parser.add_argument("--unpack", action="store_true", help="time only the unpacking kernel")
     parser.add_argument("--out", type=pathlib.Path, help="a JSON file for all that was measured")
     args = parser.parse_args()
@@ -253,6 +254,18 @@ def main() -> None:
                 rate = moved / us / 1e6
                 label = f"{problem.model} {problem.layer} step/stages/blocks per SM {config}"
                 print(f"{label}: {us:.1f} us, {rate:.2f} TB/s", flush=True)
+        faulthandler.cancel_dump_traceback_later()
+        return
+
+    if args.values:
+        arms = [name for name in args.arms if ARMS[name].packed]
+        print("| linear | M | largest error, ulp: " + ", ".join(arms) + " |\n| --- | --- | --- |")
+        for problem in problems(args.models, args.layers):
+            for m in args.m:
+                watch()
+                errors = check(m, problem.n, problem.k, arms).values()
+                found = ", ".join(f"{error:.2f}" for error in errors)
+                print(f"| {problem.model} {problem.layer} | {m} | {found} |", flush=True)
         faulthandler.cancel_dump_traceback_later()
         return
 

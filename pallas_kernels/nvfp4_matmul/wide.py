@@ -43,7 +43,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import runtime
+from pallas_kernels import linear, runtime
 from pallas_kernels.nvfp4_matmul import hopper, layout
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 from pallas_kernels.rounding import rounded
@@ -58,8 +58,8 @@ _DEEP = 152
 # To add up shares of K: a kernel's start, and bytes a nanosecond to write and to read them.
 _SHARE_NS, _SHARE_RATE = 2000, 5000
 _MOST_SPLIT = 8
-# Rows of x whose epilogue finds room in the registers at once.
-_MOST_AT_ONCE = 152
+# Rows of x whose epilogue finds room at once, also in the registers that a producer leaves.
+_MOST_AT_ONCE = 96
 _TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
 
 
@@ -645,20 +645,19 @@ def _multiply(
 def _finished(base: jax.Array, multiplier: jax.Array, epilogue: Epilogue) -> jax.Array:
     """`Epilogue` in XLA, for the last columns of N."""
     m, n = base.shape
-    first = len(epilogue.b) - n
-    added, start = [], 0
+    first, start, branches = len(epilogue.b) - n, 0, []
     for part, size in enumerate(epilogue.sizes):
-        of_part = slice(max(first, start), start + size)
-        start += size
-        if of_part.start < of_part.stop:
+        rows, start = slice(max(first, start), start + size), start + size
+        if rows.start < rows.stop:
             u = epilogue.u[:, part * TILE : (part + 1) * TILE]
-            added.append(jnp.dot(u, epilogue.b[of_part].T))
-    y = base.astype(jnp.float32) * multiplier
-    y += jnp.concatenate(added, axis=1).astype(jnp.float32)
-    y *= epilogue.unit[:m, None]
-    if epilogue.bias is not None:
-        y += epilogue.bias[first:]
-    return rounded(y, jnp.bfloat16)
+            branches.append((u, epilogue.b[rows].T))
+    return linear.finish(
+        base.astype(jnp.float32) * multiplier,
+        branches,
+        unit=epilogue.unit[:m, None],
+        bias=None if epilogue.bias is None else epilogue.bias[first:],
+        dtype=base.dtype,
+    )
 
 
 def _keep_until_here(a: jax.Array) -> None:
