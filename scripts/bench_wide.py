@@ -260,12 +260,17 @@ def main() -> None:
     if args.values:
         arms = [name for name in args.arms if ARMS[name].packed]
         print("| linear | M | largest error, ulp: " + ", ".join(arms) + " |\n| --- | --- | --- |")
+        rows = []
         for problem in problems(args.models, args.layers):
             for m in args.m:
                 watch()
-                errors = check(m, problem.n, problem.k, arms).values()
-                found = ", ".join(f"{error:.2f}" for error in errors)
+                errors = check(m, problem.n, problem.k, arms)
+                found = ", ".join(f"{error:.2f}" for error in errors.values())
                 print(f"| {problem.model} {problem.layer} | {m} | {found} |", flush=True)
+                row = {"model": problem.model, "layer": problem.layer, "m": m, "ulps": errors}
+                rows.append(row | {"n": problem.n, "k": problem.k})
+                if args.out:
+                    args.out.write_text(json.dumps(versions() | {"rows": rows}))
         faulthandler.cancel_dump_traceback_later()
         return
 
