@@ -40,7 +40,9 @@ class ModelConfig:
         random_base: Make a packed random base of that architecture on the device instead of reading
             weights.
         gradient_checkpointing: What the backward pass recomputes instead of keeping it: each
-            "layer", all of a layer but the large "products", or "none".
+            "layer", of a layer the "mlp" and all but attention's two products, all but these and the
+            MLP's first ("products"), or "none". From the first to the last it takes more memory and
+            less time.
         trainable: "lora" trains an adapter; "full" the layers of a dense base themselves (linears,
             biases and norms; not embedding, last norm and head), in float32, without an adapter.
         adapter_name_or_path: A PEFT adapter over that base, by folder or hub name, from which
@@ -53,7 +55,7 @@ class ModelConfig:
     weights: Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"] = "nvfp4"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     random_base: bool = False
-    gradient_checkpointing: Literal["none", "products", "layer"] = "layer"
+    gradient_checkpointing: Literal["none", "products", "mlp", "layer"] = "layer"
     trainable: Literal["lora", "full"] = "lora"
     adapter_name_or_path: str | None = None
 

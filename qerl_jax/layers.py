@@ -64,21 +64,32 @@ def logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
     )
 
 
-def lora(x: jax.Array, a: jax.Array, b: jax.Array, scaling: float) -> Branch:
-    """The low-rank branch `scaling * (x A) B` (LoRA, arXiv 2106.09685) as x A and scaling * B, in x's dtype.
+def branches(
+    adapters: Sequence[tuple[jax.Array, jax.Array, jax.Array]], scaling: float
+) -> list[Branch]:
+    """Low-rank branches `scaling * (x A) B` (LoRA, arXiv 2106.09685) as x A and scaling * B, in x's dtype.
 
     Args:
-        x: [..., K].
-        a: float32 [K, R].
-        b: float32 [R, N].
+        adapters: Of each, x [..., K], A float32 [K, R] and B float32 [R, N]. Those of linears that are
+            joined read one x, unless dropout has made different ones of it.
         scaling: alpha / R.
 
     Returns:
-        [rows of x, R] and [R, N], for `finished_linear`.
+        Of each [rows of x, R] and [R, N], for `finished_linear`.
     """
-    flat = x.reshape(-1, x.shape[-1])
-    down = jnp.dot(flat, a.astype(x.dtype), precision=_precision(x.dtype))
-    return down, (scaling * b).astype(x.dtype)
+    x = adapters[0][0]
+    if all(other is x for other, _, _ in adapters):
+        # One product, for then that of the gradient by x is one as well, and not a sum of several.
+        down = _down(x, jnp.concatenate([a for _, a, _ in adapters], axis=1))
+        downs = jnp.split(down, len(adapters), axis=1)
+    else:
+        downs = [_down(x, a) for x, a, _ in adapters]
+    ups = [(scaling * b).astype(x.dtype) for _, _, b in adapters]
+    return list(zip(downs, ups, strict=True))
+
+
+def _down(x, a):
+    return jnp.dot(x.reshape(-1, x.shape[-1]), a.astype(x.dtype), precision=_precision(x.dtype))
 
 
 def finished_linear(
@@ -199,10 +210,11 @@ def rope_tables(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Arra
 
 def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotates the pairs (c, c + C/2) of every head of [B, T, heads, C] by `rope_tables`, in float32."""
-    cos, sin = tables
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rounded(turned, x.dtype)
+    cos, sin = (table[..., None, :] for table in tables)
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+    # Halves that change places, not two that are put together: XLA makes slow kernels of the latter.
+    turned = halves * cos + jnp.flip(halves, -2) * jnp.concatenate([-sin, sin], axis=-2)
+    return rounded(turned.reshape(x.shape), x.dtype)
 
 
 def attention(

@@ -29,10 +29,10 @@ from qerl_jax.kv_cache import KVCache
 from qerl_jax.shared_prompts import SharedPrompts
 
 Weights = Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"]
-Remat = Literal["none", "products", "layer"]
+Remat = Literal["none", "products", "mlp", "layer"]
 
-# Linears whose products are worth keeping for a backward pass; nothing in it reads that of "down".
-_PRODUCTS = ("qkv", "o", "gate_up")
+# Linears whose products a backward pass finds kept; nothing in it reads that of "down".
+_KEPT = {"products": ("qkv", "o", "gate_up"), "mlp": ("qkv", "o"), "layer": ()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Norm(nn.Module):
 
 
 class Adapter(nn.Module):
-    """One LoRA branch of x [..., K] in its two factors; starts at zero, A as PEFT initializes it."""
+    """One LoRA branch of x [..., K], as `layers.branches` takes it; starts at zero, A as PEFT initializes it."""
 
     features: int
     lora: LoRA
@@ -108,7 +108,7 @@ class Adapter(nn.Module):
             keep = 1.0 - self.lora.dropout
             kept = jax.random.bernoulli(self.make_rng("dropout"), keep, x.shape)
             x = jnp.where(kept, x / keep, 0).astype(x.dtype)
-        return layers.lora(x, a, b, self.lora.scaling)
+        return x, a, b
 
 
 class FusedLinear(nn.Module):
@@ -136,7 +136,8 @@ class FusedLinear(nn.Module):
         weight = self._base("weight", lambda key: self._random(key, features, x))
         branches, bias = [], None
         if self.lora is not None and self.adapter:
-            branches = [Adapter(size, self.lora, name=name)(x) for name, size in self.parts]
+            adapters = [Adapter(size, self.lora, name=name)(x) for name, size in self.parts]
+            branches = layers.branches(adapters, self.lora.scaling)
         if self.bias:
             zeros = lambda _: jnp.zeros((features,), _dtype(self.weights))
             bias = rounded(self._base("bias", zeros), x.dtype)
@@ -270,8 +271,8 @@ class Transformer(nn.Module):
             shared: How rows hold a prompt and its completions, where they do; not with a cache.
             adapter: Whether params (LoRA and trained norms) act; False is the reference policy.
             remat: What the backward pass recomputes instead of keeping it: all of a layer but its
-                input ("layer"), all but its input and the products with qkv, o and gate_up
-                ("products"), or nothing ("none").
+                input ("layer"), but its input and the products with qkv and o ("mlp"), but those
+                and the product with gate_up ("products"), or nothing ("none").
 
         Returns:
             Hidden states [B, T, D] after the last norm, and the extended cache.
@@ -293,8 +294,7 @@ class Transformer(nn.Module):
 
         block = Block
         if remat != "none":
-            names = _PRODUCTS if remat == "products" else ()
-            policy = jax.checkpoint_policies.save_only_these_names(*names)
+            policy = jax.checkpoint_policies.save_only_these_names(*_KEPT[remat])
             block = nn.remat(Block, prevent_cse=False, policy=policy)
         scan = nn.scan(
             block,

@@ -33,7 +33,7 @@ _TURNS: tuple[Phase, ...] = ("rollout", "update", "evaluation")
 # F] fewer. The same of what a layer keeps where nothing is recomputed. Of scores [rows, V] in
 # float32: in sampling, and in a chunk of the head with its slopes.
 _FFN, _WIDTH, _SPANS = 8, 2, 1
-_KEPT_FFN, _KEPT_WIDTH, _KEPT_SPANS = 5, 11, 4
+_KEPT_FFN, _KEPT_WIDTH, _KEPT_SPANS = 4, 7, 4
 _SAMPLED, _CHUNK = 4, 1.5
 _CHUNK_ROWS = 1024
 # Of the memory that is free beside the weights, what the sampler's cache takes at most.
@@ -275,11 +275,12 @@ def _update(cfg: RunConfig, arch: Architecture, adapter: int) -> list[Item]:
 
     kept = {
         "layer": 0,
+        "mlp": tokens * (inputs + arch.width),
         "products": tokens * (inputs + arch.width + 2 * arch.ffn_width),
         "none": tokens * (_KEPT_FFN * arch.ffn_width + _KEPT_WIDTH * arch.width)
         + spans * _KEPT_SPANS * inputs,
     }[cfg.model.gradient_checkpointing]
-    ffn = _FFN if cfg.model.gradient_checkpointing == "layer" else _FFN - 2
+    ffn = _FFN if cfg.model.gradient_checkpointing in ("layer", "mlp") else _FFN - 2
     layer = tokens * ((ffn - 1) * arch.ffn_width + _WIDTH * arch.width) + spans * _SPANS * inputs
     # A packed weight is unpacked in turn with the last of the MLP's arrays; a dense one is copied out
     # of its stack beside all of them.

@@ -104,6 +104,12 @@ ROWS = {
     ),
     "32b-step": Row("qwen2.5-32b", "<= 5 s, <= 40 GB", 1, 8, 256, 512, 16, 3, pooled=True),
     "32b-update": Row("qwen2.5-32b", "", 1, 8, 256, 512, 16, update_only=True, pooled=True),
+    "32b-step-mlp": Row(
+        "qwen2.5-32b", "<= 5 s, <= 40 GB", 1, 8, 256, 512, 16, 3, pooled=True, remat="mlp"
+    ),
+    "32b-update-mlp": Row(
+        "qwen2.5-32b", "", 1, 8, 256, 512, 16, update_only=True, pooled=True, remat="mlp"
+    ),
     # Two completions and their prompt at a time leave room to keep products.
     "32b-step-products": Row(
         "qwen2.5-32b",

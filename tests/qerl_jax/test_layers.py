@@ -228,14 +228,31 @@ def test_swiglu_by_hand():
     np.testing.assert_allclose(actual, [0.0, 3 * np.log(3)], rtol=1e-6)
 
 
-def test_lora_is_the_scaled_low_rank_product():
-    x, a, b = (
-        jax.random.normal(jax.random.key(i), shape)
-        for i, shape in enumerate([(2, 3, 8), (8, 2), (2, 5)])
-    )
-    down, up = layers.lora(x, a, b, 0.5)
-    expected = 0.5 * (x @ a @ b).reshape(6, 5)
-    np.testing.assert_allclose(down @ up, expected, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("same", [True, False], ids=["one x", "an x of each"])
+def test_branches_are_scaled_low_rank_products(same):
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+    x = draw(0, 2, 3, 8)
+    adapters = [
+        (x if same else i * x, draw(1 + i, 8, 2), draw(5 + i, 2, n))
+        for i, n in enumerate((5, 4, 3))
+    ]
+    found = layers.branches(adapters, 0.5)
+    assert len(found) == 3
+    for (down, up), (x, a, b) in zip(found, adapters, strict=True):
+        expected = 0.5 * (x @ a @ b).reshape(6, -1)
+        np.testing.assert_allclose(down @ up, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_branches_of_one_input_pass_its_gradient_on_in_one_product():
+    x, a, b = jnp.ones((4, 8)), jnp.ones((8, 2)), jnp.ones((2, 5))
+
+    def total(x):
+        found = layers.branches([(x, a, b)] * 3, 1.0)
+        return sum((down @ up).sum() for down, up in found)
+
+    products = str(jax.make_jaxpr(jax.grad(total))(x)).count("dot_general")
+    # One forward and one back for all of x A; for each branch one forward and one back for B.
+    assert products == 2 + 3 * 2
 
 
 @pytest.mark.parametrize("packed", [False, True])

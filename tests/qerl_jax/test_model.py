@@ -213,7 +213,8 @@ def test_adapter_over_the_packed_base_equals_peft():
 
 
 @pytest.mark.parametrize(
-    "remat", ["none", *(pytest.param(r, marks=pytest.mark.slow) for r in ("products", "layer"))]
+    "remat",
+    ["none", *(pytest.param(r, marks=pytest.mark.slow) for r in ("products", "mlp", "layer"))],
 )
 def test_adapter_gradients_equal_peft(remat):
     reference = golden_files.load(LORA_GOLDEN / "reference.safetensors")

@@ -132,7 +132,7 @@ def test_scheduled_evaluation_is_planned_and_bounded_as_rollouts_are():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["layer", "products", "none"])
+@pytest.mark.parametrize("remat", ["layer", "mlp", "products", "none"])
 def test_activations_grow_with_tokens_as_the_compilers_do(remat):
     """In float32 on a CPU, where attention keeps its scores, the slope agrees within a third."""
     base = changed(

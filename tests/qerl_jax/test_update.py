@@ -331,7 +331,9 @@ def test_micro_batches_cut_by_tokens_give_the_unsplit_update(grpo, budget):
     assert_close(metrics, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("remat", ["products", "layer"])
+@pytest.mark.parametrize(
+    "remat", ["products", pytest.param("mlp", marks=pytest.mark.slow), "layer"]
+)
 def test_rematerialized_layers_give_the_same_update(remat):
     kept, kept_metrics = run()
     recomputed, recomputed_metrics = run(remat=remat)
