@@ -6,6 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 
+# What a decoder writes for bytes that are no character.
+_CUT = "\ufffd"
+
+
 @dataclasses.dataclass(frozen=True)
 class StopStrings:
     """Ends a completion with the token that completes one of some strings.
@@ -30,10 +34,11 @@ class StopStrings:
             seen: So many of them, from the front, are known to hold none.
         """
         # Only a tail can hold a new one: what is new, and before that as many characters as a
-        # string may have begun with.
+        # string may have begun with. A character may be several tokens, and then what stands for
+        # one that is cut off at either end is none.
         overlap = max(map(len, self.strings)) - 1
         start, step = seen, 1
-        while start > 0 and len(self.decode(tokens[start:seen])) < overlap:
+        while start > 0 and len(self.decode(tokens[start:seen]).replace(_CUT, "")) < overlap:
             start, step = max(0, start - step), 2 * step
         if not self._holds(tokens[start:]):
             return None

@@ -46,6 +46,24 @@ def test_in_pieces_of_any_size_all_short_sequences_are_cut_as_a_whole_is():
             assert STOPS.kept(tokens, 1) == expected
 
 
+def test_characters_of_several_tokens_are_seen_however_the_tokens_came():
+    by_bytes = lambda tokens: bytes(tokens).decode(errors="replace")
+    strings = ("aé", "。x", "🙂")
+    stops = StopStrings(strings, by_bytes)
+    for text in ("caé", "ééé。xx", "a🙂é", "ca。🙂", "é。é", "xaéxaé"):
+        tokens = list(text.encode())
+        expected = next(
+            (
+                end
+                for end in range(1, len(tokens) + 1)
+                if any(string in by_bytes(tokens[:end]) for string in strings)
+            ),
+            None,
+        )
+        for seen in range(expected or len(tokens)):
+            assert stops.kept(tokens, seen) == expected, (text, seen)
+
+
 def test_the_text_before_the_first_string():
     assert STOPS.before("ab</ans>bb") == "ab"
     assert STOPS.before("abbb</ans>") == "a"
