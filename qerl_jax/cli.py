@@ -181,7 +181,7 @@ class Eval:
         dtype: Of the activations.
         output_dir: Absent means `eval/` of the run folder, else `evals/`, and there the policy's name and
             the protocol, if one is given.
-        max_concurrent: Most completions sampled at a time.
+        max_concurrent: Most completions sampled at a time; fused decoding takes up to 128.
         seed: Of the samples.
     """
 
@@ -204,7 +204,7 @@ class Eval:
     weights: Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"] | None = None
     dtype: Literal["bfloat16", "float32"] | None = None
     output_dir: pathlib.Path | None = None
-    max_concurrent: int = 256
+    max_concurrent: int = 128
     seed: int = 0
 
 
@@ -288,6 +288,7 @@ def _plan(argv: list[str]) -> None:
     parser.add_argument("--compile", action="store_true")
     options, rest = parser.parse_known_args(argv)
     cfg = _config("plan", rest)
+    from pallas_kernels import runtime
     from qerl_jax import plan
 
     size = options.device_memory
@@ -296,6 +297,7 @@ def _plan(argv: list[str]) -> None:
     for line in made.lines(limit):
         _say(line)
     if options.compile:
+        runtime.use_compilation_cache()
         memory = plan.compiled(cfg)
         _say(f"compiled  temporaries of one micro-batch {memory.temp_size_in_bytes / 1e9:.2f} GB")
     if limit is not None:
@@ -321,7 +323,7 @@ def _generate(argv: list[str]) -> None:
 
     names = {field.name for field in dataclasses.fields(generator.Sampling)}
     options = {name: value for name, value in vars(args).items() if name in names}
-    if all("seed" in row for row in rows):
+    if "seed" in rows[0]:
         options["seed"] = [row["seed"] for row in rows]
     generator.Sampling(**options)  # what is wrong with them is known before a model is read
 
@@ -368,6 +370,10 @@ def _prompt_rows(args: Generate) -> list[dict[str, Any]]:
         raise ValueError("prompt: give prompts, or --input with a file of them")
     if args.output is not None and args.output.suffix != ".jsonl":
         raise ValueError(f"--output: got {str(args.output)!r}; must be a .jsonl file")
+    if args.output is not None and not args.output.parent.is_dir():
+        raise ValueError(f"--output: got {str(args.output)!r}; there is no such folder")
+    if args.output is not None and args.output.exists():
+        raise ValueError(f"--output: {args.output} is there already; remove it, or give another")
     if args.input is None:
         return [{"prompt": text} for text in args.prompt]
     lines = [line for line in args.input.read_text().splitlines() if line.strip()]
@@ -381,19 +387,34 @@ def _prompt_rows(args: Generate) -> list[dict[str, Any]]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{args.input}, row {number}: not JSON: {error}") from error
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list):
+        if not isinstance(row, dict) or not _is_prompt(row.get("prompt")):
             raise ValueError(
-                f'{args.input}, row {number}: must have a "prompt", a text or a list of messages'
+                f'{args.input}, row {number}: must have a "prompt", a text or a list of messages, each '
+                'with "role" and "content"'
             )
+        if not isinstance(row.get("seed", 0), int):
+            raise ValueError(f"{args.input}, row {number}: seed: got {row['seed']!r}; an integer")
+        if rows and ("seed" in row) != ("seed" in rows[0]):
+            raise ValueError(f"{args.input}, row {number}: either all rows have a seed or none")
         rows.append(row)
     return rows
+
+
+def _is_prompt(prompt: Any) -> bool:
+    """Whether it is a text, or chat messages."""
+    if isinstance(prompt, str):
+        return True
+    is_message = lambda each: isinstance(each, dict) and {"role", "content"} <= each.keys()
+    return isinstance(prompt, list) and bool(prompt) and all(map(is_message, prompt))
 
 
 def _filter(argv: list[str]) -> None:
     args = tyro.cli(Filter, args=argv, prog="qerl filter")
     cfg = config.load(args.config)
+    from pallas_kernels import runtime
     from qerl_jax import pass_rates
 
+    runtime.use_compilation_cache()
     kept, total = pass_rates.select(
         cfg,
         args.out,
@@ -490,8 +511,10 @@ def _compare(argv: list[str]) -> None:
 def _replay(argv: list[str]) -> None:
     if len(argv) != 1 or argv[0].startswith("-"):
         raise ValueError("replay: usage: qerl replay RUN_FOLDER/non_finite/STEP.npz")
+    from pallas_kernels import runtime
     from qerl_jax import replay
 
+    runtime.use_compilation_cache()
     for line in replay.run(argv[0]):
         _say(line)
 

@@ -227,7 +227,7 @@ class RolloutConfig:
         num_generations: G, completions per prompt.
         generation_batch_size: B = P * G, completions per rollout; absent means one optimizer batch.
         max_concurrent: Rows sampled at a time; the next row takes the place of one that ends.
-            Absent means all of a rollout.
+            Absent means all of a rollout. On a Hopper GPU fused decoding takes up to 128 of them.
         kv_cache_tokens: Room for keys and values, in tokens; rows wait while there is none. Absent
             means what `max_concurrent` rows can need, or what the device has.
         kv_cache_fraction: The same as a fraction of the device memory that the weights leave; give

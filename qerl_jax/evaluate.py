@@ -50,6 +50,8 @@ _READINGS = {
 }
 # Of the device's memory, for keys and values; where it does not say how much it has, of this many bytes.
 _CACHE_SHARE, _MEMORY = 0.4, 16e9
+# Completions of a batch for each that is sampled at a time.
+_BATCHED = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,7 +282,7 @@ def run(
     folder: str | pathlib.Path,
     *,
     seed: int = 0,
-    max_concurrent: int = 256,
+    max_concurrent: int = 128,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, dict[str, Any]]:
     """Evaluates a policy on sets, each into a folder of its own, and goes on where a killed call stopped.
@@ -353,12 +355,14 @@ def _evaluator(
     arch, memory = model.arch, runtime.memory_stats() or {}
     room = _CACHE_SHARE * memory.get("bytes_limit", _MEMORY)
     heads = 2 * arch.num_layers * arch.num_kv_heads * arch.head_size
-    rows = min(max_concurrent, int(room / (slots * heads * jnp.dtype(model.dtype).itemsize)))
+    fitting = int(room / (slots * heads * jnp.dtype(model.dtype).itemsize))
+    rows = max(1, min(max_concurrent, fitting))
     return Evaluator(
         sampling.make_generate(
             model,
             num_generations=protocol.num_generations,
             max_completion_length=protocol.max_completion_length,
+            max_concurrent=rows,
             num_tokens=tokenizer.num_tokens,
             stop_tokens=tokenizer.stop_tokens,
             stop_strings=StopStrings(protocol.stop, tokenizer.decode) if protocol.stop else None,
@@ -369,7 +373,9 @@ def _evaluator(
         problems,
         function,
         protocol.num_generations,
-        max(1, rows // protocol.num_generations),
+        # Several times what runs at a time, so that long rows seldom run alone; and few enough that a
+        # stop loses little.
+        max(1, _BATCHED * rows // protocol.num_generations),
         width,
         protocol.temperature,
         jax.random.key(seed),

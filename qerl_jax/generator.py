@@ -132,6 +132,8 @@ class Generator:
             dtype: Of the activations.
             max_concurrent: Rows sampled at a time.
         """
+        if max_concurrent < 1:
+            raise ValueError(f"max_concurrent: got {max_concurrent}; must be at least 1")
         runtime.use_compilation_cache()
         table = {"model_name_or_path": model, "weights": weights, "dtype": dtype}
         cfg = config.from_table(config.ModelConfig, table, "model.")

@@ -33,7 +33,7 @@ _TURNS: tuple[Phase, ...] = ("rollout", "update", "evaluation")
 # F] fewer. The same of what a layer keeps where nothing is recomputed. Of scores [rows, V] in
 # float32: in sampling, and in a chunk of the head with its slopes.
 _FFN, _WIDTH, _SPANS = 8, 2, 1
-_KEPT_FFN, _KEPT_WIDTH, _KEPT_SPANS = 4, 7, 4
+_KEPT_FFN, _KEPT_WIDTH, _KEPT_SPANS = 3, 3, 2
 _SAMPLED, _CHUNK = 4, 1.5
 _CHUNK_ROWS = 1024
 # Of the memory that is free beside the weights, what the sampler's cache takes at most.
@@ -250,6 +250,8 @@ def _sampling(
         # Rows wait where the cache has no room, so it may be as small as one row.
         share = cfg.rollout.kv_cache_fraction or _CACHE_SHARE
         pages = min(pages, pages_for(max(longest, int(share * free / token)), page))
+    by_share = cfg.rollout.kv_cache_fraction is not None
+    room = "rollout.kv_cache_fraction" if by_share else "rollout.kv_cache_tokens"
     prompt = cfg.data.max_prompt_length
     prefilled = engine.prefilled_together(prompts, prompt) * prompt
     fewer = "rollout.max_concurrent"
@@ -258,7 +260,7 @@ def _sampling(
     elif phase == "evaluation":
         fewer = "eval.batch_size"
     return [
-        Item("keys and values", pages * page * token, phase, "rollout.kv_cache_tokens"),
+        Item("keys and values", pages * page * token, phase, room),
         Item("scores", round(_SAMPLED * slots * arch.vocab_size * 4), phase, fewer),
         Item("prefill", prefilled * (3 * arch.ffn_width + 4 * arch.width) * width, phase, fewer),
     ]
@@ -326,7 +328,8 @@ def _fewer_tokens(cfg: RunConfig, tokens: int) -> str:
 
 
 def _packed(cfg: RunConfig) -> str:
-    return "" if cfg.model.weights == "nvfp4" else 'model.weights to "nvfp4"'
+    is_dense = cfg.model.weights in ("bfloat16", "float32")
+    return 'model.weights to "nvfp4"' if is_dense else ""
 
 
 def _eight_bit(cfg: RunConfig) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
-
 # What a decoder writes for bytes that are no character.
 _CUT = "\ufffd"
 

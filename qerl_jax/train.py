@@ -34,6 +34,7 @@ from qerl_jax import (
     checkpoint,
     config,
     data,
+    decode,
     grpo,
     model_files,
     noise,
@@ -108,6 +109,9 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
         settings=config.to_table(cfg),
     )
     keep_best = _keeper_of_the_best(cfg, model, frozen)
+    slots = min(cfg.generation_batch_size, cfg.rollout.max_concurrent or cfg.generation_batch_size)
+    if runtime.is_hopper() and (reason := decode.supports(model, slots)):
+        logger.note(f"rollouts run without the fused layers of decoding: {reason}")
 
     with contextlib.closing(files), contextlib.closing(logger):
         if step >= total_steps:
@@ -408,7 +412,7 @@ def _check_folder(cfg: RunConfig) -> None:
 def _write_config(cfg: RunConfig) -> None:
     folder = pathlib.Path(cfg.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.toml").write_text(config.dump(cfg))
+    write_whole(folder / "config.toml", config.dump(cfg))
 
 
 def _crosses(step: int, stride: int, every: int, total_steps: int) -> bool:

@@ -49,7 +49,7 @@ def bound(arch, weights: str, batch: int, rank: int) -> float:
     per_layer = [(arch.input_width(n), parts) for n, parts in arch.linears().items()]
     linears = sum(k * size for k, parts in per_layer for _, size in parts)
     adapters = sum(rank * (k + size) for k, parts in per_layer for _, size in parts)
-    matrices = arch.num_layers * (linears * (0.5625 if weights == "nvfp4" else 2) + adapters * 4)
+    matrices = arch.num_layers * (linears * (0.5625 if weights == "nvfp4" else 2) + adapters * 2)
     live = batch * (PROMPT + (SHORT + LONG) / 2) * 4 * arch.num_layers * arch.kv_width
     return (matrices + 2 * arch.vocab_size * arch.width + live) / BANDWIDTH
 

@@ -422,6 +422,8 @@ def main() -> int:
     parser.add_argument("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
 
+    if args.profile and any(not ROWS[name].update_only for name in args.rows or () if name in ROWS):
+        parser.error("--profile is of rows of an update alone")
     if args.row:
         print(json.dumps(run_row(args.row, args.tokenizer, profile=args.profile)))
         return 0

@@ -35,7 +35,7 @@ def run(folder, policy=BASE, problems=6, **changes):
         policy,
         [(arithmetic(problems), sums(**changes))],
         folder,
-        max_concurrent=8,
+        max_concurrent=2,
         say=said.append,
     )
     return summaries["arithmetic"], said

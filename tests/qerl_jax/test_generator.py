@@ -118,12 +118,31 @@ def test_generate_prints_the_completions_of_several_prompts(capsys):
         ([], "give prompts, or --input"),
         (["a", "--input", "b.txt"], "give prompts, or --input"),
         (["a", "--output", "b.csv"], "must be a .jsonl file"),
-        (["--input", "{bad}"], 'row 2: must have a "prompt"'),
+        (["a", "--output", "{folder}/none/b.jsonl"], "there is no such folder"),
+        (["a", "--output", "{folder}/rows.jsonl"], "is there already"),
         (["a", "--top-p", "2"], "top_p: got 2.0"),
+        (["a", "--max-concurrent", "0"], "max_concurrent: got 0"),
     ],
 )
 def test_generate_says_what_is_wrong_before_it_reads_a_model(argv, message, tmp_path, capsys):
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"prompt": "a"}\n{"question": "b"}\n')
-    assert cli.main(["generate", *(word.format(bad=bad) for word in argv)]) == 2
+    (tmp_path / "rows.jsonl").touch()
+    assert cli.main(["generate", *(word.format(folder=tmp_path) for word in argv)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "row,message",
+    [
+        ('{"question": "b"}', 'row 2: must have a "prompt"'),
+        ('{"prompt": []}', 'row 2: must have a "prompt"'),
+        ('{"prompt": ["b"], "seed": 1}', 'row 2: must have a "prompt"'),
+        ('{"prompt": "b"}', "row 2: either all rows have a seed or none"),
+        ('{"prompt": "b", "seed": "1"}', "row 2: seed: got '1'; an integer"),
+        ("{", "row 2: not JSON"),
+    ],
+)
+def test_generate_refuses_a_row_by_its_number(row, message, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a", "seed": 0}\n' + row + "\n")
+    assert cli.main(["generate", "--input", str(path)]) == 2
     assert message in capsys.readouterr().err

@@ -212,6 +212,26 @@ def test_adapter_over_the_packed_base_equals_peft():
     )
 
 
+def test_the_more_is_kept_the_fewer_products_are_computed_again():
+    arch = dataclasses.replace(architecture.load(GOLDEN / "models/qwen2_untied"), num_layers=1)
+    model = Transformer(arch, "float32", LoRA(2, 2.0), jnp.float32)
+    frozen = random_base(model, jax.random.key(0))
+    params = init_params(model, frozen, jax.random.key(1))
+
+    def products(remat):
+        def total(params):
+            variables = {"params": params, "frozen": frozen}
+            return model.apply(variables, jnp.ones((1, 4), jnp.int32), remat=remat)[0].sum()
+
+        return str(jax.make_jaxpr(jax.grad(total))(params)).count("dot_general")
+
+    none = products("none")
+    # x A of four linears and attention's two; then gate_up's base with B of its two parts; then qkv's with
+    # three and o's with one.
+    again = {"products": 6, "mlp": 6 + 3, "layer": 6 + 3 + 6}
+    assert {remat: products(remat) - none for remat in again} == again
+
+
 @pytest.mark.parametrize(
     "remat",
     ["none", *(pytest.param(r, marks=pytest.mark.slow) for r in ("products", "mlp", "layer"))],
