@@ -72,6 +72,8 @@ class Architecture:
         tie_word_embeddings: Whether the head is the embedding.
         qkv_bias: Whether q, k and v have a bias.
         qk_norm: Whether queries and keys are normalized per head.
+        context: Tokens of the longest row that the base was made for, `max_position_embeddings`; None
+            where nobody says.
     """
 
     model_type: str
@@ -88,6 +90,7 @@ class Architecture:
     tie_word_embeddings: bool = False
     qkv_bias: bool = True
     qk_norm: bool = False
+    context: int | None = None
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -97,6 +100,23 @@ class Architecture:
         if self.head_size % 2:
             raise ValueError(
                 f"head_dim: got {self.head_size}; the rotation pairs halves, so it must be even"
+            )
+
+    def require_context(self, prompt: int, completion: int, field: str) -> None:
+        """Refuses rows that are longer than the base was made for: its rotations mean nothing there.
+
+        Args:
+            prompt: Tokens of the longest prompt.
+            completion: Tokens that may follow it.
+            field: What bounds them.
+
+        Raises:
+            ValueError: Names the field.
+        """
+        if self.context is not None and prompt + completion > self.context:
+            raise ValueError(
+                f"{field}: got {completion}; with a prompt of {prompt} tokens that is more than the "
+                f"{self.context} that the model was made for (max_position_embeddings)"
             )
 
     @property
@@ -206,6 +226,7 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         tie_word_embeddings=config.get("tie_word_embeddings", False),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
+        context=size("max_position_embeddings") if "max_position_embeddings" in config else None,
     )
 
 

@@ -37,7 +37,7 @@ class Generate:
         system_prompt: A system message, or a name of `data.SYSTEM_PROMPTS`, such as "think-answer".
         weights: How the linears are held.
         dtype: Of the activations.
-        max_tokens: Longest completion.
+        max_tokens: Longest completion; it ends where the model's context does, too.
         temperature: 0 is greedy.
         top_k: Keep the k likeliest tokens; 0 is off.
         top_p: Keep the likeliest tokens up to this mass.

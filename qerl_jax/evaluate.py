@@ -349,6 +349,7 @@ def _evaluator(
     lengths = [len(ids) for ids in tokenizer.encode([problem.prompt for problem in problems])]
     if 0 in lengths:
         raise ValueError(f"prompt of problem {lengths.index(0)}: has no tokens")
+    model.arch.require_context(max(lengths), protocol.max_completion_length, "max_tokens")
     # A few widths only, so that sets share compiled programs.
     width = -(-max(lengths) // 64) * 64
     slots = width + protocol.max_completion_length

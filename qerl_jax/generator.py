@@ -35,7 +35,7 @@ class Sampling:
 
     Attributes:
         n: Completions per prompt.
-        max_tokens: Longest completion.
+        max_tokens: Longest completion; it ends where the model's context does, too.
         temperature: 0 is greedy.
         top_k: Keep the k likeliest tokens; 0 is off.
         top_p: Keep the likeliest tokens up to this mass; 1 is off.
@@ -204,7 +204,7 @@ class Generator:
         )
         tokens = self.tokenizer.encode([_messages(prompt) for prompt in prompts])
         queue = [
-            Queued(np.array(ids, np.int32), keys, sampling.max_tokens)
+            Queued(np.array(ids, np.int32), keys, self._limit(len(ids), sampling))
             for ids, keys in zip(tokens, _keys(sampling, len(prompts)), strict=True)
         ]
         # Powers of two: other prompts, and another number of them, rarely compile anew.
@@ -218,6 +218,17 @@ class Generator:
                 self.max_concurrent, 1 << (len(prompts) * sampling.n - 1).bit_length()
             ),
         )
+
+    def _limit(self, prompt: int, sampling: Sampling) -> int:
+        """Tokens that may follow a prompt: what is asked for, or what the model's context leaves."""
+        context = self.model.arch.context
+        if context is None:
+            return sampling.max_tokens
+        if prompt >= context:
+            raise ValueError(
+                f"prompt: got {prompt} tokens; the model was made for {context} (max_position_embeddings)"
+            )
+        return min(sampling.max_tokens, context - prompt)
 
     def _stop_strings(self, sampling: Sampling) -> StopStrings | None:
         return StopStrings(tuple(sampling.stop), self.tokenizer.decode) if sampling.stop else None

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax import adapters, checkpoint, config, data, rewards, rollouts
+from qerl_jax import adapters, checkpoint, config, data, plan, rewards, rollouts
 from qerl_jax.config import RunConfig
 from qerl_jax.log import write_whole
 
@@ -70,6 +70,7 @@ def select(
         out.with_name(out.name + ".measured"), _identity(cfg, samples, reward, adapter)
     )
     (function,) = rewards.resolve([reward], cfg.rewards.options)
+    plan.require_context(cfg)
     lora = None if adapter is None else adapters.read_lora(adapter)
     model, frozen, tokenizer = checkpoint.load_policy(cfg.model, lora, cfg.seed)
     variables = {"frozen": frozen}

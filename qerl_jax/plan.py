@@ -133,6 +133,7 @@ def make(cfg: RunConfig, arch: Architecture | None = None, *, limit: int | None 
         limit: Bytes that the device offers, to a part of which the sampler confines its cache.
     """
     arch = arch or _architecture(cfg)
+    require_context(cfg, arch)
     model, params, frozen = abstract_policy(cfg, arch)
     state = jax.eval_shape(lambda p: update.optimizer(cfg.optim).init(p), params)
     adapter, layers = _bytes(params), _bytes(frozen.get("layers", {}))
@@ -152,6 +153,15 @@ def make(cfg: RunConfig, arch: Architecture | None = None, *, limit: int | None 
         phases = ("rollout", "evaluation") if cfg.eval else ("rollout",)
         turns += [Item("weights as sampled", sampled, phase) for phase in phases]
     return Plan((*always, *turns))
+
+
+def require_context(cfg: RunConfig, arch: Architecture | None = None) -> None:
+    """Refuses rows that are longer than the base was made for, see `Architecture.require_context`."""
+    (arch or _architecture(cfg)).require_context(
+        cfg.data.max_prompt_length,
+        cfg.rollout.max_completion_length,
+        "rollout.max_completion_length",
+    )
 
 
 def of_device() -> int | None:

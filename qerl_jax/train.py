@@ -77,6 +77,7 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     if cfg.deterministic:
         runtime.use_deterministic_kernels()
     runtime.use_compilation_cache()
+    plan.require_context(cfg)
     limit = plan.of_device()
     memory = None if limit is None else plan.make(cfg, limit=limit)
     if memory:

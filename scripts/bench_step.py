@@ -341,6 +341,9 @@ def bench_rows(
         except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
             failed += 1
             result = {"row": name, "target": row.target, "failed": str(error)}
+        if "failed" not in result and abs(result["peak_gb"] / result["planned_gb"] - 1) > 0.1:
+            failed += 1
+            result["failed"] = "the peak is not within 10 % of the plan"
         with out.open("a") as file:
             file.write(json.dumps(result) + "\n")
         print(json.dumps(result), flush=True)

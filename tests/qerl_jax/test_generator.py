@@ -82,6 +82,14 @@ def test_an_impossible_option_names_itself(field, value):
         Sampling(**{field: value})
 
 
+def test_a_completion_ends_where_the_models_context_does():
+    (whole,) = policy().completions(PROMPTS[:1], max_tokens=10_000, ignore_eos=True, temperature=0)
+    (ids,) = policy().tokenizer.encode([({"role": "user", "content": PROMPTS[0]},)])
+    assert len(ids) + len(whole.tokens) == 256 and whole.finish_reason == "length"
+    with pytest.raises(ValueError, match="tokens; the model was made for 256"):
+        policy()(["1" * 300])
+
+
 def test_generate_writes_a_row_per_completion_beside_the_columns_of_its_prompt(tmp_path):
     prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows = [{"prompt": text, "id": n, "seed": n} for n, text in enumerate(PROMPTS)]

@@ -54,6 +54,15 @@ def test_what_always_stays_is_planned_to_the_byte(weights, optimizer):
     assert plan.make(cfg).size("always") == held
 
 
+def test_rows_longer_than_the_base_was_made_for_are_refused():
+    cfg = config.load(CONFIGS / "quickstart.toml")  # of 256 positions; prompts have up to 48
+    plan.make(changed(cfg, rollout={"max_completion_length": 208}))
+    longer = changed(cfg, rollout={"max_completion_length": 209})
+    for refuse in (plan.make, train.train):
+        with pytest.raises(ValueError, match="max_completion_length: got 209; with a prompt of 48"):
+            refuse(longer)
+
+
 def test_published_sizes_of_an_adapter_and_of_packed_weights():
     made = plan.make(BENCH)
     # peft counts 80.7 M trained values at rank 32; 6.53e9 weights at 4.5 bits.
