@@ -14,6 +14,11 @@ def pytest_configure(config):
     # Before any test imports jax, which reads the variable once.
     if not _asked_for("gpu", config):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        if not config.getoption("--runslow"):
+            # Most of the time goes into compilation, a quarter less of it so. All tests run with what is
+            # shipped, too: in `make test-all`.
+            flags = f"--xla_backend_optimization_level=1 {os.environ.get('XLA_FLAGS', '')}"
+            os.environ["XLA_FLAGS"] = flags.strip()
     # Workers, and runs that tests start, compile the same programs: one of them is enough.
     cache = config.rootpath / ".pytest_cache" / "xla"
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
@@ -25,6 +30,9 @@ def pytest_collection_modifyitems(config, items):
         slow = [item for item in items if item.get_closest_marker("slow")]
         items[:] = [item for item in items if item not in slow]
         config.hook.pytest_deselected(items=slow)
+
+    # Whole runs first: at the end one worker would be left alone with them.
+    items.sort(key=lambda item: item.path.name != "test_tiny_run.py")
 
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_gpu():
