@@ -99,7 +99,7 @@ def test_a_step_that_does_not_divide_k_is_refused_and_never_picked():
         # One tile of x.
         pytest.param(*(16, 256, 128, wide.Config(16, 2, 3)), marks=pytest.mark.slow),
         # Ragged M, more tiles than a band, slots used again.
-        (44, 128, 320, wide.Config(16, 1, 3, 2)),
+        pytest.param(*(44, 128, 320, wide.Config(16, 1, 3, 2)), marks=pytest.mark.slow),
         pytest.param(
             *(24, 180, 48, wide.Config(24, 3, 3)), marks=pytest.mark.slow
         ),  # ragged N and K
@@ -120,7 +120,9 @@ def test_products_meet_the_reference_without_a_race(capfd, monkeypatch, m, n, k,
 @pytest.mark.parametrize(
     ("m", "n", "k", "config"),
     [
-        (44, 320, 256, wide.Config(16, 2, 2, 2, producer=True)),
+        pytest.param(
+            *(44, 320, 256, wide.Config(16, 2, 2, 2, producer=True)), marks=pytest.mark.slow
+        ),
         (32, 180, 48, wide.Config(32, 1, 3)),  # ragged N and K
         # One tile split, the others whole.
         pytest.param(16, 256, 192, wide.Config(16, 1, 3, split=2), marks=pytest.mark.slow),

@@ -257,7 +257,7 @@ def direct_loss_and_gradient(grpo, optim=PLAIN, weights=None):
         (DAPO, geometry(8, 1)),
         (DAPO, geometry(1, 8)),
         pytest.param(GRPO, geometry(8, 1), marks=pytest.mark.slow),
-        (GRPO, geometry(1, 8)),
+        pytest.param(GRPO, geometry(1, 8), marks=pytest.mark.slow),
         (DR_GRPO, geometry(8, 1)),
         pytest.param(DR_GRPO, geometry(1, 8), marks=pytest.mark.slow),
         (EVERY_OPTION, geometry(4, 2)),

@@ -53,10 +53,8 @@ def logits(model, frozen, tokens):
     return layers.logits(hidden, head(frozen))
 
 
-@pytest.mark.parametrize(
-    "source",
-    [pytest.param(name, marks=pytest.mark.slow if name == "packed" else ()) for name in FOLDERS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("source", FOLDERS)
 def test_a_loaded_base_computes_the_same_bits_in_either_layout(hopper_layout, source):
     model = base_model(FOLDERS[source])
     tokens = np.random.default_rng(0).integers(0, model.arch.vocab_size, (2, 9))
