@@ -92,21 +92,29 @@ class Plan:
             f"{_gb(limit)}: {advice}"
         )
 
-    def require_one_base(self, in_use: int) -> None:
-        """Refuses to go on when so much is in use between two steps that the base may be there twice.
+    def require_one_base(self, in_use: int, peak: int) -> None:
+        """Refuses to go on when memory says that the base is, or was, there twice.
 
-        Half of a base is granted for what no plan knows, or 1 GiB. Where the base itself trains, there
-        is none to copy.
+        For what no plan knows half of a base is granted between two steps, and a whole one at the peak;
+        1 GiB at least. Where the base itself trains, there is none to copy.
+
+        Args:
+            in_use: Bytes after a step.
+            peak: The most that there ever were.
 
         Raises:
-            RuntimeError: Says how much is in use, and how much should be.
+            RuntimeError: Says how much there is, and how much should be.
         """
-        base, expected = self.items[0].size, self.size("always")
-        if base and in_use > expected + max(base // 2, 2**30):
-            raise RuntimeError(
-                f"memory: {_gb(in_use)} are in use after a step, where {_gb(expected)} are planned to "
-                f"stay: another copy of the base ({_gb(base)}), or a cache that was not released"
-            )
+        base = self.items[0].size
+        for found, planned, granted, when in (
+            (in_use, self.size("always"), base // 2, "are in use after a step"),
+            (peak, self.peak, base, "were in use at the peak"),
+        ):
+            if base and found > planned + max(granted, 2**30):
+                raise RuntimeError(
+                    f"memory: {_gb(found)} {when}, where {_gb(planned)} are planned: another copy of "
+                    f"the base ({_gb(base)}), or a cache that was not released"
+                )
 
     def lines(self, limit: int | None = None, measured: int | None = None) -> list[str]:
         """The table, and what it is compared with."""

@@ -177,9 +177,10 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
 def _compare(memory: plan.Plan, limit: int, logger: Logger) -> None:
     """After the first step: the plan beside the measured peak, and one base only."""
     stats = runtime.memory_stats()
-    for line in memory.lines(limit, stats["peak_bytes_in_use"]):
+    peak = stats["peak_bytes_in_use"]
+    for line in memory.lines(limit, peak):
         logger.note(line)
-    memory.require_one_base(stats["bytes_in_use"])
+    memory.require_one_base(stats["bytes_in_use"], peak)
 
 
 def _phases(

@@ -244,14 +244,18 @@ def test_a_published_name_needs_no_files():
 def test_a_second_base_is_found_out():
     made = plan.make(BENCH)
     steady, base = made.size("always"), named(made, "base: linears")
-    made.require_one_base(steady + base // 3)
-    with pytest.raises(RuntimeError, match=r"another copy of the base \(3\.\d+ GB\)"):
-        made.require_one_base(steady + base)
+    made.require_one_base(steady + base // 3, made.peak + base // 2)
+    with pytest.raises(
+        RuntimeError, match=r"after a step.* another copy of the base \(3\.\d+ GB\)"
+    ):
+        made.require_one_base(steady + base, made.peak)
+    with pytest.raises(RuntimeError, match="at the peak"):
+        made.require_one_base(steady, made.peak + base + base // 4)
 
 
 def test_where_the_base_trains_there_is_none_to_copy():
     made = plan.make(config.load(CONFIGS / "gsm8k_qwen2.5_3b_full.toml"))
-    made.require_one_base(made.size("always") * 2)
+    made.require_one_base(made.size("always") * 2, made.peak * 2)
 
 
 def test_the_trainer_compares_after_its_first_step(monkeypatch):
