@@ -80,6 +80,7 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     plan.require_context(cfg)
     limit = plan.of_device()
     memory = None if limit is None else plan.make(cfg, limit=limit)
+    earlier_peak = _peak()
     if memory:
         memory.require(limit)
     start = _starting_adapter(cfg)
@@ -149,7 +150,7 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
             metrics |= learned
             trace.lap("update")
             if memory and trace.step == started:
-                _compare(memory, limit, logger)
+                _compare(memory, limit, logger, earlier_peak)
 
             step = int(state.step)
             logger.num_tokens += _num_tokens(fresh.rollout)
@@ -174,13 +175,19 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     return state
 
 
-def _compare(memory: plan.Plan, limit: int, logger: Logger) -> None:
+def _compare(memory: plan.Plan, limit: int, logger: Logger, earlier_peak: int) -> None:
     """After the first step: the plan beside the measured peak, and one base only."""
-    stats = runtime.memory_stats()
-    peak = stats["peak_bytes_in_use"]
+    peak = _peak()
     for line in memory.lines(limit, peak):
         logger.note(line)
-    memory.require_one_base(stats["bytes_in_use"], peak)
+    # Of a peak that was there before, what came before this run is the cause.
+    own_peak = peak if peak > earlier_peak else 0
+    memory.require_one_base(runtime.memory_stats()["bytes_in_use"], own_peak)
+
+
+def _peak() -> int:
+    """Most bytes that this process ever had on the device; 0 where it does not say."""
+    return (runtime.memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
 def _phases(

@@ -265,11 +265,15 @@ def test_the_trainer_compares_after_its_first_step(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     noted = []
     logger = types.SimpleNamespace(note=noted.append)
-    train._compare(made, 80_000_000_000, logger)
+    train._compare(made, 80_000_000_000, logger, earlier_peak=0)
     assert "measured" in noted[-2] and "(+0%)" in noted[-2]
+    stats["peak_bytes_in_use"] *= 2
+    train._compare(made, 80_000_000_000, logger, earlier_peak=stats["peak_bytes_in_use"])
+    with pytest.raises(RuntimeError, match="at the peak"):
+        train._compare(made, 80_000_000_000, logger, earlier_peak=0)
     stats["bytes_in_use"] += named(made, "base: linears")
-    with pytest.raises(RuntimeError, match="another copy"):
-        train._compare(made, 80_000_000_000, logger)
+    with pytest.raises(RuntimeError, match="after a step"):
+        train._compare(made, 80_000_000_000, logger, earlier_peak=0)
 
 
 def test_the_table_ends_with_the_comparison():
