@@ -212,7 +212,7 @@ def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotates the pairs (c, c + C/2) of every head of [B, T, heads, C] by `rope_tables`, in float32."""
     cos, sin = (table[..., None, :] for table in tables)
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
-    # Halves that change places, not two that are put together: XLA makes slow kernels of the latter.
+    # Halves that change places, not two that are put together: of those XLA makes a slow derivative.
     turned = halves * cos + jnp.flip(halves, -2) * jnp.concatenate([-sin, sin], axis=-2)
     return rounded(turned.reshape(x.shape), x.dtype)
 
