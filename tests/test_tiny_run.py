@@ -244,7 +244,7 @@ def test_quickstart_learns_and_shuffled_rewards_do_not(tmp_path):
     assert after_control - before_control < 0.08
 
 
-def test_a_short_run_learns_and_shuffled_rewards_do_not(tmp_path):
+def test_a_short_run_learns(tmp_path):
     short = {
         "max_steps": 8,
         "eval": {"num_problems": 256},
@@ -253,14 +253,10 @@ def test_a_short_run_learns_and_shuffled_rewards_do_not(tmp_path):
         "data": {"num_problems": 2000},
         "log_completions": False,
     }
-    train(quickstart(tmp_path / "right", **short), quiet=True)
-    before, after = accuracies(tmp_path / "right")
+    train(quickstart(tmp_path / "run", **short), quiet=True)
+    before, after = accuracies(tmp_path / "run")
+    # Shuffled rewards teach nothing: see the slow test above.
     assert after - before >= 0.25
-    short["rewards"] = {"functions": ("tests.reward_controls:shuffled",)}
-    train(quickstart(tmp_path / "shuffled", **short), quiet=True)
-    before_control, after_control = accuracies(tmp_path / "shuffled")
-    assert before_control == before
-    assert after_control - before_control < 0.1
 
 
 BAD_RUNS = {
