@@ -54,8 +54,10 @@ def test_what_always_stays_is_planned_to_the_byte(weights, optimizer):
     assert plan.make(cfg).size("always") == held
 
 
-def test_rows_longer_than_the_base_was_made_for_are_refused():
-    cfg = config.load(CONFIGS / "quickstart.toml")  # of 256 positions; prompts have up to 48
+def test_rows_longer_than_the_base_was_made_for_are_refused(tmp_path):
+    # Of 256 positions; prompts have up to 48.
+    cfg = config.load(CONFIGS / "quickstart.toml")
+    cfg = dataclasses.replace(cfg, output_dir=str(tmp_path / "run"))
     plan.make(changed(cfg, rollout={"max_completion_length": 208}))
     longer = changed(cfg, rollout={"max_completion_length": 209})
     for refuse in (plan.make, train.train):
