@@ -425,7 +425,9 @@ def main() -> int:
     parser.add_argument("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
 
-    if args.profile and any(not ROWS[name].update_only for name in args.rows or () if name in ROWS):
+    if args.profile and any(
+        name == "all" or not ROWS[name].update_only for name in args.rows or ()
+    ):
         parser.error("--profile is of rows of an update alone")
     if args.row:
         print(json.dumps(run_row(args.row, args.tokenizer, profile=args.profile)))
