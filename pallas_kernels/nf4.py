@@ -208,7 +208,7 @@ def _nearest(x: jax.Array, table: np.ndarray) -> jax.Array:
 
 
 def _with_quantized_scales(t: NF4Tensor) -> NF4Tensor:
-    offset = jnp.mean(t.absmax, axis=-1, keepdims=True)
+    offset = _mean(t.absmax)
     groups = _split(t.absmax - offset, GROUP)
     absmax2 = jnp.max(jnp.abs(groups), axis=-1)
     ratios = groups / jnp.where(absmax2 == 0, 1, absmax2)[..., None]
@@ -219,6 +219,12 @@ def _with_quantized_scales(t: NF4Tensor) -> NF4Tensor:
     return dataclasses.replace(
         t, absmax=indices, absmax2=absmax2, offset=jnp.broadcast_to(offset, absmax2.shape)
     )
+
+
+def _mean(x: jax.Array) -> jax.Array:
+    """The mean [..., 1] of the last axis, whatever the order in which a compiler sums."""
+    with jax.enable_x64(True):
+        return jnp.mean(x, axis=-1, keepdims=True, dtype=jnp.float64).astype(x.dtype)
 
 
 def _decoded(t: NF4Tensor) -> NF4Tensor:
