@@ -24,11 +24,14 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: env  ## train the tiny base that ships with the package, on the CPU
 	JAX_PLATFORMS=cpu $(BIN)/qerl train configs/quickstart.toml
 
+# Tests of one file share compiled programs, so a worker takes whole files.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: env  ## run the tests, without those marked slow
-	$(BIN)/python -m pytest -n 2
+	$(PYTEST)
 
 test-all: env  ## run the slow tests too
-	$(BIN)/python -m pytest -n 2 --runslow
+	$(PYTEST) --runslow
 
 lint: env  ## check style and format
 	$(BIN)/ruff check

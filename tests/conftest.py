@@ -1,5 +1,6 @@
 """Where the tests run: on the CPU, unless JAX_PLATFORMS or `-m gpu` says otherwise."""
 
+import gc
 import os
 import re
 
@@ -15,10 +16,16 @@ def pytest_configure(config):
     if not _asked_for("gpu", config):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         if not config.getoption("--runslow"):
-            # Most of the time goes into compilation, and less of it with less optimization (with none a
-            # golden scale would differ in its last bit). `make test-all` runs with what users have.
-            flags = f"--xla_backend_optimization_level=1 {os.environ.get('XLA_FLAGS', '')}"
-            os.environ["XLA_FLAGS"] = flags.strip()
+            # Most of the time goes into compilation: a third of it is left without optimization, and with
+            # the emitter that makes all kernels of a program at once. `make test-all` runs with what
+            # users have.
+            quick = (
+                "--xla_backend_optimization_level=0",
+                "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+            )
+            os.environ["XLA_FLAGS"] = " ".join((*quick, os.environ.get("XLA_FLAGS", ""))).strip()
+    # What is traced lives on: looking for garbage so often finds little.
+    gc.set_threshold(100_000)
     # Workers, and runs that tests start, compile the same programs: one of them is enough.
     cache = config.rootpath / ".pytest_cache" / "xla"
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
@@ -31,8 +38,9 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in slow]
         config.hook.pytest_deselected(items=slow)
 
-    # Whole runs first: at the end one worker would be left alone with them.
-    items.sort(key=lambda item: item.path.name != "test_tiny_run.py")
+    # The longest files first: at the end one worker would be left alone with them.
+    longest = ("test_tiny_run.py", "test_update.py", "test_model.py", "test_engine.py")
+    items.sort(key=lambda item: item.path.name not in longest)
 
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_gpu():

@@ -38,7 +38,7 @@ def small(folder, **sections):
         "max_steps": 6,
         "save_steps": 2,
         "data": {"num_problems": 200},
-        "rollout": {"num_generations": 4},
+        "rollout": {"num_generations": 4, "max_completion_length": 32},
         "optim": {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2},
         "eval": None,
     }
@@ -248,7 +248,7 @@ def test_a_short_run_learns(tmp_path):
     short = {
         "max_steps": 8,
         "eval": {"num_problems": 256},
-        "rollout": {"num_generations": 8},
+        "rollout": {"num_generations": 8, "max_completion_length": 33},
         "optim": {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1},
         "data": {"num_problems": 2000},
         "log_completions": False,

@@ -13,14 +13,6 @@ from qerl_jax.model import trainable
 QUICKSTART = pathlib.Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
 
-@pytest.fixture(autouse=True)
-def quick_compilation():
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 def run_config(folder):
     cfg = config.load(QUICKSTART)
     optim = dataclasses.replace(

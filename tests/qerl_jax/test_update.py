@@ -52,15 +52,6 @@ EVERY_OPTION = GrpoConfig(
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Nearly all the time here is compilation: a dozen updates, each run a few times."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 @functools.cache
 def model(dropout=0.0):
     return Transformer(ARCH, "nvfp4", LoRA(2, 4.0, dropout, train_norms=True), jnp.float32)
