@@ -48,6 +48,9 @@ class Generate:
         n: Completions per prompt.
         seed: Of the samples.
         max_concurrent: Completions sampled at a time.
+        kv_cache_tokens: Room for keys and values, in tokens; completions wait while there is none.
+        kv_cache_fraction: The same as a fraction of the device memory that is free; absent both, nine
+            tenths bound it.
     """
 
     prompt: tyro.conf.Positional[tuple[str, ...]] = ()
@@ -69,6 +72,8 @@ class Generate:
     n: int = 1
     seed: int = 0
     max_concurrent: int = 64
+    kv_cache_tokens: int | None = None
+    kv_cache_fraction: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,6 +346,8 @@ def _generate(argv: list[str]) -> None:
         weights=args.weights,
         dtype=args.dtype,
         max_concurrent=args.max_concurrent,
+        kv_cache_tokens=args.kv_cache_tokens,
+        kv_cache_fraction=args.kv_cache_fraction,
     )
     if args.output is None and len(prompts) == args.n == 1:
         for piece in policy.stream(prompts[0], **options):

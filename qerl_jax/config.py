@@ -334,6 +334,10 @@ class RolloutConfig:
             "must be texts, none of them empty; leave it out for none",
         )
 
+    def slots(self, rows: int) -> int:
+        """How many of so many rows are sampled at a time."""
+        return min(rows, self.max_concurrent or rows)
+
 
 @dataclasses.dataclass(frozen=True)
 class GrpoConfig:

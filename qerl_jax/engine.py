@@ -214,9 +214,8 @@ class Engine:
         room = pages_for(tokens, size)
         if room < pages_for(longest, size):
             raise ValueError(
-                f"the KV cache has room for {tokens} tokens; a row of this rollout may need {longest}: "
-                "raise rollout.kv_cache_tokens or rollout.kv_cache_fraction, or shorten "
-                "data.max_prompt_length or rollout.max_completion_length"
+                f"the KV cache has room for {tokens} tokens; a row may need {longest}: raise "
+                "kv_cache_tokens or kv_cache_fraction, or shorten prompts or completions"
             )
         return min(wanted, room)
 
@@ -234,8 +233,8 @@ class Engine:
             if fraction is None:
                 return None
             raise ValueError(
-                f"rollout.kv_cache_fraction: got {fraction}; this device does not report its memory: "
-                "give rollout.kv_cache_tokens"
+                f"kv_cache_fraction: got {fraction}; this device does not report its memory: give "
+                "kv_cache_tokens"
             )
         arch = self._model.arch
         free = self._memory["bytes_limit"] - self._memory["bytes_in_use"]

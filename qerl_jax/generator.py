@@ -106,12 +106,17 @@ class Generator:
         variables: Its `frozen` and, with an adapter, `params`.
         tokenizer: Of the policy.
         max_concurrent: Rows sampled at a time.
+        kv_cache_tokens: Room for keys and values, in tokens; rows wait while there is none. None means
+            what `max_concurrent` rows can need, or what the device has.
+        kv_cache_fraction: The same as a fraction of the device memory that is free; give one of the two.
     """
 
     model: Transformer
     variables: dict[str, Any]
     tokenizer: Tokenizer
     max_concurrent: int = 64
+    kv_cache_tokens: int | None = None
+    kv_cache_fraction: float | None = None
 
     @classmethod
     def load(
@@ -122,6 +127,8 @@ class Generator:
         weights: Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"] = "nvfp4",
         dtype: Literal["bfloat16", "float32"] = "bfloat16",
         max_concurrent: int = 64,
+        kv_cache_tokens: int | None = None,
+        kv_cache_fraction: float | None = None,
     ) -> Generator:
         """Reads a base and an adapter.
 
@@ -131,9 +138,15 @@ class Generator:
             weights: How the linears are held.
             dtype: Of the activations.
             max_concurrent: Rows sampled at a time.
+            kv_cache_tokens: Room for keys and values, see `Generator`.
+            kv_cache_fraction: Likewise.
         """
-        if max_concurrent < 1:
-            raise ValueError(f"max_concurrent: got {max_concurrent}; must be at least 1")
+        limits = {
+            "max_concurrent": max_concurrent,
+            "kv_cache_tokens": kv_cache_tokens,
+            "kv_cache_fraction": kv_cache_fraction,
+        }
+        _require(limits)  # before minutes of reading
         runtime.use_compilation_cache()
         table = {"model_name_or_path": model, "weights": weights, "dtype": dtype}
         cfg = config.from_table(config.ModelConfig, table, "model.")
@@ -142,7 +155,7 @@ class Generator:
         variables = {"frozen": frozen}
         if adapter is not None:
             variables["params"] = adapters.import_adapter(adapter, policy)
-        return cls(policy, variables, tokenizer, max_concurrent)
+        return cls(policy, variables, tokenizer, **limits)
 
     def __call__(self, prompts: Sequence[Prompt], **options: Any) -> list[str]:
         """Texts, the n of a prompt in a row."""
@@ -201,6 +214,8 @@ class Generator:
             repetition_penalty=sampling.repetition_penalty,
             adapter="params" in self.variables,
             chunk=chunk,
+            kv_cache_tokens=self.kv_cache_tokens,
+            kv_cache_fraction=self.kv_cache_fraction,
         )
         tokens = self.tokenizer.encode([_messages(prompt) for prompt in prompts])
         queue = [
@@ -232,6 +247,18 @@ class Generator:
 
     def _stop_strings(self, sampling: Sampling) -> StopStrings | None:
         return StopStrings(tuple(sampling.stop), self.tokenizer.decode) if sampling.stop else None
+
+
+def _require(limits: dict[str, Any]) -> None:
+    tokens, fraction = limits["kv_cache_tokens"], limits["kv_cache_fraction"]
+    for name, good, rule in (
+        ("max_concurrent", limits["max_concurrent"] >= 1, "must be at least 1"),
+        ("kv_cache_tokens", tokens is None or tokens >= 1, "must be at least 1"),
+        ("kv_cache_fraction", fraction is None or 0 < fraction < 1, "must be in (0, 1)"),
+        ("kv_cache_fraction", None in (tokens, fraction), "must be absent beside kv_cache_tokens"),
+    ):
+        if not good:
+            raise ValueError(f"{name}: got {limits[name]}; {rule}")
 
 
 def _messages(prompt: Prompt) -> Prompt:

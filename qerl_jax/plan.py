@@ -255,7 +255,7 @@ def _evaluation(cfg: RunConfig, arch: Architecture, free: int | None) -> list[It
 def _sampling(
     cfg: RunConfig, arch: Architecture, free: int | None, phase: Phase, prompts: int, rows: int
 ) -> list[Item]:
-    slots = min(rows, cfg.rollout.max_concurrent or rows)
+    slots = cfg.rollout.slots(rows)
     width, page = _width(cfg), kv_cache.PAGE_SIZE
     token = arch.num_layers * 2 * arch.kv_width * width
     longest_prompt = cfg.data.max_prompt_length - 1

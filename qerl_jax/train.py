@@ -111,7 +111,7 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
         settings=config.to_table(cfg),
     )
     keep_best = _keeper_of_the_best(cfg, model, frozen)
-    slots = min(cfg.generation_batch_size, cfg.rollout.max_concurrent or cfg.generation_batch_size)
+    slots = cfg.rollout.slots(cfg.generation_batch_size)
     if runtime.is_hopper() and (reason := decode.supports(model, slots)):
         logger.note(f"rollouts run without the fused layers of decoding: {reason}")
 

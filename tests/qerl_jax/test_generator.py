@@ -1,5 +1,6 @@
 """The generator of notebooks and of `qerl generate`, over the base in the package."""
 
+import dataclasses
 import functools
 import json
 
@@ -41,6 +42,15 @@ def test_a_prompt_with_its_own_seed_gets_the_same_text_in_any_company():
     assert policy()(PROMPTS, seed=7, **SHORT) != texts()
     with pytest.raises(ValueError, match="seed: got 2; must be one, or one for each"):
         policy()(PROMPTS, seed=(1, 2))
+
+
+def test_a_bounded_cache_makes_prompts_wait_and_changes_no_text():
+    assert (
+        dataclasses.replace(policy(), kv_cache_tokens=96)(PROMPTS, seed=range(4), **SHORT)
+        == texts()
+    )
+    with pytest.raises(ValueError, match="room for 32 tokens; a row may need"):
+        dataclasses.replace(policy(), kv_cache_tokens=32)(PROMPTS, **SHORT)
 
 
 def test_a_stream_shows_the_completion_piece_by_piece():
@@ -130,6 +140,12 @@ def test_generate_prints_the_completions_of_several_prompts(capsys):
         (["a", "--output", "{folder}/rows.jsonl"], "is there already"),
         (["a", "--top-p", "2"], "top_p: got 2.0"),
         (["a", "--max-concurrent", "0"], "max_concurrent: got 0"),
+        (["a", "--kv-cache-tokens", "0"], "kv_cache_tokens: got 0"),
+        (["a", "--kv-cache-fraction", "1"], "kv_cache_fraction: got 1.0; must be in (0, 1)"),
+        (
+            ["a", "--kv-cache-fraction", "0.5", "--kv-cache-tokens", "9"],
+            "must be absent beside kv_cache_tokens",
+        ),
     ],
 )
 def test_generate_says_what_is_wrong_before_it_reads_a_model(argv, message, tmp_path, capsys):
