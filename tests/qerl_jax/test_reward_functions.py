@@ -298,7 +298,7 @@ def test_math_verify_abstains_without_a_gold_answer_and_never_on_a_completion():
 
 def test_math_verify_counts_a_hang_as_a_wrong_answer_and_reports_it():
     metrics = {}
-    rewards = FACTORIES["get_math_verify_reward"](seconds=3.0, workers=1)(
+    rewards = FACTORIES["get_math_verify_reward"](seconds=6.0, workers=1)(
         completions=[r"\boxed{9^{9^{9^{9}}}}", r"\boxed{2}"],
         answer=["2", "2"],
         log_metric=metrics.__setitem__,
@@ -402,7 +402,7 @@ def test_code_earns_the_share_of_tests_that_it_passes(completion, verification, 
 @pytest.mark.skipif(sandbox.unavailable() is not None, reason=str(sandbox.unavailable()))
 def test_code_that_does_not_end_is_reported():
     metrics = {}
-    rewards = FACTORIES["get_code_reward"](seconds=0.3)(
+    rewards = FACTORIES["get_code_reward"](seconds=2.0)(
         completions=[code("while True: pass"), code("print(2 * int(input()))")],
         verification_info=[info(("1", "2")), DOUBLE],
         log_metric=metrics.__setitem__,

@@ -83,13 +83,13 @@ def test_text_of_any_kind_survives_the_way(pool):
 
 
 def test_a_call_over_its_limit_is_killed_and_the_others_are_answered(pool):
-    calls = pool(workers=2, seconds=0.5)
+    calls = pool(workers=2, seconds=2.0)
     assert calls.map("hang", [(0,), (60,), (0,)]) == [None, Failure("timeout"), None]
 
 
 def test_a_loop_that_never_returns_to_python_is_killed_too(pool):
     # An exponentiation in C holds the interpreter: no signal handler of Python's would run.
-    calls = pool(seconds=0.5)
+    calls = pool(seconds=2.0)
     assert calls.map("power", [(7, 2), (7, 10**9)]) == [9, Failure("timeout")]
 
 
