@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,13 +34,21 @@ _TEXT = 600  # characters of a prompt or a completion
 
 
 def curve(values: Sequence[float], width: int = 60) -> str:
-    """One line of block characters from the smallest value to the largest, at most `width` columns."""
+    """One line of block characters from the smallest value to the largest, at most `width` columns.
+
+    A column with a value that is not finite stays blank.
+    """
     per_column = -(-len(values) // width)
     columns = [values[i : i + per_column] for i in range(0, len(values), per_column)]
     means = [sum(column) / len(column) for column in columns]
-    low, high = min(means), max(means)
+    finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
+    low, high = min(finite), max(finite)
     span = (high - low) or 1.0
-    return "".join(_BARS[1 + round((mean - low) / span * (len(_BARS) - 2))] for mean in means)
+    levels = [
+        1 + round((mean - low) / span * (len(_BARS) - 2)) if math.isfinite(mean) else 0
+        for mean in means
+    ]
+    return "".join(_BARS[level] for level in levels)
 
 
 class Display:

@@ -18,7 +18,14 @@ ROW = {
 
 @pytest.mark.parametrize(
     ("values", "width", "expected"),
-    [([0, 1], 60, "▁█"), ([3, 3], 60, "▁▁"), ([0, 0, 1, 1], 2, "▁█"), ([0, 7, 14], 9, "▁▅█")],
+    [
+        ([0, 1], 60, "▁█"),
+        ([3, 3], 60, "▁▁"),
+        ([0, 0, 1, 1], 2, "▁█"),
+        ([0, 7, 14], 9, "▁▅█"),
+        ([0, float("nan"), 1, float("inf")], 60, "▁ █ "),
+        ([float("nan")], 60, " "),
+    ],
 )
 def test_a_curve_spans_its_values(values, width, expected):
     assert display.curve(values, width) == expected
