@@ -164,7 +164,10 @@ def make(cfg: RunConfig, arch: Architecture | None = None, *, limit: int | None 
 
 
 def require_context(cfg: RunConfig, arch: Architecture | None = None) -> None:
-    """Refuses rows that are longer than the base was made for, see `Architecture.require_context`."""
+    """Refuses rows that are longer than the base was made for, see `Architecture.require_context`.
+
+    Which of a published shape's bases is meant, and so its context, is known once it is loaded.
+    """
     (arch or _architecture(cfg)).require_context(
         cfg.data.max_prompt_length,
         cfg.rollout.max_completion_length,
@@ -195,8 +198,8 @@ def compiled(cfg: RunConfig, arch: Architecture | None = None) -> Any:
     No weight is made. On another kind of device than the run's its workspace is another, too.
     """
     model, params, frozen = abstract_policy(cfg, arch or _architecture(cfg))
-    prompts, rows = _micro_batch(cfg)
-    length, count = cfg.rollout.max_completion_length, prompts * rows
+    prompts, rows, length = _micro_batch(cfg)
+    count = prompts * rows
     shape = jax.ShapeDtypeStruct
     tokens = shape((count, length), jnp.float32)
     batch = update.Experience(
@@ -285,8 +288,8 @@ def _sampling(
 
 
 def _update(cfg: RunConfig, arch: Architecture, adapter: int) -> list[Item]:
-    prompts, rows = _micro_batch(cfg)
-    length, prompt = cfg.rollout.max_completion_length, cfg.data.max_prompt_length
+    prompts, rows, length = _micro_batch(cfg)
+    prompt = cfg.data.max_prompt_length
     tokens = prompts * (prompt + rows * length)
     spans = prompts * rows * (prompt + length)
     width = _width(cfg)
@@ -321,21 +324,27 @@ def _update(cfg: RunConfig, arch: Architecture, adapter: int) -> list[Item]:
     ]
 
 
-def _micro_batch(cfg: RunConfig) -> tuple[int, int]:
-    """Prompts of the largest micro-batch, and completions of each."""
+def _micro_batch(cfg: RunConfig) -> tuple[int, int, int]:
+    """Prompts of the largest micro-batch, completions of each, and how wide these are."""
     group = cfg.rollout.num_generations if cfg.optim.share_prompts else 1
     micro, budget = cfg.optim.per_device_train_batch_size, cfg.optim.max_tokens_per_microbatch
+    prompt, length = cfg.data.max_prompt_length, cfg.rollout.max_completion_length
     if budget is None:
         rows = math.gcd(group, micro)
-        return micro // rows, rows
-    prompt, length = cfg.data.max_prompt_length, cfg.rollout.max_completion_length
+        return micro // rows, rows, length
     rows = packing.piece_size(
         math.gcd(group, cfg.train_batch_size),
         budget=budget,
         prompt_width=prompt,
         max_length=length,
     )
-    return min(budget // (prompt + rows * length), cfg.train_batch_size // rows), rows
+    # Where completions are shorter than the longest, more of them may fill the budget further.
+    sizes = [
+        (min(budget // (prompt + rows * width), cfg.train_batch_size // rows), width)
+        for width in packing.widths(length)
+    ]
+    prompts, width = max(sizes, key=lambda size: size[0] * (prompt + rows * size[1]))
+    return prompts, rows, width
 
 
 def _fewer_tokens(cfg: RunConfig, tokens: int) -> str:
@@ -364,7 +373,7 @@ def _sizes(arch: Architecture) -> list[int]:
 def _architecture(cfg: RunConfig) -> Architecture:
     name = cfg.model.model_name_or_path
     known = pathlib.PurePath(name).name.lower().removesuffix("-instruct")
-    if known in architecture.KNOWN and not pathlib.Path(name).is_dir():
+    if known in architecture.KNOWN and not pathlib.Path(name).expanduser().is_dir():
         return architecture.KNOWN[known]
     return architecture.load(checkpoint.local_folder(name, weights=False))
 

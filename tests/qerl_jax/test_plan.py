@@ -14,6 +14,7 @@ from qerl_jax import (
     cli,
     config,
     kv_cache,
+    packing,
     plan,
     rollouts,
     train,
@@ -180,12 +181,22 @@ def test_full_training_holds_its_weights_in_float32_and_for_sampling_in_16_bits(
 
 
 def test_a_token_budget_bounds_the_micro_batch():
-    cfg = changed(BENCH, optim={"max_tokens_per_microbatch": 4096})
-    # Per prompt of 256 tokens all 8 completions of 256 fit: 2304 tokens, once.
-    assert named(plan.make(cfg), "inputs of") == 28 * 2304 * 3584 * 2
-    cfg = changed(BENCH, optim={"max_tokens_per_microbatch": 1024})
-    # A prompt with 2 completions, 768 tokens, once: 3 would not divide 8.
-    assert named(plan.make(cfg), "inputs of") == 28 * 768 * 3584 * 2
+    """The micro-batch of most tokens, at whatever width of completions it comes about."""
+    for budget, (prompts, rows, width) in {4096: (4, 8, 96), 1024: (2, 2, 128)}.items():
+        cfg = changed(BENCH, optim={"max_tokens_per_microbatch": budget})
+        made = named(plan.make(cfg), "inputs of") / (28 * 3584 * 2)
+        assert made == prompts * (256 + rows * width)
+        seen = []
+        for length in range(1, 257):
+            cut = packing.by_tokens(
+                np.arange(64).reshape(8, 8),
+                np.full(64, length),
+                budget=budget,
+                prompt_width=256,
+                max_length=256,
+            )
+            seen += [len(batch.rows) * 256 + batch.rows.size * batch.width for batch in cut]
+        assert max(seen) == made
 
 
 @pytest.mark.parametrize(
