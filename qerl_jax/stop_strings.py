@@ -33,9 +33,9 @@ class StopStrings:
             seen: So many of them, from the front, are known to hold none.
         """
         # Only a tail can hold a new one: what is new, and before that as many characters as a
-        # string may have begun with. A character may be several tokens, and then what stands for
-        # one that is cut off at either end is none.
-        overlap = max(map(len, self.strings)) - 1
+        # string may have begun with, or the one that was cut off there: a character may be several
+        # tokens, and then what stands for one that is cut off at either end is none.
+        overlap = max(1, max(map(len, self.strings)) - 1)
         start, step = seen, 1
         while start > 0 and len(self.decode(tokens[start:seen]).replace(_CUT, "")) < overlap:
             start, step = max(0, start - step), 2 * step
