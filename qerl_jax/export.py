@@ -66,7 +66,7 @@ def export(
     Args:
         run: A run folder.
         to: What is written.
-        out: The folder, which appears whole or not at all; replaced if it is such a folder already.
+        out: The folder, which appears whole or not at all; replaced if it is an export already.
         base: To what the adapter is added: the "original" 16-bit weights, or those on which it was
             trained, "packed" and unpacked again. Must be given where there are both.
         step: Of the checkpoint to take; None means the final adapter, or the newest checkpoint.
@@ -88,10 +88,12 @@ def export(
     if cfg.model.trainable == "full":
         folder = _trained_model(run, to, step)
     base = _checked_base(cfg, folder, to, base)
+    for source, what in ((run, "the run"), (folder, "the base of the run")):
+        if pathlib.Path(out).resolve() in (source.resolve(), *source.resolve().parents):
+            raise FileExistsError(f"{out}: holds {what}, which would be deleted")
     policy = _Policy(run, cfg, folder, step)
     trained, bare = policy.logps(), policy.logps(adapter=False)
-    marker, kind = ("adapter_config.json", "adapter") if to == "peft" else ("config.json", "model")
-    with whole_folder(out, marker, kind) as partial:
+    with whole_folder(out, REPORT, "export") as partial:
         if to == "peft":
             name = cfg.model.model_name_or_path
             adapters.export_adapter(partial, policy.params, policy.model.lora, name)

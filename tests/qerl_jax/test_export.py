@@ -180,9 +180,14 @@ def test_an_export_that_is_off_is_an_error_and_leaves_the_folder_as_it_was(
 
 def test_an_export_deletes_nothing_else(run, tmp_path):
     (tmp_path / "thesis.tex").write_text("years")
-    with pytest.raises(FileExistsError, match="holds something that is no model"):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FileExistsError, match="holds something that is no export"):
         export.export(run[0], "merged", tmp_path, base="packed")
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "thesis.tex"]
+    for place, what in ((run[0], "the run"), (checkpoint.TINY, "the base of the run")):
+        for out in (place, place.parent):
+            with pytest.raises(FileExistsError, match=f"holds {what}, which would be deleted"):
+                export.export(run[0], "peft", out)
 
 
 @pytest.mark.slow
