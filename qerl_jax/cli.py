@@ -20,7 +20,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import tyro
 
 from qerl_jax import config
-from qerl_jax.config import ConfigError, NoiseConfig, RunConfig
+from qerl_jax.config import ConfigError, EvalConfig, NoiseConfig, RunConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +247,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if argv and argv[0] in ("-h", "--help") else 2
     try:
         commands[argv[0]](argv[1:])
-    except (ValueError, FileNotFoundError, FileExistsError, NotImplementedError) as error:
+    except (ValueError, OSError, OverflowError, NotImplementedError) as error:
         sys.stderr.write(f"qerl {argv[0]}: {error}\n")
         return 2
     return 0
@@ -282,6 +282,8 @@ def _config(command: str, argv: list[str]) -> RunConfig:
     cfg = config.load(argv[0])
     if cfg.noise is None and any(arg.startswith("--noise.") for arg in argv):
         cfg = dataclasses.replace(cfg, noise=NoiseConfig())
+    if cfg.eval is None and any(arg.startswith("--eval.") for arg in argv):
+        cfg = dataclasses.replace(cfg, eval=EvalConfig())
     flat = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
     prog = f"qerl {command} {argv[0]}"
     return tyro.cli(RunConfig, args=argv[1:], default=cfg, prog=prog, config=flat)
@@ -355,20 +357,22 @@ def _generate(argv: list[str]) -> None:
             sys.stdout.flush()
         _say("")
         return
+    completions = policy.completions(prompts, **options)
     with contextlib.ExitStack() as stack:
-        file = args.output and stack.enter_context(args.output.open("w"))
-        for index, done in enumerate(policy.completions(prompts, **options)):
+        file = args.output and stack.enter_context(args.output.open("w", encoding="utf-8"))
+        for index, done in enumerate(completions):
             if file is None:
                 _say(done.text)
                 continue
-            row = rows[index // args.n] | {
-                "completion": done.text,
-                "finish_reason": done.finish_reason,
-                "num_tokens": len(done.tokens),
-                "cumulative_logprob": float(done.logps.sum()),
-            }
+            logp = float(done.logps.sum())
+            values = (done.text, done.finish_reason, len(done.tokens), logp)
+            row = rows[index // args.n] | dict(zip(_WRITTEN, values, strict=True))
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             file.flush()
+
+
+# What `generate` writes beside a prompt; log-probabilities are those at its temperature.
+_WRITTEN = ("completion", "finish_reason", "num_tokens", "cumulative_logprob")
 
 
 def _prompt_rows(args: Generate) -> list[dict[str, Any]]:
@@ -383,11 +387,11 @@ def _prompt_rows(args: Generate) -> list[dict[str, Any]]:
         raise ValueError(f"--output: {args.output} is there already; remove it, or give another")
     if args.input is None:
         return [{"prompt": text} for text in args.prompt]
-    lines = [line for line in args.input.read_text().splitlines() if line.strip()]
+    lines = [line for line in args.input.read_text("utf-8-sig").split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"{args.input}: holds no prompt")
     if args.input.suffix != ".jsonl":
-        return [{"prompt": line} for line in lines]
+        return [{"prompt": line.strip("\r")} for line in lines]
     rows = []
     for number, line in enumerate(lines, 1):
         try:
@@ -398,6 +402,10 @@ def _prompt_rows(args: Generate) -> list[dict[str, Any]]:
             raise ValueError(
                 f'{args.input}, row {number}: must have a "prompt", a text or a list of messages, each '
                 'with "role" and "content"'
+            )
+        if taken := [name for name in _WRITTEN if name in row and args.output is not None]:
+            raise ValueError(
+                f"{args.input}, row {number}: has a column {taken[0]!r}, which would be overwritten"
             )
         if not isinstance(row.get("seed", 0), int):
             raise ValueError(f"{args.input}, row {number}: seed: got {row['seed']!r}; an integer")
@@ -411,7 +419,10 @@ def _is_prompt(prompt: Any) -> bool:
     """Whether it is a text, or chat messages."""
     if isinstance(prompt, str):
         return True
-    is_message = lambda each: isinstance(each, dict) and {"role", "content"} <= each.keys()
+    is_message = lambda each: (
+        isinstance(each, dict)
+        and all(isinstance(each.get(name), str) for name in ("role", "content"))
+    )
     return isinstance(prompt, list) and bool(prompt) and all(map(is_message, prompt))
 
 

@@ -9,8 +9,9 @@ for piece in generator.stream("Tell me a story.", max_tokens=500):
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -19,7 +20,7 @@ import numpy as np
 from pallas_kernels import runtime
 from qerl_jax import adapters, checkpoint, config
 from qerl_jax.draws import Truncation
-from qerl_jax.engine import Engine
+from qerl_jax.engine import Engine, Piece
 from qerl_jax.engine import Prompt as Queued
 from qerl_jax.model import Transformer
 from qerl_jax.stop_strings import StopStrings
@@ -162,12 +163,21 @@ class Generator:
         return [completion.text for completion in self.completions(prompts, **options)]
 
     def completions(self, prompts: Sequence[Prompt], **options: Any) -> Iterator[Completion]:
-        """Completions in the order of the prompts, the n of each in a row, each as soon as it can be given."""
+        """Completions in the order of the prompts, the n of each in a row, each as soon as it can be given.
+
+        What is wrong with prompts or options is said at the call.
+        """
+        if isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts):
+            raise ValueError(f"prompts: got {prompts!r}; must be a list of texts or of chats")
         sampling = Sampling(**options)
         stops = self._stop_strings(sampling)
-        rows = [([], []) for _ in range(len(prompts) * sampling.n)]
+        pieces = self._stream(prompts, sampling, stops, chunk=32) if prompts else iter(())
+        return self._in_order(len(prompts) * sampling.n, pieces, stops)
+
+    def _in_order(self, count: int, stream: Iterator[list[Piece]], stops: StopStrings | None):
+        rows = [([], []) for _ in range(count)]
         done, given = {}, 0
-        for pieces in self._stream(prompts, sampling, stops, chunk=32):
+        for pieces in stream:
             for piece in pieces:
                 tokens, logps = rows[piece.row]
                 tokens += piece.tokens.tolist()
@@ -219,8 +229,10 @@ class Generator:
         )
         tokens = self.tokenizer.encode([_messages(prompt) for prompt in prompts])
         queue = [
-            Queued(np.array(ids, np.int32), keys, self._limit(len(ids), sampling))
-            for ids, keys in zip(tokens, _keys(sampling, len(prompts)), strict=True)
+            Queued(np.array(ids, np.int32), keys, self._limit(place, len(ids), sampling))
+            for place, (ids, keys) in enumerate(
+                zip(tokens, _keys(sampling, len(prompts)), strict=True)
+            )
         ]
         # Powers of two: other prompts, and another number of them, rarely compile anew.
         longest = max(map(len, tokens), default=1)
@@ -234,14 +246,14 @@ class Generator:
             ),
         )
 
-    def _limit(self, prompt: int, sampling: Sampling) -> int:
+    def _limit(self, place: int, prompt: int, sampling: Sampling) -> int:
         """Tokens that may follow a prompt: what is asked for, or what the model's context leaves."""
         context = self.model.arch.context
         if context is None:
             return sampling.max_tokens
         if prompt >= context:
             raise ValueError(
-                f"prompt: got {prompt} tokens; the model was made for {context} (max_position_embeddings)"
+                f"prompt {place}: got {prompt} tokens; the model was made for {context} (max_position_embeddings)"
             )
         return min(sampling.max_tokens, context - prompt)
 
@@ -267,7 +279,7 @@ def _messages(prompt: Prompt) -> Prompt:
 
 def _keys(sampling: Sampling, prompts: int) -> np.ndarray:
     """Key data [P, n, ...]: rows count on through all prompts under one seed, and from 0 under a prompt's own."""
-    if isinstance(sampling.seed, int):
+    if isinstance(sampling.seed, numbers.Integral):
         seeds, rows = [sampling.seed], np.arange(prompts * sampling.n)[None]
     else:
         seeds, rows = sampling.seed, np.tile(np.arange(sampling.n), (prompts, 1))

@@ -70,7 +70,13 @@ def find(
         if adapter is not None and not (adapter / "adapter_config.json").is_file():
             raise FileNotFoundError(f"no adapter_config.json in {adapter}, nor is it a run folder")
     if model is None and adapter is not None and run is None:
-        model = json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
+        model = json.loads((adapter / "adapter_config.json").read_text()).get(
+            "base_model_name_or_path"
+        )
+        if model is None:
+            raise ValueError(
+                f"{adapter}: its adapter_config.json says no base_model_name_or_path: give --model"
+            )
     table = {} if run is None else config.to_table(run.model) | {"trainable": "lora"}
     given = {"model_name_or_path": model, **held}
     table |= {name: value for name, value in given.items() if value is not None}

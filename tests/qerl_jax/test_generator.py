@@ -44,6 +44,13 @@ def test_a_prompt_with_its_own_seed_gets_the_same_text_in_any_company():
         policy()(PROMPTS, seed=(1, 2))
 
 
+def test_prompts_are_a_list_and_may_be_none():
+    assert policy()([]) == []
+    for alone in ("What", [{"role": "user", "content": "What"}]):
+        with pytest.raises(ValueError, match="must be a list of texts or of chats"):
+            policy()(alone)
+
+
 def test_a_bounded_cache_makes_prompts_wait_and_changes_no_text():
     assert (
         dataclasses.replace(policy(), kv_cache_tokens=96)(PROMPTS, seed=range(4), **SHORT)
@@ -162,11 +169,22 @@ def test_generate_says_what_is_wrong_before_it_reads_a_model(argv, message, tmp_
         ('{"prompt": ["b"], "seed": 1}', 'row 2: must have a "prompt"'),
         ('{"prompt": "b"}', "row 2: either all rows have a seed or none"),
         ('{"prompt": "b", "seed": "1"}', "row 2: seed: got '1'; an integer"),
+        ('{"prompt": [{"role": "user", "content": null}], "seed": 1}', 'must have a "prompt"'),
+        ('{"prompt": "b", "seed": 1, "completion": "c"}', "row 2: has a column 'completion'"),
         ("{", "row 2: not JSON"),
     ],
 )
 def test_generate_refuses_a_row_by_its_number(row, message, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a", "seed": 0}\n' + row + "\n")
-    assert cli.main(["generate", "--input", str(path)]) == 2
-    assert message in capsys.readouterr().err
+    path.write_text('\ufeff{"prompt": "a\u2028b", "seed": 0}\n' + row + "\n")
+    out = tmp_path / "out.jsonl"
+    assert cli.main(["generate", "--input", str(path), "--output", str(out)]) == 2
+    assert message in capsys.readouterr().err and not out.exists()
+
+
+def test_a_prompt_that_cannot_be_sampled_leaves_no_output(tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    assert cli.main(["generate", "a", "1 + " * 200, "--output", str(out)]) == 2
+    assert "prompt 1: got " in capsys.readouterr().err and not out.exists()
+    assert cli.main(["generate", "--input", str(tmp_path)]) == 2
+    assert "directory" in capsys.readouterr().err
