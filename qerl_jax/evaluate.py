@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import os
 import pathlib
@@ -36,6 +35,7 @@ from qerl_jax.data import Problem
 from qerl_jax.log import write_whole
 from qerl_jax.policies import Policy
 from qerl_jax.stop_strings import StopStrings
+from qerl_jax.tensor_files import digest
 from qerl_jax.tokenizer import Tokenizer
 
 # What each reward takes for the answer of a text; others may take any form.
@@ -478,7 +478,9 @@ class _Files:
     def __init__(self, folder: pathlib.Path, identity: dict[str, Any]):
         self._folder = folder
         settings, self._path = folder / "settings.json", folder / "problems.jsonl"
-        if settings.is_file():
+        self.records = _read_records(self._path)
+        # Where there are none yet, the first call may have been a mistake.
+        if settings.is_file() and self.records:
             before = json.loads(settings.read_text())
             changed = sorted(k for k in before | identity if before.get(k) != identity.get(k))
             if changed:
@@ -488,7 +490,6 @@ class _Files:
                 )
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(settings, json.dumps(identity, indent=2, ensure_ascii=False) + "\n")
-        self.records = _read_records(self._path)
         write_whole(self._path, "".join(map(_line, self.records)))
 
     def add(self, records: list[dict[str, Any]]) -> None:
@@ -519,11 +520,6 @@ def _set_name(source: DataConfig) -> str:
     )
 
 
-def _digest(path: pathlib.Path) -> str | None:
-    """A run writes its adapters anew under the same name."""
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-
-
 def _data_seed(policy: Policy, seed: int) -> int:
     """Which arithmetic problems: those that the run is evaluated on itself."""
     return policy.run.seed if policy.run else seed
@@ -542,7 +538,8 @@ def _identity(policy: Policy, source: DataConfig, protocol: Protocol, seed: int)
     return {
         **{f"model.{name}": value for name, value in config.to_table(policy.model).items()},
         "adapter": policy.adapter and os.fspath(policy.adapter.resolve()),
-        "adapter.sha256": policy.adapter and _digest(policy.adapter / "adapter_model.safetensors"),
+        "adapter.sha256": policy.adapter and digest(policy.adapter / "adapter_model.safetensors"),
+        "data.sha256": digest(pathlib.Path(source.path or source.dataset)),
         **{f"data.{name}": value for name, value in data_table.items()},
         **{f"protocol.{name}": value for name, value in protocol_table.items()},
         "data.seed": _data_seed(policy, seed),

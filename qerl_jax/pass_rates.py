@@ -18,6 +18,7 @@ import numpy as np
 from qerl_jax import adapters, checkpoint, config, data, plan, rewards, rollouts
 from qerl_jax.config import RunConfig
 from qerl_jax.log import write_whole
+from qerl_jax.tensor_files import digest
 
 
 def select(
@@ -73,6 +74,7 @@ def select(
     plan.require_context(cfg)
     lora = None if adapter is None else adapters.read_lora(adapter)
     model, frozen, tokenizer = checkpoint.load_policy(cfg.model, lora, cfg.seed)
+    plan.require_context(cfg, model.arch)
     variables = {"frozen": frozen}
     if adapter is not None:
         variables["params"] = adapters.import_adapter(adapter, model)
@@ -140,7 +142,8 @@ class _Measured:
         if lines:
             before = json.loads(lines[0])
             changed = sorted(k for k in before | identity if before.get(k) != identity.get(k))
-            if changed:
+            # Where nothing was measured yet, the first call may have been a mistake.
+            if changed and len(lines) > 1:
                 raise ValueError(
                     f"{path} is a measurement with other settings ({', '.join(changed)}): "
                     "choose another file, or remove that one"
@@ -178,6 +181,8 @@ def _identity(cfg: RunConfig, samples: int, reward: str, adapter: Any) -> dict[s
         "samples": samples,
         "reward": [reward, options],
         "adapter": adapter and os.fspath(adapter),
+        "adapter.sha256": adapter and digest(adapter / "adapter_model.safetensors"),
+        "data.sha256": digest(pathlib.Path(cfg.data.path or cfg.data.dataset)),
     }
 
 

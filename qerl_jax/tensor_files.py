@@ -7,6 +7,7 @@ header and bytes. A header may say anything: nothing is allocated or mapped on i
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import mmap
@@ -329,6 +330,14 @@ def _let_go(array) -> None:
         array = getattr(array, "base", None)
     if array is not None:
         array.madvise(mmap.MADV_DONTNEED)
+
+
+def digest(path: pathlib.Path) -> str | None:
+    """SHA-256 of a file, which may be written anew under the same name; None where there is none."""
+    if not path.expanduser().is_file():
+        return None
+    with path.expanduser().open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

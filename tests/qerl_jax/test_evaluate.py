@@ -91,6 +91,14 @@ def test_every_record_says_what_was_answered_and_how_it_was_judged(tmp_path):
     assert stored == summary
 
 
+def test_an_evaluation_that_failed_before_its_first_answer_may_be_asked_otherwise(tmp_path):
+    with pytest.raises(ValueError, match="max_tokens"):
+        run(tmp_path, max_completion_length=10**6)
+    assert (tmp_path / "arithmetic" / "settings.json").is_file()
+    _, said = run(tmp_path)
+    assert said
+
+
 def test_a_stopped_evaluation_goes_on_in_other_batches_to_the_same_end(tmp_path):
     whole, _ = run(tmp_path / "whole")
     run(tmp_path / "stopped")

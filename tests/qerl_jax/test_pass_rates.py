@@ -63,6 +63,15 @@ def test_a_band_is_kept_and_a_stopped_measurement_goes_on(tmp_path):
         select(whole, samples=3, reward="format_reward")
 
 
+def test_a_measurement_that_failed_before_its_first_rate_may_be_asked_otherwise(tmp_path):
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(ValueError, match="no_such_reward"):
+        select(out, reward="no_such_reward")
+    with pytest.raises(FileNotFoundError):
+        select(out, adapter=tmp_path / "nowhere")
+    assert select(out, samples=1)[1]
+
+
 def test_the_command_reports_what_it_kept(tmp_path, capsys):
     path, out = tmp_path / "small.toml", tmp_path / "folder" / "out.jsonl"
     path.write_text(config.dump(small()))
