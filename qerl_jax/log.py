@@ -116,4 +116,4 @@ def write_whole(path: pathlib.Path, text: str) -> None:
 def _plain(value: Any) -> Any:
     if isinstance(value, str | bool | int | float | None | list | dict):
         return value
-    return value.item()
+    return value.tolist() if hasattr(value, "tolist") else str(value)

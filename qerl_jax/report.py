@@ -432,7 +432,7 @@ def _samples(groups: Sequence[Group]) -> list[Passage]:
     for each in groups:
         files = sorted((each.runs[0].folder / "completions").glob("step_*.jsonl"))
         for path in dict.fromkeys((*files[:1], *files[-1:])):
-            rows = [json.loads(line) for line in path.read_text().splitlines()]
+            rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
             step = int(path.stem.removeprefix("step_"))
             for word, pick in (("highest", max), ("lowest", min)):
                 row = pick(rows, key=lambda row: row["reward"])

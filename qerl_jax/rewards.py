@@ -26,6 +26,8 @@ from qerl_jax.reward_functions import FACTORIES, STOCK, RewardFunction
 
 type Named = tuple[str, RewardFunction]
 
+# What the log of completions says of every one.
+COMPLETION_COLUMNS = ("prompt", "completion", "reward", "advantage", "length", "stopped")
 _RESERVED = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
 
 
@@ -51,8 +53,10 @@ class Record:
         """Adds a column to the log of completions.
 
         Raises:
-            ValueError: if it has not one entry per row.
+            ValueError: if it has not one entry per row, or takes the name of a column that is there.
         """
+        if column in COMPLETION_COLUMNS:
+            raise ValueError(f"log_extra({column!r}): is a column already; choose another name")
         if len(values) != self.rows:
             raise ValueError(
                 f"log_extra({column!r}): got {len(values)} values for {self.rows} rows"
@@ -60,7 +64,7 @@ class Record:
         self.columns[column] = list(values)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Adds a number to a metric."""
+        """Adds a number to a metric; under the name of one of the run's own it is not seen."""
         self.values.setdefault(name, []).append(float(value))
 
     @property

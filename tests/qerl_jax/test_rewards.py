@@ -156,7 +156,7 @@ def test_faulty_functions_are_named(function, message):
 
 def test_what_functions_log_is_recorded():
     async def first(completions, log_extra, log_metric, **_):
-        log_extra("length", [len(c) for c in completions])
+        log_extra("letters", [len(c) for c in completions])
         log_metric("share", 1)
         return [0, 0]
 
@@ -167,18 +167,27 @@ def test_what_functions_log_is_recorded():
     record = rewards.Record(2)
     named = [("first", first), ("second", second)]
     rewards.evaluate(named, ["p", "q"], ["a", "bcd"], [[1], [2]], {}, record=record)
-    assert record.columns == {"length": [1, 3]}
+    assert record.columns == {"letters": [1, 3]}
     assert record.values == {"share": [0.5, 1.0]}
     assert record.metrics == {"share": 0.75}
 
 
 def test_a_logged_column_must_have_a_value_per_row():
     def short(log_extra, **_):
-        log_extra("length", [1])
+        log_extra("letters", [1])
         return [0, 0]
 
-    with pytest.raises(rewards.RewardError, match="'f' raised .*'length'.*1 values for 2 rows"):
+    with pytest.raises(rewards.RewardError, match="'f' raised .*'letters'.*1 values for 2 rows"):
         evaluate(short)
+
+
+def test_a_logged_column_hides_none_of_the_log():
+    def hiding(log_extra, **_):
+        log_extra("reward", [1, 2])
+        return [0, 0]
+
+    with pytest.raises(rewards.RewardError, match="'reward'.: is a column already"):
+        evaluate(hiding)
 
 
 def test_columns_must_not_take_an_arguments_name():
