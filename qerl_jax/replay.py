@@ -56,7 +56,7 @@ def run(path: str | pathlib.Path) -> list[str]:
     path = pathlib.Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
-    cfg = config.load(path.parents[1] / "config.toml")
+    cfg = config.load(path.resolve().parents[1] / "config.toml")
     model, frozen, tokenizer = checkpoint.load_policy(cfg.model, cfg.lora, cfg.seed)
     fresh, frozen = trainable(model, frozen, jax.random.key(0))
     with np.load(path) as file:

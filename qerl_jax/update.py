@@ -294,7 +294,7 @@ def make_update(
     Returns:
         update(state, frozen, experience, noise, key) -> (state, metrics). The experience lies on the
         host. `noise` is the tree under which the policy acts here too, or None; `state` is donated.
-        `fixed` may hand in what a `NonFinite` holds under that name, instead of scoring. Metrics are scalars: means over the optimizer steps, under TRL's names; `sampling/...`
+        `fixed` may hand in what a `NonFinite` holds under that name, instead of scoring; rows then stay in their order. Metrics are scalars: means over the optimizer steps, under TRL's names; `sampling/...`
         compare the policy before its first step with the sampler.
     """
     tx = optimizer(optim_cfg)
@@ -396,12 +396,14 @@ def make_update(
         steps = grpo_cfg.num_iterations * rows.size // batch_rows
         limit = max_completion_length or experience.completions.shape[1]
 
+        # Within one optimizer step only bnpo can tell which rows share a micro-batch.
+        is_again = fixed is not None
+        shuffles = rows.size > batch_rows or (grpo_cfg.loss_type == "bnpo" and accumulation > 1)
         if fixed is None:
             fixed = anchors(state, frozen, experience, noise, limit, steps)
         order_key, step_key = jax.random.split(key)
         units = rows.reshape(-1, math.gcd(batch_rows, rows.shape[1]))
-        # Within one optimizer step only bnpo can tell which rows share a micro-batch.
-        if rows.size > batch_rows or (grpo_cfg.loss_type == "bnpo" and accumulation > 1):
+        if shuffles and not is_again:
             units = units[np.asarray(jax.random.permutation(order_key, len(units)))]
         batches = units.reshape(-1, batch_rows // units.shape[1], units.shape[1])
 

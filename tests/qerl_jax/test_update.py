@@ -576,6 +576,21 @@ def test_every_empty_step_of_a_rollout_is_counted():
     assert np.isfinite(list(metrics.values())).all(), metrics
 
 
+def test_a_step_that_runs_again_keeps_the_order_of_its_rows():
+    bnpo = {"grpo": EVERY_OPTION, "optim": geometry(4, 2)}
+    arguments = (base(), sample_experience(), None)
+    losses = [
+        float(
+            make(**bnpo)(state_of(trained_params()), *arguments, jax.random.key(seed), fixed)[1][
+                "loss"
+            ]
+        )
+        for fixed in (None, {})
+        for seed in (0, 1, 2)
+    ]
+    assert len(set(losses[:3])) > 1 and len(set(losses[3:])) == 1
+
+
 def test_a_masked_row_with_an_infinite_advantage_is_harmless():
     advantages = sample_experience().advantages.copy()
     advantages[CUT_ROW] = np.inf
