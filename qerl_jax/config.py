@@ -706,9 +706,15 @@ class RunConfig:
         # Orders of the data take no negative seed, and JAX's keys keep only the low 32 bits.
         _require(0 <= self.seed < 2**32, "seed", self.seed, "must be in [0, 2**32)")
         rows, group = self.generation_batch_size, self.rollout.num_generations
+        says_rows = "rollout.generation_batch_size"
+        if self.rollout.generation_batch_size is None:
+            times = "optim.gradient_accumulation_steps"
+            if self.rollout.steps_per_generation is not None:
+                times = "rollout.steps_per_generation"
+            says_rows = f"optim.per_device_train_batch_size * {times}"
         _require(
             rows % group == 0,
-            "rollout.generation_batch_size",
+            says_rows,
             rows,
             f"must be a multiple of rollout.num_generations = {group}",
         )
@@ -719,6 +725,13 @@ class RunConfig:
             "rollout.kv_cache_tokens",
             room,
             f"must hold a row of data.max_prompt_length + rollout.max_completion_length = {longest_row}",
+        )
+        _require(
+            not (self.rollout.ignore_eos and self.grpo.mask_truncated_completions)
+            or self.rollout.stop is not None,
+            "grpo.mask_truncated_completions",
+            self.grpo.mask_truncated_completions,
+            "leaves nothing to learn from where rollout.ignore_eos lets no completion end",
         )
         cache, longest = self.rewards.soft_punish_cache, self.rollout.max_completion_length
         _require(
@@ -742,7 +755,7 @@ class RunConfig:
         )
         _require(
             rows % self.train_batch_size == 0,
-            "rollout.generation_batch_size",
+            says_rows,
             rows,
             "must be a multiple of the optimizer batch, optim.per_device_train_batch_size * "
             f"optim.gradient_accumulation_steps = {self.train_batch_size}",
@@ -793,7 +806,7 @@ class RunConfig:
         return self.grpo.num_iterations * self.generation_batch_size // self.train_batch_size
 
     def total_steps(self, num_problems: int) -> int:
-        """Optimizer steps of the whole run over `num_problems` problems."""
+        """Optimizer steps of the whole run over `num_problems` problems: whole rollouts, to the nearest number."""
         if self.max_steps is not None:
             return self.max_steps
         rollouts = max(1, round(self.num_train_epochs * num_problems / self.prompts_per_rollout))

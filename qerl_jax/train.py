@@ -79,12 +79,18 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     runtime.use_compilation_cache()
     plan.require_context(cfg)
     limit = plan.of_device()
+    if limit is None and cfg.rollout.kv_cache_fraction is not None:
+        raise config.ConfigError(
+            f"rollout.kv_cache_fraction: got {cfg.rollout.kv_cache_fraction}; this device does not report "
+            "its memory: give rollout.kv_cache_tokens"
+        )
     memory = None if limit is None else plan.make(cfg, limit=limit)
     earlier_peak = _peak()
     if memory:
         memory.require(limit)
     start = _starting_adapter(cfg)
     model, frozen, tokenizer = checkpoint.load_policy(cfg.model, cfg.lora, cfg.seed)
+    plan.require_context(cfg, model.arch)
     functions, weights = _rewards(cfg)
     problems = _problems(cfg, cfg.data, cfg.data.split, tokenizer)
     total_steps = cfg.total_steps(len(problems))
@@ -155,7 +161,9 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
             step = int(state.step)
             logger.num_tokens += _num_tokens(fresh.rollout)
             metrics |= noise_metrics | _rollout_metrics(fresh, functions)
-            metrics |= trace.metrics(fresh.rollout, batch.rollout) | {
+            # First: what reward functions log hides nothing of the run's own.
+            metrics = trace.metrics(fresh.rollout, batch.rollout) | metrics
+            metrics |= {
                 "num_tokens": logger.num_tokens,
                 "updates/skipped": int(state.skipped),
             }
@@ -379,6 +387,7 @@ def _evaluator(cfg: RunConfig, model: Transformer, tokenizer: Tokenizer) -> Eval
             name=None,
             columns=None,
             system_prompt=data.system_prompt(cfg.data),
+            max_prompt_characters=None,
         )
     problems = _problems(cfg, source, cfg.eval.split, tokenizer, cfg.eval.num_problems)
     # Rows, cache and stops as in a rollout; how a token is drawn is evaluation's own.
@@ -405,8 +414,11 @@ def _evaluator(cfg: RunConfig, model: Transformer, tokenizer: Tokenizer) -> Eval
 
 def _check_folder(cfg: RunConfig) -> None:
     """A run folder belongs to one config; resuming under another would be a different run under its name."""
-    path = pathlib.Path(cfg.output_dir) / "config.toml"
-    if not path.exists():
+    folder = pathlib.Path(cfg.output_dir)
+    path = folder / "config.toml"
+    # A run that failed before its first checkpoint left nothing to go on from: it may be mended.
+    made = [folder / "adapter", folder / "model", *folder.glob("checkpoints/[0-9]*")]
+    if not path.exists() or not any(each.is_dir() for each in made):
         return
     before, now = (config.to_table(c) for c in (config.load(path), cfg))
     names = sorted((before | now).keys() - {"output_dir", "report_to", "run_name"})
@@ -467,12 +479,12 @@ class _Trace:
             else {}
         )
         return {
+            **self._logged(),
             "step_time": sum(self.laps.values()),
             **{f"perf/{phase}_time": seconds for phase, seconds in self.laps.items()},
             "perf/rollout_tokens_per_second": int(sampled.lengths.sum()) / self.laps["rollout"],
             "perf/update_tokens_per_second": _num_tokens(seen) / self.laps["update"],
             **peak,
-            **self._logged(),
         }
 
     def columns(self) -> dict[str, list]:

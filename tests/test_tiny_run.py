@@ -15,7 +15,7 @@ import pytest
 
 from qerl_jax import adapters, checkpoint, cli, config, log, rollouts
 from qerl_jax.model import LoRA, init_params
-from qerl_jax.train import train
+from qerl_jax.train import _check_folder, train
 from tests.golden_files import GOLDEN
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -272,6 +272,10 @@ BAD_RUNS = {
         {"rewards": {"functions": ("tests.reward_controls:one_short",)}},
         "1 values for 2 rows",
     ),
+    "cache by a share of unknown memory": (
+        {"rollout": {"num_generations": 4, "kv_cache_fraction": 0.5}},
+        "rollout.kv_cache_fraction: got 0.5; this device does not report its memory",
+    ),
     "long prompt": (
         {"data": {"num_problems": 200, "max_prompt_length": 20}},
         "data.max_prompt_length",
@@ -309,12 +313,13 @@ def test_another_config_may_not_resume_a_run(tmp_path):
     cfg = small(tmp_path / "run")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text(config.dump(cfg))
+    other = dataclasses.replace(
+        cfg, seed=7, optim=dataclasses.replace(cfg.optim, learning_rate=1e-3)
+    )
+    _check_folder(other)  # no checkpoint: nothing is resumed
+    (tmp_path / "run" / "checkpoints" / "2").mkdir(parents=True)
     with pytest.raises(config.ConfigError, match="holds a run whose optim, seed differ"):
-        train(
-            dataclasses.replace(
-                cfg, seed=7, optim=dataclasses.replace(cfg.optim, learning_rate=1e-3)
-            )
-        )
+        train(other)
 
 
 def test_env_names_versions_and_devices(capsys):

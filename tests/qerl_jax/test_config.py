@@ -235,7 +235,7 @@ BAD = [
     ("rollout.generation_batch_size", {"rollout__generation_batch_size": 0}, "0", "at least 1"),
     ("rollout.generation_batch_size", {"rollout__generation_batch_size": -8}, "-8", "at least 1"),
     (
-        "rollout.generation_batch_size",
+        "optim.per_device_train_batch_size * optim.gradient_accumulation_steps",
         {"rollout__num_generations": 3},
         "8",
         "must be a multiple of rollout.num_generations = 3",
@@ -248,6 +248,12 @@ BAD = [
         "optim.gradient_accumulation_steps = 16",
     ),
     ("rollout.max_completion_length", {"rollout__max_completion_length": 0}, "0", "must be >= 1"),
+    (
+        "grpo.mask_truncated_completions",
+        {"rollout__ignore_eos": True, "grpo__mask_truncated_completions": True},
+        "True",
+        "rollout.ignore_eos lets no completion end",
+    ),
     ("rollout.max_concurrent", {"rollout__max_concurrent": 0}, "0", "must be at least 1"),
     (
         "rollout.kv_cache_tokens",
@@ -361,7 +367,7 @@ BAD = [
         "must be absent where generation_batch_size is given",
     ),
     (
-        "rollout.generation_batch_size",
+        "optim.per_device_train_batch_size * rollout.steps_per_generation",
         {
             "rollout__steps_per_generation": 3,
             "optim__gradient_accumulation_steps": 2,
