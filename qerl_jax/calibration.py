@@ -74,6 +74,8 @@ def texts(cfg: Calibration, tokens: Tokenizer) -> list[str]:
 def token_rows(cfg: Calibration, tokens: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """The rows as right-padded ids, int32 [S, T], and their lengths, int32 [S]; the longest first."""
     encoded = tokens.hf(texts(cfg, tokens), add_special_tokens=False)["input_ids"]
+    if not any(encoded):
+        raise ValueError(f"{cfg.dataset}: its texts have no tokens")
     encoded = sorted((ids[: cfg.max_length] for ids in encoded), key=len, reverse=True)
     rows = np.full((len(encoded), len(encoded[0])), tokens.pad_token, np.int32)
     for row, ids in zip(rows, encoded, strict=True):

@@ -463,9 +463,9 @@ def _with_answer(columns: dict[str, Any], named: str | None) -> dict[str, Any]:
         return columns
     if not isinstance(answer, str):
         return columns
-    if "\n####" in answer:
+    if marked := re.findall(r"^####(.*)", answer, re.MULTILINE):
         columns["solution"] = answer
-        columns["answer"] = answer.rsplit("####", 1)[1].strip().replace(",", "")
+        columns["answer"] = marked[-1].strip().replace(",", "")
     elif name == "solution" and (boxed := answers.last_boxed(answer)) is not None:
         columns["answer"] = boxed
     return columns

@@ -12,7 +12,9 @@ from qerl_jax import logprobs
 
 @dataclasses.dataclass(frozen=True)
 class Truncation:
-    """Which tokens may be sampled at all, as in transformers and vLLM. Log-probabilities are taken before it.
+    """Which tokens may be sampled at all, as in transformers, in this order (vLLM drops by min_p first).
+
+    Log-probabilities are taken before it.
 
     Tokens as likely as the last one kept by top_k or top_p stay too.
 

@@ -246,6 +246,7 @@ def test_a_copy_of_a_set_is_read_with_or_without_the_hubs_configurations(tmp_pat
         ({"ground_truth": "3", "solution": "2"}, "3"),
         ({"solution": "2"}, "2"),
         ({"answer": "Work.\n#### -1,234"}, "-1234"),
+        ({"answer": "#### 5\nIt is ####."}, "5"),
         ({"answer": "channel ####7"}, "channel ####7"),
     ],
 )
