@@ -331,6 +331,11 @@ KNOWN = {
 }
 
 
+def known(name: str) -> Architecture | None:
+    """The published shape that a hub name means, such as "Qwen/Qwen2.5-7B-Instruct"; None for others."""
+    return KNOWN.get(pathlib.PurePath(name).name.lower().removesuffix("-instruct"))
+
+
 def load(folder: str | pathlib.Path) -> Architecture:
     """Reads `config.json` of a local model folder."""
     path = pathlib.Path(folder) / "config.json"

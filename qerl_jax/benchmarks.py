@@ -61,12 +61,13 @@ class Protocol:
             "min_p": (0 <= self.min_p <= 1, "must be in [0, 1]"),
             "max_completion_length": (self.max_completion_length >= 1, "must be at least 1"),
         }
+        said = {"num_generations": "samples", "max_completion_length": "max_tokens"}
         for name, (holds, rule) in rules.items():
             if not holds:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}; {rule}")
+                raise ValueError(f"{said.get(name, name)}: got {getattr(self, name)!r}; {rule}")
         if self.temperature == 0 and self.num_generations > 1:
             raise ValueError(
-                f"num_generations: got {self.num_generations}; greedy samples (temperature 0) of "
+                f"samples: got {self.num_generations}; greedy samples (temperature 0) of "
                 "one problem are equal: must be 1"
             )
 

@@ -51,6 +51,9 @@ class Generate:
         kv_cache_tokens: Room for keys and values, in tokens; completions wait while there is none.
         kv_cache_fraction: The same as a fraction of the device memory that is free; absent both, nine
             tenths bound it.
+
+    Beside a prompt it writes `completion`, `finish_reason`, `num_tokens` and `cumulative_logprob`, which
+    is that of the scores divided by the temperature, as training has them.
     """
 
     prompt: tyro.conf.Positional[tuple[str, ...]] = ()
@@ -165,7 +168,8 @@ class Eval:
 
     Attributes:
         sets: "gsm8k", "math500", "aime24", "aime25", "amc23", "arithmetic", any data set of the hub, or
-            a .jsonl, .json or .parquet file of {"prompt": ..., "answer": ...}.
+            a .jsonl, .json or .parquet file of {"question": ..., "answer": ...}. A text under "prompt" is
+            given to the model as it is, without its chat template.
         model: Local folder or hub name; absent means the adapter's base, or the one in the package.
         adapter: A PEFT folder, or a run folder, whose adapter and settings are taken.
         base: Leave the adapter away: the policy before training, asked and judged alike.
@@ -245,6 +249,12 @@ def main(argv: list[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help") or argv[0] not in commands:
         _say(_USAGE)
         return 0 if argv and argv[0] in ("-h", "--help") else 2
+    if argv[0] in ("train", "plan", "compare", "replay", "env") and argv[1:2] in (
+        ["-h"],
+        ["--help"],
+    ):
+        _say(_USAGE)
+        return 0
     try:
         commands[argv[0]](argv[1:])
     except (ValueError, OSError, OverflowError, NotImplementedError) as error:
@@ -276,8 +286,7 @@ def _config(command: str, argv: list[str]) -> RunConfig:
     """The config file that comes first, changed by what follows."""
     if not argv or argv[0].startswith("-"):
         raise ConfigError(
-            f"{command}: missing the config file: qerl {command} CONFIG.toml "
-            "[--section.field VALUE ...]"
+            f"missing the config file: qerl {command} CONFIG.toml [--section.field VALUE ...]"
         )
     cfg = config.load(argv[0])
     if cfg.noise is None and any(arg.startswith("--noise.") for arg in argv):
@@ -528,7 +537,7 @@ def _compare(argv: list[str]) -> None:
 
 def _replay(argv: list[str]) -> None:
     if len(argv) != 1 or argv[0].startswith("-"):
-        raise ValueError("replay: usage: qerl replay RUN_FOLDER/non_finite/STEP.npz")
+        raise ValueError("usage: qerl replay RUN_FOLDER/non_finite/STEP.npz")
     from pallas_kernels import runtime
     from qerl_jax import replay
 

@@ -372,9 +372,9 @@ def _sizes(arch: Architecture) -> list[int]:
 
 def _architecture(cfg: RunConfig) -> Architecture:
     name = cfg.model.model_name_or_path
-    known = pathlib.PurePath(name).name.lower().removesuffix("-instruct")
-    if known in architecture.KNOWN and not pathlib.Path(name).expanduser().is_dir():
-        return architecture.KNOWN[known]
+    known = architecture.known(name)
+    if known and not pathlib.Path(name).expanduser().is_dir():
+        return known
     return architecture.load(checkpoint.local_folder(name, weights=False))
 
 

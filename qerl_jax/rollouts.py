@@ -228,9 +228,23 @@ def gather(
 
 
 def admit(
-    problems: Sequence[Problem], tokenizer: Tokenizer, *, max_prompt_length: int, overlong: str
+    problems: Sequence[Problem],
+    tokenizer: Tokenizer,
+    *,
+    max_prompt_length: int,
+    overlong: str,
+    what: str = "prompts",
+    say: Callable[[str], None] | None = None,
 ) -> Sequence[Problem]:
     """The problems whose prompts fit, checked before any training time is spent.
+
+    Args:
+        problems: Any number.
+        tokenizer: Of the policy.
+        max_prompt_length: Tokens of the longest that fits.
+        overlong: "error", or "drop".
+        what: What they are called.
+        say: Told how many are dropped.
 
     Raises:
         ValueError: When a prompt has no tokens, is longer than `max_prompt_length` and `overlong`
@@ -247,7 +261,7 @@ def admit(
     too_long = sum(length > max_prompt_length for length in lengths)
     if overlong == "error":
         raise ValueError(
-            f"data.max_prompt_length: got {max_prompt_length}; {too_long} of {len(problems)} prompts are longer (problem "
+            f"data.max_prompt_length: got {max_prompt_length}; {too_long} of {len(problems)} {what} are longer (problem "
             f'{lengths.index(longest)} has {longest} tokens): raise it, or set data.overlong_prompts = "drop"'
         )
     kept = [
@@ -258,6 +272,11 @@ def admit(
     if not kept:
         raise ValueError(
             f"data.max_prompt_length: got {max_prompt_length}; no prompt is that short"
+        )
+    if say:
+        say(
+            f"{too_long} of {len(problems)} {what} are left out: longer than data.max_prompt_length = "
+            f"{max_prompt_length}"
         )
     return kept
 

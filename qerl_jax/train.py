@@ -22,7 +22,7 @@ import json
 import pathlib
 import time
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -92,10 +92,11 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     model, frozen, tokenizer = checkpoint.load_policy(cfg.model, cfg.lora, cfg.seed)
     plan.require_context(cfg, model.arch)
     functions, weights = _rewards(cfg)
-    problems = _problems(cfg, cfg.data, cfg.data.split, tokenizer)
+    notes: list[str] = []
+    problems = _problems(cfg, cfg.data, cfg.data.split, tokenizer, say=notes.append)
     total_steps = cfg.total_steps(len(problems))
     rewards.check(functions, problems[:2], _Trace(0, total_steps).extras)
-    held_out = _evaluator(cfg, model, tokenizer)
+    held_out = _evaluator(cfg, model, tokenizer, notes.append)
 
     keys = [jax.random.key(cfg.seed + 1000 * stream) for stream in range(5)]
     state, frozen = _first_state(cfg, model, frozen, keys[_PARAMS], start)
@@ -122,6 +123,8 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
         logger.note(f"rollouts run without the fused layers of decoding: {reason}")
 
     with contextlib.closing(files), contextlib.closing(logger):
+        for text in notes:
+            logger.note(text)
         if step >= total_steps:
             logger.note(
                 f"nothing left to do: the run in {cfg.output_dir} has all of its {total_steps} steps"
@@ -365,6 +368,7 @@ def _problems(
     split: str,
     tokenizer: Tokenizer,
     num_problems: int | None = None,
+    **options: Any,
 ):
     """The problems of a split whose prompts fit."""
     problems = data.from_config(source, split=split, seed=cfg.seed, num_problems=num_problems)
@@ -372,10 +376,12 @@ def _problems(
         "max_prompt_length": cfg.data.max_prompt_length,
         "overlong": cfg.data.overlong_prompts,
     }
-    return rollouts.admit(problems, tokenizer, **limits)
+    return rollouts.admit(problems, tokenizer, **limits, **options)
 
 
-def _evaluator(cfg: RunConfig, model: Transformer, tokenizer: Tokenizer) -> Evaluator | None:
+def _evaluator(
+    cfg: RunConfig, model: Transformer, tokenizer: Tokenizer, say: Callable[[str], None]
+) -> Evaluator | None:
     if cfg.eval is None:
         return None
     source = cfg.data
@@ -389,7 +395,8 @@ def _evaluator(cfg: RunConfig, model: Transformer, tokenizer: Tokenizer) -> Eval
             system_prompt=data.system_prompt(cfg.data),
             max_prompt_characters=None,
         )
-    problems = _problems(cfg, source, cfg.eval.split, tokenizer, cfg.eval.num_problems)
+    options = {"what": "held-out prompts", "say": say}
+    problems = _problems(cfg, source, cfg.eval.split, tokenizer, cfg.eval.num_problems, **options)
     # Rows, cache and stops as in a rollout; how a token is drawn is evaluation's own.
     drawn = {"top_k": 0, "top_p": cfg.eval.top_p, "min_p": 0.0, "repetition_penalty": 1.0}
     sampled = dataclasses.replace(cfg.rollout, ignore_eos=False, **drawn)

@@ -352,7 +352,7 @@ def bench_rows(
 
 def floors(cfg: config.RunConfig) -> dict[str, float]:
     """Seconds below which no implementation on that card can go."""
-    arch = architecture.KNOWN[cfg.model.model_name_or_path]
+    arch = architecture.known(cfg.model.model_name_or_path)
     linears = linear_parameters(arch)
     head = arch.vocab_size * arch.width
     rows, length = cfg.generation_batch_size, cfg.rollout.max_completion_length
@@ -425,8 +425,10 @@ def main() -> int:
     parser.add_argument("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
 
-    if args.profile and any(
-        name == "all" or not ROWS[name].update_only for name in args.rows or ()
+    if (
+        args.profile
+        and not args.row
+        and any(name == "all" or not ROWS[name].update_only for name in args.rows or ("all",))
     ):
         parser.error("--profile is of rows of an update alone")
     if args.row:
@@ -443,7 +445,9 @@ def main() -> int:
         tokenizer_name_or_path=args.tokenizer or cfg.model.tokenizer_name_or_path,
     )
     data = dataclasses.replace(cfg.data, path=args.data or cfg.data.path)
-    cfg = dataclasses.replace(cfg, model=model, data=data, max_steps=args.steps or cfg.max_steps)
+    cfg = dataclasses.replace(cfg, model=model, data=data)
+    if args.steps:
+        cfg = dataclasses.replace(cfg, max_steps=args.steps, num_train_epochs=None)
     if args.child:
         arm, folder = args.child.split(":", 1)
         cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, weights=arm))

@@ -153,8 +153,13 @@ def test_an_overlong_prompt_is_an_error_that_counts_and_names_them():
 
 def test_overlong_prompts_are_dropped_on_request():
     limit = max(lengths_of_prompts()) - 1
-    admitted = rollouts.admit(PROBLEMS, tokens(), max_prompt_length=limit, overlong="drop")
+    said = []
+    options = {"overlong": "drop", "what": "held-out prompts", "say": said.append}
+    admitted = rollouts.admit(PROBLEMS, tokens(), max_prompt_length=limit, **options)
     assert admitted == [PROBLEMS[0], PROBLEMS[2]]
+    assert said == [
+        f"1 of 3 held-out prompts are left out: longer than data.max_prompt_length = {limit}"
+    ]
 
 
 def test_to_drop_every_prompt_is_an_error():
