@@ -42,7 +42,12 @@ class _Shape:
     def _names(self, modules: str | list[str], name: str) -> bool:
         """A text is a pattern for whole names, a list holds names or their ends."""
         if isinstance(modules, str):
-            return re.fullmatch(modules, name) is not None
+            try:
+                return re.fullmatch(modules, name) is not None
+            except re.error as error:
+                raise ValueError(
+                    f"adapter_config.json: {modules!r} is no regular expression: {error}"
+                ) from error
         return any(name == module or name.endswith(f".{module}") for module in modules)
 
     def rank(self, name: str) -> int:

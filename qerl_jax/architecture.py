@@ -249,11 +249,17 @@ def _refuse_windows(config: dict[str, Any], family: Family) -> None:
 
 def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
+    if not isinstance(rope, dict):
+        name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+        raise ValueError(f"config.json: {name}: got {rope!r}; must be an object")
+    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
+    if not isinstance(theta, int | float):
+        raise ValueError(f"config.json: rope_theta: got {theta!r}; must be a number")
     kind = rope.get("rope_type", rope.get("type", "default"))
     share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if share != 1.0:
         raise NotImplementedError(f"partial_rotary_factor: got {share}; only 1 is supported")
+    theta = float(theta)
     if kind == "default":
         return theta, None
     if kind != "llama3":

@@ -141,8 +141,13 @@ def _chat(row: Mapping[str, Any], where: str) -> str | Sequence[dict[str, str]]:
     for column in ("messages", "conversations"):
         if column in row:
             system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-            return system + [_message(message) for message in row[column]]
+            chat, are_messages = row[column], isinstance(row[column], Sequence)
+            if not are_messages or not all(isinstance(each, Mapping) for each in chat):
+                raise ValueError(f"{where}: {column}: got {chat!r}; must be a list of messages")
+            return system + [_message(message) for message in chat]
     if "text" in row:
+        if not isinstance(row["text"], str):
+            raise ValueError(f"{where}: text: got {row['text']!r}; must be a text")
         return row["text"]
     question, answer = (
         next((row[name] for name in names if isinstance(row.get(name), str)), None)

@@ -35,7 +35,7 @@ from qerl_jax.data import Problem
 from qerl_jax.log import write_whole
 from qerl_jax.policies import Policy
 from qerl_jax.stop_strings import StopStrings
-from qerl_jax.tensor_files import digest
+from qerl_jax.tensor_files import digest, fingerprint
 from qerl_jax.tokenizer import Tokenizer
 
 # What each reward takes for the answer of a text; others may take any form.
@@ -540,6 +540,7 @@ def _identity(policy: Policy, source: DataConfig, protocol: Protocol, seed: int)
     protocol_table = dataclasses.asdict(protocol) | {"stop": stop}
     return {
         **{f"model.{name}": value for name, value in config.to_table(policy.model).items()},
+        "model.sha256": fingerprint(pathlib.Path(policy.model.model_name_or_path)),
         "adapter": policy.adapter and os.fspath(policy.adapter.resolve()),
         "adapter.sha256": policy.adapter and digest(policy.adapter / "adapter_model.safetensors"),
         "data.sha256": digest(pathlib.Path(source.path or source.dataset)),

@@ -18,7 +18,7 @@ import numpy as np
 from qerl_jax import adapters, checkpoint, config, data, plan, rewards, rollouts
 from qerl_jax.config import RunConfig
 from qerl_jax.log import write_whole
-from qerl_jax.tensor_files import digest
+from qerl_jax.tensor_files import digest, fingerprint
 
 
 def select(
@@ -163,6 +163,7 @@ def _identity(cfg: RunConfig, samples: int, reward: str, adapter: Any) -> dict[s
     options = (cfg.rewards.options or {}).get(reward)
     return {
         "model": table["model"],
+        "model.sha256": fingerprint(pathlib.Path(cfg.model.model_name_or_path)),
         "data": table["data"],
         "rollout": {
             name: table["rollout"].get(name)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import pathlib
 from typing import Any
 
 from qerl_jax import adapters, checkpoint, config
+from qerl_jax.architecture import read_json
 from qerl_jax.config import ModelConfig, RunConfig
 from qerl_jax.model import Transformer
 from qerl_jax.tokenizer import Tokenizer
@@ -70,9 +70,7 @@ def find(
         if adapter is not None and not (adapter / "adapter_config.json").is_file():
             raise FileNotFoundError(f"no adapter_config.json in {adapter}, nor is it a run folder")
     if model is None and adapter is not None and run is None:
-        model = json.loads((adapter / "adapter_config.json").read_text()).get(
-            "base_model_name_or_path"
-        )
+        model = read_json(adapter / "adapter_config.json").get("base_model_name_or_path")
         if model is None:
             raise ValueError(
                 f"{adapter}: its adapter_config.json says no base_model_name_or_path: give --model"

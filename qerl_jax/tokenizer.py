@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
+
+from qerl_jax.architecture import read_json
 
 type Prompt = str | Sequence[dict[str, str]]
 
@@ -76,7 +77,7 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
     stops = [] if hf.eos_token_id is None else [hf.eos_token_id]
     generation = folder / "generation_config.json"
     if generation.is_file():
-        listed = json.loads(generation.read_text()).get("eos_token_id")
+        listed = read_json(generation).get("eos_token_id")
         stops += [listed] if isinstance(listed, int) else listed or []
     if not stops:
         raise ValueError(

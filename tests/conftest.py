@@ -15,15 +15,15 @@ def pytest_configure(config):
     # Before any test imports jax, which reads the variable once.
     if not _asked_for("gpu", config):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        if not config.getoption("--runslow"):
-            # Most of the time goes into compilation: a third of it is left without optimization, and with
-            # the emitter that makes all kernels of a program at once. `make test-all` runs with what
-            # users have.
-            quick = (
-                "--xla_backend_optimization_level=0",
-                "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
-            )
-            os.environ["XLA_FLAGS"] = " ".join((*quick, os.environ.get("XLA_FLAGS", ""))).strip()
+        # Most of the time goes into compilation: a third of it is left with the emitter that makes all
+        # kernels of a program at once, and without optimization, which long runs cannot do without.
+        # Where XLA_FLAGS is set, be it to nothing, programs are compiled as it says.
+        is_long = config.getoption("--runslow") or _asked_for("slow", config)
+        quick = (
+            "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+            f"--xla_backend_optimization_level={int(is_long)}",
+        )
+        os.environ.setdefault("XLA_FLAGS", " ".join(quick))
     # What is traced lives on: looking for garbage so often finds little.
     gc.set_threshold(100_000)
     # Workers, and runs that tests start, compile the same programs: one of them is enough.

@@ -152,6 +152,12 @@ def test_linears_may_be_named_by_a_pattern(tmp_path, targets):
     assert_trees_equal(ours, plain)
 
 
+def test_a_pattern_that_is_none_is_refused(tmp_path):
+    folder = changed_adapter(tmp_path, target_modules="*bad[")
+    with pytest.raises(ValueError, match="is no regular expression"):
+        adapters.import_adapter(folder, adapter_model())
+
+
 def test_rslora_divides_by_the_root_of_the_rank(tmp_path):
     """16 / sqrt(8) = 45.25 / 8."""
     folder = changed_adapter(tmp_path, use_rslora=True)

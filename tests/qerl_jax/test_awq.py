@@ -125,9 +125,21 @@ def test_rows_are_found_under_the_usual_names(tmp_path):
     assert found["sharegpt"] == chat({"role": "system", "content": "Sum."}, user, assistant)
     assert found["text"] == ["2+3=5"]
     assert found["pair"] == chat(user, assistant)
-    (tmp_path / "odd.jsonl").write_text('{"weight": 3}\n')
-    with pytest.raises(ValueError, match=r"odd.jsonl, row 0: no column .* it has \['weight'\]"):
-        calibration.texts(Calibration(str(tmp_path / "odd.jsonl")), TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ('{"weight": 3}', r"row 0: no column .* it has \['weight'\]"),
+        ('{"messages": "hello"}', "row 0: messages: got 'hello'; must be a list of messages"),
+        ('{"text": 3}', "row 0: text: got 3; must be a text"),
+        ('{"text": ""}', "its texts have no tokens"),
+    ],
+)
+def test_rows_without_texts_are_refused(tmp_path, row, said):
+    (tmp_path / "odd.jsonl").write_text(row + "\n")
+    with pytest.raises(ValueError, match=f"odd.jsonl.*{said}"):
+        calibration.token_rows(Calibration(str(tmp_path / "odd.jsonl")), TOKENS)
 
 
 @pytest.mark.slow

@@ -215,6 +215,8 @@ QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantiz
             ValueError,
             "'llama3' needs low_freq_factor, high_freq_factor, original_max_position_embeddings",
         ),
+        ({"rope_parameters": "x"}, ValueError, "rope_parameters: got 'x'; must be an object"),
+        ({"rope_parameters": {"rope_theta": None}}, ValueError, "rope_theta: got None"),
         ({"num_key_value_heads": 3}, ValueError, "num_key_value_heads: got 3"),
         ({"head_dim": 31}, ValueError, "head_dim: got 31"),
         ({"head_dim": "32"}, ValueError, "head_dim: got '32'; must be a positive integer"),

@@ -209,7 +209,7 @@ def test_commands_evaluate_and_compare(run_folder, capsys):
 @pytest.mark.slow
 def test_a_benchmark_is_read_from_a_folder_under_a_protocol(tmp_path, capsys):
     where = ["--path", str(GSM8K), "--output-dir", str(tmp_path), "--num-problems", "2"]
-    assert cli.main(["eval", "gsm8k", "--protocol", "verl", "--max-tokens", "4", *where]) == 0
+    assert cli.main(["eval", "gsm8k", "--protocol", "verl", "--max-tokens", "2", *where]) == 0
     first, _ = (
         json.loads(line)
         for line in (tmp_path / "gsm8k" / "problems.jsonl").read_text().splitlines()

@@ -390,6 +390,24 @@ def test_shards_are_filled_in_order_and_indexed(tmp_path):
         np.testing.assert_array_equal(tensors[name], value)
 
 
+def test_a_fingerprint_changes_with_names_sizes_and_weights(tmp_path):
+    def written(value, name="a", size=10**5):
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        weight = np.full(size, value, np.float32)
+        tensor_files.write_shards(folder, {name: (weight.dtype, weight.shape)}, lambda _: weight)
+        return tensor_files.fingerprint(folder)
+
+    assert written(1) == written(1)
+    assert len({written(1), written(2), written(1, "b"), written(1, size=10**5 + 1)}) == 4
+    assert tensor_files.fingerprint(tmp_path / "nowhere") is None
+    (tmp_path / "rows.jsonl").write_text("{}")
+    before = tensor_files.digest(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.jsonl").write_text("[]")
+    assert tensor_files.digest(tmp_path / "rows.jsonl") != before
+    assert tensor_files.digest(tmp_path) is None
+
+
 def test_a_tensor_that_is_not_what_the_table_says_is_refused(tmp_path):
     table = {"a": (np.dtype(np.float32), (2,))}
     with pytest.raises(ValueError, match=r"a: got float64 of shape \(2,\); the table says"):
