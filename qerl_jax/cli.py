@@ -345,6 +345,11 @@ def _generate(argv: list[str]) -> None:
 
     system = data.SYSTEM_PROMPTS.get(args.system_prompt, args.system_prompt)
     opening = () if system is None else ({"role": "system", "content": system},)
+    for number, row in enumerate(rows, 1):
+        if opening and not isinstance(row["prompt"], str) and row["prompt"][0]["role"] == "system":
+            raise ValueError(
+                f"row {number}: has a system message already; leave out --system-prompt"
+            )
     prompts = [
         (*opening, {"role": "user", "content": row["prompt"]})
         if isinstance(row["prompt"], str)
@@ -485,6 +490,8 @@ def _eval(argv: list[str]) -> None:
     args = tyro.cli(Eval, args=argv, prog="qerl eval")
     if not args.sets:
         raise ValueError("missing the sets: qerl eval SET ... [--adapter RUN_FOLDER]")
+    if args.max_concurrent < 1:
+        raise ValueError(f"max_concurrent: got {args.max_concurrent}; must be at least 1")
     if args.path is not None and len(args.sets) > 1:
         raise ValueError(f"--path is where one set lies; got {len(args.sets)} sets")
     from pallas_kernels import runtime

@@ -518,6 +518,12 @@ class OptimConfig:
             self.min_lr_ratio,
             "must be in [0, 1]",
         )
+        _require(
+            self.min_lr_ratio == 0 or self.lr_scheduler_type != "constant",
+            "optim.min_lr_ratio",
+            self.min_lr_ratio,
+            'says where a rate ends that falls; with lr_scheduler_type = "constant" none does',
+        )
         _require(0 <= self.adam_beta1 < 1, "optim.adam_beta1", self.adam_beta1, "must be in [0, 1)")
         _require(0 <= self.adam_beta2 < 1, "optim.adam_beta2", self.adam_beta2, "must be in [0, 1)")
         _require(self.adam_epsilon > 0, "optim.adam_epsilon", self.adam_epsilon, "must be positive")

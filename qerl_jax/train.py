@@ -103,8 +103,12 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     generate, improve, norm_noise = _phases(cfg, model, tokenizer, total_steps, keys[_NOISE])
     sample = _sampler(cfg, generate, tokenizer, problems, functions, weights)
     files = StateFiles(cfg.output_dir, cfg.save_total_limit)
-    state = files.restore(state) or state
-    supply = _supply(cfg, files.supply(), problems, tokenizer)
+    stored = files.supply()
+    if stored is not None:
+        like = jax.tree.map(_abstract, state)
+        del state  # where everything trains, there is no room for two
+        state = files.restore(like)
+    supply = _supply(cfg, stored, problems, tokenizer)
     step = started = int(state.step)
     _write_config(cfg)
     logger = Logger(
@@ -263,6 +267,10 @@ def _first_state(
     if start is not None:
         params = adapters.import_adapter(start, model)
     return update.init_state(params, cfg.optim, keep_reference=cfg.grpo.sync_ref_model), frozen
+
+
+def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def _policy(model: Transformer, state: TrainState, frozen: Any) -> dict[str, Any]:

@@ -409,6 +409,12 @@ BAD = [
     ),
     ("optim.warmup_ratio", {"optim__warmup_ratio": 1.0}, "1.0", "must be in [0, 1)"),
     ("optim.min_lr_ratio", {"optim__min_lr_ratio": 1.1}, "1.1", "must be in [0, 1]"),
+    (
+        "optim.min_lr_ratio",
+        {"optim__min_lr_ratio": 0.1, "optim__lr_scheduler_type": "constant"},
+        "0.1",
+        'with lr_scheduler_type = "constant" none does',
+    ),
     ("optim.adam_beta1", {"optim__adam_beta1": 1.0}, "1.0", "must be in [0, 1)"),
     ("optim.adam_beta2", {"optim__adam_beta2": -0.1}, "-0.1", "must be in [0, 1)"),
     ("optim.adam_epsilon", {"optim__adam_epsilon": 0.0}, "0.0", "must be positive"),

@@ -223,6 +223,7 @@ def test_a_benchmark_is_read_from_a_folder_under_a_protocol(tmp_path, capsys):
     [
         (["--temperature", "0", "--samples", "2"], "greedy samples"),
         (["--samples", "0"], "samples: got 0; must be at least 1"),
+        (["--max-concurrent", "0"], "max_concurrent: got 0; must be at least 1"),
         (["--protocol", "run"], 'protocol: got "run"; needs --adapter with a run folder'),
         (["--adapter", "/nowhere"], "no adapter_config.json in /nowhere"),
         (["--reward", "acuracy_reward"], "acuracy_reward"),

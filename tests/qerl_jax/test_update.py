@@ -659,7 +659,7 @@ HALF_COSINE = 0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2
     ],
 )
 def test_learning_rate(kind, warmup_ratio, rates):
-    cfg = OptimConfig(1.0, kind, warmup_ratio, min_lr_ratio=0.1)
+    cfg = OptimConfig(1.0, kind, warmup_ratio, min_lr_ratio=0.0 if kind == "constant" else 0.1)
     rate = update.learning_rate(cfg, 10)
     actual = {step: float(rate(jnp.int32(step))) for step in rates}
     assert actual == pytest.approx(rates, rel=1e-6)
