@@ -75,7 +75,12 @@ def stated(text: str) -> str | None:
 def canonical(answer: str) -> str:
     """One text for answers that are the same number, or the same in Minerva's form: votes are counted by it."""
     value = number(answer)
-    return minerva_form(answer) if value is None else f"{(value + 0).normalize():f}"  # -0 is 0
+    if value is None:
+        return minerva_form(answer)
+    if value == 0:  # and -0
+        return "0"
+    digits = f"{value:f}"  # all of them, where arithmetic would round to 28
+    return digits.rstrip("0").rstrip(".") if "." in digits else digits
 
 
 def last_code(text: str) -> str | None:

@@ -35,7 +35,9 @@ class Truncation:
             kept = _likeliest(logps, jnp.ones_like(logps, jnp.int32), self.top_k)
             logps = jnp.where(kept, logps, -jnp.inf)
         if self.top_p < 1:
-            kept = _likeliest(logps, jax.nn.softmax(logps, axis=-1), self.top_p)
+            # A mass of 0, which is what float32 has for some that are not, would keep none.
+            mass = max(self.top_p, float(jnp.finfo(jnp.float32).tiny))
+            kept = _likeliest(logps, jax.nn.softmax(logps, axis=-1), mass)
             logps = jnp.where(kept, logps, -jnp.inf)
         if self.min_p > 0:
             best = jnp.max(logps, axis=-1, keepdims=True)

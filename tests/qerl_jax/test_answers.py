@@ -163,3 +163,9 @@ def test_an_answer_is_found_in_whatever_form(text, answer):
 def test_equal_answers_are_one_vote(first, second):
     assert answers.canonical(first) == answers.canonical(second)
     assert answers.canonical(first) != answers.canonical("28")
+
+
+def test_numbers_of_many_digits_are_votes_of_their_own():
+    long = "1234567890" * 3
+    assert answers.canonical(f"{long}.500") == f"{long}.5" != answers.canonical(f"{long}.6")
+    assert answers.canonical("1200") == "1200"

@@ -310,6 +310,7 @@ def kept(truncation, logps):
         (Truncation(top_k=5), "11111"),
         (Truncation(top_k=9), "11111"),
         (Truncation(top_p=0.01), "01000"),
+        (Truncation(top_p=1e-46), "01000"),
         (Truncation(top_p=0.39), "01000"),
         (Truncation(top_p=0.41), "11000"),
         (Truncation(top_p=0.69), "11000"),
