@@ -31,7 +31,8 @@ class Generate:
         prompt: User messages.
         input: A file of prompts instead: .jsonl with a "prompt" per row, a text or chat messages
             (and, if each is to have its own, a "seed"); or any other text file with one per line.
-        output: A .jsonl file for the completions, one row each, beside the columns of `input`.
+        output: A .jsonl file for the completions, one row each, beside the columns of `input`: `completion`,
+            `finish_reason`, `num_tokens`, and `cumulative_logprob` at the temperature (as training has it).
         model: Local folder or hub name; "qerl-tiny" ships with the package.
         adapter: A PEFT folder, such as a run's `adapter`.
         system_prompt: A system message, or a name of `data.SYSTEM_PROMPTS`, such as "think-answer".
@@ -51,9 +52,6 @@ class Generate:
         kv_cache_tokens: Room for keys and values, in tokens; completions wait while there is none.
         kv_cache_fraction: The same as a fraction of the device memory that is free; absent both, nine
             tenths bound it.
-
-    Beside a prompt it writes `completion`, `finish_reason`, `num_tokens` and `cumulative_logprob`, which
-    is that of the scores divided by the temperature, as training has them.
     """
 
     prompt: tyro.conf.Positional[tuple[str, ...]] = ()
