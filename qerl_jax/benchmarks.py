@@ -53,18 +53,18 @@ class Protocol:
     stop: tuple[str, ...] | None = None
 
     def __post_init__(self):
-        rules = {
-            "num_generations": (self.num_generations >= 1, "must be at least 1"),
-            "temperature": (self.temperature >= 0, "must not be negative"),
-            "top_p": (0 < self.top_p <= 1, "must be in (0, 1]"),
-            "top_k": (self.top_k >= 0, "must not be negative"),
-            "min_p": (0 <= self.min_p <= 1, "must be in [0, 1]"),
-            "max_completion_length": (self.max_completion_length >= 1, "must be at least 1"),
-        }
-        said = {"num_generations": "samples", "max_completion_length": "max_tokens"}
-        for name, (holds, rule) in rules.items():
+        samples, tokens = self.num_generations, self.max_completion_length
+        # Named as `qerl eval` does.
+        for name, value, holds, rule in (
+            ("samples", samples, samples >= 1, "must be at least 1"),
+            ("temperature", self.temperature, self.temperature >= 0, "must not be negative"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "must be in (0, 1]"),
+            ("top_k", self.top_k, self.top_k >= 0, "must not be negative"),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1, "must be in [0, 1]"),
+            ("max_tokens", tokens, tokens >= 1, "must be at least 1"),
+        ):
             if not holds:
-                raise ValueError(f"{said.get(name, name)}: got {getattr(self, name)!r}; {rule}")
+                raise ValueError(f"{name}: got {value!r}; {rule}")
         if self.temperature == 0 and self.num_generations > 1:
             raise ValueError(
                 f"samples: got {self.num_generations}; greedy samples (temperature 0) of "

@@ -244,15 +244,15 @@ def main(argv: list[str] | None = None) -> int:
         "report": _report,
         "env": _env,
     }
-    if not argv or argv[0] in ("-h", "--help") or argv[0] not in commands:
-        _say(_USAGE)
-        return 0 if argv and argv[0] in ("-h", "--help") else 2
-    if argv[0] in ("train", "plan", "compare", "replay", "env") and argv[1:2] in (
-        ["-h"],
-        ["--help"],
-    ):
+    # Of these there is no more to say without a file.
+    plain = ("train", "plan", "compare", "replay", "env")
+    asked = argv[1:2] if argv[:1] and argv[0] in plain else argv[:1]
+    if asked in (["-h"], ["--help"]):
         _say(_USAGE)
         return 0
+    if not argv or argv[0] not in commands:
+        _say(_USAGE)
+        return 2
     try:
         commands[argv[0]](argv[1:])
     except (ValueError, OSError, OverflowError, NotImplementedError) as error:
@@ -404,13 +404,16 @@ def _prompt_rows(args: Generate) -> list[dict[str, Any]]:
         raise ValueError(f"{args.input}: holds no prompt")
     if args.input.suffix != ".jsonl":
         return [{"prompt": line.strip("\r")} for line in lines]
+    from qerl_jax import data
+
     rows = []
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{args.input}, row {number}: not JSON: {error}") from error
-        if not isinstance(row, dict) or not _is_prompt(row.get("prompt")):
+        prompt = row.get("prompt") if isinstance(row, dict) else None
+        if not isinstance(prompt, str) and not data.is_chat(prompt):
             raise ValueError(
                 f'{args.input}, row {number}: must have a "prompt", a text or a list of messages, each '
                 'with "role" and "content"'
@@ -425,17 +428,6 @@ def _prompt_rows(args: Generate) -> list[dict[str, Any]]:
             raise ValueError(f"{args.input}, row {number}: either all rows have a seed or none")
         rows.append(row)
     return rows
-
-
-def _is_prompt(prompt: Any) -> bool:
-    """Whether it is a text, or chat messages."""
-    if isinstance(prompt, str):
-        return True
-    is_message = lambda each: (
-        isinstance(each, dict)
-        and all(isinstance(each.get(name), str) for name in ("role", "content"))
-    )
-    return isinstance(prompt, list) and bool(prompt) and all(map(is_message, prompt))
 
 
 def _filter(argv: list[str]) -> None:

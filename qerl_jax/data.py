@@ -413,8 +413,8 @@ class _Reader:
         columns = dict(row)
         prompt = columns.pop(self.prompt)
         instruction = SYSTEM_PROMPTS.get(self.system_prompt, self.system_prompt)
-        is_chat = self.is_named or self.prompt != "prompt" or bool(instruction)
-        if isinstance(prompt, str) and is_chat:
+        is_message = self.is_named or self.prompt != "prompt" or bool(instruction)
+        if isinstance(prompt, str) and is_message:
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, str):
             prompt = _checked_messages(prompt, f"{where}, column {self.prompt!r}")
@@ -429,14 +429,22 @@ class _Reader:
         return Problem(prompt, _with_answer(columns, self.answer))
 
 
+def is_chat(prompt: Any) -> bool:
+    """Whether it is a list of messages, each with a role and a content that are texts."""
+    return (
+        isinstance(prompt, Sequence)
+        and len(prompt) > 0
+        and all(
+            isinstance(message, Mapping)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in prompt
+        )
+    )
+
+
 def _checked_messages(prompt: Any, where: str) -> tuple[Message, ...]:
-    is_chat = isinstance(prompt, Sequence) and len(prompt) > 0
-    if not is_chat or not all(
-        isinstance(message, Mapping)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
-        for message in prompt
-    ):
+    if not is_chat(prompt):
         raise ValueError(f"{where}: must be text or messages of role and content; got {prompt!r}")
     # Columns of structs fill keys that a message lacks with None: only the two are meant.
     return tuple({"role": m["role"], "content": m["content"]} for m in prompt)

@@ -328,13 +328,12 @@ def run(
     if any(len(f.records) < len(each) for f, each in zip(files, problems, strict=True)):
         model, variables, tokenizer = policies.load(policy, seed)
     summaries = {}
-    for name, each in zip(names, problems, strict=True):
-        if isinstance(each[0].prompt, str):
-            say(f"{name}: prompts are texts, given to the model without its chat template")
     for name, file, each, (function,), (_, protocol) in zip(
         names, files, problems, functions, sources, strict=True
     ):
         if len(file.records) < len(each):
+            if isinstance(each[0].prompt, str):
+                say(f"{name}: prompts are texts, given to the model without its chat template")
             evaluator = _evaluator(model, tokenizer, each, function, protocol, seed, max_concurrent)
             for records in evaluator.records(variables, len(file.records)):
                 file.add(records)

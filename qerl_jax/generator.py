@@ -171,7 +171,7 @@ class Generator:
             raise ValueError(f"prompts: got {prompts!r}; must be a list of texts or of chats")
         sampling = Sampling(**options)
         stops = self._stop_strings(sampling)
-        pieces = self._stream(prompts, sampling, stops, chunk=32) if prompts else iter(())
+        pieces = self._stream(prompts, sampling, stops, chunk=32) if len(prompts) else iter(())
         return self._in_order(len(prompts) * sampling.n, pieces, stops)
 
     def _in_order(self, count: int, stream: Iterator[list[Piece]], stops: StopStrings | None):

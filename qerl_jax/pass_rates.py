@@ -182,7 +182,7 @@ def _identity(cfg: RunConfig, samples: int, reward: str, adapter: Any) -> dict[s
         "samples": samples,
         "reward": [reward, options],
         "adapter": adapter and os.fspath(adapter),
-        "adapter.sha256": adapter and digest(adapter / "adapter_model.safetensors"),
+        "adapter.sha256": adapter and digest(pathlib.Path(adapter) / "adapter_model.safetensors"),
         "data.sha256": digest(pathlib.Path(cfg.data.path or cfg.data.dataset)),
     }
 

@@ -559,15 +559,15 @@ def _completion_rows(
     group = rollout.num_generations
     learned = dict(zip(batch.positions.tolist(), np.asarray(advantages).tolist(), strict=True))
     groups = [learned.get(place, [None] * group) for place in fresh.positions.tolist()]
+
+    def own(row: int) -> tuple[Any, ...]:
+        text, reward = rollout.texts[row], float(fresh.rewards.flat[row])
+        advantage = groups[row // group][row % group]
+        ending = (int(rollout.lengths[row]), bool(rollout.stopped[row]))
+        return prompts[row // group], text, reward, advantage, *ending
+
     return [
-        {
-            "prompt": prompts[row // group],
-            "completion": text,
-            "reward": float(fresh.rewards.flat[row]),
-            "advantage": groups[row // group][row % group],
-            "length": int(rollout.lengths[row]),
-            "stopped": bool(rollout.stopped[row]),
-            **{name: column[row] for name, column in columns.items()},
-        }
-        for row, text in enumerate(rollout.texts)
+        dict(zip(rewards.COMPLETION_COLUMNS, own(row), strict=True))
+        | {name: column[row] for name, column in columns.items()}
+        for row in range(len(rollout.texts))
     ]

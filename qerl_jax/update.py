@@ -397,13 +397,14 @@ def make_update(
         limit = max_completion_length or experience.completions.shape[1]
 
         # Within one optimizer step only bnpo can tell which rows share a micro-batch.
-        is_again = fixed is not None
         shuffles = rows.size > batch_rows or (grpo_cfg.loss_type == "bnpo" and accumulation > 1)
-        if fixed is None:
+        if fixed is not None:
+            shuffles = False
+        else:
             fixed = anchors(state, frozen, experience, noise, limit, steps)
         order_key, step_key = jax.random.split(key)
         units = rows.reshape(-1, math.gcd(batch_rows, rows.shape[1]))
-        if shuffles and not is_again:
+        if shuffles:
             units = units[np.asarray(jax.random.permutation(order_key, len(units)))]
         batches = units.reshape(-1, batch_rows // units.shape[1], units.shape[1])
 

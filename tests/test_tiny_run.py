@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from qerl_jax import adapters, checkpoint, cli, config, log, rollouts
+from qerl_jax import adapters, architecture, checkpoint, cli, config, log, plan, rollouts
 from qerl_jax.model import LoRA, init_params
 from qerl_jax.train import _check_folder, train
 from tests.golden_files import GOLDEN
@@ -320,6 +320,26 @@ def test_another_config_may_not_resume_a_run(tmp_path):
     (tmp_path / "run" / "checkpoints" / "2").mkdir(parents=True)
     with pytest.raises(config.ConfigError, match="holds a run whose optim, seed differ"):
         train(other)
+
+
+def test_rows_are_held_against_the_context_of_the_base_that_was_loaded(tmp_path, monkeypatch):
+    arch = architecture.load(checkpoint.TINY)
+    cfg = small(tmp_path / "run", rollout={"num_generations": 4, "max_completion_length": 10**4})
+    # As of a hub name: a shape, of whose bases some have a longer context than others.
+    unsaid = {"qerl-tiny": dataclasses.replace(arch, context=None)}
+    monkeypatch.setattr(architecture, "KNOWN", unsaid)
+    assert plan.make(cfg).peak
+    with pytest.raises(
+        ValueError, match=f"more than the {arch.context} that the model was made for"
+    ):
+        train(cfg, quiet=True)
+
+
+@pytest.mark.parametrize("command", ["", "train", "plan", "compare", "replay", "env"])
+def test_help_is_no_error(command, capsys):
+    assert cli.main([*command.split(), "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: qerl COMMAND")
+    assert cli.main([]) == 2
 
 
 def test_env_names_versions_and_devices(capsys):

@@ -68,7 +68,7 @@ def test_a_measurement_that_failed_before_its_first_rate_may_be_asked_otherwise(
     with pytest.raises(ValueError, match="no_such_reward"):
         select(out, reward="no_such_reward")
     with pytest.raises(FileNotFoundError):
-        select(out, adapter=tmp_path / "nowhere")
+        select(out, adapter=str(tmp_path / "nowhere"))
     assert select(out, samples=1)[1]
 
 

@@ -318,3 +318,5 @@ def test_the_command_prints_the_table_and_refuses_with_one_line(capsys):
     assert error.startswith("qerl plan: memory: this run needs") and error.count("\n") == 1
     assert cli.main(["plan"]) == 2
     assert "missing the config file: qerl plan CONFIG.toml" in capsys.readouterr().err
+    assert cli.main(["plan", str(CONFIGS / "bench_7b.toml"), "--eval.num-problems", "3"]) == 0
+    assert "evaluation" in capsys.readouterr().out
