@@ -226,6 +226,17 @@ def step(
         index, stream, state = carry
         weights, divisors, biases, branches, scales, head_norms = inputs
 
+        def following(name):
+            if name != LINEARS[-1]:
+                after = LINEARS[LINEARS.index(name) + 1]
+                return weights[after], branches.get(after)
+            if unroll == 1:
+                return None
+            # After the last layer its own once more, which does no harm. Branches are cut up alike.
+            of_next = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index + 1, keepdims=False)
+            first = LINEARS[0]
+            return jax.tree.map(of_next, policy.weights[first]), branches.get(first)
+
         def linear(name, x, **options):
             return fused.linear(
                 x,
@@ -233,6 +244,7 @@ def step(
                 divisor=divisors.get(name),
                 bias=biases.get(name),
                 branch=branches.get(name),
+                following=following(name),
                 interpret=interpret,
                 **options,
             )

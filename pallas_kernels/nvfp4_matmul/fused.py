@@ -63,6 +63,7 @@ def linear(
     residual: tuple[Stream, jax.Array] | None = None,
     is_swiglu: bool = False,
     config: Config | None = None,
+    following: tuple[HopperNVFP4 | jax.Array, Branch | None] | None = None,
     interpret: bool = False,
 ) -> jax.Array | Stream:
     """y = x W^T + bias + the branches of LoRA, and what comes before and after it.
@@ -77,6 +78,7 @@ def linear(
       residual: a stream to which y is added, and the float32 [N] scale of the norm after it.
       is_swiglu: whether y is gate and up, of which silu(gate) * up is wanted.
       config: of the packed product; None for the tuned one.
+      following: weight and branch of the linear after this one, for `hopper.Upcoming`.
       interpret: run on a CPU, and report data races.
 
     Returns:
@@ -86,7 +88,8 @@ def linear(
     if isinstance(w, HopperNVFP4):
         a = None if branch is None else branch.a
         config = config or _config(len(values), *w.shape, branch is not None)
-        sums = hopper.product(values, w, config, a, interpret=interpret)
+        upcoming = None if following is None else _upcoming(len(values), *following)
+        sums = hopper.product(values, w, config, a, upcoming, interpret=interpret)
         divisor = w.global_scale if divisor is None else divisor
     else:
         sums = _dense_product(values, w, branch)
@@ -116,6 +119,13 @@ def _dense_product(x: jax.Array, w: jax.Array, branch: Branch | None) -> Sums:
     tiles = len(w) // TILE
     u = None if branch is None else times(branch.a)
     return Sums(times(w), Plan(tiles, 1, tiles), TILE, u)
+
+
+def _upcoming(m: int, w: HopperNVFP4 | jax.Array, branch: Branch | None) -> hopper.Upcoming | None:
+    if not isinstance(w, HopperNVFP4):
+        return None
+    config = _config(m, *w.shape, branch is not None)
+    return hopper.upcoming(m, w, config, None if branch is None else branch.a)
 
 
 def _config(m: int, n: int, k: int, with_branch: bool) -> Config:

@@ -23,6 +23,10 @@ it too. There is no warpgroup for the copies alone: all registers go to those th
 Sums over a part of K are written out in float32, as they lie in registers (`fragments`); `epilogue` adds
 them up, scales them and does what follows a product, in one small kernel.
 
+From a block's start to its first tile of W two microseconds go by, most of them on the way from
+memory. So before a block stores its last sums, it asks the L2 cache for what blocks of the `Upcoming`
+product read first.
+
 Where the product has a LoRA branch, the last blocks of the grid multiply x with its A in the same
 way, for they read the same x: A lies in memory as W does, in tiles of four times as many words
 (`adapter`), and comes through the same slots.
@@ -92,6 +96,10 @@ class Plan:
         """First unit of a block, a number or a traced integer."""
         return block * self.units // self.blocks
 
+    def place(self, unit):
+        """Tile and step of a unit, a traced integer."""
+        return unit // self.steps, lax.rem(unit, self.steps)
+
     def first_block(self, tile):
         """Block that has the first unit of a tile."""
         return ((tile * self.steps + 1) * self.blocks - 1) // self.units
@@ -105,6 +113,21 @@ class Plan:
     def most_parts(self) -> int:
         """The largest of `parts`."""
         return int(self.parts(np.arange(self.tiles)).max())
+
+
+@dataclasses.dataclass(frozen=True)
+class Upcoming:
+    """A product that starts soon after another one.
+
+    Attributes:
+      words: of its weight.
+      config: how it is cut up.
+      plan: which of its blocks does what.
+    """
+
+    words: jax.Array
+    config: Config
+    plan: Plan
 
 
 def supports(m: int, n: int, k: int, config: Config, *, with_adapter: bool = False) -> str | None:
@@ -124,9 +147,20 @@ def supports(m: int, n: int, k: int, config: Config, *, with_adapter: bool = Fal
     return adapter.supports(k, config.warpgroups, config.step) if with_adapter else None
 
 
-def _plan(n: int, k: int, config: Config) -> Plan:
+def _cut(m: int, w: HopperNVFP4, config: Config, a_words: jax.Array | None) -> tuple[Plan, int]:
+    """What blocks do with W, and how many blocks share each tile of A."""
+    (n, k), blocks, shares = w.shape, config.blocks, 0
+    if a_words is not None:
+        a_units = adapter.in_units(a_words, config.warpgroups, config.step)
+        shares = adapter.shares(a_units, m=m, base_bytes=w.words.nbytes, most=blocks // 2)
+        blocks = max(1, blocks - len(a_units) * shares)
     columns = layout.tiles(k) * TILE
-    return Plan(layout.tiles(n) // config.warpgroups, columns // config.step, config.blocks)
+    return Plan(layout.tiles(n) // config.warpgroups, columns // config.step, blocks), shares
+
+
+def upcoming(m: int, w: HopperNVFP4, config: Config, a_words: jax.Array | None) -> Upcoming:
+    """A product with m rows and these other arguments of `product`, for the one before it."""
+    return Upcoming(w.words, config, _cut(m + -m % 8, w, config, a_words)[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +199,7 @@ def product(
     w: HopperNVFP4,
     config: Config,
     a_words: jax.Array | None = None,
+    following: Upcoming | None = None,
     *,
     interpret: bool = False,
 ) -> Sums:
@@ -175,6 +210,7 @@ def product(
       w: an [N, K] weight without stacked axes.
       config: see `tuning.pick_config`.
       a_words: from `adapter.pack`.
+      following: the next product, some of whose words are asked for; no value depends on it.
       interpret: run on a CPU, and report data races.
 
     Raises:
@@ -185,7 +221,7 @@ def product(
         raise NotImplementedError(reason)
     # `wgmma` takes M in eights; K is padded as the weight is.
     x = jnp.pad(x, ((0, -m % 8), (0, -k % TILE)))
-    return _launch(x, w, config, a_words, interpret=interpret)
+    return _launch(x, w, config, a_words, following, interpret=interpret)
 
 
 def matmul(x: jax.Array, w: HopperNVFP4, config: Config, *, interpret: bool = False) -> jax.Array:
@@ -211,7 +247,13 @@ def shared_bytes(m: int, config: Config) -> int:
 
 
 def _launch(
-    x: jax.Array, w: HopperNVFP4, config: Config, a_words: jax.Array | None, *, interpret: bool
+    x: jax.Array,
+    w: HopperNVFP4,
+    config: Config,
+    a_words: jax.Array | None,
+    following: Upcoming | None,
+    *,
+    interpret: bool,
 ) -> Sums:
     # Half a second that only those pay who come here.
     from jax.experimental import pallas as pl
@@ -223,21 +265,46 @@ def _launch(
     warpgroups, step, stages = config.warpgroups, config.step, config.stages
     chunks = step // TILE
     swizzled = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
-    plan = _plan(w.shape[0], w.shape[1], config)
+    plan, shares = _cut(m, w, config, a_words)
+    operands, blocks = {"x": x, "w": w.words}, plan.blocks
     if a_words is not None:
-        a_words = adapter.in_units(a_words, warpgroups, step)
+        operands["a"] = a_words = adapter.in_units(a_words, warpgroups, step)
         width = adapter.width(warpgroups, step)
-        shares = adapter.shares(a_words, m=m, base_bytes=w.words.nbytes, most=config.blocks // 2)
-        a_blocks = a_words.shape[0] * shares
-        plan = dataclasses.replace(plan, blocks=max(1, config.blocks - a_blocks))
+        blocks += len(a_words) * shares
+    if following is not None:
+        operands["following"] = following.words
 
-    def kernel(x_gmem, w_gmem, *refs):
+    def kernel(*refs):
+        gmem, refs = dict(zip(operands, refs, strict=False)), refs[len(operands) :]
         if a_words is None:
             out_gmem, x_smem, w_smem, full, empty, *decoded_smem = refs
         else:
-            a_gmem, out_gmem, u_gmem, x_union, w_smem, full, empty, *decoded_smem = refs
+            out_gmem, u_gmem, x_union, w_smem, full, empty, *decoded_smem = refs
             x_smem, xa_smem = x_union
         block, group = lax.axis_index("block"), lax.axis_index("warpgroup")
+
+        def fetch_words(words, slot):
+            # What lies in one piece needs no tensor map, which would itself come from memory first.
+            for i in range(warpgroups):
+                plgpu.copy_gmem_to_smem(
+                    words(i),
+                    w_smem.at[slot, i],
+                    full.at[slot],
+                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+                )
+
+        def ask_for_following():
+            there, high, wide = (
+                following.plan,
+                following.config.warpgroups,
+                following.config.step // TILE,
+            )
+
+            @pl.loop(block, there.blocks, step=plan.blocks)
+            def _(reader):
+                tile, at = there.place(there.start(reader))
+                first = gmem["following"].at[pl.ds(tile * high, high), pl.ds(at * wide, wide)]
+                plgpu.async_prefetch(first)
 
         def decoded(tile, loaded):
             if not interpret:
@@ -256,14 +323,11 @@ def _launch(
 
             def fetch(unit):
                 slot = slot_of(unit)
-                tile, at = unit // plan.steps, lax.rem(unit, plan.steps)
+                tile, at = plan.place(unit)
+                columns = pl.ds(at * chunks, chunks)
+                fetch_words(lambda i: gmem["w"].at[tile * warpgroups + i, columns], slot)
                 plgpu.copy_gmem_to_smem(
-                    w_gmem.at[pl.ds(tile * warpgroups, warpgroups), pl.ds(at * chunks, chunks)],
-                    w_smem.at[slot],
-                    full.at[slot],
-                )
-                plgpu.copy_gmem_to_smem(
-                    x_gmem.at[:, pl.ds(at * step, step)], x_smem.at[slot], full.at[slot]
+                    gmem["x"].at[:, pl.ds(at * step, step)], x_smem.at[slot], full.at[slot]
                 )
 
             def multiply(unit, acc):
@@ -316,6 +380,8 @@ def _launch(
                     return acc[...]
 
                 total = pl.run_scoped(sum_over_columns, plgpu.ACC((TILE, m), jnp.float32))
+                if following is not None:
+                    pl.when((group == 0) & (tile == last_tile))(ask_for_following)
                 with jax.named_scope("store"):
                     part, row_tile = block - plan.first_block(tile), tile * warpgroups + group
                     fragments.store(total, out_gmem.at[part, row_tile], interpret=interpret)
@@ -330,9 +396,9 @@ def _launch(
 
             def fetch(unit):
                 slot = lax.rem(unit - start, stages)
-                plgpu.copy_gmem_to_smem(a_gmem.at[tile, unit], w_smem.at[slot], full.at[slot])
+                fetch_words(lambda i: gmem["a"].at[tile, unit, i], slot)
                 plgpu.copy_gmem_to_smem(
-                    x_gmem.at[:, pl.ds(unit * width, width)], xa_smem.at[slot], full.at[slot]
+                    gmem["x"].at[:, pl.ds(unit * width, width)], xa_smem.at[slot], full.at[slot]
                 )
 
             def sum_over_columns(acc):
@@ -385,24 +451,22 @@ def _launch(
     x_type = x_slots(step)
     in_parts = lambda parts, n: jax.ShapeDtypeStruct((parts, *fragments.shape(n, m)), jnp.float32)
     out_type = [in_parts(plan.most_parts, n)]
-    operands = [x, w.words]
     if a_words is not None:
         x_type = plgpu.RefUnion(x_type, x_slots(width))
-        parts, ranks = shares * width // TILE, a_words.shape[0] * TILE
+        parts, ranks = shares * width // TILE, len(a_words) * TILE
         out_type.append(in_parts(parts, ranks))
-        operands.append(a_words)
     decoded_type = plgpu.SMEM((warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled)
     partials, *rest = plgpu.kernel(
         kernel,
         out_type=tuple(out_type),
-        grid=(plan.blocks + (0 if a_words is None else a_blocks),),
+        grid=(blocks,),
         grid_names=("block",),
         num_threads=warpgroups,
         thread_name="warpgroup",
         scratch_types=(
             x_type,
             plgpu.SMEM((stages, warpgroups, chunks, *layout.TILE_SHAPE), jnp.int32),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=warpgroups + 1, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
             *([decoded_type] if interpret else []),
         ),
@@ -411,5 +475,5 @@ def _launch(
         ),
         interpret=runtime.interpret_params() if interpret else None,
         kernel_name=f"nvfp4_matmul_sm90_{n}x{w.shape[1]}",
-    )(*operands)
+    )(*operands.values())
     return Sums(partials, plan, TILE * warpgroups, rest[0] if rest else None)

@@ -143,6 +143,20 @@ def test_a_linear_with_bias_and_lora_meets_plain_arithmetic(capfd, m, n, k, rank
 
 
 @on_cpu
+def test_what_the_next_product_reads_first_is_asked_for_as_that_cuts_it_up(capfd):
+    m, k, config, next_config = 8, 512, Config(1, 256, 2, 4), Config(2, 128, 2, 3)
+    w, after = (layout.prepare(nvfp4.random(jax.random.key(n), (n, k))) for n in (192, 256))
+    a = adapter.pack(normal(1, (k, 64)))
+    x = normal(2, (m, k))
+    plain = hopper.product(x, w, config, interpret=True)
+    upcoming = hopper.upcoming(m, after, next_config, a)
+    actual = hopper.product(x, w, config, following=upcoming, interpret=True)
+    np.testing.assert_array_equal(actual.partials, plain.partials)
+    assert upcoming.plan == hopper.product(x, after, next_config, a, interpret=True).plan
+    assert "RACE" not in capfd.readouterr().out
+
+
+@on_cpu
 @pytest.mark.slow
 def test_a_norm_spread_over_two_kernels_meets_the_whole_one(capfd):
     values, scale = normal(2, (8, 256), 3.0), 1 + 0.1 * normal(3, (256,), 1.0, jnp.float32)

@@ -84,6 +84,18 @@ def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, weights):
         assert_mostly_equal(getattr(extended, name)[new], getattr(grown, name)[new])
 
 
+@pytest.mark.parametrize(("unroll", "asked"), [(2, 4), (1, 3)])
+def test_each_product_asks_for_the_next_ones_words(monkeypatch, unroll, asked):
+    monkeypatch.setattr(fused, "_config", lambda m, n, k, _: Config(1, 256, 2, n // 64))
+    plain, variables, _ = policy_of("nvfp4")
+    policy = decode.policy(plain, prepared(variables))
+    attend = lambda qkv, norms, index, state: (qkv[:, : ARCH.query_width], state)
+    step = functools.partial(decode.step, plain, policy, attend=attend, state=(), unroll=unroll)
+    x = jnp.zeros((8, ARCH.width), jnp.bfloat16)
+    # In a loop over layers the last one does not know where the next layer's lie.
+    assert str(jax.make_jaxpr(step)(x)).count("async_prefetch") == asked
+
+
 @pytest.mark.skipif(runtime.is_hopper(), reason="asks what happens elsewhere")
 def test_off_a_hopper_card_the_plain_model_takes_the_step():
     plain, variables, cache = policy_of("nvfp4")
