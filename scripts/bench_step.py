@@ -132,7 +132,7 @@ ROWS = {
         256,
         8192,
         16,
-        1,
+        2,
         pooled=True,
         optim={"max_tokens_per_microbatch": 17408},
         timeout=540,
@@ -218,11 +218,13 @@ def _time_steps(row: Row, cfg: config.RunConfig) -> dict:
     assert all(math.isfinite(norm) and norm > 0 for norm in norms), norms
     steady = rows[1:] or rows
     phases = {name: statistics.median(r[f"perf/{name}_time"] for r in steady) for name in PHASES}
+    # A completion of random weights, too, may find an end token.
+    mean_length = statistics.mean(logged["completions/mean_length"] for logged in steady)
     return phases | {
         "step": statistics.median(logged["step_time"] for logged in steady),
         "first_step": rows[0]["step_time"],
-        "tokens": row.prompts * (row.prompt + row.group * row.completion),
-        "mean_length": rows[-1]["completions/mean_length"],
+        "tokens": round(row.prompts * (row.prompt + row.group * mean_length)),
+        "mean_length": mean_length,
         "logp_difference": rows[-1]["sampling/sampling_logp_difference/mean"],
     }
 
