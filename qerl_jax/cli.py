@@ -398,6 +398,7 @@ def _prompt_rows(args: Generate) -> list[dict[str, Any]]:
     if args.output is not None and args.output.exists():
         raise ValueError(f"--output: {args.output} is there already; remove it, or give another")
     if args.input is None:
+        _require_unicode(args.prompt, "prompt")
         return [{"prompt": text} for text in args.prompt]
     lines = [line for line in args.input.read_text("utf-8-sig").split("\n") if line.strip()]
     if not lines:
@@ -412,6 +413,7 @@ def _prompt_rows(args: Generate) -> list[dict[str, Any]]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise ValueError(f"{args.input}, row {number}: not JSON: {error}") from error
+        _require_unicode(row, f"{args.input}, row {number}")
         prompt = row.get("prompt") if isinstance(row, dict) else None
         if not isinstance(prompt, str) and not data.is_chat(prompt):
             raise ValueError(
@@ -422,12 +424,26 @@ def _prompt_rows(args: Generate) -> list[dict[str, Any]]:
             raise ValueError(
                 f"{args.input}, row {number}: has a column {taken[0]!r}, which would be overwritten"
             )
-        if not isinstance(row.get("seed", 0), int):
-            raise ValueError(f"{args.input}, row {number}: seed: got {row['seed']!r}; an integer")
+        seed = row.get("seed", 0)
+        if not isinstance(seed, int) or not 0 <= seed < 2**32:
+            raise ValueError(
+                f"{args.input}, row {number}: seed: got {seed!r}; must be an integer in [0, 2**32)"
+            )
         if rows and ("seed" in row) != ("seed" in rows[0]):
             raise ValueError(f"{args.input}, row {number}: either all rows have a seed or none")
         rows.append(row)
     return rows
+
+
+def _require_unicode(value: Any, where: str) -> None:
+    """JSON and a command line may hold halves of characters, which no tokenizer and no file takes."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(
+            f"{where}: holds {half!r}, half a character; must be Unicode text"
+        ) from error
 
 
 def _filter(argv: list[str]) -> None:

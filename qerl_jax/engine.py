@@ -84,7 +84,9 @@ class Engine:
         adapter: Whether params act.
         chunk: Most tokens that the device samples before the host looks.
         compact: Whether the batch shrinks when rows end and none waits. A row's tokens depend on its
-            own prompt and key either way; without it, so do the last bits of its log-probabilities.
+            own prompt and key either way, up to ties that a rounding decides; without it, so do the
+            last bits of its log-probabilities, for as many slots, the same `max_prompt_length` and
+            the same largest limit.
         kv_cache_tokens: Room of the cache in tokens; None means what all slots can need.
         kv_cache_fraction: Room as a fraction of the device memory that is free at the first call.
             Where the device reports its memory and neither is given, nine tenths bound it.
@@ -147,23 +149,28 @@ class Engine:
             ValueError: Before anything runs, when a prompt is empty or longer than its bound, or a
                 row does not fit into the cache.
         """
+        if not prompts:
+            return iter(())
         slots = max_concurrent or sum(len(prompt.keys) for prompt in prompts)
         for place, prompt in enumerate(prompts):
             if not 0 < len(prompt.tokens) <= max_prompt_length:
                 raise ValueError(
                     f"prompt {place}: got {len(prompt.tokens)} tokens; must have 1 to {max_prompt_length=}"
                 )
-        longest = max_prompt_length - 1 + max((prompt.limit for prompt in prompts), default=0)
+        longest = max_prompt_length - 1 + max(prompt.limit for prompt in prompts)
+        side_by_side = min(len(prompts), slots)
         plan = _Plan(
             self._page_size,
             self._sampling["chunk"],
             table_width=-(-longest // self._page_size),
             history=longest + 1,
             longest_prefill=max_prompt_length - 1,
-            most_prompts=min(len(prompts), slots),
+            most_prompts=side_by_side if self._compact else slots,
             sizes=_sizes(slots) if self._compact else (slots,),
         )
-        schedule = _Schedule(plan, self._num_pages(plan, slots, longest), prompts)
+        size = self._page_size
+        wanted = pages_wanted(slots, longest, side_by_side, plan.longest_prefill, size)
+        schedule = _Schedule(plan, self._num_pages(wanted, prompts), prompts)
         return self._run(variables, schedule, np.float32(temperature))
 
     def _run(self, variables, schedule: _Schedule, temperature) -> Iterator[list[Piece]]:
@@ -204,19 +211,20 @@ class Engine:
         )
         return pool, brought, dataclasses.replace(slots, **moved)
 
-    def _num_pages(self, plan: _Plan, slots: int, longest: int) -> int:
-        """Pages of the pool, scratch included: what is needed or what there is room for."""
-        size = self._page_size
-        wanted = pages_wanted(slots, longest, plan.most_prompts, plan.longest_prefill, size)
-        tokens = self._room()
+    def _num_pages(self, wanted: int, prompts: Sequence[Prompt]) -> int:
+        """Pages of the pool, scratch included: what is wanted or what there is room for."""
+        size, tokens = self._page_size, self._room()
         if tokens is None:
             return wanted
         room = pages_for(tokens, size)
-        if room < pages_for(longest, size):
-            raise ValueError(
-                f"the KV cache has room for {tokens} tokens; a row may need {longest}: raise "
-                "kv_cache_tokens or kv_cache_fraction, or shorten prompts or completions"
-            )
+        for place, prompt in enumerate(prompts):
+            needed = len(prompt.tokens) - 1 + prompt.limit
+            if room < pages_for(needed, size):
+                raise ValueError(
+                    f"prompt {place}: the KV cache has room for {tokens} tokens; a row may need "
+                    f"{needed}: raise kv_cache_tokens or kv_cache_fraction, or shorten prompts or "
+                    "completions"
+                )
         return min(wanted, room)
 
     @functools.cached_property
@@ -404,7 +412,7 @@ class _Plan:
         table_width: W.
         history: Most tokens of a row, prompt included.
         longest_prefill: Most tokens of a prompt but its last.
-        most_prompts: Prompts that can run side by side.
+        most_prompts: Prompts that can be prefilled at a time: these, or as many as there are slots.
         sizes: Rows that a batch can have, largest first.
     """
 

@@ -302,9 +302,11 @@ def run(
         Summaries by set.
 
     Raises:
-        ValueError: For problems or rewards that cannot be used, two sets of one name, or results of
-            something else in the folder.
+        ValueError: For problems or rewards that cannot be used, two sets of one name, a seed that is not
+            in [0, 2**32), or results of something else in the folder.
     """
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed: got {seed}; must be in [0, 2**32)")
     names = [_set_name(source) for source, _ in sources]
     if len(set(names)) < len(names):
         raise ValueError(f"sets must differ in name; got {names}")

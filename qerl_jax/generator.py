@@ -45,8 +45,8 @@ class Sampling:
             negative ones; 1 is off.
         stop: Texts before which a completion ends; they are not part of it.
         ignore_eos: Go on after the end token.
-        seed: Of the samples; or one for each prompt, so that its completions are the same in any
-            company.
+        seed: Of the samples; or one for each prompt, which then draws the same in any company (a
+            batch of another size rounds otherwise, which now and then tips a draw). Less than 2^32.
     """
 
     n: int = 1
@@ -74,9 +74,16 @@ class Sampling:
                 not isinstance(self.stop, str) and all(self.stop),
                 "must be texts, none empty",
             ),
+            # JAX's keys keep only the low 32 bits.
+            ("seed", all(0 <= seed < 2**32 for seed in self.seeds), "must be in [0, 2**32)"),
         ):
             if not good:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}; {rule}")
+
+    @property
+    def seeds(self) -> Sequence[int]:
+        """The one seed, or each prompt's."""
+        return [self.seed] if isinstance(self.seed, numbers.Integral) else self.seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,10 +286,11 @@ def _messages(prompt: Prompt) -> Prompt:
 
 def _keys(sampling: Sampling, prompts: int) -> np.ndarray:
     """Key data [P, n, ...]: rows count on through all prompts under one seed, and from 0 under a prompt's own."""
+    seeds = sampling.seeds
     if isinstance(sampling.seed, numbers.Integral):
-        seeds, rows = [sampling.seed], np.arange(prompts * sampling.n)[None]
+        rows = np.arange(prompts * sampling.n)[None]
     else:
-        seeds, rows = sampling.seed, np.tile(np.arange(sampling.n), (prompts, 1))
+        rows = np.tile(np.arange(sampling.n), (prompts, 1))
         if len(seeds) != prompts:
             raise ValueError(f"seed: got {len(seeds)}; must be one, or one for each of {prompts=}")
     fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))

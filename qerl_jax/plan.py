@@ -274,7 +274,8 @@ def _sampling(
     by_share = cfg.rollout.kv_cache_fraction is not None
     room = "rollout.kv_cache_fraction" if by_share else "rollout.kv_cache_tokens"
     prompt = cfg.data.max_prompt_length
-    prefilled = engine.prefilled_together(prompts, prompt) * prompt
+    together = prompts if cfg.rollout.compact else slots
+    prefilled = engine.prefilled_together(together, prompt) * prompt
     fewer = "rollout.max_concurrent"
     if slots == 1:
         fewer = "rollout.max_completion_length"

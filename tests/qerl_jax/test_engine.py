@@ -125,6 +125,8 @@ def test_at_a_fixed_number_of_slots_a_row_is_bitwise_independent_of_the_others()
     before, after = (run(q, stop_tokens=stops(), **options) for q in (mine, mixed))
     assert before[2:5] == after[2:5]
     assert all(a[0] != b[0] for a, b in zip(before[:2], after[:2], strict=True))
+    alone = run([mine[1]], stop_tokens=stops(), **options)
+    assert alone == before[2:5]
 
 
 def test_other_rows_adapters_and_noise_reach_the_rows_without_recompiling():
@@ -252,8 +254,18 @@ def test_the_completions_of_a_prompt_pay_for_one_prefill():
     assert model.prefilled == [(16, 16)]
 
 
+def test_a_row_that_fits_runs_though_its_bound_would_not():
+    few = prompts(0, (20,), (2,))
+    assert_same(run(few, kv_cache_tokens=19 + C, page_size=8), run(few, page_size=8))
+
+
+def test_no_prompts_are_no_rows():
+    assert run([]) == []
+
+
 def test_a_row_that_cannot_fit_is_an_error_before_anything_runs():
-    with pytest.raises(ValueError, match="room for 80 tokens; a row may need 90"):
+    message = "prompt 1: the KV cache has room for 80 tokens; a row may need 90"
+    with pytest.raises(ValueError, match=message):
         run(prompts(), kv_cache_tokens=80)
     with pytest.raises(ValueError, match="does not report its memory: give kv_cache_tokens"):
         run(prompts(), kv_cache_fraction=0.5)

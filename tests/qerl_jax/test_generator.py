@@ -56,8 +56,13 @@ def test_a_bounded_cache_makes_prompts_wait_and_changes_no_text():
         dataclasses.replace(policy(), kv_cache_tokens=96)(PROMPTS, seed=range(4), **SHORT)
         == texts()
     )
+    # A row's own tokens count, not the bound that they are padded to.
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    longest = max(map(len, policy().tokenizer.encode(chats)))
+    fits = {"kv_cache_tokens": longest - 1 + SHORT["max_tokens"]}
+    assert dataclasses.replace(policy(), **fits)(PROMPTS, seed=range(4), **SHORT) == texts()
     with pytest.raises(ValueError, match="room for 32 tokens; a row may need"):
-        dataclasses.replace(policy(), kv_cache_tokens=32)(PROMPTS, **SHORT)
+        dataclasses.replace(policy(), kv_cache_tokens=32)(PROMPTS, max_tokens=60)
 
 
 def test_a_stream_shows_the_completion_piece_by_piece():
@@ -92,7 +97,8 @@ def test_ignoring_the_end_token_runs_to_the_limit():
 
 @pytest.mark.parametrize(
     "field,value",
-    [("n", 0), ("max_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("stop", "text")],
+    [("n", 0), ("max_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("stop", "text")]
+    + [("seed", 2**32), ("seed", (1, -1))],
 )
 def test_an_impossible_option_names_itself(field, value):
     with pytest.raises(ValueError, match=f"{field}: got "):
@@ -145,7 +151,9 @@ def test_generate_prints_the_completions_of_several_prompts(capsys):
         (["a", "--output", "b.csv"], "must be a .jsonl file"),
         (["a", "--output", "{folder}/none/b.jsonl"], "there is no such folder"),
         (["a", "--output", "{folder}/rows.jsonl"], "is there already"),
+        (["a\udc80"], r"prompt: holds '\udc80', half a character"),
         (["a", "--top-p", "2"], "top_p: got 2.0"),
+        (["a", "--seed", "-1"], "seed: got -1; must be in [0, 2**32)"),
         (["a", "--max-concurrent", "0"], "max_concurrent: got 0"),
         (["a", "--kv-cache-tokens", "0"], "kv_cache_tokens: got 0"),
         (["a", "--kv-cache-fraction", "1"], "kv_cache_fraction: got 1.0; must be in (0, 1)"),
@@ -168,7 +176,15 @@ def test_generate_says_what_is_wrong_before_it_reads_a_model(argv, message, tmp_
         ('{"prompt": []}', 'row 2: must have a "prompt"'),
         ('{"prompt": ["b"], "seed": 1}', 'row 2: must have a "prompt"'),
         ('{"prompt": "b"}', "row 2: either all rows have a seed or none"),
-        ('{"prompt": "b", "seed": "1"}', "row 2: seed: got '1'; an integer"),
+        ('{"prompt": "b", "seed": "1"}', "row 2: seed: got '1'; must be an integer"),
+        (
+            '{"prompt": "b", "seed": 4294967296}',
+            "row 2: seed: got 4294967296; must be an integer in",
+        ),
+        (
+            r'{"prompt": "b", "seed": 1, "note": "\ud83d"}',
+            r"row 2: holds '\ud83d', half a character",
+        ),
         ('{"prompt": [{"role": "user", "content": null}], "seed": 1}', 'must have a "prompt"'),
         ('{"prompt": "b", "seed": 1, "completion": "c"}', "row 2: has a column 'completion'"),
         ("{", "row 2: not JSON"),
