@@ -20,6 +20,8 @@ import optax
 BLOCK = 256
 # Smaller leaves keep float32, as the paper's authors do: they save next to nothing.
 SMALLEST = 4096
+# Blocks that are unpacked at a time: 8 MiB in float32.
+_AT_ONCE = 8192
 
 
 class Blocks(NamedTuple):
@@ -67,8 +69,7 @@ def table(signed: bool) -> np.ndarray:
 
 def quantize(x: jax.Array, *, signed: bool) -> Blocks:
     """The nearest code of each value of a float32 array."""
-    flat = x.reshape(-1)
-    blocks = jnp.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
+    blocks = _blocks(x)
     scales = jnp.max(jnp.abs(blocks), axis=1)
     unit = blocks / jnp.where(scales > 0, scales, 1.0)[:, None]
     numbers = table(signed)
@@ -84,34 +85,91 @@ def dequantize(blocks: Blocks, shape: tuple[int, ...], *, signed: bool) -> jax.A
     return values.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
-def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
     """`optax.scale_by_adam` whose moments rest in 8 bits between steps; leaves below 4096 values stay as they are.
 
-    Each step's move is computed from the moments before they are rounded again.
+    Each step's move is computed from the moments before they are rounded again. Blocks wake up some
+    thousands at a time, so that no leaf is ever there in float32 as a whole but for its move.
     """
-
-    def packed(leaf):
-        return leaf.size >= SMALLEST
-
-    def rest(tree, signed):
-        return jax.tree.map(lambda x: quantize(x, signed=signed) if packed(x) else x, tree)
-
-    def awake(tree, like, signed):
-        return jax.tree.map(
-            lambda x, m: dequantize(m, x.shape, signed=signed) if packed(x) else m, like, tree
-        )
+    adam = optax.scale_by_adam(b1, b2, eps)
 
     def init(params):
         # Zeros of its own for each moment: a buffer that is there twice cannot be donated.
-        mu, nu = (jax.tree.map(jnp.zeros_like, params) for _ in range(2))
-        return Moments(jnp.int32(0), rest(mu, True), rest(nu, False))
-
-    def update(grads, state, params=None):
-        del params
-        before = optax.ScaleByAdamState(
-            state.count, awake(state.mu, grads, True), awake(state.nu, grads, False)
+        mu, nu = (
+            jax.tree.map(
+                lambda p, signed=signed: (
+                    _zeros(p.size, signed=signed) if p.size >= SMALLEST else jnp.zeros_like(p)
+                ),
+                params,
+            )
+            for signed in (True, False)
         )
-        moves, after = optax.scale_by_adam(b1, b2, eps).update(grads, before)
-        return moves, Moments(after.count, rest(after.mu, True), rest(after.nu, False))
+        return Moments(jnp.int32(0), mu, nu)
 
-    return optax.GradientTransformation(init, update)
+    def update(grads, state, params=None, *, keep: jax.Array | bool = True):
+        """The moves and the state after them, or before them where `keep` is false."""
+        del params
+        after = optax.safe_increment(state.count)
+
+        def moved(grad, mu, nu):
+            moves, new = adam.update(grad, optax.ScaleByAdamState(state.count, mu, nu))
+            return moves, new.mu, new.nu
+
+        def small(grad, mu, nu):
+            moves, *new = moved(grad, mu, nu)
+            return moves, *(jnp.where(keep, n, o) for n, o in zip(new, (mu, nu), strict=True))
+
+        def large(grad, mu, nu):
+            def woken(grad, mu, nu):
+                shape = grad.shape
+                moves, *new = moved(
+                    grad, dequantize(mu, shape, signed=True), dequantize(nu, shape, signed=False)
+                )
+                slept = [
+                    quantize(x, signed=sign) for x, sign in zip(new, (True, False), strict=True)
+                ]
+                return moves, *jax.tree.map(lambda n, o: jnp.where(keep, n, o), slept, [mu, nu])
+
+            moves, mu, nu = _in_pieces(woken, _blocks(grad), mu, nu)
+            return moves.reshape(-1)[: grad.size].reshape(grad.shape), mu, nu
+
+        leaves, tree = jax.tree.flatten(grads)
+        of_moments = (tree.flatten_up_to(each) for each in (state.mu, state.nu))
+        done = [
+            (large if grad.size >= SMALLEST else small)(grad, *moments)
+            for grad, *moments in zip(leaves, *of_moments, strict=True)
+        ]
+        moves, mu, nu = (tree.unflatten(each) for each in zip(*done, strict=True))
+        return moves, Moments(jnp.where(keep, after, state.count), mu, nu)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _zeros(size: int, *, signed: bool) -> Blocks:
+    blocks = -(-size // BLOCK)
+    (code,) = np.flatnonzero(table(signed) == 0)
+    return Blocks(jnp.full((blocks, BLOCK), code, jnp.uint8), jnp.zeros(blocks, jnp.float32))
+
+
+def _blocks(x: jax.Array) -> jax.Array:
+    """[blocks, 256], filled up with zeros."""
+    flat = x.reshape(-1)
+    return jnp.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
+
+
+def _in_pieces(function, *trees):
+    """function(*trees), whose results take the arguments' places, for `_AT_ONCE` rows after the other."""
+    rows = len(jax.tree.leaves(trees)[0])
+
+    def piece(start, size, trees):
+        taken = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size), trees)
+        return jax.tree.map(
+            lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, 0),
+            trees,
+            function(*taken),
+        )
+
+    whole, rest = divmod(rows, _AT_ONCE)
+    if whole:
+        trees = jax.lax.fori_loop(0, whole, lambda i, t: piece(i * _AT_ONCE, _AT_ONCE, t), trees)
+    return piece(whole * _AT_ONCE, rest, trees) if rest else trees

@@ -131,10 +131,10 @@ def learning_rate(cfg: OptimConfig, total_steps: int) -> Callable[[jax.Array | i
     )
 
 
-def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
+def optimizer(cfg: OptimConfig) -> optax.GradientTransformationExtraArgs:
     """Clipping and AdamW without its learning rate, which `make_update` applies as a function of the step.
 
-    Weight decay acts on matrices; norms (leaves called `scale`) and biases never decay.
+    Its `update` takes `keep` too: where that is false, the state stays as it is. Weight decay acts on matrices; norms (leaves called `scale`) and biases never decay.
     """
 
     def decays(params):
@@ -142,11 +142,14 @@ def optimizer(cfg: OptimConfig) -> optax.GradientTransformation:
             lambda path, _: path[-1].key not in ("scale", "bias"), params
         )
 
-    eight_bit = cfg.optimizer == "adamw_8bit"
-    adam = adam8bit.scale_by_adam_8bit if eight_bit else optax.scale_by_adam
+    constants = cfg.adam_beta1, cfg.adam_beta2, cfg.adam_epsilon
+    if cfg.optimizer == "adamw_8bit":
+        adam = adam8bit.scale_by_adam_8bit(*constants)
+    else:
+        adam = _held(optax.scale_by_adam(*constants))
     return optax.chain(
         optax.clip_by_global_norm(cfg.max_grad_norm),
-        adam(cfg.adam_beta1, cfg.adam_beta2, cfg.adam_epsilon),
+        adam,
         optax.add_decayed_weights(cfg.weight_decay, mask=decays),
     )
 
@@ -335,14 +338,14 @@ def make_update(
         loss, grads = sums
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        moves, opt_state = tx.update(grads, state.opt_state, state.params)
-        params = jax.tree.map(lambda p, move: p - rate(state.step) * move, state.params, moves)
         keep = learns & finite
+        moves, opt_state = tx.update(grads, state.opt_state, state.params, keep=keep)
+        params = jax.tree.map(lambda p, move: p - rate(state.step) * move, state.params, moves)
         params = _where(keep, params, state.params)
         new = TrainState(
             step=state.step + 1,
             params=params,
-            opt_state=_where(keep, opt_state, state.opt_state),
+            opt_state=opt_state,
             skipped=state.skipped + ~keep,
             reference=refreshed(state.reference, params, state.step + 1),
         )
@@ -489,6 +492,14 @@ def experience(
 def _variables(params, frozen, noise):
     variables = {"params": params, "frozen": frozen}
     return variables if noise is None else variables | {"noise": noise}
+
+
+def _held(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    def update(grads, state, params=None, *, keep: jax.Array | bool = True):
+        moves, new = tx.update(grads, state, params)
+        return moves, _where(keep, new, state)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def _where(keep, new, old):

@@ -96,6 +96,53 @@ def test_the_moments_of_large_leaves_take_a_quarter_of_the_memory():
     assert size == 2 * 28 * 1024 * 32 * (1 + 4 / 256)
 
 
+def test_blocks_by_the_piece_are_those_at_once(monkeypatch):
+    """26 blocks, the last of which is filled up, five at a time."""
+    tx = adam8bit.scale_by_adam_8bit(0.9, 0.99, 1e-8)
+    params = {"a": jnp.zeros((65, 101))}
+    grads = [{"a": jax.random.normal(jax.random.key(seed), (65, 101))} for seed in range(3)]
+
+    def run():
+        state, moves = tx.init(params), []
+        for each in grads:
+            move, state = tx.update(each, state)
+            moves.append(move)
+        return moves, state
+
+    at_once = run()
+    monkeypatch.setattr(adam8bit, "_AT_ONCE", 5)
+    jax.tree.map(np.testing.assert_array_equal, run(), at_once)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_a_step_that_is_not_kept_leaves_the_state_as_it_is(name):
+    tx = update.optimizer(OptimConfig(optimizer=name))
+    params = {"o": {"a": jnp.ones((64, 96)), "scale": jnp.ones(3)}}
+    grads = jax.tree.map(lambda p: 0.1 + p, params)
+    _, state = tx.update(grads, tx.init(params), params, keep=True)
+    _, same = tx.update(grads, state, params, keep=False)
+    jax.tree.map(np.testing.assert_array_equal, same, state)
+    _, moved = tx.update(grads, state, params, keep=True)
+    assert moved[1].count == 2 and state[1].count == 1
+
+
+def test_a_step_needs_little_memory_beside_the_moves():
+    """With all moments in float32 at once it took nine times what is trained."""
+    tx = update.optimizer(OptimConfig(optimizer="adamw_8bit"))
+    shape = jax.ShapeDtypeStruct((16, 1024, 512), jnp.float32)
+    params = {name: {"a": shape} for name in "xyz"}
+
+    def step(params, state, grads):
+        moves, state = tx.update(grads, state, params, keep=True)
+        return jax.tree.map(lambda p, move: p - 0.1 * move, params, moves), state
+
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(
+        params, jax.eval_shape(tx.init, params), params
+    )
+    size = sum(4 * leaf.size for leaf in jax.tree.leaves(params))
+    assert compiled.compile().memory_analysis().temp_size_in_bytes < 2.5 * size
+
+
 def test_a_fresh_state_can_be_donated():
     params = {"a": jnp.ones(adam8bit.SMALLEST), "norm": jnp.ones(3)}
     state = adam8bit.scale_by_adam_8bit(0.9, 0.99, 1e-8).init(params)
