@@ -26,6 +26,7 @@ import numpy as np
 
 from pallas_kernels import runtime
 from qerl_jax import decode, kv_cache, layers
+from qerl_jax.architecture import Architecture
 from qerl_jax.draws import Truncation, next_token, penalize
 from qerl_jax.kv_cache import KVCache
 from qerl_jax.model import Transformer, head
@@ -37,6 +38,9 @@ _PREFILL_TOKENS = 8192
 _SMALLEST_BUCKET = 64
 # Below so many rows a decode step is bound by the weights: a smaller batch would not be faster.
 _SMALLEST_BATCH = 8
+# Arrays [B, V] in float32 that sampling holds at once, and what the cache takes of what is left.
+_SCORES = 4
+_CACHE_SHARE = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +93,8 @@ class Engine:
             the same largest limit.
         kv_cache_tokens: Room of the cache in tokens; None means what all slots can need.
         kv_cache_fraction: Room as a fraction of the device memory that is free at the first call.
-            Where the device reports its memory and neither is given, nine tenths bound it.
+            Where the device reports its memory and neither is given, nine tenths of what
+            `workspace` leaves bound it.
         page_size: S; None means what the device reads best.
     """
 
@@ -170,7 +175,11 @@ class Engine:
         )
         size = self._page_size
         wanted = pages_wanted(slots, longest, side_by_side, plan.longest_prefill, size)
-        schedule = _Schedule(plan, self._num_pages(wanted, prompts), prompts)
+        beside = workspace(
+            self._model.arch, slots, plan.most_prompts, max_prompt_length, self._itemsize
+        )
+        room = self._room(sum(beside.values()))
+        schedule = _Schedule(plan, self._num_pages(wanted, room, prompts), prompts)
         return self._run(variables, schedule, np.float32(temperature))
 
     def _run(self, variables, schedule: _Schedule, temperature) -> Iterator[list[Piece]]:
@@ -211,9 +220,9 @@ class Engine:
         )
         return pool, brought, dataclasses.replace(slots, **moved)
 
-    def _num_pages(self, wanted: int, prompts: Sequence[Prompt]) -> int:
+    def _num_pages(self, wanted: int, tokens: int | None, prompts: Sequence[Prompt]) -> int:
         """Pages of the pool, scratch included: what is wanted or what there is room for."""
-        size, tokens = self._page_size, self._room()
+        size = self._page_size
         if tokens is None:
             return wanted
         room = pages_for(tokens, size)
@@ -232,8 +241,12 @@ class Engine:
         # Once: the number of pages is part of what is compiled.
         return runtime.memory_stats()
 
-    def _room(self) -> int | None:
-        """Tokens that the cache may hold; None where nothing bounds it."""
+    @property
+    def _itemsize(self) -> int:
+        return jnp.dtype(self._model.dtype).itemsize
+
+    def _room(self, beside: int) -> int | None:
+        """Tokens that the cache may hold beside so many bytes; None where nothing bounds it."""
         tokens, fraction = self._budget
         if tokens is not None:
             return tokens
@@ -244,12 +257,8 @@ class Engine:
                 f"kv_cache_fraction: got {fraction}; this device does not report its memory: give "
                 "kv_cache_tokens"
             )
-        arch = self._model.arch
         free = self._memory["bytes_limit"] - self._memory["bytes_in_use"]
-        per_token = 2 * arch.num_layers * arch.kv_width * jnp.dtype(self._model.dtype).itemsize
-        tokens = int((0.9 if fraction is None else fraction) * free / per_token)
-        # In coarse steps, so that two runs find the same program in the compilation cache.
-        return tokens - tokens % (1 << max(0, tokens.bit_length() - 4))
+        return room(self._model.arch, free, fraction, beside, self._itemsize)
 
 
 @jax.tree_util.register_dataclass
@@ -428,6 +437,25 @@ class _Plan:
         """The length to which a prompt is padded: a power of two, or the longest's."""
         longest = max(1, -(-self.longest_prefill // 16)) * 16
         return min(longest, max(_SMALLEST_BUCKET, _power_of_two(length)))
+
+
+def workspace(
+    arch: Architecture, slots: int, prompts: int, length: int, itemsize: int
+) -> dict[str, int]:
+    """Bytes that sampling needs beside the cache, for prompts that are prefilled at a time and padded to a length."""
+    tokens = prefilled_together(prompts, length) * length
+    return {
+        "scores": _SCORES * slots * arch.vocab_size * 4,
+        "prefill": tokens * (3 * arch.ffn_width + 4 * arch.width) * itemsize,
+    }
+
+
+def room(arch: Architecture, free: int, fraction: float | None, beside: int, itemsize: int) -> int:
+    """Tokens that a cache may hold: by a fraction of the free bytes, or by what `beside` leaves of them."""
+    share = _CACHE_SHARE * max(0, free - beside) if fraction is None else fraction * free
+    tokens = int(share / (2 * arch.num_layers * arch.kv_width * itemsize))
+    # In coarse steps, so that two runs find the same program in the compilation cache.
+    return tokens - tokens % (1 << max(0, tokens.bit_length() - 4))
 
 
 def prefilled_together(prompts: int, length: int) -> int:

@@ -30,14 +30,12 @@ _TURNS: tuple[Phase, ...] = ("rollout", "update", "evaluation")
 
 # Workspace in units of one array: [tokens, F], [tokens, D] and [spans, Q] that live at once in the
 # backward pass of a layer, which is fullest in its MLP; with the products kept it makes two [tokens,
-# F] fewer. The same of what a layer keeps where nothing is recomputed. Of scores [rows, V] in
-# float32: in sampling, and in a chunk of the head with its slopes.
+# F] fewer. The same of what a layer keeps where nothing is recomputed. Of scores [rows, V] in float32
+# in a chunk of the head with its slopes.
 _FFN, _WIDTH, _SPANS = 8, 2, 1
 _KEPT_FFN, _KEPT_WIDTH, _KEPT_SPANS = 3, 3, 2
-_SAMPLED, _CHUNK = 4, 1.5
+_CHUNK = 1.5
 _CHUNK_ROWS = 1024
-# Of the memory that is free beside the weights, what the sampler's cache takes at most.
-_CACHE_SHARE = 0.9
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -82,9 +80,11 @@ class Plan:
         if self.peak <= limit:
             return
         fullest = max(_TURNS, key=self.size)
-        movable = [item for item in self.items if item.phase in ("always", fullest) and item.field]
-        advice = "take a smaller model"
-        if movable:
+        there = [item for item in self.items if item.phase in ("always", fullest)]
+        movable = [item for item in there if item.field]
+        fixed = sum(item.size for item in there if not item.field)
+        advice = f"{_gb(fixed)} of it no field makes smaller: take a smaller model"
+        if movable and fixed < limit:
             largest = max(movable, key=lambda item: item.size)
             advice = f"{largest.name} take {_gb(largest.size)}: change {largest.field}"
         raise ConfigError(
@@ -95,8 +95,8 @@ class Plan:
     def require_one_base(self, in_use: int, peak: int) -> None:
         """Refuses to go on when memory says that the base is, or was, there twice.
 
-        For what no plan knows half of a base is granted between two steps, and a whole one at the peak;
-        1 GiB at least. Where the base itself trains, there is none to copy.
+        For what no plan knows half of a base is granted, 1 GiB at least. Where the base itself trains,
+        there is none to copy.
 
         Args:
             in_use: Bytes after a step.
@@ -106,11 +106,11 @@ class Plan:
             RuntimeError: Says how much there is, and how much should be.
         """
         base = self.items[0].size
-        for found, planned, granted, when in (
-            (in_use, self.size("always"), base // 2, "are in use after a step"),
-            (peak, self.peak, base, "were in use at the peak"),
+        for found, planned, when in (
+            (in_use, self.size("always"), "are in use after a step"),
+            (peak, self.peak, "were in use at the peak"),
         ):
-            if base and found > planned + max(granted, 2**30):
+            if base and found > planned + max(base // 2, 2**30):
                 raise RuntimeError(
                     f"memory: {_gb(found)} {when}, where {_gb(planned)} are planned: another copy of "
                     f"the base ({_gb(base)}), or a cache that was not released"
@@ -261,21 +261,21 @@ def _sampling(
     slots = cfg.rollout.slots(rows)
     width, page = _width(cfg), kv_cache.PAGE_SIZE
     token = arch.num_layers * 2 * arch.kv_width * width
-    longest_prompt = cfg.data.max_prompt_length - 1
+    prompt = cfg.data.max_prompt_length
+    longest_prompt = prompt - 1
     longest = longest_prompt + cfg.rollout.max_completion_length
     prompts = min(prompts, slots)
+    together = prompts if cfg.rollout.compact else slots
+    beside = engine.workspace(arch, slots, together, prompt, width)
     pages = pages_wanted(slots, longest, prompts, longest_prompt, page)
     if cfg.rollout.kv_cache_tokens is not None:
         pages = min(pages, pages_for(cfg.rollout.kv_cache_tokens, page))
     elif free is not None:
         # Rows wait where the cache has no room, so it may be as small as one row.
-        share = cfg.rollout.kv_cache_fraction or _CACHE_SHARE
-        pages = min(pages, pages_for(max(longest, int(share * free / token)), page))
+        tokens = engine.room(arch, free, cfg.rollout.kv_cache_fraction, sum(beside.values()), width)
+        pages = min(pages, pages_for(max(longest, tokens), page))
     by_share = cfg.rollout.kv_cache_fraction is not None
     room = "rollout.kv_cache_fraction" if by_share else "rollout.kv_cache_tokens"
-    prompt = cfg.data.max_prompt_length
-    together = prompts if cfg.rollout.compact else slots
-    prefilled = engine.prefilled_together(together, prompt) * prompt
     fewer = "rollout.max_concurrent"
     if slots == 1:
         fewer = "rollout.max_completion_length"
@@ -283,8 +283,7 @@ def _sampling(
         fewer = "eval.batch_size"
     return [
         Item("keys and values", pages * page * token, phase, room),
-        Item("scores", round(_SAMPLED * slots * arch.vocab_size * 4), phase, fewer),
-        Item("prefill", prefilled * (3 * arch.ffn_width + 4 * arch.width) * width, phase, fewer),
+        *(Item(name, size, phase, fewer) for name, size in beside.items()),
     ]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -259,6 +260,15 @@ def test_a_row_that_fits_runs_though_its_bound_would_not():
     assert_same(run(few, kv_cache_tokens=19 + C, page_size=8), run(few, page_size=8))
 
 
+def test_the_cache_is_released_with_the_last_row(monkeypatch):
+    shapes, make_pool = [], engine.kv_cache.pool
+    noted = lambda *args: shapes.append((pool := make_pool(*args))[0].shape) or pool
+    monkeypatch.setattr(engine.kv_cache, "pool", noted)
+    run(prompts(0, (20,), (2,)), page_size=9)
+    gc.collect()
+    assert len(shapes) == 1 and shapes[0] not in {array.shape for array in jax.live_arrays()}
+
+
 def test_no_prompts_are_no_rows():
     assert run([]) == []
 
@@ -288,8 +298,11 @@ def test_a_row_that_cannot_fit_is_an_error_before_anything_runs():
     ],
 )
 def test_the_cache_takes_what_rows_can_need_or_what_there_is(options, free, pages, monkeypatch):
-    stats = free and {"bytes_limit": free + 1000, "bytes_in_use": 1000}
+    # What a fraction is not given of is left for scores and prefill.
+    beside = 0 if "kv_cache_fraction" in options else 500
+    stats = free and {"bytes_limit": free + beside + 1000, "bytes_in_use": 1000}
     monkeypatch.setattr(engine.runtime, "memory_stats", lambda: stats)
+    monkeypatch.setattr(engine, "workspace", lambda *_: {"scores": 400, "prefill": 100})
 
     def pool(arch, num_pages, *_):
         raise NotImplementedError(f"{num_pages} pages")
