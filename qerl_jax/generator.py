@@ -74,8 +74,12 @@ class Sampling:
                 not isinstance(self.stop, str) and all(self.stop),
                 "must be texts, none empty",
             ),
-            # JAX's keys keep only the low 32 bits.
-            ("seed", all(0 <= seed < 2**32 for seed in self.seeds), "must be in [0, 2**32)"),
+            (
+                "seed",
+                # JAX's keys keep only the low 32 bits.
+                all(isinstance(s, numbers.Integral) and 0 <= s < 2**32 for s in self.seeds),
+                "must be an integer in [0, 2**32), or one for each prompt",
+            ),
         ):
             if not good:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}; {rule}")
@@ -83,7 +87,7 @@ class Sampling:
     @property
     def seeds(self) -> Sequence[int]:
         """The one seed, or each prompt's."""
-        return [self.seed] if isinstance(self.seed, numbers.Integral) else self.seed
+        return self.seed if isinstance(self.seed, Sequence | np.ndarray) else [self.seed]
 
 
 @dataclasses.dataclass(frozen=True)

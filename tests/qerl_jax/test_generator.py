@@ -98,7 +98,7 @@ def test_ignoring_the_end_token_runs_to_the_limit():
 @pytest.mark.parametrize(
     "field,value",
     [("n", 0), ("max_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("stop", "text")]
-    + [("seed", 2**32), ("seed", (1, -1))],
+    + [("seed", 2**32), ("seed", (1, -1)), ("seed", None), ("seed", 0.5)],
 )
 def test_an_impossible_option_names_itself(field, value):
     with pytest.raises(ValueError, match=f"{field}: got "):
@@ -153,7 +153,7 @@ def test_generate_prints_the_completions_of_several_prompts(capsys):
         (["a", "--output", "{folder}/rows.jsonl"], "is there already"),
         (["a\udc80"], r"prompt: holds '\udc80', half a character"),
         (["a", "--top-p", "2"], "top_p: got 2.0"),
-        (["a", "--seed", "-1"], "seed: got -1; must be in [0, 2**32)"),
+        (["a", "--seed", "-1"], "seed: got -1; must be an integer in [0, 2**32)"),
         (["a", "--max-concurrent", "0"], "max_concurrent: got 0"),
         (["a", "--kv-cache-tokens", "0"], "kv_cache_tokens: got 0"),
         (["a", "--kv-cache-fraction", "1"], "kv_cache_fraction: got 1.0; must be in (0, 1)"),
