@@ -233,7 +233,8 @@ class RolloutConfig:
         kv_cache_fraction: The same as a fraction of the device memory that the weights leave; give
             one of the two.
         compact: Shrink the batch when rows end and none waits. Off keeps the last bits of a row's
-            log-probabilities independent of the other rows.
+            log-probabilities independent of the other rows, for which a prefill also has lines for
+            as many prompts as there are slots.
         max_completion_length: Longest completion in tokens, the stop token included.
         temperature: Of the samples and of all log-probabilities.
         top_k: Keep the k likeliest tokens; 0 is off.
