@@ -50,8 +50,8 @@ class Generate:
         seed: Of the samples.
         max_concurrent: Completions sampled at a time.
         kv_cache_tokens: Room for keys and values, in tokens; completions wait while there is none.
-        kv_cache_fraction: The same as a fraction of the device memory that is free; absent both, nine
-            tenths bound it.
+        kv_cache_fraction: The same as a fraction of the device memory that is free; absent both, it is
+            bounded by nine tenths of what scores and a prefill leave of that.
     """
 
     prompt: tyro.conf.Positional[tuple[str, ...]] = ()

@@ -178,8 +178,8 @@ class Engine:
         beside = workspace(
             self._model.arch, slots, plan.most_prompts, max_prompt_length, self._itemsize
         )
-        room = self._room(sum(beside.values()))
-        schedule = _Schedule(plan, self._num_pages(wanted, room, prompts), prompts)
+        tokens = self._room(sum(beside.values()))
+        schedule = _Schedule(plan, self._num_pages(wanted, tokens, prompts), prompts)
         return self._run(variables, schedule, np.float32(temperature))
 
     def _run(self, variables, schedule: _Schedule, temperature) -> Iterator[list[Piece]]:
@@ -225,16 +225,16 @@ class Engine:
         size = self._page_size
         if tokens is None:
             return wanted
-        room = pages_for(tokens, size)
+        offered = pages_for(tokens, size)
         for place, prompt in enumerate(prompts):
             needed = len(prompt.tokens) - 1 + prompt.limit
-            if room < pages_for(needed, size):
+            if offered < pages_for(needed, size):
                 raise ValueError(
                     f"prompt {place}: the KV cache has room for {tokens} tokens; a row may need "
                     f"{needed}: raise kv_cache_tokens or kv_cache_fraction, or shorten prompts or "
                     "completions"
                 )
-        return min(wanted, room)
+        return min(wanted, offered)
 
     @functools.cached_property
     def _memory(self) -> dict[str, int] | None:
