@@ -122,11 +122,11 @@ def _unpack(words: jax.Array, config: Config, interpret: bool) -> jax.Array:
 
     def kernel(w_gmem, out_gmem, w_smem, out_smem, full):
         block = lax.axis_index("block")
-        turns = (units - block + blocks - 1) // blocks
+        turns = lax.div(units - block + blocks - 1, blocks)
 
         def place(turn):
             unit = block + turn * blocks
-            return unit // steps, lax.rem(unit, steps)
+            return lax.div(unit, steps), lax.rem(unit, steps)
 
         def fetch(turn):
             (row, column), slot = place(turn), lax.rem(turn, stages)

@@ -209,7 +209,7 @@ def finish(
             unit = lax.rsqrt(total / (square_tiles * TILE) + norm[1])
 
         def product(half):
-            filled = sums.plan.parts((half * tiles + tile) * TILE // sums.rows)
+            filled = sums.plan.parts(lax.div((half * tiles + tile) * TILE, sums.rows))
             y, *others = parts[half]
             for part, more in enumerate(others, 1):
                 y += jnp.where(part < filled, more, jnp.zeros_like(more))

@@ -94,25 +94,30 @@ class Plan:
 
     def start(self, block):
         """First unit of a block, a number or a traced integer."""
-        return block * self.units // self.blocks
+        return _quotient(block * self.units, self.blocks)
 
     def place(self, unit):
         """Tile and step of a unit, a traced integer."""
-        return unit // self.steps, lax.rem(unit, self.steps)
+        return lax.div(unit, self.steps), lax.rem(unit, self.steps)
 
     def first_block(self, tile):
         """Block that has the first unit of a tile."""
-        return ((tile * self.steps + 1) * self.blocks - 1) // self.units
+        return _quotient((tile * self.steps + 1) * self.blocks - 1, self.units)
 
     def parts(self, tile):
         """Number of blocks that share a tile."""
-        last_block = ((tile + 1) * self.steps * self.blocks - 1) // self.units
+        last_block = _quotient((tile + 1) * self.steps * self.blocks - 1, self.units)
         return last_block - self.first_block(tile) + 1
 
     @property
     def most_parts(self) -> int:
         """The largest of `parts`."""
         return int(self.parts(np.arange(self.tiles)).max())
+
+
+def _quotient(a, b):
+    """a // b of what is not negative: of traced numbers `//` would also compute what signs change."""
+    return lax.div(a, b) if isinstance(a, jax.Array) else a // b
 
 
 @dataclasses.dataclass(frozen=True)
@@ -368,7 +373,7 @@ def _launch(
                 for stage in range(stages):
                     pl.when(start + stage < stop)(lambda unit=start + stage: fetch(unit))
 
-            first_tile, last_tile = start // plan.steps, (stop - 1) // plan.steps
+            first_tile, last_tile = lax.div(start, plan.steps), lax.div(stop - 1, plan.steps)
 
             @pl.loop(first_tile, last_tile + 1)
             def _tiles(tile):
@@ -387,9 +392,9 @@ def _launch(
                     fragments.store(total, out_gmem.at[part, row_tile], interpret=interpret)
 
         def branch():
-            tile, share = (block - plan.blocks) // shares, lax.rem(block - plan.blocks, shares)
+            tile, share = lax.div(block - plan.blocks, shares), lax.rem(block - plan.blocks, shares)
             steps = a_words.shape[1]
-            start, stop = share * steps // shares, (share + 1) * steps // shares
+            start, stop = (lax.div((share + i) * steps, shares) for i in range(2))
             # Where a unit has fewer tiles of A than there are warpgroups, some do the same.
             mine = lax.rem(group, width // TILE)
             places = [4 * mine + i for i in range(4)]
