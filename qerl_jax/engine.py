@@ -303,7 +303,36 @@ class _Loop:
     pool: tuple[jax.Array, jax.Array]
 
 
-@functools.partial(jax.jit, static_argnames=("model", "adapter"), donate_argnames="pool")
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A jitted function of a policy, as XLA compiles it for packed weights and for others.
+
+    Of its own accord XLA multiplies by Triton, and copies each 16-bit weight out of the stack of
+    layers before; cuBLAS reads it where it lies.
+    """
+
+    packed: Any
+    dense: Any
+
+    def __call__(self, *arguments, model: Transformer, **traits):
+        program = self.dense if model.weights in ("bfloat16", "float32") else self.packed
+        return program(*arguments, model=model, **traits)
+
+
+def _program(*static_argnames: str):
+    def jitted(function) -> _Program:
+        traits = {"static_argnames": static_argnames, "donate_argnames": "pool"}
+        return _Program(
+            packed=jax.jit(function, **traits),
+            dense=jax.jit(
+                function, **traits, compiler_options={"xla_gpu_enable_triton_gemm": False}
+            ),
+        )
+
+    return jitted
+
+
+@_program("model", "adapter")
 def _prefill(variables, pool, tokens, tables, *, model: Transformer, adapter: bool):
     """Puts prompts [R, T] into the pages of `tables`."""
     cache = KVCache(*pool, tables, jnp.zeros(len(tokens), jnp.int32))
@@ -317,11 +346,7 @@ def _copy(pool, sources, targets):
     return tuple(part.at[:, targets].set(part[:, sources]) for part in pool)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("model", "adapter", "chunk", "num_tokens", "truncation", "penalty"),
-    donate_argnames="pool",
-)
+@_program("model", "adapter", "chunk", "num_tokens", "truncation", "penalty")
 def _decode(
     variables,
     pool,

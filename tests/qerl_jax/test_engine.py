@@ -130,6 +130,39 @@ def test_at_a_fixed_number_of_slots_a_row_is_bitwise_independent_of_the_others()
     assert alone == before[2:5]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("slots", "shortest"), [(8, 1), (32, 300), (64, 300), (128, 300)])
+def test_a_row_is_bitwise_independent_of_the_others_through_all_kernels(slots, shortest):
+    """Products with LoRA, epilogues, attention over pages, prefill, head and drawing, as a 7B has them."""
+    arch = dataclasses.replace(architecture.KNOWN["qwen2.5-7b"], num_layers=3, vocab_size=4096)
+    model = Transformer(arch, "nvfp4", LoRA(32, 32.0), jnp.bfloat16)
+    frozen = random_base(model, jax.random.key(0))
+    params = jax.tree.map(lambda x: x + 1e-2, init_params(model, frozen, jax.random.key(1)))
+    sampler = Engine(model, num_tokens=4000, compact=False)
+
+    def sampled(seed, mine):
+        draw = np.random.default_rng(seed)
+        # More rows than slots, of unlike prompts; some share one.
+        lengths, groups = draw.integers(shortest, 400, slots), draw.integers(1, 3, slots)
+        queue = prompts(seed, [*lengths], [*groups], limit=int(draw.integers(20, 90)))
+        queue[slots // 2 : slots // 2 + 3] = mine
+        first = sum(len(prompt.keys) for prompt in queue[: slots // 2])
+        rows = [([], []) for prompt in queue for _ in prompt.keys]
+        policy = {"frozen": frozen, "params": params}
+        limits = {"max_prompt_length": 400}
+        for pieces in sampler.stream(policy, queue, 1.0, max_concurrent=slots, **limits):
+            for piece in pieces:
+                rows[piece.row][0].extend(piece.tokens.tolist())
+                rows[piece.row][1].extend(piece.logps.tolist())
+        return rows[first : first + 6], rows[0]
+
+    mine = prompts(7, (300, 390, 400), (1, 3, 2), limit=100)
+    (expected, other), *others = (sampled(seed, mine) for seed in range(3))
+    assert [len(tokens) for tokens, _ in expected] == [100] * 6
+    for actual, neighbour in others:
+        assert actual == expected and neighbour != other
+
+
 def test_other_rows_adapters_and_noise_reach_the_rows_without_recompiling():
     plain, variables = policy()
     model = plain.clone(lora=LoRA(2, 2.0))
@@ -138,7 +171,7 @@ def test_other_rows_adapters_and_noise_reach_the_rows_without_recompiling():
     first = variables | {"params": params, "noise": silent}
     moved = jax.tree.map(lambda x: x + 0.1, first)
     other_prompts = prompts(1, (2, 79, 2, 78, 11), (1, 4, 3, 1, 1))
-    programs = engine._decode, engine._prefill, engine._copy
+    programs = engine._decode.dense, engine._prefill.dense, engine._copy
     sampler = Engine(model, page_size=8, chunk=4, num_tokens=64)
     logps, compiled = [], []
     for queue, values, temperature in [
@@ -228,6 +261,19 @@ def test_a_row_that_a_stop_string_ended_runs_one_chunk_too_far_at_most(monkeypat
     rows = run(prompts(0, (5, 5), (1, 1), limit=40), stop_strings=stops)
     assert len(rows[0][0]) == 2 and len(rows[1][0]) == 40
     assert live == [2, 2] + [1] * 8
+
+
+@pytest.mark.parametrize(
+    ("weights", "chosen"), [("nvfp4", "packed"), ("bfloat16", "dense"), ("float32", "dense")]
+)
+def test_weights_that_are_not_packed_have_a_program_of_their_own(weights, chosen):
+    program = engine._Program(
+        packed=lambda variables, **traits: ("packed", variables, traits),
+        dense=lambda variables, **traits: ("dense", variables, traits),
+    )
+    model = policy()[0].clone(weights=weights)
+    traits = {"model": model, "adapter": True}
+    assert program("variables", **traits) == (chosen, "variables", traits)
 
 
 @pytest.mark.parametrize("is_committed", [pytest.param(False, marks=pytest.mark.slow), True])
