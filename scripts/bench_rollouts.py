@@ -12,7 +12,7 @@ can be asked for alone:
     python -m scripts.bench_rollouts --mixed                      # 128 x 8 log-normal lengths, 64 slots
     python -m scripts.bench_rollouts --prefill                    # 128 x 256 tokens; 16 prompts x 8
 
-`--profile` adds where the time of a step goes, by kernel.
+`--profile` adds where the time of a step goes, by kernel; `--out` keeps the rows.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import collections
 import functools
 import json
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -179,7 +180,10 @@ def child(args: argparse.Namespace, arm: str, what: str) -> None:
     bench = Bench(args, arm)
     measures = {"mixed": mixed, "prefill": prefill}
     row = measures[what](bench) if what in measures else decode(bench, int(what))
-    print("ROW " + json.dumps({"arm": arm} | row), flush=True)
+    from scripts.bench_kernels import versions
+
+    origin = {"model": args.model, "rank": bench.rank, "arm": arm} | versions()
+    print("ROW " + json.dumps(origin | row), flush=True)
     if args.profile and "step" in row:
         rows = profile(bench, int(what))
         rows.append(("between kernels, by the time of a step", 1e6 * row["step"] - rows[-1][1], 0))
@@ -218,6 +222,9 @@ def main() -> int:
     parser.add_argument("--prefill", action="store_true", help="prefill instead of the table")
     parser.add_argument("--timeout", type=int, default=240, help="seconds per row")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="a file that each row is added to, as JSON"
+    )
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -239,6 +246,9 @@ def main() -> int:
             found = rows_of(args, arm, what)
             failed |= not found
             rows += found
+            if args.out:
+                with args.out.open("a") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in found)
             for row in found:
                 print(_line(row, targets, vllm), *row["kernels"], sep="\n", flush=True)
     steps = {(row["arm"], row["batch"]): row["step"] for row in rows if "step" in row}
