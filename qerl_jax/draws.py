@@ -77,6 +77,18 @@ def penalize(scores: jax.Array, seen: jax.Array, penalty: float) -> jax.Array:
     return jnp.where(seen, jnp.where(scores > 0, scores / penalty, scores * penalty), scores)
 
 
+def gumbel(bits: jax.Array) -> jax.Array:
+    """Standard Gumbel noise, float32, of uniform uint32 bits.
+
+    Fine where it is large: `jax.random.gumbel` makes its uniform numbers from 23 bits, so that none of
+    its noise is above 16, and of 150,000 tokens those of a probability below 1e-7 are never drawn.
+    """
+    # Small u are those that matter, and float32 has all of them. Where u would round to 1 the noise
+    # would be -inf, and a token that is left alone would lose against those that are excluded.
+    u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    return -jnp.log(-jnp.log1p(-u))
+
+
 def next_token(
     scores: jax.Array,
     keys: jax.Array,
@@ -100,7 +112,7 @@ def next_token(
     """
     logps = logprobs.log_softmax(scores, temperature, num_tokens)
     drawn = logps if penalized is None else logprobs.log_softmax(penalized, temperature, num_tokens)
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, scores.shape[-1:], jnp.float32))(keys)
+    noise = gumbel(jax.vmap(lambda key: jax.random.bits(key, scores.shape[-1:], jnp.uint32))(keys))
     # argmax of log p + Gumbel noise is a sample of p; without the noise it is the mode.
     token = jnp.argmax(truncation(drawn) + jnp.where(temperature > 0, noise, 0.0), axis=-1)
     return token.astype(jnp.int32), jnp.take_along_axis(logps, token[:, None], axis=-1)[:, 0]

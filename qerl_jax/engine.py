@@ -41,6 +41,9 @@ _SMALLEST_BATCH = 8
 # Arrays [B, V] in float32 that sampling holds at once, and what the cache takes of what is left.
 _SCORES = 4
 _CACHE_SHARE = 0.9
+# Of its own accord XLA multiplies by Triton, and copies each 16-bit weight out of the stack of layers
+# before; cuBLAS reads it where it lies.
+IN_PLACE = {"xla_gpu_enable_triton_gemm": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,18 +308,17 @@ class _Loop:
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """A jitted function of a policy, as XLA compiles it for packed weights and for others.
-
-    Of its own accord XLA multiplies by Triton, and copies each 16-bit weight out of the stack of
-    layers before; cuBLAS reads it where it lies.
-    """
+    """A jitted function of a policy, as XLA compiles it for packed weights and for others (`IN_PLACE`)."""
 
     packed: Any
     dense: Any
 
     def __call__(self, *arguments, model: Transformer, **traits):
-        program = self.dense if model.weights in ("bfloat16", "float32") else self.packed
-        return program(*arguments, model=model, **traits)
+        return self.of(model)(*arguments, model=model, **traits)
+
+    def of(self, model: Transformer):
+        """The jitted function for a model's weights."""
+        return self.dense if model.weights in ("bfloat16", "float32") else self.packed
 
 
 def _program(*static_argnames: str):
@@ -324,9 +326,7 @@ def _program(*static_argnames: str):
         traits = {"static_argnames": static_argnames, "donate_argnames": "pool"}
         return _Program(
             packed=jax.jit(function, **traits),
-            dense=jax.jit(
-                function, **traits, compiler_options={"xla_gpu_enable_triton_gemm": False}
-            ),
+            dense=jax.jit(function, **traits, compiler_options=IN_PLACE),
         )
 
     return jitted
@@ -460,15 +460,16 @@ class _Plan:
 
     def bucket(self, length: int) -> int:
         """The length to which a prompt is padded: a power of two, or the longest's."""
-        longest = max(1, -(-self.longest_prefill // 16)) * 16
-        return min(longest, max(_SMALLEST_BUCKET, _power_of_two(length)))
+        return min(_widest(self.longest_prefill), max(_SMALLEST_BUCKET, _power_of_two(length)))
 
 
 def workspace(
     arch: Architecture, slots: int, prompts: int, length: int, itemsize: int
 ) -> dict[str, int]:
-    """Bytes that sampling needs beside the cache, for prompts that are prefilled at a time and padded to a length."""
-    tokens = prefilled_together(prompts, length) * length
+    """Bytes that sampling needs beside the cache, for so many prompts of at most a length."""
+    widest = _widest(length - 1)
+    buckets = {widest, *(1 << n for n in range(widest.bit_length()) if 1 << n >= _SMALLEST_BUCKET)}
+    tokens = max(prefilled_together(prompts, bucket) * bucket for bucket in buckets)
     return {
         "scores": _SCORES * slots * arch.vocab_size * 4,
         "prefill": tokens * (3 * arch.ffn_width + 4 * arch.width) * itemsize,
@@ -487,6 +488,11 @@ def prefilled_together(prompts: int, length: int) -> int:
     """Lines of a prefill of so many prompts that are padded to one length; the rest follows."""
     at_once = max(1, _PREFILL_TOKENS // length)
     return min(_power_of_two(prompts), _power_of_two(at_once + 1) // 2)
+
+
+def _widest(longest: int) -> int:
+    """To what the longest prompts are padded."""
+    return max(1, -(-longest // 16)) * 16
 
 
 def _power_of_two(number: int) -> int:

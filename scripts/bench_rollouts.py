@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import collections
-import functools
 import json
 import os
 import pathlib
@@ -147,6 +146,7 @@ def prefill(bench: Bench) -> dict:
 
 def profile(bench: Bench, batch: int) -> list[tuple[str, float, float]]:
     """Kernels of a chunk by name, and all: microseconds and launches per decode step, most expensive first."""
+    import jax
     from jax.experimental.mosaic.gpu import profiler
 
     from qerl_jax import engine
@@ -157,10 +157,15 @@ def profile(bench: Bench, batch: int) -> list[tuple[str, float, float]]:
         chunks.append(traits["chunk"])
         # With as many tokens behind it as a step has on average.
         if len(chunks) == LONG // 2 // chunks[0]:
-            # As arguments: it compiles what it measures, and would keep captured weights as
-            # constants.
-            measure = profiler.measure(functools.partial(plain, **traits), aggregate=False)
-            kernels.extend(measure(*arguments)[1])
+            program = plain.of(traits["model"])
+            # It is run twice, so the pool is not donated.
+            twice = jax.jit(
+                program.__wrapped__,
+                static_argnames=tuple(traits),
+                compiler_options=engine.IN_PLACE if program is plain.dense else None,
+            )
+            measure = profiler.measure(twice, aggregate=False)
+            kernels.extend(measure(*arguments, **traits)[1])
         return plain(*arguments, **traits)
 
     engine._decode = watched
@@ -191,8 +196,8 @@ def child(args: argparse.Namespace, arm: str, what: str) -> None:
             print(f"{us:9.1f} us x{launches:6.1f}  {name}", flush=True)
 
 
-def rows_of(args: argparse.Namespace, arm: str, what: str) -> list[dict]:
-    """A row from a process of its own; none when it fails or is killed."""
+def rows_of(args: argparse.Namespace, arm: str, what: str) -> tuple[list[dict], int]:
+    """What a process of its own measured before it ended, and its status: not 0 when it failed or was killed."""
     command = [sys.executable, "-m", "scripts.bench_rollouts", *sys.argv[1:], "--child", arm, what]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
@@ -202,9 +207,9 @@ def rows_of(args: argparse.Namespace, arm: str, what: str) -> list[dict]:
         output, _ = process.communicate()
     rows = [json.loads(line[4:]) for line in output.splitlines() if line.startswith("ROW ")]
     notes = [line for line in output.splitlines() if " us x" in line]
-    if not rows:
+    if process.returncode:
         print(f"{arm} {what}: failed, or was killed after {args.timeout} s", flush=True)
-    return [row | {"kernels": notes} for row in rows]
+    return [row | {"kernels": notes} for row in rows], process.returncode
 
 
 def main() -> int:
@@ -216,7 +221,10 @@ def main() -> int:
     parser.add_argument("--batch", type=int, nargs="+", help="default: those of the targets")
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument(
-        "--arms", nargs="+", default=["nvfp4", "bfloat16"], help="base, or base-no-lora"
+        "--arms",
+        nargs="+",
+        default=["nvfp4", "bfloat16"],
+        choices=["nvfp4", "nvfp4-no-lora", "bfloat16", "bfloat16-no-lora"],
     )
     parser.add_argument("--mixed", action="store_true", help="mixed lengths instead of the table")
     parser.add_argument("--prefill", action="store_true", help="prefill instead of the table")
@@ -243,8 +251,8 @@ def main() -> int:
         print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for what in wanted:
         for arm in args.arms:
-            found = rows_of(args, arm, what)
-            failed |= not found
+            found, status = rows_of(args, arm, what)
+            failed |= status != 0
             rows += found
             if args.out:
                 with args.out.open("a") as file:

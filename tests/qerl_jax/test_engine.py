@@ -263,6 +263,17 @@ def test_a_row_that_a_stop_string_ended_runs_one_chunk_too_far_at_most(monkeypat
     assert live == [2, 2] + [1] * 8
 
 
+@pytest.mark.parametrize("prompts", [1, 3, 64, 500])
+@pytest.mark.parametrize("length", [1, 2, 17, 64, 65, 500, 1025, 4097, 9000])
+def test_the_workspace_holds_the_largest_prefill(prompts, length):
+    arch = architecture.KNOWN["qwen2.5-7b"]
+    plan = engine._Plan(64, 32, 0, 0, length - 1, prompts, (8,))
+    buckets = {plan.bucket(filled) for filled in range(length)}
+    most = max(engine.prefilled_together(prompts, bucket) * bucket for bucket in buckets)
+    beside = engine.workspace(arch, 8, prompts, length, 2)["prefill"]
+    assert beside == most * (3 * arch.ffn_width + 4 * arch.width) * 2
+
+
 @pytest.mark.parametrize(
     ("weights", "chosen"), [("nvfp4", "packed"), ("bfloat16", "dense"), ("float32", "dense")]
 )

@@ -69,7 +69,7 @@ def test_a_stream_shows_the_completion_piece_by_piece():
     for row, text in enumerate(texts()):
         pieces = list(policy().stream(PROMPTS[row], seed=[row], **SHORT))
         assert "".join(pieces) == text and all(pieces)
-    assert len(pieces) == 2
+    assert len(list(policy().stream(PROMPTS[0], max_tokens=20, ignore_eos=True))) > 1
 
 
 def test_a_stop_string_is_not_shown_not_even_its_beginning():

@@ -287,6 +287,28 @@ def test_sampled_frequencies_are_the_distributions(temperature, truncation, kept
     np.testing.assert_allclose(logps, np.log(probabilities)[tokens], atol=1e-5)
 
 
+def test_noise_is_gumbels_at_both_ends():
+    """Where noise is large, tokens of small probability win: a share 1e-8 of it is above 18.4."""
+    counts = [0, 1, 2, 3, 42, 429, 4294, 2**20, 2**31, 2**32 - 2**20, 2**32 - 2, 2**32 - 1]
+    actual = draws.gumbel(jnp.array(counts, jnp.uint32))
+    u = (np.array(counts) + 0.5) / 2**32
+    # Nothing is lost where 1 - u is too small for a float32: such a token loses anyway.
+    expected = -np.log(-np.log1p(-np.minimum(u, 1 - 2.0**-24)))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    assert (np.diff(actual) <= 0).all() and actual[0] > 22.8
+
+
+def test_a_token_of_small_probability_is_drawn_by_bits_that_are_as_rare(monkeypatch):
+    rare = 7
+    bits = jnp.full(20, 2**31, jnp.uint32).at[rare].set(0)
+    monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: bits.astype(dtype))
+    scores = jnp.zeros((1, 20)).at[0, rare].set(-19)
+    token, logp = draws.next_token(
+        scores, jax.random.split(jax.random.key(0), 1), jnp.float32(1), 20, Truncation()
+    )
+    assert token[0] == rare and logp[0] < -21
+
+
 def test_temperature_zero_takes_the_likeliest_token_and_scores_it_at_temperature_one():
     tokens, logps = draw(0.0, Truncation(), rows=50)
     np.testing.assert_array_equal(tokens, 3)
