@@ -48,12 +48,14 @@ class Item:
         size: Bytes.
         phase: When it is there.
         field: The config field, with a better value, that makes it smaller; "" for none.
+        shortage: Why no run can do with what it is confined to; "" where one can.
     """
 
     name: str
     size: int
     phase: Phase
     field: str = ""
+    shortage: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +74,15 @@ class Plan:
         return self.size("always") + max(self.size(phase) for phase in _TURNS)
 
     def require(self, limit: int) -> None:
-        """Refuses a plan that needs more than `limit` bytes.
+        """Refuses a plan that needs more than `limit` bytes, or whose cache has no room for a row.
 
         Raises:
             ConfigError: Names the largest thing of the fullest phase that a field can make smaller.
         """
         if self.peak <= limit:
+            for item in self.items:
+                if item.shortage:
+                    raise ConfigError(item.shortage)
             return
         fullest = max(_TURNS, key=self.size)
         there = [item for item in self.items if item.phase in ("always", fullest)]
@@ -268,13 +273,19 @@ def _sampling(
     together = prompts if cfg.rollout.compact else slots
     beside = engine.workspace(arch, slots, together, prompt, width)
     pages = pages_wanted(slots, longest, prompts, longest_prompt, page)
+    by_share, shortage = cfg.rollout.kv_cache_fraction is not None, ""
     if cfg.rollout.kv_cache_tokens is not None:
         pages = min(pages, pages_for(cfg.rollout.kv_cache_tokens, page))
     elif free is not None:
         # Rows wait where the cache has no room, so it may be as small as one row.
         tokens = engine.room(arch, free, cfg.rollout.kv_cache_fraction, sum(beside.values()), width)
         pages = min(pages, pages_for(max(longest, tokens), page))
-    by_share = cfg.rollout.kv_cache_fraction is not None
+        if pages_for(tokens, page) < pages_for(longest, page):
+            given = f"rollout.kv_cache_fraction: got {cfg.rollout.kv_cache_fraction};"
+            shortage = (
+                f"{given if by_share else 'memory:'} the KV cache would have room for {tokens} tokens; a row "
+                f"of data.max_prompt_length + rollout.max_completion_length may need {longest}"
+            )
     room = "rollout.kv_cache_fraction" if by_share else "rollout.kv_cache_tokens"
     fewer = "rollout.max_concurrent"
     if slots == 1:
@@ -282,7 +293,7 @@ def _sampling(
     elif phase == "evaluation":
         fewer = "eval.batch_size"
     return [
-        Item("keys and values", pages * page * token, phase, room),
+        Item("keys and values", pages * page * token, phase, room, shortage),
         *(Item(name, size, phase, fewer) for name, size in beside.items()),
     ]
 

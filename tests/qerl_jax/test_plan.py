@@ -239,6 +239,29 @@ def test_a_plan_that_cannot_fit_is_refused_with_the_field_to_change(changes, lim
     assert advice in str(error.value)
 
 
+def test_a_cache_without_room_for_a_row_is_refused_before_anything_runs():
+    limit = 80_000_000_000
+    small = plan.make(changed(BENCH, rollout={"kv_cache_fraction": 0.0002}), limit=limit)
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_fraction: got 0.0002; .* room for 240 tokens; .* need 511"
+    ):
+        small.require(limit)
+    plan.make(changed(BENCH, rollout={"kv_cache_fraction": 0.02}), limit=limit).require(limit)
+
+
+@pytest.mark.parametrize(("spare", "is_short"), [(1.08, True), (1.3, False)])
+def test_the_engine_leaves_a_tenth_of_what_is_free(spare, is_short):
+    """A row that would fit into all of it may not fit into the cache."""
+    cfg = changed(BENCH, rollout={"max_concurrent": 1, "max_completion_length": 8192})
+    keys, scores, prefill = (
+        named(plan.make(cfg, limit=80_000_000_000), name) for name in ("keys", "scores", "prefill")
+    )
+    always = plan.make(cfg).size("always")
+    made = plan.make(cfg, limit=int(always + scores + prefill + spare * keys))
+    (short,) = (bool(item.shortage) for item in made.items if item.name == "keys and values")
+    assert short == is_short
+
+
 def test_a_plan_that_fits_passes():
     made = plan.make(BENCH)
     made.require(made.peak)
