@@ -39,11 +39,14 @@ class StopStrings:
         start, step = seen, 1
         while start > 0 and len(self.decode(tokens[start:seen]).replace(_CUT, "")) < overlap:
             start, step = max(0, start - step), 2 * step
-        if not self._holds(tokens[start:]):
+        text = self.decode(tokens[start:])
+        # Where bytes fall back on tokens of their own, one that is cut off takes the characters beside it
+        # along: more tokens may hide a string, and so may those in front.
+        if not (self._in(text) or _CUT in text):
             return None
-        return next(
-            end for end in range(seen + 1, len(tokens) + 1) if self._holds(tokens[start:end])
-        )
+        ends = range(seen + 1, len(tokens) + 1)
+        holds = lambda tokens: self._in(self.decode(tokens))
+        return next((n for n in ends if holds(tokens[start:n]) and holds(tokens[:n])), None)
 
     def before(self, text: str) -> str:
         """The text up to the first of the strings."""
@@ -53,8 +56,7 @@ class StopStrings:
         """What of an unfinished text cannot become part of one of the strings."""
         return text[: len(text) - max(_begun(text, string) for string in self.strings)]
 
-    def _holds(self, tokens: Sequence[int]) -> bool:
-        text = self.decode(tokens)
+    def _in(self, text: str) -> bool:
         return any(string in text for string in self.strings)
 
 

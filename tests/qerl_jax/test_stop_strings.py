@@ -1,6 +1,7 @@
 """Stop strings: where a completion is cut, and what of it can be shown before."""
 
 import itertools
+import random
 
 import pytest
 
@@ -62,6 +63,33 @@ def test_characters_of_several_tokens_are_seen_however_the_tokens_came():
         )
         for seen in range(expected or len(tokens)):
             assert stops.kept(tokens, seen) == expected, (text, seen)
+
+
+def test_bytes_that_take_a_whole_run_along_hide_no_string():
+    """As in sentencepiece's tokenizers: tokens below 256 are bytes, and a run of them is a text or is not."""
+
+    def by_runs(tokens):
+        texts = []
+        for is_byte, run in itertools.groupby(tokens, lambda token: token < 256):
+            run = list(run)
+            try:
+                texts.append(bytes(run).decode() if is_byte else "".join(map(chr, run)))
+            except UnicodeDecodeError as error:
+                texts.append("\ufffd" * len(error.object))
+        return "".join(texts)
+
+    draw = random.Random(0)
+    letters = [[1000], [1001], list("你".encode()), list("é".encode()), list("🙂".encode())]
+    cut = [letters[2][:1], letters[4][:2]]
+    for _ in range(3000):
+        strings = draw.sample(["你", "é你", chr(1000) + "你", "🙂" + chr(1001), "éé"], 2)
+        stops = StopStrings(tuple(strings), by_runs)
+        tokens = [token for _ in range(8) for token in draw.choice(letters + cut)]
+        ends = range(1, len(tokens) + 1)
+        expected = next((n for n in ends if any(s in by_runs(tokens[:n]) for s in strings)), None)
+        chunk = draw.choice((1, 2, 3, 5, 8))
+        found = (stops.kept(tokens[: seen + chunk], seen) for seen in range(0, len(tokens), chunk))
+        assert next((kept for kept in found if kept is not None), None) == expected
 
 
 def test_the_text_before_the_first_string():
