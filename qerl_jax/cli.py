@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -32,7 +31,8 @@ class Generate:
         input: A file of prompts instead: .jsonl with a "prompt" per row, a text or chat messages
             (and, if each is to have its own, a "seed"); or any other text file with one per line.
         output: A .jsonl file for the completions, one row each, beside the columns of `input`: `completion`,
-            `finish_reason`, `num_tokens`, and `cumulative_logprob` at the temperature (as training has it).
+            `finish_reason`, `num_tokens`, and `cumulative_logprob` at the temperature (as training has it). Until
+            all are there they are in `<output>.partial`, from which a later call goes on.
         model: Local folder or hub name; "qerl-tiny" ships with the package.
         adapter: A PEFT folder, such as a run's `adapter`.
         system_prompt: A system message, or a name of `data.SYSTEM_PROMPTS`, such as "think-answer".
@@ -258,6 +258,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, OverflowError, NotImplementedError) as error:
         sys.stderr.write(f"qerl {argv[0]}: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        sys.stderr.write(f"qerl {argv[0]}: interrupted\n")
+        return 130
     return 0
 
 
@@ -333,7 +336,7 @@ def _generate(argv: list[str]) -> None:
     flat = (tyro.conf.FlagCreatePairsOff,)
     args = tyro.cli(Generate, args=argv, prog="qerl generate", config=flat)
     rows = _prompt_rows(args)
-    from qerl_jax import data, generator
+    from qerl_jax import completion_file, data, generator
 
     names = {field.name for field in dataclasses.fields(generator.Sampling)}
     options = {name: value for name, value in vars(args).items() if name in names}
@@ -354,37 +357,23 @@ def _generate(argv: list[str]) -> None:
         else (*opening, *row["prompt"])
         for row in rows
     ]
-    policy = generator.Generator.load(
-        args.model,
-        args.adapter,
-        weights=args.weights,
-        dtype=args.dtype,
-        max_concurrent=args.max_concurrent,
-        kv_cache_tokens=args.kv_cache_tokens,
-        kv_cache_fraction=args.kv_cache_fraction,
-    )
-    if args.output is None and len(prompts) == args.n == 1:
+    named = {name: getattr(args, name) for name in ("model", "adapter", "weights", "dtype")}
+    limits = {
+        name: getattr(args, name)
+        for name in ("max_concurrent", "kv_cache_tokens", "kv_cache_fraction")
+    }
+    if args.output is not None:
+        completion_file.write(args.output, named, rows, prompts, options, limits=limits, say=_say)
+        return
+    policy = generator.Generator.load(**named, **limits)
+    if len(prompts) == args.n == 1:
         for piece in policy.stream(prompts[0], **options):
             sys.stdout.write(piece)
             sys.stdout.flush()
         _say("")
         return
-    completions = policy.completions(prompts, **options)
-    with contextlib.ExitStack() as stack:
-        file = args.output and stack.enter_context(args.output.open("w", encoding="utf-8"))
-        for index, done in enumerate(completions):
-            if file is None:
-                _say(done.text)
-                continue
-            logp = float(done.logps.sum())
-            values = (done.text, done.finish_reason, len(done.tokens), logp)
-            row = rows[index // args.n] | dict(zip(_WRITTEN, values, strict=True))
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            file.flush()
-
-
-# What `generate` writes beside a prompt; log-probabilities are those at its temperature.
-_WRITTEN = ("completion", "finish_reason", "num_tokens", "cumulative_logprob")
+    for done in policy.completions(prompts, **options):
+        _say(done.text)
 
 
 def _prompt_rows(args: Generate) -> list[dict[str, Any]]:
@@ -400,6 +389,8 @@ def _prompt_rows(args: Generate) -> list[dict[str, Any]]:
     if args.input is None:
         _require_unicode(args.prompt, "prompt")
         return [{"prompt": text} for text in args.prompt]
+    from qerl_jax.completion_file import WRITTEN
+
     lines = [line for line in args.input.read_text("utf-8-sig").split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"{args.input}: holds no prompt")
@@ -420,7 +411,7 @@ def _prompt_rows(args: Generate) -> list[dict[str, Any]]:
                 f'{args.input}, row {number}: must have a "prompt", a text or a list of messages, each '
                 'with "role" and "content"'
             )
-        if taken := [name for name in _WRITTEN if name in row and args.output is not None]:
+        if taken := [name for name in WRITTEN if name in row and args.output is not None]:
             raise ValueError(
                 f"{args.input}, row {number}: has a column {taken[0]!r}, which would be overwritten"
             )

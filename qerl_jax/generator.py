@@ -9,6 +9,7 @@ for piece in generator.stream("Tell me a story.", max_tokens=500):
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import numbers
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -173,17 +174,26 @@ class Generator:
         """Texts, the n of a prompt in a row."""
         return [completion.text for completion in self.completions(prompts, **options)]
 
-    def completions(self, prompts: Sequence[Prompt], **options: Any) -> Iterator[Completion]:
+    def completions(
+        self, prompts: Sequence[Prompt], *, first_row: int = 0, **options: Any
+    ) -> Iterator[Completion]:
         """Completions in the order of the prompts, the n of each in a row, each as soon as it can be given.
 
         What is wrong with prompts or options is said at the call.
+
+        Args:
+            prompts: Texts or chats.
+            first_row: The first completion that is wanted, where those before it are known.
+            **options: Of `Sampling`.
         """
         if isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts):
             raise ValueError(f"prompts: got {prompts!r}; must be a list of texts or of chats")
         sampling = Sampling(**options)
         stops = self._stop_strings(sampling)
-        pieces = self._stream(prompts, sampling, stops, chunk=32) if len(prompts) else iter(())
-        return self._in_order(len(prompts) * sampling.n, pieces, stops)
+        pieces = iter(())
+        if len(prompts):
+            pieces = self._stream(prompts, sampling, stops, chunk=32, first_row=first_row)
+        return self._in_order(len(prompts) * sampling.n - first_row, pieces, stops)
 
     def _in_order(self, count: int, stream: Iterator[list[Piece]], stops: StopStrings | None):
         rows = [([], []) for _ in range(count)]
@@ -225,7 +235,14 @@ class Generator:
                 yield text[len(shown) :]
                 shown = text
 
-    def _stream(self, prompts, sampling: Sampling, stops: StopStrings | None, chunk: int):
+    def _stream(
+        self,
+        prompts,
+        sampling: Sampling,
+        stops: StopStrings | None,
+        chunk: int,
+        first_row: int = 0,
+    ):
         engine = Engine(
             self.model,
             num_tokens=self.tokenizer.num_tokens,
@@ -249,7 +266,7 @@ class Generator:
         longest = max(map(len, tokens), default=1)
         return engine.stream(
             self.variables,
-            queue,
+            _from(first_row, queue),
             sampling.temperature,
             max_prompt_length=1 << (longest - 1).bit_length(),
             max_concurrent=min(
@@ -279,6 +296,11 @@ def _require(limits: dict[str, Any]) -> None:
         ("kv_cache_tokens", tokens is None or tokens >= 1, "must be at least 1"),
         ("kv_cache_fraction", fraction is None or 0 < fraction < 1, "must be in (0, 1)"),
         ("kv_cache_fraction", None in (tokens, fraction), "must be absent beside kv_cache_tokens"),
+        (
+            "kv_cache_fraction",
+            fraction is None or runtime.memory_stats() is not None,
+            "this device does not report its memory: give kv_cache_tokens",
+        ),
     ):
         if not good:
             raise ValueError(f"{name}: got {limits[name]}; {rule}")
@@ -286,6 +308,16 @@ def _require(limits: dict[str, Any]) -> None:
 
 def _messages(prompt: Prompt) -> Prompt:
     return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+
+
+def _from(row: int, queue: list[Queued]) -> list[Queued]:
+    """The queue without its first rows."""
+    firsts = itertools.accumulate((len(prompt.keys) for prompt in queue), initial=0)
+    left = (
+        dataclasses.replace(prompt, keys=prompt.keys[max(0, row - first) :])
+        for first, prompt in zip(firsts, queue, strict=False)
+    )
+    return [prompt for prompt in left if len(prompt.keys)]
 
 
 def _keys(sampling: Sampling, prompts: int) -> np.ndarray:

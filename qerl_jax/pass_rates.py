@@ -18,6 +18,7 @@ import numpy as np
 from qerl_jax import adapters, checkpoint, config, data, plan, rewards, rollouts
 from qerl_jax.config import RunConfig
 from qerl_jax.log import write_whole
+from qerl_jax.progress import Progress
 from qerl_jax.tensor_files import digest, fingerprint
 
 
@@ -67,7 +68,7 @@ def select(
         )
     reward = reward or cfg.rewards.functions[0]
     out.parent.mkdir(parents=True, exist_ok=True)
-    measured = _Measured(
+    measured = Progress(
         out.with_name(out.name + ".measured"), _identity(cfg, samples, reward, adapter)
     )
     (function,) = rewards.resolve([reward], cfg.rewards.options)
@@ -87,7 +88,7 @@ def select(
     rewards.check([function], problems[:2])
     generate = rollouts.make_generate(model, tokenizer, cfg.rollout, num_generations=samples)
     batch_size = min(batch_size, len(problems))
-    while (start := len(measured.rates)) < len(problems):
+    while (start := len(measured.values)) < len(problems):
         batch = list(problems[start : start + batch_size])
         wanted = len(batch)
         # The last batch is filled up with repeats: one shape, one compilation.
@@ -106,10 +107,10 @@ def select(
         )
         _, values = rollouts.score(rollout, [function], None)
         measured.add(pass_rates(values[:, 0].reshape(-1, samples)[:wanted]))
-        say(f"{len(measured.rates)}/{len(problems)} problems measured")
+        say(f"{len(measured.values)}/{len(problems)} problems measured")
     kept = [
         (problem, rate)
-        for problem, rate in zip(problems, measured.rates, strict=True)
+        for problem, rate in zip(problems, measured.values, strict=True)
         if rate is not None and low <= rate <= high
     ]
     write_whole(out, "".join(map(_row, kept)))
@@ -131,30 +132,6 @@ def pass_rates(values: np.ndarray) -> list[float | None]:
         float(right / count) if count else None
         for right, count in zip(passed, judged.sum(axis=1), strict=True)
     ]
-
-
-class _Measured:
-    """The file of rates: a first line that says of what, then a rate per line."""
-
-    def __init__(self, path: pathlib.Path, identity: dict[str, Any]):
-        self._path, self.rates = path, []
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # whole lines only
-        if lines:
-            before = json.loads(lines[0])
-            changed = sorted(k for k in before | identity if before.get(k) != identity.get(k))
-            # Where nothing was measured yet, the first call may have been a mistake.
-            if changed and len(lines) > 1:
-                raise ValueError(
-                    f"{path} is a measurement with other settings ({', '.join(changed)}): "
-                    "choose another file, or remove that one"
-                )
-            self.rates = [json.loads(line) for line in lines[1:]]
-        write_whole(path, "".join(json.dumps(line) + "\n" for line in (identity, *self.rates)))
-
-    def add(self, rates: list[float | None]) -> None:
-        with self._path.open("a") as file:
-            file.write("".join(json.dumps(rate) + "\n" for rate in rates))
-        self.rates += rates
 
 
 def _identity(cfg: RunConfig, samples: int, reward: str, adapter: Any) -> dict[str, Any]:

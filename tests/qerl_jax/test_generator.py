@@ -9,6 +9,7 @@ import pytest
 
 from qerl_jax import cli
 from qerl_jax.generator import Generator, Sampling
+from qerl_jax.progress import Progress
 
 PROMPTS = ["What is (5-3)*3?", "What is 20+15?", "What is 31-12?", "What is 9*2+7?"]
 LIMIT = {"max_tokens": 12}
@@ -130,6 +131,40 @@ def test_generate_writes_a_row_per_completion_beside_the_columns_of_its_prompt(t
     assert all(row["num_tokens"] <= 12 and row["cumulative_logprob"] < 0 for row in written)
 
 
+def test_a_file_of_completions_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch):
+    options = ["--dtype", "float32", "--max-tokens", "12", "--temperature", "1.5", "--n", "2"]
+    asked = lambda name, *more: cli.main(
+        ["generate", *PROMPTS, *options, *more, "--output", str(tmp_path / name)]
+    )
+    assert asked("whole.jsonl") == 0
+    assert capsys.readouterr().out == f"8 completions in {tmp_path / 'whole.jsonl'}\n"
+
+    add, left = Progress.add, [3]
+
+    def stopping(self, values):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        add(self, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "add", stopping)
+        assert asked("out.jsonl") == 130
+    partial = tmp_path / "out.jsonl.partial"
+    assert capsys.readouterr().err == "qerl generate: interrupted\n"
+    assert not (tmp_path / "out.jsonl").exists() and len(partial.read_text().splitlines()) == 4
+
+    assert asked("out.jsonl", "--top-k", "5", "--seed", "1") == 2
+    assert "other settings has left (seed, top_k)" in capsys.readouterr().err
+    with partial.open("a") as file:
+        file.write('{"prompt": "cut o')
+    assert asked("out.jsonl") == 0
+    assert f"3/8 completions are in {partial}" in capsys.readouterr().out
+    written = [(tmp_path / name).read_text() for name in ("out.jsonl", "whole.jsonl")]
+    assert written[0] == written[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "whole.jsonl"]
+
+
 def test_generate_streams_one_prompt(capsys):
     options = ["--dtype", "float32", "--max-tokens", "12", "--temperature", "1.5", "--seed", "1"]
     assert cli.main(["generate", PROMPTS[1], *options]) == 0
@@ -157,6 +192,7 @@ def test_generate_prints_the_completions_of_several_prompts(capsys):
         (["a", "--max-concurrent", "0"], "max_concurrent: got 0"),
         (["a", "--kv-cache-tokens", "0"], "kv_cache_tokens: got 0"),
         (["a", "--kv-cache-fraction", "1"], "kv_cache_fraction: got 1.0; must be in (0, 1)"),
+        (["a", "--kv-cache-fraction", "0.5"], "this device does not report its memory: give kv"),
         (
             ["a", "--kv-cache-fraction", "0.5", "--kv-cache-tokens", "9"],
             "must be absent beside kv_cache_tokens",
@@ -201,6 +237,6 @@ def test_generate_refuses_a_row_by_its_number(row, message, tmp_path, capsys):
 def test_a_prompt_that_cannot_be_sampled_leaves_no_output(tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     assert cli.main(["generate", "a", "1 + " * 200, "--output", str(out)]) == 2
-    assert "prompt 1: got " in capsys.readouterr().err and not out.exists()
+    assert "prompt 1: got " in capsys.readouterr().err and not list(tmp_path.iterdir())
     assert cli.main(["generate", "--input", str(tmp_path)]) == 2
     assert "directory" in capsys.readouterr().err

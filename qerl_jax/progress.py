@@ -1,0 +1,54 @@
+"""What a long job has found so far, in a file from which a later call goes on."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterable
+from typing import Any
+
+from qerl_jax.log import write_whole
+
+
+class Progress:
+    """A file whose first line says of what it is, and which then has a value per line, as JSON.
+
+    A line that was cut off, since the job was killed, is dropped.
+
+    Args:
+        path: The file; made where it is not there.
+        identity: All that a value depends on.
+
+    Attributes:
+        values: What is in the file.
+
+    Raises:
+        ValueError: Where the file holds values of something else.
+    """
+
+    def __init__(self, path: pathlib.Path, identity: dict[str, Any]):
+        self.path, self.values = path, []
+        lines = path.read_text("utf-8").split("\n")[:-1] if path.exists() else []
+        if lines:
+            before = json.loads(lines[0])
+            changed = sorted(k for k in before | identity if before.get(k) != identity.get(k))
+            # Where nothing was found yet, the first call may have been a mistake.
+            if changed and len(lines) > 1:
+                raise ValueError(
+                    f"{path} is what a call with other settings has left ({', '.join(changed)}): choose "
+                    "another file, or remove that one"
+                )
+            self.values = [json.loads(line) for line in lines[1:]]
+        write_whole(path, "".join(map(to_line, (identity, *self.values))))
+
+    def add(self, values: Iterable[Any]) -> None:
+        """Puts values at the end."""
+        values = list(values)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(map(to_line, values)))
+        self.values += values
+
+
+def to_line(value: Any) -> str:
+    """A line of a .jsonl file."""
+    return json.dumps(value, ensure_ascii=False) + "\n"
