@@ -13,12 +13,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 LAYERS = (
     "pallas_kernels",
     "__init__ adam8bit answers architecture arithmetic benchmarks charts config data display "
-    "equivalence estimators grpo log masked noise packing page pages reward_functions "
+    "equivalence estimators grpo log masked noise packing page pages progress reward_functions "
     "reward_workers rewards sandbox stop_strings tensor_files tokenizer trackers",
     "decode draws formats kv_cache layers logprobs model shared_prompts",
     "adapters awq calibration checkpoint engine model_files policies quantize run_state sampling",
     "generator rollouts update",
-    "evaluate export pass_rates plan replay report train",
+    "completion_file evaluate export pass_rates plan replay report train",
     "__main__ cli",
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
