@@ -336,6 +336,7 @@ def _generate(argv: list[str]) -> None:
     flat = (tyro.conf.FlagCreatePairsOff,)
     args = tyro.cli(Generate, args=argv, prog="qerl generate", config=flat)
     rows = _prompt_rows(args)
+    _require_unicode(args.stop, "stop")
     from qerl_jax import completion_file, data, generator
 
     names = {field.name for field in dataclasses.fields(generator.Sampling)}

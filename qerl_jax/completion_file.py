@@ -12,7 +12,7 @@ from typing import Any
 from qerl_jax.generator import Generator
 from qerl_jax.log import write_whole
 from qerl_jax.progress import Progress, to_line
-from qerl_jax.tensor_files import digest, fingerprint
+from qerl_jax.tensor_files import fingerprint
 from qerl_jax.tokenizer import Prompt
 
 # What is written beside a prompt; log-probabilities are those at its temperature.
@@ -46,23 +46,24 @@ def write(
     Raises:
         ValueError: Where other settings have left a partial file; also see `Generator`.
     """
-    progress = Progress(path.with_name(path.name + ".partial"), _identity(policy, prompts, options))
+    identity = _identity(policy, rows, prompts, options)
+    progress = Progress(path.with_name(path.name + ".partial"), identity)
     samples = options["n"]
     first, wanted = len(progress.values), samples * len(rows)
     if first:
         say(f"{first}/{wanted} completions are in {progress.path}")
     try:
-        completions = Generator.load(**policy, **limits).completions(
-            prompts, first_row=first, **options
-        )
-        told = time.monotonic()
-        for index, done in enumerate(completions, first):
-            logp = float(done.logps.sum())
-            values = (done.text, done.finish_reason, len(done.tokens), logp)
-            progress.add([rows[index // samples] | dict(zip(WRITTEN, values, strict=True))])
-            if time.monotonic() > told + _SECONDS_BETWEEN_LINES:
-                say(f"{index + 1}/{wanted} completions")
-                told = time.monotonic()
+        if first < wanted:
+            policy = Generator.load(**policy, **limits)
+            completions = policy.completions(prompts, first_row=first, **options)
+            told = time.monotonic()
+            for index, done in enumerate(completions, first):
+                logp = float(done.logps.sum())
+                values = (done.text, done.finish_reason, len(done.tokens), logp)
+                progress.add([rows[index // samples] | dict(zip(WRITTEN, values, strict=True))])
+                if time.monotonic() > told + _SECONDS_BETWEEN_LINES:
+                    say(f"{index + 1}/{wanted} completions")
+                    told = time.monotonic()
     except BaseException:
         if not progress.values:
             progress.path.unlink()
@@ -73,16 +74,18 @@ def write(
 
 
 def _identity(
-    policy: dict[str, Any], prompts: Sequence[Prompt], options: dict[str, Any]
+    policy: dict[str, Any],
+    rows: Sequence[dict[str, Any]],
+    prompts: Sequence[Prompt],
+    options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Everything that a completion depends on, as plain JSON."""
-    model, adapter = (policy[name] and pathlib.Path(policy[name]) for name in ("model", "adapter"))
-    asked = json.dumps(prompts, ensure_ascii=False)
+    """Everything that a row of the file depends on, as plain JSON; of a model of the hub, its name."""
     identity = policy | options
-    identity |= {
-        "adapter": adapter and str(adapter),
-        "adapter.sha256": adapter and digest(adapter / "adapter_model.safetensors"),
-        "model.sha256": fingerprint(model),
-        "prompts.sha256": hashlib.sha256(asked.encode()).hexdigest(),
-    }
+    for name in ("model", "adapter"):
+        if policy[name] is not None:
+            identity[name] = str(policy[name])
+            identity[f"{name}.sha256"] = fingerprint(pathlib.Path(policy[name]))
+    asked = json.dumps([rows, prompts], ensure_ascii=False)
+    identity["prompts.sha256"] = hashlib.sha256(asked.encode()).hexdigest()
+    # As it will be read.
     return json.loads(json.dumps(identity))

@@ -543,7 +543,7 @@ def _identity(policy: Policy, source: DataConfig, protocol: Protocol, seed: int)
         **{f"model.{name}": value for name, value in config.to_table(policy.model).items()},
         "model.sha256": fingerprint(pathlib.Path(policy.model.model_name_or_path)),
         "adapter": policy.adapter and os.fspath(policy.adapter.resolve()),
-        "adapter.sha256": policy.adapter and digest(policy.adapter / "adapter_model.safetensors"),
+        "adapter.sha256": policy.adapter and fingerprint(policy.adapter),
         "data.sha256": digest(pathlib.Path(source.path or source.dataset)),
         **{f"data.{name}": value for name, value in data_table.items()},
         **{f"protocol.{name}": value for name, value in protocol_table.items()},

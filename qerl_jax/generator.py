@@ -183,7 +183,8 @@ class Generator:
 
         Args:
             prompts: Texts or chats.
-            first_row: The first completion that is wanted, where those before it are known.
+            first_row: The first completion that is wanted, where those before it are known. The others are what
+                they would have been with them, but for roundings where fewer prompts are prefilled at a time.
             **options: Of `Sampling`.
         """
         if isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts):

@@ -109,7 +109,7 @@ def read_metrics(run_folder: str | pathlib.Path) -> list[dict[str, Any]]:
 def write_whole(path: pathlib.Path, text: str) -> None:
     """Writes a file so that it is there either as a whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_bytes(text.encode())
     os.replace(partial, path)
 
 

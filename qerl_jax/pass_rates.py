@@ -159,7 +159,7 @@ def _identity(cfg: RunConfig, samples: int, reward: str, adapter: Any) -> dict[s
         "samples": samples,
         "reward": [reward, options],
         "adapter": adapter and os.fspath(adapter),
-        "adapter.sha256": adapter and digest(pathlib.Path(adapter) / "adapter_model.safetensors"),
+        "adapter.sha256": adapter and fingerprint(pathlib.Path(adapter)),
         "data.sha256": digest(pathlib.Path(cfg.data.path or cfg.data.dataset)),
     }
 

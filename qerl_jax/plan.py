@@ -158,11 +158,12 @@ def make(cfg: RunConfig, arch: Architecture | None = None, *, limit: int | None 
     ]
     if cfg.grpo.sync_ref_model:
         always.append(Item("reference", adapter, "always", "grpo.sync_ref_model to false"))
-    free = None if limit is None else max(0, limit - sum(item.size for item in always))
+    # Weights that train are sampled in 16 bits, which are there before the cache is.
+    sampled = adapter * _width(cfg) // 4 if model.full else 0
+    free = None if limit is None else max(0, limit - sum(item.size for item in always) - sampled)
     turns = [*_rollout(cfg, arch, free), *_update(cfg, arch, adapter)]
     turns += _evaluation(cfg, arch, free) if cfg.eval else []
     if model.full:
-        sampled = adapter * _width(cfg) // 4
         phases = ("rollout", "evaluation") if cfg.eval else ("rollout",)
         turns += [Item("weights as sampled", sampled, phase) for phase in phases]
     return Plan((*always, *turns))

@@ -23,14 +23,19 @@ class Progress:
         values: What is in the file.
 
     Raises:
-        ValueError: Where the file holds values of something else.
+        ValueError: Where the file is something else, or holds values of something else.
     """
 
     def __init__(self, path: pathlib.Path, identity: dict[str, Any]):
         self.path, self.values = path, []
-        lines = path.read_text("utf-8").split("\n")[:-1] if path.exists() else []
+        # Whole lines only: what follows the last one may end within a character.
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         if lines:
-            before = json.loads(lines[0])
+            before = _read(path, lines[0])
+            if not isinstance(before, dict) or before.keys().isdisjoint(identity):
+                raise ValueError(
+                    f"{path}: must be what an earlier call has left; it is something else"
+                )
             changed = sorted(k for k in before | identity if before.get(k) != identity.get(k))
             # Where nothing was found yet, the first call may have been a mistake.
             if changed and len(lines) > 1:
@@ -38,7 +43,7 @@ class Progress:
                     f"{path} is what a call with other settings has left ({', '.join(changed)}): choose "
                     "another file, or remove that one"
                 )
-            self.values = [json.loads(line) for line in lines[1:]]
+            self.values = [_read(path, line) for line in lines[1:]]
         write_whole(path, "".join(map(to_line, (identity, *self.values))))
 
     def add(self, values: Iterable[Any]) -> None:
@@ -47,6 +52,13 @@ class Progress:
         with self.path.open("a", encoding="utf-8") as file:
             file.write("".join(map(to_line, values)))
         self.values += values
+
+
+def _read(path: pathlib.Path, line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}: must be what an earlier call has left; {error}") from error
 
 
 def to_line(value: Any) -> str:

@@ -332,6 +332,9 @@ def _let_go(array) -> None:
         array.madvise(mmap.MADV_DONTNEED)
 
 
+_FILES_OF_A_MODEL = (".safetensors", ".json", ".jinja", ".txt", ".model")
+
+
 def digest(path: pathlib.Path) -> str | None:
     """SHA-256 of a file, which may be written anew under the same name; None where there is none."""
     if not path.expanduser().is_file():
@@ -341,15 +344,16 @@ def digest(path: pathlib.Path) -> str | None:
 
 
 def fingerprint(folder: pathlib.Path) -> str | None:
-    """SHA-256 of names, sizes and 16 pieces of each of a model folder's files; None where there is no folder.
+    """SHA-256 of names, sizes and 16 pieces of each of a model's or adapter's files; None where there is no folder.
 
-    Weights that were made anew under the same name differ in nearly every piece, and tens of GB are not read.
+    Weights that were made anew under the same name differ in nearly every piece, and tens of GB are not read; of
+    what is smaller than 1 MiB, such as configs and templates, all is.
     """
     folder = folder.expanduser()
     if not folder.is_dir():
         return None
     found = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(path for path in folder.iterdir() if path.suffix in _FILES_OF_A_MODEL):
         size = path.stat().st_size
         found.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:

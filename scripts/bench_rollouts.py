@@ -239,6 +239,8 @@ def main() -> int:
         child(args, *args.child)
         return 0
 
+    if args.out:
+        args.out.open("a").close()  # before minutes of measuring
     targets, vllm = TARGETS.get(args.model, {}), VLLM.get(args.model, {})
     others = [name for name in ("mixed", "prefill") if getattr(args, name)]
     wanted = others or [str(batch) for batch in args.batch or targets or (1, 8, 32, 64)]

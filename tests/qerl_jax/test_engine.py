@@ -287,6 +287,14 @@ def test_weights_that_are_not_packed_have_a_program_of_their_own(weights, chosen
     assert program("variables", **traits) == (chosen, "variables", traits)
 
 
+def test_only_the_program_of_packed_weights_is_compiled_as_xla_likes_it():
+    program = engine._program("model")(lambda pool, model: pool + 1)
+    inside = lambda jitted: jax.jit(lambda pool: jitted(pool, model=None))
+    assert inside(program.packed)(jnp.zeros(2)).sum() == 2
+    with pytest.raises(ValueError, match="compiler_options"):
+        inside(program.dense)(jnp.zeros(2))
+
+
 @pytest.mark.parametrize("is_committed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_batch_size_is_compiled_once(caplog, is_committed):
     _, variables = policy()

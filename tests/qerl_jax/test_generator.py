@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from qerl_jax import cli
+from qerl_jax import cli, completion_file
 from qerl_jax.generator import Generator, Sampling
 from qerl_jax.progress import Progress
 
@@ -156,13 +156,37 @@ def test_a_file_of_completions_goes_on_where_it_was_stopped(tmp_path, capsys, mo
 
     assert asked("out.jsonl", "--top-k", "5", "--seed", "1") == 2
     assert "other settings has left (seed, top_k)" in capsys.readouterr().err
-    with partial.open("a") as file:
-        file.write('{"prompt": "cut o')
+    with partial.open("ab") as file:
+        file.write('{"prompt": "cut ü'.encode()[:-1])
     assert asked("out.jsonl") == 0
     assert f"3/8 completions are in {partial}" in capsys.readouterr().out
-    written = [(tmp_path / name).read_text() for name in ("out.jsonl", "whole.jsonl")]
-    assert written[0] == written[1]
+    texts = [(tmp_path / name).read_text() for name in ("out.jsonl", "whole.jsonl")]
+    actual, expected = ([json.loads(line) for line in text.splitlines()] for text in texts)
+    # Fewer prompts that are prefilled at a time may round otherwise.
+    for row, wanted in zip(actual, expected, strict=True):
+        wanted["cumulative_logprob"] = pytest.approx(wanted["cumulative_logprob"], abs=1e-4)
+        assert row == wanted
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "whole.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]\n", "\0\0\n", '{"mine": "only copy"}\n', '{"model": "x"}\n"\n']
+)
+def test_a_partial_file_of_something_else_stays(text, tmp_path, capsys):
+    partial = tmp_path / "out.jsonl.partial"
+    partial.write_text(text)
+    assert cli.main(["generate", "a", "--output", str(tmp_path / "out.jsonl")]) == 2
+    assert str(partial) in capsys.readouterr().err and partial.read_text() == text
+
+
+def test_other_columns_beside_the_same_prompts_are_another_file(tmp_path):
+    policy = {"model": "qerl-tiny", "adapter": None, "weights": "nvfp4", "dtype": "float32"}
+    identities = [
+        completion_file._identity(policy, [{"prompt": "a", "answer": n}], [], {}) for n in range(2)
+    ]
+    Progress(tmp_path / "out.jsonl.partial", identities[0]).add(["a row"])
+    with pytest.raises(ValueError, match="left .prompts.sha256.: choose another file"):
+        Progress(tmp_path / "out.jsonl.partial", identities[1])
 
 
 def test_generate_streams_one_prompt(capsys):
@@ -187,6 +211,7 @@ def test_generate_prints_the_completions_of_several_prompts(capsys):
         (["a", "--output", "{folder}/none/b.jsonl"], "there is no such folder"),
         (["a", "--output", "{folder}/rows.jsonl"], "is there already"),
         (["a\udc80"], r"prompt: holds '\udc80', half a character"),
+        (["a", "--stop", "a\udc80"], r"stop: holds '\udc80', half a character"),
         (["a", "--top-p", "2"], "top_p: got 2.0"),
         (["a", "--seed", "-1"], "seed: got -1; must be an integer in [0, 2**32)"),
         (["a", "--max-concurrent", "0"], "max_concurrent: got 0"),

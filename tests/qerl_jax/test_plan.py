@@ -189,6 +189,21 @@ def test_full_training_holds_its_weights_in_float32_and_for_sampling_in_16_bits(
     assert named(made, "base: linears") == 0
 
 
+def test_the_cache_is_what_weights_as_sampled_leave():
+    cfg = changed(
+        BENCH,
+        model={"trainable": "full", "weights": "bfloat16"},
+        optim={"optimizer": "adamw_8bit", "max_tokens_per_microbatch": 4608},
+        rollout={"max_completion_length": 4096, "max_concurrent": 256},
+    )
+    cfg = changed(cfg, rollout={"generation_batch_size": 256})
+    free = plan.make(cfg)
+    needed = free.size("always", "update")
+    assert free.peak > needed + 10**9
+    for limit in range(needed, free.peak, 10**9):
+        plan.make(cfg, limit=limit).require(limit)
+
+
 def test_a_token_budget_bounds_the_micro_batch():
     """The micro-batch of most tokens, at whatever width of completions it comes about."""
     for budget, (prompts, rows, width) in {4096: (4, 8, 96), 1024: (2, 2, 128)}.items():

@@ -401,6 +401,12 @@ def test_a_fingerprint_changes_with_names_sizes_and_weights(tmp_path):
     assert written(1) == written(1)
     assert len({written(1), written(2), written(1, "b"), written(1, size=10**5 + 1)}) == 4
     assert tensor_files.fingerprint(tmp_path / "nowhere") is None
+    prints = [tensor_files.fingerprint(tmp_path / "0")]
+    for name in ("adapter_config.json", "chat_template.jinja"):
+        for text in ("1", "2"):
+            (tmp_path / "0" / name).write_text(text)
+            prints.append(tensor_files.fingerprint(tmp_path / "0"))
+    assert len(set(prints)) == 5
     (tmp_path / "rows.jsonl").write_text("{}")
     before = tensor_files.digest(tmp_path / "rows.jsonl")
     (tmp_path / "rows.jsonl").write_text("[]")
