@@ -54,8 +54,8 @@ def write(
         say(f"{first}/{wanted} completions are in {progress.path}")
     try:
         if first < wanted:
-            policy = Generator.load(**policy, **limits)
-            completions = policy.completions(prompts, first_row=first, **options)
+            generator = Generator.load(**policy, **limits)
+            completions = generator.completions(prompts, first_row=first, **options)
             told = time.monotonic()
             for index, done in enumerate(completions, first):
                 logp = float(done.logps.sum())
