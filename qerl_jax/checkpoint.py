@@ -13,13 +13,12 @@ import jax.numpy as jnp
 from pallas_kernels import NVFP4Tensor, PackedWeight, nvfp4, prepare
 from qerl_jax import architecture, formats, tokenizer
 from qerl_jax.architecture import LAYER_NORMS, PARENT, Architecture
-from qerl_jax.config import LoraConfig, ModelConfig
+from qerl_jax.config import DENSE, LoraConfig, ModelConfig
 from qerl_jax.formats import Format, Packed
 from qerl_jax.model import LoRA, Transformer, abstract_base, random_base
 from qerl_jax.tensor_files import Tensors
 from qerl_jax.tokenizer import Tokenizer
 
-DENSE = ("bfloat16", "float32")
 _FLOATS = ("F32", "BF16", "F16", "F64")
 TINY = pathlib.Path(__file__).parent / "assets" / "tiny"
 

@@ -15,6 +15,9 @@ import types
 import typing
 from typing import Any, Literal
 
+# Values of `model.weights` that no format packs.
+DENSE = ("bfloat16", "float32")
+
 
 class ConfigError(ValueError):
     """A configuration that cannot be run."""
@@ -73,7 +76,7 @@ class ModelConfig:
             "must not be empty",
         )
         _require(
-            self.trainable == "lora" or self.weights in ("bfloat16", "float32"),
+            self.trainable == "lora" or self.weights in DENSE,
             "model.trainable",
             self.trainable,
             'packed weights have no gradient: set model.weights to "bfloat16" or "float32"',

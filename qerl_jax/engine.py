@@ -27,6 +27,7 @@ import numpy as np
 from pallas_kernels import runtime
 from qerl_jax import decode, kv_cache, layers
 from qerl_jax.architecture import Architecture
+from qerl_jax.config import DENSE
 from qerl_jax.draws import Truncation, next_token, penalize
 from qerl_jax.kv_cache import KVCache
 from qerl_jax.model import Transformer, head
@@ -318,7 +319,7 @@ class _Program:
 
     def of(self, model: Transformer):
         """The jitted function for a model's weights."""
-        return self.dense if model.weights in ("bfloat16", "float32") else self.packed
+        return self.dense if model.weights in DENSE else self.packed
 
 
 def _program(*static_argnames: str):

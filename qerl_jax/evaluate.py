@@ -25,6 +25,7 @@ from qerl_jax import (
     data,
     estimators,
     policies,
+    progress,
     rewards,
     rollouts,
     sampling,
@@ -420,7 +421,7 @@ def compare(ours: str | pathlib.Path, theirs: str | pathlib.Path) -> dict[str, C
 
 def _compare(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
     settings = [json.loads((each / "settings.json").read_text()) for each in (ours, theirs)]
-    records = [_read_records(each / "problems.jsonl") for each in (ours, theirs)]
+    records = [progress.whole_lines(each / "problems.jsonl") for each in (ours, theirs)]
     golds = [[record["gold"] for record in each] for each in records]
     if golds[0] != golds[1]:
         raise ValueError(f"{name}: {ours} and {theirs} are not of the same problems")
@@ -482,12 +483,11 @@ class _Files:
     def __init__(self, folder: pathlib.Path, identity: dict[str, Any]):
         self._folder = folder
         settings, self._path = folder / "settings.json", folder / "problems.jsonl"
-        self.records = _read_records(self._path)
+        self.records = progress.whole_lines(self._path)
         # Where there are none yet, the first call may have been a mistake.
         if settings.is_file() and self.records:
-            before = json.loads(settings.read_text())
-            changed = sorted(k for k in before | identity if before.get(k) != identity.get(k))
-            if changed:
+            before = json.loads(settings.read_text("utf-8"))
+            if changed := progress.changes(before, identity):
                 raise ValueError(
                     f"{folder} holds an evaluation with other settings ({', '.join(changed)}): "
                     "choose another folder, or remove that one"
@@ -497,7 +497,7 @@ class _Files:
         write_whole(self._path, "".join(map(_line, self.records)))
 
     def add(self, records: list[dict[str, Any]]) -> None:
-        with self._path.open("a") as file:
+        with self._path.open("a", encoding="utf-8") as file:
             file.write("".join(map(_line, records)))
         # As a later call will read them.
         self.records += [json.loads(_line(record)) for record in records]
@@ -508,12 +508,6 @@ class _Files:
 
 def _line(record: dict[str, Any]) -> str:
     return json.dumps(record, ensure_ascii=False, default=str) + "\n"
-
-
-def _read_records(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Whole lines only: a kill may have cut the last one short."""
-    lines = path.read_text().split("\n")[:-1] if path.is_file() else []
-    return [json.loads(line) for line in lines]
 
 
 def _set_name(source: DataConfig) -> str:

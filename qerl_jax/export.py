@@ -33,8 +33,7 @@ from qerl_jax import (
     model_files,
 )
 from qerl_jax.architecture import LAYER_NORMS, Architecture
-from qerl_jax.checkpoint import DENSE
-from qerl_jax.config import RunConfig
+from qerl_jax.config import DENSE, RunConfig
 from qerl_jax.model import LoRA, Transformer, abstract_base, head
 from qerl_jax.run_state import StateFiles
 from qerl_jax.tensor_files import Tensors, whole_folder

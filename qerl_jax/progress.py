@@ -13,8 +13,6 @@ from qerl_jax.log import write_whole
 class Progress:
     """A file whose first line says of what it is, and which then has a value per line, as JSON.
 
-    A line that was cut off, since the job was killed, is dropped.
-
     Args:
         path: The file; made where it is not there.
         identity: All that a value depends on.
@@ -28,22 +26,18 @@ class Progress:
 
     def __init__(self, path: pathlib.Path, identity: dict[str, Any]):
         self.path, self.values = path, []
-        # Whole lines only: what follows the last one may end within a character.
-        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        if lines:
-            before = _read(path, lines[0])
+        if found := whole_lines(path):
+            before, *self.values = found
             if not isinstance(before, dict) or before.keys().isdisjoint(identity):
                 raise ValueError(
                     f"{path}: must be what an earlier call has left; it is something else"
                 )
-            changed = sorted(k for k in before | identity if before.get(k) != identity.get(k))
             # Where nothing was found yet, the first call may have been a mistake.
-            if changed and len(lines) > 1:
+            if (changed := changes(before, identity)) and self.values:
                 raise ValueError(
                     f"{path} is what a call with other settings has left ({', '.join(changed)}): choose "
                     "another file, or remove that one"
                 )
-            self.values = [_read(path, line) for line in lines[1:]]
         write_whole(path, "".join(map(to_line, (identity, *self.values))))
 
     def add(self, values: Iterable[Any]) -> None:
@@ -54,11 +48,24 @@ class Progress:
         self.values += values
 
 
-def _read(path: pathlib.Path, line: bytes) -> Any:
+def whole_lines(path: pathlib.Path) -> list[Any]:
+    """What a .jsonl file holds; none where it is not there.
+
+    A kill may have cut the last line short, even within a character: it is left out.
+
+    Raises:
+        ValueError: For a line that is no JSON.
+    """
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     try:
-        return json.loads(line)
+        return [json.loads(line) for line in lines]
     except ValueError as error:
         raise ValueError(f"{path}: must be what an earlier call has left; {error}") from error
+
+
+def changes(before: dict[str, Any], identity: dict[str, Any]) -> list[str]:
+    """Names of the settings in which two calls differ."""
+    return sorted(k for k in before | identity if before.get(k) != identity.get(k))
 
 
 def to_line(value: Any) -> str:

@@ -16,6 +16,7 @@ from qerl_jax.charts import Chart, Line
 from qerl_jax.config import RunConfig
 from qerl_jax.display import curve
 from qerl_jax.page import Passage, Table
+from qerl_jax.progress import whole_lines
 
 # Sections of charts: title, unit, metrics with the names of their lines, whether logarithmic.
 _SECTIONS = (
@@ -432,7 +433,7 @@ def _samples(groups: Sequence[Group]) -> list[Passage]:
     for each in groups:
         files = sorted((each.runs[0].folder / "completions").glob("step_*.jsonl"))
         for path in dict.fromkeys((*files[:1], *files[-1:])):
-            rows = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+            rows = whole_lines(path)
             step = int(path.stem.removeprefix("step_"))
             for word, pick in (("highest", max), ("lowest", min)):
                 row = pick(rows, key=lambda row: row["reward"])

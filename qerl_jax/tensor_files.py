@@ -38,6 +38,8 @@ _DTYPES = {
     "BOOL": np.bool_,
 }
 _TYPES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+# Suffixes of what a model or an adapter is made of.
+_MADE_OF = (".safetensors", ".json", ".jinja", ".txt", ".model")
 # As the safetensors package has it.
 _LONGEST_HEADER = 100_000_000
 
@@ -332,9 +334,6 @@ def _let_go(array) -> None:
         array.madvise(mmap.MADV_DONTNEED)
 
 
-_FILES_OF_A_MODEL = (".safetensors", ".json", ".jinja", ".txt", ".model")
-
-
 def digest(path: pathlib.Path) -> str | None:
     """SHA-256 of a file, which may be written anew under the same name; None where there is none."""
     if not path.expanduser().is_file():
@@ -353,7 +352,7 @@ def fingerprint(folder: pathlib.Path) -> str | None:
     if not folder.is_dir():
         return None
     found = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.suffix in _FILES_OF_A_MODEL):
+    for path in sorted(path for path in folder.iterdir() if path.suffix in _MADE_OF):
         size = path.stat().st_size
         found.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:

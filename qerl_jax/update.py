@@ -134,7 +134,8 @@ def learning_rate(cfg: OptimConfig, total_steps: int) -> Callable[[jax.Array | i
 def optimizer(cfg: OptimConfig) -> optax.GradientTransformationExtraArgs:
     """Clipping and AdamW without its learning rate, which `make_update` applies as a function of the step.
 
-    Its `update` takes `keep` too: where that is false, the state stays as it is. Weight decay acts on matrices; norms (leaves called `scale`) and biases never decay.
+    Its `update` takes `keep` too: where that is false, the state stays as it is. Weight decay acts on
+    matrices; norms (leaves called `scale`) and biases never decay.
     """
 
     def decays(params):

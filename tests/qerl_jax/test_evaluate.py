@@ -104,7 +104,8 @@ def test_a_stopped_evaluation_goes_on_in_other_batches_to_the_same_end(tmp_path)
     run(tmp_path / "stopped")
     path = tmp_path / "stopped" / "arithmetic" / "problems.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:3]) + lines[3][:20])  # killed in the middle of a line
+    # Killed in the middle of a line, and of a character.
+    path.write_bytes("".join(lines[:3]).encode() + lines[3][:20].encode() + "ü".encode()[:1])
     stopped, said = run(tmp_path / "stopped")  # problems 3 and 4, where 2 and 3 were a batch
     assert len(said) == 2 and stopped == whole
     assert records(tmp_path / "stopped") == records(tmp_path / "whole")

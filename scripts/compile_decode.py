@@ -1,0 +1,148 @@
+"""What XLA makes of a chunk of decoding for an H200, where there is none: `python -m scripts.compile_decode`.
+
+Traces, lowers and compiles the program that samples 32 tokens of each row, ahead of time, with random
+shapes in place of weights, and prints for each base how long each took on this host, how many matrix
+products XLA gives to Triton, and its temporaries. For a 16-bit base the program that asks XLA to leave
+Triton alone stands beside the one that does not. Needs the packages of `.[cuda]`, no card. No kernel
+is timed: that is `scripts.bench_rollouts`, on a card.
+
+    python -m scripts.compile_decode --model qwen2.5-7b --rows 16 64
+    python -m scripts.compile_decode --rows 64 --bases nvfp4 --profile    # where the host's time goes
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import cProfile
+import functools
+import itertools
+import os
+import pstats
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+TOKENS = 768
+# What XLA asks of a card, as an H200 answers.
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
+  device_memory_size: 150000000000 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@contextlib.contextmanager
+def as_on_an_h200() -> Iterator[None]:
+    """Kernels are chosen as on that card; cuDNN's attention, which cannot be compiled without one, is not."""
+    from pallas_kernels import runtime
+
+    answers = {
+        "platform": "gpu",
+        "device_kind": "NVIDIA H200",
+        "is_hopper": True,
+        "has_cudnn_attention": False,
+    }
+    with contextlib.ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(runtime, name, lambda *_, answer=answer: answer))
+        yield
+
+
+def arguments(name: str, base: str, rows: int, rank: int, device: Any) -> tuple[list, dict]:
+    """Shapes and traits of `engine._decode`."""
+    import jax
+    import jax.numpy as jnp
+
+    from qerl_jax import architecture, engine, kv_cache
+    from qerl_jax.draws import Truncation
+    from qerl_jax.model import LoRA, Transformer, init_params, random_base
+
+    arch = architecture.KNOWN[name]
+    model = Transformer(arch, base, LoRA(rank, float(rank)), jnp.bfloat16)
+    frozen = jax.eval_shape(functools.partial(random_base, model), jax.random.key(0))
+    params = jax.eval_shape(functools.partial(init_params, model), frozen, jax.random.key(1))
+    page = kv_cache.PAGE_SIZE
+    width = -(-TOKENS // page)
+    pool = jax.eval_shape(lambda: kv_cache.pool(arch, rows * width + 1, jnp.bfloat16, page))
+    numbers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    slots = engine._Slots(
+        tables=numbers(rows, width),
+        **{field: numbers(rows) for field in ("ends", "token", "step", "limit")},
+        live=jax.ShapeDtypeStruct((rows,), bool),
+        keys=jax.ShapeDtypeStruct((rows, 2), jnp.uint32),
+        history=None,
+    )
+    temperature = jax.ShapeDtypeStruct((), jnp.float32)
+    shapes = [{"frozen": frozen, "params": params}, pool, slots, temperature, numbers(8)]
+    on_device = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device)
+    traits = {"adapter": True, "chunk": 32, "num_tokens": min(151_665, arch.vocab_size)}
+    traits |= {"model": model, "truncation": Truncation(), "penalty": 1.0}
+    return jax.tree.map(on_device, shapes), traits
+
+
+def report(program: Any, shapes: list, traits: dict, *, profile: bool) -> str:
+    """Cells of a program's row: seconds of each stage, products by Triton, temporaries."""
+    import jax
+
+    jax.clear_caches()
+    watch, times = cProfile.Profile(), [time.perf_counter()]
+    with watch if profile else contextlib.nullcontext():
+        traced = program.trace(*shapes, **traits)
+        times.append(time.perf_counter())
+        lowered = traced.lower(lowering_platforms=("cuda",))
+        times.append(time.perf_counter())
+    compiled = lowered.compile()
+    times.append(time.perf_counter())
+    if profile:
+        pstats.Stats(watch).sort_stats("tottime").print_stats(8)
+    products = compiled.as_text().count("__triton_nested_gemm_fusion")
+    spent = [f"{end - start:.1f}" for start, end in zip(times, times[1:], strict=False)]
+    return " | ".join(
+        [*spent, str(products), f"{compiled.memory_analysis().temp_size_in_bytes / 1e9:.2f}"]
+    )
+
+
+def main() -> None:
+    """Compiles what the arguments name; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="qwen2.5-7b", help="a name of architecture.KNOWN")
+    parser.add_argument("--rows", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument(
+        "--bases", nargs="+", default=["nvfp4", "bfloat16"], choices=["nvfp4", "bfloat16"]
+    )
+    parser.add_argument("--profile", action="store_true", help="of tracing and lowering")
+    args = parser.parse_args()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+    from jax.experimental import topologies
+
+    from qerl_jax import engine
+
+    jax.devices()  # plugins are found at the first look
+    shape = {"topology_name": "1x1x1", "topology": "1x1x1"}
+    topology = topologies.get_topology_desc(platform="cuda", target_config=H200, **shape)
+    device = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    print("| base | rows | program | trace s | lower s | compile s | by Triton | temporaries GB |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    with as_on_an_h200():
+        for base, rows in itertools.product(args.bases, args.rows):
+            shapes, traits = arguments(args.model, base, rows, args.rank, device)
+            for name in ("packed",) if base == "nvfp4" else ("packed", "dense"):
+                cells = report(getattr(engine._decode, name), shapes, traits, profile=args.profile)
+                print(f"| {base} | {rows} | {name} | {cells} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
