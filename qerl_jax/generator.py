@@ -21,9 +21,10 @@ import numpy as np
 from pallas_kernels import runtime
 from qerl_jax import adapters, checkpoint, config
 from qerl_jax.draws import Truncation
-from qerl_jax.engine import Engine, Piece
-from qerl_jax.engine import Prompt as Queued
+from qerl_jax.engine import Engine
 from qerl_jax.model import Transformer
+from qerl_jax.schedule import Piece
+from qerl_jax.schedule import Prompt as Queued
 from qerl_jax.stop_strings import StopStrings
 from qerl_jax.tokenizer import Prompt, Tokenizer
 

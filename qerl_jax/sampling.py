@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from qerl_jax.draws import Truncation
-from qerl_jax.engine import Engine, Prompt
+from qerl_jax.engine import Engine
 from qerl_jax.model import Transformer
+from qerl_jax.schedule import Prompt
 
 __all__ = ["Completions", "Truncation", "make_generate"]
 

@@ -80,7 +80,7 @@ class Bench:
     def prompts(self, count: int, generations: int, limits):
         import numpy as np
 
-        from qerl_jax.engine import Prompt
+        from qerl_jax.schedule import Prompt
 
         draw = np.random.default_rng(2)
         for limit in np.broadcast_to(limits, count):

@@ -64,9 +64,10 @@ def arguments(name: str, base: str, rows: int, rank: int, device: Any) -> tuple[
     import jax
     import jax.numpy as jnp
 
-    from qerl_jax import architecture, engine, kv_cache
+    from qerl_jax import architecture, kv_cache
     from qerl_jax.draws import Truncation
     from qerl_jax.model import LoRA, Transformer, init_params, random_base
+    from qerl_jax.schedule import Slots
 
     arch = architecture.KNOWN[name]
     model = Transformer(arch, base, LoRA(rank, float(rank)), jnp.bfloat16)
@@ -76,7 +77,7 @@ def arguments(name: str, base: str, rows: int, rank: int, device: Any) -> tuple[
     width = -(-TOKENS // page)
     pool = jax.eval_shape(lambda: kv_cache.pool(arch, rows * width + 1, jnp.bfloat16, page))
     numbers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-    slots = engine._Slots(
+    slots = Slots(
         tables=numbers(rows, width),
         **{field: numbers(rows) for field in ("ends", "token", "step", "limit")},
         live=jax.ShapeDtypeStruct((rows,), bool),

@@ -14,7 +14,7 @@ LAYERS = (
     "pallas_kernels",
     "__init__ adam8bit answers architecture arithmetic benchmarks charts config data display "
     "equivalence estimators grpo log masked noise packing page pages progress reward_functions "
-    "reward_workers rewards sandbox stop_strings tensor_files tokenizer trackers",
+    "reward_workers rewards sandbox schedule stop_strings tensor_files tokenizer trackers",
     "decode draws formats kv_cache layers logprobs model shared_prompts",
     "adapters awq calibration checkpoint engine model_files policies quantize run_state sampling",
     "generator rollouts update",

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from qerl_jax import architecture, engine, layers
-from qerl_jax.engine import Engine, Prompt
+from qerl_jax.engine import Engine
 from qerl_jax.model import LoRA, Transformer, head, init_params, noise_shapes, random_base
+from qerl_jax.schedule import Prompt
 from qerl_jax.stop_strings import StopStrings
 
 C, WIDTH = 9, 82
@@ -263,15 +264,13 @@ def test_a_row_that_a_stop_string_ended_runs_one_chunk_too_far_at_most(monkeypat
     assert live == [2, 2] + [1] * 8
 
 
-@pytest.mark.parametrize("prompts", [1, 3, 64, 500])
-@pytest.mark.parametrize("length", [1, 2, 17, 64, 65, 500, 1025, 4097, 9000])
-def test_the_workspace_holds_the_largest_prefill(prompts, length):
+def test_the_workspace_holds_scores_and_the_largest_prefill():
     arch = architecture.KNOWN["qwen2.5-7b"]
-    plan = engine._Plan(64, 32, 0, 0, length - 1, prompts, (8,))
-    buckets = {plan.bucket(filled) for filled in range(length)}
-    most = max(engine.prefilled_together(prompts, bucket) * bucket for bucket in buckets)
-    beside = engine.workspace(arch, 8, prompts, length, 2)["prefill"]
-    assert beside == most * (3 * arch.ffn_width + 4 * arch.width) * 2
+    beside = engine.workspace(arch, 8, 64, 1025, 2)
+    assert beside == {
+        "scores": 4 * 8 * arch.vocab_size * 4,
+        "prefill": 8192 * (3 * arch.ffn_width + 4 * arch.width) * 2,
+    }
 
 
 @pytest.mark.parametrize(
@@ -375,56 +374,6 @@ def test_the_cache_takes_what_rows_can_need_or_what_there_is(options, free, page
     monkeypatch.setattr(engine.kv_cache, "pool", pool)
     with pytest.raises(NotImplementedError, match=f"^{pages} pages$"):
         record([8], [5], **options)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_every_row_ends_and_no_page_has_two_writers(seed):
-    """The schedule alone, with as few pages as will do, and rows that end at random."""
-    draw = np.random.default_rng(seed)
-    size, limit, slots, width = 4, int(draw.integers(1, 14)), int(draw.integers(1, 7)), 20
-    lengths, groups = draw.integers(1, width + 1, 9), draw.integers(1, 5, 9)
-    queue = [
-        Prompt(np.zeros(n, np.int32), np.zeros((g, 2), np.uint32), limit)
-        for n, g in zip(lengths, groups, strict=True)
-    ]
-    table_width = -(-(width - 1 + limit) // size)
-    plan = engine._Plan(size, 5, table_width, 0, width - 1, min(slots, 9), (slots,))
-    num_pages = int(draw.integers(2 + table_width, 2 + 3 * table_width))
-    schedule, ended = engine._Schedule(plan, num_pages, queue), set()
-    for _ in range(1000):
-        if not schedule.unfinished():
-            break
-        while (fresh := schedule.next_prefill()) is not None:
-            fresh_pages = fresh[1][fresh[1] > 0].tolist()
-            assert len(set(fresh_pages)) == len(fresh_pages)
-        schedule.copies()
-        chunk = schedule.slots(with_history=False)
-        # From a row's end on its pages are its own.
-        own = [
-            page
-            for table, end, live in zip(chunk.tables, chunk.ends, chunk.live, strict=True)
-            for page in table[end // size :]
-            if live and page
-        ]
-        shared = {
-            page
-            for table, end, live in zip(chunk.tables, chunk.ends, chunk.live, strict=True)
-            for page in table[: end // size]
-            if live
-        }
-        assert chunk.live.any() and len(set(own)) == len(own)
-        assert not shared & set(own) and 0 not in shared
-        room = size * (chunk.tables > 0).sum(axis=1)
-        assert (room >= chunk.ends + chunk.limit - chunk.step)[chunk.live].all()
-        made = np.minimum(draw.integers(1, 5, slots), chunk.limit - chunk.step)
-        live = chunk.live & (chunk.step + made < limit) & (draw.random(slots) < 0.8)
-        blank = np.zeros((slots, 5), np.int32)
-        pieces = schedule.harvest(blank, blank, made, live, np.array([0]), None)
-        done = {piece.row for piece in pieces if piece.ended}
-        assert not done & ended
-        ended |= done
-    assert ended == set(range(groups.sum()))
-    assert schedule._pages.free == num_pages - 1
 
 
 @jax.jit
