@@ -107,6 +107,37 @@ def test_off_a_hopper_card_the_plain_model_takes_the_step():
 
 
 @pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        ({"weights": "nf4"}, 3),
+        ({"weights": "mxfp4"}, 3),
+        ({"weights": "bfloat16", "full": True, "lora": None}, 3),
+        ({"weights": "float32", "dtype": jnp.float32}, 3),
+        ({"weights": "bfloat16"}, 192),
+    ],
+)
+def test_what_the_fused_layers_refuse_is_decoded_plainly_on_a_hopper_card(
+    monkeypatch, change, rows
+):
+    monkeypatch.setattr(runtime, "is_hopper", lambda: True)
+    policy = Transformer(**({"arch": ARCH, "lora": LoRA(8, 8.0), "dtype": jnp.bfloat16} | change))
+    assert decode.supports(policy, rows) is not None
+    frozen = model.abstract_base(dataclasses.replace(policy, full=False))
+    parts = functools.partial(model.trainable, policy)
+    params, frozen = jax.eval_shape(parts, frozen, jax.random.key(0))
+    variables = {"params": params, "frozen": frozen}
+    cache = jax.eval_shape(lambda: kv_cache.create(ARCH, rows, 64, policy.dtype))
+    tokens = jax.ShapeDtypeStruct((rows,), jnp.int32)
+
+    def extend(variables, tokens, cache):
+        return decode.extender(policy, variables, rows)(tokens, cache)
+
+    traced = jax.make_jaxpr(extend)(variables, tokens, cache)
+    # The paged cache is read by the attention kernel here, too, wherever that has heads of this kind.
+    assert ("decode_attention_sm90" in str(traced)) == (policy.dtype == jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"dtype": jnp.float32}, "needs activations in bfloat16"),
