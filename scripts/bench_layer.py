@@ -30,9 +30,10 @@ def run_arm(args: argparse.Namespace) -> None:
 
     from pallas_kernels import runtime
     from pallas_kernels.nvfp4_matmul import fused
-    from qerl_jax import architecture, decode
-    from qerl_jax import layers as plain
-    from qerl_jax.model import FusedLinear, LoRA, Transformer, init_params, random_base
+    from qerl_jax.model import architecture
+    from qerl_jax.model import fused_decode as decode
+    from qerl_jax.model import layers as plain
+    from qerl_jax.model.transformer import FusedLinear, LoRA, Transformer, init_params, random_base
 
     runtime.use_compilation_cache()
     arch = architecture.KNOWN[args.model]

@@ -17,8 +17,8 @@ import tempfile
 import ml_dtypes
 import numpy as np
 
-from qerl_jax import tensor_files
-from qerl_jax.architecture import KNOWN, LAYER_NORMS, PARENT, Architecture
+from qerl_jax.checkpoint import safetensors as tensor_files
+from qerl_jax.model.architecture import KNOWN, LAYER_NORMS, PARENT, Architecture
 
 
 def make_folder(folder: pathlib.Path, arch: Architecture) -> None:
@@ -86,7 +86,7 @@ def main():
         source = pathlib.Path(place) / "source"
         source.mkdir()
         make_folder(source, arch)
-        command = [sys.executable, "-m", "qerl_jax.cli", "quantize", source, f"{place}/packed"]
+        command = [sys.executable, "-m", "qerl_jax", "quantize", source, f"{place}/packed"]
         subprocess.run(
             [*map(str, command), "--format", args.format], check=True, timeout=args.seconds
         )

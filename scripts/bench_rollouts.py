@@ -62,8 +62,8 @@ class Bench:
         import jax.numpy as jnp
 
         from pallas_kernels import runtime
-        from qerl_jax import architecture
-        from qerl_jax.model import LoRA, Transformer, init_params, random_base
+        from qerl_jax.model import architecture
+        from qerl_jax.model.transformer import LoRA, Transformer, init_params, random_base
 
         runtime.use_compilation_cache()
         weights, _, without = arm.partition("-")
@@ -80,7 +80,7 @@ class Bench:
     def prompts(self, count: int, generations: int, limits):
         import numpy as np
 
-        from qerl_jax.schedule import Prompt
+        from qerl_jax.generation.scheduler import Prompt
 
         draw = np.random.default_rng(2)
         for limit in np.broadcast_to(limits, count):
@@ -92,7 +92,7 @@ class Bench:
 
     def time(self, prompts, slots: int, longest: int = LONG, repeats: int = 2):
         """Seconds of a call that compiles nothing, and of the first; `longest` fixes what is compiled."""
-        from qerl_jax.engine import Engine
+        from qerl_jax.generation.engine import Engine
 
         num_tokens, prompts = min(KNOWN_IDS, self.arch.vocab_size), list(prompts)
         room = slots * (PROMPT + longest)
@@ -149,7 +149,7 @@ def profile(bench: Bench, batch: int) -> list[tuple[str, float, float]]:
     import jax
     from jax.experimental.mosaic.gpu import profiler
 
-    from qerl_jax import engine
+    from qerl_jax.generation import engine
 
     plain, kernels, chunks = engine._decode, [], []
 

@@ -34,7 +34,9 @@ import sys
 import tempfile
 import time
 
-from qerl_jax import architecture, config, log
+from qerl_jax import config
+from qerl_jax.model import architecture
+from qerl_jax.tracking import logger as log
 
 # What one H200 reaches through JAX: a read of 4 GiB, and a bf16 product of 8192^3.
 BANDWIDTH, BF16_RATE = 4.3e12, 790e12
@@ -184,7 +186,7 @@ def run_row(name: str, tokenizer: str, *, profile: bool) -> dict:
     import jax
 
     from pallas_kernels import runtime
-    from qerl_jax import plan
+    from qerl_jax import memory as plan
 
     row = ROWS[name]
     runtime.use_compilation_cache()
@@ -210,7 +212,7 @@ def run_row(name: str, tokenizer: str, *, profile: bool) -> dict:
 
 
 def _time_steps(row: Row, cfg: config.RunConfig) -> dict:
-    from qerl_jax import train
+    from qerl_jax.training import trainer as train
 
     train.train(cfg)
     rows = log.read_metrics(cfg.output_dir)
@@ -234,8 +236,8 @@ def _time_update(row: Row, cfg: config.RunConfig, profile: bool) -> dict:
     import jax.numpy as jnp
     import numpy as np
 
-    from qerl_jax import update
-    from qerl_jax.model import LoRA, Transformer, init_params, random_base
+    from qerl_jax.model.transformer import LoRA, Transformer, init_params, random_base
+    from qerl_jax.rl import update
 
     lora = LoRA(cfg.lora.rank, cfg.lora.alpha)
     model = Transformer(architecture.KNOWN[row.model], row.weights, lora, jnp.bfloat16)
@@ -375,8 +377,8 @@ def run_arm(cfg: config.RunConfig, folder: pathlib.Path) -> None:
     import jax
     import numpy as np
 
-    from qerl_jax import train
-    from qerl_jax.tensor_files import Tensors
+    from qerl_jax.checkpoint.safetensors import Tensors
+    from qerl_jax.training import trainer as train
 
     cfg = dataclasses.replace(cfg, output_dir=str(folder / "run"))
     train.train(cfg)

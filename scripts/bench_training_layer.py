@@ -24,8 +24,8 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels.nvfp4_matmul import fused_wide
-from qerl_jax import architecture, layers
-from qerl_jax.model import Block, LoRA
+from qerl_jax.model import architecture, layers
+from qerl_jax.model.transformer import Block, LoRA
 
 ARMS = {"bfloat16": "bfloat16", "nvfp4": "nvfp4", "nvfp4-apart": "nvfp4"}
 

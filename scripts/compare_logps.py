@@ -39,8 +39,9 @@ def main() -> int:
 
     from pallas_kernels import runtime
     from pallas_kernels.nvfp4_matmul import fused_wide
-    from qerl_jax import architecture, layers, logprobs, sampling
-    from qerl_jax.model import LoRA, Transformer, head, init_params, random_base
+    from qerl_jax.generation import batch as sampling
+    from qerl_jax.model import architecture, layers, logprobs
+    from qerl_jax.model.transformer import LoRA, Transformer, head, init_params, random_base
 
     runtime.use_compilation_cache()
     arch = architecture.KNOWN[args.model]

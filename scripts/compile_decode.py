@@ -64,10 +64,10 @@ def arguments(name: str, base: str, rows: int, rank: int, device: Any) -> tuple[
     import jax
     import jax.numpy as jnp
 
-    from qerl_jax import architecture, kv_cache
-    from qerl_jax.draws import Truncation
-    from qerl_jax.model import LoRA, Transformer, init_params, random_base
-    from qerl_jax.schedule import Slots
+    from qerl_jax.generation.sampling import Truncation
+    from qerl_jax.generation.scheduler import Slots
+    from qerl_jax.model import architecture, kv_cache
+    from qerl_jax.model.transformer import LoRA, Transformer, init_params, random_base
 
     arch = architecture.KNOWN[name]
     model = Transformer(arch, base, LoRA(rank, float(rank)), jnp.bfloat16)
@@ -129,7 +129,7 @@ def main() -> None:
     import jax
     from jax.experimental import topologies
 
-    from qerl_jax import engine
+    from qerl_jax.generation import engine
 
     jax.devices()  # plugins are found at the first look
     shape = {"topology_name": "1x1x1", "topology": "1x1x1"}

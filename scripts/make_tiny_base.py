@@ -27,10 +27,11 @@ import numpy as np
 import optax
 from safetensors.numpy import save_file
 
-from qerl_jax import arithmetic, logprobs, tokenizer
-from qerl_jax.architecture import Architecture, from_hf
-from qerl_jax.checkpoint import TINY
-from qerl_jax.model import Transformer, head, random_base
+from qerl_jax.checkpoint.base import TINY
+from qerl_jax.data import arithmetic, tokenizer
+from qerl_jax.model import logprobs
+from qerl_jax.model.architecture import Architecture, from_hf
+from qerl_jax.model.transformer import Transformer, head, random_base
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],

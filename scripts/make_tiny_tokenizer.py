@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
-from qerl_jax import arithmetic
+from qerl_jax.data import arithmetic
 
 FOLDER = pathlib.Path(__file__).parents[1] / "qerl_jax" / "assets" / "tiny"
 VOCABULARY_LIMIT = 512

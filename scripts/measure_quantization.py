@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax import calibration, checkpoint, layers, logprobs
-from qerl_jax.calibration import Calibration
+from qerl_jax.checkpoint import base as checkpoint
 from qerl_jax.config import ModelConfig
-from qerl_jax.model import head
-from qerl_jax.quantize import Recipe, quantize
+from qerl_jax.model import layers, logprobs
+from qerl_jax.model.transformer import head
+from qerl_jax.quantization import calibration
+from qerl_jax.quantization.calibration import Calibration
+from qerl_jax.quantization.quantizer import Recipe, quantize
 
 
 def load(folder: str, weights: str):

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from qerl_jax import architecture, checkpoint
-from qerl_jax.model import LoRA, Transformer, init_params
+from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.model import architecture
+from qerl_jax.model.transformer import LoRA, Transformer, init_params
 from tests import golden_files
 from tests.golden_files import GOLDEN
 

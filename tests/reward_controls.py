@@ -2,7 +2,7 @@
 
 import random
 
-from qerl_jax import reward_functions
+from qerl_jax.rewards import stock as reward_functions
 
 
 def shuffled(completions, answer, **_):

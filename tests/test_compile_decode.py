@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from qerl_jax import engine
+from qerl_jax.generation import engine
 from scripts import compile_decode
 
 

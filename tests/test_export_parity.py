@@ -10,12 +10,12 @@ import subprocess
 import numpy as np
 import pytest
 
-from qerl_jax import export
+from qerl_jax.checkpoint import export
 from tests import golden_files
 from tests.golden_files import GOLDEN
 from tests.model_folders import copy
 from tests.parity import torch_python
-from tests.qerl_jax.test_export import TOKENS, finished_run, logits, read
+from tests.qerl_jax.checkpoint.test_export import TOKENS, finished_run, logits, read
 
 ENDS = {"model.embed_tokens.weight", "lm_head.weight"}
 SCRIPT = pathlib.Path(__file__).parent / "parity" / "model_logits.py"

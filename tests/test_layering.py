@@ -1,7 +1,6 @@
-"""Imports go down only."""
+"""Imports run one way between packages."""
 
 import ast
-import graphlib
 import itertools
 import pathlib
 import sys
@@ -9,20 +8,23 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-# Each row may import from those above it, and within itself without cycles.
-LAYERS = (
-    "pallas_kernels",
-    "__init__ adam8bit answers architecture arithmetic benchmarks charts config data display "
-    "equivalence estimators grpo log masked noise packing page pages progress reward_functions "
-    "reward_workers rewards sandbox schedule stop_strings tensor_files tokenizer trackers",
-    "decode draws formats kv_cache layers logprobs model shared_prompts",
-    "adapters awq calibration checkpoint engine model_files policies quantize run_state sampling",
-    "generator rollouts update",
-    "completion_file evaluate export pass_rates plan replay report train",
-    "__main__ cli",
+# Each row may import from the rows above it and within itself; packages of one row do not import each other.
+ORDER = (
+    ("config",),
+    ("model",),
+    ("data", "tracking"),
+    ("checkpoint", "rewards"),
+    ("generation", "quantization"),
+    ("rl",),
+    ("memory",),
+    ("evaluation",),
+    ("training",),
+    ("cli",),
+    ("__main__",),
 )
-LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names.split()}
-MODULES = sorted(path.stem for path in (ROOT / "qerl_jax").glob("*.py"))
+LEVEL = {name: level for level, row in enumerate(ORDER) for name in row}
+# What is plain arithmetic and text: neither Flax nor kernels.
+PLAIN = ("config.py", "data", "rewards", "tracking", "rl/grpo.py", "rl/aqn.py", "rl/masked.py")
 
 
 def imports(path):
@@ -31,45 +33,66 @@ def imports(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: a relative import hides its layer"
+            assert node.level == 0, f"{path}: a relative import hides its package"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def own_imports(module):
-    """Modules of the project that a module of qerl_jax imports; pallas_kernels counts as one."""
-    for name in imports(ROOT / "qerl_jax" / f"{module}.py"):
-        root, *rest = name.split(".")
-        if root in ("pallas_kernels", "qerl_jax", "scripts", "tests"):
-            yield rest[0] if root == "qerl_jax" and rest else root
+def files(name):
+    """The files of a package or module of qerl_jax."""
+    path = ROOT / "qerl_jax" / name
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+
+
+def packages():
+    inside = (ROOT / "qerl_jax").iterdir()
+    found = (path for path in inside if path.suffix == ".py" or (path / "__init__.py").is_file())
+    return sorted({path.stem for path in found} - {"__init__"})
+
+
+def imported(name):
+    """Packages of the project that a package of qerl_jax imports; the root itself is called qerl_jax."""
+    for name_imported in itertools.chain(*map(imports, files(name))):
+        root, *rest = name_imported.split(".")
+        if root == "qerl_jax":
+            yield rest[0] if rest and rest[0] in LEVEL else "qerl_jax"
+        elif root in ("scripts", "tests"):
+            yield root
 
 
 def roots(path):
     return {name.split(".")[0] for name in imports(path)}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_module_imports_no_higher_layer(module):
-    assert module in LEVEL, f"qerl_jax/{module}.py: give it a layer in LAYERS"
-    higher = [name for name in own_imports(module) if LEVEL.get(name, len(LAYERS)) > LEVEL[module]]
-    assert not higher
+@pytest.mark.parametrize("name", packages())
+def test_a_package_imports_only_from_those_above_it(name):
+    assert name in LEVEL, f"qerl_jax/{name}: give it a row in ORDER"
+    others = set(imported(name)) - {name}
+    assert [other for other in others if LEVEL.get(other, len(ORDER)) >= LEVEL[name]] == []
 
 
-def test_imports_have_no_cycle():
-    graph = {module: set(own_imports(module)) for module in MODULES}
+def test_modules_of_a_package_import_each_other_without_cycles():
+    import graphlib
+
+    graph = {}
+    for path in itertools.chain(*map(files, packages())):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        graph[module] = {name.rpartition(".")[0] for name in imports(path)} | set(imports(path))
     graphlib.TopologicalSorter(graph).prepare()
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if LEVEL.get(name) == 1])
-def test_layer_1_sees_values_and_arrays_only(module):
-    assert roots(ROOT / "qerl_jax" / f"{module}.py").isdisjoint({"flax", "pallas_kernels"})
+@pytest.mark.parametrize("name", PLAIN)
+def test_arithmetic_and_texts_need_neither_flax_nor_kernels(name):
+    path = ROOT / "qerl_jax" / name
+    for file in [path] if path.suffix else files(name):
+        assert roots(file).isdisjoint({"flax", "pallas_kernels"}), file
 
 
 def test_kernels_import_jax_only():
     allowed = {"jax", "ml_dtypes", "numpy", "pallas_kernels", *sys.stdlib_module_names}
-    files = (ROOT / "pallas_kernels").rglob("*.py")
-    assert set(itertools.chain(*map(roots, files))) <= allowed
+    paths = (ROOT / "pallas_kernels").rglob("*.py")
+    assert set(itertools.chain(*map(roots, paths))) <= allowed
 
 
 def test_library_runs_without_torch():
-    files = (ROOT / "qerl_jax").rglob("*.py")
-    assert "torch" not in set(itertools.chain(*map(roots, files)))
+    paths = (ROOT / "qerl_jax").rglob("*.py")
+    assert "torch" not in set(itertools.chain(*map(roots, paths)))

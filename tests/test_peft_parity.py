@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax import adapters, checkpoint, layers
+from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.checkpoint import peft as adapters
 from qerl_jax.config import LoraConfig, ModelConfig
-from qerl_jax.model import head, init_params
+from qerl_jax.model import layers
+from qerl_jax.model.transformer import head, init_params
 from tests.parity import torch_python
 
 SCRIPTS = pathlib.Path(__file__).parent / "parity"

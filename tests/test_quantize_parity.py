@@ -10,11 +10,11 @@ import subprocess
 import numpy as np
 import pytest
 
-from qerl_jax import checkpoint
-from qerl_jax.calibration import Calibration
-from qerl_jax.quantize import Recipe, quantize
+from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.quantization.calibration import Calibration
+from qerl_jax.quantization.quantizer import Recipe, quantize
 from tests.parity import torch_python
-from tests.qerl_jax.test_export import TOKENS, logits, read
+from tests.qerl_jax.checkpoint.test_export import TOKENS, logits, read
 
 SCRIPT = pathlib.Path(__file__).parent / "parity" / "model_logits.py"
 ROWS = Calibration("arithmetic", num_samples=16, max_length=64)

@@ -13,9 +13,16 @@ import jax
 import numpy as np
 import pytest
 
-from qerl_jax import adapters, architecture, checkpoint, cli, config, log, plan, rollouts
-from qerl_jax.model import LoRA, init_params
-from qerl_jax.train import _check_folder, train
+from qerl_jax import config
+from qerl_jax import memory as plan
+from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.checkpoint import peft as adapters
+from qerl_jax.cli import main as cli
+from qerl_jax.model import architecture
+from qerl_jax.model.transformer import LoRA, init_params
+from qerl_jax.rl import rollouts
+from qerl_jax.tracking import logger as log
+from qerl_jax.training.trainer import _check_folder, train
 from tests.golden_files import GOLDEN
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -64,7 +71,7 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
     path = tmp_path / "small.toml"
     path.write_text(config.dump(small(killed, **watched)))
     process = subprocess.Popen(
-        [sys.executable, "-m", "qerl_jax.cli", "train", str(path)],
+        [sys.executable, "-m", "qerl_jax", "train", str(path)],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
     )

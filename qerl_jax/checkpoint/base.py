@@ -1,0 +1,295 @@
+"""A Hugging Face folder -> the model, its frozen base on the device, its tokenizer."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import NVFP4Tensor, PackedWeight, nvfp4, prepare
+from qerl_jax.checkpoint import packed_formats as formats
+from qerl_jax.checkpoint.packed_formats import Format, Packed
+from qerl_jax.checkpoint.safetensors import Tensors
+from qerl_jax.config import DENSE, LoraConfig, ModelConfig
+from qerl_jax.data import tokenizer
+from qerl_jax.data.tokenizer import Tokenizer
+from qerl_jax.model import architecture
+from qerl_jax.model.architecture import LAYER_NORMS, PARENT, Architecture
+from qerl_jax.model.transformer import LoRA, Transformer, abstract_base, random_base
+
+_FLOATS = ("F32", "BF16", "F16", "F64")
+TINY = pathlib.Path(__file__).parents[1] / "assets" / "tiny"
+
+
+def load_policy(
+    cfg: ModelConfig, lora: LoraConfig | None, seed: int = 0
+) -> tuple[Transformer, Any, Tokenizer]:
+    """The model, its frozen base on the device, and its tokenizer.
+
+    Args:
+        cfg: Which base, and how its linears are held.
+        lora: Shape of the adapter, or None for the bare base.
+        seed: Of a random base.
+
+    Raises:
+        FileNotFoundError, SafetensorsError: When files are missing or cut short; before any weight
+            is read.
+        ValueError, NotImplementedError: When the model or its tokenizer cannot be used.
+    """
+    known = cfg.random_base and cfg.model_name_or_path in architecture.KNOWN
+    folder = None if known else local_folder(cfg.model_name_or_path, weights=not cfg.random_base)
+    arch = architecture.KNOWN[cfg.model_name_or_path] if known else architecture.load(folder)
+    if cfg.weights not in DENSE:
+        formats.named(cfg.weights).check(arch)
+    source = cfg.tokenizer_name_or_path
+    if known and cfg.trainable == "full":
+        raise ValueError(
+            f"model.trainable: got 'full'; {cfg.model_name_or_path!r} is a shape without files, from "
+            "which the checkpoint of a run could take its config.json"
+        )
+    if source is None and folder is None:
+        raise ValueError(
+            f"model.tokenizer_name_or_path: missing; {cfg.model_name_or_path!r} is a shape without files of its own"
+        )
+    tokens = tokenizer.load(folder if source is None else local_folder(source, weights=False))
+    if tokens.num_tokens > arch.vocab_size:
+        raise ValueError(
+            f"model.tokenizer_name_or_path: has ids up to {tokens.num_tokens - 1}; "
+            f"the model's embedding has only {arch.vocab_size} rows"
+        )
+    adapter = None if lora is None else LoRA(lora.rank, lora.alpha, lora.dropout, lora.train_norms)
+    model = Transformer(arch, cfg.weights, adapter, jnp.dtype(cfg.dtype))
+    frozen = (
+        random_base(model, jax.random.key(seed)) if cfg.random_base else load_base(folder, model)
+    )
+    if cfg.trainable == "full":
+        model = model.clone(lora=None, full=True)
+    return model, frozen, tokens
+
+
+def local_folder(name_or_path: str, *, weights: bool = True) -> pathlib.Path:
+    """A local folder as it is, "qerl-tiny" in the package, anything else downloaded from the hub.
+
+    Raises:
+        FileNotFoundError: When it is neither a folder nor a model of the hub that can be reached.
+    """
+    if name_or_path == "qerl-tiny":
+        return TINY
+    folder = pathlib.Path(name_or_path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or name_or_path.startswith("."):
+        raise FileNotFoundError(f"no such folder: {name_or_path}")
+    import huggingface_hub
+
+    patterns = ["*.json", "*.txt", "*.jinja", "tokenizer*"] + (["*.safetensors"] if weights else [])
+    try:
+        return pathlib.Path(
+            huggingface_hub.snapshot_download(name_or_path, allow_patterns=patterns)
+        )
+    except Exception as error:
+        raise FileNotFoundError(
+            f"{name_or_path!r} is no local folder, and the hub did not give it: {type(error).__name__}: {error}"
+        ) from error
+
+
+def load_base(folder: str | pathlib.Path, model: Transformer) -> Any:
+    """Reads a Hugging Face checkpoint into the `frozen` tree, layer by layer.
+
+    16-bit linears are packed on the device as they are read (round to nearest; for NVFP4 q/k/v share
+    one global scale, gate/up another, as vLLM needs it); a checkpoint of a packed format (`formats`)
+    is read as it is. Either is then brought into the layout that the device's kernels read. Host
+    memory holds one layer, and the device no more than one beside the stack.
+
+    Args:
+        folder: Holds config.json and *.safetensors.
+        model: Says what is expected, and how linears are to be held.
+
+    Raises:
+        NotImplementedError: When the folder is of a packed format that we do not read, or of
+            another than the model's.
+        ValueError: When a tensor is missing or of another shape than config.json says.
+    """
+    folder = pathlib.Path(folder)
+    arch, tensors = model.arch, Tensors(folder)
+    source = formats.of_folder(folder)
+    if source is not None and model.weights not in (source.name, *DENSE):
+        raise NotImplementedError(
+            f"model.weights: got {model.weights!r}; {folder} holds {source.name}, which is read as "
+            f"that, or unpacked to {' or '.join(DENSE)}"
+        )
+    check_names(arch, tensors, source)
+
+    expected = abstract_base(model)
+    dtype = expected["embed_tokens"].dtype
+    # jnp.array copies; asarray may leave a CPU's array in the mapped file, and the base would
+    # change with it.
+    frozen = {
+        "embed_tokens": jnp.array(tensors["model.embed_tokens.weight"], dtype),
+        "norm": {"scale": jnp.array(tensors["model.norm.weight"], dtype)},
+    }
+    if "lm_head" in expected:
+        frozen["lm_head"] = jnp.array(tensors["lm_head.weight"], dtype)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def put(stack, layer, index):
+        return jax.tree.map(lambda s, x: s.at[index].set(x.astype(s.dtype)), stack, layer)
+
+    shared = _shared_scales(arch, tensors, source) if source and source.name == "nvfp4" else set()
+
+    @jax.jit
+    def arrange(weight: Packed) -> PackedWeight:
+        return prepare(weight, model.dtype) if isinstance(weight, NVFP4Tensor) else weight
+
+    def read_linear(linear: str, names: list[str]) -> PackedWeight | jax.Array:
+        if source is None:
+            parts = [jnp.asarray(tensors[f"{name}.weight"]) for name in names]
+            if model.weights in DENSE:
+                return jnp.concatenate(parts).astype(dtype)
+            return arrange(_pack(model.weights, parts))
+        parts = [jax.tree.map(jnp.asarray, source.read(tensors, name)) for name in names]
+        if source.name == "nvfp4":
+            whole = nvfp4.fuse(parts, shared=linear in shared)
+        else:
+            whole = source.fuse(parts)
+        return _unpack(source.name, whole, dtype) if model.weights in DENSE else arrange(whole)
+
+    stack = None
+    for index in range(arch.num_layers):
+        layer = read_layer(arch, tensors, f"model.layers.{index}.", dtype, read_linear)
+        if stack is None:
+            stack = jax.tree.map(lambda x: jnp.zeros((arch.num_layers, *x.shape), x.dtype), layer)
+        stack = put(stack, layer, index)
+    return frozen | {"layers": stack}
+
+
+def read_layer(
+    arch: Architecture,
+    tensors: Tensors | Mapping[str, Any],
+    prefix: str,
+    dtype,
+    read_linear: Callable[[str, list[str]], PackedWeight | jax.Array],
+) -> dict:
+    """One layer as a tree, without a leading axis.
+
+    Args:
+        arch: Says what it has.
+        tensors: By their names in a folder.
+        prefix: Of these names, "model.layers.0." for the first.
+        dtype: Of norms and biases.
+        read_linear: A fused linear's name and those of its parts -> its weight.
+    """
+    layer = {
+        name: {"scale": jnp.asarray(tensors[f"{prefix}{name}.weight"], dtype)}
+        for name in LAYER_NORMS
+    }
+    if arch.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            layer[name] = {"scale": jnp.asarray(tensors[f"{prefix}self_attn.{name}.weight"], dtype)}
+    for linear, parts in arch.linears().items():
+        names = [f"{prefix}{PARENT[linear]}.{part}" for part, _ in parts]
+        layer[linear] = {"weight": read_linear(linear, names)}
+        if linear == "qkv" and arch.qkv_bias:
+            layer[linear]["bias"] = jnp.concatenate(
+                [jnp.asarray(tensors[f"{name}.bias"], dtype) for name in names]
+            )
+    return layer
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _pack(name: str, parts: list[jax.Array]) -> Packed:
+    form = formats.named(name)
+    return form.fuse(form.pack(parts))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _unpack(name: str, weight: Packed, dtype) -> jax.Array:
+    return formats.named(name).unpack(weight, dtype)
+
+
+def _shared_scales(arch: Architecture, tensors: Tensors, source: Format) -> set[str]:
+    """The fused linears whose parts have one global scale, and so in every layer: stacked layers have one form.
+
+    A scale per row costs a multiply more per output; quantizers that follow vLLM's rule do not need
+    it.
+    """
+
+    def scale(name: str) -> float:
+        return source.read(tensors, name).global_scale.item()
+
+    return {
+        linear
+        for linear in arch.linears()
+        if all(
+            len({scale(name) for name in arch.linear_names(linear, index)}) == 1
+            for index in range(arch.num_layers)
+        )
+    }
+
+
+def check_names(arch: Architecture, tensors: Tensors, source: Format | None) -> None:
+    """Demands every tensor and shape at the door, so that nothing is half loaded.
+
+    Raises:
+        SafetensorsError, ValueError: When a tensor is missing, or has another shape than `arch` says.
+        NotImplementedError: When one has a type that cannot be read, or there is one that would
+            change what a weight means.
+    """
+    expected = {
+        "model.embed_tokens.weight": (arch.vocab_size, arch.width),
+        "model.norm.weight": (arch.width,),
+    }
+    if not arch.tie_word_embeddings:
+        expected["lm_head.weight"] = (arch.vocab_size, arch.width)
+    for index in range(arch.num_layers):
+        prefix = f"model.layers.{index}."
+        expected |= {f"{prefix}{name}.weight": (arch.width,) for name in LAYER_NORMS}
+        if arch.qk_norm:
+            expected |= {
+                f"{prefix}self_attn.{name}.weight": (arch.head_size,)
+                for name in ("q_norm", "k_norm")
+            }
+        for linear, parts in arch.linears().items():
+            k, bias = arch.input_width(linear), linear == "qkv" and arch.qkv_bias
+            names = arch.linear_names(linear, index)
+            for name, (_, n) in zip(names, parts, strict=True):
+                shapes = {"weight": (n, k)} if source is None else source.shapes(n, k)
+                shapes |= {"bias": (n,)} if bias else {}
+                _check_linear(tensors, name, source, shapes)
+                expected |= {f"{name}.{suffix}": shape for suffix, shape in shapes.items()}
+    for name, shape in expected.items():
+        found = tensors.shape(name)
+        if found != shape and not (found == () and shape == (1,)):
+            raise ValueError(f"{name}: got shape {found}; config.json says {shape}")
+
+
+# What may stand beside a weight without a meaning for it: scales of quantized activations, which stay
+# in 16 bits here, and of a quantized cache.
+_IGNORED = ("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale")
+
+
+def _check_linear(
+    tensors: Tensors, name: str, source: Format | None, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    """Looks for what has another type, is not packed, or would have to act."""
+    dense = f"{name}.weight" in tensors and tensors.type(f"{name}.weight") in _FLOATS
+    if source is not None and dense:
+        raise NotImplementedError(
+            f"{name}: is not packed, although the folder is; a folder that leaves some linears of the "
+            "layers out of its quantization cannot be read"
+        )
+    types = {"weight": _FLOATS} if source is None else source.types
+    for suffix in tensors.suffixes(name):
+        if suffix not in shapes and suffix not in _IGNORED:
+            raise NotImplementedError(
+                f"{name}.{suffix}: has no place in the model, and would change what the linear does"
+            )
+        found, known = tensors.type(f"{name}.{suffix}"), types.get(suffix)
+        if known is not None and found not in known:
+            raise NotImplementedError(
+                f"{name}.{suffix}: got type {found}; must be {' or '.join(known)}"
+            )

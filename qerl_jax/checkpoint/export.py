@@ -1,0 +1,385 @@
+"""A trained policy -> a folder that others read, and the proof that the folder holds that policy.
+
+    peft     the adapter, with the norms it trained
+    merged   base + scaling * B A in 16 bits, as a whole model
+    nvfp4    that sum packed again: a model of the size of the base
+
+An export is read back before it gets its name: its log-probabilities on fixed prompts are compared
+with those of the policy that was trained. Packing rounds; where the adapter is smaller than a step of
+the 4-bit numbers, it is lost in them, and the comparison says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax import config
+from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.checkpoint import hf_folder as model_files
+from qerl_jax.checkpoint import packed_formats as formats
+from qerl_jax.checkpoint import peft as adapters
+from qerl_jax.checkpoint.run_state import StateFiles
+from qerl_jax.checkpoint.safetensors import Tensors, whole_folder
+from qerl_jax.config import DENSE, RunConfig
+from qerl_jax.data import arithmetic
+from qerl_jax.data.tokenizer import Tokenizer
+from qerl_jax.model import architecture, logprobs
+from qerl_jax.model.architecture import LAYER_NORMS, Architecture
+from qerl_jax.model.transformer import LoRA, Transformer, abstract_base, head
+
+type Kind = Literal["peft", "merged", "nvfp4"]
+type Base = Literal["original", "packed"]
+
+REPORT = "export.json"
+
+_NUM_PROMPTS = 16
+
+
+class ExportError(ValueError):
+    """An export that is not the policy that was trained."""
+
+
+def export(
+    run: str | pathlib.Path,
+    to: Kind,
+    out: str | pathlib.Path,
+    *,
+    base: Base | None = None,
+    step: int | None = None,
+    limit: float | None = None,
+) -> dict[str, Any]:
+    """Writes what a run has learned.
+
+    Args:
+        run: A run folder.
+        to: What is written.
+        out: The folder, which appears whole or not at all; replaced if it is an export already.
+        base: To what the adapter is added: the "original" 16-bit weights, or those on which it was
+            trained, "packed" and unpacked again. Must be given where there are both.
+        step: Of the checkpoint to take; None means the final adapter, or the newest checkpoint.
+        limit: Largest mean difference of log-probabilities, in nats; None means what the rounding
+            of that kind explains. That of the bases, where they are two, does not count.
+
+    Returns:
+        The report, which the folder holds as export.json.
+
+    Raises:
+        FileNotFoundError: When the run, or what it has learned, is not there.
+        FileExistsError: When `out` holds something else.
+        ValueError: When the choice of base is missing or impossible.
+        ExportError: When the log-probabilities differ by more than the limit.
+    """
+    run = pathlib.Path(run)
+    cfg = _config(run)
+    folder = checkpoint.local_folder(cfg.model.model_name_or_path)
+    if cfg.model.trainable == "full":
+        folder = _trained_model(run, to, step)
+    base = _checked_base(cfg, folder, to, base)
+    for source, what in ((run, "the run"), (folder, "the base of the run")):
+        if pathlib.Path(out).resolve() in (source.resolve(), *source.resolve().parents):
+            raise FileExistsError(f"{out}: holds {what}, which would be deleted")
+    policy = _Policy(run, cfg, folder, step)
+    trained, bare = policy.logps(), policy.logps(adapter=False)
+    with whole_folder(out, REPORT, "export") as partial:
+        if to == "peft":
+            name = cfg.model.model_name_or_path
+            adapters.export_adapter(partial, policy.params, policy.model.lora, name)
+            found = policy.read_adapter(partial)
+        else:
+            form = formats.named(to) if to != "merged" else None
+            policy.frozen = None  # its memory is needed for what is read back
+            _write_model(partial, policy, base, form)
+            found = policy.read_model(partial, to)
+        moved = trained - bare
+        difference = found - trained
+        # Other bases differ as such; what the adapter does on either is to be the same.
+        if to == "merged" and base == "original" and policy.cfg.model.weights not in DENSE:
+            difference_of_bases = policy.read_model(policy.folder, to) - bare
+        else:
+            difference_of_bases = 0.0
+        off = float(np.abs(difference - difference_of_bases).mean())
+        if limit is None:
+            limit = _limit(to, policy, float(np.abs(moved).mean()))
+        report = {
+            "run": str(run.resolve()),
+            "to": to,
+            "base": cfg.model.model_name_or_path,
+            "from": base,
+            "step": policy.step,
+            "tokens": trained.size,
+            "mean_difference": float(np.abs(difference).mean()),
+            "max_difference": float(np.abs(difference).max()),
+            "mean_difference_of_bases": float(np.abs(difference_of_bases).mean()),
+            "mean_effect_of_training": float(np.abs(moved).mean()),
+            "limit": limit,
+        }
+        if not off <= limit:  # also if it is no number
+            raise ExportError(
+                f"{out}: not written: its log-probabilities differ from the trained policy's by {off:.4g} on "
+                f"average, and the limit is {limit:.4g}; training changed them by "
+                f"{report['mean_effect_of_training']:.4g}"
+            )
+        (partial / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def line(report: dict[str, Any]) -> str:
+    """The comparison in a sentence."""
+    return (
+        f"log-probabilities of {report['tokens']} tokens differ from the trained policy's by "
+        f"{report['mean_difference']:.3g} on average, {report['max_difference']:.3g} at most; "
+        f"training has changed them by {report['mean_effect_of_training']:.3g}"
+    )
+
+
+def _config(run: pathlib.Path) -> RunConfig:
+    path = run / "config.toml"
+    if not path.is_file():
+        raise FileNotFoundError(f"no config.toml in {run}: a run folder is what qerl train writes")
+    cfg = config.load(path)
+    if cfg.model.random_base:
+        raise ValueError(f"{path}: model.random_base: there is no base to export with")
+    return cfg
+
+
+def _trained_model(run: pathlib.Path, to: Kind, step: int | None) -> pathlib.Path:
+    """Of a run that trained its base: the model that it wrote at its end."""
+    if to != "nvfp4":
+        raise ValueError(
+            f"to: got {to!r}; a run with model.trainable = 'full' has no adapter, and its 16-bit model is "
+            f"{run / 'model'}"
+        )
+    if step is not None:
+        raise ValueError(f"step: got {step}; of a whole model only the final one is written")
+    if not (run / "model").is_dir():
+        raise FileNotFoundError(f"no model in {run}: the run has not ended")
+    return run / "model"
+
+
+def _checked_base(cfg: RunConfig, folder: pathlib.Path, to: Kind, base: Base | None) -> Base | None:
+    if to == "peft":
+        if base is not None:
+            raise ValueError(f"from: got {base!r}; an adapter is exported without a base")
+        return None
+    packed = formats.of_folder(folder) is not None
+    choices = [] if packed else ["original"]
+    if packed or cfg.model.weights not in DENSE:
+        choices.append("packed")
+    if base is None and len(choices) == 1:
+        return choices[0]
+    if base not in choices:
+        raise ValueError(
+            f"from: got {base!r}; must be {' or '.join(map(repr, choices))}: the adapter is added to the "
+            f"16-bit weights of {folder} ('original') or to packed ones ('packed'), if there are such"
+        )
+    return base
+
+
+class _Policy:
+    """The policy that was trained, and what can be compared with it.
+
+    Attributes:
+        cfg: Of its run.
+        folder: Of its base.
+        model: Names and shapes.
+        frozen: The base on the device.
+        params: The adapter; empty where the base itself was trained.
+        step: Of its checkpoint; None for the final adapter.
+    """
+
+    def __init__(self, run: pathlib.Path, cfg: RunConfig, folder: pathlib.Path, step: int | None):
+        self.cfg, self.folder, self.step = cfg, folder, step
+        full = cfg.model.trainable == "full"
+        base = dataclasses.replace(cfg.model, model_name_or_path=str(folder), trainable="lora")
+        self.model, self.frozen, tokens = checkpoint.load_policy(base, None if full else cfg.lora)
+        if full:
+            self.params: dict[str, Any] = {}
+        elif step is None and (run / "adapter").is_dir():
+            self.params = adapters.import_adapter(run / "adapter", self.model)
+        else:
+            self.step, self.params = _checkpoint(run, step)
+        self._ids, self._answers = _prompts(tokens)
+        self._num_tokens = tokens.num_tokens
+
+    def logps(self, *, adapter: bool = True) -> np.ndarray:
+        """Log-probabilities of the prompts' answers, one after the other."""
+        return self._logps(self.model, {"params": self.params, "frozen": self.frozen}, adapter)
+
+    def read_adapter(self, folder: pathlib.Path) -> np.ndarray:
+        """The same with an adapter that was written."""
+        shape = adapters.read_lora(folder)
+        lora = LoRA(shape.rank, shape.alpha, train_norms=shape.train_norms)
+        model = self.model.clone(lora=lora)
+        params = adapters.import_adapter(folder, model)
+        return self._logps(model, {"params": params, "frozen": self.frozen})
+
+    def read_model(self, folder: pathlib.Path, to: Kind) -> np.ndarray:
+        """The same with a whole model that was written."""
+        weights = "nvfp4" if to == "nvfp4" else str(self.dtype)
+        model = Transformer(architecture.load(folder), weights, None, self.model.dtype)
+        return self._logps(model, {"frozen": checkpoint.load_base(folder, model)})
+
+    @property
+    def dtype(self) -> np.dtype:
+        """In which what is not packed is held and written."""
+        return np.dtype(abstract_base(self.model)["embed_tokens"].dtype)
+
+    def _logps(self, model: Transformer, variables: dict[str, Any], adapter=True) -> np.ndarray:
+        logps = _score(model, adapter, self._num_tokens, variables, jnp.asarray(self._ids))
+        return np.asarray(logps)[self._answers[:, 1:]]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _score(model: Transformer, adapter: bool, num_tokens: int, variables, ids) -> jax.Array:
+    """Log-probability of each token but the first, float32 [B, T - 1]."""
+    hidden, _ = model.apply(variables, ids, adapter=adapter)
+    logps, _ = logprobs.of_targets(
+        hidden[:, :-1].reshape(-1, hidden.shape[-1]),
+        head(variables["frozen"]),
+        ids[:, 1:].reshape(-1),
+        temperature=1.0,
+        num_tokens=num_tokens,
+    )
+    return logps.reshape(len(ids), -1)
+
+
+def _checkpoint(run: pathlib.Path, step: int | None) -> tuple[int, Any]:
+    if not (run / "checkpoints").is_dir():
+        raise FileNotFoundError(f"neither adapter nor checkpoints in {run}: nothing has been saved")
+    files = StateFiles(run, keep=None)
+    try:
+        return files.params(step)
+    finally:
+        files.close()
+
+
+def _prompts(tokens: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Arithmetic problems under the chat template and their worked answers, int32 and bool [B, T]; the latter is true at answers."""
+    problems = [arithmetic.problem("test", 0, index) for index in range(_NUM_PROMPTS)]
+    questions = tokens.encode([({"role": "user", "content": p.question},) for p in problems])
+    answers = tokens.encode([arithmetic.worked_answer(p) for p in problems])
+    length = max(len(q) + len(a) for q, a in zip(questions, answers, strict=True))
+    ids = np.full((len(problems), length), tokens.pad_token, np.int32)
+    mask = np.zeros(ids.shape, bool)
+    for row, (question, answer) in enumerate(zip(questions, answers, strict=True)):
+        end = len(question) + len(answer)
+        ids[row, :end] = question + answer
+        mask[row, len(question) : end] = True
+    return ids, mask
+
+
+def _limit(to: Kind, policy: _Policy, effect: float) -> float:
+    """Mean difference, in nats, that rounding explains; a merge without the adapter is off by its effect."""
+    if to == "peft":
+        return 1e-4  # float32 in, float32 out: nothing is rounded
+    if to == "nvfp4":
+        # Every weight is rounded to 4 bits anew. What is further off than the base is not trained.
+        return max(0.25, min(0.5, effect))
+    # Where activations are bfloat16, the order of summation alone makes 0.03 in 28 random layers.
+    floor = 0.05 if policy.model.dtype == jnp.bfloat16 else 0.01
+    return max(floor, min(0.1, effect / 2))
+
+
+def _write_model(
+    folder: pathlib.Path, policy: _Policy, base: Base | None, form: formats.Format | None
+) -> None:
+    """Writes the merged model, in 16 bits or packed, layer by layer."""
+    arch, dtype = policy.model.arch, policy.dtype
+    tensors, stored = Tensors(policy.folder), formats.of_folder(policy.folder)
+    read = _base_reader(
+        arch, tensors, stored, policy.cfg.model.weights if base == "packed" else None
+    )
+    outside = [name for name in tensors if not name.startswith("model.layers.")]
+    known = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+    tied = arch.tie_word_embeddings
+
+    def layer(index: int) -> dict[str, np.ndarray]:
+        written = dict(_norms_and_biases(arch, tensors, policy.params, index))
+        written = {name: np.asarray(array, dtype) for name, array in written.items()}
+        for linear, parts in arch.linears().items():
+            names, weights = arch.linear_names(linear, index), read(linear, index)
+            if policy.params:
+                branches = policy.params["layers"][linear]
+                pairs = [
+                    (branches[part]["a"][index], branches[part]["b"][index]) for part, _ in parts
+                ]
+                weights = _merge(weights, pairs, policy.model.lora.scaling)
+            if form is None:
+                weights = [{"weight": np.asarray(weight.astype(dtype))} for weight in weights]
+            else:
+                weights = [form.write(jax.device_get(w)) for w in _pack(form.name, weights)]
+            for name, held in zip(names, weights, strict=True):
+                written |= {f"{name}.{suffix}": array for suffix, array in held.items()}
+        return written
+
+    model_files.fill_folder(
+        folder,
+        policy.folder,
+        arch.num_layers,
+        {n: tensors[n] for n in outside if n in known and not (tied and n == known[2])},
+        layer,
+        dtype=dtype,
+        quantization_config=None if form is None else form.config,
+    )
+
+
+def _base_reader(
+    arch: Architecture, tensors: Tensors, stored: formats.Format | None, weights: str | None
+) -> Callable[[str, int], list[jax.Array]]:
+    """The function (linear, layer) -> its parts as they are or, with `weights`, as a base so packed holds them."""
+
+    def read(linear: str, index: int) -> list[jax.Array]:
+        names = arch.linear_names(linear, index)
+        if stored is not None:
+            parts = [jax.tree.map(jnp.asarray, stored.read(tensors, name)) for name in names]
+            return _unpack(stored.name, parts)
+        parts = [jnp.asarray(tensors[f"{name}.weight"]) for name in names]
+        if weights is None:
+            return parts
+        return _unpack(weights, _pack(weights, parts))
+
+    return read
+
+
+def _norms_and_biases(
+    arch: Architecture, tensors: Tensors, params: dict[str, Any], index: int
+) -> Iterator[tuple[str, Any]]:
+    prefix = f"model.layers.{index}."
+    trained = params.get("layers", {})
+    for norm in LAYER_NORMS:
+        name = f"{prefix}{norm}.weight"
+        yield name, trained[norm]["scale"][index] if norm in trained else tensors[name]
+    if arch.qk_norm:
+        for norm in ("q_norm", "k_norm"):
+            yield (name := f"{prefix}self_attn.{norm}.weight"), tensors[name]
+    if arch.qkv_bias:
+        for name in arch.linear_names("qkv", index):
+            yield f"{name}.bias", tensors[f"{name}.bias"]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _pack(name: str, parts: list[jax.Array]) -> list[Any]:
+    return formats.named(name).pack(parts)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _unpack(name: str, parts: list[Any]) -> list[jax.Array]:
+    return [formats.named(name).unpack(part, jnp.float32) for part in parts]
+
+
+@jax.jit
+def _merge(weights: list[jax.Array], pairs: list[tuple[jax.Array, jax.Array]], scaling: float):
+    """W + scaling * (A B)^T, in float32."""
+    return [
+        weight.astype(jnp.float32) + scaling * jnp.matmul(a, b, precision="highest").T
+        for weight, (a, b) in zip(weights, pairs, strict=True)
+    ]

@@ -1,0 +1,119 @@
+"""A model as a Hugging Face folder: what its tensors are called, and how it is written, layer by layer."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from qerl_jax.checkpoint import safetensors as tensor_files
+from qerl_jax.checkpoint.safetensors import whole_folder
+from qerl_jax.model.architecture import LAYER_NORMS, read_json
+from qerl_jax.model.transformer import Transformer, abstract_base
+
+# Beside the weights; not what describes the weights of the folder that they are copied from.
+_COPIED = (".json", ".txt", ".jinja", ".model")
+_OWN = ("hf_quant_config.json", "quantization_report.json", "export.json")
+
+
+def fill_folder(
+    folder: pathlib.Path,
+    source: pathlib.Path,
+    num_layers: int,
+    outside: Mapping[str, np.ndarray],
+    layer: Callable[[int], Mapping[str, np.ndarray]],
+    *,
+    dtype: Any,
+    quantization_config: dict[str, Any] | None = None,
+) -> None:
+    """Writes weights in shards, config.json, and the tokenizer and generation config of `source`.
+
+    Host memory holds one layer.
+
+    Args:
+        folder: Exists and is empty.
+        source: A model folder of the same architecture.
+        num_layers: L.
+        outside: Tensors that are in no layer, by name; written in `dtype`.
+        layer: Index -> tensors of that layer, by name; all layers have the same.
+        dtype: Of the model: bfloat16 or float32.
+        quantization_config: For config.json, where weights are packed.
+    """
+    dtype, at = np.dtype(dtype), 0
+    held = layer(0)
+    table = {name: (dtype, array.shape) for name, array in outside.items()}
+    for index in range(num_layers):
+        for name, array in held.items():
+            name = name.replace("model.layers.0.", f"model.layers.{index}.", 1)
+            table[name] = (array.dtype, array.shape)
+
+    def read(name: str) -> np.ndarray:
+        nonlocal at, held
+        if name in outside:
+            return np.asarray(outside[name], dtype)
+        index = int(name.split(".")[2])
+        if index != at:
+            at, held = index, layer(index)
+        return held[name]
+
+    tensor_files.write_shards(folder, table, read)
+    for path in source.iterdir():
+        described = path.name.endswith(".index.json") or path.name in _OWN
+        if path.suffix in _COPIED and not described:
+            shutil.copyfile(path, folder / path.name)
+    config = read_json(source / "config.json")
+    config.pop("quantization_config", None)
+    config.pop("dtype", None)  # transformers 5 writes this name and reads both
+    config["torch_dtype"] = str(dtype)
+    if quantization_config is not None:
+        config["quantization_config"] = quantization_config
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def export_model(
+    folder: str | pathlib.Path, model: Transformer, base: Any, source: str | pathlib.Path
+) -> None:
+    """Writes a dense base as a Hugging Face folder that `load_base`, transformers and vLLM read.
+
+    Weights are written in the type in which `model` holds a base (bfloat16 or float32), config and
+    tokenizer are the source's. The folder appears whole or not at all.
+
+    Args:
+        folder: Replaced if it is a model already.
+        model: Says how the linears are fused.
+        base: The whole `frozen` tree; its layers may be trained ones, in float32.
+        source: The folder that the base came from.
+
+    Raises:
+        FileExistsError: When the folder holds something else.
+    """
+    arch = model.arch
+    dtype = np.dtype(abstract_base(model.clone(full=False))["embed_tokens"].dtype)
+    outside = {
+        "model.embed_tokens.weight": base["embed_tokens"],
+        "model.norm.weight": base["norm"]["scale"],
+    }
+    if "lm_head" in base:
+        outside["lm_head.weight"] = base["lm_head"]
+
+    def layer(index: int) -> dict[str, np.ndarray]:
+        tensors, prefix = {}, f"model.layers.{index}."
+        content = jax.device_get(jax.tree.map(lambda stack: stack[index], base["layers"]))
+        for module in content.keys() - arch.linears().keys():
+            parent = "" if module in LAYER_NORMS else "self_attn."
+            tensors[f"{prefix}{parent}{module}.weight"] = content[module]["scale"]
+        for linear, parts in arch.linears().items():
+            ends = np.cumsum([size for _, size in parts])[:-1]
+            for leaf, array in content[linear].items():
+                pieces = np.split(array, ends)
+                for name, piece in zip(arch.linear_names(linear, index), pieces, strict=True):
+                    tensors[f"{name}.{leaf}"] = piece
+        return {name: np.asarray(tensors[name], dtype) for name in sorted(tensors)}
+
+    with whole_folder(folder, "config.json", "model") as partial:
+        fill_folder(partial, pathlib.Path(source), arch.num_layers, outside, layer, dtype=dtype)

@@ -1,0 +1,369 @@
+"""How the weights of each packed format are made, and how they lie in a Hugging Face folder.
+
+NVFP4 and MXFP4 folders are compressed-tensors', which transformers and vLLM read; NF4 folders are
+those that transformers writes with bitsandbytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import MXFP4Tensor, NF4Tensor, NVFP4Tensor, mxfp4, nf4, nvfp4
+from qerl_jax.checkpoint.safetensors import Tensors
+from qerl_jax.model import architecture
+from qerl_jax.model.architecture import Architecture
+
+type Packed = NVFP4Tensor | MXFP4Tensor | NF4Tensor
+
+_QUANT_STATE = "quant_state.bitsandbytes__nf4"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Format:
+    """One packed format.
+
+    Attributes:
+        name: As in `model.weights`.
+        block: K must be a multiple of it.
+        group: Neighbouring entries that share a scale.
+        pack: Weights [N, K] that read one input -> each packed, with what they have to share.
+        unpack: A packed weight -> [N, K] in the dtype given.
+        fuse: Packed weights that read one input -> one, joined along N.
+        shapes: (N, K) -> shapes of the tensors that a weight becomes in a file, by what follows the
+            linear's name and a dot.
+        nbytes: (N, K) -> bytes of these tensors.
+        write: A packed weight -> these tensors.
+        types: What safetensors calls the types that some of them may have.
+        read: An opened folder and a linear's name -> the packed weight, in host memory.
+        config: `quantization_config` of a folder.
+    """
+
+    name: str
+    block: int
+    group: int
+    pack: Callable[[Sequence[jax.Array]], list[Any]]
+    unpack: Callable[..., jax.Array]
+    fuse: Callable[[Sequence[Any]], Any]
+    shapes: Callable[[int, int], dict[str, tuple[int, ...]]]
+    nbytes: Callable[[int, int], int]
+    types: dict[str, tuple[str, ...]]
+    write: Callable[[Any], dict[str, np.ndarray]]
+    read: Callable[[Tensors, str], Any]
+    config: dict[str, Any]
+
+    def check(self, arch: Architecture) -> None:
+        """Says which linear cannot be packed.
+
+        Raises:
+            ValueError: When a linear's K is not whole blocks.
+        """
+        for linear in arch.linears():
+            width = arch.input_width(linear)
+            if width % self.block:
+                raise ValueError(
+                    f"model.weights: got {self.name!r}; {linear} has {width} input features (K), "
+                    f"and {self.name.upper()} needs a multiple of {self.block}"
+                )
+
+
+def named(
+    name: str, *, scale_rounding: mxfp4.Rounding = "nearest", double_quant: bool = True
+) -> Format:
+    """A format by its name.
+
+    Args:
+        name: "nvfp4", "mxfp4" or "nf4".
+        scale_rounding: How MXFP4 rounds its scales; see `mxfp4.quantize`.
+        double_quant: Whether NF4's scales are quantized too, as in QLoRA.
+
+    Raises:
+        ValueError: An unknown name.
+    """
+    match name:
+        case "nvfp4":
+            return _NVFP4
+        case "mxfp4":
+            quantize = functools.partial(mxfp4.quantize, rounding=scale_rounding)
+            return dataclasses.replace(_MXFP4, pack=lambda parts: [quantize(w) for w in parts])
+        case "nf4":
+            return _nf4(double_quant)
+    raise ValueError(f"format: got {name!r}; known are 'nvfp4', 'mxfp4' and 'nf4'")
+
+
+def of_folder(folder: str | pathlib.Path) -> Format | None:
+    """The format of a model folder, by `quantization_config` in its config.json, or by hf_quant_config.json.
+
+    Keys that say nothing of the weights are passed over, whatever version of a library wrote them.
+    So are scales of quantized activations (W4A4): activations stay in 16 bits here, which is more
+    exact.
+
+    Returns:
+        None for a folder without quantization.
+
+    Raises:
+        NotImplementedError: For a quantization that cannot be read, by its name.
+    """
+    folder = pathlib.Path(folder)
+    quantization = architecture.read_json(folder / "config.json").get("quantization_config")
+    beside = folder / "hf_quant_config.json"
+    if quantization is None and beside.is_file():
+        # ModelOpt writes this file, and only newer versions both.
+        quantization = architecture.read_json(beside).get("quantization") or {}
+        quantization = {"quant_method": "modelopt"} | quantization
+    if quantization is None:
+        return None
+    method, form = (quantization.get(key) for key in ("quant_method", "format"))
+    if method == "compressed-tensors" and form in _COMPRESSED_TENSORS:
+        if quantization.get("transform_config"):
+            raise NotImplementedError(
+                "quantization_config: transform_config: rotated weights cannot be read"
+            )
+        sparsity = (quantization.get("sparsity_config") or {}).get("format", "dense")
+        if sparsity != "dense":
+            raise NotImplementedError(
+                f"quantization_config: sparsity_config: got format {sparsity!r}; only 'dense' can be read"
+            )
+        return _COMPRESSED_TENSORS[form]
+    if method in ("modelopt", "modelopt_fp4"):
+        form = quantization.get("quant_algo")
+        if form in ("NVFP4", "W4A16_NVFP4"):
+            return _MODELOPT_NVFP4
+    if method == "bitsandbytes" and quantization.get("bnb_4bit_quant_type") == "nf4":
+        return _nf4(bool(quantization.get("bnb_4bit_use_double_quant")))
+    raise NotImplementedError(
+        f"quantization_config: got quant_method {method!r}, format {form!r}; read are folders without "
+        f"quantization, compressed-tensors {' and '.join(map(repr, _COMPRESSED_TENSORS))}, ModelOpt "
+        "'NVFP4' and bitsandbytes nf4"
+    )
+
+
+def _compressed_tensors(form: str, **weights: Any) -> dict[str, Any]:
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "symmetric": True,
+        "dynamic": False,
+        "actorder": None,
+        "block_structure": None,
+        "observer": "minmax",
+        "observer_kwargs": {},
+    } | weights
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+        "format": form,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+# NVFP4
+
+
+def _pack_nvfp4(parts: Sequence[jax.Array]) -> list[NVFP4Tensor]:
+    # vLLM needs one global scale for what it fuses: the smallest.
+    shared = functools.reduce(jnp.minimum, [nvfp4.global_scale(part) for part in parts])
+    return [nvfp4.quantize(part, shared) for part in parts]
+
+
+def _write_nvfp4(t: NVFP4Tensor) -> dict[str, np.ndarray]:
+    return {
+        "weight_packed": np.asarray(t.codes),
+        "weight_scale": np.asarray(t.scales),
+        "weight_global_scale": np.asarray(t.global_scale),
+    }
+
+
+def _read_nvfp4(tensors: Tensors, name: str) -> NVFP4Tensor:
+    codes = tensors[f"{name}.weight_packed"]
+    return NVFP4Tensor(
+        codes,
+        tensors[f"{name}.weight_scale"],
+        np.asarray(tensors[f"{name}.weight_global_scale"], np.float32).reshape(1),
+        (codes.shape[0], 2 * codes.shape[1]),
+    )
+
+
+_NVFP4 = Format(
+    name="nvfp4",
+    block=nvfp4.BLOCK,
+    group=nvfp4.BLOCK,
+    pack=_pack_nvfp4,
+    unpack=nvfp4.dequantize,
+    fuse=functools.partial(nvfp4.fuse, shared=True),
+    shapes=lambda n, k: {
+        "weight_packed": (n, k // 2),
+        "weight_scale": (n, k // nvfp4.BLOCK),
+        "weight_global_scale": (1,),
+    },
+    nbytes=lambda n, k: n * k // 2 + n * k // nvfp4.BLOCK + 4,
+    types={"weight_packed": ("U8",), "weight_scale": ("F8_E4M3",)},
+    write=_write_nvfp4,
+    read=_read_nvfp4,
+    config=_compressed_tensors(
+        "nvfp4-pack-quantized",
+        strategy="tensor_group",
+        group_size=nvfp4.BLOCK,
+        scale_dtype="torch.float8_e4m3fn",
+    ),
+)
+
+
+def _read_modelopt(tensors: Tensors, name: str) -> NVFP4Tensor:
+    codes = tensors[f"{name}.weight"]
+    # ModelOpt multiplies by its second scale, where compressed-tensors divides by its own.
+    scale = 1 / np.asarray(tensors[f"{name}.weight_scale_2"], np.float32).reshape(1)
+    shape = (codes.shape[0], 2 * codes.shape[1])
+    return NVFP4Tensor(codes, tensors[f"{name}.weight_scale"], scale, shape)
+
+
+_MODELOPT_NVFP4 = dataclasses.replace(
+    _NVFP4,
+    shapes=lambda n, k: {
+        "weight": (n, k // 2),
+        "weight_scale": (n, k // nvfp4.BLOCK),
+        "weight_scale_2": (1,),
+    },
+    types={"weight": ("U8",), "weight_scale": ("F8_E4M3",)},
+    read=_read_modelopt,
+)
+
+
+# MXFP4
+
+
+def _write_mxfp4(t: MXFP4Tensor) -> dict[str, np.ndarray]:
+    return {"weight_packed": np.asarray(t.codes), "weight_scale": np.asarray(t.scales)}
+
+
+def _read_mxfp4(tensors: Tensors, name: str) -> MXFP4Tensor:
+    codes = tensors[f"{name}.weight_packed"]
+    shape = (codes.shape[0], 2 * codes.shape[1])
+    return MXFP4Tensor(codes, tensors[f"{name}.weight_scale"], shape)
+
+
+_MXFP4 = Format(
+    name="mxfp4",
+    block=mxfp4.BLOCK,
+    group=mxfp4.BLOCK,
+    pack=lambda parts: [mxfp4.quantize(part) for part in parts],
+    unpack=mxfp4.dequantize,
+    fuse=mxfp4.fuse,
+    shapes=lambda n, k: {"weight_packed": (n, k // 2), "weight_scale": (n, k // mxfp4.BLOCK)},
+    nbytes=lambda n, k: n * k // 2 + n * k // mxfp4.BLOCK,
+    types={"weight_packed": ("U8",), "weight_scale": ("U8",)},
+    write=_write_mxfp4,
+    read=_read_mxfp4,
+    config=_compressed_tensors(
+        "mxfp4-pack-quantized",
+        strategy="group",
+        group_size=mxfp4.BLOCK,
+        scale_dtype="torch.uint8",
+    ),
+)
+
+_COMPRESSED_TENSORS = {form.config["format"]: form for form in (_NVFP4, _MXFP4)}
+
+
+# NF4
+
+
+def _write_nf4(t: NF4Tensor) -> dict[str, np.ndarray]:
+    state: dict[str, Any] = {
+        "quant_type": "nf4",
+        "blocksize": nf4.BLOCK,
+        "dtype": "bfloat16",
+        "shape": list(t.shape),
+    }
+    tensors = {
+        "weight": np.asarray(t.codes)[:, None],
+        "weight.absmax": np.asarray(t.absmax),
+        "weight.quant_map": nf4.CODE_VALUES,
+    }
+    if t.absmax2 is not None:
+        state |= {
+            "nested_blocksize": nf4.GROUP,
+            "nested_dtype": "float32",
+            "nested_offset": float(t.offset[0]),
+        }
+        tensors |= {
+            "weight.nested_absmax": np.asarray(t.absmax2),
+            "weight.nested_quant_map": nf4.SCALE_VALUES,
+        }
+    text = json.dumps(state).encode()
+    return tensors | {f"weight.{_QUANT_STATE}": np.frombuffer(text, np.uint8)}
+
+
+def _read_nf4(tensors: Tensors, name: str) -> NF4Tensor:
+    state = json.loads(tensors[f"{name}.weight.{_QUANT_STATE}"].tobytes())
+    if state.get("blocksize") != nf4.BLOCK or state.get("nested_blocksize", nf4.GROUP) != nf4.GROUP:
+        raise NotImplementedError(
+            f"{name}: blocks of {state.get('blocksize')} and {state.get('nested_blocksize')}; "
+            f"read are those of {nf4.BLOCK} and {nf4.GROUP}"
+        )
+    codes, absmax = tensors[f"{name}.weight"].reshape(-1), tensors[f"{name}.weight.absmax"]
+    shape = tuple(state["shape"])
+    if "nested_offset" not in state:
+        return NF4Tensor(codes, absmax, None, None, shape)
+    absmax2 = tensors[f"{name}.weight.nested_absmax"]
+    offset = np.full(absmax2.shape, state["nested_offset"], np.float32)
+    return NF4Tensor(codes, absmax, absmax2, offset, shape)
+
+
+def _nf4(double: bool) -> Format:
+    def shapes(n: int, k: int) -> dict[str, tuple[int, ...]]:
+        blocks = math.ceil(n * k / nf4.BLOCK)
+        nested = {"weight.nested_absmax": (math.ceil(blocks / nf4.GROUP),)} if double else {}
+        return {"weight": (n * k // 2, 1), "weight.absmax": (blocks,)} | nested
+
+    def nbytes(n: int, k: int) -> int:
+        # Without the state, whose text is about 150 bytes.
+        blocks, tables = math.ceil(n * k / nf4.BLOCK), 64 + 1024 * double
+        scales = blocks + 4 * math.ceil(blocks / nf4.GROUP) if double else 4 * blocks
+        return n * k // 2 + scales + tables
+
+    return Format(
+        name="nf4",
+        block=1,
+        group=nf4.BLOCK,
+        pack=lambda parts: [nf4.quantize(part, double=double) for part in parts],
+        unpack=nf4.dequantize,
+        fuse=nf4.fuse,
+        shapes=shapes,
+        nbytes=nbytes,
+        types={"weight": ("U8",)},
+        write=_write_nf4,
+        read=_read_nf4,
+        config={
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "load_in_8bit": False,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": double,
+            "bnb_4bit_compute_dtype": "bfloat16",
+            "bnb_4bit_quant_storage": "uint8",
+            "llm_int8_skip_modules": ["lm_head"],
+            "llm_int8_enable_fp32_cpu_offload": False,
+            "llm_int8_has_fp16_weight": False,
+            "llm_int8_threshold": 6.0,
+        },
+    )

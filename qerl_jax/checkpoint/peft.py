@@ -1,0 +1,238 @@
+"""PEFT adapters: folder -> `params`, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax.checkpoint.safetensors import Tensors, whole_folder
+from qerl_jax.config import LoraConfig
+from qerl_jax.model.architecture import LAYER_NORMS, PARENT, read_json
+from qerl_jax.model.transformer import LoRA, Transformer
+
+_PEFT_PREFIX = "base_model.model."
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """What an adapter_config.json says of each linear, named as in the base: "model.layers.0.mlp.up_proj"."""
+
+    path: pathlib.Path
+    config: dict[str, Any]
+
+    def targets(self, name: str) -> bool:
+        """Whether the linear has a branch."""
+        layers = self.config.get("layers_to_transform")
+        layers = [layers] if isinstance(layers, int) else layers
+        if layers is not None and int(name.split(".")[2]) not in layers:
+            return False
+        excluded, targets = self.config.get("exclude_modules"), self.config["target_modules"]
+        if excluded and self._names(excluded, name):
+            return False
+        return targets == "all-linear" or self._names(targets, name)
+
+    def _names(self, modules: str | list[str], name: str) -> bool:
+        """A text is a pattern for whole names, a list holds names or their ends."""
+        if isinstance(modules, str):
+            try:
+                return re.fullmatch(modules, name) is not None
+            except re.error as error:
+                raise ValueError(
+                    f"adapter_config.json: {modules!r} is no regular expression: {error}"
+                ) from error
+        return any(name == module or name.endswith(f".{module}") for module in modules)
+
+    def rank(self, name: str) -> int:
+        """Of the linear's branch."""
+        return self._pattern("rank_pattern", name, self.config["r"])
+
+    def scaling(self, name: str) -> float:
+        """By what the branch is multiplied: alpha / rank, or alpha / sqrt(rank) (rslora, arXiv 2312.03732)."""
+        alpha = self._pattern("alpha_pattern", name, self.config["lora_alpha"])
+        rank = self.rank(name)
+        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def _pattern(self, field: str, name: str, default: float) -> float:
+        for pattern, value in (self.config.get(field) or {}).items():
+            if re.match(rf"(.*\.)?({pattern})$", name):
+                return value
+        return default
+
+
+# What makes another function of the tensors, or of the base, than B A x.
+_PLAIN = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "use_dora": False,
+    "use_qalora": False,
+    "lora_bias": False,
+    "fan_in_fan_out": False,
+    "layer_replication": None,
+    "trainable_token_indices": None,
+    "target_parameters": None,
+}
+# These begin by changing the base; others begin beside it.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def _shape(folder: str | pathlib.Path) -> _Shape:
+    path = pathlib.Path(folder) / "adapter_config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"no adapter_config.json in {folder}")
+    config = read_json(path)
+    for field, plain in _PLAIN.items():
+        if (config.get(field) or plain) != plain:
+            raise NotImplementedError(
+                f"{path}: {field}: got {config[field]!r}; only {plain!r} is supported"
+            )
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(_CHANGES_BASE):
+        raise NotImplementedError(
+            f"{path}: init_lora_weights: got {start!r}, which changes the base; convert the adapter to "
+            "plain LoRA (PEFT: path_initial_model_for_weight_conversion)"
+        )
+    norms = config.get("modules_to_save") or []
+    if norms and set(norms) != set(LAYER_NORMS):
+        raise NotImplementedError(
+            f"{path}: modules_to_save: got {norms}; only {list(LAYER_NORMS)} can be read"
+        )
+    if not isinstance(config.get("target_modules"), str | list):
+        raise ValueError(
+            f"{path}: target_modules: got {config.get('target_modules')!r}; must be names, or a pattern"
+        )
+    for field in ("r", "lora_alpha"):
+        if not isinstance(config.get(field), int | float) or config[field] <= 0:
+            raise ValueError(f"{path}: {field}: got {config.get(field)!r}; must be positive")
+    return _Shape(path, config)
+
+
+def read_lora(folder: str | pathlib.Path) -> LoraConfig:
+    """The shape that a model needs for a PEFT adapter, from its adapter_config.json.
+
+    Where ranks differ (`rank_pattern`) it is the largest; alpha is such that alpha / rank is the
+    scaling of linears that no pattern names.
+
+    Raises:
+        NotImplementedError: For adapters that are no plain LoRA, by the field that says so.
+    """
+    shape = _shape(folder)
+    config = shape.config
+    rank = max(config["r"], *(config.get("rank_pattern") or {"": 0}).values())
+    alpha = float(config["lora_alpha"])
+    if config.get("use_rslora") or rank != config["r"]:
+        alpha = rank * (
+            alpha / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
+        )
+    return LoraConfig(rank, alpha, 0.0, bool(config.get("modules_to_save")))
+
+
+def import_adapter(folder: str | pathlib.Path, model: Transformer) -> Any:
+    """Reads a PEFT adapter into the `params` tree of `model`, float32.
+
+    The function is the adapter's; the tree has one rank and one scaling. A branch of a lower rank
+    gets zeros in A and in B, and a linear without one has nothing else: both stay zero in training.
+    Where a scaling differs from the model's, B takes up the quotient, so an optimizer's step moves
+    such a branch by as much less or more.
+
+    Raises:
+        SafetensorsError, ValueError: When a tensor is missing, of another shape, or none of the
+            model's.
+    """
+    tensors, shape = Tensors(folder, "adapter_model"), _shape(folder)
+    arch, lora = model.arch, model.lora
+    if lora.rank != read_lora(folder).rank:
+        raise ValueError(f"{shape.path}: rank {read_lora(folder).rank}; the model has {lora.rank}")
+    unread = set(tensors)
+
+    def read(name: str, sizes: tuple[int, ...]) -> np.ndarray:
+        full = f"{_PEFT_PREFIX}{name}.weight"
+        if tensors.shape(full) != sizes:
+            raise ValueError(f"{full}: got shape {tensors.shape(full)}; the model needs {sizes}")
+        unread.discard(full)
+        return np.asarray(tensors[full], np.float32)
+
+    def branch(name: str, n: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+        a, b = np.zeros((k, lora.rank), np.float32), np.zeros((lora.rank, n), np.float32)
+        if shape.targets(name):
+            rank, quotient = shape.rank(name), np.float32(shape.scaling(name) / lora.scaling)
+            a[:, :rank] = read(f"{name}.lora_A", (rank, k)).T
+            b[:rank] = quotient * read(f"{name}.lora_B", (n, rank)).T
+        return a, b
+
+    layers: dict[str, Any] = {linear: {} for linear in arch.linears()}
+    for linear, parts in arch.linears().items():
+        k = arch.input_width(linear)
+        for place, (part, n) in enumerate(parts):
+            names = [arch.linear_names(linear, index)[place] for index in range(arch.num_layers)]
+            pairs = zip(*(branch(name, n, k) for name in names), strict=True)
+            a, b = (jnp.asarray(np.stack(stack)) for stack in pairs)
+            layers[linear][part] = {"a": a, "b": b}
+    if lora.train_norms:
+        for norm in LAYER_NORMS:
+            names = [f"model.layers.{index}.{norm}" for index in range(arch.num_layers)]
+            scales = np.stack([read(name, (arch.width,)) for name in names])
+            layers[norm] = {"scale": jnp.asarray(scales)}
+    if unread:
+        raise ValueError(
+            f"{folder}: {min(unread)} has no place in the model ({len(unread)} such tensors)"
+        )
+    return {"layers": layers}
+
+
+def _peft_tensors(params: Any):
+    for module, content in params["layers"].items():
+        for index in range(len(jax.tree.leaves(content)[0])):
+            prefix = f"{_PEFT_PREFIX}model.layers.{index}."
+            if module in LAYER_NORMS:
+                yield f"{prefix}{module}.weight", content["scale"][index]
+                continue
+            for part, pair in content.items():
+                yield f"{prefix}{PARENT[module]}.{part}.lora_A.weight", pair["a"][index].T
+                yield f"{prefix}{PARENT[module]}.{part}.lora_B.weight", pair["b"][index].T
+
+
+def export_adapter(folder: str | pathlib.Path, params: Any, lora: LoRA, base: str) -> None:
+    """Writes the adapter as PEFT does: adapter_config.json and adapter_model.safetensors, float32.
+
+    Trained norms are written too and listed in `modules_to_save`. The folder appears whole or not
+    at all.
+
+    Args:
+        folder: Replaced if it is an adapter already.
+        params: The `params` tree.
+        lora: Its shape.
+        base: `base_model_name_or_path`.
+
+    Raises:
+        FileExistsError: When the folder holds something else.
+    """
+    from safetensors.numpy import save_file
+
+    tensors = {
+        name: np.ascontiguousarray(value) for name, value in _peft_tensors(jax.device_get(params))
+    }
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors if ".lora_A." in name}),
+        "modules_to_save": list(LAYER_NORMS) if lora.train_norms else None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_rslora": False,
+        "inference_mode": True,
+    }
+    with whole_folder(folder, "adapter_config.json", "adapter") as partial:
+        save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,4 @@
+"""The command `qerl`.
+
+May import every package.
+"""

@@ -1,0 +1,479 @@
+"""Problems to train and evaluate on: rows of any source as prompts with named columns.
+
+A problem is a prompt and whatever else its row holds; rewards receive those columns by name. The
+order in which training meets the problems is a function of a seed and the batch's number alone, so
+that a run can resume at any batch without having read the ones before.
+"""
+
+import dataclasses
+import functools
+import itertools
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, overload
+
+import numpy as np
+
+from qerl_jax.config import DataConfig
+from qerl_jax.data import answers, arithmetic
+
+type Message = dict[str, str]
+type Prompt = str | tuple[Message, ...]
+
+# Short on purpose: with it every prompt of GSM8K fits in 256 tokens of Qwen2.5's chat (252 at
+# most).
+THINK_ANSWER_PROMPT = (
+    "First reason step by step between <think> and </think>, then write only the final answer "
+    "between <answer> and </answer>."
+)
+SYSTEM_PROMPTS = {
+    "think-answer": THINK_ANSWER_PROMPT,
+    # What `dapo_reward` reads.
+    "answer-line": (
+        "Solve the problem step by step. End with a line that says only 'Answer: ' and the answer."
+    ),
+    # What `code_reward` reads.
+    "think-code": (
+        "First reason step by step between <think> and </think>, then write a complete Python "
+        "program that reads standard input and writes standard output, in one ```python block."
+    ),
+}
+# Enough that a training run meets few problems twice, and quick to permute.
+ARITHMETIC_PROBLEMS = 100_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A set of problems by its usual name.
+
+    Attributes:
+        hub: Its name on the Hugging Face hub.
+        config: Its configuration there.
+        prompt: The column of the problem.
+        answer: The column of the answer; absent where rewards read another column.
+        system_prompt: The name in `SYSTEM_PROMPTS` of the instruction it is used with.
+        max_prompt_characters: Longer problems are left out.
+    """
+
+    hub: str
+    config: str | None
+    prompt: str
+    answer: str | None
+    system_prompt: str | None = None
+    max_prompt_characters: int | None = None
+
+
+_BIGMATH = "open-r1/Big-Math-RL-Verified-Processed"
+# Sets and limits are QeRL's (its published code), whose system prompts are longer.
+SETS = {
+    "gsm8k": Source("openai/gsm8k", "main", "question", "answer"),
+    "bigmath": Source(_BIGMATH, "level_3_4_5", "prompt", "solution", "think-answer", 1024),
+    "bigmath_hard": Source(_BIGMATH, "level_4_5", "prompt", "solution", "think-answer", 1024),
+    # Its prompts carry DAPO's own instruction to end with "Answer: ...".
+    "dapo_math": Source(
+        "open-r1/DAPO-Math-17k-Processed", "en", "source_prompt", "solution", None, 1024
+    ),
+    "miromind": Source(
+        "miromind-ai/MiroMind-M1-RL-62K", None, "problem", "clean_answer", "answer-line", 1024
+    ),
+    "math": Source("DigitalLearningGmbH/MATH-lighteval", None, "problem", "answer", "think-answer"),
+    # To report on; `benchmarks.SPLITS` says which split. Limits are for training sets.
+    "math500": Source("HuggingFaceH4/MATH-500", None, "problem", "answer", "think-answer"),
+    "aime24": Source("HuggingFaceH4/aime_2024", None, "problem", "answer", "think-answer"),
+    "aime25": Source("math-ai/aime25", None, "problem", "answer", "think-answer"),
+    "amc23": Source("math-ai/amc23", None, "question", "answer", "think-answer"),
+    "verifiable_code": Source(
+        "open-r1/verifiable-coding-problems-python_decontaminated-tested-shuffled",
+        *(None, "problem", None, "think-code"),
+    ),
+}
+_FILE_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_PROMPT_COLUMNS = ("prompt", "question", "problem")
+_ANSWER_COLUMNS = ("answer", "ground_truth", "solution")
+_FIELD = re.compile(r"\{(\w+)\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One prompt, as text or as chat messages of role and content, and its row's other columns."""
+
+    prompt: Prompt
+    columns: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Problems(Sequence[Problem]):
+    """A fixed number of problems, each read when it is asked for."""
+
+    length: int
+    read: Callable[[int], Problem]
+
+    def __len__(self) -> int:
+        return self.length
+
+    @overload
+    def __getitem__(self, index: int) -> Problem: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Problem]: ...
+    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
+        chosen = range(self.length)[index]
+        return self.read(chosen) if isinstance(chosen, int) else [self.read(i) for i in chosen]
+
+
+def from_config(
+    cfg: DataConfig, *, split: str, seed: int, num_problems: int | None = None
+) -> Problems:
+    """The problems that a `[data]` section describes.
+
+    Args:
+        cfg: the section.
+        split: instead of the section's.
+        seed: which arithmetic problems.
+        num_problems: instead of the section's.
+
+    Raises:
+        ValueError: as `load` does.
+    """
+    return load(
+        cfg.dataset,
+        path=cfg.path,
+        config=cfg.name,
+        split=split,
+        columns=cfg.columns,
+        system_prompt=cfg.system_prompt,
+        prompt_template=cfg.prompt_template,
+        max_prompt_characters=cfg.max_prompt_characters,
+        seed=seed,
+        num_problems=num_problems or cfg.num_problems,
+    )
+
+
+def system_prompt(cfg: DataConfig) -> str:
+    """What a `[data]` section's system message is, as its `system_prompt` would say it; "" for none.
+
+    For problems of another set that are to be asked alike.
+    """
+    if cfg.system_prompt is not None:
+        return cfg.system_prompt
+    source = SETS.get(cfg.dataset)
+    return (source and source.system_prompt) or ""
+
+
+def load(
+    name_or_path: str,
+    *,
+    path: str | None = None,
+    config: str | None = None,
+    split: str = "train",
+    columns: Mapping[str, str] | None = None,
+    system_prompt: str | None = None,
+    prompt_template: str | None = None,
+    max_prompt_characters: int | None = None,
+    seed: int = 0,
+    num_problems: int | None = None,
+) -> Problems:
+    r"""Loads problems by name: procedural ones, or the rows of a data set.
+
+    A row becomes a problem by its columns, the first that is there counting:
+
+        prompt   the one that `columns` names; a named set's own; `prompt`; else `question` or
+                 `problem`. Messages of a chat stay as they are, a text becomes one message of the
+                 user. Only the text of a column `prompt` of no named set stays text, for policies
+                 that continue it, unless a system prompt makes it a chat
+        answer   the one that `columns` names; a named set's own; `answer`; else
+                 `reward_model["ground_truth"]` (verl's rows), `ground_truth` or `solution`. An
+                 answer with a line that starts with `####` (GSM8K's) is cut there: the rest of the
+                 line without commas becomes `answer`, the whole `solution`. A `solution` with a
+                 `\boxed{}` (MATH's) is cut to what the last one holds
+
+    Every other column is kept as it is.
+
+    Args:
+        name_or_path: "arithmetic", a name in `SETS`, another data set of the Hugging Face hub, a
+            folder that `datasets` can read, or a .jsonl, .json or .parquet file (whatever the
+            split).
+        path: a folder or file to read the rows of a named set from, instead of the hub.
+        config: the data set's configuration, where it has several.
+        split: the data set's split; "train" or "test" for arithmetic.
+        columns: the rows' names for `prompt` and `answer`.
+        system_prompt: a first message telling the model what to do: a text, or a name in
+            `SYSTEM_PROMPTS`; "" for none, None for a named set's own.
+        prompt_template: takes the place of the prompt, or of its last message: `{prompt}` in it is
+            what was there, `{COLUMN}` the row's value; other braces stay.
+        max_prompt_characters: leaves out problems whose prompt's column holds more; None means a
+            named set's own limit.
+        seed: which arithmetic problems; rows of data sets do not depend on it.
+        num_problems: read only so many of what is left, from the first. Arithmetic has 100,000
+            unless told.
+
+    Raises:
+        ValueError: if there is no such data set, folder, file, configuration, split or column, no
+            row is left, `num_problems` is not positive, or a row has no usable prompt.
+    """
+    if num_problems is not None and num_problems < 1:
+        raise ValueError(f"num_problems must be at least 1; got {num_problems}")
+    source, columns = SETS.get(name_or_path), dict(columns or {})
+    if system_prompt is None and source is not None:
+        system_prompt = source.system_prompt
+    if name_or_path == "arithmetic":
+        if path or config or columns or max_prompt_characters:
+            raise ValueError(
+                "arithmetic has no path, configurations, columns or long prompts; got "
+                f"{path=}, {config=}, {columns=}, {max_prompt_characters=}"
+            )
+        kept = range(ARITHMETIC_PROBLEMS if num_problems is None else num_problems)
+        rows, where = functools.partial(_arithmetic_row, split, seed), name_or_path
+        reader = _Reader("question", "answer", True, system_prompt, prompt_template)
+    else:
+        where = path or name_or_path
+        dataset = load_rows(name_or_path, path, config, split)
+        if len(dataset) == 0:
+            raise ValueError(f"{where}: the split {split!r} is empty")
+        reader = _Reader(
+            _prompt_column(dataset.column_names, columns, source, where),
+            _answer_column(dataset.column_names, columns, source, where),
+            source is not None,
+            system_prompt,
+            prompt_template,
+        )
+        limit = max_prompt_characters or (source and source.max_prompt_characters)
+        kept = _short_enough(dataset, reader.prompt, limit, where)[:num_problems]
+        rows = dataset.__getitem__
+
+    def read(index: int) -> Problem:
+        return reader.problem(rows(kept[index]), f"{where}, row {kept[index]}")
+
+    read(0)  # a row that cannot be read shows now, not in the middle of a run
+    return Problems(len(kept), read)
+
+
+def batch(problems: Sequence[Problem], index: int, *, batch_size: int, seed: int) -> list[Problem]:
+    """Batch number `index` of endless passes over the problems, each in an order of its own.
+
+    Position p = index * batch_size + i, the i-th of the batch, is place p % n of pass p // n for n
+    problems; a pass's order depends on (seed, pass) alone. What is left at the end of a pass shares
+    its batch with the start of the next.
+
+    Args:
+        problems: n of them.
+        index: the batch's number, from 0.
+        batch_size: problems per batch.
+        seed: chooses the orders.
+
+    Raises:
+        ValueError: if there are no problems, `batch_size` is not positive, or `index` is negative.
+    """
+    if not problems or batch_size < 1 or index < 0:
+        raise ValueError(
+            "a batch needs problems, batch_size >= 1 and index >= 0; "
+            f"got {len(problems)} problems, {batch_size=}, {index=}"
+        )
+    positions = range(index * batch_size, (index + 1) * batch_size)
+    places = (divmod(position, len(problems)) for position in positions)
+    return [problems[int(_order(len(problems), seed, epoch)[place])] for epoch, place in places]
+
+
+def batches(
+    problems: Sequence[Problem], *, batch_size: int, seed: int, start: int = 0
+) -> Iterator[list[Problem]]:
+    """Yields batch `start` and all that follow; see `batch`."""
+    for index in itertools.count(start):
+        yield batch(problems, index, batch_size=batch_size, seed=seed)
+
+
+def collate(problems: Sequence[Problem]) -> tuple[list[str | list[Message]], dict[str, list]]:
+    """Prompts and columns of problems as parallel lists, None where a problem lacks a column.
+
+    Messages are copied: a reward that changes its prompts changes nobody else's.
+    """
+    prompts = [
+        problem.prompt
+        if isinstance(problem.prompt, str)
+        else [dict(message) for message in problem.prompt]
+        for problem in problems
+    ]
+    names = dict.fromkeys(name for problem in problems for name in problem.columns)
+    columns = {name: [problem.columns.get(name) for problem in problems] for name in names}
+    return prompts, columns
+
+
+# Two passes meet in a batch at most.
+@functools.lru_cache(maxsize=2)
+def _order(length: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(length)
+
+
+def _arithmetic_row(split: str, seed: int, index: int) -> dict[str, Any]:
+    problem = arithmetic.problem(split, seed, index)
+    return {"question": problem.question, "answer": str(problem.answer)}
+
+
+def load_rows(name: str, path: str | None, config: str | None, split: str):
+    """The rows of a data set, as a `datasets.Dataset`.
+
+    Args:
+        name: As in `load`, or any set of the hub, folder or file.
+        path: A folder or file instead of the hub.
+        config: The data set's configuration, where it has several.
+        split: The data set's split.
+
+    Raises:
+        ValueError: Saying what was looked for.
+    """
+    import datasets  # slow to import, and not needed for arithmetic
+
+    source, place = SETS.get(name), path or name
+    folder = pathlib.Path(place).expanduser()
+    is_file = folder.suffix in _FILE_FORMATS
+    looks_local = is_file or folder.is_absolute() or place.startswith((".", "~"))
+    if (looks_local or path) and not folder.exists():
+        raise ValueError(f"no such file or folder: {os.fspath(folder)!r}")
+    if is_file and folder.stat().st_size == 0:  # `datasets` ends in a bare StopIteration here
+        raise ValueError(f"{place}: the file is empty")
+    try:
+        if is_file:
+            if config is not None:
+                raise ValueError(f"a file has no configurations; got {config=}")
+            files = {split: os.fspath(folder)}
+            return datasets.load_dataset(
+                _FILE_FORMATS[folder.suffix], data_files=files, split=split
+            )
+        hub = os.fspath(folder) if source is None or path else source.hub
+        if config is None and source is not None and source.config is not None:
+            # A copy on disk may have been made without the hub's configurations.
+            known = datasets.get_dataset_config_names(hub) if path else [source.config]
+            config = source.config if source.config in known else None
+        return datasets.load_dataset(hub, config, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
+        raise ValueError(
+            f"could not load the data set {place!r} ({config=}, {split=}): "
+            f"{error.__cause__ or error}"
+        ) from error
+
+
+def _named_column(
+    names: Sequence[str], role: str, columns: Mapping[str, str], own: str | None, where: str
+) -> str | None:
+    """The column that the config or, if it is there, the named set appoints."""
+    if role in columns and columns[role] not in names:
+        raise ValueError(
+            f"{where}: no column {columns[role]!r}, which data.columns names as the {role}; "
+            f"it has {sorted(names)}"
+        )
+    return columns.get(role) or (own if own in names else None)
+
+
+def _prompt_column(
+    names: Sequence[str], columns: Mapping[str, str], source: Source | None, where: str
+) -> str:
+    named = _named_column(names, "prompt", columns, source and source.prompt, where)
+    for name in (named, *_PROMPT_COLUMNS):
+        if name in names:
+            return name
+    raise ValueError(
+        f"{where}: no column 'prompt' (nor 'question' or 'problem'); it has {sorted(names)}"
+    )
+
+
+def _answer_column(
+    names: Sequence[str], columns: Mapping[str, str], source: Source | None, where: str
+) -> str | None:
+    return _named_column(names, "answer", columns, source and source.answer, where)
+
+
+def _short_enough(dataset, column: str, limit: int | None, where: str) -> Sequence[int]:
+    """The rows whose prompt has at most `limit` characters."""
+    if limit is None:
+        return range(len(dataset))
+    kept = [row for row, prompt in enumerate(dataset[column]) if _characters(prompt) <= limit]
+    if not kept:
+        raise ValueError(f"{where}: no prompt has at most {limit} characters")
+    return kept
+
+
+def _characters(prompt: Any) -> int:
+    if isinstance(prompt, str):
+        return len(prompt)
+    return sum(len(message["content"]) for message in _checked_messages(prompt, "a prompt"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """How rows of one set become problems; see `load`."""
+
+    prompt: str
+    answer: str | None
+    is_named: bool
+    system_prompt: str | None
+    template: str | None
+
+    def problem(self, row: Mapping[str, Any], where: str) -> Problem:
+        columns = dict(row)
+        prompt = columns.pop(self.prompt)
+        instruction = SYSTEM_PROMPTS.get(self.system_prompt, self.system_prompt)
+        is_message = self.is_named or self.prompt != "prompt" or bool(instruction)
+        if isinstance(prompt, str) and is_message:
+            prompt = [{"role": "user", "content": prompt}]
+        if not isinstance(prompt, str):
+            prompt = _checked_messages(prompt, f"{where}, column {self.prompt!r}")
+        if instruction:
+            if prompt[0]["role"] == "system":
+                raise ValueError(
+                    f'{where}: has a system message already; set data.system_prompt = ""'
+                )
+            prompt = ({"role": "system", "content": instruction}, *prompt)
+        if self.template is not None:
+            prompt = _fill(self.template, prompt, row)
+        return Problem(prompt, _with_answer(columns, self.answer))
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether it is a list of messages, each with a role and a content that are texts."""
+    return (
+        isinstance(prompt, Sequence)
+        and len(prompt) > 0
+        and all(
+            isinstance(message, Mapping)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in prompt
+        )
+    )
+
+
+def _checked_messages(prompt: Any, where: str) -> tuple[Message, ...]:
+    if not is_chat(prompt):
+        raise ValueError(f"{where}: must be text or messages of role and content; got {prompt!r}")
+    # Columns of structs fill keys that a message lacks with None: only the two are meant.
+    return tuple({"role": m["role"], "content": m["content"]} for m in prompt)
+
+
+def _fill(template: str, prompt: Prompt, row: Mapping[str, Any]) -> Prompt:
+    if not isinstance(prompt, str):
+        *earlier, last = prompt
+        return (*earlier, {**last, "content": _fill(template, last["content"], row)})
+    # Not str.format: templates ask for \boxed{} as it stands, and problems have braces, too.
+    values = {**row, "prompt": prompt}
+    return _FIELD.sub(lambda field: str(values.get(field[1], field[0])), template)
+
+
+def _with_answer(columns: dict[str, Any], named: str | None) -> dict[str, Any]:
+    reward_model = columns.get("reward_model")
+    if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
+        columns.setdefault("ground_truth", reward_model["ground_truth"])
+    for name in (named, *_ANSWER_COLUMNS):
+        if name in columns:
+            columns["answer"] = answer = columns[name]
+            break
+    else:
+        return columns
+    if not isinstance(answer, str):
+        return columns
+    if marked := re.findall(r"^####(.*)", answer, re.MULTILINE):
+        columns["solution"] = answer
+        columns["answer"] = marked[-1].strip().replace(",", "")
+    elif name == "solution" and (boxed := answers.last_boxed(answer)) is not None:
+        columns["answer"] = boxed
+    return columns

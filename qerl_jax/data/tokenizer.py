@@ -1,0 +1,87 @@
+"""Text to ids and back, over a Hugging Face tokenizer and its chat template."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from qerl_jax.model.architecture import read_json
+
+type Prompt = str | Sequence[dict[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """A Hugging Face tokenizer with what generation needs to know of it.
+
+    Attributes:
+        hf: The transformers tokenizer.
+        stop_tokens: Ids that end a completion: the tokenizer's end of sequence and those of
+            generation_config.json.
+        pad_token: Fills rows after their end; never trained on.
+        num_tokens: Ids are 0 ... num_tokens - 1; rows of the embedding beyond are never sampled or
+            scored.
+    """
+
+    hf: Any
+    stop_tokens: tuple[int, ...]
+    pad_token: int
+    num_tokens: int
+
+    def render(self, prompt: Prompt) -> str:
+        """The text the model sees: messages pass the chat template, a plain string stays as it is."""
+        if isinstance(prompt, str):
+            return prompt
+        return self.hf.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+
+    def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Ids of each prompt; special tokens are those that the template writes."""
+        texts = [self.render(prompt) for prompt in prompts]
+        return self.hf(texts, add_special_tokens=False)["input_ids"] if texts else []
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of a completion, without special tokens."""
+        return self.hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def load(folder: str | pathlib.Path) -> Tokenizer:
+    """Reads a tokenizer and its chat template from a local folder.
+
+    Raises:
+        FileNotFoundError: When the folder has no tokenizer.
+        ValueError: When it cannot be read, has no chat template, or no end-of-sequence token.
+    """
+    folder = pathlib.Path(folder)
+    if (
+        not (folder / "tokenizer.json").is_file()
+        and not (folder / "tokenizer_config.json").is_file()
+    ):
+        raise FileNotFoundError(f"tokenizer: no tokenizer.json in {folder}")
+    # Without PyTorch, importing transformers prints a notice that would be a newcomer's first line.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import AutoTokenizer
+
+    try:
+        hf = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"tokenizer: transformers cannot read the one in {folder}: {error}"
+        ) from error
+    if not hf.chat_template:
+        raise ValueError(
+            f"tokenizer: {folder} has no chat template; chat prompts need one (chat_template.jinja)"
+        )
+    stops = [] if hf.eos_token_id is None else [hf.eos_token_id]
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        listed = read_json(generation).get("eos_token_id")
+        stops += [listed] if isinstance(listed, int) else listed or []
+    if not stops:
+        raise ValueError(
+            f"tokenizer: {folder} names no end-of-sequence token; completions would never stop"
+        )
+    pad = hf.pad_token_id if hf.pad_token_id is not None else stops[0]
+    return Tokenizer(hf, tuple(dict.fromkeys(stops)), pad, max(hf.get_vocab().values()) + 1)

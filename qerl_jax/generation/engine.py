@@ -1,0 +1,400 @@
+"""Continuous batching: prompts wait in a queue, rows run in slots, keys and values lie in pages.
+
+The device runs one jitted loop per chunk of tokens; between chunks the host reads what the chunk
+brought, gives the slots and pages of rows that ended to rows that wait, and starts the next. Where
+no row waits, the next is started before the last one is read.
+Nothing recompiles on the way: the sizes that a batch can have, and the lengths to which prompts are
+padded, are few and fixed.
+
+A prompt is prefilled once, all but its last token, which is the first that its rows decode. Its
+rows share the pages that it fills; the page that it fills in part is copied for each row but the
+last, which takes it over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import runtime
+from qerl_jax.config import DENSE
+from qerl_jax.generation.page_pool import pages_for, pages_wanted
+from qerl_jax.generation.sampling import Truncation, next_token, penalize
+from qerl_jax.generation.scheduler import (
+    Piece,
+    Prompt,
+    Schedule,
+    Shapes,
+    Slots,
+    batch_sizes,
+    most_prefilled,
+)
+from qerl_jax.generation.stop_strings import StopStrings
+from qerl_jax.model import fused_decode as decode
+from qerl_jax.model import kv_cache, layers
+from qerl_jax.model.architecture import Architecture
+from qerl_jax.model.kv_cache import KVCache
+from qerl_jax.model.transformer import Transformer, head
+
+# Arrays [B, V] in float32 that sampling holds at once, and what the cache takes of what is left.
+_SCORES = 4
+_CACHE_SHARE = 0.9
+# Of its own accord XLA multiplies by Triton, and copies each 16-bit weight out of the stack of layers
+# before; cuBLAS reads it where it lies.
+IN_PLACE = {"xla_gpu_enable_triton_gemm": False}
+
+
+class Engine:
+    """Samples completions of any number of prompts on one device.
+
+    Args:
+        model: The policy.
+        num_tokens: Ids that the tokenizer has.
+        stop_tokens: Ids that end a completion; none means every row runs to its limit.
+        stop_strings: Texts that end a completion, looked for between chunks.
+        truncation: top-k, top-p, min-p.
+        repetition_penalty: See `draws.penalize`; 1 is off.
+        adapter: Whether params act.
+        chunk: Most tokens that the device samples before the host looks.
+        compact: Whether the batch shrinks when rows end and none waits. A row's tokens depend on its
+            own prompt and key either way, up to ties that a rounding decides; without it, so do the
+            last bits of its log-probabilities, for as many slots, the same `max_prompt_length` and
+            the same largest limit.
+        kv_cache_tokens: Room of the cache in tokens; None means what all slots can need.
+        kv_cache_fraction: Room as a fraction of the device memory that is free at the first call.
+            Where the device reports its memory and neither is given, nine tenths of what
+            `workspace` leaves bound it.
+        page_size: S; None means what the device reads best.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        num_tokens: int,
+        stop_tokens: Sequence[int] = (),
+        stop_strings: StopStrings | None = None,
+        truncation: Truncation = Truncation(),
+        repetition_penalty: float = 1.0,
+        adapter: bool = True,
+        chunk: int = 32,
+        compact: bool = True,
+        kv_cache_tokens: int | None = None,
+        kv_cache_fraction: float | None = None,
+        page_size: int | None = None,
+    ):
+        self._model = model
+        # Eight at least, with ids that are never drawn: ignoring them compiles nothing anew.
+        missing = max(0, 8 - len(stop_tokens))
+        self._stop_tokens = np.array([*stop_tokens, *[-1] * missing], np.int32)
+        self._stop_strings = stop_strings
+        self._penalty = repetition_penalty
+        self._compact = compact
+        self._budget = kv_cache_tokens, kv_cache_fraction
+        # A CPU pays for every slot of a page that is not filled.
+        self._page_size = page_size or (kv_cache.PAGE_SIZE if runtime.platform() == "gpu" else 32)
+        self._traits = {"model": model, "adapter": adapter}
+        self._sampling = {
+            "chunk": chunk,
+            "num_tokens": num_tokens,
+            "truncation": truncation,
+            "penalty": repetition_penalty,
+        }
+
+    def stream(
+        self,
+        variables: dict[str, Any],
+        prompts: Sequence[Prompt],
+        temperature: float | jax.Array,
+        *,
+        max_prompt_length: int,
+        max_concurrent: int | None = None,
+    ) -> Iterator[list[Piece]]:
+        """Samples all rows, and gives after each chunk what it brought.
+
+        Args:
+            variables: `params`, `frozen` and, under AQN, `noise`.
+            prompts: Any number.
+            temperature: 0 takes the likeliest token.
+            max_prompt_length: A bound on the prompts that stays the same from call to call.
+            max_concurrent: Slots; None means one for every row.
+
+        Raises:
+            ValueError: Before anything runs, when a prompt is empty or longer than its bound, or a
+                row does not fit into the cache.
+        """
+        if not prompts:
+            return iter(())
+        slots = max_concurrent or sum(len(prompt.keys) for prompt in prompts)
+        for place, prompt in enumerate(prompts):
+            if not 0 < len(prompt.tokens) <= max_prompt_length:
+                raise ValueError(
+                    f"prompt {place}: got {len(prompt.tokens)} tokens; must have 1 to {max_prompt_length=}"
+                )
+        longest = max_prompt_length - 1 + max(prompt.limit for prompt in prompts)
+        side_by_side = min(len(prompts), slots)
+        shapes = Shapes(
+            self._page_size,
+            self._sampling["chunk"],
+            table_width=-(-longest // self._page_size),
+            history=longest + 1,
+            longest_prefill=max_prompt_length - 1,
+            most_prompts=side_by_side if self._compact else slots,
+            sizes=batch_sizes(slots) if self._compact else (slots,),
+        )
+        size = self._page_size
+        wanted = pages_wanted(slots, longest, side_by_side, shapes.longest_prefill, size)
+        beside = workspace(
+            self._model.arch, slots, shapes.most_prompts, max_prompt_length, self._itemsize
+        )
+        tokens = self._room(sum(beside.values()))
+        schedule = Schedule(shapes, self._num_pages(wanted, tokens, prompts), prompts)
+        return self._run(variables, schedule, np.float32(temperature))
+
+    def _run(self, variables, schedule: Schedule, temperature) -> Iterator[list[Piece]]:
+        # All of it said to be on one device: else a chunk whose rows come from the host and one whose
+        # rows come from the chunk before would be two programs.
+        (device,) = jax.tree.leaves(variables["frozen"])[0].devices()
+        pool = jax.device_put(
+            kv_cache.pool(self._model.arch, schedule.num_pages, self._model.dtype, self._page_size),
+            device,
+        )
+        ahead = None
+        while schedule.unfinished():
+            if ahead is None:
+                while (fresh := schedule.next_prefill()) is not None:
+                    pool = _prefill(variables, pool, *fresh, **self._traits)
+                if (copies := schedule.copies()) is not None:
+                    pool = _copy(pool, *copies)
+                slots = schedule.slots(with_history=self._penalty != 1)
+                slots = jax.device_put(slots, device)
+                pool, brought, slots = self._chunk(variables, pool, slots, temperature)
+            else:
+                brought, ahead = ahead, None
+            # Where no row waits, the device goes on while the host reads what it brought.
+            if schedule.goes_on():
+                pool, ahead, slots = self._chunk(variables, pool, slots, temperature)
+            yield schedule.harvest(*jax.device_get(brought), self._stop_tokens, self._stop_strings)
+
+    def _chunk(self, variables, pool, slots: Slots, temperature):
+        """Starts a chunk: the pool after it, what it brings, and its rows as the next one finds them."""
+        pool, brought, moved = _decode(
+            variables,
+            pool,
+            slots,
+            temperature,
+            self._stop_tokens,
+            **self._traits,
+            **self._sampling,
+        )
+        return pool, brought, dataclasses.replace(slots, **moved)
+
+    def _num_pages(self, wanted: int, tokens: int | None, prompts: Sequence[Prompt]) -> int:
+        """Pages of the pool, scratch included: what is wanted or what there is room for."""
+        size = self._page_size
+        if tokens is None:
+            return wanted
+        offered = pages_for(tokens, size)
+        for place, prompt in enumerate(prompts):
+            needed = len(prompt.tokens) - 1 + prompt.limit
+            if offered < pages_for(needed, size):
+                raise ValueError(
+                    f"prompt {place}: the KV cache has room for {tokens} tokens; a row may need "
+                    f"{needed}: raise kv_cache_tokens or kv_cache_fraction, or shorten prompts or "
+                    "completions"
+                )
+        return min(wanted, offered)
+
+    @functools.cached_property
+    def _memory(self) -> dict[str, int] | None:
+        # Once: the number of pages is part of what is compiled.
+        return runtime.memory_stats()
+
+    @property
+    def _itemsize(self) -> int:
+        return jnp.dtype(self._model.dtype).itemsize
+
+    def _room(self, beside: int) -> int | None:
+        """Tokens that the cache may hold beside so many bytes; None where nothing bounds it."""
+        tokens, fraction = self._budget
+        if tokens is not None:
+            return tokens
+        if self._memory is None:
+            if fraction is None:
+                return None
+            raise ValueError(
+                f"kv_cache_fraction: got {fraction}; this device does not report its memory: give "
+                "kv_cache_tokens"
+            )
+        free = self._memory["bytes_limit"] - self._memory["bytes_in_use"]
+        return room(self._model.arch, free, fraction, beside, self._itemsize)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """A chunk half-way: `count` tokens were sampled by every row that still lives."""
+
+    count: jax.Array
+    token: jax.Array
+    live: jax.Array
+    lengths: jax.Array
+    tokens: jax.Array
+    logps: jax.Array
+    seen: jax.Array | None
+    pool: tuple[jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A jitted function of a policy, as XLA compiles it for packed weights and for others (`IN_PLACE`)."""
+
+    packed: Any
+    dense: Any
+
+    def __call__(self, *arguments, model: Transformer, **traits):
+        return self.of(model)(*arguments, model=model, **traits)
+
+    def of(self, model: Transformer):
+        """The jitted function for a model's weights."""
+        return self.dense if model.weights in DENSE else self.packed
+
+
+def _program(*static_argnames: str):
+    def jitted(function) -> _Program:
+        traits = {"static_argnames": static_argnames, "donate_argnames": "pool"}
+        return _Program(
+            packed=jax.jit(function, **traits),
+            dense=jax.jit(function, **traits, compiler_options=IN_PLACE),
+        )
+
+    return jitted
+
+
+@_program("model", "adapter")
+def _prefill(variables, pool, tokens, tables, *, model: Transformer, adapter: bool):
+    """Puts prompts [R, T] into the pages of `tables`."""
+    cache = KVCache(*pool, tables, jnp.zeros(len(tokens), jnp.int32))
+    _, cache = model.apply(variables, tokens, cache=cache, adapter=adapter)
+    return cache.keys, cache.values
+
+
+@functools.partial(jax.jit, donate_argnames="pool")
+def _copy(pool, sources, targets):
+    """Copies pages in all layers; 0 to 0 where there is nothing to copy."""
+    return tuple(part.at[:, targets].set(part[:, sources]) for part in pool)
+
+
+@_program("model", "adapter", "chunk", "num_tokens", "truncation", "penalty")
+def _decode(
+    variables,
+    pool,
+    slots: Slots,
+    temperature,
+    stop_tokens,
+    *,
+    model: Transformer,
+    adapter: bool,
+    chunk: int,
+    num_tokens: int,
+    truncation: Truncation,
+    penalty: float,
+):
+    """Samples up to `chunk` tokens per row; ends early when no row lives.
+
+    Returns:
+        The pool; tokens and log-probabilities [B, chunk], how many of them each row has, and who
+        lives; and the fields of `slots` that have moved.
+    """
+    extend = decode.extender(model, variables, len(slots.live), adapter=adapter)
+    matrix, rows = head(variables["frozen"]), jnp.arange(len(slots.live))
+    row_keys = jax.random.wrap_key_data(slots.keys)
+    seen = None
+    if slots.history is not None:
+        seen = jnp.zeros((len(rows), len(matrix)), bool)
+        seen = seen.at[rows[:, None], jnp.where(slots.history < 0, len(matrix), slots.history)].set(
+            True, mode="drop"
+        )
+    shape = (len(rows), chunk)
+    loop = _Loop(
+        count=jnp.int32(0),
+        token=slots.token,
+        live=slots.live,
+        lengths=jnp.zeros(len(rows), jnp.int32),
+        tokens=jnp.zeros(shape, jnp.int32),
+        logps=jnp.zeros(shape, jnp.float32),
+        seen=seen,
+        pool=pool,
+    )
+
+    def unfinished(loop: _Loop):
+        return (loop.count < chunk) & jnp.any(loop.live)
+
+    def step(loop: _Loop) -> _Loop:
+        # A row that has ended writes to page 0, and reads one slot of it.
+        cache = KVCache(
+            *loop.pool,
+            tables=jnp.where(loop.live[:, None], slots.tables, 0),
+            ends=jnp.where(loop.live, slots.ends + loop.count, 0),
+        )
+        hidden, cache = extend(loop.token, cache)
+        scores = layers.logits(hidden, matrix)
+        steps = slots.step + loop.count
+        token, logp = next_token(
+            scores,
+            jax.vmap(jax.random.fold_in)(row_keys, steps),
+            temperature,
+            num_tokens,
+            truncation,
+            None if loop.seen is None else penalize(scores, loop.seen, penalty),
+        )
+        return _Loop(
+            count=loop.count + 1,
+            token=token,
+            live=loop.live & ~jnp.isin(token, stop_tokens) & (steps + 1 < slots.limit),
+            lengths=loop.lengths + loop.live,
+            tokens=loop.tokens.at[:, loop.count].set(token),
+            logps=loop.logps.at[:, loop.count].set(logp),
+            seen=None if loop.seen is None else loop.seen.at[rows, token].set(True),
+            pool=(cache.keys, cache.values),
+        )
+
+    loop = jax.lax.while_loop(unfinished, step, loop)
+    moved = {
+        "ends": slots.ends + loop.count,
+        "token": loop.token,
+        "step": slots.step + loop.count,
+        "live": loop.live,
+    }
+    if slots.history is not None:
+        places = slots.ends[:, None] + 1 + jnp.arange(chunk)
+        made = jnp.where(jnp.arange(chunk) < loop.lengths[:, None], loop.tokens, -1)
+        moved["history"] = (
+            jnp.asarray(slots.history).at[rows[:, None], places].set(made, mode="drop")
+        )
+    return loop.pool, (loop.tokens, loop.logps, loop.lengths, loop.live), moved
+
+
+def workspace(
+    arch: Architecture, slots: int, prompts: int, length: int, itemsize: int
+) -> dict[str, int]:
+    """Bytes that sampling needs beside the cache, for so many prompts of at most a length."""
+    tokens = most_prefilled(prompts, length)
+    return {
+        "scores": _SCORES * slots * arch.vocab_size * 4,
+        "prefill": tokens * (3 * arch.ffn_width + 4 * arch.width) * itemsize,
+    }
+
+
+def room(arch: Architecture, free: int, fraction: float | None, beside: int, itemsize: int) -> int:
+    """Tokens that a cache may hold: by a fraction of the free bytes, or by what `beside` leaves of them."""
+    share = _CACHE_SHARE * max(0, free - beside) if fraction is None else fraction * free
+    tokens = int(share / (2 * arch.num_layers * arch.kv_width * itemsize))
+    # In coarse steps, so that two runs find the same program in the compilation cache.
+    return tokens - tokens % (1 << max(0, tokens.bit_length() - 4))

@@ -1,0 +1,119 @@
+"""Scores of the next token -> the token that is drawn, and its log-probability."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.model import logprobs
+
+
+@dataclasses.dataclass(frozen=True)
+class Truncation:
+    """Which tokens may be sampled at all, as in transformers, in this order (vLLM drops by min_p first).
+
+    Log-probabilities are taken before it.
+
+    Tokens as likely as the last one kept by top_k or top_p stay too.
+
+    Attributes:
+        top_k: Keep the k likeliest; 0 is off.
+        top_p: Keep the likeliest, down to and including the one at which their mass reaches p; 1 is
+            off.
+        min_p: Drop those below min_p times the likeliest one's probability; 0 is off.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    def __call__(self, logps: jax.Array) -> jax.Array:
+        """[..., V] log-probabilities with -inf at the tokens that are out."""
+        if 0 < self.top_k < logps.shape[-1]:
+            kept = _likeliest(logps, jnp.ones_like(logps, jnp.int32), self.top_k)
+            logps = jnp.where(kept, logps, -jnp.inf)
+        if self.top_p < 1:
+            # A mass of 0, which is what float32 has for some that are not, would keep none.
+            mass = max(self.top_p, float(jnp.finfo(jnp.float32).tiny))
+            kept = _likeliest(logps, jax.nn.softmax(logps, axis=-1), mass)
+            logps = jnp.where(kept, logps, -jnp.inf)
+        if self.min_p > 0:
+            best = jnp.max(logps, axis=-1, keepdims=True)
+            logps = jnp.where(logps < best + jnp.log(self.min_p), -jnp.inf, logps)
+        return logps
+
+
+def _likeliest(logps: jax.Array, weights: jax.Array, target: float) -> jax.Array:
+    """bool [..., V]: the likeliest down to the one at which their weights add up to the target.
+
+    The threshold is found bit by bit: 32 sums over the vocabulary instead of sorting it, which takes
+    a GPU as long as the rest of a decode step.
+    """
+    bits = jax.lax.bitcast_convert_type(logps, jnp.int32)
+    # As unsigned numbers in the order of the floats.
+    order = jnp.where(bits < 0, ~bits, bits ^ jnp.int32(-(2**31))).astype(jnp.uint32)
+
+    def raise_threshold(i, threshold):
+        higher = threshold | (jnp.uint32(1) << jnp.uint32(31 - i))
+        total = jnp.sum(jnp.where(order >= higher, weights, 0), axis=-1, keepdims=True)
+        return jnp.where(total >= target, higher, threshold)
+
+    lowest = jnp.zeros((*logps.shape[:-1], 1), jnp.uint32)
+    return order >= jax.lax.fori_loop(0, 32, raise_threshold, lowest)
+
+
+def penalize(scores: jax.Array, seen: jax.Array, penalty: float) -> jax.Array:
+    """Makes tokens that were there before less likely: divides positive scores, multiplies others.
+
+    CTRL's penalty (arXiv 1909.05858), as in transformers and vLLM.
+
+    Args:
+        scores: float32 [B, V] logits.
+        seen: bool [B, V], whether the prompt or the completion so far holds the token.
+        penalty: Above 1 is less likely, below is more.
+    """
+    return jnp.where(seen, jnp.where(scores > 0, scores / penalty, scores * penalty), scores)
+
+
+def gumbel(bits: jax.Array) -> jax.Array:
+    """Standard Gumbel noise, float32, of uniform uint32 bits.
+
+    Fine where it is large: `jax.random.gumbel` makes its uniform numbers from 23 bits, so that none of
+    its noise is above 16, and tokens of 1e-7, of which 150,000 ids have many, are drawn half as
+    often as they should, those below 1e-8 never. Its `mode="high"` takes twice the bits.
+    """
+    # Small u are those that matter, and float32 has all of them. Where u would round to 1 the noise
+    # would be -inf, and a token that is left alone would lose against those that are excluded.
+    u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
+    return -jnp.log(-jnp.log1p(-u))
+
+
+def next_token(
+    scores: jax.Array,
+    keys: jax.Array,
+    temperature: jax.Array,
+    num_tokens: int,
+    truncation: Truncation,
+    penalized: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Samples one token per row, each row from its own key.
+
+    Args:
+        scores: float32 [B, V] logits.
+        keys: PRNG keys [B].
+        temperature: float32 scalar; 0 takes the likeliest token.
+        num_tokens: Ids that the tokenizer has; no other is sampled.
+        truncation: top-k, top-p, min-p.
+        penalized: float32 [B, V] logits to sample from, where these are not the model's own.
+
+    Returns:
+        int32 [B] tokens, float32 [B] log-probabilities: of `scores`, before penalty and truncation.
+    """
+    logps = logprobs.log_softmax(scores, temperature, num_tokens)
+    drawn = logps if penalized is None else logprobs.log_softmax(penalized, temperature, num_tokens)
+    noise = gumbel(jax.vmap(lambda key: jax.random.bits(key, scores.shape[-1:], jnp.uint32))(keys))
+    # argmax of log p + Gumbel noise is a sample of p; without the noise it is the mode.
+    token = jnp.argmax(truncation(drawn) + jnp.where(temperature > 0, noise, 0.0), axis=-1)
+    return token.astype(jnp.int32), jnp.take_along_axis(logps, token[:, None], axis=-1)[:, 0]

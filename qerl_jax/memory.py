@@ -1,0 +1,410 @@
+"""What a run will hold on the device, before anything is on it: shapes and a few measured factors, no weights.
+
+Memory is what always stays (base, adapter, optimizer) and the largest of the phases that take turns:
+the rollout's (cache, scores), the update's (gradients, activations of one micro-batch) and scheduled
+evaluation's (cache, scores). A cache is released when its phase ends. The last lines of a phase are
+workspace, whose size is the compiler's business: its factors were read off
+`compiled.memory_analysis()` of programs for an H200.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+import re
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import runtime
+from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.config import ConfigError, RunConfig
+from qerl_jax.generation import engine
+from qerl_jax.generation.page_pool import pages_for, pages_wanted
+from qerl_jax.model import architecture, kv_cache
+from qerl_jax.model.architecture import Architecture
+from qerl_jax.model.transformer import LoRA, Transformer, abstract_base, trainable
+from qerl_jax.rl import microbatches as packing
+from qerl_jax.rl import update
+
+Phase = Literal["always", "rollout", "update", "evaluation"]
+_TURNS: tuple[Phase, ...] = ("rollout", "update", "evaluation")
+
+# Workspace in units of one array: [tokens, F], [tokens, D] and [spans, Q] that live at once in the
+# backward pass of a layer, which is fullest in its MLP; with the products kept it makes two [tokens,
+# F] fewer. The same of what a layer keeps where nothing is recomputed. Of scores [rows, V] in float32
+# in a chunk of the head with its slopes.
+_FFN, _WIDTH, _SPANS = 8, 2, 1
+_KEPT_FFN, _KEPT_WIDTH, _KEPT_SPANS = 3, 3, 2
+_CHUNK = 1.5
+_CHUNK_ROWS = 1024
+_UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One line of a plan.
+
+    Attributes:
+        name: What it is.
+        size: Bytes.
+        phase: When it is there.
+        field: The config field, with a better value, that makes it smaller; "" for none.
+        shortage: Why no run can do with what it is confined to; "" where one can.
+    """
+
+    name: str
+    size: int
+    phase: Phase
+    field: str = ""
+    shortage: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The memory of a run."""
+
+    items: tuple[Item, ...]
+
+    def size(self, *phases: Phase) -> int:
+        """Bytes of all items of those phases."""
+        return sum(item.size for item in self.items if item.phase in phases)
+
+    @property
+    def peak(self) -> int:
+        """Bytes in the fullest phase."""
+        return self.size("always") + max(self.size(phase) for phase in _TURNS)
+
+    def require(self, limit: int) -> None:
+        """Refuses a plan that needs more than `limit` bytes, or whose cache has no room for a row.
+
+        Raises:
+            ConfigError: Names the largest thing of the fullest phase that a field can make smaller.
+        """
+        if self.peak <= limit:
+            for item in self.items:
+                if item.shortage:
+                    raise ConfigError(item.shortage)
+            return
+        fullest = max(_TURNS, key=self.size)
+        there = [item for item in self.items if item.phase in ("always", fullest)]
+        movable = [item for item in there if item.field]
+        fixed = sum(item.size for item in there if not item.field)
+        advice = f"{_gb(fixed)} of it no field makes smaller: take a smaller model"
+        if movable and fixed < limit:
+            largest = max(movable, key=lambda item: item.size)
+            advice = f"{largest.name} take {_gb(largest.size)}: change {largest.field}"
+        raise ConfigError(
+            f"memory: this run needs {_gb(self.peak)} in its {fullest}; the device offers "
+            f"{_gb(limit)}: {advice}"
+        )
+
+    def require_one_base(self, in_use: int, peak: int) -> None:
+        """Refuses to go on when memory says that the base is, or was, there twice.
+
+        For what no plan knows half of a base is granted, 1 GiB at least. Where the base itself trains,
+        there is none to copy.
+
+        Args:
+            in_use: Bytes after a step.
+            peak: The most that there ever were.
+
+        Raises:
+            RuntimeError: Says how much there is, and how much should be.
+        """
+        base = self.items[0].size
+        for found, planned, when in (
+            (in_use, self.size("always"), "are in use after a step"),
+            (peak, self.peak, "were in use at the peak"),
+        ):
+            if base and found > planned + max(base // 2, 2**30):
+                raise RuntimeError(
+                    f"memory: {_gb(found)} {when}, where {_gb(planned)} are planned: another copy of "
+                    f"the base ({_gb(base)}), or a cache that was not released"
+                )
+
+    def lines(self, limit: int | None = None, measured: int | None = None) -> list[str]:
+        """The table, and what it is compared with."""
+        rows = []
+        for phase in ("always", *_TURNS):
+            items = [item for item in self.items if item.phase == phase]
+            rows += [_line(phase, item.name, item.size) for item in items]
+            rows += [_line(phase, "in all", self.size(phase))] if items else []
+        rows.append(_line("peak", "always, and the largest of the others", self.peak))
+        if measured is not None:
+            rows.append(f"{_line('peak', 'measured', measured)} ({measured / self.peak - 1:+.0%})")
+        if limit is not None:
+            rows.append(_line("device", "what it offers", limit))
+        return rows
+
+
+def make(cfg: RunConfig, arch: Architecture | None = None, *, limit: int | None = None) -> Plan:
+    """The plan of a run.
+
+    Args:
+        cfg: The run.
+        arch: The shape of its base; None reads it from the model's config.json, or for a published
+            shape from `architecture.KNOWN`.
+        limit: Bytes that the device offers, to a part of which the sampler confines its cache.
+    """
+    arch = arch or _architecture(cfg)
+    require_context(cfg, arch)
+    model, params, frozen = abstract_policy(cfg, arch)
+    state = jax.eval_shape(lambda p: update.optimizer(cfg.optim).init(p), params)
+    adapter, layers = _bytes(params), _bytes(frozen.get("layers", {}))
+    always = [
+        Item("base: linears, norms, biases", layers, "always", _packed(cfg)),
+        Item("base: embedding, head", _bytes(frozen) - layers, "always"),
+        Item("what trains", adapter, "always", "lora.rank" if model.lora else ""),
+        Item("optimizer", _bytes(state), "always", _eight_bit(cfg)),
+    ]
+    if cfg.grpo.sync_ref_model:
+        always.append(Item("reference", adapter, "always", "grpo.sync_ref_model to false"))
+    # Weights that train are sampled in 16 bits, which are there before the cache is.
+    sampled = adapter * _width(cfg) // 4 if model.full else 0
+    free = None if limit is None else max(0, limit - sum(item.size for item in always) - sampled)
+    turns = [*_rollout(cfg, arch, free), *_update(cfg, arch, adapter)]
+    turns += _evaluation(cfg, arch, free) if cfg.eval else []
+    if model.full:
+        phases = ("rollout", "evaluation") if cfg.eval else ("rollout",)
+        turns += [Item("weights as sampled", sampled, phase) for phase in phases]
+    return Plan((*always, *turns))
+
+
+def require_context(cfg: RunConfig, arch: Architecture | None = None) -> None:
+    """Refuses rows that are longer than the base was made for, see `Architecture.require_context`.
+
+    Which of a published shape's bases is meant, and so its context, is known once it is loaded.
+    """
+    (arch or _architecture(cfg)).require_context(
+        cfg.data.max_prompt_length,
+        cfg.rollout.max_completion_length,
+        "rollout.max_completion_length",
+    )
+
+
+def of_device() -> int | None:
+    """Bytes that XLA may use on the first device; None where it does not say, as on a CPU."""
+    return (runtime.memory_stats() or {}).get("bytes_limit")
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "80GB", "74.5GiB" or a plain number.
+
+    Raises:
+        ValueError: For anything else.
+    """
+    match = re.fullmatch(r"([\d.]+)\s*([KMG]i?B)?", text)
+    if not match:
+        raise ValueError(f"device-memory: got {text!r}; must be a size such as 80GB or 74.5GiB")
+    return round(float(match[1]) * _UNITS.get(match[2], 1))
+
+
+def compiled(cfg: RunConfig, arch: Architecture | None = None) -> Any:
+    """`memory_analysis()` of the gradient of the largest micro-batch, compiled for the default device.
+
+    No weight is made. On another kind of device than the run's its workspace is another, too.
+    """
+    model, params, frozen = abstract_policy(cfg, arch or _architecture(cfg))
+    prompts, rows, length = _micro_batch(cfg)
+    count = prompts * rows
+    shape = jax.ShapeDtypeStruct
+    tokens = shape((count, length), jnp.float32)
+    batch = update.Experience(
+        prompts=shape((prompts, cfg.data.max_prompt_length), jnp.int32),
+        prompt_lengths=shape((prompts,), jnp.int32),
+        completions=shape(tokens.shape, jnp.int32),
+        mask=shape(tokens.shape, jnp.bool_),
+        behaviour_logps=tokens,
+        advantages=shape((count,), jnp.float32),
+    )
+    names = ("total_rows", "total_tokens", "max_completion_length")
+    gradient = update.make_gradient(
+        model,
+        grpo_cfg=cfg.grpo,
+        num_micro_batches=cfg.optim.gradient_accumulation_steps,
+        temperature=cfg.rollout.temperature,
+        num_tokens=model.arch.vocab_size,
+        remat=cfg.model.gradient_checkpointing,
+    )
+    arguments = (
+        params,
+        frozen,
+        None,
+        (batch, {"ref_logps": tokens} if cfg.grpo.beta else {}),
+        {name: shape((), jnp.int32) for name in names},
+        jax.eval_shape(lambda: jax.random.key(0)),
+    )
+    return jax.jit(gradient).lower(*arguments).compile().memory_analysis()
+
+
+def abstract_policy(cfg: RunConfig, arch: Architecture) -> tuple[Transformer, Any, Any]:
+    """The model, and shapes and types of what trains and of what is frozen."""
+    lora = cfg.lora
+    adapter = LoRA(lora.rank, lora.alpha, lora.dropout, lora.train_norms)
+    model = Transformer(arch, cfg.model.weights, adapter, jnp.dtype(cfg.model.dtype))
+    base = abstract_base(model)
+    if cfg.model.trainable == "full":
+        model = model.clone(lora=None, full=True)
+    params, frozen = jax.eval_shape(
+        lambda f, key: trainable(model, f, key), base, jax.random.key(0)
+    )
+    return model, params, frozen
+
+
+def _rollout(cfg: RunConfig, arch: Architecture, free: int | None) -> list[Item]:
+    rows = cfg.generation_batch_size
+    return _sampling(cfg, arch, free, "rollout", cfg.prompts_per_rollout, rows)
+
+
+def _evaluation(cfg: RunConfig, arch: Architecture, free: int | None) -> list[Item]:
+    prompts = min(cfg.eval.batch_size, cfg.eval.num_problems)
+    rows = prompts * cfg.eval.num_generations
+    return _sampling(cfg, arch, free, "evaluation", prompts, rows)
+
+
+def _sampling(
+    cfg: RunConfig, arch: Architecture, free: int | None, phase: Phase, prompts: int, rows: int
+) -> list[Item]:
+    slots = cfg.rollout.slots(rows)
+    width, page = _width(cfg), kv_cache.PAGE_SIZE
+    token = arch.num_layers * 2 * arch.kv_width * width
+    prompt = cfg.data.max_prompt_length
+    longest_prompt = prompt - 1
+    longest = longest_prompt + cfg.rollout.max_completion_length
+    prompts = min(prompts, slots)
+    together = prompts if cfg.rollout.compact else slots
+    beside = engine.workspace(arch, slots, together, prompt, width)
+    pages = pages_wanted(slots, longest, prompts, longest_prompt, page)
+    by_share, shortage = cfg.rollout.kv_cache_fraction is not None, ""
+    if cfg.rollout.kv_cache_tokens is not None:
+        pages = min(pages, pages_for(cfg.rollout.kv_cache_tokens, page))
+    elif free is not None:
+        # Rows wait where the cache has no room, so it may be as small as one row.
+        tokens = engine.room(arch, free, cfg.rollout.kv_cache_fraction, sum(beside.values()), width)
+        pages = min(pages, pages_for(max(longest, tokens), page))
+        if pages_for(tokens, page) < pages_for(longest, page):
+            given = f"rollout.kv_cache_fraction: got {cfg.rollout.kv_cache_fraction};"
+            shortage = (
+                f"{given if by_share else 'memory:'} the KV cache would have room for {tokens} tokens; a row "
+                f"of data.max_prompt_length + rollout.max_completion_length may need {longest}"
+            )
+    room = "rollout.kv_cache_fraction" if by_share else "rollout.kv_cache_tokens"
+    fewer = "rollout.max_concurrent"
+    if slots == 1:
+        fewer = "rollout.max_completion_length"
+    elif phase == "evaluation":
+        fewer = "eval.batch_size"
+    return [
+        Item("keys and values", pages * page * token, phase, room, shortage),
+        *(Item(name, size, phase, fewer) for name, size in beside.items()),
+    ]
+
+
+def _update(cfg: RunConfig, arch: Architecture, adapter: int) -> list[Item]:
+    prompts, rows, length = _micro_batch(cfg)
+    prompt = cfg.data.max_prompt_length
+    tokens = prompts * (prompt + rows * length)
+    spans = prompts * rows * (prompt + length)
+    width = _width(cfg)
+    inputs = arch.query_width + 2 * arch.kv_width
+    fewer = _fewer_tokens(cfg, tokens)
+
+    kept = {
+        "layer": 0,
+        "mlp": tokens * (inputs + arch.width),
+        "products": tokens * (inputs + arch.width + 2 * arch.ffn_width),
+        "none": tokens * (_KEPT_FFN * arch.ffn_width + _KEPT_WIDTH * arch.width)
+        + spans * _KEPT_SPANS * inputs,
+    }[cfg.model.gradient_checkpointing]
+    ffn = _FFN if cfg.model.gradient_checkpointing in ("layer", "mlp") else _FFN - 2
+    layer = tokens * ((ffn - 1) * arch.ffn_width + _WIDTH * arch.width) + spans * _SPANS * inputs
+    # A packed weight is unpacked in turn with the last of the MLP's arrays; a dense one is copied out
+    # of its stack beside all of them.
+    weight, last = max(_sizes(arch)), tokens * arch.ffn_width
+    layer += max(last, weight) if cfg.model.weights == "nvfp4" else last + weight
+    chunk = min(_CHUNK_ROWS, prompts * rows * length)
+    head = round(_CHUNK * chunk * arch.vocab_size * 4)
+    states = 2 * prompts * rows * length * arch.width * width
+    workspace = max(layer * width, head + states)
+    less = 'model.gradient_checkpointing to "layer"'
+    return [
+        Item("gradients, summed and new", 2 * adapter, "update"),
+        Item(
+            "inputs of the layers", arch.num_layers * tokens * arch.width * width, "update", fewer
+        ),
+        Item("kept of the layers", arch.num_layers * kept * width, "update", less if kept else ""),
+        Item("workspace of a layer, or of the head", workspace, "update", fewer),
+    ]
+
+
+def _micro_batch(cfg: RunConfig) -> tuple[int, int, int]:
+    """Prompts of the largest micro-batch, completions of each, and how wide these are."""
+    group = cfg.rollout.num_generations if cfg.optim.share_prompts else 1
+    micro, budget = cfg.optim.per_device_train_batch_size, cfg.optim.max_tokens_per_microbatch
+    prompt, length = cfg.data.max_prompt_length, cfg.rollout.max_completion_length
+    if budget is None:
+        rows = math.gcd(group, micro)
+        return micro // rows, rows, length
+    rows = packing.piece_size(
+        math.gcd(group, cfg.train_batch_size),
+        budget=budget,
+        prompt_width=prompt,
+        max_length=length,
+    )
+    # Where completions are shorter than the longest, more of them may fill the budget further.
+    sizes = [
+        (min(budget // (prompt + rows * width), cfg.train_batch_size // rows), width)
+        for width in packing.widths(length)
+    ]
+    prompts, width = max(sizes, key=lambda size: size[0] * (prompt + rows * size[1]))
+    return prompts, rows, width
+
+
+def _fewer_tokens(cfg: RunConfig, tokens: int) -> str:
+    row = cfg.data.max_prompt_length + cfg.rollout.max_completion_length
+    if tokens <= row:
+        return "rollout.max_completion_length"
+    return f"optim.max_tokens_per_microbatch, which may go down to {row}, from {tokens}"
+
+
+def _packed(cfg: RunConfig) -> str:
+    is_dense = cfg.model.weights in ("bfloat16", "float32")
+    return 'model.weights to "nvfp4"' if is_dense else ""
+
+
+def _eight_bit(cfg: RunConfig) -> str:
+    return "" if cfg.optim.optimizer == "adamw_8bit" else 'optim.optimizer to "adamw_8bit"'
+
+
+def _sizes(arch: Architecture) -> list[int]:
+    return [
+        arch.input_width(name) * sum(size for _, size in parts)
+        for name, parts in arch.linears().items()
+    ]
+
+
+def _architecture(cfg: RunConfig) -> Architecture:
+    name = cfg.model.model_name_or_path
+    known = architecture.known(name)
+    if known and not pathlib.Path(name).expanduser().is_dir():
+        return known
+    return architecture.load(checkpoint.local_folder(name, weights=False))
+
+
+def _width(cfg: RunConfig) -> int:
+    return jnp.dtype(cfg.model.dtype).itemsize
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _line(phase: str, name: str, size: int) -> str:
+    return f"{phase:10}  {name:45} {_gb(size):>10}"
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e7 else f"{size / 1e6:.2f} MB"

@@ -1,0 +1,280 @@
+"""One step of decoding through fused kernels: eight a layer, and attention.
+
+The plain model is the definition; this runs the same arithmetic on the same trees, for at most 128
+rows of one token each, where kernels for it exist (`supports`). Norms, LoRA, biases, SwiGLU and
+residual additions happen inside the kernels that finish the products.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import decode_attention as attention
+from pallas_kernels import rounded, runtime
+from pallas_kernels.nvfp4_matmul import adapter as adapters
+from pallas_kernels.nvfp4_matmul import epilogue, fused
+from pallas_kernels.nvfp4_matmul.adapter import Branch
+from pallas_kernels.nvfp4_matmul.epilogue import Stream
+from qerl_jax.model import layers as plain
+from qerl_jax.model.kv_cache import KVCache
+from qerl_jax.model.transformer import Transformer
+
+LINEARS = ("qkv", "o", "gate_up", "down")
+# Up to so many rows the layers are written out one after another: of a 7B layer of 68 us that saves 4 on an
+# H200, nothing of one of 106 us (64 rows), and XLA takes 1.3 s more for it; 64 layers of 32B start in 21 s.
+UNROLLED_ROWS = 32
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What a policy's layers hold, as the fused kernels read it; leaves have a leading axis L where nothing else is said.
+
+    Attributes:
+        weights: By linear, the base's weight as it is.
+        divisors: By linear, the global scales of a packed weight, as slices of a stack are read.
+        biases: By linear, [L, N], where there is one.
+        branches: By linear, the adapter; empty without one.
+        embedding: [V, D].
+        first_scale: float32 [D] of the first layer's first norm, noise and training included.
+        scales: float32 [L, D] of the norm inside each layer, and of the norm after it.
+        head_norms: float32 [L, C] of q and k, where the model has them.
+    """
+
+    weights: dict[str, Any]
+    divisors: dict[str, jax.Array]
+    biases: dict[str, jax.Array]
+    branches: dict[str, Branch]
+    embedding: jax.Array
+    first_scale: jax.Array
+    scales: dict[str, jax.Array]
+    head_norms: dict[str, jax.Array]
+
+
+def supports(model: Transformer, rows: int, *, adapter: bool = True) -> str | None:
+    """Why a model cannot be decoded so on this device, or None."""
+    if reason := runtime.unless_hopper():
+        return reason
+    if model.dtype != jnp.bfloat16 or model.weights not in ("nvfp4", "bfloat16"):
+        return f"needs activations in bfloat16; got {model.dtype} and weights in {model.weights}"
+    if model.full:
+        return "needs frozen weights"
+    for name, parts in model.arch.linears().items():
+        reason = fused.supports(
+            rows,
+            [size for _, size in parts],
+            model.arch.input_width(name),
+            is_packed=model.weights == "nvfp4",
+            with_branch=adapter and model.lora is not None,
+        )
+        if reason:
+            return f"{name} {reason}"
+    return None
+
+
+def policy(model: Transformer, variables: dict[str, Any], *, adapter: bool = True) -> Policy:
+    """Gathers what the kernels read; adapters and norms are computed, weights are only referred to.
+
+    Args:
+        model: The policy.
+        variables: `frozen`, and where they act `params` and `noise`.
+        adapter: Whether `params` act.
+    """
+    frozen, noise = variables["frozen"], variables.get("noise", {})
+    params = variables.get("params", {}) if adapter else {}
+    of_layers = lambda tree: tree.get("layers", {})
+
+    def scale(name: str, *path: str) -> jax.Array:
+        leaf = lambda tree: _get(tree, *path, name, "scale")
+        trained = leaf(params)
+        value = leaf(frozen) if trained is None else trained
+        value = value.astype(jnp.float32)
+        return value if leaf(noise) is None else value + leaf(noise)
+
+    first = scale("input_layernorm", "layers")
+    after = jnp.concatenate([first[1:], scale("norm")[None]])
+    branches = {}
+    if adapter and model.lora is not None:
+        for linear, parts in model.arch.linears().items():
+            pairs = [
+                (part["a"], part["b"])
+                for part in (of_layers(params)[linear][name] for name, _ in parts)
+            ]
+            is_packed = model.weights == "nvfp4"
+            branches[linear] = adapters.pack_branch(pairs, model.lora.scaling, is_packed=is_packed)
+    stacked = of_layers(frozen)
+    weights = {name: stacked[name]["weight"] for name in LINEARS}
+    packed = {name: w for name, w in weights.items() if model.weights == "nvfp4"}
+    return Policy(
+        weights=weights,
+        divisors={name: fused.sliceable(w.global_scale) for name, w in packed.items()},
+        biases={name: stacked[name]["bias"] for name in LINEARS if "bias" in stacked[name]},
+        branches=branches,
+        embedding=frozen["embed_tokens"],
+        first_scale=first[0],
+        scales={"inside": scale("post_attention_layernorm", "layers"), "after": after},
+        head_norms={
+            name: scale(name, "layers")
+            for name in (("q_norm", "k_norm") if model.arch.qk_norm else ())
+        },
+    )
+
+
+def extender(
+    model: Transformer, variables: dict[str, Any], rows: int, *, adapter: bool = True
+) -> Callable[[jax.Array, KVCache], tuple[jax.Array, KVCache]]:
+    """A function that runs one token of each row: by fused kernels if it can, else by the plain model.
+
+    Args:
+        model: The policy.
+        variables: `frozen`, and where they act `params` and `noise`.
+        rows: B.
+        adapter: Whether `params` act.
+
+    Returns:
+        extend(tokens int32 [B], cache) -> hidden states [B, D] after the last norm, and the cache.
+    """
+    if supports(model, rows, adapter=adapter) is None:
+        return functools.partial(extend, model, policy(model, variables, adapter=adapter))
+
+    def extend_plainly(tokens, cache):
+        hidden, cache = model.apply(variables, tokens[:, None], cache=cache, adapter=adapter)
+        return hidden[:, 0], cache
+
+    return extend_plainly
+
+
+def extend(
+    model: Transformer, policy: Policy, tokens: jax.Array, cache: KVCache
+) -> tuple[jax.Array, KVCache]:
+    """Runs the next token of each row and puts its keys and values into the cache.
+
+    Args:
+        model: The policy.
+        policy: From `policy`.
+        tokens: int32 [B].
+        cache: Its rows' ends are where the tokens go; they are moved by one.
+
+    Returns:
+        bfloat16 [B, D] after the last norm, and the extended cache.
+    """
+    arch, rows = model.arch, len(tokens)
+    more = fused.padded(rows) - rows
+    # Rows that fill up the kernels' M have no pages: they write to scratch.
+    tokens = jnp.pad(tokens, (0, more))
+    tables, ends = jnp.pad(cache.tables, ((0, more), (0, 0))), jnp.pad(cache.ends, (0, more))
+    cos, sin = (
+        table[:, 0, 0] for table in plain.rope_tables(ends[:, None], plain.rope_frequencies(arch))
+    )
+
+    plan = attention.plan(cache.keys, tables, ends)
+
+    def attend(qkv, head_norms, index, pools):
+        heads = qkv.reshape(len(qkv), -1, arch.head_size)
+        if arch.qk_norm:
+            query, key, value = jnp.split(
+                heads, [arch.num_heads, arch.num_heads + arch.num_kv_heads], axis=1
+            )
+            query = plain.rms_norm(query, head_norms["q_norm"], arch.rms_norm_eps)
+            key = plain.rms_norm(key, head_norms["k_norm"], arch.rms_norm_eps)
+            heads = jnp.concatenate([query, key, value], axis=1)
+        mixed, *pools = attention.decode_attention(
+            heads, cos, sin, *pools, index, tables, ends, plan=plan
+        )
+        return mixed.reshape(len(qkv), arch.query_width), tuple(pools)
+
+    x = policy.embedding[tokens].astype(model.dtype)
+    hidden, (keys, values) = step(model, policy, x, attend, (cache.keys, cache.values))
+    return hidden[:rows], KVCache(keys, values, cache.tables, cache.ends + 1)
+
+
+def step(
+    model: Transformer,
+    policy: Policy,
+    x: jax.Array,
+    attend: Callable[..., tuple[jax.Array, Any]],
+    state: Any,
+    *,
+    unroll: int | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, Any]:
+    """Runs one token of each row through all layers and the last norm.
+
+    Args:
+        model: The policy.
+        policy: From `policy`.
+        x: bfloat16 [M, D], embedded tokens; M as `fused.padded` makes it.
+        attend: attend(qkv [M, N], head_norms, index, state) -> mixed [M, H * C] and the new state,
+            where head_norms are one layer's.
+        state: What `attend` carries from layer to layer: the cache.
+        unroll: Layers in one round of the loop over them; None for what is fastest.
+        interpret: Run on a CPU.
+
+    Returns:
+        bfloat16 [M, D] after the last norm, and the state.
+    """
+    eps = model.arch.rms_norm_eps
+    unroll = unroll or (model.arch.num_layers if len(x) <= UNROLLED_ROWS else 1)
+
+    def layer(carry, inputs):
+        index, stream, state = carry
+        weights, divisors, biases, branches, scales, head_norms = inputs
+
+        def following(name):
+            if name != LINEARS[-1]:
+                after = LINEARS[LINEARS.index(name) + 1]
+                return weights[after], branches.get(after)
+            if unroll == 1:
+                return None
+            # After the last layer its own once more, which does no harm. Branches are cut up alike.
+            of_next = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index + 1, keepdims=False)
+            first = LINEARS[0]
+            return jax.tree.map(of_next, policy.weights[first]), branches.get(first)
+
+        def linear(name, x, **options):
+            return fused.linear(
+                x,
+                weights[name],
+                divisor=divisors.get(name),
+                bias=biases.get(name),
+                branch=branches.get(name),
+                following=following(name),
+                interpret=interpret,
+                **options,
+            )
+
+        qkv = linear("qkv", stream, eps=eps)
+        mixed, state = attend(qkv, head_norms, index, state)
+        stream = linear("o", mixed, residual=(stream, scales["inside"]))
+        hidden = linear("gate_up", stream, eps=eps, is_swiglu=True)
+        stream = linear("down", hidden, residual=(stream, scales["after"]))
+        return (index + 1, stream, state), None
+
+    of_layers = (
+        policy.weights,
+        policy.divisors,
+        policy.biases,
+        policy.branches,
+        policy.scales,
+        policy.head_norms,
+    )
+    start: Stream = epilogue.stream(x, policy.first_scale)
+    # The number of a layer is carried: one taken from a list is a copy of four bytes for each layer.
+    (_, stream, state), _ = jax.lax.scan(
+        layer, (jnp.int32(0), start, state), of_layers, unroll=unroll
+    )
+    # `scaled` would be rounded twice.
+    unit = stream.values.T.astype(jnp.float32) * stream.unit(eps)[:, None]
+    return rounded(unit * policy.scales["after"][-1], x.dtype), state
+
+
+def _get(tree: dict[str, Any], *path: str) -> Any:
+    for name in path:
+        tree = tree.get(name, {})
+    return None if isinstance(tree, dict) else tree

@@ -1,0 +1,68 @@
+"""Keys and values of the tokens seen so far, in pages that rows can share.
+
+A page holds S slots of one layer's keys or values. A row is a list of pages, so rows of any length
+share one pool, and the completions of a prompt share the pages that hold it. All layers live in one
+array each, so that a decode loop carries two buffers and XLA updates them in place. Page 0 is
+scratch: rows that have ended write there, and nobody reads it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.model.architecture import Architecture
+
+# What the decode kernel reads in one piece.
+PAGE_SIZE = 64
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """B rows over a pool of N pages: slot s of row b is page tables[b, s // S] at offset s % S.
+
+    Attributes:
+        keys: [L, N, J, S, C], already rotated.
+        values: [L, N, J, S, C].
+        tables: int32 [B, W], the pages of each row; 0 where it has none.
+        ends: int32 [B], the slot that the next token of each row takes.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    tables: jax.Array
+    ends: jax.Array
+
+    def fill(self, layer: jax.Array, keys: jax.Array, values: jax.Array) -> KVCache:
+        """Puts [B, T, J, C] into a layer from slot 0 on; `ends` stays."""
+        pages = self.tables[:, : -(-keys.shape[1] // self.keys.shape[3])]
+
+        def put(pool, new):
+            batch, length, heads, size = new.shape
+            slots = pool.shape[3]
+            new = jnp.pad(new, ((0, 0), (0, -length % slots), (0, 0), (0, 0)))
+            new = new.reshape(batch, -1, slots, heads, size).swapaxes(2, 3)
+            return pool.at[layer, pages].set(new.astype(pool.dtype))
+
+        return dataclasses.replace(self, keys=put(self.keys, keys), values=put(self.values, values))
+
+
+def create(
+    arch: Architecture, rows: int, num_slots: int, dtype, page_size: int = PAGE_SIZE
+) -> KVCache:
+    """An empty cache whose rows have `num_slots` slots each and share nothing."""
+    width = -(-num_slots // page_size)
+    keys, values = pool(arch, 1 + rows * width, dtype, page_size)
+    tables = 1 + jnp.arange(rows * width, dtype=jnp.int32).reshape(rows, width)
+    return KVCache(keys, values, tables, jnp.zeros(rows, jnp.int32))
+
+
+def pool(
+    arch: Architecture, num_pages: int, dtype, page_size: int = PAGE_SIZE
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [L, N, J, S, C] of N empty pages."""
+    shape = (arch.num_layers, num_pages, arch.num_kv_heads, page_size, arch.head_size)
+    return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)

@@ -1,0 +1,280 @@
+"""The transformer's arithmetic as pure functions. Linen names live in `model.py`, nothing here knows a parameter tree.
+
+Rows are spans. Slot i of a row holds its i-th token, padding included; the live slots of a row are
+contiguous, from `start` on, so both left padding (start > 0) and right padding (junk after the end)
+need no mask array: a query at slot s sees the keys of slots start <= k <= s.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import PackedWeight, packed_matmul, rounded, runtime
+from pallas_kernels.linear import Branch, finish
+from pallas_kernels.nvfp4_matmul import fused_wide
+from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
+from qerl_jax.model.architecture import Architecture
+
+
+class Normed(NamedTuple):
+    """An RMSNorm in two factors, of which what is linear in the first may be multiplied by the second later.
+
+    Attributes:
+        values: [..., D], x * scale in x's dtype.
+        unit: float32 [..., 1], 1 / sqrt(mean(x^2) + eps).
+    """
+
+    values: jax.Array
+    unit: jax.Array
+
+
+def linear(x: jax.Array, weight: PackedWeight | jax.Array) -> jax.Array:
+    """y = x W^T for a packed or a dense weight, as it meets branch and bias.
+
+    Args:
+        x: [..., K], float32 or bfloat16.
+        weight: Packed, in any format and layout, of shape (N, K); or a dense [N, K].
+
+    Returns:
+        float32 [..., N]. Sums are rounded to x's dtype; a global scale is multiplied on after that.
+    """
+    if isinstance(weight, PackedWeight):
+        return packed_matmul(x, weight, out_dtype=jnp.float32)
+    # Two dimensions: XLA:CPU's backward pass of a [B, T, K] product is three times slower than that
+    # of [B*T, K].
+    flat = x.reshape(-1, x.shape[-1])
+    y = jnp.einsum("mk,nk->mn", flat, weight.astype(x.dtype), precision=_precision(x.dtype))
+    return y.reshape(*x.shape[:-1], -1).astype(jnp.float32)
+
+
+def logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
+    """Scores of every vocabulary row: [..., D] x [V, D] -> float32 [..., V]."""
+    return jnp.einsum(
+        "...d,vd->...v",
+        hidden,
+        head.astype(hidden.dtype),
+        preferred_element_type=jnp.float32,
+        precision=_precision(hidden.dtype),
+    )
+
+
+def branches(
+    adapters: Sequence[tuple[jax.Array, jax.Array, jax.Array]], scaling: float
+) -> list[Branch]:
+    """Low-rank branches `scaling * (x A) B` (LoRA, arXiv 2106.09685) as x A and scaling * B, in x's dtype.
+
+    Args:
+        adapters: Of each, x [..., K], A float32 [K, R] and B float32 [R, N]. Those of linears that are
+            joined read one x, unless dropout has made different ones of it.
+        scaling: alpha / R.
+
+    Returns:
+        Of each [rows of x, R] and [R, N], for `finished_linear`.
+    """
+    x = adapters[0][0]
+    if all(other is x for other, _, _ in adapters):
+        # One product, for then that of the gradient by x is one as well, and not a sum of several.
+        down = _down(x, jnp.concatenate([a for _, a, _ in adapters], axis=1))
+        downs = jnp.split(down, len(adapters), axis=1)
+    else:
+        downs = [_down(x, a) for x, a, _ in adapters]
+    ups = [(scaling * b).astype(x.dtype) for _, _, b in adapters]
+    return list(zip(downs, ups, strict=True))
+
+
+def _down(x, a):
+    return jnp.dot(x.reshape(-1, x.shape[-1]), a.astype(x.dtype), precision=_precision(x.dtype))
+
+
+def finished_linear(
+    x: jax.Array,
+    weight: PackedWeight | jax.Array,
+    branches: Sequence[Branch],
+    *,
+    unit: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+) -> jax.Array:
+    """rounded((x W^T + [the products of the branches]) * unit + bias + residual), as `finish` defines it.
+
+    Args:
+        x: [..., K].
+        weight: As `linear` takes it.
+        branches: LoRA's, of the parts of N in their order; none without LoRA.
+        unit: float32 [..., 1], which is constant to a derivative (`split_norm`).
+        bias: [N].
+        residual: [..., N].
+
+    Returns:
+        [..., N] in x's dtype.
+    """
+    flat = lambda of_rows: None if of_rows is None else of_rows.reshape(-1, of_rows.shape[-1])
+    rows, unit, residual = flat(x), flat(unit), flat(residual)
+    if unit is not None and branches and residual is None and isinstance(weight, HopperNVFP4):
+        sizes = [up.shape[1] for _, up in branches]
+        rank = branches[0][1].shape[0]
+        if fused_wide.supports(len(rows), sizes, rows.shape[1], rank, x.dtype) is None:
+            y = fused_wide.linear(rows, weight, list(branches), unit, bias)
+            return y.reshape(*x.shape[:-1], y.shape[-1])
+    y = linear(rows, weight)
+    y = finish(y, branches, unit=unit, bias=bias, residual=residual, dtype=x.dtype)
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x * scale / sqrt(mean(x^2) + eps) over the last axis, in float32, returned in x's dtype.
+
+    The scale may be float32 although x is bfloat16: AQN adds noise far below bfloat16's step to it.
+    """
+    unit = x.astype(jnp.float32) * _unit(x, eps)
+    return rounded(unit * scale.astype(jnp.float32), x.dtype)
+
+
+def split_norm(x: jax.Array, scale: jax.Array, eps: float) -> Normed:
+    """`rms_norm` for linears to read, which multiply what they make of `values` by `unit`.
+
+    A decoding step knows `unit` only when the product has begun. Since all that `unit` multiplies is
+    linear in `values`, the derivative by `unit` follows from that by `values`,
+
+        d unit = sum of (values * d values) / unit
+
+    and is counted there; none flows through `unit` itself. That costs what `rms_norm`'s does, where
+    a sum over a linear's N outputs would be another pass over them.
+    """
+    values, unit = _split_norm(x, scale.astype(jnp.float32), eps)
+    return Normed(values, jax.lax.stop_gradient(unit))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _split_norm(x, scale, eps):
+    return rounded(x.astype(jnp.float32) * scale, x.dtype), _unit(x, eps)
+
+
+def _split_norm_fwd(x, scale, eps):
+    values, unit = _split_norm(x, scale, eps)
+    return (values, unit), (x, scale, unit)
+
+
+def _split_norm_bwd(eps, residuals, cotangents):
+    x, scale, unit = residuals
+    wide, dvalues = x.astype(jnp.float32), cotangents[0].astype(jnp.float32)
+    slope = dvalues * scale
+    dx = slope - wide * unit**2 * jnp.mean(slope * wide, axis=-1, keepdims=True)
+    dscale = jnp.sum(dvalues * wide, axis=range(x.ndim - 1))
+    return dx.astype(x.dtype), dscale
+
+
+_split_norm.defvjp(_split_norm_fwd, _split_norm_bwd)
+
+
+def _unit(x, eps):
+    wide = x.astype(jnp.float32)
+    return jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+
+
+# A backward pass keeps gate_up, not what is made of it in float32.
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    """silu(gate) * up (arXiv 2002.05202) of the fused [..., 2F] projection, in float32, rounded once."""
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    return rounded(jax.nn.silu(gate) * up, gate_up.dtype)
+
+
+def rope_frequencies(arch: Architecture) -> np.ndarray:
+    """Angle per position of each rotated pair: float32 [C/2] (RoPE, arXiv 2104.09864)."""
+    exponent = np.arange(0, arch.head_size, 2, dtype=np.float32) / np.float32(arch.head_size)
+    frequency = (1.0 / arch.rope_theta**exponent).astype(np.float32)
+    if (scaling := arch.rope_scaling) is None:
+        return frequency
+    # Llama 3: wavelengths longer than the original window are stretched by `factor`, short ones
+    # kept, between the two bounds interpolated.
+    rotations = scaling.original_max_position_embeddings * frequency / (2 * np.pi)
+    blend = (rotations - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    blend = np.clip(blend, 0.0, 1.0)
+    return ((1 - blend) * frequency / scaling.factor + blend * frequency).astype(np.float32)
+
+
+def rope_tables(positions: jax.Array, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of position * frequency: int32 [B, T] -> two float32 [B, T, 1, C/2]."""
+    angle = positions[..., None, None].astype(jnp.float32) * frequencies
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates the pairs (c, c + C/2) of every head of [B, T, heads, C] by `rope_tables`, in float32."""
+    cos, sin = (table[..., None, :] for table in tables)
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+    # Halves that change places, not two that are put together: of those XLA makes a slow derivative.
+    turned = halves * cos + jnp.flip(halves, -2) * jnp.concatenate([-sin, sin], axis=-2)
+    return rounded(turned.reshape(x.shape), x.dtype)
+
+
+def attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, starts: jax.Array | None = None
+) -> jax.Array:
+    """Causal grouped-query attention over spans: the query at slot t sees the keys of slots start ... t.
+
+    Args:
+        query: [B, T, H, C], slot t at index t.
+        key: [B, T, J, C].
+        value: [B, T, J, C].
+        starts: int32 [B], the first live slot of each row; None means 0 for every row.
+
+    Returns:
+        [B, T, H, C]. Queries on padding slots give finite junk.
+    """
+    if (
+        starts is None
+        and query.dtype == jnp.bfloat16
+        and runtime.has_cudnn_attention(query.shape[-1])
+    ):
+        return jax.nn.dot_product_attention(
+            query, key, value, is_causal=True, implementation="cudnn"
+        )
+    return plain_attention(query, key, value, starts=starts)
+
+
+def plain_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, starts: jax.Array | None = None
+) -> jax.Array:
+    """`attention` in jnp, which runs anywhere, and holds all [B, H, T, T] scores."""
+    batch, length, heads, size = query.shape
+    groups = key.shape[2]
+    slot = jnp.arange(length)
+    visible = (slot <= slot[:, None])[None]
+    if starts is not None:
+        visible &= slot >= starts[:, None, None]
+
+    # Batched three-dimensional products: XLA:CPU runs them 1.5 times faster than the five-index
+    # einsum.
+    grouped = query.reshape(batch, length, groups, heads // groups, size).transpose(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(batch * groups, (heads // groups) * length, size)
+    keys = key.transpose(0, 2, 3, 1).reshape(batch * groups, size, -1)
+    values = value.transpose(0, 2, 1, 3).reshape(batch * groups, -1, size)
+    precision = _precision(query.dtype)
+    scores = (
+        jnp.matmul(grouped, keys, preferred_element_type=jnp.float32, precision=precision)
+        * size**-0.5
+    )
+    scores = scores.reshape(batch, groups * (heads // groups), length, -1)
+    # A finite floor: a padding query that sees nothing must not make 0/0.
+    weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -1e30), axis=-1).astype(
+        query.dtype
+    )
+    weights = weights.reshape(batch * groups, (heads // groups) * length, -1)
+    mixed = jnp.matmul(weights, values, precision=precision)
+    mixed = mixed.reshape(batch, groups, heads // groups, length, size).transpose(0, 3, 1, 2, 4)
+    return mixed.reshape(batch, length, heads, size)
+
+
+def _precision(dtype):
+    # float32 means float32, also on cards whose default is TF32.
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None

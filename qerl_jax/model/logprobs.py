@@ -1,0 +1,120 @@
+"""The one definition of a log-probability, shared by sampler and trainer.
+
+    log p(v) = log_softmax over v < num_tokens of (hidden . head[v] / temperature), in float32
+
+taken before any penalty or top-k/top-p/min-p truncation, over the ids that the tokenizer has; at
+temperature 0 (greedy) it is taken at temperature 1.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.model import layers
+
+
+def log_softmax(logits: jax.Array, temperature: jax.Array | float, num_tokens: int) -> jax.Array:
+    """Log-probabilities [..., V], float32; -inf at ids >= num_tokens (rows of the embedding that pad it)."""
+    temperature = jnp.asarray(temperature, jnp.float32)
+    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
+    known = jnp.arange(logits.shape[-1]) < num_tokens
+    return jax.nn.log_softmax(jnp.where(known, scaled, -jnp.inf), axis=-1)
+
+
+def entropy(logps: jax.Array) -> jax.Array:
+    """-sum p log p over the last axis, in nats; ids of probability zero count as zero."""
+    return -jnp.sum(jnp.where(jnp.isneginf(logps), 0.0, jnp.exp(logps) * logps), axis=-1)
+
+
+def of_targets(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    *,
+    temperature: jax.Array | float,
+    num_tokens: int,
+    chunk: int = 1024,
+) -> tuple[jax.Array, jax.Array]:
+    """Log-probability of each target and entropy of each distribution, without ever holding [N, V] logits.
+
+        d log p(target) / d hidden = (head[target] - sum over v of p(v) head[v]) / temperature
+
+    Rows go through the head `chunk` at a time: memory is chunk * V float32, whatever N is. When a
+    derivative will be asked for, that slope, [N, D], is formed while a chunk's logits are there, so
+    that they are computed once; what the loss makes of it is one factor per row.
+
+    Args:
+        hidden: [N, D], the state that predicts each target.
+        head: [V, D].
+        targets: int32 [N].
+        temperature: Of the policy; see the module's definition. No gradient flows through it.
+        num_tokens: Ids that the tokenizer has.
+        chunk: Rows at a time.
+
+    Returns:
+        float32 [N] log-probabilities, float32 [N] entropies in nats (no gradient flows through
+        these).
+    """
+    rows = hidden.shape[0]
+    chunk = min(chunk, rows)
+    padding = -rows % chunk
+    hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, chunk, hidden.shape[-1])
+    targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)
+    temperature = jnp.asarray(temperature, jnp.float32)
+    logps, entropies = _of_chunks(hidden, head, targets, temperature, num_tokens)
+    return logps.reshape(-1)[:rows], entropies.reshape(-1)[:rows]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _of_chunks(hidden, head, targets, temperature, num_tokens):
+    def of_chunk(args):
+        hidden, targets = args
+        logps = log_softmax(layers.logits(hidden, head), temperature, num_tokens)
+        return _picked(logps, targets), entropy(logps)
+
+    return jax.lax.map(of_chunk, (hidden, targets))
+
+
+def _of_chunks_fwd(hidden, head, targets, temperature, num_tokens):
+    def of_chunk(args):
+        hidden, targets = args
+        logps = log_softmax(layers.logits(hidden, head), temperature, num_tokens)
+        slopes = _logit_slopes(logps, targets, temperature).astype(hidden.dtype)
+        slopes = layers.linear(slopes, head.T).astype(hidden.dtype)
+        return _picked(logps, targets), entropy(logps), slopes
+
+    logps, entropies, slopes = jax.lax.map(of_chunk, (hidden, targets))
+    return (logps, entropies), (slopes, hidden, head, targets, temperature)
+
+
+def _of_chunks_bwd(num_tokens, residuals, cotangents):
+    slopes, hidden, head, targets, temperature = residuals
+    factors, _ = cotangents
+    dhidden = (factors[..., None] * slopes.astype(jnp.float32)).astype(hidden.dtype)
+
+    # Where the head is frozen nobody asks for this, and the compiler drops it.
+    def of_chunk(dhead, args):
+        hidden, targets, factors = args
+        logps = log_softmax(layers.logits(hidden, head), temperature, num_tokens)
+        dlogits = factors[:, None] * _logit_slopes(logps, targets, temperature)
+        return dhead + layers.logits(dlogits.astype(hidden.dtype).T, hidden.T), None
+
+    zeros = jnp.zeros(head.shape, jnp.float32)
+    dhead, _ = jax.lax.scan(of_chunk, zeros, (hidden, targets, factors))
+    return dhidden, dhead.astype(head.dtype), None, jnp.zeros_like(temperature)
+
+
+_of_chunks.defvjp(_of_chunks_fwd, _of_chunks_bwd)
+
+
+def _picked(logps: jax.Array, targets: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(logps, targets[:, None], axis=-1)[:, 0]
+
+
+def _logit_slopes(logps: jax.Array, targets: jax.Array, temperature: jax.Array) -> jax.Array:
+    """Derivative of each target's log-probability with respect to the logits, [N, V]."""
+    hit = jnp.arange(logps.shape[-1]) == targets[:, None]
+    return (hit - jnp.exp(logps)) / jnp.where(temperature > 0, temperature, 1.0)

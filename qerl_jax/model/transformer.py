@@ -1,0 +1,415 @@
+"""The model as Linen modules: names and shapes for the trees. The arithmetic is in `layers.py`.
+
+Three collections, three lifetimes:
+- `params` is exactly what trains, in float32: LoRA A and B, and the layer norms when `train_norms`
+  is on; or all that the layers hold, when the model is `full`.
+- `frozen` is everything else: packed or dense linears, biases, norms, embedding, head. It never
+  changes.
+- `noise`, when given, holds float32 vectors that are added to the norm scales (AQN). It is an
+  argument of one call.
+
+Layers are stacked: every leaf under `layers` has a leading axis L, and the forward pass scans it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels import decode_attention as attention
+from pallas_kernels import mxfp4, nf4, nvfp4, prepare, rounded
+from qerl_jax.model import layers
+from qerl_jax.model.architecture import Architecture
+from qerl_jax.model.kv_cache import KVCache
+from qerl_jax.model.prompt_sharing import SharedPrompts
+
+Weights = Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"]
+Remat = Literal["none", "products", "mlp", "layer"]
+
+# Linears whose products a backward pass finds kept; nothing in it reads that of "down".
+_KEPT = {"products": ("qkv", "o", "gate_up"), "mlp": ("qkv", "o"), "layer": ()}
+
+
+@dataclasses.dataclass(frozen=True)
+class LoRA:
+    """Shape of the adapter, on all seven linears (arXiv 2106.09685).
+
+    Attributes:
+        rank: R.
+        alpha: The branch is scaled by alpha / rank.
+        dropout: Probability of dropping an input of a branch; acts only where a `dropout` key is
+            given.
+        train_norms: Whether the two norms of each layer train too; they belong to the adapter then.
+    """
+
+    rank: int
+    alpha: float
+    dropout: float = 0.0
+    train_norms: bool = False
+
+    @property
+    def scaling(self) -> float:
+        """alpha / rank."""
+        return self.alpha / self.rank
+
+
+class Norm(nn.Module):
+    """RMSNorm whose scale may be trained (with the adapter) and perturbed (by the `noise` collection).
+
+    With `split` in the two factors that a linear reads, else whole.
+    """
+
+    eps: float
+    dtype: Any
+    trainable: bool = False
+    adapter: bool = True
+    full: bool = False
+    split: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        if self.full:
+            scale = self.param("scale", nn.initializers.ones, x.shape[-1:], jnp.float32)
+        else:
+            scale = self._frozen(x)
+        if self.has_variable("noise", "scale"):
+            scale = scale + self.get_variable("noise", "scale")
+        norm = layers.split_norm if self.split else layers.rms_norm
+        return norm(x, scale, self.eps)
+
+    def _frozen(self, x):
+        scale = self.variable("frozen", "scale", jnp.ones, x.shape[-1:], self.dtype).value.astype(
+            jnp.float32
+        )
+        if self.trainable and self.adapter:
+            scale = self.param("scale", lambda _: scale)
+        return scale
+
+
+class Adapter(nn.Module):
+    """One LoRA branch of x [..., K], as `layers.branches` takes it; starts at zero, A as PEFT initializes it."""
+
+    features: int
+    lora: LoRA
+
+    @nn.compact
+    def __call__(self, x):
+        width, rank = x.shape[-1], self.lora.rank
+        # PEFT's Kaiming-uniform with a = sqrt(5) is uniform within 1/sqrt(K).
+        uniform = nn.initializers.uniform(2 * width**-0.5)
+        a = self.param("a", lambda key: uniform(key, (width, rank), jnp.float32) - width**-0.5)
+        b = self.param("b", nn.initializers.zeros, (rank, self.features), jnp.float32)
+        if self.lora.dropout and self.has_rng("dropout"):
+            keep = 1.0 - self.lora.dropout
+            kept = jax.random.bernoulli(self.make_rng("dropout"), keep, x.shape)
+            x = jnp.where(kept, x / keep, 0).astype(x.dtype)
+        return x, a, b
+
+
+class FusedLinear(nn.Module):
+    """Linears that read one input as a single base matmul, each part with its own LoRA branch.
+
+    What it makes of products is in float32 and rounded once. design.md says where, for sampler and
+    trainer must round alike.
+    """
+
+    parts: tuple[tuple[str, int], ...]
+    weights: Weights
+    lora: LoRA | None
+    adapter: bool = True
+    bias: bool = False
+    full: bool = False
+
+    @nn.compact
+    def __call__(self, x, residual=None):
+        """x [..., K], or a norm's two factors; -> [..., N], or that added to a residual stream."""
+        x, unit = x if isinstance(x, layers.Normed) else (x, None)
+        if self.is_mutable_collection("intermediates"):  # the caller asks; see `run_layer`
+            whole = x if unit is None else (x * unit).astype(x.dtype)
+            self.sow("intermediates", "input", whole)
+        features = sum(size for _, size in self.parts)
+        weight = self._base("weight", lambda key: self._random(key, features, x))
+        branches, bias = [], None
+        if self.lora is not None and self.adapter:
+            adapters = [Adapter(size, self.lora, name=name)(x) for name, size in self.parts]
+            branches = layers.branches(adapters, self.lora.scaling)
+        if self.bias:
+            zeros = lambda _: jnp.zeros((features,), _dtype(self.weights))
+            bias = rounded(self._base("bias", zeros), x.dtype)
+        y = layers.finished_linear(x, weight, branches, unit=unit, bias=bias, residual=residual)
+        return checkpoint_name(y, self.name)
+
+    def _base(self, name, init):
+        if self.full:
+            return self.param(name, lambda key: init(key).astype(jnp.float32))
+        return self.variable("frozen", name, lambda: init(self.make_rng("params"))).value
+
+    def _random(self, key, features, x):
+        shape = (features, x.shape[-1])
+        match self.weights:
+            case "nvfp4":
+                return prepare(nvfp4.random(key, shape, std=0.02), x.dtype)
+            case "mxfp4":
+                return mxfp4.random(key, shape, std=0.02)
+            case "nf4":
+                return nf4.random(key, shape, std=0.02, double=True)
+        return 0.02 * jax.random.normal(key, shape, _dtype(self.weights))
+
+
+class Block(nn.Module):
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)). Carries (residual stream, cache)."""
+
+    arch: Architecture
+    weights: Weights
+    lora: LoRA | None
+    adapter: bool
+    full: bool
+
+    @nn.compact
+    def __call__(self, carry, index, tables, starts=None, shared=None, plan=None):
+        x, cache = carry
+        x, cache = self._attention(x, cache, index, tables, starts, shared, plan)
+        gate_up = self._linear("gate_up")(self._norm("post_attention_layernorm", split=True)(x))
+        return (self._linear("down")(layers.swiglu(gate_up), x), cache), None
+
+    def _attention(self, x, cache, index, tables, starts, shared, plan):
+        arch = self.arch
+        normed = self._norm("input_layernorm", split=True)(x)
+        qkv = self._linear("qkv", bias=arch.qkv_bias)(normed)
+        if shared is not None:
+            qkv = shared.unfold(qkv)
+        batch, length, _ = qkv.shape
+        heads = qkv.reshape(batch, length, -1, arch.head_size)
+        query, key, value = jnp.split(
+            heads, [arch.num_heads, arch.num_heads + arch.num_kv_heads], axis=2
+        )
+        if arch.qk_norm:
+            query = self._norm("q_norm", adapts=False)(query)
+            key = self._norm("k_norm", adapts=False)(key)
+            heads = jnp.concatenate([query, key, value], axis=2)
+        if cache is not None and length == 1:
+            mixed, cache = self._decode_attention(heads[:, 0], cache, index, tables, plan)
+        else:
+            query, key = layers.rotate(query, tables), layers.rotate(key, tables)
+            if cache is not None:
+                cache = cache.fill(index, key, value)
+            mixed = layers.attention(query, key, value, starts=starts)
+        mixed = mixed.reshape(batch, length, arch.query_width)
+        if shared is not None:
+            mixed = shared.fold(mixed)
+        return self._linear("o")(mixed, x), cache
+
+    def _decode_attention(self, heads, cache, index, tables, plan):
+        cos, sin = (table[:, 0, 0] for table in tables)
+        pools = cache.keys, cache.values
+        mixed, keys, values = attention.decode_attention(
+            heads, cos, sin, *pools, index, cache.tables, cache.ends, plan=plan
+        )
+        return mixed, dataclasses.replace(cache, keys=keys, values=values)
+
+    def _linear(self, name, bias=False):
+        parts = self.arch.linears()[name]
+        return FusedLinear(parts, self.weights, self.lora, self.adapter, bias, self.full, name=name)
+
+    def _norm(self, name, adapts=True, split=False):
+        trainable = adapts and self.lora is not None and self.lora.train_norms
+        return Norm(
+            self.arch.rms_norm_eps,
+            _dtype(self.weights),
+            trainable,
+            self.adapter,
+            self.full,
+            split,
+            name=name,
+        )
+
+
+class Transformer(nn.Module):
+    """A decoder-only transformer up to its last norm; `layers.logits` with `head(frozen)` gives the scores.
+
+    Attributes:
+        arch: Sizes and traits.
+        weights: How the linears of a new base are stored; embedding, norms and biases are bfloat16,
+            or float32.
+        lora: Shape of the adapter, or None for the bare base.
+        dtype: Of the activations: bfloat16 or float32.
+        full: Whether `params` holds what the layers hold, instead of an adapter; see `trainable`.
+    """
+
+    arch: Architecture
+    weights: Weights = "nvfp4"
+    lora: LoRA | None = None
+    dtype: Any = jnp.bfloat16
+    full: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        lengths: jax.Array | None = None,
+        starts: jax.Array | None = None,
+        cache: KVCache | None = None,
+        shared: SharedPrompts | None = None,
+        adapter: bool = True,
+        remat: Remat = "none",
+    ) -> tuple[jax.Array, KVCache | None]:
+        """Runs T tokens of each row.
+
+        Args:
+            tokens: int32 [B, T].
+            lengths: int32 [B], how many of the T tokens of a right-padded row are real; None means
+                all. Only the cache needs it: junk after the end is never seen by a real token.
+            starts: int32 [B], the first live slot of left-padded rows; None means 0. Not with a
+                cache.
+            cache: T > 1 fills an empty cache, T == 1 extends it.
+            shared: How rows hold a prompt and its completions, where they do; not with a cache.
+            adapter: Whether params (LoRA and trained norms) act; False is the reference policy.
+            remat: What the backward pass recomputes instead of keeping it: all of a layer but its
+                input ("layer"), but its input and the products with qkv and o ("mlp"), but those
+                and the product with gate_up ("products"), or nothing ("none").
+
+        Returns:
+            Hidden states [B, T, D] after the last norm, and the extended cache.
+        """
+        arch, dtype = self.arch, _dtype(self.weights)
+        shape = (arch.vocab_size, arch.width)
+        embedding = self.variable("frozen", "embed_tokens", self._random, shape, dtype).value
+        if not arch.tie_word_embeddings:
+            self.variable("frozen", "lm_head", self._random, shape, dtype)
+
+        length = tokens.shape[1]
+        if shared is not None:
+            length = shared.width + (length - shared.width) // shared.branches
+        slots = jnp.arange(length, dtype=jnp.int32)[None]
+        if cache is not None:
+            slots = slots + cache.ends[:, None]
+        positions = slots if starts is None else slots - starts[:, None]
+        tables = layers.rope_tables(positions, layers.rope_frequencies(arch))
+
+        block = Block
+        if remat != "none":
+            policy = jax.checkpoint_policies.save_only_these_names(*_KEPT[remat])
+            block = nn.remat(Block, prevent_cse=False, policy=policy)
+        scan = nn.scan(
+            block,
+            variable_axes={"params": 0, "frozen": 0, "noise": 0},
+            split_rngs={"params": True, "dropout": True},
+            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
+            length=arch.num_layers,
+            # Flax's check takes a kernel that writes to the cache for a loop that is not invariant. No
+            # variable here is shared by the layers, so there is nothing that it could find.
+            check_constancy_invariants=False,
+        )
+        stack = scan(arch, self.weights, self.lora, adapter, self.full, name="layers")
+        x = embedding[tokens].astype(self.dtype)
+        extends = cache is not None and tokens.shape[1] == 1
+        plan = attention.plan(cache.keys, cache.tables, cache.ends) if extends else None
+        numbers = jnp.arange(arch.num_layers)
+        (x, cache), _ = stack((x, cache), numbers, tables, starts, shared, plan)
+        if cache is not None:
+            grown = tokens.shape[1] if lengths is None else lengths
+            cache = dataclasses.replace(cache, ends=cache.ends + grown)
+        return Norm(arch.rms_norm_eps, dtype, name="norm")(x), cache
+
+    def _random(self, shape, dtype):
+        return 0.02 * jax.random.normal(self.make_rng("params"), shape, dtype)
+
+
+def head(frozen: dict[str, Any]) -> jax.Array:
+    """The output matrix [V, D] of a base: its own, or the embedding where the two are tied."""
+    return frozen.get("lm_head", frozen["embed_tokens"])
+
+
+def random_base(model: Transformer, key: jax.Array) -> dict[str, Any]:
+    """A base of random weights, made on the device, packed layer by layer; it never exists in 16 bits."""
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    return jax.jit(lambda key: model.init(key, tokens)["frozen"])(key)
+
+
+def abstract_base(model: Transformer) -> dict[str, Any]:
+    """The shapes and dtypes of a base, without making one."""
+    return jax.eval_shape(
+        lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["frozen"], jax.random.key(0)
+    )
+
+
+def init_params(model: Transformer, frozen: dict[str, Any], key: jax.Array) -> dict[str, Any]:
+    """A fresh adapter over `frozen`: A random, B zero, trained norms equal to the base's."""
+
+    @jax.jit
+    def init(frozen, key):
+        tokens = jnp.zeros((1, 1), jnp.int32)
+        return model.apply({"frozen": frozen}, tokens, rngs={"params": key}, mutable=["params"])[
+            1
+        ].get("params", {})
+
+    return init(frozen, key)
+
+
+def trainable(
+    model: Transformer, frozen: dict[str, Any], key: jax.Array
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Parts a base into what trains and what does not: `params` and `frozen` of a new run.
+
+    For an adapter these are `init_params` and the whole base; for a `full` model float32 copies of
+    the layers, and the rest of the base (embedding, last norm, head).
+    """
+    if not model.full:
+        return init_params(model, frozen, key), frozen
+    layers_ = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), frozen["layers"])
+    return {"layers": layers_}, {name: v for name, v in frozen.items() if name != "layers"}
+
+
+def as_computed(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
+    """`params` with the weights and biases of a `full` model rounded once to the activations' dtype.
+
+    Every product rounds them so; sampling then reads half the bytes. An adapter stays as it is.
+    """
+
+    def rounded(path, leaf):
+        return leaf.astype(dtype) if path[-1].key in ("weight", "bias") else leaf
+
+    return jax.tree_util.tree_map_with_path(rounded, params)
+
+
+def run_layer(
+    model: Transformer, layer: dict[str, Any], x: jax.Array
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """One layer of a bare base by itself, for calibration.
+
+    Args:
+        model: Its architecture, and how the layer's linears are held.
+        layer: The tree of that layer, without a leading axis.
+        x: Hidden states [B, T, D] of right-padded rows.
+
+    Returns:
+        The hidden states after the layer, and by name what each of its linears reads, [B, T, K].
+    """
+    positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+    tables = layers.rope_tables(positions, layers.rope_frequencies(model.arch))
+    block = Block(model.arch, model.weights, None, False, False)
+    ((x, _), _), seen = block.apply(
+        {"frozen": layer}, (x, None), 0, tables, None, mutable=["intermediates"]
+    )
+    return x, {name: seen["intermediates"][name]["input"][0] for name in model.arch.linears()}
+
+
+def noise_shapes(arch: Architecture, final_norm: bool = False) -> dict[str, Any]:
+    """Shapes of the `noise` collection: the norms that q/k/v and gate/up read, and the last one on request."""
+    per_layer = {"scale": jax.ShapeDtypeStruct((arch.num_layers, arch.width), jnp.float32)}
+    shapes = {
+        "layers": {"input_layernorm": dict(per_layer), "post_attention_layernorm": dict(per_layer)}
+    }
+    if final_norm:
+        shapes["norm"] = {"scale": jax.ShapeDtypeStruct((arch.width,), jnp.float32)}
+    return shapes
+
+
+def _dtype(weights: Weights):
+    return jnp.float32 if weights == "float32" else jnp.bfloat16

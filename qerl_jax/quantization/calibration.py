@@ -1,0 +1,172 @@
+"""Texts that a model is calibrated on, and their hidden states, layer by layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from qerl_jax.data import arithmetic
+from qerl_jax.data import problems as data
+from qerl_jax.data.tokenizer import Tokenizer
+from qerl_jax.model.transformer import Transformer, run_layer
+from qerl_jax.quantization import awq
+from qerl_jax.quantization.awq import Inputs
+
+# The paper's.
+DATASET = "open-thoughts/OpenThoughts-114k"
+
+# Tokens that pass a layer together.
+_CHUNK = 8192
+_QUESTIONS = ("question", "problem", "prompt", "instruction")
+_ANSWERS = ("solution", "answer", "response", "completion", "output")
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """What to calibrate on.
+
+    Attributes:
+        dataset: "arithmetic", a name of `data.SETS`, a data set of the hub, a folder, or a .jsonl,
+            .json or .parquet file. Its rows have messages (`messages` or `conversations`), a `text`,
+            or a question and an answer under the usual names.
+        num_samples: Rows that are used, drawn at random.
+        max_length: Tokens that are used of each.
+        seed: Of the draw.
+    """
+
+    dataset: str = DATASET
+    num_samples: int = 256
+    max_length: int = 2048
+    seed: int = 0
+
+    def __post_init__(self):
+        for field in ("num_samples", "max_length"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}: got {getattr(self, field)}; must be at least 1")
+
+
+def texts(cfg: Calibration, tokens: Tokenizer) -> list[str]:
+    """The rows as texts that the model would see: chats through its template.
+
+    Raises:
+        ValueError: When the data set cannot be loaded, or a row has none of the columns.
+    """
+    if cfg.dataset == "arithmetic":
+        problems = [arithmetic.problem("train", cfg.seed, i) for i in range(cfg.num_samples)]
+        rows = [
+            {"question": problem.question, "answer": arithmetic.worked_answer(problem)}
+            for problem in problems
+        ]
+    else:
+        found = data.load_rows(cfg.dataset, None, None, "train")
+        order = np.random.default_rng(cfg.seed).permutation(len(found))[: cfg.num_samples]
+        rows = [found[int(index)] for index in order]
+    chats = [_chat(row, f"{cfg.dataset}, row {index}") for index, row in enumerate(rows)]
+    return [
+        chat if isinstance(chat, str) else tokens.hf.apply_chat_template(chat, tokenize=False)
+        for chat in chats
+    ]
+
+
+def token_rows(cfg: Calibration, tokens: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """The rows as right-padded ids, int32 [S, T], and their lengths, int32 [S]; the longest first."""
+    encoded = tokens.hf(texts(cfg, tokens), add_special_tokens=False)["input_ids"]
+    if not any(encoded):
+        raise ValueError(f"{cfg.dataset}: its texts have no tokens")
+    encoded = sorted((ids[: cfg.max_length] for ids in encoded), key=len, reverse=True)
+    rows = np.full((len(encoded), len(encoded[0])), tokens.pad_token, np.int32)
+    for row, ids in zip(rows, encoded, strict=True):
+        row[: len(ids)] = ids
+    return rows, np.array([len(ids) for ids in encoded], np.int32)
+
+
+class HiddenStates:
+    """What enters a layer, for all calibration rows, in host memory; it moves on layer by layer."""
+
+    def __init__(self, model: Transformer, embedding: np.ndarray, ids: np.ndarray, lengths):
+        """Starts before the first layer.
+
+        Args:
+            model: Dense; says how layers are computed.
+            embedding: [V, D], may be mapped from a file.
+            ids: int32 [S, T], right-padded.
+            lengths: int32 [S].
+        """
+        self._model, self._lengths = model, lengths
+        dtype = np.dtype(model.dtype)
+        self.rows = [np.asarray(embedding[row], dtype) for row in ids]
+        self._together = max(1, _CHUNK // ids.shape[1])
+
+    def observe(self, layer: dict[str, Any]) -> dict[str, Inputs]:
+        """What the linears of a layer read."""
+        arch = self._model.arch
+        seen = {name: awq.no_inputs(arch.input_width(name)) for name in arch.linears()}
+        for x, live, _ in self._batches():
+            seen = _observe(self._model, layer, x, live, seen)
+        return seen
+
+    def advance(self, layer: dict[str, Any]) -> None:
+        """Passes a layer."""
+        for x, _, first in self._batches():
+            for offset, row in enumerate(np.asarray(_advance(self._model, layer, x))):
+                if first + offset < len(self.rows):
+                    self.rows[first + offset] = row
+
+    def _batches(self):
+        slots = np.arange(len(self.rows[0]))
+        for first in range(0, len(self.rows), self._together):
+            rows = self.rows[first : first + self._together]
+            # Rows of zeros fill the last batch: one shape is compiled.
+            fill = self._together - len(rows)
+            lengths = np.pad(self._lengths[first : first + len(rows)], (0, fill))
+            x = np.stack(rows + [np.zeros_like(rows[0])] * fill)
+            yield x, slots < lengths[:, None], first
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=4)
+def _observe(model, layer, x, live, seen):
+    _, inputs = run_layer(model, layer, x)
+    return {name: awq.observe(seen[name], inputs[name], live) for name in seen}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _advance(model, layer, x):
+    return run_layer(model, layer, x)[0]
+
+
+def _chat(row: Mapping[str, Any], where: str) -> str | Sequence[dict[str, str]]:
+    for column in ("messages", "conversations"):
+        if column in row:
+            system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
+            chat, are_messages = row[column], isinstance(row[column], Sequence)
+            if not are_messages or not all(isinstance(each, Mapping) for each in chat):
+                raise ValueError(f"{where}: {column}: got {chat!r}; must be a list of messages")
+            return system + [_message(message) for message in chat]
+    if "text" in row:
+        if not isinstance(row["text"], str):
+            raise ValueError(f"{where}: text: got {row['text']!r}; must be a text")
+        return row["text"]
+    question, answer = (
+        next((row[name] for name in names if isinstance(row.get(name), str)), None)
+        for names in (_QUESTIONS, _ANSWERS)
+    )
+    if question is None:
+        raise ValueError(
+            f"{where}: no column that holds a text: looked for messages, conversations, text and "
+            f"{', '.join(_QUESTIONS)}; it has {sorted(row)}"
+        )
+    messages = [{"role": "user", "content": question}]
+    return messages + ([] if answer is None else [{"role": "assistant", "content": answer}])
+
+
+def _message(message: Mapping[str, str]) -> dict[str, str]:
+    # ShareGPT's names beside those of chat templates.
+    roles = {"human": "user", "gpt": "assistant"}
+    role = message.get("role") or message.get("from")
+    content = message.get("content") or message.get("value") or ""
+    return {"role": roles.get(role, role), "content": content}

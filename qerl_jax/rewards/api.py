@@ -1,0 +1,296 @@
+r"""Verifiable rewards: functions from completions to numbers, called by TRL's convention.
+
+    f(prompts=..., completions=..., completion_ids=..., **columns, **extras) -> [number or None]
+
+Prompts, completions, ids and columns are lists of one entry per row; columns are the data set's own
+(`answer`, ...). A completion is text for a text prompt and `[{"role": "assistant", "content":
+text}]` for a chat. None means that the reward does not apply to the row. Functions may be `async`.
+Extras are `log_extra(column, values)`, `log_metric(name, value)` and what the caller adds
+(`trainer_state`): take `**_` for those that a function does not use.
+"""
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import pathlib
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from qerl_jax.data import problems as data
+from qerl_jax.rewards.stock import FACTORIES, STOCK, RewardFunction
+
+type Named = tuple[str, RewardFunction]
+
+# What the log of completions says of every one.
+COMPLETION_COLUMNS = ("prompt", "completion", "reward", "advantage", "length", "stopped")
+_RESERVED = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
+
+
+class RewardError(ValueError):
+    """A reward function that raised, or returned something other than one number per row."""
+
+
+@dataclasses.dataclass
+class Record:
+    """What reward functions log beside their values, in one call of `evaluate`.
+
+    Attributes:
+        rows: B, the entries of a column.
+        columns: By name, B entries each (`log_extra`); the last under a name counts.
+        values: By name, every number logged (`log_metric`).
+    """
+
+    rows: int
+    columns: dict[str, list] = dataclasses.field(default_factory=dict)
+    values: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+
+    def log_extra(self, column: str, values: Sequence) -> None:
+        """Adds a column to the log of completions.
+
+        Raises:
+            ValueError: if it has not one entry per row, or takes the name of a column that is there.
+        """
+        if column in COMPLETION_COLUMNS:
+            raise ValueError(f"log_extra({column!r}): is a column already; choose another name")
+        if len(values) != self.rows:
+            raise ValueError(
+                f"log_extra({column!r}): got {len(values)} values for {self.rows} rows"
+            )
+        self.columns[column] = list(values)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Adds a number to a metric; under the name of one of the run's own it is not seen."""
+        self.values.setdefault(name, []).append(float(value))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The mean of the numbers of each metric, as TRL logs them."""
+        return {name: sum(values) / len(values) for name, values in self.values.items()}
+
+
+def as_completion(prompt: str | Sequence[Mapping[str, str]], text: str) -> str | list[data.Message]:
+    """A generated text in the form that belongs to its prompt: text, or an assistant's message."""
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def resolve(
+    names: Sequence[str | RewardFunction], options: Mapping[str, Mapping[str, Any]] | None = None
+) -> list[Named]:
+    """Finds reward functions, each with the name that its metrics carry.
+
+    Args:
+        names: stock names (the keys of `STOCK` and `FACTORIES`), import paths
+            "package.module:function" or "folder/file.py:function", or functions themselves.
+        options: by name, arguments of a factory: something that makes the reward function. Stock
+            factories may do without; of what is imported, a name with options is a factory.
+            Options of other names are ignored.
+
+    Raises:
+        ValueError: for an unknown name, a module that cannot be imported, something that cannot be
+            called, options that a factory refuses, or two functions of one name.
+    """
+    options = options or {}
+    functions = [_resolve_one(name, options) for name in names]
+    resolved = [(getattr(f, "__name__", type(f).__name__), f) for f in functions]
+    repeated = {name for name, _ in resolved if [n for n, _ in resolved].count(name) > 1}
+    if repeated:
+        raise ValueError(f"reward functions must differ in name; repeated: {sorted(repeated)}")
+    return resolved
+
+
+def evaluate(
+    functions: Sequence[Named],
+    prompts: Sequence,
+    completions: Sequence,
+    completion_ids: Sequence[Sequence[int]],
+    columns: Mapping[str, Sequence],
+    extras: Mapping[str, Any] | None = None,
+    record: Record | None = None,
+) -> np.ndarray:
+    """Scores B completions with every function.
+
+    Args:
+        functions: names and functions, from `resolve`.
+        prompts: B texts or lists of messages.
+        completions: B texts or lists of messages; see `as_completion`.
+        completion_ids: B sequences of token ids.
+        columns: the data set's columns, B entries each.
+        extras: further arguments passed as they are (`trainer_state`).
+        record: takes what functions give to `log_extra` and `log_metric`; made with B rows.
+
+    Returns:
+        float32 [B, number of functions]; NaN where a function returned None.
+
+    Raises:
+        RewardError: naming the function, if it raises, returns another number of values than B, or
+            returns something that is not a finite number.
+        ValueError: if a column or an extra has the name of another argument.
+    """
+    extras = extras or {}
+    taken = [*_RESERVED, *columns]
+    clashing = [name for name in columns if name in _RESERVED]
+    clashing += [name for name in extras if name in taken]
+    record = Record(len(prompts)) if record is None else record
+    if clashing:
+        raise ValueError(f"columns and extras must not repeat an argument's name: {clashing}")
+    arguments = {
+        "prompts": prompts,
+        "completions": completions,
+        "completion_ids": completion_ids,
+        "log_extra": record.log_extra,
+        "log_metric": record.log_metric,
+        **columns,
+        **extras,
+    }
+
+    def blame(name: str, error: Exception) -> RewardError:
+        return RewardError(
+            f"reward function {name!r} raised {type(error).__name__} on {len(prompts)} rows with "
+            f"the columns {sorted(columns)}: {error}"
+        )
+
+    async def call_async(name: str, function: RewardFunction) -> Any:
+        try:
+            return await function(**arguments)
+        except Exception as error:
+            raise blame(name, error) from error
+
+    results = {}
+    for name, function in functions:
+        if not _is_async(function):
+            try:
+                results[name] = function(**arguments)
+            except Exception as error:
+                raise blame(name, error) from error
+    waiting = [(name, function) for name, function in functions if _is_async(function)]
+    calls = [call_async(name, function) for name, function in waiting]
+    results |= {name: values for (name, _), values in zip(waiting, _run(calls), strict=True)}
+    scores = np.empty((len(prompts), len(functions)), np.float32)
+    for column, (name, _) in enumerate(functions):
+        scores[:, column] = _checked_values(name, results[name], len(prompts))
+    return scores
+
+
+def check(
+    functions: Sequence[Named],
+    problems: Sequence[data.Problem],
+    extras: Mapping[str, Any] | None = None,
+) -> None:
+    """Calls every function once on placeholder completions, so that mistakes show before training.
+
+    Raises:
+        RewardError: as `evaluate` does.
+        ValueError: as `evaluate` does.
+    """
+    prompts, columns = data.collate(problems)
+    placeholder = "<think>0</think><answer>0</answer>"
+    completions = [as_completion(prompt, placeholder) for prompt in prompts]
+    completion_ids = [[0] for _ in problems]
+    evaluate(functions, prompts, completions, completion_ids, columns, extras)
+
+
+def _resolve_one(
+    name: str | RewardFunction, options: Mapping[str, Mapping[str, Any]]
+) -> RewardFunction:
+    if isinstance(name, str) and (name in FACTORIES or name in options):
+        return _make(name, FACTORIES.get(name) or _find(name), options.get(name, {}))
+    function = _find(name) if isinstance(name, str) else name
+    if not callable(function):
+        raise ValueError(f"reward function {name!r} cannot be called: {type(function).__name__}")
+    return function
+
+
+def _make(name: str, factory: Any, options: Mapping[str, Any]) -> RewardFunction:
+    if name in STOCK:
+        raise ValueError(f"rewards.options.{name}: got {dict(options)}; it takes no options")
+    try:
+        function = factory(**options)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"rewards.options.{name}: got {dict(options)}; {error}") from error
+    if not callable(function):
+        raise ValueError(f"rewards.options.{name}: what {name!r} makes cannot be called")
+    return function
+
+
+def _find(name: str) -> Any:
+    if name in STOCK:
+        return STOCK[name]
+    if ":" not in name:
+        raise ValueError(
+            f"no reward function {name!r}; there are {sorted([*STOCK, *FACTORIES])}, or an import "
+            "path such as 'package.module:function' or 'file.py:function'"
+        )
+    path, _, attribute = name.rpartition(":")
+    module = _import(path)
+    if not hasattr(module, attribute):
+        raise ValueError(f"reward function {name!r}: {path} has no {attribute!r}")
+    return getattr(module, attribute)
+
+
+def _import(path: str):
+    try:
+        if not path.endswith(".py"):
+            return importlib.import_module(path)
+        spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    except Exception as error:
+        raise ValueError(
+            f"could not import rewards from {path!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _is_async(function: RewardFunction) -> bool:
+    either = (function, type(function).__call__)  # a function, or an object that is called
+    return any(map(inspect.iscoroutinefunction, either))
+
+
+def _run(calls: Sequence[Coroutine]) -> list:
+    """What the coroutines return, run side by side."""
+    if not calls:
+        return []
+
+    async def gather() -> list:
+        return await asyncio.gather(*calls)
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(gather())
+    # A notebook's thread has a loop running already, which asyncio.run refuses to share.
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, gather()).result()
+
+
+def _checked_values(name: str, values: Any, rows: int) -> list[float]:
+    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
+        raise RewardError(
+            f"reward function {name!r} must return a list of {rows} values; "
+            f"got {type(values).__name__}"
+        )
+    if len(values) != rows:
+        raise RewardError(f"reward function {name!r} returned {len(values)} values for {rows} rows")
+    return [
+        float("nan") if value is None else _checked_value(name, row, value)
+        for row, value in enumerate(values)
+    ]
+
+
+def _checked_value(name: str, row: int, value: Any) -> float:
+    try:
+        # float() also reads text: "1" is more likely a mistake than a reward.
+        number = float("nan") if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not np.isfinite(number):
+        raise RewardError(
+            f"reward function {name!r} returned {value!r} for row {row}; "
+            "it must be a finite number, or None where the reward does not apply"
+        )
+    return number

@@ -1,0 +1,399 @@
+"""GRPO, DAPO and their relatives as equations on arrays.
+
+A step reads from top to bottom: `combine_rewards` turns the scores of several reward functions into
+one number per completion, `group_advantages` compares it with the other completions of its prompt,
+and `policy_loss` weighs log-probabilities with the result. Formulas and option names are those of
+TRL's `GRPOTrainer`; the tests compare values and gradients with it.
+
+Shapes: P prompts, G completions each, B = P * G rows (the completions of a prompt are neighbours),
+T completion tokens.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from qerl_jax.rl import masked
+
+type Scale = Literal["group", "batch", "none"]
+type Estimator = Literal["grpo", "rloo"]
+type Kl = Literal["k1", "k2", "k3"]
+type LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+type Level = Literal["token", "sequence"]
+type TruncationMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+# Keeps a nearly constant group from being blown up to unit variance; the value is TRL's.
+_STD_EPSILON = 1e-4
+
+
+def combine_rewards(per_function: Array, weights: Array) -> tuple[Array, Array]:
+    """Adds up what the reward functions gave each row, skipping those that abstained.
+
+        r_i = sum over f of w_f r_{i,f}, taken over the functions f that gave row i a reward
+
+    Args:
+        per_function: [B, number of functions]; NaN where a function does not apply to a row.
+        weights: [number of functions].
+
+    Returns:
+        The rewards [B], and a bool [B] that marks the rows for which every function abstained.
+        Their reward is 0, as in TRL; whether that deserves a warning is for the caller to say.
+    """
+    given = ~jnp.isnan(per_function)
+    weighted = per_function * weights[None, :]
+    return masked.sum(weighted, given, axis=1), ~jnp.any(given, axis=1)
+
+
+def soft_overlong_punishment(
+    lengths: Array, *, max_completion_length: int, soft_punish_cache: int
+) -> Array:
+    """Punishes completions in proportion to how far they reach into the last tokens allowed.
+
+        0                                     where length <= max_completion_length - cache
+        (max_completion_length - cache - length) / cache             from there on, down to -1
+
+    Args:
+        lengths: [B], tokens of each completion.
+        max_completion_length: the longest completion there can be, in tokens.
+        soft_punish_cache: the width of the slope, in tokens; positive.
+
+    Returns:
+        float32 [B], between -1 and 0. DAPO (arXiv:2503.14476), eq. 13; names are TRL's.
+    """
+    over = lengths - (max_completion_length - soft_punish_cache)
+    return -jnp.clip(over / soft_punish_cache, 0, 1).astype(jnp.float32)
+
+
+def informative(rewards: Array) -> Array:
+    """Tells which groups hold completions of different quality, and so give a gradient at all.
+
+    Args:
+        rewards: [P, G] rewards, or the advantages made from them.
+
+    Returns:
+        bool [P]. DAPO's dynamic sampling (arXiv:2503.14476, section 3.2) keeps only these groups.
+    """
+    # Not a comparison of the standard deviation with 0: rounding leaves some for equal rewards.
+    return jnp.max(rewards, axis=1) > jnp.min(rewards, axis=1)
+
+
+def group_advantages(
+    rewards: Array, *, scale: Scale = "group", estimator: Estimator = "grpo"
+) -> Array:
+    """Compares each completion with the others of its prompt.
+
+        A = (r - b) / (s + 1e-4)
+
+    where b is the mean over the group ("grpo") or over the group's other completions ("rloo":
+    leave-one-out, arXiv:2402.14740, which no completion's own reward enters, so that the estimate
+    of the gradient has no bias), and s the standard deviation (with n - 1) of the group (GRPO,
+    arXiv:2402.03300), of the whole batch (arXiv:2508.08221), or nothing is divided (Dr. GRPO,
+    arXiv:2503.20783). Equal rewards give advantages of exactly 0.
+
+    Args:
+        rewards: [P, G].
+        scale: "group", "batch" or "none".
+        estimator: "grpo" or "rloo".
+
+    Returns:
+        [P, G].
+
+    Raises:
+        ValueError: for fewer than two completions per prompt, or an unknown scale or estimator.
+    """
+    num_generations = rewards.shape[1]
+    if num_generations < 2:
+        raise ValueError(f"advantages need at least 2 generations per prompt; {num_generations=}")
+    centered = rewards - jnp.mean(rewards, axis=1, keepdims=True)
+    centered = jnp.where(informative(rewards)[:, None], centered, 0)
+    match estimator:
+        case "grpo":
+            pass
+        case "rloo":
+            # r - mean of the others = (r - mean of all) G / (G - 1)
+            centered = centered * (num_generations / (num_generations - 1))
+        case _:
+            raise ValueError(f"estimator must be 'grpo' or 'rloo'; got {estimator!r}")
+    match scale:
+        case "group":
+            return centered / (jnp.std(rewards, axis=1, ddof=1, keepdims=True) + _STD_EPSILON)
+        case "batch":
+            return centered / (jnp.std(rewards, ddof=1) + _STD_EPSILON)
+        case "none":
+            return centered
+    raise ValueError(f"scale must be 'group', 'batch' or 'none'; got {scale!r}")
+
+
+def token_kl(logps: Array, ref_logps: Array, kind: Kl = "k3") -> Array:
+    """Estimates KL(policy || reference) at each sampled token.
+
+        k1 = -d,   k2 = d^2 / 2,   k3 = exp(d) - d - 1,   d = ref_logp - logp
+
+    For tokens that the policy sampled, the values of k1 and k3 have no bias, and k2 and k3 are
+    never below 0. As a term of a loss what counts is the derivative, and there the expectation of
+    k1's is 0 and k2's is that of the divergence; k3's is that of KL(reference || policy). Times the
+    importance ratio (`policy_loss`, `use_bias_correction_kl`) k1's and k3's are right, too.
+
+    Args:
+        logps: log-probabilities under the policy.
+        ref_logps: of the same shape, under the reference.
+        kind: "k1", "k2" or "k3".
+
+    Raises:
+        ValueError: for an unknown kind.
+
+    Source: J. Schulman, "Approximating KL Divergence", 2020; for derivatives, arXiv:2506.09477.
+    """
+    d = ref_logps - logps
+    match kind:
+        case "k1":
+            return -d
+        case "k2":
+            return d * d / 2
+        case "k3":
+            return jnp.expm1(d) - d
+    raise ValueError(f"kl_estimator must be 'k1', 'k2' or 'k3'; got {kind!r}")
+
+
+def log_importance_ratio(
+    logps: Array, old_logps: Array, mask: Array, level: Level = "token"
+) -> Array:
+    """Returns log(policy / old policy) for each token, or one mean of them for each sequence.
+
+    Args:
+        logps: [B, T] log-probabilities under the policy; gradients flow through both levels.
+        old_logps: [B, T] log-probabilities under the policy that the ratio is taken against.
+        mask: [B, T], nonzero at the tokens that count.
+        level: "token", or "sequence": the mean over the row's tokens (GSPO, arXiv:2507.18071).
+
+    Returns:
+        [B, T], 0 under the mask; or [B, 1], 0 for a row without tokens.
+
+    Raises:
+        ValueError: for an unknown level.
+    """
+    log_ratio = jnp.where(mask != 0, logps - old_logps, 0)
+    match level:
+        case "token":
+            return log_ratio
+        case "sequence":
+            return masked.mean(log_ratio, mask, axis=1)[:, None]
+    raise ValueError(f"importance_sampling_level must be 'token' or 'sequence'; got {level!r}")
+
+
+def truncated_importance_weights(
+    old_logps: Array, behaviour_logps: Array, mask: Array, *, mode: TruncationMode, clip_max: float
+) -> Array:
+    """Weights that correct for completions sampled by another policy than `old_logps` describes.
+
+        w = old policy / behaviour policy, per token, or as the product over a row's tokens
+
+    A weight above `clip_max` becomes `clip_max` ("..._truncate") or 0 ("..._mask").
+
+    Args:
+        old_logps: [B, T] log-probabilities under the policy that `policy_loss` divides by.
+        behaviour_logps: [B, T] log-probabilities under the policy that sampled.
+        mask: [B, T], nonzero at the tokens that count.
+        mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
+        clip_max: the largest weight that passes unchanged.
+
+    Returns:
+        [B, T] (1 under the mask) or [B, 1], without gradient.
+
+    Raises:
+        ValueError: for an unknown mode, or a `clip_max` that is not positive.
+    """
+    if clip_max <= 0:
+        raise ValueError(f"clip_max must be positive; got {clip_max}")
+    log_weight = jnp.where(mask != 0, old_logps - behaviour_logps, 0)
+    level, _, action = mode.partition("_")
+    if level not in ("token", "sequence") or action not in ("truncate", "mask"):
+        raise ValueError(
+            "mode must be 'token_truncate', 'token_mask', 'sequence_truncate' or 'sequence_mask'; "
+            f"got {mode!r}"
+        )
+    if level == "sequence":
+        log_weight = jnp.sum(log_weight, axis=1, keepdims=True)
+    weight = jnp.exp(log_weight)
+    ceiling = clip_max if action == "truncate" else 0
+    return jax.lax.stop_gradient(jnp.where(weight > clip_max, ceiling, weight))
+
+
+class RowMetrics(NamedTuple):
+    """What `policy_loss` counted in each row; each field is [B].
+
+    Rows of different micro-batches are simply put together (`jax.lax.scan` does so by itself) and
+    handed to `summarize`, which then says what one large batch would have said.
+    """
+
+    tokens: Array  # tokens that count
+    ratios: Array  # importance ratios that count: tokens, or 1 for a whole sequence
+    low_clipped: Array  # ratios below 1 - epsilon whose advantage is negative
+    high_clipped: Array  # ratios above 1 + epsilon_high whose advantage is positive
+    kl: Array | None  # sum of the divergence's estimates; None without a reference
+
+
+def summarize(rows: RowMetrics) -> dict[str, Array]:
+    """Turns counts per row into metrics under TRL's names.
+
+    `clip_ratio/{low,high,region}_mean` are fractions of all ratios, `kl` is the mean over tokens.
+    `clip_ratio/low_min` and `clip_ratio/high_max` are the smallest and largest fraction of a single
+    row; rows without tokens have none.
+
+    Args:
+        rows: counts of any shape, so also [micro-batches, B].
+    """
+    counted = rows.ratios > 0
+    per_row = jnp.maximum(rows.ratios, 1)
+    total = jnp.maximum(jnp.sum(rows.ratios), 1)
+    low, high = jnp.sum(rows.low_clipped) / total, jnp.sum(rows.high_clipped) / total
+    metrics = {
+        "clip_ratio/low_mean": low,
+        "clip_ratio/low_min": masked.min(rows.low_clipped / per_row, counted),
+        "clip_ratio/high_mean": high,
+        "clip_ratio/high_max": masked.max(rows.high_clipped / per_row, counted),
+        "clip_ratio/region_mean": low + high,
+    }
+    if rows.kl is not None:
+        metrics["kl"] = jnp.sum(rows.kl) / jnp.maximum(jnp.sum(rows.tokens), 1)
+    return metrics
+
+
+def policy_loss(
+    logps: Array,
+    old_logps: Array,
+    advantages: Array,
+    mask: Array,
+    *,
+    loss_type: LossType,
+    epsilon: float,
+    epsilon_high: float,
+    delta: float | None = None,
+    beta: float = 0.0,
+    ref_logps: Array | None = None,
+    kl_estimator: Kl = "k3",
+    use_bias_correction_kl: bool = False,
+    importance_sampling_level: Level = "token",
+    sampling_weights: Array | None = None,
+    max_completion_length: int | None = None,
+    total_rows: Array | int | None = None,
+    total_tokens: Array | int | None = None,
+    num_micro_batches: int = 1,
+) -> tuple[Array, RowMetrics]:
+    """Clipped policy-gradient loss with decoupled bounds.
+
+        l_t = -w_t min(min(rho_t, delta) A, clip(rho_t, 1 - epsilon, 1 + epsilon_high) A)
+              + beta k_t,               rho_t = policy / old policy, per token or per sequence
+
+    What is made of the token losses depends on `loss_type`; every sum runs over tokens that count:
+
+        grpo     (sum over rows of the row's mean) / rows               arXiv:2402.03300
+        dr_grpo  sum / (rows * max_completion_length)                   arXiv:2503.20783
+        dapo     sum / tokens                                           arXiv:2503.14476
+        bnpo     sum / tokens of this micro-batch, / num_micro_batches  arXiv:2506.02864
+
+    An optimizer batch may be cut into micro-batches whose losses and gradients are summed: pass
+    the whole batch's `total_rows` and `total_tokens`, and for grpo, dr_grpo and dapo the sum does
+    not depend on the cut. (For bnpo it does: that is what tells it from dapo.) Left out, they say
+    that this batch is all there is. A row or batch without tokens gives 0, and gradient 0.
+
+    Args:
+        logps: [B, T] log-probabilities under the policy that learns.
+        old_logps: [B, T] log-probabilities that the ratio is taken against.
+        advantages: [B].
+        mask: [B, T], nonzero at the tokens that count.
+        loss_type: "grpo", "bnpo", "dr_grpo" or "dapo".
+        epsilon: how far the ratio may fall below 1.
+        epsilon_high: how far it may rise above 1.
+        delta: largest ratio in the term that is not clipped, which for a negative advantage is
+            otherwise unbounded (two-sided clipping, arXiv:2505.07291).
+        beta: weight of the divergence from the reference; a Python number.
+        ref_logps: [B, T] log-probabilities under the reference; needed when beta is not 0.
+        kl_estimator: which k of `token_kl`.
+        use_bias_correction_kl: multiply it by rho, through which its gradient then flows, too
+            (arXiv:2512.02556).
+        importance_sampling_level: "token" or "sequence", see `log_importance_ratio`.
+        sampling_weights: [B, T] or [B, 1], see `truncated_importance_weights`; none means 1.
+        max_completion_length: the divisor of dr_grpo.
+        total_rows: rows of the optimizer batch, those without tokens included.
+        total_tokens: tokens of the optimizer batch that count.
+        num_micro_batches: micro-batches of the optimizer batch.
+
+    Returns:
+        The loss, and counts for `summarize`.
+
+    Raises:
+        ValueError: for shapes that do not belong together, an unknown option, or a missing
+            `ref_logps` or `max_completion_length`.
+    """
+    _check_shapes(logps, old_logps, advantages, mask, ref_logps, sampling_weights)
+    if beta and ref_logps is None:
+        raise ValueError(f"ref_logps is needed when beta is not 0; got {beta=}")
+
+    log_ratio = log_importance_ratio(logps, old_logps, mask, importance_sampling_level)
+    ratio, advantage = jnp.exp(log_ratio), advantages[:, None]
+    capped = ratio if delta is None else jnp.minimum(ratio, delta)
+    clipped = jnp.clip(ratio, 1 - epsilon, 1 + epsilon_high)
+    objective = jnp.minimum(capped * advantage, clipped * advantage)
+    if sampling_weights is not None:
+        objective = objective * sampling_weights
+    token_loss = jnp.broadcast_to(-objective, logps.shape)
+
+    kl = None
+    if ref_logps is not None:
+        # Masked before the exponential: its gradient must stay finite where padding is not.
+        kl = token_kl(
+            jnp.where(mask != 0, logps, 0), jnp.where(mask != 0, ref_logps, 0), kl_estimator
+        )
+        if use_bias_correction_kl:
+            kl = kl * ratio
+        if beta:
+            token_loss = token_loss + beta * kl
+
+    tokens = jnp.sum(mask != 0, axis=1).astype(logps.dtype)
+    rows = logps.shape[0] if total_rows is None else total_rows
+    match loss_type:
+        case "grpo":
+            loss = jnp.sum(masked.mean(token_loss, mask, axis=1)) / rows
+        case "dr_grpo":
+            if max_completion_length is None:
+                raise ValueError("max_completion_length is needed for loss_type 'dr_grpo'")
+            loss = masked.sum(token_loss, mask) / (rows * max_completion_length)
+        case "dapo":
+            total = jnp.sum(tokens) if total_tokens is None else total_tokens
+            loss = masked.sum(token_loss, mask) / jnp.maximum(total, 1)
+        case "bnpo":
+            loss = masked.mean(token_loss, mask) / num_micro_batches
+        case _:
+            raise ValueError(
+                f"loss_type must be 'grpo', 'bnpo', 'dr_grpo' or 'dapo'; got {loss_type!r}"
+            )
+
+    counted = mask if importance_sampling_level == "token" else (tokens > 0)[:, None]
+    too_low = (ratio < 1 - epsilon) & (advantage < 0)
+    too_high = (ratio > 1 + epsilon_high) & (advantage > 0)
+    metrics = RowMetrics(
+        tokens=tokens,
+        ratios=jnp.sum(counted != 0, axis=1).astype(logps.dtype),
+        low_clipped=masked.sum(too_low.astype(logps.dtype), counted, axis=1),
+        high_clipped=masked.sum(too_high.astype(logps.dtype), counted, axis=1),
+        kl=None if kl is None else masked.sum(kl, mask, axis=1),
+    )
+    return loss, jax.lax.stop_gradient(metrics)
+
+
+def _check_shapes(logps, old_logps, advantages, mask, ref_logps, sampling_weights):
+    batch, length = logps.shape
+    expected = {
+        "old_logps": (old_logps, [(batch, length)]),
+        "advantages": (advantages, [(batch,)]),
+        "mask": (mask, [(batch, length)]),
+        "ref_logps": (ref_logps, [(batch, length)]),
+        "sampling_weights": (sampling_weights, [(batch, length), (batch, 1)]),
+    }
+    for name, (array, shapes) in expected.items():
+        if array is not None and array.shape not in shapes:
+            allowed = " or ".join(map(str, shapes))
+            raise ValueError(f"{name} must be {allowed} beside logps; got {array.shape}")

@@ -1,0 +1,119 @@
+"""Optimizer steps whose loss or gradient was not finite: kept in files, and run once more to see why."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax import config
+from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.model.transformer import noise_shapes, trainable
+from qerl_jax.rl import update
+from qerl_jax.rl.update import Experience, NonFinite
+
+# Files of one run: the first ones say why, and a run that never recovers must not fill the disk.
+_KEPT = 3
+# Of each tree its leaves are numbered, of the experience and the fixed log-probabilities named.
+_TREES = ("params", "noise")
+
+
+def write(run_folder: str | pathlib.Path, failure: NonFinite) -> pathlib.Path | None:
+    """Writes `<run_folder>/non_finite/step_<step>.npz`: rows, weights and noise of a skipped step.
+
+    Only the first three of a run are written; of others the answer is None.
+    """
+    path = pathlib.Path(run_folder) / "non_finite" / f"step_{failure.step:06d}.npz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if len(list(path.parent.glob("step_*.npz"))) >= _KEPT:
+        return None
+    arrays = {"step": np.int32(failure.step)}
+    for field in dataclasses.fields(Experience):
+        arrays[f"experience/{field.name}"] = getattr(failure.experience, field.name)
+    arrays |= {f"fixed/{name}": value for name, value in failure.fixed.items()}
+    for name in _TREES:
+        leaves = jax.tree.leaves(getattr(failure, name))
+        arrays |= {f"{name}/{i}": np.asarray(leaf) for i, leaf in enumerate(leaves)}
+    partial = path.with_name(f".{path.name}")
+    with partial.open("wb") as file:
+        np.savez(file, **arrays)
+    os.replace(partial, path)
+    return path
+
+
+def run(path: str | pathlib.Path) -> list[str]:
+    """Loads the policy of the run, repeats the step, and says what is not finite; dropout is drawn anew.
+
+    Args:
+        path: What `write` wrote, in its run folder.
+
+    Raises:
+        FileNotFoundError: When there is no such file, or no config.toml in the folder above.
+    """
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no such file: {path}")
+    cfg = config.load(path.resolve().parents[1] / "config.toml")
+    model, frozen, tokenizer = checkpoint.load_policy(cfg.model, cfg.lora, cfg.seed)
+    fresh, frozen = trainable(model, frozen, jax.random.key(0))
+    with np.load(path) as file:
+        arrays = dict(file)
+    rows = Experience(**_under("experience", arrays))
+    params = _filled(fresh, _under("params", arrays))
+    leaves = _under("noise", arrays)
+    noise = None
+    if leaves:
+        noise = _filled(noise_shapes(model.arch, cfg.noise.final_norm), leaves)
+
+    found: list[NonFinite] = []
+    improve = update.make_update(
+        model,
+        grpo_cfg=dataclasses.replace(cfg.grpo, num_iterations=1),
+        optim_cfg=cfg.optim,
+        total_steps=1,
+        temperature=cfg.rollout.temperature,
+        num_tokens=tokenizer.num_tokens,
+        remat=cfg.model.gradient_checkpointing,
+        max_completion_length=cfg.rollout.max_completion_length,
+        on_non_finite=found.append,
+    )
+    weights = [f"weight not finite: {name}" for name in _non_finite(params)]
+    state = update.init_state(params, cfg.optim)
+    fixed = _under("fixed", arrays)
+    _, metrics = improve(state, frozen, rows, noise, jax.random.key(0), fixed)
+    lines = [f"step {arrays['step']}: loss {metrics['loss']}, grad_norm {metrics['grad_norm']}"]
+    for failure in found:
+        lines += [f"gradient not finite: {name}" for name in _non_finite(failure.grads)]
+    return lines + weights + _bad_rows(rows, fixed)
+
+
+def _bad_rows(rows: Experience, fixed: dict[str, np.ndarray]) -> list[str]:
+    """Rows that came into the step with numbers that are not finite."""
+    tokens = {"behaviour_logps": rows.behaviour_logps, **fixed}
+    bad = {name: (rows.mask & ~np.isfinite(value)).any(axis=1) for name, value in tokens.items()}
+    bad["advantages"] = ~np.isfinite(rows.advantages)
+    return [
+        f"row {row}: {name} not finite"
+        for name, where in bad.items()
+        for row in np.flatnonzero(where)
+    ]
+
+
+def _non_finite(tree: Any) -> list[str]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return [jax.tree_util.keystr(path) for path, x in leaves if not jnp.isfinite(x).all()]
+
+
+def _under(name: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    prefix = f"{name}/"
+    return {key.removeprefix(prefix): x for key, x in arrays.items() if key.startswith(prefix)}
+
+
+def _filled(like: Any, leaves: dict[str, np.ndarray]) -> Any:
+    ordered = [jnp.asarray(leaves[str(index)]) for index in range(len(leaves))]
+    return jax.tree.unflatten(jax.tree.structure(like), ordered)

@@ -1,0 +1,356 @@
+"""Files to trees and back: what is read, what is refused at the door, and what a crash leaves behind."""
+
+import json
+import shutil
+import struct
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from pallas_kernels import nvfp4
+from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.checkpoint.safetensors import SafetensorsError
+from qerl_jax.config import LoraConfig, ModelConfig
+from qerl_jax.model import architecture
+from qerl_jax.model.transformer import LoRA, Transformer
+from tests import golden_files
+from tests.golden_files import GOLDEN
+from tests.model_folders import ARCH, DENSE, PACKED, assert_trees_equal, base, copy
+
+LINEARS = ("qkv", "o", "gate_up", "down")
+
+
+def split_into_shards(folder):
+    tensors = golden_files.load(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    weight_map = {}
+    for number, names in enumerate((sorted(tensors)[::2], sorted(tensors)[1::2]), start=1):
+        shard = f"model-0000{number}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in names}, folder / shard)
+        weight_map |= dict.fromkeys(names, shard)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def policy(folder, weights="float32", **options):
+    options = {"tokenizer_name_or_path": "qerl-tiny", "dtype": "float32"} | options
+    return checkpoint.load_policy(ModelConfig(str(folder), weights=weights, **options), None)
+
+
+# Reading a base
+
+
+def test_shards_give_the_tree_of_the_single_file(tmp_path):
+    split_into_shards(copy(DENSE, tmp_path))
+    model, frozen, _ = policy(tmp_path)
+    assert model.arch == ARCH
+    assert_trees_equal(frozen, base(DENSE, "float32"))
+
+
+def test_a_packed_checkpoint_read_as_float32_is_its_dequantized_self():
+    packed, dense = base(PACKED, "nvfp4"), base(PACKED, "float32")
+    for linear in LINEARS:
+        expected = nvfp4.dequantize(packed["layers"][linear]["weight"])
+        np.testing.assert_array_equal(dense["layers"][linear]["weight"], expected)
+    assert dense["layers"]["qkv"]["bias"].dtype == jnp.float32
+
+
+def test_global_scales_may_be_shared_in_some_layers_only(tmp_path):
+    """Layers are stacked, so one layer with its own scales for gate and up decides the form of all."""
+    name = "model.layers.1.mlp.up_proj.weight_global_scale"
+    scale = 2 * golden_files.load(PACKED / "model.safetensors")[name]
+    copy(PACKED, tmp_path, tensors={name: scale})
+    packed, dense = base(tmp_path, "nvfp4"), base(tmp_path, "float32")
+    widths = {linear: packed["layers"][linear]["weight"].global_scale.shape for linear in LINEARS}
+    assert widths == {"qkv": (3, 1), "o": (3, 1), "gate_up": (3, 704), "down": (3, 1)}
+    np.testing.assert_array_equal(
+        nvfp4.dequantize(packed["layers"]["gate_up"]["weight"]),
+        dense["layers"]["gate_up"]["weight"],
+    )
+    before = np.asarray(base(PACKED, "float32")["layers"]["gate_up"]["weight"])
+    after = np.array(dense["layers"]["gate_up"]["weight"])
+    after[1, 352:] *= 2
+    np.testing.assert_array_equal(after, before)
+
+
+def test_a_loaded_base_does_not_change_with_its_file(tmp_path):
+    """Data on a 64-byte boundary is what a CPU's array could stay in."""
+    path = copy(DENSE, tmp_path) / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + length] + b" " * (-(8 + length) % 64)
+    path.write_bytes(struct.pack("<Q", len(header)) + header + content[8 + length :])
+    model = Transformer(ARCH, "float32", None, jnp.float32)
+    frozen = checkpoint.load_base(tmp_path, model)
+    jax.block_until_ready(frozen)
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+    assert_trees_equal(frozen, base(DENSE, "float32"))
+
+
+def test_a_random_base_is_packed_repeatable_and_as_wide_as_asked(tmp_path):
+    """It needs a config.json, and no weights."""
+    shutil.copy(DENSE / "config.json", tmp_path)
+    cfg = ModelConfig(str(tmp_path), "qerl-tiny", "nvfp4", "float32", random_base=True)
+    first, again, other = (checkpoint.load_policy(cfg, None, seed)[1] for seed in (0, 0, 1))
+    assert_trees_equal(first, again)
+    dequantize = jax.jit(nvfp4.dequantize)
+    for linear in LINEARS:
+        weight = first["layers"][linear]["weight"]
+        assert isinstance(weight, nvfp4.NVFP4Tensor) and weight.codes.shape[0] == ARCH.num_layers
+        dense = np.asarray(dequantize(weight))
+        np.testing.assert_allclose(dense.std(axis=(1, 2)), 0.02, rtol=0.03)
+        assert (dense != dequantize(other["layers"][linear]["weight"])).mean() > 0.8
+        assert (dense[0] != dense[1]).mean() > 0.8
+
+
+def test_a_policy_has_the_adapter_and_the_dtypes_that_were_asked_for():
+    cfg = ModelConfig(str(DENSE), "qerl-tiny", "nvfp4", "bfloat16")
+    model, frozen, tokens = checkpoint.load_policy(cfg, LoraConfig(4, 8.0, 0.1, True))
+    assert (model.lora, model.dtype) == (LoRA(4, 8.0, 0.1, True), jnp.bfloat16)
+    assert frozen["embed_tokens"].dtype == frozen["norm"]["scale"].dtype == jnp.bfloat16
+    assert frozen["layers"]["qkv"]["weight"].codes.dtype == jnp.uint8
+    assert tokens.num_tokens <= model.arch.vocab_size
+
+
+# What is refused at the door
+
+
+def test_a_missing_shard_is_refused(tmp_path):
+    split_into_shards(copy(DENSE, tmp_path))
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(SafetensorsError, match="1 of 2 shards are missing: model-00002-of-00002"):
+        policy(tmp_path)
+
+
+def test_a_truncated_shard_is_refused(tmp_path):
+    split_into_shards(copy(DENSE, tmp_path))
+    path = tmp_path / "model-00002-of-00002.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(SafetensorsError, match=r"model-00002-of-00002.*truncated"):
+        policy(tmp_path)
+
+
+def test_an_index_that_names_an_absent_tensor_is_refused(tmp_path):
+    split_into_shards(copy(DENSE, tmp_path))
+    path = tmp_path / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.layers.9.extra"] = "model-00001-of-00002.safetensors"
+    path.write_text(json.dumps(index))
+    with pytest.raises(SafetensorsError, match="no shard holds model.layers.9.extra"):
+        policy(tmp_path)
+
+
+def test_a_missing_tensor_is_refused(tmp_path):
+    name = "model.layers.2.mlp.down_proj.weight"
+    copy(DENSE, tmp_path, tensors={name: None})
+    with pytest.raises(SafetensorsError, match=f"no tensor {name}"):
+        policy(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.norm.weight",
+        "model.layers.2.self_attn.k_proj.weight",
+        "model.layers.2.self_attn.k_proj.bias",
+        "model.layers.1.post_attention_layernorm.weight",
+    ],
+)
+def test_a_tensor_of_another_shape_is_refused(tmp_path, name):
+    held = golden_files.load(DENSE / "model.safetensors")[name]
+    copy(DENSE, tmp_path, tensors={name: np.ascontiguousarray(held[1:])})
+    with pytest.raises(
+        ValueError, match=rf"{name}: got shape \({len(held) - 1},.*config.json says"
+    ):
+        policy(tmp_path)
+
+
+QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+
+
+@pytest.mark.parametrize(
+    "config,error,match",
+    [
+        ({"model_type": "gemma2"}, NotImplementedError, "model_type: got 'gemma2'"),
+        (
+            {"model_type": "mistral", "sliding_window": 128},
+            NotImplementedError,
+            "sliding_window: got 128; only full attention",
+        ),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            NotImplementedError,
+            "layer_types: got 'sliding_attention'",
+        ),
+        (
+            {"partial_rotary_factor": 0.5},
+            NotImplementedError,
+            "partial_rotary_factor: got 0.5",
+        ),
+        ({"use_sliding_window": True}, NotImplementedError, "use_sliding_window: got true"),
+        ({"hidden_act": "gelu"}, NotImplementedError, "hidden_act: got 'gelu'"),
+        (
+            {"model_type": "llama", "attention_bias": True},
+            NotImplementedError,
+            "attention_bias: got True; llama is supported without",
+        ),
+        ({"model_type": "llama", "mlp_bias": True}, NotImplementedError, "mlp_bias: got True"),
+        (
+            {"model_type": "qwen3", "attention_bias": True},
+            NotImplementedError,
+            "attention_bias: got True; qwen3",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "yarn"}},
+            NotImplementedError,
+            "rope_type: got 'yarn'",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", "factor": 8.0}},
+            ValueError,
+            "'llama3' needs low_freq_factor, high_freq_factor, original_max_position_embeddings",
+        ),
+        ({"rope_parameters": "x"}, ValueError, "rope_parameters: got 'x'; must be an object"),
+        ({"rope_parameters": {"rope_theta": None}}, ValueError, "rope_theta: got None"),
+        ({"num_key_value_heads": 3}, ValueError, "num_key_value_heads: got 3"),
+        ({"head_dim": 31}, ValueError, "head_dim: got 31"),
+        ({"head_dim": "32"}, ValueError, "head_dim: got '32'; must be a positive integer"),
+        ({"num_key_value_heads": 2.0}, ValueError, "num_key_value_heads: got 2.0"),
+        ({"hidden_size": None}, ValueError, "hidden_size: got None"),
+        ({"num_hidden_layers": 0}, ValueError, "num_hidden_layers: got 0"),
+        (
+            {"intermediate_size": 360},
+            ValueError,
+            r"model.weights: got 'nvfp4'; down has 360 input features \(K\)",
+        ),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            NotImplementedError,
+            "got quant_method 'gptq', format None",
+        ),
+        (
+            {"quantization_config": QUANTIZED | {"format": "float-quantized"}},
+            NotImplementedError,
+            "format 'float-quantized'",
+        ),
+        (
+            {
+                "quantization_config": QUANTIZED
+                | {"transform_config": {"config_groups": {"R1": {}}}}
+            },
+            NotImplementedError,
+            "transform_config: rotated weights",
+        ),
+        (
+            {
+                "quantization_config": QUANTIZED
+                | {"sparsity_config": {"format": "sparse-24-bitmask"}}
+            },
+            NotImplementedError,
+            "sparsity_config: got format 'sparse-24-bitmask'",
+        ),
+        (
+            {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}},
+            NotImplementedError,
+            "got quant_method 'modelopt', format 'FP8'; read are",
+        ),
+    ],
+)
+def test_an_unsupported_model_is_refused(tmp_path, config, error, match):
+    copy(DENSE, tmp_path, config=config)
+    with pytest.raises(error, match=match):
+        policy(tmp_path, "nvfp4")
+
+
+@pytest.mark.parametrize(
+    "model_type,window",
+    [("mistral", None), ("mistral", 256), ("qwen2", 128), ("qwen2", None)],
+)
+def test_a_window_that_hides_nothing_is_no_window(tmp_path, model_type, window):
+    """The model has 256 positions; Qwen2's window has a switch, which is off."""
+    config = json.loads((DENSE / "config.json").read_text())
+    changed = config | {"model_type": model_type, "sliding_window": window}
+    assert architecture.from_hf(changed).model_type == model_type
+
+
+def test_a_bias_that_the_family_lacks_is_not_dropped_silently(tmp_path):
+    name = "model.layers.1.self_attn.o_proj.bias"
+    copy(DENSE, tmp_path, tensors={name: np.zeros(128, np.float32)})
+    with pytest.raises(NotImplementedError, match=f"{name}: has no place in the model"):
+        policy(tmp_path)
+
+
+def test_a_width_that_is_no_multiple_of_16_is_fine_without_packing(tmp_path):
+    shapes = {"gate_proj": (360, 128), "up_proj": (360, 128), "down_proj": (128, 360)}
+    tensors = {
+        f"model.layers.{index}.mlp.{name}.weight": np.zeros(shape, np.float32)
+        for index in range(3)
+        for name, shape in shapes.items()
+    }
+    copy(DENSE, tmp_path, config={"intermediate_size": 360}, tensors=tensors)
+    _, frozen, _ = policy(tmp_path)
+    assert frozen["layers"]["down"]["weight"].shape == (3, 128, 360)
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused():
+    """The tiny tokenizer has 426 ids; this model has 320 rows."""
+    with pytest.raises(ValueError, match="has ids up to 425; the model's embedding has only 320"):
+        policy(GOLDEN / "models/llama3")
+
+
+def test_a_named_shape_needs_a_tokenizer():
+    with pytest.raises(ValueError, match="model.tokenizer_name_or_path: missing; 'qwen2.5-3b' is"):
+        checkpoint.load_policy(ModelConfig("qwen2.5-3b", random_base=True), None)
+
+
+def test_a_model_folder_without_tokenizer_is_refused():
+    with pytest.raises(FileNotFoundError, match="no tokenizer.json in .*qwen2_untied"):
+        policy(DENSE, tokenizer_name_or_path=None)
+
+
+@pytest.mark.parametrize(
+    "text,match", [("{", "not JSON"), ("[1]", "not a JSON object but a list"), ("\0", "not JSON")]
+)
+def test_a_config_that_is_none_is_named(tmp_path, text, match):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=f"{tmp_path}/config.json: {match}"):
+        policy(tmp_path)
+
+
+def test_a_folder_without_config_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"no config.json in {tmp_path}"):
+        policy(tmp_path)
+
+
+def test_a_folder_that_does_not_exist_is_not_looked_for_elsewhere(tmp_path):
+    for name in (str(tmp_path / "nowhere"), "./nowhere"):
+        with pytest.raises(FileNotFoundError, match=f"no such folder: {name}"):
+            checkpoint.local_folder(name)
+
+
+def test_what_the_hub_says_is_passed_on(monkeypatch):
+    import huggingface_hub
+
+    asked = []
+
+    def refuse(name, allow_patterns):
+        asked.append(allow_patterns)
+        raise OSError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(FileNotFoundError, match="'org/name' is no local folder.*OSError: offline"):
+        checkpoint.local_folder("org/name")
+    with pytest.raises(FileNotFoundError):
+        policy("org/name", random_base=True)
+    assert ["*.safetensors" in patterns for patterns in asked] == [True, False]
+
+
+def test_a_shape_without_files_cannot_train_whole():
+    with pytest.raises(ValueError, match="model.trainable: got 'full'; 'qwen2.5-0.5b' is a shape"):
+        policy("qwen2.5-0.5b", "bfloat16", trainable="full", random_base=True)

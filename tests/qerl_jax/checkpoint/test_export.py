@@ -1,0 +1,236 @@
+"""What a run has learned, written in each kind, read back, and refused where it is not the policy."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import nvfp4
+from qerl_jax import config
+from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.checkpoint import export
+from qerl_jax.checkpoint import packed_formats as formats
+from qerl_jax.checkpoint import peft as adapters
+from qerl_jax.checkpoint.run_state import StateFiles
+from qerl_jax.cli import main as cli
+from qerl_jax.config import DataConfig, LoraConfig, ModelConfig, RewardConfig, RunConfig
+from qerl_jax.model import architecture, layers
+from qerl_jax.model.transformer import Transformer, head, init_params
+from qerl_jax.rl import update
+from tests.golden_files import GOLDEN
+from tests.model_folders import assert_trees_equal
+
+TOKENS = np.random.default_rng(0).integers(0, 426, (2, 24)).astype(np.int32)
+PACKED = GOLDEN / "nvfp4/qwen2_untied"
+
+
+LORA = LoraConfig(8, 16.0, 0.1, train_norms=True)
+
+
+def run_config(folder, lora=LORA, **model):
+    model = {"model_name_or_path": "qerl-tiny", "dtype": "float32"} | model
+    return RunConfig(
+        output_dir=str(folder),
+        max_steps=1,
+        model=ModelConfig(**model),
+        data=DataConfig("arithmetic", num_problems=64),
+        rewards=RewardConfig(("correct_and_well_formed_reward",)),
+        lora=lora,
+    )
+
+
+def finished_run(folder, **model):
+    """A run folder as training leaves it, with an adapter that changes much."""
+    cfg = run_config(folder, **model)
+    model, frozen, _ = checkpoint.load_policy(cfg.model, cfg.lora)
+    params = init_params(model, frozen, jax.random.key(0))
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), params)
+    folder.mkdir()
+    (folder / "config.toml").write_text(config.dump(cfg))
+    adapters.export_adapter(folder / "adapter", params, model.lora, cfg.model.model_name_or_path)
+    return model, {"params": params, "frozen": frozen}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("export") / "run"
+    return folder, *finished_run(folder)
+
+
+def logits(model, variables):
+    hidden, _ = model.apply(variables, jnp.asarray(TOKENS))
+    return np.asarray(layers.logits(hidden, head(variables["frozen"])))
+
+
+def read(folder, weights, dtype=jnp.float32):
+    model = Transformer(architecture.load(folder), weights, None, dtype)
+    return model, {"frozen": checkpoint.load_base(folder, model)}
+
+
+def test_an_exported_adapter_is_the_runs_and_changes_nothing(run, tmp_path):
+    folder, model, variables = run
+    report = export.export(folder, "peft", tmp_path / "out")
+    assert report["mean_difference"] == report["max_difference"] == 0.0
+    assert report["mean_effect_of_training"] > 0.02
+    assert report == json.loads((tmp_path / "out" / "export.json").read_text())
+    assert_trees_equal(
+        adapters.import_adapter(tmp_path / "out", model.clone(lora=model.lora)), variables["params"]
+    )
+    table = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert table["base_model_name_or_path"] == "qerl-tiny"
+    assert table["modules_to_save"] == ["input_layernorm", "post_attention_layernorm"]
+
+
+def test_an_adapter_merged_into_the_packed_base_is_the_trained_policy(run, tmp_path):
+    folder, model, variables = run
+    report = export.export(folder, "merged", tmp_path / "out", base="packed")
+    assert report["mean_difference"] < 0.02 < report["mean_effect_of_training"]
+    ours = logits(*read(tmp_path / "out", "bfloat16"))
+    trained, bare = logits(model, variables), logits(model.clone(lora=None), variables)
+    assert np.abs(ours - trained).max() < 0.1 * np.abs(bare - trained).max()
+    table = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert table["torch_dtype"] == "bfloat16" and "quantization_config" not in table
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+@pytest.mark.slow
+def test_a_merged_weight_is_the_base_plus_the_scaled_product(run, tmp_path):
+    """From the original weights, which are bfloat16: one rounding of one sum."""
+    folder, model, variables = run
+    export.export(folder, "merged", tmp_path / "out", base="original")
+    (_, merged), (_, source) = (
+        read(place, "bfloat16") for place in (tmp_path / "out", checkpoint.TINY)
+    )
+    merged, source = merged["frozen"]["layers"], source["frozen"]["layers"]
+    params = variables["params"]["layers"]
+    for linear, parts in model.arch.linears().items():
+        deltas = [
+            model.lora.scaling * np.einsum("lkr,lrn->lnk", pair["a"], pair["b"], dtype=np.float64)
+            for pair in (params[linear][part] for part, _ in parts)
+        ]
+        expected = np.asarray(source[linear]["weight"], np.float64) + np.concatenate(deltas, axis=1)
+        found = np.asarray(merged[linear]["weight"], np.float64)
+        np.testing.assert_allclose(found, expected, rtol=2.0**-8, atol=1e-6)
+    np.testing.assert_array_equal(merged["qkv"]["bias"], source["qkv"]["bias"])
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        np.testing.assert_array_equal(
+            merged[norm]["scale"], np.asarray(params[norm]["scale"]).astype(jnp.bfloat16)
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["original", "packed"])
+def test_a_repacked_model_is_the_merged_one_in_4_bits(run, tmp_path, base):
+    folder, _, _ = run
+    report = export.export(folder, "nvfp4", tmp_path / "packed", base=base)
+    assert 0 < report["mean_difference"] < report["mean_effect_of_training"]
+    assert formats.of_folder(tmp_path / "packed").name == "nvfp4"
+    export.export(folder, "merged", tmp_path / "merged", base=base)
+    _, packed = read(tmp_path / "packed", "nvfp4")
+    _, merged = read(tmp_path / "merged", "float32")
+    for linear in ("qkv", "o", "gate_up", "down"):
+        weight = packed["frozen"]["layers"][linear]["weight"]
+        assert weight.global_scale.shape == (3, 1)  # one for q, k and v, and for gate and up
+        dense = np.asarray(merged["frozen"]["layers"][linear]["weight"])
+        error = np.asarray(nvfp4.dequantize(weight)) - dense
+        assert np.sqrt((error**2).mean() / (dense**2).mean()) < 0.11
+
+
+@pytest.mark.slow
+def test_a_run_on_a_packed_folder_has_no_original(tmp_path):
+    folder = tmp_path / "run"
+    finished_run(folder, model_name_or_path=str(PACKED), tokenizer_name_or_path="qerl-tiny")
+    with pytest.raises(ValueError, match="from: got 'original'; must be 'packed'"):
+        export.export(folder, "merged", tmp_path / "out", base="original")
+    report = export.export(folder, "merged", tmp_path / "out")
+    assert report["from"] == "packed" and report["mean_difference"] < 0.02
+
+
+def test_where_there_are_two_bases_one_must_be_chosen(run, tmp_path):
+    with pytest.raises(ValueError, match="from: got None; must be 'original' or 'packed'"):
+        export.export(run[0], "merged", tmp_path / "out")
+    with pytest.raises(ValueError, match="from: got 'packed'; an adapter is exported without"):
+        export.export(run[0], "peft", tmp_path / "out", base="packed")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_is_off_is_an_error_and_leaves_the_folder_as_it_was(
+    run, tmp_path, monkeypatch
+):
+    """A merge with the wrong sign."""
+    folder, out = run[0], tmp_path / "out"
+    before = export.export(folder, "merged", out, base="packed")
+    merge = export._merge
+    monkeypatch.setattr(export, "_merge", lambda w, pairs, scaling: merge(w, pairs, -scaling))
+    with pytest.raises(export.ExportError, match="not written: .* the limit is 0.017"):
+        export.export(folder, "merged", out, base="packed")
+    assert json.loads((out / "export.json").read_text()) == before
+    with pytest.raises(export.ExportError):
+        export.export(folder, "merged", tmp_path / "new", base="packed")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_export_deletes_nothing_else(run, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(FileExistsError, match="holds something that is no export"):
+        export.export(run[0], "merged", tmp_path, base="packed")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "thesis.tex"]
+    for place, what in ((run[0], "the run"), (checkpoint.TINY, "the base of the run")):
+        for out in (place, place.parent):
+            with pytest.raises(FileExistsError, match=f"holds {what}, which would be deleted"):
+                export.export(run[0], "peft", out)
+
+
+@pytest.mark.slow
+def test_a_run_that_has_not_ended_is_exported_from_its_checkpoints(run, tmp_path):
+    folder, _, variables = run
+    early = tmp_path / "run"
+    early.mkdir()
+    (early / "config.toml").write_text((folder / "config.toml").read_text())
+    with pytest.raises(FileNotFoundError, match="neither adapter nor checkpoints"):
+        export.export(early, "peft", tmp_path / "out")
+    files = StateFiles(early, keep=None)
+    state = update.init_state(variables["params"], config.OptimConfig())
+    for step, factor in ((2, 1.0), (4, 2.0)):
+        params = jax.tree.map(lambda x, f=factor: f * x, variables["params"])
+        files.save(dataclasses.replace(state, params=params, step=jnp.int32(step)))
+    files.close()
+    assert export.export(early, "peft", tmp_path / "new")["step"] == 4
+    assert export.export(early, "peft", tmp_path / "old", step=2)["step"] == 2
+    export.export(folder, "peft", tmp_path / "whole")
+    old, whole = (tmp_path / name / "adapter_model.safetensors" for name in ("old", "whole"))
+    assert old.read_bytes() == whole.read_bytes()
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 3 .* there are \[2, 4\]"):
+        export.export(early, "peft", tmp_path / "out", step=3)
+
+
+@pytest.mark.slow
+def test_a_model_that_was_trained_whole_is_packed_from_what_the_run_wrote(tmp_path):
+    (tmp_path / "run").mkdir()
+    cfg = run_config(tmp_path / "run", LoraConfig(), weights="bfloat16", trainable="full")
+    (tmp_path / "run" / "config.toml").write_text(config.dump(cfg))
+    with pytest.raises(ValueError, match="to: got 'peft'; a run with .* has no adapter"):
+        export.export(tmp_path / "run", "peft", tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match="the run has not ended"):
+        export.export(tmp_path / "run", "nvfp4", tmp_path / "out")
+    shutil.copytree(checkpoint.TINY, tmp_path / "run" / "model")
+    report = export.export(tmp_path / "run", "nvfp4", tmp_path / "out")
+    assert report["from"] == "original" and report["mean_effect_of_training"] == 0
+    _, direct = read(checkpoint.TINY, "nvfp4")
+    assert_trees_equal(read(tmp_path / "out", "nvfp4")[1], direct)
+
+
+@pytest.mark.slow
+def test_the_command_says_where_it_is_and_how_far_off(run, tmp_path, capsys):
+    out = str(tmp_path / "out")
+    assert cli.main(["export", str(run[0]), "--to", "merged", out, "--from", "packed"]) == 0
+    said = capsys.readouterr().out
+    assert f"merged in {out}\n" in said and "differ from the trained policy's by" in said
+    assert cli.main(["export", str(tmp_path / "no"), "--to", "peft", out]) == 2
+    assert "no config.toml in" in capsys.readouterr().err

@@ -1,0 +1,265 @@
+"""PEFT adapters in and out: the same numbers, and what is refused."""
+
+import dataclasses
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from qerl_jax.checkpoint import peft as adapters
+from qerl_jax.checkpoint.safetensors import SafetensorsError
+from qerl_jax.config import LoraConfig
+from qerl_jax.model.architecture import PARENT
+from qerl_jax.model.transformer import LoRA, Transformer
+from tests import golden_files
+from tests.model_folders import (
+    ADAPTER,
+    ARCH,
+    adapter_model,
+    assert_trees_equal,
+    with_norms,
+)
+
+
+@pytest.fixture(scope="module")
+def norms():
+    return with_norms()
+
+
+def test_pefts_adapter_is_written_back_tensor_by_tensor(tmp_path):
+    model = adapter_model()
+    shape = adapters.read_lora(ADAPTER)
+    assert shape == LoraConfig(8, 16.0, 0.0, False)
+    params = adapters.import_adapter(ADAPTER, model)
+    adapters.export_adapter(tmp_path / "a", params, model.lora, "models/qwen2_untied")
+
+    expected = golden_files.load(ADAPTER / "adapter_model.safetensors")
+    actual = golden_files.load(tmp_path / "a/adapter_model.safetensors")
+    assert set(actual) == set(expected)
+    for name, array in expected.items():
+        assert (actual[name].dtype, actual[name].shape) == (array.dtype, array.shape)
+        np.testing.assert_array_equal(actual[name], array)
+    ours, theirs = (
+        json.loads((folder / "adapter_config.json").read_text())
+        for folder in (tmp_path / "a", ADAPTER)
+    )
+    assert ours == {name: theirs[name] for name in ours}
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+
+
+def test_an_adapter_with_trained_norms_round_trips(tmp_path, norms):
+    model, params = norms
+    adapters.export_adapter(tmp_path / "a", params, model.lora, "somewhere")
+    assert adapters.read_lora(tmp_path / "a") == LoraConfig(8, 16.0, 0.0, True)
+    assert_trees_equal(adapters.import_adapter(tmp_path / "a", model), params)
+    names = golden_files.load(tmp_path / "a/adapter_model.safetensors")
+    assert "base_model.model.model.layers.2.post_attention_layernorm.weight" in names
+    config = json.loads((tmp_path / "a/adapter_config.json").read_text())
+    assert config["modules_to_save"] == ["input_layernorm", "post_attention_layernorm"]
+    assert config["base_model_name_or_path"] == "somewhere"
+
+
+def test_an_export_replaces_an_adapter_whole(tmp_path, norms):
+    model, params = norms
+    folder = tmp_path / "deep" / "a"
+    adapters.export_adapter(folder, params, model.lora, "first")
+    (folder / "README.md").write_text("of the first")
+    adapters.export_adapter(folder, params, model.lora, "second")
+    assert [path.name for path in folder.parent.iterdir()] == ["a"]
+    assert not (folder / "README.md").exists()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == "second"
+
+
+def test_a_failing_export_leaves_the_old_adapter_and_nothing_else(tmp_path, norms, monkeypatch):
+    import safetensors.numpy
+
+    model, params = norms
+    folder = tmp_path / "a"
+    adapters.export_adapter(folder, params, model.lora, "first")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    def fail(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", fail)
+    with pytest.raises(OSError, match="disk full"):
+        adapters.export_adapter(folder, params, model.lora, "second")
+    with pytest.raises(OSError, match="disk full"):
+        adapters.export_adapter(tmp_path / "new", params, model.lora, "second")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_an_export_deletes_nothing_but_an_adapter(tmp_path, norms):
+    model, params = norms
+    (tmp_path / "thesis.tex").write_text("years")
+    with pytest.raises(FileExistsError, match=f"{tmp_path}: holds something that is no adapter"):
+        adapters.export_adapter(tmp_path, params, model.lora, "base")
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def changed_adapter(target, **fields):
+    shutil.copy(ADAPTER / "adapter_model.safetensors", target)
+    config = json.loads((ADAPTER / "adapter_config.json").read_text()) | fields
+    (target / "adapter_config.json").write_text(json.dumps(config))
+    return target
+
+
+@pytest.mark.parametrize(
+    "fields,match",
+    [
+        ({"peft_type": "IA3"}, "peft_type: got 'IA3'"),
+        ({"bias": "all"}, "bias: got 'all'"),
+        ({"use_dora": True}, "use_dora: got True"),
+        ({"lora_bias": True}, "lora_bias: got True"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights: got 'pissa_niter_4'"),
+        ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication: got"),
+        ({"modules_to_save": ["input_layernorm"]}, "modules_to_save: got .*; only"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save: got .*lm_head"),
+    ],
+)
+def test_an_adapter_that_is_no_plain_lora_is_refused(tmp_path, fields, match):
+    with pytest.raises(NotImplementedError, match=match):
+        adapters.read_lora(changed_adapter(tmp_path, **fields))
+
+
+@pytest.mark.parametrize(
+    "fields,match",
+    [
+        ({"target_modules": None}, "target_modules: got None"),
+        ({"r": 0}, "r: got 0; must be positive"),
+        ({"lora_alpha": None}, "lora_alpha: got None"),
+    ],
+)
+def test_an_impossible_adapter_config_is_refused(tmp_path, fields, match):
+    with pytest.raises(ValueError, match=match):
+        adapters.read_lora(changed_adapter(tmp_path, **fields))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", r".*\.(self_attn|mlp)\.\w+_proj"])
+def test_linears_may_be_named_by_a_pattern(tmp_path, targets):
+    folder = changed_adapter(tmp_path, target_modules=targets)
+    assert adapters.read_lora(folder) == adapters.read_lora(ADAPTER)
+    ours, plain = (adapters.import_adapter(f, adapter_model()) for f in (folder, ADAPTER))
+    assert_trees_equal(ours, plain)
+
+
+def test_a_pattern_that_is_none_is_refused(tmp_path):
+    folder = changed_adapter(tmp_path, target_modules="*bad[")
+    with pytest.raises(ValueError, match="is no regular expression"):
+        adapters.import_adapter(folder, adapter_model())
+
+
+def test_rslora_divides_by_the_root_of_the_rank(tmp_path):
+    """16 / sqrt(8) = 45.25 / 8."""
+    folder = changed_adapter(tmp_path, use_rslora=True)
+    lora = adapters.read_lora(folder)
+    assert lora.rank == 8 and lora.alpha == pytest.approx(16 * 8**0.5)
+    model = Transformer(ARCH, "float32", LoRA(lora.rank, lora.alpha), jnp.float32)
+    assert model.lora.scaling == pytest.approx(16 / 8**0.5)
+    assert_trees_equal(
+        adapters.import_adapter(folder, model), adapters.import_adapter(ADAPTER, adapter_model())
+    )
+
+
+def test_patterns_of_rank_and_alpha_become_one_rank_and_one_alpha(tmp_path):
+    """Every linear's alpha / rank * B A is what the patterns make of the tensors."""
+    held = dict(golden_files.load(ADAPTER / "adapter_model.safetensors"))
+    prefix = "base_model.model.model.layers."
+    for name in list(held):
+        keep = slice(0, 4) if ".q_proj." in name else slice(None)
+        if ".1.mlp." in name or ".0.self_attn.k_proj." in name:
+            del held[name]
+        else:
+            held[name] = np.ascontiguousarray(
+                held[name][keep] if ".lora_A" in name else held[name][:, keep]
+            )
+    folder = changed_adapter(
+        tmp_path,
+        r=8,
+        rank_pattern={"q_proj": 4},
+        alpha_pattern={"layers.2.self_attn.o_proj": 2, ".*down_proj": 64},
+        exclude_modules=r"model\.layers\.(1\.mlp|0\.self_attn\.k_proj).*",
+    )
+    save_file(held, folder / "adapter_model.safetensors")
+    lora = adapters.read_lora(folder)
+    assert (lora.rank, lora.alpha) == (8, 16.0)
+    model = adapter_model()
+    layers = adapters.import_adapter(folder, model)["layers"]
+    for linear, parts in ARCH.linears().items():
+        for part, _ in parts:
+            for index in range(ARCH.num_layers):
+                a, b = (np.asarray(layers[linear][part][leaf][index]) for leaf in "ab")
+                ours = model.lora.scaling * (a @ b).T
+                name = f"{prefix}{index}.{PARENT[linear]}.{part}"
+                rank, alpha = 4 if part == "q_proj" else 8, 16
+                if part == "down_proj":
+                    alpha = 64
+                elif part == "o_proj" and index == 2:
+                    alpha = 2
+                theirs = 0.0
+                if f"{name}.lora_A.weight" in held:
+                    theirs = (
+                        alpha / rank * held[f"{name}.lora_B.weight"] @ held[f"{name}.lora_A.weight"]
+                    )
+                else:
+                    assert (linear in ("gate_up", "down") and index == 1) or part == "k_proj"
+                np.testing.assert_allclose(ours, theirs, atol=1e-5, err_msg=name)
+
+
+def test_a_targeted_linear_without_tensors_is_named(tmp_path):
+    held = golden_files.load(ADAPTER / "adapter_model.safetensors")
+    name = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+    folder = changed_adapter(tmp_path)
+    save_file(
+        {key: value for key, value in held.items() if key != name},
+        folder / "adapter_model.safetensors",
+    )
+    with pytest.raises(SafetensorsError, match=f"no tensor {name}"):
+        adapters.import_adapter(folder, adapter_model())
+
+
+def test_a_branch_that_the_config_does_not_name_is_not_dropped_silently(tmp_path):
+    folder = changed_adapter(tmp_path, target_modules=["q_proj"])
+    with pytest.raises(ValueError, match=r"has no place in the model \(36 such"):
+        adapters.import_adapter(folder, adapter_model())
+
+
+def test_a_folder_without_adapter_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"no adapter_config.json in {tmp_path}"):
+        adapters.read_lora(tmp_path)
+
+
+def test_an_adapter_of_another_rank_is_refused():
+    model = Transformer(ARCH, "float32", LoRA(4, 16.0), jnp.float32)
+    with pytest.raises(ValueError, match="adapter_config.json: rank 8; the model has 4"):
+        adapters.import_adapter(ADAPTER, model)
+
+
+def test_an_adapter_of_another_shape_is_refused(tmp_path):
+    folder = changed_adapter(tmp_path, rank_pattern={"k_proj": 4})
+    with pytest.raises(
+        ValueError, match=r"k_proj.lora_A.weight: got shape \(8, 128\); .* \(4, 128\)"
+    ):
+        adapters.import_adapter(folder, adapter_model())
+
+
+def test_an_adapter_of_a_deeper_model_is_refused():
+    model = dataclasses.replace(adapter_model(), arch=dataclasses.replace(ARCH, num_layers=2))
+    with pytest.raises(ValueError, match=r"layers\.2\..* has no place in the model \(14 such"):
+        adapters.import_adapter(ADAPTER, model)
+
+
+def test_trained_norms_are_not_dropped_silently(tmp_path, norms):
+    model, params = norms
+    adapters.export_adapter(tmp_path / "a", params, model.lora, "base")
+    with pytest.raises(ValueError, match=r"layernorm\.weight has no place in the model \(6 such"):
+        adapters.import_adapter(tmp_path / "a", adapter_model())

@@ -1,0 +1,106 @@
+"""The state of a run: exact, newest first, and whole or not at all."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.checkpoint.run_state import StateFiles
+from qerl_jax.config import OptimConfig
+from qerl_jax.model.transformer import LoRA, Transformer, init_params
+from qerl_jax.rl import update
+from tests.model_folders import (
+    ARCH,
+    DENSE,
+    assert_trees_equal,
+    base,
+    with_norms,
+)
+
+
+@pytest.fixture(scope="module")
+def norms():
+    return with_norms()
+
+
+@pytest.fixture(scope="module")
+def state(norms):
+    """A state after a step: no leaf is what a fresh state has."""
+    _, params = norms
+    fresh = update.init_state(params, OptimConfig())
+    rng = np.random.default_rng(1)
+
+    def moved(leaf):
+        return (leaf + rng.integers(1, 100, leaf.shape)).astype(leaf.dtype)
+
+    return jax.tree.map(moved, fresh)
+
+
+def at(state, step):
+    return dataclasses.replace(state, step=jnp.int32(step))
+
+
+def test_a_state_round_trips_bit_for_bit(tmp_path, norms, state):
+    files = StateFiles(tmp_path, keep=2)
+    files.save(at(state, 7))
+    files.close()
+    again = StateFiles(tmp_path, keep=2)
+    restored = again.restore(update.init_state(norms[1], OptimConfig()))
+    again.close()
+    assert isinstance(restored, update.TrainState)
+    assert_trees_equal(restored, at(state, 7))
+
+
+def test_a_kept_reference_and_the_supply_round_trip_with_the_state(tmp_path, norms, state):
+    supply = {"drawn": 8, "rows": [{"logps": [float(np.float32(-0.1))], "stopped": True}]}
+    kept = dataclasses.replace(at(state, 3), reference=jax.tree.map(jnp.negative, state.params))
+    files = StateFiles(tmp_path, keep=2)
+    assert files.supply() is None
+    files.save(at(kept, 2), {"drawn": 4})
+    files.save(kept, supply)
+    files.close()
+    again = StateFiles(tmp_path, keep=2)
+    like = update.init_state(norms[1], OptimConfig(), keep_reference=True)
+    assert_trees_equal(again.restore(like), kept)
+    assert again.supply() == supply
+    again.close()
+
+
+def test_the_newest_states_are_kept_and_the_newest_is_restored(tmp_path, state):
+    files = StateFiles(tmp_path, keep=2)
+    for step in (1, 2, 10):
+        files.save(at(state, step))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["10", "2"]
+    assert files.restore(state).step == 10
+    files.close()
+
+
+def test_an_empty_run_folder_has_no_state(tmp_path, state):
+    files = StateFiles(tmp_path / "new", keep=2)
+    assert files.restore(state) is None
+    files.close()
+
+
+def test_a_state_that_was_cut_off_while_written_is_not_restored(tmp_path, state):
+    """orbax writes under a temporary name, which a killed process leaves behind."""
+    files = StateFiles(tmp_path, keep=3)
+    files.save(at(state, 1))
+    files.save(at(state, 2))
+    files.close()
+    folder = tmp_path / "checkpoints"
+    (folder / "2").rename(folder / "2.orbax-checkpoint-tmp-0")
+    again = StateFiles(tmp_path, keep=3)
+    assert again.restore(state).step == 1
+    again.close()
+
+
+def test_a_state_of_another_adapter_is_refused(tmp_path, state):
+    files = StateFiles(tmp_path, keep=2)
+    files.save(state)
+    other = Transformer(ARCH, "float32", LoRA(4, 16.0, train_norms=True), jnp.float32)
+    params = init_params(other, base(DENSE, "float32"), jax.random.key(0))
+    with pytest.raises(ValueError, match="shape"):
+        files.restore(update.init_state(params, OptimConfig()))
+    files.close()

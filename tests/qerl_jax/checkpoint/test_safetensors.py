@@ -1,0 +1,420 @@
+"""Reading safetensors: every type, shards, and each way in which a download can be broken."""
+
+import json
+import random
+import re
+import struct
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from qerl_jax.checkpoint import safetensors as tensor_files
+from qerl_jax.checkpoint.safetensors import SafetensorsError, Tensors
+from tests import golden_files
+
+
+def write(path, tensors, spaces=0):
+    """A safetensors file of (type name, array) by name; `spaces` after the header move the data."""
+    header, start = {}, 0
+    for name, (dtype, array) in tensors.items():
+        end = start + array.nbytes
+        header[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header).encode() + b" " * spaces
+    data = b"".join(array.tobytes() for _, array in tensors.values())
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def floats(*values):
+    return ("F32", np.array(values, np.float32))
+
+
+@pytest.mark.parametrize("spaces", range(4))
+def test_every_type_is_read_wherever_its_bytes_lie(tmp_path, spaces):
+    types = {
+        "F64": np.float64,
+        "F32": np.float32,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "I64": np.int64,
+        "I32": np.int32,
+        "U8": np.uint8,
+        "I8": np.int8,
+        "BOOL": np.bool_,
+    }
+    expected = {
+        name: (name, np.array([[0, 1, 1], [1, 0, 1]]).astype(dtype))
+        for name, dtype in types.items()
+    }
+    write(tmp_path / "model.safetensors", expected, spaces)
+    tensors = Tensors(tmp_path)
+    assert set(tensors) == set(types)
+    for name, (_, array) in expected.items():
+        assert tensors[name].dtype == array.dtype
+        np.testing.assert_array_equal(tensors[name].astype(float), array.astype(float))
+
+
+def test_scalars_and_empty_tensors_keep_their_shapes(tmp_path):
+    tensors = {
+        "scalar": ("F32", np.array(3.5, np.float32)),
+        "none": ("F32", np.zeros((0, 4), np.float32)),
+    }
+    write(tmp_path / "model.safetensors", tensors)
+    tensors = Tensors(tmp_path)
+    assert tensors["scalar"].shape == () and tensors["scalar"].item() == 3.5
+    assert tensors.shape("none") == tensors["none"].shape == (0, 4)
+
+
+@pytest.mark.parametrize("path", ["models/qwen2_untied", "nvfp4/qwen2_untied"])
+def test_files_of_the_safetensors_package_are_read(path):
+    expected = golden_files.load(f"{path}/model.safetensors")
+    tensors = Tensors(golden_files.GOLDEN / path)
+    assert set(tensors) == set(expected)
+    for name, array in expected.items():
+        assert tensors.shape(name) == array.shape
+        assert tensors[name].tobytes() == array.tobytes()
+
+
+def shards(folder):
+    """Tensors a, b in one shard and c in another, with their index."""
+    write(folder / "one.safetensors", {"a": floats(1, 2), "b": floats(3)})
+    write(folder / "two.safetensors", {"c": floats(4, 5, 6)})
+    weight_map = {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors"}
+    write_index(folder, {"metadata": {"total_size": 24}, "weight_map": weight_map})
+    return weight_map
+
+
+def write_index(folder, content):
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
+def test_shards_are_read_as_one_and_only_those_of_the_index(tmp_path):
+    shards(tmp_path)
+    write(tmp_path / "consolidated.safetensors", {"a": floats(9), "d": floats(9)})
+    tensors = Tensors(tmp_path)
+    assert {name: tensors[name].tolist() for name in tensors} == {
+        "a": [1, 2],
+        "b": [3],
+        "c": [4, 5, 6],
+    }
+    assert "c" in tensors and "d" not in tensors
+
+
+def test_another_stem_names_another_file_of_the_folder(tmp_path):
+    write(tmp_path / "model.safetensors", {"a": floats(1)})
+    write(tmp_path / "adapter_model.safetensors", {"b": floats(2)})
+    assert list(Tensors(tmp_path)) == ["a"]
+    assert list(Tensors(tmp_path, "adapter_model")) == ["b"]
+
+
+def test_a_folder_without_its_file_is_an_error(tmp_path):
+    write(tmp_path / "model-00001-of-00002.safetensors", {"a": floats(1)})
+    with pytest.raises(SafetensorsError, match=r"no model\.safetensors, nor .* " + str(tmp_path)):
+        Tensors(tmp_path)
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    shards(tmp_path)
+    (tmp_path / "two.safetensors").unlink()
+    with pytest.raises(SafetensorsError, match=r"1 of 2 shards are missing: two\.safetensors"):
+        Tensors(tmp_path)
+
+
+def test_a_tensor_that_only_the_index_knows_is_named(tmp_path):
+    weight_map = shards(tmp_path)
+    write_index(tmp_path, {"weight_map": weight_map | {"z": "one.safetensors"}})
+    with pytest.raises(SafetensorsError, match=r"no shard holds z \(1 tensors are missing\)"):
+        Tensors(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}"])
+def test_a_broken_index_is_named(tmp_path, content):
+    shards(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(SafetensorsError, match=r"index\.json: not an index"):
+        Tensors(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 8, 40, -1])
+def test_a_truncated_file_is_named_wherever_it_is_cut(tmp_path, kept):
+    shards(tmp_path)
+    path = tmp_path / "two.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(SafetensorsError, match=r"two\.safetensors: \d+ bytes.*truncated"):
+        Tensors(tmp_path)
+
+
+def test_a_file_cut_between_two_tensors_is_found(tmp_path):
+    write(tmp_path / "model.safetensors", {"a": floats(1, 2), "b": floats(3)})
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(SafetensorsError, match="b ends at byte .*truncated"):
+        Tensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"<html>404</html>",
+        b"[1, 2]",
+        b'{"a": 3}',
+        b'{"a": {"dtype": "F32", "shape": [1]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}}',
+        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}}',
+        b"\xff\xfe",
+    ],
+)
+def test_what_is_no_safetensors_file_is_named(tmp_path, header):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    with pytest.raises(SafetensorsError, match=r"model\.safetensors: not a safetensors file"):
+        Tensors(tmp_path)
+
+
+def test_an_unknown_type_is_named(tmp_path):
+    write(tmp_path / "model.safetensors", {"a": ("F4", np.zeros(4, np.uint8))})
+    with pytest.raises(SafetensorsError, match="a has the type F4; known are F64, F32"):
+        Tensors(tmp_path)
+
+
+def test_a_shape_that_does_not_fill_its_bytes_is_named(tmp_path):
+    path = tmp_path / "model.safetensors"
+    write(path, {"a": floats(1, 2, 3)})
+    path.write_bytes(path.read_bytes().replace(b'"shape": [3]', b'"shape": [2]'))
+    with pytest.raises(SafetensorsError, match=r"a of shape \(2,\) and type F32 does not fill"):
+        Tensors(tmp_path)
+
+
+def test_an_absent_name_is_an_error(tmp_path):
+    shards(tmp_path)
+    tensors = Tensors(tmp_path)
+    for read in (tensors.shape, tensors.__getitem__):
+        with pytest.raises(SafetensorsError, match="no tensor z"):
+            read("z")
+
+
+# Headers that lie
+
+
+def raw(path, header, data=bytes(16)):
+    """A file with a header of any text or table."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def entry(start, end, shape=None, dtype="F32"):
+    shape = [(end - start) // 4] if shape is None else shape
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize(
+    "header,match",
+    [
+        ({"a": entry(0, 8), "b": entry(4, 16)}, "b starts at byte 4 .* overlaps another tensor"),
+        ({"a": entry(0, 16), "b": entry(0, 16)}, "starts at byte 0 .* overlaps"),
+        ({"a": entry(0, 4), "b": entry(8, 16)}, "b starts at byte 8 .* bytes lie between tensors"),
+        ({"a": entry(4, 16)}, "a starts at byte 4 .* bytes lie between"),
+        ({"a": entry(0, 12)}, "4 bytes after the last tensor belong to none"),
+        ({"a": entry(8, 4, [1])}, "not a safetensors file"),
+        ({"a": entry(-4, 0, [1])}, "not a safetensors file"),
+        ({"a": entry(0, 20)}, "a ends at byte .*truncated"),
+        ({"a": entry(0, 2**63)}, "truncated"),
+        ({"a": entry(0, 16, [2**40, 2**40])}, "does not fill its bytes"),
+        ({"a": entry(0, 16, [-2, -2])}, r"a has the shape \(-2, -2\)"),
+        ({"a": entry(0, 16, [4.0])}, r"a has the shape \(4.0,\)"),
+        ({"a": entry(0, 16, [True, 4])}, r"a has the shape \(True, 4\)"),
+        ({"a": entry(0, 16, "4")}, "a has the shape"),
+        ({"a": entry(0.0, 16.0, [4])}, "not a safetensors file"),
+        ({"a": entry(0, 16, [4], ["F32"])}, "a has the type"),
+        ({"a": entry(0, 16, [4], None)}, "a has the type None"),
+        (b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}, "a": 1}', "occurs twice"),
+        (b"[" * 100_000, "not a safetensors file"),
+        (b'{"a": ' * 50_000, "not a safetensors file"),
+        (b"null", "not a safetensors file"),
+    ],
+)
+def test_a_header_that_lies_is_named(tmp_path, header, match):
+    raw(tmp_path / "model.safetensors", header)
+    with pytest.raises(SafetensorsError, match=match):
+        Tensors(tmp_path)
+
+
+def test_a_header_of_absurd_length_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_files, "_LONGEST_HEADER", 100)
+    raw(tmp_path / "model.safetensors", b" " * 101 + b"{}", b"")
+    with pytest.raises(SafetensorsError, match="a header of 103 bytes; at most 100"):
+        Tensors(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../two.safetensors",
+        "/etc/two.safetensors",
+        "sub/two.safetensors",
+        "..\\two.safetensors",
+        "..",
+        "",
+        "two.bin",
+        "two\0.safetensors",
+        None,
+        3,
+    ],
+)
+def test_an_index_names_files_of_its_own_folder_only(tmp_path, file):
+    inner = tmp_path / "model"
+    (inner / "sub").mkdir(parents=True)
+    weight_map = shards(inner)
+    for place in (tmp_path, inner / "sub"):
+        (place / "two.safetensors").write_bytes((inner / "two.safetensors").read_bytes())
+    write_index(inner, {"weight_map": weight_map | {"c": file}})
+    with pytest.raises(SafetensorsError, match=re.escape(repr(file)) + ", which is no safetensors"):
+        Tensors(inner)
+
+
+def test_a_tensor_in_two_shards_is_named(tmp_path):
+    shards(tmp_path)
+    write(tmp_path / "two.safetensors", {"c": floats(4), "a": floats(5)})
+    with pytest.raises(SafetensorsError, match=r"a is in one\.safetensors too"):
+        Tensors(tmp_path)
+
+
+def test_a_tensor_in_another_shard_than_the_index_says_is_named(tmp_path):
+    weight_map = shards(tmp_path)
+    write_index(tmp_path, {"weight_map": weight_map | {"b": "two.safetensors"}})
+    with pytest.raises(SafetensorsError, match=r"b is in one\.safetensors, not in two"):
+        Tensors(tmp_path)
+
+
+def test_pickled_weights_are_not_read_and_said_so(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(SafetensorsError, match="pickled weights are not read"):
+        Tensors(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_file_is_read_within_its_bounds_or_refused(tmp_path, seed):
+    """Bytes of length and header are changed, cut out, doubled or inserted; 150 times a seed."""
+    rng = random.Random(seed)
+    write(
+        tmp_path / "whole.safetensors",
+        {"a": floats(1, 2), "b": ("U8", np.arange(6, dtype=np.uint8)), "c": floats(3)},
+        spaces=seed,
+    )
+    whole = (tmp_path / "whole.safetensors").read_bytes()
+    end = 8 + struct.unpack("<Q", whole[:8])[0]
+    pieces = [
+        b"-",
+        b"9",
+        b"0",
+        b"1e9",
+        b"null",
+        b"[",
+        b"}",
+        b'"',
+        b",",
+        b"\xff",
+        b"18446744073709551615",
+    ]
+    outcomes = set()
+    for _ in range(150):
+        damaged = bytearray(whole)
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(end if rng.random() < 0.8 else 8)
+            width = rng.randint(0, 3)
+            match rng.randrange(4):
+                case 0:
+                    damaged[at] = rng.randrange(256)
+                case 1:
+                    del damaged[at : at + width]
+                case 2:
+                    damaged[at:at] = damaged[at : at + 8]
+                case 3:
+                    damaged[at : at + width] = rng.choice(pieces)
+        path = tmp_path / "model.safetensors"
+        path.unlink(missing_ok=True)
+        path.write_bytes(damaged)
+        try:
+            tensors = Tensors(tmp_path)
+        except SafetensorsError as error:
+            assert str(path) in str(error)
+            outcomes.add("refused")
+        else:
+            assert sum(tensors[name].nbytes for name in tensors) <= len(damaged)
+            outcomes.add("read")
+    assert "refused" in outcomes
+
+
+# Writing
+
+
+def test_what_is_written_is_read_back_and_by_the_safetensors_package(tmp_path):
+    import safetensors
+
+    held = {
+        "matrix": np.arange(12, dtype=np.float32).reshape(3, 4),
+        "transposed": np.arange(12, dtype=np.float32).reshape(3, 4).T,
+        "half": np.ones(3, ml_dtypes.bfloat16),
+        "scales": np.array([[1, 448]], ml_dtypes.float8_e4m3fn),
+        "scalar": np.array(2.5, np.float32),
+        "none": np.zeros((0, 2), np.float32),
+    }
+    table = {name: (value.dtype, value.shape) for name, value in held.items()}
+    tensor_files.write_shards(tmp_path, table, held.__getitem__)
+    tensors = Tensors(tmp_path)
+    assert list(tensors) == list(held)
+    for name, value in held.items():
+        assert tensors[name].dtype == value.dtype
+        np.testing.assert_array_equal(tensors[name].astype(float), value.astype(float))
+    with safetensors.safe_open(tmp_path / "model.safetensors", "numpy") as theirs:
+        assert set(theirs.keys()) == set(held) and theirs.metadata() == {"format": "pt"}
+        np.testing.assert_array_equal(theirs.get_tensor("transposed"), held["transposed"])
+
+
+def test_shards_are_filled_in_order_and_indexed(tmp_path):
+    held = {name: np.full(n, n, np.float32) for name, n in (("a", 2), ("b", 3), ("c", 9), ("d", 1))}
+    table = {name: (value.dtype, value.shape) for name, value in held.items()}
+    tensor_files.write_shards(tmp_path, table, held.__getitem__, shard_bytes=20)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 60
+    assert index["weight_map"] == {
+        "a": "model-00001-of-00003.safetensors",
+        "b": "model-00001-of-00003.safetensors",
+        "c": "model-00002-of-00003.safetensors",
+        "d": "model-00003-of-00003.safetensors",
+    }
+    tensors = Tensors(tmp_path)
+    for name, value in held.items():
+        np.testing.assert_array_equal(tensors[name], value)
+
+
+def test_a_fingerprint_changes_with_names_sizes_and_weights(tmp_path):
+    def written(value, name="a", size=10**5):
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        weight = np.full(size, value, np.float32)
+        tensor_files.write_shards(folder, {name: (weight.dtype, weight.shape)}, lambda _: weight)
+        return tensor_files.fingerprint(folder)
+
+    assert written(1) == written(1)
+    assert len({written(1), written(2), written(1, "b"), written(1, size=10**5 + 1)}) == 4
+    assert tensor_files.fingerprint(tmp_path / "nowhere") is None
+    prints = [tensor_files.fingerprint(tmp_path / "0")]
+    for name in ("adapter_config.json", "chat_template.jinja"):
+        for text in ("1", "2"):
+            (tmp_path / "0" / name).write_text(text)
+            prints.append(tensor_files.fingerprint(tmp_path / "0"))
+    assert len(set(prints)) == 5
+    (tmp_path / "rows.jsonl").write_text("{}")
+    before = tensor_files.digest(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.jsonl").write_text("[]")
+    assert tensor_files.digest(tmp_path / "rows.jsonl") != before
+    assert tensor_files.digest(tmp_path) is None
+
+
+def test_a_tensor_that_is_not_what_the_table_says_is_refused(tmp_path):
+    table = {"a": (np.dtype(np.float32), (2,))}
+    with pytest.raises(ValueError, match=r"a: got float64 of shape \(2,\); the table says"):
+        tensor_files.write_shards(tmp_path, table, lambda name: np.zeros(2))

@@ -1,0 +1,91 @@
+"""A base in the Hopper layout is the same base: forced on any device, read by the reference."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import NVFP4Tensor, runtime, unprepare
+from pallas_kernels.nvfp4_matmul import api
+from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
+from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.model import architecture, layers
+from qerl_jax.model.transformer import LoRA, Transformer, abstract_base, head, random_base
+
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
+FOLDERS = {
+    "packed": GOLDEN / "nvfp4" / "qwen2_untied",
+    "16 bits": GOLDEN / "models" / "qwen2_untied",
+}
+
+
+@pytest.fixture
+def hopper_layout(monkeypatch):
+    """Turns the Hopper layout on, and its kernels off."""
+
+    def turn_on():
+        monkeypatch.setattr(runtime, "is_hopper", lambda: True)
+        table = {"reference": api._HOPPER_IMPLEMENTATIONS["reference"]}
+        monkeypatch.setattr(api, "_HOPPER_IMPLEMENTATIONS", table)
+
+    return turn_on
+
+
+def base_model(folder, dtype=jnp.bfloat16):
+    return Transformer(architecture.load(folder), "nvfp4", LoRA(4, 8.0), jnp.dtype(dtype))
+
+
+def linears(frozen):
+    is_packed = lambda x: isinstance(x, NVFP4Tensor | HopperNVFP4)
+    return [leaf for leaf in jax.tree.leaves(frozen, is_leaf=is_packed) if is_packed(leaf)]
+
+
+def assert_equal_leaves(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def logits(model, frozen, tokens):
+    hidden, _ = model.apply({"frozen": frozen}, tokens, adapter=False)
+    return layers.logits(hidden, head(frozen))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", FOLDERS)
+def test_a_loaded_base_computes_the_same_bits_in_either_layout(hopper_layout, source):
+    model = base_model(FOLDERS[source])
+    tokens = np.random.default_rng(0).integers(0, model.arch.vocab_size, (2, 9))
+    plain = checkpoint.load_base(FOLDERS[source], model)
+    expected = logits(model, plain, tokens)
+    hopper_layout()
+    prepared = checkpoint.load_base(FOLDERS[source], model)
+    assert len(linears(prepared)) == 4
+    assert all(isinstance(w, HopperNVFP4) for w in linears(prepared))
+    np.testing.assert_array_equal(logits(model, prepared, tokens), expected)
+    assert_equal_leaves(
+        jax.jit(lambda ws: [unprepare(w) for w in ws])(linears(prepared)), linears(plain)
+    )
+
+
+def test_a_random_base_is_the_same_base_in_either_layout_and_of_its_abstract_form(hopper_layout):
+    model = base_model(FOLDERS["16 bits"])
+    plain = random_base(model, jax.random.key(1))
+    hopper_layout()
+    prepared = random_base(model, jax.random.key(1))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), prepared)
+    assert shapes == abstract_base(model)
+    assert_equal_leaves(
+        jax.jit(lambda ws: [unprepare(w) for w in ws])(linears(prepared)), linears(plain)
+    )
+
+
+def test_weights_that_meet_float32_activations_keep_their_layout(hopper_layout):
+    hopper_layout()
+    model = base_model(FOLDERS["16 bits"], jnp.float32)
+    assert all(isinstance(w, NVFP4Tensor) for w in linears(abstract_base(model)))
+    loaded = checkpoint.load_base(FOLDERS["16 bits"], model)
+    assert all(isinstance(w, NVFP4Tensor) for w in linears(loaded))

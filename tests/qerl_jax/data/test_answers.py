@@ -1,0 +1,171 @@
+"""Answers: where each form is found, and which two are the same."""
+
+import decimal
+
+import pytest
+
+from qerl_jax.data import answers
+
+
+@pytest.mark.parametrize(
+    ("text", "block", "tagged"),
+    [
+        ("<answer>2</answer>", "2", "2"),
+        ("<answer>\n 2 \n</answer>", "2", "2"),
+        ("<answer>1</answer> no: <answer>2</answer>", "2", "2"),
+        ("<answer>2</answer> so <answer>3", "2", "3"),
+        ("<answer>2</answer> done", "2", "2"),
+        ("2</answer>", None, "2"),
+        (" just 2 ", None, "just 2"),
+        ("", None, ""),
+    ],
+)
+def test_tags_hold_the_last_answer(text, block, tagged):
+    assert answers.last_block(text) == block
+    assert answers.tagged(text) == tagged
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("first 3, then 12", "12"),
+        ("it costs $1,234.50.", "1,234.50"),
+        ("in 1999,2000 people", "2000"),
+        ("so x = -7", "-7"),
+        ("so x = - 7", "-7"),
+        ("so x = −7", "-7"),
+        ("a loss of -$5", "-5"),
+        ("10-7", "7"),
+        ("(2)-7", "7"),
+        ("from 3 to 5.", "5."),
+        ("about .5", ".5"),
+        ("I cannot say", None),
+        ("", None),
+    ],
+)
+def test_last_number_knows_signs_from_subtractions(text, found):
+    assert answers.last_number(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (r"\boxed{5}", "5"),
+        (r"\boxed{1} and \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{}", ""),
+        (r"\boxed{1} and \boxed{2", None),
+        (r"\boxed 5", None),
+        (r"\fbox{5}", None),
+        ("", None),
+    ],
+)
+def test_last_box_is_read_to_its_own_brace(text, found):
+    assert answers.last_boxed(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("Answer: 5", "5"),
+        ("the ANSWER :  5 \nthanks", "5 "),
+        ("Answer: 1\nAnswer: 2", "2"),
+        ("Answer:\n5", "5"),
+        ("Answers: 5", None),
+        ("Answer:", None),
+    ],
+)
+def test_answer_line_is_the_last(text, found):
+    assert answers.answer_line(text) == found
+
+
+def test_code_is_the_last_python_block():
+    text = "```python\na\n```\n```c\nb\n```\n```py\nc\nd\n```\n```\ne\n```"
+    assert answers.last_code(text) == "c\nd\n"
+    assert answers.last_code("```python3\nx```") == "x"
+    assert answers.last_code("```python\nnever closed") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1,234", "1234"),
+        ("$5.00", "5"),
+        (r"\$5", "5"),
+        ("27.", "27"),
+        ("−3", "-3"),
+        ("12,34", None),
+        ("1,2", None),
+        ("3 eggs", None),
+        ("", None),
+    ],
+)
+def test_numbers_as_people_write_them(text, value):
+    assert answers.number(text) == (None if value is None else decimal.Decimal(value))
+
+
+@pytest.mark.parametrize(
+    ("answer", "form"),
+    [
+        ("5", "5"),
+        ("x = 5", "5"),
+        ("a = b = c", "c"),
+        ("$5$", "5"),
+        ("the value is $5$.", "5"),
+        (r"\boxed{5}", "5"),
+        (r"\text{east}", "east"),
+        (r"\textbf{(B)}", "(B)"),
+        (r"\mbox{east}", "east"),
+        ("5 cm", "5"),
+        ("5 degrees", "5"),
+        (r"90^\circ", "90"),
+        (r"90^{\circ}", "90"),
+        (r"\$5", "5"),
+        ("5 dollars", "5"),
+        ("an apple", "apple"),
+        (r"\frac12", r"\frac{1}{2}"),
+        (r"\frac{1}{2}", r"\frac{1}{2}"),
+        (r"\sqrt2", r"\sqrt{2}"),
+        (r"\sqrt{2}", r"\sqrt{2}"),
+        ("1,234", "1234"),
+        (r"1,\!234", "1234"),
+        ("1{,}234", "1234"),
+        ("(1,2)", "(1,2)"),
+        ("( 1 , 2 )", "(1,2)"),
+        (r"x\text{ and }y", "x,y"),
+        ("3, 4", "34"),  # Minerva's own: a list of digits passes for a number with commas
+        ("", ""),
+    ],
+)
+def test_minerva_form_removes_what_does_not_matter(answer, form):
+    assert answers.minerva_form(answer) == form
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"<answer>3</answer> \boxed{4}", "3"),
+        (r"7 apples, \boxed{4} \#### 5", "4"),
+        ("#### 5\nAnswer: 6", "5"),
+        ("Answer: x = 6", "x = 6"),
+        ("It is 7, or 8!", "8"),
+        ("Nothing.", None),
+    ],
+)
+def test_an_answer_is_found_in_whatever_form(text, answer):
+    assert answers.stated(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("27.0", "$27."), ("1,000", "1000"), (r"\frac12", r"x=\frac{1}{2}"), ("0", "-0.0")],
+)
+def test_equal_answers_are_one_vote(first, second):
+    assert answers.canonical(first) == answers.canonical(second)
+    assert answers.canonical(first) != answers.canonical("28")
+
+
+def test_numbers_of_many_digits_are_votes_of_their_own():
+    long = "1234567890" * 3
+    assert answers.canonical(f"{long}.500") == f"{long}.5" != answers.canonical(f"{long}.6")
+    assert answers.canonical("1200") == "1200"

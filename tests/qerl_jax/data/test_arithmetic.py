@@ -1,0 +1,180 @@
+import json
+import pathlib
+import random
+import re
+import subprocess
+import sys
+
+import pytest
+
+from qerl_jax.data import arithmetic
+
+TINY = pathlib.Path(arithmetic.__file__).parents[1] / "assets" / "tiny"
+TRAIN = [arithmetic.problem("train", 0, index) for index in range(2000)]
+TEST = [arithmetic.problem("test", 0, index) for index in range(500)]
+MARBLES = arithmetic.Problem("How many?", 55, (("+", 8), ("-", 3), ("-", 29)))
+
+
+def test_worked_answer_shows_one_line_per_operation():
+    assert MARBLES.answer == 31
+    assert arithmetic.worked_answer(MARBLES) == (
+        "<think>55+8=63\n63-3=60\n60-29=31</think><answer>31</answer>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("blurt", "<think>Easy.</think><answer>31</answer>"),
+        ("short", "<think>55+8=63\n63-3=60</think><answer>60</answer>"),
+        ("untagged", "<think>55+8=63\n63-3=60\n60-29=31</think>31"),
+    ],
+)
+def test_faulty_answers_are_faulty_in_the_way_they_say(kind, expected):
+    assert arithmetic.faulty_answer(MARBLES, kind, random.Random(0)) == expected
+
+
+def test_a_slip_errs_in_one_line_and_in_the_answer():
+    rng = random.Random(0)
+    for problem in TRAIN[:300]:
+        text = arithmetic.faulty_answer(problem, "slip", rng)
+        work, answer = re.fullmatch(
+            r"<think>(.*)</think><answer>(\d+)</answer>", text, re.S
+        ).groups()
+        lines = [line.split("=") for line in work.split("\n")]
+        wrong = [left for left, right in lines if eval(left) != int(right)]
+        assert len(wrong) == 1 and int(answer) != problem.answer
+        assert answer == lines[-1][1]
+
+
+def test_unknown_fault_and_split_are_named():
+    with pytest.raises(ValueError, match="kind='rude'"):
+        arithmetic.faulty_answer(MARBLES, "rude", random.Random(0))
+    with pytest.raises(ValueError, match="split='dev'"):
+        arithmetic.problem("dev", 0, 0)
+
+
+def test_problems_are_the_same_in_every_process():
+    program = (
+        "from qerl_jax.data import arithmetic; print(arithmetic.problem('train', 3, 12).question)"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=TINY.parents[2],
+        env={"PYTHONHASHSEED": "7"},
+    ).stdout
+    assert said.strip() == arithmetic.problem("train", 3, 12).question
+    # Held in place: a changed generator would make the packaged base and published runs unequal.
+    assert arithmetic.problem("train", 0, 0).question == (
+        "Ida has 11 coins. Ida wins 10 more, finds 2 more and triples the total. "
+        "How many coins does Ida have now?"
+    )
+
+
+def test_numbers_stay_within_the_stated_ranges():
+    for problem in TRAIN + TEST:
+        assert 5 <= problem.start <= 60 and len(problem.operations) in (2, 3)
+        assert min(problem.values) >= 1
+        for (sign, operand), before in zip(problem.operations, problem.values, strict=False):
+            assert (operand in (2, 3) and before <= 33) if sign == "*" else 2 <= operand <= 40
+
+
+def test_questions_say_what_their_numbers_say():
+    expressions = [p for p in TRAIN if p.question.startswith("What is ")]
+    assert 0.2 < len(expressions) / len(TRAIN) < 0.3
+    for problem in expressions:
+        assert eval(problem.question[len("What is ") : -1]) == problem.answer
+    for problem in (p for p in TRAIN if p not in expressions):
+        digits = [int(number) for number in re.findall(r"\d+", problem.question)]
+        told = [operand for sign, operand in problem.operations if sign != "*"]
+        assert digits == [problem.start, *told]
+
+
+def test_training_never_meets_the_held_out_tenth():
+    assert all(arithmetic.is_held_out(p.start, p.operations) for p in TEST)
+    assert not any(arithmetic.is_held_out(p.start, p.operations) for p in TRAIN)
+    held_out = sum(
+        arithmetic.is_held_out(start, (("+", plus), ("-", minus)))
+        for start in range(5, 61)
+        for plus in range(2, 41)
+        for minus in range(2, 41)
+    )
+    assert held_out / (56 * 39 * 39) == pytest.approx(0.1, abs=0.005)
+
+
+def test_both_splits_have_the_same_kinds_of_problems():
+    def shares(problems):
+        return (
+            sum(len(p.operations) == 3 for p in problems) / len(problems),
+            sum(sign == "*" for p in problems for sign, _ in p.operations) / len(problems),
+        )
+
+    # Standard errors are .02 and .03 for 500 problems.
+    assert shares(TEST) == pytest.approx(shares(TRAIN), abs=0.1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    transformers = pytest.importorskip("transformers")
+    return transformers.AutoTokenizer.from_pretrained(TINY)
+
+
+def test_tiny_tokenizer_decodes_exactly(tokenizer):
+    texts = [arithmetic.worked_answer(p) for p in TRAIN[:200]] + [p.question for p in TRAIN[:200]]
+    for text in [
+        *texts,
+        " two  spaces\n\n",
+        "naïve 漢字 🙂 don't",
+        "<think></think><answer>-1.5</answer>",
+    ]:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_tiny_tokenizer_keeps_tags_and_drops_chat_marks(tokenizer):
+    ids = tokenizer.encode("<think>1+2=3</think><answer>3</answer><|im_end|><|endoftext|>")
+    assert len(ids) == 4 + 5 + 1 + 2  # four tags, digits and signs one by one, two marks
+    kept = tokenizer.decode(ids, skip_special_tokens=True)
+    assert kept == "<think>1+2=3</think><answer>3</answer>"
+    assert ids[-2:] == [tokenizer.eos_token_id, tokenizer.pad_token_id]
+
+
+def test_tiny_tokenizer_writes_chats(tokenizer):
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_problems_and_answers_fit_the_quickstart_buffers(tokenizer):
+    def chat(problem):
+        messages = [{"role": "user", "content": problem.question}]
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    problems = TRAIN[:500]
+    assert max(len(tokenizer.encode(chat(p))) for p in problems) <= 56
+    assert max(len(tokenizer.encode(arithmetic.worked_answer(p))) + 1 for p in problems) <= 44
+
+
+def test_tiny_tokenizer_is_small_and_is_its_script_s_output():
+    from scripts import make_tiny_tokenizer
+
+    made = json.loads(make_tiny_tokenizer.make_tokenizer().to_str())
+    packaged = json.loads((TINY / "tokenizer.json").read_text())
+    assert made["model"]["vocab"] == packaged["model"]["vocab"]
+    assert made["model"]["merges"] == packaged["model"]["merges"]
+    assert len(packaged["model"]["vocab"]) + len(packaged["added_tokens"]) <= 512
+
+
+def test_tiny_tokenizer_splits_alike_beside_a_qwen2_config(tokenizer, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    for file in TINY.glob("tokenizer*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    as_qwen2 = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for problem in TRAIN[:100]:
+        text = problem.question + arithmetic.worked_answer(problem)
+        assert as_qwen2.encode(text) == tokenizer.encode(text)

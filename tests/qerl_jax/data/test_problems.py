@@ -1,0 +1,356 @@
+import itertools
+import json
+import pathlib
+
+import pytest
+
+from qerl_jax import config
+from qerl_jax.data import arithmetic
+from qerl_jax.data import problems as data
+
+GSM8K = pathlib.Path(__file__).parents[2] / "golden" / "gsm8k"
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Writes rows into a .jsonl file and returns its path."""
+
+    def write(*rows):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+def test_gsm8k_rows_get_number_and_solution():
+    problems = data.load(str(GSM8K), split="test")
+    answers = "18 3 70000 540 20 64 260 160 45 460 2125 114200".split()
+    assert [problem.columns["answer"] for problem in problems] == answers
+    first = problems[0]
+    assert first.prompt[0]["role"] == "user" and len(first.prompt) == 1
+    assert first.prompt[0]["content"].startswith("Janet’s ducks lay 16 eggs")
+    assert first.columns["solution"].endswith("market.\n#### 18")
+
+
+def test_system_prompt_comes_first_and_the_template_takes_the_last_message():
+    problem = data.load(
+        str(GSM8K), split="test", system_prompt="Think.", prompt_template="{prompt} Go."
+    )[0]
+    assert [message["role"] for message in problem.prompt] == ["system", "user"]
+    assert problem.prompt[0]["content"] == "Think."
+    assert problem.prompt[1]["content"].endswith("farmers' market? Go.")
+
+
+def test_text_prompts_stay_text_until_a_system_prompt_makes_a_chat(rows):
+    path = rows({"prompt": "1+1=", "answer": "2", "level": 3})
+    assert data.load(path)[0] == data.Problem("1+1=", {"answer": "2", "level": 3})
+    assert data.load(path, prompt_template="{prompt}?")[0].prompt == "1+1=?"
+    chat = ({"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="})
+    assert data.load(path, system_prompt="Add.")[0].prompt == chat
+
+
+def test_verl_rows_keep_messages_and_give_the_ground_truth_as_answer(rows):
+    messages = [{"role": "user", "content": "2*2?"}]
+    row = {
+        "data_source": "sums",
+        "prompt": messages,
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+    }
+    problem = data.load(rows(row))[0]
+    assert problem.prompt == tuple(messages)
+    assert problem.columns["answer"] == problem.columns["ground_truth"] == "4"
+    assert problem.columns["data_source"] == "sums"
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt"),
+    [
+        ("{prompt}", "Is {x} in [0, 1)?"),
+        ("Level {level}: {prompt}", "Level 3: Is {x} in [0, 1)?"),
+        (r"{prompt} Use \boxed{} or {}.", r"Is {x} in [0, 1)? Use \boxed{} or {}."),
+        ("{unknown} {prompt}", "{unknown} Is {x} in [0, 1)?"),
+        ("{prompt}{prompt}", "Is {x} in [0, 1)?" * 2),
+    ],
+)
+def test_templates_fill_in_columns_and_leave_other_braces(rows, template, prompt):
+    path = rows({"prompt": "Is {x} in [0, 1)?", "level": 3, "x": "kept as it is"})
+    assert data.load(path, prompt_template=template)[0].prompt == prompt
+
+
+SET_ROWS = {
+    "gsm8k": ({"question": "?", "answer": "Work.\n#### 1,234"}, "1234"),
+    "bigmath": ({"prompt": "?", "solution": "5", "llama8b_solve_rate": None}, "5"),
+    "bigmath_hard": ({"prompt": "?", "solution": "5"}, "5"),
+    "dapo_math": (
+        {
+            "prompt": "bare",
+            "source_prompt": [{"role": "user", "content": "?"}],
+            "solution": "34",
+            "reward_model": {"ground_truth": "34", "style": "rule"},
+        },
+        "34",
+    ),
+    "miromind": ({"problem": "?", "clean_answer": "7", "answer": "It is 7."}, "7"),
+    "math": (
+        {"problem": "?", "solution": r"So \boxed{\frac{1}{2}}.", "level": "1"},
+        r"\frac{1}{2}",
+    ),
+    "math500": ({"problem": "?", "solution": "Long.", "answer": "7"}, "7"),
+    "aime24": ({"id": 60, "problem": "?", "solution": "Long.", "answer": "025"}, "025"),
+    "aime25": ({"problem": "?", "answer": "70", "id": "0"}, "70"),
+    "amc23": ({"id": 0, "question": "?", "problem": "?", "answer": "27.0"}, "27.0"),
+    "verifiable_code": (
+        {
+            "problem": "?",
+            "gold_standard_solution": "print()",
+            "verification_info": {
+                "language": "python",
+                "test_cases": [{"input": "1", "output": "2", "type": "stdin_stdout"}],
+            },
+        },
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", data.SETS)
+def test_a_named_set_reads_its_columns_under_its_prompt(rows, name):
+    row, answer = SET_ROWS[name]
+    problem = data.load(name, path=rows(row))[0]
+    instruction = data.SETS[name].system_prompt
+    assert problem.columns.get("answer") == answer
+    expected = [{"role": "user", "content": "?"}]
+    if instruction is not None:
+        expected.insert(0, {"role": "system", "content": data.SYSTEM_PROMPTS[instruction]})
+    assert problem.prompt == tuple(expected)
+    bare = data.load(name, path=rows(row), system_prompt="", prompt_template="{prompt}!")[0]
+    assert bare.prompt == ({"role": "user", "content": "?!"},)
+    if name == "verifiable_code":
+        (test,) = problem.columns["verification_info"]["test_cases"]
+        assert (test["input"], test["output"]) == ("1", "2")
+
+
+@pytest.mark.parametrize(
+    ("name", "hub", "configuration"),
+    [
+        ("gsm8k", "openai/gsm8k", "main"),
+        ("bigmath", "open-r1/Big-Math-RL-Verified-Processed", "level_3_4_5"),
+        ("bigmath_hard", "open-r1/Big-Math-RL-Verified-Processed", "level_4_5"),
+        ("dapo_math", "open-r1/DAPO-Math-17k-Processed", "en"),
+        ("miromind", "miromind-ai/MiroMind-M1-RL-62K", None),
+        ("math500", "HuggingFaceH4/MATH-500", None),
+        ("aime24", "HuggingFaceH4/aime_2024", None),
+        ("aime25", "math-ai/aime25", None),
+        ("amc23", "math-ai/amc23", None),
+    ],
+)
+def test_a_named_set_comes_from_the_hub_unless_it_is_here(name, hub, configuration, monkeypatch):
+    import datasets
+
+    asked = []
+
+    def load_dataset(*arguments, **options):
+        asked.append((*arguments, options))
+        return datasets.Dataset.from_list([SET_ROWS[name][0]])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    data.load(name)
+    data.load(name, config="other", split="test")
+    assert asked == [
+        (hub, configuration, {"split": "train"}),
+        (hub, "other", {"split": "test"}),
+    ]
+
+
+def test_a_system_prompt_may_be_named(rows):
+    path = rows({"problem": "?"})
+    for name, text in data.SYSTEM_PROMPTS.items():
+        assert data.load(path, system_prompt=name)[0].prompt[0]["content"] == text
+
+
+def test_long_problems_of_a_set_are_left_out_by_their_characters(rows):
+    texts = ["a" * 1024, "b" * 1025, "c"]
+    path = rows(*({"prompt": text, "solution": "1"} for text in texts))
+    begin = lambda problems: [problem.prompt[-1]["content"][0] for problem in problems]
+    assert begin(data.load("bigmath", path=path)) == ["a", "c"]
+    assert begin(data.load("bigmath", path=path, num_problems=1)) == ["a"]
+    assert begin(data.load("bigmath", path=path, max_prompt_characters=1025)) == ["a", "b", "c"]
+    assert begin(data.load("bigmath", path=path, max_prompt_characters=1)) == ["c"]
+    assert len(data.load(path)) == 3
+    with pytest.raises(ValueError, match="no prompt has at most 1 characters"):
+        data.load(rows({"prompt": "too long"}), max_prompt_characters=1)
+
+
+def test_the_characters_of_a_chat_are_those_of_its_messages(rows):
+    chat = lambda text: {"prompt": [{"role": "user", "content": text}], "answer": "1"}
+    path = rows(chat("abc"), chat("abcd"))
+    assert len(data.load(path, max_prompt_characters=3)) == 1
+
+
+def test_columns_may_be_mapped(rows):
+    path = rows({"body": "?", "key": "3", "prompt": "not this", "answer": "nor this"})
+    problem = data.load(path, columns={"prompt": "body", "answer": "key"})[0]
+    assert problem.prompt == ({"role": "user", "content": "?"},)
+    assert problem.columns["answer"] == problem.columns["key"] == "3"
+    assert problem.columns["prompt"] == "not this"
+    with pytest.raises(ValueError, match="no column 'text', which data.columns names as the answ"):
+        data.load(path, columns={"answer": "text"})
+
+
+def test_a_section_of_the_config_says_all_of_it(rows):
+    path = rows({"body": "?", "key": "3"}, {"body": "longer", "key": "4"})
+    cfg = config.DataConfig(
+        "math",
+        path=path,
+        columns={"prompt": "body", "answer": "key"},
+        system_prompt="Add.",
+        prompt_template="{prompt} ({key})",
+        max_prompt_characters=5,
+    )
+    (problem,) = data.from_config(cfg, split="test", seed=0)
+    assert [message["content"] for message in problem.prompt] == ["Add.", "? (3)"]
+    assert problem.columns["answer"] == "3"
+    several = config.DataConfig("arithmetic", num_problems=5)
+    assert len(data.from_config(several, split="test", seed=0)) == 5
+    assert len(data.from_config(several, split="test", seed=0, num_problems=2)) == 2
+
+
+def test_a_copy_of_a_set_is_read_with_or_without_the_hubs_configurations(tmp_path):
+    import datasets
+
+    for name, folder in (("plain", "."), ("level_4_5", "hard")):
+        place = tmp_path / name / folder
+        place.mkdir(parents=True)
+        datasets.Dataset.from_list([{"prompt": name, "solution": "1"}]).to_parquet(
+            place / "train.parquet"
+        )
+    card = "---\nconfigs:\n- config_name: level_4_5\n  data_files: hard/train.parquet\n"
+    card += "- config_name: other\n  data_files: absent.parquet\n---\n"
+    (tmp_path / "level_4_5" / "README.md").write_text(card)
+    for name in ("plain", "level_4_5"):
+        problem = data.load("bigmath_hard", path=str(tmp_path / name))[0]
+        assert problem.prompt[-1]["content"] == name
+
+
+@pytest.mark.parametrize(
+    ("columns", "answer"),
+    [
+        ({"answer": "1", "solution": "2"}, "1"),
+        ({"solution": r"First \boxed{1}, so \boxed{\{2\}}"}, r"\{2\}"),
+        ({"answer": r"\boxed{1}"}, r"\boxed{1}"),
+        ({"ground_truth": "3", "solution": "2"}, "3"),
+        ({"solution": "2"}, "2"),
+        ({"answer": "Work.\n#### -1,234"}, "-1234"),
+        ({"answer": "#### 5\nIt is ####."}, "5"),
+        ({"answer": "channel ####7"}, "channel ####7"),
+    ],
+)
+def test_answer_comes_from_the_first_column_that_has_one(rows, columns, answer):
+    assert data.load(rows({"problem": "?", **columns}))[0].columns["answer"] == answer
+
+
+def test_parquet_files_are_read_too(tmp_path):
+    import datasets
+
+    path = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list([{"question": "?", "answer": "1"}] * 3).to_parquet(path)
+    assert len(data.load(str(path), split="test")) == 3
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "?", "answer": "1"}, r"no column 'prompt' .* it has \['answer', 'text'\]"),
+        ({"prompt": 3}, "row 0, column 'prompt': must be text or messages .* got 3"),
+        ({"prompt": []}, "must be text or messages"),
+        ({"prompt": [{"role": "user"}]}, "must be text or messages"),
+    ],
+)
+def test_rows_without_a_usable_prompt_are_refused_at_load(rows, row, message):
+    with pytest.raises(ValueError, match=message):
+        data.load(rows(row))
+
+
+def test_two_system_messages_are_refused(rows):
+    path = rows({"prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]})
+    with pytest.raises(ValueError, match="row 0: has a system message already"):
+        data.load(path, system_prompt="c")
+
+
+def test_missing_sources_are_named(tmp_path, rows):
+    with pytest.raises(ValueError, match="no such file or folder: .*absent"):
+        data.load(str(tmp_path / "absent"))
+    with pytest.raises(ValueError, match="absent.jsonl"):
+        data.load("absent.jsonl")
+    with pytest.raises(ValueError, match="split='dev'.*Unknown split"):
+        data.load(str(GSM8K), split="dev")
+    with pytest.raises(ValueError, match="is empty"):
+        data.load(rows())
+    with pytest.raises(ValueError, match="num_problems must be at least 1; got 0"):
+        data.load("arithmetic", num_problems=0)
+    with pytest.raises(ValueError, match="no such file or folder: 'relative/folder'"):
+        data.load("gsm8k", path="relative/folder")
+    with pytest.raises(ValueError, match="arithmetic has no path, .*max_prompt_characters=3"):
+        data.load("arithmetic", max_prompt_characters=3)
+
+
+def test_arithmetic_is_drawn_by_seed_and_split():
+    problems = data.load("arithmetic", seed=5, split="test", num_problems=4)
+    expected = [arithmetic.problem("test", 5, index) for index in range(4)]
+    assert [p.prompt[0]["content"] for p in problems] == [p.question for p in expected]
+    assert [p.columns for p in problems] == [{"answer": str(p.answer)} for p in expected]
+    assert len(data.load("arithmetic")) == data.ARITHMETIC_PROBLEMS
+
+
+def test_problems_are_a_sequence():
+    problems = data.Problems(5, lambda index: data.Problem(str(index), {}))
+    assert problems[-1].prompt == "4" and [p.prompt for p in problems[1:4:2]] == ["1", "3"]
+    assert len(list(problems)) == 5
+    with pytest.raises(IndexError):
+        problems[5]
+
+
+def test_every_pass_meets_every_problem_once_in_an_order_of_its_own():
+    problems = list("abcdefg")
+    stream = itertools.chain.from_iterable(data.batches(problems, batch_size=3, seed=0))
+    seen = list(itertools.islice(stream, 21))  # seven batches of three, three passes of seven
+    passes = [seen[:7], seen[7:14], seen[14:]]
+    assert all(sorted(order) == problems for order in passes)
+    assert len({tuple(order) for order in passes}) == 3
+    assert seen[:3] != data.batch(problems, 0, batch_size=3, seed=1)
+
+
+def test_batches_resume_by_their_number_alone():
+    problems = list(range(10))
+    whole = list(itertools.islice(data.batches(problems, batch_size=4, seed=9), 8))
+    resumed = list(itertools.islice(data.batches(problems, batch_size=4, seed=9, start=5), 3))
+    assert resumed == whole[5:]
+
+
+def test_batches_may_exceed_the_problems():
+    assert sorted(data.batch([1, 2, 3], 0, batch_size=7, seed=0))[:2] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("problems", "index", "batch_size"), [([], 0, 1), ([1], -1, 1), ([1], 0, 0)]
+)
+def test_impossible_batches_are_refused(problems, index, batch_size):
+    with pytest.raises(ValueError, match="a batch needs problems, batch_size >= 1"):
+        data.batch(problems, index, batch_size=batch_size, seed=0)
+
+
+def test_collate_aligns_columns_and_copies_messages():
+    chat = data.Problem(({"role": "user", "content": "?"},), {"answer": "1"})
+    text = data.Problem("!", {"answer": "2", "level": 3})
+    prompts, columns = data.collate([chat, text])
+    assert prompts == [[{"role": "user", "content": "?"}], "!"]
+    assert columns == {"answer": ["1", "2"], "level": [None, 3]}
+    prompts[0][0]["content"] = "changed"
+    assert chat.prompt[0]["content"] == "?"

@@ -1,0 +1,134 @@
+"""Text to ids and back through the tokenizer that ships with the package."""
+
+import json
+import pathlib
+import shutil
+
+import pytest
+
+from qerl_jax.data import tokenizer
+
+TINY = pathlib.Path(tokenizer.__file__).parents[1] / "assets" / "tiny"
+CHAT = [
+    {"role": "system", "content": "Think."},
+    {"role": "user", "content": "What is 12 + 30?"},
+]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return tokenizer.load(TINY)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A folder with the tiny tokenizer's files, and a function that changes its configuration."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, tmp_path)
+
+    def change(**fields):
+        path = tmp_path / "tokenizer_config.json"
+        config = json.loads(path.read_text()) | fields
+        path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+    return tmp_path, change
+
+
+def ids_of(tiny, *marks):
+    return tuple(tiny.hf.convert_tokens_to_ids(list(marks)))
+
+
+def test_tiny_stops_at_the_end_of_a_turn_and_pads_with_another_token(tiny):
+    assert tiny.stop_tokens == ids_of(tiny, "<|im_end|>")
+    assert (tiny.pad_token,) == ids_of(tiny, "<|endoftext|>")
+    assert tiny.num_tokens == len(tiny.hf)
+
+
+def test_a_chat_is_rendered_with_its_generation_prompt(tiny):
+    assert tiny.render(CHAT) == (
+        "<|im_start|>system\nThink.<|im_end|>\n"
+        "<|im_start|>user\nWhat is 12 + 30?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_encoding_a_chat_gives_the_ids_of_its_template(tiny):
+    expected = tiny.hf.apply_chat_template(
+        CHAT, tokenize=True, add_generation_prompt=True, return_dict=False
+    )
+    assert tiny.encode([CHAT]) == [list(expected)]
+
+
+def test_a_plain_string_is_encoded_as_it_is(tiny):
+    text = "12 + 30 ="
+    (ids,) = tiny.encode([text])
+    assert tiny.hf.convert_ids_to_tokens(ids)[0] == "1"
+    assert tiny.decode(ids) == text
+
+
+def test_prompts_are_encoded_apart_and_without_padding(tiny):
+    together = tiny.encode(["1", CHAT, "1 + 2"])
+    assert together == [tiny.encode([prompt])[0] for prompt in ("1", CHAT, "1 + 2")]
+    assert tiny.encode([]) == []
+
+
+def test_decoding_drops_the_chat_marks_and_keeps_the_tags(tiny):
+    text = "<think>12 + 30 , so</think>\n<answer> 42 .</answer>"
+    (ids,) = tiny.encode([f"<|im_start|>{text}<|im_end|><|endoftext|>"])
+    assert ids[-2:] == list(ids_of(tiny, "<|im_end|>", "<|endoftext|>"))
+    assert tiny.decode(ids) == text
+
+
+@pytest.mark.parametrize(
+    "listed,extra",
+    [([421, 7, 9], (7, 9)), (7, (7,)), (0, (0,)), ([], ()), (None, ())],
+)
+def test_ends_of_sequence_in_the_generation_config_are_stop_tokens(copy, listed, extra):
+    folder, _ = copy
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+    assert tokenizer.load(folder).stop_tokens == (421, *extra)
+
+
+def test_a_generation_config_without_ends_of_sequence_adds_none(copy):
+    folder, _ = copy
+    (folder / "generation_config.json").write_text("{}")
+    assert tokenizer.load(folder).stop_tokens == (421,)
+
+
+def test_without_a_padding_token_rows_are_padded_with_the_stop_token(copy):
+    folder, change = copy
+    change(pad_token=None)
+    assert tokenizer.load(folder).pad_token == 421
+
+
+def test_a_template_in_a_file_of_its_own_is_found(copy):
+    folder, change = copy
+    change(chat_template=None)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    assert tokenizer.load(folder).render(CHAT) == "Think.!"
+
+
+def test_a_tokenizer_without_chat_template_is_refused(copy):
+    folder, change = copy
+    change(chat_template=None)
+    with pytest.raises(ValueError, match=f"{folder.name} has no chat template"):
+        tokenizer.load(folder)
+
+
+def test_a_tokenizer_that_cannot_stop_is_refused(copy):
+    folder, change = copy
+    change(eos_token=None)
+    with pytest.raises(ValueError, match="names no end-of-sequence token"):
+        tokenizer.load(folder)
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"no tokenizer.json in .*{tmp_path.name}"):
+        tokenizer.load(tmp_path)
+
+
+def test_a_tokenizer_without_its_vocabulary_is_refused(copy):
+    folder, _ = copy
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=f"cannot read the one in .*{folder.name}"):
+        tokenizer.load(folder)

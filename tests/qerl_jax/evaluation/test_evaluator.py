@@ -1,0 +1,245 @@
+"""Evaluations: what is asked and judged, files that survive a kill, and comparisons."""
+
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from qerl_jax import config
+from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.checkpoint import peft as adapters
+from qerl_jax.checkpoint import policy as policies
+from qerl_jax.cli import main as cli
+from qerl_jax.config import EvalConfig, LoraConfig, ModelConfig
+from qerl_jax.data import problems as data
+from qerl_jax.evaluation import evaluator as evaluate
+from qerl_jax.evaluation import protocols as benchmarks
+from qerl_jax.model.transformer import trainable
+
+ROOT = pathlib.Path(__file__).parents[3]
+GSM8K = ROOT / "tests" / "golden" / "gsm8k"
+TINY = ModelConfig("qerl-tiny", dtype="float32")
+BASE = policies.Policy(TINY)
+
+
+def arithmetic(problems=6):
+    return evaluate.source_of("arithmetic", BASE, num_problems=problems)
+
+
+def sums(**changes):
+    """Four answers to each sum."""
+    fields = {"temperature": 1.0, "top_p": 1.0, "max_completion_length": 44} | changes
+    return dataclasses.replace(benchmarks.paper("arithmetic"), **fields)
+
+
+def run(folder, policy=BASE, problems=6, **changes):
+    said = []
+    summaries = evaluate.run(
+        policy,
+        [(arithmetic(problems), sums(**changes))],
+        folder,
+        max_concurrent=2,
+        say=said.append,
+    )
+    return summaries["arithmetic"], said
+
+
+def records(folder):
+    lines = (folder / "arithmetic" / "problems.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """A PEFT adapter that changes nothing: its B is zero."""
+    folder = tmp_path_factory.mktemp("peft") / "adapter"
+    lora = LoraConfig(4, 4.0)
+    model, frozen, _ = checkpoint.load_policy(TINY, lora)
+    params, _ = trainable(model, frozen, jax.random.key(0))
+    adapters.export_adapter(folder, params, model.lora, "qerl-tiny")
+    return folder
+
+
+@pytest.mark.parametrize("name", benchmarks.SPLITS)
+def test_protocols_are_those_of_paper_and_verl(name):
+    paper, verl = benchmarks.paper(name), benchmarks.verl(name)
+    assert (paper.temperature, paper.top_p, paper.max_completion_length) == (0.6, 0.95, 4096)
+    assert paper.reward == "math_verify_reward" and paper.system_prompt == "think-answer"
+    small = name in ("aime24", "aime25", "amc23")
+    assert paper.num_generations == verl.num_generations * (1 if small else 4)
+    assert (verl.temperature, verl.top_p) == ((1.0, 0.7) if small else (0.0, 1.0))
+    assert ("####" in verl.prompt_template) == (verl.reward == "gsm8k_hash_reward")
+    assert name in data.SETS
+
+
+def test_every_record_says_what_was_answered_and_how_it_was_judged(tmp_path):
+    summary, said = run(tmp_path)
+    assert said[0].startswith("arithmetic: 2/6 problems, ") and len(said) == 3
+    rows = records(tmp_path)
+    assert [row["problem"] for row in rows] == list(range(6))
+    for row in rows:
+        for right, answer, text in zip(
+            row["right"], row["answers"], row["completions"], strict=True
+        ):
+            assert (f"<answer>{answer}</answer>" in text) == (answer is not None)
+            assert right == (answer == row["gold"])
+    right = np.array([row["right"] for row in rows])
+    assert 0 < right.sum() < right.size
+    mean, pass_2, pass_4, maj_2, maj_4 = summary["estimates"]
+    assert [e["name"] for e in summary["estimates"]] == "mean@4 pass@2 pass@4 maj@2 maj@4".split()
+    assert mean["value"] == right.mean() and pass_4["value"] == right.any(axis=1).mean()
+    assert mean["over_problems"][0] < mean["value"] < mean["over_problems"][1]
+    assert mean["over_samples"] and pass_2["over_samples"] and not pass_4["over_samples"]
+    stored = json.loads((tmp_path / "arithmetic" / "summary.json").read_text())
+    assert stored == summary
+
+
+def test_an_evaluation_that_failed_before_its_first_answer_may_be_asked_otherwise(tmp_path):
+    with pytest.raises(ValueError, match="max_tokens"):
+        run(tmp_path, max_completion_length=10**6)
+    assert (tmp_path / "arithmetic" / "settings.json").is_file()
+    _, said = run(tmp_path)
+    assert said
+
+
+def test_a_stopped_evaluation_goes_on_in_other_batches_to_the_same_end(tmp_path):
+    whole, _ = run(tmp_path / "whole")
+    run(tmp_path / "stopped")
+    path = tmp_path / "stopped" / "arithmetic" / "problems.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    # Killed in the middle of a line, and of a character.
+    path.write_bytes("".join(lines[:3]).encode() + lines[3][:20].encode() + "ü".encode()[:1])
+    stopped, said = run(tmp_path / "stopped")  # problems 3 and 4, where 2 and 3 were a batch
+    assert len(said) == 2 and stopped == whole
+    assert records(tmp_path / "stopped") == records(tmp_path / "whole")
+    again, said = run(tmp_path / "stopped")
+    assert again == whole and said == []
+    with pytest.raises(ValueError, match="other settings .protocol.temperature.: choose another"):
+        run(tmp_path / "stopped", temperature=0.5)
+
+
+def test_an_adapter_that_changes_nothing_scores_what_its_base_scores(adapter, tmp_path):
+    policy = policies.find(None, adapter, dtype="float32")
+    assert policy.model == TINY and policy.name == "adapter"
+    run(tmp_path / "with", policy)
+    run(tmp_path / "base")
+    assert records(tmp_path / "with") == records(tmp_path / "base")
+    comparison = evaluate.compare(tmp_path / "with", tmp_path / "base")["arithmetic"]
+    assert comparison.changed == ["adapter", "adapter.sha256"]
+    difference = comparison.differences["mean"]
+    assert difference.mean == 0 and difference.low == -difference.high < 0
+    assert list(comparison.differences) == "mean pass@2 pass@4 maj@2 maj@4".split()
+    wide = comparison.differences["pass@4"]  # one verdict a problem, where the mean has four
+    assert wide.high == pytest.approx(4 * difference.high)
+
+
+def test_a_comparison_needs_the_same_problems(tmp_path):
+    run(tmp_path / "six")
+    shutil.copytree(tmp_path / "six", tmp_path / "five")
+    path = tmp_path / "five" / "arithmetic" / "problems.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
+    with pytest.raises(ValueError, match="not of the same problems"):
+        evaluate.compare(tmp_path / "six", tmp_path / "five")
+    with pytest.raises(FileNotFoundError, match="no finished evaluation"):
+        evaluate.compare(tmp_path / "six", tmp_path)
+
+
+@pytest.fixture
+def run_folder(adapter, tmp_path):
+    """What a finished run leaves for an evaluation."""
+    cfg = config.load(ROOT / "configs" / "quickstart.toml")
+    cfg = dataclasses.replace(
+        cfg,
+        output_dir=str(tmp_path),
+        data=dataclasses.replace(cfg.data, system_prompt="Add."),
+        eval=EvalConfig(num_problems=5, temperature=0.7, num_generations=4),
+    )
+    (tmp_path / "config.toml").write_text(config.dump(cfg))
+    for name in ("adapter", "best"):
+        shutil.copytree(adapter, tmp_path / name)
+    return tmp_path
+
+
+def test_a_run_folder_brings_its_model_prompt_problems_and_sampling(run_folder):
+    policy = policies.find(None, run_folder)
+    assert policy.adapter == run_folder / "adapter" and policy.name == "adapter"
+    assert policies.find(None, run_folder / "best").name == "best"
+    base = policies.find(None, run_folder, base=True)
+    assert (
+        base.name == "base" and base.adapter is None and base.model == policy.model == TINY_OF_RUN
+    )
+    source = evaluate.source_of("arithmetic", policy)
+    assert (source.split, source.num_problems) == ("test", 5)
+    protocol = evaluate.protocol_for("arithmetic", None, policy, top_p=0.9)
+    assert (protocol.temperature, protocol.top_p, protocol.num_generations) == (0.7, 0.9, 4)
+    assert protocol.system_prompt == "Add." and protocol.max_completion_length == 44
+    rollout = dataclasses.replace(policy.run.rollout, stop=("|",))
+    stopped = dataclasses.replace(policy, run=dataclasses.replace(policy.run, rollout=rollout))
+    assert evaluate.protocol_for("arithmetic", None, stopped).stop == ("|",)
+    # Another set, asked as the run asks; and under the paper's protocol instead.
+    assert evaluate.protocol_for("math500", "run", policy).system_prompt == "Add."
+    assert evaluate.protocol_for("math500", "paper", policy) == benchmarks.paper("math500")
+
+
+def test_a_run_of_a_whole_model_brings_that_model(run_folder):
+    path = run_folder / "config.toml"
+    text = path.read_text().replace('trainable = "lora"', 'trainable = "full"')
+    text = text.replace('weights = "nvfp4"', 'weights = "float32"')
+    lora = text[text.index("[lora]") : text.index("[rollout]")]
+    path.write_text(text.replace(lora, ""))
+    policy = policies.find(None, run_folder)
+    assert policy.adapter is None and policy.name == "model"
+    assert policy.model.model_name_or_path == str(run_folder / "model")
+    base = policies.find(None, run_folder, base=True)
+    assert base.name == "base" and base.model.model_name_or_path == "qerl-tiny"
+
+
+TINY_OF_RUN = dataclasses.replace(TINY, gradient_checkpointing="none")
+
+
+def test_commands_evaluate_and_compare(run_folder, capsys):
+    for options in ([], ["--base"]):
+        short = ["--num-problems", "2", *options]
+        assert cli.main(["eval", "arithmetic", "--adapter", str(run_folder), *short]) == 0
+    shown = capsys.readouterr().out
+    assert "arithmetic: 2 problems, 4 samples each" in shown and "mean@4" in shown
+    folders = [str(run_folder / "eval" / name) for name in ("adapter", "base")]
+    assert cli.main(["compare", *folders]) == 0
+    shown = capsys.readouterr().out
+    assert "  mean     +0.000 [-" in shown
+    assert "settings that differ: adapter, adapter.sha256" in shown
+
+
+@pytest.mark.slow
+def test_a_benchmark_is_read_from_a_folder_under_a_protocol(tmp_path, capsys):
+    where = ["--path", str(GSM8K), "--output-dir", str(tmp_path), "--num-problems", "2"]
+    assert cli.main(["eval", "gsm8k", "--protocol", "verl", "--max-tokens", "2", *where]) == 0
+    first, _ = (
+        json.loads(line)
+        for line in (tmp_path / "gsm8k" / "problems.jsonl").read_text().splitlines()
+    )
+    assert first["gold"] == "18" and len(first["prompt"]) == 1
+    assert first["prompt"][0]["content"].endswith('output the final answer after "####".')
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--temperature", "0", "--samples", "2"], "greedy samples"),
+        (["--samples", "0"], "samples: got 0; must be at least 1"),
+        (["--max-concurrent", "0"], "max_concurrent: got 0; must be at least 1"),
+        (["--protocol", "run"], 'protocol: got "run"; needs --adapter with a run folder'),
+        (["--adapter", "/nowhere"], "no adapter_config.json in /nowhere"),
+        (["--reward", "acuracy_reward"], "acuracy_reward"),
+        (["aime24", "--path", "/nowhere"], "--path is where one set lies; got 2 sets"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(options, message, tmp_path, capsys):
+    assert cli.main(["eval", "arithmetic", *options, "--output-dir", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,96 @@
+"""Pass rates: what is counted, and a measurement that survives being stopped."""
+
+import dataclasses
+import json
+import pathlib
+
+import numpy as np
+import pytest
+
+from qerl_jax import config
+from qerl_jax.cli import main as cli
+from qerl_jax.data import problems as data
+from qerl_jax.evaluation import pass_rates
+
+QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
+NAN = np.nan
+
+
+def small():
+    cfg = config.load(QUICKSTART)
+    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, num_problems=10))
+
+
+def select(out, low=0.0, high=1.0, **changes):
+    said = []
+    changes = {"samples": 2, "batch_size": 4, "say": said.append} | changes
+    return pass_rates.select(small(), out, low=low, high=high, **changes), said
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_rate_is_the_share_of_what_was_judged():
+    values = np.array([[1, 0, 1, 2], [1, NAN, 0.9, NAN], [NAN] * 4, [0, 0, 0, 0]], np.float32)
+    assert pass_rates.pass_rates(values) == [0.75, 0.5, None, 0.0]
+
+
+def test_a_band_is_kept_and_a_stopped_measurement_goes_on(tmp_path):
+    whole, stopped = tmp_path / "whole.jsonl", tmp_path / "stopped.jsonl"
+    (kept, total), said = select(whole, low=0.25, high=0.75)
+    assert said == [f"{n}/10 problems measured" for n in (4, 8, 10)] and total == 10
+    identity, *rates = read(tmp_path / "whole.jsonl.measured")
+    assert identity["samples"] == 2 and set(rates) <= {0.0, 0.5, 1.0}
+    rows = read(whole)
+    assert kept == len(rows) == rates.count(0.5) > 0
+
+    problems = data.from_config(small().data, split="train", seed=small().seed)
+    expected = [p for p, rate in zip(problems, rates, strict=True) if rate == 0.5]
+    again = data.load(str(whole))
+    assert [p.prompt for p in again] == [p.prompt for p in expected]
+    assert again[0].columns == {"answer": expected[0].columns["answer"], "pass_rate": 0.5}
+
+    # Killed in the middle of a line, after five problems.
+    lines = (tmp_path / "whole.jsonl.measured").read_text().splitlines(keepends=True)
+    (tmp_path / "stopped.jsonl.measured").write_text("".join(lines[:6]) + "0.")
+    (_, said) = select(stopped, low=0.25, high=0.75)
+    assert said == ["9/10 problems measured", "10/10 problems measured"]
+    assert stopped.read_text() == whole.read_text()
+    assert read(tmp_path / "stopped.jsonl.measured") == [identity, *rates]
+
+    # Another band of the same measurement samples nothing; other settings are refused.
+    (kept, _), said = select(whole, low=0.0, high=0.0)
+    assert said == [] and kept == rates.count(0.0) == len(read(whole))
+    with pytest.raises(ValueError, match="other settings has left .reward, samples."):
+        select(whole, samples=3, reward="format_reward")
+
+
+def test_a_measurement_that_failed_before_its_first_rate_may_be_asked_otherwise(tmp_path):
+    out = tmp_path / "out.jsonl"
+    with pytest.raises(ValueError, match="no_such_reward"):
+        select(out, reward="no_such_reward")
+    with pytest.raises(FileNotFoundError):
+        select(out, adapter=str(tmp_path / "nowhere"))
+    assert select(out, samples=1)[1]
+
+
+def test_the_command_reports_what_it_kept(tmp_path, capsys):
+    path, out = tmp_path / "small.toml", tmp_path / "folder" / "out.jsonl"
+    path.write_text(config.dump(small()))
+    options = "--low 0 --high 1 --samples 1 --batch-size 10 --reward format_reward".split()
+    assert cli.main(["filter", str(path), str(out), *options]) == 0
+    shown = capsys.readouterr().out
+    assert f"10 of 10 problems have a pass rate in [0.0, 1.0]: {out}" in shown
+    assert len(read(out)) == 10
+
+
+@pytest.mark.parametrize(
+    "changes", [{"low": 0.7, "high": 0.6}, {"high": 1.5}, {"samples": 0}, {"batch_size": 0}]
+)
+def test_impossible_arguments_are_refused_before_anything_is_loaded(tmp_path, changes):
+    with pytest.raises(ValueError, match="needs a .jsonl file, 0 <= low <= high <= 1"):
+        select(tmp_path / "out.jsonl", **changes)
+    with pytest.raises(ValueError, match="got .*out.txt"):
+        select(tmp_path / "out.txt")
+    assert list(tmp_path.iterdir()) == []

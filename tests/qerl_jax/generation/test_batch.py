@@ -1,0 +1,384 @@
+"""Generation against a plain loop of full forward passes, and its draws against exact distributions."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.checkpoint import peft as adapters
+from qerl_jax.generation import batch as sampling
+from qerl_jax.generation import sampling as draws
+from qerl_jax.generation.sampling import Truncation
+from qerl_jax.model import architecture, layers, logprobs
+from qerl_jax.model.transformer import LoRA, Transformer, head
+from qerl_jax.rl import update
+from tests.golden_files import GOLDEN
+
+P, G, C = 3, 2, 6
+LENGTHS = np.array([3, 7, 5], np.int32)
+WIDTH = 7
+ROWS = np.repeat(np.arange(P), G)
+
+
+@functools.cache
+def policy(name):
+    """A recorded float32 model; qwen2_untied with its recorded adapter."""
+    folder = GOLDEN / "models" / name
+    lora = LoRA(8, 16.0) if name == "qwen2_untied" else None
+    model = Transformer(architecture.load(folder), "float32", lora, jnp.float32)
+    variables = {"frozen": checkpoint.load_base(folder, model)}
+    if lora is not None:
+        variables["params"] = adapters.import_adapter(GOLDEN / "lora/qwen2_untied_r8", model)
+    return model, variables
+
+
+@functools.cache
+def generator(name, **options):
+    model, _ = policy(name)
+    defaults = {"num_tokens": model.arch.vocab_size, "stop_tokens": (), "max_completion_length": C}
+    return sampling.make_generate(model, num_generations=G, pad_token=0, **(defaults | options))
+
+
+def prompts(name, seed=0):
+    """int32 [P, WIDTH]: what follows a prompt's end is junk, not padding."""
+    vocab = policy(name)[0].arch.vocab_size
+    return np.random.default_rng(seed).integers(1, vocab, (P, WIDTH)).astype(np.int32)
+
+
+def keys(seed=0, rows=P * G):
+    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(seed), jnp.arange(rows))
+
+
+def sample(name, temperature=1.0, *, tokens=None, lengths=LENGTHS, row_keys=None, **options):
+    tokens = prompts(name) if tokens is None else tokens
+    row_keys = keys() if row_keys is None else row_keys
+    out = generator(name, **options)(policy(name)[1], tokens, lengths, row_keys, temperature)
+    return out
+
+
+def greedy_loop(name):
+    """Tokens and log-probabilities [P, C]: one row, one token and one full forward pass at a time."""
+    model, variables = policy(name)
+
+    @jax.jit
+    def distribution(variables, tokens, last):
+        hidden, _ = model.apply(variables, tokens[None])
+        return jax.nn.log_softmax(layers.logits(hidden[0, last], head(variables["frozen"])))
+
+    chosen, logps = np.zeros((P, C), np.int32), np.zeros((P, C), np.float32)
+    for row, (prompt, length) in enumerate(zip(prompts(name), LENGTHS, strict=True)):
+        tokens = np.zeros(WIDTH + C, np.int32)
+        tokens[:length] = prompt[:length]
+        for step in range(C):
+            at = distribution(variables, tokens, length + step - 1)
+            chosen[row, step] = tokens[length + step] = np.argmax(at)
+            logps[row, step] = np.max(at)
+    return chosen, logps
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen2_untied",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("qwen2_tied", "qwen3", "llama3", "mistral")
+        ),
+    ],
+)
+def test_greedy_generation_equals_a_loop_without_cache(name):
+    tokens, logps = greedy_loop(name)
+    actual = sample(name, 0.0)
+    np.testing.assert_array_equal(actual.tokens, tokens[ROWS])
+    np.testing.assert_allclose(actual.logps, logps[ROWS], atol=1e-4)
+    np.testing.assert_array_equal(actual.lengths, C)
+    assert not actual.stopped.any()
+
+
+def test_rows_of_a_prompt_differ_when_sampled_and_are_one_when_greedy():
+    greedy, sampled = sample("qwen2_untied", 0.0), sample("qwen2_untied", 1.0)
+    np.testing.assert_array_equal(greedy.tokens[0::G], greedy.tokens[1::G])
+    np.testing.assert_array_equal(greedy.logps[0::G], greedy.logps[1::G])
+    assert (sampled.tokens[0::G] != sampled.tokens[1::G]).any(axis=1).all()
+
+
+def test_a_row_depends_on_its_own_prompt_and_key_alone():
+    tokens, row_keys = prompts("qwen2_untied"), keys()
+    order = np.array([2, 0, 1])
+    rows = (order[:, None] * G + np.arange(G)).reshape(-1)
+    before = sample("qwen2_untied")
+    moved = sample(
+        "qwen2_untied", tokens=tokens[order], lengths=LENGTHS[order], row_keys=row_keys[rows]
+    )
+    np.testing.assert_array_equal(moved.tokens, before.tokens[rows])
+    np.testing.assert_allclose(moved.logps, before.logps[rows], atol=1e-5)
+
+    others, other_keys = prompts("qwen2_untied", seed=1), keys(1)
+    others[1], other_keys = tokens[1], other_keys.at[G : 2 * G].set(row_keys[G : 2 * G])
+    lengths = np.array([7, LENGTHS[1], 1], np.int32)
+    mixed = sample("qwen2_untied", tokens=others, lengths=lengths, row_keys=other_keys)
+    np.testing.assert_array_equal(mixed.tokens[G : 2 * G], before.tokens[G : 2 * G])
+    assert (mixed.tokens[:G] != before.tokens[:G]).any()
+
+
+def test_junk_after_the_end_of_a_prompt_is_never_read():
+    tokens = prompts("qwen2_untied")
+    cleared = np.where(np.arange(WIDTH) < LENGTHS[:, None], tokens, 0)
+    before, after = sample("qwen2_untied"), sample("qwen2_untied", tokens=cleared)
+    np.testing.assert_array_equal(after.tokens, before.tokens)
+    np.testing.assert_array_equal(after.logps, before.logps)
+
+
+def test_a_stop_token_ends_its_row_and_no_other():
+    free = sample("qwen2_untied")
+    # Row 0 stops at its first token, row 1 in the middle, row 2 at the last possible one.
+    stops = tuple(int(free.tokens[row, step]) for row, step in [(0, 0), (1, 2), (2, C - 1)])
+    is_stop = np.isin(free.tokens, stops)
+    stopped = is_stop.any(axis=1)
+    lengths = np.where(stopped, is_stop.argmax(axis=1) + 1, C)
+    assert lengths[:3].tolist() == [1, 3, C] and stopped[:3].all() and not stopped.all()
+
+    actual = sample("qwen2_untied", stop_tokens=stops)
+    live = np.arange(C) < lengths[:, None]
+    np.testing.assert_array_equal(actual.lengths, lengths)
+    np.testing.assert_array_equal(actual.stopped, stopped)
+    np.testing.assert_array_equal(actual.tokens, np.where(live, free.tokens, 0))
+    np.testing.assert_array_equal(actual.logps[~live], 0)
+    np.testing.assert_allclose(actual.logps[live], free.logps[live], atol=1e-5)
+
+
+@functools.cache
+def scorer(name, num_tokens):
+    model, _ = policy(name)
+
+    def score(variables, experience, temperature):
+        options = {"temperature": temperature, "num_tokens": num_tokens}
+        return update.token_logps(model, variables, experience, **options)[0]
+
+    return jax.jit(score)
+
+
+def recomputed(name, completions, temperature, num_tokens):
+    """The trainer's log-probabilities of completions [B, C]."""
+    experience = update.Experience(
+        prompts=prompts(name),
+        prompt_lengths=LENGTHS,
+        completions=completions,
+        mask=np.ones_like(completions, bool),
+        behaviour_logps=np.zeros_like(completions, np.float32),
+        advantages=np.zeros(P * G, np.float32),
+    )
+    return scorer(name, num_tokens)(policy(name)[1], experience, temperature)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_returned_log_probabilities_are_the_trainers(temperature):
+    """Also under truncation, before which they are taken, and with fewer ids than embedding rows."""
+    options = {"num_tokens": 500, "truncation": Truncation(top_k=20, top_p=0.9)}
+    actual = sample("qwen2_untied", temperature, **options)
+    assert actual.tokens.max() < 500
+    expected = recomputed("qwen2_untied", actual.tokens, temperature, 500)
+    np.testing.assert_allclose(actual.logps, expected, atol=1e-4)
+    if temperature == 0:
+        at_one = recomputed("qwen2_untied", actual.tokens, 1.0, 500)
+        np.testing.assert_array_equal(expected, at_one)
+
+
+class Memoryless:
+    """A policy with the same scores after any token; counts its decode steps."""
+
+    arch = architecture.Architecture("qwen2", 4, 2, 16, 1, 1, 1, 2)
+    dtype, weights = jnp.float32, "float32"
+
+    def __init__(self):
+        self.steps = 0
+
+    def apply(self, variables, tokens, *, cache, adapter):
+        jax.debug.callback(self._count)
+        return jnp.ones((*tokens.shape, 1)), cache
+
+    def _count(self):
+        self.steps += 1
+
+
+def memoryless(probabilities, length, stop_tokens, rows):
+    model = Memoryless()
+    generate = sampling.make_generate(
+        model,
+        num_generations=rows,
+        max_completion_length=length,
+        num_tokens=len(probabilities),
+        stop_tokens=stop_tokens,
+        pad_token=0,
+    )
+    variables = {"frozen": {"embed_tokens": jnp.log(jnp.array(probabilities))[:, None]}}
+    tokens = np.zeros((1, 1), np.int32)  # nothing to prefill
+    out = generate(variables, tokens, np.ones(1, np.int32), keys(rows=rows), 1.0)
+    jax.effects_barrier()
+    return out, model.steps
+
+
+def test_generation_ends_with_its_longest_row():
+    """One step per token, and a prefill of dead rows; none after the last stop."""
+    out, steps = memoryless([0.5, 0.25, 0.25], 1000, (2,), rows=8)
+    assert out.stopped.all()
+    assert 1 < out.lengths.min() + 1 < out.lengths.max() < 100
+    assert steps == out.lengths.max() + 1
+
+
+def test_without_stop_tokens_every_row_runs_to_the_end():
+    out, steps = memoryless([0.5, 0.25, 0.25], 9, (), rows=8)
+    assert (out.lengths == 9).all() and not out.stopped.any() and steps == 9 + 1
+
+
+# Chi-square quantiles at 0.999: a right sampler fails one seed in a thousand, and the seed is
+# fixed.
+CRITICAL = {2: 13.82, 5: 20.52, 8: 26.12}
+
+
+def chi_square(counts, probabilities):
+    expected = counts.sum() * np.asarray(probabilities)
+    return np.sum((counts - expected) ** 2 / expected)
+
+
+def test_successive_tokens_of_a_row_are_independent_and_have_their_frequencies():
+    probabilities = np.array([0.5, 0.3, 0.2])
+    out, _ = memoryless(probabilities, 2, (), rows=20_000)
+    pairs = np.bincount(out.tokens @ [3, 1], minlength=9)
+    assert chi_square(pairs, np.outer(probabilities, probabilities).reshape(-1)) < CRITICAL[8]
+    np.testing.assert_allclose(out.logps, np.log(probabilities)[out.tokens], atol=1e-6)
+
+
+SCORES = np.array([1.0, -0.5, 0.3, 2.0, 0.0, 1.5, 9.0, 7.0], np.float32)
+
+
+def draw(temperature, truncation, rows=20_000, num_tokens=6):
+    scores = jnp.broadcast_to(SCORES, (rows, len(SCORES)))
+    draw = jax.jit(
+        functools.partial(draws.next_token, num_tokens=num_tokens, truncation=truncation)
+    )
+    return jax.device_get(draw(scores, keys(rows=rows), jnp.float32(temperature)))
+
+
+@pytest.mark.parametrize(
+    "temperature,truncation,kept",
+    [
+        (0.7, Truncation(), [0, 1, 2, 3, 4, 5]),
+        (2.0, Truncation(), [0, 1, 2, 3, 4, 5]),
+        (0.7, Truncation(top_k=3), [0, 3, 5]),
+    ],
+)
+def test_sampled_frequencies_are_the_distributions(temperature, truncation, kept):
+    """20,000 draws; ids 6 and 7 have the largest scores and are none of the tokenizer's."""
+    tokens, logps = draw(temperature, truncation)
+    probabilities = np.exp(SCORES[:6].astype(np.float64) / temperature)
+    probabilities /= probabilities.sum()
+    assert set(tokens.tolist()) == set(kept)
+    counts = np.bincount(tokens, minlength=6)[kept]
+    renormalized = probabilities[kept] / probabilities[kept].sum()
+    assert chi_square(counts, renormalized) < CRITICAL[len(kept) - 1]
+    np.testing.assert_allclose(logps, np.log(probabilities)[tokens], atol=1e-5)
+
+
+def test_noise_is_gumbels_at_both_ends():
+    """Where noise is large, tokens of small probability win: a share 1e-8 of it is above 18.4."""
+    counts = [0, 1, 2, 3, 42, 429, 4294, 2**20, 2**31, 2**32 - 2**20, 2**32 - 2, 2**32 - 1]
+    actual = draws.gumbel(jnp.array(counts, jnp.uint32))
+    u = (np.array(counts) + 0.5) / 2**32
+    # Nothing is lost where 1 - u is too small for a float32: such a token loses anyway.
+    expected = -np.log(-np.log1p(-np.minimum(u, 1 - 2.0**-24)))
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    assert (np.diff(actual) <= 0).all() and actual[0] > 22.8
+
+
+def test_a_token_of_small_probability_is_drawn_by_bits_that_are_as_rare(monkeypatch):
+    rare = 7
+    bits = jnp.full(20, 2**31, jnp.uint32).at[rare].set(0)
+    monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: bits.astype(dtype))
+    scores = jnp.zeros((1, 20)).at[0, rare].set(-19)
+    token, logp = draws.next_token(
+        scores, jax.random.split(jax.random.key(0), 1), jnp.float32(1), 20, Truncation()
+    )
+    assert token[0] == rare and logp[0] < -21
+
+
+def test_temperature_zero_takes_the_likeliest_token_and_scores_it_at_temperature_one():
+    tokens, logps = draw(0.0, Truncation(), rows=50)
+    np.testing.assert_array_equal(tokens, 3)
+    at_one = SCORES[3] - np.log(np.exp(SCORES[:6]).sum())
+    np.testing.assert_allclose(logps, at_one, rtol=1e-6)
+
+
+def kept(truncation, logps):
+    out = np.asarray(truncation(jnp.asarray(logps)))
+    stays = ~np.isneginf(out)
+    np.testing.assert_array_equal(out[stays], np.asarray(logps)[stays])
+    return stays
+
+
+@pytest.mark.parametrize(
+    "truncation,stays",
+    [
+        (Truncation(), "11111"),
+        (Truncation(top_k=1), "01000"),
+        (Truncation(top_k=2), "11000"),
+        (Truncation(top_k=5), "11111"),
+        (Truncation(top_k=9), "11111"),
+        (Truncation(top_p=0.01), "01000"),
+        (Truncation(top_p=1e-46), "01000"),
+        (Truncation(top_p=0.39), "01000"),
+        (Truncation(top_p=0.41), "11000"),
+        (Truncation(top_p=0.69), "11000"),
+        (Truncation(top_p=0.71), "11010"),
+        (Truncation(min_p=1.0), "01000"),
+        (Truncation(min_p=0.7), "11000"),
+        (Truncation(min_p=0.3), "11010"),
+        # Of the two that top_k leaves, the likelier one has 4/7 of the mass.
+        (Truncation(top_k=2, top_p=0.55), "01000"),
+        (Truncation(top_p=0.95, min_p=0.3), "11010"),
+    ],
+)
+def test_truncation_by_hand(truncation, stays):
+    logps = np.log(np.array([0.3, 0.4, 0.05, 0.15, 0.1], np.float32))
+    assert kept(truncation, logps).tolist() == [stay == "1" for stay in stays]
+
+
+@pytest.mark.parametrize("truncation", [Truncation(top_k=2), Truncation(top_p=0.5)])
+def test_tokens_as_likely_as_the_last_one_kept_stay(truncation):
+    logps = np.log(np.array([0.2, 0.4, 0.1, 0.2, 0.1], np.float32))
+    assert kept(truncation, logps).tolist() == [True, True, False, True, False]
+
+
+def truncation_oracle(truncation, logps):
+    """Kept tokens of one row, with a loop from the likeliest down."""
+    order = np.argsort(-logps)
+    probabilities = np.exp(logps.astype(np.float64))
+    if truncation.top_k:
+        order = order[: truncation.top_k]
+    total, mass, last = probabilities[order].sum(), 0.0, 0
+    while last < len(order) and mass < truncation.top_p * total:
+        mass, last = mass + probabilities[order[last]], last + 1
+    order = order[:last]
+    order = order[probabilities[order] >= truncation.min_p * probabilities[order[0]]]
+    return np.isin(np.arange(len(logps)), order)
+
+
+@pytest.mark.parametrize(
+    "truncation",
+    [
+        Truncation(top_k=7),
+        Truncation(top_p=0.8),
+        Truncation(min_p=0.1),
+        Truncation(top_k=20, top_p=0.9, min_p=0.05),
+    ],
+)
+def test_truncation_equals_a_loop_from_the_likeliest_down(truncation):
+    scores = np.random.default_rng(0).normal(scale=2, size=(4, 5, 60)).astype(np.float32)
+    logps = np.asarray(logprobs.log_softmax(jnp.asarray(scores), 1.0, num_tokens=55))
+    actual = kept(truncation, logps)
+    expected = np.apply_along_axis(lambda row: truncation_oracle(truncation, row), -1, logps)
+    np.testing.assert_array_equal(actual, expected)
+    assert not actual[..., 55:].any()

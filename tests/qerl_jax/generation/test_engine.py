@@ -1,0 +1,431 @@
+"""Continuous batching: whatever the schedule, a row gets the tokens that it would get alone."""
+
+import dataclasses
+import functools
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.generation import engine
+from qerl_jax.generation.engine import Engine
+from qerl_jax.generation.scheduler import Prompt
+from qerl_jax.generation.stop_strings import StopStrings
+from qerl_jax.model import architecture, layers
+from qerl_jax.model.transformer import (
+    LoRA,
+    Transformer,
+    head,
+    init_params,
+    noise_shapes,
+    random_base,
+)
+
+C, WIDTH = 9, 82
+# Two padded lengths, more rows than slots, and a prompt of which nothing is prefilled.
+LENGTHS = (3, 82, 5, 1, 80)
+GROUPS = (2, 3, 1, 2, 2)
+
+
+@functools.cache
+def policy():
+    arch = architecture.Architecture("qwen3", 64, 16, 24, 2, 4, 2, 8)
+    model = Transformer(arch, "float32", None, jnp.float32)
+    frozen = random_base(model, jax.random.key(0))
+    # A scale at which next tokens differ in probability, and the prompt matters.
+    return model, {"frozen": jax.tree.map(lambda x: 10 * x if x.ndim > 2 else x, frozen)}
+
+
+def make(**options):
+    model, _ = policy()
+    return Engine(model, **{"page_size": 8, "chunk": 4, "num_tokens": 64} | options)
+
+
+def prompts(seed=0, lengths=LENGTHS, groups=GROUPS, limit=C):
+    draw = np.random.default_rng(seed)
+    return [
+        Prompt(
+            draw.integers(1, 64, length).astype(np.int32),
+            draw.integers(0, 2**32, (count, 2), np.uint32),
+            limit,
+        )
+        for length, count in zip(lengths, groups, strict=True)
+    ]
+
+
+def run(queue, temperature=1.0, max_concurrent=None, **options):
+    """(tokens, log-probabilities, why it ended) of every row."""
+    rows = [([], [], []) for prompt in queue for _ in prompt.keys]
+    stream = make(**options).stream(
+        policy()[1], queue, temperature, max_prompt_length=WIDTH, max_concurrent=max_concurrent
+    )
+    for pieces in stream:
+        for piece in pieces:
+            tokens, logps, ended = rows[piece.row]
+            assert not ended, "a row that has ended brings nothing more"
+            tokens += piece.tokens.tolist()
+            logps += piece.logps.tolist()
+            ended += [piece.ended] if piece.ended else []
+    return [(tokens, logps, *ended) for tokens, logps, ended in rows]
+
+
+@functools.cache
+def stops():
+    """Stop tokens at which some rows end early, others late, and one not at all."""
+    free = run(prompts())
+    chosen = tuple({free[0][0][0], free[3][0][4], free[6][0][2], free[8][0][8]})
+    lengths = {len(row[0]) for row in run(prompts(), stop_tokens=chosen)}
+    assert len(lengths) > 3 and min(lengths) == 1 and max(lengths) == C
+    return chosen
+
+
+@functools.cache
+def whole():
+    return run(prompts(), stop_tokens=stops())
+
+
+def assert_same(actual, expected):
+    assert [row[0] for row in actual] == [row[0] for row in expected]
+    assert [row[2] for row in actual] == [row[2] for row in expected]
+    for (_, logps, _), (_, wanted, _) in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(logps, wanted, atol=1e-5)
+
+
+def test_rows_end_with_a_stop_token_or_at_their_limit():
+    for tokens, logps, ended in whole():
+        assert np.isin(tokens, stops()).tolist() == [False] * (len(tokens) - 1) + [ended == "stop"]
+        assert ended == "stop" or len(tokens) == C
+        assert len(logps) == len(tokens) and max(logps) < 0
+
+
+def test_rows_that_wait_for_a_slot_are_those_sampled_at_once():
+    assert_same(run(prompts(), max_concurrent=4, stop_tokens=stops()), whole())
+
+
+@pytest.mark.slow
+def test_pages_and_chunks_of_another_size_give_the_same_rows():
+    options = {"chunk": 3, "page_size": 7}
+    assert_same(run(prompts(), max_concurrent=4, stop_tokens=stops(), **options), whole())
+
+
+def test_rows_that_wait_for_pages_are_those_sampled_at_once():
+    """Room for hardly more than one row of the longest prompt."""
+    tight = {"stop_tokens": stops(), "max_concurrent": 4, "kv_cache_tokens": 90}
+    assert_same(run(prompts(), **tight), whole())
+
+
+def test_each_prompt_has_its_own_limit():
+    limits = (2, C, 1, 7, C)
+    queue = [dataclasses.replace(p, limit=n) for p, n in zip(prompts(), limits, strict=True)]
+    rows, free = run(queue, max_concurrent=4), run(prompts())
+    expected = [n for n, count in zip(limits, GROUPS, strict=True) for _ in range(count)]
+    assert [len(row[0]) for row in rows] == expected
+    for row, longer, length in zip(rows, free, expected, strict=True):
+        assert row[0] == longer[0][:length] and row[2] == "length"
+
+
+def test_at_a_fixed_number_of_slots_a_row_is_bitwise_independent_of_the_others():
+    """Row 3, among others that are longer or shorter, and end elsewhere."""
+    options = {"compact": False, "max_concurrent": 4}
+    mine = prompts()
+    theirs = prompts(1, (82, 11, 2, 77, 1))
+    mixed = [theirs[0], mine[1], *theirs[2:]]
+    before, after = (run(q, stop_tokens=stops(), **options) for q in (mine, mixed))
+    assert before[2:5] == after[2:5]
+    assert all(a[0] != b[0] for a, b in zip(before[:2], after[:2], strict=True))
+    alone = run([mine[1]], stop_tokens=stops(), **options)
+    assert alone == before[2:5]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("slots", "shortest"), [(8, 1), (32, 300), (64, 300), (128, 300)])
+def test_a_row_is_bitwise_independent_of_the_others_through_all_kernels(slots, shortest):
+    """Products with LoRA, epilogues, attention over pages, prefill, head and drawing, as a 7B has them."""
+    arch = dataclasses.replace(architecture.KNOWN["qwen2.5-7b"], num_layers=3, vocab_size=4096)
+    model = Transformer(arch, "nvfp4", LoRA(32, 32.0), jnp.bfloat16)
+    frozen = random_base(model, jax.random.key(0))
+    params = jax.tree.map(lambda x: x + 1e-2, init_params(model, frozen, jax.random.key(1)))
+    sampler = Engine(model, num_tokens=4000, compact=False)
+
+    def sampled(seed, mine):
+        draw = np.random.default_rng(seed)
+        # More rows than slots, of unlike prompts; some share one.
+        lengths, groups = draw.integers(shortest, 400, slots), draw.integers(1, 3, slots)
+        queue = prompts(seed, [*lengths], [*groups], limit=int(draw.integers(20, 90)))
+        queue[slots // 2 : slots // 2 + 3] = mine
+        first = sum(len(prompt.keys) for prompt in queue[: slots // 2])
+        rows = [([], []) for prompt in queue for _ in prompt.keys]
+        policy = {"frozen": frozen, "params": params}
+        limits = {"max_prompt_length": 400}
+        for pieces in sampler.stream(policy, queue, 1.0, max_concurrent=slots, **limits):
+            for piece in pieces:
+                rows[piece.row][0].extend(piece.tokens.tolist())
+                rows[piece.row][1].extend(piece.logps.tolist())
+        return rows[first : first + 6], rows[0]
+
+    mine = prompts(7, (300, 390, 400), (1, 3, 2), limit=100)
+    (expected, other), *others = (sampled(seed, mine) for seed in range(3))
+    assert [len(tokens) for tokens, _ in expected] == [100] * 6
+    for actual, neighbour in others:
+        assert actual == expected and neighbour != other
+
+
+def test_other_rows_adapters_and_noise_reach_the_rows_without_recompiling():
+    plain, variables = policy()
+    model = plain.clone(lora=LoRA(2, 2.0))
+    params = init_params(model, variables["frozen"], jax.random.key(1))
+    silent = jax.tree.map(lambda s: jnp.zeros(s.shape), noise_shapes(model.arch))
+    first = variables | {"params": params, "noise": silent}
+    moved = jax.tree.map(lambda x: x + 0.1, first)
+    other_prompts = prompts(1, (2, 79, 2, 78, 11), (1, 4, 3, 1, 1))
+    programs = engine._decode.dense, engine._prefill.dense, engine._copy
+    sampler = Engine(model, page_size=8, chunk=4, num_tokens=64)
+    logps, compiled = [], []
+    for queue, values, temperature in [
+        (prompts(), first, 1.0),
+        (prompts(), first | {"params": moved["params"]}, 1.0),
+        (prompts(), first | {"noise": moved["noise"]}, 1.0),
+        (other_prompts, moved, 0.0),
+    ]:
+        limits = {"max_prompt_length": WIDTH, "max_concurrent": 4}
+        pieces = [p for ps in sampler.stream(values, queue, temperature, **limits) for p in ps]
+        logps.append(np.concatenate([piece.logps for piece in pieces if piece.row == 0]))
+        compiled.append([program._cache_size() for program in programs])
+    assert compiled == [compiled[0]] * 4
+    for changed in logps[1:3]:
+        assert abs(changed[0] - logps[0][0]) > 1e-4
+
+
+class Recorder:
+    """A policy without layers to speak of, which notes what shapes it was traced for."""
+
+    arch = architecture.Architecture("qwen2", 4, 2, 16, 1, 1, 1, 2)
+    dtype, weights = jnp.float32, "float32"
+
+    def __init__(self):
+        self.decoded, self.prefilled = [], []
+
+    def apply(self, variables, tokens, *, cache, adapter):
+        note = self.decoded if tokens.shape[1] == 1 else self.prefilled
+        jax.debug.callback(lambda: note.append(tokens.shape))
+        return jnp.ones((*tokens.shape, 1)), cache
+
+
+def record(counts, lengths, width=5, limit=40, **options):
+    model = Recorder()
+    subject = Engine(model, num_tokens=3, stop_tokens=(2,), chunk=8, page_size=4, **options)
+    variables = {"frozen": {"embed_tokens": jnp.log(jnp.array([0.5, 0.4, 0.1]))[:, None]}}
+    queue = [
+        Prompt(np.zeros(length, np.int32), np.arange(2 * n, dtype=np.uint32).reshape(n, 2), limit)
+        for n, length in zip(counts, lengths, strict=True)
+    ]
+    pieces = sum(subject.stream(variables, queue, 1.0, max_prompt_length=width), [])
+    jax.effects_barrier()
+    ended = {piece.row: piece.ended for piece in pieces if piece.ended}
+    assert sorted(ended) == list(range(sum(counts)))
+    return model, pieces
+
+
+def test_the_batch_shrinks_as_rows_end_and_by_few_sizes():
+    model, _ = record([64], [5], limit=80)
+    sizes = [rows for rows, _ in model.decoded]
+    assert sizes == sorted(sizes, reverse=True) and set(sizes) == {64, 8}
+    model, _ = record([64], [5], limit=80, compact=False)
+    assert {rows for rows, _ in model.decoded} == {64}
+
+
+@pytest.mark.parametrize(
+    ("slots", "events"),
+    [
+        (2, "start start read start read read"),  # 12 tokens of 4 each
+        (1, "start read start read start read start start read start read read"),
+    ],
+)
+def test_the_device_goes_on_while_the_host_reads_unless_a_row_waits(monkeypatch, slots, events):
+    seen = []
+
+    def noting(name, function):
+        return lambda *args, **options: seen.append(name) or function(*args, **options)
+
+    monkeypatch.setattr(engine, "_decode", noting("start", engine._decode))
+    monkeypatch.setattr(jax, "device_get", noting("read", jax.device_get))
+    run(prompts(0, (5, 5), (1, 1), limit=12), max_concurrent=slots)
+    assert " ".join(seen) == events
+
+
+def test_a_row_that_a_stop_string_ended_runs_one_chunk_too_far_at_most(monkeypatch):
+    free, live = run(prompts(0, (5, 5), (1, 1), limit=40)), []
+    decode = engine._decode
+    monkeypatch.setattr(
+        engine,
+        "_decode",
+        lambda variables, pool, slots, *args, **options: (
+            live.append(int(np.sum(slots.live))) or decode(variables, pool, slots, *args, **options)
+        ),
+    )
+    texts = lambda tokens: "".join(f"<{token}>" for token in tokens)
+    stops = StopStrings((texts(free[0][0][:2]),), texts)
+    rows = run(prompts(0, (5, 5), (1, 1), limit=40), stop_strings=stops)
+    assert len(rows[0][0]) == 2 and len(rows[1][0]) == 40
+    assert live == [2, 2] + [1] * 8
+
+
+def test_the_workspace_holds_scores_and_the_largest_prefill():
+    arch = architecture.KNOWN["qwen2.5-7b"]
+    beside = engine.workspace(arch, 8, 64, 1025, 2)
+    assert beside == {
+        "scores": 4 * 8 * arch.vocab_size * 4,
+        "prefill": 8192 * (3 * arch.ffn_width + 4 * arch.width) * 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("weights", "chosen"), [("nvfp4", "packed"), ("bfloat16", "dense"), ("float32", "dense")]
+)
+def test_weights_that_are_not_packed_have_a_program_of_their_own(weights, chosen):
+    program = engine._Program(
+        packed=lambda variables, **traits: ("packed", variables, traits),
+        dense=lambda variables, **traits: ("dense", variables, traits),
+    )
+    model = policy()[0].clone(weights=weights)
+    traits = {"model": model, "adapter": True}
+    assert program("variables", **traits) == (chosen, "variables", traits)
+
+
+def test_only_the_program_of_packed_weights_is_compiled_as_xla_likes_it():
+    program = engine._program("model")(lambda pool, model: pool + 1)
+    inside = lambda jitted: jax.jit(lambda pool: jitted(pool, model=None))
+    assert inside(program.packed)(jnp.zeros(2)).sum() == 2
+    with pytest.raises(ValueError, match="compiler_options"):
+        inside(program.dense)(jnp.zeros(2))
+
+
+@pytest.mark.parametrize("is_committed", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_batch_size_is_compiled_once(caplog, is_committed):
+    _, variables = policy()
+    if is_committed:
+        variables = jax.device_put(variables, jax.devices()[0])
+    # Numbers of tokens that no other test has.
+    subject = make(chunk=3, num_tokens=62 - is_committed)
+    with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
+        stream = subject.stream(variables, prompts(limit=9), 1.0, max_prompt_length=WIDTH)
+        assert len(list(stream)) == 3
+    found = [record.message for record in caplog.records if "_decode" in record.message]
+    assert sum(message.startswith("Compiling") for message in found) == 1
+
+
+def test_a_penalty_remembers_what_chunks_made_that_the_host_has_not_read():
+    penalized = functools.partial(run, prompts(), 0.0, repetition_penalty=1.5)
+    assert_same(penalized(), penalized(chunk=16))
+    assert [row[0] for row in penalized()] != [row[0] for row in run(prompts(), 0.0)]
+
+
+def test_the_completions_of_a_prompt_pay_for_one_prefill():
+    model, _ = record([8] * 16, [5] * 16)
+    assert model.prefilled == [(16, 16)]
+
+
+def test_a_row_that_fits_runs_though_its_bound_would_not():
+    few = prompts(0, (20,), (2,))
+    assert_same(run(few, kv_cache_tokens=19 + C, page_size=8), run(few, page_size=8))
+
+
+def test_the_cache_is_released_with_the_last_row(monkeypatch):
+    shapes, make_pool = [], engine.kv_cache.pool
+    noted = lambda *args: shapes.append((pool := make_pool(*args))[0].shape) or pool
+    monkeypatch.setattr(engine.kv_cache, "pool", noted)
+    run(prompts(0, (20,), (2,)), page_size=9)
+    gc.collect()
+    assert len(shapes) == 1 and shapes[0] not in {array.shape for array in jax.live_arrays()}
+
+
+def test_no_prompts_are_no_rows():
+    assert run([]) == []
+
+
+def test_a_row_that_cannot_fit_is_an_error_before_anything_runs():
+    message = "prompt 1: the KV cache has room for 80 tokens; a row may need 90"
+    with pytest.raises(ValueError, match=message):
+        run(prompts(), kv_cache_tokens=80)
+    with pytest.raises(ValueError, match="does not report its memory: give kv_cache_tokens"):
+        run(prompts(), kv_cache_fraction=0.5)
+    with pytest.raises(ValueError, match="prompt 1: got 83 tokens; must have 1 to"):
+        run(prompts(0, (3, 83), (1, 1)))
+    with pytest.raises(ValueError, match="prompt 0: got 0 tokens"):
+        run(prompts(0, (0,), (1,)))
+
+
+@pytest.mark.parametrize(
+    "options,free,pages",
+    [
+        # What eight rows of 44 tokens and their prompt can need, and scratch.
+        ({}, None, 1 + 8 * 11 + 1),
+        ({"kv_cache_tokens": 100}, None, 2 + 25),
+        # At 16 bytes a token; of nine tenths, or a half, up to an eighth is left over.
+        ({}, 16 * 200, 2 + 176 // 4),
+        ({"kv_cache_fraction": 0.5}, 16 * 200, 2 + 96 // 4),
+        ({"kv_cache_fraction": 0.5}, 16 * 10**6, 1 + 8 * 11 + 1),
+    ],
+)
+def test_the_cache_takes_what_rows_can_need_or_what_there_is(options, free, pages, monkeypatch):
+    # What a fraction is not given of is left for scores and prefill.
+    beside = 0 if "kv_cache_fraction" in options else 500
+    stats = free and {"bytes_limit": free + beside + 1000, "bytes_in_use": 1000}
+    monkeypatch.setattr(engine.runtime, "memory_stats", lambda: stats)
+    monkeypatch.setattr(engine, "workspace", lambda *_: {"scores": 400, "prefill": 100})
+
+    def pool(arch, num_pages, *_):
+        raise NotImplementedError(f"{num_pages} pages")
+
+    monkeypatch.setattr(engine.kv_cache, "pool", pool)
+    with pytest.raises(NotImplementedError, match=f"^{pages} pages$"):
+        record([8], [5], **options)
+
+
+@jax.jit
+def scores(tokens, last):
+    model, variables = policy()
+    hidden, _ = model.apply(variables, tokens[None])
+    return layers.logits(hidden[0, last], head(variables["frozen"]))
+
+
+def penalized_loop(prompt, penalty):
+    """Greedy tokens and their log-probabilities, one full forward pass at a time."""
+    tokens, logps = np.zeros(WIDTH + C, np.int32), []
+    tokens[: len(prompt)] = prompt
+    for step in range(len(prompt), len(prompt) + C):
+        raw = np.asarray(scores(tokens, step - 1), np.float64)
+        seen = np.unique(tokens[:step])
+        bent = raw.copy()
+        bent[seen] = np.where(raw[seen] > 0, raw[seen] / penalty, raw[seen] * penalty)
+        tokens[step] = bent.argmax()
+        logps.append(raw[tokens[step]] - np.log(np.exp(raw).sum()))
+    return tokens[len(prompt) : len(prompt) + C].tolist(), logps
+
+
+def test_the_repetition_penalty_acts_on_tokens_of_prompt_and_completion():
+    """As in transformers; log-probabilities are the model's own."""
+    queue = prompts(0, LENGTHS[:2], (1, 1))
+    bent = run(queue, 0.0, max_concurrent=1, repetition_penalty=1.5)
+    for prompt, (tokens, logps, _) in zip(queue, bent, strict=True):
+        expected, wanted = penalized_loop(prompt.tokens, 1.5)
+        assert tokens == expected != penalized_loop(prompt.tokens, 1.0)[0]
+        np.testing.assert_allclose(logps, wanted, atol=1e-4)
+
+
+def test_a_stop_string_ends_a_row_with_the_token_that_completes_it():
+    free = run(prompts())
+    decode = lambda tokens: "".join(f"<{token}>" for token in tokens)
+    # Across two tokens of row 0, and within one of row 5.
+    strings = (decode(free[0][0][5:7])[1:-1], f"{free[5][0][2]}>")
+    stops = StopStrings(strings, decode)
+    expected = [stops.kept(tokens) or len(tokens) for tokens, _, _ in free]
+    assert expected[0] <= 7 and expected[5] <= 3 and max(expected) == C
+    for (tokens, logps, ended), (whole, wanted, _), length in zip(
+        run(prompts(), max_concurrent=4, stop_strings=stops), free, expected, strict=True
+    ):
+        assert tokens == whole[:length]
+        np.testing.assert_allclose(logps, wanted[:length], atol=1e-5)
+        assert ended == ("stop" if stops.kept(tokens) else "length")

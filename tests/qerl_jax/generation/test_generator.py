@@ -1,0 +1,268 @@
+"""The generator of notebooks and of `qerl generate`, over the base in the package."""
+
+import dataclasses
+import functools
+import json
+
+import numpy as np
+import pytest
+
+from qerl_jax.cli import main as cli
+from qerl_jax.generation import completion_file
+from qerl_jax.generation.generator import Generator, Sampling
+from qerl_jax.tracking.progress import Progress
+
+PROMPTS = ["What is (5-3)*3?", "What is 20+15?", "What is 31-12?", "What is 9*2+7?"]
+LIMIT = {"max_tokens": 12}
+SHORT = LIMIT | {"temperature": 1.5}
+
+
+@functools.cache
+def policy():
+    return Generator.load(dtype="float32")
+
+
+@functools.cache
+def texts():
+    return policy()(PROMPTS, seed=range(4), **SHORT)
+
+
+def test_completions_come_in_the_order_of_the_prompts():
+    rows = list(policy().completions(PROMPTS[:2], n=2, **SHORT))
+    assert [row.text for row in rows] == policy()(PROMPTS[:2], n=2, **SHORT)
+    assert len({row.text for row in rows}) > 2
+    for row in rows:
+        assert row.text == policy().tokenizer.decode(row.tokens)
+        assert len(row.logps) == len(row.tokens) <= 12
+        stopped = row.tokens[-1] in policy().tokenizer.stop_tokens
+        assert row.finish_reason == ("stop" if stopped else "length")
+
+
+def test_a_prompt_with_its_own_seed_gets_the_same_text_in_any_company():
+    moved = policy()(PROMPTS[::-1], seed=range(3, -1, -1), **SHORT)
+    assert moved == texts()[::-1] and len(set(moved)) == 4
+    assert policy()(PROMPTS, seed=7, **SHORT) != texts()
+    with pytest.raises(ValueError, match="seed: got 2; must be one, or one for each"):
+        policy()(PROMPTS, seed=(1, 2))
+
+
+def test_prompts_are_a_list_and_may_be_none():
+    assert policy()([]) == []
+    for alone in ("What", [{"role": "user", "content": "What"}]):
+        with pytest.raises(ValueError, match="must be a list of texts or of chats"):
+            policy()(alone)
+
+
+def test_a_bounded_cache_makes_prompts_wait_and_changes_no_text():
+    assert (
+        dataclasses.replace(policy(), kv_cache_tokens=96)(PROMPTS, seed=range(4), **SHORT)
+        == texts()
+    )
+    # A row's own tokens count, not the bound that they are padded to.
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    longest = max(map(len, policy().tokenizer.encode(chats)))
+    fits = {"kv_cache_tokens": longest - 1 + SHORT["max_tokens"]}
+    assert dataclasses.replace(policy(), **fits)(PROMPTS, seed=range(4), **SHORT) == texts()
+    with pytest.raises(ValueError, match="room for 32 tokens; a row may need"):
+        dataclasses.replace(policy(), kv_cache_tokens=32)(PROMPTS, max_tokens=60)
+
+
+def test_a_stream_shows_the_completion_piece_by_piece():
+    for row, text in enumerate(texts()):
+        pieces = list(policy().stream(PROMPTS[row], seed=[row], **SHORT))
+        assert "".join(pieces) == text and all(pieces)
+    assert len(list(policy().stream(PROMPTS[0], max_tokens=20, ignore_eos=True))) > 1
+
+
+def test_a_stop_string_is_not_shown_not_even_its_beginning():
+    whole = texts()[3]
+    stop = whole[9:11]
+    options = {"seed": [3], "stop": [stop, whole[3:9] + "never"]} | SHORT
+    assert "".join(policy().stream(PROMPTS[3], **options)) == whole[: whole.index(stop)]
+    (completion,) = policy().completions(PROMPTS[3:], **options)
+    assert completion.text == whole[: whole.index(stop)]
+    assert completion.finish_reason == "stop"
+    decode = policy().tokenizer.decode
+    assert stop in decode(completion.tokens) and stop not in decode(completion.tokens[:-1])
+
+
+def test_ignoring_the_end_token_runs_to_the_limit():
+    stops, options = policy().tokenizer.stop_tokens, {"seed": range(4), "temperature": 0.0} | LIMIT
+    free = list(policy().completions(PROMPTS, **options))
+    rows = list(policy().completions(PROMPTS, ignore_eos=True, **options))
+    assert {row.finish_reason for row in free} == {"stop", "length"}
+    for row, longer in zip(free, rows, strict=True):
+        assert (row.tokens[-1] in stops) == (row.finish_reason == "stop")
+        assert longer.finish_reason == "length" and len(longer.tokens) == 12
+        np.testing.assert_array_equal(longer.tokens[: len(row.tokens)], row.tokens)
+
+
+@pytest.mark.parametrize(
+    "field,value",
+    [("n", 0), ("max_tokens", 0), ("temperature", -1.0), ("top_p", 0.0), ("stop", "text")]
+    + [("seed", 2**32), ("seed", (1, -1)), ("seed", None), ("seed", 0.5)],
+)
+def test_an_impossible_option_names_itself(field, value):
+    with pytest.raises(ValueError, match=f"{field}: got "):
+        Sampling(**{field: value})
+
+
+def test_a_completion_ends_where_the_models_context_does():
+    (whole,) = policy().completions(PROMPTS[:1], max_tokens=10_000, ignore_eos=True, temperature=0)
+    (ids,) = policy().tokenizer.encode([({"role": "user", "content": PROMPTS[0]},)])
+    assert len(ids) + len(whole.tokens) == 256 and whole.finish_reason == "length"
+    with pytest.raises(ValueError, match="tokens; the model was made for 256"):
+        policy()(["1" * 300])
+
+
+def test_generate_writes_a_row_per_completion_beside_the_columns_of_its_prompt(tmp_path):
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    rows = [{"prompt": text, "id": n, "seed": n} for n, text in enumerate(PROMPTS)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = ["--input", str(prompts), "--output", str(out)]
+    assert (
+        cli.main(
+            ["generate", *files, "--dtype", "float32", "--max-tokens", "12", "--temperature", "1.5"]
+        )
+        == 0
+    )
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["completion"] for row in written] == texts()
+    assert [{name: row[name] for name in rows[0]} for row in written] == rows
+    assert all(row["num_tokens"] <= 12 and row["cumulative_logprob"] < 0 for row in written)
+
+
+def test_a_file_of_completions_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch):
+    options = ["--dtype", "float32", "--max-tokens", "12", "--temperature", "1.5", "--n", "2"]
+    asked = lambda name, *more: cli.main(
+        ["generate", *PROMPTS, *options, *more, "--output", str(tmp_path / name)]
+    )
+    assert asked("whole.jsonl") == 0
+    assert capsys.readouterr().out == f"8 completions in {tmp_path / 'whole.jsonl'}\n"
+
+    add, left = Progress.add, [3]
+
+    def stopping(self, values):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        add(self, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "add", stopping)
+        assert asked("out.jsonl") == 130
+    partial = tmp_path / "out.jsonl.partial"
+    assert capsys.readouterr().err == "qerl generate: interrupted\n"
+    assert not (tmp_path / "out.jsonl").exists() and len(partial.read_text().splitlines()) == 4
+
+    assert asked("out.jsonl", "--top-k", "5", "--seed", "1") == 2
+    assert "other settings has left (seed, top_k)" in capsys.readouterr().err
+    with partial.open("ab") as file:
+        file.write('{"prompt": "cut ü'.encode()[:-1])
+    assert asked("out.jsonl") == 0
+    assert f"3/8 completions are in {partial}" in capsys.readouterr().out
+    texts = [(tmp_path / name).read_text() for name in ("out.jsonl", "whole.jsonl")]
+    actual, expected = ([json.loads(line) for line in text.splitlines()] for text in texts)
+    # Fewer prompts that are prefilled at a time may round otherwise.
+    for row, wanted in zip(actual, expected, strict=True):
+        wanted["cumulative_logprob"] = pytest.approx(wanted["cumulative_logprob"], abs=1e-4)
+        assert row == wanted
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl", "whole.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]\n", "\0\0\n", '{"mine": "only copy"}\n', '{"model": "x"}\n"\n']
+)
+def test_a_partial_file_of_something_else_stays(text, tmp_path, capsys):
+    partial = tmp_path / "out.jsonl.partial"
+    partial.write_text(text)
+    assert cli.main(["generate", "a", "--output", str(tmp_path / "out.jsonl")]) == 2
+    assert str(partial) in capsys.readouterr().err and partial.read_text() == text
+
+
+def test_other_columns_beside_the_same_prompts_are_another_file(tmp_path):
+    policy = {"model": "qerl-tiny", "adapter": None, "weights": "nvfp4", "dtype": "float32"}
+    identities = [
+        completion_file._identity(policy, [{"prompt": "a", "answer": n}], [], {}) for n in range(2)
+    ]
+    Progress(tmp_path / "out.jsonl.partial", identities[0]).add(["a row"])
+    with pytest.raises(ValueError, match="left .prompts.sha256.: choose another file"):
+        Progress(tmp_path / "out.jsonl.partial", identities[1])
+
+
+def test_generate_streams_one_prompt(capsys):
+    options = ["--dtype", "float32", "--max-tokens", "12", "--temperature", "1.5", "--seed", "1"]
+    assert cli.main(["generate", PROMPTS[1], *options]) == 0
+    assert capsys.readouterr().out == "".join(policy().stream(PROMPTS[1], seed=1, **SHORT)) + "\n"
+
+
+def test_generate_prints_the_completions_of_several_prompts(capsys):
+    options = ["--dtype", "float32", "--max-tokens", "12", "--temperature", "1.5"]
+    assert cli.main(["generate", *PROMPTS, *options]) == 0
+    expected = policy()(PROMPTS, seed=0, **SHORT)
+    assert capsys.readouterr().out == "".join(text + "\n" for text in expected)
+
+
+@pytest.mark.parametrize(
+    "argv,message",
+    [
+        ([], "give prompts, or --input"),
+        (["a", "--input", "b.txt"], "give prompts, or --input"),
+        (["a", "--output", "b.csv"], "must be a .jsonl file"),
+        (["a", "--output", "{folder}/none/b.jsonl"], "there is no such folder"),
+        (["a", "--output", "{folder}/rows.jsonl"], "is there already"),
+        (["a\udc80"], r"prompt: holds '\udc80', half a character"),
+        (["a", "--stop", "a\udc80"], r"stop: holds '\udc80', half a character"),
+        (["a", "--top-p", "2"], "top_p: got 2.0"),
+        (["a", "--seed", "-1"], "seed: got -1; must be an integer in [0, 2**32)"),
+        (["a", "--max-concurrent", "0"], "max_concurrent: got 0"),
+        (["a", "--kv-cache-tokens", "0"], "kv_cache_tokens: got 0"),
+        (["a", "--kv-cache-fraction", "1"], "kv_cache_fraction: got 1.0; must be in (0, 1)"),
+        (["a", "--kv-cache-fraction", "0.5"], "this device does not report its memory: give kv"),
+        (
+            ["a", "--kv-cache-fraction", "0.5", "--kv-cache-tokens", "9"],
+            "must be absent beside kv_cache_tokens",
+        ),
+    ],
+)
+def test_generate_says_what_is_wrong_before_it_reads_a_model(argv, message, tmp_path, capsys):
+    (tmp_path / "rows.jsonl").touch()
+    assert cli.main(["generate", *(word.format(folder=tmp_path) for word in argv)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "row,message",
+    [
+        ('{"question": "b"}', 'row 2: must have a "prompt"'),
+        ('{"prompt": []}', 'row 2: must have a "prompt"'),
+        ('{"prompt": ["b"], "seed": 1}', 'row 2: must have a "prompt"'),
+        ('{"prompt": "b"}', "row 2: either all rows have a seed or none"),
+        ('{"prompt": "b", "seed": "1"}', "row 2: seed: got '1'; must be an integer"),
+        (
+            '{"prompt": "b", "seed": 4294967296}',
+            "row 2: seed: got 4294967296; must be an integer in",
+        ),
+        (
+            r'{"prompt": "b", "seed": 1, "note": "\ud83d"}',
+            r"row 2: holds '\ud83d', half a character",
+        ),
+        ('{"prompt": [{"role": "user", "content": null}], "seed": 1}', 'must have a "prompt"'),
+        ('{"prompt": "b", "seed": 1, "completion": "c"}', "row 2: has a column 'completion'"),
+        ("{", "row 2: not JSON"),
+    ],
+)
+def test_generate_refuses_a_row_by_its_number(row, message, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\ufeff{"prompt": "a\u2028b", "seed": 0}\n' + row + "\n")
+    out = tmp_path / "out.jsonl"
+    assert cli.main(["generate", "--input", str(path), "--output", str(out)]) == 2
+    assert message in capsys.readouterr().err and not out.exists()
+
+
+def test_a_prompt_that_cannot_be_sampled_leaves_no_output(tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    assert cli.main(["generate", "a", "1 + " * 200, "--output", str(out)]) == 2
+    assert "prompt 1: got " in capsys.readouterr().err and not list(tmp_path.iterdir())
+    assert cli.main(["generate", "--input", str(tmp_path)]) == 2
+    assert "directory" in capsys.readouterr().err

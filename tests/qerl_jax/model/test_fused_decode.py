@@ -1,0 +1,159 @@
+"""The fused decoding step against the plain model."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import runtime
+from pallas_kernels.nvfp4_matmul import fused, layout
+from pallas_kernels.nvfp4_matmul.hopper import Config
+from qerl_jax.model import architecture, kv_cache
+from qerl_jax.model import fused_decode as decode
+from qerl_jax.model import transformer as model
+from qerl_jax.model.transformer import LoRA, Transformer
+
+ARCH = architecture.from_hf(
+    {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_size": 256,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+    }
+)
+
+
+def policy_of(weights, rows=3, cached=5):
+    """A policy whose adapter, norms and noise all act, and a cache with a few tokens in it."""
+    policy = Transformer(ARCH, weights, LoRA(16, 16.0, train_norms=True), jnp.bfloat16)
+    frozen = model.random_base(policy, jax.random.key(0))
+    jitter = lambda p: p + 0.02 * jax.random.normal(jax.random.key(p.size), p.shape)
+    params = jax.tree.map(jitter, model.init_params(policy, frozen, jax.random.key(1)))
+    shapes = model.noise_shapes(ARCH, final_norm=True)
+    noise = jax.tree.map(lambda s: 0.05 * jax.random.normal(jax.random.key(2), s.shape), shapes)
+    variables = {"params": params, "frozen": frozen, "noise": noise}
+    cache = kv_cache.create(ARCH, rows, 16, jnp.bfloat16)
+    prompts = jax.random.randint(jax.random.key(3), (rows, cached), 0, 64)
+    _, cache = policy.apply(variables, prompts, cache=cache)
+    return policy, variables, cache
+
+
+def prepared(variables):
+    layers = {
+        name: leaf | {"weight": layout.prepare(leaf["weight"])} if "weight" in leaf else leaf
+        for name, leaf in variables["frozen"]["layers"].items()
+    }
+    return variables | {"frozen": variables["frozen"] | {"layers": layers}}
+
+
+@pytest.mark.skipif(runtime.is_hopper(), reason="interprets the kernels, on a CPU")
+@pytest.mark.parametrize("weights", ["bfloat16", pytest.param("nvfp4", marks=pytest.mark.slow)])
+def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, weights):
+    plain, variables, cache = policy_of(weights)
+    tokens = jnp.array([1, 40, 63])
+    expected, grown = plain.apply(variables, tokens[:, None], cache=cache)
+
+    monkeypatch.setattr(fused, "_config", lambda m, n, k, _: Config(1, 256, 2, n // 64))
+    monkeypatch.setattr(decode, "step", functools.partial(decode.step, interpret=True))
+    variables = prepared(variables) if weights == "nvfp4" else variables
+    actual, extended = decode.extend(plain, decode.policy(plain, variables), tokens, cache)
+
+    # A sum in another order may go the other way in bfloat16, which two layers do not spread far. A
+    # rounding left out changes half of all values and more.
+    def assert_mostly_equal(actual, expected):
+        difference = np.float32(actual) - np.float32(expected)
+        assert np.mean(difference != 0) < 0.02
+        assert np.sqrt(np.mean(difference**2) / np.mean(np.float32(expected) ** 2)) < 0.001
+
+    assert_mostly_equal(actual, expected[:, 0])
+    np.testing.assert_array_equal(extended.ends, grown.ends)
+    for name in ("keys", "values"):
+        # The token's place, slot 5 of a row's first page; those that fill up M write to page 0.
+        new = np.s_[:, cache.tables[:, 0], :, 5]
+        assert_mostly_equal(getattr(extended, name)[new], getattr(grown, name)[new])
+
+
+@pytest.mark.parametrize(("unroll", "asked"), [(2, 4), (1, 3)])
+def test_each_product_asks_for_the_next_ones_words(monkeypatch, unroll, asked):
+    monkeypatch.setattr(fused, "_config", lambda m, n, k, _: Config(1, 256, 2, n // 64))
+    plain, variables, _ = policy_of("nvfp4")
+    policy = decode.policy(plain, prepared(variables))
+    attend = lambda qkv, norms, index, state: (qkv[:, : ARCH.query_width], state)
+    step = functools.partial(decode.step, plain, policy, attend=attend, state=(), unroll=unroll)
+    x = jnp.zeros((8, ARCH.width), jnp.bfloat16)
+    # In a loop over layers the last one does not know where the next layer's lie.
+    assert str(jax.make_jaxpr(step)(x)).count("async_prefetch") == asked
+
+
+@pytest.mark.skipif(runtime.is_hopper(), reason="asks what happens elsewhere")
+def test_off_a_hopper_card_the_plain_model_takes_the_step():
+    plain, variables, cache = policy_of("nvfp4")
+    tokens = jnp.array([1, 40, 63])
+    assert "needs a GPU of compute capability 9.0" in decode.supports(plain, 3)
+    extend = decode.extender(plain, variables, 3)
+    expected, _ = plain.apply(variables, tokens[:, None], cache=cache)
+    np.testing.assert_array_equal(extend(tokens, cache)[0], expected[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("change", "rows"),
+    [
+        ({"weights": "nf4"}, 3),
+        ({"weights": "mxfp4"}, 3),
+        ({"weights": "bfloat16", "full": True, "lora": None}, 3),
+        ({"weights": "float32", "dtype": jnp.float32}, 3),
+        ({"weights": "bfloat16"}, 192),
+    ],
+)
+def test_what_the_fused_layers_refuse_is_decoded_plainly_on_a_hopper_card(
+    monkeypatch, change, rows
+):
+    monkeypatch.setattr(runtime, "is_hopper", lambda: True)
+    policy = Transformer(**({"arch": ARCH, "lora": LoRA(8, 8.0), "dtype": jnp.bfloat16} | change))
+    assert decode.supports(policy, rows) is not None
+    frozen = model.abstract_base(dataclasses.replace(policy, full=False))
+    parts = functools.partial(model.trainable, policy)
+    params, frozen = jax.eval_shape(parts, frozen, jax.random.key(0))
+    variables = {"params": params, "frozen": frozen}
+    cache = jax.eval_shape(lambda: kv_cache.create(ARCH, rows, 64, policy.dtype))
+    tokens = jax.ShapeDtypeStruct((rows,), jnp.int32)
+
+    def extend(variables, tokens, cache):
+        return decode.extender(policy, variables, rows)(tokens, cache)
+
+    traced = jax.make_jaxpr(extend)(variables, tokens, cache)
+    # The paged cache is read by the attention kernel here, too, wherever that has heads of this kind.
+    assert ("decode_attention_sm90" in str(traced)) == (policy.dtype == jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": jnp.float32}, "needs activations in bfloat16"),
+        ({"weights": "mxfp4"}, "and weights in mxfp4"),
+        ({"full": True}, "needs frozen weights"),
+        # The 96 rows of k would share a tile with v's, and be given its ranks.
+        (
+            {"arch": dataclasses.replace(ARCH, num_kv_heads=1, num_heads=2, head_size=96)},
+            "got 256 and (192, 96, 96)",
+        ),
+    ],
+)
+def test_what_cannot_be_decoded_so_is_refused_with_its_reason(monkeypatch, change, reason):
+    monkeypatch.setattr(runtime, "is_hopper", lambda: True)
+    policy = Transformer(**({"arch": ARCH, "weights": "nvfp4", "dtype": jnp.bfloat16} | change))
+    assert reason in decode.supports(policy, 8)
+    assert decode.supports(Transformer(ARCH, "bfloat16", None, jnp.bfloat16), 8) is None

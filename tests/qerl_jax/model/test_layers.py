@@ -1,0 +1,265 @@
+"""Attention against a float64 loop over its definition, the rotation by its properties, the rest by hand."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import nvfp4
+from qerl_jax.model import architecture, layers
+
+ATTENTION = jax.jit(layers.attention)
+
+
+def oracle(query, key, value, starts):
+    """Softmax over the keys of slots start <= k <= s for each live query, in float64; NaN elsewhere."""
+    rows, length, heads, size = query.shape
+    groups = key.shape[2]
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    mixed = np.full(query.shape, np.nan)
+    for b, t, h in np.ndindex(rows, length, heads):
+        if t < starts[b]:
+            continue
+        seen = slice(starts[b], t + 1)
+        group = h * groups // heads
+        scores = key[b, seen, group] @ query[b, t, h] / np.sqrt(size)
+        weights = np.exp(scores - scores.max())
+        mixed[b, t, h] = weights / weights.sum() @ value[b, seen, group]
+    return mixed
+
+
+def qkv(length, heads, groups, *, rows=3, size=8, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=(rows, length, n, size)).astype(dtype) for n in (heads, groups, groups)]
+
+
+def assert_live_close(actual, expected, atol=2e-6):
+    live = ~np.isnan(expected)
+    assert live.any()
+    assert np.isfinite(actual).all()
+    np.testing.assert_allclose(np.asarray(actual, np.float64)[live], expected[live], atol=atol)
+
+
+GROUPINGS = pytest.mark.parametrize("heads,groups", [(4, 4), (4, 2), (7, 1), (14, 2)])
+
+
+@GROUPINGS
+def test_causal_attention_equals_its_definition(heads, groups):
+    query, key, value = qkv(6, heads, groups)
+    expected = oracle(query, key, value, [0, 0, 0])
+    assert_live_close(ATTENTION(query, key, value), expected)
+
+
+@GROUPINGS
+def test_left_padding_is_not_seen_and_padding_queries_stay_finite(heads, groups):
+    query, key, value = qkv(6, heads, groups)
+    starts = np.array([0, 2, 5], np.int32)
+    expected = oracle(query, key, value, starts)
+    for row, start in enumerate(starts):
+        key[row, :start], value[row, :start] = 1e4, -1e4
+    assert_live_close(ATTENTION(query, key, value, starts=starts), expected)
+
+
+def test_what_follows_the_end_of_a_right_padded_row_changes_no_bit_of_it():
+    query, key, value = qkv(6, 4, 2)
+    before = np.asarray(ATTENTION(query, key, value))
+    ends = [6, 3, 1]
+    for row, end in enumerate(ends):
+        query[row, end:], key[row, end:], value[row, end:] = 3.0, 1e4, -1e4
+    after = np.asarray(ATTENTION(query, key, value))
+    for row, end in enumerate(ends):
+        np.testing.assert_array_equal(after[row, :end], before[row, :end])
+    assert np.isfinite(after).all()
+
+
+def test_bfloat16_attention_stays_within_two_of_its_steps():
+    query, key, value = (x.astype(jnp.bfloat16) for x in qkv(6, 4, 2))
+    expected = oracle(query, key, value, [0, 0, 0])
+    actual = ATTENTION(query, key, value)
+    assert actual.dtype == jnp.bfloat16
+    assert_live_close(actual, expected, atol=2 * 2**-8 * np.abs(expected).max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "groups", "size"), [(28, 4, 128), (14, 2, 64), (8, 8, 128)])
+def test_on_its_device_attention_and_its_derivatives_meet_the_plain_one(heads, groups, size):
+    """A row is filled up on the right, with what would show: its live part does not see it."""
+    arrays = [x.astype(jnp.bfloat16) for x in qkv(384, heads, groups, rows=2, size=size)]
+    live = jnp.arange(384)[:, None, None] < jnp.array([384, 200])[:, None, None, None]
+    filled = [jnp.where(live, x, jnp.bfloat16(50)) for x in arrays]
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def mixed_and_gradients(attend, query, key, value):
+        mixed, vjp = jax.vjp(attend, query, key, value)
+        return mixed, *vjp(jnp.where(live, jnp.cos(mixed), 0))
+
+    actual = mixed_and_gradients(layers.attention, *filled)
+    exact = [x.astype(jnp.float32) for x in filled]
+    for got, wanted in zip(
+        actual, mixed_and_gradients(layers.plain_attention, *exact), strict=True
+    ):
+        assert got.dtype == jnp.bfloat16
+        got, wanted = (np.asarray(jnp.where(live, x, 0), np.float32) for x in (got, wanted))
+        assert np.isfinite(got).all()
+        assert np.abs(got - wanted).max() <= 2**-6 * np.abs(wanted).max()
+
+
+ARCH = architecture.Architecture("llama", 32, 32, 64, 1, 4, 2, 8, rope_theta=100.0)
+
+
+def rotated(x, positions, arch=ARCH):
+    return layers.rotate(x, layers.rope_tables(positions, layers.rope_frequencies(arch)))
+
+
+def test_rotation_turns_the_halves_of_a_head_by_position_times_frequency():
+    """C = 4, theta = 100: frequencies 1 and 1/10; the pairs are (0, 2) and (1, 3)."""
+    arch = dataclasses.replace(ARCH, head_size=4)
+    np.testing.assert_allclose(layers.rope_frequencies(arch), [1.0, 0.1], rtol=1e-6)
+    x = jnp.array([1.0, 1.0, 0.0, 0.0]).reshape(1, 1, 1, 4)
+    actual = rotated(x, jnp.array([[3]]), arch)[0, 0, 0]
+    np.testing.assert_allclose(actual, [np.cos(3), np.cos(0.3), np.sin(3), np.sin(0.3)], atol=1e-6)
+
+
+def test_rotation_keeps_norms_and_position_zero_is_the_identity():
+    x = jax.random.normal(jax.random.key(0), (2, 5, 3, 8))
+    positions = jnp.array([[0, 1, 2, 50, 900], [0, 7, 8, 9, 10]])
+    actual = rotated(x, positions)
+    np.testing.assert_array_equal(actual[:, 0], x[:, 0])
+    norms = [jnp.linalg.norm(y, axis=-1) for y in (actual, x)]
+    np.testing.assert_allclose(*norms, rtol=1e-5)
+    assert np.abs(actual[:, 1:] - x[:, 1:]).max() > 0.1
+
+
+def test_rotated_products_depend_on_the_distance_alone():
+    query, key = jax.random.normal(jax.random.key(1), (2, 1, 1, 1, 8))
+
+    def product(m, n):
+        return jnp.vdot(rotated(query, jnp.array([[m]])), rotated(key, jnp.array([[n]])))
+
+    near = [product(3 + shift, shift) for shift in (0, 1, 40, 500)]
+    np.testing.assert_allclose(near, near[0], atol=1e-4)
+    assert abs(product(4, 0) - near[0]) > 1e-2
+
+
+def test_llama3_keeps_short_wavelengths_and_stretches_long_ones():
+    """Window 64, bounds 1 and 4: fewer than 1 turn within it is long, more than 4 turns are short."""
+    scaling = architecture.Llama3Rope(8.0, 1.0, 4.0, 64)
+    plain = layers.rope_frequencies(dataclasses.replace(ARCH, rope_theta=1e4))
+    scaled = layers.rope_frequencies(
+        dataclasses.replace(ARCH, rope_theta=1e4, rope_scaling=scaling)
+    )
+    turns = 64 * plain / (2 * np.pi)  # 10.2, 1.02, .102, .0102
+    np.testing.assert_array_equal(scaled[turns > 4], plain[turns > 4])
+    np.testing.assert_array_equal(scaled[turns < 1], plain[turns < 1] / np.float32(8))
+    between = (turns > 1) & (turns < 4)
+    blend = (turns[between] - 1) / 3
+    np.testing.assert_allclose(
+        scaled[between], plain[between] * (blend + (1 - blend) / 8), rtol=1e-5
+    )
+    assert between.sum() == 1
+
+
+def test_a_scale_finer_than_bfloat16_acts_on_a_bfloat16_norm():
+    """Near 1 the steps of bfloat16 are 2^-7 wide; the scale is 1 + 2^-9, and the input 128 times it."""
+    x = jnp.full((1, 4), 4.0, jnp.bfloat16)
+    actual = layers.rms_norm(x, jnp.full(4, 128.5), 0.0)
+    assert actual.dtype == jnp.bfloat16
+    # 128.5 is a tie between 128 and 129 in bfloat16 and goes to the even 128; 128.75 does not.
+    np.testing.assert_array_equal(actual, jnp.full((1, 4), 128, jnp.bfloat16))
+    np.testing.assert_array_equal(layers.rms_norm(x, jnp.full(4, 128.75), 0.0).astype(float), 129)
+
+
+def test_noise_far_below_a_step_acts_on_a_split_norm_in_full_on_average():
+    x, scale, noise = jax.random.normal(jax.random.key(0), (3, 1 << 20))
+    x, scale = x.astype(jnp.bfloat16), jnp.exp(0.3 * scale).astype(jnp.bfloat16)
+    noise = 1e-3 * noise  # a step is 2^-8 to 2^-7 of a value
+    clean, noisy = (
+        layers.split_norm(x, s, 1e-6).values.astype(jnp.float32)
+        for s in (scale, scale.astype(jnp.float32) + noise)
+    )
+    wanted = x.astype(jnp.float32) * noise
+    # Of each value there are thousands, so the regression's slope is 1 within a few hundredths.
+    assert abs(jnp.vdot(noisy - clean, wanted) / jnp.vdot(wanted, wanted) - 1) < 0.05
+
+
+def test_rms_norm_by_hand():
+    """Mean square of (1, 7) is 25; with eps = 11 the root is 6."""
+    np.testing.assert_allclose(
+        layers.rms_norm(jnp.array([1.0, 7.0]), jnp.array([6.0, 12.0]), 11.0), [1.0, 14.0], rtol=1e-6
+    )
+
+
+def test_a_split_norm_is_the_whole_one_to_what_is_linear_in_it():
+    x, scale, weight, dy = (
+        jax.random.normal(jax.random.key(i), shape)
+        for i, shape in enumerate([(2, 3, 32), (32,), (8, 32), (2, 3, 8)])
+    )
+
+    def after(x, scale):
+        normed = layers.split_norm(x, scale, 0.1)
+        return normed.values @ weight.T * normed.unit
+
+    before = lambda x, scale: layers.rms_norm(x, scale, 0.1) @ weight.T
+    (actual, pull), (expected, whole_pull) = (jax.vjp(f, x, scale) for f in (after, before))
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    for slope, wanted in zip(pull(dy), whole_pull(dy), strict=True):
+        np.testing.assert_allclose(slope, wanted, atol=1e-5)
+
+
+def test_swiglu_rounds_once():
+    """silu(1) * 1.125 = 0.82244, which goes up; bfloat16's 0.73047 for silu(1) would make 0.82178, which goes down."""
+    actual = jax.jit(layers.swiglu)(jnp.array([1.0, 1.125], jnp.bfloat16))
+    np.testing.assert_array_equal(np.float32(actual), [0.82421875])
+
+
+def test_a_backward_pass_through_swiglu_keeps_its_input_alone():
+    gate_up = jax.random.normal(jax.random.key(0), (4, 16)).astype(jnp.bfloat16)
+    _, pull = jax.vjp(layers.swiglu, gate_up)
+    kept = [leaf for leaf in jax.tree.leaves(pull) if isinstance(leaf, jax.Array)]
+    assert sum(leaf.nbytes for leaf in kept) == gate_up.nbytes
+
+
+def test_swiglu_by_hand():
+    """silu(0) = 0 and silu(ln 3) = 3/4 ln 3; the gate is the first half."""
+    actual = layers.swiglu(jnp.array([0.0, np.log(3), 5.0, 4.0]))
+    np.testing.assert_allclose(actual, [0.0, 3 * np.log(3)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["one x", "an x of each"])
+def test_branches_are_scaled_low_rank_products(same):
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape)
+    x = draw(0, 2, 3, 8)
+    adapters = [
+        (x if same else i * x, draw(1 + i, 8, 2), draw(5 + i, 2, n))
+        for i, n in enumerate((5, 4, 3))
+    ]
+    found = layers.branches(adapters, 0.5)
+    assert len(found) == 3
+    for (down, up), (x, a, b) in zip(found, adapters, strict=True):
+        expected = 0.5 * (x @ a @ b).reshape(6, -1)
+        np.testing.assert_allclose(down @ up, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_branches_of_one_input_pass_its_gradient_on_in_one_product():
+    x, a, b = jnp.ones((4, 8)), jnp.ones((8, 2)), jnp.ones((2, 5))
+
+    def total(x):
+        found = layers.branches([(x, a, b)] * 3, 1.0)
+        return sum((down @ up).sum() for down, up in found)
+
+    products = str(jax.make_jaxpr(jax.grad(total))(x)).count("dot_general")
+    # One forward and one back for all of x A; for each branch one forward and one back for B.
+    assert products == 2 + 3 * 2
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_linear_multiplies_by_the_transposed_weight(packed):
+    x = np.random.default_rng(0).normal(size=(2, 3, 32)).astype(np.float32)
+    weight = jax.random.normal(jax.random.key(1), (24, 32))
+    held = nvfp4.quantize(weight) if packed else weight
+    matrix = nvfp4.dequantize(held) if packed else weight
+    expected = x.astype(np.float64) @ np.asarray(matrix, np.float64).T
+    np.testing.assert_allclose(layers.linear(jnp.asarray(x), held), expected, atol=2e-5)

@@ -1,0 +1,473 @@
+"""The forward pass against transformers' logits and PEFT's, in every padding and with the cache."""
+
+import dataclasses
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.checkpoint import peft as adapters
+from qerl_jax.model import architecture, kv_cache, layers, logprobs
+from qerl_jax.model.transformer import (
+    FusedLinear,
+    LoRA,
+    Transformer,
+    as_computed,
+    head,
+    init_params,
+    noise_shapes,
+    random_base,
+    trainable,
+)
+from tests import golden_files
+
+GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
+MODELS = ["qwen2_untied", "qwen2_tied", "qwen3", "llama3", "mistral"]
+# golden/README.md: float32 with full-precision products.
+ATOL = 1e-4
+
+
+def load(folder, *, weights="float32", lora=None, dtype=jnp.float32):
+    model = Transformer(architecture.load(folder), weights, lora, dtype)
+    return model, checkpoint.load_base(folder, model)
+
+
+def spans(mask):
+    """(starts, ends) of the live slots of each row."""
+    starts = mask.argmax(axis=1).astype(np.int32)
+    return starts, (starts + mask.sum(axis=1)).astype(np.int32)
+
+
+def scores(model, variables, tokens, **options):
+    hidden, cache = model.apply(variables, tokens, **options)
+    return layers.logits(hidden, head(variables["frozen"])), cache
+
+
+def full_forward(model, variables, reference, side, **options):
+    starts, _ = spans(reference[f"{side}.attention_mask"])
+    options |= {"starts": starts} if side == "left" else {}
+    return scores(model, variables, reference[f"{side}.input_ids"], **options)[0]
+
+
+def assert_live_rows_close(actual, expected, mask, atol):
+    difference = np.abs(np.asarray(actual) - expected) * mask[..., None]
+    assert difference.max() < atol
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_transformers(name, side):
+    reference = golden_files.load(GOLDEN / "models" / name / "reference.safetensors")
+    model, frozen = load(GOLDEN / "models" / name)
+    actual = full_forward(model, {"frozen": frozen}, reference, side)
+    assert_live_rows_close(
+        actual, reference[f"{side}.logits"], reference[f"{side}.attention_mask"], ATOL
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_both_spellings_of_the_config_give_one_architecture(name, tmp_path):
+    folder = GOLDEN / "models" / name
+    (tmp_path / "config.json").write_text((folder / "config.v4.json").read_text())
+    assert architecture.load(tmp_path) == architecture.load(folder)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prefill_and_single_steps_through_the_cache_equal_transformers(name):
+    reference = golden_files.load(GOLDEN / "models" / name / "reference.safetensors")
+    model, frozen = load(GOLDEN / "models" / name)
+    variables = {"frozen": frozen}
+    tokens, mask = reference["right.input_ids"], reference["right.attention_mask"]
+    _, ends = spans(mask)
+    rows, length = tokens.shape
+    # Rows of different lengths are prefilled together with the junk after their ends; then every
+    # row goes on from its own end. A page ends in the middle of both.
+    prefill = length - 4
+    cache = kv_cache.create(model.arch, rows, length, model.dtype, page_size=4)
+    first = np.minimum(ends, prefill).astype(np.int32)
+    actual, cache = scores(
+        model, variables, tokens[:, :prefill], lengths=jnp.asarray(first), cache=cache
+    )
+    actual = np.pad(np.asarray(actual), ((0, 0), (0, length - prefill), (0, 0)))
+    step = jax.jit(lambda token, cache: scores(model, variables, token, cache=cache))
+    for _ in range(length - prefill):
+        at = np.minimum(np.asarray(cache.ends), length - 1)
+        logits, cache = step(tokens[np.arange(rows), at][:, None], cache)
+        actual[np.arange(rows), at] = np.asarray(logits[:, 0])
+    assert_live_rows_close(actual, reference["right.logits"], mask, ATOL)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("name", MODELS)
+def test_log_probabilities_and_entropies_equal_the_reference(name, temperature):
+    reference = golden_files.load(GOLDEN / "models" / name / "reference.safetensors")
+    model, frozen = load(GOLDEN / "models" / name)
+    tokens, mask = reference["right.input_ids"], reference["right.attention_mask"]
+    hidden, _ = model.apply({"frozen": frozen}, tokens)
+    states = hidden[:, :-1].reshape(-1, hidden.shape[-1])
+    logps, entropy = logprobs.of_targets(
+        states,
+        head(frozen),
+        tokens[:, 1:].reshape(-1),
+        temperature=temperature,
+        num_tokens=model.arch.vocab_size,
+        chunk=7,
+    )
+    live = mask[:, 1:].reshape(-1)
+    for actual, key in ((logps, "next_logps"), (entropy, "entropy")):
+        expected = reference[f"right.{key}_t{temperature}"].reshape(-1)
+        assert np.abs((np.asarray(actual) - expected) * live).max() < ATOL
+
+
+def test_bfloat16_logits_stay_within_two_percent_of_the_largest():
+    reference = golden_files.load(GOLDEN / "models/qwen2_untied/reference.safetensors")
+    model, frozen = load(GOLDEN / "models/qwen2_untied", weights="bfloat16", dtype=jnp.bfloat16)
+    actual = full_forward(model, {"frozen": frozen}, reference, "right")
+    expected = reference["right.logits"]
+    assert_live_rows_close(
+        actual, expected, reference["right.attention_mask"], 2e-2 * np.abs(expected).max()
+    )
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_compressed_tensors_checkpoint_gives_its_reference_logits(side):
+    folder = GOLDEN / "nvfp4/qwen2_untied"
+    reference = golden_files.load(folder / "reference.safetensors")
+    model, frozen = load(folder, weights="nvfp4")
+    actual = full_forward(model, {"frozen": frozen}, reference, side)
+    assert_live_rows_close(
+        actual, reference[f"{side}.logits"], reference[f"{side}.attention_mask"], ATOL
+    )
+
+
+def test_quantizing_on_load_gives_the_bytes_of_llm_compressor(tmp_path):
+    """The golden checkpoint was made from this model cast to bfloat16."""
+    _, expected = load(GOLDEN / "nvfp4/qwen2_untied", weights="nvfp4")
+    _write_bfloat16_copy(GOLDEN / "models/qwen2_untied", tmp_path)
+    _, actual = load(tmp_path, weights="nvfp4")
+    for linear in ("qkv", "o", "gate_up", "down"):
+        ours, theirs = (tree["layers"][linear]["weight"] for tree in (actual, expected))
+        assert ours.global_scale.shape == theirs.global_scale.shape == (3, 1)
+        np.testing.assert_array_equal(ours.global_scale, theirs.global_scale)
+        np.testing.assert_array_equal(
+            np.asarray(ours.scales, np.float32), np.asarray(theirs.scales, np.float32)
+        )
+        np.testing.assert_array_equal(
+            _without_minus_zero(ours.codes), _without_minus_zero(theirs.codes)
+        )
+
+
+def _write_bfloat16_copy(source, target):
+    import ml_dtypes
+    from safetensors.numpy import save_file
+
+    tensors = golden_files.load(source / "model.safetensors")
+    save_file(
+        {k: v.astype(ml_dtypes.bfloat16) for k, v in tensors.items()}, target / "model.safetensors"
+    )
+    (target / "config.json").write_text((source / "config.json").read_text())
+
+
+def _without_minus_zero(codes):
+    low, high = np.asarray(codes) & 0xF, np.asarray(codes) >> 4
+    return np.where(low == 8, 0, low), np.where(high == 8, 0, high)
+
+
+LORA_GOLDEN = GOLDEN / "lora/qwen2_untied_r8"
+
+
+def load_adapter(base, weights):
+    shape = adapters.read_lora(LORA_GOLDEN)
+    model, frozen = load(base, weights=weights, lora=LoRA(shape.rank, shape.alpha))
+    return model, {"params": adapters.import_adapter(LORA_GOLDEN, model), "frozen": frozen}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_adapter_logits_equal_peft(side):
+    reference = golden_files.load(LORA_GOLDEN / "reference.safetensors")
+    model, variables = load_adapter(GOLDEN / "models/qwen2_untied", "float32")
+    actual = full_forward(model, variables, reference, side)
+    assert_live_rows_close(
+        actual, reference[f"{side}.logits"], reference[f"{side}.attention_mask"], 2e-4
+    )
+
+
+def test_adapter_off_equals_the_base():
+    reference = golden_files.load(LORA_GOLDEN / "reference.safetensors")
+    model, variables = load_adapter(GOLDEN / "models/qwen2_untied", "float32")
+    actual = full_forward(model, variables, reference, "left", adapter=False)
+    assert_live_rows_close(
+        actual, reference["left.logits_adapter_off"], reference["left.attention_mask"], 2e-4
+    )
+
+
+def test_adapter_over_the_packed_base_equals_peft():
+    reference = golden_files.load(LORA_GOLDEN / "reference.safetensors")
+    model, variables = load_adapter(GOLDEN / "nvfp4/qwen2_untied", "nvfp4")
+    actual = full_forward(model, variables, reference, "left")
+    assert_live_rows_close(
+        actual, reference["left.logits_nvfp4_base"], reference["left.attention_mask"], 2e-4
+    )
+
+
+def test_the_more_is_kept_the_fewer_products_are_computed_again():
+    arch = dataclasses.replace(architecture.load(GOLDEN / "models/qwen2_untied"), num_layers=1)
+    model = Transformer(arch, "float32", LoRA(2, 2.0), jnp.float32)
+    frozen = random_base(model, jax.random.key(0))
+    params = init_params(model, frozen, jax.random.key(1))
+
+    def products(remat):
+        def total(params):
+            variables = {"params": params, "frozen": frozen}
+            return model.apply(variables, jnp.ones((1, 4), jnp.int32), remat=remat)[0].sum()
+
+        return str(jax.make_jaxpr(jax.grad(total))(params)).count("dot_general")
+
+    none = products("none")
+    # x A of four linears and attention's two; then gate_up's base with B of its two parts; then qkv's with
+    # three and o's with one.
+    again = {"products": 6, "mlp": 6 + 3, "layer": 6 + 3 + 6}
+    assert {remat: products(remat) - none for remat in again} == again
+
+
+@pytest.mark.parametrize(
+    "remat",
+    ["none", *(pytest.param(r, marks=pytest.mark.slow) for r in ("products", "mlp", "layer"))],
+)
+def test_adapter_gradients_equal_peft(remat):
+    reference = golden_files.load(LORA_GOLDEN / "reference.safetensors")
+    model, variables = load_adapter(GOLDEN / "models/qwen2_untied", "float32")
+    tokens, mask = reference["left.input_ids"], reference["left.attention_mask"]
+    starts, _ = spans(mask)
+    live = jnp.asarray(mask[:, 1:] * mask[:, :-1], jnp.float32)
+
+    def loss(params):
+        variables_ = {"params": params, "frozen": variables["frozen"]}
+        logits, _ = scores(model, variables_, tokens, starts=starts, remat=remat)
+        logps = jax.nn.log_softmax(logits[:, :-1], axis=-1)
+        picked = jnp.take_along_axis(logps, tokens[:, 1:, None], axis=-1)[..., 0]
+        return -(picked * live).sum() / live.sum()
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(variables["params"])
+    np.testing.assert_allclose(value, reference["grad.loss"][0], rtol=1e-5)
+    checked = 0
+    for name, actual in adapters._peft_tensors(grads):
+        if f"grad.{name}" in reference:
+            expected = reference[f"grad.{name}"]
+            assert np.abs(actual - expected).max() < 1e-4 * np.abs(expected).max(), name
+            checked += 1
+    assert checked == 12
+
+
+def tiny(**changes):
+    arch = architecture.load(GOLDEN / "models/qwen2_untied")
+    return Transformer(arch, "nvfp4", LoRA(4, 8.0, **changes), jnp.float32)
+
+
+def test_a_linear_rounds_products_and_its_result_and_nothing_between():
+    """On integers, whose sums are exact in float32 and too long for bfloat16."""
+    rng = np.random.default_rng(0)
+    integers = lambda most, *shape: rng.integers(-most, most + 1, shape).astype(np.float32)
+    x, weight, bias, residual = integers(8, 4, 64), integers(8, 48, 64), integers(8, 48), 64.0
+    unit = np.array([[0.5], [2], [0.75], [3]], np.float32)
+    parts = {name: {"a": integers(3, 64, 8), "b": integers(3, 8, 24)} for name in "kv"}
+
+    b16 = lambda x: jnp.asarray(x, jnp.bfloat16)
+    once = lambda x: np.float32(b16(x))
+    branches = [once(once(x @ part["a"]) @ (2 * part["b"])) for part in parts.values()]
+    y = (once(x @ weight.T) + np.concatenate(branches, axis=1)) * unit + bias + residual
+    linear = FusedLinear((("k", 24), ("v", 24)), "bfloat16", LoRA(8, 16.0), bias=True)
+    actual = jax.jit(linear.apply)(
+        {"frozen": {"weight": b16(weight), "bias": b16(bias)}, "params": parts},
+        layers.Normed(b16(x), jnp.asarray(unit)),
+        jnp.full((4, 48), b16(residual)),
+    )
+    np.testing.assert_array_equal(np.float32(actual), once(y))
+
+
+def test_fresh_adapter_changes_nothing_and_trained_norms_start_at_the_base():
+    model = tiny(train_norms=True)
+    frozen = random_base(model, jax.random.key(0))
+    frozen["layers"]["input_layernorm"]["scale"] *= 1.5
+    params = init_params(model, frozen, jax.random.key(1))
+    tokens = jax.random.randint(jax.random.key(2), (2, 9), 0, 512)
+    variables = {"params": params, "frozen": frozen}
+    np.testing.assert_array_equal(params["layers"]["input_layernorm"]["scale"], 1.5)
+    on, _ = scores(model, variables, tokens)
+    off, _ = scores(model, variables, tokens, adapter=False)
+    np.testing.assert_allclose(on, off, atol=1e-6)
+
+
+def test_trained_norms_are_switched_off_with_the_adapter():
+    model = tiny(train_norms=True)
+    frozen = random_base(model, jax.random.key(0))
+    params = init_params(model, frozen, jax.random.key(1))
+    tokens = jax.random.randint(jax.random.key(2), (2, 9), 0, 512)
+    before, _ = scores(model, {"params": params, "frozen": frozen}, tokens, adapter=False)
+    params["layers"]["input_layernorm"]["scale"] += 0.5
+    variables = {"params": params, "frozen": frozen}
+    np.testing.assert_array_equal(scores(model, variables, tokens, adapter=False)[0], before)
+    assert np.abs(scores(model, variables, tokens)[0] - before).max() > 1e-3
+
+
+def test_noise_acts_as_a_changed_norm_scale():
+    """Equation 10 of arXiv 2510.11696: RMSNorm with w + Z, for q/k/v and gate/up, nowhere else."""
+    model = dataclasses.replace(tiny(), lora=None)
+    frozen = random_base(model, jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(2), (2, 9), 0, 512)
+    shapes = noise_shapes(model.arch)
+    assert set(shapes) == {"layers"}
+    assert set(shapes["layers"]) == {"input_layernorm", "post_attention_layernorm"}
+    noise = jax.tree.map(
+        lambda s: 0.1 * jax.random.normal(jax.random.key(3), s.shape, s.dtype), shapes
+    )
+    moved = jax.tree.map(lambda x: x, frozen)
+    for name, leaf in noise["layers"].items():
+        moved["layers"][name] = {
+            "scale": frozen["layers"][name]["scale"].astype(jnp.float32) + leaf["scale"]
+        }
+    actual, _ = scores(model, {"frozen": frozen, "noise": noise}, tokens)
+    expected, _ = scores(model, {"frozen": moved}, tokens)
+    np.testing.assert_allclose(actual, expected, atol=1e-6)
+    assert np.abs(actual - scores(model, {"frozen": frozen}, tokens)[0]).max() > 1e-3
+
+
+def test_dropout_acts_only_where_a_key_is_given():
+    model = tiny(dropout=0.5)
+    frozen = random_base(model, jax.random.key(0))
+    params = init_params(model, frozen, jax.random.key(1))
+    params = jax.tree.map(lambda x: x + 0.1, params)
+    variables = {"params": params, "frozen": frozen}
+    tokens = jax.random.randint(jax.random.key(2), (2, 9), 0, 512)
+    plain = scores(dataclasses.replace(model, lora=LoRA(4, 8.0)), variables, tokens)[0]
+    np.testing.assert_array_equal(scores(model, variables, tokens)[0], plain)
+    dropped = scores(model, variables, tokens, rngs={"dropout": jax.random.key(4)})[0]
+    assert np.abs(dropped - plain).max() > 1e-3
+
+
+def test_padding_rows_of_the_embedding_have_no_probability():
+    logits = jnp.zeros((2, 6)).at[:, 5].set(100.0)
+    logps = logprobs.log_softmax(logits, 1.0, num_tokens=4)
+    np.testing.assert_allclose(logps[:, :4], np.log(0.25), rtol=1e-6)
+    assert np.isneginf(np.asarray(logps[:, 4:])).all()
+    np.testing.assert_allclose(logprobs.entropy(logps), np.log(4), rtol=1e-6)
+
+
+def test_chunked_log_probabilities_and_their_gradient_equal_the_whole():
+    hidden, weight = (
+        jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(10, 8), (32, 8)])
+    )
+    targets = jnp.arange(10) * 3
+
+    def chunked(hidden, weight=weight):
+        return logprobs.of_targets(
+            hidden, weight, targets, temperature=0.8, num_tokens=30, chunk=4
+        )[0]
+
+    def whole(hidden, weight=weight):
+        logps = jax.nn.log_softmax((hidden @ weight.T / 0.8)[:, :30], axis=-1)
+        return jnp.take_along_axis(logps, targets[:, None], axis=-1)[:, 0]
+
+    np.testing.assert_allclose(chunked(hidden), whole(hidden), atol=1e-5)
+    weights = jnp.linspace(-1, 1, 10)
+    slopes, expected = (
+        jax.jit(jax.grad(lambda h, w, f=f: f(h, w) @ weights, argnums=(0, 1)))(hidden, weight)
+        for f in (chunked, whole)
+    )
+    np.testing.assert_allclose(slopes[0], expected[0], atol=1e-5)
+    np.testing.assert_allclose(slopes[1], expected[1], atol=1e-5)
+
+
+def test_memory_of_log_probabilities_does_not_grow_with_rows_times_vocabulary():
+    def temporaries(rows, vocabulary=4096, width=8):
+        def loss(hidden, weight, targets):
+            logps, entropies = logprobs.of_targets(
+                hidden, weight, targets, temperature=1.0, num_tokens=vocabulary, chunk=32
+            )
+            return jnp.sum(logps), entropies
+
+        shapes = (
+            jax.ShapeDtypeStruct((rows, width), jnp.float32),
+            jax.ShapeDtypeStruct((vocabulary, width), jnp.float32),
+            jax.ShapeDtypeStruct((rows,), jnp.int32),
+        )
+        compiled = jax.jit(jax.grad(loss, has_aux=True)).lower(*shapes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    # Nine times the rows: 2048 more, whose logits would be 32 MiB, and whose states are 64 KiB.
+    assert temporaries(2304) - temporaries(256) < 2**20
+
+
+def test_known_shapes_have_their_published_sizes():
+    """Parameters in units of 10^9, from the model cards."""
+    billions = {name: arch.num_parameters() / 1e9 for name, arch in architecture.KNOWN.items()}
+    expected = {
+        "qwen2.5-3b": 3.09,
+        "qwen2.5-7b": 7.62,
+        "qwen2.5-14b": 14.77,
+        "qwen2.5-32b": 32.76,
+        "qwen3-0.6b": 0.6,
+        "qwen3-8b": 8.19,
+        "qwen3-32b": 32.76,
+        "llama-3.2-1b": 1.24,
+        "llama-3.2-3b": 3.21,
+        "llama-3.1-8b": 8.03,
+        "llama-3.1-70b": 70.55,
+        "mistral-7b-v0.3": 7.25,
+    }
+    for name, size in expected.items():
+        assert round(billions[name], 2) == size
+
+
+@pytest.mark.parametrize("name", ["qwen2_tied", pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_a_full_model_trains_its_layers_with_the_gradient_of_the_bare_base(name):
+    reference = golden_files.load(GOLDEN / "models" / name / "reference.safetensors")
+    bare, frozen = load(GOLDEN / "models" / name)
+    tokens = reference["right.input_ids"][:, :6]
+    full = bare.clone(full=True)
+    params, rest = trainable(full, frozen, jax.random.key(0))
+    assert set(params) == {"layers"} and set(rest) == set(frozen) - {"layers"}
+    noise = jax.tree.map(lambda s: jnp.full(s.shape, 0.1), noise_shapes(bare.arch))
+
+    def loss(model, variables):
+        return jnp.sum(jnp.sin(scores(model, variables | {"noise": noise}, tokens)[0]))
+
+    found = jax.jit(jax.value_and_grad(lambda p: loss(full, {"params": p, "frozen": rest})))
+    expected = jax.jit(jax.value_and_grad(lambda f: loss(bare, {"frozen": f})))
+    (value, slopes), (bare_value, bare_slopes) = found(params), expected(frozen)
+    # A sum in which most cancels, by two programs.
+    np.testing.assert_allclose(value, bare_value, rtol=1e-5)
+    assert jax.tree.structure(slopes) == jax.tree.structure({"layers": bare_slopes["layers"]})
+    for path, slope in jax.tree_util.tree_leaves_with_path(slopes):
+        theirs = functools.reduce(lambda tree, key: tree[key.key], path, bare_slopes)
+        scale = np.abs(theirs).max()
+        assert scale > 0, path
+        np.testing.assert_allclose(slope, theirs, rtol=0, atol=1e-4 * scale, err_msg=str(path))
+
+
+def test_rounding_the_weights_once_changes_no_score():
+    """What the sampler reads is what the trainer's products round to."""
+    model, frozen = load(GOLDEN / "models" / "qwen2_tied", weights="bfloat16", dtype=jnp.bfloat16)
+    model = model.clone(full=True)
+    params, rest = trainable(model, frozen, jax.random.key(0))
+    params = jax.tree.map(lambda leaf: leaf * 1.001, params)  # no longer on bfloat16's grid
+    rounded = as_computed(params, model.dtype)
+    types = {
+        path[-1].key: leaf.dtype for path, leaf in jax.tree_util.tree_leaves_with_path(rounded)
+    }
+    assert types == {"weight": jnp.bfloat16, "bias": jnp.bfloat16, "scale": jnp.float32}
+    tokens = jnp.arange(6)[None]
+    both = [scores(model, {"params": p, "frozen": rest}, tokens)[0] for p in (params, rounded)]
+    np.testing.assert_array_equal(*both)
+
+
+def test_an_adapter_is_not_rounded():
+    model = Transformer(architecture.KNOWN["qwen2.5-0.5b"], lora=LoRA(2, 2.0))
+    params = {"layers": {"o": {"o_proj": {"a": jnp.ones(2) / 3, "b": jnp.ones(2) / 3}}}}
+    rounded = as_computed(params, model.dtype)
+    jax.tree.map(np.testing.assert_array_equal, rounded, params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(rounded)} == {jnp.dtype("float32")}

@@ -1,0 +1,178 @@
+"""Scales that are folded in change nothing but the rounding, which they make better."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.checkpoint import packed_formats as formats
+from qerl_jax.checkpoint.base import TINY
+from qerl_jax.checkpoint.safetensors import Tensors
+from qerl_jax.data import tokenizer
+from qerl_jax.model import architecture, layers
+from qerl_jax.model.transformer import Transformer, run_layer
+from qerl_jax.quantization import awq, calibration
+from qerl_jax.quantization import quantizer as quantize
+from qerl_jax.quantization.calibration import Calibration, HiddenStates
+from qerl_jax.quantization.quantizer import Recipe
+from scripts.measure_quantization import load, mean_kl
+from tests.golden_files import GOLDEN
+
+TOKENS = tokenizer.load(TINY)
+ROWS = Calibration("arithmetic", num_samples=24, max_length=64)
+
+
+def first_layer(folder):
+    """The architecture of a model, and its first layer's tensors by their names in a folder."""
+    tensors = Tensors(folder)
+    return architecture.load(folder), {
+        name: np.array(tensors[name]) for name in tensors if name.startswith("model.layers.0.")
+    }
+
+
+def as_tree(arch, tensors):
+    def read(_, names):
+        return jnp.concatenate([jnp.asarray(tensors[f"{name}.weight"]) for name in names])
+
+    return checkpoint.read_layer(arch, tensors, "model.layers.0.", jnp.float32, read)
+
+
+def hidden(arch, seed=0, shape=(3, 12)):
+    """Inputs whose channels differ in size by a factor of a hundred, as they do in language models."""
+    rng = np.random.default_rng(seed)
+    sizes = 10 ** rng.uniform(-1, 1, arch.width)
+    return jnp.asarray(rng.standard_normal((*shape, arch.width)) * sizes, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen2_untied", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "llama3"))],
+)
+def test_folding_changes_nothing_but_the_rounding(name, monkeypatch):
+    """Biases of v, several query heads to a key, norms of heads: all see the same numbers after it."""
+    monkeypatch.setattr(awq, "CLIPS", ())
+    monkeypatch.setattr(awq, "GRID", 4)
+    arch, tensors = first_layer(GOLDEN / "models" / name)
+    model, x = Transformer(arch, "float32", None, jnp.float32), hidden(arch)
+    run = jax.jit(lambda layer: run_layer(model, layer, x))
+    expected, inputs = run(as_tree(arch, tensors))
+    live = jnp.ones(x.shape[:2], bool)
+    seen = {
+        linear: awq.observe(awq.no_inputs(arch.input_width(linear)), inputs[linear], live)
+        for linear in arch.linears()
+    }
+    folded = awq.fold(
+        arch,
+        formats.named("nvfp4" if name == "llama3" else "mxfp4"),
+        tensors,
+        "model.layers.0.",
+        seen,
+    )
+    actual, new_inputs = run(as_tree(arch, folded.tensors))
+    scale = np.abs(np.asarray(expected)).max()
+    np.testing.assert_allclose(actual, expected, atol=2e-6 * scale)
+    for linear in arch.linears():
+        moved = np.abs(np.asarray(new_inputs[linear] / inputs[linear] - 1))
+        assert np.nanmedian(moved) > 0.01, linear
+        nearest, found = folded.errors[linear]
+        assert 0 < found < nearest
+
+
+def test_padding_is_not_observed():
+    x = np.random.default_rng(0).standard_normal((2, 5, 8)).astype(np.float32)
+    live = np.array([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], bool)
+    seen = awq.observe(awq.no_inputs(8), jnp.asarray(np.where(live[..., None], x, 1e9)), live)
+    rows = np.concatenate([x[0, :3], x[1]])
+    np.testing.assert_allclose(seen.gram, rows.T @ rows, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(seen.magnitude, np.abs(rows).sum(0), rtol=1e-5)
+
+
+def test_hidden_states_pass_layers_as_the_model_does():
+    model, frozen, _ = load(TINY, "float32")
+    ids, lengths = calibration.token_rows(ROWS, TOKENS)
+    assert (np.diff(lengths) <= 0).all() and ids.shape == (24, lengths[0])
+    states = HiddenStates(model, np.asarray(frozen["embed_tokens"]), ids, lengths)
+    for index in range(model.arch.num_layers):
+        states.advance(jax.tree.map(lambda leaf: leaf[index], frozen["layers"]))  # noqa: B023
+    expected, _ = model.apply({"frozen": frozen}, jnp.asarray(ids))
+    actual = layers.rms_norm(
+        jnp.asarray(np.stack(states.rows)), frozen["norm"]["scale"], model.arch.rms_norm_eps
+    )
+    live = np.arange(ids.shape[1]) < lengths[:, None]
+    np.testing.assert_allclose(actual[live], expected[live], rtol=1e-4, atol=1e-4)
+
+
+def test_rows_are_found_under_the_usual_names(tmp_path):
+    rows = {
+        "messages": '{"messages": [{"role": "user", "content": "2+3?"}]}',
+        "sharegpt": '{"system": "Sum.", "conversations": [{"from": "human", "value": "2+3?"}, '
+        '{"from": "gpt", "value": "5"}]}',
+        "text": '{"text": "2+3=5"}',
+        "pair": '{"problem": "2+3?", "solution": "5"}',
+    }
+    found = {}
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(row + "\n")
+        found[name] = calibration.texts(Calibration(str(tmp_path / f"{name}.jsonl")), TOKENS)
+    chat = lambda *messages: [TOKENS.hf.apply_chat_template(list(messages), tokenize=False)]
+    user, assistant = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}
+    assert found["messages"] == chat(user)
+    assert found["sharegpt"] == chat({"role": "system", "content": "Sum."}, user, assistant)
+    assert found["text"] == ["2+3=5"]
+    assert found["pair"] == chat(user, assistant)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ('{"weight": 3}', r"row 0: no column .* it has \['weight'\]"),
+        ('{"messages": "hello"}', "row 0: messages: got 'hello'; must be a list of messages"),
+        ('{"text": 3}', "row 0: text: got 3; must be a text"),
+        ('{"text": ""}', "its texts have no tokens"),
+    ],
+)
+def test_rows_without_texts_are_refused(tmp_path, row, said):
+    (tmp_path / "odd.jsonl").write_text(row + "\n")
+    with pytest.raises(ValueError, match=f"odd.jsonl.*{said}"):
+        calibration.token_rows(Calibration(str(tmp_path / "odd.jsonl")), TOKENS)
+
+
+@pytest.mark.slow
+def test_a_killed_calibrated_job_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
+    """The hidden states are not kept: they pass again through the layers that are written."""
+    monkeypatch.setattr(awq, "GRID", 2)
+    monkeypatch.setattr(awq, "CLIPS", (0.9,))
+    recipe = Recipe("nvfp4", "awq", calibration=ROWS)
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    quantize.quantize("qerl-tiny", whole, recipe, lambda line: None)
+    lines = []
+
+    def stop(line):
+        lines.append(line)
+        if line.startswith("layer 2"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize.quantize("qerl-tiny", out, recipe, stop)
+    assert "of outputs" in lines[-1]
+    report = quantize.quantize("qerl-tiny", out, recipe, lines.append)
+    for number in range(1, 5):
+        name = f"model-{number:05d}-of-00004.safetensors"
+        assert (out / name).read_bytes() == (whole / name).read_bytes()
+    for layer in report["layers"]:
+        assert all(found <= nearest for nearest, found in layer["outputs"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nvfp4", "nf4"])
+def test_calibration_brings_the_shipped_base_nearer_to_its_16_bits(name, tmp_path):
+    reference = load("qerl-tiny", "float32")
+    held_out = Calibration("arithmetic", num_samples=192, max_length=256, seed=1000)
+    ids, lengths = calibration.token_rows(held_out, TOKENS)
+    kls = {}
+    for method in ("rtn", "awq"):
+        recipe = Recipe(name, method, calibration=Calibration("arithmetic", 256, 256))
+        quantize.quantize("qerl-tiny", tmp_path / method, recipe, lambda line: None)
+        kls[method] = mean_kl(reference, load(tmp_path / method, name), ids, lengths)
+    assert kls["awq"] < kls["rtn"]

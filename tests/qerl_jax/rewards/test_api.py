@@ -1,0 +1,212 @@
+import asyncio
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from qerl_jax.data import problems as data
+from qerl_jax.rewards import api as rewards
+from qerl_jax.rewards import stock as reward_functions
+
+
+def test_importing_rewards_is_light():
+    heavy = ["datasets", "flax", "jax", "math_verify", "sympy", "transformers"]
+    program = f"import sys, qerl_jax.rewards; print([n for n in {heavy} if n in sys.modules])"
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert said == "[]\n"
+
+
+def length_reward(completions, **_):
+    return [len(completion) for completion in completions]
+
+
+def test_functions_are_found_by_name_path_file_and_as_they_are(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def own(completions, **_):\n    return [7.0] * len(completions)\n")
+    resolved = rewards.resolve(["accuracy_reward", "math:sqrt", f"{file}:own", length_reward])
+    assert [name for name, _ in resolved] == ["accuracy_reward", "sqrt", "own", "length_reward"]
+    assert resolved[2][1](["x"]) == [7.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("acuracy_reward", "no reward function 'acuracy_reward'; there are .*'accuracy_reward'"),
+        ("no_such_module:f", "could not import rewards from 'no_such_module': ModuleNotFoundError"),
+        ("no_such_file.py:f", "could not import rewards from 'no_such_file.py': FileNotFoundError"),
+        ("math:f", "math has no 'f'"),
+        ("math:pi", "'math:pi' cannot be called: float"),
+    ],
+)
+def test_functions_that_cannot_be_found_are_named(name, message):
+    with pytest.raises(ValueError, match=message):
+        rewards.resolve([name])
+
+
+def test_two_functions_of_one_name_are_refused():
+    with pytest.raises(ValueError, match=r"repeated: \['format_reward'\]"):
+        rewards.resolve(["format_reward", "qerl_jax.rewards.stock:format_reward"])
+
+
+def test_factories_are_called_with_their_options(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def get_constant(value):\n"
+        "    def constant(completions, **_):\n"
+        "        return [value] * len(completions)\n"
+        "    return constant\n"
+    )
+    path = f"{file}:get_constant"
+    resolved = rewards.resolve(
+        ["get_repetition_penalty_reward", path],
+        {path: {"value": 3.0}, "get_repetition_penalty_reward": {"ngram_size": 1}, "other": {}},
+    )
+    assert [name for name, _ in resolved] == ["repetition_penalty_reward", "constant"]
+    assert resolved[0][1](completion_ids=[[1, 1]]) == [-0.5]
+    assert resolved[1][1](["x"]) == [3.0]
+    ((_, default),) = rewards.resolve(["get_repetition_penalty_reward"])
+    assert default(completion_ids=[[1, 1, 1, 1]]) == [-0.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("get_cosine_scaled_reward", {}, "get_cosine_scaled_reward: got {}.*missing.*max_len"),
+        ("get_cosine_scaled_reward", {"max_len": 0}, "'max_len': 0}; max_len: got 0; must be at"),
+        ("get_code_reward", {"second": 1}, "unexpected keyword argument 'second'"),
+        ("format_reward", {"strict": True}, "rewards.options.format_reward: .*takes no options"),
+        ("math:sqrt", {}, "rewards.options.math:sqrt: got {}"),
+        ("platform:machine", {}, "what 'platform:machine' makes cannot be called"),
+    ],
+)
+def test_options_that_a_factory_refuses_are_named(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        rewards.resolve([name], {name: options})
+
+
+def evaluate(function, rows=2, **columns):
+    return rewards.evaluate(
+        [("f", function)], ["p"] * rows, ["c"] * rows, [[0]] * rows, columns, {"extra": 1}
+    )
+
+
+def test_functions_receive_columns_and_extras_and_may_abstain():
+    def plain(prompts, completions, completion_ids, level, extra, log_extra, log_metric):
+        return [level[0] + extra, None]
+
+    async def slow(level, **_):
+        await asyncio.sleep(0)
+        return np.array(level) * 0.5
+
+    scores = rewards.evaluate(
+        [("slow", slow), ("plain", plain)],
+        ["p", "q"],
+        ["a", "b"],
+        [[1], [2]],
+        {"level": [3, 4]},
+        {"extra": 10},
+    )
+    assert scores.dtype == np.float32
+    np.testing.assert_array_equal(scores, np.float32([[1.5, 13], [2, np.nan]]))
+
+
+def test_async_functions_run_inside_a_running_loop():
+    async def slow(completions, **_):
+        return [True for _ in completions]
+
+    async def notebook():
+        return evaluate(slow)
+
+    assert asyncio.run(notebook()).tolist() == [[1.0], [1.0]]
+
+
+class AsyncCallable:
+    async def __call__(self, completions, **_):
+        return [2] * len(completions)
+
+
+def test_objects_with_an_async_call_are_awaited():
+    assert evaluate(AsyncCallable()).tolist() == [[2.0], [2.0]]
+
+
+async def raises_late(**_):
+    raise KeyError("late")
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda **_: 1 / 0, r"'f' raised ZeroDivisionError on 2 rows with the columns \['level'\]"),
+        (raises_late, "'f' raised KeyError on 2 rows"),
+        (lambda completions, answer, **_: [], "raised TypeError on 2 rows.*'answer'"),
+        (lambda **_: [1.0], "'f' returned 1 values for 2 rows"),
+        (lambda **_: 1.0, "'f' must return a list of 2 values; got float"),
+        (lambda **_: "10", "'f' must return a list of 2 values; got str"),
+        (lambda **_: [1, "1"], "'f' returned '1' for row 1"),
+        (lambda **_: [[1], 1], r"'f' returned \[1\] for row 0"),
+        (lambda **_: [1, float("nan")], "'f' returned nan for row 1"),
+        (lambda **_: [float("inf"), 1], "'f' returned inf for row 0"),
+    ],
+)
+def test_faulty_functions_are_named(function, message):
+    with pytest.raises(rewards.RewardError, match=message):
+        evaluate(function, level=[1, 2])
+
+
+def test_what_functions_log_is_recorded():
+    async def first(completions, log_extra, log_metric, **_):
+        log_extra("letters", [len(c) for c in completions])
+        log_metric("share", 1)
+        return [0, 0]
+
+    def second(log_metric, **_):
+        log_metric("share", np.float32(0.5))
+        return [0, 0]
+
+    record = rewards.Record(2)
+    named = [("first", first), ("second", second)]
+    rewards.evaluate(named, ["p", "q"], ["a", "bcd"], [[1], [2]], {}, record=record)
+    assert record.columns == {"letters": [1, 3]}
+    assert record.values == {"share": [0.5, 1.0]}
+    assert record.metrics == {"share": 0.75}
+
+
+def test_a_logged_column_must_have_a_value_per_row():
+    def short(log_extra, **_):
+        log_extra("letters", [1])
+        return [0, 0]
+
+    with pytest.raises(rewards.RewardError, match="'f' raised .*'letters'.*1 values for 2 rows"):
+        evaluate(short)
+
+
+def test_a_logged_column_hides_none_of_the_log():
+    def hiding(log_extra, **_):
+        log_extra("reward", [1, 2])
+        return [0, 0]
+
+    with pytest.raises(rewards.RewardError, match="'reward'.: is a column already"):
+        evaluate(hiding)
+
+
+def test_columns_must_not_take_an_arguments_name():
+    with pytest.raises(ValueError, match=r"\['prompts', 'log_metric', 'extra'\]"):
+        evaluate(lambda **_: [0, 0], prompts=["a", "b"], log_metric=[1, 2], extra=[1, 2])
+
+
+def test_check_finds_a_missing_column_before_training():
+    problems = data.load("arithmetic", num_problems=2)
+    rewards.check(rewards.resolve(["accuracy_reward", "format_reward"]), problems[:2])
+    needs_level = [("needs_level", lambda level, **_: level)]
+    with pytest.raises(rewards.RewardError, match=r"'needs_level' raised TypeError.*\['answer'\]"):
+        rewards.check(needs_level, problems[:2])
+
+
+def test_completions_take_the_form_of_their_prompts():
+    assert rewards.as_completion("1+1=", "2") == "2"
+    chat = rewards.as_completion([{"role": "user", "content": "1+1="}], "2")
+    assert chat == [{"role": "assistant", "content": "2"}]
+    assert reward_functions.completion_text(chat) == "2"

@@ -1,0 +1,178 @@
+"""The pool: what comes back from calls that hang, die or raise, and that no worker outlives us."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from qerl_jax.rewards.process_pool import Failure, Pool
+
+ROOT = pathlib.Path(__file__).parents[3]
+FUNCTIONS = """
+import os, signal, sys, time
+sys.stdout.write("printed while importing")
+
+def double(x):
+    print("printed while called")
+    return 2 * x
+
+def pid():
+    return os.getpid()
+
+def hang(seconds):
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    time.sleep(seconds)
+
+def power(base, exponent):
+    return base ** exponent % 10
+
+def leave():
+    os._exit(3)
+
+def fail(text):
+    raise KeyError(text)
+
+def loaded(names):
+    return [name for name in names if name in sys.modules]
+"""
+
+
+@pytest.fixture
+def pool(tmp_path, monkeypatch):
+    """Makes pools over FUNCTIONS."""
+    (tmp_path / "worker_functions.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made = []
+
+    def make(workers=1, seconds=20.0, module="worker_functions"):
+        made.append(Pool(module, workers=workers, seconds=seconds))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+def is_alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A zombie has ended, though nobody has looked at it yet.
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_values_come_in_the_order_of_the_calls(pool):
+    assert pool(workers=2).map("double", [(n,) for n in range(20)]) == list(range(0, 40, 2))
+
+
+def test_text_of_any_kind_survives_the_way(pool):
+    texts = ["two\nlines", "东京 🙂", '"quoted"', "\ud800", "x" * 1_000_000]
+    assert pool().map("double", [(text,) for text in texts]) == [2 * text for text in texts]
+
+
+def test_a_call_over_its_limit_is_killed_and_the_others_are_answered(pool):
+    calls = pool(workers=2, seconds=2.0)
+    assert calls.map("hang", [(0,), (60,), (0,)]) == [None, Failure("timeout"), None]
+
+
+def test_a_loop_that_never_returns_to_python_is_killed_too(pool):
+    # An exponentiation in C holds the interpreter: no signal handler of Python's would run.
+    calls = pool(seconds=2.0)
+    assert calls.map("power", [(7, 2), (7, 10**9)]) == [9, Failure("timeout")]
+
+
+def test_a_call_that_takes_its_process_along_costs_only_itself(pool):
+    calls = pool()
+    assert calls.map("leave", [()]) == [Failure("died")]
+    assert calls.map("double", [(1,)]) == [2]
+
+
+def test_memory_is_bounded(pool):
+    calls = pool(module="builtins")
+    assert calls.map("bytearray", [(1 << 40,)]) == [Failure("raised", "MemoryError: ")]
+
+
+def test_an_exception_is_named_and_the_worker_stays(pool):
+    calls = pool()
+    (before,) = calls.map("pid", [()])
+    assert calls.map("fail", [("why",)]) == [Failure("raised", "KeyError: 'why'")]
+    assert calls.map("pid", [()]) == [before]
+
+
+def test_a_worker_that_was_killed_while_idle_is_replaced(pool):
+    calls = pool()
+    (before,) = calls.map("pid", [()])
+    os.kill(before, signal.SIGKILL)
+    wait_until(lambda: not is_alive(before))
+    assert calls.map("double", [(3,)]) == [6]
+
+
+def test_nothing_starts_before_it_is_needed_and_close_ends_it(pool):
+    calls = pool()
+    assert calls.map("pid", []) == []
+    (pid,) = calls.map("pid", [()])
+    assert is_alive(pid)
+    calls.close()
+    assert not is_alive(pid)
+
+
+def test_a_module_that_cannot_be_imported_is_an_error_with_its_reason(pool):
+    with pytest.raises(RuntimeError, match="no_such_module: ModuleNotFoundError: .*no_such_module"):
+        pool(module="no_such_module").map("f", [()])
+
+
+@pytest.mark.parametrize(("workers", "seconds"), [(0, 1.0), (1, 0.0)])
+def test_impossible_pools_are_refused(workers, seconds):
+    with pytest.raises(ValueError, match="must be positive"):
+        Pool("math", workers=workers, seconds=seconds)
+
+
+def test_workers_know_neither_jax_nor_the_parents_main_module(pool):
+    import jax  # noqa: F401 (so that a fork would have it)
+
+    heavy = ["jax", "flax", "transformers", "pytest"]
+    assert pool().map("loaded", [(heavy,)]) == [[]]
+
+
+PARENT = """
+import sys, threading
+sys.path.insert(0, {folder!r})
+from qerl_jax.reward_workers import Pool
+pool = Pool("worker_functions", workers=2, seconds=1.0)
+idle, busy = pool._idle.get(), pool._idle.get()
+print(idle.call("pid", ()), busy.call("pid", ()), flush=True)
+busy.call({call!r}, (60,))
+"""
+
+
+@pytest.mark.parametrize("call", ["hang", "power_tower"])
+def test_workers_end_with_a_parent_that_is_killed(pool, tmp_path, call):
+    pool()
+    more = "def power_tower(_):\n    return 7 ** 10**9\n"
+    path = tmp_path / "worker_functions.py"
+    path.write_text(FUNCTIONS + more)
+    program = PARENT.format(folder=str(tmp_path), call=call)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    try:
+        idle, busy = map(int, parent.stdout.readline().split())
+        assert is_alive(idle) and is_alive(busy)
+        os.kill(parent.pid, signal.SIGKILL)
+        wait_until(lambda: not is_alive(idle) and not is_alive(busy))
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()

@@ -1,0 +1,418 @@
+"""The stock of rewards, function by function, each a table that can be checked by hand."""
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from qerl_jax.rewards import sandbox
+from qerl_jax.rewards import stock as reward_functions
+from qerl_jax.rewards.process_pool import Failure
+from qerl_jax.rewards.stock import FACTORIES, STOCK
+
+
+def score(name, completion, answer):
+    """A function's value for one row, the same whether the completion is text or a chat."""
+    (value,) = STOCK[name](completions=[completion], answer=[answer])
+    chat = [{"role": "assistant", "content": completion}]
+    assert STOCK[name](completions=[chat], answer=[answer]) == [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("<answer>27</answer>", "27", 1),
+        ("<answer> 27.0 </answer>", "27", 1),
+        ("<answer>27.</answer>", "27", 1),
+        ("<answer>27.5</answer>", "27", 0),
+        ("<answer>$1,234.00</answer>", "1234", 1),
+        (r"<answer>\$5</answer>", "5", 1),
+        ("<answer>12,34</answer>", "1234", 0),
+        ("<answer>1,2</answer>", "1,2", 1),
+        ("<answer>025</answer>", "25", 1),
+        ("<answer>-3</answer>", "-3", 1),
+        ("<answer>−3</answer>", "-3", 1),
+        ("<answer>3</answer>", "-3", 0),
+        ("<answer>+3</answer>", "3", 1),
+        ("<answer>.5</answer>", "0.50", 1),
+        ("<answer>4</answer>", 4, 1),
+        ("<answer>4</answer>", 4.0, 1),
+        ("<answer>four</answer>", "four", 1),
+        ("<answer>Four</answer>", "four", 0),
+        ("<answer>东京 🙂</answer>", "东京 🙂", 1),
+        ("<answer>4 eggs</answer>", "4", 0),
+        ("<answer>1</answer> no: <answer>2</answer>", "2", 1),
+        ("<answer>1</answer> no: <answer>2</answer>", "1", 0),
+        ("<answer>2</answer><answer>", "2", 1),
+        ("<answer><answer>2</answer></answer>", "2", 1),
+        ("<answer>\n2\n</answer>", "2", 1),
+        ("<answer></answer>", "", 1),
+        ("<answer>2", "2", 0),
+        ("2", "2", 0),
+        ("", "2", 0),
+        ("<answer>2</answer>", None, None),
+    ],
+)
+def test_accuracy_compares_the_last_answer_by_value(completion, answer, reward):
+    assert score("accuracy_reward", completion, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "strict", "flexible"),
+    [
+        ("so\n#### 1,234", "1234", 1, 1),
+        ("####5", "5", 1, 1),
+        ("#### $5.00.", "5", 1, 1),
+        ("#### -7", "-7", 1, 1),
+        ("#### 1\n#### 2", "2", 1, 1),
+        ("#### 2\n#### ?", "2", 1, 1),
+        ("#### 2 of 3", "2", 1, 0),
+        ("### 2", "2", 0, 1),
+        ("She has 2 eggs.", "2", 0, 1),
+        ("She has 2 eggs out of 12", "2", 0, 0),
+        ("2", "2", 0, 1),
+        ("", "2", 0, 0),
+        ("#### 2", None, None, None),
+    ],
+)
+def test_gsm8k_strict_reads_hashes_and_flexible_the_last_number(
+    completion, answer, strict, flexible
+):
+    assert score("gsm8k_hash_reward", completion, answer) == strict
+    assert score("gsm8k_flexible_reward", completion, answer) == flexible
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        (r"\boxed{5}", "5", 1),
+        (r"\boxed{5.0}", "5", 1),
+        (r"\boxed{4} then \boxed{5}", "5", 1),
+        (r"\boxed{5} then \boxed{4}", "5", 0),
+        (r"\boxed{\frac12}", r"\frac{1}{2}", 1),
+        (r"\boxed{x = 5 \text{ cm}}", "5", 1),
+        (r"\boxed{0.5}", r"\frac{1}{2}", 0),
+        (r"\boxed{5", "5", 0),
+        ("5", "5", 0),
+        (r"\boxed{5}", None, None),
+    ],
+)
+def test_boxed_compares_the_last_box_as_text_or_number(completion, answer, reward):
+    assert score("boxed_reward", completion, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "minerva", "boxed"),
+    [
+        ("Answer: 34", "34", 1, 0),
+        ("answer : 34", "34", 1, 0),
+        ("Answer: $34$", "34", 1, 0),
+        ("Answer: x = 34", "34", 1, 0),
+        ("Answer: 34 cm", "34", 1, 0),
+        ("Answer: 1,234", "1234", 1, 0),
+        (r"Answer: $\frac12$", r"\frac{1}{2}", 1, 0),
+        (r"Answer: \boxed{34}", "34", 1, 1),
+        ("Answer: 34.0", "34", 0, 0),
+        ("Answer: 33\nAnswer: 34", "34", 1, 0),
+        ("Answer: 34\nAnswer: 33", "34", 0, 0),
+        ("Answer: 34 because", "34", 0, 0),
+        ("34", "34", 0, 0),
+        ("", "", 0, 0),
+        (r"\boxed{34}", "34", 0, 1),
+        (r"\boxed{ 34}", "34", 0, 0),
+        (r"\boxed{34}" + 90 * " ", "34", 0, 1),
+        (r"\boxed{34}" + 91 * " ", "34", 0, 0),
+        ("Answer: 34\n" + 289 * ".", "34", 1, 0),
+        ("Answer: 34\n" + 290 * ".", "34", 0, 0),
+        ("Answer: 34", 34, 1, 0),
+        ("Answer: 34", None, None, None),
+    ],
+)
+def test_dapo_reads_the_end_of_the_text_only(completion, answer, minerva, boxed):
+    assert score("dapo_reward", completion, answer) == minerva
+    assert score("dapo_boxed_reward", completion, answer) == boxed
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "exact", "digits"),
+    [
+        ("<answer>72</answer>", "72", 2, 0.2),
+        ("<answer>\n72\n</answer>\n", "72", 2, 0.2),
+        ("<answer>1</answer><answer>72</answer>", "72", 2, 0.2),
+        ("72", "72", 2, 0.2),
+        ("<answer>72.0</answer>", "72", 0, 0),
+        ("<answer>-72</answer>", "-72", 2, 0),
+        ("It is 72", "72", 0, 0),
+        ("<answer></answer>", "72", 0, 0),
+        ("", "72", 0, 0),
+    ],
+)
+def test_xml_answer_is_compared_to_the_letter(completion, answer, exact, digits):
+    assert score("xml_answer_reward", completion, answer) == exact
+    assert score("int_reward", completion, answer) == digits
+
+
+@pytest.mark.parametrize(
+    ("completion", "whole", "soft", "think", "begins"),
+    [
+        ("<think>a</think><answer>b</answer>", 1, 0.2, 0.2, 1),
+        ("<think>a\n\nb</think>\n<answer>c\nd</answer>\n", 1, 0.2, 0.2, 1),
+        ("<think></think><answer></answer>", 1, 0.2, 0.2, 1),
+        (" <think>a</think><answer>b</answer>", 1, 0.2, 0.2, 0),
+        ("<think>a</think> so <answer>b</answer>", 0, 0, 0.2, 1),
+        ("<think>a</think><answer>b</answer> done", 0, 0.2, 0.2, 1),
+        ("Hm. <think>a</think><answer>b</answer>", 0, 0.2, 0.2, 0),
+        ("<think>a</think><answer>b</answer><answer>c</answer>", 0, 0.2, 0.2, 1),
+        ("<think><think>a</think></think><answer>b</answer>", 0, 0.2, 0.2, 0),
+        ("<think>a</think><think>b</think><answer>c</answer>", 0, 0.2, 0.2, 0),
+        ("<think>a<answer>b</answer></think>", 0, 0, 0.2, 1),
+        ("<answer>b</answer><think>a</think>", 0, 0, 0.2, 0),
+        ("<think>a</think><answer>b", 0, 0, 0.2, 1),
+        ("<think></answer></think><answer>", 0, 0, 0.2, 1),
+        ("</think><think>", 0, 0, 0, 0),
+        ("<think>a", 0, 0, 0, 0),
+        ("<THINK>a</THINK><ANSWER>b</ANSWER>", 0, 0, 0, 0),
+        ("", 0, 0, 0, 0),
+    ],
+)
+def test_format_rewards_tell_forms_apart(completion, whole, soft, think, begins):
+    assert STOCK["format_reward"]([completion]) == [whole]
+    assert STOCK["soft_format_reward"]([completion]) == [soft]
+    assert STOCK["think_reward"]([completion]) == [think]
+    assert STOCK["think_format_reward"]([completion]) == [begins]
+
+
+LINES = "<think>\nwhy\n</think>\n<answer>\n5\n</answer>\n"
+
+
+@pytest.mark.parametrize(
+    ("completion", "strict", "count"),
+    [
+        (LINES, 0.2, 0.5),
+        (LINES.rstrip(), 0, 0.5),
+        (LINES + "done", 0, 0.5 - 0.004),
+        (LINES.replace("why", "why\nso"), 0, 0.5),
+        (LINES.replace("\n5\n", "5"), 0, 0.25),
+        (LINES + LINES, 0, 0.0),
+        ("<think>\nwhy\n</think>\n", 0, 0.25),
+        ("Hm. " + LINES, 0, 0.5),
+        ("5", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_strict_format_and_xmlcount_look_at_lines(completion, strict, count):
+    assert STOCK["strict_format_reward"]([completion]) == [strict]
+    assert STOCK["xmlcount_reward"]([completion]) == [pytest.approx(count, abs=1e-12)]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("<think>1+1</think><answer>2</answer>", "2", 1),
+        ("<think>1+1</think><answer>3</answer>", "2", 0),
+        ("<answer>2</answer>", "2", 0),
+        ("<think>1+1</think><answer>2</answer>", None, None),
+    ],
+)
+def test_correct_and_well_formed_needs_both(completion, answer, reward):
+    assert score("correct_and_well_formed_reward", completion, answer) == reward
+
+
+def test_token_hash_depends_on_the_tokens_alone_and_varies():
+    function = reward_functions.token_hash_reward
+    values = function([[1, 2], np.array([1, 2], np.int32), [2, 1], [1], []])
+    assert values[0] == values[1] and len(set(values)) == 4
+    many = function([[i] for i in range(4000)])
+    assert 0 <= min(many) and max(many) < 1
+    assert np.mean(many) == pytest.approx(0.5, abs=0.02)  # standard error .0046
+    program = "from qerl_jax.reward_functions import STOCK; "
+    program += "print(STOCK['token_hash_reward']([[1, 2]])[0])"
+    said = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert float(said) == values[0]
+
+
+ELSEWHERE = {"code_reward", "math_verify_reward", "reasoning_accuracy_reward"}  # in processes
+
+
+def test_repeated_tags_are_scored_in_linear_time():
+    # 40,000 tags: quadratic patterns need minutes here, which the suite's time limit would show.
+    hostile = "<think></think><answer>" * 10_000 + "#### ." * 1000
+    hostile += "Answer:" * 1000 + r"\boxed{" * 1000 + "\n1,111" * 1000 + "```python" * 1000
+    for name in STOCK.keys() - ELSEWHERE:
+        assert STOCK[name](completions=[hostile], answer=["1"], completion_ids=[[0]])
+
+
+@pytest.mark.parametrize(
+    ("ids", "size", "reward"),
+    [
+        ([1, 2, 3, 4], 2, 0),
+        ([5, 5, 5, 5, 5], 2, -0.75),  # 1 of 4 pairs is unique
+        ([1, 2, 1, 2, 1], 2, -0.5),
+        ([1, 2, 3, 1, 2, 3], 3, -0.25),
+        ([1, 1], 3, 0),
+        ([], 3, 0),
+        ([7], 1, 0),
+    ],
+)
+def test_repetition_is_punished_by_the_share_of_repeated_ngrams(ids, size, reward):
+    function = FACTORIES["get_repetition_penalty_reward"](ngram_size=size)
+    assert function(completion_ids=[ids, np.array(ids, np.int32)]) == [reward, reward]
+    double = FACTORIES["get_repetition_penalty_reward"](ngram_size=size, max_penalty=-2.0)
+    assert double(completion_ids=[ids]) == [2 * reward]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("get_repetition_penalty_reward", {"ngram_size": 0}, "ngram_size: got 0"),
+        ("get_repetition_penalty_reward", {"max_penalty": 0.5}, "max_penalty: got 0.5"),
+        ("get_cosine_scaled_reward", {"max_len": 0}, "max_len: got 0"),
+        ("get_math_verify_reward", {"seconds": 0.0}, "workers and seconds: .* must be positive"),
+        ("get_math_verify_reward", {"workers": 0}, "workers and seconds: .* must be positive"),
+        ("get_code_reward", {"seconds": 0}, "seconds must be positive"),
+        ("get_code_reward", {"memory_mb": 1}, "memory_mb at least 64"),
+    ],
+)
+def test_impossible_options_are_refused(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        FACTORIES[name](**options)
+
+
+def test_math_verify_abstains_without_a_gold_answer_and_never_on_a_completion():
+    metrics = {}
+    rewards = FACTORIES["get_math_verify_reward"](workers=1)(
+        completions=[r"\boxed{0.5}", r"\boxed{2}", r"\boxed{2}", "\\boxed{", r"\boxed{2}"],
+        answer=["1/2", "1/2", None, "2", ""],
+        log_metric=metrics.__setitem__,
+    )
+    assert rewards == [1, 0, None, 0, None]
+    assert metrics == {
+        "rewards/math_verify_reward/timeouts": 0,
+        "rewards/math_verify_reward/failures": 0,
+    }
+
+
+def test_math_verify_counts_a_hang_as_a_wrong_answer_and_reports_it():
+    metrics = {}
+    rewards = FACTORIES["get_math_verify_reward"](seconds=6.0, workers=1)(
+        completions=[r"\boxed{9^{9^{9^{9}}}}", r"\boxed{2}"],
+        answer=["2", "2"],
+        log_metric=metrics.__setitem__,
+    )
+    assert rewards == [0, 1]
+    assert metrics["rewards/math_verify_reward/timeouts"] == 1
+
+
+class Judges:
+    """Stands in for the worker processes: answers from a table, by gold answer."""
+
+    readable = {"gold hangs": Failure("timeout"), "gold crashes": Failure("died")}
+    agrees = {"hangs": Failure("timeout"), "raises": Failure("raised", "TypeError: ?")}
+
+    def map(self, function, calls):
+        table = {"is_readable": self.readable, "agrees": self.agrees}[function]
+        return [table.get(gold, True) for gold, *_ in calls]
+
+
+def test_math_verify_abstains_where_the_gold_answer_is_to_blame(monkeypatch):
+    monkeypatch.setattr(reward_functions, "_math_judges", lambda workers, seconds: Judges())
+    metrics = {}
+    answer = ["2", "gold hangs", "gold crashes", "hangs", "raises", "hangs"]
+    rewards = FACTORIES["get_math_verify_reward"]()(
+        completions=["?"] * 6, answer=answer, log_metric=metrics.__setitem__
+    )
+    assert rewards == [1, None, None, 0, 0, 0]
+    assert metrics == {
+        "rewards/math_verify_reward/timeouts": 3,
+        "rewards/math_verify_reward/failures": 2,
+    }
+
+
+def test_reasoning_accuracy_looks_behind_the_reasoning():
+    completions = [
+        r"<think>\boxed{1}</think> \boxed{2}",
+        r"<think>\boxed{2}</think> \boxed{1}",
+        r"<think>\boxed{2}",
+        r"</think> no </think> \boxed{2}",
+    ]
+    function = FACTORIES["get_reasoning_accuracy_reward"](workers=1)
+    assert function(completions=completions, answer=["2"] * 4) == [1, 0, 0, 1]
+
+
+def test_cosine_reward_prefers_short_right_and_long_wrong_answers():
+    function = FACTORIES["get_cosine_scaled_reward"](max_len=100)
+    right, wrong = r"\boxed{\frac{1}{3}}", r"\boxed{\frac{1}{2}}"
+    lengths = [0, 50, 100, 250, 25]
+    ids = [[1] * length for length in lengths]
+    expected = [1, 0.75, 0.5, 0.5, 0.5 + 0.5 * (1 + math.cos(math.pi / 4)) / 2]
+    rewards = function(completions=[right] * 5, answer=["1/3"] * 5, completion_ids=ids)
+    assert rewards == pytest.approx(expected)
+    expected = [-1, -0.75, -0.5, -0.5, -0.5 - 0.5 * (1 + math.cos(math.pi / 4)) / 2]
+    rewards = function(completions=[wrong] * 5, answer=["1/3"] * 5, completion_ids=ids)
+    assert rewards == pytest.approx(expected)
+    assert function(completions=[right], answer=[None], completion_ids=[[1]]) == [None]
+
+
+def code(body):
+    return f"So:\n```python\n{body}\n```\n"
+
+
+def info(*tests, language="python", **more):
+    cases = [{"input": given, "output": out, **more} for given, out in tests]
+    return {"language": language, "test_cases": cases}
+
+
+DOUBLE = info(("1\n", "2\n"), ("5\n", "10\n"), ("-3\n", "-6\n"), ("0\n", "0\n"))
+
+
+@pytest.mark.skipif(sandbox.unavailable() is not None, reason=str(sandbox.unavailable()))
+@pytest.mark.parametrize(
+    ("completion", "verification", "reward"),
+    [
+        (code("print(2 * int(input()))"), DOUBLE, 1),
+        (code("print(abs(2 * int(input())))"), DOUBLE, 0.75),
+        (code("print(2)"), DOUBLE, 0.25),
+        (code("print(2 * int(input()), '\\n')"), DOUBLE, 1),
+        (code("print(2 * int(input()))\nprint('more')"), DOUBLE, 0),
+        (code("print(2 * int(input()))\nraise SystemExit(1)"), DOUBLE, 0),
+        (code("print(2 * int(input())"), DOUBLE, 0),
+        (code("print(0)") + code("print(2 * int(input()))"), DOUBLE, 1),
+        ("print(2 * int(input()))", DOUBLE, 0),
+        ("", DOUBLE, 0),
+        # a shorter output must not pass for the lines that it has
+        (code("print(1)"), info(("", "1\n2\n")), 0),
+        (code("print(1, 2, sep='\\n')"), info(("", "1 \n2")), 1),
+        (code("print(1)"), info(("", "1"), type="stdin_stdout", fn_name=None), 1),
+        (code("print(1)"), info(("", "1"), type="function_call"), None),
+        (code("print(1)"), info(("", "1"), language="javascript"), None),
+        (code("print(1)"), info(), None),
+        (code("print(1)"), None, None),
+    ],
+)
+def test_code_earns_the_share_of_tests_that_it_passes(completion, verification, reward):
+    assert STOCK["code_reward"](completions=[completion], verification_info=[verification]) == [
+        reward
+    ]
+
+
+@pytest.mark.skipif(sandbox.unavailable() is not None, reason=str(sandbox.unavailable()))
+def test_code_that_does_not_end_is_reported():
+    metrics = {}
+    rewards = FACTORIES["get_code_reward"](seconds=2.0)(
+        completions=[code("while True: pass"), code("print(2 * int(input()))")],
+        verification_info=[info(("1", "2")), DOUBLE],
+        log_metric=metrics.__setitem__,
+    )
+    assert rewards == [0, 1]
+    assert metrics == {"rewards/code_reward/timeouts": 1}
+
+
+def test_code_is_never_run_where_it_cannot_be_isolated(monkeypatch):
+    monkeypatch.setattr(sandbox, "unavailable", lambda: "no bwrap")
+    with pytest.raises(NotImplementedError, match="cannot be isolated here.*no bwrap"):
+        STOCK["code_reward"](completions=[code("print(2)")], verification_info=[DOUBLE])

@@ -1,0 +1,175 @@
+"""Moments in 8 bits: what a code stands for, and how far the optimizer strays."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from qerl_jax.checkpoint.run_state import StateFiles
+from qerl_jax.config import OptimConfig
+from qerl_jax.rl import adam8bit, update
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_table_is_256_ascending_numbers_that_crowd_near_zero(signed):
+    numbers = adam8bit.table(signed)
+    assert len(numbers) == 256 and (np.diff(numbers) > 0).all()
+    assert numbers[0] == (-numbers[-2] if signed else 0) and numbers[-1] == 1
+    assert 0 in numbers
+    assert numbers[numbers > 0][0] == pytest.approx(0.55e-6 if signed else 0.325e-6)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_numbers_of_the_table_come_back_exactly(signed):
+    numbers = adam8bit.table(signed) * 8
+    packed = adam8bit.quantize(jnp.asarray(numbers.reshape(4, 64)), signed=signed)
+    assert packed.codes.tolist() == [list(range(256))] and packed.scales.tolist() == [8]
+    back = adam8bit.dequantize(packed, (4, 64), signed=signed)
+    np.testing.assert_array_equal(back, numbers.reshape(4, 64))
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_values_of_the_largest_decade_keep_a_hundredth_of_the_largest(signed):
+    """The table's steps there are 0.9 / 64 (0.9 / 128 without a sign); half of one is lost."""
+    x = np.random.default_rng(0).uniform(0.1, 1, (5, 300)).astype(np.float32)
+    x *= np.sign(np.random.default_rng(1).normal(size=x.shape)) if signed else 1
+    back = adam8bit.dequantize(
+        adam8bit.quantize(jnp.asarray(x), signed=signed), x.shape, signed=signed
+    )
+    assert np.abs(back - x).max() <= 0.9 / (64 if signed else 128) * 0.51
+
+
+def test_a_small_second_moment_is_not_rounded_to_zero():
+    x = jnp.array([1.0, 1e-9, 0.0, 1e-30], jnp.float32)
+    back = adam8bit.dequantize(adam8bit.quantize(x, signed=False), x.shape, signed=False)
+    assert back[0] == 1 and back[2] == 0
+    assert (back[jnp.array([1, 3])] > 0).all()
+
+
+def test_a_block_of_zeros_stays_zero():
+    x = jnp.zeros((2, 256))
+    packed = adam8bit.quantize(x, signed=True)
+    np.testing.assert_array_equal(adam8bit.dequantize(packed, x.shape, signed=True), x)
+
+
+def trajectory(scale_by, steps=100):
+    """A quadratic bowl of uneven curvature with noisy slopes: weights after each step, from AdamW."""
+    rng = np.random.default_rng(3)
+    curvature = jnp.asarray(10 ** rng.uniform(-2, 1, (64, 96)), jnp.float32)
+    noise = jnp.asarray(rng.normal(size=(steps, 64, 96)), jnp.float32)
+    start = jnp.asarray(rng.normal(size=(64, 96)), jnp.float32)
+    tx = optax.chain(scale_by(0.9, 0.99, 1e-8), optax.add_decayed_weights(0.1))
+
+    def step(carry, noise):
+        weights, state = carry
+        moves, state = tx.update(curvature * weights + 0.3 * noise, state, weights)
+        weights = weights - 0.01 * moves
+        return (weights, state), weights
+
+    return start, jax.jit(lambda: jax.lax.scan(step, (start, tx.init(start)), noise)[1])()
+
+
+def test_the_trajectory_stays_within_a_twentieth_of_the_way():
+    """Weights part from those of 32-bit AdamW by less than 5 % of the way gone, at every tenth step."""
+    start, exact = trajectory(optax.scale_by_adam)
+    _, ours = trajectory(adam8bit.scale_by_adam_8bit)
+    for step in range(9, 100, 10):
+        way = np.linalg.norm(exact[step] - start)
+        assert 0 < np.linalg.norm(ours[step] - exact[step]) < 0.05 * way, step
+
+
+def test_small_leaves_are_those_of_adam_to_the_bit():
+    params = {"norm": jnp.ones(adam8bit.SMALLEST - 1)}
+    ours, exact = adam8bit.scale_by_adam_8bit(0.9, 0.99, 1e-8), optax.scale_by_adam(0.9, 0.99, 1e-8)
+    states = [ours.init(params), exact.init(params)]
+    for seed in range(3):
+        grads = {"norm": jax.random.normal(jax.random.key(seed), params["norm"].shape)}
+        moves, states[0] = ours.update(grads, states[0])
+        expected, states[1] = exact.update(grads, states[1])
+        np.testing.assert_array_equal(moves["norm"], expected["norm"])
+
+
+def test_the_moments_of_large_leaves_take_a_quarter_of_the_memory():
+    state = adam8bit.scale_by_adam_8bit(0.9, 0.99, 1e-8).init({"a": jnp.zeros((28, 1024, 32))})
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves((state.mu, state.nu)))
+    assert size == 2 * 28 * 1024 * 32 * (1 + 4 / 256)
+
+
+def test_blocks_by_the_piece_are_those_at_once(monkeypatch):
+    """26 blocks, the last of which is filled up, five at a time; a compiler may round a loop otherwise."""
+    tx = adam8bit.scale_by_adam_8bit(0.9, 0.99, 1e-8)
+    state = tx.init({"a": jnp.zeros((65, 101))})
+    for seed in range(3):
+        grads = {"a": jax.random.normal(jax.random.key(seed), (65, 101))}
+        monkeypatch.setattr(adam8bit, "_AT_ONCE", 5)
+        moves, by_the_piece = tx.update(grads, state)
+        monkeypatch.setattr(adam8bit, "_AT_ONCE", 26)
+        expected, state = tx.update(grads, state)
+        np.testing.assert_allclose(moves["a"], expected["a"], rtol=1e-3, atol=1e-6)
+        for ours, theirs in ((by_the_piece.mu, state.mu), (by_the_piece.nu, state.nu)):
+            np.testing.assert_allclose(ours["a"].scales, theirs["a"].scales, rtol=1e-6)
+            steps = np.abs(np.int32(ours["a"].codes) - np.int32(theirs["a"].codes))
+            assert steps.max() <= 1 and np.mean(steps) < 0.001
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_a_step_that_is_not_kept_leaves_the_state_as_it_is(name):
+    tx = update.optimizer(OptimConfig(optimizer=name))
+    params = {"o": {"a": jnp.ones((64, 96)), "scale": jnp.ones(3)}}
+    grads = jax.tree.map(lambda p: 0.1 + p, params)
+    _, state = tx.update(grads, tx.init(params), params, keep=True)
+    _, same = tx.update(grads, state, params, keep=False)
+    jax.tree.map(np.testing.assert_array_equal, same, state)
+    _, moved = tx.update(grads, state, params, keep=True)
+    assert moved[1].count == 2 and state[1].count == 1
+
+
+def test_a_step_needs_little_memory_beside_the_moves():
+    """With all moments in float32 at once it took nine times what is trained."""
+    tx = update.optimizer(OptimConfig(optimizer="adamw_8bit"))
+    shape = jax.ShapeDtypeStruct((16, 1024, 512), jnp.float32)
+    params = {name: {"a": shape} for name in "xyz"}
+
+    def step(params, state, grads):
+        moves, state = tx.update(grads, state, params, keep=True)
+        return jax.tree.map(lambda p, move: p - 0.1 * move, params, moves), state
+
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(
+        params, jax.eval_shape(tx.init, params), params
+    )
+    size = sum(4 * leaf.size for leaf in jax.tree.leaves(params))
+    assert compiled.compile().memory_analysis().temp_size_in_bytes < 2.5 * size
+
+
+def test_a_fresh_state_can_be_donated():
+    params = {"a": jnp.ones(adam8bit.SMALLEST), "norm": jnp.ones(3)}
+    state = adam8bit.scale_by_adam_8bit(0.9, 0.99, 1e-8).init(params)
+    one_more = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
+    assert one_more(state).nu["norm"].tolist() == [1, 1, 1]
+
+
+def test_a_run_resumed_from_a_checkpoint_goes_on_to_the_bit(tmp_path):
+    cfg = OptimConfig(optimizer="adamw_8bit")
+    tx = update.optimizer(cfg)
+    params = {"layers": {"o": {"a": jnp.ones((64, 96))}}}
+
+    @jax.jit
+    def step(state, key):
+        grads = jax.tree.map(lambda p: jax.random.normal(key, p.shape), state.params)
+        moves, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = jax.tree.map(lambda p, move: p - 0.01 * move, state.params, moves)
+        return update.TrainState(state.step + 1, params, opt_state, state.skipped)
+
+    halfway = update.init_state(params, cfg)
+    for seed in range(2):
+        halfway = step(halfway, jax.random.key(seed))
+    files = StateFiles(tmp_path, keep=1)
+    files.save(halfway)
+    resumed = files.restore(update.init_state(params, cfg))
+    files.close()
+    assert resumed.opt_state[1].mu["layers"]["o"]["a"].codes.dtype == jnp.uint8
+    whole = halfway
+    for seed in range(2, 4):
+        whole, resumed = (step(state, jax.random.key(seed)) for state in (whole, resumed))
+    jax.tree.map(np.testing.assert_array_equal, resumed, whole)

@@ -1,0 +1,509 @@
+"""GRPO's equations against TRL's own numbers, and what must hold whatever the numbers."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.rl import grpo
+from tests import golden_files
+
+CASES = json.loads((golden_files.GOLDEN / "loss" / "cases.json").read_text())
+VECTORS = golden_files.load("loss/vectors.safetensors")
+# The recorded tolerances of TRL's numbers: relative, by the precision of the computation.
+RTOL = {"float64": 1e-10, "float32": 2e-6}
+CLIP = {"epsilon": 0.2, "epsilon_high": 0.28}
+
+
+@pytest.fixture(autouse=True)
+def _no_silent_broadcasting():
+    with jax.numpy_rank_promotion("raise"):
+        yield
+
+
+def assert_close(actual, expected, rtol):
+    """Compares relative to the largest entry: small ones of a gradient are differences."""
+    scale = np.max(np.abs(expected))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=rtol * scale)
+
+
+def golden_inputs(name, dtype):
+    floats = ("logps", "old_logps", "ref_logps", "advantages")
+    arrays = {key: jnp.asarray(VECTORS[f"{name}.{key}"], dtype) for key in floats}
+    return arrays | {"mask": jnp.asarray(VECTORS[f"{name}.mask"])}
+
+
+def random_batch(rows=8, length=7, seed=0):
+    """Rows of every length, one of them empty, with ratios on both sides of both bounds."""
+    rng = np.random.default_rng(seed)
+    logps = -rng.uniform(0.1, 3.0, (rows, length))
+    return {
+        "logps": logps,
+        "old_logps": logps + rng.normal(0, 0.4, (rows, length)),
+        "ref_logps": logps + rng.normal(0, 0.4, (rows, length)),
+        "advantages": rng.normal(0, 1, rows),
+        "mask": np.arange(length) < rng.permutation(rows)[:, None],
+    }
+
+
+# Arrays of this size compile longer than they run, and code that is not optimized compiles sooner.
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "loss_type",
+        "beta",
+        "importance_sampling_level",
+        "kl_estimator",
+        "use_bias_correction_kl",
+    ),
+    compiler_options={"xla_backend_optimization_level": 0},
+)
+def _loss_and_grad(batch, **options):
+    def loss(logps):
+        return grpo.policy_loss(**(batch | {"logps": logps}), **options)
+
+    (value, rows), grad = jax.value_and_grad(loss, has_aux=True)(batch["logps"])
+    return value, grad, rows
+
+
+def loss_and_grad(batch, **options):
+    """Returns the loss, its gradient with respect to logps alone, and the row metrics."""
+    return _loss_and_grad(jax.tree.map(jnp.asarray, batch), **options)
+
+
+# --- the loss against TRL
+
+
+@pytest.mark.parametrize("dtype", RTOL)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["key"])
+def test_loss_gradient_and_metrics_are_those_of_trl(case, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        inputs = golden_inputs(case["inputs"], dtype)
+        if case["old_logps"] != "given":
+            inputs["old_logps"] = inputs["logps"]
+        if not case["beta"]:
+            inputs["ref_logps"] = None
+        value, grad, rows = loss_and_grad(
+            inputs,
+            loss_type=case["loss_type"],
+            epsilon=case["epsilon_low"],
+            epsilon_high=case["epsilon_high"],
+            beta=case["beta"],
+            max_completion_length=case["max_completion_length"],
+            total_tokens=case["num_items_in_batch"],
+        )
+        assert value.dtype == grad.dtype == dtype
+        assert_close(value, case["loss"], RTOL[dtype])
+        assert_close(grad, VECTORS[case["key"] + ".grad"], RTOL[dtype])
+        metrics = grpo.summarize(rows)
+        assert metrics.keys() == case["metrics"].keys()
+        for name, expected in case["metrics"].items():
+            # TRL averages what was clipped in float32 even where the loss is float64.
+            rtol = RTOL[dtype] if name == "kl" else 2e-7
+            np.testing.assert_allclose(metrics[name], expected, rtol=rtol, atol=0, err_msg=name)
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_defaults_mean_that_this_batch_is_all_there_is(name):
+    with jax.enable_x64(True):
+        inputs = golden_inputs(name, "float64")
+        tokens = int(VECTORS[f"{name}.mask"].sum())
+        case = next(
+            c for c in CASES if c["key"] == f"{name}.dapo.beta0.04.eps0.2-0.28.off.items{tokens}"
+        )
+        value, grad, _ = loss_and_grad(inputs, loss_type="dapo", beta=0.04, **CLIP)
+        assert_close(value, case["loss"], 1e-10)
+        assert_close(grad, VECTORS[case["key"] + ".grad"], 1e-10)
+
+
+# --- micro-batches
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+def test_eight_micro_batches_of_one_row_sum_to_one_of_eight(loss_type, level):
+    with jax.enable_x64(True):
+        batch = random_batch()
+        options = CLIP | {
+            "loss_type": loss_type,
+            "beta": 0.1,
+            "importance_sampling_level": level,
+            "max_completion_length": 7,
+            "total_rows": 8,
+            "total_tokens": int(batch["mask"].sum()),
+        }
+        whole_loss, whole_grad, whole_rows = loss_and_grad(batch, **options)
+        parts = [
+            loss_and_grad({k: v[i : i + 1] for k, v in batch.items()}, **options) for i in range(8)
+        ]
+        assert_close(sum(loss for loss, _, _ in parts), whole_loss, 1e-12)
+        assert_close(np.concatenate([grad for _, grad, _ in parts]), whole_grad, 1e-12)
+
+        stacked = jax.tree.map(lambda *rows: jnp.stack(rows), *[rows for _, _, rows in parts])
+        assert stacked.tokens.shape == (8, 1)
+        whole, pieces = grpo.summarize(whole_rows), grpo.summarize(stacked)
+        assert whole.keys() == pieces.keys()
+        for name in whole:
+            np.testing.assert_allclose(pieces[name], whole[name], rtol=1e-12, err_msg=name)
+
+
+def test_bnpo_averages_the_token_means_of_its_micro_batches():
+    batch = {
+        "logps": np.zeros((2, 2), np.float32),
+        "old_logps": np.zeros((2, 2), np.float32),
+        "advantages": np.array([1.0, 4.0], np.float32),
+        "mask": np.array([[1, 1], [1, 0]]),
+    }
+    whole, _, _ = loss_and_grad(batch, loss_type="bnpo", **CLIP)
+    parts = [
+        loss_and_grad(
+            {k: v[i : i + 1] for k, v in batch.items()},
+            loss_type="bnpo",
+            num_micro_batches=2,
+            **CLIP,
+        )[0]
+        for i in range(2)
+    ]
+    assert whole == -2.0  # (1 + 1 + 4) / 3 tokens
+    assert sum(parts) == -2.5  # ((1 + 1) / 2 + 4 / 1) / 2 micro-batches
+
+
+# --- what must never become NaN
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+def test_a_batch_without_tokens_gives_loss_and_gradient_zero(loss_type, level):
+    batch = random_batch() | {"mask": np.zeros((8, 7), bool)}
+    loss, grad, rows = loss_and_grad(
+        batch,
+        loss_type=loss_type,
+        beta=0.1,
+        max_completion_length=7,
+        importance_sampling_level=level,
+        **CLIP,
+    )
+    assert loss == 0
+    np.testing.assert_array_equal(grad, np.zeros((8, 7)))
+    assert all(value == 0 for value in grpo.summarize(rows).values())
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("padding", [-np.inf, np.nan])
+def test_values_at_padding_reach_neither_loss_nor_gradient(padding, level):
+    batch = random_batch()
+    poisoned = {
+        k: np.where(batch["mask"], v, padding) if k.endswith("logps") else v
+        for k, v in batch.items()
+    }
+    options = CLIP | {"loss_type": "grpo", "beta": 0.1, "importance_sampling_level": level}
+    loss, grad, rows = loss_and_grad(batch, **options)
+    poisoned_loss, poisoned_grad, poisoned_rows = loss_and_grad(poisoned, **options)
+    assert poisoned_loss == loss
+    np.testing.assert_array_equal(poisoned_grad, grad)
+    jax.tree.map(np.testing.assert_array_equal, poisoned_rows, rows)
+
+
+# --- the ratio
+
+
+def test_sequence_level_ratio_is_the_exponential_of_the_rows_mean():
+    with jax.enable_x64(True):
+        batch = random_batch(seed=1)
+        mask, advantages = batch["mask"], batch["advantages"]
+        lengths = mask.sum(axis=1)
+        log_ratio = np.where(mask, batch["logps"] - batch["old_logps"], 0).sum(axis=1)
+        ratio = np.exp(log_ratio / np.maximum(lengths, 1))
+        clipped = np.clip(ratio, 0.8, 1.28)
+        per_row = -np.minimum(ratio * advantages, clipped * advantages) * (lengths > 0)
+        # d ratio / d logp_t = ratio / length, where the minimum is not the clipped constant.
+        active = ratio * advantages <= clipped * advantages
+        slope = -advantages * ratio * active / np.maximum(lengths, 1) ** 2 / 8
+
+        loss, grad, rows = loss_and_grad(
+            batch, loss_type="grpo", importance_sampling_level="sequence", **CLIP
+        )
+        assert_close(loss, per_row.mean(), 1e-12)
+        # The row's mean divides by its length again, after its tokens were added up.
+        assert_close(grad, (slope * lengths)[:, None] * mask, 1e-12)
+
+        low = (ratio < 0.8) & (advantages < 0) & (lengths > 0)
+        high = (ratio > 1.28) & (advantages > 0) & (lengths > 0)
+        assert low.any() or high.any()
+        metrics = grpo.summarize(rows)
+        np.testing.assert_allclose(metrics["clip_ratio/low_mean"], low.sum() / 7)
+        np.testing.assert_allclose(metrics["clip_ratio/high_mean"], high.sum() / 7)
+
+
+def test_low_min_and_high_max_are_fractions_of_single_rows_that_hold_tokens():
+    rows = grpo.RowMetrics(
+        tokens=jnp.array([4.0, 0.0, 2.0]),
+        ratios=jnp.array([4.0, 0.0, 2.0]),
+        low_clipped=jnp.array([1.0, 0.0, 1.0]),
+        high_clipped=jnp.array([2.0, 0.0, 0.0]),
+        kl=jnp.array([3.0, 0.0, 3.0]),
+    )
+    expected = {
+        "clip_ratio/low_mean": 2 / 6,
+        "clip_ratio/low_min": 1 / 4,
+        "clip_ratio/high_mean": 2 / 6,
+        "clip_ratio/high_max": 2 / 4,
+        "clip_ratio/region_mean": 4 / 6,
+        "kl": 1.0,
+    }
+    assert grpo.summarize(rows) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "delta", "expected"),
+    [
+        # Rising above 1.28 is worth no more; with a negative advantage the cost has no end ...
+        (4.0, 1.0, None, -1.28),
+        (4.0, -1.0, None, 4.0),
+        # ... unless delta ends it.
+        (4.0, -1.0, 2.5, 2.5),
+        (4.0, 1.0, 2.5, -1.28),
+        (2.0, -1.0, 2.5, 2.0),
+        # Falling below 0.8 is the mirror image, which delta leaves alone.
+        (0.5, 1.0, 2.5, -0.5),
+        (0.5, -1.0, 2.5, 0.8),
+    ],
+)
+def test_clipping_is_one_sided_until_delta_bounds_the_other_side(ratio, advantage, delta, expected):
+    loss, _ = grpo.policy_loss(
+        jnp.log(jnp.array([[ratio]])),
+        jnp.zeros((1, 1)),
+        jnp.array([advantage]),
+        jnp.ones((1, 1)),
+        loss_type="grpo",
+        delta=delta,
+        **CLIP,
+    )
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+
+
+# --- the divergence from the reference
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        # At d = ref - logp = log 2, 0 and -log 4.
+        ("k1", [-np.log(2), 0.0, np.log(4)]),
+        ("k2", [np.log(2) ** 2 / 2, 0.0, np.log(4) ** 2 / 2]),
+        ("k3", [1 - np.log(2), 0.0, np.log(4) - 3 / 4]),
+    ],
+)
+def test_estimators_of_the_divergence(kind, expected):
+    with jax.enable_x64(True):
+        logps = jnp.log(jnp.array([0.25, 0.5, 0.8]))
+        ref_logps = jnp.log(jnp.array([0.5, 0.5, 0.2]))
+        found = grpo.token_kl(logps, ref_logps, kind)
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
+def test_the_divergence_is_added_times_the_ratio_where_its_bias_is_corrected(kind, level):
+    """Against a loop over rows in NumPy; the ratio of a sequence is that of its mean."""
+    with jax.enable_x64(True):
+        batch = random_batch()
+        options = CLIP | {"loss_type": "dapo", "importance_sampling_level": level}
+        without, _, _ = loss_and_grad(batch, **options)
+        loss, _, rows = loss_and_grad(
+            batch, beta=0.3, kl_estimator=kind, use_bias_correction_kl=True, **options
+        )
+        sums = []
+        for row in range(8):
+            kept = np.flatnonzero(batch["mask"][row])
+            logps, old, ref = (batch[k][row, kept] for k in ("logps", "old_logps", "ref_logps"))
+            d, log_ratio = ref - logps, logps - old
+            if level == "sequence" and kept.size:
+                log_ratio = log_ratio.mean()
+            k = {"k1": -d, "k2": d**2 / 2, "k3": np.exp(d) - 1 - d}[kind]
+            sums.append(np.sum(k * np.exp(log_ratio)))
+        np.testing.assert_allclose(rows.kl, sums, rtol=1e-10, atol=1e-14)
+        expected = 0.3 * sum(sums) / batch["mask"].sum()
+        np.testing.assert_allclose(loss - without, expected, rtol=1e-10)
+
+
+# --- sampling weights
+
+
+# Row 0 has the weights 2, 4 and (under the mask) 64; row 1 has 1/2 and 1/2; row 2 has none.
+OLD = jnp.log(jnp.array([[2.0, 4.0, 64.0], [0.5, 0.5, 64.0], [64.0, 64.0, 64.0]]))
+KEPT = jnp.array([[1, 1, 0], [1, 1, 0], [0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token_truncate", [[2.0, 3.0, 1.0], [0.5, 0.5, 1.0], [1.0, 1.0, 1.0]]),
+        ("token_mask", [[2.0, 0.0, 1.0], [0.5, 0.5, 1.0], [1.0, 1.0, 1.0]]),
+        ("sequence_truncate", [[3.0], [0.25], [1.0]]),
+        ("sequence_mask", [[0.0], [0.25], [1.0]]),
+    ],
+)
+def test_importance_weights_stop_at_clip_max(mode, expected):
+    def weights(old):
+        return grpo.truncated_importance_weights(
+            old, jnp.zeros((3, 3)), KEPT, mode=mode, clip_max=3.0
+        )
+
+    np.testing.assert_allclose(weights(OLD), expected, rtol=1e-6)
+    np.testing.assert_array_equal(jax.grad(lambda old: weights(old).sum())(OLD), np.zeros((3, 3)))
+
+
+def test_sampling_weights_multiply_the_policy_term_but_not_the_divergence():
+    batch = random_batch()
+    options = CLIP | {"loss_type": "dapo"}
+    weight = np.arange(8.0)[:, None]
+    weighted_advantages = batch | {"advantages": batch["advantages"] * weight[:, 0]}
+    expected, _, _ = loss_and_grad(weighted_advantages, beta=0.1, **options)
+    for sampling_weights in (jnp.asarray(weight), jnp.broadcast_to(weight, (8, 7))):
+        loss, _, _ = loss_and_grad(batch, beta=0.1, sampling_weights=sampling_weights, **options)
+        np.testing.assert_allclose(loss, expected, rtol=1e-6)
+
+
+# --- rewards and advantages
+
+
+@pytest.mark.parametrize("dtype", RTOL)
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize(("name", "group_size"), [("a", 4), ("b", 3)])
+def test_advantages_are_those_of_trl(name, group_size, scale, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        rewards = jnp.asarray(VECTORS[f"{name}.rewards"], dtype).reshape(-1, group_size)
+        advantages = grpo.group_advantages(rewards, scale=scale)
+        assert_close(advantages.ravel(), VECTORS[f"{name}.adv_scale_{scale}"], RTOL[dtype])
+
+
+def test_leave_one_out_compares_with_the_mean_of_the_others():
+    rewards = jnp.array([[1.0, 0.0, 0.0], [4.0, 2.0, 0.0]])
+    expected = [[1.0, -0.5, -0.5], [3.0, 0.0, -3.0]]
+    found = grpo.group_advantages(rewards, scale="none", estimator="rloo")
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["batch", "none"])
+def test_leave_one_out_equals_a_loop_over_completions(scale):
+    with jax.enable_x64(True):
+        rewards = np.random.default_rng(3).normal(size=(5, 4))
+        divisor = rewards.std(ddof=1) + 1e-4 if scale == "batch" else 1
+        expected = [
+            [(r - np.delete(group, i).mean()) / divisor for i, r in enumerate(group)]
+            for group in rewards
+        ]
+        found = grpo.group_advantages(jnp.asarray(rewards), scale=scale, estimator="rloo")
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+ESTIMATORS = [("group", "grpo"), ("batch", "grpo"), ("none", "grpo"), ("none", "rloo")]
+
+
+@pytest.mark.parametrize(("scale", "estimator"), ESTIMATORS)
+def test_permuting_a_group_permutes_its_advantages(scale, estimator):
+    rewards = jnp.array([[0.0, 1.0, 0.25, 2.0], [1.0, 0.0, 0.0, 0.5]])
+    order = jnp.array([2, 0, 3, 1])
+    np.testing.assert_array_equal(
+        grpo.group_advantages(rewards[:, order], scale=scale, estimator=estimator),
+        grpo.group_advantages(rewards, scale=scale, estimator=estimator)[:, order],
+    )
+
+
+@pytest.mark.parametrize(("scale", "estimator"), ESTIMATORS)
+def test_equal_rewards_give_zero_advantage_exactly(scale, estimator):
+    # The float32 mean of seven times 0.1 is not 0.1.
+    rewards = jnp.array([[0.1] * 7, [0.0] * 6 + [1.0], [1.1] * 7])
+    advantages = grpo.group_advantages(rewards, scale=scale, estimator=estimator)
+    np.testing.assert_array_equal(advantages[jnp.array([0, 2])], np.zeros((2, 7)))
+    assert np.all(advantages[1] != 0)
+    np.testing.assert_array_equal(grpo.informative(rewards), [False, True, False])
+    np.testing.assert_array_equal(grpo.informative(advantages), [False, True, False])
+
+
+def test_advantages_of_a_batch_of_equal_rewards_are_zero_not_nan():
+    np.testing.assert_array_equal(
+        grpo.group_advantages(jnp.ones((2, 3)), scale="batch"), np.zeros((2, 3))
+    )
+
+
+@pytest.mark.parametrize(
+    ("length", "punishment"),
+    [(0, 0.0), (1, 0.0), (80, 0.0), (81, -0.05), (85, -0.25), (90, -0.5), (99, -0.95), (100, -1.0)],
+)
+def test_the_overlong_punishment_falls_from_0_to_minus_1_over_the_last_tokens(length, punishment):
+    found = grpo.soft_overlong_punishment(
+        np.array([length]), max_completion_length=100, soft_punish_cache=20
+    )
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, [punishment], rtol=1e-6)
+
+
+def test_a_slope_as_long_as_the_completion_punishes_every_token():
+    found = grpo.soft_overlong_punishment(
+        np.array([0, 1, 4]), max_completion_length=4, soft_punish_cache=4
+    )
+    np.testing.assert_array_equal(found, [0, -0.25, -1])
+
+
+def test_reward_functions_add_up_and_may_abstain():
+    nan = jnp.nan
+    per_function = jnp.array([[1.0, 0.5], [nan, 0.5], [1.0, nan], [nan, nan]])
+    rewards, abstained = grpo.combine_rewards(per_function, jnp.array([1.0, 2.0]))
+    np.testing.assert_array_equal(rewards, [2.0, 1.0, 1.0, 0.0])
+    np.testing.assert_array_equal(abstained, [False, False, False, True])
+
+
+# --- errors at the door
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss_type": "ppo"}, "loss_type must be .* got 'ppo'"),
+        ({"loss_type": "dr_grpo"}, "max_completion_length is needed for loss_type 'dr_grpo'"),
+        ({"beta": 0.1, "ref_logps": None}, "ref_logps is needed when beta is not 0; got beta=0.1"),
+        ({"importance_sampling_level": "row"}, "importance_sampling_level .* got 'row'"),
+        ({"advantages": jnp.zeros((8, 7))}, r"advantages must be \(8,\) .* got \(8, 7\)"),
+        ({"mask": jnp.ones(8)}, r"mask must be \(8, 7\) beside logps; got \(8,\)"),
+        ({"sampling_weights": jnp.ones(8)}, r"\(8, 7\) or \(8, 1\) beside logps; got \(8,\)"),
+    ],
+)
+def test_a_wrong_argument_of_the_loss_is_named(change, message):
+    arguments = {k: jnp.asarray(v) for k, v in random_batch().items()}
+    with pytest.raises(ValueError, match=message):
+        grpo.policy_loss(**(arguments | CLIP | {"loss_type": "grpo"} | change))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: grpo.group_advantages(jnp.ones((4, 1))), "at least 2 .* num_generations=1"),
+        (lambda: grpo.group_advantages(jnp.ones((4, 2)), scale="std"), "scale .* got 'std'"),
+        (
+            lambda: grpo.truncated_importance_weights(OLD, OLD, KEPT, mode="token", clip_max=3.0),
+            "mode must be .* got 'token'",
+        ),
+        (
+            lambda: grpo.truncated_importance_weights(
+                OLD, OLD, KEPT, mode="token_mask", clip_max=0.0
+            ),
+            "clip_max must be positive; got 0.0",
+        ),
+        (
+            lambda: grpo.group_advantages(jnp.ones((2, 3)), estimator="gae"),
+            "estimator must be 'grpo' or 'rloo'; got 'gae'",
+        ),
+        (
+            lambda: grpo.token_kl(OLD, OLD, "k4"),
+            "kl_estimator must be 'k1', 'k2' or 'k3'; got 'k4'",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

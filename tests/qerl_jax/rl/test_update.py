@@ -1,0 +1,760 @@
+"""The jitted update against a direct one: full logits, a loss written row by row, AdamW by hand."""
+
+import dataclasses
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.config import GrpoConfig, OptimConfig
+from qerl_jax.model.architecture import Architecture
+from qerl_jax.model.transformer import (
+    LoRA,
+    Transformer,
+    head,
+    init_params,
+    noise_shapes,
+    random_base,
+    trainable,
+)
+from qerl_jax.rl import aqn as noise
+from qerl_jax.rl import rollouts, update
+
+ARCH = Architecture("qwen2", 64, 32, 48, 2, 4, 2, 8)
+NUM_TOKENS, TEMPERATURE = 60, 0.7
+PROMPT_LENGTHS = np.array([1, 2, 3, 4, 5, 5, 2, 3], np.int32)
+LENGTHS = np.array([6, 1, 4, 5, 6, 2, 3, 6], np.int32)
+ROWS, WIDTH, LONGEST = 8, 11, 6
+CUT_ROW = 4  # masked as a whole, as a truncated completion would be
+PLAIN = OptimConfig(
+    learning_rate=0.05,
+    lr_scheduler_type="constant",
+    warmup_ratio=0.0,
+    adam_beta1=0.0,  # so that the first moment is the gradient
+    adam_epsilon=1e-3,  # so that Adam is smooth where gradients are near 0
+    max_grad_norm=1e9,
+)
+TWO_BATCHES = dataclasses.replace(PLAIN, per_device_train_batch_size=4, warmup_ratio=0.8)
+
+
+DAPO = GrpoConfig()
+GRPO = GrpoConfig(loss_type="grpo", beta=0.3)
+DR_GRPO = GrpoConfig(loss_type="dr_grpo")
+EVERY_OPTION = GrpoConfig(
+    loss_type="bnpo",
+    epsilon=0.05,
+    epsilon_high=0.1,
+    delta=1.2,
+    importance_sampling_level="sequence",
+)
+
+
+@functools.cache
+def model(dropout=0.0):
+    return Transformer(ARCH, "nvfp4", LoRA(2, 4.0, dropout, train_norms=True), jnp.float32)
+
+
+@functools.cache
+def base():
+    return random_base(model(), jax.random.key(0))
+
+
+@functools.cache
+def fresh_params():
+    return jax.device_get(init_params(model(), base(), jax.random.key(1)))
+
+
+@functools.cache
+def trained_params():
+    """Away from the start: B is not 0, norms are not the base's."""
+    rng = np.random.default_rng(2)
+    move = lambda p: (p + rng.normal(0, 0.2, p.shape)).astype(np.float32)
+    return jax.tree.map(move, fresh_params())
+
+
+def direct_logps(params, tokens, adapter=True):
+    """Log-probability [B, C] of each live completion token and its entropy, from all the logits."""
+    variables = {"params": params, "frozen": base()}
+    hidden, _ = model().apply(variables, tokens, adapter=adapter)
+    scores = hidden @ head(base()).astype(jnp.float32).T / TEMPERATURE
+    everything = jax.nn.log_softmax(scores[..., :NUM_TOKENS])
+    rows, index = np.nonzero(np.arange(LONGEST) < LENGTHS[:, None])
+    places = PROMPT_LENGTHS[rows] + index
+    seen = everything[rows, places - 1]
+    chosen = seen[np.arange(len(rows)), tokens[rows, places]]
+    fill = lambda values: jnp.zeros((ROWS, LONGEST)).at[rows, index].set(values)
+    return fill(chosen), fill(-jnp.sum(jnp.exp(seen) * seen, axis=-1))
+
+
+jitted_direct_logps = jax.jit(direct_logps, static_argnames="adapter")
+
+
+@functools.cache
+def sample_tokens():
+    """Rows [prompt, completion] without a gap; padded."""
+    rng = np.random.default_rng(3)
+    tokens = np.full((ROWS, WIDTH), 59, np.int32)
+    for row, length in enumerate(PROMPT_LENGTHS + LENGTHS):
+        tokens[row, :length] = rng.integers(0, NUM_TOKENS, length)
+    return tokens
+
+
+@functools.cache
+def sample_experience():
+    rng = np.random.default_rng(4)
+    tokens = sample_tokens()
+    completions = np.full((ROWS, LONGEST), 59, np.int32)
+    for row, (start, length) in enumerate(zip(PROMPT_LENGTHS, LENGTHS, strict=True)):
+        completions[row, :length] = tokens[row, start : start + length]
+    mask = np.arange(LONGEST) < LENGTHS[:, None]
+    mask[CUT_ROW] = False
+    own = np.asarray(jitted_direct_logps(trained_params(), tokens)[0])
+    # Far enough from the policy that ratios leave the clip range on both sides.
+    behaviour = own + rng.normal(0, 0.4, own.shape)
+    behaviour = np.where(np.arange(LONGEST) < LENGTHS[:, None], behaviour, 0).astype(np.float32)
+    advantages = rng.normal(size=ROWS).astype(np.float32)
+    advantages[1] = 0
+    prompts = tokens[:, : WIDTH - LONGEST]
+    return update.Experience(prompts, PROMPT_LENGTHS, completions, mask, behaviour, advantages)
+
+
+def own_logps():
+    return jitted_direct_logps(trained_params(), sample_tokens())[0]
+
+
+def geometry(micro_rows, accumulation):
+    return dataclasses.replace(
+        PLAIN, per_device_train_batch_size=micro_rows, gradient_accumulation_steps=accumulation
+    )
+
+
+@functools.cache
+def _make(grpo, optim, dropout, remat):
+    return update.make_update(
+        model(dropout),
+        grpo_cfg=grpo,
+        optim_cfg=optim,
+        total_steps=10,
+        temperature=TEMPERATURE,
+        num_tokens=NUM_TOKENS,
+        remat=remat,
+    )
+
+
+def state_of(params):
+    """A first state that may be donated."""
+    return update.init_state(jax.tree.map(jnp.array, params), PLAIN)
+
+
+def make(*, grpo=DAPO, optim=PLAIN, dropout=0.0, remat="none"):
+    """An update, compiled once for all tests that ask for it."""
+    return _make(grpo, optim, dropout, remat)
+
+
+def run(*, params=None, experience=None, noise=None, seed=0, **options):
+    """The state and metrics after one rollout, on the host."""
+    state = state_of(trained_params() if params is None else params)
+    experience = sample_experience() if experience is None else experience
+    result = make(**options)(state, base(), experience, noise, jax.random.key(seed))
+    return jax.device_get(result)
+
+
+def gradient(state):
+    """The last gradient: with beta1 = 0 Adam's first moment is nothing else."""
+    return state.opt_state[1].mu
+
+
+def grouped(share):
+    """The example with two prompts, of 3 and 5 tokens, for four rows each; or with one for each row."""
+    alone = sample_experience()
+    kept = np.array([2, 4]) if share else np.repeat([2, 4], 4)
+    return dataclasses.replace(
+        alone, prompts=alone.prompts[kept], prompt_lengths=alone.prompt_lengths[kept]
+    )
+
+
+def assert_close(actual, expected, rtol=1e-4, atol=1e-6):
+    leaves = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    for a, e in leaves:
+        np.testing.assert_allclose(a, e, rtol=rtol, atol=atol)
+
+
+def assert_equal(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def differs(actual, expected):
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    return any(not np.allclose(a, e, rtol=1e-3, atol=1e-5) for a, e in pairs)
+
+
+def shuffled_rows(seed=0):
+    """The order in which an update with this seed meets the rows, where the order matters."""
+    order_key, _ = jax.random.split(jax.random.key(seed))
+    return np.asarray(jax.random.permutation(order_key, ROWS))
+
+
+def direct_loss(logps, experience, grpo, optim, old, ref, weights):
+    """The loss of one optimizer batch, a row at a time."""
+    high = grpo.epsilon if grpo.epsilon_high is None else grpo.epsilon_high
+    sums, counts = [], []
+    for row in range(ROWS):
+        n = int(experience.mask[row].sum())
+        advantage = experience.advantages[row]
+        log_ratio = logps[row, :n] - old[row, :n]
+        if grpo.importance_sampling_level == "sequence" and n:
+            log_ratio = jnp.full(n, 1.0) * jnp.sum(log_ratio) / n
+        ratio = jnp.exp(log_ratio)
+        capped = ratio if grpo.delta is None else jnp.minimum(ratio, grpo.delta)
+        clipped = jnp.clip(ratio, 1 - grpo.epsilon, 1 + high)
+        losses = -weights[row, :n] * jnp.minimum(capped * advantage, clipped * advantage)
+        if grpo.beta:
+            d = ref[row, :n] - logps[row, :n]
+            losses = losses + grpo.beta * (jnp.exp(d) - d - 1)
+        sums.append(jnp.sum(losses))
+        counts.append(n)
+    match grpo.loss_type:
+        case "grpo":
+            return sum(s / max(n, 1) for s, n in zip(sums, counts, strict=True)) / ROWS
+        case "dr_grpo":
+            return sum(sums) / (ROWS * LONGEST)
+        case "dapo":
+            return sum(sums) / sum(counts)
+        case "bnpo":
+            shared = shuffled_rows().reshape(-1, optim.per_device_train_batch_size)
+            means = [sum(sums[i] for i in rows) / sum(counts[i] for i in rows) for rows in shared]
+            return sum(means) / len(means)
+
+
+def direct_loss_and_gradient(grpo, optim=PLAIN, weights=None):
+    experience = sample_experience()
+    policy = lambda params: jitted_direct_logps(params, sample_tokens())[0]
+    logps, pull_back = jax.vjp(policy, trained_params())
+    old = logps if grpo.old_logprobs == "recompute" else experience.behaviour_logps
+    ref = jitted_direct_logps(trained_params(), sample_tokens(), adapter=False)[0]
+    weights = np.ones(logps.shape) if weights is None else weights
+    loss, cotangent = jax.value_and_grad(direct_loss)(
+        logps, experience, grpo, optim, old, ref, weights
+    )
+    return loss, pull_back(cotangent)[0]
+
+
+@pytest.mark.parametrize(
+    ("grpo", "optim"),
+    [
+        (DAPO, geometry(8, 1)),
+        (DAPO, geometry(1, 8)),
+        pytest.param(GRPO, geometry(8, 1), marks=pytest.mark.slow),
+        pytest.param(GRPO, geometry(1, 8), marks=pytest.mark.slow),
+        (DR_GRPO, geometry(8, 1)),
+        pytest.param(DR_GRPO, geometry(1, 8), marks=pytest.mark.slow),
+        (EVERY_OPTION, geometry(4, 2)),
+    ],
+    ids=lambda cfg: (
+        cfg.loss_type
+        if isinstance(cfg, GrpoConfig)
+        else f"{cfg.per_device_train_batch_size}x{cfg.gradient_accumulation_steps}"
+    ),
+)
+def test_loss_and_gradient_equal_a_direct_implementation(grpo, optim):
+    loss, expected = direct_loss_and_gradient(grpo, optim)
+    state, metrics = run(grpo=grpo, optim=optim)
+    assert_close(metrics["loss"], loss)
+    assert_close(gradient(state), expected)
+    squares = sum(np.sum(np.square(g)) for g in jax.tree.leaves(expected))
+    np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(squares), rtol=1e-4)
+
+
+def test_the_example_clips_on_both_sides():
+    """Guards the tests above: without clipping they would not see a wrong clip range."""
+    _, metrics = run()
+    assert metrics["clip_ratio/low_mean"] > 0 and metrics["clip_ratio/high_mean"] > 0
+
+
+@pytest.mark.parametrize(
+    "grpo",
+    [GRPO, pytest.param(DR_GRPO, marks=pytest.mark.slow), DAPO],
+    ids=lambda cfg: cfg.loss_type,
+)
+def test_micro_batches_of_1_and_of_8_rows_give_the_same_parameters(grpo):
+    whole, whole_metrics = run(grpo=grpo, optim=geometry(8, 1))
+    cut, cut_metrics = run(grpo=grpo, optim=geometry(1, 8))
+    assert_close(cut.params, whole.params, atol=1e-5)
+    assert_close(cut_metrics, whole_metrics, atol=1e-5)
+
+
+def test_the_step_is_adamw():
+    """From m = v = 0 the corrected moments are g and g^2: p - lr (g / (|g| + eps) + decay p)."""
+    state, _ = run()
+
+    def adamw(path, p, g):
+        decay = 0 if path[-1].key == "scale" else PLAIN.weight_decay
+        return p - PLAIN.learning_rate * (g / (np.abs(g) + PLAIN.adam_epsilon) + decay * p)
+
+    expected = jax.tree_util.tree_map_with_path(adamw, trained_params(), gradient(state))
+    assert_close(state.params, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "micro_rows", [*(pytest.param(m, marks=pytest.mark.slow) for m in (8, 4)), 2]
+)
+def test_a_prompt_computed_once_gives_the_update_of_a_prompt_in_every_row(micro_rows):
+    """Two prompts to a micro-batch, one, and half of one; the reference policy is scored so, too."""
+    options = {"grpo": GRPO, "optim": geometry(micro_rows, 8 // micro_rows)}
+    shared, metrics = run(experience=grouped(True), **options)
+    apart, expected = run(experience=grouped(False), grpo=GRPO)
+    assert_close(gradient(shared), gradient(apart), atol=1e-6)
+    assert_close(metrics, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("grpo", "budget"), [pytest.param(DR_GRPO, 17, marks=pytest.mark.slow), (GRPO, 40)]
+)
+def test_micro_batches_cut_by_tokens_give_the_unsplit_update(grpo, budget):
+    """Two rows of one prompt at a time, of three widths; and four, scored under the reference, too."""
+    by_tokens = dataclasses.replace(geometry(2, 4), max_tokens_per_microbatch=budget)
+    cut, metrics = run(experience=grouped(True), grpo=grpo, optim=by_tokens)
+    whole, expected = run(experience=grouped(True), grpo=grpo)
+    assert_close(gradient(cut), gradient(whole), atol=1e-6)
+    assert_close(metrics, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "remat", ["products", pytest.param("mlp", marks=pytest.mark.slow), "layer"]
+)
+def test_rematerialized_layers_give_the_same_update(remat):
+    kept, kept_metrics = run()
+    recomputed, recomputed_metrics = run(remat=remat)
+    assert_close(gradient(recomputed), gradient(kept))
+    assert_close(recomputed_metrics, kept_metrics, atol=1e-5)
+
+
+def test_metrics_of_the_policy_and_its_sampler_equal_a_direct_computation():
+    experience = sample_experience()
+    logps, entropies = jitted_direct_logps(trained_params(), sample_tokens())
+    ratio = np.exp(logps - experience.behaviour_logps)[experience.mask]
+    difference = np.abs(logps - experience.behaviour_logps)[experience.mask]
+    _, metrics = run()
+    expected = {
+        "entropy": np.mean(entropies[experience.mask]),
+        "sampling/sampling_logp_difference/mean": difference.mean(),
+        "sampling/sampling_logp_difference/max": difference.max(),
+        "sampling/importance_sampling_ratio/mean": ratio.mean(),
+        "sampling/importance_sampling_ratio/min": ratio.min(),
+        "sampling/importance_sampling_ratio/max": ratio.max(),
+    }
+    assert_close({name: metrics[name] for name in expected}, expected)
+
+
+def test_what_lies_beyond_the_end_of_a_row_changes_nothing():
+    clean = sample_experience()
+    rng = np.random.default_rng(4)
+    live = np.arange(LONGEST) < LENGTHS[:, None]
+    anything = rng.integers(0, NUM_TOKENS, clean.prompts.shape)
+    real = np.arange(clean.prompts.shape[1]) < PROMPT_LENGTHS[:, None]
+    junk = dataclasses.replace(
+        clean,
+        prompts=np.where(real, clean.prompts, anything).astype(np.int32),
+        completions=np.where(live, clean.completions, 7).astype(np.int32),
+        behaviour_logps=np.where(live, clean.behaviour_logps, np.nan).astype(np.float32),
+    )
+    assert_equal(run(experience=junk), run())
+
+
+RECOMPUTE = GrpoConfig(
+    old_logprobs="recompute", importance_sampling_correction=True, importance_sampling_clip_max=1.1
+)
+
+
+def test_a_single_recomputed_step_has_ratio_1_and_the_weights_of_the_correction():
+    experience = sample_experience()
+    weights = np.exp(own_logps() - experience.behaviour_logps)
+    assert np.any(weights[experience.mask] > 1.1)
+    loss, expected = direct_loss_and_gradient(RECOMPUTE, weights=np.minimum(weights, 1.1))
+    state, metrics = run(grpo=RECOMPUTE)
+    assert_close(metrics["loss"], loss)
+    assert_close(gradient(state), expected)
+    assert {name for name in metrics if name.startswith("clip_ratio/") and metrics[name]} == set()
+
+
+SEVERAL_STEPS = GrpoConfig(old_logprobs="recompute", num_iterations=2)
+
+
+def test_later_steps_of_a_rollout_leave_the_recomputed_policy_behind():
+    state, metrics = run(grpo=SEVERAL_STEPS, optim=TWO_BATCHES)
+    assert metrics["clip_ratio/region_mean"] > 0
+    assert state.step == 4  # two batches of four rows, gone through twice
+    # Of 8 warm-up steps this rollout's last was the fourth.
+    np.testing.assert_allclose(metrics["learning_rate"], TWO_BATCHES.learning_rate / 2, rtol=1e-6)
+
+
+def test_behaviour_is_recompute_where_the_sampler_was_the_policy():
+    own = dataclasses.replace(sample_experience(), behaviour_logps=np.asarray(own_logps()))
+    behaviour = dataclasses.replace(SEVERAL_STEPS, old_logprobs="behaviour")
+    expected, _ = run(grpo=SEVERAL_STEPS, experience=own, optim=TWO_BATCHES)
+    state, metrics = run(grpo=behaviour, experience=own, optim=TWO_BATCHES)
+    assert_close(state.params, expected.params, rtol=1e-3, atol=1e-4)
+    assert metrics["sampling/sampling_logp_difference/max"] < 1e-5
+    # With another sampler they part: the equality above is not for want of a difference.
+    assert differs(run(grpo=behaviour, optim=TWO_BATCHES)[0].params, expected.params)
+
+
+def test_the_key_shuffles_the_rows():
+    first, again, other = (
+        run(grpo=SEVERAL_STEPS, seed=seed, optim=TWO_BATCHES)[0].params for seed in (0, 0, 1)
+    )
+    assert_equal(first, again)
+    assert differs(first, other)
+
+
+def test_every_pass_takes_the_shuffled_batches_in_the_same_order():
+    """As TRL's buffer does: two passes over two batches are four updates of one batch each."""
+    several = GrpoConfig(num_iterations=2)
+    at_once, _ = run(grpo=several, optim=TWO_BATCHES, seed=3)
+    batches = [
+        jax.tree.map(lambda x, rows=rows: x[rows], sample_experience())
+        for rows in shuffled_rows(seed=3).reshape(2, 4)
+    ]
+    state = state_of(trained_params())
+    for batch in (*batches, *batches):
+        state, _ = make(optim=TWO_BATCHES)(state, base(), batch, None, jax.random.key(9))
+    assert_close(at_once.params, jax.device_get(state.params), rtol=1e-3, atol=1e-5)
+
+
+SYNCED = dataclasses.replace(
+    GRPO, sync_ref_model=True, ref_model_mixup_alpha=0.25, ref_model_sync_steps=2
+)
+
+
+def test_a_kept_reference_is_what_the_divergence_is_taken_to():
+    """A fresh adapter acts as the base does, so as a reference it equals the adapter switched off."""
+    state = dataclasses.replace(
+        state_of(trained_params()), reference=jax.tree.map(jnp.array, fresh_params())
+    )
+    arguments = (base(), sample_experience(), None, jax.random.key(0))
+    kept, kept_metrics = jax.device_get(make(grpo=SYNCED)(state, *arguments))
+    off, off_metrics = run(grpo=GRPO)
+    assert off_metrics["kl"] > 1e-3
+    assert_close(kept_metrics, off_metrics, atol=1e-5)
+    assert_close(kept.params, off.params, atol=1e-5)
+
+
+def test_the_reference_moves_towards_the_policy_every_so_many_steps():
+    state = update.init_state(jax.tree.map(jnp.array, trained_params()), PLAIN, keep_reference=True)
+    arguments = (base(), sample_experience(), None, jax.random.key(0))
+    divergences = []
+    for step in range(1, 4):
+        state, metrics = make(grpo=SYNCED)(state, *arguments)
+        divergences.append(metrics["kl"])
+        if step == 1:
+            assert_equal(state.reference, trained_params())
+        if step == 2:
+            mix = lambda r, p: 0.75 * r + 0.25 * p
+            expected = jax.tree.map(mix, trained_params(), jax.device_get(state.params))
+            assert_close(state.reference, expected, rtol=1e-6)
+            second = jax.device_get(state.reference)
+        if step == 3:
+            assert_equal(state.reference, second)
+    assert abs(divergences[0]) < 1e-9 < divergences[1]
+
+
+def full_model():
+    return Transformer(ARCH, "float32", None, jnp.float32, full=True)
+
+
+def test_all_weights_of_the_layers_train_where_the_model_is_full():
+    """One AdamW step on the gradient of a direct loss through the bare base."""
+    bare = full_model().clone(full=False)
+    dense = random_base(bare, jax.random.key(0))
+    params, rest = trainable(full_model(), dense, jax.random.key(1))
+    experience = sample_experience()
+    rows, index = np.nonzero(experience.mask)
+    places = PROMPT_LENGTHS[rows] + index
+
+    def loss(frozen):
+        hidden, _ = bare.apply({"frozen": frozen}, sample_tokens())
+        scores_ = hidden @ head(frozen).T / TEMPERATURE
+        seen = jax.nn.log_softmax(scores_[..., :NUM_TOKENS])[rows, places - 1]
+        logps = seen[np.arange(len(rows)), sample_tokens()[rows, places]]
+        ratio = jnp.exp(logps - experience.behaviour_logps[rows, index])
+        advantage = experience.advantages[rows]
+        clipped = jnp.clip(ratio, 0.8, 1.2)
+        return -jnp.mean(jnp.minimum(ratio * advantage, clipped * advantage))
+
+    value, slopes = jax.jit(jax.value_and_grad(loss))(dense)
+    improve = update.make_update(
+        full_model(),
+        grpo_cfg=DAPO,
+        optim_cfg=PLAIN,
+        total_steps=10,
+        temperature=TEMPERATURE,
+        num_tokens=NUM_TOKENS,
+        remat="layer",
+    )
+    before = jax.device_get(params)
+    state, metrics = jax.device_get(
+        improve(update.init_state(params, PLAIN), rest, experience, None, jax.random.key(0))
+    )
+    assert_close(metrics["loss"], value)
+    expected = {"layers": slopes["layers"]}
+    largest = max(np.abs(leaf).max() for leaf in jax.tree.leaves(expected))
+    assert_close(gradient(state), expected, rtol=1e-3, atol=1e-4 * largest)
+
+    def adamw(path, p, g):
+        decay = PLAIN.weight_decay if path[-1].key == "weight" else 0
+        return p - PLAIN.learning_rate * (g / (np.abs(g) + PLAIN.adam_epsilon) + decay * p)
+
+    stepped = jax.tree_util.tree_map_with_path(adamw, before, gradient(state))
+    assert_close(state.params, stepped, atol=1e-5)
+
+
+def test_kl_is_to_the_policy_without_its_adapter():
+    experience = sample_experience()
+    reference = jitted_direct_logps(trained_params(), sample_tokens(), adapter=False)[0]
+    d = (reference - own_logps())[experience.mask]
+    _, metrics = run(grpo=GRPO)
+    np.testing.assert_allclose(metrics["kl"], np.mean(np.exp(d) - d - 1), rtol=1e-4)
+
+
+def test_a_fresh_adapter_is_its_own_reference():
+    _, metrics = run(grpo=GRPO, params=fresh_params())
+    assert 0 <= metrics["kl"] < 1e-9
+
+
+def test_kl_teaches_where_advantages_are_silent():
+    silent = dataclasses.replace(sample_experience(), advantages=np.zeros(ROWS, np.float32))
+    state, metrics = run(grpo=GRPO, experience=silent)
+    assert state.skipped == 0 and metrics["updates/empty"] == 0
+    assert differs(state.params, trained_params())
+
+
+def test_zero_noise_is_no_noise_and_other_noise_changes_the_update():
+    key, shapes = jax.random.key(5), noise_shapes(ARCH)
+    clean, clean_metrics = run()
+    silent, silent_metrics = run(noise=noise.norm_noise(key, 0.0, shapes))
+    noisy, _ = run(noise=noise.norm_noise(key, 0.1, shapes))
+    assert_close(gradient(silent), gradient(clean))
+    assert_close(silent_metrics, clean_metrics, atol=1e-5)
+    assert differs(gradient(noisy), gradient(clean))
+
+
+def after_one_good_step():
+    return run()[0]
+
+
+ALL_MASKED = {"mask": np.zeros((ROWS, LONGEST), bool)}
+NO_ADVANTAGE = {"advantages": np.zeros(ROWS, np.float32)}
+INFINITE = {"advantages": np.array([1, 1, 1, np.inf, 1, 1, 1, 1], np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "empty", "non_finite"),
+    [(ALL_MASKED, 1, 0), (NO_ADVANTAGE, 1, 0), (INFINITE, 0, 1)],
+    ids=["all masked", "no advantage", "infinite advantage"],
+)
+def test_a_step_that_cannot_teach_changes_nothing_but_the_counts(changes, empty, non_finite):
+    before = after_one_good_step()
+    experience = dataclasses.replace(sample_experience(), **changes)
+    donated = jax.tree.map(jnp.array, before)
+    after, metrics = jax.device_get(make()(donated, base(), experience, None, jax.random.key(0)))
+    assert_equal(after.params, before.params)
+    assert_equal(after.opt_state, before.opt_state)
+    assert (after.step, after.skipped) == (before.step + 1, before.skipped + 1)
+    assert (metrics["updates/empty"], metrics["updates/non_finite"]) == (empty, non_finite)
+    if empty:
+        assert np.isfinite(list(metrics.values())).all(), metrics
+
+
+def test_every_empty_step_of_a_rollout_is_counted():
+    experience = dataclasses.replace(sample_experience(), **ALL_MASKED)
+    state, metrics = run(grpo=SEVERAL_STEPS, experience=experience, optim=TWO_BATCHES)
+    assert_equal(state.params, trained_params())
+    assert (state.step, state.skipped, metrics["updates/empty"]) == (4, 4, 4)
+    assert np.isfinite(list(metrics.values())).all(), metrics
+
+
+def test_a_step_that_runs_again_keeps_the_order_of_its_rows():
+    bnpo = {"grpo": EVERY_OPTION, "optim": geometry(4, 2)}
+    arguments = (base(), sample_experience(), None)
+    losses = [
+        float(
+            make(**bnpo)(state_of(trained_params()), *arguments, jax.random.key(seed), fixed)[1][
+                "loss"
+            ]
+        )
+        for fixed in (None, {})
+        for seed in (0, 1, 2)
+    ]
+    assert len(set(losses[:3])) > 1 and len(set(losses[3:])) == 1
+
+
+def test_a_masked_row_with_an_infinite_advantage_is_harmless():
+    advantages = sample_experience().advantages.copy()
+    advantages[CUT_ROW] = np.inf
+    state, metrics = run(experience=dataclasses.replace(sample_experience(), advantages=advantages))
+    assert state.skipped == 0
+    assert_equal(state.params, run()[0].params)
+    assert np.isfinite(list(metrics.values())).all(), metrics
+
+
+def compiled(caplog, f):
+    """Names of the programs that JAX compiled during a call."""
+    caplog.clear()
+    with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
+        f()
+    found = (re.match(r"Compiling (?:jit\()?(\w+)", record.message) for record in caplog.records)
+    return [match[1] for match in found if match]
+
+
+def test_the_second_rollout_does_not_recompile(caplog):
+    run()
+    assert compiled(caplog, lambda: run(seed=1)) == []
+
+
+def test_nothing_is_scored_where_the_samplers_log_probabilities_serve(caplog):
+    """No pass before the update: by default, and where one recomputed step is its own old policy."""
+    for cfg, passes in ((DAPO, []), (RECOMPUTE, []), (GRPO, ["score"])):
+        improve = _make.__wrapped__(cfg, PLAIN, 0.0, "none")
+        arguments = (base(), sample_experience(), None, jax.random.key(0))
+        state = state_of(trained_params())
+        names = compiled(caplog, functools.partial(improve, state, *arguments))
+        assert "accumulate" in names
+        assert [name for name in names if name == "score"] == passes
+
+
+def test_the_state_is_donated():
+    state = state_of(trained_params())
+    make()(state, base(), sample_experience(), None, jax.random.key(0))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(base()))
+
+
+def test_dropout_follows_the_key():
+    first, again, other = (gradient(run(dropout=0.5, seed=seed)[0]) for seed in (0, 0, 1))
+    assert_equal(first, again)
+    assert differs(first, other)
+    assert_equal(gradient(run(seed=0)[0]), gradient(run(seed=1)[0]))  # without dropout, it does not
+
+
+HALF_COSINE = 0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "warmup_ratio", "rates"),
+    [
+        # Of 10 steps: {step: rate}, the peak being 1 and the end 0.1.
+        ("constant", 0.0, {0: 1, 5: 1, 10: 1}),
+        ("constant", 0.1, {0: 1, 1: 1, 10: 1}),
+        ("constant", 0.2, {0: 0.5, 1: 1, 2: 1, 10: 1}),
+        ("linear", 0.0, {0: 1, 5: 0.55, 9: 0.19, 10: 0.1, 11: 0.1}),
+        ("linear", 0.1, {0: 1, 1: 1, 4: 0.7, 10: 0.1}),
+        ("linear", 0.2, {0: 0.5, 1: 1, 2: 1, 6: 0.55, 10: 0.1}),
+        ("cosine", 0.0, {0: 1, 5: 0.55, 10: 0.1, 11: 0.1}),
+        ("cosine", 0.1, {0: 1, 1: 1, 4: 0.775, 10: 0.1}),
+        ("cosine", 0.2, {0: 0.5, 1: 1, 2: 1, 4: HALF_COSINE, 6: 0.55, 10: 0.1}),
+        ("linear", 0.4, {0: 0.25, 1: 0.5, 2: 0.75, 3: 1, 4: 1, 7: 0.55, 10: 0.1}),
+    ],
+)
+def test_learning_rate(kind, warmup_ratio, rates):
+    cfg = OptimConfig(1.0, kind, warmup_ratio, min_lr_ratio=0.0 if kind == "constant" else 0.1)
+    rate = update.learning_rate(cfg, 10)
+    actual = {step: float(rate(jnp.int32(step))) for step in rates}
+    assert actual == pytest.approx(rates, rel=1e-6)
+
+
+@pytest.mark.parametrize("warmup_ratio", [0.0, 0.3, 0.99])
+@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("total_steps", [1, 2, 7])
+def test_every_step_of_a_run_learns(kind, warmup_ratio, total_steps):
+    rate = update.learning_rate(OptimConfig(1.0, kind, warmup_ratio), total_steps)
+    assert all(rate(step) > 0 for step in range(total_steps))
+
+
+def test_weight_decay_acts_on_adapters_and_not_on_norms():
+    params = {
+        "layers": {
+            "qkv": {"q_proj": {"a": jnp.array([2.0]), "b": jnp.array([-4.0])}},
+            "input_layernorm": {"scale": jnp.array([8.0])},
+        }
+    }
+    tx = update.optimizer(OptimConfig(weight_decay=0.5))
+    moves, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    assert moves["layers"]["qkv"]["q_proj"] == {"a": 1.0, "b": -2.0}
+    assert moves["layers"]["input_layernorm"]["scale"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("max_grad_norm", "clipped"), [(0.5, [0.3, 0.4]), (4.0, [2.4, 3.2]), (6.0, [3.0, 4.0])]
+)
+def test_gradients_are_clipped_to_the_global_norm(max_grad_norm, clipped):
+    params = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
+    tx = update.optimizer(OptimConfig(max_grad_norm=max_grad_norm, adam_beta1=0.0))
+    gradients = {"a": jnp.array([3.0]), "b": jnp.array([4.0])}  # norm 5
+    _, state = tx.update(gradients, tx.init(params), params)
+    assert_close(state[1].mu, {"a": clipped[:1], "b": clipped[1:]})
+
+
+def rollout():
+    """Two rows: one ends with its stop token after 2 of 3 tokens, one is cut at 3."""
+    return rollouts.Rollout(
+        problems=(None,),
+        texts=("a", "b"),
+        tokens=np.array([[5, 1, 2, 0], [6, 3, 4, 5]], np.int32),
+        prompt_lengths=np.array([1, 1], np.int32),
+        completions=np.array([[1, 2, 0], [3, 4, 5]], np.int32),
+        logps=np.array([[-1.0, -2.0, 0.0], [-3.0, -4.0, -5.0]], np.float32),
+        lengths=np.array([2, 3], np.int32),
+        stopped=np.array([True, False]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("mask_truncated", "mask"),
+    [
+        (False, [[True, True, False], [True, True, True]]),
+        (True, [[True, True, False], [False, False, False]]),
+    ],
+)
+def test_experience_is_learned_from_up_to_the_stop_token(mask_truncated, mask):
+    advantages = np.array([[1.5, -1.5]])
+    made = update.experience(
+        rollout(), advantages, mask_truncated_completions=mask_truncated, share_prompts=False
+    )
+    assert made.mask.tolist() == mask
+    assert made.advantages.tolist() == [1.5, -1.5] and made.advantages.dtype == np.float32
+    assert made.prompts.tolist() == [[5], [6]] and made.prompt_lengths.tolist() == [1, 1]
+    np.testing.assert_array_equal(made.completions, rollout().completions)
+    np.testing.assert_array_equal(made.behaviour_logps, rollout().logps)
+
+
+@pytest.mark.parametrize(
+    ("longest", "width"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 6), (7, 8), (8, 8)]
+)
+def test_rows_are_cut_behind_the_longest_prompt_and_the_longest_completion(longest, width):
+    rows = rollouts.Rollout(
+        problems=(None,),
+        texts=("a", "b"),
+        tokens=np.arange(32, dtype=np.int32).reshape(2, 16),
+        prompt_lengths=np.array([longest, longest], np.int32),
+        completions=np.arange(16, dtype=np.int32).reshape(2, 8),
+        logps=np.zeros((2, 8), np.float32),
+        lengths=np.array([1, longest], np.int32),
+        stopped=np.array([True, True]),
+    )
+    shared, apart = (
+        update.experience(
+            rows, np.zeros((1, 2)), mask_truncated_completions=False, share_prompts=share
+        )
+        for share in (True, False)
+    )
+    assert shared.prompts.tolist() == [list(range(width))]
+    assert apart.prompts.tolist() == [list(range(width)), list(range(16, 16 + width))]
+    assert shared.rows.tolist() == [[0, 1]] and apart.rows.tolist() == [[0], [1]]
+    for made in (shared, apart):
+        shapes = {made.completions.shape, made.mask.shape, made.behaviour_logps.shape}
+        assert shapes == {(2, width)}
+        assert made.lengths.tolist() == made.mask.sum(axis=1).tolist() == [1, longest]

@@ -1,0 +1,232 @@
+"""The page of runs: who shares a line, what it says, and whether a browser shows it at every width."""
+
+import dataclasses
+import html
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from qerl_jax import config
+from qerl_jax.cli import main as cli
+from qerl_jax.tracking import charts, page, report
+
+ROOT = pathlib.Path(__file__).parents[3]
+BROWSERS = "chromium chromium-browser chromium-headless-shell google-chrome chrome".split()
+HOSTILE = "<script>document.title = 'taken'</script>" + "x" * 500
+
+
+def make_run(folder, seed=0, steps=12, lift=0.0, **changes):
+    """The files of a run whose reward rises by 0.05 a step."""
+    cfg = config.load(ROOT / "configs" / "quickstart.toml")
+    cfg = dataclasses.replace(cfg, output_dir=str(folder), seed=seed, **changes)
+    (folder / "completions").mkdir(parents=True)
+    (folder / "config.toml").write_text(config.dump(cfg))
+    rows = [
+        {"step": 0, "eval/accuracy": 0.3, "eval/accuracy_low": 0.25, "eval/accuracy_high": 0.35}
+    ]
+    rows += [
+        {
+            "step": step,
+            "reward": lift + 0.05 * step + 0.01 * seed,
+            "rewards/a/mean": 0.1,
+            "rewards/b/mean": 0.2,
+            "aqn/sigma": 0.0 if step < 3 else 10.0**-step,
+            "kl": 0.0,
+            "loss": float("nan") if step == 5 else -0.1,
+            "perf/rollout_time": 1.0,
+            "perf/update_time": 2.0,
+            "step_time": 3.0,
+            "num_tokens": 1000 * step,
+            "completions/mean_length": 20.0 + step,
+            "completions/max_length": 40,
+        }
+        for step in range(1, steps + 1)
+    ]
+    rows[-1] |= {"eval/accuracy": 0.6, "eval/accuracy_low": 0.5, "eval/accuracy_high": 0.7}
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for step in (1, steps):
+        samples = [
+            {"prompt": [{"role": "user", "content": "1+1?"}], "completion": text, "reward": reward}
+            for text, reward in ((HOSTILE, 1.0), ("no\u2028idea", 0.0))
+        ]
+        path = folder / "completions" / f"step_{step:06d}.jsonl"
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in samples))
+    return folder
+
+
+def series(folders, title):
+    """The lines of one chart."""
+    groups = report.group([report.read(each) for each in folders])
+    found = [c for _, panels in report._SECTIONS for c in report._charts(panels, groups)]
+    return next(chart for chart in found if chart.title == title).lines
+
+
+def test_runs_that_differ_in_their_seed_share_a_line_with_a_band(tmp_path):
+    folders = [make_run(tmp_path / f"noise-seed{seed}", seed) for seed in (1, 3)]
+    folders.append(make_run(tmp_path / "silent", noise=None, lift=0.1))
+    noisy, silent = series(folders, "Reward")
+    assert (noisy.label, silent.label) == ("noise (2 runs)", "silent")
+    assert noisy.values[0] == pytest.approx(0.05 + 0.02)
+    assert (noisy.low[0], noisy.high[0]) == pytest.approx((0.06, 0.08))
+    assert silent.low is None and silent.values[-1] == pytest.approx(0.7)
+
+
+def test_accuracy_of_one_run_has_its_own_interval(tmp_path):
+    (line,) = series([make_run(tmp_path / "run")], "Held-out accuracy")
+    assert line.steps == (0, 12) and line.low == (0.25, 0.5) and line.high == (0.35, 0.7)
+
+
+def test_metrics_that_are_not_numbers_leave_a_gap(tmp_path):
+    (line,) = series([make_run(tmp_path / "run")], "Loss")
+    assert line.steps == (1, 2, 3, 4, 6, 7, 8, 9, 10, 11, 12)
+    with pytest.raises(StopIteration):
+        series([tmp_path / "run"], "KL to the reference")  # all zero
+
+
+def test_long_runs_are_thinned_to_means(tmp_path):
+    (line,) = series([make_run(tmp_path / "run", steps=1200)], "Reward")
+    assert len(line.steps) == 400 and line.steps[0] == 2
+    assert line.values[0] == pytest.approx(0.05 * 2)
+
+
+def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
+    folders = [make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run", noise=None)]
+    groups = report.group([report.read(each) for each in folders])
+    assert [each.label for each in groups] == list(map(str, folders))
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """The page of three runs, one of which has been evaluated."""
+    tmp_path = tmp_path_factory.mktemp("runs")
+    folders = [make_run(tmp_path / f"noise-seed{seed}", seed) for seed in (1, 2)]
+    folders.append(make_run(tmp_path / "silent", noise=None, lift=0.1))
+    evaluation = folders[0] / "eval" / "adapter" / "gsm8k"
+    evaluation.mkdir(parents=True)
+    estimate = {"name": "mean@4", "value": 0.5, "over_problems": [0.4, 0.6], "over_samples": None}
+    (evaluation / "summary.json").write_text(
+        json.dumps({"name": "gsm8k", "samples": 4, "estimates": [estimate]})
+    )
+    return report.write(folders, tmp_path / "page")
+
+
+def test_the_command_writes_the_page_into_the_run_and_shows_its_curves(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    assert cli.main(["report", str(run)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert (
+        shown[0] == f"page in {run}/report/index.html" and (run / "report" / "reward.png").exists()
+    )
+    assert shown[1].split() == ["reward", "0.05", "▁▂▂▃▄▄▅▅▆▇▇█", "0.6"]
+    assert shown[-1] == "held-out accuracy 0.300 -> 0.600"
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "not a run folder, or nothing logged yet" in capsys.readouterr().err
+
+
+def test_the_page_says_what_the_runs_came_to(compared):
+    text = html.unescape(re.sub(r"<[^>]*>", "|", compared.read_text()))
+    for words in (
+        "noise (2 runs) against silent",
+        "3 runs, 12 optimizer steps; bands go from the smallest to the largest of the runs",
+        "0.300 → 0.600 [0.500, 0.700]",
+        "noise-seed1, adapter||gsm8k||4||0.500 [0.400, 0.600]||–",
+        "noise.sigma_start||0.01||–",
+        "silent, step 12: highest reward, 1",
+    ):
+        assert words in text
+    pictures = {path.name for path in compared.parent.glob("*.png")}
+    assert {"reward.png", "time-per-phase-rollout.png", "a.png", "aqn-sigma.png"} <= pictures
+
+
+def test_the_page_needs_nothing_but_itself(compared):
+    text = compared.read_text()
+    assert not re.search(r"\b(?:src|href)=|url\(|@import|https?:", text)
+    assert "default-src 'none'" in text
+    assert "<script>document.title" not in text  # a completion's
+
+
+def luminance(colour):
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one, other):
+    low, high = sorted(map(luminance, (one, other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize(("which", "lines"), [(0, charts.COLOURS), (1, page._DARK)])
+def test_text_and_lines_stand_out_in_light_and_dark(which, lines):
+    """WCAG 2.2: 4.5 for text, 3 for what is drawn."""
+    named = [
+        re.findall(rf"--{name}:(#\w+)", page._STYLE)[which] for name in ("card", "text", "quiet")
+    ]
+    card, text, quiet = ("#" + "".join(c * 2 for c in n[1:]) if len(n) == 4 else n for n in named)
+    assert min(contrast(card, text), contrast(card, quiet)) >= 4.5
+    assert min(contrast(card, line) for line in lines) >= 3
+
+
+def browser():
+    named = os.environ.get("QERL_BROWSER")
+    return named or next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+LOOK = """
+const seen = [];
+const next = what => {
+  seen.push(what);
+  if (seen.length < 2) return look(1280);
+  document.body.textContent = JSON.stringify(seen);
+};
+const look = width => {
+  const frame = document.createElement('iframe');
+  frame.style = `width:${width}px;height:900px;border:0`;
+  frame.onload = () => {
+    const page = frame.contentDocument, root = page.documentElement;
+    const chart = page.querySelector('figure svg[role=img]'), box = chart.getBoundingClientRect();
+    chart.dispatchEvent(new PointerEvent('pointermove', {clientX: box.right, clientY: box.top}));
+    const read = chart.parentElement.querySelector('.readout').textContent;
+    chart.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowLeft'}));
+    const columns = getComputedStyle(page.querySelector('.charts')).gridTemplateColumns;
+    next({
+      width, overflow: root.scrollWidth - root.clientWidth, title: page.title,
+      charts: page.querySelectorAll('figure').length, columns: columns.split(' ').length,
+      read, before: chart.parentElement.querySelector('.readout').textContent,
+      lettering: 12 * box.width / chart.viewBox.baseVal.width,
+      head: page.querySelector('thead').getBoundingClientRect().height,
+    });
+  };
+  frame.srcdoc = PAGE;
+  document.body.append(frame);
+};
+look(390);
+"""
+
+
+def test_a_browser_shows_the_page_on_a_phone_and_on_a_desk(compared, tmp_path):
+    if not browser():
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)}, and QERL_BROWSER is not set")
+    text = json.dumps(compared.read_text()).replace("</", "<\\/")
+    (tmp_path / "look.html").write_text(f"<body><script>{LOOK.replace('PAGE', text)}</script>")
+    flags = "--headless --no-sandbox --disable-gpu --virtual-time-budget=20000 --dump-dom".split()
+    shown = subprocess.run(
+        [browser(), *flags, f"--user-data-dir={tmp_path}/profile", f"file://{tmp_path}/look.html"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    ).stdout
+    phone, desk = json.loads(re.search(r"\[\{.*\}\]", html.unescape(shown))[0])
+    for seen in (phone, desk):
+        assert seen["overflow"] <= 0  # nothing has to be scrolled sideways
+        assert seen["charts"] >= 10 and seen["title"] == "noise (2 runs) against silent"
+        assert seen["read"].startswith("step 12: noise (2 runs) 0.615, silent 0.7")
+        assert seen["before"].startswith("step 11: ")
+        assert seen["lettering"] >= 9  # pixels
+    assert (phone["columns"], desk["columns"]) == (1, 3)
+    assert phone["head"] <= 1 < desk["head"]  # on a phone every cell carries its column's name

@@ -1,0 +1,65 @@
+"""What the terminal shows, as text."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from qerl_jax.tracking import terminal as display
+
+ROW = {
+    "reward": 0.25,
+    "completions/mean_length": 31.0,
+    "eval/accuracy": 0.5,
+    "clip_ratio/region_mean": 0.0123,
+    "perf/update_time": 2.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("values", "width", "expected"),
+    [
+        ([0, 1], 60, "▁█"),
+        ([3, 3], 60, "▁▁"),
+        ([0, 0, 1, 1], 2, "▁█"),
+        ([0, 7, 14], 9, "▁▅█"),
+        ([0, float("nan"), 1, float("inf")], 60, "▁ █ "),
+        ([float("nan")], 60, " "),
+    ],
+)
+def test_a_curve_spans_its_values(values, width, expected):
+    assert display.curve(values, width) == expected
+
+
+def shown(terminal):
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=100, height=40, color_system=None)
+    view = display.Display(50, 3, console)
+    view.show(4, ROW)
+    sample = {
+        "prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}],
+        "completion": "[bold]2[/bold]" + "x" * 700 + " so it is 2",
+        "reward": 1.0,
+        "length": 9,
+        "stopped": False,
+    }
+    view.show_completion(sample)
+    view.note("adapter in runs/x")
+    view.close()
+    return out.getvalue()
+
+
+def test_a_terminal_shows_metrics_and_a_sample_with_its_reward():
+    text = shown(terminal=True)
+    last = text[text.rindex("step 4/50") :]
+    for words in ("reward", "0.250", "accuracy", "0.500", "clipped", "1.23%", "update s", "2.50"):
+        assert words in last
+    assert "reward 1.00, 9 tokens, truncated" in last
+    assert "1+1?" in last and "[bold]2[/bold]" in last and "so it is 2" in last and " … " in last
+    assert "KL" not in last  # there is none
+    assert "adapter in runs/x" in text
+
+
+def test_a_file_gets_a_line_per_step():
+    lines = shown(terminal=False).splitlines()
+    assert lines == ["step 4/50  reward 0.250  len 31  accuracy 0.500", "adapter in runs/x"]

@@ -1,0 +1,87 @@
+"""A step with an infinite advantage in a run on the embedded base: skipped, kept, and told apart later."""
+
+import dataclasses
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from qerl_jax import config
+from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.model.transformer import trainable
+from qerl_jax.rl import update
+from qerl_jax.training import replay
+
+QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
+
+
+def run_config(folder):
+    cfg = config.load(QUICKSTART)
+    optim = dataclasses.replace(
+        cfg.optim, per_device_train_batch_size=2, gradient_accumulation_steps=2
+    )
+    return dataclasses.replace(
+        cfg,
+        output_dir=str(folder),
+        optim=optim,
+        rollout=dataclasses.replace(cfg.rollout, num_generations=2),
+        grpo=config.GrpoConfig(),
+    )
+
+
+def experience():
+    rng = np.random.default_rng(0)
+    return update.Experience(
+        prompts=rng.integers(0, 64, (4, 3), np.int32),
+        prompt_lengths=np.array([3, 2, 3, 1], np.int32),
+        completions=rng.integers(0, 64, (8, 4), np.int32),
+        mask=np.ones((8, 4), bool),
+        behaviour_logps=np.full((8, 4), -1, np.float32),
+        advantages=np.array([1, -1, 1, -1, 1, np.inf, 1, -1], np.float32),
+    )
+
+
+def test_a_skipped_step_is_written_and_runs_once_more(tmp_path):
+    cfg = run_config(tmp_path)
+    (tmp_path / "config.toml").write_text(config.dump(cfg))
+    model, frozen, tokenizer = checkpoint.load_policy(cfg.model, cfg.lora, cfg.seed)
+    params, frozen = trainable(model, frozen, jax.random.key(0))
+    written = []
+    improve = update.make_update(
+        model,
+        grpo_cfg=cfg.grpo,
+        optim_cfg=cfg.optim,
+        total_steps=4,
+        temperature=1.0,
+        num_tokens=tokenizer.num_tokens,
+        remat="none",
+        max_completion_length=cfg.rollout.max_completion_length,
+        on_non_finite=lambda failure: written.append(replay.write(tmp_path, failure)),
+    )
+    state = update.init_state(params, cfg.optim)
+    state, metrics = improve(state, frozen, experience(), None, jax.random.key(1))
+    # Two steps of two prompts: the one with the infinite advantage is skipped, the other is not.
+    assert (int(state.step), int(state.skipped), metrics["updates/non_finite"]) == (2, 1, 1)
+
+    (path,) = written
+    assert path.parent == tmp_path / "non_finite" and path.stem in ("step_000000", "step_000001")
+    lines = replay.run(path)
+    assert lines[0].startswith(f"step {int(path.stem[5:])}: loss ") and "grad_norm nan" in lines[0]
+    assert "gradient not finite: ['layers']['down']['down_proj']['b']" in lines
+    assert sum("advantages not finite" in line for line in lines) == 1
+    assert not any("weight" in line or "logps" in line for line in lines)
+
+
+def test_only_the_first_three_steps_of_a_run_are_written(tmp_path):
+    failure = update.NonFinite(0, np.float32(np.nan), {}, {"a": np.ones(2)}, experience(), {}, None)
+    paths = [
+        replay.write(tmp_path, dataclasses.replace(failure, step=step)) for step in (3, 4, 5, 6)
+    ]
+    assert paths[3] is None
+    assert sorted(tmp_path.glob("non_finite/*")) == paths[:3]
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no such file: .*step_1\.npz"):
+        replay.run(tmp_path / "step_1.npz")
