@@ -19,15 +19,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import runtime
-from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.checkpoint import base_model
 from qerl_jax.config import ConfigError, RunConfig
 from qerl_jax.generation import engine
 from qerl_jax.generation.page_pool import pages_for, pages_wanted
 from qerl_jax.model import architecture, kv_cache
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import LoRA, Transformer, abstract_base, trainable
-from qerl_jax.rl import microbatches as packing
-from qerl_jax.rl import update
+from qerl_jax.rl import microbatches, update
 
 Phase = Literal["always", "rollout", "update", "evaluation"]
 _TURNS: tuple[Phase, ...] = ("rollout", "update", "evaluation")
@@ -348,7 +347,7 @@ def _micro_batch(cfg: RunConfig) -> tuple[int, int, int]:
     if budget is None:
         rows = math.gcd(group, micro)
         return micro // rows, rows, length
-    rows = packing.piece_size(
+    rows = microbatches.piece_size(
         math.gcd(group, cfg.train_batch_size),
         budget=budget,
         prompt_width=prompt,
@@ -357,7 +356,7 @@ def _micro_batch(cfg: RunConfig) -> tuple[int, int, int]:
     # Where completions are shorter than the longest, more of them may fill the budget further.
     sizes = [
         (min(budget // (prompt + rows * width), cfg.train_batch_size // rows), width)
-        for width in packing.widths(length)
+        for width in microbatches.widths(length)
     ]
     prompts, width = max(sizes, key=lambda size: size[0] * (prompt + rows * size[1]))
     return prompts, rows, width
@@ -391,7 +390,7 @@ def _architecture(cfg: RunConfig) -> Architecture:
     known = architecture.known(name)
     if known and not pathlib.Path(name).expanduser().is_dir():
         return known
-    return architecture.load(checkpoint.local_folder(name, weights=False))
+    return architecture.load(base_model.local_folder(name, weights=False))
 
 
 def _width(cfg: RunConfig) -> int:

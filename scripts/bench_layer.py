@@ -30,8 +30,7 @@ def run_arm(args: argparse.Namespace) -> None:
 
     from pallas_kernels import runtime
     from pallas_kernels.nvfp4_matmul import fused
-    from qerl_jax.model import architecture
-    from qerl_jax.model import fused_decode as decode
+    from qerl_jax.model import architecture, fused_decode
     from qerl_jax.model import layers as plain
     from qerl_jax.model.transformer import FusedLinear, LoRA, Transformer, init_params, random_base
 
@@ -83,7 +82,7 @@ def run_arm(args: argparse.Namespace) -> None:
 
         @jax.jit
         def by_kernels(variables, x):
-            return decode.step(two, decode.policy(two, variables), x, attend, ())[0]
+            return fused_decode.step(two, fused_decode.policy(two, variables), x, attend, ())[0]
 
         x = embedded(m)
         actual = np.float32(by_kernels(small, x))
@@ -93,11 +92,11 @@ def run_arm(args: argparse.Namespace) -> None:
         return float(error), bool((changed[0] == actual[0]).all())
 
     def run(variables, x, steps):
-        policy = decode.policy(model, variables)
+        policy = fused_decode.policy(model, variables)
 
         def one_step(state):
             step, x = state
-            return step + 1, decode.step(model, policy, x, attend, (), unroll=args.unroll)[0]
+            return step + 1, fused_decode.step(model, policy, x, attend, (), unroll=args.unroll)[0]
 
         # The end depends on data, though it never comes early.
         unfinished = lambda state: (state[0] < steps) & (state[1][0, 0] < 1e9)

@@ -17,7 +17,7 @@ import tempfile
 import ml_dtypes
 import numpy as np
 
-from qerl_jax.checkpoint import safetensors as tensor_files
+from qerl_jax.checkpoint import safetensors
 from qerl_jax.model.architecture import KNOWN, LAYER_NORMS, PARENT, Architecture
 
 
@@ -41,7 +41,7 @@ def make_folder(folder: pathlib.Path, arch: Architecture) -> None:
     weight_map = {}
 
     def write(stem, tensors):
-        tensor_files.write(folder / f"{stem}.safetensors", tensors)
+        safetensors.write(folder / f"{stem}.safetensors", tensors)
         weight_map.update(dict.fromkeys(tensors, f"{stem}.safetensors"))
 
     write("model-outside", shards["model-outside"])

@@ -36,7 +36,7 @@ import time
 
 from qerl_jax import config
 from qerl_jax.model import architecture
-from qerl_jax.tracking import logger as log
+from qerl_jax.tracking import logger
 
 # What one H200 reaches through JAX: a read of 4 GiB, and a bf16 product of 8192^3.
 BANDWIDTH, BF16_RATE = 4.3e12, 790e12
@@ -186,13 +186,13 @@ def run_row(name: str, tokenizer: str, *, profile: bool) -> dict:
     import jax
 
     from pallas_kernels import runtime
-    from qerl_jax import memory as plan
+    from qerl_jax import memory
 
     row = ROWS[name]
     runtime.use_compilation_cache()
     with tempfile.TemporaryDirectory() as folder:
         cfg = row_config(row, tokenizer, folder)
-        planned = plan.make(cfg, limit=plan.of_device())
+        planned = memory.make(cfg, limit=memory.of_device())
         result = _time_update(row, cfg, profile) if row.update_only else _time_steps(row, cfg)
     arch = architecture.KNOWN[row.model]
     seconds = result["update"]
@@ -212,10 +212,10 @@ def run_row(name: str, tokenizer: str, *, profile: bool) -> dict:
 
 
 def _time_steps(row: Row, cfg: config.RunConfig) -> dict:
-    from qerl_jax.training import trainer as train
+    from qerl_jax.training import trainer
 
-    train.train(cfg)
-    rows = log.read_metrics(cfg.output_dir)
+    trainer.train(cfg)
+    rows = logger.read_metrics(cfg.output_dir)
     norms = [logged["grad_norm"] for logged in rows]
     assert all(math.isfinite(norm) and norm > 0 for norm in norms), norms
     steady = rows[1:] or rows
@@ -378,11 +378,11 @@ def run_arm(cfg: config.RunConfig, folder: pathlib.Path) -> None:
     import numpy as np
 
     from qerl_jax.checkpoint.safetensors import Tensors
-    from qerl_jax.training import trainer as train
+    from qerl_jax.training import trainer
 
     cfg = dataclasses.replace(cfg, output_dir=str(folder / "run"))
-    train.train(cfg)
-    rows = [row for row in log.read_metrics(cfg.output_dir) if row["step"] > 0]
+    trainer.train(cfg)
+    rows = [row for row in logger.read_metrics(cfg.output_dir) if row["step"] > 0]
     norms = [row["grad_norm"] for row in rows]
     assert all(math.isfinite(norm) and norm > 0 for norm in norms), norms
     adapter = Tensors(folder / "run" / "adapter", "adapter_model")

@@ -39,7 +39,7 @@ def main() -> int:
 
     from pallas_kernels import runtime
     from pallas_kernels.nvfp4_matmul import fused_wide
-    from qerl_jax.generation import batch as sampling
+    from qerl_jax.generation import batch
     from qerl_jax.model import architecture, layers, logprobs
     from qerl_jax.model.transformer import LoRA, Transformer, head, init_params, random_base
 
@@ -51,7 +51,7 @@ def main() -> int:
     variables = {"frozen": frozen, "params": jax.tree.map(lambda x: x + 1e-3, params)}
     num_tokens = arch.vocab_size - 256
 
-    generate = sampling.make_generate(
+    generate = batch.make_generate(
         model,
         num_generations=1,
         max_completion_length=args.tokens,

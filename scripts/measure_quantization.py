@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.checkpoint import base_model
 from qerl_jax.config import ModelConfig
 from qerl_jax.model import layers, logprobs
 from qerl_jax.model.transformer import head
@@ -27,7 +27,7 @@ from qerl_jax.quantization.quantizer import Recipe, quantize
 def load(folder: str, weights: str):
     """A model and its frozen base, computed in float32."""
     cfg = ModelConfig(str(folder), weights=weights, dtype="float32")
-    return checkpoint.load_policy(cfg, None)
+    return base_model.load_policy(cfg, None)
 
 
 def mean_kl(reference, other, ids: np.ndarray, lengths: np.ndarray, rows: int = 8) -> float:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.checkpoint import base_model
 from qerl_jax.model import architecture
 from qerl_jax.model.transformer import LoRA, Transformer, init_params
 from tests import golden_files
@@ -24,7 +24,7 @@ ARCH = architecture.load(DENSE)
 @functools.cache
 def base(folder, weights):
     model = Transformer(architecture.load(folder), weights, None, jnp.float32)
-    return checkpoint.load_base(folder, model)
+    return base_model.load_base(folder, model)
 
 
 def assert_trees_equal(actual, expected):

@@ -2,12 +2,12 @@
 
 import random
 
-from qerl_jax.rewards import stock as reward_functions
+from qerl_jax.rewards import stock
 
 
 def shuffled(completions, answer, **_):
     """The right rewards in an order that has nothing to do with the completions."""
-    values = reward_functions.correct_and_well_formed_reward(completions, answer)
+    values = stock.correct_and_well_formed_reward(completions, answer)
     random.Random(str(completions)).shuffle(values)
     return values
 

@@ -13,15 +13,13 @@ import jax
 import numpy as np
 import pytest
 
-from qerl_jax import config
-from qerl_jax import memory as plan
-from qerl_jax.checkpoint import base as checkpoint
-from qerl_jax.checkpoint import peft as adapters
-from qerl_jax.cli import main as cli
+from qerl_jax import config, memory
+from qerl_jax.checkpoint import base_model, peft
+from qerl_jax.cli import main
 from qerl_jax.model import architecture
 from qerl_jax.model.transformer import LoRA, init_params
 from qerl_jax.rl import rollouts
-from qerl_jax.tracking import logger as log
+from qerl_jax.tracking import logger
 from qerl_jax.training.trainer import _check_folder, train
 from tests.golden_files import GOLDEN
 
@@ -53,7 +51,7 @@ def small(folder, **sections):
 
 
 def accuracies(folder):
-    return [row["eval/accuracy"] for row in log.read_metrics(folder) if "eval/accuracy" in row]
+    return [row["eval/accuracy"] for row in logger.read_metrics(folder) if "eval/accuracy" in row]
 
 
 def without_times(rows):
@@ -77,7 +75,7 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
     )
     try:
         deadline = time.monotonic() + 300
-        while not any(row["step"] >= 3 for row in log.read_metrics(killed)):
+        while not any(row["step"] >= 3 for row in logger.read_metrics(killed)):
             assert process.poll() is None, "the run ended before it could be killed"
             assert time.monotonic() < deadline, "the run did not reach step 3"
             time.sleep(0.02)
@@ -88,7 +86,7 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
 
     resumed = train(small(killed, **watched), quiet=True)
     assert int(resumed.step) == 4
-    assert without_times(log.read_metrics(killed)) == without_times(log.read_metrics(whole))
+    assert without_times(logger.read_metrics(killed)) == without_times(logger.read_metrics(whole))
     for ours, theirs in zip(
         jax.tree.leaves(resumed.params), jax.tree.leaves(final.params), strict=True
     ):
@@ -97,7 +95,7 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
         f"step_{s:06d}.jsonl" for s in range(1, 5)
     ]
 
-    rows = log.read_metrics(whole)
+    rows = logger.read_metrics(whole)
     assert rows[1]["aqn/sigma"] == 0.0 and rows[-1]["aqn/sigma"] > 0.0
     # Without noise sampler and trainer are one function of one base; float32 leaves rounding only.
     assert rows[1]["sampling/sampling_logp_difference/max"] < 1e-4
@@ -110,8 +108,8 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
     tensors = [(run / "best" / "adapter_model.safetensors").read_bytes() for run in (whole, killed)]
     assert tensors[0] == tensors[1]
 
-    model = checkpoint.load_policy(small(whole).model, small(whole).lora)[0]
-    adapter = adapters.import_adapter(whole / "adapter", model)
+    model = base_model.load_policy(small(whole).model, small(whole).lora)[0]
+    adapter = peft.import_adapter(whole / "adapter", model)
     for ours, theirs in zip(jax.tree.leaves(adapter), jax.tree.leaves(final.params), strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -136,18 +134,18 @@ def test_several_updates_of_one_rollout_train_norms_and_reference_in_one_run(tmp
         },
     )
     state = train(cfg, quiet=True)
-    rows = log.read_metrics(cfg.output_dir)
+    rows = logger.read_metrics(cfg.output_dir)
     assert [row["step"] for row in rows] == [4, 8]
     assert rows[0]["kl"] > 0 and rows[1]["clip_ratio/region_mean"] >= 0
-    lora = adapters.read_lora(tmp_path / "run" / "adapter")
+    lora = peft.read_lora(tmp_path / "run" / "adapter")
     assert lora.train_norms
-    model = checkpoint.load_policy(cfg.model, lora)[0]
+    model = base_model.load_policy(cfg.model, lora)[0]
     assert model.lora == LoRA(16, 16.0, 0.0, True)
-    norms = adapters.import_adapter(tmp_path / "run" / "adapter", model)["layers"][
-        "input_layernorm"
-    ]["scale"]
+    norms = peft.import_adapter(tmp_path / "run" / "adapter", model)["layers"]["input_layernorm"][
+        "scale"
+    ]
     np.testing.assert_array_equal(norms, state.params["layers"]["input_layernorm"]["scale"])
-    base = checkpoint.load_policy(cfg.model, lora)[1]["layers"]["input_layernorm"]["scale"]
+    base = base_model.load_policy(cfg.model, lora)[1]["layers"]["input_layernorm"]["scale"]
     assert np.abs(np.asarray(norms) - np.asarray(base, np.float32)).max() > 0
 
 
@@ -172,7 +170,7 @@ def test_all_that_a_run_remembers_survives_an_interruption(tmp_path, monkeypatch
         )
 
     whole = train(cfg("whole"), quiet=True)
-    rows = log.read_metrics(tmp_path / "whole")
+    rows = logger.read_metrics(tmp_path / "whole")
     rounds = [int(row["dynamic_sampling/rounds"]) for row in rows]
     assert 1 < max(rounds) <= 3
     assert rows[1]["dynamic_sampling/groups_carried_over"] > 0  # so there is something to lose
@@ -190,7 +188,7 @@ def test_all_that_a_run_remembers_survives_an_interruption(tmp_path, monkeypatch
         patch.setattr(rollouts, "score", interrupted)
         train(cfg("resumed"), quiet=True)
     resumed = train(cfg("resumed"), quiet=True)
-    assert without_times(log.read_metrics(tmp_path / "resumed")) == without_times(rows)
+    assert without_times(logger.read_metrics(tmp_path / "resumed")) == without_times(rows)
     for ours, theirs in zip(jax.tree.leaves(resumed), jax.tree.leaves(whole), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     completions = [
@@ -215,15 +213,15 @@ def test_a_dense_base_trains_whole_and_is_exported_as_a_model(tmp_path):
         },
     )
     state = train(cfg, quiet=True)
-    rows = log.read_metrics(cfg.output_dir)
+    rows = logger.read_metrics(cfg.output_dir)
     assert rows[0]["kl"] == pytest.approx(0, abs=1e-6) and rows[1]["kl"] > 1e-6
     assert rows[0]["sampling/sampling_logp_difference/max"] < 1e-4
 
-    _, base, _ = checkpoint.load_policy(dataclasses.replace(cfg.model, trainable="lora"), None)
+    _, base, _ = base_model.load_policy(dataclasses.replace(cfg.model, trainable="lora"), None)
     exported = dataclasses.replace(
         cfg.model, model_name_or_path=str(tmp_path / "run" / "model"), trainable="lora"
     )
-    _, trained, _ = checkpoint.load_policy(exported, None)
+    _, trained, _ = base_model.load_policy(exported, None)
     assert jax.tree.structure(trained) == jax.tree.structure(base)
     for path, leaf in jax.tree_util.tree_leaves_with_path(trained["layers"]):
         ours, before = state.params["layers"], base["layers"]
@@ -295,7 +293,7 @@ def test_bad_input_is_one_error_before_a_run_folder_exists(case, tmp_path, capsy
     changes, named = BAD_RUNS[case]
     path = tmp_path / "bad.toml"
     path.write_text(config.dump(small(tmp_path / "run", **changes)))
-    assert cli.main(["train", str(path)]) == 2
+    assert main.main(["train", str(path)]) == 2
     error = capsys.readouterr().err
     assert named in error and error.count("\n") == 1
     assert not (tmp_path / "run").exists()
@@ -305,9 +303,9 @@ def test_bad_input_is_one_error_before_a_run_folder_exists(case, tmp_path, capsy
 def test_a_run_goes_on_from_an_adapter_of_its_shape(tmp_path):
     """With a vanishing learning rate it ends where the adapter was."""
     cfg = small(tmp_path / "run", max_steps=1, optim={"learning_rate": 1e-12})
-    model, frozen, _ = checkpoint.load_policy(cfg.model, cfg.lora)
+    model, frozen, _ = base_model.load_policy(cfg.model, cfg.lora)
     start = jax.tree.map(lambda x: x + 0.01, init_params(model, frozen, jax.random.key(5)))
-    adapters.export_adapter(tmp_path / "start", start, model.lora, "qerl-tiny")
+    peft.export_adapter(tmp_path / "start", start, model.lora, "qerl-tiny")
     cfg = dataclasses.replace(
         cfg, model=dataclasses.replace(cfg.model, adapter_name_or_path=str(tmp_path / "start"))
     )
@@ -330,12 +328,12 @@ def test_another_config_may_not_resume_a_run(tmp_path):
 
 
 def test_rows_are_held_against_the_context_of_the_base_that_was_loaded(tmp_path, monkeypatch):
-    arch = architecture.load(checkpoint.TINY)
+    arch = architecture.load(base_model.TINY)
     cfg = small(tmp_path / "run", rollout={"num_generations": 4, "max_completion_length": 10**4})
     # As of a hub name: a shape, of whose bases some have a longer context than others.
     unsaid = {"qerl-tiny": dataclasses.replace(arch, context=None)}
     monkeypatch.setattr(architecture, "KNOWN", unsaid)
-    assert plan.make(cfg).peak
+    assert memory.make(cfg).peak
     with pytest.raises(
         ValueError, match=f"more than the {arch.context} that the model was made for"
     ):
@@ -344,13 +342,13 @@ def test_rows_are_held_against_the_context_of_the_base_that_was_loaded(tmp_path,
 
 @pytest.mark.parametrize("command", ["", "train", "plan", "compare", "replay", "env"])
 def test_help_is_no_error(command, capsys):
-    assert cli.main([*command.split(), "--help"]) == 0
+    assert main.main([*command.split(), "--help"]) == 0
     assert capsys.readouterr().out.startswith("usage: qerl COMMAND")
-    assert cli.main([]) == 2
+    assert main.main([]) == 2
 
 
 def test_env_names_versions_and_devices(capsys):
-    assert cli.main(["env"]) == 0
+    assert main.main(["env"]) == 0
     shown = capsys.readouterr().out
     assert f"jax {jax.__version__}" in shown and "device 0: cpu" in shown
 
@@ -387,7 +385,7 @@ def test_every_config_runs_for_two_rollouts_on_the_tiny_base(path, tmp_path):
         ),
         quiet=True,
     )
-    rows = log.read_metrics(tmp_path / "run")
+    rows = logger.read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [cfg.updates_per_rollout, 2 * cfg.updates_per_rollout]
     assert np.isfinite([row["loss"] for row in rows]).all()
 
@@ -411,7 +409,7 @@ def test_completions_are_logged_with_their_rewards_and_what_rewards_log(tmp_path
     lines = (tmp_path / "run" / "completions" / "step_000001.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     assert len(rows) == 32
-    before, metrics = log.read_metrics(tmp_path / "run")
+    before, metrics = logger.read_metrics(tmp_path / "run")
     assert 0 <= before["eval/accuracy"] <= before["eval/pass@2"] <= 1
     assert np.isclose(np.mean([row["reward"] for row in rows]), metrics["reward"])
     assert [row["letters"] for row in rows] == [len(row["completion"]) for row in rows]

@@ -23,15 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax import config
-from qerl_jax.checkpoint import base as checkpoint
-from qerl_jax.checkpoint import hf_folder as model_files
-from qerl_jax.checkpoint import packed_formats as formats
-from qerl_jax.checkpoint import peft as adapters
+from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, peft
 from qerl_jax.checkpoint.run_state import StateFiles
-from qerl_jax.checkpoint.safetensors import Tensors, whole_folder
+from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.config import DENSE, RunConfig
 from qerl_jax.data import arithmetic
 from qerl_jax.data.tokenizer import Tokenizer
+from qerl_jax.files import whole_folder
 from qerl_jax.model import architecture, logprobs
 from qerl_jax.model.architecture import LAYER_NORMS, Architecture
 from qerl_jax.model.transformer import LoRA, Transformer, abstract_base, head
@@ -80,7 +78,7 @@ def export(
     """
     run = pathlib.Path(run)
     cfg = _config(run)
-    folder = checkpoint.local_folder(cfg.model.model_name_or_path)
+    folder = base_model.local_folder(cfg.model.model_name_or_path)
     if cfg.model.trainable == "full":
         folder = _trained_model(run, to, step)
     base = _checked_base(cfg, folder, to, base)
@@ -92,10 +90,10 @@ def export(
     with whole_folder(out, REPORT, "export") as partial:
         if to == "peft":
             name = cfg.model.model_name_or_path
-            adapters.export_adapter(partial, policy.params, policy.model.lora, name)
+            peft.export_adapter(partial, policy.params, policy.model.lora, name)
             found = policy.read_adapter(partial)
         else:
-            form = formats.named(to) if to != "merged" else None
+            form = packed_formats.named(to) if to != "merged" else None
             policy.frozen = None  # its memory is needed for what is read back
             _write_model(partial, policy, base, form)
             found = policy.read_model(partial, to)
@@ -170,7 +168,7 @@ def _checked_base(cfg: RunConfig, folder: pathlib.Path, to: Kind, base: Base | N
         if base is not None:
             raise ValueError(f"from: got {base!r}; an adapter is exported without a base")
         return None
-    packed = formats.of_folder(folder) is not None
+    packed = packed_formats.of_folder(folder) is not None
     choices = [] if packed else ["original"]
     if packed or cfg.model.weights not in DENSE:
         choices.append("packed")
@@ -200,11 +198,11 @@ class _Policy:
         self.cfg, self.folder, self.step = cfg, folder, step
         full = cfg.model.trainable == "full"
         base = dataclasses.replace(cfg.model, model_name_or_path=str(folder), trainable="lora")
-        self.model, self.frozen, tokens = checkpoint.load_policy(base, None if full else cfg.lora)
+        self.model, self.frozen, tokens = base_model.load_policy(base, None if full else cfg.lora)
         if full:
             self.params: dict[str, Any] = {}
         elif step is None and (run / "adapter").is_dir():
-            self.params = adapters.import_adapter(run / "adapter", self.model)
+            self.params = peft.import_adapter(run / "adapter", self.model)
         else:
             self.step, self.params = _checkpoint(run, step)
         self._ids, self._answers = _prompts(tokens)
@@ -216,17 +214,17 @@ class _Policy:
 
     def read_adapter(self, folder: pathlib.Path) -> np.ndarray:
         """The same with an adapter that was written."""
-        shape = adapters.read_lora(folder)
+        shape = peft.read_lora(folder)
         lora = LoRA(shape.rank, shape.alpha, train_norms=shape.train_norms)
         model = self.model.clone(lora=lora)
-        params = adapters.import_adapter(folder, model)
+        params = peft.import_adapter(folder, model)
         return self._logps(model, {"params": params, "frozen": self.frozen})
 
     def read_model(self, folder: pathlib.Path, to: Kind) -> np.ndarray:
         """The same with a whole model that was written."""
         weights = "nvfp4" if to == "nvfp4" else str(self.dtype)
         model = Transformer(architecture.load(folder), weights, None, self.model.dtype)
-        return self._logps(model, {"frozen": checkpoint.load_base(folder, model)})
+        return self._logps(model, {"frozen": base_model.load_base(folder, model)})
 
     @property
     def dtype(self) -> np.dtype:
@@ -290,11 +288,11 @@ def _limit(to: Kind, policy: _Policy, effect: float) -> float:
 
 
 def _write_model(
-    folder: pathlib.Path, policy: _Policy, base: Base | None, form: formats.Format | None
+    folder: pathlib.Path, policy: _Policy, base: Base | None, form: packed_formats.Format | None
 ) -> None:
     """Writes the merged model, in 16 bits or packed, layer by layer."""
     arch, dtype = policy.model.arch, policy.dtype
-    tensors, stored = Tensors(policy.folder), formats.of_folder(policy.folder)
+    tensors, stored = Tensors(policy.folder), packed_formats.of_folder(policy.folder)
     read = _base_reader(
         arch, tensors, stored, policy.cfg.model.weights if base == "packed" else None
     )
@@ -321,7 +319,7 @@ def _write_model(
                 written |= {f"{name}.{suffix}": array for suffix, array in held.items()}
         return written
 
-    model_files.fill_folder(
+    hf_folder.fill_folder(
         folder,
         policy.folder,
         arch.num_layers,
@@ -333,7 +331,7 @@ def _write_model(
 
 
 def _base_reader(
-    arch: Architecture, tensors: Tensors, stored: formats.Format | None, weights: str | None
+    arch: Architecture, tensors: Tensors, stored: packed_formats.Format | None, weights: str | None
 ) -> Callable[[str, int], list[jax.Array]]:
     """The function (linear, layer) -> its parts as they are or, with `weights`, as a base so packed holds them."""
 
@@ -368,12 +366,12 @@ def _norms_and_biases(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pack(name: str, parts: list[jax.Array]) -> list[Any]:
-    return formats.named(name).pack(parts)
+    return packed_formats.named(name).pack(parts)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _unpack(name: str, parts: list[Any]) -> list[jax.Array]:
-    return [formats.named(name).unpack(part, jnp.float32) for part in parts]
+    return [packed_formats.named(name).unpack(part, jnp.float32) for part in parts]
 
 
 @jax.jit

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.checkpoint import safetensors as tensor_files
-from qerl_jax.checkpoint.safetensors import whole_folder
-from qerl_jax.model.architecture import LAYER_NORMS, read_json
+from qerl_jax.checkpoint import safetensors
+from qerl_jax.files import read_json, whole_folder
+from qerl_jax.model.architecture import LAYER_NORMS
 from qerl_jax.model.transformer import Transformer, abstract_base
 
 # Beside the weights; not what describes the weights of the folder that they are copied from.
@@ -61,7 +61,7 @@ def fill_folder(
             at, held = index, layer(index)
         return held[name]
 
-    tensor_files.write_shards(folder, table, read)
+    safetensors.write_shards(folder, table, read)
     for path in source.iterdir():
         described = path.name.endswith(".index.json") or path.name in _OWN
         if path.suffix in _COPIED and not described:

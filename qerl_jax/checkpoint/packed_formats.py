@@ -20,7 +20,7 @@ import numpy as np
 
 from pallas_kernels import MXFP4Tensor, NF4Tensor, NVFP4Tensor, mxfp4, nf4, nvfp4
 from qerl_jax.checkpoint.safetensors import Tensors
-from qerl_jax.model import architecture
+from qerl_jax.files import read_json
 from qerl_jax.model.architecture import Architecture
 
 type Packed = NVFP4Tensor | MXFP4Tensor | NF4Tensor
@@ -114,11 +114,11 @@ def of_folder(folder: str | pathlib.Path) -> Format | None:
         NotImplementedError: For a quantization that cannot be read, by its name.
     """
     folder = pathlib.Path(folder)
-    quantization = architecture.read_json(folder / "config.json").get("quantization_config")
+    quantization = read_json(folder / "config.json").get("quantization_config")
     beside = folder / "hf_quant_config.json"
     if quantization is None and beside.is_file():
         # ModelOpt writes this file, and only newer versions both.
-        quantization = architecture.read_json(beside).get("quantization") or {}
+        quantization = read_json(beside).get("quantization") or {}
         quantization = {"quant_method": "modelopt"} | quantization
     if quantization is None:
         return None

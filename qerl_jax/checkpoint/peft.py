@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.checkpoint.safetensors import Tensors, whole_folder
+from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.config import LoraConfig
-from qerl_jax.model.architecture import LAYER_NORMS, PARENT, read_json
+from qerl_jax.files import read_json, whole_folder
+from qerl_jax.model.architecture import LAYER_NORMS, PARENT
 from qerl_jax.model.transformer import LoRA, Transformer
 
 _PEFT_PREFIX = "base_model.model."

@@ -7,11 +7,10 @@ import pathlib
 from typing import Any
 
 from qerl_jax import config
-from qerl_jax.checkpoint import base as checkpoint
-from qerl_jax.checkpoint import peft as adapters
+from qerl_jax.checkpoint import base_model, peft
 from qerl_jax.config import ModelConfig, RunConfig
 from qerl_jax.data.tokenizer import Tokenizer
-from qerl_jax.model.architecture import read_json
+from qerl_jax.files import read_json
 from qerl_jax.model.transformer import Transformer
 
 
@@ -88,9 +87,9 @@ def find(
 
 def load(policy: Policy, seed: int = 0) -> tuple[Transformer, dict[str, Any], Tokenizer]:
     """The model, its variables on the device, and the tokenizer; `seed` is a random base's."""
-    lora = None if policy.adapter is None else adapters.read_lora(policy.adapter)
-    model, frozen, tokenizer = checkpoint.load_policy(policy.model, lora, seed)
+    lora = None if policy.adapter is None else peft.read_lora(policy.adapter)
+    model, frozen, tokenizer = base_model.load_policy(policy.model, lora, seed)
     variables = {"frozen": frozen}
     if policy.adapter is not None:
-        variables["params"] = adapters.import_adapter(policy.adapter, model)
+        variables["params"] = peft.import_adapter(policy.adapter, model)
     return model, variables, tokenizer

@@ -6,16 +6,13 @@ header and bytes. A header may say anything: nothing is allocated or mapped on i
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import math
 import mmap
 import os
 import pathlib
-import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import ml_dtypes
 import numpy as np
@@ -38,12 +35,8 @@ _DTYPES = {
     "BOOL": np.bool_,
 }
 _TYPES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
-# Suffixes of what a model or an adapter is made of.
-_MADE_OF = (".safetensors", ".json", ".jinja", ".txt", ".model")
 # As the safetensors package has it.
 _LONGEST_HEADER = 100_000_000
-
-
 _WRITTEN_AT_ONCE = 2**26
 
 
@@ -332,62 +325,3 @@ def _let_go(array) -> None:
         array = getattr(array, "base", None)
     if array is not None:
         array.madvise(mmap.MADV_DONTNEED)
-
-
-def digest(path: pathlib.Path) -> str | None:
-    """SHA-256 of a file, which may be written anew under the same name; None where there is none."""
-    if not path.expanduser().is_file():
-        return None
-    with path.expanduser().open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def fingerprint(folder: pathlib.Path) -> str | None:
-    """SHA-256 of names, sizes and 16 pieces of each of a model's or adapter's files; None where there is no folder.
-
-    Weights that were made anew under the same name differ in nearly every piece, and tens of GB are not read; of
-    what is smaller than 1 MiB, such as configs and templates, all is.
-    """
-    folder = folder.expanduser()
-    if not folder.is_dir():
-        return None
-    found = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.suffix in _MADE_OF):
-        size = path.stat().st_size
-        found.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as file:
-            for piece in range(16):
-                file.seek(piece * size // 16)
-                found.update(file.read(1 << 16))
-    return found.hexdigest()
-
-
-@contextlib.contextmanager
-def whole_folder(folder: str | pathlib.Path, marker: str, kind: str) -> Iterator[pathlib.Path]:
-    """A folder to fill, which takes the place of `folder` when the block ends without an error.
-
-    Args:
-        folder: Replaced if it is empty or holds `marker`.
-        marker: A file that every such folder holds.
-        kind: What such a folder is called.
-
-    Raises:
-        FileExistsError: When the folder holds something else.
-    """
-    folder = pathlib.Path(folder).resolve()
-    if folder.exists() and not (folder / marker).is_file() and any(folder.iterdir()):
-        raise FileExistsError(f"{folder}: holds something that is no {kind}; it would be deleted")
-    partial, previous = (
-        folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "previous")
-    )
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        shutil.rmtree(previous, ignore_errors=True)
-        if folder.exists():
-            os.replace(folder, previous)
-        os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    shutil.rmtree(previous, ignore_errors=True)

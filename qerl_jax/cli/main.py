@@ -337,7 +337,7 @@ def _generate(argv: list[str]) -> None:
     args = tyro.cli(Generate, args=argv, prog="qerl generate", config=flat)
     rows = _prompt_rows(args)
     _require_unicode(args.stop, "stop")
-    from qerl_jax.data import problems as data
+    from qerl_jax.data import datasets
     from qerl_jax.generation import completion_file, generator
 
     names = {field.name for field in dataclasses.fields(generator.Sampling)}
@@ -346,7 +346,7 @@ def _generate(argv: list[str]) -> None:
         options["seed"] = [row["seed"] for row in rows]
     generator.Sampling(**options)  # what is wrong with them is known before a model is read
 
-    system = data.SYSTEM_PROMPTS.get(args.system_prompt, args.system_prompt)
+    system = datasets.SYSTEM_PROMPTS.get(args.system_prompt, args.system_prompt)
     opening = () if system is None else ({"role": "system", "content": system},)
     for number, row in enumerate(rows, 1):
         if opening and not isinstance(row["prompt"], str) and row["prompt"][0]["role"] == "system":
@@ -380,6 +380,8 @@ def _generate(argv: list[str]) -> None:
 
 def _prompt_rows(args: Generate) -> list[dict[str, Any]]:
     """The prompts of the command line or of a file, each with its columns."""
+    from qerl_jax.data import datasets
+
     if (args.input is None) == (not args.prompt):
         raise ValueError("prompt: give prompts, or --input with a file of them")
     if args.output is not None and args.output.suffix != ".jsonl":
@@ -398,7 +400,6 @@ def _prompt_rows(args: Generate) -> list[dict[str, Any]]:
         raise ValueError(f"{args.input}: holds no prompt")
     if args.input.suffix != ".jsonl":
         return [{"prompt": line.strip("\r")} for line in lines]
-    from qerl_jax.data import problems as data
 
     rows = []
     for number, line in enumerate(lines, 1):
@@ -408,7 +409,7 @@ def _prompt_rows(args: Generate) -> list[dict[str, Any]]:
             raise ValueError(f"{args.input}, row {number}: not JSON: {error}") from error
         _require_unicode(row, f"{args.input}, row {number}")
         prompt = row.get("prompt") if isinstance(row, dict) else None
-        if not isinstance(prompt, str) and not data.is_chat(prompt):
+        if not isinstance(prompt, str) and not datasets.is_chat(prompt):
             raise ValueError(
                 f'{args.input}, row {number}: must have a "prompt", a text or a list of messages, each '
                 'with "role" and "content"'
@@ -495,7 +496,7 @@ def _eval(argv: list[str]) -> None:
         raise ValueError(f"--path is where one set lies; got {len(args.sets)} sets")
     from pallas_kernels import runtime
     from qerl_jax.checkpoint import policy as policies
-    from qerl_jax.evaluation import evaluator as evaluate
+    from qerl_jax.evaluation import evaluator
 
     runtime.use_compilation_cache()
     policy = policies.find(
@@ -513,19 +514,19 @@ def _eval(argv: list[str]) -> None:
     }
     sources = [
         (
-            evaluate.source_of(name, policy, **where),
-            evaluate.protocol_for(name, args.protocol, policy, **how),
+            evaluator.source_of(name, policy, **where),
+            evaluator.protocol_for(name, args.protocol, policy, **how),
         )
         for name in args.sets
     ]
     parent = policy.folder / "eval" if policy.folder else pathlib.Path("evals")
     name = policy.name if args.protocol is None else f"{policy.name}-{args.protocol}"
     folder = args.output_dir or parent / name
-    summaries = evaluate.run(
+    summaries = evaluator.run(
         policy, sources, folder, seed=args.seed, max_concurrent=args.max_concurrent, say=_say
     )
     for summary in summaries.values():
-        for line in evaluate.lines(summary):
+        for line in evaluator.lines(summary):
             _say(line)
     _say(f"results in {folder}")
 
@@ -533,9 +534,9 @@ def _eval(argv: list[str]) -> None:
 def _compare(argv: list[str]) -> None:
     if len(argv) != 2 or argv[0].startswith("-"):
         raise ValueError("usage: qerl compare EVAL_FOLDER EVAL_FOLDER")
-    from qerl_jax.evaluation import evaluator as evaluate
+    from qerl_jax.evaluation import evaluator
 
-    for name, comparison in evaluate.compare(*argv).items():
+    for name, comparison in evaluator.compare(*argv).items():
         _say(f"{name}: {argv[0]} minus {argv[1]}, 95 % intervals of paired differences")
         for estimate, interval in comparison.differences.items():
             _say(f"  {estimate:8} {interval:+.3f}")

@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from qerl_jax.model.architecture import read_json
+from qerl_jax.files import read_json
 
 type Prompt = str | Sequence[dict[str, str]]
 

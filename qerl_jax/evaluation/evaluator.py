@@ -18,24 +18,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import runtime
-from qerl_jax import config
+from qerl_jax import config, files
 from qerl_jax.checkpoint import policy as policies
 from qerl_jax.checkpoint.policy import Policy
-from qerl_jax.checkpoint.safetensors import digest, fingerprint
 from qerl_jax.config import DataConfig, RunConfig
-from qerl_jax.data import answers
-from qerl_jax.data import problems as data
-from qerl_jax.data.problems import Problem
+from qerl_jax.data import answers, datasets
+from qerl_jax.data.datasets import Problem
 from qerl_jax.data.tokenizer import Tokenizer
-from qerl_jax.evaluation import intervals as estimators
-from qerl_jax.evaluation import protocols as benchmarks
+from qerl_jax.evaluation import intervals, protocols
 from qerl_jax.evaluation.protocols import Protocol
+from qerl_jax.files import digest, fingerprint, write_whole
 from qerl_jax.generation import batch as sampling
 from qerl_jax.generation.stop_strings import StopStrings
-from qerl_jax.rewards import api as rewards
+from qerl_jax.rewards import scoring
 from qerl_jax.rl import rollouts
-from qerl_jax.tracking import progress
-from qerl_jax.tracking.logger import write_whole
 
 # What each reward takes for the answer of a text; others may take any form.
 _READINGS = {
@@ -73,7 +69,7 @@ class Evaluator:
     generate: Callable[..., Any]
     tokenizer: Tokenizer
     problems: Sequence[Problem]
-    reward: rewards.Named
+    reward: scoring.Named
     num_generations: int
     batch_size: int
     max_prompt_length: int
@@ -190,11 +186,11 @@ def _statistics(
         return right[:, columns].mean(axis=1)
 
     def pass_at(k, columns):
-        return estimators.pass_at_k(right[:, columns], k)
+        return intervals.pass_at_k(right[:, columns], k)
 
     def maj_at(k, columns):
         chosen = [[row[column] for column in columns] for row in votes]
-        return estimators.maj_at_k(right[:, columns], chosen, k)
+        return intervals.maj_at_k(right[:, columns], chosen, k)
 
     several = {"pass": pass_at, "maj": maj_at}
     return {("mean", 1): mean} | {
@@ -209,8 +205,8 @@ def _estimate(name: str, statistic: Callable, samples: int, k: int) -> dict[str,
     return {
         "name": name,
         "value": float(values.mean()),
-        "over_problems": ends(estimators.over_problems(values, samples)) if known else None,
-        "over_samples": ends(estimators.over_samples(statistic, samples, k)),
+        "over_problems": ends(intervals.over_problems(values, samples)) if known else None,
+        "over_samples": ends(intervals.over_samples(statistic, samples, k)),
     }
 
 
@@ -237,12 +233,12 @@ def protocol_for(dataset: str, name: str | None, policy: Policy, **changed: Any)
             evaluation.temperature,
             evaluation.top_p,
             max_completion_length=run.rollout.max_completion_length,
-            system_prompt=data.system_prompt(run.data),
+            system_prompt=datasets.system_prompt(run.data),
             prompt_template=run.data.prompt_template,
             stop=run.rollout.stop,
         )
     elif name in ("paper", "verl"):
-        protocol = getattr(benchmarks, name)(dataset)
+        protocol = getattr(protocols, name)(dataset)
     else:
         raise ValueError(f'protocol: got {name!r}; must be "paper", "verl" or "run"')
     return dataclasses.replace(protocol, **{k: v for k, v in changed.items() if v is not None})
@@ -270,7 +266,7 @@ def source_of(dataset: str, policy: Policy, **given: Any) -> DataConfig:
             given = {"path": run.eval.path, "split": run.eval.split} | given
             given = {name: value for name, value in given.items() if value is not None}
         # A copy on disk calls it test, whatever the hub does.
-        split = "test" if "path" in given else benchmarks.SPLITS.get(dataset, "test")
+        split = "test" if "path" in given else protocols.SPLITS.get(dataset, "test")
         fields = {"dataset": dataset, "split": split}
     return config.from_table(DataConfig, fields | given, "data.")
 
@@ -309,9 +305,9 @@ def run(
     names = [_set_name(source) for source, _ in sources]
     if len(set(names)) < len(names):
         raise ValueError(f"sets must differ in name; got {names}")
-    functions = [rewards.resolve([p.reward], _options(policy.run)) for _, p in sources]
+    functions = [scoring.resolve([p.reward], _options(policy.run)) for _, p in sources]
     problems = [
-        data.from_config(
+        datasets.from_config(
             dataclasses.replace(
                 source, system_prompt=p.system_prompt, prompt_template=p.prompt_template
             ),
@@ -321,7 +317,7 @@ def run(
         for source, p in sources
     ]
     for function, each in zip(functions, problems, strict=True):
-        rewards.check(function, each[:2])
+        scoring.check(function, each[:2])
     files = [
         _Files(pathlib.Path(folder) / name, _identity(policy, source, protocol, seed))
         for name, (source, protocol) in zip(names, sources, strict=True)
@@ -395,7 +391,7 @@ class Comparison:
         changed: Settings in which the two evaluations differ; the policy should be the only one.
     """
 
-    differences: dict[str, estimators.Interval]
+    differences: dict[str, intervals.Interval]
     changed: list[str]
 
 
@@ -419,14 +415,14 @@ def compare(ours: str | pathlib.Path, theirs: str | pathlib.Path) -> dict[str, C
 
 def _compare(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
     settings = [json.loads((each / "settings.json").read_text()) for each in (ours, theirs)]
-    records = [progress.whole_lines(each / "problems.jsonl") for each in (ours, theirs)]
+    records = [files.whole_lines(each / "problems.jsonl") for each in (ours, theirs)]
     golds = [[record["gold"] for record in each] for each in records]
     if golds[0] != golds[1]:
         raise ValueError(f"{name}: {ours} and {theirs} are not of the same problems")
     samples = [len(each[0]["right"]) for each in records]
     first, second = (_statistics(each, None) for each in records)
     differences = {
-        kind if kind == "mean" else f"{kind}@{k}": estimators.paired_difference(
+        kind if kind == "mean" else f"{kind}@{k}": intervals.paired_difference(
             first[kind, k](np.arange(samples[0])),
             second[kind, k](np.arange(samples[1])),
             samples=min(samples) // k,
@@ -481,11 +477,11 @@ class _Files:
     def __init__(self, folder: pathlib.Path, identity: dict[str, Any]):
         self._folder = folder
         settings, self._path = folder / "settings.json", folder / "problems.jsonl"
-        self.records = progress.whole_lines(self._path)
+        self.records = files.whole_lines(self._path)
         # Where there are none yet, the first call may have been a mistake.
         if settings.is_file() and self.records:
             before = json.loads(settings.read_text("utf-8"))
-            if changed := progress.changes(before, identity):
+            if changed := files.changes(before, identity):
                 raise ValueError(
                     f"{folder} holds an evaluation with other settings ({', '.join(changed)}): "
                     "choose another folder, or remove that one"

@@ -15,17 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax import config
-from qerl_jax import memory as plan
-from qerl_jax.checkpoint import base as checkpoint
-from qerl_jax.checkpoint import peft as adapters
-from qerl_jax.checkpoint.safetensors import digest, fingerprint
+from qerl_jax import config, memory
+from qerl_jax.checkpoint import base_model, peft
 from qerl_jax.config import RunConfig
-from qerl_jax.data import problems as data
-from qerl_jax.rewards import api as rewards
+from qerl_jax.data import datasets
+from qerl_jax.files import Progress, digest, fingerprint, write_whole
+from qerl_jax.rewards import scoring
 from qerl_jax.rl import rollouts
-from qerl_jax.tracking.logger import write_whole
-from qerl_jax.tracking.progress import Progress
 
 
 def select(
@@ -77,21 +73,21 @@ def select(
     measured = Progress(
         out.with_name(out.name + ".measured"), _identity(cfg, samples, reward, adapter)
     )
-    (function,) = rewards.resolve([reward], cfg.rewards.options)
-    plan.require_context(cfg)
-    lora = None if adapter is None else adapters.read_lora(adapter)
-    model, frozen, tokenizer = checkpoint.load_policy(cfg.model, lora, cfg.seed)
-    plan.require_context(cfg, model.arch)
+    (function,) = scoring.resolve([reward], cfg.rewards.options)
+    memory.require_context(cfg)
+    lora = None if adapter is None else peft.read_lora(adapter)
+    model, frozen, tokenizer = base_model.load_policy(cfg.model, lora, cfg.seed)
+    memory.require_context(cfg, model.arch)
     variables = {"frozen": frozen}
     if adapter is not None:
-        variables["params"] = adapters.import_adapter(adapter, model)
+        variables["params"] = peft.import_adapter(adapter, model)
     problems = rollouts.admit(
-        data.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed),
+        datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed),
         tokenizer,
         max_prompt_length=cfg.data.max_prompt_length,
         overlong=cfg.data.overlong_prompts,
     )
-    rewards.check([function], problems[:2])
+    scoring.check([function], problems[:2])
     generate = rollouts.make_generate(model, tokenizer, cfg.rollout, num_generations=samples)
     batch_size = min(batch_size, len(problems))
     while (start := len(measured.values)) < len(problems):
@@ -170,7 +166,7 @@ def _identity(cfg: RunConfig, samples: int, reward: str, adapter: Any) -> dict[s
     }
 
 
-def _row(kept: tuple[data.Problem, float]) -> str:
+def _row(kept: tuple[datasets.Problem, float]) -> str:
     problem, rate = kept
     row = problem.columns | {"prompt": problem.prompt, "pass_rate": rate}
     return json.dumps(row, ensure_ascii=False, default=str) + "\n"

@@ -9,11 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from qerl_jax.checkpoint.safetensors import fingerprint
 from qerl_jax.data.tokenizer import Prompt
+from qerl_jax.files import Progress, fingerprint, to_line, write_whole
 from qerl_jax.generation.generator import Generator
-from qerl_jax.tracking.logger import write_whole
-from qerl_jax.tracking.progress import Progress, to_line
 
 # What is written beside a prompt; log-probabilities are those at its temperature.
 WRITTEN = ("completion", "finish_reason", "num_tokens", "cumulative_logprob")

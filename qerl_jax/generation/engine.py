@@ -36,8 +36,7 @@ from qerl_jax.generation.scheduler import (
     most_prefilled,
 )
 from qerl_jax.generation.stop_strings import StopStrings
-from qerl_jax.model import fused_decode as decode
-from qerl_jax.model import kv_cache, layers
+from qerl_jax.model import fused_decode, kv_cache, layers
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.kv_cache import KVCache
 from qerl_jax.model.transformer import Transformer, head
@@ -312,7 +311,7 @@ def _decode(
         The pool; tokens and log-probabilities [B, chunk], how many of them each row has, and who
         lives; and the fields of `slots` that have moved.
     """
-    extend = decode.extender(model, variables, len(slots.live), adapter=adapter)
+    extend = fused_decode.extender(model, variables, len(slots.live), adapter=adapter)
     matrix, rows = head(variables["frozen"]), jnp.arange(len(slots.live))
     row_keys = jax.random.wrap_key_data(slots.keys)
     seen = None

@@ -20,8 +20,7 @@ import numpy as np
 
 from pallas_kernels import runtime
 from qerl_jax import config
-from qerl_jax.checkpoint import base as checkpoint
-from qerl_jax.checkpoint import peft as adapters
+from qerl_jax.checkpoint import base_model, peft
 from qerl_jax.data.tokenizer import Prompt, Tokenizer
 from qerl_jax.generation.engine import Engine
 from qerl_jax.generation.sampling import Truncation
@@ -166,11 +165,11 @@ class Generator:
         runtime.use_compilation_cache()
         table = {"model_name_or_path": model, "weights": weights, "dtype": dtype}
         cfg = config.from_table(config.ModelConfig, table, "model.")
-        lora = None if adapter is None else adapters.read_lora(adapter)
-        policy, frozen, tokenizer = checkpoint.load_policy(cfg, lora)
+        lora = None if adapter is None else peft.read_lora(adapter)
+        policy, frozen, tokenizer = base_model.load_policy(cfg, lora)
         variables = {"frozen": frozen}
         if adapter is not None:
-            variables["params"] = adapters.import_adapter(adapter, policy)
+            variables["params"] = peft.import_adapter(adapter, policy)
         return cls(policy, variables, tokenizer, **limits)
 
     def __call__(self, prompts: Sequence[Prompt], **options: Any) -> list[str]:

@@ -8,10 +8,11 @@ else is a number that the file states. Both spellings of the rotary fields are r
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import pathlib
 from typing import Any
+
+from qerl_jax.files import read_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,18 +351,3 @@ def load(folder: str | pathlib.Path) -> Architecture:
             f"no config.json in {folder}: a model folder holds config.json and *.safetensors"
         )
     return from_hf(read_json(path))
-
-
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """The object that a JSON file of a model folder holds.
-
-    Raises:
-        ValueError: Naming the file, when it is none.
-    """
-    try:
-        table = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
-    if not isinstance(table, dict):
-        raise ValueError(f"{path}: not a JSON object but a {type(table).__name__}")
-    return table

@@ -21,7 +21,7 @@ from pallas_kernels.nvfp4_matmul import adapter as adapters
 from pallas_kernels.nvfp4_matmul import epilogue, fused
 from pallas_kernels.nvfp4_matmul.adapter import Branch
 from pallas_kernels.nvfp4_matmul.epilogue import Stream
-from qerl_jax.model import layers as plain
+from qerl_jax.model import layers
 from qerl_jax.model.kv_cache import KVCache
 from qerl_jax.model.transformer import Transformer
 
@@ -170,7 +170,7 @@ def extend(
     tokens = jnp.pad(tokens, (0, more))
     tables, ends = jnp.pad(cache.tables, ((0, more), (0, 0))), jnp.pad(cache.ends, (0, more))
     cos, sin = (
-        table[:, 0, 0] for table in plain.rope_tables(ends[:, None], plain.rope_frequencies(arch))
+        table[:, 0, 0] for table in layers.rope_tables(ends[:, None], layers.rope_frequencies(arch))
     )
 
     plan = attention.plan(cache.keys, tables, ends)
@@ -181,8 +181,8 @@ def extend(
             query, key, value = jnp.split(
                 heads, [arch.num_heads, arch.num_heads + arch.num_kv_heads], axis=1
             )
-            query = plain.rms_norm(query, head_norms["q_norm"], arch.rms_norm_eps)
-            key = plain.rms_norm(key, head_norms["k_norm"], arch.rms_norm_eps)
+            query = layers.rms_norm(query, head_norms["q_norm"], arch.rms_norm_eps)
+            key = layers.rms_norm(key, head_norms["k_norm"], arch.rms_norm_eps)
             heads = jnp.concatenate([query, key, value], axis=1)
         mixed, *pools = attention.decode_attention(
             heads, cos, sin, *pools, index, tables, ends, plan=plan

@@ -10,8 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.data import arithmetic
-from qerl_jax.data import problems as data
+from qerl_jax.data import arithmetic, datasets
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.model.transformer import Transformer, run_layer
 from qerl_jax.quantization import awq
@@ -63,7 +62,7 @@ def texts(cfg: Calibration, tokens: Tokenizer) -> list[str]:
             for problem in problems
         ]
     else:
-        found = data.load_rows(cfg.dataset, None, None, "train")
+        found = datasets.load_rows(cfg.dataset, None, None, "train")
         order = np.random.default_rng(cfg.seed).permutation(len(found))[: cfg.num_samples]
         rows = [found[int(index)] for index in order]
     chats = [_chat(row, f"{cfg.dataset}, row {index}") for index, row in enumerate(rows)]

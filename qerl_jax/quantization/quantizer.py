@@ -23,18 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import mxfp4, runtime
-from qerl_jax.checkpoint import base as checkpoint
-from qerl_jax.checkpoint import packed_formats as formats
-from qerl_jax.checkpoint import safetensors as tensor_files
+from qerl_jax.checkpoint import base_model, packed_formats, safetensors
 from qerl_jax.checkpoint.packed_formats import Format
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.data import tokenizer
+from qerl_jax.files import write_whole
 from qerl_jax.model import architecture
 from qerl_jax.model.architecture import PARENT, Architecture
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.quantization import awq, calibration
 from qerl_jax.quantization.calibration import Calibration, HiddenStates
-from qerl_jax.tracking.logger import write_whole
 
 REPORT = "quantization_report.json"
 
@@ -99,15 +97,15 @@ def quantize(
         FileExistsError: When the target holds something, or what is left of a job that differs.
         ValueError: When the source is quantized already, cannot be packed, or will not fit on disk.
     """
-    folder, target = checkpoint.local_folder(source), pathlib.Path(target).resolve()
-    form = formats.named(
+    folder, target = base_model.local_folder(source), pathlib.Path(target).resolve()
+    form = packed_formats.named(
         recipe.format, scale_rounding=recipe.scale_rounding, double_quant=recipe.double_quant
     )
     arch, config = architecture.load(folder), json.loads((folder / "config.json").read_text())
-    if formats.of_folder(folder) is not None:
+    if packed_formats.of_folder(folder) is not None:
         raise ValueError(f"{folder}: is quantized already; 16-bit weights are needed")
     form.check(arch)
-    checkpoint.check_names(arch, Tensors(folder), None)
+    base_model.check_names(arch, Tensors(folder), None)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target}: exists; give the name of a new folder")
 
@@ -198,7 +196,7 @@ def _dense(arch: Architecture, tensors: dict[str, Any], prefix: str) -> dict[str
         weights = [jnp.asarray(tensors[f"{name}.weight"]) for name in names]
         return jnp.concatenate(weights).astype(_calibration_dtype())
 
-    return checkpoint.read_layer(arch, tensors, prefix, _calibration_dtype(), read)
+    return base_model.read_layer(arch, tensors, prefix, _calibration_dtype(), read)
 
 
 def _unpacked(arch: Architecture, form: Format, tensors: Tensors, prefix: str) -> dict[str, Any]:
@@ -206,7 +204,7 @@ def _unpacked(arch: Architecture, form: Format, tensors: Tensors, prefix: str) -
         parts = [jax.tree.map(jnp.asarray, form.read(tensors, name)) for name in names]
         return _unpack(form, parts)
 
-    return checkpoint.read_layer(arch, tensors, prefix, _calibration_dtype(), read)
+    return base_model.read_layer(arch, tensors, prefix, _calibration_dtype(), read)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -275,7 +273,7 @@ class _Job:
         return Tensors(self.partial, self._stem(number))
 
     def write(self, number: int, tensors: dict[str, Any], errors: dict, seconds: float) -> None:
-        tensor_files.write(self.partial / f"{self._stem(number)}.safetensors", tensors)
+        safetensors.write(self.partial / f"{self._stem(number)}.safetensors", tensors)
         self._files[str(number)] = {
             "tensors": list(tensors),
             "bytes": sum(tensor.nbytes for tensor in tensors.values()),

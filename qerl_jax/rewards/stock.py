@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from qerl_jax.data import answers
-from qerl_jax.rewards import process_pool as reward_workers
-from qerl_jax.rewards import sandbox
+from qerl_jax.rewards import process_pool, sandbox
 
 type RewardFunction = Callable[..., Any]
 
@@ -383,14 +382,14 @@ def _has_both_blocks(text: str) -> bool:
 
 # One set of processes for all rewards with the same settings.
 @functools.cache
-def _math_judges(workers: int | None, seconds: float) -> reward_workers.Pool:
+def _math_judges(workers: int | None, seconds: float) -> process_pool.Pool:
     if workers is None:
         workers = min(8, max(1, (os.cpu_count() or 1) // 2))
-    return reward_workers.Pool("qerl_jax.rewards.math_judge", workers=workers, seconds=seconds)
+    return process_pool.Pool("qerl_jax.rewards.math_judge", workers=workers, seconds=seconds)
 
 
 def _judge_as_mathematics(
-    judges: reward_workers.Pool,
+    judges: process_pool.Pool,
     texts: Sequence[str],
     expected: Sequence,
     reward: RewardFunction,
@@ -405,7 +404,7 @@ def _judge_as_mathematics(
     for row, verdict in zip(rows, verdicts, strict=True):
         scores[row] = float(verdict is True)
     if log_metric is not None:
-        failures = [v for v in (*readable, *verdicts) if isinstance(v, reward_workers.Failure)]
+        failures = [v for v in (*readable, *verdicts) if isinstance(v, process_pool.Failure)]
         late = sum(failure.reason == "timeout" for failure in failures)
         log_metric(f"rewards/{reward.__name__}/timeouts", late)
         log_metric(f"rewards/{reward.__name__}/failures", len(failures) - late)

@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.config import RolloutConfig
-from qerl_jax.data.problems import Problem, collate
+from qerl_jax.data.datasets import Problem, collate
 from qerl_jax.data.tokenizer import Tokenizer
-from qerl_jax.generation import batch as sampling
-from qerl_jax.generation import sampling as draws
+from qerl_jax.generation import batch, sampling
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model.transformer import Transformer
-from qerl_jax.rewards import api as rewards
+from qerl_jax.rewards import scoring as rewards
 from qerl_jax.rl import grpo
 
 
@@ -290,7 +289,7 @@ def make_generate(
     cfg: RolloutConfig,
     *,
     num_generations: int | None = None,
-) -> Callable[..., sampling.Completions]:
+) -> Callable[..., batch.Completions]:
     """The sampler that a config asks for; see `sampling.make_generate`.
 
     Args:
@@ -299,7 +298,7 @@ def make_generate(
         cfg: How completions are sampled.
         num_generations: Instead of the config's.
     """
-    return sampling.make_generate(
+    return batch.make_generate(
         model,
         num_generations=num_generations or cfg.num_generations,
         max_completion_length=cfg.max_completion_length,
@@ -308,7 +307,7 @@ def make_generate(
         num_tokens=tokenizer.num_tokens,
         stop_tokens=() if cfg.ignore_eos else tokenizer.stop_tokens,
         stop_strings=StopStrings(cfg.stop, tokenizer.decode) if cfg.stop else None,
-        truncation=draws.Truncation(cfg.top_k, cfg.top_p, cfg.min_p),
+        truncation=sampling.Truncation(cfg.top_k, cfg.top_p, cfg.min_p),
         repetition_penalty=cfg.repetition_penalty,
         compact=cfg.compact,
         kv_cache_tokens=cfg.kv_cache_tokens,

@@ -16,8 +16,7 @@ from qerl_jax.config import GrpoConfig, OptimConfig
 from qerl_jax.model import logprobs
 from qerl_jax.model.prompt_sharing import SharedPrompts
 from qerl_jax.model.transformer import Remat, Transformer, head
-from qerl_jax.rl import adam8bit, grpo, masked
-from qerl_jax.rl import microbatches as packing
+from qerl_jax.rl import adam8bit, grpo, masked, microbatches
 from qerl_jax.rl.microbatches import MicroBatch
 
 
@@ -368,8 +367,8 @@ def make_update(
     def cut(experience, rows, limit):
         budget = optim_cfg.max_tokens_per_microbatch
         if budget is None:
-            return packing.by_rows(rows, micro_rows, experience.completions.shape[1])
-        return packing.by_tokens(
+            return microbatches.by_rows(rows, micro_rows, experience.completions.shape[1])
+        return microbatches.by_tokens(
             rows,
             experience.lengths,
             budget=budget,
@@ -476,8 +475,8 @@ def experience(
     """
     limit = rollout.completions.shape[1]
     longest = rollout.tokens.shape[1] - limit
-    width = packing.round_up(int(rollout.lengths.max()), limit)
-    prompt_width = packing.round_up(int(rollout.prompt_lengths.max()), longest)
+    width = microbatches.round_up(int(rollout.lengths.max()), limit)
+    prompt_width = microbatches.round_up(int(rollout.prompt_lengths.max()), longest)
     live = np.arange(width) < rollout.lengths[:, None]
     if mask_truncated_completions:
         live &= rollout.stopped[:, None]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from qerl_jax.files import write_whole
 from qerl_jax.tracking import trackers
 from qerl_jax.tracking.terminal import Display
 
@@ -104,13 +104,6 @@ def read_metrics(run_folder: str | pathlib.Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return rows
-
-
-def write_whole(path: pathlib.Path, text: str) -> None:
-    """Writes a file so that it is there either as a whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(text.encode())
-    os.replace(partial, path)
 
 
 def _plain(value: Any) -> Any:

@@ -13,11 +13,10 @@ from typing import Any
 
 from qerl_jax import config
 from qerl_jax.config import RunConfig
-from qerl_jax.tracking import charts, page
-from qerl_jax.tracking import logger as log
+from qerl_jax.files import whole_lines, write_whole
+from qerl_jax.tracking import charts, logger, page
 from qerl_jax.tracking.charts import Chart, Line
 from qerl_jax.tracking.page import Passage, Table
-from qerl_jax.tracking.progress import whole_lines
 from qerl_jax.tracking.terminal import curve
 
 # Sections of charts: title, unit, metrics with the names of their lines, whether logarithmic.
@@ -157,7 +156,7 @@ def read(run_folder: str | pathlib.Path) -> Run:
         FileNotFoundError: When it holds no metrics.
     """
     folder = pathlib.Path(run_folder)
-    rows = log.read_metrics(folder)
+    rows = logger.read_metrics(folder)
     if not rows:
         raise FileNotFoundError(
             f"no metrics.jsonl with rows in {run_folder}: not a run folder, or nothing logged yet"
@@ -231,7 +230,7 @@ def write(
         sections,
         [("Completions", _samples(groups)), ("Settings", _configs(groups))],
     )
-    log.write_whole(folder / "index.html", text)
+    write_whole(folder / "index.html", text)
     for _, each in sections:
         for chart in each:
             charts.png(chart, folder / f"{chart.slug}.png")

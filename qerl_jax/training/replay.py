@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax import config
-from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.checkpoint import base_model
 from qerl_jax.model.transformer import noise_shapes, trainable
 from qerl_jax.rl import update
 from qerl_jax.rl.update import Experience, NonFinite
@@ -59,7 +59,7 @@ def run(path: str | pathlib.Path) -> list[str]:
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
     cfg = config.load(path.resolve().parents[1] / "config.toml")
-    model, frozen, tokenizer = checkpoint.load_policy(cfg.model, cfg.lora, cfg.seed)
+    model, frozen, tokenizer = base_model.load_policy(cfg.model, cfg.lora, cfg.seed)
     fresh, frozen = trainable(model, frozen, jax.random.key(0))
     with np.load(path) as file:
         arrays = dict(file)

@@ -31,23 +31,21 @@ import numpy as np
 from pallas_kernels import runtime
 from qerl_jax import config
 from qerl_jax import memory as plan
-from qerl_jax.checkpoint import base as checkpoint
-from qerl_jax.checkpoint import hf_folder as model_files
-from qerl_jax.checkpoint import peft as adapters
+from qerl_jax.checkpoint import base_model, hf_folder, peft
 from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.config import RunConfig
-from qerl_jax.data import problems as data
+from qerl_jax.data import datasets
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.evaluation.evaluator import Evaluator
-from qerl_jax.model import fused_decode as decode
+from qerl_jax.files import write_whole
+from qerl_jax.model import fused_decode
 from qerl_jax.model.transformer import Transformer, as_computed, noise_shapes, trainable
-from qerl_jax.rewards import api as rewards
-from qerl_jax.rl import aqn as noise
-from qerl_jax.rl import grpo, rollouts, update
+from qerl_jax.rewards import scoring
+from qerl_jax.rl import aqn, grpo, rollouts, update
 from qerl_jax.rl.rollouts import Rollout, Scored, Supply
 from qerl_jax.rl.update import TrainState
 from qerl_jax.tracking import trackers
-from qerl_jax.tracking.logger import Logger, read_metrics, write_whole
+from qerl_jax.tracking.logger import Logger, read_metrics
 from qerl_jax.training import replay
 
 # Streams of randomness that must not meet; each folds in the step.
@@ -85,13 +83,13 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     if memory:
         memory.require(limit)
     start = _starting_adapter(cfg)
-    model, frozen, tokenizer = checkpoint.load_policy(cfg.model, cfg.lora, cfg.seed)
+    model, frozen, tokenizer = base_model.load_policy(cfg.model, cfg.lora, cfg.seed)
     plan.require_context(cfg, model.arch)
     functions, weights = _rewards(cfg)
     notes: list[str] = []
     problems = _problems(cfg, cfg.data, cfg.data.split, tokenizer, say=notes.append)
     total_steps = cfg.total_steps(len(problems))
-    rewards.check(functions, problems[:2], _Trace(0, total_steps).extras)
+    scoring.check(functions, problems[:2], _Trace(0, total_steps).extras)
     held_out = _evaluator(cfg, model, tokenizer, notes.append)
 
     keys = [jax.random.key(cfg.seed + 1000 * stream) for stream in range(5)]
@@ -119,7 +117,7 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     )
     keep_best = _keeper_of_the_best(cfg, model, frozen)
     slots = cfg.rollout.slots(cfg.generation_batch_size)
-    if runtime.is_hopper() and (reason := decode.supports(model, slots)):
+    if runtime.is_hopper() and (reason := fused_decode.supports(model, slots)):
         logger.note(f"rollouts run without the fused layers of decoding: {reason}")
 
     with contextlib.closing(files), contextlib.closing(logger):
@@ -221,7 +219,7 @@ def _phases(
         return generate, improve, lambda step: ({}, {})
 
     stages = {"num_stages": cfg.noise.num_stages, "total_steps": total_steps}
-    sigma = noise.sigma_schedule(
+    sigma = aqn.sigma_schedule(
         cfg.noise.schedule,
         sigma_start=cfg.noise.sigma_start,
         sigma_end=cfg.noise.sigma_end,
@@ -229,12 +227,10 @@ def _phases(
         **stages,
     )
     shapes = noise_shapes(model.arch, cfg.noise.final_norm)
-    draw = jax.jit(
-        lambda step: noise.norm_noise(noise.step_key(noise_key, step), sigma(step), shapes)
-    )
+    draw = jax.jit(lambda step: aqn.norm_noise(aqn.step_key(noise_key, step), sigma(step), shapes))
 
     def norm_noise(step: int) -> tuple[dict[str, Any], dict[str, float]]:
-        metrics = {"aqn/sigma": float(sigma(step)), "aqn/stage": int(noise.stage(step, **stages))}
+        metrics = {"aqn/sigma": float(sigma(step)), "aqn/stage": int(aqn.stage(step, **stages))}
         return {"noise": draw(step)}, metrics
 
     return generate, improve, norm_noise
@@ -244,8 +240,8 @@ def _starting_adapter(cfg: RunConfig) -> pathlib.Path | None:
     """The folder of the adapter to go on from; its shape is the run's."""
     if cfg.model.adapter_name_or_path is None:
         return None
-    folder = checkpoint.local_folder(cfg.model.adapter_name_or_path)
-    found = adapters.read_lora(folder)
+    folder = base_model.local_folder(cfg.model.adapter_name_or_path)
+    found = peft.read_lora(folder)
     for field in ("rank", "alpha", "train_norms"):
         ours, theirs = getattr(cfg.lora, field), getattr(found, field)
         if ours != theirs:
@@ -261,7 +257,7 @@ def _first_state(
     """The state before the first step, and what of the base stays frozen."""
     params, frozen = trainable(model, frozen, key)
     if start is not None:
-        params = adapters.import_adapter(start, model)
+        params = peft.import_adapter(start, model)
     return update.init_state(params, cfg.optim, keep_reference=cfg.grpo.sync_ref_model), frozen
 
 
@@ -274,9 +270,9 @@ def _policy(model: Transformer, state: TrainState, frozen: Any) -> dict[str, Any
     return {"params": as_computed(state.params, model.dtype), "frozen": frozen}
 
 
-def _rewards(cfg: RunConfig) -> tuple[list[rewards.Named], list[float]]:
+def _rewards(cfg: RunConfig) -> tuple[list[scoring.Named], list[float]]:
     """The reward functions and their weights; the punishment of long completions comes last."""
-    functions = rewards.resolve(cfg.rewards.functions, cfg.rewards.options)
+    functions = scoring.resolve(cfg.rewards.functions, cfg.rewards.options)
     weights = list(cfg.rewards.weights or [1.0] * len(functions))
     cache = cfg.rewards.soft_punish_cache
     if cache is None:
@@ -302,7 +298,7 @@ def _sampler(cfg: RunConfig, generate, tokenizer: Tokenizer, problems, functions
             generate,
             variables,
             tokenizer,
-            data.batch(problems, drawn // count, batch_size=count, seed=cfg.seed),
+            datasets.batch(problems, drawn // count, batch_size=count, seed=cfg.seed),
             key,
             num_generations=group,
             max_prompt_length=cfg.data.max_prompt_length,
@@ -310,7 +306,7 @@ def _sampler(cfg: RunConfig, generate, tokenizer: Tokenizer, problems, functions
             first_row=index * count * group,
         )
         trace.lap("rollout")
-        record = rewards.Record(len(rollout.texts))
+        record = scoring.Record(len(rollout.texts))
         combined, per_function = rollouts.score(rollout, functions, weights, trace.extras, record)
         trace.records.append(record)
         trace.lap("reward")
@@ -326,7 +322,7 @@ def _supply(cfg: RunConfig, table: dict[str, Any] | None, problems, tokenizer: T
         return Supply()
     return Supply.from_table(
         table,
-        lambda place: data.batch(problems, place, batch_size=1, seed=cfg.seed)[0],
+        lambda place: datasets.batch(problems, place, batch_size=1, seed=cfg.seed)[0],
         tokenizer,
         max_prompt_length=cfg.data.max_prompt_length,
         max_completion_length=cfg.rollout.max_completion_length,
@@ -338,10 +334,10 @@ def _export(
 ) -> None:
     """Writes what was learned: a PEFT adapter, or a whole model."""
     if cfg.model.trainable == "full":
-        source = checkpoint.local_folder(cfg.model.model_name_or_path, weights=False)
-        model_files.export_model(folder, model, frozen | params, source)
+        source = base_model.local_folder(cfg.model.model_name_or_path, weights=False)
+        hf_folder.export_model(folder, model, frozen | params, source)
     else:
-        adapters.export_adapter(folder, params, model.lora, cfg.model.model_name_or_path)
+        peft.export_adapter(folder, params, model.lora, cfg.model.model_name_or_path)
 
 
 def _keeper_of_the_best(cfg: RunConfig, model: Transformer, frozen: Any):
@@ -375,7 +371,7 @@ def _problems(
     **options: Any,
 ):
     """The problems of a split whose prompts fit."""
-    problems = data.from_config(source, split=split, seed=cfg.seed, num_problems=num_problems)
+    problems = datasets.from_config(source, split=split, seed=cfg.seed, num_problems=num_problems)
     limits = {
         "max_prompt_length": cfg.data.max_prompt_length,
         "overlong": cfg.data.overlong_prompts,
@@ -396,7 +392,7 @@ def _evaluator(
             path=cfg.eval.path,
             name=None,
             columns=None,
-            system_prompt=data.system_prompt(cfg.data),
+            system_prompt=datasets.system_prompt(cfg.data),
             max_prompt_characters=None,
         )
     options = {"what": "held-out prompts", "say": say}
@@ -407,8 +403,8 @@ def _evaluator(
     generate = rollouts.make_generate(
         model, tokenizer, sampled, num_generations=cfg.eval.num_generations
     )
-    (reward,) = rewards.resolve([cfg.eval.reward], cfg.rewards.options)
-    rewards.check([reward], problems[:2])
+    (reward,) = scoring.resolve([cfg.eval.reward], cfg.rewards.options)
+    scoring.check([reward], problems[:2])
     key = jax.random.key(cfg.seed + 1000 * _EVAL)
     return Evaluator(
         generate,
@@ -466,7 +462,7 @@ class _Trace:
 
     step: int
     total_steps: int
-    records: list[rewards.Record] = dataclasses.field(default_factory=list)
+    records: list[scoring.Record] = dataclasses.field(default_factory=list)
     started: float = dataclasses.field(default_factory=time.perf_counter)
     laps: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -523,7 +519,7 @@ def _num_tokens(rollout: Rollout) -> int:
     return int(rollout.prompt_lengths.sum() + rollout.lengths.sum())
 
 
-def _rollout_metrics(scored: Scored, functions: Sequence[rewards.Named]) -> dict[str, float]:
+def _rollout_metrics(scored: Scored, functions: Sequence[scoring.Named]) -> dict[str, float]:
     """Rewards and lengths under TRL's names."""
     rollout, combined = scored.rollout, scored.rewards
     terminated = rollout.lengths[rollout.stopped] if rollout.stopped.any() else np.zeros(1)
@@ -551,7 +547,7 @@ def _completion_rows(
 ) -> list[dict[str, Any]]:
     """All that was sampled; the advantage is None where nothing was learned from a group in this step."""
     rollout, columns = fresh.rollout, trace.columns()
-    prompts, _ = data.collate(rollout.problems)
+    prompts, _ = datasets.collate(rollout.problems)
     group = rollout.num_generations
     learned = dict(zip(batch.positions.tolist(), np.asarray(advantages).tolist(), strict=True))
     groups = [learned.get(place, [None] * group) for place in fresh.positions.tolist()]
@@ -563,7 +559,7 @@ def _completion_rows(
         return prompts[row // group], text, reward, advantage, *ending
 
     return [
-        dict(zip(rewards.COMPLETION_COLUMNS, own(row), strict=True))
+        dict(zip(scoring.COMPLETION_COLUMNS, own(row), strict=True))
         | {name: column[row] for name, column in columns.items()}
         for row in range(len(rollout.texts))
     ]

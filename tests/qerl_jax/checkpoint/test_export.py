@@ -11,12 +11,9 @@ import pytest
 
 from pallas_kernels import nvfp4
 from qerl_jax import config
-from qerl_jax.checkpoint import base as checkpoint
-from qerl_jax.checkpoint import export
-from qerl_jax.checkpoint import packed_formats as formats
-from qerl_jax.checkpoint import peft as adapters
+from qerl_jax.checkpoint import base_model, export, packed_formats, peft
 from qerl_jax.checkpoint.run_state import StateFiles
-from qerl_jax.cli import main as cli
+from qerl_jax.cli import main
 from qerl_jax.config import DataConfig, LoraConfig, ModelConfig, RewardConfig, RunConfig
 from qerl_jax.model import architecture, layers
 from qerl_jax.model.transformer import Transformer, head, init_params
@@ -46,13 +43,13 @@ def run_config(folder, lora=LORA, **model):
 def finished_run(folder, **model):
     """A run folder as training leaves it, with an adapter that changes much."""
     cfg = run_config(folder, **model)
-    model, frozen, _ = checkpoint.load_policy(cfg.model, cfg.lora)
+    model, frozen, _ = base_model.load_policy(cfg.model, cfg.lora)
     params = init_params(model, frozen, jax.random.key(0))
     rng = np.random.default_rng(1)
     params = jax.tree.map(lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), params)
     folder.mkdir()
     (folder / "config.toml").write_text(config.dump(cfg))
-    adapters.export_adapter(folder / "adapter", params, model.lora, cfg.model.model_name_or_path)
+    peft.export_adapter(folder / "adapter", params, model.lora, cfg.model.model_name_or_path)
     return model, {"params": params, "frozen": frozen}
 
 
@@ -69,7 +66,7 @@ def logits(model, variables):
 
 def read(folder, weights, dtype=jnp.float32):
     model = Transformer(architecture.load(folder), weights, None, dtype)
-    return model, {"frozen": checkpoint.load_base(folder, model)}
+    return model, {"frozen": base_model.load_base(folder, model)}
 
 
 def test_an_exported_adapter_is_the_runs_and_changes_nothing(run, tmp_path):
@@ -79,7 +76,7 @@ def test_an_exported_adapter_is_the_runs_and_changes_nothing(run, tmp_path):
     assert report["mean_effect_of_training"] > 0.02
     assert report == json.loads((tmp_path / "out" / "export.json").read_text())
     assert_trees_equal(
-        adapters.import_adapter(tmp_path / "out", model.clone(lora=model.lora)), variables["params"]
+        peft.import_adapter(tmp_path / "out", model.clone(lora=model.lora)), variables["params"]
     )
     table = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert table["base_model_name_or_path"] == "qerl-tiny"
@@ -104,7 +101,7 @@ def test_a_merged_weight_is_the_base_plus_the_scaled_product(run, tmp_path):
     folder, model, variables = run
     export.export(folder, "merged", tmp_path / "out", base="original")
     (_, merged), (_, source) = (
-        read(place, "bfloat16") for place in (tmp_path / "out", checkpoint.TINY)
+        read(place, "bfloat16") for place in (tmp_path / "out", base_model.TINY)
     )
     merged, source = merged["frozen"]["layers"], source["frozen"]["layers"]
     params = variables["params"]["layers"]
@@ -129,7 +126,7 @@ def test_a_repacked_model_is_the_merged_one_in_4_bits(run, tmp_path, base):
     folder, _, _ = run
     report = export.export(folder, "nvfp4", tmp_path / "packed", base=base)
     assert 0 < report["mean_difference"] < report["mean_effect_of_training"]
-    assert formats.of_folder(tmp_path / "packed").name == "nvfp4"
+    assert packed_formats.of_folder(tmp_path / "packed").name == "nvfp4"
     export.export(folder, "merged", tmp_path / "merged", base=base)
     _, packed = read(tmp_path / "packed", "nvfp4")
     _, merged = read(tmp_path / "merged", "float32")
@@ -181,7 +178,7 @@ def test_an_export_deletes_nothing_else(run, tmp_path):
     with pytest.raises(FileExistsError, match="holds something that is no export"):
         export.export(run[0], "merged", tmp_path, base="packed")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "thesis.tex"]
-    for place, what in ((run[0], "the run"), (checkpoint.TINY, "the base of the run")):
+    for place, what in ((run[0], "the run"), (base_model.TINY, "the base of the run")):
         for out in (place, place.parent):
             with pytest.raises(FileExistsError, match=f"holds {what}, which would be deleted"):
                 export.export(run[0], "peft", out)
@@ -219,18 +216,18 @@ def test_a_model_that_was_trained_whole_is_packed_from_what_the_run_wrote(tmp_pa
         export.export(tmp_path / "run", "peft", tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="the run has not ended"):
         export.export(tmp_path / "run", "nvfp4", tmp_path / "out")
-    shutil.copytree(checkpoint.TINY, tmp_path / "run" / "model")
+    shutil.copytree(base_model.TINY, tmp_path / "run" / "model")
     report = export.export(tmp_path / "run", "nvfp4", tmp_path / "out")
     assert report["from"] == "original" and report["mean_effect_of_training"] == 0
-    _, direct = read(checkpoint.TINY, "nvfp4")
+    _, direct = read(base_model.TINY, "nvfp4")
     assert_trees_equal(read(tmp_path / "out", "nvfp4")[1], direct)
 
 
 @pytest.mark.slow
 def test_the_command_says_where_it_is_and_how_far_off(run, tmp_path, capsys):
     out = str(tmp_path / "out")
-    assert cli.main(["export", str(run[0]), "--to", "merged", out, "--from", "packed"]) == 0
+    assert main.main(["export", str(run[0]), "--to", "merged", out, "--from", "packed"]) == 0
     said = capsys.readouterr().out
     assert f"merged in {out}\n" in said and "differ from the trained policy's by" in said
-    assert cli.main(["export", str(tmp_path / "no"), "--to", "peft", out]) == 2
+    assert main.main(["export", str(tmp_path / "no"), "--to", "peft", out]) == 2
     assert "no config.toml in" in capsys.readouterr().err

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.checkpoint import base as checkpoint
-from qerl_jax.checkpoint import hf_folder as model_files
+from qerl_jax.checkpoint import base_model, hf_folder
 from qerl_jax.model import architecture
 from qerl_jax.model.transformer import Transformer
 from tests import golden_files
@@ -20,7 +19,7 @@ from tests.model_folders import ARCH, DENSE, PACKED, assert_trees_equal, base, c
 def test_an_exported_model_has_the_tensors_it_was_read_from(name, tmp_path):
     source = GOLDEN / "models" / name
     model = Transformer(architecture.load(source), "float32", None, jnp.float32, full=True)
-    model_files.export_model(tmp_path / "model", model, base(source, "float32"), source)
+    hf_folder.export_model(tmp_path / "model", model, base(source, "float32"), source)
     ours, theirs = (
         golden_files.load(folder / "model.safetensors") for folder in (tmp_path / "model", source)
     )
@@ -34,21 +33,21 @@ def test_an_exported_model_has_the_tensors_it_was_read_from(name, tmp_path):
 
 def test_a_model_from_packed_weights_is_exported_in_16_bits_with_its_tokenizer(tmp_path):
     source = copy(PACKED, tmp_path / "source")
-    for file in checkpoint.TINY.glob("tokenizer*"):
+    for file in base_model.TINY.glob("tokenizer*"):
         shutil.copy(file, source)
     (source / "old.safetensors.index.json").write_text("{}")
     model = Transformer(architecture.load(source), "bfloat16", None, jnp.bfloat16)
-    model_files.export_model(tmp_path / "model", model, base(PACKED, "bfloat16"), source)
+    hf_folder.export_model(tmp_path / "model", model, base(PACKED, "bfloat16"), source)
     names = {path.name for path in (tmp_path / "model").iterdir()}
     assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["torch_dtype"] == "bfloat16" and "quantization_config" not in config
-    assert_trees_equal(checkpoint.load_base(tmp_path / "model", model), base(PACKED, "bfloat16"))
+    assert_trees_equal(base_model.load_base(tmp_path / "model", model), base(PACKED, "bfloat16"))
 
 
 def test_an_exported_model_deletes_nothing_but_a_model(tmp_path):
     (tmp_path / "precious.txt").write_text("mine")
     model = Transformer(ARCH, "float32", None, jnp.float32)
     with pytest.raises(FileExistsError, match=f"{tmp_path}: holds something that is no model"):
-        model_files.export_model(tmp_path, model, base(DENSE, "float32"), DENSE)
+        hf_folder.export_model(tmp_path, model, base(DENSE, "float32"), DENSE)
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import nvfp4
-from qerl_jax.checkpoint import safetensors as tensor_files
+from qerl_jax.checkpoint import safetensors
 from qerl_jax.checkpoint.safetensors import SafetensorsError
 from tests import golden_files
 from tests.model_folders import ARCH, DENSE, PACKED, assert_trees_equal, base, copy
@@ -57,7 +57,7 @@ def write(folder, config, tensors):
     held = golden_files.load(PACKED / "model.safetensors") | tensors
     held = {name: value for name, value in held.items() if value is not None}
     table = {name: (value.dtype, value.shape) for name, value in held.items()}
-    tensor_files.write_shards(folder, table, held.__getitem__)
+    safetensors.write_shards(folder, table, held.__getitem__)
     return folder
 
 
@@ -157,7 +157,7 @@ def test_dense_weights_of_any_float_are_read(tmp_path, dtype):
     (tmp_path / "m").mkdir()
     (tmp_path / "m/config.json").write_text((DENSE / "config.json").read_text())
     table = {name: (dtype, value.shape) for name, value in held.items()}
-    tensor_files.write_shards(tmp_path / "m", table, lambda name: held[name].astype(dtype))
+    safetensors.write_shards(tmp_path / "m", table, lambda name: held[name].astype(dtype))
     read = base(tmp_path / "m", "float32")["layers"]["down"]["weight"][1]
     np.testing.assert_array_equal(read, held[f"{NAME}.weight"].astype(dtype).astype(np.float32))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from qerl_jax.checkpoint import peft as adapters
+from qerl_jax.checkpoint import peft
 from qerl_jax.checkpoint.safetensors import SafetensorsError
 from qerl_jax.config import LoraConfig
 from qerl_jax.model.architecture import PARENT
@@ -31,10 +31,10 @@ def norms():
 
 def test_pefts_adapter_is_written_back_tensor_by_tensor(tmp_path):
     model = adapter_model()
-    shape = adapters.read_lora(ADAPTER)
+    shape = peft.read_lora(ADAPTER)
     assert shape == LoraConfig(8, 16.0, 0.0, False)
-    params = adapters.import_adapter(ADAPTER, model)
-    adapters.export_adapter(tmp_path / "a", params, model.lora, "models/qwen2_untied")
+    params = peft.import_adapter(ADAPTER, model)
+    peft.export_adapter(tmp_path / "a", params, model.lora, "models/qwen2_untied")
 
     expected = golden_files.load(ADAPTER / "adapter_model.safetensors")
     actual = golden_files.load(tmp_path / "a/adapter_model.safetensors")
@@ -55,9 +55,9 @@ def test_pefts_adapter_is_written_back_tensor_by_tensor(tmp_path):
 
 def test_an_adapter_with_trained_norms_round_trips(tmp_path, norms):
     model, params = norms
-    adapters.export_adapter(tmp_path / "a", params, model.lora, "somewhere")
-    assert adapters.read_lora(tmp_path / "a") == LoraConfig(8, 16.0, 0.0, True)
-    assert_trees_equal(adapters.import_adapter(tmp_path / "a", model), params)
+    peft.export_adapter(tmp_path / "a", params, model.lora, "somewhere")
+    assert peft.read_lora(tmp_path / "a") == LoraConfig(8, 16.0, 0.0, True)
+    assert_trees_equal(peft.import_adapter(tmp_path / "a", model), params)
     names = golden_files.load(tmp_path / "a/adapter_model.safetensors")
     assert "base_model.model.model.layers.2.post_attention_layernorm.weight" in names
     config = json.loads((tmp_path / "a/adapter_config.json").read_text())
@@ -68,9 +68,9 @@ def test_an_adapter_with_trained_norms_round_trips(tmp_path, norms):
 def test_an_export_replaces_an_adapter_whole(tmp_path, norms):
     model, params = norms
     folder = tmp_path / "deep" / "a"
-    adapters.export_adapter(folder, params, model.lora, "first")
+    peft.export_adapter(folder, params, model.lora, "first")
     (folder / "README.md").write_text("of the first")
-    adapters.export_adapter(folder, params, model.lora, "second")
+    peft.export_adapter(folder, params, model.lora, "second")
     assert [path.name for path in folder.parent.iterdir()] == ["a"]
     assert not (folder / "README.md").exists()
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -82,7 +82,7 @@ def test_a_failing_export_leaves_the_old_adapter_and_nothing_else(tmp_path, norm
 
     model, params = norms
     folder = tmp_path / "a"
-    adapters.export_adapter(folder, params, model.lora, "first")
+    peft.export_adapter(folder, params, model.lora, "first")
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
 
     def fail(tensors, path, metadata):
@@ -91,9 +91,9 @@ def test_a_failing_export_leaves_the_old_adapter_and_nothing_else(tmp_path, norm
 
     monkeypatch.setattr(safetensors.numpy, "save_file", fail)
     with pytest.raises(OSError, match="disk full"):
-        adapters.export_adapter(folder, params, model.lora, "second")
+        peft.export_adapter(folder, params, model.lora, "second")
     with pytest.raises(OSError, match="disk full"):
-        adapters.export_adapter(tmp_path / "new", params, model.lora, "second")
+        peft.export_adapter(tmp_path / "new", params, model.lora, "second")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
@@ -102,7 +102,7 @@ def test_an_export_deletes_nothing_but_an_adapter(tmp_path, norms):
     model, params = norms
     (tmp_path / "thesis.tex").write_text("years")
     with pytest.raises(FileExistsError, match=f"{tmp_path}: holds something that is no adapter"):
-        adapters.export_adapter(tmp_path, params, model.lora, "base")
+        peft.export_adapter(tmp_path, params, model.lora, "base")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
@@ -128,7 +128,7 @@ def changed_adapter(target, **fields):
 )
 def test_an_adapter_that_is_no_plain_lora_is_refused(tmp_path, fields, match):
     with pytest.raises(NotImplementedError, match=match):
-        adapters.read_lora(changed_adapter(tmp_path, **fields))
+        peft.read_lora(changed_adapter(tmp_path, **fields))
 
 
 @pytest.mark.parametrize(
@@ -141,32 +141,32 @@ def test_an_adapter_that_is_no_plain_lora_is_refused(tmp_path, fields, match):
 )
 def test_an_impossible_adapter_config_is_refused(tmp_path, fields, match):
     with pytest.raises(ValueError, match=match):
-        adapters.read_lora(changed_adapter(tmp_path, **fields))
+        peft.read_lora(changed_adapter(tmp_path, **fields))
 
 
 @pytest.mark.parametrize("targets", ["all-linear", r".*\.(self_attn|mlp)\.\w+_proj"])
 def test_linears_may_be_named_by_a_pattern(tmp_path, targets):
     folder = changed_adapter(tmp_path, target_modules=targets)
-    assert adapters.read_lora(folder) == adapters.read_lora(ADAPTER)
-    ours, plain = (adapters.import_adapter(f, adapter_model()) for f in (folder, ADAPTER))
+    assert peft.read_lora(folder) == peft.read_lora(ADAPTER)
+    ours, plain = (peft.import_adapter(f, adapter_model()) for f in (folder, ADAPTER))
     assert_trees_equal(ours, plain)
 
 
 def test_a_pattern_that_is_none_is_refused(tmp_path):
     folder = changed_adapter(tmp_path, target_modules="*bad[")
     with pytest.raises(ValueError, match="is no regular expression"):
-        adapters.import_adapter(folder, adapter_model())
+        peft.import_adapter(folder, adapter_model())
 
 
 def test_rslora_divides_by_the_root_of_the_rank(tmp_path):
     """16 / sqrt(8) = 45.25 / 8."""
     folder = changed_adapter(tmp_path, use_rslora=True)
-    lora = adapters.read_lora(folder)
+    lora = peft.read_lora(folder)
     assert lora.rank == 8 and lora.alpha == pytest.approx(16 * 8**0.5)
     model = Transformer(ARCH, "float32", LoRA(lora.rank, lora.alpha), jnp.float32)
     assert model.lora.scaling == pytest.approx(16 / 8**0.5)
     assert_trees_equal(
-        adapters.import_adapter(folder, model), adapters.import_adapter(ADAPTER, adapter_model())
+        peft.import_adapter(folder, model), peft.import_adapter(ADAPTER, adapter_model())
     )
 
 
@@ -190,10 +190,10 @@ def test_patterns_of_rank_and_alpha_become_one_rank_and_one_alpha(tmp_path):
         exclude_modules=r"model\.layers\.(1\.mlp|0\.self_attn\.k_proj).*",
     )
     save_file(held, folder / "adapter_model.safetensors")
-    lora = adapters.read_lora(folder)
+    lora = peft.read_lora(folder)
     assert (lora.rank, lora.alpha) == (8, 16.0)
     model = adapter_model()
-    layers = adapters.import_adapter(folder, model)["layers"]
+    layers = peft.import_adapter(folder, model)["layers"]
     for linear, parts in ARCH.linears().items():
         for part, _ in parts:
             for index in range(ARCH.num_layers):
@@ -224,24 +224,24 @@ def test_a_targeted_linear_without_tensors_is_named(tmp_path):
         folder / "adapter_model.safetensors",
     )
     with pytest.raises(SafetensorsError, match=f"no tensor {name}"):
-        adapters.import_adapter(folder, adapter_model())
+        peft.import_adapter(folder, adapter_model())
 
 
 def test_a_branch_that_the_config_does_not_name_is_not_dropped_silently(tmp_path):
     folder = changed_adapter(tmp_path, target_modules=["q_proj"])
     with pytest.raises(ValueError, match=r"has no place in the model \(36 such"):
-        adapters.import_adapter(folder, adapter_model())
+        peft.import_adapter(folder, adapter_model())
 
 
 def test_a_folder_without_adapter_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"no adapter_config.json in {tmp_path}"):
-        adapters.read_lora(tmp_path)
+        peft.read_lora(tmp_path)
 
 
 def test_an_adapter_of_another_rank_is_refused():
     model = Transformer(ARCH, "float32", LoRA(4, 16.0), jnp.float32)
     with pytest.raises(ValueError, match="adapter_config.json: rank 8; the model has 4"):
-        adapters.import_adapter(ADAPTER, model)
+        peft.import_adapter(ADAPTER, model)
 
 
 def test_an_adapter_of_another_shape_is_refused(tmp_path):
@@ -249,17 +249,17 @@ def test_an_adapter_of_another_shape_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"k_proj.lora_A.weight: got shape \(8, 128\); .* \(4, 128\)"
     ):
-        adapters.import_adapter(folder, adapter_model())
+        peft.import_adapter(folder, adapter_model())
 
 
 def test_an_adapter_of_a_deeper_model_is_refused():
     model = dataclasses.replace(adapter_model(), arch=dataclasses.replace(ARCH, num_layers=2))
     with pytest.raises(ValueError, match=r"layers\.2\..* has no place in the model \(14 such"):
-        adapters.import_adapter(ADAPTER, model)
+        peft.import_adapter(ADAPTER, model)
 
 
 def test_trained_norms_are_not_dropped_silently(tmp_path, norms):
     model, params = norms
-    adapters.export_adapter(tmp_path / "a", params, model.lora, "base")
+    peft.export_adapter(tmp_path / "a", params, model.lora, "base")
     with pytest.raises(ValueError, match=r"layernorm\.weight has no place in the model \(6 such"):
-        adapters.import_adapter(tmp_path / "a", adapter_model())
+        peft.import_adapter(tmp_path / "a", adapter_model())

@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels import NVFP4Tensor, runtime, unprepare
 from pallas_kernels.nvfp4_matmul import api
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
-from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.checkpoint import base_model
 from qerl_jax.model import architecture, layers
 from qerl_jax.model.transformer import LoRA, Transformer, abstract_base, head, random_base
 
@@ -34,7 +34,7 @@ def hopper_layout(monkeypatch):
     return turn_on
 
 
-def base_model(folder, dtype=jnp.bfloat16):
+def bare_model(folder, dtype=jnp.bfloat16):
     return Transformer(architecture.load(folder), "nvfp4", LoRA(4, 8.0), jnp.dtype(dtype))
 
 
@@ -57,12 +57,12 @@ def logits(model, frozen, tokens):
 @pytest.mark.slow
 @pytest.mark.parametrize("source", FOLDERS)
 def test_a_loaded_base_computes_the_same_bits_in_either_layout(hopper_layout, source):
-    model = base_model(FOLDERS[source])
+    model = bare_model(FOLDERS[source])
     tokens = np.random.default_rng(0).integers(0, model.arch.vocab_size, (2, 9))
-    plain = checkpoint.load_base(FOLDERS[source], model)
+    plain = base_model.load_base(FOLDERS[source], model)
     expected = logits(model, plain, tokens)
     hopper_layout()
-    prepared = checkpoint.load_base(FOLDERS[source], model)
+    prepared = base_model.load_base(FOLDERS[source], model)
     assert len(linears(prepared)) == 4
     assert all(isinstance(w, HopperNVFP4) for w in linears(prepared))
     np.testing.assert_array_equal(logits(model, prepared, tokens), expected)
@@ -72,7 +72,7 @@ def test_a_loaded_base_computes_the_same_bits_in_either_layout(hopper_layout, so
 
 
 def test_a_random_base_is_the_same_base_in_either_layout_and_of_its_abstract_form(hopper_layout):
-    model = base_model(FOLDERS["16 bits"])
+    model = bare_model(FOLDERS["16 bits"])
     plain = random_base(model, jax.random.key(1))
     hopper_layout()
     prepared = random_base(model, jax.random.key(1))
@@ -85,7 +85,7 @@ def test_a_random_base_is_the_same_base_in_either_layout_and_of_its_abstract_for
 
 def test_weights_that_meet_float32_activations_keep_their_layout(hopper_layout):
     hopper_layout()
-    model = base_model(FOLDERS["16 bits"], jnp.float32)
+    model = bare_model(FOLDERS["16 bits"], jnp.float32)
     assert all(isinstance(w, NVFP4Tensor) for w in linears(abstract_base(model)))
-    loaded = checkpoint.load_base(FOLDERS["16 bits"], model)
+    loaded = base_model.load_base(FOLDERS["16 bits"], model)
     assert all(isinstance(w, NVFP4Tensor) for w in linears(loaded))

@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 
 from qerl_jax import config
-from qerl_jax.checkpoint import base as checkpoint
-from qerl_jax.checkpoint import peft as adapters
+from qerl_jax.checkpoint import base_model, peft
 from qerl_jax.checkpoint import policy as policies
-from qerl_jax.cli import main as cli
+from qerl_jax.cli import main
 from qerl_jax.config import EvalConfig, LoraConfig, ModelConfig
-from qerl_jax.data import problems as data
-from qerl_jax.evaluation import evaluator as evaluate
-from qerl_jax.evaluation import protocols as benchmarks
+from qerl_jax.data import datasets
+from qerl_jax.evaluation import evaluator, protocols
 from qerl_jax.model.transformer import trainable
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -27,18 +25,18 @@ BASE = policies.Policy(TINY)
 
 
 def arithmetic(problems=6):
-    return evaluate.source_of("arithmetic", BASE, num_problems=problems)
+    return evaluator.source_of("arithmetic", BASE, num_problems=problems)
 
 
 def sums(**changes):
     """Four answers to each sum."""
     fields = {"temperature": 1.0, "top_p": 1.0, "max_completion_length": 44} | changes
-    return dataclasses.replace(benchmarks.paper("arithmetic"), **fields)
+    return dataclasses.replace(protocols.paper("arithmetic"), **fields)
 
 
 def run(folder, policy=BASE, problems=6, **changes):
     said = []
-    summaries = evaluate.run(
+    summaries = evaluator.run(
         policy,
         [(arithmetic(problems), sums(**changes))],
         folder,
@@ -58,22 +56,22 @@ def adapter(tmp_path_factory):
     """A PEFT adapter that changes nothing: its B is zero."""
     folder = tmp_path_factory.mktemp("peft") / "adapter"
     lora = LoraConfig(4, 4.0)
-    model, frozen, _ = checkpoint.load_policy(TINY, lora)
+    model, frozen, _ = base_model.load_policy(TINY, lora)
     params, _ = trainable(model, frozen, jax.random.key(0))
-    adapters.export_adapter(folder, params, model.lora, "qerl-tiny")
+    peft.export_adapter(folder, params, model.lora, "qerl-tiny")
     return folder
 
 
-@pytest.mark.parametrize("name", benchmarks.SPLITS)
+@pytest.mark.parametrize("name", protocols.SPLITS)
 def test_protocols_are_those_of_paper_and_verl(name):
-    paper, verl = benchmarks.paper(name), benchmarks.verl(name)
+    paper, verl = protocols.paper(name), protocols.verl(name)
     assert (paper.temperature, paper.top_p, paper.max_completion_length) == (0.6, 0.95, 4096)
     assert paper.reward == "math_verify_reward" and paper.system_prompt == "think-answer"
     small = name in ("aime24", "aime25", "amc23")
     assert paper.num_generations == verl.num_generations * (1 if small else 4)
     assert (verl.temperature, verl.top_p) == ((1.0, 0.7) if small else (0.0, 1.0))
     assert ("####" in verl.prompt_template) == (verl.reward == "gsm8k_hash_reward")
-    assert name in data.SETS
+    assert name in datasets.SETS
 
 
 def test_every_record_says_what_was_answered_and_how_it_was_judged(tmp_path):
@@ -128,7 +126,7 @@ def test_an_adapter_that_changes_nothing_scores_what_its_base_scores(adapter, tm
     run(tmp_path / "with", policy)
     run(tmp_path / "base")
     assert records(tmp_path / "with") == records(tmp_path / "base")
-    comparison = evaluate.compare(tmp_path / "with", tmp_path / "base")["arithmetic"]
+    comparison = evaluator.compare(tmp_path / "with", tmp_path / "base")["arithmetic"]
     assert comparison.changed == ["adapter", "adapter.sha256"]
     difference = comparison.differences["mean"]
     assert difference.mean == 0 and difference.low == -difference.high < 0
@@ -143,9 +141,9 @@ def test_a_comparison_needs_the_same_problems(tmp_path):
     path = tmp_path / "five" / "arithmetic" / "problems.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
     with pytest.raises(ValueError, match="not of the same problems"):
-        evaluate.compare(tmp_path / "six", tmp_path / "five")
+        evaluator.compare(tmp_path / "six", tmp_path / "five")
     with pytest.raises(FileNotFoundError, match="no finished evaluation"):
-        evaluate.compare(tmp_path / "six", tmp_path)
+        evaluator.compare(tmp_path / "six", tmp_path)
 
 
 @pytest.fixture
@@ -172,17 +170,17 @@ def test_a_run_folder_brings_its_model_prompt_problems_and_sampling(run_folder):
     assert (
         base.name == "base" and base.adapter is None and base.model == policy.model == TINY_OF_RUN
     )
-    source = evaluate.source_of("arithmetic", policy)
+    source = evaluator.source_of("arithmetic", policy)
     assert (source.split, source.num_problems) == ("test", 5)
-    protocol = evaluate.protocol_for("arithmetic", None, policy, top_p=0.9)
+    protocol = evaluator.protocol_for("arithmetic", None, policy, top_p=0.9)
     assert (protocol.temperature, protocol.top_p, protocol.num_generations) == (0.7, 0.9, 4)
     assert protocol.system_prompt == "Add." and protocol.max_completion_length == 44
     rollout = dataclasses.replace(policy.run.rollout, stop=("|",))
     stopped = dataclasses.replace(policy, run=dataclasses.replace(policy.run, rollout=rollout))
-    assert evaluate.protocol_for("arithmetic", None, stopped).stop == ("|",)
+    assert evaluator.protocol_for("arithmetic", None, stopped).stop == ("|",)
     # Another set, asked as the run asks; and under the paper's protocol instead.
-    assert evaluate.protocol_for("math500", "run", policy).system_prompt == "Add."
-    assert evaluate.protocol_for("math500", "paper", policy) == benchmarks.paper("math500")
+    assert evaluator.protocol_for("math500", "run", policy).system_prompt == "Add."
+    assert evaluator.protocol_for("math500", "paper", policy) == protocols.paper("math500")
 
 
 def test_a_run_of_a_whole_model_brings_that_model(run_folder):
@@ -204,11 +202,11 @@ TINY_OF_RUN = dataclasses.replace(TINY, gradient_checkpointing="none")
 def test_commands_evaluate_and_compare(run_folder, capsys):
     for options in ([], ["--base"]):
         short = ["--num-problems", "2", *options]
-        assert cli.main(["eval", "arithmetic", "--adapter", str(run_folder), *short]) == 0
+        assert main.main(["eval", "arithmetic", "--adapter", str(run_folder), *short]) == 0
     shown = capsys.readouterr().out
     assert "arithmetic: 2 problems, 4 samples each" in shown and "mean@4" in shown
     folders = [str(run_folder / "eval" / name) for name in ("adapter", "base")]
-    assert cli.main(["compare", *folders]) == 0
+    assert main.main(["compare", *folders]) == 0
     shown = capsys.readouterr().out
     assert "  mean     +0.000 [-" in shown
     assert "settings that differ: adapter, adapter.sha256" in shown
@@ -217,7 +215,7 @@ def test_commands_evaluate_and_compare(run_folder, capsys):
 @pytest.mark.slow
 def test_a_benchmark_is_read_from_a_folder_under_a_protocol(tmp_path, capsys):
     where = ["--path", str(GSM8K), "--output-dir", str(tmp_path), "--num-problems", "2"]
-    assert cli.main(["eval", "gsm8k", "--protocol", "verl", "--max-tokens", "2", *where]) == 0
+    assert main.main(["eval", "gsm8k", "--protocol", "verl", "--max-tokens", "2", *where]) == 0
     first, _ = (
         json.loads(line)
         for line in (tmp_path / "gsm8k" / "problems.jsonl").read_text().splitlines()
@@ -239,7 +237,7 @@ def test_a_benchmark_is_read_from_a_folder_under_a_protocol(tmp_path, capsys):
     ],
 )
 def test_bad_input_is_one_line_that_names_it(options, message, tmp_path, capsys):
-    assert cli.main(["eval", "arithmetic", *options, "--output-dir", str(tmp_path)]) == 2
+    assert main.main(["eval", "arithmetic", *options, "--output-dir", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

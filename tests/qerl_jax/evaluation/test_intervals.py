@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from qerl_jax.evaluation import intervals as estimators
+from qerl_jax.evaluation import intervals
 
 
 def all_subsets(n, k):
@@ -18,7 +18,7 @@ def all_subsets(n, k):
 def test_pass_at_k_is_the_mean_over_all_subsets(k):
     right = np.array([[1, 0, 0, 1, 0, 0], [0] * 6, [1] * 6, [0, 0, 0, 0, 0, 1]], bool)
     expected = [np.mean([row[list(s)].any() for s in all_subsets(6, k)]) for row in right]
-    np.testing.assert_allclose(estimators.pass_at_k(right, k), expected, atol=1e-15)
+    np.testing.assert_allclose(intervals.pass_at_k(right, k), expected, atol=1e-15)
 
 
 def vote(answers, worth):
@@ -47,7 +47,7 @@ def test_maj_at_k_is_the_mean_over_all_subsets(k):
         np.mean([vote([row[i] for i in s], Counter(worth)) for s in all_subsets(7, k)])
         for row, worth in zip(answers, worths, strict=True)
     ]
-    np.testing.assert_allclose(estimators.maj_at_k(right, answers, k), expected, atol=1e-14)
+    np.testing.assert_allclose(intervals.maj_at_k(right, answers, k), expected, atol=1e-14)
 
 
 def test_one_sample_is_the_mean_by_every_estimator():
@@ -55,15 +55,15 @@ def test_one_sample_is_the_mean_by_every_estimator():
     labels = rng.integers(0, 3, (40, 8)).astype(str)
     right = labels == "1"
     mean = right.mean(axis=1)
-    np.testing.assert_allclose(estimators.pass_at_k(right, 1), mean, atol=1e-15)
-    np.testing.assert_allclose(estimators.maj_at_k(right, labels.tolist(), 1), mean, atol=1e-14)
+    np.testing.assert_allclose(intervals.pass_at_k(right, 1), mean, atol=1e-15)
+    np.testing.assert_allclose(intervals.maj_at_k(right, labels.tolist(), 1), mean, atol=1e-14)
 
 
 def test_more_samples_than_there_are_is_an_error():
     with pytest.raises(ValueError, match="k: got 3; must be between 1 and the 2 samples"):
-        estimators.pass_at_k(np.zeros((1, 2), bool), 3)
+        intervals.pass_at_k(np.zeros((1, 2), bool), 3)
     with pytest.raises(ValueError, match="k: got 0"):
-        estimators.maj_at_k(np.zeros((1, 2), bool), [["1", "2"]], 0)
+        intervals.maj_at_k(np.zeros((1, 2), bool), [["1", "2"]], 0)
 
 
 def wilson(right, count, z=1.959963984540054):
@@ -75,19 +75,19 @@ def wilson(right, count, z=1.959963984540054):
 
 @pytest.mark.parametrize("right, count", [(3, 30), (0, 30), (30, 30), (700, 1319)])
 def test_one_sample_per_problem_gives_wilsons_interval(right, count):
-    interval = estimators.over_problems(np.arange(count) < right, samples=1)
+    interval = intervals.over_problems(np.arange(count) < right, samples=1)
     assert interval.mean == right / count
     np.testing.assert_allclose((interval.low, interval.high), wilson(right, count), atol=1e-12)
 
 
 def test_samples_that_agree_on_every_problem_add_nothing():
-    one = estimators.over_problems(np.arange(30) < 12, samples=1)
-    assert estimators.over_problems(np.arange(30) < 12, samples=32) == one
+    one = intervals.over_problems(np.arange(30) < 12, samples=1)
+    assert intervals.over_problems(np.arange(30) < 12, samples=32) == one
 
 
 def test_the_jackknife_of_a_mean_is_the_textbook_variance():
     right = np.random.default_rng(1).random((50, 6)) < 0.4
-    interval = estimators.over_samples(mean_of(right), 6)
+    interval = intervals.over_samples(mean_of(right), 6)
     variance = (right.var(axis=1, ddof=1) / 6).sum() / 50**2
     mean = right.mean()
     expected = wilson(mean * (n := mean * (1 - mean) / variance), n)
@@ -96,21 +96,21 @@ def test_the_jackknife_of_a_mean_is_the_textbook_variance():
 
 def test_samples_that_agree_leave_no_doubt_but_one_verdict():
     right = np.repeat([[True], [True], [False], [False]], 8, axis=1)
-    interval = estimators.over_samples(mean_of(right), 8)
+    interval = intervals.over_samples(mean_of(right), 8)
     np.testing.assert_allclose((interval.low, interval.high), wilson(128, 256), atol=1e-12)
-    nothing = estimators.over_samples(mean_of(np.zeros((4, 8), bool)), 8)
+    nothing = intervals.over_samples(mean_of(np.zeros((4, 8), bool)), 8)
     np.testing.assert_allclose((nothing.low, nothing.high), wilson(0, 32), atol=1e-12)
     # Eight samples are two verdicts on whether one of four is right.
-    nothing = estimators.over_samples(pass_at_4(np.zeros((4, 8), bool)), 8, k=4)
+    nothing = intervals.over_samples(pass_at_4(np.zeros((4, 8), bool)), 8, k=4)
     np.testing.assert_allclose((nothing.low, nothing.high), wilson(0, 8), atol=1e-12)
 
 
 def test_without_a_second_sample_nothing_is_known_about_samples():
     right = np.array([[True], [False]])
-    assert estimators.over_samples(mean_of(right), 1) is None
+    assert intervals.over_samples(mean_of(right), 1) is None
     # All samples are needed for this one, so none can be left out.
     pairs = np.array([[True, False], [False, False]])
-    assert estimators.over_samples(lambda c: estimators.pass_at_k(pairs[:, c], 2), 2, k=2) is None
+    assert intervals.over_samples(lambda c: intervals.pass_at_k(pairs[:, c], 2), 2, k=2) is None
 
 
 @pytest.mark.parametrize("won, lost", [(0, 0), (5, 1), (0, 9)])
@@ -122,7 +122,7 @@ def test_paired_shares_have_agresti_and_mins_interval(won, lost):
     b, c, n = won + 0.5, lost + 0.5, problems + 2
     t = 1.983731002  # Student's, 101 degrees of freedom
     reach = t * math.sqrt((b + c) - (b - c) ** 2 / n) / n
-    interval = estimators.paired_difference(ours, theirs)
+    interval = intervals.paired_difference(ours, theirs)
     assert interval.mean == pytest.approx((won - lost) / problems)
     np.testing.assert_allclose(
         (interval.low, interval.high), ((b - c) / n - reach, (b - c) / n + reach), atol=1e-8
@@ -131,9 +131,9 @@ def test_paired_shares_have_agresti_and_mins_interval(won, lost):
 
 def test_a_comparison_needs_the_same_problems():
     with pytest.raises(ValueError, match="needs the same problems, at least 2; got 3 and 2"):
-        estimators.paired_difference(np.zeros(3), np.zeros(2))
+        intervals.paired_difference(np.zeros(3), np.zeros(2))
     with pytest.raises(ValueError, match="at least 2"):
-        estimators.over_problems(np.zeros(1), samples=1)
+        intervals.over_problems(np.zeros(1), samples=1)
 
 
 def mean_of(right):
@@ -141,7 +141,7 @@ def mean_of(right):
 
 
 def pass_at_4(right):
-    return lambda columns: estimators.pass_at_k(right[:, columns], 4)
+    return lambda columns: intervals.pass_at_k(right[:, columns], 4)
 
 
 def coverage(hits):
@@ -158,10 +158,10 @@ def test_intervals_hold_the_truth_as_often_as_they_say(problems, samples):
     for _ in range(2000):
         chances = rng.beta(0.4, 1.2, problems)
         right = rng.random((problems, samples)) < chances[:, None]
-        interval = estimators.over_problems(right.mean(axis=1), samples)
+        interval = intervals.over_problems(right.mean(axis=1), samples)
         over_problems.append(interval.low <= 0.25 <= interval.high)
         if samples > 1 and problems == 30:
-            interval = estimators.over_samples(mean_of(right), samples)
+            interval = intervals.over_samples(mean_of(right), samples)
             over_samples.append(interval.low <= chances.mean() <= interval.high)
     assert coverage(over_problems)
     assert not over_samples or coverage(over_samples)
@@ -173,7 +173,7 @@ def test_the_interval_of_pass_at_k_over_samples_holds_the_truth():
     truth, hits = (1 - (1 - chances) ** 4).mean(), []
     for _ in range(500):
         right = rng.random((30, 16)) < chances[:, None]
-        interval = estimators.over_samples(pass_at_4(right), 16, k=4)
+        interval = intervals.over_samples(pass_at_4(right), 16, k=4)
         hits.append(interval.low <= truth <= interval.high)
     # Three standard errors of 500 trials are 0.03; the jackknife is on the safe side.
     assert 0.92 <= np.mean(hits) <= 0.998
@@ -190,7 +190,7 @@ def test_paired_intervals_hold_the_truth_as_often_as_they_say(samples):
         first, second = (
             (rng.random((100, samples)) < p[:, None]).mean(axis=1) for p in (ours, theirs)
         )
-        interval = estimators.paired_difference(first, second, samples)
+        interval = intervals.paired_difference(first, second, samples)
         hits.append(interval.low <= 0.2 * 0.75 <= interval.high)
         widths.append(interval.high - interval.low)
     assert coverage(hits)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from qerl_jax import config
-from qerl_jax.cli import main as cli
-from qerl_jax.data import problems as data
+from qerl_jax.cli import main
+from qerl_jax.data import datasets
 from qerl_jax.evaluation import pass_rates
 
 QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
@@ -45,9 +45,9 @@ def test_a_band_is_kept_and_a_stopped_measurement_goes_on(tmp_path):
     rows = read(whole)
     assert kept == len(rows) == rates.count(0.5) > 0
 
-    problems = data.from_config(small().data, split="train", seed=small().seed)
+    problems = datasets.from_config(small().data, split="train", seed=small().seed)
     expected = [p for p, rate in zip(problems, rates, strict=True) if rate == 0.5]
-    again = data.load(str(whole))
+    again = datasets.load(str(whole))
     assert [p.prompt for p in again] == [p.prompt for p in expected]
     assert again[0].columns == {"answer": expected[0].columns["answer"], "pass_rate": 0.5}
 
@@ -79,7 +79,7 @@ def test_the_command_reports_what_it_kept(tmp_path, capsys):
     path, out = tmp_path / "small.toml", tmp_path / "folder" / "out.jsonl"
     path.write_text(config.dump(small()))
     options = "--low 0 --high 1 --samples 1 --batch-size 10 --reward format_reward".split()
-    assert cli.main(["filter", str(path), str(out), *options]) == 0
+    assert main.main(["filter", str(path), str(out), *options]) == 0
     shown = capsys.readouterr().out
     assert f"10 of 10 problems have a pass rate in [0.0, 1.0]: {out}" in shown
     assert len(read(out)) == 10

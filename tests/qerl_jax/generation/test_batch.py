@@ -7,10 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.checkpoint import base as checkpoint
-from qerl_jax.checkpoint import peft as adapters
-from qerl_jax.generation import batch as sampling
-from qerl_jax.generation import sampling as draws
+from qerl_jax.checkpoint import base_model, peft
+from qerl_jax.generation import batch, sampling
 from qerl_jax.generation.sampling import Truncation
 from qerl_jax.model import architecture, layers, logprobs
 from qerl_jax.model.transformer import LoRA, Transformer, head
@@ -29,9 +27,9 @@ def policy(name):
     folder = GOLDEN / "models" / name
     lora = LoRA(8, 16.0) if name == "qwen2_untied" else None
     model = Transformer(architecture.load(folder), "float32", lora, jnp.float32)
-    variables = {"frozen": checkpoint.load_base(folder, model)}
+    variables = {"frozen": base_model.load_base(folder, model)}
     if lora is not None:
-        variables["params"] = adapters.import_adapter(GOLDEN / "lora/qwen2_untied_r8", model)
+        variables["params"] = peft.import_adapter(GOLDEN / "lora/qwen2_untied_r8", model)
     return model, variables
 
 
@@ -39,7 +37,7 @@ def policy(name):
 def generator(name, **options):
     model, _ = policy(name)
     defaults = {"num_tokens": model.arch.vocab_size, "stop_tokens": (), "max_completion_length": C}
-    return sampling.make_generate(model, num_generations=G, pad_token=0, **(defaults | options))
+    return batch.make_generate(model, num_generations=G, pad_token=0, **(defaults | options))
 
 
 def prompts(name, seed=0):
@@ -206,7 +204,7 @@ class Memoryless:
 
 def memoryless(probabilities, length, stop_tokens, rows):
     model = Memoryless()
-    generate = sampling.make_generate(
+    generate = batch.make_generate(
         model,
         num_generations=rows,
         max_completion_length=length,
@@ -258,7 +256,7 @@ SCORES = np.array([1.0, -0.5, 0.3, 2.0, 0.0, 1.5, 9.0, 7.0], np.float32)
 def draw(temperature, truncation, rows=20_000, num_tokens=6):
     scores = jnp.broadcast_to(SCORES, (rows, len(SCORES)))
     draw = jax.jit(
-        functools.partial(draws.next_token, num_tokens=num_tokens, truncation=truncation)
+        functools.partial(sampling.next_token, num_tokens=num_tokens, truncation=truncation)
     )
     return jax.device_get(draw(scores, keys(rows=rows), jnp.float32(temperature)))
 
@@ -286,7 +284,7 @@ def test_sampled_frequencies_are_the_distributions(temperature, truncation, kept
 def test_noise_is_gumbels_at_both_ends():
     """Where noise is large, tokens of small probability win: a share 1e-8 of it is above 18.4."""
     counts = [0, 1, 2, 3, 42, 429, 4294, 2**20, 2**31, 2**32 - 2**20, 2**32 - 2, 2**32 - 1]
-    actual = draws.gumbel(jnp.array(counts, jnp.uint32))
+    actual = sampling.gumbel(jnp.array(counts, jnp.uint32))
     u = (np.array(counts) + 0.5) / 2**32
     # Nothing is lost where 1 - u is too small for a float32: such a token loses anyway.
     expected = -np.log(-np.log1p(-np.minimum(u, 1 - 2.0**-24)))
@@ -299,7 +297,7 @@ def test_a_token_of_small_probability_is_drawn_by_bits_that_are_as_rare(monkeypa
     bits = jnp.full(20, 2**31, jnp.uint32).at[rare].set(0)
     monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: bits.astype(dtype))
     scores = jnp.zeros((1, 20)).at[0, rare].set(-19)
-    token, logp = draws.next_token(
+    token, logp = sampling.next_token(
         scores, jax.random.split(jax.random.key(0), 1), jnp.float32(1), 20, Truncation()
     )
     assert token[0] == rare and logp[0] < -21

@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 
-from qerl_jax.cli import main as cli
+from qerl_jax.cli import main
+from qerl_jax.files import Progress
 from qerl_jax.generation import completion_file
 from qerl_jax.generation.generator import Generator, Sampling
-from qerl_jax.tracking.progress import Progress
 
 PROMPTS = ["What is (5-3)*3?", "What is 20+15?", "What is 31-12?", "What is 9*2+7?"]
 LIMIT = {"max_tokens": 12}
@@ -121,7 +121,7 @@ def test_generate_writes_a_row_per_completion_beside_the_columns_of_its_prompt(t
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = ["--input", str(prompts), "--output", str(out)]
     assert (
-        cli.main(
+        main.main(
             ["generate", *files, "--dtype", "float32", "--max-tokens", "12", "--temperature", "1.5"]
         )
         == 0
@@ -134,7 +134,7 @@ def test_generate_writes_a_row_per_completion_beside_the_columns_of_its_prompt(t
 
 def test_a_file_of_completions_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch):
     options = ["--dtype", "float32", "--max-tokens", "12", "--temperature", "1.5", "--n", "2"]
-    asked = lambda name, *more: cli.main(
+    asked = lambda name, *more: main.main(
         ["generate", *PROMPTS, *options, *more, "--output", str(tmp_path / name)]
     )
     assert asked("whole.jsonl") == 0
@@ -176,7 +176,7 @@ def test_a_file_of_completions_goes_on_where_it_was_stopped(tmp_path, capsys, mo
 def test_a_partial_file_of_something_else_stays(text, tmp_path, capsys):
     partial = tmp_path / "out.jsonl.partial"
     partial.write_text(text)
-    assert cli.main(["generate", "a", "--output", str(tmp_path / "out.jsonl")]) == 2
+    assert main.main(["generate", "a", "--output", str(tmp_path / "out.jsonl")]) == 2
     assert str(partial) in capsys.readouterr().err and partial.read_text() == text
 
 
@@ -192,13 +192,13 @@ def test_other_columns_beside_the_same_prompts_are_another_file(tmp_path):
 
 def test_generate_streams_one_prompt(capsys):
     options = ["--dtype", "float32", "--max-tokens", "12", "--temperature", "1.5", "--seed", "1"]
-    assert cli.main(["generate", PROMPTS[1], *options]) == 0
+    assert main.main(["generate", PROMPTS[1], *options]) == 0
     assert capsys.readouterr().out == "".join(policy().stream(PROMPTS[1], seed=1, **SHORT)) + "\n"
 
 
 def test_generate_prints_the_completions_of_several_prompts(capsys):
     options = ["--dtype", "float32", "--max-tokens", "12", "--temperature", "1.5"]
-    assert cli.main(["generate", *PROMPTS, *options]) == 0
+    assert main.main(["generate", *PROMPTS, *options]) == 0
     expected = policy()(PROMPTS, seed=0, **SHORT)
     assert capsys.readouterr().out == "".join(text + "\n" for text in expected)
 
@@ -227,7 +227,7 @@ def test_generate_prints_the_completions_of_several_prompts(capsys):
 )
 def test_generate_says_what_is_wrong_before_it_reads_a_model(argv, message, tmp_path, capsys):
     (tmp_path / "rows.jsonl").touch()
-    assert cli.main(["generate", *(word.format(folder=tmp_path) for word in argv)]) == 2
+    assert main.main(["generate", *(word.format(folder=tmp_path) for word in argv)]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -256,13 +256,13 @@ def test_generate_refuses_a_row_by_its_number(row, message, tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
     path.write_text('\ufeff{"prompt": "a\u2028b", "seed": 0}\n' + row + "\n")
     out = tmp_path / "out.jsonl"
-    assert cli.main(["generate", "--input", str(path), "--output", str(out)]) == 2
+    assert main.main(["generate", "--input", str(path), "--output", str(out)]) == 2
     assert message in capsys.readouterr().err and not out.exists()
 
 
 def test_a_prompt_that_cannot_be_sampled_leaves_no_output(tmp_path, capsys):
     out = tmp_path / "out.jsonl"
-    assert cli.main(["generate", "a", "1 + " * 200, "--output", str(out)]) == 2
+    assert main.main(["generate", "a", "1 + " * 200, "--output", str(out)]) == 2
     assert "prompt 1: got " in capsys.readouterr().err and not list(tmp_path.iterdir())
-    assert cli.main(["generate", "--input", str(tmp_path)]) == 2
+    assert main.main(["generate", "--input", str(tmp_path)]) == 2
     assert "directory" in capsys.readouterr().err

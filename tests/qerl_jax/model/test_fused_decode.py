@@ -11,9 +11,7 @@ import pytest
 from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import fused, layout
 from pallas_kernels.nvfp4_matmul.hopper import Config
-from qerl_jax.model import architecture, kv_cache
-from qerl_jax.model import fused_decode as decode
-from qerl_jax.model import transformer as model
+from qerl_jax.model import architecture, fused_decode, kv_cache, transformer
 from qerl_jax.model.transformer import LoRA, Transformer
 
 ARCH = architecture.from_hf(
@@ -39,10 +37,10 @@ ARCH = architecture.from_hf(
 def policy_of(weights, rows=3, cached=5):
     """A policy whose adapter, norms and noise all act, and a cache with a few tokens in it."""
     policy = Transformer(ARCH, weights, LoRA(16, 16.0, train_norms=True), jnp.bfloat16)
-    frozen = model.random_base(policy, jax.random.key(0))
+    frozen = transformer.random_base(policy, jax.random.key(0))
     jitter = lambda p: p + 0.02 * jax.random.normal(jax.random.key(p.size), p.shape)
-    params = jax.tree.map(jitter, model.init_params(policy, frozen, jax.random.key(1)))
-    shapes = model.noise_shapes(ARCH, final_norm=True)
+    params = jax.tree.map(jitter, transformer.init_params(policy, frozen, jax.random.key(1)))
+    shapes = transformer.noise_shapes(ARCH, final_norm=True)
     noise = jax.tree.map(lambda s: 0.05 * jax.random.normal(jax.random.key(2), s.shape), shapes)
     variables = {"params": params, "frozen": frozen, "noise": noise}
     cache = kv_cache.create(ARCH, rows, 16, jnp.bfloat16)
@@ -67,9 +65,11 @@ def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, weights):
     expected, grown = plain.apply(variables, tokens[:, None], cache=cache)
 
     monkeypatch.setattr(fused, "_config", lambda m, n, k, _: Config(1, 256, 2, n // 64))
-    monkeypatch.setattr(decode, "step", functools.partial(decode.step, interpret=True))
+    monkeypatch.setattr(fused_decode, "step", functools.partial(fused_decode.step, interpret=True))
     variables = prepared(variables) if weights == "nvfp4" else variables
-    actual, extended = decode.extend(plain, decode.policy(plain, variables), tokens, cache)
+    actual, extended = fused_decode.extend(
+        plain, fused_decode.policy(plain, variables), tokens, cache
+    )
 
     # A sum in another order may go the other way in bfloat16, which two layers do not spread far. A
     # rounding left out changes half of all values and more.
@@ -90,9 +90,11 @@ def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, weights):
 def test_each_product_asks_for_the_next_ones_words(monkeypatch, unroll, asked):
     monkeypatch.setattr(fused, "_config", lambda m, n, k, _: Config(1, 256, 2, n // 64))
     plain, variables, _ = policy_of("nvfp4")
-    policy = decode.policy(plain, prepared(variables))
+    policy = fused_decode.policy(plain, prepared(variables))
     attend = lambda qkv, norms, index, state: (qkv[:, : ARCH.query_width], state)
-    step = functools.partial(decode.step, plain, policy, attend=attend, state=(), unroll=unroll)
+    step = functools.partial(
+        fused_decode.step, plain, policy, attend=attend, state=(), unroll=unroll
+    )
     x = jnp.zeros((8, ARCH.width), jnp.bfloat16)
     # In a loop over layers the last one does not know where the next layer's lie.
     assert str(jax.make_jaxpr(step)(x)).count("async_prefetch") == asked
@@ -102,8 +104,8 @@ def test_each_product_asks_for_the_next_ones_words(monkeypatch, unroll, asked):
 def test_off_a_hopper_card_the_plain_model_takes_the_step():
     plain, variables, cache = policy_of("nvfp4")
     tokens = jnp.array([1, 40, 63])
-    assert "needs a GPU of compute capability 9.0" in decode.supports(plain, 3)
-    extend = decode.extender(plain, variables, 3)
+    assert "needs a GPU of compute capability 9.0" in fused_decode.supports(plain, 3)
+    extend = fused_decode.extender(plain, variables, 3)
     expected, _ = plain.apply(variables, tokens[:, None], cache=cache)
     np.testing.assert_array_equal(extend(tokens, cache)[0], expected[:, 0])
 
@@ -123,16 +125,16 @@ def test_what_the_fused_layers_refuse_is_decoded_plainly_on_a_hopper_card(
 ):
     monkeypatch.setattr(runtime, "is_hopper", lambda: True)
     policy = Transformer(**({"arch": ARCH, "lora": LoRA(8, 8.0), "dtype": jnp.bfloat16} | change))
-    assert decode.supports(policy, rows) is not None
-    frozen = model.abstract_base(dataclasses.replace(policy, full=False))
-    parts = functools.partial(model.trainable, policy)
+    assert fused_decode.supports(policy, rows) is not None
+    frozen = transformer.abstract_base(dataclasses.replace(policy, full=False))
+    parts = functools.partial(transformer.trainable, policy)
     params, frozen = jax.eval_shape(parts, frozen, jax.random.key(0))
     variables = {"params": params, "frozen": frozen}
     cache = jax.eval_shape(lambda: kv_cache.create(ARCH, rows, 64, policy.dtype))
     tokens = jax.ShapeDtypeStruct((rows,), jnp.int32)
 
     def extend(variables, tokens, cache):
-        return decode.extender(policy, variables, rows)(tokens, cache)
+        return fused_decode.extender(policy, variables, rows)(tokens, cache)
 
     traced = jax.make_jaxpr(extend)(variables, tokens, cache)
     # The paged cache is read by the attention kernel here, too, wherever that has heads of this kind.
@@ -155,5 +157,5 @@ def test_what_the_fused_layers_refuse_is_decoded_plainly_on_a_hopper_card(
 def test_what_cannot_be_decoded_so_is_refused_with_its_reason(monkeypatch, change, reason):
     monkeypatch.setattr(runtime, "is_hopper", lambda: True)
     policy = Transformer(**({"arch": ARCH, "weights": "nvfp4", "dtype": jnp.bfloat16} | change))
-    assert reason in decode.supports(policy, 8)
-    assert decode.supports(Transformer(ARCH, "bfloat16", None, jnp.bfloat16), 8) is None
+    assert reason in fused_decode.supports(policy, 8)
+    assert fused_decode.supports(Transformer(ARCH, "bfloat16", None, jnp.bfloat16), 8) is None

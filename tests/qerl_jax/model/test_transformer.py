@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.checkpoint import base as checkpoint
-from qerl_jax.checkpoint import peft as adapters
+from qerl_jax.checkpoint import base_model, peft
 from qerl_jax.model import architecture, kv_cache, layers, logprobs
 from qerl_jax.model.transformer import (
     FusedLinear,
@@ -33,7 +32,7 @@ ATOL = 1e-4
 
 def load(folder, *, weights="float32", lora=None, dtype=jnp.float32):
     model = Transformer(architecture.load(folder), weights, lora, dtype)
-    return model, checkpoint.load_base(folder, model)
+    return model, base_model.load_base(folder, model)
 
 
 def spans(mask):
@@ -181,9 +180,9 @@ LORA_GOLDEN = GOLDEN / "lora/qwen2_untied_r8"
 
 
 def load_adapter(base, weights):
-    shape = adapters.read_lora(LORA_GOLDEN)
+    shape = peft.read_lora(LORA_GOLDEN)
     model, frozen = load(base, weights=weights, lora=LoRA(shape.rank, shape.alpha))
-    return model, {"params": adapters.import_adapter(LORA_GOLDEN, model), "frozen": frozen}
+    return model, {"params": peft.import_adapter(LORA_GOLDEN, model), "frozen": frozen}
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -255,7 +254,7 @@ def test_adapter_gradients_equal_peft(remat):
     value, grads = jax.jit(jax.value_and_grad(loss))(variables["params"])
     np.testing.assert_allclose(value, reference["grad.loss"][0], rtol=1e-5)
     checked = 0
-    for name, actual in adapters._peft_tensors(grads):
+    for name, actual in peft._peft_tensors(grads):
         if f"grad.{name}" in reference:
             expected = reference[f"grad.{name}"]
             assert np.abs(actual - expected).max() < 1e-4 * np.abs(expected).max(), name

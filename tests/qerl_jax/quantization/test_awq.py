@@ -5,15 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.checkpoint import base as checkpoint
-from qerl_jax.checkpoint import packed_formats as formats
-from qerl_jax.checkpoint.base import TINY
+from qerl_jax.checkpoint import base_model, packed_formats
+from qerl_jax.checkpoint.base_model import TINY
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.data import tokenizer
 from qerl_jax.model import architecture, layers
 from qerl_jax.model.transformer import Transformer, run_layer
-from qerl_jax.quantization import awq, calibration
-from qerl_jax.quantization import quantizer as quantize
+from qerl_jax.quantization import awq, calibration, quantizer
 from qerl_jax.quantization.calibration import Calibration, HiddenStates
 from qerl_jax.quantization.quantizer import Recipe
 from scripts.measure_quantization import load, mean_kl
@@ -35,7 +33,7 @@ def as_tree(arch, tensors):
     def read(_, names):
         return jnp.concatenate([jnp.asarray(tensors[f"{name}.weight"]) for name in names])
 
-    return checkpoint.read_layer(arch, tensors, "model.layers.0.", jnp.float32, read)
+    return base_model.read_layer(arch, tensors, "model.layers.0.", jnp.float32, read)
 
 
 def hidden(arch, seed=0, shape=(3, 12)):
@@ -64,7 +62,7 @@ def test_folding_changes_nothing_but_the_rounding(name, monkeypatch):
     }
     folded = awq.fold(
         arch,
-        formats.named("nvfp4" if name == "llama3" else "mxfp4"),
+        packed_formats.named("nvfp4" if name == "llama3" else "mxfp4"),
         tensors,
         "model.layers.0.",
         seen,
@@ -145,7 +143,7 @@ def test_a_killed_calibrated_job_goes_on_to_the_same_bytes(tmp_path, monkeypatch
     monkeypatch.setattr(awq, "CLIPS", (0.9,))
     recipe = Recipe("nvfp4", "awq", calibration=ROWS)
     whole, out = tmp_path / "whole", tmp_path / "out"
-    quantize.quantize("qerl-tiny", whole, recipe, lambda line: None)
+    quantizer.quantize("qerl-tiny", whole, recipe, lambda line: None)
     lines = []
 
     def stop(line):
@@ -154,9 +152,9 @@ def test_a_killed_calibrated_job_goes_on_to_the_same_bytes(tmp_path, monkeypatch
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        quantize.quantize("qerl-tiny", out, recipe, stop)
+        quantizer.quantize("qerl-tiny", out, recipe, stop)
     assert "of outputs" in lines[-1]
-    report = quantize.quantize("qerl-tiny", out, recipe, lines.append)
+    report = quantizer.quantize("qerl-tiny", out, recipe, lines.append)
     for number in range(1, 5):
         name = f"model-{number:05d}-of-00004.safetensors"
         assert (out / name).read_bytes() == (whole / name).read_bytes()
@@ -173,6 +171,6 @@ def test_calibration_brings_the_shipped_base_nearer_to_its_16_bits(name, tmp_pat
     kls = {}
     for method in ("rtn", "awq"):
         recipe = Recipe(name, method, calibration=Calibration("arithmetic", 256, 256))
-        quantize.quantize("qerl-tiny", tmp_path / method, recipe, lambda line: None)
+        quantizer.quantize("qerl-tiny", tmp_path / method, recipe, lambda line: None)
         kls[method] = mean_kl(reference, load(tmp_path / method, name), ids, lengths)
     assert kls["awq"] < kls["rtn"]

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels import nvfp4
-from qerl_jax.checkpoint import base as checkpoint
-from qerl_jax.checkpoint import packed_formats as formats
+from qerl_jax.checkpoint import base_model, packed_formats
 from qerl_jax.checkpoint.safetensors import Tensors
-from qerl_jax.cli import main as cli
+from qerl_jax.cli import main
 from qerl_jax.model import architecture
 from qerl_jax.model.architecture import KNOWN
 from qerl_jax.model.transformer import Transformer
-from qerl_jax.quantization import quantizer as quantize
+from qerl_jax.quantization import quantizer
 from qerl_jax.quantization.quantizer import REPORT, Recipe
 from tests import golden_files
 from tests.model_folders import DENSE, PACKED, assert_trees_equal, copy
@@ -46,7 +45,7 @@ def bfloat16(tmp_path_factory):
 
 def load(folder, weights):
     model = Transformer(architecture.load(folder), weights, None, jnp.float32)
-    return checkpoint.load_base(folder, model)
+    return base_model.load_base(folder, model)
 
 
 def contents(folder):
@@ -54,7 +53,7 @@ def contents(folder):
 
 
 def test_nvfp4_folders_hold_the_bytes_of_llm_compressor(bfloat16, tmp_path):
-    quantize.quantize(bfloat16, tmp_path / "out", Recipe(), QUIET)
+    quantizer.quantize(bfloat16, tmp_path / "out", Recipe(), QUIET)
     ours, theirs = Tensors(tmp_path / "out"), Tensors(PACKED)
     assert set(ours) == set(theirs)
     for name in ours:
@@ -72,10 +71,10 @@ def test_nvfp4_folders_hold_the_bytes_of_llm_compressor(bfloat16, tmp_path):
 )
 def test_a_quantized_folder_is_what_its_report_says(name, bfloat16, tmp_path):
     recipe, arch = RECIPES[name], architecture.load(bfloat16)
-    report = quantize.quantize(bfloat16, tmp_path / "out", recipe, QUIET)
+    report = quantizer.quantize(bfloat16, tmp_path / "out", recipe, QUIET)
     packed, dense = (load(tmp_path / "out", weights) for weights in (recipe.format, "float32"))
     original = load(bfloat16, "float32")
-    form = formats.named(
+    form = packed_formats.named(
         recipe.format, scale_rounding=recipe.scale_rounding, double_quant=recipe.double_quant
     )
     for linear in arch.linears():
@@ -88,7 +87,7 @@ def test_a_quantized_folder_is_what_its_report_says(name, bfloat16, tmp_path):
             np.testing.assert_allclose(errors["weights"][linear], relative, rtol=1e-3)
     assert_trees_equal(dense, original)
 
-    expected, held = quantize.expected_size(arch, form), Tensors(tmp_path / "out")
+    expected, held = quantizer.expected_size(arch, form), Tensors(tmp_path / "out")
     # A text of some 150 bytes stands beside each NF4 weight.
     slack = 200 * 7 * arch.num_layers if recipe.format == "nf4" else 0
     assert expected <= report["bytes"] <= expected + slack
@@ -98,7 +97,7 @@ def test_a_quantized_folder_is_what_its_report_says(name, bfloat16, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "nf4"])
 def test_a_quantized_folder_is_the_base_that_loading_would_have_packed(weights, bfloat16, tmp_path):
-    quantize.quantize(bfloat16, tmp_path / "out", Recipe(weights), QUIET)
+    quantizer.quantize(bfloat16, tmp_path / "out", Recipe(weights), QUIET)
     ours, loaded = load(tmp_path / "out", weights), load(bfloat16, weights)
     if weights == "nf4":  # the mean of the scales is summed in another order
         for linear in ("qkv", "o", "gate_up", "down"):
@@ -110,14 +109,14 @@ def test_a_quantized_folder_is_the_base_that_loading_would_have_packed(weights, 
 
 @pytest.mark.parametrize(("size", "gigabytes"), [("7b", 5.9), ("14b", 10.6), ("32b", 20.7)])
 def test_published_models_take_what_the_paper_says(size, gigabytes):
-    nbytes = quantize.expected_size(KNOWN[f"qwen2.5-{size}"], formats.named("nvfp4"))
+    nbytes = quantizer.expected_size(KNOWN[f"qwen2.5-{size}"], packed_formats.named("nvfp4"))
     assert nbytes / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
 def test_the_folder_is_a_model_with_all_that_belongs_to_it(bfloat16, tmp_path):
     target = tmp_path / "out"
     target.mkdir()  # empty: may be there
-    report = quantize.quantize(bfloat16, target, Recipe(), QUIET)
+    report = quantizer.quantize(bfloat16, target, Recipe(), QUIET)
     index = json.loads((target / "model.safetensors.index.json").read_text())
     files = {"config.json", "tokenizer.json", REPORT, "model.safetensors.index.json"}
     assert {path.name for path in target.iterdir()} == files | set(index["weight_map"].values())
@@ -137,7 +136,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("during", ["a layer", "the renaming"])
 def test_a_killed_job_leaves_nothing_half_made_and_goes_on(during, bfloat16, tmp_path, monkeypatch):
     whole, target = tmp_path / "whole", tmp_path / "out"
-    quantize.quantize(bfloat16, whole, Recipe(), QUIET)
+    quantizer.quantize(bfloat16, whole, Recipe(), QUIET)
 
     replace, calls = os.replace, []
 
@@ -151,13 +150,13 @@ def test_a_killed_job_leaves_nothing_half_made_and_goes_on(during, bfloat16, tmp
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", killed)
         with pytest.raises(Killed):
-            quantize.quantize(bfloat16, target, Recipe(), QUIET)
+            quantizer.quantize(bfloat16, target, Recipe(), QUIET)
     assert not target.exists()
     with pytest.raises(FileExistsError, match="other settings"):
-        quantize.quantize(bfloat16, target, Recipe("mxfp4"), QUIET)
+        quantizer.quantize(bfloat16, target, Recipe("mxfp4"), QUIET)
 
     lines = []
-    quantize.quantize(bfloat16, target, Recipe(), lines.append)
+    quantizer.quantize(bfloat16, target, Recipe(), lines.append)
     done = 1 if during == "a layer" else 3
     assert lines[0].startswith(f"going on after {done} of 3 layers")
     assert sum(line.startswith("layer ") for line in lines) == 3 - done
@@ -169,27 +168,27 @@ def test_what_cannot_be_quantized_is_named(bfloat16, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "something").touch()
     with pytest.raises(FileExistsError, match="full: exists"):
-        quantize.quantize(bfloat16, tmp_path / "full", Recipe(), QUIET)
+        quantizer.quantize(bfloat16, tmp_path / "full", Recipe(), QUIET)
     with pytest.raises(ValueError, match="is quantized already"):
-        quantize.quantize(PACKED, tmp_path / "out", Recipe(), QUIET)
+        quantizer.quantize(PACKED, tmp_path / "out", Recipe(), QUIET)
     (tmp_path / "left.partial").mkdir()
     (tmp_path / "left.partial" / "something").touch()
     with pytest.raises(FileExistsError, match="no unfinished job"):
-        quantize.quantize(bfloat16, tmp_path / "left", Recipe(), QUIET)
+        quantizer.quantize(bfloat16, tmp_path / "left", Recipe(), QUIET)
     monkey = type("Usage", (), {"free": 10**5})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quantize.shutil, "disk_usage", lambda path: monkey)
+        patch.setattr(quantizer.shutil, "disk_usage", lambda path: monkey)
         with pytest.raises(ValueError, match="the disk has 0.0 GB"):
-            quantize.quantize(bfloat16, tmp_path / "out", Recipe(), QUIET)
+            quantizer.quantize(bfloat16, tmp_path / "out", Recipe(), QUIET)
 
 
 def test_the_command_quantizes_and_says_why_it_cannot(tmp_path, capsys):
     target = str(tmp_path / "tiny")
-    assert cli.main(["quantize", "qerl-tiny", target, "--format", "nf4", "--no-double-quant"]) == 0
+    assert main.main(["quantize", "qerl-tiny", target, "--format", "nf4", "--no-double-quant"]) == 0
     out = capsys.readouterr().out
     assert "layer 3/3  error of weights: qkv 0.09" in out and "peak host memory" in out
     weight = load(tmp_path / "tiny", "nf4")["layers"]["down"]["weight"]
     assert weight.absmax.dtype == jnp.float32 and weight.absmax2 is None
-    assert cli.main(["quantize", "qerl-tiny", target]) == 2
+    assert main.main(["quantize", "qerl-tiny", target]) == 2
     assert "exists" in capsys.readouterr().err
     assert len(jax.tree.leaves(weight)) == 2

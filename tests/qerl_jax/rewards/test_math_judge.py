@@ -2,7 +2,7 @@
 
 import pytest
 
-from qerl_jax.rewards import math_judge as equivalence
+from qerl_jax.rewards import math_judge
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ from qerl_jax.rewards import math_judge as equivalence
     ],
 )
 def test_agreement_is_of_values_and_of_the_stated_answer(gold, completion, agrees):
-    assert equivalence.is_readable(gold)
-    assert equivalence.agrees(gold, completion) is agrees
+    assert math_judge.is_readable(gold)
+    assert math_judge.agrees(gold, completion) is agrees
 
 
 @pytest.mark.parametrize("gold", ["", " ", "$$"])
 def test_gold_answers_that_say_nothing_are_unreadable(gold):
-    assert not equivalence.is_readable(gold)
+    assert not math_judge.is_readable(gold)

@@ -7,8 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from qerl_jax.rewards import sandbox
-from qerl_jax.rewards import stock as reward_functions
+from qerl_jax.rewards import sandbox, stock
 from qerl_jax.rewards.process_pool import Failure
 from qerl_jax.rewards.stock import FACTORIES, STOCK
 
@@ -222,7 +221,7 @@ def test_correct_and_well_formed_needs_both(completion, answer, reward):
 
 
 def test_token_hash_depends_on_the_tokens_alone_and_varies():
-    function = reward_functions.token_hash_reward
+    function = stock.token_hash_reward
     values = function([[1, 2], np.array([1, 2], np.int32), [2, 1], [1], []])
     assert values[0] == values[1] and len(set(values)) == 4
     many = function([[i] for i in range(4000)])
@@ -320,7 +319,7 @@ class Judges:
 
 
 def test_math_verify_abstains_where_the_gold_answer_is_to_blame(monkeypatch):
-    monkeypatch.setattr(reward_functions, "_math_judges", lambda workers, seconds: Judges())
+    monkeypatch.setattr(stock, "_math_judges", lambda workers, seconds: Judges())
     metrics = {}
     answer = ["2", "gold hangs", "gold crashes", "hangs", "raises", "hangs"]
     rewards = FACTORIES["get_math_verify_reward"]()(

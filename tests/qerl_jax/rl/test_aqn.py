@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.rl import aqn as noise
+from qerl_jax.rl import aqn
 
 KEY = jax.random.key(7)
 LAYERS, WIDTH = 28, 2048
@@ -28,14 +28,14 @@ def _no_silent_broadcasting():
 
 def schedule(kind="exponential", **changes):
     options = {"sigma_start": 1e-2, "sigma_end": 1e-4, "num_stages": 10, "total_steps": 100}
-    return noise.sigma_schedule(kind, **(options | changes))
+    return aqn.sigma_schedule(kind, **(options | changes))
 
 
 # --- stages
 
 
 def test_each_stage_lasts_an_equal_share_of_the_run():
-    stages = [int(noise.stage(s, num_stages=4, total_steps=10)) for s in range(12)]
+    stages = [int(aqn.stage(s, num_stages=4, total_steps=10)) for s in range(12)]
     # Stage j begins at step 2.5 j, rounded up; what lies beyond the run stays in the last.
     assert stages == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
 
@@ -49,7 +49,7 @@ def test_stages_are_exact_in_integers(total_steps, num_stages):
     steps = {0, 1, 467, total_steps // 2, total_steps - 1, total_steps}
     for j in range(num_stages + 1):
         steps |= {j * total_steps // num_stages, j * total_steps // num_stages + 1}
-    stage = jax.jit(lambda s: noise.stage(s, num_stages=num_stages, total_steps=total_steps))
+    stage = jax.jit(lambda s: aqn.stage(s, num_stages=num_stages, total_steps=total_steps))
     for step in steps:
         assert stage(jnp.int32(step)) == min(step * num_stages // total_steps, num_stages - 1)
 
@@ -129,13 +129,13 @@ def test_an_impossible_schedule_is_refused(change, message):
 def test_the_first_noise_stage_is_silent():
     sigma = schedule()
     for step in (0, 9):
-        draw = noise.norm_noise(noise.step_key(KEY, step), sigma(step), SHAPES)
+        draw = aqn.norm_noise(aqn.step_key(KEY, step), sigma(step), SHAPES)
         assert not any(jnp.any(leaf != 0) for leaf in jax.tree.leaves(draw))
     assert sigma(10) > 0
 
 
 def test_noise_is_float32_in_the_shape_of_the_norms():
-    draw = noise.norm_noise(KEY, 0.1, SHAPES)
+    draw = aqn.norm_noise(KEY, 0.1, SHAPES)
     assert jax.tree.map(lambda leaf: leaf.shape, draw) == jax.tree.map(lambda s: s.shape, SHAPES)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(draw))
 
@@ -145,10 +145,10 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_did():
 
     @jax.jit
     def draw(step):
-        return noise.norm_noise(noise.step_key(jax.random.key(7), step), sigma(step), SHAPES)
+        return aqn.norm_noise(aqn.step_key(jax.random.key(7), step), sigma(step), SHAPES)
 
     uninterrupted = [draw(jnp.int32(step)) for step in (50, 51, 52)]
-    resumed = noise.norm_noise(noise.step_key(KEY, 52), schedule()(52), SHAPES)
+    resumed = aqn.norm_noise(aqn.step_key(KEY, 52), schedule()(52), SHAPES)
     jax.tree.map(np.testing.assert_array_equal, uninterrupted[2], resumed)
 
 
@@ -157,8 +157,8 @@ def correlation(a, b):
 
 
 def test_steps_norms_and_layers_see_independent_vectors():
-    first = noise.norm_noise(noise.step_key(KEY, 3), 1.0, SHAPES)
-    second = noise.norm_noise(noise.step_key(KEY, 4), 1.0, SHAPES)
+    first = aqn.norm_noise(aqn.step_key(KEY, 3), 1.0, SHAPES)
+    second = aqn.norm_noise(aqn.step_key(KEY, 4), 1.0, SHAPES)
     a = first["layers"]["input_layernorm"]["scale"]
     b = first["layers"]["post_attention_layernorm"]["scale"]
     # Five standard errors of the correlation of independent draws, 1 / sqrt(n).
@@ -172,7 +172,7 @@ def test_steps_norms_and_layers_see_independent_vectors():
 @pytest.mark.parametrize("step", [70, 90])
 def test_late_noise_keeps_its_size_on_a_float32_scale(step, weight):
     sigma = schedule()(step)
-    draw = noise.norm_noise(noise.step_key(KEY, step), sigma, SHAPES)
+    draw = aqn.norm_noise(aqn.step_key(KEY, step), sigma, SHAPES)
     z = np.asarray(draw["layers"]["input_layernorm"]["scale"])
     added = (np.float32(weight) + z) - np.float32(weight)
     # Five standard errors of a standard deviation from n draws, 1 / sqrt(2 n).

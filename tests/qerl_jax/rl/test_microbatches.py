@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qerl_jax.rl import microbatches as packing
+from qerl_jax.rl import microbatches
 
 
 def shapes(batches):
@@ -12,7 +12,7 @@ def shapes(batches):
 
 def test_rows_are_cut_as_they_come():
     rows = np.arange(8).reshape(2, 4)
-    two, half = packing.by_rows(rows, 8, 6), packing.by_rows(rows, 2, 6)
+    two, half = microbatches.by_rows(rows, 8, 6), microbatches.by_rows(rows, 2, 6)
     assert [batch.rows.tolist() for batch in two] == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
     assert [batch.rows.tolist() for batch in half] == [[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]]]
     assert shapes(half) == {(1, 2, 6)}
@@ -22,7 +22,7 @@ def test_long_rows_meet_long_rows():
     """Prompts of 10 tokens, completions of up to 80: at most 180 tokens let two rows of a prompt together."""
     lengths = np.array([80, 1, 10, 70, 20, 20, 10, 5])
     rows = np.arange(8).reshape(2, 4)
-    batches = packing.by_tokens(rows, lengths, budget=180, prompt_width=10, max_length=80)
+    batches = microbatches.by_tokens(rows, lengths, budget=180, prompt_width=10, max_length=80)
     assert [(batch.rows.tolist(), batch.width) for batch in batches] == [
         ([[0, 3]], 80),  # 10 + 2 * 80
         ([[4, 5], [2, 1], [6, 7]], 20),  # 3 * (10 + 2 * 20)
@@ -36,7 +36,7 @@ def test_every_row_with_a_token_is_in_one_micro_batch_within_the_budget(seed, bu
     rows = rng.permutation(256).reshape(32, 8)
     lengths = np.minimum(rng.lognormal(4.5, 1.0, 256), 512).astype(int)
     lengths[rng.integers(0, 256, 40)] = 0
-    batches = packing.by_tokens(rows, lengths, budget=budget, prompt_width=88, max_length=512)
+    batches = microbatches.by_tokens(rows, lengths, budget=budget, prompt_width=88, max_length=512)
     taken = np.concatenate([batch.rows.reshape(-1) for batch in batches])
     taken = taken[taken >= 0]
     assert len(set(taken)) == len(taken)
@@ -58,7 +58,7 @@ def test_shapes_are_few_whatever_the_lengths():
     seen = set()
     for _ in range(200):
         lengths = rng.integers(1, 4097, 128)
-        batches = packing.by_tokens(
+        batches = microbatches.by_tokens(
             np.arange(128).reshape(16, 8), lengths, budget=16384, prompt_width=256, max_length=4096
         )
         seen |= shapes(batches)
@@ -68,11 +68,11 @@ def test_shapes_are_few_whatever_the_lengths():
 
 def test_rows_without_a_token_cost_nothing():
     lengths = np.array([0, 0, 5, 0, 0, 0, 0, 0])
-    batches = packing.by_tokens(
+    batches = microbatches.by_tokens(
         np.arange(8).reshape(4, 2), lengths, budget=100, prompt_width=2, max_length=8
     )
     assert [batch.rows.tolist() for batch in batches] == [[[2, 3]]]
-    nothing = packing.by_tokens(
+    nothing = microbatches.by_tokens(
         np.arange(8).reshape(4, 2), 0 * lengths, budget=100, prompt_width=2, max_length=8
     )
     assert [batch.rows.tolist() for batch in nothing] == [[[0, 1]]]
@@ -80,9 +80,9 @@ def test_rows_without_a_token_cost_nothing():
 
 def test_a_budget_below_one_row_is_an_error():
     with pytest.raises(ValueError, match=r"max_tokens_per_microbatch: got 99; .* 20 \+ 80 tokens"):
-        packing.piece_size(8, budget=99, prompt_width=20, max_length=80)
+        microbatches.piece_size(8, budget=99, prompt_width=20, max_length=80)
 
 
 @pytest.mark.parametrize(("budget", "size"), [(100, 1), (180, 2), (339, 2), (340, 4), (9999, 8)])
 def test_a_piece_is_the_largest_divisor_of_a_group_that_fits(budget, size):
-    assert packing.piece_size(8, budget=budget, prompt_width=20, max_length=80) == size
+    assert microbatches.piece_size(8, budget=budget, prompt_width=20, max_length=80) == size

@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.checkpoint import base_model
 from qerl_jax.config import RolloutConfig
 from qerl_jax.data import tokenizer
-from qerl_jax.data.problems import Problem
+from qerl_jax.data.datasets import Problem
 from qerl_jax.generation import batch as sampling
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import LoRA, Transformer, init_params, random_base
-from qerl_jax.rewards import api as rewards
+from qerl_jax.rewards import scoring
 from qerl_jax.rl import rollouts
 from qerl_jax.rl.rollouts import Rollout, Scored, Supply
 
@@ -28,7 +28,7 @@ STOPS = tuple(range(3, 103))
 
 @functools.cache
 def tokens():
-    return tokenizer.load(checkpoint.TINY)
+    return tokenizer.load(base_model.TINY)
 
 
 @functools.cache
@@ -204,7 +204,7 @@ def arithmetic_rollout():
 
 
 def test_stock_rewards_are_added_up_per_prompt():
-    functions = rewards.resolve(["accuracy_reward", "format_reward"])
+    functions = scoring.resolve(["accuracy_reward", "format_reward"])
     combined, each = rollouts.score(arithmetic_rollout(), functions, None)
     assert each.tolist() == [[1, 1], [0, 0], [1, 0], [0, 0]]
     assert combined.tolist() == [[2, 0], [1, 0]]
@@ -212,7 +212,7 @@ def test_stock_rewards_are_added_up_per_prompt():
 
 
 def test_weights_multiply_their_functions():
-    functions = rewards.resolve(["accuracy_reward", "format_reward"])
+    functions = scoring.resolve(["accuracy_reward", "format_reward"])
     combined, each = rollouts.score(arithmetic_rollout(), functions, (2.0, 0.5))
     assert combined.tolist() == [[2.5, 0], [2, 0]]
     assert each.tolist() == [[1, 1], [0, 0], [1, 0], [0, 0]]
@@ -220,7 +220,7 @@ def test_weights_multiply_their_functions():
 
 @pytest.mark.parametrize("weights", [(1.0,), (1.0, 1.0, 1.0), ()])
 def test_weights_must_match_the_functions(weights):
-    functions = rewards.resolve(["accuracy_reward", "format_reward"])
+    functions = scoring.resolve(["accuracy_reward", "format_reward"])
     with pytest.raises(ValueError, match=rf"weights: got {len(weights)}; .* 2 functions"):
         rollouts.score(arithmetic_rollout(), functions, weights)
 
@@ -234,8 +234,8 @@ def test_functions_get_what_trl_would_give_them():
 
     texts = [f"text {row}" for row in range(6)]
     rollout = written(texts, PROBLEMS, lengths=[1, 4, 2, 3, 4, 1])
-    record = rewards.Record(6)
-    rollouts.score(rollout, rewards.resolve([recorder]), None, {"trainer_state": "state"}, record)
+    record = scoring.Record(6)
+    rollouts.score(rollout, scoring.resolve([recorder]), None, {"trainer_state": "state"}, record)
 
     (arguments,) = seen
     first, second = ([dict(message) for message in problem.prompt] for problem in PROBLEMS[:2])
@@ -265,7 +265,7 @@ def test_a_function_that_changes_its_prompts_changes_no_problem():
         prompts[0][0]["content"] = "changed"
         return [0.0] * len(prompts)
 
-    rollouts.score(arithmetic_rollout(), rewards.resolve([vandal]), None)
+    rollouts.score(arithmetic_rollout(), scoring.resolve([vandal]), None)
     assert PROBLEMS[0].prompt[0]["content"] == "1+2="
 
 
@@ -276,7 +276,7 @@ def test_abstaining_functions_are_left_out_of_the_sum():
     async def not_the_last(completions, **_):
         return [*[1.0] * (len(completions) - 1), None]
 
-    functions = rewards.resolve([first_row_only, not_the_last])
+    functions = scoring.resolve([first_row_only, not_the_last])
     combined, each = rollouts.score(arithmetic_rollout(), functions, (1.0, 3.0))
     np.testing.assert_array_equal(each, [[5, 1], [np.nan, 1], [np.nan, 1], [np.nan, np.nan]])
     assert combined.tolist() == [[8, 3], [3, 0]]
@@ -286,13 +286,13 @@ def test_a_function_that_raises_is_named():
     def broken(**_):
         raise KeyError("no such thing")
 
-    with pytest.raises(rewards.RewardError, match="'broken' raised KeyError on 4 rows"):
-        rollouts.score(arithmetic_rollout(), rewards.resolve([broken]), None)
+    with pytest.raises(scoring.RewardError, match="'broken' raised KeyError on 4 rows"):
+        rollouts.score(arithmetic_rollout(), scoring.resolve([broken]), None)
 
 
 def test_collected_rollouts_are_scored_by_their_tokens():
     rollout = collect(0)
-    combined, each = rollouts.score(rollout, rewards.resolve(["token_hash_reward"]), None)
+    combined, each = rollouts.score(rollout, scoring.resolve(["token_hash_reward"]), None)
     assert combined.shape == (len(PROBLEMS), GROUP) and each.shape == (6, 1)
     np.testing.assert_array_equal(combined.reshape(-1), each[:, 0])
     rows = [row[:n].tolist() for row, n in zip(rollout.completions, rollout.lengths, strict=True)]

@@ -12,7 +12,7 @@ import subprocess
 import pytest
 
 from qerl_jax import config
-from qerl_jax.cli import main as cli
+from qerl_jax.cli import main
 from qerl_jax.tracking import charts, page, report
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -117,14 +117,14 @@ def compared(tmp_path_factory):
 
 def test_the_command_writes_the_page_into_the_run_and_shows_its_curves(tmp_path, capsys):
     run = make_run(tmp_path / "run")
-    assert cli.main(["report", str(run)]) == 0
+    assert main.main(["report", str(run)]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert (
         shown[0] == f"page in {run}/report/index.html" and (run / "report" / "reward.png").exists()
     )
     assert shown[1].split() == ["reward", "0.05", "▁▂▂▃▄▄▅▅▆▇▇█", "0.6"]
     assert shown[-1] == "held-out accuracy 0.300 -> 0.600"
-    assert cli.main(["report", str(tmp_path)]) == 2
+    assert main.main(["report", str(tmp_path)]) == 2
     assert "not a run folder, or nothing logged yet" in capsys.readouterr().err
 
 

@@ -7,7 +7,7 @@ import types
 import pytest
 
 from qerl_jax import config
-from qerl_jax.cli import main as cli
+from qerl_jax.cli import main
 from qerl_jax.tracking import logger as log
 from qerl_jax.tracking import trackers
 
@@ -92,7 +92,7 @@ def test_a_missing_package_is_one_line_before_a_run_folder_exists(tmp_path, monk
     path = tmp_path / "run.toml"
     cfg = config.load("configs/quickstart.toml")
     path.write_text(config.dump(cfg).replace("report_to = []", 'report_to = ["wandb"]'))
-    assert cli.main(["train", str(path), "--output-dir", str(tmp_path / "run")]) == 2
+    assert main.main(["train", str(path), "--output-dir", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
     assert "report_to: got 'wandb'; needs the package wandb: pip install 'qerl-jax[wandb]'" in error
     assert error.count("\n") == 1 and not (tmp_path / "run").exists()

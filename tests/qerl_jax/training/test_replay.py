@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qerl_jax import config
-from qerl_jax.checkpoint import base as checkpoint
+from qerl_jax.checkpoint import base_model
 from qerl_jax.model.transformer import trainable
 from qerl_jax.rl import update
 from qerl_jax.training import replay
@@ -45,7 +45,7 @@ def experience():
 def test_a_skipped_step_is_written_and_runs_once_more(tmp_path):
     cfg = run_config(tmp_path)
     (tmp_path / "config.toml").write_text(config.dump(cfg))
-    model, frozen, tokenizer = checkpoint.load_policy(cfg.model, cfg.lora, cfg.seed)
+    model, frozen, tokenizer = base_model.load_policy(cfg.model, cfg.lora, cfg.seed)
     params, frozen = trainable(model, frozen, jax.random.key(0))
     written = []
     improve = update.make_update(

@@ -5,9 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from qerl_jax.data import problems as data
-from qerl_jax.rewards import api as rewards
-from qerl_jax.rewards import stock as reward_functions
+from qerl_jax.data import datasets
+from qerl_jax.rewards import scoring, stock
 
 
 def test_importing_rewards_is_light():
@@ -26,7 +25,7 @@ def length_reward(completions, **_):
 def test_functions_are_found_by_name_path_file_and_as_they_are(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def own(completions, **_):\n    return [7.0] * len(completions)\n")
-    resolved = rewards.resolve(["accuracy_reward", "math:sqrt", f"{file}:own", length_reward])
+    resolved = scoring.resolve(["accuracy_reward", "math:sqrt", f"{file}:own", length_reward])
     assert [name for name, _ in resolved] == ["accuracy_reward", "sqrt", "own", "length_reward"]
     assert resolved[2][1](["x"]) == [7.0]
 
@@ -43,12 +42,12 @@ def test_functions_are_found_by_name_path_file_and_as_they_are(tmp_path):
 )
 def test_functions_that_cannot_be_found_are_named(name, message):
     with pytest.raises(ValueError, match=message):
-        rewards.resolve([name])
+        scoring.resolve([name])
 
 
 def test_two_functions_of_one_name_are_refused():
     with pytest.raises(ValueError, match=r"repeated: \['format_reward'\]"):
-        rewards.resolve(["format_reward", "qerl_jax.rewards.stock:format_reward"])
+        scoring.resolve(["format_reward", "qerl_jax.rewards.stock:format_reward"])
 
 
 def test_factories_are_called_with_their_options(tmp_path):
@@ -60,14 +59,14 @@ def test_factories_are_called_with_their_options(tmp_path):
         "    return constant\n"
     )
     path = f"{file}:get_constant"
-    resolved = rewards.resolve(
+    resolved = scoring.resolve(
         ["get_repetition_penalty_reward", path],
         {path: {"value": 3.0}, "get_repetition_penalty_reward": {"ngram_size": 1}, "other": {}},
     )
     assert [name for name, _ in resolved] == ["repetition_penalty_reward", "constant"]
     assert resolved[0][1](completion_ids=[[1, 1]]) == [-0.5]
     assert resolved[1][1](["x"]) == [3.0]
-    ((_, default),) = rewards.resolve(["get_repetition_penalty_reward"])
+    ((_, default),) = scoring.resolve(["get_repetition_penalty_reward"])
     assert default(completion_ids=[[1, 1, 1, 1]]) == [-0.5]
 
 
@@ -84,11 +83,11 @@ def test_factories_are_called_with_their_options(tmp_path):
 )
 def test_options_that_a_factory_refuses_are_named(name, options, message):
     with pytest.raises(ValueError, match=message):
-        rewards.resolve([name], {name: options})
+        scoring.resolve([name], {name: options})
 
 
 def evaluate(function, rows=2, **columns):
-    return rewards.evaluate(
+    return scoring.evaluate(
         [("f", function)], ["p"] * rows, ["c"] * rows, [[0]] * rows, columns, {"extra": 1}
     )
 
@@ -101,7 +100,7 @@ def test_functions_receive_columns_and_extras_and_may_abstain():
         await asyncio.sleep(0)
         return np.array(level) * 0.5
 
-    scores = rewards.evaluate(
+    scores = scoring.evaluate(
         [("slow", slow), ("plain", plain)],
         ["p", "q"],
         ["a", "b"],
@@ -152,7 +151,7 @@ async def raises_late(**_):
     ],
 )
 def test_faulty_functions_are_named(function, message):
-    with pytest.raises(rewards.RewardError, match=message):
+    with pytest.raises(scoring.RewardError, match=message):
         evaluate(function, level=[1, 2])
 
 
@@ -166,9 +165,9 @@ def test_what_functions_log_is_recorded():
         log_metric("share", np.float32(0.5))
         return [0, 0]
 
-    record = rewards.Record(2)
+    record = scoring.Record(2)
     named = [("first", first), ("second", second)]
-    rewards.evaluate(named, ["p", "q"], ["a", "bcd"], [[1], [2]], {}, record=record)
+    scoring.evaluate(named, ["p", "q"], ["a", "bcd"], [[1], [2]], {}, record=record)
     assert record.columns == {"letters": [1, 3]}
     assert record.values == {"share": [0.5, 1.0]}
     assert record.metrics == {"share": 0.75}
@@ -179,7 +178,7 @@ def test_a_logged_column_must_have_a_value_per_row():
         log_extra("letters", [1])
         return [0, 0]
 
-    with pytest.raises(rewards.RewardError, match="'f' raised .*'letters'.*1 values for 2 rows"):
+    with pytest.raises(scoring.RewardError, match="'f' raised .*'letters'.*1 values for 2 rows"):
         evaluate(short)
 
 
@@ -188,7 +187,7 @@ def test_a_logged_column_hides_none_of_the_log():
         log_extra("reward", [1, 2])
         return [0, 0]
 
-    with pytest.raises(rewards.RewardError, match="'reward'.: is a column already"):
+    with pytest.raises(scoring.RewardError, match="'reward'.: is a column already"):
         evaluate(hiding)
 
 
@@ -198,15 +197,15 @@ def test_columns_must_not_take_an_arguments_name():
 
 
 def test_check_finds_a_missing_column_before_training():
-    problems = data.load("arithmetic", num_problems=2)
-    rewards.check(rewards.resolve(["accuracy_reward", "format_reward"]), problems[:2])
+    problems = datasets.load("arithmetic", num_problems=2)
+    scoring.check(scoring.resolve(["accuracy_reward", "format_reward"]), problems[:2])
     needs_level = [("needs_level", lambda level, **_: level)]
-    with pytest.raises(rewards.RewardError, match=r"'needs_level' raised TypeError.*\['answer'\]"):
-        rewards.check(needs_level, problems[:2])
+    with pytest.raises(scoring.RewardError, match=r"'needs_level' raised TypeError.*\['answer'\]"):
+        scoring.check(needs_level, problems[:2])
 
 
 def test_completions_take_the_form_of_their_prompts():
-    assert rewards.as_completion("1+1=", "2") == "2"
-    chat = rewards.as_completion([{"role": "user", "content": "1+1="}], "2")
+    assert scoring.as_completion("1+1=", "2") == "2"
+    chat = scoring.as_completion([{"role": "user", "content": "1+1="}], "2")
     assert chat == [{"role": "assistant", "content": "2"}]
-    assert reward_functions.completion_text(chat) == "2"
+    assert stock.completion_text(chat) == "2"

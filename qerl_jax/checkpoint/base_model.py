@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import NVFP4Tensor, PackedWeight, nvfp4, prepare
-from qerl_jax.checkpoint import packed_formats as formats
+from qerl_jax.checkpoint import packed_formats
 from qerl_jax.checkpoint.packed_formats import Format, Packed
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.config import DENSE, LoraConfig, ModelConfig
@@ -44,7 +44,7 @@ def load_policy(
     folder = None if known else local_folder(cfg.model_name_or_path, weights=not cfg.random_base)
     arch = architecture.KNOWN[cfg.model_name_or_path] if known else architecture.load(folder)
     if cfg.weights not in DENSE:
-        formats.named(cfg.weights).check(arch)
+        packed_formats.named(cfg.weights).check(arch)
     source = cfg.tokenizer_name_or_path
     if known and cfg.trainable == "full":
         raise ValueError(
@@ -116,7 +116,7 @@ def load_base(folder: str | pathlib.Path, model: Transformer) -> Any:
     """
     folder = pathlib.Path(folder)
     arch, tensors = model.arch, Tensors(folder)
-    source = formats.of_folder(folder)
+    source = packed_formats.of_folder(folder)
     if source is not None and model.weights not in (source.name, *DENSE):
         raise NotImplementedError(
             f"model.weights: got {model.weights!r}; {folder} holds {source.name}, which is read as "
@@ -202,13 +202,13 @@ def read_layer(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _pack(name: str, parts: list[jax.Array]) -> Packed:
-    form = formats.named(name)
+    form = packed_formats.named(name)
     return form.fuse(form.pack(parts))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _unpack(name: str, weight: Packed, dtype) -> jax.Array:
-    return formats.named(name).unpack(weight, dtype)
+    return packed_formats.named(name).unpack(weight, dtype)
 
 
 def _shared_scales(arch: Architecture, tensors: Tensors, source: Format) -> set[str]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from qerl_jax.data import problems as data
+from qerl_jax.data import datasets
 from qerl_jax.rewards.stock import FACTORIES, STOCK, RewardFunction
 
 type Named = tuple[str, RewardFunction]
@@ -73,7 +73,9 @@ class Record:
         return {name: sum(values) / len(values) for name, values in self.values.items()}
 
 
-def as_completion(prompt: str | Sequence[Mapping[str, str]], text: str) -> str | list[data.Message]:
+def as_completion(
+    prompt: str | Sequence[Mapping[str, str]], text: str
+) -> str | list[datasets.Message]:
     """A generated text in the form that belongs to its prompt: text, or an assistant's message."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
@@ -178,7 +180,7 @@ def evaluate(
 
 def check(
     functions: Sequence[Named],
-    problems: Sequence[data.Problem],
+    problems: Sequence[datasets.Problem],
     extras: Mapping[str, Any] | None = None,
 ) -> None:
     """Calls every function once on placeholder completions, so that mistakes show before training.
@@ -187,7 +189,7 @@ def check(
         RewardError: as `evaluate` does.
         ValueError: as `evaluate` does.
     """
-    prompts, columns = data.collate(problems)
+    prompts, columns = datasets.collate(problems)
     placeholder = "<think>0</think><answer>0</answer>"
     completions = [as_completion(prompt, placeholder) for prompt in prompts]
     completion_ids = [[0] for _ in problems]

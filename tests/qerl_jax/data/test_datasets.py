@@ -6,7 +6,7 @@ import pytest
 
 from qerl_jax import config
 from qerl_jax.data import arithmetic
-from qerl_jax.data import problems as data
+from qerl_jax.data import datasets as data
 
 GSM8K = pathlib.Path(__file__).parents[2] / "golden" / "gsm8k"
 

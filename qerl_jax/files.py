@@ -1,0 +1,159 @@
+"""Files that are whole or not there, what they are known by, and jobs that go on where they were stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+# Suffixes of what a model or an adapter is made of.
+_MADE_OF = (".safetensors", ".json", ".jinja", ".txt", ".model")
+
+
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """Writes a file so that it is there either as a whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(text.encode())
+    os.replace(partial, path)
+
+
+@contextlib.contextmanager
+def whole_folder(folder: str | pathlib.Path, marker: str, kind: str) -> Iterator[pathlib.Path]:
+    """A folder to fill, which takes the place of `folder` when the block ends without an error.
+
+    Args:
+        folder: Replaced if it is empty or holds `marker`.
+        marker: A file that every such folder holds.
+        kind: What such a folder is called.
+
+    Raises:
+        FileExistsError: When the folder holds something else.
+    """
+    folder = pathlib.Path(folder).resolve()
+    if folder.exists() and not (folder / marker).is_file() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder}: holds something that is no {kind}; it would be deleted")
+    partial, previous = (
+        folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "previous")
+    )
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        shutil.rmtree(previous, ignore_errors=True)
+        if folder.exists():
+            os.replace(folder, previous)
+        os.replace(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The object that a JSON file of a model folder holds.
+
+    Raises:
+        ValueError: Naming the file, when it is none.
+    """
+    try:
+        table = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise ValueError(f"{path}: not a JSON object but a {type(table).__name__}")
+    return table
+
+
+def digest(path: pathlib.Path) -> str | None:
+    """SHA-256 of a file, which may be written anew under the same name; None where there is none."""
+    if not path.expanduser().is_file():
+        return None
+    with path.expanduser().open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint(folder: pathlib.Path) -> str | None:
+    """SHA-256 of names, sizes and 16 pieces of each of a model's or adapter's files; None where there is no folder.
+
+    Weights that were made anew under the same name differ in nearly every piece, and tens of GB are not read; of
+    what is smaller than 1 MiB, such as configs and templates, all is.
+    """
+    folder = folder.expanduser()
+    if not folder.is_dir():
+        return None
+    found = hashlib.sha256()
+    for path in sorted(path for path in folder.iterdir() if path.suffix in _MADE_OF):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for piece in range(16):
+                file.seek(piece * size // 16)
+                found.update(file.read(1 << 16))
+    return found.hexdigest()
+
+
+class Progress:
+    """A file whose first line says of what it is, and which then has a value per line, as JSON.
+
+    Args:
+        path: The file; made where it is not there.
+        identity: All that a value depends on.
+
+    Attributes:
+        values: What is in the file.
+
+    Raises:
+        ValueError: Where the file is something else, or holds values of something else.
+    """
+
+    def __init__(self, path: pathlib.Path, identity: dict[str, Any]):
+        self.path, self.values = path, []
+        if found := whole_lines(path):
+            before, *self.values = found
+            if not isinstance(before, dict) or before.keys().isdisjoint(identity):
+                raise ValueError(
+                    f"{path}: must be what an earlier call has left; it is something else"
+                )
+            # Where nothing was found yet, the first call may have been a mistake.
+            if (changed := changes(before, identity)) and self.values:
+                raise ValueError(
+                    f"{path} is what a call with other settings has left ({', '.join(changed)}): choose "
+                    "another file, or remove that one"
+                )
+        write_whole(path, "".join(map(to_line, (identity, *self.values))))
+
+    def add(self, values: Iterable[Any]) -> None:
+        """Puts values at the end."""
+        values = list(values)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(map(to_line, values)))
+        self.values += values
+
+
+def whole_lines(path: pathlib.Path) -> list[Any]:
+    """What a .jsonl file holds; none where it is not there.
+
+    A kill may have cut the last line short, even within a character: it is left out.
+
+    Raises:
+        ValueError: For a line that is no JSON.
+    """
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    try:
+        return [json.loads(line) for line in lines]
+    except ValueError as error:
+        raise ValueError(f"{path}: must be what an earlier call has left; {error}") from error
+
+
+def changes(before: dict[str, Any], identity: dict[str, Any]) -> list[str]:
+    """Names of the settings in which two calls differ."""
+    return sorted(k for k in before | identity if before.get(k) != identity.get(k))
+
+
+def to_line(value: Any) -> str:
+    """A line of a .jsonl file."""
+    return json.dumps(value, ensure_ascii=False) + "\n"
