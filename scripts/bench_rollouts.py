@@ -9,6 +9,8 @@ can be asked for alone:
     python -m scripts.bench_rollouts --model 7b                   # both bases at 1, 8, 32, 64, 128
     python -m scripts.bench_rollouts --model 32b --arms nvfp4 --batch 64
     python -m scripts.bench_rollouts --arms nvfp4 nvfp4-no-lora   # what LoRA costs
+    python -m scripts.bench_rollouts --arms nvfp4 nvfp4-plain nf4 mxfp4 --batch 8 64
+                                                                  # beside the layers of training
     python -m scripts.bench_rollouts --mixed                      # 128 x 8 log-normal lengths, 64 slots
     python -m scripts.bench_rollouts --prefill                    # 128 x 256 tokens; 16 prompts x 8
 
@@ -30,6 +32,8 @@ import time
 BANDWIDTH = 4.3e12
 PROMPT, SHORT, LONG = 256, 32, 512
 KNOWN_IDS = 151_665
+# Of a packed weight; others have two.
+BYTES = {"nvfp4": 0.5625, "mxfp4": 0.53125, "nf4": 0.516}
 # Decode tokens per second of a 7B, 14B and 32B on an H200, by batch: what we are after, and what
 # vLLM 0.26 reaches there with NVFP4 (7B with LoRA).
 TARGETS = {
@@ -49,7 +53,7 @@ def bound(arch, weights: str, batch: int, rank: int) -> float:
     per_layer = [(arch.input_width(n), parts) for n, parts in arch.linears().items()]
     linears = sum(k * size for k, parts in per_layer for _, size in parts)
     adapters = sum(rank * (k + size) for k, parts in per_layer for _, size in parts)
-    matrices = arch.num_layers * (linears * (0.5625 if weights == "nvfp4" else 2) + adapters * 2)
+    matrices = arch.num_layers * (linears * BYTES.get(weights, 2) + adapters * 2)
     live = batch * (PROMPT + (SHORT + LONG) / 2) * 4 * arch.num_layers * arch.kv_width
     return (matrices + 2 * arch.vocab_size * arch.width + live) / BANDWIDTH
 
@@ -62,12 +66,15 @@ class Bench:
         import jax.numpy as jnp
 
         from pallas_kernels import runtime
-        from qerl_jax.model import architecture
+        from qerl_jax.model import architecture, fused_decode
         from qerl_jax.model.transformer import LoRA, Transformer, init_params, random_base
 
         runtime.use_compilation_cache()
-        weights, _, without = arm.partition("-")
-        self.rank = 0 if without else args.rank
+        weights, _, trait = arm.partition("-")
+        self.rank = 0 if trait == "no-lora" else args.rank
+        if trait == "plain":
+            # The layers of training decode, as where the fused ones refuse.
+            fused_decode.supports = lambda *_, **__: "left out to be measured"
         lora = LoRA(self.rank, float(self.rank)) if self.rank else None
         name = args.model if args.model in architecture.KNOWN else f"qwen2.5-{args.model}"
         self.arch, self.weights = architecture.KNOWN[name], weights
@@ -224,7 +231,11 @@ def main() -> int:
         "--arms",
         nargs="+",
         default=["nvfp4", "bfloat16"],
-        choices=["nvfp4", "nvfp4-no-lora", "bfloat16", "bfloat16-no-lora"],
+        choices=[
+            weights + trait
+            for weights in ("nvfp4", "mxfp4", "nf4", "bfloat16")
+            for trait in ("", "-no-lora", "-plain")
+        ],
     )
     parser.add_argument("--mixed", action="store_true", help="mixed lengths instead of the table")
     parser.add_argument("--prefill", action="store_true", help="prefill instead of the table")
