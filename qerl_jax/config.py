@@ -15,8 +15,14 @@ import types
 import typing
 from typing import Any, Literal
 
-# Values of `model.weights` that no format packs.
+# How the linears are held.
+Weights = Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"]
+# The values of `Weights` that no format packs.
 DENSE = ("bfloat16", "float32")
+# Type of the activations.
+Dtype = Literal["bfloat16", "float32"]
+# What a backward pass recomputes, from nothing to a whole layer.
+Remat = Literal["none", "products", "mlp", "layer"]
 
 
 class ConfigError(ValueError):
@@ -55,10 +61,10 @@ class ModelConfig:
 
     model_name_or_path: str
     tokenizer_name_or_path: str | None = None
-    weights: Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"] = "nvfp4"
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    weights: Weights = "nvfp4"
+    dtype: Dtype = "bfloat16"
     random_base: bool = False
-    gradient_checkpointing: Literal["none", "products", "mlp", "layer"] = "layer"
+    gradient_checkpointing: Remat = "layer"
     trainable: Literal["lora", "full"] = "lora"
     adapter_name_or_path: str | None = None
 
@@ -85,13 +91,13 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """The adapter, on all seven linears of every layer.
+    """The LoRA adapter, on all seven linears of every layer (arXiv 2106.09685).
 
     Attributes:
-        rank: R.
+        rank: Rank R of A and B.
         alpha: The branch is scaled by alpha / rank.
         dropout: Probability of dropping an input of a branch while training.
-        train_norms: Train the two norms of each layer too (QeRL's `ln`).
+        train_norms: Train the two norms of each layer too (QeRL's `ln`); they belong to the adapter then.
     """
 
     rank: int = 32
@@ -103,6 +109,11 @@ class LoraConfig:
         _require(self.rank >= 1, "lora.rank", self.rank, "must be at least 1")
         _require(self.alpha > 0, "lora.alpha", self.alpha, "must be positive")
         _require(0 <= self.dropout < 1, "lora.dropout", self.dropout, "must be in [0, 1)")
+
+    @property
+    def scaling(self) -> float:
+        """The factor of the branch, alpha / rank."""
+        return self.alpha / self.rank
 
 
 @dataclasses.dataclass(frozen=True)

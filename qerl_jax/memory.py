@@ -25,7 +25,7 @@ from qerl_jax.generation import engine
 from qerl_jax.generation.page_pool import pages_for, pages_wanted
 from qerl_jax.model import architecture, kv_cache
 from qerl_jax.model.architecture import Architecture
-from qerl_jax.model.transformer import LoRA, Transformer, abstract_base, trainable
+from qerl_jax.model.transformer import Transformer, abstract_base, trainable
 from qerl_jax.rl import microbatches, update
 
 Phase = Literal["always", "rollout", "update", "evaluation"]
@@ -241,9 +241,7 @@ def compiled(cfg: RunConfig, arch: Architecture | None = None) -> Any:
 
 def abstract_policy(cfg: RunConfig, arch: Architecture) -> tuple[Transformer, Any, Any]:
     """The model, and shapes and types of what trains and of what is frozen."""
-    lora = cfg.lora
-    adapter = LoRA(lora.rank, lora.alpha, lora.dropout, lora.train_norms)
-    model = Transformer(arch, cfg.model.weights, adapter, jnp.dtype(cfg.model.dtype))
+    model = Transformer(arch, cfg.model.weights, cfg.lora, jnp.dtype(cfg.model.dtype))
     base = abstract_base(model)
     if cfg.model.trainable == "full":
         model = model.clone(lora=None, full=True)

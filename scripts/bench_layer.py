@@ -30,14 +30,15 @@ def run_arm(args: argparse.Namespace) -> None:
 
     from pallas_kernels import runtime
     from pallas_kernels.nvfp4_matmul import fused
+    from qerl_jax.config import LoraConfig
     from qerl_jax.model import architecture, fused_decode
     from qerl_jax.model import layers as plain
-    from qerl_jax.model.transformer import FusedLinear, LoRA, Transformer, init_params, random_base
+    from qerl_jax.model.transformer import FusedLinear, Transformer, init_params, random_base
 
     runtime.use_compilation_cache()
     arch = architecture.KNOWN[args.model]
     arch = dataclasses.replace(arch, vocab_size=64, num_layers=args.layers or arch.num_layers)
-    lora = LoRA(args.rank, float(args.rank)) if args.rank else None
+    lora = LoraConfig(args.rank, float(args.rank)) if args.rank else None
     model = Transformer(arch, args.child, lora, jnp.bfloat16)
     variables = {"frozen": random_base(model, jax.random.key(0))}
     if lora:

@@ -66,8 +66,9 @@ class Bench:
         import jax.numpy as jnp
 
         from pallas_kernels import runtime
+        from qerl_jax.config import LoraConfig
         from qerl_jax.model import architecture, fused_decode
-        from qerl_jax.model.transformer import LoRA, Transformer, init_params, random_base
+        from qerl_jax.model.transformer import Transformer, init_params, random_base
 
         runtime.use_compilation_cache()
         weights, _, trait = arm.partition("-")
@@ -75,7 +76,7 @@ class Bench:
         if trait == "plain":
             # The layers of training decode, as where the fused ones refuse.
             fused_decode.supports = lambda *_, **__: "left out to be measured"
-        lora = LoRA(self.rank, float(self.rank)) if self.rank else None
+        lora = LoraConfig(self.rank, float(self.rank)) if self.rank else None
         name = args.model if args.model in architecture.KNOWN else f"qwen2.5-{args.model}"
         self.arch, self.weights = architecture.KNOWN[name], weights
         self.model = Transformer(self.arch, weights, lora, jnp.bfloat16)

@@ -236,10 +236,10 @@ def _time_update(row: Row, cfg: config.RunConfig, profile: bool) -> dict:
     import jax.numpy as jnp
     import numpy as np
 
-    from qerl_jax.model.transformer import LoRA, Transformer, init_params, random_base
+    from qerl_jax.model.transformer import Transformer, init_params, random_base
     from qerl_jax.rl import update
 
-    lora = LoRA(cfg.lora.rank, cfg.lora.alpha)
+    lora = config.LoraConfig(cfg.lora.rank, cfg.lora.alpha)
     model = Transformer(architecture.KNOWN[row.model], row.weights, lora, jnp.bfloat16)
     frozen = random_base(model, jax.random.key(0))
     state = update.init_state(init_params(model, frozen, jax.random.key(1)), cfg.optim)

@@ -24,8 +24,9 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels.nvfp4_matmul import fused_wide
+from qerl_jax.config import LoraConfig
 from qerl_jax.model import architecture, layers
-from qerl_jax.model.transformer import Block, LoRA
+from qerl_jax.model.transformer import Block
 
 ARMS = {"bfloat16": "bfloat16", "nvfp4": "nvfp4", "nvfp4-apart": "nvfp4"}
 
@@ -33,7 +34,9 @@ ARMS = {"bfloat16": "bfloat16", "nvfp4": "nvfp4", "nvfp4-apart": "nvfp4"}
 def prepare(args: argparse.Namespace, arm: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The compiled forward and backward pass of an arm's layers, and what to call it with."""
     arch = architecture.KNOWN[args.model]
-    block = Block(arch, ARMS[arm], LoRA(args.rank, float(args.rank)), adapter=True, full=False)
+    block = Block(
+        arch, ARMS[arm], LoraConfig(args.rank, float(args.rank)), adapter=True, full=False
+    )
     tables = layers.rope_tables(jnp.arange(args.length)[None], layers.rope_frequencies(arch))
     x = jax.random.normal(jax.random.key(0), (args.rows, args.length, arch.width), jnp.bfloat16)
     run = lambda variables, x: block.apply(variables, (x, None), 0, tables, None)[0][0]

@@ -39,13 +39,14 @@ def main() -> int:
 
     from pallas_kernels import runtime
     from pallas_kernels.nvfp4_matmul import fused_wide
+    from qerl_jax.config import LoraConfig
     from qerl_jax.generation import batch
     from qerl_jax.model import architecture, layers, logprobs
-    from qerl_jax.model.transformer import LoRA, Transformer, head, init_params, random_base
+    from qerl_jax.model.transformer import Transformer, head, init_params, random_base
 
     runtime.use_compilation_cache()
     arch = architecture.KNOWN[args.model]
-    model = Transformer(arch, args.weights, LoRA(args.rank, float(args.rank)), jnp.bfloat16)
+    model = Transformer(arch, args.weights, LoraConfig(args.rank, float(args.rank)), jnp.bfloat16)
     frozen = random_base(model, jax.random.key(0))
     params = init_params(model, frozen, jax.random.key(1))
     variables = {"frozen": frozen, "params": jax.tree.map(lambda x: x + 1e-3, params)}

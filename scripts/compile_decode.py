@@ -64,13 +64,14 @@ def arguments(name: str, base: str, rows: int, rank: int, device: Any) -> tuple[
     import jax
     import jax.numpy as jnp
 
+    from qerl_jax.config import LoraConfig
     from qerl_jax.generation.sampling import Truncation
     from qerl_jax.generation.scheduler import Slots
     from qerl_jax.model import architecture, kv_cache
-    from qerl_jax.model.transformer import LoRA, Transformer, init_params, random_base
+    from qerl_jax.model.transformer import Transformer, init_params, random_base
 
     arch = architecture.KNOWN[name]
-    model = Transformer(arch, base, LoRA(rank, float(rank)), jnp.bfloat16)
+    model = Transformer(arch, base, LoraConfig(rank, float(rank)), jnp.bfloat16)
     frozen = jax.eval_shape(functools.partial(random_base, model), jax.random.key(0))
     params = jax.eval_shape(functools.partial(init_params, model), frozen, jax.random.key(1))
     page = kv_cache.PAGE_SIZE

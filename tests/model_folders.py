@@ -10,8 +10,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from qerl_jax.checkpoint import base_model
+from qerl_jax.config import LoraConfig
 from qerl_jax.model import architecture
-from qerl_jax.model.transformer import LoRA, Transformer, init_params
+from qerl_jax.model.transformer import Transformer, init_params
 from tests import golden_files
 from tests.golden_files import GOLDEN
 
@@ -53,7 +54,7 @@ def copy(source, target, *, config=None, tensors=None):
 
 def adapter_model(**changes):
     """The dense model with a LoRA of rank 8."""
-    return Transformer(ARCH, "float32", LoRA(8, 16.0, **changes), jnp.float32)
+    return Transformer(ARCH, "float32", LoraConfig(8, 16.0, **changes), jnp.float32)
 
 
 def with_norms():

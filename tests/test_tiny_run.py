@@ -16,8 +16,9 @@ import pytest
 from qerl_jax import config, memory
 from qerl_jax.checkpoint import base_model, peft
 from qerl_jax.cli import main
+from qerl_jax.config import LoraConfig
 from qerl_jax.model import architecture
-from qerl_jax.model.transformer import LoRA, init_params
+from qerl_jax.model.transformer import init_params
 from qerl_jax.rl import rollouts
 from qerl_jax.tracking import logger
 from qerl_jax.training.trainer import _check_folder, train
@@ -140,7 +141,7 @@ def test_several_updates_of_one_rollout_train_norms_and_reference_in_one_run(tmp
     lora = peft.read_lora(tmp_path / "run" / "adapter")
     assert lora.train_norms
     model = base_model.load_policy(cfg.model, lora)[0]
-    assert model.lora == LoRA(16, 16.0, 0.0, True)
+    assert model.lora == LoraConfig(16, 16.0, 0.0, True)
     norms = peft.import_adapter(tmp_path / "run" / "adapter", model)["layers"]["input_layernorm"][
         "scale"
     ]

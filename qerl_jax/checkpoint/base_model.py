@@ -19,7 +19,7 @@ from qerl_jax.data import tokenizer
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.model import architecture
 from qerl_jax.model.architecture import LAYER_NORMS, PARENT, Architecture
-from qerl_jax.model.transformer import LoRA, Transformer, abstract_base, random_base
+from qerl_jax.model.transformer import Transformer, abstract_base, random_base
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
 TINY = pathlib.Path(__file__).parents[1] / "assets" / "tiny"
@@ -61,8 +61,7 @@ def load_policy(
             f"model.tokenizer_name_or_path: has ids up to {tokens.num_tokens - 1}; "
             f"the model's embedding has only {arch.vocab_size} rows"
         )
-    adapter = None if lora is None else LoRA(lora.rank, lora.alpha, lora.dropout, lora.train_norms)
-    model = Transformer(arch, cfg.weights, adapter, jnp.dtype(cfg.dtype))
+    model = Transformer(arch, cfg.weights, lora, jnp.dtype(cfg.dtype))
     frozen = (
         random_base(model, jax.random.key(seed)) if cfg.random_base else load_base(folder, model)
     )

@@ -32,7 +32,7 @@ from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.files import whole_folder
 from qerl_jax.model import architecture, logprobs
 from qerl_jax.model.architecture import LAYER_NORMS, Architecture
-from qerl_jax.model.transformer import LoRA, Transformer, abstract_base, head
+from qerl_jax.model.transformer import Transformer, abstract_base, head
 
 type Kind = Literal["peft", "merged", "nvfp4"]
 type Base = Literal["original", "packed"]
@@ -214,9 +214,7 @@ class _Policy:
 
     def read_adapter(self, folder: pathlib.Path) -> np.ndarray:
         """The same with an adapter that was written."""
-        shape = peft.read_lora(folder)
-        lora = LoRA(shape.rank, shape.alpha, train_norms=shape.train_norms)
-        model = self.model.clone(lora=lora)
+        model = self.model.clone(lora=peft.read_lora(folder))
         params = peft.import_adapter(folder, model)
         return self._logps(model, {"params": params, "frozen": self.frozen})
 

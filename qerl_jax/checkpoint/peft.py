@@ -17,7 +17,7 @@ from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.config import LoraConfig
 from qerl_jax.files import read_json, whole_folder
 from qerl_jax.model.architecture import LAYER_NORMS, PARENT
-from qerl_jax.model.transformer import LoRA, Transformer
+from qerl_jax.model.transformer import Transformer
 
 _PEFT_PREFIX = "base_model.model."
 
@@ -200,7 +200,7 @@ def _peft_tensors(params: Any):
                 yield f"{prefix}{PARENT[module]}.{part}.lora_B.weight", pair["b"][index].T
 
 
-def export_adapter(folder: str | pathlib.Path, params: Any, lora: LoRA, base: str) -> None:
+def export_adapter(folder: str | pathlib.Path, params: Any, lora: LoraConfig, base: str) -> None:
     """Writes the adapter as PEFT does: adapter_config.json and adapter_model.safetensors, float32.
 
     Trained norms are written too and listed in `modules_to_save`. The folder appears whole or not

@@ -19,7 +19,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import tyro
 
 from qerl_jax import config
-from qerl_jax.config import ConfigError, EvalConfig, NoiseConfig, RunConfig
+from qerl_jax.config import ConfigError, Dtype, EvalConfig, NoiseConfig, RunConfig, Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Generate:
     model: str = "qerl-tiny"
     adapter: pathlib.Path | None = None
     system_prompt: str | None = None
-    weights: Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"] = "nvfp4"
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    weights: Weights = "nvfp4"
+    dtype: Dtype = "bfloat16"
     max_tokens: int = 256
     temperature: float = 1.0
     top_k: int = 0
@@ -208,8 +208,8 @@ class Eval:
     split: str | None = None
     columns: dict[str, str] | None = None
     num_problems: int | None = None
-    weights: Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"] | None = None
-    dtype: Literal["bfloat16", "float32"] | None = None
+    weights: Weights | None = None
+    dtype: Dtype | None = None
     output_dir: pathlib.Path | None = None
     max_concurrent: int = 128
     seed: int = 0

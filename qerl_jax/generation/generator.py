@@ -21,6 +21,7 @@ import numpy as np
 from pallas_kernels import runtime
 from qerl_jax import config
 from qerl_jax.checkpoint import base_model, peft
+from qerl_jax.config import Dtype, Weights
 from qerl_jax.data.tokenizer import Prompt, Tokenizer
 from qerl_jax.generation.engine import Engine
 from qerl_jax.generation.sampling import Truncation
@@ -139,8 +140,8 @@ class Generator:
         model: str = "qerl-tiny",
         adapter: str | pathlib.Path | None = None,
         *,
-        weights: Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"] = "nvfp4",
-        dtype: Literal["bfloat16", "float32"] = "bfloat16",
+        weights: Weights = "nvfp4",
+        dtype: Dtype = "bfloat16",
         max_concurrent: int = 64,
         kv_cache_tokens: int | None = None,
         kv_cache_fraction: float | None = None,

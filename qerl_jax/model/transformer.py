@@ -14,7 +14,7 @@ Layers are stacked: every leaf under `layers` has a leading axis L, and the forw
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -23,39 +23,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import decode_attention as attention
 from pallas_kernels import mxfp4, nf4, nvfp4, prepare, rounded
+from qerl_jax.config import LoraConfig, Remat, Weights
 from qerl_jax.model import layers
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.kv_cache import KVCache
 from qerl_jax.model.prompt_sharing import SharedPrompts
 
-Weights = Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"]
-Remat = Literal["none", "products", "mlp", "layer"]
-
 # Linears whose products a backward pass finds kept; nothing in it reads that of "down".
 _KEPT = {"products": ("qkv", "o", "gate_up"), "mlp": ("qkv", "o"), "layer": ()}
-
-
-@dataclasses.dataclass(frozen=True)
-class LoRA:
-    """Shape of the adapter, on all seven linears (arXiv 2106.09685).
-
-    Attributes:
-        rank: R.
-        alpha: The branch is scaled by alpha / rank.
-        dropout: Probability of dropping an input of a branch; acts only where a `dropout` key is
-            given.
-        train_norms: Whether the two norms of each layer train too; they belong to the adapter then.
-    """
-
-    rank: int
-    alpha: float
-    dropout: float = 0.0
-    train_norms: bool = False
-
-    @property
-    def scaling(self) -> float:
-        """alpha / rank."""
-        return self.alpha / self.rank
 
 
 class Norm(nn.Module):
@@ -95,7 +70,7 @@ class Adapter(nn.Module):
     """One LoRA branch of x [..., K], as `layers.branches` takes it; starts at zero, A as PEFT initializes it."""
 
     features: int
-    lora: LoRA
+    lora: LoraConfig
 
     @nn.compact
     def __call__(self, x):
@@ -120,7 +95,7 @@ class FusedLinear(nn.Module):
 
     parts: tuple[tuple[str, int], ...]
     weights: Weights
-    lora: LoRA | None
+    lora: LoraConfig | None
     adapter: bool = True
     bias: bool = False
     full: bool = False
@@ -166,7 +141,7 @@ class Block(nn.Module):
 
     arch: Architecture
     weights: Weights
-    lora: LoRA | None
+    lora: LoraConfig | None
     adapter: bool
     full: bool
 
@@ -243,7 +218,7 @@ class Transformer(nn.Module):
 
     arch: Architecture
     weights: Weights = "nvfp4"
-    lora: LoRA | None = None
+    lora: LoraConfig | None = None
     dtype: Any = jnp.bfloat16
     full: bool = False
 

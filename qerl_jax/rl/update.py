@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from qerl_jax.config import GrpoConfig, OptimConfig
+from qerl_jax.config import GrpoConfig, OptimConfig, Remat
 from qerl_jax.model import logprobs
 from qerl_jax.model.prompt_sharing import SharedPrompts
-from qerl_jax.model.transformer import Remat, Transformer, head
+from qerl_jax.model.transformer import Transformer, head
 from qerl_jax.rl import adam8bit, grpo, masked, microbatches
 from qerl_jax.rl.microbatches import MicroBatch
 

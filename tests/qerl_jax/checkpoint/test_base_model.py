@@ -15,7 +15,7 @@ from qerl_jax.checkpoint import base_model
 from qerl_jax.checkpoint.safetensors import SafetensorsError
 from qerl_jax.config import LoraConfig, ModelConfig
 from qerl_jax.model import architecture
-from qerl_jax.model.transformer import LoRA, Transformer
+from qerl_jax.model.transformer import Transformer
 from tests import golden_files
 from tests.golden_files import GOLDEN
 from tests.model_folders import ARCH, DENSE, PACKED, assert_trees_equal, base, copy
@@ -110,7 +110,7 @@ def test_a_random_base_is_packed_repeatable_and_as_wide_as_asked(tmp_path):
 def test_a_policy_has_the_adapter_and_the_dtypes_that_were_asked_for():
     cfg = ModelConfig(str(DENSE), "qerl-tiny", "nvfp4", "bfloat16")
     model, frozen, tokens = base_model.load_policy(cfg, LoraConfig(4, 8.0, 0.1, True))
-    assert (model.lora, model.dtype) == (LoRA(4, 8.0, 0.1, True), jnp.bfloat16)
+    assert (model.lora, model.dtype) == (LoraConfig(4, 8.0, 0.1, True), jnp.bfloat16)
     assert frozen["embed_tokens"].dtype == frozen["norm"]["scale"].dtype == jnp.bfloat16
     assert frozen["layers"]["qkv"]["weight"].codes.dtype == jnp.uint8
     assert tokens.num_tokens <= model.arch.vocab_size

@@ -13,7 +13,7 @@ from qerl_jax.checkpoint import peft
 from qerl_jax.checkpoint.safetensors import SafetensorsError
 from qerl_jax.config import LoraConfig
 from qerl_jax.model.architecture import PARENT
-from qerl_jax.model.transformer import LoRA, Transformer
+from qerl_jax.model.transformer import Transformer
 from tests import golden_files
 from tests.model_folders import (
     ADAPTER,
@@ -163,7 +163,7 @@ def test_rslora_divides_by_the_root_of_the_rank(tmp_path):
     folder = changed_adapter(tmp_path, use_rslora=True)
     lora = peft.read_lora(folder)
     assert lora.rank == 8 and lora.alpha == pytest.approx(16 * 8**0.5)
-    model = Transformer(ARCH, "float32", LoRA(lora.rank, lora.alpha), jnp.float32)
+    model = Transformer(ARCH, "float32", LoraConfig(lora.rank, lora.alpha), jnp.float32)
     assert model.lora.scaling == pytest.approx(16 / 8**0.5)
     assert_trees_equal(
         peft.import_adapter(folder, model), peft.import_adapter(ADAPTER, adapter_model())
@@ -239,7 +239,7 @@ def test_a_folder_without_adapter_is_refused(tmp_path):
 
 
 def test_an_adapter_of_another_rank_is_refused():
-    model = Transformer(ARCH, "float32", LoRA(4, 16.0), jnp.float32)
+    model = Transformer(ARCH, "float32", LoraConfig(4, 16.0), jnp.float32)
     with pytest.raises(ValueError, match="adapter_config.json: rank 8; the model has 4"):
         peft.import_adapter(ADAPTER, model)
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from qerl_jax.checkpoint.run_state import StateFiles
-from qerl_jax.config import OptimConfig
-from qerl_jax.model.transformer import LoRA, Transformer, init_params
+from qerl_jax.config import LoraConfig, OptimConfig
+from qerl_jax.model.transformer import Transformer, init_params
 from qerl_jax.rl import update
 from tests.model_folders import (
     ARCH,
@@ -99,7 +99,7 @@ def test_a_state_that_was_cut_off_while_written_is_not_restored(tmp_path, state)
 def test_a_state_of_another_adapter_is_refused(tmp_path, state):
     files = StateFiles(tmp_path, keep=2)
     files.save(state)
-    other = Transformer(ARCH, "float32", LoRA(4, 16.0, train_norms=True), jnp.float32)
+    other = Transformer(ARCH, "float32", LoraConfig(4, 16.0, train_norms=True), jnp.float32)
     params = init_params(other, base(DENSE, "float32"), jax.random.key(0))
     with pytest.raises(ValueError, match="shape"):
         files.restore(update.init_state(params, OptimConfig()))

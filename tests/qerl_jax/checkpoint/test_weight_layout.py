@@ -12,8 +12,9 @@ from pallas_kernels import NVFP4Tensor, runtime, unprepare
 from pallas_kernels.nvfp4_matmul import api
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 from qerl_jax.checkpoint import base_model
+from qerl_jax.config import LoraConfig
 from qerl_jax.model import architecture, layers
-from qerl_jax.model.transformer import LoRA, Transformer, abstract_base, head, random_base
+from qerl_jax.model.transformer import Transformer, abstract_base, head, random_base
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
 FOLDERS = {
@@ -35,7 +36,7 @@ def hopper_layout(monkeypatch):
 
 
 def bare_model(folder, dtype=jnp.bfloat16):
-    return Transformer(architecture.load(folder), "nvfp4", LoRA(4, 8.0), jnp.dtype(dtype))
+    return Transformer(architecture.load(folder), "nvfp4", LoraConfig(4, 8.0), jnp.dtype(dtype))
 
 
 def linears(frozen):

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from qerl_jax.checkpoint import base_model, peft
+from qerl_jax.config import LoraConfig
 from qerl_jax.generation import batch, sampling
 from qerl_jax.generation.sampling import Truncation
 from qerl_jax.model import architecture, layers, logprobs
-from qerl_jax.model.transformer import LoRA, Transformer, head
+from qerl_jax.model.transformer import Transformer, head
 from qerl_jax.rl import update
 from tests.golden_files import GOLDEN
 
@@ -25,7 +26,7 @@ ROWS = np.repeat(np.arange(P), G)
 def policy(name):
     """A recorded float32 model; qwen2_untied with its recorded adapter."""
     folder = GOLDEN / "models" / name
-    lora = LoRA(8, 16.0) if name == "qwen2_untied" else None
+    lora = LoraConfig(8, 16.0) if name == "qwen2_untied" else None
     model = Transformer(architecture.load(folder), "float32", lora, jnp.float32)
     variables = {"frozen": base_model.load_base(folder, model)}
     if lora is not None:

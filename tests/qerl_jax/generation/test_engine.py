@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qerl_jax.config import LoraConfig
 from qerl_jax.generation import engine
 from qerl_jax.generation.engine import Engine
 from qerl_jax.generation.scheduler import Prompt
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model import architecture, layers
 from qerl_jax.model.transformer import (
-    LoRA,
     Transformer,
     head,
     init_params,
@@ -144,7 +144,7 @@ def test_at_a_fixed_number_of_slots_a_row_is_bitwise_independent_of_the_others()
 def test_a_row_is_bitwise_independent_of_the_others_through_all_kernels(slots, shortest):
     """Products with LoRA, epilogues, attention over pages, prefill, head and drawing, as a 7B has them."""
     arch = dataclasses.replace(architecture.KNOWN["qwen2.5-7b"], num_layers=3, vocab_size=4096)
-    model = Transformer(arch, "nvfp4", LoRA(32, 32.0), jnp.bfloat16)
+    model = Transformer(arch, "nvfp4", LoraConfig(32, 32.0), jnp.bfloat16)
     frozen = random_base(model, jax.random.key(0))
     params = jax.tree.map(lambda x: x + 1e-2, init_params(model, frozen, jax.random.key(1)))
     sampler = Engine(model, num_tokens=4000, compact=False)
@@ -174,7 +174,7 @@ def test_a_row_is_bitwise_independent_of_the_others_through_all_kernels(slots, s
 
 def test_other_rows_adapters_and_noise_reach_the_rows_without_recompiling():
     plain, variables = policy()
-    model = plain.clone(lora=LoRA(2, 2.0))
+    model = plain.clone(lora=LoraConfig(2, 2.0))
     params = init_params(model, variables["frozen"], jax.random.key(1))
     silent = jax.tree.map(lambda s: jnp.zeros(s.shape), noise_shapes(model.arch))
     first = variables | {"params": params, "noise": silent}

@@ -11,8 +11,9 @@ import pytest
 from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import fused, layout
 from pallas_kernels.nvfp4_matmul.hopper import Config
+from qerl_jax.config import LoraConfig
 from qerl_jax.model import architecture, fused_decode, kv_cache, transformer
-from qerl_jax.model.transformer import LoRA, Transformer
+from qerl_jax.model.transformer import Transformer
 
 ARCH = architecture.from_hf(
     {
@@ -36,7 +37,7 @@ ARCH = architecture.from_hf(
 
 def policy_of(weights, rows=3, cached=5):
     """A policy whose adapter, norms and noise all act, and a cache with a few tokens in it."""
-    policy = Transformer(ARCH, weights, LoRA(16, 16.0, train_norms=True), jnp.bfloat16)
+    policy = Transformer(ARCH, weights, LoraConfig(16, 16.0, train_norms=True), jnp.bfloat16)
     frozen = transformer.random_base(policy, jax.random.key(0))
     jitter = lambda p: p + 0.02 * jax.random.normal(jax.random.key(p.size), p.shape)
     params = jax.tree.map(jitter, transformer.init_params(policy, frozen, jax.random.key(1)))
@@ -124,7 +125,9 @@ def test_what_the_fused_layers_refuse_is_decoded_plainly_on_a_hopper_card(
     monkeypatch, change, rows
 ):
     monkeypatch.setattr(runtime, "is_hopper", lambda: True)
-    policy = Transformer(**({"arch": ARCH, "lora": LoRA(8, 8.0), "dtype": jnp.bfloat16} | change))
+    policy = Transformer(
+        **({"arch": ARCH, "lora": LoraConfig(8, 8.0), "dtype": jnp.bfloat16} | change)
+    )
     assert fused_decode.supports(policy, rows) is not None
     frozen = transformer.abstract_base(dataclasses.replace(policy, full=False))
     parts = functools.partial(transformer.trainable, policy)

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from qerl_jax.checkpoint import base_model, peft
+from qerl_jax.config import LoraConfig
 from qerl_jax.model import architecture, kv_cache, layers, logprobs
 from qerl_jax.model.transformer import (
     FusedLinear,
-    LoRA,
     Transformer,
     as_computed,
     head,
@@ -181,7 +181,7 @@ LORA_GOLDEN = GOLDEN / "lora/qwen2_untied_r8"
 
 def load_adapter(base, weights):
     shape = peft.read_lora(LORA_GOLDEN)
-    model, frozen = load(base, weights=weights, lora=LoRA(shape.rank, shape.alpha))
+    model, frozen = load(base, weights=weights, lora=LoraConfig(shape.rank, shape.alpha))
     return model, {"params": peft.import_adapter(LORA_GOLDEN, model), "frozen": frozen}
 
 
@@ -215,7 +215,7 @@ def test_adapter_over_the_packed_base_equals_peft():
 
 def test_the_more_is_kept_the_fewer_products_are_computed_again():
     arch = dataclasses.replace(architecture.load(GOLDEN / "models/qwen2_untied"), num_layers=1)
-    model = Transformer(arch, "float32", LoRA(2, 2.0), jnp.float32)
+    model = Transformer(arch, "float32", LoraConfig(2, 2.0), jnp.float32)
     frozen = random_base(model, jax.random.key(0))
     params = init_params(model, frozen, jax.random.key(1))
 
@@ -264,7 +264,7 @@ def test_adapter_gradients_equal_peft(remat):
 
 def tiny(**changes):
     arch = architecture.load(GOLDEN / "models/qwen2_untied")
-    return Transformer(arch, "nvfp4", LoRA(4, 8.0, **changes), jnp.float32)
+    return Transformer(arch, "nvfp4", LoraConfig(4, 8.0, **changes), jnp.float32)
 
 
 def test_a_linear_rounds_products_and_its_result_and_nothing_between():
@@ -279,7 +279,7 @@ def test_a_linear_rounds_products_and_its_result_and_nothing_between():
     once = lambda x: np.float32(b16(x))
     branches = [once(once(x @ part["a"]) @ (2 * part["b"])) for part in parts.values()]
     y = (once(x @ weight.T) + np.concatenate(branches, axis=1)) * unit + bias + residual
-    linear = FusedLinear((("k", 24), ("v", 24)), "bfloat16", LoRA(8, 16.0), bias=True)
+    linear = FusedLinear((("k", 24), ("v", 24)), "bfloat16", LoraConfig(8, 16.0), bias=True)
     actual = jax.jit(linear.apply)(
         {"frozen": {"weight": b16(weight), "bias": b16(bias)}, "params": parts},
         layers.Normed(b16(x), jnp.asarray(unit)),
@@ -342,7 +342,7 @@ def test_dropout_acts_only_where_a_key_is_given():
     params = jax.tree.map(lambda x: x + 0.1, params)
     variables = {"params": params, "frozen": frozen}
     tokens = jax.random.randint(jax.random.key(2), (2, 9), 0, 512)
-    plain = scores(dataclasses.replace(model, lora=LoRA(4, 8.0)), variables, tokens)[0]
+    plain = scores(dataclasses.replace(model, lora=LoraConfig(4, 8.0)), variables, tokens)[0]
     np.testing.assert_array_equal(scores(model, variables, tokens)[0], plain)
     dropped = scores(model, variables, tokens, rngs={"dropout": jax.random.key(4)})[0]
     assert np.abs(dropped - plain).max() > 1e-3
@@ -465,7 +465,7 @@ def test_rounding_the_weights_once_changes_no_score():
 
 
 def test_an_adapter_is_not_rounded():
-    model = Transformer(architecture.KNOWN["qwen2.5-0.5b"], lora=LoRA(2, 2.0))
+    model = Transformer(architecture.KNOWN["qwen2.5-0.5b"], lora=LoraConfig(2, 2.0))
     params = {"layers": {"o": {"o_proj": {"a": jnp.ones(2) / 3, "b": jnp.ones(2) / 3}}}}
     rounded = as_computed(params, model.dtype)
     jax.tree.map(np.testing.assert_array_equal, rounded, params)

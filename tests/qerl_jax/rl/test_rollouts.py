@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from qerl_jax.checkpoint import base_model
-from qerl_jax.config import RolloutConfig
+from qerl_jax.config import LoraConfig, RolloutConfig
 from qerl_jax.data import tokenizer
 from qerl_jax.data.datasets import Problem
 from qerl_jax.generation import batch as sampling
 from qerl_jax.model.architecture import Architecture
-from qerl_jax.model.transformer import LoRA, Transformer, init_params, random_base
+from qerl_jax.model.transformer import Transformer, init_params, random_base
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import rollouts
 from qerl_jax.rl.rollouts import Rollout, Scored, Supply
@@ -33,7 +33,7 @@ def tokens():
 
 @functools.cache
 def policy_model():
-    return Transformer(ARCH, "nvfp4", LoRA(2, 4.0), jnp.float32)
+    return Transformer(ARCH, "nvfp4", LoraConfig(2, 4.0), jnp.float32)
 
 
 @functools.cache

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.config import GrpoConfig, OptimConfig
+from qerl_jax.config import GrpoConfig, LoraConfig, OptimConfig
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import (
-    LoRA,
     Transformer,
     head,
     init_params,
@@ -55,7 +54,7 @@ EVERY_OPTION = GrpoConfig(
 
 @functools.cache
 def model(dropout=0.0):
-    return Transformer(ARCH, "nvfp4", LoRA(2, 4.0, dropout, train_norms=True), jnp.float32)
+    return Transformer(ARCH, "nvfp4", LoraConfig(2, 4.0, dropout, train_norms=True), jnp.float32)
 
 
 @functools.cache
