@@ -1,14 +1,17 @@
-"""One HTML page that needs nothing else: no network, no files beside it, no script for what matters."""
+"""One HTML page that needs nothing else: no network, no files beside it, no script."""
 
 from __future__ import annotations
 
 import dataclasses
 import html
+import itertools
 from collections.abc import Sequence
 
 from qerl_jax.tracking import charts
-from qerl_jax.tracking.charts import Chart
+from qerl_jax.tracking.charts import Chart, Line
 
+# Columns of the table under a chart.
+_ENDS = ("first", "lowest", "highest", "last")
 _DARK = ("#56b4e9", "#f0894a", "#3fc99c", "#dd8cc4", "#d8b93c", "#8fc7ea")
 
 
@@ -38,25 +41,29 @@ def render(
     sections: Sequence[tuple[str, Sequence[Chart]]],
     passages: Sequence[tuple[str, Sequence[Passage]]],
 ) -> str:
-    """The page.
+    """Renders the page.
 
     Args:
-        title: Of the page.
-        subtitle: A line below.
+        title: Title of the page.
+        subtitle: A line below the title.
         figures: What matters most: a label and a value each.
-        tables: After the figures.
-        sections: Headings and their charts; one without charts is left out.
-        passages: Headings and their texts, last.
+        tables: Tables that follow the figures.
+        sections: Headings and their charts; a heading without charts is left out.
+        passages: Headings and their texts, at the end of the page.
+
+    Returns:
+        The HTML text.
     """
     body = [f"<h1>{_text(title)}</h1><p class=quiet>{_text(subtitle)}</p>"]
     if figures:
         cards = "".join(f"<div><dt>{_text(k)}</dt><dd>{_text(v)}</dd></div>" for k, v in figures)
         body.append(f"<dl class=figures>{cards}</dl>")
     body += [_table(table) for table in tables if table.rows]
+    number = itertools.count()
     for heading, each in sections:
         if each:
-            body.append(f"<h2>{_text(heading)}</h2><div class=charts>")
-            body += [*map(_chart, each), "</div>"]
+            drawn = "\n".join(_chart(chart, f"chart{next(number)}-") for chart in each)
+            body.append(f"<h2>{_text(heading)}</h2><div class=charts>{drawn}</div>")
     for heading, each in passages:
         if each:
             body.append(f"<h2>{_text(heading)}</h2>")
@@ -66,14 +73,14 @@ def render(
             ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        # Nothing may be fetched, whatever a completion holds.
+        # Nothing may be fetched and no script may run, whatever a completion holds.
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-        "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
+        "style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<meta name="color-scheme" content="light dark"><title>{_text(title)}</title>'
         f"<style>{_style()}</style></head><body><main>\n"
         + "\n".join(body)
-        + f"\n</main><script>{_SCRIPT}</script></body></html>\n"
+        + "\n</main></body></html>\n"
     )
 
 
@@ -99,18 +106,31 @@ def _table(table: Table) -> str:
     )
 
 
-def _chart(chart: Chart) -> str:
+def _chart(chart: Chart, prefix: str) -> str:
+    """A chart over a table of its lines, which is its legend and tells their values."""
     unit = f" <span class=quiet>{_text(chart.unit)}</span>" if chart.unit else ""
-    legend = "".join(
-        f"<li>{charts.swatch(index)}{_text(line.label)}</li>"
-        for index, line in enumerate(chart.lines)
-    )
-    legend = f"<ul class=legend>{legend}</ul>" if len(chart.lines) > 1 else ""
+    rows = "".join(_values(index, line) for index, line in enumerate(chart.lines))
+    head = "".join(f"<th scope=col>{name}</th>" for name in ("", *_ENDS))
     return (
-        f"<figure><figcaption><h3>{_text(chart.title)}{unit}</h3>{legend}</figcaption>"
-        f"{charts.svg(chart)}<p class=readout aria-live=polite>&nbsp;</p>"
-        f'<script type="application/json">{charts.data(chart)}</script></figure>'
+        f"<figure><figcaption><h3>{_text(chart.title)}{unit}</h3></figcaption>"
+        f"{charts.svg(chart, prefix)}"
+        f"<table class=values><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></figure>"
     )
+
+
+def _values(index: int, line: Line) -> str:
+    """The row of a line: how it is drawn, its label and its values, whose steps are shown on hover."""
+    found = charts.extremes(line.steps, line.values)
+    cells = "".join(
+        f'<td title="step {step}">{charts.number(value)}</td>'
+        for step, value in (found[name] for name in _ENDS)
+    )
+    dashes = " ".join(map(str, charts.DASHES[index % len(charts.DASHES)]))
+    swatch = (
+        f'<svg class="swatch" viewBox="0 0 26 8" aria-hidden="true"><path d="M1 4H25" '
+        f'stroke="var(--c{index % len(charts.COLOURS)})" stroke-dasharray="{dashes}"/></svg>'
+    )
+    return f"<tr><th scope=row>{swatch}{_text(line.label)}</th>{cells}</tr>"
 
 
 def _style() -> str:
@@ -134,59 +154,23 @@ p.quiet{margin:.3rem 0}
 dt{color:var(--quiet);font-size:.8rem}dd{margin:0;font-size:1.2rem;font-variant-numeric:tabular-nums}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,340px),1fr));gap:14px}
 figure{margin:0;background:var(--card);border-radius:8px;padding:12px 12px 4px;min-width:0}
-svg{display:block;width:100%;height:auto;font-size:12px;font-variant-numeric:tabular-nums}
-svg:focus-visible{outline:2px solid var(--c0);outline-offset:2px}
-svg text{fill:var(--quiet)}.grid,.cursor{stroke:var(--rule);fill:none}.cursor{stroke:var(--quiet)}
-.line,.raw{fill:none!important;stroke-width:1.8;stroke-linejoin:round}
-.raw{stroke-width:.8;opacity:.35}.band{stroke:none!important;opacity:.18}
-.legend{list-style:none;display:flex;flex-wrap:wrap;gap:2px 14px;margin:4px 0 0;padding:0;font-size:.8rem}
-.swatch{display:inline-block;width:26px;height:8px;margin-right:5px}
-.readout{margin:0;min-height:1.6em;font-size:.8rem;color:var(--quiet);font-variant-numeric:tabular-nums}
+svg{display:block;width:100%;height:auto;font-variant-numeric:tabular-nums;stroke-linejoin:round}
+svg text{font-family:system-ui,sans-serif!important}
+.swatch{display:inline-block;width:26px;height:8px;margin-right:5px;stroke-width:1.8;flex:none}
 table{border-collapse:collapse;width:100%;font-size:.9rem;font-variant-numeric:tabular-nums}
 th,td{text-align:left;padding:6px 10px;border-bottom:1px solid var(--rule);vertical-align:top}
 .wide{overflow-x:auto}
 thead th{color:var(--quiet);font-weight:600;font-size:.8rem}
+.values{font-size:.8rem;margin:4px 0}.values th,.values td{padding:1px 0 1px 8px;border:0;font-weight:400}
+.values td,.values thead th+th{text-align:right;white-space:nowrap}.values th[scope=row]{padding-left:0;overflow-wrap:anywhere}
 details{background:var(--card);border-radius:8px;padding:8px 14px;margin:8px 0}
 summary{cursor:pointer;overflow-wrap:anywhere}
 pre{white-space:pre-wrap;overflow-wrap:anywhere;font:.85rem/1.45 ui-monospace,monospace;margin:.6rem 0}
-@media(max-width:700px){thead{position:absolute;clip-path:inset(50%);width:1px;height:1px;overflow:hidden}
-table,tbody,tr,th[scope=row],td{display:block;width:auto;overflow-wrap:anywhere}th[scope=row]{border:0;padding:10px 0 2px}
-td{display:flex;justify-content:space-between;gap:16px;border:0;padding:1px 0;text-align:right}
-td::before{content:attr(data-label);color:var(--quiet);text-align:left}
-tr{border-bottom:1px solid var(--rule);padding-bottom:8px}}
+@media(max-width:700px){.wide thead{position:absolute;clip-path:inset(50%);width:1px;height:1px;overflow:hidden}
+.wide :where(table,tbody,tr,th[scope=row],td){display:block;width:auto;overflow-wrap:anywhere}
+.wide th[scope=row]{border:0;padding:10px 0 2px}
+.wide td{display:flex;justify-content:space-between;gap:16px;border:0;padding:1px 0;text-align:right}
+.wide td::before{content:attr(data-label);color:var(--quiet);text-align:left}
+.wide tr{border-bottom:1px solid var(--rule);padding-bottom:8px}}
 @media print{figure,details{break-inside:avoid}}
-"""
-# Values under the pointer, or at the place that the arrow keys move to.
-_SCRIPT = """
-for (const figure of document.querySelectorAll('figure')) {
-  const chart = JSON.parse(figure.querySelector('script').textContent);
-  const svg = figure.querySelector('svg[role=img]'), cursor = svg.querySelector('.cursor');
-  const readout = figure.querySelector('.readout');
-  const steps = [...new Set(chart.lines.flatMap(line => line.steps))].sort((a, b) => a - b);
-  let place = steps.length - 1;
-  const show = () => {
-    const step = steps[place], share = (step - chart.low) / (chart.high - chart.low);
-    const x = chart.left + share * (chart.right - chart.left);
-    cursor.setAttribute('transform', `translate(${x})`);
-    cursor.setAttribute('visibility', 'visible');
-    const values = chart.lines.filter(line => line.steps.includes(step)).map(line =>
-      (chart.lines.length > 1 ? line.label + ' ' : '') + line.values[line.steps.indexOf(step)]);
-    readout.textContent = `step ${step}: ${values.join(', ')} ${chart.unit}`;
-  };
-  svg.addEventListener('pointermove', event => {
-    const box = svg.getBoundingClientRect(), width = svg.viewBox.baseVal.width;
-    const x = (event.clientX - box.left) / box.width * width;
-    const step = chart.low + (x - chart.left) / (chart.right - chart.left) * (chart.high - chart.low);
-    place = steps.reduce((best, each, i) =>
-      Math.abs(each - step) < Math.abs(steps[best] - step) ? i : best, 0);
-    show();
-  });
-  svg.addEventListener('keydown', event => {
-    const move = {ArrowLeft: -1, ArrowRight: 1}[event.key];
-    if (!move) return;
-    event.preventDefault();
-    place = Math.min(Math.max(place + move, 0), steps.length - 1);
-    show();
-  });
-}
 """

@@ -1,4 +1,4 @@
-"""What runs came to: a page, PNG files, and a few lines of text, from the files that they left."""
+"""What runs came to, from the files that they left: a page, PNG files, lines of text, a figure, a table."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pathlib
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from matplotlib.figure import Figure
 
 from qerl_jax import config
 from qerl_jax.config import RunConfig
@@ -113,7 +115,6 @@ _SECTIONS = (
     ),
 )
 _LINES = ("reward", "entropy", "completions/mean_length", "aqn/sigma")
-_POINTS = 500  # of a line; more cannot be told apart
 # Fields in which runs of one group may differ.
 _INCIDENTAL = ("seed", "output_dir", "run_name", "report_to")
 
@@ -123,9 +124,9 @@ class Run:
     """What a run folder holds.
 
     Attributes:
-        folder: The folder.
-        cfg: Its config.toml, if it is there.
-        rows: Of metrics.jsonl.
+        folder: Path of the run folder.
+        cfg: What its config.toml says, if it is there.
+        rows: The rows of its metrics.jsonl.
     """
 
     folder: pathlib.Path
@@ -197,6 +198,43 @@ def lines(run_folder: str | pathlib.Path) -> list[str]:
     return shown
 
 
+def table(run_folder: str | pathlib.Path) -> list[dict[str, Any]]:
+    """Summarizes the metrics of a run, as rows that `pandas.DataFrame` takes.
+
+    Returns:
+        A row per metric that is a finite number at some step, with its name as "metric"; its value as
+        "first", "lowest", "highest" and "last"; and the step of each as "first_step" and so on.
+
+    Raises:
+        FileNotFoundError: When the folder holds no metrics.
+    """
+    run = read(run_folder)
+    names = dict.fromkeys(name for row in run.rows for name in row if name != "step")
+    found = {name: values for name in names if (values := run.values(name))}
+    rows = []
+    for name, values in found.items():
+        row: dict[str, Any] = {"metric": name}
+        for end, (step, value) in charts.extremes(list(values), list(values.values())).items():
+            row |= {end: value, f"{end}_step": step}
+        rows.append(row)
+    return rows
+
+
+def curves(run_folders: Sequence[str | pathlib.Path]) -> Figure:
+    """Draws the charts of the page of one or several runs into one figure.
+
+    A notebook that has run `%matplotlib inline` shows it; `savefig` writes it to a file.
+
+    Args:
+        run_folders: At least one. Runs whose configs differ in the seed only become one line.
+
+    Raises:
+        FileNotFoundError: When a folder holds no metrics.
+    """
+    sections = _sections(group([read(each) for each in run_folders]))
+    return charts.grid([chart for _, each in sections for chart in each])
+
+
 def write(
     run_folders: Sequence[str | pathlib.Path], folder: str | pathlib.Path | None = None
 ) -> pathlib.Path:
@@ -207,7 +245,8 @@ def write(
 
     Args:
         run_folders: At least one.
-        folder: Absent means `report/` of the run, or of the working directory for several.
+        folder: Folder of the page. Absent means `report/` of the run, or of the working directory
+            for several.
 
     Returns:
         The page, `<folder>/index.html`.
@@ -219,22 +258,28 @@ def write(
     if folder is None:
         folder = pathlib.Path(run_folders[0] if len(run_folders) == 1 else ".") / "report"
     folder = pathlib.Path(folder)
-    sections = [(heading, _charts(panels, groups)) for heading, panels in _SECTIONS]
-    sections.insert(1, ("Rewards by function", _charts(_reward_panels(groups), groups)))
-    folder.mkdir(parents=True, exist_ok=True)
+    sections = _sections(groups)
     text = page.render(
         " against ".join(each.label for each in groups) if len(groups) < 4 else "Runs compared",
         _subtitle(groups),
-        _figures(groups[0]) if len(groups) == 1 else [],
+        _figures(groups[0].runs[0]) if len(groups) == 1 else [],
         [_runs_table(groups), _benchmarks_table(groups), _differences_table(groups)],
         sections,
         [("Completions", _samples(groups)), ("Settings", _configs(groups))],
     )
+    folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "index.html", text)
     for _, each in sections:
         for chart in each:
             charts.png(chart, folder / f"{chart.slug}.png")
     return folder / "index.html"
+
+
+def _sections(groups: Sequence[Group]) -> list[tuple[str, list[Chart]]]:
+    """Headings of the page and their charts."""
+    sections = [(heading, _charts(panels, groups)) for heading, panels in _SECTIONS]
+    sections.insert(1, ("Rewards by function", _charts(_reward_panels(groups), groups)))
+    return sections
 
 
 def _settings(cfg: RunConfig) -> dict[str, Any]:
@@ -272,32 +317,25 @@ def _line(label: str, metric: str, each: Group) -> Line | None:
         ends = [each.runs[0].values(f"{metric}_{end}") for end in ("low", "high")]
         if all(set(steps) <= end.keys() for end in ends):
             low, high = ([end[step] for step in steps] for end in ends)
-    columns = [c if c is None else _thinned(c) for c in (means, low, high)]
-    return Line(label, tuple(map(round, _thinned(steps))), *columns)
-
-
-def _thinned(values: Sequence[float]) -> tuple[float, ...]:
-    """At most `_POINTS` of them: means of neighbours."""
-    width = -(-len(values) // _POINTS)
-    parts = (values[i : i + width] for i in range(0, len(values), width))
-    return tuple(values) if width == 1 else tuple(map(statistics.fmean, parts))
+    columns = (column and tuple(column) for column in (means, low, high))
+    return Line(label, tuple(steps), *columns)
 
 
 def _charts(panels: Iterable, groups: Sequence[Group]) -> list[Chart]:
     """One group: a chart per panel, its metrics side by side. Several: a chart per metric, with all groups."""
-    drawn = []
+    found = []
     for title, unit, metrics, log_axis in panels:
         if len(groups) == 1:
-            each = [_line(label, metric, groups[0]) for metric, label in metrics]
-            drawn.append((title, unit, each, log_axis))
-            continue
-        for metric, label in metrics:
-            name = title if len(metrics) == 1 else f"{title}: {label}"
-            drawn.append((name, unit, [_line(g.label, metric, g) for g in groups], log_axis))
-    found = [
-        (t, u, tuple(line for line in each if line), log_axis) for t, u, each, log_axis in drawn
-    ]
-    return [Chart(*chart) for chart in found if chart[2] and _says_something(chart[2])]
+            drawn = {title: [_line(label, metric, groups[0]) for metric, label in metrics]}
+        else:
+            drawn = {
+                title if len(metrics) == 1 else f"{title}: {label}": [
+                    _line(each.label, metric, each) for each in groups
+                ]
+                for metric, label in metrics
+            }
+        found += [Chart(name, unit, tuple(filter(None, l)), log_axis) for name, l in drawn.items()]
+    return [chart for chart in found if _says_something(chart.lines)]
 
 
 def _says_something(each: Sequence[Line]) -> bool:
@@ -305,20 +343,13 @@ def _says_something(each: Sequence[Line]) -> bool:
     return any(value != 0 for line in each for value in line.values)
 
 
-def _reward_panels(groups: Sequence[Group]):
-    names = sorted(
-        {
-            name
-            for each in groups
-            for run in each.runs
-            for row in run.rows
-            for name in row
-            if name.startswith("rewards/") and name.endswith("/mean")
-        }
-    )
-    # A single one is the reward itself.
-    names = names if len(names) > 1 else []
-    return [(name.split("/")[1], "", ((name, "mean"),), False) for name in names]
+def _reward_panels(groups: Sequence[Group]) -> list[tuple]:
+    """A panel per reward function; none for a single one, which is the reward itself."""
+    rows = (row for each in groups for run in each.runs for row in run.rows)
+    metrics = {name for row in rows for name in row if name.startswith("rewards/")}
+    names = sorted(name for name in metrics if name.endswith("/mean"))
+    panels = [(name.split("/")[1], "", ((name, "mean"),), False) for name in names]
+    return panels if len(panels) > 1 else []
 
 
 def _subtitle(groups: Sequence[Group]) -> str:
@@ -354,9 +385,8 @@ def _accuracy(run: Run) -> str:
     return text if None in ends else f"{text} [{ends[0]:.3f}, {ends[1]:.3f}]"
 
 
-def _figures(only: Group) -> list[tuple[str, str]]:
-    """Of one group's first run."""
-    run = only.runs[0]
+def _figures(run: Run) -> list[tuple[str, str]]:
+    """The numbers that matter most, as far as the run has them."""
     tokens = _last(run, "num_tokens")
     found = {
         "Held-out accuracy, 95 %": _accuracy(run),

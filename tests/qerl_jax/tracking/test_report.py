@@ -88,16 +88,29 @@ def test_metrics_that_are_not_numbers_leave_a_gap(tmp_path):
         series([tmp_path / "run"], "KL to the reference")  # all zero
 
 
-def test_long_runs_are_thinned_to_means(tmp_path):
-    (line,) = series([make_run(tmp_path / "run", steps=1200)], "Reward")
-    assert len(line.steps) == 400 and line.steps[0] == 2
-    assert line.values[0] == pytest.approx(0.05 * 2)
-
-
 def test_runs_of_one_name_are_told_apart_by_their_paths(tmp_path):
     folders = [make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run", noise=None)]
     groups = report.group([report.read(each) for each in folders])
     assert [each.label for each in groups] == list(map(str, folders))
+
+
+def test_the_table_has_a_row_per_metric_with_its_ends_and_extremes(tmp_path):
+    rows = {row.pop("metric"): row for row in report.table(make_run(tmp_path / "run"))}
+    assert rows["eval/accuracy"] == {
+        **{"first": 0.3, "first_step": 0, "lowest": 0.3, "lowest_step": 0},
+        **{"highest": 0.6, "highest_step": 12, "last": 0.6, "last_step": 12},
+    }
+    assert rows["aqn/sigma"]["highest_step"] == 3 and rows["loss"]["last"] == -0.1
+    assert "step" not in rows and len(rows) == 15
+
+
+def test_the_figure_has_the_charts_of_the_page(tmp_path):
+    folders = [make_run(tmp_path / name, seed) for seed, name in enumerate("ab")]
+    figure = report.curves(folders)
+    titles = [axes.get_title() for axes in figure.axes]
+    pictures = list(report.write(folders, tmp_path / "page").parent.glob("*.png"))
+    assert titles[:2] == ["Reward", "Held-out accuracy"] and len(titles) == len(pictures)
+    figure.savefig(tmp_path / "all.png")
 
 
 @pytest.fixture(scope="module")
@@ -145,9 +158,21 @@ def test_the_page_says_what_the_runs_came_to(compared):
 
 def test_the_page_needs_nothing_but_itself(compared):
     text = compared.read_text()
-    assert not re.search(r"\b(?:src|href)=|url\(|@import|https?:", text)
+    # A drawing may refer to what it defines, by "#" and an id.
+    assert not re.search(r'\b(?:src|href)=(?!"#)|url\((?!#)|@import|https?:', text)
     assert "default-src 'none'" in text
-    assert "<script>document.title" not in text  # a completion's
+    assert "<script" not in text  # a completion holds one
+    ids = re.findall(r'\bid="([^"]*)"', text)
+    assert len(set(ids)) == len(ids) > 100
+
+
+def test_under_each_chart_stand_its_lines_with_their_values(compared):
+    text = compared.read_text()
+    figure = next(f for f in text.split("<figure>") if "<h3>Reward<" in f)
+    cells = re.findall(r'<td title="step (\d+)">([^<]*)<', figure)
+    ends = [("1", "0.065"), ("1", "0.065"), ("12", "0.615"), ("12", "0.615")]
+    assert cells[:4] == ends and len(cells) == 8
+    assert re.findall(r"</svg>([^<]+)</th>", figure) == ["noise (2 runs)", "silent"]
 
 
 def luminance(colour):
@@ -190,15 +215,15 @@ const look = width => {
   frame.onload = () => {
     const page = frame.contentDocument, root = page.documentElement;
     const chart = page.querySelector('figure svg[role=img]'), box = chart.getBoundingClientRect();
-    chart.dispatchEvent(new PointerEvent('pointermove', {clientX: box.right, clientY: box.top}));
-    const read = chart.parentElement.querySelector('.readout').textContent;
-    chart.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowLeft'}));
+    const letters = parseFloat(getComputedStyle(chart.querySelector('text')).fontSize);
+    const line = chart.querySelector('path[style*="--c0"]');
     const columns = getComputedStyle(page.querySelector('.charts')).gridTemplateColumns;
     next({
       width, overflow: root.scrollWidth - root.clientWidth, title: page.title,
       charts: page.querySelectorAll('figure').length, columns: columns.split(' ').length,
-      read, before: chart.parentElement.querySelector('.readout').textContent,
-      lettering: 12 * box.width / chart.viewBox.baseVal.width,
+      values: chart.parentElement.querySelector('tbody').textContent,
+      lettering: letters * box.width / chart.viewBox.baseVal.width,
+      colour: getComputedStyle(line).stroke,
       head: page.querySelector('thead').getBoundingClientRect().height,
     });
   };
@@ -225,8 +250,8 @@ def test_a_browser_shows_the_page_on_a_phone_and_on_a_desk(compared, tmp_path):
     for seen in (phone, desk):
         assert seen["overflow"] <= 0  # nothing has to be scrolled sideways
         assert seen["charts"] >= 10 and seen["title"] == "noise (2 runs) against silent"
-        assert seen["read"].startswith("step 12: noise (2 runs) 0.615, silent 0.7")
-        assert seen["before"].startswith("step 11: ")
+        assert seen["values"].startswith("noise (2 runs)0.0650.0650.6150.615silent")
         assert seen["lettering"] >= 9  # pixels
+        assert seen["colour"] == "rgb(0, 114, 178)"  # the page's own variable reaches the drawing
     assert (phone["columns"], desk["columns"]) == (1, 3)
     assert phone["head"] <= 1 < desk["head"]  # on a phone every cell carries its column's name
