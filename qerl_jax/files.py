@@ -8,7 +8,7 @@ import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 # Suffixes of what a model or an adapter is made of.
@@ -96,42 +96,82 @@ def fingerprint(folder: pathlib.Path) -> str | None:
     return found.hexdigest()
 
 
+def content_hashes(
+    folders: Mapping[str, Any], files: Mapping[str, Any] | None = None
+) -> dict[str, str | None]:
+    """`<name>.sha256` of model or adapter folders and of files, for what a job depends on; None where none is there.
+
+    Args:
+        folders: By name, a path (see `fingerprint`) or None; the name of a model of the hub is no path.
+        files: By name, a path (see `digest`) or None.
+    """
+    kinds = (fingerprint, folders), (digest, files or {})
+    return {
+        f"{name}.sha256": None if path is None else content_hash(pathlib.Path(path))
+        for content_hash, paths in kinds
+        for name, path in paths.items()
+    }
+
+
+# What a file of another call is answered with.
+_OTHER_SETTINGS = "{path} is what a call with other settings has left ({changed}): choose another file, or remove that one"
+
+
 class Progress:
-    """A file whose first line says of what it is, and which then has a value per line, as JSON.
+    """The results of a job that may be killed, one a line in a .jsonl file, and the settings that they depend on.
+
+    A later call of the same job reads `values` and goes on after the last of them.
 
     Args:
         path: The file; made where it is not there.
-        identity: All that a value depends on.
+        identity: All that a result depends on; anything that JSON can hold.
+        settings: A file for the identity; None puts it in the first line of `path`.
+        refusal: The error where the settings differ; `{path}`, `{folder}` and `{changed}` are filled in.
 
     Attributes:
-        values: What is in the file.
+        values: The results so far, as they are read from the file.
+        identity: As it is read from the file.
 
     Raises:
-        ValueError: Where the file is something else, or holds values of something else.
+        ValueError: Where the file is something else, or holds results under other settings.
     """
 
-    def __init__(self, path: pathlib.Path, identity: dict[str, Any]):
-        self.path, self.values = path, []
-        if found := whole_lines(path):
-            before, *self.values = found
-            if not isinstance(before, dict) or before.keys().isdisjoint(identity):
-                raise ValueError(
-                    f"{path}: must be what an earlier call has left; it is something else"
-                )
-            # Where nothing was found yet, the first call may have been a mistake.
-            if (changed := changes(before, identity)) and self.values:
-                raise ValueError(
-                    f"{path} is what a call with other settings has left ({', '.join(changed)}): choose "
-                    "another file, or remove that one"
-                )
-        write_whole(path, "".join(map(to_line, (identity, *self.values))))
+    def __init__(
+        self,
+        path: pathlib.Path,
+        identity: dict[str, Any],
+        *,
+        settings: pathlib.Path | None = None,
+        refusal: str = _OTHER_SETTINGS,
+    ):
+        self.path, self.identity = path, json.loads(to_line(identity))
+        before, self.values = self._left_behind(settings)
+        if not isinstance(before, dict) or before.keys().isdisjoint(self.identity):
+            raise ValueError(f"{path}: must be what an earlier call has left; it is something else")
+        # Where there is no result yet, the first call may have been a mistake.
+        if (changed := changes(before, self.identity)) and self.values:
+            names = {"path": path, "folder": path.parent, "changed": ", ".join(changed)}
+            raise ValueError(refusal.format(**names))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if settings is not None:
+            write_whole(settings, json.dumps(self.identity, indent=2, ensure_ascii=False) + "\n")
+        head = [] if settings is not None else [self.identity]
+        write_whole(path, "".join(map(to_line, (*head, *self.values))))
+
+    def _left_behind(self, settings: pathlib.Path | None) -> tuple[Any, list[Any]]:
+        """The identity and the results of an earlier call; this call's identity and none where there was none."""
+        lines = whole_lines(self.path)
+        if settings is not None:
+            before = read_json(settings) if settings.is_file() and lines else self.identity
+            return before, lines
+        return (lines[0], lines[1:]) if lines else (self.identity, [])
 
     def add(self, values: Iterable[Any]) -> None:
-        """Puts values at the end."""
-        values = list(values)
+        """Appends results."""
+        lines = [to_line(value) for value in values]
         with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(map(to_line, values)))
-        self.values += values
+            file.write("".join(lines))
+        self.values += map(json.loads, lines)
 
 
 def whole_lines(path: pathlib.Path) -> list[Any]:
@@ -155,5 +195,5 @@ def changes(before: dict[str, Any], identity: dict[str, Any]) -> list[str]:
 
 
 def to_line(value: Any) -> str:
-    """A line of a .jsonl file."""
-    return json.dumps(value, ensure_ascii=False) + "\n"
+    """A line of a .jsonl file; what JSON has no form for, such as a path, is written as text."""
+    return json.dumps(value, ensure_ascii=False, default=str) + "\n"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from qerl_jax.data.tokenizer import Prompt
-from qerl_jax.files import Progress, fingerprint, to_line, write_whole
+from qerl_jax.files import Progress, content_hashes, to_line, write_whole
 from qerl_jax.generation.generator import Generator
 
 # What is written beside a prompt; log-probabilities are those at its temperature.
@@ -77,13 +77,8 @@ def _identity(
     prompts: Sequence[Prompt],
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Everything that a row of the file depends on, as plain JSON; of a model of the hub, its name."""
-    identity = policy | options
-    for name in ("model", "adapter"):
-        if policy[name] is not None:
-            identity[name] = str(policy[name])
-            identity[f"{name}.sha256"] = fingerprint(pathlib.Path(policy[name]))
+    """Everything that a row of the file depends on; of a model of the hub, its name."""
     asked = json.dumps([rows, prompts], ensure_ascii=False)
-    identity["prompts.sha256"] = hashlib.sha256(asked.encode()).hexdigest()
-    # As it will be read.
-    return json.loads(json.dumps(identity))
+    prompts_hash = hashlib.sha256(asked.encode()).hexdigest()
+    hashes = content_hashes({name: policy[name] for name in ("model", "adapter")})
+    return policy | options | hashes | {"prompts.sha256": prompts_hash}
