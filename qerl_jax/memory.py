@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import runtime
-from qerl_jax.checkpoint import base_model
+from qerl_jax.checkpoint import hf_folder
 from qerl_jax.config import ConfigError, RunConfig
 from qerl_jax.generation import engine
 from qerl_jax.generation.page_pool import pages_for, pages_wanted
@@ -388,7 +388,7 @@ def _architecture(cfg: RunConfig) -> Architecture:
     known = architecture.known(name)
     if known and not pathlib.Path(name).expanduser().is_dir():
         return known
-    return architecture.load(base_model.local_folder(name, weights=False))
+    return architecture.load(hf_folder.local_folder(name, weights=False))
 
 
 def _width(cfg: RunConfig) -> int:

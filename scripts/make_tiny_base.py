@@ -27,7 +27,7 @@ import numpy as np
 import optax
 from safetensors.numpy import save_file
 
-from qerl_jax.checkpoint.base_model import TINY
+from qerl_jax.checkpoint.hf_folder import TINY
 from qerl_jax.data import arithmetic, tokenizer
 from qerl_jax.model import logprobs
 from qerl_jax.model.architecture import Architecture, from_hf

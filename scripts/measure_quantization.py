@@ -27,7 +27,7 @@ from qerl_jax.quantization.quantizer import Recipe, quantize
 def load(folder: str, weights: str):
     """A model and its frozen base, computed in float32."""
     cfg = ModelConfig(str(folder), weights=weights, dtype="float32")
-    return base_model.load_policy(cfg, None)
+    return base_model.load_base(cfg, None)
 
 
 def mean_kl(reference, other, ids: np.ndarray, lengths: np.ndarray, rows: int = 8) -> float:

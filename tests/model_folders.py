@@ -25,7 +25,7 @@ ARCH = architecture.load(DENSE)
 @functools.cache
 def base(folder, weights):
     model = Transformer(architecture.load(folder), weights, None, jnp.float32)
-    return base_model.load_base(folder, model)
+    return base_model.read_base(folder, model)
 
 
 def assert_trees_equal(actual, expected):

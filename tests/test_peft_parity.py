@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.checkpoint import base_model, peft
+from qerl_jax.checkpoint import base_model, hf_folder, peft
 from qerl_jax.config import LoraConfig, ModelConfig
 from qerl_jax.model import layers
 from qerl_jax.model.transformer import head, init_params
@@ -30,16 +30,16 @@ needs_peft = pytest.mark.skipif(
 @pytest.mark.parametrize("train_norms", [False, True], ids=["lora", "lora and norms"])
 def test_peft_gives_our_logits_from_an_exported_adapter(train_norms, tmp_path):
     cfg = ModelConfig("qerl-tiny", weights="float32", dtype="float32")
-    model, frozen, _ = base_model.load_policy(cfg, LoraConfig(8, 16.0, 0.0, train_norms))
+    model, frozen, _ = base_model.load_base(cfg, LoraConfig(8, 16.0, 0.0, train_norms))
     params = init_params(model, frozen, jax.random.key(0))
     keys = iter(jax.random.split(jax.random.key(1), 100))
     # Away from the start, where B is zero and norms are the base's.
     params = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(next(keys), x.shape), params)
     tokens = np.asarray(jax.random.randint(jax.random.key(2), (2, 20), 0, 426), np.int64)
 
-    peft.export_adapter(tmp_path / "adapter", params, model.lora, str(base_model.TINY))
+    peft.export_adapter(tmp_path / "adapter", params, model.lora, str(hf_folder.TINY))
     np.save(tmp_path / "ids.npy", tokens)
-    paths = [base_model.TINY, tmp_path / "adapter", tmp_path / "ids.npy", tmp_path / "out.npz"]
+    paths = [hf_folder.TINY, tmp_path / "adapter", tmp_path / "ids.npy", tmp_path / "out.npz"]
     subprocess.run([torch_python("peft"), SCRIPTS / "peft_logits.py", *map(str, paths)], check=True)
     theirs = np.load(tmp_path / "out.npz")
 
@@ -93,12 +93,12 @@ def test_an_adapter_that_peft_saved_gives_pefts_logits(options, tmp_path):
     tokens = np.asarray(jax.random.randint(jax.random.key(2), (2, 20), 0, 426), np.int64)
     np.save(tmp_path / "ids.npy", tokens)
     names = ("options.json", "ids.npy", "adapter", "out.npy")
-    paths = [base_model.TINY, *(tmp_path / name for name in names)]
+    paths = [hf_folder.TINY, *(tmp_path / name for name in names)]
     subprocess.run([torch_python("peft"), SCRIPTS / "peft_writes.py", *map(str, paths)], check=True)
     theirs = np.load(tmp_path / "out.npy")
 
     cfg = ModelConfig("qerl-tiny", weights="float32", dtype="float32")
-    model, frozen, _ = base_model.load_policy(cfg, peft.read_lora(tmp_path / "adapter"))
+    model, frozen, _ = base_model.load_base(cfg, peft.read_lora(tmp_path / "adapter"))
     params = peft.import_adapter(tmp_path / "adapter", model)
     hidden, _ = model.apply({"params": params, "frozen": frozen}, jnp.asarray(tokens, jnp.int32))
     np.testing.assert_allclose(layers.logits(hidden, head(frozen)), theirs, atol=2e-4)

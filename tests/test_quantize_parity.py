@@ -10,7 +10,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from qerl_jax.checkpoint import base_model
+from qerl_jax.checkpoint import hf_folder
 from qerl_jax.quantization.calibration import Calibration
 from qerl_jax.quantization.quantizer import Recipe, quantize
 from tests.parity import torch_python
@@ -34,7 +34,7 @@ def test_transformers_gives_our_logits_from_a_quantized_folder(case, tmp_path):
     recipe, library = CASES[case]
     if torch_python(library) is None:
         pytest.skip(f"no interpreter with torch and {library} is known")
-    quantize(str(base_model.TINY), tmp_path / "out", recipe, lambda line: None)
+    quantize(str(hf_folder.TINY), tmp_path / "out", recipe, lambda line: None)
     np.save(tmp_path / "ids.npy", TOKENS.astype(np.int64))
     paths = [tmp_path / "out", tmp_path / "ids.npy", tmp_path / "out.npy"]
     subprocess.run([torch_python(library), SCRIPT, *map(str, paths)], check=True)

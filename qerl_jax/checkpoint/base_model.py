@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import NVFP4Tensor, PackedWeight, nvfp4, prepare
 from qerl_jax.checkpoint import packed_formats
+from qerl_jax.checkpoint.hf_folder import local_folder
 from qerl_jax.checkpoint.packed_formats import Format, Packed
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.config import DENSE, LoraConfig, ModelConfig
@@ -22,35 +23,47 @@ from qerl_jax.model.architecture import LAYER_NORMS, PARENT, Architecture
 from qerl_jax.model.transformer import Transformer, abstract_base, random_base
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
-TINY = pathlib.Path(__file__).parents[1] / "assets" / "tiny"
 
 
-def load_policy(
+def load_base(
     cfg: ModelConfig, lora: LoraConfig | None, seed: int = 0
 ) -> tuple[Transformer, Any, Tokenizer]:
-    """The model, its frozen base on the device, and its tokenizer.
+    """Reads the base that a config names: the model, its `frozen` tree on the device, and the tokenizer.
 
     Args:
         cfg: Which base, and how its linears are held.
-        lora: Shape of the adapter, or None for the bare base.
-        seed: Of a random base.
+        lora: Shape of the adapter that the model is to take, or None for the bare base.
+        seed: Random seed for a random base.
 
     Raises:
         FileNotFoundError, SafetensorsError: When files are missing or cut short; before any weight
             is read.
         ValueError, NotImplementedError: When the model or its tokenizer cannot be used.
     """
-    known = cfg.random_base and cfg.model_name_or_path in architecture.KNOWN
-    folder = None if known else local_folder(cfg.model_name_or_path, weights=not cfg.random_base)
-    arch = architecture.KNOWN[cfg.model_name_or_path] if known else architecture.load(folder)
+    is_shape = cfg.random_base and cfg.model_name_or_path in architecture.KNOWN
+    folder = None if is_shape else local_folder(cfg.model_name_or_path, weights=not cfg.random_base)
+    arch = architecture.KNOWN[cfg.model_name_or_path] if is_shape else architecture.load(folder)
     if cfg.weights not in DENSE:
         packed_formats.named(cfg.weights).check(arch)
-    source = cfg.tokenizer_name_or_path
-    if known and cfg.trainable == "full":
+    if is_shape and cfg.trainable == "full":
         raise ValueError(
             f"model.trainable: got 'full'; {cfg.model_name_or_path!r} is a shape without files, from "
             "which the checkpoint of a run could take its config.json"
         )
+    tokens = _tokenizer(cfg, folder, arch)
+    model = Transformer(arch, cfg.weights, lora, jnp.dtype(cfg.dtype))
+    if cfg.random_base:
+        frozen = random_base(model, jax.random.key(seed))
+    else:
+        frozen = read_base(folder, model)
+    if cfg.trainable == "full":
+        model = model.clone(lora=None, full=True)
+    return model, frozen, tokens
+
+
+def _tokenizer(cfg: ModelConfig, folder: pathlib.Path | None, arch: Architecture) -> Tokenizer:
+    """The tokenizer that the config names, else that of the base's folder; its ids must be rows of the embedding."""
+    source = cfg.tokenizer_name_or_path
     if source is None and folder is None:
         raise ValueError(
             f"model.tokenizer_name_or_path: missing; {cfg.model_name_or_path!r} is a shape without files of its own"
@@ -61,42 +74,10 @@ def load_policy(
             f"model.tokenizer_name_or_path: has ids up to {tokens.num_tokens - 1}; "
             f"the model's embedding has only {arch.vocab_size} rows"
         )
-    model = Transformer(arch, cfg.weights, lora, jnp.dtype(cfg.dtype))
-    frozen = (
-        random_base(model, jax.random.key(seed)) if cfg.random_base else load_base(folder, model)
-    )
-    if cfg.trainable == "full":
-        model = model.clone(lora=None, full=True)
-    return model, frozen, tokens
+    return tokens
 
 
-def local_folder(name_or_path: str, *, weights: bool = True) -> pathlib.Path:
-    """A local folder as it is, "qerl-tiny" in the package, anything else downloaded from the hub.
-
-    Raises:
-        FileNotFoundError: When it is neither a folder nor a model of the hub that can be reached.
-    """
-    if name_or_path == "qerl-tiny":
-        return TINY
-    folder = pathlib.Path(name_or_path).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute() or name_or_path.startswith("."):
-        raise FileNotFoundError(f"no such folder: {name_or_path}")
-    import huggingface_hub
-
-    patterns = ["*.json", "*.txt", "*.jinja", "tokenizer*"] + (["*.safetensors"] if weights else [])
-    try:
-        return pathlib.Path(
-            huggingface_hub.snapshot_download(name_or_path, allow_patterns=patterns)
-        )
-    except Exception as error:
-        raise FileNotFoundError(
-            f"{name_or_path!r} is no local folder, and the hub did not give it: {type(error).__name__}: {error}"
-        ) from error
-
-
-def load_base(folder: str | pathlib.Path, model: Transformer) -> Any:
+def read_base(folder: str | pathlib.Path, model: Transformer) -> Any:
     """Reads a Hugging Face checkpoint into the `frozen` tree, layer by layer.
 
     16-bit linears are packed on the device as they are read (round to nearest; for NVFP4 q/k/v share

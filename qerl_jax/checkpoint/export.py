@@ -78,7 +78,7 @@ def export(
     """
     run = pathlib.Path(run)
     cfg = _config(run)
-    folder = base_model.local_folder(cfg.model.model_name_or_path)
+    folder = hf_folder.local_folder(cfg.model.model_name_or_path)
     if cfg.model.trainable == "full":
         folder = _trained_model(run, to, step)
     base = _checked_base(cfg, folder, to, base)
@@ -198,7 +198,7 @@ class _Policy:
         self.cfg, self.folder, self.step = cfg, folder, step
         full = cfg.model.trainable == "full"
         base = dataclasses.replace(cfg.model, model_name_or_path=str(folder), trainable="lora")
-        self.model, self.frozen, tokens = base_model.load_policy(base, None if full else cfg.lora)
+        self.model, self.frozen, tokens = base_model.load_base(base, None if full else cfg.lora)
         if full:
             self.params: dict[str, Any] = {}
         elif step is None and (run / "adapter").is_dir():
@@ -222,7 +222,7 @@ class _Policy:
         """The same with a whole model that was written."""
         weights = "nvfp4" if to == "nvfp4" else str(self.dtype)
         model = Transformer(architecture.load(folder), weights, None, self.model.dtype)
-        return self._logps(model, {"frozen": base_model.load_base(folder, model)})
+        return self._logps(model, {"frozen": base_model.read_base(folder, model)})
 
     @property
     def dtype(self) -> np.dtype:

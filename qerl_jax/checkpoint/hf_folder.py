@@ -16,9 +16,37 @@ from qerl_jax.files import read_json, whole_folder
 from qerl_jax.model.architecture import LAYER_NORMS
 from qerl_jax.model.transformer import Transformer, abstract_base
 
+# The base in the package.
+TINY = pathlib.Path(__file__).parents[1] / "assets" / "tiny"
 # Beside the weights; not what describes the weights of the folder that they are copied from.
 _COPIED = (".json", ".txt", ".jinja", ".model")
 _OWN = ("hf_quant_config.json", "quantization_report.json", "export.json")
+
+
+def local_folder(name_or_path: str, *, weights: bool = True) -> pathlib.Path:
+    """Finds a model folder: a local one as it is, "qerl-tiny" in the package, any other downloaded from the hub.
+
+    Raises:
+        FileNotFoundError: When it is neither a folder nor a model of the hub that can be reached.
+    """
+    if name_or_path == "qerl-tiny":
+        return TINY
+    folder = pathlib.Path(name_or_path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or name_or_path.startswith("."):
+        raise FileNotFoundError(f"no such folder: {name_or_path}")
+    import huggingface_hub
+
+    patterns = ["*.json", "*.txt", "*.jinja", "tokenizer*"] + (["*.safetensors"] if weights else [])
+    try:
+        return pathlib.Path(
+            huggingface_hub.snapshot_download(name_or_path, allow_patterns=patterns)
+        )
+    except Exception as error:
+        raise FileNotFoundError(
+            f"{name_or_path!r} is no local folder, and the hub did not give it: {type(error).__name__}: {error}"
+        ) from error
 
 
 def fill_folder(
@@ -78,7 +106,7 @@ def fill_folder(
 def export_model(
     folder: str | pathlib.Path, model: Transformer, base: Any, source: str | pathlib.Path
 ) -> None:
-    """Writes a dense base as a Hugging Face folder that `load_base`, transformers and vLLM read.
+    """Writes a dense base as a Hugging Face folder that `read_base`, transformers and vLLM read.
 
     Weights are written in the type in which `model` holds a base (bfloat16 or float32), config and
     tokenizer are the source's. The folder appears whole or not at all.

@@ -1,4 +1,4 @@
-"""Which model and adapter are meant, from what a user names: a hub name, a PEFT folder, a run folder."""
+"""A policy, from what a user names (a hub name, a PEFT folder, a run folder) to variables on the device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from qerl_jax.model.transformer import Transformer
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
-    """A base with or without an adapter, and where it comes from.
+class PolicySource:
+    """Which base and which adapter make a policy, and the run that they come from.
 
     Attributes:
         model: The base.
         adapter: A PEFT folder; None for the bare base.
-        run: The config of the run that it comes from, if that is known.
-        folder: Where the run folder is, if there is one.
+        run: The config of the run that trained the policy, if that is known.
+        folder: The run folder, if there is one.
     """
 
     model: ModelConfig
@@ -32,7 +32,7 @@ class Policy:
 
     @property
     def name(self) -> str:
-        """Short, for a folder: what distinguishes it within its run, or the last part of its path."""
+        """A short name for a folder: what distinguishes the policy within its run, or the last part of its path."""
         if self.adapter is not None:
             return self.adapter.resolve().name
         model = pathlib.PurePath(self.model.model_name_or_path)
@@ -40,13 +40,49 @@ class Policy:
         return "base" if is_before_training else model.name
 
 
-def find(
-    model: str | None, adapter: str | pathlib.Path | None, *, base: bool = False, **held: str | None
-) -> Policy:
-    """The policy that a model and an adapter name.
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A policy on the device.
+
+    Attributes:
+        model: The modules.
+        variables: `frozen` (the base) and, with an adapter, `params`.
+        tokenizer: The tokenizer of the base.
+        source: Where the policy came from.
+    """
+
+    model: Transformer
+    variables: dict[str, Any]
+    tokenizer: Tokenizer
+    source: PolicySource
+
+
+def load_policy(source: PolicySource, seed: int = 0) -> Policy:
+    """Reads a base and its adapter onto the device.
 
     Args:
-        model: A folder or hub name; absent means the adapter's base, or the one in the package.
+        source: From `find_policy`, or made of a model and an adapter.
+        seed: Random seed for a random base.
+
+    Raises:
+        FileNotFoundError, SafetensorsError, ValueError, NotImplementedError: See `base_model.load_base`,
+            `peft.read_lora` and `peft.import_adapter`.
+    """
+    lora = None if source.adapter is None else peft.read_lora(source.adapter)
+    model, frozen, tokenizer = base_model.load_base(source.model, lora, seed)
+    variables = {"frozen": frozen}
+    if source.adapter is not None:
+        variables["params"] = peft.import_adapter(source.adapter, model)
+    return Policy(model, variables, tokenizer, source)
+
+
+def find_policy(
+    model: str | None, adapter: str | pathlib.Path | None, *, base: bool = False, **held: str | None
+) -> PolicySource:
+    """Finds the policy that a model and an adapter name; nothing but configs is read.
+
+    Args:
+        model: A folder or hub name; None means the adapter's base, or the one in the package.
         adapter: A PEFT folder, or a run folder: then its exported adapter (or model) and its config.
         base: Leave the adapter away: the policy before training, under the same prompt.
         **held: `weights` and `dtype`, where they are not to be the run's.
@@ -57,39 +93,36 @@ def find(
     run = folder = None
     if adapter is not None:
         adapter = pathlib.Path(adapter)
-        is_run = (adapter / "config.toml").is_file()
-        is_of_run = (
-            adapter.name in ("adapter", "best") and (adapter.parent / "config.toml").is_file()
-        )
-        if is_run or is_of_run:
-            folder = adapter if is_run else adapter.parent
-            run = config.load(folder / "config.toml")
-        if is_run and run.model.trainable == "full":
+        folder = _run_folder(adapter)
+        run = None if folder is None else config.load(folder / "config.toml")
+        if adapter == folder and run.model.trainable == "full":
             model, adapter = model or (None if base else str(folder / "model")), None
-        elif is_run:
+        elif adapter == folder:
             adapter = folder / "adapter"
-        if adapter is not None and not (adapter / "adapter_config.json").is_file():
-            raise FileNotFoundError(f"no adapter_config.json in {adapter}, nor is it a run folder")
+    if adapter is not None and not (adapter / "adapter_config.json").is_file():
+        raise FileNotFoundError(f"no adapter_config.json in {adapter}, nor is it a run folder")
     if model is None and adapter is not None and run is None:
-        model = read_json(adapter / "adapter_config.json").get("base_model_name_or_path")
-        if model is None:
-            raise ValueError(
-                f"{adapter}: its adapter_config.json says no base_model_name_or_path: give --model"
-            )
+        model = _base_of_adapter(adapter)
     table = {} if run is None else config.to_table(run.model) | {"trainable": "lora"}
     given = {"model_name_or_path": model, **held}
     table |= {name: value for name, value in given.items() if value is not None}
     table.setdefault("model_name_or_path", "qerl-tiny")
-    return Policy(
-        config.from_table(ModelConfig, table, "model."), None if base else adapter, run, folder
-    )
+    cfg = config.from_table(ModelConfig, table, "model.")
+    return PolicySource(cfg, None if base else adapter, run, folder)
 
 
-def load(policy: Policy, seed: int = 0) -> tuple[Transformer, dict[str, Any], Tokenizer]:
-    """The model, its variables on the device, and the tokenizer; `seed` is a random base's."""
-    lora = None if policy.adapter is None else peft.read_lora(policy.adapter)
-    model, frozen, tokenizer = base_model.load_policy(policy.model, lora, seed)
-    variables = {"frozen": frozen}
-    if policy.adapter is not None:
-        variables["params"] = peft.import_adapter(policy.adapter, model)
-    return model, variables, tokenizer
+def _run_folder(folder: pathlib.Path) -> pathlib.Path | None:
+    """The run folder that a folder is, or whose adapter it is; None for an adapter from elsewhere."""
+    if (folder / "config.toml").is_file():
+        return folder
+    is_of_run = folder.name in ("adapter", "best") and (folder.parent / "config.toml").is_file()
+    return folder.parent if is_of_run else None
+
+
+def _base_of_adapter(adapter: pathlib.Path) -> str:
+    name = read_json(adapter / "adapter_config.json").get("base_model_name_or_path")
+    if name is None:
+        raise ValueError(
+            f"{adapter}: its adapter_config.json says no base_model_name_or_path: give --model"
+        )
+    return name

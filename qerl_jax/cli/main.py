@@ -456,7 +456,7 @@ def _filter(argv: list[str]) -> None:
         reward=args.reward,
         adapter=args.adapter,
         batch_size=args.batch_size,
-        say=_say,
+        log=_say,
     )
     _say(f"{kept} of {total} problems have a pass rate in [{args.low}, {args.high}]: {args.out}")
 
@@ -495,11 +495,12 @@ def _eval(argv: list[str]) -> None:
     if args.path is not None and len(args.sets) > 1:
         raise ValueError(f"--path is where one set lies; got {len(args.sets)} sets")
     from pallas_kernels import runtime
-    from qerl_jax.checkpoint import policy as policies
-    from qerl_jax.evaluation import evaluator
+    from qerl_jax.checkpoint.policy import find_policy
+    from qerl_jax.evaluation import benchmark
+    from qerl_jax.evaluation.summary import lines
 
     runtime.use_compilation_cache()
-    policy = policies.find(
+    policy = find_policy(
         args.model, args.adapter, base=args.base, weights=args.weights, dtype=args.dtype
     )
     where = {name: getattr(args, name) for name in ("path", "split", "columns", "num_problems")}
@@ -514,19 +515,19 @@ def _eval(argv: list[str]) -> None:
     }
     sources = [
         (
-            evaluator.source_of(name, policy, **where),
-            evaluator.protocol_for(name, args.protocol, policy, **how),
+            benchmark.source_of(name, policy, **where),
+            benchmark.protocol_for(name, args.protocol, policy, **how),
         )
         for name in args.sets
     ]
     parent = policy.folder / "eval" if policy.folder else pathlib.Path("evals")
     name = policy.name if args.protocol is None else f"{policy.name}-{args.protocol}"
     folder = args.output_dir or parent / name
-    summaries = evaluator.run(
-        policy, sources, folder, seed=args.seed, max_concurrent=args.max_concurrent, say=_say
+    summaries = benchmark.run(
+        policy, sources, folder, seed=args.seed, max_concurrent=args.max_concurrent, log=_say
     )
     for summary in summaries.values():
-        for line in evaluator.lines(summary):
+        for line in lines(summary):
             _say(line)
     _say(f"results in {folder}")
 
@@ -534,9 +535,9 @@ def _eval(argv: list[str]) -> None:
 def _compare(argv: list[str]) -> None:
     if len(argv) != 2 or argv[0].startswith("-"):
         raise ValueError("usage: qerl compare EVAL_FOLDER EVAL_FOLDER")
-    from qerl_jax.evaluation import evaluator
+    from qerl_jax.evaluation.comparison import compare
 
-    for name, comparison in evaluator.compare(*argv).items():
+    for name, comparison in compare(*argv).items():
         _say(f"{name}: {argv[0]} minus {argv[1]}, 95 % intervals of paired differences")
         for estimate, interval in comparison.differences.items():
             _say(f"  {estimate:8} {interval:+.3f}")

@@ -6,20 +6,19 @@ before training saves their rollouts (QeRL's tools keep pass rates from 0.1 to 0
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 from qerl_jax import config, memory
-from qerl_jax.checkpoint import base_model, peft
+from qerl_jax.checkpoint.policy import Policy, PolicySource, load_policy
 from qerl_jax.config import RunConfig
 from qerl_jax.data import datasets
-from qerl_jax.files import Progress, digest, fingerprint, write_whole
+from qerl_jax.evaluation.evaluator import Evaluator
+from qerl_jax.files import Progress, content_hashes, to_line, write_whole
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import rollouts
 
@@ -34,7 +33,7 @@ def select(
     reward: str | None = None,
     adapter: str | pathlib.Path | None = None,
     batch_size: int = 32,
-    say: Callable[[str], None] = lambda text: None,
+    log: Callable[[str], None] = lambda text: None,
 ) -> tuple[int, int]:
     """Writes the problems whose pass rate lies in [low, high], measuring what is not measured yet.
 
@@ -45,16 +44,16 @@ def select(
     `data.dataset = "<out>"` and no system prompt.
 
     Args:
-        cfg: Whose model, data and sampling settings are used.
+        cfg: The run whose model, data and sampling settings are used.
         out: A .jsonl file.
         low: Lowest rate that is kept.
-        high: Highest.
+        high: Highest rate that is kept.
         samples: Completions per problem.
         reward: A completion passes where this function gives at least 1, rows on which it abstains
-            aside; absent means the config's first.
-        adapter: A PEFT folder; absent means the bare base.
+            aside; None means the config's first.
+        adapter: A PEFT folder; None means the bare base.
         batch_size: Problems sampled together.
-        say: Told of every batch.
+        log: Is told of every batch.
 
     Returns:
         How many problems were kept, and out of how many.
@@ -69,104 +68,90 @@ def select(
             f"got {os.fspath(out)!r}, {low=}, {high=}, {samples=}, {batch_size=}"
         )
     reward = reward or cfg.rewards.functions[0]
-    out.parent.mkdir(parents=True, exist_ok=True)
     measured = Progress(
         out.with_name(out.name + ".measured"), _identity(cfg, samples, reward, adapter)
     )
     (function,) = scoring.resolve([reward], cfg.rewards.options)
     memory.require_context(cfg)
-    lora = None if adapter is None else peft.read_lora(adapter)
-    model, frozen, tokenizer = base_model.load_policy(cfg.model, lora, cfg.seed)
-    memory.require_context(cfg, model.arch)
-    variables = {"frozen": frozen}
-    if adapter is not None:
-        variables["params"] = peft.import_adapter(adapter, model)
+    source = PolicySource(cfg.model, adapter and pathlib.Path(adapter))
+    policy = load_policy(source, cfg.seed)
+    memory.require_context(cfg, policy.model.arch)
+    evaluator = _evaluator(cfg, policy, function, samples, batch_size)
+    problems = evaluator.problems
+    for records in evaluator.records(policy.variables, len(measured.values)):
+        measured.add(map(pass_rate, records))
+        log(f"{len(measured.values)}/{len(problems)} problems measured")
+    kept = [
+        problem.columns | {"prompt": problem.prompt, "pass_rate": rate}
+        for problem, rate in zip(problems, measured.values, strict=True)
+        if rate is not None and low <= rate <= high
+    ]
+    write_whole(out, "".join(map(to_line, kept)))
+    return len(kept), len(problems)
+
+
+def _evaluator(
+    cfg: RunConfig, policy: Policy, function: scoring.Named, samples: int, batch_size: int
+) -> Evaluator:
+    """The evaluator of a run's training problems, which are sampled as in its rollouts."""
     problems = rollouts.admit(
         datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed),
-        tokenizer,
+        policy.tokenizer,
         max_prompt_length=cfg.data.max_prompt_length,
         overlong=cfg.data.overlong_prompts,
     )
     scoring.check([function], problems[:2])
-    generate = rollouts.make_generate(model, tokenizer, cfg.rollout, num_generations=samples)
-    batch_size = min(batch_size, len(problems))
-    while (start := len(measured.values)) < len(problems):
-        batch = list(problems[start : start + batch_size])
-        wanted = len(batch)
-        # The last batch is filled up with repeats: one shape, one compilation.
-        batch += [batch[-1]] * (batch_size - wanted)
-        rollout = rollouts.collect(
-            generate,
-            variables,
-            tokenizer,
-            batch,
-            jax.random.key(cfg.seed),
-            num_generations=samples,
-            max_prompt_length=cfg.data.max_prompt_length,
-            temperature=cfg.rollout.temperature,
-            # A completion's randomness is a function of its problem's place, not of the batch.
-            first_row=start * samples,
-        )
-        _, values = rollouts.score(rollout, [function], None)
-        measured.add(pass_rates(values[:, 0].reshape(-1, samples)[:wanted]))
-        say(f"{len(measured.values)}/{len(problems)} problems measured")
-    kept = [
-        (problem, rate)
-        for problem, rate in zip(problems, measured.values, strict=True)
-        if rate is not None and low <= rate <= high
-    ]
-    write_whole(out, "".join(map(_row, kept)))
-    return len(kept), len(problems)
+    return Evaluator(
+        rollouts.make_generate(
+            policy.model, policy.tokenizer, cfg.rollout, num_generations=samples
+        ),
+        policy.tokenizer,
+        problems,
+        function,
+        num_generations=samples,
+        batch_size=batch_size,
+        max_prompt_length=cfg.data.max_prompt_length,
+        temperature=cfg.rollout.temperature,
+        key=jax.random.key(cfg.seed),
+    )
 
 
-def pass_rates(values: np.ndarray) -> list[float | None]:
-    """Share of the completions of each problem that pass, of those that were judged.
+def pass_rate(record: dict[str, Any]) -> float | None:
+    """The share of a problem's completions that pass, of those that were judged; None where none was.
 
     Args:
-        values: [P, samples] rewards; at least 1 passes, NaN was not judged.
-
-    Returns:
-        P rates; None where no completion was judged.
+        record: As `Evaluator.records` gives it.
     """
-    judged = ~np.isnan(values)
-    passed = (values >= 1).sum(axis=1)
-    return [
-        float(right / count) if count else None
-        for right, count in zip(passed, judged.sum(axis=1), strict=True)
-    ]
+    judged = len(record["right"]) - record["unjudged"]
+    return sum(record["right"]) / judged if judged else None
+
+
+# What a rate depends on of `[rollout]`.
+_SAMPLING = (
+    "max_completion_length",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "stop",
+    "ignore_eos",
+)
 
 
 def _identity(cfg: RunConfig, samples: int, reward: str, adapter: Any) -> dict[str, Any]:
-    """Everything that a rate depends on, as plain JSON."""
+    """Everything that a rate depends on."""
     table = config.to_table(cfg)
-    options = (cfg.rewards.options or {}).get(reward)
     return {
         "model": table["model"],
-        "model.sha256": fingerprint(pathlib.Path(cfg.model.model_name_or_path)),
         "data": table["data"],
-        "rollout": {
-            name: table["rollout"].get(name)
-            for name in (
-                "max_completion_length",
-                "temperature",
-                "top_k",
-                "top_p",
-                "min_p",
-                "repetition_penalty",
-                "stop",
-                "ignore_eos",
-            )
-        },
+        "rollout": {name: table["rollout"].get(name) for name in _SAMPLING},
         "seed": cfg.seed,
         "samples": samples,
-        "reward": [reward, options],
+        "reward": [reward, (cfg.rewards.options or {}).get(reward)],
         "adapter": adapter and os.fspath(adapter),
-        "adapter.sha256": adapter and fingerprint(pathlib.Path(adapter)),
-        "data.sha256": digest(pathlib.Path(cfg.data.path or cfg.data.dataset)),
+        **content_hashes(
+            {"model": cfg.model.model_name_or_path, "adapter": adapter},
+            {"data": cfg.data.path or cfg.data.dataset},
+        ),
     }
-
-
-def _row(kept: tuple[datasets.Problem, float]) -> str:
-    problem, rate = kept
-    row = problem.columns | {"prompt": problem.prompt, "pass_rate": rate}
-    return json.dumps(row, ensure_ascii=False, default=str) + "\n"

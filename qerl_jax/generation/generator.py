@@ -20,7 +20,7 @@ import numpy as np
 
 from pallas_kernels import runtime
 from qerl_jax import config
-from qerl_jax.checkpoint import base_model, peft
+from qerl_jax.checkpoint.policy import PolicySource, load_policy
 from qerl_jax.config import Dtype, Weights
 from qerl_jax.data.tokenizer import Prompt, Tokenizer
 from qerl_jax.generation.engine import Engine
@@ -166,12 +166,8 @@ class Generator:
         runtime.use_compilation_cache()
         table = {"model_name_or_path": model, "weights": weights, "dtype": dtype}
         cfg = config.from_table(config.ModelConfig, table, "model.")
-        lora = None if adapter is None else peft.read_lora(adapter)
-        policy, frozen, tokenizer = base_model.load_policy(cfg, lora)
-        variables = {"frozen": frozen}
-        if adapter is not None:
-            variables["params"] = peft.import_adapter(adapter, policy)
-        return cls(policy, variables, tokenizer, **limits)
+        policy = load_policy(PolicySource(cfg, None if adapter is None else pathlib.Path(adapter)))
+        return cls(policy.model, policy.variables, policy.tokenizer, **limits)
 
     def __call__(self, prompts: Sequence[Prompt], **options: Any) -> list[str]:
         """Texts, the n of a prompt in a row."""

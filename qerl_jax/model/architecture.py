@@ -130,6 +130,10 @@ class Architecture:
         """J * C, the width of all keys (and of all values)."""
         return self.num_kv_heads * self.head_size
 
+    def kv_bytes(self, itemsize: int) -> int:
+        """Bytes that the keys and values of one token take in all layers, by bytes of one number."""
+        return 2 * self.num_layers * self.kv_width * itemsize
+
     def linears(self) -> dict[str, tuple[tuple[str, int], ...]]:
         """The fused linears of a layer: name -> its parts as (Hugging Face name, output features).
 

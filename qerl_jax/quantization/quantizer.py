@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import mxfp4, runtime
-from qerl_jax.checkpoint import base_model, packed_formats, safetensors
+from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, safetensors
 from qerl_jax.checkpoint.packed_formats import Format
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.data import tokenizer
@@ -97,7 +97,7 @@ def quantize(
         FileExistsError: When the target holds something, or what is left of a job that differs.
         ValueError: When the source is quantized already, cannot be packed, or will not fit on disk.
     """
-    folder, target = base_model.local_folder(source), pathlib.Path(target).resolve()
+    folder, target = hf_folder.local_folder(source), pathlib.Path(target).resolve()
     form = packed_formats.named(
         recipe.format, scale_rounding=recipe.scale_rounding, double_quant=recipe.double_quant
     )

@@ -59,7 +59,7 @@ def run(path: str | pathlib.Path) -> list[str]:
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
     cfg = config.load(path.resolve().parents[1] / "config.toml")
-    model, frozen, tokenizer = base_model.load_policy(cfg.model, cfg.lora, cfg.seed)
+    model, frozen, tokenizer = base_model.load_base(cfg.model, cfg.lora, cfg.seed)
     fresh, frozen = trainable(model, frozen, jax.random.key(0))
     with np.load(path) as file:
         arrays = dict(file)

@@ -83,7 +83,7 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     if memory:
         memory.require(limit)
     start = _starting_adapter(cfg)
-    model, frozen, tokenizer = base_model.load_policy(cfg.model, cfg.lora, cfg.seed)
+    model, frozen, tokenizer = base_model.load_base(cfg.model, cfg.lora, cfg.seed)
     plan.require_context(cfg, model.arch)
     functions, weights = _rewards(cfg)
     notes: list[str] = []
@@ -240,7 +240,7 @@ def _starting_adapter(cfg: RunConfig) -> pathlib.Path | None:
     """The folder of the adapter to go on from; its shape is the run's."""
     if cfg.model.adapter_name_or_path is None:
         return None
-    folder = base_model.local_folder(cfg.model.adapter_name_or_path)
+    folder = hf_folder.local_folder(cfg.model.adapter_name_or_path)
     found = peft.read_lora(folder)
     for field in ("rank", "alpha", "train_norms"):
         ours, theirs = getattr(cfg.lora, field), getattr(found, field)
@@ -334,7 +334,7 @@ def _export(
 ) -> None:
     """Writes what was learned: a PEFT adapter, or a whole model."""
     if cfg.model.trainable == "full":
-        source = base_model.local_folder(cfg.model.model_name_or_path, weights=False)
+        source = hf_folder.local_folder(cfg.model.model_name_or_path, weights=False)
         hf_folder.export_model(folder, model, frozen | params, source)
     else:
         peft.export_adapter(folder, params, model.lora, cfg.model.model_name_or_path)

@@ -43,7 +43,7 @@ def named(made, start):
 def test_what_always_stays_is_planned_to_the_byte(weights, optimizer):
     cfg = config.load(CONFIGS / "quickstart.toml")
     cfg = changed(cfg, model={"weights": weights}, optim={"optimizer": optimizer})
-    model, frozen, _ = base_model.load_policy(cfg.model, cfg.lora)
+    model, frozen, _ = base_model.load_base(cfg.model, cfg.lora)
     params, frozen = trainable(model, frozen, jax.random.key(0))
     state = update.init_state(params, cfg.optim)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves((frozen, params, state.opt_state)))
@@ -112,7 +112,7 @@ def test_the_cache_is_planned_as_the_engine_makes_it(monkeypatch, fields):
         rollout=sizes | fields,
         optim={"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
     )
-    model, frozen, tokenizer = base_model.load_policy(cfg.model, cfg.lora)
+    model, frozen, tokenizer = base_model.load_base(cfg.model, cfg.lora)
     params, frozen = trainable(model, frozen, jax.random.key(0))
     prompts, longest = cfg.prompts_per_rollout, cfg.data.max_prompt_length
     free = memory.make(cfg)

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from pallas_kernels import nvfp4
-from qerl_jax.checkpoint import base_model
+from qerl_jax.checkpoint import base_model, hf_folder
 from qerl_jax.checkpoint.safetensors import SafetensorsError
 from qerl_jax.config import LoraConfig, ModelConfig
 from qerl_jax.model import architecture
@@ -37,7 +37,7 @@ def split_into_shards(folder):
 
 def policy(folder, weights="float32", **options):
     options = {"tokenizer_name_or_path": "qerl-tiny", "dtype": "float32"} | options
-    return base_model.load_policy(ModelConfig(str(folder), weights=weights, **options), None)
+    return base_model.load_base(ModelConfig(str(folder), weights=weights, **options), None)
 
 
 # Reading a base
@@ -84,7 +84,7 @@ def test_a_loaded_base_does_not_change_with_its_file(tmp_path):
     header = content[8 : 8 + length] + b" " * (-(8 + length) % 64)
     path.write_bytes(struct.pack("<Q", len(header)) + header + content[8 + length :])
     model = Transformer(ARCH, "float32", None, jnp.float32)
-    frozen = base_model.load_base(tmp_path, model)
+    frozen = base_model.read_base(tmp_path, model)
     jax.block_until_ready(frozen)
     with path.open("r+b") as file:
         file.write(bytes(path.stat().st_size))
@@ -95,7 +95,7 @@ def test_a_random_base_is_packed_repeatable_and_as_wide_as_asked(tmp_path):
     """It needs a config.json, and no weights."""
     shutil.copy(DENSE / "config.json", tmp_path)
     cfg = ModelConfig(str(tmp_path), "qerl-tiny", "nvfp4", "float32", random_base=True)
-    first, again, other = (base_model.load_policy(cfg, None, seed)[1] for seed in (0, 0, 1))
+    first, again, other = (base_model.load_base(cfg, None, seed)[1] for seed in (0, 0, 1))
     assert_trees_equal(first, again)
     dequantize = jax.jit(nvfp4.dequantize)
     for linear in LINEARS:
@@ -109,7 +109,7 @@ def test_a_random_base_is_packed_repeatable_and_as_wide_as_asked(tmp_path):
 
 def test_a_policy_has_the_adapter_and_the_dtypes_that_were_asked_for():
     cfg = ModelConfig(str(DENSE), "qerl-tiny", "nvfp4", "bfloat16")
-    model, frozen, tokens = base_model.load_policy(cfg, LoraConfig(4, 8.0, 0.1, True))
+    model, frozen, tokens = base_model.load_base(cfg, LoraConfig(4, 8.0, 0.1, True))
     assert (model.lora, model.dtype) == (LoraConfig(4, 8.0, 0.1, True), jnp.bfloat16)
     assert frozen["embed_tokens"].dtype == frozen["norm"]["scale"].dtype == jnp.bfloat16
     assert frozen["layers"]["qkv"]["weight"].codes.dtype == jnp.uint8
@@ -306,7 +306,7 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused():
 
 def test_a_named_shape_needs_a_tokenizer():
     with pytest.raises(ValueError, match="model.tokenizer_name_or_path: missing; 'qwen2.5-3b' is"):
-        base_model.load_policy(ModelConfig("qwen2.5-3b", random_base=True), None)
+        base_model.load_base(ModelConfig("qwen2.5-3b", random_base=True), None)
 
 
 def test_a_model_folder_without_tokenizer_is_refused():
@@ -331,7 +331,7 @@ def test_a_folder_without_config_is_refused(tmp_path):
 def test_a_folder_that_does_not_exist_is_not_looked_for_elsewhere(tmp_path):
     for name in (str(tmp_path / "nowhere"), "./nowhere"):
         with pytest.raises(FileNotFoundError, match=f"no such folder: {name}"):
-            base_model.local_folder(name)
+            hf_folder.local_folder(name)
 
 
 def test_what_the_hub_says_is_passed_on(monkeypatch):
@@ -345,7 +345,7 @@ def test_what_the_hub_says_is_passed_on(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
     with pytest.raises(FileNotFoundError, match="'org/name' is no local folder.*OSError: offline"):
-        base_model.local_folder("org/name")
+        hf_folder.local_folder("org/name")
     with pytest.raises(FileNotFoundError):
         policy("org/name", random_base=True)
     assert ["*.safetensors" in patterns for patterns in asked] == [True, False]

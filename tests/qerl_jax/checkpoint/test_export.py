@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import nvfp4
 from qerl_jax import config
-from qerl_jax.checkpoint import base_model, export, packed_formats, peft
+from qerl_jax.checkpoint import base_model, export, hf_folder, packed_formats, peft
 from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.cli import main
 from qerl_jax.config import DataConfig, LoraConfig, ModelConfig, RewardConfig, RunConfig
@@ -43,7 +43,7 @@ def run_config(folder, lora=LORA, **model):
 def finished_run(folder, **model):
     """A run folder as training leaves it, with an adapter that changes much."""
     cfg = run_config(folder, **model)
-    model, frozen, _ = base_model.load_policy(cfg.model, cfg.lora)
+    model, frozen, _ = base_model.load_base(cfg.model, cfg.lora)
     params = init_params(model, frozen, jax.random.key(0))
     rng = np.random.default_rng(1)
     params = jax.tree.map(lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), params)
@@ -66,7 +66,7 @@ def logits(model, variables):
 
 def read(folder, weights, dtype=jnp.float32):
     model = Transformer(architecture.load(folder), weights, None, dtype)
-    return model, {"frozen": base_model.load_base(folder, model)}
+    return model, {"frozen": base_model.read_base(folder, model)}
 
 
 def test_an_exported_adapter_is_the_runs_and_changes_nothing(run, tmp_path):
@@ -101,7 +101,7 @@ def test_a_merged_weight_is_the_base_plus_the_scaled_product(run, tmp_path):
     folder, model, variables = run
     export.export(folder, "merged", tmp_path / "out", base="original")
     (_, merged), (_, source) = (
-        read(place, "bfloat16") for place in (tmp_path / "out", base_model.TINY)
+        read(place, "bfloat16") for place in (tmp_path / "out", hf_folder.TINY)
     )
     merged, source = merged["frozen"]["layers"], source["frozen"]["layers"]
     params = variables["params"]["layers"]
@@ -180,7 +180,7 @@ def test_an_export_deletes_nothing_else(run, tmp_path):
     with pytest.raises(FileExistsError, match="holds something that is no export"):
         export.export(run[0], "merged", tmp_path, base="packed")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "thesis.tex"]
-    for place, what in ((run[0], "the run"), (base_model.TINY, "the base of the run")):
+    for place, what in ((run[0], "the run"), (hf_folder.TINY, "the base of the run")):
         for out in (place, place.parent):
             with pytest.raises(FileExistsError, match=f"holds {what}, which would be deleted"):
                 export.export(run[0], "peft", out)
@@ -218,10 +218,10 @@ def test_a_model_that_was_trained_whole_is_packed_from_what_the_run_wrote(tmp_pa
         export.export(tmp_path / "run", "peft", tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="the run has not ended"):
         export.export(tmp_path / "run", "nvfp4", tmp_path / "out")
-    shutil.copytree(base_model.TINY, tmp_path / "run" / "model")
+    shutil.copytree(hf_folder.TINY, tmp_path / "run" / "model")
     report = export.export(tmp_path / "run", "nvfp4", tmp_path / "out")
     assert report["from"] == "original" and report["mean_effect_of_training"] == 0
-    _, direct = read(base_model.TINY, "nvfp4")
+    _, direct = read(hf_folder.TINY, "nvfp4")
     assert_trees_equal(read(tmp_path / "out", "nvfp4")[1], direct)
 
 

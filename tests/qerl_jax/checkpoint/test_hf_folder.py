@@ -33,7 +33,7 @@ def test_an_exported_model_has_the_tensors_it_was_read_from(name, tmp_path):
 
 def test_a_model_from_packed_weights_is_exported_in_16_bits_with_its_tokenizer(tmp_path):
     source = copy(PACKED, tmp_path / "source")
-    for file in base_model.TINY.glob("tokenizer*"):
+    for file in hf_folder.TINY.glob("tokenizer*"):
         shutil.copy(file, source)
     (source / "old.safetensors.index.json").write_text("{}")
     model = Transformer(architecture.load(source), "bfloat16", None, jnp.bfloat16)
@@ -42,7 +42,7 @@ def test_a_model_from_packed_weights_is_exported_in_16_bits_with_its_tokenizer(t
     assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["torch_dtype"] == "bfloat16" and "quantization_config" not in config
-    assert_trees_equal(base_model.load_base(tmp_path / "model", model), base(PACKED, "bfloat16"))
+    assert_trees_equal(base_model.read_base(tmp_path / "model", model), base(PACKED, "bfloat16"))
 
 
 def test_an_exported_model_deletes_nothing_but_a_model(tmp_path):

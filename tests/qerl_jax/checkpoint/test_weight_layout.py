@@ -60,10 +60,10 @@ def logits(model, frozen, tokens):
 def test_a_loaded_base_computes_the_same_bits_in_either_layout(hopper_layout, source):
     model = bare_model(FOLDERS[source])
     tokens = np.random.default_rng(0).integers(0, model.arch.vocab_size, (2, 9))
-    plain = base_model.load_base(FOLDERS[source], model)
+    plain = base_model.read_base(FOLDERS[source], model)
     expected = logits(model, plain, tokens)
     hopper_layout()
-    prepared = base_model.load_base(FOLDERS[source], model)
+    prepared = base_model.read_base(FOLDERS[source], model)
     assert len(linears(prepared)) == 4
     assert all(isinstance(w, HopperNVFP4) for w in linears(prepared))
     np.testing.assert_array_equal(logits(model, prepared, tokens), expected)
@@ -88,5 +88,5 @@ def test_weights_that_meet_float32_activations_keep_their_layout(hopper_layout):
     hopper_layout()
     model = bare_model(FOLDERS["16 bits"], jnp.float32)
     assert all(isinstance(w, NVFP4Tensor) for w in linears(abstract_base(model)))
-    loaded = base_model.load_base(FOLDERS["16 bits"], model)
+    loaded = base_model.read_base(FOLDERS["16 bits"], model)
     assert all(isinstance(w, NVFP4Tensor) for w in linears(loaded))

@@ -11,21 +11,22 @@ import pytest
 
 from qerl_jax import config
 from qerl_jax.checkpoint import base_model, peft
-from qerl_jax.checkpoint import policy as policies
+from qerl_jax.checkpoint.policy import PolicySource, find_policy
 from qerl_jax.cli import main
 from qerl_jax.config import EvalConfig, LoraConfig, ModelConfig
 from qerl_jax.data import datasets
-from qerl_jax.evaluation import evaluator, protocols
+from qerl_jax.evaluation import benchmark, protocols
+from qerl_jax.evaluation.comparison import compare
 from qerl_jax.model.transformer import trainable
 
 ROOT = pathlib.Path(__file__).parents[3]
 GSM8K = ROOT / "tests" / "golden" / "gsm8k"
 TINY = ModelConfig("qerl-tiny", dtype="float32")
-BASE = policies.Policy(TINY)
+BASE = PolicySource(TINY)
 
 
 def arithmetic(problems=6):
-    return evaluator.source_of("arithmetic", BASE, num_problems=problems)
+    return benchmark.source_of("arithmetic", BASE, num_problems=problems)
 
 
 def sums(**changes):
@@ -36,12 +37,12 @@ def sums(**changes):
 
 def run(folder, policy=BASE, problems=6, **changes):
     said = []
-    summaries = evaluator.run(
+    summaries = benchmark.run(
         policy,
         [(arithmetic(problems), sums(**changes))],
         folder,
         max_concurrent=2,
-        say=said.append,
+        log=said.append,
     )
     return summaries["arithmetic"], said
 
@@ -56,7 +57,7 @@ def adapter(tmp_path_factory):
     """A PEFT adapter that changes nothing: its B is zero."""
     folder = tmp_path_factory.mktemp("peft") / "adapter"
     lora = LoraConfig(4, 4.0)
-    model, frozen, _ = base_model.load_policy(TINY, lora)
+    model, frozen, _ = base_model.load_base(TINY, lora)
     params, _ = trainable(model, frozen, jax.random.key(0))
     peft.export_adapter(folder, params, model.lora, "qerl-tiny")
     return folder
@@ -121,12 +122,12 @@ def test_a_stopped_evaluation_goes_on_in_other_batches_to_the_same_end(tmp_path)
 
 
 def test_an_adapter_that_changes_nothing_scores_what_its_base_scores(adapter, tmp_path):
-    policy = policies.find(None, adapter, dtype="float32")
+    policy = find_policy(None, adapter, dtype="float32")
     assert policy.model == TINY and policy.name == "adapter"
     run(tmp_path / "with", policy)
     run(tmp_path / "base")
     assert records(tmp_path / "with") == records(tmp_path / "base")
-    comparison = evaluator.compare(tmp_path / "with", tmp_path / "base")["arithmetic"]
+    comparison = compare(tmp_path / "with", tmp_path / "base")["arithmetic"]
     assert comparison.changed == ["adapter", "adapter.sha256"]
     difference = comparison.differences["mean"]
     assert difference.mean == 0 and difference.low == -difference.high < 0
@@ -141,9 +142,9 @@ def test_a_comparison_needs_the_same_problems(tmp_path):
     path = tmp_path / "five" / "arithmetic" / "problems.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
     with pytest.raises(ValueError, match="not of the same problems"):
-        evaluator.compare(tmp_path / "six", tmp_path / "five")
+        compare(tmp_path / "six", tmp_path / "five")
     with pytest.raises(FileNotFoundError, match="no finished evaluation"):
-        evaluator.compare(tmp_path / "six", tmp_path)
+        compare(tmp_path / "six", tmp_path)
 
 
 @pytest.fixture
@@ -163,24 +164,24 @@ def run_folder(adapter, tmp_path):
 
 
 def test_a_run_folder_brings_its_model_prompt_problems_and_sampling(run_folder):
-    policy = policies.find(None, run_folder)
+    policy = find_policy(None, run_folder)
     assert policy.adapter == run_folder / "adapter" and policy.name == "adapter"
-    assert policies.find(None, run_folder / "best").name == "best"
-    base = policies.find(None, run_folder, base=True)
+    assert find_policy(None, run_folder / "best").name == "best"
+    base = find_policy(None, run_folder, base=True)
     assert (
         base.name == "base" and base.adapter is None and base.model == policy.model == TINY_OF_RUN
     )
-    source = evaluator.source_of("arithmetic", policy)
+    source = benchmark.source_of("arithmetic", policy)
     assert (source.split, source.num_problems) == ("test", 5)
-    protocol = evaluator.protocol_for("arithmetic", None, policy, top_p=0.9)
+    protocol = benchmark.protocol_for("arithmetic", None, policy, top_p=0.9)
     assert (protocol.temperature, protocol.top_p, protocol.num_generations) == (0.7, 0.9, 4)
     assert protocol.system_prompt == "Add." and protocol.max_completion_length == 44
     rollout = dataclasses.replace(policy.run.rollout, stop=("|",))
     stopped = dataclasses.replace(policy, run=dataclasses.replace(policy.run, rollout=rollout))
-    assert evaluator.protocol_for("arithmetic", None, stopped).stop == ("|",)
+    assert benchmark.protocol_for("arithmetic", None, stopped).stop == ("|",)
     # Another set, asked as the run asks; and under the paper's protocol instead.
-    assert evaluator.protocol_for("math500", "run", policy).system_prompt == "Add."
-    assert evaluator.protocol_for("math500", "paper", policy) == protocols.paper("math500")
+    assert benchmark.protocol_for("math500", "run", policy).system_prompt == "Add."
+    assert benchmark.protocol_for("math500", "paper", policy) == protocols.paper("math500")
 
 
 def test_a_run_of_a_whole_model_brings_that_model(run_folder):
@@ -189,10 +190,10 @@ def test_a_run_of_a_whole_model_brings_that_model(run_folder):
     text = text.replace('weights = "nvfp4"', 'weights = "float32"')
     lora = text[text.index("[lora]") : text.index("[rollout]")]
     path.write_text(text.replace(lora, ""))
-    policy = policies.find(None, run_folder)
+    policy = find_policy(None, run_folder)
     assert policy.adapter is None and policy.name == "model"
     assert policy.model.model_name_or_path == str(run_folder / "model")
-    base = policies.find(None, run_folder, base=True)
+    base = find_policy(None, run_folder, base=True)
     assert base.name == "base" and base.model.model_name_or_path == "qerl-tiny"
 
 

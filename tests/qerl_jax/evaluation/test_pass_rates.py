@@ -23,7 +23,7 @@ def small():
 
 def select(out, low=0.0, high=1.0, **changes):
     said = []
-    changes = {"samples": 2, "batch_size": 4, "say": said.append} | changes
+    changes = {"samples": 2, "batch_size": 4, "log": said.append} | changes
     return pass_rates.select(small(), out, low=low, high=high, **changes), said
 
 
@@ -32,8 +32,9 @@ def read(path):
 
 
 def test_a_rate_is_the_share_of_what_was_judged():
-    values = np.array([[1, 0, 1, 2], [1, NAN, 0.9, NAN], [NAN] * 4, [0, 0, 0, 0]], np.float32)
-    assert pass_rates.pass_rates(values) == [0.75, 0.5, None, 0.0]
+    rewards = np.array([[1, 0, 1, 2], [1, NAN, 0.9, NAN], [NAN] * 4, [0, 0, 0, 0]], np.float32)
+    records = [{"right": row >= 1, "unjudged": np.isnan(row).sum()} for row in rewards]
+    assert [pass_rates.pass_rate(record) for record in records] == [0.75, 0.5, None, 0.0]
 
 
 def test_a_band_is_kept_and_a_stopped_measurement_goes_on(tmp_path):

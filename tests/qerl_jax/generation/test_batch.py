@@ -28,7 +28,7 @@ def policy(name):
     folder = GOLDEN / "models" / name
     lora = LoraConfig(8, 16.0) if name == "qwen2_untied" else None
     model = Transformer(architecture.load(folder), "float32", lora, jnp.float32)
-    variables = {"frozen": base_model.load_base(folder, model)}
+    variables = {"frozen": base_model.read_base(folder, model)}
     if lora is not None:
         variables["params"] = peft.import_adapter(GOLDEN / "lora/qwen2_untied_r8", model)
     return model, variables

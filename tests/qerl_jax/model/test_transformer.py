@@ -32,7 +32,7 @@ ATOL = 1e-4
 
 def load(folder, *, weights="float32", lora=None, dtype=jnp.float32):
     model = Transformer(architecture.load(folder), weights, lora, dtype)
-    return model, base_model.load_base(folder, model)
+    return model, base_model.read_base(folder, model)
 
 
 def spans(mask):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qerl_jax.checkpoint import base_model, packed_formats
-from qerl_jax.checkpoint.base_model import TINY
+from qerl_jax.checkpoint.hf_folder import TINY
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.data import tokenizer
 from qerl_jax.model import architecture, layers

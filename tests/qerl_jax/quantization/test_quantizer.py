@@ -45,7 +45,7 @@ def bfloat16(tmp_path_factory):
 
 def load(folder, weights):
     model = Transformer(architecture.load(folder), weights, None, jnp.float32)
-    return base_model.load_base(folder, model)
+    return base_model.read_base(folder, model)
 
 
 def contents(folder):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.checkpoint import base_model
+from qerl_jax.checkpoint import hf_folder
 from qerl_jax.config import LoraConfig, RolloutConfig
 from qerl_jax.data import tokenizer
 from qerl_jax.data.datasets import Problem
@@ -28,7 +28,7 @@ STOPS = tuple(range(3, 103))
 
 @functools.cache
 def tokens():
-    return tokenizer.load(base_model.TINY)
+    return tokenizer.load(hf_folder.TINY)
 
 
 @functools.cache

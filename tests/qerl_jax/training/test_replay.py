@@ -45,7 +45,7 @@ def experience():
 def test_a_skipped_step_is_written_and_runs_once_more(tmp_path):
     cfg = run_config(tmp_path)
     (tmp_path / "config.toml").write_text(config.dump(cfg))
-    model, frozen, tokenizer = base_model.load_policy(cfg.model, cfg.lora, cfg.seed)
+    model, frozen, tokenizer = base_model.load_base(cfg.model, cfg.lora, cfg.seed)
     params, frozen = trainable(model, frozen, jax.random.key(0))
     written = []
     improve = update.make_update(

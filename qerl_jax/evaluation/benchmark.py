@@ -1,0 +1,256 @@
+"""A policy on sets of problems under protocols: each set in a folder of its own, which survives a kill."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import runtime
+from qerl_jax import config
+from qerl_jax.checkpoint.policy import Policy, PolicySource, load_policy
+from qerl_jax.config import DataConfig, EvalConfig, RunConfig
+from qerl_jax.data import datasets
+from qerl_jax.data.datasets import Problem
+from qerl_jax.evaluation import protocols
+from qerl_jax.evaluation.evaluator import Evaluator, protocol_of_run
+from qerl_jax.evaluation.protocols import Protocol
+from qerl_jax.evaluation.summary import summarize
+from qerl_jax.files import Progress, content_hashes, write_whole
+from qerl_jax.rewards import scoring
+
+# The cache's share of the device's memory, and the bytes taken for that where the device reports none.
+_CACHE_SHARE, _UNREPORTED_MEMORY = 0.4, 16e9
+# Completions of a batch for each that is sampled at a time: so many that long rows seldom run alone, and
+# so few that a kill loses little.
+_ROUNDS_PER_BATCH = 4
+# Prompts are padded to multiples of this, so that sets share compiled programs.
+_WIDTH_STEP = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class _Set:
+    """A set of problems as it is asked and judged."""
+
+    name: str
+    protocol: Protocol
+    problems: Sequence[Problem]
+    reward: scoring.Named
+    progress: Progress
+
+    @property
+    def finished(self) -> bool:
+        """Whether there is a record of every problem."""
+        return len(self.progress.values) >= len(self.problems)
+
+
+def protocol_for(dataset: str, name: str | None, policy: PolicySource, **changed: Any) -> Protocol:
+    """Chooses the protocol of a set; without a name the run's if there is one, else the paper's.
+
+    Args:
+        dataset: A data set, as `datasets.load` takes it.
+        name: "paper", "verl", or "run": the prompt, sampling, length and reward of the run.
+        policy: Says which run it is.
+        **changed: Fields that take another value; None leaves them.
+
+    Raises:
+        ValueError: For an unknown name, "run" without one, or an impossible value.
+    """
+    name = name or ("paper" if policy.run is None else "run")
+    if name == "run":
+        if policy.run is None:
+            raise ValueError('protocol: got "run"; needs --adapter with a run folder')
+        run = policy.run
+        protocol = protocol_of_run(dataclasses.replace(run, eval=run.eval or EvalConfig()))
+    elif name in ("paper", "verl"):
+        protocol = getattr(protocols, name)(dataset)
+    else:
+        raise ValueError(f'protocol: got {name!r}; must be "paper", "verl" or "run"')
+    return dataclasses.replace(protocol, **_given(changed))
+
+
+def source_of(dataset: str, policy: PolicySource, **given: Any) -> DataConfig:
+    """Finds the problems of a set: the run's own held-out split if it is the run's set, else the usual one.
+
+    Args:
+        dataset: A data set, as `datasets.load` takes it.
+        policy: Says which run it is.
+        **given: Fields of `DataConfig`; None leaves them.
+    """
+    given, run = _given(given), policy.run
+    if run is not None and dataset == run.data.dataset:
+        fields = config.to_table(run.data) | {"num_problems": None, "split": "test"}
+        if run.eval is not None and run.eval.dataset is None:
+            fields |= {"split": run.eval.split, "num_problems": run.eval.num_problems}
+        fields = _given(fields)
+    else:
+        if run is not None and run.eval is not None and dataset == run.eval.dataset:
+            given = _given({"path": run.eval.path, "split": run.eval.split}) | given
+        # A copy on disk calls it test, whatever the hub does.
+        split = "test" if "path" in given else protocols.SPLITS.get(dataset, "test")
+        fields = {"dataset": dataset, "split": split}
+    return config.from_table(DataConfig, fields | given, "data.")
+
+
+def _given(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def run(
+    source: PolicySource,
+    sets: Sequence[tuple[DataConfig, Protocol]],
+    folder: str | pathlib.Path,
+    *,
+    seed: int = 0,
+    max_concurrent: int = 128,
+    log: Callable[[str], None] = lambda text: None,
+) -> dict[str, dict[str, Any]]:
+    """Evaluates a policy on sets, each into a folder of its own, and goes on where a killed call stopped.
+
+    `<folder>/<set>/` holds `settings.json` (all that a result depends on), `problems.jsonl` (an object
+    per problem: see `Evaluator.records`) and `summary.json` (see `summarize`).
+
+    Args:
+        source: The policy that is evaluated; it is loaded only if a set is unfinished.
+        sets: Problems and protocol of each set.
+        folder: The folder of the results, made if it does not exist.
+        seed: Random seed for sampling, and for arithmetic problems.
+        max_concurrent: Most completions sampled at a time; fewer where they are long.
+        log: Is told of every batch.
+
+    Returns:
+        Summaries by set.
+
+    Raises:
+        ValueError: For problems or rewards that cannot be used, two sets of one name, a seed that is not
+            in [0, 2**32), or results of something else in the folder.
+    """
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed: got {seed}; must be in [0, 2**32)")
+    names = [_set_name(data) for data, _ in sets]
+    if len(set(names)) < len(names):
+        raise ValueError(f"sets must differ in name; got {names}")
+    judged = [_problems_and_reward(source.run, data, protocol, seed) for data, protocol in sets]
+    opened = []
+    for name, (data, protocol), (problems, reward) in zip(names, sets, judged, strict=True):
+        identity = _identity(source, data, protocol, seed)
+        progress = _progress(pathlib.Path(folder) / name, identity)
+        opened.append(_Set(name, protocol, problems, reward, progress))
+    if not all(each.finished for each in opened):
+        policy = load_policy(source, seed)
+    summaries = {}
+    for each in opened:
+        if not each.finished:
+            _measure(policy, each, seed, max_concurrent, log)
+        asked = {"name": each.name, "protocol": dataclasses.asdict(each.protocol)}
+        summaries[each.name] = asked | summarize(each.progress.values)
+        text = json.dumps(summaries[each.name], indent=2) + "\n"
+        write_whole(each.progress.path.with_name("summary.json"), text)
+    return summaries
+
+
+def _problems_and_reward(
+    run: RunConfig | None, data: DataConfig, protocol: Protocol, seed: int
+) -> tuple[Sequence[Problem], scoring.Named]:
+    """Loads the problems of a set, and checks that its reward can judge them."""
+    (reward,) = scoring.resolve([protocol.reward], None if run is None else run.rewards.options)
+    prompts = {"system_prompt": protocol.system_prompt, "prompt_template": protocol.prompt_template}
+    problems = datasets.from_config(
+        dataclasses.replace(data, **prompts), split=data.split, seed=_data_seed(run, seed)
+    )
+    scoring.check([reward], problems[:2])
+    return problems, reward
+
+
+def _progress(folder: pathlib.Path, identity: dict[str, Any]) -> Progress:
+    return Progress(
+        folder / "problems.jsonl",
+        identity,
+        settings=folder / "settings.json",
+        refusal="{folder} holds an evaluation with other settings ({changed}): choose another folder, "
+        "or remove that one",
+    )
+
+
+def _measure(
+    policy: Policy, each: _Set, seed: int, max_concurrent: int, log: Callable[[str], None]
+) -> None:
+    """Adds the records of the problems that have none yet."""
+    name, progress, problems = each.name, each.progress, each.problems
+    if isinstance(problems[0].prompt, str):
+        log(f"{name}: prompts are texts, given to the model without its chat template")
+    evaluator = _evaluator(policy, each, seed, max_concurrent)
+    for records in evaluator.records(policy.variables, len(progress.values)):
+        progress.add(records)
+        mean = np.mean([record["right"] for record in progress.values])
+        log(f"{name}: {len(progress.values)}/{len(problems)} problems, {mean:.3f} right so far")
+
+
+def _evaluator(policy: Policy, each: _Set, seed: int, max_concurrent: int) -> Evaluator:
+    prompts = policy.tokenizer.encode([problem.prompt for problem in each.problems])
+    lengths, longest = [len(ids) for ids in prompts], each.protocol.max_completion_length
+    if 0 in lengths:
+        raise ValueError(f"prompt of problem {lengths.index(0)}: has no tokens")
+    policy.model.arch.require_context(max(lengths), longest, "max_tokens")
+    width = -(-max(lengths) // _WIDTH_STEP) * _WIDTH_STEP
+    rows = max(1, min(max_concurrent, _rows_that_fit(policy, width + longest)))
+    return Evaluator.of_protocol(
+        policy.model,
+        policy.tokenizer,
+        each.problems,
+        each.reward,
+        each.protocol,
+        batch_size=max(1, _ROUNDS_PER_BATCH * rows // each.protocol.num_generations),
+        max_prompt_length=width,
+        key=jax.random.key(seed),
+        max_concurrent=rows,
+    )
+
+
+def _rows_that_fit(policy: Policy, tokens: int) -> int:
+    """Rows of so many tokens whose keys and values fit into the cache's share of the device's memory."""
+    memory = (runtime.memory_stats() or {}).get("bytes_limit", _UNREPORTED_MEMORY)
+    row = tokens * policy.model.arch.kv_bytes(jnp.dtype(policy.model.dtype).itemsize)
+    return int(_CACHE_SHARE * memory / row)
+
+
+def _set_name(data: DataConfig) -> str:
+    is_path = "/" in data.dataset or "." in data.dataset
+    return pathlib.PurePath(data.dataset).stem if is_path else data.dataset
+
+
+def _data_seed(run: RunConfig | None, seed: int) -> int:
+    """The seed of arithmetic problems: those that the run is evaluated on itself."""
+    return run.seed if run else seed
+
+
+def _identity(
+    policy: PolicySource, data: DataConfig, protocol: Protocol, seed: int
+) -> dict[str, Any]:
+    """Everything that a result depends on."""
+    # The protocol says how problems are asked.
+    unused = ("system_prompt", "prompt_template", "max_prompt_length", "overlong_prompts")
+    tables = {
+        "model": config.to_table(policy.model),
+        "data": {k: v for k, v in config.to_table(data).items() if k not in unused},
+        "protocol": dataclasses.asdict(protocol),
+    }
+    options = policy.run and policy.run.rewards.options
+    return {
+        **{f"{section}.{k}": v for section, table in tables.items() for k, v in table.items()},
+        **content_hashes(
+            {"model": policy.model.model_name_or_path, "adapter": policy.adapter},
+            {"data": data.path or data.dataset},
+        ),
+        "adapter": policy.adapter and os.fspath(policy.adapter.resolve()),
+        "data.seed": _data_seed(policy.run, seed),
+        "rewards.options": (options or {}).get(protocol.reward),
+        "seed": seed,
+    }

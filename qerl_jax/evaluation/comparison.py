@@ -1,0 +1,75 @@
+"""Two evaluations of the same problems: paired differences."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+
+import numpy as np
+
+from qerl_jax import files
+from qerl_jax.evaluation import intervals
+from qerl_jax.evaluation.intervals import Interval
+from qerl_jax.evaluation.summary import statistics
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Two policies on one set.
+
+    Attributes:
+        differences: By estimate ("mean", "pass@4", ...), the first policy's minus the second's.
+        changed: Settings in which the two evaluations differ; the policy should be the only one.
+    """
+
+    differences: dict[str, Interval]
+    changed: list[str]
+
+
+def compare(ours: str | pathlib.Path, theirs: str | pathlib.Path) -> dict[str, Comparison]:
+    """Computes paired differences of two evaluations, on every set that both have finished.
+
+    Args:
+        ours: A folder that `benchmark.run` wrote, or that of one set in it.
+        theirs: Another such folder.
+
+    Raises:
+        FileNotFoundError: When a folder holds no finished evaluation.
+        ValueError: When they have no set in common, or not the same problems.
+    """
+    first, second = _finished(ours), _finished(theirs)
+    common = [name for name in first if name in second]
+    if not common:
+        raise ValueError(f"no set in common: {sorted(first)} and {sorted(second)}")
+    return {name: _compare(name, first[name], second[name]) for name in common}
+
+
+def _compare(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
+    settings = [files.read_json(each / "settings.json") for each in (ours, theirs)]
+    records = [files.whole_lines(each / "problems.jsonl") for each in (ours, theirs)]
+    golds = [[record["gold"] for record in each] for each in records]
+    if golds[0] != golds[1]:
+        raise ValueError(f"{name}: {ours} and {theirs} are not of the same problems")
+    samples = [len(each[0]["right"]) for each in records]
+    first, second = map(statistics, records)
+    differences = {
+        kind if kind == "mean" else f"{kind}@{k}": intervals.paired_difference(
+            first[kind, k](np.arange(samples[0])),
+            second[kind, k](np.arange(samples[1])),
+            samples=min(samples) // k,
+        )
+        for kind, k in first
+        if (kind, k) in second
+    }
+    return Comparison(differences, files.changes(*settings))
+
+
+def _finished(folder: str | pathlib.Path) -> dict[str, pathlib.Path]:
+    """The folders of finished sets, by name."""
+    folder = pathlib.Path(folder)
+    found = [path.parent for path in sorted(folder.glob("*/summary.json"))]
+    if (folder / "summary.json").is_file():
+        found = [folder]
+    if not found:
+        raise FileNotFoundError(f"no finished evaluation in {folder}")
+    return {path.name: path for path in found}

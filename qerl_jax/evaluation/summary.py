@@ -1,0 +1,112 @@
+"""Estimates with confidence intervals from the records of one set, and how they are shown."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from qerl_jax.data import answers
+from qerl_jax.evaluation import intervals
+from qerl_jax.evaluation.intervals import Interval
+
+
+def summarize(records: Sequence[dict[str, Any]], ks: Sequence[int] | None = None) -> dict[str, Any]:
+    """Computes estimates from the records of one set.
+
+    Args:
+        records: P records of N samples each, as `Evaluator.records` gives them.
+        ks: The k of pass@k and maj@k; None means the powers of two below N, and N.
+
+    Returns:
+        `problems` P, `samples` N, `mean_length` (tokens), `clipped_ratio`, `unjudged` (completions on
+        which the reward abstained, for want of a gold answer that can be read), and `estimates`: mean@N
+        first, then pass@k and maj@k for k > 1. Each has `name`, `value`, `over_problems` and
+        `over_samples` (95 % intervals as two ends; None where too few problems or samples leave it
+        unknown).
+    """
+    samples = len(records[0]["right"])
+    return {
+        "problems": len(records),
+        "samples": samples,
+        "mean_length": float(np.mean([record["lengths"] for record in records])),
+        "clipped_ratio": 1 - float(np.mean([record["stopped"] for record in records])),
+        "unjudged": int(np.sum([record["unjudged"] for record in records])),
+        "estimates": [
+            _estimate(f"{kind}@{samples if kind == 'mean' else k}", statistic, samples, k)
+            for (kind, k), statistic in statistics(records, ks).items()
+        ],
+    }
+
+
+def statistics(
+    records: Sequence[dict[str, Any]], ks: Sequence[int] | None = None
+) -> dict[tuple[str, int], Callable[[np.ndarray], np.ndarray]]:
+    """Builds by kind ("mean", "pass", "maj") and k the functions from indices of samples to P estimates.
+
+    Args:
+        records: As `summarize` takes them.
+        ks: As `summarize` takes them.
+    """
+    right = np.array([record["right"] for record in records], bool)
+    votes = [
+        [None if text is None else answers.canonical(text) for text in record["answers"]]
+        for record in records
+    ]
+    samples = right.shape[1]
+    ks = ks or sorted({*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples})
+
+    def mean(columns):
+        return right[:, columns].mean(axis=1)
+
+    def pass_at(k, columns):
+        return intervals.pass_at_k(right[:, columns], k)
+
+    def maj_at(k, columns):
+        chosen = [[row[column] for column in columns] for row in votes]
+        return intervals.maj_at_k(right[:, columns], chosen, k)
+
+    several = {"pass": pass_at, "maj": maj_at}
+    return {("mean", 1): mean} | {
+        (kind, k): functools.partial(at, k) for kind, at in several.items() for k in ks if k > 1
+    }
+
+
+def _estimate(name: str, statistic: Callable, samples: int, k: int) -> dict[str, Any]:
+    values = statistic(np.arange(samples))
+    over_problems = intervals.over_problems(values, samples) if len(values) > 1 else None
+    return {
+        "name": name,
+        "value": float(values.mean()),
+        "over_problems": _ends(over_problems),
+        "over_samples": _ends(intervals.over_samples(statistic, samples, k)),
+    }
+
+
+def _ends(interval: Interval | None) -> list[float] | None:
+    return None if interval is None else [interval.low, interval.high]
+
+
+def lines(summary: dict[str, Any]) -> list[str]:
+    """Shows a summary as text: a line of what was asked, then one for each estimate with its intervals."""
+    protocol = summary["protocol"]
+    shown = [
+        f"{summary['name']}: {summary['problems']} problems, {summary['samples']} samples each at temperature "
+        f"{protocol['temperature']:g} and top-p {protocol['top_p']:g}, judged by {protocol['reward']}; "
+        f"{summary['mean_length']:.0f} tokens on average, {summary['clipped_ratio']:.1%} truncated"
+    ]
+    if summary["unjudged"]:
+        shown.append(
+            f"  {summary['unjudged']} completions could not be judged and count as wrong: their problems "
+            "have no answer, or none that the reward can read"
+        )
+    for estimate in summary["estimates"]:
+        text = f"  {estimate['name']:8} {estimate['value']:.3f}"
+        for kind in ("over_problems", "over_samples"):
+            if estimate[kind] is not None:
+                low, high = estimate[kind]
+                text += f"   [{low:.3f}, {high:.3f}] {kind.replace('_', ' ')}"
+        shown.append(text)
+    return shown
