@@ -1,0 +1,259 @@
+"""Writes docs/benchmarks.md from docs/measured/benchmarks.jsonl: `python -m scripts.make_benchmarks`.
+
+Each line of the JSONL file is one number that was measured, with all that a reader needs to judge it:
+
+- table: the key of the table that it belongs to, see `TABLES`
+- name, value, unit: what was measured; lines of one name on different devices become one row
+- baseline, baseline_value, ratio: what it is compared with, or null
+- target: a number, or a sentence, or null
+- more: values of further columns, by their headings
+- command, date, device, versions, conditions: the run; what is the same in several lines is one row of the last table
+- note: what else a reader of the row must know
+
+Numbers are printed with the digits that the file has. `--check` writes nothing and fails where the page is not
+what the file makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+SOURCE = DOCS / "measured" / "benchmarks.jsonl"
+PAGE = DOCS / "benchmarks.md"
+FIELDS = (
+    "table name value unit baseline baseline_value ratio target more command date device versions "
+    "conditions note"
+).split()
+RUN = ("command", "date", "device", "versions", "conditions")
+
+HEAD = """\
+# Benchmarks
+
+What QeRL-JAX reaches, beside a baseline and a target. `scripts/make_benchmarks.py` writes this page from
+[measured/benchmarks.jsonl](measured/benchmarks.jsonl): change the numbers there. What was tried, what was slower and
+why numbers stop where they do: [lab-notes.md](lab-notes.md).
+
+The absolute times of one machine say little. Read the ratio to a baseline: where nothing else is said, it was measured in
+the same run. The last column gives the run, in the order of the columns of devices; [Runs](#runs) lists command, date, device
+and versions of each. "Missed" and "met" compare the first device with a number of its target.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table of the page.
+
+    Attributes:
+      key: The `table` of its lines.
+      title: The heading above it.
+      text: What a reader must know before the numbers.
+      higher_is_better: Whether a value above a target meets it.
+    """
+
+    key: str
+    title: str
+    text: str
+    higher_is_better: bool = False
+
+
+TABLES = (
+    Table(
+        "decoding",
+        "Decoding",
+        "Random weights in Qwen2.5 shapes, NVFP4 base with LoRA of rank 32, distinct prompts of 256 tokens, 512 new tokens, end tokens "
+        "ignored, temperature 1, prefill taken out. vLLM was measured before, on a card of the same kind: 7B with LoRA, 14B "
+        "and 32B without. Bound: the time to read weights, head, adapters and live keys and values at 4.3 TB/s.",
+        True,
+    ),
+    Table(
+        "bfloat16",
+        "NVFP4 beside a 16-bit base",
+        "Our own BF16 base with the same LoRA, on the same card in the same minutes.",
+        True,
+    ),
+    Table("lora", "What LoRA costs", "7B, decoding with the adapter and without it."),
+    Table("rollouts", "Prefill, mixed lengths, agreement, start", "7B, NVFP4, LoRA of rank 32."),
+    Table(
+        "training",
+        "Training",
+        "Random bases packed on the device. Rows of 32B and 72B run in a memory pool of 78 GiB, which is what an 80 GB card has. MFU: "
+        "4 x parameters x tokens, recomputation not counted, of 790 TFLOP/s. The peft numbers are of such a card. Planned: `qerl plan`.",
+    ),
+    Table(
+        "training_layer",
+        "A layer in training",
+        "16 x 512 tokens of 7B, LoRA of rank 32; time of the layer's kernels, as a multiple of those of a BF16 layer in the same run.",
+    ),
+    Table(
+        "decode_layer",
+        "A decoding layer without attention",
+        "All layers in a loop whose end depends on data. Kernels are timed in another run than the layer, and may overlap.",
+    ),
+    Table(
+        "linears",
+        "Products with packed weights, up to 128 rows",
+        "Kernel time of the four linears, all layers of a model. Every linear: [lab notes](lab-notes.md#decode-kernels-linear-by-linear).",
+    ),
+    Table(
+        "attention",
+        "Decode attention",
+        "Ours rotates, writes to the cache and reads pages; cuDNN attends only, over a contiguous cache. cuDNN was timed beside "
+        "earlier designs of ours. Floor: the bytes of keys and values.",
+    ),
+    Table(
+        "wide",
+        "Products of many rows",
+        "How many times as fast as a bfloat16 product of the same run, by rows of x; dX is the derivative of x. The targets are 0.90 up "
+        "to 1024 rows and 0.95 above; of dX 0.93 at 2048 rows and 0.97 at 8192. Ranges are of several runs and ways. The column of the "
+        "device is 8192 rows, forward.",
+        True,
+    ),
+    Table(
+        "quantization",
+        "Quantization",
+        "The base that ships with the package, against itself in 16 bits: 256 held-out rows of arithmetic, 15,596 tokens. AWQ is "
+        "calibrated on one set of 256 other rows.",
+    ),
+    Table(
+        "memory",
+        "Memory that is planned",
+        "Temporaries of one micro-batch's gradient: `qerl plan` beside XLA's `memory_analysis()`. LoRA of rank 32, layers recomputed. "
+        "Attention's own workspace is in neither.",
+    ),
+    Table(
+        "tiny",
+        "Accuracy of the quickstart",
+        "512 unseen arithmetic problems, temperature 1. The task is too easy to tell NVFP4 from BF16, or noise from none.",
+        True,
+    ),
+)
+
+
+def read(path: pathlib.Path) -> list[dict]:
+    """Reads the lines of a JSONL file; numbers with a fraction stay text, with all their digits.
+
+    Raises:
+      ValueError: A line lacks a field or has an unknown one; the message names the line and the fields.
+    """
+    lines = []
+    for number, text in enumerate(path.read_text().splitlines(), 1):
+        line = json.loads(text, parse_float=str)
+        if wrong := set(FIELDS) ^ set(line):
+            raise ValueError(
+                f"{path.name}, line {number}: fields missing or unknown: {sorted(wrong)}"
+            )
+        lines.append(line)
+    return lines
+
+
+def number(value: object) -> float | None:
+    """Returns a value as a number, or None where it is no number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def shown(value: object) -> str:
+    """Returns a value as the page shows it: whole numbers with commas, nothing for None."""
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def target(line: dict, higher_is_better: bool) -> str:
+    """Returns the target with whether the value meets it; the target alone where it is a sentence."""
+    goal, value = number(line["target"]), number(line["value"])
+    if goal is None or value is None:
+        return shown(line["target"])
+    met = value >= goal if higher_is_better else value <= goal
+    return f"{shown(line['target'])}, {'met' if met else 'missed'}"
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """Returns rows of cells as a Markdown table; the first row is the head, empty columns are left out."""
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    head, *body = zip(*columns, strict=True)
+    return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body))
+
+
+def table(spec: Table, lines: list[dict], devices: list[str], runs: dict[tuple, int]) -> str:
+    """Returns the Markdown table of one `Table`: a row for each name, a column for each device."""
+    rows: dict[str, dict[str, dict]] = {}
+    for line in lines:
+        row = rows.setdefault(line["name"], {})
+        if line["device"] in row:
+            raise ValueError(f"{spec.key}: {line['name']!r} comes twice for {line['device']}")
+        row[line["device"]] = line
+    further = list(dict.fromkeys(heading for line in lines for heading in line["more"]))
+    columns = [device for device in devices if any(device in row for row in rows.values())]
+    units = {line["unit"] for line in lines}
+    baselines = {line["baseline"] for line in lines} - {None}
+    unit = f", {next(iter(units))}" if len(units) == 1 else ""
+    one = next(iter(baselines)) if len(baselines) == 1 else ""
+    head = ["what", "" if unit else "unit", *(device + unit for device in columns)]
+    head += ["" if one else "beside", one or "its value", "ratio", "target"]
+    cells = [[*head, *further, "note", "run"]]
+    for name, row in rows.items():
+        first = row[next(device for device in columns if device in row)]
+        measured = [row[device] for device in columns if device in row]
+        cells.append(
+            [
+                name,
+                "" if unit else first["unit"],
+                *(shown(row[device]["value"]) if device in row else "" for device in columns),
+                "" if one else shown(first["baseline"]),
+                shown(first["baseline_value"]),
+                shown(first["ratio"]),
+                target(first, spec.higher_is_better),
+                *(shown(first["more"].get(heading)) for heading in further),
+                first["note"],
+                ", ".join(str(runs[run(line)]) for line in measured),
+            ]
+        )
+    return markdown(cells)
+
+
+def run(line: dict) -> tuple:
+    """Returns what tells one run from another."""
+    return tuple(line[field] for field in RUN)
+
+
+def page(lines: list[dict]) -> str:
+    """Returns docs/benchmarks.md."""
+    if unknown := {line["table"] for line in lines} - {spec.key for spec in TABLES}:
+        raise ValueError(f"no table of the page is called {sorted(unknown)}")
+    devices = list(dict.fromkeys(line["device"] for line in lines))
+    ordered = [line for spec in TABLES for line in lines if line["table"] == spec.key]
+    runs = {key: place for place, key in enumerate(dict.fromkeys(map(run, ordered)), 1)}
+    parts = [HEAD]
+    for spec in TABLES:
+        if chosen := [line for line in lines if line["table"] == spec.key]:
+            text = table(spec, chosen, devices, runs)
+            parts.append(f"## {spec.title}\n\n{spec.text}\n\n{text}\n")
+    rows = [[str(place), f"`{key[0]}`", *key[1:]] for key, place in runs.items()]
+    parts.append(f"## Runs\n\n{markdown([['run', *RUN], *rows])}\n")
+    return "\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Write docs/benchmarks.md from the measured lines."
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if the page differs"
+    )
+    made = page(read(SOURCE))
+    if not parser.parse_args().check:
+        PAGE.write_text(made)
+    elif made != PAGE.read_text():
+        sys.exit(f"{PAGE} is not what {SOURCE.name} makes: run python -m scripts.make_benchmarks")
+
+
+if __name__ == "__main__":
+    main()

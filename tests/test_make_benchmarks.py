@@ -1,0 +1,121 @@
+"""What `scripts/make_benchmarks.py` makes of the lines that were measured."""
+
+import json
+import pathlib
+
+import pytest
+
+from scripts import make_benchmarks
+
+MEASURED = pathlib.Path(__file__).parents[1] / "docs" / "measured"
+
+
+def measured(**fields):
+    """A line of the JSONL file with every field."""
+    line = dict.fromkeys(make_benchmarks.FIELDS) | {"more": {}, "note": "", "conditions": ""}
+    line |= {"table": "decoding", "name": "7B, 8 rows", "value": 3586, "unit": "tokens/s"}
+    line |= {"command": "python -m x", "date": "2026-11-22", "device": "A", "versions": "jax 1"}
+    return line | fields
+
+
+def raw(name):
+    """Lines of a file that a benchmark wrote, with their numbers as numbers."""
+    return [json.loads(line) for line in (MEASURED / name).read_text().splitlines()]
+
+
+def close(shown, value):
+    """Whether a printed number is a value rounded to the digits that are printed."""
+    _, _, fraction = str(shown).partition(".")
+    return float(shown) == pytest.approx(value, abs=0.51 * 10.0 ** -len(fraction))
+
+
+def test_committed_page_is_what_the_script_makes():
+    made = make_benchmarks.page(make_benchmarks.read(make_benchmarks.SOURCE))
+    assert made == make_benchmarks.PAGE.read_text()
+
+
+def test_two_devices_share_a_row_and_each_names_its_run():
+    lines = [
+        measured(target=3900, baseline="vLLM", baseline_value=1728, ratio="2.08"),
+        measured(value="2935.0", device="B"),
+        measured(name="7B, 1 row", value=466, target="540.0"),
+    ]
+    page = make_benchmarks.page(lines)
+    assert "| what | A, tokens/s | B, tokens/s | vLLM | ratio | target | run |" in page
+    assert "| 7B, 8 rows | 3,586 | 2935.0 | 1,728 | 2.08 | 3,900, missed | 1, 2 |" in page
+    assert "| 7B, 1 row | 466 |  |  |  | 540.0, missed | 1 |" in page
+    assert "| 2 | `python -m x` | 2026-11-22 | B | jax 1 |" in page
+
+
+@pytest.mark.parametrize(
+    ("value", "goal", "higher", "shown"),
+    [
+        (5, 5, True, "5, met"),
+        ("5.15", 5, False, "5, missed"),
+        ("4.9", 5, False, "5, met"),
+        ("4.9", "5.00", True, "5.00, missed"),
+        (1, "runs in 80 GB", True, "runs in 80 GB"),
+        (1, None, True, ""),
+    ],
+)
+def test_a_target_says_whether_it_is_met(value, goal, higher, shown):
+    assert make_benchmarks.target({"value": value, "target": goal}, higher) == shown
+
+
+def test_digits_are_kept(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text(json.dumps(measured()).replace("3586", "0.70") + "\n")
+    assert make_benchmarks.read(path)[0]["value"] == "0.70"
+
+
+def test_a_line_without_a_field_is_refused_by_its_number(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    line = measured()
+    path.write_text(json.dumps(line) + "\n" + json.dumps(line | {"unti": 1}) + "\n")
+    with pytest.raises(ValueError, match=r"lines.jsonl, line 2: .*\['unti'\]"):
+        make_benchmarks.read(path)
+
+
+def test_a_number_that_comes_twice_is_refused():
+    with pytest.raises(ValueError, match="'7B, 8 rows' comes twice for A"):
+        make_benchmarks.page([measured(), measured()])
+
+
+def test_a_table_that_the_page_lacks_is_refused():
+    with pytest.raises(ValueError, match=r"no table of the page is called \['speed'\]"):
+        make_benchmarks.page([measured(table="speed")])
+
+
+def test_ratios_are_those_of_their_numbers():
+    lines = make_benchmarks.read(make_benchmarks.SOURCE)
+    compared = [line for line in lines if line["ratio"] and line["table"] == "decoding"]
+    assert len(compared) > 10
+    for line in compared:
+        assert close(line["ratio"], line["value"] / line["baseline_value"]), line["name"]
+
+
+def test_training_steps_are_those_that_the_benchmark_wrote():
+    steps = raw("steps.jsonl")
+    lines = make_benchmarks.read(make_benchmarks.SOURCE)
+    checked = [line for line in lines if "row" in line["more"]]
+    assert len(checked) > 10
+    for line in checked:
+        rows = [step for step in steps if step["row"] == line["more"]["row"]]
+        seconds = [row["step"] if "step" in row else row["update"] for row in rows]
+        assert any(close(line["value"], second) for second in seconds), line["name"]
+
+
+@pytest.mark.parametrize(("model", "layers"), [("7B", 28), ("32B", 64)])
+def test_sums_of_linears_are_those_of_the_kernels_that_were_timed(model, layers):
+    timed = {}
+    for row in raw("decode_kernels.jsonl"):
+        if row["model"] == f"qwen2.5-{model.lower()}":
+            timed[row["layer"], row["m"]] = row["us"]["kernel"]
+    lines = make_benchmarks.read(make_benchmarks.SOURCE)
+    sums = [x for x in lines if x["table"] == "linears" and x["name"].startswith(model + ",")]
+    assert len(sums) == 6
+    for line in sums:
+        rows = int(line["name"].split()[1])
+        four = sum(timed[layer, rows] for layer in ("qkv", "o", "gate_up", "down"))
+        assert float(line["more"]["four linears us"]) == pytest.approx(four, abs=0.15)
+        assert float(line["value"]) == pytest.approx(four * layers / 1000, rel=0.006)
