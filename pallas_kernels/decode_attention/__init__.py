@@ -1,5 +1,5 @@
 """Attention of one new token per row to a paged cache of keys and values."""
 
-from pallas_kernels.decode_attention.api import decode_attention, plan
+from pallas_kernels.decode_attention.api import decode_attention, plan, supports_heads
 
-__all__ = ["decode_attention", "plan"]
+__all__ = ["decode_attention", "plan", "supports_heads"]

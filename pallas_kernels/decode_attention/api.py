@@ -39,6 +39,20 @@ class _Hopper:
 _IMPLEMENTATIONS: dict[str, Any] = {"hopper": _Hopper, "reference": _Reference}
 
 
+def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
+    """Why the kernel cannot attend with a model's heads on this device, or None.
+
+    Where it cannot, `decode_attention` runs the reference, which gathers all pages of every row and is
+    many times slower.
+
+    Args:
+      heads: H, of queries.
+      key_heads: J.
+      head_size: C.
+    """
+    return runtime.unless_hopper() or hopper.supports_heads(heads, key_heads, head_size)
+
+
 def plan(keys: jax.Array, tables: jax.Array, ends: jax.Array) -> jax.Array | None:
     """What of `decode_attention` depends on tables and ends alone: made once, it serves all layers.
 

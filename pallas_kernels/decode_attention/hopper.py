@@ -80,6 +80,21 @@ class Config:
             raise ValueError(f"teams must be 1 to {max(BATCH)}; got {self.teams}")
 
 
+def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
+    """Why this kernel cannot attend with a model's heads, or None.
+
+    Args:
+      heads: H, of queries.
+      key_heads: J.
+      head_size: C.
+    """
+    if head_size not in HEAD_SIZES:
+        return f"needs a head size of 64 or 128; got {head_size}"
+    if (group := heads // key_heads) > GROUP:
+        return f"needs at most {GROUP} query heads per key head; got {group}"
+    return None
+
+
 def supports_cache(shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
     """Why this kernel cannot read a cache, or None."""
     *_, slots, head_size = shape
@@ -106,8 +121,8 @@ def supports(
         return reason
     if dtype != jnp.bfloat16:
         return f"needs qkv in bfloat16; got {dtype}"
-    if group > GROUP:
-        return f"needs at most {GROUP} query heads per key head; got {group}"
+    if reason := supports_heads(group * key_heads, key_heads, head_size):
+        return reason
     if layers * pages * key_heads * slots >= 2**31:
         return f"needs fewer than 2^31 rows of keys; got L * N * J * S of {cache_shape[:-1]}"
     if (used := shared_bytes(group, head_size, config)) > SHARED_BYTES:

@@ -56,6 +56,11 @@ class Branch:
         return first
 
 
+def filled_rank(rank: int) -> int:
+    """The rank that a part of a `Branch` has: the next one that divides 64 or is a multiple of it."""
+    return rank + -rank % TILE if rank > TILE // 2 else 1 << max(3, (rank - 1).bit_length())
+
+
 def pack_branch(
     parts: Sequence[tuple[jax.Array, jax.Array]], scaling: float, *, is_packed: bool
 ) -> Branch:
@@ -67,7 +72,7 @@ def pack_branch(
       is_packed: whether the base is.
     """
     rank = parts[0][0].shape[-1]
-    filled = rank + -rank % TILE if rank > TILE // 2 else 1 << max(3, (rank - 1).bit_length())
+    filled = filled_rank(rank)
     width = max(filled, TILE)
     pad_last = lambda x, low, high: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(low, high)])
     a = jnp.concatenate([pad_last(a, 0, filled - rank) for a, _ in parts], axis=-1)

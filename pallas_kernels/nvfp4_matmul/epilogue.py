@@ -28,7 +28,7 @@ from jax import lax
 from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.adapter import Branch
-from pallas_kernels.nvfp4_matmul.hopper import Sums
+from pallas_kernels.nvfp4_matmul.hopper import SHARED_BYTES, Sums
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
 
@@ -63,13 +63,33 @@ def stream(values: jax.Array, scale: jax.Array) -> Stream:
     return Stream(values.T, (wide * scale).astype(values.dtype), squares)
 
 
-def supports(m: int, n: int, *, is_swiglu: bool = False) -> str | None:
-    """Why this kernel cannot finish a product, or None."""
+def supports(m: int, n: int, *, rank: int = 0, is_swiglu: bool = False) -> str | None:
+    """Why this kernel cannot finish a product, or None.
+
+    Args:
+      m: rows of x.
+      n: rows of W.
+      rank: of one part of the branch of LoRA, as `adapter.filled_rank` makes it; 0 without one.
+      is_swiglu: whether N is a gate and what it lets through.
+    """
     if m % _columns(m):
         return f"needs M in eights up to 32, then in 32s; got M = {m}"
     if n % (2 * TILE if is_swiglu else TILE):
         return f"needs N of whole tiles of 64 rows; got N = {n}"
+    if (used := shared_bytes(m, rank, is_swiglu=is_swiglu)) > SHARED_BYTES:
+        return (
+            f"needs {used} bytes of shared memory of {SHARED_BYTES} to finish M = {m} rows of "
+            f"LoRA of rank {rank}"
+        )
     return None
+
+
+def shared_bytes(m: int, rank: int, *, is_swiglu: bool) -> int:
+    """Bytes of shared memory that a block takes: B of its rows, and x A of its rows of x."""
+    halves = 2 if is_swiglu else 1
+    # Of ranks below a tile a gate and what it lets through share one.
+    distinct = halves if rank >= TILE else 1
+    return 2 * max(rank, TILE) * (halves * TILE + distinct * _columns(m))
 
 
 def finish(
@@ -109,7 +129,8 @@ def finish(
     from pallas_kernels.nvfp4_matmul import fragments, registers, transposed
 
     most_parts, n, m = sums.size
-    if reason := supports(m, n, is_swiglu=is_swiglu):
+    rank = 0 if branch is None else branch.rank
+    if reason := supports(m, n, rank=rank, is_swiglu=is_swiglu):
         raise NotImplementedError(reason)
     columns = _columns(m)
     outputs = n // 2 if is_swiglu else n

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import runtime
-from pallas_kernels.nvfp4_matmul import epilogue, hopper, layout, tuning
+from pallas_kernels.nvfp4_matmul import adapter, epilogue, hopper, layout, tuning
 from pallas_kernels.nvfp4_matmul.adapter import Branch
 from pallas_kernels.nvfp4_matmul.epilogue import Stream
 from pallas_kernels.nvfp4_matmul.hopper import Config, Plan, Sums
@@ -27,7 +27,7 @@ def padded(m: int) -> int:
 
 
 def supports(
-    m: int, sizes: Sequence[int], k: int, *, is_packed: bool, with_branch: bool
+    m: int, sizes: Sequence[int], k: int, *, is_packed: bool, rank: int, is_swiglu: bool = False
 ) -> str | None:
     """Why these kernels cannot run a linear on this device, or None.
 
@@ -36,7 +36,8 @@ def supports(
       sizes: rows of W that belong to each of the linears that it joins.
       k: columns of both.
       is_packed: whether W is.
-      with_branch: whether there is LoRA.
+      rank: of LoRA; 0 without it.
+      is_swiglu: whether the two parts are a gate and what it lets through, of which one is made.
     """
     if reason := runtime.unless_hopper():
         return reason
@@ -45,11 +46,13 @@ def supports(
     # A tile of rows belongs to one part: it meets the ranks of that part, or is a whole gate's.
     if k % TILE or any(size % TILE for size in sizes):
         return f"needs K and all parts of N in whole tiles of {TILE}; got {k} and {tuple(sizes)}"
+    m, n = padded(m), sum(sizes)
+    ranks = adapter.filled_rank(rank) if rank else 0
+    if reason := epilogue.supports(m, n, rank=ranks, is_swiglu=is_swiglu):
+        return reason
     if not is_packed:
         return None
-    n = sum(sizes)
-    config = _config(padded(m), n, k, with_branch)
-    return hopper.supports(padded(m), n, k, config, with_adapter=with_branch)
+    return hopper.supports(m, n, k, _config(m, n, k, rank > 0), with_adapter=rank > 0)
 
 
 def linear(

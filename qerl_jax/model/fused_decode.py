@@ -65,13 +65,18 @@ def supports(model: Transformer, rows: int, *, adapter: bool = True) -> str | No
         return f"needs activations in bfloat16; got {model.dtype} and weights in {model.weights}"
     if model.full:
         return "needs frozen weights"
-    for name, parts in model.arch.linears().items():
+    arch = model.arch
+    if reason := attention.supports_heads(arch.num_heads, arch.num_kv_heads, arch.head_size):
+        return f"attention {reason}"
+    rank = model.lora.rank if adapter and model.lora is not None else 0
+    for name, parts in arch.linears().items():
         reason = fused.supports(
             rows,
             [size for _, size in parts],
             model.arch.input_width(name),
             is_packed=model.weights == "nvfp4",
-            with_branch=adapter and model.lora is not None,
+            rank=rank,
+            is_swiglu=name == "gate_up",
         )
         if reason:
             return f"{name} {reason}"

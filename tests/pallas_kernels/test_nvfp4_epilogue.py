@@ -121,6 +121,15 @@ def test_what_a_slot_cannot_hold_is_refused_with_its_reason():
     assert "whole tiles of 64 rows; got N = 96" in epilogue.supports(8, 96)
 
 
+def test_an_epilogue_says_how_much_shared_memory_a_rank_takes():
+    assert epilogue.supports(96, 37888, rank=640) is None
+    assert epilogue.supports(64, 37888, rank=640, is_swiglu=True) is None
+    reason = (
+        "needs 245760 bytes of shared memory of 231424 to finish M = 96 rows of LoRA of rank 640"
+    )
+    assert epilogue.supports(96, 37888, rank=640, is_swiglu=True) == reason
+
+
 # Values --------------------------------------------------------------------------------------
 
 

@@ -150,15 +150,22 @@ def test_what_the_fused_layers_refuse_is_decoded_plainly_on_a_hopper_card(
         ({"dtype": jnp.float32}, "needs activations in bfloat16"),
         ({"weights": "mxfp4"}, "and weights in mxfp4"),
         ({"full": True}, "needs frozen weights"),
-        # The 96 rows of k would share a tile with v's, and be given its ranks.
         (
-            {"arch": dataclasses.replace(ARCH, num_kv_heads=1, num_heads=2, head_size=96)},
-            "got 256 and (192, 96, 96)",
+            {"arch": dataclasses.replace(ARCH, num_heads=9, num_kv_heads=1)},
+            "attention needs at most 8 query heads per key head; got 9",
+        ),
+        (
+            {"arch": dataclasses.replace(ARCH, head_size=96)},
+            "attention needs a head size of 64 or 128; got 96",
+        ),
+        (
+            {"lora": LoraConfig(640, 640.0)},
+            "needs 245760 bytes of shared memory of 231424 to finish M = 96 rows of LoRA of rank 640",
         ),
     ],
 )
 def test_what_cannot_be_decoded_so_is_refused_with_its_reason(monkeypatch, change, reason):
     monkeypatch.setattr(runtime, "is_hopper", lambda: True)
     policy = Transformer(**({"arch": ARCH, "weights": "nvfp4", "dtype": jnp.bfloat16} | change))
-    assert reason in fused_decode.supports(policy, 8)
-    assert fused_decode.supports(Transformer(ARCH, "bfloat16", None, jnp.bfloat16), 8) is None
+    assert reason in fused_decode.supports(policy, 96)
+    assert fused_decode.supports(Transformer(ARCH, "bfloat16", None, jnp.bfloat16), 96) is None
