@@ -1,5 +1,7 @@
 """Which machine and which JAX: the only place that asks."""
 
+import dataclasses
+import functools
 import os
 import pathlib
 from typing import Any
@@ -7,20 +9,84 @@ from typing import Any
 import jax
 
 
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What kernels ask about the device that they run on, or are planned for.
+
+    Attributes:
+      name: what JAX calls it, e.g. "NVIDIA H200" or "cpu".
+      processors: multiprocessors, each of which runs blocks of its own.
+      l2_bytes: of the cache that all processors share.
+      bandwidth: bytes a second of its memory, as the vendor states it.
+      shared_bytes: of shared memory that one block may use.
+      platform: "cpu", "gpu" or "tpu".
+      compute_capability: of an NVIDIA GPU, e.g. "9.0"; otherwise whatever JAX says, or "".
+    """
+
+    name: str
+    processors: int
+    l2_bytes: int
+    bandwidth: float
+    shared_bytes: int = 232448
+    platform: str = "gpu"
+    compute_capability: str = "9.0"
+
+
+# Cards of compute capability 9.0. JAX tells processors and shared memory itself; bandwidth and L2 it does
+# not. A name that is not here gets the figures of the longest one that it begins with, or else of the first.
+CARDS = {
+    card.name: card
+    for card in (
+        Device("NVIDIA H200", 132, 60 << 20, 4.8e12),
+        Device("NVIDIA H100 80GB HBM3", 132, 50 << 20, 3.35e12),
+        Device("NVIDIA H100 NVL", 132, 50 << 20, 3.9e12),
+        Device("NVIDIA H100 PCIe", 114, 50 << 20, 2.0e12),
+        Device("NVIDIA H100", 132, 50 << 20, 3.35e12),
+        Device("NVIDIA H800", 132, 50 << 20, 3.35e12),
+        Device("NVIDIA H20", 78, 60 << 20, 4.0e12),
+        Device("NVIDIA GH200", 132, 50 << 20, 4.0e12),
+    )
+}
+H200 = CARDS["NVIDIA H200"]
+
+
+def device() -> Device:
+    """The default backend's first device: everything here and in the kernels asks this function.
+
+    Tests, and programs that compile for a card that is not there, put another function in its place.
+    What is planned on a device that is no GPU is planned for an H200, but named after that device.
+    """
+    return _described(jax.devices()[0])
+
+
+@functools.cache
+def _described(found: jax.Device) -> Device:
+    known = [name for name in CARDS if found.device_kind.startswith(name)]
+    card = CARDS[max(known, key=len)] if known else H200
+    return dataclasses.replace(
+        card,
+        name=found.device_kind,
+        # AMD devices name an architecture ("gfx942") as their compute capability; a CPU has none.
+        compute_capability=getattr(found, "compute_capability", ""),
+        platform=jax.default_backend(),
+        processors=getattr(found, "core_count", None) or card.processors,
+        shared_bytes=getattr(found, "shared_memory_per_block_optin", None) or card.shared_bytes,
+    )
+
+
 def platform() -> str:
     """Name of the default backend: "cpu", "gpu" or "tpu"."""
-    return jax.default_backend()
+    return device().platform
 
 
 def device_kind() -> str:
     """What the default backend calls its first device, e.g. "NVIDIA H200" or "cpu"."""
-    return jax.devices()[0].device_kind
+    return device().name
 
 
 def is_hopper() -> bool:
     """Whether the default device is an NVIDIA GPU of compute capability 9.0 (H100, H200, GH200)."""
-    # AMD devices name an architecture ("gfx942") in the same attribute; a CPU has none.
-    return platform() == "gpu" and jax.devices()[0].compute_capability == "9.0"
+    return platform() == "gpu" and device().compute_capability == "9.0"
 
 
 def unless_hopper() -> str | None:

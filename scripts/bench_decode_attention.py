@@ -32,13 +32,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
+from pallas_kernels import runtime
 from pallas_kernels.decode_attention import hopper, reference
 from pallas_kernels.decode_attention.hopper import PAGE, Config
 from scripts.bench_kernels import BANDWIDTH, versions, watch
 
 KERNEL = "decode_attention"
-# Several times an H200's L2 of 60 MB.
-_ROTATION_BYTES = 320e6
+# How many times what the L2 holds lies between two uses of a weight.
+_ROTATION = 5
 # Kernels of the timing loop: bringing an operand, counting, copying the cache once at its start.
 _BOOKKEEPING = re.compile("slice|add_fusion|compare|broadcast|copy|mem(cpy|set)", re.IGNORECASE)
 
@@ -73,7 +74,9 @@ class Problem:
     @property
     def layers(self) -> int:
         """How many layers' caches miss the L2."""
-        return max(2, round(_ROTATION_BYTES / (self.floor_us * BANDWIDTH / 1e6)))
+        return max(
+            2, round(_ROTATION * runtime.device().l2_bytes / (self.floor_us * BANDWIDTH / 1e6))
+        )
 
 
 def log_normal(rows: int, mean: float) -> list[int]:
@@ -270,12 +273,13 @@ def time_cudnn(problem: Problem) -> dict[str, float]:
 def configurations(problem: Problem) -> list[Config]:
     """All that could be worth trying, with as many pages on their way as there is room for."""
     group = problem.heads // problem.key_heads
-    found = []
+    found, processors = [], runtime.device().processors
     for pages, teams in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4)):
         stages = 768 // problem.head_size // teams
         if pages <= problem.width:
-            found.append(Config(pages, stages, -(-64 // pages), hopper.PROCESSORS, teams))
-    fits = lambda c: hopper.shared_bytes(group, problem.head_size, c) <= hopper.SHARED_BYTES
+            found.append(Config(pages, stages, -(-64 // pages), processors, teams))
+    most = hopper.most_shared_bytes()
+    fits = lambda c: hopper.shared_bytes(group, problem.head_size, c) <= most
     return [config for config in found if fits(config)]
 
 

@@ -36,7 +36,7 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.mosaic.gpu import profiler
 
-from pallas_kernels import nvfp4
+from pallas_kernels import nvfp4, runtime
 from pallas_kernels.nvfp4 import NVFP4Tensor
 from pallas_kernels.nvfp4_matmul import (
     adapter,
@@ -93,8 +93,8 @@ PEERS = {
         (74.8, 233.6, 229.7, 230.6, 232.1, 236.1),
     ),
 }
-# Several times an H200's L2 of 60 MB.
-_ROTATION_BYTES = 320e6
+# How many times what the L2 holds lies between two uses of a weight.
+_ROTATION = 5
 # Kernels of the timing loop, not of the product: bringing x, counting.
 _BOOKKEEPING = re.compile("dynamic_slice|add_fusion|compare|mem(cpy|set)", re.IGNORECASE)
 # Longest a check or a timing may take, with its compilation, before the process is ended.
@@ -181,7 +181,7 @@ def measure(run: Callable[..., Any], x: jax.Array, weights: Any, *, repeats: int
 
 def nvfp4_inputs(m: int, n: int, k: int) -> tuple[jax.Array, HopperNVFP4]:
     """Random x and weights for `rounds_of`."""
-    copies = max(2, round(_ROTATION_BYTES / (n * k * 9 / 16)))
+    copies = max(2, round(_ROTATION * runtime.device().l2_bytes / (n * k * 9 / 16)))
     x = jax.random.normal(jax.random.key(1), (2, copies, m, k), jnp.bfloat16)
     return x, random_weights(jax.random.key(2), copies, n, k)
 
@@ -198,7 +198,7 @@ def nvfp4_rounds(m: int, n: int, config: Config) -> Callable[..., Any]:
 
 def time_bf16(m: int, n: int, k: int) -> Timing:
     """Times `jnp.dot` with weights [K, N] in bfloat16."""
-    copies = max(2, round(_ROTATION_BYTES / (n * k * 2)))
+    copies = max(2, round(_ROTATION * runtime.device().l2_bytes / (n * k * 2)))
     keys = jax.random.split(jax.random.key(3), copies)
     weights = [jax.random.normal(key, (k, n), jnp.bfloat16) for key in keys]
     x = jax.random.normal(jax.random.key(4), (2, copies, m, k), jnp.bfloat16)
@@ -286,7 +286,7 @@ def check_values(problem: shapes.Problem, ms: Sequence[int], rank: int) -> list[
     def lowered(m):
         if rank:
             return jax.jit(fused.linear).lower(x[:m], w, branch=branch)
-        config = tuning.pick_config(m, n, k, jax.devices()[0].device_kind)
+        config = tuning.pick_config(m, n, k)
         return jax.jit(functools.partial(hopper.matmul, config=config)).lower(x[:m], w)
 
     with ThreadPoolExecutor() as pool:
@@ -327,7 +327,7 @@ def problems(models: Sequence[str], layers: Sequence[str]) -> list[shapes.Proble
 def bench(problem: shapes.Problem, m: int, *, with_bf16: bool) -> dict[str, Any]:
     """One row: checked, then timed."""
     n, k = problem.n, problem.k
-    config = tuning.pick_config(m, n, k, jax.devices()[0].device_kind)
+    config = tuning.pick_config(m, n, k)
     watch()
     row = {"model": problem.model, "layer": problem.layer, "m": m, "n": n, "k": k}
     row |= {"config": dataclasses.asdict(config), "ulp": check_product(m, n, k, config)}

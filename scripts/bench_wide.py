@@ -33,12 +33,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
-from pallas_kernels import nvfp4
+from pallas_kernels import nvfp4, runtime
 from pallas_kernels.nvfp4_matmul import dequantize, layout, reference, shapes, wide
 from scripts.bench_kernels import BF16_RATE, LAYERS, problems, rounds_of, versions, watch
 
-# Twice an H200's L2 of 60 MB, of everything that a call touches.
-_ROTATION_BYTES = 120e6
+# How many times what the L2 holds a call touches before it comes round again.
+_ROTATION = 2
 # Kernels of the timing loop: bringing an operand, counting, keeping a result.
 _BOOKKEEPING = re.compile(
     "(?<!update_)slice|add_fusion|compare|broadcast|mem(cpy|set)", re.IGNORECASE
@@ -113,7 +113,7 @@ def time_arm(arm: Arm, m: int, n: int, k: int) -> Timing:
     """Times an arm on random operands, of which enough copies rotate to miss the L2."""
     inner, outer = (k, n) if arm.direction == "forward" else (n, k)
     weight_bytes = n * k * (9 / 16 if arm.packed else 2)
-    copies = max(2, round(_ROTATION_BYTES / (weight_bytes + 2 * m * (n + k))))
+    copies = max(2, round(_ROTATION * runtime.device().l2_bytes / (weight_bytes + 2 * m * (n + k))))
     keys = jax.random.split(jax.random.key(1), copies + 1)
     x = jax.random.normal(keys[0], (2, copies, m, inner), jnp.bfloat16)
     if arm.packed:
@@ -159,13 +159,15 @@ def check(m: int, n: int, k: int, names: Sequence[str]) -> dict[str, float]:
 
 def time_unpacking(n: int, k: int) -> dict[str, float]:
     """Times the kernel that unpacks alone: configuration -> microseconds."""
-    copies = max(2, round(_ROTATION_BYTES / (n * k * 9 / 16)))
+    copies = max(2, round(_ROTATION * runtime.device().l2_bytes / (n * k * 9 / 16)))
     random = jax.jit(lambda key: layout.prepare(nvfp4.random(key, (copies, n, k))))
     weights, x, times = random(jax.random.key(2)), jnp.zeros((2, copies, 1)), {}
     out = jax.ShapeDtypeStruct((n, k), jnp.bfloat16)
     for step in (64, 128, 256):
         for stages, per_multiprocessor in ((3, 2), (3, 4), (2, 6), (3, 8)):
-            config = dequantize.Config(step, stages, 132 * per_multiprocessor)
+            config = dequantize.Config(
+                step, stages, runtime.device().processors * per_multiprocessor
+            )
             if dequantize.supports(n, k, config) is not None:
                 continue
             watch()

@@ -47,12 +47,7 @@ def as_on_an_h200() -> Iterator[None]:
     """Kernels are chosen as on that card; cuDNN's attention, which cannot be compiled without one, is not."""
     from pallas_kernels import runtime
 
-    answers = {
-        "platform": "gpu",
-        "device_kind": "NVIDIA H200",
-        "is_hopper": True,
-        "has_cudnn_attention": False,
-    }
+    answers = {"device": runtime.H200, "has_cudnn_attention": False}
     with contextlib.ExitStack() as stack:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(runtime, name, lambda *_, answer=answer: answer))

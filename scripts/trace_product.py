@@ -128,8 +128,6 @@ def main() -> None:
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.timeout, exit=True)
 
-    import jax
-
     from pallas_kernels.nvfp4_matmul import hopper, tuning
     from scripts import bench_kernels
 
@@ -141,7 +139,7 @@ def main() -> None:
             if args.config:
                 config = hopper.Config(*map(int, args.config.split(",")))
             else:
-                config = tuning.pick_config(m, n, k, jax.devices()[0].device_kind)
+                config = tuning.pick_config(m, n, k)
             found = summary(scopes_of(traced(m, n, k, config)), config.warpgroups)
             shape = "/".join(map(str, dataclasses.astuple(config)))
             cells = " | ".join(f"{found[name]:,.0f}" for name in HEAD)

@@ -39,10 +39,6 @@ from pallas_kernels.decode_attention.plans import PAGE
 # Queries of a group are padded to half the rows that a warp has.
 GROUP = 8
 HEAD_SIZES = (64, 128)
-# What one block may use on compute capability 9.0, less what barriers and alignment take.
-SHARED_BYTES = 232448 - 2048
-# Multiprocessors of an H200. A card with fewer runs some blocks later.
-PROCESSORS = 132
 # Parts that are read at a time when a unit is added up, by teams: what registers there are for.
 BATCH = {1: 16, 2: 16, 3: 8, 4: 8}
 # Less than any score, and finite.
@@ -125,8 +121,8 @@ def supports(
         return reason
     if layers * pages * key_heads * slots >= 2**31:
         return f"needs fewer than 2^31 rows of keys; got L * N * J * S of {cache_shape[:-1]}"
-    if (used := shared_bytes(group, head_size, config)) > SHARED_BYTES:
-        return f"needs {used} bytes of shared memory of {SHARED_BYTES}"
+    if (used := shared_bytes(group, head_size, config)) > (most := most_shared_bytes()):
+        return f"needs {used} bytes of shared memory of {most}"
     return None
 
 
@@ -144,7 +140,13 @@ def pick_config(rows: int, key_heads: int, head_size: int) -> Config:
     # Of 2, 3, 4 and 6 the fastest on an H200 for 1, 8, 16 and 128 rows of 4 key heads; for 64, where 6 is 5 %
     # faster for rows of unlike length and 4 is 4 % faster for others, the latter.
     pages = 2 if units <= 32 else 3 if units <= 96 else 4 if units <= 384 else 6
-    return Config(pages, max(1, 768 // head_size // teams), -(-64 // pages), PROCESSORS, teams)
+    stages, parts = max(1, 768 // head_size // teams), -(-64 // pages)
+    return Config(pages, stages, parts, runtime.device().processors, teams)
+
+
+def most_shared_bytes() -> int:
+    """Bytes of shared memory that a block may use on this device, less what barriers and alignment take."""
+    return runtime.device().shared_bytes - 2048
 
 
 def shared_bytes(group: int, head_size: int, config: Config) -> int:

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
 # Of A, brought by one block within the time of the smallest products.
 _LEAST_BYTES = 112 * 1024
-_MULTIPROCESSORS = 132
 
 
 @jax.tree_util.register_dataclass
@@ -145,5 +145,5 @@ def shares(units: jax.Array, *, m: int, base_bytes: int, most: int) -> int:
     a small M twice as many are best (on an H200, for a 7B layer).
     """
     tiles, steps = units.shape[:2]
-    a_block = max(_LEAST_BYTES, base_bytes // _MULTIPROCESSORS) // (2 if m <= 32 else 1)
+    a_block = max(_LEAST_BYTES, base_bytes // runtime.device().processors) // (2 if m <= 32 else 1)
     return max(1, min(-(-units.nbytes // (tiles * a_block)), steps, most // tiles))

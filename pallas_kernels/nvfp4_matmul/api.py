@@ -27,11 +27,11 @@ class _Hopper:
             return reason
         if not 1 <= m <= hopper.MAX_M:
             return f"needs 1 <= M <= {hopper.MAX_M}; got M = {m}"
-        return hopper.supports(m, n, k, tuning.pick_config(m, n, k, runtime.device_kind()))
+        return hopper.supports(m, n, k, tuning.pick_config(m, n, k))
 
     @staticmethod
     def forward(x: jax.Array, w: HopperNVFP4) -> jax.Array:
-        return hopper.matmul(x, w, tuning.pick_config(len(x), *w.shape, runtime.device_kind()))
+        return hopper.matmul(x, w, tuning.pick_config(len(x), *w.shape))
 
     @staticmethod
     def backward(dy: jax.Array, w: HopperNVFP4) -> jax.Array:

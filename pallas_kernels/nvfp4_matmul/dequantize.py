@@ -30,19 +30,19 @@ class Config:
     Attributes:
       step: columns of a unit; 64, 128 or 256.
       stages: units that are brought ahead, 2 or more.
-      blocks: among which the units are divided.
+      blocks: among which the units are divided; None for as many as are best on this device.
     """
 
     step: int = 128
     stages: int = 3
-    blocks: int = 4 * 132  # four blocks for each multiprocessor of an H200
+    blocks: int | None = None
 
     def __post_init__(self):
         if self.step not in (64, 128, 256):
             raise ValueError(f"step must be 64, 128 or 256; got {self.step}")
         if self.stages < 2:
             raise ValueError(f"stages must be 2 or more; got {self.stages}")
-        if self.blocks < 1:
+        if self.blocks is not None and self.blocks < 1:
             raise ValueError(f"blocks must be 1 or more; got {self.blocks}")
 
 
@@ -118,7 +118,8 @@ def _unpack(words: jax.Array, config: Config, interpret: bool) -> jax.Array:
     chunks = step // TILE
     steps = column_tiles // chunks
     units = row_tiles * steps
-    blocks = min(config.blocks, units)
+    # Four for each processor, measured on an H200.
+    blocks = min(config.blocks or 4 * runtime.device().processors, units)
 
     def kernel(w_gmem, out_gmem, w_smem, out_smem, full):
         block = lax.axis_index("block")

@@ -28,7 +28,7 @@ from jax import lax
 from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.adapter import Branch
-from pallas_kernels.nvfp4_matmul.hopper import SHARED_BYTES, Sums
+from pallas_kernels.nvfp4_matmul.hopper import Sums, most_shared_bytes
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
 
@@ -76,9 +76,10 @@ def supports(m: int, n: int, *, rank: int = 0, is_swiglu: bool = False) -> str |
         return f"needs M in eights up to 32, then in 32s; got M = {m}"
     if n % (2 * TILE if is_swiglu else TILE):
         return f"needs N of whole tiles of 64 rows; got N = {n}"
-    if (used := shared_bytes(m, rank, is_swiglu=is_swiglu)) > SHARED_BYTES:
+    used, most = shared_bytes(m, rank, is_swiglu=is_swiglu), most_shared_bytes()
+    if used > most:
         return (
-            f"needs {used} bytes of shared memory of {SHARED_BYTES} to finish M = {m} rows of "
+            f"needs {used} bytes of shared memory of {most} to finish M = {m} rows of "
             f"LoRA of rank {rank}"
         )
     return None

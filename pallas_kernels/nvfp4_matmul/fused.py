@@ -132,7 +132,7 @@ def _upcoming(m: int, w: HopperNVFP4 | jax.Array, branch: Branch | None) -> hopp
 
 
 def _config(m: int, n: int, k: int, with_branch: bool) -> Config:
-    config = tuning.pick_config(m, n, k, runtime.device_kind())
+    config = tuning.pick_config(m, n, k)
     if not with_branch or hopper.supports(m, n, k, config, with_adapter=True) is None:
         return config
     # Where one warpgroup's slot is too narrow for A, two share a block.

@@ -44,8 +44,6 @@ from pallas_kernels.nvfp4_matmul import adapter, layout
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 
 MAX_M = 128
-# What one block may use on compute capability 9.0, less a little for barriers.
-SHARED_BYTES = 232448 - 1024
 _TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
 
 
@@ -147,8 +145,8 @@ def supports(m: int, n: int, k: int, config: Config, *, with_adapter: bool = Fal
     units = row_tiles // config.warpgroups * (columns // config.step)
     if config.blocks > units:
         return f"has {units} units of work for {config.blocks} blocks"
-    if (used := shared_bytes(m, config)) > SHARED_BYTES:
-        return f"needs {used} bytes of shared memory of {SHARED_BYTES}"
+    if (used := shared_bytes(m, config)) > (most := most_shared_bytes()):
+        return f"needs {used} bytes of shared memory of {most}"
     return adapter.supports(k, config.warpgroups, config.step) if with_adapter else None
 
 
@@ -242,6 +240,11 @@ def matmul(x: jax.Array, w: HopperNVFP4, config: Config, *, interpret: bool = Fa
             total += jnp.where(part < filled, sums.partials[part], 0)
         scale = w.multiplier / layout.DECODED_SCALE
         return (fragments.to_rows(total).T[:m, :n] * scale).astype(x.dtype)
+
+
+def most_shared_bytes() -> int:
+    """Bytes of shared memory that a block may use on this device, less a little for barriers."""
+    return runtime.device().shared_bytes - 1024
 
 
 def shared_bytes(m: int, config: Config) -> int:

@@ -4,6 +4,7 @@ import functools
 import json
 import pathlib
 
+from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import hopper, layout, wide
 from pallas_kernels.nvfp4_matmul.hopper import Config
 from pallas_kernels.nvfp4_matmul.layout import TILE
@@ -13,26 +14,26 @@ TABLES = pathlib.Path(__file__).parent / "tuned"
 # long for 8 columns as for 16 (13 cycles of a multiprocessor, measured on an H200).
 TUNED_M = (16, 32, 64, 128)
 
-# Of an H200; other Hopper cards have as many or a few less.
-_MULTIPROCESSORS = 132
-# Of an H200, operations a nanosecond of cuBLAS with a copy of a weight, and what a weight's copy takes.
+# Of an H200, operations a nanosecond of cuBLAS with a copy of a weight, and what a weight's copy takes: that is
+# a pass over memory, of which other cards have more or less.
 _CUBLAS_RATE, _UNPACK_NS = 750e3, 0.657e-3
-# With so many row tiles a run of work for every multiprocessor ends about once in each tile of four.
-_WIDE = 2 * _MULTIPROCESSORS
 
 
-def pick_config(m: int, n: int, k: int, device_kind: str) -> Config:
+def pick_config(m: int, n: int, k: int) -> Config:
     """The configuration for a problem: from the device's table, else by `heuristic`.
 
-    A card without a table of its own, such as an H100, takes the H200's.
+    A device without a table of its own takes the H200's if it has as many processors: blocks of a row are
+    as many as those can hold.
 
     Args:
       m: rows of x, 1 to 128.
       n: rows of W.
       k: columns of both.
-      device_kind: what JAX calls the device, e.g. "NVIDIA H200".
     """
-    table = table_of(device_kind) or table_of("NVIDIA H200")
+    card = runtime.device()
+    table = table_of(card.name)
+    if not table and card.processors == runtime.H200.processors:
+        table = table_of(runtime.H200.name)
     return table.get((_bucket(m), n, k)) or heuristic(m, n, k)
 
 
@@ -43,14 +44,16 @@ def heuristic(m: int, n: int, k: int) -> Config:
     share x; others to a few small blocks each, so that a matrix is on its way at once.
     """
     row_tiles, columns = layout.tiles(n), layout.tiles(k) * TILE
+    processors = runtime.device().processors
     longest = 256 if m <= 32 else 128
     step = next(s for s in (256, 128, 64) if s <= longest and columns % s == 0)
     steps = columns // step
-    if row_tiles >= _WIDE or m > 64:
+    # With so many row tiles a run of work for every processor ends about once in each tile of four.
+    if row_tiles >= 2 * processors or m > 64:
         warpgroups = next(w for w in (4, 3, 2, 1) if row_tiles % w == 0)
-        blocks, depth = min(_MULTIPROCESSORS, row_tiles // warpgroups * steps), 4
+        blocks, depth = min(processors, row_tiles // warpgroups * steps), 4
     else:
-        split = min(max(1, round(3 * _MULTIPROCESSORS / row_tiles)), steps)
+        split = min(max(1, round(3 * processors / row_tiles)), steps)
         warpgroups, blocks, depth = 1, row_tiles * split, min(4, -(-steps // split))
     depth = max(2, min(depth, _deepest(m, warpgroups, step, blocks)))
     return Config(warpgroups, step, depth, blocks)
@@ -59,21 +62,26 @@ def heuristic(m: int, n: int, k: int) -> Config:
 def unpacks_for_dx(m: int, n: int, k: int) -> bool:
     """Whether dX of M rows should unpack its weight for cuBLAS, not in its own tiles."""
     config = wide.pick_config(m, k, n, backward=True)
-    copied = 2 * m * n * k / _CUBLAS_RATE + n * k * _UNPACK_NS
+    copied = 2 * m * n * k / _CUBLAS_RATE + n * k * unpack_ns()
     return copied < wide.cost(m, k, n, config, backward=True)
+
+
+def unpack_ns() -> float:
+    """Nanoseconds for each weight that this device takes to write a packed matrix out in bfloat16."""
+    return _UNPACK_NS * runtime.H200.bandwidth / runtime.device().bandwidth
 
 
 def candidates(m: int, n: int, k: int) -> list[Config]:
     """Configurations worth timing, the heuristic's first."""
-    row_tiles = layout.tiles(n)
+    row_tiles, processors = layout.tiles(n), runtime.device().processors
     found = [heuristic(m, n, k)]
     for warpgroups, loads in ((4, (1,)), (2, (1, 2)), (1, (2, 3, 4))):
         tiles = max(1, row_tiles // warpgroups)
         for load in loads:
             # Runs of equal length, or as many blocks for each tile.
-            split = max(1, round(load * _MULTIPROCESSORS / tiles))
-            for blocks in dict.fromkeys((load * _MULTIPROCESSORS, tiles * split)):
-                if blocks * warpgroups > 6 * _MULTIPROCESSORS:
+            split = max(1, round(load * processors / tiles))
+            for blocks in dict.fromkeys((load * processors, tiles * split)):
+                if blocks * warpgroups > 6 * processors:
                     continue
                 for step in (256,) if m <= 32 else (128, 256):
                     stages = min(4, _deepest(m, warpgroups, step, blocks))
@@ -83,10 +91,10 @@ def candidates(m: int, n: int, k: int) -> list[Config]:
 
 def _deepest(m: int, warpgroups: int, step: int, blocks: int) -> int:
     """Stages with which all blocks find a multiprocessor at once."""
-    resident = -(-blocks // _MULTIPROCESSORS)
+    resident = -(-blocks // runtime.device().processors)
     slot = hopper.shared_bytes(m, Config(warpgroups, step, 2, blocks)) // 2
     # The card keeps 1 KiB of a multiprocessor's shared memory for each block.
-    return (hopper.SHARED_BYTES // resident - 1024) // slot
+    return (hopper.most_shared_bytes() // resident - 1024) // slot
 
 
 def path_of(device_kind: str) -> pathlib.Path:

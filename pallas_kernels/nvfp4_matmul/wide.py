@@ -51,8 +51,6 @@ from pallas_kernels.rounding import rounded
 MAX_ROWS = 256
 # 168 registers a thread, of which a tile of 160 rows takes 80 for its sums and decoding about 70.
 MOST_WITH_PRODUCER = 160
-# Of an H200; other Hopper cards have as many or a few less.
-_MULTIPROCESSORS = 132
 # Most rows of a tile for eight slots.
 _DEEP = 152
 # To add up shares of K: a kernel's start, and bytes a nanosecond to write and to read them.
@@ -159,8 +157,8 @@ def supports(
     if sizes and layout.tiles(summed) < (least := config.stages - 1):
         return f"needs {names[1]} of {least * TILE} or more; got {names[1]} = {summed}"
     used = shared_bytes(config, backward=backward, has_epilogue=bool(sizes))
-    if used > hopper.SHARED_BYTES:
-        return f"needs {used} bytes of shared memory of {hopper.SHARED_BYTES}"
+    if used > (most := hopper.most_shared_bytes()):
+        return f"needs {used} bytes of shared memory of {most}"
     return None
 
 
@@ -183,7 +181,8 @@ def pick_config(
     is_large = best.rows == MAX_ROWS and m >= 1024 and best.split == 1 and not backward
     pairs = is_large and all(rows % (2 * TILE * warpgroups) == 0 for rows in (outputs, *sizes))
     bytes_of = functools.partial(shared_bytes, backward=backward, has_epilogue=bool(sizes))
-    fits = lambda stages: bytes_of(dataclasses.replace(best, stages=stages)) <= hopper.SHARED_BYTES
+    most_bytes = hopper.most_shared_bytes()
+    fits = lambda stages: bytes_of(dataclasses.replace(best, stages=stages)) <= most_bytes
     return dataclasses.replace(
         best,
         stages=max(filter(fits, range(3, 9 if best.producer else 8))),
@@ -192,7 +191,7 @@ def pick_config(
 
 
 def cost(m: int, outputs: int, summed: int, config: Config, *, backward: bool = False) -> float:
-    """Nanoseconds that a problem takes on an H200, about; see `supports`.
+    """Nanoseconds that a problem takes on an H200, about, or on a card with other processors of that kind; see `supports`.
 
     All blocks wait for the last wave. 64 columns of a tile were measured to take 261, 297, 351 and
     399 ns at 64, 88, 128 and 152 rows with a producer, which is a line, and 612 ns at 256 rows
@@ -201,15 +200,16 @@ def cost(m: int, outputs: int, summed: int, config: Config, *, backward: bool = 
     all the time: the card then lowers its clock. So it does by up to 5 % where sums are long.
     """
     rows, steps = config.rows, layout.tiles(summed)
+    processors = runtime.device().processors
     x_tiles, w_tiles = -(-m // rows), layout.tiles(outputs) // config.warpgroups
     whole = x_tiles * _whole_tiles(x_tiles, w_tiles, config)
     shared = x_tiles * w_tiles - whole
-    waves = -(-whole // _MULTIPROCESSORS)
-    waves += -(-shared * config.split // _MULTIPROCESSORS) / config.split
+    waves = -(-whole // processors)
+    waves += -(-shared * config.split // processors) / config.split
     if not config.producer and waves > 1 and rows < MAX_ROWS:
         return inf
     if backward:
-        most_at_work = x_tiles * w_tiles / _MULTIPROCESSORS / waves
+        most_at_work = x_tiles * w_tiles / processors / waves
         unit = (574 + 0.453 * rows) * max(1, 1.16 * most_at_work)
         unit *= 1 + 0.05 * min(1, summed / 32768)
     elif config.producer:
@@ -226,7 +226,7 @@ def _whole_tiles(x_tiles: int, w_tiles: int, config: Config) -> int:
     """Of the tiles of W, how many a block sums over all columns: as many as fill whole waves."""
     if config.split == 1:
         return w_tiles
-    blocks = _MULTIPROCESSORS // config.cluster
+    blocks = runtime.device().processors // config.cluster
     return x_tiles * w_tiles // blocks * blocks // x_tiles
 
 
@@ -333,7 +333,7 @@ def _multiply(
     x_tiles, w_tiles = -(-len(x) // rows), w_rows // (warpgroups * cluster)
     # Whole bands: in a kernel a division by what is not a constant takes a while.
     band = next(band for band in range(config.band, 0, -1) if x_tiles % band == 0)
-    blocks = min(_MULTIPROCESSORS // cluster, x_tiles * w_tiles * config.split)
+    blocks = min(runtime.device().processors // cluster, x_tiles * w_tiles * config.split)
     whole_w_tiles = _whole_tiles(x_tiles, w_tiles, config)
     whole, shared = x_tiles * whole_w_tiles, x_tiles * (w_tiles - whole_w_tiles)
     run = steps // config.split

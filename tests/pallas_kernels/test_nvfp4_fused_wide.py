@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels import linear, nvfp4, nvfp4_matmul, runtime
 from pallas_kernels.nvfp4_matmul import api, fused_wide, layout, reference, shapes, wide
+from tests.pallas_kernels import devices
 
 on_cpu = pytest.mark.skipif(runtime.platform() != "cpu", reason="interpret mode is for a CPU")
 to_hopper = jax.jit(layout.prepare)
@@ -101,7 +102,7 @@ def assert_almost_all_are_equal(actual, expected):
 def test_the_kernel_meets_the_definition_without_a_race(
     capfd, monkeypatch, m, sizes, k, config, traits
 ):
-    monkeypatch.setattr(wide, "_MULTIPROCESSORS", 2)  # so that a block has several tiles
+    devices.pretend(monkeypatch, processors=2)  # so that a block has several tiles
     case = random(m, sizes, k, **traits)
     epilogue = fused_wide.epilogue(case.branches, case.unit, case.bias)
     actual = wide.matmul(case.x, to_hopper(case.weight), config, epilogue=epilogue, interpret=True)

@@ -21,6 +21,7 @@ from pallas_kernels.nvfp4_matmul import (
     tuning,
 )
 from pallas_kernels.nvfp4_matmul.hopper import Config, Plan
+from tests.pallas_kernels.devices import pretend
 
 random = jax.jit(nvfp4.random, static_argnums=1)
 prepare = jax.jit(layout.prepare)
@@ -221,11 +222,13 @@ def test_impossible_configurations_cannot_be_made(values, message):
         Config(*values)
 
 
+@pytest.mark.parametrize("processors", [132, 114])
 @pytest.mark.parametrize("m", [1, 3, *tuning.TUNED_M])
-def test_every_problem_has_a_configuration_and_candidates(m):
+def test_every_problem_has_a_configuration_and_candidates(monkeypatch, m, processors):
+    pretend(monkeypatch, processors=processors)
     odd = [(64, 64), (16, 16), (40, 1040), (192, 4096), (100_000, 256)]
     for n, k in [(p.n, p.k) for p in shapes.PROBLEMS] + odd:
-        config = tuning.pick_config(m, n, k, "NVIDIA H200")
+        config = tuning.pick_config(m, n, k)
         assert hopper.supports(m, n, k, config) is None, (n, k, config)
         assert tuning.heuristic(m, n, k) in tuning.candidates(m, n, k)
 
@@ -236,16 +239,42 @@ def test_a_table_goes_before_the_heuristic_and_serves_smaller_m(monkeypatch, tmp
     row = {"m": 16, "n": 128, "k": 256, "config": dataclasses.asdict(Config(2, 128, 4, 2))}
     (tmp_path / "nvidia_h200.json").write_text(json.dumps({"rows": [row]}))
     try:
-        for device in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
-            assert tuning.pick_config(9, 128, 256, device) == Config(2, 128, 4, 2)
-            assert tuning.pick_config(17, 128, 256, device) == tuning.heuristic(17, 128, 256)
+        for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
+            monkeypatch.setattr(runtime, "device", lambda name=name: runtime.CARDS[name])
+            assert tuning.pick_config(9, 128, 256) == Config(2, 128, 4, 2)
+            assert tuning.pick_config(17, 128, 256) == tuning.heuristic(17, 128, 256)
+        # Blocks of that table are as many as 132 processors hold.
+        monkeypatch.setattr(runtime, "device", lambda: runtime.CARDS["NVIDIA H100 PCIe"])
+        assert tuning.pick_config(9, 128, 256) == tuning.heuristic(9, 128, 256)
+    finally:
+        tuning.table_of.cache_clear()
+
+
+def test_a_card_takes_its_own_table_first(monkeypatch, tmp_path):
+    monkeypatch.setattr(tuning, "TABLES", tmp_path)
+    tuning.table_of.cache_clear()
+    cards = [runtime.CARDS[name] for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3")]
+    for blocks, card in enumerate(cards, 1):
+        config = dataclasses.asdict(Config(2, 128, 4, blocks))
+        rows = [{"m": 16, "n": 128, "k": 256, "config": config}]
+        tuning.path_of(card.name).write_text(json.dumps({"rows": rows}))
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "nvidia_h200.json",
+        "nvidia_h100_80gb_hbm3.json",
+    }
+    try:
+        for blocks, card in enumerate(cards, 1):
+            monkeypatch.setattr(runtime, "device", lambda card=card: card)
+            assert tuning.pick_config(16, 128, 256).blocks == blocks
     finally:
         tuning.table_of.cache_clear()
 
 
 @pytest.mark.parametrize("path", sorted(tuning.TABLES.glob("*.json")), ids=lambda path: path.stem)
-def test_every_row_of_a_tuned_table_is_accepted_with_an_adapter_and_without(path):
-    rows = tuning.table_of(path.stem.replace("_", " "))
+def test_every_row_of_a_tuned_table_is_accepted_with_an_adapter_and_without(monkeypatch, path):
+    card = next(card for card in runtime.CARDS.values() if tuning.path_of(card.name) == path)
+    monkeypatch.setattr(runtime, "device", lambda: card)
+    rows = tuning.table_of(card.name)
     assert rows
     for (m, n, k), config in rows.items():
         assert m in tuning.TUNED_M

@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels import nvfp4, nvfp4_matmul, prepare, runtime, unprepare
 from pallas_kernels.nvfp4_matmul import api, dequantize, layout, reference, shapes, wide
+from tests.pallas_kernels.devices import pretend
 
 random = jax.jit(nvfp4.random, static_argnums=1)
 to_hopper = jax.jit(layout.prepare)
@@ -109,7 +110,7 @@ def test_a_step_that_does_not_divide_k_is_refused_and_never_picked():
     ],
 )
 def test_products_meet_the_reference_without_a_race(capfd, monkeypatch, m, n, k, config):
-    monkeypatch.setattr(wide, "_MULTIPROCESSORS", 2)  # so that a block has several tiles
+    pretend(monkeypatch, processors=2)  # so that a block has several tiles
     x, t = normal(m, (m, k)), weight(n, n, k, scale_per_row=n in (180, 192))
     actual = wide.matmul(x, to_hopper(t), config, interpret=True)
     assert_within_an_ulp(actual, reference.forward(x.astype(jnp.float32), t))
@@ -129,7 +130,7 @@ def test_products_meet_the_reference_without_a_race(capfd, monkeypatch, m, n, k,
     ],
 )
 def test_derivatives_meet_the_reference_without_a_race(capfd, monkeypatch, m, n, k, config):
-    monkeypatch.setattr(wide, "_MULTIPROCESSORS", 2)
+    pretend(monkeypatch, processors=2)
     dy, t = normal(m, (m, n)), weight(n, n, k, scale_per_row=n == 180)
     actual = wide.backward(dy, to_hopper(t), config, interpret=True)
     assert_within_an_ulp(actual, reference.backward(dy.astype(jnp.float32), t))
@@ -147,7 +148,11 @@ def test_its_sums_are_scaled_before_they_are_rounded(scale_per_row):
     np.testing.assert_array_equal(actual, (sums * t.multiplier).astype(jnp.bfloat16))
 
 
-def test_every_problem_has_a_configuration_and_large_ones_leave_few_blocks_idle():
+@pytest.mark.parametrize(("processors", "least"), [(132, 0.85), (114, 0.8), (78, 0.8)])
+def test_every_problem_has_a_configuration_and_large_ones_leave_few_blocks_idle(
+    monkeypatch, processors, least
+):
+    pretend(monkeypatch, processors=processors)
     for p in shapes.PROBLEMS:
         for m in (1, 129, 300, 512, 1024, 2048, 4096, 8192):
             back = wide.pick_config(m, p.k, p.n, backward=True)
@@ -157,11 +162,11 @@ def test_every_problem_has_a_configuration_and_large_ones_leave_few_blocks_idle(
             if m < 2048:
                 continue
             tiles = -(-m // config.rows) * layout.tiles(p.n) // config.warpgroups
-            waves, left = divmod(tiles, 132)
-            waves += -(-left * config.split // 132) / config.split
+            waves, left = divmod(tiles, processors)
+            waves += -(-left * config.split // processors) / config.split
             # Of the multiplications that all waves could make, those asked for.
-            share = m * p.n / (waves * 132 * config.rows * 64 * config.warpgroups)
-            assert share > 0.85, (p, m, config)
+            share = m * p.n / (waves * processors * config.rows * 64 * config.warpgroups)
+            assert share > least, (p, m, config)
 
 
 # Configurations ------------------------------------------------------------------------------
@@ -285,8 +290,20 @@ def test_the_number_of_rows_and_their_type_choose_the_implementation(
         assert api._choose(offered, None, m, p.n, p.k, jnp.dtype(dtype)) == name
 
 
-@pytest.mark.parametrize(("m", "unpacks"), [(2048, False), (8192, True)])
-def test_dx_of_few_rows_is_unpacked_in_its_tiles(pretended_hopper, monkeypatch, m, unpacks):
+@pytest.mark.parametrize(
+    ("m", "bandwidth", "unpacks"),
+    [
+        (2048, runtime.H200.bandwidth, False),
+        (8192, runtime.H200.bandwidth, True),
+        # A copy of the weight costs more where memory is slow.
+        (4096, 2 * runtime.H200.bandwidth, True),
+        (4096, runtime.H200.bandwidth / 2, False),
+    ],
+)
+def test_dx_of_few_rows_is_unpacked_in_its_tiles(
+    pretended_hopper, monkeypatch, m, bandwidth, unpacks
+):
+    pretend(monkeypatch, bandwidth=bandwidth)
     called = []
     dx = lambda name: (
         lambda dy, w: called.append(name) or jnp.zeros((len(dy), w.shape[1]), dy.dtype)

@@ -2,11 +2,17 @@
 
 import os
 import pathlib
+import re
+import types
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import runtime
+from pallas_kernels.decode_attention import hopper as attention
+from pallas_kernels.nvfp4_matmul import adapter, dequantize, hopper, layout, tuning, wide
 
 
 @pytest.fixture
@@ -39,3 +45,102 @@ def test_deterministic_kernels_are_asked_for_once(monkeypatch):
     runtime.use_deterministic_kernels()
     runtime.use_deterministic_kernels()
     assert os.environ["XLA_FLAGS"] == "--one=1 --xla_gpu_deterministic_ops=true"
+
+
+# The device ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "bandwidth", "l2"),
+    [
+        ("NVIDIA H200", 4.8e12, 60 << 20),
+        ("NVIDIA H200 NVL", 4.8e12, 60 << 20),
+        ("NVIDIA H100 80GB HBM3", 3.35e12, 50 << 20),
+        ("NVIDIA H100 PCIe", 2.0e12, 50 << 20),
+        ("NVIDIA H20", 4.0e12, 60 << 20),
+        ("NVIDIA of tomorrow", 4.8e12, 60 << 20),
+    ],
+)
+def test_the_card_says_how_many_processors_it_has_and_a_table_the_rest(
+    monkeypatch, kind, bandwidth, l2
+):
+    found = types.SimpleNamespace(
+        device_kind=kind, compute_capability="9.0", core_count=16, shared_memory_per_block_optin=9
+    )
+    # A namespace is not hashed by identity, as a device of JAX is.
+    monkeypatch.setattr(runtime, "_described", runtime._described.__wrapped__)
+    monkeypatch.setattr(jax, "devices", lambda: [found])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    device = runtime.device()
+    assert (device.name, device.processors, device.shared_bytes) == (kind, 16, 9)
+    assert (device.bandwidth, device.l2_bytes) == (bandwidth, l2)
+    assert runtime.is_hopper() and runtime.device_kind() == kind and runtime.platform() == "gpu"
+
+
+@pytest.mark.skipif(runtime.platform() != "cpu", reason="asks what happens elsewhere")
+def test_without_a_gpu_what_is_planned_is_planned_for_an_h200():
+    device, card = runtime.device(), runtime.H200
+    assert (device.name, device.platform) == ("cpu", "cpu")
+    figures = lambda d: (d.processors, d.l2_bytes, d.bandwidth, d.shared_bytes)
+    assert figures(device) == figures(card)
+
+
+@pytest.fixture
+def grids(monkeypatch):
+    """Sizes of the grids of all kernels that are launched; none of them runs."""
+    found = []
+
+    def kernel(body, *, out_type, grid, **traits):
+        found.append(grid)
+        zeros = lambda *operands: jax.tree.map(
+            lambda out: jnp.zeros(out.shape, out.dtype), out_type
+        )
+        return zeros
+
+    monkeypatch.setattr(plgpu, "kernel", kernel)
+    return found
+
+
+def test_plans_and_grids_fit_the_processors_that_a_card_has(monkeypatch, grids):
+    card = runtime.CARDS["NVIDIA H100 PCIe"]
+    monkeypatch.setattr(runtime, "device", lambda: card)
+    assert card.processors == 114
+    # Decoding: one block each of wide matrices, a few each of others.
+    assert tuning.pick_config(16, 37888, 3584).blocks == 114
+    assert tuning.pick_config(128, 4608, 3584).blocks == 114
+    assert {c.blocks for c in tuning.candidates(64, 37888, 3584)} >= {114, 228}
+    assert attention.pick_config(64, 4, 128).blocks == 114
+    # A's share of the blocks.
+    units = jnp.zeros((1, 56, 1, 4, *layout.TILE_SHAPE), jnp.int32)
+    on_114 = adapter.shares(units, m=64, base_bytes=114 << 17, most=99)
+    monkeypatch.setattr(runtime, "device", lambda: runtime.H200)
+    assert adapter.shares(units, m=64, base_bytes=114 << 17, most=99) > on_114
+    monkeypatch.setattr(runtime, "device", lambda: card)
+
+    words = jax.ShapeDtypeStruct((592, 56, *layout.TILE_SHAPE), jnp.int32)
+    w = layout.HopperNVFP4(words, jax.ShapeDtypeStruct((1,), jnp.float32), (37888, 3584))
+    x = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    jax.eval_shape(
+        lambda x, w: hopper.matmul(x, w, tuning.pick_config(16, *w.shape)), x(16, 3584), w
+    )
+    jax.eval_shape(wide.matmul, x(2048, 3584), w)
+    jax.eval_shape(wide.backward, x(2048, 37888), w)
+    jax.eval_shape(dequantize.dequantize, w)
+    turns, numbers = jnp.zeros((64, 64)), jnp.zeros(64, jnp.int32)
+    jax.eval_shape(
+        lambda qkv, cache: attention.decode_attention(
+            *(qkv, turns, turns, cache, cache, jnp.int32(0), numbers[:, None], numbers)
+        ),
+        x(64, 36, 128),
+        x(2, 65, 4, 64, 128),
+    )
+    clusters = 114 // wide.pick_config(2048, 37888, 3584).cluster
+    assert grids == [(114,), (clusters,), (114,), (4 * 114,), (114,)]
+
+
+def test_no_kernel_knows_a_number_of_processors_by_heart():
+    folder = pathlib.Path(runtime.__file__).parent
+    sources = [path for path in folder.rglob("*.py") if path.name != "runtime.py"]
+    assert len(sources) > 20
+    for path in sources:
+        assert not re.search(r"\b(132|114)\b", path.read_text()), path
