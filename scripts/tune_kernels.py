@@ -1,8 +1,13 @@
 """Finds the fastest configuration of each problem on this GPU: `python -m scripts.tune_kernels`.
 
 Every candidate of `tuning.candidates` is timed as a decoding layer uses it: with LoRA of rank 32 and
-its epilogue, since a finer split costs a longer one. The fastest whose values are right becomes a row of the table. Rows of
-other problems that are in the table already stay. Like `scripts.bench_kernels`, whose timing this
+its epilogue, since a finer split costs a longer one. The fastest whose values are right becomes a row of the
+table of this card, `pallas_kernels/nvfp4_matmul/tuned/<name of the card>.json`, or of another file (`--out`).
+Rows of other problems that are in the table already stay.
+
+It is done within `--seconds`: each row is written when it is found, and a problem that may not be done in
+time is not begun. The same command again goes on with what is left, for it leaves out rows that this card has
+with this version of JAX (`--again` measures those too). Like `scripts.bench_kernels`, whose timing this
 is, it needs nothing but jax and numpy, and ends itself when a kernel hangs.
 """
 
@@ -12,11 +17,14 @@ import dataclasses
 import faulthandler
 import json
 import pathlib
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import adapter, fused, hopper, tuning
 from scripts import bench_kernels as bench
 
@@ -72,9 +80,41 @@ def tune(layer: str, m: int, n: int, k: int, *, threads: int) -> dict[str, Any]:
 def merged(table: pathlib.Path, row: dict[str, Any]) -> str:
     """The table's text with this row in it, a line for each row."""
     key = lambda row: (row["n"], row["k"], row["m"])
-    rows = json.loads(table.read_text())["rows"] if table.exists() else []
-    rows = sorted([r for r in rows if key(r) != key(row)] + [row], key=key)
+    rows = sorted([r for r in rows_of(table) if key(r) != key(row)] + [row], key=key)
     return '{"rows": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]}\n"
+
+
+def rows_of(table: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a table, none where there is no file."""
+    return json.loads(table.read_text())["rows"] if table.exists() else []
+
+
+def without_known(
+    wanted: Sequence[tuple[str, int, int, int]], rows: Sequence[dict[str, Any]]
+) -> list[tuple[str, int, int, int]]:
+    """Of the problems (layer, M, N, K) those that this card with this JAX has no row of."""
+    found = bench.versions()
+    same = lambda row: all(row.get(name) == found[name] for name in ("device", "jax"))
+    known = {(row["m"], row["n"], row["k"]) for row in rows if same(row)}
+    return [problem for problem in wanted if problem[1:] not in known]
+
+
+def within[T](seconds: float, todo: Sequence[T], work: Callable[[T], None]) -> list[T]:
+    """Works on what is to be done in turn, and returns what it did not begin.
+
+    Args:
+      seconds: no work is begun that would not be done after so many if it took as long as the slowest.
+      todo: what is to be done.
+      work: what is done with each.
+    """
+    end, slowest = time.monotonic() + seconds, 0.0
+    for i, problem in enumerate(todo):
+        begin = time.monotonic()
+        if begin + slowest > end:
+            return list(todo[i:])
+        work(problem)
+        slowest = max(slowest, time.monotonic() - begin)
+    return []
 
 
 def main() -> None:
@@ -85,20 +125,32 @@ def main() -> None:
     parser.add_argument("--m", nargs="+", type=int, default=tuning.TUNED_M)
     parser.add_argument("--threads", type=int, default=14, help="kernels compiled at a time")
     parser.add_argument("--out", type=pathlib.Path, help="by default the package's own table")
+    parser.add_argument("--seconds", type=float, default=270, help="after which it is done")
+    parser.add_argument("--again", action="store_true", help="also what the table has already")
     args = parser.parse_args()
-    out = args.out or tuning.path_of(jax.devices()[0].device_kind)
+    out = args.out or tuning.path_of(runtime.device_kind())
 
     bench.watch()
+    begin = time.monotonic()
     bench.check_decoder()
     problems = {(p.n, p.k): p.layer for p in bench.problems(args.models, args.layers)}
-    for (n, k), layer in problems.items():
-        for m in args.m:
-            row = tune(layer, m, n, k, threads=args.threads)
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(merged(out, row))
-            share = bench.floor_us(m, n, k) / row["us"]["kernel"]
-            print(f"{k}x{n} M={m}: {row['config']} {row['us']} {share:.0%} of floor", flush=True)
+    todo = [(layer, m, n, k) for (n, k), layer in problems.items() for m in args.m]
+    if not args.again:
+        todo = without_known(todo, rows_of(out))
+
+    def work(problem):
+        layer, m, n, k = problem
+        row = tune(layer, m, n, k, threads=args.threads)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(merged(out, row))
+        share = bench.floor_us(m, n, k) / row["us"]["kernel"]
+        print(f"{k}x{n} M={m}: {row['config']} {row['us']} {share:.0%} of floor", flush=True)
+
+    left = within(args.seconds - (time.monotonic() - begin), todo, work)
     faulthandler.cancel_dump_traceback_later()
+    print(f"{len(todo) - len(left)} rows in {time.monotonic() - begin:.0f} s -> {out}")
+    for layer, m, n, k in left:
+        print(f"left for another run: {layer} {k}x{n} M={m}")
 
 
 if __name__ == "__main__":

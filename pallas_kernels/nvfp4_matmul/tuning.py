@@ -22,19 +22,19 @@ _CUBLAS_RATE, _UNPACK_NS = 750e3, 0.657e-3
 def pick_config(m: int, n: int, k: int) -> Config:
     """The configuration for a problem: from the device's table, else by `heuristic`.
 
-    A device without a table of its own takes the H200's if it has as many processors: blocks of a row are
-    as many as those can hold.
+    For a problem that it has no row of, a device takes the H200's if it has as many processors: blocks of a
+    row are as many as those can hold.
 
     Args:
       m: rows of x, 1 to 128.
       n: rows of W.
       k: columns of both.
     """
-    card = runtime.device()
-    table = table_of(card.name)
-    if not table and card.processors == runtime.H200.processors:
-        table = table_of(runtime.H200.name)
-    return table.get((_bucket(m), n, k)) or heuristic(m, n, k)
+    card, problem = runtime.device(), (_bucket(m), n, k)
+    found = table_of(card.name).get(problem)
+    if found is None and card.processors == runtime.H200.processors:
+        found = table_of(runtime.H200.name).get(problem)
+    return found or heuristic(m, n, k)
 
 
 def heuristic(m: int, n: int, k: int) -> Config:

@@ -257,6 +257,8 @@ def test_a_card_takes_its_own_table_first(monkeypatch, tmp_path):
     for blocks, card in enumerate(cards, 1):
         config = dataclasses.asdict(Config(2, 128, 4, blocks))
         rows = [{"m": 16, "n": 128, "k": 256, "config": config}]
+        if card is runtime.H200:
+            rows.append({"m": 32, "n": 128, "k": 256, "config": config})
         tuning.path_of(card.name).write_text(json.dumps({"rows": rows}))
     assert {path.name for path in tmp_path.iterdir()} == {
         "nvidia_h200.json",
@@ -266,6 +268,7 @@ def test_a_card_takes_its_own_table_first(monkeypatch, tmp_path):
         for blocks, card in enumerate(cards, 1):
             monkeypatch.setattr(runtime, "device", lambda card=card: card)
             assert tuning.pick_config(16, 128, 256).blocks == blocks
+            assert tuning.pick_config(32, 128, 256).blocks == 1
     finally:
         tuning.table_of.cache_clear()
 
