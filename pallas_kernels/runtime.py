@@ -96,6 +96,15 @@ def unless_hopper() -> str | None:
     return f"needs a GPU of compute capability 9.0; this is {device_kind()}"
 
 
+def checks_kernels() -> bool:
+    """Whether kernels check what they otherwise rely on: with PALLAS_KERNELS_CHECK=1 in the environment.
+
+    Asked while a program is traced. A check that fails ends the program with an error that says what was
+    found. Checks cost a visit to the host for each launch: they are for finding a mistake, not for runs.
+    """
+    return os.environ.get("PALLAS_KERNELS_CHECK", "0") not in ("", "0")
+
+
 def interpret_params() -> Any:
     """Value of `interpret` that runs a Mosaic GPU kernel on a CPU and reports data races.
 

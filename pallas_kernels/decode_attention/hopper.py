@@ -18,7 +18,8 @@ The team that has a row's last page rotates the new key, puts it and the new val
 page's tile in shared memory, where it is needed now, and into the cache, where it is needed later.
 
 A unit in one piece is done. Of others every piece leaves maximum, sum and products in device memory, and
-the team that finds itself the last of a unit, by an atomic counter, adds them up in the order of pieces. How a row
+the team that finds itself the last of a unit, by an atomic counter, adds them up in the order of pieces. The
+counters lie in the plan and are 0 before and after a launch (`runtime.checks_kernels` has that checked). How a row
 is cut follows from its own length and from shapes, so its result has the same bits whatever the other
 rows are.
 """
@@ -29,6 +30,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -217,6 +219,8 @@ def decode_attention(
         )
     if plan is None:
         plan = plans.make(tables, ends, keys.shape[1], cut)
+    if runtime.checks_kernels():
+        qkv = _after_check(qkv, plan, cut)
     outs, keys, values = _launch(
         qkv, cos, sin, layer.reshape(1), plan, keys, values, config, cut, interpret
     )
@@ -225,6 +229,32 @@ def decode_attention(
         parts = plans.parts_of(live, cut)
         return _merge(*outs[1:], parts, qkv), keys, values
     return outs[0], keys, values
+
+
+def _after_check(qkv: jax.Array, plan: jax.Array, cut: plans.Cut) -> jax.Array:
+    """qkv, once the plan's counters have been looked at: see `runtime.checks_kernels`.
+
+    The kernel counts in its plan, which XLA takes to be constant, and leaves zeros again. Had a launch
+    not done so, the next would not know the last part of a unit, and not write its output.
+
+    Raises:
+      ValueError: inside of the program; a counter is not zero.
+    """
+
+    def check(counters):
+        counters = np.asarray(counters)
+        if wrong := np.flatnonzero(counters).tolist():
+            raise ValueError(
+                f"decode_attention: the counters of a plan must be 0 before a launch; got "
+                f"{counters[wrong[0]]} for unit {wrong[0]}, and {len(wrong)} of {len(counters)} not 0"
+            )
+
+    # XLA would look once before a loop over layers at what it takes to be constant: qkv is another in each.
+    qkv, plan = lax.optimization_barrier((qkv, plan))
+    counters = plan[: cut.pieces_at]
+    jax.debug.callback(check, counters)
+    # And the look comes before the launch.
+    return lax.optimization_barrier((qkv, counters))[0]
 
 
 def _merge(products: jax.Array, totals: jax.Array, parts: jax.Array, qkv: jax.Array) -> jax.Array:

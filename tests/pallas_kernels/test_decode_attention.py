@@ -303,6 +303,25 @@ def test_a_plan_of_another_problem_is_an_error():
         hopper.decode_attention(*rest, tables, ends, other)
 
 
+@on_cpu
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_a_counter_that_is_not_zero_is_found_where_that_is_asked_for(monkeypatch, is_asked):
+    monkeypatch.setenv("PALLAS_KERNELS_CHECK", str(int(is_asked)))
+    # The kernel as such is of no interest here.
+    launched = lambda *_: ((jnp.ones((2, 2, 64), jnp.bfloat16),), *_[5:7])
+    monkeypatch.setattr(hopper, "_launch", launched)
+    arguments = problem(0, 2, 1, 64, [5, 70], 2)
+    plan = hopper.plan(arguments[3].shape, *arguments[-2:])
+    run = jax.jit(lambda plan, *arguments: hopper.decode_attention(*arguments, plan)[0])
+    np.testing.assert_array_equal(run(plan, *arguments), 1)
+    if not is_asked:
+        np.testing.assert_array_equal(run(plan.at[1].set(3), *arguments), 1)
+        return
+    with pytest.raises(jax.errors.JaxRuntimeError, match="got 3 for unit 1, and 1 of 2 not 0"):
+        run(plan.at[1].set(3), *arguments)
+        jax.effects_barrier()
+
+
 def test_an_unknown_implementation_is_an_error():
     with pytest.raises(ValueError, match=r"one of \['hopper', 'reference'\] or None; got 'triton'"):
         decode_attention(*problem(0, 2, 1, 64, [5], 1), implementation="triton")
