@@ -1,0 +1,425 @@
+"""The cases of `scripts.check_device`: factors, which of their values cannot go together, and what a case runs.
+
+A case gives every factor a value. The committed list, check_device_cases.jsonl, is a pairwise cover:
+each pair of values of two factors that can go together is in one case at least, so what breaks in the
+company of one other thing is met. Beside these it has what a Hopper GPU runs through kernels of its own:
+fused decoding at all numbers of rows, and attention in bfloat16 of all groups and heads. `cover` makes
+the list; nothing here needs JAX.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pathlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+type Case = dict[str, Any]
+type Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+FILE = pathlib.Path(__file__).with_suffix(".jsonl")
+
+# The first value of an option is what a run has that says nothing of it; such are not shown in a case's name.
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "weights": ("nvfp4", "mxfp4", "nf4", "bfloat16", "float32"),
+    "dtype": ("bfloat16", "float32"),
+    "family": ("qwen2", "qwen3", "llama", "mistral", "smollm2"),
+    "group": (1, 3, 4, 7, 8, 16),  # queries per kv head
+    "head": (64, 80, 96, 128, 256),
+    "rows": (1, 7, 8, 9, 32, 33, 128, 129, 192, 256, 512),  # sampled at a time
+    # A folder in 16 or 32 bits; a random base; that folder through `qerl quantize`.
+    "source": ("folder", "random", "rtn", "awq"),
+    "trains": ("adapter", "adapter+norms", "full"),
+    "rank": (32, 8, 80),
+    "noise": ("off", "rollout", "both", "rollout+last"),
+    "reference": ("none", "base", "copy"),
+    "updates": ("one", "passes", "batches", "both"),  # of each rollout
+    "remat": ("layer", "mlp", "products", "none"),
+    "share_prompts": (True, False),
+    "optimizer": ("adamw", "adamw_8bit"),
+    "cut": ("rows", "tokens"),
+    "dynamic": (False, True),
+    "loss": ("dapo", "grpo", "bnpo", "dr_grpo"),
+    "ratio": ("token", "sequence"),
+    "old": ("behaviour", "recompute", "corrected"),
+    "draw": ("plain", "top_k", "top_p", "min_p", "penalty", "all"),
+    "ending": ("eos", "stop", "ignore_eos"),
+    "cache": ("ample", "tokens", "fraction"),
+    "compact": (True, False),
+    "rewards": ("ids", "stock"),
+    "eval": ("none", "ends", "scheduled"),
+    "export": (
+        *("none", "peft", "merged_original", "merged_packed", "nvfp4_original", "nvfp4_packed"),
+    ),
+    "then": ("none", "generate", "filter", "eval", "replay", "resume", "continue"),
+}
+_ALWAYS_SHOWN = ("weights", "dtype", "family", "group", "head", "rows")
+
+PACKED = ("nvfp4", "mxfp4", "nf4")
+GENERATIONS = 4
+PROMPT, COMPLETION = 64, 24
+
+_BASE_WIDTHS = {  # D and F
+    "qwen2": (128, 384),
+    "qwen3": (192, 512),
+    "llama": (256, 448),
+    "mistral": (320, 512),
+    "smollm2": (576, 1536),
+}
+_VOCABULARIES = {"mistral": 520, "smollm2": 768}  # more rows than the tokenizer has ids
+_TIED = ("qwen2", "qwen3", "smollm2")
+
+
+def impossible(case: Case) -> str | None:
+    """Why values cannot go together, or None; of a case or of a part of one."""
+
+    def has(name: str, *values: Any) -> bool:
+        return case.get(name) in values
+
+    is_dense = has("weights", "bfloat16", "float32")
+    rules = (
+        (
+            has("weights", "float32") and has("dtype", "bfloat16"),
+            "weights in float32 go with activations in float32",
+        ),
+        (
+            has("family", "smollm2") and (has("group", *_others("group", 3))),
+            "SmolLM2 has 3 queries per kv head",
+        ),
+        (
+            has("family", "smollm2") and (has("head", *_others("head", 64))),
+            "SmolLM2 has heads of 64",
+        ),
+        (has("trains", "full") and has("weights", *PACKED), "packed weights have no gradient"),
+        (has("trains", "full") and has("rank", 8, 80), "without an adapter there is no rank"),
+        (
+            has("trains", "full") and has("reference", "base"),
+            "where the base trains, the reference is a copy",
+        ),
+        (
+            has("trains", "full")
+            and has("export", "peft", "merged_original", "merged_packed", "nvfp4_packed"),
+            "without an adapter there is only the trained model, in 16 bits, to pack",
+        ),
+        (has("trains", "full") and has("then", "continue"), "there is no adapter to go on from"),
+        (
+            has("source", "random") and has("export", *_others("export", "none")),
+            "a random base is in no folder to export with",
+        ),
+        (
+            has("source", "random") and has("then", "generate"),
+            "`qerl generate` reads a base from a folder",
+        ),
+        (
+            has("export", "merged_original", "nvfp4_original") and has("source", "rtn", "awq"),
+            "a packed folder has no original weights",
+        ),
+        (
+            has("export", "merged_packed", "nvfp4_packed") and has("source", "folder") and is_dense,
+            "nothing is packed",
+        ),
+        (has("cut", "tokens") and has("loss", "bnpo"), "bnpo's value depends on the cut"),
+    )
+    return next((reason for broken, reason in rules if broken), None)
+
+
+def _others(name: str, value: Any) -> list[Any]:
+    return [other for other in FACTORS[name] if other != value]
+
+
+def pairs(case: Case) -> Iterator[Pair]:
+    """All pairs of values of two factors in a case, the factors in their order."""
+    return itertools.combinations([(name, case[name]) for name in FACTORS if name in case], 2)
+
+
+def feasible_pairs() -> set[Pair]:
+    """All pairs of values of two factors that can go together."""
+    return {
+        ((one, a), (other, b))
+        for one, other in itertools.combinations(FACTORS, 2)
+        for a, b in itertools.product(FACTORS[one], FACTORS[other])
+        if impossible({one: a, other: b}) is None
+    }
+
+
+def cover(tries: int = 12) -> list[Case]:
+    """A pairwise cover, the same at every call.
+
+    Each case starts from what fused kernels decode, and later from a pair that is not covered yet. The other factors follow in a random order,
+    and each takes the value that covers most new pairs with those before it; of a few such cases the
+    one that covers most is taken.
+    """
+    rng, left, wanted = random.Random(0), feasible_pairs(), kernels()
+    cases = []
+    while left or wanted:
+        starts = sorted(left, key=repr)
+        first = wanted[0] if wanted else None
+        found = [
+            _filled(dict(first or starts[int(rng.random() * len(starts))]), left, rng)
+            for _ in range(tries)
+        ]
+        best = max(found, key=lambda case: len(left.intersection(pairs(case))))
+        gained = left.intersection(pairs(best))
+        if not gained and not first:
+            raise AssertionError(f"no case holds {starts[0]}: `impossible` must say why")
+        left -= gained
+        wanted = [part for part in wanted if not part.items() <= best.items()]
+        cases.append({"number": len(cases) + 1} | {name: best[name] for name in FACTORS})
+    return cases
+
+
+def kernels() -> list[Case]:
+    """Parts of cases that Hopper kernels run, or would but for their shape, each to be in one case at least."""
+    adapter = {"dtype": "bfloat16", "trains": "adapter", "source": "folder"}
+    shapes = itertools.cycle(itertools.product(("qwen2", "qwen3", "llama", "mistral"), (64, 128)))
+    rows = itertools.product(("nvfp4", "bfloat16"), FACTORS["rows"])
+    decoding = [
+        adapter | {"weights": weights, "rows": count, "family": family, "head": head}
+        for (weights, count), (family, head) in zip(rows, shapes, strict=False)
+    ]
+    attention = [
+        {"dtype": "bfloat16", "group": group, "head": head}
+        for group, head in itertools.product(FACTORS["group"], FACTORS["head"])
+    ]
+    return decoding + attention
+
+
+def _filled(case: Case, left: set[Pair], rng: random.Random) -> Case:
+    names = [name for name in FACTORS if name not in case]
+    names.sort(key=lambda _: rng.random())  # of a generator only this is promised to stay
+    order = list(FACTORS)
+    for name in names:
+
+        def gain(value: Any, name: str = name) -> int:
+            own = (name, value)
+            return sum(
+                ((own, each) if order.index(name) < order.index(each[0]) else (each, own)) in left
+                for each in case.items()
+            )
+
+        values = [v for v in FACTORS[name] if impossible(case | {name: v}) is None]
+        if not values:  # a dead end covers what it has
+            return {}
+        values.sort(key=lambda _: rng.random())
+        case[name] = max(values, key=gain)
+    return case
+
+
+def text(cases: list[Case]) -> str:
+    """The lines of the committed list."""
+    return "".join(json.dumps(case) + "\n" for case in cases)
+
+
+def read(path: pathlib.Path = FILE) -> list[Case]:
+    """The committed list."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def name(case: Case, *, full: bool = False) -> str:
+    """A case in a line: its number, and what it has beside the usual; with `full` the usual, too."""
+    shown = [
+        f"{factor}={case[factor]}"
+        for factor, values in FACTORS.items()
+        if full or factor in _ALWAYS_SHOWN or case[factor] != values[0]
+    ]
+    return " ".join([f"{case['number']:03d}", *shown])
+
+
+def cost(case: Case) -> float:
+    """How long a case takes beside another, roughly: programs that it compiles."""
+    then = {"resume": 3, "replay": 2, "continue": 2, "eval": 2.5, "generate": 2, "filter": 1.5}
+    extra = then.get(case["then"], 0) + (case["export"] != "none") + (case["eval"] != "none")
+    extra += {"awq": 1.0, "rtn": 0.5}.get(case["source"], 0)
+    extra += 0.5 * (case["reference"] != "none") + 0.5 * (case["old"] != "behaviour")
+    extra += (case["ending"] == "stop") + (case["cut"] == "tokens") + case["dynamic"]
+    return 4 + extra + case["rows"] / 128
+
+
+def architecture(case: Case) -> dict[str, Any]:
+    """The config.json of a case's base: two layers of its family, small."""
+    family, group, head = case["family"], case["group"], case["head"]
+    width, ffn_width = _BASE_WIDTHS[family]
+    # As few kv heads as make queries of 8 heads and whole blocks of 64, which NVFP4's tiles are.
+    kv_heads = next(
+        count
+        for count in itertools.count(1)
+        if count * group >= 8 and count * group * head % 64 == 0
+    )
+    table = {
+        "model_type": {"smollm2": "llama"}.get(family, family),
+        "hidden_act": "silu",
+        "hidden_size": width,
+        "intermediate_size": ffn_width,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 9 if family == "smollm2" else kv_heads * group,
+        "num_key_value_heads": 3 if family == "smollm2" else kv_heads,
+        "head_dim": head,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": family in _TIED,
+        "vocab_size": _VOCABULARIES.get(family, 512),
+        "torch_dtype": stored_dtype(case),
+    }
+    if family == "llama":
+        table["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        }
+    return table
+
+
+def stored_dtype(case: Case) -> str:
+    """Of the weights in a case's folder: "float32" or "bfloat16"."""
+    return "float32" if case["weights"] == "float32" else "bfloat16"
+
+
+def packed_format(case: Case) -> str:
+    """What `qerl quantize` makes of a case's folder; a dense base unpacks it again."""
+    return case["weights"] if case["weights"] in PACKED else "nvfp4"
+
+
+def updates_per_rollout(case: Case) -> int:
+    """Optimizer steps made from one rollout."""
+    return {"one": 1, "passes": 2, "batches": 2, "both": 4}[case["updates"]]
+
+
+def num_rollouts(case: Case) -> int:
+    """Of its training: before the first there is no adapter; noise starts with the second of three stages."""
+    return 2 if case["noise"] == "off" else 3
+
+
+def generation_batch(case: Case) -> int:
+    """Completions of a rollout: where the rows sampled at a time are no whole groups, some wait."""
+    return -(-case["rows"] // 8) * 8
+
+
+def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) -> dict[str, Any]:
+    """The TOML table of a case's training.
+
+    Args:
+        case: Of the list.
+        base: The model folder.
+        output_dir: The run folder.
+        reports_memory: Whether the device says how much memory it has; a share of it is else a number of tokens.
+    """
+    rows, updates = case["rows"], updates_per_rollout(case)
+    batch, cuts = generation_batch(case), 2 if case["updates"] in ("batches", "both") else 1
+    table: dict[str, Any] = {
+        "output_dir": output_dir,
+        "max_steps": num_rollouts(case) * updates,
+        "seed": 0,
+        "save_steps": updates,
+        "model": {
+            "model_name_or_path": base,
+            "tokenizer_name_or_path": "qerl-tiny",
+            "weights": case["weights"],
+            "dtype": case["dtype"],
+            "random_base": case["source"] == "random",
+            "gradient_checkpointing": case["remat"],
+            "trainable": "full" if case["trains"] == "full" else "lora",
+        },
+        "data": {"dataset": "arithmetic", "num_problems": 512, "max_prompt_length": PROMPT},
+        "rewards": _rewards(case),
+        "rollout": {
+            "num_generations": GENERATIONS,
+            "generation_batch_size": batch,
+            "max_concurrent": rows,
+            "max_completion_length": COMPLETION,
+            "compact": case["compact"],
+        },
+        "grpo": {
+            "loss_type": case["loss"],
+            "importance_sampling_level": case["ratio"],
+            "dynamic_sampling": case["dynamic"],
+            "max_sampling_rounds": 2,
+            "num_iterations": 2 if case["updates"] in ("passes", "both") else 1,
+        },
+        "optim": {
+            "learning_rate": 1e-3 if case["trains"] == "full" else 2e-2,
+            "lr_scheduler_type": "constant",
+            "warmup_ratio": 0.0,
+            "weight_decay": 0.0,
+            "max_grad_norm": 1.0,
+            "per_device_train_batch_size": batch // cuts // 2,
+            "gradient_accumulation_steps": 2,
+            "share_prompts": case["share_prompts"],
+            "optimizer": case["optimizer"],
+        },
+    }
+    rollout, objective = table["rollout"], table["grpo"]
+    if case["trains"] != "full":
+        rank, norms = case["rank"], case["trains"] == "adapter+norms"
+        table["lora"] = {"rank": rank, "alpha": float(rank), "train_norms": norms}
+    if case["noise"] != "off":
+        # Large beside what bfloat16 rounds, for a check to see that it acts.
+        scope, _, last = case["noise"].partition("+")
+        table["noise"] = {"sigma_start": 0.2, "sigma_end": 0.1, "num_stages": 3}
+        table["noise"] |= {"scope": scope, "final_norm": bool(last)}
+    if case["reference"] != "none":
+        objective["beta"] = 0.02
+    if case["reference"] == "copy":
+        objective |= {
+            "sync_ref_model": True,
+            "ref_model_sync_steps": 1,
+            "ref_model_mixup_alpha": 0.5,
+        }
+    if case["old"] != "behaviour":
+        objective["old_logprobs"] = "recompute"
+        objective["importance_sampling_correction"] = case["old"] == "corrected"
+    if case["cut"] == "tokens":
+        row = PROMPT + COMPLETION
+        table["optim"]["max_tokens_per_microbatch"] = max(2 * row, batch // cuts * row // 3)
+    rollout |= draws(case)
+    if case["ending"] == "stop":
+        rollout["stop"] = list(STOPS)
+    rollout["ignore_eos"] = case["ending"] == "ignore_eos"
+    if case["cache"] == "fraction" and reports_memory:
+        rollout["kv_cache_fraction"] = 0.05
+    elif case["cache"] != "ample":
+        # Room for three quarters of the rows.
+        rollout["kv_cache_tokens"] = 128 * max(1, rows * 3 // 4)
+    if case["eval"] != "none":
+        steps = updates if case["eval"] == "scheduled" else 0
+        table["eval"] = {"num_problems": 12, "batch_size": 8, "reward": EVEN_FIRST}
+        table["eval"] |= {"eval_steps": steps, "num_generations": 2}
+    return table
+
+
+# Texts that random weights come upon within a few tokens.
+STOPS = ("e", "7")
+_REWARDS = "scripts.check_device_run"
+EVEN_IDS, EVEN_FIRST, ALTERNATING = (
+    f"{_REWARDS}:{name}" for name in ("even_ids", "even_first", "alternating")
+)
+
+
+def _rewards(case: Case) -> dict[str, Any]:
+    # Of the share of even ids no two completions have the same; dynamic sampling needs groups that do.
+    functions = [EVEN_FIRST if case["dynamic"] else EVEN_IDS]
+    if case["rewards"] == "ids":
+        return {"functions": functions}
+    stock = ["correct_and_well_formed_reward", "math_verify_reward"]
+    return {
+        "functions": functions + stock,
+        "weights": [1.0, 0.5, 0.5],
+        "soft_punish_cache": 8,
+    }
+
+
+def draws(case: Case) -> dict[str, Any]:
+    """How tokens are drawn, by the names of `[rollout]`."""
+    each = {
+        "top_k": {"top_k": 20},
+        "top_p": {"top_p": 0.8},
+        "min_p": {"min_p": 0.05},
+        "penalty": {"repetition_penalty": 1.2},
+    }
+    if case["draw"] == "all":
+        return {name: value for option in each.values() for name, value in option.items()}
+    return each.get(case["draw"], {})

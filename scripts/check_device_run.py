@@ -1,0 +1,484 @@
+"""One case of `scripts.check_device`: its base, its training, what follows, and what is asserted of them.
+
+Features are driven through the command line, with files in a folder that belongs to the case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+from scripts import check_device_cases as cases
+from scripts.check_device_cases import Case
+
+ROOT = pathlib.Path(__file__).parents[1]
+# Mean |difference| of sampler and trainer, in nats, by the dtype of activations.
+LIMITS = {"bfloat16": 0.05, "float32": 1e-4}
+
+_DIFFERENCE = "sampling/sampling_logp_difference/mean"
+_HOLD = "CHECK_DEVICE_HOLD_AT_STEP"
+_CHILD_SECONDS = 120
+_PROMPTS = ("What is 12+30?", "Tom has 55 apples and sells 3. How many are left?", "7*8=")
+
+
+class Failed(AssertionError):
+    """What a case found wrong."""
+
+
+def require(condition: bool, what: str) -> None:
+    """Fails the case unless a condition holds."""
+    if not condition:
+        raise Failed(what)
+
+
+# Rewards, by import path ----------------------------------------------------------------------------
+
+
+def even_ids(completion_ids, trainer_state=None, **_) -> list[float]:
+    """The share of even ids: random weights differ in it, and an adapter can learn it."""
+    _hold(trainer_state)
+    return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
+
+
+def even_first(completion_ids, trainer_state=None, **_) -> list[float]:
+    """1 where the first id is even: a group has all of one kind now and then."""
+    _hold(trainer_state)
+    return [float(len(ids) > 0 and ids[0] % 2 == 0) for ids in completion_ids]
+
+
+def alternating(completion_ids, **_) -> list[float]:
+    """0 and 1 in turns, whatever was sampled."""
+    return [float(row % 2) for row in range(len(completion_ids))]
+
+
+def _hold(trainer_state) -> None:
+    """Waits to be killed, in a child that is to get no further than a step."""
+    at = os.environ.get(_HOLD)
+    if at is not None and trainer_state is not None and trainer_state.global_step >= int(at):
+        time.sleep(3600)
+
+
+# The only use of the package beside its command line -------------------------------------------------
+
+
+def qerl(*argv: Any) -> str:
+    """Runs a command in this process; what it says.
+
+    Raises:
+        Failed: With its last line, when its status is not 0.
+    """
+    from qerl_jax import cli
+
+    shown = io.StringIO()
+    arguments = [str(arg) for arg in argv]
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        try:
+            status = cli.main(arguments)
+        except SystemExit as exit_:
+            status = exit_.code
+        finally:
+            sys.__stderr__.write(f"$ qerl {' '.join(arguments)}\n{shown.getvalue()}\n")
+    lines = shown.getvalue().strip().splitlines() or [""]
+    require(status in (0, None), f"qerl {argv[0]} ended with status {status}: {lines[-1]}")
+    return shown.getvalue()
+
+
+def log_probabilities(run: pathlib.Path, *, base: bool):
+    """Of fixed random tokens, float32 [4, 15], by the policy of a run or by its base."""
+    import jax
+    import numpy as np
+
+    from qerl_jax import logprobs, policies
+    from qerl_jax.model import head
+
+    model, variables, tokenizer = policies.load(policies.find(None, run, base=base))
+    ids = np.random.default_rng(0).integers(0, tokenizer.num_tokens, (4, 16), np.int32)
+
+    @jax.jit
+    def score(variables, ids):
+        hidden, _ = model.apply(variables, ids)
+        states, targets = hidden[:, :-1].reshape(-1, hidden.shape[-1]), ids[:, 1:].reshape(-1)
+        options = {"temperature": 1.0, "num_tokens": tokenizer.num_tokens}
+        return logprobs.of_targets(states, head(variables["frozen"]), targets, **options)[0]
+
+    return np.asarray(score(variables, ids)).reshape(4, 15)
+
+
+def reports_memory() -> bool:
+    """Whether the device says how much memory it has."""
+    import jax
+
+    return jax.local_devices()[0].memory_stats() is not None
+
+
+# A case ---------------------------------------------------------------------------------------------
+
+
+def run(case: Case, folder: pathlib.Path) -> dict[str, Any]:
+    """Runs a case in an empty folder.
+
+    Returns:
+        Numbers that it found.
+
+    Raises:
+        Exception: Whatever went wrong.
+    """
+    made = folder / "base"
+    write_base(case, made)
+    base = made
+    if case["source"] in ("rtn", "awq"):
+        base = folder / "packed"
+        calibration = ("--dataset", "arithmetic", "--num-samples", 16, "--max-length", 64)
+        form, method = cases.packed_format(case), case["source"]
+        qerl("quantize", made, base, "--format", form, "--method", method, *calibration)
+    table = cases.run_config(case, str(base), str(folder / "run"), reports_memory=reports_memory())
+    path = _write_config(folder / "run.toml", table)
+    if case["then"] == "resume":
+        said = _killed_and_resumed(path, folder / "run", cases.updates_per_rollout(case))
+    else:
+        said = qerl("train", path)
+    found = {"fused": "without the fused layers" not in " ".join(said.split())}
+    found |= check_metrics(case, read_metrics(folder / "run"))
+    found |= _check_run(case, folder / "run", base)
+    if case["export"] != "none":
+        found |= _export(case, folder)
+    if case["then"] in _THEN:
+        found |= _THEN[case["then"]](case, table, folder) or {}
+    return found
+
+
+def write_base(case: Case, folder: pathlib.Path) -> None:
+    """Writes the model folder of a case: random weights, large enough for scores that differ."""
+    import ml_dtypes
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    table = cases.architecture(case)
+    (folder / "config.json").write_text(json.dumps(table))
+    for path in (ROOT / "qerl_jax" / "assets" / "tiny").glob("tokenizer*"):
+        shutil.copy(path, folder)
+    if case["source"] == "random":
+        return
+    rng = np.random.default_rng(case["number"])
+    dtype = np.float32 if cases.stored_dtype(case) == "float32" else ml_dtypes.bfloat16
+
+    def normal(*shape, mean=0.0, std):
+        return (mean + std * rng.standard_normal(shape)).astype(dtype)
+
+    width, ffn_width, head = table["hidden_size"], table["intermediate_size"], table["head_dim"]
+    queries, keys = (table[name] * head for name in ("num_attention_heads", "num_key_value_heads"))
+    embedding = (table["vocab_size"], width)
+    tensors = {
+        "model.embed_tokens.weight": normal(*embedding, std=1.5 * width**-0.5),
+        "model.norm.weight": normal(width, mean=1, std=0.1),
+    }
+    if not table["tie_word_embeddings"]:
+        tensors["lm_head.weight"] = normal(*embedding, std=1.5 * width**-0.5)
+    linears = {
+        "self_attn.q_proj": (queries, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (width, queries),
+        "mlp.gate_proj": (ffn_width, width),
+        "mlp.up_proj": (ffn_width, width),
+        "mlp.down_proj": (width, ffn_width),
+    }
+    for index in range(table["num_hidden_layers"]):
+        prefix = f"model.layers.{index}."
+        for name, (n, k) in linears.items():
+            tensors[f"{prefix}{name}.weight"] = normal(n, k, std=0.5 * k**-0.5)
+            if table["model_type"] == "qwen2" and name[-6:] in ("q_proj", "k_proj", "v_proj"):
+                tensors[f"{prefix}{name}.bias"] = normal(n, std=0.1)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}{name}.weight"] = normal(width, mean=1, std=0.1)
+        if table["model_type"] == "qwen3":
+            for name in ("q_norm", "k_norm"):
+                tensors[f"{prefix}self_attn.{name}.weight"] = normal(head, mean=1, std=0.1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def read_metrics(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines]
+
+
+def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What must hold of the metrics of a case's training.
+
+    Sampler and trainer are compared where they act under the same noise: without AQN, under it in
+    both, or in its first stage, which is silent. In the other stages they have to differ by more.
+
+    Returns:
+        The largest of their mean differences, and where there is one the KL at the end.
+
+    Raises:
+        Failed: Names the metric.
+    """
+    learned = [row for row in rows if "loss" in row]
+    updates = cases.updates_per_rollout(case)
+    steps = [updates * (index + 1) for index in range(cases.num_rollouts(case))]
+    require([row["step"] for row in learned] == steps, f"steps: got {[r['step'] for r in learned]}")
+    for row in rows:
+        for name, value in row.items():
+            require(math.isfinite(value), f"{name} at step {row['step']}: got {value}")
+    skipped = sum(row["updates/non_finite"] for row in learned)
+    require(skipped == 0, f"updates/non_finite: {skipped} steps were skipped")
+
+    apart = case["noise"].startswith("rollout")
+    alike = [row[_DIFFERENCE] for row in learned if not apart or row["aqn/sigma"] == 0]
+    noisy = [row[_DIFFERENCE] for row in learned if apart and row["aqn/sigma"] > 0]
+    found = {"difference": max(alike)}
+    limit = LIMITS[case["dtype"]]
+    require(max(alike) <= limit, f"{_DIFFERENCE}: got {max(alike):.2g}; the limit is {limit}")
+    if case["noise"] != "off":
+        sigmas = [row["aqn/sigma"] for row in learned]
+        require(sigmas[0] == 0 and min(sigmas[1:]) > 0, f"aqn/sigma: got {sigmas}")
+    if apart:
+        found["noisy_difference"] = min(noisy)
+        require(min(noisy) > max(alike), f"noise does not act: {min(noisy)} after {max(alike)}")
+    if case["reference"] != "none":
+        found["kl"] = learned[-1]["kl"]
+        require(
+            found["kl"] > 0, f"kl: got {found['kl']}; an adapter that has learned is off its base"
+        )
+    if case["ending"] == "ignore_eos":
+        shortest = min(row["completions/min_length"] for row in learned)
+        require(shortest == cases.COMPLETION, f"ignore_eos: a completion has {shortest} tokens")
+    if case["ending"] == "stop":
+        clipped = max(row["completions/clipped_ratio"] for row in learned)
+        require(clipped < 1, "stop: no completion ended with one of the texts")
+    if case["dynamic"]:
+        require("dynamic_sampling/rounds" in learned[0], "dynamic_sampling: was not")
+    if case["eval"] != "none":
+        at = [row["step"] for row in rows if "eval/accuracy" in row]
+        expected = [0, *steps] if case["eval"] == "scheduled" else [0, steps[-1]]
+        require(at == expected, f"eval/accuracy: at steps {at}, not {expected}")
+    return found
+
+
+def _check_run(case: Case, run_: pathlib.Path, base: pathlib.Path) -> dict[str, Any]:
+    """What must hold of what a run wrote, and of its policy beside its base."""
+    import numpy as np
+
+    if case["trains"] == "full":
+        _check_moved(_tensors(run_ / "model"), _tensors(base) if base.name == "base" else {})
+    else:
+        _check_adapter(case, _tensors(run_ / "adapter"), _tensors(base))
+    if case["eval"] == "scheduled":
+        require((run_ / "best.json").is_file(), "best.json: is not there")
+    effect = log_probabilities(run_, base=False) - log_probabilities(run_, base=True)
+    require(bool(np.isfinite(effect).all()), "log-probabilities of the trained policy: not finite")
+    found = float(np.abs(effect).mean())
+    require(found > 1e-4, f"log-probabilities with and without what was learned: differ by {found}")
+    return {"effect": found}
+
+
+def _tensors(folder: pathlib.Path) -> dict[str, Any]:
+    """Tensors of the floating types by name, as float32; packed ones are left out."""
+    import ml_dtypes  # noqa: F401  (numpy reads bfloat16 with it)
+    from safetensors import safe_open
+
+    tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "numpy") as file:
+            for name in file.keys():
+                if file.get_slice(name).get_dtype() in ("F32", "BF16", "F16"):
+                    tensors[name] = file.get_tensor(name).astype("float32")
+    return tensors
+
+
+def _require_finite(tensors: dict[str, Any]) -> None:
+    import numpy as np
+
+    require(bool(tensors), "nothing was written")
+    for name, tensor in tensors.items():
+        require(bool(np.isfinite(tensor).all()), f"{name}: not finite")
+
+
+def _check_adapter(case: Case, adapter: dict[str, Any], base: dict[str, Any]) -> None:
+    _require_finite(adapter)
+    lefts = [name for name in adapter if ".lora_B." in name]
+    require(len(lefts) == 2 * 7, f"the adapter is on {len(lefts)} linears")
+    for name in lefts:
+        require(bool(adapter[name].any()), f"{name}: is zero as at the start")
+    norms = [name for name in adapter if "layernorm" in name]
+    require(bool(norms) == (case["trains"] == "adapter+norms"), f"the adapter has {norms}")
+    for name in norms:
+        before = base.get(name.removeprefix("base_model.model."), 1.0)
+        require(bool((adapter[name] != before).any()), f"{name}: did not move")
+
+
+def _check_moved(model: dict[str, Any], base: dict[str, Any]) -> None:
+    """All of the layers moved, embedding and last norm did not."""
+    import numpy as np
+
+    _require_finite(model)
+    for name in model.keys() & base.keys():
+        moved = bool((model[name] != base[name]).any())
+        # The softmax does not see what is added to all keys of a head alike.
+        if not name.endswith("k_proj.bias"):
+            require(moved == name.startswith("model.layers."), f"{name}: moved is {moved}")
+    require(bool(np.any(model["model.norm.weight"])), "model.norm.weight: is zero")
+
+
+def _export(case: Case, folder: pathlib.Path) -> dict[str, Any]:
+    """Exports the run, as itself reads it back."""
+    kind, _, start = case["export"].partition("_")
+    out = folder / "exported"
+    has_choice = kind != "peft"
+    qerl("export", folder / "run", out, "--to", kind, *(("--from", start) if has_choice else ()))
+    report = json.loads((out / "export.json").read_text())
+    effect, off = report["mean_effect_of_training"], report["mean_difference"]
+    if case["trains"] != "full":
+        require(effect > 0, "export.json: mean_effect_of_training is 0")
+    if kind == "peft":
+        _check_adapter(case, _tensors(out), {})
+    else:
+        _require_finite(_tensors(out))
+    return {"export_difference": off}
+
+
+# What follows a training ----------------------------------------------------------------------------
+
+
+def _generate(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
+    """Completions of a file of prompts, and of one as it is sampled."""
+    run_ = folder / "run"
+    full = case["trains"] == "full"
+    policy = ["--model", run_ / "model" if full else table["model"]["model_name_or_path"]]
+    policy += [] if full else ["--adapter", run_ / "adapter"]
+    policy += ["--weights", case["weights"], "--dtype", case["dtype"]]
+    options = ["--max-tokens", cases.COMPLETION]
+    for name, value in cases.draws(case).items():
+        options += [f"--{name.replace('_', '-')}", value]
+    if case["ending"] == "stop":
+        options += ["--stop", *cases.STOPS]
+    prompts, out = folder / "prompts.jsonl", folder / "completions.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in _PROMPTS))
+    many = ["--input", prompts, "--output", out, "--n", 3, "--max-concurrent", case["rows"]]
+    qerl("generate", *many, *policy, *options)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    require(len(rows) == 3 * len(_PROMPTS), f"generate: wrote {len(rows)} rows")
+    for row in rows:
+        require(math.isfinite(row["cumulative_logprob"]), f"generate: got {row}")
+    qerl("generate", _PROMPTS[0], *policy, *options)
+
+
+def _filter(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
+    """Pass rates of a few problems."""
+    few = table | {"data": table["data"] | {"num_problems": 12}}
+    path, out = _write_config(folder / "few.toml", few), folder / "kept.jsonl"
+    adapter = [] if case["trains"] == "full" else ["--adapter", folder / "run" / "adapter"]
+    how = ["--low", 0.0, "--high", 1.0, "--samples", 3, "--batch-size", 8]
+    qerl("filter", path, out, *how, "--reward", cases.EVEN_FIRST, *adapter)
+    rates = [json.loads(line)["pass_rate"] for line in out.read_text().splitlines()]
+    require(len(rates) == 12 and all(0 <= rate <= 1 for rate in rates), f"filter: got {rates}")
+
+
+def _eval(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
+    """Accuracy after and before training, their difference, the page of the run, and its plan."""
+    how = ["--num-problems", 6, "--samples", 2, "--max-tokens", cases.COMPLETION]
+    how += ["--reward", cases.EVEN_FIRST, "--max-concurrent", case["rows"]]
+    policy = ["--adapter", folder / "run"]
+    after, before = folder / "after", folder / "before"
+    qerl("eval", "arithmetic", *policy, *how, "--output-dir", after)
+    qerl("eval", "arithmetic", *policy, "--base", *how, "--output-dir", before)
+    require("arithmetic" in qerl("compare", after, before), "compare: names no set")
+    qerl("report", folder / "run", "--output-dir", folder / "page")
+    require(any((folder / "page").glob("*.html")), "report: wrote no page")
+    require("in all" in qerl("plan", folder / "run.toml"), "plan: shows no sums")
+
+
+def _replay(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
+    """A step that is not finite, by a learning rate under which nothing stays so."""
+    updates = cases.updates_per_rollout(case)
+    changes = {"output_dir": str(folder / "diverged"), "max_steps": 3 * updates, "eval": None}
+    broken = {name: value for name, value in (table | changes).items() if value is not None}
+    broken["optim"] = table["optim"] | {"learning_rate": 1e30}
+    broken["rewards"] = {"functions": [cases.ALTERNATING]}
+    qerl("train", _write_config(folder / "diverged.toml", broken))
+    kept = sorted((folder / "diverged" / "non_finite").glob("step_*.npz"))
+    require(bool(kept), "non_finite/: is empty after a learning rate of 1e30")
+    said = qerl("replay", kept[0])
+    require(re.search(r"not finite|nan|inf", said) is not None, f"replay: said {said!r}")
+
+
+def _continue(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
+    """Another run that goes on from the adapter."""
+    updates = cases.updates_per_rollout(case)
+    start = folder / "run" / "adapter"
+    changes = {"output_dir": str(folder / "continued"), "max_steps": updates, "eval": None}
+    more = {name: value for name, value in (table | changes).items() if value is not None}
+    more["model"] = table["model"] | {"adapter_name_or_path": str(start)}
+    qerl("train", _write_config(folder / "continued.toml", more))
+    before, after = _tensors(start), _tensors(folder / "continued" / "adapter")
+    _require_finite(after)
+    (row,) = read_metrics(folder / "continued")
+    limit = LIMITS[case["dtype"]]
+    # The first stage of noise is silent.
+    require(row[_DIFFERENCE] <= limit, f"{_DIFFERENCE} of what went on: got {row[_DIFFERENCE]:.2g}")
+    for name in before:
+        require(bool((before[name] != after[name]).any()), f"{name}: did not move when going on")
+
+
+_THEN = {
+    "generate": _generate,
+    "filter": _filter,
+    "eval": _eval,
+    "replay": _replay,
+    "continue": _continue,
+}
+
+
+def _killed_and_resumed(path: pathlib.Path, run_: pathlib.Path, step: int) -> str:
+    """Trains in a child that is killed after its first rollout, and goes on here."""
+    log = run_.with_name("child.log")
+    with log.open("w") as file:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "qerl_jax.cli", "train", str(path)],
+            cwd=ROOT,
+            env=os.environ | {_HOLD: str(step)},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+        deadline = time.monotonic() + _CHILD_SECONDS
+        try:
+            while not _has_saved(run_, step):
+                tail = log.read_text()[-500:]
+                require(child.poll() is None, f"the child ended by itself: {tail}")
+                require(time.monotonic() < deadline, f"the child saved no step {step}: {tail}")
+                time.sleep(0.05)
+        finally:
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+    before = (run_ / "metrics.jsonl").read_text()
+    require(not (run_ / "adapter").exists() and not (run_ / "model").exists(), "the child ended")
+    said = qerl("train", path)
+    require((run_ / "metrics.jsonl").read_text().startswith(before), "the run did not go on")
+    return said
+
+
+def _has_saved(run_: pathlib.Path, step: int) -> bool:
+    logged = any(row["step"] >= step and "loss" in row for row in read_metrics(run_))
+    return logged and (run_ / "checkpoints" / str(step)).is_dir()
+
+
+def _write_config(path: pathlib.Path, table: dict[str, Any]) -> pathlib.Path:
+    import tomli_w
+
+    path.write_text(tomli_w.dumps(table))
+    return path
