@@ -26,7 +26,7 @@ from qerl_jax.generation.page_pool import pages_for, pages_wanted
 from qerl_jax.model import architecture, kv_cache
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import Transformer, abstract_base, trainable
-from qerl_jax.rl import microbatches, update
+from qerl_jax.rl import microbatches, optimizer, update
 
 Phase = Literal["always", "rollout", "update", "evaluation"]
 _TURNS: tuple[Phase, ...] = ("rollout", "update", "evaluation")
@@ -151,7 +151,7 @@ def make(cfg: RunConfig, arch: Architecture | None = None, *, limit: int | None 
     arch = arch or _architecture(cfg)
     require_context(cfg, arch)
     model, params, frozen = abstract_policy(cfg, arch)
-    state = jax.eval_shape(lambda p: update.optimizer(cfg.optim).init(p), params)
+    state = jax.eval_shape(lambda p: optimizer.transformation(cfg.optim).init(p), params)
     adapter, layers = _bytes(params), _bytes(frozen.get("layers", {}))
     always = [
         Item("base: linears, norms, biases", layers, "always", _packed(cfg)),

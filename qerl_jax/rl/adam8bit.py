@@ -20,7 +20,7 @@ import optax
 BLOCK = 256
 # Smaller leaves keep float32, as the paper's authors do: they save next to nothing.
 SMALLEST = 4096
-# Blocks that are unpacked at a time: 8 MiB in float32.
+# Blocks that are dequantized at a time: 8 MiB in float32.
 _AT_ONCE = 8192
 
 
@@ -85,11 +85,12 @@ def dequantize(blocks: Blocks, shape: tuple[int, ...], *, signed: bool) -> jax.A
     return values.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
-def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_adam` whose moments rest in 8 bits between steps; leaves below 4096 values stay as they are.
+def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
+    """`optax.scale_by_adam` with moments stored in 8 bits; leaves below 4096 values keep float32.
 
-    Each step's move is computed from the moments before they are rounded again. Blocks wake up some
-    thousands at a time, so that no leaf is ever there in float32 as a whole but for its move.
+    Each step's move is computed from the moments before they are rounded again. Some thousands of
+    blocks are dequantized at a time, so that no leaf is ever there in float32 as a whole but for its
+    move.
     """
     adam = optax.scale_by_adam(b1, b2, eps)
 
@@ -106,31 +107,21 @@ def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransf
         )
         return Moments(jnp.int32(0), mu, nu)
 
-    def update(grads, state, params=None, *, keep: jax.Array | bool = True):
-        """The moves and the state after them, or before them where `keep` is false."""
+    def update(grads, state, params=None):
         del params
-        after = optax.safe_increment(state.count)
 
-        def moved(grad, mu, nu):
+        def small(grad, mu, nu):
             moves, new = adam.update(grad, optax.ScaleByAdamState(state.count, mu, nu))
             return moves, new.mu, new.nu
 
-        def small(grad, mu, nu):
-            moves, *new = moved(grad, mu, nu)
-            return moves, *(jnp.where(keep, n, o) for n, o in zip(new, (mu, nu), strict=True))
+        def of_blocks(grad, mu, nu):
+            mu = dequantize(mu, grad.shape, signed=True)
+            nu = dequantize(nu, grad.shape, signed=False)
+            moves, mu, nu = small(grad, mu, nu)
+            return moves, quantize(mu, signed=True), quantize(nu, signed=False)
 
         def large(grad, mu, nu):
-            def woken(grad, mu, nu):
-                shape = grad.shape
-                moves, *new = moved(
-                    grad, dequantize(mu, shape, signed=True), dequantize(nu, shape, signed=False)
-                )
-                slept = [
-                    quantize(x, signed=sign) for x, sign in zip(new, (True, False), strict=True)
-                ]
-                return moves, *jax.tree.map(lambda n, o: jnp.where(keep, n, o), slept, [mu, nu])
-
-            moves, mu, nu = _in_pieces(woken, _blocks(grad), mu, nu)
+            moves, mu, nu = _in_chunks(of_blocks, _blocks(grad), mu, nu)
             return moves.reshape(-1)[: grad.size].reshape(grad.shape), mu, nu
 
         leaves, tree = jax.tree.flatten(grads)
@@ -140,9 +131,9 @@ def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransf
             for grad, *moments in zip(leaves, *of_moments, strict=True)
         ]
         moves, mu, nu = (tree.unflatten(each) for each in zip(*done, strict=True))
-        return moves, Moments(jnp.where(keep, after, state.count), mu, nu)
+        return moves, Moments(optax.safe_increment(state.count), mu, nu)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformation(init, update)
 
 
 def _zeros(size: int, *, signed: bool) -> Blocks:
@@ -157,11 +148,11 @@ def _blocks(x: jax.Array) -> jax.Array:
     return jnp.pad(flat, (0, -flat.size % BLOCK)).reshape(-1, BLOCK)
 
 
-def _in_pieces(function, *trees):
+def _in_chunks(function, *trees):
     """function(*trees), whose results take the arguments' places, for `_AT_ONCE` rows after the other."""
     rows = len(jax.tree.leaves(trees)[0])
 
-    def piece(start, size, trees):
+    def chunk(start, size, trees):
         taken = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size), trees)
         return jax.tree.map(
             lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, start, 0),
@@ -171,5 +162,5 @@ def _in_pieces(function, *trees):
 
     whole, rest = divmod(rows, _AT_ONCE)
     if whole:
-        trees = jax.lax.fori_loop(0, whole, lambda i, t: piece(i * _AT_ONCE, _AT_ONCE, t), trees)
-    return piece(whole * _AT_ONCE, rest, trees) if rest else trees
+        trees = jax.lax.fori_loop(0, whole, lambda i, t: chunk(i * _AT_ONCE, _AT_ONCE, t), trees)
+    return chunk(whole * _AT_ONCE, rest, trees) if rest else trees

@@ -16,7 +16,7 @@ from qerl_jax.config import GrpoConfig, OptimConfig, Remat
 from qerl_jax.model import logprobs
 from qerl_jax.model.prompt_sharing import SharedPrompts
 from qerl_jax.model.transformer import Transformer, head
-from qerl_jax.rl import adam8bit, grpo, masked, microbatches
+from qerl_jax.rl import grpo, masked, microbatches, optimizer
 from qerl_jax.rl.microbatches import MicroBatch
 
 
@@ -112,54 +112,12 @@ class NonFinite:
     noise: Any
 
 
-def learning_rate(cfg: OptimConfig, total_steps: int) -> Callable[[jax.Array | int], jax.Array]:
-    """Rate of the update made after `step` steps: linear warm-up, then cosine, linear or constant.
-
-    The first update already learns, at peak / warm-up steps, and the last one still does.
-    """
-    peak, end = cfg.learning_rate, cfg.learning_rate * cfg.min_lr_ratio
-    warmup = round(cfg.warmup_ratio * total_steps)
-    rest = max(1, total_steps - warmup)
-    decay = {
-        "cosine": lambda: optax.cosine_decay_schedule(peak, rest, cfg.min_lr_ratio),
-        "linear": lambda: optax.linear_schedule(peak, end, rest),
-        "constant": lambda: optax.constant_schedule(peak),
-    }[cfg.lr_scheduler_type]()
-    if warmup == 0:
-        return decay
-    return optax.join_schedules(
-        [optax.linear_schedule(peak / warmup, peak, warmup - 1), decay], [warmup]
-    )
-
-
-def optimizer(cfg: OptimConfig) -> optax.GradientTransformationExtraArgs:
-    """Clipping and AdamW without its learning rate, which `make_update` applies as a function of the step.
-
-    Its `update` takes `keep` too: where that is false, the state stays as it is. Weight decay acts on
-    matrices; norms (leaves called `scale`) and biases never decay.
-    """
-
-    def decays(params):
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: path[-1].key not in ("scale", "bias"), params
-        )
-
-    constants = cfg.adam_beta1, cfg.adam_beta2, cfg.adam_epsilon
-    if cfg.optimizer == "adamw_8bit":
-        adam = adam8bit.scale_by_adam_8bit(*constants)
-    else:
-        adam = _held(optax.scale_by_adam(*constants))
-    return optax.chain(
-        optax.clip_by_global_norm(cfg.max_grad_norm),
-        adam,
-        optax.add_decayed_weights(cfg.weight_decay, mask=decays),
-    )
-
-
 def init_state(params: Any, cfg: OptimConfig, *, keep_reference: bool = False) -> TrainState:
     """The state before the first step, with a copy of `params` as the reference if one is kept."""
     reference = jax.tree.map(jnp.copy, params) if keep_reference else None
-    return TrainState(jnp.int32(0), params, optimizer(cfg).init(params), jnp.int32(0), reference)
+    return TrainState(
+        jnp.int32(0), params, optimizer.transformation(cfg).init(params), jnp.int32(0), reference
+    )
 
 
 def token_logps(
@@ -302,8 +260,8 @@ def make_update(
         `fixed` may hand in what a `NonFinite` holds under that name, instead of scoring; rows then stay in their order. Metrics are scalars: means over the optimizer steps, under TRL's names; `sampling/...`
         compare the policy before its first step with the sampler.
     """
-    tx = optimizer(optim_cfg)
-    rate = learning_rate(optim_cfg, total_steps)
+    tx = optimizer.transformation(optim_cfg)
+    rate = optimizer.learning_rate(optim_cfg, total_steps)
     micro_rows, accumulation = (
         optim_cfg.per_device_train_batch_size,
         optim_cfg.gradient_accumulation_steps,
@@ -341,9 +299,9 @@ def make_update(
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(norm) & jnp.isfinite(loss)
         keep = learns & finite
-        moves, opt_state = tx.update(grads, state.opt_state, state.params, keep=keep)
-        params = jax.tree.map(lambda p, move: p - rate(state.step) * move, state.params, moves)
-        params = _where(keep, params, state.params)
+        params, opt_state = optimizer.step(
+            tx, rate(state.step), keep, grads, state.opt_state, state.params
+        )
         new = TrainState(
             step=state.step + 1,
             params=params,
@@ -494,14 +452,6 @@ def experience(
 def _variables(params, frozen, noise):
     variables = {"params": params, "frozen": frozen}
     return variables if noise is None else variables | {"noise": noise}
-
-
-def _held(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    def update(grads, state, params=None, *, keep: jax.Array | bool = True):
-        moves, new = tx.update(grads, state, params)
-        return moves, _where(keep, new, state)
-
-    return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def _where(keep, new, old):

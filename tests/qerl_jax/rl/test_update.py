@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import re
 
 import jax
@@ -637,64 +636,6 @@ def test_dropout_follows_the_key():
     assert_equal(first, again)
     assert differs(first, other)
     assert_equal(gradient(run(seed=0)[0]), gradient(run(seed=1)[0]))  # without dropout, it does not
-
-
-HALF_COSINE = 0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2
-
-
-@pytest.mark.parametrize(
-    ("kind", "warmup_ratio", "rates"),
-    [
-        # Of 10 steps: {step: rate}, the peak being 1 and the end 0.1.
-        ("constant", 0.0, {0: 1, 5: 1, 10: 1}),
-        ("constant", 0.1, {0: 1, 1: 1, 10: 1}),
-        ("constant", 0.2, {0: 0.5, 1: 1, 2: 1, 10: 1}),
-        ("linear", 0.0, {0: 1, 5: 0.55, 9: 0.19, 10: 0.1, 11: 0.1}),
-        ("linear", 0.1, {0: 1, 1: 1, 4: 0.7, 10: 0.1}),
-        ("linear", 0.2, {0: 0.5, 1: 1, 2: 1, 6: 0.55, 10: 0.1}),
-        ("cosine", 0.0, {0: 1, 5: 0.55, 10: 0.1, 11: 0.1}),
-        ("cosine", 0.1, {0: 1, 1: 1, 4: 0.775, 10: 0.1}),
-        ("cosine", 0.2, {0: 0.5, 1: 1, 2: 1, 4: HALF_COSINE, 6: 0.55, 10: 0.1}),
-        ("linear", 0.4, {0: 0.25, 1: 0.5, 2: 0.75, 3: 1, 4: 1, 7: 0.55, 10: 0.1}),
-    ],
-)
-def test_learning_rate(kind, warmup_ratio, rates):
-    cfg = OptimConfig(1.0, kind, warmup_ratio, min_lr_ratio=0.0 if kind == "constant" else 0.1)
-    rate = update.learning_rate(cfg, 10)
-    actual = {step: float(rate(jnp.int32(step))) for step in rates}
-    assert actual == pytest.approx(rates, rel=1e-6)
-
-
-@pytest.mark.parametrize("warmup_ratio", [0.0, 0.3, 0.99])
-@pytest.mark.parametrize("kind", ["cosine", "linear", "constant"])
-@pytest.mark.parametrize("total_steps", [1, 2, 7])
-def test_every_step_of_a_run_learns(kind, warmup_ratio, total_steps):
-    rate = update.learning_rate(OptimConfig(1.0, kind, warmup_ratio), total_steps)
-    assert all(rate(step) > 0 for step in range(total_steps))
-
-
-def test_weight_decay_acts_on_adapters_and_not_on_norms():
-    params = {
-        "layers": {
-            "qkv": {"q_proj": {"a": jnp.array([2.0]), "b": jnp.array([-4.0])}},
-            "input_layernorm": {"scale": jnp.array([8.0])},
-        }
-    }
-    tx = update.optimizer(OptimConfig(weight_decay=0.5))
-    moves, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
-    assert moves["layers"]["qkv"]["q_proj"] == {"a": 1.0, "b": -2.0}
-    assert moves["layers"]["input_layernorm"]["scale"] == 0.0
-
-
-@pytest.mark.parametrize(
-    ("max_grad_norm", "clipped"), [(0.5, [0.3, 0.4]), (4.0, [2.4, 3.2]), (6.0, [3.0, 4.0])]
-)
-def test_gradients_are_clipped_to_the_global_norm(max_grad_norm, clipped):
-    params = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
-    tx = update.optimizer(OptimConfig(max_grad_norm=max_grad_norm, adam_beta1=0.0))
-    gradients = {"a": jnp.array([3.0]), "b": jnp.array([4.0])}  # norm 5
-    _, state = tx.update(gradients, tx.init(params), params)
-    assert_close(state[1].mu, {"a": clipped[:1], "b": clipped[1:]})
 
 
 def rollout():

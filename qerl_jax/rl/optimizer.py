@@ -1,0 +1,88 @@
+"""AdamW: its learning-rate schedule, its chain of optax transformations, and a step that may be skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+from qerl_jax.config import OptimConfig
+from qerl_jax.rl import adam8bit
+
+
+def learning_rate(cfg: OptimConfig, total_steps: int) -> Callable[[jax.Array | int], jax.Array]:
+    """Rate of the update made after `step` steps: linear warm-up, then cosine, linear or constant.
+
+    The first update already learns, at peak / warm-up steps, and the last one still does.
+    """
+    peak, end = cfg.learning_rate, cfg.learning_rate * cfg.min_lr_ratio
+    warmup = round(cfg.warmup_ratio * total_steps)
+    rest = max(1, total_steps - warmup)
+    decay = {
+        "cosine": lambda: optax.cosine_decay_schedule(peak, rest, cfg.min_lr_ratio),
+        "linear": lambda: optax.linear_schedule(peak, end, rest),
+        "constant": lambda: optax.constant_schedule(peak),
+    }[cfg.lr_scheduler_type]()
+    if warmup == 0:
+        return decay
+    return optax.join_schedules(
+        [optax.linear_schedule(peak / warmup, peak, warmup - 1), decay], [warmup]
+    )
+
+
+def transformation(cfg: OptimConfig) -> optax.GradientTransformation:
+    """Clipping and AdamW (arXiv:1711.05101) without its learning rate, which `step` applies.
+
+    Weight decay acts on matrices; norms (leaves called `scale`) and biases never decay.
+    """
+
+    def decays(params):
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: path[-1].key not in ("scale", "bias"), params
+        )
+
+    is_8bit = cfg.optimizer == "adamw_8bit"
+    adam = adam8bit.scale_by_adam_8bit if is_8bit else optax.scale_by_adam
+    return optax.chain(
+        optax.clip_by_global_norm(cfg.max_grad_norm),
+        adam(cfg.adam_beta1, cfg.adam_beta2, cfg.adam_epsilon),
+        optax.add_decayed_weights(cfg.weight_decay, mask=decays),
+    )
+
+
+def step(
+    tx: optax.GradientTransformation,
+    rate: jax.Array | float,
+    keep: jax.Array | bool,
+    grads: Any,
+    opt_state: Any,
+    params: Any,
+) -> tuple[Any, Any]:
+    """One step of an optimizer, or none.
+
+    A branch, and no choice between the new and the old state: XLA updates both in place, so that a
+    step needs no second copy of the moments.
+
+    Args:
+        tx: Any optax transformation whose updates are to be subtracted.
+        rate: Learning rate, a scalar.
+        keep: Whether the step is made; where it is false, nothing changes.
+        grads: As `params`.
+        opt_state: State of `tx`.
+        params: Float32 tree.
+
+    Returns:
+        The parameters and the state of `tx` after the step.
+    """
+
+    def made(grads, opt_state, params):
+        moves, opt_state = tx.update(grads, opt_state, params)
+        return jax.tree.map(lambda p, move: p - rate * move, params, moves), opt_state
+
+    def skipped(grads, opt_state, params):
+        del grads
+        return params, opt_state
+
+    return jax.lax.cond(keep, made, skipped, grads, opt_state, params)
