@@ -69,7 +69,7 @@ def mean_kl(reference, other, ids: np.ndarray, lengths: np.ndarray, rows: int = 
 
 
 def main():
-    """Prints a table for docs/measured.md."""
+    """Prints a table for docs/lab-notes.md."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qerl-tiny")
     parser.add_argument("--dataset", default="arithmetic")
