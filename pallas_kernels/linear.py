@@ -26,7 +26,7 @@ def finish(
     """rounded((product + [the products of the branches]) * unit + bias + residual).
 
     Where it rounds is part of its definition: what stands in brackets, and the result (docs/design.md,
-    4.48). The rest is in float32.
+    "Where rounding happens"). The rest is in float32.
 
     Args:
       product: float32 [M, N].
