@@ -1,0 +1,57 @@
+"""Links between the pages of the project lead somewhere."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+LINK = re.compile(r"\]\(([^()\s]+)\)")
+
+
+def prose(page):
+    """A page's text without its fenced blocks, in which nothing is a heading or a link."""
+    return re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+
+
+def anchors(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"(?m)^#+ (.+)$", prose(page))
+    return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings_that_exist(page):
+    for link in LINK.findall(prose(page)):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("name", ["design.md", "lab-notes.md"])
+def test_a_long_page_lists_every_heading_once(name):
+    page = ROOT / "docs" / name
+    named = anchors(page)[1:]
+    assert len(set(named)) == len(named)
+    assert [link[1:] for link in LINK.findall(prose(page).split("\n## ")[0]) if link[0] == "#"] == (
+        named
+    )
+
+
+def test_sections_of_the_design_that_code_names_exist():
+    headings = re.findall(r"(?m)^#+ (.+)$", prose(ROOT / "docs" / "design.md"))
+    sources = [
+        path
+        for name in ("pallas_kernels", "qerl_jax", "scripts")
+        for path in (ROOT / name).rglob("*.py")
+    ]
+    named = [
+        re.sub(r"\s+", " ", name)
+        for path in sources
+        for name in re.findall(r'docs/design\.md,\s+"([^"]+)"', path.read_text())
+    ]
+    assert named and set(named) <= set(headings)
