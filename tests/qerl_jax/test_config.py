@@ -492,6 +492,24 @@ def test_a_bad_value_is_an_error_that_names_field_value_and_rule(field, changes,
 
 
 @pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: LoraConfig(rank=0), "lora.rank: got 0; must be at least 1"),
+        (lambda: LoraConfig(dropout=float("nan")), "lora.dropout: got nan; must be in [0, 1)"),
+        (lambda: NoiseConfig(sigma_end=1.0), "noise.sigma_end: got 1.0; must be in (0, sigma"),
+        (
+            lambda: dataclasses.replace(FULL.rollout, kv_cache_fraction=1.0),
+            "rollout.kv_cache_fraction: got 1.0; must be in (0, 1)",
+        ),
+        (lambda: dataclasses.replace(FULL, seed=-1), "seed: got -1; must be in [0, 2**32)"),
+    ],
+)
+def test_a_config_that_is_made_in_python_is_checked_too(made, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        made()
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"max_step": 10}, "max_step: unknown field; the top level has output_dir, model, "),
