@@ -32,8 +32,9 @@ class Branch:
     Attributes:
       a: for a packed base, int32 [..., tiles, K / 64, 4, 3, 192] from `pack`; for a dense one, bfloat16
         [..., 64 * tiles, K].
-      b: bfloat16 [..., N, max(rank, 64)], scaled; zero in the columns of other parts.
-      sizes: rows of the base that belong to each part.
+      b: bfloat16 [..., N, max(rank, 64)], scaled; zero in the columns of other parts. Each part of N is filled up
+        with zeros to whole tiles of 64 rows.
+      sizes: rows of the base that belong to each part, which need not be whole tiles.
       rank: of one part.
     """
 
@@ -48,10 +49,10 @@ class Branch:
         return tuple(self.rank * part // TILE * TILE for part in range(len(self.sizes)))
 
     def first(self, row: jax.Array) -> jax.Array | int:
-        """The one of `firsts` for a row of the base."""
+        """The one of `firsts` for a row of the base whose parts are filled up."""
         first, end = self.firsts[0], 0
         for size, following in zip(self.sizes, self.firsts[1:], strict=False):
-            end += size
+            end += layout.whole(size)
             first = jnp.where(row >= end, following, first)
         return first
 
@@ -75,11 +76,12 @@ def pack_branch(
     filled = filled_rank(rank)
     width = max(filled, TILE)
     pad_last = lambda x, low, high: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(low, high)])
+    pad_rows = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -x.shape[-2] % TILE), (0, 0)])
     a = jnp.concatenate([pad_last(a, 0, filled - rank) for a, _ in parts], axis=-1)
     b = []
     for part, (_, matrix) in enumerate(parts):
         start = filled * part % TILE
-        b.append(pad_last(scaling * matrix.mT, start, width - rank - start))
+        b.append(pad_rows(pad_last(scaling * matrix.mT, start, width - rank - start)))
     return Branch(
         a=pack(a) if is_packed else pad_last(a, 0, -a.shape[-1] % TILE).astype(jnp.bfloat16).mT,
         b=jnp.concatenate(b, axis=-2).astype(jnp.bfloat16),
@@ -89,17 +91,33 @@ def pack_branch(
 
 
 def supports(k: int, warpgroups: int, step: int) -> str | None:
-    """Why a slot of the kernel cannot hold A, or None."""
-    if warpgroups * step % (4 * TILE):
-        return f"needs warpgroups * step of whole {4 * TILE} for A; got {warpgroups} * {step}"
-    if layout.tiles(k) * TILE % width(warpgroups, step):
-        return f"needs K of whole steps of {width(warpgroups, step)} for A; got K = {k}"
+    """Why the kernel cannot bring A through its slots, or None."""
+    if width(k, warpgroups, step) is None:
+        return f"needs K of whole {3 * TILE}s for A and 3 warpgroups; got K = {k}"
     return None
 
 
-def width(warpgroups: int, step: int) -> int:
-    """Columns of A, 64 rows high, that fit where a slot has `step` columns of W."""
-    return warpgroups * step // 4
+def is_as_wide(warpgroups: int, step: int) -> bool:
+    """Whether a slot for W has room for tiles of A, whatever K is, and need not be made larger for them."""
+    return warpgroups * step % (4 * TILE) == 0
+
+
+def width(k: int, warpgroups: int, step: int) -> int | None:
+    """Columns of A, 64 rows high, in one slot; None if there is no such number.
+
+    They divide K, and their pieces are equally many for each warpgroup: as many as there is room for
+    where a slot has `step` columns of W, but at least a tile, for which smaller slots are made larger.
+    """
+    least = 3 * TILE if warpgroups == 3 else TILE
+    most = max(least, warpgroups * step // 4)
+    return next(
+        (w for w in range(most // least * least, 0, -least) if layout.whole(k) % w == 0), None
+    )
+
+
+def pieces(k: int, warpgroups: int, step: int) -> int:
+    """Pieces of A in one slot for each warpgroup; of W it has step / 64."""
+    return width(k, warpgroups, step) // (TILE // 4) // warpgroups
 
 
 def pack(a: jax.Array) -> jax.Array:
@@ -133,8 +151,9 @@ def unpack_tile(pieces: list[jax.Array]) -> jax.Array:
 
 
 def in_units(words: jax.Array, warpgroups: int, step: int) -> jax.Array:
-    """What fills a slot together: [tiles, K / 64, 4, 3, 192] -> [tiles, units, warpgroups, step / 64, 3, 192]."""
-    return words.reshape(len(words), -1, warpgroups, step // TILE, *layout.TILE_SHAPE)
+    """What fills a slot together: [tiles, K / 64, 4, 3, 192] -> [tiles, units, warpgroups, pieces, 3, 192]."""
+    each = pieces(words.shape[1] * TILE, warpgroups, step)
+    return words.reshape(len(words), -1, warpgroups, each, *layout.TILE_SHAPE)
 
 
 def shares(units: jax.Array, *, m: int, base_bytes: int, most: int) -> int:

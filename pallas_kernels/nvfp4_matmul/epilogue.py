@@ -39,29 +39,33 @@ class Stream:
     """The residual stream of M rows, ready for a norm.
 
     Attributes:
-      values: bfloat16 [D, M].
-      scaled: bfloat16 [M, D], values times the scale of the norm that comes next.
+      values: bfloat16 [D, M], D filled up with zeros to whole tiles of 64.
+      scaled: bfloat16 [M, D], likewise, values times the scale of the norm that comes next.
       squares: float32 [ceil(D / 64) up to a multiple of 64, M]; its first ceil(D / 64) rows sum up to
         each row's sum of squares.
+      width: D.
     """
 
     values: jax.Array
     scaled: jax.Array
     squares: jax.Array
+    width: int = dataclasses.field(metadata={"static": True})
 
     def unit(self, eps: float) -> jax.Array:
         """float32 [M], 1 / sqrt(mean of squares + eps)."""
-        width = len(self.values)
-        return jax.lax.rsqrt(jnp.sum(self.squares[: width // TILE], axis=0) / width + eps)
+        squares = self.squares[: layout.tiles(self.width)]
+        return jax.lax.rsqrt(jnp.sum(squares, axis=0) / self.width + eps)
 
 
 def stream(values: jax.Array, scale: jax.Array) -> Stream:
     """A stream from activations bfloat16 [M, D] and the float32 [D] scale of the first norm."""
     width = values.shape[1]
+    more = -width % TILE
+    values, scale = jnp.pad(values, ((0, 0), (0, more))), jnp.pad(scale, (0, more))
     wide = values.astype(jnp.float32)
     squares = jnp.zeros((_square_rows(width), len(values)), jnp.float32)
     squares = squares.at[0].set(jnp.sum(wide * wide, axis=1))
-    return Stream(values.T, (wide * scale).astype(values.dtype), squares)
+    return Stream(values.T, (wide * scale).astype(values.dtype), squares, width)
 
 
 def supports(m: int, n: int, *, rank: int = 0, is_swiglu: bool = False) -> str | None:
@@ -110,12 +114,12 @@ def finish(
     Args:
       sums: from `hopper.product`.
       divisor: float32 [N], or fewer of which the first counts, the weight's global scale.
-      bias: [N].
+      bias: [N], as all that has an axis N with parts that are filled up to whole tiles.
       branch: LoRA's; given if and only if `sums` has an adapter.
       norm: the stream whose `scaled` was multiplied, and its norm's epsilon; the product is multiplied
         by its unit.
-      residual: the stream's values [N, M], to which the product is added, and the float32 [N] scale
-        of the norm that comes next.
+      residual: the stream's values [N, M], to which the product is added, and the float32 scale of the
+        norm that comes next, which says how much of N is real.
       is_swiglu: whether the first half of N is a gate and the second what it lets through.
       interpret: run on a CPU, and report data races.
 
@@ -153,7 +157,8 @@ def finish(
     if norm is not None:
         operands["squares"] = norm[0].squares
     if residual is not None:
-        operands |= {"residual": residual[0], "scale": residual[1]}
+        scale = jnp.pad(residual[1], (0, n - len(residual[1])))
+        operands |= {"residual": residual[0], "scale": scale}
 
     def kernel(*refs):
         gmem = dict(zip(operands, refs, strict=False))
@@ -229,7 +234,7 @@ def finish(
                 for at, some in zip(range(0, square_tiles, TILE), squares, strict=True)
             ]
             total = jnp.sum(functools.reduce(jnp.add, squares), axis=0)
-            unit = lax.rsqrt(total / (square_tiles * TILE) + norm[1])
+            unit = lax.rsqrt(total / norm[0].width + norm[1])
 
         def product(half):
             filled = sums.plan.parts(lax.div((half * tiles + tile) * TILE, sums.rows))
@@ -294,7 +299,7 @@ def finish(
         interpret=runtime.interpret_params() if interpret else None,
         kernel_name=f"nvfp4_epilogue_sm90_{n}",
     )(*operands.values())
-    return results[0] if residual is None else Stream(*results)
+    return results[0] if residual is None else Stream(*results, len(residual[1]))
 
 
 def _columns(m: int) -> int:

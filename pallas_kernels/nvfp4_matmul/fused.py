@@ -6,6 +6,8 @@ The base may be packed, or dense in bfloat16: then the product is XLA's, and the
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -43,12 +45,10 @@ def supports(
         return reason
     if not 1 <= m <= MAX_M:
         return f"needs 1 <= M <= {MAX_M}; got M = {m}"
-    # A tile of rows belongs to one part: it meets the ranks of that part, or is a whole gate's.
-    if k % TILE or any(size % TILE for size in sizes):
-        return f"needs K and all parts of N in whole tiles of {TILE}; got {k} and {tuple(sizes)}"
     m, n = padded(m), sum(sizes)
     ranks = adapter.filled_rank(rank) if rank else 0
-    if reason := epilogue.supports(m, n, rank=ranks, is_swiglu=is_swiglu):
+    whole = sum(map(layout.whole, sizes))
+    if reason := epilogue.supports(m, whole, rank=ranks, is_swiglu=is_swiglu):
         return reason
     if not is_packed:
         return None
@@ -72,7 +72,8 @@ def linear(
     """y = x W^T + bias + the branches of LoRA, and what comes before and after it.
 
     Args:
-      x: bfloat16 [M, K], M as `padded` makes it; or a residual stream, which is normalized first.
+      x: bfloat16 [M, K], M as `padded` makes it, and K real or filled up with zeros to whole tiles; or a
+        residual stream, which is normalized first.
       w: [N, K], packed for Hopper or dense in bfloat16.
       divisor: what `sliceable` made of a packed w's global scale; None for that itself.
       bias: [N].
@@ -85,8 +86,9 @@ def linear(
       interpret: run on a CPU, and report data races.
 
     Returns:
-      bfloat16 [M, N], or [M, N / 2] of a `swiglu`; or the new stream.
+      bfloat16 [M, N], or [M, N / 2] of a `swiglu`, filled up with zeros to whole tiles; or the new stream.
     """
+    n = w.shape[0]
     values = x.scaled if isinstance(x, Stream) else x
     if isinstance(w, HopperNVFP4):
         a = None if branch is None else branch.a
@@ -97,16 +99,46 @@ def linear(
     else:
         sums = _dense_product(values, w, branch)
         divisor = jnp.full((1,), 1 / layout.DECODED_SCALE)
-    return epilogue.finish(
+    # A tile of rows belongs to one part: it meets the ranks of that part, or is a whole gate's.
+    sizes = (n // 2, n // 2) if is_swiglu else (n,) if branch is None else branch.sizes
+    fill = functools.partial(_filled, sizes=sizes)
+    if any(size % TILE for size in sizes[:-1]):
+        in_rows = sums.in_rows()
+        rows = fill(in_rows.partials[0, :n])[None]
+        tiles = rows.shape[1] // TILE
+        sums = Sums(rows, Plan(tiles, 1, tiles), TILE, in_rows.adapter)
+    y = epilogue.finish(
         sums,
-        divisor,
-        bias=bias,
+        fill(divisor, value=1) if len(divisor) == n else divisor,
+        bias=None if bias is None else fill(bias),
         branch=branch,
         norm=(x, eps) if isinstance(x, Stream) else None,
         residual=None if residual is None else (residual[0].values, residual[1]),
         is_swiglu=is_swiglu,
         interpret=interpret,
     )
+    return y if is_swiglu or residual is not None else _unfilled(y, sizes)
+
+
+def _filled(values: jax.Array, sizes: Sequence[int], value: float = 0) -> jax.Array:
+    """Fills up each part of axis 0 to whole tiles of rows."""
+    if all(size % TILE == 0 for size in sizes):
+        return values
+    parts, end = [], 0
+    for size in sizes:
+        widths = [(0, -size % TILE)] + [(0, 0)] * (values.ndim - 1)
+        parts.append(jnp.pad(values[end : end + size], widths, constant_values=value))
+        end += size
+    return jnp.concatenate(parts)
+
+
+def _unfilled(y: jax.Array, sizes: Sequence[int]) -> jax.Array:
+    """Takes out again of axis 1 what `_filled` put in."""
+    if all(size % TILE == 0 for size in sizes):
+        return y
+    starts = itertools.accumulate((layout.whole(size) for size in sizes), initial=0)
+    parts = [y[:, start : start + size] for start, size in zip(starts, sizes, strict=False)]
+    return jnp.concatenate(parts, axis=1)
 
 
 def sliceable(global_scale: jax.Array) -> jax.Array:
@@ -116,12 +148,14 @@ def sliceable(global_scale: jax.Array) -> jax.Array:
 
 
 def _dense_product(x: jax.Array, w: jax.Array, branch: Branch | None) -> Sums:
+    x = x[:, : w.shape[1]]
+
     def times(matrix):
         return jnp.dot(matrix, x.T, preferred_element_type=jnp.float32)[None]
 
-    tiles = len(w) // TILE
-    u = None if branch is None else times(branch.a)
-    return Sums(times(w), Plan(tiles, 1, tiles), TILE, u)
+    tiles = layout.tiles(len(w))
+    rows = jnp.pad(times(w), ((0, 0), (0, -len(w) % TILE), (0, 0)))
+    return Sums(rows, Plan(tiles, 1, tiles), TILE, None if branch is None else times(branch.a))
 
 
 def _upcoming(m: int, w: HopperNVFP4 | jax.Array, branch: Branch | None) -> hopper.Upcoming | None:
@@ -133,7 +167,16 @@ def _upcoming(m: int, w: HopperNVFP4 | jax.Array, branch: Branch | None) -> hopp
 
 def _config(m: int, n: int, k: int, with_branch: bool) -> Config:
     config = tuning.pick_config(m, n, k)
-    if not with_branch or hopper.supports(m, n, k, config, with_adapter=True) is None:
+    if not with_branch:
         return config
+    fits = lambda c: hopper.supports(m, n, k, c, with_adapter=True) is None
     # Where one warpgroup's slot is too narrow for A, two share a block.
-    return dataclasses.replace(config, warpgroups=2, blocks=-(-config.blocks // 2))
+    two = dataclasses.replace(config, warpgroups=2, blocks=-(-config.blocks // 2))
+    for choice in (config, two):
+        if adapter.is_as_wide(choice.warpgroups, choice.step) and fits(choice):
+            return choice
+    # Else slots are made larger, of which there may then be room for fewer.
+    row_tiles, steps = layout.tiles(n), layout.whole(k) // config.step
+    one = dataclasses.replace(config, warpgroups=1, blocks=min(config.blocks, row_tiles * steps))
+    fewer = lambda c: (dataclasses.replace(c, stages=s) for s in range(c.stages, 1, -1))
+    return next(filter(fits, itertools.chain(*map(fewer, (config, two, one)))), config)

@@ -37,8 +37,18 @@ def supports(m: int, sizes: Sequence[int], k: int, rank: int, dtype: DTypeLike) 
         return f"needs M > {hopper.MAX_M}, else another kernel is faster; got M = {m}"
     if not 1 <= rank <= TILE:
         return f"needs a rank of 1 to {TILE}; got {rank}"
-    n, sizes = sum(sizes), tuple(sizes)
+    n, sizes = sum(sizes), _kernel_sizes(sizes, rank)
     return wide.supports(n, k, wide.pick_config(m, n, k, sizes=sizes), sizes=sizes)
+
+
+def _kernel_sizes(sizes: Sequence[int], rank: int) -> tuple[int, ...]:
+    """The parts of N that the kernel knows: those of the branches, or one part with the ranks of all.
+
+    Parts that do not begin with a tile of 64 rows are one to the kernel if their ranks find room beside each
+    other. A row of B then has zeros for the ranks of other parts, which add nothing.
+    """
+    is_aligned = all(size % TILE == 0 for size in sizes[:-1])
+    return (sum(sizes),) if not is_aligned and len(sizes) * rank <= TILE else tuple(sizes)
 
 
 @jax.custom_vjp
@@ -110,10 +120,17 @@ linear.defvjp(_linear_fwd, _linear_bwd)
 def epilogue(branches: list[Branch], unit: jax.Array, bias: jax.Array | None) -> wide.Epilogue:
     """What is made of the product, as the kernel reads it."""
     fill = lambda matrix: jnp.pad(matrix, ((0, 0), (0, TILE - matrix.shape[1])))
+    sizes = tuple(up.shape[1] for _, up in branches)
+    of_kernel = _kernel_sizes(sizes, branches[0][1].shape[0])
+    if of_kernel == sizes:
+        downs, ups = zip(*branches, strict=True)
+    else:
+        downs = (jnp.concatenate([down for down, _ in branches], axis=1),)
+        ups = (block_diag(*(up for _, up in branches)),)
     return wide.Epilogue(
-        u=jnp.concatenate([fill(down) for down, _ in branches], axis=1),
-        b=jnp.concatenate([fill(up.T) for _, up in branches]),
+        u=jnp.concatenate([fill(down) for down in downs], axis=1),
+        b=jnp.concatenate([fill(up.T) for up in ups]),
         unit=unit[:, 0],
         bias=None if bias is None else bias.astype(jnp.float32),
-        sizes=tuple(up.shape[1] for _, up in branches),
+        sizes=of_kernel,
     )

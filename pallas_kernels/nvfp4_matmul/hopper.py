@@ -13,7 +13,8 @@ with a few times as many blocks as tiles it is a plain split along K, which suit
       warpgroup 1    wait full | decode, wgmma | leave the last slot | ...
       ...
 
-    slot       `step` columns of x [M, step] and of W [warpgroups, step / 64, 3, 192 words];
+    slot       `step` columns of x [M, step] and of W [warpgroups, step / 64, 3, 192 words], or more words where
+               a tile of A needs them;
                `stages` of them, brought by bulk copies that warpgroup 0 starts
 
 A product runs while the next tile is decoded, so a slot is left when the first product after it has
@@ -145,9 +146,12 @@ def supports(m: int, n: int, k: int, config: Config, *, with_adapter: bool = Fal
     units = row_tiles // config.warpgroups * (columns // config.step)
     if config.blocks > units:
         return f"has {units} units of work for {config.blocks} blocks"
-    if (used := shared_bytes(m, config)) > (most := most_shared_bytes()):
+    if with_adapter and (reason := adapter.supports(k, config.warpgroups, config.step)):
+        return reason
+    used = shared_bytes(m, config, adapter_k=k if with_adapter else None)
+    if used > (most := most_shared_bytes()):
         return f"needs {used} bytes of shared memory of {most}"
-    return adapter.supports(k, config.warpgroups, config.step) if with_adapter else None
+    return None
 
 
 def _cut(m: int, w: HopperNVFP4, config: Config, a_words: jax.Array | None) -> tuple[Plan, int]:
@@ -191,6 +195,22 @@ class Sums:
         parts, tiles, columns, piece = self.partials.shape
         return parts, tiles * TILE, columns * piece // TILE
 
+    def in_rows(self) -> "Sums":
+        """The same sums in one part, and in rows, added up in the order in which `epilogue` does it."""
+        from pallas_kernels.nvfp4_matmul import fragments
+
+        if not self.in_fragments:
+            return self
+        with jax.named_scope("reduce"):
+            filled = np.repeat(self.plan.parts(np.arange(self.plan.tiles)), self.rows // TILE)
+            filled, total = filled[:, None, None], self.partials[0]
+            for part in range(1, len(self.partials)):
+                total += jnp.where(part < filled, self.partials[part], 0)
+            rows = fragments.to_rows(total)[None]
+        u = None if self.adapter is None else fragments.to_rows(self.adapter)
+        tiles = rows.shape[1] // TILE
+        return Sums(rows, Plan(tiles, 1, tiles), TILE, u)
+
     @property
     def in_fragments(self) -> bool:
         """Whether sums lie as the kernel's warpgroups held them, not in rows."""
@@ -209,7 +229,8 @@ def product(
     """x [M, K] times a packed weight, and times A if there is one, in parts.
 
     Args:
-      x: bfloat16 [M, K], M <= 128; M is filled up to a multiple of eight.
+      x: bfloat16 [M, K], M <= 128, or with K filled up with zeros to whole tiles; M is filled up to a
+        multiple of eight.
       w: an [N, K] weight without stacked axes.
       config: see `tuning.pick_config`.
       a_words: from `adapter.pack`.
@@ -220,6 +241,10 @@ def product(
       NotImplementedError: the reason `supports` gives.
     """
     m, k = x.shape
+    if k not in (w.shape[1], layout.whole(w.shape[1])):
+        raise ValueError(
+            f"x must be [M, K = {w.shape[1]}] to meet w of shape {w.shape}; got {x.shape}"
+        )
     if reason := supports(m, w.shape[0], k, config, with_adapter=a_words is not None):
         raise NotImplementedError(reason)
     # `wgmma` takes M in eights; K is padded as the weight is.
@@ -229,17 +254,11 @@ def product(
 
 def matmul(x: jax.Array, w: HopperNVFP4, config: Config, *, interpret: bool = False) -> jax.Array:
     """x [M, K] -> x @ dequantize(w)^T [M, N], both bfloat16; see `product`."""
-    from pallas_kernels.nvfp4_matmul import fragments
-
     m, (n, _) = len(x), w.shape
-    sums = product(x, w, config, interpret=interpret)
+    total = product(x, w, config, interpret=interpret).in_rows().partials[0]
     with jax.named_scope("reduce"):
-        filled = np.repeat(sums.plan.parts(np.arange(sums.plan.tiles)), config.warpgroups)
-        filled, total = filled[:, None, None], sums.partials[0]
-        for part in range(1, len(sums.partials)):
-            total += jnp.where(part < filled, sums.partials[part], 0)
         scale = w.multiplier / layout.DECODED_SCALE
-        return (fragments.to_rows(total).T[:m, :n] * scale).astype(x.dtype)
+        return (total.T[:m, :n] * scale).astype(x.dtype)
 
 
 def most_shared_bytes() -> int:
@@ -247,11 +266,13 @@ def most_shared_bytes() -> int:
     return runtime.device().shared_bytes - 1024
 
 
-def shared_bytes(m: int, config: Config) -> int:
-    """Bytes of shared memory that a block's slots take."""
-    rows = m + -m % 8
-    per_slot = config.step * rows * 2 + config.warpgroups * config.step // TILE * _TILE_BYTES
-    return config.stages * per_slot
+def shared_bytes(m: int, config: Config, *, adapter_k: int | None = None) -> int:
+    """Bytes of shared memory that a block's slots take; adapter_k is K where A comes through them, too."""
+    rows, columns, depth = m + -m % 8, config.step, config.step // TILE
+    if adapter_k is not None:
+        of_a = adapter_k, config.warpgroups, config.step
+        columns, depth = max(columns, adapter.width(*of_a)), max(depth, adapter.pieces(*of_a))
+    return config.stages * (columns * rows * 2 + config.warpgroups * depth * _TILE_BYTES)
 
 
 def _launch(
@@ -271,14 +292,16 @@ def _launch(
 
     m, n = x.shape[0], w.words.shape[0] * TILE
     warpgroups, step, stages = config.warpgroups, config.step, config.stages
-    chunks = step // TILE
+    chunks = depth = step // TILE
     swizzled = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
     plan, shares = _cut(m, w, config, a_words)
     operands, blocks = {"x": x, "w": w.words}, plan.blocks
     if a_words is not None:
         operands["a"] = a_words = adapter.in_units(a_words, warpgroups, step)
-        width = adapter.width(warpgroups, step)
+        width = adapter.width(w.shape[1], warpgroups, step)
+        each = a_words.shape[3]
         blocks += len(a_words) * shares
+        depth = max(depth, each)
     if following is not None:
         operands["following"] = following.words
 
@@ -291,12 +314,13 @@ def _launch(
             x_smem, xa_smem = x_union
         block, group = lax.axis_index("block"), lax.axis_index("warpgroup")
 
-        def fetch_words(words, slot):
+        def fetch_words(words, slot, count):
             # What lies in one piece needs no tensor map, which would itself come from memory first.
             for i in range(warpgroups):
+                of_group = w_smem.at[slot, i]
                 plgpu.copy_gmem_to_smem(
                     words(i),
-                    w_smem.at[slot, i],
+                    of_group if count == depth else of_group.at[pl.ds(0, count)],
                     full.at[slot],
                     oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
                 )
@@ -333,7 +357,7 @@ def _launch(
                 slot = slot_of(unit)
                 tile, at = plan.place(unit)
                 columns = pl.ds(at * chunks, chunks)
-                fetch_words(lambda i: gmem["w"].at[tile * warpgroups + i, columns], slot)
+                fetch_words(lambda i: gmem["w"].at[tile * warpgroups + i, columns], slot, chunks)
                 plgpu.copy_gmem_to_smem(
                     gmem["x"].at[:, pl.ds(at * step, step)], x_smem.at[slot], full.at[slot]
                 )
@@ -404,7 +428,7 @@ def _launch(
 
             def fetch(unit):
                 slot = lax.rem(unit - start, stages)
-                fetch_words(lambda i: gmem["a"].at[tile, unit, i], slot)
+                fetch_words(lambda i: gmem["a"].at[tile, unit, i], slot, each)
                 plgpu.copy_gmem_to_smem(
                     gmem["x"].at[:, pl.ds(unit * width, width)], xa_smem.at[slot], full.at[slot]
                 )
@@ -414,9 +438,7 @@ def _launch(
                 def _(unit):
                     slot = lax.rem(unit - start, stages)
                     plgpu.barrier_wait(full.at[slot])
-                    words = [
-                        w_smem.at[slot, lax.div(i, chunks), lax.rem(i, chunks)] for i in places
-                    ]
+                    words = [w_smem.at[slot, lax.div(i, each), lax.rem(i, each)] for i in places]
                     if interpret:
                         a = decoded_smem[0].at[group]
                         a[...] = adapter.unpack_tile([ref[...] for ref in words])
@@ -473,7 +495,7 @@ def _launch(
         thread_name="warpgroup",
         scratch_types=(
             x_type,
-            plgpu.SMEM((stages, warpgroups, chunks, *layout.TILE_SHAPE), jnp.int32),
+            plgpu.SMEM((stages, warpgroups, depth, *layout.TILE_SHAPE), jnp.int32),
             plgpu.Barrier(num_arrivals=warpgroups + 1, num_barriers=stages),
             plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
             *([decoded_type] if interpret else []),

@@ -108,6 +108,11 @@ def tiles(size: int) -> int:
     return -(-size // TILE)
 
 
+def whole(size: int) -> int:
+    """Rows or columns of the tiles that cover `size` of them."""
+    return tiles(size) * TILE
+
+
 def prepare(t: NVFP4Tensor) -> HopperNVFP4:
     """Reorders a weight, or a stack of them, for the Hopper kernels.
 

@@ -151,8 +151,9 @@ def supports(
         return f"needs {names[1]} of whole {config.split * TILE}s; got {names[1]} = {summed}"
     if backward and config.rows % 16:
         return f"needs rows in sixteens for dX; got {config.rows}"
-    if any(size % (TILE * rows) for size in sizes):
-        return f"needs parts of whole {TILE * rows}-row tiles; got {sizes}"
+    # The last part has what fills N up.
+    if any(size % (TILE * rows) for size in sizes[:-1]):
+        return f"needs parts of whole {TILE * rows}-row tiles but for the last; got {sizes}"
     # B has one place, which the next tile's may take once this one's slot does.
     if sizes and layout.tiles(summed) < (least := config.stages - 1):
         return f"needs {names[1]} of {least * TILE} or more; got {names[1]} = {summed}"
@@ -166,8 +167,10 @@ def pick_config(
     m: int, outputs: int, summed: int, *, backward: bool = False, sizes: tuple[int, ...] = ()
 ) -> Config:
     """The tile, and the split of what does not fill a wave, that take least time; see `supports`."""
-    w_rows, steps = layout.tiles(outputs), layout.tiles(summed)
-    warpgroups = 2 - w_rows % 2
+    steps = layout.tiles(summed)
+    # A block's rows of W belong to one part.
+    is_odd = any(layout.tiles(size) % 2 for size in (outputs, *sizes[:-1]))
+    warpgroups = 2 - is_odd
     grain = 16 if backward else 8
     most = min(MAX_ROWS, m + -m % grain)
     choices = [
@@ -183,9 +186,12 @@ def pick_config(
     bytes_of = functools.partial(shared_bytes, backward=backward, has_epilogue=bool(sizes))
     most_bytes = hopper.most_shared_bytes()
     fits = lambda stages: bytes_of(dataclasses.replace(best, stages=stages)) <= most_bytes
+    most = 8 if best.producer else 7
+    if sizes:
+        most = max(3, min(most, steps + 1))  # B comes through the slots after K, see `supports`
     return dataclasses.replace(
         best,
-        stages=max(filter(fits, range(3, 9 if best.producer else 8))),
+        stages=max(filter(fits, range(3, most + 1))),
         cluster=1 + pairs,
     )
 
@@ -302,8 +308,12 @@ def _checked(
     if len(divisor) > 1:
         divisor = jnp.pad(divisor, (0, -outputs % TILE), constant_values=1)
     if epilogue is not None:
+        more, last = -outputs % TILE, epilogue.sizes[-1]
         epilogue = dataclasses.replace(
             epilogue,
+            b=jnp.pad(epilogue.b, ((0, more), (0, 0))),
+            bias=None if epilogue.bias is None else jnp.pad(epilogue.bias, (0, more)),
+            sizes=(*epilogue.sizes[:-1], last + more),
             u=jnp.pad(epilogue.u, ((0, rows), (0, 0))),
             # All of a tile's are read, also where x ends before.
             unit=jnp.pad(epilogue.unit, (0, -m % config.rows)),

@@ -275,7 +275,7 @@ def step(
         layer, (jnp.int32(0), start, state), of_layers, unroll=unroll
     )
     # `scaled` would be rounded twice.
-    unit = stream.values.T.astype(jnp.float32) * stream.unit(eps)[:, None]
+    unit = stream.values[: stream.width].T.astype(jnp.float32) * stream.unit(eps)[:, None]
     return rounded(unit * policy.scales["after"][-1], x.dtype), state
 
 

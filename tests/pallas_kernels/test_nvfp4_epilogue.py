@@ -1,5 +1,7 @@
 """Product, LoRA and epilogue of a decoding step, against plain arithmetic, in interpret mode and on a GPU."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,17 +95,20 @@ def test_a_piece_is_in_the_order_of_a_warpgroups_registers():
     np.testing.assert_array_equal(fragments.to_rows(pieces[None]), values[None])
 
 
+@pytest.mark.parametrize("sizes", [(128, 64, 64), (100, 40, 8)])
 @pytest.mark.parametrize("rank", [8, 24, 32, 64, 128])
-def test_a_row_of_b_meets_the_ranks_of_its_own_part_alone(rank):
-    sizes = (128, 64, 64)
+def test_a_row_of_b_meets_the_ranks_of_its_own_part_alone(rank, sizes):
     parts = [(jnp.ones((64, rank)), jnp.full((rank, n), i + 1.0)) for i, n in enumerate(sizes)]
     branch = adapter.pack_branch(parts, 1.0, is_packed=False)
     # Column j of a row of b meets row first + j of u: count what each row of the base picks up.
-    ranks = np.zeros((sum(sizes), branch.a.shape[0]))
-    for row in range(sum(sizes)):
+    filled = [layout.whole(size) for size in sizes]
+    ranks = np.zeros((sum(filled), branch.a.shape[0]))
+    for row in range(sum(filled)):
         first = int(branch.first(row))
         ranks[row, first : first + branch.b.shape[1]] = f32(branch.b[row])
-    for i, rows in enumerate(np.split(ranks, np.cumsum(sizes)[:-1])):
+    for i, rows in enumerate(np.split(ranks, np.cumsum(filled)[:-1])):
+        rows, more = np.split(rows, [sizes[i]])
+        assert not more.any()
         assert (rows[:, i * branch.rank : i * branch.rank + rank] == i + 1).all()
         assert (rows.sum(1) == rank * (i + 1)).all()
 
@@ -114,10 +119,16 @@ def test_rows_are_filled_up_to_what_the_kernels_take(m, rows):
     assert epilogue.supports(rows, 64) is None
 
 
-def test_what_a_slot_cannot_hold_is_refused_with_its_reason():
-    config = Config(1, 128, 2, 2)
-    reason = "needs warpgroups * step of whole 256 for A; got 1 * 128"
-    assert hopper.supports(8, 128, 256, config, with_adapter=True) == reason
+def test_what_a_slot_cannot_hold_is_refused_with_its_reason(monkeypatch):
+    config = Config(3, 64, 2, 2)
+    reason = "needs K of whole 192s for A and 3 warpgroups; got K = 256"
+    assert hopper.supports(8, 192, 256, config, with_adapter=True) == reason
+    # Slots of W are made larger for A.
+    config = Config(1, 64, 9, 2)
+    assert hopper.supports(128, 128, 256, config) is None
+    reason = "needs 230400 bytes of shared memory of 229376"
+    monkeypatch.setattr(hopper, "most_shared_bytes", lambda: 229376)
+    assert hopper.supports(128, 128, 256, config, with_adapter=True) == reason
     assert "whole tiles of 64 rows; got N = 96" in epilogue.supports(8, 96)
 
 
@@ -148,6 +159,92 @@ def test_a_linear_with_bias_and_lora_meets_plain_arithmetic(capfd, m, n, k, rank
     bias = normal(1, (n,))
     x, t, parts, y = run(m, n, k, config, rank=rank, sizes=sizes, bias=bias)
     assert_rounded(y, expected(f32(x), t, parts, bias))
+    assert "RACE" not in capfd.readouterr().out
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("m", "n", "k", "rank", "sizes", "config"),
+    [
+        # Where W has less in a slot than a tile of A takes.
+        (8, 192, 192, 24, (64, 128), Config(1, 64, 2, 5)),
+        pytest.param(*(16, 64, 256, 64, (64,), Config(1, 128, 2, 2)), marks=pytest.mark.slow),
+        pytest.param(*(8, 128, 192, 8, (128,), Config(2, 64, 2, 2)), marks=pytest.mark.slow),
+        # Three warpgroups share the pieces of three tiles of A.
+        pytest.param(*(8, 192, 384, 32, (192,), Config(3, 64, 2, 2)), marks=pytest.mark.slow),
+        # Neither K nor the parts of N in whole tiles; ranks in one tile, and in two.
+        (8, 168, 80, 16, (96, 40, 32), Config(1, 64, 2, 3)),
+        pytest.param(*(8, 168, 208, 32, (96, 40, 32), Config(1, 64, 2, 5)), marks=pytest.mark.slow),
+        pytest.param(*(8, 104, 208, 32, (104,), Config(2, 128, 2, 2)), marks=pytest.mark.slow),
+        pytest.param(*(8, 104, 208, 0, (104,), Config(2, 128, 2, 2)), marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_a_linear_of_any_size_meets_plain_arithmetic(
+    capfd, m, n, k, rank, sizes, config, is_packed
+):
+    bias, scales = normal(1, (n,)), jnp.geomspace(0.5, 8, n)
+    t = nvfp4.random(jax.random.key(7), (n, k), std=k**-0.5)
+    t = dataclasses.replace(t, global_scale=t.global_scale * scales)
+    parts, x = branches(k, rank, sizes) if rank else [], normal(8, (m, k))
+    branch = adapter.pack_branch(parts, 0.5, is_packed=is_packed) if rank else None
+    w = layout.prepare(t) if is_packed else nvfp4.dequantize(t, jnp.bfloat16)
+    y = fused.linear(x, w, bias=bias, branch=branch, config=config, interpret=True)
+    if not is_packed:
+        h, w = f32(x), f32(w)
+        product = rounded(h @ w.T)
+        added = [rounded(rounded(h @ rounded(a)) @ rounded(0.5 * b)) for a, b in parts]
+        assert_rounded(y, product + (np.concatenate(added, 1) if added else 0) + f32(bias))
+    else:
+        assert_rounded(y, expected(f32(x), t, parts, bias))
+    assert "RACE" not in capfd.readouterr().out
+
+
+@on_cpu
+@pytest.mark.parametrize("rank", [0, pytest.param(16, marks=pytest.mark.slow)])
+def test_what_fills_up_n_and_k_changes_no_bit(rank):
+    m, n, k, config = 8, 104, 80, Config(2, 64, 2, 2)
+    t = nvfp4.random(jax.random.key(7), (n, k), std=k**-0.5)
+    codes = jnp.pad(nvfp4.unpack_codes(t.codes), ((0, 24), (0, 48)))
+    scales = jnp.pad(t.scales.view(jnp.uint8), ((0, 24), (0, 3))).view(t.scales.dtype)
+    full = nvfp4.NVFP4Tensor(nvfp4.pack_codes(codes), scales, t.global_scale, (128, 128))
+    x, bias, parts = normal(8, (m, k)), normal(1, (n,)), branches(k, rank or 1, (n,))
+    more = lambda a, *shape: jnp.pad(a, [(0, s - d) for s, d in zip(shape, a.shape, strict=True)])
+    whole_parts = [(more(a, 128, rank or 1), more(b, rank or 1, 128)) for a, b in parts]
+
+    def run(x, t, bias, parts):
+        branch = adapter.pack_branch(parts, 0.5, is_packed=True) if rank else None
+        w = layout.prepare(t)
+        return fused.linear(x, w, bias=bias, branch=branch, config=config, interpret=True)
+
+    wanted = run(more(x, m, 128), full, more(bias, 128), whole_parts)
+    np.testing.assert_array_equal(run(x, t, bias, parts), wanted[:, :n])
+    assert not wanted[:, n:].any()
+
+
+@on_cpu
+def test_a_norm_and_a_gate_of_any_width_meet_plain_arithmetic(capfd):
+    m, width, inner, config = 8, 80, 112, Config(1, 64, 2, 4)
+    values, scale = normal(2, (m, width), 3.0), 1 + 0.1 * normal(3, (width,), 1.0, jnp.float32)
+    stream = epilogue.stream(values, scale)
+    unit = 1 / np.sqrt(np.mean(f32(values) ** 2, axis=1, keepdims=True) + EPS)
+    np.testing.assert_allclose(stream.unit(EPS)[:, None], unit, rtol=1e-6)
+    real = f32(stream.scaled)[:, :width]
+
+    sizes, swiglu = (inner, inner), {"x": stream, "eps": EPS, "is_swiglu": True}
+    _, t, parts, hidden = run(m, 2 * inner, width, config, rank=16, sizes=sizes, **swiglu)
+    assert hidden.shape == (m, 128) and not hidden[:, inner:].any()
+    gate, up = np.split(rounded(expected(real, t, parts, None, unit)), 2, axis=1)
+    assert_rounded(hidden[:, :inner], gate / (1 + np.exp(-gate)) * up)
+
+    traits = {"rank": 16, "sizes": (width,), "x": hidden, "residual": (stream, scale)}
+    _, t, parts, new = run(m, width, inner, config, **traits)
+    assert (new.width, new.values.shape, new.scaled.shape) == (width, (128, m), (m, 128))
+    y = expected(f32(hidden)[:, :inner], t, parts, None)
+    assert_rounded(new.values[:width].T, f32(values) + y)
+    assert not new.values[width:].any() and not new.scaled[:, width:].any()
+    whole = 1 / np.sqrt(np.mean(f32(new.values[:width]) ** 2, axis=0) + EPS)
+    np.testing.assert_allclose(new.unit(EPS), whole, rtol=1e-6)
     assert "RACE" not in capfd.readouterr().out
 
 

@@ -95,6 +95,16 @@ def assert_almost_all_are_equal(actual, expected):
             {"with_bias": False, "rank": 3},
             marks=pytest.mark.slow,
         ),
+        # Neither K nor N in whole tiles, the ranks of all parts in one; the last part is filled up.
+        (20, (40, 24, 36), 80, wide.Config(16, 1, 3), {"rank": 16, "scale_per_row": True}),
+        pytest.param(
+            *(20, (128, 64, 36), 144, wide.Config(16, 1, 3), {"rank": 40}), marks=pytest.mark.slow
+        ),
+        # All split, and the last tile of N filled up.
+        pytest.param(
+            *(16, (64, 40), 256, wide.Config(16, 1, 3, split=4), {"rank": 40}),
+            marks=pytest.mark.slow,
+        ),
         # An epilogue in two unequal halves.
         pytest.param(168, (64,), 192, wide.Config(168, 1, 3), {}, marks=pytest.mark.slow),
     ],
@@ -149,7 +159,7 @@ def test_x_and_branches_must_fit_the_weight():
         (128, (256,), 512, 16, jnp.bfloat16, "needs M > 128, else another kernel is faster"),
         (256, (256,), 512, 65, jnp.bfloat16, "needs a rank of 1 to 64; got 65"),
         (256, (256,), 512, 16, jnp.float32, "needs x in bfloat16; got"),
-        (256, (288, 96), 512, 16, jnp.bfloat16, "needs parts of whole 128-row tiles; got"),
+        (256, (288, 96), 512, 40, jnp.bfloat16, "needs parts of whole 64-row tiles but for"),
         (256, (256,), 64, 16, jnp.bfloat16, "needs K of"),
     ],
 )
@@ -158,6 +168,26 @@ def test_what_it_cannot_run_is_refused_with_its_reason(
 ):
     pretend(monkeypatch)
     assert re.match(reason, fused_wide.supports(m, sizes, k, rank, dtype))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "k", "rank"),
+    [
+        # SmolLM2-135M: qkv, o, gate and up, down.
+        *[(sizes, 576, 32) for sizes in ((576, 192, 192), (576,), (1536, 1536))],
+        ((576,), 1536, 32),
+        # An even number of tiles with odd parts; parts within a tile, whose ranks are in one.
+        ((640, 192, 192), 576, 64),
+        ((288, 96, 96), 288, 21),
+        ((1000, 1000), 1000, 32),
+        ((1000,), 2000, 64),
+        ((256,), 128, 8),
+    ],
+)
+def test_linears_that_are_no_multiples_of_its_tiles_can_be_run(monkeypatch, sizes, k, rank):
+    pretend(monkeypatch)
+    for m in (129, 300, 1024, 8192):
+        assert fused_wide.supports(m, sizes, k, rank, jnp.bfloat16) is None, m
 
 
 def test_it_needs_its_device():
@@ -192,12 +222,16 @@ def test_qkv_and_gate_up_of_every_model_can_be_run(monkeypatch):
         (136, (3584, 512, 512), None),  # all split
         (512, (3584, 512, 512), None),  # 176 rows, no producer
         (2200, (3584, 512, 512), None),  # some split, of several parts
+        (300, (576, 192, 192), None),
+        (2000, (1000, 1000), None),
+        (700, (1000,), None),
     ],
 )
-def test_on_its_device_every_tile_meets_the_definition(m, sizes, config):
-    case = random(
-        *(m, sizes, 3584), rank=32, with_bias=len(sizes) == 3, scale_per_row=config is None
-    )
+@pytest.mark.parametrize("k", [3584, 576, 208])
+def test_on_its_device_every_tile_meets_the_definition(m, sizes, config, k):
+    if config is not None and k < 3584:
+        pytest.skip("for the configuration's own shape")
+    case = random(*(m, sizes, k), rank=32, with_bias=len(sizes) == 3, scale_per_row=config is None)
     w = to_hopper(case.weight)
     epilogue = fused_wide.epilogue(case.branches, case.unit, case.bias)
     run = jax.jit(lambda x, w, epilogue: wide.matmul(x, w, config, epilogue=epilogue))

@@ -35,16 +35,24 @@ ARCH = architecture.from_hf(
 )
 
 
-def policy_of(weights, rows=3, cached=5):
+# Nothing but heads in whole tiles of 64; a gate that ends within one.
+ODD = dataclasses.replace(ARCH, width=80, ffn_width=112, num_heads=2, num_kv_heads=1)
+# SmolLM2-135M, of two layers and few words: no width is 256 or twice as much.
+SMALL = dataclasses.replace(
+    ARCH, width=576, ffn_width=1536, num_heads=9, num_kv_heads=3, qk_norm=False
+)
+
+
+def policy_of(weights, rows=3, cached=5, arch=ARCH):
     """A policy whose adapter, norms and noise all act, and a cache with a few tokens in it."""
-    policy = Transformer(ARCH, weights, LoraConfig(16, 16.0, train_norms=True), jnp.bfloat16)
-    frozen = transformer.random_base(policy, jax.random.key(0))
+    policy = Transformer(arch, weights, LoraConfig(16, 16.0, train_norms=True), jnp.bfloat16)
+    frozen = model.random_base(policy, jax.random.key(0))
     jitter = lambda p: p + 0.02 * jax.random.normal(jax.random.key(p.size), p.shape)
-    params = jax.tree.map(jitter, transformer.init_params(policy, frozen, jax.random.key(1)))
-    shapes = transformer.noise_shapes(ARCH, final_norm=True)
+    params = jax.tree.map(jitter, model.init_params(policy, frozen, jax.random.key(1)))
+    shapes = model.noise_shapes(arch, final_norm=True)
     noise = jax.tree.map(lambda s: 0.05 * jax.random.normal(jax.random.key(2), s.shape), shapes)
     variables = {"params": params, "frozen": frozen, "noise": noise}
-    cache = kv_cache.create(ARCH, rows, 16, jnp.bfloat16)
+    cache = kv_cache.create(arch, rows, 16, jnp.bfloat16)
     prompts = jax.random.randint(jax.random.key(3), (rows, cached), 0, 64)
     _, cache = policy.apply(variables, prompts, cache=cache)
     return policy, variables, cache
@@ -59,13 +67,24 @@ def prepared(variables):
 
 
 @pytest.mark.skipif(runtime.is_hopper(), reason="interprets the kernels, on a CPU")
-@pytest.mark.parametrize("weights", ["bfloat16", pytest.param("nvfp4", marks=pytest.mark.slow)])
-def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, weights):
-    plain, variables, cache = policy_of(weights)
+@pytest.mark.parametrize(
+    ("arch", "weights"),
+    [
+        (ARCH, "bfloat16"),
+        pytest.param(ARCH, "nvfp4", marks=pytest.mark.slow),
+        pytest.param(ODD, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(ODD, "nvfp4", marks=pytest.mark.slow),
+        pytest.param(SMALL, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(SMALL, "nvfp4", marks=pytest.mark.slow),
+    ],
+)
+def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, arch, weights):
+    plain, variables, cache = policy_of(weights, arch=arch)
     tokens = jnp.array([1, 40, 63])
     expected, grown = plain.apply(variables, tokens[:, None], cache=cache)
 
-    monkeypatch.setattr(fused, "_config", lambda m, n, k, _: Config(1, 256, 2, n // 64))
+    step = 256 if arch is ARCH else 64
+    monkeypatch.setattr(fused, "_config", lambda m, n, k, _: Config(1, step, 2, layout.tiles(n)))
     monkeypatch.setattr(fused_decode, "step", functools.partial(fused_decode.step, interpret=True))
     variables = prepared(variables) if weights == "nvfp4" else variables
     actual, extended = fused_decode.extend(
@@ -85,6 +104,16 @@ def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, weights):
         # The token's place, slot 5 of a row's first page; those that fill up M write to page 0.
         new = np.s_[:, cache.tables[:, 0], :, 5]
         assert_mostly_equal(getattr(extended, name)[new], getattr(grown, name)[new])
+
+
+@pytest.mark.parametrize("rows", [1, 24, 64, 128])
+@pytest.mark.parametrize("rank", [None, 8, 32, 64])
+@pytest.mark.parametrize("arch", [ARCH, ODD, SMALL], ids=["whole", "odd", "small"])
+def test_models_of_any_width_are_decoded_so_on_a_hopper_card(monkeypatch, arch, rank, rows):
+    monkeypatch.setattr(runtime, "is_hopper", lambda: True)
+    lora = None if rank is None else LoraConfig(rank, float(rank))
+    for weights in ("bfloat16", "nvfp4"):
+        assert fused_decode.supports(Transformer(arch, weights, lora, jnp.bfloat16), rows) is None
 
 
 @pytest.mark.parametrize(("unroll", "asked"), [(2, 4), (1, 3)])
