@@ -337,11 +337,11 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
             "loss_type": case["loss"],
             "importance_sampling_level": case["ratio"],
             "dynamic_sampling": case["dynamic"],
-            "max_sampling_rounds": 2,
+            "max_sampling_rounds": 3,
             "num_iterations": 2 if case["updates"] in ("passes", "both") else 1,
         },
         "optim": {
-            "learning_rate": 1e-3 if case["trains"] == "full" else 2e-2,
+            "learning_rate": 1e-3 if case["trains"] == "full" else 4e-3,
             "lr_scheduler_type": "constant",
             "warmup_ratio": 0.0,
             "weight_decay": 0.0,
@@ -392,16 +392,16 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
 
 
 # Texts that random weights come upon within a few tokens.
-STOPS = ("e", "7")
+STOPS = ("e", "o", "7")
 _REWARDS = "scripts.check_device_run"
-EVEN_IDS, EVEN_FIRST, ALTERNATING = (
-    f"{_REWARDS}:{name}" for name in ("even_ids", "even_first", "alternating")
+EVEN_IDS, EVEN_FIRST, RARE, ALTERNATING = (
+    f"{_REWARDS}:{name}" for name in ("even_ids", "even_first", "rare", "alternating")
 )
 
 
 def _rewards(case: Case) -> dict[str, Any]:
     # Of the share of even ids no two completions have the same; dynamic sampling needs groups that do.
-    functions = [EVEN_FIRST if case["dynamic"] else EVEN_IDS]
+    functions = [RARE if case["dynamic"] else EVEN_IDS]
     if case["rewards"] == "ids":
         return {"functions": functions}
     stock = ["correct_and_well_formed_reward", "math_verify_reward"]
