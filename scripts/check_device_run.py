@@ -251,6 +251,10 @@ def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
     skipped = sum(row["updates/non_finite"] for row in learned)
     require(skipped == 0, f"updates/non_finite: {skipped} steps were skipped")
 
+    if case["noise"] != "off":
+        sigmas = [row["aqn/sigma"] for row in learned]
+        require(sigmas[0] == 0 and min(sigmas[1:]) > 0, f"aqn/sigma: got {sigmas}")
+
     apart = case["noise"].startswith("rollout")
     alike = [
         row[_DIFFERENCE]
@@ -261,9 +265,6 @@ def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
     found = {"difference": max(alike)}
     limit = LIMITS[case["dtype"]]
     require(max(alike) <= limit, f"{_DIFFERENCE}: got {max(alike):.2g}; the limit is {limit}")
-    if case["noise"] != "off":
-        sigmas = [row["aqn/sigma"] for row in learned]
-        require(sigmas[0] == 0 and min(sigmas[1:]) > 0, f"aqn/sigma: got {sigmas}")
     if apart:
         found["noisy_difference"] = min(noisy)
         require(min(noisy) > max(alike), f"noise does not act: {min(noisy)} after {max(alike)}")

@@ -1,0 +1,299 @@
+"""What `scripts/check_device.py` runs is a cover of what there is, and nothing that went wrong is green."""
+
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import re
+import sys
+import typing
+
+import numpy as np
+import pytest
+
+from qerl_jax import architecture, checkpoint, cli, config, formats
+from qerl_jax.tensor_files import Tensors
+from scripts import check_device, check_device_cases, check_device_run
+from scripts.check_device_cases import FACTORS, impossible
+
+ROOT = pathlib.Path(__file__).parents[1]
+CASES = check_device_cases.read()
+# Fields of sections that no case changes: numbers that run no other code, places of files, data.
+UNCHANGED = {
+    "model": set(),  # an adapter to go on from is given by `then`
+    "lora": {"dropout"},
+    "rollout": {"temperature", "steps_per_generation"},
+    "grpo": {
+        *("epsilon", "epsilon_high", "delta", "kl_estimator", "use_bias_correction_kl"),
+        *("advantage_estimator", "scale_rewards", "mask_truncated_completions"),
+        *("importance_sampling_mode", "importance_sampling_clip_max"),
+    },
+    "optim": {"min_lr_ratio", "adam_beta1", "adam_beta2", "adam_epsilon"},
+    "noise": {"schedule", "exponent"},
+    "eval": {"split", "temperature", "top_p", "dataset", "path"},
+    "rewards": {"options", "soft_punish_weight"},
+}
+
+
+def run_config(case):
+    table = check_device_cases.run_config(case, "base", "run", reports_memory=True)
+    return config.from_table(config.RunConfig, table)
+
+
+def test_the_committed_cases_are_those_that_the_factors_make():
+    assert check_device_cases.FILE.read_text() == check_device_cases.text(
+        check_device_cases.cover()
+    )
+
+
+def test_every_pair_of_values_is_in_a_case_or_cannot_be():
+    covered = {
+        frozenset(pair)
+        for case in CASES
+        for pair in itertools.combinations([(name, case[name]) for name in FACTORS], 2)
+    }
+    for (one, values), (other, others) in itertools.combinations(FACTORS.items(), 2):
+        for a, b in itertools.product(values, others):
+            is_there = frozenset({(one, a), (other, b)}) in covered
+            assert is_there == (impossible({one: a, other: b}) is None), (one, a, other, b)
+
+
+def test_no_case_is_impossible_and_each_has_its_own_number():
+    assert [impossible(case) for case in CASES] == [None] * len(CASES)
+    assert [case["number"] for case in CASES] == list(range(1, len(CASES) + 1))
+
+
+def test_every_part_that_hopper_kernels_run_is_in_a_case():
+    for part in check_device_cases.kernels():
+        assert any(part.items() <= case.items() for case in CASES), part
+
+
+def test_every_case_is_a_run_that_the_config_takes_with_a_base_that_can_be_held():
+    for case in CASES:
+        cfg = run_config(case)
+        assert cfg.generation_batch_size >= cfg.rollout.max_concurrent == case["rows"]
+        arch = architecture.from_hf(check_device_cases.architecture(case))
+        assert arch.num_heads // arch.num_kv_heads == case["group"]
+        assert arch.head_size == case["head"]
+        if case["weights"] in check_device_cases.PACKED or case["source"] in ("rtn", "awq"):
+            formats.named(check_device_cases.packed_format(case)).check(arch)
+
+
+def test_smollm2s_shape_is_the_published_one():
+    case = next(case for case in CASES if case["family"] == "smollm2")
+    arch = architecture.from_hf(check_device_cases.architecture(case))
+    assert (arch.width, arch.num_heads, arch.num_kv_heads) == (576, 9, 3)
+    assert (arch.head_size, arch.ffn_width, arch.tie_word_embeddings) == (64, 1536, True)
+
+
+@pytest.mark.parametrize(
+    ("factor", "section", "field"),
+    [
+        ("weights", config.ModelConfig, "weights"),
+        ("dtype", config.ModelConfig, "dtype"),
+        ("remat", config.ModelConfig, "gradient_checkpointing"),
+        ("loss", config.GrpoConfig, "loss_type"),
+        ("ratio", config.GrpoConfig, "importance_sampling_level"),
+        ("optimizer", config.OptimConfig, "optimizer"),
+    ],
+)
+def test_a_factor_has_all_that_its_field_may_be(factor, section, field):
+    assert set(FACTORS[factor]) == set(typing.get_args(typing.get_type_hints(section)[field]))
+
+
+@pytest.mark.parametrize("section", UNCHANGED)
+def test_every_other_field_of_a_section_is_changed_by_a_case(section):
+    """A new option is added to the factors, or to those that need no case."""
+    sections = [getattr(run_config(case), section) for case in CASES]
+    held = [each for each in sections if each is not None]
+    usual = {field.name: field.default for field in dataclasses.fields(held[0])}
+    changed = {name for name in usual for each in held if getattr(each, name) != usual[name]}
+    changed |= {"adapter_name_or_path"} if section == "model" else set()
+    assert usual.keys() - changed == UNCHANGED[section]
+
+
+def test_every_command_and_kind_of_export_of_the_readme_is_run():
+    readme = (ROOT / "README.md").read_text()
+    commands = set(re.findall(r"^  ([a-z]+) ", cli._USAGE, re.MULTILINE))
+    asked = commands & set(re.findall(r"qerl ([a-z]+)", readme))
+    sources = [ROOT / "scripts" / f"check_device{end}.py" for end in ("", "_run")]
+    run = {name for s in sources for name in re.findall(r'qerl\("([a-z]+)"', s.read_text())}
+    assert len(asked) > 8 and asked <= run
+    kinds = {value.partition("_")[0] for value in FACTORS["export"]}
+    assert set(re.findall(r"--to ([a-z0-9]+)", readme)) <= kinds
+
+
+@pytest.mark.parametrize("family", FACTORS["family"])
+def test_the_base_of_a_case_is_whole(family, tmp_path):
+    case = next(c for c in CASES if c["family"] == family and c["source"] != "random")
+    check_device_run.write_base(case, tmp_path / "base")
+    arch = architecture.load(tmp_path / "base")
+    checkpoint.check_names(arch, Tensors(tmp_path / "base"), None)
+
+
+# What is asserted of metrics --------------------------------------------------------------------------
+
+QUIET = {
+    **CASES[0],
+    **{name: values[0] for name, values in FACTORS.items()},
+    "noise": "rollout",
+    "reference": "base",
+    "ending": "stop",
+}
+
+
+def metrics():
+    row = {"loss": 0.1, "updates/non_finite": 0, "completions/clipped_ratio": 0.5, "kl": 0.1}
+    difference = "sampling/sampling_logp_difference/mean"
+    return [
+        row | {"step": step, "aqn/sigma": sigma, difference: off}
+        for step, sigma, off in ((1, 0.0, 0.01), (2, 0.2, 0.09), (3, 0.1, 0.06))
+    ]
+
+
+def test_good_metrics_are_green():
+    found = check_device_run.check_metrics(QUIET, metrics())
+    assert found == {"difference": 0.01, "noisy_difference": 0.06, "kl": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("row", "changes", "told"),
+    [
+        (0, {"sampling/sampling_logp_difference/mean": 0.051}, "the limit is 0.05"),
+        (2, {"sampling/sampling_logp_difference/mean": 0.009}, "noise does not act"),
+        (1, {"loss": float("nan")}, "loss at step 2"),
+        (1, {"step": 3}, "steps: got"),
+        (1, {"updates/non_finite": 1}, "updates/non_finite"),
+        (1, {"aqn/sigma": 0.0}, "aqn/sigma"),
+        (2, {"kl": 0.0}, "kl: got 0.0"),
+    ],
+)
+def test_bad_metrics_are_red(row, changes, told):
+    rows = metrics()
+    rows[row] |= changes
+    with pytest.raises(check_device_run.Failed, match=re.escape(told)):
+        check_device_run.check_metrics(QUIET, rows)
+
+
+def test_groups_that_the_last_policy_sampled_are_not_held_against_the_sampler():
+    rows = metrics()[:2]
+    case = QUIET | {"noise": "off", "dynamic": True}
+    rows[0] |= {"dynamic_sampling/rounds": 2, "dynamic_sampling/groups_carried_over": 1}
+    assert check_device_run.check_metrics(case, rows)["difference"] == 0.01
+    rows[0]["dynamic_sampling/groups_carried_over"] = 0
+    with pytest.raises(check_device_run.Failed, match="got 0.09"):
+        check_device_run.check_metrics(case, rows)
+
+
+def test_a_zero_or_infinite_adapter_is_red():
+    names = [
+        f"model.layers.{i}.{n}.lora_{ab}.weight" for i in (0, 1) for n in "abcdefg" for ab in "AB"
+    ]
+    good = {name: np.ones((2, 2), np.float32) for name in names}
+    check_device_run._check_adapter(QUIET, good, {})
+    for value, told in ((0.0, "is zero"), (np.inf, "not finite")):
+        with pytest.raises(check_device_run.Failed, match=told):
+            check_device_run._check_adapter(QUIET, good | {names[1]: np.full((2, 2), value)}, {})
+
+
+# Processes and the table ------------------------------------------------------------------------------
+
+FAKE = """
+import json, os, sys, time
+print(json.dumps({"ready": "a device"}), flush=True)
+for line in sys.stdin:
+    number = json.loads(line)["number"]
+    if number == 2:
+        os._exit(3)
+    if number == 3:
+        time.sleep(60)
+    print("no JSON" if number == 4 else json.dumps({"ok": True, "pid": os.getpid()}), flush=True)
+"""
+
+
+def run_fake(tmp_path, numbers, **limits):
+    (tmp_path / "fake.py").write_text(FAKE)
+    heard, rows = [], []
+    check_device.run(
+        [CASES[number - 1] for number in numbers],
+        [sys.executable, str(tmp_path / "fake.py")],
+        os.environ,
+        tmp_path,
+        **({"jobs": 1, "seconds": 60, "case_seconds": 20} | limits),
+        on_ready=heard.append,
+        on_row=rows.append,
+    )
+    return heard, {row["number"]: row for row in rows}
+
+
+def test_a_process_that_dies_is_a_red_case_and_the_next_one_gets_another(tmp_path):
+    heard, rows = run_fake(tmp_path, (1, 2, 4, 5))
+    assert heard == ["a device"]
+    assert [rows[n]["ok"] for n in (1, 2, 4, 5)] == [True, False, False, True]
+    assert rows[2]["error"] == "the process ended with status 3"
+    assert "JSONDecodeError" in rows[4]["error"]
+    assert rows[1]["pid"] != rows[5]["pid"]
+
+
+def test_a_case_that_hangs_is_killed_and_red(tmp_path):
+    _, rows = run_fake(tmp_path, (3, 5), case_seconds=1)
+    assert not rows[3]["ok"] and "killed" in rows[3]["error"]
+    assert rows[5]["ok"]
+
+
+def test_what_the_time_of_all_does_not_reach_is_red(tmp_path):
+    _, rows = run_fake(tmp_path, (3, 5), seconds=2)
+    assert "killed" in rows[3]["error"] and "not started" in rows[5]["error"]
+
+
+def test_several_processes_answer_every_case_once(tmp_path):
+    heard, rows = run_fake(tmp_path, (1, 5, 6, 7, 8), jobs=3)
+    assert len(heard) == 1 and sorted(rows) == [1, 5, 6, 7, 8]
+
+
+def test_the_table_ends_with_the_sums_and_its_status_says_if_one_is_red(tmp_path, capsys):
+    rows = [
+        {"number": 1, "name": "001 a", "ok": True, "seconds": 2.0, "difference": 1e-3},
+        {"number": 2, "name": "002 b", "ok": False, "seconds": 1.0, "error": "it broke"},
+    ]
+    table = check_device.Table(tmp_path / "out.jsonl", 2)
+    for row in rows:
+        table.row(row)
+    assert table.end() == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[-1] == "1 passed, 1 failed" and "     it broke" in shown
+    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == rows
+
+    table = check_device.Table(None, 1)
+    table.row(rows[0])
+    assert table.end() == 0
+    unanswered = check_device.Table(None, 2)
+    unanswered.row(rows[0])
+    assert unanswered.end() == 1
+
+
+def test_whatever_a_case_raises_is_red(tmp_path):
+    def fails(case, folder):
+        assert folder.is_dir()
+        raise MemoryError("no room\nfor it")
+
+    row = check_device.run_case(CASES[0], tmp_path, fails)
+    assert not row["ok"] and row["error"] == "MemoryError: no room" and "fails" in row["traceback"]
+
+
+def test_cases_are_chosen_by_parts_of_their_names_longest_first():
+    chosen = check_device.select_cases(CASES, ["weights=nf4 ", "rows=1 "])
+    expected = [c for c in CASES if c["weights"] == "nf4" and c["rows"] == 1]
+    assert sorted(c["number"] for c in chosen) == [c["number"] for c in expected] != []
+    costs = [check_device_cases.cost(case) for case in check_device.select_cases(CASES, [])]
+    assert costs == sorted(costs, reverse=True) and len(costs) == len(CASES)
+
+
+@pytest.mark.slow
+def test_a_case_runs_from_its_base_to_what_follows(tmp_path):
+    row = check_device.run_case(
+        min(CASES, key=check_device_cases.cost), tmp_path, check_device_run.run
+    )
+    assert row["ok"], row["traceback"]
+    assert row["effect"] > 0
