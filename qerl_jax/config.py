@@ -134,7 +134,8 @@ class DataConfig(Checked, section="data."):
             {"prompt": ..., other columns} by hub name or path.
         path: Where a named set lies if not on the hub: a folder that `datasets.load_dataset` reads,
             or a file.
-        name: Name of the data set's configuration, where it has several.
+        name: Name of the data set's configuration, where it has several; "one-step" makes
+            "arithmetic" ask problems of one operation.
         split: Name of the split to train on.
         columns: Which columns of the rows to read as `prompt` and `answer`, where they have other
             names.

@@ -11,9 +11,9 @@ import typing
 
 import numpy as np
 import pytest
+from qerl_jax.tensor_files import Tensors
 
 from qerl_jax import architecture, checkpoint, cli, config, formats
-from qerl_jax.tensor_files import Tensors
 from scripts import check_device, check_device_cases, check_device_run
 from scripts.check_device_cases import FACTORS, impossible
 

@@ -8,6 +8,8 @@ to the test split and is never drawn for training, however it is worded.
     <think>55+8=63
     63-3=60
     60-29=31</think><answer>31</answer>
+
+`one_step` asks for a single operation on small numbers, for models that cannot yet do several.
 """
 
 import dataclasses
@@ -68,8 +70,7 @@ def problem(split: str, seed: int, index: int) -> Problem:
     Raises:
         ValueError: for any other split.
     """
-    if split not in ("train", "test"):
-        raise ValueError(f"arithmetic has the splits 'train' and 'test'; got {split=}")
+    _check_split(split)
     # Seeded by text (through SHA-512) and read through `random()` only: the two parts of the
     # standard library's generator that promise the same numbers in every version.
     rng = random.Random(f"{split} {seed} {index}")
@@ -83,6 +84,33 @@ def problem(split: str, seed: int, index: int) -> Problem:
                 else _expression(start, operations)
             )
             return Problem(question, start, operations)
+
+
+def one_step(split: str, seed: int, index: int) -> Problem:
+    """Draws problem number `index` of the easier kind, "What is 7 + 5?": a function of its arguments, too.
+
+    One operation, each sign as often as the others: the sum or the difference of a number up to 20 and
+    one up to 9, or a product of two numbers up to 9; no result falls below 1. There are 396 such problems,
+    a tenth of them held out; 7 + 5 and 5 + 7 are two.
+
+    Args:
+        split: "train", or "test" for the tenth that training never shows.
+        seed: chooses among endless sequences of problems.
+        index: position in that sequence, from 0.
+
+    Raises:
+        ValueError: for any other split.
+    """
+    _check_split(split)
+    rng = random.Random(f"one-step {split} {seed} {index}")
+    while True:
+        sign = _pick(rng, "+-*")
+        start, operand = _pick(rng, range(1, 10 if sign == "*" else 21)), _pick(rng, range(1, 10))
+        operations = ((sign, operand),)
+        if _apply(start, operations[0]) < 1:
+            continue
+        if is_held_out(start, operations) == (split == "test"):
+            return Problem(f"What is {start} {sign} {operand}?", start, operations)
 
 
 def is_held_out(start: int, operations: Sequence[tuple[str, int]]) -> bool:
@@ -119,6 +147,11 @@ def faulty_answer(problem: Problem, kind: Fault, rng: random.Random) -> str:
         case "untagged":
             return f"{_work(problem.operations, problem.values)}{problem.answer}"
     raise ValueError(f"kind must be 'blurt', 'slip', 'short' or 'untagged'; got {kind=}")
+
+
+def _check_split(split: str) -> None:
+    if split not in ("train", "test"):
+        raise ValueError(f"arithmetic has the splits 'train' and 'test'; got {split=}")
 
 
 def _pick[T](rng: random.Random, options: Sequence[T]) -> T:

@@ -42,6 +42,8 @@ SYSTEM_PROMPTS = {
 }
 # Enough that a training run meets few problems twice, and quick to permute.
 ARITHMETIC_PROBLEMS = 100_000
+# By configuration.
+_ARITHMETIC = {None: arithmetic.problem, "one-step": arithmetic.one_step}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +197,8 @@ def load(
             folder that `datasets` can read, or a .jsonl, .json or .parquet file (whatever the
             split).
         path: a folder or file to read the rows of a named set from, instead of the hub.
-        config: the data set's configuration, where it has several.
+        config: the data set's configuration, where it has several; "one-step" for arithmetic of a single
+            operation.
         split: the data set's split; "train" or "test" for arithmetic.
         columns: the rows' names for `prompt` and `answer`.
         system_prompt: a first message telling the model what to do: a text, or a name in
@@ -218,13 +221,16 @@ def load(
     if system_prompt is None and source is not None:
         system_prompt = source.system_prompt
     if name_or_path == "arithmetic":
-        if path or config or columns or max_prompt_characters:
+        if path or columns or max_prompt_characters:
             raise ValueError(
-                "arithmetic has no path, configurations, columns or long prompts; got "
-                f"{path=}, {config=}, {columns=}, {max_prompt_characters=}"
+                "arithmetic has no path, columns or long prompts; got "
+                f"{path=}, {columns=}, {max_prompt_characters=}"
             )
+        if config not in _ARITHMETIC:
+            names = [name for name in _ARITHMETIC if name]
+            raise ValueError(f"arithmetic has the configurations {names}, or none; got {config=}")
         kept = range(ARITHMETIC_PROBLEMS if num_problems is None else num_problems)
-        rows, where = functools.partial(_arithmetic_row, split, seed), name_or_path
+        rows, where = functools.partial(_arithmetic_row, config, split, seed), name_or_path
         reader = _Reader("question", "answer", True, system_prompt, prompt_template)
     else:
         where = path or name_or_path
@@ -305,8 +311,8 @@ def _order(length: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(length)
 
 
-def _arithmetic_row(split: str, seed: int, index: int) -> dict[str, Any]:
-    problem = arithmetic.problem(split, seed, index)
+def _arithmetic_row(config: str | None, split: str, seed: int, index: int) -> dict[str, Any]:
+    problem = _ARITHMETIC[config](split, seed, index)
     return {"question": problem.question, "answer": str(problem.answer)}
 
 

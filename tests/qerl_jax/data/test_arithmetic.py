@@ -105,6 +105,25 @@ def test_training_never_meets_the_held_out_tenth():
     assert held_out / (56 * 39 * 39) == pytest.approx(0.1, abs=0.005)
 
 
+def test_one_step_problems_are_small_say_their_numbers_and_keep_the_splits_apart():
+    drawn = {
+        split: [arithmetic.one_step(split, 0, index) for index in range(8000)]
+        for split in ("train", "test")
+    }
+    asked = {split: {problem.question for problem in found} for split, found in drawn.items()}
+    assert not asked["train"] & asked["test"]
+    assert len(asked["train"] | asked["test"]) == 396
+    assert len(asked["test"]) / 396 == pytest.approx(0.1, abs=0.03)
+    for problem in drawn["train"] + drawn["test"]:
+        ((sign, operand),) = problem.operations
+        assert problem.question == f"What is {problem.start} {sign} {operand}?"
+        assert eval(problem.question[len("What is ") : -1]) == problem.answer >= 1
+        assert operand <= 9 and problem.start <= (9 if sign == "*" else 20)
+    assert drawn["train"][:20] != [arithmetic.one_step("train", 1, index) for index in range(20)]
+    with pytest.raises(ValueError, match="split='dev'"):
+        arithmetic.one_step("dev", 0, 0)
+
+
 def test_both_splits_have_the_same_kinds_of_problems():
     def shares(problems):
         return (

@@ -309,6 +309,15 @@ def test_arithmetic_is_drawn_by_seed_and_split():
     assert len(data.load("arithmetic")) == data.ARITHMETIC_PROBLEMS
 
 
+def test_arithmetic_of_one_step_is_a_configuration():
+    problems = data.load("arithmetic", config="one-step", seed=5, split="test", num_problems=4)
+    expected = [arithmetic.one_step("test", 5, index) for index in range(4)]
+    assert [p.prompt[-1]["content"] for p in problems] == [e.question for e in expected]
+    assert [p.columns["answer"] for p in problems] == [str(e.answer) for e in expected]
+    with pytest.raises(ValueError, match="configurations .*'one-step'.*config='hard'"):
+        data.load("arithmetic", config="hard")
+
+
 def test_problems_are_a_sequence():
     problems = data.Problems(5, lambda index: data.Problem(str(index), {}))
     assert problems[-1].prompt == "4" and [p.prompt for p in problems[1:4:2]] == ["1", "3"]

@@ -46,10 +46,10 @@ SMALL = dataclasses.replace(
 def policy_of(weights, rows=3, cached=5, arch=ARCH):
     """A policy whose adapter, norms and noise all act, and a cache with a few tokens in it."""
     policy = Transformer(arch, weights, LoraConfig(16, 16.0, train_norms=True), jnp.bfloat16)
-    frozen = model.random_base(policy, jax.random.key(0))
+    frozen = transformer.random_base(policy, jax.random.key(0))
     jitter = lambda p: p + 0.02 * jax.random.normal(jax.random.key(p.size), p.shape)
-    params = jax.tree.map(jitter, model.init_params(policy, frozen, jax.random.key(1)))
-    shapes = model.noise_shapes(arch, final_norm=True)
+    params = jax.tree.map(jitter, transformer.init_params(policy, frozen, jax.random.key(1)))
+    shapes = transformer.noise_shapes(arch, final_norm=True)
     noise = jax.tree.map(lambda s: 0.05 * jax.random.normal(jax.random.key(2), s.shape), shapes)
     variables = {"params": params, "frozen": frozen, "noise": noise}
     cache = kv_cache.create(arch, rows, 16, jnp.bfloat16)
