@@ -83,13 +83,13 @@ def qerl(*argv: Any) -> str:
     Raises:
         Failed: With its last line, when its status is not 0.
     """
-    from qerl_jax import cli
+    from qerl_jax.cli.main import main
 
     shown = io.StringIO()
     arguments = [str(arg) for arg in argv]
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
         try:
-            status = cli.main(arguments)
+            status = main(arguments)
         except SystemExit as exit_:
             status = exit_.code
         finally:
@@ -104,10 +104,12 @@ def log_probabilities(run: pathlib.Path, *, base: bool):
     import jax
     import numpy as np
 
-    from qerl_jax import logprobs, policies
-    from qerl_jax.model import head
+    from qerl_jax.checkpoint.policy import find_policy, load_policy
+    from qerl_jax.model import logprobs
+    from qerl_jax.model.transformer import head
 
-    model, variables, tokenizer = policies.load(policies.find(None, run, base=base))
+    policy = load_policy(find_policy(None, run, base=base))
+    model, variables, tokenizer = policy.model, policy.variables, policy.tokenizer
     ids = np.random.default_rng(0).integers(0, tokenizer.num_tokens, (4, 16), np.int32)
 
     @jax.jit

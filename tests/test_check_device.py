@@ -11,9 +11,12 @@ import typing
 
 import numpy as np
 import pytest
-from qerl_jax.tensor_files import Tensors
 
-from qerl_jax import architecture, checkpoint, cli, config, formats
+from qerl_jax import config
+from qerl_jax.checkpoint import base_model, packed_formats
+from qerl_jax.checkpoint.safetensors import Tensors
+from qerl_jax.cli import main as cli
+from qerl_jax.model import architecture
 from scripts import check_device, check_device_cases, check_device_run
 from scripts.check_device_cases import FACTORS, impossible
 
@@ -77,7 +80,7 @@ def test_every_case_is_a_run_that_the_config_takes_with_a_base_that_can_be_held(
         assert arch.num_heads // arch.num_kv_heads == case["group"]
         assert arch.head_size == case["head"]
         if case["weights"] in check_device_cases.PACKED or case["source"] in ("rtn", "awq"):
-            formats.named(check_device_cases.packed_format(case)).check(arch)
+            packed_formats.named(check_device_cases.packed_format(case)).check(arch)
 
 
 def test_smollm2s_shape_is_the_published_one():
@@ -129,7 +132,7 @@ def test_the_base_of_a_case_is_whole(family, tmp_path):
     case = next(c for c in CASES if c["family"] == family and c["source"] != "random")
     check_device_run.write_base(case, tmp_path / "base")
     arch = architecture.load(tmp_path / "base")
-    checkpoint.check_names(arch, Tensors(tmp_path / "base"), None)
+    base_model.check_names(arch, Tensors(tmp_path / "base"), None)
 
 
 # What is asserted of metrics --------------------------------------------------------------------------
