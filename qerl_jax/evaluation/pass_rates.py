@@ -6,6 +6,7 @@ before training saves their rollouts (QeRL's tools keep pass rates from 0.1 to 0
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 from collections.abc import Callable
@@ -73,7 +74,9 @@ def select(
     )
     (function,) = scoring.resolve([reward], cfg.rewards.options)
     memory.require_context(cfg)
-    source = PolicySource(cfg.model, adapter and pathlib.Path(adapter))
+    # Nothing trains here: a base that would is read like any other.
+    base = dataclasses.replace(cfg.model, trainable="lora")
+    source = PolicySource(base, adapter and pathlib.Path(adapter))
     policy = load_policy(source, cfg.seed)
     memory.require_context(cfg, policy.model.arch)
     evaluator = _evaluator(cfg, policy, function, samples, batch_size)
