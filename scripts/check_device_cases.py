@@ -21,6 +21,9 @@ type Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 FILE = pathlib.Path(__file__).with_suffix(".jsonl")
 
+PACKED = ("nvfp4", "mxfp4", "nf4")
+_MERGED = ("merged_original", "merged_packed")
+
 # The first value of an option is what a run has that says nothing of it; such are not shown in a case's name.
 FACTORS: dict[str, tuple[Any, ...]] = {
     "weights": ("nvfp4", "mxfp4", "nf4", "bfloat16", "float32"),
@@ -50,14 +53,11 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "compact": (True, False),
     "rewards": ("ids", "stock"),
     "eval": ("none", "ends", "scheduled"),
-    "export": (
-        *("none", "peft", "merged_original", "merged_packed", "nvfp4_original", "nvfp4_packed"),
-    ),
+    "export": ("none", "peft", *_MERGED, "nvfp4_original", "nvfp4_packed"),
     "then": ("none", "generate", "filter", "eval", "replay", "resume", "continue"),
 }
 _ALWAYS_SHOWN = ("weights", "dtype", "family", "group", "head", "rows")
 
-PACKED = ("nvfp4", "mxfp4", "nf4")
 GENERATIONS = 4
 PROMPT, COMPLETION = 64, 24
 
@@ -72,61 +72,59 @@ _VOCABULARIES = {"mistral": 520, "smollm2": 768}  # more rows than the tokenizer
 _TIED = ("qwen2", "qwen3", "smollm2")
 
 
+def _others(name: str, value: Any) -> tuple[Any, ...]:
+    return tuple(other for other in FACTORS[name] if other != value)
+
+
+# Values that cannot all be in one case, by factor, and why.
+_IMPOSSIBLE: tuple[tuple[dict[str, tuple[Any, ...]], str], ...] = (
+    (
+        {"weights": ("float32",), "dtype": ("bfloat16",)},
+        "weights in float32 go with activations in float32",
+    ),
+    ({"family": ("smollm2",), "group": _others("group", 3)}, "SmolLM2 has 3 queries per kv head"),
+    ({"family": ("smollm2",), "head": _others("head", 64)}, "SmolLM2 has heads of 64"),
+    ({"trains": ("full",), "weights": PACKED}, "packed weights have no gradient"),
+    ({"trains": ("full",), "rank": _others("rank", 32)}, "without an adapter there is no rank"),
+    (
+        {"trains": ("full",), "reference": ("base",)},
+        "where the base trains, the reference is a copy",
+    ),
+    (
+        {"trains": ("full",), "export": ("peft", *_MERGED, "nvfp4_packed")},
+        "without an adapter there is only the trained model, in 16 bits, to pack",
+    ),
+    ({"trains": ("full",), "then": ("continue",)}, "there is no adapter to go on from"),
+    (
+        {"source": ("random",), "export": _others("export", "none")},
+        "a random base is in no folder to export with",
+    ),
+    (
+        {"source": ("random",), "then": ("generate",)},
+        "`qerl generate` reads a base from a folder",
+    ),
+    (
+        {"source": ("rtn", "awq"), "export": ("merged_original", "nvfp4_original")},
+        "a packed folder has no original weights",
+    ),
+    (
+        {
+            "source": ("folder",),
+            "weights": ("bfloat16", "float32"),
+            "export": ("merged_packed", "nvfp4_packed"),
+        },
+        "nothing is packed",
+    ),
+    ({"cut": ("tokens",), "loss": ("bnpo",)}, "bnpo's value depends on the cut"),
+)
+
+
 def impossible(case: Case) -> str | None:
     """Why values cannot go together, or None; of a case or of a part of one."""
-
-    def has(name: str, *values: Any) -> bool:
-        return case.get(name) in values
-
-    is_dense = has("weights", "bfloat16", "float32")
-    rules = (
-        (
-            has("weights", "float32") and has("dtype", "bfloat16"),
-            "weights in float32 go with activations in float32",
-        ),
-        (
-            has("family", "smollm2") and (has("group", *_others("group", 3))),
-            "SmolLM2 has 3 queries per kv head",
-        ),
-        (
-            has("family", "smollm2") and (has("head", *_others("head", 64))),
-            "SmolLM2 has heads of 64",
-        ),
-        (has("trains", "full") and has("weights", *PACKED), "packed weights have no gradient"),
-        (has("trains", "full") and has("rank", 8, 80), "without an adapter there is no rank"),
-        (
-            has("trains", "full") and has("reference", "base"),
-            "where the base trains, the reference is a copy",
-        ),
-        (
-            has("trains", "full")
-            and has("export", "peft", "merged_original", "merged_packed", "nvfp4_packed"),
-            "without an adapter there is only the trained model, in 16 bits, to pack",
-        ),
-        (has("trains", "full") and has("then", "continue"), "there is no adapter to go on from"),
-        (
-            has("source", "random") and has("export", *_others("export", "none")),
-            "a random base is in no folder to export with",
-        ),
-        (
-            has("source", "random") and has("then", "generate"),
-            "`qerl generate` reads a base from a folder",
-        ),
-        (
-            has("export", "merged_original", "nvfp4_original") and has("source", "rtn", "awq"),
-            "a packed folder has no original weights",
-        ),
-        (
-            has("export", "merged_packed", "nvfp4_packed") and has("source", "folder") and is_dense,
-            "nothing is packed",
-        ),
-        (has("cut", "tokens") and has("loss", "bnpo"), "bnpo's value depends on the cut"),
-    )
-    return next((reason for broken, reason in rules if broken), None)
-
-
-def _others(name: str, value: Any) -> list[Any]:
-    return [other for other in FACTORS[name] if other != value]
+    for values, reason in _IMPOSSIBLE:
+        if all(case.get(name) in held for name, held in values.items()):
+            return reason
+    return None
 
 
 def pairs(case: Case) -> Iterator[Pair]:
@@ -145,11 +143,11 @@ def feasible_pairs() -> set[Pair]:
 
 
 def cover(tries: int = 12) -> list[Case]:
-    """A pairwise cover, the same at every call.
+    """A pairwise cover that has all of `kernels`, the same at every call.
 
-    Each case starts from what fused kernels decode, and later from a pair that is not covered yet. The other factors follow in a random order,
-    and each takes the value that covers most new pairs with those before it; of a few such cases the
-    one that covers most is taken.
+    Each case starts from what `kernels` asks for, and later from a pair that is not covered yet. The
+    other factors follow in a random order, and each takes the value that covers most new pairs with
+    those before it; of `tries` such cases the one that covers most is taken.
     """
     rng, left, wanted = random.Random(0), feasible_pairs(), kernels()
     cases = []
@@ -162,8 +160,8 @@ def cover(tries: int = 12) -> list[Case]:
         ]
         best = max(found, key=lambda case: len(left.intersection(pairs(case))))
         gained = left.intersection(pairs(best))
-        if not gained and not first:
-            raise AssertionError(f"no case holds {starts[0]}: `impossible` must say why")
+        if not best or not (gained or first):
+            raise AssertionError(f"no case holds {first or starts[0]}: `impossible` must say why")
         left -= gained
         wanted = [part for part in wanted if not part.items() <= best.items()]
         cases.append({"number": len(cases) + 1} | {name: best[name] for name in FACTORS})
@@ -200,7 +198,7 @@ def _filled(case: Case, left: set[Pair], rng: random.Random) -> Case:
             )
 
         values = [v for v in FACTORS[name] if impossible(case | {name: v}) is None]
-        if not values:  # a dead end covers what it has
+        if not values:  # a dead end, which covers nothing
             return {}
         values.sort(key=lambda _: rng.random())
         case[name] = max(values, key=gain)
@@ -341,7 +339,7 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
             "num_iterations": 2 if case["updates"] in ("passes", "both") else 1,
         },
         "optim": {
-            "learning_rate": 1e-3 if case["trains"] == "full" else 4e-3,
+            "learning_rate": 1e-4 if case["trains"] == "full" else 4e-3,
             "lr_scheduler_type": "constant",
             "warmup_ratio": 0.0,
             "weight_decay": 0.0,

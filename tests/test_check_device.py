@@ -295,8 +295,17 @@ def test_cases_are_chosen_by_parts_of_their_names_longest_first():
 
 @pytest.mark.slow
 def test_a_case_runs_from_its_base_to_what_follows(tmp_path):
-    row = check_device.run_case(
-        min(CASES, key=check_device_cases.cost), tmp_path, check_device_run.run
-    )
+    assert_green(min(CASES, key=check_device_cases.cost), tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weights", FACTORS["weights"])
+def test_a_run_on_a_base_of_each_format_is_green_on_a_gpu(weights, tmp_path):
+    held = [case for case in CASES if case["weights"] == weights]
+    assert_green(min(held, key=check_device_cases.cost), tmp_path)
+
+
+def assert_green(case, folder):
+    row = check_device.run_case(case, folder, check_device_run.run)
     assert row["ok"], row["traceback"]
     assert row["effect"] > 0
