@@ -469,7 +469,7 @@ def _killed_and_resumed(path: pathlib.Path, run_: pathlib.Path, step: int) -> st
     log = run_.with_name("child.log")
     with log.open("w") as file:
         child = subprocess.Popen(
-            [sys.executable, "-m", "qerl_jax.cli", "train", str(path)],
+            [sys.executable, "-m", "qerl_jax", "train", str(path)],
             cwd=ROOT,
             env=os.environ | {_HOLD: str(step)},
             stdout=file,
