@@ -107,6 +107,8 @@ def find_policy(
     given = {"model_name_or_path": model, **held}
     table |= {name: value for name, value in given.items() if value is not None}
     table.setdefault("model_name_or_path", "qerl-tiny")
+    if model is not None:  # a model that is named has weights, though the run's base may have none
+        table["random_base"] = False
     cfg = config.from_table(ModelConfig, table, "model.")
     return PolicySource(cfg, None if base else adapter, run, folder)
 

@@ -196,6 +196,11 @@ def test_a_run_of_a_whole_model_brings_that_model(run_folder):
     base = find_policy(None, run_folder, base=True)
     assert base.name == "base" and base.model.model_name_or_path == "qerl-tiny"
 
+    # What was trained on random weights is read from its files; only the base is made anew.
+    path.write_text(path.read_text().replace("random_base = false", "random_base = true"))
+    trained, base = (find_policy(None, run_folder, base=b).model for b in (False, True))
+    assert not trained.random_base and base.random_base
+
 
 TINY_OF_RUN = dataclasses.replace(TINY, gradient_checkpointing="none")
 
