@@ -25,7 +25,7 @@ CASES = check_device_cases.read()
 # Fields of sections that no case changes: numbers that run no other code, places of files, data.
 UNCHANGED = {
     "model": set(),  # an adapter to go on from is given by `then`
-    "lora": {"dropout"},
+    "lora": {"alpha", "dropout"},
     "rollout": {"temperature", "steps_per_generation"},
     "grpo": {
         *("epsilon", "epsilon_high", "delta", "kl_estimator", "use_bias_correction_kl"),
