@@ -7,11 +7,14 @@ what must hold of it. A case that did not come to its end is as red as one that 
     python -m scripts.check_device --out checked.jsonl       # all; exit status 1 if one is red
     python -m scripts.check_device --only weights=nf4 --only rows=33 --jobs 2
     python -m scripts.check_device --write-cases             # after a change of the factors
+
+Most of the time goes into compilation. Variables such as XLA_FLAGS reach the processes as they are.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -135,6 +138,7 @@ def run(
         on_row: Called with each row; never twice at a time.
     """
     waiting, lock, deadline = list(chosen), threading.Lock(), time.monotonic() + seconds
+    workers: list[Worker] = []
     heard = False
 
     def ready(line: str) -> None:
@@ -145,7 +149,7 @@ def run(
             heard = True
 
     def serve(number: int) -> None:
-        worker = None
+        worker, log = None, folder / f"worker_{number}.log"
         while True:
             with lock:
                 if not waiting:
@@ -157,7 +161,8 @@ def run(
                 if left <= 0:
                     raise Lost(f"not started within the {seconds:.0f} s of all")
                 if worker is None:
-                    worker = Worker(command, env, folder / f"worker_{number}.log")
+                    worker = Worker(command, env, log)
+                    workers.append(worker)
                     ready(worker.listen(deadline - time.monotonic()))
                 started = time.monotonic()
                 row = json.loads(
@@ -169,17 +174,22 @@ def run(
                 if worker is not None:
                     worker.kill()
                     worker = None
+                    row["log"] = log.read_text(errors="replace")[-4000:]
             row = {"seconds": round(time.monotonic() - started, 1)} | row
             with lock:
                 on_row({"number": case["number"], "name": cases.name(case)} | row | {"case": case})
-        if worker is not None:
-            worker.kill()
 
-    threads = [threading.Thread(target=serve, args=(number,)) for number in range(jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    threads = [
+        threading.Thread(target=serve, args=(number,), daemon=True) for number in range(jobs)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:  # also when a user interrupts
+        for worker in workers:
+            worker.kill()
 
 
 class Lost(Exception):
@@ -227,13 +237,14 @@ class Worker:
         return line
 
     def kill(self) -> None:
-        """Ends it and its children."""
-        try:
+        """Ends it and its children, once."""
+        if self._process.returncode is not None and self._process.stdin.closed:
+            return
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # a line that it did not read
+            self._process.stdin.close()
         self._process.stdout.close()
 
     def _ending(self) -> str:

@@ -208,6 +208,7 @@ print(json.dumps({"ready": "a device"}), flush=True)
 for line in sys.stdin:
     number = json.loads(line)["number"]
     if number == 2:
+        print("what a library said at last", file=sys.stderr, flush=True)
         os._exit(3)
     if number == 3:
         time.sleep(60)
@@ -235,6 +236,7 @@ def test_a_process_that_dies_is_a_red_case_and_the_next_one_gets_another(tmp_pat
     assert heard == ["a device"]
     assert [rows[n]["ok"] for n in (1, 2, 4, 5)] == [True, False, False, True]
     assert rows[2]["error"] == "the process ended with status 3"
+    assert "what a library said at last" in rows[2]["log"]
     assert "JSONDecodeError" in rows[4]["error"]
     assert rows[1]["pid"] != rows[5]["pid"]
 
