@@ -26,7 +26,7 @@ from qerl_jax import config
 from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, peft
 from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.checkpoint.safetensors import Tensors
-from qerl_jax.config import DENSE, RunConfig
+from qerl_jax.config import DENSE, RunConfig, Weights
 from qerl_jax.data import arithmetic
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.files import whole_folder
@@ -55,7 +55,7 @@ def export(
     step: int | None = None,
     limit: float | None = None,
 ) -> dict[str, Any]:
-    """Writes what a run has learned.
+    """Writes what a run has learned, and checks that the written policy is the trained one.
 
     Args:
         run: A run folder.
@@ -78,54 +78,44 @@ def export(
     """
     run = pathlib.Path(run)
     cfg = _config(run)
-    folder = hf_folder.local_folder(cfg.model.model_name_or_path)
     if cfg.model.trainable == "full":
         folder = _trained_model(run, to, step)
+    else:
+        folder = hf_folder.local_folder(cfg.model.model_name_or_path)
     base = _checked_base(cfg, folder, to, base)
-    for source, what in ((run, "the run"), (folder, "the base of the run")):
-        if pathlib.Path(out).resolve() in (source.resolve(), *source.resolve().parents):
-            raise FileExistsError(f"{out}: holds {what}, which would be deleted")
-    policy = _Policy(run, cfg, folder, step)
-    trained, bare = policy.logps(), policy.logps(adapter=False)
+    _require_outside(pathlib.Path(out), run, folder)
+    learned, frozen, probe = _load(run, cfg, folder, step)
+    trained = probe.logps(learned.model, frozen, learned.params)
+    bare = probe.logps(learned.model, frozen, learned.params, adapter=False)
     with whole_folder(out, REPORT, "export") as partial:
         if to == "peft":
             name = cfg.model.model_name_or_path
-            peft.export_adapter(partial, policy.params, policy.model.lora, name)
-            found = policy.read_adapter(partial)
+            peft.export_adapter(partial, learned.params, learned.model.lora, name)
+            model = learned.model.clone(lora=peft.read_lora(partial))
+            found = probe.logps(model, frozen, peft.import_adapter(partial, model))
         else:
-            form = packed_formats.named(to) if to != "merged" else None
-            policy.frozen = None  # its memory is needed for what is read back
-            _write_model(partial, policy, base, form)
-            found = policy.read_model(partial, to)
-        moved = trained - bare
-        difference = found - trained
+            del frozen  # its memory is needed for what is read back
+            _write_model(
+                partial, learned, base, None if to == "merged" else packed_formats.named(to)
+            )
+            found = probe.logps(*_read_model(partial, learned, to))
+        differences = _Differences(trained - bare, found - trained)
         # Other bases differ as such; what the adapter does on either is to be the same.
-        if to == "merged" and base == "original" and policy.cfg.model.weights not in DENSE:
-            difference_of_bases = policy.read_model(policy.folder, to) - bare
-        else:
-            difference_of_bases = 0.0
-        off = float(np.abs(difference - difference_of_bases).mean())
+        if to == "merged" and base == "original" and cfg.model.weights not in DENSE:
+            of_bases = probe.logps(*_read_model(folder, learned, to)) - bare
+            differences = dataclasses.replace(differences, of_bases=of_bases)
         if limit is None:
-            limit = _limit(to, policy, float(np.abs(moved).mean()))
+            limit = _limit(to, learned.model.dtype, _mean_size(differences.of_training))
         report = {
             "run": str(run.resolve()),
             "to": to,
             "base": cfg.model.model_name_or_path,
             "from": base,
-            "step": policy.step,
-            "tokens": trained.size,
-            "mean_difference": float(np.abs(difference).mean()),
-            "max_difference": float(np.abs(difference).max()),
-            "mean_difference_of_bases": float(np.abs(difference_of_bases).mean()),
-            "mean_effect_of_training": float(np.abs(moved).mean()),
+            "step": learned.step,
+            **differences.report(),
             "limit": limit,
         }
-        if not off <= limit:  # also if it is no number
-            raise ExportError(
-                f"{out}: not written: its log-probabilities differ from the trained policy's by {off:.4g} on "
-                f"average, and the limit is {limit:.4g}; training changed them by "
-                f"{report['mean_effect_of_training']:.4g}"
-            )
+        _require_close(out, differences, limit)
         (partial / REPORT).write_text(json.dumps(report, indent=2) + "\n")
     return report
 
@@ -182,56 +172,122 @@ def _checked_base(cfg: RunConfig, folder: pathlib.Path, to: Kind, base: Base | N
     return base
 
 
-class _Policy:
-    """The policy that was trained, and what can be compared with it.
+def _require_outside(out: pathlib.Path, run: pathlib.Path, folder: pathlib.Path) -> None:
+    """Refuses a folder whose replacement would delete the run or its base."""
+    for source, what in ((run, "the run"), (folder, "the base of the run")):
+        if out.resolve() in (source.resolve(), *source.resolve().parents):
+            raise FileExistsError(f"{out}: holds {what}, which would be deleted")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Learned:
+    """What a run has learned, without its base.
 
     Attributes:
-        cfg: Of its run.
-        folder: Of its base.
+        folder: The folder of the base.
+        base_weights: How the run held the base's linears.
         model: Names and shapes.
-        frozen: The base on the device.
         params: The adapter; empty where the base itself was trained.
-        step: Of its checkpoint; None for the final adapter.
+        step: The step of the checkpoint; None for the final adapter.
     """
 
-    def __init__(self, run: pathlib.Path, cfg: RunConfig, folder: pathlib.Path, step: int | None):
-        self.cfg, self.folder, self.step = cfg, folder, step
-        full = cfg.model.trainable == "full"
-        base = dataclasses.replace(cfg.model, model_name_or_path=str(folder), trainable="lora")
-        self.model, self.frozen, tokens = base_model.load_base(base, None if full else cfg.lora)
-        if full:
-            self.params: dict[str, Any] = {}
-        elif step is None and (run / "adapter").is_dir():
-            self.params = peft.import_adapter(run / "adapter", self.model)
-        else:
-            self.step, self.params = _checkpoint(run, step)
-        self._ids, self._answers = _prompts(tokens)
-        self._num_tokens = tokens.num_tokens
-
-    def logps(self, *, adapter: bool = True) -> np.ndarray:
-        """Log-probabilities of the prompts' answers, one after the other."""
-        return self._logps(self.model, {"params": self.params, "frozen": self.frozen}, adapter)
-
-    def read_adapter(self, folder: pathlib.Path) -> np.ndarray:
-        """The same with an adapter that was written."""
-        model = self.model.clone(lora=peft.read_lora(folder))
-        params = peft.import_adapter(folder, model)
-        return self._logps(model, {"params": params, "frozen": self.frozen})
-
-    def read_model(self, folder: pathlib.Path, to: Kind) -> np.ndarray:
-        """The same with a whole model that was written."""
-        weights = "nvfp4" if to == "nvfp4" else str(self.dtype)
-        model = Transformer(architecture.load(folder), weights, None, self.model.dtype)
-        return self._logps(model, {"frozen": base_model.read_base(folder, model)})
+    folder: pathlib.Path
+    base_weights: Weights
+    model: Transformer
+    params: dict[str, Any]
+    step: int | None
 
     @property
     def dtype(self) -> np.dtype:
-        """In which what is not packed is held and written."""
+        """The type in which what is not packed is held and written."""
         return np.dtype(abstract_base(self.model)["embed_tokens"].dtype)
 
-    def _logps(self, model: Transformer, variables: dict[str, Any], adapter=True) -> np.ndarray:
-        logps = _score(model, adapter, self._num_tokens, variables, jnp.asarray(self._ids))
-        return np.asarray(logps)[self._answers[:, 1:]]
+
+def _load(
+    run: pathlib.Path, cfg: RunConfig, folder: pathlib.Path, step: int | None
+) -> tuple[_Learned, Any, _Probe]:
+    """Reads what was learned, the base on the device, and the prompts on which both are measured."""
+    full = cfg.model.trainable == "full"
+    base = dataclasses.replace(cfg.model, model_name_or_path=str(folder), trainable="lora")
+    model, frozen, tokens = base_model.load_base(base, None if full else cfg.lora)
+    if full:
+        params = {}
+    elif step is None and (run / "adapter").is_dir():
+        params = peft.import_adapter(run / "adapter", model)
+    else:
+        step, params = _checkpoint(run, step)
+    learned = _Learned(folder, cfg.model.weights, model, params, step)
+    return learned, frozen, _probe(tokens)
+
+
+def _read_model(folder: pathlib.Path, learned: _Learned, to: Kind) -> tuple[Transformer, Any]:
+    """Reads a whole model that was written: its modules, and its base on the device."""
+    weights = "nvfp4" if to == "nvfp4" else str(learned.dtype)
+    model = Transformer(architecture.load(folder), weights, None, learned.model.dtype)
+    return model, base_model.read_base(folder, model)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Probe:
+    """Prompts with answers, on which policies are compared.
+
+    Attributes:
+        ids: int32 [B, T], right-padded.
+        answers: bool [B, T], true at the tokens of answers.
+        num_tokens: Ids that the tokenizer has.
+    """
+
+    ids: np.ndarray
+    answers: np.ndarray
+    num_tokens: int
+
+    def logps(
+        self, model: Transformer, frozen: Any, params: Any = None, *, adapter: bool = True
+    ) -> np.ndarray:
+        """Log-probabilities of the answers' tokens, one answer after the other, float32."""
+        variables = {"params": params or {}, "frozen": frozen}
+        logps = _score(model, adapter, self.num_tokens, variables, jnp.asarray(self.ids))
+        return np.asarray(logps)[self.answers[:, 1:]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Differences:
+    """Differences of log-probabilities, token by token.
+
+    Attributes:
+        of_training: The trained policy's minus those of its base.
+        of_export: The export's minus the trained policy's.
+        of_bases: Those of the base that the export was made from minus those of the base that was trained on.
+    """
+
+    of_training: np.ndarray
+    of_export: np.ndarray
+    of_bases: np.ndarray | float = 0.0
+
+    def report(self) -> dict[str, Any]:
+        """Counts and means for the report."""
+        return {
+            "tokens": self.of_export.size,
+            "mean_difference": _mean_size(self.of_export),
+            "max_difference": float(np.abs(self.of_export).max()),
+            "mean_difference_of_bases": _mean_size(self.of_bases),
+            "mean_effect_of_training": _mean_size(self.of_training),
+        }
+
+
+def _mean_size(values: np.ndarray | float) -> float:
+    return float(np.abs(values).mean())
+
+
+def _require_close(out: str | pathlib.Path, differences: _Differences, limit: float) -> None:
+    """Refuses an export that differs from the trained policy by more than its base does."""
+    off = _mean_size(differences.of_export - differences.of_bases)
+    if not off <= limit:  # also if it is no number
+        raise ExportError(
+            f"{out}: not written: its log-probabilities differ from the trained policy's by {off:.4g} on "
+            f"average, and the limit is {limit:.4g}; training changed them by "
+            f"{_mean_size(differences.of_training):.4g}"
+        )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -258,8 +314,8 @@ def _checkpoint(run: pathlib.Path, step: int | None) -> tuple[int, Any]:
         files.close()
 
 
-def _prompts(tokens: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Arithmetic problems under the chat template and their worked answers, int32 and bool [B, T]; the latter is true at answers."""
+def _probe(tokens: Tokenizer) -> _Probe:
+    """Arithmetic problems under the chat template, and their worked answers."""
     problems = [arithmetic.problem("test", 0, index) for index in range(_NUM_PROMPTS)]
     questions = tokens.encode([({"role": "user", "content": p.question},) for p in problems])
     answers = tokens.encode([arithmetic.worked_answer(p) for p in problems])
@@ -270,45 +326,52 @@ def _prompts(tokens: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
         end = len(question) + len(answer)
         ids[row, :end] = question + answer
         mask[row, len(question) : end] = True
-    return ids, mask
+    return _Probe(ids, mask, tokens.num_tokens)
 
 
-def _limit(to: Kind, policy: _Policy, effect: float) -> float:
-    """Mean difference, in nats, that rounding explains; a merge without the adapter is off by its effect."""
+def _limit(to: Kind, dtype: Any, effect: float) -> float:
+    """The mean difference, in nats, that rounding explains; a merge without the adapter is off by its effect.
+
+    Args:
+        to: What is written.
+        dtype: Type of the activations.
+        effect: Mean difference that training made, in nats.
+    """
     if to == "peft":
         return 1e-4  # float32 in, float32 out: nothing is rounded
     if to == "nvfp4":
         # Every weight is rounded to 4 bits anew. What is further off than the base is not trained.
         return max(0.25, min(0.5, effect))
     # Where activations are bfloat16, the order of summation alone makes 0.03 in 28 random layers.
-    floor = 0.05 if policy.model.dtype == jnp.bfloat16 else 0.01
+    floor = 0.05 if dtype == jnp.bfloat16 else 0.01
     return max(floor, min(0.1, effect / 2))
 
 
 def _write_model(
-    folder: pathlib.Path, policy: _Policy, base: Base | None, form: packed_formats.Format | None
+    folder: pathlib.Path,
+    learned: _Learned,
+    base: Base | None,
+    form: packed_formats.Format | None,
 ) -> None:
     """Writes the merged model, in 16 bits or packed, layer by layer."""
-    arch, dtype = policy.model.arch, policy.dtype
-    tensors, stored = Tensors(policy.folder), packed_formats.of_folder(policy.folder)
-    read = _base_reader(
-        arch, tensors, stored, policy.cfg.model.weights if base == "packed" else None
-    )
+    arch, dtype = learned.model.arch, learned.dtype
+    tensors, stored = Tensors(learned.folder), packed_formats.of_folder(learned.folder)
+    read = _base_reader(arch, tensors, stored, learned.base_weights if base == "packed" else None)
     outside = [name for name in tensors if not name.startswith("model.layers.")]
     known = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
     tied = arch.tie_word_embeddings
 
     def layer(index: int) -> dict[str, np.ndarray]:
-        written = dict(_norms_and_biases(arch, tensors, policy.params, index))
+        written = dict(_norms_and_biases(arch, tensors, learned.params, index))
         written = {name: np.asarray(array, dtype) for name, array in written.items()}
         for linear, parts in arch.linears().items():
             names, weights = arch.linear_names(linear, index), read(linear, index)
-            if policy.params:
-                branches = policy.params["layers"][linear]
+            if learned.params:
+                branches = learned.params["layers"][linear]
                 pairs = [
                     (branches[part]["a"][index], branches[part]["b"][index]) for part, _ in parts
                 ]
-                weights = _merge(weights, pairs, policy.model.lora.scaling)
+                weights = _merge(weights, pairs, learned.model.lora.scaling)
             if form is None:
                 weights = [{"weight": np.asarray(weight.astype(dtype))} for weight in weights]
             else:
@@ -319,7 +382,7 @@ def _write_model(
 
     hf_folder.fill_folder(
         folder,
-        policy.folder,
+        learned.folder,
         arch.num_layers,
         {n: tensors[n] for n in outside if n in known and not (tied and n == known[2])},
         layer,
