@@ -27,7 +27,7 @@ from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, safetenso
 from qerl_jax.checkpoint.packed_formats import Format
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.data import tokenizer
-from qerl_jax.files import write_whole
+from qerl_jax.files import Progress, read_json
 from qerl_jax.model import architecture
 from qerl_jax.model.architecture import PARENT, Architecture
 from qerl_jax.model.transformer import Transformer
@@ -36,7 +36,7 @@ from qerl_jax.quantization.calibration import Calibration, HiddenStates
 
 REPORT = "quantization_report.json"
 
-_PROGRESS = "progress.json"
+_PROGRESS = "progress.jsonl"
 _KEPT = (".json", ".txt", ".jinja", ".model")
 
 
@@ -47,10 +47,10 @@ class Recipe:
     Attributes:
         format: What linears are packed to; embedding, head, norms and biases stay as they are.
         method: "rtn" rounds to nearest; "awq" scales inputs by what calibration shows; see `awq`.
-        scale_rounding: Of MXFP4's scales: compressed-tensors' "nearest", or the OCP
+        scale_rounding: How MXFP4's scales are rounded: compressed-tensors' "nearest", or the OCP
             specification's "floor".
         double_quant: Whether NF4's scales are quantized too.
-        calibration: For "awq".
+        calibration: Texts to calibrate on, for "awq".
     """
 
     format: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4"
@@ -65,7 +65,7 @@ def expected_size(arch: Architecture, form: Format, itemsize: int = 2) -> int:
 
     Args:
         arch: Says what there is.
-        form: Of the linears.
+        form: Format of the linears.
         itemsize: Bytes of an entry of what is not packed.
     """
     shapes = [
@@ -75,8 +75,61 @@ def expected_size(arch: Architecture, form: Format, itemsize: int = 2) -> int:
     return itemsize * dense + arch.num_layers * sum(form.nbytes(n, k) for n, k in shapes)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """A folder in the making: a file for what is in no layer, then one for each layer.
+
+    Attributes:
+        source: The 16-bit folder.
+        target: Where the finished folder will be.
+        arch: Says what there is.
+        form: What linears are packed to.
+        progress: Of each file that is whole `tensors`, `bytes`, `errors`, and the `seconds` until it was.
+    """
+
+    source: pathlib.Path
+    target: pathlib.Path
+    arch: Architecture
+    form: Format
+    progress: Progress
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """The folder in which the files are made."""
+        return self.progress.path.parent
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers are written."""
+        return max(0, len(self.progress.values) - 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that are written."""
+        return sum(file["bytes"] for file in self.progress.values)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that they took."""
+        return max((file["seconds"] for file in self.progress.values), default=0.0)
+
+    def file(self, number: int) -> str:
+        """The name of a file without its ending."""
+        return f"model-{number + 1:05d}-of-{self.arch.num_layers + 1:05d}"
+
+    def write(self, tensors: dict[str, Any], errors: dict, seconds: float) -> None:
+        """Writes the next file."""
+        number = len(self.progress.values)
+        safetensors.write(self.folder / f"{self.file(number)}.safetensors", tensors)
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        names = list(tensors)
+        self.progress.add(
+            [{"tensors": names, "bytes": nbytes, "errors": errors, "seconds": seconds}]
+        )
+
+
 def quantize(
-    source: str, target: str | pathlib.Path, recipe: Recipe, say: Callable[[str], None]
+    source: str, target: str | pathlib.Path, recipe: Recipe, log: Callable[[str], None]
 ) -> dict[str, Any]:
     """Writes the quantized folder of a model.
 
@@ -87,8 +140,8 @@ def quantize(
     Args:
         source: A 16-bit folder, or a name of the hub.
         target: Does not exist, or is empty.
-        recipe: How.
-        say: Takes lines about the progress.
+        recipe: What it is quantized to, and how.
+        log: Is told of every layer.
 
     Returns:
         The report.
@@ -97,51 +150,113 @@ def quantize(
         FileExistsError: When the target holds something, or what is left of a job that differs.
         ValueError: When the source is quantized already, cannot be packed, or will not fit on disk.
     """
-    folder, target = hf_folder.local_folder(source), pathlib.Path(target).resolve()
+    job = _open(hf_folder.local_folder(source), pathlib.Path(target).resolve(), recipe)
+    arch, written, earlier = job.arch, job.num_layers, job.seconds
+    if written:
+        log(f"going on after {written} of {arch.num_layers} layers: {job.folder}")
+    states = None
+    if recipe.method == "awq":
+        states = _hidden_states(job.source, arch, recipe.calibration, log)
+
+    start = time.monotonic()
+    passed = lambda: time.monotonic() - start
+    if not job.progress.values:
+        job.write(_outside(Tensors(job.source)), {}, passed())
+    for index in range(arch.num_layers):
+        number = index + 1
+        if index >= written:
+            tensors, errors = _quantized_layer(job, index, states)
+            job.write(tensors, {"layer": index} | errors, earlier + passed())
+            log(_line(errors, number, arch.num_layers, passed() / (number - written)))
+        if states is not None and number < arch.num_layers:
+            states.advance(_dequantized_layer(job, index))
+    report = _finish(job)
+    log(
+        f"{report['bytes'] / 1e9:.2f} GB, from {report['source_bytes'] / 1e9:.2f} GB, in {job.target}: "
+        f"{report['seconds']:.0f} s, peak host memory {report['peak_host_bytes'] / 1e9:.1f} GB"
+    )
+    return report
+
+
+def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
+    """Checks that the source can be quantized into the target, and finds what an earlier call has written."""
     form = packed_formats.named(
         recipe.format, scale_rounding=recipe.scale_rounding, double_quant=recipe.double_quant
     )
-    arch, config = architecture.load(folder), json.loads((folder / "config.json").read_text())
-    if packed_formats.of_folder(folder) is not None:
-        raise ValueError(f"{folder}: is quantized already; 16-bit weights are needed")
+    arch = architecture.load(source)
+    if packed_formats.of_folder(source) is not None:
+        raise ValueError(f"{source}: is quantized already; 16-bit weights are needed")
     form.check(arch)
-    base_model.check_names(arch, Tensors(folder), None)
+    base_model.check_names(arch, Tensors(source), None)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target}: exists; give the name of a new folder")
-
-    job = _Job(folder, target, recipe, arch.num_layers)
-    size, free = expected_size(arch, form), shutil.disk_usage(job.partial).free
+    sizes = {path.name: path.stat().st_size for path in sorted(source.glob("*.safetensors"))}
+    settings = {"source": str(source.resolve()), "sizes": sizes, **dataclasses.asdict(recipe)}
+    progress = _progress(target.with_name(f"{target.name}.partial"), settings)
+    job = _Job(source, target, arch, form, progress)
+    size, free = expected_size(arch, form), shutil.disk_usage(job.folder).free
     if free + job.nbytes < size:
         raise ValueError(f"{target}: needs {size / 1e9:.1f} GB; the disk has {free / 1e9:.1f} GB")
-    if job.num_layers:
-        say(f"going on after {job.num_layers} of {arch.num_layers} layers: {job.partial}")
-    states = None
-    if recipe.method == "awq":
-        states = _hidden_states(folder, arch, recipe.calibration, say)
+    return job
 
-    start, earlier, done = time.monotonic(), job.seconds, job.num_layers
-    passed = lambda: time.monotonic() - start
-    if 0 not in job:
-        job.write(0, _outside(Tensors(folder)), {}, passed())
-    for index in range(arch.num_layers):
-        # Opened anew for each layer: what was mapped of the last one is let go.
-        prefix, number = f"model.layers.{index}.", index + 1
-        if number not in job:
-            tensors, errors = _under(Tensors(folder), prefix), {}
-            if states is not None:
-                seen = states.observe(_dense(arch, tensors, prefix))
-                folded = awq.fold(arch, form, tensors, prefix, seen)
-                tensors, errors["outputs"] = folded.tensors, folded.errors
-            tensors, errors["weights"] = _packed(arch, form, tensors, prefix)
-            job.write(number, tensors, {"layer": index} | errors, earlier + passed())
-            say(_line(errors, number, arch.num_layers, passed() / (number - done)))
-        if states is not None and number < arch.num_layers:
-            states.advance(_unpacked(arch, form, job.open(number), prefix))
-    report = job.finish(config | {"quantization_config": form.config})
-    say(
-        f"{report['bytes'] / 1e9:.2f} GB, from {report['source_bytes'] / 1e9:.2f} GB, in {target}: "
-        f"{report['seconds']:.0f} s, peak host memory {report['peak_host_bytes'] / 1e9:.1f} GB"
-    )
+
+def _progress(folder: pathlib.Path, settings: dict[str, Any]) -> Progress:
+    path = folder / _PROGRESS
+    if folder.exists() and any(folder.iterdir()) and not path.is_file():
+        raise FileExistsError(f"{folder}: holds something that is no unfinished job")
+    refusal = "{folder}: is what a job with other settings left; delete it first"
+    try:
+        return Progress(path, settings, refusal=refusal)
+    except ValueError as error:
+        raise FileExistsError(str(error)) from error
+
+
+def _quantized_layer(
+    job: _Job, index: int, states: HiddenStates | None
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The packed tensors of a layer, and the errors of its weights and, with calibration, outputs."""
+    # Opened anew for each layer: what was mapped of the last one is let go.
+    prefix, errors = f"model.layers.{index}.", {}
+    tensors = _under(Tensors(job.source), prefix)
+    if states is not None:
+        seen = states.observe(_dense(job.arch, tensors, prefix))
+        folded = awq.fold(job.arch, job.form, tensors, prefix, seen)
+        tensors, errors["outputs"] = folded.tensors, folded.errors
+    tensors, errors["weights"] = _packed(job.arch, job.form, tensors, prefix)
+    return tensors, errors
+
+
+def _finish(job: _Job) -> dict[str, Any]:
+    """Adds what a model folder has beside its weights, and moves the folder to its place; returns the report."""
+    for path in job.source.iterdir():
+        if path.suffix in _KEPT and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, job.folder / path.name)
+    files, settings = job.progress.values, job.progress.identity
+    weight_map = {
+        name: f"{job.file(number)}.safetensors"
+        for number, file in enumerate(files)
+        for name in file["tensors"]
+    }
+    report = {
+        "settings": settings,
+        "bytes": job.nbytes,
+        "source_bytes": sum(settings["sizes"].values()),
+        "seconds": job.seconds,
+        "peak_host_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "layers": [file["errors"] for file in files[1:]],
+    }
+    config = read_json(job.source / "config.json") | {"quantization_config": job.form.config}
+    index = {"metadata": {"total_size": job.nbytes}, "weight_map": weight_map}
+    for name, content in (
+        ("model.safetensors.index.json", index),
+        ("config.json", config),
+        (REPORT, report),
+    ):
+        (job.folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    if job.target.exists():
+        job.target.rmdir()
+    os.replace(job.folder, job.target)
+    (job.target / _PROGRESS).unlink()
     return report
 
 
@@ -183,10 +298,10 @@ def _calibration_dtype() -> str:
 
 
 def _hidden_states(
-    folder: pathlib.Path, arch: Architecture, cfg: Calibration, say: Callable[[str], None]
+    folder: pathlib.Path, arch: Architecture, cfg: Calibration, log: Callable[[str], None]
 ) -> HiddenStates:
     ids, lengths = calibration.token_rows(cfg, tokenizer.load(folder))
-    say(f"calibrating on {len(ids)} rows of {cfg.dataset}, {lengths.sum()} tokens")
+    log(f"calibrating on {len(ids)} rows of {cfg.dataset}, {lengths.sum()} tokens")
     model = Transformer(arch, _calibration_dtype(), None, jnp.dtype(_calibration_dtype()))
     return HiddenStates(model, Tensors(folder)["model.embed_tokens.weight"], ids, lengths)
 
@@ -199,16 +314,20 @@ def _dense(arch: Architecture, tensors: dict[str, Any], prefix: str) -> dict[str
     return base_model.read_layer(arch, tensors, prefix, _calibration_dtype(), read)
 
 
-def _unpacked(arch: Architecture, form: Format, tensors: Tensors, prefix: str) -> dict[str, Any]:
-    def read(_, names):
-        parts = [jax.tree.map(jnp.asarray, form.read(tensors, name)) for name in names]
-        return _unpack(form, parts)
+def _dequantized_layer(job: _Job, index: int) -> dict[str, Any]:
+    """A layer that was written, as calibration runs it."""
+    tensors = Tensors(job.folder, job.file(index + 1))
 
-    return base_model.read_layer(arch, tensors, prefix, _calibration_dtype(), read)
+    def read(_, names):
+        parts = [jax.tree.map(jnp.asarray, job.form.read(tensors, name)) for name in names]
+        return _dequantize(job.form, parts)
+
+    prefix, dtype = f"model.layers.{index}.", _calibration_dtype()
+    return base_model.read_layer(job.arch, tensors, prefix, dtype, read)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _unpack(form: Format, parts: list[Any]) -> jax.Array:
+def _dequantize(form: Format, parts: list[Any]) -> jax.Array:
     return jnp.concatenate([form.unpack(part, _calibration_dtype()) for part in parts])
 
 
@@ -224,94 +343,3 @@ def _line(errors: dict[str, Any], number: int, total: int, seconds: float) -> st
         + (f"  of outputs: {outputs}" if outputs else "")
         + f"  {seconds:.1f} s a layer, {minutes}:{rest:02d} left"
     )
-
-
-class _Job:
-    """The folder in the making: a file for each layer, and progress.json, which names those that are whole."""
-
-    def __init__(self, source: pathlib.Path, target: pathlib.Path, recipe: Recipe, num_layers: int):
-        self.source, self.target, self._num_files = source, target, num_layers + 1
-        self.partial = target.with_name(f"{target.name}.partial")
-        sizes = {path.name: path.stat().st_size for path in sorted(source.glob("*.safetensors"))}
-        settings = {"source": str(source.resolve()), "sizes": sizes, **dataclasses.asdict(recipe)}
-        self._state: dict[str, Any] = {"settings": settings, "files": {}}
-        if (self.partial / _PROGRESS).is_file():
-            left = json.loads((self.partial / _PROGRESS).read_text())
-            if left["files"] and left["settings"] != settings:
-                raise FileExistsError(
-                    f"{self.partial}: is what a job with other settings left; delete it first"
-                )
-            self._state["files"] = left["files"]
-        elif self.partial.exists() and any(self.partial.iterdir()):
-            raise FileExistsError(f"{self.partial}: holds something that is no unfinished job")
-        self.partial.mkdir(parents=True, exist_ok=True)
-        write_whole(self.partial / _PROGRESS, json.dumps(self._state))
-
-    @property
-    def _files(self) -> dict[str, Any]:
-        return self._state["files"]
-
-    def __contains__(self, number: int) -> bool:
-        return str(number) in self._files
-
-    @property
-    def num_layers(self) -> int:
-        """How many layers are written."""
-        return max(0, len(self._files) - 1)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors that are written."""
-        return sum(file["bytes"] for file in self._files.values())
-
-    @property
-    def seconds(self) -> float:
-        """Time that they took."""
-        return max([file["seconds"] for file in self._files.values()], default=0.0)
-
-    def open(self, number: int) -> Tensors:
-        return Tensors(self.partial, self._stem(number))
-
-    def write(self, number: int, tensors: dict[str, Any], errors: dict, seconds: float) -> None:
-        safetensors.write(self.partial / f"{self._stem(number)}.safetensors", tensors)
-        self._files[str(number)] = {
-            "tensors": list(tensors),
-            "bytes": sum(tensor.nbytes for tensor in tensors.values()),
-            "errors": errors,
-            "seconds": seconds,
-        }
-        write_whole(self.partial / _PROGRESS, json.dumps(self._state))
-
-    def finish(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Adds what a folder has beside its weights, and puts it in its place."""
-        for path in self.source.iterdir():
-            if path.suffix in _KEPT and not path.name.endswith(".index.json"):
-                shutil.copyfile(path, self.partial / path.name)
-        weight_map = {
-            name: f"{self._stem(number)}.safetensors"
-            for number in range(self._num_files)
-            for name in self._files[str(number)]["tensors"]
-        }
-        index = {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map}
-        report = {
-            "settings": self._state["settings"],
-            "bytes": self.nbytes,
-            "source_bytes": sum(self._state["settings"]["sizes"].values()),
-            "seconds": self.seconds,
-            "peak_host_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-            "layers": [self._files[str(number)]["errors"] for number in range(1, self._num_files)],
-        }
-        for name, content in (
-            ("model.safetensors.index.json", index),
-            ("config.json", config),
-            (REPORT, report),
-        ):
-            (self.partial / name).write_text(json.dumps(content, indent=2) + "\n")
-        if self.target.exists():
-            self.target.rmdir()
-        os.replace(self.partial, self.target)
-        (self.target / _PROGRESS).unlink()
-        return report
-
-    def _stem(self, number: int) -> str:
-        return f"model-{number + 1:05d}-of-{self._num_files:05d}"
