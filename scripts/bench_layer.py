@@ -33,7 +33,7 @@ def run_arm(args: argparse.Namespace) -> None:
     from qerl_jax.config import LoraConfig
     from qerl_jax.model import architecture, fused_decode
     from qerl_jax.model import layers as plain
-    from qerl_jax.model.transformer import FusedLinear, Transformer, init_params, random_base
+    from qerl_jax.model.transformer import FusedLinear, Role, Transformer, init_params, random_base
 
     runtime.use_compilation_cache()
     arch = architecture.KNOWN[args.model]
@@ -61,7 +61,8 @@ def run_arm(args: argparse.Namespace) -> None:
 
             def linear(name, x, frozen=frozen, params=params, **options):
                 parts = arch.linears()[name]
-                module = FusedLinear(parts, args.child, lora, bias="bias" in frozen[name])
+                role = Role.FROZEN if lora is None else Role.ADAPTED
+                module = FusedLinear(parts, args.child, lora, role, bias="bias" in frozen[name])
                 tree = {"frozen": frozen[name], "params": params.get(name, {})}
                 return module.apply(tree, x, **options)
 

@@ -26,7 +26,7 @@ from jax.experimental.mosaic.gpu import profiler
 from pallas_kernels.nvfp4_matmul import fused_wide
 from qerl_jax.config import LoraConfig
 from qerl_jax.model import architecture, layers
-from qerl_jax.model.transformer import Block
+from qerl_jax.model.transformer import Block, Role
 
 ARMS = {"bfloat16": "bfloat16", "nvfp4": "nvfp4", "nvfp4-apart": "nvfp4"}
 
@@ -34,13 +34,11 @@ ARMS = {"bfloat16": "bfloat16", "nvfp4": "nvfp4", "nvfp4-apart": "nvfp4"}
 def prepare(args: argparse.Namespace, arm: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The compiled forward and backward pass of an arm's layers, and what to call it with."""
     arch = architecture.KNOWN[args.model]
-    block = Block(
-        arch, ARMS[arm], LoraConfig(args.rank, float(args.rank)), adapter=True, full=False
-    )
+    block = Block(arch, ARMS[arm], LoraConfig(args.rank, float(args.rank)), Role.ADAPTED)
     tables = layers.rope_tables(jnp.arange(args.length)[None], layers.rope_frequencies(arch))
     x = jax.random.normal(jax.random.key(0), (args.rows, args.length, arch.width), jnp.bfloat16)
-    run = lambda variables, x: block.apply(variables, (x, None), 0, tables, None)[0][0]
-    init = jax.jit(lambda key: block.init(key, (x[:1, :8], None), 0, _short(tables), None))
+    run = lambda variables, x: block.apply(variables, (x, None), 0, tables)[0][0]
+    init = jax.jit(lambda key: block.init(key, (x[:1, :8], None), 0, _short(tables)))
     variables = [init(jax.random.key(1 + i)) for i in range(args.layers)]
     frozen = [v["frozen"] for v in variables]
     params = [jax.tree.map(lambda leaf: leaf + 1e-3, v["params"]) for v in variables]

@@ -1,8 +1,7 @@
 """The transformer's arithmetic as pure functions. Linen names live in `model.py`, nothing here knows a parameter tree.
 
-Rows are spans. Slot i of a row holds its i-th token, padding included; the live slots of a row are
-contiguous, from `start` on, so both left padding (start > 0) and right padding (junk after the end)
-need no mask array: a query at slot s sees the keys of slots start <= k <= s.
+Slot i of a row holds its i-th token. Padding is on the right and needs no mask array: a query at slot s
+sees the keys of slots 0 to s, so junk after the end is seen by junk only.
 """
 
 from __future__ import annotations
@@ -217,41 +216,30 @@ def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
     return rounded(turned.reshape(x.shape), x.dtype)
 
 
-def attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, starts: jax.Array | None = None
-) -> jax.Array:
-    """Causal grouped-query attention over spans: the query at slot t sees the keys of slots start ... t.
+def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    """Causal grouped-query attention: the query at slot t sees the keys of slots 0 to t.
 
     Args:
         query: [B, T, H, C], slot t at index t.
         key: [B, T, J, C].
         value: [B, T, J, C].
-        starts: int32 [B], the first live slot of each row; None means 0 for every row.
 
     Returns:
-        [B, T, H, C]. Queries on padding slots give finite junk.
+        [B, T, H, C].
     """
-    if (
-        starts is None
-        and query.dtype == jnp.bfloat16
-        and runtime.has_cudnn_attention(query.shape[-1])
-    ):
+    if query.dtype == jnp.bfloat16 and runtime.has_cudnn_attention(query.shape[-1]):
         return jax.nn.dot_product_attention(
             query, key, value, is_causal=True, implementation="cudnn"
         )
-    return plain_attention(query, key, value, starts=starts)
+    return plain_attention(query, key, value)
 
 
-def plain_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, starts: jax.Array | None = None
-) -> jax.Array:
+def plain_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     """`attention` in jnp, which runs anywhere, and holds all [B, H, T, T] scores."""
     batch, length, heads, size = query.shape
     groups = key.shape[2]
     slot = jnp.arange(length)
-    visible = (slot <= slot[:, None])[None]
-    if starts is not None:
-        visible &= slot >= starts[:, None, None]
+    visible = (slot <= slot[:, None])[None, None]
 
     # Batched three-dimensional products: XLA:CPU runs them 1.5 times faster than the five-index
     # einsum.
@@ -265,10 +253,7 @@ def plain_attention(
         * size**-0.5
     )
     scores = scores.reshape(batch, groups * (heads // groups), length, -1)
-    # A finite floor: a padding query that sees nothing must not make 0/0.
-    weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -1e30), axis=-1).astype(
-        query.dtype
-    )
+    weights = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1).astype(query.dtype)
     weights = weights.reshape(batch * groups, (heads // groups) * length, -1)
     mixed = jnp.matmul(weights, values, precision=precision)
     mixed = mixed.reshape(batch, groups, heads // groups, length, size).transpose(0, 3, 1, 2, 4)

@@ -14,6 +14,7 @@ Layers are stacked: every leaf under `layers` has a leading axis L, and the forw
 from __future__ import annotations
 
 import dataclasses
+import enum
 from typing import Any
 
 import flax.linen as nn
@@ -25,7 +26,7 @@ from pallas_kernels import decode_attention as attention
 from pallas_kernels import mxfp4, nf4, nvfp4, prepare, rounded
 from qerl_jax.config import LoraConfig, Remat, Weights
 from qerl_jax.model import layers
-from qerl_jax.model.architecture import Architecture
+from qerl_jax.model.architecture import LAYER_NORMS, Architecture
 from qerl_jax.model.kv_cache import KVCache
 from qerl_jax.model.prompt_sharing import SharedPrompts
 
@@ -33,37 +34,47 @@ from qerl_jax.model.prompt_sharing import SharedPrompts
 _KEPT = {"products": ("qkv", "o", "gate_up"), "mlp": ("qkv", "o"), "layer": ()}
 
 
-class Norm(nn.Module):
-    """RMSNorm whose scale may be trained (with the adapter) and perturbed (by the `noise` collection).
+class Role(enum.Enum):
+    """What a module's own weights are to the run.
 
-    With `split` in the two factors that a linear reads, else whole.
+    FROZEN ones are the base's. ADAPTED ones are too, and an adapter acts beside them. TRAINED ones are
+    in `params` themselves.
+    """
+
+    FROZEN = enum.auto()
+    ADAPTED = enum.auto()
+    TRAINED = enum.auto()
+
+
+class Norm(nn.Module):
+    """RMSNorm whose scale may be perturbed by the `noise` collection.
+
+    Attributes:
+        eps: Added to the mean square.
+        dtype: Type of a frozen scale.
+        role: ADAPTED trains a float32 copy of the frozen scale.
+        split: Whether the result is the two factors that a linear reads (`layers.split_norm`).
     """
 
     eps: float
     dtype: Any
-    trainable: bool = False
-    adapter: bool = True
-    full: bool = False
+    role: Role = Role.FROZEN
     split: bool = False
 
     @nn.compact
     def __call__(self, x):
-        if self.full:
-            scale = self.param("scale", nn.initializers.ones, x.shape[-1:], jnp.float32)
+        shape = x.shape[-1:]
+        if self.role is Role.TRAINED:
+            scale = self.param("scale", nn.initializers.ones, shape, jnp.float32)
         else:
-            scale = self._frozen(x)
+            frozen = self.variable("frozen", "scale", jnp.ones, shape, self.dtype)
+            scale = frozen.value.astype(jnp.float32)
+        if self.role is Role.ADAPTED:
+            scale = self.param("scale", lambda _: scale)
         if self.has_variable("noise", "scale"):
             scale = scale + self.get_variable("noise", "scale")
         norm = layers.split_norm if self.split else layers.rms_norm
         return norm(x, scale, self.eps)
-
-    def _frozen(self, x):
-        scale = self.variable("frozen", "scale", jnp.ones, x.shape[-1:], self.dtype).value.astype(
-            jnp.float32
-        )
-        if self.trainable and self.adapter:
-            scale = self.param("scale", lambda _: scale)
-        return scale
 
 
 class Adapter(nn.Module):
@@ -91,14 +102,20 @@ class FusedLinear(nn.Module):
 
     What it makes of products is in float32 and rounded once. design.md says where, for sampler and
     trainer must round alike.
+
+    Attributes:
+        parts: (name, output features) of each.
+        weights: How a new weight is held.
+        lora: Shape of the branches, which are there where the role is ADAPTED.
+        role: What weight and bias are.
+        bias: Whether there is a bias.
     """
 
     parts: tuple[tuple[str, int], ...]
     weights: Weights
-    lora: LoraConfig | None
-    adapter: bool = True
+    lora: LoraConfig | None = None
+    role: Role = Role.FROZEN
     bias: bool = False
-    full: bool = False
 
     @nn.compact
     def __call__(self, x, residual=None):
@@ -110,7 +127,7 @@ class FusedLinear(nn.Module):
         features = sum(size for _, size in self.parts)
         weight = self._base("weight", lambda key: self._random(key, features, x))
         branches, bias = [], None
-        if self.lora is not None and self.adapter:
+        if self.role is Role.ADAPTED:
             adapters = [Adapter(size, self.lora, name=name)(x) for name, size in self.parts]
             branches = layers.branches(adapters, self.lora.scaling)
         if self.bias:
@@ -120,7 +137,7 @@ class FusedLinear(nn.Module):
         return checkpoint_name(y, self.name)
 
     def _base(self, name, init):
-        if self.full:
+        if self.role is Role.TRAINED:
             return self.param(name, lambda key: init(key).astype(jnp.float32))
         return self.variable("frozen", name, lambda: init(self.make_rng("params"))).value
 
@@ -141,18 +158,17 @@ class Block(nn.Module):
 
     arch: Architecture
     weights: Weights
-    lora: LoraConfig | None
-    adapter: bool
-    full: bool
+    lora: LoraConfig | None = None
+    role: Role = Role.FROZEN
 
     @nn.compact
-    def __call__(self, carry, index, tables, starts=None, shared=None, plan=None):
+    def __call__(self, carry, index, tables, shared=None, plan=None):
         x, cache = carry
-        x, cache = self._attention(x, cache, index, tables, starts, shared, plan)
+        x, cache = self._attention(x, cache, index, tables, shared, plan)
         gate_up = self._linear("gate_up")(self._norm("post_attention_layernorm", split=True)(x))
         return (self._linear("down")(layers.swiglu(gate_up), x), cache), None
 
-    def _attention(self, x, cache, index, tables, starts, shared, plan):
+    def _attention(self, x, cache, index, tables, shared, plan):
         arch = self.arch
         normed = self._norm("input_layernorm", split=True)(x)
         qkv = self._linear("qkv", bias=arch.qkv_bias)(normed)
@@ -164,8 +180,8 @@ class Block(nn.Module):
             heads, [arch.num_heads, arch.num_heads + arch.num_kv_heads], axis=2
         )
         if arch.qk_norm:
-            query = self._norm("q_norm", adapts=False)(query)
-            key = self._norm("k_norm", adapts=False)(key)
+            query = self._norm("q_norm")(query)
+            key = self._norm("k_norm")(key)
             heads = jnp.concatenate([query, key, value], axis=2)
         if cache is not None and length == 1:
             mixed, cache = self._decode_attention(heads[:, 0], cache, index, tables, plan)
@@ -173,7 +189,7 @@ class Block(nn.Module):
             query, key = layers.rotate(query, tables), layers.rotate(key, tables)
             if cache is not None:
                 cache = cache.fill(index, key, value)
-            mixed = layers.attention(query, key, value, starts=starts)
+            mixed = layers.attention(query, key, value)
         mixed = mixed.reshape(batch, length, arch.query_width)
         if shared is not None:
             mixed = shared.fold(mixed)
@@ -189,19 +205,13 @@ class Block(nn.Module):
 
     def _linear(self, name, bias=False):
         parts = self.arch.linears()[name]
-        return FusedLinear(parts, self.weights, self.lora, self.adapter, bias, self.full, name=name)
+        return FusedLinear(parts, self.weights, self.lora, self.role, bias, name=name)
 
-    def _norm(self, name, adapts=True, split=False):
-        trainable = adapts and self.lora is not None and self.lora.train_norms
-        return Norm(
-            self.arch.rms_norm_eps,
-            _dtype(self.weights),
-            trainable,
-            self.adapter,
-            self.full,
-            split,
-            name=name,
-        )
+    def _norm(self, name, split=False):
+        role = self.role
+        if role is Role.ADAPTED and not (self.lora.train_norms and name in LAYER_NORMS):
+            role = Role.FROZEN
+        return Norm(self.arch.rms_norm_eps, _dtype(self.weights), role, split, name=name)
 
 
 class Transformer(nn.Module):
@@ -227,8 +237,6 @@ class Transformer(nn.Module):
         self,
         tokens: jax.Array,
         *,
-        lengths: jax.Array | None = None,
-        starts: jax.Array | None = None,
         cache: KVCache | None = None,
         shared: SharedPrompts | None = None,
         adapter: bool = True,
@@ -237,12 +245,9 @@ class Transformer(nn.Module):
         """Runs T tokens of each row.
 
         Args:
-            tokens: int32 [B, T].
-            lengths: int32 [B], how many of the T tokens of a right-padded row are real; None means
-                all. Only the cache needs it: junk after the end is never seen by a real token.
-            starts: int32 [B], the first live slot of left-padded rows; None means 0. Not with a
-                cache.
-            cache: T > 1 fills an empty cache, T == 1 extends it.
+            tokens: int32 [B, T]. Rows may be padded on the right: junk after the end is never seen by a
+                real token.
+            cache: T > 1 fills an empty cache, T == 1 extends it. Either moves its ends on by T.
             shared: How rows hold a prompt and its completions, where they do; not with a cache.
             adapter: Whether params (LoRA and trained norms) act; False is the reference policy.
             remat: What the backward pass recomputes instead of keeping it: all of a layer but its
@@ -264,8 +269,7 @@ class Transformer(nn.Module):
         slots = jnp.arange(length, dtype=jnp.int32)[None]
         if cache is not None:
             slots = slots + cache.ends[:, None]
-        positions = slots if starts is None else slots - starts[:, None]
-        tables = layers.rope_tables(positions, layers.rope_frequencies(arch))
+        tables = layers.rope_tables(slots, layers.rope_frequencies(arch))
 
         block = Block
         if remat != "none":
@@ -275,22 +279,27 @@ class Transformer(nn.Module):
             block,
             variable_axes={"params": 0, "frozen": 0, "noise": 0},
             split_rngs={"params": True, "dropout": True},
-            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
+            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
             length=arch.num_layers,
             # Flax's check takes a kernel that writes to the cache for a loop that is not invariant. No
             # variable here is shared by the layers, so there is nothing that it could find.
             check_constancy_invariants=False,
         )
-        stack = scan(arch, self.weights, self.lora, adapter, self.full, name="layers")
+        stack = scan(arch, self.weights, self.lora, self._role(adapter), name="layers")
         x = embedding[tokens].astype(self.dtype)
         extends = cache is not None and tokens.shape[1] == 1
         plan = attention.plan(cache.keys, cache.tables, cache.ends) if extends else None
         numbers = jnp.arange(arch.num_layers)
-        (x, cache), _ = stack((x, cache), numbers, tables, starts, shared, plan)
+        (x, cache), _ = stack((x, cache), numbers, tables, shared, plan)
         if cache is not None:
-            grown = tokens.shape[1] if lengths is None else lengths
-            cache = dataclasses.replace(cache, ends=cache.ends + grown)
+            cache = dataclasses.replace(cache, ends=cache.ends + tokens.shape[1])
         return Norm(arch.rms_norm_eps, dtype, name="norm")(x), cache
+
+    def _role(self, adapter: bool) -> Role:
+        """What the layers' weights are."""
+        if self.full:
+            return Role.TRAINED
+        return Role.ADAPTED if adapter and self.lora is not None else Role.FROZEN
 
     def _random(self, shape, dtype):
         return 0.02 * jax.random.normal(self.make_rng("params"), shape, dtype)
@@ -368,9 +377,9 @@ def run_layer(
     """
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     tables = layers.rope_tables(positions, layers.rope_frequencies(model.arch))
-    block = Block(model.arch, model.weights, None, False, False)
+    block = Block(model.arch, model.weights)
     ((x, _), _), seen = block.apply(
-        {"frozen": layer}, (x, None), 0, tables, None, mutable=["intermediates"]
+        {"frozen": layer}, (x, None), 0, tables, mutable=["intermediates"]
     )
     return x, {name: seen["intermediates"][name]["input"][0] for name in model.arch.linears()}
 

@@ -14,6 +14,7 @@ from qerl_jax.config import LoraConfig
 from qerl_jax.model import architecture, kv_cache, layers, logprobs
 from qerl_jax.model.transformer import (
     FusedLinear,
+    Role,
     Transformer,
     as_computed,
     head,
@@ -35,10 +36,12 @@ def load(folder, *, weights="float32", lora=None, dtype=jnp.float32):
     return model, base_model.read_base(folder, model)
 
 
-def spans(mask):
-    """(starts, ends) of the live slots of each row."""
-    starts = mask.argmax(axis=1).astype(np.int32)
-    return starts, (starts + mask.sum(axis=1)).astype(np.int32)
+def rolled(rows, mask, back=False):
+    """Rows [B, T, ...] whose live slots begin at slot 0, or back to where they were."""
+    starts = mask.argmax(axis=1)
+    return np.stack(
+        [np.roll(row, s if back else -s, 0) for row, s in zip(rows, starts, strict=True)]
+    )
 
 
 def scores(model, variables, tokens, **options):
@@ -47,9 +50,11 @@ def scores(model, variables, tokens, **options):
 
 
 def full_forward(model, variables, reference, side, **options):
-    starts, _ = spans(reference[f"{side}.attention_mask"])
-    options |= {"starts": starts} if side == "left" else {}
-    return scores(model, variables, reference[f"{side}.input_ids"], **options)[0]
+    """Logits of recorded rows; those that were padded on the left are padded on the right here."""
+    mask = reference[f"{side}.attention_mask"]
+    tokens = rolled(reference[f"{side}.input_ids"], mask)
+    logits, _ = scores(model, variables, tokens, **options)
+    return rolled(np.asarray(logits), mask, back=True)
 
 
 def assert_live_rows_close(actual, expected, mask, atol):
@@ -81,16 +86,15 @@ def test_prefill_and_single_steps_through_the_cache_equal_transformers(name):
     model, frozen = load(GOLDEN / "models" / name)
     variables = {"frozen": frozen}
     tokens, mask = reference["right.input_ids"], reference["right.attention_mask"]
-    _, ends = spans(mask)
+    ends = mask.sum(axis=1)
     rows, length = tokens.shape
     # Rows of different lengths are prefilled together with the junk after their ends; then every
     # row goes on from its own end. A page ends in the middle of both.
     prefill = length - 4
     cache = kv_cache.create(model.arch, rows, length, model.dtype, page_size=4)
     first = np.minimum(ends, prefill).astype(np.int32)
-    actual, cache = scores(
-        model, variables, tokens[:, :prefill], lengths=jnp.asarray(first), cache=cache
-    )
+    actual, cache = scores(model, variables, tokens[:, :prefill], cache=cache)
+    cache = dataclasses.replace(cache, ends=jnp.asarray(first))
     actual = np.pad(np.asarray(actual), ((0, 0), (0, length - prefill), (0, 0)))
     step = jax.jit(lambda token, cache: scores(model, variables, token, cache=cache))
     for _ in range(length - prefill):
@@ -240,13 +244,13 @@ def test_the_more_is_kept_the_fewer_products_are_computed_again():
 def test_adapter_gradients_equal_peft(remat):
     reference = golden_files.load(LORA_GOLDEN / "reference.safetensors")
     model, variables = load_adapter(GOLDEN / "models/qwen2_untied", "float32")
-    tokens, mask = reference["left.input_ids"], reference["left.attention_mask"]
-    starts, _ = spans(mask)
+    mask = reference["left.attention_mask"]
+    tokens, mask = rolled(reference["left.input_ids"], mask), rolled(mask, mask)
     live = jnp.asarray(mask[:, 1:] * mask[:, :-1], jnp.float32)
 
     def loss(params):
         variables_ = {"params": params, "frozen": variables["frozen"]}
-        logits, _ = scores(model, variables_, tokens, starts=starts, remat=remat)
+        logits, _ = scores(model, variables_, tokens, remat=remat)
         logps = jax.nn.log_softmax(logits[:, :-1], axis=-1)
         picked = jnp.take_along_axis(logps, tokens[:, 1:, None], axis=-1)[..., 0]
         return -(picked * live).sum() / live.sum()
@@ -279,7 +283,9 @@ def test_a_linear_rounds_products_and_its_result_and_nothing_between():
     once = lambda x: np.float32(b16(x))
     branches = [once(once(x @ part["a"]) @ (2 * part["b"])) for part in parts.values()]
     y = (once(x @ weight.T) + np.concatenate(branches, axis=1)) * unit + bias + residual
-    linear = FusedLinear((("k", 24), ("v", 24)), "bfloat16", LoraConfig(8, 16.0), bias=True)
+    linear = FusedLinear(
+        (("k", 24), ("v", 24)), "bfloat16", LoraConfig(8, 16.0), Role.ADAPTED, bias=True
+    )
     actual = jax.jit(linear.apply)(
         {"frozen": {"weight": b16(weight), "bias": b16(bias)}, "params": parts},
         layers.Normed(b16(x), jnp.asarray(unit)),
