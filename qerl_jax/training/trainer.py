@@ -22,7 +22,7 @@ import json
 import pathlib
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -90,9 +90,9 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     problems = _problems(cfg, cfg.data, cfg.data.split, tokenizer, say=notes.append)
     total_steps = cfg.total_steps(len(problems))
     scoring.check(functions, problems[:2], _Trace(0, total_steps).extras)
-    held_out = _evaluator(cfg, model, tokenizer, notes.append)
-
     keys = [jax.random.key(cfg.seed + 1000 * stream) for stream in range(5)]
+    held_out = Evaluator.of_run(cfg, model, tokenizer, keys[_EVAL], notes.append)
+
     state, frozen = _first_state(cfg, model, frozen, keys[_PARAMS], start)
     generate, improve, norm_noise = _phases(cfg, model, tokenizer, total_steps, keys[_NOISE])
     sample = _sampler(cfg, generate, tokenizer, problems, functions, weights)
@@ -377,46 +377,6 @@ def _problems(
         "overlong": cfg.data.overlong_prompts,
     }
     return rollouts.admit(problems, tokenizer, **limits, **options)
-
-
-def _evaluator(
-    cfg: RunConfig, model: Transformer, tokenizer: Tokenizer, say: Callable[[str], None]
-) -> Evaluator | None:
-    if cfg.eval is None:
-        return None
-    source = cfg.data
-    if cfg.eval.dataset is not None:
-        source = dataclasses.replace(
-            cfg.data,
-            dataset=cfg.eval.dataset,
-            path=cfg.eval.path,
-            name=None,
-            columns=None,
-            system_prompt=datasets.system_prompt(cfg.data),
-            max_prompt_characters=None,
-        )
-    options = {"what": "held-out prompts", "say": say}
-    problems = _problems(cfg, source, cfg.eval.split, tokenizer, cfg.eval.num_problems, **options)
-    # Rows, cache and stops as in a rollout; how a token is drawn is evaluation's own.
-    drawn = {"top_k": 0, "top_p": cfg.eval.top_p, "min_p": 0.0, "repetition_penalty": 1.0}
-    sampled = dataclasses.replace(cfg.rollout, ignore_eos=False, **drawn)
-    generate = rollouts.make_generate(
-        model, tokenizer, sampled, num_generations=cfg.eval.num_generations
-    )
-    (reward,) = scoring.resolve([cfg.eval.reward], cfg.rewards.options)
-    scoring.check([reward], problems[:2])
-    key = jax.random.key(cfg.seed + 1000 * _EVAL)
-    return Evaluator(
-        generate,
-        tokenizer,
-        problems,
-        reward,
-        cfg.eval.num_generations,
-        cfg.eval.batch_size,
-        cfg.data.max_prompt_length,
-        cfg.eval.temperature,
-        key,
-    )
 
 
 def _check_folder(cfg: RunConfig) -> None:
