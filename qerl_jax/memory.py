@@ -1,4 +1,4 @@
-"""What a run will hold on the device, before anything is on it: shapes and a few measured factors, no weights.
+"""Estimates the device memory of a run from shapes and a few measured factors; no weight is made.
 
 Memory is what always stays (base, adapter, optimizer) and the largest of the phases that take turns:
 the rollout's (cache, scores), the update's (gradients, activations of one micro-batch) and scheduled
@@ -47,9 +47,9 @@ class Item:
     """One line of a plan.
 
     Attributes:
-        name: What it is.
+        name: What takes the memory.
         size: Bytes.
-        phase: When it is there.
+        phase: The phase of a step in which it is there.
         field: The config field, with a better value, that makes it smaller; "" for none.
         shortage: Why no run can do with what it is confined to; "" where one can.
     """
@@ -62,8 +62,12 @@ class Item:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """The memory of a run."""
+class MemoryPlan:
+    """The memory of a run.
+
+    Attributes:
+        items: All that it holds, by phase; the first is the base.
+    """
 
     items: tuple[Item, ...]
 
@@ -77,7 +81,7 @@ class Plan:
         return self.size("always") + max(self.size(phase) for phase in _TURNS)
 
     def require(self, limit: int) -> None:
-        """Refuses a plan that needs more than `limit` bytes, or whose cache has no room for a row.
+        """Refuses a plan that needs more than `limit` bytes, or whose cache cannot hold a row.
 
         Raises:
             ConfigError: Names the largest thing of the fullest phase that a field can make smaller.
@@ -139,8 +143,10 @@ class Plan:
         return rows
 
 
-def make(cfg: RunConfig, arch: Architecture | None = None, *, limit: int | None = None) -> Plan:
-    """The plan of a run.
+def estimate(
+    cfg: RunConfig, arch: Architecture | None = None, *, limit: int | None = None
+) -> MemoryPlan:
+    """Estimates the memory of a run.
 
     Args:
         cfg: The run.
@@ -169,7 +175,7 @@ def make(cfg: RunConfig, arch: Architecture | None = None, *, limit: int | None 
     if model.full:
         phases = ("rollout", "evaluation") if cfg.eval else ("rollout",)
         turns += [Item("weights as sampled", sampled, phase) for phase in phases]
-    return Plan((*always, *turns))
+    return MemoryPlan((*always, *turns))
 
 
 def require_context(cfg: RunConfig, arch: Architecture | None = None) -> None:
@@ -184,7 +190,7 @@ def require_context(cfg: RunConfig, arch: Architecture | None = None) -> None:
     )
 
 
-def of_device() -> int | None:
+def device_memory() -> int | None:
     """Bytes that XLA may use on the first device; None where it does not say, as on a CPU."""
     return (runtime.memory_stats() or {}).get("bytes_limit")
 
@@ -201,7 +207,7 @@ def parse_size(text: str) -> int:
     return round(float(match[1]) * _UNITS.get(match[2], 1))
 
 
-def compiled(cfg: RunConfig, arch: Architecture | None = None) -> Any:
+def compiled_update(cfg: RunConfig, arch: Architecture | None = None) -> Any:
     """`memory_analysis()` of the gradient of the largest micro-batch, compiled for the default device.
 
     No weight is made. On another kind of device than the run's its workspace is another, too.
@@ -266,38 +272,51 @@ def _sampling(
     cfg: RunConfig, arch: Architecture, free: int | None, phase: Phase, prompts: int, rows: int
 ) -> list[Item]:
     slots = cfg.rollout.slots(rows)
-    width, page = _width(cfg), kv_cache.PAGE_SIZE
-    token = arch.num_layers * 2 * arch.kv_width * width
-    prompt = cfg.data.max_prompt_length
-    longest_prompt = prompt - 1
-    longest = longest_prompt + cfg.rollout.max_completion_length
     prompts = min(prompts, slots)
     together = prompts if cfg.rollout.compact else slots
-    beside = engine.workspace(arch, slots, together, prompt, width)
-    pages = pages_wanted(slots, longest, prompts, longest_prompt, page)
-    by_share, shortage = cfg.rollout.kv_cache_fraction is not None, ""
-    if cfg.rollout.kv_cache_tokens is not None:
-        pages = min(pages, pages_for(cfg.rollout.kv_cache_tokens, page))
-    elif free is not None:
-        # Rows wait where the cache has no room, so it may be as small as one row.
-        tokens = engine.room(arch, free, cfg.rollout.kv_cache_fraction, sum(beside.values()), width)
-        pages = min(pages, pages_for(max(longest, tokens), page))
-        if pages_for(tokens, page) < pages_for(longest, page):
-            given = f"rollout.kv_cache_fraction: got {cfg.rollout.kv_cache_fraction};"
-            shortage = (
-                f"{given if by_share else 'memory:'} the KV cache would have room for {tokens} tokens; a row "
-                f"of data.max_prompt_length + rollout.max_completion_length may need {longest}"
-            )
-    room = "rollout.kv_cache_fraction" if by_share else "rollout.kv_cache_tokens"
+    width = cfg.data.max_prompt_length
+    beside = engine.workspace(arch, slots, together, width, _width(cfg))
+    tokens = _capacity(cfg, arch, free, sum(beside.values()))
     fewer = "rollout.max_concurrent"
     if slots == 1:
         fewer = "rollout.max_completion_length"
     elif phase == "evaluation":
         fewer = "eval.batch_size"
     return [
-        Item("keys and values", pages * page * token, phase, room, shortage),
+        _cache(cfg, arch, phase, slots, prompts, tokens),
         *(Item(name, size, phase, fewer) for name, size in beside.items()),
     ]
+
+
+def _capacity(cfg: RunConfig, arch: Architecture, free: int | None, beside: int) -> int | None:
+    """Tokens that the cache may hold, by the config or by what the device has; None where nothing bounds it."""
+    if cfg.rollout.kv_cache_tokens is not None or free is None:
+        return cfg.rollout.kv_cache_tokens
+    return engine.room(arch, free, cfg.rollout.kv_cache_fraction, beside, _width(cfg))
+
+
+def _cache(
+    cfg: RunConfig, arch: Architecture, phase: Phase, slots: int, prompts: int, tokens: int | None
+) -> Item:
+    """The pool of pages that so many slots need, or for which so many tokens leave room."""
+    page, fraction = kv_cache.PAGE_SIZE, cfg.rollout.kv_cache_fraction
+    longest_prompt = cfg.data.max_prompt_length - 1
+    longest = longest_prompt + cfg.rollout.max_completion_length
+    pages, shortage = pages_wanted(slots, longest, prompts, longest_prompt, page), ""
+    if cfg.rollout.kv_cache_tokens is not None:
+        pages = min(pages, pages_for(tokens, page))
+    elif tokens is not None:
+        # Rows wait where the cache is full, so it may be as small as one row.
+        pages = min(pages, pages_for(max(longest, tokens), page))
+        if pages_for(tokens, page) < pages_for(longest, page):
+            given = "memory:" if fraction is None else f"rollout.kv_cache_fraction: got {fraction};"
+            shortage = (
+                f"{given} the KV cache would have room for {tokens} tokens; a row "
+                f"of data.max_prompt_length + rollout.max_completion_length may need {longest}"
+            )
+    size = pages * page * arch.kv_bytes(_width(cfg))
+    field = "rollout.kv_cache_tokens" if fraction is None else "rollout.kv_cache_fraction"
+    return Item("keys and values", size, phase, field, shortage)
 
 
 def _update(cfg: RunConfig, arch: Architecture, adapter: int) -> list[Item]:

@@ -192,7 +192,7 @@ def run_row(name: str, tokenizer: str, *, profile: bool) -> dict:
     runtime.use_compilation_cache()
     with tempfile.TemporaryDirectory() as folder:
         cfg = row_config(row, tokenizer, folder)
-        planned = memory.make(cfg, limit=memory.of_device())
+        planned = memory.estimate(cfg, limit=memory.device_memory())
         result = _time_update(row, cfg, profile) if row.update_only else _time_steps(row, cfg)
     arch = architecture.KNOWN[row.model]
     seconds = result["update"]

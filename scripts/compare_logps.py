@@ -38,7 +38,7 @@ def main() -> int:
     import jax.numpy as jnp
     import numpy as np
 
-    from pallas_kernels import runtime
+    from pallas_kernels import finished_linear, runtime
     from pallas_kernels.nvfp4_matmul import fused_wide
     from qerl_jax.config import LoraConfig
     from qerl_jax.generation import batch
@@ -87,7 +87,9 @@ def main() -> int:
     def score_by_reference(splits):
         # All products are its own, also those that otherwise end in their kernel.
         return score(
-            mock.patch.object(layers, "linear", functools.partial(reference, splits=splits)),
+            mock.patch.object(
+                finished_linear, "linear", functools.partial(reference, splits=splits)
+            ),
             mock.patch.object(fused_wide, "supports", lambda *_: "is the reference's"),
         )
 
@@ -116,7 +118,7 @@ def main() -> int:
 
 
 def reference(x, weight, *, splits: int):
-    """What `layers.linear` says, by plain products of `splits` parts of K, added in float32."""
+    """What `finished_linear.linear` says, by plain products of `splits` parts of K, added in float32."""
     import jax
     import jax.numpy as jnp
 

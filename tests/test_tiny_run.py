@@ -334,7 +334,7 @@ def test_rows_are_held_against_the_context_of_the_base_that_was_loaded(tmp_path,
     # As of a hub name: a shape, of whose bases some have a longer context than others.
     unsaid = {"qerl-tiny": dataclasses.replace(arch, context=None)}
     monkeypatch.setattr(architecture, "KNOWN", unsaid)
-    assert memory.make(cfg).peak
+    assert memory.estimate(cfg).peak
     with pytest.raises(
         ValueError, match=f"more than the {arch.context} that the model was made for"
     ):

@@ -309,13 +309,13 @@ def _plan(argv: list[str]) -> None:
     from qerl_jax import memory as plan
 
     size = options.device_memory
-    limit = plan.of_device() if size is None else plan.parse_size(size)
-    made = plan.make(cfg, limit=limit)
+    limit = plan.device_memory() if size is None else plan.parse_size(size)
+    made = plan.estimate(cfg, limit=limit)
     for line in made.lines(limit):
         _say(line)
     if options.compile:
         runtime.use_compilation_cache()
-        memory = plan.compiled(cfg)
+        memory = plan.compiled_update(cfg)
         _say(f"compiled  temporaries of one micro-batch {memory.temp_size_in_bytes / 1e9:.2f} GB")
     if limit is not None:
         made.require(limit)

@@ -14,10 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import PackedWeight, packed_matmul, rounded, runtime
-from pallas_kernels.linear import Branch, finish
-from pallas_kernels.nvfp4_matmul import fused_wide
-from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
+from pallas_kernels import rounded, runtime
+from pallas_kernels.linear import Branch
 from qerl_jax.model.architecture import Architecture
 
 
@@ -31,25 +29,6 @@ class Normed(NamedTuple):
 
     values: jax.Array
     unit: jax.Array
-
-
-def linear(x: jax.Array, weight: PackedWeight | jax.Array) -> jax.Array:
-    """y = x W^T for a packed or a dense weight, as it meets branch and bias.
-
-    Args:
-        x: [..., K], float32 or bfloat16.
-        weight: Packed, in any format and layout, of shape (N, K); or a dense [N, K].
-
-    Returns:
-        float32 [..., N]. Sums are rounded to x's dtype; a global scale is multiplied on after that.
-    """
-    if isinstance(weight, PackedWeight):
-        return packed_matmul(x, weight, out_dtype=jnp.float32)
-    # Two dimensions: XLA:CPU's backward pass of a [B, T, K] product is three times slower than that
-    # of [B*T, K].
-    flat = x.reshape(-1, x.shape[-1])
-    y = jnp.einsum("mk,nk->mn", flat, weight.astype(x.dtype), precision=_precision(x.dtype))
-    return y.reshape(*x.shape[:-1], -1).astype(jnp.float32)
 
 
 def logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
@@ -89,41 +68,6 @@ def branches(
 
 def _down(x, a):
     return jnp.dot(x.reshape(-1, x.shape[-1]), a.astype(x.dtype), precision=_precision(x.dtype))
-
-
-def finished_linear(
-    x: jax.Array,
-    weight: PackedWeight | jax.Array,
-    branches: Sequence[Branch],
-    *,
-    unit: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    residual: jax.Array | None = None,
-) -> jax.Array:
-    """rounded((x W^T + [the products of the branches]) * unit + bias + residual), as `finish` defines it.
-
-    Args:
-        x: [..., K].
-        weight: As `linear` takes it.
-        branches: LoRA's, of the parts of N in their order; none without LoRA.
-        unit: float32 [..., 1], which is constant to a derivative (`split_norm`).
-        bias: [N].
-        residual: [..., N].
-
-    Returns:
-        [..., N] in x's dtype.
-    """
-    flat = lambda of_rows: None if of_rows is None else of_rows.reshape(-1, of_rows.shape[-1])
-    rows, unit, residual = flat(x), flat(unit), flat(residual)
-    if unit is not None and branches and residual is None and isinstance(weight, HopperNVFP4):
-        sizes = [up.shape[1] for _, up in branches]
-        rank = branches[0][1].shape[0]
-        if fused_wide.supports(len(rows), sizes, rows.shape[1], rank, x.dtype) is None:
-            y = fused_wide.linear(rows, weight, list(branches), unit, bias)
-            return y.reshape(*x.shape[:-1], y.shape[-1])
-    y = linear(rows, weight)
-    y = finish(y, branches, unit=unit, bias=bias, residual=residual, dtype=x.dtype)
-    return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:

@@ -13,6 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.finished_linear import linear
 from qerl_jax.model import layers
 
 
@@ -83,7 +84,7 @@ def _of_chunks_fwd(hidden, head, targets, temperature, num_tokens):
         hidden, targets = args
         logps = log_softmax(layers.logits(hidden, head), temperature, num_tokens)
         slopes = _logit_slopes(logps, targets, temperature).astype(hidden.dtype)
-        slopes = layers.linear(slopes, head.T).astype(hidden.dtype)
+        slopes = linear(slopes, head.T).astype(hidden.dtype)
         return _picked(logps, targets), entropy(logps), slopes
 
     logps, entropies, slopes = jax.lax.map(of_chunk, (hidden, targets))

@@ -24,6 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import decode_attention as attention
 from pallas_kernels import mxfp4, nf4, nvfp4, prepare, rounded
+from pallas_kernels.finished_linear import finished_linear
 from qerl_jax.config import LoraConfig, Remat, Weights
 from qerl_jax.model import layers
 from qerl_jax.model.architecture import LAYER_NORMS, Architecture
@@ -133,7 +134,7 @@ class FusedLinear(nn.Module):
         if self.bias:
             zeros = lambda _: jnp.zeros((features,), _dtype(self.weights))
             bias = rounded(self._base("bias", zeros), x.dtype)
-        y = layers.finished_linear(x, weight, branches, unit=unit, bias=bias, residual=residual)
+        y = finished_linear(x, weight, branches, unit=unit, bias=bias, residual=residual)
         return checkpoint_name(y, self.name)
 
     def _base(self, name, init):

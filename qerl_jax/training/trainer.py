@@ -72,13 +72,13 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
         runtime.use_deterministic_kernels()
     runtime.use_compilation_cache()
     plan.require_context(cfg)
-    limit = plan.of_device()
+    limit = plan.device_memory()
     if limit is None and cfg.rollout.kv_cache_fraction is not None:
         raise config.ConfigError(
             f"rollout.kv_cache_fraction: got {cfg.rollout.kv_cache_fraction}; this device does not report "
             "its memory: give rollout.kv_cache_tokens"
         )
-    memory = None if limit is None else plan.make(cfg, limit=limit)
+    memory = None if limit is None else plan.estimate(cfg, limit=limit)
     earlier_peak = _peak()
     if memory:
         memory.require(limit)
@@ -184,7 +184,7 @@ def train(cfg: RunConfig, *, quiet: bool = False) -> TrainState:
     return state
 
 
-def _compare(memory: plan.Plan, limit: int, logger: Logger, earlier_peak: int) -> None:
+def _compare(memory: plan.MemoryPlan, limit: int, logger: Logger, earlier_peak: int) -> None:
     """After the first step: the plan beside the measured peak, and one base only."""
     peak = _peak()
     for line in memory.lines(limit, peak):

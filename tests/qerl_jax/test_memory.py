@@ -47,22 +47,22 @@ def test_what_always_stays_is_planned_to_the_byte(weights, optimizer):
     params, frozen = trainable(model, frozen, jax.random.key(0))
     state = update.init_state(params, cfg.optim)
     held = sum(leaf.nbytes for leaf in jax.tree.leaves((frozen, params, state.opt_state)))
-    assert memory.make(cfg).size("always") == held
+    assert memory.estimate(cfg).size("always") == held
 
 
 def test_rows_longer_than_the_base_was_made_for_are_refused(tmp_path):
     # Of 256 positions; prompts have up to 48.
     cfg = config.load(CONFIGS / "quickstart.toml")
     cfg = dataclasses.replace(cfg, output_dir=str(tmp_path / "run"))
-    memory.make(changed(cfg, rollout={"max_completion_length": 208}))
+    memory.estimate(changed(cfg, rollout={"max_completion_length": 208}))
     longer = changed(cfg, rollout={"max_completion_length": 209})
-    for refuse in (memory.make, trainer.train):
+    for refuse in (memory.estimate, trainer.train):
         with pytest.raises(ValueError, match="max_completion_length: got 209; with a prompt of 48"):
             refuse(longer)
 
 
 def test_published_sizes_of_an_adapter_and_of_packed_weights():
-    made = memory.make(BENCH)
+    made = memory.estimate(BENCH)
     # peft counts 80.7 M trained values at rank 32; 6.53e9 weights at 4.5 bits.
     assert named(made, "what trains") == pytest.approx(80.7e6 * 4, rel=1e-3)
     assert named(made, "base: linears") == pytest.approx(6.53e9 * 4.5 / 8, rel=1e-2)
@@ -75,17 +75,17 @@ PAGE = 64 * 57344
 
 def test_the_cache_is_planned_by_concurrent_rows_and_its_bounds():
     # 511 tokens are 8 pages, a prompt without its last token 4; one page is scratch.
-    assert named(memory.make(BENCH), "keys") == (64 * 8 + 8 * 4 + 1) * PAGE
+    assert named(memory.estimate(BENCH), "keys") == (64 * 8 + 8 * 4 + 1) * PAGE
     some = changed(BENCH, rollout={"max_concurrent": 16})
-    assert named(memory.make(some), "keys") == (16 * 8 + 8 * 4 + 1) * PAGE
+    assert named(memory.estimate(some), "keys") == (16 * 8 + 8 * 4 + 1) * PAGE
     told = changed(BENCH, rollout={"kv_cache_tokens": 2048})
-    assert named(memory.make(told, limit=80_000_000_000), "keys") == (2048 // 64 + 2) * PAGE
-    always = memory.make(BENCH).size("always")
-    tight = memory.make(BENCH, limit=always + 1_000_000_000)
+    assert named(memory.estimate(told, limit=80_000_000_000), "keys") == (2048 // 64 + 2) * PAGE
+    always = memory.estimate(BENCH).size("always")
+    tight = memory.estimate(BENCH, limit=always + 1_000_000_000)
     left = 0.9 * (1_000_000_000 - named(tight, "scores") - named(tight, "prefill"))
     assert left * 7 / 8 < named(tight, "keys") < left + 3 * PAGE
     assert tight.size("rollout") < 1_000_000_000
-    tighter = memory.make(BENCH, limit=always)
+    tighter = memory.estimate(BENCH, limit=always)
     assert named(tighter, "keys") == (8 + 2) * PAGE  # one row
 
 
@@ -115,7 +115,7 @@ def test_the_cache_is_planned_as_the_engine_makes_it(monkeypatch, fields):
     model, frozen, tokenizer = base_model.load_base(cfg.model, cfg.lora)
     params, frozen = trainable(model, frozen, jax.random.key(0))
     prompts, longest = cfg.prompts_per_rollout, cfg.data.max_prompt_length
-    free = memory.make(cfg)
+    free = memory.estimate(cfg)
     half = sum(named(free, name) for name in ("scores", "prefill")) + named(free, "keys") // 2
     for limit in (None, free.size("always") + half):
         stats = limit and {"bytes_limit": limit, "bytes_in_use": free.size("always")}
@@ -129,18 +129,18 @@ def test_the_cache_is_planned_as_the_engine_makes_it(monkeypatch, fields):
             1.0,
         )
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(pools.pop()))
-        assert named(memory.make(cfg, limit=limit), "keys") == held
+        assert named(memory.estimate(cfg, limit=limit), "keys") == held
 
 
 def test_scheduled_evaluation_is_planned_and_bounded_as_rollouts_are():
     evaluated = dataclasses.replace(
         BENCH, eval=config.EvalConfig(batch_size=300, num_generations=2, num_problems=200)
     )
-    made = memory.make(evaluated)
+    made = memory.estimate(evaluated)
     (cache,) = (i for i in made.items if i.phase == "evaluation" and i.name == "keys and values")
     assert cache.size == (400 * 8 + 200 * 4 + 1) * PAGE
     assert made.peak == made.size("always", "evaluation")
-    fewer = memory.make(changed(evaluated, rollout={"max_concurrent": 64}))
+    fewer = memory.estimate(changed(evaluated, rollout={"max_concurrent": 64}))
     assert fewer.size("evaluation") < made.size("evaluation") / 4
     with pytest.raises(ConfigError, match="in its evaluation"):
         made.require(made.peak - 1)
@@ -164,8 +164,8 @@ def test_activations_grow_with_tokens_as_the_compilers_do(remat):
     planned, real = (
         f(large) - f(base)
         for f in (
-            lambda cfg: memory.make(cfg, WIDE).size("update"),
-            lambda cfg: memory.compiled(cfg, WIDE).temp_size_in_bytes,
+            lambda cfg: memory.estimate(cfg, WIDE).size("update"),
+            lambda cfg: memory.compiled_update(cfg, WIDE).temp_size_in_bytes,
         )
     )
     assert planned == pytest.approx(real, rel=1 / 3)
@@ -173,7 +173,7 @@ def test_activations_grow_with_tokens_as_the_compilers_do(remat):
 
 def test_full_training_holds_its_weights_in_float32_and_for_sampling_in_16_bits():
     cfg = config.load(CONFIGS / "gsm8k_qwen2.5_3b_full.toml")
-    made = memory.make(cfg)
+    made = memory.estimate(cfg)
     # 36 layers of the 3B shape: 2.77e9 values; gradients are there twice, AdamW's moments too.
     assert named(made, "what trains") == pytest.approx(2.77e9 * 4, rel=1e-2)
     # For rollouts, and for the evaluation that this run has.
@@ -191,18 +191,18 @@ def test_the_cache_is_what_weights_as_sampled_leave():
         rollout={"max_completion_length": 4096, "max_concurrent": 256},
     )
     cfg = changed(cfg, rollout={"generation_batch_size": 256})
-    free = memory.make(cfg)
+    free = memory.estimate(cfg)
     needed = free.size("always", "update")
     assert free.peak > needed + 10**9
     for limit in range(needed, free.peak, 10**9):
-        memory.make(cfg, limit=limit).require(limit)
+        memory.estimate(cfg, limit=limit).require(limit)
 
 
 def test_a_token_budget_bounds_the_micro_batch():
     """The micro-batch of most tokens, at whatever width of completions it comes about."""
     for budget, (prompts, rows, width) in {4096: (4, 8, 96), 1024: (2, 2, 128)}.items():
         cfg = changed(BENCH, optim={"max_tokens_per_microbatch": budget})
-        made = named(memory.make(cfg), "inputs of") / (28 * 3584 * 2)
+        made = named(memory.estimate(cfg), "inputs of") / (28 * 3584 * 2)
         assert made == prompts * (256 + rows * width)
         seen = []
         for length in range(1, 257):
@@ -244,18 +244,18 @@ def test_a_token_budget_bounds_the_micro_batch():
 )
 def test_a_plan_that_cannot_fit_is_refused_with_the_field_to_change(changes, limit, advice):
     with pytest.raises(ConfigError, match="memory: this run needs") as error:
-        memory.make(changed(BENCH, **changes)).require(int(limit))
+        memory.estimate(changed(BENCH, **changes)).require(int(limit))
     assert advice in str(error.value)
 
 
 def test_a_cache_without_room_for_a_row_is_refused_before_anything_runs():
     limit = 80_000_000_000
-    small = memory.make(changed(BENCH, rollout={"kv_cache_fraction": 0.0002}), limit=limit)
+    small = memory.estimate(changed(BENCH, rollout={"kv_cache_fraction": 0.0002}), limit=limit)
     with pytest.raises(
         ConfigError, match=r"kv_cache_fraction: got 0.0002; .* room for 240 tokens; .* need 511"
     ):
         small.require(limit)
-    memory.make(changed(BENCH, rollout={"kv_cache_fraction": 0.02}), limit=limit).require(limit)
+    memory.estimate(changed(BENCH, rollout={"kv_cache_fraction": 0.02}), limit=limit).require(limit)
 
 
 @pytest.mark.parametrize(("spare", "is_short"), [(1.08, True), (1.3, False)])
@@ -263,17 +263,17 @@ def test_the_engine_leaves_a_tenth_of_what_is_free(spare, is_short):
     """A row that would fit into all of it may not fit into the cache."""
     cfg = changed(BENCH, rollout={"max_concurrent": 1, "max_completion_length": 8192})
     keys, scores, prefill = (
-        named(memory.make(cfg, limit=80_000_000_000), name)
+        named(memory.estimate(cfg, limit=80_000_000_000), name)
         for name in ("keys", "scores", "prefill")
     )
-    always = memory.make(cfg).size("always")
-    made = memory.make(cfg, limit=int(always + scores + prefill + spare * keys))
+    always = memory.estimate(cfg).size("always")
+    made = memory.estimate(cfg, limit=int(always + scores + prefill + spare * keys))
     (short,) = (bool(item.shortage) for item in made.items if item.name == "keys and values")
     assert short == is_short
 
 
 def test_a_plan_that_fits_passes():
-    made = memory.make(BENCH)
+    made = memory.estimate(BENCH)
     made.require(made.peak)
     with pytest.raises(ConfigError):
         made.require(made.peak - 1)
@@ -288,23 +288,23 @@ def test_the_large_shapes_fit_a_card_of_80_gb(name):
         rollout={"num_generations": 4, "max_completion_length": 1024},
         optim={"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
     )
-    memory.make(cfg).require(78_000_000_000)
+    memory.estimate(cfg).require(78_000_000_000)
 
 
 def test_a_published_name_needs_no_files():
     by_name = changed(BENCH, model={"model_name_or_path": "Qwen/Qwen2.5-7B-Instruct"})
-    assert memory.make(by_name) == memory.make(BENCH, architecture.KNOWN["qwen2.5-7b"])
+    assert memory.estimate(by_name) == memory.estimate(BENCH, architecture.KNOWN["qwen2.5-7b"])
 
 
 def test_what_no_field_makes_smaller_is_no_fields_fault():
-    made = memory.make(BENCH)
+    made = memory.estimate(BENCH)
     fixed = sum(i.size for i in made.items if not i.field and i.phase in ("always", "rollout"))
     with pytest.raises(ConfigError, match="no field makes smaller: take a smaller model"):
         made.require(fixed - 1)
 
 
 def test_a_second_base_is_found_out():
-    made = memory.make(BENCH)
+    made = memory.estimate(BENCH)
     steady, base = made.size("always"), named(made, "base: linears")
     made.require_one_base(steady + base // 3, made.peak + base // 3)
     with pytest.raises(
@@ -316,12 +316,12 @@ def test_a_second_base_is_found_out():
 
 
 def test_where_the_base_trains_there_is_none_to_copy():
-    made = memory.make(config.load(CONFIGS / "gsm8k_qwen2.5_3b_full.toml"))
+    made = memory.estimate(config.load(CONFIGS / "gsm8k_qwen2.5_3b_full.toml"))
     made.require_one_base(made.size("always") * 2, made.peak * 2)
 
 
 def test_the_trainer_compares_after_its_first_step(monkeypatch):
-    made = memory.make(BENCH)
+    made = memory.estimate(BENCH)
     stats = {"peak_bytes_in_use": made.peak, "bytes_in_use": made.size("always")}
     device = types.SimpleNamespace(memory_stats=lambda: stats)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
@@ -339,7 +339,7 @@ def test_the_trainer_compares_after_its_first_step(monkeypatch):
 
 
 def test_the_table_ends_with_the_comparison():
-    made = memory.Plan(
+    made = memory.MemoryPlan(
         (memory.Item("base", 8_000_000_000, "always"), memory.Item("x", 10**9, "update"))
     )
     *_, peak, measured, device = made.lines(limit=80_000_000_000, measured=9_900_000_000)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import nvfp4
 from qerl_jax.model import architecture, layers
 
 ATTENTION = jax.jit(layers.attention)
@@ -238,13 +237,3 @@ def test_branches_of_one_input_pass_its_gradient_on_in_one_product():
     products = str(jax.make_jaxpr(jax.grad(total))(x)).count("dot_general")
     # One forward and one back for all of x A; for each branch one forward and one back for B.
     assert products == 2 + 3 * 2
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_linear_multiplies_by_the_transposed_weight(packed):
-    x = np.random.default_rng(0).normal(size=(2, 3, 32)).astype(np.float32)
-    weight = jax.random.normal(jax.random.key(1), (24, 32))
-    held = nvfp4.quantize(weight) if packed else weight
-    matrix = nvfp4.dequantize(held) if packed else weight
-    expected = x.astype(np.float64) @ np.asarray(matrix, np.float64).T
-    np.testing.assert_allclose(layers.linear(jnp.asarray(x), held), expected, atol=2e-5)
