@@ -20,7 +20,7 @@ import operator
 import types
 import typing
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal
 
 
 class ConfigError(ValueError):
@@ -54,41 +54,54 @@ def is_seed(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and 0 <= value < 2**32
 
 
+def require(holds: bool, name: str, value: Any, rule: str) -> None:
+    """Raises the error about a value that breaks a rule."""
+    if not holds:
+        raise ConfigError(f"{name}: got {value!r}; {rule}")
+
+
 class Checked:
-    """Base of dataclasses that check themselves; `section` stands before the names in errors."""
+    """Base of dataclasses that check themselves.
 
-    section = ""
+    Attributes:
+        section: Stands before a field's name in errors.
+        names: By field, what errors call it instead.
+    """
 
-    def __init_subclass__(cls, section: str = "", **kwargs: Any):
-        super().__init_subclass__(**kwargs)
-        cls.section = section
+    section: ClassVar[str] = ""
+    names: ClassVar[dict[str, str]] = {}
+
+    def __init_subclass__(cls, section: str = "", names: dict[str, str] | None = None):
+        cls.section, cls.names = section, names or {}
 
     def __post_init__(self):
         for name, optional, rule in _rules(type(self)):
             value = getattr(self, name)
-            if not (optional and value is None or rule.holds(value)):
-                self._refuse(name, rule.text)
+            self._require(optional and value is None or rule.holds(value), name, rule.text)
         self._check_across()
 
     def _check_across(self) -> None:
-        """Refuses values by the rules across fields."""
+        """Checks the rules across fields."""
 
-    def _refuse(self, names: str, rule: str, *values: Any) -> NoReturn:
-        """Raises the error about a field, or about several with a comma; `values` says another value."""
-        (value,) = values or (operator.attrgetter(*names.split(", "))(self),)
-        raise ConfigError(f"{self.section}{names}: got {value!r}; {rule}")
+    def _require(self, holds: bool, field: str, rule: str) -> None:
+        """Raises the error about a field, or about several with a comma."""
+        value = operator.attrgetter(*field.split(", "))(self)
+        require(holds, self.section + self.names.get(field, field), value, rule)
 
 
 @functools.cache
 def _rules(cls: type) -> list[tuple[str, bool, Rule]]:
     """The rules in the annotations of a class: the field, whether it may be None, the rule."""
-    found = []
-    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
-        members = typing.get_args(hint) if _is_union(hint) else (hint,)
-        for member in members:
-            rules = [rule for rule in getattr(member, "__metadata__", ()) if isinstance(rule, Rule)]
-            found += [(name, types.NoneType in members, rule) for rule in rules]
-    return found
+    hints = typing.get_type_hints(cls, include_extras=True)
+    members = {
+        n: typing.get_args(hint) if _is_union(hint) else (hint,) for n, hint in hints.items()
+    }
+    return [
+        (name, types.NoneType in each, rule)
+        for name, each in members.items()
+        for member in each
+        for rule in getattr(member, "__metadata__", ())
+    ]
 
 
 def from_table(cls: type, table: dict[str, Any], prefix: str = "") -> Any:
@@ -124,30 +137,24 @@ def _is_union(hint: Any) -> bool:
 def _value(hint: Any, value: Any, name: str) -> Any:
     """A value of a table as a type hint wants it; a whole number will do for a float."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    got = f"{name}: got {value!r};"
     if hint is Any:
         return value
     if _is_union(hint):
         (hint,) = [arg for arg in args if arg is not types.NoneType]
         return _value(hint, value, name)
     if origin is Literal:
-        if value not in args:
-            raise ConfigError(f"{got} must be one of {', '.join(map(repr, args))}")
+        require(value in args, name, value, f"must be one of {', '.join(map(repr, args))}")
         return value
     if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise ConfigError(f"{got} must be a list")
+        require(isinstance(value, list | tuple), name, value, "must be a list")
         return tuple(_value(args[0], item, f"{name}[{i}]") for i, item in enumerate(value))
     if dataclasses.is_dataclass(hint) or origin is dict:
-        if not isinstance(value, dict):
-            raise ConfigError(f"{got} must be a section")
+        require(isinstance(value, dict), name, value, "must be a section")
         if origin is dict:
             return {key: _value(args[1], item, f"{name}.{key}") for key, item in value.items()}
         return from_table(hint, value, f"{name}.")
     if hint is float and type(value) is int:
         value = float(value)
-    if type(value) is not hint:
-        raise ConfigError(f"{got} must be of type {hint.__name__}")
-    if hint is float and not math.isfinite(value):
-        raise ConfigError(f"{got} must be finite")
+    require(type(value) is hint, name, value, f"must be of type {hint.__name__}")
+    require(hint is not float or math.isfinite(value), name, value, "must be finite")
     return value

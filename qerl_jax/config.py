@@ -24,6 +24,7 @@ from qerl_jax.checked import (
     Rule,
     from_table,
     is_seed,
+    require,
     to_table,
 )
 
@@ -63,25 +64,20 @@ class ModelConfig(Checked, section="model."):
     """The base model.
 
     Attributes:
-        model_name_or_path: A local folder or hub name (config.json and safetensors); "qerl-tiny" is
-            the base that ships with the package. With `random_base`, a name of `architecture.KNOWN`
-            will do.
+        model_name_or_path: A local folder or hub name (config.json and safetensors); "qerl-tiny" is the base
+            that ships with the package. With `random_base`, a name of `architecture.KNOWN` will do.
         tokenizer_name_or_path: Where the tokenizer is, if it is not beside the model.
-        weights: How the linears are held: "nvfp4", "mxfp4" and "nf4" (with quantized scales, as in
-            QLoRA) pack a 16-bit checkpoint on load; a checkpoint in that format is read as it is.
+        weights: How the linears are held: "nvfp4", "mxfp4" and "nf4" (with quantized scales, as in QLoRA)
+            pack a 16-bit checkpoint on load; a checkpoint in that format is read as it is.
         dtype: Data type of the activations.
-        random_base: Make a packed random base of that architecture on the device instead of reading
-            weights.
-        gradient_checkpointing: What the backward pass recomputes instead of keeping it: each
-            "layer", of a layer the "mlp" and all but attention's two products, all but these and the
-            MLP's first ("products"), or "none". From the first to the last it takes more memory and
-            less time.
-        trainable: "lora" trains an adapter; "full" trains the layers of a dense base themselves
-            (linears, biases and norms; not embedding, last norm and head), in float32, without an
-            adapter.
-        adapter_name_or_path: A PEFT adapter over that base, by folder or hub name, from which
-            training goes on; `[lora]` has its shape. The optimizer starts anew, and the reference
-            policy is still the base.
+        random_base: Make a packed random base of that architecture on the device instead of reading weights.
+        gradient_checkpointing: What the backward pass recomputes instead of keeping it: each "layer", of a
+            layer the "mlp" and all but attention's two products, all but these and the MLP's first
+            ("products"), or "none". From the first to the last it takes more memory and less time.
+        trainable: "lora" trains an adapter; "full" trains the layers of a dense base themselves (linears,
+            biases and norms; not embedding, last norm and head), in float32, without an adapter.
+        adapter_name_or_path: A PEFT adapter over that base, by folder or hub name, from which training goes
+            on; `[lora]` has its shape. The optimizer starts anew, and the reference policy is still the base.
     """
 
     model_name_or_path: NotEmpty
@@ -94,13 +90,14 @@ class ModelConfig(Checked, section="model."):
     adapter_name_or_path: str | None = None
 
     def _check_across(self):
-        if self.trainable == "full" and self.adapter_name_or_path is not None:
-            self._refuse("adapter_name_or_path", 'needs model.trainable = "lora"')
-        if self.trainable == "full" and self.weights not in DENSE:
-            self._refuse(
-                "trainable",
-                'packed weights have no gradient: set model.weights to "bfloat16" or "float32"',
-            )
+        lora = self.trainable == "lora"
+        holds = lora or self.adapter_name_or_path is None
+        self._require(holds, "adapter_name_or_path", 'needs model.trainable = "lora"')
+        self._require(
+            lora or self.weights in DENSE,
+            "trainable",
+            'packed weights have no gradient: set model.weights to "bfloat16" or "float32"',
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,26 +127,23 @@ class DataConfig(Checked, section="data."):
     """The problems.
 
     Attributes:
-        dataset: "arithmetic" (procedural), a set that `datasets.SETS` names, or rows of
-            {"prompt": ..., other columns} by hub name or path.
+        dataset: "arithmetic" (procedural), a set that `datasets.SETS` names, or rows of {"prompt": ..., other
+            columns} by hub name or path.
         path: Where a named set lies if not on the hub: a folder that `datasets.load_dataset` reads,
             or a file.
         name: Name of the data set's configuration, where it has several; "one-step" makes
             "arithmetic" ask problems of one operation.
         split: Name of the split to train on.
-        columns: Which columns of the rows to read as `prompt` and `answer`, where they have other
-            names.
-        system_prompt: The system message: a text, a name of `datasets.SYSTEM_PROMPTS`, "" for none, or
-            absent for the named set's own.
-        prompt_template: Text around the last message of a prompt: "{prompt}" and "{COLUMN}" are
-            filled in from the row, other braces stay.
-        max_prompt_characters: Longest text of a prompt's row, before any template; longer ones are
-            left out. Absent means the named set's own limit, if it has one.
+        columns: Which columns of the rows to read as `prompt` and `answer`, where they have other names.
+        system_prompt: The system message: a text, a name of `datasets.SYSTEM_PROMPTS`, "" for none, or absent
+            for the named set's own.
+        prompt_template: Text around the last message of a prompt: "{prompt}" and "{COLUMN}" are filled in
+            from the row, other braces stay.
+        max_prompt_characters: Longest text of a prompt's row, before any template; longer ones are left out.
+            Absent means the named set's own limit, if it has one.
         max_prompt_length: Longest prompt in tokens, chat template included.
-        overlong_prompts: What happens to a longer prompt: an "error" before training starts, or
-            "drop".
-        num_problems: How many problems to generate ("arithmetic") or keep, from the front; absent
-            means all.
+        overlong_prompts: What happens to a longer prompt: an "error" before training starts, or "drop".
+        num_problems: How many problems to generate ("arithmetic") or keep, from the front; absent means all.
     """
 
     dataset: str
@@ -172,10 +166,9 @@ class RewardConfig(Checked, section="rewards."):
     Attributes:
         functions: Stock names of `rewards/stock.py`, or import paths "package.module:function".
         weights: One weight per function; absent means 1 each.
-        options: By name of a function, the arguments of the factory that makes it; see
-            `scoring.resolve`.
-        soft_punish_cache: Width in tokens of the slope, at the end of the longest completion, down
-            which DAPO's soft overlong punishment goes from 0 to -1; absent means no punishment.
+        options: By name of a function, the arguments of the factory that makes it; see `scoring.resolve`.
+        soft_punish_cache: Width in tokens of the slope, at the end of the longest completion, down which
+            DAPO's soft overlong punishment goes from 0 to -1; absent means no punishment.
         soft_punish_weight: Weight of that punishment in the sum.
     """
 
@@ -186,8 +179,9 @@ class RewardConfig(Checked, section="rewards."):
     soft_punish_weight: Positive = 1.0
 
     def _check_across(self):
-        if self.weights is not None and len(self.weights) != len(self.functions):
-            self._refuse("weights", f"must have one entry per function ({len(self.functions)})")
+        count = len(self.functions)
+        holds = self.weights is None or len(self.weights) == count
+        self._require(holds, "weights", f"must have one entry per function ({count})")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,22 +191,22 @@ class RolloutConfig(Checked, section="rollout."):
     Attributes:
         num_generations: G, completions per prompt.
         generation_batch_size: B = P * G, completions per rollout; absent means one optimizer batch.
-        max_concurrent: Rows sampled at a time; the next row takes the place of one that ends.
-            Absent means all of a rollout. On a Hopper GPU fused decoding takes up to 128 of them.
-        kv_cache_tokens: Capacity for keys and values, in tokens; rows wait while there is none left.
-            Absent means what `max_concurrent` rows can need, or what the device has.
-        kv_cache_fraction: That capacity as a fraction of the device memory that the weights leave;
-            give one of the two.
+        max_concurrent: Rows sampled at a time; the next row takes the place of one that ends. Absent means
+            all of a rollout. On a Hopper GPU fused decoding takes up to 128 of them.
+        kv_cache_tokens: Capacity for keys and values, in tokens; rows wait while there is none left. Absent
+            means what `max_concurrent` rows can need, or what the device has.
+        kv_cache_fraction: That capacity as a fraction of the device memory that the weights leave; give one
+            of the two.
         compact: Shrink the batch when rows end and none waits. Off keeps the last bits of a row's
-            log-probabilities independent of the other rows, for which a prefill also has lines for
-            as many prompts as there are slots.
+            log-probabilities independent of the other rows, for which a prefill also has lines for as many
+            prompts as there are slots.
         max_completion_length: Longest completion in tokens, the stop token included.
         temperature: Temperature of sampling and of all log-probabilities.
         top_k: Keep the k likeliest tokens; 0 is off.
         top_p: Keep the likeliest tokens up to this mass; 1 is off.
         min_p: Drop tokens below this fraction of the likeliest one's probability; 0 is off.
-        repetition_penalty: Divides positive scores of tokens that were there before, and multiplies
-            negative ones; 1 is off.
+        repetition_penalty: Divides positive scores of tokens that were there before, and multiplies negative
+            ones; 1 is off.
         stop: Texts that end a completion with the token that completes one of them.
         ignore_eos: Run every completion to `max_completion_length`, or a text of `stop`.
         steps_per_generation: `generation_batch_size` as a number of micro-batches
@@ -236,12 +230,13 @@ class RolloutConfig(Checked, section="rollout."):
     steps_per_generation: Count | None = None
 
     def _check_across(self):
-        if None not in (self.steps_per_generation, self.generation_batch_size):
-            self._refuse(
-                "steps_per_generation", "must be absent where generation_batch_size is given"
-            )
-        if None not in (self.kv_cache_fraction, self.kv_cache_tokens):
-            self._refuse("kv_cache_fraction", "must be absent where kv_cache_tokens is given")
+        self._require(
+            None in (self.steps_per_generation, self.generation_batch_size),
+            "steps_per_generation",
+            "must be absent where generation_batch_size is given",
+        )
+        holds = None in (self.kv_cache_fraction, self.kv_cache_tokens)
+        self._require(holds, "kv_cache_fraction", "must be absent where kv_cache_tokens is given")
 
     def slots(self, rows: int) -> int:
         """How many of so many rows are sampled at a time."""
@@ -261,20 +256,19 @@ class GrpoConfig(Checked, section="grpo."):
         kl_estimator: How that KL is estimated; see `grpo.token_kl`.
         use_bias_correction_kl: Multiply the estimate by the importance ratio.
         sync_ref_model: Use a periodically updated copy of the policy as KL reference.
-        ref_model_mixup_alpha: How far an update moves that copy to the policy: 1 is all the way, 0
-            nowhere.
+        ref_model_mixup_alpha: How far an update moves that copy to the policy: 1 is all the way, 0 nowhere.
         ref_model_sync_steps: Optimizer steps between two updates of that copy.
         importance_sampling_level: Ratio per "token", or one per "sequence" (GSPO).
-        advantage_estimator: What a reward is compared with: the mean of its group ("grpo"), or of
-            the group's other completions ("rloo").
+        advantage_estimator: What a reward is compared with: the mean of its group ("grpo"), or of the group's
+            other completions ("rloo").
         scale_rewards: Standard deviation that divides advantages: of the "group", of the "batch",
             or "none".
         dynamic_sampling: Sample again, with further problems, for groups of equal rewards (DAPO).
         max_sampling_rounds: Most rounds of that; then a rollout is filled up with such groups.
         mask_truncated_completions: Leave completions without a stop token out of the loss.
         num_iterations: Passes over each rollout.
-        old_logprobs: Which log-probabilities the ratio is taken against: the sampler's own
-            ("behaviour"), or the clean policy's before the update ("recompute", as in QeRL's code).
+        old_logprobs: Which log-probabilities the ratio is taken against: the sampler's own ("behaviour"), or
+            the clean policy's before the update ("recompute", as in QeRL's code).
         importance_sampling_correction: With "recompute", weigh the loss by the truncated exp(old -
             behaviour).
         importance_sampling_mode: How that weight is truncated.
@@ -307,27 +301,27 @@ class GrpoConfig(Checked, section="grpo."):
 
     def _check_across(self):
         bound = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
-        if self.delta is not None and not self.delta > bound:
-            self._refuse("delta", f"must exceed 1 + epsilon_high = {bound}")
-        if self.beta > 0 and self.kl_estimator == "k1" and not self.use_bias_correction_kl:
-            self._refuse(
-                "kl_estimator",
-                "as a loss it is noise of mean 0 unless grpo.use_bias_correction_kl = true",
-            )
-        if self.sync_ref_model and self.beta == 0:
-            self._refuse("sync_ref_model", "needs grpo.beta > 0: without it no reference is read")
-        if self.advantage_estimator == "rloo" and self.scale_rewards == "group":
-            self._refuse(
-                "advantage_estimator",
-                'needs grpo.scale_rewards = "none" or "batch": over the deviation of its own group it '
-                "is grpo times a constant",
-            )
-        if self.importance_sampling_correction and self.old_logprobs == "behaviour":
-            self._refuse(
-                "importance_sampling_correction",
-                'needs grpo.old_logprobs = "recompute": against the behaviour policy the weight is 1 '
-                "by definition",
-            )
+        holds = self.delta is None or self.delta > bound
+        self._require(holds, "delta", f"must exceed 1 + epsilon_high = {bound}")
+        self._require(
+            self.beta == 0 or self.kl_estimator != "k1" or self.use_bias_correction_kl,
+            "kl_estimator",
+            "as a loss it is noise of mean 0 unless grpo.use_bias_correction_kl = true",
+        )
+        rule = "needs grpo.beta > 0: without it no reference is read"
+        self._require(self.beta > 0 or not self.sync_ref_model, "sync_ref_model", rule)
+        self._require(
+            self.advantage_estimator == "grpo" or self.scale_rewards != "group",
+            "advantage_estimator",
+            'needs grpo.scale_rewards = "none" or "batch": over the deviation of its own group it is '
+            "grpo times a constant",
+        )
+        self._require(
+            self.old_logprobs == "recompute" or not self.importance_sampling_correction,
+            "importance_sampling_correction",
+            'needs grpo.old_logprobs = "recompute": against the behaviour policy the weight is 1 by '
+            "definition",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,8 +340,8 @@ class OptimConfig(Checked, section="optim."):
         max_grad_norm: Global norm to which gradients are clipped.
         per_device_train_batch_size: Rows of one micro-batch.
         gradient_accumulation_steps: Micro-batches per optimizer step.
-        max_tokens_per_microbatch: Cut the rows of an optimizer step by their tokens instead: into as
-            few micro-batches as hold no more than these, padding included. The result is the same.
+        max_tokens_per_microbatch: Cut the rows of an optimizer step by their tokens instead: into as few
+            micro-batches as hold no more than these, padding included. The result is the same.
         share_prompts: Compute a prompt once for all of its completions in a micro-batch.
         optimizer: AdamW with float32 moments, or with moments in 8 bits ("adamw_8bit").
     """
@@ -368,26 +362,26 @@ class OptimConfig(Checked, section="optim."):
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
 
     def _check_across(self):
-        if self.min_lr_ratio != 0 and self.lr_scheduler_type == "constant":
-            self._refuse(
-                "min_lr_ratio",
-                'says where a rate ends that falls; with lr_scheduler_type = "constant" none does',
-            )
+        self._require(
+            self.min_lr_ratio == 0 or self.lr_scheduler_type != "constant",
+            "min_lr_ratio",
+            'says where a rate ends that falls; with lr_scheduler_type = "constant" none does',
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class NoiseConfig(Checked, section="noise."):
-    """Adaptive Quantization Noise; the section's presence switches it on, on any base.
+    """Adaptive Quantization Noise; the section switches it on, on any base, and `--noise None` off.
 
     Attributes:
         sigma_start: Standard deviation of the noise in the first noisy stage.
         sigma_end: Standard deviation of the noise in the last stage.
         num_stages: Number of equal stages of the run; the first is silent.
         schedule: Shape of the decay from `sigma_start` to `sigma_end`.
-        exponent: "code" reaches `sigma_end`, the paper's equation 8 under Algorithm 1 ("paper")
-            stops short of it.
-        scope: Who acts under noise: only the sampler ("rollout", the paper's Algorithm 1), or
-            "both" sampler and update.
+        exponent: "code" reaches `sigma_end`, the paper's equation 8 under Algorithm 1 ("paper") stops short
+            of it.
+        scope: Who acts under noise: only the sampler ("rollout", the paper's Algorithm 1), or "both" sampler
+            and update.
         final_norm: Whether the norm before the head is perturbed too.
     """
 
@@ -400,30 +394,29 @@ class NoiseConfig(Checked, section="noise."):
     final_norm: bool = False
 
     def _check_across(self):
-        if not 0 < self.sigma_end <= self.sigma_start:
-            self._refuse("sigma_end", f"must be in (0, sigma_start = {self.sigma_start}]")
+        rule = f"must be in (0, sigma_start = {self.sigma_start}]"
+        self._require(0 < self.sigma_end <= self.sigma_start, "sigma_end", rule)
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalConfig(Checked, section="eval."):
-    """Held-out accuracy at the start and the end of a run, and on a schedule.
+    """Held-out accuracy at both ends of a run and on a schedule; `--eval None` switches it off.
 
     Concurrent rows, cache, length and stop strings are those of `rollout`; temperature and top-p are
     given here.
 
     Attributes:
-        split: Split of the training set's source, or of `dataset` (AIME 2024's is called "train" on
-            the hub).
+        split: Split of the training set's source, or of `dataset` (AIME 2024's is called "train" on the hub).
         num_problems: How many problems to ask, from the front.
         reward: The function whose share of 1s is the accuracy.
         temperature: Sampling temperature; 0 is greedy.
         top_p: Keep the likeliest tokens up to this mass; 1 is off.
         batch_size: Problems sampled together.
-        eval_steps: Evaluate also every so many optimizer steps, and keep the best adapter in `best`; 0
-            means only at both ends.
+        eval_steps: Evaluate also every so many optimizer steps, and keep the best adapter in `best`; 0 means
+            only at both ends.
         num_generations: Completions per problem.
-        dataset: Another set than the training set, as `data.dataset`; it is asked by the training
-            set's prompt.
+        dataset: Another set than the training set, as `data.dataset`; it is asked by the training set's
+            prompt.
         path: Where that set lies if not on the hub, as `data.path`.
     """
 
@@ -439,13 +432,12 @@ class EvalConfig(Checked, section="eval."):
     path: str | None = None
 
     def _check_across(self):
-        if self.num_generations != 1 and not (self.num_generations > 1 and self.temperature > 0):
-            self._refuse(
-                "num_generations",
-                "must be at least 1, and 1 at temperature 0, where all samples are equal",
-            )
-        if self.path is not None and self.dataset is None:
-            self._refuse("path", "needs eval.dataset")
+        self._require(
+            self.num_generations == 1 or (self.num_generations > 1 and self.temperature > 0),
+            "num_generations",
+            "must be at least 1, and 1 at temperature 0, where all samples are equal",
+        )
+        self._require(self.path is None or self.dataset is not None, "path", "needs eval.dataset")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -486,64 +478,77 @@ class RunConfig(Checked):
     run_name: str | None = None
 
     def _check_across(self):
-        if (self.max_steps is None) == (self.num_train_epochs is None):
-            self._refuse("max_steps, num_train_epochs", "exactly one of the two must be set")
+        self._require(
+            (self.max_steps is None) != (self.num_train_epochs is None),
+            "max_steps, num_train_epochs",
+            "exactly one of the two must be set",
+        )
         used = {*self.rewards.functions, *([self.eval.reward] if self.eval else [])}
-        if not set(self.rewards.options or ()) <= used:
-            rule = f"must be of functions that are used: {', '.join(sorted(used))}"
-            self._refuse("rewards.options", rule)
+        self._require(
+            set(self.rewards.options or ()) <= used,
+            "rewards.options",
+            f"must be of functions that are used: {', '.join(sorted(used))}",
+        )
         self._check_lengths()
         self._check_batches()
-        full, grpo = self.model.trainable == "full", self.grpo
-        if full and self.lora != LoraConfig():
-            self._refuse("model.trainable", "leaves nothing for a [lora] section to say: remove it")
-        if full and grpo.beta > 0 and not grpo.sync_ref_model:
-            self._refuse(
-                "grpo.beta",
-                'with model.trainable = "full" the reference needs a copy of the weights: ask for it '
-                "with grpo.sync_ref_model = true (ref_model_mixup_alpha = 0 keeps it as it was)",
-            )
+        lora, grpo = self.model.trainable == "lora", self.grpo
+        self._require(
+            lora or self.lora == LoraConfig(),
+            "model.trainable",
+            "leaves nothing for a [lora] section to say: remove it",
+        )
+        self._require(
+            lora or grpo.beta == 0 or grpo.sync_ref_model,
+            "grpo.beta",
+            'with model.trainable = "full" the reference needs a copy of the weights: ask for it with '
+            "grpo.sync_ref_model = true (ref_model_mixup_alpha = 0 keeps it as it was)",
+        )
 
     def _check_lengths(self):
         rollout, longest = self.rollout, self.rollout.max_completion_length
         row = self.data.max_prompt_length + longest
         lengths = f"data.max_prompt_length + rollout.max_completion_length = {row}"
-        if rollout.kv_cache_tokens is not None and rollout.kv_cache_tokens < row:
-            self._refuse("rollout.kv_cache_tokens", f"must hold a row of {lengths}")
+        holds = rollout.kv_cache_tokens is None or rollout.kv_cache_tokens >= row
+        self._require(holds, "rollout.kv_cache_tokens", f"must hold a row of {lengths}")
         limit = self.optim.max_tokens_per_microbatch
-        if limit is not None and limit < row:
-            self._refuse("optim.max_tokens_per_microbatch", f"must hold one row, {lengths}")
-        if self.grpo.mask_truncated_completions and rollout.ignore_eos and rollout.stop is None:
-            self._refuse(
-                "grpo.mask_truncated_completions",
-                "leaves nothing to learn from where rollout.ignore_eos lets no completion end",
-            )
-        if (self.rewards.soft_punish_cache or 0) > longest:
-            rule = f"must not exceed rollout.max_completion_length = {longest}"
-            self._refuse("rewards.soft_punish_cache", rule)
+        name = "optim.max_tokens_per_microbatch"
+        self._require(limit is None or limit >= row, name, f"must hold one row, {lengths}")
+        ends = rollout.stop is not None or not rollout.ignore_eos
+        self._require(
+            ends or not self.grpo.mask_truncated_completions,
+            "grpo.mask_truncated_completions",
+            "leaves nothing to learn from where rollout.ignore_eos lets no completion end",
+        )
+        self._require(
+            (self.rewards.soft_punish_cache or 0) <= longest,
+            "rewards.soft_punish_cache",
+            f"must not exceed rollout.max_completion_length = {longest}",
+        )
 
     def _check_batches(self):
         rows, batch = self.generation_batch_size, self.train_batch_size
+        group = self.rollout.num_generations
         optimizer_batch = "optim.per_device_train_batch_size * optim.gradient_accumulation_steps"
         given = "rollout.generation_batch_size"
         if self.rollout.steps_per_generation is not None:
             given = "optim.per_device_train_batch_size * rollout.steps_per_generation"
         elif self.rollout.generation_batch_size is None:
             given = optimizer_batch
-        if rows % self.rollout.num_generations != 0:
-            rule = f"must be a multiple of rollout.num_generations = {self.rollout.num_generations}"
-            self._refuse(given, rule, rows)
-        if rows % batch != 0:
-            rule = f"must be a multiple of the optimizer batch, {optimizer_batch} = {batch}"
-            self._refuse(given, rule, rows)
-        if self.optim.max_tokens_per_microbatch is not None and self.grpo.loss_type == "bnpo":
-            self._refuse(
-                "optim.max_tokens_per_microbatch",
-                'goes with any grpo.loss_type but "bnpo", whose value depends on the cut: take "dapo"',
-            )
-        if self.max_steps is not None and self.max_steps % self.updates_per_rollout != 0:
-            steps = f"{self.updates_per_rollout} optimizer steps made from each rollout"
-            self._refuse("max_steps", f"must be a multiple of the {steps}")
+        rule = f"must be a multiple of rollout.num_generations = {group}"
+        require(rows % group == 0, given, rows, rule)
+        rule = f"must be a multiple of the optimizer batch, {optimizer_batch} = {batch}"
+        require(rows % batch == 0, given, rows, rule)
+        self._require(
+            self.optim.max_tokens_per_microbatch is None or self.grpo.loss_type != "bnpo",
+            "optim.max_tokens_per_microbatch",
+            'goes with any grpo.loss_type but "bnpo", whose value depends on the cut: take "dapo"',
+        )
+        updates = self.updates_per_rollout
+        self._require(
+            self.max_steps is None or self.max_steps % updates == 0,
+            "max_steps",
+            f"must be a multiple of the {updates} optimizer steps made from each rollout",
+        )
 
     @property
     def train_batch_size(self) -> int:
@@ -552,7 +557,7 @@ class RunConfig(Checked):
 
     @property
     def generation_batch_size(self) -> int:
-        """B, rows of one rollout."""
+        """Rows B of one rollout."""
         if self.rollout.steps_per_generation is not None:
             return self.optim.per_device_train_batch_size * self.rollout.steps_per_generation
         given = self.rollout.generation_batch_size
@@ -560,7 +565,7 @@ class RunConfig(Checked):
 
     @property
     def prompts_per_rollout(self) -> int:
-        """P."""
+        """Prompts P of one rollout."""
         return self.generation_batch_size // self.rollout.num_generations
 
     @property

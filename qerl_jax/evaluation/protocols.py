@@ -7,9 +7,12 @@ sampled, what counts as right. Scores under different protocols are not comparab
 import dataclasses
 from typing import Literal
 
+from qerl_jax.checked import Checked, Closed01, Count, NotNegative
+from qerl_jax.config import TopK, TopP
+
 type ProtocolName = Literal["paper", "verl", "run"]
 
-# Where the names of `data.SETS` hold problems to report on: the split that the hub calls so.
+# Where the names of `datasets.SETS` hold problems to report on: the split that the hub calls so.
 SPLITS = {
     "gsm8k": "test",
     "math500": "test",
@@ -24,52 +27,44 @@ _VERL_HASHES = '{prompt} Let\'s think step by step and output the final answer a
 _VERL_BOXED = "{prompt} Let's think step by step and output the final answer within \\boxed{}."
 
 
+# What `qerl eval` calls a field.
+_OPTIONS = {"num_generations": "samples", "max_completion_length": "max_tokens"}
+
+
 @dataclasses.dataclass(frozen=True)
-class Protocol:
+class Protocol(Checked, names=_OPTIONS):
     """How one set is asked, sampled and judged.
 
     Attributes:
         reward: The function that is at least 1 where a completion is right.
-        num_generations: N, samples per problem.
-        temperature: 0 is greedy.
+        num_generations: N, completions per problem.
+        temperature: Sampling temperature; 0 is greedy.
         top_p: Keep the likeliest tokens up to this mass; 1 is off.
         top_k: Keep the k likeliest tokens; 0 is off.
         min_p: Drop tokens below this fraction of the likeliest one's probability; 0 is off.
-        max_completion_length: In tokens, the stop token included.
-        system_prompt: As `data.load` takes it: None is the set's own.
-        prompt_template: As `data.load` takes it.
+        max_completion_length: Longest completion in tokens, the stop token included.
+        system_prompt: The system message, as `datasets.load` takes it: None is the set's own.
+        prompt_template: Text around the problem, as `datasets.load` takes it.
         stop: Strings that end a completion, beside the end token.
     """
 
     reward: str
-    num_generations: int = 1
-    temperature: float = 0.6
-    top_p: float = 0.95
-    top_k: int = 0
-    min_p: float = 0.0
-    max_completion_length: int = 4096
+    num_generations: Count = 1
+    temperature: NotNegative = 0.6
+    top_p: TopP = 0.95
+    top_k: TopK = 0
+    min_p: Closed01 = 0.0
+    max_completion_length: Count = 4096
     system_prompt: str | None = None
     prompt_template: str | None = None
     stop: tuple[str, ...] | None = None
 
-    def __post_init__(self):
-        samples, tokens = self.num_generations, self.max_completion_length
-        # Named as `qerl eval` does.
-        for name, value, holds, rule in (
-            ("samples", samples, samples >= 1, "must be at least 1"),
-            ("temperature", self.temperature, self.temperature >= 0, "must not be negative"),
-            ("top_p", self.top_p, 0 < self.top_p <= 1, "must be in (0, 1]"),
-            ("top_k", self.top_k, self.top_k >= 0, "must not be negative"),
-            ("min_p", self.min_p, 0 <= self.min_p <= 1, "must be in [0, 1]"),
-            ("max_tokens", tokens, tokens >= 1, "must be at least 1"),
-        ):
-            if not holds:
-                raise ValueError(f"{name}: got {value!r}; {rule}")
-        if self.temperature == 0 and self.num_generations > 1:
-            raise ValueError(
-                f"samples: got {self.num_generations}; greedy samples (temperature 0) of "
-                "one problem are equal: must be 1"
-            )
+    def _check_across(self):
+        self._require(
+            self.temperature > 0 or self.num_generations == 1,
+            "num_generations",
+            "greedy samples (temperature 0) of one problem are equal: must be 1",
+        )
 
 
 def paper(dataset: str) -> Protocol:

@@ -1,4 +1,4 @@
-"""Scores of the next token -> the token that is drawn, and its log-probability."""
+"""Sampling of the next token from its scores, with its log-probability."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Truncation:
     min_p: float = 0.0
 
     def __call__(self, logps: jax.Array) -> jax.Array:
-        """[..., V] log-probabilities with -inf at the tokens that are out."""
+        """Log-probabilities [..., V] with -inf at the tokens that may not be sampled."""
         if 0 < self.top_k < logps.shape[-1]:
             kept = _likeliest(logps, jnp.ones_like(logps, jnp.int32), self.top_k)
             logps = jnp.where(kept, logps, -jnp.inf)
@@ -46,7 +46,7 @@ class Truncation:
 
 
 def _likeliest(logps: jax.Array, weights: jax.Array, target: float) -> jax.Array:
-    """bool [..., V]: the likeliest down to the one at which their weights add up to the target.
+    """Marks (bool [..., V]) the likeliest tokens down to the one at which their weights add up to the target.
 
     The threshold is found bit by bit: 32 sums over the vocabulary instead of sorting it, which takes
     a GPU as long as the rest of a decode step.
@@ -81,7 +81,7 @@ def gumbel(bits: jax.Array) -> jax.Array:
     """Standard Gumbel noise, float32, of uniform uint32 bits.
 
     Fine where it is large: `jax.random.gumbel` makes its uniform numbers from 23 bits, so that none of
-    its noise is above 16, and tokens of 1e-7, of which 150,000 ids have many, are drawn half as
+    its noise is above 16, and tokens of 1e-7, of which 150,000 ids have many, are sampled half as
     often as they should, those below 1e-8 never. Its `mode="high"` takes twice the bits.
     """
     # Small u are those that matter, and float32 has all of them. Where u would round to 1 the noise
@@ -105,15 +105,17 @@ def next_token(
         keys: PRNG keys [B].
         temperature: float32 scalar; 0 takes the likeliest token.
         num_tokens: Ids that the tokenizer has; no other is sampled.
-        truncation: top-k, top-p, min-p.
+        truncation: Which tokens may be sampled.
         penalized: float32 [B, V] logits to sample from, where these are not the model's own.
 
     Returns:
-        int32 [B] tokens, float32 [B] log-probabilities: of `scores`, before penalty and truncation.
+        int32 [B] tokens, and their float32 [B] log-probabilities by `scores`, before penalty and truncation.
     """
     logps = logprobs.log_softmax(scores, temperature, num_tokens)
-    drawn = logps if penalized is None else logprobs.log_softmax(penalized, temperature, num_tokens)
+    sampled = (
+        logps if penalized is None else logprobs.log_softmax(penalized, temperature, num_tokens)
+    )
     noise = gumbel(jax.vmap(lambda key: jax.random.bits(key, scores.shape[-1:], jnp.uint32))(keys))
     # argmax of log p + Gumbel noise is a sample of p; without the noise it is the mode.
-    token = jnp.argmax(truncation(drawn) + jnp.where(temperature > 0, noise, 0.0), axis=-1)
+    token = jnp.argmax(truncation(sampled) + jnp.where(temperature > 0, noise, 0.0), axis=-1)
     return token.astype(jnp.int32), jnp.take_along_axis(logps, token[:, None], axis=-1)[:, 0]

@@ -14,8 +14,8 @@ class StopStrings:
     """Ends a completion with the token that completes one of some strings.
 
     Attributes:
-        strings: Any of them ends a completion; none empty.
-        decode: Tokens to text.
+        strings: Texts, none of them empty; any of them ends a completion.
+        decode: Makes tokens text.
     """
 
     strings: tuple[str, ...]
@@ -26,11 +26,11 @@ class StopStrings:
             raise ValueError(f"stop strings: got {self.strings!r}; none may be empty")
 
     def kept(self, tokens: Sequence[int], seen: int = 0) -> int | None:
-        """The fewest of the tokens whose text holds one of the strings; None where it holds none.
+        """Number of tokens, from the front, whose text just holds one of the strings; None where none does.
 
         Args:
-            tokens: Of one completion.
-            seen: So many of them, from the front, are known to hold none.
+            tokens: Tokens of one completion.
+            seen: Number of tokens, from the front, that are known to hold none.
         """
         # Only a tail can hold a new one: what is new, and before that as many characters as a
         # string may have begun with, or the one that was cut off there: a character may be several
@@ -53,7 +53,7 @@ class StopStrings:
         return text[: min((text.find(s) for s in self.strings if s in text), default=len(text))]
 
     def settled(self, text: str) -> str:
-        """What of an unfinished text cannot become part of one of the strings."""
+        """The longest prefix of an unfinished text that is safe to stream: no string can begin in it."""
         return text[: len(text) - max(_begun(text, string) for string in self.strings)]
 
     def _in(self, text: str) -> bool:
