@@ -341,19 +341,6 @@ def test_rows_are_held_against_the_context_of_the_base_that_was_loaded(tmp_path,
         train(cfg, quiet=True)
 
 
-@pytest.mark.parametrize("command", ["", "train", "plan", "compare", "replay", "env"])
-def test_help_is_no_error(command, capsys):
-    assert main.main([*command.split(), "--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: qerl COMMAND")
-    assert main.main([]) == 2
-
-
-def test_env_names_versions_and_devices(capsys):
-    assert main.main(["env"]) == 0
-    shown = capsys.readouterr().out
-    assert f"jax {jax.__version__}" in shown and "device 0: cpu" in shown
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem

@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from qerl_jax.checkpoint.policy import PolicySource
 from qerl_jax.data.tokenizer import Prompt
 from qerl_jax.files import Progress, content_hashes, to_line, write_whole
 from qerl_jax.generation.generator import Generator
+from qerl_jax.generation.sampling_params import SamplingParams
 
 # What is written beside a prompt; log-probabilities are those at its temperature.
 WRITTEN = ("completion", "finish_reason", "num_tokens", "cumulative_logprob")
@@ -20,13 +22,13 @@ _SECONDS_BETWEEN_LINES = 10
 
 def write(
     path: pathlib.Path,
-    policy: dict[str, Any],
+    source: PolicySource,
     rows: Sequence[dict[str, Any]],
     prompts: Sequence[Prompt],
-    options: dict[str, Any],
+    params: SamplingParams,
     *,
     limits: dict[str, Any],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Writes a row per completion.
 
@@ -34,33 +36,32 @@ def write(
 
     Args:
         path: The file; it appears at the end.
-        policy: `model`, `adapter`, `weights` and `dtype` of `Generator.load`.
+        source: The policy that samples.
         rows: Columns that stand beside the completions of each prompt.
-        prompts: As many.
-        options: Of `Sampling`.
-        limits: What else `Generator.load` takes.
-        say: Is told how far it is.
+        prompts: As many prompts.
+        params: How they are sampled.
+        limits: `max_concurrent`, `kv_cache_tokens` and `kv_cache_fraction` of `Generator`.
+        log: Is called with a line about the progress, now and then.
 
     Raises:
         ValueError: Where other settings have left a partial file; also see `Generator`.
     """
-    identity = _identity(policy, rows, prompts, options)
+    identity = _identity(source, rows, prompts, params)
     progress = Progress(path.with_name(path.name + ".partial"), identity)
-    samples = options["n"]
-    first, wanted = len(progress.values), samples * len(rows)
+    first, wanted = len(progress.values), params.n * len(rows)
     if first:
-        say(f"{first}/{wanted} completions are in {progress.path}")
+        log(f"{first}/{wanted} completions are in {progress.path}")
     try:
         if first < wanted:
-            generator = Generator.load(**policy, **limits)
-            completions = generator.completions(prompts, first_row=first, **options)
+            generator = Generator.of(source, **limits)
+            completions = generator.completions(prompts, first_row=first, **vars(params))
             told = time.monotonic()
             for index, done in enumerate(completions, first):
                 logp = float(done.logps.sum())
                 values = (done.text, done.finish_reason, len(done.tokens), logp)
-                progress.add([rows[index // samples] | dict(zip(WRITTEN, values, strict=True))])
+                progress.add([rows[index // params.n] | dict(zip(WRITTEN, values, strict=True))])
                 if time.monotonic() > told + _SECONDS_BETWEEN_LINES:
-                    say(f"{index + 1}/{wanted} completions")
+                    log(f"{index + 1}/{wanted} completions")
                     told = time.monotonic()
     except BaseException:
         if not progress.values:
@@ -68,17 +69,27 @@ def write(
         raise
     write_whole(path, "".join(map(to_line, progress.values)))
     progress.path.unlink()
-    say(f"{wanted} completions in {path}")
+    log(f"{wanted} completions in {path}")
 
 
 def _identity(
-    policy: dict[str, Any],
+    source: PolicySource,
     rows: Sequence[dict[str, Any]],
     prompts: Sequence[Prompt],
-    options: dict[str, Any],
+    params: SamplingParams,
 ) -> dict[str, Any]:
-    """Everything that a row of the file depends on; of a model of the hub, its name."""
+    """Everything that a row of the file depends on, as plain JSON; of a model of the hub, its name."""
     asked = json.dumps([rows, prompts], ensure_ascii=False)
-    prompts_hash = hashlib.sha256(asked.encode()).hexdigest()
-    hashes = content_hashes({name: policy[name] for name in ("model", "adapter")})
-    return policy | options | hashes | {"prompts.sha256": prompts_hash}
+    model = source.model
+    folders = {"model": model.model_name_or_path, "adapter": source.adapter}
+    identity = {
+        "model": model.model_name_or_path,
+        "adapter": source.adapter and str(source.adapter),
+        "weights": model.weights,
+        "dtype": model.dtype,
+        **content_hashes(folders),
+        **vars(params),
+        "prompts.sha256": hashlib.sha256(asked.encode()).hexdigest(),
+    }
+    # As it will be read.
+    return json.loads(json.dumps(identity))

@@ -3,15 +3,24 @@
 import dataclasses
 import functools
 import json
+import pathlib
 
+import jax
 import numpy as np
 import pytest
 
+from qerl_jax import config
+from qerl_jax.checkpoint import base_model, peft
+from qerl_jax.checkpoint import policy as policies
 from qerl_jax.cli import main
+from qerl_jax.config import LoraConfig
 from qerl_jax.files import Progress
 from qerl_jax.generation import completion_file
-from qerl_jax.generation.generator import Generator, Sampling
+from qerl_jax.generation.generator import Generator
+from qerl_jax.generation.sampling_params import SamplingParams
+from qerl_jax.model import transformer
 
+QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
 PROMPTS = ["What is (5-3)*3?", "What is 20+15?", "What is 31-12?", "What is 9*2+7?"]
 LIMIT = {"max_tokens": 12}
 SHORT = LIMIT | {"temperature": 1.5}
@@ -104,7 +113,7 @@ def test_ignoring_the_end_token_runs_to_the_limit():
 )
 def test_an_impossible_option_names_itself(field, value):
     with pytest.raises(ValueError, match=f"{field}: got "):
-        Sampling(**{field: value})
+        SamplingParams(**{field: value})
 
 
 def test_a_completion_ends_where_the_models_context_does():
@@ -181,9 +190,10 @@ def test_a_partial_file_of_something_else_stays(text, tmp_path, capsys):
 
 
 def test_other_columns_beside_the_same_prompts_are_another_file(tmp_path):
-    policy = {"model": "qerl-tiny", "adapter": None, "weights": "nvfp4", "dtype": "float32"}
+    policy, params = policies.find(None, None), SamplingParams()
     identities = [
-        completion_file._identity(policy, [{"prompt": "a", "answer": n}], [], {}) for n in range(2)
+        completion_file._identity(policy, [{"prompt": "a", "answer": n}], [], params)
+        for n in range(2)
     ]
     Progress(tmp_path / "out.jsonl.partial", identities[0]).add(["a row"])
     with pytest.raises(ValueError, match="left .prompts.sha256.: choose another file"):
@@ -203,6 +213,25 @@ def test_generate_prints_the_completions_of_several_prompts(capsys):
     assert capsys.readouterr().out == "".join(text + "\n" for text in expected)
 
 
+def test_generate_takes_the_adapter_and_the_settings_of_a_run_folder(tmp_path, capsys):
+    cfg = config.load(QUICKSTART)
+    cfg = dataclasses.replace(cfg, lora=LoraConfig(4, 4.0))
+    (tmp_path / "config.toml").write_text(config.dump(cfg))
+    model, frozen, _ = base_model.load_policy(cfg.model, cfg.lora)
+    params = transformer.init_params(model, frozen, jax.random.key(0))
+    # B of a new adapter is zero: it is made to matter.
+    params = jax.tree.map(lambda leaf: leaf + 0.05, params)
+    peft.export_adapter(tmp_path / "adapter", params, cfg.lora, cfg.model.model_name_or_path)
+    options = ["--max-tokens", "12", "--temperature", "0"]
+    shown = []
+    for adapter in (tmp_path, tmp_path / "adapter"):
+        assert main.main(["generate", PROMPTS[0], "--adapter", str(adapter), *options]) == 0
+        shown.append(capsys.readouterr().out)
+    trained = Generator(model, {"params": params, "frozen": frozen}, policy().tokenizer)
+    (text,) = trained(PROMPTS[:1], temperature=0.0, **LIMIT)
+    assert shown == [text + "\n"] * 2 and [text] != policy()(PROMPTS[:1], temperature=0.0, **LIMIT)
+
+
 @pytest.mark.parametrize(
     "argv,message",
     [
@@ -214,6 +243,7 @@ def test_generate_prints_the_completions_of_several_prompts(capsys):
         (["a\udc80"], r"prompt: holds '\udc80', half a character"),
         (["a", "--stop", "a\udc80"], r"stop: holds '\udc80', half a character"),
         (["a", "--top-p", "2"], "top_p: got 2.0"),
+        (["a", "--adapter", "/nowhere"], "no adapter_config.json in /nowhere"),
         (["a", "--seed", "-1"], "seed: got -1; must be an integer in [0, 2**32)"),
         (["a", "--max-concurrent", "0"], "max_concurrent: got 0"),
         (["a", "--kv-cache-tokens", "0"], "kv_cache_tokens: got 0"),

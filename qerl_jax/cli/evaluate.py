@@ -1,0 +1,171 @@
+"""The commands that measure policies: `eval`, `compare`, `filter`."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Literal
+
+import tyro
+
+from qerl_jax import config
+from qerl_jax.checked import require
+from qerl_jax.cli.common import log
+from qerl_jax.config import Dtype, Weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Eval:
+    """Measures how often a policy is right on sets of problems, with confidence intervals.
+
+    Results go to OUTPUT_DIR/<set>/; a call that finds them unfinished goes on after the last problem.
+
+    Attributes:
+        sets: "gsm8k", "math500", "aime24", "aime25", "amc23", "arithmetic", any data set of the hub, or
+            a .jsonl, .json or .parquet file of {"question": ..., "answer": ...}. A text under "prompt" is
+            given to the model as it is, without its chat template.
+        model: Local folder or hub name; absent means the adapter's base, or the one in the package.
+        adapter: A PEFT folder, or a run folder, whose adapter and settings are taken.
+        base: Leave the adapter away: the policy before training, asked and judged alike.
+        protocol: "paper" (temperature 0.6, top-p 0.95), "verl", or "run" (prompt, sampling and reward of
+            the run). Absent means the run's where there is one, else the paper's.
+        samples: N, completions per problem, instead of the protocol's; so are the next six.
+        temperature: Sampling temperature; 0 is greedy.
+        top_p: Keep the likeliest tokens up to this mass.
+        max_tokens: Longest completion in tokens.
+        system_prompt: A system message, or a name of `datasets.SYSTEM_PROMPTS`; "" for none.
+        prompt_template: Text around the problem: "{prompt}" is filled in.
+        reward: The function that is at least 1 where a completion is right.
+        path: Where the set (one) lies if not on the hub: a folder or a file.
+        split: Split of the set, instead of the usual one.
+        columns: Which columns hold the `prompt` and the `answer`.
+        num_problems: Ask only so many problems, from the front.
+        weights: How the linears are held; absent means as in the adapter's run, else "nvfp4".
+        dtype: Data type of the activations; absent means that of the run, else "bfloat16".
+        output_dir: Folder of the results; absent means `eval/` of the run folder, else `evals/`, and there
+            the policy's name and the protocol, if one is given.
+        max_concurrent: Most completions sampled at a time; fused decoding takes up to 128.
+        seed: Random seed for sampling.
+    """
+
+    sets: tyro.conf.Positional[tuple[str, ...]]
+    model: str | None = None
+    adapter: pathlib.Path | None = None
+    base: bool = False
+    protocol: Literal["paper", "verl", "run"] | None = None
+    samples: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    system_prompt: str | None = None
+    prompt_template: str | None = None
+    reward: str | None = None
+    path: str | None = None
+    split: str | None = None
+    columns: dict[str, str] | None = None
+    num_problems: int | None = None
+    weights: Weights | None = None
+    dtype: Dtype | None = None
+    output_dir: pathlib.Path | None = None
+    max_concurrent: int = 128
+    seed: int = 0
+
+
+def evaluate(argv: list[str]) -> None:
+    """Measures a policy on sets of problems and prints estimates with intervals."""
+    args = tyro.cli(Eval, args=argv, prog="qerl eval")
+    if not args.sets:
+        raise ValueError("missing the sets: qerl eval SET ... [--adapter RUN_FOLDER]")
+    require(args.max_concurrent >= 1, "max_concurrent", args.max_concurrent, "must be at least 1")
+    if args.path is not None and len(args.sets) > 1:
+        raise ValueError(f"--path is where one set lies; got {len(args.sets)} sets")
+    from pallas_kernels import runtime
+    from qerl_jax.checkpoint.policy import find_policy
+    from qerl_jax.evaluation import benchmark
+    from qerl_jax.evaluation.summary import lines
+
+    runtime.use_compilation_cache()
+    policy = find_policy(
+        args.model, args.adapter, base=args.base, weights=args.weights, dtype=args.dtype
+    )
+    where = {name: getattr(args, name) for name in ("path", "split", "columns", "num_problems")}
+    how = {
+        "num_generations": args.samples,
+        "max_completion_length": args.max_tokens,
+        **{name: getattr(args, name) for name in ("temperature", "top_p", "reward")},
+        **{name: getattr(args, name) for name in ("system_prompt", "prompt_template")},
+    }
+    sources = [
+        (
+            benchmark.source_of(name, policy, **where),
+            benchmark.protocol_for(name, args.protocol, policy, **how),
+        )
+        for name in args.sets
+    ]
+    parent = policy.folder / "eval" if policy.folder else pathlib.Path("evals")
+    name = policy.name if args.protocol is None else f"{policy.name}-{args.protocol}"
+    folder = args.output_dir or parent / name
+    summaries = benchmark.run(
+        policy, sources, folder, seed=args.seed, max_concurrent=args.max_concurrent, log=log
+    )
+    for summary in summaries.values():
+        for line in lines(summary):
+            log(line)
+    log(f"results in {folder}")
+
+
+def compare(argv: list[str]) -> None:
+    """usage: qerl compare EVAL_FOLDER EVAL_FOLDER
+
+    Prints the differences of two policies on the same problems, with their intervals.
+    An EVAL_FOLDER is what `qerl eval` writes.
+    """
+    if len(argv) != 2 or argv[0].startswith("-"):
+        raise ValueError("usage: qerl compare EVAL_FOLDER EVAL_FOLDER")
+    from qerl_jax.evaluation import comparison
+
+    for name, compared in comparison.compare(*argv).items():
+        log(f"{name}: {argv[0]} minus {argv[1]}, 95 % intervals of paired differences")
+        for estimate, interval in compared.differences.items():
+            log(f"  {estimate:8} {interval:+.3f}")
+        log(f"  settings that differ: {', '.join(compared.changed) or 'none'}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Filter:
+    """Measures how often a policy solves each problem of a config, and keeps a band.
+
+    Attributes:
+        config: The TOML file whose model, data and sampling settings are used.
+        out: A .jsonl file for the problems that are kept; rates go to `<out>.measured`, from which
+            a later call goes on.
+        low: Lowest pass rate that is kept.
+        high: Highest pass rate that is kept.
+        samples: Completions per problem.
+        reward: A completion passes where this function gives at least 1; absent means the config's
+            first.
+        adapter: A PEFT folder; absent means the bare base.
+        batch_size: Problems sampled together.
+    """
+
+    config: tyro.conf.Positional[pathlib.Path]
+    out: tyro.conf.Positional[pathlib.Path]
+    low: float = 0.1
+    high: float = 0.6
+    samples: int = 8
+    reward: str | None = None
+    adapter: pathlib.Path | None = None
+    batch_size: int = 32
+
+
+def filter_problems(argv: list[str]) -> None:
+    """Keeps the problems of a config that are neither easy nor hopeless."""
+    args = tyro.cli(Filter, args=argv, prog="qerl filter")
+    cfg = config.load(args.config)
+    from pallas_kernels import runtime
+    from qerl_jax.evaluation import pass_rates
+
+    runtime.use_compilation_cache()
+    options = {name: value for name, value in vars(args).items() if name not in ("config", "out")}
+    kept, total = pass_rates.select(cfg, args.out, **options, log=log)
+    log(f"{kept} of {total} problems have a pass rate in [{args.low}, {args.high}]: {args.out}")

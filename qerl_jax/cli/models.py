@@ -1,0 +1,95 @@
+"""The commands that write models: `export`, `quantize`."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Annotated, Literal
+
+import tyro
+
+from qerl_jax.cli.common import log
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """Writes what a run has learned for others to read, and checks it against the trained policy.
+
+    Attributes:
+        run: A run folder.
+        out: The folder to write.
+        to: "peft" is the adapter; "merged" a whole 16-bit model; "nvfp4" that model packed again.
+        base: Weights that the adapter is added to: the "original" 16-bit ones, or the "packed" ones that
+            it was trained on. Absent means "packed" for a merged model; for "nvfp4" it must be given
+            where there are both.
+        step: Step of the checkpoint to take; absent means the final adapter, or the newest checkpoint.
+        limit: Largest mean difference of log-probabilities, in nats; absent means what rounding
+            explains.
+    """
+
+    run: tyro.conf.Positional[pathlib.Path]
+    out: tyro.conf.Positional[pathlib.Path]
+    to: Literal["peft", "merged", "nvfp4"]
+    base: Annotated[Literal["original", "packed"] | None, tyro.conf.arg(name="from")] = None
+    step: int | None = None
+    limit: float | None = None
+
+
+def export(argv: list[str]) -> None:
+    """Writes an adapter or model, and says how far it is from the trained policy."""
+    args = tyro.cli(Export, args=argv, prog="qerl export")
+    from pallas_kernels import runtime
+    from qerl_jax.checkpoint import export
+
+    runtime.use_compilation_cache()
+    report = export.export(
+        args.run, args.to, args.out, base=args.base, step=args.step, limit=args.limit
+    )
+    log(f"{args.to} in {args.out}")
+    log(export.line(report))
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantize:
+    """Writes a 4-bit folder of a 16-bit model, layer by layer; the same call goes on after a stop.
+
+    Attributes:
+        source: A 16-bit folder or hub name.
+        target: The new folder.
+        format: Format that the linears are packed to.
+        method: "rtn" rounds to nearest; "awq" finds scales and clipping by calibration.
+        scale_rounding: How MXFP4's scales are rounded: compressed-tensors' "nearest", or the OCP
+            specification's "floor".
+        double_quant: Whether NF4's scales are quantized too.
+        dataset: For "awq", the rows to calibrate on: "arithmetic", a data set of the hub, or a
+            .jsonl, .json or .parquet file with messages, a text, or a question and an answer.
+        num_samples: Number of rows to calibrate on.
+        max_length: Tokens that are used of each row.
+        seed: Random seed for the choice of the rows.
+    """
+
+    source: tyro.conf.Positional[str]
+    target: tyro.conf.Positional[pathlib.Path]
+    format: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4"
+    method: Literal["rtn", "awq"] = "rtn"
+    scale_rounding: Literal["nearest", "floor"] = "nearest"
+    double_quant: bool = True
+    dataset: str = "open-thoughts/OpenThoughts-114k"
+    num_samples: int = 256
+    max_length: int = 2048
+    seed: int = 0
+
+
+def quantize(argv: list[str]) -> None:
+    """Writes a 4-bit folder."""
+    args = tyro.cli(Quantize, args=argv, prog="qerl quantize")
+    from pallas_kernels import runtime
+    from qerl_jax.quantization import quantizer
+    from qerl_jax.quantization.calibration import Calibration
+
+    runtime.use_compilation_cache()
+    rows = Calibration(args.dataset, args.num_samples, args.max_length, args.seed)
+    recipe = quantizer.Recipe(
+        args.format, args.method, args.scale_rounding, args.double_quant, rows
+    )
+    quantizer.quantize(args.source, args.target, recipe, log)

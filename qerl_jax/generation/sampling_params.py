@@ -1,0 +1,47 @@
+"""How completions are sampled, by vLLM's names: options of the generator and of `qerl generate`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Annotated
+
+from qerl_jax.checked import Checked, Closed01, Count, NotNegative, Rule, is_seed
+from qerl_jax.config import RepetitionPenalty, TopK, TopP
+
+_texts = Rule(lambda texts: not isinstance(texts, str) and all(texts), "must be texts, none empty")
+_seeds = Rule(
+    lambda seed: all(map(is_seed, seed)) if hasattr(seed, "__len__") else is_seed(seed),
+    "must be an integer in [0, 2**32), or one for each prompt",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams(Checked):
+    """How completions are sampled, by vLLM's names.
+
+    Attributes:
+        n: Completions per prompt.
+        max_tokens: Longest completion in tokens; a completion ends where the model's context does, too.
+        temperature: Sampling temperature; 0 takes the likeliest token (greedy).
+        top_k: Keep the k likeliest tokens; 0 is off.
+        top_p: Keep the likeliest tokens up to this mass; 1 is off.
+        min_p: Drop tokens below this fraction of the likeliest one's probability; 0 is off.
+        repetition_penalty: Divides positive scores of tokens that were there before, and multiplies
+            negative ones; 1 is off.
+        stop: Texts before which a completion ends; they are not part of it.
+        ignore_eos: Go on after the end token.
+        seed: Random seed for sampling; or one for each prompt, which then gets the same completions in
+            any company (a batch of another size rounds otherwise, which now and then changes a token).
+    """
+
+    n: Count = 1
+    max_tokens: Count = 256
+    temperature: NotNegative = 1.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: Closed01 = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    stop: Annotated[tuple[str, ...], _texts] = ()
+    ignore_eos: bool = False
+    seed: Annotated[int | Sequence[int], _seeds] = 0

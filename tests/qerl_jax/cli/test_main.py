@@ -1,0 +1,135 @@
+"""The command line itself: help, version, misspelt commands, and options that change a config."""
+
+import importlib.metadata
+import inspect
+import pathlib
+
+import jax
+import pytest
+
+from qerl_jax import config
+from qerl_jax.cli import common, main
+from qerl_jax.config import ConfigError, EvalConfig, NoiseConfig
+
+QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
+
+
+def changed(*options, path=QUICKSTART):
+    return common.run_config("train", [str(path), *options])
+
+
+@pytest.fixture
+def of_epochs(tmp_path):
+    """The quickstart's config with epochs instead of steps."""
+    path = tmp_path / "epochs.toml"
+    text = QUICKSTART.read_text()
+    assert text.count("max_steps = ") == 1
+    path.write_text(text.replace("max_steps = 50", "num_train_epochs = 2.0"))
+    return path
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_lists_the_commands(option, capsys):
+    assert main.main([option]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: qerl COMMAND")
+    assert all(f"\n  {name} " in shown for name in main.COMMANDS)
+
+
+def test_no_command_is_an_error_that_lists_them(capsys):
+    assert main.main([]) == 2
+    assert capsys.readouterr().out.startswith("usage: qerl COMMAND")
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "compare", "replay", "env"])
+def test_help_of_a_command_without_its_file_shows_its_own_usage(command, capsys):
+    assert main.main([command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"usage: qerl {command}") and "COMMAND" not in shown
+    assert main.main([command, "-h"]) == 0 and capsys.readouterr().out == shown
+
+
+@pytest.mark.parametrize("command", ["generate", "filter", "export", "quantize", "eval", "report"])
+def test_help_of_a_command_with_options_lists_them(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        main.main([command, "--help"])
+    assert not end.value.code
+    assert capsys.readouterr().out.startswith(f"usage: qerl {command} ")
+    assert not inspect.getdoc(main.COMMANDS[command]).startswith("usage:")
+
+
+def test_help_after_a_config_shows_every_field_with_its_value(capsys):
+    with pytest.raises(SystemExit) as end:
+        main.main(["train", str(QUICKSTART), "--help"])
+    shown = capsys.readouterr().out
+    assert not end.value.code and "--grpo.importance-sampling-clip-max FLOAT" in shown
+    assert "Rank R of A and B. (default: 16)" in shown
+
+
+def test_the_version_is_that_of_the_package(capsys):
+    assert main.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"qerl-jax {importlib.metadata.version('qerl-jax')}\n"
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("trian", "did you mean train?"),
+        ("exprt", "did you mean export?"),
+        ("--verison", "qerl --help lists them"),
+    ],
+)
+def test_a_misspelt_command_suggests_the_nearest(word, hint, capsys):
+    assert main.main([word, "x"]) == 2
+    out, error = capsys.readouterr()
+    assert out == "" and error == f"qerl {word}: there is no such command; {hint}\n"
+
+
+def test_an_impossible_option_is_an_error_that_names_field_value_and_rule(capsys):
+    with pytest.raises(SystemExit) as end:
+        changed("--lora.rank", "0")
+    assert end.value.code == 2
+    assert "lora.rank: got 0; must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--noise", "None"], ["--noise=None"]])
+def test_noise_is_switched_off_by_none(options):
+    assert config.load(QUICKSTART).noise is not None
+    cfg = changed("--lora.rank", "4", *options, "--seed", "3")
+    assert (cfg.noise, cfg.lora.rank, cfg.seed) == (None, 4, 3)
+
+
+def test_a_section_that_is_absent_is_switched_on_by_an_option_of_it(tmp_path):
+    (tmp_path / "bare.toml").write_text(config.dump(changed("--noise", "None", "--eval", "None")))
+    bare = config.load(tmp_path / "bare.toml")
+    assert bare.noise is None and bare.eval is None
+    cfg = changed("--noise.num-stages=4", "--eval.num_problems", "3", path=tmp_path / "bare.toml")
+    assert cfg.noise == NoiseConfig(num_stages=4) and cfg.eval == EvalConfig(num_problems=3)
+
+
+def test_steps_on_the_command_line_take_the_place_of_epochs_and_epochs_that_of_steps(of_epochs):
+    for options in (["--max-steps", "4"], ["--max_steps=4"]):
+        cfg = changed(*options, path=of_epochs)
+        assert (cfg.max_steps, cfg.num_train_epochs) == (4, None)
+    cfg = changed("--num-train-epochs", "0.5")
+    assert (cfg.max_steps, cfg.num_train_epochs) == (None, 0.5)
+    assert changed("--seed", "1", path=of_epochs).num_train_epochs == 2.0
+
+
+def test_steps_and_epochs_together_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        changed("--max-steps", "4", "--num-train-epochs", "1")
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "max_steps, num_train_epochs: got (4, 1.0); exactly one of the two must be set" in shown
+
+
+@pytest.mark.parametrize("argv", [[], ["--lora.rank", "4"]])
+def test_a_missing_config_file_is_named(argv):
+    with pytest.raises(ConfigError, match="missing the config file: qerl train CONFIG.toml"):
+        common.run_config("train", argv)
+
+
+def test_env_names_versions_and_devices(capsys):
+    assert main.main(["env"]) == 0
+    shown = capsys.readouterr().out
+    assert f"jax {jax.__version__}" in shown and "device 0: cpu" in shown
