@@ -196,15 +196,19 @@ def device_memory() -> int | None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "80GB", "74.5GiB" or a plain number.
+    """Bytes of "80GB", "74.5GiB" or a plain number, which must be a million at least.
 
     Raises:
         ValueError: For anything else.
     """
     match = re.fullmatch(r"([\d.]+)\s*([KMG]i?B)?", text)
-    if not match:
-        raise ValueError(f"device-memory: got {text!r}; must be a size such as 80GB or 74.5GiB")
-    return round(float(match[1]) * _UNITS.get(match[2], 1))
+    size = round(float(match[1]) * _UNITS.get(match[2], 1)) if match else 0
+    if not match or not match[2] and size < 1e6:
+        hint = f"; for gigabytes write {text}GB" if match else ""
+        raise ValueError(
+            f"device-memory: got {text!r}; must be a size such as 80GB or 74.5GiB{hint}"
+        )
+    return size
 
 
 def compiled_update(cfg: RunConfig, arch: Architecture | None = None) -> Any:

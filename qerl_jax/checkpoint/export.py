@@ -62,7 +62,8 @@ def export(
         to: What is written.
         out: The folder, which appears whole or not at all; replaced if it is an export already.
         base: To what the adapter is added: the "original" 16-bit weights, or those on which it was
-            trained, "packed" and unpacked again. Must be given where there are both.
+            trained, "packed" and unpacked again. None means "packed" for a merged model if there is
+            such, and otherwise the only one that there is.
         step: Of the checkpoint to take; None means the final adapter, or the newest checkpoint.
         limit: Largest mean difference of log-probabilities, in nats; None means what the rounding
             of that kind explains. That of the bases, where they are two, does not count.
@@ -162,8 +163,8 @@ def _checked_base(cfg: RunConfig, folder: pathlib.Path, to: Kind, base: Base | N
     choices = [] if packed else ["original"]
     if packed or cfg.model.weights not in DENSE:
         choices.append("packed")
-    if base is None and len(choices) == 1:
-        return choices[0]
+    if base is None and (to == "merged" or len(choices) == 1):
+        return choices[-1]
     if base not in choices:
         raise ValueError(
             f"from: got {base!r}; must be {' or '.join(map(repr, choices))}: the adapter is added to the "

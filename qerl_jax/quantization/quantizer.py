@@ -172,10 +172,14 @@ def quantize(
             states.advance(_dequantized_layer(job, index))
     report = _finish(job)
     log(
-        f"{report['bytes'] / 1e9:.2f} GB, from {report['source_bytes'] / 1e9:.2f} GB, in {job.target}: "
+        f"{_size(report['bytes'])}, from {_size(report['source_bytes'])}, in {job.target}: "
         f"{report['seconds']:.0f} s, peak host memory {report['peak_host_bytes'] / 1e9:.1f} GB"
     )
     return report
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.2f} MB"
 
 
 def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:

@@ -347,7 +347,8 @@ def test_the_table_ends_with_the_comparison():
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("80GB", 80e9), ("1.5 GiB", 1.5 * 2**30), ("1024", 1024), ("2MiB", 2**21)]
+    ("text", "size"),
+    [("80GB", 80e9), ("1.5 GiB", 1.5 * 2**30), ("80000000000", 80e9), ("2MiB", 2**21)],
 )
 def test_sizes_are_read(text, size):
     assert memory.parse_size(text) == size
@@ -357,6 +358,13 @@ def test_sizes_are_read(text, size):
 def test_a_size_that_is_none_is_an_error(text):
     with pytest.raises(ValueError, match="device-memory: got"):
         memory.parse_size(text)
+
+
+def test_a_bare_number_that_can_be_no_device_needs_a_unit(capsys):
+    path = str(CONFIGS / "bench_7b.toml")
+    assert main.main(["plan", path, "--device-memory", "80"]) == 2
+    assert "device-memory: got '80'; must be" in (error := capsys.readouterr().err)
+    assert error.endswith("for gigabytes write 80GB\n")
 
 
 def test_the_command_prints_the_table_and_refuses_with_one_line(capsys):

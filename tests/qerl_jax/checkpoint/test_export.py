@@ -148,9 +148,14 @@ def test_a_run_on_a_packed_folder_has_no_original(tmp_path):
     assert report["from"] == "packed" and report["mean_difference"] < 0.02
 
 
+def test_where_there_are_two_bases_a_merged_model_takes_the_packed_one(run, tmp_path):
+    report = export.export(run[0], "merged", tmp_path / "out")
+    assert report["from"] == "packed" and report["mean_difference"] < 0.02
+
+
 def test_where_there_are_two_bases_one_must_be_chosen(run, tmp_path):
     with pytest.raises(ValueError, match="from: got None; must be 'original' or 'packed'"):
-        export.export(run[0], "merged", tmp_path / "out")
+        export.export(run[0], "nvfp4", tmp_path / "out")
     with pytest.raises(ValueError, match="from: got 'packed'; an adapter is exported without"):
         export.export(run[0], "peft", tmp_path / "out", base="packed")
     assert not (tmp_path / "out").exists()
