@@ -1,12 +1,137 @@
-"""Jobs that may be killed: what a later call finds, and what it is refused."""
+"""Files and folders that are whole or not there, what they are known by, and jobs that go on."""
 
 import json
+import os
 import pathlib
 
+import numpy as np
 import pytest
 
 from qerl_jax import files
+from qerl_jax.checkpoint import safetensors
 from qerl_jax.files import Progress
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_that_cannot_be_finished_is_left_as_it_was(tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    files.write_whole(path, "süß\n")
+    assert path.read_bytes() == "süß\n".encode() and names(tmp_path) == ["a.txt"]
+
+    def fail(*_):
+        raise OSError("no space")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        patch.setattr(os, "replace", fail)
+        files.write_whole(path, "half")
+    assert path.read_text() == "süß\n"
+
+
+def test_a_folder_takes_its_place_when_it_is_full_and_not_before(tmp_path):
+    folder = tmp_path / "made"
+    for text in ("old", "new"):
+        with files.whole_folder(folder, "marker", "cake") as partial:
+            assert partial.parent == tmp_path and names(partial) == []
+            (partial / "marker").write_text(text)
+            (partial / text).write_text(text)
+    assert names(folder) == ["marker", "new"] and names(tmp_path) == ["made"]
+
+    with pytest.raises(KeyError), files.whole_folder(folder, "marker", "cake") as partial:
+        (partial / "marker").write_text("half")
+        raise KeyError
+    assert names(folder) == ["marker", "new"] and names(tmp_path) == ["made"]
+
+
+def test_a_folder_of_something_else_is_not_replaced(tmp_path):
+    (tmp_path / "mine").write_text("only copy")
+    refused = pytest.raises(FileExistsError, match="no cake; it would be deleted")
+    with refused, files.whole_folder(tmp_path, "marker", "cake"):
+        pytest.fail("the block was entered")
+    assert names(tmp_path) == ["mine"]
+
+
+@pytest.mark.parametrize(
+    "text,what",
+    [("{", "not JSON"), ("[" * 100_000, "not JSON"), ("[1]", "not a JSON object but a list")],
+)
+def test_a_file_without_a_json_object_is_named(text, what, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"a": 1}')
+    assert files.read_json(path) == {"a": 1}
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"config\.json: {what}"):
+        files.read_json(path)
+
+
+def test_a_fingerprint_changes_with_names_sizes_and_weights(tmp_path):
+    def written(value, name="a", size=10**5):
+        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+        folder.mkdir()
+        safetensors.write(folder / "model.safetensors", {name: np.full(size, value, np.float32)})
+        return files.fingerprint(folder)
+
+    assert written(1) == written(1)
+    assert len({written(1), written(2), written(1, "b"), written(1, size=10**5 + 1)}) == 4
+    assert files.fingerprint(tmp_path / "nowhere") is None
+    prints = [files.fingerprint(tmp_path / "0")]
+    for name in ("adapter_config.json", "chat_template.jinja"):
+        for text in ("1", "2"):
+            (tmp_path / "0" / name).write_text(text)
+            prints.append(files.fingerprint(tmp_path / "0"))
+    assert len(set(prints)) == 5
+
+
+def test_a_digest_changes_with_the_content_of_a_file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{}")
+    before = files.digest(path)
+    path.write_text("[]")
+    assert files.digest(path) != before
+    assert files.digest(tmp_path) is None
+
+
+JOB = {"model": "tiny", "seed": 0}
+
+
+def test_a_job_goes_on_after_its_last_whole_line(tmp_path):
+    path = tmp_path / "out.partial"
+    progress = files.Progress(path, JOB)
+    progress.add([{"text": "ü"}, 2])
+    progress.add(iter([None]))
+    assert progress.values == [{"text": "ü"}, 2, None]
+    with path.open("ab") as file:
+        file.write('{"text": "ü'.encode()[:-1])  # a kill within a character
+    again = files.Progress(path, JOB)
+    assert again.values == progress.values
+    assert files.whole_lines(path) == [JOB, *progress.values]
+
+
+def test_values_of_other_settings_are_not_mixed_in(tmp_path):
+    path, other = tmp_path / "out.partial", JOB | {"seed": 1}
+    files.Progress(path, JOB)
+    files.Progress(path, other).add([1])  # nothing was found yet: the first call was a mistake
+    with pytest.raises(ValueError, match="a call with other settings has left .seed."):
+        files.Progress(path, JOB)
+    assert files.Progress(path, other).values == [1]
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]\n", "\0\0\n", '{"mine": "only copy"}\n', '{"model": 1}\n"\n']
+)
+def test_a_file_of_something_else_stays(text, tmp_path):
+    path = tmp_path / "out.partial"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"out\.partial: must be what an earlier call has left"):
+        files.Progress(path, JOB)
+    assert path.read_text() == text
+
+
+def test_a_file_that_is_not_there_has_no_lines(tmp_path):
+    assert files.whole_lines(tmp_path / "none") == []
+
 
 IDENTITY = {"model": pathlib.Path("a/b"), "stop": ("x",), "seed": 0}
 

@@ -9,7 +9,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qerl_jax import files
 from qerl_jax.checkpoint import safetensors as tensor_files
 from qerl_jax.checkpoint.safetensors import SafetensorsError, Tensors
 from tests import golden_files
@@ -389,30 +388,6 @@ def test_shards_are_filled_in_order_and_indexed(tmp_path):
     tensors = Tensors(tmp_path)
     for name, value in held.items():
         np.testing.assert_array_equal(tensors[name], value)
-
-
-def test_a_fingerprint_changes_with_names_sizes_and_weights(tmp_path):
-    def written(value, name="a", size=10**5):
-        folder = tmp_path / f"{len(list(tmp_path.iterdir()))}"
-        folder.mkdir()
-        weight = np.full(size, value, np.float32)
-        tensor_files.write_shards(folder, {name: (weight.dtype, weight.shape)}, lambda _: weight)
-        return files.fingerprint(folder)
-
-    assert written(1) == written(1)
-    assert len({written(1), written(2), written(1, "b"), written(1, size=10**5 + 1)}) == 4
-    assert files.fingerprint(tmp_path / "nowhere") is None
-    prints = [files.fingerprint(tmp_path / "0")]
-    for name in ("adapter_config.json", "chat_template.jinja"):
-        for text in ("1", "2"):
-            (tmp_path / "0" / name).write_text(text)
-            prints.append(files.fingerprint(tmp_path / "0"))
-    assert len(set(prints)) == 5
-    (tmp_path / "rows.jsonl").write_text("{}")
-    before = files.digest(tmp_path / "rows.jsonl")
-    (tmp_path / "rows.jsonl").write_text("[]")
-    assert files.digest(tmp_path / "rows.jsonl") != before
-    assert files.digest(tmp_path) is None
 
 
 def test_a_tensor_that_is_not_what_the_table_says_is_refused(tmp_path):
