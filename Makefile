@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for name in python3.12 python3.13 python3.14 python3 python; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$name && break; done)
 
-.PHONY: help env quickstart test test-all lint format clean
+.PHONY: help env quickstart test-fast test test-all lint format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -26,6 +26,22 @@ quickstart: env  ## train the tiny base that ships with the package, on the CPU
 
 # Tests of one file share compiled programs, so a worker takes whole files.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# Arithmetic, text and files, and one whole run: what an editor waits for. The run comes first, as the longest.
+FAST := tests/test_tiny_run.py::test_completions_are_logged_with_their_rewards_and_what_rewards_log \
+	tests/test_layering.py tests/qerl_jax/test_config.py tests/qerl_jax/test_files.py \
+	$(addprefix tests/pallas_kernels/test_, nvfp4.py mxfp4.py nf4.py rounding.py runtime.py) \
+	$(addprefix tests/qerl_jax/checkpoint/test_, safetensors.py packed_formats.py) \
+	$(addprefix tests/qerl_jax/data/test_, answers.py datasets.py) \
+	tests/qerl_jax/evaluation/test_intervals.py \
+	$(addprefix tests/qerl_jax/generation/test_, page_pool.py scheduler.py stop_strings.py) \
+	tests/qerl_jax/model/test_kv_cache.py \
+	$(addprefix tests/qerl_jax/rewards/test_, scoring.py stock.py) \
+	$(addprefix tests/qerl_jax/rl/test_, aqn.py grpo.py masked.py microbatches.py) \
+	tests/qerl_jax/tracking
+
+test-fast: env  ## run the quick tests, in less than a minute
+	$(PYTEST) -m 'not process' $(FAST)
 
 test: env  ## run the tests, without those marked slow
 	$(PYTEST)

@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=slow)
 
     # The longest files first: at the end one worker would be left alone with them.
-    longest = ("test_tiny_run.py", "test_update.py", "test_model.py", "test_engine.py")
+    longest = ("test_tiny_run.py", "test_update.py", "test_transformer.py", "test_engine.py")
     items.sort(key=lambda item: item.path.name not in longest)
 
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]

@@ -75,7 +75,7 @@ def test_a_killed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
         stdout=subprocess.DEVNULL,
     )
     try:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 600  # of a busy machine
         while not any(row["step"] >= 3 for row in logger.read_metrics(killed)):
             assert process.poll() is None, "the run ended before it could be killed"
             assert time.monotonic() < deadline, "the run did not reach step 3"
@@ -253,7 +253,7 @@ def test_quickstart_learns_and_shuffled_rewards_do_not(tmp_path):
 def test_a_short_run_learns(tmp_path):
     short = {
         "max_steps": 8,
-        "eval": {"num_problems": 256},
+        "eval": {"num_problems": 128},
         "rollout": {"num_generations": 8, "max_completion_length": 33},
         "optim": {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1},
         "data": {"num_problems": 2000},

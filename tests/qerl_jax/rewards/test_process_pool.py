@@ -149,7 +149,7 @@ def test_workers_know_neither_jax_nor_the_parents_main_module(pool):
 PARENT = """
 import sys, threading
 sys.path.insert(0, {folder!r})
-from qerl_jax.reward_workers import Pool
+from qerl_jax.rewards.process_pool import Pool
 pool = Pool("worker_functions", workers=2, seconds=1.0)
 idle, busy = pool._idle.get(), pool._idle.get()
 print(idle.call("pid", ()), busy.call("pid", ()), flush=True)

@@ -227,7 +227,7 @@ def test_token_hash_depends_on_the_tokens_alone_and_varies():
     many = function([[i] for i in range(4000)])
     assert 0 <= min(many) and max(many) < 1
     assert np.mean(many) == pytest.approx(0.5, abs=0.02)  # standard error .0046
-    program = "from qerl_jax.reward_functions import STOCK; "
+    program = "from qerl_jax.rewards.stock import STOCK; "
     program += "print(STOCK['token_hash_reward']([[1, 2]])[0])"
     said = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
@@ -238,8 +238,9 @@ def test_token_hash_depends_on_the_tokens_alone_and_varies():
 ELSEWHERE = {"code_reward", "math_verify_reward", "reasoning_accuracy_reward"}  # in processes
 
 
+@pytest.mark.timeout(120)
 def test_repeated_tags_are_scored_in_linear_time():
-    # 40,000 tags: quadratic patterns need minutes here, which the suite's time limit would show.
+    # 40,000 tags: quadratic patterns need minutes here.
     hostile = "<think></think><answer>" * 10_000 + "#### ." * 1000
     hostile += "Answer:" * 1000 + r"\boxed{" * 1000 + "\n1,111" * 1000 + "```python" * 1000
     for name in STOCK.keys() - ELSEWHERE:
@@ -282,6 +283,7 @@ def test_impossible_options_are_refused(name, options, message):
         FACTORIES[name](**options)
 
 
+@pytest.mark.process
 def test_math_verify_abstains_without_a_gold_answer_and_never_on_a_completion():
     metrics = {}
     rewards = FACTORIES["get_math_verify_reward"](workers=1)(
@@ -296,6 +298,7 @@ def test_math_verify_abstains_without_a_gold_answer_and_never_on_a_completion():
     }
 
 
+@pytest.mark.process
 def test_math_verify_counts_a_hang_as_a_wrong_answer_and_reports_it():
     metrics = {}
     rewards = FACTORIES["get_math_verify_reward"](seconds=6.0, workers=1)(
@@ -332,6 +335,7 @@ def test_math_verify_abstains_where_the_gold_answer_is_to_blame(monkeypatch):
     }
 
 
+@pytest.mark.process
 def test_reasoning_accuracy_looks_behind_the_reasoning():
     completions = [
         r"<think>\boxed{1}</think> \boxed{2}",
@@ -343,6 +347,7 @@ def test_reasoning_accuracy_looks_behind_the_reasoning():
     assert function(completions=completions, answer=["2"] * 4) == [1, 0, 0, 1]
 
 
+@pytest.mark.process
 def test_cosine_reward_prefers_short_right_and_long_wrong_answers():
     function = FACTORIES["get_cosine_scaled_reward"](max_len=100)
     right, wrong = r"\boxed{\frac{1}{3}}", r"\boxed{\frac{1}{2}}"
@@ -369,6 +374,7 @@ def info(*tests, language="python", **more):
 DOUBLE = info(("1\n", "2\n"), ("5\n", "10\n"), ("-3\n", "-6\n"), ("0\n", "0\n"))
 
 
+@pytest.mark.process
 @pytest.mark.skipif(sandbox.unavailable() is not None, reason=str(sandbox.unavailable()))
 @pytest.mark.parametrize(
     ("completion", "verification", "reward"),
@@ -399,6 +405,7 @@ def test_code_earns_the_share_of_tests_that_it_passes(completion, verification, 
     ]
 
 
+@pytest.mark.process
 @pytest.mark.skipif(sandbox.unavailable() is not None, reason=str(sandbox.unavailable()))
 def test_code_that_does_not_end_is_reported():
     metrics = {}

@@ -234,6 +234,7 @@ look(390);
 """
 
 
+@pytest.mark.process
 def test_a_browser_shows_the_page_on_a_phone_and_on_a_desk(compared, tmp_path):
     if not browser():
         pytest.skip(f"no browser: none of {', '.join(BROWSERS)}, and QERL_BROWSER is not set")
