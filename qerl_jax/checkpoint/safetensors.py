@@ -1,7 +1,7 @@
-"""Safetensors files: read tensor by tensor through a memory map, checked whole before the first is read; and written.
+"""Safetensors files: checked whole when they are opened, read tensor by tensor through a memory map; and written.
 
-The safetensors package reads neither bfloat16 nor float8 into numpy; the format is a length, a JSON
-header and bytes. A header may say anything: nothing is allocated or mapped on its word alone.
+The safetensors package checks a file: its tensors tile the data, so their places follow from their order and sizes.
+It reads no float8 into numpy, and writes only what is in memory as a whole: bytes are read and written here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from collections.abc import Callable, Mapping
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from qerl_jax.files import read_json
 
 _DTYPES = {
     "F64": np.float64,
@@ -35,8 +38,6 @@ _DTYPES = {
     "BOOL": np.bool_,
 }
 _TYPES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
-# As the safetensors package has it.
-_LONGEST_HEADER = 100_000_000
 _WRITTEN_AT_ONCE = 2**26
 
 
@@ -51,8 +52,8 @@ class Tensors:
         """Opens every file and checks that all of its tensors are there.
 
         Args:
-            folder: Holds STEM.safetensors, or STEM.safetensors.index.json and what it names.
-            stem: Other files of the folder are left alone.
+            folder: A folder with STEM.safetensors, or with STEM.safetensors.index.json and its shards.
+            stem: First part of the file names; other files of the folder are left alone.
 
         Raises:
             SafetensorsError: Naming the file, what was expected and what was found.
@@ -61,35 +62,16 @@ class Tensors:
         self._entries: dict[str, tuple[np.memmap, str, tuple[int, ...], int, int]] = {}
         self._files: dict[str, str] = {}
         index = folder / f"{stem}.safetensors.index.json"
-        weight_map = _weight_map(index) if index.is_file() else None
-        if weight_map is not None:
-            paths = [folder / name for name in sorted(set(weight_map.values()))]
+        if index.is_file():
+            self._open_shards(index)
+        elif (folder / f"{stem}.safetensors").is_file():
+            self._open(folder / f"{stem}.safetensors")
         else:
-            paths = [folder / f"{stem}.safetensors"]
-            if not paths[0].is_file():
-                pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
-                raise SafetensorsError(
-                    f"no {stem}.safetensors, nor an index of shards, in {folder}"
-                    + ("; pickled weights are not read" if pickled else "")
-                )
-        missing = [path.name for path in paths if not path.is_file()]
-        if missing:
+            pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
             raise SafetensorsError(
-                f"{index}: {len(missing)} of {len(paths)} shards are missing: {', '.join(missing[:4])}"
+                f"no {stem}.safetensors, nor an index of shards, in {folder}"
+                + ("; pickled weights are not read" if pickled else "")
             )
-        for path in paths:
-            self._open(path)
-        if weight_map is not None:
-            absent = sorted(set(weight_map) - set(self._entries))
-            if absent:
-                raise SafetensorsError(
-                    f"{index}: no shard holds {absent[0]} ({len(absent)} tensors are missing)"
-                )
-            moved = sorted(name for name in weight_map if self._files[name] != weight_map[name])
-            if moved:
-                raise SafetensorsError(
-                    f"{index}: {moved[0]} is in {self._files[moved[0]]}, not in {weight_map[moved[0]]}"
-                )
         self._suffixes: dict[str, list[str]] = {}
         for name in self._entries:
             prefix, _, suffix = name.rpartition(".")
@@ -123,22 +105,63 @@ class Tensors:
             raise SafetensorsError(f"the checkpoint has no tensor {name}")
         return self._entries[name]
 
+    def _open_shards(self, index: pathlib.Path) -> None:
+        """Opens the files of an index, and checks that each holds the tensors that the index says."""
+        weight_map = _weight_map(index)
+        paths = [index.with_name(name) for name in sorted(set(weight_map.values()))]
+        if missing := [path.name for path in paths if not path.is_file()]:
+            raise SafetensorsError(
+                f"{index}: {len(missing)} of {len(paths)} shards are missing: {', '.join(missing[:4])}"
+            )
+        for path in paths:
+            self._open(path)
+        if absent := sorted(set(weight_map) - set(self._entries)):
+            raise SafetensorsError(
+                f"{index}: no shard holds {absent[0]} ({len(absent)} tensors are missing)"
+            )
+        for name in sorted(weight_map):
+            if self._files[name] != weight_map[name]:
+                raise SafetensorsError(
+                    f"{index}: {name} is in {self._files[name]}, not in {weight_map[name]}"
+                )
+
     def _open(self, path: pathlib.Path) -> None:
-        header, start = _header(path)
-        data = np.memmap(path, mode="r")[start:]
-        for name, (dtype, shape, begin, end) in header.items():
+        """Maps a file, and notes where each of its tensors lies."""
+        header = _header(path)
+        data = np.memmap(path, mode="r")
+        end = 8 + int(data[:8].view("<u8")[0])  # a length, the header, then the tensors
+        for name, (dtype, shape) in header.items():
             if name in self._entries:
                 raise SafetensorsError(f"{path}: {name} is in {self._files[name]} too")
-            self._entries[name] = (data, dtype, shape, begin, end)
+            start, end = end, end + _nbytes(_DTYPES[dtype], shape)
+            self._entries[name] = (data, dtype, shape, start, end)
             self._files[name] = path.name
+
+
+def _header(path: pathlib.Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Type and shape of each tensor of a file, in the order of their bytes, which leave no holes."""
+    try:
+        with safe_open(path, framework="numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.offset_keys()}
+            header = {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
+    except SafetensorError as error:
+        raise SafetensorsError(
+            f"{path}: {path.stat().st_size} bytes, truncated or not a safetensors file: {error}"
+        ) from error
+    for name, (dtype, _) in header.items():
+        if dtype not in _DTYPES:
+            raise SafetensorsError(
+                f"{path}: {name} has the type {dtype}; known are {', '.join(_DTYPES)}"
+            )
+    return header
 
 
 def _weight_map(index: pathlib.Path) -> dict[str, str]:
     """Tensor -> file of an index, whose files are in its own folder."""
     try:
-        weight_map = _json(index.read_bytes())["weight_map"]
+        weight_map = read_json(index)["weight_map"]
         files = set(weight_map.values())
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise SafetensorsError(f"{index}: not an index with a weight_map: {error!r}") from error
     for file in files:
         plain = isinstance(file, str) and file == pathlib.PurePath(file).name and "\\" not in file
@@ -147,86 +170,6 @@ def _weight_map(index: pathlib.Path) -> dict[str, str]:
                 f"{index}: names {file!r}, which is no safetensors file of its own folder"
             )
     return weight_map
-
-
-def _header(path: pathlib.Path) -> tuple[dict[str, tuple[str, tuple[int, ...], int, int]], int]:
-    """Type, shape, first byte and end of each tensor of a file, counted from where its data start; and that place.
-
-    The tensors tile the data: none overlap, and no byte is without a tensor.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        (length,) = struct.unpack("<Q", prefix) if len(prefix) == 8 else (size,)
-        if 8 + length > size:
-            raise SafetensorsError(
-                f"{path}: {size} bytes; its header alone needs {8 + length}: truncated"
-            )
-        if length > _LONGEST_HEADER:
-            raise SafetensorsError(
-                f"{path}: not a safetensors file: a header of {length} bytes; at most {_LONGEST_HEADER}"
-            )
-        try:
-            entries = _json(file.read(length))
-            entries.pop("__metadata__", None)
-            header = {
-                name: (entry["dtype"], tuple(entry["shape"]), *_offsets(entry["data_offsets"]))
-                for name, entry in entries.items()
-            }
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise SafetensorsError(f"{path}: not a safetensors file: {error!r}") from error
-    end_of_data, place = size - 8 - length, 0
-    for name, (dtype, shape, start, end) in sorted(
-        header.items(), key=lambda item: (item[1][2], item[1][3])
-    ):
-        if not isinstance(dtype, str) or dtype not in _DTYPES:
-            raise SafetensorsError(
-                f"{path}: {name} has the type {dtype}; known are {', '.join(_DTYPES)}"
-            )
-        if not all(_is_count(axis) for axis in shape):
-            raise SafetensorsError(f"{path}: not a safetensors file: {name} has the shape {shape}")
-        if end > end_of_data:
-            raise SafetensorsError(
-                f"{path}: {size} bytes, but {name} ends at byte {8 + length + end}: truncated"
-            )
-        if end - start != math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize:
-            raise SafetensorsError(
-                f"{path}: {name} of shape {shape} and type {dtype} does not fill its bytes"
-            )
-        if start != place:
-            raise SafetensorsError(
-                f"{path}: {name} starts at byte {start} of the data, where {place} bytes are taken: "
-                + ("it overlaps another tensor" if start < place else "bytes lie between tensors")
-            )
-        place = end
-    if place != end_of_data:
-        raise SafetensorsError(
-            f"{path}: {end_of_data - place} bytes after the last tensor belong to none"
-        )
-    return header, 8 + length
-
-
-def _json(text: bytes):
-    """A JSON object in UTF-8 that names nothing twice."""
-
-    def once(pairs):
-        table = dict(pairs)
-        if len(table) != len(pairs):
-            raise ValueError("a name occurs twice")
-        return table
-
-    return json.loads(text.decode(), object_pairs_hook=once)
-
-
-def _offsets(pair) -> tuple[int, int]:
-    start, end = pair
-    if not (_is_count(start) and _is_count(end) and start <= end):
-        raise ValueError(f"data_offsets {pair}")
-    return start, end
-
-
-def _is_count(value) -> bool:
-    return type(value) is int and value >= 0
 
 
 def write(path: str | pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
@@ -255,11 +198,11 @@ def write_shards(
     Host memory holds one tensor.
 
     Args:
-        folder: Exists, and holds no file of that stem.
+        folder: An existing folder that holds no file of that stem.
         table: Dtype and shape of each tensor by name.
-        read: Name -> the tensor; asked for each once.
-        stem: Of the files.
-        shard_bytes: A file is as long at most, unless one tensor is longer.
+        read: Function from a name to its tensor; called once for each.
+        stem: First part of the file names.
+        shard_bytes: Longest file, unless one tensor is longer.
 
     Raises:
         ValueError: When a tensor is not what the table says.
