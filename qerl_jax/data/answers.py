@@ -1,8 +1,8 @@
 r"""Where a completion states its answer, and when two answers are the same.
 
 Readers find an answer by its form (`<answer>` tags, GSM8K's `####`, `\boxed{}`, a line `Answer:`);
-`same` and `minerva_form` compare what they found as text and numbers. What needs algebra is
-`equivalence`'s business. Everything here is linear in the text, for models repeat themselves.
+`same` and `minerva_form` compare what they found as text and numbers. What needs algebra is the
+business of `rewards.math_judge`. Everything here is linear in the text, for models repeat themselves.
 """
 
 import decimal
@@ -148,12 +148,26 @@ def minerva_form(answer: str) -> str:
         answer = answer.replace(before, after)
     for removed in (*_REMOVED_WORDS, *_REMOVED_TEX):
         answer = answer.replace(removed, "")
-    answer = re.sub(r".*?\$(.*?)\$.*", r"$\1$", answer)
+    answer = "\n".join(map(_between_dollars, answer.split("\n")))
     for command in ("text", "textbf", "overline"):
-        answer = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", answer)
-    answer = re.sub(r"\\boxed\{(.*)\}", r"\1", answer)
+        # Always a match, if only up to the end of the line: none is tried twice.
+        opened = rf"\\{command}\{{([^}}\n]*)(\}}?)"
+        answer = re.sub(opened, lambda found: found[1] if found[2] else found[0], answer)
+    answer = re.sub(r"\\boxed\{(.*)", _without_last_brace, answer)
     answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)
     answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer)
     answer = answer.replace("$", "")
     without_commas = answer.replace(",", "")
     return (without_commas if without_commas.isdigit() else answer).strip()
+
+
+def _between_dollars(line: str) -> str:
+    """A line without what stands before its first and after its second dollar sign, if it has two."""
+    parts = line.split("$", 2)
+    return f"${parts[1]}$" if len(parts) == 3 else line
+
+
+def _without_last_brace(boxed: re.Match) -> str:
+    r"""The rest of a line after `\boxed{`, without its last closing brace; if it has none, all of the match."""
+    before, brace, after = boxed[1].rpartition("}")
+    return before + after if brace else boxed[0]

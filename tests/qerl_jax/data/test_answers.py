@@ -1,6 +1,8 @@
 """Answers: where each form is found, and which two are the same."""
 
 import decimal
+import random
+import re
 
 import pytest
 
@@ -139,6 +141,37 @@ def test_numbers_as_people_write_them(text, value):
 )
 def test_minerva_form_removes_what_does_not_matter(answer, form):
     assert answers.minerva_form(answer) == form
+
+
+def published_form(answer):
+    """The part of Minerva's normal form that unwraps, with the patterns of its authors."""
+    answer = re.sub(r".*?\$(.*?)\$.*", r"$\1$", answer)
+    for command in ("text", "textbf", "overline"):
+        answer = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", answer)
+    return re.sub(r"\\boxed\{(.*)\}", r"\1", answer).replace("$", "").strip()
+
+
+def test_minerva_form_unwraps_as_its_published_patterns_do():
+    rng = random.Random(0)
+    pieces = ("$", "{", "}", "\n", "x", "y", "\\text{", "\\textbf{", "\\overline{", "\\boxed{")
+    changed = 0
+    for _ in range(20_000):
+        text = "".join(rng.choices(pieces, k=rng.randint(0, 12)))
+        if "\\text{}" in text or "\\text{\n}" in text:
+            continue  # these are removed before
+        expected = published_form(text)
+        assert answers.minerva_form(text) == expected, text
+        changed += expected != text
+    assert changed > 10_000
+
+
+@pytest.mark.timeout(60)  # a quadratic pattern takes minutes
+@pytest.mark.parametrize(
+    "piece",
+    ["x", "$", "x$\n", "\\text{", "\\boxed{", "\\overline{x", "frac", "sqrt", "=", "{", "}"],
+)
+def test_minerva_form_is_linear_in_the_text(piece):
+    answers.minerva_form(piece * (200_000 // len(piece)))
 
 
 @pytest.mark.parametrize(
