@@ -2,7 +2,7 @@
 
 A problem starts from a number and applies two or three operations to it, told as a word problem
 (three in four) or as one expression. One problem in ten, by a hash of its numbers alone, belongs
-to the test split and is never drawn for training, however it is worded.
+to the test split and is never part of training, however it is worded.
 
     Tom has 55 marbles. Tom finds 8 more, sells 3 and gives away 29. How many marbles ...?
     <think>55+8=63
@@ -35,7 +35,7 @@ _ITEMS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class ArithmeticProblem:
     """A question, the number it starts from, and the operations (sign, operand) applied in turn."""
 
     question: str
@@ -56,19 +56,19 @@ class Problem:
         return self.values[-1]
 
 
-def problem(split: str, seed: int, index: int) -> Problem:
-    """Draws problem number `index` of a split: a function of its arguments on every platform.
+def problem(split: str, seed: int, index: int) -> ArithmeticProblem:
+    """Makes problem number `index` of a split: a function of its arguments on every platform.
 
     Starts are 5..60 and operands of + and - 2..40; only values up to 33 are doubled or tripled,
     and no value falls below 1.
 
     Args:
         split: "train", or "test" for the tenth of all problems that training never shows.
-        seed: chooses among endless sequences of problems.
-        index: position in that sequence, from 0.
+        seed: Chooses among endless sequences of problems.
+        index: Position in that sequence, from 0.
 
     Raises:
-        ValueError: for any other split.
+        ValueError: For any other split.
     """
     _check_split(split)
     # Seeded by text (through SHA-512) and read through `random()` only: the two parts of the
@@ -83,10 +83,10 @@ def problem(split: str, seed: int, index: int) -> Problem:
                 if in_words
                 else _expression(start, operations)
             )
-            return Problem(question, start, operations)
+            return ArithmeticProblem(question, start, operations)
 
 
-def one_step(split: str, seed: int, index: int) -> Problem:
+def one_step(split: str, seed: int, index: int) -> ArithmeticProblem:
     """Draws problem number `index` of the easier kind, "What is 7 + 5?": a function of its arguments, too.
 
     One operation, each sign as often as the others: the sum or the difference of a number up to 20 and
@@ -110,7 +110,7 @@ def one_step(split: str, seed: int, index: int) -> Problem:
         if _apply(start, operations[0]) < 1:
             continue
         if is_held_out(start, operations) == (split == "test"):
-            return Problem(f"What is {start} {sign} {operand}?", start, operations)
+            return ArithmeticProblem(f"What is {start} {sign} {operand}?", start, operations)
 
 
 def is_held_out(start: int, operations: Sequence[tuple[str, int]]) -> bool:
@@ -119,23 +119,23 @@ def is_held_out(start: int, operations: Sequence[tuple[str, int]]) -> bool:
     return zlib.crc32(text.encode()) % 10 == 0
 
 
-def worked_answer(problem: Problem) -> str:
+def worked_answer(problem: ArithmeticProblem) -> str:
     """The right answer after one line of work per operation, in think and answer tags."""
     return _answer(problem.operations, problem.values)
 
 
-def faulty_answer(problem: Problem, kind: Fault, rng: random.Random) -> str:
+def faulty_answer(problem: ArithmeticProblem, kind: Fault, rng: random.Random) -> str:
     """An answer that is imperfect in one way, for teaching a base model habits to unlearn.
 
     Args:
-        problem: what is answered.
+        problem: The problem that is answered.
         kind: "blurt" gives the right number without any work, which a tiny model cannot do
             reliably; "slip" gets one operation wrong and goes on from there; "short" forgets the
             last operation; "untagged" works it out and leaves the answer tags away.
-        rng: chooses where and by how much a slip errs; the other kinds do not use it.
+        rng: Chooses where and by how much a slip errs; the other kinds do not use it.
 
     Raises:
-        ValueError: for any other kind.
+        ValueError: For any other kind.
     """
     match kind:
         case "blurt":
@@ -213,7 +213,7 @@ def _answer(operations: Sequence[tuple[str, int]], values: Sequence[int]) -> str
     return f"{_work(operations, values)}<answer>{values[-1]}</answer>"
 
 
-def _values_with_slip(problem: Problem, rng: random.Random) -> list[int]:
+def _values_with_slip(problem: ArithmeticProblem, rng: random.Random) -> list[int]:
     """The problem's values when one operation errs by 1, 2 or 10 and later ones build on it."""
     where = 1 + int(rng.random() * len(problem.operations))
     candidates = []

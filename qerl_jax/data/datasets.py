@@ -7,20 +7,17 @@ that a run can resume at any batch without having read the ones before.
 
 import dataclasses
 import functools
-import itertools
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import numpy as np
 
 from qerl_jax.config import DataConfig
 from qerl_jax.data import answers, arithmetic
-
-type Message = dict[str, str]
-type Prompt = str | tuple[Message, ...]
+from qerl_jax.data.tokenizer import Message, Prompt
 
 # Short on purpose: with it every prompt of GSM8K fits in 256 tokens of Qwen2.5's chat (252 at
 # most).
@@ -51,12 +48,12 @@ class Source:
     """A set of problems by its usual name.
 
     Attributes:
-        hub: Its name on the Hugging Face hub.
-        config: Its configuration there.
-        prompt: The column of the problem.
-        answer: The column of the answer; absent where rewards read another column.
-        system_prompt: The name in `SYSTEM_PROMPTS` of the instruction it is used with.
-        max_prompt_characters: Longer problems are left out.
+        hub: Name of the set on the Hugging Face hub.
+        config: Configuration of the set there.
+        prompt: Column of the problem.
+        answer: Column of the answer; absent where rewards read another column.
+        system_prompt: Name in `SYSTEM_PROMPTS` of the instruction that it is used with.
+        max_prompt_characters: Longest problem in characters; longer ones are left out.
     """
 
     hub: str
@@ -81,7 +78,7 @@ SETS = {
         "miromind-ai/MiroMind-M1-RL-62K", None, "problem", "clean_answer", "answer-line", 1024
     ),
     "math": Source("DigitalLearningGmbH/MATH-lighteval", None, "problem", "answer", "think-answer"),
-    # To report on; `benchmarks.SPLITS` says which split. Limits are for training sets.
+    # To report on; `evaluation.protocols.SPLITS` says which split. Limits are for training sets.
     "math500": Source("HuggingFaceH4/MATH-500", None, "problem", "answer", "think-answer"),
     "aime24": Source("HuggingFaceH4/aime_2024", None, "problem", "answer", "think-answer"),
     "aime25": Source("math-ai/aime25", None, "problem", "answer", "think-answer"),
@@ -127,56 +124,7 @@ class Problems(Sequence[Problem]):
 def from_config(
     cfg: DataConfig, *, split: str, seed: int, num_problems: int | None = None
 ) -> Problems:
-    """The problems that a `[data]` section describes.
-
-    Args:
-        cfg: the section.
-        split: instead of the section's.
-        seed: which arithmetic problems.
-        num_problems: instead of the section's.
-
-    Raises:
-        ValueError: as `load` does.
-    """
-    return load(
-        cfg.dataset,
-        path=cfg.path,
-        config=cfg.name,
-        split=split,
-        columns=cfg.columns,
-        system_prompt=cfg.system_prompt,
-        prompt_template=cfg.prompt_template,
-        max_prompt_characters=cfg.max_prompt_characters,
-        seed=seed,
-        num_problems=num_problems or cfg.num_problems,
-    )
-
-
-def system_prompt(cfg: DataConfig) -> str:
-    """What a `[data]` section's system message is, as its `system_prompt` would say it; "" for none.
-
-    For problems of another set that are to be asked alike.
-    """
-    if cfg.system_prompt is not None:
-        return cfg.system_prompt
-    source = SETS.get(cfg.dataset)
-    return (source and source.system_prompt) or ""
-
-
-def load(
-    name_or_path: str,
-    *,
-    path: str | None = None,
-    config: str | None = None,
-    split: str = "train",
-    columns: Mapping[str, str] | None = None,
-    system_prompt: str | None = None,
-    prompt_template: str | None = None,
-    max_prompt_characters: int | None = None,
-    seed: int = 0,
-    num_problems: int | None = None,
-) -> Problems:
-    r"""Loads problems by name: procedural ones, or the rows of a data set.
+    r"""Loads the problems that a `[data]` section describes: procedural ones, or the rows of a data set.
 
     A row becomes a problem by its columns, the first that is there counting:
 
@@ -193,83 +141,64 @@ def load(
     Every other column is kept as it is.
 
     Args:
-        name_or_path: "arithmetic", a name in `SETS`, another data set of the Hugging Face hub, a
-            folder that `datasets` can read, or a .jsonl, .json or .parquet file (whatever the
-            split).
-        path: a folder or file to read the rows of a named set from, instead of the hub.
-        config: the data set's configuration, where it has several; "one-step" for arithmetic of a single
-            operation.
-        split: the data set's split; "train" or "test" for arithmetic.
-        columns: the rows' names for `prompt` and `answer`.
-        system_prompt: a first message telling the model what to do: a text, or a name in
-            `SYSTEM_PROMPTS`; "" for none, None for a named set's own.
-        prompt_template: takes the place of the prompt, or of its last message: `{prompt}` in it is
-            what was there, `{COLUMN}` the row's value; other braces stay.
-        max_prompt_characters: leaves out problems whose prompt's column holds more; None means a
-            named set's own limit.
-        seed: which arithmetic problems; rows of data sets do not depend on it.
-        num_problems: read only so many of what is left, from the first. Arithmetic has 100,000
-            unless told.
+        cfg: The section. Its `dataset` is "arithmetic", a name in `SETS`, another data set of the
+            Hugging Face hub, a folder that `datasets` can read, or a .jsonl, .json or .parquet file
+            (whatever the split).
+        split: Split of the data set, instead of the section's; "train" or "test" for arithmetic.
+        seed: Random seed of arithmetic problems; rows of data sets do not depend on it.
+        num_problems: Number of problems to keep, from the first, instead of the section's.
+            Arithmetic has 100,000 unless told.
 
     Raises:
-        ValueError: if there is no such data set, folder, file, configuration, split or column, no
-            row is left, `num_problems` is not positive, or a row has no usable prompt.
+        ValueError: If there is no such data set, folder, file, configuration, split or column, no
+            row is left, or a row has no usable prompt.
     """
-    if num_problems is not None and num_problems < 1:
-        raise ValueError(f"num_problems must be at least 1; got {num_problems}")
-    source, columns = SETS.get(name_or_path), dict(columns or {})
-    if system_prompt is None and source is not None:
-        system_prompt = source.system_prompt
-    if name_or_path == "arithmetic":
-        if path or columns or max_prompt_characters:
-            raise ValueError(
-                "arithmetic has no path, columns or long prompts; got "
-                f"{path=}, {columns=}, {max_prompt_characters=}"
-            )
-        if config not in _ARITHMETIC:
-            names = [name for name in _ARITHMETIC if name]
-            raise ValueError(f"arithmetic has the configurations {names}, or none; got {config=}")
-        kept = range(ARITHMETIC_PROBLEMS if num_problems is None else num_problems)
-        rows, where = functools.partial(_arithmetic_row, config, split, seed), name_or_path
-        reader = _Reader("question", "answer", True, system_prompt, prompt_template)
-    else:
-        where = path or name_or_path
-        dataset = load_rows(name_or_path, path, config, split)
-        if len(dataset) == 0:
-            raise ValueError(f"{where}: the split {split!r} is empty")
-        reader = _Reader(
-            _prompt_column(dataset.column_names, columns, source, where),
-            _answer_column(dataset.column_names, columns, source, where),
-            source is not None,
-            system_prompt,
-            prompt_template,
-        )
-        limit = max_prompt_characters or (source and source.max_prompt_characters)
-        kept = _short_enough(dataset, reader.prompt, limit, where)[:num_problems]
-        rows = dataset.__getitem__
-
-    def read(index: int) -> Problem:
-        return reader.problem(rows(kept[index]), f"{where}, row {kept[index]}")
-
+    wanted = num_problems or cfg.num_problems
+    if cfg.dataset == "arithmetic":
+        return _arithmetic(cfg, split, seed, wanted or ARITHMETIC_PROBLEMS)
+    where = cfg.path or cfg.dataset
+    source = SETS.get(cfg.dataset)
+    dataset = load_rows(cfg.dataset, cfg.path, cfg.name, split)
+    if len(dataset) == 0:
+        raise ValueError(f"{where}: the split {split!r} is empty")
+    columns = cfg.columns or {}
+    reader = _Reader(
+        _prompt_column(dataset.column_names, columns, source, where),
+        _answer_column(dataset.column_names, columns, source, where),
+        source is not None,
+        system_prompt(cfg),
+        cfg.prompt_template,
+    )
+    limit = cfg.max_prompt_characters or (source and source.max_prompt_characters)
+    kept = _short_enough(dataset, reader.prompt, limit, where)[:wanted]
+    read = lambda index: reader.problem(dataset[kept[index]], f"{where}, row {kept[index]}")
     read(0)  # a row that cannot be read shows now, not in the middle of a run
     return Problems(len(kept), read)
 
 
+def system_prompt(cfg: DataConfig) -> str:
+    """The system message of a `[data]` section, or its name in `SYSTEM_PROMPTS`; "" for none."""
+    if cfg.system_prompt is not None:
+        return cfg.system_prompt
+    source = SETS.get(cfg.dataset)
+    return (source and source.system_prompt) or ""
+
+
 def batch(problems: Sequence[Problem], index: int, *, batch_size: int, seed: int) -> list[Problem]:
-    """Batch number `index` of endless passes over the problems, each in an order of its own.
+    """Gives batch number `index` of endless passes over the problems, each in an order of its own.
 
     Position p = index * batch_size + i, the i-th of the batch, is place p % n of pass p // n for n
     problems; a pass's order depends on (seed, pass) alone. What is left at the end of a pass shares
     its batch with the start of the next.
 
     Args:
-        problems: n of them.
-        index: the batch's number, from 0.
-        batch_size: problems per batch.
-        seed: chooses the orders.
+        problems: The n problems.
+        index: Number of the batch, from 0.
+        batch_size: Number of problems per batch.
+        seed: Random seed of the orders.
 
     Raises:
-        ValueError: if there are no problems, `batch_size` is not positive, or `index` is negative.
+        ValueError: If there are no problems, `batch_size` is not positive, or `index` is negative.
     """
     if not problems or batch_size < 1 or index < 0:
         raise ValueError(
@@ -281,16 +210,8 @@ def batch(problems: Sequence[Problem], index: int, *, batch_size: int, seed: int
     return [problems[int(_order(len(problems), seed, epoch)[place])] for epoch, place in places]
 
 
-def batches(
-    problems: Sequence[Problem], *, batch_size: int, seed: int, start: int = 0
-) -> Iterator[list[Problem]]:
-    """Yields batch `start` and all that follow; see `batch`."""
-    for index in itertools.count(start):
-        yield batch(problems, index, batch_size=batch_size, seed=seed)
-
-
 def collate(problems: Sequence[Problem]) -> tuple[list[str | list[Message]], dict[str, list]]:
-    """Prompts and columns of problems as parallel lists, None where a problem lacks a column.
+    """Puts prompts and columns of problems into parallel lists, None where a problem lacks a column.
 
     Messages are copied: a reward that changes its prompts changes nobody else's.
     """
@@ -311,19 +232,38 @@ def _order(length: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(length)
 
 
-def _arithmetic_row(config: str | None, split: str, seed: int, index: int) -> dict[str, Any]:
-    problem = _ARITHMETIC[config](split, seed, index)
-    return {"question": problem.question, "answer": str(problem.answer)}
+def _arithmetic(cfg: DataConfig, split: str, seed: int, count: int) -> Problems:
+    """The first procedural problems of a split."""
+    if cfg.path or cfg.columns or cfg.max_prompt_characters:
+        raise ValueError(
+            "arithmetic has no path, columns or long prompts; got "
+            f"path={cfg.path!r}, columns={cfg.columns or {}}, "
+            f"max_prompt_characters={cfg.max_prompt_characters}"
+        )
+    if cfg.name not in _ARITHMETIC:
+        names = [name for name in _ARITHMETIC if name]
+        raise ValueError(
+            f"arithmetic has the configurations {names}, or none; got config={cfg.name!r}"
+        )
+    reader = _Reader("question", "answer", True, system_prompt(cfg), cfg.prompt_template)
+
+    def read(index: int) -> Problem:
+        found = _ARITHMETIC[cfg.name](split, seed, index)
+        row = {"question": found.question, "answer": str(found.answer)}
+        return reader.problem(row, f"{cfg.dataset}, row {index}")
+
+    read(0)  # an unknown split shows now
+    return Problems(count, read)
 
 
 def load_rows(name: str, path: str | None, config: str | None, split: str):
-    """The rows of a data set, as a `datasets.Dataset`.
+    """Loads the rows of a data set, as a `datasets.Dataset`.
 
     Args:
-        name: As in `load`, or any set of the hub, folder or file.
-        path: A folder or file instead of the hub.
-        config: The data set's configuration, where it has several.
-        split: The data set's split.
+        name: Name in `SETS`, or any set of the hub, folder or file.
+        path: Folder or file that is read instead of the hub.
+        config: Configuration of the data set, where it has several.
+        split: Split of the data set.
 
     Raises:
         ValueError: Saying what was looked for.
@@ -407,12 +347,12 @@ def _characters(prompt: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """How rows of one set become problems; see `load`."""
+    """How rows of one set become problems; see `from_config`."""
 
     prompt: str
     answer: str | None
     is_named: bool
-    system_prompt: str | None
+    system_prompt: str
     template: str | None
 
     def problem(self, row: Mapping[str, Any], where: str) -> Problem:
@@ -436,7 +376,7 @@ class _Reader:
 
 
 def is_chat(prompt: Any) -> bool:
-    """Whether it is a list of messages, each with a role and a content that are texts."""
+    """Whether a prompt is a list of messages, each with a role and a content that are texts."""
     return (
         isinstance(prompt, Sequence)
         and len(prompt) > 0

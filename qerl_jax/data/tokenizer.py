@@ -10,7 +10,8 @@ from typing import Any
 
 from qerl_jax.files import read_json
 
-type Prompt = str | Sequence[dict[str, str]]
+type Message = dict[str, str]  # "role" and "content"
+type Prompt = str | Sequence[Message]
 
 
 @dataclasses.dataclass(frozen=True)

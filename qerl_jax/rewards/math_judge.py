@@ -1,6 +1,6 @@
 r"""Whether two answers are the same mathematics, as math-verify sees it.
 
-For worker processes only (`reward_workers`): the imports below take seconds, and a hostile
+For worker processes only (`process_pool`): the imports below take seconds, and a hostile
 expression can keep a call busy for ever. Its own time limits need the main thread's alarm; ours is
 the worker's death.
 """

@@ -71,8 +71,8 @@ def run_all(
 
     Args:
         jobs: Programs and their inputs.
-        limits: Of each.
-        workers: How many at a time; absent means as many as there are processors.
+        limits: Limits of each program.
+        workers: Number of programs at a time; absent means as many as there are processors.
 
     Raises:
         NotImplementedError: Where programs cannot be isolated.

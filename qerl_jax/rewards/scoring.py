@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from qerl_jax.data import datasets
+from qerl_jax.data.tokenizer import Message
 from qerl_jax.rewards.stock import FACTORIES, STOCK, RewardFunction
 
 type Named = tuple[str, RewardFunction]
@@ -40,9 +41,9 @@ class Record:
     """What reward functions log beside their values, in one call of `evaluate`.
 
     Attributes:
-        rows: B, the entries of a column.
-        columns: By name, B entries each (`log_extra`); the last under a name counts.
-        values: By name, every number logged (`log_metric`).
+        rows: B, the number of entries in a column.
+        columns: Columns by name, of B entries each (`log_extra`); the last under a name counts.
+        values: Metrics by name, each with every number logged (`log_metric`).
     """
 
     rows: int
@@ -53,7 +54,7 @@ class Record:
         """Adds a column to the log of completions.
 
         Raises:
-            ValueError: if it has not one entry per row, or takes the name of a column that is there.
+            ValueError: If it has not one entry per row, or takes the name of a column that is there.
         """
         if column in COMPLETION_COLUMNS:
             raise ValueError(f"log_extra({column!r}): is a column already; choose another name")
@@ -67,16 +68,9 @@ class Record:
         """Adds a number to a metric; under the name of one of the run's own it is not seen."""
         self.values.setdefault(name, []).append(float(value))
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The mean of the numbers of each metric, as TRL logs them."""
-        return {name: sum(values) / len(values) for name, values in self.values.items()}
 
-
-def as_completion(
-    prompt: str | Sequence[Mapping[str, str]], text: str
-) -> str | list[datasets.Message]:
-    """A generated text in the form that belongs to its prompt: text, or an assistant's message."""
+def as_completion(prompt: str | Sequence[Mapping[str, str]], text: str) -> str | list[Message]:
+    """Puts a generated text into the form that belongs to its prompt: text, or an assistant's message."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
@@ -86,14 +80,14 @@ def resolve(
     """Finds reward functions, each with the name that its metrics carry.
 
     Args:
-        names: stock names (the keys of `STOCK` and `FACTORIES`), import paths
+        names: Stock names (the keys of `STOCK` and `FACTORIES`), import paths
             "package.module:function" or "folder/file.py:function", or functions themselves.
-        options: by name, arguments of a factory: something that makes the reward function. Stock
+        options: Arguments of factories, which make reward functions, by name. Stock
             factories may do without; of what is imported, a name with options is a factory.
             Options of other names are ignored.
 
     Raises:
-        ValueError: for an unknown name, a module that cannot be imported, something that cannot be
+        ValueError: For an unknown name, a module that cannot be imported, something that cannot be
             called, options that a factory refuses, or two functions of one name.
     """
     options = options or {}
@@ -117,21 +111,21 @@ def evaluate(
     """Scores B completions with every function.
 
     Args:
-        functions: names and functions, from `resolve`.
-        prompts: B texts or lists of messages.
-        completions: B texts or lists of messages; see `as_completion`.
-        completion_ids: B sequences of token ids.
-        columns: the data set's columns, B entries each.
-        extras: further arguments passed as they are (`trainer_state`).
-        record: takes what functions give to `log_extra` and `log_metric`; made with B rows.
+        functions: Names and functions, from `resolve`.
+        prompts: Prompts of the B rows, as texts or lists of messages.
+        completions: Completions of the B rows, as texts or lists of messages; see `as_completion`.
+        completion_ids: Token ids of each completion.
+        columns: Columns of the data set, of B entries each.
+        extras: Further arguments, passed as they are (`trainer_state`).
+        record: Keeps what functions give to `log_extra` and `log_metric`; made with B rows.
 
     Returns:
         float32 [B, number of functions]; NaN where a function returned None.
 
     Raises:
-        RewardError: naming the function, if it raises, returns another number of values than B, or
-            returns something that is not a finite number.
-        ValueError: if a column or an extra has the name of another argument.
+        RewardError: If a function raises, returns another number of values than B, or
+            returns something that is not a finite number; the error names it.
+        ValueError: If a column or an extra has the name of another argument.
     """
     extras = extras or {}
     taken = [*_RESERVED, *columns]
@@ -186,8 +180,8 @@ def check(
     """Calls every function once on placeholder completions, so that mistakes show before training.
 
     Raises:
-        RewardError: as `evaluate` does.
-        ValueError: as `evaluate` does.
+        RewardError: As `evaluate` does.
+        ValueError: As `evaluate` does.
     """
     prompts, columns = datasets.collate(problems)
     placeholder = "<think>0</think><answer>0</answer>"

@@ -1,6 +1,6 @@
-r"""The stock of verifiable rewards, in the signature that `rewards` describes.
+r"""The stock of verifiable rewards, in the signature that `scoring` describes.
 
-Correctness: what is compared is what `answers` finds; `math_verify_reward` asks a computer algebra
+Correctness: what is compared is what `data.answers` finds; `math_verify_reward` asks a computer algebra
 system, `code_reward` runs the program. Form: think/answer tags. Length and repetition: factories
 under TRL's names, configured by `[rewards.options.NAME]`; DAPO's overlong punishment is `grpo`'s.
 """
@@ -181,7 +181,7 @@ def token_hash_reward(completion_ids: Sequence, **_) -> list[float]:
 def get_math_verify_reward(seconds: float = 10.0, workers: int | None = None) -> RewardFunction:
     r"""Makes `math_verify_reward`: 1 where the completion's answer equals the row's, else 0.
 
-    math-verify compares them as mathematics, in worker processes; `equivalence.agrees` says what of
+    math-verify compares them as mathematics, in worker processes; `math_judge.agrees` says what of
     a completion is taken for its answer. None where the row has no answer or a gold answer that
     cannot be read (a judge killed over the gold answer alone counts as that). A judge that is
     killed or fails over the completion gives 0, not None: whoever writes what cannot be judged has
@@ -190,7 +190,7 @@ def get_math_verify_reward(seconds: float = 10.0, workers: int | None = None) ->
 
     Args:
         seconds: Longest judgement of one answer, on the clock.
-        workers: Processes; absent means half of the processors, at most 8.
+        workers: Number of processes; absent means half of the processors, at most 8.
     """
     judges = _math_judges(workers, seconds)
 
@@ -212,7 +212,7 @@ def get_reasoning_accuracy_reward(
 
     Args:
         seconds: Longest judgement of one answer, on the clock.
-        workers: Processes; absent means half of the processors, at most 8.
+        workers: Number of processes; absent means half of the processors, at most 8.
     """
     judges = _math_judges(workers, seconds)
 
@@ -244,11 +244,11 @@ def get_cosine_scaled_reward(
     Source: Yeo et al. 2025 (arXiv:2502.03373), appendix C.1; names and defaults are TRL's.
 
     Args:
-        max_len: Tokens at which the long end is reached.
-        min_value_wrong: Of the shortest wrong answer.
-        max_value_wrong: Of the longest.
-        min_value_correct: Of the longest correct answer.
-        max_value_correct: Of the shortest.
+        max_len: Length in tokens at which the long end is reached.
+        min_value_wrong: Reward of the shortest wrong answer.
+        max_value_wrong: Reward of the longest wrong answer.
+        min_value_correct: Reward of the longest correct answer.
+        max_value_correct: Reward of the shortest correct answer.
 
     Raises:
         ValueError: If `max_len` is not positive.
@@ -285,8 +285,8 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
     Source: Yeo et al. 2025 (arXiv:2502.03373), appendix C.2; names and defaults are TRL's.
 
     Args:
-        ngram_size: Tokens of an n-gram.
-        max_penalty: What endless repetition approaches; not positive.
+        ngram_size: Number of tokens in an n-gram.
+        max_penalty: Reward that endless repetition approaches; not positive.
 
     Raises:
         ValueError: If `ngram_size` is not positive or `max_penalty` is.
@@ -321,7 +321,7 @@ def get_code_reward(
     Args:
         seconds: Processor time of one test; on the clock it may take twice as long.
         memory_mb: Address space of one program, MiB.
-        workers: Programs at a time; absent means as many as there are processors.
+        workers: Number of programs at a time; absent means as many as there are processors.
 
     Raises:
         NotImplementedError: At the call, where programs cannot be isolated.

@@ -12,7 +12,7 @@ from qerl_jax.data import arithmetic
 TINY = pathlib.Path(arithmetic.__file__).parents[1] / "assets" / "tiny"
 TRAIN = [arithmetic.problem("train", 0, index) for index in range(2000)]
 TEST = [arithmetic.problem("test", 0, index) for index in range(500)]
-MARBLES = arithmetic.Problem("How many?", 55, (("+", 8), ("-", 3), ("-", 29)))
+MARBLES = arithmetic.ArithmeticProblem("How many?", 55, (("+", 8), ("-", 3), ("-", 29)))
 
 
 def test_worked_answer_shows_one_line_per_operation():

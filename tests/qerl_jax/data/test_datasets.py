@@ -8,6 +8,12 @@ from qerl_jax import config
 from qerl_jax.data import arithmetic
 from qerl_jax.data import datasets as data
 
+
+def load(dataset, *, split="train", seed=0, **section):
+    """The problems of a `[data]` section."""
+    return data.from_config(config.DataConfig(dataset, **section), split=split, seed=seed)
+
+
 GSM8K = pathlib.Path(__file__).parents[2] / "golden" / "gsm8k"
 
 
@@ -30,7 +36,7 @@ def rows(tmp_path):
 
 
 def test_gsm8k_rows_get_number_and_solution():
-    problems = data.load(str(GSM8K), split="test")
+    problems = load(str(GSM8K), split="test")
     answers = "18 3 70000 540 20 64 260 160 45 460 2125 114200".split()
     assert [problem.columns["answer"] for problem in problems] == answers
     first = problems[0]
@@ -40,7 +46,7 @@ def test_gsm8k_rows_get_number_and_solution():
 
 
 def test_system_prompt_comes_first_and_the_template_takes_the_last_message():
-    problem = data.load(
+    problem = load(
         str(GSM8K), split="test", system_prompt="Think.", prompt_template="{prompt} Go."
     )[0]
     assert [message["role"] for message in problem.prompt] == ["system", "user"]
@@ -50,10 +56,10 @@ def test_system_prompt_comes_first_and_the_template_takes_the_last_message():
 
 def test_text_prompts_stay_text_until_a_system_prompt_makes_a_chat(rows):
     path = rows({"prompt": "1+1=", "answer": "2", "level": 3})
-    assert data.load(path)[0] == data.Problem("1+1=", {"answer": "2", "level": 3})
-    assert data.load(path, prompt_template="{prompt}?")[0].prompt == "1+1=?"
+    assert load(path)[0] == data.Problem("1+1=", {"answer": "2", "level": 3})
+    assert load(path, prompt_template="{prompt}?")[0].prompt == "1+1=?"
     chat = ({"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="})
-    assert data.load(path, system_prompt="Add.")[0].prompt == chat
+    assert load(path, system_prompt="Add.")[0].prompt == chat
 
 
 def test_verl_rows_keep_messages_and_give_the_ground_truth_as_answer(rows):
@@ -63,7 +69,7 @@ def test_verl_rows_keep_messages_and_give_the_ground_truth_as_answer(rows):
         "prompt": messages,
         "reward_model": {"style": "rule", "ground_truth": "4"},
     }
-    problem = data.load(rows(row))[0]
+    problem = load(rows(row))[0]
     assert problem.prompt == tuple(messages)
     assert problem.columns["answer"] == problem.columns["ground_truth"] == "4"
     assert problem.columns["data_source"] == "sums"
@@ -81,7 +87,7 @@ def test_verl_rows_keep_messages_and_give_the_ground_truth_as_answer(rows):
 )
 def test_templates_fill_in_columns_and_leave_other_braces(rows, template, prompt):
     path = rows({"prompt": "Is {x} in [0, 1)?", "level": 3, "x": "kept as it is"})
-    assert data.load(path, prompt_template=template)[0].prompt == prompt
+    assert load(path, prompt_template=template)[0].prompt == prompt
 
 
 SET_ROWS = {
@@ -123,14 +129,14 @@ SET_ROWS = {
 @pytest.mark.parametrize("name", data.SETS)
 def test_a_named_set_reads_its_columns_under_its_prompt(rows, name):
     row, answer = SET_ROWS[name]
-    problem = data.load(name, path=rows(row))[0]
+    problem = load(name, path=rows(row))[0]
     instruction = data.SETS[name].system_prompt
     assert problem.columns.get("answer") == answer
     expected = [{"role": "user", "content": "?"}]
     if instruction is not None:
         expected.insert(0, {"role": "system", "content": data.SYSTEM_PROMPTS[instruction]})
     assert problem.prompt == tuple(expected)
-    bare = data.load(name, path=rows(row), system_prompt="", prompt_template="{prompt}!")[0]
+    bare = load(name, path=rows(row), system_prompt="", prompt_template="{prompt}!")[0]
     assert bare.prompt == ({"role": "user", "content": "?!"},)
     if name == "verifiable_code":
         (test,) = problem.columns["verification_info"]["test_cases"]
@@ -161,8 +167,8 @@ def test_a_named_set_comes_from_the_hub_unless_it_is_here(name, hub, configurati
         return datasets.Dataset.from_list([SET_ROWS[name][0]])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    data.load(name)
-    data.load(name, config="other", split="test")
+    load(name)
+    data.from_config(config.DataConfig(name, name="other"), split="test", seed=0)
     assert asked == [
         (hub, configuration, {"split": "train"}),
         (hub, "other", {"split": "test"}),
@@ -172,36 +178,36 @@ def test_a_named_set_comes_from_the_hub_unless_it_is_here(name, hub, configurati
 def test_a_system_prompt_may_be_named(rows):
     path = rows({"problem": "?"})
     for name, text in data.SYSTEM_PROMPTS.items():
-        assert data.load(path, system_prompt=name)[0].prompt[0]["content"] == text
+        assert load(path, system_prompt=name)[0].prompt[0]["content"] == text
 
 
 def test_long_problems_of_a_set_are_left_out_by_their_characters(rows):
     texts = ["a" * 1024, "b" * 1025, "c"]
     path = rows(*({"prompt": text, "solution": "1"} for text in texts))
     begin = lambda problems: [problem.prompt[-1]["content"][0] for problem in problems]
-    assert begin(data.load("bigmath", path=path)) == ["a", "c"]
-    assert begin(data.load("bigmath", path=path, num_problems=1)) == ["a"]
-    assert begin(data.load("bigmath", path=path, max_prompt_characters=1025)) == ["a", "b", "c"]
-    assert begin(data.load("bigmath", path=path, max_prompt_characters=1)) == ["c"]
-    assert len(data.load(path)) == 3
+    assert begin(load("bigmath", path=path)) == ["a", "c"]
+    assert begin(load("bigmath", path=path, num_problems=1)) == ["a"]
+    assert begin(load("bigmath", path=path, max_prompt_characters=1025)) == ["a", "b", "c"]
+    assert begin(load("bigmath", path=path, max_prompt_characters=1)) == ["c"]
+    assert len(load(path)) == 3
     with pytest.raises(ValueError, match="no prompt has at most 1 characters"):
-        data.load(rows({"prompt": "too long"}), max_prompt_characters=1)
+        load(rows({"prompt": "too long"}), max_prompt_characters=1)
 
 
 def test_the_characters_of_a_chat_are_those_of_its_messages(rows):
     chat = lambda text: {"prompt": [{"role": "user", "content": text}], "answer": "1"}
     path = rows(chat("abc"), chat("abcd"))
-    assert len(data.load(path, max_prompt_characters=3)) == 1
+    assert len(load(path, max_prompt_characters=3)) == 1
 
 
 def test_columns_may_be_mapped(rows):
     path = rows({"body": "?", "key": "3", "prompt": "not this", "answer": "nor this"})
-    problem = data.load(path, columns={"prompt": "body", "answer": "key"})[0]
+    problem = load(path, columns={"prompt": "body", "answer": "key"})[0]
     assert problem.prompt == ({"role": "user", "content": "?"},)
     assert problem.columns["answer"] == problem.columns["key"] == "3"
     assert problem.columns["prompt"] == "not this"
     with pytest.raises(ValueError, match="no column 'text', which data.columns names as the answ"):
-        data.load(path, columns={"answer": "text"})
+        load(path, columns={"answer": "text"})
 
 
 def test_a_section_of_the_config_says_all_of_it(rows):
@@ -235,7 +241,7 @@ def test_a_copy_of_a_set_is_read_with_or_without_the_hubs_configurations(tmp_pat
     card += "- config_name: other\n  data_files: absent.parquet\n---\n"
     (tmp_path / "level_4_5" / "README.md").write_text(card)
     for name in ("plain", "level_4_5"):
-        problem = data.load("bigmath_hard", path=str(tmp_path / name))[0]
+        problem = load("bigmath_hard", path=str(tmp_path / name))[0]
         assert problem.prompt[-1]["content"] == name
 
 
@@ -253,7 +259,7 @@ def test_a_copy_of_a_set_is_read_with_or_without_the_hubs_configurations(tmp_pat
     ],
 )
 def test_answer_comes_from_the_first_column_that_has_one(rows, columns, answer):
-    assert data.load(rows({"problem": "?", **columns}))[0].columns["answer"] == answer
+    assert load(rows({"problem": "?", **columns}))[0].columns["answer"] == answer
 
 
 def test_parquet_files_are_read_too(tmp_path):
@@ -261,7 +267,7 @@ def test_parquet_files_are_read_too(tmp_path):
 
     path = tmp_path / "rows.parquet"
     datasets.Dataset.from_list([{"question": "?", "answer": "1"}] * 3).to_parquet(path)
-    assert len(data.load(str(path), split="test")) == 3
+    assert len(load(str(path), split="test")) == 3
 
 
 @pytest.mark.parametrize(
@@ -275,47 +281,47 @@ def test_parquet_files_are_read_too(tmp_path):
 )
 def test_rows_without_a_usable_prompt_are_refused_at_load(rows, row, message):
     with pytest.raises(ValueError, match=message):
-        data.load(rows(row))
+        load(rows(row))
 
 
 def test_two_system_messages_are_refused(rows):
     path = rows({"prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]})
     with pytest.raises(ValueError, match="row 0: has a system message already"):
-        data.load(path, system_prompt="c")
+        load(path, system_prompt="c")
 
 
 def test_missing_sources_are_named(tmp_path, rows):
     with pytest.raises(ValueError, match="no such file or folder: .*absent"):
-        data.load(str(tmp_path / "absent"))
+        load(str(tmp_path / "absent"))
     with pytest.raises(ValueError, match="absent.jsonl"):
-        data.load("absent.jsonl")
+        load("absent.jsonl")
     with pytest.raises(ValueError, match="split='dev'.*Unknown split"):
-        data.load(str(GSM8K), split="dev")
+        load(str(GSM8K), split="dev")
     with pytest.raises(ValueError, match="is empty"):
-        data.load(rows())
-    with pytest.raises(ValueError, match="num_problems must be at least 1; got 0"):
-        data.load("arithmetic", num_problems=0)
+        load(rows())
+    with pytest.raises(ValueError, match="num_problems: got 0; must be at least 1"):
+        load("arithmetic", num_problems=0)
     with pytest.raises(ValueError, match="no such file or folder: 'relative/folder'"):
-        data.load("gsm8k", path="relative/folder")
+        load("gsm8k", path="relative/folder")
     with pytest.raises(ValueError, match="arithmetic has no path, .*max_prompt_characters=3"):
-        data.load("arithmetic", max_prompt_characters=3)
+        load("arithmetic", max_prompt_characters=3)
 
 
 def test_arithmetic_is_drawn_by_seed_and_split():
-    problems = data.load("arithmetic", seed=5, split="test", num_problems=4)
+    problems = load("arithmetic", seed=5, split="test", num_problems=4)
     expected = [arithmetic.problem("test", 5, index) for index in range(4)]
     assert [p.prompt[0]["content"] for p in problems] == [p.question for p in expected]
     assert [p.columns for p in problems] == [{"answer": str(p.answer)} for p in expected]
-    assert len(data.load("arithmetic")) == data.ARITHMETIC_PROBLEMS
+    assert len(load("arithmetic")) == data.ARITHMETIC_PROBLEMS
 
 
 def test_arithmetic_of_one_step_is_a_configuration():
-    problems = data.load("arithmetic", config="one-step", seed=5, split="test", num_problems=4)
+    problems = load("arithmetic", name="one-step", seed=5, split="test", num_problems=4)
     expected = [arithmetic.one_step("test", 5, index) for index in range(4)]
     assert [p.prompt[-1]["content"] for p in problems] == [e.question for e in expected]
     assert [p.columns["answer"] for p in problems] == [str(e.answer) for e in expected]
     with pytest.raises(ValueError, match="configurations .*'one-step'.*config='hard'"):
-        data.load("arithmetic", config="hard")
+        load("arithmetic", name="hard")
 
 
 def test_problems_are_a_sequence():
@@ -328,8 +334,8 @@ def test_problems_are_a_sequence():
 
 def test_every_pass_meets_every_problem_once_in_an_order_of_its_own():
     problems = list("abcdefg")
-    stream = itertools.chain.from_iterable(data.batches(problems, batch_size=3, seed=0))
-    seen = list(itertools.islice(stream, 21))  # seven batches of three, three passes of seven
+    batches = [data.batch(problems, index, batch_size=3, seed=0) for index in range(7)]
+    seen = list(itertools.chain.from_iterable(batches))  # three passes of seven
     passes = [seen[:7], seen[7:14], seen[14:]]
     assert all(sorted(order) == problems for order in passes)
     assert len({tuple(order) for order in passes}) == 3
@@ -338,9 +344,10 @@ def test_every_pass_meets_every_problem_once_in_an_order_of_its_own():
 
 def test_batches_resume_by_their_number_alone():
     problems = list(range(10))
-    whole = list(itertools.islice(data.batches(problems, batch_size=4, seed=9), 8))
-    resumed = list(itertools.islice(data.batches(problems, batch_size=4, seed=9, start=5), 3))
-    assert resumed == whole[5:]
+    batches = lambda *indices: [data.batch(problems, i, batch_size=4, seed=9) for i in indices]
+    whole = batches(*range(8))
+    data._order.cache_clear()
+    assert batches(5, 6, 7) == whole[5:]
 
 
 def test_batches_may_exceed_the_problems():

@@ -48,7 +48,7 @@ def test_a_band_is_kept_and_a_stopped_measurement_goes_on(tmp_path):
 
     problems = datasets.from_config(small().data, split="train", seed=small().seed)
     expected = [p for p, rate in zip(problems, rates, strict=True) if rate == 0.5]
-    again = datasets.load(str(whole))
+    again = datasets.from_config(config.DataConfig(str(whole)), split="train", seed=0)
     assert [p.prompt for p in again] == [p.prompt for p in expected]
     assert again[0].columns == {"answer": expected[0].columns["answer"], "pass_rate": 0.5}
 
