@@ -303,6 +303,13 @@ def test_a_gate_lets_through_what_swiglu_says(rank):
         (4608, 3584, 32, (3584, 512, 512)),
         (4608, 3584, 8, (3584, 512, 512)),
         (3584, 18944, 64, (3584,)),
+        # SmolLM2-135M, and parts that begin within a tile.
+        (960, 576, 32, (576, 192, 192)),
+        (960, 576, 8, (576, 192, 192)),
+        (576, 576, 64, (576,)),
+        (576, 1536, 32, (576,)),
+        (480, 208, 32, (288, 96, 96)),
+        (1000, 1008, 100, (600, 200, 200)),
     ],
 )
 def test_on_its_device_a_linear_with_lora_meets_plain_arithmetic(m, n, k, rank, sizes):
@@ -315,8 +322,8 @@ def test_on_its_device_a_linear_with_lora_meets_plain_arithmetic(m, n, k, rank, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [8, 64, 128])
 @pytest.mark.parametrize("rank", [32, 128])
-def test_on_its_device_a_norm_and_a_gate_meet_plain_arithmetic(m, rank):
-    n, k = 37888, 3584
+@pytest.mark.parametrize(("n", "k"), [(37888, 3584), (3072, 576), (2000, 1008)])
+def test_on_its_device_a_norm_and_a_gate_meet_plain_arithmetic(m, rank, n, k):
     stream = epilogue.stream(normal(2, (m, k), 3.0), 1 + 0.1 * normal(3, (k,), 1.0, jnp.float32))
     _, t, parts, y = run(
         *(m, n, k, None),
@@ -328,6 +335,29 @@ def test_on_its_device_a_norm_and_a_gate_meet_plain_arithmetic(m, rank):
         interpret=False,
     )
     unit = np.asarray(stream.unit(EPS))[:, None]
-    gate_up = rounded(expected(f32(stream.scaled), t, parts, None, unit))
+    gate_up = rounded(expected(f32(stream.scaled)[:, :k], t, parts, None, unit))
     gate, up = np.split(gate_up, 2, axis=1)
-    assert_rounded(y, gate / (1 + np.exp(-gate)) * up, share=0.05)
+    assert_rounded(y[:, : n // 2], gate / (1 + np.exp(-gate)) * up, share=0.05)
+    assert not y[:, n // 2 :].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [8, 64, 128])
+@pytest.mark.parametrize("config", [Config(1, 64, 2, 9), Config(2, 64, 2, 3), Config(3, 64, 2, 4)])
+def test_on_its_device_a_slot_is_made_larger_for_lora(m, config):
+    x, t, parts, y = run(m, 384, 576, config, rank=32, sizes=(384,), interpret=False)
+    assert_rounded(y, expected(f32(x), t, parts, None), share=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [8, 64, 128])
+@pytest.mark.parametrize("width", [576, 1008])
+def test_on_its_device_a_residual_stream_of_any_width_meets_plain_arithmetic(m, width):
+    values, scale = normal(2, (m, width), 3.0), 1 + 0.1 * normal(3, (width,), 1.0, jnp.float32)
+    stream = epilogue.stream(values, scale)
+    traits = {"rank": 32, "sizes": (width,), "x": stream, "eps": EPS, "residual": (stream, scale)}
+    _, t, parts, new = run(m, width, width, None, interpret=False, **traits)
+    unit = 1 / np.sqrt(np.mean(f32(values) ** 2, axis=1, keepdims=True) + EPS)
+    y = expected(f32(stream.scaled)[:, :width], t, parts, None, unit)
+    assert_rounded(new.values[:width].T, f32(values) + y, share=0.05)
+    assert not new.values[width:].any() and not new.scaled[:, width:].any()

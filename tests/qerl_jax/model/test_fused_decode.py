@@ -106,6 +106,22 @@ def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, arch, wei
         assert_mostly_equal(getattr(extended, name)[new], getattr(grown, name)[new])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 40, 128])
+@pytest.mark.parametrize("arch", [ARCH, SMALL], ids=["whole", "small"])
+@pytest.mark.parametrize("weights", ["bfloat16", "nvfp4"])
+def test_on_its_device_the_fused_step_meets_the_plain_model(arch, weights, rows):
+    plain, variables, cache = policy_of(weights, rows=rows, arch=arch)
+    assert decode.supports(plain, rows) is None
+    tokens = jnp.arange(rows) % 64
+    policy = decode.policy(plain, variables)
+    actual, extended = jax.jit(functools.partial(decode.extend, plain))(policy, tokens, cache)
+    expected, grown = jax.jit(plain.apply)(variables, tokens[:, None], cache=cache)
+    difference = np.float32(actual) - np.float32(expected[:, 0])
+    assert np.sqrt(np.mean(difference**2) / np.mean(np.float32(expected) ** 2)) < 0.01
+    np.testing.assert_array_equal(extended.ends, grown.ends)
+
+
 @pytest.mark.parametrize("rows", [1, 24, 64, 128])
 @pytest.mark.parametrize("rank", [None, 8, 32, 64])
 @pytest.mark.parametrize("arch", [ARCH, ODD, SMALL], ids=["whole", "odd", "small"])
