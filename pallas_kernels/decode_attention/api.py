@@ -31,7 +31,9 @@ class _Hopper:
     def supports(qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str | None:
         if reason := runtime.unless_hopper():
             return reason
-        config = hopper.pick_config(len(tables), keys.shape[2], keys.shape[4])
+        key_heads, head_size = keys.shape[2], keys.shape[4]
+        group = qkv.shape[1] // key_heads - 2
+        config = hopper.pick_config(len(tables), key_heads, head_size, group)
         return hopper.supports(qkv.shape, qkv.dtype, keys.shape, keys.dtype, config)
 
 

@@ -19,16 +19,16 @@ def sync() -> None:
 
 
 def load_rows(ref: jax.Ref, *, is_quarter: bool = False) -> jax.Array:
-    """Loads [8, n] as [64, n] in the layout `WGMMA`: all 8 of it eight times.
+    """Loads [8, n] or [16, n] as [64, n] in the layout `WGMMA`: all rows eight times, or four times.
 
-    So that 8 rows serve an instruction that takes 64, and each warp has all of them.
+    So that few rows serve an instruction that takes 64, and each warp has all of them.
 
     Args:
       ref: in shared or device memory, not tiled.
       is_quarter: whether each warp loads columns of its own, n / 4: of warp 0 the first. The result
         is [64, n / 4], and means something to `store_rows` only.
     """
-    _, columns = ref.shape
+    rows, columns = ref.shape
     width = columns // WARPS if is_quarter else columns
     kind = plgpu.ShapeDtypeStruct((64, width), ref.dtype, layout=plgpu.Layout.WGMMA)
 
@@ -40,8 +40,12 @@ def load_rows(ref: jax.Ref, *, is_quarter: bool = False) -> jax.Array:
         registers = np.empty(layout.registers_shape((64, width)), object)
         for at in range(width // 8):
             where = arith.addi(arith.addi(begin, column), _const(8 * at))
-            # Rows 8 and more of a warp's 16 are those before.
-            registers[:, at] = vector.load(pair, ref, [_index(row), _index(where)])
+            loaded = [
+                vector.load(pair, ref, [_index(of_half), _index(where)])
+                for of_half in _rows_of_halves(row, rows)
+            ]
+            # Where there are 8, rows 8 and more of a warp's 16 are those before.
+            registers.flat[2 * at], registers.flat[2 * at + 1] = loaded[0], loaded[-1]
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=kind)(emit)(ref)
@@ -51,8 +55,8 @@ def store_rows(values: jax.Array, ref: jax.Ref, *, is_quarter: bool = False) -> 
     """Stores the first rows of what `load_rows` made, or of what came of it; each warp a quarter of the columns.
 
     Args:
-      values: [64, n], every 8 rows the same; or of quarters, [64, n / 4].
-      ref: [rows, n] in device memory, at most 8 rows.
+      values: [64, n], every 8 or 16 rows the same; or of quarters, [64, n / 4].
+      ref: [rows, n] in device memory, at most so many rows.
       is_quarter: whether `values` are of quarters.
     """
     rows, columns = ref.shape
@@ -60,29 +64,34 @@ def store_rows(values: jax.Array, ref: jax.Ref, *, is_quarter: bool = False) -> 
 
     def emit(_: mgpu.LaunchContext, values: mgpu.FragmentedArray, ref: ir.Value) -> None:
         warp, row, column = _place()
-        is_row = arith.cmpi(arith.CmpIPredicate.ult, row, _const(rows))
+        halves = [
+            (half, of_half, arith.cmpi(arith.CmpIPredicate.ult, of_half, _const(rows)))
+            for half, of_half in enumerate(_rows_of_halves(row, rows))
+        ]
 
-        def store(begin: ir.Value, first: int) -> None:
+        def store(half: int, of_half: ir.Value, begin: ir.Value, first: int) -> None:
             for at in range(width // 8):
                 where = arith.addi(arith.addi(begin, column), _const(8 * at))
-                pair = values.registers[:, first + at].flat[0]
-                vector.store(pair, ref, [_index(row), _index(where)])
+                pair = values.registers.flat[2 * (first + at) + half]
+                vector.store(pair, ref, [_index(of_half), _index(where)])
 
-        if is_quarter:
-            with utils.when(is_row):
-                store(arith.muli(warp, _const(width)), 0)
-            return
-        for own in range(WARPS):
-            is_own = arith.cmpi(arith.CmpIPredicate.eq, warp, _const(own))
-            with utils.when(arith.andi(is_row, is_own)):
-                store(_const(own * width), own * width // 8)
+        for half, of_half, is_row in halves:
+            if is_quarter:
+                with utils.when(is_row):
+                    store(half, of_half, arith.muli(warp, _const(width)), 0)
+                continue
+            for own in range(WARPS):
+                is_own = arith.cmpi(arith.CmpIPredicate.eq, warp, _const(own))
+                with utils.when(arith.andi(is_row, is_own)):
+                    store(half, of_half, _const(own * width), own * width // 8)
 
     arg_types = (plgpu.Layout.WGMMA, plgpu.RefType())
     plgpu.inline_mgpu(arg_types=arg_types)(emit)(values, ref)
 
 
 def load_row_values(ref: jax.Ref) -> jax.Array:
-    """Loads [8] as [64], a value for each row of what `load_rows` makes."""
+    """Loads [8] or [16] as [64], a value for each row of what `load_rows` makes."""
+    (rows,) = ref.shape
     kind = plgpu.ShapeDtypeStruct((64,), ref.dtype, layout=plgpu.Layout.WGMMA.reduce(1))
 
     def emit(_: mgpu.LaunchContext, ref: ir.Value) -> mgpu.FragmentedArray:
@@ -90,20 +99,25 @@ def load_row_values(ref: jax.Ref) -> jax.Array:
         single = ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
         layout = kind.layout.to_mgpu()
         registers = np.empty(layout.registers_shape((64,)), object)
-        registers[...] = vector.load(single, ref, [_index(row)])
+        loaded = [
+            vector.load(single, ref, [_index(of_half)]) for of_half in _rows_of_halves(row, rows)
+        ]
+        registers.flat[0], registers.flat[1] = loaded[0], loaded[-1]
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=kind)(emit)(ref)
 
 
 def store_row_values(values: jax.Array, ref: jax.Ref) -> None:
-    """Stores the first 8 of [64], a value for each row, every 8 the same."""
+    """Stores the first 8 or 16 of [64], a value for each row, every so many the same."""
+    (rows,) = ref.shape
 
     def emit(_: mgpu.LaunchContext, values: mgpu.FragmentedArray, ref: ir.Value) -> None:
         warp, row, column = _place()
         is_first = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(warp, column), _const(0))
         with utils.when(is_first):
-            vector.store(values.registers.flat[0], ref, [_index(row)])
+            for half, of_half in enumerate(_rows_of_halves(row, rows)):
+                vector.store(values.registers.flat[half], ref, [_index(of_half)])
 
     arg_types = (plgpu.Layout.WGMMA.reduce(1), plgpu.RefType())
     plgpu.inline_mgpu(arg_types=arg_types)(emit)(values, ref)
@@ -115,6 +129,11 @@ def _place() -> tuple[ir.Value, ir.Value, ir.Value]:
     lane = arith.remui(thread, _const(32))
     column = arith.muli(arith.remui(lane, _const(4)), _const(2))
     return arith.divui(thread, _const(32)), arith.divui(lane, _const(4)), column
+
+
+def _rows_of_halves(row: ir.Value, rows: int) -> list[ir.Value]:
+    """Which rows a thread has: the one that `_place` says, and if there are more than 8 the 8th after it."""
+    return [row] if rows <= 8 else [row, arith.addi(row, _const(8))]
 
 
 def _const(value: int) -> ir.Value:

@@ -2,7 +2,8 @@
 
 `plan` says which pieces of which units (a row and a key/value head) a team attends to. A team is a
 warpgroup; the teams of a block share nothing, so that one computes while others wait for memory. It takes a
-page at a time, with the group's queries, 8 rows that are there eight times over, as the operand in registers:
+page at a time, with the group's queries, 8 rows that are there eight times over (or 16 that are there four
+times), as the operand in registers:
 
     S [64, slots] = Q K^T      a softmax that keeps a running maximum, within four threads
     O [64, C]    += P V        P goes from registers to registers
@@ -11,7 +12,7 @@ page at a time, with the group's queries, 8 rows that are there eight times over
     slot    a page's keys and values [64, C]; `stages` a team, brought by bulk copies, page after page
             whatever piece they are of
 
-Seven of eight products are copies: the tensor cores have the time, and nothing but the new token needs to be
+Seven of eight products are copies, or three of four: the tensor cores have the time, and nothing but the new token needs to be
 written to shared memory, whose fence would wait for all that a thread has written to device memory.
 
 The team that has a row's last page rotates the new key, puts it and the new value into the
@@ -38,10 +39,10 @@ from pallas_kernels import runtime
 from pallas_kernels.decode_attention import plans
 from pallas_kernels.decode_attention.plans import PAGE
 
-# Queries of a group are padded to half the rows that a warp has.
-GROUP = 8
+# Queries of a group are padded to half the rows that a warp has, or to all of them.
+GROUP = 16
 HEAD_SIZES = (64, 128)
-# Parts that are read at a time when a unit is added up, by teams: what registers there are for.
+# Parts that are read at a time when a unit is added up, by teams: what registers there are for with 8 rows.
 BATCH = {1: 16, 2: 16, 3: 8, 4: 8}
 # Less than any score, and finite.
 NOTHING = -1e30
@@ -128,13 +129,16 @@ def supports(
     return None
 
 
-def pick_config(rows: int, key_heads: int, head_size: int) -> Config:
+def pick_config(rows: int, key_heads: int, head_size: int, group: int = 8) -> Config:
     """As many teams as there are registers for, longer pieces where there are many units.
+
+    Configurations for groups of another size differ in stages alone, on which no plan depends.
 
     Args:
       rows: B.
       key_heads: J.
       head_size: C.
+      group: H / J.
     """
     units = rows * key_heads
     # With so few units adding up the parts takes the time, and registers save some of it.
@@ -143,7 +147,10 @@ def pick_config(rows: int, key_heads: int, head_size: int) -> Config:
     # faster for rows of unlike length and 4 is 4 % faster for others, the latter.
     pages = 2 if units <= 32 else 3 if units <= 96 else 4 if units <= 384 else 6
     stages, parts = max(1, 768 // head_size // teams), -(-64 // pages)
-    return Config(pages, stages, parts, runtime.device().processors, teams)
+    config = Config(pages, stages, parts, runtime.device().processors, teams)
+    while config.stages > 1 and shared_bytes(group, head_size, config) > most_shared_bytes():
+        config = dataclasses.replace(config, stages=config.stages - 1)
+    return config
 
 
 def most_shared_bytes() -> int:
@@ -163,9 +170,14 @@ def _row_columns(head_size: int) -> int:
     return max(head_size, 128)
 
 
+def _group_rows(group: int) -> int:
+    """Rows that a group's queries are padded to."""
+    return 8 if group <= 8 else GROUP
+
+
 def _input_rows(group: int) -> int:
-    """Rows of a unit's queries, key and value in shared memory, of which GROUP are read as queries."""
-    return max(group + 2, GROUP)
+    """Rows of a unit's queries, key and value in shared memory; the first `_group_rows` are read as queries."""
+    return max(group + 2, _group_rows(group))
 
 
 def plan(
@@ -209,7 +221,8 @@ def decode_attention(
       NotImplementedError: the reason `supports` gives.
     """
     _, _, key_heads, _, head_size = keys.shape
-    config = config or pick_config(len(tables), key_heads, head_size)
+    group = qkv.shape[1] // key_heads - 2
+    config = config or pick_config(len(tables), key_heads, head_size, group)
     if reason := supports(qkv.shape, qkv.dtype, keys.shape, keys.dtype, config):
         raise NotImplementedError(reason)
     cut = _cut(tables.shape, keys.shape, config)
@@ -258,7 +271,7 @@ def _after_check(qkv: jax.Array, plan: jax.Array, cut: plans.Cut) -> jax.Array:
 
 
 def _merge(products: jax.Array, totals: jax.Array, parts: jax.Array, qkv: jax.Array) -> jax.Array:
-    """Parts [B * J, parts, GROUP, C] and [B * J, parts, 2, GROUP] -> [B, H, C]."""
+    """Parts [B * J, parts, G, C] and [B * J, parts, 2, G], G of `_group_rows` -> [B, H, C]."""
     rows = len(parts)
     units, most, _, head_size = products.shape
     key_heads = units // rows
@@ -266,7 +279,7 @@ def _merge(products: jax.Array, totals: jax.Array, parts: jax.Array, qkv: jax.Ar
     maxima = jnp.where(is_there[..., None], totals[:, :, 0], -jnp.inf)
     weights = jnp.exp2(maxima - maxima.max(1, keepdims=True))[..., None]
     add = lambda a: jnp.sum(jnp.where(weights > 0, weights * a, 0), axis=1)
-    out = add(products) / add(totals[:, :, 1, :, None])  # [B * J, GROUP, C]
+    out = add(products) / add(totals[:, :, 1, :, None])  # [B * J, G, C]
     return out[:, : qkv.shape[1] // key_heads - 2].reshape(rows, -1, head_size).astype(qkv.dtype)
 
 
@@ -295,7 +308,8 @@ def _launch(
     stages = config.stages
     most_parts = cut.most_parts
     chunks, columns = head_size // 64, _row_columns(head_size)
-    teams, most_batch = config.teams, BATCH[config.teams]
+    group_rows = _group_rows(group)
+    teams, most_batch = config.teams, BATCH[config.teams] * 8 // group_rows
     exponent_scale = head_size**-0.5 * math.log2(math.e)
 
     of_tile = plgpu.Layout.WGMMA  # queries, by slots or columns of a head
@@ -387,7 +401,7 @@ def _launch(
 
         def load_rows(ref, **options):
             if interpret:
-                return jnp.concatenate([ref[...]] * 8)
+                return jnp.concatenate([ref[...]] * (64 // ref.shape[0]))
             return collectives.load_rows(ref, **options)
 
         def store_rows(values, ref):
@@ -398,7 +412,7 @@ def _launch(
 
         def store_row_values(values, ref):
             if interpret:
-                ref[...] = values[:GROUP]
+                ref[...] = values[:group_rows]
             else:
                 collectives.store_row_values(values, ref)
 
@@ -428,7 +442,7 @@ def _launch(
             return (x * spread(cos) + partner * spread(sin)).astype(keys.dtype)
 
         def read_queries(parity, at):
-            return load_rows(inputs.at[parity, pl.ds(0, GROUP), pl.ds(at, 64)])
+            return load_rows(inputs.at[parity, pl.ds(0, group_rows), pl.ds(at, 64)])
 
         def read_input(parity, which, at):
             ref = inputs.at[parity, which, pl.ds(at, 64)]
@@ -623,8 +637,8 @@ def _launch(
     of_units = (rows * key_heads, most_parts)
     out_type = (
         jax.ShapeDtypeStruct((rows, heads, head_size), qkv.dtype),
-        jax.ShapeDtypeStruct((*of_units, GROUP, head_size), jnp.float32),
-        jax.ShapeDtypeStruct((*of_units, 2, GROUP), jnp.float32),
+        jax.ShapeDtypeStruct((*of_units, group_rows, head_size), jnp.float32),
+        jax.ShapeDtypeStruct((*of_units, 2, group_rows), jnp.float32),
     )
     swizzled = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     shared = lambda shape, dtype, transforms=(): plgpu.SMEM(

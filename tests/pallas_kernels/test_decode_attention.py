@@ -1,4 +1,6 @@
+import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -142,6 +144,7 @@ CASES = [
     # heads, key heads, head size, ends, width, pages/stages/parts/blocks/teams
     (7, 1, 128, [320, 5], 6, Config(3, 2, 1, 1)),  # slots used again; the most parts is 1
     (4, 2, 64, [63, 64, 130], 3, Config(2, 3, 2, 2, 2)),  # ends of pages; parts; pieces; teams
+    (12, 1, 64, [130], 3, Config(2, 2, 2, 1)),  # more than eight queries, in parts
 ]
 MORE_CASES = [
     (2, 2, 128, [0, 319], 5, Config(1, 2, 5, 1)),
@@ -149,6 +152,8 @@ MORE_CASES = [
     (8, 1, 128, [511], 8, Config(2, 1, 4, 9)),
     (16, 2, 64, [511, 447], 8, Config(2, 2, 2, 3)),
     (2, 1, 128, [383, 65], 8, Config(4, 3, 16, 1, 2)),
+    (9, 1, 128, [200, 64], 4, Config(2, 2, 2, 2)),  # more than eight queries
+    (32, 2, 64, [130, 63], 3, Config(1, 2, 3, 2, 2)),
 ]
 
 
@@ -200,8 +205,11 @@ def test_a_row_has_the_same_bits_whatever_the_others_are():
             "needs pages of 64 slots; got 32",
         ),
         (
-            (2, 44, 128), "bfloat16", (28, 9, 4, 64, 128), "bfloat16", Config(1, 1, 1, 1),
-            "needs at most 8 query heads per key head; got 9",
+            (2, 76, 128), "bfloat16", (28, 9, 4, 64, 128), "bfloat16", Config(1, 1, 1, 1),
+            "needs at most 16 query heads per key head; got 17",
+        ),
+        (
+            (2, 72, 128), "bfloat16", (28, 9, 4, 64, 128), "bfloat16", Config(4, 6, 16, 114), None,
         ),
         (
             (2, 36, 128), "bfloat16", (80, 150_000, 4, 64, 128), "bfloat16", Config(1, 1, 1, 1),
@@ -221,11 +229,15 @@ def test_the_kernel_says_what_it_takes(qkv, dtype, cache, cache_dtype, config, r
 @pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
 @pytest.mark.parametrize("rows", [1, 8, 16, 64, 256])
 def test_every_problem_has_a_configuration(rows, head_size):
-    for key_heads in (1, 2, 4, 8, 32):
-        config = hopper.pick_config(rows, key_heads, head_size)
-        shape, dtype = (rows, 3 * key_heads, head_size), jnp.dtype(jnp.bfloat16)
+    for key_heads, group in itertools.product((1, 2, 4, 8, 32), (1, 8, 9, 16)):
+        config = hopper.pick_config(rows, key_heads, head_size, group)
+        shape, dtype = (rows, (group + 2) * key_heads, head_size), jnp.dtype(jnp.bfloat16)
         cache = (2, 9, key_heads, PAGE, head_size)
         assert hopper.supports(shape, dtype, cache, dtype, config) is None
+        # One plan serves whatever the group.
+        without_stages = lambda c: dataclasses.replace(c, stages=1)
+        anew = hopper.pick_config(rows, key_heads, head_size)
+        assert without_stages(config) == without_stages(anew)
 
 
 @pytest.mark.parametrize("head_size", [32, 80, 96, 256])
@@ -341,6 +353,10 @@ def test_an_unknown_implementation_is_an_error():
         (5, Config(3, 2, 16, 132, 3)),
         (7, Config(4, 2, 4, 1, 2)),
         (8, Config(2, 1, 8, 7, 4)),
+        (9, Config(4, 6, 1, 4)),
+        (12, Config(2, 2, 8, 7, 3)),
+        (16, Config(1, 2, 16, 10)),
+        (16, Config(2, 1, 8, 7, 4)),
     ],
 )
 def test_the_kernel_on_its_device_meets_the_reference(group, config, head_size):
