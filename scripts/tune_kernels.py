@@ -41,6 +41,9 @@ def tune(layer: str, m: int, n: int, k: int, *, threads: int) -> dict[str, Any]:
     candidates = [
         c for c in tuning.candidates(m, n, k) if not hopper.supports(m, n, k, c, with_adapter=True)
     ]
+    # Where there are others, `fused` gives LoRA two warpgroups rather than larger slots.
+    as_wide = [c for c in candidates if adapter.is_as_wide(c.warpgroups, c.step)]
+    candidates = as_wide or candidates
     is_swiglu = layer == "gate_up"
     inputs = bench.nvfp4_inputs(m, n, k)
     a, b = jnp.ones((k, RANK)), jnp.ones((RANK, n // 2 if is_swiglu else n))

@@ -75,6 +75,8 @@ def candidates(m: int, n: int, k: int) -> list[Config]:
     """Configurations worth timing, the heuristic's first."""
     row_tiles, processors = layout.tiles(n), runtime.device().processors
     found = [heuristic(m, n, k)]
+    fitting = [step for step in (256, 128, 64) if layout.whole(k) % step == 0]
+    longest = [step for step in fitting if step >= (256 if m <= 32 else 128)] or fitting[:1]
     for warpgroups, loads in ((4, (1,)), (2, (1, 2)), (1, (2, 3, 4))):
         tiles = max(1, row_tiles // warpgroups)
         for load in loads:
@@ -83,9 +85,11 @@ def candidates(m: int, n: int, k: int) -> list[Config]:
             for blocks in dict.fromkeys((load * processors, tiles * split)):
                 if blocks * warpgroups > 6 * processors:
                     continue
-                for step in (256,) if m <= 32 else (128, 256):
-                    stages = min(4, _deepest(m, warpgroups, step, blocks))
-                    found += [Config(warpgroups, step, stages, blocks)] if stages > 1 else []
+                for step in sorted(longest):
+                    most = tiles * (layout.whole(k) // step)
+                    stages = min(4, _deepest(m, warpgroups, step, min(blocks, most)))
+                    if stages > 1:
+                        found.append(Config(warpgroups, step, stages, min(blocks, most)))
     return [c for c in dict.fromkeys(found) if hopper.supports(m, n, k, c) is None]
 
 

@@ -227,10 +227,14 @@ def test_impossible_configurations_cannot_be_made(values, message):
 def test_every_problem_has_a_configuration_and_candidates(monkeypatch, m, processors):
     pretend(monkeypatch, processors=processors)
     odd = [(64, 64), (16, 16), (40, 1040), (192, 4096), (100_000, 256)]
+    odd += [(960, 576), (576, 576), (3072, 576), (576, 1536)]  # SmolLM2-135M
     for n, k in [(p.n, p.k) for p in shapes.PROBLEMS] + odd:
         config = tuning.pick_config(m, n, k)
         assert hopper.supports(m, n, k, config) is None, (n, k, config)
-        assert tuning.heuristic(m, n, k) in tuning.candidates(m, n, k)
+        candidates = tuning.candidates(m, n, k)
+        assert tuning.heuristic(m, n, k) in candidates
+        fits = lambda c, k=k, n=n: hopper.supports(m, n, k, c, with_adapter=True) is None
+        assert any(map(fits, candidates)), (n, k)
 
 
 def test_a_table_goes_before_the_heuristic_and_serves_smaller_m(monkeypatch, tmp_path):
