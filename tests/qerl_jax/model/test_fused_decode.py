@@ -114,8 +114,8 @@ def test_on_its_device_the_fused_step_meets_the_plain_model(arch, weights, rows)
     plain, variables, cache = policy_of(weights, rows=rows, arch=arch)
     assert decode.supports(plain, rows) is None
     tokens = jnp.arange(rows) % 64
-    policy = decode.policy(plain, variables)
-    actual, extended = jax.jit(functools.partial(decode.extend, plain))(policy, tokens, cache)
+    policy = fused_decode.policy(plain, variables)
+    actual, extended = jax.jit(functools.partial(fused_decode.extend, plain))(policy, tokens, cache)
     expected, grown = jax.jit(plain.apply)(variables, tokens[:, None], cache=cache)
     difference = np.float32(actual) - np.float32(expected[:, 0])
     assert np.sqrt(np.mean(difference**2) / np.mean(np.float32(expected) ** 2)) < 0.01
