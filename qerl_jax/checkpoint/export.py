@@ -66,7 +66,8 @@ def export(
             such, and otherwise the only one that there is.
         step: Of the checkpoint to take; None means the final adapter, or the newest checkpoint.
         limit: Largest mean difference of log-probabilities, in nats; None means what the rounding
-            of that kind explains. That of the bases, where they are two, does not count.
+            of that kind explains. Where the adapter is added to a base that it was not trained on,
+            the difference is that to this base with the adapter beside it.
 
     Returns:
         The report, which the folder holds as export.json.
@@ -101,10 +102,14 @@ def export(
             )
             found = probe.logps(*_read_model(partial, learned, to))
         differences = _Differences(trained - bare, found - trained)
-        # Other bases differ as such; what the adapter does on either is to be the same.
         if to == "merged" and base == "original" and cfg.model.weights not in DENSE:
-            of_bases = probe.logps(*_read_model(folder, learned, to)) - bare
-            differences = dataclasses.replace(differences, of_bases=of_bases)
+            # On another base the adapter does something else: the merged model must equal that base with
+            # the adapter beside its weights.
+            original = learned.model.clone(weights=str(learned.dtype))
+            frozen = base_model.read_base(folder, original)
+            of_bases = probe.logps(original, frozen, learned.params, adapter=False) - bare
+            of_merging = found - probe.logps(original, frozen, learned.params)
+            differences = dataclasses.replace(differences, of_bases=of_bases, of_merging=of_merging)
         if limit is None:
             limit = _limit(to, learned.model.dtype, _mean_size(differences.of_training))
         report = {
@@ -259,11 +264,14 @@ class _Differences:
         of_training: The trained policy's minus those of its base.
         of_export: The export's minus the trained policy's.
         of_bases: Those of the base that the export was made from minus those of the base that was trained on.
+        of_merging: The export's minus those of the base that it was made from with the adapter beside
+            it; None where that is the trained policy.
     """
 
     of_training: np.ndarray
     of_export: np.ndarray
     of_bases: np.ndarray | float = 0.0
+    of_merging: np.ndarray | None = None
 
     def report(self) -> dict[str, Any]:
         """Counts and means for the report."""
@@ -281,12 +289,14 @@ def _mean_size(values: np.ndarray | float) -> float:
 
 
 def _require_close(out: str | pathlib.Path, differences: _Differences, limit: float) -> None:
-    """Refuses an export that differs from the trained policy by more than its base does."""
-    off = _mean_size(differences.of_export - differences.of_bases)
+    """Refuses an export that differs by more than the limit from what it should equal."""
+    merging = differences.of_merging
+    off = _mean_size(differences.of_export if merging is None else merging)
     if not off <= limit:  # also if it is no number
+        whose = "the trained policy's" if merging is None else "those of base and adapter"
         raise ExportError(
-            f"{out}: not written: its log-probabilities differ from the trained policy's by {off:.4g} on "
-            f"average, and the limit is {limit:.4g}; training changed them by "
+            f"{out}: not written: its log-probabilities differ from {whose} by {off:.4g} on average, and the "
+            f"limit (--limit) is {limit:.4g}; training changed them by "
             f"{_mean_size(differences.of_training):.4g}"
         )
 
@@ -343,8 +353,9 @@ def _limit(to: Kind, dtype: Any, effect: float) -> float:
     if to == "nvfp4":
         # Every weight is rounded to 4 bits anew. What is further off than the base is not trained.
         return max(0.25, min(0.5, effect))
-    # Where activations are bfloat16, the order of summation alone makes 0.03 in 28 random layers.
-    floor = 0.05 if dtype == jnp.bfloat16 else 0.01
+    # Where activations are bfloat16, the order of summation alone makes 0.03 in 28 random layers, and with the
+    # rounding of the sum of weight and adapter 0.055 in SmolLM2-135M.
+    floor = 0.08 if dtype == jnp.bfloat16 else 0.01
     return max(floor, min(0.1, effect / 2))
 
 

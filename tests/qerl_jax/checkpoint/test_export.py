@@ -40,13 +40,13 @@ def run_config(folder, lora=LORA, **model):
     )
 
 
-def finished_run(folder, **model):
+def finished_run(folder, size=0.05, **model):
     """A run folder as training leaves it, with an adapter that changes much."""
     cfg = run_config(folder, **model)
     model, frozen, _ = base_model.load_base(cfg.model, cfg.lora)
     params = init_params(model, frozen, jax.random.key(0))
     rng = np.random.default_rng(1)
-    params = jax.tree.map(lambda x: x + 0.05 * rng.normal(size=x.shape).astype(np.float32), params)
+    params = jax.tree.map(lambda x: x + size * rng.normal(size=x.shape).astype(np.float32), params)
     folder.mkdir()
     (folder / "config.toml").write_text(config.dump(cfg))
     peft.export_adapter(folder / "adapter", params, model.lora, cfg.model.model_name_or_path)
@@ -120,6 +120,17 @@ def test_a_merged_weight_is_the_base_plus_the_scaled_product(run, tmp_path):
         )
 
 
+def test_an_adapter_may_do_something_else_on_the_base_that_was_packed(tmp_path, monkeypatch):
+    """What it does there is the yardstick of a merge: not what it did on the packed one."""
+    finished_run(tmp_path / "run", size=0.1)
+    report = export.export(tmp_path / "run", "merged", tmp_path / "out", base="original")
+    assert report["mean_difference"] > report["limit"] > report["mean_difference_of_bases"]
+    merge = export._merge
+    monkeypatch.setattr(export, "_merge", lambda w, pairs, scaling: merge(w, pairs, -scaling))
+    with pytest.raises(export.ExportError, match="differ from those of base and adapter by"):
+        export.export(tmp_path / "run", "merged", tmp_path / "new", base="original")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("base", ["original", "packed"])
 def test_a_repacked_model_is_the_merged_one_in_4_bits(run, tmp_path, base):
@@ -170,7 +181,9 @@ def test_an_export_that_is_off_is_an_error_and_leaves_the_folder_as_it_was(
     merge = export._merge
     monkeypatch.setattr(export, "_merge", lambda w, pairs, scaling: merge(w, pairs, -scaling))
     limit = before["mean_effect_of_training"] / 2  # smaller than the cap, larger than the floor
-    with pytest.raises(export.ExportError, match=f"not written: .* the limit is {limit:.4g};"):
+    with pytest.raises(
+        export.ExportError, match=f"not written: .* the limit .--limit. is {limit:.4g};"
+    ):
         export.export(folder, "merged", out, base="packed")
     assert json.loads((out / "export.json").read_text()) == before
     with pytest.raises(export.ExportError):

@@ -112,7 +112,7 @@ def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, arch, wei
 @pytest.mark.parametrize("weights", ["bfloat16", "nvfp4"])
 def test_on_its_device_the_fused_step_meets_the_plain_model(arch, weights, rows):
     plain, variables, cache = policy_of(weights, rows=rows, arch=arch)
-    assert decode.supports(plain, rows) is None
+    assert fused_decode.supports(plain, rows) is None
     tokens = jnp.arange(rows) % 64
     policy = fused_decode.policy(plain, variables)
     actual, extended = jax.jit(functools.partial(fused_decode.extend, plain))(policy, tokens, cache)
