@@ -1,0 +1,269 @@
+"""The whole product on a real model: `python -m scripts.check_smollm2 FOLDER`, where FOLDER is of `make_smollm2`.
+
+Loads SmolLM2-135M-Instruct, compares greedy completions with those that Hugging Face transformers gave
+(tests/golden/smollm2), then goes through the commands of `qerl` as a user would: eval, train on an NVFP4
+and on a bfloat16 base (configs/smollm2_arithmetic.toml), quantize to nearest and with AWQ, export in each
+kind, generate from all that was written. Prints a line of JSON as each stage ends, then a table; the exit
+status is 1 if a stage failed. Meant for a GPU, where it takes minutes; `--rows 8 --steps 1` for a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import io
+import json
+import pathlib
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from qerl_jax import cli, log
+from qerl_jax.generator import Generator
+
+ROOT = pathlib.Path(__file__).parents[1]
+CONFIG = ROOT / "configs/smollm2_arithmetic.toml"
+GOLDEN = ROOT / "tests/golden/smollm2/golden.json"
+# float32 here and in PyTorch differ by a tenth of it.
+FLOAT32_LOGPS = 1e-4
+# In bfloat16 a token that hardly wins may lose, and all that follows it is another text: a CPU has 0.80 and 0.015.
+BFLOAT16_TOKENS, BFLOAT16_LOGPS = 0.5, 0.05
+QUESTION = "What is the capital of France? Answer in one sentence."
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """What the stages share.
+
+    Attributes:
+        folder: Of the model.
+        work: Where stages leave what others read.
+        rows: Completions of a training step.
+        steps: Of training.
+    """
+
+    folder: str
+    work: pathlib.Path
+    rows: int
+    steps: int
+
+
+def main() -> int:
+    """Runs the stages, prints what they found."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", help="a folder that scripts/make_smollm2.py made")
+    parser.add_argument("--rows", type=int, default=256, help="completions of a training step")
+    parser.add_argument("--steps", type=int, default=3, help="of training")
+    parser.add_argument("--only", nargs="+", metavar="STAGE", help="leave out all others")
+    parser.add_argument("--work", type=pathlib.Path, help="what stages write stays in this folder")
+    parser.add_argument("--timeout", type=int, default=240, help="seconds, then it is killed")
+    args = parser.parse_args()
+    faulthandler.dump_traceback_later(args.timeout, exit=True)
+
+    with tempfile.TemporaryDirectory() as temporary:
+        work = args.work or pathlib.Path(temporary)
+        check = Check(args.folder, work, args.rows, args.steps)
+        wanted = {name: stage for name, stage in stages() if name in (args.only or [name])}
+        results = [timed(name, functools.partial(stage, check)) for name, stage in wanted.items()]
+    print("\n| stage | | seconds | found |\n| --- | --- | --- | --- |")
+    for result in results:
+        print(
+            f"| {result['stage']} | {'passed' if result['passed'] else 'FAILED'} | {result['seconds']} "
+            f"| {result['error'] or described(result['found'])} |"
+        )
+    return int(not all(result["passed"] for result in results))
+
+
+def stages() -> Iterator[tuple[str, Callable[[Check], dict]]]:
+    """Names and functions; a function returns what it found, and raises where that is wrong."""
+    yield "greedy float32", greedy_in_float32
+    yield "greedy bfloat16", greedy_in_bfloat16
+    yield "eval", evaluated
+    for weights in ("nvfp4", "bfloat16"):
+        yield f"train {weights}", functools.partial(trained, weights=weights)
+    for method in ("rtn", "awq"):
+        yield f"quantize {method}", functools.partial(quantized, method=method)
+    for kind, base in (("peft", None), ("merged", "original"), ("nvfp4", "packed")):
+        yield f"export {kind}", functools.partial(exported, kind=kind, base=base)
+    written = {
+        "run": ("--adapter", "train-nvfp4"),
+        "rtn": ("--model", "quantize-rtn"),
+        "awq": ("--model", "quantize-awq"),
+        "peft": ("--adapter", "export-peft"),
+        "merged": ("--weights", "bfloat16", "--model", "export-merged"),
+        "nvfp4": ("--model", "export-nvfp4"),
+    }
+    for name, options in written.items():
+        yield f"generate {name}", functools.partial(generated, options=options)
+
+
+def timed(name: str, stage: Callable[[], dict]) -> dict:
+    """Runs a stage and prints its line."""
+    start, found, error = time.perf_counter(), {}, None
+    try:
+        found = stage()
+    except Exception as raised:
+        traceback.print_exc()
+        error = f"{type(raised).__name__}: {raised}"
+    result = {
+        "stage": name,
+        "passed": error is None,
+        "seconds": round(time.perf_counter() - start, 1),
+        "found": found,
+        "error": error,
+    }
+    print(json.dumps(result, ensure_ascii=False), flush=True)
+    return result
+
+
+def described(found: dict) -> str:
+    """Names and values in a row."""
+    return ", ".join(
+        f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items()
+    )
+
+
+def require(holds: bool, rule: str) -> None:
+    """Fails a stage."""
+    if not holds:
+        raise AssertionError(rule)
+
+
+def greedy_in_float32(check: Check) -> dict:
+    """All tokens are those of transformers, and log-probabilities are close."""
+    found = compared(check, "float32", "float32")
+    require(found["equal tokens"] == 1, f"equal tokens: got {found['equal tokens']}; must be 1")
+    most = found["largest difference"]
+    require(most < FLOAT32_LOGPS, f"difference: got {most}; must be below {FLOAT32_LOGPS}")
+    return found
+
+
+def greedy_in_bfloat16(check: Check) -> dict:
+    """Most tokens are those of transformers in float32."""
+    found = compared(check, "bfloat16", "bfloat16")
+    equal, mean = found["equal tokens"], found["mean difference"]
+    require(equal >= BFLOAT16_TOKENS, f"equal tokens: got {equal}; at least {BFLOAT16_TOKENS}")
+    require(mean < BFLOAT16_LOGPS, f"mean difference: got {mean}; must be below {BFLOAT16_LOGPS}")
+    return found
+
+
+def compared(check: Check, weights: str, dtype: str) -> dict:
+    """Greedy completions beside the recorded ones; log-probabilities up to the first other token."""
+    rows = json.loads(GOLDEN.read_text("utf-8"))["rows"]
+    policy = Generator.load(check.folder, weights=weights, dtype=dtype)
+    chats = [row["chat"] for row in rows]
+    require(
+        policy.tokenizer.encode(chats) == [row["prompt_ids"] for row in rows],
+        "prompts: must have the ids that transformers gives them",
+    )
+    longest = max(len(row["tokens"]) for row in rows)
+    completions = policy.completions(chats, temperature=0.0, max_tokens=longest)
+    equal, differences = [], []
+    for row, found in zip(rows, completions, strict=True):
+        length = len(row["tokens"])
+        tokens = np.full(length, -1)
+        tokens[: len(found.tokens)] = found.tokens[:length]
+        same = tokens == row["tokens"]
+        equal.append(same)
+        shared = length if same.all() else int(np.argmin(same))
+        differences.append(np.abs(found.logps[:shared] - row["logps"][:shared]))
+    differences = np.concatenate(differences)
+    return {
+        "equal tokens": float(np.concatenate(equal).mean()),
+        "mean difference": float(differences.mean()),
+        "largest difference": float(differences.max()),
+    }
+
+
+def evaluated(check: Check) -> dict:
+    """`qerl eval`."""
+    folder = check.work / "eval"
+    protocol = "--samples 2 --temperature 1.0 --top-p 1.0 --reward gsm8k_flexible_reward"
+    qerl(
+        *("eval", "arithmetic", "--model", check.folder, "--weights", "bfloat16"),
+        *protocol.split(),
+        *("--num-problems", str(check.rows // 2), "--max-tokens", "48"),
+        *("--output-dir", str(folder)),
+    )
+    summary = json.loads((folder / "arithmetic/summary.json").read_text())
+    return {"accuracy": summary["estimates"][0]["value"], "mean length": summary["mean_length"]}
+
+
+def trained(check: Check, weights: str) -> dict:
+    """`qerl train`: finite losses and gradients, and an adapter at the end."""
+    run = check.work / f"train-{weights}"
+    rows = min(check.rows, 64)
+    qerl(
+        *("train", str(CONFIG), "--model.model-name-or-path", check.folder),
+        *("--model.weights", weights, "--output-dir", str(run), "--max-steps", str(check.steps)),
+        *("--optim.per-device-train-batch-size", str(rows)),
+        *("--optim.gradient-accumulation-steps", str(check.rows // rows)),
+        *("--eval.num-problems", str(rows // 4), "--save-steps", str(check.steps)),
+    )
+    steps = [row for row in log.read_metrics(run) if "loss" in row]
+    require(len(steps) == check.steps, f"steps: got {len(steps)}; must be {check.steps}")
+    for name in ("loss", "grad_norm", "entropy"):
+        values = [row[name] for row in steps]
+        require(bool(np.isfinite(values).all()), f"{name}: got {values}; must be finite")
+    norms = [row["grad_norm"] for row in steps]
+    # A handful of completions may all be wrong, which teaches nothing.
+    require(check.rows < 64 or max(norms) > 0, f"grad_norm: got {norms}; one must be positive")
+    require((run / "adapter/adapter_model.safetensors").is_file(), "adapter: is not there")
+    return {
+        "reward": steps[-1]["reward"],
+        "largest grad_norm": max(norms),
+        "sampler - trainer": steps[-1]["sampling/sampling_logp_difference/mean"],
+        "seconds of the last step": steps[-1]["step_time"],
+    }
+
+
+def quantized(check: Check, method: str) -> dict:
+    """`qerl quantize`."""
+    folder = check.work / f"quantize-{method}"
+    calibration = "--dataset arithmetic --num-samples 32 --max-length 256".split()
+    qerl("quantize", check.folder, str(folder), "--method", method, *calibration)
+    return {"bytes": (folder / "model.safetensors").stat().st_size}
+
+
+def exported(check: Check, kind: str, base: str | None) -> dict:
+    """`qerl export` of what was trained on the NVFP4 base; it checks itself that both are the same."""
+    run, folder = check.work / "train-nvfp4", check.work / f"export-{kind}"
+    source = () if base is None else ("--from", base)
+    qerl("export", str(run), str(folder), "--to", kind, *source)
+    report = json.loads((folder / "export.json").read_text())
+    names = ("mean_difference", "mean_effect_of_training")
+    return {name.replace("_", " "): report[name] for name in names}
+
+
+def generated(check: Check, options: tuple[str, ...]) -> dict:
+    """`qerl generate` from a folder that an earlier stage wrote: a text, and none of repeated noise."""
+    *names, folder = options
+    text = qerl(
+        *("generate", QUESTION, *names, str(check.work / folder)),
+        *("--temperature", "0", "--max-tokens", "24"),
+    ).strip()
+    require("Paris" in text or "France" in text, f"completion: got {text!r}; must speak of France")
+    return {"text": text}
+
+
+def qerl(*argv: str) -> str:
+    """Runs a command in this process; what it printed.
+
+    Raises:
+        AssertionError: Where its status is not 0.
+    """
+    said, complained = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):
+        status = cli.main(list(argv))
+    require(status == 0, f"qerl {argv[0]}: status {status}: {complained.getvalue().strip()}")
+    return said.getvalue()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
