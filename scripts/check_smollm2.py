@@ -24,8 +24,9 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from qerl_jax import cli, log
-from qerl_jax.generator import Generator
+from qerl_jax.cli import main as cli
+from qerl_jax.generation.generator import Generator
+from qerl_jax.tracking import logger as log
 
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIG = ROOT / "configs/smollm2_arithmetic.toml"
@@ -228,7 +229,7 @@ def quantized(check: Check, method: str) -> dict:
     folder = check.work / f"quantize-{method}"
     calibration = "--dataset arithmetic --num-samples 32 --max-length 256".split()
     qerl("quantize", check.folder, str(folder), "--method", method, *calibration)
-    return {"bytes": (folder / "model.safetensors").stat().st_size}
+    return {"bytes": json.loads((folder / "quantization_report.json").read_text())["bytes"]}
 
 
 def exported(check: Check, kind: str, base: str | None) -> dict:

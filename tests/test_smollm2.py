@@ -15,10 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax import config, layers, log, logprobs
-from qerl_jax.generator import Generator
-from qerl_jax.model import head
-from qerl_jax.train import train
+from qerl_jax import config
+from qerl_jax.generation.generator import Generator
+from qerl_jax.model import layers, logprobs
+from qerl_jax.model.transformer import head
+from qerl_jax.tracking import logger as log
+from qerl_jax.training.trainer import train
 from tests.golden_files import GOLDEN
 
 CONFIG = pathlib.Path(__file__).parents[1] / "configs/smollm2_arithmetic.toml"
