@@ -342,7 +342,7 @@ def test_every_pass_meets_every_problem_once_in_an_order_of_its_own():
     assert seen[:3] != data.batch(problems, 0, batch_size=3, seed=1)
 
 
-def test_batches_resume_by_their_number_alone():
+def test_a_batch_is_a_function_of_its_number_whatever_was_asked_before():
     problems = list(range(10))
     batches = lambda *indices: [data.batch(problems, i, batch_size=4, seed=9) for i in indices]
     whole = batches(*range(8))
