@@ -10,6 +10,7 @@ workspace, whose size is the compiler's business: its factors were read off
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import pathlib
 import re
@@ -21,12 +22,13 @@ import jax.numpy as jnp
 from pallas_kernels import runtime
 from qerl_jax.checkpoint import hf_folder
 from qerl_jax.config import ConfigError, RunConfig
-from qerl_jax.generation import engine
-from qerl_jax.generation.page_pool import pages_for, pages_wanted
+from qerl_jax.generation import kv_capacity
+from qerl_jax.generation.kv_capacity import pages_for, pages_wanted
 from qerl_jax.model import architecture, kv_cache
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import Transformer, abstract_base, trainable
-from qerl_jax.rl import microbatches, optimizer, update
+from qerl_jax.rl import grpo, microbatches, optimizer, update
+from qerl_jax.rl.experience import Experience
 
 Phase = Literal["always", "rollout", "update", "evaluation"]
 _TURNS: tuple[Phase, ...] = ("rollout", "update", "evaluation")
@@ -221,7 +223,7 @@ def compiled_update(cfg: RunConfig, arch: Architecture | None = None) -> Any:
     count = prompts * rows
     shape = jax.ShapeDtypeStruct
     tokens = shape((count, length), jnp.float32)
-    batch = update.Experience(
+    batch = Experience(
         prompts=shape((prompts, cfg.data.max_prompt_length), jnp.int32),
         prompt_lengths=shape((prompts,), jnp.int32),
         completions=shape(tokens.shape, jnp.int32),
@@ -229,11 +231,10 @@ def compiled_update(cfg: RunConfig, arch: Architecture | None = None) -> Any:
         behaviour_logps=tokens,
         advantages=shape((count,), jnp.float32),
     )
-    names = ("total_rows", "total_tokens", "max_completion_length")
-    gradient = update.make_gradient(
+    number = shape((), jnp.int32)
+    objective = update.Objective(
         model,
-        grpo_cfg=cfg.grpo,
-        num_micro_batches=cfg.optim.gradient_accumulation_steps,
+        cfg.grpo,
         temperature=cfg.rollout.temperature,
         num_tokens=model.arch.vocab_size,
         remat=cfg.model.gradient_checkpointing,
@@ -243,10 +244,15 @@ def compiled_update(cfg: RunConfig, arch: Architecture | None = None) -> Any:
         frozen,
         None,
         (batch, {"ref_logps": tokens} if cfg.grpo.beta else {}),
-        {name: shape((), jnp.int32) for name in names},
+        grpo.BatchTotals(number, number, number, cfg.optim.gradient_accumulation_steps),
         jax.eval_shape(lambda: jax.random.key(0)),
     )
-    return jax.jit(gradient).lower(*arguments).compile().memory_analysis()
+    return (
+        jax.jit(functools.partial(update.gradient, objective))
+        .lower(*arguments)
+        .compile()
+        .memory_analysis()
+    )
 
 
 def abstract_policy(cfg: RunConfig, arch: Architecture) -> tuple[Transformer, Any, Any]:
@@ -279,7 +285,7 @@ def _sampling(
     prompts = min(prompts, slots)
     together = prompts if cfg.rollout.compact else slots
     width = cfg.data.max_prompt_length
-    beside = engine.workspace(arch, slots, together, width, _width(cfg))
+    beside = kv_capacity.workspace(arch, slots, together, width, _width(cfg))
     tokens = _capacity(cfg, arch, free, sum(beside.values()))
     fewer = "rollout.max_concurrent"
     if slots == 1:
@@ -296,7 +302,7 @@ def _capacity(cfg: RunConfig, arch: Architecture, free: int | None, beside: int)
     """Tokens that the cache may hold, by the config or by what the device has; None where nothing bounds it."""
     if cfg.rollout.kv_cache_tokens is not None or free is None:
         return cfg.rollout.kv_cache_tokens
-    return engine.room(arch, free, cfg.rollout.kv_cache_fraction, beside, _width(cfg))
+    return kv_capacity.capacity(arch, free, cfg.rollout.kv_cache_fraction, beside, _width(cfg))
 
 
 def _cache(

@@ -100,11 +100,11 @@ class Bench:
 
     def time(self, prompts, slots: int, longest: int = LONG, repeats: int = 2):
         """Seconds of a call that compiles nothing, and of the first; `longest` fixes what is compiled."""
-        from qerl_jax.generation.engine import Engine
+        from qerl_jax.generation.engine import Engine, EngineSpec
 
         num_tokens, prompts = min(KNOWN_IDS, self.arch.vocab_size), list(prompts)
         room = slots * (PROMPT + longest)
-        engine = Engine(self.model, num_tokens=num_tokens, kv_cache_tokens=room)
+        engine = Engine(self.model, EngineSpec(num_tokens), kv_cache_tokens=room)
         limits = {
             "max_prompt_length": PROMPT + longest - max(prompt.limit for prompt in prompts),
             "max_concurrent": slots,
@@ -162,7 +162,7 @@ def profile(bench: Bench, batch: int) -> list[tuple[str, float, float]]:
     plain, kernels, chunks = engine._decode, [], []
 
     def watched(*arguments, **traits):
-        chunks.append(traits["chunk"])
+        chunks.append(traits["spec"].chunk)
         # With as many tokens behind it as a step has on average.
         if len(chunks) == LONG // 2 // chunks[0]:
             program = plain.of(traits["model"])

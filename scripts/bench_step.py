@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -237,27 +238,20 @@ def _time_update(row: Row, cfg: config.RunConfig, profile: bool) -> dict:
     import numpy as np
 
     from qerl_jax.model.transformer import Transformer, init_params, random_base
-    from qerl_jax.rl import update
+    from qerl_jax.rl import grpo, update
+    from qerl_jax.rl.experience import Experience
 
     lora = config.LoraConfig(cfg.lora.rank, cfg.lora.alpha)
     model = Transformer(architecture.KNOWN[row.model], row.weights, lora, jnp.bfloat16)
     frozen = random_base(model, jax.random.key(0))
     state = update.init_state(init_params(model, frozen, jax.random.key(1)), cfg.optim)
-    improve = update.make_update(
-        model,
-        grpo_cfg=cfg.grpo,
-        optim_cfg=cfg.optim,
-        total_steps=row.steps,
-        temperature=1.0,
-        num_tokens=151665,
-        remat=row.remat,
-        max_completion_length=row.completion,
-    )
+    objective = update.Objective(model, cfg.grpo, 1.0, num_tokens=151665, remat=row.remat)
+    improve = update.Updater(objective, cfg.optim, row.steps, max_completion_length=row.completion)
     rng = np.random.default_rng(0)
     rows = row.prompts * row.group
     shared = row.prompts if cfg.optim.share_prompts else rows
     shape = (rows, row.completion)
-    experience = update.Experience(
+    experience = Experience(
         prompts=rng.integers(0, 151643, (shared, row.prompt), np.int32),
         prompt_lengths=np.full(shared, row.prompt, np.int32),
         completions=rng.integers(0, 151643, shape, np.int32),
@@ -277,19 +271,9 @@ def _time_update(row: Row, cfg: config.RunConfig, profile: bool) -> dict:
     result = {"update": statistics.median(times[1:]), "first_step": times[0], "tokens": tokens}
     if not profile:
         return result
-    gradient = update.make_gradient(
-        model,
-        grpo_cfg=cfg.grpo,
-        num_micro_batches=1,
-        temperature=1.0,
-        num_tokens=151665,
-        remat=row.remat,
-    )
-    totals = {
-        "total_rows": jnp.int32(rows),
-        "total_tokens": jnp.int32(experience.mask.sum()),
-        "max_completion_length": jnp.int32(row.completion),
-    }
+    gradient = functools.partial(update.gradient, objective)
+    counts = (rows, experience.mask.sum(), row.completion)
+    totals = grpo.BatchTotals(*map(jnp.int32, counts))
     arguments = (state.params, frozen, None, (experience, {}), totals, jax.random.key(0))
     return result | _kernels(gradient, arguments)
 

@@ -41,7 +41,8 @@ def main() -> int:
     from pallas_kernels import finished_linear, runtime
     from pallas_kernels.nvfp4_matmul import fused_wide
     from qerl_jax.config import LoraConfig
-    from qerl_jax.generation import batch
+    from qerl_jax.generation.engine import Engine, EngineSpec
+    from qerl_jax.generation.scheduler import Prompt
     from qerl_jax.model import architecture, layers, logprobs
     from qerl_jax.model.transformer import Transformer, head, init_params, random_base
 
@@ -53,19 +54,18 @@ def main() -> int:
     variables = {"frozen": frozen, "params": jax.tree.map(lambda x: x + 1e-3, params)}
     num_tokens = arch.vocab_size - 256
 
-    generate = batch.make_generate(
-        model,
-        num_generations=1,
-        max_completion_length=args.tokens,
-        num_tokens=num_tokens,
-        pad_token=0,
-    )
     prompts = np.random.default_rng(2).integers(0, num_tokens, (args.batch, PROMPT), np.int32)
-    lengths = np.full(args.batch, PROMPT, np.int32)
-    drawn = generate(
-        variables, prompts, lengths, jax.random.split(jax.random.key(3), args.batch), 1.0
+    keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(3), args.batch)))
+    queue = [
+        Prompt(prompt, key[None], args.tokens) for prompt, key in zip(prompts, keys, strict=True)
+    ]
+    engine = Engine(model, EngineSpec(num_tokens))
+    rows = sorted(
+        engine.completions(variables, queue, 1.0, max_prompt_length=PROMPT),
+        key=lambda each: each.row,
     )
-    tokens = np.concatenate([prompts, drawn.tokens], axis=1)
+    sampled = np.stack([row.logps for row in rows])
+    tokens = np.concatenate([prompts, np.stack([row.tokens for row in rows])], axis=1)
 
     def score(*patches):
         """Log-probabilities [B, C] of what was drawn, by one forward pass under these patches."""
@@ -97,7 +97,7 @@ def main() -> int:
     whole, split = score_by_reference(1), score_by_reference(SPLITS)
     other = score(mock.patch.object(layers, "attention", layers.plain_attention))
     pairs = {
-        "sampler - trainer": np.abs(drawn.logps - trainer),
+        "sampler - trainer": np.abs(sampled - trainer),
         "reference, K whole - K split": np.abs(whole - split),
         "trainer - reference": np.abs(trainer - whole),
         "trainer - trainer with another attention": np.abs(trainer - other),

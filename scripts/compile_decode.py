@@ -60,7 +60,7 @@ def arguments(name: str, base: str, rows: int, rank: int, device: Any) -> tuple[
     import jax.numpy as jnp
 
     from qerl_jax.config import LoraConfig
-    from qerl_jax.generation.sampling import Truncation
+    from qerl_jax.generation.engine import EngineSpec
     from qerl_jax.generation.scheduler import Slots
     from qerl_jax.model import architecture, kv_cache
     from qerl_jax.model.transformer import Transformer, init_params, random_base
@@ -83,9 +83,8 @@ def arguments(name: str, base: str, rows: int, rank: int, device: Any) -> tuple[
     temperature = jax.ShapeDtypeStruct((), jnp.float32)
     shapes = [{"frozen": frozen, "params": params}, pool, slots, temperature, numbers(8)]
     on_device = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device)
-    traits = {"adapter": True, "chunk": 32, "num_tokens": min(151_665, arch.vocab_size)}
-    traits |= {"model": model, "truncation": Truncation(), "penalty": 1.0}
-    return jax.tree.map(on_device, shapes), traits
+    static = {"model": model, "spec": EngineSpec(min(151_665, arch.vocab_size))}
+    return jax.tree.map(on_device, shapes), static
 
 
 def report(program: Any, shapes: list, traits: dict, *, profile: bool) -> str:

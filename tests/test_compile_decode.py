@@ -13,5 +13,5 @@ def test_the_chunk_can_be_traced_from_shapes_alone(base):
     shapes, traits = compile_decode.arguments("qwen2.5-0.5b", base, 2, 8, device)
     traced = engine._decode.of(traits["model"]).trace(*shapes, **traits)
     _, (tokens, logps, *_), moved = traced.out_info
-    assert tokens.shape == logps.shape == (2, traits["chunk"])
+    assert tokens.shape == logps.shape == (2, traits["spec"].chunk)
     assert set(moved) == {"ends", "token", "step", "live"}

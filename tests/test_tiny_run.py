@@ -17,11 +17,13 @@ from qerl_jax import config, memory
 from qerl_jax.checkpoint import base_model, hf_folder, peft
 from qerl_jax.cli import main
 from qerl_jax.config import LoraConfig
+from qerl_jax.data.datasets import Problem
 from qerl_jax.model import architecture
 from qerl_jax.model.transformer import init_params
 from qerl_jax.rl import rollouts
 from qerl_jax.tracking import logger
-from qerl_jax.training.trainer import _check_folder, train
+from qerl_jax.training.setup import check_folder
+from qerl_jax.training.trainer import train
 from tests.golden_files import GOLDEN
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -322,7 +324,7 @@ def test_another_config_may_not_resume_a_run(tmp_path):
     other = dataclasses.replace(
         cfg, seed=7, optim=dataclasses.replace(cfg.optim, learning_rate=1e-3)
     )
-    _check_folder(other)  # no checkpoint: nothing is resumed
+    check_folder(other)  # no checkpoint: nothing is resumed
     (tmp_path / "run" / "checkpoints" / "2").mkdir(parents=True)
     with pytest.raises(config.ConfigError, match="holds a run whose optim, seed differ"):
         train(other)
@@ -402,3 +404,39 @@ def test_completions_are_logged_with_their_rewards_and_what_rewards_log(tmp_path
     assert np.isclose(np.mean([row["reward"] for row in rows]), metrics["reward"])
     assert [row["letters"] for row in rows] == [len(row["completion"]) for row in rows]
     assert metrics["steps_to_go"] == 1
+
+
+def test_a_run_takes_problems_and_rewards_from_memory_and_reports_its_rows(tmp_path):
+    problems = [Problem(f"{a}+1=", {"answer": str(a + 1)}) for a in range(12)]
+    told = []
+
+    def length_reward(completion_ids, answer, **_):
+        told.extend(answer)
+        return [-float(len(ids)) for ids in completion_ids]
+
+    seen = {}
+    cfg = small(tmp_path / "run", max_steps=2, data={"dataset": "/nowhere/data.jsonl"})
+    state = train(
+        cfg,
+        problems=problems,
+        reward_functions=[length_reward],
+        on_step=lambda step, row: seen.update({step: row["rewards/length_reward/mean"]}),
+        quiet=True,
+    )
+    rows = logger.read_metrics(tmp_path / "run")
+    assert int(state.step) == 2 and list(seen) == [1, 2]
+    assert list(seen.values()) == [row["rewards/length_reward/mean"] for row in rows]
+    assert set(told) == {str(a + 1) for a in range(12)}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"problems": []}, "problems: got none"),
+        ({"reward_functions": []}, "rewards.weights: got 0; must be one for each of 0"),
+    ],
+)
+def test_nothing_in_memory_is_an_error_before_a_run_folder_exists(given, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        train(small(tmp_path / "run"), **given, quiet=True)
+    assert not (tmp_path / "run").exists()

@@ -18,7 +18,8 @@ from qerl_jax.data.datasets import Problem
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.evaluation.protocols import Protocol
 from qerl_jax.evaluation.summary import summarize
-from qerl_jax.generation import batch
+from qerl_jax.generation.engine import Engine, EngineSpec
+from qerl_jax.generation.sampling import Truncation
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards import scoring
@@ -42,26 +43,18 @@ class Evaluator:
     """A set of problems, how completions are sampled and what counts as right.
 
     Attributes:
-        generate: From `batch.make_generate`, with the same number of generations.
-        tokenizer: The policy's tokenizer.
+        sampler: How completions are sampled; temperature 0 is greedy.
         problems: P of them, held out from training.
         reward: (name, function); a completion is right where it gives at least 1.
-        num_generations: N, samples per problem.
         batch_size: Problems sampled together.
-        max_prompt_length: Width of the padded prompts, in tokens.
-        temperature: Sampling temperature; 0 is greedy.
         key: A sample's randomness is a function of the key and of the sample's index alone, so that two
             policies meet the same luck, in batches of any size.
     """
 
-    generate: Callable[..., batch.Completions]
-    tokenizer: Tokenizer
+    sampler: rollouts.Sampler
     problems: Sequence[Problem]
     reward: scoring.Named
-    num_generations: int
     batch_size: int
-    max_prompt_length: int
-    temperature: float
     key: jax.Array
 
     @classmethod
@@ -76,6 +69,7 @@ class Evaluator:
         batch_size: int,
         max_prompt_length: int,
         key: jax.Array,
+        max_concurrent: int | None,
         **cache: Any,
     ) -> Evaluator:
         """Builds an evaluator that samples as a protocol says.
@@ -90,31 +84,28 @@ class Evaluator:
             batch_size: See above.
             max_prompt_length: See above.
             key: See above.
-            **cache: `max_concurrent` of `batch.make_generate`, and `compact`, `kv_cache_tokens` and
-                `kv_cache_fraction` of `Engine`.
+            max_concurrent: Rows sampled at a time; None means all of a batch.
+            **cache: `compact`, `kv_cache_tokens` and `kv_cache_fraction` of `Engine`.
         """
-        generate = batch.make_generate(
+        engine = Engine(
             model,
-            num_generations=protocol.num_generations,
-            max_completion_length=protocol.max_completion_length,
-            num_tokens=tokenizer.num_tokens,
+            EngineSpec(
+                tokenizer.num_tokens, Truncation(protocol.top_k, protocol.top_p, protocol.min_p)
+            ),
             stop_tokens=tokenizer.stop_tokens,
             stop_strings=StopStrings(protocol.stop, tokenizer.decode) if protocol.stop else None,
-            pad_token=tokenizer.pad_token,
-            truncation=batch.Truncation(protocol.top_k, protocol.top_p, protocol.min_p),
             **cache,
         )
-        return cls(
-            generate,
+        sampler = rollouts.Sampler(
+            engine,
             tokenizer,
-            problems,
-            reward,
-            protocol.num_generations,
-            batch_size,
-            max_prompt_length,
-            protocol.temperature,
-            key,
+            num_generations=protocol.num_generations,
+            max_prompt_length=max_prompt_length,
+            max_completion_length=protocol.max_completion_length,
+            temperature=protocol.temperature,
+            max_concurrent=max_concurrent,
         )
+        return cls(sampler, problems, reward, batch_size, key)
 
     @classmethod
     def of_run(
@@ -166,28 +157,21 @@ class Evaluator:
         parsed, None where there is none), `lengths` in tokens, `stopped`, `completions`; and `unjudged`,
         how many the reward abstained on: they count as wrong.
         """
-        size = min(self.batch_size, len(self.problems))
+        size, group = min(self.batch_size, len(self.problems)), self.sampler.num_generations
         for first in range(start, len(self.problems), size):
             problems = self.problems[first : first + size]
             # The last batch is filled up with repeats: one shape, one compilation.
             repeats = [problems[-1]] * (size - len(problems))
             rollout = rollouts.collect(
-                self.generate,
-                variables,
-                self.tokenizer,
-                [*problems, *repeats],
-                self.key,
-                num_generations=self.num_generations,
-                max_prompt_length=self.max_prompt_length,
-                temperature=self.temperature,
-                first_row=first * self.num_generations,
+                self.sampler, variables, [*problems, *repeats], self.key, first_row=first * group
             )
             _, values = rollouts.score(rollout, [self.reward], None)
             yield [self._record(first, i, rollout, values[:, 0]) for i in range(len(problems))]
 
     def _record(self, first: int, index: int, rollout: Rollout, values: np.ndarray):
         """The record of a problem: its index in the batch, whose first problem is `first`; rewards [B]."""
-        rows = slice(index * self.num_generations, (index + 1) * self.num_generations)
+        group = self.sampler.num_generations
+        rows = slice(index * group, (index + 1) * group)
         read = _ANSWER_READERS.get(self.reward[0], answers.stated)
         problem = rollout.problems[index]
         return {
@@ -197,7 +181,7 @@ class Evaluator:
             "right": (values[rows] >= 1).tolist(),
             "answers": [read(text) for text in rollout.texts[rows]],
             "lengths": rollout.lengths[rows].tolist(),
-            "stopped": rollout.stopped[rows].tolist(),
+            "stopped": list(rollout.stopped[rows]),
             "unjudged": int(np.isnan(values[rows]).sum()),
             "completions": list(rollout.texts[rows]),
         }
@@ -209,7 +193,7 @@ class Evaluator:
         truncated completions, and where there are N > 1 samples pass@N and maj@N.
         """
         records = [record for batch in self.records(variables) for record in batch]
-        summary = summarize(records, (self.num_generations,))
+        summary = summarize(records, (self.sampler.num_generations,))
         (mean, *others) = summary["estimates"]
         right = np.array([record["right"] for record in records])
         return {
@@ -259,5 +243,5 @@ def _held_out_problems(cfg: RunConfig, tokenizer: Tokenizer, log: Callable[[str]
         max_prompt_length=cfg.data.max_prompt_length,
         overlong=cfg.data.overlong_prompts,
         what="held-out prompts",
-        say=log,
+        log=log,
     )

@@ -104,19 +104,14 @@ def _evaluator(
         overlong=cfg.data.overlong_prompts,
     )
     scoring.check([function], problems[:2])
-    return Evaluator(
-        rollouts.make_generate(
-            policy.model, policy.tokenizer, cfg.rollout, num_generations=samples
-        ),
+    sampler = rollouts.make_sampler(
+        policy.model,
         policy.tokenizer,
-        problems,
-        function,
-        num_generations=samples,
-        batch_size=batch_size,
+        cfg.rollout,
         max_prompt_length=cfg.data.max_prompt_length,
-        temperature=cfg.rollout.temperature,
-        key=jax.random.key(cfg.seed),
     )
+    sampler = dataclasses.replace(sampler, num_generations=samples)
+    return Evaluator(sampler, problems, function, batch_size, jax.random.key(cfg.seed))
 
 
 def pass_rate(record: dict[str, Any]) -> float | None:

@@ -13,6 +13,7 @@ last, which takes it over.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
@@ -24,29 +25,40 @@ import numpy as np
 
 from pallas_kernels import runtime
 from qerl_jax.config import DENSE
-from qerl_jax.generation.page_pool import pages_for, pages_wanted
+from qerl_jax.generation import kv_capacity
 from qerl_jax.generation.sampling import Truncation, next_token, penalize
 from qerl_jax.generation.scheduler import (
-    Piece,
     Prompt,
+    RowTokens,
     Schedule,
     Shapes,
     Slots,
     batch_sizes,
-    most_prefilled,
 )
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model import fused_decode, kv_cache, layers
-from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.kv_cache import KVCache
 from qerl_jax.model.transformer import Transformer, head
 
-# Arrays [B, V] in float32 that sampling holds at once, and what the cache takes of what is left.
-_SCORES = 4
-_CACHE_SHARE = 0.9
-# Of its own accord XLA multiplies by Triton, and copies each 16-bit weight out of the stack of layers
-# before; cuBLAS reads it where it lies.
+# XLA's Triton GEMM first copies each 16-bit weight out of the stack of layers; cuBLAS reads it in place.
 IN_PLACE = {"xla_gpu_enable_triton_gemm": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineSpec:
+    """How tokens are sampled, as far as it is compiled: a static argument of the decoding program.
+
+    Attributes:
+        num_tokens: Ids that the tokenizer has.
+        truncation: Which tokens may be sampled: top-k, top-p, min-p.
+        repetition_penalty: See `sampling.penalize`; 1 is off.
+        chunk: Most tokens that the device samples before the host looks.
+    """
+
+    num_tokens: int
+    truncation: Truncation = Truncation()
+    repetition_penalty: float = 1.0
+    chunk: int = 32
 
 
 class Engine:
@@ -54,57 +66,41 @@ class Engine:
 
     Args:
         model: The policy.
-        num_tokens: Ids that the tokenizer has.
+        spec: How tokens are sampled.
         stop_tokens: Ids that end a completion; none means every row runs to its limit.
         stop_strings: Texts that end a completion, looked for between chunks.
-        truncation: top-k, top-p, min-p.
-        repetition_penalty: See `draws.penalize`; 1 is off.
-        adapter: Whether params act.
-        chunk: Most tokens that the device samples before the host looks.
         compact: Whether the batch shrinks when rows end and none waits. A row's tokens depend on its
             own prompt and key either way, up to ties that a rounding decides; without it, so do the
             last bits of its log-probabilities, for as many slots, the same `max_prompt_length` and
             the same largest limit.
-        kv_cache_tokens: Room of the cache in tokens; None means what all slots can need.
-        kv_cache_fraction: Room as a fraction of the device memory that is free at the first call.
+        kv_cache_tokens: Capacity of the cache in tokens; None means what all slots can need.
+        kv_cache_fraction: Capacity as a fraction of the device memory that is free at the first call.
             Where the device reports its memory and neither is given, nine tenths of what
-            `workspace` leaves bound it.
+            `kv_capacity.workspace` leaves bound it.
         page_size: S; None means what the device reads best.
     """
 
     def __init__(
         self,
         model: Transformer,
+        spec: EngineSpec,
         *,
-        num_tokens: int,
         stop_tokens: Sequence[int] = (),
         stop_strings: StopStrings | None = None,
-        truncation: Truncation = Truncation(),
-        repetition_penalty: float = 1.0,
-        adapter: bool = True,
-        chunk: int = 32,
         compact: bool = True,
         kv_cache_tokens: int | None = None,
         kv_cache_fraction: float | None = None,
         page_size: int | None = None,
     ):
-        self._model = model
-        # Eight at least, with ids that are never drawn: ignoring them compiles nothing anew.
+        self._model, self._spec = model, spec
+        # Eight at least, with ids that are never sampled: ignoring them compiles nothing anew.
         missing = max(0, 8 - len(stop_tokens))
         self._stop_tokens = np.array([*stop_tokens, *[-1] * missing], np.int32)
         self._stop_strings = stop_strings
-        self._penalty = repetition_penalty
         self._compact = compact
         self._budget = kv_cache_tokens, kv_cache_fraction
         # A CPU pays for every slot of a page that is not filled.
         self._page_size = page_size or (kv_cache.PAGE_SIZE if runtime.platform() == "gpu" else 32)
-        self._traits = {"model": model, "adapter": adapter}
-        self._sampling = {
-            "chunk": chunk,
-            "num_tokens": num_tokens,
-            "truncation": truncation,
-            "penalty": repetition_penalty,
-        }
 
     def stream(
         self,
@@ -114,7 +110,7 @@ class Engine:
         *,
         max_prompt_length: int,
         max_concurrent: int | None = None,
-    ) -> Iterator[list[Piece]]:
+    ) -> Iterator[list[RowTokens]]:
         """Samples all rows, and gives after each chunk what it brought.
 
         Args:
@@ -140,7 +136,7 @@ class Engine:
         side_by_side = min(len(prompts), slots)
         shapes = Shapes(
             self._page_size,
-            self._sampling["chunk"],
+            self._spec.chunk,
             table_width=-(-longest // self._page_size),
             history=longest + 1,
             longest_prefill=max_prompt_length - 1,
@@ -148,15 +144,37 @@ class Engine:
             sizes=batch_sizes(slots) if self._compact else (slots,),
         )
         size = self._page_size
-        wanted = pages_wanted(slots, longest, side_by_side, shapes.longest_prefill, size)
-        beside = workspace(
+        wanted = kv_capacity.pages_wanted(
+            slots, longest, side_by_side, shapes.longest_prefill, size
+        )
+        beside = kv_capacity.workspace(
             self._model.arch, slots, shapes.most_prompts, max_prompt_length, self._itemsize
         )
-        tokens = self._room(sum(beside.values()))
+        tokens = self._capacity(sum(beside.values()))
         schedule = Schedule(shapes, self._num_pages(wanted, tokens, prompts), prompts)
         return self._run(variables, schedule, np.float32(temperature))
 
-    def _run(self, variables, schedule: Schedule, temperature) -> Iterator[list[Piece]]:
+    def completions(
+        self,
+        variables: dict[str, Any],
+        prompts: Sequence[Prompt],
+        temperature: float | jax.Array,
+        **limits: int | None,
+    ) -> Iterator[RowTokens]:
+        """Samples all rows as `stream` does, and gives each one whole when it ends."""
+        rows = collections.defaultdict(list)
+        for chunk in self.stream(variables, prompts, temperature, **limits):
+            for part in chunk:
+                rows[part.row].append(part)
+                if part.ended:
+                    parts = rows.pop(part.row)
+                    tokens, logps = (
+                        np.concatenate([getattr(each, name) for each in parts])
+                        for name in ("tokens", "logps")
+                    )
+                    yield RowTokens(part.row, tokens, logps, part.ended)
+
+    def _run(self, variables, schedule: Schedule, temperature) -> Iterator[list[RowTokens]]:
         # All of it said to be on one device: else a chunk whose rows come from the host and one whose
         # rows come from the chunk before would be two programs.
         (device,) = jax.tree.leaves(variables["frozen"])[0].devices()
@@ -168,10 +186,10 @@ class Engine:
         while schedule.unfinished():
             if ahead is None:
                 while (fresh := schedule.next_prefill()) is not None:
-                    pool = _prefill(variables, pool, *fresh, **self._traits)
+                    pool = _prefill(variables, pool, *fresh, model=self._model)
                 if (copies := schedule.copies()) is not None:
                     pool = _copy(pool, *copies)
-                slots = schedule.slots(with_history=self._penalty != 1)
+                slots = schedule.slots(with_history=self._spec.repetition_penalty != 1)
                 slots = jax.device_put(slots, device)
                 pool, brought, slots = self._chunk(variables, pool, slots, temperature)
             else:
@@ -189,20 +207,20 @@ class Engine:
             slots,
             temperature,
             self._stop_tokens,
-            **self._traits,
-            **self._sampling,
+            model=self._model,
+            spec=self._spec,
         )
         return pool, brought, dataclasses.replace(slots, **moved)
 
     def _num_pages(self, wanted: int, tokens: int | None, prompts: Sequence[Prompt]) -> int:
-        """Pages of the pool, scratch included: what is wanted or what there is room for."""
+        """Pages of the pool, scratch included: what is wanted, or what its capacity allows."""
         size = self._page_size
         if tokens is None:
             return wanted
-        offered = pages_for(tokens, size)
+        offered = kv_capacity.pages_for(tokens, size)
         for place, prompt in enumerate(prompts):
             needed = len(prompt.tokens) - 1 + prompt.limit
-            if offered < pages_for(needed, size):
+            if offered < kv_capacity.pages_for(needed, size):
                 raise ValueError(
                     f"prompt {place}: the KV cache has room for {tokens} tokens; a row may need "
                     f"{needed}: raise kv_cache_tokens or kv_cache_fraction, or shorten prompts or "
@@ -219,7 +237,7 @@ class Engine:
     def _itemsize(self) -> int:
         return jnp.dtype(self._model.dtype).itemsize
 
-    def _room(self, beside: int) -> int | None:
+    def _capacity(self, beside: int) -> int | None:
         """Tokens that the cache may hold beside so many bytes; None where nothing bounds it."""
         tokens, fraction = self._budget
         if tokens is not None:
@@ -232,7 +250,7 @@ class Engine:
                 "kv_cache_tokens"
             )
         free = self._memory["bytes_limit"] - self._memory["bytes_in_use"]
-        return room(self._model.arch, free, fraction, beside, self._itemsize)
+        return kv_capacity.capacity(self._model.arch, free, fraction, beside, self._itemsize)
 
 
 @jax.tree_util.register_dataclass
@@ -257,8 +275,8 @@ class _Program:
     packed: Any
     dense: Any
 
-    def __call__(self, *arguments, model: Transformer, **traits):
-        return self.of(model)(*arguments, model=model, **traits)
+    def __call__(self, *arguments, model: Transformer, **static):
+        return self.of(model)(*arguments, model=model, **static)
 
     def of(self, model: Transformer):
         """The jitted function for a model's weights."""
@@ -267,20 +285,20 @@ class _Program:
 
 def _program(*static_argnames: str):
     def jitted(function) -> _Program:
-        traits = {"static_argnames": static_argnames, "donate_argnames": "pool"}
+        options = {"static_argnames": static_argnames, "donate_argnames": "pool"}
         return _Program(
-            packed=jax.jit(function, **traits),
-            dense=jax.jit(function, **traits, compiler_options=IN_PLACE),
+            packed=jax.jit(function, **options),
+            dense=jax.jit(function, **options, compiler_options=IN_PLACE),
         )
 
     return jitted
 
 
-@_program("model", "adapter")
-def _prefill(variables, pool, tokens, tables, *, model: Transformer, adapter: bool):
+@_program("model")
+def _prefill(variables, pool, tokens, tables, *, model: Transformer):
     """Puts prompts [R, T] into the pages of `tables`."""
     cache = KVCache(*pool, tables, jnp.zeros(len(tokens), jnp.int32))
-    _, cache = model.apply(variables, tokens, cache=cache, adapter=adapter)
+    _, cache = model.apply(variables, tokens, cache=cache, adapter="params" in variables)
     return cache.keys, cache.values
 
 
@@ -290,7 +308,7 @@ def _copy(pool, sources, targets):
     return tuple(part.at[:, targets].set(part[:, sources]) for part in pool)
 
 
-@_program("model", "adapter", "chunk", "num_tokens", "truncation", "penalty")
+@_program("model", "spec")
 def _decode(
     variables,
     pool,
@@ -299,19 +317,16 @@ def _decode(
     stop_tokens,
     *,
     model: Transformer,
-    adapter: bool,
-    chunk: int,
-    num_tokens: int,
-    truncation: Truncation,
-    penalty: float,
+    spec: EngineSpec,
 ):
-    """Samples up to `chunk` tokens per row; ends early when no row lives.
+    """Samples up to `spec.chunk` tokens per row; ends early when no row lives.
 
     Returns:
-        The pool; tokens and log-probabilities [B, chunk], how many of them each row has, and who
+        The pool; tokens and log-probabilities [B, spec.chunk], how many of them each row has, and who
         lives; and the fields of `slots` that have moved.
     """
-    extend = fused_decode.extender(model, variables, len(slots.live), adapter=adapter)
+    chunk = spec.chunk
+    extend = fused_decode.extender(model, variables, len(slots.live), adapter="params" in variables)
     matrix, rows = head(variables["frozen"]), jnp.arange(len(slots.live))
     row_keys = jax.random.wrap_key_data(slots.keys)
     seen = None
@@ -349,9 +364,9 @@ def _decode(
             scores,
             jax.vmap(jax.random.fold_in)(row_keys, steps),
             temperature,
-            num_tokens,
-            truncation,
-            None if loop.seen is None else penalize(scores, loop.seen, penalty),
+            spec.num_tokens,
+            spec.truncation,
+            None if loop.seen is None else penalize(scores, loop.seen, spec.repetition_penalty),
         )
         return _Loop(
             count=loop.count + 1,
@@ -378,22 +393,3 @@ def _decode(
             jnp.asarray(slots.history).at[rows[:, None], places].set(made, mode="drop")
         )
     return loop.pool, (loop.tokens, loop.logps, loop.lengths, loop.live), moved
-
-
-def workspace(
-    arch: Architecture, slots: int, prompts: int, length: int, itemsize: int
-) -> dict[str, int]:
-    """Bytes that sampling needs beside the cache, for so many prompts of at most a length."""
-    tokens = most_prefilled(prompts, length)
-    return {
-        "scores": _SCORES * slots * arch.vocab_size * 4,
-        "prefill": tokens * (3 * arch.ffn_width + 4 * arch.width) * itemsize,
-    }
-
-
-def room(arch: Architecture, free: int, fraction: float | None, beside: int, itemsize: int) -> int:
-    """Tokens that a cache may hold: by a fraction of the free bytes, or by what `beside` leaves of them."""
-    share = _CACHE_SHARE * max(0, free - beside) if fraction is None else fraction * free
-    tokens = int(share / (2 * arch.num_layers * arch.kv_width * itemsize))
-    # In coarse steps, so that two runs find the same program in the compilation cache.
-    return tokens - tokens % (1 << max(0, tokens.bit_length() - 4))

@@ -23,11 +23,11 @@ from qerl_jax.checked import require
 from qerl_jax.checkpoint.policy import PolicySource, find_policy, load_policy
 from qerl_jax.config import Dtype, Weights
 from qerl_jax.data.tokenizer import Prompt, Tokenizer
-from qerl_jax.generation.engine import Engine
+from qerl_jax.generation.engine import Engine, EngineSpec
 from qerl_jax.generation.sampling import Truncation
 from qerl_jax.generation.sampling_params import SamplingParams
-from qerl_jax.generation.scheduler import Piece
 from qerl_jax.generation.scheduler import Prompt as Queued
+from qerl_jax.generation.scheduler import RowTokens
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model.transformer import Transformer
 
@@ -135,7 +135,7 @@ class Generator:
             pieces = self._stream(prompts, params, stops, chunk=32, first_row=first_row)
         return self._in_order(len(prompts) * params.n - first_row, pieces, stops)
 
-    def _in_order(self, count: int, stream: Iterator[list[Piece]], stops: StopStrings | None):
+    def _in_order(self, count: int, stream: Iterator[list[RowTokens]], stops: StopStrings | None):
         rows = [([], []) for _ in range(count)]
         done, given = {}, 0
         for pieces in stream:
@@ -185,13 +185,14 @@ class Generator:
     ):
         engine = Engine(
             self.model,
-            num_tokens=self.tokenizer.num_tokens,
+            EngineSpec(
+                self.tokenizer.num_tokens,
+                Truncation(params.top_k, params.top_p, params.min_p),
+                params.repetition_penalty,
+                chunk,
+            ),
             stop_tokens=() if params.ignore_eos else self.tokenizer.stop_tokens,
             stop_strings=stops,
-            truncation=Truncation(params.top_k, params.top_p, params.min_p),
-            repetition_penalty=params.repetition_penalty,
-            adapter="params" in self.variables,
-            chunk=chunk,
             kv_cache_tokens=self.kv_cache_tokens,
             kv_cache_fraction=self.kv_cache_fraction,
         )

@@ -5,16 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
-def pages_wanted(rows: int, row_tokens: int, prompts: int, prompt_tokens: int, size: int) -> int:
-    """Pages of a pool in which no row waits: of all rows, of all prompts that rows share, and scratch."""
-    return 1 + rows * -(-row_tokens // size) + prompts * -(-prompt_tokens // size)
-
-
-def pages_for(tokens: int, size: int) -> int:
-    """Pages of a pool for so many tokens: scratch, and one for what a row copies, beside them."""
-    return 2 + -(-tokens // size)
-
-
 class Pages:
     """The pages 1 ... N - 1 of a pool; page 0 is scratch and never handed out.
 

@@ -41,14 +41,14 @@ class Prompt:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """What a chunk brought for a row.
+class RowTokens:
+    """Tokens of a row: what a chunk brought, or all of them.
 
     Attributes:
-        row: Rows are counted through all prompts.
+        row: Number of the row; rows are counted through all prompts.
         tokens: int32 [n].
         logps: float32 [n].
-        ended: Why the row ended: a stop token or string, or its limit; None while it goes on.
+        ended: Why the row ended: a stop token or string ("stop"), or its limit; None while it goes on.
     """
 
     row: int
@@ -280,9 +280,9 @@ class Schedule:
         live: np.ndarray,
         stop_tokens: np.ndarray,
         stop_strings: StopStrings | None,
-    ) -> list[Piece]:
+    ) -> list[RowTokens]:
         """Takes in what a chunk brought, and frees the slots and pages of rows that ended."""
-        pieces = []
+        brought = []
         for slot, row in enumerate(self._slots):
             if row is None:
                 continue
@@ -293,12 +293,12 @@ class Schedule:
                 seen = len(row.made) - length
                 if (kept := stop_strings.kept(row.made, seen)) is not None:
                     length, ended = kept - seen, "stop"
-            pieces.append(Piece(row.index, tokens[slot, :length], logps[slot, :length], ended))
+            brought.append(RowTokens(row.index, tokens[slot, :length], logps[slot, :length], ended))
             if ended:
                 self._overtaken |= bool(live[slot])
                 self._pages.give_back(row.pages)
                 self._slots[slot] = None
-        return pieces
+        return brought
 
     def _running(self) -> list[_Row]:
         return [row for row in self._slots if row is not None]

@@ -9,12 +9,14 @@ Shapes: P prompts, G completions each, B = P * G rows (the completions of a prom
 T completion tokens.
 """
 
+import dataclasses
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from qerl_jax.config import GrpoConfig
 from qerl_jax.rl import masked
 
 type Scale = Literal["group", "batch", "none"]
@@ -261,31 +263,46 @@ def summarize(rows: RowMetrics) -> dict[str, Array]:
     return metrics
 
 
+class LossInputs(NamedTuple):
+    """Rows of a micro-batch, as `policy_loss` sees them."""
+
+    logps: Array  # [B, T] log-probabilities under the policy that learns
+    old_logps: Array  # [B, T] log-probabilities that the ratio is taken against
+    advantages: Array  # [B]
+    mask: Array  # [B, T], nonzero at the tokens that count
+    ref_logps: Array | None = None  # [B, T] under the reference; needed when beta is not 0
+    sampling_weights: Array | None = None  # [B, T] or [B, 1], see `truncated_importance_weights`
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BatchTotals:
+    """The optimizer batch of which a micro-batch is a part; what is left out says that it is the whole.
+
+    Attributes:
+        rows: Rows, those without tokens included.
+        tokens: Tokens that count.
+        max_completion_length: Divisor of dr_grpo.
+        num_micro_batches: Micro-batches, for bnpo.
+    """
+
+    rows: Array | int | None = None
+    tokens: Array | int | None = None
+    max_completion_length: Array | int | None = None
+    num_micro_batches: int = dataclasses.field(default=1, metadata={"static": True})
+
+
 def policy_loss(
-    logps: Array,
-    old_logps: Array,
-    advantages: Array,
-    mask: Array,
-    *,
-    loss_type: LossType,
-    epsilon: float,
-    epsilon_high: float,
-    delta: float | None = None,
-    beta: float = 0.0,
-    ref_logps: Array | None = None,
-    kl_estimator: Kl = "k3",
-    use_bias_correction_kl: bool = False,
-    importance_sampling_level: Level = "token",
-    sampling_weights: Array | None = None,
-    max_completion_length: int | None = None,
-    total_rows: Array | int | None = None,
-    total_tokens: Array | int | None = None,
-    num_micro_batches: int = 1,
+    cfg: GrpoConfig, batch: LossInputs, totals: BatchTotals = BatchTotals()
 ) -> tuple[Array, RowMetrics]:
     """Clipped policy-gradient loss with decoupled bounds.
 
         l_t = -w_t min(min(rho_t, delta) A, clip(rho_t, 1 - epsilon, 1 + epsilon_high) A)
               + beta k_t,               rho_t = policy / old policy, per token or per sequence
+
+    `delta` bounds the term that is not clipped, which for a negative advantage is otherwise unbounded
+    (two-sided clipping, arXiv:2505.07291). With `use_bias_correction_kl` the divergence k_t is
+    multiplied by rho_t, through which its gradient then flows, too (arXiv:2512.02556).
 
     What is made of the token losses depends on `loss_type`; every sum runs over tokens that count:
 
@@ -294,32 +311,15 @@ def policy_loss(
         dapo     sum / tokens                                           arXiv:2503.14476
         bnpo     sum / tokens of this micro-batch, / num_micro_batches  arXiv:2506.02864
 
-    An optimizer batch may be cut into micro-batches whose losses and gradients are summed: pass
-    the whole batch's `total_rows` and `total_tokens`, and for grpo, dr_grpo and dapo the sum does
-    not depend on the cut. (For bnpo it does: that is what tells it from dapo.) Left out, they say
-    that this batch is all there is. A row or batch without tokens gives 0, and gradient 0.
+    An optimizer batch may be cut into micro-batches whose losses and gradients are summed: pass the
+    whole batch's `totals`, and for grpo, dr_grpo and dapo the sum does not depend on the cut. (For
+    bnpo it does: that is what tells it from dapo.) A row or batch without tokens gives 0, and
+    gradient 0.
 
     Args:
-        logps: [B, T] log-probabilities under the policy that learns.
-        old_logps: [B, T] log-probabilities that the ratio is taken against.
-        advantages: [B].
-        mask: [B, T], nonzero at the tokens that count.
-        loss_type: "grpo", "bnpo", "dr_grpo" or "dapo".
-        epsilon: how far the ratio may fall below 1.
-        epsilon_high: how far it may rise above 1.
-        delta: largest ratio in the term that is not clipped, which for a negative advantage is
-            otherwise unbounded (two-sided clipping, arXiv:2505.07291).
-        beta: weight of the divergence from the reference; a Python number.
-        ref_logps: [B, T] log-probabilities under the reference; needed when beta is not 0.
-        kl_estimator: which k of `token_kl`.
-        use_bias_correction_kl: multiply it by rho, through which its gradient then flows, too
-            (arXiv:2512.02556).
-        importance_sampling_level: "token" or "sequence", see `log_importance_ratio`.
-        sampling_weights: [B, T] or [B, 1], see `truncated_importance_weights`; none means 1.
-        max_completion_length: the divisor of dr_grpo.
-        total_rows: rows of the optimizer batch, those without tokens included.
-        total_tokens: tokens of the optimizer batch that count.
-        num_micro_batches: micro-batches of the optimizer batch.
+        cfg: The objective.
+        batch: Rows of the micro-batch.
+        totals: Of its optimizer batch.
 
     Returns:
         The loss, and counts for `summarize`.
@@ -328,72 +328,81 @@ def policy_loss(
         ValueError: for shapes that do not belong together, an unknown option, or a missing
             `ref_logps` or `max_completion_length`.
     """
-    _check_shapes(logps, old_logps, advantages, mask, ref_logps, sampling_weights)
-    if beta and ref_logps is None:
-        raise ValueError(f"ref_logps is needed when beta is not 0; got {beta=}")
+    _check_shapes(batch)
+    if cfg.beta and batch.ref_logps is None:
+        raise ValueError(f"ref_logps is needed when beta is not 0; got beta={cfg.beta}")
 
-    log_ratio = log_importance_ratio(logps, old_logps, mask, importance_sampling_level)
-    ratio, advantage = jnp.exp(log_ratio), advantages[:, None]
-    capped = ratio if delta is None else jnp.minimum(ratio, delta)
-    clipped = jnp.clip(ratio, 1 - epsilon, 1 + epsilon_high)
-    objective = jnp.minimum(capped * advantage, clipped * advantage)
-    if sampling_weights is not None:
-        objective = objective * sampling_weights
-    token_loss = jnp.broadcast_to(-objective, logps.shape)
+    mask, advantage = batch.mask, batch.advantages[:, None]
+    epsilon_high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
+    ratio = jnp.exp(
+        log_importance_ratio(batch.logps, batch.old_logps, mask, cfg.importance_sampling_level)
+    )
+    capped = ratio if cfg.delta is None else jnp.minimum(ratio, cfg.delta)
+    clipped = jnp.clip(ratio, 1 - cfg.epsilon, 1 + epsilon_high)
+    policy_term = jnp.minimum(capped * advantage, clipped * advantage)
+    if batch.sampling_weights is not None:
+        policy_term = policy_term * batch.sampling_weights
+    token_loss = jnp.broadcast_to(-policy_term, batch.logps.shape)
+    kl = _token_kls(cfg, batch, ratio)
+    if cfg.beta:
+        token_loss = token_loss + cfg.beta * kl
 
-    kl = None
-    if ref_logps is not None:
-        # Masked before the exponential: its gradient must stay finite where padding is not.
-        kl = token_kl(
-            jnp.where(mask != 0, logps, 0), jnp.where(mask != 0, ref_logps, 0), kl_estimator
-        )
-        if use_bias_correction_kl:
-            kl = kl * ratio
-        if beta:
-            token_loss = token_loss + beta * kl
-
-    tokens = jnp.sum(mask != 0, axis=1).astype(logps.dtype)
-    rows = logps.shape[0] if total_rows is None else total_rows
-    match loss_type:
-        case "grpo":
-            loss = jnp.sum(masked.mean(token_loss, mask, axis=1)) / rows
-        case "dr_grpo":
-            if max_completion_length is None:
-                raise ValueError("max_completion_length is needed for loss_type 'dr_grpo'")
-            loss = masked.sum(token_loss, mask) / (rows * max_completion_length)
-        case "dapo":
-            total = jnp.sum(tokens) if total_tokens is None else total_tokens
-            loss = masked.sum(token_loss, mask) / jnp.maximum(total, 1)
-        case "bnpo":
-            loss = masked.mean(token_loss, mask) / num_micro_batches
-        case _:
-            raise ValueError(
-                f"loss_type must be 'grpo', 'bnpo', 'dr_grpo' or 'dapo'; got {loss_type!r}"
-            )
-
-    counted = mask if importance_sampling_level == "token" else (tokens > 0)[:, None]
-    too_low = (ratio < 1 - epsilon) & (advantage < 0)
+    tokens = jnp.sum(mask != 0, axis=1).astype(batch.logps.dtype)
+    counted = mask if cfg.importance_sampling_level == "token" else (tokens > 0)[:, None]
+    too_low = (ratio < 1 - cfg.epsilon) & (advantage < 0)
     too_high = (ratio > 1 + epsilon_high) & (advantage > 0)
     metrics = RowMetrics(
         tokens=tokens,
-        ratios=jnp.sum(counted != 0, axis=1).astype(logps.dtype),
-        low_clipped=masked.sum(too_low.astype(logps.dtype), counted, axis=1),
-        high_clipped=masked.sum(too_high.astype(logps.dtype), counted, axis=1),
+        ratios=jnp.sum(counted != 0, axis=1).astype(tokens.dtype),
+        low_clipped=masked.sum(too_low.astype(tokens.dtype), counted, axis=1),
+        high_clipped=masked.sum(too_high.astype(tokens.dtype), counted, axis=1),
         kl=None if kl is None else masked.sum(kl, mask, axis=1),
     )
+    loss = _averaged(cfg.loss_type, token_loss, mask, tokens, totals)
     return loss, jax.lax.stop_gradient(metrics)
 
 
-def _check_shapes(logps, old_logps, advantages, mask, ref_logps, sampling_weights):
-    batch, length = logps.shape
+def _token_kls(cfg: GrpoConfig, batch: LossInputs, ratio: Array) -> Array | None:
+    """Estimates [B, T] of the divergence from the reference; None without one."""
+    if batch.ref_logps is None:
+        return None
+    # Masked before the exponential: its gradient must stay finite where padding is not.
+    logps, ref_logps = (jnp.where(batch.mask != 0, x, 0) for x in (batch.logps, batch.ref_logps))
+    kl = token_kl(logps, ref_logps, cfg.kl_estimator)
+    return kl * ratio if cfg.use_bias_correction_kl else kl
+
+
+def _averaged(
+    loss_type: LossType, token_loss: Array, mask: Array, tokens: Array, totals: BatchTotals
+) -> Array:
+    """The loss of a micro-batch from those of its tokens; `tokens` [B] counts them."""
+    rows = len(mask) if totals.rows is None else totals.rows
+    match loss_type:
+        case "grpo":
+            return jnp.sum(masked.mean(token_loss, mask, axis=1)) / rows
+        case "dr_grpo":
+            if totals.max_completion_length is None:
+                raise ValueError("max_completion_length is needed for loss_type 'dr_grpo'")
+            return masked.sum(token_loss, mask) / (rows * totals.max_completion_length)
+        case "dapo":
+            total = jnp.sum(tokens) if totals.tokens is None else totals.tokens
+            return masked.sum(token_loss, mask) / jnp.maximum(total, 1)
+        case "bnpo":
+            return masked.mean(token_loss, mask) / totals.num_micro_batches
+    raise ValueError(f"loss_type must be 'grpo', 'bnpo', 'dr_grpo' or 'dapo'; got {loss_type!r}")
+
+
+def _check_shapes(batch: LossInputs) -> None:
+    rows, length = batch.logps.shape
     expected = {
-        "old_logps": (old_logps, [(batch, length)]),
-        "advantages": (advantages, [(batch,)]),
-        "mask": (mask, [(batch, length)]),
-        "ref_logps": (ref_logps, [(batch, length)]),
-        "sampling_weights": (sampling_weights, [(batch, length), (batch, 1)]),
+        "old_logps": [(rows, length)],
+        "advantages": [(rows,)],
+        "mask": [(rows, length)],
+        "ref_logps": [(rows, length)],
+        "sampling_weights": [(rows, length), (rows, 1)],
     }
-    for name, (array, shapes) in expected.items():
+    for name, shapes in expected.items():
+        array = getattr(batch, name)
         if array is not None and array.shape not in shapes:
             allowed = " or ".join(map(str, shapes))
             raise ValueError(f"{name} must be {allowed} beside logps; got {array.shape}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from qerl_jax.model import logprobs
 from qerl_jax.model.prompt_sharing import SharedPrompts
 from qerl_jax.model.transformer import Transformer, head
 from qerl_jax.rl import grpo, masked, microbatches, optimizer
+from qerl_jax.rl.experience import Experience
 from qerl_jax.rl.microbatches import MicroBatch
 
 
@@ -41,52 +43,23 @@ class TrainState:
     reference: Any = None
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Experience:
-    """One rollout, or rows of it, as the trainer sees it: P prompts, g completions of each, B = P * g rows.
-
-    The rows of a prompt are neighbours.
+class Objective:
+    """What is learned, and of which policy: a static argument of jitted functions.
 
     Attributes:
-        prompts: int32 [P, Tp], right-padded; what stands behind the end does not matter.
-        prompt_lengths: int32 [P].
-        completions: int32 [B, C], right-padded.
-        mask: bool [B, C], the completion tokens that are learned from.
-        behaviour_logps: float32 [B, C], the sampler's.
-        advantages: float32 [B].
+        model: The policy.
+        grpo: The loss.
+        temperature: Of all log-probabilities.
+        num_tokens: Ids that the tokenizer has.
+        remat: What the backward pass recomputes, see `transformer.Transformer`.
     """
 
-    prompts: jax.Array
-    prompt_lengths: jax.Array
-    completions: jax.Array
-    mask: jax.Array
-    behaviour_logps: jax.Array
-    advantages: jax.Array
-
-    @property
-    def rows(self) -> np.ndarray:
-        """int [P, g], the numbers of the rows of each prompt."""
-        return np.arange(len(self.completions)).reshape(len(self.prompts), -1)
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """int [B], completion tokens of each row up to the last that is learned from."""
-        return np.max(np.where(self.mask, np.arange(1, self.mask.shape[1] + 1), 0), axis=1)
-
-    def take(self, batch: MicroBatch) -> Experience:
-        """Those rows, on the host; places that no row takes teach nothing."""
-        rows, real = batch.rows.reshape(-1), batch.rows.reshape(-1) >= 0
-        prompts = batch.rows[:, 0] // self.rows.shape[1]
-        width = slice(batch.width)
-        return Experience(
-            self.prompts[prompts],
-            self.prompt_lengths[prompts],
-            self.completions[rows, width],
-            self.mask[rows, width] & real[:, None],
-            self.behaviour_logps[rows, width],
-            np.where(real, self.advantages[rows], 0),
-        )
+    model: Transformer
+    grpo: GrpoConfig
+    temperature: float
+    num_tokens: int
+    remat: Remat = "none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,85 +130,126 @@ def token_logps(
     return logps.reshape(rows, length), entropy.reshape(rows, length)
 
 
-def make_gradient(
-    model: Transformer,
-    *,
-    grpo_cfg: GrpoConfig,
-    num_micro_batches: int,
-    temperature: float,
-    num_tokens: int,
-    remat: Remat,
-) -> Callable[..., tuple[tuple[jax.Array, Any], Any]]:
-    """Builds the derivative of the loss of one micro-batch with respect to `params`.
+def loss(
+    objective: Objective,
+    params: Any,
+    frozen: Any,
+    noise: Any,
+    batch: tuple[Experience, dict[str, jax.Array]],
+    totals: grpo.BatchTotals,
+    dropout_key: jax.Array,
+) -> tuple[jax.Array, Any]:
+    """The loss of one micro-batch.
+
+    Args:
+        objective: What is computed.
+        params: What trains, float32.
+        frozen: The rest of the policy.
+        noise: Noise on the norms under which the policy acts, or None.
+        batch: Rows, and the log-probabilities of theirs that `anchors` holds fixed.
+        totals: Of the optimizer batch.
+        dropout_key: Key of the adapter's dropout, where it has any.
 
     Returns:
-        gradient(params, frozen, noise, batch, totals, key) -> ((loss, counts), grads). `batch` is an
-        `Experience` and the `fixed` log-probabilities of its rows, `totals` says of the optimizer
-        batch what `grpo.policy_loss` needs to know; `key` is of dropout.
+        The loss; counts of `grpo.policy_loss`, how far the policy is from the sampler, and the sum of
+        the entropies.
     """
-    epsilon_high = grpo_cfg.epsilon if grpo_cfg.epsilon_high is None else grpo_cfg.epsilon_high
-    drops = model.lora is not None and model.lora.dropout
-
-    def loss_fn(params, frozen, noise, batch, totals, key):
-        experience, fixed = batch
-        logps, entropy = token_logps(
-            model,
-            _variables(params, frozen, noise),
-            experience,
-            temperature=temperature,
-            num_tokens=num_tokens,
-            remat=remat,
-            dropout_key=key if drops else None,
-        )
-        current = jax.lax.stop_gradient(logps)
-        old = fixed.get("old_logps", current)
-        if grpo_cfg.old_logprobs == "behaviour":
-            old = experience.behaviour_logps
-        weights = None
-        if grpo_cfg.importance_sampling_correction:
-            weights = grpo.truncated_importance_weights(
-                old,
-                experience.behaviour_logps,
-                experience.mask,
-                mode=grpo_cfg.importance_sampling_mode,
-                clip_max=grpo_cfg.importance_sampling_clip_max,
-            )
-        loss, counts = grpo.policy_loss(
-            logps,
+    (experience, fixed), cfg, lora = batch, objective.grpo, objective.model.lora
+    logps, entropy = token_logps(
+        objective.model,
+        _variables(params, frozen, noise),
+        experience,
+        temperature=objective.temperature,
+        num_tokens=objective.num_tokens,
+        remat=objective.remat,
+        dropout_key=dropout_key if lora is not None and lora.dropout else None,
+    )
+    current = jax.lax.stop_gradient(logps)
+    old = fixed.get("old_logps", current)
+    if cfg.old_logprobs == "behaviour":
+        old = experience.behaviour_logps
+    weights = None
+    if cfg.importance_sampling_correction:
+        weights = grpo.truncated_importance_weights(
             old,
-            experience.advantages,
+            experience.behaviour_logps,
             experience.mask,
-            loss_type=grpo_cfg.loss_type,
-            epsilon=grpo_cfg.epsilon,
-            epsilon_high=epsilon_high,
-            delta=grpo_cfg.delta,
-            beta=grpo_cfg.beta,
-            ref_logps=fixed.get("ref_logps"),
-            kl_estimator=grpo_cfg.kl_estimator,
-            use_bias_correction_kl=grpo_cfg.use_bias_correction_kl,
-            importance_sampling_level=grpo_cfg.importance_sampling_level,
-            sampling_weights=weights,
-            num_micro_batches=num_micro_batches,
-            **totals,
+            mode=cfg.importance_sampling_mode,
+            clip_max=cfg.importance_sampling_clip_max,
         )
-        return loss, (counts, _drift(current, experience), masked.sum(entropy, experience.mask))
+    rows = grpo.LossInputs(
+        logps, old, experience.advantages, experience.mask, fixed.get("ref_logps"), weights
+    )
+    value, counts = grpo.policy_loss(cfg, rows, totals)
+    return value, (counts, _drift(current, experience), masked.sum(entropy, experience.mask))
 
-    return jax.value_and_grad(loss_fn, has_aux=True)
+
+gradient = jax.value_and_grad(loss, argnums=1, has_aux=True)
 
 
-def make_update(
-    model: Transformer,
-    *,
-    grpo_cfg: GrpoConfig,
-    optim_cfg: OptimConfig,
-    total_steps: int,
-    temperature: float,
-    num_tokens: int,
-    remat: Remat,
-    max_completion_length: int | None = None,
-    on_non_finite: Callable[[NonFinite], None] | None = None,
-) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
-    """Builds the update, whose parts are jitted: scoring, the gradient of a micro-batch, the optimizer's step.
+@functools.partial(jax.jit, static_argnames=("objective", "adapter"))
+def score(objective, params, frozen, noise, experience, adapter):
+    """Log-probabilities of the rows of a micro-batch."""
+    options = {"temperature": objective.temperature, "num_tokens": objective.num_tokens}
+    variables = _variables(params, frozen, noise)
+    return token_logps(objective.model, variables, experience, adapter=adapter, **options)[0]
+
+
+@jax.jit
+def zeros(params):
+    """A loss and a gradient of 0, to which those of micro-batches are added."""
+    return jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
+
+
+@functools.partial(jax.jit, static_argnames="objective", donate_argnames="sums")
+def accumulate(objective, sums, *micro_batch):
+    """Adds loss and gradient of a micro-batch to those before it."""
+    (value, counts), grads = gradient(objective, *micro_batch)
+    return jax.tree.map(jnp.add, sums, (value, grads)), counts
+
+
+@functools.partial(
+    jax.jit, static_argnames=("grpo_cfg", "optim_cfg", "total_steps"), donate_argnames="state"
+)
+def apply(state: TrainState, sums, learns, *, grpo_cfg, optim_cfg, total_steps):
+    """The optimizer's step; none where the rows teach nothing, or loss or gradient is not finite."""
+    value, grads = sums
+    rate = optimizer.learning_rate(optim_cfg, total_steps)(state.step)
+    norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(norm) & jnp.isfinite(value)
+    keep = learns & finite
+    tx = optimizer.transformation(optim_cfg)
+    params, opt_state = optimizer.step(tx, rate, keep, grads, state.opt_state, state.params)
+    new = TrainState(
+        step=state.step + 1,
+        params=params,
+        opt_state=opt_state,
+        skipped=state.skipped + ~keep,
+        reference=_refreshed(grpo_cfg, state.reference, params, state.step + 1),
+    )
+    metrics = {
+        "loss": value,
+        "grad_norm": norm,
+        "learning_rate": rate,
+        "updates/empty": ~learns,
+        "updates/non_finite": learns & ~finite,
+    }
+    return new, metrics
+
+
+def _refreshed(cfg: GrpoConfig, reference, params, step):
+    """The reference policy after a step: every so many steps it moves towards what trains."""
+    if reference is None:
+        return None
+    alpha, due = cfg.ref_model_mixup_alpha, step % cfg.ref_model_sync_steps == 0
+    return jax.tree.map(
+        lambda r, p: jnp.where(due, (1 - alpha) * r + alpha * p, r), reference, params
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Updater:
+    """Learns from rollouts, one after the other.
 
     A rollout is shuffled with the key, the rows of a prompt staying together as far as an optimizer
     batch holds them, and cut into optimizer batches of m * a rows. All `num_iterations` passes take
@@ -243,219 +257,205 @@ def make_update(
     where `max_tokens_per_microbatch` is given into as few of like length as hold no more tokens;
     their gradients are summed, so memory is that of one. Each shape of a micro-batch is compiled.
 
-    Args:
-        model: The policy.
-        grpo_cfg: The objective.
-        optim_cfg: AdamW and the geometry of its batches.
+    Attributes:
+        objective: What is learned.
+        optim: AdamW and the geometry of its batches: m rows, a micro-batches.
         total_steps: Optimizer steps of the whole run, for the learning rate.
-        temperature: Of all log-probabilities.
-        num_tokens: Ids that the tokenizer has.
-        remat: What the backward pass recomputes, see `model.Transformer`.
-        max_completion_length: What `dr_grpo` divides by; None means the width of the rows.
+        max_completion_length: The longest that a completion may be, by which `dr_grpo` divides.
         on_non_finite: Called with each step that was skipped for such a loss or gradient.
-
-    Returns:
-        update(state, frozen, experience, noise, key) -> (state, metrics). The experience lies on the
-        host. `noise` is the tree under which the policy acts here too, or None; `state` is donated.
-        `fixed` may hand in what a `NonFinite` holds under that name, instead of scoring; rows then stay in their order. Metrics are scalars: means over the optimizer steps, under TRL's names; `sampling/...`
-        compare the policy before its first step with the sampler.
     """
-    tx = optimizer.transformation(optim_cfg)
-    rate = optimizer.learning_rate(optim_cfg, total_steps)
-    micro_rows, accumulation = (
-        optim_cfg.per_device_train_batch_size,
-        optim_cfg.gradient_accumulation_steps,
-    )
-    batch_rows = micro_rows * accumulation
-    gradient = make_gradient(
-        model,
-        grpo_cfg=grpo_cfg,
-        num_micro_batches=accumulation,
-        temperature=temperature,
-        num_tokens=num_tokens,
-        remat=remat,
-    )
 
-    def refreshed(reference, params, step):
-        if reference is None:
-            return None
-        alpha, every = grpo_cfg.ref_model_mixup_alpha, grpo_cfg.ref_model_sync_steps
-        mixed = jax.tree.map(lambda r, p: (1 - alpha) * r + alpha * p, reference, params)
-        return _where(step % every == 0, mixed, reference)
+    objective: Objective
+    optim: OptimConfig
+    total_steps: int
+    max_completion_length: int
+    on_non_finite: Callable[[NonFinite], None] | None = None
 
-    @jax.jit(static_argnames=("adapter",))
-    def score(params, frozen, noise, experience, adapter):
-        options = {"temperature": temperature, "num_tokens": num_tokens, "adapter": adapter}
-        return token_logps(model, _variables(params, frozen, noise), experience, **options)[0]
+    def __call__(
+        self, state: TrainState, frozen: Any, experience: Experience, noise: Any, key: jax.Array
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """Learns from one rollout.
 
-    @jax.jit(donate_argnames=("sums",))
-    def accumulate(sums, *micro_batch):
-        (loss, counts), grads = gradient(*micro_batch)
-        return jax.tree.map(jnp.add, sums, (loss, grads)), counts
+        Args:
+            state: Donated: its buffers become those of the new state.
+            frozen: What of the policy does not train.
+            experience: The rollout, on the host.
+            noise: The tree under which the policy acts here too, or None.
+            key: Of the order of the rows, and of dropout.
 
-    @jax.jit(donate_argnames=("state",))
-    def step(state, sums, learns):
-        loss, grads = sums
-        norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-        keep = learns & finite
-        params, opt_state = optimizer.step(
-            tx, rate(state.step), keep, grads, state.opt_state, state.params
-        )
-        new = TrainState(
-            step=state.step + 1,
-            params=params,
-            opt_state=opt_state,
-            skipped=state.skipped + ~keep,
-            reference=refreshed(state.reference, params, state.step + 1),
-        )
-        metrics = {
-            "loss": loss,
-            "grad_norm": norm,
-            "learning_rate": rate(state.step),
-            "updates/empty": ~learns,
-            "updates/non_finite": learns & ~finite,
-        }
-        return new, metrics
-
-    @jax.jit
-    def nothing(params):
-        return jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
-
-    def cut(experience, rows, limit):
-        budget = optim_cfg.max_tokens_per_microbatch
-        if budget is None:
-            return microbatches.by_rows(rows, micro_rows, experience.completions.shape[1])
-        return microbatches.by_tokens(
-            rows,
-            experience.lengths,
-            budget=budget,
-            prompt_width=experience.prompts.shape[1],
-            max_length=limit,
-        )
-
-    def scored(params, frozen, noise, experience, limit, *, adapter=True):
-        logps = np.zeros(experience.completions.shape, np.float32)
-        for batch in cut(experience, experience.rows, limit):
-            values = score(params, frozen, noise, experience.take(batch), adapter)
-            rows = batch.rows.reshape(-1)
-            logps[rows[rows >= 0], : batch.width] = np.asarray(values)[rows >= 0]
-        return logps
-
-    def anchors(state, frozen, experience, noise, limit, steps):
-        """Log-probabilities that stay as they are while the rollout is learned from."""
-        fixed = {}
-        # With a single step per rollout the policy that recomputes is the policy that learns.
-        if grpo_cfg.old_logprobs == "recompute" and steps > 1:
-            fixed["old_logps"] = scored(state.params, frozen, noise, experience, limit)
-        if grpo_cfg.beta:
-            kept = state.reference is not None
-            reference = state.reference if kept else state.params
-            fixed["ref_logps"] = scored(reference, frozen, None, experience, limit, adapter=kept)
-        return fixed
-
-    def update(state, frozen, experience, noise, key, fixed=None):
-        rows = experience.rows
-        steps = grpo_cfg.num_iterations * rows.size // batch_rows
-        limit = max_completion_length or experience.completions.shape[1]
-
-        # Within one optimizer step only bnpo can tell which rows share a micro-batch.
-        shuffles = rows.size > batch_rows or (grpo_cfg.loss_type == "bnpo" and accumulation > 1)
-        if fixed is not None:
-            shuffles = False
-        else:
-            fixed = anchors(state, frozen, experience, noise, limit, steps)
+        Returns:
+            The state, and metrics: scalars, means over the optimizer steps, under TRL's names;
+            `sampling/...` compare the policy before its first step with the sampler.
+        """
+        cfg, batch_rows = self.objective.grpo, batch_size(self.optim)
+        steps = cfg.num_iterations * experience.rows.size // batch_rows
+        fixed = anchors(self, state, frozen, experience, noise, steps)
         order_key, step_key = jax.random.split(key)
-        units = rows.reshape(-1, math.gcd(batch_rows, rows.shape[1]))
-        if shuffles:
-            units = units[np.asarray(jax.random.permutation(order_key, len(units)))]
-        batches = units.reshape(-1, batch_rows // units.shape[1], units.shape[1])
-
+        batches = optimizer_batches(self, experience.rows, order_key)
         records = []
         for index in range(steps):
             rows = batches[index % len(batches)]
-            chosen = rows.reshape(-1)
-            mask, advantages = experience.mask[chosen], experience.advantages[chosen]
-            learns = np.any(mask.any(-1) & ((advantages != 0) | bool(grpo_cfg.beta)))
-            totals = {
-                "total_rows": chosen.size,
-                "total_tokens": mask.sum(dtype=np.int32),
-                "max_completion_length": limit,
-            }
-            sums, counts = nothing(state.params), []
-            for number, batch in enumerate(cut(experience, rows, limit)):
-                flat = batch.rows.reshape(-1)
-                taken = {name: x[flat, : batch.width] for name, x in fixed.items()}
-                micro_key = jax.random.fold_in(jax.random.fold_in(step_key, index), number)
-                sums, count = accumulate(
-                    sums,
-                    state.params,
-                    frozen,
-                    noise,
-                    (experience.take(batch), taken),
-                    totals,
-                    micro_key,
-                )
-                counts.append(count)
-            state, metrics = step(state, sums, learns)
+            sums, counts, num_tokens = summed_gradient(
+                self,
+                state.params,
+                frozen,
+                experience,
+                fixed,
+                noise,
+                rows,
+                jax.random.fold_in(step_key, index),
+            )
+            state, metrics = apply(
+                state,
+                sums,
+                _teaches(cfg, experience, rows),
+                grpo_cfg=cfg,
+                optim_cfg=self.optim,
+                total_steps=self.total_steps,
+            )
             metrics, counts = jax.device_get((metrics, counts))
-            records.append((metrics, *_joined(counts, chosen.size), totals["total_tokens"]))
-            if on_non_finite and metrics["updates/non_finite"]:
+            records.append((metrics, *_joined(counts, batch_rows), num_tokens))
+            if self.on_non_finite and metrics["updates/non_finite"]:
                 whole = MicroBatch(rows, experience.completions.shape[1])
-                held = {name: x[chosen] for name, x in fixed.items()}
-                on_non_finite(
+                self.on_non_finite(
                     NonFinite(
                         int(state.step) - 1,
                         *sums,
                         params=state.params,
                         experience=experience.take(whole),
-                        fixed=held,
+                        fixed={name: x[rows.reshape(-1)] for name, x in fixed.items()},
                         noise=noise,
                     )
                 )
         return state, _reduce(records) | _sampling_metrics(records[0][2])
 
-    return update
+
+def batch_size(cfg: OptimConfig) -> int:
+    """Rows of an optimizer step."""
+    return cfg.per_device_train_batch_size * cfg.gradient_accumulation_steps
 
 
-def experience(
-    rollout: Any,
-    advantages: np.ndarray,
+def anchors(
+    updater: Updater, state: TrainState, frozen: Any, experience: Experience, noise: Any, steps: int
+) -> dict[str, np.ndarray]:
+    """Log-probabilities [B, C] that stay as they are while a rollout is learned from, in so many steps."""
+    cfg, fixed = updater.objective.grpo, {}
+    # With a single step per rollout the policy that recomputes is the policy that learns.
+    if cfg.old_logprobs == "recompute" and steps > 1:
+        fixed["old_logps"] = all_logps(updater, state.params, frozen, experience, noise)
+    if cfg.beta:
+        kept = state.reference is not None
+        reference = state.reference if kept else state.params
+        fixed["ref_logps"] = all_logps(updater, reference, frozen, experience, None, adapter=kept)
+    return fixed
+
+
+def all_logps(
+    updater: Updater,
+    params: Any,
+    frozen: Any,
+    experience: Experience,
+    noise: Any,
     *,
-    mask_truncated_completions: bool,
-    share_prompts: bool = True,
-) -> Experience:
-    """What the trainer needs of a `rollouts.Rollout`; advantages are [P, G].
+    adapter: bool = True,
+) -> np.ndarray:
+    """float32 [B, C], log-probabilities of all rows of a rollout."""
+    logps = np.zeros(experience.completions.shape, np.float32)
+    for batch in _cut(updater, experience, experience.rows):
+        taken = experience.take(batch)
+        values = score(updater.objective, params, frozen, noise, taken, adapter)
+        rows = batch.rows.reshape(-1)
+        logps[rows[rows >= 0], : batch.width] = np.asarray(values)[rows >= 0]
+    return logps
 
-    Prompts and completions are cut behind the longest of each, to one of the seven widths of
-    `packing`: few programs, and little work on padding that all rows share. Where prompts are not
-    shared, each row has its own.
-    """
-    limit = rollout.completions.shape[1]
-    longest = rollout.tokens.shape[1] - limit
-    width = microbatches.round_up(int(rollout.lengths.max()), limit)
-    prompt_width = microbatches.round_up(int(rollout.prompt_lengths.max()), longest)
-    live = np.arange(width) < rollout.lengths[:, None]
-    if mask_truncated_completions:
-        live &= rollout.stopped[:, None]
-    every = rollout.num_generations if share_prompts else 1
-    return Experience(
-        prompts=rollout.tokens[::every, :prompt_width],
-        prompt_lengths=rollout.prompt_lengths[::every],
-        completions=rollout.completions[:, :width],
-        mask=live,
-        behaviour_logps=rollout.logps[:, :width],
-        advantages=np.asarray(advantages, np.float32).reshape(-1),
+
+def optimizer_batches(updater: Updater, rows: np.ndarray, key: jax.Array) -> np.ndarray:
+    """int [batches, n, k]: the rows [P, g] of a rollout as optimizer batches, n prompts with k rows each."""
+    batch_rows, accumulation = batch_size(updater.optim), updater.optim.gradient_accumulation_steps
+    units = rows.reshape(-1, math.gcd(batch_rows, rows.shape[1]))
+    # Within one optimizer step only bnpo can tell which rows share a micro-batch.
+    is_bnpo = updater.objective.grpo.loss_type == "bnpo"
+    if rows.size > batch_rows or (is_bnpo and accumulation > 1):
+        units = units[np.asarray(jax.random.permutation(key, len(units)))]
+    return units.reshape(-1, batch_rows // units.shape[1], units.shape[1])
+
+
+def summed_gradient(
+    updater: Updater,
+    params: Any,
+    frozen: Any,
+    experience: Experience,
+    fixed: dict[str, np.ndarray],
+    noise: Any,
+    rows: np.ndarray,
+    key: jax.Array,
+) -> tuple[tuple[jax.Array, Any], list[Any], int]:
+    """Loss and gradient of an optimizer batch, counts of its micro-batches, and its tokens."""
+    totals = grpo.BatchTotals(
+        rows=rows.size,
+        tokens=experience.mask[rows.reshape(-1)].sum(dtype=np.int32),
+        max_completion_length=updater.max_completion_length,
+        num_micro_batches=updater.optim.gradient_accumulation_steps,
+    )
+    sums, counts = zeros(params), []
+    for number, batch in enumerate(_cut(updater, experience, rows)):
+        flat = batch.rows.reshape(-1)
+        taken = {name: x[flat, : batch.width] for name, x in fixed.items()}
+        sums, count = accumulate(
+            updater.objective,
+            sums,
+            params,
+            frozen,
+            noise,
+            (experience.take(batch), taken),
+            totals,
+            jax.random.fold_in(key, number),
+        )
+        counts.append(count)
+    return sums, counts, totals.tokens
+
+
+def replay_step(
+    updater: Updater,
+    params: Any,
+    frozen: Any,
+    experience: Experience,
+    fixed: dict[str, np.ndarray],
+    noise: Any,
+    key: jax.Array,
+) -> tuple[jax.Array, Any]:
+    """Loss and gradient of an optimizer step that a `NonFinite` describes; `key` is of dropout."""
+    (value, grads), _, _ = summed_gradient(
+        updater, params, frozen, experience, fixed, noise, experience.rows, key
+    )
+    return value, grads
+
+
+def _teaches(cfg: GrpoConfig, experience: Experience, rows: np.ndarray) -> np.bool_:
+    """Whether any of the rows has tokens, and an advantage or a divergence to learn from."""
+    chosen = rows.reshape(-1)
+    mask, advantages = experience.mask[chosen], experience.advantages[chosen]
+    return np.any(mask.any(-1) & ((advantages != 0) | bool(cfg.beta)))
+
+
+def _cut(updater: Updater, experience: Experience, rows: np.ndarray) -> list[MicroBatch]:
+    """Rows [n, k] as micro-batches."""
+    optim = updater.optim
+    if optim.max_tokens_per_microbatch is None:
+        width = experience.completions.shape[1]
+        return microbatches.by_rows(rows, optim.per_device_train_batch_size, width)
+    return microbatches.by_tokens(
+        rows,
+        experience.lengths,
+        budget=optim.max_tokens_per_microbatch,
+        prompt_width=experience.prompts.shape[1],
+        max_length=updater.max_completion_length,
     )
 
 
 def _variables(params, frozen, noise):
     variables = {"params": params, "frozen": frozen}
     return variables if noise is None else variables | {"noise": noise}
-
-
-def _where(keep, new, old):
-    return jax.tree.map(lambda n, o: jnp.where(keep, n, o), new, old)
 
 
 def _drift(logps: jax.Array, experience: Experience) -> dict[str, jax.Array]:

@@ -10,12 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from qerl_jax import config
 from qerl_jax.checkpoint import base_model
 from qerl_jax.model.transformer import noise_shapes, trainable
 from qerl_jax.rl import update
-from qerl_jax.rl.update import Experience, NonFinite
+from qerl_jax.rl.experience import Experience
+from qerl_jax.rl.update import NonFinite
 
 # Files of one run: the first ones say why, and a run that never recovers must not fill the disk.
 _KEPT = 3
@@ -47,10 +49,10 @@ def write(run_folder: str | pathlib.Path, failure: NonFinite) -> pathlib.Path | 
 
 
 def run(path: str | pathlib.Path) -> list[str]:
-    """Loads the policy of the run, repeats the step, and says what is not finite; dropout is drawn anew.
+    """Loads the policy of the run, repeats the step, and says what is not finite; dropout is sampled anew.
 
     Args:
-        path: What `write` wrote, in its run folder.
+        path: A file that `write` wrote, in its run folder.
 
     Raises:
         FileNotFoundError: When there is no such file, or no config.toml in the folder above.
@@ -70,26 +72,28 @@ def run(path: str | pathlib.Path) -> list[str]:
     if leaves:
         noise = _filled(noise_shapes(model.arch, cfg.noise.final_norm), leaves)
 
-    found: list[NonFinite] = []
-    improve = update.make_update(
+    objective = update.Objective(
         model,
-        grpo_cfg=dataclasses.replace(cfg.grpo, num_iterations=1),
-        optim_cfg=cfg.optim,
-        total_steps=1,
+        cfg.grpo,
         temperature=cfg.rollout.temperature,
         num_tokens=tokenizer.num_tokens,
         remat=cfg.model.gradient_checkpointing,
-        max_completion_length=cfg.rollout.max_completion_length,
-        on_non_finite=found.append,
     )
-    weights = [f"weight not finite: {name}" for name in _non_finite(params)]
-    state = update.init_state(params, cfg.optim)
+    updater = update.Updater(
+        objective,
+        cfg.optim,
+        total_steps=1,
+        max_completion_length=cfg.rollout.max_completion_length,
+    )
     fixed = _under("fixed", arrays)
-    _, metrics = improve(state, frozen, rows, noise, jax.random.key(0), fixed)
-    lines = [f"step {arrays['step']}: loss {metrics['loss']}, grad_norm {metrics['grad_norm']}"]
-    for failure in found:
-        lines += [f"gradient not finite: {name}" for name in _non_finite(failure.grads)]
-    return lines + weights + _bad_rows(rows, fixed)
+    loss, grads = update.replay_step(updater, params, frozen, rows, fixed, noise, jax.random.key(0))
+    norm = optax.tree.norm(grads)
+    return [
+        f"step {arrays['step']}: loss {np.float32(loss)}, grad_norm {np.float32(norm)}",
+        *(f"gradient not finite: {name}" for name in _non_finite(grads)),
+        *(f"weight not finite: {name}" for name in _non_finite(params)),
+        *_bad_rows(rows, fixed),
+    ]
 
 
 def _bad_rows(rows: Experience, fixed: dict[str, np.ndarray]) -> list[str]:

@@ -13,6 +13,7 @@ from qerl_jax import config, memory
 from qerl_jax.checkpoint import base_model
 from qerl_jax.cli import main
 from qerl_jax.config import ConfigError
+from qerl_jax.generation.scheduler import Prompt
 from qerl_jax.model import architecture, kv_cache
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import trainable
@@ -120,14 +121,17 @@ def test_the_cache_is_planned_as_the_engine_makes_it(monkeypatch, fields):
     for limit in (None, free.size("always") + half):
         stats = limit and {"bytes_limit": limit, "bytes_in_use": free.size("always")}
         monkeypatch.setattr(runtime, "memory_stats", lambda stats=stats: stats)
-        generate = rollouts.make_generate(model, tokenizer, cfg.rollout)
-        generate(
+        sampler = rollouts.make_sampler(model, tokenizer, cfg.rollout, max_prompt_length=longest)
+        keys = np.zeros((cfg.rollout.num_generations, 2), np.uint32)
+        prompt = Prompt(np.ones(longest, np.int32), keys, sampler.max_completion_length)
+        completions = sampler.engine.completions(
             {"params": params, "frozen": frozen},
-            np.ones((prompts, longest), np.int32),
-            np.full(prompts, longest),
-            jax.random.split(jax.random.key(1), cfg.generation_batch_size),
+            [prompt] * prompts,
             1.0,
+            max_prompt_length=longest,
+            max_concurrent=cfg.rollout.slots(cfg.generation_batch_size),
         )
+        assert len(list(completions)) == cfg.generation_batch_size
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(pools.pop()))
         assert named(memory.estimate(cfg, limit=limit), "keys") == held
 

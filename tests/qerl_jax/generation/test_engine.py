@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from qerl_jax.config import LoraConfig
-from qerl_jax.generation import engine
-from qerl_jax.generation.engine import Engine
+from qerl_jax.generation import engine, kv_capacity
+from qerl_jax.generation.engine import Engine, EngineSpec
 from qerl_jax.generation.scheduler import Prompt
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model import architecture, layers
@@ -38,9 +38,10 @@ def policy():
     return model, {"frozen": jax.tree.map(lambda x: 10 * x if x.ndim > 2 else x, frozen)}
 
 
-def make(**options):
+def make(num_tokens=64, chunk=4, repetition_penalty=1.0, **options):
     model, _ = policy()
-    return Engine(model, **{"page_size": 8, "chunk": 4, "num_tokens": 64} | options)
+    spec = EngineSpec(num_tokens, repetition_penalty=repetition_penalty, chunk=chunk)
+    return Engine(model, spec, **{"page_size": 8} | options)
 
 
 def prompts(seed=0, lengths=LENGTHS, groups=GROUPS, limit=C):
@@ -91,6 +92,18 @@ def assert_same(actual, expected):
     assert [row[2] for row in actual] == [row[2] for row in expected]
     for (_, logps, _), (_, wanted, _) in zip(actual, expected, strict=True):
         np.testing.assert_allclose(logps, wanted, atol=1e-5)
+
+
+def test_completions_are_the_rows_of_a_stream_put_together():
+    options = {"max_prompt_length": WIDTH, "max_concurrent": 4}
+    subject = make(stop_tokens=stops())
+    done = list(subject.completions(policy()[1], prompts(), 1.0, **options))
+    assert [row.row for row in done] != sorted(row.row for row in done)
+    streamed = run(prompts(), max_concurrent=4, stop_tokens=stops())
+    assert len(done) == len(streamed)
+    for row in done:
+        assert (row.tokens.tolist(), row.logps.tolist(), row.ended) == streamed[row.row]
+        assert (row.tokens.dtype, row.logps.dtype) == (np.int32, np.float32)
 
 
 def test_rows_end_with_a_stop_token_or_at_their_limit():
@@ -147,7 +160,7 @@ def test_a_row_is_bitwise_independent_of_the_others_through_all_kernels(slots, s
     model = Transformer(arch, "nvfp4", LoraConfig(32, 32.0), jnp.bfloat16)
     frozen = random_base(model, jax.random.key(0))
     params = jax.tree.map(lambda x: x + 1e-2, init_params(model, frozen, jax.random.key(1)))
-    sampler = Engine(model, num_tokens=4000, compact=False)
+    sampler = Engine(model, EngineSpec(4000), compact=False)
 
     def sampled(seed, mine):
         draw = np.random.default_rng(seed)
@@ -181,7 +194,7 @@ def test_other_rows_adapters_and_noise_reach_the_rows_without_recompiling():
     moved = jax.tree.map(lambda x: x + 0.1, first)
     other_prompts = prompts(1, (2, 79, 2, 78, 11), (1, 4, 3, 1, 1))
     programs = engine._decode.dense, engine._prefill.dense, engine._copy
-    sampler = Engine(model, page_size=8, chunk=4, num_tokens=64)
+    sampler = Engine(model, EngineSpec(64, chunk=4), page_size=8)
     logps, compiled = [], []
     for queue, values, temperature in [
         (prompts(), first, 1.0),
@@ -215,7 +228,7 @@ class Recorder:
 
 def record(counts, lengths, width=5, limit=40, **options):
     model = Recorder()
-    subject = Engine(model, num_tokens=3, stop_tokens=(2,), chunk=8, page_size=4, **options)
+    subject = Engine(model, EngineSpec(3, chunk=8), stop_tokens=(2,), page_size=4, **options)
     variables = {"frozen": {"embed_tokens": jnp.log(jnp.array([0.5, 0.4, 0.1]))[:, None]}}
     queue = [
         Prompt(np.zeros(length, np.int32), np.arange(2 * n, dtype=np.uint32).reshape(n, 2), limit)
@@ -272,15 +285,6 @@ def test_a_row_that_a_stop_string_ended_runs_one_chunk_too_far_at_most(monkeypat
     assert live == [2, 2] + [1] * 8
 
 
-def test_the_workspace_holds_scores_and_the_largest_prefill():
-    arch = architecture.KNOWN["qwen2.5-7b"]
-    beside = engine.workspace(arch, 8, 64, 1025, 2)
-    assert beside == {
-        "scores": 4 * 8 * arch.vocab_size * 4,
-        "prefill": 8192 * (3 * arch.ffn_width + 4 * arch.width) * 2,
-    }
-
-
 @pytest.mark.parametrize(
     ("weights", "chosen"), [("nvfp4", "packed"), ("bfloat16", "dense"), ("float32", "dense")]
 )
@@ -290,7 +294,7 @@ def test_weights_that_are_not_packed_have_a_program_of_their_own(weights, chosen
         dense=lambda variables, **traits: ("dense", variables, traits),
     )
     model = policy()[0].clone(weights=weights)
-    traits = {"model": model, "adapter": True}
+    traits = {"model": model, "spec": EngineSpec(64)}
     assert program("variables", **traits) == (chosen, "variables", traits)
 
 
@@ -374,7 +378,7 @@ def test_the_cache_takes_what_rows_can_need_or_what_there_is(options, free, page
     beside = 0 if "kv_cache_fraction" in options else 500
     stats = free and {"bytes_limit": free + beside + 1000, "bytes_in_use": 1000}
     monkeypatch.setattr(engine.runtime, "memory_stats", lambda: stats)
-    monkeypatch.setattr(engine, "workspace", lambda *_: {"scores": 400, "prefill": 100})
+    monkeypatch.setattr(kv_capacity, "workspace", lambda *_: {"scores": 400, "prefill": 100})
 
     def pool(arch, num_pages, *_):
         raise NotImplementedError(f"{num_pages} pages")

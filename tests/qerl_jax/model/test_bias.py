@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qerl_jax.config import GrpoConfig
 from qerl_jax.rl import grpo
 
 RNG = np.random.default_rng(0)
@@ -18,7 +19,14 @@ POLICY = {"first": RNG.normal(size=3), "second": RNG.normal(size=(3, 3))}
 # What noise on the weights makes of it: ratios from 0.3 to 2.6, so that clipping would show.
 NOISY = {name: value + RNG.normal(0, 0.7, value.shape) for name, value in POLICY.items()}
 REWARDS = RNG.uniform(size=(3, 3))
-UNCLIPPED = {"epsilon": 1.0, "epsilon_high": 1e9}
+
+
+def unclipped(**options):
+    """A config with bounds, and options, that a run may not have: here the bias is what is measured."""
+    cfg = GrpoConfig()
+    for name, value in {"epsilon": 1.0, "epsilon_high": 1e9, **options}.items():
+        object.__setattr__(cfg, name, value)
+    return cfg
 
 
 @pytest.fixture(autouse=True)
@@ -67,17 +75,11 @@ def estimate(tokens, *, behaviour=NOISY, old="behaviour", mode=None, clip_max=np
         )
 
     def loss(theta):
-        return grpo.policy_loss(
-            logps(theta),
-            old_logps,
-            advantages,
-            mask(tokens),
-            loss_type="dr_grpo",
-            max_completion_length=1,
-            total_rows=1,
-            sampling_weights=weights,
-            **(UNCLIPPED | options),
-        )[0]
+        batch = grpo.LossInputs(
+            logps(theta), old_logps, advantages, mask(tokens), sampling_weights=weights
+        )
+        cfg = unclipped(loss_type="dr_grpo", **options)
+        return grpo.policy_loss(cfg, batch, grpo.BatchTotals(rows=1, max_completion_length=1))[0]
 
     return -flat(jax.grad(loss)(POLICY))
 
@@ -130,9 +132,7 @@ def test_the_bias_of_truncation_is_bounded_by_the_weight_it_takes_away(tokens, a
     for clip_max in (0.5, 1.0, 1.5, float(ratio.max())):
         kept = np.where(ratio > clip_max, clip_max if action == "truncate" else 0, ratio)
         bound = np.sum(probabilities(NOISY, tokens) * (ratio - kept) * rewards(tokens) * lengths)
-        found = estimate(
-            tokens, old="recompute", mode=f"sequence_{action}", clip_max=clip_max, **UNCLIPPED
-        )
+        found = estimate(tokens, old="recompute", mode=f"sequence_{action}", clip_max=clip_max)
         biases.append(np.linalg.norm(found - truth(tokens)))
         assert biases[-1] <= bound + 1e-14
     assert biases[0] > 0.05 and biases[-1] < 1e-14
@@ -165,19 +165,13 @@ def expected_kl(kind, theta, *, corrected=False, sampler=POLICY):
     """Expectation over the sampler's first tokens of the term that the loss adds."""
 
     def term(logp, old, ref):
-        loss, _ = grpo.policy_loss(
-            logp[None],
-            old[None],
-            jnp.zeros(1),
-            mask(1)[:1],
-            ref_logps=ref[None],
-            beta=1.0,
-            kl_estimator=kind,
-            use_bias_correction_kl=corrected,
-            loss_type="dapo",
-            **UNCLIPPED,
+        cfg = unclipped(
+            loss_type="dapo", beta=1.0, kl_estimator=kind, use_bias_correction_kl=corrected
         )
-        return loss
+        batch = grpo.LossInputs(
+            logp[None], old[None], jnp.zeros(1), mask(1)[:1], ref_logps=ref[None]
+        )
+        return grpo.policy_loss(cfg, batch)[0]
 
     terms = jax.vmap(term)(logps(theta), logps(sampler), logps(NOISY))
     return probabilities(sampler, 1) / 3 @ terms

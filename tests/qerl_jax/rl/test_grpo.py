@@ -1,5 +1,6 @@
 """GRPO's equations against TRL's own numbers, and what must hold whatever the numbers."""
 
+import dataclasses
 import functools
 import json
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qerl_jax.config import GrpoConfig
 from qerl_jax.rl import grpo
 from tests import golden_files
 
@@ -52,26 +54,25 @@ def random_batch(rows=8, length=7, seed=0):
 # Arrays of this size compile longer than they run, and code that is not optimized compiles sooner.
 @functools.partial(
     jax.jit,
-    static_argnames=(
-        "loss_type",
-        "beta",
-        "importance_sampling_level",
-        "kl_estimator",
-        "use_bias_correction_kl",
-    ),
+    static_argnames="cfg",
     compiler_options={"xla_backend_optimization_level": 0},
 )
-def _loss_and_grad(batch, **options):
+def _loss_and_grad(cfg, batch, totals):
     def loss(logps):
-        return grpo.policy_loss(**(batch | {"logps": logps}), **options)
+        return grpo.policy_loss(cfg, batch._replace(logps=logps), totals)
 
-    (value, rows), grad = jax.value_and_grad(loss, has_aux=True)(batch["logps"])
+    (value, rows), grad = jax.value_and_grad(loss, has_aux=True)(batch.logps)
     return value, grad, rows
+
+
+TOTALS = {field.name for field in dataclasses.fields(grpo.BatchTotals)}
 
 
 def loss_and_grad(batch, **options):
     """Returns the loss, its gradient with respect to logps alone, and the row metrics."""
-    return _loss_and_grad(jax.tree.map(jnp.asarray, batch), **options)
+    totals = grpo.BatchTotals(**{k: v for k, v in options.items() if k in TOTALS})
+    cfg = GrpoConfig(**{k: v for k, v in options.items() if k not in TOTALS})
+    return _loss_and_grad(cfg, grpo.LossInputs(**jax.tree.map(jnp.asarray, batch)), totals)
 
 
 # --- the loss against TRL
@@ -93,7 +94,7 @@ def test_loss_gradient_and_metrics_are_those_of_trl(case, dtype):
             epsilon_high=case["epsilon_high"],
             beta=case["beta"],
             max_completion_length=case["max_completion_length"],
-            total_tokens=case["num_items_in_batch"],
+            tokens=case["num_items_in_batch"],
         )
         assert value.dtype == grad.dtype == dtype
         assert_close(value, case["loss"], RTOL[dtype])
@@ -132,8 +133,8 @@ def test_eight_micro_batches_of_one_row_sum_to_one_of_eight(loss_type, level):
             "beta": 0.1,
             "importance_sampling_level": level,
             "max_completion_length": 7,
-            "total_rows": 8,
-            "total_tokens": int(batch["mask"].sum()),
+            "rows": 8,
+            "tokens": int(batch["mask"].sum()),
         }
         whole_loss, whole_grad, whole_rows = loss_and_grad(batch, **options)
         parts = [
@@ -273,15 +274,13 @@ def test_low_min_and_high_max_are_fractions_of_single_rows_that_hold_tokens():
     ],
 )
 def test_clipping_is_one_sided_until_delta_bounds_the_other_side(ratio, advantage, delta, expected):
-    loss, _ = grpo.policy_loss(
+    batch = grpo.LossInputs(
         jnp.log(jnp.array([[ratio]])),
         jnp.zeros((1, 1)),
         jnp.array([advantage]),
         jnp.ones((1, 1)),
-        loss_type="grpo",
-        delta=delta,
-        **CLIP,
     )
+    loss, _ = grpo.policy_loss(GrpoConfig(loss_type="grpo", delta=delta, **CLIP), batch)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
 
@@ -364,7 +363,8 @@ def test_sampling_weights_multiply_the_policy_term_but_not_the_divergence():
     weighted_advantages = batch | {"advantages": batch["advantages"] * weight[:, 0]}
     expected, _, _ = loss_and_grad(weighted_advantages, beta=0.1, **options)
     for sampling_weights in (jnp.asarray(weight), jnp.broadcast_to(weight, (8, 7))):
-        loss, _, _ = loss_and_grad(batch, beta=0.1, sampling_weights=sampling_weights, **options)
+        weighted = batch | {"sampling_weights": sampling_weights}
+        loss, _, _ = loss_and_grad(weighted, beta=0.1, **options)
         np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
 
@@ -475,8 +475,11 @@ def test_reward_functions_add_up_and_may_abstain():
 )
 def test_a_wrong_argument_of_the_loss_is_named(change, message):
     arguments = {k: jnp.asarray(v) for k, v in random_batch().items()}
+    arguments |= {k: v for k, v in change.items() if k in grpo.LossInputs._fields}
+    changed = {k: v for k, v in change.items() if k not in arguments}
+    cfg = GrpoConfig(**(CLIP | {"loss_type": "grpo"} | changed))
     with pytest.raises(ValueError, match=message):
-        grpo.policy_loss(**(arguments | CLIP | {"loss_type": "grpo"} | change))
+        grpo.policy_loss(cfg, grpo.LossInputs(**arguments))
 
 
 @pytest.mark.parametrize(

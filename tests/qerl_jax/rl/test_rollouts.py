@@ -1,8 +1,6 @@
 """Rollouts: what is sampled from problems, and how it is scored."""
 
-import dataclasses
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +11,12 @@ from qerl_jax.checkpoint import hf_folder
 from qerl_jax.config import LoraConfig, RolloutConfig
 from qerl_jax.data import tokenizer
 from qerl_jax.data.datasets import Problem
-from qerl_jax.generation import batch as sampling
+from qerl_jax.generation.engine import Engine, EngineSpec
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import Transformer, init_params, random_base
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import rollouts
-from qerl_jax.rl.rollouts import Rollout, Scored, Supply
+from qerl_jax.rl.rollouts import Rollout, Sampler
 
 ARCH = Architecture("qwen2", 512, 32, 48, 2, 4, 2, 8)
 GROUP, PROMPT_WIDTH, LONGEST = 2, 24, 6
@@ -42,16 +40,16 @@ def policy():
     frozen = random_base(model, jax.random.key(0))
     # A scale at which next tokens differ in probability, and the prompt matters.
     frozen = frozen | {"lm_head": frozen["lm_head"] * 10}
-    generate = sampling.make_generate(
-        model,
+    sampler = Sampler(
+        Engine(model, EngineSpec(tokens().num_tokens), stop_tokens=STOPS),
+        tokens(),
         num_generations=GROUP,
+        max_prompt_length=PROMPT_WIDTH,
         max_completion_length=LONGEST,
-        num_tokens=tokens().num_tokens,
-        stop_tokens=STOPS,
-        pad_token=tokens().pad_token,
+        temperature=1.0,
     )
     params = init_params(model, frozen, jax.random.key(1))
-    return generate, {"params": params, "frozen": frozen}
+    return sampler, {"params": params, "frozen": frozen}
 
 
 def chat(text):
@@ -67,53 +65,38 @@ PROBLEMS = [
 
 @functools.cache
 def collect(seed):
-    generate, variables = policy()
-    return rollouts.collect(
-        generate,
-        variables,
-        tokens(),
-        PROBLEMS,
-        jax.random.key(seed),
-        num_generations=GROUP,
-        max_prompt_length=PROMPT_WIDTH,
-        temperature=1.0,
-    )
+    return rollouts.collect(*policy(), PROBLEMS, jax.random.key(seed))
 
 
-def test_rows_are_prompt_and_completion_without_a_gap_in_the_order_of_the_problems():
+def test_a_rollout_holds_the_tokens_of_prompts_and_completions_in_the_order_of_the_problems():
     rollout = collect(0)
     prompts = tokens().encode([problem.prompt for problem in PROBLEMS])
     assert len({len(prompt) for prompt in prompts}) == 3
     assert rollout.problems == tuple(PROBLEMS)
     assert rollout.num_generations == GROUP
-    assert rollout.tokens.shape == (6, PROMPT_WIDTH + LONGEST)
-    assert rollout.tokens.dtype == rollout.completions.dtype == np.int32
-    for row in range(6):
-        prompt, length = prompts[row // GROUP], rollout.lengths[row]
-        completion = rollout.completions[row, :length].tolist()
-        rest = rollout.tokens.shape[1] - len(prompt) - length
-        assert rollout.prompt_lengths[row] == len(prompt)
-        expected = [*prompt, *completion, *[tokens().pad_token] * rest]
-        assert rollout.tokens[row].tolist() == expected
+    assert [ids.tolist() for ids in rollout.prompt_ids] == prompts
+    assert len(rollout.completion_ids) == len(rollout.logps) == len(rollout.stopped) == 6
+    for ids, logps in zip(rollout.completion_ids, rollout.logps, strict=True):
+        assert ids.shape == logps.shape and (ids.dtype, logps.dtype) == (np.int32, np.float32)
+    assert {ids.dtype for ids in rollout.prompt_ids} == {np.dtype(np.int32)}
+    assert rollout.lengths.tolist() == [len(ids) for ids in rollout.completion_ids]
+    assert rollout.num_tokens == GROUP * sum(map(len, prompts)) + rollout.lengths.sum()
 
 
 def test_rows_end_with_their_stop_token_and_nothing_else_stops():
     rollout = collect(0)
-    assert rollout.stopped.any() and not rollout.stopped.all()
-    for completion, logps, length, stopped in zip(
-        rollout.completions, rollout.logps, rollout.lengths, rollout.stopped, strict=True
+    assert any(rollout.stopped) and not all(rollout.stopped)
+    for ids, logps, stopped in zip(
+        rollout.completion_ids, rollout.logps, rollout.stopped, strict=True
     ):
-        assert np.isin(completion[:length], STOPS).tolist() == [False] * (length - 1) + [stopped]
-        assert stopped or length == LONGEST
-        assert (logps[:length] < 0).all() and (logps[length:] == 0).all()
+        assert np.isin(ids, STOPS).tolist() == [False] * (len(ids) - 1) + [stopped]
+        assert stopped or len(ids) == LONGEST
+        assert (logps < 0).all()
 
 
 def test_texts_are_the_completions_up_to_their_ends():
     rollout = collect(0)
-    expected = [
-        tokens().decode(row[:length].tolist())
-        for row, length in zip(rollout.completions, rollout.lengths, strict=True)
-    ]
+    expected = [tokens().decode(ids.tolist()) for ids in rollout.completion_ids]
     assert list(rollout.texts) == expected
     assert all(isinstance(text, str) for text in rollout.texts)
     assert any(rollout.texts)
@@ -121,15 +104,16 @@ def test_texts_are_the_completions_up_to_their_ends():
 
 def test_a_rollout_is_a_function_of_its_key():
     again = collect.__wrapped__(0)
-    for name in ("tokens", "completions", "logps", "lengths", "stopped"):
-        np.testing.assert_array_equal(getattr(again, name), getattr(collect(0), name))
-    assert again.texts == collect(0).texts
+    for name in ("prompt_ids", "completion_ids", "logps"):
+        for ours, theirs in zip(getattr(again, name), getattr(collect(0), name), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    assert (again.stopped, again.texts) == (collect(0).stopped, collect(0).texts)
     assert collect(1).texts != collect(0).texts
 
 
 def test_completions_of_one_prompt_differ():
-    groups = collect(0).completions.reshape(len(PROBLEMS), GROUP, -1)
-    assert any((group[0] != group[1]).any() for group in groups)
+    rows = [ids.tolist() for ids in collect(0).completion_ids]
+    assert any(a != b for a, b in zip(rows[::GROUP], rows[1::GROUP], strict=True))
 
 
 def lengths_of_prompts():
@@ -158,7 +142,7 @@ def test_an_overlong_prompt_is_an_error_that_counts_and_names_them():
 def test_overlong_prompts_are_dropped_on_request():
     limit = max(lengths_of_prompts()) - 1
     said = []
-    options = {"overlong": "drop", "what": "held-out prompts", "say": said.append}
+    options = {"overlong": "drop", "what": "held-out prompts", "log": said.append}
     admitted = rollouts.admit(PROBLEMS, tokens(), max_prompt_length=limit, **options)
     assert admitted == [PROBLEMS[0], PROBLEMS[2]]
     assert said == [
@@ -179,17 +163,15 @@ def test_a_prompt_without_tokens_is_an_error_that_names_it():
 
 def written(texts, problems, lengths=None):
     """A rollout with given texts; row r holds the tokens 10 r, 10 r + 1, ..."""
-    rows = len(texts)
-    completions = (10 * np.arange(rows)[:, None] + np.arange(4)).astype(np.int32)
+    rows = range(len(texts))
+    lengths = [4] * len(texts) if lengths is None else lengths
     return Rollout(
         problems=tuple(problems),
+        prompt_ids=tuple(np.zeros(4, np.int32) for _ in problems),
         texts=tuple(texts),
-        tokens=np.zeros((rows, 8), np.int32),
-        prompt_lengths=np.full(rows, 4, np.int32),
-        completions=completions,
-        logps=np.zeros((rows, 4), np.float32),
-        lengths=np.array([4] * rows if lengths is None else lengths, np.int32),
-        stopped=np.ones(rows, bool),
+        completion_ids=tuple(10 * row + np.arange(lengths[row], dtype=np.int32) for row in rows),
+        logps=tuple(np.zeros(lengths[row], np.float32) for row in rows),
+        stopped=(True,) * len(texts),
     )
 
 
@@ -295,149 +277,36 @@ def test_collected_rollouts_are_scored_by_their_tokens():
     combined, each = rollouts.score(rollout, scoring.resolve(["token_hash_reward"]), None)
     assert combined.shape == (len(PROBLEMS), GROUP) and each.shape == (6, 1)
     np.testing.assert_array_equal(combined.reshape(-1), each[:, 0])
-    rows = [row[:n].tolist() for row, n in zip(rollout.completions, rollout.lengths, strict=True)]
-    assert len({*each[:, 0].tolist()}) == len({*map(tuple, rows)})
+    rows = {tuple(ids.tolist()) for ids in rollout.completion_ids}
+    assert len({*each[:, 0].tolist()}) == len(rows)
 
 
 def test_rows_go_on_from_those_sampled_with_the_same_key():
     """The first two of three problems, then the third alone, are the three at once."""
-    generate, variables = policy()
-    options = {"num_generations": GROUP, "max_prompt_length": PROMPT_WIDTH, "temperature": 1.0}
-    arguments = (generate, variables, tokens(), PROBLEMS[2:], jax.random.key(0))
-    last = rollouts.collect(*arguments, **options, first_row=4)
+    arguments = (*policy(), PROBLEMS[2:], jax.random.key(0))
+    last = rollouts.collect(*arguments, first_row=4)
     assert last.texts == collect(0).texts[4:]
-    np.testing.assert_array_equal(last.completions, collect(0).completions[4:])
-    assert rollouts.collect(*arguments, **options).texts != last.texts
+    for ours, theirs in zip(last.completion_ids, collect(0).completion_ids[4:], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert rollouts.collect(*arguments).texts != last.texts
 
 
 def test_a_config_says_how_completions_are_sampled():
     """Ignored end tokens, and a stop string, which the text that is rewarded still holds."""
     model, variables = policy_model(), policy()[1]
-    options = {"num_generations": GROUP, "max_prompt_length": PROMPT_WIDTH, "temperature": 1.0}
 
     def sample(**fields):
-        cfg = RolloutConfig(num_generations=8, max_completion_length=LONGEST, **fields)
-        generate = rollouts.make_generate(model, tokens(), cfg, num_generations=GROUP)
-        return rollouts.collect(
-            generate, variables, tokens(), PROBLEMS, jax.random.key(0), **options
-        )
+        cfg = RolloutConfig(num_generations=GROUP, max_completion_length=LONGEST, **fields)
+        sampler = rollouts.make_sampler(model, tokens(), cfg, max_prompt_length=PROMPT_WIDTH)
+        return rollouts.collect(sampler, variables, PROBLEMS, jax.random.key(0))
 
     free = sample(ignore_eos=True)
-    assert (free.lengths == LONGEST).all() and not free.stopped.any()
+    assert (free.lengths == LONGEST).all() and not any(free.stopped)
     string = free.texts[1][2:4]
     cut = sample(ignore_eos=True, stop=(string,), max_concurrent=4)
     holds = [string in text for text in free.texts]
-    assert holds[1] and cut.stopped.tolist() == holds
-    for row, (text, length) in enumerate(zip(cut.texts, cut.lengths, strict=True)):
-        np.testing.assert_array_equal(cut.completions[row, :length], free.completions[row, :length])
+    assert holds[1] and list(cut.stopped) == holds
+    for row, (text, ids) in enumerate(zip(cut.texts, cut.completion_ids, strict=True)):
+        np.testing.assert_array_equal(ids, free.completion_ids[row][: len(ids)])
         assert (string in text) == holds[row]
-        assert string not in tokens().decode(cut.completions[row, : length - 1])
-
-
-# --- dynamic sampling
-
-
-def scripted(*informative):
-    """sample() of rounds of two groups, True for those whose completions differ in reward."""
-
-    def sample(drawn, index):
-        places = [drawn, drawn + 1]
-        texts = [f"{place}{row}" for place in places for row in "ab"]
-        each = [[1.0, 0.0] if informative[index][i] else [0.5, 0.5] for i in range(2)]
-        rewards_ = np.array(each, np.float32)
-        problems = [Problem(str(place), {}) for place in places]
-        return Scored(
-            written(texts, problems), np.array(places, np.int32), rewards_, rewards_.reshape(4, 1)
-        )
-
-    return sample
-
-
-def places(scored):
-    """Positions, having checked that everything else moved along with them."""
-    if scored is None:
-        return []
-    found = scored.positions.tolist()
-    assert scored.rollout.texts == tuple(f"{place}{row}" for place in found for row in "ab")
-    assert [problem.prompt for problem in scored.rollout.problems] == [str(p) for p in found]
-    assert scored.rewards.shape == (len(found), 2)
-    np.testing.assert_array_equal(scored.rewards.reshape(-1, 1), scored.per_function)
-    assert scored.rollout.tokens.shape == (2 * len(found), 8)
-    return found
-
-
-YES, NO = True, False
-
-
-@pytest.mark.parametrize(
-    ("rounds", "max_rounds", "batch", "surplus", "used", "discarded", "filled"),
-    [
-        ([(YES, YES)], 9, [0, 1], [], 1, 0, 0),
-        ([(YES, NO), (NO, YES)], 9, [0, 3], [], 2, 2, 0),
-        ([(NO, YES), (YES, YES)], 9, [1, 2], [3], 2, 1, 0),
-        # At the cap what is missing is filled up from the front.
-        ([(NO, NO), (NO, YES)], 2, [3, 0], [], 2, 2, 1),
-        ([(NO, NO)], 1, [0, 1], [], 1, 0, 2),
-    ],
-)
-def test_groups_of_equal_rewards_are_replaced_until_the_cap(
-    rounds, max_rounds, batch, surplus, used, discarded, filled
-):
-    got, fresh, supply, metrics = rollouts.gather(
-        scripted(*rounds), Supply(), max_rounds=max_rounds
-    )
-    assert places(got) == batch
-    assert places(fresh) == list(range(2 * used))
-    assert (supply.drawn, places(supply.surplus)) == (2 * used, surplus)
-    assert metrics == {
-        "dynamic_sampling/rounds": used,
-        "dynamic_sampling/groups_discarded": discarded,
-        "dynamic_sampling/groups_filled": filled,
-        "dynamic_sampling/groups_carried_over": len(surplus),
-    }
-
-
-def test_what_was_left_over_comes_first_in_the_next_rollout():
-    _, _, supply, _ = rollouts.gather(scripted((NO, YES), (YES, YES)), Supply(), max_rounds=9)
-    batch, fresh, supply, metrics = rollouts.gather(scripted((NO, YES)), supply, max_rounds=9)
-    assert (places(batch), places(fresh)) == ([3, 5], [4, 5])
-    assert (supply.drawn, supply.surplus) == (6, None)
-    assert metrics["dynamic_sampling/groups_discarded"] == 1
-
-
-def test_without_dynamic_sampling_a_round_is_taken_as_it_comes():
-    batch, fresh, supply, metrics = rollouts.gather(scripted((NO, NO)), Supply(4), max_rounds=None)
-    assert batch is fresh and places(batch) == [4, 5]
-    assert (supply, metrics) == (Supply(6), {})
-
-
-def test_a_supply_survives_being_written_as_json_bit_for_bit():
-    rng = np.random.default_rng(0)
-    per_function = rng.normal(size=(6, 2)).astype(np.float32)
-    per_function[1, 0] = np.nan
-    combined = rng.normal(size=(3, GROUP)).astype(np.float32)
-    scored = Scored(collect(0), np.array([7, 4, 9], np.int32), combined, per_function)
-    supply = Supply(12, scored.groups([2, 0]))
-
-    restored = Supply.from_table(
-        json.loads(json.dumps(supply.to_table())),
-        {7: PROBLEMS[0], 4: PROBLEMS[1], 9: PROBLEMS[2]}.__getitem__,
-        tokens(),
-        max_prompt_length=PROMPT_WIDTH,
-        max_completion_length=LONGEST,
-    )
-    assert restored.drawn == 12
-    ours, theirs = restored.surplus, supply.surplus
-    for name in ("positions", "rewards", "per_function"):
-        np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
-        assert getattr(ours, name).dtype == getattr(theirs, name).dtype
-    for field in dataclasses.fields(Rollout):
-        a, b = (getattr(scored.rollout, field.name) for scored in (ours, theirs))
-        assert np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b, field.name
-        assert type(a) is type(b)
-
-
-def test_a_supply_without_a_surplus_is_its_place_in_the_data():
-    widths = {"max_prompt_length": PROMPT_WIDTH, "max_completion_length": LONGEST}
-    assert Supply(3).to_table() == {"drawn": 3}
-    assert Supply.from_table({"drawn": 3}, PROBLEMS.__getitem__, tokens(), **widths) == Supply(3)
+        assert string not in tokens().decode(ids[:-1])

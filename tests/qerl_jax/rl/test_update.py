@@ -20,7 +20,8 @@ from qerl_jax.model.transformer import (
     trainable,
 )
 from qerl_jax.rl import aqn as noise
-from qerl_jax.rl import rollouts, update
+from qerl_jax.rl import update
+from qerl_jax.rl.experience import Experience
 
 ARCH = Architecture("qwen2", 64, 32, 48, 2, 4, 2, 8)
 NUM_TOKENS, TEMPERATURE = 60, 0.7
@@ -117,7 +118,7 @@ def sample_experience():
     advantages = rng.normal(size=ROWS).astype(np.float32)
     advantages[1] = 0
     prompts = tokens[:, : WIDTH - LONGEST]
-    return update.Experience(prompts, PROMPT_LENGTHS, completions, mask, behaviour, advantages)
+    return Experience(prompts, PROMPT_LENGTHS, completions, mask, behaviour, advantages)
 
 
 def own_logps():
@@ -132,15 +133,8 @@ def geometry(micro_rows, accumulation):
 
 @functools.cache
 def _make(grpo, optim, dropout, remat):
-    return update.make_update(
-        model(dropout),
-        grpo_cfg=grpo,
-        optim_cfg=optim,
-        total_steps=10,
-        temperature=TEMPERATURE,
-        num_tokens=NUM_TOKENS,
-        remat=remat,
-    )
+    objective = update.Objective(model(dropout), grpo, TEMPERATURE, NUM_TOKENS, remat)
+    return update.Updater(objective, optim, 10, max_completion_length=LONGEST)
 
 
 def state_of(params):
@@ -484,15 +478,8 @@ def test_all_weights_of_the_layers_train_where_the_model_is_full():
         return -jnp.mean(jnp.minimum(ratio * advantage, clipped * advantage))
 
     value, slopes = jax.jit(jax.value_and_grad(loss))(dense)
-    improve = update.make_update(
-        full_model(),
-        grpo_cfg=DAPO,
-        optim_cfg=PLAIN,
-        total_steps=10,
-        temperature=TEMPERATURE,
-        num_tokens=NUM_TOKENS,
-        remat="layer",
-    )
+    objective = update.Objective(full_model(), DAPO, TEMPERATURE, NUM_TOKENS, "layer")
+    improve = update.Updater(objective, PLAIN, 10, max_completion_length=LONGEST)
     before = jax.device_get(params)
     state, metrics = jax.device_get(
         improve(update.init_state(params, PLAIN), rest, experience, None, jax.random.key(0))
@@ -578,16 +565,14 @@ def test_every_empty_step_of_a_rollout_is_counted():
 def test_a_step_that_runs_again_keeps_the_order_of_its_rows():
     bnpo = {"grpo": EVERY_OPTION, "optim": geometry(4, 2)}
     arguments = (base(), sample_experience(), None)
-    losses = [
-        float(
-            make(**bnpo)(state_of(trained_params()), *arguments, jax.random.key(seed), fixed)[1][
-                "loss"
-            ]
-        )
-        for fixed in (None, {})
-        for seed in (0, 1, 2)
-    ]
-    assert len(set(losses[:3])) > 1 and len(set(losses[3:])) == 1
+    updater, shuffled, again = make(**bnpo), set(), set()
+    for seed in range(3):
+        key, params = jax.random.key(seed), jax.tree.map(jnp.array, trained_params())
+        _, metrics = updater(state_of(trained_params()), *arguments, key)
+        loss, _ = update.replay_step(updater, params, base(), sample_experience(), {}, None, key)
+        shuffled.add(float(metrics["loss"]))
+        again.add(float(loss))
+    assert len(shuffled) > 1 and len(again) == 1
 
 
 def test_a_masked_row_with_an_infinite_advantage_is_harmless():
@@ -616,7 +601,9 @@ def test_the_second_rollout_does_not_recompile(caplog):
 def test_nothing_is_scored_where_the_samplers_log_probabilities_serve(caplog):
     """No pass before the update: by default, and where one recomputed step is its own old policy."""
     for cfg, passes in ((DAPO, []), (RECOMPUTE, []), (GRPO, ["score"])):
-        improve = _make.__wrapped__(cfg, PLAIN, 0.0, "none")
+        # With a temperature that no other test has, so that all is compiled here.
+        objective = update.Objective(model(), cfg, 0.71, NUM_TOKENS)
+        improve = update.Updater(objective, PLAIN, 10, max_completion_length=LONGEST)
         arguments = (base(), sample_experience(), None, jax.random.key(0))
         state = state_of(trained_params())
         names = compiled(caplog, functools.partial(improve, state, *arguments))
@@ -636,65 +623,3 @@ def test_dropout_follows_the_key():
     assert_equal(first, again)
     assert differs(first, other)
     assert_equal(gradient(run(seed=0)[0]), gradient(run(seed=1)[0]))  # without dropout, it does not
-
-
-def rollout():
-    """Two rows: one ends with its stop token after 2 of 3 tokens, one is cut at 3."""
-    return rollouts.Rollout(
-        problems=(None,),
-        texts=("a", "b"),
-        tokens=np.array([[5, 1, 2, 0], [6, 3, 4, 5]], np.int32),
-        prompt_lengths=np.array([1, 1], np.int32),
-        completions=np.array([[1, 2, 0], [3, 4, 5]], np.int32),
-        logps=np.array([[-1.0, -2.0, 0.0], [-3.0, -4.0, -5.0]], np.float32),
-        lengths=np.array([2, 3], np.int32),
-        stopped=np.array([True, False]),
-    )
-
-
-@pytest.mark.parametrize(
-    ("mask_truncated", "mask"),
-    [
-        (False, [[True, True, False], [True, True, True]]),
-        (True, [[True, True, False], [False, False, False]]),
-    ],
-)
-def test_experience_is_learned_from_up_to_the_stop_token(mask_truncated, mask):
-    advantages = np.array([[1.5, -1.5]])
-    made = update.experience(
-        rollout(), advantages, mask_truncated_completions=mask_truncated, share_prompts=False
-    )
-    assert made.mask.tolist() == mask
-    assert made.advantages.tolist() == [1.5, -1.5] and made.advantages.dtype == np.float32
-    assert made.prompts.tolist() == [[5], [6]] and made.prompt_lengths.tolist() == [1, 1]
-    np.testing.assert_array_equal(made.completions, rollout().completions)
-    np.testing.assert_array_equal(made.behaviour_logps, rollout().logps)
-
-
-@pytest.mark.parametrize(
-    ("longest", "width"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 6), (7, 8), (8, 8)]
-)
-def test_rows_are_cut_behind_the_longest_prompt_and_the_longest_completion(longest, width):
-    rows = rollouts.Rollout(
-        problems=(None,),
-        texts=("a", "b"),
-        tokens=np.arange(32, dtype=np.int32).reshape(2, 16),
-        prompt_lengths=np.array([longest, longest], np.int32),
-        completions=np.arange(16, dtype=np.int32).reshape(2, 8),
-        logps=np.zeros((2, 8), np.float32),
-        lengths=np.array([1, longest], np.int32),
-        stopped=np.array([True, True]),
-    )
-    shared, apart = (
-        update.experience(
-            rows, np.zeros((1, 2)), mask_truncated_completions=False, share_prompts=share
-        )
-        for share in (True, False)
-    )
-    assert shared.prompts.tolist() == [list(range(width))]
-    assert apart.prompts.tolist() == [list(range(width)), list(range(16, 16 + width))]
-    assert shared.rows.tolist() == [[0, 1]] and apart.rows.tolist() == [[0], [1]]
-    for made in (shared, apart):
-        shapes = {made.completions.shape, made.mask.shape, made.behaviour_logps.shape}
-        assert shapes == {(2, width)}
-        assert made.lengths.tolist() == made.mask.sum(axis=1).tolist() == [1, longest]

@@ -11,6 +11,7 @@ from qerl_jax import config
 from qerl_jax.checkpoint import base_model
 from qerl_jax.model.transformer import trainable
 from qerl_jax.rl import update
+from qerl_jax.rl.experience import Experience
 from qerl_jax.training import replay
 
 QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
@@ -32,7 +33,7 @@ def run_config(folder):
 
 def experience():
     rng = np.random.default_rng(0)
-    return update.Experience(
+    return Experience(
         prompts=rng.integers(0, 64, (4, 3), np.int32),
         prompt_lengths=np.array([3, 2, 3, 1], np.int32),
         completions=rng.integers(0, 64, (8, 4), np.int32),
@@ -48,14 +49,10 @@ def test_a_skipped_step_is_written_and_runs_once_more(tmp_path):
     model, frozen, tokenizer = base_model.load_base(cfg.model, cfg.lora, cfg.seed)
     params, frozen = trainable(model, frozen, jax.random.key(0))
     written = []
-    improve = update.make_update(
-        model,
-        grpo_cfg=cfg.grpo,
-        optim_cfg=cfg.optim,
+    improve = update.Updater(
+        update.Objective(model, cfg.grpo, temperature=1.0, num_tokens=tokenizer.num_tokens),
+        cfg.optim,
         total_steps=4,
-        temperature=1.0,
-        num_tokens=tokenizer.num_tokens,
-        remat="none",
         max_completion_length=cfg.rollout.max_completion_length,
         on_non_finite=lambda failure: written.append(replay.write(tmp_path, failure)),
     )

@@ -1,6 +1,7 @@
-"""Generation against a plain loop of full forward passes, and its draws against exact distributions."""
+"""Sampling against a plain loop of full forward passes, and its tokens against exact distributions."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,14 @@ import pytest
 
 from qerl_jax.checkpoint import base_model, peft
 from qerl_jax.config import LoraConfig
-from qerl_jax.generation import batch, sampling
+from qerl_jax.generation import sampling
+from qerl_jax.generation.engine import Engine, EngineSpec
 from qerl_jax.generation.sampling import Truncation
+from qerl_jax.generation.scheduler import Prompt
 from qerl_jax.model import architecture, layers, logprobs
 from qerl_jax.model.transformer import Transformer, head
 from qerl_jax.rl import update
+from qerl_jax.rl.experience import Experience
 from tests.golden_files import GOLDEN
 
 P, G, C = 3, 2, 6
@@ -34,15 +38,29 @@ def policy(name):
     return model, variables
 
 
-@functools.cache
-def generator(name, **options):
-    model, _ = policy(name)
-    defaults = {"num_tokens": model.arch.vocab_size, "stop_tokens": (), "max_completion_length": C}
-    return batch.make_generate(model, num_generations=G, pad_token=0, **(defaults | options))
+def sampled(engine, variables, tokens, lengths, row_keys, temperature, limit=C):
+    """Rows of an engine as arrays [B, limit], 0 behind their ends."""
+    groups = np.asarray(jax.random.key_data(row_keys)).reshape(len(tokens), -1, 2)
+    queue = [
+        Prompt(prompt[:length], group, limit)
+        for prompt, length, group in zip(tokens, lengths, groups, strict=True)
+    ]
+    width = tokens.shape[1]
+    out = types.SimpleNamespace(
+        tokens=np.zeros((len(row_keys), limit), np.int32),
+        logps=np.zeros((len(row_keys), limit), np.float32),
+        lengths=np.zeros(len(row_keys), int),
+        stopped=np.zeros(len(row_keys), bool),
+    )
+    for row in engine.completions(variables, queue, temperature, max_prompt_length=width):
+        out.tokens[row.row, : len(row.tokens)] = row.tokens
+        out.logps[row.row, : len(row.tokens)] = row.logps
+        out.lengths[row.row], out.stopped[row.row] = len(row.tokens), row.ended == "stop"
+    return out
 
 
 def prompts(name, seed=0):
-    """int32 [P, WIDTH]: what follows a prompt's end is junk, not padding."""
+    """int32 [P, WIDTH], of which each prompt takes as many as it is long."""
     vocab = policy(name)[0].arch.vocab_size
     return np.random.default_rng(seed).integers(1, vocab, (P, WIDTH)).astype(np.int32)
 
@@ -51,11 +69,23 @@ def keys(seed=0, rows=P * G):
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.key(seed), jnp.arange(rows))
 
 
-def sample(name, temperature=1.0, *, tokens=None, lengths=LENGTHS, row_keys=None, **options):
+def sample(
+    name,
+    temperature=1.0,
+    *,
+    tokens=None,
+    lengths=LENGTHS,
+    row_keys=None,
+    stop_tokens=(),
+    num_tokens=None,
+    truncation=Truncation(),
+):
+    model, variables = policy(name)
     tokens = prompts(name) if tokens is None else tokens
     row_keys = keys() if row_keys is None else row_keys
-    out = generator(name, **options)(policy(name)[1], tokens, lengths, row_keys, temperature)
-    return out
+    spec = EngineSpec(num_tokens or model.arch.vocab_size, truncation)
+    engine = Engine(model, spec, stop_tokens=stop_tokens)
+    return sampled(engine, variables, tokens, lengths, row_keys, temperature)
 
 
 def greedy_loop(name):
@@ -123,14 +153,6 @@ def test_a_row_depends_on_its_own_prompt_and_key_alone():
     assert (mixed.tokens[:G] != before.tokens[:G]).any()
 
 
-def test_junk_after_the_end_of_a_prompt_is_never_read():
-    tokens = prompts("qwen2_untied")
-    cleared = np.where(np.arange(WIDTH) < LENGTHS[:, None], tokens, 0)
-    before, after = sample("qwen2_untied"), sample("qwen2_untied", tokens=cleared)
-    np.testing.assert_array_equal(after.tokens, before.tokens)
-    np.testing.assert_array_equal(after.logps, before.logps)
-
-
 def test_a_stop_token_ends_its_row_and_no_other():
     free = sample("qwen2_untied")
     # Row 0 stops at its first token, row 1 in the middle, row 2 at the last possible one.
@@ -162,7 +184,7 @@ def scorer(name, num_tokens):
 
 def recomputed(name, completions, temperature, num_tokens):
     """The trainer's log-probabilities of completions [B, C]."""
-    experience = update.Experience(
+    experience = Experience(
         prompts=prompts(name),
         prompt_lengths=LENGTHS,
         completions=completions,
@@ -205,17 +227,10 @@ class Memoryless:
 
 def memoryless(probabilities, length, stop_tokens, rows):
     model = Memoryless()
-    generate = batch.make_generate(
-        model,
-        num_generations=rows,
-        max_completion_length=length,
-        num_tokens=len(probabilities),
-        stop_tokens=stop_tokens,
-        pad_token=0,
-    )
+    engine = Engine(model, EngineSpec(len(probabilities)), stop_tokens=stop_tokens)
     variables = {"frozen": {"embed_tokens": jnp.log(jnp.array(probabilities))[:, None]}}
     tokens = np.zeros((1, 1), np.int32)  # nothing to prefill
-    out = generate(variables, tokens, np.ones(1, np.int32), keys(rows=rows), 1.0)
+    out = sampled(engine, variables, tokens, [1], keys(rows=rows), 1.0, limit=length)
     jax.effects_barrier()
     return out, model.steps
 

@@ -1,0 +1,57 @@
+"""How many tokens a cache of keys and values holds: arithmetic on bytes and pages, before anything is made."""
+
+from __future__ import annotations
+
+from qerl_jax.generation.scheduler import most_prefilled
+from qerl_jax.model.architecture import Architecture
+
+# Arrays [B, V] in float32 that sampling holds at once, and what the cache takes of what is left.
+_SCORES = 4
+_CACHE_SHARE = 0.9
+
+
+def pages_wanted(rows: int, row_tokens: int, prompts: int, prompt_tokens: int, size: int) -> int:
+    """Pages of a pool in which no row waits: of all rows, of all prompts that rows share, and scratch."""
+    return 1 + rows * -(-row_tokens // size) + prompts * -(-prompt_tokens // size)
+
+
+def pages_for(tokens: int, size: int) -> int:
+    """Pages of a pool for so many tokens: scratch, and one for what a row copies, beside them."""
+    return 2 + -(-tokens // size)
+
+
+def workspace(
+    arch: Architecture, slots: int, prompts: int, length: int, itemsize: int
+) -> dict[str, int]:
+    """Bytes that sampling needs beside the cache.
+
+    Args:
+        arch: Shape of the policy.
+        slots: Rows sampled at a time.
+        prompts: Prompts that are prefilled together.
+        length: Most tokens of a prompt.
+        itemsize: Bytes of an activation.
+    """
+    tokens = most_prefilled(prompts, length)
+    return {
+        "scores": _SCORES * slots * arch.vocab_size * 4,
+        "prefill": tokens * (3 * arch.ffn_width + 4 * arch.width) * itemsize,
+    }
+
+
+def capacity(
+    arch: Architecture, free: int, fraction: float | None, beside: int, itemsize: int
+) -> int:
+    """Tokens that a cache may hold.
+
+    Args:
+        arch: Shape of the policy.
+        free: Free bytes of the device.
+        fraction: Share of them that the cache takes; None means nine tenths of what `beside` leaves.
+        beside: Bytes of the `workspace`.
+        itemsize: Bytes of a key or value.
+    """
+    share = _CACHE_SHARE * max(0, free - beside) if fraction is None else fraction * free
+    tokens = int(share / (2 * arch.num_layers * arch.kv_width * itemsize))
+    # In coarse steps, so that two runs find the same program in the compilation cache.
+    return tokens - tokens % (1 << max(0, tokens.bit_length() - 4))

@@ -1,0 +1,168 @@
+"""Dynamic sampling: rounds of sampling until enough groups teach something, and the place in the data."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from qerl_jax.data.datasets import Problem
+from qerl_jax.data.tokenizer import Tokenizer
+from qerl_jax.rl import grpo, rollouts
+from qerl_jax.rl.rollouts import Rollout, Scored
+
+# Of a rollout these have one entry per problem, the others one per completion.
+_PER_PROBLEM = ("problems", "prompt_ids")
+
+
+@dataclasses.dataclass(frozen=True)
+class Supply:
+    """Where a run stands in its data; the one part of a run that the step does not tell.
+
+    Attributes:
+        drawn: Problems met so far.
+        surplus: Informative groups that the last rollout did not need, fewer than one rollout needs;
+            None for none.
+    """
+
+    drawn: int = 0
+    surplus: Scored | None = None
+
+    def to_table(self) -> dict[str, Any]:
+        """What a checkpoint needs, as plain numbers: problems are named by their places."""
+        if self.surplus is None:
+            return {"drawn": self.drawn}
+        rollout = self.surplus.rollout
+        rows = [
+            {
+                "completion": ids.tolist(),
+                "logps": logps.tolist(),
+                "stopped": stopped,
+                "per_function": [None if np.isnan(x) else float(x) for x in each],
+            }
+            for ids, logps, stopped, each in zip(
+                rollout.completion_ids,
+                rollout.logps,
+                rollout.stopped,
+                self.surplus.per_function,
+                strict=True,
+            )
+        ]
+        return {
+            "drawn": self.drawn,
+            "positions": self.surplus.positions.tolist(),
+            "rewards": self.surplus.rewards.tolist(),
+            "rows": rows,
+        }
+
+    @classmethod
+    def from_table(
+        cls, table: dict[str, Any], problem_at: Callable[[int], Problem], tokenizer: Tokenizer
+    ) -> Supply:
+        """The inverse of `to_table`, bit for bit.
+
+        Args:
+            table: What `to_table` gave.
+            problem_at: The problem at a place in the order of the data.
+            tokenizer: The policy's tokenizer.
+        """
+        if "rows" not in table:
+            return cls(table["drawn"])
+        rows = table["rows"]
+        problems = tuple(problem_at(position) for position in table["positions"])
+        completions = tuple(np.array(row["completion"], np.int32) for row in rows)
+        rollout = Rollout(
+            problems=problems,
+            prompt_ids=rollouts.encode([problem.prompt for problem in problems], tokenizer),
+            texts=tuple(map(tokenizer.decode, completions)),
+            completion_ids=completions,
+            logps=tuple(np.array(row["logps"], np.float32) for row in rows),
+            stopped=tuple(row["stopped"] for row in rows),
+        )
+        scored = Scored(
+            rollout,
+            np.array(table["positions"], np.int32),
+            np.array(table["rewards"], np.float32),
+            np.array([row["per_function"] for row in rows], np.float32),
+        )
+        return cls(table["drawn"], scored)
+
+
+def gather(
+    sample: Callable[[int, int], Scored], supply: Supply, *, max_rounds: int | None
+) -> tuple[Scored, Scored, Supply, dict[str, float]]:
+    """Samples in rounds until a rollout's worth of groups is informative (DAPO, arXiv:2503.14476).
+
+    Groups that the last rollout had left over come first; the surplus of this one is left to the next,
+    so no group waits for longer than one rollout, and the surplus stays below one. After
+    `max_rounds` the batch is filled up with groups of equal rewards, which teach nothing.
+
+    Args:
+        sample: sample(drawn, round) samples and scores the P problems from place `drawn` on.
+        supply: Where the data stands.
+        max_rounds: At least 1; None takes one round as it comes.
+
+    Returns:
+        The P groups to learn from, all that was sampled this time (what the policy is like is seen
+        there: the batch is a selection), the new supply, and metrics under `dynamic_sampling/`.
+    """
+    if max_rounds is None:
+        scored = sample(supply.drawn, 0)
+        return scored, scored, Supply(supply.drawn + len(scored.positions)), {}
+    fresh, drawn = [], supply.drawn
+    waiting = [] if supply.surplus is None else [supply.surplus]
+    for index in range(max_rounds):
+        fresh.append(sample(drawn, index))
+        wanted = len(fresh[0].positions)
+        drawn += wanted
+        pool = join(waiting + fresh)
+        good = np.asarray(grpo.informative(pool.rewards))
+        if good.sum() >= wanted:
+            break
+    # Informative ones first, and among equals those that were sampled first.
+    order = np.argsort(~good, kind="stable")
+    left = order[wanted : good.sum()]
+    filled = max(0, wanted - int(good.sum()))
+    metrics = {
+        "dynamic_sampling/rounds": len(fresh),
+        "dynamic_sampling/groups_discarded": int((~good).sum()) - filled,
+        "dynamic_sampling/groups_filled": filled,
+        "dynamic_sampling/groups_carried_over": len(left),
+    }
+    new = Supply(drawn, choose(pool, left) if len(left) else None)
+    return choose(pool, order[:wanted]), join(fresh), new, metrics
+
+
+def choose(scored: Scored, groups: Sequence[int] | np.ndarray) -> Scored:
+    """Those groups, in that order."""
+    groups, size = np.asarray(groups, int), scored.rollout.num_generations
+    rows = (groups[:, None] * size + np.arange(size)).reshape(-1)
+    chosen = {
+        name: tuple(values[i] for i in (groups if name in _PER_PROBLEM else rows))
+        for name, values in _fields(scored.rollout)
+    }
+    return Scored(
+        Rollout(**chosen),
+        scored.positions[groups],
+        scored.rewards[groups],
+        scored.per_function[rows],
+    )
+
+
+def join(parts: Sequence[Scored]) -> Scored:
+    """All groups of several rollouts, in order."""
+    columns = zip(*(_fields(part.rollout) for part in parts), strict=True)
+    rollout = {column[0][0]: sum((values for _, values in column), ()) for column in columns}
+    return Scored(
+        Rollout(**rollout),
+        *(
+            np.concatenate([getattr(part, name) for part in parts])
+            for name in ("positions", "rewards", "per_function")
+        ),
+    )
+
+
+def _fields(rollout: Rollout) -> list[tuple[str, tuple]]:
+    return [(field.name, getattr(rollout, field.name)) for field in dataclasses.fields(Rollout)]

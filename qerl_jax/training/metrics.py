@@ -1,0 +1,135 @@
+"""What an iteration of the loop leaves for the log: times, rewards, lengths, and its completions."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pallas_kernels import runtime
+from qerl_jax.data import datasets
+from qerl_jax.rewards import scoring
+from qerl_jax.rl import grpo
+from qerl_jax.rl.rollouts import Rollout, Scored
+
+
+@dataclasses.dataclass
+class Trace:
+    """One iteration of the loop, as it goes on.
+
+    Attributes:
+        step: Optimizer steps done before it.
+        total_steps: Optimizer steps of the whole run.
+        records: What reward functions logged, one record per round of sampling.
+        started: Seconds of the clock at its start.
+        laps: Seconds of its phases.
+    """
+
+    step: int
+    total_steps: int
+    records: list[scoring.Record] = dataclasses.field(default_factory=list)
+    started: float = dataclasses.field(default_factory=time.perf_counter)
+    laps: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """What reward functions are told beside the rows, as by TRL."""
+        state = types.SimpleNamespace(global_step=self.step, max_steps=self.total_steps)
+        return {"trainer_state": state}
+
+    def lap(self, phase: str) -> None:
+        """Adds the time since the last lap to a phase."""
+        elapsed = time.perf_counter() - self.started - sum(self.laps.values())
+        self.laps[phase] = self.laps.get(phase, 0.0) + elapsed
+
+    def metrics(self, sampled: Rollout, learned: Rollout) -> dict[str, float]:
+        """Times, rates of the tokens that were sampled and learned from, and what rewards logged."""
+        stats = runtime.memory_stats() or {}
+        peak = (
+            {"perf/peak_memory_gb": stats["peak_bytes_in_use"] / 1e9}
+            if "peak_bytes_in_use" in stats
+            else {}
+        )
+        return {
+            **self._logged(),
+            "step_time": sum(self.laps.values()),
+            **{f"perf/{phase}_time": seconds for phase, seconds in self.laps.items()},
+            "perf/rollout_tokens_per_second": int(sampled.lengths.sum()) / self.laps["rollout"],
+            "perf/update_tokens_per_second": learned.num_tokens / self.laps["update"],
+            **peak,
+        }
+
+    def columns(self) -> dict[str, list]:
+        """Columns that reward functions added to all that was sampled; None where one did not."""
+        names = dict.fromkeys(name for record in self.records for name in record.columns)
+        return {
+            name: [
+                value
+                for record in self.records
+                for value in record.columns.get(name, [None] * record.rows)
+            ]
+            for name in names
+        }
+
+    def _logged(self) -> dict[str, float]:
+        names = dict.fromkeys(name for record in self.records for name in record.values)
+        values = {
+            n: [v for record in self.records for v in record.values.get(n, ())] for n in names
+        }
+        return {name: float(np.mean(each)) for name, each in values.items()}
+
+
+def of_rollout(scored: Scored, functions: Sequence[scoring.Named]) -> dict[str, float]:
+    """Rewards and lengths under TRL's names."""
+    lengths, rewards = scored.rollout.lengths, scored.rewards
+    stopped = np.array(scored.rollout.stopped)
+    terminated = lengths[stopped] if stopped.any() else np.zeros(1)
+    metrics = {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std(axis=1, ddof=1).mean()),
+        "frac_reward_zero_std": float(1 - np.asarray(grpo.informative(rewards)).mean()),
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": int(lengths.min()),
+        "completions/max_length": int(lengths.max()),
+        "completions/clipped_ratio": float(1 - stopped.mean()),
+        "completions/mean_terminated_length": float(terminated.mean()),
+        "completions/min_terminated_length": int(terminated.min()),
+        "completions/max_terminated_length": int(terminated.max()),
+    }
+    for (name, _), column in zip(functions, scored.per_function.T, strict=True):
+        given = column[~np.isnan(column)]
+        metrics[f"rewards/{name}/mean"] = float(given.mean()) if given.size else 0.0
+        metrics[f"rewards/{name}/std"] = float(given.std(ddof=1)) if given.size > 1 else 0.0
+    return metrics
+
+
+def completion_rows(
+    sampled: Scored, learned: Scored, advantages: np.ndarray, columns: dict[str, list]
+) -> list[dict[str, Any]]:
+    """One row of the log for each completion that was sampled.
+
+    Args:
+        sampled: All that was sampled.
+        learned: The groups that were learned from.
+        advantages: [P, G], theirs; None is logged for groups from which nothing was learned.
+        columns: What reward functions added, an entry per completion.
+    """
+    rollout, group = sampled.rollout, sampled.rollout.num_generations
+    prompts, _ = datasets.collate(rollout.problems)
+    known = dict(zip(learned.positions.tolist(), np.asarray(advantages).tolist(), strict=True))
+    groups = [known.get(place, [None] * group) for place in sampled.positions.tolist()]
+    own = zip(
+        [prompt for prompt in prompts for _ in range(group)],
+        rollout.texts,
+        sampled.rewards.reshape(-1).tolist(),
+        [advantage for each in groups for advantage in each],
+        rollout.lengths.tolist(),
+        rollout.stopped,
+        *columns.values(),
+        strict=True,
+    )
+    return [dict(zip((*scoring.COMPLETION_COLUMNS, *columns), row, strict=True)) for row in own]

@@ -1,0 +1,319 @@
+"""From a config to all that the loop needs; what is wrong with the input is said here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_kernels import runtime
+from qerl_jax import config, memory
+from qerl_jax.checkpoint import base_model, hf_folder, peft
+from qerl_jax.checkpoint.run_state import StateFiles
+from qerl_jax.config import RunConfig
+from qerl_jax.data import datasets
+from qerl_jax.data.datasets import Problem
+from qerl_jax.data.tokenizer import Tokenizer
+from qerl_jax.evaluation.evaluator import Evaluator
+from qerl_jax.model import fused_decode
+from qerl_jax.model.transformer import Transformer, noise_shapes, trainable
+from qerl_jax.rewards import scoring
+from qerl_jax.rewards.stock import RewardFunction
+from qerl_jax.rl import aqn, grpo, rollouts, update
+from qerl_jax.rl.dynamic_sampling import Supply
+from qerl_jax.rl.update import TrainState
+from qerl_jax.tracking import trackers
+from qerl_jax.training import replay
+from qerl_jax.training.metrics import Trace
+
+# Streams of randomness that must not meet; each folds in the step.
+SAMPLE, NOISE, UPDATE, EVAL, PARAMS = range(5)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryCheck:
+    """The plan of a run's memory, to be held against what its first step takes.
+
+    Attributes:
+        plan: The plan.
+        limit: Bytes that the device offers.
+        earlier_peak: Most bytes in use before the run.
+    """
+
+    plan: memory.MemoryPlan
+    limit: int
+    earlier_peak: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """All that the loop needs.
+
+    Attributes:
+        cfg: The config.
+        model: The policy.
+        frozen: What of the policy does not train.
+        problems: Those whose prompts fit.
+        functions: Names and functions of the rewards.
+        weights: One for each function.
+        total_steps: Optimizer steps of the whole run.
+        sampler: How completions are sampled.
+        updater: How a rollout is learned from.
+        noise: From a step to the `noise` collection of the policy, and its metrics.
+        evaluator: Held-out accuracy, or None.
+        files: The checkpoints.
+        state: Where training begins, or goes on; the first update takes its buffers.
+        supply: Where the data begins, or goes on.
+        memory: The plan of memory; None where the device does not report its own.
+        notes: Lines to show.
+    """
+
+    cfg: RunConfig
+    model: Transformer
+    frozen: Any
+    problems: Sequence[Problem]
+    functions: list[scoring.Named]
+    weights: list[float]
+    total_steps: int
+    sampler: rollouts.Sampler
+    updater: update.Updater
+    noise: Callable[[int], tuple[dict[str, Any], dict[str, float]]]
+    evaluator: Evaluator | None
+    files: StateFiles
+    state: TrainState
+    supply: Supply
+    memory: MemoryCheck | None
+    notes: list[str]
+
+
+def stream_key(cfg: RunConfig, stream: int) -> jax.Array:
+    """The key of a stream of randomness."""
+    return jax.random.key(cfg.seed + 1000 * stream)
+
+
+def setup(
+    cfg: RunConfig,
+    *,
+    problems: Sequence[Problem] | None = None,
+    reward_functions: Sequence[RewardFunction] | None = None,
+) -> Run:
+    """Loads all that a config names; a run that is found in its folder goes on where it was.
+
+    Everything that can be wrong with the input is found before the run folder is made.
+
+    Args:
+        cfg: The run.
+        problems: Problems to train on, instead of those that `cfg.data` names.
+        reward_functions: Rewards, instead of those that `cfg.rewards` names.
+    """
+    trackers.require(cfg.report_to)
+    check_folder(cfg)
+    if cfg.deterministic:
+        runtime.use_deterministic_kernels()
+    runtime.use_compilation_cache()
+    memory_check = _plan_memory(cfg)
+    start = _starting_adapter(cfg)
+    model, frozen, tokenizer = base_model.load_base(cfg.model, cfg.lora, cfg.seed)
+    memory.require_context(cfg, model.arch)
+    functions, weights = _rewards(cfg, reward_functions)
+    notes: list[str] = []
+    if problems is None:
+        problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
+    problems = _admit(cfg, problems, tokenizer, log=notes.append)
+    total_steps = cfg.total_steps(len(problems))
+    scoring.check(functions, problems[:2], Trace(0, total_steps).extras)
+    evaluator = Evaluator.of_run(cfg, model, tokenizer, stream_key(cfg, EVAL), notes.append)
+    slots = cfg.rollout.slots(cfg.generation_batch_size)
+    if runtime.is_hopper() and (reason := fused_decode.supports(model, slots)):
+        notes.insert(0, f"rollouts run without the fused layers of decoding: {reason}")
+
+    params, frozen = trainable(model, frozen, stream_key(cfg, PARAMS))
+    if start is not None:
+        params = peft.import_adapter(start, model)
+    state = update.init_state(params, cfg.optim, keep_reference=cfg.grpo.sync_ref_model)
+    del params
+    files = StateFiles(cfg.output_dir, cfg.save_total_limit)
+    stored = files.supply()
+    if stored is not None:
+        like = jax.tree.map(_abstract, state)
+        del state  # where everything trains, the device does not hold two
+        state = files.restore(like)
+    return Run(
+        cfg,
+        model,
+        frozen,
+        problems,
+        functions,
+        weights,
+        total_steps,
+        sampler=rollouts.make_sampler(
+            model, tokenizer, cfg.rollout, max_prompt_length=cfg.data.max_prompt_length
+        ),
+        updater=_updater(cfg, model, tokenizer, total_steps),
+        noise=_noise(cfg, model, total_steps),
+        evaluator=evaluator,
+        files=files,
+        state=state,
+        supply=_supply(cfg, stored, problems, tokenizer),
+        memory=memory_check,
+        notes=notes,
+    )
+
+
+def check_folder(cfg: RunConfig) -> None:
+    """A run folder belongs to one config; resuming under another would be a different run under its name."""
+    folder = pathlib.Path(cfg.output_dir)
+    path = folder / "config.toml"
+    # A run that failed before its first checkpoint left nothing to go on from: it may be mended.
+    made = [folder / "adapter", folder / "model", *folder.glob("checkpoints/[0-9]*")]
+    if not path.exists() or not any(each.is_dir() for each in made):
+        return
+    before, now = (config.to_table(c) for c in (config.load(path), cfg))
+    names = sorted((before | now).keys() - {"output_dir", "report_to", "run_name"})
+    changed = [name for name in names if before.get(name) != now.get(name)]
+    if changed:
+        raise config.ConfigError(
+            f"output_dir: got {cfg.output_dir!r}; it holds a run whose {', '.join(changed)} differ: "
+            "choose another folder, or remove that one"
+        )
+
+
+def _plan_memory(cfg: RunConfig) -> MemoryCheck | None:
+    """Refuses a run that cannot fit; None where the device does not report its memory."""
+    memory.require_context(cfg)
+    limit = memory.device_memory()
+    if limit is None:
+        if cfg.rollout.kv_cache_fraction is None:
+            return None
+        raise config.ConfigError(
+            f"rollout.kv_cache_fraction: got {cfg.rollout.kv_cache_fraction}; this device does not report "
+            "its memory: give rollout.kv_cache_tokens"
+        )
+    plan = memory.estimate(cfg, limit=limit)
+    plan.require(limit)
+    return MemoryCheck(plan, limit, peak_memory())
+
+
+def peak_memory() -> int:
+    """Most bytes that this process ever had on the device; 0 where it does not say."""
+    return (runtime.memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+
+def _starting_adapter(cfg: RunConfig) -> pathlib.Path | None:
+    """The folder of the adapter to go on from; its shape is the run's."""
+    if cfg.model.adapter_name_or_path is None:
+        return None
+    folder = hf_folder.local_folder(cfg.model.adapter_name_or_path)
+    found = peft.read_lora(folder)
+    for field in ("rank", "alpha", "train_norms"):
+        ours, theirs = getattr(cfg.lora, field), getattr(found, field)
+        if ours != theirs:
+            raise config.ConfigError(
+                f"lora.{field}: got {ours!r}; the adapter in {folder} needs {theirs!r}"
+            )
+    return folder
+
+
+def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _rewards(
+    cfg: RunConfig, given: Sequence[RewardFunction] | None
+) -> tuple[list[scoring.Named], list[float]]:
+    """The reward functions and their weights; the punishment of long completions comes last."""
+    named = cfg.rewards.functions if given is None else given
+    functions = scoring.resolve(named, cfg.rewards.options)
+    weights = list(cfg.rewards.weights or [1.0] * len(functions))
+    if not functions or len(weights) != len(functions):
+        raise config.ConfigError(
+            f"rewards.weights: got {len(weights)}; must be one for each of {len(functions)} reward functions, "
+            "of which there must be at least one"
+        )
+    cache = cfg.rewards.soft_punish_cache
+    if cache is None:
+        return functions, weights
+
+    def punish(completion_ids, **_):
+        return grpo.soft_overlong_punishment(
+            np.array([len(ids) for ids in completion_ids]),
+            max_completion_length=cfg.rollout.max_completion_length,
+            soft_punish_cache=cache,
+        ).tolist()
+
+    punishment = ("soft_overlong_punishment_reward", punish)
+    return [*functions, punishment], [*weights, cfg.rewards.soft_punish_weight]
+
+
+def _admit(
+    cfg: RunConfig, problems: Sequence[Problem], tokenizer: Tokenizer, **options: Any
+) -> Sequence[Problem]:
+    """The problems whose prompts fit."""
+    return rollouts.admit(
+        problems,
+        tokenizer,
+        max_prompt_length=cfg.data.max_prompt_length,
+        overlong=cfg.data.overlong_prompts,
+        **options,
+    )
+
+
+def _updater(
+    cfg: RunConfig, model: Transformer, tokenizer: Tokenizer, total_steps: int
+) -> update.Updater:
+    objective = update.Objective(
+        model,
+        cfg.grpo,
+        temperature=cfg.rollout.temperature,
+        num_tokens=tokenizer.num_tokens,
+        remat=cfg.model.gradient_checkpointing,
+    )
+    return update.Updater(
+        objective,
+        cfg.optim,
+        total_steps,
+        max_completion_length=cfg.rollout.max_completion_length,
+        on_non_finite=functools.partial(replay.write, cfg.output_dir),
+    )
+
+
+def _noise(
+    cfg: RunConfig, model: Transformer, total_steps: int
+) -> Callable[[int], tuple[dict[str, Any], dict[str, float]]]:
+    """The function from a step to the `noise` collection and its metrics; both empty without noise."""
+    if cfg.noise is None:
+        return lambda step: ({}, {})
+    stages = {"num_stages": cfg.noise.num_stages, "total_steps": total_steps}
+    sigma = aqn.sigma_schedule(
+        cfg.noise.schedule,
+        sigma_start=cfg.noise.sigma_start,
+        sigma_end=cfg.noise.sigma_end,
+        exponent=cfg.noise.exponent,
+        **stages,
+    )
+    shapes, key = noise_shapes(model.arch, cfg.noise.final_norm), stream_key(cfg, NOISE)
+    sample = jax.jit(lambda step: aqn.norm_noise(aqn.step_key(key, step), sigma(step), shapes))
+
+    def noise(step: int) -> tuple[dict[str, Any], dict[str, float]]:
+        metrics = {"aqn/sigma": float(sigma(step)), "aqn/stage": int(aqn.stage(step, **stages))}
+        return {"noise": sample(step)}, metrics
+
+    return noise
+
+
+def _supply(
+    cfg: RunConfig,
+    table: dict[str, Any] | None,
+    problems: Sequence[Problem],
+    tokenizer: Tokenizer,
+) -> Supply:
+    """Where the data stands, by a checkpoint or at the start."""
+    if table is None:
+        return Supply()
+    problem_at = lambda place: datasets.batch(problems, place, batch_size=1, seed=cfg.seed)[0]
+    return Supply.from_table(table, problem_at, tokenizer)

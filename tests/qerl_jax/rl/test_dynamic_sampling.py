@@ -1,0 +1,155 @@
+"""Rounds of sampling until enough groups teach something, and the place in the data."""
+
+import dataclasses
+import functools
+import json
+
+import numpy as np
+import pytest
+
+from qerl_jax.checkpoint import base_model
+from qerl_jax.data import tokenizer
+from qerl_jax.data.datasets import Problem
+from qerl_jax.rl import dynamic_sampling, rollouts
+from qerl_jax.rl.dynamic_sampling import Supply
+from qerl_jax.rl.rollouts import Rollout, Scored
+
+GROUP = 2
+PROBLEMS = [Problem("1+2=", {"answer": "3"}), Problem("12 + 30 = ?", {}), Problem("7*8=", {})]
+
+
+@functools.cache
+def tokens():
+    return tokenizer.load(base_model.TINY)
+
+
+def sampled():
+    """A rollout of rows of unlike lengths, whose texts are those of its tokens."""
+    rng = np.random.default_rng(1)
+    ids = tuple(rng.integers(3, 300, length).astype(np.int32) for length in (1, 6, 3, 2, 5, 4))
+    return Rollout(
+        problems=tuple(PROBLEMS),
+        prompt_ids=rollouts.encode([problem.prompt for problem in PROBLEMS], tokens()),
+        texts=tuple(map(tokens().decode, ids)),
+        completion_ids=ids,
+        logps=tuple(rng.normal(size=len(row)).astype(np.float32) for row in ids),
+        stopped=(True, False, True, True, False, True),
+    )
+
+
+def scripted(*informative):
+    """sample() of rounds of two groups, True for those whose completions differ in reward."""
+
+    def sample(drawn, index):
+        places = [drawn, drawn + 1]
+        texts = [f"{place}{row}" for place in places for row in "ab"]
+        each = [[1.0, 0.0] if informative[index][i] else [0.5, 0.5] for i in range(2)]
+        rewards_ = np.array(each, np.float32)
+        problems = [Problem(str(place), {}) for place in places]
+        rollout = Rollout(
+            problems=tuple(problems),
+            prompt_ids=tuple(np.array([place], np.int32) for place in places),
+            texts=tuple(texts),
+            completion_ids=tuple(10 * row + np.arange(4, dtype=np.int32) for row in range(4)),
+            logps=(np.zeros(4, np.float32),) * 4,
+            stopped=(True,) * 4,
+        )
+        return Scored(rollout, np.array(places, np.int32), rewards_, rewards_.reshape(4, 1))
+
+    return sample
+
+
+def places(scored):
+    """Positions, having checked that everything else moved along with them."""
+    if scored is None:
+        return []
+    found = scored.positions.tolist()
+    assert scored.rollout.texts == tuple(f"{place}{row}" for place in found for row in "ab")
+    assert [problem.prompt for problem in scored.rollout.problems] == [str(p) for p in found]
+    assert scored.rewards.shape == (len(found), 2)
+    np.testing.assert_array_equal(scored.rewards.reshape(-1, 1), scored.per_function)
+    firsts = [ids[0] for ids in scored.rollout.completion_ids]
+    assert firsts == [10 * (2 * (place % 2) + row) for place in found for row in range(2)]
+    assert [ids.tolist() for ids in scored.rollout.prompt_ids] == [[place] for place in found]
+    return found
+
+
+YES, NO = True, False
+
+
+@pytest.mark.parametrize(
+    ("rounds", "max_rounds", "batch", "surplus", "used", "discarded", "filled"),
+    [
+        ([(YES, YES)], 9, [0, 1], [], 1, 0, 0),
+        ([(YES, NO), (NO, YES)], 9, [0, 3], [], 2, 2, 0),
+        ([(NO, YES), (YES, YES)], 9, [1, 2], [3], 2, 1, 0),
+        # At the cap what is missing is filled up from the front.
+        ([(NO, NO), (NO, YES)], 2, [3, 0], [], 2, 2, 1),
+        ([(NO, NO)], 1, [0, 1], [], 1, 0, 2),
+    ],
+)
+def test_groups_of_equal_rewards_are_replaced_until_the_cap(
+    rounds, max_rounds, batch, surplus, used, discarded, filled
+):
+    got, fresh, supply, metrics = dynamic_sampling.gather(
+        scripted(*rounds), Supply(), max_rounds=max_rounds
+    )
+    assert places(got) == batch
+    assert places(fresh) == list(range(2 * used))
+    assert (supply.drawn, places(supply.surplus)) == (2 * used, surplus)
+    assert metrics == {
+        "dynamic_sampling/rounds": used,
+        "dynamic_sampling/groups_discarded": discarded,
+        "dynamic_sampling/groups_filled": filled,
+        "dynamic_sampling/groups_carried_over": len(surplus),
+    }
+
+
+def test_what_was_left_over_comes_first_in_the_next_rollout():
+    _, _, supply, _ = dynamic_sampling.gather(
+        scripted((NO, YES), (YES, YES)), Supply(), max_rounds=9
+    )
+    batch, fresh, supply, metrics = dynamic_sampling.gather(
+        scripted((NO, YES)), supply, max_rounds=9
+    )
+    assert (places(batch), places(fresh)) == ([3, 5], [4, 5])
+    assert (supply.drawn, supply.surplus) == (6, None)
+    assert metrics["dynamic_sampling/groups_discarded"] == 1
+
+
+def test_without_dynamic_sampling_a_round_is_taken_as_it_comes():
+    batch, fresh, supply, metrics = dynamic_sampling.gather(
+        scripted((NO, NO)), Supply(4), max_rounds=None
+    )
+    assert batch is fresh and places(batch) == [4, 5]
+    assert (supply, metrics) == (Supply(6), {})
+
+
+def test_a_supply_survives_being_written_as_json_bit_for_bit():
+    rng = np.random.default_rng(0)
+    per_function = rng.normal(size=(6, 2)).astype(np.float32)
+    per_function[1, 0] = np.nan
+    combined = rng.normal(size=(3, GROUP)).astype(np.float32)
+    scored = Scored(sampled(), np.array([7, 4, 9], np.int32), combined, per_function)
+    supply = Supply(12, dynamic_sampling.choose(scored, [2, 0]))
+
+    restored = Supply.from_table(
+        json.loads(json.dumps(supply.to_table())),
+        {7: PROBLEMS[0], 4: PROBLEMS[1], 9: PROBLEMS[2]}.__getitem__,
+        tokens(),
+    )
+    assert restored.drawn == 12
+    ours, theirs = restored.surplus, supply.surplus
+    for name in ("positions", "rewards", "per_function"):
+        np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+        assert getattr(ours, name).dtype == getattr(theirs, name).dtype
+    for field in dataclasses.fields(Rollout):
+        pair = (getattr(scored.rollout, field.name) for scored in (ours, theirs))
+        for a, b in zip(*pair, strict=True):
+            assert np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b, field.name
+            assert type(a) is type(b) and getattr(a, "dtype", None) == getattr(b, "dtype", None)
+
+
+def test_a_supply_without_a_surplus_is_its_place_in_the_data():
+    assert Supply(3).to_table() == {"drawn": 3}
+    assert Supply.from_table({"drawn": 3}, PROBLEMS.__getitem__, tokens()) == Supply(3)
