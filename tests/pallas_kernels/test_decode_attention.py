@@ -390,3 +390,26 @@ def test_a_loop_over_layers_copies_no_cache():
     run = jax.jit(lambda *a: jax.lax.scan(body, a, jnp.arange(4))[0][-2:], donate_argnums=(3, 4))
     used = run.lower(*rest).compile().memory_analysis()
     assert used.temp_size_in_bytes < rest[3].nbytes / 8
+
+
+@pytest.mark.gpu
+def test_on_its_device_counters_are_zero_again_after_every_launch(monkeypatch):
+    monkeypatch.setenv("PALLAS_KERNELS_CHECK", "1")
+    *rest, _, tables, ends = problem(0, 28, 4, 128, [900, 40], 16, layers=4)
+    plan = hopper.plan(rest[3].shape, tables, ends)
+
+    @jax.jit
+    def run(plan, qkv, cos, sin, keys, values):
+        def body(carry, layer):
+            out, *caches = hopper.decode_attention(
+                *(qkv, cos, sin, *carry, layer, tables, ends), plan
+            )
+            return tuple(caches), out
+
+        return jax.lax.scan(body, (keys, values), jnp.arange(4))[1]
+
+    jax.block_until_ready(run(plan, *rest))
+    jax.effects_barrier()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="the counters of a plan must be 0"):
+        jax.block_until_ready(run(plan.at[0].set(1), *rest))
+        jax.effects_barrier()
