@@ -374,7 +374,7 @@ def _micro_batch(cfg: RunConfig) -> tuple[int, int, int]:
     if budget is None:
         rows = math.gcd(group, micro)
         return micro // rows, rows, length
-    rows = microbatches.piece_size(
+    rows = microbatches.chunk_size(
         math.gcd(group, cfg.train_batch_size),
         budget=budget,
         prompt_width=prompt,

@@ -19,13 +19,6 @@ from jax import Array
 from qerl_jax.config import GrpoConfig
 from qerl_jax.rl import masked
 
-type Scale = Literal["group", "batch", "none"]
-type Estimator = Literal["grpo", "rloo"]
-type Kl = Literal["k1", "k2", "k3"]
-type LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
-type Level = Literal["token", "sequence"]
-type TruncationMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-
 # Keeps a nearly constant group from being blown up to unit variance; the value is TRL's.
 _STD_EPSILON = 1e-4
 
@@ -82,7 +75,10 @@ def informative(rewards: Array) -> Array:
 
 
 def group_advantages(
-    rewards: Array, *, scale: Scale = "group", estimator: Estimator = "grpo"
+    rewards: Array,
+    *,
+    scale: Literal["group", "batch", "none"] = "group",
+    estimator: Literal["grpo", "rloo"] = "grpo",
 ) -> Array:
     """Compares each completion with the others of its prompt.
 
@@ -128,7 +124,7 @@ def group_advantages(
     raise ValueError(f"scale must be 'group', 'batch' or 'none'; got {scale!r}")
 
 
-def token_kl(logps: Array, ref_logps: Array, kind: Kl = "k3") -> Array:
+def token_kl(logps: Array, ref_logps: Array, kind: Literal["k1", "k2", "k3"] = "k3") -> Array:
     """Estimates KL(policy || reference) at each sampled token.
 
         k1 = -d,   k2 = d^2 / 2,   k3 = exp(d) - d - 1,   d = ref_logp - logp
@@ -160,7 +156,7 @@ def token_kl(logps: Array, ref_logps: Array, kind: Kl = "k3") -> Array:
 
 
 def log_importance_ratio(
-    logps: Array, old_logps: Array, mask: Array, level: Level = "token"
+    logps: Array, old_logps: Array, mask: Array, level: Literal["token", "sequence"] = "token"
 ) -> Array:
     """Returns log(policy / old policy) for each token, or one mean of them for each sequence.
 
@@ -186,7 +182,12 @@ def log_importance_ratio(
 
 
 def truncated_importance_weights(
-    old_logps: Array, behaviour_logps: Array, mask: Array, *, mode: TruncationMode, clip_max: float
+    old_logps: Array,
+    behaviour_logps: Array,
+    mask: Array,
+    *,
+    mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
+    clip_max: float,
 ) -> Array:
     """Weights that correct for completions sampled by another policy than `old_logps` describes.
 
@@ -373,7 +374,11 @@ def _token_kls(cfg: GrpoConfig, batch: LossInputs, ratio: Array) -> Array | None
 
 
 def _averaged(
-    loss_type: LossType, token_loss: Array, mask: Array, tokens: Array, totals: BatchTotals
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"],
+    token_loss: Array,
+    mask: Array,
+    tokens: Array,
+    totals: BatchTotals,
 ) -> Array:
     """The loss of a micro-batch from those of its tokens; `tokens` [B] counts them."""
     rows = len(mask) if totals.rows is None else totals.rows

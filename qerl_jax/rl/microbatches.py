@@ -25,12 +25,12 @@ class MicroBatch:
     width: int
 
 
-def pieces(rows: np.ndarray, size: int, lengths: np.ndarray) -> np.ndarray:
-    """Cuts the rows of each prompt into pieces, of rows of like length.
+def chunks(rows: np.ndarray, size: int, lengths: np.ndarray) -> np.ndarray:
+    """Cuts the rows of each prompt into chunks, of rows of like length.
 
     Args:
         rows: int [N, g], the rows of N prompts.
-        size: k, rows of a piece; divides g.
+        size: k, rows of a chunk; divides g.
         lengths: int [B], by row.
 
     Returns:
@@ -58,7 +58,7 @@ def by_tokens(
     """As few micro-batches as hold at most `budget` tokens each, padding included; long rows first.
 
     Rows without a token are left out. Widths are taken from a list of seven, and only the last
-    micro-batch has fewer prompts than its width has room for: half, a quarter ... of them. So the
+    micro-batch has fewer prompts than its width holds: half, a quarter ... of them. So the
     number of shapes, each of which is compiled, is bounded whatever the lengths are.
 
     Args:
@@ -72,33 +72,33 @@ def by_tokens(
         ValueError: When the budget does not hold one row.
     """
     group = rows.shape[1]
-    size = piece_size(group, budget=budget, prompt_width=prompt_width, max_length=max_length)
-    cut = pieces(rows, size, lengths)
+    size = chunk_size(group, budget=budget, prompt_width=prompt_width, max_length=max_length)
+    cut = chunks(rows, size, lengths)
     longest = lengths[cut].max(axis=1)
     order = np.argsort(-longest, kind="stable")
     order = order[: max(1, int((longest > 0).sum()))]
     batches = []
     while len(order):
         width = round_up(int(longest[order[0]]), max_length)
-        room = min(budget // (prompt_width + size * width), rows.size // size)
-        while room // 2 >= len(order):
-            room //= 2
-        taken = np.full((room, size), -1)
-        taken[: len(order)] = cut[order[:room]]
+        prompts = min(budget // (prompt_width + size * width), rows.size // size)
+        while prompts // 2 >= len(order):
+            prompts //= 2
+        taken = np.full((prompts, size), -1)
+        taken[: len(order)] = cut[order[:prompts]]
         batches.append(MicroBatch(taken, width))
-        order = order[room:]
+        order = order[prompts:]
     return batches
 
 
-def piece_size(group: int, *, budget: int, prompt_width: int, max_length: int) -> int:
+def chunk_size(group: int, *, budget: int, prompt_width: int, max_length: int) -> int:
     """The most rows of one prompt, a divisor of `group`, that a micro-batch of `budget` tokens holds."""
-    room = (budget - prompt_width) // max_length
-    if room < 1:
+    fitting = (budget - prompt_width) // max_length
+    if fitting < 1:
         raise ValueError(
             f"max_tokens_per_microbatch: got {budget}; must hold a prompt and a completion, "
             f"{prompt_width} + {max_length} tokens"
         )
-    return max(k for k in range(1, group + 1) if group % k == 0 and k <= room)
+    return max(k for k in range(1, group + 1) if group % k == 0 and k <= fitting)
 
 
 def round_up(length: int, limit: int) -> int:

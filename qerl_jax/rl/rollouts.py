@@ -27,8 +27,8 @@ class Sampler:
     """How completions of problems are sampled.
 
     Attributes:
-        engine: Samples from the policy.
-        tokenizer: Of the policy.
+        engine: The engine, which samples from the policy.
+        tokenizer: The policy's tokenizer.
         num_generations: G, completions per problem.
         max_prompt_length: Bound on the tokens of a prompt; programs are compiled for it.
         max_completion_length: Bound on the tokens of a completion.
@@ -163,7 +163,7 @@ def make_sampler(
 
     Args:
         model: The policy.
-        tokenizer: Of the policy.
+        tokenizer: The policy's tokenizer.
         cfg: How completions are sampled.
         max_prompt_length: Bound on the tokens of a prompt.
     """
@@ -202,7 +202,7 @@ def collect(
     alone, so neither the rest of the batch nor the slot in which it runs changes what it samples.
 
     Args:
-        sampler: How.
+        sampler: How completions are sampled.
         variables: `params`, `frozen` and, under AQN, `noise`.
         problems: P of them.
         key: Row r samples from fold_in(key, first_row + r).

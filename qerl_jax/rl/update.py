@@ -30,7 +30,7 @@ class TrainState:
     Attributes:
         step: int32, optimizer steps done.
         params: The adapter, or with `trainable = "full"` the layers' own weights, float32.
-        opt_state: Of the optax chain.
+        opt_state: State of `optimizer.transformation`.
         skipped: int32, optimizer steps that changed nothing: no signal, or a gradient that was not finite.
         reference: A copy of `params` that follows them (`grpo.sync_ref_model`), or None where the
             reference is the base.
@@ -147,7 +147,7 @@ def loss(
         frozen: The rest of the policy.
         noise: Noise on the norms under which the policy acts, or None.
         batch: Rows, and the log-probabilities of theirs that `anchors` holds fixed.
-        totals: Of the optimizer batch.
+        totals: Rows and tokens of the optimizer batch.
         dropout_key: Key of the adapter's dropout, where it has any.
 
     Returns:
@@ -281,7 +281,7 @@ class Updater:
             frozen: What of the policy does not train.
             experience: The rollout, on the host.
             noise: The tree under which the policy acts here too, or None.
-            key: Of the order of the rows, and of dropout.
+            key: Random key for the order of the rows and for dropout.
 
         Returns:
             The state, and metrics: scalars, means over the optimizer steps, under TRL's names;

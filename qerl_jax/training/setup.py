@@ -36,21 +36,6 @@ SAMPLE, NOISE, UPDATE, EVAL, PARAMS = range(5)
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryCheck:
-    """The plan of a run's memory, to be held against what its first step takes.
-
-    Attributes:
-        plan: The plan.
-        limit: Bytes that the device offers.
-        earlier_peak: Most bytes in use before the run.
-    """
-
-    plan: memory.MemoryPlan
-    limit: int
-    earlier_peak: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Run:
     """All that the loop needs.
 
@@ -70,6 +55,7 @@ class Run:
         state: Where training begins, or goes on; the first update takes its buffers.
         supply: Where the data begins, or goes on.
         memory: The plan of memory; None where the device does not report its own.
+        earlier_peak: Most bytes that this process had on the device before the run.
         notes: Lines to show.
     """
 
@@ -87,7 +73,8 @@ class Run:
     files: StateFiles
     state: TrainState
     supply: Supply
-    memory: MemoryCheck | None
+    memory: memory.MemoryPlan | None
+    earlier_peak: int
     notes: list[str]
 
 
@@ -116,7 +103,7 @@ def setup(
     if cfg.deterministic:
         runtime.use_deterministic_kernels()
     runtime.use_compilation_cache()
-    memory_check = _plan_memory(cfg)
+    memory_plan, earlier_peak = _plan_memory(cfg), peak_memory()
     start = _starting_adapter(cfg)
     model, frozen, tokenizer = base_model.load_base(cfg.model, cfg.lora, cfg.seed)
     memory.require_context(cfg, model.arch)
@@ -160,7 +147,8 @@ def setup(
         files=files,
         state=state,
         supply=_supply(cfg, stored, problems, tokenizer),
-        memory=memory_check,
+        memory=memory_plan,
+        earlier_peak=earlier_peak,
         notes=notes,
     )
 
@@ -183,7 +171,7 @@ def check_folder(cfg: RunConfig) -> None:
         )
 
 
-def _plan_memory(cfg: RunConfig) -> MemoryCheck | None:
+def _plan_memory(cfg: RunConfig) -> memory.MemoryPlan | None:
     """Refuses a run that cannot fit; None where the device does not report its memory."""
     memory.require_context(cfg)
     limit = memory.device_memory()
@@ -196,7 +184,7 @@ def _plan_memory(cfg: RunConfig) -> MemoryCheck | None:
         )
     plan = memory.estimate(cfg, limit=limit)
     plan.require(limit)
-    return MemoryCheck(plan, limit, peak_memory())
+    return plan
 
 
 def peak_memory() -> int:

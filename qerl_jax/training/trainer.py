@@ -106,7 +106,7 @@ def train(
             )
             trace.lap("update")
             if run.memory and step == started:
-                _compare(run.memory.plan, run.memory.limit, logger, run.memory.earlier_peak)
+                _compare(run.memory, memory.of_device(), logger, run.earlier_peak)
 
             step = int(state.step)
             logger.num_tokens += fresh.rollout.num_tokens

@@ -80,9 +80,9 @@ def test_rows_without_a_token_cost_nothing():
 
 def test_a_budget_below_one_row_is_an_error():
     with pytest.raises(ValueError, match=r"max_tokens_per_microbatch: got 99; .* 20 \+ 80 tokens"):
-        microbatches.piece_size(8, budget=99, prompt_width=20, max_length=80)
+        microbatches.chunk_size(8, budget=99, prompt_width=20, max_length=80)
 
 
 @pytest.mark.parametrize(("budget", "size"), [(100, 1), (180, 2), (339, 2), (340, 4), (9999, 8)])
 def test_a_piece_is_the_largest_divisor_of_a_group_that_fits(budget, size):
-    assert microbatches.piece_size(8, budget=budget, prompt_width=20, max_length=80) == size
+    assert microbatches.chunk_size(8, budget=budget, prompt_width=20, max_length=80) == size
