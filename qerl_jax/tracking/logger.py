@@ -1,4 +1,4 @@
-"""What a run leaves behind while it runs: metrics.jsonl and completions/, and what it shows and sends elsewhere."""
+"""Metrics and completions of a run: written to its folder, shown in the terminal, sent to trackers."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Logger:
         """Opens the files of a run that stands at `step`.
 
         Args:
-            run_folder: Made if it does not exist.
-            total_steps: Optimizer steps of the whole run.
-            step: Optimizer steps done.
-            quiet: Show nothing.
-            log_completions: Write completions, too.
-            report_to: Trackers of `trackers.start`.
-            run_name: The run's name there.
-            settings: What they keep of its config.
+            run_folder: Folder of the run; made if it does not exist.
+            total_steps: Number of optimizer steps of the whole run.
+            step: Number of optimizer steps done.
+            quiet: Whether nothing is shown.
+            log_completions: Whether completions are written, too.
+            report_to: Names of trackers, see `trackers.start`.
+            run_name: Name of the run in the trackers.
+            settings: Config of the run that trackers keep.
         """
         self._folder = pathlib.Path(run_folder)
         self._path = self._folder / "metrics.jsonl"

@@ -184,7 +184,7 @@ def group(runs: Sequence[Run]) -> list[Group]:
 
 
 def lines(run_folder: str | pathlib.Path) -> list[str]:
-    """The curves of a run as text, a line per metric with its first and last value; accuracy comes last.
+    """Draws the curves of a run as text, a line per metric with its first and last value; accuracy comes last.
 
     Raises:
         FileNotFoundError: When the folder holds no metrics.
@@ -361,18 +361,10 @@ def _subtitle(groups: Sequence[Group]) -> str:
     return text
 
 
-def _last(run: Run, metric: str) -> float | None:
+def _shown(run: Run, metric: str, reduce=lambda values: values[-1]) -> str:
+    """The last value of a metric as text, or what `reduce` makes of all values."""
     values = list(run.values(metric).values())
-    return values[-1] if values else None
-
-
-def _median(run: Run, metric: str) -> float | None:
-    values = list(run.values(metric).values())
-    return statistics.median(values) if values else None
-
-
-def _shown(value: float | None) -> str:
-    return "–" if value is None else charts.number(value)
+    return charts.number(reduce(values)) if values else "–"
 
 
 def _accuracy(run: Run) -> str:
@@ -387,36 +379,34 @@ def _accuracy(run: Run) -> str:
 
 def _figures(run: Run) -> list[tuple[str, str]]:
     """The numbers that matter most, as far as the run has them."""
-    tokens = _last(run, "num_tokens")
+    tokens = list(run.values("num_tokens").values())
     found = {
         "Held-out accuracy, 95 %": _accuracy(run),
-        "Reward, last step": _shown(_last(run, "reward")),
-        "Median step": f"{_shown(_median(run, 'step_time'))} s",
-        "Tokens seen": "–" if tokens is None else f"{tokens:,.0f}",
+        "Reward, last step": _shown(run, "reward"),
+        "Median step": f"{_shown(run, 'step_time', statistics.median)} s",
+        "Tokens seen": f"{tokens[-1]:,.0f}" if tokens else "–",
     }
     return [(name, value) for name, value in found.items() if not value.startswith("–")]
 
 
 def _runs_table(groups: Sequence[Group]) -> Table:
     columns = ("run", "base", "data", "seed", "steps", "held-out accuracy", "reward", "step, s")
-    rows = []
-    for each in groups:
-        for run in each.runs:
-            cfg = run.cfg
-            base = "–" if cfg is None else f"{cfg.model.model_name_or_path} ({cfg.model.weights})"
-            rows.append(
-                (
-                    run.folder.resolve().name,
-                    base,
-                    "–" if cfg is None else cfg.data.dataset,
-                    "–" if cfg is None else str(cfg.seed),
-                    str(run.rows[-1]["step"]),
-                    _accuracy(run),
-                    _shown(_last(run, "reward")),
-                    _shown(_median(run, "step_time")),
-                )
-            )
-    return Table("Runs", columns, tuple(rows))
+    return Table("Runs", columns, tuple(_runs_row(run) for each in groups for run in each.runs))
+
+
+def _runs_row(run: Run) -> tuple[str, ...]:
+    settings = ("–", "–", "–")
+    if (cfg := run.cfg) is not None:
+        base = f"{cfg.model.model_name_or_path} ({cfg.model.weights})"
+        settings = (base, cfg.data.dataset, str(cfg.seed))
+    return (
+        run.folder.resolve().name,
+        *settings,
+        str(run.rows[-1]["step"]),
+        _accuracy(run),
+        _shown(run, "reward"),
+        _shown(run, "step_time", statistics.median),
+    )
 
 
 def _benchmarks_table(groups: Sequence[Group]) -> Table:

@@ -55,7 +55,7 @@ class Display:
     """Shows the steps of a run."""
 
     def __init__(self, total_steps: int, step: int, console: Any = None):
-        """Begins at `step` of `total_steps`; `console` is a rich one, absent means the terminal."""
+        """Begins at `step` of `total_steps`; `console` is a rich console, absent means the terminal."""
         from rich import console as rich_console
         from rich import live, progress
 

@@ -16,20 +16,20 @@ _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "tracki
 
 
 class Tracker(Protocol):
-    """Where metrics go."""
+    """A service that takes the metrics of a run."""
 
     def write(self, step: int, row: Mapping[str, Any]) -> None:
         """Takes the metrics of a step."""
 
     def close(self) -> None:
-        """Ends the run there."""
+        """Ends the run in the service."""
 
 
 def require(names: Sequence[str]) -> None:
-    """Checks that the packages are there, before any work is done.
+    """Checks that the packages of trackers are there, before any work is done.
 
     Raises:
-        ValueError: Naming the first that is missing, and how to get it.
+        ValueError: If one is missing; it says which, and how to get it.
     """
     for name in names:
         if importlib.util.find_spec(_PACKAGES[name]) is None:
@@ -50,12 +50,12 @@ def start(
     """Starts the trackers of those names for a run that stands at `step`.
 
     Args:
-        names: Keys of `[report_to]`: "tensorboard", "wandb", "trackio".
-        run_folder: TensorBoard's files go into its `tensorboard/`; `tracker_id` keeps the run's
-            identity with the others.
-        step: Optimizer steps done; 0 begins anew, anything else goes on.
-        run_name: Shown there; absent means the folder's name.
-        settings: The run's config.
+        names: Names of trackers: "tensorboard", "wandb", "trackio".
+        run_folder: Folder of the run. TensorBoard's files go into its `tensorboard/`; `tracker_id`
+            keeps the run's identity with the others.
+        step: Number of optimizer steps done; 0 begins anew, anything else goes on.
+        run_name: Name that is shown; absent means the folder's name.
+        settings: Config of the run.
     """
     folder = pathlib.Path(run_folder)
     if not names:
