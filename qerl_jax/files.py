@@ -77,9 +77,9 @@ def digest(path: pathlib.Path) -> str | None:
 
 
 def fingerprint(folder: pathlib.Path) -> str | None:
-    """SHA-256 of names, sizes and 16 pieces of each of a model's or adapter's files; None where there is no folder.
+    """SHA-256 of names, sizes and 16 chunks of each of a model's or adapter's files; None where there is no folder.
 
-    Weights that were made anew under the same name differ in nearly every piece, and tens of GB are not read; of
+    Weights that were made anew under the same name differ in nearly every chunk, and tens of GB are not read; of
     what is smaller than 1 MiB, such as configs and templates, all is.
     """
     folder = folder.expanduser()
@@ -90,8 +90,8 @@ def fingerprint(folder: pathlib.Path) -> str | None:
         size = path.stat().st_size
         found.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:
-            for piece in range(16):
-                file.seek(piece * size // 16)
+            for chunk in range(16):
+                file.seek(chunk * size // 16)
                 found.update(file.read(1 << 16))
     return found.hexdigest()
 
@@ -102,8 +102,8 @@ def content_hashes(
     """`<name>.sha256` of model or adapter folders and of files, for what a job depends on; None where none is there.
 
     Args:
-        folders: By name, a path (see `fingerprint`) or None; the name of a model of the hub is no path.
-        files: By name, a path (see `digest`) or None.
+        folders: Paths or None by name (see `fingerprint`); the name of a model of the hub is no path.
+        files: Paths or None by name (see `digest`).
     """
     kinds = (fingerprint, folders), (digest, files or {})
     return {
@@ -130,7 +130,7 @@ class Progress:
 
     Attributes:
         values: The results so far, as they are read from the file.
-        identity: As it is read from the file.
+        identity: The identity as it is read from the file.
 
     Raises:
         ValueError: Where the file is something else, or holds results under other settings.

@@ -308,7 +308,7 @@ def _capacity(cfg: RunConfig, arch: Architecture, free: int | None, beside: int)
 def _cache(
     cfg: RunConfig, arch: Architecture, phase: Phase, slots: int, prompts: int, tokens: int | None
 ) -> Item:
-    """The pool of pages that so many slots need, or for which so many tokens leave room."""
+    """The pool of pages that so many slots need, or as many as so many tokens fill."""
     page, fraction = kv_cache.PAGE_SIZE, cfg.rollout.kv_cache_fraction
     longest_prompt = cfg.data.max_prompt_length - 1
     longest = longest_prompt + cfg.rollout.max_completion_length
@@ -347,7 +347,7 @@ def _update(cfg: RunConfig, arch: Architecture, adapter: int) -> list[Item]:
     }[cfg.model.gradient_checkpointing]
     ffn = _FFN if cfg.model.gradient_checkpointing in ("layer", "mlp") else _FFN - 2
     layer = tokens * ((ffn - 1) * arch.ffn_width + _WIDTH * arch.width) + spans * _SPANS * inputs
-    # A packed weight is unpacked in turn with the last of the MLP's arrays; a dense one is copied out
+    # A packed weight is dequantized in turn with the last of the MLP's arrays; a dense one is copied out
     # of its stack beside all of them.
     weight, last = max(_sizes(arch)), tokens * arch.ffn_width
     layer += max(last, weight) if cfg.model.weights == "nvfp4" else last + weight

@@ -1,4 +1,4 @@
-"""A Hugging Face folder -> the model, its frozen base on the device, its tokenizer."""
+"""Reads a Hugging Face folder: the model, its frozen base on the device, its tokenizer."""
 
 from __future__ import annotations
 
@@ -154,14 +154,14 @@ def read_layer(
     dtype,
     read_linear: Callable[[str, list[str]], PackedWeight | jax.Array],
 ) -> dict:
-    """One layer as a tree, without a leading axis.
+    """Reads one layer into a tree without a leading axis.
 
     Args:
-        arch: Says what it has.
-        tensors: By their names in a folder.
-        prefix: Of these names, "model.layers.0." for the first.
-        dtype: Of norms and biases.
-        read_linear: A fused linear's name and those of its parts -> its weight.
+        arch: Says what the layer has.
+        tensors: The tensors by their names in a folder.
+        prefix: Start of the layer's names, "model.layers.0." for the first.
+        dtype: Type of norms and biases.
+        read_linear: Maps a fused linear's name and those of its parts to its weight.
     """
     layer = {
         name: {"scale": jnp.asarray(tensors[f"{prefix}{name}.weight"], dtype)}

@@ -1,4 +1,4 @@
-"""A trained policy -> a folder that others read, and the proof that the folder holds that policy.
+"""Exports a trained policy to a folder that others read, and proves that the folder holds that policy.
 
     peft     the adapter, with the norms it trained
     merged   base + scaling * B A in 16 bits, as a whole model
@@ -62,9 +62,9 @@ def export(
         to: What is written.
         out: The folder, which appears whole or not at all; replaced if it is an export already.
         base: To what the adapter is added: the "original" 16-bit weights, or those on which it was
-            trained, "packed" and unpacked again. None means "packed" for a merged model if there is
+            trained, "packed" and dequantized again. None means "packed" for a merged model if there is
             such, and otherwise the only one that there is.
-        step: Of the checkpoint to take; None means the final adapter, or the newest checkpoint.
+        step: Step of the checkpoint to take; None means the final adapter, or the newest checkpoint.
         limit: Largest mean difference of log-probabilities, in nats; None means what the rounding
             of that kind explains. Where the adapter is added to a base that it was not trained on,
             the difference is that to this base with the adapter beside it.
@@ -146,7 +146,7 @@ def _config(run: pathlib.Path) -> RunConfig:
 
 
 def _trained_model(run: pathlib.Path, to: Kind, step: int | None) -> pathlib.Path:
-    """Of a run that trained its base: the model that it wrote at its end."""
+    """The model that a run which trained its base wrote at its end."""
     if to != "nvfp4":
         raise ValueError(
             f"to: got {to!r}; a run with model.trainable = 'full' has no adapter, and its 16-bit model is "

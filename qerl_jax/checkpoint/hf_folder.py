@@ -69,8 +69,8 @@ def fill_folder(
         num_layers: L.
         outside: Tensors that are in no layer, by name; written in `dtype`.
         layer: Index -> tensors of that layer, by name; all layers have the same.
-        dtype: Of the model: bfloat16 or float32.
-        quantization_config: For config.json, where weights are packed.
+        dtype: Type of the model: bfloat16 or float32.
+        quantization_config: The entry of config.json, where weights are packed.
     """
     dtype, at = np.dtype(dtype), 0
     held = layer(0)
@@ -138,9 +138,9 @@ def export_model(
         for linear, parts in arch.linears().items():
             ends = np.cumsum([size for _, size in parts])[:-1]
             for leaf, array in content[linear].items():
-                pieces = np.split(array, ends)
-                for name, piece in zip(arch.linear_names(linear, index), pieces, strict=True):
-                    tensors[f"{name}.{leaf}"] = piece
+                arrays = np.split(array, ends)
+                for name, part in zip(arch.linear_names(linear, index), arrays, strict=True):
+                    tensors[f"{name}.{leaf}"] = part
         return {name: np.asarray(tensors[name], dtype) for name in sorted(tensors)}
 
     with whole_folder(folder, "config.json", "model") as partial:

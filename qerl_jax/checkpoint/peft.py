@@ -1,4 +1,4 @@
-"""PEFT adapters: folder -> `params`, and back."""
+"""Reads PEFT adapters into `params`, and writes them."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class _Shape:
         return any(name == module or name.endswith(f".{module}") for module in modules)
 
     def rank(self, name: str) -> int:
-        """Of the linear's branch."""
+        """The rank of the linear's branch."""
         return self._pattern("rank_pattern", name, self.config["r"])
 
     def scaling(self, name: str) -> float:
-        """By what the branch is multiplied: alpha / rank, or alpha / sqrt(rank) (rslora, arXiv 2312.03732)."""
+        """The factor of the branch: alpha / rank, or alpha / sqrt(rank) (rslora, arXiv 2312.03732)."""
         alpha = self._pattern("alpha_pattern", name, self.config["lora_alpha"])
         rank = self.rank(name)
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
@@ -209,8 +209,8 @@ def export_adapter(folder: str | pathlib.Path, params: Any, lora: LoraConfig, ba
     Args:
         folder: Replaced if it is an adapter already.
         params: The `params` tree.
-        lora: Its shape.
-        base: `base_model_name_or_path`.
+        lora: The shape of the adapter.
+        base: The name or path of the base, for `base_model_name_or_path`.
 
     Raises:
         FileExistsError: When the folder holds something else.

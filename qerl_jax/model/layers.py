@@ -1,4 +1,4 @@
-"""The transformer's arithmetic as pure functions. Linen names live in `model.py`, nothing here knows a parameter tree.
+"""The transformer's arithmetic as pure functions. Linen names live in `transformer.py`, nothing here knows a parameter tree.
 
 Slot i of a row holds its i-th token. Padding is on the right and needs no mask array: a query at slot s
 sees the keys of slots 0 to s, so junk after the end is seen by junk only.
@@ -48,12 +48,12 @@ def branches(
     """Low-rank branches `scaling * (x A) B` (LoRA, arXiv 2106.09685) as x A and scaling * B, in x's dtype.
 
     Args:
-        adapters: Of each, x [..., K], A float32 [K, R] and B float32 [R, N]. Those of linears that are
+        adapters: For each x [..., K], A float32 [K, R] and B float32 [R, N]. Those of linears that are
             joined read one x, unless dropout has made different ones of it.
         scaling: alpha / R.
 
     Returns:
-        Of each [rows of x, R] and [R, N], for `finished_linear`.
+        For each [rows of x, R] and [R, N], for `finished_linear`.
     """
     x = adapters[0][0]
     if all(other is x for other, _, _ in adapters):

@@ -223,7 +223,7 @@ class Transformer(nn.Module):
         weights: How the linears of a new base are stored; embedding, norms and biases are bfloat16,
             or float32.
         lora: Shape of the adapter, or None for the bare base.
-        dtype: Of the activations: bfloat16 or float32.
+        dtype: Type of the activations: bfloat16 or float32.
         full: Whether `params` holds what the layers hold, instead of an adapter; see `trainable`.
     """
 

@@ -56,7 +56,7 @@ class Folded:
 
     Attributes:
         tensors: Its norms, biases and float32 weights, by their names in a folder.
-        errors: By linear, the relative error of its output on the calibration inputs: rounded to
+        errors: For each linear the relative error of its output on the calibration inputs: rounded to
             nearest, and with the scales that were found.
     """
 
@@ -89,9 +89,9 @@ def fold(
     Args:
         arch: Says what the layer has.
         form: What its linears will be packed to.
-        tensors: The layer's, by their names in a folder.
-        prefix: Of these names.
-        seen: Of each fused linear.
+        tensors: The layer's tensors, by their names in a folder.
+        prefix: Start of these names.
+        seen: What is known of the inputs of each fused linear.
     """
     tensors, errors, rows = dict(tensors), {}, {}
     name = lambda linear, part: f"{prefix}{PARENT[linear]}.{part}"

@@ -30,12 +30,12 @@ class Calibration:
     """What to calibrate on.
 
     Attributes:
-        dataset: "arithmetic", a name of `data.SETS`, a data set of the hub, a folder, or a .jsonl,
+        dataset: "arithmetic", a name of `datasets.SETS`, a data set of the hub, a folder, or a .jsonl,
             .json or .parquet file. Its rows have messages (`messages` or `conversations`), a `text`,
             or a question and an answer under the usual names.
         num_samples: Rows that are used, drawn at random.
         max_length: Tokens that are used of each.
-        seed: Of the draw.
+        seed: Random seed for choosing the rows.
     """
 
     dataset: str = DATASET

@@ -1,4 +1,4 @@
-"""A 16-bit Hugging Face folder -> a 4-bit one, layer by layer.
+"""Quantizes a 16-bit Hugging Face folder to 4 bits, layer by layer.
 
 The folder is written beside its place, `<name>.partial`, one file for each layer, and renamed at the
 end. A job that was stopped goes on after the last whole file. Host memory holds one layer, and with
@@ -84,7 +84,7 @@ class _Job:
         target: Where the finished folder will be.
         arch: Says what there is.
         form: What linears are packed to.
-        progress: Of each file that is whole `tensors`, `bytes`, `errors`, and the `seconds` until it was.
+        progress: `tensors`, `bytes` and `errors` of each whole file, and the `seconds` until it was whole.
     """
 
     source: pathlib.Path
