@@ -10,8 +10,6 @@ An impossible value, a wrong type or an unknown key is one `ConfigError` that na
 value and the rule.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -4,8 +4,6 @@ A TOML section is a dataclass, a key is a field; names are TRL's where TRL has o
 What a single value may be stands in its field's annotation, rules across fields in `_check_across`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 import tomllib

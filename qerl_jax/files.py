@@ -1,7 +1,5 @@
 """Files that are whole or not there, what they are known by, and jobs that go on where they were stopped."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -7,8 +7,6 @@ workspace, whose size is the compiler's business: its factors were read off
 `compiled.memory_analysis()` of programs for an H200.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

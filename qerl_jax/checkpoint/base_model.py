@@ -1,7 +1,5 @@
 """Reads a Hugging Face folder: the model, its frozen base on the device, its tokenizer."""
 
-from __future__ import annotations
-
 import functools
 import pathlib
 from collections.abc import Callable, Mapping

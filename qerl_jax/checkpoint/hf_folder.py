@@ -1,7 +1,5 @@
 """A model as a Hugging Face folder: what its tensors are called, and how it is written, layer by layer."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 import shutil

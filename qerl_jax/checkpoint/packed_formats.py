@@ -4,8 +4,6 @@ NVFP4 and MXFP4 folders are compressed-tensors', which transformers and vLLM rea
 those that transformers writes with bitsandbytes.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

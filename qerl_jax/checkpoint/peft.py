@@ -1,7 +1,5 @@
 """Reads PEFT adapters into `params`, and writes them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """A policy, from what a user names (a hub name, a PEFT folder, a run folder) to variables on the device."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from typing import Any

@@ -1,7 +1,5 @@
 """The state of a run: written as it goes, restored when it resumes."""
 
-from __future__ import annotations
-
 import pathlib
 from typing import Any
 

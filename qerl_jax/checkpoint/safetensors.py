@@ -4,8 +4,6 @@ The safetensors package checks a file: its tensors tile the data, so their place
 It reads no float8 into numpy, and writes only what is in memory as a whole: bytes are read and written here.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import mmap

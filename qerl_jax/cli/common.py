@@ -1,7 +1,5 @@
 """What the commands share: lines of output, and a run's config from a file and the command line."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

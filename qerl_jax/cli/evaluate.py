@@ -1,7 +1,5 @@
 """The commands that measure policies: `eval`, `compare`, `filter`."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from typing import Literal

@@ -1,7 +1,5 @@
 """The command `generate`: completions of prompts, on the screen or in a file."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import pathlib

@@ -1,7 +1,5 @@
 """The command `qerl`: finds the sub-command, runs it, and makes one line of what is wrong with its input."""
 
-from __future__ import annotations
-
 import difflib
 import importlib.metadata
 import inspect

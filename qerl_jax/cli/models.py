@@ -1,7 +1,5 @@
 """The commands that write models: `export`, `quantize`."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 from typing import Annotated, Literal

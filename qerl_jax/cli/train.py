@@ -1,7 +1,5 @@
 """The commands of training runs: `train`, `plan`, `replay`, `report`."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import os

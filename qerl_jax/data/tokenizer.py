@@ -1,7 +1,5 @@
 """Text to ids and back, over a Hugging Face tokenizer and its chat template."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """A policy on sets of problems under protocols: each set in a folder of its own, which survives a kill."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

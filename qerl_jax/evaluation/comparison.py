@@ -1,7 +1,5 @@
 """Two evaluations of the same problems: paired differences."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 

@@ -4,8 +4,6 @@ A group whose completions are all right or all wrong has no advantage. Leaving s
 before training saves their rollouts (QeRL's tools keep pass rates from 0.1 to 0.6).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pathlib

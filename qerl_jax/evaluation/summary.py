@@ -1,7 +1,5 @@
 """Estimates with confidence intervals from the records of one set, and how they are shown."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Completions of many prompts in a .jsonl file, from a job that may be killed and goes on when it is asked again."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pathlib

@@ -11,8 +11,6 @@ rows share the pages that it fills; the page that it fills in part is copied for
 last, which takes it over.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """How many tokens a cache of keys and values holds: arithmetic on bytes and pages, before anything is made."""
 
-from __future__ import annotations
-
 from qerl_jax.generation.scheduler import most_prefilled
 from qerl_jax.model.architecture import Architecture
 

@@ -1,7 +1,5 @@
 """Which pages of a cache are taken, and by how many rows: plain numbers on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 

@@ -1,7 +1,5 @@
 """Sampling of the next token from its scores, with its log-probability."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """How completions are sampled, by vLLM's names: options of the generator and of `qerl generate`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Annotated

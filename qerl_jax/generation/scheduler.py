@@ -4,8 +4,6 @@ Plain Python on small arrays, which the host goes through while the device sampl
 batch can have, and the lengths to which prompts are padded, are few and fixed: each is a program.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Texts that end a completion, looked for in what its tokens say."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 

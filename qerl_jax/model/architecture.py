@@ -5,8 +5,6 @@ else is a number that the file states. Both spellings of the rotary fields are r
 (`rope_theta`, `rope_scaling`) and transformers 5 (`rope_parameters`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import pathlib

@@ -5,8 +5,6 @@ rows of one token each, where kernels for it exist (`supports`). Norms, LoRA, bi
 residual additions happen inside the kernels that finish the products.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Slot i of a row holds its i-th token. Padding is on the right and needs no mask 
 sees the keys of slots 0 to s, so junk after the end is seen by junk only.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -6,8 +6,6 @@ taken before any penalty or top-k/top-p/min-p truncation, over the ids that the 
 temperature 0 (greedy) it is taken at temperature 1.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

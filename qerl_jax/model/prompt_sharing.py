@@ -5,8 +5,6 @@ Attention looks at g spans [prompt, completion], which `unfold` puts together wi
 it is the plain causal attention of any other rows; `fold` goes back.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -11,8 +11,6 @@ Three collections, three lifetimes:
 Layers are stacked: every leaf under `layers` has a leading axis L, and the forward pass scans it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from typing import Any

@@ -17,8 +17,6 @@ A 4-bit float spaces its values by their size, so scales do less here than for i
 gain comes from clipping.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any

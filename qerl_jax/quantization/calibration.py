@@ -1,7 +1,5 @@
 """Texts that a model is calibrated on, and their hidden states, layer by layer."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence

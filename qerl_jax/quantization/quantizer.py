@@ -5,8 +5,6 @@ end. A job that was stopped goes on after the last whole file. Host memory holds
 calibration the hidden states of its rows.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

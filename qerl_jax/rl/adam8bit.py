@@ -6,8 +6,6 @@ no sign) that lie close together near 0, so that small values keep their relativ
 that is not 0 is never stored as a second moment of 0: under its root it would be divided by.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Which rows make up a micro-batch, and how wide it is: plain index arithmetic on the host."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """AdamW: its learning-rate schedule, its chain of optax transformations, and a step that may be skipped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

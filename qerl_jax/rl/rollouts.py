@@ -1,7 +1,5 @@
 """Problems in, scored completions out."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

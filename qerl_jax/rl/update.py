@@ -1,7 +1,5 @@
 """Experience in, new adapters out."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

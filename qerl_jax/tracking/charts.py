@@ -1,7 +1,5 @@
 """Line charts of metrics over steps, drawn by matplotlib: as SVG for a page, as PNG files, and as one figure."""
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import io

@@ -1,7 +1,5 @@
 """Metrics and completions of a run: written to its folder, shown in the terminal, sent to trackers."""
 
-from __future__ import annotations
-
 import json
 import pathlib
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """One HTML page that needs nothing else: no network, no files beside it, no script."""
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import itertools

@@ -1,7 +1,5 @@
 """What runs came to, from the files that they left: a page, PNG files, lines of text, a figure, a table."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """A run in the terminal: a live view where it can be redrawn, a line per step where it cannot."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

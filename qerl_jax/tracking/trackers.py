@@ -3,8 +3,6 @@
 Each tracker has `write(step, row)` and `close()`. A resumed run goes on under its name.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """What an iteration of the loop leaves for the log: times, rewards, lengths, and its completions."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 import types

@@ -1,7 +1,5 @@
 """Optimizer steps whose loss or gradient was not finite: kept in files, and run once more to see why."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """From a config to all that the loop needs; what is wrong with the input is said here."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import pathlib

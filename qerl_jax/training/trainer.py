@@ -13,8 +13,6 @@ How this differs from the paper (arXiv 2510.11696) and from its published code:
 4. A step without signal changes nothing, and is counted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
