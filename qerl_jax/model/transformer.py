@@ -274,6 +274,7 @@ class Transformer(nn.Module):
         if remat != "none":
             policy = jax.checkpoint_policies.save_only_these_names(*_KEPT[remat])
             block = nn.remat(Block, prevent_cse=False, policy=policy)
+        extends = cache is not None and tokens.shape[1] == 1
         scan = nn.scan(
             block,
             variable_axes={"params": 0, "frozen": 0, "noise": 0},
@@ -281,12 +282,12 @@ class Transformer(nn.Module):
             in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
             length=arch.num_layers,
             # Flax's check takes a kernel that writes to the cache for a loop that is not invariant. No
-            # variable here is shared by the layers, so there is nothing that it could find.
-            check_constancy_invariants=False,
+            # variable here is shared by the layers, so there is nothing that it could find. Elsewhere it
+            # stays on: without it a random adapter would be another one for the same seed.
+            check_constancy_invariants=not extends,
         )
         stack = scan(arch, self.weights, self.lora, self._role(adapter), name="layers")
         x = embedding[tokens].astype(self.dtype)
-        extends = cache is not None and tokens.shape[1] == 1
         plan = attention.plan(cache.keys, cache.tables, cache.ends) if extends else None
         numbers = jnp.arange(arch.num_layers)
         (x, cache), _ = stack((x, cache), numbers, tables, shared, plan)
