@@ -76,6 +76,13 @@ TABLES = (
         "Our own BF16 base with the same LoRA, on the same card in the same minutes.",
         True,
     ),
+    Table(
+        "plain",
+        "Decoding without the fused layers",
+        "What decodes where the fused layers refuse: more than 128 rows, NF4, MXFP4, shapes without kernels. 7B as above. "
+        "Beside it: the fused layers with NVFP4, of another run on such a card.",
+        True,
+    ),
     Table("lora", "What LoRA costs", "7B, decoding with the adapter and without it."),
     Table("rollouts", "Prefill, mixed lengths, agreement, start", "7B, NVFP4, LoRA of rank 32."),
     Table(
