@@ -12,7 +12,7 @@ import pytest
 
 from qerl_jax import config
 from qerl_jax.checkpoint import base_model, peft
-from qerl_jax.checkpoint import policy as policies
+from qerl_jax.checkpoint.policy import find_policy
 from qerl_jax.cli import main
 from qerl_jax.config import LoraConfig
 from qerl_jax.files import Progress
@@ -194,9 +194,9 @@ def test_a_partial_file_of_something_else_stays(text, tmp_path, capsys):
 
 
 def test_other_columns_beside_the_same_prompts_are_another_file(tmp_path):
-    policy, params = policies.find(None, None), SamplingParams()
+    source, params = find_policy(None, None), SamplingParams()
     identities = [
-        completion_file._identity(policy, [{"prompt": "a", "answer": n}], [], params)
+        completion_file._identity(source, [{"prompt": "a", "answer": n}], [], params)
         for n in range(2)
     ]
     Progress(tmp_path / "out.jsonl.partial", identities[0]).add(["a row"])
@@ -221,7 +221,7 @@ def test_generate_takes_the_adapter_and_the_settings_of_a_run_folder(tmp_path, c
     cfg = config.load(QUICKSTART)
     cfg = dataclasses.replace(cfg, lora=LoraConfig(4, 4.0))
     (tmp_path / "config.toml").write_text(config.dump(cfg))
-    model, frozen, _ = base_model.load_policy(cfg.model, cfg.lora)
+    model, frozen, _ = base_model.load_base(cfg.model, cfg.lora)
     params = transformer.init_params(model, frozen, jax.random.key(0))
     # B of a new adapter is zero: it is made to matter.
     params = jax.tree.map(lambda leaf: leaf + 0.05, params)

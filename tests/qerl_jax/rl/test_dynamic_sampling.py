@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from qerl_jax.checkpoint import base_model
+from qerl_jax.checkpoint import hf_folder
 from qerl_jax.data import tokenizer
 from qerl_jax.data.datasets import Problem
 from qerl_jax.rl import dynamic_sampling, rollouts
@@ -20,7 +20,7 @@ PROBLEMS = [Problem("1+2=", {"answer": "3"}), Problem("12 + 30 = ?", {}), Proble
 
 @functools.cache
 def tokens():
-    return tokenizer.load(base_model.TINY)
+    return tokenizer.load(hf_folder.TINY)
 
 
 def sampled():
