@@ -5,6 +5,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.console import Console
+
 from qerl_jax.files import write_whole
 from qerl_jax.tracking import trackers
 from qerl_jax.tracking.terminal import Display
@@ -55,7 +57,7 @@ class Logger:
         self._trackers = trackers.start(
             report_to, self._folder, step=step, run_name=run_name, settings=settings or {}
         )
-        self._display = None if quiet else Display(total_steps, step)
+        self._display = Display(total_steps, step, Console(quiet=quiet))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends one row; values become plain numbers."""
@@ -64,13 +66,11 @@ class Logger:
         self._file.flush()
         for tracker in self._trackers:
             tracker.write(step, row)
-        if self._display:
-            self._display.show(step, row)
+        self._display.show(step, row)
 
     def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Shows one completion, and writes `completions/step_<step>.jsonl`, an object per completion."""
-        if self._display:
-            self._display.show_completion(rows[0])
+        self._display.show_completion(rows[0])
         if not self._log_completions:
             return
         folder = self._folder / "completions"
@@ -80,14 +80,12 @@ class Logger:
 
     def note(self, text: str) -> None:
         """Shows a line that is no metric."""
-        if self._display:
-            self._display.note(text)
+        self._display.note(text)
 
     def close(self) -> None:
         """Ends the display and the trackers, and closes the file."""
         self._file.close()
-        if self._display:
-            self._display.close()
+        self._display.close()
         for tracker in self._trackers:  # some print a farewell, which a live view would swallow
             tracker.close()
 

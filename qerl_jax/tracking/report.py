@@ -1,10 +1,12 @@
 """What runs came to, from the files that they left: a page, PNG files, lines of text, a figure, a table."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
 import pathlib
+import re
 import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,8 +18,7 @@ from qerl_jax.config import RunConfig
 from qerl_jax.files import whole_lines, write_whole
 from qerl_jax.tracking import charts, logger, page
 from qerl_jax.tracking.charts import Chart, Line
-from qerl_jax.tracking.page import Passage, Table
-from qerl_jax.tracking.terminal import curve
+from qerl_jax.tracking.terminal import asked, curve
 
 # Sections of charts: title, unit, metrics with the names of their lines, whether logarithmic.
 _SECTIONS = (
@@ -168,12 +169,12 @@ def group(runs: Sequence[Run]) -> list[Group]:
     """Puts runs together whose configs differ in the seed only, in the order of their first one."""
     together: dict[str, list[Run]] = {}
     for run in runs:
-        key = os.fspath(run.folder)
-        if run.cfg is not None:
-            key = json.dumps(_settings(run.cfg), sort_keys=True)
+        settings = json.dumps(_settings(run), sort_keys=True)
+        key = os.fspath(run.folder) if run.cfg is None else settings
         together.setdefault(key, []).append(run)
-    names = [[run.folder.resolve().name for run in each] for each in together.values()]
-    labels = [_common_name(each) for each in names]
+    labels = [
+        _common_name([run.folder.resolve().name for run in each]) for each in together.values()
+    ]
     return [
         # A name that does not distinguish gives way to the path.
         Group(label if labels.count(label) == 1 else os.fspath(each[0].folder), tuple(each))
@@ -187,10 +188,12 @@ def lines(run_folder: str | pathlib.Path) -> list[str]:
     Raises:
         FileNotFoundError: When the folder holds no metrics.
     """
-    run, shown = read(run_folder), []
-    for name in _LINES:
-        if values := list(run.values(name).values()):
-            shown.append(f"{name:28} {values[0]:8.4g} {curve(values)} {values[-1]:.4g}")
+    run = read(run_folder)
+    shown = [
+        f"{name:28} {values[0]:8.4g} {curve(values)} {values[-1]:.4g}"
+        for name in _LINES
+        if (values := list(run.values(name).values()))
+    ]
     if accuracy := list(run.values("eval/accuracy").values()):
         shown.append(f"held-out accuracy {accuracy[0]:.3f} -> {accuracy[-1]:.3f}")
     return shown
@@ -206,15 +209,12 @@ def table(run_folder: str | pathlib.Path) -> list[dict[str, Any]]:
     Raises:
         FileNotFoundError: When the folder holds no metrics.
     """
-    run = read(run_folder)
-    names = dict.fromkeys(name for row in run.rows for name in row if name != "step")
-    found = {name: values for name in names if (values := run.values(name))}
-    rows = []
-    for name, values in found.items():
-        row: dict[str, Any] = {"metric": name}
-        for end, (step, value) in charts.extremes(list(values), list(values.values())).items():
-            row |= {end: value, f"{end}_step": step}
-        rows.append(row)
+    run, rows = read(run_folder), []
+    for name in dict.fromkeys(name for row in run.rows for name in row if name != "step"):
+        if values := run.values(name):
+            rows.append({"metric": name})
+            for end, (step, value) in charts.extremes([*values], [*values.values()]).items():
+                rows[-1] |= {end: value, f"{end}_step": step}
     return rows
 
 
@@ -230,7 +230,7 @@ def curves(run_folders: Sequence[str | pathlib.Path]) -> Figure:
         FileNotFoundError: When a folder holds no metrics.
     """
     sections = _sections(group([read(each) for each in run_folders]))
-    return charts.grid([chart for _, each in sections for chart in each])
+    return charts.grid(list(itertools.chain(*sections.values())))
 
 
 def write(
@@ -260,35 +260,33 @@ def write(
     text = page.render(
         " against ".join(each.label for each in groups) if len(groups) < 4 else "Runs compared",
         _subtitle(groups),
-        _figures(groups[0].runs[0]) if len(groups) == 1 else [],
-        [_runs_table(groups), _benchmarks_table(groups), _differences_table(groups)],
+        _figures(groups[0].runs[0]) if len(groups) == 1 else {},
+        _tables(groups),
         sections,
-        [("Completions", _samples(groups)), ("Settings", _configs(groups))],
+        {"Completions": _samples(groups), "Settings": _configs(groups)},
     )
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "index.html", text)
-    for _, each in sections:
-        for chart in each:
-            charts.png(chart, folder / f"{chart.slug}.png")
+    for chart in itertools.chain(*sections.values()):
+        charts.png(chart, folder / f"{chart.slug}.png")
     return folder / "index.html"
 
 
-def _sections(groups: Sequence[Group]) -> list[tuple[str, list[Chart]]]:
+def _sections(groups: Sequence[Group]) -> dict[str, list[Chart]]:
     """Headings of the page and their charts."""
-    sections = [(heading, _charts(panels, groups)) for heading, panels in _SECTIONS]
-    sections.insert(1, ("Rewards by function", _charts(_reward_panels(groups), groups)))
-    return sections
+    learning, *others = _SECTIONS
+    sections = (learning, ("Rewards by function", _reward_panels(groups)), *others)
+    return {heading: _charts(panels, groups) for heading, panels in sections}
 
 
-def _settings(cfg: RunConfig) -> dict[str, Any]:
+def _settings(run: Run) -> dict[str, Any]:
     """The config as names of sections and fields, without what may differ within a group."""
-    flat = {}
-    for name, value in config.to_table(cfg).items():
-        if isinstance(value, dict):
-            flat |= {f"{name}.{field}": each for field, each in value.items()}
-        elif name not in _INCIDENTAL:
-            flat[name] = value
-    return flat
+    table = {} if run.cfg is None else config.to_table(run.cfg)
+    sections = {name: table.pop(name) for name in list(table) if isinstance(table[name], dict)}
+    fields = {
+        f"{name}.{field}": value for name, each in sections.items() for field, value in each.items()
+    }
+    return fields | {name: value for name, value in table.items() if name not in _INCIDENTAL}
 
 
 def _common_name(names: Sequence[str]) -> str:
@@ -305,48 +303,42 @@ def _line(label: str, metric: str, each: Group) -> Line | None:
     values = [v for run in each.runs if (v := run.values(metric))]
     if not values:
         return None
-    steps = sorted(set().union(*values))
-    at = {step: [v[step] for v in values if step in v] for step in steps}
-    means = [statistics.fmean(at[step]) for step in steps]
-    low = high = None
+    steps = tuple(sorted(set().union(*values)))
+    at = [[v[step] for v in values if step in v] for step in steps]
+    means, low, high = (tuple(map(reduce, at)) for reduce in (statistics.fmean, min, max))
     if len(values) > 1:
-        low, high = ([end(at[step]) for step in steps] for end in (min, max))
-    elif metric == "eval/accuracy":
-        ends = [each.runs[0].values(f"{metric}_{end}") for end in ("low", "high")]
-        if all(set(steps) <= end.keys() for end in ends):
-            low, high = ([end[step] for step in steps] for end in ends)
-    columns = (column and tuple(column) for column in (means, low, high))
-    return Line(label, tuple(steps), *columns)
+        return Line(label, steps, means, low, high)
+    # The interval of a run's own, which accuracy has.
+    ends = [each.runs[0].values(f"{metric}_{end}") for end in ("low", "high")]
+    known = all(set(steps) <= end.keys() for end in ends)
+    return Line(label, steps, means, *(tuple(map(end.get, steps)) for end in ends if known))
 
 
 def _charts(panels: Iterable, groups: Sequence[Group]) -> list[Chart]:
     """One group: a chart per panel, its metrics side by side. Several: a chart per metric, with all groups."""
+    if len(groups) > 1:
+        panels = [
+            (title if len(metrics) == 1 else f"{title}: {label}", unit, ((metric, None),), log_axis)
+            for title, unit, metrics, log_axis in panels
+            for metric, label in metrics
+        ]
     found = []
     for title, unit, metrics, log_axis in panels:
-        if len(groups) == 1:
-            drawn = {title: [_line(label, metric, groups[0]) for metric, label in metrics]}
-        else:
-            drawn = {
-                title if len(metrics) == 1 else f"{title}: {label}": [
-                    _line(each.label, metric, each) for each in groups
-                ]
-                for metric, label in metrics
-            }
-        found += [Chart(name, unit, tuple(filter(None, l)), log_axis) for name, l in drawn.items()]
-    return [chart for chart in found if _says_something(chart.lines)]
-
-
-def _says_something(each: Sequence[Line]) -> bool:
-    """Whether anything is not zero: KL without a reference, for one, is not worth a chart."""
-    return any(value != 0 for line in each for value in line.values)
+        drawn = [
+            _line(label or each.label, metric, each) for metric, label in metrics for each in groups
+        ]
+        found.append(Chart(title, unit, tuple(filter(None, drawn)), log_axis))
+    # All zero, as KL without a reference, is not worth a chart.
+    return [chart for chart in found if any(map(any, (line.values for line in chart.lines)))]
 
 
 def _reward_panels(groups: Sequence[Group]) -> list[tuple]:
     """A panel per reward function; none for a single one, which is the reward itself."""
     rows = (row for each in groups for run in each.runs for row in run.rows)
-    metrics = {name for row in rows for name in row if name.startswith("rewards/")}
-    names = sorted(name for name in metrics if name.endswith("/mean"))
-    panels = [(name.split("/")[1], "", ((name, "mean"),), False) for name in names]
+    metrics = sorted(
+        {name for row in rows for name in row if re.fullmatch("rewards/.*/mean", name)}
+    )
+    panels = [(name.split("/")[1], "", ((name, "mean"),), False) for name in metrics]
     return panels if len(panels) > 1 else []
 
 
@@ -375,7 +367,7 @@ def _accuracy(run: Run) -> str:
     return text if None in ends else f"{text} [{ends[0]:.3f}, {ends[1]:.3f}]"
 
 
-def _figures(run: Run) -> list[tuple[str, str]]:
+def _figures(run: Run) -> dict[str, str]:
     """The numbers that matter most, as far as the run has them."""
     tokens = list(run.values("num_tokens").values())
     found = {
@@ -384,15 +376,50 @@ def _figures(run: Run) -> list[tuple[str, str]]:
         "Median step": f"{_shown(run, 'step_time', statistics.median)} s",
         "Tokens seen": f"{tokens[-1]:,.0f}" if tokens else "–",
     }
-    return [(name, value) for name, value in found.items() if not value.startswith("–")]
+    return {name: value for name, value in found.items() if not value.startswith("–")}
 
 
-def _runs_table(groups: Sequence[Group]) -> Table:
-    columns = ("run", "base", "data", "seed", "steps", "held-out accuracy", "reward", "step, s")
-    return Table("Runs", columns, tuple(_runs_row(run) for each in groups for run in each.runs))
+def _tables(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """The tables of the page."""
+    runs = [run for each in groups for run in each.runs]
+    return [
+        {
+            "title": "Runs",
+            "columns": (
+                "run",
+                "base",
+                "data",
+                "seed",
+                "steps",
+                "held-out accuracy",
+                "reward",
+                "step, s",
+            ),
+            "rows": [_run_row(run) for run in runs],
+            "note": None,
+        },
+        {
+            "title": "Evaluations",
+            "columns": ("policy", "set", "N", "mean@N", "pass@N", "maj@N"),
+            # What `qerl eval` has left in the run folders.
+            "rows": [
+                _evaluation_row(run, path)
+                for run in runs
+                for path in sorted(run.folder.glob("eval/*/*/summary.json"))
+            ],
+            "note": "95 % intervals: [over problems and samples], "
+            "(over samples of these problems alone).",
+        },
+        {
+            "title": "What differs",
+            "columns": ("setting", *(each.label for each in groups)),
+            "rows": _difference_rows([_settings(each.runs[0]) for each in groups]),
+            "note": None,
+        },
+    ]
 
 
-def _runs_row(run: Run) -> tuple[str, ...]:
+def _run_row(run: Run) -> tuple[str, ...]:
     settings = ("–", "–", "–")
     if (cfg := run.cfg) is not None:
         base = f"{cfg.model.model_name_or_path} ({cfg.model.weights})"
@@ -407,67 +434,49 @@ def _runs_row(run: Run) -> tuple[str, ...]:
     )
 
 
-def _benchmarks_table(groups: Sequence[Group]) -> Table:
-    """What `qerl eval` has left in the run folders."""
-    rows = []
-    for run in (run for each in groups for run in each.runs):
-        for path in sorted(run.folder.glob("eval/*/*/summary.json")):
-            summary = json.loads(path.read_text())
-            samples = summary["samples"]
-            by_name = {each["name"]: _estimate(each) for each in summary["estimates"]}
-            wanted = (f"{kind}@{samples}" for kind in ("mean", "pass", "maj"))
-            policy = f"{run.folder.resolve().name}, {path.parents[1].name}"
-            cells = (by_name.get(name, "–") for name in wanted)
-            rows.append((policy, summary["name"], str(samples), *cells))
-    return Table(
-        "Evaluations",
-        ("policy", "set", "N", "mean@N", "pass@N", "maj@N"),
-        tuple(rows),
-        "95 % intervals: [over problems and samples], (over samples of these problems alone).",
-    )
+def _evaluation_row(run: Run, path: pathlib.Path) -> tuple[str, ...]:
+    summary = json.loads(path.read_text())
+    by_name = {each["name"]: _estimate(each) for each in summary["estimates"]}
+    samples = str(summary["samples"])
+    cells = (by_name.get(f"{kind}@{samples}", "–") for kind in ("mean", "pass", "maj"))
+    policy = f"{run.folder.resolve().name}, {path.parents[1].name}"
+    return (policy, summary["name"], samples, *cells)
 
 
 def _estimate(estimate: dict[str, Any]) -> str:
-    text = f"{estimate['value']:.3f}"
-    for kind, (opening, closing) in (("over_problems", "[]"), ("over_samples", "()")):
-        if (ends := estimate[kind]) is not None:
-            text += f" {opening}{ends[0]:.3f}, {ends[1]:.3f}{closing}"
-    return text
+    intervals = [
+        f" {opening}{ends[0]:.3f}, {ends[1]:.3f}{closing}"
+        for kind, (opening, closing) in (("over_problems", "[]"), ("over_samples", "()"))
+        if (ends := estimate[kind]) is not None
+    ]
+    return f"{estimate['value']:.3f}" + "".join(intervals)
 
 
-def _differences_table(groups: Sequence[Group]) -> Table:
-    settings = [_settings(each.runs[0].cfg) if each.runs[0].cfg else {} for each in groups]
-    fields = sorted(set().union(*settings))
-    rows = [
+def _difference_rows(settings: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    return [
         (field, *(str(each.get(field, "–")) for each in settings))
-        for field in fields
+        for field in sorted(set().union(*settings))
         if len({json.dumps(each.get(field)) for each in settings}) > 1
     ]
-    return Table("What differs", ("setting", *(each.label for each in groups)), tuple(rows))
 
 
-def _samples(groups: Sequence[Group]) -> list[Passage]:
+def _samples(groups: Sequence[Group]) -> list[tuple[str, str]]:
     """The best and the worst completion of the first and of the last logged step."""
     passages = []
     for each in groups:
         files = sorted((each.runs[0].folder / "completions").glob("step_*.jsonl"))
         for path in dict.fromkeys((*files[:1], *files[-1:])):
-            rows = whole_lines(path)
-            step = int(path.stem.removeprefix("step_"))
+            where = f"{each.label}, step {int(path.stem.removeprefix('step_'))}"
             for word, pick in (("highest", max), ("lowest", min)):
-                row = pick(rows, key=lambda row: row["reward"])
-                title = f"{each.label}, step {step}: {word} reward, {row['reward']:.3g}"
-                passages.append(Passage(title, f"{_asked(row['prompt'])}\n\n{row['completion']}"))
+                row = pick(whole_lines(path), key=lambda row: row["reward"])
+                title = f"{where}: {word} reward, {row['reward']:.3g}"
+                passages.append((title, f"{asked(row['prompt'])}\n\n{row['completion']}"))
     return passages
 
 
-def _asked(prompt: str | list[dict[str, str]]) -> str:
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
-
-
-def _configs(groups: Sequence[Group]) -> list[Passage]:
+def _configs(groups: Sequence[Group]) -> list[tuple[str, str]]:
     return [
-        Passage(f"{each.label}: config.toml", config.dump(each.runs[0].cfg))
+        (f"{each.label}: config.toml", config.dump(each.runs[0].cfg))
         for each in groups
         if each.runs[0].cfg is not None
     ]

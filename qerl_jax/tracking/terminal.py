@@ -1,8 +1,12 @@
 """A run in the terminal: a live view where it can be redrawn, a line per step where it cannot."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from rich import live, panel, progress, table, text
+from rich.console import Console, Group
 
 # What is shown of each step: label, metric, format. The first ones make up the line.
 _LINE = (
@@ -52,17 +56,14 @@ def curve(values: Sequence[float], width: int = 60) -> str:
 class Display:
     """Shows the steps of a run."""
 
-    def __init__(self, total_steps: int, step: int, console: Any = None):
-        """Begins at `step` of `total_steps`; `console` is a rich console, absent means the terminal."""
-        from rich import console as rich_console
-        from rich import live, progress
-
-        self._console = console or rich_console.Console()
+    def __init__(self, total_steps: int, step: int, console: Console):
+        """Begins at `step` of `total_steps` on a console."""
+        self._console = console
         self._total = total_steps
-        self._history: dict[str, list[float]] = {}
+        self._rows: list[Mapping[str, Any]] = []
         self._completion: Mapping[str, Any] | None = None
         self._live = None
-        if self._console.is_terminal:
+        if console.is_terminal and not console.quiet:
             self._bar = progress.Progress(
                 progress.TextColumn("step {task.completed}/{task.total}"),
                 progress.BarColumn(),
@@ -71,28 +72,22 @@ class Display:
                 progress.TimeRemainingColumn(),
             )
             self._task = self._bar.add_task("", total=total_steps, completed=step)
-            self._live = live.Live(self._view(), console=self._console)
+            self._live = live.Live(console=console, get_renderable=self._view)
             self._live.start()
 
     def show(self, step: int, row: Mapping[str, Any]) -> None:
         """Shows the metrics of a step."""
-        if self._live is None:
-            text = "  ".join(f"{l} {f.format(row[name])}" for l, name, f in _LINE if name in row)
-            self._console.print(
-                f"step {step}/{self._total}  {text}", highlight=False, soft_wrap=True
-            )
+        self._rows.append(row)
+        if self._live is not None:
+            self._bar.update(self._task, completed=step)
             return
-        for _, name, _ in _TABLE:
-            if name in row:
-                self._history.setdefault(name, []).append(row[name])
-        self._bar.update(self._task, completed=step)
-        self._live.update(self._view())
+        shown = [f"{label} {form.format(row[name])}" for label, name, form in _LINE if name in row]
+        line = "  ".join((f"step {step}/{self._total}", *shown))
+        self._console.print(line, highlight=False, soft_wrap=True)
 
     def show_completion(self, row: Mapping[str, Any]) -> None:
         """Shows a sample (`prompt`, `completion`, `reward`, `length`, `stopped`) until the next one."""
         self._completion = row
-        if self._live is not None:
-            self._live.update(self._view())
 
     def note(self, text: str) -> None:
         """Shows a line that is no metric."""
@@ -103,45 +98,43 @@ class Display:
         if self._live is not None:
             self._live.stop()
 
-    def _view(self):
-        from rich import console
-
+    def _view(self) -> Group:
         parts = [self._bar]
-        parts += [self._table()] if self._history else []
+        parts += [self._table()] if self._rows else []
         parts += [self._sample()] if self._completion else []
-        return console.Group(*parts)
+        return Group(*parts)
 
-    def _table(self):
+    def _table(self) -> table.Table:
         """Two metrics a line: name, last value, and the course of the last steps."""
-        from rich import table
-
         grid = table.Table(box=None, padding=(0, 1), show_header=False)
-        for _ in range(2):
-            grid.add_column(style="bold", no_wrap=True)
-            grid.add_column(justify="right", no_wrap=True)
-            grid.add_column(style="cyan", no_wrap=True)
+        for style, justify in 2 * (("bold", "left"), (None, "right"), ("cyan", "left")):
+            grid.add_column(style=style, justify=justify, no_wrap=True)
         cells = [
             (label, form.format(values[-1]), curve(values[-_CURVE:], _CURVE))
             for label, name, form in _TABLE
-            if (values := self._history.get(name))
+            if (values := [row[name] for row in self._rows if name in row])
         ]
-        cells += [("", "", "")] * (len(cells) % 2)
-        for left, right in zip(cells[::2], cells[1::2], strict=True):
+        for left, right in itertools.zip_longest(cells[::2], cells[1::2], fillvalue=()):
             grid.add_row(*left, *right)
         return grid
 
-    def _sample(self):
-        from rich import panel, text
-
-        row, prompt = self._completion, self._completion["prompt"]
-        asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
-        end = "" if row["stopped"] else ", truncated"
+    def _sample(self) -> panel.Panel:
+        row = self._completion
         # Text, not markup: a policy may write brackets.
         body = text.Text.assemble(
-            (_shortened(asked), "dim"), "\n", _shortened(row["completion"]), overflow="fold"
+            (_shortened(asked(row["prompt"])), "dim"),
+            "\n",
+            _shortened(row["completion"]),
+            overflow="fold",
         )
+        end = "" if row["stopped"] else ", truncated"
         title = f"reward {row['reward']:.2f}, {row['length']} tokens{end}"
         return panel.Panel(body, title=title, title_align="left")
+
+
+def asked(prompt: str | Sequence[Mapping[str, str]]) -> str:
+    """What a prompt asks: its text, or the last message of a chat."""
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
 def _shortened(text: str) -> str:
