@@ -1,26 +1,30 @@
 """Metrics sent to TensorBoard, Weights & Biases or Trackio, beside `metrics.jsonl`.
 
-Each tracker has `write(step, row)` and `close()`. A resumed run goes on under its name.
+A resumed run goes on under its name.
 """
 
+import dataclasses
 import importlib.util
 import os
 import pathlib
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "trackio": "trackio"}
 
 
-class Tracker(Protocol):
-    """A service that takes the metrics of a run."""
+@dataclasses.dataclass(frozen=True)
+class Tracker:
+    """A service that takes the metrics of a run.
 
-    def write(self, step: int, row: Mapping[str, Any]) -> None:
-        """Takes the metrics of a step."""
+    Attributes:
+        write: Takes a step and its metrics.
+        close: Ends the run in the service.
+    """
 
-    def close(self) -> None:
-        """Ends the run in the service."""
+    write: Callable[[int, Mapping[str, Any]], Any]
+    close: Callable[[], None]
 
 
 def require(names: Sequence[str]) -> None:
@@ -61,78 +65,54 @@ def start(
     path = folder / "tracker_id"
     if step == 0 or not path.is_file():
         path.write_text(f"{folder.resolve().name}-{uuid.uuid4().hex[:8]}")
-    identity, kinds = path.read_text(), {"wandb": _Wandb, "trackio": _Trackio}
-    return [
-        _TensorBoard(folder, step)
-        if name == "tensorboard"
-        else kinds[name](
-            folder, identity, run_name or folder.resolve().name, step > 0, dict(settings)
-        )
-        for name in names
-    ]
+    kinds = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}
+    name = run_name or folder.resolve().name
+    return [kinds[kind](folder, path.read_text(), name, step, dict(settings)) for kind in names]
 
 
-class _TensorBoard:
-    def __init__(self, folder: pathlib.Path, step: int):
-        import tensorboardX
+def _tensorboard(folder: pathlib.Path, identity: str, name: str, step: int, settings: dict):
+    import tensorboardX
 
-        # Rows beyond the checkpoint will come again; so will the one of step 0.
-        self._writer = tensorboardX.SummaryWriter(
-            os.fspath(folder / "tensorboard"), purge_step=step + 1 if step else 0
-        )
+    # Rows beyond the checkpoint will come again; so will the one of step 0.
+    writer = tensorboardX.SummaryWriter(
+        os.fspath(folder / "tensorboard"), purge_step=step + 1 if step else 0
+    )
 
-    def write(self, step: int, row: Mapping[str, Any]) -> None:
+    def write(step: int, row: Mapping[str, Any]) -> None:
         for name, value in row.items():
             if isinstance(value, int | float) and name != "step":
-                self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+                writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    def __init__(
-        self, folder: pathlib.Path, identity: str, name: str, resumed: bool, settings: dict
-    ):
-        import wandb
-
-        self._run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "qerl"),
-            id=identity,
-            name=name,
-            dir=os.fspath(folder),
-            config=settings,
-            resume="allow" if resumed else "never",
-        )
-        # Its own counter refuses to go back to a checkpoint.
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
-
-    def write(self, step: int, row: Mapping[str, Any]) -> None:
-        self._run.log({**row, "step": step})
-
-    def close(self) -> None:
-        self._run.finish()
+    return Tracker(write, writer.close)
 
 
-class _Trackio:
-    def __init__(
-        self, folder: pathlib.Path, identity: str, name: str, resumed: bool, settings: dict
-    ):
-        import trackio
+def _wandb(folder: pathlib.Path, identity: str, name: str, step: int, settings: dict):
+    import wandb
 
-        self._trackio = trackio
-        # A name is the only identity of a run here.
-        trackio.init(
-            project=os.environ.get("TRACKIO_PROJECT", "qerl"),
-            name=f"{name}-{identity[-8:]}",
-            config=settings,
-            resume="allow" if resumed else "never",
-        )
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "qerl"),
+        id=identity,
+        name=name,
+        dir=os.fspath(folder),
+        config=settings,
+        resume="allow" if step else "never",
+    )
+    # Its own counter refuses to go back to a checkpoint.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return Tracker(lambda step, row: run.log({**row, "step": step}), run.finish)
 
-    def write(self, step: int, row: Mapping[str, Any]) -> None:
-        self._trackio.log({k: v for k, v in row.items() if k != "step"}, step=step)
 
-    def close(self) -> None:
-        self._trackio.finish()
+def _trackio(folder: pathlib.Path, identity: str, name: str, step: int, settings: dict):
+    import trackio
+
+    # A name is the only identity of a run here.
+    trackio.init(
+        project=os.environ.get("TRACKIO_PROJECT", "qerl"),
+        name=f"{name}-{identity[-8:]}",
+        config=settings,
+        resume="allow" if step else "never",
+    )
+    without_step = lambda row: {key: value for key, value in row.items() if key != "step"}
+    return Tracker(lambda step, row: trackio.log(without_step(row), step=step), trackio.finish)
