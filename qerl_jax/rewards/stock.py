@@ -3,8 +3,11 @@ r"""The stock of verifiable rewards, in the signature that `scoring` describes.
 Correctness: what is compared is what `data.answers` finds; `math_verify_reward` asks a computer algebra
 system, `code_reward` runs the program. Form: think/answer tags. Length and repetition: factories
 under TRL's names, configured by `[rewards.options.NAME]`; DAPO's overlong punishment is `grpo`'s.
+
+Most are written as judges of one text; `_by_text` and `_by_answer` give them that signature.
 """
 
+import collections
 import functools
 import hashlib
 import math
@@ -15,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from qerl_jax.checked import require
 from qerl_jax.data import answers
 from qerl_jax.rewards import process_pool, sandbox
 
@@ -36,125 +40,141 @@ def completion_text(completion: str | Sequence[Mapping[str, str]]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
-def accuracy_reward(completions: Sequence, answer: Sequence, **_) -> list[float | None]:
+def _by_text(judge: Callable[[str], float]) -> RewardFunction:
+    """Makes a reward function of one that judges a single text."""
+
+    @functools.wraps(judge)
+    def reward(completions: Sequence, **_) -> list[float]:
+        return [judge(completion_text(completion)) for completion in completions]
+
+    return reward
+
+
+def _by_answer(judge: Callable[[str, str], float]) -> RewardFunction:
+    """Makes a reward function of one that judges a single text by its row's answer."""
+
+    @functools.wraps(judge)
+    def reward(completions: Sequence, answer: Sequence, **_) -> list[float | None]:
+        return [
+            None if expected is None else judge(completion_text(completion), str(expected))
+            for completion, expected in zip(completions, answer, strict=True)
+        ]
+
+    return reward
+
+
+@_by_answer
+def accuracy_reward(text: str, answer: str) -> float:
     """1 where the last `<answer>` block holds the row's answer, else 0; None without an answer.
 
     Numbers are compared by value ("$1,234.00" is "1234"), anything else as stripped text.
     """
-    return _compare(answers.last_block, completions, answer)
+    return answers.same(answers.last_block(text), answer)
 
 
-def gsm8k_hash_reward(completions: Sequence, answer: Sequence, **_) -> list[float | None]:
+@_by_answer
+def gsm8k_hash_reward(text: str, answer: str) -> float:
     """1 where the number after the last `####` is the row's answer, else 0 (GSM8K's own form)."""
-    return _compare(answers.after_hashes, completions, answer)
+    return answers.same(answers.after_hashes(text), answer)
 
 
-def gsm8k_flexible_reward(completions: Sequence, answer: Sequence, **_) -> list[float | None]:
+@_by_answer
+def gsm8k_flexible_reward(text: str, answer: str) -> float:
     """1 where the last number of the text is the row's answer, whatever its form, else 0."""
-    return _compare(answers.last_number, completions, answer)
+    return answers.same(answers.last_number(text), answer)
 
 
-def boxed_reward(completions: Sequence, answer: Sequence, **_) -> list[float | None]:
+@_by_answer
+def boxed_reward(text: str, answer: str) -> float:
     r"""1 where the last `\boxed{}` holds the row's answer by value or in Minerva's form, else 0."""
-
-    def judge(text: str, expected: str) -> float:
-        given = answers.last_boxed(text)
-        if given is None:
-            return 0.0
-        equal = answers.minerva_form(given) == answers.minerva_form(expected)
-        return float(equal or answers.same(given, expected))
-
-    return _judge(judge, completions, answer)
+    given = answers.last_boxed(text)
+    return float(_equal_in_minerva_form(given, answer) or answers.same(given, answer))
 
 
-def dapo_reward(completions: Sequence, answer: Sequence, **_) -> list[float | None]:
+@_by_answer
+def dapo_reward(text: str, answer: str) -> float:
     """1 where the last "Answer: ..." is the row's answer in Minerva's form, else 0.
 
     Only the last 300 characters are read. DAPO itself gives -1 for a wrong answer
     (arXiv:2503.14476, equation 7); QeRL replaced it by 0.
     """
-
-    def judge(text: str, expected: str) -> float:
-        line = answers.answer_line(text[-_DAPO_TAIL:])
-        return float(
-            line is not None and answers.minerva_form(line) == answers.minerva_form(expected)
-        )
-
-    return _judge(judge, completions, answer)
+    return float(_equal_in_minerva_form(answers.answer_line(text[-_DAPO_TAIL:]), answer))
 
 
-def dapo_boxed_reward(completions: Sequence, answer: Sequence, **_) -> list[float | None]:
+@_by_answer
+def dapo_boxed_reward(text: str, answer: str) -> float:
     r"""1 where the last `\boxed{}` of the last 100 characters holds the row's answer to the letter.
 
     DAPO's strict variant; 0 elsewhere.
     """
-    judge = lambda text, expected: float(answers.last_boxed(text[-_DAPO_BOXED_TAIL:]) == expected)
-    return _judge(judge, completions, answer)
+    return float(answers.last_boxed(text[-_DAPO_BOXED_TAIL:]) == answer)
 
 
-def xml_answer_reward(completions: Sequence, answer: Sequence, **_) -> list[float | None]:
+@_by_answer
+def xml_answer_reward(text: str, answer: str) -> float:
     """2 where the tagged answer is the row's to the letter, else 0; see `answers.tagged`.
 
     QeRL's GSM8K reward (its published code).
     """
-    judge = lambda text, expected: 2.0 * (answers.tagged(text) == expected)
-    return _judge(judge, completions, answer)
+    return 2.0 * (answers.tagged(text) == answer)
 
 
-def int_reward(completions: Sequence, **_) -> list[float]:
+@_by_text
+def int_reward(text: str) -> float:
     """0.2 where the tagged answer has digits only, else 0 (QeRL's)."""
-    return [0.2 * answers.tagged(completion_text(c)).isdigit() for c in completions]
+    return 0.2 * answers.tagged(text).isdigit()
 
 
-def format_reward(completions: Sequence, **_) -> list[float]:
+@_by_text
+def format_reward(text: str) -> float:
     """1 for one `<think>` block, then one `<answer>` block, and only space around them; else 0."""
-    return [float(_WELL_FORMED.fullmatch(completion_text(c)) is not None) for c in completions]
+    return float(_WELL_FORMED.fullmatch(text) is not None)
 
 
-def soft_format_reward(completions: Sequence, **_) -> list[float]:
+@_by_text
+def soft_format_reward(text: str) -> float:
     """0.2 where a `<think>` block followed by an `<answer>` block occurs anywhere, else 0.
 
     QeRL adds it to accuracy (arXiv:2510.11696, its published code).
     """
-    return [0.2 * _has_both_blocks(completion_text(c)) for c in completions]
+    # The first place of each tag in turn decides, so this stays linear in the text: one pattern
+    # with three wildcards would take seconds on a model that repeats its tags.
+    _, think, rest = text.partition("<think>")
+    between = _BETWEEN_BLOCKS.search(rest)
+    return 0.2 * bool(think and between and "</answer>" in rest[between.end() :])
 
 
-def strict_format_reward(completions: Sequence, **_) -> list[float]:
+@_by_text
+def strict_format_reward(text: str) -> float:
     """0.2 where every tag has a line of its own, with one line of text in each block, else 0.
 
     As QeRL's published pattern has it: reasoning of several lines does not match.
     """
-    return [0.2 * bool(_ONE_LINE_EACH.fullmatch(completion_text(c))) for c in completions]
+    return 0.2 * bool(_ONE_LINE_EACH.fullmatch(text))
 
 
-def think_reward(completions: Sequence, **_) -> list[float]:
+@_by_text
+def think_reward(text: str) -> float:
     """0.2 where a `<think>` block occurs anywhere, else 0 (QeRL's)."""
-    texts = [completion_text(c) for c in completions]
-    return [0.2 * ("</think>" in text.partition("<think>")[2]) for text in texts]
+    return 0.2 * ("</think>" in text.partition("<think>")[2])
 
 
-def think_format_reward(completions: Sequence, **_) -> list[float]:
+@_by_text
+def think_format_reward(text: str) -> float:
     """1 where the text begins with its only `<think>` and closes it, else 0 (TRL's reward)."""
-    texts = [completion_text(c) for c in completions]
-    return [
-        float(t.startswith("<think>") and t.count("<think>") == 1 and "</think>" in t)
-        for t in texts
-    ]
+    return float(text.startswith("<think>") and text.count("<think>") == 1 and "</think>" in text)
 
 
-def xmlcount_reward(completions: Sequence, **_) -> list[float]:
+@_by_text
+def xmlcount_reward(text: str) -> float:
     r"""0.125 for each of the four tags that stands once at its line; -0.001 per character after.
 
     "After" is what follows the line of the last `</answer>`. The widely copied original counts
     these characters twice, and all of the text where that line does not end; here once.
     """
-
-    def judge(text: str) -> float:
-        _, closed, rest = text.rpartition(_XML_LINES[-1])
-        trailing = len(rest.removeprefix("\n")) if closed else 0
-        return 0.125 * sum(text.count(line) == 1 for line in _XML_LINES) - 0.001 * trailing
-
-    return [judge(completion_text(c)) for c in completions]
+    _, closed, rest = text.rpartition(_XML_LINES[-1])
+    trailing = len(rest.removeprefix("\n")) if closed else 0
+    return 0.125 * sum(text.count(line) == 1 for line in _XML_LINES) - 0.001 * trailing
 
 
 def correct_and_well_formed_reward(
@@ -192,15 +212,7 @@ def get_math_verify_reward(seconds: float = 10.0, workers: int | None = None) ->
         seconds: Longest judgement of one answer, on the clock.
         workers: Number of processes; absent means half of the processors, at most 8.
     """
-    judges = _math_judges(workers, seconds)
-
-    def math_verify_reward(
-        completions: Sequence, answer: Sequence, log_metric: Callable | None = None, **_
-    ) -> list[float | None]:
-        texts = [completion_text(completion) for completion in completions]
-        return _judge_as_mathematics(judges, texts, answer, math_verify_reward, log_metric)
-
-    return math_verify_reward
+    return _math_reward("math_verify_reward", lambda text: text, workers, seconds)
 
 
 def get_reasoning_accuracy_reward(
@@ -214,16 +226,12 @@ def get_reasoning_accuracy_reward(
         seconds: Longest judgement of one answer, on the clock.
         workers: Number of processes; absent means half of the processors, at most 8.
     """
-    judges = _math_judges(workers, seconds)
 
-    def reasoning_accuracy_reward(
-        completions: Sequence, answer: Sequence, log_metric: Callable | None = None, **_
-    ) -> list[float | None]:
-        parts = [completion_text(completion).rpartition("</think>") for completion in completions]
-        said = [rest if closed else "" for _, closed, rest in parts]
-        return _judge_as_mathematics(judges, said, answer, reasoning_accuracy_reward, log_metric)
+    def after_reasoning(text: str) -> str:
+        _, closed, rest = text.rpartition("</think>")
+        return rest if closed else ""
 
-    return reasoning_accuracy_reward
+    return _math_reward("reasoning_accuracy_reward", after_reasoning, workers, seconds)
 
 
 def get_cosine_scaled_reward(
@@ -253,26 +261,22 @@ def get_cosine_scaled_reward(
     Raises:
         ValueError: If `max_len` is not positive.
     """
-    if max_len < 1:
-        raise ValueError(f"max_len: got {max_len}; must be at least 1")
+    require(max_len >= 1, "max_len", max_len, "must be at least 1")
     is_correct = get_math_verify_reward()
+
+    def scale(correct: float, tokens: int) -> float:
+        right, wrong = (max_value_correct, min_value_correct), (min_value_wrong, max_value_wrong)
+        short, long = right if correct else wrong
+        return long + (short - long) * (1 + math.cos(math.pi * min(tokens / max_len, 1.0))) / 2
 
     def cosine_scaled_reward(
         completions: Sequence, answer: Sequence, completion_ids: Sequence, **extras
     ) -> list[float | None]:
-        def scale(correct: float | None, tokens: int) -> float | None:
-            if correct is None:
-                return None
-            short, long = (
-                (max_value_correct, min_value_correct)
-                if correct
-                else (min_value_wrong, max_value_wrong)
-            )
-            turn = math.cos(math.pi * min(tokens / max_len, 1.0))
-            return long + (short - long) * (1 + turn) / 2
-
-        correct = is_correct(completions, answer, **extras)
-        return [scale(c, len(ids)) for c, ids in zip(correct, completion_ids, strict=True)]
+        verdicts = is_correct(completions, answer, **extras)
+        return [
+            None if correct is None else scale(correct, len(ids))
+            for correct, ids in zip(verdicts, completion_ids, strict=True)
+        ]
 
     return cosine_scaled_reward
 
@@ -291,10 +295,8 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
     Raises:
         ValueError: If `ngram_size` is not positive or `max_penalty` is.
     """
-    if ngram_size < 1:
-        raise ValueError(f"ngram_size: got {ngram_size}; must be at least 1")
-    if max_penalty > 0:
-        raise ValueError(f"max_penalty: got {max_penalty}; must not be positive")
+    require(ngram_size >= 1, "ngram_size", ngram_size, "must be at least 1")
+    require(max_penalty <= 0, "max_penalty", max_penalty, "must not be positive")
 
     def repetition_penalty_reward(completion_ids: Sequence, **_) -> list[float]:
         def judge(ids: Sequence[int]) -> float:
@@ -344,71 +346,57 @@ def get_code_reward(
         ]
         pairs = [(program, test["input"]) for _, program, test in jobs]
         outcomes = sandbox.run_all(pairs, limits, workers=workers)
-        passed = [0] * len(programs)
-        for (row, _, test), outcome in zip(jobs, outcomes, strict=True):
-            right = _lines(outcome.output) == _lines(test["output"])
-            passed[row] += outcome.status == "ok" and right
+        passed = collections.Counter(
+            row
+            for (row, _, test), outcome in zip(jobs, outcomes, strict=True)
+            if outcome.status == "ok" and _lines(outcome.output) == _lines(test["output"])
+        )
         if log_metric is not None:
             late = sum(outcome.status == "timeout" for outcome in outcomes)
             log_metric("rewards/code_reward/timeouts", late)
-        return [n / len(t) if t else None for n, t in zip(passed, tests, strict=True)]
+        return [passed[row] / len(each) if each else None for row, each in enumerate(tests)]
 
     return code_reward
 
 
-def _judge(
-    judge: Callable[[str, str], float], completions: Sequence, expected: Sequence
-) -> list[float | None]:
-    return [
-        None if answer is None else judge(completion_text(completion), str(answer))
-        for completion, answer in zip(completions, expected, strict=True)
-    ]
-
-
-def _compare(
-    find: Callable[[str], str | None], completions: Sequence, expected: Sequence
-) -> list[float | None]:
-    judge = lambda text, answer: answers.same(find(text), answer)
-    return _judge(judge, completions, expected)
-
-
-def _has_both_blocks(text: str) -> bool:
-    # The first place of each tag in turn decides, so this stays linear in the text: one pattern
-    # with three wildcards would take seconds on a model that repeats its tags.
-    _, think, rest = text.partition("<think>")
-    between = _BETWEEN_BLOCKS.search(rest)
-    return bool(think and between and "</answer>" in rest[between.end() :])
+def _equal_in_minerva_form(given: str | None, answer: str) -> bool:
+    return given is not None and answers.minerva_form(given) == answers.minerva_form(answer)
 
 
 # One set of processes for all rewards with the same settings.
 @functools.cache
 def _math_judges(workers: int | None, seconds: float) -> process_pool.Pool:
-    if workers is None:
-        workers = min(8, max(1, (os.cpu_count() or 1) // 2))
-    return process_pool.Pool("qerl_jax.rewards.math_judge", workers=workers, seconds=seconds)
+    half = min(8, max(1, (os.cpu_count() or 1) // 2))
+    return process_pool.Pool(
+        "qerl_jax.rewards.math_judge", workers=half if workers is None else workers, seconds=seconds
+    )
 
 
-def _judge_as_mathematics(
-    judges: process_pool.Pool,
-    texts: Sequence[str],
-    expected: Sequence,
-    reward: RewardFunction,
-    log_metric: Callable | None,
-) -> list[float | None]:
-    golds = list(dict.fromkeys(str(answer) for answer in expected if answer is not None))
-    readable = judges.map("is_readable", [(gold,) for gold in golds])
-    known = {gold for gold, verdict in zip(golds, readable, strict=True) if verdict is True}
-    rows = [row for row, gold in enumerate(expected) if gold is not None and str(gold) in known]
-    verdicts = judges.map("agrees", [(str(expected[row]), texts[row]) for row in rows])
-    scores: list[float | None] = [None] * len(expected)
-    for row, verdict in zip(rows, verdicts, strict=True):
-        scores[row] = float(verdict is True)
-    if log_metric is not None:
-        failures = [v for v in (*readable, *verdicts) if isinstance(v, process_pool.Failure)]
-        late = sum(failure.reason == "timeout" for failure in failures)
-        log_metric(f"rewards/{reward.__name__}/timeouts", late)
-        log_metric(f"rewards/{reward.__name__}/failures", len(failures) - late)
-    return scores
+def _math_reward(
+    name: str, read: Callable[[str], str], workers: int | None, seconds: float
+) -> RewardFunction:
+    """Makes the reward `name`, which compares what `read` takes of a text with the row's answer."""
+    judges = _math_judges(workers, seconds)
+
+    def reward(
+        completions: Sequence, answer: Sequence, log_metric: Callable | None = None, **_
+    ) -> list[float | None]:
+        texts = [read(completion_text(completion)) for completion in completions]
+        golds = list(dict.fromkeys(str(gold) for gold in answer if gold is not None))
+        readable = judges.map("is_readable", [(gold,) for gold in golds])
+        known = {gold for gold, verdict in zip(golds, readable, strict=True) if verdict is True}
+        rows = [row for row, gold in enumerate(answer) if gold is not None and str(gold) in known]
+        verdicts = judges.map("agrees", [(str(answer[row]), texts[row]) for row in rows])
+        if log_metric is not None:
+            failures = [v for v in (*readable, *verdicts) if isinstance(v, process_pool.Failure)]
+            late = sum(failure.reason == "timeout" for failure in failures)
+            log_metric(f"rewards/{name}/timeouts", late)
+            log_metric(f"rewards/{name}/failures", len(failures) - late)
+        scores = dict(zip(rows, (float(verdict is True) for verdict in verdicts), strict=True))
+        return [scores.get(row) for row in range(len(answer))]
+
+    reward.__name__ = name
+    return reward
 
 
 def _stdin_tests(info: Mapping[str, Any] | None) -> list[Mapping[str, str]] | None:
