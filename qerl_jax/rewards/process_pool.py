@@ -25,6 +25,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from qerl_jax.checked import require
+
 # Enough to import sympy on a machine that is busy compiling.
 _START_SECONDS = 120.0
 # An integer like 10**10**10 asks for more than any honest answer needs.
@@ -59,8 +61,8 @@ class Pool:
         Raises:
             ValueError: If a number is not positive.
         """
-        if workers < 1 or seconds <= 0:
-            raise ValueError(f"workers and seconds: got {workers}, {seconds}; must be positive")
+        positive = workers >= 1 and seconds > 0
+        require(positive, "workers and seconds", (workers, seconds), "must be positive")
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._size = workers
         members = [_Worker(module, seconds) for _ in range(workers)]
@@ -103,29 +105,16 @@ class _Worker:
     def call(self, function: str, arguments: Sequence[Any]) -> Any:
         if self._process is None or self._process.poll() is not None:
             self._start()
-        try:
+        with contextlib.suppress(BrokenPipeError):  # it has died, and the reply will say so
             self._process.stdin.write(json.dumps([function, list(arguments)]) + "\n")
             self._process.stdin.flush()
-            reply = self._reply(self._seconds)
-        except (BrokenPipeError, EOFError):
-            reply = Failure("died")
-        except TimeoutError:
-            reply = Failure("timeout")
-        if isinstance(reply, Failure):
-            self.stop()
-            return reply
-        return Failure("raised", reply["error"]) if "error" in reply else reply["value"]
+        return self._reply(self._seconds)
 
     def stop(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        with contextlib.suppress(BrokenPipeError):
-            process.stdin.close()
-        process.stdout.close()
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError, BrokenPipeError), process:
+                os.killpg(process.pid, signal.SIGKILL)
 
     def _start(self) -> None:
         self.stop()
@@ -139,23 +128,22 @@ class _Worker:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             start_new_session=True,
         )
-        try:
-            error = self._reply(_START_SECONDS)["error"]
-        except (EOFError, TimeoutError) as failure:
-            error = type(failure).__name__
-        if error is not None:
+        failure = self._reply(_START_SECONDS)
+        if failure is not None:
             self.stop()
-            raise RuntimeError(f"a worker process could not import {self._module}: {error}")
+            why = failure.detail or failure.reason
+            raise RuntimeError(f"a worker process could not import {self._module}: {why}")
 
-    def _reply(self, seconds: float) -> dict[str, Any]:
+    def _reply(self, seconds: float) -> Any:
+        """The value of a call, or why there is none; without a reply the process is ended."""
         poll = select.poll()
         poll.register(self._process.stdout, select.POLLIN)
-        if not poll.poll(1000 * seconds):
-            raise TimeoutError
-        line = self._process.stdout.readline()
-        if not line.endswith("\n"):
-            raise EOFError
-        return json.loads(line)
+        line = self._process.stdout.readline() if poll.poll(1000 * seconds) else None
+        if line is None or not line.endswith("\n"):
+            self.stop()
+            return Failure("timeout" if line is None else "died")
+        reply = json.loads(line)
+        return Failure("raised", reply["error"]) if "error" in reply else reply["value"]
 
 
 def _stop_all(workers: Sequence[_Worker]) -> None:
@@ -170,26 +158,20 @@ def _serve(module: str, seconds: float) -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def reply(**message: Any) -> None:
+    def answer(name: str | None = None, arguments: Sequence[Any] = ()) -> None:
+        try:
+            functions = importlib.import_module(module)
+            message = {"value": getattr(functions, name)(*arguments) if name else None}
+        except Exception as error:
+            message = {"error": f"{type(error).__name__}: {error}"}
         replies.write(json.dumps(message) + "\n")
         replies.flush()
 
-    try:
-        functions = importlib.import_module(module)
-    except Exception as error:
-        return reply(error=f"{type(error).__name__}: {error}")
-    reply(error=None)
+    answer()  # whether the module can be imported
     for line in sys.stdin:
-        name, arguments = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, seconds + 1)  # later than the parent's own limit
-        try:
-            value = getattr(functions, name)(*arguments)
-        except Exception as error:
-            message = {"error": f"{type(error).__name__}: {error}"}
-        else:
-            message = {"value": value}
+        answer(*json.loads(line))
         signal.setitimer(signal.ITIMER_REAL, 0)
-        reply(**message)
 
 
 if __name__ == "__main__":
