@@ -53,15 +53,12 @@ class Outcome:
     Attributes:
         status: "ok" for exit status 0, "timeout" when a time limit ended it, else "failed".
         output: What it wrote to its standard output, at most 16 MiB.
+        errors: What it wrote to its standard error, as much.
     """
 
     status: Literal["ok", "failed", "timeout"]
     output: str
-
-
-def run(program: str, stdin: str, limits: Limits) -> Outcome:
-    """Runs a Python program on an input. Call `require` once before."""
-    return _run(program, stdin, limits)[0]
+    errors: str = dataclasses.field(default="", compare=False, repr=False)
 
 
 def run_all(
@@ -102,10 +99,10 @@ def unavailable() -> str | None:
         return f"needs Linux on {' or '.join(_MACHINES)}, not {sys.platform} {platform.machine()}"
     if not shutil.which("bwrap"):
         return "bwrap is not installed (package bubblewrap, 0.7 or newer)"
-    outcome, errors = _run(_PROBE, "", Limits(seconds=30))
+    outcome = run(_PROBE, "", Limits(seconds=30))
     if outcome.status == "ok" and outcome.output == "isolated\n":
         return None
-    said = errors.strip().rpartition("\n")[2] or outcome.status
+    said = outcome.errors.strip().rpartition("\n")[2] or outcome.status
     return f"bwrap could not isolate a trial program ({said}); are user namespaces allowed?"
 
 
@@ -141,8 +138,8 @@ exec(compile(open("/program.py", encoding="utf-8").read(), "/program.py", "exec"
 """
 
 
-def _run(program: str, stdin: str, limits: Limits) -> tuple[Outcome, str]:
-    """Outcome and standard error."""
+def run(program: str, stdin: str, limits: Limits) -> Outcome:
+    """Runs a Python program on an input. Call `require` once before."""
     contents = (program.encode("utf-8", "replace"), stdin.encode("utf-8", "replace"), _seccomp())
     with contextlib.ExitStack() as stack:
         code, given, rules, output, errors = (
@@ -160,10 +157,9 @@ def _run(program: str, stdin: str, limits: Limits) -> tuple[Outcome, str]:
             ).returncode
         except subprocess.TimeoutExpired:
             status = None
-        written, said = _text(output), _text(errors)
-    # 128 + SIGXCPU and, for a program that ignores it, 128 + SIGKILL.
-    ended = {0: "ok", None: "timeout", 152: "timeout", 137: "timeout"}.get(status, "failed")
-    return Outcome(ended, written), said
+        # 128 + SIGXCPU and, for a program that ignores it, 128 + SIGKILL.
+        ended = {0: "ok", None: "timeout", 152: "timeout", 137: "timeout"}.get(status, "failed")
+        return Outcome(ended, _text(output), _text(errors))
 
 
 def _file(content: bytes) -> IO[bytes]:
@@ -193,25 +189,21 @@ def _command(code: int, rules: int, limits: Limits) -> list[str]:
     )
     python = f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
     folders = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", sys.base_prefix)
-    command = [
-        shutil.which("bwrap"),
-        "--unshare-user",
-        "--unshare-all",
-        "--die-with-parent",
-        "--new-session",
+    devices = ("/dev/null", "/dev/zero", "/dev/urandom")
+    return [
+        *(shutil.which("bwrap"), "--unshare-user", "--unshare-all"),
+        *("--die-with-parent", "--new-session"),
+        *("--cap-drop", "ALL", "--uid", "65534", "--gid", "65534"),
+        *(part for folder in folders for part in ("--ro-bind-try", folder, folder)),
+        *(part for device in devices for part in ("--dev-bind", device, device)),
+        *("--ro-bind-data", str(code), "/program.py"),
+        *("--size", str(_FOLDER_BYTES), "--tmpfs", "/box", "--chdir", "/box"),
+        # After the last mount point has been made.
+        *("--remount-ro", "/", "--seccomp", str(rules)),
+        # -S: what is installed beside this package is not mounted.
+        *("--", python, "-I", "-S", "-B", "-X", "utf8"),
+        *("-c", _LAUNCHER.format(limits=rlimits)),
     ]
-    command += ["--cap-drop", "ALL", "--uid", "65534", "--gid", "65534"]
-    for folder in folders:
-        command += ["--ro-bind-try", folder, folder]
-    for device in ("/dev/null", "/dev/zero", "/dev/urandom"):
-        command += ["--dev-bind", device, device]
-    command += ["--ro-bind-data", str(code), "/program.py"]
-    command += ["--size", str(_FOLDER_BYTES), "--tmpfs", "/box", "--chdir", "/box"]
-    # After the last mount point has been made.
-    command += ["--remount-ro", "/", "--seccomp", str(rules)]
-    # -S: what is installed beside this package is not mounted.
-    launcher = _LAUNCHER.format(limits=rlimits)
-    return [*command, "--", python, "-I", "-S", "-B", "-X", "utf8", "-c", launcher]
 
 
 # System calls that are refused: name, number on x86_64 and on aarch64 (None where there is none).
@@ -273,14 +265,15 @@ def _seccomp() -> bytes:
     def when(test: int, value: int, verdict: int) -> list[tuple[int, int, int, int]]:
         return [(test, 0, 1, value), (give, 0, 0, verdict)]
 
-    program = [(load, 0, 0, machine), (equal, 1, 0, architecture), (give, 0, 0, kill)]
-    program += [(load, 0, 0, number)]
-    program += when(at_least, 0x40000000, refuse)  # x86_64's second table of calls, x32
-    program += when(equal, _CLONE3, missing)
-    for row in _REFUSED:
-        if row[column] is not None:
-            program += when(equal, row[column], refuse)
-    # Not a clone: to the verdict "allow". A clone: there if it is a thread, else one further.
-    program += [(equal, 0, 2, clone), (load, 0, 0, first_argument)]
-    program += [(any_bit, 0, 1, _CLONE_THREAD), (give, 0, 0, allow), (give, 0, 0, refuse)]
+    refused = (row[column] for row in _REFUSED if row[column] is not None)
+    program = [
+        *((load, 0, 0, machine), (equal, 1, 0, architecture), (give, 0, 0, kill)),
+        (load, 0, 0, number),
+        *when(at_least, 0x40000000, refuse),  # x86_64's second table of calls, x32
+        *when(equal, _CLONE3, missing),
+        *(each for call in refused for each in when(equal, call, refuse)),
+        # Not a clone: to the verdict "allow". A clone: there if it is a thread, else one further.
+        *((equal, 0, 2, clone), (load, 0, 0, first_argument)),
+        *((any_bit, 0, 1, _CLONE_THREAD), (give, 0, 0, allow), (give, 0, 0, refuse)),
+    ]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)

@@ -11,16 +11,18 @@ Extras are `log_extra(column, values)`, `log_metric(name, value)` and what the c
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
 import inspect
 import pathlib
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from qerl_jax.checked import require
 from qerl_jax.data import datasets
 from qerl_jax.data.tokenizer import Message
 from qerl_jax.rewards.stock import FACTORIES, STOCK, RewardFunction
@@ -128,10 +130,9 @@ def evaluate(
         ValueError: If a column or an extra has the name of another argument.
     """
     extras = extras or {}
-    taken = [*_RESERVED, *columns]
-    clashing = [name for name in columns if name in _RESERVED]
-    clashing += [name for name in extras if name in taken]
     record = Record(len(prompts)) if record is None else record
+    names = (*_RESERVED, *columns, *extras)
+    clashing = [name for at, name in enumerate(names) if name in names[:at]]
     if clashing:
         raise ValueError(f"columns and extras must not repeat an argument's name: {clashing}")
     arguments = {
@@ -144,28 +145,27 @@ def evaluate(
         **extras,
     }
 
-    def blame(name: str, error: Exception) -> RewardError:
-        return RewardError(
-            f"reward function {name!r} raised {type(error).__name__} on {len(prompts)} rows with "
-            f"the columns {sorted(columns)}: {error}"
-        )
+    @contextlib.contextmanager
+    def blaming(name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise RewardError(
+                f"reward function {name!r} raised {type(error).__name__} on {len(prompts)} rows "
+                f"with the columns {sorted(columns)}: {error}"
+            ) from error
 
     async def call_async(name: str, function: RewardFunction) -> Any:
-        try:
+        with blaming(name):
             return await function(**arguments)
-        except Exception as error:
-            raise blame(name, error) from error
 
     results = {}
     for name, function in functions:
         if not _is_async(function):
-            try:
+            with blaming(name):
                 results[name] = function(**arguments)
-            except Exception as error:
-                raise blame(name, error) from error
-    waiting = [(name, function) for name, function in functions if _is_async(function)]
-    calls = [call_async(name, function) for name, function in waiting]
-    results |= {name: values for (name, _), values in zip(waiting, _run(calls), strict=True)}
+    waiting = {name: call_async(name, f) for name, f in functions if _is_async(f)}
+    results |= zip(waiting, _run(list(waiting.values())), strict=True)
     scores = np.empty((len(prompts), len(functions)), np.float32)
     for column, (name, _) in enumerate(functions):
         scores[:, column] = _checked_values(name, results[name], len(prompts))
@@ -184,10 +184,10 @@ def check(
         ValueError: As `evaluate` does.
     """
     prompts, columns = datasets.collate(problems)
-    placeholder = "<think>0</think><answer>0</answer>"
-    completions = [as_completion(prompt, placeholder) for prompt in prompts]
-    completion_ids = [[0] for _ in problems]
-    evaluate(functions, prompts, completions, completion_ids, columns, extras)
+    completions = [
+        as_completion(prompt, "<think>0</think><answer>0</answer>") for prompt in prompts
+    ]
+    evaluate(functions, prompts, completions, [[0] for _ in problems], columns, extras)
 
 
 def _resolve_one(
@@ -202,14 +202,13 @@ def _resolve_one(
 
 
 def _make(name: str, factory: Any, options: Mapping[str, Any]) -> RewardFunction:
-    if name in STOCK:
-        raise ValueError(f"rewards.options.{name}: got {dict(options)}; it takes no options")
+    field = f"rewards.options.{name}"
+    require(name not in STOCK, field, dict(options), "it takes no options")
     try:
         function = factory(**options)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"rewards.options.{name}: got {dict(options)}; {error}") from error
-    if not callable(function):
-        raise ValueError(f"rewards.options.{name}: what {name!r} makes cannot be called")
+        raise ValueError(f"{field}: got {dict(options)}; {error}") from error
+    require(callable(function), field, dict(options), f"what {name!r} makes cannot be called")
     return function
 
 
