@@ -144,10 +144,9 @@ def minerva_form(answer: str) -> str:
     Source: Lewkowycz et al. 2022 (arXiv:2206.14858), appendix D; DAPO scores with it.
     """
     answer = answer.rpartition("=")[2]
-    for before, after in _REWRITTEN:
+    removed = dict.fromkeys((*_REMOVED_WORDS, *_REMOVED_TEX), "")
+    for before, after in (*_REWRITTEN, *removed.items()):
         answer = answer.replace(before, after)
-    for removed in (*_REMOVED_WORDS, *_REMOVED_TEX):
-        answer = answer.replace(removed, "")
     answer = "\n".join(map(_between_dollars, answer.split("\n")))
     for command in ("text", "textbf", "overline"):
         # Always a match, if only up to the end of the line: none is tried twice.

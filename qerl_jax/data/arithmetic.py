@@ -13,11 +13,13 @@ to the test split and is never part of training, however it is worded.
 """
 
 import dataclasses
+import itertools
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
+type Numbers = tuple[int, tuple[tuple[str, int], ...]]  # the start, the operations
 type Fault = Literal["blurt", "slip", "short", "untagged"]
 
 # Products stay below 100: a tiny model learns two-digit arithmetic, not multiplication tables.
@@ -45,10 +47,7 @@ class ArithmeticProblem:
     @property
     def values(self) -> tuple[int, ...]:
         """The start and the result of each operation; the last one is the answer."""
-        values = [self.start]
-        for operation in self.operations:
-            values.append(_apply(values[-1], operation))
-        return tuple(values)
+        return tuple(itertools.accumulate(self.operations, _apply, initial=self.start))
 
     @property
     def answer(self) -> int:
@@ -70,20 +69,10 @@ def problem(split: str, seed: int, index: int) -> ArithmeticProblem:
     Raises:
         ValueError: For any other split.
     """
-    _check_split(split)
-    # Seeded by text (through SHA-512) and read through `random()` only: the two parts of the
-    # standard library's generator that promise the same numbers in every version.
-    rng = random.Random(f"{split} {seed} {index}")
-    while True:
-        start, operations = _draw_numbers(rng)
-        if is_held_out(start, operations) == (split == "test"):
-            in_words = rng.random() < 0.75
-            question = (
-                _word_problem(rng, start, operations)
-                if in_words
-                else _expression(start, operations)
-            )
-            return ArithmeticProblem(question, start, operations)
+    rng, start, operations = _draw(split, f"{split} {seed} {index}", _several_steps)
+    in_words = rng.random() < 0.75
+    question = _word_problem(rng, start, operations) if in_words else _expression(start, operations)
+    return ArithmeticProblem(question, start, operations)
 
 
 def one_step(split: str, seed: int, index: int) -> ArithmeticProblem:
@@ -101,16 +90,9 @@ def one_step(split: str, seed: int, index: int) -> ArithmeticProblem:
     Raises:
         ValueError: for any other split.
     """
-    _check_split(split)
-    rng = random.Random(f"one-step {split} {seed} {index}")
-    while True:
-        sign = _pick(rng, "+-*")
-        start, operand = _pick(rng, range(1, 10 if sign == "*" else 21)), _pick(rng, range(1, 10))
-        operations = ((sign, operand),)
-        if _apply(start, operations[0]) < 1:
-            continue
-        if is_held_out(start, operations) == (split == "test"):
-            return ArithmeticProblem(f"What is {start} {sign} {operand}?", start, operations)
+    _, start, operations = _draw(split, f"one-step {split} {seed} {index}", _single_step)
+    ((sign, operand),) = operations
+    return ArithmeticProblem(f"What is {start} {sign} {operand}?", start, operations)
 
 
 def is_held_out(start: int, operations: Sequence[tuple[str, int]]) -> bool:
@@ -149,9 +131,19 @@ def faulty_answer(problem: ArithmeticProblem, kind: Fault, rng: random.Random) -
     raise ValueError(f"kind must be 'blurt', 'slip', 'short' or 'untagged'; got {kind=}")
 
 
-def _check_split(split: str) -> None:
+def _draw(
+    split: str, key: str, numbers: Callable[[random.Random], Numbers]
+) -> tuple[random.Random, int, tuple[tuple[str, int], ...]]:
+    """The first numbers of a sequence that belong to a split, and the generator after them."""
     if split not in ("train", "test"):
         raise ValueError(f"arithmetic has the splits 'train' and 'test'; got {split=}")
+    # Seeded by text (through SHA-512) and read through `random()` only: the two parts of the
+    # standard library's generator that promise the same numbers in every version.
+    rng = random.Random(key)
+    while True:
+        start, operations = numbers(rng)
+        if is_held_out(start, operations) == (split == "test"):
+            return rng, start, operations
 
 
 def _pick[T](rng: random.Random, options: Sequence[T]) -> T:
@@ -163,21 +155,24 @@ def _apply(value: int, operation: tuple[str, int]) -> int:
     return {"+": value + operand, "-": value - operand, "*": value * operand}[sign]
 
 
-def _draw_numbers(rng: random.Random) -> tuple[int, tuple[tuple[str, int], ...]]:
+def _single_step(rng: random.Random) -> Numbers:
+    while True:
+        sign = _pick(rng, "+-*")
+        start, operand = _pick(rng, range(1, 10 if sign == "*" else 21)), _pick(rng, range(1, 10))
+        if _apply(start, (sign, operand)) >= 1:
+            return start, ((sign, operand),)
+
+
+def _several_steps(rng: random.Random) -> Numbers:
     start = value = _pick(rng, range(5, 61))
     operations = []
     for _ in range(_pick(rng, (2, 3))):
-        signs = ["+"]
-        if value > 2:
-            signs.append("-")
-        if value <= _LARGEST_FACTOR:
-            signs.append("*")
-        sign = _pick(rng, signs)
         operands = {
             "+": range(2, 41),
             "-": range(2, min(40, value - 1) + 1),
-            "*": tuple(_TIMES),
+            "*": tuple(_TIMES) if value <= _LARGEST_FACTOR else (),
         }
+        sign = _pick(rng, [sign for sign, possible in operands.items() if possible])
         operations.append((sign, _pick(rng, operands[sign])))
         value = _apply(value, operations[-1])
     return start, tuple(operations)
@@ -216,11 +211,9 @@ def _answer(operations: Sequence[tuple[str, int]], values: Sequence[int]) -> str
 def _values_with_slip(problem: ArithmeticProblem, rng: random.Random) -> list[int]:
     """The problem's values when one operation errs by 1, 2 or 10 and later ones build on it."""
     where = 1 + int(rng.random() * len(problem.operations))
-    candidates = []
-    for error in (-10, -2, -1, 1, 2, 10):
-        values = list(problem.values[:where])
-        values.append(problem.values[where] + error)
-        for operation in problem.operations[where:]:
-            values.append(_apply(values[-1], operation))
-        candidates.append(values)
+    before, after = problem.values[:where], problem.operations[where:]
+    candidates = [
+        [*before, *itertools.accumulate(after, _apply, initial=problem.values[where] + error)]
+        for error in (-10, -2, -1, 1, 2, 10)
+    ]
     return _pick(rng, [values for values in candidates if min(values) >= 1])

@@ -11,7 +11,7 @@ import os
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, Literal
 
 import numpy as np
 
@@ -112,10 +112,6 @@ class Problems(Sequence[Problem]):
     def __len__(self) -> int:
         return self.length
 
-    @overload
-    def __getitem__(self, index: int) -> Problem: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Problem]: ...
     def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
         chosen = range(self.length)[index]
         return self.read(chosen) if isinstance(chosen, int) else [self.read(i) for i in chosen]
@@ -157,31 +153,33 @@ def from_config(
     if cfg.dataset == "arithmetic":
         return _arithmetic(cfg, split, seed, wanted or ARITHMETIC_PROBLEMS)
     where = cfg.path or cfg.dataset
-    source = SETS.get(cfg.dataset)
     dataset = load_rows(cfg.dataset, cfg.path, cfg.name, split)
     if len(dataset) == 0:
         raise ValueError(f"{where}: the split {split!r} is empty")
-    columns = cfg.columns or {}
-    reader = _Reader(
-        _prompt_column(dataset.column_names, columns, source, where),
-        _answer_column(dataset.column_names, columns, source, where),
-        source is not None,
-        system_prompt(cfg),
-        cfg.prompt_template,
+    names = dataset.column_names
+    prompt = _column("prompt", cfg, names, _PROMPT_COLUMNS, where)
+    if prompt is None:
+        raise ValueError(
+            f"{where}: no column 'prompt' (nor 'question' or 'problem'); it has {sorted(names)}"
+        )
+    answer = _column("answer", cfg, names, (), where)
+    limit = cfg.max_prompt_characters or getattr(
+        SETS.get(cfg.dataset), "max_prompt_characters", None
     )
-    limit = cfg.max_prompt_characters or (source and source.max_prompt_characters)
-    kept = _short_enough(dataset, reader.prompt, limit, where)[:wanted]
-    read = lambda index: reader.problem(dataset[kept[index]], f"{where}, row {kept[index]}")
+    kept = _short_enough(dataset, prompt, limit, where)[:wanted]
+
+    def read(index: int) -> Problem:
+        row = kept[index]
+        return _problem(cfg, prompt, answer, dataset[row], f"{where}, row {row}")
+
     read(0)  # a row that cannot be read shows now, not in the middle of a run
     return Problems(len(kept), read)
 
 
 def system_prompt(cfg: DataConfig) -> str:
     """The system message of a `[data]` section, or its name in `SYSTEM_PROMPTS`; "" for none."""
-    if cfg.system_prompt is not None:
-        return cfg.system_prompt
-    source = SETS.get(cfg.dataset)
-    return (source and source.system_prompt) or ""
+    own = getattr(SETS.get(cfg.dataset), "system_prompt", None)
+    return cfg.system_prompt if cfg.system_prompt is not None else own or ""
 
 
 def batch(problems: Sequence[Problem], index: int, *, batch_size: int, seed: int) -> list[Problem]:
@@ -241,16 +239,15 @@ def _arithmetic(cfg: DataConfig, split: str, seed: int, count: int) -> Problems:
             f"max_prompt_characters={cfg.max_prompt_characters}"
         )
     if cfg.name not in _ARITHMETIC:
-        names = [name for name in _ARITHMETIC if name]
         raise ValueError(
-            f"arithmetic has the configurations {names}, or none; got config={cfg.name!r}"
+            f"arithmetic has the configurations {list(filter(None, _ARITHMETIC))}, or none; "
+            f"got config={cfg.name!r}"
         )
-    reader = _Reader("question", "answer", True, system_prompt(cfg), cfg.prompt_template)
 
     def read(index: int) -> Problem:
         found = _ARITHMETIC[cfg.name](split, seed, index)
         row = {"question": found.question, "answer": str(found.answer)}
-        return reader.problem(row, f"{cfg.dataset}, row {index}")
+        return _problem(cfg, "question", "answer", row, f"{cfg.dataset}, row {index}")
 
     read(0)  # an unknown split shows now
     return Problems(count, read)
@@ -282,10 +279,8 @@ def load_rows(name: str, path: str | None, config: str | None, split: str):
         if is_file:
             if config is not None:
                 raise ValueError(f"a file has no configurations; got {config=}")
-            files = {split: os.fspath(folder)}
-            return datasets.load_dataset(
-                _FILE_FORMATS[folder.suffix], data_files=files, split=split
-            )
+            kind, place = _FILE_FORMATS[folder.suffix], os.fspath(folder)
+            return datasets.load_dataset(kind, data_files={split: place}, split=split)
         hub = os.fspath(folder) if source is None or path else source.hub
         if config is None and source is not None and source.config is not None:
             # A copy on disk may have been made without the hub's configurations.
@@ -299,80 +294,58 @@ def load_rows(name: str, path: str | None, config: str | None, split: str):
         ) from error
 
 
-def _named_column(
-    names: Sequence[str], role: str, columns: Mapping[str, str], own: str | None, where: str
+def _column(
+    role: Literal["prompt", "answer"],
+    cfg: DataConfig,
+    names: Sequence[str],
+    others: Sequence[str],
+    where: str,
 ) -> str | None:
-    """The column that the config or, if it is there, the named set appoints."""
-    if role in columns and columns[role] not in names:
+    """The column that the config appoints, else the named set's own, else the first of others."""
+    appointed = (cfg.columns or {}).get(role)
+    if appointed not in (None, *names):
         raise ValueError(
-            f"{where}: no column {columns[role]!r}, which data.columns names as the {role}; "
+            f"{where}: no column {appointed!r}, which data.columns names as the {role}; "
             f"it has {sorted(names)}"
         )
-    return columns.get(role) or (own if own in names else None)
-
-
-def _prompt_column(
-    names: Sequence[str], columns: Mapping[str, str], source: Source | None, where: str
-) -> str:
-    named = _named_column(names, "prompt", columns, source and source.prompt, where)
-    for name in (named, *_PROMPT_COLUMNS):
-        if name in names:
-            return name
-    raise ValueError(
-        f"{where}: no column 'prompt' (nor 'question' or 'problem'); it has {sorted(names)}"
-    )
-
-
-def _answer_column(
-    names: Sequence[str], columns: Mapping[str, str], source: Source | None, where: str
-) -> str | None:
-    return _named_column(names, "answer", columns, source and source.answer, where)
+    own = getattr(SETS.get(cfg.dataset), role, None)
+    return next((name for name in (appointed, own, *others) if name in names), None)
 
 
 def _short_enough(dataset, column: str, limit: int | None, where: str) -> Sequence[int]:
     """The rows whose prompt has at most `limit` characters."""
     if limit is None:
         return range(len(dataset))
-    kept = [row for row, prompt in enumerate(dataset[column]) if _characters(prompt) <= limit]
+    prompts = (_messages(prompt, "a prompt") for prompt in dataset[column])
+    sizes = [sum(len(message["content"]) for message in prompt) for prompt in prompts]
+    kept = [row for row, size in enumerate(sizes) if size <= limit]
     if not kept:
         raise ValueError(f"{where}: no prompt has at most {limit} characters")
     return kept
 
 
-def _characters(prompt: Any) -> int:
-    if isinstance(prompt, str):
-        return len(prompt)
-    return sum(len(message["content"]) for message in _checked_messages(prompt, "a prompt"))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Reader:
-    """How rows of one set become problems; see `from_config`."""
-
-    prompt: str
-    answer: str | None
-    is_named: bool
-    system_prompt: str
-    template: str | None
-
-    def problem(self, row: Mapping[str, Any], where: str) -> Problem:
-        columns = dict(row)
-        prompt = columns.pop(self.prompt)
-        instruction = SYSTEM_PROMPTS.get(self.system_prompt, self.system_prompt)
-        is_message = self.is_named or self.prompt != "prompt" or bool(instruction)
-        if isinstance(prompt, str) and is_message:
-            prompt = [{"role": "user", "content": prompt}]
-        if not isinstance(prompt, str):
-            prompt = _checked_messages(prompt, f"{where}, column {self.prompt!r}")
-        if instruction:
-            if prompt[0]["role"] == "system":
-                raise ValueError(
-                    f'{where}: has a system message already; set data.system_prompt = ""'
-                )
-            prompt = ({"role": "system", "content": instruction}, *prompt)
-        if self.template is not None:
-            prompt = _fill(self.template, prompt, row)
-        return Problem(prompt, _with_answer(columns, self.answer))
+def _problem(
+    cfg: DataConfig,
+    prompt_column: str,
+    answer_column: str | None,
+    row: Mapping[str, Any],
+    where: str,
+) -> Problem:
+    """A row as a problem; see `from_config`."""
+    columns = dict(row)
+    prompt = columns.pop(prompt_column)
+    named = system_prompt(cfg)
+    instruction = SYSTEM_PROMPTS.get(named, named)
+    is_message = cfg.dataset in SETS or prompt_column != "prompt" or bool(instruction)
+    if is_message or not isinstance(prompt, str):
+        prompt = _messages(prompt, f"{where}, column {prompt_column!r}")
+    if instruction:
+        if prompt[0]["role"] == "system":
+            raise ValueError(f'{where}: has a system message already; set data.system_prompt = ""')
+        prompt = ({"role": "system", "content": instruction}, *prompt)
+    if cfg.prompt_template is not None:
+        prompt = _fill(cfg.prompt_template, prompt, row)
+    return Problem(prompt, _with_answer(columns, answer_column))
 
 
 def is_chat(prompt: Any) -> bool:
@@ -389,7 +362,10 @@ def is_chat(prompt: Any) -> bool:
     )
 
 
-def _checked_messages(prompt: Any, where: str) -> tuple[Message, ...]:
+def _messages(prompt: Any, where: str) -> tuple[Message, ...]:
+    """A prompt as messages, a text as the user's."""
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
     if not is_chat(prompt):
         raise ValueError(f"{where}: must be text or messages of role and content; got {prompt!r}")
     # Columns of structs fill keys that a message lacks with None: only the two are meant.
@@ -409,12 +385,10 @@ def _with_answer(columns: dict[str, Any], named: str | None) -> dict[str, Any]:
     reward_model = columns.get("reward_model")
     if isinstance(reward_model, Mapping) and "ground_truth" in reward_model:
         columns.setdefault("ground_truth", reward_model["ground_truth"])
-    for name in (named, *_ANSWER_COLUMNS):
-        if name in columns:
-            columns["answer"] = answer = columns[name]
-            break
-    else:
-        return columns
+    name = next((name for name in (named, *_ANSWER_COLUMNS) if name in columns), None)
+    if name is not None:
+        columns["answer"] = columns[name]
+    answer = columns.get("answer")
     if not isinstance(answer, str):
         return columns
     if marked := re.findall(r"^####(.*)", answer, re.MULTILINE):

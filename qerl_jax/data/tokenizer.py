@@ -75,9 +75,8 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
         )
     stops = [] if hf.eos_token_id is None else [hf.eos_token_id]
     generation = folder / "generation_config.json"
-    if generation.is_file():
-        listed = read_json(generation).get("eos_token_id")
-        stops += [listed] if isinstance(listed, int) else listed or []
+    listed = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    stops += [listed] if isinstance(listed, int) else listed or []
     if not stops:
         raise ValueError(
             f"tokenizer: {folder} names no end-of-sequence token; completions would never stop"
