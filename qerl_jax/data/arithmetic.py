@@ -70,9 +70,9 @@ def problem(split: str, seed: int, index: int) -> ArithmeticProblem:
         ValueError: For any other split.
     """
     rng, start, operations = _draw(split, f"{split} {seed} {index}", _several_steps)
-    in_words = rng.random() < 0.75
-    question = _word_problem(rng, start, operations) if in_words else _expression(start, operations)
-    return ArithmeticProblem(question, start, operations)
+    if rng.random() < 0.75:
+        return ArithmeticProblem(_word_problem(rng, start, operations), start, operations)
+    return ArithmeticProblem(_expression(start, operations), start, operations)
 
 
 def one_step(split: str, seed: int, index: int) -> ArithmeticProblem:

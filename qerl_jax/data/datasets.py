@@ -279,8 +279,9 @@ def load_rows(name: str, path: str | None, config: str | None, split: str):
         if is_file:
             if config is not None:
                 raise ValueError(f"a file has no configurations; got {config=}")
-            kind, place = _FILE_FORMATS[folder.suffix], os.fspath(folder)
-            return datasets.load_dataset(kind, data_files={split: place}, split=split)
+            return datasets.load_dataset(
+                _FILE_FORMATS[folder.suffix], data_files={split: os.fspath(folder)}, split=split
+            )
         hub = os.fspath(folder) if source is None or path else source.hub
         if config is None and source is not None and source.config is not None:
             # A copy on disk may have been made without the hub's configurations.

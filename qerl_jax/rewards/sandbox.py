@@ -85,8 +85,7 @@ def require() -> None:
     Raises:
         NotImplementedError: If they cannot, with the reason.
     """
-    reason = unavailable()
-    if reason is not None:
+    if (reason := unavailable()) is not None:
         raise NotImplementedError(
             f"programs of the policy cannot be isolated here, so none is run: {reason}"
         )

@@ -92,8 +92,7 @@ def resolve(
         ValueError: For an unknown name, a module that cannot be imported, something that cannot be
             called, options that a factory refuses, or two functions of one name.
     """
-    options = options or {}
-    functions = [_resolve_one(name, options) for name in names]
+    functions = [_resolve_one(name, options or {}) for name in names]
     resolved = [(getattr(f, "__name__", type(f).__name__), f) for f in functions]
     repeated = {name for name, _ in resolved if [n for n, _ in resolved].count(name) > 1}
     if repeated:
@@ -193,12 +192,11 @@ def check(
 def _resolve_one(
     name: str | RewardFunction, options: Mapping[str, Mapping[str, Any]]
 ) -> RewardFunction:
-    if isinstance(name, str) and (name in FACTORIES or name in options):
-        return _make(name, FACTORIES.get(name) or _find(name), options.get(name, {}))
-    function = _find(name) if isinstance(name, str) else name
-    if not callable(function):
-        raise ValueError(f"reward function {name!r} cannot be called: {type(function).__name__}")
-    return function
+    found = _find(name) if isinstance(name, str) else name
+    if not callable(found):
+        raise ValueError(f"reward function {name!r} cannot be called: {type(found).__name__}")
+    makes = isinstance(name, str) and (name in FACTORIES or name in options)
+    return _make(name, found, options.get(name, {})) if makes else found
 
 
 def _make(name: str, factory: Any, options: Mapping[str, Any]) -> RewardFunction:
@@ -213,11 +211,12 @@ def _make(name: str, factory: Any, options: Mapping[str, Any]) -> RewardFunction
 
 
 def _find(name: str) -> Any:
-    if name in STOCK:
-        return STOCK[name]
+    known = STOCK | FACTORIES
+    if name in known:
+        return known[name]
     if ":" not in name:
         raise ValueError(
-            f"no reward function {name!r}; there are {sorted([*STOCK, *FACTORIES])}, or an import "
+            f"no reward function {name!r}; there are {sorted(known)}, or an import "
             "path such as 'package.module:function' or 'file.py:function'"
         )
     path, _, attribute = name.rpartition(":")
@@ -242,8 +241,8 @@ def _import(path: str):
 
 
 def _is_async(function: RewardFunction) -> bool:
-    either = (function, type(function).__call__)  # a function, or an object that is called
-    return any(map(inspect.iscoroutinefunction, either))
+    # A function, or an object that is called.
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
 def _run(calls: Sequence[Coroutine]) -> list:
@@ -278,11 +277,10 @@ def _checked_values(name: str, values: Any, rows: int) -> list[float]:
 
 
 def _checked_value(name: str, row: int, value: Any) -> float:
-    try:
-        # float() also reads text: "1" is more likely a mistake than a reward.
-        number = float("nan") if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
-        number = float("nan")
+    number = float("nan")
+    # float() also reads text: "1" is more likely a mistake than a reward.
+    with contextlib.suppress(TypeError, ValueError):
+        number = number if isinstance(value, str | bytes) else float(value)
     if not np.isfinite(number):
         raise RewardError(
             f"reward function {name!r} returned {value!r} for row {row}; "

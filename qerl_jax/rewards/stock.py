@@ -228,8 +228,7 @@ def get_reasoning_accuracy_reward(
     """
 
     def after_reasoning(text: str) -> str:
-        _, closed, rest = text.rpartition("</think>")
-        return rest if closed else ""
+        return text.rpartition("</think>")[2] if "</think>" in text else ""
 
     return _math_reward("reasoning_accuracy_reward", after_reasoning, workers, seconds)
 
@@ -344,8 +343,9 @@ def get_code_reward(
             if program is not None
             for test in row_tests or ()
         ]
-        pairs = [(program, test["input"]) for _, program, test in jobs]
-        outcomes = sandbox.run_all(pairs, limits, workers=workers)
+        outcomes = sandbox.run_all(
+            [(program, test["input"]) for _, program, test in jobs], limits, workers=workers
+        )
         passed = collections.Counter(
             row
             for (row, _, test), outcome in zip(jobs, outcomes, strict=True)

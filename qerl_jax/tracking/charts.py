@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
 
 # Okabe and Ito's colours, distinct to the colour-blind; the page has lighter ones for the dark.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#a8508c", "#8a6d00", "#3a8fc4")
@@ -84,8 +83,7 @@ class Chart:
     @property
     def slug(self) -> str:
         """The title as a file name."""
-        letters = (c if c.isalnum() else " " for c in self.title.lower())
-        return "-".join("".join(letters).split())
+        return re.sub(r"[\W_]+", "-", self.title.lower()).strip("-")
 
     @property
     def summary(self) -> str:
@@ -140,16 +138,16 @@ def svg(chart: Chart, prefix: str) -> str:
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=_SVG_INCHES)
         _draw(figure.add_axes((0.155, 0.175, 0.83, 0.755)), chart)
+        # Without metadata, which would say when and refer to other places.
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(file, format="svg", transparent=True, metadata=nothing)
-    width, height = (72 * inches for inches in _SVG_INCHES)
     # The prolog names the document type by address; the style would hold for the whole page.
     drawing = re.sub(r"^.*?<svg[^>]*>\s*<defs>\s*<style.*?</defs>", "", file.getvalue(), flags=re.S)
     drawing = re.sub(r'( id="|href="#|url\(#)', rf"\g<1>{prefix}", drawing)
     for colour, variable in _VARIABLES.items():
         drawing = drawing.replace(colour, variable)
     return (
-        f'<svg viewBox="0 0 {width:g} {height:g}" role="img" '
+        f'<svg viewBox="0 0 {72 * _SVG_INCHES[0]:g} {72 * _SVG_INCHES[1]:g}" role="img" '
         f'aria-label="{html.escape(chart.summary)}">{drawing.strip()}'
     )
 
@@ -191,7 +189,7 @@ def _draw(axes: Axes, chart: Chart) -> list:
     axes.locator_params(axis="x", integer=True, nbins=6)
     if chart.is_log:
         axes.set_yscale("log", nonpositive="mask")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+        axes.yaxis.set_major_formatter(lambda value, _: number(value))
         axes.yaxis.set_minor_formatter("")
     else:
         axes.locator_params(axis="y", nbins=5)
@@ -209,9 +207,13 @@ def _draw_line(axes: Axes, line: Line, index: int):
         axes.plot(steps, values, color=colour, lw=0.6, alpha=0.35)
         values = smooth(values)
     (drawn,) = axes.plot(
-        steps, values, color=colour, lw=1.6, marker="o" if len(values) < 15 else None
+        steps,
+        values,
+        color=colour,
+        lw=1.6,
+        marker="o" if len(values) < 15 else None,
+        dashes=[each / 2 for each in dashes] or (None, None),
     )
-    drawn.set_dashes([each / 2 for each in dashes] or (None, None))
     if line.low is not None:
         low, high = _thinned(line.low), _thinned(line.high)
         axes.fill_between(steps, low, high, color=colour, alpha=0.18, lw=0)

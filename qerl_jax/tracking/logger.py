@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from qerl_jax.files import write_whole
+from qerl_jax.files import whole_lines, write_whole
 from qerl_jax.tracking import trackers
 from qerl_jax.tracking.terminal import Display
 
@@ -91,15 +91,12 @@ class Logger:
 
 
 def read_metrics(run_folder: str | pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl in order; a last line that a kill cut short is left out."""
-    path = pathlib.Path(run_folder) / "metrics.jsonl"
-    rows = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    """The rows of metrics.jsonl in order; a last line that a kill cut short is left out.
+
+    Raises:
+        ValueError: For another line that is no JSON.
+    """
+    return whole_lines(pathlib.Path(run_folder) / "metrics.jsonl")
 
 
 def _plain(value: Any) -> Any:

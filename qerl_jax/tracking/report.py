@@ -229,8 +229,8 @@ def curves(run_folders: Sequence[str | pathlib.Path]) -> Figure:
     Raises:
         FileNotFoundError: When a folder holds no metrics.
     """
-    sections = _sections(group([read(each) for each in run_folders]))
-    return charts.grid(list(itertools.chain(*sections.values())))
+    groups = group([read(each) for each in run_folders])
+    return charts.grid(list(itertools.chain(*_sections(groups).values())))
 
 
 def write(
@@ -253,9 +253,8 @@ def write(
         FileNotFoundError: When a folder holds no metrics.
     """
     groups = group([read(each) for each in run_folders])
-    if folder is None:
-        folder = pathlib.Path(run_folders[0] if len(run_folders) == 1 else ".") / "report"
-    folder = pathlib.Path(folder)
+    place = pathlib.Path(run_folders[0] if len(run_folders) == 1 else ".")
+    folder = place / "report" if folder is None else pathlib.Path(folder)
     sections = _sections(groups)
     text = page.render(
         " against ".join(each.label for each in groups) if len(groups) < 4 else "Runs compared",
@@ -293,8 +292,7 @@ def _common_name(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     shared = os.path.commonprefix(list(names)).rstrip("-_. ")
-    for ending in ("-seed", "_seed", ".seed", "-s", "_s"):
-        shared = shared.removesuffix(ending)
+    shared = re.sub(r"([-_.]seed)?([-_]s)?$", "", shared)
     return f"{shared or names[0]} ({len(names)} runs)"
 
 
@@ -420,8 +418,8 @@ def _tables(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def _run_row(run: Run) -> tuple[str, ...]:
-    settings = ("–", "–", "–")
-    if (cfg := run.cfg) is not None:
+    cfg, settings = run.cfg, ("–", "–", "–")
+    if cfg is not None:
         base = f"{cfg.model.model_name_or_path} ({cfg.model.weights})"
         settings = (base, cfg.data.dataset, str(cfg.seed))
     return (

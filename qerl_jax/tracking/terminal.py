@@ -44,8 +44,7 @@ def curve(values: Sequence[float], width: int = 60) -> str:
     columns = [values[i : i + per_column] for i in range(0, len(values), per_column)]
     means = [sum(column) / len(column) for column in columns]
     finite = [mean for mean in means if math.isfinite(mean)] or [0.0]
-    low, high = min(finite), max(finite)
-    span = (high - low) or 1.0
+    low, span = min(finite), max(finite) - min(finite) or 1.0
     levels = [
         1 + round((mean - low) / span * (len(_BARS) - 2)) if math.isfinite(mean) else 0
         for mean in means
