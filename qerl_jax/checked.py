@@ -76,10 +76,12 @@ class Checked:
         for name, optional, rule in _rules(type(self)):
             value = getattr(self, name)
             self._require(optional and value is None or rule.holds(value), name, rule.text)
-        self._check_across()
+        for holds, name, text in self._across():
+            self._require(holds, name, text)
 
-    def _check_across(self) -> None:
-        """Checks the rules across fields."""
+    def _across(self) -> list[tuple[bool, str, str]]:
+        """The rules across fields: whether each holds, the field (or several with a comma) at fault, the rule."""
+        return []
 
     def _require(self, holds: bool, field: str, rule: str) -> None:
         """Raises the error about a field, or about several with a comma."""
@@ -91,13 +93,10 @@ class Checked:
 def _rules(cls: type) -> list[tuple[str, bool, Rule]]:
     """The rules in the annotations of a class: the field, whether it may be None, the rule."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    members = {
-        n: typing.get_args(hint) if _is_union(hint) else (hint,) for n, hint in hints.items()
-    }
     return [
-        (name, types.NoneType in each, rule)
-        for name, each in members.items()
-        for member in each
+        (name, types.NoneType in _members(hint), rule)
+        for name, hint in hints.items()
+        for member in _members(hint)
         for rule in getattr(member, "__metadata__", ())
     ]
 
@@ -107,39 +106,35 @@ def from_table(cls: type, table: dict[str, Any], prefix: str = "") -> Any:
     hints = typing.get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
     where = f"[{prefix.rstrip('.')}]" if prefix else "the top level"
-    for key in table:
-        if key not in fields:
-            raise ConfigError(f"{prefix}{key}: unknown field; {where} has {', '.join(fields)}")
-    for name, field in fields.items():
-        if field.default is dataclasses.MISSING and name not in table:
-            raise ConfigError(f"{prefix}{name}: missing; {where} needs it")
+    needed = [name for name, field in fields.items() if field.default is dataclasses.MISSING]
+    wrong = [
+        *(f"{k}: unknown field; {where} has {', '.join(fields)}" for k in table if k not in fields),
+        *(f"{k}: missing; {where} needs it" for k in needed if k not in table),
+    ]
+    if wrong:
+        raise ConfigError(prefix + wrong[0])
     return cls(**{key: _value(hints[key], value, prefix + key) for key, value in table.items()})
 
 
 def to_table(cfg: Any) -> dict[str, Any]:
     """The TOML table of a dataclass; `from_table` of it gives an equal one."""
-    table = {}
-    for field in dataclasses.fields(cfg):
-        value = getattr(cfg, field.name)
-        if dataclasses.is_dataclass(value):
-            table[field.name] = to_table(value)
-        elif value is not None:
-            table[field.name] = list(value) if isinstance(value, tuple) else value
-    return table
+    plain = lambda value: list(value) if isinstance(value, tuple) else value
+    section = lambda fields: {name: plain(value) for name, value in fields if value is not None}
+    return dataclasses.asdict(cfg, dict_factory=section)
 
 
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (types.UnionType, typing.Union)
+def _members(hint: Any) -> tuple[Any, ...]:
+    """The types that a hint allows."""
+    is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return typing.get_args(hint) if is_union else (hint,)
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
     """A value of a table as a type hint wants it; a whole number will do for a float."""
+    (hint,) = [member for member in _members(hint) if member is not types.NoneType]
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
-    if _is_union(hint):
-        (hint,) = [arg for arg in args if arg is not types.NoneType]
-        return _value(hint, value, name)
     if origin is Literal:
         require(value in args, name, value, f"must be one of {', '.join(map(repr, args))}")
         return value

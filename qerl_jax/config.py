@@ -1,7 +1,7 @@
 """A run as frozen dataclasses: TOML in, TOML out, checked once when built.
 
 A TOML section is a dataclass, a key is a field; names are TRL's where TRL has one, QeRL's for AQN.
-What a single value may be stands in its field's annotation, rules across fields in `_check_across`.
+What a single value may be stands in its field's annotation, rules across fields in `_across`.
 """
 
 import dataclasses
@@ -43,7 +43,6 @@ _columns = Rule(
     lambda names: names.keys() <= {"prompt", "answer"},
     'may say which column is "prompt" and which is "answer"',
 )
-_template = Rule(lambda text: "{prompt}" in text, 'must contain "{prompt}"')
 _group = Rule(
     lambda n: n >= 2, "must be at least 2, for an advantage compares the completions of one prompt"
 )
@@ -54,7 +53,6 @@ _not_greedy = Rule(
 _texts = Rule(
     lambda texts: texts and all(texts), "must be texts, none of them empty; leave it out for none"
 )
-_stages = Rule(lambda n: n >= 3, "must be at least 3: one silent, two noisy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,15 +85,20 @@ class ModelConfig(Checked, section="model."):
     trainable: Literal["lora", "full"] = "lora"
     adapter_name_or_path: str | None = None
 
-    def _check_across(self):
+    def _across(self):
         lora = self.trainable == "lora"
-        holds = lora or self.adapter_name_or_path is None
-        self._require(holds, "adapter_name_or_path", 'needs model.trainable = "lora"')
-        self._require(
-            lora or self.weights in DENSE,
-            "trainable",
-            'packed weights have no gradient: set model.weights to "bfloat16" or "float32"',
-        )
+        return [
+            (
+                lora or self.adapter_name_or_path is None,
+                "adapter_name_or_path",
+                'needs model.trainable = "lora"',
+            ),
+            (
+                lora or self.weights in DENSE,
+                "trainable",
+                'packed weights have no gradient: set model.weights to "bfloat16" or "float32"',
+            ),
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +153,9 @@ class DataConfig(Checked, section="data."):
     split: str = "train"
     columns: Annotated[dict[str, str], _columns] | None = None
     system_prompt: str | None = None
-    prompt_template: Annotated[str, _template] | None = None
+    prompt_template: (
+        Annotated[str, Rule(lambda text: "{prompt}" in text, 'must contain "{prompt}"')] | None
+    ) = None
     max_prompt_characters: Count | None = None
     max_prompt_length: Count = 512
     overlong_prompts: Literal["error", "drop"] = "error"
@@ -176,10 +181,10 @@ class RewardConfig(Checked, section="rewards."):
     soft_punish_cache: Count | None = None
     soft_punish_weight: Positive = 1.0
 
-    def _check_across(self):
+    def _across(self):
         count = len(self.functions)
         holds = self.weights is None or len(self.weights) == count
-        self._require(holds, "weights", f"must have one entry per function ({count})")
+        return [(holds, "weights", f"must have one entry per function ({count})")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,14 +232,19 @@ class RolloutConfig(Checked, section="rollout."):
     ignore_eos: bool = False
     steps_per_generation: Count | None = None
 
-    def _check_across(self):
-        self._require(
-            None in (self.steps_per_generation, self.generation_batch_size),
-            "steps_per_generation",
-            "must be absent where generation_batch_size is given",
-        )
-        holds = None in (self.kv_cache_fraction, self.kv_cache_tokens)
-        self._require(holds, "kv_cache_fraction", "must be absent where kv_cache_tokens is given")
+    def _across(self):
+        return [
+            (
+                None in (self.steps_per_generation, self.generation_batch_size),
+                "steps_per_generation",
+                "must be absent where generation_batch_size is given",
+            ),
+            (
+                None in (self.kv_cache_fraction, self.kv_cache_tokens),
+                "kv_cache_fraction",
+                "must be absent where kv_cache_tokens is given",
+            ),
+        ]
 
     def slots(self, rows: int) -> int:
         """How many of so many rows are sampled at a time."""
@@ -297,29 +307,37 @@ class GrpoConfig(Checked, section="grpo."):
     ] = "token_truncate"
     importance_sampling_clip_max: Positive = 3.0
 
-    def _check_across(self):
+    def _across(self):
         bound = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
-        holds = self.delta is None or self.delta > bound
-        self._require(holds, "delta", f"must exceed 1 + epsilon_high = {bound}")
-        self._require(
-            self.beta == 0 or self.kl_estimator != "k1" or self.use_bias_correction_kl,
-            "kl_estimator",
-            "as a loss it is noise of mean 0 unless grpo.use_bias_correction_kl = true",
-        )
-        rule = "needs grpo.beta > 0: without it no reference is read"
-        self._require(self.beta > 0 or not self.sync_ref_model, "sync_ref_model", rule)
-        self._require(
-            self.advantage_estimator == "grpo" or self.scale_rewards != "group",
-            "advantage_estimator",
-            'needs grpo.scale_rewards = "none" or "batch": over the deviation of its own group it is '
-            "grpo times a constant",
-        )
-        self._require(
-            self.old_logprobs == "recompute" or not self.importance_sampling_correction,
-            "importance_sampling_correction",
-            'needs grpo.old_logprobs = "recompute": against the behaviour policy the weight is 1 by '
-            "definition",
-        )
+        return [
+            (
+                self.delta is None or self.delta > bound,
+                "delta",
+                f"must exceed 1 + epsilon_high = {bound}",
+            ),
+            (
+                self.beta == 0 or self.kl_estimator != "k1" or self.use_bias_correction_kl,
+                "kl_estimator",
+                "as a loss it is noise of mean 0 unless grpo.use_bias_correction_kl = true",
+            ),
+            (
+                self.beta > 0 or not self.sync_ref_model,
+                "sync_ref_model",
+                "needs grpo.beta > 0: without it no reference is read",
+            ),
+            (
+                self.advantage_estimator == "grpo" or self.scale_rewards != "group",
+                "advantage_estimator",
+                'needs grpo.scale_rewards = "none" or "batch": over the deviation of its own group it is '
+                "grpo times a constant",
+            ),
+            (
+                self.old_logprobs == "recompute" or not self.importance_sampling_correction,
+                "importance_sampling_correction",
+                'needs grpo.old_logprobs = "recompute": against the behaviour policy the weight is 1 by '
+                "definition",
+            ),
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,12 +377,10 @@ class OptimConfig(Checked, section="optim."):
     share_prompts: bool = True
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
 
-    def _check_across(self):
-        self._require(
-            self.min_lr_ratio == 0 or self.lr_scheduler_type != "constant",
-            "min_lr_ratio",
-            'says where a rate ends that falls; with lr_scheduler_type = "constant" none does',
-        )
+    def _across(self):
+        holds = self.min_lr_ratio == 0 or self.lr_scheduler_type != "constant"
+        rule = 'says where a rate ends that falls; with lr_scheduler_type = "constant" none does'
+        return [(holds, "min_lr_ratio", rule)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -385,15 +401,17 @@ class NoiseConfig(Checked, section="noise."):
 
     sigma_start: Positive = 1e-2
     sigma_end: float = 1e-4
-    num_stages: Annotated[int, _stages] = 10
+    num_stages: Annotated[
+        int, Rule(lambda n: n >= 3, "must be at least 3: one silent, two noisy")
+    ] = 10
     schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
     exponent: Literal["code", "paper"] = "code"
     scope: Literal["rollout", "both"] = "rollout"
     final_norm: bool = False
 
-    def _check_across(self):
+    def _across(self):
         rule = f"must be in (0, sigma_start = {self.sigma_start}]"
-        self._require(0 < self.sigma_end <= self.sigma_start, "sigma_end", rule)
+        return [(0 < self.sigma_end <= self.sigma_start, "sigma_end", rule)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -429,13 +447,15 @@ class EvalConfig(Checked, section="eval."):
     dataset: str | None = None
     path: str | None = None
 
-    def _check_across(self):
-        self._require(
-            self.num_generations == 1 or (self.num_generations > 1 and self.temperature > 0),
-            "num_generations",
-            "must be at least 1, and 1 at temperature 0, where all samples are equal",
-        )
-        self._require(self.path is None or self.dataset is not None, "path", "needs eval.dataset")
+    def _across(self):
+        return [
+            (
+                self.num_generations == 1 or (self.num_generations > 1 and self.temperature > 0),
+                "num_generations",
+                "must be at least 1, and 1 at temperature 0, where all samples are equal",
+            ),
+            (self.path is None or self.dataset is not None, "path", "needs eval.dataset"),
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -475,78 +495,90 @@ class RunConfig(Checked):
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     run_name: str | None = None
 
-    def _check_across(self):
-        self._require(
-            (self.max_steps is None) != (self.num_train_epochs is None),
-            "max_steps, num_train_epochs",
-            "exactly one of the two must be set",
-        )
+    def _across(self):
         used = {*self.rewards.functions, *([self.eval.reward] if self.eval else [])}
-        self._require(
-            set(self.rewards.options or ()) <= used,
-            "rewards.options",
-            f"must be of functions that are used: {', '.join(sorted(used))}",
-        )
-        self._check_lengths()
-        self._check_batches()
         lora, grpo = self.model.trainable == "lora", self.grpo
-        self._require(
-            lora or self.lora == LoraConfig(),
-            "model.trainable",
-            "leaves nothing for a [lora] section to say: remove it",
-        )
-        self._require(
-            lora or grpo.beta == 0 or grpo.sync_ref_model,
-            "grpo.beta",
-            'with model.trainable = "full" the reference needs a copy of the weights: ask for it with '
-            "grpo.sync_ref_model = true (ref_model_mixup_alpha = 0 keeps it as it was)",
-        )
+        return [
+            (
+                (self.max_steps is None) != (self.num_train_epochs is None),
+                "max_steps, num_train_epochs",
+                "exactly one of the two must be set",
+            ),
+            (
+                set(self.rewards.options or ()) <= used,
+                "rewards.options",
+                f"must be of functions that are used: {', '.join(sorted(used))}",
+            ),
+            *self._across_lengths(),
+            *self._across_batches(),
+            (
+                lora or self.lora == LoraConfig(),
+                "model.trainable",
+                "leaves nothing for a [lora] section to say: remove it",
+            ),
+            (
+                lora or grpo.beta == 0 or grpo.sync_ref_model,
+                "grpo.beta",
+                'with model.trainable = "full" the reference needs a copy of the weights: ask for it with '
+                "grpo.sync_ref_model = true (ref_model_mixup_alpha = 0 keeps it as it was)",
+            ),
+        ]
 
-    def _check_lengths(self):
+    def _across_lengths(self):
         rollout, longest = self.rollout, self.rollout.max_completion_length
         row = self.data.max_prompt_length + longest
         lengths = f"data.max_prompt_length + rollout.max_completion_length = {row}"
-        holds = rollout.kv_cache_tokens is None or rollout.kv_cache_tokens >= row
-        self._require(holds, "rollout.kv_cache_tokens", f"must hold a row of {lengths}")
         limit = self.optim.max_tokens_per_microbatch
-        name = "optim.max_tokens_per_microbatch"
-        self._require(limit is None or limit >= row, name, f"must hold one row, {lengths}")
-        ends = rollout.stop is not None or not rollout.ignore_eos
-        self._require(
-            ends or not self.grpo.mask_truncated_completions,
-            "grpo.mask_truncated_completions",
-            "leaves nothing to learn from where rollout.ignore_eos lets no completion end",
-        )
-        self._require(
-            (self.rewards.soft_punish_cache or 0) <= longest,
-            "rewards.soft_punish_cache",
-            f"must not exceed rollout.max_completion_length = {longest}",
-        )
+        return [
+            (
+                rollout.kv_cache_tokens is None or rollout.kv_cache_tokens >= row,
+                "rollout.kv_cache_tokens",
+                f"must hold a row of {lengths}",
+            ),
+            (
+                limit is None or limit >= row,
+                "optim.max_tokens_per_microbatch",
+                f"must hold one row, {lengths}",
+            ),
+            (
+                rollout.stop is not None
+                or not (rollout.ignore_eos and self.grpo.mask_truncated_completions),
+                "grpo.mask_truncated_completions",
+                "leaves nothing to learn from where rollout.ignore_eos lets no completion end",
+            ),
+            (
+                (self.rewards.soft_punish_cache or 0) <= longest,
+                "rewards.soft_punish_cache",
+                f"must not exceed rollout.max_completion_length = {longest}",
+            ),
+        ]
 
-    def _check_batches(self):
+    def _across_batches(self):
         rows, batch = self.generation_batch_size, self.train_batch_size
-        group = self.rollout.num_generations
-        optimizer_batch = "optim.per_device_train_batch_size * optim.gradient_accumulation_steps"
-        given = "rollout.generation_batch_size"
-        if self.rollout.steps_per_generation is not None:
-            given = "optim.per_device_train_batch_size * rollout.steps_per_generation"
-        elif self.rollout.generation_batch_size is None:
-            given = optimizer_batch
+        group, updates = self.rollout.num_generations, self.updates_per_rollout
+        per_device = "optim.per_device_train_batch_size"
+        optimizer_batch = f"{per_device} * optim.gradient_accumulation_steps"
+        given = optimizer_batch
+        if self.rollout.generation_batch_size is not None:
+            given = "rollout.generation_batch_size"
+        elif self.rollout.steps_per_generation is not None:
+            given = f"{per_device} * rollout.steps_per_generation"
         rule = f"must be a multiple of rollout.num_generations = {group}"
         require(rows % group == 0, given, rows, rule)
         rule = f"must be a multiple of the optimizer batch, {optimizer_batch} = {batch}"
         require(rows % batch == 0, given, rows, rule)
-        self._require(
-            self.optim.max_tokens_per_microbatch is None or self.grpo.loss_type != "bnpo",
-            "optim.max_tokens_per_microbatch",
-            'goes with any grpo.loss_type but "bnpo", whose value depends on the cut: take "dapo"',
-        )
-        updates = self.updates_per_rollout
-        self._require(
-            self.max_steps is None or self.max_steps % updates == 0,
-            "max_steps",
-            f"must be a multiple of the {updates} optimizer steps made from each rollout",
-        )
+        return [
+            (
+                self.optim.max_tokens_per_microbatch is None or self.grpo.loss_type != "bnpo",
+                "optim.max_tokens_per_microbatch",
+                'goes with any grpo.loss_type but "bnpo", whose value depends on the cut: take "dapo"',
+            ),
+            (
+                self.max_steps is None or self.max_steps % updates == 0,
+                "max_steps",
+                f"must be a multiple of the {updates} optimizer steps made from each rollout",
+            ),
+        ]
 
     @property
     def train_batch_size(self) -> int:
@@ -556,10 +588,10 @@ class RunConfig(Checked):
     @property
     def generation_batch_size(self) -> int:
         """Rows B of one rollout."""
-        if self.rollout.steps_per_generation is not None:
-            return self.optim.per_device_train_batch_size * self.rollout.steps_per_generation
-        given = self.rollout.generation_batch_size
-        return self.train_batch_size if given is None else given
+        if self.rollout.generation_batch_size is not None:
+            return self.rollout.generation_batch_size
+        steps = self.rollout.steps_per_generation or self.optim.gradient_accumulation_steps
+        return self.optim.per_device_train_batch_size * steps
 
     @property
     def prompts_per_rollout(self) -> int:
@@ -582,8 +614,7 @@ class RunConfig(Checked):
 def load(path: str | pathlib.Path) -> RunConfig:
     """Reads and checks a TOML file."""
     path = pathlib.Path(path)
-    if not path.is_file():
-        raise ConfigError(f"config file: got {str(path)!r}; no such file")
+    require(path.is_file(), "config file", str(path), "no such file")
     try:
         table = tomllib.loads(path.read_bytes().decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

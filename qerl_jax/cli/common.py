@@ -17,10 +17,17 @@ _SECTIONS = {"noise": NoiseConfig, "eval": EvalConfig}
 _LENGTHS = {"--max-steps", "--num-train-epochs"}
 
 
-def log(text: str) -> None:
-    """Writes a line to the standard output at once."""
-    sys.stdout.write(text + "\n")
+def log(*lines: str) -> None:
+    """Writes lines to the standard output at once."""
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
     sys.stdout.flush()
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs for later calls; jax, which it imports, takes too long for `qerl --help`."""
+    from pallas_kernels import runtime
+
+    runtime.use_compilation_cache()
 
 
 def run_config(command: str, argv: list[str]) -> RunConfig:
@@ -48,15 +55,18 @@ def run_config(command: str, argv: list[str]) -> RunConfig:
     off, options = parser.parse_known_args(argv[1:])
     given = {word.partition("=")[0].replace("_", "-") for word in options}
     for name, section in _SECTIONS.items():
-        if getattr(off, name):
-            cfg = dataclasses.replace(cfg, **{name: None})
-        if getattr(cfg, name) is None and any(word.startswith(f"--{name}.") for word in given):
-            cfg = dataclasses.replace(cfg, **{name: section()})
+        is_asked_for = any(word.startswith(f"--{name}.") for word in given)
+        if getattr(off, name) or getattr(cfg, name) is None:
+            cfg = dataclasses.replace(cfg, **{name: section() if is_asked_for else None})
     if len(lengths := _LENGTHS - given) == 1:
         options += [*lengths, "None"]
-    flat = (tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff)
-    prog = f"qerl {command} {argv[0]}"
-    return tyro.cli(RunConfig, args=options, default=cfg, prog=prog, config=flat)
+    return tyro.cli(
+        RunConfig,
+        args=options,
+        default=cfg,
+        prog=f"qerl {command} {argv[0]}",
+        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
+    )
 
 
 def require_unicode(value: Any, where: str) -> None:

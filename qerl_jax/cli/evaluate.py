@@ -1,24 +1,43 @@
 """The commands that measure policies: `eval`, `compare`, `filter`."""
 
-import dataclasses
 import pathlib
 from typing import Literal
 
-import tyro
-
-from qerl_jax import config
 from qerl_jax.checked import require
-from qerl_jax.cli.common import log
-from qerl_jax.config import Dtype, Weights
+from qerl_jax.cli.common import log, use_compilation_cache
+from qerl_jax.config import Dtype, Weights, load
 
 
-@dataclasses.dataclass(frozen=True)
-class Eval:
+def evaluate(
+    sets: tuple[str, ...],
+    /,
+    *,
+    model: str | None = None,
+    adapter: pathlib.Path | None = None,
+    base: bool = False,
+    protocol: Literal["paper", "verl", "run"] | None = None,
+    samples: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    max_tokens: int | None = None,
+    system_prompt: str | None = None,
+    prompt_template: str | None = None,
+    reward: str | None = None,
+    path: str | None = None,
+    split: str | None = None,
+    columns: dict[str, str] | None = None,
+    num_problems: int | None = None,
+    weights: Weights | None = None,
+    dtype: Dtype | None = None,
+    output_dir: pathlib.Path | None = None,
+    max_concurrent: int = 128,
+    seed: int = 0,
+) -> None:
     """Measures how often a policy is right on sets of problems, with confidence intervals.
 
     Results go to OUTPUT_DIR/<set>/; a call that finds them unfinished goes on after the last problem.
 
-    Attributes:
+    Args:
         sets: "gsm8k", "math500", "aime24", "aime25", "amc23", "arithmetic", any data set of the hub, or
             a .jsonl, .json or .parquet file of {"question": ..., "answer": ...}. A text under "prompt" is
             given to the model as it is, without its chat template.
@@ -45,70 +64,40 @@ class Eval:
         max_concurrent: Most completions sampled at a time; fused decoding takes up to 128.
         seed: Random seed for sampling.
     """
-
-    sets: tyro.conf.Positional[tuple[str, ...]]
-    model: str | None = None
-    adapter: pathlib.Path | None = None
-    base: bool = False
-    protocol: Literal["paper", "verl", "run"] | None = None
-    samples: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    max_tokens: int | None = None
-    system_prompt: str | None = None
-    prompt_template: str | None = None
-    reward: str | None = None
-    path: str | None = None
-    split: str | None = None
-    columns: dict[str, str] | None = None
-    num_problems: int | None = None
-    weights: Weights | None = None
-    dtype: Dtype | None = None
-    output_dir: pathlib.Path | None = None
-    max_concurrent: int = 128
-    seed: int = 0
-
-
-def evaluate(argv: list[str]) -> None:
-    """Measures a policy on sets of problems and prints estimates with intervals."""
-    args = tyro.cli(Eval, args=argv, prog="qerl eval")
-    if not args.sets:
+    if not sets:
         raise ValueError("missing the sets: qerl eval SET ... [--adapter RUN_FOLDER]")
-    require(args.max_concurrent >= 1, "max_concurrent", args.max_concurrent, "must be at least 1")
-    if args.path is not None and len(args.sets) > 1:
-        raise ValueError(f"--path is where one set lies; got {len(args.sets)} sets")
-    from pallas_kernels import runtime
+    require(max_concurrent >= 1, "max_concurrent", max_concurrent, "must be at least 1")
+    if path is not None and len(sets) > 1:
+        raise ValueError(f"--path is where one set lies; got {len(sets)} sets")
     from qerl_jax.checkpoint.policy import find_policy
-    from qerl_jax.evaluation import benchmark
-    from qerl_jax.evaluation.summary import lines
+    from qerl_jax.evaluation import benchmark, summary
 
-    runtime.use_compilation_cache()
-    policy = find_policy(
-        args.model, args.adapter, base=args.base, weights=args.weights, dtype=args.dtype
-    )
-    where = {name: getattr(args, name) for name in ("path", "split", "columns", "num_problems")}
+    use_compilation_cache()
+    policy = find_policy(model, adapter, base=base, weights=weights, dtype=dtype)
+    where = {"path": path, "split": split, "columns": columns, "num_problems": num_problems}
     how = {
-        "num_generations": args.samples,
-        "max_completion_length": args.max_tokens,
-        **{name: getattr(args, name) for name in ("temperature", "top_p", "reward")},
-        **{name: getattr(args, name) for name in ("system_prompt", "prompt_template")},
+        "num_generations": samples,
+        "max_completion_length": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "reward": reward,
+        "system_prompt": system_prompt,
+        "prompt_template": prompt_template,
     }
     sources = [
         (
             benchmark.source_of(name, policy, **where),
-            benchmark.protocol_for(name, args.protocol, policy, **how),
+            benchmark.protocol_for(name, protocol, policy, **how),
         )
-        for name in args.sets
+        for name in sets
     ]
     parent = policy.folder / "eval" if policy.folder else pathlib.Path("evals")
-    name = policy.name if args.protocol is None else f"{policy.name}-{args.protocol}"
-    folder = args.output_dir or parent / name
-    summaries = benchmark.run(
-        policy, sources, folder, seed=args.seed, max_concurrent=args.max_concurrent, log=log
+    folder = output_dir or parent / "-".join(filter(None, (policy.name, protocol)))
+    measured = benchmark.run(
+        policy, sources, folder, seed=seed, max_concurrent=max_concurrent, log=log
     )
-    for summary in summaries.values():
-        for line in lines(summary):
-            log(line)
+    for each in measured.values():
+        log(*summary.lines(each))
     log(f"results in {folder}")
 
 
@@ -124,16 +113,25 @@ def compare(argv: list[str]) -> None:
 
     for name, compared in comparison.compare(*argv).items():
         log(f"{name}: {argv[0]} minus {argv[1]}, 95 % intervals of paired differences")
-        for estimate, interval in compared.differences.items():
-            log(f"  {estimate:8} {interval:+.3f}")
+        log(*(f"  {estimate:8} {each:+.3f}" for estimate, each in compared.differences.items()))
         log(f"  settings that differ: {', '.join(compared.changed) or 'none'}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Filter:
+def filter_problems(
+    config: pathlib.Path,
+    out: pathlib.Path,
+    /,
+    *,
+    low: float = 0.1,
+    high: float = 0.6,
+    samples: int = 8,
+    reward: str | None = None,
+    adapter: pathlib.Path | None = None,
+    batch_size: int = 32,
+) -> None:
     """Measures how often a policy solves each problem of a config, and keeps a band.
 
-    Attributes:
+    Args:
         config: The TOML file whose model, data and sampling settings are used.
         out: A .jsonl file for the problems that are kept; rates go to `<out>.measured`, from which
             a later call goes on.
@@ -145,25 +143,19 @@ class Filter:
         adapter: A PEFT folder; absent means the bare base.
         batch_size: Problems sampled together.
     """
-
-    config: tyro.conf.Positional[pathlib.Path]
-    out: tyro.conf.Positional[pathlib.Path]
-    low: float = 0.1
-    high: float = 0.6
-    samples: int = 8
-    reward: str | None = None
-    adapter: pathlib.Path | None = None
-    batch_size: int = 32
-
-
-def filter_problems(argv: list[str]) -> None:
-    """Keeps the problems of a config that are neither easy nor hopeless."""
-    args = tyro.cli(Filter, args=argv, prog="qerl filter")
-    cfg = config.load(args.config)
-    from pallas_kernels import runtime
+    cfg = load(config)
     from qerl_jax.evaluation import pass_rates
 
-    runtime.use_compilation_cache()
-    options = {name: value for name, value in vars(args).items() if name not in ("config", "out")}
-    kept, total = pass_rates.select(cfg, args.out, **options, log=log)
-    log(f"{kept} of {total} problems have a pass rate in [{args.low}, {args.high}]: {args.out}")
+    use_compilation_cache()
+    kept, total = pass_rates.select(
+        cfg,
+        out,
+        low=low,
+        high=high,
+        samples=samples,
+        reward=reward,
+        adapter=adapter,
+        batch_size=batch_size,
+        log=log,
+    )
+    log(f"{kept} of {total} problems have a pass rate in [{low}, {high}]: {out}")

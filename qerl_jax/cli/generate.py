@@ -4,7 +4,7 @@ import dataclasses
 import json
 import pathlib
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -15,12 +15,41 @@ from qerl_jax.generation.sampling_params import SamplingParams
 
 
 @dataclasses.dataclass(frozen=True)
-class Generate(SamplingParams):
-    """Prints completions: of one prompt as it is sampled, of several one after the other.
+class _Sampling(SamplingParams):
+    """The sampling options, which are checked later: an error within tyro would be a box of several lines.
 
     Attributes:
         seed: Random seed for sampling.
+    """
+
+    seed: int = 0
+
+    def __post_init__(self):
+        pass
+
+
+@tyro.conf.configure(tyro.conf.FlagCreatePairsOff)
+def generate(
+    prompt: tuple[str, ...] = (),
+    /,
+    *,
+    sampling: Annotated[_Sampling, tyro.conf.arg(name="")],
+    input: pathlib.Path | None = None,
+    output: pathlib.Path | None = None,
+    model: str | None = None,
+    adapter: pathlib.Path | None = None,
+    system_prompt: str | None = None,
+    weights: Weights | None = None,
+    dtype: Dtype | None = None,
+    max_concurrent: int = 64,
+    kv_cache_tokens: int | None = None,
+    kv_cache_fraction: float | None = None,
+) -> None:
+    """Prints completions: of one prompt as it is sampled, of several one after the other.
+
+    Args:
         prompt: User messages.
+        sampling: How completions are sampled.
         input: A file of prompts instead: .jsonl with a "prompt" per row, a text or chat messages
             (and, if each is to have its own, a "seed"); or any other text file with one per line.
         output: A .jsonl file for the completions, one row each, beside the columns of `input`: `completion`,
@@ -36,48 +65,23 @@ class Generate(SamplingParams):
         kv_cache_fraction: That capacity as a fraction of the device memory that is free; absent both, it
             is bounded by nine tenths of what scores and a prefill leave of that.
     """
-
-    seed: int = 0
-    prompt: tyro.conf.Positional[tuple[str, ...]] = ()
-    input: pathlib.Path | None = None
-    output: pathlib.Path | None = None
-    model: str | None = None
-    adapter: pathlib.Path | None = None
-    system_prompt: str | None = None
-    weights: Weights | None = None
-    dtype: Dtype | None = None
-    max_concurrent: int = 64
-    kv_cache_tokens: int | None = None
-    kv_cache_fraction: float | None = None
-
-    def __post_init__(self):
-        # Nothing is checked yet: an error within tyro would be a box of several lines.
-        pass
-
-    def sampling_params(self, seed: int | list[int]) -> SamplingParams:
-        """The sampling options, checked; `seed` is one, or one per prompt."""
-        names = (field.name for field in dataclasses.fields(SamplingParams))
-        return SamplingParams(**{name: getattr(self, name) for name in names} | {"seed": seed})
-
-
-def generate(argv: list[str]) -> None:
-    """Prints completions, or writes them to a file."""
-    flat = (tyro.conf.FlagCreatePairsOff,)
-    args = tyro.cli(Generate, args=argv, prog="qerl generate", config=flat)
-    rows = _rows(args)
-    require_unicode(args.stop, "stop")
-    has_seeds = "seed" in rows[0]
-    params = args.sampling_params([row["seed"] for row in rows] if has_seeds else args.seed)
-    prompts = _prompts(rows, args.system_prompt)
+    rows = _rows(prompt, input, output)
+    require_unicode(sampling.stop, "stop")
+    seeds = {"seed": [row["seed"] for row in rows]} if "seed" in rows[0] else {}
+    params = SamplingParams(**vars(sampling) | seeds)
+    prompts = _prompts(rows, system_prompt)
     from qerl_jax.checkpoint.policy import find_policy
     from qerl_jax.generation import completion_file
     from qerl_jax.generation.generator import Generator
 
-    source = find_policy(args.model, args.adapter, weights=args.weights, dtype=args.dtype)
-    names = ("max_concurrent", "kv_cache_tokens", "kv_cache_fraction")
-    limits = {name: getattr(args, name) for name in names}
-    if args.output is not None:
-        completion_file.write(args.output, source, rows, prompts, params, limits=limits, log=log)
+    source = find_policy(model, adapter, weights=weights, dtype=dtype)
+    limits = {
+        "max_concurrent": max_concurrent,
+        "kv_cache_tokens": kv_cache_tokens,
+        "kv_cache_fraction": kv_cache_fraction,
+    }
+    if output is not None:
+        completion_file.write(output, source, rows, prompts, params, limits=limits, log=log)
         return
     generator = Generator.of(source, **limits)
     if len(prompts) == params.n == 1:
@@ -96,9 +100,11 @@ def _prompts(rows: list[dict[str, Any]], system_prompt: str | None) -> list[tupl
 
     system = datasets.SYSTEM_PROMPTS.get(system_prompt, system_prompt)
     opening = () if system is None else ({"role": "system", "content": system},)
-    user = lambda text: ({"role": "user", "content": text},)
     chats = [
-        user(row["prompt"]) if isinstance(row["prompt"], str) else row["prompt"] for row in rows
+        ({"role": "user", "content": row["prompt"]},)
+        if isinstance(row["prompt"], str)
+        else row["prompt"]
+        for row in rows
     ]
     for number, chat in enumerate(chats, 1):
         if opening and chat[0]["role"] == "system":
@@ -108,31 +114,33 @@ def _prompts(rows: list[dict[str, Any]], system_prompt: str | None) -> list[tupl
     return [(*opening, *chat) for chat in chats]
 
 
-def _rows(args: Generate) -> list[dict[str, Any]]:
+def _rows(
+    texts: tuple[str, ...], file: pathlib.Path | None, output: pathlib.Path | None
+) -> list[dict[str, Any]]:
     """The prompts of the command line or of a file, each with its columns."""
-    output = args.output
-    if (args.input is None) == (not args.prompt):
+    if (file is None) == (not texts):
         raise ValueError("prompt: give prompts, or --input with a file of them")
     if output is not None:
         require(output.suffix == ".jsonl", "--output", str(output), "must be a .jsonl file")
         require(output.parent.is_dir(), "--output", str(output), "there is no such folder")
         if output.exists():
             raise ValueError(f"--output: {output} is there already; remove it, or give another")
-    if args.input is None:
-        require_unicode(args.prompt, "prompt")
-        return [{"prompt": text} for text in args.prompt]
-    lines = [line for line in args.input.read_text("utf-8-sig").split("\n") if line.strip()]
+    if file is None:
+        require_unicode(texts, "prompt")
+        return [{"prompt": text} for text in texts]
+    lines = [line for line in file.read_text("utf-8-sig").split("\n") if line.strip()]
     if not lines:
-        raise ValueError(f"{args.input}: holds no prompt")
-    if args.input.suffix != ".jsonl":
+        raise ValueError(f"{file}: holds no prompt")
+    if file.suffix != ".jsonl":
         return [{"prompt": line.strip("\r")} for line in lines]
 
-    rows = []
-    for number, line in enumerate(lines, 1):
-        where = f"{args.input}, row {number}"
-        rows.append(_row(line, where, is_written=output is not None))
-        if ("seed" in rows[-1]) != ("seed" in rows[0]):
-            raise ValueError(f"{where}: either all rows have a seed or none")
+    rows = [
+        _row(line, f"{file}, row {number}", is_written=output is not None)
+        for number, line in enumerate(lines, 1)
+    ]
+    for number, row in enumerate(rows, 1):
+        if ("seed" in row) != ("seed" in rows[0]):
+            raise ValueError(f"{file}, row {number}: either all rows have a seed or none")
     return rows
 
 

@@ -6,11 +6,12 @@ import inspect
 import os
 import platform
 import sys
-from collections.abc import Callable
 
 # Without PyTorch transformers greets with a notice about it, which would be a newcomer's first
 # line.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import tyro
 
 from qerl_jax.cli import evaluate, generate, models, train
 from qerl_jax.cli.common import log
@@ -28,18 +29,7 @@ def env(argv: list[str]) -> None:
     from pallas_kernels import runtime
 
     log(f"python {platform.python_version()} on {platform.platform()}")
-    for name in (
-        "qerl-jax",
-        "jax",
-        "jaxlib",
-        "flax",
-        "optax",
-        "orbax-checkpoint",
-        "transformers",
-        "datasets",
-        "numpy",
-    ):
-        log(_version(name))
+    log(*map(_version, _PACKAGES))
     for device in jax.local_devices():
         limit = (device.memory_stats() or {}).get("bytes_limit")
         memory = "" if limit is None else f", {limit / 1e9:.0f} GB for XLA"
@@ -47,6 +37,19 @@ def env(argv: list[str]) -> None:
     log(
         f"Hopper kernels: {'yes' if runtime.is_hopper() else 'no, NVFP4 products run through the reference'}"
     )
+
+
+_PACKAGES = (
+    "qerl-jax",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "transformers",
+    "datasets",
+    "numpy",
+)
 
 
 def _version(package: str) -> str:
@@ -93,19 +96,28 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a sub-command; bad input ends with one line on stderr and status 2."""
     argv = sys.argv[1:] if argv is None else argv
     name, *rest = argv or [""]
-    # Commands that have no options of their own, or read a file before these, have their help in a docstring.
-    text = inspect.getdoc(COMMANDS[name]) if name in COMMANDS and rest[:1] in _HELP else ""
-    if argv[:1] in _HELP or text.startswith("usage:"):
-        log(text or _USAGE)
-        return 0
+    # A command that reads its arguments itself has its help in its docstring; the options of others are
+    # their parameters.
+    text = inspect.getdoc(COMMANDS.get(name, main))
+    reads_itself = text.startswith("usage:")
+    if argv[:1] in _HELP or not argv or reads_itself and rest[:1] in _HELP:
+        log(text if reads_itself else _USAGE)
+        return 0 if argv else 2
     if argv == ["--version"]:
         log(_version("qerl-jax"))
         return 0
-    if not argv:
-        log(_USAGE)
-        return 2
     try:
-        _command(name)(rest)
+        if name not in COMMANDS:
+            near = [
+                f"did you mean {each}?" for each in difflib.get_close_matches(name, COMMANDS, 1)
+            ]
+            raise ValueError(f"there is no such command; {[*near, 'qerl --help lists them'][0]}")
+        if reads_itself:
+            COMMANDS[name](rest)
+        else:
+            # tyro shows a parameter's description with its line breaks.
+            COMMANDS[name].__doc__ = text.replace("\n" + 8 * " ", " ")
+            tyro.cli(COMMANDS[name], args=rest, prog=f"qerl {name}")
     except (ValueError, OSError, OverflowError, NotImplementedError) as error:
         sys.stderr.write(f"qerl {name}: {error}\n")
         return 2
@@ -113,12 +125,3 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"qerl {name}: interrupted\n")
         return 130
     return 0
-
-
-def _command(name: str) -> Callable[[list[str]], None]:
-    if name not in COMMANDS:
-        near = "".join(
-            f"; did you mean {each}?" for each in difflib.get_close_matches(name, COMMANDS, 1)
-        )
-        raise ValueError(f"there is no such command{near or '; qerl --help lists them'}")
-    return COMMANDS[name]

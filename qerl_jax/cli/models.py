@@ -1,19 +1,26 @@
 """The commands that write models: `export`, `quantize`."""
 
-import dataclasses
 import pathlib
 from typing import Annotated, Literal
 
 import tyro
 
-from qerl_jax.cli.common import log
+from qerl_jax.cli.common import log, use_compilation_cache
 
 
-@dataclasses.dataclass(frozen=True)
-class Export:
+def export(
+    run: pathlib.Path,
+    out: pathlib.Path,
+    /,
+    *,
+    to: Literal["peft", "merged", "nvfp4"],
+    base: Annotated[Literal["original", "packed"] | None, tyro.conf.arg(name="from")] = None,
+    step: int | None = None,
+    limit: float | None = None,
+) -> None:
     """Writes what a run has learned for others to read, and checks it against the trained policy.
 
-    Attributes:
+    Args:
         run: A run folder.
         out: The folder to write.
         to: "peft" is the adapter; "merged" a whole 16-bit model; "nvfp4" that model packed again.
@@ -24,34 +31,31 @@ class Export:
         limit: Largest mean difference of log-probabilities, in nats; absent means what rounding
             explains.
     """
-
-    run: tyro.conf.Positional[pathlib.Path]
-    out: tyro.conf.Positional[pathlib.Path]
-    to: Literal["peft", "merged", "nvfp4"]
-    base: Annotated[Literal["original", "packed"] | None, tyro.conf.arg(name="from")] = None
-    step: int | None = None
-    limit: float | None = None
-
-
-def export(argv: list[str]) -> None:
-    """Writes an adapter or model, and says how far it is from the trained policy."""
-    args = tyro.cli(Export, args=argv, prog="qerl export")
-    from pallas_kernels import runtime
     from qerl_jax.checkpoint import export
 
-    runtime.use_compilation_cache()
-    report = export.export(
-        args.run, args.to, args.out, base=args.base, step=args.step, limit=args.limit
-    )
-    log(f"{args.to} in {args.out}")
+    use_compilation_cache()
+    report = export.export(run, to, out, base=base, step=step, limit=limit)
+    log(f"{to} in {out}")
     log(export.line(report))
 
 
-@dataclasses.dataclass(frozen=True)
-class Quantize:
+def quantize(
+    source: str,
+    target: pathlib.Path,
+    /,
+    *,
+    format: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4",
+    method: Literal["rtn", "awq"] = "rtn",
+    scale_rounding: Literal["nearest", "floor"] = "nearest",
+    double_quant: bool = True,
+    dataset: str = "open-thoughts/OpenThoughts-114k",
+    num_samples: int = 256,
+    max_length: int = 2048,
+    seed: int = 0,
+) -> None:
     """Writes a 4-bit folder of a 16-bit model, layer by layer; the same call goes on after a stop.
 
-    Attributes:
+    Args:
         source: A 16-bit folder or hub name.
         target: The new folder.
         format: Format that the linears are packed to.
@@ -65,29 +69,10 @@ class Quantize:
         max_length: Tokens that are used of each row.
         seed: Random seed for the choice of the rows.
     """
-
-    source: tyro.conf.Positional[str]
-    target: tyro.conf.Positional[pathlib.Path]
-    format: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4"
-    method: Literal["rtn", "awq"] = "rtn"
-    scale_rounding: Literal["nearest", "floor"] = "nearest"
-    double_quant: bool = True
-    dataset: str = "open-thoughts/OpenThoughts-114k"
-    num_samples: int = 256
-    max_length: int = 2048
-    seed: int = 0
-
-
-def quantize(argv: list[str]) -> None:
-    """Writes a 4-bit folder."""
-    args = tyro.cli(Quantize, args=argv, prog="qerl quantize")
-    from pallas_kernels import runtime
     from qerl_jax.quantization import quantizer
     from qerl_jax.quantization.calibration import Calibration
 
-    runtime.use_compilation_cache()
-    rows = Calibration(args.dataset, args.num_samples, args.max_length, args.seed)
-    recipe = quantizer.Recipe(
-        args.format, args.method, args.scale_rounding, args.double_quant, rows
-    )
-    quantizer.quantize(args.source, args.target, recipe, log)
+    use_compilation_cache()
+    rows = Calibration(dataset, num_samples, max_length, seed)
+    recipe = quantizer.Recipe(format, method, scale_rounding, double_quant, rows)
+    quantizer.quantize(source, target, recipe, log)

@@ -1,13 +1,10 @@
 """The commands of training runs: `train`, `plan`, `replay`, `report`."""
 
 import argparse
-import dataclasses
 import os
 import pathlib
 
-import tyro
-
-from qerl_jax.cli.common import log, run_config
+from qerl_jax.cli.common import log, run_config, use_compilation_cache
 
 
 def train(argv: list[str]) -> None:
@@ -22,8 +19,7 @@ def train(argv: list[str]) -> None:
 
     trainer.train(cfg)
     log(f"page in {report.write([cfg.output_dir])}")
-    for line in report.lines(cfg.output_dir):
-        log(line)
+    log(*report.lines(cfg.output_dir))
 
 
 def plan(argv: list[str]) -> None:
@@ -39,16 +35,14 @@ def plan(argv: list[str]) -> None:
     parser.add_argument("--compile", action="store_true")
     options, rest = parser.parse_known_args(argv)
     cfg = run_config("plan", rest)
-    from pallas_kernels import runtime
     from qerl_jax import memory
 
     size = options.device_memory
     limit = memory.device_memory() if size is None else memory.parse_size(size)
     made = memory.estimate(cfg, limit=limit)
-    for line in made.lines(limit):
-        log(line)
+    log(*made.lines(limit))
     if options.compile:
-        runtime.use_compilation_cache()
+        use_compilation_cache()
         size = memory.compiled_update(cfg).temp_size_in_bytes
         log(f"compiled  temporaries of one micro-batch {size / 1e9:.2f} GB")
     if limit is not None:
@@ -62,37 +56,30 @@ def replay(argv: list[str]) -> None:
     """
     if len(argv) != 1 or argv[0].startswith("-"):
         raise ValueError("usage: qerl replay RUN_FOLDER/non_finite/STEP.npz")
-    from pallas_kernels import runtime
     from qerl_jax.training import replay
 
-    runtime.use_compilation_cache()
-    for line in replay.run(argv[0]):
-        log(line)
+    use_compilation_cache()
+    log(*replay.run(argv[0]))
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
+def report(
+    runs: tuple[pathlib.Path, ...],
+    /,
+    *,
+    output_dir: pathlib.Path | None = None,
+) -> None:
     """Writes a page about runs, and PNG files of its charts; runs that differ in the seed only share a line.
 
-    Attributes:
+    Args:
         runs: Run folders.
         output_dir: Folder to write; absent means `report/` of the run, or of the working directory for
             several.
     """
-
-    runs: tyro.conf.Positional[tuple[pathlib.Path, ...]]
-    output_dir: pathlib.Path | None = None
-
-
-def report(argv: list[str]) -> None:
-    """Writes a page about runs and prints its main numbers."""
-    args = tyro.cli(Report, args=argv, prog="qerl report")
-    if not args.runs:
+    if not runs:
         raise ValueError("missing the runs: qerl report RUN_FOLDER ...")
     from qerl_jax.tracking import report
 
-    shown = [(run, report.lines(run)) for run in args.runs]
-    log(f"page in {report.write(args.runs, args.output_dir)}")
+    shown = [(run, report.lines(run)) for run in runs]
+    log(f"page in {report.write(runs, output_dir)}")
     for run, each in shown:
-        for line in (os.fspath(run), *each) if len(shown) > 1 else each:
-            log(line)
+        log(*([os.fspath(run)] if len(shown) > 1 else []), *each)

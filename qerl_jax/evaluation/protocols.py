@@ -59,12 +59,10 @@ class Protocol(Checked, names=_OPTIONS):
     prompt_template: str | None = None
     stop: tuple[str, ...] | None = None
 
-    def _check_across(self):
-        self._require(
-            self.temperature > 0 or self.num_generations == 1,
-            "num_generations",
-            "greedy samples (temperature 0) of one problem are equal: must be 1",
-        )
+    def _across(self):
+        holds = self.temperature > 0 or self.num_generations == 1
+        rule = "greedy samples (temperature 0) of one problem are equal: must be 1"
+        return [(holds, "num_generations", rule)]
 
 
 def paper(dataset: str) -> Protocol:
