@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import runtime
 from qerl_jax.checkpoint import hf_folder
-from qerl_jax.config import ConfigError, RunConfig
+from qerl_jax.config import DENSE, ConfigError, RunConfig
 from qerl_jax.generation import kv_capacity
 from qerl_jax.generation.kv_capacity import pages_for, pages_wanted
 from qerl_jax.model import architecture, kv_cache
@@ -92,9 +92,8 @@ class MemoryPlan:
                     raise ConfigError(item.shortage)
             return
         fullest = max(_TURNS, key=self.size)
-        there = [item for item in self.items if item.phase in ("always", fullest)]
-        movable = [item for item in there if item.field]
-        fixed = sum(item.size for item in there if not item.field)
+        movable = [item for item in self.items if item.field and item.phase in ("always", fullest)]
+        fixed = self.size("always", fullest) - sum(item.size for item in movable)
         advice = f"{_gb(fixed)} of it no field makes smaller: take a smaller model"
         if movable and fixed < limit:
             largest = max(movable, key=lambda item: item.size)
@@ -159,23 +158,28 @@ def estimate(
     model, params, frozen = abstract_policy(cfg, arch)
     state = jax.eval_shape(lambda p: optimizer.transformation(cfg.optim).init(p), params)
     adapter, layers = _bytes(params), _bytes(frozen.get("layers", {}))
-    always = [
-        Item("base: linears, norms, biases", layers, "always", _packed(cfg)),
+    to_pack = 'model.weights to "nvfp4"' if cfg.model.weights in DENSE else ""
+    eight_bit = "" if cfg.optim.optimizer == "adamw_8bit" else 'optim.optimizer to "adamw_8bit"'
+    items = [
+        Item("base: linears, norms, biases", layers, "always", to_pack),
         Item("base: embedding, head", _bytes(frozen) - layers, "always"),
         Item("what trains", adapter, "always", "lora.rank" if model.lora else ""),
-        Item("optimizer", _bytes(state), "always", _eight_bit(cfg)),
+        Item("optimizer", _bytes(state), "always", eight_bit),
     ]
     if cfg.grpo.sync_ref_model:
-        always.append(Item("reference", adapter, "always", "grpo.sync_ref_model to false"))
+        items.append(Item("reference", adapter, "always", "grpo.sync_ref_model to false"))
     # Weights that train are sampled in 16 bits, which are there before the cache is.
     sampled = adapter * _width(cfg) // 4 if model.full else 0
-    free = None if limit is None else max(0, limit - sum(item.size for item in always) - sampled)
-    turns = [*_rollout(cfg, arch, free), *_update(cfg, arch, adapter)]
-    turns += _evaluation(cfg, arch, free) if cfg.eval else []
-    if model.full:
-        phases = ("rollout", "evaluation") if cfg.eval else ("rollout",)
-        turns += [Item("weights as sampled", sampled, phase) for phase in phases]
-    return MemoryPlan((*always, *turns))
+    free = None if limit is None else max(0, limit - sum(item.size for item in items) - sampled)
+    # Prompts and completions of each.
+    sampling = {"rollout": (cfg.prompts_per_rollout, cfg.rollout.num_generations)}
+    if cfg.eval:
+        asked = min(cfg.eval.batch_size, cfg.eval.num_problems)
+        sampling["evaluation"] = (asked, cfg.eval.num_generations)
+    for phase, (prompts, group) in sampling.items():
+        items += _sampling(cfg, arch, free, phase, prompts, prompts * group)
+        items += [Item("weights as sampled", sampled, phase)] if model.full else []
+    return MemoryPlan((*items, *_update(cfg, arch, adapter)))
 
 
 def require_context(cfg: RunConfig, arch: Architecture | None = None) -> None:
@@ -265,17 +269,6 @@ def abstract_policy(cfg: RunConfig, arch: Architecture) -> tuple[Transformer, An
     return model, params, frozen
 
 
-def _rollout(cfg: RunConfig, arch: Architecture, free: int | None) -> list[Item]:
-    rows = cfg.generation_batch_size
-    return _sampling(cfg, arch, free, "rollout", cfg.prompts_per_rollout, rows)
-
-
-def _evaluation(cfg: RunConfig, arch: Architecture, free: int | None) -> list[Item]:
-    prompts = min(cfg.eval.batch_size, cfg.eval.num_problems)
-    rows = prompts * cfg.eval.num_generations
-    return _sampling(cfg, arch, free, "evaluation", prompts, rows)
-
-
 def _sampling(
     cfg: RunConfig, arch: Architecture, free: int | None, phase: Phase, prompts: int, rows: int
 ) -> list[Item]:
@@ -284,36 +277,33 @@ def _sampling(
     together = prompts if cfg.rollout.compact else slots
     width = cfg.data.max_prompt_length
     beside = kv_capacity.workspace(arch, slots, together, width, _width(cfg))
-    tokens = _capacity(cfg, arch, free, sum(beside.values()))
-    fewer = "rollout.max_concurrent"
+    fewer = "rollout.max_concurrent" if phase == "rollout" else "eval.batch_size"
     if slots == 1:
         fewer = "rollout.max_completion_length"
-    elif phase == "evaluation":
-        fewer = "eval.batch_size"
     return [
-        _cache(cfg, arch, phase, slots, prompts, tokens),
+        _cache(cfg, arch, free, phase, slots, prompts, sum(beside.values())),
         *(Item(name, size, phase, fewer) for name, size in beside.items()),
     ]
 
 
-def _capacity(cfg: RunConfig, arch: Architecture, free: int | None, beside: int) -> int | None:
-    """Tokens that the cache may hold, by the config or by what the device has; None where nothing bounds it."""
-    if cfg.rollout.kv_cache_tokens is not None or free is None:
-        return cfg.rollout.kv_cache_tokens
-    return kv_capacity.capacity(arch, free, cfg.rollout.kv_cache_fraction, beside, _width(cfg))
-
-
 def _cache(
-    cfg: RunConfig, arch: Architecture, phase: Phase, slots: int, prompts: int, tokens: int | None
+    cfg: RunConfig,
+    arch: Architecture,
+    free: int | None,
+    phase: Phase,
+    slots: int,
+    prompts: int,
+    beside: int,
 ) -> Item:
-    """The pool of pages that so many slots need, or as many as so many tokens fill."""
+    """The pool of pages that so many slots need, or as many as the config or the free memory allows."""
     page, fraction = kv_cache.PAGE_SIZE, cfg.rollout.kv_cache_fraction
     longest_prompt = cfg.data.max_prompt_length - 1
     longest = longest_prompt + cfg.rollout.max_completion_length
     pages, shortage = pages_wanted(slots, longest, prompts, longest_prompt, page), ""
     if cfg.rollout.kv_cache_tokens is not None:
-        pages = min(pages, pages_for(tokens, page))
-    elif tokens is not None:
+        pages = min(pages, pages_for(cfg.rollout.kv_cache_tokens, page))
+    elif free is not None:
+        tokens = kv_capacity.capacity(arch, free, fraction, beside, _width(cfg))
         # Rows wait where the cache is full, so it may be as small as one row.
         pages = min(pages, pages_for(max(longest, tokens), page))
         if pages_for(tokens, page) < pages_for(longest, page):
@@ -329,12 +319,13 @@ def _cache(
 
 def _update(cfg: RunConfig, arch: Architecture, adapter: int) -> list[Item]:
     prompts, rows, length = _micro_batch(cfg)
-    prompt = cfg.data.max_prompt_length
+    prompt, width = cfg.data.max_prompt_length, _width(cfg)
     tokens = prompts * (prompt + rows * length)
     spans = prompts * rows * (prompt + length)
-    width = _width(cfg)
     inputs = arch.query_width + 2 * arch.kv_width
-    fewer = _fewer_tokens(cfg, tokens)
+    row, fewer = prompt + cfg.rollout.max_completion_length, "rollout.max_completion_length"
+    if tokens > row:
+        fewer = f"optim.max_tokens_per_microbatch, which may go down to {row}, from {tokens}"
 
     kept = {
         "layer": 0,
@@ -347,7 +338,7 @@ def _update(cfg: RunConfig, arch: Architecture, adapter: int) -> list[Item]:
     layer = tokens * ((ffn - 1) * arch.ffn_width + _WIDTH * arch.width) + spans * _SPANS * inputs
     # A packed weight is dequantized in turn with the last of the MLP's arrays; a dense one is copied out
     # of its stack beside all of them.
-    weight, last = max(_sizes(arch)), tokens * arch.ffn_width
+    weight, last = max(map(arch.linear_size, arch.linears())), tokens * arch.ffn_width
     layer += max(last, weight) if cfg.model.weights == "nvfp4" else last + weight
     chunk = min(_CHUNK_ROWS, prompts * rows * length)
     head = round(_CHUNK * chunk * arch.vocab_size * 4)
@@ -385,29 +376,6 @@ def _micro_batch(cfg: RunConfig) -> tuple[int, int, int]:
     ]
     prompts, width = max(sizes, key=lambda size: size[0] * (prompt + rows * size[1]))
     return prompts, rows, width
-
-
-def _fewer_tokens(cfg: RunConfig, tokens: int) -> str:
-    row = cfg.data.max_prompt_length + cfg.rollout.max_completion_length
-    if tokens <= row:
-        return "rollout.max_completion_length"
-    return f"optim.max_tokens_per_microbatch, which may go down to {row}, from {tokens}"
-
-
-def _packed(cfg: RunConfig) -> str:
-    is_dense = cfg.model.weights in ("bfloat16", "float32")
-    return 'model.weights to "nvfp4"' if is_dense else ""
-
-
-def _eight_bit(cfg: RunConfig) -> str:
-    return "" if cfg.optim.optimizer == "adamw_8bit" else 'optim.optimizer to "adamw_8bit"'
-
-
-def _sizes(arch: Architecture) -> list[int]:
-    return [
-        arch.input_width(name) * sum(size for _, size in parts)
-        for name, parts in arch.linears().items()
-    ]
 
 
 def _architecture(cfg: RunConfig) -> Architecture:

@@ -1,4 +1,4 @@
 """The transformer: sizes, Linen modules, their arithmetic, the key/value cache, log-probabilities.
 
-May import `config`, `files` and `pallas_kernels`.
+May import `config`, `checked`, `files` and `pallas_kernels`.
 """

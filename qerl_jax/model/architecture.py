@@ -6,10 +6,12 @@ else is a number that the file states. Both spellings of the rotary fields are r
 """
 
 import dataclasses
+import functools
 import math
 import pathlib
 from typing import Any
 
+from qerl_jax.checked import require
 from qerl_jax.files import read_json
 
 
@@ -92,14 +94,11 @@ class Architecture:
     context: int | None = None
 
     def __post_init__(self):
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_key_value_heads: got {self.num_kv_heads}; must divide num_attention_heads = {self.num_heads}"
-            )
-        if self.head_size % 2:
-            raise ValueError(
-                f"head_dim: got {self.head_size}; the rotation pairs halves, so it must be even"
-            )
+        rule = f"must divide num_attention_heads = {self.num_heads}"
+        holds = self.num_heads % self.num_kv_heads == 0
+        require(holds, "num_key_value_heads", self.num_kv_heads, rule)
+        rule = "the rotation pairs halves, so it must be even"
+        require(self.head_size % 2 == 0, "head_dim", self.head_size, rule)
 
     def require_context(self, prompt: int, completion: int, field: str) -> None:
         """Refuses rows that are longer than the base was made for: its rotations mean nothing there.
@@ -112,11 +111,13 @@ class Architecture:
         Raises:
             ValueError: Names the field.
         """
-        if self.context is not None and prompt + completion > self.context:
-            raise ValueError(
-                f"{field}: got {completion}; with a prompt of {prompt} tokens that is more than the "
-                f"{self.context} that the model was made for (max_position_embeddings)"
-            )
+        require(
+            self.context is None or prompt + completion <= self.context,
+            field,
+            completion,
+            f"with a prompt of {prompt} tokens that is more than the {self.context} that the model was "
+            "made for (max_position_embeddings)",
+        )
 
     @property
     def query_width(self) -> int:
@@ -163,14 +164,14 @@ class Architecture:
             "down": self.ffn_width,
         }[linear]
 
+    def linear_size(self, linear: str) -> int:
+        """N * K, the numbers in the weight of a fused linear."""
+        return self.input_width(linear) * sum(size for _, size in self.linears()[linear])
+
     def num_parameters(self) -> int:
         """Parameters of the base: embedding, linears, biases and norms."""
         embedding = self.vocab_size * self.width * (1 if self.tie_word_embeddings else 2)
-        linear = sum(
-            features * self.input_width(name)
-            for name, parts in self.linears().items()
-            for _, features in parts
-        )
+        linear = sum(map(self.linear_size, self.linears()))
         bias = (self.query_width + 2 * self.kv_width) if self.qkv_bias else 0
         norms = 2 * self.width + (2 * self.head_size if self.qk_norm else 0)
         return embedding + self.num_layers * (linear + bias + norms) + self.width
@@ -185,30 +186,23 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         ValueError: When a size is missing or impossible.
     """
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
-        raise NotImplementedError(
-            f"model_type: got {model_type!r}; supported are {', '.join(FAMILIES)}"
-        )
-    family = FAMILIES[model_type]
-    if config.get("hidden_act", "silu") != "silu":
-        raise NotImplementedError(
-            f"hidden_act: got {config['hidden_act']!r}; only 'silu' is supported"
-        )
+    _support(
+        model_type in FAMILIES, "model_type", model_type, f"supported are {', '.join(FAMILIES)}"
+    )
+    family, act = FAMILIES[model_type], config.get("hidden_act", "silu")
+    _support(act == "silu", "hidden_act", act, "only 'silu' is supported")
     _refuse_windows(config, family)
     for field in ("attention_bias", "mlp_bias"):
         # Llama's and Qwen3's switches add biases behind o_proj and the MLP too; Qwen2 has no such
         # switch.
-        if config.get(field) and not family.qkv_bias:
-            raise NotImplementedError(
-                f"{field}: got {config[field]!r}; {model_type} is supported without biases"
-            )
+        holds = family.qkv_bias or not config.get(field)
+        _support(holds, field, config.get(field), f"{model_type} is supported without biases")
 
     def size(field: str) -> int:
-        if not isinstance(config.get(field), int) or config[field] < 1:
-            raise ValueError(
-                f"config.json: {field}: got {config.get(field)!r}; must be a positive integer"
-            )
-        return config[field]
+        value = config.get(field)
+        holds = isinstance(value, int) and value >= 1
+        require(holds, f"config.json: {field}", value, "must be a positive integer")
+        return value
 
     heads = size("num_attention_heads")
     theta, scaling = _rope(config)
@@ -236,79 +230,75 @@ def from_hf(config: dict[str, Any]) -> Architecture:
 def _refuse_windows(config: dict[str, Any], family: Family) -> None:
     if config.get("use_sliding_window"):
         raise NotImplementedError("use_sliding_window: got true; only full attention is supported")
-    windowed = sorted(set(config.get("layer_types") or ()) - {"full_attention"})
-    if windowed:
-        raise NotImplementedError(
-            f"layer_types: got {windowed[0]!r}; only 'full_attention' is supported"
-        )
+    for kind in config.get("layer_types") or ():
+        holds = kind == "full_attention"
+        _support(holds, "layer_types", kind, "only 'full_attention' is supported")
     window = None if family.window_switch else config.get("sliding_window")
     # A window that no sequence of the model outgrows hides nothing.
-    if window is not None and window < config.get("max_position_embeddings", math.inf):
-        raise NotImplementedError(
-            f"sliding_window: got {window}; only full attention is supported (null, or a window of at "
-            "least max_position_embeddings)"
-        )
+    _support(
+        window is None or window >= config.get("max_position_embeddings", math.inf),
+        "sliding_window",
+        window,
+        "only full attention is supported (null, or a window of at least max_position_embeddings)",
+    )
 
 
 def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-        raise ValueError(f"config.json: {name}: got {rope!r}; must be an object")
-    theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-    if not isinstance(theta, int | float):
-        raise ValueError(f"config.json: rope_theta: got {theta!r}; must be a number")
+    name = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = config.get(name) or {}
+    require(isinstance(rope, dict), f"config.json: {name}", rope, "must be an object")
+    stated = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0} | config | rope
+    theta, share = stated["rope_theta"], stated["partial_rotary_factor"]
+    require(isinstance(theta, int | float), "config.json: rope_theta", theta, "must be a number")
+    _support(share == 1.0, "partial_rotary_factor", share, "only 1 is supported")
     kind = rope.get("rope_type", rope.get("type", "default"))
-    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if share != 1.0:
-        raise NotImplementedError(f"partial_rotary_factor: got {share}; only 1 is supported")
-    theta = float(theta)
+    _support(
+        kind in ("default", "llama3"), "rope_type", kind, "supported are 'default' and 'llama3'"
+    )
     if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise NotImplementedError(f"rope_type: got {kind!r}; supported are 'default' and 'llama3'")
+        return float(theta), None
     fields = [field.name for field in dataclasses.fields(Llama3Rope)]
-    missing = [field for field in fields if field not in rope]
-    if missing:
+    if missing := [field for field in fields if field not in rope]:
         raise ValueError(f"config.json: rope_type 'llama3' needs {', '.join(missing)}")
-    return theta, Llama3Rope(**{field: rope[field] for field in fields})
+    return float(theta), Llama3Rope(**{field: rope[field] for field in fields})
+
+
+def _support(holds: bool, field: str, value: Any, rule: str) -> None:
+    """Raises the error about what a config asks for and we do not have."""
+    if not holds:
+        raise NotImplementedError(f"{field}: got {value!r}; {rule}")
 
 
 def _qwen2(
-    width, ffn_width, num_layers, num_heads, num_kv_heads, vocab_size, *, tied=False
+    width, ffn_width, num_layers, num_heads, num_kv_heads, vocab_size, tied=False, **traits
 ) -> Architecture:
+    traits = {"model_type": "qwen2", "head_size": width // num_heads} | traits
     return Architecture(
-        model_type="qwen2",
         vocab_size=vocab_size,
         width=width,
         ffn_width=ffn_width,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_size=width // num_heads,
         tie_word_embeddings=tied,
+        **traits,
     )
 
 
-def _qwen3(width, ffn_width, num_layers, num_heads, num_kv_heads, *, tied=False) -> Architecture:
-    shape = _qwen2(width, ffn_width, num_layers, num_heads, num_kv_heads, 151936, tied=tied)
-    return dataclasses.replace(
-        shape, model_type="qwen3", head_size=128, qkv_bias=False, qk_norm=True
-    )
-
-
-def _llama3(
-    width, ffn_width, num_layers, num_heads, num_kv_heads, *, stretch=8.0, tied=False
-) -> Architecture:
-    shape = _qwen2(width, ffn_width, num_layers, num_heads, num_kv_heads, 128256, tied=tied)
-    return dataclasses.replace(
-        shape,
-        model_type="llama",
-        rms_norm_eps=1e-5,
-        rope_theta=5e5,
-        rope_scaling=Llama3Rope(stretch, 1.0, 4.0, 8192),
-        qkv_bias=False,
-    )
+_qwen3 = functools.partial(
+    _qwen2, vocab_size=151936, model_type="qwen3", head_size=128, qkv_bias=False, qk_norm=True
+)
+_llama3 = functools.partial(
+    _qwen2,
+    vocab_size=128256,
+    model_type="llama",
+    rms_norm_eps=1e-5,
+    rope_theta=5e5,
+    rope_scaling=Llama3Rope(8.0, 1.0, 4.0, 8192),
+    qkv_bias=False,
+)
+# Llama 3.2's.
+_STRETCHED = Llama3Rope(32.0, 1.0, 4.0, 8192)
 
 
 # The published shapes, for benchmarks and memory plans that need no download.
@@ -326,12 +316,16 @@ KNOWN = {
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, 8),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, 8),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, 8),
-    "llama-3.2-1b": _llama3(2048, 8192, 16, 32, 8, stretch=32.0, tied=True),
-    "llama-3.2-3b": _llama3(3072, 8192, 28, 24, 8, stretch=32.0, tied=True),
+    "llama-3.2-1b": _llama3(2048, 8192, 16, 32, 8, rope_scaling=_STRETCHED, tied=True),
+    "llama-3.2-3b": _llama3(3072, 8192, 28, 24, 8, rope_scaling=_STRETCHED, tied=True),
     "llama-3.1-8b": _llama3(4096, 14336, 32, 32, 8),
     "llama-3.1-70b": _llama3(8192, 28672, 80, 64, 8),
-    "mistral-7b-v0.3": dataclasses.replace(
-        _llama3(4096, 14336, 32, 32, 8),
+    "mistral-7b-v0.3": _llama3(
+        4096,
+        14336,
+        32,
+        32,
+        8,
         model_type="mistral",
         vocab_size=32768,
         rope_theta=1e6,

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 
 from pallas_kernels import decode_attention as attention
 from pallas_kernels import rounded, runtime
@@ -68,15 +69,14 @@ def supports(model: Transformer, rows: int, *, adapter: bool = True) -> str | No
         return f"attention {reason}"
     rank = model.lora.rank if adapter and model.lora is not None else 0
     for name, parts in arch.linears().items():
-        reason = fused.supports(
+        if reason := fused.supports(
             rows,
             [size for _, size in parts],
             model.arch.input_width(name),
             is_packed=model.weights == "nvfp4",
             rank=rank,
             is_swiglu=name == "gate_up",
-        )
-        if reason:
+        ):
             return f"{name} {reason}"
     return None
 
@@ -89,43 +89,36 @@ def policy(model: Transformer, variables: dict[str, Any], *, adapter: bool = Tru
         variables: `frozen`, and where they act `params` and `noise`.
         adapter: Whether `params` act.
     """
-    frozen, noise = variables["frozen"], variables.get("noise", {})
-    params = variables.get("params", {}) if adapter else {}
-    of_layers = lambda tree: tree.get("layers", {})
+    frozen, noise = variables["frozen"], flatten_dict(variables.get("noise", {}))
+    params = flatten_dict(variables.get("params", {}) if adapter else {})
+    # A norm that trains takes the place of the frozen one.
+    held = flatten_dict(frozen) | params
 
-    def scale(name: str, *path: str) -> jax.Array:
-        leaf = lambda tree: _get(tree, *path, name, "scale")
-        trained = leaf(params)
-        value = leaf(frozen) if trained is None else trained
-        value = value.astype(jnp.float32)
-        return value if leaf(noise) is None else value + leaf(noise)
+    def scale(*path: str) -> jax.Array:
+        value = held[*path, "scale"].astype(jnp.float32)
+        return value + noise[*path, "scale"] if (*path, "scale") in noise else value
 
-    first = scale("input_layernorm", "layers")
-    after = jnp.concatenate([first[1:], scale("norm")[None]])
-    branches = {}
-    if adapter and model.lora is not None:
-        for linear, parts in model.arch.linears().items():
-            pairs = [
-                (part["a"], part["b"])
-                for part in (of_layers(params)[linear][name] for name, _ in parts)
-            ]
-            is_packed = model.weights == "nvfp4"
-            branches[linear] = adapters.pack_branch(pairs, model.lora.scaling, is_packed=is_packed)
-    stacked = of_layers(frozen)
+    def branch(linear: str) -> Branch:
+        at = [("layers", linear, name) for name, _ in model.arch.linears()[linear]]
+        pairs = [(params[*path, "a"], params[*path, "b"]) for path in at]
+        return adapters.pack_branch(pairs, model.lora.scaling, is_packed=is_packed)
+
+    is_packed, stacked = model.weights == "nvfp4", frozen["layers"]
+    first = scale("layers", "input_layernorm")
     weights = {name: stacked[name]["weight"] for name in LINEARS}
-    packed = {name: w for name, w in weights.items() if model.weights == "nvfp4"}
+    scales = {
+        "inside": scale("layers", "post_attention_layernorm"),
+        "after": jnp.concatenate([first[1:], scale("norm")[None]]),
+    }
     return Policy(
         weights=weights,
-        divisors={name: fused.sliceable(w.global_scale) for name, w in packed.items()},
+        divisors={n: fused.sliceable(w.global_scale) for n, w in weights.items() if is_packed},
         biases={name: stacked[name]["bias"] for name in LINEARS if "bias" in stacked[name]},
-        branches=branches,
+        branches={name: branch(name) for name in LINEARS if adapter and model.lora is not None},
         embedding=frozen["embed_tokens"],
         first_scale=first[0],
-        scales={"inside": scale("post_attention_layernorm", "layers"), "after": after},
-        head_norms={
-            name: scale(name, "layers")
-            for name in (("q_norm", "k_norm") if model.arch.qk_norm else ())
-        },
+        scales=scales,
+        head_norms={n: scale("layers", n) for n in ("q_norm", "k_norm") if model.arch.qk_norm},
     )
 
 
@@ -275,9 +268,3 @@ def step(
     # `scaled` would be rounded twice.
     unit = stream.values[: stream.width].T.astype(jnp.float32) * stream.unit(eps)[:, None]
     return rounded(unit * policy.scales["after"][-1], x.dtype), state
-
-
-def _get(tree: dict[str, Any], *path: str) -> Any:
-    for name in path:
-        tree = tree.get(name, {})
-    return None if isinstance(tree, dict) else tree

@@ -183,7 +183,12 @@ class Block(nn.Module):
             key = self._norm("k_norm")(key)
             heads = jnp.concatenate([query, key, value], axis=2)
         if cache is not None and length == 1:
-            mixed, cache = self._decode_attention(heads[:, 0], cache, index, tables, plan)
+            cos, sin = (table[:, 0, 0] for table in tables)
+            pools = cache.keys, cache.values
+            mixed, keys, values = attention.decode_attention(
+                heads[:, 0], cos, sin, *pools, index, cache.tables, cache.ends, plan=plan
+            )
+            cache = dataclasses.replace(cache, keys=keys, values=values)
         else:
             query, key = layers.rotate(query, tables), layers.rotate(key, tables)
             if cache is not None:
@@ -193,14 +198,6 @@ class Block(nn.Module):
         if shared is not None:
             mixed = shared.fold(mixed)
         return self._linear("o")(mixed, x), cache
-
-    def _decode_attention(self, heads, cache, index, tables, plan):
-        cos, sin = (table[:, 0, 0] for table in tables)
-        pools = cache.keys, cache.values
-        mixed, keys, values = attention.decode_attention(
-            heads, cos, sin, *pools, index, cache.tables, cache.ends, plan=plan
-        )
-        return mixed, dataclasses.replace(cache, keys=keys, values=values)
 
     def _linear(self, name, bias=False):
         parts = self.arch.linears()[name]
@@ -312,8 +309,7 @@ def head(frozen: dict[str, Any]) -> jax.Array:
 
 def random_base(model: Transformer, key: jax.Array) -> dict[str, Any]:
     """A base of random weights, made on the device, packed layer by layer; it never exists in 16 bits."""
-    tokens = jnp.zeros((1, 1), jnp.int32)
-    return jax.jit(lambda key: model.init(key, tokens)["frozen"])(key)
+    return jax.jit(lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["frozen"])(key)
 
 
 def abstract_base(model: Transformer) -> dict[str, Any]:
@@ -387,12 +383,10 @@ def run_layer(
 def noise_shapes(arch: Architecture, final_norm: bool = False) -> dict[str, Any]:
     """Shapes of the `noise` collection: the norms that q/k/v and gate/up read, and the last one on request."""
     per_layer = {"scale": jax.ShapeDtypeStruct((arch.num_layers, arch.width), jnp.float32)}
-    shapes = {
-        "layers": {"input_layernorm": dict(per_layer), "post_attention_layernorm": dict(per_layer)}
-    }
-    if final_norm:
-        shapes["norm"] = {"scale": jax.ShapeDtypeStruct((arch.width,), jnp.float32)}
-    return shapes
+    last = {"norm": {"scale": jax.ShapeDtypeStruct((arch.width,), jnp.float32)}}
+    return {"layers": {name: dict(per_layer) for name in LAYER_NORMS}} | (
+        last if final_norm else {}
+    )
 
 
 def _dtype(weights: Weights):
