@@ -52,10 +52,12 @@ def is_seed(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and 0 <= value < 2**32
 
 
-def require(holds: bool, name: str, value: Any, rule: str) -> None:
+def require(
+    holds: bool, name: str, value: Any, rule: str, error: type[Exception] = ConfigError
+) -> None:
     """Raises the error about a value that breaks a rule."""
     if not holds:
-        raise ConfigError(f"{name}: got {value!r}; {rule}")
+        raise error(f"{name}: got {value!r}; {rule}")
 
 
 class Checked:

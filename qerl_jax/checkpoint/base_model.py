@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import NVFP4Tensor, PackedWeight, nvfp4, prepare
+from pallas_kernels import NVFP4Tensor, PackedWeight, prepare
+from qerl_jax.checked import require
 from qerl_jax.checkpoint import packed_formats
 from qerl_jax.checkpoint.hf_folder import local_folder
 from qerl_jax.checkpoint.packed_formats import Format, Packed
@@ -17,7 +18,7 @@ from qerl_jax.config import DENSE, LoraConfig, ModelConfig
 from qerl_jax.data import tokenizer
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.model import architecture
-from qerl_jax.model.architecture import LAYER_NORMS, PARENT, Architecture
+from qerl_jax.model.architecture import PARENT, Architecture
 from qerl_jax.model.transformer import Transformer, abstract_base, random_base
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
@@ -43,17 +44,18 @@ def load_base(
     arch = architecture.KNOWN[cfg.model_name_or_path] if is_shape else architecture.load(folder)
     if cfg.weights not in DENSE:
         packed_formats.named(cfg.weights).check(arch)
-    if is_shape and cfg.trainable == "full":
-        raise ValueError(
-            f"model.trainable: got 'full'; {cfg.model_name_or_path!r} is a shape without files, from "
-            "which the checkpoint of a run could take its config.json"
-        )
+    require(
+        not is_shape or cfg.trainable != "full",
+        "model.trainable",
+        cfg.trainable,
+        f"{cfg.model_name_or_path!r} is a shape without files, from which the checkpoint of a run "
+        "could take its config.json",
+    )
     tokens = _tokenizer(cfg, folder, arch)
     model = Transformer(arch, cfg.weights, lora, jnp.dtype(cfg.dtype))
-    if cfg.random_base:
-        frozen = random_base(model, jax.random.key(seed))
-    else:
-        frozen = read_base(folder, model)
+    frozen = (
+        random_base(model, jax.random.key(seed)) if cfg.random_base else read_base(folder, model)
+    )
     if cfg.trainable == "full":
         model = model.clone(lora=None, full=True)
     return model, frozen, tokens
@@ -95,11 +97,14 @@ def read_base(folder: str | pathlib.Path, model: Transformer) -> Any:
     folder = pathlib.Path(folder)
     arch, tensors = model.arch, Tensors(folder)
     source = packed_formats.of_folder(folder)
-    if source is not None and model.weights not in (source.name, *DENSE):
-        raise NotImplementedError(
-            f"model.weights: got {model.weights!r}; {folder} holds {source.name}, which is read as "
-            f"that, or unpacked to {' or '.join(DENSE)}"
-        )
+    require(
+        source is None or model.weights in (source.name, *DENSE),
+        "model.weights",
+        model.weights,
+        f"{folder} holds {source and source.name}, which is read as that, or unpacked to "
+        f"{' or '.join(DENSE)}",
+        NotImplementedError,
+    )
     check_names(arch, tensors, source)
 
     expected = abstract_base(model)
@@ -117,24 +122,22 @@ def read_base(folder: str | pathlib.Path, model: Transformer) -> Any:
     def put(stack, layer, index):
         return jax.tree.map(lambda s, x: s.at[index].set(x.astype(s.dtype)), stack, layer)
 
-    shared = _shared_scales(arch, tensors, source) if source and source.name == "nvfp4" else set()
-
     @jax.jit
     def arrange(weight: Packed) -> PackedWeight:
         return prepare(weight, model.dtype) if isinstance(weight, NVFP4Tensor) else weight
+
+    shared = _shared_scales(arch, tensors, source) if source and source.name == "nvfp4" else set()
 
     def read_linear(linear: str, names: list[str]) -> PackedWeight | jax.Array:
         if source is None:
             parts = [jnp.asarray(tensors[f"{name}.weight"]) for name in names]
             if model.weights in DENSE:
                 return jnp.concatenate(parts).astype(dtype)
-            return arrange(_pack(model.weights, parts))
-        parts = [jax.tree.map(jnp.asarray, source.read(tensors, name)) for name in names]
-        if source.name == "nvfp4":
-            whole = nvfp4.fuse(parts, shared=linear in shared)
-        else:
-            whole = source.fuse(parts)
-        return _unpack(source.name, whole, dtype) if model.weights in DENSE else arrange(whole)
+            return arrange(_pack(packed_formats.named(model.weights), parts))
+        parts = [source.read(tensors, name) for name in names]
+        apart = {"shared": False} if source.name == "nvfp4" and linear not in shared else {}
+        whole = source.fuse(parts, **apart)
+        return source.unpack(whole, dtype) if model.weights in DENSE else arrange(whole)
 
     stack = None
     for index in range(arch.num_layers):
@@ -162,12 +165,9 @@ def read_layer(
         read_linear: Maps a fused linear's name and those of its parts to its weight.
     """
     layer = {
-        name: {"scale": jnp.asarray(tensors[f"{prefix}{name}.weight"], dtype)}
-        for name in LAYER_NORMS
+        norm: {"scale": jnp.asarray(tensors[f"{prefix}{name}.weight"], dtype)}
+        for norm, (name, _) in arch.norms().items()
     }
-    if arch.qk_norm:
-        for name in ("q_norm", "k_norm"):
-            layer[name] = {"scale": jnp.asarray(tensors[f"{prefix}self_attn.{name}.weight"], dtype)}
     for linear, parts in arch.linears().items():
         names = [f"{prefix}{PARENT[linear]}.{part}" for part, _ in parts]
         layer[linear] = {"weight": read_linear(linear, names)}
@@ -179,14 +179,8 @@ def read_layer(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _pack(name: str, parts: list[jax.Array]) -> Packed:
-    form = packed_formats.named(name)
+def _pack(form: Format, parts: list[jax.Array]) -> Packed:
     return form.fuse(form.pack(parts))
-
-
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _unpack(name: str, weight: Packed, dtype) -> jax.Array:
-    return packed_formats.named(name).unpack(weight, dtype)
 
 
 def _shared_scales(arch: Architecture, tensors: Tensors, source: Format) -> set[str]:
@@ -223,22 +217,22 @@ def check_names(arch: Architecture, tensors: Tensors, source: Format | None) -> 
     }
     if not arch.tie_word_embeddings:
         expected["lm_head.weight"] = (arch.vocab_size, arch.width)
+    linears = set()
     for index in range(arch.num_layers):
         prefix = f"model.layers.{index}."
-        expected |= {f"{prefix}{name}.weight": (arch.width,) for name in LAYER_NORMS}
-        if arch.qk_norm:
-            expected |= {
-                f"{prefix}self_attn.{name}.weight": (arch.head_size,)
-                for name in ("q_norm", "k_norm")
-            }
+        expected |= {f"{prefix}{name}.weight": (size,) for name, size in arch.norms().values()}
         for linear, parts in arch.linears().items():
-            k, bias = arch.input_width(linear), linear == "qkv" and arch.qkv_bias
             names = arch.linear_names(linear, index)
+            linears.update(names)
             for name, (_, n) in zip(names, parts, strict=True):
+                k = arch.input_width(linear)
                 shapes = {"weight": (n, k)} if source is None else source.shapes(n, k)
-                shapes |= {"bias": (n,)} if bias else {}
-                _check_linear(tensors, name, source, shapes)
+                shapes |= {"bias": (n,)} if linear == "qkv" and arch.qkv_bias else {}
                 expected |= {f"{name}.{suffix}": shape for suffix, shape in shapes.items()}
+    for name in tensors:
+        linear, _, suffix = name.rpartition(".")
+        if linear in linears:
+            _check_kind(tensors, name, suffix, source, name in expected)
     for name, shape in expected.items():
         found = tensors.shape(name)
         if found != shape and not (found == () and shape == (1,)):
@@ -250,24 +244,19 @@ def check_names(arch: Architecture, tensors: Tensors, source: Format | None) -> 
 _IGNORED = ("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale")
 
 
-def _check_linear(
-    tensors: Tensors, name: str, source: Format | None, shapes: dict[str, tuple[int, ...]]
+def _check_kind(
+    tensors: Tensors, name: str, suffix: str, source: Format | None, has_place: bool
 ) -> None:
-    """Looks for what has another type, is not packed, or would have to act."""
-    dense = f"{name}.weight" in tensors and tensors.type(f"{name}.weight") in _FLOATS
-    if source is not None and dense:
+    """Refuses a linear's tensor that has another type, is not packed, or would have to act."""
+    found, types = tensors.type(name), {"weight": _FLOATS} if source is None else source.types
+    if source is not None and suffix == "weight" and found in _FLOATS:
         raise NotImplementedError(
-            f"{name}: is not packed, although the folder is; a folder that leaves some linears of the "
-            "layers out of its quantization cannot be read"
+            f"{name.removesuffix('.weight')}: is not packed, although the folder is; a folder that "
+            "leaves some linears of the layers out of its quantization cannot be read"
         )
-    types = {"weight": _FLOATS} if source is None else source.types
-    for suffix in tensors.suffixes(name):
-        if suffix not in shapes and suffix not in _IGNORED:
-            raise NotImplementedError(
-                f"{name}.{suffix}: has no place in the model, and would change what the linear does"
-            )
-        found, known = tensors.type(f"{name}.{suffix}"), types.get(suffix)
-        if known is not None and found not in known:
-            raise NotImplementedError(
-                f"{name}.{suffix}: got type {found}; must be {' or '.join(known)}"
-            )
+    if not has_place and suffix not in _IGNORED:
+        raise NotImplementedError(
+            f"{name}: has no place in the model, and would change what the linear does"
+        )
+    if found not in types.get(suffix, (found,)):
+        raise NotImplementedError(f"{name}: got type {found}; must be {' or '.join(types[suffix])}")

@@ -11,11 +11,11 @@ the 4-bit numbers, it is lost in them, and the comparison says so.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -23,16 +23,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax import config
+from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, peft
+from qerl_jax.checkpoint.packed_formats import Format
 from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.checkpoint.safetensors import Tensors
-from qerl_jax.config import DENSE, RunConfig, Weights
+from qerl_jax.config import DENSE, RunConfig
 from qerl_jax.data import arithmetic
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.files import whole_folder
 from qerl_jax.model import architecture, logprobs
-from qerl_jax.model.architecture import LAYER_NORMS, Architecture
-from qerl_jax.model.transformer import Transformer, abstract_base, head
+from qerl_jax.model.transformer import Transformer, head
 
 type Kind = Literal["peft", "merged", "nvfp4"]
 type Base = Literal["original", "packed"]
@@ -86,42 +87,54 @@ def export(
         folder = hf_folder.local_folder(cfg.model.model_name_or_path)
     base = _checked_base(cfg, folder, to, base)
     _require_outside(pathlib.Path(out), run, folder)
-    learned, frozen, probe = _load(run, cfg, folder, step)
-    trained = probe.logps(learned.model, frozen, learned.params)
-    bare = probe.logps(learned.model, frozen, learned.params, adapter=False)
+    model, params, step, frozen, probe = _load(run, cfg, folder, step)
+    trained = probe.logps(model, frozen, params)
+    bare = probe.logps(model, frozen, params, adapter=False)
+    dtype = np.dtype(frozen["embed_tokens"].dtype)
     with whole_folder(out, REPORT, "export") as partial:
         if to == "peft":
-            name = cfg.model.model_name_or_path
-            peft.export_adapter(partial, learned.params, learned.model.lora, name)
-            model = learned.model.clone(lora=peft.read_lora(partial))
-            found = probe.logps(model, frozen, peft.import_adapter(partial, model))
+            peft.export_adapter(partial, params, model.lora, cfg.model.model_name_or_path)
+            written = model.clone(lora=peft.read_lora(partial))
+            found = probe.logps(written, frozen, peft.import_adapter(partial, written))
         else:
             del frozen  # its memory is needed for what is read back
-            _write_model(
-                partial, learned, base, None if to == "merged" else packed_formats.named(to)
+            form = packed_formats.named(to) if to == "nvfp4" else None
+            rounded = base == "packed" and packed_formats.of_folder(folder) is None
+            held = packed_formats.named(cfg.model.weights) if rounded else None
+            _write_model(partial, folder, model, params, held, form, dtype)
+            written = Transformer(
+                architecture.load(partial), form.name if form else str(dtype), None, model.dtype
             )
-            found = probe.logps(*_read_model(partial, learned, to))
-        differences = _Differences(trained - bare, found - trained)
+            found = probe.logps(written, base_model.read_base(partial, written))
+        goal, whose, of_bases = trained, "the trained policy's", 0.0
         if to == "merged" and base == "original" and cfg.model.weights not in DENSE:
             # On another base the adapter does something else: the merged model must equal that base with
             # the adapter beside its weights.
-            original = learned.model.clone(weights=str(learned.dtype))
+            original = model.clone(weights=str(dtype))
             frozen = base_model.read_base(folder, original)
-            of_bases = probe.logps(original, frozen, learned.params, adapter=False) - bare
-            of_merging = found - probe.logps(original, frozen, learned.params)
-            differences = dataclasses.replace(differences, of_bases=of_bases, of_merging=of_merging)
+            of_bases = probe.logps(original, frozen, params, adapter=False) - bare
+            goal, whose = probe.logps(original, frozen, params), "those of base and adapter"
+        off, effect = _mean_size(found - goal), _mean_size(trained - bare)
         if limit is None:
-            limit = _limit(to, learned.model.dtype, _mean_size(differences.of_training))
+            limit = _limit(to, model.dtype, effect)
+        if not off <= limit:  # also if it is no number
+            raise ExportError(
+                f"{out}: not written: its log-probabilities differ from {whose} by {off:.4g} on average, "
+                f"and the limit (--limit) is {limit:.4g}; training changed them by {effect:.4g}"
+            )
         report = {
             "run": str(run.resolve()),
             "to": to,
             "base": cfg.model.model_name_or_path,
             "from": base,
-            "step": learned.step,
-            **differences.report(),
+            "step": step,
+            "tokens": found.size,
+            "mean_difference": _mean_size(found - trained),
+            "max_difference": float(np.abs(found - trained).max()),
+            "mean_difference_of_bases": _mean_size(of_bases),
+            "mean_effect_of_training": effect,
             "limit": limit,
         }
-        _require_close(out, differences, limit)
         (partial / REPORT).write_text(json.dumps(report, indent=2) + "\n")
     return report
 
@@ -140,20 +153,17 @@ def _config(run: pathlib.Path) -> RunConfig:
     if not path.is_file():
         raise FileNotFoundError(f"no config.toml in {run}: a run folder is what qerl train writes")
     cfg = config.load(path)
-    if cfg.model.random_base:
-        raise ValueError(f"{path}: model.random_base: there is no base to export with")
+    require(
+        not cfg.model.random_base, f"{path}: model.random_base", True, "there is no base to export"
+    )
     return cfg
 
 
 def _trained_model(run: pathlib.Path, to: Kind, step: int | None) -> pathlib.Path:
     """The model that a run which trained its base wrote at its end."""
-    if to != "nvfp4":
-        raise ValueError(
-            f"to: got {to!r}; a run with model.trainable = 'full' has no adapter, and its 16-bit model is "
-            f"{run / 'model'}"
-        )
-    if step is not None:
-        raise ValueError(f"step: got {step}; of a whole model only the final one is written")
+    rule = f"a run with model.trainable = 'full' has no adapter, and its 16-bit model is {run / 'model'}"
+    require(to == "nvfp4", "to", to, rule)
+    require(step is None, "step", step, "of a whole model only the final one is written")
     if not (run / "model").is_dir():
         raise FileNotFoundError(f"no model in {run}: the run has not ended")
     return run / "model"
@@ -161,8 +171,7 @@ def _trained_model(run: pathlib.Path, to: Kind, step: int | None) -> pathlib.Pat
 
 def _checked_base(cfg: RunConfig, folder: pathlib.Path, to: Kind, base: Base | None) -> Base | None:
     if to == "peft":
-        if base is not None:
-            raise ValueError(f"from: got {base!r}; an adapter is exported without a base")
+        require(base is None, "from", base, "an adapter is exported without a base")
         return None
     packed = packed_formats.of_folder(folder) is not None
     choices = [] if packed else ["original"]
@@ -170,11 +179,13 @@ def _checked_base(cfg: RunConfig, folder: pathlib.Path, to: Kind, base: Base | N
         choices.append("packed")
     if base is None and (to == "merged" or len(choices) == 1):
         return choices[-1]
-    if base not in choices:
-        raise ValueError(
-            f"from: got {base!r}; must be {' or '.join(map(repr, choices))}: the adapter is added to the "
-            f"16-bit weights of {folder} ('original') or to packed ones ('packed'), if there are such"
-        )
+    require(
+        base in choices,
+        "from",
+        base,
+        f"must be {' or '.join(map(repr, choices))}: the adapter is added to the 16-bit weights of "
+        f"{folder} ('original') or to packed ones ('packed'), if there are such",
+    )
     return base
 
 
@@ -185,34 +196,15 @@ def _require_outside(out: pathlib.Path, run: pathlib.Path, folder: pathlib.Path)
             raise FileExistsError(f"{out}: holds {what}, which would be deleted")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Learned:
-    """What a run has learned, without its base.
-
-    Attributes:
-        folder: The folder of the base.
-        base_weights: How the run held the base's linears.
-        model: Names and shapes.
-        params: The adapter; empty where the base itself was trained.
-        step: The step of the checkpoint; None for the final adapter.
-    """
-
-    folder: pathlib.Path
-    base_weights: Weights
-    model: Transformer
-    params: dict[str, Any]
-    step: int | None
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The type in which what is not packed is held and written."""
-        return np.dtype(abstract_base(self.model)["embed_tokens"].dtype)
-
-
 def _load(
     run: pathlib.Path, cfg: RunConfig, folder: pathlib.Path, step: int | None
-) -> tuple[_Learned, Any, _Probe]:
-    """Reads what was learned, the base on the device, and the prompts on which both are measured."""
+) -> tuple[Transformer, dict[str, Any], int | None, Any, _Probe]:
+    """Reads what a run has learned.
+
+    Returns:
+        The modules, the adapter (empty where the base itself was trained), the step of its checkpoint
+        (None for the final adapter), the base on the device, and the prompts on which both are measured.
+    """
     full = cfg.model.trainable == "full"
     base = dataclasses.replace(cfg.model, model_name_or_path=str(folder), trainable="lora")
     model, frozen, tokens = base_model.load_base(base, None if full else cfg.lora)
@@ -222,15 +214,7 @@ def _load(
         params = peft.import_adapter(run / "adapter", model)
     else:
         step, params = _checkpoint(run, step)
-    learned = _Learned(folder, cfg.model.weights, model, params, step)
-    return learned, frozen, _probe(tokens)
-
-
-def _read_model(folder: pathlib.Path, learned: _Learned, to: Kind) -> tuple[Transformer, Any]:
-    """Reads a whole model that was written: its modules, and its base on the device."""
-    weights = "nvfp4" if to == "nvfp4" else str(learned.dtype)
-    model = Transformer(architecture.load(folder), weights, None, learned.model.dtype)
-    return model, base_model.read_base(folder, model)
+    return model, params, step, frozen, _probe(tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,49 +240,8 @@ class _Probe:
         return np.asarray(logps)[self.answers[:, 1:]]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Differences:
-    """Differences of log-probabilities, token by token.
-
-    Attributes:
-        of_training: The trained policy's minus those of its base.
-        of_export: The export's minus the trained policy's.
-        of_bases: Those of the base that the export was made from minus those of the base that was trained on.
-        of_merging: The export's minus those of the base that it was made from with the adapter beside
-            it; None where that is the trained policy.
-    """
-
-    of_training: np.ndarray
-    of_export: np.ndarray
-    of_bases: np.ndarray | float = 0.0
-    of_merging: np.ndarray | None = None
-
-    def report(self) -> dict[str, Any]:
-        """Counts and means for the report."""
-        return {
-            "tokens": self.of_export.size,
-            "mean_difference": _mean_size(self.of_export),
-            "max_difference": float(np.abs(self.of_export).max()),
-            "mean_difference_of_bases": _mean_size(self.of_bases),
-            "mean_effect_of_training": _mean_size(self.of_training),
-        }
-
-
 def _mean_size(values: np.ndarray | float) -> float:
     return float(np.abs(values).mean())
-
-
-def _require_close(out: str | pathlib.Path, differences: _Differences, limit: float) -> None:
-    """Refuses an export that differs by more than the limit from what it should equal."""
-    merging = differences.of_merging
-    off = _mean_size(differences.of_export if merging is None else merging)
-    if not off <= limit:  # also if it is no number
-        whose = "the trained policy's" if merging is None else "those of base and adapter"
-        raise ExportError(
-            f"{out}: not written: its log-probabilities differ from {whose} by {off:.4g} on average, and the "
-            f"limit (--limit) is {limit:.4g}; training changed them by "
-            f"{_mean_size(differences.of_training):.4g}"
-        )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -318,11 +261,8 @@ def _score(model: Transformer, adapter: bool, num_tokens: int, variables, ids) -
 def _checkpoint(run: pathlib.Path, step: int | None) -> tuple[int, Any]:
     if not (run / "checkpoints").is_dir():
         raise FileNotFoundError(f"neither adapter nor checkpoints in {run}: nothing has been saved")
-    files = StateFiles(run, keep=None)
-    try:
+    with contextlib.closing(StateFiles(run, keep=None)) as files:
         return files.params(step)
-    finally:
-        files.close()
 
 
 def _probe(tokens: Tokenizer) -> _Probe:
@@ -361,90 +301,70 @@ def _limit(to: Kind, dtype: Any, effect: float) -> float:
 
 def _write_model(
     folder: pathlib.Path,
-    learned: _Learned,
-    base: Base | None,
-    form: packed_formats.Format | None,
+    source: pathlib.Path,
+    model: Transformer,
+    params: dict[str, Any],
+    held: Format | None,
+    form: Format | None,
+    dtype: np.dtype,
 ) -> None:
-    """Writes the merged model, in 16 bits or packed, layer by layer."""
-    arch, dtype = learned.model.arch, learned.dtype
-    tensors, stored = Tensors(learned.folder), packed_formats.of_folder(learned.folder)
-    read = _base_reader(arch, tensors, stored, learned.base_weights if base == "packed" else None)
-    outside = [name for name in tensors if not name.startswith("model.layers.")]
-    known = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-    tied = arch.tie_word_embeddings
+    """Writes the merged model layer by layer.
+
+    Args:
+        folder: Exists and is empty.
+        source: The folder of the base.
+        model: Names and shapes.
+        params: The adapter; empty where the base itself was trained.
+        held: Format whose rounding the base's 16-bit linears take before the adapter is added, if any.
+        form: What the sum is packed to; None leaves it in `dtype`.
+        dtype: Type of what is not packed.
+    """
+    arch, tensors, stored = model.arch, Tensors(source), packed_formats.of_folder(source)
+    trained = params.get("layers", {})
+    outside = {"model.embed_tokens.weight", "model.norm.weight"}
+    outside |= set() if arch.tie_word_embeddings else {"lm_head.weight"}
+
+    def base(names: list[str]) -> list[jax.Array]:
+        """The weights to which the adapter is added."""
+        if stored is not None:
+            return [stored.unpack(stored.read(tensors, name), jnp.float32) for name in names]
+        weights = [jnp.asarray(tensors[f"{name}.weight"]) for name in names]
+        if held is None:
+            return weights
+        return [held.unpack(weight, jnp.float32) for weight in held.pack(weights)]
 
     def layer(index: int) -> dict[str, np.ndarray]:
-        written = dict(_norms_and_biases(arch, tensors, learned.params, index))
-        written = {name: np.asarray(array, dtype) for name, array in written.items()}
+        written = {}
+        for norm, (name, _) in arch.norms().items():
+            name = f"model.layers.{index}.{name}.weight"
+            scale = trained[norm]["scale"][index] if norm in trained else tensors[name]
+            written[name] = np.asarray(scale, dtype)
+        for name in arch.linear_names("qkv", index) if arch.qkv_bias else ():
+            written[f"{name}.bias"] = np.asarray(tensors[f"{name}.bias"], dtype)
         for linear, parts in arch.linears().items():
-            names, weights = arch.linear_names(linear, index), read(linear, index)
-            if learned.params:
-                branches = learned.params["layers"][linear]
-                pairs = [
-                    (branches[part]["a"][index], branches[part]["b"][index]) for part, _ in parts
-                ]
-                weights = _merge(weights, pairs, learned.model.lora.scaling)
+            names = arch.linear_names(linear, index)
+            weights = base(names)
+            if trained:
+                pairs = [trained[linear][part] for part, _ in parts]
+                pairs = [(pair["a"][index], pair["b"][index]) for pair in pairs]
+                weights = _merge(weights, pairs, model.lora.scaling)
             if form is None:
-                weights = [{"weight": np.asarray(weight.astype(dtype))} for weight in weights]
+                files = [{"weight": np.asarray(weight.astype(dtype))} for weight in weights]
             else:
-                weights = [form.write(jax.device_get(w)) for w in _pack(form.name, weights)]
-            for name, held in zip(names, weights, strict=True):
-                written |= {f"{name}.{suffix}": array for suffix, array in held.items()}
+                files = map(form.write, jax.device_get(form.pack(weights)))
+            for name, file in zip(names, files, strict=True):
+                written |= {f"{name}.{suffix}": array for suffix, array in file.items()}
         return written
 
     hf_folder.fill_folder(
         folder,
-        learned.folder,
+        source,
         arch.num_layers,
-        {n: tensors[n] for n in outside if n in known and not (tied and n == known[2])},
+        {name: tensors[name] for name in tensors if name in outside},
         layer,
         dtype=dtype,
         quantization_config=None if form is None else form.config,
     )
-
-
-def _base_reader(
-    arch: Architecture, tensors: Tensors, stored: packed_formats.Format | None, weights: str | None
-) -> Callable[[str, int], list[jax.Array]]:
-    """The function (linear, layer) -> its parts as they are or, with `weights`, as a base so packed holds them."""
-
-    def read(linear: str, index: int) -> list[jax.Array]:
-        names = arch.linear_names(linear, index)
-        if stored is not None:
-            parts = [jax.tree.map(jnp.asarray, stored.read(tensors, name)) for name in names]
-            return _unpack(stored.name, parts)
-        parts = [jnp.asarray(tensors[f"{name}.weight"]) for name in names]
-        if weights is None:
-            return parts
-        return _unpack(weights, _pack(weights, parts))
-
-    return read
-
-
-def _norms_and_biases(
-    arch: Architecture, tensors: Tensors, params: dict[str, Any], index: int
-) -> Iterator[tuple[str, Any]]:
-    prefix = f"model.layers.{index}."
-    trained = params.get("layers", {})
-    for norm in LAYER_NORMS:
-        name = f"{prefix}{norm}.weight"
-        yield name, trained[norm]["scale"][index] if norm in trained else tensors[name]
-    if arch.qk_norm:
-        for norm in ("q_norm", "k_norm"):
-            yield (name := f"{prefix}self_attn.{norm}.weight"), tensors[name]
-    if arch.qkv_bias:
-        for name in arch.linear_names("qkv", index):
-            yield f"{name}.bias", tensors[f"{name}.bias"]
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _pack(name: str, parts: list[jax.Array]) -> list[Any]:
-    return packed_formats.named(name).pack(parts)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _unpack(name: str, parts: list[Any]) -> list[jax.Array]:
-    return [packed_formats.named(name).unpack(part, jnp.float32) for part in parts]
 
 
 @jax.jit

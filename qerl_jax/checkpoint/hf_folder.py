@@ -1,5 +1,6 @@
 """A model as a Hugging Face folder: what its tensors are called, and how it is written, layer by layer."""
 
+import functools
 import json
 import pathlib
 import shutil
@@ -11,7 +12,6 @@ import numpy as np
 
 from qerl_jax.checkpoint import safetensors
 from qerl_jax.files import read_json, whole_folder
-from qerl_jax.model.architecture import LAYER_NORMS
 from qerl_jax.model.transformer import Transformer, abstract_base
 
 # The base in the package.
@@ -70,35 +70,34 @@ def fill_folder(
         dtype: Type of the model: bfloat16 or float32.
         quantization_config: The entry of config.json, where weights are packed.
     """
-    dtype, at = np.dtype(dtype), 0
-    held = layer(0)
+    dtype, layer = np.dtype(dtype), functools.lru_cache(maxsize=1)(layer)
     table = {name: (dtype, array.shape) for name, array in outside.items()}
     for index in range(num_layers):
-        for name, array in held.items():
+        for name, array in layer(0).items():
             name = name.replace("model.layers.0.", f"model.layers.{index}.", 1)
             table[name] = (array.dtype, array.shape)
 
     def read(name: str) -> np.ndarray:
-        nonlocal at, held
         if name in outside:
             return np.asarray(outside[name], dtype)
-        index = int(name.split(".")[2])
-        if index != at:
-            at, held = index, layer(index)
-        return held[name]
+        return layer(int(name.split(".")[2]))[name]
 
     safetensors.write_shards(folder, table, read)
+    copy_companions(source, folder)
+    config = read_json(source / "config.json") | {"torch_dtype": str(dtype)}
+    config.pop("quantization_config", None)
+    config.pop("dtype", None)  # transformers 5 writes this name and reads both
+    if quantization_config is not None:
+        config["quantization_config"] = quantization_config
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def copy_companions(source: pathlib.Path, folder: pathlib.Path) -> None:
+    """Copies what stands beside the weights of a model, such as config and tokenizer, and does not describe them."""
     for path in source.iterdir():
         described = path.name.endswith(".index.json") or path.name in _OWN
         if path.suffix in _COPIED and not described:
             shutil.copyfile(path, folder / path.name)
-    config = read_json(source / "config.json")
-    config.pop("quantization_config", None)
-    config.pop("dtype", None)  # transformers 5 writes this name and reads both
-    config["torch_dtype"] = str(dtype)
-    if quantization_config is not None:
-        config["quantization_config"] = quantization_config
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def export_model(
@@ -128,17 +127,16 @@ def export_model(
         outside["lm_head.weight"] = base["lm_head"]
 
     def layer(index: int) -> dict[str, np.ndarray]:
-        tensors, prefix = {}, f"model.layers.{index}."
         content = jax.device_get(jax.tree.map(lambda stack: stack[index], base["layers"]))
-        for module in content.keys() - arch.linears().keys():
-            parent = "" if module in LAYER_NORMS else "self_attn."
-            tensors[f"{prefix}{parent}{module}.weight"] = content[module]["scale"]
+        tensors = {
+            f"model.layers.{index}.{name}.weight": content[norm]["scale"]
+            for norm, (name, _) in arch.norms().items()
+        }
         for linear, parts in arch.linears().items():
             ends = np.cumsum([size for _, size in parts])[:-1]
             for leaf, array in content[linear].items():
-                arrays = np.split(array, ends)
-                for name, part in zip(arch.linear_names(linear, index), arrays, strict=True):
-                    tensors[f"{name}.{leaf}"] = part
+                arrays = zip(arch.linear_names(linear, index), np.split(array, ends), strict=True)
+                tensors |= {f"{name}.{leaf}": part for name, part in arrays}
         return {name: np.asarray(tensors[name], dtype) for name in sorted(tensors)}
 
     with whole_folder(folder, "config.json", "model") as partial:

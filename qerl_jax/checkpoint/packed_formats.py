@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import MXFP4Tensor, NF4Tensor, NVFP4Tensor, mxfp4, nf4, nvfp4
+from qerl_jax.checked import require
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.files import read_json
 from qerl_jax.model.architecture import Architecture
@@ -34,8 +35,8 @@ class Format:
         name: As in `model.weights`.
         block: K must be a multiple of it.
         group: Neighbouring entries that share a scale.
-        pack: Weights [N, K] that read one input -> each packed, with what they have to share.
-        unpack: A packed weight -> [N, K] in the dtype given.
+        pack: Weights [N, K] that read one input -> each packed, with what they have to share; compiled.
+        unpack: A packed weight -> [N, K] in the dtype given; compiled.
         fuse: Packed weights that read one input -> one, joined along N.
         shapes: (N, K) -> shapes of the tensors that a weight becomes in a file, by what follows the
             linear's name and a dot.
@@ -67,11 +68,13 @@ class Format:
         """
         for linear in arch.linears():
             width = arch.input_width(linear)
-            if width % self.block:
-                raise ValueError(
-                    f"model.weights: got {self.name!r}; {linear} has {width} input features (K), "
-                    f"and {self.name.upper()} needs a multiple of {self.block}"
-                )
+            require(
+                width % self.block == 0,
+                "model.weights",
+                self.name,
+                f"{linear} has {width} input features (K), and {self.name.upper()} needs a "
+                f"multiple of {self.block}",
+            )
 
 
 def named(
@@ -87,15 +90,10 @@ def named(
     Raises:
         ValueError: An unknown name.
     """
-    match name:
-        case "nvfp4":
-            return _NVFP4
-        case "mxfp4":
-            quantize = functools.partial(mxfp4.quantize, rounding=scale_rounding)
-            return dataclasses.replace(_MXFP4, pack=lambda parts: [quantize(w) for w in parts])
-        case "nf4":
-            return _nf4(double_quant)
-    raise ValueError(f"format: got {name!r}; known are 'nvfp4', 'mxfp4' and 'nf4'")
+    require(name in ("nvfp4", "mxfp4", "nf4"), "format", name, "must be 'nvfp4', 'mxfp4' or 'nf4'")
+    if name == "nf4":
+        return _nf4(double_quant)
+    return _NVFP4 if name == "nvfp4" else _MXFP4[scale_rounding]
 
 
 def of_folder(folder: str | pathlib.Path) -> Format | None:
@@ -116,8 +114,7 @@ def of_folder(folder: str | pathlib.Path) -> Format | None:
     beside = folder / "hf_quant_config.json"
     if quantization is None and beside.is_file():
         # ModelOpt writes this file, and only newer versions both.
-        quantization = read_json(beside).get("quantization") or {}
-        quantization = {"quant_method": "modelopt"} | quantization
+        quantization = {"quant_method": "modelopt"} | (read_json(beside).get("quantization") or {})
     if quantization is None:
         return None
     method, form = (quantization.get(key) for key in ("quant_method", "format"))
@@ -146,19 +143,19 @@ def of_folder(folder: str | pathlib.Path) -> Format | None:
 
 
 def _compressed_tensors(form: str, **weights: Any) -> dict[str, Any]:
-    weights = {
-        "num_bits": 4,
-        "type": "float",
-        "symmetric": True,
-        "dynamic": False,
-        "actorder": None,
-        "block_structure": None,
-        "observer": "minmax",
-        "observer_kwargs": {},
-    } | weights
     group = {
         "targets": ["Linear"],
-        "weights": weights,
+        "weights": {
+            "num_bits": 4,
+            "type": "float",
+            "symmetric": True,
+            "dynamic": False,
+            "actorder": None,
+            "block_structure": None,
+            "observer": "minmax",
+            "observer_kwargs": {},
+        }
+        | weights,
         "input_activations": None,
         "output_activations": None,
         "format": form,
@@ -174,31 +171,29 @@ def _compressed_tensors(form: str, **weights: Any) -> dict[str, Any]:
     }
 
 
-# NVFP4
+# NVFP4 and MXFP4
 
 
+def _write_fp4(t: NVFP4Tensor | MXFP4Tensor) -> dict[str, np.ndarray]:
+    names = ("weight_packed", "weight_scale", "weight_global_scale")  # MXFP4 has no global one
+    return dict(zip(names, map(np.asarray, jax.tree.leaves(t)), strict=False))
+
+
+@jax.jit
 def _pack_nvfp4(parts: Sequence[jax.Array]) -> list[NVFP4Tensor]:
     # vLLM needs one global scale for what it fuses: the smallest.
     shared = functools.reduce(jnp.minimum, [nvfp4.global_scale(part) for part in parts])
     return [nvfp4.quantize(part, shared) for part in parts]
 
 
-def _write_nvfp4(t: NVFP4Tensor) -> dict[str, np.ndarray]:
-    return {
-        "weight_packed": np.asarray(t.codes),
-        "weight_scale": np.asarray(t.scales),
-        "weight_global_scale": np.asarray(t.global_scale),
-    }
+def _nvfp4_tensor(codes: np.ndarray, scales: np.ndarray, global_scale: np.ndarray) -> NVFP4Tensor:
+    shape = (codes.shape[0], 2 * codes.shape[1])
+    return NVFP4Tensor(codes, scales, np.asarray(global_scale, np.float32).reshape(1), shape)
 
 
 def _read_nvfp4(tensors: Tensors, name: str) -> NVFP4Tensor:
-    codes = tensors[f"{name}.weight_packed"]
-    return NVFP4Tensor(
-        codes,
-        tensors[f"{name}.weight_scale"],
-        np.asarray(tensors[f"{name}.weight_global_scale"], np.float32).reshape(1),
-        (codes.shape[0], 2 * codes.shape[1]),
-    )
+    suffixes = ("weight_packed", "weight_scale", "weight_global_scale")
+    return _nvfp4_tensor(*(tensors[f"{name}.{suffix}"] for suffix in suffixes))
 
 
 _NVFP4 = Format(
@@ -206,7 +201,7 @@ _NVFP4 = Format(
     block=nvfp4.BLOCK,
     group=nvfp4.BLOCK,
     pack=_pack_nvfp4,
-    unpack=nvfp4.dequantize,
+    unpack=jax.jit(nvfp4.dequantize, static_argnums=1),
     fuse=functools.partial(nvfp4.fuse, shared=True),
     shapes=lambda n, k: {
         "weight_packed": (n, k // 2),
@@ -215,7 +210,7 @@ _NVFP4 = Format(
     },
     nbytes=lambda n, k: n * k // 2 + n * k // nvfp4.BLOCK + 4,
     types={"weight_packed": ("U8",), "weight_scale": ("F8_E4M3",)},
-    write=_write_nvfp4,
+    write=_write_fp4,
     read=_read_nvfp4,
     config=_compressed_tensors(
         "nvfp4-pack-quantized",
@@ -227,11 +222,9 @@ _NVFP4 = Format(
 
 
 def _read_modelopt(tensors: Tensors, name: str) -> NVFP4Tensor:
-    codes = tensors[f"{name}.weight"]
     # ModelOpt multiplies by its second scale, where compressed-tensors divides by its own.
-    scale = 1 / np.asarray(tensors[f"{name}.weight_scale_2"], np.float32).reshape(1)
-    shape = (codes.shape[0], 2 * codes.shape[1])
-    return NVFP4Tensor(codes, tensors[f"{name}.weight_scale"], scale, shape)
+    scale = 1 / np.asarray(tensors[f"{name}.weight_scale_2"], np.float32)
+    return _nvfp4_tensor(tensors[f"{name}.weight"], tensors[f"{name}.weight_scale"], scale)
 
 
 _MODELOPT_NVFP4 = dataclasses.replace(
@@ -246,40 +239,35 @@ _MODELOPT_NVFP4 = dataclasses.replace(
 )
 
 
-# MXFP4
-
-
-def _write_mxfp4(t: MXFP4Tensor) -> dict[str, np.ndarray]:
-    return {"weight_packed": np.asarray(t.codes), "weight_scale": np.asarray(t.scales)}
-
-
 def _read_mxfp4(tensors: Tensors, name: str) -> MXFP4Tensor:
-    codes = tensors[f"{name}.weight_packed"]
-    shape = (codes.shape[0], 2 * codes.shape[1])
-    return MXFP4Tensor(codes, tensors[f"{name}.weight_scale"], shape)
+    codes, scales = (tensors[f"{name}.{suffix}"] for suffix in ("weight_packed", "weight_scale"))
+    return MXFP4Tensor(codes, scales, (codes.shape[0], 2 * codes.shape[1]))
 
 
-_MXFP4 = Format(
-    name="mxfp4",
-    block=mxfp4.BLOCK,
-    group=mxfp4.BLOCK,
-    pack=lambda parts: [mxfp4.quantize(part) for part in parts],
-    unpack=mxfp4.dequantize,
-    fuse=mxfp4.fuse,
-    shapes=lambda n, k: {"weight_packed": (n, k // 2), "weight_scale": (n, k // mxfp4.BLOCK)},
-    nbytes=lambda n, k: n * k // 2 + n * k // mxfp4.BLOCK,
-    types={"weight_packed": ("U8",), "weight_scale": ("U8",)},
-    write=_write_mxfp4,
-    read=_read_mxfp4,
-    config=_compressed_tensors(
-        "mxfp4-pack-quantized",
-        strategy="group",
-        group_size=mxfp4.BLOCK,
-        scale_dtype="torch.uint8",
-    ),
-)
+def _mxfp4(rounding: mxfp4.Rounding) -> Format:
+    return Format(
+        name="mxfp4",
+        block=mxfp4.BLOCK,
+        group=mxfp4.BLOCK,
+        pack=jax.jit(lambda parts: [mxfp4.quantize(part, rounding=rounding) for part in parts]),
+        unpack=jax.jit(mxfp4.dequantize, static_argnums=1),
+        fuse=mxfp4.fuse,
+        shapes=lambda n, k: {"weight_packed": (n, k // 2), "weight_scale": (n, k // mxfp4.BLOCK)},
+        nbytes=lambda n, k: n * k // 2 + n * k // mxfp4.BLOCK,
+        types={"weight_packed": ("U8",), "weight_scale": ("U8",)},
+        write=_write_fp4,
+        read=_read_mxfp4,
+        config=_compressed_tensors(
+            "mxfp4-pack-quantized",
+            strategy="group",
+            group_size=mxfp4.BLOCK,
+            scale_dtype="torch.uint8",
+        ),
+    )
 
-_COMPRESSED_TENSORS = {form.config["format"]: form for form in (_NVFP4, _MXFP4)}
+
+_MXFP4 = {rounding: _mxfp4(rounding) for rounding in ("nearest", "floor")}
+_COMPRESSED_TENSORS = {form.config["format"]: form for form in (_NVFP4, _MXFP4["nearest"])}
 
 
 # NF4
@@ -318,15 +306,15 @@ def _read_nf4(tensors: Tensors, name: str) -> NF4Tensor:
             f"{name}: blocks of {state.get('blocksize')} and {state.get('nested_blocksize')}; "
             f"read are those of {nf4.BLOCK} and {nf4.GROUP}"
         )
+    absmax2 = offset = None
+    if "nested_offset" in state:
+        absmax2 = tensors[f"{name}.weight.nested_absmax"]
+        offset = np.full(absmax2.shape, state["nested_offset"], np.float32)
     codes, absmax = tensors[f"{name}.weight"].reshape(-1), tensors[f"{name}.weight.absmax"]
-    shape = tuple(state["shape"])
-    if "nested_offset" not in state:
-        return NF4Tensor(codes, absmax, None, None, shape)
-    absmax2 = tensors[f"{name}.weight.nested_absmax"]
-    offset = np.full(absmax2.shape, state["nested_offset"], np.float32)
-    return NF4Tensor(codes, absmax, absmax2, offset, shape)
+    return NF4Tensor(codes, absmax, absmax2, offset, tuple(state["shape"]))
 
 
+@functools.cache
 def _nf4(double: bool) -> Format:
     def shapes(n: int, k: int) -> dict[str, tuple[int, ...]]:
         blocks = math.ceil(n * k / nf4.BLOCK)
@@ -343,8 +331,8 @@ def _nf4(double: bool) -> Format:
         name="nf4",
         block=1,
         group=nf4.BLOCK,
-        pack=lambda parts: [nf4.quantize(part, double=double) for part in parts],
-        unpack=nf4.dequantize,
+        pack=jax.jit(lambda parts: [nf4.quantize(part, double=double) for part in parts]),
+        unpack=jax.jit(nf4.dequantize, static_argnums=1),
         fuse=nf4.fuse,
         shapes=shapes,
         nbytes=nbytes,

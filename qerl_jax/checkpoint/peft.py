@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qerl_jax.checked import require
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.config import LoraConfig
 from qerl_jax.files import read_json, whole_folder
@@ -31,23 +32,22 @@ class _Shape:
         """Whether the linear has a branch."""
         layers = self.config.get("layers_to_transform")
         layers = [layers] if isinstance(layers, int) else layers
-        if layers is not None and int(name.split(".")[2]) not in layers:
-            return False
+        chosen = layers is None or int(name.split(".")[2]) in layers
         excluded, targets = self.config.get("exclude_modules"), self.config["target_modules"]
-        if excluded and self._names(excluded, name):
+        if not chosen or excluded and self._names(excluded, name):
             return False
         return targets == "all-linear" or self._names(targets, name)
 
     def _names(self, modules: str | list[str], name: str) -> bool:
         """A text is a pattern for whole names, a list holds names or their ends."""
-        if isinstance(modules, str):
-            try:
-                return re.fullmatch(modules, name) is not None
-            except re.error as error:
-                raise ValueError(
-                    f"adapter_config.json: {modules!r} is no regular expression: {error}"
-                ) from error
-        return any(name == module or name.endswith(f".{module}") for module in modules)
+        if not isinstance(modules, str):
+            return any(f".{name}".endswith(f".{module}") for module in modules)
+        try:
+            return re.fullmatch(modules, name) is not None
+        except re.error as error:
+            raise ValueError(
+                f"adapter_config.json: {modules!r} is no regular expression: {error}"
+            ) from error
 
     def rank(self, name: str) -> int:
         """The rank of the linear's branch."""
@@ -60,10 +60,9 @@ class _Shape:
         return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def _pattern(self, field: str, name: str, default: float) -> float:
-        for pattern, value in (self.config.get(field) or {}).items():
-            if re.match(rf"(.*\.)?({pattern})$", name):
-                return value
-        return default
+        patterns = self.config.get(field) or {}
+        matches = (v for p, v in patterns.items() if re.match(rf"(.*\.)?({p})$", name))
+        return next(matches, default)
 
 
 # What makes another function of the tensors, or of the base, than B A x.
@@ -88,28 +87,30 @@ def _shape(folder: str | pathlib.Path) -> _Shape:
         raise FileNotFoundError(f"no adapter_config.json in {folder}")
     config = read_json(path)
     for field, plain in _PLAIN.items():
-        if (config.get(field) or plain) != plain:
-            raise NotImplementedError(
-                f"{path}: {field}: got {config[field]!r}; only {plain!r} is supported"
-            )
-    start = config.get("init_lora_weights")
-    if isinstance(start, str) and start.startswith(_CHANGES_BASE):
-        raise NotImplementedError(
-            f"{path}: init_lora_weights: got {start!r}, which changes the base; convert the adapter to "
-            "plain LoRA (PEFT: path_initial_model_for_weight_conversion)"
-        )
-    norms = config.get("modules_to_save") or []
-    if norms and set(norms) != set(LAYER_NORMS):
-        raise NotImplementedError(
-            f"{path}: modules_to_save: got {norms}; only {list(LAYER_NORMS)} can be read"
-        )
-    if not isinstance(config.get("target_modules"), str | list):
-        raise ValueError(
-            f"{path}: target_modules: got {config.get('target_modules')!r}; must be names, or a pattern"
-        )
+        is_plain, rule = (config.get(field) or plain) == plain, f"only {plain!r} is supported"
+        require(is_plain, f"{path}: {field}", config.get(field), rule, NotImplementedError)
+    start, norms = config.get("init_lora_weights"), config.get("modules_to_save") or []
+    require(
+        not (isinstance(start, str) and start.startswith(_CHANGES_BASE)),
+        f"{path}: init_lora_weights",
+        start,
+        "which changes the base; convert the adapter to plain LoRA (PEFT: "
+        "path_initial_model_for_weight_conversion)",
+        NotImplementedError,
+    )
+    require(
+        not norms or set(norms) == set(LAYER_NORMS),
+        f"{path}: modules_to_save",
+        norms,
+        f"only {list(LAYER_NORMS)} can be read",
+        NotImplementedError,
+    )
+    targets, rule = config.get("target_modules"), "must be names, or a pattern"
+    require(isinstance(targets, str | list), f"{path}: target_modules", targets, rule)
     for field in ("r", "lora_alpha"):
-        if not isinstance(config.get(field), int | float) or config[field] <= 0:
-            raise ValueError(f"{path}: {field}: got {config.get(field)!r}; must be positive")
+        value = config.get(field)
+        is_positive = isinstance(value, int | float) and value > 0
+        require(is_positive, f"{path}: {field}", value, "must be positive")
     return _Shape(path, config)
 
 
@@ -166,19 +167,19 @@ def import_adapter(folder: str | pathlib.Path, model: Transformer) -> Any:
             b[:rank] = quotient * read(f"{name}.lora_B", (n, rank)).T
         return a, b
 
+    prefixes = [f"model.layers.{index}." for index in range(arch.num_layers)]
     layers: dict[str, Any] = {linear: {} for linear in arch.linears()}
     for linear, parts in arch.linears().items():
         k = arch.input_width(linear)
-        for place, (part, n) in enumerate(parts):
-            names = [arch.linear_names(linear, index)[place] for index in range(arch.num_layers)]
-            pairs = zip(*(branch(name, n, k) for name in names), strict=True)
-            a, b = (jnp.asarray(np.stack(stack)) for stack in pairs)
+        for part, n in parts:
+            names = [f"{prefix}{PARENT[linear]}.{part}" for prefix in prefixes]
+            stacks = zip(*(branch(name, n, k) for name in names), strict=True)
+            a, b = map(jnp.stack, stacks)
             layers[linear][part] = {"a": a, "b": b}
     if lora.train_norms:
         for norm in LAYER_NORMS:
-            names = [f"model.layers.{index}.{norm}" for index in range(arch.num_layers)]
-            scales = np.stack([read(name, (arch.width,)) for name in names])
-            layers[norm] = {"scale": jnp.asarray(scales)}
+            scales = [read(f"{prefix}{norm}", (arch.width,)) for prefix in prefixes]
+            layers[norm] = {"scale": jnp.stack(scales)}
     if unread:
         raise ValueError(
             f"{folder}: {min(unread)} has no place in the model ({len(unread)} such tensors)"
@@ -192,10 +193,10 @@ def _peft_tensors(params: Any):
             prefix = f"{_PEFT_PREFIX}model.layers.{index}."
             if module in LAYER_NORMS:
                 yield f"{prefix}{module}.weight", content["scale"][index]
-                continue
-            for part, pair in content.items():
-                yield f"{prefix}{PARENT[module]}.{part}.lora_A.weight", pair["a"][index].T
-                yield f"{prefix}{PARENT[module]}.{part}.lora_B.weight", pair["b"][index].T
+            else:
+                for part, pair in content.items():
+                    yield f"{prefix}{PARENT[module]}.{part}.lora_A.weight", pair["a"][index].T
+                    yield f"{prefix}{PARENT[module]}.{part}.lora_B.weight", pair["b"][index].T
 
 
 def export_adapter(folder: str | pathlib.Path, params: Any, lora: LoraConfig, base: str) -> None:

@@ -5,6 +5,7 @@ import pathlib
 from typing import Any
 
 from qerl_jax import config
+from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, peft
 from qerl_jax.config import ModelConfig, RunConfig
 from qerl_jax.data.tokenizer import Tokenizer
@@ -91,7 +92,9 @@ def find_policy(
     run = folder = None
     if adapter is not None:
         adapter = pathlib.Path(adapter)
-        folder = _run_folder(adapter)
+        # An adapter may lie in the folder of its run.
+        places = [adapter, adapter.parent] if adapter.name in ("adapter", "best") else [adapter]
+        folder = next((place for place in places if (place / "config.toml").is_file()), None)
         run = None if folder is None else config.load(folder / "config.toml")
         if adapter == folder and run.model.trainable == "full":
             model, adapter = model or (None if base else str(folder / "model")), None
@@ -100,7 +103,9 @@ def find_policy(
     if adapter is not None and not (adapter / "adapter_config.json").is_file():
         raise FileNotFoundError(f"no adapter_config.json in {adapter}, nor is it a run folder")
     if model is None and adapter is not None and run is None:
-        model = _base_of_adapter(adapter)
+        path, field = adapter / "adapter_config.json", "base_model_name_or_path"
+        model = read_json(path).get(field)
+        require(model is not None, f"{path}: {field}", model, "give --model")
     table = {} if run is None else config.to_table(run.model) | {"trainable": "lora"}
     given = {"model_name_or_path": model, **held}
     table |= {name: value for name, value in given.items() if value is not None}
@@ -109,20 +114,3 @@ def find_policy(
         table["random_base"] = False
     cfg = config.from_table(ModelConfig, table, "model.")
     return PolicySource(cfg, None if base else adapter, run, folder)
-
-
-def _run_folder(folder: pathlib.Path) -> pathlib.Path | None:
-    """The run folder that a folder is, or whose adapter it is; None for an adapter from elsewhere."""
-    if (folder / "config.toml").is_file():
-        return folder
-    is_of_run = folder.name in ("adapter", "best") and (folder.parent / "config.toml").is_file()
-    return folder.parent if is_of_run else None
-
-
-def _base_of_adapter(adapter: pathlib.Path) -> str:
-    name = read_json(adapter / "adapter_config.json").get("base_model_name_or_path")
-    if name is None:
-        raise ValueError(
-            f"{adapter}: its adapter_config.json says no base_model_name_or_path: give --model"
-        )
-    return name

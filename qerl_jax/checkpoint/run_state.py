@@ -4,6 +4,7 @@ import pathlib
 from typing import Any
 
 import jax
+import orbax.checkpoint as ocp
 
 
 class StateFiles:
@@ -11,9 +12,6 @@ class StateFiles:
 
     def __init__(self, run_folder: str | pathlib.Path, keep: int | None):
         """Opens the folder; `keep` newest checkpoints stay, or all."""
-        import orbax.checkpoint as ocp
-
-        self._ocp = ocp
         self._manager = ocp.CheckpointManager(
             pathlib.Path(run_folder).absolute() / "checkpoints",
             options=ocp.CheckpointManagerOptions(
@@ -23,18 +21,14 @@ class StateFiles:
 
     def save(self, state: Any, supply: dict[str, Any] | None = None) -> None:
         """Writes the state under its step, and plain numbers beside it."""
-        args = self._ocp.args
+        args = ocp.args
         both = args.Composite(state=args.StandardSave(state), supply=args.JsonSave(supply or {}))
         self._manager.save(int(state.step), args=both, force=True)
 
     def restore(self, like: Any) -> Any | None:
         """The newest state, with the shapes and types of `like`; None when there is none."""
-        step = self._manager.latest_step()
-        if step is None:
-            return None
-        abstract = jax.tree.map(self._ocp.utils.to_shape_dtype_struct, like)
-        args = self._ocp.args.Composite(state=self._ocp.args.StandardRestore(abstract))
-        return self._manager.restore(step, args=args)["state"]
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        return self._read(self._manager.latest_step(), state=ocp.args.StandardRestore(abstract))
 
     def params(self, step: int | None = None) -> tuple[int, Any]:
         """The step, and what was trained by then: of a given step, or of the newest.
@@ -48,16 +42,18 @@ class StateFiles:
                 f"no checkpoint of step {step} in {self._manager.directory}; there are {sorted(found)}"
             )
         step = max(found) if step is None else step
-        args = self._ocp.args.Composite(state=self._ocp.args.StandardRestore())
-        return step, self._manager.restore(step, args=args)["state"]["params"]
+        return step, self._read(step, state=ocp.args.StandardRestore())["params"]
 
     def supply(self) -> dict[str, Any] | None:
         """What was written beside the newest state; None when there is none."""
-        step = self._manager.latest_step()
+        return self._read(self._manager.latest_step(), supply=ocp.args.JsonRestore())
+
+    def _read(self, step: int | None, **item: Any) -> Any | None:
+        """One item of a step, by its name and how it is read; None when there is no step."""
         if step is None:
             return None
-        args = self._ocp.args.Composite(supply=self._ocp.args.JsonRestore())
-        return self._manager.restore(step, args=args)["supply"]
+        (read,) = self._manager.restore(step, args=ocp.args.Composite(**item)).values()
+        return read
 
     def close(self) -> None:
         """Waits for what is being written."""

@@ -9,6 +9,7 @@ import math
 import mmap
 import os
 import pathlib
+import re
 import struct
 from collections.abc import Callable, Mapping
 
@@ -43,8 +44,11 @@ class SafetensorsError(ValueError):
     """A checkpoint file that is missing, cut short or not what its index says."""
 
 
-class Tensors:
-    """The tensors of a folder's safetensors file, or of its shards with an index, by name, read on demand."""
+class Tensors(dict[str, np.ndarray]):
+    """The tensors of a folder's safetensors file, or of its shards with an index, by name.
+
+    Each is a view of its mapped file: its bytes are read from disk when they are used.
+    """
 
     def __init__(self, folder: str | pathlib.Path, stem: str = "model"):
         """Opens every file and checks that all of its tensors are there.
@@ -56,52 +60,31 @@ class Tensors:
         Raises:
             SafetensorsError: Naming the file, what was expected and what was found.
         """
-        folder = pathlib.Path(folder)
-        self._entries: dict[str, tuple[np.memmap, str, tuple[int, ...], int, int]] = {}
+        super().__init__()
         self._files: dict[str, str] = {}
-        index = folder / f"{stem}.safetensors.index.json"
+        single = pathlib.Path(folder) / f"{stem}.safetensors"
+        index = single.with_name(f"{single.name}.index.json")
         if index.is_file():
             self._open_shards(index)
-        elif (folder / f"{stem}.safetensors").is_file():
-            self._open(folder / f"{stem}.safetensors")
+        elif single.is_file():
+            self._open(single)
         else:
-            pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
+            pickled = [*single.parent.glob("*.bin"), *single.parent.glob("*.pt*")]
             raise SafetensorsError(
-                f"no {stem}.safetensors, nor an index of shards, in {folder}"
+                f"no {single.name}, nor an index of shards, in {folder}"
                 + ("; pickled weights are not read" if pickled else "")
             )
-        self._suffixes: dict[str, list[str]] = {}
-        for name in self._entries:
-            prefix, _, suffix = name.rpartition(".")
-            self._suffixes.setdefault(prefix, []).append(suffix)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
-
-    def __iter__(self):
-        return iter(self._entries)
+    def __missing__(self, name: str) -> np.ndarray:
+        raise SafetensorsError(f"the checkpoint has no tensor {name}")
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
-        return self._entry(name)[2]
+        return self[name].shape
 
     def type(self, name: str) -> str:
         """Type of a tensor as safetensors calls it, such as "BF16"."""
-        return self._entry(name)[1]
-
-    def suffixes(self, prefix: str) -> list[str]:
-        """What follows PREFIX and a dot in the names that begin so, where no further dot does."""
-        return self._suffixes.get(prefix, [])
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        """A tensor; its bytes are read from disk when they are used."""
-        data, dtype, shape, start, end = self._entry(name)
-        return data[start:end].view(_DTYPES[dtype]).reshape(shape)
-
-    def _entry(self, name):
-        if name not in self._entries:
-            raise SafetensorsError(f"the checkpoint has no tensor {name}")
-        return self._entries[name]
+        return _TYPES[self[name].dtype]
 
     def _open_shards(self, index: pathlib.Path) -> None:
         """Opens the files of an index, and checks that each holds the tensors that the index says."""
@@ -113,7 +96,7 @@ class Tensors:
             )
         for path in paths:
             self._open(path)
-        if absent := sorted(set(weight_map) - set(self._entries)):
+        if absent := sorted(weight_map.keys() - self.keys()):
             raise SafetensorsError(
                 f"{index}: no shard holds {absent[0]} ({len(absent)} tensors are missing)"
             )
@@ -124,34 +107,27 @@ class Tensors:
                 )
 
     def _open(self, path: pathlib.Path) -> None:
-        """Maps a file, and notes where each of its tensors lies."""
-        header = _header(path)
+        """Maps a file, whose tensors follow each other without holes."""
+        try:
+            with safe_open(path, framework="numpy") as file:
+                slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
+                header = [(name, s.get_dtype(), s.get_shape()) for name, s in slices]
+        except SafetensorError as error:
+            raise SafetensorsError(
+                f"{path}: {path.stat().st_size} bytes, truncated or not a safetensors file: {error}"
+            ) from error
         data = np.memmap(path, mode="r")
         end = 8 + int(data[:8].view("<u8")[0])  # a length, the header, then the tensors
-        for name, (dtype, shape) in header.items():
-            if name in self._entries:
+        for name, dtype, shape in header:
+            if dtype not in _DTYPES:
+                raise SafetensorsError(
+                    f"{path}: {name} has the type {dtype}; known are {', '.join(_DTYPES)}"
+                )
+            if name in self:
                 raise SafetensorsError(f"{path}: {name} is in {self._files[name]} too")
-            start, end = end, end + _nbytes(_DTYPES[dtype], shape)
-            self._entries[name] = (data, dtype, shape, start, end)
+            self[name] = np.ndarray(shape, _DTYPES[dtype], data, end)
             self._files[name] = path.name
-
-
-def _header(path: pathlib.Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of each tensor of a file, in the order of their bytes, which leave no holes."""
-    try:
-        with safe_open(path, framework="numpy") as file:
-            slices = {name: file.get_slice(name) for name in file.offset_keys()}
-            header = {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()}
-    except SafetensorError as error:
-        raise SafetensorsError(
-            f"{path}: {path.stat().st_size} bytes, truncated or not a safetensors file: {error}"
-        ) from error
-    for name, (dtype, _) in header.items():
-        if dtype not in _DTYPES:
-            raise SafetensorsError(
-                f"{path}: {name} has the type {dtype}; known are {', '.join(_DTYPES)}"
-            )
-    return header
+            end += self[name].nbytes
 
 
 def _weight_map(index: pathlib.Path) -> dict[str, str]:
@@ -162,21 +138,19 @@ def _weight_map(index: pathlib.Path) -> dict[str, str]:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise SafetensorsError(f"{index}: not an index with a weight_map: {error!r}") from error
     for file in files:
-        plain = isinstance(file, str) and file == pathlib.PurePath(file).name and "\\" not in file
-        if not plain or not file.endswith(".safetensors") or "\0" in file:
+        if not re.fullmatch(r"[^/\\\0]+\.safetensors", str(file)):
             raise SafetensorsError(
                 f"{index}: names {file!r}, which is no safetensors file of its own folder"
             )
     return weight_map
 
 
-def write(path: str | pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
+def write(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Writes a file, which appears whole or not at all.
 
     Raises:
         ValueError: When an array has a type that the format does not know.
     """
-    path = pathlib.Path(path)
     partial = path.with_name(f".{path.name}.partial")
     table = {name: (array.dtype, array.shape) for name, array in tensors.items()}
     _write_file(partial, table, tensors.__getitem__)
@@ -205,27 +179,23 @@ def write_shards(
     Raises:
         ValueError: When a tensor is not what the table says.
     """
-    folder = pathlib.Path(folder)
     sizes = {name: _nbytes(dtype, shape) for name, (dtype, shape) in table.items()}
     shards: list[list[str]] = [[]]
-    filled = 0
     for name, size in sizes.items():
-        if shards[-1] and filled + size > shard_bytes:
+        if shards[-1] and sum(map(sizes.get, shards[-1])) + size > shard_bytes:
             shards.append([])
-            filled = 0
         shards[-1].append(name)
-        filled += size
-    count = len(shards)
-    files = [f"{stem}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
-    if count == 1:
-        files = [f"{stem}.safetensors"]
-    for file, names in zip(files, shards, strict=True):
-        _write_file(folder / file, {name: table[name] for name in names}, read)
-    if count > 1:
-        shard_of = zip(files, shards, strict=True)
-        weight_map = {name: file for file, names in shard_of for name in names}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    index = pathlib.Path(folder) / f"{stem}.safetensors.index.json"
+    if len(shards) == 1:
+        _write_file(index.with_name(f"{stem}.safetensors"), table, read)
+        return
+    weight_map = {}
+    for number, names in enumerate(shards, 1):
+        file = f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_file(index.with_name(file), {name: table[name] for name in names}, read)
+        weight_map |= dict.fromkeys(names, file)
+    total = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+    index.write_text(json.dumps(total, indent=2) + "\n")
 
 
 def _nbytes(dtype, shape) -> int:

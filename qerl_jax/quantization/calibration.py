@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from qerl_jax.checked import Checked, Count, require
 from qerl_jax.data import arithmetic, datasets
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.model.transformer import Transformer, run_layer
@@ -24,7 +25,7 @@ _ANSWERS = ("solution", "answer", "response", "completion", "output")
 
 
 @dataclasses.dataclass(frozen=True)
-class Calibration:
+class Calibration(Checked):
     """What to calibrate on.
 
     Attributes:
@@ -37,14 +38,9 @@ class Calibration:
     """
 
     dataset: str = DATASET
-    num_samples: int = 256
-    max_length: int = 2048
+    num_samples: Count = 256
+    max_length: Count = 2048
     seed: int = 0
-
-    def __post_init__(self):
-        for field in ("num_samples", "max_length"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}: got {getattr(self, field)}; must be at least 1")
 
 
 def texts(cfg: Calibration, tokens: Tokenizer) -> list[str]:
@@ -140,13 +136,12 @@ def _chat(row: Mapping[str, Any], where: str) -> str | Sequence[dict[str, str]]:
     for column in ("messages", "conversations"):
         if column in row:
             system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-            chat, are_messages = row[column], isinstance(row[column], Sequence)
-            if not are_messages or not all(isinstance(each, Mapping) for each in chat):
-                raise ValueError(f"{where}: {column}: got {chat!r}; must be a list of messages")
+            chat = row[column]
+            holds = isinstance(chat, Sequence) and all(isinstance(each, Mapping) for each in chat)
+            require(holds, f"{where}: {column}", chat, "must be a list of messages")
             return system + [_message(message) for message in chat]
     if "text" in row:
-        if not isinstance(row["text"], str):
-            raise ValueError(f"{where}: text: got {row['text']!r}; must be a text")
+        require(isinstance(row["text"], str), f"{where}: text", row["text"], "must be a text")
         return row["text"]
     question, answer = (
         next((row[name] for name in names if isinstance(row.get(name), str)), None)

@@ -35,7 +35,6 @@ from qerl_jax.quantization.calibration import Calibration, HiddenStates
 REPORT = "quantization_report.json"
 
 _PROGRESS = "progress.jsonl"
-_KEPT = (".json", ".txt", ".jinja", ".model")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,19 +57,13 @@ class Recipe:
     calibration: Calibration = Calibration()
 
 
-def expected_size(arch: Architecture, form: Format, itemsize: int = 2) -> int:
-    """Bytes of a quantized folder's tensors.
-
-    Args:
-        arch: Says what there is.
-        form: Format of the linears.
-        itemsize: Bytes of an entry of what is not packed.
-    """
+def expected_size(arch: Architecture, form: Format) -> int:
+    """Bytes of a quantized folder's tensors, where what is not packed is in 16 bits."""
     shapes = [
         (n, arch.input_width(linear)) for linear, parts in arch.linears().items() for _, n in parts
     ]
     dense = arch.num_parameters() - arch.num_layers * sum(n * k for n, k in shapes)
-    return itemsize * dense + arch.num_layers * sum(form.nbytes(n, k) for n, k in shapes)
+    return 2 * dense + arch.num_layers * sum(form.nbytes(n, k) for n, k in shapes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,19 +90,9 @@ class _Job:
         return self.progress.path.parent
 
     @property
-    def num_layers(self) -> int:
-        """How many layers are written."""
-        return max(0, len(self.progress.values) - 1)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the tensors that are written."""
         return sum(file["bytes"] for file in self.progress.values)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds that they took."""
-        return max((file["seconds"] for file in self.progress.values), default=0.0)
 
     def file(self, number: int) -> str:
         """The name of a file without its ending."""
@@ -117,13 +100,11 @@ class _Job:
 
     def write(self, tensors: dict[str, Any], errors: dict, seconds: float) -> None:
         """Writes the next file."""
-        number = len(self.progress.values)
-        safetensors.write(self.folder / f"{self.file(number)}.safetensors", tensors)
+        path = self.folder / f"{self.file(len(self.progress.values))}.safetensors"
+        safetensors.write(path, tensors)
         nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        names = list(tensors)
-        self.progress.add(
-            [{"tensors": names, "bytes": nbytes, "errors": errors, "seconds": seconds}]
-        )
+        file = {"tensors": list(tensors), "bytes": nbytes, "errors": errors, "seconds": seconds}
+        self.progress.add([file])
 
 
 def quantize(
@@ -149,7 +130,8 @@ def quantize(
         ValueError: When the source is quantized already, cannot be packed, or will not fit on disk.
     """
     job = _open(hf_folder.local_folder(source), pathlib.Path(target).resolve(), recipe)
-    arch, written, earlier = job.arch, job.num_layers, job.seconds
+    arch, done = job.arch, job.progress.values
+    written, earlier = max(0, len(done) - 1), done[-1]["seconds"] if done else 0.0
     if written:
         log(f"going on after {written} of {arch.num_layers} layers: {job.folder}")
     states = None
@@ -158,8 +140,10 @@ def quantize(
 
     start = time.monotonic()
     passed = lambda: time.monotonic() - start
-    if not job.progress.values:
-        job.write(_outside(Tensors(job.source)), {}, passed())
+    if not done:
+        held = Tensors(job.source).items()
+        job.write({n: t for n, t in held if not n.startswith("model.layers.")}, {}, passed())
+        del held  # what was mapped is let go
     for index in range(arch.num_layers):
         number = index + 1
         if index >= written:
@@ -194,23 +178,19 @@ def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
         raise FileExistsError(f"{target}: exists; give the name of a new folder")
     sizes = {path.name: path.stat().st_size for path in sorted(source.glob("*.safetensors"))}
     settings = {"source": str(source.resolve()), "sizes": sizes, **dataclasses.asdict(recipe)}
-    progress = _progress(target.with_name(f"{target.name}.partial"), settings)
-    job = _Job(source, target, arch, form, progress)
-    size, free = expected_size(arch, form), shutil.disk_usage(job.folder).free
-    if free + job.nbytes < size:
-        raise ValueError(f"{target}: needs {size / 1e9:.1f} GB; the disk has {free / 1e9:.1f} GB")
-    return job
-
-
-def _progress(folder: pathlib.Path, settings: dict[str, Any]) -> Progress:
+    folder = target.with_name(f"{target.name}.partial")
     path = folder / _PROGRESS
     if folder.exists() and any(folder.iterdir()) and not path.is_file():
         raise FileExistsError(f"{folder}: holds something that is no unfinished job")
     refusal = "{folder}: is what a job with other settings left; delete it first"
     try:
-        return Progress(path, settings, refusal=refusal)
+        job = _Job(source, target, arch, form, Progress(path, settings, refusal=refusal))
     except ValueError as error:
         raise FileExistsError(str(error)) from error
+    size, free = expected_size(arch, form), shutil.disk_usage(folder).free
+    if free + job.nbytes < size:
+        raise ValueError(f"{target}: needs {size / 1e9:.1f} GB; the disk has {free / 1e9:.1f} GB")
+    return job
 
 
 def _quantized_layer(
@@ -219,9 +199,10 @@ def _quantized_layer(
     """The packed tensors of a layer, and the errors of its weights and, with calibration, outputs."""
     # Opened anew for each layer: what was mapped of the last one is let go.
     prefix, errors = f"model.layers.{index}.", {}
-    tensors = _under(Tensors(job.source), prefix)
+    tensors = {n: t for n, t in Tensors(job.source).items() if n.startswith(prefix)}
     if states is not None:
-        seen = states.observe(_dense(job.arch, tensors, prefix))
+        dense = lambda name: jnp.asarray(tensors[f"{name}.weight"])
+        seen = states.observe(_layer(job.arch, tensors, prefix, dense))
         folded = awq.fold(job.arch, job.form, tensors, prefix, seen)
         tensors, errors["outputs"] = folded.tensors, folded.errors
     tensors, errors["weights"] = _packed(job.arch, job.form, tensors, prefix)
@@ -230,9 +211,7 @@ def _quantized_layer(
 
 def _finish(job: _Job) -> dict[str, Any]:
     """Adds what a model folder has beside its weights, and moves the folder to its place; returns the report."""
-    for path in job.source.iterdir():
-        if path.suffix in _KEPT and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, job.folder / path.name)
+    hf_folder.copy_companions(job.source, job.folder)
     files, settings = job.progress.values, job.progress.identity
     weight_map = {
         name: f"{job.file(number)}.safetensors"
@@ -243,31 +222,20 @@ def _finish(job: _Job) -> dict[str, Any]:
         "settings": settings,
         "bytes": job.nbytes,
         "source_bytes": sum(settings["sizes"].values()),
-        "seconds": job.seconds,
+        "seconds": files[-1]["seconds"],
         "peak_host_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "layers": [file["errors"] for file in files[1:]],
     }
     config = read_json(job.source / "config.json") | {"quantization_config": job.form.config}
     index = {"metadata": {"total_size": job.nbytes}, "weight_map": weight_map}
-    for name, content in (
-        ("model.safetensors.index.json", index),
-        ("config.json", config),
-        (REPORT, report),
-    ):
+    contents = {"model.safetensors.index.json": index, "config.json": config, REPORT: report}
+    for name, content in contents.items():
         (job.folder / name).write_text(json.dumps(content, indent=2) + "\n")
     if job.target.exists():
         job.target.rmdir()
     os.replace(job.folder, job.target)
     (job.target / _PROGRESS).unlink()
     return report
-
-
-def _outside(tensors: Tensors) -> dict[str, np.ndarray]:
-    return {name: tensors[name] for name in tensors if not name.startswith("model.layers.")}
-
-
-def _under(tensors: Tensors, prefix: str) -> dict[str, np.ndarray]:
-    return {name: tensors[name] for name in tensors if name.startswith(prefix)}
 
 
 def _packed(
@@ -308,29 +276,20 @@ def _hidden_states(
     return HiddenStates(model, Tensors(folder)["model.embed_tokens.weight"], ids, lengths)
 
 
-def _dense(arch: Architecture, tensors: dict[str, Any], prefix: str) -> dict[str, Any]:
-    def read(_, names):
-        weights = [jnp.asarray(tensors[f"{name}.weight"]) for name in names]
-        return jnp.concatenate(weights).astype(_calibration_dtype())
-
-    return base_model.read_layer(arch, tensors, prefix, _calibration_dtype(), read)
+def _layer(
+    arch: Architecture, tensors: dict[str, Any], prefix: str, weight: Callable[[str], jax.Array]
+) -> dict[str, Any]:
+    """A layer as calibration runs it, from its tensors and the function from a linear's name to its weight."""
+    dtype = _calibration_dtype()
+    read = lambda _, names: jnp.concatenate([weight(name) for name in names]).astype(dtype)
+    return base_model.read_layer(arch, tensors, prefix, dtype, read)
 
 
 def _dequantized_layer(job: _Job, index: int) -> dict[str, Any]:
     """A layer that was written, as calibration runs it."""
     tensors = Tensors(job.folder, job.file(index + 1))
-
-    def read(_, names):
-        parts = [jax.tree.map(jnp.asarray, job.form.read(tensors, name)) for name in names]
-        return _dequantize(job.form, parts)
-
-    prefix, dtype = f"model.layers.{index}.", _calibration_dtype()
-    return base_model.read_layer(job.arch, tensors, prefix, dtype, read)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _dequantize(form: Format, parts: list[Any]) -> jax.Array:
-    return jnp.concatenate([form.unpack(part, _calibration_dtype()) for part in parts])
+    weight = lambda name: job.form.unpack(job.form.read(tensors, name), _calibration_dtype())
+    return _layer(job.arch, tensors, f"model.layers.{index}.", weight)
 
 
 def _line(errors: dict[str, Any], number: int, total: int, seconds: float) -> str:
