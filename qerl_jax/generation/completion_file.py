@@ -79,13 +79,12 @@ def _identity(
     """Everything that a row of the file depends on, as plain JSON; of a model of the hub, its name."""
     asked = json.dumps([rows, prompts], ensure_ascii=False)
     model = source.model
-    folders = {"model": model.model_name_or_path, "adapter": source.adapter}
     identity = {
         "model": model.model_name_or_path,
         "adapter": source.adapter and str(source.adapter),
         "weights": model.weights,
         "dtype": model.dtype,
-        **content_hashes(folders),
+        **content_hashes({"model": model.model_name_or_path, "adapter": source.adapter}),
         **vars(params),
         "prompts.sha256": hashlib.sha256(asked.encode()).hexdigest(),
     }

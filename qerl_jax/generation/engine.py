@@ -14,17 +14,21 @@ last, which takes it over.
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import runtime
-from qerl_jax.config import DENSE
+from qerl_jax.checked import require
+from qerl_jax.config import DENSE, RolloutConfig
+from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.generation import kv_capacity
 from qerl_jax.generation.sampling import Truncation, next_token, penalize
+from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.generation.scheduler import (
     Prompt,
     RowTokens,
@@ -35,7 +39,6 @@ from qerl_jax.generation.scheduler import (
 )
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model import fused_decode, kv_cache, layers
-from qerl_jax.model.kv_cache import KVCache
 from qerl_jax.model.transformer import Transformer, head
 
 # XLA's Triton GEMM first copies each 16-bit weight out of the stack of layers; cuBLAS reads it in place.
@@ -92,13 +95,41 @@ class Engine:
     ):
         self._model, self._spec = model, spec
         # Eight at least, with ids that are never sampled: ignoring them compiles nothing anew.
-        missing = max(0, 8 - len(stop_tokens))
-        self._stop_tokens = np.array([*stop_tokens, *[-1] * missing], np.int32)
+        self._stop_tokens = np.array([*stop_tokens, *[-1] * (8 - len(stop_tokens))], np.int32)
         self._stop_strings = stop_strings
         self._compact = compact
         self._budget = kv_cache_tokens, kv_cache_fraction
         # A CPU pays for every slot of a page that is not filled.
         self._page_size = page_size or (kv_cache.PAGE_SIZE if runtime.platform() == "gpu" else 32)
+        self._itemsize = jnp.dtype(model.dtype).itemsize
+
+    @classmethod
+    def of(
+        cls,
+        model: Transformer,
+        tokenizer: Tokenizer,
+        how: RolloutConfig | SamplingParams,
+        *,
+        chunk: int = 32,
+        **options: Any,
+    ) -> Self:
+        """The engine that samples as a config or a caller asks.
+
+        Args:
+            model: The policy.
+            tokenizer: The policy's tokenizer, which says how many ids there are and which end a completion.
+            how: Truncation, penalty, and what ends a completion.
+            chunk: See `EngineSpec`.
+            **options: Further arguments of the engine.
+        """
+        truncation = Truncation(how.top_k, how.top_p, how.min_p)
+        return cls(
+            model,
+            EngineSpec(tokenizer.num_tokens, truncation, how.repetition_penalty, chunk),
+            stop_tokens=() if how.ignore_eos else tokenizer.stop_tokens,
+            stop_strings=StopStrings(tuple(how.stop), tokenizer.decode) if how.stop else None,
+            **options,
+        )
 
     def stream(
         self,
@@ -130,27 +161,25 @@ class Engine:
                 raise ValueError(
                     f"prompt {place}: got {len(prompt.tokens)} tokens; must have 1 to {max_prompt_length=}"
                 )
-        longest = max_prompt_length - 1 + max(prompt.limit for prompt in prompts)
+        size, longest = self._page_size, max_prompt_length - 1 + max(each.limit for each in prompts)
         side_by_side = min(len(prompts), slots)
         shapes = Shapes(
-            self._page_size,
+            size,
             self._spec.chunk,
-            table_width=-(-longest // self._page_size),
+            table_width=-(-longest // size),
             history=longest + 1,
             longest_prefill=max_prompt_length - 1,
             most_prompts=side_by_side if self._compact else slots,
             sizes=batch_sizes(slots) if self._compact else (slots,),
         )
-        size = self._page_size
         wanted = kv_capacity.pages_wanted(
             slots, longest, side_by_side, shapes.longest_prefill, size
         )
         beside = kv_capacity.workspace(
             self._model.arch, slots, shapes.most_prompts, max_prompt_length, self._itemsize
         )
-        tokens = self._capacity(sum(beside.values()))
-        schedule = Schedule(shapes, self._num_pages(wanted, tokens, prompts), prompts)
-        return self._run(variables, schedule, np.float32(temperature))
+        num_pages = self._num_pages(wanted, self._capacity(sum(beside.values())), prompts)
+        return self._run(variables, Schedule(shapes, num_pages, prompts), np.float32(temperature))
 
     def completions(
         self,
@@ -160,17 +189,7 @@ class Engine:
         **limits: int | None,
     ) -> Iterator[RowTokens]:
         """Samples all rows as `stream` does, and gives each one whole when it ends."""
-        rows = collections.defaultdict(list)
-        for chunk in self.stream(variables, prompts, temperature, **limits):
-            for part in chunk:
-                rows[part.row].append(part)
-                if part.ended:
-                    parts = rows.pop(part.row)
-                    tokens, logps = (
-                        np.concatenate([getattr(each, name) for each in parts])
-                        for name in ("tokens", "logps")
-                    )
-                    yield RowTokens(part.row, tokens, logps, part.ended)
+        return _whole(self.stream(variables, prompts, temperature, **limits))
 
     def _run(self, variables, schedule: Schedule, temperature) -> Iterator[list[RowTokens]]:
         # All of it said to be on one device: else a chunk whose rows come from the host and one whose
@@ -212,9 +231,9 @@ class Engine:
 
     def _num_pages(self, wanted: int, tokens: int | None, prompts: Sequence[Prompt]) -> int:
         """Pages of the pool, scratch included: what is wanted, or what its capacity allows."""
-        size = self._page_size
         if tokens is None:
             return wanted
+        size = self._page_size
         offered = kv_capacity.pages_for(tokens, size)
         for place, prompt in enumerate(prompts):
             needed = len(prompt.tokens) - 1 + prompt.limit
@@ -231,24 +250,29 @@ class Engine:
         # Once: the number of pages is part of what is compiled.
         return runtime.memory_stats()
 
-    @property
-    def _itemsize(self) -> int:
-        return jnp.dtype(self._model.dtype).itemsize
-
     def _capacity(self, beside: int) -> int | None:
         """Tokens that the cache may hold beside so many bytes; None where nothing bounds it."""
         tokens, fraction = self._budget
         if tokens is not None:
             return tokens
         if self._memory is None:
-            if fraction is None:
-                return None
-            raise ValueError(
-                f"kv_cache_fraction: got {fraction}; this device does not report its memory: give "
-                "kv_cache_tokens"
-            )
+            rule = "this device does not report its memory: give kv_cache_tokens"
+            require(fraction is None, "kv_cache_fraction", fraction, rule)
+            return None
         free = self._memory["bytes_limit"] - self._memory["bytes_in_use"]
         return kv_capacity.capacity(self._model.arch, free, fraction, beside, self._itemsize)
+
+
+def _whole(chunks: Iterator[list[RowTokens]]) -> Iterator[RowTokens]:
+    """Each row in one piece, when it ends."""
+    rows = collections.defaultdict(list)
+    for part in itertools.chain.from_iterable(chunks):
+        rows[part.row].append(part)
+        if part.ended:
+            parts = rows.pop(part.row)
+            tokens = np.concatenate([each.tokens for each in parts])
+            logps = np.concatenate([each.logps for each in parts])
+            yield RowTokens(part.row, tokens, logps, part.ended)
 
 
 @jax.tree_util.register_dataclass
@@ -295,7 +319,7 @@ def _program(*static_argnames: str):
 @_program("model")
 def _prefill(variables, pool, tokens, tables, *, model: Transformer):
     """Puts prompts [R, T] into the pages of `tables`."""
-    cache = KVCache(*pool, tables, jnp.zeros(len(tokens), jnp.int32))
+    cache = kv_cache.KVCache(*pool, tables, jnp.zeros(len(tokens), jnp.int32))
     _, cache = model.apply(variables, tokens, cache=cache, adapter="params" in variables)
     return cache.keys, cache.values
 
@@ -350,7 +374,7 @@ def _decode(
 
     def step(loop: _Loop) -> _Loop:
         # A row that has ended writes to page 0, and reads one slot of it.
-        cache = KVCache(
+        cache = kv_cache.KVCache(
             *loop.pool,
             tables=jnp.where(loop.live[:, None], slots.tables, 0),
             ends=jnp.where(loop.live, slots.ends + loop.count, 0),

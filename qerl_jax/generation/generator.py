@@ -6,14 +6,12 @@ for piece in generator.stream("Tell me a story.", max_tokens=500):
     print(piece, end="")
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
-import numbers
+import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax
 import numpy as np
@@ -23,11 +21,9 @@ from qerl_jax.checked import require
 from qerl_jax.checkpoint.policy import PolicySource, find_policy, load_policy
 from qerl_jax.config import Dtype, Weights
 from qerl_jax.data.tokenizer import Prompt, Tokenizer
-from qerl_jax.generation.engine import Engine, EngineSpec
-from qerl_jax.generation.sampling import Truncation
+from qerl_jax.generation import scheduler
+from qerl_jax.generation.engine import Engine
 from qerl_jax.generation.sampling_params import SamplingParams
-from qerl_jax.generation.scheduler import Prompt as Queued
-from qerl_jax.generation.scheduler import RowTokens
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model.transformer import Transformer
 
@@ -85,7 +81,7 @@ class Generator:
         weights: Weights | None = None,
         dtype: Dtype | None = None,
         **limits: Any,
-    ) -> Generator:
+    ) -> Self:
         """Reads a base and an adapter.
 
         Args:
@@ -102,7 +98,7 @@ class Generator:
         return cls.of(find_policy(model, adapter, weights=weights, dtype=dtype), **limits)
 
     @classmethod
-    def of(cls, source: PolicySource, **limits: Any) -> Generator:
+    def of(cls, source: PolicySource, **limits: Any) -> Self:
         """Reads the policy that a source names; `limits` are those of `load`."""
         _check(limits)  # before minutes of reading
         runtime.use_compilation_cache()
@@ -126,31 +122,22 @@ class Generator:
                 they would have been with them, but for roundings where fewer prompts are prefilled at a time.
             **options: Fields of `SamplingParams`.
         """
-        if isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts):
-            raise ValueError(f"prompts: got {prompts!r}; must be a list of texts or of chats")
+        alone = isinstance(prompts, str) or any(isinstance(prompt, Mapping) for prompt in prompts)
+        require(not alone, "prompts", prompts, "must be a list of texts or of chats")
         params = SamplingParams(**options)
-        stops = self._stop_strings(params)
-        pieces = iter(())
-        if len(prompts):
-            pieces = self._stream(prompts, params, stops, chunk=32, first_row=first_row)
-        return self._in_order(len(prompts) * params.n - first_row, pieces, stops)
+        if not len(prompts):
+            return iter(())
+        engine, asked = self._ask(prompts, params, first_row=first_row)
+        stops = StopStrings(tuple(params.stop), self.tokenizer.decode)
+        return self._in_order(engine.completions(**asked), stops)
 
-    def _in_order(self, count: int, stream: Iterator[list[RowTokens]], stops: StopStrings | None):
-        rows = [([], []) for _ in range(count)]
+    def _in_order(
+        self, rows: Iterator[scheduler.RowTokens], stops: StopStrings
+    ) -> Iterator[Completion]:
         done, given = {}, 0
-        for pieces in stream:
-            for piece in pieces:
-                tokens, logps = rows[piece.row]
-                tokens += piece.tokens.tolist()
-                logps += piece.logps.tolist()
-                if piece.ended:
-                    text = self.tokenizer.decode(tokens)
-                    done[piece.row] = Completion(
-                        stops.before(text) if stops else text,
-                        np.array(tokens, np.int32),
-                        np.array(logps, np.float32),
-                        piece.ended,
-                    )
+        for row in rows:
+            text = stops.before(self.tokenizer.decode(row.tokens))
+            done[row.row] = Completion(text, row.tokens, row.logps, row.ended)
             while given in done:
                 yield done.pop(given)
                 given += 1
@@ -158,76 +145,61 @@ class Generator:
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
         """The text of one completion, piece by piece as it is sampled."""
         params = SamplingParams(**options)
-        if params.n != 1:
-            raise ValueError(f"n: got {params.n}; a stream is of one completion")
-        stops = self._stop_strings(params)
+        require(params.n == 1, "n", params.n, "a stream is of one completion")
+        engine, asked = self._ask([prompt], params, chunk=_STREAMED_TOKENS)
+        stops = StopStrings(tuple(params.stop), self.tokenizer.decode)
         tokens, shown = [], ""
-        for (piece,) in self._stream([prompt], params, stops, chunk=_STREAMED_TOKENS):
+        for (piece,) in engine.stream(**asked):
             tokens += piece.tokens.tolist()
             text = self.tokenizer.decode(tokens)
-            if piece.ended:
-                text = stops.before(text) if stops else text
-            else:
-                # The next token may complete a character, or a stop string.
-                text = text.rstrip("\ufffd")
-                text = stops.settled(text) if stops else text
+            # The next token may complete a character, or a stop string.
+            text = stops.before(text) if piece.ended else stops.settled(text.rstrip("\ufffd"))
             if len(text) > len(shown):
                 yield text[len(shown) :]
                 shown = text
 
-    def _stream(
-        self,
-        prompts,
-        params: SamplingParams,
-        stops: StopStrings | None,
-        chunk: int,
-        first_row: int = 0,
-    ):
-        engine = Engine(
+    def _ask(
+        self, prompts: Sequence[Prompt], params: SamplingParams, chunk: int = 32, first_row: int = 0
+    ) -> tuple[Engine, dict[str, Any]]:
+        """The engine, and the arguments of its `stream` and `completions`."""
+        engine = Engine.of(
             self.model,
-            EngineSpec(
-                self.tokenizer.num_tokens,
-                Truncation(params.top_k, params.top_p, params.min_p),
-                params.repetition_penalty,
-                chunk,
-            ),
-            stop_tokens=() if params.ignore_eos else self.tokenizer.stop_tokens,
-            stop_strings=stops,
+            self.tokenizer,
+            params,
+            chunk=chunk,
             kv_cache_tokens=self.kv_cache_tokens,
             kv_cache_fraction=self.kv_cache_fraction,
         )
-        tokens = self.tokenizer.encode([_messages(prompt) for prompt in prompts])
+        tokens = self.tokenizer.encode(
+            [
+                ({"role": "user", "content": each},) if isinstance(each, str) else each
+                for each in prompts
+            ]
+        )
         queue = [
-            Queued(np.array(ids, np.int32), keys, self._limit(place, len(ids), params))
+            scheduler.Prompt(np.array(ids, np.int32), keys, self._limit(place, len(ids), params))
             for place, (ids, keys) in enumerate(
                 zip(tokens, _keys(params, len(prompts)), strict=True)
             )
         ]
         # Powers of two: other prompts, and another number of them, rarely compile anew.
-        longest = max(map(len, tokens), default=1)
-        return engine.stream(
-            self.variables,
-            _from(first_row, queue),
-            params.temperature,
-            max_prompt_length=1 << (longest - 1).bit_length(),
-            max_concurrent=min(
-                self.max_concurrent, 1 << (len(prompts) * params.n - 1).bit_length()
-            ),
-        )
+        most = 1 << (len(prompts) * params.n - 1).bit_length()
+        return engine, {
+            "variables": self.variables,
+            "prompts": _from(first_row, queue),
+            "temperature": params.temperature,
+            "max_prompt_length": 1 << (max(map(len, tokens)) - 1).bit_length(),
+            "max_concurrent": min(self.max_concurrent, most),
+        }
 
     def _limit(self, place: int, prompt: int, params: SamplingParams) -> int:
         """Tokens that may follow a prompt: what is asked for, or what the model's context leaves."""
-        context = self.model.arch.context
-        if context is None:
-            return params.max_tokens
+        context = self.model.arch.context or math.inf
         if prompt >= context:
             raise ValueError(
                 f"prompt {place}: got {prompt} tokens; the model was made for {context} (max_position_embeddings)"
             )
         return min(params.max_tokens, context - prompt)
-
-    def _stop_strings(self, params: SamplingParams) -> StopStrings | None:
-        return StopStrings(tuple(params.stop), self.tokenizer.decode) if params.stop else None
 
 
 def _check(limits: dict[str, Any]) -> None:
@@ -247,11 +219,7 @@ def _check(limits: dict[str, Any]) -> None:
         require(holds, name, limits.get(name), rule)
 
 
-def _messages(prompt: Prompt) -> Prompt:
-    return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
-
-
-def _from(row: int, queue: list[Queued]) -> list[Queued]:
+def _from(row: int, queue: list[scheduler.Prompt]) -> list[scheduler.Prompt]:
     """The queue without its first rows."""
     firsts = itertools.accumulate((len(prompt.keys) for prompt in queue), initial=0)
     left = (
@@ -263,13 +231,13 @@ def _from(row: int, queue: list[Queued]) -> list[Queued]:
 
 def _keys(params: SamplingParams, prompts: int) -> np.ndarray:
     """Key data [P, n, ...]: rows count on through all prompts under one seed, and from 0 under a prompt's own."""
-    if isinstance(params.seed, numbers.Integral):
+    if np.ndim(params.seed) == 0:
         seeds, rows = [params.seed], np.arange(prompts * params.n)[None]
     else:
         seeds, rows = params.seed, np.tile(np.arange(params.n), (prompts, 1))
-        if len(seeds) != prompts:
-            raise ValueError(f"seed: got {len(seeds)}; must be one, or one for each of {prompts=}")
+        rule = f"must be one, or one for each of {prompts=}"
+        require(len(seeds) == prompts, "seed", len(seeds), rule)
     fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     keys = [fold_in(jax.random.key(seed), row) for seed, row in zip(seeds, rows, strict=True)]
-    data = np.concatenate([np.asarray(jax.random.key_data(each)) for each in keys])
-    return data.reshape(prompts, params.n, *data.shape[1:])
+    data = [np.asarray(jax.random.key_data(each)) for each in keys]
+    return np.concatenate(data).reshape(prompts, params.n, -1)

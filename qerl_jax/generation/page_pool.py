@@ -1,6 +1,9 @@
 """Which pages of a cache are taken, and by how many rows: plain numbers on the host."""
 
-from collections.abc import Iterable, Sequence
+import collections
+from collections.abc import Sequence
+
+from qerl_jax.checked import require
 
 
 class Pages:
@@ -10,13 +13,11 @@ class Pages:
     """
 
     def __init__(self, num_pages: int):
-        if num_pages < 2:
-            raise ValueError(
-                f"num_pages: got {num_pages}; must be at least 2, for page 0 is scratch"
-            )
+        rule = "must be at least 2, for page 0 is scratch"
+        require(num_pages >= 2, "num_pages", num_pages, rule)
         # Low numbers first: what is in use stays together.
         self._free = list(range(num_pages - 1, 0, -1))
-        self._holders = [0] * num_pages
+        self._holders = collections.Counter()
 
     @property
     def free(self) -> int:
@@ -32,26 +33,21 @@ class Pages:
         if count > self.free:
             raise ValueError(f"pages: asked for {count}; {self.free} are free")
         taken = [self._free.pop() for _ in range(count)]
-        for page in taken:
-            self._holders[page] = 1
+        self._holders.update(taken)
         return taken
 
     def share(self, pages: Sequence[int]) -> None:
         """One more holder of each."""
         self._check_held(pages)
-        for page in pages:
-            self._holders[page] += 1
+        self._holders.update(pages)
 
-    def give_back(self, pages: Iterable[int]) -> None:
+    def give_back(self, pages: Sequence[int]) -> None:
         """One holder fewer of each."""
-        pages = list(pages)
         self._check_held(pages)
-        for page in pages:
-            self._holders[page] -= 1
-            if not self._holders[page]:
-                self._free.append(page)
+        self._holders.subtract(pages)
+        self._free += [page for page in pages if not self._holders[page]]
 
-    def _check_held(self, pages: Iterable[int]) -> None:
+    def _check_held(self, pages: Sequence[int]) -> None:
         loose = [page for page in pages if not self._holders[page]]
         if loose:
             raise ValueError(f"pages: nobody holds {loose}")

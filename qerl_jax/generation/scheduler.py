@@ -203,8 +203,8 @@ class Schedule:
         bucket = self._shapes.bucket(self._waiting[0].filled)
         together = prefilled_together(self._shapes.most_prompts, bucket)
         tokens = np.zeros((together, bucket), np.int32)
-        tables = np.zeros((len(tokens), self._ceil(bucket)), np.int32)
-        chosen = self._choose(bucket, len(tokens))
+        tables = np.zeros((together, self._ceil(bucket)), np.int32)
+        chosen = self._choose(bucket, together)
         for line, cached in enumerate(chosen):
             self._waiting.remove(cached)
             cached.pages = self._pages.take(self._ceil(cached.filled))
@@ -228,26 +228,22 @@ class Schedule:
     def slots(self, with_history: bool) -> Slots:
         """The next chunk's rows, after moving them into as small a batch as will do."""
         self._overtaken = False
-        running = self._running()
-        size = self._size()
+        size, rows = self._size(), [row for _, row in self._running()]
         if size < len(self._slots):
-            self._slots = running + [None] * (size - len(running))
-        shape = len(self._slots)
+            self._slots = rows + [None] * (size - len(rows))
         slots = Slots(
-            tables=np.zeros((shape, self._shapes.table_width), np.int32),
-            ends=np.zeros(shape, np.int32),
-            token=np.zeros(shape, np.int32),
-            step=np.zeros(shape, np.int32),
-            limit=np.zeros(shape, np.int32),
+            tables=np.zeros((size, self._shapes.table_width), np.int32),
+            ends=np.zeros(size, np.int32),
+            token=np.zeros(size, np.int32),
+            step=np.zeros(size, np.int32),
+            limit=np.zeros(size, np.int32),
             live=np.array([row is not None for row in self._slots]),
-            keys=np.zeros((shape, *running[0].key.shape), np.uint32),
-            history=np.full((shape, self._shapes.history), -1, np.int32) if with_history else None,
+            keys=np.zeros((size, *rows[0].key.shape), np.uint32),
+            history=np.full((size, self._shapes.history), -1, np.int32) if with_history else None,
         )
-        for slot, row in enumerate(self._slots):
-            if row is None:
-                continue
-            slots.tables[slot, : len(row.pages)] = row.pages
+        for slot, row in self._running():
             prompt = row.cached.prompt
+            slots.tables[slot, : len(row.pages)] = row.pages
             slots.ends[slot] = row.cached.filled + len(row.made)
             slots.token[slot] = row.made[-1] if row.made else prompt.tokens[-1]
             slots.step[slot] = len(row.made)
@@ -281,9 +277,7 @@ class Schedule:
     ) -> list[RowTokens]:
         """Takes in what a chunk brought, and frees the slots and pages of rows that ended."""
         brought = []
-        for slot, row in enumerate(self._slots):
-            if row is None:
-                continue
+        for slot, row in self._running():
             length = int(lengths[slot])
             row.made += tokens[slot, :length].tolist()
             ended = None if live[slot] else "stop" if row.made[-1] in stop_tokens else "length"
@@ -298,12 +292,14 @@ class Schedule:
                 self._slots[slot] = None
         return brought
 
-    def _running(self) -> list[_Row]:
-        return [row for row in self._slots if row is not None]
+    def _running(self) -> list[tuple[int, _Row]]:
+        """The rows in slots, each behind the number of its slot."""
+        return [(slot, row) for slot, row in enumerate(self._slots) if row is not None]
 
     def _left(self) -> int:
         """Most tokens that a row may still make."""
-        return max((row.cached.prompt.limit - len(row.made) for row in self._running()), default=0)
+        left = (row.cached.prompt.limit - len(row.made) for _, row in self._running())
+        return max(left, default=0)
 
     def _size(self) -> int:
         """Rows of the smallest batch that will do."""
@@ -319,9 +315,7 @@ class Schedule:
     def _choose(self, bucket: int, count: int) -> list[_Cached]:
         """Prompts to prefill together: the next, and those after it that are padded to the same length."""
         chosen, held, begins = [], 0, 0
-        for cached in self._waiting:
-            if self._shapes.bucket(cached.filled) != bucket:
-                continue
+        for cached in (c for c in self._waiting if self._shapes.bucket(c.filled) == bucket):
             pages = self._ceil(cached.filled)
             begins = max(begins, self._needs(cached))
             # What prompts hold leaves room for a row to begin, even if it is the only one.
@@ -334,12 +328,10 @@ class Schedule:
 
     def _admit(self) -> None:
         """Gives free slots to rows whose prompt is cached, in order, while there are pages."""
-        for slot, row in enumerate(self._slots):
-            if row is not None:
-                continue
-            if not self._ready or self._pages.free < self._needs(self._ready[0].cached):
+        while None in self._slots and self._ready:
+            if self._pages.free < self._needs(self._ready[0].cached):
                 return
-            self._slots[slot] = self._begin(self._ready.popleft())
+            self._slots[self._slots.index(None)] = self._begin(self._ready.popleft())
 
     def _needs(self, cached: _Cached) -> int:
         """Pages that the next row of a prompt takes when it begins."""

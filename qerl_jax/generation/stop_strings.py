@@ -52,7 +52,7 @@ class StopStrings:
 
     def settled(self, text: str) -> str:
         """The longest prefix of an unfinished text that is safe to stream: no string can begin in it."""
-        return text[: len(text) - max(_begun(text, string) for string in self.strings)]
+        return text[: len(text) - max((_begun(text, string) for string in self.strings), default=0)]
 
     def _in(self, text: str) -> bool:
         return any(string in text for string in self.strings)

@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qerl_jax.checked import require
 from qerl_jax.config import RolloutConfig
 from qerl_jax.data.datasets import Problem, collate
 from qerl_jax.data.tokenizer import Tokenizer
-from qerl_jax.generation.engine import Engine, EngineSpec
-from qerl_jax.generation.sampling import Truncation
+from qerl_jax.generation.engine import Engine
 from qerl_jax.generation.scheduler import Prompt
-from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import grpo
@@ -121,8 +120,7 @@ def admit(
         ValueError: When there is no problem, a prompt has no tokens or is longer than
             `max_prompt_length` while `overlong` is "error", or none is left.
     """
-    if not problems:
-        raise ValueError("problems: got none; there must be at least one")
+    require(bool(problems), "problems", len(problems), "there must be at least one")
     lengths = [len(ids) for ids in tokenizer.encode([problem.prompt for problem in problems])]
     if 0 in lengths:
         raise ValueError(
@@ -132,20 +130,17 @@ def admit(
     if longest <= max_prompt_length:
         return problems
     too_long = sum(length > max_prompt_length for length in lengths)
-    if overlong == "error":
-        raise ValueError(
-            f"data.max_prompt_length: got {max_prompt_length}; {too_long} of {len(problems)} {what} are longer (problem "
-            f'{lengths.index(longest)} has {longest} tokens): raise it, or set data.overlong_prompts = "drop"'
-        )
+    rule = (
+        f"{too_long} of {len(problems)} {what} are longer (problem {lengths.index(longest)} has "
+        f'{longest} tokens): raise it, or set data.overlong_prompts = "drop"'
+    )
+    require(overlong != "error", "data.max_prompt_length", max_prompt_length, rule)
     kept = [
         problem
         for problem, length in zip(problems, lengths, strict=True)
         if length <= max_prompt_length
     ]
-    if not kept:
-        raise ValueError(
-            f"data.max_prompt_length: got {max_prompt_length}; no prompt is that short"
-        )
+    require(bool(kept), "data.max_prompt_length", max_prompt_length, "no prompt is that short")
     if log:
         log(
             f"{too_long} of {len(problems)} {what} are left out: longer than data.max_prompt_length = "
@@ -165,12 +160,10 @@ def make_sampler(
         cfg: How completions are sampled.
         max_prompt_length: Bound on the tokens of a prompt.
     """
-    truncation = Truncation(cfg.top_k, cfg.top_p, cfg.min_p)
-    engine = Engine(
+    engine = Engine.of(
         model,
-        EngineSpec(tokenizer.num_tokens, truncation, cfg.repetition_penalty),
-        stop_tokens=() if cfg.ignore_eos else tokenizer.stop_tokens,
-        stop_strings=StopStrings(cfg.stop, tokenizer.decode) if cfg.stop else None,
+        tokenizer,
+        cfg,
         compact=cfg.compact,
         kv_cache_tokens=cfg.kv_cache_tokens,
         kv_cache_fraction=cfg.kv_cache_fraction,
@@ -264,10 +257,9 @@ def score(
         ValueError: When the number of weights is not that of functions, or a column has an
             argument's name.
     """
-    if weights is not None and len(weights) != len(functions):
-        raise ValueError(
-            f"weights: got {len(weights)}; must be one for each of {len(functions)} functions"
-        )
+    weights = [1.0] * len(functions) if weights is None else weights
+    rule = f"must be one for each of {len(functions)} functions"
+    require(len(weights) == len(functions), "weights", len(weights), rule)
     group = rollout.num_generations
     prompts, columns = collate([problem for problem in rollout.problems for _ in range(group)])
     per_function = scoring.evaluate(
@@ -282,6 +274,5 @@ def score(
         extras,
         record,
     )
-    weights = np.ones(len(functions)) if weights is None else weights
     combined, _ = grpo.combine_rewards(per_function, jnp.asarray(weights, jnp.float32))
     return np.asarray(combined).reshape(-1, group), per_function
