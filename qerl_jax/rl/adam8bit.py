@@ -8,7 +8,7 @@ that is not 0 is never stored as a second moment of 0: under its root it would b
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,20 +34,6 @@ class Blocks(NamedTuple):
     scales: jax.Array
 
 
-class Moments(NamedTuple):
-    """State of the optimizer.
-
-    Attributes:
-        count: int32, steps done.
-        mu: Mean of the gradient, a tree of `Blocks` and, for small leaves, arrays.
-        nu: Mean of its square, likewise.
-    """
-
-    count: jax.Array
-    mu: Any
-    nu: Any
-
-
 @functools.cache
 def table(signed: bool) -> np.ndarray:
     """The 256 numbers that codes stand for, ascending, float32.
@@ -56,10 +42,8 @@ def table(signed: bool) -> np.ndarray:
     middle of an equal part of [0.1, 1] times its power of ten. The sign takes one bit.
     """
     finest = 1 if signed else 2
-    decades = []
-    for decade in range(7):
-        edges = np.linspace(0.1, 1, finest * 2**decade + 1)
-        decades.append(10.0 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2)
+    edges = [np.linspace(0.1, 1, finest * 2**decade + 1) for decade in range(7)]
+    decades = [10.0 ** (i - 6) * (each[:-1] + each[1:]) / 2 for i, each in enumerate(edges)]
     numbers = np.concatenate(decades)
     values = [-numbers, numbers] if signed else [numbers]
     return np.sort(np.concatenate([*values, [0.0, 1.0]])).astype(np.float32)
@@ -88,7 +72,7 @@ def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransf
 
     Each step's move is computed from the moments before they are rounded again. Some thousands of
     blocks are dequantized at a time, so that no leaf is ever there in float32 as a whole but for its
-    move.
+    move. The state is that of `optax.scale_by_adam`, with `Blocks` for the leaves of its moments.
     """
     adam = optax.scale_by_adam(b1, b2, eps)
 
@@ -103,11 +87,9 @@ def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransf
             )
             for signed in (True, False)
         )
-        return Moments(jnp.int32(0), mu, nu)
+        return optax.ScaleByAdamState(jnp.int32(0), mu, nu)
 
     def update(grads, state, params=None):
-        del params
-
         def small(grad, mu, nu):
             moves, new = adam.update(grad, optax.ScaleByAdamState(state.count, mu, nu))
             return moves, new.mu, new.nu
@@ -129,7 +111,7 @@ def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransf
             for grad, *moments in zip(leaves, *of_moments, strict=True)
         ]
         moves, mu, nu = (tree.unflatten(each) for each in zip(*done, strict=True))
-        return moves, Moments(optax.safe_increment(state.count), mu, nu)
+        return moves, optax.ScaleByAdamState(optax.safe_increment(state.count), mu, nu)
 
     return optax.GradientTransformation(init, update)
 

@@ -15,15 +15,12 @@ sigma ends near 1e-4).
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-
-type Kind = Literal["exponential", "linear", "cosine", "logarithmic"]
-type Exponent = Literal["code", "paper"]
 
 
 def stage(step: Array | int, *, num_stages: int, total_steps: int) -> Array:
@@ -33,32 +30,25 @@ def stage(step: Array | int, *, num_stages: int, total_steps: int) -> Array:
 
     Args:
         step: number of optimizer updates done so far (0 for the first), traced or not.
-        num_stages: stages of the run.
-        total_steps: optimizer updates of the run.
+        num_stages: stages of the run, at least 1.
+        total_steps: optimizer updates of the run, at least 1.
 
     Returns:
         An int32 scalar, exact for any step: no float division, no product that could overflow.
-
-    Raises:
-        ValueError: if there is no stage or no step.
     """
-    if num_stages < 1 or total_steps < 1:
-        raise ValueError(
-            f"num_stages and total_steps must be at least 1; got {num_stages=}, {total_steps=}"
-        )
     # Stage j begins at the first step with step * num_stages >= j * total_steps.
     begins = [-(-j * total_steps // num_stages) for j in range(1, num_stages)]
     return jnp.sum(step >= np.array(begins, np.int32), dtype=jnp.int32)
 
 
 def sigma_schedule(
-    kind: Kind = "exponential",
+    kind: str = "exponential",
     *,
     sigma_start: float,
     sigma_end: float,
     num_stages: int,
     total_steps: int,
-    exponent: Exponent = "code",
+    exponent: str = "code",
 ) -> Callable[[Array | int], Array]:
     """Returns the function from a step to the standard deviation of its noise.
 
@@ -104,22 +94,17 @@ def sigma_schedule(
             f"num_stages must be at least {fewest} with exponent={exponent!r}; got {num_stages}"
         )
 
-    def value(u: float) -> float:
-        match kind:
-            case "exponential":
-                return sigma_start * (sigma_end / sigma_start) ** u
-            case "linear":
-                return sigma_start + (sigma_end - sigma_start) * u
-            case "cosine":
-                return sigma_end + (sigma_start - sigma_end) * (1 + math.cos(math.pi * u)) / 2
-            case "logarithmic":
-                return sigma_start + (sigma_end - sigma_start) * math.log10(1 + 9 * u)
-        raise ValueError(
-            f"kind must be 'exponential', 'linear', 'cosine' or 'logarithmic'; got {kind!r}"
-        )
-
+    s, e = sigma_start, sigma_end
+    curves = {
+        "exponential": lambda u: s * (e / s) ** u,
+        "linear": lambda u: s + (e - s) * u,
+        "cosine": lambda u: e + (s - e) * (1 + math.cos(math.pi * u)) / 2,
+        "logarithmic": lambda u: s + (e - s) * math.log10(1 + 9 * u),
+    }
+    if kind not in curves:
+        raise ValueError(f"kind must be one of {', '.join(curves)}; got {kind!r}")
     last = num_stages - 2 if exponent == "code" else num_stages - 1
-    sigmas = [0.0] + [value((j - 1) / last) for j in range(1, num_stages)]
+    sigmas = [0.0] + [curves[kind]((j - 1) / last) for j in range(1, num_stages)]
 
     def sigma(step: Array | int) -> Array:
         # A table rather than the formula, so that jit cannot change the value.

@@ -1,10 +1,8 @@
 """Dynamic sampling: rounds of sampling until enough groups teach something, and the place in the data."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -35,32 +33,28 @@ class Supply:
         if self.surplus is None:
             return {"drawn": self.drawn}
         rollout = self.surplus.rollout
-        rows = [
-            {
-                "completion": ids.tolist(),
-                "logps": logps.tolist(),
-                "stopped": stopped,
-                "per_function": [None if np.isnan(x) else float(x) for x in each],
-            }
-            for ids, logps, stopped, each in zip(
-                rollout.completion_ids,
-                rollout.logps,
-                rollout.stopped,
-                self.surplus.per_function,
-                strict=True,
-            )
-        ]
+        columns = (rollout.completion_ids, rollout.logps, rollout.stopped)
         return {
             "drawn": self.drawn,
             "positions": self.surplus.positions.tolist(),
             "rewards": self.surplus.rewards.tolist(),
-            "rows": rows,
+            "rows": [
+                {
+                    "completion": ids.tolist(),
+                    "logps": logps.tolist(),
+                    "stopped": stopped,
+                    "per_function": [None if np.isnan(x) else float(x) for x in each],
+                }
+                for ids, logps, stopped, each in zip(
+                    *columns, self.surplus.per_function, strict=True
+                )
+            ],
         }
 
     @classmethod
     def from_table(
         cls, table: dict[str, Any], problem_at: Callable[[int], Problem], tokenizer: Tokenizer
-    ) -> Supply:
+    ) -> Self:
         """The inverse of `to_table`, bit for bit.
 
         Args:
@@ -81,13 +75,15 @@ class Supply:
             logps=tuple(np.array(row["logps"], np.float32) for row in rows),
             stopped=tuple(row["stopped"] for row in rows),
         )
-        scored = Scored(
-            rollout,
-            np.array(table["positions"], np.int32),
-            np.array(table["rewards"], np.float32),
-            np.array([row["per_function"] for row in rows], np.float32),
+        return cls(
+            table["drawn"],
+            Scored(
+                rollout,
+                np.array(table["positions"], np.int32),
+                np.array(table["rewards"], np.float32),
+                np.array([row["per_function"] for row in rows], np.float32),
+            ),
         )
-        return cls(table["drawn"], scored)
 
 
 def gather(
@@ -131,8 +127,8 @@ def gather(
         "dynamic_sampling/groups_filled": filled,
         "dynamic_sampling/groups_carried_over": len(left),
     }
-    new = Supply(drawn, choose(pool, left) if len(left) else None)
-    return choose(pool, order[:wanted]), join(fresh), new, metrics
+    left_over = choose(pool, left) if len(left) else None
+    return choose(pool, order[:wanted]), join(fresh), Supply(drawn, left_over), metrics
 
 
 def choose(scored: Scored, groups: Sequence[int] | np.ndarray) -> Scored:
@@ -141,7 +137,7 @@ def choose(scored: Scored, groups: Sequence[int] | np.ndarray) -> Scored:
     rows = (groups[:, None] * size + np.arange(size)).reshape(-1)
     chosen = {
         name: tuple(values[i] for i in (groups if name in _PER_PROBLEM else rows))
-        for name, values in _fields(scored.rollout)
+        for name, values in vars(scored.rollout).items()
     }
     return Scored(
         Rollout(**chosen),
@@ -153,16 +149,11 @@ def choose(scored: Scored, groups: Sequence[int] | np.ndarray) -> Scored:
 
 def join(parts: Sequence[Scored]) -> Scored:
     """All groups of several rollouts, in order."""
-    columns = zip(*(_fields(part.rollout) for part in parts), strict=True)
-    rollout = {column[0][0]: sum((values for _, values in column), ()) for column in columns}
+    columns = zip(*(vars(part.rollout).values() for part in parts), strict=True)
     return Scored(
-        Rollout(**rollout),
+        Rollout(*(sum(column, ()) for column in columns)),
         *(
             np.concatenate([getattr(part, name) for part in parts])
             for name in ("positions", "rewards", "per_function")
         ),
     )
-
-
-def _fields(rollout: Rollout) -> list[tuple[str, tuple]]:
-    return [(field.name, getattr(rollout, field.name)) for field in dataclasses.fields(Rollout)]

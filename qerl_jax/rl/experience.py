@@ -1,16 +1,13 @@
 """What the trainer learns from: rows of prompts and completions, padded to few widths."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
+from typing import Self
 
 import jax
 import numpy as np
 
-from qerl_jax.rl import microbatches
-from qerl_jax.rl.microbatches import MicroBatch
-from qerl_jax.rl.rollouts import Rollout
+from qerl_jax.rl import microbatches, rollouts
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +43,7 @@ class Experience:
         """int [B], completion tokens of each row up to the last that is learned from."""
         return np.max(np.where(self.mask, np.arange(1, self.mask.shape[1] + 1), 0), axis=1)
 
-    def take(self, batch: MicroBatch) -> Experience:
+    def take(self, batch: microbatches.MicroBatch) -> Self:
         """Those rows, on the host; places that no row takes teach nothing."""
         rows, real = batch.rows.reshape(-1), batch.rows.reshape(-1) >= 0
         prompts = batch.rows[:, 0] // self.rows.shape[1]
@@ -62,7 +59,7 @@ class Experience:
 
 
 def make_experience(
-    rollout: Rollout,
+    rollout: rollouts.Rollout,
     advantages: np.ndarray,
     *,
     max_prompt_length: int,

@@ -79,8 +79,5 @@ def step(
         moves, opt_state = tx.update(grads, opt_state, params)
         return jax.tree.map(lambda p, move: p - rate * move, params, moves), opt_state
 
-    def skipped(grads, opt_state, params):
-        del grads
-        return params, opt_state
-
+    skipped = lambda _, opt_state, params: (params, opt_state)
     return jax.lax.cond(keep, made, skipped, grads, opt_state, params)

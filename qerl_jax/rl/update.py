@@ -11,13 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from qerl_jax.config import GrpoConfig, OptimConfig, Remat
+from qerl_jax.config import GrpoConfig, OptimConfig, Remat, RunConfig
 from qerl_jax.model import logprobs
 from qerl_jax.model.prompt_sharing import SharedPrompts
 from qerl_jax.model.transformer import Transformer, head
 from qerl_jax.rl import grpo, masked, microbatches, optimizer
 from qerl_jax.rl.experience import Experience
-from qerl_jax.rl.microbatches import MicroBatch
 
 
 @jax.tree_util.register_dataclass
@@ -66,8 +65,6 @@ class NonFinite:
 
     Attributes:
         step: Optimizer steps done before it.
-        loss: float32.
-        grads: As `params`.
         params: Under which that happened.
         experience: The rows of the step.
         fixed: Their log-probabilities under policies that stood still, as far as there were any.
@@ -75,8 +72,6 @@ class NonFinite:
     """
 
     step: int
-    loss: jax.Array
-    grads: Any
     params: Any
     experience: Experience
     fixed: dict[str, np.ndarray]
@@ -188,9 +183,14 @@ gradient = jax.value_and_grad(loss, argnums=1, has_aux=True)
 @functools.partial(jax.jit, static_argnames=("objective", "adapter"))
 def score(objective, params, frozen, noise, experience, adapter):
     """Log-probabilities of the rows of a micro-batch."""
-    options = {"temperature": objective.temperature, "num_tokens": objective.num_tokens}
-    variables = _variables(params, frozen, noise)
-    return token_logps(objective.model, variables, experience, adapter=adapter, **options)[0]
+    return token_logps(
+        objective.model,
+        _variables(params, frozen, noise),
+        experience,
+        temperature=objective.temperature,
+        num_tokens=objective.num_tokens,
+        adapter=adapter,
+    )[0]
 
 
 @jax.jit
@@ -216,8 +216,9 @@ def apply(state: TrainState, sums, learns, *, grpo_cfg, optim_cfg, total_steps):
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(value)
     keep = learns & finite
-    tx = optimizer.transformation(optim_cfg)
-    params, opt_state = optimizer.step(tx, rate, keep, grads, state.opt_state, state.params)
+    params, opt_state = optimizer.step(
+        optimizer.transformation(optim_cfg), rate, keep, grads, state.opt_state, state.params
+    )
     new = TrainState(
         step=state.step + 1,
         params=params,
@@ -314,11 +315,10 @@ class Updater:
             metrics, counts = jax.device_get((metrics, counts))
             records.append((metrics, *_joined(counts, batch_rows), num_tokens))
             if self.on_non_finite and metrics["updates/non_finite"]:
-                whole = MicroBatch(rows, experience.completions.shape[1])
+                whole = microbatches.MicroBatch(rows, experience.completions.shape[1])
                 self.on_non_finite(
                     NonFinite(
                         int(state.step) - 1,
-                        *sums,
                         params=state.params,
                         experience=experience.take(whole),
                         fixed={name: x[rows.reshape(-1)] for name, x in fixed.items()},
@@ -326,6 +326,37 @@ class Updater:
                     )
                 )
         return state, _reduce(records) | _sampling_metrics(records[0][2])
+
+
+def make_updater(
+    cfg: RunConfig,
+    model: Transformer,
+    num_tokens: int,
+    total_steps: int,
+    on_non_finite: Callable[[NonFinite], None] | None = None,
+) -> Updater:
+    """The updater that a config asks for.
+
+    Args:
+        cfg: The run.
+        model: The policy.
+        num_tokens: Ids that the tokenizer has.
+        total_steps: Optimizer steps of the whole run.
+        on_non_finite: See `Updater`.
+    """
+    return Updater(
+        Objective(
+            model,
+            cfg.grpo,
+            temperature=cfg.rollout.temperature,
+            num_tokens=num_tokens,
+            remat=cfg.model.gradient_checkpointing,
+        ),
+        cfg.optim,
+        total_steps,
+        max_completion_length=cfg.rollout.max_completion_length,
+        on_non_finite=on_non_finite,
+    )
 
 
 def batch_size(cfg: OptimConfig) -> int:
@@ -343,8 +374,8 @@ def anchors(
         fixed["old_logps"] = all_logps(updater, state.params, frozen, experience, noise)
     if cfg.beta:
         kept = state.reference is not None
-        reference = state.reference if kept else state.params
-        fixed["ref_logps"] = all_logps(updater, reference, frozen, experience, None, adapter=kept)
+        params = state.reference if kept else state.params
+        fixed["ref_logps"] = all_logps(updater, params, frozen, experience, None, adapter=kept)
     return fixed
 
 
@@ -436,7 +467,9 @@ def _teaches(cfg: GrpoConfig, experience: Experience, rows: np.ndarray) -> np.bo
     return np.any(mask.any(-1) & ((advantages != 0) | bool(cfg.beta)))
 
 
-def _cut(updater: Updater, experience: Experience, rows: np.ndarray) -> list[MicroBatch]:
+def _cut(
+    updater: Updater, experience: Experience, rows: np.ndarray
+) -> list[microbatches.MicroBatch]:
     """Rows [n, k] as micro-batches."""
     optim = updater.optim
     if optim.max_tokens_per_microbatch is None:
@@ -452,8 +485,7 @@ def _cut(updater: Updater, experience: Experience, rows: np.ndarray) -> list[Mic
 
 
 def _variables(params, frozen, noise):
-    variables = {"params": params, "frozen": frozen}
-    return variables if noise is None else variables | {"noise": noise}
+    return {"params": params, "frozen": frozen} | ({} if noise is None else {"noise": noise})
 
 
 def _drift(logps: jax.Array, experience: Experience) -> dict[str, jax.Array]:
@@ -480,17 +512,10 @@ def _joined(
     steps.
     """
     rows, drifts, entropies = zip(*counts, strict=True)
-
-    def of_rows(column):
-        if column[0] is None:
-            return None
-        values = np.concatenate(column)[real]
-        return np.pad(values, (0, num_rows - values.size))
-
-    real = np.concatenate([row.tokens for row in rows]) > 0
-    fields = [of_rows(column) for column in zip(*rows, strict=True)]
-    drift = {name: np.array([each[name] for each in drifts]) for name in drifts[0]}
-    return grpo.RowMetrics(*fields), drift, sum(entropies)
+    joined = jax.tree.map(lambda *each: np.concatenate(each), *rows)
+    real = joined.tokens > 0
+    padded = jax.tree.map(lambda x: np.pad(x[real], (0, num_rows - real.sum())), joined)
+    return padded, jax.tree.map(lambda *each: np.array(each), *drifts), sum(entropies)
 
 
 def _sampling_metrics(drift: dict[str, np.ndarray]) -> dict[str, Any]:

@@ -11,8 +11,7 @@ import numpy as np
 from pallas_kernels import runtime
 from qerl_jax.data import datasets
 from qerl_jax.rewards import scoring
-from qerl_jax.rl import grpo
-from qerl_jax.rl.rollouts import Rollout, Scored
+from qerl_jax.rl import grpo, rollouts
 
 
 @dataclasses.dataclass
@@ -44,7 +43,7 @@ class Trace:
         elapsed = time.perf_counter() - self.started - sum(self.laps.values())
         self.laps[phase] = self.laps.get(phase, 0.0) + elapsed
 
-    def metrics(self, sampled: Rollout, learned: Rollout) -> dict[str, float]:
+    def metrics(self, sampled: rollouts.Rollout, learned: rollouts.Rollout) -> dict[str, float]:
         """Times, rates of the tokens that were sampled and learned from, and what rewards logged."""
         stats = runtime.memory_stats() or {}
         peak = (
@@ -75,13 +74,15 @@ class Trace:
 
     def _logged(self) -> dict[str, float]:
         names = dict.fromkeys(name for record in self.records for name in record.values)
-        values = {
-            n: [v for record in self.records for v in record.values.get(n, ())] for n in names
+        return {
+            name: float(
+                np.mean([v for record in self.records for v in record.values.get(name, ())])
+            )
+            for name in names
         }
-        return {name: float(np.mean(each)) for name, each in values.items()}
 
 
-def of_rollout(scored: Scored, functions: Sequence[scoring.Named]) -> dict[str, float]:
+def of_rollout(scored: rollouts.Scored, functions: Sequence[scoring.Named]) -> dict[str, float]:
     """Rewards and lengths under TRL's names."""
     lengths, rewards = scored.rollout.lengths, scored.rewards
     stopped = np.array(scored.rollout.stopped)
@@ -106,7 +107,10 @@ def of_rollout(scored: Scored, functions: Sequence[scoring.Named]) -> dict[str, 
 
 
 def completion_rows(
-    sampled: Scored, learned: Scored, advantages: np.ndarray, columns: dict[str, list]
+    sampled: rollouts.Scored,
+    learned: rollouts.Scored,
+    advantages: np.ndarray,
+    columns: dict[str, list],
 ) -> list[dict[str, Any]]:
     """One row of the log for each completion that was sampled.
 

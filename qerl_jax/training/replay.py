@@ -1,6 +1,5 @@
 """Optimizer steps whose loss or gradient was not finite: kept in files, and run once more to see why."""
 
-import dataclasses
 import os
 import pathlib
 from typing import Any
@@ -15,7 +14,6 @@ from qerl_jax.checkpoint import base_model
 from qerl_jax.model.transformer import noise_shapes, trainable
 from qerl_jax.rl import update
 from qerl_jax.rl.experience import Experience
-from qerl_jax.rl.update import NonFinite
 
 # Files of one run: the first ones say why, and a run that never recovers must not fill the disk.
 _KEPT = 3
@@ -23,7 +21,7 @@ _KEPT = 3
 _TREES = ("params", "noise")
 
 
-def write(run_folder: str | pathlib.Path, failure: NonFinite) -> pathlib.Path | None:
+def write(run_folder: str | pathlib.Path, failure: update.NonFinite) -> pathlib.Path | None:
     """Writes `<run_folder>/non_finite/step_<step>.npz`: rows, weights and noise of a skipped step.
 
     Only the first three of a run are written; of others the answer is None.
@@ -33,8 +31,7 @@ def write(run_folder: str | pathlib.Path, failure: NonFinite) -> pathlib.Path | 
     if len(list(path.parent.glob("step_*.npz"))) >= _KEPT:
         return None
     arrays = {"step": np.int32(failure.step)}
-    for field in dataclasses.fields(Experience):
-        arrays[f"experience/{field.name}"] = getattr(failure.experience, field.name)
+    arrays |= {f"experience/{name}": value for name, value in vars(failure.experience).items()}
     arrays |= {f"fixed/{name}": value for name, value in failure.fixed.items()}
     for name in _TREES:
         leaves = jax.tree.leaves(getattr(failure, name))
@@ -66,23 +63,8 @@ def run(path: str | pathlib.Path) -> list[str]:
     rows = Experience(**_under("experience", arrays))
     params = _filled(fresh, _under("params", arrays))
     leaves = _under("noise", arrays)
-    noise = None
-    if leaves:
-        noise = _filled(noise_shapes(model.arch, cfg.noise.final_norm), leaves)
-
-    objective = update.Objective(
-        model,
-        cfg.grpo,
-        temperature=cfg.rollout.temperature,
-        num_tokens=tokenizer.num_tokens,
-        remat=cfg.model.gradient_checkpointing,
-    )
-    updater = update.Updater(
-        objective,
-        cfg.optim,
-        total_steps=1,
-        max_completion_length=cfg.rollout.max_completion_length,
-    )
+    noise = _filled(noise_shapes(model.arch, cfg.noise.final_norm), leaves) if leaves else None
+    updater = update.make_updater(cfg, model, tokenizer.num_tokens, total_steps=1)
     fixed = _under("fixed", arrays)
     loss, grads = update.replay_step(updater, params, frozen, rows, fixed, noise, jax.random.key(0))
     norm = optax.tree.norm(grads)

@@ -11,23 +11,15 @@ import numpy as np
 
 from pallas_kernels import runtime
 from qerl_jax import config, memory
-from qerl_jax.checkpoint import base_model, hf_folder, peft
-from qerl_jax.checkpoint.run_state import StateFiles
-from qerl_jax.config import RunConfig
+from qerl_jax.checked import require
+from qerl_jax.checkpoint import base_model, hf_folder, peft, run_state
 from qerl_jax.data import datasets
-from qerl_jax.data.datasets import Problem
-from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.evaluation.evaluator import Evaluator
-from qerl_jax.model import fused_decode
-from qerl_jax.model.transformer import Transformer, noise_shapes, trainable
-from qerl_jax.rewards import scoring
-from qerl_jax.rewards.stock import RewardFunction
-from qerl_jax.rl import aqn, grpo, rollouts, update
-from qerl_jax.rl.dynamic_sampling import Supply
-from qerl_jax.rl.update import TrainState
+from qerl_jax.model import fused_decode, transformer
+from qerl_jax.rewards import scoring, stock
+from qerl_jax.rl import aqn, dynamic_sampling, grpo, rollouts, update
 from qerl_jax.tracking import trackers
-from qerl_jax.training import replay
-from qerl_jax.training.metrics import Trace
+from qerl_jax.training import metrics, replay
 
 # Streams of randomness that must not meet; each folds in the step.
 SAMPLE, NOISE, UPDATE, EVAL, PARAMS = range(5)
@@ -57,10 +49,10 @@ class Run:
         notes: Lines to show.
     """
 
-    cfg: RunConfig
-    model: Transformer
+    cfg: config.RunConfig
+    model: transformer.Transformer
     frozen: Any
-    problems: Sequence[Problem]
+    problems: Sequence[datasets.Problem]
     functions: list[scoring.Named]
     weights: list[float]
     total_steps: int
@@ -68,24 +60,24 @@ class Run:
     updater: update.Updater
     noise: Callable[[int], tuple[dict[str, Any], dict[str, float]]]
     evaluator: Evaluator | None
-    files: StateFiles
-    state: TrainState
-    supply: Supply
+    files: run_state.StateFiles
+    state: update.TrainState
+    supply: dynamic_sampling.Supply
     memory: memory.MemoryPlan | None
     earlier_peak: int
     notes: list[str]
 
 
-def stream_key(cfg: RunConfig, stream: int) -> jax.Array:
+def stream_key(cfg: config.RunConfig, stream: int) -> jax.Array:
     """The key of a stream of randomness."""
     return jax.random.key(cfg.seed + 1000 * stream)
 
 
 def setup(
-    cfg: RunConfig,
+    cfg: config.RunConfig,
     *,
-    problems: Sequence[Problem] | None = None,
-    reward_functions: Sequence[RewardFunction] | None = None,
+    problems: Sequence[datasets.Problem] | None = None,
+    reward_functions: Sequence[stock.RewardFunction] | None = None,
 ) -> Run:
     """Loads all that a config names; a run that is found in its folder goes on where it was.
 
@@ -109,23 +101,31 @@ def setup(
     notes: list[str] = []
     if problems is None:
         problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
-    problems = _admit(cfg, problems, tokenizer, log=notes.append)
+    problems = rollouts.admit(
+        problems,
+        tokenizer,
+        max_prompt_length=cfg.data.max_prompt_length,
+        overlong=cfg.data.overlong_prompts,
+        log=notes.append,
+    )
     total_steps = cfg.total_steps(len(problems))
-    scoring.check(functions, problems[:2], Trace(0, total_steps).extras)
+    scoring.check(functions, problems[:2], metrics.Trace(0, total_steps).extras)
     evaluator = Evaluator.of_run(cfg, model, tokenizer, stream_key(cfg, EVAL), notes.append)
     slots = cfg.rollout.slots(cfg.generation_batch_size)
     if runtime.is_hopper() and (reason := fused_decode.supports(model, slots)):
         notes.insert(0, f"rollouts run without the fused layers of decoding: {reason}")
 
-    params, frozen = trainable(model, frozen, stream_key(cfg, PARAMS))
+    params, frozen = transformer.trainable(model, frozen, stream_key(cfg, PARAMS))
     if start is not None:
         params = peft.import_adapter(start, model)
     state = update.init_state(params, cfg.optim, keep_reference=cfg.grpo.sync_ref_model)
     del params
-    files = StateFiles(cfg.output_dir, cfg.save_total_limit)
+    files = run_state.StateFiles(cfg.output_dir, cfg.save_total_limit)
     stored = files.supply()
     if stored is not None:
-        like = jax.tree.map(_abstract, state)
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+        )
         del state  # where everything trains, the device does not hold two
         state = files.restore(like)
     return Run(
@@ -139,19 +139,29 @@ def setup(
         sampler=rollouts.make_sampler(
             model, tokenizer, cfg.rollout, max_prompt_length=cfg.data.max_prompt_length
         ),
-        updater=_updater(cfg, model, tokenizer, total_steps),
+        updater=update.make_updater(
+            cfg,
+            model,
+            tokenizer.num_tokens,
+            total_steps,
+            on_non_finite=functools.partial(replay.write, cfg.output_dir),
+        ),
         noise=_noise(cfg, model, total_steps),
         evaluator=evaluator,
         files=files,
         state=state,
-        supply=_supply(cfg, stored, problems, tokenizer),
+        supply=dynamic_sampling.Supply.from_table(
+            stored or {"drawn": 0},
+            lambda place: datasets.batch(problems, place, batch_size=1, seed=cfg.seed)[0],
+            tokenizer,
+        ),
         memory=memory_plan,
         earlier_peak=earlier_peak,
         notes=notes,
     )
 
 
-def check_folder(cfg: RunConfig) -> None:
+def check_folder(cfg: config.RunConfig) -> None:
     """A run folder belongs to one config; resuming under another would be a different run under its name."""
     folder = pathlib.Path(cfg.output_dir)
     path = folder / "config.toml"
@@ -162,24 +172,19 @@ def check_folder(cfg: RunConfig) -> None:
     before, now = (config.to_table(c) for c in (config.load(path), cfg))
     names = sorted((before | now).keys() - {"output_dir", "report_to", "run_name"})
     changed = [name for name in names if before.get(name) != now.get(name)]
-    if changed:
-        raise config.ConfigError(
-            f"output_dir: got {cfg.output_dir!r}; it holds a run whose {', '.join(changed)} differ: "
-            "choose another folder, or remove that one"
-        )
+    rule = f"it holds a run whose {', '.join(changed)} differ: choose another folder, or remove that one"
+    require(not changed, "output_dir", cfg.output_dir, rule)
 
 
-def _plan_memory(cfg: RunConfig) -> memory.MemoryPlan | None:
+def _plan_memory(cfg: config.RunConfig) -> memory.MemoryPlan | None:
     """Refuses a run that cannot fit; None where the device does not report its memory."""
     memory.require_context(cfg)
     limit = memory.device_memory()
     if limit is None:
-        if cfg.rollout.kv_cache_fraction is None:
-            return None
-        raise config.ConfigError(
-            f"rollout.kv_cache_fraction: got {cfg.rollout.kv_cache_fraction}; this device does not report "
-            "its memory: give rollout.kv_cache_tokens"
-        )
+        fraction = cfg.rollout.kv_cache_fraction
+        rule = "this device does not report its memory: give rollout.kv_cache_tokens"
+        require(fraction is None, "rollout.kv_cache_fraction", fraction, rule)
+        return None
     plan = memory.estimate(cfg, limit=limit)
     plan.require(limit)
     return plan
@@ -190,7 +195,7 @@ def peak_memory() -> int:
     return (runtime.memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
-def _starting_adapter(cfg: RunConfig) -> pathlib.Path | None:
+def _starting_adapter(cfg: config.RunConfig) -> pathlib.Path | None:
     """The folder of the adapter to go on from; its shape is the run's."""
     if cfg.model.adapter_name_or_path is None:
         return None
@@ -198,29 +203,22 @@ def _starting_adapter(cfg: RunConfig) -> pathlib.Path | None:
     found = peft.read_lora(folder)
     for field in ("rank", "alpha", "train_norms"):
         ours, theirs = getattr(cfg.lora, field), getattr(found, field)
-        if ours != theirs:
-            raise config.ConfigError(
-                f"lora.{field}: got {ours!r}; the adapter in {folder} needs {theirs!r}"
-            )
+        require(ours == theirs, f"lora.{field}", ours, f"the adapter in {folder} needs {theirs!r}")
     return folder
 
 
-def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-
 def _rewards(
-    cfg: RunConfig, given: Sequence[RewardFunction] | None
+    cfg: config.RunConfig, given: Sequence[stock.RewardFunction] | None
 ) -> tuple[list[scoring.Named], list[float]]:
     """The reward functions and their weights; the punishment of long completions comes last."""
     named = cfg.rewards.functions if given is None else given
     functions = scoring.resolve(named, cfg.rewards.options)
     weights = list(cfg.rewards.weights or [1.0] * len(functions))
-    if not functions or len(weights) != len(functions):
-        raise config.ConfigError(
-            f"rewards.weights: got {len(weights)}; must be one for each of {len(functions)} reward functions, "
-            "of which there must be at least one"
-        )
+    rule = (
+        f"must be one for each of {len(functions)} reward functions, of which there must be at "
+        "least one"
+    )
+    require(0 < len(functions) == len(weights), "rewards.weights", len(weights), rule)
     cache = cfg.rewards.soft_punish_cache
     if cache is None:
         return functions, weights
@@ -232,44 +230,12 @@ def _rewards(
             soft_punish_cache=cache,
         ).tolist()
 
-    punishment = ("soft_overlong_punishment_reward", punish)
-    return [*functions, punishment], [*weights, cfg.rewards.soft_punish_weight]
-
-
-def _admit(
-    cfg: RunConfig, problems: Sequence[Problem], tokenizer: Tokenizer, **options: Any
-) -> Sequence[Problem]:
-    """The problems whose prompts fit."""
-    return rollouts.admit(
-        problems,
-        tokenizer,
-        max_prompt_length=cfg.data.max_prompt_length,
-        overlong=cfg.data.overlong_prompts,
-        **options,
-    )
-
-
-def _updater(
-    cfg: RunConfig, model: Transformer, tokenizer: Tokenizer, total_steps: int
-) -> update.Updater:
-    objective = update.Objective(
-        model,
-        cfg.grpo,
-        temperature=cfg.rollout.temperature,
-        num_tokens=tokenizer.num_tokens,
-        remat=cfg.model.gradient_checkpointing,
-    )
-    return update.Updater(
-        objective,
-        cfg.optim,
-        total_steps,
-        max_completion_length=cfg.rollout.max_completion_length,
-        on_non_finite=functools.partial(replay.write, cfg.output_dir),
-    )
+    functions.append(("soft_overlong_punishment_reward", punish))
+    return functions, [*weights, cfg.rewards.soft_punish_weight]
 
 
 def _noise(
-    cfg: RunConfig, model: Transformer, total_steps: int
+    cfg: config.RunConfig, model: transformer.Transformer, total_steps: int
 ) -> Callable[[int], tuple[dict[str, Any], dict[str, float]]]:
     """The function from a step to the `noise` collection and its metrics; both empty without noise."""
     if cfg.noise is None:
@@ -282,7 +248,7 @@ def _noise(
         exponent=cfg.noise.exponent,
         **stages,
     )
-    shapes, key = noise_shapes(model.arch, cfg.noise.final_norm), stream_key(cfg, NOISE)
+    shapes, key = transformer.noise_shapes(model.arch, cfg.noise.final_norm), stream_key(cfg, NOISE)
     sample = jax.jit(lambda step: aqn.norm_noise(aqn.step_key(key, step), sigma(step), shapes))
 
     def noise(step: int) -> tuple[dict[str, Any], dict[str, float]]:
@@ -290,16 +256,3 @@ def _noise(
         return {"noise": sample(step)}, metrics
 
     return noise
-
-
-def _supply(
-    cfg: RunConfig,
-    table: dict[str, Any] | None,
-    problems: Sequence[Problem],
-    tokenizer: Tokenizer,
-) -> Supply:
-    """Where the data stands, by a checkpoint or at the start."""
-    if table is None:
-        return Supply()
-    problem_at = lambda place: datasets.batch(problems, place, batch_size=1, seed=cfg.seed)[0]
-    return Supply.from_table(table, problem_at, tokenizer)

@@ -26,31 +26,25 @@ import numpy as np
 from pallas_kernels import runtime
 from qerl_jax import config, memory
 from qerl_jax.checkpoint import hf_folder, peft
-from qerl_jax.config import RunConfig
 from qerl_jax.data import datasets
-from qerl_jax.data.datasets import Problem
 from qerl_jax.files import write_whole
 from qerl_jax.model.transformer import as_computed
-from qerl_jax.rewards import scoring
-from qerl_jax.rewards.stock import RewardFunction
-from qerl_jax.rl import dynamic_sampling, grpo, rollouts
+from qerl_jax.rewards import scoring, stock
+from qerl_jax.rl import dynamic_sampling, grpo, rollouts, update
 from qerl_jax.rl.experience import make_experience
-from qerl_jax.rl.rollouts import Scored
-from qerl_jax.rl.update import TrainState
 from qerl_jax.tracking.logger import Logger, read_metrics
 from qerl_jax.training import metrics
-from qerl_jax.training.metrics import Trace
 from qerl_jax.training.setup import SAMPLE, UPDATE, Run, peak_memory, setup, stream_key
 
 
 def train(
-    cfg: RunConfig,
+    cfg: config.RunConfig,
     *,
-    problems: Sequence[Problem] | None = None,
-    reward_functions: Sequence[RewardFunction] | None = None,
+    problems: Sequence[datasets.Problem] | None = None,
+    reward_functions: Sequence[stock.RewardFunction] | None = None,
     on_step: Callable[[int, dict[str, Any]], None] | None = None,
     quiet: bool = False,
-) -> TrainState:
+) -> update.TrainState:
     """Trains a LoRA adapter on a frozen base (or a dense base itself) by GRPO, sampling under noise.
 
     Everything that can be wrong with the input is found before the run folder is made. A run that
@@ -76,7 +70,7 @@ def train(
         if run.evaluator and step == 0:
             record(0, {}, state.params)
         while step < run.total_steps:
-            trace = Trace(step, run.total_steps)
+            trace = metrics.Trace(step, run.total_steps)
             noise, noise_metrics = run.noise(step)
             batch, fresh, supply, gathered = dynamic_sampling.gather(
                 functools.partial(_sample, run, _policy(run, state.params) | noise, trace),
@@ -155,8 +149,8 @@ def _policy(run: Run, params: Any) -> dict[str, Any]:
 
 
 def _sample(
-    run: Run, variables: dict[str, Any], trace: Trace, drawn: int, sampling_round: int
-) -> Scored:
+    run: Run, variables: dict[str, Any], trace: metrics.Trace, drawn: int, sampling_round: int
+) -> rollouts.Scored:
     """Samples and scores the problems from place `drawn` on; rounds of a step share its key."""
     cfg, count = run.cfg, run.cfg.prompts_per_rollout
     rollout = rollouts.collect(
@@ -174,7 +168,7 @@ def _sample(
     trace.records.append(record)
     trace.lap("reward")
     places = np.arange(drawn, drawn + count, dtype=np.int32)
-    return Scored(rollout, places, combined, per_function)
+    return rollouts.Scored(rollout, places, combined, per_function)
 
 
 def _recorder(

@@ -71,7 +71,7 @@ def test_a_skipped_step_is_written_and_runs_once_more(tmp_path):
 
 
 def test_only_the_first_three_steps_of_a_run_are_written(tmp_path):
-    failure = update.NonFinite(0, np.float32(np.nan), {}, {"a": np.ones(2)}, experience(), {}, None)
+    failure = update.NonFinite(0, {"a": np.ones(2)}, experience(), {}, None)
     paths = [
         replay.write(tmp_path, dataclasses.replace(failure, step=step)) for step in (3, 4, 5, 6)
     ]
