@@ -20,10 +20,15 @@ _CODE = re.compile(r"```(?:python|py)[0-9]*[ \t]*\n(.*?)```", re.DOTALL | re.IGN
 _MINUS = "\N{MINUS SIGN}"
 
 
+def _last(pattern: re.Pattern, text: str) -> str | None:
+    """What the last match of a pattern with one group holds; None where there is no match."""
+    return next(reversed(pattern.findall(text)), None)
+
+
 def last_block(text: str) -> str | None:
     """What the last complete `<answer>` block holds, stripped; None where there is no block."""
-    blocks = _BLOCK.findall(text)
-    return blocks[-1].strip() if blocks else None
+    block = _last(_BLOCK, text)
+    return block and block.strip()
 
 
 def tagged(text: str) -> str:
@@ -36,8 +41,7 @@ def tagged(text: str) -> str:
 
 def after_hashes(text: str) -> str | None:
     """The number after the last `####` that has one (GSM8K's own form), as it is written."""
-    numbers = _HASH.findall(text)
-    return numbers[-1] if numbers else None
+    return _last(_HASH, text)
 
 
 def last_number(text: str) -> str | None:
@@ -62,8 +66,7 @@ def last_boxed(text: str) -> str | None:
 
 def answer_line(text: str) -> str | None:
     """The rest of the line after the last "Answer:" in any case; None where there is none."""
-    lines = _ANSWER_LINE.findall(text)
-    return lines[-1] if lines else None
+    return _last(_ANSWER_LINE, text)
 
 
 def stated(text: str) -> str | None:
@@ -85,8 +88,7 @@ def canonical(answer: str) -> str:
 
 def last_code(text: str) -> str | None:
     """The last fenced block of Python; None where there is none."""
-    blocks = _CODE.findall(text)
-    return blocks[-1] if blocks else None
+    return _last(_CODE, text)
 
 
 def number(text: str) -> decimal.Decimal | None:

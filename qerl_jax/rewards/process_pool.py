@@ -61,8 +61,12 @@ class Pool:
         Raises:
             ValueError: If a number is not positive.
         """
-        given = (workers, seconds)
-        require(workers >= 1 and seconds > 0, "workers and seconds", given, "must be positive")
+        require(
+            workers >= 1 and seconds > 0,
+            "workers and seconds",
+            (workers, seconds),
+            "must be positive",
+        )
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         self._size = workers
         members = [_Worker(module, seconds) for _ in range(workers)]

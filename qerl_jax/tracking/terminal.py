@@ -59,7 +59,7 @@ class Display:
         """Begins at `step` of `total_steps` on a console."""
         self._console = console
         self._total = total_steps
-        self._rows: list[Mapping[str, Any]] = []
+        self._history: dict[str, list[float]] = {}
         self._completion: Mapping[str, Any] | None = None
         self._live = None
         if console.is_terminal and not console.quiet:
@@ -76,7 +76,8 @@ class Display:
 
     def show(self, step: int, row: Mapping[str, Any]) -> None:
         """Shows the metrics of a step."""
-        self._rows.append(row)
+        for name, value in row.items():
+            self._history.setdefault(name, []).append(value)
         if self._live is not None:
             self._bar.update(self._task, completed=step)
             return
@@ -99,7 +100,7 @@ class Display:
 
     def _view(self) -> Group:
         parts = [self._bar]
-        parts += [self._table()] if self._rows else []
+        parts += [self._table()] if self._history else []
         parts += [self._sample()] if self._completion else []
         return Group(*parts)
 
@@ -111,7 +112,7 @@ class Display:
         cells = [
             (label, form.format(values[-1]), curve(values[-_CURVE:], _CURVE))
             for label, name, form in _TABLE
-            if (values := [row[name] for row in self._rows if name in row])
+            if (values := self._history.get(name))
         ]
         for left, right in itertools.zip_longest(cells[::2], cells[1::2], fillvalue=()):
             grid.add_row(*left, *right)
