@@ -44,19 +44,24 @@ def write(
     Raises:
         ValueError: Where other settings have left a partial file; also see `Generator`.
     """
-    identity = _identity(source, rows, prompts, params)
-    progress = Progress(path.with_name(path.name + ".partial"), identity)
+    partial = path.with_name(path.name + ".partial")
+    progress = Progress(partial, _identity(source, rows, prompts, params))
     first, wanted = len(progress.values), params.n * len(rows)
     if first:
         log(f"{first}/{wanted} completions are in {progress.path}")
     try:
         if first < wanted:
-            generator = Generator.of(source, **limits)
-            completions = generator.completions(prompts, first_row=first, **vars(params))
+            completions = Generator.of(source, **limits).completions(
+                prompts, first_row=first, **vars(params)
+            )
             told = time.monotonic()
             for index, done in enumerate(completions, first):
-                logp = float(done.logps.sum())
-                values = (done.text, done.finish_reason, len(done.tokens), logp)
+                values = (
+                    done.text,
+                    done.finish_reason,
+                    len(done.tokens),
+                    float(done.logps.sum()),
+                )
                 progress.add([rows[index // params.n] | dict(zip(WRITTEN, values, strict=True))])
                 if time.monotonic() > told + _SECONDS_BETWEEN_LINES:
                     log(f"{index + 1}/{wanted} completions")

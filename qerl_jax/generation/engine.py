@@ -26,8 +26,7 @@ from pallas_kernels import runtime
 from qerl_jax.checked import require
 from qerl_jax.config import DENSE, RolloutConfig
 from qerl_jax.data.tokenizer import Tokenizer
-from qerl_jax.generation import kv_capacity
-from qerl_jax.generation.sampling import Truncation, next_token, penalize
+from qerl_jax.generation import kv_capacity, sampling
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.generation.scheduler import (
     Prompt,
@@ -57,7 +56,7 @@ class EngineSpec:
     """
 
     num_tokens: int
-    truncation: Truncation = Truncation()
+    truncation: sampling.Truncation = sampling.Truncation()
     repetition_penalty: float = 1.0
     chunk: int = 32
 
@@ -122,10 +121,14 @@ class Engine:
             chunk: See `EngineSpec`.
             **options: Further arguments of the engine.
         """
-        truncation = Truncation(how.top_k, how.top_p, how.min_p)
         return cls(
             model,
-            EngineSpec(tokenizer.num_tokens, truncation, how.repetition_penalty, chunk),
+            EngineSpec(
+                tokenizer.num_tokens,
+                sampling.Truncation(how.top_k, how.top_p, how.min_p),
+                how.repetition_penalty,
+                chunk,
+            ),
             stop_tokens=() if how.ignore_eos else tokenizer.stop_tokens,
             stop_strings=StopStrings(tuple(how.stop), tokenizer.decode) if how.stop else None,
             **options,
@@ -199,35 +202,26 @@ class Engine:
             kv_cache.pool(self._model.arch, schedule.num_pages, self._model.dtype, self._page_size),
             device,
         )
-        ahead = None
+        traits = {"model": self._model, "spec": self._spec}
+        chunks = collections.deque()
         while schedule.unfinished():
-            if ahead is None:
-                while (fresh := schedule.next_prefill()) is not None:
-                    pool = _prefill(variables, pool, *fresh, model=self._model)
-                if (copies := schedule.copies()) is not None:
-                    pool = _copy(pool, *copies)
-                slots = schedule.slots(with_history=self._spec.repetition_penalty != 1)
-                slots = jax.device_put(slots, device)
-                pool, brought, slots = self._chunk(variables, pool, slots, temperature)
-            else:
-                brought, ahead = ahead, None
             # Where no row waits, the device goes on while the host reads what it brought.
-            if schedule.goes_on():
-                pool, ahead, slots = self._chunk(variables, pool, slots, temperature)
-            yield schedule.harvest(*jax.device_get(brought), self._stop_tokens, self._stop_strings)
-
-    def _chunk(self, variables, pool, slots: Slots, temperature):
-        """Starts a chunk: the pool after it, what it brings, and its rows as the next one finds them."""
-        pool, brought, moved = _decode(
-            variables,
-            pool,
-            slots,
-            temperature,
-            self._stop_tokens,
-            model=self._model,
-            spec=self._spec,
-        )
-        return pool, brought, dataclasses.replace(slots, **moved)
+            while not chunks or (len(chunks) == 1 and schedule.goes_on()):
+                if not chunks:
+                    while (fresh := schedule.next_prefill()) is not None:
+                        pool = _prefill(variables, pool, *fresh, model=self._model)
+                    if (copies := schedule.copies()) is not None:
+                        pool = _copy(pool, *copies)
+                    with_history = self._spec.repetition_penalty != 1
+                    slots = jax.device_put(schedule.slots(with_history), device)
+                pool, brought, moved = _decode(
+                    variables, pool, slots, temperature, self._stop_tokens, **traits
+                )
+                chunks.append(brought)
+                # The rows as the next chunk finds them.
+                slots = dataclasses.replace(slots, **moved)
+            brought = jax.device_get(chunks.popleft())
+            yield schedule.harvest(*brought, self._stop_tokens, self._stop_strings)
 
     def _num_pages(self, wanted: int, tokens: int | None, prompts: Sequence[Prompt]) -> int:
         """Pages of the pool, scratch included: what is wanted, or what its capacity allows."""
@@ -256,8 +250,12 @@ class Engine:
         if tokens is not None:
             return tokens
         if self._memory is None:
-            rule = "this device does not report its memory: give kv_cache_tokens"
-            require(fraction is None, "kv_cache_fraction", fraction, rule)
+            require(
+                fraction is None,
+                "kv_cache_fraction",
+                fraction,
+                "this device does not report its memory: give kv_cache_tokens",
+            )
             return None
         free = self._memory["bytes_limit"] - self._memory["bytes_in_use"]
         return kv_capacity.capacity(self._model.arch, free, fraction, beside, self._itemsize)
@@ -270,9 +268,12 @@ def _whole(chunks: Iterator[list[RowTokens]]) -> Iterator[RowTokens]:
         rows[part.row].append(part)
         if part.ended:
             parts = rows.pop(part.row)
-            tokens = np.concatenate([each.tokens for each in parts])
-            logps = np.concatenate([each.logps for each in parts])
-            yield RowTokens(part.row, tokens, logps, part.ended)
+            yield RowTokens(
+                part.row,
+                tokens=np.concatenate([each.tokens for each in parts]),
+                logps=np.concatenate([each.logps for each in parts]),
+                ended=part.ended,
+            )
 
 
 @jax.tree_util.register_dataclass
@@ -382,13 +383,15 @@ def _decode(
         hidden, cache = extend(loop.token, cache)
         scores = layers.logits(hidden, matrix)
         steps = slots.step + loop.count
-        token, logp = next_token(
+        token, logp = sampling.next_token(
             scores,
             jax.vmap(jax.random.fold_in)(row_keys, steps),
             temperature,
             spec.num_tokens,
             spec.truncation,
-            None if loop.seen is None else penalize(scores, loop.seen, spec.repetition_penalty),
+            None
+            if loop.seen is None
+            else sampling.penalize(scores, loop.seen, spec.repetition_penalty),
         )
         return _Loop(
             count=loop.count + 1,

@@ -222,11 +222,11 @@ def _check(limits: dict[str, Any]) -> None:
 def _from(row: int, queue: list[scheduler.Prompt]) -> list[scheduler.Prompt]:
     """The queue without its first rows."""
     firsts = itertools.accumulate((len(prompt.keys) for prompt in queue), initial=0)
-    left = (
+    return [
         dataclasses.replace(prompt, keys=prompt.keys[max(0, row - first) :])
         for first, prompt in zip(firsts, queue, strict=False)
-    )
-    return [prompt for prompt in left if len(prompt.keys)]
+        if row - first < len(prompt.keys)
+    ]
 
 
 def _keys(params: SamplingParams, prompts: int) -> np.ndarray:
@@ -235,9 +235,14 @@ def _keys(params: SamplingParams, prompts: int) -> np.ndarray:
         seeds, rows = [params.seed], np.arange(prompts * params.n)[None]
     else:
         seeds, rows = params.seed, np.tile(np.arange(params.n), (prompts, 1))
-        rule = f"must be one, or one for each of {prompts=}"
-        require(len(seeds) == prompts, "seed", len(seeds), rule)
+        require(
+            len(seeds) == prompts,
+            "seed",
+            len(seeds),
+            f"must be one, or one for each of {prompts=}",
+        )
     fold_in = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     keys = [fold_in(jax.random.key(seed), row) for seed, row in zip(seeds, rows, strict=True)]
-    data = [np.asarray(jax.random.key_data(each)) for each in keys]
-    return np.concatenate(data).reshape(prompts, params.n, -1)
+    return np.concatenate([jax.random.key_data(each) for each in keys]).reshape(
+        prompts, params.n, -1
+    )

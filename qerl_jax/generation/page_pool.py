@@ -13,8 +13,7 @@ class Pages:
     """
 
     def __init__(self, num_pages: int):
-        rule = "must be at least 2, for page 0 is scratch"
-        require(num_pages >= 2, "num_pages", num_pages, rule)
+        require(num_pages >= 2, "num_pages", num_pages, "must be at least 2: page 0 is scratch")
         # Low numbers first: what is in use stays together.
         self._free = list(range(num_pages - 1, 0, -1))
         self._holders = collections.Counter()

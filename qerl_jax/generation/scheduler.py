@@ -134,10 +134,8 @@ def _power_of_two(number: int) -> int:
 
 def batch_sizes(slots: int) -> tuple[int, ...]:
     """Batch sizes, each an eighth of the one before: every one is a program to compile."""
-    sizes = [slots]
-    while -(-sizes[-1] // 8) >= _SMALLEST_BATCH:
-        sizes.append(-(-sizes[-1] // 8))
-    return tuple(sizes)
+    smaller = -(-slots // 8)
+    return (slots, *(batch_sizes(smaller) if smaller >= _SMALLEST_BATCH else ()))
 
 
 @dataclasses.dataclass(eq=False)
@@ -298,8 +296,9 @@ class Schedule:
 
     def _left(self) -> int:
         """Most tokens that a row may still make."""
-        left = (row.cached.prompt.limit - len(row.made) for _, row in self._running())
-        return max(left, default=0)
+        return max(
+            (row.cached.prompt.limit - len(row.made) for _, row in self._running()), default=0
+        )
 
     def _size(self) -> int:
         """Rows of the smallest batch that will do."""
@@ -342,12 +341,11 @@ class Schedule:
     def _begin(self, row: _Row) -> _Row:
         cached, own = row.cached, self._pages.take(self._needs(row.cached))
         cached.rows_left -= 1
-        if not cached.rows_left:
-            row.pages = cached.pages + own
-            return row
-        full = cached.pages[: cached.filled // self._shapes.page_size]
-        self._pages.share(full)
-        row.pages = full + own
-        if len(full) < len(cached.pages):
-            self._copies.append((cached.pages[-1], own[0]))
+        inherited = cached.pages
+        if cached.rows_left:
+            inherited = cached.pages[: cached.filled // self._shapes.page_size]
+            self._pages.share(inherited)
+            if len(inherited) < len(cached.pages):
+                self._copies.append((cached.pages[-1], own[0]))
+        row.pages = inherited + own
         return row

@@ -52,12 +52,8 @@ class StopStrings:
 
     def settled(self, text: str) -> str:
         """The longest prefix of an unfinished text that is safe to stream: no string can begin in it."""
-        return text[: len(text) - max((_begun(text, string) for string in self.strings), default=0)]
+        begun = (n for s in self.strings for n in range(len(s) + 1) if text.endswith(s[:n]))
+        return text[: len(text) - max(begun, default=0)]
 
     def _in(self, text: str) -> bool:
         return any(string in text for string in self.strings)
-
-
-def _begun(text: str, string: str) -> int:
-    """Length of the longest beginning of the string that the text ends with."""
-    return next(n for n in range(len(string), -1, -1) if text.endswith(string[:n]))
