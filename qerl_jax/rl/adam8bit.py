@@ -130,7 +130,6 @@ def _blocks(x: jax.Array) -> jax.Array:
 
 def _in_chunks(function, *trees):
     """function(*trees), whose results take the arguments' places, for `_AT_ONCE` rows after the other."""
-    rows = len(jax.tree.leaves(trees)[0])
 
     def chunk(start, size, trees):
         taken = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size), trees)
@@ -140,7 +139,7 @@ def _in_chunks(function, *trees):
             function(*taken),
         )
 
-    whole, rest = divmod(rows, _AT_ONCE)
+    whole, rest = divmod(len(jax.tree.leaves(trees)[0]), _AT_ONCE)
     if whole:
         trees = jax.lax.fori_loop(0, whole, lambda i, t: chunk(i * _AT_ONCE, _AT_ONCE, t), trees)
     return chunk(whole * _AT_ONCE, rest, trees) if rest else trees

@@ -9,7 +9,6 @@ import numpy as np
 from qerl_jax.data.datasets import Problem
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.rl import grpo, rollouts
-from qerl_jax.rl.rollouts import Rollout, Scored
 
 # Of a rollout these have one entry per problem, the others one per completion.
 _PER_PROBLEM = ("problems", "prompt_ids")
@@ -26,14 +25,13 @@ class Supply:
     """
 
     drawn: int = 0
-    surplus: Scored | None = None
+    surplus: rollouts.Scored | None = None
 
     def to_table(self) -> dict[str, Any]:
         """What a checkpoint needs, as plain numbers: problems are named by their places."""
         if self.surplus is None:
             return {"drawn": self.drawn}
         rollout = self.surplus.rollout
-        columns = (rollout.completion_ids, rollout.logps, rollout.stopped)
         return {
             "drawn": self.drawn,
             "positions": self.surplus.positions.tolist(),
@@ -46,7 +44,11 @@ class Supply:
                     "per_function": [None if np.isnan(x) else float(x) for x in each],
                 }
                 for ids, logps, stopped, each in zip(
-                    *columns, self.surplus.per_function, strict=True
+                    rollout.completion_ids,
+                    rollout.logps,
+                    rollout.stopped,
+                    self.surplus.per_function,
+                    strict=True,
                 )
             ],
         }
@@ -67,7 +69,7 @@ class Supply:
         rows = table["rows"]
         problems = tuple(problem_at(position) for position in table["positions"])
         completions = tuple(np.array(row["completion"], np.int32) for row in rows)
-        rollout = Rollout(
+        rollout = rollouts.Rollout(
             problems=problems,
             prompt_ids=rollouts.encode([problem.prompt for problem in problems], tokenizer),
             texts=tuple(map(tokenizer.decode, completions)),
@@ -77,7 +79,7 @@ class Supply:
         )
         return cls(
             table["drawn"],
-            Scored(
+            rollouts.Scored(
                 rollout,
                 np.array(table["positions"], np.int32),
                 np.array(table["rewards"], np.float32),
@@ -87,8 +89,8 @@ class Supply:
 
 
 def gather(
-    sample: Callable[[int, int], Scored], supply: Supply, *, max_rounds: int | None
-) -> tuple[Scored, Scored, Supply, dict[str, float]]:
+    sample: Callable[[int, int], rollouts.Scored], supply: Supply, *, max_rounds: int | None
+) -> tuple[rollouts.Scored, rollouts.Scored, Supply, dict[str, float]]:
     """Samples in rounds until a rollout's worth of groups is informative (DAPO, arXiv:2503.14476).
 
     Groups that the last rollout had left over come first; the surplus of this one is left to the next,
@@ -131,27 +133,27 @@ def gather(
     return choose(pool, order[:wanted]), join(fresh), Supply(drawn, left_over), metrics
 
 
-def choose(scored: Scored, groups: Sequence[int] | np.ndarray) -> Scored:
+def choose(scored: rollouts.Scored, groups: Sequence[int] | np.ndarray) -> rollouts.Scored:
     """Those groups, in that order."""
     groups, size = np.asarray(groups, int), scored.rollout.num_generations
     rows = (groups[:, None] * size + np.arange(size)).reshape(-1)
-    chosen = {
+    rollout = {
         name: tuple(values[i] for i in (groups if name in _PER_PROBLEM else rows))
         for name, values in vars(scored.rollout).items()
     }
-    return Scored(
-        Rollout(**chosen),
+    return rollouts.Scored(
+        rollouts.Rollout(**rollout),
         scored.positions[groups],
         scored.rewards[groups],
         scored.per_function[rows],
     )
 
 
-def join(parts: Sequence[Scored]) -> Scored:
+def join(parts: Sequence[rollouts.Scored]) -> rollouts.Scored:
     """All groups of several rollouts, in order."""
     columns = zip(*(vars(part.rollout).values() for part in parts), strict=True)
-    return Scored(
-        Rollout(*(sum(column, ()) for column in columns)),
+    return rollouts.Scored(
+        rollouts.Rollout(*(sum(column, ()) for column in columns)),
         *(
             np.concatenate([getattr(part, name) for part in parts])
             for name in ("positions", "rewards", "per_function")

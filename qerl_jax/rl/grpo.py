@@ -37,8 +37,7 @@ def combine_rewards(per_function: Array, weights: Array) -> tuple[Array, Array]:
         Their reward is 0, as in TRL; whether that deserves a warning is for the caller to say.
     """
     given = ~jnp.isnan(per_function)
-    weighted = per_function * weights[None, :]
-    return masked.sum(weighted, given, axis=1), ~jnp.any(given, axis=1)
+    return masked.sum(per_function * weights[None, :], given, axis=1), ~jnp.any(given, axis=1)
 
 
 def soft_overlong_punishment(

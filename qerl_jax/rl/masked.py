@@ -25,15 +25,13 @@ def mean(x: Array, mask: Array, axis: Axis = None) -> Array:
 def min(x: Array, mask: Array, axis: Axis = None) -> Array:
     """Returns the smallest floating-point element that counts, for metrics."""
     where = _where(x, mask)
-    smallest = jnp.min(x, axis, initial=jnp.inf, where=where)
-    return jnp.where(jnp.any(where, axis), smallest, 0)
+    return jnp.where(jnp.any(where, axis), jnp.min(x, axis, initial=jnp.inf, where=where), 0)
 
 
 def max(x: Array, mask: Array, axis: Axis = None) -> Array:
     """Returns the largest floating-point element that counts, for metrics."""
     where = _where(x, mask)
-    largest = jnp.max(x, axis, initial=-jnp.inf, where=where)
-    return jnp.where(jnp.any(where, axis), largest, 0)
+    return jnp.where(jnp.any(where, axis), jnp.max(x, axis, initial=-jnp.inf, where=where), 0)
 
 
 def _where(x: Array, mask: Array) -> Array:

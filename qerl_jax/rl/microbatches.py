@@ -41,8 +41,7 @@ def chunks(rows: np.ndarray, size: int, lengths: np.ndarray) -> np.ndarray:
 def by_rows(rows: np.ndarray, micro_rows: int, width: int) -> list[MicroBatch]:
     """Micro-batches of `micro_rows` rows as they come; rows int [N, g], as many of a prompt together as divide both."""
     size = math.gcd(rows.shape[1], micro_rows)
-    batches = rows.reshape(-1, micro_rows // size, size)
-    return [MicroBatch(batch, width) for batch in batches]
+    return [MicroBatch(batch, width) for batch in rows.reshape(-1, micro_rows // size, size)]
 
 
 def by_tokens(
@@ -69,8 +68,9 @@ def by_tokens(
     Raises:
         ValueError: When the budget does not hold one row.
     """
-    group = rows.shape[1]
-    size = chunk_size(group, budget=budget, prompt_width=prompt_width, max_length=max_length)
+    size = chunk_size(
+        rows.shape[1], budget=budget, prompt_width=prompt_width, max_length=max_length
+    )
     cut = chunks(rows, size, lengths)
     longest = lengths[cut].max(axis=1)
     order = np.argsort(-longest, kind="stable")

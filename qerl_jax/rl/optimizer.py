@@ -41,8 +41,7 @@ def transformation(cfg: OptimConfig) -> optax.GradientTransformation:
             lambda path, _: path[-1].key not in ("scale", "bias"), params
         )
 
-    is_8bit = cfg.optimizer == "adamw_8bit"
-    adam = adam8bit.scale_by_adam_8bit if is_8bit else optax.scale_by_adam
+    adam = {"adamw": optax.scale_by_adam, "adamw_8bit": adam8bit.scale_by_adam_8bit}[cfg.optimizer]
     return optax.chain(
         optax.clip_by_global_norm(cfg.max_grad_norm),
         adam(cfg.adam_beta1, cfg.adam_beta2, cfg.adam_epsilon),

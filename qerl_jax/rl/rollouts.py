@@ -130,11 +130,13 @@ def admit(
     if longest <= max_prompt_length:
         return problems
     too_long = sum(length > max_prompt_length for length in lengths)
-    rule = (
+    require(
+        overlong != "error",
+        "data.max_prompt_length",
+        max_prompt_length,
         f"{too_long} of {len(problems)} {what} are longer (problem {lengths.index(longest)} has "
-        f'{longest} tokens): raise it, or set data.overlong_prompts = "drop"'
+        f'{longest} tokens): raise it, or set data.overlong_prompts = "drop"',
     )
-    require(overlong != "error", "data.max_prompt_length", max_prompt_length, rule)
     kept = [
         problem
         for problem, length in zip(problems, lengths, strict=True)
@@ -160,16 +162,15 @@ def make_sampler(
         cfg: How completions are sampled.
         max_prompt_length: Bound on the tokens of a prompt.
     """
-    engine = Engine.of(
-        model,
-        tokenizer,
-        cfg,
-        compact=cfg.compact,
-        kv_cache_tokens=cfg.kv_cache_tokens,
-        kv_cache_fraction=cfg.kv_cache_fraction,
-    )
     return Sampler(
-        engine,
+        Engine.of(
+            model,
+            tokenizer,
+            cfg,
+            compact=cfg.compact,
+            kv_cache_tokens=cfg.kv_cache_tokens,
+            kv_cache_fraction=cfg.kv_cache_fraction,
+        ),
         tokenizer,
         num_generations=cfg.num_generations,
         max_prompt_length=max_prompt_length,
@@ -258,8 +259,12 @@ def score(
             argument's name.
     """
     weights = [1.0] * len(functions) if weights is None else weights
-    rule = f"must be one for each of {len(functions)} functions"
-    require(len(weights) == len(functions), "weights", len(weights), rule)
+    require(
+        len(weights) == len(functions),
+        "weights",
+        len(weights),
+        f"must be one for each of {len(functions)} functions",
+    )
     group = rollout.num_generations
     prompts, columns = collate([problem for problem in rollout.problems for _ in range(group)])
     per_function = scoring.evaluate(

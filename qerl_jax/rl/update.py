@@ -12,9 +12,7 @@ import numpy as np
 import optax
 
 from qerl_jax.config import GrpoConfig, OptimConfig, Remat, RunConfig
-from qerl_jax.model import logprobs
-from qerl_jax.model.prompt_sharing import SharedPrompts
-from qerl_jax.model.transformer import Transformer, head
+from qerl_jax.model import logprobs, prompt_sharing, transformer
 from qerl_jax.rl import grpo, masked, microbatches, optimizer
 from qerl_jax.rl.experience import Experience
 
@@ -52,7 +50,7 @@ class Objective:
         remat: What the backward pass recomputes, see `transformer.Transformer`.
     """
 
-    model: Transformer
+    model: transformer.Transformer
     grpo: GrpoConfig
     temperature: float
     num_tokens: int
@@ -80,14 +78,17 @@ class NonFinite:
 
 def init_state(params: Any, cfg: OptimConfig, *, keep_reference: bool = False) -> TrainState:
     """The state before the first step, with a copy of `params` as the reference if one is kept."""
-    reference = jax.tree.map(jnp.copy, params) if keep_reference else None
     return TrainState(
-        jnp.int32(0), params, optimizer.transformation(cfg).init(params), jnp.int32(0), reference
+        step=jnp.int32(0),
+        params=params,
+        opt_state=optimizer.transformation(cfg).init(params),
+        skipped=jnp.int32(0),
+        reference=jax.tree.map(jnp.copy, params) if keep_reference else None,
     )
 
 
 def token_logps(
-    model: Transformer,
+    model: transformer.Transformer,
     variables: dict[str, Any],
     experience: Experience,
     *,
@@ -101,21 +102,20 @@ def token_logps(
 
     Each prompt is computed once for all of its completions.
     """
-    rngs = None if dropout_key is None else {"dropout": dropout_key}
     rows, length = experience.completions.shape
     prompts, width = experience.prompts.shape
-    shared = SharedPrompts(experience.prompt_lengths, width, rows // prompts)
+    shared = prompt_sharing.SharedPrompts(experience.prompt_lengths, width, rows // prompts)
     hidden, _ = model.apply(
         variables,
         shared.join(experience.prompts, experience.completions),
         shared=shared,
         adapter=adapter,
         remat=remat,
-        rngs=rngs,
+        rngs=None if dropout_key is None else {"dropout": dropout_key},
     )
     logps, entropy = logprobs.of_targets(
         shared.before(hidden).reshape(rows * length, -1),
-        head(variables["frozen"]),
+        transformer.head(variables["frozen"]),
         experience.completions.reshape(-1),
         temperature=temperature,
         num_tokens=num_tokens,
@@ -158,9 +158,8 @@ def loss(
         dropout_key=dropout_key if lora is not None and lora.dropout else None,
     )
     current = jax.lax.stop_gradient(logps)
-    old = fixed.get("old_logps", current)
-    if cfg.old_logprobs == "behaviour":
-        old = experience.behaviour_logps
+    is_behaviour = cfg.old_logprobs == "behaviour"
+    old = experience.behaviour_logps if is_behaviour else fixed.get("old_logps", current)
     weights = None
     if cfg.importance_sampling_correction:
         weights = grpo.truncated_importance_weights(
@@ -286,12 +285,11 @@ class Updater:
             The state, and metrics: scalars, means over the optimizer steps, under TRL's names;
             `sampling/...` compare the policy before its first step with the sampler.
         """
-        cfg, batch_rows = self.objective.grpo, batch_size(self.optim)
-        steps = cfg.num_iterations * experience.rows.size // batch_rows
-        fixed = anchors(self, state, frozen, experience, noise, steps)
         order_key, step_key = jax.random.split(key)
         batches = optimizer_batches(self, experience.rows, order_key)
-        records = []
+        cfg, records = self.objective.grpo, []
+        steps = cfg.num_iterations * len(batches)
+        fixed = anchors(self, state, frozen, experience, noise, steps)
         for index in range(steps):
             rows = batches[index % len(batches)]
             sums, counts, num_tokens = summed_gradient(
@@ -313,7 +311,7 @@ class Updater:
                 total_steps=self.total_steps,
             )
             metrics, counts = jax.device_get((metrics, counts))
-            records.append((metrics, *_joined(counts, batch_rows), num_tokens))
+            records.append((metrics, *_joined(counts, rows.size), num_tokens))
             if self.on_non_finite and metrics["updates/non_finite"]:
                 whole = microbatches.MicroBatch(rows, experience.completions.shape[1])
                 self.on_non_finite(
@@ -330,7 +328,7 @@ class Updater:
 
 def make_updater(
     cfg: RunConfig,
-    model: Transformer,
+    model: transformer.Transformer,
     num_tokens: int,
     total_steps: int,
     on_non_finite: Callable[[NonFinite], None] | None = None,
@@ -357,11 +355,6 @@ def make_updater(
         max_completion_length=cfg.rollout.max_completion_length,
         on_non_finite=on_non_finite,
     )
-
-
-def batch_size(cfg: OptimConfig) -> int:
-    """Rows of an optimizer step."""
-    return cfg.per_device_train_batch_size * cfg.gradient_accumulation_steps
 
 
 def anchors(
@@ -391,8 +384,7 @@ def all_logps(
     """float32 [B, C], log-probabilities of all rows of a rollout."""
     logps = np.zeros(experience.completions.shape, np.float32)
     for batch in _cut(updater, experience, experience.rows):
-        taken = experience.take(batch)
-        values = score(updater.objective, params, frozen, noise, taken, adapter)
+        values = score(updater.objective, params, frozen, noise, experience.take(batch), adapter)
         rows = batch.rows.reshape(-1)
         logps[rows[rows >= 0], : batch.width] = np.asarray(values)[rows >= 0]
     return logps
@@ -400,7 +392,8 @@ def all_logps(
 
 def optimizer_batches(updater: Updater, rows: np.ndarray, key: jax.Array) -> np.ndarray:
     """int [batches, n, k]: the rows [P, g] of a rollout as optimizer batches, n prompts with k rows each."""
-    batch_rows, accumulation = batch_size(updater.optim), updater.optim.gradient_accumulation_steps
+    accumulation = updater.optim.gradient_accumulation_steps
+    batch_rows = updater.optim.per_device_train_batch_size * accumulation
     units = rows.reshape(-1, math.gcd(batch_rows, rows.shape[1]))
     # Within one optimizer step only bnpo can tell which rows share a micro-batch.
     is_bnpo = updater.objective.grpo.loss_type == "bnpo"
@@ -454,10 +447,10 @@ def replay_step(
     key: jax.Array,
 ) -> tuple[jax.Array, Any]:
     """Loss and gradient of an optimizer step that a `NonFinite` describes; `key` is of dropout."""
-    (value, grads), _, _ = summed_gradient(
+    summed, _, _ = summed_gradient(
         updater, params, frozen, experience, fixed, noise, experience.rows, key
     )
-    return value, grads
+    return summed
 
 
 def _teaches(cfg: GrpoConfig, experience: Experience, rows: np.ndarray) -> np.bool_:
@@ -473,8 +466,9 @@ def _cut(
     """Rows [n, k] as micro-batches."""
     optim = updater.optim
     if optim.max_tokens_per_microbatch is None:
-        width = experience.completions.shape[1]
-        return microbatches.by_rows(rows, optim.per_device_train_batch_size, width)
+        return microbatches.by_rows(
+            rows, optim.per_device_train_batch_size, width=experience.completions.shape[1]
+        )
     return microbatches.by_tokens(
         rows,
         experience.lengths,

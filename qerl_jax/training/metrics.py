@@ -35,8 +35,11 @@ class Trace:
     @property
     def extras(self) -> dict[str, Any]:
         """What reward functions are told beside the rows, as by TRL."""
-        state = types.SimpleNamespace(global_step=self.step, max_steps=self.total_steps)
-        return {"trainer_state": state}
+        return {
+            "trainer_state": types.SimpleNamespace(
+                global_step=self.step, max_steps=self.total_steps
+            )
+        }
 
     def lap(self, phase: str) -> None:
         """Adds the time since the last lap to a phase."""
@@ -123,12 +126,11 @@ def completion_rows(
     rollout, group = sampled.rollout, sampled.rollout.num_generations
     prompts, _ = datasets.collate(rollout.problems)
     known = dict(zip(learned.positions.tolist(), np.asarray(advantages).tolist(), strict=True))
-    groups = [known.get(place, [None] * group) for place in sampled.positions.tolist()]
     own = zip(
         [prompt for prompt in prompts for _ in range(group)],
         rollout.texts,
         sampled.rewards.reshape(-1).tolist(),
-        [advantage for each in groups for advantage in each],
+        [a for p in sampled.positions.tolist() for a in known.get(p, [None] * group)],
         rollout.lengths.tolist(),
         rollout.stopped,
         *columns.values(),

@@ -12,8 +12,7 @@ import optax
 from qerl_jax import config
 from qerl_jax.checkpoint import base_model
 from qerl_jax.model.transformer import noise_shapes, trainable
-from qerl_jax.rl import update
-from qerl_jax.rl.experience import Experience
+from qerl_jax.rl import experience, update
 
 # Files of one run: the first ones say why, and a run that never recovers must not fill the disk.
 _KEPT = 3
@@ -60,23 +59,23 @@ def run(path: str | pathlib.Path) -> list[str]:
     fresh, frozen = trainable(model, frozen, jax.random.key(0))
     with np.load(path) as file:
         arrays = dict(file)
-    rows = Experience(**_under("experience", arrays))
+    rows = experience.Experience(**_under("experience", arrays))
     params = _filled(fresh, _under("params", arrays))
     leaves = _under("noise", arrays)
     noise = _filled(noise_shapes(model.arch, cfg.noise.final_norm), leaves) if leaves else None
     updater = update.make_updater(cfg, model, tokenizer.num_tokens, total_steps=1)
     fixed = _under("fixed", arrays)
     loss, grads = update.replay_step(updater, params, frozen, rows, fixed, noise, jax.random.key(0))
-    norm = optax.tree.norm(grads)
+    norm = np.float32(optax.tree.norm(grads))
     return [
-        f"step {arrays['step']}: loss {np.float32(loss)}, grad_norm {np.float32(norm)}",
+        f"step {arrays['step']}: loss {np.float32(loss)}, grad_norm {norm}",
         *(f"gradient not finite: {name}" for name in _non_finite(grads)),
         *(f"weight not finite: {name}" for name in _non_finite(params)),
         *_bad_rows(rows, fixed),
     ]
 
 
-def _bad_rows(rows: Experience, fixed: dict[str, np.ndarray]) -> list[str]:
+def _bad_rows(rows: experience.Experience, fixed: dict[str, np.ndarray]) -> list[str]:
     """Rows that came into the step with numbers that are not finite."""
     tokens = {"behaviour_logps": rows.behaviour_logps, **fixed}
     bad = {name: (rows.mask & ~np.isfinite(value)).any(axis=1) for name, value in tokens.items()}

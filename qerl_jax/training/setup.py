@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from pallas_kernels import runtime
-from qerl_jax import config, memory
+from qerl_jax import config, files, memory
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, hf_folder, peft, run_state
 from qerl_jax.data import datasets
@@ -164,16 +164,19 @@ def setup(
 def check_folder(cfg: config.RunConfig) -> None:
     """A run folder belongs to one config; resuming under another would be a different run under its name."""
     folder = pathlib.Path(cfg.output_dir)
-    path = folder / "config.toml"
     # A run that failed before its first checkpoint left nothing to go on from: it may be mended.
     made = [folder / "adapter", folder / "model", *folder.glob("checkpoints/[0-9]*")]
-    if not path.exists() or not any(each.is_dir() for each in made):
+    if not (folder / "config.toml").exists() or not any(each.is_dir() for each in made):
         return
-    before, now = (config.to_table(c) for c in (config.load(path), cfg))
-    names = sorted((before | now).keys() - {"output_dir", "report_to", "run_name"})
-    changed = [name for name in names if before.get(name) != now.get(name)]
-    rule = f"it holds a run whose {', '.join(changed)} differ: choose another folder, or remove that one"
-    require(not changed, "output_dir", cfg.output_dir, rule)
+    before, now = (config.to_table(c) for c in (config.load(folder / "config.toml"), cfg))
+    free = {"output_dir", "report_to", "run_name"}
+    changed = [name for name in files.changes(before, now) if name not in free]
+    require(
+        not changed,
+        "output_dir",
+        cfg.output_dir,
+        f"it holds a run whose {', '.join(changed)} differ: choose another folder, or remove that one",
+    )
 
 
 def _plan_memory(cfg: config.RunConfig) -> memory.MemoryPlan | None:
@@ -182,8 +185,12 @@ def _plan_memory(cfg: config.RunConfig) -> memory.MemoryPlan | None:
     limit = memory.device_memory()
     if limit is None:
         fraction = cfg.rollout.kv_cache_fraction
-        rule = "this device does not report its memory: give rollout.kv_cache_tokens"
-        require(fraction is None, "rollout.kv_cache_fraction", fraction, rule)
+        require(
+            fraction is None,
+            "rollout.kv_cache_fraction",
+            fraction,
+            "this device does not report its memory: give rollout.kv_cache_tokens",
+        )
         return None
     plan = memory.estimate(cfg, limit=limit)
     plan.require(limit)
@@ -211,14 +218,17 @@ def _rewards(
     cfg: config.RunConfig, given: Sequence[stock.RewardFunction] | None
 ) -> tuple[list[scoring.Named], list[float]]:
     """The reward functions and their weights; the punishment of long completions comes last."""
-    named = cfg.rewards.functions if given is None else given
-    functions = scoring.resolve(named, cfg.rewards.options)
-    weights = list(cfg.rewards.weights or [1.0] * len(functions))
-    rule = (
-        f"must be one for each of {len(functions)} reward functions, of which there must be at "
-        "least one"
+    functions = scoring.resolve(
+        cfg.rewards.functions if given is None else given, cfg.rewards.options
     )
-    require(0 < len(functions) == len(weights), "rewards.weights", len(weights), rule)
+    weights = list(cfg.rewards.weights or [1.0] * len(functions))
+    require(
+        0 < len(functions) == len(weights),
+        "rewards.weights",
+        len(weights),
+        f"must be one for each of {len(functions)} reward functions, of which there must be at "
+        "least one",
+    )
     cache = cfg.rewards.soft_punish_cache
     if cache is None:
         return functions, weights
@@ -252,7 +262,9 @@ def _noise(
     sample = jax.jit(lambda step: aqn.norm_noise(aqn.step_key(key, step), sigma(step), shapes))
 
     def noise(step: int) -> tuple[dict[str, Any], dict[str, float]]:
-        metrics = {"aqn/sigma": float(sigma(step)), "aqn/stage": int(aqn.stage(step, **stages))}
-        return {"noise": sample(step)}, metrics
+        return {"noise": sample(step)}, {
+            "aqn/sigma": float(sigma(step)),
+            "aqn/stage": int(aqn.stage(step, **stages)),
+        }
 
     return noise

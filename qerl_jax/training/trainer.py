@@ -103,9 +103,15 @@ def train(
             step = int(state.step)
             logger.num_tokens += fresh.rollout.num_tokens
             # First what reward functions log: it hides nothing of the run's own.
-            row = trace.metrics(fresh.rollout, batch.rollout) | gathered | learned | noise_metrics
-            row |= metrics.of_rollout(fresh, run.functions)
-            row |= {"num_tokens": logger.num_tokens, "updates/skipped": int(state.skipped)}
+            row = {
+                **trace.metrics(fresh.rollout, batch.rollout),
+                **gathered,
+                **learned,
+                **noise_metrics,
+                **metrics.of_rollout(fresh, run.functions),
+                "num_tokens": logger.num_tokens,
+                "updates/skipped": int(state.skipped),
+            }
             record(step, row, state.params)
             logger.write_completions(
                 step, metrics.completion_rows(fresh, batch, advantages, trace.columns())
@@ -167,8 +173,9 @@ def _sample(
     )
     trace.records.append(record)
     trace.lap("reward")
-    places = np.arange(drawn, drawn + count, dtype=np.int32)
-    return rollouts.Scored(rollout, places, combined, per_function)
+    return rollouts.Scored(
+        rollout, np.arange(drawn, drawn + count, dtype=np.int32), combined, per_function
+    )
 
 
 def _recorder(
@@ -180,8 +187,7 @@ def _recorder(
     the highest was is read from the metrics, so a resumed run goes on with it.
     """
     folder, eval_cfg = pathlib.Path(run.cfg.output_dir), run.cfg.eval
-    seen = [row["eval/accuracy"] for row in read_metrics(folder) if "eval/accuracy" in row]
-    best = max(seen, default=-1.0)
+    best = max((row.get("eval/accuracy", -1.0) for row in read_metrics(folder)), default=-1.0)
 
     def record(step: int, row: dict[str, Any], params: Any) -> None:
         nonlocal best
@@ -205,8 +211,12 @@ def _export(run: Run, folder: pathlib.Path, params: Any) -> None:
     if run.model.lora:
         peft.export_adapter(folder, params, run.model.lora, source)
     else:
-        base = hf_folder.local_folder(source, weights=False)
-        hf_folder.export_model(folder, run.model, run.frozen | params, base)
+        hf_folder.export_model(
+            folder,
+            run.model,
+            run.frozen | params,
+            hf_folder.local_folder(source, weights=False),
+        )
 
 
 def _crosses(run: Run, step: int, every: int) -> bool:
