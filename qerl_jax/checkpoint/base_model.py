@@ -10,13 +10,11 @@ import jax.numpy as jnp
 
 from pallas_kernels import NVFP4Tensor, PackedWeight, prepare
 from qerl_jax.checked import require
-from qerl_jax.checkpoint import packed_formats
-from qerl_jax.checkpoint.hf_folder import local_folder
+from qerl_jax.checkpoint import hf_folder, packed_formats
 from qerl_jax.checkpoint.packed_formats import Format, Packed
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.config import DENSE, LoraConfig, ModelConfig
 from qerl_jax.data import tokenizer
-from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.model import architecture
 from qerl_jax.model.architecture import PARENT, Architecture
 from qerl_jax.model.transformer import Transformer, abstract_base, random_base
@@ -26,7 +24,7 @@ _FLOATS = ("F32", "BF16", "F16", "F64")
 
 def load_base(
     cfg: ModelConfig, lora: LoraConfig | None, seed: int = 0
-) -> tuple[Transformer, Any, Tokenizer]:
+) -> tuple[Transformer, Any, tokenizer.Tokenizer]:
     """Reads the base that a config names: the model, its `frozen` tree on the device, and the tokenizer.
 
     Args:
@@ -40,7 +38,11 @@ def load_base(
         ValueError, NotImplementedError: When the model or its tokenizer cannot be used.
     """
     is_shape = cfg.random_base and cfg.model_name_or_path in architecture.KNOWN
-    folder = None if is_shape else local_folder(cfg.model_name_or_path, weights=not cfg.random_base)
+    folder = (
+        None
+        if is_shape
+        else hf_folder.local_folder(cfg.model_name_or_path, weights=not cfg.random_base)
+    )
     arch = architecture.KNOWN[cfg.model_name_or_path] if is_shape else architecture.load(folder)
     if cfg.weights not in DENSE:
         packed_formats.named(cfg.weights).check(arch)
@@ -61,14 +63,18 @@ def load_base(
     return model, frozen, tokens
 
 
-def _tokenizer(cfg: ModelConfig, folder: pathlib.Path | None, arch: Architecture) -> Tokenizer:
+def _tokenizer(
+    cfg: ModelConfig, folder: pathlib.Path | None, arch: Architecture
+) -> tokenizer.Tokenizer:
     """The tokenizer that the config names, else that of the base's folder; its ids must be rows of the embedding."""
     source = cfg.tokenizer_name_or_path
     if source is None and folder is None:
         raise ValueError(
             f"model.tokenizer_name_or_path: missing; {cfg.model_name_or_path!r} is a shape without files of its own"
         )
-    tokens = tokenizer.load(folder if source is None else local_folder(source, weights=False))
+    tokens = tokenizer.load(
+        folder if source is None else hf_folder.local_folder(source, weights=False)
+    )
     if tokens.num_tokens > arch.vocab_size:
         raise ValueError(
             f"model.tokenizer_name_or_path: has ids up to {tokens.num_tokens - 1}; "
@@ -94,7 +100,6 @@ def read_base(folder: str | pathlib.Path, model: Transformer) -> Any:
             another than the model's.
         ValueError: When a tensor is missing or of another shape than config.json says.
     """
-    folder = pathlib.Path(folder)
     arch, tensors = model.arch, Tensors(folder)
     source = packed_formats.of_folder(folder)
     require(
@@ -190,15 +195,12 @@ def _shared_scales(arch: Architecture, tensors: Tensors, source: Format) -> set[
     it.
     """
 
-    def scale(name: str) -> float:
-        return source.read(tensors, name).global_scale.item()
-
     return {
         linear
         for linear in arch.linears()
         if all(
-            len({scale(name) for name in arch.linear_names(linear, index)}) == 1
-            for index in range(arch.num_layers)
+            len({source.read(tensors, name).global_scale.item() for name in names}) == 1
+            for names in (arch.linear_names(linear, index) for index in range(arch.num_layers))
         )
     }
 
@@ -217,6 +219,7 @@ def check_names(arch: Architecture, tensors: Tensors, source: Format | None) -> 
     }
     if not arch.tie_word_embeddings:
         expected["lm_head.weight"] = (arch.vocab_size, arch.width)
+    shapes_of = (lambda n, k: {"weight": (n, k)}) if source is None else source.shapes
     linears = set()
     for index in range(arch.num_layers):
         prefix = f"model.layers.{index}."
@@ -225,8 +228,7 @@ def check_names(arch: Architecture, tensors: Tensors, source: Format | None) -> 
             names = arch.linear_names(linear, index)
             linears.update(names)
             for name, (_, n) in zip(names, parts, strict=True):
-                k = arch.input_width(linear)
-                shapes = {"weight": (n, k)} if source is None else source.shapes(n, k)
+                shapes = shapes_of(n, arch.input_width(linear))
                 shapes |= {"bias": (n,)} if linear == "qkv" and arch.qkv_bias else {}
                 expected |= {f"{name}.{suffix}": shape for suffix, shape in shapes.items()}
     for name in tensors:

@@ -9,8 +9,6 @@ with those of the policy that was trained. Packing rounds; where the adapter is 
 the 4-bit numbers, it is lost in them, and the comparison says so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -24,13 +22,9 @@ import numpy as np
 
 from qerl_jax import config
 from qerl_jax.checked import require
-from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, peft
-from qerl_jax.checkpoint.packed_formats import Format
-from qerl_jax.checkpoint.run_state import StateFiles
+from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, peft, run_state
 from qerl_jax.checkpoint.safetensors import Tensors
-from qerl_jax.config import DENSE, RunConfig
-from qerl_jax.data import arithmetic
-from qerl_jax.data.tokenizer import Tokenizer
+from qerl_jax.data import arithmetic, tokenizer
 from qerl_jax.files import whole_folder
 from qerl_jax.model import architecture, logprobs
 from qerl_jax.model.transformer import Transformer, head
@@ -107,7 +101,7 @@ def export(
             )
             found = probe.logps(written, base_model.read_base(partial, written))
         goal, whose, of_bases = trained, "the trained policy's", 0.0
-        if to == "merged" and base == "original" and cfg.model.weights not in DENSE:
+        if to == "merged" and base == "original" and cfg.model.weights not in config.DENSE:
             # On another base the adapter does something else: the merged model must equal that base with
             # the adapter beside its weights.
             original = model.clone(weights=str(dtype))
@@ -148,7 +142,7 @@ def line(report: dict[str, Any]) -> str:
     )
 
 
-def _config(run: pathlib.Path) -> RunConfig:
+def _config(run: pathlib.Path) -> config.RunConfig:
     path = run / "config.toml"
     if not path.is_file():
         raise FileNotFoundError(f"no config.toml in {run}: a run folder is what qerl train writes")
@@ -169,14 +163,15 @@ def _trained_model(run: pathlib.Path, to: Kind, step: int | None) -> pathlib.Pat
     return run / "model"
 
 
-def _checked_base(cfg: RunConfig, folder: pathlib.Path, to: Kind, base: Base | None) -> Base | None:
+def _checked_base(
+    cfg: config.RunConfig, folder: pathlib.Path, to: Kind, base: Base | None
+) -> Base | None:
     if to == "peft":
         require(base is None, "from", base, "an adapter is exported without a base")
         return None
     packed = packed_formats.of_folder(folder) is not None
-    choices = [] if packed else ["original"]
-    if packed or cfg.model.weights not in DENSE:
-        choices.append("packed")
+    both = ["original"] if cfg.model.weights in config.DENSE else ["original", "packed"]
+    choices = ["packed"] if packed else both
     if base is None and (to == "merged" or len(choices) == 1):
         return choices[-1]
     require(
@@ -194,27 +189,6 @@ def _require_outside(out: pathlib.Path, run: pathlib.Path, folder: pathlib.Path)
     for source, what in ((run, "the run"), (folder, "the base of the run")):
         if out.resolve() in (source.resolve(), *source.resolve().parents):
             raise FileExistsError(f"{out}: holds {what}, which would be deleted")
-
-
-def _load(
-    run: pathlib.Path, cfg: RunConfig, folder: pathlib.Path, step: int | None
-) -> tuple[Transformer, dict[str, Any], int | None, Any, _Probe]:
-    """Reads what a run has learned.
-
-    Returns:
-        The modules, the adapter (empty where the base itself was trained), the step of its checkpoint
-        (None for the final adapter), the base on the device, and the prompts on which both are measured.
-    """
-    full = cfg.model.trainable == "full"
-    base = dataclasses.replace(cfg.model, model_name_or_path=str(folder), trainable="lora")
-    model, frozen, tokens = base_model.load_base(base, None if full else cfg.lora)
-    if full:
-        params = {}
-    elif step is None and (run / "adapter").is_dir():
-        params = peft.import_adapter(run / "adapter", model)
-    else:
-        step, params = _checkpoint(run, step)
-    return model, params, step, frozen, _probe(tokens)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,6 +214,30 @@ class _Probe:
         return np.asarray(logps)[self.answers[:, 1:]]
 
 
+def _load(
+    run: pathlib.Path, cfg: config.RunConfig, folder: pathlib.Path, step: int | None
+) -> tuple[Transformer, dict[str, Any], int | None, Any, _Probe]:
+    """Reads what a run has learned.
+
+    Returns:
+        The modules, the adapter (empty where the base itself was trained), the step of its checkpoint
+        (None for the final adapter), the base on the device, and the prompts on which both are measured.
+    """
+    full = cfg.model.trainable == "full"
+    base = dataclasses.replace(cfg.model, model_name_or_path=str(folder), trainable="lora")
+    model, frozen, tokens = base_model.load_base(base, None if full else cfg.lora)
+    if full:
+        params = {}
+    elif step is None and (run / "adapter").is_dir():
+        params = peft.import_adapter(run / "adapter", model)
+    elif (run / "checkpoints").is_dir():
+        with contextlib.closing(run_state.StateFiles(run, keep=None)) as files:
+            step, params = files.params(step)
+    else:
+        raise FileNotFoundError(f"neither adapter nor checkpoints in {run}: nothing has been saved")
+    return model, params, step, frozen, _probe(tokens)
+
+
 def _mean_size(values: np.ndarray | float) -> float:
     return float(np.abs(values).mean())
 
@@ -258,26 +256,16 @@ def _score(model: Transformer, adapter: bool, num_tokens: int, variables, ids) -
     return logps.reshape(len(ids), -1)
 
 
-def _checkpoint(run: pathlib.Path, step: int | None) -> tuple[int, Any]:
-    if not (run / "checkpoints").is_dir():
-        raise FileNotFoundError(f"neither adapter nor checkpoints in {run}: nothing has been saved")
-    with contextlib.closing(StateFiles(run, keep=None)) as files:
-        return files.params(step)
-
-
-def _probe(tokens: Tokenizer) -> _Probe:
+def _probe(tokens: tokenizer.Tokenizer) -> _Probe:
     """Arithmetic problems under the chat template, and their worked answers."""
     problems = [arithmetic.problem("test", 0, index) for index in range(_NUM_PROMPTS)]
     questions = tokens.encode([({"role": "user", "content": p.question},) for p in problems])
     answers = tokens.encode([arithmetic.worked_answer(p) for p in problems])
-    length = max(len(q) + len(a) for q, a in zip(questions, answers, strict=True))
-    ids = np.full((len(problems), length), tokens.pad_token, np.int32)
-    mask = np.zeros(ids.shape, bool)
-    for row, (question, answer) in enumerate(zip(questions, answers, strict=True)):
-        end = len(question) + len(answer)
-        ids[row, :end] = question + answer
-        mask[row, len(question) : end] = True
-    return _Probe(ids, mask, tokens.num_tokens)
+    rows = [question + answer for question, answer in zip(questions, answers, strict=True)]
+    slots = np.arange(max(map(len, rows)))
+    ids = [row + [tokens.pad_token] * (len(slots) - len(row)) for row in rows]
+    starts, ends = (np.array([len(x) for x in each])[:, None] for each in (questions, rows))
+    return _Probe(np.array(ids, np.int32), (starts <= slots) & (slots < ends), tokens.num_tokens)
 
 
 def _limit(to: Kind, dtype: Any, effect: float) -> float:
@@ -304,8 +292,8 @@ def _write_model(
     source: pathlib.Path,
     model: Transformer,
     params: dict[str, Any],
-    held: Format | None,
-    form: Format | None,
+    held: packed_formats.Format | None,
+    form: packed_formats.Format | None,
     dtype: np.dtype,
 ) -> None:
     """Writes the merged model layer by layer.

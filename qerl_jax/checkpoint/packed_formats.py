@@ -117,29 +117,31 @@ def of_folder(folder: str | pathlib.Path) -> Format | None:
         quantization = {"quant_method": "modelopt"} | (read_json(beside).get("quantization") or {})
     if quantization is None:
         return None
-    method, form = (quantization.get(key) for key in ("quant_method", "format"))
-    if method == "compressed-tensors" and form in _COMPRESSED_TENSORS:
-        if quantization.get("transform_config"):
-            raise NotImplementedError(
-                "quantization_config: transform_config: rotated weights cannot be read"
-            )
-        sparsity = (quantization.get("sparsity_config") or {}).get("format", "dense")
-        if sparsity != "dense":
-            raise NotImplementedError(
-                f"quantization_config: sparsity_config: got format {sparsity!r}; only 'dense' can be read"
-            )
-        return _COMPRESSED_TENSORS[form]
-    if method in ("modelopt", "modelopt_fp4"):
-        form = quantization.get("quant_algo")
-        if form in ("NVFP4", "W4A16_NVFP4"):
-            return _MODELOPT_NVFP4
-    if method == "bitsandbytes" and quantization.get("bnb_4bit_quant_type") == "nf4":
-        return _nf4(bool(quantization.get("bnb_4bit_use_double_quant")))
-    raise NotImplementedError(
-        f"quantization_config: got quant_method {method!r}, format {form!r}; read are folders without "
-        f"quantization, compressed-tensors {' and '.join(map(repr, _COMPRESSED_TENSORS))}, ModelOpt "
-        "'NVFP4' and bitsandbytes nf4"
-    )
+    method = quantization.get("quant_method")
+    field = {
+        "modelopt": "quant_algo",
+        "modelopt_fp4": "quant_algo",
+        "bitsandbytes": "bnb_4bit_quant_type",
+    }.get(method, "format")
+    form = quantization.get(field)
+    double_quant = bool(quantization.get("bnb_4bit_use_double_quant"))
+    known = _FOLDERS | {("bitsandbytes", "nf4"): _nf4(double_quant)}
+    if (method, form) not in known:
+        raise NotImplementedError(
+            f"quantization_config: got quant_method {method!r}, format {form!r}; read are folders "
+            "without quantization, compressed-tensors 'nvfp4-pack-quantized' and "
+            "'mxfp4-pack-quantized', ModelOpt 'NVFP4' and bitsandbytes nf4"
+        )
+    if quantization.get("transform_config"):
+        raise NotImplementedError(
+            "quantization_config: transform_config: rotated weights cannot be read"
+        )
+    sparsity = (quantization.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise NotImplementedError(
+            f"quantization_config: sparsity_config: got format {sparsity!r}; only 'dense' can be read"
+        )
+    return known[method, form]
 
 
 def _compressed_tensors(form: str, **weights: Any) -> dict[str, Any]:
@@ -267,7 +269,15 @@ def _mxfp4(rounding: mxfp4.Rounding) -> Format:
 
 
 _MXFP4 = {rounding: _mxfp4(rounding) for rounding in ("nearest", "floor")}
-_COMPRESSED_TENSORS = {form.config["format"]: form for form in (_NVFP4, _MXFP4["nearest"])}
+# By `quant_method`, and what the field of that method calls the format.
+_FOLDERS = {
+    ("compressed-tensors", "nvfp4-pack-quantized"): _NVFP4,
+    ("compressed-tensors", "mxfp4-pack-quantized"): _MXFP4["nearest"],
+    ("modelopt", "NVFP4"): _MODELOPT_NVFP4,
+    ("modelopt", "W4A16_NVFP4"): _MODELOPT_NVFP4,
+    ("modelopt_fp4", "NVFP4"): _MODELOPT_NVFP4,
+    ("modelopt_fp4", "W4A16_NVFP4"): _MODELOPT_NVFP4,
+}
 
 
 # NF4
@@ -295,8 +305,8 @@ def _write_nf4(t: NF4Tensor) -> dict[str, np.ndarray]:
             "weight.nested_absmax": np.asarray(t.absmax2),
             "weight.nested_quant_map": nf4.SCALE_VALUES,
         }
-    text = json.dumps(state).encode()
-    return tensors | {f"weight.{_QUANT_STATE}": np.frombuffer(text, np.uint8)}
+    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    return tensors | {f"weight.{_QUANT_STATE}": text}
 
 
 def _read_nf4(tensors: Tensors, name: str) -> NF4Tensor:

@@ -1,6 +1,5 @@
 """Reads PEFT adapters into `params`, and writes them."""
 
-import dataclasses
 import json
 import math
 import pathlib
@@ -21,48 +20,41 @@ from qerl_jax.model.transformer import Transformer
 _PEFT_PREFIX = "base_model.model."
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shape:
-    """What an adapter_config.json says of each linear, named as in the base: "model.layers.0.mlp.up_proj"."""
+def _branch(config: dict[str, Any], name: str) -> tuple[int, float] | None:
+    """What an adapter_config.json says of a linear, named as in the base: "model.layers.0.mlp.up_proj".
 
-    path: pathlib.Path
-    config: dict[str, Any]
+    Returns:
+        Rank and factor of its branch (alpha / rank, or alpha / sqrt(rank): rslora, arXiv 2312.03732);
+        None where it has no branch.
+    """
+    layers = config.get("layers_to_transform")
+    layers = [layers] if isinstance(layers, int) else layers
+    chosen = layers is None or int(name.split(".")[2]) in layers
+    excluded, targets = config.get("exclude_modules"), config["target_modules"]
+    if not chosen or excluded and _is_named(excluded, name):
+        return None
+    if targets != "all-linear" and not _is_named(targets, name):
+        return None
+    rank = _by_pattern(config.get("rank_pattern"), name, config["r"])
+    alpha = _by_pattern(config.get("alpha_pattern"), name, config["lora_alpha"])
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
-    def targets(self, name: str) -> bool:
-        """Whether the linear has a branch."""
-        layers = self.config.get("layers_to_transform")
-        layers = [layers] if isinstance(layers, int) else layers
-        chosen = layers is None or int(name.split(".")[2]) in layers
-        excluded, targets = self.config.get("exclude_modules"), self.config["target_modules"]
-        if not chosen or excluded and self._names(excluded, name):
-            return False
-        return targets == "all-linear" or self._names(targets, name)
 
-    def _names(self, modules: str | list[str], name: str) -> bool:
-        """A text is a pattern for whole names, a list holds names or their ends."""
-        if not isinstance(modules, str):
-            return any(f".{name}".endswith(f".{module}") for module in modules)
-        try:
-            return re.fullmatch(modules, name) is not None
-        except re.error as error:
-            raise ValueError(
-                f"adapter_config.json: {modules!r} is no regular expression: {error}"
-            ) from error
+def _is_named(modules: str | list[str], name: str) -> bool:
+    """A text is a pattern for whole names, a list holds names or their ends."""
+    if not isinstance(modules, str):
+        return any(f".{name}".endswith(f".{module}") for module in modules)
+    try:
+        return re.fullmatch(modules, name) is not None
+    except re.error as error:
+        raise ValueError(
+            f"adapter_config.json: {modules!r} is no regular expression: {error}"
+        ) from error
 
-    def rank(self, name: str) -> int:
-        """The rank of the linear's branch."""
-        return self._pattern("rank_pattern", name, self.config["r"])
 
-    def scaling(self, name: str) -> float:
-        """The factor of the branch: alpha / rank, or alpha / sqrt(rank) (rslora, arXiv 2312.03732)."""
-        alpha = self._pattern("alpha_pattern", name, self.config["lora_alpha"])
-        rank = self.rank(name)
-        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
-
-    def _pattern(self, field: str, name: str, default: float) -> float:
-        patterns = self.config.get(field) or {}
-        matches = (v for p, v in patterns.items() if re.match(rf"(.*\.)?({p})$", name))
-        return next(matches, default)
+def _by_pattern(patterns: dict[str, float] | None, name: str, default: float) -> float:
+    found = (v for p, v in (patterns or {}).items() if re.match(rf"(.*\.)?({p})$", name))
+    return next(found, default)
 
 
 # What makes another function of the tensors, or of the base, than B A x.
@@ -81,7 +73,7 @@ _PLAIN = {
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def _shape(folder: str | pathlib.Path) -> _Shape:
+def _config(folder: str | pathlib.Path) -> dict[str, Any]:
     path = pathlib.Path(folder) / "adapter_config.json"
     if not path.is_file():
         raise FileNotFoundError(f"no adapter_config.json in {folder}")
@@ -109,9 +101,9 @@ def _shape(folder: str | pathlib.Path) -> _Shape:
     require(isinstance(targets, str | list), f"{path}: target_modules", targets, rule)
     for field in ("r", "lora_alpha"):
         value = config.get(field)
-        is_positive = isinstance(value, int | float) and value > 0
-        require(is_positive, f"{path}: {field}", value, "must be positive")
-    return _Shape(path, config)
+        is_number = isinstance(value, int | float)
+        require(is_number and value > 0, f"{path}: {field}", value, "must be positive")
+    return config
 
 
 def read_lora(folder: str | pathlib.Path) -> LoraConfig:
@@ -123,8 +115,7 @@ def read_lora(folder: str | pathlib.Path) -> LoraConfig:
     Raises:
         NotImplementedError: For adapters that are no plain LoRA, by the field that says so.
     """
-    shape = _shape(folder)
-    config = shape.config
+    config = _config(folder)
     rank = max(config["r"], *(config.get("rank_pattern") or {"": 0}).values())
     alpha = float(config["lora_alpha"])
     if config.get("use_rslora") or rank != config["r"]:
@@ -146,10 +137,10 @@ def import_adapter(folder: str | pathlib.Path, model: Transformer) -> Any:
         SafetensorsError, ValueError: When a tensor is missing, of another shape, or none of the
             model's.
     """
-    tensors, shape = Tensors(folder, "adapter_model"), _shape(folder)
-    arch, lora = model.arch, model.lora
-    if lora.rank != read_lora(folder).rank:
-        raise ValueError(f"{shape.path}: rank {read_lora(folder).rank}; the model has {lora.rank}")
+    tensors, config = Tensors(folder, "adapter_model"), _config(folder)
+    arch, lora, rank = model.arch, model.lora, read_lora(folder).rank
+    if lora.rank != rank:
+        raise ValueError(f"{folder}/adapter_config.json: rank {rank}; the model has {lora.rank}")
     unread = set(tensors)
 
     def read(name: str, sizes: tuple[int, ...]) -> np.ndarray:
@@ -161,8 +152,8 @@ def import_adapter(folder: str | pathlib.Path, model: Transformer) -> Any:
 
     def branch(name: str, n: int, k: int) -> tuple[np.ndarray, np.ndarray]:
         a, b = np.zeros((k, lora.rank), np.float32), np.zeros((lora.rank, n), np.float32)
-        if shape.targets(name):
-            rank, quotient = shape.rank(name), np.float32(shape.scaling(name) / lora.scaling)
+        if found := _branch(config, name):
+            rank, quotient = found[0], np.float32(found[1] / lora.scaling)
             a[:, :rank] = read(f"{name}.lora_A", (rank, k)).T
             b[:rank] = quotient * read(f"{name}.lora_B", (n, rank)).T
         return a, b
@@ -172,9 +163,8 @@ def import_adapter(folder: str | pathlib.Path, model: Transformer) -> Any:
     for linear, parts in arch.linears().items():
         k = arch.input_width(linear)
         for part, n in parts:
-            names = [f"{prefix}{PARENT[linear]}.{part}" for prefix in prefixes]
-            stacks = zip(*(branch(name, n, k) for name in names), strict=True)
-            a, b = map(jnp.stack, stacks)
+            pairs = [branch(f"{prefix}{PARENT[linear]}.{part}", n, k) for prefix in prefixes]
+            a, b = map(jnp.stack, zip(*pairs, strict=True))
             layers[linear][part] = {"a": a, "b": b}
     if lora.train_norms:
         for norm in LAYER_NORMS:

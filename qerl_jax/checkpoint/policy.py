@@ -7,7 +7,6 @@ from typing import Any
 from qerl_jax import config
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, peft
-from qerl_jax.config import ModelConfig, RunConfig
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.files import read_json
 from qerl_jax.model.transformer import Transformer
@@ -24,9 +23,9 @@ class PolicySource:
         folder: The run folder, if there is one.
     """
 
-    model: ModelConfig
+    model: config.ModelConfig
     adapter: pathlib.Path | None = None
-    run: RunConfig | None = None
+    run: config.RunConfig | None = None
     folder: pathlib.Path | None = None
 
     @property
@@ -107,10 +106,10 @@ def find_policy(
         model = read_json(path).get(field)
         require(model is not None, f"{path}: {field}", model, "give --model")
     table = {} if run is None else config.to_table(run.model) | {"trainable": "lora"}
-    given = {"model_name_or_path": model, **held}
-    table |= {name: value for name, value in given.items() if value is not None}
+    held |= {"model_name_or_path": model}
+    table |= {name: value for name, value in held.items() if value is not None}
     table.setdefault("model_name_or_path", "qerl-tiny")
     if model is not None:  # a model that is named has weights, though the run's base may have none
         table["random_base"] = False
-    cfg = config.from_table(ModelConfig, table, "model.")
+    cfg = config.from_table(config.ModelConfig, table, "model.")
     return PolicySource(cfg, None if base else adapter, run, folder)

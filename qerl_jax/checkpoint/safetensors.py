@@ -88,8 +88,17 @@ class Tensors(dict[str, np.ndarray]):
 
     def _open_shards(self, index: pathlib.Path) -> None:
         """Opens the files of an index, and checks that each holds the tensors that the index says."""
-        weight_map = _weight_map(index)
-        paths = [index.with_name(name) for name in sorted(set(weight_map.values()))]
+        try:
+            weight_map = read_json(index)["weight_map"]
+            files = sorted(set(weight_map.values()), key=str)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise SafetensorsError(f"{index}: not an index with a weight_map: {error!r}") from error
+        for file in files:
+            if not re.fullmatch(r"[^/\\\0]+\.safetensors", str(file)):
+                raise SafetensorsError(
+                    f"{index}: names {file!r}, which is no safetensors file of its own folder"
+                )
+        paths = [index.with_name(name) for name in files]
         if missing := [path.name for path in paths if not path.is_file()]:
             raise SafetensorsError(
                 f"{index}: {len(missing)} of {len(paths)} shards are missing: {', '.join(missing[:4])}"
@@ -130,21 +139,6 @@ class Tensors(dict[str, np.ndarray]):
             end += self[name].nbytes
 
 
-def _weight_map(index: pathlib.Path) -> dict[str, str]:
-    """Tensor -> file of an index, whose files are in its own folder."""
-    try:
-        weight_map = read_json(index)["weight_map"]
-        files = set(weight_map.values())
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise SafetensorsError(f"{index}: not an index with a weight_map: {error!r}") from error
-    for file in files:
-        if not re.fullmatch(r"[^/\\\0]+\.safetensors", str(file)):
-            raise SafetensorsError(
-                f"{index}: names {file!r}, which is no safetensors file of its own folder"
-            )
-    return weight_map
-
-
 def write(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Writes a file, which appears whole or not at all.
 
@@ -179,7 +173,9 @@ def write_shards(
     Raises:
         ValueError: When a tensor is not what the table says.
     """
-    sizes = {name: _nbytes(dtype, shape) for name, (dtype, shape) in table.items()}
+    sizes = {
+        name: math.prod(shape) * np.dtype(dtype).itemsize for name, (dtype, shape) in table.items()
+    }
     shards: list[list[str]] = [[]]
     for name, size in sizes.items():
         if shards[-1] and sum(map(sizes.get, shards[-1])) + size > shard_bytes:
@@ -198,17 +194,13 @@ def write_shards(
     index.write_text(json.dumps(total, indent=2) + "\n")
 
 
-def _nbytes(dtype, shape) -> int:
-    return math.prod(shape) * np.dtype(dtype).itemsize
-
-
 def _write_file(path, table, read) -> None:
     header: dict = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in table.items():
         if np.dtype(dtype) not in _TYPES:
             raise ValueError(f"{name}: safetensors files hold no {np.dtype(dtype)}")
-        start, end = end, end + _nbytes(dtype, shape)
+        start, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
         header[name] = {
             "dtype": _TYPES[np.dtype(dtype)],
             "shape": list(shape),

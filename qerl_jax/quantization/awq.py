@@ -92,20 +92,19 @@ def fold(
         seen: What is known of the inputs of each fused linear.
     """
     tensors, errors, rows = dict(tensors), {}, {}
-    name = lambda linear, part: f"{prefix}{PARENT[linear]}.{part}"
 
     def scaled(
         linear: str, norm: str | None = None, heads: tuple[int, int] | None = None
     ) -> jax.Array:
         parts = [part for part, _ in arch.linears()[linear]]
-        weights = [jnp.asarray(tensors[f"{name(linear, part)}.weight"]) for part in parts]
+        names = [f"{prefix}{PARENT[linear]}.{part}.weight" for part in parts]
+        weights = [jnp.asarray(tensors[name]) for name in names]
         before = None if norm is None else jnp.asarray(tensors[f"{prefix}{norm}.weight"])
         divided = [rows.get(part, jnp.ones(len(w))) for part, w in zip(parts, weights, strict=True)]
         s, after, new, (nearest, found) = _search(
             form, heads, weights, divided, seen[linear], before
         )
-        for part, weight in zip(parts, new, strict=True):
-            tensors[f"{name(linear, part)}.weight"] = weight
+        tensors.update(zip(names, new, strict=True))
         if norm is not None:
             tensors[f"{prefix}{norm}.weight"] = np.asarray(after)
         errors[linear] = float(nearest), float(found)
@@ -115,13 +114,11 @@ def fold(
     rows["up_proj"] = scaled("down")
     heads = arch.num_kv_heads, arch.head_size
     by_head = scaled("o", heads=heads).reshape(heads[0], -1, heads[1])
-    shared = by_head[:, 0].reshape(-1)
-    rows["v_proj"] = shared
+    rows["v_proj"] = by_head[:, 0].reshape(-1)
     if arch.qkv_bias:
-        bias = f"{name('qkv', 'v_proj')}.bias"
-        dtype = tensors[bias].dtype
-        tensors[bias] = np.asarray(tensors[bias], np.float32) / np.asarray(shared)
-        tensors[bias] = tensors[bias].astype(dtype)
+        bias = f"{prefix}{PARENT['qkv']}.v_proj.bias"
+        divided = np.asarray(tensors[bias], np.float32) / np.asarray(rows["v_proj"])
+        tensors[bias] = divided.astype(tensors[bias].dtype)
     scaled("qkv", norm="input_layernorm")
     scaled("gate_up", norm="post_attention_layernorm")
     return Folded(tensors, errors)
@@ -141,7 +138,7 @@ def _search(
     Rows are divided by `rows` first; their error counts in the undivided weight's units. With
     `heads` = (J, C) the channels are [J, heads of one key, C], and the heads of one key share s.
     """
-    sizes = [len(weight) for weight in weights]
+    ends = np.cumsum([len(weight) for weight in weights])[:-1]
     row = jnp.concatenate(rows)[:, None]
     weight = jnp.concatenate([weight.astype(jnp.float32) for weight in weights]) / row
 
@@ -164,7 +161,7 @@ def _search(
         s = _exact(norm, s)[0]
 
     def rounded(scaled):
-        packed = form.pack(jnp.split(scaled, np.cumsum(sizes)[:-1]))
+        packed = form.pack(jnp.split(scaled, ends))
         return jnp.concatenate([form.unpack(part, jnp.float32) for part in packed])
 
     def size(off):
@@ -182,9 +179,8 @@ def _search(
     best = s[index]
     new = jnp.where(cut == 1, clipped(best), weight * best)
     relative = jnp.stack([nearest, errors.min()]) / jnp.maximum(size(weight * row), 1e-30)
-    relative = jnp.sqrt(jnp.maximum(relative, 0))
-    new = jnp.split(new, np.cumsum(sizes)[:-1])
-    return best, None if norm is None else _exact(norm, best)[1], new, relative
+    after = None if norm is None else _exact(norm, best)[1]
+    return best, after, jnp.split(new, ends), jnp.sqrt(jnp.maximum(relative, 0))
 
 
 def _clipped(weight, rounded, block, gram):
@@ -208,13 +204,8 @@ def _clipped(weight, rounded, block, gram):
         off = rounded(cut(share).reshape(n, k)).reshape(blocks.shape) - blocks
         return jnp.einsum("nbi,bij,nbj->nb", off, own, off, precision=_HIGHEST)
 
-    def better(state, share):
-        best, kept = state
-        found = error(share)
-        return (jnp.minimum(best, found), jnp.where(found < best, share, kept)), None
-
-    ones = jnp.ones(blocks.shape[:2])
-    (_, kept), _ = jax.lax.scan(better, (error(1.0), ones), jnp.asarray(CLIPS))
+    shares = jnp.asarray([1.0, *CLIPS])
+    kept = shares[jnp.argmin(jax.lax.map(error, shares), axis=0)]
     return cut(kept[..., None]).reshape(n, k)
 
 

@@ -9,11 +9,9 @@ import jax
 import numpy as np
 
 from qerl_jax.checked import Checked, Count, require
-from qerl_jax.data import arithmetic, datasets
-from qerl_jax.data.tokenizer import Tokenizer
+from qerl_jax.data import arithmetic, datasets, tokenizer
 from qerl_jax.model.transformer import Transformer, run_layer
 from qerl_jax.quantization import awq
-from qerl_jax.quantization.awq import Inputs
 
 # The paper's.
 DATASET = "open-thoughts/OpenThoughts-114k"
@@ -43,7 +41,7 @@ class Calibration(Checked):
     seed: int = 0
 
 
-def texts(cfg: Calibration, tokens: Tokenizer) -> list[str]:
+def texts(cfg: Calibration, tokens: tokenizer.Tokenizer) -> list[str]:
     """The rows as texts that the model would see: chats through its template.
 
     Raises:
@@ -66,16 +64,14 @@ def texts(cfg: Calibration, tokens: Tokenizer) -> list[str]:
     ]
 
 
-def token_rows(cfg: Calibration, tokens: Tokenizer) -> tuple[np.ndarray, np.ndarray]:
+def token_rows(cfg: Calibration, tokens: tokenizer.Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """The rows as right-padded ids, int32 [S, T], and their lengths, int32 [S]; the longest first."""
     encoded = tokens.hf(texts(cfg, tokens), add_special_tokens=False)["input_ids"]
     if not any(encoded):
         raise ValueError(f"{cfg.dataset}: its texts have no tokens")
     encoded = sorted((ids[: cfg.max_length] for ids in encoded), key=len, reverse=True)
-    rows = np.full((len(encoded), len(encoded[0])), tokens.pad_token, np.int32)
-    for row, ids in zip(rows, encoded, strict=True):
-        row[: len(ids)] = ids
-    return rows, np.array([len(ids) for ids in encoded], np.int32)
+    rows = [ids + [tokens.pad_token] * (len(encoded[0]) - len(ids)) for ids in encoded]
+    return np.array(rows, np.int32), np.array([len(ids) for ids in encoded], np.int32)
 
 
 class HiddenStates:
@@ -90,25 +86,23 @@ class HiddenStates:
             ids: int32 [S, T], right-padded.
             lengths: int32 [S].
         """
-        self._model, self._lengths = model, lengths
-        dtype = np.dtype(model.dtype)
-        self.rows = [np.asarray(embedding[row], dtype) for row in ids]
+        self.model, self._lengths = model, lengths
+        self.rows = [np.asarray(embedding[row], model.dtype) for row in ids]
         self._together = max(1, _CHUNK // ids.shape[1])
 
-    def observe(self, layer: dict[str, Any]) -> dict[str, Inputs]:
+    def observe(self, layer: dict[str, Any]) -> dict[str, awq.Inputs]:
         """What the linears of a layer read."""
-        arch = self._model.arch
+        arch = self.model.arch
         seen = {name: awq.no_inputs(arch.input_width(name)) for name in arch.linears()}
         for x, live, _ in self._batches():
-            seen = _observe(self._model, layer, x, live, seen)
+            seen = _observe(self.model, layer, x, live, seen)
         return seen
 
     def advance(self, layer: dict[str, Any]) -> None:
         """Passes a layer."""
         for x, _, first in self._batches():
-            for offset, row in enumerate(np.asarray(_advance(self._model, layer, x))):
-                if first + offset < len(self.rows):
-                    self.rows[first + offset] = row
+            passed = np.asarray(_advance(self.model, layer, x))
+            self.rows[first : first + len(x)] = passed[: len(self.rows) - first]
 
     def _batches(self):
         slots = np.arange(len(self.rows[0]))
@@ -158,7 +152,6 @@ def _chat(row: Mapping[str, Any], where: str) -> str | Sequence[dict[str, str]]:
 
 def _message(message: Mapping[str, str]) -> dict[str, str]:
     # ShareGPT's names beside those of chat templates.
-    roles = {"human": "user", "gpt": "assistant"}
     role = message.get("role") or message.get("from")
-    content = message.get("content") or message.get("value") or ""
-    return {"role": roles.get(role, role), "content": content}
+    role = {"human": "user", "gpt": "assistant"}.get(role, role)
+    return {"role": role, "content": message.get("content") or message.get("value") or ""}

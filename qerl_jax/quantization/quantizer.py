@@ -22,15 +22,12 @@ import numpy as np
 
 from pallas_kernels import mxfp4, runtime
 from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, safetensors
-from qerl_jax.checkpoint.packed_formats import Format
-from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.data import tokenizer
 from qerl_jax.files import Progress, read_json
 from qerl_jax.model import architecture
-from qerl_jax.model.architecture import PARENT, Architecture
 from qerl_jax.model.transformer import Transformer
-from qerl_jax.quantization import awq, calibration
-from qerl_jax.quantization.calibration import Calibration, HiddenStates
+from qerl_jax.quantization import awq
+from qerl_jax.quantization.calibration import Calibration, HiddenStates, token_rows
 
 REPORT = "quantization_report.json"
 
@@ -57,7 +54,7 @@ class Recipe:
     calibration: Calibration = Calibration()
 
 
-def expected_size(arch: Architecture, form: Format) -> int:
+def expected_size(arch: architecture.Architecture, form: packed_formats.Format) -> int:
     """Bytes of a quantized folder's tensors, where what is not packed is in 16 bits."""
     shapes = [
         (n, arch.input_width(linear)) for linear, parts in arch.linears().items() for _, n in parts
@@ -80,8 +77,8 @@ class _Job:
 
     source: pathlib.Path
     target: pathlib.Path
-    arch: Architecture
-    form: Format
+    arch: architecture.Architecture
+    form: packed_formats.Format
     progress: Progress
 
     @property
@@ -134,16 +131,21 @@ def quantize(
     written, earlier = max(0, len(done) - 1), done[-1]["seconds"] if done else 0.0
     if written:
         log(f"going on after {written} of {arch.num_layers} layers: {job.folder}")
-    states = None
-    if recipe.method == "awq":
-        states = _hidden_states(job.source, arch, recipe.calibration, log)
+    calibrated = recipe.method == "awq"
+    states = _hidden_states(job.source, arch, recipe.calibration, log) if calibrated else None
 
     start = time.monotonic()
     passed = lambda: time.monotonic() - start
     if not done:
-        held = Tensors(job.source).items()
-        job.write({n: t for n, t in held if not n.startswith("model.layers.")}, {}, passed())
-        del held  # what was mapped is let go
+        job.write(
+            {
+                n: t
+                for n, t in safetensors.Tensors(job.source).items()
+                if not n.startswith("model.layers.")
+            },
+            {},
+            passed(),
+        )
     for index in range(arch.num_layers):
         number = index + 1
         if index >= written:
@@ -151,7 +153,7 @@ def quantize(
             job.write(tensors, {"layer": index} | errors, earlier + passed())
             log(_line(errors, number, arch.num_layers, passed() / (number - written)))
         if states is not None and number < arch.num_layers:
-            states.advance(_dequantized_layer(job, index))
+            states.advance(_dequantized_layer(job, index, states.model))
     report = _finish(job)
     log(
         f"{_size(report['bytes'])}, from {_size(report['source_bytes'])}, in {job.target}: "
@@ -173,7 +175,7 @@ def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
     if packed_formats.of_folder(source) is not None:
         raise ValueError(f"{source}: is quantized already; 16-bit weights are needed")
     form.check(arch)
-    base_model.check_names(arch, Tensors(source), None)
+    base_model.check_names(arch, safetensors.Tensors(source), None)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise FileExistsError(f"{target}: exists; give the name of a new folder")
     sizes = {path.name: path.stat().st_size for path in sorted(source.glob("*.safetensors"))}
@@ -199,10 +201,10 @@ def _quantized_layer(
     """The packed tensors of a layer, and the errors of its weights and, with calibration, outputs."""
     # Opened anew for each layer: what was mapped of the last one is let go.
     prefix, errors = f"model.layers.{index}.", {}
-    tensors = {n: t for n, t in Tensors(job.source).items() if n.startswith(prefix)}
+    tensors = {n: t for n, t in safetensors.Tensors(job.source).items() if n.startswith(prefix)}
     if states is not None:
         dense = lambda name: jnp.asarray(tensors[f"{name}.weight"])
-        seen = states.observe(_layer(job.arch, tensors, prefix, dense))
+        seen = states.observe(_layer(states.model, tensors, prefix, dense))
         folded = awq.fold(job.arch, job.form, tensors, prefix, seen)
         tensors, errors["outputs"] = folded.tensors, folded.errors
     tensors, errors["weights"] = _packed(job.arch, job.form, tensors, prefix)
@@ -239,12 +241,15 @@ def _finish(job: _Job) -> dict[str, Any]:
 
 
 def _packed(
-    arch: Architecture, form: Format, tensors: dict[str, Any], prefix: str
+    arch: architecture.Architecture,
+    form: packed_formats.Format,
+    tensors: dict[str, Any],
+    prefix: str,
 ) -> tuple[dict[str, np.ndarray], dict[str, float]]:
     """A layer's tensors with packed linears, and the relative error of each fused linear's weights."""
     written, errors = dict(tensors), {}
     for linear, parts in arch.linears().items():
-        names = [f"{prefix}{PARENT[linear]}.{part}" for part, _ in parts]
+        names = [f"{prefix}{architecture.PARENT[linear]}.{part}" for part, _ in parts]
         packed, error = _pack(form, [jnp.asarray(written.pop(f"{name}.weight")) for name in names])
         errors[linear] = float(error)
         for name, part in zip(names, packed, strict=True):
@@ -253,7 +258,7 @@ def _packed(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _pack(form: Format, weights: list[jax.Array]):
+def _pack(form: packed_formats.Format, weights: list[jax.Array]):
     packed = form.pack(weights)
     off = whole = 0.0
     for weight, part in zip(weights, packed, strict=True):
@@ -263,33 +268,34 @@ def _pack(form: Format, weights: list[jax.Array]):
     return packed, jnp.sqrt(off / jnp.where(whole == 0, 1, whole))
 
 
-def _calibration_dtype() -> str:
-    return "bfloat16" if runtime.platform() == "gpu" else "float32"
-
-
 def _hidden_states(
-    folder: pathlib.Path, arch: Architecture, cfg: Calibration, log: Callable[[str], None]
+    folder: pathlib.Path,
+    arch: architecture.Architecture,
+    cfg: Calibration,
+    log: Callable[[str], None],
 ) -> HiddenStates:
-    ids, lengths = calibration.token_rows(cfg, tokenizer.load(folder))
+    ids, lengths = token_rows(cfg, tokenizer.load(folder))
     log(f"calibrating on {len(ids)} rows of {cfg.dataset}, {lengths.sum()} tokens")
-    model = Transformer(arch, _calibration_dtype(), None, jnp.dtype(_calibration_dtype()))
-    return HiddenStates(model, Tensors(folder)["model.embed_tokens.weight"], ids, lengths)
+    dtype = "bfloat16" if runtime.platform() == "gpu" else "float32"
+    model = Transformer(arch, dtype, None, jnp.dtype(dtype))
+    return HiddenStates(
+        model, safetensors.Tensors(folder)["model.embed_tokens.weight"], ids, lengths
+    )
 
 
 def _layer(
-    arch: Architecture, tensors: dict[str, Any], prefix: str, weight: Callable[[str], jax.Array]
+    model: Transformer, tensors: dict[str, Any], prefix: str, weight: Callable[[str], jax.Array]
 ) -> dict[str, Any]:
     """A layer as calibration runs it, from its tensors and the function from a linear's name to its weight."""
-    dtype = _calibration_dtype()
-    read = lambda _, names: jnp.concatenate([weight(name) for name in names]).astype(dtype)
-    return base_model.read_layer(arch, tensors, prefix, dtype, read)
+    read = lambda _, names: jnp.concatenate([weight(name) for name in names]).astype(model.dtype)
+    return base_model.read_layer(model.arch, tensors, prefix, model.dtype, read)
 
 
-def _dequantized_layer(job: _Job, index: int) -> dict[str, Any]:
+def _dequantized_layer(job: _Job, index: int, model: Transformer) -> dict[str, Any]:
     """A layer that was written, as calibration runs it."""
-    tensors = Tensors(job.folder, job.file(index + 1))
-    weight = lambda name: job.form.unpack(job.form.read(tensors, name), _calibration_dtype())
-    return _layer(job.arch, tensors, f"model.layers.{index}.", weight)
+    tensors = safetensors.Tensors(job.folder, job.file(index + 1))
+    weight = lambda name: job.form.unpack(job.form.read(tensors, name), model.dtype)
+    return _layer(model, tensors, f"model.layers.{index}.", weight)
 
 
 def _line(errors: dict[str, Any], number: int, total: int, seconds: float) -> str:
