@@ -75,10 +75,8 @@ def export(
     """
     run = pathlib.Path(run)
     cfg = _config(run)
-    if cfg.model.trainable == "full":
-        folder = _trained_model(run, to, step)
-    else:
-        folder = hf_folder.local_folder(cfg.model.model_name_or_path)
+    full, name = cfg.model.trainable == "full", cfg.model.model_name_or_path
+    folder = _trained_model(run, to, step) if full else hf_folder.local_folder(name)
     base = _checked_base(cfg, folder, to, base)
     _require_outside(pathlib.Path(out), run, folder)
     model, params, step, frozen, probe = _load(run, cfg, folder, step)
@@ -87,7 +85,7 @@ def export(
     dtype = np.dtype(frozen["embed_tokens"].dtype)
     with whole_folder(out, REPORT, "export") as partial:
         if to == "peft":
-            peft.export_adapter(partial, params, model.lora, cfg.model.model_name_or_path)
+            peft.export_adapter(partial, params, model.lora, name)
             written = model.clone(lora=peft.read_lora(partial))
             found = probe.logps(written, frozen, peft.import_adapter(partial, written))
         else:
@@ -119,7 +117,7 @@ def export(
         report = {
             "run": str(run.resolve()),
             "to": to,
-            "base": cfg.model.model_name_or_path,
+            "base": name,
             "from": base,
             "step": step,
             "tokens": found.size,

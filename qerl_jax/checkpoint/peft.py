@@ -53,8 +53,9 @@ def _is_named(modules: str | list[str], name: str) -> bool:
 
 
 def _by_pattern(patterns: dict[str, float] | None, name: str, default: float) -> float:
-    found = (v for p, v in (patterns or {}).items() if re.match(rf"(.*\.)?({p})$", name))
-    return next(found, default)
+    return next(
+        (v for p, v in (patterns or {}).items() if re.match(rf"(.*\.)?({p})$", name)), default
+    )
 
 
 # What makes another function of the tensors, or of the base, than B A x.
@@ -79,8 +80,13 @@ def _config(folder: str | pathlib.Path) -> dict[str, Any]:
         raise FileNotFoundError(f"no adapter_config.json in {folder}")
     config = read_json(path)
     for field, plain in _PLAIN.items():
-        is_plain, rule = (config.get(field) or plain) == plain, f"only {plain!r} is supported"
-        require(is_plain, f"{path}: {field}", config.get(field), rule, NotImplementedError)
+        require(
+            (config.get(field) or plain) == plain,
+            f"{path}: {field}",
+            config.get(field),
+            f"only {plain!r} is supported",
+            NotImplementedError,
+        )
     start, norms = config.get("init_lora_weights"), config.get("modules_to_save") or []
     require(
         not (isinstance(start, str) and start.startswith(_CHANGES_BASE)),
@@ -97,12 +103,20 @@ def _config(folder: str | pathlib.Path) -> dict[str, Any]:
         f"only {list(LAYER_NORMS)} can be read",
         NotImplementedError,
     )
-    targets, rule = config.get("target_modules"), "must be names, or a pattern"
-    require(isinstance(targets, str | list), f"{path}: target_modules", targets, rule)
+    require(
+        isinstance(config.get("target_modules"), str | list),
+        f"{path}: target_modules",
+        config.get("target_modules"),
+        "must be names, or a pattern",
+    )
     for field in ("r", "lora_alpha"):
         value = config.get(field)
-        is_number = isinstance(value, int | float)
-        require(is_number and value > 0, f"{path}: {field}", value, "must be positive")
+        require(
+            isinstance(value, int | float) and value > 0,
+            f"{path}: {field}",
+            value,
+            "must be positive",
+        )
     return config
 
 
@@ -161,9 +175,9 @@ def import_adapter(folder: str | pathlib.Path, model: Transformer) -> Any:
     prefixes = [f"model.layers.{index}." for index in range(arch.num_layers)]
     layers: dict[str, Any] = {linear: {} for linear in arch.linears()}
     for linear, parts in arch.linears().items():
-        k = arch.input_width(linear)
         for part, n in parts:
-            pairs = [branch(f"{prefix}{PARENT[linear]}.{part}", n, k) for prefix in prefixes]
+            names = [f"{prefix}{PARENT[linear]}.{part}" for prefix in prefixes]
+            pairs = [branch(name, n, arch.input_width(linear)) for name in names]
             a, b = map(jnp.stack, zip(*pairs, strict=True))
             layers[linear][part] = {"a": a, "b": b}
     if lora.train_norms:

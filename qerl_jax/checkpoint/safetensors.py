@@ -7,10 +7,8 @@ It reads no float8 into numpy, and writes only what is in memory as a whole: byt
 import json
 import math
 import mmap
-import os
 import pathlib
 import re
-import struct
 from collections.abc import Callable, Mapping
 
 import ml_dtypes
@@ -148,7 +146,7 @@ def write(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
     partial = path.with_name(f".{path.name}.partial")
     table = {name: (array.dtype, array.shape) for name, array in tensors.items()}
     _write_file(partial, table, tensors.__getitem__)
-    os.replace(partial, path)
+    partial.replace(path)
 
 
 def write_shards(
@@ -209,7 +207,7 @@ def _write_file(path, table, read) -> None:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # data start on a multiple of 8 bytes
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(len(text).to_bytes(8, "little") + text)
         for name, (dtype, shape) in table.items():
             tensor = np.asarray(read(name), order="C")
             if (tensor.dtype, tensor.shape) != (np.dtype(dtype), tuple(shape)):

@@ -157,9 +157,9 @@ class Architecture:
 
     def norms(self) -> dict[str, tuple[str, int]]:
         """The norms of a layer: name -> Hugging Face's name within the layer, and size."""
-        norms = {name: (name, self.width) for name in LAYER_NORMS}
         heads = ("q_norm", "k_norm") if self.qk_norm else ()
-        return norms | {name: (f"self_attn.{name}", self.head_size) for name in heads}
+        of_heads = {name: (f"self_attn.{name}", self.head_size) for name in heads}
+        return {name: (name, self.width) for name in LAYER_NORMS} | of_heads
 
     def input_width(self, linear: str) -> int:
         """K of a fused linear: the width of what it reads."""

@@ -151,9 +151,8 @@ def _search(
     block = 1 if weight.shape[1] % form.group else form.group
     blocks = jnp.abs(weight).reshape(len(weight), -1, block)
     share = blocks / jnp.maximum(blocks.max(axis=-1, keepdims=True), 1e-12)
-    w = alike(share.reshape(weight.shape).mean(axis=0))
-    a = alike(seen.magnitude)
-    a, w = (jnp.maximum(x / jnp.maximum(x.mean(), 1e-12), 1e-4) for x in (a, w))
+    means = alike(seen.magnitude), alike(share.reshape(weight.shape).mean(axis=0))
+    a, w = (jnp.maximum(x / jnp.maximum(x.mean(), 1e-12), 1e-4) for x in means)
     r = jnp.arange(GRID, dtype=jnp.float32)[:, None] / GRID
     s = jnp.concatenate([a**r, a**r / w ** (1 - r)])
     s = s / jnp.sqrt(s.max(axis=-1, keepdims=True) * s.min(axis=-1, keepdims=True))

@@ -8,7 +8,6 @@ calibration the hidden states of its rows.
 import dataclasses
 import functools
 import json
-import os
 import pathlib
 import resource
 import shutil
@@ -131,8 +130,11 @@ def quantize(
     written, earlier = max(0, len(done) - 1), done[-1]["seconds"] if done else 0.0
     if written:
         log(f"going on after {written} of {arch.num_layers} layers: {job.folder}")
-    calibrated = recipe.method == "awq"
-    states = _hidden_states(job.source, arch, recipe.calibration, log) if calibrated else None
+    states = (
+        _hidden_states(job.source, arch, recipe.calibration, log)
+        if recipe.method == "awq"
+        else None
+    )
 
     start = time.monotonic()
     passed = lambda: time.monotonic() - start
@@ -233,9 +235,7 @@ def _finish(job: _Job) -> dict[str, Any]:
     contents = {"model.safetensors.index.json": index, "config.json": config, REPORT: report}
     for name, content in contents.items():
         (job.folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    if job.target.exists():
-        job.target.rmdir()
-    os.replace(job.folder, job.target)
+    job.folder.replace(job.target)
     (job.target / _PROGRESS).unlink()
     return report
 
