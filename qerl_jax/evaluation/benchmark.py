@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import runtime
-from qerl_jax import config
+from qerl_jax.checked import from_table, is_seed, require, to_table
 from qerl_jax.checkpoint.policy import Policy, PolicySource, load_policy
 from qerl_jax.config import DataConfig, EvalConfig, RunConfig
 from qerl_jax.data import datasets
@@ -42,11 +42,6 @@ class _Set:
     problems: Sequence[Problem]
     reward: scoring.Named
     progress: Progress
-
-    @property
-    def finished(self) -> bool:
-        """Whether there is a record of every problem."""
-        return len(self.progress.values) >= len(self.problems)
 
 
 def protocol_for(dataset: str, name: str | None, policy: PolicySource, **changed: Any) -> Protocol:
@@ -84,17 +79,16 @@ def source_of(dataset: str, policy: PolicySource, **given: Any) -> DataConfig:
     """
     given, run = _given(given), policy.run
     if run is not None and dataset == run.data.dataset:
-        fields = config.to_table(run.data) | {"num_problems": None, "split": "test"}
+        fields = to_table(run.data) | {"num_problems": None, "split": "test"}
         if run.eval is not None and run.eval.dataset is None:
             fields |= {"split": run.eval.split, "num_problems": run.eval.num_problems}
-        fields = _given(fields)
     else:
         if run is not None and run.eval is not None and dataset == run.eval.dataset:
             given = _given({"path": run.eval.path, "split": run.eval.split}) | given
         # A copy on disk calls it test, whatever the hub does.
         split = "test" if "path" in given else protocols.SPLITS.get(dataset, "test")
         fields = {"dataset": dataset, "split": split}
-    return config.from_table(DataConfig, fields | given, "data.")
+    return from_table(DataConfig, _given(fields | given), "data.")
 
 
 def _given(fields: dict[str, Any]) -> dict[str, Any]:
@@ -130,22 +124,31 @@ def run(
         ValueError: For problems or rewards that cannot be used, two sets of one name, a seed that is not
             in [0, 2**32), or results of something else in the folder.
     """
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed: got {seed}; must be in [0, 2**32)")
+    require(is_seed(seed), "seed", seed, "must be in [0, 2**32)")
     names = [_set_name(data) for data, _ in sets]
     if len(set(names)) < len(names):
         raise ValueError(f"sets must differ in name; got {names}")
     judged = [_problems_and_reward(source.run, data, protocol, seed) for data, protocol in sets]
-    opened = []
-    for name, (data, protocol), (problems, reward) in zip(names, sets, judged, strict=True):
-        identity = _identity(source, data, protocol, seed)
-        progress = _progress(pathlib.Path(folder) / name, identity)
-        opened.append(_Set(name, protocol, problems, reward, progress))
-    if not all(each.finished for each in opened):
-        policy = load_policy(source, seed)
-    summaries = {}
+    opened = [
+        _Set(
+            name,
+            protocol,
+            problems,
+            reward,
+            Progress(
+                pathlib.Path(folder) / name / "problems.jsonl",
+                _identity(source, data, protocol, seed),
+                settings=pathlib.Path(folder) / name / "settings.json",
+                refusal="{folder} holds an evaluation with other settings ({changed}): choose another "
+                "folder, or remove that one",
+            ),
+        )
+        for name, (data, protocol), (problems, reward) in zip(names, sets, judged, strict=True)
+    ]
+    summaries, policy = {}, None
     for each in opened:
-        if not each.finished:
+        if len(each.progress.values) < len(each.problems):
+            policy = policy or load_policy(source, seed)
             _measure(policy, each, seed, max_concurrent, log)
         asked = {"name": each.name, "protocol": dataclasses.asdict(each.protocol)}
         summaries[each.name] = asked | summarize(each.progress.values)
@@ -167,42 +170,27 @@ def _problems_and_reward(
     return problems, reward
 
 
-def _progress(folder: pathlib.Path, identity: dict[str, Any]) -> Progress:
-    return Progress(
-        folder / "problems.jsonl",
-        identity,
-        settings=folder / "settings.json",
-        refusal="{folder} holds an evaluation with other settings ({changed}): choose another folder, "
-        "or remove that one",
-    )
-
-
 def _measure(
     policy: Policy, each: _Set, seed: int, max_concurrent: int, log: Callable[[str], None]
 ) -> None:
     """Adds the records of the problems that have none yet."""
-    name, progress, problems = each.name, each.progress, each.problems
+    arch, problems, values = policy.model.arch, each.problems, each.progress.values
     if isinstance(problems[0].prompt, str):
-        log(f"{name}: prompts are texts, given to the model without its chat template")
-    evaluator = _evaluator(policy, each, seed, max_concurrent)
-    for records in evaluator.records(policy.variables, len(progress.values)):
-        progress.add(records)
-        mean = np.mean([record["right"] for record in progress.values])
-        log(f"{name}: {len(progress.values)}/{len(problems)} problems, {mean:.3f} right so far")
-
-
-def _evaluator(policy: Policy, each: _Set, seed: int, max_concurrent: int) -> Evaluator:
-    prompts = policy.tokenizer.encode([problem.prompt for problem in each.problems])
+        log(f"{each.name}: prompts are texts, given to the model without its chat template")
+    prompts = policy.tokenizer.encode([problem.prompt for problem in problems])
     lengths, longest = [len(ids) for ids in prompts], each.protocol.max_completion_length
     if 0 in lengths:
         raise ValueError(f"prompt of problem {lengths.index(0)}: has no tokens")
-    policy.model.arch.require_context(max(lengths), longest, "max_tokens")
+    arch.require_context(max(lengths), longest, "max_tokens")
     width = -(-max(lengths) // _WIDTH_STEP) * _WIDTH_STEP
-    rows = max(1, min(max_concurrent, _rows_that_fit(policy, width + longest)))
-    return Evaluator.of_protocol(
+    # Rows whose keys and values fit into the cache's share of the device's memory.
+    memory = (runtime.memory_stats() or {}).get("bytes_limit", _UNREPORTED_MEMORY)
+    row = (width + longest) * arch.kv_bytes(jnp.dtype(policy.model.dtype).itemsize)
+    rows = max(1, min(max_concurrent, int(_CACHE_SHARE * memory / row)))
+    evaluator = Evaluator.of_protocol(
         policy.model,
         policy.tokenizer,
-        each.problems,
+        problems,
         each.reward,
         each.protocol,
         batch_size=max(1, _ROUNDS_PER_BATCH * rows // each.protocol.num_generations),
@@ -210,13 +198,10 @@ def _evaluator(policy: Policy, each: _Set, seed: int, max_concurrent: int) -> Ev
         key=jax.random.key(seed),
         max_concurrent=rows,
     )
-
-
-def _rows_that_fit(policy: Policy, tokens: int) -> int:
-    """Rows of so many tokens whose keys and values fit into the cache's share of the device's memory."""
-    memory = (runtime.memory_stats() or {}).get("bytes_limit", _UNREPORTED_MEMORY)
-    row = tokens * policy.model.arch.kv_bytes(jnp.dtype(policy.model.dtype).itemsize)
-    return int(_CACHE_SHARE * memory / row)
+    for records in evaluator.records(policy.variables, len(values)):
+        each.progress.add(records)
+        mean = np.mean([record["right"] for record in values])
+        log(f"{each.name}: {len(values)}/{len(problems)} problems, {mean:.3f} right so far")
 
 
 def _set_name(data: DataConfig) -> str:
@@ -236,8 +221,8 @@ def _identity(
     # The protocol says how problems are asked.
     unused = ("system_prompt", "prompt_template", "max_prompt_length", "overlong_prompts")
     tables = {
-        "model": config.to_table(policy.model),
-        "data": {k: v for k, v in config.to_table(data).items() if k not in unused},
+        "model": to_table(policy.model),
+        "data": {k: v for k, v in to_table(data).items() if k not in unused},
         "protocol": dataclasses.asdict(protocol),
     }
     options = policy.run and policy.run.rewards.options

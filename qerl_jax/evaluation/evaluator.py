@@ -3,11 +3,9 @@
 Base and adapter, before and after training, go through one prompt, one sampler and one judge.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -71,7 +69,7 @@ class Evaluator:
         key: jax.Array,
         max_concurrent: int | None,
         **cache: Any,
-    ) -> Evaluator:
+    ) -> Self:
         """Builds an evaluator that samples as a protocol says.
 
         Args:
@@ -115,7 +113,7 @@ class Evaluator:
         tokenizer: Tokenizer,
         key: jax.Array,
         log: Callable[[str], None],
-    ) -> Evaluator | None:
+    ) -> Self | None:
         """Builds the evaluator of a run's `[eval]` section; None where there is none.
 
         Batches, cache and stop strings are those of a rollout.
@@ -209,12 +207,11 @@ class Evaluator:
 
 def protocol_of_run(cfg: RunConfig) -> Protocol:
     """The protocol under which a run is evaluated: its own prompt, sampling, length and reward."""
-    evaluation = cfg.eval
     return Protocol(
-        evaluation.reward,
-        evaluation.num_generations,
-        evaluation.temperature,
-        evaluation.top_p,
+        cfg.eval.reward,
+        cfg.eval.num_generations,
+        cfg.eval.temperature,
+        cfg.eval.top_p,
         max_completion_length=cfg.rollout.max_completion_length,
         system_prompt=datasets.system_prompt(cfg.data),
         prompt_template=cfg.data.prompt_template,

@@ -9,15 +9,21 @@ set, sampled again). Numpy on the host.
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
+from qerl_jax.checked import require
+
+# Intervals hold the truth in 95 % of cases.
+_QUANTILE = 0.975
+
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A mean and the two ends between which it lies, at the confidence that was asked for."""
+    """A mean and the two ends between which it lies, in 95 % of cases."""
 
     mean: float
     low: float
@@ -73,17 +79,15 @@ def maj_at_k(right: np.ndarray, answers: Sequence[Sequence[str | None]], k: int)
     _checked_samples(right, k)
     values = []
     for verdicts, texts in zip(np.asarray(right), answers, strict=True):
-        ballots: dict[str, list[bool]] = {}
-        for verdict, text in zip(verdicts.tolist(), texts, strict=True):
-            if text is not None:
-                ballots.setdefault(text, []).append(verdict)
+        counts = Counter(text for text in texts if text is not None)
+        rights = Counter(text for text, is_right in zip(texts, verdicts, strict=True) if is_right)
         # Sorted, for problems whose answers are distributed alike share the counting.
-        classes = sorted((len(each), sum(each) / len(each)) for each in ballots.values())
-        values.append(_majority(tuple(classes), sum(text is None for text in texts), k))
+        classes = sorted((count, rights[text] / count) for text, count in counts.items())
+        values.append(_majority(tuple(classes), len(texts) - counts.total(), k))
     return np.array(values)
 
 
-def over_problems(values: np.ndarray, samples: int, confidence: float = 0.95) -> Interval:
+def over_problems(values: np.ndarray, samples: int) -> Interval:
     """The mean of estimates in [0, 1], as far as the choice of problems and the samples leave it open.
 
     Wilson's interval for a share, at the number of independent verdicts n that would scatter
@@ -94,7 +98,6 @@ def over_problems(values: np.ndarray, samples: int, confidence: float = 0.95) ->
     Args:
         values: [P], at least 2.
         samples: N; the P * N verdicts are the most that n can be.
-        confidence: Share of such intervals that hold the truth.
 
     Raises:
         ValueError: For fewer than two problems.
@@ -107,14 +110,13 @@ def over_problems(values: np.ndarray, samples: int, confidence: float = 0.95) ->
     count, mean = len(values), values.mean()
     # The divisor P gives n = P exactly for one sample each.
     variance = max(values.var() / count, mean * (1 - mean) / (count * samples))
-    return _wilson(mean, variance, count, confidence)
+    return _wilson(mean, variance, count)
 
 
 def over_samples(
     statistic: Callable[[np.ndarray], np.ndarray],
     samples: int,
     k: int = 1,
-    confidence: float = 0.95,
 ) -> Interval | None:
     """The mean of estimates in [0, 1], as far as the samples of these very problems leave it open.
 
@@ -126,7 +128,6 @@ def over_samples(
         statistic: statistic(columns) -> estimates [P] from those samples; columns is int [<= N].
         samples: N.
         k: Samples that the statistic needs.
-        confidence: Share of such intervals that hold the truth.
 
     Returns:
         The interval; None where k = N, for then no sample can be left out.
@@ -139,12 +140,10 @@ def over_samples(
     verdicts = len(values) * (samples // k)
     scatter = (samples - 1) * without.var(axis=0).sum() / len(values) ** 2
     # Where every problem's samples agree, one verdict may still have come out otherwise.
-    return _wilson(values.mean(), max(scatter, 1 / verdicts**2), verdicts, confidence)
+    return _wilson(values.mean(), max(scatter, 1 / verdicts**2), verdicts)
 
 
-def paired_difference(
-    ours: np.ndarray, theirs: np.ndarray, samples: int = 1, confidence: float = 0.95
-) -> Interval:
+def paired_difference(ours: np.ndarray, theirs: np.ndarray, samples: int = 1) -> Interval:
     """The mean of ours - theirs over the same P problems, whose differing difficulty cancels.
 
     Student's interval of the differences d, after half a sample has been added to each side:
@@ -159,7 +158,6 @@ def paired_difference(
         ours: [P] estimates in [0, 1].
         theirs: [P], of the same problems in the same order.
         samples: N, the verdicts behind each estimate; one that needs k samples makes N / k of them.
-        confidence: Share of such intervals that hold the truth.
 
     Raises:
         ValueError: If the two differ in length, or hold fewer than two problems.
@@ -175,25 +173,24 @@ def paired_difference(
     differences, count = ours - theirs, len(ours) + 2
     centre = differences.sum() / count
     variance = (np.square(differences).sum() + 1 / samples**2) / count - centre**2
-    reach = stdtrit(count - 1, (1 + confidence) / 2) * math.sqrt(variance / count)
+    reach = stdtrit(count - 1, _QUANTILE) * math.sqrt(variance / count)
     return Interval(float(differences.mean()), float(centre - reach), float(centre + reach))
 
 
 def _checked_samples(right: np.ndarray, k: int) -> int:
     samples = np.asarray(right).shape[1]
-    if not 1 <= k <= samples:
-        raise ValueError(f"k: got {k}; must be between 1 and the {samples} samples of a problem")
+    require(1 <= k <= samples, "k", k, f"must be between 1 and the {samples} samples of a problem")
     return samples
 
 
-def _wilson(mean: float, variance: float, at_zero: int, confidence: float) -> Interval:
+def _wilson(mean: float, variance: float, at_zero: int) -> Interval:
     """Wilson's interval for a share whose estimate has that variance.
 
     Where all are right or all wrong, nothing scatters: there it is taken for `at_zero` verdicts.
     """
     spread = mean * (1 - mean)
     size = spread / variance if spread > 0 else at_zero
-    z = float(ndtri((1 + confidence) / 2))
+    z = float(ndtri(_QUANTILE))
     centre = (mean + z * z / (2 * size)) / (1 + z * z / size)
     reach = z / (1 + z * z / size) * math.sqrt(spread / size + (z / (2 * size)) ** 2)
     return Interval(float(mean), max(0.0, float(centre - reach)), min(1.0, float(centre + reach)))
@@ -209,17 +206,16 @@ def _majority(classes: tuple[tuple[int, float], ...], silent: int, k: int) -> fl
     total = math.comb(silent + sum(count for count, _ in classes), k)
     value = 0.0
     for index, (count, worth) in enumerate(classes):
-        others = [other for place, (other, _) in enumerate(classes) if place != index]
         for votes in range(1, min(count, k) + 1) if worth else ():
             rest = k - votes
             # ways[s, j]: subsets of s samples among those seen so far, j answers having `votes`.
             ways = {(s, 0): math.comb(silent, s) for s in range(min(silent, rest) + 1)}
-            for other in others:
-                grown: dict[tuple[int, int], int] = {}
+            for other, _ in classes[:index] + classes[index + 1 :]:
+                grown = Counter()
                 for (taken, ties), number in ways.items():
                     for more in range(min(other, votes, rest - taken) + 1):
-                        at = (taken + more, ties + (more == votes))
-                        grown[at] = grown.get(at, 0) + number * math.comb(other, more)
+                        at = taken + more, ties + (more == votes)
+                        grown[at] += number * math.comb(other, more)
                 ways = grown
             shared = sum(n / (1 + ties) for (taken, ties), n in ways.items() if taken == rest)
             value += worth * math.comb(count, votes) * shared / total

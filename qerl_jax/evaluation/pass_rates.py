@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 
-from qerl_jax import config, memory
+from qerl_jax import memory
+from qerl_jax.checked import to_table
 from qerl_jax.checkpoint.policy import Policy, PolicySource, load_policy
 from qerl_jax.config import RunConfig
 from qerl_jax.data import datasets
@@ -122,26 +123,23 @@ def pass_rate(record: dict[str, Any]) -> float | None:
     return sum(record["right"]) / judged if judged else None
 
 
-# What a rate depends on of `[rollout]`.
-_SAMPLING = (
-    "max_completion_length",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "stop",
-    "ignore_eos",
-)
-
-
 def _identity(cfg: RunConfig, samples: int, reward: str, adapter: Any) -> dict[str, Any]:
     """Everything that a rate depends on."""
-    table = config.to_table(cfg)
+    table = to_table(cfg)
+    sampling = (
+        "max_completion_length",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "stop",
+        "ignore_eos",
+    )
     return {
         "model": table["model"],
         "data": table["data"],
-        "rollout": {name: table["rollout"].get(name) for name in _SAMPLING},
+        "rollout": {name: table["rollout"].get(name) for name in sampling},
         "seed": cfg.seed,
         "samples": samples,
         "reward": [reward, (cfg.rewards.options or {}).get(reward)],

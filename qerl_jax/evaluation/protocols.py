@@ -5,12 +5,9 @@ sampled, what counts as right. Scores under different protocols are not comparab
 """
 
 import dataclasses
-from typing import Literal
 
 from qerl_jax.checked import Checked, Closed01, Count, NotNegative
 from qerl_jax.config import TopK, TopP
-
-type ProtocolName = Literal["paper", "verl", "run"]
 
 # Where the names of `datasets.SETS` hold problems to report on: the split that the hub calls so.
 SPLITS = {
@@ -27,12 +24,11 @@ _VERL_HASHES = '{prompt} Let\'s think step by step and output the final answer a
 _VERL_BOXED = "{prompt} Let's think step by step and output the final answer within \\boxed{}."
 
 
-# What `qerl eval` calls a field.
-_OPTIONS = {"num_generations": "samples", "max_completion_length": "max_tokens"}
-
-
+# `names` are what `qerl eval` calls a field.
 @dataclasses.dataclass(frozen=True)
-class Protocol(Checked, names=_OPTIONS):
+class Protocol(
+    Checked, names={"num_generations": "samples", "max_completion_length": "max_tokens"}
+):
     """How one set is asked, sampled and judged.
 
     Attributes:

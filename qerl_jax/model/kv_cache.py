@@ -6,9 +6,8 @@ array each, so that a decode loop carries two buffers and XLA updates them in pl
 scratch: rows that have ended write there, and nobody reads it.
 """
 
-from __future__ import annotations
-
 import dataclasses
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +35,7 @@ class KVCache:
     tables: jax.Array
     ends: jax.Array
 
-    def fill(self, layer: jax.Array, keys: jax.Array, values: jax.Array) -> KVCache:
+    def fill(self, layer: jax.Array, keys: jax.Array, values: jax.Array) -> Self:
         """Puts [B, T, J, C] into a layer from slot 0 on; `ends` stays."""
         pages = self.tables[:, : -(-keys.shape[1] // self.keys.shape[3])]
 
