@@ -143,26 +143,23 @@ class Progress:
         refusal: str = _OTHER_SETTINGS,
     ):
         self.path, self.identity = path, json.loads(to_line(identity))
-        before, self.values = self._left_behind(settings)
+        lines = whole_lines(path)
+        if settings is None:
+            before, *self.values = lines or [self.identity]
+        else:
+            before, self.values = self.identity, lines
+        if settings is not None and lines and settings.is_file():
+            before = read_json(settings)
         if not isinstance(before, dict) or before.keys().isdisjoint(self.identity):
             raise ValueError(f"{path}: must be what an earlier call has left; it is something else")
         # Where there is no result yet, the first call may have been a mistake.
-        if (changed := changes(before, self.identity)) and self.values:
-            names = {"path": path, "folder": path.parent, "changed": ", ".join(changed)}
-            raise ValueError(refusal.format(**names))
+        if (changed := ", ".join(changes(before, self.identity))) and self.values:
+            raise ValueError(refusal.format(path=path, folder=path.parent, changed=changed))
         path.parent.mkdir(parents=True, exist_ok=True)
         if settings is not None:
             write_whole(settings, json.dumps(self.identity, indent=2, ensure_ascii=False) + "\n")
         head = [] if settings is not None else [self.identity]
         write_whole(path, "".join(map(to_line, (*head, *self.values))))
-
-    def _left_behind(self, settings: pathlib.Path | None) -> tuple[Any, list[Any]]:
-        """The identity and the results of an earlier call; this call's identity and none where there was none."""
-        lines = whole_lines(self.path)
-        if settings is not None:
-            before = read_json(settings) if settings.is_file() and lines else self.identity
-            return before, lines
-        return (lines[0], lines[1:]) if lines else (self.identity, [])
 
     def add(self, values: Iterable[Any]) -> None:
         """Appends results."""

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import runtime
+from qerl_jax.checked import require
 from qerl_jax.checkpoint import hf_folder
 from qerl_jax.config import DENSE, ConfigError, RunConfig
 from qerl_jax.generation import kv_capacity
@@ -207,11 +208,9 @@ def parse_size(text: str) -> int:
     """
     match = re.fullmatch(r"([\d.]+)\s*([KMG]i?B)?", text)
     size = round(float(match[1]) * _UNITS.get(match[2], 1)) if match else 0
-    if not match or not match[2] and size < 1e6:
-        hint = f"; for gigabytes write {text}GB" if match else ""
-        raise ValueError(
-            f"device-memory: got {text!r}; must be a size such as 80GB or 74.5GiB{hint}"
-        )
+    hint = f"; for gigabytes write {text}GB" if match else ""
+    holds = match is not None and (match[2] is not None or size >= 1e6)
+    require(holds, "device-memory", text, f"must be a size such as 80GB or 74.5GiB{hint}")
     return size
 
 
@@ -222,18 +221,16 @@ def compiled_update(cfg: RunConfig, arch: Architecture | None = None) -> Any:
     """
     model, params, frozen = abstract_policy(cfg, arch or _architecture(cfg))
     prompts, rows, length = _micro_batch(cfg)
-    count = prompts * rows
-    shape = jax.ShapeDtypeStruct
-    tokens = shape((count, length), jnp.float32)
+    shape, grid = jax.ShapeDtypeStruct, (prompts * rows, length)
+    tokens, number = shape(grid, jnp.float32), shape((), jnp.int32)
     batch = Experience(
         prompts=shape((prompts, cfg.data.max_prompt_length), jnp.int32),
         prompt_lengths=shape((prompts,), jnp.int32),
-        completions=shape(tokens.shape, jnp.int32),
-        mask=shape(tokens.shape, jnp.bool_),
+        completions=shape(grid, jnp.int32),
+        mask=shape(grid, jnp.bool_),
         behaviour_logps=tokens,
-        advantages=shape((count,), jnp.float32),
+        advantages=shape(grid[:1], jnp.float32),
     )
-    number = shape((), jnp.int32)
     objective = update.Objective(
         model,
         cfg.grpo,
@@ -241,7 +238,7 @@ def compiled_update(cfg: RunConfig, arch: Architecture | None = None) -> Any:
         num_tokens=model.arch.vocab_size,
         remat=cfg.model.gradient_checkpointing,
     )
-    arguments = (
+    lowered = jax.jit(functools.partial(update.gradient, objective)).lower(
         params,
         frozen,
         None,
@@ -249,12 +246,7 @@ def compiled_update(cfg: RunConfig, arch: Architecture | None = None) -> Any:
         grpo.BatchTotals(number, number, number, cfg.optim.gradient_accumulation_steps),
         jax.eval_shape(lambda: jax.random.key(0)),
     )
-    return (
-        jax.jit(functools.partial(update.gradient, objective))
-        .lower(*arguments)
-        .compile()
-        .memory_analysis()
-    )
+    return lowered.compile().memory_analysis()
 
 
 def abstract_policy(cfg: RunConfig, arch: Architecture) -> tuple[Transformer, Any, Any]:

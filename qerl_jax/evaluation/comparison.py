@@ -65,9 +65,7 @@ def _compare(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
 def _finished(folder: str | pathlib.Path) -> dict[str, pathlib.Path]:
     """The folders of finished sets, by name."""
     folder = pathlib.Path(folder)
-    found = [path.parent for path in sorted(folder.glob("*/summary.json"))]
-    if (folder / "summary.json").is_file():
-        found = [folder]
+    found = [*folder.glob("summary.json")] or sorted(folder.glob("*/summary.json"))
     if not found:
         raise FileNotFoundError(f"no finished evaluation in {folder}")
-    return {path.name: path for path in found}
+    return {path.parent.name: path.parent for path in found}

@@ -14,12 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
-from pallas_kernels import decode_attention as attention
-from pallas_kernels import rounded, runtime
-from pallas_kernels.nvfp4_matmul import adapter as adapters
+from pallas_kernels import decode_attention, rounded, runtime
 from pallas_kernels.nvfp4_matmul import epilogue, fused
-from pallas_kernels.nvfp4_matmul.adapter import Branch
-from pallas_kernels.nvfp4_matmul.epilogue import Stream
+from pallas_kernels.nvfp4_matmul.adapter import Branch, pack_branch
 from qerl_jax.model import layers
 from qerl_jax.model.kv_cache import KVCache
 from qerl_jax.model.transformer import Transformer
@@ -65,7 +62,7 @@ def supports(model: Transformer, rows: int, *, adapter: bool = True) -> str | No
     if model.full:
         return "needs frozen weights"
     arch = model.arch
-    if reason := attention.supports_heads(arch.num_heads, arch.num_kv_heads, arch.head_size):
+    if reason := decode_attention.supports_heads(arch.num_heads, arch.num_kv_heads, arch.head_size):
         return f"attention {reason}"
     rank = model.lora.rank if adapter and model.lora is not None else 0
     for name, parts in arch.linears().items():
@@ -101,7 +98,7 @@ def policy(model: Transformer, variables: dict[str, Any], *, adapter: bool = Tru
     def branch(linear: str) -> Branch:
         at = [("layers", linear, name) for name, _ in model.arch.linears()[linear]]
         pairs = [(params[*path, "a"], params[*path, "b"]) for path in at]
-        return adapters.pack_branch(pairs, model.lora.scaling, is_packed=is_packed)
+        return pack_branch(pairs, model.lora.scaling, is_packed=is_packed)
 
     is_packed, stacked = model.weights == "nvfp4", frozen["layers"]
     first = scale("layers", "input_layernorm")
@@ -169,7 +166,7 @@ def extend(
         table[:, 0, 0] for table in layers.rope_tables(ends[:, None], layers.rope_frequencies(arch))
     )
 
-    plan = attention.plan(cache.keys, tables, ends)
+    plan = decode_attention.plan(cache.keys, tables, ends)
 
     def attend(qkv, head_norms, index, pools):
         heads = qkv.reshape(len(qkv), -1, arch.head_size)
@@ -180,7 +177,7 @@ def extend(
             query = layers.rms_norm(query, head_norms["q_norm"], arch.rms_norm_eps)
             key = layers.rms_norm(key, head_norms["k_norm"], arch.rms_norm_eps)
             heads = jnp.concatenate([query, key, value], axis=1)
-        mixed, *pools = attention.decode_attention(
+        mixed, *pools = decode_attention.decode_attention(
             heads, cos, sin, *pools, index, tables, ends, plan=plan
         )
         return mixed.reshape(len(qkv), arch.query_width), tuple(pools)
@@ -230,8 +227,7 @@ def step(
                 return None
             # After the last layer its own once more, which does no harm. Branches are cut up alike.
             of_next = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index + 1, keepdims=False)
-            first = LINEARS[0]
-            return jax.tree.map(of_next, policy.weights[first]), branches.get(first)
+            return jax.tree.map(of_next, policy.weights["qkv"]), branches.get("qkv")
 
         def linear(name, x, **options):
             return fused.linear(
@@ -260,7 +256,7 @@ def step(
         policy.scales,
         policy.head_norms,
     )
-    start: Stream = epilogue.stream(x, policy.first_scale)
+    start = epilogue.stream(x, policy.first_scale)
     # The number of a layer is carried: one taken from a list is a copy of four bytes for each layer.
     (_, stream, state), _ = jax.lax.scan(
         layer, (jnp.int32(0), start, state), of_layers, unroll=unroll

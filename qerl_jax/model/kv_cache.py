@@ -49,16 +49,6 @@ class KVCache:
         return dataclasses.replace(self, keys=put(self.keys, keys), values=put(self.values, values))
 
 
-def create(
-    arch: Architecture, rows: int, num_slots: int, dtype, page_size: int = PAGE_SIZE
-) -> KVCache:
-    """An empty cache whose rows have `num_slots` slots each and share nothing."""
-    width = -(-num_slots // page_size)
-    keys, values = pool(arch, 1 + rows * width, dtype, page_size)
-    tables = 1 + jnp.arange(rows * width, dtype=jnp.int32).reshape(rows, width)
-    return KVCache(keys, values, tables, jnp.zeros(rows, jnp.int32))
-
-
 def pool(
     arch: Architecture, num_pages: int, dtype, page_size: int = PAGE_SIZE
 ) -> tuple[jax.Array, jax.Array]:

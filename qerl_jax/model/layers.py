@@ -136,10 +136,8 @@ def rope_frequencies(arch: Architecture) -> np.ndarray:
     # Llama 3: wavelengths longer than the original window are stretched by `factor`, short ones
     # kept, between the two bounds interpolated.
     rotations = scaling.original_max_position_embeddings * frequency / (2 * np.pi)
-    blend = (rotations - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    blend = np.clip(blend, 0.0, 1.0)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    blend = np.clip((rotations - low) / (high - low), 0.0, 1.0)
     return ((1 - blend) * frequency / scaling.factor + blend * frequency).astype(np.float32)
 
 
@@ -190,11 +188,8 @@ def plain_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.A
     keys = key.transpose(0, 2, 3, 1).reshape(batch * groups, size, -1)
     values = value.transpose(0, 2, 1, 3).reshape(batch * groups, -1, size)
     precision = _precision(query.dtype)
-    scores = (
-        jnp.matmul(grouped, keys, preferred_element_type=jnp.float32, precision=precision)
-        * size**-0.5
-    )
-    scores = scores.reshape(batch, groups * (heads // groups), length, -1)
+    scores = jnp.matmul(grouped, keys, preferred_element_type=jnp.float32, precision=precision)
+    scores = (scores * size**-0.5).reshape(batch, heads, length, -1)
     weights = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1).astype(query.dtype)
     weights = weights.reshape(batch * groups, (heads // groups) * length, -1)
     mixed = jnp.matmul(weights, values, precision=precision)

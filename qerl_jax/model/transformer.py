@@ -13,6 +13,7 @@ Layers are stacked: every leaf under `layers` has a leading axis L, and the forw
 
 import dataclasses
 import enum
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -20,8 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels import decode_attention as attention
-from pallas_kernels import mxfp4, nf4, nvfp4, prepare, rounded
+from pallas_kernels import decode_attention, mxfp4, nf4, nvfp4, prepare, rounded
 from pallas_kernels.finished_linear import finished_linear
 from qerl_jax.config import LoraConfig, Remat, Weights
 from qerl_jax.model import layers
@@ -66,8 +66,8 @@ class Norm(nn.Module):
         if self.role is Role.TRAINED:
             scale = self.param("scale", nn.initializers.ones, shape, jnp.float32)
         else:
-            frozen = self.variable("frozen", "scale", jnp.ones, shape, self.dtype)
-            scale = frozen.value.astype(jnp.float32)
+            scale = self.variable("frozen", "scale", jnp.ones, shape, self.dtype).value
+            scale = scale.astype(jnp.float32)
         if self.role is Role.ADAPTED:
             scale = self.param("scale", lambda _: scale)
         if self.has_variable("noise", "scale"):
@@ -185,7 +185,7 @@ class Block(nn.Module):
         if cache is not None and length == 1:
             cos, sin = (table[:, 0, 0] for table in tables)
             pools = cache.keys, cache.values
-            mixed, keys, values = attention.decode_attention(
+            mixed, keys, values = decode_attention.decode_attention(
                 heads[:, 0], cos, sin, *pools, index, cache.tables, cache.ends, plan=plan
             )
             cache = dataclasses.replace(cache, keys=keys, values=values)
@@ -285,9 +285,8 @@ class Transformer(nn.Module):
         )
         stack = scan(arch, self.weights, self.lora, self._role(adapter), name="layers")
         x = embedding[tokens].astype(self.dtype)
-        plan = attention.plan(cache.keys, cache.tables, cache.ends) if extends else None
-        numbers = jnp.arange(arch.num_layers)
-        (x, cache), _ = stack((x, cache), numbers, tables, shared, plan)
+        plan = decode_attention.plan(cache.keys, cache.tables, cache.ends) if extends else None
+        (x, cache), _ = stack((x, cache), jnp.arange(arch.num_layers), tables, shared, plan)
         if cache is not None:
             cache = dataclasses.replace(cache, ends=cache.ends + tokens.shape[1])
         return Norm(arch.rms_norm_eps, dtype, name="norm")(x), cache
@@ -314,9 +313,7 @@ def random_base(model: Transformer, key: jax.Array) -> dict[str, Any]:
 
 def abstract_base(model: Transformer) -> dict[str, Any]:
     """The shapes and dtypes of a base, without making one."""
-    return jax.eval_shape(
-        lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["frozen"], jax.random.key(0)
-    )
+    return jax.eval_shape(functools.partial(random_base, model), jax.random.key(0))
 
 
 def init_params(model: Transformer, frozen: dict[str, Any], key: jax.Array) -> dict[str, Any]:

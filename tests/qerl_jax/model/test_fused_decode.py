@@ -12,8 +12,9 @@ from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import fused, layout
 from pallas_kernels.nvfp4_matmul.hopper import Config
 from qerl_jax.config import LoraConfig
-from qerl_jax.model import architecture, fused_decode, kv_cache, transformer
+from qerl_jax.model import architecture, fused_decode, transformer
 from qerl_jax.model.transformer import Transformer
+from tests.qerl_jax.model import caches
 
 ARCH = architecture.from_hf(
     {
@@ -52,7 +53,7 @@ def policy_of(weights, rows=3, cached=5, arch=ARCH):
     shapes = transformer.noise_shapes(arch, final_norm=True)
     noise = jax.tree.map(lambda s: 0.05 * jax.random.normal(jax.random.key(2), s.shape), shapes)
     variables = {"params": params, "frozen": frozen, "noise": noise}
-    cache = kv_cache.create(arch, rows, 16, jnp.bfloat16)
+    cache = caches.create(arch, rows, 16, jnp.bfloat16)
     prompts = jax.random.randint(jax.random.key(3), (rows, cached), 0, 64)
     _, cache = policy.apply(variables, prompts, cache=cache)
     return policy, variables, cache
@@ -178,7 +179,7 @@ def test_what_the_fused_layers_refuse_is_decoded_plainly_on_a_hopper_card(
     parts = functools.partial(transformer.trainable, policy)
     params, frozen = jax.eval_shape(parts, frozen, jax.random.key(0))
     variables = {"params": params, "frozen": frozen}
-    cache = jax.eval_shape(lambda: kv_cache.create(ARCH, rows, 64, policy.dtype))
+    cache = jax.eval_shape(lambda: caches.create(ARCH, rows, 64, policy.dtype))
     tokens = jax.ShapeDtypeStruct((rows,), jnp.int32)
 
     def extend(variables, tokens, cache):

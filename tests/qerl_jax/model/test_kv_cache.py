@@ -8,6 +8,7 @@ import numpy as np
 
 from pallas_kernels.decode_attention import decode_attention
 from qerl_jax.model import architecture, kv_cache, layers
+from tests.qerl_jax.model import caches
 
 ARCH = architecture.Architecture("qwen2", 4, 2, 16, 2, 4, 2, 8)
 SLOTS = 4
@@ -80,6 +81,6 @@ def test_steps_through_scattered_pages_equal_causal_attention():
 
 
 def test_a_new_cache_gives_every_row_pages_of_its_own():
-    cache = kv_cache.create(ARCH, 3, 9, jnp.float32, page_size=SLOTS)
+    cache = caches.create(ARCH, 3, 9, jnp.float32, page_size=SLOTS)
     assert cache.tables.shape == (3, 3) and cache.keys.shape == (2, 10, 2, SLOTS, 8)
     assert sorted(cache.tables.reshape(-1).tolist()) == list(range(1, 10))

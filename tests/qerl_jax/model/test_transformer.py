@@ -11,7 +11,7 @@ import pytest
 
 from qerl_jax.checkpoint import base_model, peft
 from qerl_jax.config import LoraConfig
-from qerl_jax.model import architecture, kv_cache, layers, logprobs
+from qerl_jax.model import architecture, layers, logprobs
 from qerl_jax.model.transformer import (
     FusedLinear,
     Role,
@@ -24,6 +24,7 @@ from qerl_jax.model.transformer import (
     trainable,
 )
 from tests import golden_files
+from tests.qerl_jax.model import caches
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
 MODELS = ["qwen2_untied", "qwen2_tied", "qwen3", "llama3", "mistral"]
@@ -91,7 +92,7 @@ def test_prefill_and_single_steps_through_the_cache_equal_transformers(name):
     # Rows of different lengths are prefilled together with the junk after their ends; then every
     # row goes on from its own end. A page ends in the middle of both.
     prefill = length - 4
-    cache = kv_cache.create(model.arch, rows, length, model.dtype, page_size=4)
+    cache = caches.create(model.arch, rows, length, model.dtype, page_size=4)
     first = np.minimum(ends, prefill).astype(np.int32)
     actual, cache = scores(model, variables, tokens[:, :prefill], cache=cache)
     cache = dataclasses.replace(cache, ends=jnp.asarray(first))
