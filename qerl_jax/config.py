@@ -38,21 +38,6 @@ Remat = Literal["none", "products", "mlp", "layer"]
 TopK = Annotated[int, Rule(lambda k: k >= 0, "must not be negative (0 is off)")]
 TopP = Annotated[float, Rule(lambda p: 0 < p <= 1, "must be in (0, 1]")]
 RepetitionPenalty = Annotated[float, Rule(lambda x: x > 0, "must be positive (1 is off)")]
-# Rules of single fields that take too many words to stand there.
-_columns = Rule(
-    lambda names: names.keys() <= {"prompt", "answer"},
-    'may say which column is "prompt" and which is "answer"',
-)
-_group = Rule(
-    lambda n: n >= 2, "must be at least 2, for an advantage compares the completions of one prompt"
-)
-_not_greedy = Rule(
-    lambda x: x > 0,
-    "must be positive: greedy completions of one prompt are equal and teach nothing",
-)
-_texts = Rule(
-    lambda texts: texts and all(texts), "must be texts, none of them empty; leave it out for none"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +136,16 @@ class DataConfig(Checked, section="data."):
     path: str | None = None
     name: str | None = None
     split: str = "train"
-    columns: Annotated[dict[str, str], _columns] | None = None
+    columns: (
+        Annotated[
+            dict[str, str],
+            Rule(
+                lambda names: names.keys() <= {"prompt", "answer"},
+                'may say which column is "prompt" and which is "answer"',
+            ),
+        ]
+        | None
+    ) = None
     system_prompt: str | None = None
     prompt_template: (
         Annotated[str, Rule(lambda text: "{prompt}" in text, 'must contain "{prompt}"')] | None
@@ -216,19 +210,40 @@ class RolloutConfig(Checked, section="rollout."):
             (optim.per_device_train_batch_size rows each); give one of the two.
     """
 
-    num_generations: Annotated[int, _group] = 8
+    num_generations: Annotated[
+        int,
+        Rule(
+            lambda n: n >= 2,
+            "must be at least 2, for an advantage compares the completions of one prompt",
+        ),
+    ] = 8
     generation_batch_size: Count | None = None
     max_concurrent: Count | None = None
     kv_cache_tokens: int | None = None
     kv_cache_fraction: Open01 | None = None
     compact: bool = True
     max_completion_length: Annotated[int, Rule(lambda n: n >= 1, "must be >= 1")] = 512
-    temperature: Annotated[float, _not_greedy] = 1.0
+    temperature: Annotated[
+        float,
+        Rule(
+            lambda x: x > 0,
+            "must be positive: greedy completions of one prompt are equal and teach nothing",
+        ),
+    ] = 1.0
     top_k: TopK = 0
     top_p: TopP = 1.0
     min_p: Closed01 = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
-    stop: Annotated[tuple[str, ...], _texts] | None = None
+    stop: (
+        Annotated[
+            tuple[str, ...],
+            Rule(
+                lambda texts: texts and all(texts),
+                "must be texts, none of them empty; leave it out for none",
+            ),
+        ]
+        | None
+    ) = None
     ignore_eos: bool = False
     steps_per_generation: Count | None = None
 

@@ -147,9 +147,8 @@ class Progress:
         if settings is None:
             before, *self.values = lines or [self.identity]
         else:
-            before, self.values = self.identity, lines
-        if settings is not None and lines and settings.is_file():
-            before = read_json(settings)
+            before = read_json(settings) if lines and settings.is_file() else self.identity
+            self.values = lines
         if not isinstance(before, dict) or before.keys().isdisjoint(self.identity):
             raise ValueError(f"{path}: must be what an earlier call has left; it is something else")
         # Where there is no result yet, the first call may have been a mistake.

@@ -37,14 +37,14 @@ def plan(argv: list[str]) -> None:
     cfg = run_config("plan", rest)
     from qerl_jax import memory
 
-    size = options.device_memory
-    limit = memory.device_memory() if size is None else memory.parse_size(size)
+    given = options.device_memory
+    limit = memory.device_memory() if given is None else memory.parse_size(given)
     made = memory.estimate(cfg, limit=limit)
     log(*made.lines(limit))
     if options.compile:
         use_compilation_cache()
-        size = memory.compiled_update(cfg).temp_size_in_bytes
-        log(f"compiled  temporaries of one micro-batch {size / 1e9:.2f} GB")
+        gigabytes = memory.compiled_update(cfg).temp_size_in_bytes / 1e9
+        log(f"compiled  temporaries of one micro-batch {gigabytes:.2f} GB")
     if limit is not None:
         made.require(limit)
 

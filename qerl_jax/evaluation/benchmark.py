@@ -164,7 +164,7 @@ def _problems_and_reward(
     (reward,) = scoring.resolve([protocol.reward], None if run is None else run.rewards.options)
     prompts = {"system_prompt": protocol.system_prompt, "prompt_template": protocol.prompt_template}
     problems = datasets.from_config(
-        dataclasses.replace(data, **prompts), split=data.split, seed=_data_seed(run, seed)
+        dataclasses.replace(data, **prompts), split=data.split, seed=run.seed if run else seed
     )
     scoring.check([reward], problems[:2])
     return problems, reward
@@ -209,11 +209,6 @@ def _set_name(data: DataConfig) -> str:
     return pathlib.PurePath(data.dataset).stem if is_path else data.dataset
 
 
-def _data_seed(run: RunConfig | None, seed: int) -> int:
-    """The seed of arithmetic problems: those that the run is evaluated on itself."""
-    return run.seed if run else seed
-
-
 def _identity(
     policy: PolicySource, data: DataConfig, protocol: Protocol, seed: int
 ) -> dict[str, Any]:
@@ -233,7 +228,8 @@ def _identity(
             {"data": data.path or data.dataset},
         ),
         "adapter": policy.adapter and os.fspath(policy.adapter.resolve()),
-        "data.seed": _data_seed(policy.run, seed),
+        # Arithmetic problems are those that the run is evaluated on itself.
+        "data.seed": policy.run.seed if policy.run else seed,
         "rewards.options": (options or {}).get(protocol.reward),
         "seed": seed,
     }

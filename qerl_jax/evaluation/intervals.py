@@ -105,8 +105,7 @@ def over_problems(values: np.ndarray, samples: int) -> Interval:
     Source: Wilson 1927; problems as clusters: Miller 2024 (arXiv:2411.00640), section 2.2.
     """
     values = np.asarray(values, float)
-    if len(values) < 2:
-        raise ValueError(f"an interval over problems needs at least 2 of them; got {len(values)}")
+    require(len(values) >= 2, "problems", len(values), "an interval needs at least 2 of them")
     count, mean = len(values), values.mean()
     # The divisor P gives n = P exactly for one sample each.
     variance = max(values.var() / count, mean * (1 - mean) / (count * samples))

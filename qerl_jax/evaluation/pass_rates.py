@@ -75,8 +75,7 @@ def select(
     memory.require_context(cfg)
     # Nothing trains here: a base that would is read like any other.
     base = dataclasses.replace(cfg.model, trainable="lora")
-    source = PolicySource(base, adapter and pathlib.Path(adapter))
-    policy = load_policy(source, cfg.seed)
+    policy = load_policy(PolicySource(base, adapter and pathlib.Path(adapter)), cfg.seed)
     memory.require_context(cfg, policy.model.arch)
     evaluator = _evaluator(cfg, policy, function, samples, batch_size)
     problems = evaluator.problems

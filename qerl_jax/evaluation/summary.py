@@ -49,10 +49,8 @@ def statistics(
         ks: As `summarize` takes them.
     """
     right = np.array([record["right"] for record in records], bool)
-    votes = [
-        [None if text is None else answers.canonical(text) for text in record["answers"]]
-        for record in records
-    ]
+    canonical = lambda text: None if text is None else answers.canonical(text)
+    votes = np.array([[*map(canonical, record["answers"])] for record in records], object)
     samples = right.shape[1]
     ks = ks or sorted({*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples})
 
@@ -63,8 +61,7 @@ def statistics(
         return intervals.pass_at_k(right[:, columns], k)
 
     def maj_at(k, columns):
-        chosen = [[row[column] for column in columns] for row in votes]
-        return intervals.maj_at_k(right[:, columns], chosen, k)
+        return intervals.maj_at_k(right[:, columns], votes[:, columns], k)
 
     several = {"pass": pass_at, "maj": maj_at}
     return {("mean", 1): mean} | {

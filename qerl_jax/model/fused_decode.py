@@ -248,18 +248,20 @@ def step(
         stream = linear("down", hidden, residual=(stream, scales["after"]))
         return (index + 1, stream, state), None
 
-    of_layers = (
-        policy.weights,
-        policy.divisors,
-        policy.biases,
-        policy.branches,
-        policy.scales,
-        policy.head_norms,
-    )
     start = epilogue.stream(x, policy.first_scale)
     # The number of a layer is carried: one taken from a list is a copy of four bytes for each layer.
     (_, stream, state), _ = jax.lax.scan(
-        layer, (jnp.int32(0), start, state), of_layers, unroll=unroll
+        layer,
+        (jnp.int32(0), start, state),
+        (
+            policy.weights,
+            policy.divisors,
+            policy.biases,
+            policy.branches,
+            policy.scales,
+            policy.head_norms,
+        ),
+        unroll=unroll,
     )
     # `scaled` would be rounded twice.
     unit = stream.values[: stream.width].T.astype(jnp.float32) * stream.unit(eps)[:, None]

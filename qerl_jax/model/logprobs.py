@@ -57,8 +57,7 @@ def of_targets(
         float32 [N] log-probabilities, float32 [N] entropies in nats (no gradient flows through
         these).
     """
-    rows = hidden.shape[0]
-    chunk = min(chunk, rows)
+    rows, chunk = len(hidden), min(chunk, len(hidden))
     padding = -rows % chunk
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, chunk, hidden.shape[-1])
     targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)

@@ -121,8 +121,7 @@ class FusedLinear(nn.Module):
         """x [..., K], or a norm's two factors; -> [..., N], or that added to a residual stream."""
         x, unit = x if isinstance(x, layers.Normed) else (x, None)
         if self.is_mutable_collection("intermediates"):  # the caller asks; see `run_layer`
-            whole = x if unit is None else (x * unit).astype(x.dtype)
-            self.sow("intermediates", "input", whole)
+            self.sow("intermediates", "input", x if unit is None else (x * unit).astype(x.dtype))
         features = sum(size for _, size in self.parts)
         weight = self._base("weight", lambda key: self._random(key, features, x))
         branches, bias = [], None
@@ -370,8 +369,7 @@ def run_layer(
     """
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     tables = layers.rope_tables(positions, layers.rope_frequencies(model.arch))
-    block = Block(model.arch, model.weights)
-    ((x, _), _), seen = block.apply(
+    ((x, _), _), seen = Block(model.arch, model.weights).apply(
         {"frozen": layer}, (x, None), 0, tables, mutable=["intermediates"]
     )
     return x, {name: seen["intermediates"][name]["input"][0] for name in model.arch.linears()}
