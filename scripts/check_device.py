@@ -5,10 +5,14 @@ device. A case trains for two or three rollouts and does what else it names; che
 what must hold of it. A case that did not come to its end is as red as one that found something wrong.
 
     python -m scripts.check_device --out checked.jsonl       # all; exit status 1 if one is red
+    python -m scripts.check_device --smoke                   # a dozen cases
     python -m scripts.check_device --only weights=nf4 --only rows=33 --jobs 2
     python -m scripts.check_device --write-cases             # after a change of the factors
 
-Most of the time goes into compilation. Variables such as XLA_FLAGS reach the processes as they are.
+Most of the time goes into compilation: the rows of --out say how much, by stage, and how many programs.
+So XLA does not time several forms of each product (`QUICK_XLA`), which would compile each of them, unless
+--autotune asks for it. Compiled programs are kept in the folder of --keep, for the next call that names it.
+XLA_FLAGS reach the processes, and go before the flags that are set here.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import faulthandler
 import json
 import os
 import pathlib
+import re
 import select
 import shutil
 import signal
@@ -33,9 +39,17 @@ from typing import Any
 
 from scripts import check_device_cases as cases
 from scripts.check_device_cases import Case
+from scripts.check_device_stages import Stages, total
 
 ROOT = pathlib.Path(__file__).parents[1]
 WORKER = (sys.executable, "-m", "scripts.check_device", "--worker")
+# XLA compiles for speed of compiling: no product is compiled in dozens of tilings and timed, on a device that
+# others use at the same time, and a process compiles on one processor.
+QUICK_XLA = (
+    "--xla_gpu_autotune_level=0",
+    "--xla_gpu_experimental_enable_fusion_autotuner=false",
+    "--xla_gpu_force_compilation_parallelism=1",
+)
 # Of a device's memory; the rest is for what XLA does not count, such as contexts and libraries.
 _SHARED = 0.8
 
@@ -50,10 +64,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", action="append", default=[], help="a part of the name, such as rows=33; all given"
     )
+    parser.add_argument("--smoke", action="store_true", help="a dozen cases of the list only")
     parser.add_argument("--out", type=pathlib.Path, help="a .jsonl file, one line a case")
-    parser.add_argument("--jobs", type=int, default=12, help="processes that share the device")
+    jobs = max(1, min(14, (os.cpu_count() or 1) - 2))
+    parser.add_argument("--jobs", type=int, default=jobs, help="processes that share the device")
+    parser.add_argument("--stagger", type=float, default=0.5, help="seconds between their starts")
     parser.add_argument("--seconds", type=float, default=480, help="after which all is killed")
-    parser.add_argument("--case-seconds", type=float, default=180, help="after which a case is")
+    parser.add_argument(
+        "--budget", type=float, help="seconds after which no case starts; absent: 50 before the end"
+    )
+    parser.add_argument("--case-seconds", type=float, default=150, help="after which a case is")
+    parser.add_argument("--autotune", action="store_true", help="let XLA time its products")
     parser.add_argument("--keep", type=pathlib.Path, help="a folder for what cases leave, and logs")
     parser.add_argument("--list", action="store_true", help="print the names of cases only")
     parser.add_argument("--write-cases", action="store_true", help="write the list anew")
@@ -64,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.write_cases:
         cases.FILE.write_text(cases.text(cases.cover()))
         return 0
-    chosen = select_cases(cases.read(), args.only)
+    listed = cases.read()
+    chosen = select_cases(cases.smoke(listed) if args.smoke else listed, args.only)
     if args.list or not chosen:
         print(*map(cases.name, chosen), sep="\n")
         return 0 if chosen else 2
@@ -75,11 +97,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(
             chosen,
             [*WORKER, str(folder)],
-            environment(folder, min(args.jobs, len(chosen))),
+            environment(folder, min(args.jobs, len(chosen)), autotune=args.autotune),
             folder,
             jobs=min(args.jobs, len(chosen)),
             seconds=args.seconds,
+            budget=args.seconds - 50 if args.budget is None else args.budget,
             case_seconds=args.case_seconds,
+            stagger=args.stagger,
             on_ready=table.header,
             on_row=table.row,
         )
@@ -95,19 +119,22 @@ def select_cases(found: Sequence[Case], parts: Sequence[str]) -> list[Case]:
     return sorted(chosen, key=cases.cost, reverse=True)
 
 
-def environment(folder: pathlib.Path, jobs: int) -> dict[str, str]:
+def environment(folder: pathlib.Path, jobs: int, *, autotune: bool) -> dict[str, str]:
     """Variables of the workers: a share of the device each, and one place for compiled programs."""
+    flags = [os.environ.get("XLA_FLAGS", ""), *(() if autotune else QUICK_XLA)]
+    threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
     given = {
         "JAX_COMPILATION_CACHE_DIR": str(folder / "xla"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{_SHARED / jobs:.3f}",
+        "XLA_FLAGS": " ".join(filter(None, flags)),
         "TF_CPP_MIN_LOG_LEVEL": "2",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }
-    return {**os.environ, **given}
+    return {**os.environ, **given, **dict.fromkeys(threads, "1")}
 
 
 def run(
@@ -118,13 +145,16 @@ def run(
     *,
     jobs: int,
     seconds: float,
+    budget: float,
     case_seconds: float,
+    stagger: float,
     on_ready: Callable[[str], None],
     on_row: Callable[[Row], None],
 ) -> None:
     """Gives out cases, in order, to processes that are started anew where they end.
 
-    A process says a line when it is ready, then reads a case a line and answers each with a line.
+    A process says a line when it is ready, then reads a case a line and answers each with a line,
+    before which it may say where it is ("at").
 
     Args:
         chosen: Each is answered by exactly one call of `on_row`.
@@ -132,24 +162,29 @@ def run(
         env: Its variables.
         folder: For the processes' logs.
         jobs: How many processes at a time.
-        seconds: After which those that run are killed and no other case starts.
+        seconds: After which those that run are killed.
+        budget: Seconds after which no other case starts.
         case_seconds: After which a case's process is killed, its start aside.
+        stagger: Seconds from the start of a process to that of the next one: what all compile first,
+            the later ones find in the cache.
         on_ready: Called with the first process's line.
         on_row: Called with each row; never twice at a time.
     """
-    waiting, lock, deadline = list(chosen), threading.Lock(), time.monotonic() + seconds
+    waiting, lock, begun = list(chosen), threading.Lock(), time.monotonic()
+    deadline, last_start = begun + seconds, begun + min(seconds, budget)
     workers: list[Worker] = []
     heard = False
 
-    def ready(line: str) -> None:
+    def ready(answer: Row) -> None:
         nonlocal heard
         with lock:
             if not heard:
-                on_ready(json.loads(line)["ready"])
+                on_ready(answer["ready"])
             heard = True
 
     def serve(number: int) -> None:
         worker, log = None, folder / f"worker_{number}.log"
+        time.sleep(number * stagger)
         while True:
             with lock:
                 if not waiting:
@@ -157,24 +192,24 @@ def run(
                 case = waiting.pop(0)
             started = time.monotonic()
             try:
-                left = deadline - started
-                if left <= 0:
-                    raise Lost(f"not started within the {seconds:.0f} s of all")
+                if started >= last_start:
+                    raise NotRun(f"not run: {started - begun:.0f} s were over")
                 if worker is None:
                     worker = Worker(command, env, log)
                     workers.append(worker)
                     ready(worker.listen(deadline - time.monotonic()))
                 started = time.monotonic()
-                row = json.loads(
-                    worker.ask(json.dumps(case), min(case_seconds, deadline - started))
-                )
+                row = worker.ask(json.dumps(case), min(case_seconds, deadline - started))
+            except NotRun as error:
+                row = {"ok": False, "not_run": True, "error": str(error)}
             except Exception as error:  # also an answer that is no JSON: whatever it was, it is red
                 what = str(error) if isinstance(error, Lost) else f"{type(error).__name__}: {error}"
                 row = {"ok": False, "error": what}
                 if worker is not None:
                     worker.kill()
+                    row |= worker.at
                     worker = None
-                    row["log"] = log.read_text(errors="replace")[-4000:]
+                    row["log"] = log.read_text(errors="replace")[-6000:]
             row = {"seconds": round(time.monotonic() - started, 1)} | row
             with lock:
                 on_row({"number": case["number"], "name": cases.name(case)} | row | {"case": case})
@@ -190,6 +225,10 @@ def run(
     finally:  # also when a user interrupts
         for worker in workers:
             worker.kill()
+
+
+class NotRun(Exception):
+    """A case for which no time was left."""
 
 
 class Lost(Exception):
@@ -208,33 +247,73 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,
-                text=True,
                 start_new_session=True,
             )
 
-    def ask(self, line: str, seconds: float) -> str:
-        """The answer to a line.
+        self._log, self._heard = log, b""
+        self.at: Row = {}
+
+    def ask(self, line: str, seconds: float) -> Row:
+        """The answer to a line; `at` is where the process last said that it is.
 
         Raises:
-            Lost: When the process ends, or there is none in time.
+            Lost: When the process ends, or there is no answer in time.
         """
+        self.at = {}
         try:
-            self._process.stdin.write(line + "\n")
+            self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             raise Lost(self._ending()) from None
         return self.listen(seconds)
 
-    def listen(self, seconds: float) -> str:
-        """The next line that it says, as `ask`."""
-        stream = self._process.stdout
-        readable, _, _ = select.select([stream], [], [], max(0.0, seconds))
-        if not readable:
-            raise Lost(f"killed: no answer in {seconds:.0f} s")
-        line = stream.readline()
-        if not line:
-            raise Lost(self._ending())
+    def listen(self, seconds: float) -> Row:
+        """What it says next, as `ask`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            line = self._line(deadline)
+            where = f" in stage {self.at['at']!r}" if self.at else ""
+            if line is None:
+                raise Lost(f"killed{where}: no answer in {seconds:.0f} s{self._frames()}")
+            if not line:
+                raise Lost(f"{self._ending()}{where}")
+            answer = json.loads(line)
+            if "at" not in answer:
+                return answer
+            self.at = answer
+
+    def _line(self, deadline: float) -> bytes | None:
+        """The next line, b"" where the process has ended, or None where there is none in time."""
+        # Not a file of Python's: what that holds back, `select` does not see.
+        stream = self._process.stdout.fileno()
+        while b"\n" not in self._heard:
+            readable, _, _ = select.select([stream], [], [], max(0.0, deadline - time.monotonic()))
+            if not readable:
+                return None
+            read = os.read(stream, 1 << 16)
+            if not read:
+                return b""
+            self._heard += read
+        line, _, self._heard = self._heard.partition(b"\n")
         return line
+
+    def _frames(self) -> str:
+        """Makes the process write its stack to its log; the innermost frames, and ours, of the main thread."""
+        before = self._log.stat().st_size
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        with self._log.open(errors="replace") as file:
+            file.seek(before)
+            written = file.read()
+        # The main thread is the last, as the first that was made.
+        frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', written.split("\n\n")[-1])
+        held = [
+            f"{pathlib.Path(path).name}:{line} {function}"
+            for index, (path, line, function) in enumerate(frames)
+            if index < 2 or str(ROOT) in path
+        ]
+        return "".join(f"; {frame}" for frame in held[:6])
 
     def kill(self) -> None:
         """Ends it and its children, once."""
@@ -257,7 +336,7 @@ class Worker:
 
 
 class Table:
-    """What is shown and written: a header, a line for each case, the sums."""
+    """What is shown and written: a header, a line for each case, the sums, and last what failed."""
 
     def __init__(self, out: pathlib.Path | None, total: int):
         self._file = None if out is None else out.open("w")
@@ -267,38 +346,80 @@ class Table:
     def header(self, environment_: str) -> None:
         """Versions and devices, and when."""
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-        print(f"{self._total} cases, {now}\n{environment_.strip()}\n", flush=True)
+        waited = time.monotonic() - self._started
+        print(f"{self._total} cases, {now}, the first process ready after {waited:.0f} s")
+        print(f"{environment_.strip()}\n\n{_HEAD}", flush=True)
 
     def row(self, row: Row) -> None:
         """A case."""
         self._rows.append(row)
-        print(line(row), flush=True)
+        if not row.get("not_run"):
+            print(line(row), flush=True)
         if self._file is not None:
             self._file.write(json.dumps(row) + "\n")
             self._file.flush()
 
     def end(self) -> int:
-        """The sums; the exit status."""
+        """The sums, and what failed with its whole name; the exit status."""
         if self._file is not None:
             self._file.close()
-        red = sorted((row for row in self._rows if not row["ok"]), key=lambda row: row["number"])
-        if red:
-            print("\nfailed:", *map(line, red), sep="\n")
-        fused = sum(bool(row.get("fused")) for row in self._rows)
+        rows = sorted(self._rows, key=lambda row: row["number"])
+        passed = [row for row in rows if row["ok"]]
+        unrun = [row["number"] for row in rows if row.get("not_run")]
+        red = [row for row in rows if not row["ok"] and not row.get("not_run")]
+        fused = sum(bool(row.get("fused")) for row in passed)
         print(f"\n{time.monotonic() - self._started:.0f} s; fused decoding in {fused} cases")
-        print(f"{len(self._rows) - len(red)} passed, {len(red)} failed", flush=True)
-        return int(bool(red) or len(self._rows) < self._total)
+        print(*by_stage(rows), sep="\n")
+        if unrun:
+            print("not run:", *(f"{number:03d}" for number in unrun))
+        if red:
+            print("\nfailed:", *failures(red), sep="\n")
+        print(f"{len(passed)} passed, {len(red)} failed, {len(unrun)} not run", flush=True)
+        return int(len(passed) < self._total)
+
+
+_HEAD = "      case  seconds     cpu  programs  cached  longest stage"
 
 
 def line(row: Row) -> str:
-    """A case in the table: verdict, seconds, sampler against trainer, effect of training, name, error."""
+    """A case in the table: verdict, number, seconds of clock and processors, programs, its longest stage."""
+    stages = row.get("stages", [])
+    start = f"{'ok  ' if row['ok'] else 'FAIL'}   {row['number']:03d} {row['seconds']:8.1f}"
+    if stages:
+        longest = max(stages, key=lambda stage: stage["seconds"])
+        start += f"{total(stages, 'cpu'):8.1f}{total(stages, 'programs'):10d}"
+        start += f"{total(stages, 'cached'):8d}  {longest['name']} {longest['seconds']:.1f} s"
+    return start if row["ok"] else f"{start}  {row['error'][:150]}"
 
-    def number(name: str) -> str:
-        return f"{row[name]:8.1e}" if name in row else f"{'-':>8}"
 
-    start = f"{'ok  ' if row['ok'] else 'FAIL'} {row['seconds']:6.1f} s"
-    error = "" if row["ok"] else f"\n     {row['error']}"
-    return f"{start} {number('difference')} {number('effect')}  {row['name']}{error}"
+def by_stage(rows: Sequence[Row]) -> list[str]:
+    """Where the time went: of each kind of stage its number, and means of what was measured."""
+    names = ("seconds", "cpu", "trace", "lower", "compile", "programs", "cached")
+    held: dict[str, list[Row]] = {}
+    for row in rows:
+        for stage in row.get("stages", []):
+            held.setdefault(stage["name"], []).append(stage)
+    if not held:
+        return []
+    shown = [f"{'mean of stage':16}{'cases':>6}" + "".join(f"{name:>9}" for name in names)]
+    for name, stages in held.items():
+        means = (total(stages, each) / len(stages) for each in names)
+        shown.append(f"{name:16}{len(stages):6d}" + "".join(f"{mean:9.1f}" for mean in means))
+    return shown
+
+
+def failures(red: Sequence[Row]) -> list[str]:
+    """Each error once, with the whole name of the first case that has it and the numbers of others."""
+    alike: dict[str, list[Row]] = {}
+    for row in red:
+        # Numbers and places differ where the cause is one.
+        alike.setdefault(re.sub(r"[\d.e+-]+", "#", row["error"]), []).append(row)
+    shown = []
+    for first, *others in alike.values():
+        also = "".join(f" {row['number']:03d}" for row in others)
+        shown += [first["name"], f"     {first['error']}"]
+        shown += [f"     also{also}"] if also else []
+    return shown
 
 
 # A worker -------------------------------------------------------------------------------------------
@@ -309,31 +430,38 @@ def work(folder: pathlib.Path) -> int:
     # The package prints; answers go where nobody else writes.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
     from scripts import check_device_run
 
     def answer(row: Row) -> None:
         answers.write(json.dumps(row) + "\n")
         answers.flush()
 
+    def begun(stages: list[Row], name: str) -> None:
+        answer({"at": name, "stages": stages})
+
     answer({"ready": check_device_run.qerl("env")})
     for text in sys.stdin:
-        answer(run_case(json.loads(text), folder, check_device_run.run))
+        answer(run_case(json.loads(text), folder, check_device_run.run, begun))
     return 0
 
 
 def run_case(
-    case: Case, folder: pathlib.Path, do: Callable[[Case, pathlib.Path], Mapping[str, Any]]
+    case: Case,
+    folder: pathlib.Path,
+    do: Callable[[Case, pathlib.Path, Stages], Mapping[str, Any]],
+    on_stage: Callable[[list[Row], str], None] | None = None,
 ) -> Row:
-    """The row of a case: what it found, or what it failed with."""
+    """The row of a case: what it found, or what it failed with, and its stages."""
     import gc
 
     own = folder / f"case_{case['number']:03d}"
     shutil.rmtree(own, ignore_errors=True)
     own.mkdir()
     sys.stderr.write(f"\n=== {cases.name(case)}\n")
-    started = time.monotonic()
+    started, stages = time.monotonic(), Stages(on_stage)
     try:
-        row = {"ok": True, **do(case, own)}
+        row = {"ok": True, **do(case, own, stages)}
     except BaseException as error:
         sys.stderr.write(traceback.format_exc())
         if isinstance(error, KeyboardInterrupt):
@@ -345,7 +473,7 @@ def run_case(
             "traceback": traceback.format_exc()[-4000:],
         }
     gc.collect()  # what the next case finds in use is its own
-    return {"seconds": round(time.monotonic() - started, 1), **row}
+    return {"seconds": round(time.monotonic() - started, 1), **row, "stages": stages.rows()}
 
 
 if __name__ == "__main__":

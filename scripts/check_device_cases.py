@@ -2,9 +2,11 @@
 
 A case gives every factor a value. The committed list, check_device_cases.jsonl, is a pairwise cover:
 each pair of values of two factors that can go together is in one case at least, so what breaks in the
-company of one other thing is met. Beside these it has what a Hopper GPU runs through kernels of its own:
-fused decoding at all numbers of rows, and attention in bfloat16 of all groups and heads. `cover` makes
-the list; nothing here needs JAX.
+company of one other thing is met. Where the base comes from and what follows the training meet what
+they can depend on only (`are_paired`): a case has one such stage at most beside its training, and
+most of a case's time is the compilation of its stages. Beside the pairs the list has what a Hopper GPU
+runs through kernels of its own: fused decoding at all numbers of rows, and attention in bfloat16 of all
+groups and heads. `cover` makes the list; nothing here needs JAX.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import itertools
 import json
 import pathlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 type Case = dict[str, Any]
@@ -23,6 +25,8 @@ FILE = pathlib.Path(__file__).with_suffix(".jsonl")
 
 PACKED = ("nvfp4", "mxfp4", "nf4")
 _MERGED = ("merged_original", "merged_packed")
+_EVALUATIONS = ("eval_at_ends", "eval_scheduled", "eval")
+EXPORTS = ("peft", *_MERGED, "nvfp4_original", "nvfp4_packed")
 
 # The first value of an option is what a run has that says nothing of it; such are not shown in a case's name.
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -51,15 +55,20 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "ending": ("eos", "stop", "ignore_eos"),
     "cache": ("ample", "tokens", "fraction"),
     "compact": (True, False),
+    # Most of a completion: less than a chunk and a page of the cache, or several of both.
+    "tokens": (8, 72),
     "rewards": ("ids", "stock"),
-    "eval": ("none", "ends", "scheduled"),
-    "export": ("none", "peft", *_MERGED, "nvfp4_original", "nvfp4_packed"),
-    "then": ("none", "generate", "filter", "eval", "replay", "resume", "continue"),
+    # What the case does beside training: evaluations within it, an export of it, or another command.
+    "then": (
+        *("none", *_EVALUATIONS, *EXPORTS),
+        *("generate", "filter", "replay", "resume", "continue"),
+    ),
 }
 _ALWAYS_SHOWN = ("weights", "dtype", "family", "group", "head", "rows")
 
 GENERATIONS = 4
-PROMPT, COMPLETION = 64, 24
+# Whole batches of problems are padded to three quarters of this or more: one width, so one program.
+PROMPT = 56
 
 _BASE_WIDTHS = {  # D and F
     "qwen2": (128, 384),
@@ -91,12 +100,12 @@ _IMPOSSIBLE: tuple[tuple[dict[str, tuple[Any, ...]], str], ...] = (
         "where the base trains, the reference is a copy",
     ),
     (
-        {"trains": ("full",), "export": ("peft", *_MERGED, "nvfp4_packed")},
+        {"trains": ("full",), "then": ("peft", *_MERGED, "nvfp4_packed")},
         "without an adapter there is only the trained model, in 16 bits, to pack",
     ),
     ({"trains": ("full",), "then": ("continue",)}, "there is no adapter to go on from"),
     (
-        {"source": ("random",), "export": _others("export", "none")},
+        {"source": ("random",), "then": EXPORTS},
         "a random base is in no folder to export with",
     ),
     (
@@ -104,18 +113,25 @@ _IMPOSSIBLE: tuple[tuple[dict[str, tuple[Any, ...]], str], ...] = (
         "`qerl generate` reads a base from a folder",
     ),
     (
-        {"source": ("rtn", "awq"), "export": ("merged_original", "nvfp4_original")},
+        {"source": ("rtn", "awq"), "then": ("merged_original", "nvfp4_original")},
         "a packed folder has no original weights",
     ),
     (
         {
             "source": ("folder",),
             "weights": ("bfloat16", "float32"),
-            "export": ("merged_packed", "nvfp4_packed"),
+            "then": ("merged_packed", "nvfp4_packed"),
         },
         "nothing is packed",
     ),
     ({"cut": ("tokens",), "loss": ("bnpo",)}, "bnpo's value depends on the cut"),
+    (
+        {
+            "source": ("rtn", "awq"),
+            "then": (*_EVALUATIONS, "filter", "replay", "resume", "continue"),
+        },
+        "a case has time for one of them, and a run does not know who packed its base",
+    ),
 )
 
 
@@ -127,16 +143,35 @@ def impossible(case: Case) -> str | None:
     return None
 
 
+# Factors that are stages of their own, and what these can depend on.
+_STAGES = ("source", "then")
+_OF_STAGES = ("weights", "dtype", "family", "trains", *_STAGES)
+
+
+def are_paired(one: str, other: str) -> bool:
+    """Whether all pairs of values of two factors are to be covered.
+
+    What quantizes a base, and what reads a trained policy from files, does not see how it was trained.
+    """
+    return all(stage not in (one, other) or {one, other} <= {*_OF_STAGES} for stage in _STAGES)
+
+
 def pairs(case: Case) -> Iterator[Pair]:
-    """All pairs of values of two factors in a case, the factors in their order."""
-    return itertools.combinations([(name, case[name]) for name in FACTORS if name in case], 2)
+    """The pairs of values in a case that are to be covered, the factors in their order."""
+    held = [(name, case[name]) for name in FACTORS if name in case]
+    return (
+        (one, other)
+        for one, other in itertools.combinations(held, 2)
+        if are_paired(one[0], other[0])
+    )
 
 
 def feasible_pairs() -> set[Pair]:
-    """All pairs of values of two factors that can go together."""
+    """All pairs of values that are to be covered and can go together."""
     return {
         ((one, a), (other, b))
         for one, other in itertools.combinations(FACTORS, 2)
+        if are_paired(one, other)
         for a, b in itertools.product(FACTORS[one], FACTORS[other])
         if impossible({one: a, other: b}) is None
     }
@@ -201,6 +236,8 @@ def _filled(case: Case, left: set[Pair], rng: random.Random) -> Case:
         if not values:  # a dead end, which covers nothing
             return {}
         values.sort(key=lambda _: rng.random())
+        if name in _STAGES:  # no stage without need
+            values.sort(key=lambda value, name=name: value != FACTORS[name][0])
         case[name] = max(values, key=gain)
     return case
 
@@ -227,12 +264,40 @@ def name(case: Case, *, full: bool = False) -> str:
 
 def cost(case: Case) -> float:
     """How long a case takes beside another, roughly: programs that it compiles."""
-    then = {"resume": 3, "replay": 2, "continue": 2, "eval": 2.5, "generate": 2, "filter": 1.5}
-    extra = then.get(case["then"], 0) + (case["export"] != "none") + (case["eval"] != "none")
-    extra += {"awq": 1.0, "rtn": 0.5}.get(case["source"], 0)
+    then = {"none": 0, "resume": 4, "replay": 2, "continue": 2, "eval": 4, "generate": 3}
+    extra = then.get(case["then"], 2) + {"awq": 1.0, "rtn": 0.5}.get(case["source"], 0)
     extra += 0.5 * (case["reference"] != "none") + 0.5 * (case["old"] != "behaviour")
-    extra += (case["ending"] == "stop") + (case["cut"] == "tokens") + case["dynamic"]
-    return 4 + extra + case["rows"] / 128
+    extra += (case["ending"] == "stop") + (case["cut"] == "tokens") + (case["tokens"] > 8)
+    # Up to 32 rows the layers of decoding are unrolled.
+    return 6 + extra + (case["rows"] <= 32) + case["rows"] / 256
+
+
+def smoke(found: Sequence[Case], count: int = 12) -> list[Case]:
+    """A few cheap cases: each adds most of the values that kernels, programs and files depend on."""
+    names = (
+        "weights",
+        "dtype",
+        "family",
+        "group",
+        "head",
+        "trains",
+        "source",
+        "noise",
+        "reference",
+    )
+    chosen: list[Case] = []
+    for _ in range(min(count, len(found))):
+        held = {(name, case[name]) for case in chosen for name in names}
+        chosen.append(
+            min(
+                (case for case in found if case not in chosen),
+                key=lambda case: (
+                    -sum((name, case[name]) not in held for name in names),
+                    cost(case),
+                ),
+            )
+        )
+    return chosen
 
 
 def architecture(case: Case) -> dict[str, Any]:
@@ -312,7 +377,8 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
         "output_dir": output_dir,
         "max_steps": num_rollouts(case) * updates,
         "seed": 0,
-        "save_steps": updates,
+        # At the end only, but where a run is to be resumed.
+        "save_steps": updates if case["then"] == "resume" else num_rollouts(case) * updates,
         "model": {
             "model_name_or_path": base,
             "tokenizer_name_or_path": "qerl-tiny",
@@ -328,7 +394,7 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
             "num_generations": GENERATIONS,
             "generation_batch_size": batch,
             "max_concurrent": rows,
-            "max_completion_length": COMPLETION,
+            "max_completion_length": case["tokens"],
             "compact": case["compact"],
         },
         "grpo": {
@@ -372,8 +438,10 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
         objective["old_logprobs"] = "recompute"
         objective["importance_sampling_correction"] = case["old"] == "corrected"
     if case["cut"] == "tokens":
-        row = PROMPT + COMPLETION
-        table["optim"]["max_tokens_per_microbatch"] = max(2 * row, batch // cuts * row // 3)
+        # Two micro-batches of one shape where all completions are as long as they may be.
+        prompts, own = divmod(batch // cuts, 2 * GENERATIONS)
+        rows_, prompts = (GENERATIONS * prompts, prompts) if prompts else (own // 2, 1)
+        table["optim"]["max_tokens_per_microbatch"] = prompts * PROMPT + rows_ * case["tokens"]
     rollout |= draws(case)
     if case["ending"] == "stop":
         rollout["stop"] = list(STOPS)
@@ -381,17 +449,18 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
     if case["cache"] == "fraction" and reports_memory:
         rollout["kv_cache_fraction"] = 0.05
     elif case["cache"] != "ample":
-        # Room for three quarters of the rows.
-        rollout["kv_cache_tokens"] = 128 * max(1, rows * 3 // 4)
-    if case["eval"] != "none":
-        steps = updates if case["eval"] == "scheduled" else 0
+        # Room for three quarters of the rows, each of which takes whole pages.
+        row = -(-(PROMPT + case["tokens"]) // 64) * 64
+        rollout["kv_cache_tokens"] = row * max(1, rows * 3 // 4)
+    if case["then"].startswith("eval_"):
+        steps = updates if case["then"] == "eval_scheduled" else 0
         table["eval"] = {"num_problems": 12, "batch_size": 8, "reward": EVEN_FIRST}
         table["eval"] |= {"eval_steps": steps, "num_generations": 2}
     return table
 
 
-# Texts that random weights come upon within a few tokens.
-STOPS = ("e", "o", "7")
+# Texts that random weights come upon within a few tokens, but not in all rows: one in 16 has one.
+STOPS = ("m", "v")
 _REWARDS = "scripts.check_device_run"
 EVEN_IDS, EVEN_FIRST, RARE, ALTERNATING = (
     f"{_REWARDS}:{name}" for name in ("even_ids", "even_first", "rare", "alternating")
@@ -408,6 +477,7 @@ def _rewards(case: Case) -> dict[str, Any]:
         "functions": functions + stock,
         "weights": [1.0, 0.5, 0.5],
         "soft_punish_cache": 8,
+        "options": {"math_verify_reward": {"workers": 1}},  # other cases have processes, too
     }
 
 

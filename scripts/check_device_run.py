@@ -1,11 +1,13 @@
 """One case of `scripts.check_device`: its base, its training, what follows, and what is asserted of them.
 
-Features are driven through the command line, with files in a folder that belongs to the case.
+Features are driven through the command line, with files in a folder that belongs to the case. What is
+beside them is done with NumPy: each operation of JAX's outside a program would be one to compile.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import math
@@ -21,6 +23,7 @@ from typing import Any
 
 from scripts import check_device_cases as cases
 from scripts.check_device_cases import Case
+from scripts.check_device_stages import Stages
 
 ROOT = pathlib.Path(__file__).parents[1]
 # Mean |difference| of sampler and trainer, in nats, by the dtype of activations.
@@ -99,27 +102,58 @@ def qerl(*argv: Any) -> str:
     return shown.getvalue()
 
 
-def log_probabilities(run: pathlib.Path, *, base: bool):
-    """Of fixed random tokens, float32 [4, 15], by the policy of a run or by its base."""
+def log_probabilities(run: pathlib.Path) -> tuple[Any, Any]:
+    """Of fixed random tokens, float32 [4, 15] each: by the policy of a run, and without what it learned.
+
+    For an adapter the latter is the same program with matrices B of 0, and norms as they are in
+    the base; where the base itself was trained, it is read as it was before.
+    """
     import jax
     import numpy as np
 
     from qerl_jax.checkpoint.policy import find_policy, load_policy
+
+    policy = load_policy(find_policy(None, run))
+    ids = np.random.default_rng(0).integers(0, policy.tokenizer.num_tokens, (4, 16), np.int32)
+
+    def score(variables):
+        return np.asarray(_scorer()(policy.model, policy.tokenizer.num_tokens, variables, ids))
+
+    if "params" in policy.variables:
+        frozen, params = policy.variables["frozen"], policy.variables["params"]
+
+        def before(path, leaf):
+            keys = [key.key for key in path]
+            if keys[-1] != "scale":
+                return np.zeros(leaf.shape, leaf.dtype) if keys[-1] == "b" else leaf
+            held = frozen
+            for key in keys:
+                held = held[key]
+            return np.asarray(held).astype(leaf.dtype)
+
+        untrained = {"params": jax.tree_util.tree_map_with_path(before, params), "frozen": frozen}
+    else:
+        untrained = load_policy(find_policy(None, run, base=True)).variables
+    return score(policy.variables), score(untrained)
+
+
+@functools.cache
+def _scorer():
+    """The compiled function of `log_probabilities`, one for all cases of a process."""
+    import jax
+
     from qerl_jax.model import logprobs
     from qerl_jax.model.transformer import head
 
-    policy = load_policy(find_policy(None, run, base=base))
-    model, variables, tokenizer = policy.model, policy.variables, policy.tokenizer
-    ids = np.random.default_rng(0).integers(0, tokenizer.num_tokens, (4, 16), np.int32)
-
-    @jax.jit
-    def score(variables, ids):
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def score(model, num_tokens, variables, ids):
         hidden, _ = model.apply(variables, ids)
         states, targets = hidden[:, :-1].reshape(-1, hidden.shape[-1]), ids[:, 1:].reshape(-1)
-        options = {"temperature": 1.0, "num_tokens": tokenizer.num_tokens}
-        return logprobs.of_targets(states, head(variables["frozen"]), targets, **options)[0]
+        options = {"temperature": 1.0, "num_tokens": num_tokens}
+        logps = logprobs.of_targets(states, head(variables["frozen"]), targets, **options)[0]
+        return logps.reshape(4, 15)
 
-    return np.asarray(score(variables, ids)).reshape(4, 15)
+    return score
 
 
 def reports_memory() -> bool:
@@ -139,8 +173,13 @@ def is_hopper() -> bool:
 # A case ---------------------------------------------------------------------------------------------
 
 
-def run(case: Case, folder: pathlib.Path) -> dict[str, Any]:
+def run(case: Case, folder: pathlib.Path, stages: Stages) -> dict[str, Any]:
     """Runs a case in an empty folder.
+
+    Args:
+        case: Of the list.
+        folder: Empty.
+        stages: Measures what the case does.
 
     Returns:
         Numbers that it found.
@@ -148,27 +187,30 @@ def run(case: Case, folder: pathlib.Path) -> dict[str, Any]:
     Raises:
         Exception: Whatever went wrong.
     """
-    made = folder / "base"
-    write_base(case, made)
-    base = made
+    base = made = folder / "base"
+    with stages("base"):
+        write_base(case, made)
+        device = {"reports_memory": reports_memory()}
     if case["source"] in ("rtn", "awq"):
         base = folder / "packed"
-        calibration = ("--dataset", "arithmetic", "--num-samples", 16, "--max-length", 64)
+        calibration = ("--dataset", "arithmetic", "--num-samples", 8, "--max-length", 64)
         form, method = cases.packed_format(case), case["source"]
-        qerl("quantize", made, base, "--format", form, "--method", method, *calibration)
-    table = cases.run_config(case, str(base), str(folder / "run"), reports_memory=reports_memory())
+        with stages(method):
+            qerl("quantize", made, base, "--format", form, "--method", method, *calibration)
+    table = cases.run_config(case, str(base), str(folder / "run"), **device)
     path = _write_config(folder / "run.toml", table)
-    if case["then"] == "resume":
-        said = _killed_and_resumed(path, folder / "run", cases.updates_per_rollout(case))
-    else:
-        said = qerl("train", path)
+    with stages("train"):
+        if case["then"] == "resume":
+            said = _killed_and_resumed(path, folder / "run", cases.updates_per_rollout(case))
+        else:
+            said = qerl("train", path)
     found = {"fused": is_hopper() and "without the fused layers" not in " ".join(said.split())}
-    found |= check_metrics(case, read_metrics(folder / "run"))
-    found |= _check_run(case, folder / "run", base)
-    if case["export"] != "none":
-        found |= _export(case, folder)
+    with stages("check"):
+        found |= check_metrics(case, read_metrics(folder / "run"))
+        found |= _check_run(case, folder / "run", base)
     if case["then"] in _THEN:
-        found |= _THEN[case["then"]](case, table, folder) or {}
+        with stages(case["then"]):
+            found |= _THEN[case["then"]](case, table, folder) or {}
     return found
 
 
@@ -281,15 +323,15 @@ def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
         )
     if case["ending"] == "ignore_eos":
         shortest = min(row["completions/min_length"] for row in learned)
-        require(shortest == cases.COMPLETION, f"ignore_eos: a completion has {shortest} tokens")
+        require(shortest == case["tokens"], f"ignore_eos: a completion has {shortest} tokens")
     if case["ending"] == "stop":
         clipped = min(row["completions/clipped_ratio"] for row in learned)
         require(clipped < 1, "stop: no completion ended with one of the texts")
     if case["dynamic"]:
         require("dynamic_sampling/rounds" in learned[0], "dynamic_sampling: was not")
-    if case["eval"] != "none":
+    if case["then"].startswith("eval_"):
         at = [row["step"] for row in rows if "eval/accuracy" in row]
-        expected = [0, *steps] if case["eval"] == "scheduled" else [0, steps[-1]]
+        expected = [0, *steps] if case["then"] == "eval_scheduled" else [0, steps[-1]]
         require(at == expected, f"eval/accuracy: at steps {at}, not {expected}")
     return found
 
@@ -302,9 +344,10 @@ def _check_run(case: Case, run_: pathlib.Path, base: pathlib.Path) -> dict[str, 
         _check_moved(_tensors(run_ / "model"), _tensors(base) if base.name == "base" else {})
     else:
         _check_adapter(case, _tensors(run_ / "adapter"), _tensors(base))
-    if case["eval"] == "scheduled":
+    if case["then"] == "eval_scheduled":
         require((run_ / "best.json").is_file(), "best.json: is not there")
-    effect = log_probabilities(run_, base=False) - log_probabilities(run_, base=True)
+    after, before = log_probabilities(run_)
+    effect = after - before
     require(bool(np.isfinite(effect).all()), "log-probabilities of the trained policy: not finite")
     found = float(np.abs(effect).mean())
     require(found > 1e-4, f"log-probabilities with and without what was learned: differ by {found}")
@@ -359,9 +402,9 @@ def _check_moved(model: dict[str, Any], base: dict[str, Any]) -> None:
     require(bool(np.any(model["model.norm.weight"])), "model.norm.weight: is zero")
 
 
-def _export(case: Case, folder: pathlib.Path) -> dict[str, Any]:
+def _export(case: Case, table: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
     """Exports the run, as itself reads it back."""
-    kind, _, start = case["export"].partition("_")
+    kind, _, start = case["then"].partition("_")
     out = folder / "exported"
     has_choice = kind != "peft"
     qerl("export", folder / "run", out, "--to", kind, *(("--from", start) if has_choice else ()))
@@ -386,7 +429,7 @@ def _generate(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
     policy = ["--model", run_ / "model" if full else table["model"]["model_name_or_path"]]
     policy += [] if full else ["--adapter", run_ / "adapter"]
     policy += ["--weights", case["weights"], "--dtype", case["dtype"]]
-    options = ["--max-tokens", cases.COMPLETION]
+    options = ["--max-tokens", case["tokens"]]
     for name, value in cases.draws(case).items():
         options += [f"--{name.replace('_', '-')}", value]
     if case["ending"] == "stop":
@@ -415,7 +458,7 @@ def _filter(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
 
 def _eval(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
     """Accuracy after and before training, their difference, the page of the run, and its plan."""
-    how = ["--num-problems", 6, "--samples", 2, "--max-tokens", cases.COMPLETION]
+    how = ["--num-problems", 4, "--samples", 2, "--max-tokens", case["tokens"]]
     how += ["--reward", cases.EVEN_FIRST, "--max-concurrent", case["rows"]]
     policy = ["--adapter", folder / "run"]
     after, before = folder / "after", folder / "before"
@@ -429,9 +472,7 @@ def _eval(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
 
 def _replay(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
     """A step that is not finite, by a learning rate under which nothing stays so."""
-    updates = cases.updates_per_rollout(case)
-    changes = {"output_dir": str(folder / "diverged"), "max_steps": 3 * updates, "eval": None}
-    broken = {name: value for name, value in (table | changes).items() if value is not None}
+    broken = table | {"output_dir": str(folder / "diverged")}
     broken["optim"] = table["optim"] | {"learning_rate": 1e30}
     broken["rewards"] = {"functions": [cases.ALTERNATING]}
     qerl("train", _write_config(folder / "diverged.toml", broken))
@@ -443,15 +484,14 @@ def _replay(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
 
 def _continue(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
     """Another run that goes on from the adapter."""
-    updates = cases.updates_per_rollout(case)
     start = folder / "run" / "adapter"
-    changes = {"output_dir": str(folder / "continued"), "max_steps": updates, "eval": None}
-    more = {name: value for name, value in (table | changes).items() if value is not None}
+    # As many steps as before, though one would do: so all programs are there.
+    more = table | {"output_dir": str(folder / "continued")}
     more["model"] = table["model"] | {"adapter_name_or_path": str(start)}
     qerl("train", _write_config(folder / "continued.toml", more))
     before, after = _tensors(start), _tensors(folder / "continued" / "adapter")
     _require_finite(after)
-    (row,) = read_metrics(folder / "continued")
+    row = read_metrics(folder / "continued")[0]
     limit = LIMITS[case["dtype"]]
     # The first stage of noise is silent.
     require(row[_DIFFERENCE] <= limit, f"{_DIFFERENCE} of what went on: got {row[_DIFFERENCE]:.2g}")
@@ -460,6 +500,7 @@ def _continue(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
 
 
 _THEN = {
+    **dict.fromkeys(cases.EXPORTS, _export),
     "generate": _generate,
     "filter": _filter,
     "eval": _eval,
