@@ -249,7 +249,6 @@ class Worker:
                 stderr=file,
                 start_new_session=True,
             )
-
         self._log, self._heard = log, b""
         self.at: Row = {}
 

@@ -6,9 +6,11 @@ import json
 import os
 import pathlib
 import re
+import subprocess
 import sys
 import typing
 
+import jax
 import numpy as np
 import pytest
 
@@ -17,7 +19,7 @@ from qerl_jax.checkpoint import base_model, packed_formats
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.cli import main as cli
 from qerl_jax.model import architecture
-from scripts import check_device, check_device_cases, check_device_run
+from scripts import check_device, check_device_cases, check_device_run, check_device_stages
 from scripts.check_device_cases import FACTORS, impossible
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -35,7 +37,7 @@ UNCHANGED = {
     "optim": {"min_lr_ratio", "adam_beta1", "adam_beta2", "adam_epsilon"},
     "noise": {"schedule", "exponent"},
     "eval": {"split", "temperature", "top_p", "dataset", "path"},
-    "rewards": {"options", "soft_punish_weight"},
+    "rewards": {"soft_punish_weight"},
 }
 
 
@@ -59,7 +61,36 @@ def test_every_pair_of_values_is_in_a_case_or_cannot_be():
     for (one, values), (other, others) in itertools.combinations(FACTORS.items(), 2):
         for a, b in itertools.product(values, others):
             is_there = frozenset({(one, a), (other, b)}) in covered
-            assert is_there == (impossible({one: a, other: b}) is None), (one, a, other, b)
+            possible = impossible({one: a, other: b}) is None
+            if check_device_cases.are_paired(one, other):
+                assert is_there == possible, (one, a, other, b)
+            else:
+                assert possible or not is_there, (one, a, other, b)
+
+
+def test_only_the_stages_beside_training_are_left_out_of_pairs():
+    left_out = [
+        {one, other}
+        for one, other in itertools.combinations(FACTORS, 2)
+        if not check_device_cases.are_paired(one, other)
+    ]
+    assert left_out and all(pair & {"source", "then"} for pair in left_out)
+    for stage in ("source", "then"):
+        for other in {"weights", "dtype", "family", "trains", "source", "then"} - {stage}:
+            assert {stage, other} not in left_out
+
+
+def test_a_case_has_one_stage_beside_its_training_or_reads_back_what_it_packed():
+    for case in CASES:
+        if case["source"] in ("rtn", "awq"):
+            assert case["then"] in ("none", "generate", *check_device_cases.EXPORTS)
+
+
+def test_the_smoke_cases_are_a_dozen_with_every_format_and_family():
+    chosen = check_device_cases.smoke(CASES)
+    assert len({case["number"] for case in chosen}) == 12
+    for name in ("weights", "dtype", "family", "group", "head", "trains", "source"):
+        assert {case[name] for case in chosen} == set(FACTORS[name]), name
 
 
 def test_no_case_is_impossible_and_each_has_its_own_number():
@@ -123,8 +154,12 @@ def test_every_command_and_kind_of_export_of_the_readme_is_run():
     sources = [ROOT / "scripts" / f"check_device{end}.py" for end in ("", "_run")]
     run = {name for s in sources for name in re.findall(r'qerl\("([a-z]+)"', s.read_text())}
     assert len(asked) > 8 and asked <= run
-    kinds = {value.partition("_")[0] for value in FACTORS["export"]}
-    assert set(re.findall(r"--to ([a-z0-9]+)", readme)) <= kinds
+    kinds = {value.partition("_")[0] for value in check_device_cases.EXPORTS}
+    assert set(re.findall(r"--to ([a-z0-9]+)", readme)) == kinds
+    assert set(check_device_cases.EXPORTS) < set(FACTORS["then"])
+    assert set(FACTORS["then"]) == set(check_device_run._THEN) | {
+        *("none", "resume", "eval_at_ends", "eval_scheduled")
+    }
 
 
 @pytest.mark.parametrize("family", FACTORS["family"])
@@ -203,7 +238,14 @@ def test_a_zero_or_infinite_adapter_is_red():
 # Processes and the table ------------------------------------------------------------------------------
 
 FAKE = """
-import json, os, sys, time
+import faulthandler, json, os, signal, sys, time
+faulthandler.register(signal.SIGUSR1, all_threads=True)
+def at(name, stages):
+    print(json.dumps({"at": name, "stages": stages}), flush=True)
+def hangs():
+    at("base", [])
+    at("train", [{"name": "base", "seconds": 1.5}])
+    time.sleep(60)
 print(json.dumps({"ready": "a device"}), flush=True)
 for line in sys.stdin:
     number = json.loads(line)["number"]
@@ -211,7 +253,7 @@ for line in sys.stdin:
         print("what a library said at last", file=sys.stderr, flush=True)
         os._exit(3)
     if number == 3:
-        time.sleep(60)
+        hangs()
     print("no JSON" if number == 4 else json.dumps({"ok": True, "pid": os.getpid()}), flush=True)
 """
 
@@ -224,7 +266,7 @@ def run_fake(tmp_path, numbers, **limits):
         [sys.executable, str(tmp_path / "fake.py")],
         os.environ,
         tmp_path,
-        **({"jobs": 1, "seconds": 60, "case_seconds": 20} | limits),
+        **({"jobs": 1, "seconds": 60, "budget": 60, "case_seconds": 20, "stagger": 0} | limits),
         on_ready=heard.append,
         on_row=rows.append,
     )
@@ -247,9 +289,23 @@ def test_a_case_that_hangs_is_killed_and_red(tmp_path):
     assert rows[5]["ok"]
 
 
-def test_what_the_time_of_all_does_not_reach_is_red(tmp_path):
+def test_what_is_killed_says_its_stage_where_it_hung_and_what_was_before(tmp_path):
+    _, rows = run_fake(tmp_path, (3,), case_seconds=1)
+    assert "killed in stage 'train': no answer in 1 s" in rows[3]["error"]
+    assert re.search(r"fake\.py:\d+ hangs", rows[3]["error"])
+    assert rows[3]["stages"] == [{"name": "base", "seconds": 1.5}]
+    assert "in hangs" in rows[3]["log"]
+
+
+def test_what_the_time_of_all_does_not_reach_is_not_run(tmp_path):
     _, rows = run_fake(tmp_path, (3, 5), seconds=2)
-    assert "killed" in rows[3]["error"] and "not started" in rows[5]["error"]
+    assert "killed" in rows[3]["error"]
+    assert rows[5]["not_run"] and not rows[5]["ok"]
+
+
+def test_after_the_budget_no_case_starts_and_those_that_run_go_on(tmp_path):
+    _, rows = run_fake(tmp_path, (3, 5), seconds=60, budget=1, case_seconds=3)
+    assert "no answer in 3 s" in rows[3]["error"] and rows[5]["not_run"]
 
 
 def test_several_processes_answer_every_case_once(tmp_path):
@@ -257,34 +313,78 @@ def test_several_processes_answer_every_case_once(tmp_path):
     assert len(heard) == 1 and sorted(rows) == [1, 5, 6, 7, 8]
 
 
-def test_the_table_ends_with_the_sums_and_its_status_says_if_one_is_red(tmp_path, capsys):
+STAGES = [
+    {"name": name, "seconds": seconds, "cpu": 2.0, "trace": 0.1, "lower": 0.2, "compile": 0.5}
+    | {"programs": 7, "cached": 3}
+    for name, seconds in (("base", 0.5), ("train", 12.5))
+]
+
+
+def test_the_table_ends_with_the_failures_and_its_status_says_if_one_is_red(tmp_path, capsys):
     rows = [
-        {"number": 1, "name": "001 a", "ok": True, "seconds": 2.0, "difference": 1e-3},
-        {"number": 2, "name": "002 b", "ok": False, "seconds": 1.0, "error": "it broke"},
+        {"number": 1, "name": "001 a", "ok": True, "seconds": 13.0, "stages": STAGES},
+        {"number": 2, "name": "002 b", "ok": False, "seconds": 1.0, "error": "it broke at 1.5e-3"},
+        {"number": 3, "name": "003 c", "ok": False, "seconds": 1.0, "error": "it broke at 27"},
+        {"number": 4, "name": "004 d", "ok": False, "seconds": 0.0, "error": "no", "not_run": True},
     ]
-    table = check_device.Table(tmp_path / "out.jsonl", 2)
+    table = check_device.Table(tmp_path / "out.jsonl", 4)
     for row in rows:
         table.row(row)
     assert table.end() == 1
     shown = capsys.readouterr().out.splitlines()
-    assert shown[-1] == "1 passed, 1 failed" and "     it broke" in shown
+    assert shown[0].split() == ["ok", "001", "13.0", "4.0", "14", "6", "train", "12.5", "s"]
+    assert shown[-4:] == [
+        "002 b",
+        "     it broke at 1.5e-3",
+        "     also 003",
+        "1 passed, 2 failed, 1 not run",
+    ]
+    assert "not run: 004" in shown and "001 a" not in shown
     assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == rows
 
-    table = check_device.Table(None, 1)
-    table.row(rows[0])
-    assert table.end() == 0
-    unanswered = check_device.Table(None, 2)
-    unanswered.row(rows[0])
-    assert unanswered.end() == 1
+    for count, status in ((1, 0), (2, 1)):
+        table = check_device.Table(None, count)
+        table.row(rows[0])
+        assert table.end() == status
+
+
+def test_stages_count_programs_that_were_compiled_and_those_that_were_read(tmp_path):
+    stages = check_device_stages.Stages()
+    heard = []
+    named = check_device_stages.Stages(lambda rows, name: heard.append((len(rows), name)))
+    double, triple = jax.jit(lambda x: 2 * x), jax.jit(lambda x: 3 * x)
+    number = jax.device_put(np.float32(1))
+    with stages("two"):
+        double(number), triple(number)
+    with stages("none"):
+        double(number)
+    two, none = stages.rows()
+    assert (two["name"], two["programs"], none["programs"]) == ("two", 2, 0)
+    with pytest.raises(KeyError), named("first"):
+        raise KeyError
+    with named("second"):
+        pass
+    assert heard == [(0, "first"), (1, "second")]
+    assert [row["name"] for row in named.rows()] == ["first", "second"]
+
+
+def test_xla_takes_the_flags_of_the_processes(tmp_path):
+    env = check_device.environment(tmp_path, 4, autotune=False) | {"JAX_PLATFORMS": "cpu"}
+    assert all(flag in env["XLA_FLAGS"] for flag in check_device.QUICK_XLA)
+    subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], env=env, check=True)
+    flags = check_device.environment(tmp_path, 4, autotune=True)["XLA_FLAGS"]
+    assert flags == os.environ.get("XLA_FLAGS", "")
 
 
 def test_whatever_a_case_raises_is_red(tmp_path):
-    def fails(case, folder):
-        assert folder.is_dir()
-        raise MemoryError("no room\nfor it")
+    def fails(case, folder, stages):
+        with stages("base"):
+            assert folder.is_dir()
+            raise MemoryError("no room\nfor it")
 
     row = check_device.run_case(CASES[0], tmp_path, fails)
     assert not row["ok"] and row["error"] == "MemoryError: no room" and "fails" in row["traceback"]
+    assert [stage["name"] for stage in row["stages"]] == ["base"]
 
 
 def test_cases_are_chosen_by_parts_of_their_names_longest_first():
