@@ -205,8 +205,10 @@ def run(case: Case, folder: pathlib.Path, stages: Stages) -> dict[str, Any]:
         else:
             said = qerl("train", path)
     found = {"fused": is_hopper() and "without the fused layers" not in " ".join(said.split())}
+    rows = read_metrics(folder / "run")
+    found["laps"] = laps(rows)
     with stages("check"):
-        found |= check_metrics(case, read_metrics(folder / "run"))
+        found |= check_metrics(case, rows)
         found |= _check_run(case, folder / "run", base)
     if case["then"] in _THEN:
         with stages(case["then"]):
@@ -274,6 +276,15 @@ def read_metrics(folder: pathlib.Path) -> list[dict[str, Any]]:
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
     return [json.loads(line) for line in lines]
+
+
+def laps(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Seconds of each rollout by phase: the first is compiled, the last is what a rollout takes."""
+    phases = ("rollout", "reward", "update")
+    names = {phase: f"perf/{phase}_time" for phase in phases}
+    return {
+        phase: [round(row[name], 2) for row in rows if name in row] for phase, name in names.items()
+    }
 
 
 def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
