@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import pathlib
 import random
 from collections.abc import Iterator, Sequence
@@ -310,13 +311,18 @@ def architecture(case: Case) -> dict[str, Any]:
         for count in itertools.count(1)
         if count * group >= 8 and count * group * head % 64 == 0
     )
+    heads = 9 if family == "smollm2" else kv_heads * group
+    if case["source"] == "awq":
+        # Calibration reads the tokenizer of the folder, and transformers then looks at its config, too: a
+        # width must be heads of equal size.
+        width += -width % math.lcm(64, heads)
     table = {
         "model_type": {"smollm2": "llama"}.get(family, family),
         "hidden_act": "silu",
         "hidden_size": width,
         "intermediate_size": ffn_width,
         "num_hidden_layers": 2,
-        "num_attention_heads": 9 if family == "smollm2" else kv_heads * group,
+        "num_attention_heads": heads,
         "num_key_value_heads": 3 if family == "smollm2" else kv_heads,
         "head_dim": head,
         "max_position_embeddings": 256,

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from pallas_kernels import runtime
 from qerl_jax import config, memory
 from qerl_jax.checkpoint import base_model, hf_folder, peft
 from qerl_jax.cli import main
@@ -427,6 +428,24 @@ def test_a_run_takes_problems_and_rewards_from_memory_and_reports_its_rows(tmp_p
     assert int(state.step) == 2 and list(seen) == [1, 2]
     assert list(seen.values()) == [row["rewards/length_reward/mean"] for row in rows]
     assert set(told) == {str(a + 1) for a in range(12)}
+
+
+def test_a_device_that_reports_its_memory_has_the_plan_beside_the_peak(
+    tmp_path, monkeypatch, capsys
+):
+    cfg = small(tmp_path / "run", max_steps=1)
+    planned = memory.estimate(cfg, limit=80_000_000_000)
+    stats = {
+        "bytes_limit": 80_000_000_000,
+        "bytes_in_use": planned.size("always"),
+        "peak_bytes_in_use": planned.peak,
+    }
+    monkeypatch.setattr(runtime, "memory_stats", lambda: stats)
+    train(cfg)
+    shown = capsys.readouterr().out
+    assert "80.00" in shown and f"{planned.peak / 1e9:.2f}" in shown
+    (row,) = logger.read_metrics(tmp_path / "run")
+    assert row["perf/peak_memory_gb"] == planned.peak / 1e9
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def train(
             )
             trace.lap("update")
             if run.memory and step == started:
-                _compare(run.memory, memory.of_device(), logger, run.earlier_peak)
+                _compare(run.memory, memory.device_memory(), logger, run.earlier_peak)
 
             step = int(state.step)
             logger.num_tokens += fresh.rollout.num_tokens
