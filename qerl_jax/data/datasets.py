@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from qerl_jax.checked import require
 from qerl_jax.config import DataConfig
 from qerl_jax.data import answers, arithmetic
 from qerl_jax.data.tokenizer import Message, Prompt
@@ -154,14 +155,11 @@ def from_config(
         return _arithmetic(cfg, split, seed, wanted or ARITHMETIC_PROBLEMS)
     where = cfg.path or cfg.dataset
     dataset = load_rows(cfg.dataset, cfg.path, cfg.name, split)
-    if len(dataset) == 0:
-        raise ValueError(f"{where}: the split {split!r} is empty")
+    require(len(dataset) > 0, where, split, "the split is empty")
     names = dataset.column_names
     prompt = _column("prompt", cfg, names, _PROMPT_COLUMNS, where)
-    if prompt is None:
-        raise ValueError(
-            f"{where}: no column 'prompt' (nor 'question' or 'problem'); it has {sorted(names)}"
-        )
+    rule = "must have a column 'prompt' ('question', 'problem')"
+    require(prompt is not None, f"{where}: columns", sorted(names), rule)
     answer = _column("answer", cfg, names, (), where)
     limit = cfg.max_prompt_characters or getattr(
         SETS.get(cfg.dataset), "max_prompt_characters", None
@@ -198,11 +196,12 @@ def batch(problems: Sequence[Problem], index: int, *, batch_size: int, seed: int
     Raises:
         ValueError: If there are no problems, `batch_size` is not positive, or `index` is negative.
     """
-    if not problems or batch_size < 1 or index < 0:
-        raise ValueError(
-            "a batch needs problems, batch_size >= 1 and index >= 0; "
-            f"got {len(problems)} problems, {batch_size=}, {index=}"
-        )
+    require(
+        problems and batch_size >= 1 and index >= 0,
+        "problems, batch_size, index",
+        (len(problems), batch_size, index),
+        "must be at least 1, 1 and 0",
+    )
     positions = range(index * batch_size, (index + 1) * batch_size)
     places = (divmod(position, len(problems)) for position in positions)
     return [problems[int(_order(len(problems), seed, epoch)[place])] for epoch, place in places]
@@ -232,17 +231,10 @@ def _order(length: int, seed: int, epoch: int) -> np.ndarray:
 
 def _arithmetic(cfg: DataConfig, split: str, seed: int, count: int) -> Problems:
     """The first procedural problems of a split."""
-    if cfg.path or cfg.columns or cfg.max_prompt_characters:
-        raise ValueError(
-            "arithmetic has no path, columns or long prompts; got "
-            f"path={cfg.path!r}, columns={cfg.columns or {}}, "
-            f"max_prompt_characters={cfg.max_prompt_characters}"
-        )
-    if cfg.name not in _ARITHMETIC:
-        raise ValueError(
-            f"arithmetic has the configurations {list(filter(None, _ARITHMETIC))}, or none; "
-            f"got config={cfg.name!r}"
-        )
+    others = (cfg.path, cfg.columns, cfg.max_prompt_characters)
+    require(not any(others), "path, columns, max_prompt_characters", others, "arithmetic has none")
+    rule = f"arithmetic has the configurations {list(filter(None, _ARITHMETIC))}, or none"
+    require(cfg.name in _ARITHMETIC, "config", cfg.name, rule)
 
     def read(index: int) -> Problem:
         found = _ARITHMETIC[cfg.name](split, seed, index)
@@ -271,14 +263,13 @@ def load_rows(name: str, path: str | None, config: str | None, split: str):
     folder = pathlib.Path(place).expanduser()
     is_file = folder.suffix in _FILE_FORMATS
     looks_local = is_file or folder.is_absolute() or place.startswith((".", "~"))
-    if (looks_local or path) and not folder.exists():
-        raise ValueError(f"no such file or folder: {os.fspath(folder)!r}")
-    if is_file and folder.stat().st_size == 0:  # `datasets` ends in a bare StopIteration here
-        raise ValueError(f"{place}: the file is empty")
+    is_there = folder.exists() or not (looks_local or path)
+    require(is_there, "data set", os.fspath(folder), "no such file or folder")
+    # `datasets` ends in a bare StopIteration for an empty file.
+    require(not is_file or folder.stat().st_size > 0, "data set", place, "the file is empty")
     try:
         if is_file:
-            if config is not None:
-                raise ValueError(f"a file has no configurations; got {config=}")
+            require(config is None, "config", config, "a file has no configurations")
             return datasets.load_dataset(
                 _FILE_FORMATS[folder.suffix], data_files={split: os.fspath(folder)}, split=split
             )
@@ -304,11 +295,8 @@ def _column(
 ) -> str | None:
     """The column that the config appoints, else the named set's own, else the first of others."""
     appointed = (cfg.columns or {}).get(role)
-    if appointed not in (None, *names):
-        raise ValueError(
-            f"{where}: no column {appointed!r}, which data.columns names as the {role}; "
-            f"it has {sorted(names)}"
-        )
+    rule = f"{where} has no such column; it has {sorted(names)}"
+    require(appointed in (None, *names), f"data.columns.{role}", appointed, rule)
     own = getattr(SETS.get(cfg.dataset), role, None)
     return next((name for name in (appointed, own, *others) if name in names), None)
 
@@ -320,8 +308,7 @@ def _short_enough(dataset, column: str, limit: int | None, where: str) -> Sequen
     prompts = (_messages(prompt, "a prompt") for prompt in dataset[column])
     sizes = [sum(len(message["content"]) for message in prompt) for prompt in prompts]
     kept = [row for row, size in enumerate(sizes) if size <= limit]
-    if not kept:
-        raise ValueError(f"{where}: no prompt has at most {limit} characters")
+    require(kept, f"{where}: max_prompt_characters", limit, "no prompt is as short as that")
     return kept
 
 
@@ -341,8 +328,12 @@ def _problem(
     if is_message or not isinstance(prompt, str):
         prompt = _messages(prompt, f"{where}, column {prompt_column!r}")
     if instruction:
-        if prompt[0]["role"] == "system":
-            raise ValueError(f'{where}: has a system message already; set data.system_prompt = ""')
+        require(
+            prompt[0]["role"] != "system",
+            where,
+            prompt[0],
+            'has a system message already; set data.system_prompt = ""',
+        )
         prompt = ({"role": "system", "content": instruction}, *prompt)
     if cfg.prompt_template is not None:
         prompt = _fill(cfg.prompt_template, prompt, row)
@@ -367,8 +358,7 @@ def _messages(prompt: Any, where: str) -> tuple[Message, ...]:
     """A prompt as messages, a text as the user's."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    if not is_chat(prompt):
-        raise ValueError(f"{where}: must be text or messages of role and content; got {prompt!r}")
+    require(is_chat(prompt), where, prompt, "must be text or messages of role and content")
     # Columns of structs fill keys that a message lacks with None: only the two are meant.
     return tuple({"role": m["role"], "content": m["content"]} for m in prompt)
 

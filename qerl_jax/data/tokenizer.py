@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from qerl_jax.checked import require
 from qerl_jax.files import read_json
 
 type Message = dict[str, str]  # "role" and "content"
@@ -54,11 +55,13 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
         ValueError: When it cannot be read, has no chat template, or no end-of-sequence token.
     """
     folder = pathlib.Path(folder)
-    if (
-        not (folder / "tokenizer.json").is_file()
-        and not (folder / "tokenizer_config.json").is_file()
-    ):
-        raise FileNotFoundError(f"tokenizer: no tokenizer.json in {folder}")
+    require(
+        any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")),
+        "tokenizer",
+        str(folder),
+        "has no tokenizer.json",
+        FileNotFoundError,
+    )
     # Without PyTorch, importing transformers prints a notice that would be a newcomer's first line.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from transformers import AutoTokenizer
@@ -69,17 +72,21 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
         raise ValueError(
             f"tokenizer: transformers cannot read the one in {folder}: {error}"
         ) from error
-    if not hf.chat_template:
-        raise ValueError(
-            f"tokenizer: {folder} has no chat template; chat prompts need one (chat_template.jinja)"
-        )
+    require(
+        hf.chat_template,
+        "tokenizer",
+        str(folder),
+        "has no chat template; chat prompts need one (chat_template.jinja)",
+    )
     stops = [] if hf.eos_token_id is None else [hf.eos_token_id]
     generation = folder / "generation_config.json"
     listed = read_json(generation).get("eos_token_id") if generation.is_file() else None
     stops += [listed] if isinstance(listed, int) else listed or []
-    if not stops:
-        raise ValueError(
-            f"tokenizer: {folder} names no end-of-sequence token; completions would never stop"
-        )
+    require(
+        stops,
+        "tokenizer",
+        str(folder),
+        "names no end-of-sequence token; completions would never stop",
+    )
     pad = hf.pad_token_id if hf.pad_token_id is not None else stops[0]
     return Tokenizer(hf, tuple(dict.fromkeys(stops)), pad, max(hf.get_vocab().values()) + 1)

@@ -39,6 +39,9 @@ FAMILIES = {
     "mistral": Family(window_switch=False),
 }
 
+# Raises the error about what a config asks for and we do not have.
+_support = functools.partial(require, error=NotImplementedError)
+
 # Hugging Face's names: where a fused linear's parts sit in a layer, and its two norms.
 PARENT = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -234,8 +237,8 @@ def from_hf(config: dict[str, Any]) -> Architecture:
 
 
 def _refuse_windows(config: dict[str, Any], family: Family) -> None:
-    if config.get("use_sliding_window"):
-        raise NotImplementedError("use_sliding_window: got true; only full attention is supported")
+    asked = config.get("use_sliding_window")
+    _support(not asked, "use_sliding_window", asked, "only full attention is supported")
     for kind in config.get("layer_types") or ():
         holds = kind == "full_attention"
         _support(holds, "layer_types", kind, "only 'full_attention' is supported")
@@ -264,15 +267,9 @@ def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
     if kind == "default":
         return float(theta), None
     fields = [field.name for field in dataclasses.fields(Llama3Rope)]
-    if missing := [field for field in fields if field not in rope]:
-        raise ValueError(f"config.json: rope_type 'llama3' needs {', '.join(missing)}")
+    rule = f"it needs all of {', '.join(fields)}"
+    require(rope.keys() >= {*fields}, "config.json: rope_type", kind, rule)
     return float(theta), Llama3Rope(**{field: rope[field] for field in fields})
-
-
-def _support(holds: bool, field: str, value: Any, rule: str) -> None:
-    """Raises the error about what a config asks for and we do not have."""
-    if not holds:
-        raise NotImplementedError(f"{field}: got {value!r}; {rule}")
 
 
 def _qwen2(

@@ -58,12 +58,9 @@ class Record:
         Raises:
             ValueError: If it has not one entry per row, or takes the name of a column that is there.
         """
-        if column in COMPLETION_COLUMNS:
-            raise ValueError(f"log_extra({column!r}): is a column already; choose another name")
-        if len(values) != self.rows:
-            raise ValueError(
-                f"log_extra({column!r}): got {len(values)} values for {self.rows} rows"
-            )
+        where, count = f"log_extra({column!r})", len(values)
+        require(column not in COMPLETION_COLUMNS, where, column, "is a column already")
+        require(count == self.rows, where, count, f"must be {self.rows} values, one for each row")
         self.columns[column] = list(values)
 
     def log_metric(self, name: str, value: float) -> None:
@@ -95,8 +92,7 @@ def resolve(
     functions = [_resolve_one(name, options or {}) for name in names]
     resolved = [(getattr(f, "__name__", type(f).__name__), f) for f in functions]
     repeated = {name for name, _ in resolved if [n for n, _ in resolved].count(name) > 1}
-    if repeated:
-        raise ValueError(f"reward functions must differ in name; repeated: {sorted(repeated)}")
+    require(not repeated, "reward functions", sorted(repeated), "must differ in name")
     return resolved
 
 
@@ -132,8 +128,7 @@ def evaluate(
     record = Record(len(prompts)) if record is None else record
     names = (*_RESERVED, *columns, *extras)
     clashing = [name for at, name in enumerate(names) if name in names[:at]]
-    if clashing:
-        raise ValueError(f"columns and extras must not repeat an argument's name: {clashing}")
+    require(not clashing, "columns and extras", clashing, "must not repeat an argument's name")
     arguments = {
         "prompts": prompts,
         "completions": completions,
@@ -165,10 +160,8 @@ def evaluate(
                 results[name] = function(**arguments)
     waiting = {name: call_async(name, f) for name, f in functions if _is_async(f)}
     results |= zip(waiting, _run(list(waiting.values())), strict=True)
-    scores = np.empty((len(prompts), len(functions)), np.float32)
-    for column, (name, _) in enumerate(functions):
-        scores[:, column] = _checked_values(name, results[name], len(prompts))
-    return scores
+    scores = [_checked_values(name, results[name], len(prompts)) for name, _ in functions]
+    return np.stack(scores, axis=1, dtype=np.float32)
 
 
 def check(
@@ -193,8 +186,7 @@ def _resolve_one(
     name: str | RewardFunction, options: Mapping[str, Mapping[str, Any]]
 ) -> RewardFunction:
     found = _find(name) if isinstance(name, str) else name
-    if not callable(found):
-        raise ValueError(f"reward function {name!r} cannot be called: {type(found).__name__}")
+    require(callable(found), "reward function", name, f"cannot be called: {type(found).__name__}")
     makes = isinstance(name, str) and (name in FACTORIES or name in options)
     return _make(name, found, options.get(name, {})) if makes else found
 
@@ -214,15 +206,16 @@ def _find(name: str) -> Any:
     known = STOCK | FACTORIES
     if name in known:
         return known[name]
-    if ":" not in name:
-        raise ValueError(
-            f"no reward function {name!r}; there are {sorted(known)}, or an import "
-            "path such as 'package.module:function' or 'file.py:function'"
-        )
+    require(
+        ":" in name,
+        "reward function",
+        name,
+        f"must be one of {sorted(known)}, or an import path such as 'package.module:function' or "
+        "'file.py:function'",
+    )
     path, _, attribute = name.rpartition(":")
     module = _import(path)
-    if not hasattr(module, attribute):
-        raise ValueError(f"reward function {name!r}: {path} has no {attribute!r}")
+    require(hasattr(module, attribute), "reward function", name, f"{path} has no {attribute!r}")
     return getattr(module, attribute)
 
 
@@ -263,13 +256,10 @@ def _run(calls: Sequence[Coroutine]) -> list:
 
 
 def _checked_values(name: str, values: Any, rows: int) -> list[float]:
-    if isinstance(values, str | bytes | Mapping) or not hasattr(values, "__len__"):
-        raise RewardError(
-            f"reward function {name!r} must return a list of {rows} values; "
-            f"got {type(values).__name__}"
-        )
-    if len(values) != rows:
-        raise RewardError(f"reward function {name!r} returned {len(values)} values for {rows} rows")
+    is_list = hasattr(values, "__len__") and not isinstance(values, str | bytes | Mapping)
+    where, rule = f"reward function {name!r}", f"must return a list of {rows} values"
+    require(is_list, where, type(values).__name__, rule, RewardError)
+    require(len(values) == rows, f"{where}, values", len(values), f"must be {rows}", RewardError)
     return [
         float("nan") if value is None else _checked_value(name, row, value)
         for row, value in enumerate(values)
@@ -281,9 +271,6 @@ def _checked_value(name: str, row: int, value: Any) -> float:
     # float() also reads text: "1" is more likely a mistake than a reward.
     with contextlib.suppress(TypeError, ValueError):
         number = number if isinstance(value, str | bytes) else float(value)
-    if not np.isfinite(number):
-        raise RewardError(
-            f"reward function {name!r} returned {value!r} for row {row}; "
-            "it must be a finite number, or None where the reward does not apply"
-        )
+    rule = "must be a finite number, or None where the reward does not apply"
+    require(np.isfinite(number), f"reward function {name!r}, row {row}", value, rule, RewardError)
     return number

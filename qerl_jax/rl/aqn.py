@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from qerl_jax.checked import require
+
 
 def stage(step: Array | int, *, num_stages: int, total_steps: int) -> Array:
     """Returns which of the equal stages of the run a step belongs to.
@@ -80,30 +82,20 @@ def sigma_schedule(
         ValueError: for an unknown option, a sigma that is not positive, no steps, or too few
             stages to give u a meaning.
     """
-    if sigma_start <= 0 or sigma_end <= 0:
-        raise ValueError(
-            f"sigma_start and sigma_end must be positive; got {sigma_start=}, {sigma_end=}"
-        )
-    if exponent not in ("code", "paper"):
-        raise ValueError(f"exponent must be 'code' or 'paper'; got {exponent!r}")
-    if total_steps < 1:
-        raise ValueError(f"total_steps must be at least 1; got {total_steps}")
-    fewest = 3 if exponent == "code" else 2
-    if num_stages < fewest:
-        raise ValueError(
-            f"num_stages must be at least {fewest} with exponent={exponent!r}; got {num_stages}"
-        )
-
     s, e = sigma_start, sigma_end
+    require(s > 0 and e > 0, "sigma_start, sigma_end", (s, e), "both must be positive")
+    require(exponent in ("code", "paper"), "exponent", exponent, "must be 'code' or 'paper'")
+    require(total_steps >= 1, "total_steps", total_steps, "must be at least 1")
+    last = num_stages - 2 if exponent == "code" else num_stages - 1
+    rule = f"must be at least {num_stages - last + 1} with {exponent=}"
+    require(last >= 1, "num_stages", num_stages, rule)
     curves = {
         "exponential": lambda u: s * (e / s) ** u,
         "linear": lambda u: s + (e - s) * u,
         "cosine": lambda u: e + (s - e) * (1 + math.cos(math.pi * u)) / 2,
         "logarithmic": lambda u: s + (e - s) * math.log10(1 + 9 * u),
     }
-    if kind not in curves:
-        raise ValueError(f"kind must be one of {', '.join(curves)}; got {kind!r}")
-    last = num_stages - 2 if exponent == "code" else num_stages - 1
+    require(kind in curves, "kind", kind, f"must be one of {', '.join(curves)}")
     sigmas = [0.0] + [curves[kind]((j - 1) / last) for j in range(1, num_stages)]
 
     def sigma(step: Array | int) -> Array:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from qerl_jax.checked import require
 from qerl_jax.config import GrpoConfig
 from qerl_jax.rl import masked
 
@@ -101,26 +102,19 @@ def group_advantages(
         ValueError: for fewer than two completions per prompt, or an unknown scale or estimator.
     """
     num_generations = rewards.shape[1]
-    if num_generations < 2:
-        raise ValueError(f"advantages need at least 2 generations per prompt; {num_generations=}")
+    require(num_generations >= 2, "num_generations", num_generations, "must be at least 2")
+    require(estimator in ("grpo", "rloo"), "estimator", estimator, "must be 'grpo' or 'rloo'")
+    known = scale in ("group", "batch", "none")
+    require(known, "scale", scale, "must be 'group', 'batch' or 'none'")
     centered = rewards - jnp.mean(rewards, axis=1, keepdims=True)
     centered = jnp.where(informative(rewards)[:, None], centered, 0)
-    match estimator:
-        case "grpo":
-            pass
-        case "rloo":
-            # r - mean of the others = (r - mean of all) G / (G - 1)
-            centered = centered * (num_generations / (num_generations - 1))
-        case _:
-            raise ValueError(f"estimator must be 'grpo' or 'rloo'; got {estimator!r}")
-    match scale:
-        case "group":
-            return centered / (jnp.std(rewards, axis=1, ddof=1, keepdims=True) + _STD_EPSILON)
-        case "batch":
-            return centered / (jnp.std(rewards, ddof=1) + _STD_EPSILON)
-        case "none":
-            return centered
-    raise ValueError(f"scale must be 'group', 'batch' or 'none'; got {scale!r}")
+    if estimator == "rloo":
+        # r - mean of the others = (r - mean of all) G / (G - 1)
+        centered = centered * (num_generations / (num_generations - 1))
+    if scale == "none":
+        return centered
+    axis = 1 if scale == "group" else None
+    return centered / (jnp.std(rewards, axis=axis, ddof=1, keepdims=True) + _STD_EPSILON)
 
 
 def token_kl(logps: Array, ref_logps: Array, kind: Literal["k1", "k2", "k3"] = "k3") -> Array:
@@ -144,14 +138,9 @@ def token_kl(logps: Array, ref_logps: Array, kind: Literal["k1", "k2", "k3"] = "
     Source: J. Schulman, "Approximating KL Divergence", 2020; for derivatives, arXiv:2506.09477.
     """
     d = ref_logps - logps
-    match kind:
-        case "k1":
-            return -d
-        case "k2":
-            return d * d / 2
-        case "k3":
-            return jnp.expm1(d) - d
-    raise ValueError(f"kl_estimator must be 'k1', 'k2' or 'k3'; got {kind!r}")
+    estimates = {"k1": -d, "k2": d * d / 2, "k3": jnp.expm1(d) - d}
+    require(kind in estimates, "kl_estimator", kind, "must be 'k1', 'k2' or 'k3'")
+    return estimates[kind]
 
 
 def log_importance_ratio(
@@ -172,12 +161,9 @@ def log_importance_ratio(
         ValueError: for an unknown level.
     """
     log_ratio = jnp.where(mask != 0, logps - old_logps, 0)
-    match level:
-        case "token":
-            return log_ratio
-        case "sequence":
-            return masked.mean(log_ratio, mask, axis=1)[:, None]
-    raise ValueError(f"importance_sampling_level must be 'token' or 'sequence'; got {level!r}")
+    ratios = {"token": log_ratio, "sequence": masked.mean(log_ratio, mask, axis=1)[:, None]}
+    require(level in ratios, "importance_sampling_level", level, "must be 'token' or 'sequence'")
+    return ratios[level]
 
 
 def truncated_importance_weights(
@@ -207,15 +193,15 @@ def truncated_importance_weights(
     Raises:
         ValueError: for an unknown mode, or a `clip_max` that is not positive.
     """
-    if clip_max <= 0:
-        raise ValueError(f"clip_max must be positive; got {clip_max}")
+    require(clip_max > 0, "clip_max", clip_max, "must be positive")
     log_weight = jnp.where(mask != 0, old_logps - behaviour_logps, 0)
     level, _, action = mode.partition("_")
-    if level not in ("token", "sequence") or action not in ("truncate", "mask"):
-        raise ValueError(
-            "mode must be 'token_truncate', 'token_mask', 'sequence_truncate' or 'sequence_mask'; "
-            f"got {mode!r}"
-        )
+    require(
+        level in ("token", "sequence") and action in ("truncate", "mask"),
+        "mode",
+        mode,
+        "must be 'token_truncate', 'token_mask', 'sequence_truncate' or 'sequence_mask'",
+    )
     if level == "sequence":
         log_weight = jnp.sum(log_weight, axis=1, keepdims=True)
     weight = jnp.exp(log_weight)
@@ -329,8 +315,9 @@ def policy_loss(
             `ref_logps` or `max_completion_length`.
     """
     _check_shapes(batch)
-    if cfg.beta and batch.ref_logps is None:
-        raise ValueError(f"ref_logps is needed when beta is not 0; got beta={cfg.beta}")
+    require(
+        not cfg.beta or batch.ref_logps is not None, "beta", cfg.beta, "must be 0 without ref_logps"
+    )
 
     mask, advantage = batch.mask, batch.advantages[:, None]
     epsilon_high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
@@ -385,9 +372,9 @@ def _averaged(
         case "grpo":
             return jnp.sum(masked.mean(token_loss, mask, axis=1)) / rows
         case "dr_grpo":
-            if totals.max_completion_length is None:
-                raise ValueError("max_completion_length is needed for loss_type 'dr_grpo'")
-            return masked.sum(token_loss, mask) / (rows * totals.max_completion_length)
+            longest = totals.max_completion_length
+            require(longest is not None, "max_completion_length", longest, "dr_grpo needs it")
+            return masked.sum(token_loss, mask) / (rows * longest)
         case "dapo":
             total = jnp.sum(tokens) if totals.tokens is None else totals.tokens
             return masked.sum(token_loss, mask) / jnp.maximum(total, 1)
@@ -406,7 +393,6 @@ def _check_shapes(batch: LossInputs) -> None:
         "sampling_weights": [(rows, length), (rows, 1)],
     }
     for name, shapes in expected.items():
-        array = getattr(batch, name)
-        if array is not None and array.shape not in shapes:
-            allowed = " or ".join(map(str, shapes))
-            raise ValueError(f"{name} must be {allowed} beside logps; got {array.shape}")
+        shape = getattr(getattr(batch, name), "shape", None)
+        allowed = " or ".join(map(str, shapes))
+        require(shape in (None, *shapes), name, shape, f"must be {allowed} beside logps")

@@ -447,10 +447,9 @@ def replay_step(
     key: jax.Array,
 ) -> tuple[jax.Array, Any]:
     """Loss and gradient of an optimizer step that a `NonFinite` describes; `key` is of dropout."""
-    summed, _, _ = summed_gradient(
-        updater, params, frozen, experience, fixed, noise, experience.rows, key
-    )
-    return summed
+    return summed_gradient(updater, params, frozen, experience, fixed, noise, experience.rows, key)[
+        0
+    ]
 
 
 def _teaches(cfg: GrpoConfig, experience: Experience, rows: np.ndarray) -> np.bool_:

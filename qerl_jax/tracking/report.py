@@ -14,11 +14,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from qerl_jax import config
-from qerl_jax.config import RunConfig
 from qerl_jax.files import whole_lines, write_whole
-from qerl_jax.tracking import charts, logger, page
-from qerl_jax.tracking.charts import Chart, Line
-from qerl_jax.tracking.terminal import asked, curve
+from qerl_jax.tracking import charts, logger, page, terminal
 
 # Sections of charts: title, unit, metrics with the names of their lines, whether logarithmic.
 _SECTIONS = (
@@ -129,7 +126,7 @@ class Run:
     """
 
     folder: pathlib.Path
-    cfg: RunConfig | None
+    cfg: config.RunConfig | None
     rows: list[dict[str, Any]]
 
     def values(self, name: str) -> dict[int, float]:
@@ -190,7 +187,7 @@ def lines(run_folder: str | pathlib.Path) -> list[str]:
     """
     run = read(run_folder)
     shown = [
-        f"{name:28} {values[0]:8.4g} {curve(values)} {values[-1]:.4g}"
+        f"{name:28} {values[0]:8.4g} {terminal.curve(values)} {values[-1]:.4g}"
         for name in _LINES
         if (values := list(run.values(name).values()))
     ]
@@ -256,13 +253,18 @@ def write(
     place = pathlib.Path(run_folders[0] if len(run_folders) == 1 else ".")
     folder = place / "report" if folder is None else pathlib.Path(folder)
     sections = _sections(groups)
+    configs = [
+        (f"{each.label}: config.toml", config.dump(each.runs[0].cfg))
+        for each in groups
+        if each.runs[0].cfg is not None
+    ]
     text = page.render(
         " against ".join(each.label for each in groups) if len(groups) < 4 else "Runs compared",
         _subtitle(groups),
         _figures(groups[0].runs[0]) if len(groups) == 1 else {},
         _tables(groups),
         sections,
-        {"Completions": _samples(groups), "Settings": _configs(groups)},
+        {"Completions": _samples(groups), "Settings": configs},
     )
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "index.html", text)
@@ -271,7 +273,7 @@ def write(
     return folder / "index.html"
 
 
-def _sections(groups: Sequence[Group]) -> dict[str, list[Chart]]:
+def _sections(groups: Sequence[Group]) -> dict[str, list[charts.Chart]]:
     """Headings of the page and their charts."""
     learning, *others = _SECTIONS
     sections = (learning, ("Rewards by function", _reward_panels(groups)), *others)
@@ -296,7 +298,7 @@ def _common_name(names: Sequence[str]) -> str:
     return f"{shared or names[0]} ({len(names)} runs)"
 
 
-def _line(label: str, metric: str, each: Group) -> Line | None:
+def _line(label: str, metric: str, each: Group) -> charts.Line | None:
     """A metric of a group: the mean of its runs, and what is known about its spread."""
     values = [v for run in each.runs if (v := run.values(metric))]
     if not values:
@@ -305,14 +307,14 @@ def _line(label: str, metric: str, each: Group) -> Line | None:
     at = [[v[step] for v in values if step in v] for step in steps]
     means, low, high = (tuple(map(reduce, at)) for reduce in (statistics.fmean, min, max))
     if len(values) > 1:
-        return Line(label, steps, means, low, high)
+        return charts.Line(label, steps, means, low, high)
     # The interval of a run's own, which accuracy has.
     ends = [each.runs[0].values(f"{metric}_{end}") for end in ("low", "high")]
     known = all(set(steps) <= end.keys() for end in ends)
-    return Line(label, steps, means, *(tuple(map(end.get, steps)) for end in ends if known))
+    return charts.Line(label, steps, means, *(tuple(map(end.get, steps)) for end in ends if known))
 
 
-def _charts(panels: Iterable, groups: Sequence[Group]) -> list[Chart]:
+def _charts(panels: Iterable, groups: Sequence[Group]) -> list[charts.Chart]:
     """One group: a chart per panel, its metrics side by side. Several: a chart per metric, with all groups."""
     if len(groups) > 1:
         panels = [
@@ -325,7 +327,7 @@ def _charts(panels: Iterable, groups: Sequence[Group]) -> list[Chart]:
         drawn = [
             _line(label or each.label, metric, each) for metric, label in metrics for each in groups
         ]
-        found.append(Chart(title, unit, tuple(filter(None, drawn)), log_axis))
+        found.append(charts.Chart(title, unit, tuple(filter(None, drawn)), log_axis))
     # All zero, as KL without a reference, is not worth a chart.
     return [chart for chart in found if any(map(any, (line.values for line in chart.lines)))]
 
@@ -380,6 +382,7 @@ def _figures(run: Run) -> dict[str, str]:
 def _tables(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """The tables of the page."""
     runs = [run for each in groups for run in each.runs]
+    settings = [_settings(each.runs[0]) for each in groups]
     return [
         {
             "title": "Runs",
@@ -411,7 +414,11 @@ def _tables(groups: Sequence[Group]) -> list[dict[str, Any]]:
         {
             "title": "What differs",
             "columns": ("setting", *(each.label for each in groups)),
-            "rows": _difference_rows([_settings(each.runs[0]) for each in groups]),
+            "rows": [
+                (field, *(str(each.get(field, "–")) for each in settings))
+                for field in sorted(set().union(*settings))
+                if len({json.dumps(each.get(field)) for each in settings}) > 1
+            ],
             "note": None,
         },
     ]
@@ -450,14 +457,6 @@ def _estimate(estimate: dict[str, Any]) -> str:
     return f"{estimate['value']:.3f}" + "".join(intervals)
 
 
-def _difference_rows(settings: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    return [
-        (field, *(str(each.get(field, "–")) for each in settings))
-        for field in sorted(set().union(*settings))
-        if len({json.dumps(each.get(field)) for each in settings}) > 1
-    ]
-
-
 def _samples(groups: Sequence[Group]) -> list[tuple[str, str]]:
     """The best and the worst completion of the first and of the last logged step."""
     passages = []
@@ -468,13 +467,5 @@ def _samples(groups: Sequence[Group]) -> list[tuple[str, str]]:
             for word, pick in (("highest", max), ("lowest", min)):
                 row = pick(whole_lines(path), key=lambda row: row["reward"])
                 title = f"{where}: {word} reward, {row['reward']:.3g}"
-                passages.append((title, f"{asked(row['prompt'])}\n\n{row['completion']}"))
+                passages.append((title, f"{terminal.asked(row['prompt'])}\n\n{row['completion']}"))
     return passages
-
-
-def _configs(groups: Sequence[Group]) -> list[tuple[str, str]]:
-    return [
-        (f"{each.label}: config.toml", config.dump(each.runs[0].cfg))
-        for each in groups
-        if each.runs[0].cfg is not None
-    ]

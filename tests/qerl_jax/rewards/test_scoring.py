@@ -37,11 +37,14 @@ def test_functions_are_found_by_name_path_file_and_as_they_are(tmp_path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("acuracy_reward", "no reward function 'acuracy_reward'; there are .*'accuracy_reward'"),
+        (
+            "acuracy_reward",
+            "reward function: got 'acuracy_reward'; must be one of .*'accuracy_reward'",
+        ),
         ("no_such_module:f", "could not import rewards from 'no_such_module': ModuleNotFoundError"),
         ("no_such_file.py:f", "could not import rewards from 'no_such_file.py': FileNotFoundError"),
         ("math:f", "math has no 'f'"),
-        ("math:pi", "'math:pi' cannot be called: float"),
+        ("math:pi", "'math:pi'; cannot be called: float"),
     ],
 )
 def test_functions_that_cannot_be_found_are_named(name, message):
@@ -50,7 +53,7 @@ def test_functions_that_cannot_be_found_are_named(name, message):
 
 
 def test_two_functions_of_one_name_are_refused():
-    with pytest.raises(ValueError, match=r"repeated: \['format_reward'\]"):
+    with pytest.raises(ValueError, match=r"got \['format_reward'\]; must differ in name"):
         scoring.resolve(["format_reward", "qerl_jax.rewards.stock:format_reward"])
 
 
@@ -145,13 +148,13 @@ async def raises_late(**_):
         (lambda **_: 1 / 0, r"'f' raised ZeroDivisionError on 2 rows with the columns \['level'\]"),
         (raises_late, "'f' raised KeyError on 2 rows"),
         (lambda completions, answer, **_: [], "raised TypeError on 2 rows.*'answer'"),
-        (lambda **_: [1.0], "'f' returned 1 values for 2 rows"),
-        (lambda **_: 1.0, "'f' must return a list of 2 values; got float"),
-        (lambda **_: "10", "'f' must return a list of 2 values; got str"),
-        (lambda **_: [1, "1"], "'f' returned '1' for row 1"),
-        (lambda **_: [[1], 1], r"'f' returned \[1\] for row 0"),
-        (lambda **_: [1, float("nan")], "'f' returned nan for row 1"),
-        (lambda **_: [float("inf"), 1], "'f' returned inf for row 0"),
+        (lambda **_: [1.0], "'f', values: got 1; must be 2"),
+        (lambda **_: 1.0, "'f': got 'float'; must return a list of 2 values"),
+        (lambda **_: "10", "'f': got 'str'; must return a list of 2 values"),
+        (lambda **_: [1, "1"], "'f', row 1: got '1'"),
+        (lambda **_: [[1], 1], r"'f', row 0: got \[1\]"),
+        (lambda **_: [1, float("nan")], "'f', row 1: got nan"),
+        (lambda **_: [float("inf"), 1], "'f', row 0: got inf"),
     ],
 )
 def test_faulty_functions_are_named(function, message):
@@ -181,7 +184,9 @@ def test_a_logged_column_must_have_a_value_per_row():
         log_extra("letters", [1])
         return [0, 0]
 
-    with pytest.raises(scoring.RewardError, match="'f' raised .*'letters'.*1 values for 2 rows"):
+    with pytest.raises(
+        scoring.RewardError, match="'f' raised .*'letters'.*got 1; must be 2 values"
+    ):
         evaluate(short)
 
 
@@ -190,7 +195,7 @@ def test_a_logged_column_hides_none_of_the_log():
         log_extra("reward", [1, 2])
         return [0, 0]
 
-    with pytest.raises(scoring.RewardError, match="'reward'.: is a column already"):
+    with pytest.raises(scoring.RewardError, match="'reward'; is a column already"):
         evaluate(hiding)
 
 
