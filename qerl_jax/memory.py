@@ -22,12 +22,9 @@ from qerl_jax.checked import require
 from qerl_jax.checkpoint import hf_folder
 from qerl_jax.config import DENSE, ConfigError, RunConfig
 from qerl_jax.generation import kv_capacity
-from qerl_jax.generation.kv_capacity import pages_for, pages_wanted
 from qerl_jax.model import architecture, kv_cache
-from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import Transformer, abstract_base, trainable
-from qerl_jax.rl import grpo, microbatches, optimizer, update
-from qerl_jax.rl.experience import Experience
+from qerl_jax.rl import experience, grpo, microbatches, optimizer, update
 
 Phase = Literal["always", "rollout", "update", "evaluation"]
 _TURNS: tuple[Phase, ...] = ("rollout", "update", "evaluation")
@@ -144,7 +141,7 @@ class MemoryPlan:
 
 
 def estimate(
-    cfg: RunConfig, arch: Architecture | None = None, *, limit: int | None = None
+    cfg: RunConfig, arch: architecture.Architecture | None = None, *, limit: int | None = None
 ) -> MemoryPlan:
     """Estimates the memory of a run.
 
@@ -183,7 +180,7 @@ def estimate(
     return MemoryPlan((*items, *_update(cfg, arch, adapter)))
 
 
-def require_context(cfg: RunConfig, arch: Architecture | None = None) -> None:
+def require_context(cfg: RunConfig, arch: architecture.Architecture | None = None) -> None:
     """Refuses rows that are longer than the base was made for, see `Architecture.require_context`.
 
     Which of a published shape's bases is meant, and so its context, is known once it is loaded.
@@ -214,7 +211,7 @@ def parse_size(text: str) -> int:
     return size
 
 
-def compiled_update(cfg: RunConfig, arch: Architecture | None = None) -> Any:
+def compiled_update(cfg: RunConfig, arch: architecture.Architecture | None = None) -> Any:
     """`memory_analysis()` of the gradient of the largest micro-batch, compiled for the default device.
 
     No weight is made. On another kind of device than the run's its workspace is another, too.
@@ -223,7 +220,7 @@ def compiled_update(cfg: RunConfig, arch: Architecture | None = None) -> Any:
     prompts, rows, length = _micro_batch(cfg)
     shape, grid = jax.ShapeDtypeStruct, (prompts * rows, length)
     tokens, number = shape(grid, jnp.float32), shape((), jnp.int32)
-    batch = Experience(
+    batch = experience.Experience(
         prompts=shape((prompts, cfg.data.max_prompt_length), jnp.int32),
         prompt_lengths=shape((prompts,), jnp.int32),
         completions=shape(grid, jnp.int32),
@@ -249,7 +246,9 @@ def compiled_update(cfg: RunConfig, arch: Architecture | None = None) -> Any:
     return lowered.compile().memory_analysis()
 
 
-def abstract_policy(cfg: RunConfig, arch: Architecture) -> tuple[Transformer, Any, Any]:
+def abstract_policy(
+    cfg: RunConfig, arch: architecture.Architecture
+) -> tuple[Transformer, Any, Any]:
     """The model, and shapes and types of what trains and of what is frozen."""
     model = Transformer(arch, cfg.model.weights, cfg.lora, jnp.dtype(cfg.model.dtype))
     base = abstract_base(model)
@@ -262,7 +261,12 @@ def abstract_policy(cfg: RunConfig, arch: Architecture) -> tuple[Transformer, An
 
 
 def _sampling(
-    cfg: RunConfig, arch: Architecture, free: int | None, phase: Phase, prompts: int, rows: int
+    cfg: RunConfig,
+    arch: architecture.Architecture,
+    free: int | None,
+    phase: Phase,
+    prompts: int,
+    rows: int,
 ) -> list[Item]:
     slots = cfg.rollout.slots(rows)
     prompts = min(prompts, slots)
@@ -280,7 +284,7 @@ def _sampling(
 
 def _cache(
     cfg: RunConfig,
-    arch: Architecture,
+    arch: architecture.Architecture,
     free: int | None,
     phase: Phase,
     slots: int,
@@ -291,14 +295,14 @@ def _cache(
     page, fraction = kv_cache.PAGE_SIZE, cfg.rollout.kv_cache_fraction
     longest_prompt = cfg.data.max_prompt_length - 1
     longest = longest_prompt + cfg.rollout.max_completion_length
-    pages, shortage = pages_wanted(slots, longest, prompts, longest_prompt, page), ""
+    pages, shortage = kv_capacity.pages_wanted(slots, longest, prompts, longest_prompt, page), ""
     if cfg.rollout.kv_cache_tokens is not None:
-        pages = min(pages, pages_for(cfg.rollout.kv_cache_tokens, page))
+        pages = min(pages, kv_capacity.pages_for(cfg.rollout.kv_cache_tokens, page))
     elif free is not None:
         tokens = kv_capacity.capacity(arch, free, fraction, beside, _width(cfg))
         # Rows wait where the cache is full, so it may be as small as one row.
-        pages = min(pages, pages_for(max(longest, tokens), page))
-        if pages_for(tokens, page) < pages_for(longest, page):
+        pages = min(pages, kv_capacity.pages_for(max(longest, tokens), page))
+        if kv_capacity.pages_for(tokens, page) < kv_capacity.pages_for(longest, page):
             given = "memory:" if fraction is None else f"rollout.kv_cache_fraction: got {fraction};"
             shortage = (
                 f"{given} the KV cache would have room for {tokens} tokens; a row "
@@ -309,7 +313,7 @@ def _cache(
     return Item("keys and values", size, phase, field, shortage)
 
 
-def _update(cfg: RunConfig, arch: Architecture, adapter: int) -> list[Item]:
+def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> list[Item]:
     prompts, rows, length = _micro_batch(cfg)
     prompt, width = cfg.data.max_prompt_length, _width(cfg)
     tokens = prompts * (prompt + rows * length)
@@ -370,7 +374,7 @@ def _micro_batch(cfg: RunConfig) -> tuple[int, int, int]:
     return prompts, rows, width
 
 
-def _architecture(cfg: RunConfig) -> Architecture:
+def _architecture(cfg: RunConfig) -> architecture.Architecture:
     name = cfg.model.model_name_or_path
     known = architecture.known(name)
     if known and not pathlib.Path(name).expanduser().is_dir():

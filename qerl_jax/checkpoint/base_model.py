@@ -10,13 +10,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import NVFP4Tensor, PackedWeight, prepare
 from qerl_jax.checked import require
-from qerl_jax.checkpoint import hf_folder, packed_formats
-from qerl_jax.checkpoint.packed_formats import Format, Packed
-from qerl_jax.checkpoint.safetensors import Tensors
+from qerl_jax.checkpoint import hf_folder, packed_formats, safetensors
 from qerl_jax.config import DENSE, LoraConfig, ModelConfig
 from qerl_jax.data import tokenizer
 from qerl_jax.model import architecture
-from qerl_jax.model.architecture import PARENT, Architecture
 from qerl_jax.model.transformer import Transformer, abstract_base, random_base
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
@@ -64,22 +61,21 @@ def load_base(
 
 
 def _tokenizer(
-    cfg: ModelConfig, folder: pathlib.Path | None, arch: Architecture
+    cfg: ModelConfig, folder: pathlib.Path | None, arch: architecture.Architecture
 ) -> tokenizer.Tokenizer:
     """The tokenizer that the config names, else that of the base's folder; its ids must be rows of the embedding."""
     source = cfg.tokenizer_name_or_path
-    if source is None and folder is None:
-        raise ValueError(
-            f"model.tokenizer_name_or_path: missing; {cfg.model_name_or_path!r} is a shape without files of its own"
-        )
+    rule = f"{cfg.model_name_or_path!r} is a shape without files of its own"
+    require(source or folder, "model.tokenizer_name_or_path", source, rule)
     tokens = tokenizer.load(
         folder if source is None else hf_folder.local_folder(source, weights=False)
     )
-    if tokens.num_tokens > arch.vocab_size:
-        raise ValueError(
-            f"model.tokenizer_name_or_path: has ids up to {tokens.num_tokens - 1}; "
-            f"the model's embedding has only {arch.vocab_size} rows"
-        )
+    require(
+        tokens.num_tokens <= arch.vocab_size,
+        "model.tokenizer_name_or_path",
+        source or str(folder),
+        f"has ids up to {tokens.num_tokens - 1}; the model's embedding has only {arch.vocab_size} rows",
+    )
     return tokens
 
 
@@ -100,7 +96,7 @@ def read_base(folder: str | pathlib.Path, model: Transformer) -> Any:
             another than the model's.
         ValueError: When a tensor is missing or of another shape than config.json says.
     """
-    arch, tensors = model.arch, Tensors(folder)
+    arch, tensors = model.arch, safetensors.Tensors(folder)
     source = packed_formats.of_folder(folder)
     require(
         source is None or model.weights in (source.name, *DENSE),
@@ -128,7 +124,7 @@ def read_base(folder: str | pathlib.Path, model: Transformer) -> Any:
         return jax.tree.map(lambda s, x: s.at[index].set(x.astype(s.dtype)), stack, layer)
 
     @jax.jit
-    def arrange(weight: Packed) -> PackedWeight:
+    def arrange(weight: packed_formats.Packed) -> PackedWeight:
         return prepare(weight, model.dtype) if isinstance(weight, NVFP4Tensor) else weight
 
     shared = _shared_scales(arch, tensors, source) if source and source.name == "nvfp4" else set()
@@ -154,8 +150,8 @@ def read_base(folder: str | pathlib.Path, model: Transformer) -> Any:
 
 
 def read_layer(
-    arch: Architecture,
-    tensors: Tensors | Mapping[str, Any],
+    arch: architecture.Architecture,
+    tensors: safetensors.Tensors | Mapping[str, Any],
     prefix: str,
     dtype,
     read_linear: Callable[[str, list[str]], PackedWeight | jax.Array],
@@ -174,7 +170,7 @@ def read_layer(
         for norm, (name, _) in arch.norms().items()
     }
     for linear, parts in arch.linears().items():
-        names = [f"{prefix}{PARENT[linear]}.{part}" for part, _ in parts]
+        names = [f"{prefix}{architecture.PARENT[linear]}.{part}" for part, _ in parts]
         layer[linear] = {"weight": read_linear(linear, names)}
         if linear == "qkv" and arch.qkv_bias:
             layer[linear]["bias"] = jnp.concatenate(
@@ -184,11 +180,13 @@ def read_layer(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _pack(form: Format, parts: list[jax.Array]) -> Packed:
+def _pack(form: packed_formats.Format, parts: list[jax.Array]) -> packed_formats.Packed:
     return form.fuse(form.pack(parts))
 
 
-def _shared_scales(arch: Architecture, tensors: Tensors, source: Format) -> set[str]:
+def _shared_scales(
+    arch: architecture.Architecture, tensors: safetensors.Tensors, source: packed_formats.Format
+) -> set[str]:
     """The fused linears whose parts have one global scale, and so in every layer: stacked layers have one form.
 
     A scale per row costs a multiply more per output; quantizers that follow vLLM's rule do not need
@@ -205,7 +203,11 @@ def _shared_scales(arch: Architecture, tensors: Tensors, source: Format) -> set[
     }
 
 
-def check_names(arch: Architecture, tensors: Tensors, source: Format | None) -> None:
+def check_names(
+    arch: architecture.Architecture,
+    tensors: safetensors.Tensors,
+    source: packed_formats.Format | None,
+) -> None:
     """Demands every tensor and shape at the door, so that nothing is half loaded.
 
     Raises:
@@ -247,7 +249,11 @@ _IGNORED = ("input_scale", "input_global_scale", "output_scale", "q_scale", "k_s
 
 
 def _check_kind(
-    tensors: Tensors, name: str, suffix: str, source: Format | None, has_place: bool
+    tensors: safetensors.Tensors,
+    name: str,
+    suffix: str,
+    source: packed_formats.Format | None,
+    has_place: bool,
 ) -> None:
     """Refuses a linear's tensor that has another type, is not packed, or would have to act."""
     found, types = tensors.type(name), {"weight": _FLOATS} if source is None else source.types
@@ -260,5 +266,7 @@ def _check_kind(
         raise NotImplementedError(
             f"{name}: has no place in the model, and would change what the linear does"
         )
-    if found not in types.get(suffix, (found,)):
-        raise NotImplementedError(f"{name}: got type {found}; must be {' or '.join(types[suffix])}")
+    known = types.get(suffix, (found,))
+    require(
+        found in known, f"{name}: type", found, f"must be {' or '.join(known)}", NotImplementedError
+    )

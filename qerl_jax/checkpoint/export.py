@@ -22,12 +22,10 @@ import numpy as np
 
 from qerl_jax import config
 from qerl_jax.checked import require
-from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, peft, run_state
-from qerl_jax.checkpoint.safetensors import Tensors
+from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, peft, run_state, safetensors
 from qerl_jax.data import arithmetic, tokenizer
 from qerl_jax.files import whole_folder
-from qerl_jax.model import architecture, logprobs
-from qerl_jax.model.transformer import Transformer, head
+from qerl_jax.model import architecture, logprobs, transformer
 
 type Kind = Literal["peft", "merged", "nvfp4"]
 type Base = Literal["original", "packed"]
@@ -94,7 +92,7 @@ def export(
             rounded = base == "packed" and packed_formats.of_folder(folder) is None
             held = packed_formats.named(cfg.model.weights) if rounded else None
             _write_model(partial, folder, model, params, held, form, dtype)
-            written = Transformer(
+            written = transformer.Transformer(
                 architecture.load(partial), form.name if form else str(dtype), None, model.dtype
             )
             found = probe.logps(written, base_model.read_base(partial, written))
@@ -142,8 +140,13 @@ def line(report: dict[str, Any]) -> str:
 
 def _config(run: pathlib.Path) -> config.RunConfig:
     path = run / "config.toml"
-    if not path.is_file():
-        raise FileNotFoundError(f"no config.toml in {run}: a run folder is what qerl train writes")
+    require(
+        path.is_file(),
+        "run",
+        str(run),
+        "has no config.toml; a run folder is what qerl train writes",
+        FileNotFoundError,
+    )
     cfg = config.load(path)
     require(
         not cfg.model.random_base, f"{path}: model.random_base", True, "there is no base to export"
@@ -156,8 +159,13 @@ def _trained_model(run: pathlib.Path, to: Kind, step: int | None) -> pathlib.Pat
     rule = f"a run with model.trainable = 'full' has no adapter, and its 16-bit model is {run / 'model'}"
     require(to == "nvfp4", "to", to, rule)
     require(step is None, "step", step, "of a whole model only the final one is written")
-    if not (run / "model").is_dir():
-        raise FileNotFoundError(f"no model in {run}: the run has not ended")
+    require(
+        (run / "model").is_dir(),
+        "run",
+        str(run),
+        "has no model: the run has not ended",
+        FileNotFoundError,
+    )
     return run / "model"
 
 
@@ -204,7 +212,12 @@ class _Probe:
     num_tokens: int
 
     def logps(
-        self, model: Transformer, frozen: Any, params: Any = None, *, adapter: bool = True
+        self,
+        model: transformer.Transformer,
+        frozen: Any,
+        params: Any = None,
+        *,
+        adapter: bool = True,
     ) -> np.ndarray:
         """Log-probabilities of the answers' tokens, one answer after the other, float32."""
         variables = {"params": params or {}, "frozen": frozen}
@@ -214,7 +227,7 @@ class _Probe:
 
 def _load(
     run: pathlib.Path, cfg: config.RunConfig, folder: pathlib.Path, step: int | None
-) -> tuple[Transformer, dict[str, Any], int | None, Any, _Probe]:
+) -> tuple[transformer.Transformer, dict[str, Any], int | None, Any, _Probe]:
     """Reads what a run has learned.
 
     Returns:
@@ -241,12 +254,14 @@ def _mean_size(values: np.ndarray | float) -> float:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _score(model: Transformer, adapter: bool, num_tokens: int, variables, ids) -> jax.Array:
+def _score(
+    model: transformer.Transformer, adapter: bool, num_tokens: int, variables, ids
+) -> jax.Array:
     """Log-probability of each token but the first, float32 [B, T - 1]."""
     hidden, _ = model.apply(variables, ids, adapter=adapter)
     logps, _ = logprobs.of_targets(
         hidden[:, :-1].reshape(-1, hidden.shape[-1]),
-        head(variables["frozen"]),
+        transformer.head(variables["frozen"]),
         ids[:, 1:].reshape(-1),
         temperature=1.0,
         num_tokens=num_tokens,
@@ -288,7 +303,7 @@ def _limit(to: Kind, dtype: Any, effect: float) -> float:
 def _write_model(
     folder: pathlib.Path,
     source: pathlib.Path,
-    model: Transformer,
+    model: transformer.Transformer,
     params: dict[str, Any],
     held: packed_formats.Format | None,
     form: packed_formats.Format | None,
@@ -305,7 +320,11 @@ def _write_model(
         form: What the sum is packed to; None leaves it in `dtype`.
         dtype: Type of what is not packed.
     """
-    arch, tensors, stored = model.arch, Tensors(source), packed_formats.of_folder(source)
+    arch, tensors, stored = (
+        model.arch,
+        safetensors.Tensors(source),
+        packed_formats.of_folder(source),
+    )
     trained = params.get("layers", {})
     outside = {"model.embed_tokens.weight", "model.norm.weight"}
     outside |= set() if arch.tie_word_embeddings else {"lm_head.weight"}

@@ -126,21 +126,26 @@ def of_folder(folder: str | pathlib.Path) -> Format | None:
     form = quantization.get(field)
     double_quant = bool(quantization.get("bnb_4bit_use_double_quant"))
     known = _FOLDERS | {("bitsandbytes", "nf4"): _nf4(double_quant)}
-    if (method, form) not in known:
-        raise NotImplementedError(
-            f"quantization_config: got quant_method {method!r}, format {form!r}; read are folders "
-            "without quantization, compressed-tensors 'nvfp4-pack-quantized' and "
-            "'mxfp4-pack-quantized', ModelOpt 'NVFP4' and bitsandbytes nf4"
-        )
+    require(
+        (method, form) in known,
+        f"quantization_config: quant_method, {field}",
+        (method, form),
+        "read are folders without quantization, compressed-tensors 'nvfp4-pack-quantized' and "
+        "'mxfp4-pack-quantized', ModelOpt 'NVFP4' and bitsandbytes nf4",
+        NotImplementedError,
+    )
     if quantization.get("transform_config"):
         raise NotImplementedError(
             "quantization_config: transform_config: rotated weights cannot be read"
         )
     sparsity = (quantization.get("sparsity_config") or {}).get("format", "dense")
-    if sparsity != "dense":
-        raise NotImplementedError(
-            f"quantization_config: sparsity_config: got format {sparsity!r}; only 'dense' can be read"
-        )
+    require(
+        sparsity == "dense",
+        "quantization_config: sparsity_config: format",
+        sparsity,
+        "only 'dense' can be read",
+        NotImplementedError,
+    )
     return known[method, form]
 
 

@@ -14,8 +14,7 @@ from qerl_jax.checked import require
 from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.config import LoraConfig
 from qerl_jax.files import read_json, whole_folder
-from qerl_jax.model.architecture import LAYER_NORMS, PARENT
-from qerl_jax.model.transformer import Transformer
+from qerl_jax.model import architecture, transformer
 
 _PEFT_PREFIX = "base_model.model."
 
@@ -97,10 +96,10 @@ def _config(folder: str | pathlib.Path) -> dict[str, Any]:
         NotImplementedError,
     )
     require(
-        not norms or set(norms) == set(LAYER_NORMS),
+        not norms or set(norms) == set(architecture.LAYER_NORMS),
         f"{path}: modules_to_save",
         norms,
-        f"only {list(LAYER_NORMS)} can be read",
+        f"only {list(architecture.LAYER_NORMS)} can be read",
         NotImplementedError,
     )
     require(
@@ -139,7 +138,7 @@ def read_lora(folder: str | pathlib.Path) -> LoraConfig:
     return LoraConfig(rank, alpha, 0.0, bool(config.get("modules_to_save")))
 
 
-def import_adapter(folder: str | pathlib.Path, model: Transformer) -> Any:
+def import_adapter(folder: str | pathlib.Path, model: transformer.Transformer) -> Any:
     """Reads a PEFT adapter into the `params` tree of `model`, float32.
 
     The function is the adapter's; the tree has one rank and one scaling. A branch of a lower rank
@@ -153,8 +152,12 @@ def import_adapter(folder: str | pathlib.Path, model: Transformer) -> Any:
     """
     tensors, config = Tensors(folder, "adapter_model"), _config(folder)
     arch, lora, rank = model.arch, model.lora, read_lora(folder).rank
-    if lora.rank != rank:
-        raise ValueError(f"{folder}/adapter_config.json: rank {rank}; the model has {lora.rank}")
+    require(
+        lora.rank == rank,
+        f"{folder}/adapter_config.json: rank",
+        rank,
+        f"the model has {lora.rank}",
+    )
     unread = set(tensors)
 
     def read(name: str, sizes: tuple[int, ...]) -> np.ndarray:
@@ -176,12 +179,12 @@ def import_adapter(folder: str | pathlib.Path, model: Transformer) -> Any:
     layers: dict[str, Any] = {linear: {} for linear in arch.linears()}
     for linear, parts in arch.linears().items():
         for part, n in parts:
-            names = [f"{prefix}{PARENT[linear]}.{part}" for prefix in prefixes]
+            names = [f"{prefix}{architecture.PARENT[linear]}.{part}" for prefix in prefixes]
             pairs = [branch(name, n, arch.input_width(linear)) for name in names]
             a, b = map(jnp.stack, zip(*pairs, strict=True))
             layers[linear][part] = {"a": a, "b": b}
     if lora.train_norms:
-        for norm in LAYER_NORMS:
+        for norm in architecture.LAYER_NORMS:
             scales = [read(f"{prefix}{norm}", (arch.width,)) for prefix in prefixes]
             layers[norm] = {"scale": jnp.stack(scales)}
     if unread:
@@ -195,12 +198,18 @@ def _peft_tensors(params: Any):
     for module, content in params["layers"].items():
         for index in range(len(jax.tree.leaves(content)[0])):
             prefix = f"{_PEFT_PREFIX}model.layers.{index}."
-            if module in LAYER_NORMS:
+            if module in architecture.LAYER_NORMS:
                 yield f"{prefix}{module}.weight", content["scale"][index]
             else:
                 for part, pair in content.items():
-                    yield f"{prefix}{PARENT[module]}.{part}.lora_A.weight", pair["a"][index].T
-                    yield f"{prefix}{PARENT[module]}.{part}.lora_B.weight", pair["b"][index].T
+                    yield (
+                        f"{prefix}{architecture.PARENT[module]}.{part}.lora_A.weight",
+                        pair["a"][index].T,
+                    )
+                    yield (
+                        f"{prefix}{architecture.PARENT[module]}.{part}.lora_B.weight",
+                        pair["b"][index].T,
+                    )
 
 
 def export_adapter(folder: str | pathlib.Path, params: Any, lora: LoraConfig, base: str) -> None:
@@ -231,7 +240,7 @@ def export_adapter(folder: str | pathlib.Path, params: Any, lora: LoraConfig, ba
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "target_modules": sorted({name.split(".")[-3] for name in tensors if ".lora_A." in name}),
-        "modules_to_save": list(LAYER_NORMS) if lora.train_norms else None,
+        "modules_to_save": list(architecture.LAYER_NORMS) if lora.train_norms else None,
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,

@@ -99,8 +99,13 @@ def find_policy(
             model, adapter = model or (None if base else str(folder / "model")), None
         elif adapter == folder:
             adapter = folder / "adapter"
-    if adapter is not None and not (adapter / "adapter_config.json").is_file():
-        raise FileNotFoundError(f"no adapter_config.json in {adapter}, nor is it a run folder")
+    require(
+        adapter is None or (adapter / "adapter_config.json").is_file(),
+        "adapter",
+        str(adapter),
+        "has no adapter_config.json, nor is it a run folder",
+        FileNotFoundError,
+    )
     if model is None and adapter is not None and run is None:
         path, field = adapter / "adapter_config.json", "base_model_name_or_path"
         model = read_json(path).get(field)

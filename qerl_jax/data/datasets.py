@@ -17,8 +17,7 @@ import numpy as np
 
 from qerl_jax.checked import require
 from qerl_jax.config import DataConfig
-from qerl_jax.data import answers, arithmetic
-from qerl_jax.data.tokenizer import Message, Prompt
+from qerl_jax.data import answers, arithmetic, tokenizer
 
 # Short on purpose: with it every prompt of GSM8K fits in 256 tokens of Qwen2.5's chat (252 at
 # most).
@@ -99,7 +98,7 @@ _FIELD = re.compile(r"\{(\w+)\}")
 class Problem:
     """One prompt, as text or as chat messages of role and content, and its row's other columns."""
 
-    prompt: Prompt
+    prompt: tokenizer.Prompt
     columns: dict[str, Any]
 
 
@@ -207,7 +206,9 @@ def batch(problems: Sequence[Problem], index: int, *, batch_size: int, seed: int
     return [problems[int(_order(len(problems), seed, epoch)[place])] for epoch, place in places]
 
 
-def collate(problems: Sequence[Problem]) -> tuple[list[str | list[Message]], dict[str, list]]:
+def collate(
+    problems: Sequence[Problem],
+) -> tuple[list[str | list[tokenizer.Message]], dict[str, list]]:
     """Puts prompts and columns of problems into parallel lists, None where a problem lacks a column.
 
     Messages are copied: a reward that changes its prompts changes nobody else's.
@@ -354,7 +355,7 @@ def is_chat(prompt: Any) -> bool:
     )
 
 
-def _messages(prompt: Any, where: str) -> tuple[Message, ...]:
+def _messages(prompt: Any, where: str) -> tuple[tokenizer.Message, ...]:
     """A prompt as messages, a text as the user's."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -363,7 +364,7 @@ def _messages(prompt: Any, where: str) -> tuple[Message, ...]:
     return tuple({"role": m["role"], "content": m["content"]} for m in prompt)
 
 
-def _fill(template: str, prompt: Prompt, row: Mapping[str, Any]) -> Prompt:
+def _fill(template: str, prompt: tokenizer.Prompt, row: Mapping[str, Any]) -> tokenizer.Prompt:
     if not isinstance(prompt, str):
         *earlier, last = prompt
         return (*earlier, {**last, "content": _fill(template, last["content"], row)})

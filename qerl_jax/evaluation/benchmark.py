@@ -16,7 +16,6 @@ from qerl_jax.checked import from_table, is_seed, require, to_table
 from qerl_jax.checkpoint.policy import Policy, PolicySource, load_policy
 from qerl_jax.config import DataConfig, EvalConfig, RunConfig
 from qerl_jax.data import datasets
-from qerl_jax.data.datasets import Problem
 from qerl_jax.evaluation import protocols
 from qerl_jax.evaluation.evaluator import Evaluator, protocol_of_run
 from qerl_jax.evaluation.protocols import Protocol
@@ -39,7 +38,7 @@ class _Set:
 
     name: str
     protocol: Protocol
-    problems: Sequence[Problem]
+    problems: Sequence[datasets.Problem]
     reward: scoring.Named
     progress: Progress
 
@@ -58,8 +57,7 @@ def protocol_for(dataset: str, name: str | None, policy: PolicySource, **changed
     """
     name = name or ("paper" if policy.run is None else "run")
     if name == "run":
-        if policy.run is None:
-            raise ValueError('protocol: got "run"; needs --adapter with a run folder')
+        require(policy.run is not None, "protocol", name, "needs --adapter with a run folder")
         run = policy.run
         protocol = protocol_of_run(dataclasses.replace(run, eval=run.eval or EvalConfig()))
     elif name in ("paper", "verl"):
@@ -126,8 +124,7 @@ def run(
     """
     require(is_seed(seed), "seed", seed, "must be in [0, 2**32)")
     names = [_set_name(data) for data, _ in sets]
-    if len(set(names)) < len(names):
-        raise ValueError(f"sets must differ in name; got {names}")
+    require(len(set(names)) == len(names), "sets", names, "must differ in name")
     judged = [_problems_and_reward(source.run, data, protocol, seed) for data, protocol in sets]
     opened = [
         _Set(
@@ -159,7 +156,7 @@ def run(
 
 def _problems_and_reward(
     run: RunConfig | None, data: DataConfig, protocol: Protocol, seed: int
-) -> tuple[Sequence[Problem], scoring.Named]:
+) -> tuple[Sequence[datasets.Problem], scoring.Named]:
     """Loads the problems of a set, and checks that its reward can judge them."""
     (reward,) = scoring.resolve([protocol.reward], None if run is None else run.rewards.options)
     prompts = {"system_prompt": protocol.system_prompt, "prompt_template": protocol.prompt_template}

@@ -7,7 +7,6 @@ import numpy as np
 
 from qerl_jax import files
 from qerl_jax.evaluation import intervals
-from qerl_jax.evaluation.intervals import Interval
 from qerl_jax.evaluation.summary import statistics
 
 
@@ -20,7 +19,7 @@ class Comparison:
         changed: Settings in which the two evaluations differ; the policy should be the only one.
     """
 
-    differences: dict[str, Interval]
+    differences: dict[str, intervals.Interval]
     changed: list[str]
 
 

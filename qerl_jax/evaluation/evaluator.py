@@ -12,17 +12,14 @@ import numpy as np
 
 from qerl_jax.config import RunConfig
 from qerl_jax.data import answers, datasets
-from qerl_jax.data.datasets import Problem
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.evaluation.protocols import Protocol
 from qerl_jax.evaluation.summary import summarize
-from qerl_jax.generation.engine import Engine, EngineSpec
-from qerl_jax.generation.sampling import Truncation
-from qerl_jax.generation.stop_strings import StopStrings
+from qerl_jax.generation.engine import Engine
+from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import rollouts
-from qerl_jax.rl.rollouts import Rollout
 
 # What each reward reads as the answer of a text; others may read any form.
 _ANSWER_READERS = {
@@ -50,7 +47,7 @@ class Evaluator:
     """
 
     sampler: rollouts.Sampler
-    problems: Sequence[Problem]
+    problems: Sequence[datasets.Problem]
     reward: scoring.Named
     batch_size: int
     key: jax.Array
@@ -60,7 +57,7 @@ class Evaluator:
         cls,
         model: Transformer,
         tokenizer: Tokenizer,
-        problems: Sequence[Problem],
+        problems: Sequence[datasets.Problem],
         reward: scoring.Named,
         protocol: Protocol,
         *,
@@ -85,17 +82,14 @@ class Evaluator:
             max_concurrent: Rows sampled at a time; None means all of a batch.
             **cache: `compact`, `kv_cache_tokens` and `kv_cache_fraction` of `Engine`.
         """
-        engine = Engine(
-            model,
-            EngineSpec(
-                tokenizer.num_tokens, Truncation(protocol.top_k, protocol.top_p, protocol.min_p)
-            ),
-            stop_tokens=tokenizer.stop_tokens,
-            stop_strings=StopStrings(protocol.stop, tokenizer.decode) if protocol.stop else None,
-            **cache,
+        how = SamplingParams(
+            top_k=protocol.top_k,
+            top_p=protocol.top_p,
+            min_p=protocol.min_p,
+            stop=protocol.stop or (),
         )
         sampler = rollouts.Sampler(
-            engine,
+            Engine.of(model, tokenizer, how, **cache),
             tokenizer,
             num_generations=protocol.num_generations,
             max_prompt_length=max_prompt_length,
@@ -166,7 +160,7 @@ class Evaluator:
             _, values = rollouts.score(rollout, [self.reward], None)
             yield [self._record(first, i, rollout, values[:, 0]) for i in range(len(problems))]
 
-    def _record(self, first: int, index: int, rollout: Rollout, values: np.ndarray):
+    def _record(self, first: int, index: int, rollout: rollouts.Rollout, values: np.ndarray):
         """The record of a problem: its index in the batch, whose first problem is `first`; rewards [B]."""
         group = self.sampler.num_generations
         rows = slice(index * group, (index + 1) * group)

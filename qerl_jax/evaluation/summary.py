@@ -8,7 +8,6 @@ import numpy as np
 
 from qerl_jax.data import answers
 from qerl_jax.evaluation import intervals
-from qerl_jax.evaluation.intervals import Interval
 
 
 def summarize(records: Sequence[dict[str, Any]], ks: Sequence[int] | None = None) -> dict[str, Any]:
@@ -80,7 +79,7 @@ def _estimate(name: str, statistic: Callable, samples: int, k: int) -> dict[str,
     }
 
 
-def _ends(interval: Interval | None) -> list[float] | None:
+def _ends(interval: intervals.Interval | None) -> list[float] | None:
     return None if interval is None else [interval.low, interval.high]
 
 

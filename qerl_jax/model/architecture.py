@@ -267,8 +267,8 @@ def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
     if kind == "default":
         return float(theta), None
     fields = [field.name for field in dataclasses.fields(Llama3Rope)]
-    rule = f"it needs all of {', '.join(fields)}"
-    require(rope.keys() >= {*fields}, "config.json: rope_type", kind, rule)
+    missing = ", ".join(field for field in fields if field not in rope)
+    require(not missing, "config.json: rope_type", kind, f"it needs {missing}")
     return float(theta), Llama3Rope(**{field: rope[field] for field in fields})
 
 

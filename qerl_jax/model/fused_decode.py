@@ -17,9 +17,7 @@ from flax.traverse_util import flatten_dict
 from pallas_kernels import decode_attention, rounded, runtime
 from pallas_kernels.nvfp4_matmul import epilogue, fused
 from pallas_kernels.nvfp4_matmul.adapter import Branch, pack_branch
-from qerl_jax.model import layers
-from qerl_jax.model.kv_cache import KVCache
-from qerl_jax.model.transformer import Transformer
+from qerl_jax.model import kv_cache, layers, transformer
 
 LINEARS = ("qkv", "o", "gate_up", "down")
 # Up to so many rows the layers are written out one after another: of a 7B layer of 68 us that saves 4 on an
@@ -53,7 +51,7 @@ class Policy:
     head_norms: dict[str, jax.Array]
 
 
-def supports(model: Transformer, rows: int, *, adapter: bool = True) -> str | None:
+def supports(model: transformer.Transformer, rows: int, *, adapter: bool = True) -> str | None:
     """Why a model cannot be decoded so on this device, or None."""
     if reason := runtime.unless_hopper():
         return reason
@@ -78,7 +76,9 @@ def supports(model: Transformer, rows: int, *, adapter: bool = True) -> str | No
     return None
 
 
-def policy(model: Transformer, variables: dict[str, Any], *, adapter: bool = True) -> Policy:
+def policy(
+    model: transformer.Transformer, variables: dict[str, Any], *, adapter: bool = True
+) -> Policy:
     """Gathers what the kernels read; adapters and norms are computed, weights are only referred to.
 
     Args:
@@ -120,8 +120,8 @@ def policy(model: Transformer, variables: dict[str, Any], *, adapter: bool = Tru
 
 
 def extender(
-    model: Transformer, variables: dict[str, Any], rows: int, *, adapter: bool = True
-) -> Callable[[jax.Array, KVCache], tuple[jax.Array, KVCache]]:
+    model: transformer.Transformer, variables: dict[str, Any], rows: int, *, adapter: bool = True
+) -> Callable[[jax.Array, kv_cache.KVCache], tuple[jax.Array, kv_cache.KVCache]]:
     """A function that runs one token of each row: by fused kernels if it can, else by the plain model.
 
     Args:
@@ -144,8 +144,8 @@ def extender(
 
 
 def extend(
-    model: Transformer, policy: Policy, tokens: jax.Array, cache: KVCache
-) -> tuple[jax.Array, KVCache]:
+    model: transformer.Transformer, policy: Policy, tokens: jax.Array, cache: kv_cache.KVCache
+) -> tuple[jax.Array, kv_cache.KVCache]:
     """Runs the next token of each row and puts its keys and values into the cache.
 
     Args:
@@ -184,11 +184,11 @@ def extend(
 
     x = policy.embedding[tokens].astype(model.dtype)
     hidden, (keys, values) = step(model, policy, x, attend, (cache.keys, cache.values))
-    return hidden[:rows], KVCache(keys, values, cache.tables, cache.ends + 1)
+    return hidden[:rows], kv_cache.KVCache(keys, values, cache.tables, cache.ends + 1)
 
 
 def step(
-    model: Transformer,
+    model: transformer.Transformer,
     policy: Policy,
     x: jax.Array,
     attend: Callable[..., tuple[jax.Array, Any]],

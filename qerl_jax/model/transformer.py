@@ -24,10 +24,8 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels import decode_attention, mxfp4, nf4, nvfp4, prepare, rounded
 from pallas_kernels.finished_linear import finished_linear
 from qerl_jax.config import LoraConfig, Remat, Weights
-from qerl_jax.model import layers
+from qerl_jax.model import kv_cache, layers, prompt_sharing
 from qerl_jax.model.architecture import LAYER_NORMS, Architecture
-from qerl_jax.model.kv_cache import KVCache
-from qerl_jax.model.prompt_sharing import SharedPrompts
 
 # Linears whose products a backward pass finds kept; nothing in it reads that of "down".
 _KEPT = {"products": ("qkv", "o", "gate_up"), "mlp": ("qkv", "o"), "layer": ()}
@@ -232,11 +230,11 @@ class Transformer(nn.Module):
         self,
         tokens: jax.Array,
         *,
-        cache: KVCache | None = None,
-        shared: SharedPrompts | None = None,
+        cache: kv_cache.KVCache | None = None,
+        shared: prompt_sharing.SharedPrompts | None = None,
         adapter: bool = True,
         remat: Remat = "none",
-    ) -> tuple[jax.Array, KVCache | None]:
+    ) -> tuple[jax.Array, kv_cache.KVCache | None]:
         """Runs T tokens of each row.
 
         Args:

@@ -67,8 +67,7 @@ def texts(cfg: Calibration, tokens: tokenizer.Tokenizer) -> list[str]:
 def token_rows(cfg: Calibration, tokens: tokenizer.Tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """The rows as right-padded ids, int32 [S, T], and their lengths, int32 [S]; the longest first."""
     encoded = tokens.hf(texts(cfg, tokens), add_special_tokens=False)["input_ids"]
-    if not any(encoded):
-        raise ValueError(f"{cfg.dataset}: its texts have no tokens")
+    require(any(encoded), "calibration data set", cfg.dataset, "its texts have no tokens")
     encoded = sorted((ids[: cfg.max_length] for ids in encoded), key=len, reverse=True)
     rows = [ids + [tokens.pad_token] * (len(encoded[0]) - len(ids)) for ids in encoded]
     return np.array(rows, np.int32), np.array([len(ids) for ids in encoded], np.int32)
@@ -141,11 +140,12 @@ def _chat(row: Mapping[str, Any], where: str) -> str | Sequence[dict[str, str]]:
         next((row[name] for name in names if isinstance(row.get(name), str)), None)
         for names in (_QUESTIONS, _ANSWERS)
     )
-    if question is None:
-        raise ValueError(
-            f"{where}: no column that holds a text: looked for messages, conversations, text and "
-            f"{', '.join(_QUESTIONS)}; it has {sorted(row)}"
-        )
+    require(
+        question is not None,
+        f"{where}: columns",
+        sorted(row),
+        f"must hold messages, conversations, or a text as text or {', '.join(_QUESTIONS)}",
+    )
     messages = [{"role": "user", "content": question}]
     return messages + ([] if answer is None else [{"role": "assistant", "content": answer}])
 

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import mxfp4, runtime
+from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, safetensors
 from qerl_jax.data import tokenizer
 from qerl_jax.files import Progress, read_json
-from qerl_jax.model import architecture
-from qerl_jax.model.transformer import Transformer
+from qerl_jax.model import architecture, transformer
 from qerl_jax.quantization import awq
 from qerl_jax.quantization.calibration import Calibration, HiddenStates, token_rows
 
@@ -174,12 +174,21 @@ def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
         recipe.format, scale_rounding=recipe.scale_rounding, double_quant=recipe.double_quant
     )
     arch = architecture.load(source)
-    if packed_formats.of_folder(source) is not None:
-        raise ValueError(f"{source}: is quantized already; 16-bit weights are needed")
+    require(
+        packed_formats.of_folder(source) is None,
+        "source",
+        str(source),
+        "is quantized already; 16-bit weights are needed",
+    )
     form.check(arch)
     base_model.check_names(arch, safetensors.Tensors(source), None)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise FileExistsError(f"{target}: exists; give the name of a new folder")
+    require(
+        not target.exists() or (target.is_dir() and not any(target.iterdir())),
+        "target",
+        str(target),
+        "exists; give the name of a new folder",
+        FileExistsError,
+    )
     sizes = {path.name: path.stat().st_size for path in sorted(source.glob("*.safetensors"))}
     settings = {"source": str(source.resolve()), "sizes": sizes, **dataclasses.asdict(recipe)}
     folder = target.with_name(f"{target.name}.partial")
@@ -192,8 +201,12 @@ def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
     except ValueError as error:
         raise FileExistsError(str(error)) from error
     size, free = expected_size(arch, form), shutil.disk_usage(folder).free
-    if free + job.nbytes < size:
-        raise ValueError(f"{target}: needs {size / 1e9:.1f} GB; the disk has {free / 1e9:.1f} GB")
+    require(
+        free + job.nbytes >= size,
+        "target",
+        str(target),
+        f"needs {size / 1e9:.1f} GB; the disk has {free / 1e9:.1f} GB",
+    )
     return job
 
 
@@ -277,21 +290,24 @@ def _hidden_states(
     ids, lengths = token_rows(cfg, tokenizer.load(folder))
     log(f"calibrating on {len(ids)} rows of {cfg.dataset}, {lengths.sum()} tokens")
     dtype = "bfloat16" if runtime.platform() == "gpu" else "float32"
-    model = Transformer(arch, dtype, None, jnp.dtype(dtype))
+    model = transformer.Transformer(arch, dtype, None, jnp.dtype(dtype))
     return HiddenStates(
         model, safetensors.Tensors(folder)["model.embed_tokens.weight"], ids, lengths
     )
 
 
 def _layer(
-    model: Transformer, tensors: dict[str, Any], prefix: str, weight: Callable[[str], jax.Array]
+    model: transformer.Transformer,
+    tensors: dict[str, Any],
+    prefix: str,
+    weight: Callable[[str], jax.Array],
 ) -> dict[str, Any]:
     """A layer as calibration runs it, from its tensors and the function from a linear's name to its weight."""
     read = lambda _, names: jnp.concatenate([weight(name) for name in names]).astype(model.dtype)
     return base_model.read_layer(model.arch, tensors, prefix, model.dtype, read)
 
 
-def _dequantized_layer(job: _Job, index: int, model: Transformer) -> dict[str, Any]:
+def _dequantized_layer(job: _Job, index: int, model: transformer.Transformer) -> dict[str, Any]:
     """A layer that was written, as calibration runs it."""
     tensors = safetensors.Tensors(job.folder, job.file(index + 1))
     weight = lambda name: job.form.unpack(job.form.read(tensors, name), model.dtype)

@@ -23,8 +23,7 @@ from typing import Any
 import numpy as np
 
 from qerl_jax.checked import require
-from qerl_jax.data import datasets
-from qerl_jax.data.tokenizer import Message
+from qerl_jax.data import datasets, tokenizer
 from qerl_jax.rewards.stock import FACTORIES, STOCK, RewardFunction
 
 type Named = tuple[str, RewardFunction]
@@ -68,7 +67,9 @@ class Record:
         self.values.setdefault(name, []).append(float(value))
 
 
-def as_completion(prompt: str | Sequence[Mapping[str, str]], text: str) -> str | list[Message]:
+def as_completion(
+    prompt: str | Sequence[Mapping[str, str]], text: str
+) -> str | list[tokenizer.Message]:
     """Puts a generated text into the form that belongs to its prompt: text, or an assistant's message."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 

@@ -158,8 +158,11 @@ def loss(
         dropout_key=dropout_key if lora is not None and lora.dropout else None,
     )
     current = jax.lax.stop_gradient(logps)
-    is_behaviour = cfg.old_logprobs == "behaviour"
-    old = experience.behaviour_logps if is_behaviour else fixed.get("old_logps", current)
+    old = (
+        experience.behaviour_logps
+        if cfg.old_logprobs == "behaviour"
+        else fixed.get("old_logps", current)
+    )
     weights = None
     if cfg.importance_sampling_correction:
         weights = grpo.truncated_importance_weights(
@@ -313,12 +316,13 @@ class Updater:
             metrics, counts = jax.device_get((metrics, counts))
             records.append((metrics, *_joined(counts, rows.size), num_tokens))
             if self.on_non_finite and metrics["updates/non_finite"]:
-                whole = microbatches.MicroBatch(rows, experience.completions.shape[1])
                 self.on_non_finite(
                     NonFinite(
                         int(state.step) - 1,
                         params=state.params,
-                        experience=experience.take(whole),
+                        experience=experience.take(
+                            microbatches.MicroBatch(rows, experience.completions.shape[1])
+                        ),
                         fixed={name: x[rows.reshape(-1)] for name, x in fixed.items()},
                         noise=noise,
                     )

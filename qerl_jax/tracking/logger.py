@@ -8,8 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from qerl_jax.files import whole_lines, write_whole
-from qerl_jax.tracking import trackers
-from qerl_jax.tracking.terminal import Display
+from qerl_jax.tracking import terminal, trackers
 
 
 class Logger:
@@ -57,7 +56,7 @@ class Logger:
         self._trackers = trackers.start(
             report_to, self._folder, step=step, run_name=run_name, settings=settings or {}
         )
-        self._display = Display(total_steps, step, Console(quiet=quiet))
+        self._display = terminal.Display(total_steps, step, Console(quiet=quiet))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends one row; values become plain numbers."""

@@ -193,7 +193,7 @@ QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantiz
             NotImplementedError,
             "partial_rotary_factor: got 0.5",
         ),
-        ({"use_sliding_window": True}, NotImplementedError, "use_sliding_window: got true"),
+        ({"use_sliding_window": True}, NotImplementedError, "use_sliding_window: got True"),
         ({"hidden_act": "gelu"}, NotImplementedError, "hidden_act: got 'gelu'"),
         (
             {"model_type": "llama", "attention_bias": True},
@@ -214,7 +214,7 @@ QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantiz
         (
             {"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", "factor": 8.0}},
             ValueError,
-            "'llama3' needs low_freq_factor, high_freq_factor, original_max_position_embeddings",
+            "got 'llama3'; it needs low_freq_factor, high_freq_factor, original_max_position_embeddings",
         ),
         ({"rope_parameters": "x"}, ValueError, "rope_parameters: got 'x'; must be an object"),
         ({"rope_parameters": {"rope_theta": None}}, ValueError, "rope_theta: got None"),
@@ -232,12 +232,12 @@ QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantiz
         (
             {"quantization_config": {"quant_method": "gptq"}},
             NotImplementedError,
-            "got quant_method 'gptq', format None",
+            "quant_method, format: got .'gptq', None.",
         ),
         (
             {"quantization_config": QUANTIZED | {"format": "float-quantized"}},
             NotImplementedError,
-            "format 'float-quantized'",
+            "format: got .'compressed-tensors', 'float-quantized'.",
         ),
         (
             {
@@ -253,12 +253,12 @@ QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantiz
                 | {"sparsity_config": {"format": "sparse-24-bitmask"}}
             },
             NotImplementedError,
-            "sparsity_config: got format 'sparse-24-bitmask'",
+            "sparsity_config: format: got 'sparse-24-bitmask'",
         ),
         (
             {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}},
             NotImplementedError,
-            "got quant_method 'modelopt', format 'FP8'; read are",
+            "quant_algo: got .'modelopt', 'FP8'.; read are",
         ),
     ],
 )
@@ -305,12 +305,12 @@ def test_a_tokenizer_with_more_ids_than_the_embedding_has_rows_is_refused():
 
 
 def test_a_named_shape_needs_a_tokenizer():
-    with pytest.raises(ValueError, match="model.tokenizer_name_or_path: missing; 'qwen2.5-3b' is"):
+    with pytest.raises(ValueError, match="model.tokenizer_name_or_path: got None; 'qwen2.5-3b' is"):
         base_model.load_base(ModelConfig("qwen2.5-3b", random_base=True), None)
 
 
 def test_a_model_folder_without_tokenizer_is_refused():
-    with pytest.raises(FileNotFoundError, match="no tokenizer.json in .*qwen2_untied"):
+    with pytest.raises(FileNotFoundError, match="qwen2_untied'; has no tokenizer.json"):
         policy(DENSE, tokenizer_name_or_path=None)
 
 

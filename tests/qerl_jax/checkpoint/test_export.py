@@ -249,4 +249,4 @@ def test_the_command_says_where_it_is_and_how_far_off(run, tmp_path, capsys):
     said = capsys.readouterr().out
     assert f"merged in {out}\n" in said and "differ from the trained policy's by" in said
     assert main.main(["export", str(tmp_path / "no"), "--to", "peft", out]) == 2
-    assert "no config.toml in" in capsys.readouterr().err
+    assert "has no config.toml" in capsys.readouterr().err

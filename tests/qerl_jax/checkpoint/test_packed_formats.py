@@ -139,8 +139,8 @@ def test_a_missing_scale_is_named(tmp_path):
 @pytest.mark.parametrize(
     "suffix,dtype,match",
     [
-        ("weight_packed", np.int8, "weight_packed: got type I8; must be U8"),
-        ("weight_scale", np.uint8, "weight_scale: got type U8; must be F8_E4M3"),
+        ("weight_packed", np.int8, "weight_packed: type: got 'I8'; must be U8"),
+        ("weight_scale", np.uint8, "weight_scale: type: got 'U8'; must be F8_E4M3"),
     ],
 )
 def test_bytes_of_another_type_are_not_taken_for_ours(tmp_path, suffix, dtype, match):

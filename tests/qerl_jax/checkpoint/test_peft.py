@@ -240,7 +240,7 @@ def test_a_folder_without_adapter_is_refused(tmp_path):
 
 def test_an_adapter_of_another_rank_is_refused():
     model = Transformer(ARCH, "float32", LoraConfig(4, 16.0), jnp.float32)
-    with pytest.raises(ValueError, match="adapter_config.json: rank 8; the model has 4"):
+    with pytest.raises(ValueError, match="adapter_config.json: rank: got 8; the model has 4"):
         peft.import_adapter(ADAPTER, model)
 
 

@@ -124,7 +124,7 @@ def test_rows_are_found_under_the_usual_names(tmp_path):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ('{"weight": 3}', r"row 0: no column .* it has \['weight'\]"),
+        ('{"weight": 3}', r"row 0: columns: got \['weight'\]; must hold messages"),
         ('{"messages": "hello"}', "row 0: messages: got 'hello'; must be a list of messages"),
         ('{"text": 3}', "row 0: text: got 3; must be a text"),
         ('{"text": ""}', "its texts have no tokens"),
