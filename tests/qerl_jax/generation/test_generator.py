@@ -247,7 +247,7 @@ def test_generate_takes_the_adapter_and_the_settings_of_a_run_folder(tmp_path, c
         (["a\udc80"], r"prompt: holds '\udc80', half a character"),
         (["a", "--stop", "a\udc80"], r"stop: holds '\udc80', half a character"),
         (["a", "--top-p", "2"], "top_p: got 2.0"),
-        (["a", "--adapter", "/nowhere"], "no adapter_config.json in /nowhere"),
+        (["a", "--adapter", "/nowhere"], "adapter: got '/nowhere'; has no adapter_config.json"),
         (["a", "--seed", "-1"], "seed: got -1; must be an integer in [0, 2**32)"),
         (["a", "--max-concurrent", "0"], "max_concurrent: got 0"),
         (["a", "--kv-cache-tokens", "0"], "kv_cache_tokens: got 0"),
