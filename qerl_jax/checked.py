@@ -77,7 +77,7 @@ class Checked:
     def __post_init__(self):
         for name, optional, rule in _rules(type(self)):
             value = getattr(self, name)
-            self._require(optional and value is None or rule.holds(value), name, rule.text)
+            self._require(optional and value is None or _holds(rule, value), name, rule.text)
         for holds, name, text in self._across():
             self._require(holds, name, text)
 
@@ -89,6 +89,14 @@ class Checked:
         """Raises the error about a field, or about several with a comma."""
         value = operator.attrgetter(*field.split(", "))(self)
         require(holds, self.section + self.names.get(field, field), value, rule)
+
+
+def _holds(rule: Rule, value: Any) -> bool:
+    """Whether a value keeps a rule; a value of a type that the rule cannot read does not."""
+    try:
+        return bool(rule.holds(value))
+    except (TypeError, AttributeError):
+        return False
 
 
 @functools.cache

@@ -169,7 +169,14 @@ class RewardConfig(Checked, section="rewards."):
         soft_punish_weight: Weight of that punishment in the sum.
     """
 
-    functions: Annotated[tuple[str, ...], Rule(bool, "must name at least one function")]
+    functions: Annotated[
+        tuple[str, ...],
+        Rule(
+            lambda names: names and all(isinstance(name, str) for name in names),
+            "must name at least one function, each by a text; functions themselves are given to "
+            "qerl_jax.train as reward_funcs",
+        ),
+    ]
     weights: tuple[float, ...] | None = None
     options: dict[str, dict[str, Any]] | None = None
     soft_punish_cache: Count | None = None
@@ -628,13 +635,17 @@ class RunConfig(Checked):
 
 def load(path: str | pathlib.Path) -> RunConfig:
     """Reads and checks a TOML file."""
+    return from_table(RunConfig, read_table(path))
+
+
+def read_table(path: str | pathlib.Path) -> dict[str, Any]:
+    """Reads a TOML file as a table, of which nothing is checked but that it is TOML."""
     path = pathlib.Path(path)
     require(path.is_file(), "config file", str(path), "no such file")
     try:
-        table = tomllib.loads(path.read_bytes().decode())
+        return tomllib.loads(path.read_bytes().decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
-    return from_table(RunConfig, table)
 
 
 def dump(cfg: RunConfig) -> str:
