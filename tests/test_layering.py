@@ -19,6 +19,8 @@ ORDER = (
     ("memory",),
     ("evaluation",),
     ("training",),
+    # The root loads names of `api` on demand: a library that imports it would run in a circle.
+    ("api", "qerl_jax"),
     ("cli",),
     ("__main__",),
 )

@@ -10,12 +10,13 @@ import functools
 import os
 import pathlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
-from qerl_jax.checked import require
+from qerl_jax.checked import ConfigError, require
 from qerl_jax.config import DataConfig
 from qerl_jax.data import answers, arithmetic, tokenizer
 
@@ -156,21 +157,77 @@ def from_config(
     dataset = load_rows(cfg.dataset, cfg.path, cfg.name, split)
     require(len(dataset) > 0, where, split, "the split is empty")
     names = dataset.column_names
-    prompt = _column("prompt", cfg, names, _PROMPT_COLUMNS, where)
-    rule = "must have a column 'prompt' ('question', 'problem')"
-    require(prompt is not None, f"{where}: columns", sorted(names), rule)
-    answer = _column("answer", cfg, names, (), where)
+    prompt, answer = _columns(cfg, names, where)
     limit = cfg.max_prompt_characters or getattr(
         SETS.get(cfg.dataset), "max_prompt_characters", None
     )
-    kept = _short_enough(dataset, prompt, limit, where)[:wanted]
+    kept = _short_enough(dataset[prompt], limit, where) if limit else range(len(dataset))
+    of_row = functools.partial(_problem, cfg, prompt, answer, cfg.dataset in SETS)
+    return _problems(dataset, of_row, kept[:wanted], where)
 
-    def read(index: int) -> Problem:
-        row = kept[index]
-        return _problem(cfg, prompt, answer, dataset[row], f"{where}, row {row}")
 
+def from_rows(
+    cfg: DataConfig, rows: Sequence[Mapping[str, Any]], where: str
+) -> tuple[Problems, bool]:
+    """Makes problems of rows that are there already, by the columns that `from_config` reads.
+
+    One thing differs: a text of a column `prompt` is a message of the user, too.
+
+    Args:
+        cfg: Its columns, system prompt, template and limits are used.
+        rows: A `datasets.Dataset`, or a list of dicts, of which each has the column of the prompt.
+        where: What errors call the rows.
+
+    Returns:
+        The problems, and whether the prompts of the rows are texts.
+
+    Raises:
+        ConfigError: If these are not such rows, or there are none.
+        ValueError: If there is no column of the prompt, a row has no usable one, or some rows hold a
+            text and others a chat.
+    """
+    is_table = hasattr(rows, "column_names")
+    is_rows = is_table or (isinstance(rows, list | tuple) and all(map(_is_row, rows)))
+    if not is_rows or isinstance(rows, Mapping) or not hasattr(rows, "__len__"):
+        rule = "must be a list of dicts, or a datasets.Dataset of one split"
+        raise ConfigError(f"{where}: got {reprlib.repr(rows)}; {rule}")
+    require(len(rows) > 0, where, rows, "must have at least one row")
+    names = rows.column_names if is_table else list(dict.fromkeys(n for row in rows for n in row))
+    prompt, answer = _columns(dataclasses.replace(cfg, dataset=where), names, where)
+    prompts = rows[prompt] if is_table else [row.get(prompt) for row in rows]
+    for index, each in enumerate(prompts):
+        rule = "must be text or messages of role and content"
+        if isinstance(each, str) or is_chat(each):
+            rule = "all prompts must be texts, or all chats, as that of row 0 is"
+            if isinstance(each, str) == isinstance(prompts[0], str):
+                continue
+        raise ValueError(f"{where}, row {index}, column {prompt!r}: {rule}; got {each!r}")
+    limit = cfg.max_prompt_characters
+    kept = _short_enough(prompts, limit, where) if limit else range(len(rows))
+    of_row = functools.partial(_problem, cfg, prompt, answer, True)
+    problems = _problems(rows, of_row, kept[: cfg.num_problems], where)
+    return problems, isinstance(prompts[0], str)
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, Mapping) and all(isinstance(name, str) for name in row)
+
+
+def _problems(rows: Any, of_row: Callable, kept: Sequence[int], where: str) -> Problems:
+    """The problems of the rows that are kept."""
+    read = lambda index: of_row(rows[kept[index]], f"{where}, row {kept[index]}")
     read(0)  # a row that cannot be read shows now, not in the middle of a run
     return Problems(len(kept), read)
+
+
+def _columns(cfg: DataConfig, names: Sequence[str], where: str) -> tuple[str, str | None]:
+    """The columns of prompt and answer."""
+    prompt = _column("prompt", cfg, names, _PROMPT_COLUMNS, where)
+    if prompt is None:
+        raise ValueError(
+            f"{where}: no column 'prompt' (nor 'question' or 'problem'); it has {sorted(names)}"
+        )
+    return prompt, _column("answer", cfg, names, (), where)
 
 
 def system_prompt(cfg: DataConfig) -> str:
@@ -240,7 +297,7 @@ def _arithmetic(cfg: DataConfig, split: str, seed: int, count: int) -> Problems:
     def read(index: int) -> Problem:
         found = _ARITHMETIC[cfg.name](split, seed, index)
         row = {"question": found.question, "answer": str(found.answer)}
-        return _problem(cfg, "question", "answer", row, f"{cfg.dataset}, row {index}")
+        return _problem(cfg, "question", "answer", True, row, f"{cfg.dataset}, row {index}")
 
     read(0)  # an unknown split shows now
     return Problems(count, read)
@@ -302,12 +359,10 @@ def _column(
     return next((name for name in (appointed, own, *others) if name in names), None)
 
 
-def _short_enough(dataset, column: str, limit: int | None, where: str) -> Sequence[int]:
+def _short_enough(prompts: Iterable[Any], limit: int, where: str) -> Sequence[int]:
     """The rows whose prompt has at most `limit` characters."""
-    if limit is None:
-        return range(len(dataset))
-    prompts = (_messages(prompt, "a prompt") for prompt in dataset[column])
-    sizes = [sum(len(message["content"]) for message in prompt) for prompt in prompts]
+    messages = (_messages(prompt, "a prompt") for prompt in prompts)
+    sizes = [sum(len(message["content"]) for message in prompt) for prompt in messages]
     kept = [row for row, size in enumerate(sizes) if size <= limit]
     require(kept, f"{where}: max_prompt_characters", limit, "no prompt is as short as that")
     return kept
@@ -317,15 +372,16 @@ def _problem(
     cfg: DataConfig,
     prompt_column: str,
     answer_column: str | None,
+    is_message: bool,
     row: Mapping[str, Any],
     where: str,
 ) -> Problem:
-    """A row as a problem; see `from_config`."""
+    """A row as a problem, see `from_config`; `is_message` makes any text the user's message."""
     columns = dict(row)
     prompt = columns.pop(prompt_column)
     named = system_prompt(cfg)
     instruction = SYSTEM_PROMPTS.get(named, named)
-    is_message = cfg.dataset in SETS or prompt_column != "prompt" or bool(instruction)
+    is_message |= prompt_column != "prompt" or bool(instruction)
     if is_message or not isinstance(prompt, str):
         prompt = _messages(prompt, f"{where}, column {prompt_column!r}")
     if instruction:

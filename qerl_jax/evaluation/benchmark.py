@@ -101,6 +101,7 @@ def run(
     seed: int = 0,
     max_concurrent: int = 128,
     log: Callable[[str], None] = lambda text: None,
+    policy: Policy | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Evaluates a policy on sets, each into a folder of its own, and goes on where a killed call stopped.
 
@@ -114,6 +115,7 @@ def run(
         seed: Random seed for sampling, and for arithmetic problems.
         max_concurrent: Most completions sampled at a time; fewer where they are long.
         log: Is told of every batch.
+        policy: The policy of that source, where it is on the device already.
 
     Returns:
         Summaries by set.
@@ -142,7 +144,7 @@ def run(
         )
         for name, (data, protocol), (problems, reward) in zip(names, sets, judged, strict=True)
     ]
-    summaries, policy = {}, None
+    summaries = {}
     for each in opened:
         if len(each.progress.values) < len(each.problems):
             policy = policy or load_policy(source, seed)

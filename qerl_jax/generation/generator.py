@@ -100,7 +100,7 @@ class Generator:
     @classmethod
     def of(cls, source: PolicySource, **limits: Any) -> Self:
         """Reads the policy that a source names; `limits` are those of `load`."""
-        _check(limits)  # before minutes of reading
+        check_limits(limits)  # before minutes of reading
         runtime.use_compilation_cache()
         policy = load_policy(source)
         return cls(policy.model, policy.variables, policy.tokenizer, **limits)
@@ -202,8 +202,15 @@ class Generator:
         return min(params.max_tokens, context - prompt)
 
 
-def _check(limits: dict[str, Any]) -> None:
-    """Refuses impossible limits of a generator."""
+def check_limits(limits: dict[str, Any]) -> None:
+    """Refuses impossible limits of a generator.
+
+    Args:
+        limits: Any of `max_concurrent`, `kv_cache_tokens` and `kv_cache_fraction`.
+
+    Raises:
+        ConfigError: For a limit that is not possible, by its name.
+    """
     tokens, fraction = limits.get("kv_cache_tokens"), limits.get("kv_cache_fraction")
     for name, holds, rule in (
         ("max_concurrent", limits.get("max_concurrent", 1) >= 1, "must be at least 1"),

@@ -156,10 +156,10 @@ def evaluate(
 
     results = {}
     for name, function in functions:
-        if not _is_async(function):
+        if not is_async(function):
             with blaming(name):
                 results[name] = function(**arguments)
-    waiting = {name: call_async(name, f) for name, f in functions if _is_async(f)}
+    waiting = {name: call_async(name, f) for name, f in functions if is_async(f)}
     results |= zip(waiting, _run(list(waiting.values())), strict=True)
     scores = [_checked_values(name, results[name], len(prompts)) for name, _ in functions]
     return np.stack(scores, axis=1, dtype=np.float32)
@@ -234,8 +234,8 @@ def _import(path: str):
         ) from error
 
 
-def _is_async(function: RewardFunction) -> bool:
-    # A function, or an object that is called.
+def is_async(function: RewardFunction) -> bool:
+    """Whether a reward function, or an object that is called as one, is a coroutine function."""
     return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 

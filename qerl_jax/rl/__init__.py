@@ -1,4 +1,69 @@
 """Reinforcement learning: noise, rollouts, advantages, losses, the optimizer and the update.
 
-May import `generation`, `rewards` and what those import.
+The pieces of a loop of one's own are names of this package. They are functions of values: a sampler
+is given the variables that it samples from, an update gives back the new state.
+
+    rollout = rl.collect(sampler, variables, problems, key)               # sample
+    rewards, per_function = rl.score(rollout, functions, None)            # judge
+    advantages = rl.group_advantages(rewards)                             # compare
+    experience = rl.make_experience(rollout, advantages, ...)             # pad
+    state, metrics = updater(state, frozen, experience, None, key)        # learn
+
+`scripts/own_loop.py` is a whole one. May import `generation`, `rewards` and what those import.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qerl_jax.model.transformer import as_computed, noise_shapes
+    from qerl_jax.rewards.scoring import resolve
+    from qerl_jax.rl.aqn import norm_noise, sigma_schedule, step_key
+    from qerl_jax.rl.dynamic_sampling import Supply, gather
+    from qerl_jax.rl.experience import Experience, make_experience
+    from qerl_jax.rl.grpo import BatchTotals, LossInputs, group_advantages, informative, policy_loss
+    from qerl_jax.rl.rollouts import Rollout, Sampler, Scored, admit, collect, make_sampler, score
+    from qerl_jax.rl.update import Objective, TrainState, Updater, init_state, token_logps
+
+# The module of each name; the imports above say the same to editors.
+_MODULES = {
+    "qerl_jax.model.transformer": ("as_computed", "noise_shapes"),
+    "qerl_jax.rewards.scoring": ("resolve",),
+    "qerl_jax.rl.aqn": ("norm_noise", "sigma_schedule", "step_key"),
+    "qerl_jax.rl.dynamic_sampling": ("Supply", "gather"),
+    "qerl_jax.rl.experience": ("Experience", "make_experience"),
+    "qerl_jax.rl.grpo": (
+        "BatchTotals",
+        "LossInputs",
+        "group_advantages",
+        "informative",
+        "policy_loss",
+    ),
+    "qerl_jax.rl.rollouts": (
+        "Rollout",
+        "Sampler",
+        "Scored",
+        "admit",
+        "collect",
+        "make_sampler",
+        "score",
+    ),
+    "qerl_jax.rl.update": ("Objective", "TrainState", "Updater", "init_state", "token_logps"),
+}
+_PLACES = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = sorted(_PLACES)
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a name when it is first asked for."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PLACES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """The names of the pieces."""
+    return list(__all__)

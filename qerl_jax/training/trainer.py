@@ -42,7 +42,7 @@ def train(
     *,
     problems: Sequence[datasets.Problem] | None = None,
     reward_functions: Sequence[stock.RewardFunction] | None = None,
-    on_step: Callable[[int, dict[str, Any]], None] | None = None,
+    on_step: Callable[[int, dict[str, Any]], bool | None] | None = None,
     quiet: bool = False,
 ) -> update.TrainState:
     """Trains a LoRA adapter on a frozen base (or a dense base itself) by GRPO, sampling under noise.
@@ -56,6 +56,8 @@ def train(
             must be given the same ones.
         reward_functions: Rewards by TRL's convention, instead of those that `cfg.rewards` names.
         on_step: Called as on_step(step, metrics) with each row of `metrics.jsonl`, once it is written.
+            Where it returns False, the run ends with that step: it leaves a checkpoint, from which a
+            later call goes on, and what was learned, as at its end.
         quiet: Show nothing in the terminal; files are written all the same.
 
     Returns:
@@ -67,9 +69,10 @@ def train(
     step = started = int(state.step)
     with contextlib.closing(run.files), contextlib.closing(_logger(run, quiet)) as logger:
         record = _recorder(run, logger, on_step)
+        goes_on = True
         if run.evaluator and step == 0:
-            record(0, {}, state.params)
-        while step < run.total_steps:
+            goes_on = record(0, {}, state.params)
+        while goes_on and step < run.total_steps:
             trace = metrics.Trace(step, run.total_steps)
             noise, noise_metrics = run.noise(step)
             batch, fresh, supply, gathered = dynamic_sampling.gather(
@@ -112,11 +115,11 @@ def train(
                 "num_tokens": logger.num_tokens,
                 "updates/skipped": int(state.skipped),
             }
-            record(step, row, state.params)
+            goes_on = record(step, row, state.params)
             logger.write_completions(
                 step, metrics.completion_rows(fresh, batch, advantages, trace.columns())
             )
-            if _crosses(run, step, cfg.save_steps):
+            if not goes_on or _crosses(run, step, cfg.save_steps):
                 run.files.save(state, supply.to_table())
         folder = pathlib.Path(cfg.output_dir) / ("adapter" if run.model.lora else "model")
         _export(run, folder, state.params)
@@ -179,9 +182,9 @@ def _sample(
 
 
 def _recorder(
-    run: Run, logger: Logger, on_step: Callable[[int, dict[str, Any]], None] | None
-) -> Callable[[int, dict[str, Any], Any], None]:
-    """The function that writes the metrics of a step, evaluated where that is due.
+    run: Run, logger: Logger, on_step: Callable[[int, dict[str, Any]], bool | None] | None
+) -> Callable[[int, dict[str, Any], Any], bool]:
+    """The function that writes the metrics of a step, evaluated where that is due, and says whether to go on.
 
     It also writes `best`, and `best.json` beside it, when held-out accuracy is the highest so far; what
     the highest was is read from the metrics, so a resumed run goes on with it.
@@ -189,7 +192,7 @@ def _recorder(
     folder, eval_cfg = pathlib.Path(run.cfg.output_dir), run.cfg.eval
     best = max((row.get("eval/accuracy", -1.0) for row in read_metrics(folder)), default=-1.0)
 
-    def record(step: int, row: dict[str, Any], params: Any) -> None:
+    def record(step: int, row: dict[str, Any], params: Any) -> bool:
         nonlocal best
         if run.evaluator and (step == 0 or _crosses(run, step, eval_cfg.eval_steps)):
             row = row | run.evaluator(_policy(run, params))
@@ -199,8 +202,7 @@ def _recorder(
             _export(run, folder / "best", params)
             table = {"step": step} | {k: v for k, v in row.items() if k.startswith("eval/")}
             write_whole(folder / "best.json", json.dumps(table, indent=2) + "\n")
-        if on_step:
-            on_step(step, row)
+        return on_step is None or on_step(step, row) is not False
 
     return record
 

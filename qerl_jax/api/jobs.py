@@ -1,0 +1,343 @@
+"""The jobs of the command line as functions: measure, export, quantize, plan, report."""
+
+import dataclasses
+import os
+import pathlib
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any, Literal
+
+from pallas_kernels import runtime
+from qerl_jax import memory
+from qerl_jax.api import policy as policies
+from qerl_jax.api.policy import Policy
+from qerl_jax.api.settings import Config, run_config
+from qerl_jax.checked import ConfigError, require
+from qerl_jax.checkpoint import export as exports
+from qerl_jax.checkpoint import policy as sources
+from qerl_jax.checkpoint.policy import PolicySource
+from qerl_jax.evaluation import benchmark
+from qerl_jax.memory import MemoryPlan
+from qerl_jax.quantization import quantizer
+from qerl_jax.quantization.calibration import Calibration
+
+
+def evaluate(
+    policy: Policy | PolicySource | str | os.PathLike,
+    *sets: str,
+    protocol: Literal["paper", "verl", "run"] | None = None,
+    samples: int | None = None,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    max_tokens: int | None = None,
+    system_prompt: str | None = None,
+    prompt_template: str | None = None,
+    reward: str | None = None,
+    path: str | None = None,
+    split: str | None = None,
+    columns: dict[str, str] | None = None,
+    num_problems: int | None = None,
+    output_dir: str | os.PathLike | None = None,
+    max_concurrent: int = 128,
+    seed: int = 0,
+    quiet: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """Measures how often a policy is right on sets of problems, with confidence intervals.
+
+    >>> summaries = qerl_jax.evaluate(
+    ...     policy, "arithmetic", samples=2, max_tokens=40, num_problems=16, quiet=True)
+    >>> summary = summaries["arithmetic"]
+    >>> summary["problems"], summary["samples"], summary["estimates"][0]["name"]
+    (16, 2, 'mean@2')
+    >>> low, high = summary["estimates"][0]["over_problems"]
+    >>> 0 <= low <= summary["estimates"][0]["value"] <= high <= 1
+    True
+
+    Args:
+        policy: A loaded policy, a run, or the name of a model, run folder or PEFT folder.
+        *sets: "gsm8k", "math500", "aime24", "aime25", "amc23", "arithmetic", any data set of the hub,
+            or a .jsonl, .json or .parquet file of {"question": ..., "answer": ...}.
+        protocol: How sets are asked and judged: "paper", "verl" or "run". Absent means the run's where
+            there is one, else the paper's.
+        samples: N, completions per problem, instead of the protocol's; so are the next six.
+        temperature: Sampling temperature; 0 is greedy.
+        top_p: Keep the likeliest tokens up to this mass.
+        max_tokens: Longest completion in tokens.
+        system_prompt: A system message, or a name of `datasets.SYSTEM_PROMPTS`; "" for none.
+        prompt_template: Text around the problem: "{prompt}" is filled in.
+        reward: The name of the function that is at least 1 where a completion is right.
+        path: Where the set (one) lies if not on the hub.
+        split: Split of the sets, instead of the usual one.
+        columns: Which columns hold the `prompt` and the `answer`.
+        num_problems: Ask only so many problems, from the front.
+        output_dir: Folder of the results; a call that finds them unfinished goes on. Absent means
+            `eval/` of the run folder, else `evals/`, and there the policy's name and the protocol, if
+            one is given. Results of a policy that is not saved are kept in no folder.
+        max_concurrent: Most completions sampled at a time.
+        seed: Random seed for sampling, and for arithmetic problems.
+        quiet: Show nothing.
+
+    Returns:
+        A summary by set: `problems`, `samples`, `mean_length`, and `estimates`, of which each has a
+        `name` (mean@N first, then pass@k and maj@k), a `value`, and the ends of its 95 % intervals.
+
+    Raises:
+        ConfigError: For an impossible argument, by its name.
+        ValueError: For problems or rewards that cannot be used, or results of something else in the folder.
+    """
+    if not sets:
+        raise ConfigError('sets: got none; give at least one, such as "gsm8k"')
+    for index, name in enumerate(sets):
+        rule = "must be the name of a set, or a file; rows are written to a .jsonl file first"
+        require(isinstance(name, str | os.PathLike), f"sets[{index}]", name, rule)
+    require(max_concurrent >= 1, "max_concurrent", max_concurrent, "must be at least 1")
+    if path is not None and len(sets) > 1:
+        raise ConfigError(f"path: got {path!r}; is where one set lies, and there are {len(sets)}")
+    runtime.use_compilation_cache()
+    loaded = policy if isinstance(policy, Policy) else None
+    source = _source(policy)
+    where = {"path": path, "split": split, "columns": columns, "num_problems": num_problems}
+    how = {
+        "num_generations": samples,
+        "temperature": temperature,
+        "top_p": top_p,
+        "max_completion_length": max_tokens,
+        "system_prompt": system_prompt,
+        "prompt_template": prompt_template,
+        "reward": reward,
+    }
+    asked = [
+        (
+            benchmark.source_of(os.fspath(name), source, **where),
+            benchmark.protocol_for(os.fspath(name), protocol, source, **how),
+        )
+        for name in sets
+    ]
+    with tempfile.TemporaryDirectory() as passing:
+        folder = output_dir or results_folder(source, protocol)
+        if loaded and loaded.unsaved:
+            rule = (
+                "must be absent for a policy whose weights are in no file: save_pretrained it first"
+            )
+            require(output_dir is None, "output_dir", output_dir, rule)
+            folder = passing
+        return benchmark.run(
+            source,
+            asked,
+            folder,
+            seed=seed,
+            max_concurrent=max_concurrent,
+            log=_log(quiet),
+            policy=loaded and _as_read(loaded),
+        )
+
+
+def results_folder(source: PolicySource, protocol: str | None) -> pathlib.Path:
+    """Where the results of a policy go unless told."""
+    parent = source.folder / "eval" if source.folder else pathlib.Path("evals")
+    return parent / (source.name if protocol is None else f"{source.name}-{protocol}")
+
+
+def export(
+    run: Policy | str | os.PathLike,
+    out: str | os.PathLike,
+    *,
+    to: Literal["peft", "merged", "nvfp4"] = "peft",
+    base: Literal["original", "packed"] | None = None,
+    step: int | None = None,
+    limit: float | None = None,
+) -> dict[str, Any]:
+    """Writes what a run has learned for others to read, and checks it against the trained policy.
+
+    >>> report = qerl_jax.export(run, "exported", to="merged", base="packed")
+    >>> report["mean_difference"] <= report["limit"]
+    True
+
+    Args:
+        run: A run, its folder, or a policy that was loaded from one.
+        out: The folder to write; it appears whole or not at all.
+        to: "peft" is the adapter; "merged" a whole 16-bit model; "nvfp4" that model packed again.
+        base: Weights that the adapter is added to: the "original" 16-bit ones, or the "packed" ones
+            that it was trained on. Absent means "packed" for a merged model; for "nvfp4" it must be
+            given where there are both.
+        step: Step of the checkpoint to take; absent means the final adapter, or the newest checkpoint.
+        limit: Largest mean difference of log-probabilities, in nats; absent means what rounding explains.
+
+    Returns:
+        How far the export is from the trained policy, as its export.json has it.
+
+    Raises:
+        ConfigError: For a policy that no run has trained: `Policy.save_pretrained` writes its adapter.
+        FileNotFoundError: When the run, or what it has learned, is not there.
+        ExportError: When the log-probabilities differ by more than the limit; nothing is written.
+    """
+    if isinstance(run, Policy):
+        rule = "must come from a run as it was trained; its adapter is written by save_pretrained"
+        of_run = run.source.folder is not None and not run.unsaved
+        require(of_run and run.source.adapter == run.source.folder / "adapter", "run", run, rule)
+        run = run.source.folder
+    require(isinstance(run, str | os.PathLike), "run", run, "must be a run, or its folder")
+    runtime.use_compilation_cache()
+    return exports.export(os.fspath(run), to, out, base=base, step=step, limit=limit)
+
+
+def quantize(
+    source: str | os.PathLike,
+    target: str | os.PathLike,
+    *,
+    format: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4",
+    method: Literal["rtn", "awq"] = "rtn",
+    scale_rounding: Literal["nearest", "floor"] = "nearest",
+    double_quant: bool = True,
+    dataset: str = Calibration.dataset,
+    num_samples: int = Calibration.num_samples,
+    max_length: int = Calibration.max_length,
+    seed: int = 0,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Writes a 4-bit folder of a 16-bit model, layer by layer; the same call goes on after a stop.
+
+    >>> report = qerl_jax.quantize("qerl-tiny", "tiny-nvfp4", quiet=True)
+    >>> report["bytes"] < report["source_bytes"]
+    True
+    >>> qerl_jax.load("tiny-nvfp4", dtype="float32")
+    Policy('tiny-nvfp4', adapter=None, weights='nvfp4')
+
+    Args:
+        source: A 16-bit folder or hub name.
+        target: The new folder.
+        format: Format that the linears are packed to.
+        method: "rtn" rounds to nearest; "awq" finds scales and clipping by calibration.
+        scale_rounding: How MXFP4's scales are rounded: compressed-tensors' "nearest", or the OCP
+            specification's "floor".
+        double_quant: Whether NF4's scales are quantized too.
+        dataset: For "awq", the rows to calibrate on; see `Calibration`.
+        num_samples: Number of rows to calibrate on.
+        max_length: Tokens that are used of each row.
+        seed: Random seed for the choice of the rows.
+        quiet: Show nothing.
+
+    Returns:
+        The report, which the folder holds as quantization_report.json: sizes, time, errors by layer.
+
+    Raises:
+        FileExistsError: When the target holds something, or what is left of a job that differs.
+        ValueError: When the source is quantized already, cannot be packed, or will not fit on disk.
+    """
+    for name, value, values in (
+        ("format", format, ("nvfp4", "mxfp4", "nf4")),
+        ("method", method, ("rtn", "awq")),
+        ("scale_rounding", scale_rounding, ("nearest", "floor")),
+    ):
+        require(value in values, name, value, f"must be one of {', '.join(map(repr, values))}")
+    runtime.use_compilation_cache()
+    rows = Calibration(dataset, num_samples, max_length, seed)
+    recipe = quantizer.Recipe(format, method, scale_rounding, double_quant, rows)
+    return quantizer.quantize(os.fspath(source), target, recipe, _log(quiet))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a run will hold on the device; `print` shows it as a table.
+
+    Attributes:
+        memory: The items by phase, and their sizes in bytes.
+        limit: Bytes that the device offers; None where it does not say.
+    """
+
+    memory: MemoryPlan
+    limit: int | None
+
+    @property
+    def peak(self) -> int:
+        """Bytes in the fullest phase."""
+        return self.memory.peak
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the run fits; None where the device does not say how much memory it has."""
+        try:
+            self.require()
+        except ConfigError:
+            return False
+        return None if self.limit is None else True
+
+    def require(self) -> None:
+        """Refuses a run that does not fit, as `train` does.
+
+        Raises:
+            ConfigError: Names the field that would save the most.
+        """
+        if self.limit is not None:
+            self.memory.require(self.limit)
+
+    def __str__(self) -> str:
+        return "\n".join(self.memory.lines(self.limit))
+
+
+def plan(config: Config, device_memory: str | int | None = None, **overrides: Any) -> Plan:
+    """Estimates how much device memory a run needs; no weight is made.
+
+    >>> plan = qerl_jax.plan(run.config, device_memory="80GB")
+    >>> plan.fits, plan.peak < 1e9
+    (True, True)
+    >>> print(plan)  # doctest: +ELLIPSIS
+    always ...
+
+    Args:
+        config: As for `train`.
+        device_memory: Memory of the device as "80GB" or in bytes; absent means that of this device.
+        **overrides: As for `train`.
+
+    Raises:
+        ConfigError: For an impossible config.
+        ValueError: For a size that cannot be read.
+    """
+    cfg = run_config(config, overrides)
+    limit = memory.device_memory()
+    if device_memory is not None:
+        limit = memory.parse_size(str(device_memory))
+    return Plan(memory.estimate(cfg, limit=limit), limit)
+
+
+def report(*runs: str | os.PathLike, output_dir: str | os.PathLike | None = None) -> pathlib.Path:
+    """Writes a page about one or several runs, with PNG files of its charts, and gives its path.
+
+    >>> qerl_jax.report(run).name
+    'index.html'
+
+    Args:
+        *runs: Runs, or run folders; those that differ in the seed only share a line.
+        output_dir: Folder to write; absent means `report/` of the run, or of the working directory for
+            several.
+
+    Raises:
+        ConfigError: For no run at all.
+        FileNotFoundError: When a folder holds no metrics.
+    """
+    from qerl_jax.tracking import report as pages  # slow to import: it draws
+
+    require(len(runs) > 0, "runs", runs, "must be at least one")
+    return pages.write([pathlib.Path(run) for run in runs], output_dir)
+
+
+def _source(policy: Any) -> PolicySource:
+    """The files of a policy, however it is named."""
+    if isinstance(policy, Policy):
+        return policy.source
+    return policy if isinstance(policy, PolicySource) else policies.find(policy)
+
+
+def _as_read(policy: Policy) -> sources.Policy:
+    return sources.Policy(policy.model, policy.variables, policy.tokenizer, policy.source)
+
+
+def _log(quiet: bool) -> Callable[[str], None]:
+    return (lambda text: None) if quiet else say
+
+
+def say(text: str) -> None:
+    """Writes a line to the standard output at once."""
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()

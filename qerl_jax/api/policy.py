@@ -1,0 +1,422 @@
+"""A policy that answers, streams, scores completions and is saved."""
+
+import dataclasses
+import functools
+import os
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import runtime
+from qerl_jax.checked import ConfigError, require
+from qerl_jax.checkpoint import base_model, hf_folder, peft
+from qerl_jax.checkpoint import policy as sources
+from qerl_jax.checkpoint.policy import PolicySource
+from qerl_jax.config import DENSE, Dtype, LoraConfig, Weights
+from qerl_jax.data import datasets
+from qerl_jax.data.datasets import Problem
+from qerl_jax.data.tokenizer import Prompt, Tokenizer
+from qerl_jax.generation.generator import Completion, Generator, check_limits
+from qerl_jax.generation.sampling_params import SamplingParams
+from qerl_jax.model.transformer import Transformer, init_params
+from qerl_jax.rl import update
+from qerl_jax.rl.experience import Experience, make_experience
+from qerl_jax.rl.rollouts import Rollout
+
+# Tokens, padding included, whose log-probabilities are computed together; and the narrowest padding.
+_SCORED_TOKENS, _NARROWEST = 16384, 32
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CompletionOutput:
+    """One completion, by vLLM's names.
+
+    Attributes:
+        index: Its place among the n completions of its prompt.
+        text: Without special tokens, and without the stop string that ended it.
+        token_ids: int32 [tokens], to the stop token or the token that completed a stop string.
+        logprobs: float32 [tokens], the sampler's log-probability of each token at its temperature (at
+            temperature 0: at 1), before any top-k, top-p or min-p.
+        finish_reason: "stop", or "length" where it was cut.
+    """
+
+    index: int
+    text: str
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: Literal["stop", "length"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RequestOutput:
+    """A prompt and its completions, by vLLM's names.
+
+    Attributes:
+        prompt: The prompt as it was given, a text or a chat.
+        prompt_token_ids: int32 [tokens], the prompt as the model saw it.
+        outputs: Its n completions.
+    """
+
+    prompt: Prompt
+    prompt_token_ids: np.ndarray
+    outputs: list[CompletionOutput]
+
+    @property
+    def text(self) -> str:
+        """The text of the first completion."""
+        return self.outputs[0].text
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Policy:
+    """A policy on the device, from `load` or from the `policy()` of a run.
+
+    A prompt is a text, which is a user's message and passes the chat template, or a list of chat
+    messages, each a dict with "role" and "content".
+
+    Attributes:
+        generator: Samples from the model.
+        source: The files that the policy comes from.
+        unsaved: Whether its weights are in no file: a fresh adapter, or weights of one's own loop.
+    """
+
+    generator: Generator
+    source: PolicySource
+    unsaved: bool = False
+
+    def __repr__(self) -> str:
+        model, adapter = self.source.model, self.source.adapter
+        adapter = "unsaved" if self.unsaved else adapter and os.fspath(adapter)
+        return f"Policy({model.model_name_or_path!r}, {adapter=}, weights={model.weights!r})"
+
+    @property
+    def model(self) -> Transformer:
+        """The modules of the model."""
+        return self.generator.model
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables of the model: `frozen` (the base) and, with an adapter, `params`."""
+        return self.generator.variables
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the base; its `hf` is the transformers tokenizer."""
+        return self.generator.tokenizer
+
+    def with_params(self, params: Any) -> "Policy":
+        """Gives the policy with another adapter of the same shape, such as the `params` of a training state.
+
+        Args:
+            params: As `policy.variables["params"]`. An update takes the buffers of the state that it
+                is given: take the params of the newest one.
+        """
+        require(
+            self.model.lora is not None, "params", type(params), "needs a policy with an adapter"
+        )
+        variables = self.variables | {"params": params}
+        generator = dataclasses.replace(self.generator, variables=variables)
+        return dataclasses.replace(self, generator=generator, unsaved=True)
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Samples n completions of each prompt.
+
+        >>> outputs = policy.generate(["(1+2)*3", "4*5"], qerl_jax.SamplingParams(n=2, max_tokens=20))
+        >>> [len(output.outputs) for output in outputs]
+        [2, 2]
+        >>> first = outputs[0].outputs[0]
+        >>> len(first.token_ids) == len(first.logprobs) <= 20
+        True
+        >>> policy.generate("(1+2)*3", max_tokens=1)[0].outputs[0].finish_reason
+        'length'
+
+        Args:
+            prompts: Texts or chats; a single one stands for a list of one.
+            sampling_params: How completions are sampled; absent means the defaults.
+            **options: Fields of `SamplingParams` that take another value.
+
+        Returns:
+            An output per prompt, in their order.
+
+        Raises:
+            ConfigError: For prompts or options that are no such thing, by their name.
+            ValueError: For a prompt that is longer than the context of the model.
+        """
+        params, prompts = _sampling_params(sampling_params, options), _prompts(prompts)
+        completions = self.generator.completions(prompts, **vars(params))
+        ids = self.tokenizer.encode([_chat(prompt) for prompt in prompts])
+        return [
+            RequestOutput(
+                prompt,
+                np.array(prompt_ids, np.int32),
+                [_output(index, next(completions)) for index in range(params.n)],
+            )
+            for prompt, prompt_ids in zip(prompts, ids, strict=True)
+        ]
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[str]:
+        """Gives the text of one completion, piece by piece as it is sampled.
+
+        >>> pieces = list(policy.stream("2+2", temperature=0.0, max_tokens=16))
+        >>> "".join(pieces) == policy.generate("2+2", temperature=0.0, max_tokens=16)[0].text
+        True
+
+        Args:
+            prompt: A text or a chat.
+            sampling_params: How it is sampled, with n = 1.
+            **options: Fields of `SamplingParams` that take another value.
+        """
+        (prompt,) = _prompts(prompt)
+        return self.generator.stream(prompt, **vars(_sampling_params(sampling_params, options)))
+
+    def logprobs(
+        self,
+        prompts: str | Sequence[Prompt],
+        completions: str | Sequence[str | Sequence[int]],
+        *,
+        temperature: float = 1.0,
+        adapter: bool = True,
+    ) -> list[np.ndarray]:
+        """Computes the log-probability of each token of given completions, as training does.
+
+        >>> output = policy.generate("(1+2)*3", max_tokens=12)[0].outputs[0]
+        >>> (logprobs,) = policy.logprobs(["(1+2)*3"], [output.token_ids])
+        >>> bool(abs(logprobs - output.logprobs).max() < 1e-4)  # in float32
+        True
+
+        Args:
+            prompts: Texts or chats.
+            completions: One for each prompt: the ids of its tokens, or a text, which is cut into
+                tokens without a stop token behind it. A sampled text may be cut otherwise than it
+                was sampled: for a completion of `generate` give its `token_ids`.
+            temperature: Temperature of the log-probabilities; 0 counts as 1, as in sampling.
+            adapter: Whether the adapter acts; without it these are those of the base.
+
+        Returns:
+            A float32 array [tokens] per completion.
+
+        Raises:
+            ConfigError: For prompts or completions that are no such thing.
+            ValueError: For a row that is longer than the context of the model.
+        """
+        prompts = _prompts(prompts)
+        completions = [completions] if isinstance(completions, str) else list(completions)
+        if len(completions) != len(prompts):
+            rule = f"must be one for each of {len(prompts)} prompts"
+            raise ConfigError(f"completions: got {len(completions)}; {rule}")
+        encoded = self.tokenizer.encode([_chat(prompt) for prompt in prompts])
+        prompt_ids = [np.array(ids, np.int32) for ids in encoded]
+        ids = [self._token_ids(i, completion) for i, completion in enumerate(completions)]
+        require(temperature >= 0, "temperature", temperature, "must not be negative")
+        for one, other in zip(prompt_ids, ids, strict=True):
+            self.model.arch.require_context(len(one), len(other), "completions")
+        if not prompts:
+            return []
+        widths = [_power_of_two(max(map(len, each))) for each in (prompt_ids, ids)]
+        size = max(1, min(_SCORED_TOKENS // sum(widths), _power_of_two(len(ids), 1)))
+        scored: list[np.ndarray] = []
+        for start in range(0, len(ids), size):
+            rows = slice(start, start + size)
+            # The last rows are filled up with repeats: one shape, one compilation.
+            missing = size - len(ids[rows])
+            experience = _experience(
+                prompt_ids[rows] + missing * [prompt_ids[-1]],
+                ids[rows] + missing * [ids[-1]],
+                widths,
+            )
+            values = _token_logps(
+                self.model,
+                self.variables,
+                experience,
+                jnp.float32(temperature),
+                num_tokens=self.tokenizer.num_tokens,
+                adapter=adapter,
+            )
+            scored += list(np.asarray(values)[: size - missing])
+        return [row[: len(each)] for row, each in zip(scored, ids, strict=True)]
+
+    def save_pretrained(self, folder: str | os.PathLike) -> pathlib.Path:
+        """Writes the adapter as a PEFT folder; of a policy without one, the whole 16-bit model.
+
+        >>> adapted = qerl_jax.load("qerl-tiny", lora=qerl_jax.LoraConfig(rank=4), dtype="float32")
+        >>> adapted.save_pretrained("fresh-adapter").name
+        'fresh-adapter'
+        >>> qerl_jax.load(adapter="fresh-adapter", dtype="float32")
+        Policy('qerl-tiny', adapter='fresh-adapter', weights='nvfp4')
+
+        Args:
+            folder: Appears whole or not at all; replaced if it is such a folder already.
+
+        Returns:
+            The folder.
+
+        Raises:
+            FileExistsError: When the folder holds something else.
+            ConfigError: For a packed base without an adapter, which learned nothing.
+        """
+        folder, held = pathlib.Path(folder), self.source.model
+        if self.model.lora is not None:
+            params, name = self.variables["params"], held.model_name_or_path
+            peft.export_adapter(folder, params, self.model.lora, name)
+            return folder
+        rule = "is packed, and has no adapter that could be saved; see qerl_jax.quantize"
+        require(held.weights in DENSE, "weights", held.weights, rule)
+        base = hf_folder.local_folder(held.model_name_or_path)
+        hf_folder.export_model(folder, self.model, self.variables["frozen"], base)
+        return folder
+
+    def _token_ids(self, index: int, completion: Any) -> np.ndarray:
+        """The ids of a given completion, int32 [tokens]."""
+        if isinstance(completion, str):
+            return np.array(self.tokenizer.encode([completion])[0], np.int32)
+        ids = np.asarray(completion)
+        is_ids = ids.ndim == 1 and (ids.size == 0 or np.issubdtype(ids.dtype, np.integer))
+        name, known = f"completions[{index}]", self.tokenizer.num_tokens
+        require(is_ids, name, completion, "must be a text or the ids of its tokens")
+        holds = bool(np.all((ids >= 0) & (ids < known)))
+        require(holds, name, completion, f"must have ids in [0, {known})")
+        return ids.astype(np.int32)
+
+
+def load(
+    name: str | os.PathLike | None = None,
+    adapter: str | os.PathLike | None = None,
+    *,
+    lora: LoraConfig | None = None,
+    weights: Weights | None = None,
+    dtype: Dtype | None = None,
+    seed: int = 0,
+    max_concurrent: int = 64,
+    kv_cache_tokens: int | None = None,
+    kv_cache_fraction: float | None = None,
+) -> Policy:
+    """Loads a policy: a base, and an adapter over it if one is named.
+
+    >>> import qerl_jax
+    >>> policy = qerl_jax.load("qerl-tiny", dtype="float32")
+    >>> policy
+    Policy('qerl-tiny', adapter=None, weights='nvfp4')
+    >>> policy.generate("(5-3)*3", temperature=0.0, max_tokens=40)[0].text[:7]
+    '<think>'
+
+    Args:
+        name: A folder or hub name of a model, or a run folder; absent means the base of the adapter,
+            or "qerl-tiny", which ships with the package.
+        adapter: A PEFT folder, or a run folder, whose adapter is taken.
+        lora: Gives the base a fresh adapter of that shape, which changes nothing yet: for a training
+            loop of one's own. Goes without `adapter`.
+        weights: How the linears are held; absent means as in the adapter's run, else "nvfp4".
+        dtype: Data type of the activations; absent means that of the run, else "bfloat16".
+        seed: Random seed of a fresh adapter.
+        max_concurrent: Rows sampled at a time.
+        kv_cache_tokens: Capacity for keys and values, in tokens; rows wait while there is none left.
+        kv_cache_fraction: That capacity as a fraction of the device memory that is free; give one of
+            the two, or none for what `max_concurrent` rows can need.
+
+    Raises:
+        ConfigError: For impossible arguments.
+        FileNotFoundError: Where there is no such model or adapter.
+    """
+    limits = {
+        "max_concurrent": max_concurrent,
+        "kv_cache_tokens": kv_cache_tokens,
+        "kv_cache_fraction": kv_cache_fraction,
+    }
+    check_limits(limits)  # before minutes of reading
+    source = find(name, adapter, weights=weights, dtype=dtype)
+    if lora is None:
+        return Policy(Generator.of(source, **limits), source)
+    require(source.adapter is None, "lora", lora, "must be absent where an adapter is loaded")
+    require(isinstance(lora, LoraConfig), "lora", lora, "must be a LoraConfig")
+    runtime.use_compilation_cache()
+    model, frozen, tokenizer = base_model.load_base(source.model, lora, seed)
+    params = init_params(model, frozen, jax.random.key(seed))
+    variables = {"frozen": frozen, "params": params}
+    return Policy(Generator(model, variables, tokenizer, **limits), source, unsaved=True)
+
+
+def find(
+    name: str | os.PathLike | None, adapter: str | os.PathLike | None = None, **held: Any
+) -> PolicySource:
+    """Finds the policy that a name means, which may be a run or PEFT folder; nothing but configs is read."""
+    for field, value in (("name", name), ("adapter", adapter)):
+        is_name = value is None or isinstance(value, str | os.PathLike)
+        require(is_name, field, value, "must be a folder or a hub name")
+    if name is not None:
+        name = os.fspath(name)
+        files = ("config.toml", "adapter_config.json")
+        if adapter is None and any((pathlib.Path(name) / file).is_file() for file in files):
+            name, adapter = None, name
+    return sources.find_policy(name, adapter, **held)
+
+
+def _prompts(prompts: Any) -> list[Prompt]:
+    """Prompts as a list; a text or a chat by itself is a list of one."""
+    if isinstance(prompts, str) or datasets.is_chat(prompts):
+        return [prompts]
+    rule = "must be texts, or chats of messages with role and content"
+    if not isinstance(prompts, Sequence):
+        raise ConfigError(f"prompts: got {type(prompts).__name__}; {rule}")
+    for index, prompt in enumerate(prompts):
+        is_prompt = isinstance(prompt, str) or datasets.is_chat(prompt)
+        require(is_prompt, f"prompts[{index}]", prompt, rule)
+    return list(prompts)
+
+
+def _chat(prompt: Prompt) -> Prompt:
+    return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+
+
+def _sampling_params(given: SamplingParams | None, options: Mapping[str, Any]) -> SamplingParams:
+    is_params = given is None or isinstance(given, SamplingParams)
+    require(is_params, "sampling_params", given, "must be SamplingParams")
+    known = [field.name for field in dataclasses.fields(SamplingParams)]
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"{name}: unknown option; SamplingParams has {', '.join(known)}")
+    return dataclasses.replace(given or SamplingParams(), **options)
+
+
+def _output(index: int, completion: Completion) -> CompletionOutput:
+    return CompletionOutput(
+        index, completion.text, completion.tokens, completion.logps, completion.finish_reason
+    )
+
+
+def _power_of_two(number: int, least: int = _NARROWEST) -> int:
+    return max(least, 1 << max(0, number - 1).bit_length())
+
+
+def _experience(prompts: list, completions: list, widths: Sequence[int]) -> Experience:
+    """Rows with one completion per prompt, at widths that other calls share."""
+    rollout = Rollout(
+        problems=tuple(Problem("", {}) for _ in prompts),
+        prompt_ids=tuple(prompts),
+        texts=("",) * len(prompts),
+        completion_ids=tuple(completions),
+        logps=tuple(np.zeros(len(ids), np.float32) for ids in completions),
+        stopped=(True,) * len(prompts),
+    )
+    return make_experience(
+        rollout,
+        np.zeros((len(prompts), 1)),
+        max_prompt_length=widths[0],
+        max_completion_length=widths[1],
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("model", "num_tokens", "adapter"))
+def _token_logps(model, variables, experience, temperature, *, num_tokens, adapter):
+    options = {"temperature": temperature, "num_tokens": num_tokens, "adapter": adapter}
+    return update.token_logps(model, variables, experience, **options)[0]

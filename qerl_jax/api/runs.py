@@ -1,0 +1,220 @@
+"""Training on data and rewards that are Python objects, and the run that comes of it."""
+
+import dataclasses
+import inspect
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from qerl_jax import config as configs
+from qerl_jax.api import jobs
+from qerl_jax.api.policy import Policy, load
+from qerl_jax.api.settings import Config, run_config
+from qerl_jax.checked import require
+from qerl_jax.config import RunConfig
+from qerl_jax.data import datasets
+from qerl_jax.data.datasets import Problem
+from qerl_jax.rewards import scoring
+from qerl_jax.rewards.stock import RewardFunction, completion_text
+from qerl_jax.tracking import logger
+from qerl_jax.training import trainer
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+type Callback = Callable[[int, dict[str, Any]], bool | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run and its folder, from `train` or `load_run`.
+
+    >>> run.metrics["reward"].shape
+    (2,)
+    >>> figure = run.plot()
+    >>> answer = run.policy().generate("1+1", max_tokens=8)[0].text
+
+    Attributes:
+        folder: The run folder: `config.toml`, `metrics.jsonl`, `completions/`, `checkpoints/`, and
+            `adapter/` (or `model/`) at the end of the run.
+    """
+
+    folder: pathlib.Path
+
+    @property
+    def config(self) -> RunConfig:
+        """The config of the run."""
+        return configs.load(self.folder / "config.toml")
+
+    @property
+    def metrics(self) -> "pandas.DataFrame":
+        """The metrics that are logged so far: a row per step, a column per metric, NaN where one is absent."""
+        import pandas  # slow to import
+
+        rows = logger.read_metrics(self.folder)
+        return pandas.DataFrame(rows, columns=None if rows else ["step"]).set_index("step")
+
+    def plot(self) -> "Figure":
+        """Draws the charts of the run into one figure, which a notebook shows and `savefig` writes."""
+        from qerl_jax.tracking import report
+
+        return report.curves([self.folder])
+
+    def summary(self) -> str:
+        """The main curves as text, a line per metric with its first and last value."""
+        from qerl_jax.tracking import report
+
+        return "\n".join(report.lines(self.folder))
+
+    def policy(self, *, best: bool = False, **options: Any) -> Policy:
+        """Loads the trained policy: the base with the adapter of the run.
+
+        Args:
+            best: Whether to take the adapter of the best evaluation (`best/`) instead of the last.
+            **options: See `qerl_jax.load`.
+
+        Raises:
+            FileNotFoundError: Where the run has written no adapter yet.
+        """
+        return load(adapter=self.folder / "best" if best else self.folder, **options)
+
+    def export(self, out: str | os.PathLike, **options: Any) -> dict[str, Any]:
+        """Writes what the run has learned for others to read; see `qerl_jax.export`."""
+        return jobs.export(self, out, **options)
+
+    def report(self, output_dir: str | os.PathLike | None = None) -> pathlib.Path:
+        """Writes a page about the run, and gives its path; see `qerl_jax.report`."""
+        return jobs.report(self, output_dir=output_dir)
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.folder)
+
+
+def load_run(folder: str | os.PathLike) -> Run:
+    """Opens a run folder, of a run that has ended or goes on.
+
+    >>> qerl_jax.load_run(run.folder) == run
+    True
+
+    Raises:
+        FileNotFoundError: When it is no run folder.
+    """
+    folder = pathlib.Path(folder)
+    if not (folder / "config.toml").is_file():
+        raise FileNotFoundError(f"no config.toml in {folder}: not a run folder")
+    return Run(folder)
+
+
+def train(
+    config: Config,
+    dataset: Sequence[Mapping[str, Any]] | Sequence[Problem] | None = None,
+    reward_funcs: str | RewardFunction | Sequence[str | RewardFunction] | None = None,
+    callbacks: Callback | Sequence[Callback] | None = None,
+    *,
+    quiet: bool = False,
+    **overrides: Any,
+) -> Run:
+    """Trains an adapter, or goes on with the run in `output_dir`.
+
+    >>> rows = [{"prompt": f"{a}+{b}", "answer": a + b} for a in range(8) for b in range(8)]
+    >>> def exact(completions, answer, **_):
+    ...     return [float(c.endswith(f"{a}</answer>")) for c, a in zip(completions, answer)]
+    >>> settings = {
+    ...     "output_dir": "runs/mine",
+    ...     "max_steps": 2,
+    ...     "model": {"model_name_or_path": "qerl-tiny", "dtype": "float32"},
+    ...     "data": {"max_prompt_length": 48},
+    ...     "rollout": {"num_generations": 4, "max_completion_length": 32},
+    ... }
+    >>> run = qerl_jax.train(settings, rows, reward_funcs=[exact, "format_reward"], quiet=True)
+    >>> list(run.metrics.index)
+    [1, 2]
+
+    Rows: a row's column "prompt" (else "question" or "problem") is a chat, a list of messages, or a
+    text. A text is a message of the user and passes the chat template, after the system prompt and
+    inside the template of `data`, if there are such. (TRL gives a text to the model without a chat
+    template. For a policy that continues texts give `Problem(prompt=text, columns={...})`: a
+    problem is taken as it is.) The column "answer" and all others go to the rewards by their names.
+
+    Rewards have TRL's signature, `f(prompts, completions, completion_ids, **columns)`, and return a
+    number or None per completion. Completions have the form of the prompts in your rows, as in TRL:
+    texts for texts, and `[{"role": "assistant", "content": text}]` for chats. With rows that
+    `config` names (no `dataset`) they are chats.
+
+    Args:
+        config: A `RunConfig`, a table of its fields and sections, or the path of a TOML file. It need
+            not say what the other arguments say: `data.dataset`, `rewards.functions`.
+        dataset: The rows to train on: a list of dicts, or a `datasets.Dataset`. A run that is resumed
+            must be given the same ones. Absent means the set that `data` names.
+        reward_funcs: Functions, names of stock rewards, or import paths "package.module:function"; one,
+            or a list. Absent means those that `rewards` names. The config of the run notes where a
+            function was defined; from a notebook it cannot be loaded again.
+        callbacks: One or several functions that are called as f(step, metrics) after every step, once
+            it is logged. Where one returns False, the run ends with that step, and its adapter is
+            written. What one raises, `train` raises; the run then goes on from its last checkpoint.
+        quiet: Show nothing; files are written all the same.
+        **overrides: Fields of the config that take another value: `max_steps=10`,
+            `optim={"learning_rate": 1e-4}`, `eval=None`.
+
+    Returns:
+        The run.
+
+    Raises:
+        ConfigError: For an argument or field that is no such thing, by its name; nothing is written.
+        RewardError: When a reward function fails, by its name.
+    """
+    callbacks = _several(callbacks, "callbacks")
+    for index, each in enumerate(callbacks):
+        require(callable(each), f"callbacks[{index}]", each, "must be a function")
+    functions = None
+    if reward_funcs is not None:
+        functions = _several(reward_funcs, "reward_funcs")
+        require(len(functions) > 0, "reward_funcs", reward_funcs, "must be at least one function")
+        rule = "must be a function, a name of a stock reward, or an import path"
+        for index, each in enumerate(functions):
+            holds = isinstance(each, str) or callable(each)
+            require(holds, f"reward_funcs[{index}]", each, rule)
+    cfg = run_config(config, overrides, has_rows=dataset is not None, functions=functions)
+    problems, are_texts = dataset, False
+    if dataset is not None and not _are_problems(dataset):
+        problems, are_texts = datasets.from_rows(cfg.data, dataset, "dataset")
+    if are_texts:
+        named = scoring.resolve(functions or cfg.rewards.functions, cfg.rewards.options)
+        functions = [_on_texts(name, function) for name, function in named]
+
+    def on_step(step: int, metrics: dict[str, Any]) -> bool:
+        return all([callback(step, metrics) is not False for callback in callbacks])
+
+    trainer.train(cfg, problems=problems, reward_functions=functions, on_step=on_step, quiet=quiet)
+    return Run(pathlib.Path(cfg.output_dir))
+
+
+def _several(given: Any, name: str) -> list:
+    """One thing or a list of them as a list."""
+    if given is None:
+        return []
+    if isinstance(given, str) or callable(given):
+        return [given]
+    require(isinstance(given, list | tuple), name, given, "must be a function, or a list of them")
+    return list(given)
+
+
+def _are_problems(dataset: Any) -> bool:
+    is_list = isinstance(dataset, list | tuple) and len(dataset) > 0
+    return is_list and all(isinstance(each, Problem) for each in dataset)
+
+
+def _on_texts(name: str, function: RewardFunction) -> RewardFunction:
+    """The reward as it is called for rows of texts: prompts and completions are texts, too."""
+
+    def scored(*, prompts, completions, **columns):
+        return function(
+            prompts=[completion_text(prompt) for prompt in prompts],
+            completions=[completion_text(completion) for completion in completions],
+            **columns,
+        )
+
+    scored.__name__ = name
+    return inspect.markcoroutinefunction(scored) if scoring.is_async(function) else scored

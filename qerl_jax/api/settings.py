@@ -1,0 +1,104 @@
+"""From what a user gives as a config to a checked one."""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qerl_jax import config as configs
+from qerl_jax.checked import from_table, require, to_table
+from qerl_jax.config import RunConfig
+from qerl_jax.rewards.stock import RewardFunction
+
+type Config = RunConfig | Mapping[str, Any] | str | os.PathLike
+
+# What `data.dataset` is called where the rows are given and the config names no set.
+_ROWS = "rows"
+_LENGTHS = ("max_steps", "num_train_epochs")
+
+
+def run_config(
+    config: Config,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    has_rows: bool = False,
+    functions: Sequence[str | RewardFunction] | None = None,
+) -> RunConfig:
+    """Makes the checked config of a run from what a user gives as one.
+
+    Args:
+        config: A config, a table, or a path.
+        overrides: Fields that take another value; a table changes a section, None removes it.
+        has_rows: Whether the problems are given, so that the config need not name any.
+        functions: The rewards, where they are given.
+
+    Raises:
+        ConfigError: For an impossible config.
+    """
+    table = _table(config)
+    for name, value in (overrides or {}).items():
+        if name in _LENGTHS and value is not None and name not in table:
+            table = {key: each for key, each in table.items() if key not in _LENGTHS}
+        _change(table, name, value)
+    if has_rows:
+        _section(table, "data").setdefault("dataset", _ROWS)
+    if functions is not None:
+        _section(table, "rewards")["functions"] = list(map(_place, functions))
+    cfg = from_table(RunConfig, table)
+    needs_set = has_rows and cfg.data.dataset == _ROWS and cfg.eval is not None
+    rule = (
+        "must name the set to evaluate on where the rows to train on are given (or set eval=None)"
+    )
+    require(not needs_set or cfg.eval.dataset is not None, "eval.dataset", None, rule)
+    return cfg
+
+
+def _table(config: Config) -> dict[str, Any]:
+    """A config as a table that may be changed; what it holds is not checked."""
+    if isinstance(config, str | os.PathLike):
+        return configs.read_table(config)
+    if isinstance(config, RunConfig):
+        return to_table(config)
+    rule = "must be a RunConfig, a table of its sections, or the path of a TOML file"
+    require(isinstance(config, Mapping), "config", config, rule)
+    table: dict[str, Any] = {}
+    for name, value in config.items():
+        _change(table, str(name), value)
+    return table
+
+
+def _change(table: dict[str, Any], name: str, value: Any) -> None:
+    """Gives a field another value; a section given as a table is changed in the fields that it has."""
+    if value is None:
+        table.pop(name, None)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        table[name] = to_table(value)
+    elif isinstance(value, Mapping):
+        section = _section(table, name)
+        for field, each in value.items():
+            _change_field(section, field, each)
+    else:
+        table[name] = value
+
+
+def _change_field(section: dict[str, Any], field: str, value: Any) -> None:
+    if value is None:
+        section.pop(field, None)
+    else:
+        section[field] = value
+
+
+def _section(table: dict[str, Any], name: str) -> dict[str, Any]:
+    """A section of a table, a copy that the table holds from now on."""
+    held = table.get(name, {})
+    require(isinstance(held, Mapping), name, held, "must be a section")
+    table[name] = dict(held)
+    return table[name]
+
+
+def _place(function: str | RewardFunction) -> str:
+    """What a config says of a reward function: its name, or where it was defined."""
+    if isinstance(function, str):
+        return function
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"

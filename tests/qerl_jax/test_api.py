@@ -1,0 +1,411 @@
+"""What `import qerl_jax` offers: lazily, under names of its own, and with errors at the door."""
+
+import ast
+import dataclasses
+import importlib
+import pathlib
+import pkgutil
+import re
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+import qerl_jax
+from qerl_jax import rl
+from qerl_jax.api import settings
+from qerl_jax.checked import ConfigError
+from qerl_jax.checkpoint import peft
+from qerl_jax.data.datasets import Problem
+from qerl_jax.rewards.scoring import RewardError
+from qerl_jax.tracking import logger
+
+ROOT = pathlib.Path(__file__).parents[2]
+QUICKSTART = ROOT / "configs" / "quickstart.toml"
+ROWS = [{"prompt": f"{a}+{b}", "answer": a + b} for a in range(6) for b in range(6)]
+SMALL = {
+    "max_steps": 1,
+    "seed": 0,
+    "model": {"model_name_or_path": "qerl-tiny", "dtype": "float32"},
+    "lora": {"rank": 8, "alpha": 8.0},
+    "data": {"max_prompt_length": 48},
+    "rollout": {"num_generations": 4, "max_completion_length": 32},
+    "optim": {"learning_rate": 3e-3},
+}
+
+
+def small(folder, **changed):
+    return SMALL | {"output_dir": str(folder)} | changed
+
+
+def digits(completions, **_):
+    """The share of digits; a text is asked for."""
+    return [sum(c.isdigit() for c in text) / 40 for text in completions]
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return qerl_jax.load(dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Two steps with own rows and an own reward."""
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    return qerl_jax.train(small(folder, max_steps=2), ROWS, digits, quiet=True)
+
+
+# The names
+
+
+def test_importing_the_package_its_configs_and_the_command_line_loads_no_jax():
+    code = (
+        "import sys, qerl_jax\n"
+        "qerl_jax.RunConfig, qerl_jax.SamplingParams, qerl_jax.__version__, dir(qerl_jax)\n"
+        "import qerl_jax.cli.train\n"
+        "assert not {'jax', 'pandas', 'matplotlib', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("package", [qerl_jax, rl])
+def test_every_name_that_is_listed_can_be_loaded(package):
+    assert dir(package) == sorted(package.__all__)
+    for name in package.__all__:
+        assert getattr(package, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'trane'"):
+        package.trane  # noqa: B018
+
+
+@pytest.mark.parametrize("package", [qerl_jax, rl])
+def test_editors_are_told_the_same_names_as_python(package):
+    tree = ast.parse(pathlib.Path(package.__file__).read_text())
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    told = {(node.module, alias.name) for node in imports for alias in node.names}
+    for module, name in told - {("qerl_jax", "rl")}:
+        assert getattr(package, name) is getattr(importlib.import_module(module), name)
+    assert {name for _, name in told} == set(package.__all__) - {"__version__"}
+
+
+@pytest.mark.parametrize("package", [qerl_jax, rl])
+def test_no_module_beside_the_public_names_bears_one_of_them(package):
+    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    assert modules & set(package.__all__) <= {"rl"}
+
+
+# A config from what a user has
+
+
+def test_a_path_a_table_and_a_config_mean_the_same_run(tmp_path):
+    by_path = settings.run_config(QUICKSTART)
+    assert by_path == settings.run_config(by_path) == settings.run_config(str(QUICKSTART))
+    sections = {
+        f.name: getattr(by_path, f.name)
+        for f in dataclasses.fields(by_path)
+        if getattr(by_path, f.name) is not None
+    }
+    assert settings.run_config(sections) == by_path
+
+
+def test_overrides_change_fields_within_a_section_and_none_removes_one():
+    before = settings.run_config(QUICKSTART)
+    cfg = settings.run_config(
+        QUICKSTART, {"num_train_epochs": 2, "optim": {"learning_rate": 1e-4}, "noise": None}
+    )
+    assert (cfg.max_steps, cfg.num_train_epochs, cfg.noise) == (None, 2.0, None)
+    assert cfg.optim == dataclasses.replace(before.optim, learning_rate=1e-4)
+    assert settings.run_config(cfg, {"lora": qerl_jax.LoraConfig(4)}).lora == (
+        qerl_jax.LoraConfig(4)
+    )
+
+
+def test_a_config_need_not_say_what_the_arguments_say(tmp_path):
+    cfg = settings.run_config(small(tmp_path), has_rows=True, functions=[digits, "format_reward"])
+    assert cfg.data.dataset == "rows"
+    assert cfg.rewards.functions == (f"{__name__}:digits", "format_reward")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": 3}, "config: got 3; must be a RunConfig, a table"),
+        ({"config": SMALL | {"output_dir": "x", "optim": 3}}, "optim: got 3; must be a section"),
+        ({"optim": {"learning_rat": 1.0}}, "optim.learning_rat: unknown field; [optim] has"),
+        ({"optim": {"learning_rate": "1e-4"}}, "optim.learning_rate: got '1e-4'; must be of type"),
+        ({"max_stepz": 1}, "max_stepz: unknown field; the top level has"),
+        ({"dataset": "gsm8k"}, "dataset: got 'gsm8k'; must be a list of dicts"),
+        ({"dataset": {"train": ROWS}}, "must be a list of dicts, or a datasets.Dataset of one split"),
+        ({"dataset": ["1+1"]}, "dataset: got ['1+1']; must be a list of dicts"),
+        ({"dataset": []}, "dataset: got []; must have at least one row"),
+        ({"dataset": [{"text": "1"}]}, "dataset: no column 'prompt'"),
+        ({"dataset": [*ROWS, {"answer": 1}]}, "dataset, row 36, column 'prompt': must be text or"),
+        (
+            {"dataset": [*ROWS, {"prompt": [{"role": "user", "content": "1"}]}]},
+            "dataset, row 36, column 'prompt': all prompts must be texts, or all chats",
+        ),
+        ({"reward_funcs": 3}, "reward_funcs: got 3; must be a function, or a list"),
+        ({"reward_funcs": [3]}, "reward_funcs[0]: got 3; must be a function, a name"),
+        ({"reward_funcs": []}, "reward_funcs: got []; must be at least one"),
+        ({"reward_funcs": ["no_such"]}, "no reward function 'no_such'"),
+        ({"callbacks": [3]}, "callbacks[0]: got 3; must be a function"),
+        ({"eval": {}}, "eval.dataset: got None; must name the set to evaluate on"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_by_its_name_and_nothing_is_written(arguments, message, tmp_path):
+    given = {"config": small(tmp_path / "run"), "dataset": ROWS, "reward_funcs": digits}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        qerl_jax.train(**given | arguments)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_function_in_a_config_is_refused_by_the_field_and_the_rule():
+    with pytest.raises(ConfigError, match=r"rewards.functions: got .*digits.*; must name at least"):
+        qerl_jax.RewardConfig((digits,))
+    with pytest.raises(ConfigError, match="optim.learning_rate: got '1e-4'; must be positive"):
+        qerl_jax.OptimConfig(learning_rate="1e-4")
+
+
+# Training on rows
+
+
+def test_rewards_get_completions_in_the_form_of_the_prompts(tmp_path):
+    seen = []
+
+    def texts(prompts, completions, answer, **_):
+        seen.append((prompts, completions, answer))
+        return [0.0] * len(completions)
+
+    async def slow_texts(completions, **_):
+        assert all(isinstance(each, str) for each in completions)
+        return [0.0] * len(completions)
+
+    def chats(prompts, completions, **_):
+        assert all(prompt[-1]["role"] == "user" for prompt in prompts)
+        assert all(each[0]["role"] == "assistant" for each in completions)
+        return [0.0] * len(completions)
+
+    trained = qerl_jax.train(small(tmp_path / "texts"), ROWS, [texts, slow_texts], quiet=True)
+    for prompts, completions, answers in seen:
+        assert all(isinstance(each, str) for each in (*prompts, *completions))
+        assert all(sum(map(int, p.split("+"))) == a for p, a in zip(prompts, answers, strict=True))
+    row = logger.read_metrics(trained.folder)[0]
+    assert {"rewards/texts/mean", "rewards/slow_texts/mean"} <= row.keys()
+    # The model sees the text as a user's message.
+    logged = next((trained.folder / "completions").iterdir()).read_text()
+    assert '"role": "user"' in logged
+
+    rows = [row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS]
+    with pytest.raises(RewardError, match="'texts'|AssertionError"):
+        qerl_jax.train(small(tmp_path / "chats"), rows, slow_texts, quiet=True)
+    qerl_jax.train(small(tmp_path / "chats"), rows, chats, quiet=True)
+
+
+def test_a_data_set_trains_as_the_list_of_its_rows_does(tmp_path, run):
+    import datasets
+
+    rows = datasets.Dataset.from_list(ROWS)
+    other = qerl_jax.train(small(tmp_path / "a", max_steps=2), rows, digits, quiet=True)
+    assert list(other.metrics["reward"]) == list(run.metrics["reward"])
+
+
+def test_a_problem_is_taken_as_it_is(tmp_path):
+    seen = []
+
+    def reward(prompts, completions, **_):
+        seen.extend(prompts)
+        return [0.0] * len(completions)
+
+    problems = [Problem(f"{a}+1=", {}) for a in range(8)]
+    trained = qerl_jax.train(small(tmp_path / "run"), problems, reward, quiet=True)
+    assert set(seen) <= {problem.prompt for problem in problems}
+    assert '"prompt": "' in next((trained.folder / "completions").iterdir()).read_text()
+
+
+def test_a_callback_sees_every_step_and_ends_the_run_with_false(tmp_path, run):
+    seen = []
+    stop = lambda step, metrics: step < 1
+    note = lambda step, metrics: seen.append((step, metrics["reward"]))
+    cfg = small(tmp_path / "run", max_steps=2)
+    stopped = qerl_jax.train(cfg, ROWS, digits, [stop, note], quiet=True)
+    assert [step for step, _ in seen] == [1]
+    assert stopped.policy(max_concurrent=2).source.adapter == stopped.folder / "adapter"
+
+    # A later call goes on as if nothing had been.
+    whole = qerl_jax.train(cfg, ROWS, digits, note, quiet=True)
+    assert seen == list(run.metrics["reward"].items())
+    ours, theirs = (
+        peft.import_adapter(each.folder / "adapter", run.policy().model) for each in (whole, run)
+    )
+    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_a_callback_raises_comes_out(tmp_path):
+    def fail(step, metrics):
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        qerl_jax.train(small(tmp_path / "run"), ROWS, digits, fail, quiet=True)
+
+
+# A run
+
+
+def test_a_run_gives_its_metrics_as_a_table_and_its_curves_as_a_figure(run):
+    assert list(run.metrics.index) == [1, 2] and run.metrics.index.name == "step"
+    rows = logger.read_metrics(run.folder)
+    assert list(run.metrics["loss"]) == [row["loss"] for row in rows]
+    assert isinstance(run.plot(), Figure)
+    assert run.summary().startswith("reward ")
+    assert run.config == settings.run_config(run.folder / "config.toml")
+    assert qerl_jax.load_run(str(run.folder)) == run
+    with pytest.raises(FileNotFoundError, match="no config.toml in"):
+        qerl_jax.load_run(run.folder / "completions")
+
+
+def test_the_policy_of_a_run_holds_its_adapter_under_every_name(run):
+    named = [run.policy(), qerl_jax.load(run.folder), qerl_jax.load(run.folder / "adapter")]
+    texts = [each.generate("3+4", temperature=0.0, max_tokens=20)[0].text for each in named]
+    assert len(set(texts)) == 1
+    assert str(run.folder / "adapter") in repr(named[0])
+    assert np.abs(named[0].variables["params"]["layers"]["qkv"]["q_proj"]["b"]).max() > 0
+
+
+# A policy
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_are_the_samplers_own(run, temperature):
+    adapted = run.policy()
+    prompts = ["(5-3)*3", [{"role": "user", "content": "12+30"}], "7"]
+    params = qerl_jax.SamplingParams(n=3, max_tokens=24, temperature=temperature, top_p=0.9)
+    outputs = adapted.generate(prompts, params)
+    assert [output.prompt for output in outputs] == prompts
+    pairs = [(output.prompt, each) for output in outputs for each in output.outputs]
+    scored = adapted.logprobs(
+        [prompt for prompt, _ in pairs],
+        [each.token_ids for _, each in pairs],
+        temperature=temperature,
+    )
+    for logprobs, (_, each) in zip(scored, pairs, strict=True):
+        assert logprobs.dtype == np.float32
+        np.testing.assert_allclose(logprobs, each.logprobs, atol=1e-4)
+
+
+def test_log_probabilities_of_many_rows_are_those_of_each(policy, monkeypatch):
+    from qerl_jax.api import policy as module
+
+    prompts, texts = [row["prompt"] for row in ROWS[:7]], [str(9**n) for n in range(7)]
+    each = [policy.logprobs(*pair)[0] for pair in zip(prompts, texts, strict=True)]
+    monkeypatch.setattr(module, "_SCORED_TOKENS", 3 * 64)  # three rows at a time
+    for one, other in zip(policy.logprobs(prompts, texts), each, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+    ids = policy.tokenizer.encode(texts)
+    assert [len(one) for one in each] == [len(one) for one in ids]
+    assert policy.logprobs([], []) == []
+    assert policy.logprobs("1+1", [[]])[0].shape == (0,)
+
+
+def test_without_the_adapter_log_probabilities_are_those_of_the_base(run, policy):
+    given = (["3+4"], ["<think>3+4=7</think><answer>7</answer>"])
+    (base,), (trained,) = policy.logprobs(*given), run.policy().logprobs(*given)
+    (switched_off,) = run.policy().logprobs(*given, adapter=False)
+    np.testing.assert_allclose(switched_off, base, atol=1e-5)
+    assert np.abs(trained - base).max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: p.generate(3), "prompts: got int; must be texts, or chats"),
+        (lambda p: p.generate(["1", 3]), "prompts[1]: got 3; must be texts, or chats"),
+        (lambda p: p.generate("1", 3), "sampling_params: got 3; must be SamplingParams"),
+        (lambda p: p.generate("1", max_token=3), "max_token: unknown option; SamplingParams has"),
+        (lambda p: p.generate("1", temperature="hot"), "temperature: got 'hot'; must not be"),
+        (lambda p: p.logprobs(["1"], []), "completions: got 0; must be one for each of 1 prompts"),
+        (lambda p: p.logprobs(["1"], [0.5]), "completions[0]: got 0.5; must be a text or the ids"),
+        (lambda p: p.logprobs(["1"], [[9999]]), "completions[0]: got [9999]; must have ids in"),
+        (lambda p: p.logprobs(["1"], ["1" * 5000]), "completions: got 5000; with a prompt of"),
+        (lambda p: p.with_params({}), "params: got <class 'dict'>; needs a policy with an adapter"),
+        (lambda p: p.save_pretrained("x"), "weights: got 'nvfp4'; is packed, and has no adapter"),
+        (lambda p: qerl_jax.load(3), "name: got 3; must be a folder or a hub name"),
+        (lambda p: qerl_jax.load(lora=8), "lora: got 8; must be a LoraConfig"),
+        (lambda p: qerl_jax.load(max_concurrent=0), "max_concurrent: got 0; must be at least 1"),
+        (lambda p: qerl_jax.evaluate(p), 'sets: got none; give at least one, such as "gsm8k"'),
+        (lambda p: qerl_jax.evaluate(p, ROWS), "must be the name of a set, or a file"),
+        (lambda p: qerl_jax.export(p, "x"), "must come from a run as it was trained"),
+        (lambda p: qerl_jax.quantize("qerl-tiny", "x", method="gptq"), "method: got 'gptq'; must"),
+        (lambda p: qerl_jax.plan(QUICKSTART, "big"), "device-memory: got 'big'; must be a size"),
+        (lambda p: qerl_jax.report(), "runs: got (); must be at least one"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_call_is_said_by_its_name(call, message, policy):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(policy)
+
+
+def test_an_adapter_that_is_saved_is_the_policy_when_it_is_loaded_again(run, tmp_path):
+    trained = run.policy()
+    louder = trained.with_params(jax.tree.map(lambda x: 2 * x, trained.variables["params"]))
+    again = qerl_jax.load(adapter=louder.save_pretrained(tmp_path / "louder"), dtype="float32")
+    given = (["3+4"], ["<think>3+4=7</think>"])
+    np.testing.assert_array_equal(louder.logprobs(*given)[0], again.logprobs(*given)[0])
+    assert louder.unsaved and "unsaved" in repr(louder) and not again.unsaved
+
+
+def test_a_dense_base_is_saved_as_a_whole_model(tmp_path):
+    dense = qerl_jax.load("qerl-tiny", weights="float32", dtype="float32")
+    folder = dense.save_pretrained(tmp_path / "dense")
+    again = qerl_jax.load(folder, weights="float32", dtype="float32")
+    given = (["3+4"], ["<think>3+4=7</think>"])
+    np.testing.assert_array_equal(dense.logprobs(*given)[0], again.logprobs(*given)[0])
+
+
+def test_a_fresh_adapter_changes_nothing_yet(policy):
+    fresh = qerl_jax.load(lora=qerl_jax.LoraConfig(4), dtype="float32")
+    given = (["3+4"], ["<think>3+4=7</think>"])
+    np.testing.assert_allclose(fresh.logprobs(*given)[0], policy.logprobs(*given)[0], atol=1e-5)
+    assert fresh.unsaved and fresh.model.lora.rank == 4
+
+
+# The jobs
+
+
+def test_a_policy_is_evaluated_as_its_run_is_and_an_unsaved_one_leaves_no_file(
+    run, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    options = {"samples": 1, "max_tokens": 32, "num_problems": 8, "protocol": "paper"}
+    by_policy = qerl_jax.evaluate(run.policy(), "arithmetic", **options, output_dir="a", quiet=True)
+    assert capsys.readouterr().out == ""
+    assert by_policy == qerl_jax.evaluate(run, "arithmetic", **options, output_dir="b")
+    assert "8/8 problems" in capsys.readouterr().out
+    params = run.policy().variables["params"]
+    unsaved = run.policy().with_params(params)
+    assert by_policy == qerl_jax.evaluate(unsaved, "arithmetic", **options, quiet=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    with pytest.raises(ConfigError, match="output_dir: got 'c'; must be absent"):
+        qerl_jax.evaluate(unsaved, "arithmetic", **options, output_dir="c")
+
+
+def test_a_policy_of_a_run_is_exported_as_the_run_is(run, tmp_path):
+    reports = [
+        qerl_jax.export(run.policy(), tmp_path / "a"),
+        run.export(tmp_path / "b"),
+        qerl_jax.export(str(run.folder), tmp_path / "c", to="peft"),
+    ]
+    assert reports[0] == reports[1] == reports[2] and reports[0]["to"] == "peft"
+
+
+def test_a_plan_says_whether_the_run_fits():
+    plan = qerl_jax.plan(QUICKSTART, "1GB", max_steps=10)
+    assert plan.fits and str(plan).startswith("always ")
+    small = qerl_jax.plan(QUICKSTART, plan.peak - 1) if plan.peak > 1e6 else None
+    assert small is not None and small.fits is False
+    with pytest.raises(ConfigError, match="memory: this run needs"):
+        small.require()
+    assert qerl_jax.plan(QUICKSTART).fits is None  # a CPU does not say how much it has

@@ -1,0 +1,57 @@
+"""The examples in the docstrings of the public names run, one after the other, on the base in the package."""
+
+import doctest
+import inspect
+
+import pytest
+
+import qerl_jax
+from qerl_jax.api.policy import Policy
+from qerl_jax.api.runs import Run
+
+# In the order in which they build on each other: `load` makes `policy`, `train` makes `run`.
+EXAMPLES = (
+    qerl_jax.load,
+    Policy.generate,
+    Policy.stream,
+    Policy.logprobs,
+    Policy.save_pretrained,
+    qerl_jax.train,
+    Run,
+    qerl_jax.load_run,
+    qerl_jax.report,
+    qerl_jax.plan,
+    qerl_jax.export,
+    qerl_jax.quantize,
+    qerl_jax.evaluate,
+)
+
+
+@pytest.fixture(scope="module")
+def names():
+    """What the examples have defined so far."""
+    return {}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The working directory of all examples."""
+    return tmp_path_factory.mktemp("examples")
+
+
+@pytest.mark.parametrize("documented", EXAMPLES, ids=lambda each: each.__qualname__)
+def test_the_example_of_a_docstring_gives_what_it_shows(documented, names, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    text = inspect.getdoc(documented)
+    test = doctest.DocTestParser().get_doctest(text, names, documented.__qualname__, None, None)
+    assert test.examples
+    shown = []
+    runner = doctest.DocTestRunner()
+    runner.run(test, out=shown.append, clear_globs=False)
+    names.update(test.globs)
+    assert runner.failures == 0, "".join(shown)
+
+
+def test_every_public_function_has_an_example():
+    functions = {getattr(qerl_jax, name) for name in qerl_jax.__all__ if name != "__version__"}
+    assert {each for each in functions if inspect.isfunction(each)} <= set(EXAMPLES)
