@@ -3,6 +3,7 @@
 import pathlib
 from typing import Literal
 
+import qerl_jax
 from qerl_jax.checked import require
 from qerl_jax.cli.common import log, use_compilation_cache
 from qerl_jax.config import Dtype, Weights, load
@@ -69,34 +70,32 @@ def evaluate(
     require(max_concurrent >= 1, "max_concurrent", max_concurrent, "must be at least 1")
     if path is not None and len(sets) > 1:
         raise ValueError(f"--path is where one set lies; got {len(sets)} sets")
+    from qerl_jax.api.jobs import results_folder
     from qerl_jax.checkpoint.policy import find_policy
-    from qerl_jax.evaluation import benchmark, summary
+    from qerl_jax.evaluation import summary
 
-    use_compilation_cache()
-    policy = find_policy(model, adapter, base=base, weights=weights, dtype=dtype)
-    where = {"path": path, "split": split, "columns": columns, "num_problems": num_problems}
-    how = {
-        "num_generations": samples,
-        "max_completion_length": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "reward": reward,
-        "system_prompt": system_prompt,
-        "prompt_template": prompt_template,
-    }
-    sources = [
-        (
-            benchmark.source_of(name, policy, **where),
-            benchmark.protocol_for(name, protocol, policy, **how),
-        )
-        for name in sets
-    ]
-    parent = policy.folder / "eval" if policy.folder else pathlib.Path("evals")
-    folder = output_dir or parent / "-".join(filter(None, (policy.name, protocol)))
-    measured = benchmark.run(
-        policy, sources, folder, seed=seed, max_concurrent=max_concurrent, log=log
+    source = find_policy(model, adapter, base=base, weights=weights, dtype=dtype)
+    folder = output_dir or results_folder(source, protocol)
+    summaries = qerl_jax.evaluate(
+        source,
+        *sets,
+        protocol=protocol,
+        samples=samples,
+        temperature=temperature,
+        top_p=top_p,
+        max_tokens=max_tokens,
+        system_prompt=system_prompt,
+        prompt_template=prompt_template,
+        reward=reward,
+        path=path,
+        split=split,
+        columns=columns,
+        num_problems=num_problems,
+        output_dir=folder,
+        max_concurrent=max_concurrent,
+        seed=seed,
     )
-    for each in measured.values():
+    for each in summaries.values():
         log(*summary.lines(each))
     log(f"results in {folder}")
 

@@ -5,7 +5,8 @@ from typing import Annotated, Literal
 
 import tyro
 
-from qerl_jax.cli.common import log, use_compilation_cache
+import qerl_jax
+from qerl_jax.cli.common import log
 
 
 def export(
@@ -31,12 +32,10 @@ def export(
         limit: Largest mean difference of log-probabilities, in nats; absent means what rounding
             explains.
     """
-    from qerl_jax.checkpoint import export
+    report = qerl_jax.export(run, out, to=to, base=base, step=step, limit=limit)
+    from qerl_jax.checkpoint.export import line
 
-    use_compilation_cache()
-    report = export.export(run, to, out, base=base, step=step, limit=limit)
-    log(f"{to} in {out}")
-    log(export.line(report))
+    log(f"{to} in {out}", line(report))
 
 
 def quantize(
@@ -69,10 +68,15 @@ def quantize(
         max_length: Tokens that are used of each row.
         seed: Random seed for the choice of the rows.
     """
-    from qerl_jax.quantization import quantizer
-    from qerl_jax.quantization.calibration import Calibration
-
-    use_compilation_cache()
-    rows = Calibration(dataset, num_samples, max_length, seed)
-    recipe = quantizer.Recipe(format, method, scale_rounding, double_quant, rows)
-    quantizer.quantize(source, target, recipe, log)
+    qerl_jax.quantize(
+        source,
+        target,
+        format=format,
+        method=method,
+        scale_rounding=scale_rounding,
+        double_quant=double_quant,
+        dataset=dataset,
+        num_samples=num_samples,
+        max_length=max_length,
+        seed=seed,
+    )

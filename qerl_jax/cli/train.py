@@ -4,6 +4,7 @@ import argparse
 import os
 import pathlib
 
+import qerl_jax
 from qerl_jax.cli.common import log, run_config, use_compilation_cache
 
 
@@ -13,13 +14,8 @@ def train(argv: list[str]) -> None:
     Trains an adapter, or resumes the run in output_dir, and writes a page about it.
     `qerl train CONFIG.toml --help` shows every field of the config with its value.
     """
-    cfg = run_config("train", argv)
-    from qerl_jax.tracking import report
-    from qerl_jax.training import trainer
-
-    trainer.train(cfg)
-    log(f"page in {report.write([cfg.output_dir])}")
-    log(*report.lines(cfg.output_dir))
+    run = qerl_jax.train(run_config("train", argv))
+    log(f"page in {run.report()}", run.summary())
 
 
 def plan(argv: list[str]) -> None:
@@ -35,18 +31,15 @@ def plan(argv: list[str]) -> None:
     parser.add_argument("--compile", action="store_true")
     options, rest = parser.parse_known_args(argv)
     cfg = run_config("plan", rest)
-    from qerl_jax import memory
-
-    given = options.device_memory
-    limit = memory.device_memory() if given is None else memory.parse_size(given)
-    made = memory.estimate(cfg, limit=limit)
-    log(*made.lines(limit))
+    made = qerl_jax.plan(cfg, options.device_memory)
+    log(str(made))
     if options.compile:
+        from qerl_jax import memory
+
         use_compilation_cache()
         gigabytes = memory.compiled_update(cfg).temp_size_in_bytes / 1e9
         log(f"compiled  temporaries of one micro-batch {gigabytes:.2f} GB")
-    if limit is not None:
-        made.require(limit)
+    made.require()
 
 
 def replay(argv: list[str]) -> None:
@@ -80,6 +73,6 @@ def report(
     from qerl_jax.tracking import report
 
     shown = [(run, report.lines(run)) for run in runs]
-    log(f"page in {report.write(runs, output_dir)}")
+    log(f"page in {qerl_jax.report(*runs, output_dir=output_dir)}")
     for run, each in shown:
         log(*([os.fspath(run)] if len(shown) > 1 else []), *each)
