@@ -2,6 +2,8 @@
 
 import doctest
 import inspect
+import pathlib
+import re
 
 import pytest
 
@@ -9,6 +11,7 @@ import qerl_jax
 from qerl_jax.api.policy import Policy
 from qerl_jax.api.runs import Run
 
+GUIDE = pathlib.Path(__file__).parents[1] / "docs" / "python.md"
 # In the order in which they build on each other: `load` makes `policy`, `train` makes `run`.
 EXAMPLES = (
     qerl_jax.load,
@@ -50,6 +53,24 @@ def test_the_example_of_a_docstring_gives_what_it_shows(documented, names, folde
     runner.run(test, out=shown.append, clear_globs=False)
     names.update(test.globs)
     assert runner.failures == 0, "".join(shown)
+
+
+def test_the_guide_runs_from_its_first_line_to_its_last(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = GUIDE.read_text()
+    for own, smaller in (
+        ('"max_steps": 10', '"max_steps": 1'),
+        ('batch_size": 64', 'batch_size": 8'),
+        ("num_problems=64", "num_problems=8"),
+    ):
+        assert text.count(own) == 1
+        text = text.replace(own, smaller)
+    blocks = re.findall(r"(?ms)^```python\n(.*?)^```", text)
+    names = {"__name__": "guide"}
+    for block in blocks:
+        exec(block, names)
+    assert len(blocks) == 4 and len(names["run"].metrics) == 1
+    assert (tmp_path / "sums.png").stat().st_size > 1000
 
 
 def test_every_public_function_has_an_example():
