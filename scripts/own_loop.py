@@ -15,7 +15,7 @@ from qerl_jax.data import datasets
 
 
 def train(
-    steps: int = 40, prompts: int = 32, *, seed: int = 0
+    steps: int = 20, prompts: int = 32, *, seed: int = 0
 ) -> tuple[qerl_jax.Policy, list[float]]:
     """Trains an adapter, and gives the policy with it and the mean reward of every step."""
     policy = qerl_jax.load("qerl-tiny", lora=qerl_jax.LoraConfig(16, 16.0), dtype="float32")
@@ -62,4 +62,4 @@ def train(
 
 if __name__ == "__main__":
     trained, _ = train()
-    print(trained.generate("(5-3)*3", temperature=0.0, max_tokens=44)[0].text)
+    print(trained.generate("What is (5-3)*3?", temperature=0.0, max_tokens=44)[0].text)

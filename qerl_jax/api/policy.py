@@ -130,13 +130,14 @@ class Policy:
     ) -> list[RequestOutput]:
         """Samples n completions of each prompt.
 
-        >>> outputs = policy.generate(["(1+2)*3", "4*5"], qerl_jax.SamplingParams(n=2, max_tokens=20))
+        >>> outputs = policy.generate(["What is 4*5?", "What is 9-2?"], n=2, max_tokens=20)
         >>> [len(output.outputs) for output in outputs]
         [2, 2]
         >>> first = outputs[0].outputs[0]
         >>> len(first.token_ids) == len(first.logprobs) <= 20
         True
-        >>> policy.generate("(1+2)*3", max_tokens=1)[0].outputs[0].finish_reason
+        >>> params = qerl_jax.SamplingParams(max_tokens=1)
+        >>> policy.generate("What is 4*5?", params)[0].outputs[0].finish_reason
         'length'
 
         Args:
@@ -168,8 +169,8 @@ class Policy:
     ) -> Iterator[str]:
         """Gives the text of one completion, piece by piece as it is sampled.
 
-        >>> pieces = list(policy.stream("2+2", temperature=0.0, max_tokens=16))
-        >>> "".join(pieces) == policy.generate("2+2", temperature=0.0, max_tokens=16)[0].text
+        >>> pieces = list(policy.stream("What is 2+2?", temperature=0.0, max_tokens=16))
+        >>> "".join(pieces) == policy.generate("What is 2+2?", temperature=0.0, max_tokens=16)[0].text
         True
 
         Args:
@@ -190,8 +191,8 @@ class Policy:
     ) -> list[np.ndarray]:
         """Computes the log-probability of each token of given completions, as training does.
 
-        >>> output = policy.generate("(1+2)*3", max_tokens=12)[0].outputs[0]
-        >>> (logprobs,) = policy.logprobs(["(1+2)*3"], [output.token_ids])
+        >>> output = policy.generate("What is 9-2?", max_tokens=12)[0].outputs[0]
+        >>> (logprobs,) = policy.logprobs(["What is 9-2?"], [output.token_ids])
         >>> bool(abs(logprobs - output.logprobs).max() < 1e-4)  # in float32
         True
 
@@ -307,7 +308,7 @@ def load(
     >>> policy = qerl_jax.load("qerl-tiny", dtype="float32")
     >>> policy
     Policy('qerl-tiny', adapter=None, weights='nvfp4')
-    >>> policy.generate("(5-3)*3", temperature=0.0, max_tokens=40)[0].text[:7]
+    >>> policy.generate("What is (5-3)*3?", temperature=0.0, max_tokens=40)[0].text[:7]
     '<think>'
 
     Args:

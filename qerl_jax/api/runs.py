@@ -34,7 +34,7 @@ class Run:
     >>> run.metrics["reward"].shape
     (2,)
     >>> figure = run.plot()
-    >>> answer = run.policy().generate("1+1", max_tokens=8)[0].text
+    >>> answer = run.policy().generate("What is 1+1?", max_tokens=8)[0].text
 
     Attributes:
         folder: The run folder: `config.toml`, `metrics.jsonl`, `completions/`, `checkpoints/`, and
@@ -118,7 +118,7 @@ def train(
 ) -> Run:
     """Trains an adapter, or goes on with the run in `output_dir`.
 
-    >>> rows = [{"prompt": f"{a}+{b}", "answer": a + b} for a in range(8) for b in range(8)]
+    >>> rows = [{"prompt": f"What is {a}+{b}?", "answer": a + b} for a in range(8) for b in range(8)]
     >>> def exact(completions, answer, **_):
     ...     return [float(c.endswith(f"{a}</answer>")) for c, a in zip(completions, answer)]
     >>> settings = {
