@@ -223,10 +223,8 @@ def _problems(rows: Any, of_row: Callable, kept: Sequence[int], where: str) -> P
 def _columns(cfg: DataConfig, names: Sequence[str], where: str) -> tuple[str, str | None]:
     """The columns of prompt and answer."""
     prompt = _column("prompt", cfg, names, _PROMPT_COLUMNS, where)
-    if prompt is None:
-        raise ValueError(
-            f"{where}: no column 'prompt' (nor 'question' or 'problem'); it has {sorted(names)}"
-        )
+    rule = "must have a column 'prompt' ('question', 'problem')"
+    require(prompt is not None, f"{where}: columns", sorted(names), rule)
     return prompt, _column("answer", cfg, names, (), where)
 
 
