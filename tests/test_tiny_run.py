@@ -451,7 +451,7 @@ def test_a_device_that_reports_its_memory_has_the_plan_beside_the_peak(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"problems": []}, "problems: got none"),
+        ({"problems": []}, "problems: got 0; there must be at least one"),
         ({"reward_functions": []}, "rewards.weights: got 0; must be one for each of 0"),
     ],
 )

@@ -141,7 +141,7 @@ def test_a_config_need_not_say_what_the_arguments_say(tmp_path):
         ({"dataset": {"train": ROWS}}, "must be a list of dicts, or a datasets.Dataset of one split"),
         ({"dataset": ["1+1"]}, "dataset: got ['1+1']; must be a list of dicts"),
         ({"dataset": []}, "dataset: got []; must have at least one row"),
-        ({"dataset": [{"text": "1"}]}, "dataset: no column 'prompt'"),
+        ({"dataset": [{"text": "1"}]}, "dataset: columns: got ['text']; must have a column 'prompt'"),
         ({"dataset": [*ROWS, {"answer": 1}]}, "dataset, row 36, column 'prompt': must be text or"),
         (
             {"dataset": [*ROWS, {"prompt": [{"role": "user", "content": "1"}]}]},
@@ -150,7 +150,7 @@ def test_a_config_need_not_say_what_the_arguments_say(tmp_path):
         ({"reward_funcs": 3}, "reward_funcs: got 3; must be a function, or a list"),
         ({"reward_funcs": [3]}, "reward_funcs[0]: got 3; must be a function, a name"),
         ({"reward_funcs": []}, "reward_funcs: got []; must be at least one"),
-        ({"reward_funcs": ["no_such"]}, "no reward function 'no_such'"),
+        ({"reward_funcs": ["no_such"]}, "reward function: got 'no_such'; must be one of"),
         ({"callbacks": [3]}, "callbacks[0]: got 3; must be a function"),
         ({"eval": {}}, "eval.dataset: got None; must name the set to evaluate on"),
     ],
