@@ -193,7 +193,7 @@ def run(case: Case, folder: pathlib.Path, stages: Stages) -> dict[str, Any]:
         device = {"reports_memory": reports_memory()}
     if case["source"] in ("rtn", "awq"):
         base = folder / "packed"
-        calibration = ("--dataset", "arithmetic", "--num-samples", 8, "--max-length", 64)
+        calibration = ("--dataset", "arithmetic", "--num-samples", 4, "--max-length", 64)
         form, method = cases.packed_format(case), case["source"]
         with stages(method):
             qerl("quantize", made, base, "--format", form, "--method", method, *calibration)
@@ -458,13 +458,13 @@ def _generate(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
 
 def _filter(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
     """Pass rates of a few problems."""
-    few = table | {"data": table["data"] | {"num_problems": 12}}
+    few = table | {"data": table["data"] | {"num_problems": 6}}
     path, out = _write_config(folder / "few.toml", few), folder / "kept.jsonl"
     adapter = [] if case["trains"] == "full" else ["--adapter", folder / "run" / "adapter"]
-    how = ["--low", 0.0, "--high", 1.0, "--samples", 3, "--batch-size", 8]
+    how = ["--low", 0.0, "--high", 1.0, "--samples", 3, "--batch-size", 4]
     qerl("filter", path, out, *how, "--reward", cases.EVEN_FIRST, *adapter)
     rates = [json.loads(line)["pass_rate"] for line in out.read_text().splitlines()]
-    require(len(rates) == 12 and all(0 <= rate <= 1 for rate in rates), f"filter: got {rates}")
+    require(len(rates) == 6 and all(0 <= rate <= 1 for rate in rates), f"filter: got {rates}")
 
 
 def _eval(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
