@@ -25,6 +25,7 @@ from qerl_jax.checked import (
     require,
     to_table,
 )
+from qerl_jax.config_rules import across_sections
 
 # How the linears are held.
 Weights = Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"]
@@ -518,89 +519,7 @@ class RunConfig(Checked):
     run_name: str | None = None
 
     def _across(self):
-        used = {*self.rewards.functions, *([self.eval.reward] if self.eval else [])}
-        lora, grpo = self.model.trainable == "lora", self.grpo
-        return [
-            (
-                (self.max_steps is None) != (self.num_train_epochs is None),
-                "max_steps, num_train_epochs",
-                "exactly one of the two must be set",
-            ),
-            (
-                set(self.rewards.options or ()) <= used,
-                "rewards.options",
-                f"must be of functions that are used: {', '.join(sorted(used))}",
-            ),
-            *self._across_lengths(),
-            *self._across_batches(),
-            (
-                lora or self.lora == LoraConfig(),
-                "model.trainable",
-                "leaves nothing for a [lora] section to say: remove it",
-            ),
-            (
-                lora or grpo.beta == 0 or grpo.sync_ref_model,
-                "grpo.beta",
-                'with model.trainable = "full" the reference needs a copy of the weights: ask for it with '
-                "grpo.sync_ref_model = true (ref_model_mixup_alpha = 0 keeps it as it was)",
-            ),
-        ]
-
-    def _across_lengths(self):
-        rollout, longest = self.rollout, self.rollout.max_completion_length
-        row = self.data.max_prompt_length + longest
-        lengths = f"data.max_prompt_length + rollout.max_completion_length = {row}"
-        limit = self.optim.max_tokens_per_microbatch
-        return [
-            (
-                rollout.kv_cache_tokens is None or rollout.kv_cache_tokens >= row,
-                "rollout.kv_cache_tokens",
-                f"must hold a row of {lengths}",
-            ),
-            (
-                limit is None or limit >= row,
-                "optim.max_tokens_per_microbatch",
-                f"must hold one row, {lengths}",
-            ),
-            (
-                rollout.stop is not None
-                or not (rollout.ignore_eos and self.grpo.mask_truncated_completions),
-                "grpo.mask_truncated_completions",
-                "leaves nothing to learn from where rollout.ignore_eos lets no completion end",
-            ),
-            (
-                (self.rewards.soft_punish_cache or 0) <= longest,
-                "rewards.soft_punish_cache",
-                f"must not exceed rollout.max_completion_length = {longest}",
-            ),
-        ]
-
-    def _across_batches(self):
-        rows, batch = self.generation_batch_size, self.train_batch_size
-        group, updates = self.rollout.num_generations, self.updates_per_rollout
-        per_device = "optim.per_device_train_batch_size"
-        optimizer_batch = f"{per_device} * optim.gradient_accumulation_steps"
-        given = optimizer_batch
-        if self.rollout.generation_batch_size is not None:
-            given = "rollout.generation_batch_size"
-        elif self.rollout.steps_per_generation is not None:
-            given = f"{per_device} * rollout.steps_per_generation"
-        rule = f"must be a multiple of rollout.num_generations = {group}"
-        require(rows % group == 0, given, rows, rule)
-        rule = f"must be a multiple of the optimizer batch, {optimizer_batch} = {batch}"
-        require(rows % batch == 0, given, rows, rule)
-        return [
-            (
-                self.optim.max_tokens_per_microbatch is None or self.grpo.loss_type != "bnpo",
-                "optim.max_tokens_per_microbatch",
-                'goes with any grpo.loss_type but "bnpo", whose value depends on the cut: take "dapo"',
-            ),
-            (
-                self.max_steps is None or self.max_steps % updates == 0,
-                "max_steps",
-                f"must be a multiple of the {updates} optimizer steps made from each rollout",
-            ),
-        ]
+        return across_sections(self)
 
     @property
     def train_batch_size(self) -> int:

@@ -88,11 +88,11 @@ class Bench:
     def prompts(self, count: int, generations: int, limits):
         import numpy as np
 
-        from qerl_jax.generation.scheduler import Prompt
+        from qerl_jax.generation.scheduler import QueuedPrompt
 
         draw = np.random.default_rng(2)
         for limit in np.broadcast_to(limits, count):
-            yield Prompt(
+            yield QueuedPrompt(
                 draw.integers(0, min(150_000, self.arch.vocab_size), PROMPT).astype(np.int32),
                 draw.integers(0, 2**32, (generations, 2), np.uint32),
                 int(limit),

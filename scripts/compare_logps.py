@@ -42,7 +42,7 @@ def main() -> int:
     from pallas_kernels.nvfp4_matmul import fused_wide
     from qerl_jax.config import LoraConfig
     from qerl_jax.generation.engine import Engine, EngineSpec
-    from qerl_jax.generation.scheduler import Prompt
+    from qerl_jax.generation.scheduler import QueuedPrompt
     from qerl_jax.model import architecture, layers, logprobs
     from qerl_jax.model.transformer import Transformer, head, init_params, random_base
 
@@ -57,7 +57,8 @@ def main() -> int:
     prompts = np.random.default_rng(2).integers(0, num_tokens, (args.batch, PROMPT), np.int32)
     keys = np.asarray(jax.random.key_data(jax.random.split(jax.random.key(3), args.batch)))
     queue = [
-        Prompt(prompt, key[None], args.tokens) for prompt, key in zip(prompts, keys, strict=True)
+        QueuedPrompt(prompt, key[None], args.tokens)
+        for prompt, key in zip(prompts, keys, strict=True)
     ]
     engine = Engine(model, EngineSpec(num_tokens))
     rows = sorted(

@@ -11,6 +11,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Each row may import from the rows above it and within itself; packages of one row do not import each other.
 ORDER = (
     ("checked", "files"),
+    ("config_rules",),
     ("config",),
     ("model", "data", "tracking"),
     ("checkpoint", "rewards"),
@@ -29,6 +30,7 @@ LEVEL = {name: level for level, row in enumerate(ORDER) for name in row}
 PLAIN = (
     "checked.py",
     "config.py",
+    "config_rules.py",
     "files.py",
     "data",
     "rewards",

@@ -86,14 +86,8 @@ def evaluate(
         ConfigError: For an impossible argument, by its name.
         ValueError: For problems or rewards that cannot be used, or results of something else in the folder.
     """
-    if not sets:
-        raise ConfigError('sets: got none; give at least one, such as "gsm8k"')
-    for index, name in enumerate(sets):
-        rule = "must be the name of a set, or a file; rows are written to a .jsonl file first"
-        require(isinstance(name, str | os.PathLike), f"sets[{index}]", name, rule)
+    _check_sets(sets, path)
     require(max_concurrent >= 1, "max_concurrent", max_concurrent, "must be at least 1")
-    if path is not None and len(sets) > 1:
-        raise ConfigError(f"path: got {path!r}; is where one set lies, and there are {len(sets)}")
     runtime.use_compilation_cache()
     loaded = policy if isinstance(policy, Policy) else None
     source = _source(policy)
@@ -117,9 +111,7 @@ def evaluate(
     with tempfile.TemporaryDirectory() as passing:
         folder = output_dir or results_folder(source, protocol)
         if loaded and loaded.unsaved:
-            rule = (
-                "must be absent for a policy whose weights are in no file: save_pretrained it first"
-            )
+            rule = "must be absent for weights that are in no file: call save_pretrained first"
             require(output_dir is None, "output_dir", output_dir, rule)
             folder = passing
         return benchmark.run(
@@ -131,6 +123,17 @@ def evaluate(
             log=_log(quiet),
             policy=loaded and _as_read(loaded),
         )
+
+
+def _check_sets(sets: tuple, path: str | None) -> None:
+    """Demands names or files; one where a path is given."""
+    if not sets:
+        raise ConfigError('sets: got none; give at least one, such as "gsm8k"')
+    for index, name in enumerate(sets):
+        rule = "must be the name of a set, or a file; rows are written to a .jsonl file first"
+        require(isinstance(name, str | os.PathLike), f"sets[{index}]", name, rule)
+    if path is not None and len(sets) > 1:
+        raise ConfigError(f"path: got {path!r}; is where one set lies, and there are {len(sets)}")
 
 
 def results_folder(source: PolicySource, protocol: str | None) -> pathlib.Path:
@@ -329,8 +332,8 @@ def _source(policy: Any) -> PolicySource:
     return policy if isinstance(policy, PolicySource) else policies.find(policy)
 
 
-def _as_read(policy: Policy) -> sources.Policy:
-    return sources.Policy(policy.model, policy.variables, policy.tokenizer, policy.source)
+def _as_read(policy: Policy) -> sources.LoadedPolicy:
+    return sources.LoadedPolicy(policy.model, policy.variables, policy.tokenizer, policy.source)
 
 
 def _log(quiet: bool) -> Callable[[str], None]:

@@ -39,7 +39,7 @@ class PolicySource:
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class LoadedPolicy:
     """A policy on the device.
 
     Attributes:
@@ -55,7 +55,7 @@ class Policy:
     source: PolicySource
 
 
-def load_policy(source: PolicySource, seed: int = 0) -> Policy:
+def load_policy(source: PolicySource, seed: int = 0) -> LoadedPolicy:
     """Reads a base and its adapter onto the device.
 
     Args:
@@ -71,7 +71,7 @@ def load_policy(source: PolicySource, seed: int = 0) -> Policy:
     variables = {"frozen": frozen}
     if source.adapter is not None:
         variables["params"] = peft.import_adapter(source.adapter, model)
-    return Policy(model, variables, tokenizer, source)
+    return LoadedPolicy(model, variables, tokenizer, source)
 
 
 def find_policy(

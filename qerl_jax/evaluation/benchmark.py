@@ -13,7 +13,7 @@ import numpy as np
 
 from pallas_kernels import runtime
 from qerl_jax.checked import from_table, is_seed, require, to_table
-from qerl_jax.checkpoint.policy import Policy, PolicySource, load_policy
+from qerl_jax.checkpoint.policy import LoadedPolicy, PolicySource, load_policy
 from qerl_jax.config import DataConfig, EvalConfig, RunConfig
 from qerl_jax.data import datasets
 from qerl_jax.evaluation import protocols
@@ -101,7 +101,7 @@ def run(
     seed: int = 0,
     max_concurrent: int = 128,
     log: Callable[[str], None] = lambda text: None,
-    policy: Policy | None = None,
+    policy: LoadedPolicy | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Evaluates a policy on sets, each into a folder of its own, and goes on where a killed call stopped.
 
@@ -170,7 +170,7 @@ def _problems_and_reward(
 
 
 def _measure(
-    policy: Policy, each: _Set, seed: int, max_concurrent: int, log: Callable[[str], None]
+    policy: LoadedPolicy, each: _Set, seed: int, max_concurrent: int, log: Callable[[str], None]
 ) -> None:
     """Adds the records of the problems that have none yet."""
     arch, problems, values = policy.model.arch, each.problems, each.progress.values

@@ -14,7 +14,7 @@ import jax
 
 from qerl_jax import memory
 from qerl_jax.checked import to_table
-from qerl_jax.checkpoint.policy import Policy, PolicySource, load_policy
+from qerl_jax.checkpoint.policy import LoadedPolicy, PolicySource, load_policy
 from qerl_jax.config import RunConfig
 from qerl_jax.data import datasets
 from qerl_jax.evaluation.evaluator import Evaluator
@@ -92,7 +92,7 @@ def select(
 
 
 def _evaluator(
-    cfg: RunConfig, policy: Policy, function: scoring.Named, samples: int, batch_size: int
+    cfg: RunConfig, policy: LoadedPolicy, function: scoring.Named, samples: int, batch_size: int
 ) -> Evaluator:
     """The evaluator of a run's training problems, which are sampled as in its rollouts."""
     problems = rollouts.admit(

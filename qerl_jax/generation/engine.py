@@ -29,7 +29,7 @@ from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.generation import kv_capacity, sampling
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.generation.scheduler import (
-    Prompt,
+    QueuedPrompt,
     RowTokens,
     Schedule,
     Shapes,
@@ -137,7 +137,7 @@ class Engine:
     def stream(
         self,
         variables: dict[str, Any],
-        prompts: Sequence[Prompt],
+        prompts: Sequence[QueuedPrompt],
         temperature: float | jax.Array,
         *,
         max_prompt_length: int,
@@ -187,7 +187,7 @@ class Engine:
     def completions(
         self,
         variables: dict[str, Any],
-        prompts: Sequence[Prompt],
+        prompts: Sequence[QueuedPrompt],
         temperature: float | jax.Array,
         **limits: int | None,
     ) -> Iterator[RowTokens]:
@@ -223,7 +223,7 @@ class Engine:
             brought = jax.device_get(chunks.popleft())
             yield schedule.harvest(*brought, self._stop_tokens, self._stop_strings)
 
-    def _num_pages(self, wanted: int, tokens: int | None, prompts: Sequence[Prompt]) -> int:
+    def _num_pages(self, wanted: int, tokens: int | None, prompts: Sequence[QueuedPrompt]) -> int:
         """Pages of the pool, scratch included: what is wanted, or what its capacity allows."""
         if tokens is None:
             return wanted

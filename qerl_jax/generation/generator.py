@@ -177,7 +177,9 @@ class Generator:
             ]
         )
         queue = [
-            scheduler.Prompt(np.array(ids, np.int32), keys, self._limit(place, len(ids), params))
+            scheduler.QueuedPrompt(
+                np.array(ids, np.int32), keys, self._limit(place, len(ids), params)
+            )
             for place, (ids, keys) in enumerate(
                 zip(tokens, _keys(params, len(prompts)), strict=True)
             )
@@ -226,7 +228,7 @@ def check_limits(limits: dict[str, Any]) -> None:
         require(holds, name, limits.get(name), rule)
 
 
-def _from(row: int, queue: list[scheduler.Prompt]) -> list[scheduler.Prompt]:
+def _from(row: int, queue: list[scheduler.QueuedPrompt]) -> list[scheduler.QueuedPrompt]:
     """The queue without its first rows."""
     firsts = itertools.accumulate((len(prompt.keys) for prompt in queue), initial=0)
     return [

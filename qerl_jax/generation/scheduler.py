@@ -24,7 +24,7 @@ _SMALLEST_BATCH = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Prompt:
+class QueuedPrompt:
     """A prompt and the completions that are wanted of it.
 
     Attributes:
@@ -142,7 +142,7 @@ def batch_sizes(slots: int) -> tuple[int, ...]:
 class _Cached:
     """A prompt, and the pages that hold it until the last of its rows has begun."""
 
-    prompt: Prompt
+    prompt: QueuedPrompt
     first_row: int
     rows_left: int
     pages: list[int] = dataclasses.field(default_factory=list)
@@ -172,7 +172,7 @@ class Schedule:
     they hold leave room for a row: so there is always one that can go on.
     """
 
-    def __init__(self, shapes: Shapes, num_pages: int, prompts: Sequence[Prompt]):
+    def __init__(self, shapes: Shapes, num_pages: int, prompts: Sequence[QueuedPrompt]):
         self.num_pages = num_pages
         self._shapes, self._pages = shapes, Pages(num_pages)
         counts = [len(prompt.keys) for prompt in prompts]

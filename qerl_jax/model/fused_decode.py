@@ -27,7 +27,7 @@ UNROLLED_ROWS = 32
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class FusedWeights:
     """What a policy's layers hold, as the fused kernels read it; leaves have a leading axis L where nothing else is said.
 
     Attributes:
@@ -78,7 +78,7 @@ def supports(model: transformer.Transformer, rows: int, *, adapter: bool = True)
 
 def policy(
     model: transformer.Transformer, variables: dict[str, Any], *, adapter: bool = True
-) -> Policy:
+) -> FusedWeights:
     """Gathers what the kernels read; adapters and norms are computed, weights are only referred to.
 
     Args:
@@ -107,7 +107,7 @@ def policy(
         "inside": scale("layers", "post_attention_layernorm"),
         "after": jnp.concatenate([first[1:], scale("norm")[None]]),
     }
-    return Policy(
+    return FusedWeights(
         weights=weights,
         divisors={n: fused.sliceable(w.global_scale) for n, w in weights.items() if is_packed},
         biases={name: stacked[name]["bias"] for name in LINEARS if "bias" in stacked[name]},
@@ -144,7 +144,7 @@ def extender(
 
 
 def extend(
-    model: transformer.Transformer, policy: Policy, tokens: jax.Array, cache: kv_cache.KVCache
+    model: transformer.Transformer, policy: FusedWeights, tokens: jax.Array, cache: kv_cache.KVCache
 ) -> tuple[jax.Array, kv_cache.KVCache]:
     """Runs the next token of each row and puts its keys and values into the cache.
 
@@ -189,7 +189,7 @@ def extend(
 
 def step(
     model: transformer.Transformer,
-    policy: Policy,
+    policy: FusedWeights,
     x: jax.Array,
     attend: Callable[..., tuple[jax.Array, Any]],
     state: Any,

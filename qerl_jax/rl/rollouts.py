@@ -13,7 +13,7 @@ from qerl_jax.config import RolloutConfig
 from qerl_jax.data.datasets import Problem, collate
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.generation.engine import Engine
-from qerl_jax.generation.scheduler import Prompt
+from qerl_jax.generation.scheduler import QueuedPrompt
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import grpo
@@ -207,7 +207,7 @@ def collect(
     sampled = sampler.engine.completions(
         variables,
         [
-            Prompt(ids, group, sampler.max_completion_length)
+            QueuedPrompt(ids, group, sampler.max_completion_length)
             for ids, group in zip(prompts, groups, strict=True)
         ],
         sampler.temperature,

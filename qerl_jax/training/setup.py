@@ -26,7 +26,7 @@ SAMPLE, NOISE, UPDATE, EVAL, PARAMS = range(5)
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class PreparedRun:
     """All that the loop needs.
 
     Attributes:
@@ -78,7 +78,7 @@ def setup(
     *,
     problems: Sequence[datasets.Problem] | None = None,
     reward_functions: Sequence[stock.RewardFunction] | None = None,
-) -> Run:
+) -> PreparedRun:
     """Loads all that a config names; a run that is found in its folder goes on where it was.
 
     Everything that can be wrong with the input is found before the run folder is made.
@@ -128,7 +128,7 @@ def setup(
         )
         del state  # where everything trains, the device does not hold two
         state = files.restore(like)
-    return Run(
+    return PreparedRun(
         cfg,
         model,
         frozen,

@@ -34,7 +34,7 @@ from qerl_jax.rl import dynamic_sampling, grpo, rollouts, update
 from qerl_jax.rl.experience import make_experience
 from qerl_jax.tracking.logger import Logger, read_metrics
 from qerl_jax.training import metrics
-from qerl_jax.training.setup import SAMPLE, UPDATE, Run, peak_memory, setup, stream_key
+from qerl_jax.training.setup import SAMPLE, UPDATE, PreparedRun, peak_memory, setup, stream_key
 
 
 def train(
@@ -127,7 +127,7 @@ def train(
     return state
 
 
-def _logger(run: Run, quiet: bool) -> Logger:
+def _logger(run: PreparedRun, quiet: bool) -> Logger:
     """Writes the config into the run folder, and opens its log."""
     cfg, step = run.cfg, int(run.state.step)
     folder = pathlib.Path(cfg.output_dir)
@@ -152,13 +152,17 @@ def _logger(run: Run, quiet: bool) -> Logger:
     return logger
 
 
-def _policy(run: Run, params: Any) -> dict[str, Any]:
+def _policy(run: PreparedRun, params: Any) -> dict[str, Any]:
     """The variables that sample."""
     return {"params": as_computed(params, run.model.dtype), "frozen": run.frozen}
 
 
 def _sample(
-    run: Run, variables: dict[str, Any], trace: metrics.Trace, drawn: int, sampling_round: int
+    run: PreparedRun,
+    variables: dict[str, Any],
+    trace: metrics.Trace,
+    drawn: int,
+    sampling_round: int,
 ) -> rollouts.Scored:
     """Samples and scores the problems from place `drawn` on; rounds of a step share its key."""
     cfg, count = run.cfg, run.cfg.prompts_per_rollout
@@ -182,7 +186,7 @@ def _sample(
 
 
 def _recorder(
-    run: Run, logger: Logger, on_step: Callable[[int, dict[str, Any]], bool | None] | None
+    run: PreparedRun, logger: Logger, on_step: Callable[[int, dict[str, Any]], bool | None] | None
 ) -> Callable[[int, dict[str, Any], Any], bool]:
     """The function that writes the metrics of a step, evaluated where that is due, and says whether to go on.
 
@@ -207,7 +211,7 @@ def _recorder(
     return record
 
 
-def _export(run: Run, folder: pathlib.Path, params: Any) -> None:
+def _export(run: PreparedRun, folder: pathlib.Path, params: Any) -> None:
     """Writes what was learned: a PEFT adapter, or a whole model."""
     source = run.cfg.model.model_name_or_path
     if run.model.lora:
@@ -221,7 +225,7 @@ def _export(run: Run, folder: pathlib.Path, params: Any) -> None:
         )
 
 
-def _crosses(run: Run, step: int, every: int) -> bool:
+def _crosses(run: PreparedRun, step: int, every: int) -> bool:
     """Whether one of a rollout's optimizer steps was a multiple of `every`, or the run is over."""
     stride = run.cfg.updates_per_rollout
     return step >= run.total_steps or (every > 0 and step // every > (step - stride) // every)

@@ -13,7 +13,7 @@ from qerl_jax import config, memory
 from qerl_jax.checkpoint import base_model
 from qerl_jax.cli import main
 from qerl_jax.config import ConfigError
-from qerl_jax.generation.scheduler import Prompt
+from qerl_jax.generation.scheduler import QueuedPrompt
 from qerl_jax.model import architecture, kv_cache
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import trainable
@@ -123,7 +123,7 @@ def test_the_cache_is_planned_as_the_engine_makes_it(monkeypatch, fields):
         monkeypatch.setattr(runtime, "memory_stats", lambda stats=stats: stats)
         sampler = rollouts.make_sampler(model, tokenizer, cfg.rollout, max_prompt_length=longest)
         keys = np.zeros((cfg.rollout.num_generations, 2), np.uint32)
-        prompt = Prompt(np.ones(longest, np.int32), keys, sampler.max_completion_length)
+        prompt = QueuedPrompt(np.ones(longest, np.int32), keys, sampler.max_completion_length)
         completions = sampler.engine.completions(
             {"params": params, "frozen": frozen},
             [prompt] * prompts,

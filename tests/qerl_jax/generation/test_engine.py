@@ -12,7 +12,7 @@ import pytest
 from qerl_jax.config import LoraConfig
 from qerl_jax.generation import engine, kv_capacity
 from qerl_jax.generation.engine import Engine, EngineSpec
-from qerl_jax.generation.scheduler import Prompt
+from qerl_jax.generation.scheduler import QueuedPrompt
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model import architecture, layers
 from qerl_jax.model.transformer import (
@@ -47,7 +47,7 @@ def make(num_tokens=64, chunk=4, repetition_penalty=1.0, **options):
 def prompts(seed=0, lengths=LENGTHS, groups=GROUPS, limit=C):
     draw = np.random.default_rng(seed)
     return [
-        Prompt(
+        QueuedPrompt(
             draw.integers(1, 64, length).astype(np.int32),
             draw.integers(0, 2**32, (count, 2), np.uint32),
             limit,
@@ -231,7 +231,9 @@ def record(counts, lengths, width=5, limit=40, **options):
     subject = Engine(model, EngineSpec(3, chunk=8), stop_tokens=(2,), page_size=4, **options)
     variables = {"frozen": {"embed_tokens": jnp.log(jnp.array([0.5, 0.4, 0.1]))[:, None]}}
     queue = [
-        Prompt(np.zeros(length, np.int32), np.arange(2 * n, dtype=np.uint32).reshape(n, 2), limit)
+        QueuedPrompt(
+            np.zeros(length, np.int32), np.arange(2 * n, dtype=np.uint32).reshape(n, 2), limit
+        )
         for n, length in zip(counts, lengths, strict=True)
     ]
     pieces = sum(subject.stream(variables, queue, 1.0, max_prompt_length=width), [])

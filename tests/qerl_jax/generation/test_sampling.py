@@ -13,7 +13,7 @@ from qerl_jax.config import LoraConfig
 from qerl_jax.generation import sampling
 from qerl_jax.generation.engine import Engine, EngineSpec
 from qerl_jax.generation.sampling import Truncation
-from qerl_jax.generation.scheduler import Prompt
+from qerl_jax.generation.scheduler import QueuedPrompt
 from qerl_jax.model import architecture, layers, logprobs
 from qerl_jax.model.transformer import Transformer, head
 from qerl_jax.rl import update
@@ -42,7 +42,7 @@ def sampled(engine, variables, tokens, lengths, row_keys, temperature, limit=C):
     """Rows of an engine as arrays [B, limit], 0 behind their ends."""
     groups = np.asarray(jax.random.key_data(row_keys)).reshape(len(tokens), -1, 2)
     queue = [
-        Prompt(prompt[:length], group, limit)
+        QueuedPrompt(prompt[:length], group, limit)
         for prompt, length, group in zip(tokens, lengths, groups, strict=True)
     ]
     width = tokens.shape[1]

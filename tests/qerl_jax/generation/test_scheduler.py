@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from qerl_jax.generation.scheduler import (
-    Prompt,
+    QueuedPrompt,
     Schedule,
     Shapes,
     most_prefilled,
@@ -19,7 +19,7 @@ def test_every_row_ends_and_no_page_has_two_writers(seed):
     size, limit, slots, width = 4, int(draw.integers(1, 14)), int(draw.integers(1, 7)), 20
     lengths, groups = draw.integers(1, width + 1, 9), draw.integers(1, 5, 9)
     queue = [
-        Prompt(np.zeros(n, np.int32), np.zeros((g, 2), np.uint32), limit)
+        QueuedPrompt(np.zeros(n, np.int32), np.zeros((g, 2), np.uint32), limit)
         for n, g in zip(lengths, groups, strict=True)
     ]
     table_width = -(-(width - 1 + limit) // size)

@@ -1,0 +1,98 @@
+"""Rules that tie the sections of a run's config to each other."""
+
+from typing import Any
+
+from qerl_jax.checked import require
+
+
+def across_sections(cfg: Any) -> list[tuple[bool, str, str]]:
+    """The rules across sections: whether each holds, the field (or several with a comma) at fault, the rule.
+
+    Args:
+        cfg: A `config.RunConfig`.
+    """
+    used = {*cfg.rewards.functions, *([cfg.eval.reward] if cfg.eval else [])}
+    lora, grpo = cfg.model.trainable == "lora", cfg.grpo
+    return [
+        (
+            (cfg.max_steps is None) != (cfg.num_train_epochs is None),
+            "max_steps, num_train_epochs",
+            "exactly one of the two must be set",
+        ),
+        (
+            set(cfg.rewards.options or ()) <= used,
+            "rewards.options",
+            f"must be of functions that are used: {', '.join(sorted(used))}",
+        ),
+        *_across_lengths(cfg),
+        *_across_batches(cfg),
+        (
+            lora or cfg.lora == type(cfg.lora)(),
+            "model.trainable",
+            "leaves nothing for a [lora] section to say: remove it",
+        ),
+        (
+            lora or grpo.beta == 0 or grpo.sync_ref_model,
+            "grpo.beta",
+            'with model.trainable = "full" the reference needs a copy of the weights: ask for it with '
+            "grpo.sync_ref_model = true (ref_model_mixup_alpha = 0 keeps it as it was)",
+        ),
+    ]
+
+
+def _across_lengths(cfg):
+    rollout, longest = cfg.rollout, cfg.rollout.max_completion_length
+    row = cfg.data.max_prompt_length + longest
+    lengths = f"data.max_prompt_length + rollout.max_completion_length = {row}"
+    limit = cfg.optim.max_tokens_per_microbatch
+    return [
+        (
+            rollout.kv_cache_tokens is None or rollout.kv_cache_tokens >= row,
+            "rollout.kv_cache_tokens",
+            f"must hold a row of {lengths}",
+        ),
+        (
+            limit is None or limit >= row,
+            "optim.max_tokens_per_microbatch",
+            f"must hold one row, {lengths}",
+        ),
+        (
+            rollout.stop is not None
+            or not (rollout.ignore_eos and cfg.grpo.mask_truncated_completions),
+            "grpo.mask_truncated_completions",
+            "leaves nothing to learn from where rollout.ignore_eos lets no completion end",
+        ),
+        (
+            (cfg.rewards.soft_punish_cache or 0) <= longest,
+            "rewards.soft_punish_cache",
+            f"must not exceed rollout.max_completion_length = {longest}",
+        ),
+    ]
+
+
+def _across_batches(cfg):
+    rows, batch = cfg.generation_batch_size, cfg.train_batch_size
+    group, updates = cfg.rollout.num_generations, cfg.updates_per_rollout
+    per_device = "optim.per_device_train_batch_size"
+    optimizer_batch = f"{per_device} * optim.gradient_accumulation_steps"
+    given = optimizer_batch
+    if cfg.rollout.generation_batch_size is not None:
+        given = "rollout.generation_batch_size"
+    elif cfg.rollout.steps_per_generation is not None:
+        given = f"{per_device} * rollout.steps_per_generation"
+    rule = f"must be a multiple of rollout.num_generations = {group}"
+    require(rows % group == 0, given, rows, rule)
+    rule = f"must be a multiple of the optimizer batch, {optimizer_batch} = {batch}"
+    require(rows % batch == 0, given, rows, rule)
+    return [
+        (
+            cfg.optim.max_tokens_per_microbatch is None or cfg.grpo.loss_type != "bnpo",
+            "optim.max_tokens_per_microbatch",
+            'goes with any grpo.loss_type but "bnpo", whose value depends on the cut: take "dapo"',
+        ),
+        (
+            cfg.max_steps is None or cfg.max_steps % updates == 0,
+            "max_steps",
+            f"must be a multiple of the {updates} optimizer steps made from each rollout",
+        ),
+    ]
