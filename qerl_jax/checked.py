@@ -65,7 +65,7 @@ class Checked:
 
     Attributes:
         section: Stands before a field's name in errors.
-        names: By field, what errors call it instead.
+        names: Names that errors use instead of a field's own.
     """
 
     section: ClassVar[str] = ""

@@ -164,7 +164,7 @@ class RewardConfig(Checked, section="rewards."):
     Attributes:
         functions: Stock names of `rewards/stock.py`, or import paths "package.module:function".
         weights: One weight per function; absent means 1 each.
-        options: By name of a function, the arguments of the factory that makes it; see `scoring.resolve`.
+        options: Arguments of the factory of each function, by the function's name; see `scoring.resolve`.
         soft_punish_cache: Width in tokens of the slope, at the end of the longest completion, down which
             DAPO's soft overlong punishment goes from 0 to -1; absent means no punishment.
         soft_punish_weight: Weight of that punishment in the sum.

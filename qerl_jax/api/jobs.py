@@ -289,7 +289,7 @@ def plan(config: Config, device_memory: str | int | None = None, **overrides: An
     always ...
 
     Args:
-        config: As for `train`.
+        config: A config, in any form that `train` takes.
         device_memory: Memory of the device as "80GB" or in bytes; absent means that of this device.
         **overrides: As for `train`.
 

@@ -54,7 +54,7 @@ def export(
         run: A run folder.
         to: What is written.
         out: The folder, which appears whole or not at all; replaced if it is an export already.
-        base: To what the adapter is added: the "original" 16-bit weights, or those on which it was
+        base: The weights that the adapter is added to: the "original" 16-bit weights, or those on which it was
             trained, "packed" and dequantized again. None means "packed" for a merged model if there is
             such, and otherwise the only one that there is.
         step: Step of the checkpoint to take; None means the final adapter, or the newest checkpoint.

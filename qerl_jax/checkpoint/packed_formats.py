@@ -32,7 +32,7 @@ class Format:
     """One packed format.
 
     Attributes:
-        name: As in `model.weights`.
+        name: Name of the format in `model.weights`.
         block: K must be a multiple of it.
         group: Neighbouring entries that share a scale.
         pack: Weights [N, K] that read one input -> each packed, with what they have to share; compiled.

@@ -59,7 +59,7 @@ def load_policy(source: PolicySource, seed: int = 0) -> LoadedPolicy:
     """Reads a base and its adapter onto the device.
 
     Args:
-        source: From `find_policy`, or made of a model and an adapter.
+        source: What `find_policy` found, or made of a model and an adapter.
         seed: Random seed for a random base.
 
     Raises:

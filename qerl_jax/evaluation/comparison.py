@@ -15,7 +15,7 @@ class Comparison:
     """Two policies on one set.
 
     Attributes:
-        differences: By estimate ("mean", "pass@4", ...), the first policy's minus the second's.
+        differences: For each estimate ("mean", "pass@4", ...) the first policy's minus the second's.
         changed: Settings in which the two evaluations differ; the policy should be the only one.
     """
 

@@ -116,7 +116,7 @@ def pass_rate(record: dict[str, Any]) -> float | None:
     """The share of a problem's completions that pass, of those that were judged; None where none was.
 
     Args:
-        record: As `Evaluator.records` gives it.
+        record: A problem's record from `Evaluator.records`.
     """
     judged = len(record["right"]) - record["unjudged"]
     return sum(record["right"]) / judged if judged else None

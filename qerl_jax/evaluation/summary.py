@@ -44,8 +44,8 @@ def statistics(
     """Builds by kind ("mean", "pass", "maj") and k the functions from indices of samples to P estimates.
 
     Args:
-        records: As `summarize` takes them.
-        ks: As `summarize` takes them.
+        records: Records of one set, see `summarize`.
+        ks: Values of k, see `summarize`.
     """
     right = np.array([record["right"] for record in records], bool)
     canonical = lambda text: None if text is None else answers.canonical(text)

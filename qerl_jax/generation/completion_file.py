@@ -36,7 +36,7 @@ def write(
         path: The file; it appears at the end.
         source: The policy that samples.
         rows: Columns that stand beside the completions of each prompt.
-        prompts: As many prompts.
+        prompts: The prompts, one for each of `rows`.
         params: How they are sampled.
         limits: `max_concurrent`, `kv_cache_tokens` and `kv_cache_fraction` of `Generator`.
         log: Is called with a line about the progress, now and then.

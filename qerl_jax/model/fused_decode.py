@@ -31,10 +31,10 @@ class FusedWeights:
     """What a policy's layers hold, as the fused kernels read it; leaves have a leading axis L where nothing else is said.
 
     Attributes:
-        weights: By linear, the base's weight as it is.
-        divisors: By linear, the global scales of a packed weight, as slices of a stack are read.
-        biases: By linear, [L, N], where there is one.
-        branches: By linear, the adapter; empty without one.
+        weights: The base's weight of each linear, by its name.
+        divisors: Global scales of each packed linear, as slices of a stack are read.
+        biases: Biases [L, N] of the linears that have one.
+        branches: The adapter's branches of each linear; empty without an adapter.
         embedding: [V, D].
         first_scale: float32 [D] of the first layer's first norm, noise and training included.
         scales: float32 [L, D] of the norm inside each layer, and of the norm after it.
@@ -150,7 +150,7 @@ def extend(
 
     Args:
         model: The policy.
-        policy: From `policy`.
+        policy: What `policy` gathered.
         tokens: int32 [B].
         cache: Its rows' ends are where the tokens go; they are moved by one.
 
@@ -201,7 +201,7 @@ def step(
 
     Args:
         model: The policy.
-        policy: From `policy`.
+        policy: What `policy` gathered.
         x: bfloat16 [M, D], embedded tokens; M as `fused.padded` makes it.
         attend: attend(qkv [M, N], head_norms, index, state) -> mixed [M, H * C] and the new state,
             where head_norms are one layer's.

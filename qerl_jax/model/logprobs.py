@@ -49,7 +49,7 @@ def of_targets(
         hidden: [N, D], the state that predicts each target.
         head: [V, D].
         targets: int32 [N].
-        temperature: Of the policy; see the module's definition. No gradient flows through it.
+        temperature: Sampling temperature of the policy; see the module's definition. No gradient flows through it.
         num_tokens: Ids that the tokenizer has.
         chunk: Rows at a time.
 

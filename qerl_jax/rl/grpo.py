@@ -305,7 +305,7 @@ def policy_loss(
     Args:
         cfg: The objective.
         batch: Rows of the micro-batch.
-        totals: Of its optimizer batch.
+        totals: Rows and tokens of the optimizer batch.
 
     Returns:
         The loss, and counts for `summarize`.

@@ -66,7 +66,7 @@ def step(
         tx: Any optax transformation whose updates are to be subtracted.
         rate: Learning rate, a scalar.
         keep: Whether the step is made; where it is false, nothing changes.
-        grads: As `params`.
+        grads: Gradients, a tree like `params`.
         opt_state: State of `tx`.
         params: Float32 tree.
 

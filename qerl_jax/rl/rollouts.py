@@ -48,12 +48,12 @@ class Rollout:
 
     Attributes:
         problems: The P problems.
-        prompt_ids: Of each problem, its prompt's tokens, int32 [tokens].
+        prompt_ids: Tokens of each problem's prompt, int32 [tokens].
         texts: The B completions without special tokens.
-        completion_ids: Of each completion, its tokens, int32 [tokens]: the stop token included, or the
+        completion_ids: Tokens of each completion, int32 [tokens]: the stop token included, or the
             token that completes a stop string.
-        logps: Of each completion, the sampler's log-probabilities of its tokens, float32 [tokens].
-        stopped: Of each completion, False where it was cut at the limit.
+        logps: The sampler's log-probability of each token of each completion, float32 [tokens].
+        stopped: False for each completion that was cut at the limit.
     """
 
     problems: tuple[Problem, ...]

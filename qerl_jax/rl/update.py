@@ -45,7 +45,7 @@ class Objective:
     Attributes:
         model: The policy.
         grpo: The loss.
-        temperature: Of all log-probabilities.
+        temperature: Temperature of all log-probabilities.
         num_tokens: Ids that the tokenizer has.
         remat: What the backward pass recomputes, see `transformer.Transformer`.
     """

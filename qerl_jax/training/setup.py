@@ -39,7 +39,7 @@ class PreparedRun:
         total_steps: Optimizer steps of the whole run.
         sampler: How completions are sampled.
         updater: How a rollout is learned from.
-        noise: From a step to the `noise` collection of the policy, and its metrics.
+        noise: Function of a step that gives the policy's `noise` collection and its metrics.
         evaluator: Held-out accuracy, or None.
         files: The checkpoints.
         state: Where training begins, or goes on; the first update takes its buffers.
