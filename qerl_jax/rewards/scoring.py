@@ -260,7 +260,8 @@ def _checked_values(name: str, values: Any, rows: int) -> list[float]:
     is_list = hasattr(values, "__len__") and not isinstance(values, str | bytes | Mapping)
     where, rule = f"reward function {name!r}", f"must return a list of {rows} values"
     require(is_list, where, type(values).__name__, rule, RewardError)
-    require(len(values) == rows, f"{where}, values", len(values), f"must be {rows}", RewardError)
+    rule = f"must be one for each of {rows} rows"
+    require(len(values) == rows, f"{where}, values", len(values), rule, RewardError)
     return [
         float("nan") if value is None else _checked_value(name, row, value)
         for row, value in enumerate(values)

@@ -148,7 +148,7 @@ async def raises_late(**_):
         (lambda **_: 1 / 0, r"'f' raised ZeroDivisionError on 2 rows with the columns \['level'\]"),
         (raises_late, "'f' raised KeyError on 2 rows"),
         (lambda completions, answer, **_: [], "raised TypeError on 2 rows.*'answer'"),
-        (lambda **_: [1.0], "'f', values: got 1; must be 2"),
+        (lambda **_: [1.0], "'f', values: got 1; must be one for each of 2 rows"),
         (lambda **_: 1.0, "'f': got 'float'; must return a list of 2 values"),
         (lambda **_: "10", "'f': got 'str'; must return a list of 2 values"),
         (lambda **_: [1, "1"], "'f', row 1: got '1'"),
