@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
+import qerl_jax
 from qerl_jax.checked import is_seed, require
 from qerl_jax.cli.common import log, require_unicode
 from qerl_jax.config import Dtype, Weights
@@ -70,27 +71,26 @@ def generate(
     seeds = {"seed": [row["seed"] for row in rows]} if "seed" in rows[0] else {}
     params = SamplingParams(**vars(sampling) | seeds)
     prompts = _prompts(rows, system_prompt)
-    from qerl_jax.checkpoint.policy import find_policy
-    from qerl_jax.generation import completion_file
-    from qerl_jax.generation.generator import Generator
-
-    source = find_policy(model, adapter, weights=weights, dtype=dtype)
     limits = {
         "max_concurrent": max_concurrent,
         "kv_cache_tokens": kv_cache_tokens,
         "kv_cache_fraction": kv_cache_fraction,
     }
     if output is not None:
+        from qerl_jax.checkpoint.policy import find_policy
+        from qerl_jax.generation import completion_file
+
+        source = find_policy(model, adapter, weights=weights, dtype=dtype)
         completion_file.write(output, source, rows, prompts, params, limits=limits, log=log)
         return
-    generator = Generator.of(source, **limits)
+    policy = qerl_jax.load(model, adapter, weights=weights, dtype=dtype, **limits)
     if len(prompts) == params.n == 1:
-        for text in generator.stream(prompts[0], **vars(params)):
+        for text in policy.stream(prompts[0], params):
             sys.stdout.write(text)
             sys.stdout.flush()
         log("")
         return
-    for completion in generator.completions(prompts, **vars(params)):
+    for completion in policy.generator.completions(prompts, **vars(params)):
         log(completion.text)
 
 
