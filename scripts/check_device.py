@@ -209,7 +209,7 @@ def run(
                     worker.kill()
                     row |= worker.at
                     worker = None
-                    row["log"] = log.read_text(errors="replace")[-6000:]
+                    row["log"] = log.read_text(errors="replace")[-20000:]
             row = {"seconds": round(time.monotonic() - started, 1)} | row
             with lock:
                 on_row({"number": case["number"], "name": cases.name(case)} | row | {"case": case})
