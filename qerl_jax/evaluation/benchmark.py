@@ -21,10 +21,9 @@ from qerl_jax.evaluation.evaluator import Evaluator, protocol_of_run
 from qerl_jax.evaluation.protocols import Protocol
 from qerl_jax.evaluation.summary import summarize
 from qerl_jax.files import Progress, content_hashes, write_whole
+from qerl_jax.generation import kv_capacity
 from qerl_jax.rewards import scoring
 
-# The cache's share of the device's memory, and the bytes taken for that where the device reports none.
-_CACHE_SHARE, _UNREPORTED_MEMORY = 0.4, 16e9
 # Completions of a batch for each that is sampled at a time: so many that long rows seldom run alone, and
 # so few that a kill loses little.
 _ROUNDS_PER_BATCH = 4
@@ -182,10 +181,10 @@ def _measure(
         raise ValueError(f"prompt of problem {lengths.index(0)}: has no tokens")
     arch.require_context(max(lengths), longest, "max_tokens")
     width = -(-max(lengths) // _WIDTH_STEP) * _WIDTH_STEP
-    # Rows whose keys and values fit into the cache's share of the device's memory.
-    memory = (runtime.memory_stats() or {}).get("bytes_limit", _UNREPORTED_MEMORY)
-    row = (width + longest) * arch.kv_bytes(jnp.dtype(policy.model.dtype).itemsize)
-    rows = max(1, min(max_concurrent, int(_CACHE_SHARE * memory / row)))
+    memory = (runtime.memory_stats() or {}).get("bytes_limit")
+    itemsize = jnp.dtype(policy.model.dtype).itemsize
+    fit = kv_capacity.rows_that_fit(arch, memory, width + longest, itemsize)
+    rows = max(1, min(max_concurrent, fit))
     evaluator = Evaluator.of_protocol(
         policy.model,
         policy.tokenizer,

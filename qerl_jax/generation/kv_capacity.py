@@ -6,6 +6,8 @@ from qerl_jax.model.architecture import Architecture
 # Arrays [B, V] in float32 that sampling holds at once, and what the cache takes of what is left.
 _SCORES = 4
 _CACHE_SHARE = 0.9
+# What rows of an evaluation take of a device's memory, and the bytes taken for that where it reports none.
+_ROWS_SHARE, _UNREPORTED_MEMORY = 0.4, 16e9
 
 
 def pages_wanted(rows: int, row_tokens: int, prompts: int, prompt_tokens: int, size: int) -> int:
@@ -50,6 +52,19 @@ def capacity(
         itemsize: Bytes of a key or value.
     """
     share = _CACHE_SHARE * max(0, free - beside) if fraction is None else fraction * free
-    tokens = int(share / (2 * arch.num_layers * arch.kv_width * itemsize))
+    tokens = int(share / arch.kv_bytes(itemsize))
     # In coarse steps, so that two runs find the same program in the compilation cache.
     return tokens - tokens % (1 << max(0, tokens.bit_length() - 4))
+
+
+def rows_that_fit(arch: Architecture, memory: float | None, tokens: int, itemsize: int) -> int:
+    """Rows of so many tokens whose keys and values fit beside a model of unknown size; at least 1.
+
+    Args:
+        arch: Shape of the policy.
+        memory: Bytes of the device; None where it does not report them.
+        tokens: Most tokens of a row.
+        itemsize: Bytes of a key or value.
+    """
+    share = _ROWS_SHARE * (memory or _UNREPORTED_MEMORY)
+    return max(1, int(share / (tokens * arch.kv_bytes(itemsize))))

@@ -11,3 +11,11 @@ def test_the_workspace_holds_scores_and_the_largest_prefill():
         "scores": 4 * 8 * arch.vocab_size * 4,
         "prefill": 8192 * (3 * arch.ffn_width + 4 * arch.width) * 2,
     }
+
+
+def test_rows_of_an_evaluation_take_two_fifths_of_the_memory():
+    arch = architecture.KNOWN["qwen2.5-7b"]
+    row = 1000 * 2 * arch.num_layers * arch.kv_width * 2
+    assert kv_capacity.rows_that_fit(arch, 10 * row, 1000, 2) == 4
+    assert kv_capacity.rows_that_fit(arch, row, 1000, 2) == 1  # one at least
+    assert kv_capacity.rows_that_fit(arch, None, 1000, 2) == int(0.4 * 16e9 / row)
