@@ -68,11 +68,14 @@ def test_bfloat16_attention_stays_within_two_of_its_steps():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("length", [384, 293])
 @pytest.mark.parametrize(("heads", "groups", "size"), [(28, 4, 128), (14, 2, 64), (8, 8, 128)])
-def test_on_its_device_attention_and_its_derivatives_meet_the_plain_one(heads, groups, size):
+def test_on_its_device_attention_and_its_derivatives_meet_the_plain_one(
+    heads, groups, size, length
+):
     """A row is filled up on the right, with what would show: its live part does not see it."""
-    arrays = [x.astype(jnp.bfloat16) for x in qkv(384, heads, groups, rows=2, size=size)]
-    live = jnp.arange(384)[:, None, None] < jnp.array([384, 200])[:, None, None, None]
+    arrays = [x.astype(jnp.bfloat16) for x in qkv(length, heads, groups, rows=2, size=size)]
+    live = jnp.arange(length)[:, None, None] < jnp.array([length, 200])[:, None, None, None]
     filled = [jnp.where(live, x, jnp.bfloat16(50)) for x in arrays]
 
     @functools.partial(jax.jit, static_argnums=0)
