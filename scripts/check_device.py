@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--budget", type=float, help="seconds after which no case starts; absent: 50 before the end"
     )
-    parser.add_argument("--case-seconds", type=float, default=150, help="after which a case is")
+    parser.add_argument("--case-seconds", type=float, default=240, help="after which a case is")
     parser.add_argument("--autotune", action="store_true", help="let XLA time its products")
     parser.add_argument("--keep", type=pathlib.Path, help="a folder for what cases leave, and logs")
     parser.add_argument("--list", action="store_true", help="print the names of cases only")
