@@ -2,15 +2,67 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_kernels.linear import Branch, finish
 from pallas_kernels.nvfp4_matmul import fused_wide
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 from pallas_kernels.packed_matmul import PackedWeight, packed_matmul
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PreparedBranches:
+    """LoRA's matrices of a linear as its product reads them: made once for many calls, without a derivative.
+
+    Attributes:
+      a: [..., K, ranks], A of all parts side by side, in the activations' type.
+      ups: alpha / R * B [..., R, N_i] of each part in that type; none where `b` takes their place.
+      b: [..., N, 64] of all parts, for the kernel of many rows; or None.
+      sizes: of the parts that this kernel knows.
+    """
+
+    a: jax.Array
+    ups: tuple[jax.Array, ...]
+    b: jax.Array | None
+    sizes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+
+
+def prepare_branches(
+    matrices: Sequence[tuple[jax.Array, jax.Array]],
+    scaling: float,
+    weight: PackedWeight | jax.Array,
+    dtype: DTypeLike,
+    *,
+    rows: int,
+    has_unit: bool,
+) -> PreparedBranches:
+    """Makes of LoRA's matrices what `finished_linear` reads of them for x of so many rows.
+
+    Args:
+      matrices: A [K, R] and B [R, N_i] in float32, of the parts of N.
+      scaling: alpha / R.
+      weight: of the linear, or a stack of them.
+      dtype: of the activations.
+      rows: of x.
+      has_unit: whether a norm's unit will be given, and no residual.
+    """
+    down = [a.astype(dtype) for a, _ in matrices]
+    ups = [(scaling * b).astype(dtype) for _, b in matrices]
+    sizes, (k, rank) = [up.shape[1] for up in ups], down[0].shape
+    if not has_unit or not _fits_kernel(rows, k, weight, sizes, rank, dtype):
+        return PreparedBranches(jnp.concatenate(down, axis=1), tuple(ups), None, ())
+    return PreparedBranches(
+        fused_wide.side_by_side(down, ups),
+        (),
+        fused_wide.below_each_other(ups),
+        fused_wide.kernel_sizes(sizes, rank),
+    )
 
 
 def linear(x: jax.Array, weight: PackedWeight | jax.Array) -> jax.Array:
@@ -37,7 +89,7 @@ def linear(x: jax.Array, weight: PackedWeight | jax.Array) -> jax.Array:
 def finished_linear(
     x: jax.Array,
     weight: PackedWeight | jax.Array,
-    branches: Sequence[Branch],
+    branches: Sequence[Branch] | PreparedBranches,
     *,
     unit: jax.Array | None = None,
     bias: jax.Array | None = None,
@@ -50,7 +102,8 @@ def finished_linear(
     Args:
       x: [..., K], float32 or bfloat16.
       weight: as `linear` takes it.
-      branches: LoRA's, of the parts of N in their order; none without LoRA.
+      branches: LoRA's, of the parts of N in their order; none without LoRA. Or what `prepare_branches`
+        made of its matrices for as many rows.
       unit: float32 [..., 1], of the norm before, which is constant to a derivative.
       bias: [N].
       residual: [..., N].
@@ -60,6 +113,14 @@ def finished_linear(
     """
     flat = lambda of_rows: None if of_rows is None else of_rows.reshape(-1, of_rows.shape[-1])
     rows, unit, residual = flat(x), flat(unit), flat(residual)
+    if isinstance(branches, PreparedBranches) and branches.b is not None:
+        y = fused_wide.prepared_linear(
+            rows, weight, branches.a, branches.b, branches.sizes, unit, bias
+        )
+        return y.reshape(*x.shape[:-1], y.shape[-1])
+    if isinstance(branches, PreparedBranches):
+        downs = jnp.split(_exact_dot(rows, branches.a), len(branches.ups), axis=1)
+        branches = list(zip(downs, branches.ups, strict=True))
     if residual is None and _has_kernel(rows, weight, branches, unit):
         y = fused_wide.linear(rows, weight, list(branches), unit, bias)
     else:
@@ -68,11 +129,25 @@ def finished_linear(
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 
+def _exact_dot(x: jax.Array, matrix: jax.Array) -> jax.Array:
+    # float32 means float32, also on cards whose default is TF32.
+    exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.dot(x, matrix, precision=exact)
+
+
 def _has_kernel(
     rows: jax.Array, weight: object, branches: Sequence[Branch], unit: jax.Array | None
 ) -> bool:
     """Whether the kernel of many rows takes these operands."""
-    if unit is None or not branches or not isinstance(weight, HopperNVFP4):
+    if unit is None or not branches:
         return False
     sizes, rank = [up.shape[1] for _, up in branches], branches[0][1].shape[0]
-    return fused_wide.supports(len(rows), sizes, rows.shape[1], rank, rows.dtype) is None
+    return _fits_kernel(*rows.shape, weight, sizes, rank, rows.dtype)
+
+
+def _fits_kernel(
+    rows: int, k: int, weight: object, sizes: Sequence[int], rank: int, dtype: DTypeLike
+) -> bool:
+    if not isinstance(weight, HopperNVFP4):
+        return False
+    return fused_wide.supports(rows, sizes, k, rank, dtype) is None

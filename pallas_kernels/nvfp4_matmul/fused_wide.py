@@ -37,18 +37,8 @@ def supports(m: int, sizes: Sequence[int], k: int, rank: int, dtype: DTypeLike) 
         return f"needs M > {hopper.MAX_M}, else another kernel is faster; got M = {m}"
     if not 1 <= rank <= TILE:
         return f"needs a rank of 1 to {TILE}; got {rank}"
-    n, sizes = sum(sizes), _kernel_sizes(sizes, rank)
+    n, sizes = sum(sizes), kernel_sizes(sizes, rank)
     return wide.supports(n, k, wide.pick_config(m, n, k, sizes=sizes), sizes=sizes)
-
-
-def _kernel_sizes(sizes: Sequence[int], rank: int) -> tuple[int, ...]:
-    """The parts of N that the kernel knows: those of the branches, or one part with the ranks of all.
-
-    Parts that do not begin with a tile of 64 rows are one to the kernel if their ranks find room beside each
-    other. A row of B then has zeros for the ranks of other parts, which add nothing.
-    """
-    is_aligned = all(size % TILE == 0 for size in sizes[:-1])
-    return (sum(sizes),) if not is_aligned and len(sizes) * rank <= TILE else tuple(sizes)
 
 
 @jax.custom_vjp
@@ -119,18 +109,72 @@ linear.defvjp(_linear_fwd, _linear_bwd)
 
 def epilogue(branches: list[Branch], unit: jax.Array, bias: jax.Array | None) -> wide.Epilogue:
     """What is made of the product, as the kernel reads it."""
-    fill = lambda matrix: jnp.pad(matrix, ((0, 0), (0, TILE - matrix.shape[1])))
-    sizes = tuple(up.shape[1] for _, up in branches)
-    of_kernel = _kernel_sizes(sizes, branches[0][1].shape[0])
-    if of_kernel == sizes:
-        downs, ups = zip(*branches, strict=True)
-    else:
-        downs = (jnp.concatenate([down for down, _ in branches], axis=1),)
-        ups = (block_diag(*(up for _, up in branches)),)
-    return wide.Epilogue(
-        u=jnp.concatenate([fill(down) for down in downs], axis=1),
-        b=jnp.concatenate([fill(up.T) for up in ups]),
-        unit=unit[:, 0],
-        bias=None if bias is None else bias.astype(jnp.float32),
-        sizes=of_kernel,
-    )
+    downs, ups = zip(*branches, strict=True)
+    sizes = kernel_sizes([up.shape[1] for up in ups], ups[0].shape[0])
+    return _of_kernel(side_by_side(downs, ups), below_each_other(ups), sizes, unit, bias)
+
+
+def side_by_side(downs: Sequence[jax.Array], ups: Sequence[jax.Array]) -> jax.Array:
+    """Columns [M, R] of all parts as the kernel reads x A [M, 64 * parts]; those of A [K, R] make it by one product.
+
+    Args:
+      downs: of the parts of N.
+      ups: scaled B [R, N_i] of each.
+    """
+    if _is_one_part(ups):
+        return _fill(jnp.concatenate(downs, axis=1))
+    return jnp.concatenate([_fill(down) for down in downs], axis=1)
+
+
+def below_each_other(ups: Sequence[jax.Array]) -> jax.Array:
+    """Scaled B [R, N_i] of all parts as the kernel reads them, [N, 64]: each row's ranks, and zeros."""
+    if _is_one_part(ups):
+        return _fill(block_diag(*ups).T)
+    return jnp.concatenate([_fill(up.T) for up in ups])
+
+
+def prepared_linear(
+    x: jax.Array,
+    w: HopperNVFP4,
+    a: jax.Array,
+    b: jax.Array,
+    sizes: Sequence[int],
+    unit: jax.Array,
+    bias: jax.Array | None,
+) -> jax.Array:
+    """`linear` with matrices that were prepared once for many calls; it has no derivative.
+
+    Args:
+      x: bfloat16 [M, K].
+      w: an [N, K] weight without stacked axes.
+      a: bfloat16 [K, 64 * parts], of `side_by_side`.
+      b: bfloat16 [N, 64], of `below_each_other`.
+      sizes: of the parts of N, as `kernel_sizes` has them.
+      unit: float32 [M, 1].
+      bias: [N], or None.
+    """
+    return wide.matmul(x, w, epilogue=_of_kernel(jnp.dot(x, a), b, sizes, unit, bias))
+
+
+def kernel_sizes(sizes: Sequence[int], rank: int) -> tuple[int, ...]:
+    """The parts of N that the kernel knows: those of the branches, or one part with the ranks of all.
+
+    Parts that do not begin with a tile of 64 rows are one to the kernel if their ranks find room beside each
+    other. A row of B then has zeros for the ranks of other parts, which add nothing.
+    """
+    is_aligned = all(size % TILE == 0 for size in sizes[:-1])
+    return (sum(sizes),) if not is_aligned and len(sizes) * rank <= TILE else tuple(sizes)
+
+
+def _is_one_part(ups: Sequence[jax.Array]) -> bool:
+    sizes = [up.shape[1] for up in ups]
+    return len(kernel_sizes(sizes, ups[0].shape[0])) < len(sizes)
+
+
+def _fill(matrix: jax.Array) -> jax.Array:
+    return jnp.pad(matrix, ((0, 0), (0, TILE - matrix.shape[1])))
+
+
+def _of_kernel(u, b, sizes, unit, bias) -> wide.Epilogue:
+    bias = None if bias is None else bias.astype(jnp.float32)
+    return wide.Epilogue(u=u, b=b, unit=unit[:, 0], bias=bias, sizes=tuple(sizes))

@@ -136,6 +136,9 @@ def extender(
     if supports(model, rows, adapter=adapter) is None:
         return functools.partial(extend, model, policy(model, variables, adapter=adapter))
 
+    if adapter and model.lora is not None and not model.full:
+        variables = transformer.with_prepared_adapter(model, variables, rows)
+
     def extend_plainly(tokens, cache):
         hidden, cache = model.apply(variables, tokens[:, None], cache=cache, adapter=adapter)
         return hidden[:, 0], cache

@@ -8,6 +8,9 @@ Three collections, three lifetimes:
 - `noise`, when given, holds float32 vectors that are added to the norm scales (AQN). It is an
   argument of one call.
 
+Beside them `prepared`, when given, holds what a loop of decoding steps made once of the adapter
+(`with_prepared_adapter`).
+
 Layers are stacked: every leaf under `layers` has a leading axis L, and the forward pass scans it.
 """
 
@@ -22,7 +25,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import decode_attention, mxfp4, nf4, nvfp4, prepare, rounded
-from pallas_kernels.finished_linear import finished_linear
+from pallas_kernels.finished_linear import finished_linear, prepare_branches
 from qerl_jax.config import LoraConfig, Remat, Weights
 from qerl_jax.model import kv_cache, layers, prompt_sharing
 from qerl_jax.model.architecture import LAYER_NORMS, Architecture
@@ -124,8 +127,11 @@ class FusedLinear(nn.Module):
         weight = self._base("weight", lambda key: self._random(key, features, x))
         branches, bias = [], None
         if self.role is Role.ADAPTED:
-            adapters = [Adapter(size, self.lora, name=name)(x) for name, size in self.parts]
-            branches = layers.branches(adapters, self.lora.scaling)
+            if self.has_variable("prepared", "branches"):
+                branches = self.get_variable("prepared", "branches")
+            else:
+                adapters = [Adapter(size, self.lora, name=name)(x) for name, size in self.parts]
+                branches = layers.branches(adapters, self.lora.scaling)
         if self.bias:
             zeros = lambda _: jnp.zeros((features,), _dtype(self.weights))
             bias = rounded(self._base("bias", zeros), x.dtype)
@@ -271,7 +277,7 @@ class Transformer(nn.Module):
         extends = cache is not None and tokens.shape[1] == 1
         scan = nn.scan(
             block,
-            variable_axes={"params": 0, "frozen": 0, "noise": 0},
+            variable_axes={"params": 0, "frozen": 0, "noise": 0, "prepared": 0},
             split_rngs={"params": True, "dropout": True},
             in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
             length=arch.num_layers,
@@ -350,6 +356,39 @@ def as_computed(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
         return leaf.astype(dtype) if path[-1].key in ("weight", "bias") else leaf
 
     return jax.tree_util.tree_map_with_path(rounded, params)
+
+
+def with_prepared_adapter(
+    model: Transformer, variables: dict[str, Any], rows: int
+) -> dict[str, Any]:
+    """Adds the collection `prepared`: LoRA's matrices as the products of so many rows read them.
+
+    A loop of decoding steps makes it once; else each layer of each step converts its matrices anew. For
+    sampling only: no derivative goes through it, and dropout does not act.
+
+    Args:
+        model: A policy with an adapter.
+        variables: `params` and `frozen`, and what else acts.
+        rows: Tokens that run at a time.
+    """
+    stacked, params = variables["frozen"]["layers"], variables["params"]["layers"]
+
+    def branches(linear: str, parts: tuple[tuple[str, int], ...]):
+        matrices = [(params[linear][part]["a"], params[linear][part]["b"]) for part, _ in parts]
+        weight = stacked[linear]["weight"]
+        has_unit = linear in ("qkv", "gate_up")
+        of_layer = functools.partial(
+            prepare_branches,
+            scaling=model.lora.scaling,
+            weight=weight,
+            dtype=model.dtype,
+            rows=rows,
+            has_unit=has_unit,
+        )
+        return {"branches": jax.vmap(of_layer)(matrices)}
+
+    linears = model.arch.linears().items()
+    return variables | {"prepared": {"layers": {name: branches(name, p) for name, p in linears}}}
 
 
 def run_layer(

@@ -52,3 +52,56 @@ def test_linear_multiplies_by_the_transposed_weight(packed):
     matrix = nvfp4.dequantize(held) if packed else weight
     expected = x.astype(np.float64) @ np.asarray(matrix, np.float64).T
     np.testing.assert_allclose(finished_linear.linear(jnp.asarray(x), held), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_prepared_matrices_give_the_bits_of_those_they_were_made_of(dtype):
+    key = functools.partial(jax.random.normal, jax.random.key(2))
+    x, weight, residual = key((5, 48), dtype), key((40, 48), dtype), key((5, 40), dtype)
+    matrices = [(key((48, 8)), key((8, size))) for size in (24, 16)]
+    prepared = finished_linear.prepare_branches(
+        matrices, 0.3, weight, dtype, rows=5, has_unit=False
+    )
+    assert prepared.b is None
+    downs = jnp.split(x @ jnp.concatenate([a.astype(dtype) for a, _ in matrices], 1), 2, axis=1)
+    branches = [(d, (0.3 * b).astype(dtype)) for d, (_, b) in zip(downs, matrices, strict=True)]
+    found, expected = (
+        finished_linear.finished_linear(x, weight, each, residual=residual)
+        for each in (prepared, branches)
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+# Parts in whole tiles, one part, and parts whose ranks share one tile.
+@pytest.mark.parametrize("sizes", [(256, 128), (384,), (40, 24, 36)])
+def test_matrices_prepared_for_the_kernel_are_those_that_it_makes_itself(monkeypatch, sizes):
+    case = random(160, sizes, 512)
+    pretend(monkeypatch)
+    asked = []
+    monkeypatch.setattr(
+        wide, "matmul", lambda x, w, *, epilogue: asked.append(epilogue) or case.expected()
+    )
+    w, rank = to_hopper(case.weight), 16
+    matrices = [
+        (
+            jax.random.normal(jax.random.key(size), (512, rank)),
+            jax.random.normal(jax.random.key(1), (rank, size)),
+        )
+        for size in sizes
+    ]
+    prepared = finished_linear.prepare_branches(
+        matrices, 0.5, w, jnp.bfloat16, rows=160, has_unit=True
+    )
+    branches = [
+        (case.x @ a.astype(jnp.bfloat16), (0.5 * b).astype(jnp.bfloat16)) for a, b in matrices
+    ]
+    for each in (prepared, branches):
+        finished_linear.finished_linear(case.x, w, each, unit=case.unit, bias=case.bias)
+    found, expected = asked
+    assert found.sizes == expected.sizes
+    for name in ("b", "unit", "bias"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    # One product in place of several: sums may come in another order.
+    np.testing.assert_allclose(
+        np.float32(found.u), np.float32(expected.u), rtol=2**-7, atol=2**-7 * 30
+    )

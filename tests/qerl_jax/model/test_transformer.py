@@ -11,7 +11,7 @@ import pytest
 
 from qerl_jax.checkpoint import base_model, peft
 from qerl_jax.config import LoraConfig
-from qerl_jax.model import architecture, layers, logprobs
+from qerl_jax.model import architecture, layers, logprobs, transformer
 from qerl_jax.model.transformer import (
     FusedLinear,
     Role,
@@ -293,6 +293,21 @@ def test_a_linear_rounds_products_and_its_result_and_nothing_between():
         jnp.full((4, 48), b16(residual)),
     )
     np.testing.assert_array_equal(np.float32(actual), once(y))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("weights", ["nvfp4", "nf4", "bfloat16"])
+def test_an_adapter_prepared_for_decoding_gives_the_same_bits(weights, dtype):
+    model = dataclasses.replace(tiny(), weights=weights, dtype=dtype)
+    frozen = random_base(model, jax.random.key(0))
+    params = init_params(model, frozen, jax.random.key(1))
+    params = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(jax.random.key(2), p.shape), params)
+    variables, tokens = {"frozen": frozen, "params": params}, jnp.arange(12).reshape(3, 4)
+    prepared = transformer.with_prepared_adapter(model, variables, 12)
+    # Of the adapter nothing else is read.
+    prepared["params"] = jax.tree.map(jnp.zeros_like, params)
+    expected, found = (model.apply(each, tokens)[0] for each in (variables, prepared))
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_fresh_adapter_changes_nothing_and_trained_norms_start_at_the_base():
