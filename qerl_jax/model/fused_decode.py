@@ -76,6 +76,30 @@ def supports(model: transformer.Transformer, rows: int, *, adapter: bool = True)
     return None
 
 
+def slow_because(model: transformer.Transformer, rows: int) -> str | None:
+    """Why a policy is sampled more slowly on this Hopper GPU than it need be, and the remedy; None where it is not.
+
+    More than 128 rows are no such reason: for them the layers of training are as fast.
+
+    Args:
+        model: The policy.
+        rows: Most that are sampled at a time.
+    """
+    if not runtime.is_hopper() or model.full:
+        return None
+    reason = supports(model, min(rows, fused.MAX_M))
+    if reason is None:
+        return None
+    remedy = "expect about half the speed"
+    if model.weights in ("mxfp4", "nf4"):
+        remedy = (
+            'each step unpacks all weights; set model.weights to "nvfp4" for four times the speed'
+        )
+    elif model.dtype != jnp.bfloat16:
+        remedy = 'set model.dtype to "bfloat16"'
+    return f"sampling goes without the fused layers of decoding: {reason}: {remedy}"
+
+
 def policy(
     model: transformer.Transformer, variables: dict[str, Any], *, adapter: bool = True
 ) -> FusedWeights:

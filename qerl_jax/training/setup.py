@@ -111,9 +111,9 @@ def setup(
     total_steps = cfg.total_steps(len(problems))
     scoring.check(functions, problems[:2], metrics.Trace(0, total_steps).extras)
     evaluator = Evaluator.of_run(cfg, model, tokenizer, stream_key(cfg, EVAL), notes.append)
-    slots = cfg.rollout.slots(cfg.generation_batch_size)
-    if runtime.is_hopper() and (reason := fused_decode.supports(model, slots)):
-        notes.insert(0, f"rollouts run without the fused layers of decoding: {reason}")
+    rows = min(cfg.generation_batch_size, cfg.rollout.max_concurrent or cfg.generation_batch_size)
+    if slow := fused_decode.slow_because(model, rows):
+        notes.insert(0, slow)
 
     params, frozen = transformer.trainable(model, frozen, stream_key(cfg, PARAMS))
     if start is not None:
