@@ -197,7 +197,7 @@ class RolloutConfig(Checked, section="rollout."):
         num_generations: G, completions per prompt.
         generation_batch_size: B = P * G, completions per rollout; absent means one optimizer batch.
         max_concurrent: Rows sampled at a time; the next row takes the place of one that ends. Absent means
-            all of a rollout. On a Hopper GPU fused decoding takes up to 128 of them.
+            as many of a rollout as the cache surely holds, 512 at most.
         kv_cache_tokens: Capacity for keys and values, in tokens; rows wait while there is none left. Absent
             means what `max_concurrent` rows can need, or what the device has.
         kv_cache_fraction: That capacity as a fraction of the device memory that the weights leave; give one
@@ -268,10 +268,6 @@ class RolloutConfig(Checked, section="rollout."):
                 "must be absent where kv_cache_tokens is given",
             ),
         ]
-
-    def slots(self, rows: int) -> int:
-        """How many of so many rows are sampled at a time."""
-        return min(rows, self.max_concurrent or rows)
 
 
 @dataclasses.dataclass(frozen=True)

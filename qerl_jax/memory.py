@@ -268,49 +268,48 @@ def _sampling(
     prompts: int,
     rows: int,
 ) -> list[Item]:
-    slots = cfg.rollout.slots(rows)
-    prompts = min(prompts, slots)
-    together = prompts if cfg.rollout.compact else slots
-    width = cfg.data.max_prompt_length
-    beside = kv_capacity.workspace(arch, slots, together, width, _width(cfg))
+    width, page = cfg.data.max_prompt_length, kv_cache.PAGE_SIZE
+    longest = width - 1 + cfg.rollout.max_completion_length
+    tokens, fraction = cfg.rollout.kv_cache_tokens, cfg.rollout.kv_cache_fraction
+
+    def beside(slots: int) -> dict[str, int]:
+        together = min(prompts, slots) if cfg.rollout.compact else slots
+        return kv_capacity.workspace(arch, slots, together, width, _width(cfg))
+
+    def wanted(slots: int, shared: int = 1) -> int:
+        return kv_capacity.pages_wanted(slots, longest, shared, width - 1, page)
+
+    def room(slots: int) -> int | None:
+        if tokens is not None or free is None:
+            return tokens
+        return kv_capacity.capacity(arch, free, fraction, sum(beside(slots).values()), _width(cfg))
+
+    def offered(slots: int) -> int | None:
+        return None if (held := room(slots)) is None else kv_capacity.pages_for(held, page)
+
+    slots = cfg.rollout.max_concurrent or kv_capacity.best_slots(rows, wanted, offered)
+    slots = min(rows, slots)
+    pages, shortage = wanted(slots, min(prompts, slots)), ""
+    if (held := room(slots)) is not None:
+        # Rows wait where the cache is full, so it may be as small as one row.
+        least = held if tokens is not None else max(longest, held)
+        pages = min(pages, kv_capacity.pages_for(least, page))
+    if tokens is None and held is not None:
+        if kv_capacity.pages_for(held, page) < kv_capacity.pages_for(longest, page):
+            given = "memory:" if fraction is None else f"rollout.kv_cache_fraction: got {fraction};"
+            shortage = (
+                f"{given} the KV cache would have room for {held} tokens; a row "
+                f"of data.max_prompt_length + rollout.max_completion_length may need {longest}"
+            )
+    field = "rollout.kv_cache_tokens" if fraction is None else "rollout.kv_cache_fraction"
     fewer = "rollout.max_concurrent" if phase == "rollout" else "eval.batch_size"
     if slots == 1:
         fewer = "rollout.max_completion_length"
-    return [
-        _cache(cfg, arch, free, phase, slots, prompts, sum(beside.values())),
-        *(Item(name, size, phase, fewer) for name, size in beside.items()),
-    ]
-
-
-def _cache(
-    cfg: RunConfig,
-    arch: architecture.Architecture,
-    free: int | None,
-    phase: Phase,
-    slots: int,
-    prompts: int,
-    beside: int,
-) -> Item:
-    """The pool of pages that so many slots need, or as many as the config or the free memory allows."""
-    page, fraction = kv_cache.PAGE_SIZE, cfg.rollout.kv_cache_fraction
-    longest_prompt = cfg.data.max_prompt_length - 1
-    longest = longest_prompt + cfg.rollout.max_completion_length
-    pages, shortage = kv_capacity.pages_wanted(slots, longest, prompts, longest_prompt, page), ""
-    if cfg.rollout.kv_cache_tokens is not None:
-        pages = min(pages, kv_capacity.pages_for(cfg.rollout.kv_cache_tokens, page))
-    elif free is not None:
-        tokens = kv_capacity.capacity(arch, free, fraction, beside, _width(cfg))
-        # Rows wait where the cache is full, so it may be as small as one row.
-        pages = min(pages, kv_capacity.pages_for(max(longest, tokens), page))
-        if kv_capacity.pages_for(tokens, page) < kv_capacity.pages_for(longest, page):
-            given = "memory:" if fraction is None else f"rollout.kv_cache_fraction: got {fraction};"
-            shortage = (
-                f"{given} the KV cache would have room for {tokens} tokens; a row "
-                f"of data.max_prompt_length + rollout.max_completion_length may need {longest}"
-            )
     size = pages * page * arch.kv_bytes(_width(cfg))
-    field = "rollout.kv_cache_tokens" if fraction is None else "rollout.kv_cache_fraction"
-    return Item("keys and values", size, phase, field, shortage)
+    return [
+        Item("keys and values", size, phase, field, shortage),
+        *(Item(name, size, phase, fewer) for name, size in beside(slots).items()),
+    ]
 
 
 def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> list[Item]:

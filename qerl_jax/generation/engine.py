@@ -150,7 +150,7 @@ class Engine:
             prompts: Any number.
             temperature: 0 takes the likeliest token.
             max_prompt_length: A bound on the prompts that stays the same from call to call.
-            max_concurrent: Slots; None means one for every row.
+            max_concurrent: Slots; None means as many as the cache holds, see `kv_capacity.best_slots`.
 
         Raises:
             ValueError: Before anything runs, when a prompt is empty or longer than its bound, or a
@@ -158,30 +158,46 @@ class Engine:
         """
         if not prompts:
             return iter(())
-        slots = max_concurrent or sum(len(prompt.keys) for prompt in prompts)
         for place, prompt in enumerate(prompts):
             if not 0 < len(prompt.tokens) <= max_prompt_length:
                 raise ValueError(
                     f"prompt {place}: got {len(prompt.tokens)} tokens; must have 1 to {max_prompt_length=}"
                 )
         size, longest = self._page_size, max_prompt_length - 1 + max(each.limit for each in prompts)
-        side_by_side = min(len(prompts), slots)
+        longest_prefill = max_prompt_length - 1
+
+        def prefilled(slots: int) -> int:
+            """Most prompts that are prefilled together."""
+            return min(len(prompts), slots) if self._compact else slots
+
+        def wanted(slots: int, shared: int = 1) -> int:
+            """Pages of rows, and of so many prompts that they share."""
+            return kv_capacity.pages_wanted(slots, longest, shared, longest_prefill, size)
+
+        def capacity(slots: int) -> int | None:
+            beside = kv_capacity.workspace(
+                self._model.arch, slots, prefilled(slots), max_prompt_length, self._itemsize
+            )
+            return self._capacity(sum(beside.values()))
+
+        def offered(slots: int) -> int | None:
+            tokens = capacity(slots)
+            return None if tokens is None else kv_capacity.pages_for(tokens, size)
+
+        rows = sum(len(prompt.keys) for prompt in prompts)
+        slots = max_concurrent or kv_capacity.best_slots(rows, wanted, offered)
         shapes = Shapes(
             size,
             self._spec.chunk,
             table_width=-(-longest // size),
             history=longest + 1,
-            longest_prefill=max_prompt_length - 1,
-            most_prompts=side_by_side if self._compact else slots,
+            longest_prefill=longest_prefill,
+            most_prompts=prefilled(slots),
             sizes=batch_sizes(slots) if self._compact else (slots,),
         )
-        wanted = kv_capacity.pages_wanted(
-            slots, longest, side_by_side, shapes.longest_prefill, size
+        num_pages = self._num_pages(
+            wanted(slots, min(len(prompts), slots)), capacity(slots), prompts
         )
-        beside = kv_capacity.workspace(
-            self._model.arch, slots, shapes.most_prompts, max_prompt_length, self._itemsize
-        )
-        num_pages = self._num_pages(wanted, self._capacity(sum(beside.values())), prompts)
         return self._run(variables, Schedule(shapes, num_pages, prompts), np.float32(temperature))
 
     def completions(

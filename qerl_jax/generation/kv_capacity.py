@@ -1,5 +1,7 @@
 """How many tokens a cache of keys and values holds: arithmetic on bytes and pages, before anything is made."""
 
+from collections.abc import Callable
+
 from qerl_jax.generation.scheduler import most_prefilled
 from qerl_jax.model.architecture import Architecture
 
@@ -8,6 +10,8 @@ _SCORES = 4
 _CACHE_SHARE = 0.9
 # What rows of an evaluation take of a device's memory, and the bytes taken for that where it reports none.
 _ROWS_SHARE, _UNREPORTED_MEMORY = 0.4, 16e9
+# Most rows that are sampled at a time unless a config asks for more.
+MOST_SLOTS = 512
 
 
 def pages_wanted(rows: int, row_tokens: int, prompts: int, prompt_tokens: int, size: int) -> int:
@@ -55,6 +59,28 @@ def capacity(
     tokens = int(share / arch.kv_bytes(itemsize))
     # In coarse steps, so that two runs find the same program in the compilation cache.
     return tokens - tokens % (1 << max(0, tokens.bit_length() - 4))
+
+
+def best_slots(
+    rows: int, wanted: Callable[[int], int], offered: Callable[[int], int | None]
+) -> int:
+    """How many rows to sample at a time where no one says it: the most whose pages there is room for.
+
+    A slot whose row waits for pages costs as much as one that samples. Numbers are those that decoding
+    kernels take without filling up: multiples of 32 above 32, and of 8 above 8.
+
+    Args:
+        rows: All that are to be sampled.
+        wanted: Pages that the rows of so many slots can need, for a number of slots.
+        offered: Pages that there is room for beside what so many slots need otherwise; None for any number.
+    """
+    most = min(rows, MOST_SLOTS)
+    fewer = [*range((most - 1) // 32 * 32, 32, -32), *range(32, 8, -8), *range(8, 1, -1)]
+    for slots in (most, *(n for n in fewer if n < most)):
+        room = offered(slots)
+        if room is None or wanted(slots) <= room:
+            return slots
+    return 1
 
 
 def rows_that_fit(arch: Architecture, memory: float | None, tokens: int, itemsize: int) -> int:

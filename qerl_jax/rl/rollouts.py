@@ -30,7 +30,7 @@ class Sampler:
         max_prompt_length: Bound on the tokens of a prompt; programs are compiled for it.
         max_completion_length: Bound on the tokens of a completion.
         temperature: 0 takes the likeliest token.
-        max_concurrent: Rows that are sampled at a time; None means all.
+        max_concurrent: Rows that are sampled at a time; None means as many as the cache holds.
     """
 
     engine: Engine
@@ -212,7 +212,7 @@ def collect(
         ],
         sampler.temperature,
         max_prompt_length=sampler.max_prompt_length,
-        max_concurrent=min(len(rows), sampler.max_concurrent or len(rows)),
+        max_concurrent=sampler.max_concurrent and min(len(rows), sampler.max_concurrent),
     )
     done = sorted(sampled, key=lambda completion: completion.row)
     return Rollout(

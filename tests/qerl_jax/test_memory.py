@@ -90,6 +90,19 @@ def test_the_cache_is_planned_by_concurrent_rows_and_its_bounds():
     assert named(tighter, "keys") == (8 + 2) * PAGE  # one row
 
 
+def test_absent_slots_are_as_many_as_the_cache_holds():
+    rows = dataclasses.replace(BENCH, max_steps=8)
+    rows = changed(rows, rollout={"generation_batch_size": 512})
+    always = memory.estimate(rows).size("always")
+    # 8 pages a row, 4 a prompt of eight rows, one of scratch.
+    assert named(memory.estimate(rows), "keys") == (512 * 8 + 64 * 4 + 1) * PAGE
+    tight = memory.estimate(rows, limit=always + 12_000_000_000)
+    slots = named(tight, "scores") // (4 * 152_064 * 4)
+    assert slots % 32 == 0 and 128 <= slots < 512
+    assert (slots * 8 + 4 + 1) * PAGE <= named(tight, "keys") <= (slots * 8 + 64 * 4 + 1) * PAGE
+    assert tight.size("rollout") <= 12_000_000_000
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -129,7 +142,7 @@ def test_the_cache_is_planned_as_the_engine_makes_it(monkeypatch, fields):
             [prompt] * prompts,
             1.0,
             max_prompt_length=longest,
-            max_concurrent=cfg.rollout.slots(cfg.generation_batch_size),
+            max_concurrent=cfg.rollout.max_concurrent,
         )
         assert len(list(completions)) == cfg.generation_batch_size
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(pools.pop()))

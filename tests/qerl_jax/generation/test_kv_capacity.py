@@ -19,3 +19,14 @@ def test_rows_of_an_evaluation_take_two_fifths_of_the_memory():
     assert kv_capacity.rows_that_fit(arch, 10 * row, 1000, 2) == 4
     assert kv_capacity.rows_that_fit(arch, row, 1000, 2) == 1  # one at least
     assert kv_capacity.rows_that_fit(arch, None, 1000, 2) == int(0.4 * 16e9 / row)
+
+
+def test_as_many_rows_are_sampled_at_a_time_as_never_wait():
+    best = kv_capacity.best_slots
+    assert best(96, lambda slots: slots, lambda slots: None) == 96
+    assert best(2000, lambda slots: slots, lambda slots: None) == kv_capacity.MOST_SLOTS
+    # A row takes 3 pages, and what is beside the cache grows with the rows.
+    wanted, offered = (lambda slots: 1 + 3 * slots), (lambda slots: 700 - slots // 2)
+    assert best(100, wanted, offered) == 100
+    assert best(512, wanted, offered) == 192  # 199 would fit
+    assert [best(512, wanted, lambda _, n=n: n) for n in (97, 76, 25, 16, 3)] == [32, 24, 8, 5, 1]
