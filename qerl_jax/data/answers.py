@@ -18,6 +18,9 @@ _HASH = re.compile(r"####\s*([-+]?\$?[0-9.,]*[0-9])")
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _CODE = re.compile(r"```(?:python|py)[0-9]*[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _MINUS = "\N{MINUS SIGN}"
+_BOX = re.compile(r"\\boxed\s*\{")
+_AND = re.compile(r",?\s*(?:and|\\text\s*\{\s*and\s*\})")
+_NO_DELIMITERS = str.maketrans("", "", "$")
 
 
 def _last(pattern: re.Pattern, text: str) -> str | None:
@@ -52,12 +55,36 @@ def last_number(text: str) -> str | None:
 
 def last_boxed(text: str) -> str | None:
     r"""What the last `\boxed{}` holds; None where there is none, or its brace is never closed."""
-    opening = "\\boxed{"
-    start = text.rfind(opening)
-    if start < 0:
+    openings = list(_BOX.finditer(text))
+    return _braced(text, openings[-1].end(), len(text)) if openings else None
+
+
+def last_boxes(text: str) -> str | None:
+    r"""What the last `\boxed{}` holds, after the boxes that an "and" joins to it, with commas between.
+
+    `\boxed{1} and \boxed{2}` is "1,2", and so is what a comma joins to those two; without "and"
+    the last box is a new answer (`\boxed{1}, no: \boxed{2}` is "2"). None as for `last_boxed`.
+    """
+    openings = list(_BOX.finditer(text))
+    if not openings:
         return None
-    depth, start = 1, start + len(opening)
-    for end in range(start, len(text)):
+    boxes = [_braced(text, openings[-1].end(), len(text))]
+    start = openings[-1].start()
+    for opening in reversed(openings[:-1]):
+        inside = _braced(text, opening.end(), start)
+        between = "" if inside is None else text[opening.end() + len(inside) + 1 : start]
+        joint = between.translate(_NO_DELIMITERS).strip()
+        if not (_AND.fullmatch(joint) or (joint == "," and len(boxes) > 1)):
+            break
+        boxes.append(inside)
+        start = opening.start()
+    return None if boxes[0] is None else ",".join(reversed(boxes))
+
+
+def _braced(text: str, start: int, stop: int) -> str | None:
+    """What lies between an opening brace, just before `start`, and its closing one before `stop`."""
+    depth = 1
+    for end in range(start, stop):
         depth += {"{": 1, "}": -1}.get(text[end], 0)
         if depth == 0:
             return text[start:end]
@@ -76,10 +103,15 @@ def stated(text: str) -> str | None:
 
 
 def canonical(answer: str) -> str:
-    """One text for answers that are the same number, or the same in Minerva's form: votes are counted by it."""
+    """One text for answers that are the same number, or the same in Minerva's form.
+
+    Unlike that form it leaves a list of digits a list: "1,2" is not "12".
+    """
+    form = _minerva_text(answer).strip()
     value = number(answer)
+    value = number(form) if value is None else value
     if value is None:
-        return minerva_form(answer)
+        return form
     if value == 0:  # and -0
         return "0"
     digits = f"{value:f}"  # all of them, where arithmetic would round to 28
@@ -145,6 +177,13 @@ def minerva_form(answer: str) -> str:
 
     Source: Lewkowycz et al. 2022 (arXiv:2206.14858), appendix D; DAPO scores with it.
     """
+    form = _minerva_text(answer)
+    without_commas = form.replace(",", "")
+    return (without_commas if without_commas.isdigit() else form).strip()
+
+
+def _minerva_text(answer: str) -> str:
+    """Minerva's form before it drops the commas of what has digits only."""
     answer = answer.rpartition("=")[2]
     removed = dict.fromkeys((*_REMOVED_WORDS, *_REMOVED_TEX), "")
     for before, after in (*_REWRITTEN, *removed.items()):
@@ -157,9 +196,7 @@ def minerva_form(answer: str) -> str:
     answer = re.sub(r"\\boxed\{(.*)", _without_last_brace, answer)
     answer = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", answer)
     answer = re.sub(r"sqrt([^{])", r"sqrt{\1}", answer)
-    answer = answer.replace("$", "")
-    without_commas = answer.replace(",", "")
-    return (without_commas if without_commas.isdigit() else answer).strip()
+    return answer.replace("$", "")
 
 
 def _between_dollars(line: str) -> str:

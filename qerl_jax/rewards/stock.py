@@ -86,9 +86,12 @@ def gsm8k_flexible_reward(text: str, answer: str) -> float:
 
 @_by_answer
 def boxed_reward(text: str, answer: str) -> float:
-    r"""1 where the last `\boxed{}` holds the row's answer by value or in Minerva's form, else 0."""
+    r"""1 where the last `\boxed{}` holds the row's answer by value or in Minerva's form, else 0.
+
+    A list of numbers is not the number of its digits: "1,2" is not "12".
+    """
     given = answers.last_boxed(text)
-    return float(_equal_in_minerva_form(given, answer) or answers.same(given, answer))
+    return float(given is not None and answers.canonical(given) == answers.canonical(answer))
 
 
 @_by_answer
@@ -198,7 +201,7 @@ def token_hash_reward(completion_ids: Sequence, **_) -> list[float]:
     return [int.from_bytes(digest, "little") / 2**32 for digest in digests]
 
 
-def get_math_verify_reward(seconds: float = 10.0, workers: int | None = None) -> RewardFunction:
+def get_math_verify_reward(seconds: float = 5.0, workers: int | None = None) -> RewardFunction:
     r"""Makes `math_verify_reward`: 1 where the completion's answer equals the row's, else 0.
 
     math-verify compares them as mathematics, in worker processes; `math_judge.agrees` says what of
@@ -216,7 +219,7 @@ def get_math_verify_reward(seconds: float = 10.0, workers: int | None = None) ->
 
 
 def get_reasoning_accuracy_reward(
-    seconds: float = 10.0, workers: int | None = None
+    seconds: float = 5.0, workers: int | None = None
 ) -> RewardFunction:
     """Makes `reasoning_accuracy_reward`: `math_verify_reward` of what follows the last `</think>`.
 

@@ -57,6 +57,10 @@ def test_last_number_knows_signs_from_subtractions(text, found):
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
         (r"\boxed{}", ""),
         (r"\boxed{1} and \boxed{2", None),
+        (r"\boxed {\frac{4}{7}}", r"\frac{4}{7}"),
+        ("\\boxed\n{5}", "5"),
+        (r"\boxed{4} then \boxed {5}", "5"),
+        (r"\boxed{\boxed{5}}", "5"),
         (r"\boxed 5", None),
         (r"\fbox{5}", None),
         ("", None),
@@ -64,6 +68,27 @@ def test_last_number_knows_signs_from_subtractions(text, found):
 )
 def test_last_box_is_read_to_its_own_brace(text, found):
     assert answers.last_boxed(text) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        (r"\boxed{1} and \boxed{2}", "1,2"),
+        (r"$\boxed{1}$, and $\boxed {2}$", "1,2"),
+        (r"\boxed{1}\text{ and }\boxed{2}", "1,2"),
+        (r"\boxed{1}, \boxed{2} and \boxed{3}", "1,2,3"),
+        (r"\boxed{0}. So \boxed{1} and \boxed{2}", "1,2"),
+        (r"\boxed{1}, \boxed{2}", "2"),
+        (r"\boxed{1} \boxed{2}", "2"),
+        (r"\boxed{1} and then \boxed{2}", "2"),
+        (r"\boxed{1} or \boxed{2}", "2"),
+        (r"\boxed{1} and \boxed{2", None),
+        (r"\boxed{1 and \boxed{2}", "2"),
+        ("5", None),
+    ],
+)
+def test_boxes_are_one_answer_where_and_joins_them(text, found):
+    assert answers.last_boxes(text) == found
 
 
 @pytest.mark.parametrize(
@@ -196,6 +221,11 @@ def test_an_answer_is_found_in_whatever_form(text, answer):
 def test_equal_answers_are_one_vote(first, second):
     assert answers.canonical(first) == answers.canonical(second)
     assert answers.canonical(first) != answers.canonical("28")
+
+
+@pytest.mark.parametrize("listed", ["1,2", "1, 2", "(1,2)", r"1,\,2", "01,2"])
+def test_a_list_of_digits_is_not_the_number_of_its_digits(listed):
+    assert answers.canonical(listed) != answers.canonical("12")
 
 
 def test_numbers_of_many_digits_are_votes_of_their_own():

@@ -94,6 +94,11 @@ def test_gsm8k_strict_reads_hashes_and_flexible_the_last_number(
         (r"\boxed{\frac12}", r"\frac{1}{2}", 1),
         (r"\boxed{x = 5 \text{ cm}}", "5", 1),
         (r"\boxed{0.5}", r"\frac{1}{2}", 0),
+        (r"\boxed {\frac{4}{7}}", r"\frac{4}{7}", 1),
+        (r"\boxed{1,234}", "1234", 1),
+        (r"\boxed{1,2}", "12", 0),
+        (r"\boxed{12}", "1,2", 0),
+        (r"\boxed{1, 2}", "1,2", 1),
         (r"\boxed{5", "5", 0),
         ("5", "5", 0),
         (r"\boxed{5}", None, None),
@@ -308,6 +313,14 @@ def test_math_verify_counts_a_hang_as_a_wrong_answer_and_reports_it():
     )
     assert rewards == [0, 1]
     assert metrics["rewards/math_verify_reward/timeouts"] == 1
+
+
+@pytest.mark.parametrize("name", ["get_math_verify_reward", "get_reasoning_accuracy_reward"])
+def test_a_judgement_takes_at_most_5_seconds_by_default(name, monkeypatch):
+    limits = []
+    monkeypatch.setattr(stock, "_math_judges", lambda workers, seconds: limits.append(seconds))
+    FACTORIES[name]()
+    assert limits == [5.0]
 
 
 class Judges:

@@ -1,0 +1,127 @@
+r"""One spelling for answers in LaTeX that mean the same, before computer algebra reads them.
+
+math-verify reads `12\,345` as 12 + 345, `1 2` as 3 and `1011_2` as 1011; it takes the t of
+`\frac{8}{3}t` for a unit. `latex_form` rewrites what would be misread and leaves the rest as it is. It
+joins no numbers that a comma separates: `1,2` is never 12.
+"""
+
+import re
+
+# The longest reference answer of MATH has 159 characters. Patterns below are quadratic in the worst case.
+LONGEST = 1000
+_SPACED_ARGUMENT = re.compile(
+    r"(\\(?:boxed|fbox|mbox|text[a-z]*|math[a-z]+|[dtc]?frac|sqrt))\s+(?=\{)"
+)
+_ROW_SKIP = re.compile(r"\\\\\[\s*-?[0-9.]+\s*(?:pt|em|ex|mu|cm|mm|in)\s*\]")
+_DEGREES = re.compile(
+    r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\(?:text)?degree(?![A-Za-z])|°"
+)
+# Spaces of TeX and of Unicode; the comma only beside a space that takes its own back, as in 1,\!234.
+_SPACE = r"(?:\\[,;: ]|~|[ \u00a0\u2009\u202f]|\{,\}|,?\\!)"
+_THOUSANDS = re.compile(rf"(?<![0-9.,^_])[1-9][0-9]{{0,2}}(?:{_SPACE}[0-9]{{3}})+(?![0-9])")
+_SEPARATOR = re.compile(_SPACE)
+_MIXED = re.compile(r"(?<![0-9.])([0-9]+)(?:\s|\\[,;: ]|~)+([0-9]+)/([0-9]+)(?![0-9.])")
+# Neither an exponent, as in 2^3 3^2, nor the arguments of \frac 1 2.
+_APART = re.compile(
+    r"(?<![0-9.^_])(?<!frac)(?<!frac\s)(?<!binom)(?<!binom\s)([0-9][0-9.]*)(?:\s|\\[,;: ]|~)+(?=[0-9])"
+)
+_LAST_DOT = re.compile(r"(?<!\.)\.(?=\s*$)|(?<!\.)\.(?=\s*\}\s*$)")
+_CONJUNCTION = re.compile(r",?\s*\\(?:text|mbox|mathrm)\{\s*,?\s*(?:and|or)\s*\}")
+_IMAGINARY = re.compile(
+    r"\\(?:mathrm|mathit|mathbf|text)\{i\}|\\imath(?![A-Za-z])"
+    # i alone, after one letter (bi), or before one (ix); pi is a spelling of the constant.
+    r"|(?<![A-Za-z\\])i(?![A-Za-z])|(?<=(?<![A-Za-z\\])[A-Za-oq-z])i(?![A-Za-z])"
+    r"|(?<![A-Za-z\\])i(?=[A-Za-z](?![A-Za-z]))"
+)
+_INDEX_I = re.compile(r"_\s*\{?\s*i(?![A-Za-z])")
+_BASE_WORDS = (
+    "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+).split()
+_BASES = {word: str(base) for base, word in enumerate(_BASE_WORDS, start=2)}
+_BASED = re.compile(
+    r"(?<![0-9A-Za-z_^.,\\}])([0-9]+|[0-9A-F]*[0-9][0-9A-F]*)\s*_\s*"
+    r"(?:\{\s*(?:\\(?:text|mathrm)\{)?\s*([0-9]{1,2}|[a-z]+)\s*\}?\s*\}|([0-9]))"
+)
+# Words that follow a number without changing it. Letters alone are variables: 5t is no 5 tonnes.
+_UNITS = (
+    "mm cm dm km kg mg ml mL lb lbs oz ft yd mi mph kph kmh sq cu hr hrs min mins sec secs deg "
+    "inch inches foot feet yard mile meter metre centimeter centimetre kilometer kilometre millimeter "
+    "millimetre gram kilogram milligram ounce pound ton tonne liter litre milliliter gallon quart pint "
+    "second minute hour day week month year degree radian dollar cent euro rupee square cubic unit "
+    "point digit edge side integer number way time student people person child children man men woman "
+    "women boy girl apple orange egg cookie marble coin tile toy book page card ticket meal piece slice "
+    "cup bottle box bag item per"
+).split()
+_TEXT = r"\\(?:text[a-z]*|mbox|mathrm)"
+_POWER = r"(?:\s*\^\s*(?:[0-9]|\{\s*-?[0-9]\s*\}))?"
+_UNIT_IN_TEXT = re.compile(rf"[\s~/]*(?:\\[,;:! ]\s*)*{_TEXT}\{{([^{{}}]*)\}}{_POWER}\s*$")
+_UNIT_WORD = re.compile(
+    rf"(?<=[0-9)}}\s])[\s/]*(?:\\[,;:! ]\s*)*\b(?:{'|'.join(_UNITS)})(?:s|es)?\.?{_POWER}\s*$"
+)
+# A number word, a base or a conjunction is a part of the answer.
+_NO_UNIT = re.compile(
+    r"\b(?:hundred|thousand|million|billion|trillion|dozen|base|mod|and|or|if|for|where)\b"
+    # A letter alone is a variable or a choice, unless it is a unit's sign.
+    r"|^\s*(?![mgshlLJNWVKCF]\b)[A-Za-z]\s*$"
+)
+_ENDS_A_VALUE = re.compile(r"[0-9A-Za-z)}\]!%]$")
+
+
+def latex_form(answer: str) -> str:
+    r"""Rewrites an answer so that equal spellings are one and each says what it means.
+
+    An argument's brace follows its command (`\text {cm}`), rows have no extra height (`\\[2pt]`),
+    degree signs and units after a value are gone, so is the last full stop; thousands have no spaces
+    (`12\,345` is 12345; other numbers with a space between are a list); the imaginary unit is `I`,
+    in whatever letters; and a numeral of another base than ten is a symbol of its digits and base.
+
+    Args:
+        answer: What a box or a block holds, or a reference answer; dollar signs do not matter.
+
+    Returns:
+        The answer rewritten; "" for a text of more than `LONGEST` characters, which is no final answer.
+    """
+    if len(answer) > LONGEST:
+        return ""
+    form = answer.replace("\\$", "").replace("$", "").replace("\N{MINUS SIGN}", "-").strip()
+    form = _SPACED_ARGUMENT.sub(r"\1", form)
+    form = _ROW_SKIP.sub(r"\\\\", form)
+    form = _DEGREES.sub("", form)
+    form = _CONJUNCTION.sub(", ", form)
+    form = _MIXED.sub(r"\1\\frac{\2}{\3}", form)
+    form = _THOUSANDS.sub(lambda number: _SEPARATOR.sub("", number[0]), form)
+    form = _APART.sub(r"\1,", form)
+    form = _without_units(form)
+    if not _INDEX_I.search(form):
+        form = _IMAGINARY.sub(_imaginary_unit, form)
+    return _BASED.sub(_numeral, form).strip()
+
+
+def _without_units(form: str) -> str:
+    """An answer without the units, words and full stop that follow its value."""
+    while True:
+        shorter = _LAST_DOT.sub("", form).rstrip()
+        unit = _UNIT_IN_TEXT.search(shorter)
+        if unit is None or _NO_UNIT.search(unit[1]):
+            unit = _UNIT_WORD.search(shorter)
+        if unit is not None and _ENDS_A_VALUE.search(shorter[: unit.start()].rstrip()):
+            shorter = shorter[: unit.start()].rstrip()
+        if shorter == form:
+            return form
+        form = shorter
+
+
+def _imaginary_unit(found: re.Match) -> str:
+    """I as math-verify reads it: of a power without braces it keeps the base only."""
+    return "{I}" if found.string[found.end() :].lstrip().startswith("^") else " I "
+
+
+def _numeral(found: re.Match) -> str:
+    r"""A numeral with a base: plain in base ten, else a symbol that only the same numeral equals."""
+    digits, base = found[1], found[2] or found[3]
+    base = _BASES.get(base, base)
+    letters = not digits.isdigit()
+    if not base.isdigit() or not 2 <= int(base) <= 36 or (letters and int(base) <= 10):
+        return found[0]
+    plain = digits.lstrip("0") or "0"
+    return plain if base == "10" else rf"\Omega_{{{plain}b{base}}}"

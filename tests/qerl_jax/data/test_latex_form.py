@@ -1,0 +1,74 @@
+"""Answers in LaTeX before computer algebra: spellings that mean the same are one, others stay apart."""
+
+import time
+
+import pytest
+
+from qerl_jax.data.latex_form import LONGEST, latex_form
+
+
+@pytest.mark.parametrize(
+    ("answer", "form"),
+    [
+        (r"\text {cm}", r"\text{cm}"),
+        (r"\frac {1} {2}", r"\frac{1} {2}"),
+        (r"12\,345", "12345"),
+        (r"1,\!234,\!567", "1234567"),
+        ("1{,}234", "1234"),
+        (r"1,2", "1,2"),
+        (r"1,\,234", r"1,\,234"),
+        (r"1\,2", "1,2"),
+        (r"12\,34", "12,34"),
+        ("1 2 3", "1,2,3"),
+        (r"\frac 1 2", r"\frac 1 2"),
+        (r"\binom 5 2", r"\binom 5 2"),
+        ("2^3 3^2", "2^3 3^2"),
+        ("3 1/2", r"3\frac{1}{2}"),
+        ("$5$", "5"),
+        (r"\$5", "5"),
+        ("\N{MINUS SIGN}5", "-5"),
+        ("5.", "5"),
+        ("0.5", "0.5"),
+        ("0.3...", "0.3..."),
+        (r"\text{B.}", r"\text{B}"),
+        (r"5^\circ", "5"),
+        (r"f\circ g", r"f\circ g"),
+        (r"5\ \text{m/s}^{2}", "5"),
+        ("5 square feet", "5"),
+        (r"\text{east}", r"\text{east}"),
+        ("cm", "cm"),
+        ("5t", "5t"),
+        (r"5\text{ t}", r"5\text{ t}"),
+        (r"5\text{ m}", "5"),
+        (r"x=\text{ north}", r"x=\text{ north}"),
+        (r"1\text{ and }2", "1, 2"),
+        ("3i", "3 I"),
+        ("i^2", "{I}^2"),
+        (r"\sin x", r"\sin x"),
+        ("pi", "pi"),
+        ("a_i", "a_i"),
+        ("110_2", r"\Omega_{110b2}"),
+        ("0110_{two}", r"\Omega_{110b2}"),
+        (r"-37_{\text{eight}}", r"-\Omega_{37b8}"),
+        ("11_{10}", "11"),
+        ("FF_{16}", "FF_{16}"),
+        ("F0_{16}", r"\Omega_{F0b16}"),
+        ("x_2", "x_2"),
+        ("3A_1", "3A_1"),
+        (r"\log_2 8", r"\log_2 8"),
+        ("", ""),
+        ("9" * LONGEST, "9" * LONGEST),
+        ("9" * LONGEST + "9", ""),
+    ],
+)
+def test_each_spelling_is_rewritten_to_what_it_means(answer, form):
+    assert latex_form(answer) == form
+    assert latex_form(form) == form
+
+
+@pytest.mark.parametrize("piece", ["~", "cm ", "9", "/", r"\,", r"\text{cm}", "i", "1 ", "{", "_"])
+def test_no_answer_keeps_the_rewriting_busy(piece):
+    began = time.monotonic()
+    latex_form(piece * (LONGEST // len(piece)))
+    latex_form(piece * 100_000)
+    assert time.monotonic() - began < 5
