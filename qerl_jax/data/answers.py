@@ -56,7 +56,7 @@ def last_number(text: str) -> str | None:
 def last_boxed(text: str) -> str | None:
     r"""What the last `\boxed{}` holds; None where there is none, or its brace is never closed."""
     openings = list(_BOX.finditer(text))
-    return _braced(text, openings[-1].end(), len(text)) if openings else None
+    return braced(text, openings[-1].end(), len(text)) if openings else None
 
 
 def last_boxes(text: str) -> str | None:
@@ -68,10 +68,10 @@ def last_boxes(text: str) -> str | None:
     openings = list(_BOX.finditer(text))
     if not openings:
         return None
-    boxes = [_braced(text, openings[-1].end(), len(text))]
+    boxes = [braced(text, openings[-1].end(), len(text))]
     start = openings[-1].start()
     for opening in reversed(openings[:-1]):
-        inside = _braced(text, opening.end(), start)
+        inside = braced(text, opening.end(), start)
         between = "" if inside is None else text[opening.end() + len(inside) + 1 : start]
         joint = between.translate(_NO_DELIMITERS).strip()
         if not (_AND.fullmatch(joint) or (joint == "," and len(boxes) > 1)):
@@ -81,7 +81,7 @@ def last_boxes(text: str) -> str | None:
     return None if boxes[0] is None else ",".join(reversed(boxes))
 
 
-def _braced(text: str, start: int, stop: int) -> str | None:
+def braced(text: str, start: int, stop: int) -> str | None:
     """What lies between an opening brace, just before `start`, and its closing one before `stop`."""
     depth = 1
     for end in range(start, stop):

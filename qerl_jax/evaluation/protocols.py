@@ -22,6 +22,12 @@ _SMALL = ("aime24", "aime25", "amc23")
 # verl's own words (its data_preprocess scripts, Apache-2.0): a score is only as comparable as its prompt.
 _VERL_HASHES = '{prompt} Let\'s think step by step and output the final answer after "####".'
 _VERL_BOXED = "{prompt} Let's think step by step and output the final answer within \\boxed{}."
+# The words around the rows of AIME that its DAPO recipe is tested on.
+_VERL_ANSWER_LINE = (
+    "Solve the following math problem step by step. The last line of your response should be of the "
+    "form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n{prompt}\n\n"
+    'Remember to put your answer on its own line after "Answer:".'
+)
 
 
 # `names` are what `qerl eval` calls a field.
@@ -77,18 +83,23 @@ def paper(dataset: str) -> Protocol:
 
 
 def verl(dataset: str) -> Protocol:
-    r"""verl's protocol: greedy and zero-shot, `####` on GSM8K and `\boxed{}` elsewhere, 1024 tokens.
+    r"""verl's protocol: its words, its sampling and its scorers, which compare strings.
 
-    The judge is ours: by value, or in Minerva's form, where verl compares strings of its own normal form.
-    For the competitions what its DAPO recipe samples, the mean of 32 at temperature 1 and top-p
-    0.7 with up to 20480 tokens, asked for a box.
+    GSM8K is greedy and ends in `#### ` and a number ("strict"; `verl_gsm8k_flexible_reward` is the other
+    way to score it). AIME is asked for a line `Answer:`, sampled 32 times at temperature 1 and top-p
+    0.7 with up to 20480 tokens, as in the DAPO recipe, and scored by the last such line among the last
+    300 characters; so is AMC, for which verl has no scorer. The rows of "dapo_math" hold these words
+    themselves. MATH-500, and any other set, is greedy and ends in a box, compared in Hendrycks' form.
 
-    Source: verl, docs/algo/baseline.md, examples/data_preprocess and recipe/dapo.
+    Source: verl, docs/algo/baseline.md, examples/data_preprocess, recipe/dapo and
+    verl/utils/reward_score.
     """
     greedy = {"temperature": 0.0, "top_p": 1.0, "max_completion_length": 1024, "system_prompt": ""}
     if dataset == "gsm8k":
-        return Protocol("gsm8k_hash_reward", prompt_template=_VERL_HASHES, **greedy)
+        return Protocol("verl_gsm8k_reward", prompt_template=_VERL_HASHES, **greedy)
+    sampled = greedy | {"temperature": 1.0, "top_p": 0.7, "max_completion_length": 20480}
     if dataset in _SMALL:
-        sampled = {"temperature": 1.0, "top_p": 0.7, "max_completion_length": 20480}
-        return Protocol("boxed_reward", 32, prompt_template=_VERL_BOXED, **(greedy | sampled))
-    return Protocol("boxed_reward", prompt_template=_VERL_BOXED, **greedy)
+        return Protocol("verl_aime_reward", 32, prompt_template=_VERL_ANSWER_LINE, **sampled)
+    if dataset == "dapo_math":
+        return Protocol("dapo_reward", **sampled)
+    return Protocol("verl_math_reward", prompt_template=_VERL_BOXED, **greedy)

@@ -1,7 +1,7 @@
 r"""The stock of verifiable rewards, in the signature that `scoring` describes.
 
-Correctness: what is compared is what `data.answers` finds; `math_verify_reward` asks a computer algebra
-system, `code_reward` runs the program. Form: think/answer tags. Length and repetition: factories
+Correctness: what is compared is what `data.answers` finds, or what verl would (`data.verl_answers`);
+`math_verify_reward` asks a computer algebra system, `code_reward` runs the program. Form: think/answer tags. Length and repetition: factories
 under TRL's names, configured by `[rewards.options.NAME]`; DAPO's overlong punishment is `grpo`'s.
 
 Most are written as judges of one text; `_by_text` and `_by_answer` give them that signature.
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from qerl_jax.checked import require
-from qerl_jax.data import answers
+from qerl_jax.data import answers, verl_answers
 from qerl_jax.rewards import process_pool, sandbox
 
 type RewardFunction = Callable[..., Any]
@@ -31,8 +31,8 @@ _WELL_FORMED = re.compile(
 _ONE_LINE_EACH = re.compile(r"<think>\n.*\n</think>\n<answer>\n.*\n</answer>\n")
 _BETWEEN_BLOCKS = re.compile(r"</think>\s*<answer>")
 _XML_LINES = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
-# DAPO's scorer reads no more than the end (verl's math_dapo).
-_DAPO_TAIL, _DAPO_BOXED_TAIL = 300, 100
+# DAPO's strict scorer reads no more than this of the end (verl's math_dapo).
+_DAPO_BOXED_TAIL = 100
 
 
 def completion_text(completion: str | Sequence[Mapping[str, str]]) -> str:
@@ -101,7 +101,7 @@ def dapo_reward(text: str, answer: str) -> float:
     Only the last 300 characters are read. DAPO itself gives -1 for a wrong answer
     (arXiv:2503.14476, equation 7); QeRL replaced it by 0.
     """
-    return float(_equal_in_minerva_form(answers.answer_line(text[-_DAPO_TAIL:]), answer))
+    return float(_equal_in_minerva_form(verl_answers.answer_line(text), answer))
 
 
 @_by_answer
@@ -111,6 +111,41 @@ def dapo_boxed_reward(text: str, answer: str) -> float:
     DAPO's strict variant; 0 elsewhere.
     """
     return float(answers.last_boxed(text[-_DAPO_BOXED_TAIL:]) == answer)
+
+
+@_by_answer
+def verl_gsm8k_reward(text: str, answer: str) -> float:
+    """1 where the number after the last `#### ` of the last 300 characters is the row's answer, else 0.
+
+    As verl scores GSM8K by default ("strict"): digit by digit, commas aside.
+    """
+    return float(verl_answers.strict_number(text) == answer.replace(",", ""))
+
+
+@_by_answer
+def verl_gsm8k_flexible_reward(text: str, answer: str) -> float:
+    """1 where the last number of the last 300 characters is the row's answer, else 0.
+
+    As verl scores GSM8K if asked to be "flexible": digit by digit, so that "1,234" and "18." are wrong.
+    """
+    return float(verl_answers.flexible_number(text) == answer.replace(",", ""))
+
+
+@_by_answer
+def verl_math_reward(text: str, answer: str) -> float:
+    r"""1 where the last `\boxed{}` holds the row's answer in Hendrycks' normal form, else 0.
+
+    As verl scores MATH and MATH-500.
+    """
+    given = verl_answers.boxed(text)
+    return float(given is not None and verl_answers.same_in_hendrycks_form(given, answer))
+
+
+@_by_answer
+def verl_aime_reward(text: str, answer: str) -> float:
+    """`dapo_reward` with the row's answer as verl's own rows of AIME hold it: 25 for "025" or "25.0"."""
+    gold = answer if answers.number(answer) is None else answers.canonical(answer)
+    return float(_equal_in_minerva_form(verl_answers.answer_line(text), gold))
 
 
 @_by_answer
@@ -441,6 +476,10 @@ STOCK: dict[str, RewardFunction] = {
         think_format_reward,
         think_reward,
         token_hash_reward,
+        verl_aime_reward,
+        verl_gsm8k_flexible_reward,
+        verl_gsm8k_reward,
+        verl_math_reward,
         xml_answer_reward,
         xmlcount_reward,
     )

@@ -18,6 +18,7 @@ from qerl_jax.data import datasets
 from qerl_jax.evaluation import benchmark, protocols
 from qerl_jax.evaluation.comparison import compare
 from qerl_jax.model.transformer import trainable
+from qerl_jax.rewards import scoring
 
 ROOT = pathlib.Path(__file__).parents[3]
 GSM8K = ROOT / "tests" / "golden" / "gsm8k"
@@ -71,8 +72,33 @@ def test_protocols_are_those_of_paper_and_verl(name):
     small = name in ("aime24", "aime25", "amc23")
     assert paper.num_generations == verl.num_generations * (1 if small else 4)
     assert (verl.temperature, verl.top_p) == ((1.0, 0.7) if small else (0.0, 1.0))
-    assert ("####" in verl.prompt_template) == (verl.reward == "gsm8k_hash_reward")
+    assert ("####" in verl.prompt_template) == (verl.reward == "verl_gsm8k_reward")
     assert name in datasets.SETS
+
+
+@pytest.mark.parametrize(
+    ("name", "gold", "right", "wrong"),
+    [
+        # In the last 300 characters, digit by digit.
+        ("gsm8k", "1,080", "so\n#### 1,080", "#### 1080.0"),
+        ("gsm8k", "18", "#### 18" + 293 * " ", "#### 18" + 294 * " "),
+        ("math500", r"\frac{1}{2}", r"\boxed{0.5}" + 400 * " ", r"Answer: \frac{1}{2}"),
+        ("aime24", "025", "Answer: 25", r"So it is \boxed{25}."),
+        ("aime25", "25", "Answer: $25$", "Answer: 25\n" + 300 * "."),
+        ("amc23", "27.0", "Answer: 27", "Answer: 27.0"),
+    ],
+)
+def test_verls_protocol_asks_and_scores_as_verl_does(name, gold, right, wrong):
+    protocol = protocols.verl(name)
+    ((_, reward),) = scoring.resolve([protocol.reward])
+    assert list(reward(completions=[right, wrong], answer=[gold, gold])) == [1, 0]
+    form = {"gsm8k": "####", "math500": "\\boxed{}"}.get(name, 'after "Answer:"')
+    assert form in protocol.prompt_template and protocol.system_prompt == ""
+
+
+def test_rows_that_carry_dapos_instruction_are_asked_without_another():
+    protocol = protocols.verl("dapo_math")
+    assert (protocol.reward, protocol.prompt_template) == ("dapo_reward", None)
 
 
 def test_every_record_says_what_was_answered_and_how_it_was_judged(tmp_path):

@@ -1,0 +1,113 @@
+r"""Where verl finds an answer and when it calls two the same: strings, after its own normal forms.
+
+Scores are comparable with verl's only if its scorer's peculiarities are kept, so they are: a number
+counts by its digits ("18." and "18.0" are not "18"), and a box with a space before its brace holds
+the brace too.
+
+Source: verl (Apache-2.0), verl/utils/reward_score: gsm8k, math_reward (`math` before), math_dapo.
+"""
+
+import re
+
+from qerl_jax.data import answers
+
+# verl's gsm8k and math_dapo read no more than the end of a completion.
+TAIL = 300
+_HASHES = re.compile(r"#### (-?[0-9.,]+)")
+_NUMBER = re.compile(r"-?[0-9.,]+")
+_REMOVED = ("\n", "\\!")
+_REWRITTEN = (
+    ("\\\\", "\\"),
+    ("tfrac", "frac"),
+    ("dfrac", "frac"),
+    ("\\left", ""),
+    ("\\right", ""),
+    ("^{\\circ}", ""),
+    ("^\\circ", ""),
+    ("\\$", ""),
+)
+_UNIT = "\\text{ "
+
+
+def strict_number(text: str) -> str | None:
+    """What follows the last `#### ` among the last 300 characters, if it begins a number; without commas."""
+    found = _HASHES.findall(text[-TAIL:])
+    return found[-1].replace(",", "") if found else None
+
+
+def flexible_number(text: str) -> str | None:
+    """The last run of digits, points and commas among the last 300 characters, other than ".", as it stands."""
+    found = [run for run in _NUMBER.findall(text[-TAIL:]) if run != "."]
+    return found[-1] if found else None
+
+
+def answer_line(text: str) -> str | None:
+    """The rest of the line after the last "Answer:", in any case, among the last 300 characters."""
+    return answers.answer_line(text[-TAIL:])
+
+
+def boxed(text: str) -> str | None:
+    r"""What the last `\boxed{}` holds; where any box has a space, what follows the last such up to a dollar."""
+    if "\\boxed " in text:
+        return text.rpartition("\\boxed ")[2].partition("$")[0]
+    start = text.rfind("\\boxed")
+    is_braced = start >= 0 and text.startswith("\\boxed{", start)
+    return answers.braced(text, start + len("\\boxed{"), len(text)) if is_braced else None
+
+
+def same_in_hendrycks_form(given: str, expected: str) -> bool:
+    """Whether two answers have one normal form; by their text if one of the two has none."""
+    try:
+        return hendrycks_form(given) == hendrycks_form(expected)
+    except ValueError:
+        return given == expected
+
+
+def hendrycks_form(answer: str) -> str:
+    r"""The normal form in which MATH's authors compare answers as text.
+
+    Without spaces, sizes of brackets, degrees, percent and dollar signs and a unit in `\text{ }` at the
+    end; what follows `x =`; `\frac12`, `\sqrt2` and `1/2` written out, and "0.5" as one half.
+
+    Raises:
+        ValueError: For an answer on which the original fails: two units, or a root or fraction of nothing.
+
+    Source: Hendrycks et al. 2021 (arXiv:2103.03874), the code of its evaluation; verl scores MATH with it.
+    """
+    for removed in _REMOVED:
+        answer = answer.replace(removed, "")
+    for before, after in _REWRITTEN:
+        answer = answer.replace(before, after)
+    if answer.count(_UNIT) > 1:
+        raise ValueError(f"answer: got {answer!r}; has more than one unit")
+    answer = answer.partition(_UNIT)[0].replace("\\%", "")
+    answer = answer.replace(" .", " 0.").replace("{.", "{0.")
+    if answer.startswith("."):
+        answer = "0" + answer
+    if answer.count("=") == 1 and answer.index("=") <= 2:
+        answer = answer.partition("=")[2]
+    if re.search(r"\\sqrt(?:\\sqrt|$)", answer):
+        raise ValueError(f"answer: got {answer!r}; has a root of nothing")
+    answer = re.sub(r"\\sqrt([^{])", r"\\sqrt{\1}", answer).replace(" ", "")
+    answer = _with_braces(answer)
+    if answer == "0.5":
+        return "\\frac{1}{2}"
+    quotient = re.fullmatch(r"(-?(?:0|[1-9][0-9]*))/(-?(?:0|[1-9][0-9]*))", answer)
+    is_quotient = quotient is not None and "-0" not in quotient.groups()
+    return rf"\frac{{{quotient[1]}}}{{{quotient[2]}}}" if is_quotient else answer
+
+
+def _with_braces(answer: str) -> str:
+    r"""An answer with `\frac12` as `\frac{1}{2}`; as it was if one has no denominator."""
+    first, *fractions = answer.split("\\frac")
+    written = [first]
+    for fraction in fractions:
+        if not fraction:
+            raise ValueError(f"answer: got {answer!r}; has a fraction of nothing")
+        if fraction[0] != "{":
+            if len(fraction) < 2:
+                return answer
+            below = fraction[1:] if fraction[1] == "{" else f"{{{fraction[1]}}}{fraction[2:]}"
+            fraction = f"{{{fraction[0]}}}{below}"
+        written.append(fraction)
+    return "\\frac".join(written)
