@@ -42,6 +42,11 @@ def tagged(text: str) -> str:
     return text.rpartition("<answer>")[2].partition("</answer>")[0].strip()
 
 
+def after_reasoning(text: str) -> str:
+    """What follows the last `</think>`; "" for a text without one."""
+    return text.rpartition("</think>")[2] if "</think>" in text else ""
+
+
 def after_hashes(text: str) -> str | None:
     """The number after the last `####` that has one (GSM8K's own form), as it is written."""
     return _last(_HASH, text)
@@ -98,7 +103,7 @@ def answer_line(text: str) -> str | None:
 
 def stated(text: str) -> str | None:
     r"""A text's answer in whatever form: the last `<answer>` block, else box, `####`, "Answer:", or number."""
-    readings = (last_block, last_boxed, after_hashes, answer_line, last_number)
+    readings = (last_block, last_boxes, after_hashes, answer_line, last_number)
     return next((found for read in readings if (found := read(text)) is not None), None)
 
 

@@ -63,6 +63,14 @@ def same_in_hendrycks_form(given: str, expected: str) -> bool:
         return given == expected
 
 
+def hendrycks_vote(answer: str) -> str:
+    """The normal form by which votes are counted; the text itself if it has none."""
+    try:
+        return hendrycks_form(answer)
+    except ValueError:
+        return answer
+
+
 def hendrycks_form(answer: str) -> str:
     r"""The normal form in which MATH's authors compare answers as text.
 

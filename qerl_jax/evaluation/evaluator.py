@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from qerl_jax.config import RunConfig
-from qerl_jax.data import answers, datasets
+from qerl_jax.data import answers, datasets, verl_answers
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.evaluation.protocols import Protocol
 from qerl_jax.evaluation.summary import summarize
@@ -29,7 +29,20 @@ _ANSWER_READERS = {
     "gsm8k_flexible_reward": answers.last_number,
     "boxed_reward": answers.last_boxed,
     "dapo_boxed_reward": answers.last_boxed,
-    "dapo_reward": answers.answer_line,
+    "dapo_reward": verl_answers.answer_line,
+    "reasoning_accuracy_reward": lambda text: answers.stated(answers.after_reasoning(text)),
+    "verl_aime_reward": verl_answers.answer_line,
+    "verl_gsm8k_flexible_reward": verl_answers.flexible_number,
+    "verl_gsm8k_reward": verl_answers.strict_number,
+    "verl_math_reward": verl_answers.boxed,
+}
+# The form in which each reward compares texts; for others, and where a reward says it itself, see `_votes`.
+_VOTE_FORMS = {
+    "dapo_reward": answers.minerva_form,
+    "verl_aime_reward": answers.minerva_form,
+    "verl_gsm8k_flexible_reward": str,
+    "verl_gsm8k_reward": str,
+    "verl_math_reward": verl_answers.hendrycks_vote,
 }
 
 
@@ -142,12 +155,15 @@ class Evaluator:
             kv_cache_fraction=cfg.rollout.kv_cache_fraction,
         )
 
-    def records(self, variables: dict[str, Any], start: int = 0) -> Iterator[list[dict[str, Any]]]:
+    def records(
+        self, variables: dict[str, Any], start: int = 0, *, voting: bool = True
+    ) -> Iterator[list[dict[str, Any]]]:
         """Samples and judges a batch at a time, from problem `start` on; gives an object per problem.
 
         Each has `problem` (its index), `prompt`, `gold`, and lists of N: `right`, `answers` (as
         parsed, None where there is none), `lengths` in tokens, `stopped`, `completions`; and `unjudged`,
-        how many the reward abstained on: they count as wrong.
+        how many the reward abstained on: they count as wrong. With `voting` and N > 1 it also has
+        `votes`, N texts that are equal where the reward calls the answers the same.
         """
         size, group = min(self.batch_size, len(self.problems)), self.sampler.num_generations
         for first in range(start, len(self.problems), size):
@@ -158,7 +174,11 @@ class Evaluator:
                 self.sampler, variables, [*problems, *repeats], self.key, first_row=first * group
             )
             _, values = rollouts.score(rollout, [self.reward], None)
-            yield [self._record(first, i, rollout, values[:, 0]) for i in range(len(problems))]
+            found = [self._record(first, i, rollout, values[:, 0]) for i in range(len(problems))]
+            if voting and group > 1:
+                votes = _votes(self.reward, [record["answers"] for record in found])
+                found = [r | {"votes": each} for r, each in zip(found, votes, strict=True)]
+            yield found
 
     def _record(self, first: int, index: int, rollout: rollouts.Rollout, values: np.ndarray):
         """The record of a problem: its index in the batch, whose first problem is `first`; rewards [B]."""
@@ -197,6 +217,15 @@ class Evaluator:
             "eval/clipped_ratio": summary["clipped_ratio"],
             **{f"eval/{each['name']}": each["value"] for each in others},
         }
+
+
+def _votes(reward: scoring.Named, given: Sequence[Sequence[str | None]]) -> list[list[str | None]]:
+    """Votes of [problems][N] answers, which are equal where the reward calls answers the same."""
+    name, function = reward
+    if hasattr(function, "votes"):
+        return function.votes(given)
+    form = _VOTE_FORMS.get(name, answers.canonical)
+    return [[None if text is None else form(text) for text in row] for row in given]
 
 
 def protocol_of_run(cfg: RunConfig) -> Protocol:

@@ -79,7 +79,7 @@ def select(
     memory.require_context(cfg, policy.model.arch)
     evaluator = _evaluator(cfg, policy, function, samples, batch_size)
     problems = evaluator.problems
-    for records in evaluator.records(policy.variables, len(measured.values)):
+    for records in evaluator.records(policy.variables, len(measured.values), voting=False):
         measured.add(map(pass_rate, records))
         log(f"{len(measured.values)}/{len(problems)} problems measured")
     kept = [

@@ -48,8 +48,7 @@ def statistics(
         ks: Values of k, see `summarize`.
     """
     right = np.array([record["right"] for record in records], bool)
-    canonical = lambda text: None if text is None else answers.canonical(text)
-    votes = np.array([[*map(canonical, record["answers"])] for record in records], object)
+    votes = np.array([_votes(record) for record in records], object)
     samples = right.shape[1]
     ks = ks or sorted({*(2**i for i in range(samples.bit_length()) if 2**i < samples), samples})
 
@@ -66,6 +65,12 @@ def statistics(
     return {("mean", 1): mean} | {
         (kind, k): functools.partial(at, k) for kind, at in several.items() for k in ks if k > 1
     }
+
+
+def _votes(record: dict[str, Any]) -> list[str | None]:
+    """The votes of a record; of one without them, the canonical texts of its answers."""
+    by_text = (text if text is None else answers.canonical(text) for text in record["answers"])
+    return record.get("votes") or list(by_text)
 
 
 def _estimate(name: str, statistic: Callable, samples: int, k: int) -> dict[str, Any]:

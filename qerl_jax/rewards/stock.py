@@ -4,7 +4,8 @@ Correctness: what is compared is what `data.answers` finds, or what verl would (
 `math_verify_reward` asks a computer algebra system, `code_reward` runs the program. Form: think/answer tags. Length and repetition: factories
 under TRL's names, configured by `[rewards.options.NAME]`; DAPO's overlong punishment is `grpo`'s.
 
-Most are written as judges of one text; `_by_text` and `_by_answer` give them that signature.
+Most are written as judges of one text; `_by_text` and `_by_answer` give them that signature. A reward
+that compares mathematics has an attribute `votes`: which answers are one vote (`votes.mathematical`).
 """
 
 import collections
@@ -20,7 +21,7 @@ import numpy as np
 
 from qerl_jax.checked import require
 from qerl_jax.data import answers, verl_answers
-from qerl_jax.rewards import process_pool, sandbox
+from qerl_jax.rewards import process_pool, sandbox, votes
 
 type RewardFunction = Callable[..., Any]
 
@@ -264,11 +265,7 @@ def get_reasoning_accuracy_reward(
         seconds: Longest judgement of one answer, on the clock.
         workers: Number of processes; absent means half of the processors, at most 8.
     """
-
-    def after_reasoning(text: str) -> str:
-        return text.rpartition("</think>")[2] if "</think>" in text else ""
-
-    return _math_reward("reasoning_accuracy_reward", after_reasoning, workers, seconds)
+    return _math_reward("reasoning_accuracy_reward", answers.after_reasoning, workers, seconds)
 
 
 def get_cosine_scaled_reward(
@@ -315,6 +312,7 @@ def get_cosine_scaled_reward(
             for correct, ids in zip(verdicts, completion_ids, strict=True)
         ]
 
+    cosine_scaled_reward.votes = is_correct.votes
     return cosine_scaled_reward
 
 
@@ -434,6 +432,7 @@ def _math_reward(
         return [scores.get(row) for row in range(len(answer))]
 
     reward.__name__ = name
+    reward.votes = functools.partial(votes.mathematical, judges)
     return reward
 
 

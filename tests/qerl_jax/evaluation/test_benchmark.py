@@ -1,6 +1,7 @@
 """Evaluations: what is asked and judged, files that survive a kill, and comparisons."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import shutil
@@ -14,8 +15,8 @@ from qerl_jax.checkpoint import base_model, peft
 from qerl_jax.checkpoint.policy import PolicySource, find_policy
 from qerl_jax.cli import main
 from qerl_jax.config import EvalConfig, LoraConfig, ModelConfig
-from qerl_jax.data import datasets
-from qerl_jax.evaluation import benchmark, protocols
+from qerl_jax.data import answers, datasets
+from qerl_jax.evaluation import benchmark, evaluator, protocols
 from qerl_jax.evaluation.comparison import compare
 from qerl_jax.model.transformer import trainable
 from qerl_jax.rewards import scoring
@@ -112,6 +113,7 @@ def test_every_record_says_what_was_answered_and_how_it_was_judged(tmp_path):
         ):
             assert (f"<answer>{answer}</answer>" in text) == (answer is not None)
             assert right == (answer == row["gold"])
+        assert len(row["votes"]) == 4 and (None in row["votes"]) == (None in row["answers"])
     right = np.array([row["right"] for row in rows])
     assert 0 < right.sum() < right.size
     mean, pass_2, pass_4, maj_2, maj_4 = summary["estimates"]
@@ -121,6 +123,25 @@ def test_every_record_says_what_was_answered_and_how_it_was_judged(tmp_path):
     assert mean["over_samples"] and pass_2["over_samples"] and not pass_4["over_samples"]
     stored = json.loads((tmp_path / "arithmetic" / "summary.json").read_text())
     assert stored == summary
+
+
+@pytest.mark.process
+def test_votes_of_a_mathematical_reward_are_its_own(tmp_path, monkeypatch):
+    halves = itertools.cycle(["1/2", "0.5"])
+    monkeypatch.setattr(answers, "stated", lambda text: next(halves))
+    run(tmp_path, problems=2, reward="math_verify_reward")
+    for row in records(tmp_path):
+        assert row["answers"] == ["1/2", "0.5"] * 2 and row["votes"] == ["1/2"] * 4
+
+
+def test_a_reward_that_compares_strings_votes_by_its_strings():
+    given = [["18.", "18", "18.0", None]]
+    reward = lambda **_: []
+    assert evaluator._votes(("verl_gsm8k_reward", reward), given) == given
+    assert evaluator._votes(("gsm8k_hash_reward", reward), given) == [["18", "18", "18", None]]
+    assert evaluator._votes(("verl_math_reward", reward), [["1/2", r"\dfrac12"]]) == [
+        [r"\frac{1}{2}", r"\frac{1}{2}"]
+    ]
 
 
 def test_an_evaluation_that_failed_before_its_first_answer_may_be_asked_otherwise(tmp_path):

@@ -1,0 +1,60 @@
+"""Which answers to one problem are one vote: those that a judge of mathematics calls the same."""
+
+import itertools
+from collections.abc import Sequence
+
+from qerl_jax.data import answers
+from qerl_jax.rewards import process_pool
+
+
+def mathematical(
+    judges: process_pool.Pool, given: Sequence[Sequence[str | None]]
+) -> list[list[str | None]]:
+    r"""Puts one text for all answers to a problem that are the same mathematics.
+
+    The judge sees two answers at a time and no reference answer. Two numbers are told apart without it.
+    An answer that cannot be read, or keeps the judge busy, is a vote by its text.
+
+    Args:
+        judges: Processes that answer `math_judge`'s calls.
+        given: [problems][N] answers as they were read; None where there is none.
+
+    Returns:
+        [problems][N] votes: the canonical text of the first answer that is the same; None for None.
+    """
+    spellings = [_spellings(row) for row in given]
+    unread = [text for each in spellings for text in each.values() if answers.number(text) is None]
+    readable = dict(zip(unread, judges.map("is_readable", [(t,) for t in unread]), strict=True))
+    pairs = [
+        (problem, first, second)
+        for problem, each in enumerate(spellings)
+        for first, second in itertools.combinations(each, 2)
+        if all(readable.get(each[name], True) is True for name in (first, second))
+        and any(each[name] in readable for name in (first, second))
+    ]
+    calls = [(spellings[problem][a], spellings[problem][b]) for problem, a, b in pairs]
+    verdicts = judges.map("same_answer", calls)
+    same = {pair for pair, verdict in zip(pairs, verdicts, strict=True) if verdict is True}
+    votes = [_leaders(list(each), problem, same) for problem, each in enumerate(spellings)]
+    return [
+        [None if text is None else leader[answers.canonical(text)] for text in row]
+        for row, leader in zip(given, votes, strict=True)
+    ]
+
+
+def _spellings(row: Sequence[str | None]) -> dict[str, str]:
+    """By canonical text the first spelling of each answer, in the order in which they were given."""
+    spellings: dict[str, str] = {}
+    for text in row:
+        if text is not None:
+            spellings.setdefault(answers.canonical(text), text)
+    return spellings
+
+
+def _leaders(names: Sequence[str], problem: int, same: set[tuple[int, str, str]]) -> dict[str, str]:
+    """For each name the first that is the same, of those that lead."""
+    leaders: dict[str, str] = {}
+    for name in names:
+        leading = dict.fromkeys(leaders.values())
+        leaders[name] = next((each for each in leading if (problem, each, name) in same), name)
+    return leaders
