@@ -26,6 +26,7 @@ _APART = re.compile(
     r"(?<![0-9.^_])(?<!frac)(?<!frac\s)(?<!binom)(?<!binom\s)([0-9][0-9.]*)(?:\s|\\[,;: ]|~)+(?=[0-9])"
 )
 _LAST_DOT = re.compile(r"(?<!\.)\.(?=\s*$)|(?<!\.)\.(?=\s*\}\s*$)")
+_LAST_SPACE = re.compile(r"(?:(?<!\\)\\[,;:! ]?|~)\s*$")
 _CONJUNCTION = re.compile(r",?\s*\\(?:text|mbox|mathrm)\{\s*,?\s*(?:and|or)\s*\}")
 _IMAGINARY = re.compile(
     r"\\(?:mathrm|mathit|mathbf|text)\{i\}|\\imath(?![A-Za-z])"
@@ -38,9 +39,14 @@ _BASE_WORDS = (
     "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 ).split()
 _BASES = {word: str(base) for base, word in enumerate(_BASE_WORDS, start=2)}
+# 1011_2, (1011)_{2}, 1011_{\text{base two}}, 1011_{(2)}; and before that 1011\text{ (base 2)}.
 _BASED = re.compile(
-    r"(?<![0-9A-Za-z_^.,\\}])([0-9]+|[0-9A-F]*[0-9][0-9A-F]*)\s*_\s*"
-    r"(?:\{\s*(?:\\(?:text|mathrm)\{)?\s*([0-9]{1,2}|[a-z]+)\s*\}?\s*\}|([0-9]))"
+    r"(?<![0-9A-Za-z_^.,\\}])\(?([0-9]+|[0-9A-F]*[0-9][0-9A-F]*)\)?\s*_\s*"
+    r"(?:\{[\s(]*(?:\\(?:text|mathrm)\{)?[\s(]*(?:base\s*\}?\s*)?([0-9]{1,2}|[a-z]+)[\s)}]*\}|([0-9]))"
+)
+_BASE_IN_TEXT = re.compile(
+    r"(?<=[0-9A-F)])\s*(?:\\[,;: ]\s*)?\(?\s*\\(?:text|mathrm)\{[\s(]*(?:in\s+)?base[\s-]*"
+    r"(?:([0-9]{1,2}|[a-z]+)[\s)]*\}|\}\s*([0-9]{1,2}))\s*\)?"
 )
 # Words that follow a number without changing it. Letters alone are variables: 5t is no 5 tonnes.
 _UNITS = (
@@ -91,6 +97,7 @@ def latex_form(answer: str) -> str:
     form = _MIXED.sub(r"\1\\frac{\2}{\3}", form)
     form = _THOUSANDS.sub(lambda number: _SEPARATOR.sub("", number[0]), form)
     form = _APART.sub(r"\1,", form)
+    form = _BASE_IN_TEXT.sub(lambda base: f"_{{{base[1] or base[2]}}}", form)
     form = _without_units(form)
     if not _INDEX_I.search(form):
         form = _IMAGINARY.sub(_imaginary_unit, form)
@@ -100,7 +107,7 @@ def latex_form(answer: str) -> str:
 def _without_units(form: str) -> str:
     """An answer without the units, words and full stop that follow its value."""
     while True:
-        shorter = _LAST_DOT.sub("", form).rstrip()
+        shorter = _LAST_SPACE.sub("", _LAST_DOT.sub("", form).rstrip())
         unit = _UNIT_IN_TEXT.search(shorter)
         if unit is None or _NO_UNIT.search(unit[1]):
             unit = _UNIT_WORD.search(shorter)
