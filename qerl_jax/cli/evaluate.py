@@ -45,8 +45,9 @@ def evaluate(
         model: Local folder or hub name; absent means the adapter's base, or the one in the package.
         adapter: A PEFT folder, or a run folder, whose adapter and settings are taken.
         base: Leave the adapter away: the policy before training, asked and judged alike.
-        protocol: "paper" (temperature 0.6, top-p 0.95), "verl", or "run" (prompt, sampling and reward of
-            the run). Absent means the run's where there is one, else the paper's.
+        protocol: "paper" (temperature 0.6, top-p 0.95), "verl" (verl's own words, sampling and scorers), or
+            "run" (prompt, sampling and reward of the run). Absent means the run's where there is one, else
+            the paper's.
         samples: N, completions per problem, instead of the protocol's; so are the next six.
         temperature: Sampling temperature; 0 is greedy.
         top_p: Keep the likeliest tokens up to this mass.

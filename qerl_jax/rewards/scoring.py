@@ -7,6 +7,9 @@ Prompts, completions, ids and columns are lists of one entry per row; columns ar
 text}]` for a chat. None means that the reward does not apply to the row. Functions may be `async`.
 Extras are `log_extra(column, values)`, `log_metric(name, value)` and what the caller adds
 (`trainer_state`): take `**_` for those that a function does not use.
+
+A function may have an attribute `votes`, a function from [problems][N] answers to as many texts that are
+equal where it calls two answers the same; maj@k counts by it.
 """
 
 import asyncio

@@ -35,7 +35,9 @@ def combine_rewards(per_function: Array, weights: Array) -> tuple[Array, Array]:
 
     Returns:
         The rewards [B], and a bool [B] that marks the rows for which every function abstained.
-        Their reward is 0, as in TRL; whether that deserves a warning is for the caller to say.
+        Their reward is 0 and stands for none: what becomes of such rows is for the caller to say. (TRL
+        compared them as 0 until its pull request 5902 of June 2026; now it leaves them out of the group's
+        mean and deviation, and their advantage is 0.)
     """
     given = ~jnp.isnan(per_function)
     return masked.sum(per_function * weights[None, :], given, axis=1), ~jnp.any(given, axis=1)

@@ -8,8 +8,9 @@ How this differs from the paper (arXiv 2510.11696) and from its published code:
 2. The ratio is taken against the sampler's own log-probabilities by default (`old_logprobs =
    "behaviour"`), noise included; the original recomputes them without noise, so that its ratio is 1
    and the noise goes uncorrected.
-3. Sampler, scorer, reference and gradient are one model function over one base, so there is no
-   weight to hand over.
+3. Sampler, scorer, reference and gradient read one base in one process, so there is no weight to
+   hand over. They are one model function; only on Hopper a decoding step may run the same arithmetic
+   in fused kernels instead (`model.fused_decode`).
 4. A step without signal changes nothing, and is counted.
 """
 
