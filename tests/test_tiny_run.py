@@ -430,6 +430,27 @@ def test_a_run_takes_problems_and_rewards_from_memory_and_reports_its_rows(tmp_p
     assert set(told) == {str(a + 1) for a in range(12)}
 
 
+def test_completions_that_no_reward_judged_are_left_out_counted_and_warned_of_once(
+    tmp_path, capsys
+):
+    def second_abstains(completion_ids, **_):
+        values = [-1.0 - len(ids) / 100 for ids in completion_ids]
+        return [None if row % 4 == 1 else value for row, value in enumerate(values)]
+
+    folder = tmp_path / "run"
+    train(small(folder, max_steps=2), reward_functions=[second_abstains])
+    assert capsys.readouterr().out.count("returned None for 8 of 32 completions") == 1
+    for row in logger.read_metrics(folder):
+        assert row["completions/without_reward"] == 8 and row["reward"] < -1
+        assert np.isfinite([row["loss"], row["grad_norm"], row["reward_std"]]).all()
+    lines = (folder / "completions" / "step_000001.jsonl").read_text().splitlines()
+    logged = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    for first in range(0, 32, 4):
+        group = logged[first : first + 4]
+        assert group[1]["reward"] is None and group[1]["advantage"] == 0
+        assert abs(sum(row["advantage"] for row in group)) < 1e-5  # a mean over the other three
+
+
 def test_a_device_that_reports_its_memory_has_the_plan_beside_the_peak(
     tmp_path, monkeypatch, capsys
 ):

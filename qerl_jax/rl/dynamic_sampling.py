@@ -35,13 +35,13 @@ class Supply:
         return {
             "drawn": self.drawn,
             "positions": self.surplus.positions.tolist(),
-            "rewards": self.surplus.rewards.tolist(),
+            "rewards": _without_nan(self.surplus.rewards),
             "rows": [
                 {
                     "completion": ids.tolist(),
                     "logps": logps.tolist(),
                     "stopped": stopped,
-                    "per_function": [None if np.isnan(x) else float(x) for x in each],
+                    "per_function": _without_nan(each),
                 }
                 for ids, logps, stopped, each in zip(
                     rollout.completion_ids,
@@ -131,6 +131,11 @@ def gather(
     }
     left_over = choose(pool, left) if len(left) else None
     return choose(pool, order[:wanted]), join(fresh), Supply(drawn, left_over), metrics
+
+
+def _without_nan(values: np.ndarray) -> list[Any]:
+    """The values as lists, None for NaN, which JSON does not have."""
+    return np.where(np.isnan(values), None, values.astype(object)).tolist()
 
 
 def choose(scored: rollouts.Scored, groups: Sequence[int] | np.ndarray) -> rollouts.Scored:

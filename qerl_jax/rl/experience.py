@@ -24,6 +24,8 @@ class Experience:
         mask: bool [B, C], the completion tokens that are learned from.
         behaviour_logps: float32 [B, C], the sampler's.
         advantages: float32 [B].
+        judged: bool [B], False for rows that no reward function judged: no average counts them.
+            None means that all were.
     """
 
     prompts: jax.Array
@@ -32,6 +34,7 @@ class Experience:
     mask: jax.Array
     behaviour_logps: jax.Array
     advantages: jax.Array
+    judged: jax.Array | None = None
 
     @property
     def rows(self) -> np.ndarray:
@@ -55,6 +58,7 @@ class Experience:
             self.mask[rows, width] & real[:, None],
             self.behaviour_logps[rows, width],
             np.where(real, self.advantages[rows], 0),
+            None if self.judged is None else self.judged[rows] & real,
         )
 
 
@@ -66,6 +70,7 @@ def make_experience(
     max_completion_length: int,
     mask_truncated_completions: bool = False,
     share_prompts: bool = True,
+    judged: np.ndarray | None = None,
 ) -> Experience:
     """Pads a rollout, once: to widths that hold the longest of its prompts and of its completions.
 
@@ -80,6 +85,8 @@ def make_experience(
         mask_truncated_completions: Whether completions that were cut are left out of the loss.
         share_prompts: Whether a prompt stands once for all of its completions; otherwise each row
             has its own.
+        judged: bool [P, G], False for completions without a reward, which are left out of the
+            loss and of what it is divided by; None means that all have one.
     """
     lengths, prompts = rollout.lengths, rollout.prompt_ids
     if not share_prompts:
@@ -89,6 +96,8 @@ def make_experience(
     mask = np.arange(width) < lengths[:, None]
     if mask_truncated_completions:
         mask &= np.array(rollout.stopped)[:, None]
+    judged = np.ones(len(lengths), bool) if judged is None else np.reshape(judged, -1)
+    mask &= judged[:, None]
     return Experience(
         prompts=_pad(
             prompts, microbatches.round_up(int(prompt_lengths.max()), max_prompt_length), np.int32
@@ -98,6 +107,7 @@ def make_experience(
         mask=mask,
         behaviour_logps=_pad(rollout.logps, width, np.float32),
         advantages=np.asarray(advantages, np.float32).reshape(-1),
+        judged=judged,
     )
 
 

@@ -24,7 +24,7 @@ from qerl_jax.rl import masked
 _STD_EPSILON = 1e-4
 
 
-def combine_rewards(per_function: Array, weights: Array) -> tuple[Array, Array]:
+def combine_rewards(per_function: Array, weights: Array) -> Array:
     """Adds up what the reward functions gave each row, skipping those that abstained.
 
         r_i = sum over f of w_f r_{i,f}, taken over the functions f that gave row i a reward
@@ -34,13 +34,13 @@ def combine_rewards(per_function: Array, weights: Array) -> tuple[Array, Array]:
         weights: [number of functions].
 
     Returns:
-        The rewards [B], and a bool [B] that marks the rows for which every function abstained.
-        Their reward is 0 and stands for none: what becomes of such rows is for the caller to say. (TRL
-        compared them as 0 until its pull request 5902 of June 2026; now it leaves them out of the group's
-        mean and deviation, and their advantage is 0.)
+        The rewards [B]; NaN for a row for which every function abstained. A number there would
+        compete with the group's: 0 would rank above wrong answers that score -1. (TRL's did until its
+        pull request 5902 of June 2026.)
     """
     given = ~jnp.isnan(per_function)
-    return masked.sum(per_function * weights[None, :], given, axis=1), ~jnp.any(given, axis=1)
+    rewards = masked.sum(per_function * weights[None, :], given, axis=1)
+    return jnp.where(jnp.any(given, axis=1), rewards, jnp.nan)
 
 
 def soft_overlong_punishment(
@@ -67,13 +67,15 @@ def informative(rewards: Array) -> Array:
     """Tells which groups hold completions of different quality, and so give a gradient at all.
 
     Args:
-        rewards: [P, G] rewards, or the advantages made from them.
+        rewards: [P, G] rewards, or the advantages made from them; NaN for rows without one.
 
     Returns:
         bool [P]. DAPO's dynamic sampling (arXiv:2503.14476, section 3.2) keeps only these groups.
     """
     # Not a comparison of the standard deviation with 0: rounding leaves some for equal rewards.
-    return jnp.max(rewards, axis=1) > jnp.min(rewards, axis=1)
+    given = ~jnp.isnan(rewards)
+    highest = jnp.max(rewards, axis=1, initial=-jnp.inf, where=given)
+    return highest > jnp.min(rewards, axis=1, initial=jnp.inf, where=given)
 
 
 def group_advantages(
@@ -90,10 +92,11 @@ def group_advantages(
     leave-one-out, arXiv:2402.14740, which no completion's own reward enters, so that the estimate
     of the gradient has no bias), and s the standard deviation (with n - 1) of the group (GRPO,
     arXiv:2402.03300), of the whole batch (arXiv:2508.08221), or nothing is divided (Dr. GRPO,
-    arXiv:2503.20783). Equal rewards give advantages of exactly 0.
+    arXiv:2503.20783). Equal rewards give advantages of exactly 0. A row without a reward has
+    advantage 0, and enters neither b nor s, as in TRL (since June 2026).
 
     Args:
-        rewards: [P, G].
+        rewards: [P, G]; NaN for rows without one.
         scale: "group", "batch" or "none".
         estimator: "grpo" or "rloo".
 
@@ -108,15 +111,18 @@ def group_advantages(
     require(estimator in ("grpo", "rloo"), "estimator", estimator, "must be 'grpo' or 'rloo'")
     known = scale in ("group", "batch", "none")
     require(known, "scale", scale, "must be 'group', 'batch' or 'none'")
-    centered = rewards - jnp.mean(rewards, axis=1, keepdims=True)
-    centered = jnp.where(informative(rewards)[:, None], centered, 0)
+    given = ~jnp.isnan(rewards)
+    learned = given & informative(rewards)[:, None]
+    centered = rewards - jnp.mean(rewards, axis=1, keepdims=True, where=given)
     if estimator == "rloo":
-        # r - mean of the others = (r - mean of all) G / (G - 1)
-        centered = centered * (num_generations / (num_generations - 1))
-    if scale == "none":
-        return centered
-    axis = 1 if scale == "group" else None
-    return centered / (jnp.std(rewards, axis=axis, ddof=1, keepdims=True) + _STD_EPSILON)
+        # r - mean of the others = (r - mean of all) n / (n - 1)
+        count = jnp.sum(given, axis=1, keepdims=True)
+        centered = centered * (count / jnp.maximum(count - 1, 1))
+    if scale != "none":
+        axis = 1 if scale == "group" else None
+        spread = jnp.std(rewards, axis=axis, ddof=1, keepdims=True, where=given)
+        centered = centered / (spread + _STD_EPSILON)
+    return jnp.where(learned, centered, 0)
 
 
 def token_kl(logps: Array, ref_logps: Array, kind: Literal["k1", "k2", "k3"] = "k3") -> Array:
@@ -268,7 +274,7 @@ class BatchTotals:
     """The optimizer batch of which a micro-batch is a part; what is left out says that it is the whole.
 
     Attributes:
-        rows: Rows, those without tokens included.
+        rows: Rows that were judged, those without tokens included.
         tokens: Tokens that count.
         max_completion_length: Divisor of dr_grpo.
         num_micro_batches: Micro-batches, for bnpo.

@@ -87,7 +87,7 @@ class Scored:
     Attributes:
         rollout: P problems, B = P * G completions.
         positions: int32 [P], places of the problems in the order in which the data is met.
-        rewards: float32 [P, G].
+        rewards: float32 [P, G], NaN where every function abstained.
         per_function: float32 [B, number of functions], NaN where one abstained.
     """
 
@@ -250,7 +250,7 @@ def score(
         record: Takes what the functions log.
 
     Returns:
-        float32 [P, G] combined rewards (0 where every function abstained), and float32 [B, number
+        float32 [P, G] combined rewards, NaN where every function abstained, and float32 [B, number
         of functions] of each function by itself, NaN where it abstained.
 
     Raises:
@@ -279,5 +279,5 @@ def score(
         extras,
         record,
     )
-    combined, _ = grpo.combine_rewards(per_function, jnp.asarray(weights, jnp.float32))
+    combined = grpo.combine_rewards(per_function, jnp.asarray(weights, jnp.float32))
     return np.asarray(combined).reshape(-1, group), per_function

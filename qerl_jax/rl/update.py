@@ -417,9 +417,11 @@ def summed_gradient(
     key: jax.Array,
 ) -> tuple[tuple[jax.Array, Any], list[Any], int]:
     """Loss and gradient of an optimizer batch, counts of its micro-batches, and its tokens."""
+    chosen, judged = rows.reshape(-1), experience.judged
+    counted = rows.size if judged is None else judged[chosen].sum()
     totals = grpo.BatchTotals(
-        rows=rows.size,
-        tokens=experience.mask[rows.reshape(-1)].sum(dtype=np.int32),
+        rows=np.int32(max(counted, 1)),
+        tokens=experience.mask[chosen].sum(dtype=np.int32),
         max_completion_length=updater.max_completion_length,
         num_micro_batches=updater.optim.gradient_accumulation_steps,
     )

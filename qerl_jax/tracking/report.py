@@ -464,8 +464,9 @@ def _samples(groups: Sequence[Group]) -> list[tuple[str, str]]:
         files = sorted((each.runs[0].folder / "completions").glob("step_*.jsonl"))
         for path in dict.fromkeys((*files[:1], *files[-1:])):
             where = f"{each.label}, step {int(path.stem.removeprefix('step_'))}"
-            for word, pick in (("highest", max), ("lowest", min)):
-                row = pick(whole_lines(path), key=lambda row: row["reward"])
+            judged = [row for row in whole_lines(path) if row["reward"] is not None]
+            for word, pick in (("highest", max), ("lowest", min)) if judged else ():
+                row = pick(judged, key=lambda row: row["reward"])
                 title = f"{where}: {word} reward, {row['reward']:.3g}"
                 passages.append((title, f"{terminal.asked(row['prompt'])}\n\n{row['completion']}"))
     return passages

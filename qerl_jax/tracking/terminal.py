@@ -128,7 +128,8 @@ class Display:
             overflow="fold",
         )
         end = "" if row["stopped"] else ", truncated"
-        title = f"reward {row['reward']:.2f}, {row['length']} tokens{end}"
+        reward = "no reward" if row["reward"] is None else f"reward {row['reward']:.2f}"
+        title = f"{reward}, {row['length']} tokens{end}"
         return panel.Panel(body, title=title, title_align="left")
 
 

@@ -88,12 +88,15 @@ class Trace:
 def of_rollout(scored: rollouts.Scored, functions: Sequence[scoring.Named]) -> dict[str, float]:
     """Rewards and lengths under TRL's names."""
     lengths, rewards = scored.rollout.lengths, scored.rewards
+    judged = ~np.isnan(rewards)
+    spreads = [group[~np.isnan(group)].std(ddof=1) for group in rewards[judged.sum(axis=1) > 1]]
     stopped = np.array(scored.rollout.stopped)
     terminated = lengths[stopped] if stopped.any() else np.zeros(1)
     metrics = {
-        "reward": float(rewards.mean()),
-        "reward_std": float(rewards.std(axis=1, ddof=1).mean()),
+        "reward": float(rewards[judged].mean()) if judged.any() else 0.0,
+        "reward_std": float(np.mean(spreads)) if spreads else 0.0,
         "frac_reward_zero_std": float(1 - np.asarray(grpo.informative(rewards)).mean()),
+        "completions/without_reward": int((~judged).sum()),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": int(lengths.min()),
         "completions/max_length": int(lengths.max()),
@@ -129,7 +132,7 @@ def completion_rows(
     own = zip(
         [prompt for prompt in prompts for _ in range(group)],
         rollout.texts,
-        sampled.rewards.reshape(-1).tolist(),
+        [None if np.isnan(reward) else float(reward) for reward in sampled.rewards.reshape(-1)],
         [a for p in sampled.positions.tolist() for a in known.get(p, [None] * group)],
         rollout.lengths.tolist(),
         rollout.stopped,

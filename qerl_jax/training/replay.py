@@ -30,7 +30,8 @@ def write(run_folder: str | pathlib.Path, failure: update.NonFinite) -> pathlib.
     if len(list(path.parent.glob("step_*.npz"))) >= _KEPT:
         return None
     arrays = {"step": np.int32(failure.step)}
-    arrays |= {f"experience/{name}": value for name, value in vars(failure.experience).items()}
+    given = {k: v for k, v in vars(failure.experience).items() if v is not None}
+    arrays |= {f"experience/{name}": value for name, value in given.items()}
     arrays |= {f"fixed/{name}": value for name, value in failure.fixed.items()}
     for name in _TREES:
         leaves = jax.tree.leaves(getattr(failure, name))

@@ -34,6 +34,7 @@ from qerl_jax.rewards import scoring, stock
 from qerl_jax.rl import dynamic_sampling, grpo, rollouts, update
 from qerl_jax.rl.experience import make_experience
 from qerl_jax.tracking.logger import Logger, read_metrics
+from qerl_jax.tracking.terminal import asked
 from qerl_jax.training import metrics
 from qerl_jax.training.setup import SAMPLE, UPDATE, PreparedRun, peak_memory, setup, stream_key
 
@@ -70,7 +71,7 @@ def train(
     step = started = int(state.step)
     with contextlib.closing(run.files), contextlib.closing(_logger(run, quiet)) as logger:
         record = _recorder(run, logger, on_step)
-        goes_on = True
+        goes_on, warned = True, False
         if run.evaluator and step == 0:
             goes_on = record(0, {}, state.params)
         while goes_on and step < run.total_steps:
@@ -91,6 +92,7 @@ def train(
                 max_completion_length=cfg.rollout.max_completion_length,
                 mask_truncated_completions=cfg.grpo.mask_truncated_completions,
                 share_prompts=cfg.optim.share_prompts,
+                judged=~np.isnan(batch.rewards),
             )
             trace.lap("reward")
             state, learned = run.updater(
@@ -116,6 +118,9 @@ def train(
                 "num_tokens": logger.num_tokens,
                 "updates/skipped": int(state.skipped),
             }
+            if row["completions/without_reward"] and not warned:
+                warned = True
+                logger.note(_about_unjudged(step, fresh))
             goes_on = record(step, row, state.params)
             logger.write_completions(
                 step, metrics.completion_rows(fresh, batch, advantages, trace.columns())
@@ -151,6 +156,18 @@ def _logger(run: PreparedRun, quiet: bool) -> Logger:
             f"nothing left to do: the run in {cfg.output_dir} has all of its {run.total_steps} steps"
         )
     return logger
+
+
+def _about_unjudged(step: int, scored: rollouts.Scored) -> str:
+    """A warning about completions without a reward; it is given once in a run."""
+    group, at = np.argwhere(np.isnan(scored.rewards))[0]
+    text = scored.rollout.texts[group * scored.rollout.num_generations + at]
+    return (
+        f"warning: in step {step} every reward function returned None for "
+        f"{np.isnan(scored.rewards).sum()} of {scored.rewards.size} completions. They are left out of "
+        "baseline and loss; completions/without_reward counts them in every step. The first one "
+        f"answers {asked(scored.rollout.problems[group].prompt)[:200]!r} with {text[:200]!r}."
+    )
 
 
 def _policy(run: PreparedRun, params: Any) -> dict[str, Any]:

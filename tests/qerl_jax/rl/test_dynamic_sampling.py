@@ -130,11 +130,12 @@ def test_a_supply_survives_being_written_as_json_bit_for_bit():
     per_function = rng.normal(size=(6, 2)).astype(np.float32)
     per_function[1, 0] = np.nan
     combined = rng.normal(size=(3, GROUP)).astype(np.float32)
+    combined[2, 1] = np.nan
     scored = Scored(sampled(), np.array([7, 4, 9], np.int32), combined, per_function)
     supply = Supply(12, dynamic_sampling.choose(scored, [2, 0]))
 
     restored = Supply.from_table(
-        json.loads(json.dumps(supply.to_table())),
+        json.loads(json.dumps(supply.to_table(), allow_nan=False)),
         {7: PROBLEMS[0], 4: PROBLEMS[1], 9: PROBLEMS[2]}.__getitem__,
         tokens(),
     )

@@ -49,6 +49,18 @@ def test_experience_is_learned_from_up_to_the_stop_token(mask_truncated, mask):
     assert made.behaviour_logps.dtype == np.float32
 
 
+def test_a_completion_that_nobody_judged_is_not_learned_from():
+    made = make_experience(
+        rollout(),
+        np.zeros((1, 2)),
+        max_prompt_length=1,
+        max_completion_length=3,
+        judged=np.array([[False, True]]),
+    )
+    assert made.mask.tolist() == [[False, False, False], [True, True, True]]
+    assert made.judged.tolist() == [False, True]
+
+
 @pytest.mark.parametrize(
     ("longest", "width"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 6), (7, 8), (8, 8)]
 )

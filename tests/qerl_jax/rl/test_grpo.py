@@ -453,9 +453,31 @@ def test_a_slope_as_long_as_the_completion_punishes_every_token():
 def test_reward_functions_add_up_and_may_abstain():
     nan = jnp.nan
     per_function = jnp.array([[1.0, 0.5], [nan, 0.5], [1.0, nan], [nan, nan]])
-    rewards, abstained = grpo.combine_rewards(per_function, jnp.array([1.0, 2.0]))
-    np.testing.assert_array_equal(rewards, [2.0, 1.0, 1.0, 0.0])
-    np.testing.assert_array_equal(abstained, [False, False, False, True])
+    rewards = grpo.combine_rewards(per_function, jnp.array([1.0, 2.0]))
+    np.testing.assert_array_equal(rewards, [2.0, 1.0, 1.0, nan])
+
+
+@pytest.mark.parametrize(("scale", "estimator"), [*ESTIMATORS, ("batch", "rloo")])
+def test_rows_without_a_reward_have_no_advantage_and_are_no_part_of_any_mean(scale, estimator):
+    nan = np.nan
+    rewards = np.array([[1, 1, 0, nan], [nan, -1, -1, nan], [nan, nan, nan, 5], [0, 2, 1, 4]])
+    everything = rewards[~np.isnan(rewards)]
+    expected = np.zeros_like(rewards)
+    for row in (0, 3):  # in the others no two rewards differ
+        given = ~np.isnan(rewards[row])
+        group = rewards[row, given]
+        others = [np.delete(group, i).mean() for i in range(len(group))]
+        base = np.array(others) if estimator == "rloo" else group.mean()
+        spread = {"group": group, "batch": everything}.get(scale)
+        divisor = 1 if spread is None else spread.std(ddof=1) + 1e-4
+        expected[row, given] = (group - base) / divisor
+    with jax.enable_x64(True):
+        found = grpo.group_advantages(jnp.asarray(rewards), scale=scale, estimator=estimator)
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-15)
+        np.testing.assert_array_equal(found[jnp.isnan(jnp.asarray(rewards))], 0)
+        np.testing.assert_array_equal(
+            grpo.informative(jnp.asarray(rewards)), [True, False, False, True]
+        )
 
 
 # --- errors at the door

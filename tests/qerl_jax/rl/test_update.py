@@ -261,6 +261,18 @@ def test_loss_and_gradient_equal_a_direct_implementation(grpo, optim):
     np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(squares), rtol=1e-4)
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo"])
+def test_a_row_that_nobody_judged_is_not_among_the_rows_that_a_loss_is_divided_by(loss_type):
+    grpo = dataclasses.replace(GRPO if loss_type == "grpo" else DR_GRPO, beta=0.0)
+    loss, expected = direct_loss_and_gradient(grpo)
+    judged = np.arange(ROWS) != CUT_ROW
+    experience = dataclasses.replace(sample_experience(), judged=judged)
+    state, metrics = run(grpo=grpo, experience=experience)
+    share = ROWS / (ROWS - 1)  # direct_loss divides by all rows
+    assert_close(metrics["loss"], loss * share)
+    assert_close(gradient(state), jax.tree.map(lambda g: g * share, expected))
+
+
 def test_the_example_clips_on_both_sides():
     """Guards the tests above: without clipping they would not see a wrong clip range."""
     _, metrics = run()

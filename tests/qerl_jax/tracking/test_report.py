@@ -52,7 +52,7 @@ def make_run(folder, seed=0, steps=12, lift=0.0, **changes):
     for step in (1, steps):
         samples = [
             {"prompt": [{"role": "user", "content": "1+1?"}], "completion": text, "reward": reward}
-            for text, reward in ((HOSTILE, 1.0), ("no\u2028idea", 0.0))
+            for text, reward in ((HOSTILE, 1.0), ("unjudged", None), ("no\u2028idea", 0.0))
         ]
         path = folder / "completions" / f"step_{step:06d}.jsonl"
         path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in samples))

@@ -31,7 +31,7 @@ def test_a_curve_spans_its_values(values, width, expected):
     assert display.curve(values, width) == expected
 
 
-def shown(terminal):
+def shown(terminal, reward=1.0):
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=100, height=40, color_system=None)
     view = display.Display(50, 3, console)
@@ -39,7 +39,7 @@ def shown(terminal):
     sample = {
         "prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1?"}],
         "completion": "[bold]2[/bold]" + "x" * 700 + " so it is 2",
-        "reward": 1.0,
+        "reward": reward,
         "length": 9,
         "stopped": False,
     }
@@ -58,6 +58,10 @@ def test_a_terminal_shows_metrics_and_a_sample_with_its_reward():
     assert "1+1?" in last and "[bold]2[/bold]" in last and "so it is 2" in last and " … " in last
     assert "KL" not in last  # there is none
     assert "adapter in runs/x" in text
+
+
+def test_a_sample_that_no_reward_judged_is_shown_as_such():
+    assert "no reward, 9 tokens, truncated" in shown(terminal=True, reward=None)
 
 
 def test_a_file_gets_a_line_per_step():
