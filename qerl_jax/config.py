@@ -168,6 +168,9 @@ class RewardConfig(Checked, section="rewards."):
         soft_punish_cache: Width in tokens of the slope, at the end of the longest completion, down which
             DAPO's soft overlong punishment goes from 0 to -1; absent means no punishment.
         soft_punish_weight: Weight of that punishment in the sum.
+        shaping: Names of the rewards that shape form or length and do not say which completion is better,
+            as `rewards/NAME/mean` has them; dynamic sampling does not look at them. Absent means those
+            of the stock that do so (`stock.SHAPING`) and the punishment of long completions.
     """
 
     functions: Annotated[
@@ -182,6 +185,7 @@ class RewardConfig(Checked, section="rewards."):
     options: dict[str, dict[str, Any]] | None = None
     soft_punish_cache: Count | None = None
     soft_punish_weight: Positive = 1.0
+    shaping: tuple[str, ...] | None = None
 
     def _across(self):
         count = len(self.functions)
@@ -290,8 +294,12 @@ class GrpoConfig(Checked, section="grpo."):
             other completions ("rloo").
         scale_rewards: Standard deviation that divides advantages: of the "group", of the "batch",
             or "none".
-        dynamic_sampling: Sample again, with further problems, for groups of equal rewards (DAPO).
-        max_sampling_rounds: Most rounds of that; then a rollout is filled up with such groups.
+        dynamic_sampling: Sample again, with further problems, for groups whose completions are equally good
+            (DAPO).
+        dynamic_sampling_metric: What they are compared by: the name of a reward function, which may have the
+            weight 0, or "reward", the whole sum. Absent means the sum without `rewards.shaping`.
+        max_sampling_rounds: Most rounds of that; then a rollout is filled up with such groups, which teach
+            nothing.
         mask_truncated_completions: Leave completions without a stop token out of the loss.
         num_iterations: Passes over each rollout.
         old_logprobs: Which log-probabilities the ratio is taken against: the sampler's own ("behaviour"), or
@@ -316,6 +324,7 @@ class GrpoConfig(Checked, section="grpo."):
     advantage_estimator: Literal["grpo", "rloo"] = "grpo"
     scale_rewards: Literal["group", "batch", "none"] = "group"
     dynamic_sampling: bool = False
+    dynamic_sampling_metric: NotEmpty | None = None
     max_sampling_rounds: Count = 10
     mask_truncated_completions: bool = False
     num_iterations: Count = 1
@@ -343,6 +352,11 @@ class GrpoConfig(Checked, section="grpo."):
                 self.beta > 0 or not self.sync_ref_model,
                 "sync_ref_model",
                 "needs grpo.beta > 0: without it no reference is read",
+            ),
+            (
+                self.dynamic_sampling or self.dynamic_sampling_metric is None,
+                "dynamic_sampling_metric",
+                "needs grpo.dynamic_sampling = true: without it no group is compared",
             ),
             (
                 self.advantage_estimator == "grpo" or self.scale_rewards != "group",

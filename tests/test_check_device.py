@@ -34,12 +34,13 @@ UNCHANGED = {
     "grpo": {
         *("epsilon", "epsilon_high", "delta", "kl_estimator", "use_bias_correction_kl"),
         *("advantage_estimator", "scale_rewards", "mask_truncated_completions"),
+        "dynamic_sampling_metric",
         *("importance_sampling_mode", "importance_sampling_clip_max"),
     },
     "optim": {"min_lr_ratio", "adam_beta1", "adam_beta2", "adam_epsilon"},
     "noise": {"schedule", "exponent"},
     "eval": {"split", "temperature", "top_p", "dataset", "path"},
-    "rewards": {"soft_punish_weight"},
+    "rewards": {"soft_punish_weight", "shaping"},
 }
 
 

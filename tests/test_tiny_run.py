@@ -21,6 +21,7 @@ from qerl_jax.config import LoraConfig
 from qerl_jax.data.datasets import Problem
 from qerl_jax.model import architecture
 from qerl_jax.model.transformer import init_params
+from qerl_jax.rewards import stock
 from qerl_jax.rl import rollouts
 from qerl_jax.tracking import logger
 from qerl_jax.training.setup import check_folder
@@ -276,6 +277,18 @@ BAD_RUNS = {
     ),
     "missing data": ({"data": {"dataset": "/nowhere/data.jsonl"}}, "/nowhere/data.jsonl"),
     "unknown reward": ({"rewards": {"functions": ("acuracy_reward",)}}, "acuracy_reward"),
+    "judge that is no reward": (
+        {"grpo": {"dynamic_sampling": True, "dynamic_sampling_metric": "acc"}},
+        "grpo.dynamic_sampling_metric: got 'acc'; must be \"reward\", or one of the rewards",
+    ),
+    "shaping that is no reward": (
+        {"rewards": {"shaping": ("length_reward",)}},
+        "rewards.shaping: got ('length_reward',); the rewards of this run are",
+    ),
+    "nothing but form": (
+        {"grpo": {"dynamic_sampling": True}, "rewards": {"functions": ("format_reward",)}},
+        "grpo.dynamic_sampling: got True; all rewards of this run shape form or length",
+    ),
     "raising reward": ({"rewards": {"functions": ("tests.reward_controls:raising",)}}, "KeyError"),
     "short reward": (
         {"rewards": {"functions": ("tests.reward_controls:one_short",)}},
@@ -428,6 +441,33 @@ def test_a_run_takes_problems_and_rewards_from_memory_and_reports_its_rows(tmp_p
     assert int(state.step) == 2 and list(seen) == [1, 2]
     assert list(seen.values()) == [row["rewards/length_reward/mean"] for row in rows]
     assert set(told) == {str(a + 1) for a in range(12)}
+
+
+def test_wrong_answers_learn_nothing_from_the_length_of_one_of_them(tmp_path):
+    """Dynamic sampling's groups are those that differ in accuracy; the others fill up, and are silent."""
+
+    def accuracy_reward(completions, answer, log_extra, **_):
+        values = stock.accuracy_reward(completions, answer)
+        log_extra("right", values)
+        return values
+
+    folder = tmp_path / "run"
+    cfg = small(
+        folder,
+        max_steps=1,
+        grpo={"dynamic_sampling": True, "max_sampling_rounds": 1},
+        rewards={"soft_punish_cache": 30},
+    )
+    train(cfg, reward_functions=[accuracy_reward], quiet=True)
+    (metrics,) = logger.read_metrics(folder)
+    lines = (folder / "completions" / "step_000001.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    groups = [rows[first : first + 4] for first in range(0, 32, 4)]
+    alike = [group for group in groups if len({row["right"] for row in group}) == 1]
+    assert any(len({row["reward"] for row in group}) > 1 for group in alike)
+    assert {row["advantage"] for group in alike for row in group} == {0.0}
+    assert all(row["advantage"] for group in groups if group not in alike for row in group)
+    assert metrics["dynamic_sampling/groups_filled"] == len(alike) < len(groups)
 
 
 def test_completions_that_no_reward_judged_are_left_out_counted_and_warned_of_once(

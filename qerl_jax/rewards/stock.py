@@ -483,6 +483,20 @@ STOCK: dict[str, RewardFunction] = {
         xmlcount_reward,
     )
 }
+# Those that look at form, length or repetition, and not at whether the answer is right.
+SHAPING = frozenset(
+    (
+        "format_reward",
+        "int_reward",
+        "repetition_penalty_reward",
+        "soft_format_reward",
+        "soft_overlong_punishment_reward",
+        "strict_format_reward",
+        "think_format_reward",
+        "think_reward",
+        "xmlcount_reward",
+    )
+)
 # Called with the entries of `[rewards.options.NAME]`.
 FACTORIES: dict[str, Callable[..., RewardFunction]] = {
     factory.__name__: factory

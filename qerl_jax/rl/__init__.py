@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from qerl_jax.model.transformer import as_computed, noise_shapes
     from qerl_jax.rewards.scoring import resolve
     from qerl_jax.rl.aqn import norm_noise, sigma_schedule, step_key
-    from qerl_jax.rl.dynamic_sampling import Supply, gather
+    from qerl_jax.rl.dynamic_sampling import Supply, by_functions, gather
     from qerl_jax.rl.experience import Experience, make_experience
     from qerl_jax.rl.grpo import BatchTotals, LossInputs, group_advantages, informative, policy_loss
     from qerl_jax.rl.rollouts import Rollout, Sampler, Scored, admit, collect, make_sampler, score
@@ -30,7 +30,7 @@ _MODULES = {
     "qerl_jax.model.transformer": ("as_computed", "noise_shapes"),
     "qerl_jax.rewards.scoring": ("resolve",),
     "qerl_jax.rl.aqn": ("norm_noise", "sigma_schedule", "step_key"),
-    "qerl_jax.rl.dynamic_sampling": ("Supply", "gather"),
+    "qerl_jax.rl.dynamic_sampling": ("Supply", "by_functions", "gather"),
     "qerl_jax.rl.experience": ("Experience", "make_experience"),
     "qerl_jax.rl.grpo": (
         "BatchTotals",

@@ -1,9 +1,10 @@
 """Dynamic sampling: rounds of sampling until enough groups teach something, and the place in the data."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
+import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.data.datasets import Problem
@@ -88,19 +89,49 @@ class Supply:
         )
 
 
+def by_reward(scored: rollouts.Scored) -> np.ndarray:
+    """Tells which groups are informative, bool [P]: those whose rewards differ."""
+    return np.asarray(grpo.informative(scored.rewards))
+
+
+def by_functions(weights: Mapping[int, float]) -> Callable[[rollouts.Scored], np.ndarray]:
+    """Makes a function that tells which groups are informative, bool [P], by some of the rewards.
+
+    A group is informative where the weighted sum of these rewards differs between its completions.
+    Completions for which all of them abstained are not compared.
+
+    Args:
+        weights: Weights of the reward functions that are looked at, by their places among all.
+    """
+    columns, factors = list(weights), jnp.array(list(weights.values()), jnp.float32)
+
+    def informative(scored: rollouts.Scored) -> np.ndarray:
+        values = grpo.combine_rewards(scored.per_function[:, columns], factors)
+        return np.asarray(grpo.informative(values.reshape(scored.rewards.shape)))
+
+    return informative
+
+
 def gather(
-    sample: Callable[[int, int], rollouts.Scored], supply: Supply, *, max_rounds: int | None
+    sample: Callable[[int, int], rollouts.Scored],
+    supply: Supply,
+    *,
+    max_rounds: int | None,
+    informative: Callable[[rollouts.Scored], np.ndarray] = by_reward,
 ) -> tuple[rollouts.Scored, rollouts.Scored, Supply, dict[str, float]]:
     """Samples in rounds until a rollout's worth of groups is informative (DAPO, arXiv:2503.14476).
 
     Groups that the last rollout had left over come first; the surplus of this one is left to the next,
     so no group waits for longer than one rollout, and the surplus stays below one. After
-    `max_rounds` the batch is filled up with groups of equal rewards, which teach nothing.
+    `max_rounds` the batch is filled up with groups that are not: their advantages should be set to
+    0, for what they differ in, if in anything, is not what groups are chosen by.
 
     Args:
         sample: sample(drawn, round) samples and scores the P problems from place `drawn` on.
         supply: Where the data stands.
         max_rounds: At least 1; None takes one round as it comes.
+        informative: Says of each group of a rollout, bool [P], whether its completions differ in
+            quality. By default they do where rewards differ; see `by_functions`.
 
     Returns:
         The P groups to learn from, all that was sampled this time (what the policy is like is seen
@@ -116,7 +147,7 @@ def gather(
         wanted = len(fresh[0].positions)
         drawn += wanted
         pool = join(waiting + fresh)
-        good = np.asarray(grpo.informative(pool.rewards))
+        good = informative(pool)
         if good.sum() >= wanted:
             break
     # Informative ones first, and among equals those that were sampled first.

@@ -36,6 +36,7 @@ class PreparedRun:
         problems: Those whose prompts fit.
         functions: Names and functions of the rewards.
         weights: One for each function.
+        informative: Function of a scored rollout that says which groups dynamic sampling keeps.
         total_steps: Optimizer steps of the whole run.
         sampler: How completions are sampled.
         updater: How a rollout is learned from.
@@ -55,6 +56,7 @@ class PreparedRun:
     problems: Sequence[datasets.Problem]
     functions: list[scoring.Named]
     weights: list[float]
+    informative: Callable[[rollouts.Scored], np.ndarray]
     total_steps: int
     sampler: rollouts.Sampler
     updater: update.Updater
@@ -99,6 +101,7 @@ def setup(
     memory.require_context(cfg, model.arch)
     functions, weights = _rewards(cfg, reward_functions)
     notes: list[str] = []
+    informative = informative_by(cfg, functions, weights, notes.append)
     if problems is None:
         problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
     problems = rollouts.admit(
@@ -135,6 +138,7 @@ def setup(
         problems,
         functions,
         weights,
+        informative,
         total_steps,
         sampler=rollouts.make_sampler(
             model, tokenizer, cfg.rollout, max_prompt_length=cfg.data.max_prompt_length
@@ -242,6 +246,51 @@ def _rewards(
 
     functions.append(("soft_overlong_punishment_reward", punish))
     return functions, [*weights, cfg.rewards.soft_punish_weight]
+
+
+def informative_by(
+    cfg: config.RunConfig,
+    functions: Sequence[scoring.Named],
+    weights: Sequence[float],
+    note: Callable[[str], None],
+) -> Callable[[rollouts.Scored], np.ndarray]:
+    """The function of a scored rollout that says which groups dynamic sampling keeps, bool [P].
+
+    Args:
+        cfg: The run.
+        functions: Names and functions of the rewards.
+        weights: One for each function.
+        note: Is told by which rewards groups are compared.
+
+    Raises:
+        ConfigError: For the name of a reward that the run does not have, and where all of its
+            rewards shape form or length.
+    """
+    names, metric = [name for name, _ in functions], cfg.grpo.dynamic_sampling_metric
+    given, field = cfg.rewards.shaping, "grpo.dynamic_sampling_metric"
+    known = ", ".join(names)
+    require(
+        set(given or ()) <= {*names},
+        "rewards.shaping",
+        given,
+        f"the rewards of this run are {known}",
+    )
+    rule = f'must be "reward", or one of the rewards of this run: {known}'
+    require(metric in (None, "reward", *names), field, metric, rule)
+    shaping = stock.SHAPING if given is None else given
+    chosen = {i: w for i, w in enumerate(weights) if names[i] not in shaping and w}
+    if metric == "reward" or not cfg.grpo.dynamic_sampling:
+        return dynamic_sampling.by_reward
+    if metric is not None:
+        chosen = {names.index(metric): 1.0}
+    rule = (
+        f"all rewards of this run shape form or length ({known}), so no group is better than another: name "
+        f'one of them by {field}, or set it to "reward"'
+    )
+    require(bool(chosen), "grpo.dynamic_sampling", True, rule)
+    judges = ", ".join(names[i] for i in chosen)
+    note(f"dynamic sampling keeps groups whose completions differ in {judges}")
+    return dynamic_sampling.by_functions(chosen)
 
 
 def _noise(

@@ -81,10 +81,14 @@ def train(
                 functools.partial(_sample, run, _policy(run, state.params) | noise, trace),
                 supply,
                 max_rounds=cfg.grpo.max_sampling_rounds if cfg.grpo.dynamic_sampling else None,
+                informative=run.informative,
             )
             advantages = grpo.group_advantages(
                 batch.rewards, scale=cfg.grpo.scale_rewards, estimator=cfg.grpo.advantage_estimator
             )
+            if cfg.grpo.dynamic_sampling:
+                # A group that fills up may still differ in form or length.
+                advantages = np.where(run.informative(batch)[:, None], advantages, 0)
             experience = make_experience(
                 batch.rollout,
                 advantages,

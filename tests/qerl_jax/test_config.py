@@ -54,6 +54,7 @@ FULL = RunConfig(
         soft_punish_cache=16,
         soft_punish_weight=0.5,
         options={"a.b:c": {"x": 1}},
+        shaping=("c",),
     ),
     lora=LoraConfig(4, 8.5, 0.25, True),
     rollout=RolloutConfig(
@@ -86,6 +87,7 @@ FULL = RunConfig(
         advantage_estimator="rloo",
         scale_rewards="batch",
         dynamic_sampling=True,
+        dynamic_sampling_metric="accuracy_reward",
         max_sampling_rounds=3,
         mask_truncated_completions=True,
         num_iterations=2,
@@ -336,6 +338,12 @@ BAD = [
         "as a loss it is noise of mean 0 unless grpo.use_bias_correction_kl = true",
     ),
     ("grpo.sync_ref_model", {"grpo__sync_ref_model": True}, "True", "needs grpo.beta > 0"),
+    (
+        "grpo.dynamic_sampling_metric",
+        {"grpo__dynamic_sampling_metric": "accuracy_reward"},
+        "'accuracy_reward'",
+        "needs grpo.dynamic_sampling = true",
+    ),
     (
         "grpo.ref_model_mixup_alpha",
         {"grpo__ref_model_mixup_alpha": 1.5},

@@ -117,6 +117,39 @@ def test_what_was_left_over_comes_first_in_the_next_rollout():
     assert metrics["dynamic_sampling/groups_discarded"] == 1
 
 
+def shaped(accuracy, punishment):
+    """One round of groups, whose rewards are the sum of two functions, and the function that says so."""
+    per_function = np.stack([np.ravel(accuracy), np.ravel(punishment)], axis=1).astype(np.float32)
+
+    def sample(drawn, index):
+        scored = scripted((YES, YES))(drawn, index)
+        rewards_ = np.nansum(per_function, axis=1).reshape(scored.rewards.shape)
+        return dataclasses.replace(scored, rewards=rewards_, per_function=per_function)
+
+    return sample
+
+
+def test_wrong_answers_of_unlike_length_are_no_group_to_learn_from():
+    sample = shaped(accuracy=[[0, 0], [1, 0]], punishment=[[0, -1], [0, -1]])
+    by_accuracy = {"max_rounds": 1, "informative": dynamic_sampling.by_functions({0: 1.0})}
+    batch, *_, metrics = dynamic_sampling.gather(sample, Supply(), **by_accuracy)
+    assert batch.positions.tolist() == [1, 0]
+    assert metrics["dynamic_sampling/groups_filled"] == 1
+    *_, metrics = dynamic_sampling.gather(sample, Supply(), max_rounds=1)
+    assert metrics["dynamic_sampling/groups_filled"] == 0
+
+
+def test_groups_are_compared_by_a_weighted_sum_without_rows_on_which_all_abstain():
+    nan = np.nan
+    informative = dynamic_sampling.by_functions({1: 2.0, 0: 1.0})
+    for accuracy, punishment, expected in (
+        ([[2, 0], [1, 1]], [[0, 1], [0, 1]], [False, True]),
+        ([[1, nan], [nan, nan]], [[nan, nan], [nan, nan]], [False, False]),
+        ([[1, nan], [0, 1]], [[nan, 1], [0, nan]], [True, True]),
+    ):
+        assert informative(shaped(accuracy, punishment)(0, 0)).tolist() == expected
+
+
 def test_without_dynamic_sampling_a_round_is_taken_as_it_comes():
     batch, fresh, supply, metrics = dynamic_sampling.gather(
         scripted((NO, NO)), Supply(4), max_rounds=None

@@ -1,0 +1,59 @@
+"""What a run makes of its config before it begins."""
+
+import dataclasses
+import pathlib
+
+import numpy as np
+import pytest
+
+from qerl_jax import config
+from qerl_jax.rewards import stock
+from qerl_jax.rl.rollouts import Scored
+from qerl_jax.training.setup import informative_by
+
+QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
+NAMES = ("accuracy_reward", "soft_format_reward", "own_reward", "soft_overlong_punishment_reward")
+# Four groups of two completions; in group i only the reward i differs.
+DIFFERENCES = np.repeat(np.eye(4, dtype=np.float32), 2, axis=0) * np.tile([[0], [1]], (4, 1))
+
+
+def kept(weights=(1.0, 0.2, 0.5, 0.5), shaping=None, metric=None, on=True):
+    """The places of the groups that dynamic sampling keeps, and what is said of it."""
+    cfg = config.load(QUICKSTART)
+    cfg = dataclasses.replace(
+        cfg,
+        rewards=dataclasses.replace(cfg.rewards, shaping=shaping),
+        grpo=dataclasses.replace(cfg.grpo, dynamic_sampling=on, dynamic_sampling_metric=metric),
+    )
+    said = []
+    informative = informative_by(cfg, [(name, None) for name in NAMES], weights, said.append)
+    rewards = (DIFFERENCES * np.array(weights, np.float32)).sum(axis=1).reshape(4, 2)
+    scored = Scored(None, np.arange(4), rewards, DIFFERENCES)
+    return np.flatnonzero(informative(scored)).tolist(), said
+
+
+@pytest.mark.parametrize(
+    ("options", "groups", "words"),
+    [
+        ({}, [0, 2], "differ in accuracy_reward, own_reward"),
+        ({"shaping": ("own_reward",)}, [0, 1, 3], "in accuracy_reward, soft_format_reward, soft_"),
+        ({"shaping": ()}, [0, 1, 2, 3], "own_reward, soft_overlong_punishment_reward"),
+        ({"metric": "soft_format_reward"}, [1], "differ in soft_format_reward"),
+        ({"metric": "own_reward", "weights": (1.0, 1.0, 0.0, 1.0)}, [2], "differ in own_reward"),
+        ({"weights": (1.0, 1.0, 0.0, 1.0)}, [0], "differ in accuracy_reward"),
+    ],
+)
+def test_dynamic_sampling_compares_by_what_does_not_shape_or_by_the_named_reward(
+    options, groups, words
+):
+    found, (said,) = kept(**options)
+    assert found == groups and words in said
+
+
+def test_the_whole_sum_is_compared_where_that_is_asked_for():
+    assert kept(metric="reward") == ([0, 1, 2, 3], [])
+
+
+def test_all_that_the_stock_calls_shaping_is_a_reward_that_a_run_can_have():
+    made = {stock.get_repetition_penalty_reward().__name__, "soft_overlong_punishment_reward"}
+    assert stock.SHAPING <= {*stock.STOCK, *made}
