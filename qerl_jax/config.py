@@ -167,7 +167,8 @@ class RewardConfig(Checked, section="rewards."):
         options: Arguments of the factory of each function, by the function's name; see `scoring.resolve`.
         soft_punish_cache: Width in tokens of the slope, at the end of the longest completion, down which
             DAPO's soft overlong punishment goes from 0 to -1; absent means no punishment.
-        soft_punish_weight: Weight of that punishment in the sum.
+        soft_punish_weight: Weight of that punishment in the sum. In DAPO the longest completion loses half of
+            what lies between a right answer (1) and a wrong one (-1); where answers score 1 or 0, that is 0.5.
         shaping: Names of the rewards that shape form or length and do not say which completion is better,
             as `rewards/NAME/mean` has them; dynamic sampling does not look at them. Absent means those
             of the stock that do so (`stock.SHAPING`) and the punishment of long completions.

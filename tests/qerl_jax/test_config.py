@@ -20,6 +20,7 @@ from qerl_jax.config import (
     RolloutConfig,
     RunConfig,
 )
+from qerl_jax.rewards import scoring
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 MINIMAL = {
@@ -592,3 +593,16 @@ def test_every_config_of_the_project_is_valid(path):
 
 def test_max_steps_is_the_total_whatever_the_problems():
     assert build(max_steps=30).total_steps(7) == 30
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("dapo_*.toml")), ids=lambda path: path.stem)
+def test_a_dapo_recipe_punishes_length_by_half_of_what_a_right_answer_is_worth(path):
+    """DAPO's eq. 7 and 13: -1 at most, where answers score 1 or -1."""
+    rewards = config.load(path).rewards
+    (function,) = scoring.resolve(rewards.functions)
+    right, wrong = function[1](completions=["<answer>7</answer> Answer: 7", "8"], answer=["7", "7"])
+    (weight,) = rewards.weights or (1.0,)
+    if rewards.soft_punish_cache is None:
+        assert config.load(path).grpo.mask_truncated_completions
+    else:
+        assert rewards.soft_punish_weight == 0.5 * weight * (right - wrong)
