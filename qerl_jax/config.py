@@ -499,7 +499,9 @@ class RunConfig(Checked):
     Attributes:
         output_dir: The run folder; a run found there is resumed.
         max_steps: Number of optimizer steps; give this or `num_train_epochs`.
-        num_train_epochs: Passes over the problems.
+        num_train_epochs: Passes over the problems. They count problems met: under dynamic sampling, where a
+            rollout may take several rounds of them, the run has fewer steps, and learning rate and noise
+            follow the problems.
         seed: Random seed of the whole run: adapter, data order, sampling, noise.
         save_steps: Optimizer steps between checkpoints.
         save_total_limit: How many checkpoints are kept.
@@ -556,7 +558,11 @@ class RunConfig(Checked):
         return self.grpo.num_iterations * self.generation_batch_size // self.train_batch_size
 
     def total_steps(self, num_problems: int) -> int:
-        """Optimizer steps of the whole run over `num_problems` problems: whole rollouts, to the nearest number."""
+        """Optimizer steps of the whole run over `num_problems` problems: whole rollouts, to the nearest number.
+
+        With `num_train_epochs` under dynamic sampling these are the steps of a run whose rollouts all
+        take one round; a run that needs more rounds ends earlier.
+        """
         if self.max_steps is not None:
             return self.max_steps
         rollouts = max(1, round(self.num_train_epochs * num_problems / self.prompts_per_rollout))

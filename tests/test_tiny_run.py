@@ -22,7 +22,7 @@ from qerl_jax.data.datasets import Problem
 from qerl_jax.model import architecture
 from qerl_jax.model.transformer import init_params
 from qerl_jax.rewards import stock
-from qerl_jax.rl import rollouts
+from qerl_jax.rl import optimizer, rollouts
 from qerl_jax.tracking import logger
 from qerl_jax.training.setup import check_folder
 from qerl_jax.training.trainer import train
@@ -468,6 +468,43 @@ def test_wrong_answers_learn_nothing_from_the_length_of_one_of_them(tmp_path):
     assert {row["advantage"] for group in alike for row in group} == {0.0}
     assert all(row["advantage"] for group in groups if group not in alike for row in group)
     assert metrics["dynamic_sampling/groups_filled"] == len(alike) < len(groups)
+
+
+def test_an_epoch_under_dynamic_sampling_ends_when_all_its_problems_were_met(tmp_path):
+    """48 problems are six rounds of eight: a rollout of four rounds and one of two, in which none teaches."""
+    problems = [Problem(f"{a}+1=", {"answer": str(a + 1)}) for a in range(48)]
+    asked = []
+
+    def silent_reward(completions, answer, **_):
+        asked.extend(answer[::4])
+        return [0.0] * len(completions)
+
+    def run(name, **options):
+        cfg = small(
+            tmp_path / name,
+            max_steps=None,
+            num_train_epochs=1.0,
+            grpo={"dynamic_sampling": True, "max_sampling_rounds": 4},
+        )
+        asked.clear()
+        options |= {"problems": problems, "reward_functions": [silent_reward], "quiet": True}
+        return cfg, train(cfg, **options)
+
+    cfg, whole = run("whole")
+    assert sorted(asked[1:]) == sorted(str(a + 1) for a in range(48))  # one is of the check before
+    rows = logger.read_metrics(tmp_path / "whole")
+    assert int(whole.step) == 2
+    assert [row["dynamic_sampling/rounds"] for row in rows] == [4, 2]
+    assert [row["epoch"] for row in rows] == pytest.approx([4 / 6, 1.0])
+    # Learning rate and noise stand where rollouts of one round would have brought them: at 0 and 4 of 6.
+    rate = optimizer.learning_rate(cfg.optim, 6)
+    assert [row["learning_rate"] for row in rows] == [float(rate(0)), float(rate(4))]
+    assert [row["aqn/stage"] for row in rows] == [0, 6]
+
+    run("resumed", on_step=lambda step, row: step < 1)
+    _, resumed = run("resumed")
+    assert int(resumed.step) == 2
+    assert without_times(logger.read_metrics(tmp_path / "resumed")) == without_times(rows)
 
 
 def test_completions_that_no_reward_judged_are_left_out_counted_and_warned_of_once(

@@ -211,10 +211,10 @@ def accumulate(objective, sums, *micro_batch):
 @functools.partial(
     jax.jit, static_argnames=("grpo_cfg", "optim_cfg", "total_steps"), donate_argnames="state"
 )
-def apply(state: TrainState, sums, learns, *, grpo_cfg, optim_cfg, total_steps):
+def apply(state: TrainState, sums, learns, place, *, grpo_cfg, optim_cfg, total_steps):
     """The optimizer's step; none where the rows teach nothing, or loss or gradient is not finite."""
     value, grads = sums
-    rate = optimizer.learning_rate(optim_cfg, total_steps)(state.step)
+    rate = optimizer.learning_rate(optim_cfg, total_steps)(place)
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(value)
     keep = learns & finite
@@ -273,7 +273,13 @@ class Updater:
     on_non_finite: Callable[[NonFinite], None] | None = None
 
     def __call__(
-        self, state: TrainState, frozen: Any, experience: Experience, noise: Any, key: jax.Array
+        self,
+        state: TrainState,
+        frozen: Any,
+        experience: Experience,
+        noise: Any,
+        key: jax.Array,
+        place: int | None = None,
     ) -> tuple[TrainState, dict[str, Any]]:
         """Learns from one rollout.
 
@@ -283,12 +289,15 @@ class Updater:
             experience: The rollout, on the host.
             noise: The tree under which the policy acts here too, or None.
             key: Random key for the order of the rows and for dropout.
+            place: Where the first of the steps stands on the schedule of the learning rate, which has
+                `total_steps`; None means at the state's own step.
 
         Returns:
             The state, and metrics: scalars, means over the optimizer steps, under TRL's names;
             `sampling/...` compare the policy before its first step with the sampler.
         """
         order_key, step_key = jax.random.split(key)
+        place = int(state.step) if place is None else place
         batches = optimizer_batches(self, experience.rows, order_key)
         cfg, records = self.objective.grpo, []
         steps = cfg.num_iterations * len(batches)
@@ -309,6 +318,7 @@ class Updater:
                 state,
                 sums,
                 _teaches(cfg, experience, rows),
+                np.int32(place + index),
                 grpo_cfg=cfg,
                 optim_cfg=self.optim,
                 total_steps=self.total_steps,

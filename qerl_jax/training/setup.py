@@ -37,10 +37,11 @@ class PreparedRun:
         functions: Names and functions of the rewards.
         weights: One for each function.
         informative: Function of a scored rollout that says which groups dynamic sampling keeps.
-        total_steps: Optimizer steps of the whole run.
+        total_steps: Optimizer steps of the whole run, and the length of its schedules; see `place`.
         sampler: How completions are sampled.
         updater: How a rollout is learned from.
-        noise: Function of a step that gives the policy's `noise` collection and its metrics.
+        noise: Function of a step and a place on the schedule that gives the policy's `noise`
+            collection and its metrics.
         evaluator: Held-out accuracy, or None.
         files: The checkpoints.
         state: Where training begins, or goes on; the first update takes its buffers.
@@ -60,7 +61,7 @@ class PreparedRun:
     total_steps: int
     sampler: rollouts.Sampler
     updater: update.Updater
-    noise: Callable[[int], tuple[dict[str, Any], dict[str, float]]]
+    noise: Callable[[int, int], tuple[dict[str, Any], dict[str, float]]]
     evaluator: Evaluator | None
     files: run_state.StateFiles
     state: update.TrainState
@@ -68,6 +69,26 @@ class PreparedRun:
     memory: memory.MemoryPlan | None
     earlier_peak: int
     notes: list[str]
+
+    def place(self, step: int, supply: dynamic_sampling.Supply) -> int:
+        """Where the run stands on its schedules, in optimizer steps; at `total_steps` it is over.
+
+        With `max_steps` that is the step. With `num_train_epochs` it is the step that a run without
+        dynamic sampling would have come to with the problems met so far.
+        """
+        if self.cfg.num_train_epochs is None:
+            return step
+        return supply.drawn // self.cfg.prompts_per_rollout * self.cfg.updates_per_rollout
+
+    def max_rounds(self, place: int) -> int | None:
+        """Most rounds of dynamic sampling in the rollout at this place; None without it."""
+        if not self.cfg.grpo.dynamic_sampling:
+            return None
+        most = self.cfg.grpo.max_sampling_rounds
+        if self.cfg.num_train_epochs is None:
+            return most
+        # The last epoch has no more problems than these.
+        return min(most, (self.total_steps - place) // self.cfg.updates_per_rollout)
 
 
 def stream_key(cfg: config.RunConfig, stream: int) -> jax.Array:
@@ -112,6 +133,12 @@ def setup(
         log=notes.append,
     )
     total_steps = cfg.total_steps(len(problems))
+    if cfg.num_train_epochs is not None and cfg.grpo.dynamic_sampling:
+        rounds = total_steps // cfg.updates_per_rollout
+        notes.append(
+            f"{cfg.num_train_epochs:g} epochs are {rounds} rounds of {cfg.prompts_per_rollout} problems: "
+            f"{total_steps} optimizer steps, or fewer where rollouts take several rounds"
+        )
     scoring.check(functions, problems[:2], metrics.Trace(0, total_steps).extras)
     evaluator = Evaluator.of_run(cfg, model, tokenizer, stream_key(cfg, EVAL), notes.append)
     rows = min(cfg.generation_batch_size, cfg.rollout.max_concurrent or cfg.generation_batch_size)
@@ -295,10 +322,10 @@ def informative_by(
 
 def _noise(
     cfg: config.RunConfig, model: transformer.Transformer, total_steps: int
-) -> Callable[[int], tuple[dict[str, Any], dict[str, float]]]:
-    """The function from a step to the `noise` collection and its metrics; both empty without noise."""
+) -> Callable[[int, int], tuple[dict[str, Any], dict[str, float]]]:
+    """The function from step and place to the `noise` collection and its metrics; both empty without noise."""
     if cfg.noise is None:
-        return lambda step: ({}, {})
+        return lambda step, place: ({}, {})
     stages = {"num_stages": cfg.noise.num_stages, "total_steps": total_steps}
     sigma = aqn.sigma_schedule(
         cfg.noise.schedule,
@@ -308,12 +335,14 @@ def _noise(
         **stages,
     )
     shapes, key = transformer.noise_shapes(model.arch, cfg.noise.final_norm), stream_key(cfg, NOISE)
-    sample = jax.jit(lambda step: aqn.norm_noise(aqn.step_key(key, step), sigma(step), shapes))
+    sample = jax.jit(
+        lambda step, place: aqn.norm_noise(aqn.step_key(key, step), sigma(place), shapes)
+    )
 
-    def noise(step: int) -> tuple[dict[str, Any], dict[str, float]]:
-        return {"noise": sample(step)}, {
-            "aqn/sigma": float(sigma(step)),
-            "aqn/stage": int(aqn.stage(step, **stages)),
+    def noise(step: int, place: int) -> tuple[dict[str, Any], dict[str, float]]:
+        return {"noise": sample(step, place)}, {
+            "aqn/sigma": float(sigma(place)),
+            "aqn/stage": int(aqn.stage(place, **stages)),
         }
 
     return noise

@@ -73,14 +73,14 @@ def train(
         record = _recorder(run, logger, on_step)
         goes_on, warned = True, False
         if run.evaluator and step == 0:
-            goes_on = record(0, {}, state.params)
-        while goes_on and step < run.total_steps:
+            goes_on = record(0, {}, state.params, False)
+        while goes_on and (place := run.place(step, supply)) < run.total_steps:
             trace = metrics.Trace(step, run.total_steps)
-            noise, noise_metrics = run.noise(step)
+            noise, noise_metrics = run.noise(step, place)
             batch, fresh, supply, gathered = dynamic_sampling.gather(
                 functools.partial(_sample, run, _policy(run, state.params) | noise, trace),
                 supply,
-                max_rounds=cfg.grpo.max_sampling_rounds if cfg.grpo.dynamic_sampling else None,
+                max_rounds=run.max_rounds(place),
                 informative=run.informative,
             )
             advantages = grpo.group_advantages(
@@ -105,12 +105,14 @@ def train(
                 experience,
                 noise.get("noise") if cfg.noise and cfg.noise.scope == "both" else None,
                 jax.random.fold_in(stream_key(cfg, UPDATE), step),
+                place,
             )
             trace.lap("update")
             if run.memory and step == started:
                 _compare(run.memory, memory.device_memory(), logger, run.earlier_peak)
 
             step = int(state.step)
+            over = run.place(step, supply) >= run.total_steps
             logger.num_tokens += fresh.rollout.num_tokens
             # First what reward functions log: it hides nothing of the run's own.
             row = {
@@ -119,17 +121,18 @@ def train(
                 **learned,
                 **noise_metrics,
                 **metrics.of_rollout(fresh, run.functions),
+                "epoch": supply.drawn / len(run.problems),
                 "num_tokens": logger.num_tokens,
                 "updates/skipped": int(state.skipped),
             }
             if row["completions/without_reward"] and not warned:
                 warned = True
                 logger.note(_about_unjudged(step, fresh))
-            goes_on = record(step, row, state.params)
+            goes_on = record(step, row, state.params, over)
             logger.write_completions(
                 step, metrics.completion_rows(fresh, batch, advantages, trace.columns())
             )
-            if not goes_on or _crosses(run, step, cfg.save_steps):
+            if over or not goes_on or _crosses(run, step, cfg.save_steps):
                 run.files.save(state, supply.to_table())
         folder = pathlib.Path(cfg.output_dir) / ("adapter" if run.model.lora else "model")
         _export(run, folder, state.params)
@@ -155,9 +158,9 @@ def _logger(run: PreparedRun, quiet: bool) -> Logger:
     )
     for text in run.notes:
         logger.note(text)
-    if step >= run.total_steps:
+    if run.place(step, run.supply) >= run.total_steps:
         logger.note(
-            f"nothing left to do: the run in {cfg.output_dir} has all of its {run.total_steps} steps"
+            f"nothing left to do: the run in {cfg.output_dir} has ended after all of its {step} steps"
         )
     return logger
 
@@ -209,7 +212,7 @@ def _sample(
 
 def _recorder(
     run: PreparedRun, logger: Logger, on_step: Callable[[int, dict[str, Any]], bool | None] | None
-) -> Callable[[int, dict[str, Any], Any], bool]:
+) -> Callable[[int, dict[str, Any], Any, bool], bool]:
     """The function that writes the metrics of a step, evaluated where that is due, and says whether to go on.
 
     It also writes `best`, and `best.json` beside it, when held-out accuracy is the highest so far; what
@@ -218,9 +221,9 @@ def _recorder(
     folder, eval_cfg = pathlib.Path(run.cfg.output_dir), run.cfg.eval
     best = max((row.get("eval/accuracy", -1.0) for row in read_metrics(folder)), default=-1.0)
 
-    def record(step: int, row: dict[str, Any], params: Any) -> bool:
+    def record(step: int, row: dict[str, Any], params: Any, over: bool) -> bool:
         nonlocal best
-        if run.evaluator and (step == 0 or _crosses(run, step, eval_cfg.eval_steps)):
+        if run.evaluator and (step == 0 or over or _crosses(run, step, eval_cfg.eval_steps)):
             row = row | run.evaluator(_policy(run, params))
         logger.write(step, row)
         if eval_cfg and eval_cfg.eval_steps and row.get("eval/accuracy", -1.0) > best:
@@ -248,9 +251,9 @@ def _export(run: PreparedRun, folder: pathlib.Path, params: Any) -> None:
 
 
 def _crosses(run: PreparedRun, step: int, every: int) -> bool:
-    """Whether one of a rollout's optimizer steps was a multiple of `every`, or the run is over."""
+    """Whether one of a rollout's optimizer steps was a multiple of `every`."""
     stride = run.cfg.updates_per_rollout
-    return step >= run.total_steps or (every > 0 and step // every > (step - stride) // every)
+    return every > 0 and step // every > (step - stride) // every
 
 
 def _compare(plan: memory.MemoryPlan, limit: int, logger: Logger, earlier_peak: int) -> None:
