@@ -216,7 +216,7 @@ class RolloutConfig(Checked, section="rollout."):
         top_p: Keep the likeliest tokens up to this mass; 1 is off.
         min_p: Drop tokens below this fraction of the likeliest one's probability; 0 is off.
         repetition_penalty: Divides positive scores of tokens that were there before, and multiplies negative
-            ones; 1 is off.
+            ones; 1 is off. Other values need grpo.old_logprobs = "recompute".
         stop: Texts that end a completion with the token that completes one of them.
         ignore_eos: Run every completion to `max_completion_length`, or a text of `stop`.
         steps_per_generation: `generation_batch_size` as a number of micro-batches

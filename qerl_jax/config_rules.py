@@ -13,6 +13,7 @@ def across_sections(cfg: Any) -> list[tuple[bool, str, str]]:
     """
     used = {*cfg.rewards.functions, *([cfg.eval.reward] if cfg.eval else [])}
     lora, grpo = cfg.model.trainable == "lora", cfg.grpo
+    penalty = cfg.rollout.repetition_penalty
     return [
         (
             (cfg.max_steps is None) != (cfg.num_train_epochs is None),
@@ -23,6 +24,13 @@ def across_sections(cfg: Any) -> list[tuple[bool, str, str]]:
             set(cfg.rewards.options or ()) <= used,
             "rewards.options",
             f"must be of functions that are used: {', '.join(sorted(used))}",
+        ),
+        (
+            penalty == 1 or grpo.old_logprobs == "recompute",
+            "rollout.repetition_penalty",
+            "is not in the log-probabilities that the sampler reports, so a ratio to them would be "
+            'wrong: set grpo.old_logprobs = "recompute", which does not correct for how was sampled; '
+            "or set the penalty to 1 and reward less repetition by get_repetition_penalty_reward",
         ),
         *_across_lengths(cfg),
         *_across_batches(cfg),

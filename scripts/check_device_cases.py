@@ -126,6 +126,10 @@ _IMPOSSIBLE: tuple[tuple[dict[str, tuple[Any, ...]], str], ...] = (
         },
         "nothing is packed",
     ),
+    (
+        {"draw": ("penalty", "all"), "old": ("behaviour",)},
+        "the sampler's log-probabilities do not have the penalty",
+    ),
     ({"cut": ("tokens",), "loss": ("bnpo",)}, "bnpo's value depends on the cut"),
     (
         {"cut": ("tokens",), "ending": ("stop",), "tokens": (72,)},

@@ -338,6 +338,12 @@ BAD = [
         "'k1'",
         "as a loss it is noise of mean 0 unless grpo.use_bias_correction_kl = true",
     ),
+    (
+        "rollout.repetition_penalty",
+        {"rollout__repetition_penalty": 1.1},
+        "1.1",
+        'set grpo.old_logprobs = "recompute"',
+    ),
     ("grpo.sync_ref_model", {"grpo__sync_ref_model": True}, "True", "needs grpo.beta > 0"),
     (
         "grpo.dynamic_sampling_metric",
