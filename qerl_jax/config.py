@@ -498,7 +498,9 @@ class RunConfig(Checked):
 
     Attributes:
         output_dir: The run folder; a run found there is resumed.
-        max_steps: Number of optimizer steps; give this or `num_train_epochs`.
+        max_steps: Number of optimizer steps; give this or `num_train_epochs`. A run that is resumed may have
+            more of them, also when it has ended: learning rate and noise then go on as in a run that was
+            that long from the start. The learning rate, which has come to its end, rises once more.
         num_train_epochs: Passes over the problems. They count problems met: under dynamic sampling, where a
             rollout may take several rounds of them, the run has fewer steps, and learning rate and noise
             follow the problems.

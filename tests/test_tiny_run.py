@@ -344,6 +344,32 @@ def test_another_config_may_not_resume_a_run(tmp_path):
         train(other)
 
 
+def test_a_finished_run_can_be_made_longer_and_follows_the_longer_schedules(tmp_path, capsys):
+    folder = tmp_path / "run"
+    short = small(folder, max_steps=2)
+    train(short, quiet=True)
+    before = logger.read_metrics(folder)
+    longer = dataclasses.replace(short, max_steps=4)
+    state = train(longer)
+    assert int(state.step) == 4
+    rows = logger.read_metrics(folder)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert without_times(rows[:2]) == without_times(before)
+    old, new = (optimizer.learning_rate(short.optim, steps) for steps in (2, 4))
+    rates = [float(old(0)), float(old(1)), float(new(2)), float(new(3))]
+    assert [row["learning_rate"] for row in rows] == rates
+    assert [row["aqn/stage"] for row in rows] == [0, 5, 5, 7]  # of ten
+    shown = capsys.readouterr().out
+    assert "this run had 2 optimizer steps and has 4 now: learning rate and noise go on" in shown
+    assert f"the next rate is {rates[2]:.3g}, the last one was {rates[1]:.3g}" in shown
+    assert config.load(folder / "config.toml") == longer
+    adapter = (folder / "adapter" / "adapter_model.safetensors").read_bytes()
+    train(longer, quiet=True)  # nothing is left to do
+    assert (folder / "adapter" / "adapter_model.safetensors").read_bytes() == adapter
+    with pytest.raises(config.ConfigError, match="holds a run whose max_steps differ"):
+        train(short, quiet=True)
+
+
 def test_rows_are_held_against_the_context_of_the_base_that_was_loaded(tmp_path, monkeypatch):
     arch = architecture.load(hf_folder.TINY)
     cfg = small(tmp_path / "run", rollout={"num_generations": 4, "max_completion_length": 10**4})

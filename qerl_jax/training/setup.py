@@ -17,7 +17,7 @@ from qerl_jax.data import datasets
 from qerl_jax.evaluation.evaluator import Evaluator
 from qerl_jax.model import fused_decode, transformer
 from qerl_jax.rewards import scoring, stock
-from qerl_jax.rl import aqn, dynamic_sampling, grpo, rollouts, update
+from qerl_jax.rl import aqn, dynamic_sampling, grpo, optimizer, rollouts, update
 from qerl_jax.tracking import trackers
 from qerl_jax.training import metrics, replay
 
@@ -112,7 +112,7 @@ def setup(
         reward_functions: Rewards, instead of those that `cfg.rewards` names.
     """
     trackers.require(cfg.report_to)
-    check_folder(cfg)
+    earlier = check_folder(cfg)
     if cfg.deterministic:
         runtime.use_deterministic_kernels()
     runtime.use_compilation_cache()
@@ -158,7 +158,7 @@ def setup(
         )
         del state  # where everything trains, the device does not hold two
         state = files.restore(like)
-    return PreparedRun(
+    run = PreparedRun(
         cfg,
         model,
         frozen,
@@ -190,23 +190,56 @@ def setup(
         earlier_peak=earlier_peak,
         notes=notes,
     )
+    before = earlier and earlier.total_steps(len(problems))
+    if before and before != total_steps and stored is not None:
+        place = run.place(int(state.step), run.supply)
+        notes.append(_about_length(cfg, before, total_steps, place))
+    return run
 
 
-def check_folder(cfg: config.RunConfig) -> None:
-    """A run folder belongs to one config; resuming under another would be a different run under its name."""
+def check_folder(cfg: config.RunConfig) -> config.RunConfig | None:
+    """A run folder belongs to one config; resuming under another would be a different run under its name.
+
+    It may be longer than it was.
+
+    Returns:
+        The config of the run that is found there, or None.
+
+    Raises:
+        ConfigError: When there is a run that differs in more.
+    """
     folder = pathlib.Path(cfg.output_dir)
     # A run that failed before its first checkpoint left nothing to go on from: it may be mended.
     made = [folder / "adapter", folder / "model", *folder.glob("checkpoints/[0-9]*")]
     if not (folder / "config.toml").exists() or not any(each.is_dir() for each in made):
-        return
-    before, now = (config.to_table(c) for c in (config.load(folder / "config.toml"), cfg))
+        return None
+    found = config.load(folder / "config.toml")
+    before, now = config.to_table(found), config.to_table(cfg)
     free = {"output_dir", "report_to", "run_name"}
+    free |= {
+        name
+        for name in ("max_steps", "num_train_epochs")
+        if name in before and name in now and before[name] < now[name]
+    }
     changed = [name for name in files.changes(before, now) if name not in free]
     require(
         not changed,
         "output_dir",
         cfg.output_dir,
-        f"it holds a run whose {', '.join(changed)} differ: choose another folder, or remove that one",
+        f"it holds a run whose {', '.join(changed)} differ: choose another folder, or remove that one "
+        "(a run can be made longer, but nothing else of it changes)",
+    )
+    return found
+
+
+def _about_length(cfg: config.RunConfig, before: int, total_steps: int, place: int) -> str:
+    """What is said of a run that has become longer, and stands at a place of its schedules."""
+    last = float(optimizer.learning_rate(cfg.optim, before)(max(0, place - 1)))
+    rate = float(optimizer.learning_rate(cfg.optim, total_steps)(place))
+    noise = " and noise" if cfg.noise else ""
+    return (
+        f"this run had {before} optimizer steps and has {total_steps} now: learning rate{noise} go on as in a "
+        f"run of {total_steps} steps (the next rate is {rate:.3g}, the last one was {last:.3g})"
     )
 
 
