@@ -59,7 +59,8 @@ class ModelConfig(Checked, section="model."):
         trainable: "lora" trains an adapter; "full" trains the layers of a dense base themselves (linears,
             biases and norms; not embedding, last norm and head), in float32, without an adapter.
         adapter_name_or_path: A PEFT adapter over that base, by folder or hub name, from which training goes
-            on; `[lora]` has its shape. The optimizer starts anew, and the reference policy is still the base.
+            on; `[lora]` has its shape. The optimizer starts anew. With grpo.beta > 0 the adapter as it is here
+            is the reference policy; see grpo.reference.
     """
 
     model_name_or_path: NotEmpty
@@ -284,10 +285,13 @@ class GrpoConfig(Checked, section="grpo."):
         epsilon: Lower clip range of the ratio.
         epsilon_high: Upper clip range; absent means `epsilon` (DAPO: 0.28).
         delta: Cap of the unclipped ratio for negative advantages; absent means none.
-        beta: Weight of the KL to the reference policy, which is the base without the adapter.
+        beta: Weight of the KL to the reference policy.
+        reference: That policy: the "base" without an adapter, or the "adapter" that
+            model.adapter_name_or_path names, a copy of which is kept. Absent means that adapter where
+            there is one, as in TRL, else the base.
         kl_estimator: How that KL is estimated; see `grpo.token_kl`.
         use_bias_correction_kl: Multiply the estimate by the importance ratio.
-        sync_ref_model: Use a periodically updated copy of the policy as KL reference.
+        sync_ref_model: Use a periodically updated copy of the policy as KL reference instead.
         ref_model_mixup_alpha: How far an update moves that copy to the policy: 1 is all the way, 0 nowhere.
         ref_model_sync_steps: Optimizer steps between two updates of that copy.
         importance_sampling_level: Ratio per "token", or one per "sequence" (GSPO).
@@ -316,6 +320,7 @@ class GrpoConfig(Checked, section="grpo."):
     epsilon_high: Annotated[float, Rule(lambda x: x > 0, "must be > 0")] | None = None
     delta: float | None = None
     beta: NotNegative = 0.0
+    reference: Literal["base", "adapter"] | None = None
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     use_bias_correction_kl: bool = False
     sync_ref_model: bool = False
@@ -353,6 +358,16 @@ class GrpoConfig(Checked, section="grpo."):
                 self.beta > 0 or not self.sync_ref_model,
                 "sync_ref_model",
                 "needs grpo.beta > 0: without it no reference is read",
+            ),
+            (
+                self.beta > 0 or self.reference is None,
+                "reference",
+                "needs grpo.beta > 0: without it no reference is read",
+            ),
+            (
+                self.reference is None or not self.sync_ref_model,
+                "reference",
+                "goes with grpo.sync_ref_model = false: a reference that follows begins as the policy does",
             ),
             (
                 self.dynamic_sampling or self.dynamic_sampling_metric is None,
@@ -535,6 +550,13 @@ class RunConfig(Checked):
 
     def _across(self):
         return across_sections(self)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the reference policy is a copy of what trains, and not the base."""
+        if self.grpo.beta == 0 or self.grpo.reference == "base":
+            return False
+        return self.grpo.sync_ref_model or self.model.adapter_name_or_path is not None
 
     @property
     def train_batch_size(self) -> int:

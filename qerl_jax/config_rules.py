@@ -40,6 +40,11 @@ def across_sections(cfg: Any) -> list[tuple[bool, str, str]]:
             "leaves nothing for a [lora] section to say: remove it",
         ),
         (
+            grpo.reference != "adapter" or cfg.model.adapter_name_or_path is not None,
+            "grpo.reference",
+            "needs model.adapter_name_or_path, which names the adapter",
+        ),
+        (
             lora or grpo.beta == 0 or grpo.sync_ref_model,
             "grpo.beta",
             'with model.trainable = "full" the reference needs a copy of the weights: ask for it with '

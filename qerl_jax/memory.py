@@ -164,8 +164,10 @@ def estimate(
         Item("what trains", adapter, "always", "lora.rank" if model.lora else ""),
         Item("optimizer", _bytes(state), "always", eight_bit),
     ]
-    if cfg.grpo.sync_ref_model:
-        items.append(Item("reference", adapter, "always", "grpo.sync_ref_model to false"))
+    if cfg.keeps_reference:
+        synced = cfg.grpo.sync_ref_model
+        less = "grpo.sync_ref_model to false" if synced else 'grpo.reference to "base"'
+        items.append(Item("reference", adapter, "always", less))
     # Weights that train are sampled in 16 bits, which are there before the cache is.
     sampled = adapter * _width(cfg) // 4 if model.full else 0
     free = None if limit is None else max(0, limit - sum(item.size for item in items) - sampled)

@@ -34,7 +34,7 @@ UNCHANGED = {
     "grpo": {
         *("epsilon", "epsilon_high", "delta", "kl_estimator", "use_bias_correction_kl"),
         *("advantage_estimator", "scale_rewards", "mask_truncated_completions"),
-        "dynamic_sampling_metric",
+        *("dynamic_sampling_metric", "reference"),
         *("importance_sampling_mode", "importance_sampling_clip_max"),
     },
     "optim": {"min_lr_ratio", "adam_beta1", "adam_beta2", "adam_epsilon"},

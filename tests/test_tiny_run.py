@@ -331,6 +331,30 @@ def test_a_run_goes_on_from_an_adapter_of_its_shape(tmp_path):
         np.testing.assert_allclose(ours, theirs, atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("reference", "is_base"), [(None, False), ("adapter", False), ("base", True)]
+)
+def test_the_divergence_of_a_run_that_goes_on_is_from_its_adapter_or_the_base(
+    reference, is_base, tmp_path
+):
+    cfg = small(
+        tmp_path / "run",
+        max_steps=1,
+        grpo={"beta": 0.02, "reference": reference},
+        model={"adapter_name_or_path": str(tmp_path / "start")},
+    )
+    model, frozen, _ = base_model.load_base(cfg.model, cfg.lora)
+    start = jax.tree.map(lambda x: x + 0.02, init_params(model, frozen, jax.random.key(5)))
+    peft.export_adapter(tmp_path / "start", start, model.lora, "qerl-tiny")
+    state = train(cfg, quiet=True)
+    (row,) = logger.read_metrics(tmp_path / "run")
+    if is_base:
+        assert state.reference is None and row["kl"] > 1e-3
+    else:
+        jax.tree.map(np.testing.assert_array_equal, state.reference, start)
+        assert row["kl"] == pytest.approx(0, abs=1e-6)
+
+
 def test_another_config_may_not_resume_a_run(tmp_path):
     cfg = small(tmp_path / "run")
     (tmp_path / "run").mkdir()

@@ -27,8 +27,8 @@ class TrainState:
         params: The adapter, or with `trainable = "full"` the layers' own weights, float32.
         opt_state: State of `optimizer.transformation`.
         skipped: int32, optimizer steps that changed nothing: no signal, or a gradient that was not finite.
-        reference: A copy of `params` that follows them (`grpo.sync_ref_model`), or None where the
-            reference is the base.
+        reference: A copy of `params` as they were at the start, which follows them with
+            `grpo.sync_ref_model`; or None where the reference is the base.
     """
 
     step: jax.Array
@@ -240,8 +240,8 @@ def apply(state: TrainState, sums, learns, place, *, grpo_cfg, optim_cfg, total_
 
 def _refreshed(cfg: GrpoConfig, reference, params, step):
     """The reference policy after a step: every so many steps it moves towards what trains."""
-    if reference is None:
-        return None
+    if reference is None or not cfg.sync_ref_model:
+        return reference
     alpha, due = cfg.ref_model_mixup_alpha, step % cfg.ref_model_sync_steps == 0
     return jax.tree.map(
         lambda r, p: jnp.where(due, (1 - alpha) * r + alpha * p, r), reference, params

@@ -148,7 +148,7 @@ def setup(
     params, frozen = transformer.trainable(model, frozen, stream_key(cfg, PARAMS))
     if start is not None:
         params = peft.import_adapter(start, model)
-    state = update.init_state(params, cfg.optim, keep_reference=cfg.grpo.sync_ref_model)
+    state = update.init_state(params, cfg.optim, keep_reference=cfg.keeps_reference)
     del params
     files = run_state.StateFiles(cfg.output_dir, cfg.save_total_limit)
     stored = files.supply()

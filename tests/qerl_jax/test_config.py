@@ -126,6 +126,10 @@ OTHER = dataclasses.replace(
     num_train_epochs=None,
     max_steps=16,
 )
+# And what excludes a field of both.
+THIRD = dataclasses.replace(
+    FULL, grpo=dataclasses.replace(FULL.grpo, sync_ref_model=False, reference="adapter")
+)
 
 
 def table(**changes):
@@ -158,7 +162,7 @@ def test_the_presence_of_the_noise_section_switches_it_on():
     assert build(noise={}).noise == NoiseConfig()
 
 
-@pytest.mark.parametrize("cfg", [FULL, OTHER, build(), build(noise={}, eval={})])
+@pytest.mark.parametrize("cfg", [FULL, OTHER, THIRD, build(), build(noise={}, eval={})])
 def test_a_config_survives_being_written_and_read(cfg, tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(config.dump(cfg))
@@ -167,13 +171,14 @@ def test_a_config_survives_being_written_and_read(cfg, tmp_path):
 
 
 def test_the_full_config_differs_from_the_defaults_everywhere():
-    """Guards the round trip above: a field added later must be set in FULL or OTHER too."""
+    """Guards the round trip above: a field added later must be set in FULL, OTHER or THIRD too."""
     sections = [f.name for f in dataclasses.fields(RunConfig)]
     sections = [n for n in sections if dataclasses.is_dataclass(getattr(FULL, n))]
-    pairs = [(getattr(FULL, name), getattr(OTHER, name)) for name in sections]
-    for first, second in [*pairs, (FULL, OTHER)]:
-        for field in dataclasses.fields(first):
-            values = {repr(getattr(section, field.name)) for section in (first, second)}
+    all_three = (FULL, OTHER, THIRD)
+    parts = [tuple(getattr(cfg, name) for cfg in all_three) for name in sections]
+    for each in [*parts, all_three]:
+        for field in dataclasses.fields(each[0]):
+            values = {repr(getattr(section, field.name)) for section in each}
             assert values != {repr(field.default)}, field.name
 
 
@@ -345,6 +350,19 @@ BAD = [
         'set grpo.old_logprobs = "recompute"',
     ),
     ("grpo.sync_ref_model", {"grpo__sync_ref_model": True}, "True", "needs grpo.beta > 0"),
+    ("grpo.reference", {"grpo__reference": "base"}, "'base'", "needs grpo.beta > 0"),
+    (
+        "grpo.reference",
+        {"grpo__reference": "adapter", "grpo__beta": 0.1},
+        "'adapter'",
+        "needs model.adapter_name_or_path",
+    ),
+    (
+        "grpo.reference",
+        {"grpo__reference": "base", "grpo__beta": 0.1, "grpo__sync_ref_model": True},
+        "'base'",
+        "goes with grpo.sync_ref_model = false",
+    ),
     (
         "grpo.dynamic_sampling_metric",
         {"grpo__dynamic_sampling_metric": "accuracy_reward"},

@@ -51,6 +51,21 @@ def test_what_always_stays_is_planned_to_the_byte(weights, optimizer):
     assert memory.estimate(cfg).size("always") == held
 
 
+@pytest.mark.parametrize(
+    ("beta", "reference", "kept"),
+    [(0.1, None, True), (0.1, "adapter", True), (0.1, "base", False), (0.0, None, False)],
+)
+def test_a_copy_of_the_adapter_that_a_run_goes_on_from_is_planned(beta, reference, kept):
+    cfg = changed(
+        config.load(CONFIGS / "quickstart.toml"),
+        model={"adapter_name_or_path": "somewhere"},
+        grpo={"beta": beta, "reference": reference},
+    )
+    plan = memory.estimate(cfg)
+    sizes = [item.size for item in plan.items if item.name == "reference"]
+    assert sizes == ([named(plan, "what trains")] if kept else [])
+
+
 def test_rows_longer_than_the_base_was_made_for_are_refused(tmp_path):
     # Of 256 positions; prompts have up to 48.
     cfg = config.load(CONFIGS / "quickstart.toml")

@@ -466,6 +466,16 @@ def test_the_reference_moves_towards_the_policy_every_so_many_steps():
     assert abs(divergences[0]) < 1e-9 < divergences[1]
 
 
+def test_a_reference_that_does_not_follow_stays_as_training_began():
+    state = update.init_state(jax.tree.map(jnp.array, trained_params()), PLAIN, keep_reference=True)
+    arguments = (base(), sample_experience(), None, jax.random.key(0))
+    still = dataclasses.replace(GRPO, ref_model_sync_steps=1)
+    for _ in range(2):
+        state, _ = make(grpo=still)(state, *arguments)
+    assert_equal(state.reference, trained_params())
+    assert differs(state.params, trained_params())
+
+
 def full_model():
     return Transformer(ARCH, "float32", None, jnp.float32, full=True)
 
