@@ -294,7 +294,10 @@ class GrpoConfig(Checked, section="grpo."):
         sync_ref_model: Use a periodically updated copy of the policy as KL reference instead.
         ref_model_mixup_alpha: How far an update moves that copy to the policy: 1 is all the way, 0 nowhere.
         ref_model_sync_steps: Optimizer steps between two updates of that copy.
-        importance_sampling_level: Ratio per "token", or one per "sequence" (GSPO).
+        importance_sampling_level: Ratio per "token", or one per "sequence", the mean over its tokens. GSPO is
+            "sequence" with `loss_type = "grpo"`: under the other loss types rows weigh by their length. Its
+            clip range is 3e-4 and 4e-4, at which AQN's noise alone clips 39 to 56 % of the rows unless
+            `old_logprobs = "recompute"`.
         advantage_estimator: What a reward is compared with: the mean of its group ("grpo"), or of the group's
             other completions ("rloo").
         scale_rewards: Standard deviation that divides advantages: of the "group", of the "batch",

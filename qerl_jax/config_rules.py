@@ -1,4 +1,4 @@
-"""Rules that tie the sections of a run's config to each other."""
+"""Rules that tie the sections of a run's config to each other, and what is allowed but seldom meant."""
 
 from typing import Any
 
@@ -109,3 +109,35 @@ def _across_batches(cfg):
             f"must be a multiple of the {updates} optimizer steps made from each rollout",
         ),
     ]
+
+
+# Clip ranges below this are GSPO's, of ratios that are means over a sequence; the paper's are 3e-4 and 4e-4.
+_NARROW_CLIP = 1e-2
+
+
+def advice(cfg: Any) -> list[str]:
+    """Warnings about choices that run but are seldom meant; each names the field, its value and the remedy.
+
+    Args:
+        cfg: A `config.RunConfig`.
+
+    Returns:
+        Lines for the log at the start of a run.
+    """
+    grpo, noise, lines = cfg.grpo, cfg.noise, []
+    if grpo.importance_sampling_level != "sequence":
+        return lines
+    if grpo.loss_type != "grpo":
+        lines.append(
+            f"warning: grpo.loss_type: got {grpo.loss_type!r}; with grpo.importance_sampling_level = "
+            '"sequence" rows then weigh by their length (of rows of 2 and 10 tokens one weighs .17, the '
+            'other .83), which is not GSPO: set grpo.loss_type = "grpo"'
+        )
+    acts_in_ratio = noise is not None and noise.scope == "rollout"
+    if acts_in_ratio and grpo.old_logprobs == "behaviour" and grpo.epsilon < _NARROW_CLIP:
+        lines.append(
+            'warning: grpo.old_logprobs: got "behaviour"; the noise of [noise] is part of these ratios '
+            f"and alone puts 39 to 56 % of the rows outside a clip range of {grpo.epsilon:g}, before "
+            'anything is learned: set grpo.old_logprobs = "recompute"'
+        )
+    return lines

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from pallas_kernels import runtime
-from qerl_jax import config, files, memory
+from qerl_jax import config, config_rules, files, memory
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, hf_folder, peft, run_state
 from qerl_jax.data import datasets
@@ -121,7 +121,7 @@ def setup(
     model, frozen, tokenizer = base_model.load_base(cfg.model, cfg.lora, cfg.seed)
     memory.require_context(cfg, model.arch)
     functions, weights = _rewards(cfg, reward_functions)
-    notes: list[str] = []
+    notes = config_rules.advice(cfg)
     informative = informative_by(cfg, functions, weights, notes.append)
     if problems is None:
         problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from qerl_jax import config
+from qerl_jax import config, config_rules
 from qerl_jax.config import (
     ConfigError,
     DataConfig,
@@ -630,3 +630,55 @@ def test_a_dapo_recipe_punishes_length_by_half_of_what_a_right_answer_is_worth(p
         assert config.load(path).grpo.mask_truncated_completions
     else:
         assert rewards.soft_punish_weight == 0.5 * weight * (right - wrong)
+
+
+# --- what is allowed but seldom meant
+
+
+GSPO = {"grpo__importance_sampling_level": "sequence", "grpo__epsilon": 3e-4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        # Ratios per token, and GSPO as its paper has it, need no warning.
+        ({}, []),
+        (GSPO | {"grpo__loss_type": "grpo"}, []),
+        # Sums over tokens weigh rows by length: the field, its value and the remedy are named.
+        *(
+            (GSPO | {"grpo__loss_type": loss_type}, [("grpo.loss_type", loss_type, '"grpo"')])
+            for loss_type in ("dapo", "bnpo", "dr_grpo")
+        ),
+        # Noise in ratios of so narrow a range clips before anything is learned.
+        (
+            GSPO | {"grpo__loss_type": "grpo", "noise": {}},
+            [("grpo.old_logprobs", "behaviour", '"recompute"')],
+        ),
+        (GSPO | {"grpo__loss_type": "grpo", "noise": {}, "grpo__old_logprobs": "recompute"}, []),
+        (GSPO | {"grpo__loss_type": "grpo", "noise__scope": "both"}, []),
+        (GSPO | {"grpo__loss_type": "grpo", "noise": {}, "grpo__epsilon": 0.2}, []),
+    ],
+)
+def test_sequence_ratios_that_are_not_gspo_are_warned_of(changes, named):
+    lines = config_rules.advice(build(**changes))
+    assert len(lines) == len(named)
+    for line, (field, value, remedy) in zip(lines, named, strict=True):
+        assert line.startswith(f"warning: {field}: got")
+        assert value in line and remedy in line.rsplit(": set ")[1]
+
+
+def test_the_gspo_recipe_differs_from_that_of_grpo_by_the_lines_that_matter():
+    gspo = config.to_table(config.load(CONFIGS / "gspo_gsm8k_qwen2.5_7b.toml"))
+    grpo = config.to_table(config.load(CONFIGS / "gsm8k_qwen2.5_7b.toml"))
+    objective = gspo.pop("grpo").items() - grpo.pop("grpo").items()
+    assert dict(objective) == {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "epsilon": 3e-4,
+        "epsilon_high": 4e-4,
+        "old_logprobs": "recompute",
+    }
+    assert {k: v for k, v in gspo.items() if v != grpo[k]} == {
+        "output_dir": "runs/gspo_gsm8k_qwen2.5_7b"
+    }
+    assert not config_rules.advice(config.load(CONFIGS / "gspo_gsm8k_qwen2.5_7b.toml"))
