@@ -39,6 +39,8 @@ Remat = Literal["none", "products", "mlp", "layer"]
 TopK = Annotated[int, Rule(lambda k: k >= 0, "must not be negative (0 is off)")]
 TopP = Annotated[float, Rule(lambda p: 0 < p <= 1, "must be in (0, 1]")]
 RepetitionPenalty = Annotated[float, Rule(lambda x: x > 0, "must be positive (1 is off)")]
+# Dual clip's bound for negative advantages (arXiv 1912.09729), as verl has it.
+_DUAL_CLIP = 3.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +286,9 @@ class GrpoConfig(Checked, section="grpo."):
         loss_type: How token losses are averaged; see `grpo.policy_loss`.
         epsilon: Lower clip range of the ratio.
         epsilon_high: Upper clip range; absent means `epsilon` (DAPO: 0.28).
-        delta: Cap of the unclipped ratio for negative advantages; absent means none.
+        delta: Cap of the ratio for negative advantages, where clipping leaves it without an upper bound (TRL's
+            name; verl's dual clip). 0 is none. Absent means 3, or 1 + `epsilon_high` where that is more, with
+            `old_logprobs = "behaviour"`, whose ratios hold the sampler's noise; and none with "recompute".
         beta: Weight of the KL to the reference policy.
         reference: That policy: the "base" without an adapter, or the "adapter" that
             model.adapter_name_or_path names, a copy of which is kept. Absent means that adapter where
@@ -315,7 +319,19 @@ class GrpoConfig(Checked, section="grpo."):
         importance_sampling_correction: With "recompute", weigh the loss by the truncated exp(old -
             behaviour).
         importance_sampling_mode: How that weight is truncated.
-        importance_sampling_clip_max: Threshold at which that weight is truncated or masked.
+        importance_sampling_clip_max: Threshold above which that weight is truncated or masked.
+        importance_sampling_clip_min: Threshold below which it is too; absent means none. IcePop is
+            "token_mask" with 0.5 and 5.
+        sampling_mask: Leave out of the loss what sampler and trainer see too differently: by the ratio of a
+            "token", or of a whole row, by the product ("sequence") or the geometric mean ("geometric") of
+            its tokens' ratios; or nothing ("none"). With "behaviour" the ratio is that of the policy as it
+            learns, with "recompute" that of the policy before the update. See `grpo.sampling_mask`.
+        sampling_mask_max: Largest ratio, trainer over sampler, that stays; above 1. Geometric means lie
+            close to 1, so thresholds such as 1.01 are usual there.
+        sampling_mask_min: Smallest ratio that stays; absent means 1 / `sampling_mask_max`.
+        off_policy_mask_threshold: Leave out rows with a negative advantage that the policy has moved away
+            from: whose mean of sampler's minus policy's log-probabilities is above this many nats per token
+            (DeepSeek-V3.2, TRL's name; 0.5 is a start). Absent means none.
     """
 
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
@@ -343,14 +359,52 @@ class GrpoConfig(Checked, section="grpo."):
         "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
     ] = "token_truncate"
     importance_sampling_clip_max: Positive = 3.0
+    importance_sampling_clip_min: Positive | None = None
+    sampling_mask: Literal["none", "token", "sequence", "geometric"] = "none"
+    sampling_mask_max: Annotated[float, Rule(lambda x: x > 1, "must be above 1")] | None = None
+    sampling_mask_min: Open01 | None = None
+    off_policy_mask_threshold: Positive | None = None
+
+    @property
+    def ratio_cap(self) -> float | None:
+        """The cap of the ratio for negative advantages; None for none. See `delta`."""
+        if self.delta is not None:
+            return self.delta or None
+        return max(_DUAL_CLIP, self._highest) if self.old_logprobs == "behaviour" else None
+
+    @property
+    def _highest(self) -> float:
+        """The upper end of the clip range."""
+        return 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
 
     def _across(self):
-        bound = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+        masks = self.sampling_mask != "none"
         return [
             (
-                self.delta is None or self.delta > bound,
+                not self.delta or self.delta > self._highest,
                 "delta",
-                f"must exceed 1 + epsilon_high = {bound}",
+                f"must exceed 1 + epsilon_high = {self._highest}, or be 0 for none",
+            ),
+            (
+                self.importance_sampling_clip_min is None or self.importance_sampling_correction,
+                "importance_sampling_clip_min",
+                "needs grpo.importance_sampling_correction = true",
+            ),
+            (
+                self.importance_sampling_clip_min is None
+                or self.importance_sampling_clip_min < self.importance_sampling_clip_max,
+                "importance_sampling_clip_min",
+                f"must be below importance_sampling_clip_max = {self.importance_sampling_clip_max}",
+            ),
+            (
+                masks == (self.sampling_mask_max is not None),
+                "sampling_mask_max",
+                'must be given with grpo.sampling_mask, and absent where that is "none"',
+            ),
+            (
+                masks or self.sampling_mask_min is None,
+                "sampling_mask_min",
+                'must be absent where grpo.sampling_mask is "none"',
             ),
             (
                 self.beta == 0 or self.kl_estimator != "k1" or self.use_bias_correction_kl,

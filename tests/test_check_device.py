@@ -36,6 +36,8 @@ UNCHANGED = {
         *("advantage_estimator", "scale_rewards", "mask_truncated_completions"),
         *("dynamic_sampling_metric", "reference"),
         *("importance_sampling_mode", "importance_sampling_clip_max"),
+        *("importance_sampling_clip_min", "sampling_mask", "sampling_mask_max"),
+        *("sampling_mask_min", "off_policy_mask_threshold"),
     },
     "optim": {"min_lr_ratio", "adam_beta1", "adam_beta2", "adam_epsilon"},
     "noise": {"schedule", "exponent"},

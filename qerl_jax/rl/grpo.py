@@ -10,6 +10,8 @@ T completion tokens.
 """
 
 import dataclasses
+import functools
+import math
 from typing import Literal, NamedTuple
 
 import jax
@@ -181,12 +183,14 @@ def truncated_importance_weights(
     *,
     mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
     clip_max: float,
+    clip_min: float | None = None,
 ) -> Array:
     """Weights that correct for completions sampled by another policy than `old_logps` describes.
 
         w = old policy / behaviour policy, per token, or as the product over a row's tokens
 
-    A weight above `clip_max` becomes `clip_max` ("..._truncate") or 0 ("..._mask").
+    A weight above `clip_max` becomes `clip_max` ("..._truncate") or 0 ("..._mask"), and one below
+    `clip_min` likewise. "token_mask" with both bounds is IcePop (arXiv:2510.18855, section 3.2).
 
     Args:
         old_logps: [B, T] log-probabilities under the policy that `policy_loss` divides by.
@@ -194,14 +198,18 @@ def truncated_importance_weights(
         mask: [B, T], nonzero at the tokens that count.
         mode: "token_truncate", "token_mask", "sequence_truncate" or "sequence_mask".
         clip_max: the largest weight that passes unchanged.
+        clip_min: the smallest; None for no bound.
 
     Returns:
         [B, T] (1 under the mask) or [B, 1], without gradient.
 
     Raises:
-        ValueError: for an unknown mode, or a `clip_max` that is not positive.
+        ValueError: for an unknown mode, a `clip_max` that is not positive, or a `clip_min` that is not
+            below it.
     """
     require(clip_max > 0, "clip_max", clip_max, "must be positive")
+    below = clip_min is None or clip_min < clip_max
+    require(below, "clip_min", clip_min, f"must be below {clip_max=}")
     log_weight = jnp.where(mask != 0, old_logps - behaviour_logps, 0)
     level, _, action = mode.partition("_")
     require(
@@ -213,8 +221,136 @@ def truncated_importance_weights(
     if level == "sequence":
         log_weight = jnp.sum(log_weight, axis=1, keepdims=True)
     weight = jnp.exp(log_weight)
-    ceiling = clip_max if action == "truncate" else 0
-    return jax.lax.stop_gradient(jnp.where(weight > clip_max, ceiling, weight))
+    outside = (weight > clip_max) | (weight < (clip_min or 0))
+    bound = jnp.clip(weight, clip_min, clip_max) if action == "truncate" else 0
+    return jax.lax.stop_gradient(jnp.where(outside, bound, weight))
+
+
+def sampling_mask(
+    logps: Array,
+    behaviour_logps: Array,
+    mask: Array,
+    *,
+    level: Literal["token", "sequence", "geometric"],
+    highest: float,
+    lowest: float | None = None,
+) -> Array:
+    """Marks what trainer and sampler see alike enough to learn from: 1 where their ratio is within bounds, else 0.
+
+        lowest <= r <= highest,    r = policy / behaviour policy
+
+    of each token, or of a row: the product ("sequence") or the geometric mean ("geometric") of its
+    tokens' ratios. The geometric mean is exp(-k1), with k1 the row's mean estimate of KL(behaviour ||
+    policy), and unlike the product does not grow with the length.
+
+    Args:
+        logps: [B, T] log-probabilities under the policy of the trainer.
+        behaviour_logps: [B, T] log-probabilities under the policy that sampled.
+        mask: [B, T], nonzero at the tokens that count.
+        level: "token", "sequence" or "geometric".
+        highest: the largest ratio that stays, above 1.
+        lowest: the smallest; None means 1 / `highest`.
+
+    Returns:
+        Zeros and ones in the dtype of `logps`, without gradient: [B, T] (1 under the mask) or [B, 1].
+
+    Raises:
+        ValueError: for an unknown level, or bounds without 1 between them.
+
+    Source: verl's rollout rejection, arXiv:2510.18855 for tokens.
+    """
+    require(highest > 1, "highest", highest, "must be above 1")
+    lowest = 1 / highest if lowest is None else lowest
+    require(0 < lowest < 1, "lowest", lowest, "must be in (0, 1)")
+    log_ratio = jnp.where(mask != 0, logps - behaviour_logps, 0)
+    levels = {
+        "token": log_ratio,
+        "sequence": jnp.sum(log_ratio, axis=1, keepdims=True),
+        "geometric": masked.mean(log_ratio, mask, axis=1)[:, None],
+    }
+    known = level in levels
+    require(known, "sampling_mask", level, "must be 'token', 'sequence' or 'geometric'")
+    # Compared as logarithms: the product of a long row's ratios would overflow.
+    within = (levels[level] >= math.log(lowest)) & (levels[level] <= math.log(highest))
+    return jax.lax.stop_gradient(within.astype(logps.dtype))
+
+
+def off_policy_mask(
+    logps: Array, behaviour_logps: Array, mask: Array, advantages: Array, threshold: float
+) -> Array:
+    """Marks rows to learn from: 0 where the advantage is negative and the policy has moved away from the row.
+
+        1 if A >= 0 or mean over the row's tokens of (behaviour logp - logp) <= threshold, else 0
+
+    Args:
+        logps: [B, T] log-probabilities under the policy that learns.
+        behaviour_logps: [B, T] log-probabilities under the policy that sampled.
+        mask: [B, T], nonzero at the tokens that count.
+        advantages: [B].
+        threshold: nats per token.
+
+    Returns:
+        [B, 1] zeros and ones in the dtype of `logps`, without gradient.
+
+    Source: DeepSeek-V3.2 (arXiv:2512.02556), "off-policy sequence masking"; as in TRL.
+    """
+    away = masked.mean(jnp.where(mask != 0, behaviour_logps - logps, 0), mask, axis=1)
+    kept = (advantages >= 0) | (away <= threshold)
+    return jax.lax.stop_gradient(kept[:, None].astype(logps.dtype))
+
+
+def sampling_weights(
+    cfg: GrpoConfig,
+    logps: Array,
+    old_logps: Array | None,
+    behaviour_logps: Array,
+    advantages: Array,
+    mask: Array,
+) -> Array | None:
+    """The weights that a config gives the policy's term of the loss; None where it asks for none.
+
+    They are the product of `truncated_importance_weights`, `sampling_mask` and `off_policy_mask`, as
+    far as these are switched on.
+
+    Args:
+        cfg: The objective.
+        logps: [B, T] log-probabilities under the policy that learns.
+        old_logps: [B, T] log-probabilities of the trainer's policy before the update; None where
+            nothing computes them, or they are `logps`.
+        behaviour_logps: [B, T] log-probabilities under the policy that sampled.
+        advantages: [B].
+        mask: [B, T], nonzero at the tokens that count.
+
+    Returns:
+        [B, T] or [B, 1], without gradient; or None.
+    """
+    trainer, weights = logps if old_logps is None else old_logps, []
+    if cfg.importance_sampling_correction:
+        weights.append(
+            truncated_importance_weights(
+                trainer,
+                behaviour_logps,
+                mask,
+                mode=cfg.importance_sampling_mode,
+                clip_max=cfg.importance_sampling_clip_max,
+                clip_min=cfg.importance_sampling_clip_min,
+            )
+        )
+    if cfg.sampling_mask != "none":
+        weights.append(
+            sampling_mask(
+                trainer,
+                behaviour_logps,
+                mask,
+                level=cfg.sampling_mask,
+                highest=cfg.sampling_mask_max,
+                lowest=cfg.sampling_mask_min,
+            )
+        )
+    if cfg.off_policy_mask_threshold is not None:
+        threshold = cfg.off_policy_mask_threshold
+        weights.append(off_policy_mask(logps, behaviour_logps, mask, advantages, threshold))
+    return functools.reduce(jnp.multiply, weights) if weights else None
 
 
 class RowMetrics(NamedTuple):
@@ -229,6 +365,10 @@ class RowMetrics(NamedTuple):
     low_clipped: Array  # ratios below 1 - epsilon whose advantage is negative
     high_clipped: Array  # ratios above 1 + epsilon_high whose advantage is positive
     kl: Array | None  # sum of the divergence's estimates; None without a reference
+    capped: Array | None = (
+        None  # ratios above the cap whose advantage is negative; None without one
+    )
+    dropped: Array | None = None  # tokens whose sampling weight is 0; None without weights
 
 
 def summarize(rows: RowMetrics) -> dict[str, Array]:
@@ -236,7 +376,9 @@ def summarize(rows: RowMetrics) -> dict[str, Array]:
 
     `clip_ratio/{low,high,region}_mean` are fractions of all ratios, `kl` is the mean over tokens.
     `clip_ratio/low_min` and `clip_ratio/high_max` are the smallest and largest fraction of a single
-    row; rows without tokens have none.
+    row; rows without tokens have none. `clip_ratio/delta_mean` is the fraction of all ratios that
+    the cap of negative advantages bounds, `sampling/masked_mean` that of tokens whose sampling
+    weight is 0; each is there where it can be.
 
     Args:
         rows: counts of any shape, so also [micro-batches, B].
@@ -254,6 +396,12 @@ def summarize(rows: RowMetrics) -> dict[str, Array]:
     }
     if rows.kl is not None:
         metrics["kl"] = jnp.sum(rows.kl) / jnp.maximum(jnp.sum(rows.tokens), 1)
+    if rows.capped is not None:
+        metrics["clip_ratio/delta_mean"] = jnp.sum(rows.capped) / total
+    if rows.dropped is not None:
+        metrics["sampling/masked_mean"] = jnp.sum(rows.dropped) / jnp.maximum(
+            jnp.sum(rows.tokens), 1
+        )
     return metrics
 
 
@@ -265,7 +413,7 @@ class LossInputs(NamedTuple):
     advantages: Array  # [B]
     mask: Array  # [B, T], nonzero at the tokens that count
     ref_logps: Array | None = None  # [B, T] under the reference; needed when beta is not 0
-    sampling_weights: Array | None = None  # [B, T] or [B, 1], see `truncated_importance_weights`
+    sampling_weights: Array | None = None  # [B, T] or [B, 1], see `sampling_weights`
 
 
 @jax.tree_util.register_dataclass
@@ -294,8 +442,9 @@ def policy_loss(
         l_t = -w_t min(min(rho_t, delta) A, clip(rho_t, 1 - epsilon, 1 + epsilon_high) A)
               + beta k_t,               rho_t = policy / old policy, per token or per sequence
 
-    `delta` bounds the term that is not clipped, which for a negative advantage is otherwise unbounded
-    (two-sided clipping, arXiv:2505.07291). With `use_bias_correction_kl` the divergence k_t is
+    `delta` (`GrpoConfig.ratio_cap`) bounds the term that is not clipped, which for a negative advantage
+    is otherwise unbounded (dual clip, arXiv:1912.09729; two-sided clipping, arXiv:2505.07291). A token
+    whose sampling weight w is 0 still counts in the denominators below. With `use_bias_correction_kl` the divergence k_t is
     multiplied by rho_t, through which its gradient then flows, too (arXiv:2512.02556).
 
     What is made of the token losses depends on `loss_type`; every sum runs over tokens that count:
@@ -332,7 +481,7 @@ def policy_loss(
     ratio = jnp.exp(
         log_importance_ratio(batch.logps, batch.old_logps, mask, cfg.importance_sampling_level)
     )
-    capped = ratio if cfg.delta is None else jnp.minimum(ratio, cfg.delta)
+    capped = ratio if cfg.ratio_cap is None else jnp.minimum(ratio, cfg.ratio_cap)
     clipped = jnp.clip(ratio, 1 - cfg.epsilon, 1 + epsilon_high)
     policy_term = jnp.minimum(capped * advantage, clipped * advantage)
     if batch.sampling_weights is not None:
@@ -352,9 +501,27 @@ def policy_loss(
         low_clipped=masked.sum(too_low.astype(tokens.dtype), counted, axis=1),
         high_clipped=masked.sum(too_high.astype(tokens.dtype), counted, axis=1),
         kl=None if kl is None else masked.sum(kl, mask, axis=1),
+        capped=_capped(cfg, ratio, advantage, counted),
+        dropped=_dropped(batch),
     )
     loss = _averaged(cfg.loss_type, token_loss, mask, tokens, totals)
     return loss, jax.lax.stop_gradient(metrics)
+
+
+def _capped(cfg: GrpoConfig, ratio: Array, advantage: Array, counted: Array) -> Array | None:
+    """How many ratios [B] of each row the cap bounds; None without a cap."""
+    if cfg.ratio_cap is None:
+        return None
+    too_high = (ratio > cfg.ratio_cap) & (advantage < 0)
+    return masked.sum(too_high.astype(ratio.dtype), counted, axis=1)
+
+
+def _dropped(batch: LossInputs) -> Array | None:
+    """How many tokens [B] of each row have a sampling weight of 0; None without weights."""
+    if batch.sampling_weights is None:
+        return None
+    zero = jnp.broadcast_to(batch.sampling_weights == 0, batch.logps.shape)
+    return masked.sum(zero.astype(batch.logps.dtype), batch.mask, axis=1)
 
 
 def _token_kls(cfg: GrpoConfig, batch: LossInputs, ratio: Array) -> Array | None:

@@ -163,15 +163,14 @@ def loss(
         if cfg.old_logprobs == "behaviour"
         else fixed.get("old_logps", current)
     )
-    weights = None
-    if cfg.importance_sampling_correction:
-        weights = grpo.truncated_importance_weights(
-            old,
-            experience.behaviour_logps,
-            experience.mask,
-            mode=cfg.importance_sampling_mode,
-            clip_max=cfg.importance_sampling_clip_max,
-        )
+    weights = grpo.sampling_weights(
+        cfg,
+        current,
+        fixed.get("old_logps"),
+        experience.behaviour_logps,
+        experience.advantages,
+        experience.mask,
+    )
     rows = grpo.LossInputs(
         logps, old, experience.advantages, experience.mask, fixed.get("ref_logps"), weights
     )
@@ -217,6 +216,8 @@ def apply(state: TrainState, sums, learns, place, *, grpo_cfg, optim_cfg, total_
     rate = optimizer.learning_rate(optim_cfg, total_steps)(place)
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(value)
+    # Masks of the sampling ratio may have left nothing of rows that could teach.
+    learns = learns & (norm != 0)
     keep = learns & finite
     params, opt_state = optimizer.step(
         optimizer.transformation(optim_cfg), rate, keep, grads, state.opt_state, state.params

@@ -96,6 +96,11 @@ FULL = RunConfig(
         importance_sampling_correction=True,
         importance_sampling_mode="sequence_mask",
         importance_sampling_clip_max=2.0,
+        importance_sampling_clip_min=0.5,
+        sampling_mask="geometric",
+        sampling_mask_max=1.01,
+        sampling_mask_min=0.98,
+        off_policy_mask_threshold=0.5,
     ),
     optim=OptimConfig(
         3e-5, "linear", 0.05, 0.1, 0.8, 0.999, 1e-6, 0.01, 1.0, 2, 4, 1000, False, "adamw_8bit"
@@ -290,6 +295,38 @@ BAD = [
     ("grpo.epsilon", {"grpo__epsilon": 1.0}, "1.0", "must be in (0, 1)"),
     ("grpo.epsilon_high", {"grpo__epsilon_high": 0.0}, "0.0", "must be > 0"),
     ("grpo.delta", {"grpo__delta": 1.2}, "1.2", "must exceed 1 + epsilon_high = 1.2"),
+    ("grpo.delta", {"grpo__delta": -1.0}, "-1.0", "or be 0 for none"),
+    (
+        "grpo.importance_sampling_clip_min",
+        {"grpo__importance_sampling_clip_min": 0.5},
+        "0.5",
+        "needs grpo.importance_sampling_correction = true",
+    ),
+    (
+        "grpo.importance_sampling_clip_min",
+        {
+            "grpo__old_logprobs": "recompute",
+            "grpo__importance_sampling_correction": True,
+            "grpo__importance_sampling_clip_min": 3.0,
+        },
+        "3.0",
+        "must be below importance_sampling_clip_max = 3.0",
+    ),
+    (
+        "grpo.sampling_mask_max",
+        {"grpo__sampling_mask": "token"},
+        "None",
+        "must be given with grpo.sampling_mask",
+    ),
+    ("grpo.sampling_mask_max", {"grpo__sampling_mask_max": 2.0}, "2.0", "absent where"),
+    ("grpo.sampling_mask_max", {"grpo__sampling_mask_max": 1.0}, "1.0", "must be above 1"),
+    ("grpo.sampling_mask_min", {"grpo__sampling_mask_min": 0.5}, "0.5", "must be absent where"),
+    (
+        "grpo.off_policy_mask_threshold",
+        {"grpo__off_policy_mask_threshold": 0.0},
+        "0.0",
+        "must be positive",
+    ),
     (
         "grpo.delta",
         {"grpo__delta": 1.25, "grpo__epsilon_high": 0.25},

@@ -95,6 +95,7 @@ def test_loss_gradient_and_metrics_are_those_of_trl(case, dtype):
             beta=case["beta"],
             max_completion_length=case["max_completion_length"],
             tokens=case["num_items_in_batch"],
+            delta=0,  # TRL's default is no cap
         )
         assert value.dtype == grad.dtype == dtype
         assert_close(value, case["loss"], RTOL[dtype])
@@ -262,8 +263,8 @@ def test_low_min_and_high_max_are_fractions_of_single_rows_that_hold_tokens():
     ("ratio", "advantage", "delta", "expected"),
     [
         # Rising above 1.28 is worth no more; with a negative advantage the cost has no end ...
-        (4.0, 1.0, None, -1.28),
-        (4.0, -1.0, None, 4.0),
+        (4.0, 1.0, 0, -1.28),
+        (4.0, -1.0, 0, 4.0),
         # ... unless delta ends it.
         (4.0, -1.0, 2.5, 2.5),
         (4.0, 1.0, 2.5, -1.28),
@@ -338,22 +339,191 @@ KEPT = jnp.array([[1, 1, 0], [1, 1, 0], [0, 0, 0]])
 
 
 @pytest.mark.parametrize(
-    ("mode", "expected"),
+    ("mode", "clip_min", "expected"),
     [
-        ("token_truncate", [[2.0, 3.0, 1.0], [0.5, 0.5, 1.0], [1.0, 1.0, 1.0]]),
-        ("token_mask", [[2.0, 0.0, 1.0], [0.5, 0.5, 1.0], [1.0, 1.0, 1.0]]),
-        ("sequence_truncate", [[3.0], [0.25], [1.0]]),
-        ("sequence_mask", [[0.0], [0.25], [1.0]]),
+        ("token_truncate", None, [[2.0, 3.0, 1.0], [0.5, 0.5, 1.0], [1.0, 1.0, 1.0]]),
+        ("token_mask", None, [[2.0, 0.0, 1.0], [0.5, 0.5, 1.0], [1.0, 1.0, 1.0]]),
+        ("sequence_truncate", None, [[3.0], [0.25], [1.0]]),
+        ("sequence_mask", None, [[0.0], [0.25], [1.0]]),
+        # With a bound below, IcePop's two sides and TRL's.
+        ("token_truncate", 0.6, [[2.0, 3.0, 1.0], [0.6, 0.6, 1.0], [1.0, 1.0, 1.0]]),
+        ("token_mask", 0.6, [[2.0, 0.0, 1.0], [0.0, 0.0, 1.0], [1.0, 1.0, 1.0]]),
+        ("token_mask", 0.5, [[2.0, 0.0, 1.0], [0.5, 0.5, 1.0], [1.0, 1.0, 1.0]]),
+        ("sequence_truncate", 0.3, [[3.0], [0.3], [1.0]]),
+        ("sequence_mask", 0.3, [[0.0], [0.0], [1.0]]),
     ],
 )
-def test_importance_weights_stop_at_clip_max(mode, expected):
+def test_importance_weights_stop_at_both_bounds(mode, clip_min, expected):
     def weights(old):
         return grpo.truncated_importance_weights(
-            old, jnp.zeros((3, 3)), KEPT, mode=mode, clip_max=3.0
+            old, jnp.zeros((3, 3)), KEPT, mode=mode, clip_max=3.0, clip_min=clip_min
         )
 
     np.testing.assert_allclose(weights(OLD), expected, rtol=1e-6)
     np.testing.assert_array_equal(jax.grad(lambda old: weights(old).sum())(OLD), np.zeros((3, 3)))
+
+
+@pytest.mark.parametrize(
+    ("level", "highest", "lowest", "expected"),
+    [
+        # The ratios of the rows above by token; 64 stands under the mask.
+        ("token", 3.0, None, [[1, 0, 1], [1, 1, 1], [1, 1, 1]]),
+        ("token", 5.0, 0.6, [[1, 1, 1], [0, 0, 1], [1, 1, 1]]),
+        # Their products are 8, 1/4 and, of no tokens, 1.
+        ("sequence", 7.9, None, [[0], [1], [1]]),
+        ("sequence", 8.1, 0.26, [[1], [0], [1]]),
+        ("sequence", 3.9, None, [[0], [0], [1]]),
+        # Their geometric means are 8 ** (1/2) = 2.83, 1/2 and 1.
+        ("geometric", 2.8, None, [[0], [1], [1]]),
+        ("geometric", 2.9, 0.51, [[1], [0], [1]]),
+        ("geometric", 1.9, None, [[0], [0], [1]]),
+    ],
+)
+def test_the_sampling_mask_keeps_ratios_between_its_bounds(level, highest, lowest, expected):
+    def kept(policy):
+        return grpo.sampling_mask(
+            policy, jnp.zeros((3, 3)), KEPT, level=level, highest=highest, lowest=lowest
+        )
+
+    np.testing.assert_array_equal(kept(OLD), expected)
+    np.testing.assert_array_equal(jax.grad(lambda old: kept(old).sum())(OLD), np.zeros((3, 3)))
+
+
+def test_the_product_of_a_long_rows_ratios_is_compared_without_overflow():
+    apart = jnp.full((1, 4096), 1.0)
+    options = {"level": "sequence", "highest": 1e30, "lowest": 1e-30}
+    for sign in (1, -1):
+        kept = grpo.sampling_mask(
+            sign * apart, jnp.zeros_like(apart), jnp.ones_like(apart), **options
+        )
+        np.testing.assert_array_equal(kept, [[0.0]])
+
+
+def test_rows_that_the_policy_left_are_dropped_where_their_advantage_is_negative():
+    """By hand: the means of behaviour - policy over the rows' tokens are -1.04, .69 and 0."""
+    policy, behaviour = OLD, jnp.zeros((3, 3))
+    for advantages, threshold, expected in (
+        ([-1.0, -1.0, -1.0], 0.6, [[1], [0], [1]]),
+        ([-1.0, -1.0, -1.0], 0.7, [[1], [1], [1]]),
+        ([1.0, 0.0, 1.0], 0.1, [[1], [1], [1]]),
+    ):
+        kept = grpo.off_policy_mask(policy, behaviour, KEPT, jnp.array(advantages), threshold)
+        np.testing.assert_array_equal(kept, expected)
+
+
+def weights_in_numpy(cfg, logps, old, behaviour, advantages, mask):
+    """Every choice of weights and masks as loops over rows and tokens."""
+    expected = np.ones(logps.shape)
+    for row in range(len(logps)):
+        kept = np.flatnonzero(mask[row])
+        ratios = np.exp(old - behaviour)[row, kept]
+        if not kept.size:
+            continue
+        if cfg.importance_sampling_correction:
+            level, action = cfg.importance_sampling_mode.split("_")
+            w = ratios if level == "token" else np.full(kept.size, np.prod(ratios))
+            low, high = cfg.importance_sampling_clip_min or 0, cfg.importance_sampling_clip_max
+            bounded = np.minimum(np.maximum(w, low), high)
+            expected[row, kept] *= bounded if action == "truncate" else w * (w == bounded)
+        if cfg.sampling_mask != "none":
+            r = {
+                "token": ratios,
+                "sequence": np.prod(ratios),
+                "geometric": np.prod(ratios) ** (1 / kept.size),
+            }[cfg.sampling_mask]
+            high = cfg.sampling_mask_max
+            expected[row, kept] *= (r <= high) & (r >= (cfg.sampling_mask_min or 1 / high))
+        if cfg.off_policy_mask_threshold is not None and advantages[row] < 0:
+            away = np.mean((behaviour - logps)[row, kept])
+            expected[row, kept] *= away <= cfg.off_policy_mask_threshold
+    return expected
+
+
+CORRECTED = {"old_logprobs": "recompute", "importance_sampling_correction": True}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        CORRECTED | {"importance_sampling_mode": "token_mask", "importance_sampling_clip_min": 0.5},
+        CORRECTED | {"importance_sampling_clip_min": 0.8, "importance_sampling_clip_max": 1.25},
+        {"sampling_mask": "token", "sampling_mask_max": 1.3},
+        {"sampling_mask": "sequence", "sampling_mask_max": 1.5, "sampling_mask_min": 0.3},
+        {"sampling_mask": "geometric", "sampling_mask_max": 1.1, "off_policy_mask_threshold": 0.05},
+        CORRECTED
+        | {
+            "importance_sampling_mode": "sequence_truncate",
+            "sampling_mask": "geometric",
+            "sampling_mask_max": 1.1,
+            "off_policy_mask_threshold": 0.05,
+        },
+    ],
+)
+def test_weights_and_masks_of_a_config_equal_loops_in_numpy(options):
+    with jax.enable_x64(True):
+        batch = random_batch(rows=16, seed=3)
+        logps, old, advantages, mask = (
+            batch[k] for k in ("logps", "old_logps", "advantages", "mask")
+        )
+        behaviour, cfg = batch["ref_logps"], GrpoConfig(**options)
+        weights = grpo.sampling_weights(
+            cfg,
+            *map(jnp.asarray, (logps, old, behaviour)),
+            jnp.asarray(advantages),
+            jnp.asarray(mask),
+        )
+        expected = weights_in_numpy(cfg, logps, old, behaviour, advantages, mask)
+        live = np.broadcast_to(weights, mask.shape)[mask]
+        np.testing.assert_allclose(live, expected[mask], rtol=1e-12)
+        assert 0 < np.mean(live != 1) and len(set(live.tolist())) > 1
+
+        rows = loss_and_grad(batch | {"sampling_weights": weights}, **CLIP)[2]
+        found = grpo.summarize(rows)["sampling/masked_mean"]
+        np.testing.assert_allclose(found, np.mean(expected[mask] == 0))
+
+
+def test_a_config_without_corrections_has_no_weights():
+    batch = {k: jnp.asarray(v) for k, v in random_batch().items()}
+    assert (
+        grpo.sampling_weights(
+            GrpoConfig(),
+            batch["logps"],
+            None,
+            batch["old_logps"],
+            batch["advantages"],
+            batch["mask"],
+        )
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "cap"),
+    [
+        # Against the sampler's own log-probabilities nothing else bounds a negative advantage.
+        ({}, 3.0),
+        ({"epsilon_high": 4.0}, 5.0),
+        ({"delta": 0}, None),
+        ({"delta": 1.5}, 1.5),
+        ({"old_logprobs": "recompute"}, None),
+        ({"old_logprobs": "recompute", "delta": 10.0}, 10.0),
+    ],
+)
+def test_behaviour_ratios_are_capped_unless_the_config_says_otherwise(options, cap):
+    """One token of ratio 20 and advantage -1: its loss is the cap, and gradient flows only without one."""
+    cfg = GrpoConfig(**options)
+    assert cfg.ratio_cap == cap
+    batch = {
+        "logps": np.log([[20.0]]),
+        "old_logps": np.zeros((1, 1)),
+        "advantages": np.array([-1.0]),
+        "mask": np.ones((1, 1)),
+    }
+    loss, grad, rows = loss_and_grad(batch, **options)
+    np.testing.assert_allclose(loss, cap or 20.0, rtol=1e-6)
+    np.testing.assert_allclose(grad, [[0.0 if cap else 20.0]], rtol=1e-6)
+    metrics = grpo.summarize(rows)
+    assert metrics.get("clip_ratio/delta_mean") == (1 if cap else None)
 
 
 def test_sampling_weights_multiply_the_policy_term_but_not_the_divergence():
@@ -527,6 +697,24 @@ def test_a_wrong_argument_of_the_loss_is_named(change, message):
                 OLD, OLD, KEPT, mode="token_mask", clip_max=0.0
             ),
             "clip_max: got 0.0; must be positive",
+        ),
+        (
+            lambda: grpo.truncated_importance_weights(
+                OLD, OLD, KEPT, mode="token_mask", clip_max=2.0, clip_min=2.0
+            ),
+            "clip_min: got 2.0; must be below clip_max=2.0",
+        ),
+        (
+            lambda: grpo.sampling_mask(OLD, OLD, KEPT, level="row", highest=2.0),
+            "sampling_mask: got 'row'; must be 'token', 'sequence' or 'geometric'",
+        ),
+        (
+            lambda: grpo.sampling_mask(OLD, OLD, KEPT, level="token", highest=1.0),
+            "highest: got 1.0; must be above 1",
+        ),
+        (
+            lambda: grpo.sampling_mask(OLD, OLD, KEPT, level="token", highest=2.0, lowest=1.5),
+            "lowest: got 1.5; must be in .0, 1.",
         ),
         (
             lambda: grpo.group_advantages(jnp.ones((2, 3)), estimator="gae"),

@@ -201,7 +201,9 @@ def direct_loss(logps, experience, grpo, optim, old, ref, weights):
         if grpo.importance_sampling_level == "sequence" and n:
             log_ratio = jnp.full(n, 1.0) * jnp.sum(log_ratio) / n
         ratio = jnp.exp(log_ratio)
-        capped = ratio if grpo.delta is None else jnp.minimum(ratio, grpo.delta)
+        behaviour = grpo.old_logprobs == "behaviour"
+        delta = (3.0 if behaviour else jnp.inf) if grpo.delta is None else grpo.delta
+        capped = jnp.minimum(ratio, delta)
         clipped = jnp.clip(ratio, 1 - grpo.epsilon, 1 + high)
         losses = -weights[row, :n] * jnp.minimum(capped * advantage, clipped * advantage)
         if grpo.beta:
@@ -385,6 +387,36 @@ def test_a_single_recomputed_step_has_ratio_1_and_the_weights_of_the_correction(
     assert {name for name in metrics if name.startswith("clip_ratio/") and metrics[name]} == set()
 
 
+MASKED = GrpoConfig(
+    sampling_mask="token", sampling_mask_max=1.3, off_policy_mask_threshold=0.1, epsilon=0.4
+)
+
+
+def test_masks_of_the_sampling_ratio_are_those_of_the_policy_that_learns():
+    experience, own = sample_experience(), own_logps()
+    ratio = np.exp(own - experience.behaviour_logps)
+    weights = ((ratio <= 1.3) & (ratio >= 1 / 1.3)).astype(float)
+    for row in range(ROWS):
+        live = experience.mask[row]
+        away = np.mean((experience.behaviour_logps - own)[row, live]) if live.any() else 0
+        weights[row] *= experience.advantages[row] >= 0 or away <= 0.1
+    assert 0 < weights[experience.mask].mean() < 1
+    loss, expected = direct_loss_and_gradient(MASKED, weights=weights)
+    state, metrics = run(grpo=MASKED)
+    assert_close(metrics["loss"], loss)
+    assert_close(gradient(state), expected)
+    assert_close(metrics["sampling/masked_mean"], np.mean(weights[experience.mask] == 0))
+
+
+def test_a_step_of_which_masks_leave_nothing_changes_no_weight():
+    far = dataclasses.replace(
+        sample_experience(), behaviour_logps=sample_experience().behaviour_logps - 5
+    )
+    state, metrics = run(grpo=MASKED, experience=far)
+    assert metrics["updates/empty"] == 1 and metrics["sampling/masked_mean"] == 1
+    assert_equal(state.params, trained_params())
+
+
 SEVERAL_STEPS = GrpoConfig(old_logprobs="recompute", num_iterations=2)
 
 
@@ -497,7 +529,8 @@ def test_all_weights_of_the_layers_train_where_the_model_is_full():
         ratio = jnp.exp(logps - experience.behaviour_logps[rows, index])
         advantage = experience.advantages[rows]
         clipped = jnp.clip(ratio, 0.8, 1.2)
-        return -jnp.mean(jnp.minimum(ratio * advantage, clipped * advantage))
+        capped = jnp.minimum(ratio, 3.0)  # what `delta` is by default
+        return -jnp.mean(jnp.minimum(capped * advantage, clipped * advantage))
 
     value, slopes = jax.jit(jax.value_and_grad(loss))(dense)
     objective = update.Objective(full_model(), DAPO, TEMPERATURE, NUM_TOKENS, "layer")
