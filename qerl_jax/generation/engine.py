@@ -37,7 +37,7 @@ from qerl_jax.generation.scheduler import (
     batch_sizes,
 )
 from qerl_jax.generation.stop_strings import StopStrings
-from qerl_jax.model import fused_decode, kv_cache, layers
+from qerl_jax.model import fused_decode, kv_cache, layers, logprobs
 from qerl_jax.model.transformer import Transformer, head
 
 # XLA's Triton GEMM first copies each 16-bit weight out of the stack of layers; cuBLAS reads it in place.
@@ -53,12 +53,16 @@ class EngineSpec:
         truncation: Which tokens may be sampled: top-k, top-p, min-p.
         repetition_penalty: See `sampling.penalize`; 1 is off.
         chunk: Most tokens that the device samples before the host looks.
+        entropies: Whether the entropy of each token's distribution comes with it: that of the
+            log-probabilities, before penalty and truncation (`logprobs.entropy`, as in the trainer).
+            One more sum in passes over the scores that sampling makes anyway.
     """
 
     num_tokens: int
     truncation: sampling.Truncation = sampling.Truncation()
     repetition_penalty: float = 1.0
     chunk: int = 32
+    entropies: bool = False
 
 
 class Engine:
@@ -110,6 +114,7 @@ class Engine:
         how: RolloutConfig | SamplingParams,
         *,
         chunk: int = 32,
+        entropies: bool = False,
         **options: Any,
     ) -> Self:
         """The engine that samples as a config or a caller asks.
@@ -119,6 +124,7 @@ class Engine:
             tokenizer: The policy's tokenizer, which says how many ids there are and which end a completion.
             how: Truncation, penalty, and what ends a completion.
             chunk: See `EngineSpec`.
+            entropies: See `EngineSpec`.
             **options: Further arguments of the engine.
         """
         return cls(
@@ -128,6 +134,7 @@ class Engine:
                 sampling.Truncation(how.top_k, how.top_p, how.min_p),
                 how.repetition_penalty,
                 chunk,
+                entropies,
             ),
             stop_tokens=() if how.ignore_eos else tokenizer.stop_tokens,
             stop_strings=StopStrings(tuple(how.stop), tokenizer.decode) if how.stop else None,
@@ -236,8 +243,10 @@ class Engine:
                 chunks.append(brought)
                 # The rows as the next chunk finds them.
                 slots = dataclasses.replace(slots, **moved)
-            brought = jax.device_get(chunks.popleft())
-            yield schedule.harvest(*brought, self._stop_tokens, self._stop_strings)
+            *brought, entropies = jax.device_get(chunks.popleft())
+            yield schedule.harvest(
+                *brought, self._stop_tokens, self._stop_strings, entropies=entropies
+            )
 
     def _num_pages(self, wanted: int, tokens: int | None, prompts: Sequence[QueuedPrompt]) -> int:
         """Pages of the pool, scratch included: what is wanted, or what its capacity allows."""
@@ -284,11 +293,13 @@ def _whole(chunks: Iterator[list[RowTokens]]) -> Iterator[RowTokens]:
         rows[part.row].append(part)
         if part.ended:
             parts = rows.pop(part.row)
+            given = part.entropies is not None
             yield RowTokens(
                 part.row,
                 tokens=np.concatenate([each.tokens for each in parts]),
                 logps=np.concatenate([each.logps for each in parts]),
                 ended=part.ended,
+                entropies=np.concatenate([each.entropies for each in parts]) if given else None,
             )
 
 
@@ -303,6 +314,7 @@ class _Loop:
     lengths: jax.Array
     tokens: jax.Array
     logps: jax.Array
+    entropies: jax.Array | None
     seen: jax.Array | None
     pool: tuple[jax.Array, jax.Array]
 
@@ -361,8 +373,8 @@ def _decode(
     """Samples up to `spec.chunk` tokens per row; ends early when no row lives.
 
     Returns:
-        The pool; tokens and log-probabilities [B, spec.chunk], how many of them each row has, and who
-        lives; and the fields of `slots` that have moved.
+        The pool; tokens and log-probabilities [B, spec.chunk], how many of them each row has, who lives,
+        and entropies [B, spec.chunk] or None; and the fields of `slots` that have moved.
     """
     chunk = spec.chunk
     extend = fused_decode.extender(model, variables, len(slots.live), adapter="params" in variables)
@@ -382,6 +394,7 @@ def _decode(
         lengths=jnp.zeros(len(rows), jnp.int32),
         tokens=jnp.zeros(shape, jnp.int32),
         logps=jnp.zeros(shape, jnp.float32),
+        entropies=jnp.zeros(shape, jnp.float32) if spec.entropies else None,
         seen=seen,
         pool=pool,
     )
@@ -416,6 +429,7 @@ def _decode(
             lengths=loop.lengths + loop.live,
             tokens=loop.tokens.at[:, loop.count].set(token),
             logps=loop.logps.at[:, loop.count].set(logp),
+            entropies=_with_entropies(loop, scores, temperature, spec.num_tokens),
             seen=None if loop.seen is None else loop.seen.at[rows, token].set(True),
             pool=(cache.keys, cache.values),
         )
@@ -433,4 +447,14 @@ def _decode(
         moved["history"] = (
             jnp.asarray(slots.history).at[rows[:, None], places].set(made, mode="drop")
         )
-    return loop.pool, (loop.tokens, loop.logps, loop.lengths, loop.live), moved
+    brought = loop.tokens, loop.logps, loop.lengths, loop.live, loop.entropies
+    return loop.pool, brought, moved
+
+
+def _with_entropies(loop: _Loop, scores, temperature, num_tokens: int) -> jax.Array | None:
+    """The entropies of a chunk with those of the next token; None where nobody asks."""
+    if loop.entropies is None:
+        return None
+    # The same log-probabilities as `sampling.next_token`'s, of which XLA keeps one.
+    logps = logprobs.log_softmax(scores, temperature, num_tokens)
+    return loop.entropies.at[:, loop.count].set(logprobs.entropy(logps))

@@ -47,12 +47,14 @@ class RowTokens:
         tokens: int32 [n].
         logps: float32 [n].
         ended: Why the row ended: a stop token or string ("stop"), or its limit; None while it goes on.
+        entropies: float32 [n], of the distribution of each token; None where nobody asked.
     """
 
     row: int
     tokens: np.ndarray
     logps: np.ndarray
     ended: Literal["stop", "length"] | None
+    entropies: np.ndarray | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -272,6 +274,7 @@ class Schedule:
         live: np.ndarray,
         stop_tokens: np.ndarray,
         stop_strings: StopStrings | None,
+        entropies: np.ndarray | None = None,
     ) -> list[RowTokens]:
         """Takes in what a chunk brought, and frees the slots and pages of rows that ended."""
         brought = []
@@ -283,7 +286,9 @@ class Schedule:
                 seen = len(row.made) - length
                 if (kept := stop_strings.kept(row.made, seen)) is not None:
                     length, ended = kept - seen, "stop"
-            brought.append(RowTokens(row.index, tokens[slot, :length], logps[slot, :length], ended))
+            part = None if entropies is None else entropies[slot, :length]
+            made = tokens[slot, :length], logps[slot, :length]
+            brought.append(RowTokens(row.index, *made, ended, part))
             if ended:
                 self._overtaken |= bool(live[slot])
                 self._pages.give_back(row.pages)

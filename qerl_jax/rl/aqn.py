@@ -24,6 +24,11 @@ from jax import Array
 
 from qerl_jax.checked import require
 
+# bfloat16's step over the value, averaged over values whose logarithm is uniform.
+_STEP = 2.0**-7 / (2 * math.log(2))
+# Noise over the norm's scale below which rounding to bfloat16 adds more noise than there is, see `flips_to_signal`.
+FLOOR = _STEP * math.sqrt(2 / math.pi) / 2
+
 
 def stage(step: Array | int, *, num_stages: int, total_steps: int) -> Array:
     """Returns which of the equal stages of the run a step belongs to.
@@ -104,6 +109,28 @@ def sigma_schedule(
         return table[stage(step, num_stages=num_stages, total_steps=total_steps)]
 
     return sigma
+
+
+def flips_to_signal(relative: float) -> float:
+    """Returns how much noise rounding to bfloat16 adds to the noise that a norm is given, as a ratio of deviations.
+
+    A value v lies between neighbours that are u |v| apart, 2^-8 <= u <= 2^-7. Noise s z, z ~ N(0, 1),
+    that is small against u moves it by a whole step with probability s |z| / u, else not at all. So the
+    mean is kept, and the variance is u s E|z| instead of s^2. Of that the flips are
+
+        sqrt(u E|z| / s - 1)
+
+    times the signal, with E|z| = sqrt(2 / pi) and u = 2^-7 / (2 log 2) on average over values whose
+    logarithm is uniform. They are as large as the signal at s = 2.2e-3, `FLOOR`, and 7 times as large
+    at 1e-4.
+
+    Args:
+        relative: s, the noise's standard deviation over the norm's scale; positive.
+
+    Returns:
+        0 where the signal exceeds a step.
+    """
+    return math.sqrt(max(0.0, _STEP * math.sqrt(2 / math.pi) / relative - 1))
 
 
 def step_key(seed_key: Array, step: Array | int) -> Array:

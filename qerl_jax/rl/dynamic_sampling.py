@@ -38,16 +38,18 @@ class Supply:
             "positions": self.surplus.positions.tolist(),
             "rewards": _without_nan(self.surplus.rewards),
             "rows": [
-                {
+                ({} if entropy is None else {"entropy": entropy})
+                | {
                     "completion": ids.tolist(),
                     "logps": logps.tolist(),
                     "stopped": stopped,
                     "per_function": _without_nan(each),
                 }
-                for ids, logps, stopped, each in zip(
+                for ids, logps, stopped, entropy, each in zip(
                     rollout.completion_ids,
                     rollout.logps,
                     rollout.stopped,
+                    rollout.entropies or (None,) * len(rollout.texts),
                     self.surplus.per_function,
                     strict=True,
                 )
@@ -77,6 +79,7 @@ class Supply:
             completion_ids=completions,
             logps=tuple(np.array(row["logps"], np.float32) for row in rows),
             stopped=tuple(row["stopped"] for row in rows),
+            entropies=tuple(row["entropy"] for row in rows) if "entropy" in rows[0] else None,
         )
         return cls(
             table["drawn"],
@@ -176,6 +179,7 @@ def choose(scored: rollouts.Scored, groups: Sequence[int] | np.ndarray) -> rollo
     rollout = {
         name: tuple(values[i] for i in (groups if name in _PER_PROBLEM else rows))
         for name, values in vars(scored.rollout).items()
+        if values is not None
     }
     return rollouts.Scored(
         rollouts.Rollout(**rollout),
@@ -189,7 +193,7 @@ def join(parts: Sequence[rollouts.Scored]) -> rollouts.Scored:
     """All groups of several rollouts, in order."""
     columns = zip(*(vars(part.rollout).values() for part in parts), strict=True)
     return rollouts.Scored(
-        rollouts.Rollout(*(sum(column, ()) for column in columns)),
+        rollouts.Rollout(*(None if None in column else sum(column, ()) for column in columns)),
         *(
             np.concatenate([getattr(part, name) for part in parts])
             for name in ("positions", "rewards", "per_function")

@@ -13,7 +13,7 @@ from qerl_jax.config import RolloutConfig
 from qerl_jax.data.datasets import Problem, collate
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.generation.engine import Engine
-from qerl_jax.generation.scheduler import QueuedPrompt
+from qerl_jax.generation.scheduler import QueuedPrompt, RowTokens
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import grpo
@@ -54,6 +54,8 @@ class Rollout:
             token that completes a stop string.
         logps: The sampler's log-probability of each token of each completion, float32 [tokens].
         stopped: False for each completion that was cut at the limit.
+        entropies: For each completion the sum over its tokens of the entropies of the sampler's
+            distributions, in nats; None where the sampler was not asked for them.
     """
 
     problems: tuple[Problem, ...]
@@ -62,6 +64,7 @@ class Rollout:
     completion_ids: tuple[np.ndarray, ...]
     logps: tuple[np.ndarray, ...]
     stopped: tuple[bool, ...]
+    entropies: tuple[float, ...] | None = None
 
     @property
     def num_generations(self) -> int:
@@ -152,7 +155,12 @@ def admit(
 
 
 def make_sampler(
-    model: Transformer, tokenizer: Tokenizer, cfg: RolloutConfig, *, max_prompt_length: int
+    model: Transformer,
+    tokenizer: Tokenizer,
+    cfg: RolloutConfig,
+    *,
+    max_prompt_length: int,
+    entropies: bool = False,
 ) -> Sampler:
     """The sampler that a config asks for.
 
@@ -161,12 +169,14 @@ def make_sampler(
         tokenizer: The policy's tokenizer.
         cfg: How completions are sampled.
         max_prompt_length: Bound on the tokens of a prompt.
+        entropies: Whether rollouts hold the sampler's entropies.
     """
     return Sampler(
         Engine.of(
             model,
             tokenizer,
             cfg,
+            entropies=entropies,
             compact=cfg.compact,
             kv_cache_tokens=cfg.kv_cache_tokens,
             kv_cache_fraction=cfg.kv_cache_fraction,
@@ -222,7 +232,15 @@ def collect(
         completion_ids=tuple(each.tokens for each in done),
         logps=tuple(each.logps for each in done),
         stopped=tuple(each.ended == "stop" for each in done),
+        entropies=_entropies(done),
     )
+
+
+def _entropies(completions: Sequence[RowTokens]) -> tuple[float, ...] | None:
+    """The sum of each completion's entropies; None where they were not asked for."""
+    if completions[0].entropies is None:
+        return None
+    return tuple(float(np.sum(each.entropies, dtype=np.float64)) for each in completions)
 
 
 def encode(prompts: Sequence[Any], tokenizer: Tokenizer) -> tuple[np.ndarray, ...]:

@@ -295,7 +295,8 @@ class Updater:
 
         Returns:
             The state, and metrics: scalars, means over the optimizer steps, under TRL's names;
-            `sampling/...` compare the policy before its first step with the sampler.
+            `sampling/...` compare the policy before its first step with the sampler, on the rows of
+            that step: `kl` and `kl_k3` estimate KL(sampler || policy), in nats per token.
         """
         order_key, step_key = jax.random.split(key)
         place = int(state.step) if place is None else place
@@ -505,8 +506,13 @@ def _drift(logps: jax.Array, experience: Experience) -> dict[str, jax.Array]:
     ratio = jnp.exp(difference)
     return {
         "tokens": jnp.sum(mask),
+        # Each by itself, for its quantiles; -1 where there is no token.
+        "differences": jnp.where(mask, jnp.abs(difference), -1.0),
         "difference_sum": jnp.sum(jnp.abs(difference)),
         "difference_max": jnp.max(jnp.abs(difference)),
+        # The sampler's tokens are samples of KL(sampler || policy); the second is never negative.
+        "kl_sum": -jnp.sum(difference),
+        "kl_k3_sum": masked.sum(grpo.token_kl(experience.behaviour_logps, logps, "k3"), mask),
         "ratio_sum": masked.sum(ratio, mask),
         "ratio_min": jnp.min(jnp.where(mask, ratio, jnp.inf)),
         "ratio_max": masked.max(ratio, mask),
@@ -525,16 +531,26 @@ def _joined(
     joined = jax.tree.map(lambda *each: np.concatenate(each), *rows)
     real = joined.tokens > 0
     padded = jax.tree.map(lambda x: np.pad(x[real], (0, num_rows - real.sum())), joined)
-    return padded, jax.tree.map(lambda *each: np.array(each), *drifts), sum(entropies)
+    # One number of each micro-batch, or all of one's tokens.
+    together = lambda *each: np.concatenate([np.ravel(x) for x in each])
+    return padded, jax.tree.map(together, *drifts), sum(entropies)
 
 
 def _sampling_metrics(drift: dict[str, np.ndarray]) -> dict[str, Any]:
-    """TRL's sampling metrics of an optimizer step before which nothing was learned."""
+    """TRL's sampling metrics of an optimizer step before which nothing was learned, and the divergence's."""
     tokens = max(drift["tokens"].sum(), 1)
     lowest = drift["ratio_min"].min()
+    differences = drift["differences"]
+    # Without a token there is one difference, of 0.
+    differences = np.append(
+        differences[differences >= 0], np.zeros(int(drift["tokens"].sum() == 0))
+    )
     return {
         "sampling/sampling_logp_difference/mean": drift["difference_sum"].sum() / tokens,
         "sampling/sampling_logp_difference/max": drift["difference_max"].max(),
+        "sampling/sampling_logp_difference/p99": np.quantile(differences, 0.99),
+        "sampling/kl": drift["kl_sum"].sum() / tokens,
+        "sampling/kl_k3": drift["kl_k3_sum"].sum() / tokens,
         "sampling/importance_sampling_ratio/mean": drift["ratio_sum"].sum() / tokens,
         "sampling/importance_sampling_ratio/min": lowest if np.isfinite(lowest) else 0.0,
         "sampling/importance_sampling_ratio/max": drift["ratio_max"].max(),

@@ -31,7 +31,12 @@ _SECTIONS = (
     (
         "The policy",
         (
-            ("Entropy", "nats per token", (("entropy", "entropy"),), False),
+            (
+                "Entropy",
+                "nats per token",
+                (("entropy", "trainer"), ("sampling/entropy", "sampler")),
+                False,
+            ),
             ("AQN sigma", "", (("aqn/sigma", "sigma"),), True),
             (
                 "Completion length",
@@ -68,8 +73,15 @@ _SECTIONS = (
                 "nats",
                 (
                     ("sampling/sampling_logp_difference/mean", "mean"),
+                    ("sampling/sampling_logp_difference/p99", "99th percentile"),
                     ("sampling/sampling_logp_difference/max", "largest"),
                 ),
+                True,
+            ),
+            (
+                "KL from sampler to trainer",
+                "nats per token",
+                (("sampling/kl_k3", "k3"),),
                 True,
             ),
             (

@@ -86,7 +86,7 @@ class Trace:
 
 
 def of_rollout(scored: rollouts.Scored, functions: Sequence[scoring.Named]) -> dict[str, float]:
-    """Rewards and lengths under TRL's names."""
+    """Rewards and lengths under TRL's names; `sampling/entropy` is the sampler's, in nats per token."""
     lengths, rewards = scored.rollout.lengths, scored.rewards
     judged = ~np.isnan(rewards)
     spreads = [group[~np.isnan(group)].std(ddof=1) for group in rewards[judged.sum(axis=1) > 1]]
@@ -105,6 +105,8 @@ def of_rollout(scored: rollouts.Scored, functions: Sequence[scoring.Named]) -> d
         "completions/min_terminated_length": int(terminated.min()),
         "completions/max_terminated_length": int(terminated.max()),
     }
+    if scored.rollout.entropies is not None:
+        metrics["sampling/entropy"] = sum(scored.rollout.entropies) / max(1, int(lengths.sum()))
     for (name, _), column in zip(functions, scored.per_function.T, strict=True):
         given = column[~np.isnan(column)]
         metrics[f"rewards/{name}/mean"] = float(given.mean()) if given.size else 0.0

@@ -19,7 +19,7 @@ from qerl_jax.model import fused_decode, transformer
 from qerl_jax.rewards import scoring, stock
 from qerl_jax.rl import aqn, dynamic_sampling, grpo, optimizer, rollouts, update
 from qerl_jax.tracking import trackers
-from qerl_jax.training import metrics, replay
+from qerl_jax.training import exploration, metrics, replay
 
 # Streams of randomness that must not meet; each folds in the step.
 SAMPLE, NOISE, UPDATE, EVAL, PARAMS = range(5)
@@ -148,6 +148,8 @@ def setup(
     params, frozen = transformer.trainable(model, frozen, stream_key(cfg, PARAMS))
     if start is not None:
         params = peft.import_adapter(start, model)
+    if cfg.noise is not None:
+        notes += exploration.describe(cfg.noise, model, params, frozen)
     state = update.init_state(params, cfg.optim, keep_reference=cfg.keeps_reference)
     del params
     files = run_state.StateFiles(cfg.output_dir, cfg.save_total_limit)
@@ -168,7 +170,11 @@ def setup(
         informative,
         total_steps,
         sampler=rollouts.make_sampler(
-            model, tokenizer, cfg.rollout, max_prompt_length=cfg.data.max_prompt_length
+            model,
+            tokenizer,
+            cfg.rollout,
+            max_prompt_length=cfg.data.max_prompt_length,
+            entropies=True,
         ),
         updater=update.make_updater(
             cfg,

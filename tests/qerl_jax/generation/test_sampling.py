@@ -49,12 +49,15 @@ def sampled(engine, variables, tokens, lengths, row_keys, temperature, limit=C):
     out = types.SimpleNamespace(
         tokens=np.zeros((len(row_keys), limit), np.int32),
         logps=np.zeros((len(row_keys), limit), np.float32),
+        entropies=np.zeros((len(row_keys), limit), np.float32),
         lengths=np.zeros(len(row_keys), int),
         stopped=np.zeros(len(row_keys), bool),
     )
     for row in engine.completions(variables, queue, temperature, max_prompt_length=width):
         out.tokens[row.row, : len(row.tokens)] = row.tokens
         out.logps[row.row, : len(row.tokens)] = row.logps
+        if row.entropies is not None:
+            out.entropies[row.row, : len(row.tokens)] = row.entropies
         out.lengths[row.row], out.stopped[row.row] = len(row.tokens), row.ended == "stop"
     return out
 
@@ -79,11 +82,12 @@ def sample(
     stop_tokens=(),
     num_tokens=None,
     truncation=Truncation(),
+    entropies=False,
 ):
     model, variables = policy(name)
     tokens = prompts(name) if tokens is None else tokens
     row_keys = keys() if row_keys is None else row_keys
-    spec = EngineSpec(num_tokens or model.arch.vocab_size, truncation)
+    spec = EngineSpec(num_tokens or model.arch.vocab_size, truncation, entropies=entropies)
     engine = Engine(model, spec, stop_tokens=stop_tokens)
     return sampled(engine, variables, tokens, lengths, row_keys, temperature)
 
@@ -177,13 +181,13 @@ def scorer(name, num_tokens):
 
     def score(variables, experience, temperature):
         options = {"temperature": temperature, "num_tokens": num_tokens}
-        return update.token_logps(model, variables, experience, **options)[0]
+        return update.token_logps(model, variables, experience, **options)
 
     return jax.jit(score)
 
 
 def recomputed(name, completions, temperature, num_tokens):
-    """The trainer's log-probabilities of completions [B, C]."""
+    """The trainer's log-probabilities of completions, and its entropies: [B, C] each."""
     experience = Experience(
         prompts=prompts(name),
         prompt_lengths=LENGTHS,
@@ -201,11 +205,31 @@ def test_returned_log_probabilities_are_the_trainers(temperature):
     options = {"num_tokens": 500, "truncation": Truncation(top_k=20, top_p=0.9)}
     actual = sample("qwen2_untied", temperature, **options)
     assert actual.tokens.max() < 500
-    expected = recomputed("qwen2_untied", actual.tokens, temperature, 500)
+    expected, _ = recomputed("qwen2_untied", actual.tokens, temperature, 500)
     np.testing.assert_allclose(actual.logps, expected, atol=1e-4)
     if temperature == 0:
-        at_one = recomputed("qwen2_untied", actual.tokens, 1.0, 500)
+        at_one, _ = recomputed("qwen2_untied", actual.tokens, 1.0, 500)
         np.testing.assert_array_equal(expected, at_one)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_samplers_entropies_are_the_trainers_and_change_no_token(temperature):
+    """Those of the distributions before truncation, as log-probabilities are."""
+    options = {"num_tokens": 500, "truncation": Truncation(top_k=20)}
+    actual = sample("qwen2_untied", temperature, entropies=True, **options)
+    without = sample("qwen2_untied", temperature, **options)
+    np.testing.assert_array_equal(actual.tokens, without.tokens)
+    np.testing.assert_allclose(actual.logps, without.logps, atol=1e-5)
+    assert not without.entropies.any()
+    _, expected = recomputed("qwen2_untied", actual.tokens, temperature, 500)
+    np.testing.assert_allclose(actual.entropies, expected, atol=1e-4)
+
+
+def test_the_mean_surprise_of_sampled_tokens_estimates_the_entropies():
+    """Of tokens that are sampled without truncation; five standard errors."""
+    free = sample("qwen2_untied", row_keys=keys(1, P * 64), entropies=True)
+    surplus = free.entropies + free.logps
+    assert abs(surplus.mean()) < 5 * surplus.std() / surplus.size**0.5
 
 
 class Memoryless:

@@ -178,3 +178,28 @@ def test_late_noise_keeps_its_size_on_a_float32_scale(step, weight):
     # Five standard errors of a standard deviation from n draws, 1 / sqrt(2 n).
     np.testing.assert_allclose(added.std(), sigma, rtol=5 / (2 * z.size) ** 0.5)
     assert abs(added.mean()) < 5 * sigma / z.size**0.5
+
+
+# --- rounding
+
+
+@pytest.mark.parametrize("relative", [1e-4, 3e-4, 1e-3, aqn.FLOOR])
+def test_flips_of_rounding_are_as_large_as_a_simulation_finds_them(relative):
+    """Values with a uniform logarithm, rounded to bfloat16 with and without the noise."""
+    rng = np.random.default_rng(0)
+    clean = np.exp2(rng.uniform(0, 4, 2_000_000))
+    signal = clean * relative * rng.standard_normal(clean.shape)
+    rounded = lambda x: np.asarray(x, jnp.bfloat16).astype(np.float64)
+    moved = (rounded(clean + signal) - rounded(clean)) / clean
+    flips = moved - signal / clean
+    found = flips.std() / (signal / clean).std()
+    np.testing.assert_allclose(found, aqn.flips_to_signal(relative), rtol=0.06)
+    # On average the noise acts in full.
+    slope = np.mean(moved * signal / clean) / np.mean((signal / clean) ** 2)
+    np.testing.assert_allclose(slope, 1, atol=0.02)
+
+
+def test_at_the_floor_flips_equal_the_signal_and_at_the_schedules_end_they_drown_it():
+    np.testing.assert_allclose(aqn.flips_to_signal(aqn.FLOOR), 1, rtol=1e-9)
+    np.testing.assert_allclose(aqn.FLOOR, 2.2e-3, rtol=0.03)
+    assert 6 < aqn.flips_to_signal(1e-4) < 7 and aqn.flips_to_signal(1e-2) == 0

@@ -34,6 +34,7 @@ def sampled():
         completion_ids=ids,
         logps=tuple(rng.normal(size=len(row)).astype(np.float32) for row in ids),
         stopped=(True, False, True, True, False, True),
+        entropies=tuple(rng.uniform(size=6).tolist()),
     )
 
 

@@ -291,6 +291,17 @@ def test_rows_go_on_from_those_sampled_with_the_same_key():
     assert rollouts.collect(*arguments).texts != last.texts
 
 
+def test_a_rollout_holds_the_samplers_entropies_where_they_are_asked_for():
+    cfg = RolloutConfig(num_generations=GROUP, max_completion_length=LONGEST, ignore_eos=True)
+    options = {"max_prompt_length": PROMPT_WIDTH, "entropies": True}
+    sampler = rollouts.make_sampler(policy_model(), tokens(), cfg, **options)
+    rollout = rollouts.collect(sampler, policy()[1], PROBLEMS, jax.random.key(0))
+    assert collect(0).entropies is None
+    assert len(rollout.entropies) == len(rollout.texts)
+    each = np.array(rollout.entropies) / rollout.lengths
+    assert (0 < each).all() and (each < np.log(tokens().num_tokens)).all()
+
+
 def test_a_config_says_how_completions_are_sampled():
     """Ignored end tokens, and a stop string, which the text that is rewarded still holds."""
     model, variables = policy_model(), policy()[1]

@@ -344,16 +344,46 @@ def test_metrics_of_the_policy_and_its_sampler_equal_a_direct_computation():
     logps, entropies = jitted_direct_logps(trained_params(), sample_tokens())
     ratio = np.exp(logps - experience.behaviour_logps)[experience.mask]
     difference = np.abs(logps - experience.behaviour_logps)[experience.mask]
+    log_ratio = (logps - experience.behaviour_logps)[experience.mask]
     _, metrics = run()
     expected = {
         "entropy": np.mean(entropies[experience.mask]),
         "sampling/sampling_logp_difference/mean": difference.mean(),
         "sampling/sampling_logp_difference/max": difference.max(),
+        "sampling/sampling_logp_difference/p99": np.quantile(difference, 0.99),
+        "sampling/kl": np.mean(-log_ratio),
+        "sampling/kl_k3": np.mean(ratio - 1 - log_ratio),
         "sampling/importance_sampling_ratio/mean": ratio.mean(),
         "sampling/importance_sampling_ratio/min": ratio.min(),
         "sampling/importance_sampling_ratio/max": ratio.max(),
     }
     assert_close({name: metrics[name] for name in expected}, expected)
+
+
+def test_the_tail_of_the_mismatch_is_that_of_all_tokens_however_rows_are_cut():
+    whole, cut = (run(optim=geometry(*sizes))[1] for sizes in ((8, 1), (1, 8)))
+    for name in ("sampling_logp_difference/p99", "kl", "kl_k3"):
+        assert_close(cut[f"sampling/{name}"], whole[f"sampling/{name}"])
+
+
+def test_two_estimates_of_the_divergence_from_the_sampler_find_the_exact_one():
+    """Tokens of a known distribution scored by another; the exact sum is the oracle."""
+    rng = np.random.default_rng(5)
+    sampler, trainer = (rng.dirichlet(np.ones(6)) for _ in range(2))
+    tokens = rng.choice(6, 40_000, p=sampler)
+    sampled = Experience(
+        *(np.zeros((1, 1), np.int32), np.ones(1, np.int32)),
+        completions=tokens[None].astype(np.int32),
+        mask=np.ones((1, len(tokens)), bool),
+        behaviour_logps=np.log(sampler)[tokens][None].astype(np.float32),
+        advantages=np.zeros(1, np.float32),
+    )
+    drift = jax.device_get(update._drift(jnp.log(jnp.asarray(trainer))[tokens][None], sampled))
+    found = update._sampling_metrics(jax.tree.map(np.ravel, drift))
+    exact = np.sum(sampler * np.log(sampler / trainer))
+    assert exact > 0.1
+    for name in ("sampling/kl", "sampling/kl_k3"):
+        np.testing.assert_allclose(found[name], exact, rtol=0.05)
 
 
 def test_what_lies_beyond_the_end_of_a_row_changes_nothing():
