@@ -7,6 +7,9 @@ import jax.numpy as jnp
 
 from qerl_jax.model import logprobs
 
+# Ids that are drawn from together; a multiple of what most vocabularies are padded to.
+_BLOCK = 128
+
 
 @dataclasses.dataclass(frozen=True)
 class Truncation:
@@ -113,7 +116,27 @@ def next_token(
     sampled = (
         logps if penalized is None else logprobs.log_softmax(penalized, temperature, num_tokens)
     )
-    noise = gumbel(jax.vmap(lambda key: jax.random.bits(key, scores.shape[-1:], jnp.uint32))(keys))
-    # argmax of log p + Gumbel noise is a sample of p; without the noise it is the mode.
-    token = jnp.argmax(truncation(sampled) + jnp.where(temperature > 0, noise, 0.0), axis=-1)
-    return token.astype(jnp.int32), jnp.take_along_axis(logps, token[:, None], axis=-1)[:, 0]
+    token = _draw(truncation(sampled), keys, temperature)
+    return token, jnp.take_along_axis(logps, token[:, None], axis=-1)[:, 0]
+
+
+def _draw(logps: jax.Array, keys: jax.Array, temperature: jax.Array) -> jax.Array:
+    """int32 [B], ids drawn by log-probabilities [B, V] (they need not add up to 1); at temperature 0 the likeliest.
+
+    argmax of log p + Gumbel noise is a sample of p. It is taken of blocks of ids first, by their masses,
+    and then of the ids of that block: the same distribution, for noise of 1,300 numbers instead of
+    150,000. A row's noise depends on its key only.
+    """
+    rows, vocab = logps.shape
+    size = min(_BLOCK, vocab)
+    blocks = -(-vocab // size)
+    padded = jnp.pad(logps, ((0, 0), (0, blocks * size - vocab)), constant_values=-jnp.inf)
+    padded = padded.reshape(rows, blocks, size)
+    bits = jax.vmap(lambda key: jax.random.bits(key, (blocks + size,), jnp.uint32))(keys)
+    of_blocks, of_ids = jnp.split(gumbel(bits), [blocks], axis=1)
+    is_sampled = temperature > 0
+    mass, likeliest = jnp.log(jnp.sum(jnp.exp(padded), axis=-1)), jnp.max(padded, axis=-1)
+    block = jnp.argmax(jnp.where(is_sampled, mass + of_blocks, likeliest), axis=-1)
+    inside = jnp.take_along_axis(padded, block[:, None, None], axis=1)[:, 0]
+    place = jnp.argmax(inside + jnp.where(is_sampled, of_ids, 0.0), axis=-1)
+    return (block * size + place).astype(jnp.int32)

@@ -226,7 +226,7 @@ class Recorder:
         return jnp.ones((*tokens.shape, 1)), cache
 
 
-def record(counts, lengths, width=5, limit=40, **options):
+def record(counts, lengths, width=5, limit=40, max_concurrent=None, **options):
     model = Recorder()
     subject = Engine(model, EngineSpec(3, chunk=8), stop_tokens=(2,), page_size=4, **options)
     variables = {"frozen": {"embed_tokens": jnp.log(jnp.array([0.5, 0.4, 0.1]))[:, None]}}
@@ -236,7 +236,8 @@ def record(counts, lengths, width=5, limit=40, **options):
         )
         for n, length in zip(counts, lengths, strict=True)
     ]
-    pieces = sum(subject.stream(variables, queue, 1.0, max_prompt_length=width), [])
+    sizes = {"max_prompt_length": width, "max_concurrent": max_concurrent}
+    pieces = sum(subject.stream(variables, queue, 1.0, **sizes), [])
     jax.effects_barrier()
     ended = {piece.row: piece.ended for piece in pieces if piece.ended}
     assert sorted(ended) == list(range(sum(counts)))
@@ -387,7 +388,13 @@ def test_the_cache_takes_what_rows_can_need_or_what_there_is(options, free, page
 
     monkeypatch.setattr(engine.kv_cache, "pool", pool)
     with pytest.raises(NotImplementedError, match=f"^{pages} pages$"):
-        record([8], [5], **options)
+        record([8], [5], max_concurrent=8, **options)
+
+
+def test_absent_slots_are_as_many_as_the_cache_holds():
+    """Eleven pages each, of 27: two rows at a time, and four after them."""
+    model, _ = record([8], [5], kv_cache_tokens=100)
+    assert {rows for rows, _ in model.decoded} == {2}
 
 
 @jax.jit

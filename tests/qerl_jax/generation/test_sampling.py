@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import stats
 
 from qerl_jax.checkpoint import base_model, peft
 from qerl_jax.config import LoraConfig
@@ -333,14 +334,58 @@ def test_noise_is_gumbels_at_both_ends():
 
 
 def test_a_token_of_small_probability_is_drawn_by_bits_that_are_as_rare(monkeypatch):
-    rare = 7
-    bits = jnp.full(20, 2**31, jnp.uint32).at[rare].set(0)
-    monkeypatch.setattr(jax.random, "bits", lambda key, shape, dtype: bits.astype(dtype))
-    scores = jnp.zeros((1, 20)).at[0, rare].set(-19)
-    token, logp = sampling.next_token(
-        scores, jax.random.split(jax.random.key(0), 1), jnp.float32(1), 20, Truncation()
+    """In a vocabulary of one block, and by the bits of its block where there are more."""
+    for vocab, rare, place in ((20, 7, 1 + 7), (300, 260, 2)):
+        bits = jnp.full(1000, 2**31, jnp.uint32).at[place].set(0)
+        monkeypatch.setattr(
+            jax.random, "bits", lambda key, shape, dtype, bits=bits: bits[: shape[0]].astype(dtype)
+        )
+        scores = jnp.zeros((1, vocab)).at[0, rare].set(-17)
+        # No other id is in its block.
+        scores = jnp.where((jnp.arange(vocab) >= 256) & (jnp.arange(vocab) != rare), -1e9, scores)
+        token, logp = sampling.next_token(
+            scores, jax.random.split(jax.random.key(0), 1), jnp.float32(1), vocab, Truncation()
+        )
+        assert token[0] == rare and logp[0] < -19
+
+
+@pytest.mark.parametrize(
+    ("vocab", "num_tokens", "rows"), [(1000, 990, 20_000), (256, 256, 20_000), (100, 97, 20_000)]
+)
+def test_draws_from_blocks_have_their_frequencies_into_the_tails(vocab, num_tokens, rows):
+    """Masses from a half to 1e-5 in 50 draws of so many rows, rare ids counted together."""
+    logits = np.random.default_rng(vocab).permutation(np.linspace(0, -12, vocab)).astype(np.float32)
+    exact = np.exp(logits[:num_tokens].astype(np.float64))
+    exact /= exact.sum()
+    scores = jnp.broadcast_to(logits, (rows, vocab))
+
+    @jax.jit
+    def counts(key):
+        tokens, _ = sampling.next_token(
+            scores, jax.random.split(key, rows), jnp.float32(1), num_tokens, Truncation()
+        )
+        return jnp.bincount(tokens, length=vocab)
+
+    found = sum(np.asarray(counts(key)) for key in jax.random.split(jax.random.key(1), 50))
+    assert found[num_tokens:].sum() == 0 and found.sum() == 50 * rows
+    # Of ids in order of their probability, groups of which each is expected 50 times or more.
+    order = np.argsort(-exact)
+    group = np.floor(np.cumsum(exact[order]) * found.sum() / 50).astype(int)
+    group = np.unique(group, return_inverse=True)[1]
+    summed = np.bincount(group, found[:num_tokens][order])
+    expected = np.bincount(group, exact[order]) * found.sum()
+    assert len(summed) > 40
+    statistic = np.sum((summed - expected) ** 2 / expected)
+    assert stats.chi2.sf(statistic, len(summed) - 1) > 1e-3
+
+
+def test_at_temperature_0_the_likeliest_is_taken_though_its_block_is_not():
+    """300 ids: the first block has the most mass, the last the likeliest id."""
+    scores = jnp.concatenate([jnp.zeros(256), jnp.full(43, -9.0), jnp.array([0.5])])[None]
+    token, _ = sampling.next_token(
+        scores, jax.random.split(jax.random.key(0), 1), jnp.float32(0), 300, Truncation()
     )
-    assert token[0] == rare and logp[0] < -21
+    assert token[0] == 299
 
 
 def test_temperature_zero_takes_the_likeliest_token_and_scores_it_at_temperature_one():
