@@ -13,6 +13,7 @@ from pallas_kernels.linear import Branch, finish
 from pallas_kernels.nvfp4_matmul import fused_wide
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 from pallas_kernels.packed_matmul import PackedWeight, packed_matmul
+from pallas_kernels.rounding import rounded
 
 
 @jax.tree_util.register_dataclass
@@ -24,17 +25,20 @@ class PreparedBranches:
       a: [..., K, ranks], A of all parts side by side, in the activations' type.
       ups: alpha / R * B [..., R, N_i] of each part in that type; none where `b` takes their place.
       b: [..., N, 64] of all parts, for the kernel of many rows; or None.
+      bias: float32 [..., N], for that kernel; or None.
       sizes: of the parts that this kernel knows.
     """
 
     a: jax.Array
     ups: tuple[jax.Array, ...]
     b: jax.Array | None
+    bias: jax.Array | None
     sizes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
 
 def prepare_branches(
     matrices: Sequence[tuple[jax.Array, jax.Array]],
+    bias: jax.Array | None,
     scaling: float,
     weight: PackedWeight | jax.Array,
     dtype: DTypeLike,
@@ -46,6 +50,7 @@ def prepare_branches(
 
     Args:
       matrices: A [K, R] and B [R, N_i] in float32, of the parts of N.
+      bias: [N], or None.
       scaling: alpha / R.
       weight: of the linear, or a stack of them.
       dtype: of the activations.
@@ -56,11 +61,12 @@ def prepare_branches(
     ups = [(scaling * b).astype(dtype) for _, b in matrices]
     sizes, (k, rank) = [up.shape[1] for up in ups], down[0].shape
     if not has_unit or not _fits_kernel(rows, k, weight, sizes, rank, dtype):
-        return PreparedBranches(jnp.concatenate(down, axis=1), tuple(ups), None, ())
+        return PreparedBranches(jnp.concatenate(down, axis=1), tuple(ups), None, None, ())
     return PreparedBranches(
         fused_wide.side_by_side(down, ups),
         (),
         fused_wide.below_each_other(ups),
+        None if bias is None else rounded(bias, dtype).astype(jnp.float32),
         fused_wide.kernel_sizes(sizes, rank),
     )
 
@@ -115,7 +121,7 @@ def finished_linear(
     rows, unit, residual = flat(x), flat(unit), flat(residual)
     if isinstance(branches, PreparedBranches) and branches.b is not None:
         y = fused_wide.prepared_linear(
-            rows, weight, branches.a, branches.b, branches.sizes, unit, bias
+            rows, weight, branches.a, branches.b, branches.sizes, unit, branches.bias
         )
         return y.reshape(*x.shape[:-1], y.shape[-1])
     if isinstance(branches, PreparedBranches):

@@ -66,6 +66,7 @@ class Bench:
         import jax.numpy as jnp
 
         from pallas_kernels import runtime
+        from pallas_kernels.nvfp4_matmul import hopper
         from qerl_jax.config import LoraConfig
         from qerl_jax.model import architecture, fused_decode
         from qerl_jax.model.transformer import Transformer, init_params, random_base
@@ -76,6 +77,10 @@ class Bench:
         if trait == "plain":
             # The layers of training decode, as where the fused ones refuse.
             fused_decode.supports = lambda *_, **__: "left out to be measured"
+        if trait == "wide":
+            # And their products by the kernel of many rows, however few there are.
+            fused_decode.supports = lambda *_, **__: "left out to be measured"
+            hopper.MAX_M = 8
         lora = LoraConfig(self.rank, float(self.rank)) if self.rank else None
         name = args.model if args.model in architecture.KNOWN else f"qwen2.5-{args.model}"
         self.arch, self.weights = architecture.KNOWN[name], weights
@@ -235,7 +240,7 @@ def main() -> int:
         choices=[
             weights + trait
             for weights in ("nvfp4", "mxfp4", "nf4", "bfloat16")
-            for trait in ("", "-no-lora", "-plain")
+            for trait in ("", "-no-lora", "-plain", "-wide")
         ],
     )
     parser.add_argument("--mixed", action="store_true", help="mixed lengths instead of the table")

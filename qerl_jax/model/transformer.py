@@ -376,7 +376,7 @@ def with_prepared_adapter(
     def branches(linear: str, parts: tuple[tuple[str, int], ...]):
         matrices = [(params[linear][part]["a"], params[linear][part]["b"]) for part, _ in parts]
         weight = stacked[linear]["weight"]
-        has_unit = linear in ("qkv", "gate_up")
+        bias, has_unit = stacked[linear].get("bias"), linear in ("qkv", "gate_up")
         of_layer = functools.partial(
             prepare_branches,
             scaling=model.lora.scaling,
@@ -385,7 +385,7 @@ def with_prepared_adapter(
             rows=rows,
             has_unit=has_unit,
         )
-        return {"branches": jax.vmap(of_layer)(matrices)}
+        return {"branches": jax.vmap(of_layer)(matrices, bias)}
 
     linears = model.arch.linears().items()
     return variables | {"prepared": {"layers": {name: branches(name, p) for name, p in linears}}}

@@ -60,7 +60,7 @@ def test_prepared_matrices_give_the_bits_of_those_they_were_made_of(dtype):
     x, weight, residual = key((5, 48), dtype), key((40, 48), dtype), key((5, 40), dtype)
     matrices = [(key((48, 8)), key((8, size))) for size in (24, 16)]
     prepared = finished_linear.prepare_branches(
-        matrices, 0.3, weight, dtype, rows=5, has_unit=False
+        matrices, None, 0.3, weight, dtype, rows=5, has_unit=False
     )
     assert prepared.b is None
     downs = jnp.split(x @ jnp.concatenate([a.astype(dtype) for a, _ in matrices], 1), 2, axis=1)
@@ -90,7 +90,7 @@ def test_matrices_prepared_for_the_kernel_are_those_that_it_makes_itself(monkeyp
         for size in sizes
     ]
     prepared = finished_linear.prepare_branches(
-        matrices, 0.5, w, jnp.bfloat16, rows=160, has_unit=True
+        matrices, case.bias, 0.5, w, jnp.bfloat16, rows=160, has_unit=True
     )
     branches = [
         (case.x @ a.astype(jnp.bfloat16), (0.5 * b).astype(jnp.bfloat16)) for a, b in matrices
