@@ -135,9 +135,13 @@ def _power_of_two(number: int) -> int:
 
 
 def batch_sizes(slots: int) -> tuple[int, ...]:
-    """Batch sizes, each an eighth of the one before: every one is a program to compile."""
-    smaller = -(-slots // 8)
-    return (slots, *(batch_sizes(smaller) if smaller >= _SMALLEST_BATCH else ()))
+    """Batch sizes, each half of the one before, in numbers that decoding kernels take without filling up.
+
+    Every one is a program to compile, when rows are so few for the first time.
+    """
+    half = max(_SMALLEST_BATCH, -(-slots // 2))
+    half += -half % (32 if half > 32 else 8)
+    return (slots, *(batch_sizes(half) if half < slots else ()))
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,0 +1,63 @@
+"""What a run finds out about itself."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from qerl_jax import config
+from qerl_jax.rl import rollouts
+from qerl_jax.tracking.logger import read_metrics
+from qerl_jax.training import guards, trainer
+from tests.test_tiny_run import small
+
+
+def test_the_share_is_the_slope_of_what_was_sampled_on_what_the_adapter_does():
+    rng = np.random.default_rng(0)
+    without, effect = rng.normal(size=(2, 4, 50))
+    mask = rng.random((4, 50)) < 0.8
+    noise = 0.1 * rng.normal(size=(4, 50))
+    for share in (0, 0.5, 1):
+        sampled = without + share * effect + noise
+        found = guards.adapter_share(without + effect, without, sampled, mask)
+        assert found.known and abs(found.share - share) < 4 * found.error
+        assert found.error == pytest.approx(0.1 / np.sqrt(mask.sum()), rel=0.3)
+    # What lies outside of the mask does not count; an adapter that does nothing tells nothing.
+    sampled[~mask] = 1e9
+    assert guards.adapter_share(without + effect, without, sampled, mask) == found
+    assert not guards.adapter_share(without, without, sampled, mask).known
+
+
+def test_a_run_says_that_its_sampler_has_the_whole_adapter(tmp_path):
+    trainer.train(small(tmp_path, max_steps=3), quiet=True)
+    shares = [row.get("sampling/adapter_share") for row in read_metrics(tmp_path)]
+    assert shares[0] is None  # before anything is learned
+    assert shares[1] == pytest.approx(1, abs=0.05) and shares[2] == pytest.approx(1, abs=0.05)
+
+
+def test_a_run_that_samples_without_its_adapter_ends(tmp_path, monkeypatch):
+    collect = rollouts.collect
+
+    def without(sampler, variables, *args, **options):
+        variables = {k: v for k, v in variables.items() if k != "params"}
+        return collect(sampler, variables, *args, **options)
+
+    monkeypatch.setattr(rollouts, "collect", without)
+    with pytest.raises(RuntimeError, match="sampled without the adapter that is trained"):
+        trainer.train(small(tmp_path, max_steps=3), quiet=True)
+
+
+def test_a_sampler_that_differs_from_the_trainer_is_told_once(tmp_path):
+    cfg, told = small(tmp_path, noise=None), []
+    guard = guards.Guards(cfg, None, told.append)
+    row = {"sampling/sampling_logp_difference/mean": 5e-4}
+    guard.mismatch(row)
+    assert not told
+    for _ in range(2):
+        guard.mismatch({"sampling/sampling_logp_difference/mean": 0.2})
+    assert len(told) == 1 and "sampler and trainer disagree" in told[0]
+    # Noise of the sampler alone is no fault.
+    told.clear()
+    noisy = dataclasses.replace(cfg, noise=config.NoiseConfig(scope="rollout"))
+    guards.Guards(noisy, None, told.append).mismatch({"sampling/sampling_logp_difference/mean": 1})
+    assert not told
