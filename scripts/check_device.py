@@ -64,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", action="append", default=[], help="a part of the name, such as rows=33; all given"
     )
+    parser.add_argument(
+        "--cases", type=int, nargs="+", help="numbers of cases, such as those that failed before"
+    )
     parser.add_argument("--smoke", action="store_true", help="a dozen cases of the list only")
     parser.add_argument("--out", type=pathlib.Path, help="a .jsonl file, one line a case")
     jobs = max(1, min(14, (os.cpu_count() or 1) - 2))
@@ -86,6 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases.FILE.write_text(cases.text(cases.cover()))
         return 0
     listed = cases.read()
+    if args.cases:
+        listed = [case for case in listed if case["number"] in args.cases]
     chosen = select_cases(cases.smoke(listed) if args.smoke else listed, args.only)
     if args.list or not chosen:
         print(*map(cases.name, chosen), sep="\n")
