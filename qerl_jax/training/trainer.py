@@ -36,6 +36,7 @@ from qerl_jax.rl.experience import make_experience
 from qerl_jax.tracking.logger import Logger, read_metrics
 from qerl_jax.tracking.terminal import asked
 from qerl_jax.training import metrics
+from qerl_jax.training.guards import Guards
 from qerl_jax.training.setup import SAMPLE, UPDATE, PreparedRun, peak_memory, setup, stream_key
 
 
@@ -71,6 +72,7 @@ def train(
     step = started = int(state.step)
     with contextlib.closing(run.files), contextlib.closing(_logger(run, quiet)) as logger:
         record = _recorder(run, logger, on_step)
+        guards = Guards(cfg, run.updater.objective, logger.note)
         goes_on, warned = True, False
         if run.evaluator and step == 0:
             goes_on = record(0, {}, state.params, False)
@@ -99,6 +101,7 @@ def train(
                 judged=~np.isnan(batch.rewards),
             )
             trace.lap("reward")
+            checked = guards.adapter(step, state.params, run.frozen, noise.get("noise"), experience)
             state, learned = run.updater(
                 state,
                 run.frozen,
@@ -119,6 +122,7 @@ def train(
                 **trace.metrics(fresh.rollout, batch.rollout),
                 **gathered,
                 **learned,
+                **checked,
                 **noise_metrics,
                 **metrics.of_rollout(fresh, run.functions),
                 "epoch": supply.drawn / len(run.problems),
@@ -128,6 +132,7 @@ def train(
             if row["completions/without_reward"] and not warned:
                 warned = True
                 logger.note(_about_unjudged(step, fresh))
+            guards.mismatch(row)
             goes_on = record(step, row, state.params, over)
             logger.write_completions(
                 step, metrics.completion_rows(fresh, batch, advantages, trace.columns())
