@@ -247,7 +247,8 @@ def record(counts, lengths, width=5, limit=40, max_concurrent=None, **options):
 def test_the_batch_shrinks_as_rows_end_and_by_few_sizes():
     model, _ = record([64], [5], limit=80)
     sizes = [rows for rows, _ in model.decoded]
-    assert sizes == sorted(sizes, reverse=True) and set(sizes) == {64, 32, 16, 8}
+    assert sizes == sorted(sizes, reverse=True)
+    assert {64, 8} <= set(sizes) <= {64, 32, 16, 8}
     model, _ = record([64], [5], limit=80, compact=False)
     assert {rows for rows, _ in model.decoded} == {64}
 

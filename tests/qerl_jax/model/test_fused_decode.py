@@ -125,6 +125,22 @@ def test_on_its_device_the_fused_step_meets_the_plain_model(arch, weights, rows)
     np.testing.assert_array_equal(extended.ends, grown.ends)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("arch", [ARCH, SMALL], ids=["whole", "small"])
+@pytest.mark.parametrize("weights", ["bfloat16", "nvfp4", "nf4"])
+def test_on_its_device_more_rows_are_decoded_as_the_plain_model_does(arch, weights):
+    """With LoRA's matrices as a loop of steps prepares them."""
+    plain, variables, cache = policy_of(weights, rows=160, arch=arch)
+    tokens = jnp.arange(160) % 64
+    actual, extended = jax.jit(
+        lambda variables, tokens, cache: fused_decode.extender(plain, variables, 160)(tokens, cache)
+    )(variables, tokens, cache)
+    expected, grown = jax.jit(plain.apply)(variables, tokens[:, None], cache=cache)
+    difference = np.float32(actual) - np.float32(expected[:, 0])
+    assert np.sqrt(np.mean(difference**2) / np.mean(np.float32(expected) ** 2)) < 0.01
+    np.testing.assert_array_equal(extended.ends, grown.ends)
+
+
 @pytest.mark.parametrize("rows", [1, 24, 64, 128])
 @pytest.mark.parametrize("rank", [None, 8, 32, 64])
 @pytest.mark.parametrize("arch", [ARCH, ODD, SMALL], ids=["whole", "odd", "small"])
