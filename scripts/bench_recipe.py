@@ -1,0 +1,328 @@
+"""Seconds per step of a shipped recipe whose completions have the lengths of text: `python -m scripts.bench_recipe`.
+
+Runs `train` itself on a random base of a known shape. Completions end where a committed file says
+(`bench_recipe_lengths.json`: log-normal, mean 250), a share of them only at the limit; prompts have GSM8K's lengths.
+Three groups in ten are all right, three all wrong, as in a recipe at work. The first rollout compiles and is not timed.
+
+    python -m scripts.bench_recipe                                    # GSM8K on 7B, 1 % truncated, sigma .5
+    python -m scripts.bench_recipe --shape qwen2.5-32b --truncated 0 .05 --sigma 1
+    python -m scripts.bench_recipe --before ../older                  # beside the library of another folder, in one run
+    python -m scripts.bench_recipe --smollm2 FOLDER                   # SmolLM2 with its own text
+
+Printed for each: seconds of a rollout and its updates, by phase; padding = 1 - real / computed tokens through the
+linears of the update; the share of time in which the GPU did nothing, as its driver samples it; programs and the
+seconds that compiling them took. Every row is a process of its own, killed when it overstays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+LENGTHS = ROOT / "scripts" / "bench_recipe_lengths.json"
+RECIPES = {
+    "qwen2.5-3b": "gsm8k_qwen2.5_3b",
+    "qwen2.5-7b": "gsm8k_qwen2.5_7b",
+    "qwen2.5-14b": "gsm8k_qwen2.5_14b",
+    "qwen2.5-32b": "gsm8k_qwen2.5_32b",
+}
+PHASES = ("rollout", "reward", "update")
+
+
+def completion_lengths(sigma: str, truncated: float, limit: int) -> list[int]:
+    """Tokens of completions, in the order in which rows are numbered; a share of them runs into the limit."""
+    lengths = json.loads(LENGTHS.read_text())["completion_tokens"][sigma]
+    lengths = [min(length, limit) for length in lengths]
+    if truncated:
+        lengths[:: round(1 / truncated)] = [limit] * len(lengths[:: round(1 / truncated)])
+    return lengths
+
+
+def end_rows_at(lengths: list[int]) -> None:
+    """Makes the engine end each row where it is told to, as if a stop token had been sampled there."""
+    from qerl_jax.generation import engine, scheduler
+
+    rollouts = itertools.count()
+
+    class Recorded(scheduler.Schedule):
+        def __init__(self, shapes, num_pages, prompts):
+            super().__init__(shapes, num_pages, prompts)
+            self._first = next(rollouts) * sum(len(prompt.keys) for prompt in prompts)
+
+        def _end(self, row: int) -> int:
+            return lengths[(self._first + row) % len(lengths)]
+
+        def slots(self, with_history):
+            slots = super().slots(with_history)
+            for slot, row in self._running():
+                slots.limit[slot] = min(slots.limit[slot], self._end(row.index))
+            return slots
+
+        def harvest(self, *brought, **more):
+            limits = {row.index: row.cached.prompt.limit for _, row in self._running()}
+            return [
+                dataclasses.replace(each, ended="stop")
+                if each.ended and self._end(each.row) < limits[each.row]
+                else each
+                for each in super().harvest(*brought, **more)
+            ]
+
+    engine.Schedule = Recorded
+
+
+def reward(completions, chance, **_):
+    """1 or 0, drawn by the text of a completion, with the chance that its problem has."""
+    draws = [zlib.crc32(str(text).encode()) / 2**32 for text in completions]
+    return [float(draw < float(p)) for draw, p in zip(draws, chance, strict=True)]
+
+
+def problems() -> list[Any]:
+    """As many as there are recorded prompts; a character is a token of the tokenizer that ships with the package."""
+    from qerl_jax.data.datasets import Problem
+
+    chances = itertools.cycle([0, 1, 0.5, 0, 1, 0.3, 0, 1, 0.5, 0.8])
+    lengths = json.loads(LENGTHS.read_text())["prompt_tokens"]
+    return [
+        Problem("1" * length, {"chance": str(p)})
+        for length, p in zip(lengths, chances, strict=False)
+    ]
+
+
+@contextlib.contextmanager
+def idle_share() -> Iterator[dict[str, float]]:
+    """Samples what the GPU's driver says of its use, twenty times a second; `idle` is there at the end."""
+    found: dict[str, float] = {}
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        card = pynvml.nvmlDeviceGetHandleByIndex(0)
+    except Exception:
+        yield found
+        return
+    busy, over = [], threading.Event()
+
+    def sample():
+        while not over.wait(0.05):
+            busy.append(pynvml.nvmlDeviceGetUtilizationRates(card).gpu)
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    yield found
+    over.set()
+    thread.join()
+    if busy:
+        found["idle"] = 1 - statistics.fmean(busy) / 100
+
+
+class Tokens:
+    """Counts what updates compute, where the library does not say it itself."""
+
+    def __init__(self):
+        self.computed = self.real = 0
+        from qerl_jax.rl import update
+
+        accumulate = update.accumulate
+
+        def counted(objective, sums, params, frozen, noise, batch, *rest):
+            with contextlib.suppress(AttributeError):
+                part = batch[0]
+                has_rows = part.mask.reshape(len(part.prompts), -1).any(axis=1)
+                self.computed += part.prompts.size + part.completions.size
+                self.real += int(part.prompt_lengths[has_rows].sum() + part.mask.sum())
+            return accumulate(objective, sums, params, frozen, noise, batch, *rest)
+
+        update.accumulate = counted
+
+    def padding(self) -> float | None:
+        """1 - real / computed since the last time."""
+        share = 1 - self.real / self.computed if self.computed else None
+        self.computed = self.real = 0
+        return share
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains for a few rollouts in this process; the medians of all but the first."""
+    from pallas_kernels import runtime
+    from qerl_jax import config
+    from qerl_jax.tracking.logger import read_metrics
+    from qerl_jax.training import trainer
+    from scripts.check_device_stages import Stages
+
+    runtime.use_compilation_cache()
+    given: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        if args.smollm2:
+            cfg = config.load(ROOT / "configs" / "smollm2_arithmetic.toml")
+            model = dataclasses.replace(cfg.model, model_name_or_path=str(args.smollm2))
+            cfg = dataclasses.replace(cfg, model=model)
+        else:
+            cfg = config.load(ROOT / "configs" / f"{RECIPES[args.shape]}.toml")
+            cfg = with_random_base(cfg, args.shape, args.rows)
+            limit = cfg.rollout.max_completion_length
+            end_rows_at(completion_lengths(args.sigma[0], args.truncated[0], limit))
+            given = {"problems": problems(), "reward_functions": [reward]}
+        steps = cfg.updates_per_rollout * args.rollouts
+        cfg = dataclasses.replace(
+            cfg,
+            output_dir=str(pathlib.Path(folder) / "run"),
+            max_steps=steps,
+            num_train_epochs=None,
+            save_steps=0,
+            eval=None,
+        )
+        tokens, stages, paddings, times = Tokens(), Stages(), [], [time.perf_counter()]
+
+        def on_step(step, row):
+            times.append(time.perf_counter())
+            paddings.append(row.get("update/padding", tokens.padding()))
+
+        with stages("train"), idle_share() as use:
+            trainer.train(cfg, on_step=on_step, quiet=True, **given)
+        rows = read_metrics(cfg.output_dir)
+    later = rows[1:] or rows
+    median = lambda name: statistics.median(row[name] for row in later)
+    gaps = [end - start for start, end in itertools.pairwise(times)]
+    whole = statistics.median(gaps[1:] or gaps)
+    phases = {phase: median(f"perf/{phase}_time") for phase in PHASES}
+    compiled = stages.rows()[0]
+    return {
+        "step_s": whole,
+        **{f"{phase}_s": seconds for phase, seconds in phases.items()},
+        "other_s": whole - sum(phases.values()),
+        "first_s": gaps[0],
+        "padding": paddings[-1],
+        "idle": use.get("idle"),
+        "programs": compiled["programs"] + compiled["cached"],
+        "compile_s": compiled["compile"],
+        "mean_length": median("completions/mean_length"),
+        "truncated": median("completions/clipped_ratio"),
+        "peak_gb": rows[-1].get("perf/peak_memory_gb"),
+    }
+
+
+def with_random_base(cfg: Any, shape: str, rows: int | None) -> Any:
+    """The recipe on a random base of a shape, with the tokenizer of the package; of fewer rows if asked."""
+    model = dataclasses.replace(
+        cfg.model,
+        model_name_or_path=shape,
+        tokenizer_name_or_path=str(ROOT / "qerl_jax" / "assets" / "tiny"),
+        random_base=True,
+    )
+    changes: dict[str, Any] = {"model": model, "rewards": type(cfg.rewards)(("token_hash_reward",))}
+    if rows:
+        updates = cfg.updates_per_rollout
+        changes["rollout"] = dataclasses.replace(cfg.rollout, generation_batch_size=rows)
+        changes["optim"] = dataclasses.replace(
+            cfg.optim,
+            gradient_accumulation_steps=rows // updates // cfg.optim.per_device_train_batch_size,
+        )
+        changes["max_steps"] = updates
+    return dataclasses.replace(cfg, **changes)
+
+
+def child(args: argparse.Namespace) -> None:
+    """Measures one row and prints it."""
+    import jax
+
+    row = measure(args)
+    origin = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    print("ROW " + json.dumps(origin | row), flush=True)
+
+
+def run(args: argparse.Namespace, library: pathlib.Path, sigma: str, truncated: float) -> dict:
+    """A row by the library in a folder, in a process of its own; empty if it failed."""
+    command = [sys.executable, str(pathlib.Path(__file__).resolve()), "--child"]
+    command += ["--shape", args.shape, "--sigma", sigma, "--truncated", str(truncated)]
+    command += ["--rollouts", str(args.rollouts)]
+    command += ["--rows", str(args.rows)] if args.rows else []
+    command += ["--smollm2", str(args.smollm2)] if args.smollm2 else []
+    paths = [str(library), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
+    )
+    try:
+        output, _ = process.communicate(timeout=args.timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        print(f"killed after {args.timeout} s", flush=True)
+    found = [json.loads(line[4:]) for line in output.splitlines() if line.startswith("ROW ")]
+    return found[0] if found else {}
+
+
+def main() -> int:
+    """Runs the rows one after the other and prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="qwen2.5-7b", choices=RECIPES)
+    parser.add_argument("--sigma", nargs="+", default=["0.5"], choices=["0.5", "1"])
+    parser.add_argument("--truncated", type=float, nargs="+", default=[0.01])
+    parser.add_argument("--rows", type=int, help="completions of a rollout; absent: the recipe's")
+    parser.add_argument("--rollouts", type=int, default=2, help="the first compiles")
+    parser.add_argument("--before", type=pathlib.Path, help="a folder with another library")
+    parser.add_argument("--smollm2", type=pathlib.Path, help="a folder of make_smollm2")
+    parser.add_argument("--timeout", type=float, default=300, help="seconds per row")
+    parser.add_argument("--out", type=pathlib.Path, help="a file that rows are added to, as JSON")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(args)
+        return 0
+    libraries = {"before": args.before.resolve()} if args.before else {}
+    libraries["now"] = ROOT
+    lengths = [("0.5", 0.0)] if args.smollm2 else itertools.product(args.sigma, args.truncated)
+    failed = False
+    print(
+        "| what | step s | rollout | reward | update | other | first | padding | idle | programs |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for sigma, truncated in lengths:
+        steps = {}
+        for arm, library in libraries.items():
+            row = run(args, library, sigma, truncated)
+            failed |= not row
+            if not row:
+                continue
+            what = (
+                "SmolLM2" if args.smollm2 else f"{args.shape}, sigma {sigma}, {truncated:.0%} cut"
+            )
+            row = {"what": what, "arm": arm, "date": time.strftime("%Y-%m-%d")} | row
+            steps[arm] = row["step_s"]
+            if args.out:
+                with args.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            print(_line(row), flush=True)
+        if len(steps) == 2:
+            print(f"{steps['before'] / steps['now']:.2f} times as fast", flush=True)
+    return int(failed)
+
+
+def _line(row: dict[str, Any]) -> str:
+    share = lambda value: "" if value is None else f"{value:.1%}"
+    seconds = [row[f"{name}_s"] for name in ("step", *PHASES, "other", "first")]
+    cells = [f"{row['what']}, {row['arm']}", *(f"{each:.2f}" for each in seconds)]
+    programs = f"{row['programs']} in {row['compile_s']:.0f} s"
+    return f"| {' | '.join([*cells, share(row['padding']), share(row['idle']), programs])} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
