@@ -497,12 +497,22 @@ class NoiseConfig(Checked, section="noise."):
         sigma_start: Standard deviation of the noise in the first noisy stage.
         sigma_end: Standard deviation of the noise in the last stage.
         num_stages: Number of equal stages of the run; the first is silent.
-        schedule: Shape of the decay from `sigma_start` to `sigma_end`.
+        schedule: Shape of the decay from `sigma_start` to `sigma_end`; or "adaptive": sigma begins at
+            `sigma_start` after the silent stage and then follows `adapt_to`, between the two.
         exponent: "code" reaches `sigma_end`, the paper's equation 8 under Algorithm 1 ("paper") stops short
             of it.
         scope: Who acts under noise: only the sampler ("rollout", the paper's Algorithm 1), or "both" sampler
             and update.
         final_norm: Whether the norm before the head is perturbed too.
+        per: What has noise of its own: a "rollout", as in the published code; a "group", one prompt with
+            its completions; a "sequence", for which its prompt is computed too; or a "token", a new draw
+            for every forward pass, as the paper has it. All but the first run without the fused layers
+            of decoding.
+        adapt_to: What an adaptive sigma follows: the sampler's "entropy" (`sampling/entropy`), the mean "kl"
+            from sampler to trainer (`sampling/kl_k3`), or the mean "reward". It is raised after a rollout
+            in which that is below `adapt_target`, and lowered after any other.
+        adapt_target: What that should come to; needed for schedule = "adaptive".
+        adapt_rate: Factor by which an adaptive sigma is raised or lowered after a rollout.
     """
 
     sigma_start: Positive = 1e-2
@@ -510,14 +520,39 @@ class NoiseConfig(Checked, section="noise."):
     num_stages: Annotated[
         int, Rule(lambda n: n >= 3, "must be at least 3: one silent, two noisy")
     ] = 10
-    schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = "exponential"
+    schedule: Literal["exponential", "linear", "cosine", "logarithmic", "adaptive"] = "exponential"
     exponent: Literal["code", "paper"] = "code"
     scope: Literal["rollout", "both"] = "rollout"
     final_norm: bool = False
+    per: Literal["rollout", "group", "sequence", "token"] = "rollout"
+    adapt_to: Literal["entropy", "kl", "reward"] = "entropy"
+    adapt_target: float | None = None
+    adapt_rate: Annotated[float, Rule(lambda x: x > 1, "must be above 1")] = 1.1
 
     def _across(self):
-        rule = f"must be in (0, sigma_start = {self.sigma_start}]"
-        return [(0 < self.sigma_end <= self.sigma_start, "sigma_end", rule)]
+        adapts = self.schedule == "adaptive"
+        return [
+            (
+                0 < self.sigma_end <= self.sigma_start,
+                "sigma_end",
+                f"must be in (0, sigma_start = {self.sigma_start}]",
+            ),
+            (
+                self.per != "token" or self.scope == "rollout",
+                "per",
+                'needs noise.scope = "rollout": an update would have to hold the noise of every token',
+            ),
+            (
+                adapts == (self.adapt_target is not None),
+                "adapt_target",
+                'must be given with noise.schedule = "adaptive", and absent with any other',
+            ),
+            (
+                not adapts or self.adapt_to != "kl" or self.scope == "rollout",
+                "adapt_to",
+                'needs noise.scope = "rollout": where both act under noise they do not differ',
+            ),
+        ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,6 +32,12 @@ def across_sections(cfg: Any) -> list[tuple[bool, str, str]]:
             'wrong: set grpo.old_logprobs = "recompute", which does not correct for how was sampled; '
             "or set the penalty to 1 and reward less repetition by get_repetition_penalty_reward",
         ),
+        (
+            not _own_policies(cfg.noise) or not cfg.optim.share_prompts,
+            "optim.share_prompts",
+            'must be false with noise.per = "sequence" and noise.scope = "both": under noise of its own '
+            "each completion has another prompt before it",
+        ),
         *_across_lengths(cfg),
         *_across_batches(cfg),
         (
@@ -51,6 +57,11 @@ def across_sections(cfg: Any) -> list[tuple[bool, str, str]]:
             "grpo.sync_ref_model = true (ref_model_mixup_alpha = 0 keeps it as it was)",
         ),
     ]
+
+
+def _own_policies(noise):
+    """Whether an update acts under noise of each sequence's own."""
+    return noise is not None and noise.per == "sequence" and noise.scope == "both"
 
 
 def _across_lengths(cfg):

@@ -177,7 +177,10 @@ def estimate(
         asked = min(cfg.eval.batch_size, cfg.eval.num_problems)
         sampling["evaluation"] = (asked, cfg.eval.num_generations)
     for phase, (prompts, group) in sampling.items():
-        items += _sampling(cfg, arch, free, phase, prompts, prompts * group)
+        rows, noisy = prompts * group, phase == "rollout" and cfg.noise is not None
+        if noisy and cfg.noise.per == "sequence":
+            prompts = rows
+        items += _sampling(cfg, arch, free, phase, prompts, rows)
         items += [Item("weights as sampled", sampled, phase)] if model.full else []
     return MemoryPlan((*items, *_update(cfg, arch, adapter)))
 
@@ -311,7 +314,16 @@ def _sampling(
     return [
         Item("keys and values", size, phase, field, shortage),
         *(Item(name, size, phase, fewer) for name, size in beside(slots).items()),
+        *(_noise(cfg, arch, slots) if phase == "rollout" else []),
     ]
+
+
+def _noise(cfg: RunConfig, arch: architecture.Architecture, rows: int) -> list[Item]:
+    """Noise of so many rows, each with its own: vectors of two norms, and the random bits that they are made of."""
+    if cfg.noise is None or cfg.noise.per == "rollout":
+        return []
+    size = 2 * 2 * arch.num_layers * rows * arch.width * 4
+    return [Item("noise of each row's own", size, "rollout", "noise.per")]
 
 
 def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> list[Item]:

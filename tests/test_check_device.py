@@ -40,7 +40,7 @@ UNCHANGED = {
         *("sampling_mask_min", "off_policy_mask_threshold"),
     },
     "optim": {"min_lr_ratio", "adam_beta1", "adam_beta2", "adam_epsilon"},
-    "noise": {"schedule", "exponent"},
+    "noise": {"schedule", "exponent", "per", "adapt_to", "adapt_target", "adapt_rate"},
     "eval": {"split", "temperature", "top_p", "dataset", "path"},
     "rewards": {"soft_punish_weight", "shaping"},
 }

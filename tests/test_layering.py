@@ -35,6 +35,7 @@ PLAIN = (
     "data",
     "rewards",
     "tracking",
+    "model/noise.py",
     "rl/grpo.py",
     "rl/aqn.py",
     "rl/masked.py",

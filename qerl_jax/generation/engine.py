@@ -37,7 +37,7 @@ from qerl_jax.generation.scheduler import (
     batch_sizes,
 )
 from qerl_jax.generation.stop_strings import StopStrings
-from qerl_jax.model import fused_decode, kv_cache, layers, logprobs
+from qerl_jax.model import fused_decode, kv_cache, layers, logprobs, noise
 from qerl_jax.model.transformer import Transformer, head
 
 # XLA's Triton GEMM first copies each 16-bit weight out of the stack of layers; cuBLAS reads it in place.
@@ -153,8 +153,8 @@ class Engine:
         """Samples all rows, and gives after each chunk what it brought.
 
         Args:
-            variables: `params`, `frozen` and, under AQN, `noise`.
-            prompts: Any number.
+            variables: `params`, `frozen` and, under AQN, `noise`: vectors for all rows, or `RowNoise`.
+            prompts: Any number; with `RowNoise` each has the numbers of its rows' noise.
             temperature: 0 takes the likeliest token.
             max_prompt_length: A bound on the prompts that stays the same from call to call.
             max_concurrent: Slots; None means as many as the cache holds, see `kv_capacity.best_slots`.
@@ -165,7 +165,13 @@ class Engine:
         """
         if not prompts:
             return iter(())
+        own_noise = noise.has_own(variables)
         for place, prompt in enumerate(prompts):
+            if own_noise and (prompt.noise is None or len(prompt.noise) != len(prompt.keys)):
+                raise ValueError(
+                    f"prompt {place}: rows have noise of their own; must have its number for each of "
+                    f"{len(prompt.keys)} completions"
+                )
             if not 0 < len(prompt.tokens) <= max_prompt_length:
                 raise ValueError(
                     f"prompt {place}: got {len(prompt.tokens)} tokens; must have 1 to {max_prompt_length=}"
@@ -346,8 +352,9 @@ def _program(*static_argnames: str):
 
 
 @_program("model")
-def _prefill(variables, pool, tokens, tables, *, model: Transformer):
-    """Puts prompts [R, T] into the pages of `tables`."""
+def _prefill(variables, pool, tokens, tables, numbers=None, *, model: Transformer):
+    """Puts prompts [R, T] into the pages of `tables`, under the noise of those numbers where rows have their own."""
+    variables = noise.of_rows(variables, numbers, jnp.zeros(len(tokens), jnp.int32))
     cache = kv_cache.KVCache(*pool, tables, jnp.zeros(len(tokens), jnp.int32))
     _, cache = model.apply(variables, tokens, cache=cache, adapter="params" in variables)
     return cache.keys, cache.values
@@ -377,7 +384,7 @@ def _decode(
         and entropies [B, spec.chunk] or None; and the fields of `slots` that have moved.
     """
     chunk = spec.chunk
-    extend = fused_decode.extender(model, variables, len(slots.live), adapter="params" in variables)
+    extend = _extender(model, variables, slots)
     matrix, rows = head(variables["frozen"]), jnp.arange(len(slots.live))
     row_keys = jax.random.wrap_key_data(slots.keys)
     seen = None
@@ -409,9 +416,9 @@ def _decode(
             tables=jnp.where(loop.live[:, None], slots.tables, 0),
             ends=jnp.where(loop.live, slots.ends + loop.count, 0),
         )
-        hidden, cache = extend(loop.token, cache)
-        scores = layers.logits(hidden, matrix)
         steps = slots.step + loop.count
+        hidden, cache = extend(loop.token, cache, steps)
+        scores = layers.logits(hidden, matrix)
         token, logp = sampling.next_token(
             scores,
             jax.vmap(jax.random.fold_in)(row_keys, steps),
@@ -449,6 +456,20 @@ def _decode(
         )
     brought = loop.tokens, loop.logps, loop.lengths, loop.live, loop.entropies
     return loop.pool, brought, moved
+
+
+def _extender(model: Transformer, variables, slots: Slots):
+    """extend(tokens [B], cache, steps [B]) -> hidden states [B, D], cache; steps count completion tokens before."""
+
+    def made(steps):
+        drawn = noise.of_rows(variables, slots.noise, steps + 1)
+        return fused_decode.extender(model, drawn, len(slots.live), adapter="params" in variables)
+
+    if noise.has_own(variables) and variables["noise"].per == "token":
+        return lambda tokens, cache, steps: made(steps)(tokens, cache)
+    # Of all that is not drawn anew for each token, once for all steps.
+    once = made(jnp.asarray(slots.step))
+    return lambda tokens, cache, steps: once(tokens, cache)
 
 
 def _with_entropies(loop: _Loop, scores, temperature, num_tokens: int) -> jax.Array | None:

@@ -31,11 +31,14 @@ class QueuedPrompt:
         tokens: int32 [T], at least one.
         keys: uint32 [G, ...], the key data of each completion's randomness.
         limit: Most tokens of each completion.
+        noise: int32 [G], the number of each completion's noise where rows have their own; the prompt
+            runs under that of the first. See `model.noise.RowNoise`.
     """
 
     tokens: np.ndarray
     keys: np.ndarray
     limit: int
+    noise: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Slots:
         keys: uint32 [B, ...], key data.
         history: int32 [B, T], tokens of prompt and completion, -1 where there is none; None where
             nothing asks.
+        noise: int32 [B], numbers of the rows' noise; None where they have none of their own.
     """
 
     tables: Any
@@ -82,6 +86,7 @@ class Slots:
     live: Any
     keys: Any
     history: Any
+    noise: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +171,7 @@ class _Row:
     cached: _Cached
     index: int
     key: np.ndarray
+    noise: int | None
     pages: list[int] = dataclasses.field(default_factory=list)
     made: list[int] = dataclasses.field(default_factory=list)
 
@@ -194,12 +200,12 @@ class Schedule:
         """Whether any row has not ended."""
         return bool(self._waiting or self._ready or any(self._slots))
 
-    def next_prefill(self) -> tuple[np.ndarray, np.ndarray] | None:
+    def next_prefill(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
         """Fills the slots from prompts in the cache; where that is not enough, the next to put there.
 
         Returns:
-            Tokens [R, T] and tables of the prompts to prefill now; None when nothing is left to do
-            before the next chunk.
+            Tokens [R, T] and tables of the prompts to prefill now, and numbers [R] of their noise or
+            None; None when nothing is left to do before the next chunk.
         """
         self._admit()
         if self._ready or not self._waiting or all(self._slots):
@@ -209,16 +215,25 @@ class Schedule:
         tokens = np.zeros((together, bucket), np.int32)
         tables = np.zeros((together, self._ceil(bucket)), np.int32)
         chosen = self._choose(bucket, together)
+        noise = None if self._waiting[0].prompt.noise is None else np.zeros(together, np.int32)
         for line, cached in enumerate(chosen):
             self._waiting.remove(cached)
             cached.pages = self._pages.take(self._ceil(cached.filled))
             tokens[line, : cached.filled] = cached.prompt.tokens[:-1]
             tables[line, : len(cached.pages)] = cached.pages
+            numbers = cached.prompt.noise
+            if noise is not None:
+                noise[line] = numbers[0]
             self._ready.extend(
-                _Row(cached, cached.first_row + index, key)
+                _Row(
+                    cached,
+                    cached.first_row + index,
+                    key,
+                    noise=None if numbers is None else int(numbers[index]),
+                )
                 for index, key in enumerate(cached.prompt.keys)
             )
-        return (tokens, tables) if chosen else None
+        return (tokens, tables, noise) if chosen else None
 
     def copies(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Pages to copy before the next chunk, from and to: int32 [slots] each; None for none."""
@@ -244,6 +259,7 @@ class Schedule:
             live=np.array([row is not None for row in self._slots]),
             keys=np.zeros((size, *rows[0].key.shape), np.uint32),
             history=np.full((size, self._shapes.history), -1, np.int32) if with_history else None,
+            noise=None if rows[0].noise is None else np.zeros(size, np.int32),
         )
         for slot, row in self._running():
             prompt = row.cached.prompt
@@ -253,6 +269,8 @@ class Schedule:
             slots.step[slot] = len(row.made)
             slots.limit[slot] = prompt.limit
             slots.keys[slot] = row.key
+            if row.noise is not None:
+                slots.noise[slot] = row.noise
             if with_history:
                 before = [*prompt.tokens, *row.made]
                 slots.history[slot, : len(before)] = before

@@ -51,8 +51,10 @@ class FusedWeights:
     head_norms: dict[str, jax.Array]
 
 
-def supports(model: transformer.Transformer, rows: int, *, adapter: bool = True) -> str | None:
-    """Why a model cannot be decoded so on this device, or None."""
+def supports(
+    model: transformer.Transformer, rows: int, *, adapter: bool = True, own_noise: bool = False
+) -> str | None:
+    """Why a model cannot be decoded so on this device, or None; `own_noise` says that rows have noise of their own."""
     if reason := runtime.unless_hopper():
         return reason
     if model.dtype != jnp.bfloat16 or model.weights not in ("nvfp4", "bfloat16"):
@@ -73,10 +75,14 @@ def supports(model: transformer.Transformer, rows: int, *, adapter: bool = True)
             is_swiglu=name == "gate_up",
         ):
             return f"{name} {reason}"
+    if own_noise:
+        return "needs one norm scale for all rows; here rows have noise of their own (noise.per)"
     return None
 
 
-def slow_because(model: transformer.Transformer, rows: int) -> str | None:
+def slow_because(
+    model: transformer.Transformer, rows: int, *, own_noise: bool = False
+) -> str | None:
     """Why a policy is sampled more slowly on this Hopper GPU than it need be, and the remedy; None where it is not.
 
     More than 128 rows are no such reason: for them the layers of training are as fast.
@@ -84,10 +90,11 @@ def slow_because(model: transformer.Transformer, rows: int) -> str | None:
     Args:
         model: The policy.
         rows: Most that are sampled at a time.
+        own_noise: Whether rows have noise of their own.
     """
     if not runtime.is_hopper() or model.full:
         return None
-    reason = supports(model, min(rows, fused.MAX_M))
+    reason = supports(model, min(rows, fused.MAX_M), own_noise=own_noise)
     if reason is None:
         return None
     remedy = "expect about half the speed"
@@ -97,6 +104,8 @@ def slow_because(model: transformer.Transformer, rows: int) -> str | None:
         )
     elif model.dtype != jnp.bfloat16:
         remedy = 'set model.dtype to "bfloat16"'
+    elif own_noise:
+        remedy = 'expect about half the speed, or set noise.per to "rollout"'
     return f"sampling goes without the fused layers of decoding: {reason}: {remedy}"
 
 
@@ -157,7 +166,8 @@ def extender(
     Returns:
         extend(tokens int32 [B], cache) -> hidden states [B, D] after the last norm, and the cache.
     """
-    if supports(model, rows, adapter=adapter) is None:
+    own_noise = any(leaf.ndim > 2 for leaf in jax.tree.leaves(variables.get("noise", {})))
+    if supports(model, rows, adapter=adapter, own_noise=own_noise) is None:
         return functools.partial(extend, model, policy(model, variables, adapter=adapter))
 
     if adapter and model.lora is not None and not model.full:

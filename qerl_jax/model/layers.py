@@ -107,8 +107,11 @@ def _split_norm_bwd(eps, residuals, cotangents):
     wide, dvalues = x.astype(jnp.float32), cotangents[0].astype(jnp.float32)
     slope = dvalues * scale
     dx = slope - wide * unit**2 * jnp.mean(slope * wide, axis=-1, keepdims=True)
-    dscale = jnp.sum(dvalues * wide, axis=range(x.ndim - 1))
-    return dx.astype(x.dtype), dscale
+    dscale = dvalues * wide
+    # A scale is [D], or [B, 1, D] where noise is each row's own.
+    dscale = jnp.sum(dscale, axis=range(x.ndim - scale.ndim))
+    wanted = [axis for axis in range(scale.ndim) if scale.shape[axis] == 1]
+    return dx.astype(x.dtype), jnp.sum(dscale, axis=wanted, keepdims=True)
 
 
 _split_norm.defvjp(_split_norm_fwd, _split_norm_bwd)

@@ -5,8 +5,8 @@ Three collections, three lifetimes:
   is on; or all that the layers hold, when the model is `full`.
 - `frozen` is everything else: packed or dense linears, biases, norms, embedding, head. It never
   changes.
-- `noise`, when given, holds float32 vectors that are added to the norm scales (AQN). It is an
-  argument of one call.
+- `noise`, when given, holds float32 vectors that are added to the norm scales (AQN), one for all
+  rows or one for each. It is an argument of one call.
 
 Beside them `prepared`, when given, holds what a loop of decoding steps made once of the adapter
 (`with_prepared_adapter`).
@@ -47,7 +47,7 @@ class Role(enum.Enum):
 
 
 class Norm(nn.Module):
-    """RMSNorm whose scale may be perturbed by the `noise` collection.
+    """RMSNorm whose scale may be perturbed by the `noise` collection, for all rows or row by row.
 
     Attributes:
         eps: Added to the mean square.
@@ -72,7 +72,9 @@ class Norm(nn.Module):
         if self.role is Role.ADAPTED:
             scale = self.param("scale", lambda _: scale)
         if self.has_variable("noise", "scale"):
-            scale = scale + self.get_variable("noise", "scale")
+            noise = self.get_variable("noise", "scale")
+            # [D] for all rows of x [B, T, D], or [B, D] where each has its own.
+            scale = scale + (noise[:, None] if noise.ndim == 2 else noise)
         norm = layers.split_norm if self.split else layers.rms_norm
         return norm(x, scale, self.eps)
 

@@ -15,7 +15,6 @@ sigma ends near 1e-4).
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ import numpy as np
 from jax import Array
 
 from qerl_jax.checked import require
+from qerl_jax.model.noise import norm_noise as norm_noise
 
 # bfloat16's step over the value, averaged over values whose logarithm is uniform.
 _STEP = 2.0**-7 / (2 * math.log(2))
@@ -111,6 +111,32 @@ def sigma_schedule(
     return sigma
 
 
+def adapted_sigma(
+    sigma: float, signal: float, *, target: float, rate: float, lowest: float, highest: float
+) -> float:
+    """Returns the next sigma of a schedule that follows what was measured.
+
+        sigma * rate   where the signal is below its target,
+        sigma / rate   else,                                    kept within [lowest, highest]
+
+    This is the rule of adaptive parameter noise (arXiv:1706.01905, section 3), where the signal is the
+    distance between the policies with and without noise. PSN-RLVR (arXiv:2602.02555) keeps the idea for
+    language models and follows cheaper signals than such a distance; so can this.
+
+    Args:
+        sigma: the present one.
+        signal: what was measured under it; where that is not a number, sigma stays.
+        target: what the signal should come to.
+        rate: factor of one step, above 1.
+        lowest: bound of sigma.
+        highest: bound of sigma.
+    """
+    require(rate > 1, "rate", rate, "must be above 1")
+    if math.isnan(signal):
+        return sigma
+    return min(max(sigma * rate if signal < target else sigma / rate, lowest), highest)
+
+
 def flips_to_signal(relative: float) -> float:
     """Returns how much noise rounding to bfloat16 adds to the noise that a norm is given, as a ratio of deviations.
 
@@ -136,29 +162,3 @@ def flips_to_signal(relative: float) -> float:
 def step_key(seed_key: Array, step: Array | int) -> Array:
     """Returns the key of one step's noise; `seed_key` should serve nothing but the noise."""
     return jax.random.fold_in(seed_key, step)
-
-
-def norm_noise(key: Array, sigma: Array | float, shapes: Any) -> Any:
-    """Draws the vectors that are added to the scales of the RMSNorms.
-
-    Each leaf has a key of its own, made from its place in the tree (in JAX's order, which sorts the
-    keys of a dict), so that no two norms see the same vector.
-
-    Args:
-        key: the step's key, see `step_key`.
-        sigma: standard deviation, see `sigma_schedule`; 0 gives zeros.
-        shapes: a tree of anything with a `.shape`, such as `jax.ShapeDtypeStruct`: [L, D] for the
-            norms of L stacked layers, [D] for a single one.
-
-    Returns:
-        The same tree of float32 arrays.
-    """
-    leaves, treedef = jax.tree.flatten(shapes)
-    draws = [
-        jax.random.normal(jax.random.fold_in(key, i), leaf.shape, jnp.float32)
-        for i, leaf in enumerate(leaves)
-    ]
-    # Under jit XLA would fold sigma into a factor inside `normal` and so move the last bit, by
-    # which a replayed step would differ from the one it replays.
-    draws = [sigma * draw for draw in jax.lax.optimization_barrier(draws)]
-    return jax.tree.unflatten(treedef, draws)

@@ -26,6 +26,8 @@ class Experience:
         advantages: float32 [B].
         judged: bool [B], False for rows that no reward function judged: no average counts them.
             None means that all were.
+        noise: int32 [P], numbers of the noise under which each prompt and its completions act, where
+            rows have their own; None where nothing asks.
     """
 
     prompts: jax.Array
@@ -35,6 +37,7 @@ class Experience:
     behaviour_logps: jax.Array
     advantages: jax.Array
     judged: jax.Array | None = None
+    noise: jax.Array | None = None
 
     @property
     def rows(self) -> np.ndarray:
@@ -59,6 +62,7 @@ class Experience:
             self.behaviour_logps[rows, width],
             np.where(real, self.advantages[rows], 0),
             None if self.judged is None else self.judged[rows] & real,
+            noise=None if self.noise is None else self.noise[prompts],
         )
 
 
@@ -71,6 +75,7 @@ def make_experience(
     mask_truncated_completions: bool = False,
     share_prompts: bool = True,
     judged: np.ndarray | None = None,
+    noise: np.ndarray | None = None,
 ) -> Experience:
     """Pads a rollout, once: to widths that hold the longest of its prompts and of its completions.
 
@@ -87,6 +92,8 @@ def make_experience(
             has its own.
         judged: bool [P, G], False for completions without a reward, which are left out of the
             loss and of what it is divided by; None means that all have one.
+        noise: int32 [P, G], numbers of the rows' noise where they have their own. Completions that
+            share a prompt act under the number of the first.
     """
     lengths, prompts = rollout.lengths, rollout.prompt_ids
     if not share_prompts:
@@ -108,6 +115,7 @@ def make_experience(
         behaviour_logps=_pad(rollout.logps, width, np.float32),
         advantages=np.asarray(advantages, np.float32).reshape(-1),
         judged=judged,
+        noise=None if noise is None else (noise[:, 0] if share_prompts else noise.reshape(-1)),
     )
 
 

@@ -14,6 +14,7 @@ from qerl_jax.data.datasets import Problem, collate
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.generation.engine import Engine
 from qerl_jax.generation.scheduler import QueuedPrompt, RowTokens
+from qerl_jax.model.noise import RowNoise
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import grpo
@@ -197,6 +198,7 @@ def collect(
     key: jax.Array,
     *,
     first_row: int = 0,
+    groups: Sequence[int] | np.ndarray | None = None,
 ) -> Rollout:
     """Samples G completions of each problem.
 
@@ -205,21 +207,25 @@ def collect(
 
     Args:
         sampler: How completions are sampled.
-        variables: `params`, `frozen` and, under AQN, `noise`.
+        variables: `params`, `frozen` and, under AQN, `noise`: vectors for all rows, or `RowNoise`.
         problems: P of them.
         key: Row r samples from fold_in(key, first_row + r).
         first_row: Rows that were sampled with the same key before.
+        groups: int [P], numbers that tell groups apart, of which noise is made where rows have their
+            own; None means 0, 1, ... With noise per sequence each completion has a prefill of its own.
     """
     prompts = encode([problem.prompt for problem in problems], sampler.tokenizer)
     rows = first_row + jnp.arange(len(problems) * sampler.num_generations)
     keys = jax.random.key_data(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows))
-    groups = np.asarray(keys).reshape(len(problems), sampler.num_generations, -1)
     sampled = sampler.engine.completions(
         variables,
-        [
-            QueuedPrompt(ids, group, sampler.max_completion_length)
-            for ids, group in zip(prompts, groups, strict=True)
-        ],
+        _queue(
+            prompts,
+            np.asarray(keys).reshape(len(problems), sampler.num_generations, -1),
+            sampler.max_completion_length,
+            variables.get("noise"),
+            np.arange(len(problems)) if groups is None else np.asarray(groups),
+        ),
         sampler.temperature,
         max_prompt_length=sampler.max_prompt_length,
         max_concurrent=sampler.max_concurrent and min(len(rows), sampler.max_concurrent),
@@ -234,6 +240,28 @@ def collect(
         stopped=tuple(each.ended == "stop" for each in done),
         entropies=_entropies(done),
     )
+
+
+def _queue(
+    prompts: Sequence[np.ndarray], keys: np.ndarray, limit: int, noise: Any, groups: np.ndarray
+) -> list[QueuedPrompt]:
+    """Prompts with the keys [P, G, ...] of their completions, and numbers of noise where rows have their own."""
+    if not isinstance(noise, RowNoise):
+        return [QueuedPrompt(ids, each, limit) for ids, each in zip(prompts, keys, strict=True)]
+    queue = [
+        QueuedPrompt(ids, each, limit, numbers)
+        for ids, each, numbers in zip(
+            prompts, keys, noise.numbers(groups, keys.shape[1]), strict=True
+        )
+    ]
+    if noise.per != "sequence":
+        return queue
+    # A prompt, too, is another one under each sequence's noise.
+    return [
+        QueuedPrompt(each.tokens, key[None], limit, number[None])
+        for each in queue
+        for key, number in zip(each.keys, each.noise, strict=True)
+    ]
 
 
 def _entropies(completions: Sequence[RowTokens]) -> tuple[float, ...] | None:

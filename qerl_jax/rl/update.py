@@ -13,6 +13,7 @@ import optax
 
 from qerl_jax.config import GrpoConfig, OptimConfig, Remat, RunConfig
 from qerl_jax.model import logprobs, prompt_sharing, transformer
+from qerl_jax.model.noise import of_rows
 from qerl_jax.rl import grpo, masked, microbatches, optimizer
 from qerl_jax.rl.experience import Experience
 
@@ -150,7 +151,7 @@ def loss(
     (experience, fixed), cfg, lora = batch, objective.grpo, objective.model.lora
     logps, entropy = token_logps(
         objective.model,
-        _variables(params, frozen, noise),
+        _variables(params, frozen, noise, experience),
         experience,
         temperature=objective.temperature,
         num_tokens=objective.num_tokens,
@@ -186,7 +187,7 @@ def score(objective, params, frozen, noise, experience, adapter):
     """Log-probabilities of the rows of a micro-batch."""
     return token_logps(
         objective.model,
-        _variables(params, frozen, noise),
+        _variables(params, frozen, noise, experience),
         experience,
         temperature=objective.temperature,
         num_tokens=objective.num_tokens,
@@ -288,7 +289,7 @@ class Updater:
             state: Donated: its buffers become those of the new state.
             frozen: What of the policy does not train.
             experience: The rollout, on the host.
-            noise: The tree under which the policy acts here too, or None.
+            noise: The tree, or `RowNoise`, under which the policy acts here too, or None.
             key: Random key for the order of the rows and for dropout.
             place: Where the first of the steps stands on the schedule of the learning rate, which has
                 `total_steps`; None means at the state's own step.
@@ -495,8 +496,9 @@ def _cut(
     )
 
 
-def _variables(params, frozen, noise):
-    return {"params": params, "frozen": frozen} | ({} if noise is None else {"noise": noise})
+def _variables(params, frozen, noise, experience):
+    variables = {"params": params, "frozen": frozen} | ({} if noise is None else {"noise": noise})
+    return of_rows(variables, experience.noise)
 
 
 def _drift(logps: jax.Array, experience: Experience) -> dict[str, jax.Array]:

@@ -1,13 +1,115 @@
-"""Adaptive Quantization Noise over a run: what it is drawn from at each step, and how large that is."""
+"""Adaptive Quantization Noise over a run: what acts at each step, how large it is, and what that means."""
 
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
 from qerl_jax.config import NoiseConfig
 from qerl_jax.model import transformer
+from qerl_jax.model.noise import row_noise
 from qerl_jax.rl import aqn
+
+# What an adaptive sigma follows, by the metric's name.
+_SIGNALS = {"entropy": "sampling/entropy", "kl": "sampling/kl_k3", "reward": "reward"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Exploration:
+    """The noise of a run as a function of the step, and of sigma where that follows what is measured.
+
+    Attributes:
+        cfg: The noise; None for none.
+        stage: Function of a place on the schedule: the stage, of which 0 is silent.
+        scheduled: Function of a place on the schedule: sigma; None where sigma adapts.
+        draw: Function of step and sigma: the `noise` collection, or `RowNoise`.
+    """
+
+    cfg: NoiseConfig | None
+    stage: Callable[[int], Any] | None = None
+    scheduled: Callable[[int], jax.Array] | None = None
+    draw: Callable[[int, Any], Any] | None = None
+
+    @property
+    def first(self) -> float | None:
+        """The sigma with which an adaptive schedule begins; None for any other."""
+        return self.cfg.sigma_start if self._adapts else None
+
+    def __call__(
+        self, step: int, place: int, sigma: float | None
+    ) -> tuple[dict[str, Any], dict[str, float]]:
+        """The collection `noise` and its metrics; both empty without noise.
+
+        Args:
+            step: Optimizer steps done, from which the noise is drawn.
+            place: Where the run stands on the schedule.
+            sigma: Of an adaptive schedule, as `adapted` gave it; not read by any other.
+        """
+        if self.cfg is None:
+            return {}, {}
+        stage = int(self.stage(place))
+        now = jnp.float32(sigma if stage else 0) if self._adapts else self.scheduled(place)
+        metrics = {"aqn/sigma": float(now), "aqn/stage": stage}
+        return {"noise": self.draw(step, now)}, metrics
+
+    def adapted(
+        self, sigma: float | None, place: int, metrics: Mapping[str, float]
+    ) -> float | None:
+        """The next sigma of an adaptive schedule, from the metrics of a rollout; None for any other.
+
+        In the silent stage it stays: what is measured there does not depend on it.
+        """
+        if not self._adapts or not int(self.stage(place)):
+            return sigma
+        return aqn.adapted_sigma(
+            sigma,
+            float(metrics[_SIGNALS[self.cfg.adapt_to]]),
+            target=self.cfg.adapt_target,
+            rate=self.cfg.adapt_rate,
+            lowest=self.cfg.sigma_end,
+            highest=self.cfg.sigma_start,
+        )
+
+    @property
+    def _adapts(self) -> bool:
+        return self.cfg is not None and self.cfg.schedule == "adaptive"
+
+
+def make_exploration(
+    cfg: NoiseConfig | None, model: transformer.Transformer, key: jax.Array, total_steps: int
+) -> Exploration:
+    """The noise that a config asks for.
+
+    Args:
+        cfg: The noise; None for none.
+        model: The policy.
+        key: Key that serves nothing but the noise.
+        total_steps: Length of the schedule.
+    """
+    if cfg is None:
+        return Exploration(None)
+    stages = {"num_stages": cfg.num_stages, "total_steps": total_steps}
+    sigma = None
+    if cfg.schedule != "adaptive":
+        ends = {"sigma_start": cfg.sigma_start, "sigma_end": cfg.sigma_end}
+        sigma = aqn.sigma_schedule(cfg.schedule, exponent=cfg.exponent, **ends, **stages)
+    draw = jax.jit(lambda step, sigma: _drawn(cfg, model, aqn.step_key(key, step), sigma))
+    return Exploration(cfg, lambda place: aqn.stage(place, **stages), sigma, draw)
+
+
+def abstract_noise(cfg: NoiseConfig, model: transformer.Transformer) -> Any:
+    """The tree that a run's noise is, without its values."""
+    return jax.eval_shape(lambda: _drawn(cfg, model, jax.random.key(0), 0.0))
+
+
+def _drawn(cfg, model, key, sigma):
+    shapes = transformer.noise_shapes(model.arch, cfg.final_norm)
+    if cfg.per == "rollout":
+        return aqn.norm_noise(key, sigma, shapes)
+    return row_noise(key, sigma, shapes, cfg.per)
 
 
 def mean_scales(
@@ -45,6 +147,11 @@ def describe(
         f"noise: the mean |scale| of the norms is {middle:.3g} ({named}), so sigma from "
         f"{cfg.sigma_start:.3g} to {cfg.sigma_end:.3g} is {first:.2%} to {last:.3%} of a scale"
     ]
+    if cfg.schedule == "adaptive":
+        lines.append(
+            f"noise: sigma begins at {cfg.sigma_start:.3g} and follows {_SIGNALS[cfg.adapt_to]}: up by a factor "
+            f"of {cfg.adapt_rate:g} after a rollout below {cfg.adapt_target:g}, else down, within those bounds"
+        )
     if model.dtype == jnp.bfloat16 and last < aqn.FLOOR:
         lines.append(
             f"noise: below sigma = {aqn.FLOOR * middle:.2g} ({aqn.FLOOR:.2%} of a scale) rounding to bfloat16 "

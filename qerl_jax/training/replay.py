@@ -11,8 +11,9 @@ import optax
 
 from qerl_jax import config
 from qerl_jax.checkpoint import base_model
-from qerl_jax.model.transformer import noise_shapes, trainable
+from qerl_jax.model.transformer import trainable
 from qerl_jax.rl import experience, update
+from qerl_jax.training import exploration
 
 # Files of one run: the first ones say why, and a run that never recovers must not fill the disk.
 _KEPT = 3
@@ -63,7 +64,7 @@ def run(path: str | pathlib.Path) -> list[str]:
     rows = experience.Experience(**_under("experience", arrays))
     params = _filled(fresh, _under("params", arrays))
     leaves = _under("noise", arrays)
-    noise = _filled(noise_shapes(model.arch, cfg.noise.final_norm), leaves) if leaves else None
+    noise = _filled(exploration.abstract_noise(cfg.noise, model), leaves) if leaves else None
     updater = update.make_updater(cfg, model, tokenizer.num_tokens, total_steps=1)
     fixed = _under("fixed", arrays)
     loss, grads = update.replay_step(updater, params, frozen, rows, fixed, noise, jax.random.key(0))

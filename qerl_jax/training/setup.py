@@ -17,7 +17,7 @@ from qerl_jax.data import datasets
 from qerl_jax.evaluation.evaluator import Evaluator
 from qerl_jax.model import fused_decode, transformer
 from qerl_jax.rewards import scoring, stock
-from qerl_jax.rl import aqn, dynamic_sampling, grpo, optimizer, rollouts, update
+from qerl_jax.rl import dynamic_sampling, grpo, optimizer, rollouts, update
 from qerl_jax.tracking import trackers
 from qerl_jax.training import exploration, metrics, replay
 
@@ -40,8 +40,8 @@ class PreparedRun:
         total_steps: Optimizer steps of the whole run, and the length of its schedules; see `place`.
         sampler: How completions are sampled.
         updater: How a rollout is learned from.
-        noise: Function of a step and a place on the schedule that gives the policy's `noise`
-            collection and its metrics.
+        noise: The noise under which the policy samples.
+        sigma: Where an adaptive sigma begins, or goes on; None for any other.
         evaluator: Held-out accuracy, or None.
         files: The checkpoints.
         state: Where training begins, or goes on; the first update takes its buffers.
@@ -61,7 +61,8 @@ class PreparedRun:
     total_steps: int
     sampler: rollouts.Sampler
     updater: update.Updater
-    noise: Callable[[int, int], tuple[dict[str, Any], dict[str, float]]]
+    noise: exploration.Exploration
+    sigma: float | None
     evaluator: Evaluator | None
     files: run_state.StateFiles
     state: update.TrainState
@@ -142,12 +143,14 @@ def setup(
     scoring.check(functions, problems[:2], metrics.Trace(0, total_steps).extras)
     evaluator = Evaluator.of_run(cfg, model, tokenizer, stream_key(cfg, EVAL), notes.append)
     rows = min(cfg.generation_batch_size, cfg.rollout.max_concurrent or cfg.generation_batch_size)
-    if slow := fused_decode.slow_because(model, rows):
+    own_noise = cfg.noise is not None and cfg.noise.per != "rollout"
+    if slow := fused_decode.slow_because(model, rows, own_noise=own_noise):
         notes.insert(0, slow)
 
     params, frozen = transformer.trainable(model, frozen, stream_key(cfg, PARAMS))
     if start is not None:
         params = peft.import_adapter(start, model)
+    noise = exploration.make_exploration(cfg.noise, model, stream_key(cfg, NOISE), total_steps)
     if cfg.noise is not None:
         notes += exploration.describe(cfg.noise, model, params, frozen)
     state = update.init_state(params, cfg.optim, keep_reference=cfg.keeps_reference)
@@ -183,7 +186,8 @@ def setup(
             total_steps,
             on_non_finite=functools.partial(replay.write, cfg.output_dir),
         ),
-        noise=_noise(cfg, model, total_steps),
+        noise=noise,
+        sigma=(stored or {}).get("sigma", noise.first),
         evaluator=evaluator,
         files=files,
         state=state,
@@ -357,31 +361,3 @@ def informative_by(
     judges = ", ".join(names[i] for i in chosen)
     note(f"dynamic sampling keeps groups whose completions differ in {judges}")
     return dynamic_sampling.by_functions(chosen)
-
-
-def _noise(
-    cfg: config.RunConfig, model: transformer.Transformer, total_steps: int
-) -> Callable[[int, int], tuple[dict[str, Any], dict[str, float]]]:
-    """The function from step and place to the `noise` collection and its metrics; both empty without noise."""
-    if cfg.noise is None:
-        return lambda step, place: ({}, {})
-    stages = {"num_stages": cfg.noise.num_stages, "total_steps": total_steps}
-    sigma = aqn.sigma_schedule(
-        cfg.noise.schedule,
-        sigma_start=cfg.noise.sigma_start,
-        sigma_end=cfg.noise.sigma_end,
-        exponent=cfg.noise.exponent,
-        **stages,
-    )
-    shapes, key = transformer.noise_shapes(model.arch, cfg.noise.final_norm), stream_key(cfg, NOISE)
-    sample = jax.jit(
-        lambda step, place: aqn.norm_noise(aqn.step_key(key, step), sigma(place), shapes)
-    )
-
-    def noise(step: int, place: int) -> tuple[dict[str, Any], dict[str, float]]:
-        return {"noise": sample(step, place)}, {
-            "aqn/sigma": float(sigma(place)),
-            "aqn/stage": int(aqn.stage(place, **stages)),
-        }
-
-    return noise

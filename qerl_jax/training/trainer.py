@@ -3,8 +3,8 @@
 How this differs from the paper (arXiv 2510.11696) and from its published code:
 
 1. Noise is drawn once per rollout from (seed, step) in float32 and given to the forward pass as a
-   value; the paper draws per forward pass, its code adds it to 16-bit weights in place, where it
-   accumulates or rounds away.
+   value; the paper draws per forward pass (`noise.per = "token"`), its code adds it to 16-bit weights
+   in place, where it accumulates or rounds away.
 2. The ratio is taken against the sampler's own log-probabilities by default (`old_logprobs =
    "behaviour"`), noise included; the original recomputes them without noise, so that its ratio is 1
    and the noise goes uncorrected.
@@ -29,6 +29,7 @@ from qerl_jax import config, memory
 from qerl_jax.checkpoint import hf_folder, peft
 from qerl_jax.data import datasets
 from qerl_jax.files import write_whole
+from qerl_jax.model.noise import RowNoise
 from qerl_jax.model.transformer import as_computed
 from qerl_jax.rewards import scoring, stock
 from qerl_jax.rl import dynamic_sampling, grpo, rollouts, update
@@ -68,7 +69,7 @@ def train(
         `<output_dir>/model`; with evaluations on a schedule, the best one is in `<output_dir>/best`.
     """
     run = setup(cfg, problems=problems, reward_functions=reward_functions)
-    state, supply = run.state, run.supply
+    state, supply, sigma = run.state, run.supply, run.sigma
     step = started = int(state.step)
     with contextlib.closing(run.files), contextlib.closing(_logger(run, quiet)) as logger:
         record = _recorder(run, logger, on_step)
@@ -78,7 +79,7 @@ def train(
             goes_on = record(0, {}, state.params, False)
         while goes_on and (place := run.place(step, supply)) < run.total_steps:
             trace = metrics.Trace(step, run.total_steps)
-            noise, noise_metrics = run.noise(step, place)
+            noise, noise_metrics = run.noise(step, place, sigma)
             batch, fresh, supply, gathered = dynamic_sampling.gather(
                 functools.partial(_sample, run, _policy(run, state.params) | noise, trace),
                 supply,
@@ -99,9 +100,14 @@ def train(
                 mask_truncated_completions=cfg.grpo.mask_truncated_completions,
                 share_prompts=cfg.optim.share_prompts,
                 judged=~np.isnan(batch.rewards),
+                noise=_noise_numbers(noise.get("noise"), batch),
             )
             trace.lap("reward")
-            checked = guards.adapter(step, state.params, run.frozen, noise.get("noise"), experience)
+            checked = {}
+            if _is_replayed(cfg, noise.get("noise")):
+                checked = guards.adapter(
+                    step, state.params, run.frozen, noise.get("noise"), experience
+                )
             state, learned = run.updater(
                 state,
                 run.frozen,
@@ -133,12 +139,13 @@ def train(
                 warned = True
                 logger.note(_about_unjudged(step, fresh))
             guards.mismatch(row)
+            sigma = run.noise.adapted(sigma, place, row)
             goes_on = record(step, row, state.params, over)
             logger.write_completions(
                 step, metrics.completion_rows(fresh, batch, advantages, trace.columns())
             )
             if over or not goes_on or _crosses(run, step, cfg.save_steps):
-                run.files.save(state, supply.to_table())
+                run.files.save(state, supply.to_table() | _remembered(sigma))
         folder = pathlib.Path(cfg.output_dir) / ("adapter" if run.model.lora else "model")
         _export(run, folder, state.params)
         logger.note(f"{folder.name} in {folder}")
@@ -202,6 +209,7 @@ def _sample(
         datasets.batch(run.problems, drawn // count, batch_size=count, seed=cfg.seed),
         jax.random.fold_in(stream_key(cfg, SAMPLE), trace.step),
         first_row=sampling_round * count * cfg.rollout.num_generations,
+        groups=np.arange(drawn, drawn + count),
     )
     trace.lap("rollout")
     record = scoring.Record(len(rollout.texts))
@@ -213,6 +221,25 @@ def _sample(
     return rollouts.Scored(
         rollout, np.arange(drawn, drawn + count, dtype=np.int32), combined, per_function
     )
+
+
+def _noise_numbers(noise: Any, batch: rollouts.Scored) -> np.ndarray | None:
+    """Numbers [P, G] of the rows' noise, as they were sampled; None where they have none of their own."""
+    if not isinstance(noise, RowNoise):
+        return None
+    return noise.numbers(batch.positions, batch.rollout.num_generations)
+
+
+def _is_replayed(cfg: config.RunConfig, noise: Any) -> bool:
+    """Whether the trainer's rows can act under the noise under which they were sampled."""
+    if not isinstance(noise, RowNoise) or noise.per == "group":
+        return True
+    return noise.per == "sequence" and not cfg.optim.share_prompts
+
+
+def _remembered(sigma: float | None) -> dict[str, float]:
+    """What a checkpoint holds of the noise: an adaptive sigma. All else follows from the step."""
+    return {} if sigma is None else {"sigma": sigma}
 
 
 def _recorder(

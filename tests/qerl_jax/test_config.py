@@ -105,7 +105,13 @@ FULL = RunConfig(
     optim=OptimConfig(
         3e-5, "linear", 0.05, 0.1, 0.8, 0.999, 1e-6, 0.01, 1.0, 2, 4, 1000, False, "adamw_8bit"
     ),
-    noise=NoiseConfig(5e-2, 5e-4, 5, "cosine", "paper", "both", True),
+    noise=NoiseConfig(
+        *(5e-2, 5e-4, 5, "adaptive", "paper", "both", True),
+        per="group",
+        adapt_to="reward",
+        adapt_target=0.7,
+        adapt_rate=1.05,
+    ),
     eval=EvalConfig("validation", 16, "format_reward", 0.6, 0.95, 8, 25, 4, "math500", "here"),
     num_train_epochs=1.5,
     seed=7,
@@ -333,6 +339,37 @@ BAD = [
         "1.25",
         "must exceed 1 + epsilon_high = 1.25",
     ),
+    (
+        "noise.per",
+        {"noise__per": "token", "noise__scope": "both"},
+        "'token'",
+        'needs noise.scope = "rollout"',
+    ),
+    (
+        "optim.share_prompts",
+        {"noise__per": "sequence", "noise__scope": "both"},
+        "True",
+        'must be false with noise.per = "sequence"',
+    ),
+    (
+        "noise.adapt_target",
+        {"noise__schedule": "adaptive"},
+        "None",
+        'must be given with noise.schedule = "adaptive"',
+    ),
+    ("noise.adapt_target", {"noise__adapt_target": 0.5}, "0.5", "and absent with any other"),
+    (
+        "noise.adapt_to",
+        {
+            "noise__schedule": "adaptive",
+            "noise__adapt_target": 0.01,
+            "noise__adapt_to": "kl",
+            "noise__scope": "both",
+        },
+        "'kl'",
+        'needs noise.scope = "rollout"',
+    ),
+    ("noise.adapt_rate", {"noise__adapt_rate": 1.0}, "1.0", "must be above 1"),
     ("grpo.beta", {"grpo__beta": -0.1}, "-0.1", "must not be negative"),
     (
         "grpo.importance_sampling_level",

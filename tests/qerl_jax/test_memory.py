@@ -411,3 +411,13 @@ def test_the_command_prints_the_table_and_refuses_with_one_line(capsys):
     assert "missing the config file: qerl plan CONFIG.toml" in capsys.readouterr().err
     assert main.main(["plan", str(CONFIGS / "bench_7b.toml"), "--eval.num-problems", "3"]) == 0
     assert "evaluation" in capsys.readouterr().out
+
+
+def test_noise_of_each_rows_own_is_planned():
+    cfg = changed(config.load(CONFIGS / "gsm8k_qwen2.5_7b.toml"), noise={"per": "group"})
+    # Of 64 rows, two norms of 28 layers of 3584 numbers, with the bits that they are made of.
+    assert named(memory.estimate(cfg), "noise of") == 64 * 2 * 28 * 3584 * 8
+    alone = changed(cfg, noise={"per": "sequence"})
+    assert named(memory.estimate(alone), "noise of") == named(memory.estimate(cfg), "noise of")
+    shared = memory.estimate(changed(cfg, noise={"per": "rollout"}))
+    assert not [item for item in shared.items if item.name.startswith("noise of")]

@@ -180,6 +180,36 @@ def test_late_noise_keeps_its_size_on_a_float32_scale(step, weight):
     assert abs(added.mean()) < 5 * sigma / z.size**0.5
 
 
+# --- a sigma that follows what is measured
+
+
+def follow(signals, sigma=1e-2, **changes):
+    options = {"target": 0.5, "rate": 2.0, "lowest": 1e-3, "highest": 2e-2} | changes
+    found = []
+    for signal in signals:
+        sigma = aqn.adapted_sigma(sigma, signal, **options)
+        found.append(sigma)
+    return found
+
+
+def test_sigma_rises_while_the_signal_is_low_and_falls_while_it_is_not():
+    assert follow([0.4, 0.6, 0.6, 0.5]) == [2e-2, 1e-2, 5e-3, 2.5e-3]
+
+
+def test_sigma_stays_within_its_bounds_and_leaves_them_again():
+    assert follow([0.0] * 4 + [1.0]) == [2e-2] * 4 + [1e-2]
+    assert follow([1.0] * 6 + [0.0])[-2:] == [1e-3, 2e-3]
+
+
+def test_sigma_stays_where_nothing_was_measured():
+    assert follow([math.nan]) == [1e-2]
+
+
+def test_a_rate_that_would_turn_the_rule_round_is_refused():
+    with pytest.raises(ValueError, match="rate: got 1.0; must be above 1"):
+        follow([0.1], rate=1.0)
+
+
 # --- rounding
 
 

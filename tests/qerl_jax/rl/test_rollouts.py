@@ -1,5 +1,6 @@
 """Rollouts: what is sampled from problems, and how it is scored."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,11 +13,16 @@ from qerl_jax.config import LoraConfig, RolloutConfig
 from qerl_jax.data import tokenizer
 from qerl_jax.data.datasets import Problem
 from qerl_jax.generation.engine import Engine, EngineSpec
+from qerl_jax.generation.scheduler import QueuedPrompt
+from qerl_jax.model import layers, logprobs, noise
 from qerl_jax.model.architecture import Architecture
-from qerl_jax.model.transformer import Transformer, init_params, random_base
+from qerl_jax.model.noise import row_noise
+from qerl_jax.model.transformer import Transformer, head, init_params, noise_shapes, random_base
 from qerl_jax.rewards import scoring
-from qerl_jax.rl import rollouts
+from qerl_jax.rl import rollouts, update
+from qerl_jax.rl.experience import make_experience
 from qerl_jax.rl.rollouts import Rollout, Sampler
+from tests.qerl_jax.model import caches
 
 ARCH = Architecture("qwen2", 512, 32, 48, 2, 4, 2, 8)
 GROUP, PROMPT_WIDTH, LONGEST = 2, 24, 6
@@ -300,6 +306,123 @@ def test_a_rollout_holds_the_samplers_entropies_where_they_are_asked_for():
     assert len(rollout.entropies) == len(rollout.texts)
     each = np.array(rollout.entropies) / rollout.lengths
     assert (0 < each).all() and (each < np.log(tokens().num_tokens)).all()
+
+
+# --- noise of each row's own
+
+
+PLACES = np.array([5, 2, 9])  # of the problems, in a run
+
+
+def noisy(per, sigma=0.3):
+    """The policy under noise of groups, sequences or tokens; strong enough to see."""
+    sampler, variables = policy()
+    drawn = row_noise(jax.random.key(4), sigma, noise_shapes(ARCH), per)
+    return sampler, variables | {"noise": drawn}
+
+
+@functools.cache
+def collect_noisy(per, max_concurrent=None):
+    sampler, variables = noisy(per)
+    sampler = dataclasses.replace(sampler, max_concurrent=max_concurrent)
+    return rollouts.collect(sampler, variables, PROBLEMS, jax.random.key(0), groups=PLACES)
+
+
+def trainers_logps(rollout, variables, numbers, share_prompts):
+    """What the trainer makes of a rollout: log-probabilities of each row's tokens."""
+    experience = make_experience(
+        rollout,
+        np.zeros((len(PROBLEMS), GROUP)),
+        max_prompt_length=PROMPT_WIDTH,
+        max_completion_length=LONGEST,
+        share_prompts=share_prompts,
+        noise=numbers,
+    )
+    logps, _ = update.token_logps(
+        policy_model(),
+        noise.of_rows(variables, experience.noise),
+        experience,
+        temperature=1.0,
+        num_tokens=tokens().num_tokens,
+    )
+    return [row[:n] for row, n in zip(np.asarray(logps), rollout.lengths, strict=True)]
+
+
+@pytest.mark.parametrize("per", ["group", "sequence"])
+def test_the_trainer_draws_the_noise_under_which_rows_were_sampled(per):
+    """From (seed, step, number) alone; a prompt is shared where its completions share their noise."""
+    rollout, (_, variables) = collect_noisy(per), noisy(per)
+    numbers = variables["noise"].numbers(PLACES, GROUP)
+    found = trainers_logps(rollout, variables, numbers, share_prompts=per == "group")
+    for ours, theirs in zip(found, rollout.logps, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    # Under the noise of other numbers, and under none, they are other ones.
+    for other in (numbers + 1, None):
+        without = {k: v for k, v in variables.items() if k != "noise"}
+        apart = trainers_logps(
+            rollout, without if other is None else variables, other, share_prompts=per == "group"
+        )
+        assert (
+            max(
+                np.abs(ours - theirs).max()
+                for ours, theirs in zip(apart, rollout.logps, strict=True)
+            )
+            > 1e-2
+        )
+
+
+def test_rows_of_a_group_share_their_noise_and_sequences_do_not():
+    rows = {}
+    for per in ("group", "sequence"):
+        rollout, (_, variables) = collect_noisy(per), noisy(per)
+        everyone = np.repeat(variables["noise"].numbers(PLACES, GROUP)[:, :1], GROUP, axis=1)
+        found = trainers_logps(rollout, variables, everyone, share_prompts=False)
+        rows[per] = [
+            np.abs(ours - theirs).max() < 1e-4
+            for ours, theirs in zip(found, rollout.logps, strict=True)
+        ]
+    assert rows == {"group": [True] * 6, "sequence": [True, False] * 3}
+
+
+@pytest.mark.parametrize("per", ["group", "sequence", "token"])
+def test_noise_of_rows_does_not_depend_on_the_slot_or_the_neighbours(per):
+    together, apart = collect_noisy(per), collect_noisy(per, max_concurrent=2)
+    assert together.texts == apart.texts
+    for ours, theirs in zip(together.logps, apart.logps, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_noise_of_tokens_is_a_new_draw_for_every_forward_pass():
+    """Against a loop: the prompt but its last token under one draw, then each token under its own."""
+    rollout, (_, variables) = collect_noisy("token"), noisy("token")
+    numbers = variables["noise"].numbers(PLACES, GROUP)
+    model, plain = policy_model(), {k: v for k, v in variables.items() if k != "noise"}
+
+    @jax.jit
+    def run(ids, cache, number, place):
+        tree = variables["noise"].draw(number[None], place[None])
+        hidden, cache = model.apply(plain | {"noise": tree}, ids, cache=cache)
+        scores = layers.logits(hidden[:, -1], head(plain["frozen"]))
+        return logprobs.log_softmax(scores, 1.0, tokens().num_tokens)[0], cache
+
+    for row, (ids, logps) in enumerate(
+        zip(rollout.completion_ids[:3], rollout.logps[:3], strict=True)
+    ):
+        prompt, first = rollout.prompt_ids[row // GROUP], numbers[row // GROUP, 0]
+        cache = caches.create(ARCH, 1, PROMPT_WIDTH + LONGEST, jnp.float32)
+        _, cache = run(prompt[None, :-1], cache, first, np.int32(0))
+        sequence = [prompt[-1], *ids]
+        for t in range(len(ids)):
+            number = numbers[row // GROUP, row % GROUP]
+            every, cache = run(np.array([[sequence[t]]]), cache, number, np.int32(t + 1))
+            np.testing.assert_allclose(every[ids[t]], logps[t], atol=1e-4)
+
+
+def test_rows_without_numbers_are_an_error_where_noise_is_theirs():
+    sampler, variables = noisy("group")
+    queue = [QueuedPrompt(np.ones(3, np.int32), np.zeros((2, 2), np.uint32), 4)]
+    with pytest.raises(ValueError, match="prompt 0: rows have noise of their own; must have"):
+        sampler.engine.stream(variables, queue, 1.0, max_prompt_length=8)
 
 
 def test_a_config_says_how_completions_are_sampled():

@@ -11,6 +11,7 @@ import pytest
 
 from qerl_jax.config import GrpoConfig, LoraConfig, OptimConfig
 from qerl_jax.model.architecture import Architecture
+from qerl_jax.model.noise import row_noise
 from qerl_jax.model.transformer import (
     Transformer,
     head,
@@ -610,6 +611,24 @@ def test_zero_noise_is_no_noise_and_other_noise_changes_the_update():
     assert_close(gradient(silent), gradient(clean))
     assert_close(silent_metrics, clean_metrics, atol=1e-5)
     assert differs(gradient(noisy), gradient(clean))
+
+
+def test_an_update_acts_under_the_noise_of_each_rows_number():
+    """One number for all rows is one vector for all of them; their own numbers are another update."""
+    shapes, key = noise_shapes(ARCH), jax.random.key(5)
+    shared = noise.norm_noise(jax.random.fold_in(key, 6), 0.1, shapes)
+    rows = row_noise(key, 0.1, shapes, "sequence")
+    numbered = lambda numbers: dataclasses.replace(
+        sample_experience(), noise=np.asarray(numbers, np.int32)
+    )
+    expected, _ = run(noise=shared)
+    alike, _ = run(noise=rows, experience=numbered([6] * ROWS))
+    assert_close(gradient(alike), gradient(expected), rtol=1e-3, atol=1e-5)
+    own, _ = run(noise=rows, experience=numbered(range(ROWS)))
+    assert differs(gradient(own), gradient(expected))
+    # However they are cut.
+    cut, _ = run(noise=rows, experience=numbered(range(ROWS)), optim=geometry(1, 8))
+    assert_close(gradient(cut), gradient(own), rtol=1e-3, atol=1e-5)
 
 
 def after_one_good_step():

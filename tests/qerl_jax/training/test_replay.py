@@ -12,7 +12,7 @@ from qerl_jax.checkpoint import base_model
 from qerl_jax.model.transformer import trainable
 from qerl_jax.rl import update
 from qerl_jax.rl.experience import Experience
-from qerl_jax.training import replay
+from qerl_jax.training import exploration, replay
 
 QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
 
@@ -68,6 +68,21 @@ def test_a_skipped_step_is_written_and_runs_once_more(tmp_path):
     assert "gradient not finite: ['layers']['down']['down_proj']['b']" in lines
     assert sum("advantages not finite" in line for line in lines) == 1
     assert not any("weight" in line or "logps" in line for line in lines)
+
+
+def test_a_step_under_noise_of_each_groups_own_runs_once_more(tmp_path):
+    cfg = run_config(tmp_path)
+    cfg = dataclasses.replace(cfg, noise=dataclasses.replace(cfg.noise, per="group", scope="both"))
+    (tmp_path / "config.toml").write_text(config.dump(cfg))
+    model, frozen, _ = base_model.load_base(cfg.model, cfg.lora, cfg.seed)
+    params, frozen = trainable(model, frozen, jax.random.key(0))
+    noise = exploration.make_exploration(cfg.noise, model, jax.random.key(3), 10)
+    acting, _ = noise(5, 5, None)
+    rows = dataclasses.replace(experience(), noise=np.array([4, 0, 2, 7], np.int32))
+    failure = update.NonFinite(5, params, rows, {}, acting["noise"])
+    lines = replay.run(replay.write(tmp_path, failure))
+    assert lines[0].startswith("step 5: loss ")
+    assert sum("advantages not finite" in line for line in lines) == 1
 
 
 def test_only_the_first_three_steps_of_a_run_are_written(tmp_path):

@@ -1,0 +1,117 @@
+"""Choices of noise and of bounds, in whole runs on the embedded base: each learns, and resumes exactly."""
+
+import jax
+import numpy as np
+import pytest
+
+from qerl_jax.tracking import logger
+from qerl_jax.training.trainer import train
+from tests.test_tiny_run import quickstart, small, without_times
+
+RECOMPUTE = {"old_logprobs": "recompute", "epsilon_high": None}
+LOUD = {"sigma_start": 5e-2, "sigma_end": 2e-2, "num_stages": 4}
+# What differs from the quickstart, and what its metrics then show.
+CHOICES = {
+    "noise per group": {"noise": LOUD | {"per": "group"}},
+    "noise per group, on both sides": {"noise": LOUD | {"per": "group", "scope": "both"}},
+    "noise per sequence": {"noise": LOUD | {"per": "sequence"}},
+    "noise per token": {"noise": LOUD | {"per": "token"}},
+    "sigma follows entropy": {
+        "noise": LOUD | {"schedule": "adaptive", "adapt_to": "entropy", "adapt_target": 0.1}
+    },
+    "sigma follows the divergence": {
+        "noise": LOUD | {"schedule": "adaptive", "adapt_to": "kl", "adapt_target": 1e-4}
+    },
+    "sigma follows the reward": {
+        "noise": LOUD | {"schedule": "adaptive", "adapt_to": "reward", "adapt_target": 0.6}
+    },
+    "GSPO": {
+        "grpo": RECOMPUTE
+        | {
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "epsilon": 3e-4,
+            "epsilon_high": 4e-4,
+        },
+        "noise": LOUD,
+    },
+    "dual clip": {"grpo": {"delta": 1.5}, "noise": LOUD},
+    "IcePop": {
+        "grpo": RECOMPUTE
+        | {
+            "importance_sampling_correction": True,
+            "importance_sampling_mode": "token_mask",
+            "importance_sampling_clip_min": 0.5,
+            "importance_sampling_clip_max": 5.0,
+        },
+        "noise": LOUD,
+    },
+    "mask of tokens": {
+        "grpo": {"sampling_mask": "token", "sampling_mask_max": 1.2},
+        "noise": LOUD,
+    },
+    "mask of rows by the geometric mean": {
+        "grpo": {"sampling_mask": "geometric", "sampling_mask_max": 1.02},
+        "noise": LOUD,
+    },
+    "off-policy sequence mask": {
+        "grpo": {"off_policy_mask_threshold": 0.01},
+        "noise": LOUD,
+    },
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", CHOICES)
+def test_every_choice_learns(choice, tmp_path):
+    """Eight updates; shuffled rewards teach nothing, as `test_tiny_run.py` shows."""
+    short = {
+        "max_steps": 8,
+        "eval": None,
+        "rollout": {"num_generations": 8, "max_completion_length": 33},
+        "optim": {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1},
+        "data": {"num_problems": 2000},
+        "log_completions": False,
+    }
+    train(quickstart(tmp_path / "run", **(short | CHOICES[choice])), quiet=True)
+    rows = logger.read_metrics(tmp_path / "run")
+    rewards = [row["reward"] for row in rows]
+    assert np.mean(rewards[-2:]) - np.mean(rewards[:2]) > 0.1
+    assert all(np.isfinite(row["loss"]) for row in rows)
+    noisy = [row for row in rows if row["aqn/sigma"] > 0]
+    # Where noise acts on one side the two policies differ, and the tail is longer than the mean.
+    for row in noisy:
+        apart = row["sampling/kl_k3"] > 1e-6
+        assert apart == ("both sides" not in choice)
+        found = [row[f"sampling/sampling_logp_difference/{x}"] for x in ("mean", "p99", "max")]
+        assert found == sorted(found)
+    assert all(0 < row["sampling/entropy"] < 3 for row in rows)
+    if "mask" in choice or choice == "IcePop":
+        assert all(0 <= row["sampling/masked_mean"] < 1 for row in rows)
+    if "mask of" in choice:
+        assert max(row["sampling/masked_mean"] for row in rows) > 0
+    if "follows" in choice:
+        assert len({row["aqn/sigma"] for row in noisy}) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "noise",
+    [
+        {"schedule": "adaptive", "adapt_target": 0.01, "num_stages": 4},
+        {"per": "group", "scope": "both", "sigma_start": 5e-2, "num_stages": 4},
+    ],
+    ids=["adaptive", "per group"],
+)
+def test_noise_goes_on_after_an_interruption_as_if_there_had_been_none(noise, tmp_path):
+    options = {"max_steps": 5, "save_steps": 1, "noise": noise, "grpo": {"num_iterations": 1}}
+    whole = train(small(tmp_path / "whole", **options), quiet=True)
+    resumed = small(tmp_path / "resumed", **options)
+    train(resumed, quiet=True, on_step=lambda step, _: step < 3)
+    assert len(logger.read_metrics(tmp_path / "resumed")) == 3
+    state = train(resumed, quiet=True)
+    rows = [without_times(logger.read_metrics(tmp_path / name)) for name in ("whole", "resumed")]
+    assert rows[0] == rows[1] and len(rows[0]) == 5
+    assert len({row["aqn/sigma"] for row in rows[0]}) > 2
+    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
