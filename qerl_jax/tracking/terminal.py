@@ -23,6 +23,7 @@ _TABLE = (
     ("no signal", "frac_reward_zero_std", "{:.0%}"),
     ("truncated", "completions/clipped_ratio", "{:.0%}"),
     ("clipped", "clip_ratio/region_mean", "{:.2%}"),
+    ("sampler's entropy", "sampling/entropy", "{:.3f}"),
     ("mismatch", "sampling/sampling_logp_difference/mean", "{:.1e}"),
     ("KL", "kl", "{:.1e}"),
     ("grad norm", "grad_norm", "{:.2e}"),
