@@ -106,7 +106,7 @@ class Guards:
             params: The adapter that the rollout was sampled with.
             frozen: The base.
             noise: The noise under which it was sampled, or None.
-            experience: The rollout.
+            experience: One group of it.
 
         Returns:
             `sampling/adapter_share`; nothing where nothing was checked, or where it is not sure.
@@ -117,7 +117,7 @@ class Guards:
         rollout = step // self.cfg.updates_per_rollout
         if self.objective.model.lora is None or not _is_power_of_two(rollout):
             return {}
-        rows = experience.rows[:1, :_ROWS]
+        rows = experience.rows[:_ROWS, :_ROWS]
         part = experience.take(MicroBatch(rows, min(_TOKENS, experience.completions.shape[1])))
         scored = _score_twice(self.objective, params, frozen, noise, part)
         found = adapter_share(*map(np.asarray, scored), part.behaviour_logps, np.asarray(part.mask))

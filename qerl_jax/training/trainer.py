@@ -33,7 +33,7 @@ from qerl_jax.model.noise import RowNoise
 from qerl_jax.model.transformer import as_computed
 from qerl_jax.rewards import scoring, stock
 from qerl_jax.rl import dynamic_sampling, grpo, rollouts, update
-from qerl_jax.rl.experience import make_experience
+from qerl_jax.rl.experience import Experience, make_experience
 from qerl_jax.tracking.logger import Logger, read_metrics
 from qerl_jax.tracking.terminal import asked
 from qerl_jax.training import metrics
@@ -92,21 +92,18 @@ def train(
             if cfg.grpo.dynamic_sampling:
                 # A group that fills up may still differ in form or length.
                 advantages = np.where(run.informative(batch)[:, None], advantages, 0)
-            experience = make_experience(
-                batch.rollout,
-                advantages,
-                max_prompt_length=cfg.data.max_prompt_length,
-                max_completion_length=cfg.rollout.max_completion_length,
-                mask_truncated_completions=cfg.grpo.mask_truncated_completions,
-                share_prompts=cfg.optim.share_prompts,
-                judged=~np.isnan(batch.rewards),
-                noise=_noise_numbers(noise.get("noise"), batch),
-            )
+            experience = _experience(cfg, batch, advantages, noise.get("noise"))
             trace.lap("reward")
             checked = {}
             if _is_replayed(cfg, noise.get("noise")):
+                # A group of this step: one that was carried over had another adapter.
+                group = dynamic_sampling.choose(fresh, [0])
                 checked = guards.adapter(
-                    step, state.params, run.frozen, noise.get("noise"), experience
+                    step,
+                    state.params,
+                    run.frozen,
+                    noise.get("noise"),
+                    _experience(cfg, group, np.zeros_like(group.rewards), noise.get("noise")),
                 )
             state, learned = run.updater(
                 state,
@@ -240,6 +237,22 @@ def _is_replayed(cfg: config.RunConfig, noise: Any) -> bool:
 def _remembered(sigma: float | None) -> dict[str, float]:
     """What a checkpoint holds of the noise: an adaptive sigma. All else follows from the step."""
     return {} if sigma is None else {"sigma": sigma}
+
+
+def _experience(
+    cfg: config.RunConfig, scored: rollouts.Scored, advantages: np.ndarray, noise: Any
+) -> Experience:
+    """What the trainer sees of scored groups."""
+    return make_experience(
+        scored.rollout,
+        advantages,
+        max_prompt_length=cfg.data.max_prompt_length,
+        max_completion_length=cfg.rollout.max_completion_length,
+        mask_truncated_completions=cfg.grpo.mask_truncated_completions,
+        share_prompts=cfg.optim.share_prompts,
+        judged=~np.isnan(scored.rewards),
+        noise=_noise_numbers(noise, scored),
+    )
 
 
 def _recorder(
