@@ -54,11 +54,41 @@ CHOICES = {
         "grpo": {"sampling_mask": "geometric", "sampling_mask_max": 1.02},
         "noise": LOUD,
     },
+    "groups chosen by one reward": {
+        "grpo": {"dynamic_sampling": True, "dynamic_sampling_metric": "accuracy_reward"},
+        "rewards": {
+            "functions": ("correct_and_well_formed_reward", "accuracy_reward"),
+            "weights": (1.0, 0.0),
+        },
+    },
+    "epochs of dynamic sampling": {
+        "grpo": {"dynamic_sampling": True},
+        "max_steps": None,
+        "num_train_epochs": 1,
+        "data": {"num_problems": 96},
+        "noise": LOUD,
+    },
     "off-policy sequence mask": {
         "grpo": {"off_policy_mask_threshold": 0.01},
         "noise": LOUD,
     },
 }
+
+
+@pytest.mark.slow
+def test_a_run_that_goes_on_from_an_adapter_learns_and_stays_near_it(tmp_path):
+    """The reference is that adapter: the KL starts at 0."""
+    short = {"max_steps": 4, "eval": None, "data": {"num_problems": 2000}}
+    short["optim"] = {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1}
+    train(quickstart(tmp_path / "first", **short), quiet=True)
+    more = short | {
+        "model": {"adapter_name_or_path": str(tmp_path / "first" / "adapter")},
+        "grpo": {"beta": 0.01},
+    }
+    train(quickstart(tmp_path / "second", **more), quiet=True)
+    first, second = (logger.read_metrics(tmp_path / name) for name in ("first", "second"))
+    assert second[0]["kl"] == 0 and second[-1]["kl"] > 0
+    assert second[-1]["reward"] > first[0]["reward"] + 0.1
 
 
 @pytest.mark.slow
