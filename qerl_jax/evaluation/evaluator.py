@@ -171,7 +171,12 @@ class Evaluator:
             # The last batch is filled up with repeats: one shape, one compilation.
             repeats = [problems[-1]] * (size - len(problems))
             rollout = rollouts.collect(
-                self.sampler, variables, [*problems, *repeats], self.key, first_row=first * group
+                self.sampler,
+                variables,
+                filled := [*problems, *repeats],
+                self.key,
+                first_row=first * group,
+                on_text=scoring.beginner([self.reward], filled, group),
             )
             _, values = rollouts.score(rollout, [self.reward], None)
             found = [self._record(first, i, rollout, values[:, 0]) for i in range(len(problems))]

@@ -9,9 +9,9 @@ A worker ends with its parent, however that ends: an idle one reads the end of i
 one carries an alarm that the kernel delivers whatever Python is doing.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from qerl_jax.checked import require
+from qerl_jax.rewards.ahead import Ahead
 
 # Enough to import sympy on a machine that is busy compiling.
 _START_SECONDS = 120.0
@@ -68,14 +69,14 @@ class Pool:
             "must be positive",
         )
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        self._size = workers
         members = [_Worker(module, seconds) for _ in range(workers)]
         for worker in members:
             self._idle.put(worker)
+        self._calls = Ahead(functools.partial(_call, self._idle), workers)
         self.close = weakref.finalize(self, _stop_all, members)
 
     def map(self, function: str, calls: Sequence[Sequence[Any]]) -> list[Any]:
-        """Calls `function` with each tuple of arguments, side by side.
+        """Calls `function` with each tuple of arguments, side by side; equal calls are made once.
 
         Args:
             function: Name of a function of the module.
@@ -87,15 +88,23 @@ class Pool:
         Raises:
             RuntimeError: If a worker cannot start, with its reason.
         """
-        with concurrent.futures.ThreadPoolExecutor(self._size) as threads:
-            return list(threads.map(lambda arguments: self._call(function, arguments), calls))
+        return self._calls.map([_key(function, arguments) for arguments in calls])
 
-    def _call(self, function: str, arguments: Sequence[Any]) -> Any:
-        worker = self._idle.get()
-        try:
-            return worker.call(function, arguments)
-        finally:
-            self._idle.put(worker)
+    def begin(self, function: str, calls: Sequence[Sequence[Any]]) -> None:
+        """Starts calls that `map` will be asked for later."""
+        self._calls.begin([_key(function, arguments) for arguments in calls])
+
+
+def _key(function: str, arguments: Sequence[Any]) -> str:
+    return json.dumps([function, list(arguments)])
+
+
+def _call(idle: queue.SimpleQueue, request: str) -> Any:
+    worker = idle.get()
+    try:
+        return worker.call(request)
+    finally:
+        idle.put(worker)
 
 
 class _Worker:
@@ -106,11 +115,11 @@ class _Worker:
         self._module, self._seconds = module, seconds
         self._process: subprocess.Popen | None = None
 
-    def call(self, function: str, arguments: Sequence[Any]) -> Any:
+    def call(self, request: str) -> Any:
         if self._process is None or self._process.poll() is not None:
             self._start()
         with contextlib.suppress(BrokenPipeError):  # it has died, and the reply will say so
-            self._process.stdin.write(json.dumps([function, list(arguments)]) + "\n")
+            self._process.stdin.write(request + "\n")
             self._process.stdin.flush()
         return self._reply(self._seconds)
 

@@ -9,7 +9,6 @@ memory that no limit counts. Resource limits bound the rest, and the clock ends 
 Where any of this cannot be had, nothing is run: see `require`.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import errno
@@ -22,8 +21,9 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from typing import IO, Literal
+
+from qerl_jax.rewards.ahead import Ahead
 
 _FOLDER_BYTES = 16 << 20  # also the longest file, the output included
 _THREADS = 64
@@ -61,22 +61,22 @@ class Outcome:
     errors: str = dataclasses.field(default="", compare=False, repr=False)
 
 
-def run_all(
-    jobs: Sequence[tuple[str, str]], limits: Limits, *, workers: int | None = None
-) -> list[Outcome]:
-    """Runs (program, input) pairs side by side.
+def runner(limits: Limits, workers: int | None = None) -> Ahead[tuple[str, str], Outcome]:
+    """Runs (program, input) pairs side by side, ahead of time if asked to.
 
     Args:
-        jobs: Programs and their inputs.
         limits: Limits of each program.
         workers: Number of programs at a time; absent means as many as there are processors.
 
-    Raises:
-        NotImplementedError: Where programs cannot be isolated.
+    Returns:
+        Its `map` raises NotImplementedError where programs cannot be isolated; then none has run.
     """
-    require()
-    with concurrent.futures.ThreadPoolExecutor(workers or os.cpu_count() or 1) as threads:
-        return list(threads.map(lambda job: run(*job, limits), jobs))
+
+    def isolated(job: tuple[str, str]) -> Outcome:
+        require()
+        return run(*job, limits)
+
+    return Ahead(isolated, workers or os.cpu_count() or 1)
 
 
 def require() -> None:

@@ -9,7 +9,9 @@ Extras are `log_extra(column, values)`, `log_metric(name, value)` and what the c
 (`trainer_state`): take `**_` for those that a function does not use.
 
 A function may have an attribute `votes`, a function from [problems][N] answers to as many texts that are
-equal where it calls two answers the same; maj@k counts by it.
+equal where it calls two answers the same; maj@k counts by it. It may have an attribute `begin`, which
+is called with the same arguments but for few rows, as these end: it starts work in the background whose
+results the function takes up when it is called with all rows.
 """
 
 import asyncio
@@ -20,7 +22,7 @@ import importlib
 import importlib.util
 import inspect
 import pathlib
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -166,6 +168,31 @@ def evaluate(
     results |= zip(waiting, _run(list(waiting.values())), strict=True)
     scores = [_checked_values(name, results[name], len(prompts)) for name, _ in functions]
     return np.stack(scores, axis=1, dtype=np.float32)
+
+
+def beginner(
+    functions: Sequence[Named], problems: Sequence[datasets.Problem], group: int
+) -> Callable[[int, str], None] | None:
+    """A function that tells the reward functions of each row as it ends; None where none wants to know.
+
+    Args:
+        functions: From `resolve`.
+        problems: Of a rollout.
+        group: Completions of each problem.
+
+    Returns:
+        begin(row, text), which raises nothing: what is wrong with a row shows when all are scored.
+    """
+    begins = [function.begin for _, function in functions if hasattr(function, "begin")]
+
+    def begin(row: int, text: str) -> None:
+        problem = problems[row // group]
+        columns = {name: [value] for name, value in problem.columns.items()}
+        for each in begins:
+            with contextlib.suppress(Exception):
+                each(completions=[as_completion(problem.prompt, text)], **columns)
+
+    return begin if begins else None
 
 
 def check(

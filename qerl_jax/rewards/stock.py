@@ -363,7 +363,20 @@ def get_code_reward(
     Raises:
         NotImplementedError: At the call, where programs cannot be isolated.
     """
-    limits = sandbox.Limits(seconds, memory_mb)
+    programs = sandbox.runner(sandbox.Limits(seconds, memory_mb), workers)
+
+    def jobs_of(completions: Sequence, tests: Sequence) -> list[tuple[int, str, Mapping[str, str]]]:
+        written = [answers.last_code(completion_text(completion)) for completion in completions]
+        return [
+            (row, program, test)
+            for row, (program, row_tests) in enumerate(zip(written, tests, strict=True))
+            if program is not None
+            for test in row_tests or ()
+        ]
+
+    def begin(completions: Sequence, verification_info: Sequence = (), **_) -> None:
+        jobs = jobs_of(completions, [_stdin_tests(info) for info in verification_info])
+        programs.begin([(program, test["input"]) for _, program, test in jobs])
 
     def code_reward(
         completions: Sequence,
@@ -372,16 +385,8 @@ def get_code_reward(
         **_,
     ) -> list[float | None]:
         tests = [_stdin_tests(info) for info in verification_info]
-        programs = [answers.last_code(completion_text(completion)) for completion in completions]
-        jobs = [
-            (row, program, test)
-            for row, (program, row_tests) in enumerate(zip(programs, tests, strict=True))
-            if program is not None
-            for test in row_tests or ()
-        ]
-        outcomes = sandbox.run_all(
-            [(program, test["input"]) for _, program, test in jobs], limits, workers=workers
-        )
+        jobs = jobs_of(completions, tests)
+        outcomes = programs.map([(program, test["input"]) for _, program, test in jobs])
         passed = collections.Counter(
             row
             for (row, _, test), outcome in zip(jobs, outcomes, strict=True)
@@ -392,6 +397,7 @@ def get_code_reward(
             log_metric("rewards/code_reward/timeouts", late)
         return [passed[row] / len(each) if each else None for row, each in enumerate(tests)]
 
+    code_reward.begin = begin
     return code_reward
 
 
@@ -431,7 +437,17 @@ def _math_reward(
         scores = dict(zip(rows, (float(verdict is True) for verdict in verdicts), strict=True))
         return [scores.get(row) for row in range(len(answer))]
 
+    def begin(completions: Sequence, answer: Sequence = (), **_) -> None:
+        pairs = [
+            (str(gold), read(completion_text(completion)))
+            for gold, completion in zip(answer, completions, strict=True)
+            if gold is not None
+        ]
+        judges.begin("is_readable", [(gold,) for gold, _ in pairs])
+        judges.begin("agrees", pairs)
+
     reward.__name__ = name
+    reward.begin = begin
     reward.votes = functools.partial(votes.mathematical, judges)
     return reward
 

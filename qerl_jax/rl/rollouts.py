@@ -1,5 +1,6 @@
 """Problems in, scored completions out."""
 
+import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -199,6 +200,7 @@ def collect(
     *,
     first_row: int = 0,
     groups: Sequence[int] | np.ndarray | None = None,
+    on_text: Callable[[int, str], None] | None = None,
 ) -> Rollout:
     """Samples G completions of each problem.
 
@@ -213,6 +215,8 @@ def collect(
         first_row: Rows that were sampled with the same key before.
         groups: int [P], numbers that tell groups apart, of which noise is made where rows have their
             own; None means 0, 1, ... With noise per sequence each completion has a prefill of its own.
+        on_text: Called as on_text(row, text) when a row has ended, in a thread of its own, while the
+            device samples the others; `scoring.beginner` makes one.
     """
     prompts = encode([problem.prompt for problem in problems], sampler.tokenizer)
     rows = first_row + jnp.arange(len(problems) * sampler.num_generations)
@@ -230,11 +234,20 @@ def collect(
         max_prompt_length=sampler.max_prompt_length,
         max_concurrent=sampler.max_concurrent and min(len(rows), sampler.max_concurrent),
     )
-    done = sorted(sampled, key=lambda completion: completion.row)
+
+    def decoded(completion: RowTokens) -> str:
+        text = sampler.tokenizer.decode(completion.tokens)
+        if on_text is not None:
+            on_text(completion.row, text)
+        return text
+
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        ended = [(each, thread.submit(decoded, each)) for each in sampled]
+        done, texts = zip(*sorted(ended, key=lambda pair: pair[0].row), strict=True)
     return Rollout(
         problems=tuple(problems),
         prompt_ids=prompts,
-        texts=tuple(sampler.tokenizer.decode(each.tokens) for each in done),
+        texts=tuple(text.result() for text in texts),
         completion_ids=tuple(each.tokens for each in done),
         logps=tuple(each.logps for each in done),
         stopped=tuple(each.ended == "stop" for each in done),

@@ -200,13 +200,15 @@ def _sample(
 ) -> rollouts.Scored:
     """Samples and scores the problems from place `drawn` on; rounds of a step share its key."""
     cfg, count = run.cfg, run.cfg.prompts_per_rollout
+    problems = datasets.batch(run.problems, drawn // count, batch_size=count, seed=cfg.seed)
     rollout = rollouts.collect(
         run.sampler,
         variables,
-        datasets.batch(run.problems, drawn // count, batch_size=count, seed=cfg.seed),
+        problems,
         jax.random.fold_in(stream_key(cfg, SAMPLE), trace.step),
         first_row=sampling_round * count * cfg.rollout.num_generations,
         groups=np.arange(drawn, drawn + count),
+        on_text=scoring.beginner(run.functions, problems, cfg.rollout.num_generations),
     )
     trace.lap("rollout")
     record = scoring.Record(len(rollout.texts))

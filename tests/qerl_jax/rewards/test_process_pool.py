@@ -152,8 +152,8 @@ sys.path.insert(0, {folder!r})
 from qerl_jax.rewards.process_pool import Pool
 pool = Pool("worker_functions", workers=2, seconds=1.0)
 idle, busy = pool._idle.get(), pool._idle.get()
-print(idle.call("pid", ()), busy.call("pid", ()), flush=True)
-busy.call({call!r}, (60,))
+print(idle.call('["pid", []]'), busy.call('["pid", []]'), flush=True)
+busy.call('["{call}", [60]]')
 """
 
 

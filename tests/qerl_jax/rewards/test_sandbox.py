@@ -373,7 +373,7 @@ def test_killing_everything_it_sees_hurts_nobody_else(machine):
 @isolated
 def test_programs_run_side_by_side_in_order():
     jobs = [("print(int(input()) ** 2)", f"{n}\n") for n in range(6)]
-    outcomes = sandbox.run_all(jobs, USUAL, workers=2)
+    outcomes = sandbox.runner(USUAL, workers=2).map(jobs)
     assert [outcome.output for outcome in outcomes] == [f"{n * n}\n" for n in range(6)]
 
 
@@ -404,7 +404,7 @@ def test_without_isolation_nothing_is_run(machine_name, script, reason, tmp_path
     assert re.search(reason, sandbox.unavailable.__wrapped__())
     monkeypatch.setattr(sandbox, "unavailable", sandbox.unavailable.__wrapped__)
     with pytest.raises(NotImplementedError, match=reason):
-        sandbox.run_all([("print('escaped')", "")], USUAL)
+        sandbox.runner(USUAL).map([("print('escaped')", "")])
 
 
 def test_the_trial_program_notices_that_nothing_isolates_it(tmp_path):

@@ -217,3 +217,27 @@ def test_completions_take_the_form_of_their_prompts():
     chat = scoring.as_completion([{"role": "user", "content": "1+1="}], "2")
     assert chat == [{"role": "assistant", "content": "2"}]
     assert stock.completion_text(chat) == "2"
+
+
+def test_functions_are_told_of_rows_as_these_end():
+    told = []
+
+    def slow(completions, **_):
+        return [0.0] * len(completions)
+
+    slow.begin = lambda completions, answer, **columns: told.append((completions, answer, columns))
+    problems = [
+        datasets.Problem("2 + 3", {"answer": "5", "level": 1}),
+        datasets.Problem([{"role": "user", "content": "x"}], {"answer": None, "level": 2}),
+    ]
+    begin = scoring.beginner([("slow", slow), ("plain", lambda **_: [])], problems, 2)
+    begin(1, "five")
+    begin(2, "no")
+    assert told == [
+        (["five"], ["5"], {"level": [1]}),
+        ([[{"role": "assistant", "content": "no"}]], [None], {"level": [2]}),
+    ]
+    assert scoring.beginner([("plain", lambda **_: [])], problems, 2) is None
+    # What is wrong shows when all rows are scored.
+    slow.begin = lambda **_: 1 // 0
+    scoring.beginner([("slow", slow)], problems, 2)(0, "text")

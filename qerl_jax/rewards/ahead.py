@@ -1,0 +1,73 @@
+"""Calls that are begun before their results are asked for, while a device still samples other rows."""
+
+import collections
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+# Of results that nobody came for, as after an interrupted rollout; the oldest are forgotten.
+_MOST_KEPT = 1 << 16
+
+
+class Ahead[Arguments: Hashable, Result]:
+    """A function whose calls run in threads, and can be begun ahead of time.
+
+    Equal calls of one `map` are made once. What runs does not keep the interpreter from ending.
+
+    Args:
+        function: Called with one argument, from several threads.
+        workers: Calls that run at a time.
+    """
+
+    def __init__(self, function: Callable[[Arguments], Result], workers: int):
+        self._function, self._workers = function, workers
+        self._jobs: queue.SimpleQueue = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._begun: collections.OrderedDict[Arguments, Future] = collections.OrderedDict()
+        self._lock = threading.Lock()
+        weakref.finalize(self, _end, self._jobs, workers)
+
+    def begin(self, calls: Sequence[Arguments]) -> None:
+        """Starts calls that a later `map` will be asked for; what is under way is not started again."""
+        with self._lock:
+            for arguments in calls:
+                if arguments not in self._begun:
+                    self._begun[arguments] = self._submit(arguments)
+            while len(self._begun) > _MOST_KEPT:
+                self._begun.popitem(last=False)
+
+    def map(self, calls: Sequence[Arguments]) -> list[Result]:
+        """The results of calls, in their order; what was begun is taken up. Raises what a call raised."""
+        with self._lock:
+            asked = {
+                arguments: self._begun.pop(arguments, None) or self._submit(arguments)
+                for arguments in dict.fromkeys(calls)
+            }
+        return [asked[arguments].result() for arguments in calls]
+
+    def _submit(self, arguments: Arguments) -> Future:
+        if len(self._threads) < self._workers:
+            # Those of an executor would all be waited for when the interpreter ends.
+            thread = threading.Thread(target=_work, args=(self._jobs, self._function), daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        future: Future = Future()
+        self._jobs.put((future, arguments))
+        return future
+
+
+def _work(jobs: queue.SimpleQueue, function: Callable[[Any], Any]) -> None:
+    while (job := jobs.get()) is not None:
+        future, arguments = job
+        try:
+            future.set_result(function(arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+
+def _end(jobs: queue.SimpleQueue, workers: int) -> None:
+    for _ in range(workers):
+        jobs.put(None)
