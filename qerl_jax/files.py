@@ -1,6 +1,8 @@
 """Files that are whole or not there, what they are known by, and jobs that go on where they were stopped."""
 
+import concurrent.futures
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -13,11 +15,70 @@ from typing import Any
 _MADE_OF = (".safetensors", ".json", ".jinja", ".txt", ".model")
 
 
+_FREE_SPACE = "free some space there"
+# What a person can do about a disk that does not take what is written.
+_REMEDIES = {
+    errno.ENOSPC: _FREE_SPACE,
+    errno.EDQUOT: _FREE_SPACE,
+    errno.EFBIG: "allow larger files there (ulimit -f), or choose another folder",
+    errno.EROFS: "make the file system writable, or choose another folder",
+    errno.EACCES: "allow this user to write there, or choose another folder",
+    errno.EPERM: "allow this user to write there, or choose another folder",
+    errno.EIO: "look after the disk (the kernel's log says more), or choose another folder",
+    errno.ESTALE: "look after the network drive, or choose another folder",
+}
+
+
+class DiskError(OSError):
+    """A file that could not be written; its text names the path, the reason and the remedy in one line."""
+
+    def __init__(self, path: str | os.PathLike, number: int | None, reason: str | None = None):
+        """Says what is wrong with a path.
+
+        Args:
+            path: What was written.
+            number: The `errno` of the failure; None where there is none.
+            reason: The reason in words; absent means those of `number`.
+        """
+        reason = reason or (os.strerror(number) if number else "unknown reason")
+        remedy = _REMEDIES.get(number, "mend that, or choose another folder")
+        super().__init__(
+            f"{os.fspath(path)}: could not be written: {reason}; {remedy}, then start the command "
+            "again: what was saved before is unhurt"
+        )
+        self.errno = number
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike) -> Iterator[None]:
+    """Makes one line of what goes wrong while a path is written.
+
+    Raises:
+        DiskError: For any `OSError` in the block but one that says so already.
+    """
+    try:
+        yield
+    except DiskError:
+        raise
+    except OSError as error:
+        raise DiskError(path, error.errno, error.strerror or str(error)) from error
+
+
 def write_whole(path: pathlib.Path, text: str) -> None:
-    """Writes a file so that it is there either as a whole or not at all."""
+    """Writes a file so that it is there either as a whole or not at all.
+
+    Raises:
+        DiskError: When the disk does not take it.
+    """
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(text.encode())
-    os.replace(partial, path)
+    with writing(path):
+        try:
+            partial.write_bytes(text.encode())
+            os.replace(partial, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
 
 
 @contextlib.contextmanager
@@ -49,6 +110,47 @@ def whole_folder(folder: str | pathlib.Path, marker: str, kind: str) -> Iterator
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(previous, ignore_errors=True)
+
+
+# The file in a sealed folder that says what the others hold.
+SEAL = "checksums.json"
+
+
+def seal(folder: pathlib.Path) -> None:
+    """Writes `checksums.json`: size and SHA-256 of every file in a folder, for `damage` to compare."""
+    write_whole(folder / SEAL, json.dumps(_contents(folder), indent=1, sort_keys=True))
+
+
+def damage(folder: pathlib.Path) -> str | None:
+    """Says in which file a sealed folder is not as it was sealed; None where all is as it was.
+
+    All that the files hold is read, and nothing in it is trusted.
+    """
+    try:
+        sealed = read_json(folder / SEAL)
+        found = _contents(folder)
+    except FileNotFoundError as error:
+        return f"{pathlib.Path(error.filename).name} is missing"
+    except (OSError, ValueError) as error:
+        return f"cannot be read: {error}"
+    for name in sorted(sealed.keys() | found.keys()):
+        if sealed.get(name) != found.get(name):
+            what = "is missing" if name not in found else "is not as it was written"
+            return f"{name} {what}"
+    return None
+
+
+def _contents(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of all files below a folder but the seal, by their paths in it."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:  # hashing leaves Python's lock
+        hashes = threads.map(digest, paths)
+        return {
+            name: {"bytes": path.stat().st_size, "sha256": digest_}
+            for name, path, digest_ in zip(names, paths, hashes, strict=True)
+            if name != SEAL
+        }
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:

@@ -1,60 +1,183 @@
-"""The state of a run: written as it goes, restored when it resumes."""
+"""The state of a run: written as it goes, checked and restored when it resumes."""
 
+import contextlib
+import errno
+import os
 import pathlib
+import shutil
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
+from qerl_jax import files
+
+# What a checkpoint holds beside its seal: arrays as orbax writes them, and plain numbers.
+_STATE, _SUPPLY = "state", "supply.json"
+# An earlier version wrote the plain numbers here, and no seal.
+_OLD_SUPPLY, _OLD_MARK = "supply/metadata", "_CHECKPOINT_METADATA"
+
 
 class StateFiles:
-    """The checkpoints of a run folder, `checkpoints/<step>/`, each written whole or not at all (orbax)."""
+    """The checkpoints of a run folder, `checkpoints/<step>/`, each written whole or not at all.
+
+    Each is sealed with the size and the SHA-256 of its files. They are compared before anything of a checkpoint
+    is read: one whose files are not as they were written is passed over, and the one before it is taken.
+
+    Attributes:
+        notes: Lines about checkpoints that were passed over, or that could not be checked.
+    """
 
     def __init__(self, run_folder: str | pathlib.Path, keep: int | None):
-        """Opens the folder; `keep` newest checkpoints stay, or all."""
-        self._manager = ocp.CheckpointManager(
-            pathlib.Path(run_folder).absolute() / "checkpoints",
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, enable_async_checkpointing=False
-            ),
-        )
+        """Names the folder, which `save` makes; `keep` newest checkpoints stay, or all."""
+        self._folder = pathlib.Path(run_folder).absolute() / "checkpoints"
+        self._keep = keep
+        self.notes: list[str] = []
 
     def save(self, state: Any, supply: dict[str, Any] | None = None) -> None:
-        """Writes the state under its step, and plain numbers beside it."""
-        args = ocp.args
-        both = args.Composite(state=args.StandardSave(state), supply=args.JsonSave(supply or {}))
-        self._manager.save(int(state.step), args=both, force=True)
+        """Writes the state under its step, and plain numbers beside it.
 
-    def restore(self, like: Any) -> Any | None:
-        """The newest state, with the shapes and types of `like`; None when there is none."""
+        Checkpoints of later steps are removed: a run that writes this one has gone back behind them.
+
+        Raises:
+            DiskError: When the disk does not take it; the checkpoints before it stay as they are.
+        """
+        step = int(state.step)
+        folder = self._path(step)
+        with files.writing(folder):
+            if folder.exists() and not (folder / files.SEAL).is_file():
+                shutil.rmtree(folder)
+            with files.whole_folder(folder, files.SEAL, "checkpoint") as partial:
+                with _one_error(folder), contextlib.closing(_arrays()) as arrays:
+                    arrays.save(partial / _STATE, args=ocp.args.StandardSave(state))
+                files.write_whole(partial / _SUPPLY, files.to_line(supply or {}))
+                files.seal(partial)
+            steps = self.steps()
+            kept = [each for each in steps if each <= step]
+            kept = kept if self._keep is None else kept[-self._keep :]
+            for each in set(steps) - set(kept):
+                shutil.rmtree(self._path(each))
+
+    def steps(self) -> list[int]:
+        """Steps of the checkpoints in the folder, be they whole or not, the first one first."""
+        names = [path.name for path in self._folder.glob("[0-9]*") if path.is_dir()]
+        return sorted(int(name) for name in names if name.isdecimal() and name == f"{int(name)}")
+
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint that is as it was written; None when there is no checkpoint.
+
+        Raises:
+            ValueError: When there are checkpoints, and all of them are damaged.
+        """
+        damaged = []
+        for step in reversed(self.steps()):
+            found = self._damage(step)
+            if found is None:
+                self.notes += [
+                    f"warning: {text}; it was passed over, and the run goes on from checkpoint {step}"
+                    for text in damaged
+                ]
+                return step
+            damaged.append(f"{self._path(step)} is damaged: {found}")
+        if damaged:
+            raise ValueError(
+                f"no checkpoint in {self._folder} can be read ({'; '.join(damaged)}): bring one back "
+                "from a copy, or remove that folder, and the run begins anew"
+            )
+        return None
+
+    def restore(self, like: Any, step: int | None = None) -> Any | None:
+        """The state of a step, or the newest one, with the shapes and types of `like`; None when there is none.
+
+        Args:
+            like: A state, or one of `jax.ShapeDtypeStruct`.
+            step: A step that `newest` has found.
+        """
+        step = self.newest() if step is None else step
+        if step is None:
+            return None
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        return self._read(self._manager.latest_step(), state=ocp.args.StandardRestore(abstract))
+        return self._read(step, ocp.args.StandardRestore(abstract))
 
     def params(self, step: int | None = None) -> tuple[int, Any]:
         """The step, and what was trained by then: of a given step, or of the newest.
 
         Raises:
             FileNotFoundError: When there is no such checkpoint.
+            ValueError: When it is damaged.
         """
-        found = self._manager.all_steps()
+        found = self.steps()
         if not found or (step is not None and step not in found):
             raise FileNotFoundError(
-                f"no checkpoint of step {step} in {self._manager.directory}; there are {sorted(found)}"
+                f"no checkpoint of step {step} in {self._folder}; there are {found}"
             )
-        step = max(found) if step is None else step
-        return step, self._read(step, state=ocp.args.StandardRestore())["params"]
+        if step is None:
+            step = self.newest()
+        elif damage := self._damage(step):
+            raise ValueError(f"{self._path(step)} is damaged: {damage}; there are {found}")
+        return step, self._read(step, ocp.args.StandardRestore())["params"]
 
-    def supply(self) -> dict[str, Any] | None:
-        """What was written beside the newest state; None when there is none."""
-        return self._read(self._manager.latest_step(), supply=ocp.args.JsonRestore())
-
-    def _read(self, step: int | None, **item: Any) -> Any | None:
-        """One item of a step, by its name and how it is read; None when there is no step."""
+    def supply(self, step: int | None = None) -> dict[str, Any] | None:
+        """What was written beside the state of a step, or of the newest; None when there is none."""
+        step = self.newest() if step is None else step
         if step is None:
             return None
-        (read,) = self._manager.restore(step, args=ocp.args.Composite(**item)).values()
-        return read
+        path = self._path(step) / _SUPPLY
+        return files.read_json(path if path.is_file() else self._path(step) / _OLD_SUPPLY)
 
     def close(self) -> None:
-        """Waits for what is being written."""
-        self._manager.close()
+        """Nothing is left open: what is saved is written when `save` returns."""
+
+    def _path(self, step: int) -> pathlib.Path:
+        return self._folder / str(step)
+
+    def _damage(self, step: int) -> str | None:
+        folder = self._path(step)
+        if not (folder / files.SEAL).exists() and (folder / _OLD_MARK).is_file():
+            note = f"warning: {folder} has no {files.SEAL} (an earlier version wrote it): it is not checked"
+            self.notes += [note] if note not in self.notes else []
+            return None
+        return files.damage(folder)
+
+    def _read(self, step: int, how: ocp.args.StandardRestore) -> Any:
+        """The arrays of a step.
+
+        Raises:
+            ValueError: In one line, when orbax cannot read them as they are asked for.
+        """
+        try:
+            with contextlib.closing(_arrays()) as arrays:
+                return arrays.restore(self._path(step) / _STATE, args=how)
+        except Exception as error:
+            raise ValueError(
+                f"{self._path(step)}: cannot be read as the state of this run: {_first_line(error)}"
+            ) from error
+
+
+def _arrays() -> ocp.Checkpointer:
+    return ocp.Checkpointer(ocp.StandardCheckpointHandler())
+
+
+@contextlib.contextmanager
+def _one_error(path: pathlib.Path) -> Iterator[None]:
+    """Makes one error of what orbax's threads print and raise when the disk does not take what they write."""
+    shown, threading.excepthook = threading.excepthook, lambda failure: None
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        # The number is in the text only, and not in that of every failure.
+        is_full = os.strerror(errno.ENOSPC) in str(error) or "RESOURCE_EXHAUSTED" in str(error)
+        raise files.DiskError(
+            path, errno.ENOSPC if is_full else None, None if is_full else _first_line(error)
+        ) from error
+    finally:
+        threading.excepthook = shown
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"

@@ -156,13 +156,15 @@ def setup(
     state = update.init_state(params, cfg.optim, keep_reference=cfg.keeps_reference)
     del params
     files = run_state.StateFiles(cfg.output_dir, cfg.save_total_limit)
-    stored = files.supply()
+    resumed = files.newest()
+    stored = None if resumed is None else files.supply(resumed)
+    notes += files.notes
     if stored is not None:
         like = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
         )
         del state  # where everything trains, the device does not hold two
-        state = files.restore(like)
+        state = files.restore(like, resumed)
     run = PreparedRun(
         cfg,
         model,
