@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Each row may import from the rows above it and within itself; packages of one row do not import each other.
 ORDER = (
     ("checked", "files"),
-    ("config_rules",),
+    ("config_rules", "locks"),
     ("config",),
     ("model", "data", "tracking"),
     ("checkpoint", "rewards"),
@@ -32,6 +32,7 @@ PLAIN = (
     "config.py",
     "config_rules.py",
     "files.py",
+    "locks.py",
     "data",
     "rewards",
     "tracking",

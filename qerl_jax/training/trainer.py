@@ -25,10 +25,11 @@ import jax
 import numpy as np
 
 from pallas_kernels import runtime
-from qerl_jax import config, memory
+from qerl_jax import config, locks, memory
+from qerl_jax.checked import require
 from qerl_jax.checkpoint import hf_folder, peft
 from qerl_jax.data import datasets
-from qerl_jax.files import write_whole
+from qerl_jax.files import write_whole, writing
 from qerl_jax.model.noise import RowNoise
 from qerl_jax.model.transformer import as_computed
 from qerl_jax.rewards import scoring, stock
@@ -68,8 +69,38 @@ def train(
         The final state; the adapter is in `<output_dir>/adapter`, or a whole model in
         `<output_dir>/model`; with evaluations on a schedule, the best one is in `<output_dir>/best`.
     """
-    run = setup(cfg, problems=problems, reward_functions=reward_functions)
-    state, supply, sigma = run.state, run.supply, run.sigma
+    with contextlib.ExitStack() as owned:
+        folder = pathlib.Path(cfg.output_dir)
+        is_new = not folder.is_dir()
+        # What is there must not change while it is read; a folder that is not there yet is not made for bad input.
+        lock = None if is_new else owned.enter_context(locks.held(folder))
+        run = setup(cfg, problems=problems, reward_functions=reward_functions)
+        if is_new:
+            with writing(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+            lock = owned.enter_context(locks.held(folder))
+            _require_unused(folder)
+        if lock is not None:
+            run.notes.append(lock)
+        return _loop(run, on_step, quiet)
+
+
+def _require_unused(folder: pathlib.Path) -> None:
+    """Refuses a folder in which another run has begun since this one looked."""
+    require(
+        not (folder / "config.toml").exists(),
+        "output_dir",
+        str(folder),
+        "another run has begun there in the meantime: start the command again to go on with it, or choose "
+        "another folder",
+    )
+
+
+def _loop(
+    run: PreparedRun, on_step: Callable[[int, dict[str, Any]], bool | None] | None, quiet: bool
+) -> update.TrainState:
+    """The steps of a run, from where it stands to its end."""
+    cfg, state, supply, sigma = run.cfg, run.state, run.supply, run.sigma
     step = started = int(state.step)
     with contextlib.closing(run.files), contextlib.closing(_logger(run, quiet)) as logger:
         record = _recorder(run, logger, on_step)
