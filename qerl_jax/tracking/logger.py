@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from qerl_jax.files import whole_lines, write_whole
+from qerl_jax.files import write_whole
 from qerl_jax.tracking import terminal, trackers
 
 
@@ -45,10 +45,12 @@ class Logger:
         self._folder = pathlib.Path(run_folder)
         self._path = self._folder / "metrics.jsonl"
         self._folder.mkdir(parents=True, exist_ok=True)
-        rows = [row for row in read_metrics(self._folder) if row["step"] <= step and step > 0]
+        found, damaged = _read(self._path)
+        warning = _set_aside(self._path, damaged)
+        rows = [row for row in found if row["step"] <= step and step > 0]
         write_whole(self._path, "".join(json.dumps(row) + "\n" for row in rows))
-        for path in self._folder.glob("completions/step_*.jsonl"):
-            if int(path.stem.removeprefix("step_")) > step:
+        for place, path in completion_files(self._folder).items():
+            if place > step:
                 path.unlink()
         self.num_tokens = max((row.get("num_tokens", 0) for row in rows), default=0)
         self._file = self._path.open("a")
@@ -57,6 +59,8 @@ class Logger:
             report_to, self._folder, step=step, run_name=run_name, settings=settings or {}
         )
         self._display = terminal.Display(total_steps, step, Console(quiet=quiet))
+        if warning:
+            self.note(warning)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends one row; values become plain numbers."""
@@ -90,12 +94,61 @@ class Logger:
 
 
 def read_metrics(run_folder: str | pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl in order; a last line that a kill cut short is left out.
+    """The rows of metrics.jsonl in order.
 
-    Raises:
-        ValueError: For another line that is no JSON.
+    A last line that a kill cut short is left out, and so is every line that is no row: a run that is resumed
+    sets such lines aside, and says so.
     """
-    return whole_lines(pathlib.Path(run_folder) / "metrics.jsonl")
+    return _read(pathlib.Path(run_folder) / "metrics.jsonl")[0]
+
+
+def completion_files(run_folder: str | pathlib.Path) -> dict[int, pathlib.Path]:
+    """The files in `completions/` by their steps, the first one first; files of other names are left out."""
+    paths = pathlib.Path(run_folder).glob("completions/step_*.jsonl")
+    found = {path.stem.removeprefix("step_"): path for path in paths}
+    return {int(step): found[step] for step in sorted(found, key=_number) if _number(step) >= 0}
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isascii() and text.isdecimal() else -1
+
+
+def _read(path: pathlib.Path) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
+    """The rows of a log, and by their numbers from 1 on the lines that are no rows."""
+    *lines, rest = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    rows, damaged = [], {}
+    for number, line in enumerate(lines, 1):
+        row = _row(line)
+        if row is None:
+            damaged[number] = line
+        else:
+            rows.append(row)
+    last = _row(rest)  # without a line's end: a kill may have come between the two
+    return (rows if last is None else [*rows, last]), damaged
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """A line as a row of metrics; None where it is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    holds = isinstance(row, dict) and type(row.get("step")) is int and row["step"] >= 0
+    return row if holds and type(row.get("num_tokens", 0)) is int else None
+
+
+def _set_aside(path: pathlib.Path, damaged: Mapping[int, bytes]) -> str | None:
+    """Appends lines that are no rows to a file beside the log, and gives the warning about them."""
+    if not damaged:
+        return None
+    aside = path.with_name("metrics.damaged.jsonl")
+    with aside.open("ab") as file:
+        file.write(b"".join(line + b"\n" for line in damaged.values()))
+    named = ", ".join(map(str, list(damaged)[:5])) + (", ..." if len(damaged) > 5 else "")
+    return (
+        f"warning: {path}: {len(damaged)} of its lines are no rows of metrics (line {named}); they were moved "
+        f"to {aside.name}, and all other rows are kept"
+    )
 
 
 def _plain(value: Any) -> Any:

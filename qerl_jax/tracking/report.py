@@ -473,9 +473,9 @@ def _samples(groups: Sequence[Group]) -> list[tuple[str, str]]:
     """The best and the worst completion of the first and of the last logged step."""
     passages = []
     for each in groups:
-        files = sorted((each.runs[0].folder / "completions").glob("step_*.jsonl"))
-        for path in dict.fromkeys((*files[:1], *files[-1:])):
-            where = f"{each.label}, step {int(path.stem.removeprefix('step_'))}"
+        files = list(logger.completion_files(each.runs[0].folder).items())
+        for step, path in dict.fromkeys((*files[:1], *files[-1:])):
+            where = f"{each.label}, step {step}"
             judged = [row for row in whole_lines(path) if row["reward"] is not None]
             for word, pick in (("highest", max), ("lowest", min)) if judged else ():
                 row = pick(judged, key=lambda row: row["reward"])

@@ -1,0 +1,76 @@
+"""What was logged stays: a line that cannot be read costs that line, and a warning says so."""
+
+import json
+import pathlib
+
+import pytest
+
+from qerl_jax.tracking import logger
+
+ROWS = [{"step": step, "reward": step / 8, "num_tokens": 100 * step} for step in range(1, 13)]
+BAD = {
+    "cut short": b'{"step": 3, "rew',
+    "a list": b"[1, 2]",
+    "no step": b'{"a": 1}',
+    "a step that is no number": b'{"step": "x"}',
+    "a step that is true": b'{"step": true}',
+    "a negative step": b'{"step": -1}',
+    "tokens that are no number": b'{"step": 3, "num_tokens": "many"}',
+    "not UTF-8": b'{"step": 3, "x": "\xff"}',
+    "zeros, as a lost page leaves them": bytes(64),
+    "empty": b"",
+    "deeply nested": 100_000 * b"[",
+}
+
+
+def lines(rows):
+    return [json.dumps(row).encode() for row in rows]
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_line_is_set_aside_and_all_rows_around_it_stay(case, tmp_path, capsys):
+    path, whole = tmp_path / "metrics.jsonl", lines(ROWS)
+    path.write_bytes(b"\n".join([*whole[:4], BAD[case], *whole[4:]]) + b"\n")
+    assert logger.read_metrics(tmp_path) == ROWS
+    log = logger.Logger(tmp_path, total_steps=16, step=12)
+    log.close()
+    assert log.num_tokens == 1200
+    assert path.read_bytes() == b"\n".join(whole) + b"\n"
+    assert (tmp_path / "metrics.damaged.jsonl").read_bytes() == BAD[case] + b"\n"
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"warning: {path}: 1 of its lines are no rows of metrics (line 5)" in shown
+    assert "moved to metrics.damaged.jsonl" in shown
+
+    logger.Logger(tmp_path, total_steps=16, step=12).close()  # it is said once
+    assert "warning" not in capsys.readouterr().out
+    assert path.read_bytes() == b"\n".join(whole) + b"\n"
+
+
+def test_of_a_last_line_that_a_kill_cut_short_nothing_is_said(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines(ROWS[:3])) + b'\n{"step": 4, "rew')
+    logger.Logger(tmp_path, total_steps=16, step=3).close()
+    assert "warning" not in capsys.readouterr().out
+    assert logger.read_metrics(tmp_path) == ROWS[:3]
+
+
+def test_a_last_row_that_lacks_only_the_end_of_its_line_is_kept(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines(ROWS[:3])))
+    logger.Logger(tmp_path, total_steps=16, step=3).close()
+    assert logger.read_metrics(tmp_path) == ROWS[:3]
+
+
+def test_rows_beyond_the_checkpoint_come_again_and_are_dropped(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines(ROWS)) + b"\n")
+    logger.Logger(tmp_path, total_steps=16, step=5).close()
+    assert logger.read_metrics(tmp_path) == ROWS[:5]
+
+
+def test_files_in_completions_that_are_no_steps_are_left_alone(tmp_path):
+    folder = tmp_path / "completions"
+    folder.mkdir()
+    for name in ("step_000002", "step_abc", "step_", "step_²", "step_000009"):
+        (folder / f"{name}.jsonl").write_text("{}\n")
+    logger.Logger(tmp_path, total_steps=16, step=5).close()
+    left = {path.stem for path in pathlib.Path(folder).iterdir()}
+    assert left == {"step_000002", "step_abc", "step_", "step_²"}
+    assert list(logger.completion_files(tmp_path)) == [2]
