@@ -54,7 +54,8 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
     """Makes one line of what goes wrong while a path is written.
 
     Raises:
-        DiskError: For any `OSError` in the block but one that says so already.
+        DiskError: For any `OSError` in the block but one that says so already, and for what a library raises
+            where the disk is full.
     """
     try:
         yield
@@ -62,6 +63,10 @@ def writing(path: str | os.PathLike) -> Iterator[None]:
         raise
     except OSError as error:
         raise DiskError(path, error.errno, error.strerror or str(error)) from error
+    except Exception as error:
+        if os.strerror(errno.ENOSPC) not in str(error):
+            raise
+        raise DiskError(path, errno.ENOSPC) from error
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:

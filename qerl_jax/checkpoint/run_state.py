@@ -1,8 +1,7 @@
 """The state of a run: written as it goes, checked and restored when it resumes."""
 
 import contextlib
-import errno
-import os
+import logging
 import pathlib
 import shutil
 import threading
@@ -50,7 +49,7 @@ class StateFiles:
             if folder.exists() and not (folder / files.SEAL).is_file():
                 shutil.rmtree(folder)
             with files.whole_folder(folder, files.SEAL, "checkpoint") as partial:
-                with _one_error(folder), contextlib.closing(_arrays()) as arrays:
+                with _quiet_threads(), contextlib.closing(_arrays()) as arrays:
                     arrays.save(partial / _STATE, args=ocp.args.StandardSave(state))
                 files.write_whole(partial / _SUPPLY, files.to_line(supply or {}))
                 files.seal(partial)
@@ -161,21 +160,17 @@ def _arrays() -> ocp.Checkpointer:
 
 
 @contextlib.contextmanager
-def _one_error(path: pathlib.Path) -> Iterator[None]:
-    """Makes one error of what orbax's threads print and raise when the disk does not take what they write."""
+def _quiet_threads() -> Iterator[None]:
+    """Lets no thread print or log what is raised here as well: orbax writes in threads of its own."""
+    log = logging.getLogger("absl")
     shown, threading.excepthook = threading.excepthook, lambda failure: None
+    level = log.level
+    log.setLevel(logging.CRITICAL)
     try:
         yield
-    except OSError:
-        raise
-    except Exception as error:
-        # The number is in the text only, and not in that of every failure.
-        is_full = os.strerror(errno.ENOSPC) in str(error) or "RESOURCE_EXHAUSTED" in str(error)
-        raise files.DiskError(
-            path, errno.ENOSPC if is_full else None, None if is_full else _first_line(error)
-        ) from error
     finally:
         threading.excepthook = shown
+        log.setLevel(level)
 
 
 def _first_line(error: Exception) -> str:

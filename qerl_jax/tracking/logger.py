@@ -1,13 +1,15 @@
 """Metrics and completions of a run: written to its folder, shown in the terminal, sent to trackers."""
 
+import contextlib
 import json
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 
-from qerl_jax.files import write_whole
+from qerl_jax.files import write_whole, writing
 from qerl_jax.tracking import terminal, trackers
 
 
@@ -44,7 +46,8 @@ class Logger:
         """
         self._folder = pathlib.Path(run_folder)
         self._path = self._folder / "metrics.jsonl"
-        self._folder.mkdir(parents=True, exist_ok=True)
+        with writing(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
         found, damaged = _read(self._path)
         warning = _set_aside(self._path, damaged)
         rows = [row for row in found if row["step"] <= step and step > 0]
@@ -53,7 +56,10 @@ class Logger:
             if place > step:
                 path.unlink()
         self.num_tokens = max((row.get("num_tokens", 0) for row in rows), default=0)
-        self._file = self._path.open("a")
+        with writing(self._path):
+            self._file = self._path.open(
+                "ab", buffering=0
+            )  # what is written is in the file, or an error
         self._log_completions = log_completions
         self._trackers = trackers.start(
             report_to, self._folder, step=step, run_name=run_name, settings=settings or {}
@@ -63,10 +69,14 @@ class Logger:
             self.note(warning)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Appends one row; values become plain numbers."""
+        """Appends one row; values become plain numbers.
+
+        Raises:
+            DiskError: When the disk does not take the row; then none of it is in the file.
+        """
         row = {"step": step} | {name: _plain(value) for name, value in metrics.items()}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._append(json.dumps(row).encode() + b"\n")
         for tracker in self._trackers:
             tracker.write(step, row)
         self._display.show(step, row)
@@ -77,9 +87,21 @@ class Logger:
         if not self._log_completions:
             return
         folder = self._folder / "completions"
-        folder.mkdir(exist_ok=True)
+        with writing(folder):
+            folder.mkdir(exist_ok=True)
         text = "".join(json.dumps(row, ensure_ascii=False, default=_plain) + "\n" for row in rows)
         write_whole(folder / f"step_{step:06d}.jsonl", text)
+
+    def _append(self, line: bytes) -> None:
+        """Writes a line as a whole or not at all."""
+        size = self._path.stat().st_size
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.truncate(self._path, size)
+            raise
 
     def note(self, text: str) -> None:
         """Shows a line that is no metric."""
@@ -142,7 +164,7 @@ def _set_aside(path: pathlib.Path, damaged: Mapping[int, bytes]) -> str | None:
     if not damaged:
         return None
     aside = path.with_name("metrics.damaged.jsonl")
-    with aside.open("ab") as file:
+    with writing(aside), aside.open("ab") as file:
         file.write(b"".join(line + b"\n" for line in damaged.values()))
     named = ", ".join(map(str, list(damaged)[:5])) + (", ..." if len(damaged) > 5 else "")
     return (

@@ -11,6 +11,7 @@ import optax
 
 from qerl_jax import config
 from qerl_jax.checkpoint import base_model
+from qerl_jax.files import writing
 from qerl_jax.model.transformer import trainable
 from qerl_jax.rl import experience, update
 from qerl_jax.training import exploration
@@ -38,9 +39,10 @@ def write(run_folder: str | pathlib.Path, failure: update.NonFinite) -> pathlib.
         leaves = jax.tree.leaves(getattr(failure, name))
         arrays |= {f"{name}/{i}": np.asarray(leaf) for i, leaf in enumerate(leaves)}
     partial = path.with_name(f".{path.name}")
-    with partial.open("wb") as file:
-        np.savez(file, **arrays)
-    os.replace(partial, path)
+    with writing(path):
+        with partial.open("wb") as file:
+            np.savez(file, **arrays)
+        os.replace(partial, path)
     return path
 
 

@@ -317,15 +317,16 @@ def _recorder(
 def _export(run: PreparedRun, folder: pathlib.Path, params: Any) -> None:
     """Writes what was learned: a PEFT adapter, or a whole model."""
     source = run.cfg.model.model_name_or_path
-    if run.model.lora:
-        peft.export_adapter(folder, params, run.model.lora, source)
-    else:
-        hf_folder.export_model(
-            folder,
-            run.model,
-            run.frozen | params,
-            hf_folder.local_folder(source, weights=False),
-        )
+    with writing(folder):
+        if run.model.lora:
+            peft.export_adapter(folder, params, run.model.lora, source)
+        else:
+            hf_folder.export_model(
+                folder,
+                run.model,
+                run.frozen | params,
+                hf_folder.local_folder(source, weights=False),
+            )
 
 
 def _crosses(run: PreparedRun, step: int, every: int) -> bool:
