@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError, OverflowError, NotImplementedError) as error:
         sys.stderr.write(f"qerl {name}: {error}\n")
         return 2
-    except KeyboardInterrupt:
-        sys.stderr.write(f"qerl {name}: interrupted\n")
-        return 130
+    except KeyboardInterrupt as stopped:
+        sys.stderr.write(f"qerl {name}: {str(stopped) or 'interrupted'}\n")
+        return getattr(stopped, "exit_code", 130)
     return 0

@@ -6,6 +6,7 @@ import pathlib
 
 import qerl_jax
 from qerl_jax.cli.common import log, run_config, use_compilation_cache
+from qerl_jax.training import stopping
 
 
 def train(argv: list[str]) -> None:
@@ -13,9 +14,11 @@ def train(argv: list[str]) -> None:
 
     Trains an adapter, or resumes the run in output_dir, and writes a page about it.
     `qerl train CONFIG.toml --help` shows every field of the config with its value.
+    SIGINT (Ctrl-C) and SIGTERM end the step or leave it, save, and exit with 130 or 143.
     """
-    run = qerl_jax.train(run_config("train", argv))
-    log(f"page in {run.report()}", run.summary())
+    with stopping.ending_at_once("qerl train"):
+        run = qerl_jax.train(run_config("train", argv))
+        log(f"page in {run.report()}", run.summary())
 
 
 def plan(argv: list[str]) -> None:

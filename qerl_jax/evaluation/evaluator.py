@@ -93,7 +93,7 @@ class Evaluator:
             max_prompt_length: See above.
             key: See above.
             max_concurrent: Rows sampled at a time; None means all of a batch.
-            **cache: `compact`, `kv_cache_tokens` and `kv_cache_fraction` of `Engine`.
+            **cache: `compact`, `kv_cache_tokens`, `kv_cache_fraction` and `poll` of `Engine`.
         """
         how = SamplingParams(
             top_k=protocol.top_k,
@@ -120,6 +120,7 @@ class Evaluator:
         tokenizer: Tokenizer,
         key: jax.Array,
         log: Callable[[str], None],
+        poll: Callable[[], None] | None = None,
     ) -> Self | None:
         """Builds the evaluator of a run's `[eval]` section; None where there is none.
 
@@ -131,6 +132,7 @@ class Evaluator:
             tokenizer: The policy's tokenizer.
             key: See the attributes of the class.
             log: Is told how many problems are left out.
+            poll: See `Engine`.
 
         Raises:
             ValueError: For problems or a reward that cannot be used.
@@ -153,6 +155,7 @@ class Evaluator:
             compact=cfg.rollout.compact,
             kv_cache_tokens=cfg.rollout.kv_cache_tokens,
             kv_cache_fraction=cfg.rollout.kv_cache_fraction,
+            poll=poll,
         )
 
     def records(

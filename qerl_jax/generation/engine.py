@@ -15,7 +15,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import jax
@@ -82,6 +82,7 @@ class Engine:
             Where the device reports its memory and neither is given, nine tenths of what
             `kv_capacity.workspace` leaves bound it.
         page_size: S; None means what the device reads best.
+        poll: Called before each chunk; what it raises ends the sampling.
     """
 
     def __init__(
@@ -95,8 +96,10 @@ class Engine:
         kv_cache_tokens: int | None = None,
         kv_cache_fraction: float | None = None,
         page_size: int | None = None,
+        poll: Callable[[], None] | None = None,
     ):
         self._model, self._spec = model, spec
+        self._poll = poll
         # Eight at least, with ids that are never sampled: ignoring them compiles nothing anew.
         self._stop_tokens = np.array([*stop_tokens, *[-1] * (8 - len(stop_tokens))], np.int32)
         self._stop_strings = stop_strings
@@ -234,6 +237,8 @@ class Engine:
         traits = {"model": self._model, "spec": self._spec}
         chunks = collections.deque()
         while schedule.unfinished():
+            if self._poll is not None:
+                self._poll()
             # Where no row waits, the device goes on while the host reads what it brought.
             while not chunks or (len(chunks) == 1 and schedule.goes_on()):
                 if not chunks:

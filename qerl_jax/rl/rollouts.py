@@ -163,6 +163,7 @@ def make_sampler(
     *,
     max_prompt_length: int,
     entropies: bool = False,
+    poll: Callable[[], None] | None = None,
 ) -> Sampler:
     """The sampler that a config asks for.
 
@@ -172,6 +173,7 @@ def make_sampler(
         cfg: How completions are sampled.
         max_prompt_length: Bound on the tokens of a prompt.
         entropies: Whether rollouts hold the sampler's entropies.
+        poll: See `Engine`.
     """
     return Sampler(
         Engine.of(
@@ -182,6 +184,7 @@ def make_sampler(
             compact=cfg.compact,
             kv_cache_tokens=cfg.kv_cache_tokens,
             kv_cache_fraction=cfg.kv_cache_fraction,
+            poll=poll,
         ),
         tokenizer,
         num_generations=cfg.num_generations,

@@ -74,7 +74,7 @@ class Logger:
         Raises:
             DiskError: When the disk does not take the row; then none of it is in the file.
         """
-        row = {"step": step} | {name: _plain(value) for name, value in metrics.items()}
+        row = {"step": step} | {name: plain(value) for name, value in metrics.items()}
         with writing(self._path):
             self._append(json.dumps(row).encode() + b"\n")
         for tracker in self._trackers:
@@ -89,7 +89,7 @@ class Logger:
         folder = self._folder / "completions"
         with writing(folder):
             folder.mkdir(exist_ok=True)
-        text = "".join(json.dumps(row, ensure_ascii=False, default=_plain) + "\n" for row in rows)
+        text = "".join(json.dumps(row, ensure_ascii=False, default=plain) + "\n" for row in rows)
         write_whole(folder / f"step_{step:06d}.jsonl", text)
 
     def _append(self, line: bytes) -> None:
@@ -173,7 +173,8 @@ def _set_aside(path: pathlib.Path, damaged: Mapping[int, bytes]) -> str | None:
     )
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A metric as JSON has it: arrays become numbers, other things texts."""
     if isinstance(value, str | bool | int | float | None | list | dict):
         return value
     return value.tolist() if hasattr(value, "tolist") else str(value)

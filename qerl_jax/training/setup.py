@@ -19,7 +19,7 @@ from qerl_jax.model import fused_decode, transformer
 from qerl_jax.rewards import scoring, stock
 from qerl_jax.rl import dynamic_sampling, grpo, optimizer, rollouts, update
 from qerl_jax.tracking import trackers
-from qerl_jax.training import exploration, metrics, replay
+from qerl_jax.training import exploration, metrics, replay, stopping
 
 # Streams of randomness that must not meet; each folds in the step.
 SAMPLE, NOISE, UPDATE, EVAL, PARAMS = range(5)
@@ -46,6 +46,8 @@ class PreparedRun:
         files: The checkpoints.
         state: Where training begins, or goes on; the first update takes its buffers.
         supply: Where the data begins, or goes on.
+        progress: What the run remembers beside its state, as `Recorder` wrote it; empty for a new one.
+        stop: Whether a signal has asked it to end.
         memory: The plan of memory; None where the device does not report its own.
         earlier_peak: Most bytes that this process had on the device before the run.
         notes: Lines to show.
@@ -67,6 +69,8 @@ class PreparedRun:
     files: run_state.StateFiles
     state: update.TrainState
     supply: dynamic_sampling.Supply
+    progress: dict[str, Any]
+    stop: stopping.Stop
     memory: memory.MemoryPlan | None
     earlier_peak: int
     notes: list[str]
@@ -102,6 +106,7 @@ def setup(
     *,
     problems: Sequence[datasets.Problem] | None = None,
     reward_functions: Sequence[stock.RewardFunction] | None = None,
+    stop: stopping.Stop | None = None,
 ) -> PreparedRun:
     """Loads all that a config names; a run that is found in its folder goes on where it was.
 
@@ -111,7 +116,9 @@ def setup(
         cfg: The run.
         problems: Problems to train on, instead of those that `cfg.data` names.
         reward_functions: Rewards, instead of those that `cfg.rewards` names.
+        stop: Says whether a signal has asked the run to end; sampling asks it between two chunks of tokens.
     """
+    stop = stop or stopping.Stop()
     trackers.require(cfg.report_to)
     earlier = check_folder(cfg)
     if cfg.deterministic:
@@ -141,7 +148,9 @@ def setup(
             f"{total_steps} optimizer steps, or fewer where rollouts take several rounds"
         )
     scoring.check(functions, problems[:2], metrics.Trace(0, total_steps).extras)
-    evaluator = Evaluator.of_run(cfg, model, tokenizer, stream_key(cfg, EVAL), notes.append)
+    evaluator = Evaluator.of_run(
+        cfg, model, tokenizer, stream_key(cfg, EVAL), notes.append, stop.poll
+    )
     rows = min(cfg.generation_batch_size, cfg.rollout.max_concurrent or cfg.generation_batch_size)
     own_noise = cfg.noise is not None and cfg.noise.per != "rollout"
     if slow := fused_decode.slow_because(model, rows, own_noise=own_noise):
@@ -180,6 +189,7 @@ def setup(
             cfg.rollout,
             max_prompt_length=cfg.data.max_prompt_length,
             entropies=True,
+            poll=stop.poll,
         ),
         updater=update.make_updater(
             cfg,
@@ -198,6 +208,8 @@ def setup(
             lambda place: datasets.batch(problems, place, batch_size=1, seed=cfg.seed)[0],
             tokenizer,
         ),
+        progress=(stored or {}).get("progress", {}),
+        stop=stop,
         memory=memory_plan,
         earlier_peak=earlier_peak,
         notes=notes,

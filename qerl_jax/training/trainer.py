@@ -16,7 +16,6 @@ How this differs from the paper (arXiv 2510.11696) and from its published code:
 
 import contextlib
 import functools
-import json
 import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,17 +26,15 @@ import numpy as np
 from pallas_kernels import runtime
 from qerl_jax import config, locks, memory
 from qerl_jax.checked import require
-from qerl_jax.checkpoint import hf_folder, peft
 from qerl_jax.data import datasets
 from qerl_jax.files import write_whole, writing
 from qerl_jax.model.noise import RowNoise
-from qerl_jax.model.transformer import as_computed
 from qerl_jax.rewards import scoring, stock
 from qerl_jax.rl import dynamic_sampling, grpo, rollouts, update
 from qerl_jax.rl.experience import Experience, make_experience
-from qerl_jax.tracking.logger import Logger, read_metrics
+from qerl_jax.tracking.logger import Logger
 from qerl_jax.tracking.terminal import asked
-from qerl_jax.training import metrics
+from qerl_jax.training import metrics, recorder, stopping
 from qerl_jax.training.guards import Guards
 from qerl_jax.training.setup import SAMPLE, UPDATE, PreparedRun, peak_memory, setup, stream_key
 
@@ -65,6 +62,10 @@ def train(
             later call goes on, and what was learned, as at its end.
         quiet: Show nothing in the terminal; files are written all the same.
 
+    Raises:
+        Stopped: SIGINT or SIGTERM came while it trained; the last whole step is saved. It is a
+            KeyboardInterrupt. Signals are heard in the main thread only.
+
     Returns:
         The final state; the adapter is in `<output_dir>/adapter`, or a whole model in
         `<output_dir>/model`; with evaluations on a schedule, the best one is in `<output_dir>/best`.
@@ -74,7 +75,9 @@ def train(
         is_new = not folder.is_dir()
         # What is there must not change while it is read; a folder that is not there yet is not made for bad input.
         lock = None if is_new else owned.enter_context(locks.held(folder))
-        run = setup(cfg, problems=problems, reward_functions=reward_functions)
+        stop = stopping.Stop()
+        run = setup(cfg, problems=problems, reward_functions=reward_functions, stop=stop)
+        owned.enter_context(stop.listening())
         if is_new:
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -102,17 +105,21 @@ def _loop(
     """The steps of a run, from where it stands to its end."""
     cfg, state, supply, sigma = run.cfg, run.state, run.supply, run.sigma
     step = started = int(state.step)
-    with contextlib.closing(run.files), contextlib.closing(_logger(run, quiet)) as logger:
-        record = _recorder(run, logger, on_step)
+    with (
+        contextlib.closing(run.files),
+        contextlib.closing(_logger(run, quiet)) as logger,
+        recorder.Recorder(run, logger, on_step) as record,
+    ):
         guards = Guards(cfg, run.updater.objective, logger.note)
-        goes_on, warned = True, False
-        if run.evaluator and step == 0:
-            goes_on = record(0, {}, state.params, False)
+        goes_on, warned = record.begin(), False
         while goes_on and (place := run.place(step, supply)) < run.total_steps:
-            trace = metrics.Trace(step, run.total_steps)
+            run.stop.poll()
+            trace = record.trace = metrics.Trace(step, run.total_steps)
             noise, noise_metrics = run.noise(step, place, sigma)
             batch, fresh, supply, gathered = dynamic_sampling.gather(
-                functools.partial(_sample, run, _policy(run, state.params) | noise, trace),
+                functools.partial(
+                    _sample, run, recorder.variables(run, state.params) | noise, trace
+                ),
                 supply,
                 max_rounds=run.max_rounds(place),
                 informative=run.informative,
@@ -149,7 +156,6 @@ def _loop(
                 _compare(run.memory, memory.device_memory(), logger, run.earlier_peak)
 
             step = int(state.step)
-            over = run.place(step, supply) >= run.total_steps
             logger.num_tokens += fresh.rollout.num_tokens
             # First what reward functions log: it hides nothing of the run's own.
             row = {
@@ -168,14 +174,12 @@ def _loop(
                 logger.note(_about_unjudged(step, fresh))
             guards.mismatch(row)
             sigma = run.noise.adapted(sigma, place, row)
-            goes_on = record(step, row, state.params, over)
             logger.write_completions(
                 step, metrics.completion_rows(fresh, batch, advantages, trace.columns())
             )
-            if over or not goes_on or _crosses(run, step, cfg.save_steps):
-                run.files.save(state, supply.to_table() | _remembered(sigma))
+            goes_on = record.record(state, supply, row, sigma)
         folder = pathlib.Path(cfg.output_dir) / ("adapter" if run.model.lora else "model")
-        _export(run, folder, state.params)
+        recorder.export(run, folder, state.params)
         logger.note(f"{folder.name} in {folder}")
     return state
 
@@ -217,11 +221,6 @@ def _about_unjudged(step: int, scored: rollouts.Scored) -> str:
     )
 
 
-def _policy(run: PreparedRun, params: Any) -> dict[str, Any]:
-    """The variables that sample."""
-    return {"params": as_computed(params, run.model.dtype), "frozen": run.frozen}
-
-
 def _sample(
     run: PreparedRun,
     variables: dict[str, Any],
@@ -241,11 +240,13 @@ def _sample(
         groups=np.arange(drawn, drawn + count),
         on_text=scoring.beginner(run.functions, problems, cfg.rollout.num_generations),
     )
+    run.stop.poll()
     trace.lap("rollout")
     record = scoring.Record(len(rollout.texts))
     combined, per_function = rollouts.score(
         rollout, run.functions, run.weights, trace.extras, record
     )
+    run.stop.poll()
     trace.records.append(record)
     trace.lap("reward")
     return rollouts.Scored(
@@ -267,11 +268,6 @@ def _is_replayed(cfg: config.RunConfig, noise: Any) -> bool:
     return noise.per == "sequence" and not cfg.optim.share_prompts
 
 
-def _remembered(sigma: float | None) -> dict[str, float]:
-    """What a checkpoint holds of the noise: an adaptive sigma. All else follows from the step."""
-    return {} if sigma is None else {"sigma": sigma}
-
-
 def _experience(
     cfg: config.RunConfig, scored: rollouts.Scored, advantages: np.ndarray, noise: Any
 ) -> Experience:
@@ -286,53 +282,6 @@ def _experience(
         judged=~np.isnan(scored.rewards),
         noise=_noise_numbers(noise, scored),
     )
-
-
-def _recorder(
-    run: PreparedRun, logger: Logger, on_step: Callable[[int, dict[str, Any]], bool | None] | None
-) -> Callable[[int, dict[str, Any], Any, bool], bool]:
-    """The function that writes the metrics of a step, evaluated where that is due, and says whether to go on.
-
-    It also writes `best`, and `best.json` beside it, when held-out accuracy is the highest so far; what
-    the highest was is read from the metrics, so a resumed run goes on with it.
-    """
-    folder, eval_cfg = pathlib.Path(run.cfg.output_dir), run.cfg.eval
-    best = max((row.get("eval/accuracy", -1.0) for row in read_metrics(folder)), default=-1.0)
-
-    def record(step: int, row: dict[str, Any], params: Any, over: bool) -> bool:
-        nonlocal best
-        if run.evaluator and (step == 0 or over or _crosses(run, step, eval_cfg.eval_steps)):
-            row = row | run.evaluator(_policy(run, params))
-        logger.write(step, row)
-        if eval_cfg and eval_cfg.eval_steps and row.get("eval/accuracy", -1.0) > best:
-            best = row["eval/accuracy"]
-            _export(run, folder / "best", params)
-            table = {"step": step} | {k: v for k, v in row.items() if k.startswith("eval/")}
-            write_whole(folder / "best.json", json.dumps(table, indent=2) + "\n")
-        return on_step is None or on_step(step, row) is not False
-
-    return record
-
-
-def _export(run: PreparedRun, folder: pathlib.Path, params: Any) -> None:
-    """Writes what was learned: a PEFT adapter, or a whole model."""
-    source = run.cfg.model.model_name_or_path
-    with writing(folder):
-        if run.model.lora:
-            peft.export_adapter(folder, params, run.model.lora, source)
-        else:
-            hf_folder.export_model(
-                folder,
-                run.model,
-                run.frozen | params,
-                hf_folder.local_folder(source, weights=False),
-            )
-
-
-def _crosses(run: PreparedRun, step: int, every: int) -> bool:
-    """Whether one of a rollout's optimizer steps was a multiple of `every`."""
-    stride = run.cfg.updates_per_rollout
-    return every > 0 and step // every > (step - stride) // every
 
 
 def _compare(plan: memory.MemoryPlan, limit: int, logger: Logger, earlier_peak: int) -> None:

@@ -1,0 +1,153 @@
+"""What a run leaves behind as it goes (metrics, evaluations, the best adapter, checkpoints), and how it ends."""
+
+import json
+import pathlib
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from qerl_jax.checkpoint import hf_folder, peft
+from qerl_jax.files import write_whole, writing
+from qerl_jax.model.transformer import as_computed
+from qerl_jax.rl import dynamic_sampling, update
+from qerl_jax.tracking.logger import Logger, plain, read_metrics
+from qerl_jax.training import metrics
+from qerl_jax.training.setup import PreparedRun
+from qerl_jax.training.stopping import Stopped
+
+type Callback = Callable[[int, dict[str, Any]], bool | None]
+
+
+class Recorder:
+    """Takes the steps of a run as they are done.
+
+    As a context manager it sees how the run ends. When a signal stops it (`Stopped`), the state of the last
+    whole step is saved; of a step that is half done nothing is kept, and it is done again when the run is
+    resumed. An evaluation that is interrupted is done again, too.
+
+    Attributes:
+        trace: The step that is being done; None before the first.
+    """
+
+    def __init__(self, run: PreparedRun, logger: Logger, on_step: Callback | None):
+        """Goes on from what the checkpoint remembers; an older one leaves that to the metrics."""
+        self._run, self._logger, self._on_step = run, logger, on_step
+        self._state, self._supply, self._sigma = run.state, run.supply, run.sigma
+        self._saved = int(run.state.step)
+        rows = read_metrics(run.cfg.output_dir)
+        self._best = max((row.get("eval/accuracy", -1.0) for row in rows), default=-1.0)
+        self._best = run.progress.get("best", self._best)
+        logger.num_tokens = run.progress.get("num_tokens", logger.num_tokens)
+        self._pending = run.progress.get("pending")
+        if any(row["step"] == self._saved for row in rows):
+            self._pending = None
+        self.trace: metrics.Trace | None = None
+
+    def begin(self) -> bool:
+        """Does what comes before the first step, and says whether to go on.
+
+        That is the evaluation of the policy that is not trained yet, or the one in which the run was stopped.
+        """
+        if self._pending is not None:
+            return self.record(self._state, self._supply, self._pending, self._sigma)
+        if self._run.evaluator and self._state.step == 0:
+            return self.record(self._state, self._supply, {}, self._sigma)
+        return True
+
+    def record(
+        self,
+        state: update.TrainState,
+        supply: dynamic_sampling.Supply,
+        row: dict[str, Any],
+        sigma: float | None,
+    ) -> bool:
+        """Writes the metrics of a step, evaluated where that is due, and says whether to go on.
+
+        It also writes `best`, and `best.json` beside it, when held-out accuracy is the highest so far, and a
+        checkpoint where that is due. An adaptive sigma is what a checkpoint holds of the noise: all else
+        follows from the step.
+        """
+        run, cfg, step = self._run, self._run.cfg, int(state.step)
+        self._state, self._supply, self._pending, self._sigma = state, supply, row, sigma
+        over = run.place(step, supply) >= run.total_steps
+        every = cfg.eval.eval_steps if cfg.eval else 0
+        if run.evaluator and (step == 0 or over or crosses(run, step, every)):
+            row = row | run.evaluator(variables(run, state.params))
+        self._logger.write(step, row)
+        if every and row.get("eval/accuracy", -1.0) > self._best:
+            self._best = row["eval/accuracy"]
+            folder = pathlib.Path(cfg.output_dir)
+            export(run, folder / "best", state.params)
+            table = {"step": step} | {k: v for k, v in row.items() if k.startswith("eval/")}
+            write_whole(folder / "best.json", json.dumps(table, indent=2) + "\n")
+        self._pending = None
+        goes_on = self._on_step is None or self._on_step(step, row) is not False
+        if step > 0 and (over or not goes_on or crosses(run, step, cfg.save_steps)):
+            self._save()
+        return goes_on
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Saves where a signal has stopped the run.
+
+        Raises:
+            Stopped: With a line that says how far the run has come.
+        """
+        if not isinstance(error, Stopped):
+            return
+        step, cfg = int(self._state.step), self._run.cfg
+        name = error.signal.name
+        if step == 0:
+            raise Stopped(
+                error.signal, f"stopped by {name} before the first step was done: nothing to save"
+            ) from error
+        if step != self._saved:
+            self._save()
+        raise Stopped(
+            error.signal,
+            f"stopped by {name} after step {step} of {self._run.total_steps}, which is saved in "
+            f"{cfg.output_dir}: the same command goes on from there",
+        ) from error
+
+    def _save(self) -> None:
+        """Writes a checkpoint of the last whole step, and what the run remembers beside its state."""
+        progress = {"num_tokens": self._logger.num_tokens, "best": self._best}
+        if self._pending is not None:
+            progress["pending"] = {name: plain(value) for name, value in self._pending.items()}
+        noise = {} if self._sigma is None else {"sigma": self._sigma}
+        table = self._supply.to_table() | noise | {"progress": progress}
+        self._run.files.save(self._state, table)
+        self._saved = int(self._state.step)
+
+
+def variables(run: PreparedRun, params: Any) -> dict[str, Any]:
+    """The variables that sample."""
+    return {"params": as_computed(params, run.model.dtype), "frozen": run.frozen}
+
+
+def crosses(run: PreparedRun, step: int, every: int) -> bool:
+    """Whether one of a rollout's optimizer steps was a multiple of `every`."""
+    stride = run.cfg.updates_per_rollout
+    return every > 0 and step // every > (step - stride) // every
+
+
+def export(run: PreparedRun, folder: pathlib.Path, params: Any) -> None:
+    """Writes what was learned: a PEFT adapter, or a whole model."""
+    source = run.cfg.model.model_name_or_path
+    with writing(folder):
+        if run.model.lora:
+            peft.export_adapter(folder, params, run.model.lora, source)
+        else:
+            hf_folder.export_model(
+                folder,
+                run.model,
+                run.frozen | params,
+                hf_folder.local_folder(source, weights=False),
+            )

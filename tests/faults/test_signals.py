@@ -1,0 +1,215 @@
+"""SIGINT and SIGTERM: a run ends where nothing is half done, saves, and goes on as if it had never stopped."""
+
+import itertools
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from qerl_jax import config
+from qerl_jax.checkpoint.run_state import StateFiles
+from qerl_jax.rl import rollouts
+from qerl_jax.tracking import logger
+from qerl_jax.training import stopping
+from qerl_jax.training.trainer import train
+from tests.faults import harness
+
+SIGNALS = {130: signal.SIGINT, 143: signal.SIGTERM}
+
+
+def watched(folder):
+    """A run that saves at its end only, and is evaluated at 0, 2 and 4."""
+    cfg = {"max_steps": 4, "save_steps": 100}
+    return harness.tiny(folder, eval={"num_problems": 8, "eval_steps": 2, "batch_size": 8}, **cfg)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(watched(folder), quiet=True)
+    return folder
+
+
+def send_in_judging(monkeypatch, nth, number=signal.SIGTERM):
+    """Sends a signal in the nth time that completions are judged: of the steps, and of the evaluations between."""
+    calls, score = itertools.count(), rollouts.score
+
+    def judged(*arguments, **options):
+        if next(calls) == nth:
+            os.kill(os.getpid(), number)
+        return score(*arguments, **options)
+
+    monkeypatch.setattr(rollouts, "score", judged)
+
+
+# Judged are, in this order: evaluation 0, steps 1 and 2, evaluation 2, steps 3 and 4, evaluation 4. A signal is
+# heard within the step that it comes in, and in an evaluation before its next chunk or after it.
+PLACES = {0: 0, 1: 0, 2: 1, 3: 2, 4: 2, 5: 3}
+
+
+@pytest.mark.parametrize(
+    "nth", [pytest.param(nth, marks=[pytest.mark.slow] * (nth not in (2, 3))) for nth in PLACES]
+)
+def test_a_signal_in_any_part_of_a_step_saves_the_last_whole_one(nth, whole, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(stopping.Stopped) as stopped:
+        send_in_judging(patch, nth)
+        train(watched(folder), quiet=True)
+    done = PLACES[nth]
+    assert StateFiles(folder, keep=None).steps() == ([done] if done else [])
+    if done:
+        text = f"stopped by SIGTERM after step {done} of 4, which is saved in {folder}: the same command"
+        assert str(stopped.value).startswith(text)
+    else:
+        assert str(stopped.value).endswith("before the first step was done: nothing to save")
+    assert stopped.value.exit_code == 143 and isinstance(stopped.value, KeyboardInterrupt)
+    train(watched(folder), quiet=True)
+    assert harness.results(folder) == harness.results(whole)
+    for name in ("best.json", "best/adapter_model.safetensors"):
+        assert (folder / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_an_evaluation_that_is_interrupted_is_done_again_and_its_row_is_whole(
+    whole, tmp_path, monkeypatch
+):
+    """The step before it is saved, and not done again."""
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch, pytest.raises(stopping.Stopped):
+        calls, collect = itertools.count(), rollouts.collect
+
+        def collected(sampler, *arguments, **options):
+            if next(calls) == 3:  # before the first chunk of evaluation 2
+                os.kill(os.getpid(), signal.SIGINT)
+            return collect(sampler, *arguments, **options)
+
+        patch.setattr(rollouts, "collect", collected)
+        train(watched(folder), quiet=True)
+    assert StateFiles(folder, keep=None).steps() == [2]
+    assert [row["step"] for row in logger.read_metrics(folder)] == [0, 1]
+    train(watched(folder), quiet=True)
+    assert harness.results(folder) == harness.results(whole)
+
+
+@pytest.mark.parametrize("number", stopping.SIGNALS)
+def test_a_second_signal_does_what_it_did_before(number):
+    heard = []
+    before = signal.signal(number, lambda *_: heard.append(number))
+    try:
+        stop = stopping.Stop()
+        with stop.listening():
+            stop.poll()
+            signal.raise_signal(number)
+            assert heard == [] and stop.signal == number
+            signal.raise_signal(number)
+            assert heard == [number]
+            with pytest.raises(stopping.Stopped):
+                stop.poll()
+        signal.raise_signal(number)
+        assert heard == [number, number]
+    finally:
+        signal.signal(number, before)
+
+
+def test_outside_of_the_main_thread_a_run_can_be_started_too():
+    failures = []
+
+    def listen():
+        try:
+            with stopping.Stop().listening():
+                pass
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert failures == []
+
+
+def start(path):
+    command = [sys.executable, "-m", "qerl_jax", "train", str(path)]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=harness.ROOT, **pipes)
+
+
+def wait_for_step(process, folder, step):
+    deadline = time.monotonic() + 300
+    while not any(row["step"] >= step for row in logger.read_metrics(folder)):
+        if process.poll() is not None or time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("code", SIGNALS)
+def test_the_command_ends_with_its_documented_code_and_one_line_beside_the_notice(code, tmp_path):
+    folder, path = tmp_path / "run", tmp_path / "run.toml"
+    path.write_text(config.dump(harness.tiny(folder, max_steps=2000, save_steps=1000)))
+    process = start(path)
+    try:
+        wait_for_step(process, folder, 3)
+        process.send_signal(SIGNALS[code])
+        _, shown = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == code, shown
+    name = SIGNALS[code].name
+    notice, last = shown.splitlines()
+    assert notice.startswith(f"{name}: the run ends after what it is doing")
+    step = int(
+        re.fullmatch(rf"qerl train: stopped by {name} after step (\d+) of 2000, .*", last)[1]
+    )
+    assert StateFiles(folder, keep=None).newest() == step >= 3
+    assert logger.read_metrics(folder)[-1]["step"] == step
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("seconds", [1.0, pytest.param(2.5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("code", SIGNALS)
+def test_a_signal_before_the_first_step_ends_the_command_at_once_too(code, seconds, tmp_path):
+    """While modules are imported Python itself ends it, later the command does."""
+    path = tmp_path / "run.toml"
+    path.write_text(config.dump(harness.tiny(tmp_path / "run")))
+    process = start(path)
+    try:
+        time.sleep(seconds)
+        process.send_signal(SIGNALS[code])
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode in (code, -SIGNALS[code])
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("seed", [1, 2])
+def test_signals_at_random_moments_one_after_the_other_change_nothing(seed, tmp_path):
+    """Of three kinds; a run that is killed goes on from what it saved last."""
+    steps = {"max_steps": 60, "save_steps": 7}
+    train(harness.tiny(tmp_path / "whole", **steps), quiet=True)
+    folder, path = tmp_path / "run", tmp_path / "run.toml"
+    path.write_text(config.dump(harness.tiny(folder, **steps)))
+    rng, codes = random.Random(seed), []
+    for _ in range(30):
+        process = start(path)
+        reached = max((row["step"] for row in logger.read_metrics(folder)), default=0)
+        wait_for_step(process, folder, reached + 1)
+        time.sleep(rng.uniform(0, 0.5))
+        number = rng.choice([signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+        process.send_signal(number)
+        _, shown = process.communicate(timeout=120)
+        codes.append((number, process.returncode))
+        expected = {signal.SIGKILL: -9}.get(number, 128 + number)
+        assert process.returncode in (0, expected), shown
+        assert "Traceback" not in shown and "terminate" not in shown, shown
+        if process.returncode == 0:
+            break
+    else:
+        pytest.fail(f"the run did not end: {codes}")
+    assert harness.results(folder) == harness.results(tmp_path / "whole")
