@@ -17,7 +17,7 @@ import numbers
 import operator
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, ClassVar, Literal
 
 
@@ -38,7 +38,8 @@ class Rule:
     text: str
 
 
-Count = Annotated[int, Rule(lambda n: n >= 1, "must be at least 1")]
+# Steps, rows and lengths are counted in 32 bits on the device.
+Count = Annotated[int, Rule(lambda n: 1 <= n < 2**31, "must be at least 1 and below 2**31")]
 Positive = Annotated[float, Rule(lambda x: x > 0, "must be positive")]
 NotNegative = Annotated[float, Rule(lambda x: x >= 0, "must not be negative")]
 Closed01 = Annotated[float, Rule(lambda x: 0 <= x <= 1, "must be in [0, 1]")]
@@ -78,6 +79,9 @@ class Checked:
         for name, optional, rule in _rules(type(self)):
             value = getattr(self, name)
             self._require(optional and value is None or _holds(rule, value), name, rule.text)
+        for field in dataclasses.fields(self):
+            rule = unusable(getattr(self, field.name))
+            self._require(rule is None, field.name, rule)
         for holds, name, text in self._across():
             self._require(holds, name, text)
 
@@ -89,6 +93,29 @@ class Checked:
         """Raises the error about a field, or about several with a comma."""
         value = operator.attrgetter(*field.split(", "))(self)
         require(holds, self.section + self.names.get(field, field), value, rule)
+
+
+# The largest number of 32 bits, in which all arithmetic is done.
+_LARGEST = 3.4028235e38
+
+
+def unusable(value: Any) -> str | None:
+    """Says why no field can have a value, be it alone or in a list or table; None where one can."""
+    if isinstance(value, str):
+        return "must not hold a NUL character" if "\0" in value else None
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, numbers.Integral):
+        return None if abs(value) <= 2**32 else "must lie between -2**32 and 2**32"
+    if isinstance(value, numbers.Real):
+        holds = abs(value) <= _LARGEST  # not so for NaN either
+        return None if holds else "must be a number that 32 bits can hold"
+    items: Iterable[Any] = ()
+    if isinstance(value, dict):
+        items = [*value.keys(), *value.values()]
+    elif isinstance(value, list | tuple):
+        items = value
+    return next((rule for each in items if (rule := unusable(each))), None)
 
 
 def _holds(rule: Rule, value: Any) -> bool:

@@ -41,6 +41,8 @@ TopP = Annotated[float, Rule(lambda p: 0 < p <= 1, "must be in (0, 1]")]
 RepetitionPenalty = Annotated[float, Rule(lambda x: x > 0, "must be positive (1 is off)")]
 # Dual clip's bound for negative advantages (arXiv 1912.09729), as verl has it.
 _DUAL_CLIP = 3.0
+# As many as a 72B model's narrow linears have rows: more is a slip of the pen.
+_MOST_RANK = 8192
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +103,10 @@ class LoraConfig(Checked, section="lora."):
         train_norms: Train the two norms of each layer too (QeRL's `ln`); they belong to the adapter then.
     """
 
-    rank: Count = 32
+    rank: Annotated[
+        int,
+        Rule(lambda n: 1 <= n <= _MOST_RANK, f"must be at least 1 and at most {_MOST_RANK}"),
+    ] = 32
     alpha: Positive = 32.0
     dropout: HalfOpen01 = 0.0
     train_norms: bool = False
@@ -468,7 +473,13 @@ class OptimConfig(Checked, section="optim."):
         optimizer: AdamW with float32 moments, or with moments in 8 bits ("adamw_8bit").
     """
 
-    learning_rate: Positive = 1e-5
+    learning_rate: Annotated[
+        float,
+        Rule(
+            lambda x: 0 < x <= 1,
+            "must be positive and at most 1: AdamW moves a weight by about so much a step",
+        ),
+    ] = 1e-5
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_ratio: HalfOpen01 = 0.1
     min_lr_ratio: Closed01 = 0.0
@@ -684,7 +695,12 @@ class RunConfig(Checked):
         if self.max_steps is not None:
             return self.max_steps
         rollouts = max(1, round(self.num_train_epochs * num_problems / self.prompts_per_rollout))
-        return rollouts * self.updates_per_rollout
+        steps = rollouts * self.updates_per_rollout
+        rule = (
+            f"{num_problems} problems make {steps:.3g} steps of it; there must be fewer than 2**31"
+        )
+        require(steps < 2**31, "num_train_epochs", self.num_train_epochs, rule)
+        return steps
 
 
 def load(path: str | pathlib.Path) -> RunConfig:

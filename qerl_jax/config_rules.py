@@ -4,6 +4,9 @@ from typing import Any
 
 from qerl_jax.checked import require
 
+# A larger rollout is a slip of the pen.
+_MOST_ROWS = 2**20
+
 
 def across_sections(cfg: Any) -> list[tuple[bool, str, str]]:
     """The rules across sections: whether each holds, the field (or several with a comma) at fault, the rule.
@@ -104,6 +107,7 @@ def _across_batches(cfg):
         given = "rollout.generation_batch_size"
     elif cfg.rollout.steps_per_generation is not None:
         given = f"{per_device} * rollout.steps_per_generation"
+    require(rows <= _MOST_ROWS, given, rows, f"must be at most {_MOST_ROWS} rows a rollout")
     rule = f"must be a multiple of rollout.num_generations = {group}"
     require(rows % group == 0, given, rows, rule)
     rule = f"must be a multiple of the optimizer batch, {optimizer_batch} = {batch}"

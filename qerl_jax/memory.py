@@ -50,6 +50,7 @@ class Item:
         phase: The phase of a step in which it is there.
         field: The config field, with a better value, that makes it smaller; "" for none.
         shortage: Why no run can do with what it is confined to; "" where one can.
+        estimated: Whether the compiler has the last word on it; the sizes of others follow from shapes.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Item:
     phase: Phase
     field: str = ""
     shortage: str = ""
+    estimated: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +101,31 @@ class MemoryPlan:
         raise ConfigError(
             f"memory: this run needs {_gb(self.peak)} in its {fullest}; the device offers "
             f"{_gb(limit)}: {advice}"
+        )
+
+    def about_exhaustion(self, phase: Phase, asked: int | None, limit: int | None) -> str:
+        """One line for a device that ran out of memory though the plan had fitted.
+
+        Lines whose sizes follow from shapes are not wrong. The largest of the phase's others is named, with the
+        setting that makes it smaller.
+
+        Args:
+            phase: What the run was doing; "always" while its weights were loaded.
+            asked: Bytes that it asked for in vain, where they are known.
+            limit: Bytes that the device offers, where they are known.
+        """
+        lines = [item for item in self.items if item.phase == phase and item.field]
+        wrong = max(lines, key=lambda item: (item.estimated, item.size))
+        doing = "preparation" if phase == "always" else phase
+        asked_for = "" if asked is None else f" when it asked for {_gb(asked)}"
+        why = "is an estimate, and was too low"
+        if not wrong.estimated:
+            why = "is the largest that a setting makes smaller"
+        offered = "" if limit is None else f" of {_gb(limit)}"
+        return (
+            f"memory: the device ran out of memory in the {doing}{asked_for}. The plan had "
+            f"{_gb(self.size(*{'always', phase}))}{offered} for it, of which {wrong.name!r} ({_gb(wrong.size)}) "
+            f"{why}: change {wrong.field}"
         )
 
     def require_one_base(self, in_use: int, peak: int) -> None:
@@ -183,6 +210,17 @@ def estimate(
         items += _sampling(cfg, arch, free, phase, prompts, rows)
         items += [Item("weights as sampled", sampled, phase)] if model.full else []
     return MemoryPlan((*items, *_update(cfg, arch, adapter)))
+
+
+def exhausted(error: BaseException) -> tuple[bool, int | None]:
+    """Whether an error says that the device has no memory left, and how many bytes were asked for if it says so."""
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" not in text and "out of memory" not in text.lower():
+        return False, None
+    match = re.search(r"allocat\w* ([\d.]+)\s*([KMG]i?B)?", text)
+    if match is None:
+        return True, None
+    return True, round(float(match[1].rstrip(".")) * _UNITS.get(match[2], 1))
 
 
 def require_context(cfg: RunConfig, arch: architecture.Architecture | None = None) -> None:
@@ -313,7 +351,7 @@ def _sampling(
     size = pages * page * arch.kv_bytes(_width(cfg))
     return [
         Item("keys and values", size, phase, field, shortage),
-        *(Item(name, size, phase, fewer) for name, size in beside(slots).items()),
+        *(Item(name, size, phase, fewer, estimated=True) for name, size in beside(slots).items()),
         *(_noise(cfg, arch, slots) if phase == "rollout" else []),
     ]
 
@@ -360,7 +398,7 @@ def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> li
             "inputs of the layers", arch.num_layers * tokens * arch.width * width, "update", fewer
         ),
         Item("kept of the layers", arch.num_layers * kept * width, "update", less if kept else ""),
-        Item("workspace of a layer, or of the head", workspace, "update", fewer),
+        Item("workspace of a layer, or of the head", workspace, "update", fewer, estimated=True),
     ]
 
 

@@ -6,6 +6,7 @@ import inspect
 import os
 import platform
 import sys
+import traceback
 
 # Without PyTorch transformers greets with a notice about it, which would be a newcomer's first
 # line.
@@ -13,7 +14,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import tyro
 
-from qerl_jax.cli import evaluate, generate, models, train
+from qerl_jax.cli import crashes, evaluate, generate, models, train
 from qerl_jax.cli.common import log
 
 
@@ -24,19 +25,26 @@ def env(argv: list[str]) -> None:
     """
     if argv:
         raise ValueError("env: takes no arguments")
+    log(*_versions(), *_devices())
+
+
+def _versions() -> list[str]:
+    python = f"python {platform.python_version()} on {platform.platform()}"
+    return [python, *map(_version, _PACKAGES)]
+
+
+def _devices() -> list[str]:
     import jax
 
     from pallas_kernels import runtime
 
-    log(f"python {platform.python_version()} on {platform.platform()}")
-    log(*map(_version, _PACKAGES))
+    lines = []
     for device in jax.local_devices():
         limit = (device.memory_stats() or {}).get("bytes_limit")
         memory = "" if limit is None else f", {limit / 1e9:.0f} GB for XLA"
-        log(f"device {device.id}: {device.device_kind} ({device.platform}{memory})")
-    log(
-        f"Hopper kernels: {'yes' if runtime.is_hopper() else 'no, NVFP4 products run through the reference'}"
-    )
+        lines.append(f"device {device.id}: {device.device_kind} ({device.platform}{memory})")
+    hopper = "yes" if runtime.is_hopper() else "no, NVFP4 products run through the reference"
+    return [*lines, f"Hopper kernels: {hopper}"]
 
 
 _PACKAGES = (
@@ -75,7 +83,8 @@ _USAGE = """usage: qerl COMMAND ...
   env                                             versions and devices, for bug reports
 
 qerl COMMAND --help shows the options; `qerl train CONFIG.toml --help` every field with its
-value."""
+value. With --debug an error comes with its traceback. Codes: 0 done, 1 a fault of the program, 2 something to
+mend (input, disk, memory), 130 and 143 ended by SIGINT and SIGTERM."""
 COMMANDS = {
     "train": train.train,
     "plan": train.plan,
@@ -93,8 +102,16 @@ _HELP = (["-h"], ["--help"])
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs a sub-command; bad input ends with one line on stderr and status 2."""
+    """Runs a sub-command.
+
+    Returns:
+        0 when it is done; 2 when the input, the disk or the memory is not as it must be; 1 for an error that no
+        one foresaw, whose traceback is in a file; 130 and 143 when SIGINT or SIGTERM has ended it. Whatever went
+        wrong is one line on stderr, with `--debug` after its traceback.
+    """
     argv = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in argv
+    argv = [word for word in argv if word != "--debug"]
     name, *rest = argv or [""]
     # A command that reads its arguments itself has its help in its docstring; the options of others are
     # their parameters.
@@ -118,10 +135,28 @@ def main(argv: list[str] | None = None) -> int:
             # tyro shows a parameter's description with its line breaks.
             COMMANDS[name].__doc__ = text.replace("\n" + 8 * " ", " ")
             tyro.cli(COMMANDS[name], args=rest, prog=f"qerl {name}")
-    except (ValueError, OSError, OverflowError, NotImplementedError) as error:
-        sys.stderr.write(f"qerl {name}: {error}\n")
-        return 2
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        return _failed(name, argv, error)
     except KeyboardInterrupt as stopped:
+        if debug:
+            traceback.print_exc()
         sys.stderr.write(f"qerl {name}: {str(stopped) or 'interrupted'}\n")
         return getattr(stopped, "exit_code", 130)
     return 0
+
+
+def _failed(name: str, argv: list[str], error: Exception) -> int:
+    """Says what went wrong, and gives the exit code."""
+    if crashes.is_expected(error):
+        sys.stderr.write(f"qerl {name}: {crashes.in_one_line(error)}\n")
+        return 2
+    versions = _versions()
+    try:
+        versions += _devices()
+    except Exception as cause:  # of a driver that is gone, say, which may be why we are here
+        versions.append(f"devices: {crashes.in_one_line(cause)}")
+    path = crashes.keep(error, argv, versions, [getattr(error, "run_folder", None)])
+    sys.stderr.write(f"qerl {name}: {crashes.describe(error, path)}\n")
+    return 1

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+from qerl_jax import memory
 from qerl_jax.checkpoint import hf_folder, peft
 from qerl_jax.files import write_whole, writing
 from qerl_jax.model.transformer import as_computed
@@ -95,11 +96,19 @@ class Recorder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Saves where a signal has stopped the run.
+        """Saves where a signal has stopped the run, and adds to an error what the run was doing.
 
         Raises:
             Stopped: With a line that says how far the run has come.
+            MemoryError: For what the device has no memory for, with the line of the plan and its setting.
         """
+        if isinstance(error, Exception):
+            error.add_note(self._doing())
+            is_exhausted, asked = memory.exhausted(error)
+            if is_exhausted and not isinstance(error, OSError):
+                plan = self._run.memory or memory.estimate(self._run.cfg)
+                limit = memory.device_memory()
+                raise MemoryError(plan.about_exhaustion(self._phase(), asked, limit)) from error
         if not isinstance(error, Stopped):
             return
         step, cfg = int(self._state.step), self._run.cfg
@@ -115,6 +124,21 @@ class Recorder:
             f"stopped by {name} after step {step} of {self._run.total_steps}, which is saved in "
             f"{cfg.output_dir}: the same command goes on from there",
         ) from error
+
+    def _phase(self) -> memory.Phase:
+        """What the device was doing: nothing but the update is told by what is done of a step."""
+        if self.trace is None or self._pending is not None:
+            return "evaluation"
+        return "update" if "reward" in self.trace.laps else "rollout"
+
+    def _doing(self) -> str:
+        """What the run was doing, in words."""
+        if self.trace is None:
+            return "before the first step"
+        last = next(reversed(self.trace.laps), "start")
+        after = {"start": "rollout", "rollout": "rewards", "reward": "update", "update": "log"}
+        doing = "evaluation" if self._pending is not None else after[last]
+        return f"in the {doing} of step {self.trace.step + 1} of {self._run.total_steps}"
 
     def _save(self) -> None:
         """Writes a checkpoint of the last whole step, and what the run remembers beside its state."""

@@ -17,7 +17,7 @@ How this differs from the paper (arXiv 2510.11696) and from its published code:
 import contextlib
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -70,8 +70,8 @@ def train(
         The final state; the adapter is in `<output_dir>/adapter`, or a whole model in
         `<output_dir>/model`; with evaluations on a schedule, the best one is in `<output_dir>/best`.
     """
-    with contextlib.ExitStack() as owned:
-        folder = pathlib.Path(cfg.output_dir)
+    folder = pathlib.Path(cfg.output_dir)
+    with contextlib.ExitStack() as owned, _named(cfg):
         is_new = not folder.is_dir()
         # What is there must not change while it is read; a folder that is not there yet is not made for bad input.
         lock = None if is_new else owned.enter_context(locks.held(folder))
@@ -86,6 +86,28 @@ def train(
         if lock is not None:
             run.notes.append(lock)
         return _loop(run, on_step, quiet)
+
+
+@contextlib.contextmanager
+def _named(cfg: config.RunConfig) -> Iterator[None]:
+    """Adds to an error which run it is of, for what a command line keeps of it.
+
+    Raises:
+        MemoryError: For what the device has no memory for before the first step.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        is_exhausted, asked = memory.exhausted(error)
+        if is_exhausted and not isinstance(error, OSError):
+            text = memory.estimate(cfg).about_exhaustion("always", asked, memory.device_memory())
+            raise MemoryError(text) from error
+        error.run_folder = cfg.output_dir
+        if not hasattr(error, "__notes__"):
+            error.add_note("in the preparation of the run")
+        raise
 
 
 def _require_unused(folder: pathlib.Path) -> None:

@@ -1,0 +1,91 @@
+"""Errors that no one foresaw: what is kept of them in a file, and the one line that names it."""
+
+import contextlib
+import pathlib
+import re
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+
+from qerl_jax.files import write_whole
+
+# What computes: of its errors a user can make nothing. Other libraries read what a user gives, and say what is wrong.
+_COMPUTING = ("jax", "jaxlib", "flax", "optax", "orbax", "numpy", "scipy", "ml_dtypes")
+# JAX takes its own frames out of a traceback, and says so in a note.
+_FILTERED = "JAX has removed its internal frames"
+_EXPECTED = (ValueError, OSError, OverflowError, NotImplementedError)
+
+
+def is_expected(error: Exception) -> bool:
+    """Whether an error says what is wrong with the input, the disk or the memory, in words for its user."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, _EXPECTED) and not _is_of_computing(error)
+
+
+def in_one_line(error: BaseException) -> str:
+    """The text of an error without its line breaks, or what its type says where it has none."""
+    if isinstance(error, MemoryError) and not str(error):
+        return "this machine has no memory left"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def describe(error: Exception, path: pathlib.Path | None) -> str:
+    """One line about an error that was not foreseen: type, what was running, the text's beginning, the file."""
+    notes = [
+        note for note in getattr(error, "__notes__", ()) if note.startswith(("in ", "before "))
+    ]
+    while_ = f" {notes[0]}" if notes else ""
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no text")
+    kept = (
+        "its traceback could not be written" if path is None else f"traceback and versions: {path}"
+    )
+    return (
+        f"unexpected {type(error).__name__}{while_}: {first[:300]} ({kept}; --debug shows it here). This is "
+        "a fault of the program or of a library: please report it with that file"
+    )
+
+
+def keep(
+    error: Exception, argv: Sequence[str], versions: Iterable[str], folders: Iterable[str | None]
+) -> pathlib.Path | None:
+    """Writes the traceback, the command and the versions to a file in the first folder that takes it.
+
+    Args:
+        error: What went wrong.
+        argv: The arguments of the command.
+        versions: Lines of `qerl env`.
+        folders: Candidates, those that do not exist are left out; the system's temporary folder comes last.
+
+    Returns:
+        The file; None where no folder takes it.
+    """
+    text = "\n".join(
+        (
+            f"qerl {' '.join(argv)}",
+            time.strftime("%Y-%m-%d %H:%M:%S"),
+            "",
+            "".join(traceback.format_exception(error)),
+            *versions,
+            "",
+        )
+    )
+    name = time.strftime("error-%Y%m%d-%H%M%S.txt")
+    for folder in (*folders, tempfile.gettempdir()):
+        if folder and "\0" not in folder and pathlib.Path(folder).is_dir():
+            with contextlib.suppress(OSError):
+                path = pathlib.Path(folder) / name
+                write_whole(path, text)
+                return path
+    return None
+
+
+def _is_of_computing(error: Exception) -> bool:
+    """Whether it was raised inside of a library that computes."""
+    notes = " ".join(getattr(error, "__notes__", ()))
+    if _FILTERED in notes or type(error).__module__.split(".")[0] in _COMPUTING:
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    found = re.search(r"(?:site|dist)-packages[/\\](\w+)", frames[-1].filename) if frames else None
+    return found is not None and found[1] in _COMPUTING
