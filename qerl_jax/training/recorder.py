@@ -12,7 +12,7 @@ from qerl_jax.files import write_whole, writing
 from qerl_jax.model.transformer import as_computed
 from qerl_jax.rl import dynamic_sampling, update
 from qerl_jax.tracking.logger import Logger, plain, read_metrics
-from qerl_jax.training import metrics
+from qerl_jax.training import health, metrics
 from qerl_jax.training.setup import PreparedRun
 from qerl_jax.training.stopping import Stopped
 
@@ -43,6 +43,9 @@ class Recorder:
         if any(row["step"] == self._saved for row in rows):
             self._pending = None
         self.trace: metrics.Trace | None = None
+        self._health = health.Health()
+        for row in rows:  # what was said of them is not said again
+            self._health.see(row)
 
     def begin(self) -> bool:
         """Does what comes before the first step, and says whether to go on.
@@ -81,6 +84,8 @@ class Recorder:
             export(run, folder / "best", state.params)
             table = {"step": step} | {k: v for k, v in row.items() if k.startswith("eval/")}
             write_whole(folder / "best.json", json.dumps(table, indent=2) + "\n")
+        for warning in self._health.see(row | {"step": step}):
+            self._logger.note(warning)
         self._pending = None
         goes_on = self._on_step is None or self._on_step(step, row) is not False
         if step > 0 and (over or not goes_on or crosses(run, step, cfg.save_steps)):

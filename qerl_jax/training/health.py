@@ -1,0 +1,154 @@
+"""Warnings that a person who watches the curves would give: what is going wrong, why, and what to change."""
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+type Row = Mapping[str, Any]
+
+# Steps that a mean is taken over: noise of single steps is larger than most of what is looked for.
+_WINDOW = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """A metric over a run.
+
+    Attributes:
+        first: Mean of its first ten values.
+        last: Mean of its last ten.
+        is_known: Whether there are two windows that do not overlap.
+    """
+
+    first: float
+    last: float
+    is_known: bool
+
+
+class Health:
+    """Looks at the metrics of a run, row by row, and says what is wrong with it; each thing once.
+
+    A resumed run shows it the rows so far first, so that nothing is said twice.
+    """
+
+    def __init__(self):
+        """Has seen nothing yet."""
+        self._values: dict[str, list[float]] = {}
+        self._said: set[str] = set()
+
+    def see(self, row: Row) -> list[str]:
+        """Takes the metrics of a step.
+
+        Args:
+            row: A row of `metrics.jsonl`.
+
+        Returns:
+            Lines about what is wrong and was not said before, in most runs none.
+        """
+        if "reward" not in row:  # an evaluation before the first step
+            return []
+        for name in _LOOKED_AT:
+            if isinstance(value := row.get(name), int | float):
+                values = self._values.setdefault(name, [])
+                values.append(float(value))
+                del values[_WINDOW:-_WINDOW]  # the first and the last are all that is asked for
+        found = []
+        for name, check in _CHECKS.items():
+            if name not in self._said and (line := check(self)):
+                self._said.add(name)
+                found.append(f"warning: step {row.get('step', '?')}: {line}")
+        return found
+
+    def course(self, name: str) -> Course:
+        """The course of a metric so far."""
+        values = self._values.get(name, [])
+        if not values:
+            return Course(0.0, 0.0, False)
+        first, last = values[:_WINDOW], values[-_WINDOW:]
+        return Course(statistics.fmean(first), statistics.fmean(last), len(values) == 2 * _WINDOW)
+
+    def last(self, name: str) -> list[float] | None:
+        """The last ten values of a metric; None where there are fewer."""
+        values = self._values.get(name, [])
+        return values[-_WINDOW:] if len(values) >= _WINDOW else None
+
+
+def _entropy(health: Health) -> str | None:
+    course = health.course("entropy")
+    if not course.is_known or course.last > 0.1 * course.first:
+        return None
+    return (
+        f"entropy has collapsed, from {course.first:.3g} to {course.last:.3g} nats a token: completions of a "
+        "prompt become equal, and nothing more is learned. Likely cause: a rate that is too high, or clipping "
+        "that lets no rare token grow. Lower optim.learning_rate, raise grpo.epsilon_high (DAPO: 0.28) or set "
+        "grpo.beta > 0, and go on from an earlier checkpoint"
+    )
+
+
+def _length(health: Health) -> str | None:
+    length, reward = health.course("completions/mean_length"), health.course("reward")
+    if not length.is_known or length.last < 2 * length.first or reward.last > reward.first:
+        return None
+    return (
+        f"completions/mean_length has gone from {length.first:.0f} to {length.last:.0f} tokens, and reward has "
+        f"not risen ({reward.first:.3g} to {reward.last:.3g}): the policy rambles. Likely cause: a loss in "
+        'which long completions weigh less a token (grpo.loss_type = "grpo"), or completions that are cut off '
+        'without a penalty. Take "dapo", or set rewards.soft_punish_cache'
+    )
+
+
+def _reward(health: Health) -> str | None:
+    shares = health.last("frac_reward_zero_std")
+    if shares is None or min(shares) < 1:
+        return None
+    mean = health.course("reward").last
+    return (
+        f"frac_reward_zero_std has been 1 for {_WINDOW} steps: in no group did two rewards differ (reward "
+        f"{mean:.3g}), so nothing is learned. Likely cause: problems that are too hard or too easy, a reward "
+        "that cannot read the completions' form, or a temperature that is too low. Look at completions/, ask "
+        "`qerl filter` for problems that are solved sometimes, or raise rollout.num_generations"
+    )
+
+
+def _truncation(health: Health) -> str | None:
+    shares = health.last("completions/clipped_ratio")
+    if shares is None or statistics.fmean(shares) <= 0.5:
+        return None
+    return (
+        f"completions/clipped_ratio has been {statistics.fmean(shares):.0%} over {_WINDOW} steps: more than "
+        "half of the completions are cut off before their answer, and are judged without it. Likely cause: "
+        "rollout.max_completion_length is too small, or the prompt does not lead to a stop token. Raise it, "
+        "or set rewards.soft_punish_cache; grpo.mask_truncated_completions leaves them out of the loss"
+    )
+
+
+def _mismatch(health: Health) -> str | None:
+    course = health.course("sampling/sampling_logp_difference/mean")
+    # From almost nothing to a little more than that is no matter.
+    if not course.is_known or course.last < max(3 * course.first, 0.02):
+        return None
+    return (
+        "sampling/sampling_logp_difference/mean has grown from "
+        f"{course.first:.2g} to {course.last:.2g} nats: sampler and trainer see tokens more and more apart. "
+        "Likely cause: weights that have grown to where 16 bits round them coarsely (a rate that is too high), "
+        "or noise that grows against the norms. Lower optim.learning_rate or noise.sigma_start, or bound the "
+        'harm with grpo.sampling_mask = "token"'
+    )
+
+
+_CHECKS: dict[str, Callable[[Health], str | None]] = {
+    "entropy": _entropy,
+    "length": _length,
+    "reward": _reward,
+    "truncation": _truncation,
+    "mismatch": _mismatch,
+}
+_LOOKED_AT = (
+    "entropy",
+    "completions/mean_length",
+    "completions/clipped_ratio",
+    "reward",
+    "frac_reward_zero_std",
+    "sampling/sampling_logp_difference/mean",
+)

@@ -1,0 +1,91 @@
+"""Warnings about a run: each where the curve calls for it, once, and none for a run that is well."""
+
+import numpy as np
+import pytest
+
+from qerl_jax.training.health import Health
+
+WELL = {
+    "reward": 0.5,
+    "entropy": 0.4,
+    "completions/mean_length": 100.0,
+    "completions/clipped_ratio": 0.1,
+    "frac_reward_zero_std": 0.5,
+    "sampling/sampling_logp_difference/mean": 0.004,
+}
+
+
+def said(*stages, steps=15):
+    """What is said of a run whose rows are those of a run that is well, but for the changes of each stage."""
+    health = Health()
+    rows = [WELL | changes for changes in stages for _ in range(steps)]
+    return [line for step, row in enumerate(rows, 1) for line in health.see({"step": step} | row)]
+
+
+SICK = {
+    "entropy": ({"entropy": 0.03}, "entropy has collapsed, from 0.4 to 0.", "optim.learning_rate"),
+    "length": (
+        {"completions/mean_length": 300.0},
+        "completions/mean_length has gone from 100 to",
+        "rewards.soft_punish_cache",
+    ),
+    "reward": ({"frac_reward_zero_std": 1.0}, "frac_reward_zero_std has been 1", "qerl filter"),
+    "truncation": (
+        {"completions/clipped_ratio": 0.7},
+        "completions/clipped_ratio has been ",
+        "rollout.max_completion_length",
+    ),
+    "mismatch": (
+        {"sampling/sampling_logp_difference/mean": 0.05},
+        "sampling/sampling_logp_difference/mean has grown from 0.004 to 0.0",
+        "grpo.sampling_mask",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SICK)
+def test_a_sick_run_is_told_once_with_metric_cause_and_remedy(case):
+    changes, metric, remedy = SICK[case]
+    (line,) = said({}, changes, changes, {}, changes)
+    assert line.startswith("warning: step ") and metric in line
+    assert "Likely cause: " in line and remedy in line and "\n" not in line
+
+
+def test_of_a_run_that_is_well_nothing_is_said():
+    assert said({}, {}, {}) == []
+    better = {"reward": 0.9, "completions/mean_length": 300.0, "entropy": 0.2}
+    assert said({}, better) == []  # longer, and better for it
+
+
+def test_nothing_is_said_of_single_steps():
+    rng, health = np.random.default_rng(0), Health()
+    for step in range(1, 200):
+        row = dict(WELL)
+        if rng.random() < 0.2:  # one step in five is far out
+            row |= {name: value for changes, *_ in SICK.values() for name, value in changes.items()}
+            row["entropy"], row["frac_reward_zero_std"] = 0.0, 1.0
+        assert health.see({"step": step} | row) == []
+
+
+def test_a_run_that_never_learned_is_told_after_ten_steps():
+    health = Health()
+    bad = WELL | {"frac_reward_zero_std": 1.0, "reward": 0.0}
+    lines = [health.see({"step": step} | bad) for step in range(1, 12)]
+    assert [len(each) for each in lines] == 9 * [0] + [1, 0]
+    assert lines[9][0].startswith("warning: step 10: frac_reward_zero_std has been 1 for 10 steps")
+
+
+def test_rows_that_lack_metrics_or_hold_what_is_no_number_are_taken_as_they_come():
+    health = Health()
+    for row in ({"step": 0, "eval/accuracy": 0.1}, {"step": 1, "reward": 0.1}):
+        assert health.see(row) == []
+    for step in range(2, 40):
+        assert health.see({"step": step, "reward": "x", "entropy": None}) == []
+        assert health.see({"step": step, "reward": float("nan")}) == []
+
+
+def test_memory_does_not_grow_with_the_run():
+    health = Health()
+    for step in range(1, 1000):
+        health.see({"step": step} | WELL)
+    assert {len(values) for values in health._values.values()} == {20}
