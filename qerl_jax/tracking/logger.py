@@ -81,6 +81,18 @@ class Logger:
             tracker.write(step, row)
         self._display.show(step, row)
 
+    def begin_step(self, rows: int) -> None:
+        """Shows that a step begins, for which so many rows are sampled."""
+        self._display.begin_step(rows)
+
+    def row_ended(self) -> None:
+        """Shows that a row of the step has ended; from any thread."""
+        self._display.row_ended()
+
+    def phase(self, name: str) -> None:
+        """Shows what the step does now that its rows are sampled."""
+        self._display.phase(name)
+
     def write_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Shows one completion, and writes `completions/step_<step>.jsonl`, an object per completion."""
         self._display.show_completion(rows[0])

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,13 +16,14 @@ _LINE = (
     ("entropy", "entropy", "{:.3f}"),
     ("tok/s", "perf/rollout_tokens_per_second", "{:,.0f}"),
     ("sigma", "aqn/sigma", "{:.1e}"),
+    ("cut", "completions/clipped_ratio", "{:.0%}"),
+    ("s", "step_time", "{:.1f}"),
     ("accuracy", "eval/accuracy", "{:.3f}"),
 )
 _TABLE = (
     *_LINE,
     ("reward std", "reward_std", "{:.3f}"),
     ("no signal", "frac_reward_zero_std", "{:.0%}"),
-    ("truncated", "completions/clipped_ratio", "{:.0%}"),
     ("clipped", "clip_ratio/region_mean", "{:.2%}"),
     ("sampler's entropy", "sampling/entropy", "{:.3f}"),
     ("mismatch", "sampling/sampling_logp_difference/mean", "{:.1e}"),
@@ -33,6 +35,7 @@ _TABLE = (
 )
 _BARS = " ▁▂▃▄▅▆▇█"
 _CURVE = 24  # columns
+_EXPECTED_BY = 8  # steps before, by which the time of the next is told
 _TEXT = 600  # characters of a prompt or a completion
 
 
@@ -72,8 +75,35 @@ class Display:
                 progress.TimeRemainingColumn(),
             )
             self._task = self._bar.add_task("", total=total_steps, completed=step)
+            self._step_bar = progress.Progress(
+                progress.TextColumn("{task.description}"),
+                progress.BarColumn(),
+                progress.TextColumn("{task.completed}/{task.total} rows"),
+                progress.TimeElapsedColumn(),
+                progress.TextColumn("{task.fields[expected]}"),
+            )
+            self._step_task = self._step_bar.add_task("rollout", total=None, expected="")
             self._live = live.Live(console=console, get_renderable=self._view)
             self._live.start()
+
+    def begin_step(self, rows: int) -> None:
+        """A step begins, for which so many rows are sampled; says how long it may take by those before."""
+        if self._live is None:
+            return
+        # The first step compiles.
+        times = self._history.get("step_time", [])[1:][-_EXPECTED_BY:]
+        expected = f"of about {statistics.median(times):.0f} s" if times else ""
+        self._step_bar.reset(self._step_task, total=rows, description="rollout", expected=expected)
+
+    def row_ended(self) -> None:
+        """One more row of the step has ended."""
+        if self._live is not None:
+            self._step_bar.advance(self._step_task)
+
+    def phase(self, name: str) -> None:
+        """What the step does now."""
+        if self._live is not None:
+            self._step_bar.update(self._step_task, description=name)
 
     def show(self, step: int, row: Mapping[str, Any]) -> None:
         """Shows the metrics of a step."""
@@ -100,7 +130,7 @@ class Display:
             self._live.stop()
 
     def _view(self) -> Group:
-        parts = [self._bar]
+        parts = [self._bar, self._step_bar]
         parts += [self._table()] if self._history else []
         parts += [self._sample()] if self._completion else []
         return Group(*parts)

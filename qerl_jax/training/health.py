@@ -123,6 +123,23 @@ def _truncation(health: Health) -> str | None:
     )
 
 
+def _cost_of_truncation(health: Health) -> str | None:
+    tokens = health.last("completions/truncated_tokens")
+    signal = health.last("completions/truncated_signal")
+    if tokens is None or signal is None:
+        return None
+    cost, gain = statistics.fmean(tokens), statistics.fmean(signal)
+    if cost < 0.25 or gain > cost / 4:
+        return None
+    return (
+        f"completions/truncated_tokens has been {cost:.0%} over {_WINDOW} steps, and "
+        f"completions/truncated_signal {gain:.0%}: completions that are cut off cost more than they teach. "
+        "Likely cause: rollout.max_completion_length is far above what answers need, and some never end. "
+        f"Lower it towards completions/max_terminated_length ({health.course('completions/max_terminated_length').last:.0f} "
+        "of late), or set rewards.soft_punish_cache"
+    )
+
+
 def _mismatch(health: Health) -> str | None:
     course = health.course("sampling/sampling_logp_difference/mean")
     # From almost nothing to a little more than that is no matter.
@@ -142,12 +159,16 @@ _CHECKS: dict[str, Callable[[Health], str | None]] = {
     "length": _length,
     "reward": _reward,
     "truncation": _truncation,
+    "cost of truncation": _cost_of_truncation,
     "mismatch": _mismatch,
 }
 _LOOKED_AT = (
     "entropy",
     "completions/mean_length",
     "completions/clipped_ratio",
+    "completions/max_terminated_length",
+    "completions/truncated_signal",
+    "completions/truncated_tokens",
     "reward",
     "frac_reward_zero_std",
     "sampling/sampling_logp_difference/mean",

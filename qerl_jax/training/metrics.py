@@ -114,6 +114,24 @@ def of_rollout(scored: rollouts.Scored, functions: Sequence[scoring.Named]) -> d
     return metrics
 
 
+def truncation(
+    learned: rollouts.Scored, advantages: np.ndarray, is_masked: bool
+) -> dict[str, float]:
+    """What completions that were cut off cost, as a share of all tokens, and teach, as a share of all |advantages|.
+
+    Args:
+        learned: The groups that are learned from.
+        advantages: [P, G], theirs.
+        is_masked: Whether such completions are left out of the loss.
+    """
+    lengths, cut = learned.rollout.lengths, ~np.array(learned.rollout.stopped)
+    weights = np.abs(np.asarray(advantages)).reshape(-1) * ~(cut & is_masked)
+    return {
+        "completions/truncated_tokens": float(lengths[cut].sum() / max(1, lengths.sum())),
+        "completions/truncated_signal": float(weights[cut].sum() / (weights.sum() or 1)),
+    }
+
+
 def completion_rows(
     sampled: rollouts.Scored,
     learned: rollouts.Scored,

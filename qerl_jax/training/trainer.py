@@ -137,10 +137,15 @@ def _loop(
         while goes_on and (place := run.place(step, supply)) < run.total_steps:
             run.stop.poll()
             trace = record.trace = metrics.Trace(step, run.total_steps)
+            logger.begin_step(cfg.generation_batch_size)
             noise, noise_metrics = run.noise(step, place, sigma)
             batch, fresh, supply, gathered = dynamic_sampling.gather(
                 functools.partial(
-                    _sample, run, recorder.variables(run, state.params) | noise, trace
+                    _sample,
+                    run,
+                    recorder.variables(run, state.params) | noise,
+                    trace,
+                    logger.row_ended,
                 ),
                 supply,
                 max_rounds=run.max_rounds(place),
@@ -154,6 +159,7 @@ def _loop(
                 advantages = np.where(run.informative(batch)[:, None], advantages, 0)
             experience = _experience(cfg, batch, advantages, noise.get("noise"))
             trace.lap("reward")
+            logger.phase("update")
             checked = {}
             if _is_replayed(cfg, noise.get("noise")):
                 # A group of this step: one that was carried over had another adapter.
@@ -187,6 +193,7 @@ def _loop(
                 **checked,
                 **noise_metrics,
                 **metrics.of_rollout(fresh, run.functions),
+                **metrics.truncation(batch, advantages, cfg.grpo.mask_truncated_completions),
                 "epoch": supply.drawn / len(run.problems),
                 "num_tokens": logger.num_tokens,
                 "updates/skipped": int(state.skipped),
@@ -247,12 +254,20 @@ def _sample(
     run: PreparedRun,
     variables: dict[str, Any],
     trace: metrics.Trace,
+    row_ended: Callable[[], None],
     drawn: int,
     sampling_round: int,
 ) -> rollouts.Scored:
     """Samples and scores the problems from place `drawn` on; rounds of a step share its key."""
     cfg, count = run.cfg, run.cfg.prompts_per_rollout
     problems = datasets.batch(run.problems, drawn // count, batch_size=count, seed=cfg.seed)
+    begin = scoring.beginner(run.functions, problems, cfg.rollout.num_generations)
+
+    def on_text(row: int, text: str) -> None:
+        row_ended()
+        if begin is not None:
+            begin(row, text)
+
     rollout = rollouts.collect(
         run.sampler,
         variables,
@@ -260,7 +275,7 @@ def _sample(
         jax.random.fold_in(stream_key(cfg, SAMPLE), trace.step),
         first_row=sampling_round * count * cfg.rollout.num_generations,
         groups=np.arange(drawn, drawn + count),
-        on_text=scoring.beginner(run.functions, problems, cfg.rollout.num_generations),
+        on_text=on_text,
     )
     run.stop.poll()
     trace.lap("rollout")

@@ -67,3 +67,19 @@ def test_a_sample_that_no_reward_judged_is_shown_as_such():
 def test_a_file_gets_a_line_per_step():
     lines = shown(terminal=False).splitlines()
     assert lines == ["step 4/50  reward 0.250  len 31  accuracy 0.500", "adapter in runs/x"]
+
+
+def test_a_step_shows_its_rows_its_phase_and_the_time_that_is_expected():
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=100, height=40, color_system=None)
+    view = display.Display(50, 0, console)
+    # The first step compiles; of the others the median is expected.
+    for step, seconds in enumerate((90.0, 20.0, 30.0, 28.0), 1):
+        view.show(step, ROW | {"step_time": seconds})
+    view.begin_step(64)
+    for _ in range(3):
+        view.row_ended()
+    view.phase("update")
+    view.close()
+    last = out.getvalue()[out.getvalue().rindex("step 4/50") :]
+    assert "update" in last and "3/64 rows" in last and "of about 28 s" in last

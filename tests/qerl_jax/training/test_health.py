@@ -10,6 +10,10 @@ WELL = {
     "entropy": 0.4,
     "completions/mean_length": 100.0,
     "completions/clipped_ratio": 0.1,
+    # As much of the signal as of the tokens.
+    "completions/truncated_tokens": 0.3,
+    "completions/truncated_signal": 0.3,
+    "completions/max_terminated_length": 300,
     "frac_reward_zero_std": 0.5,
     "sampling/sampling_logp_difference/mean": 0.004,
 }
@@ -23,6 +27,15 @@ def said(*stages, steps=15):
 
 
 SICK = {
+    "cost of truncation": (
+        {
+            "completions/truncated_tokens": 0.4,
+            "completions/truncated_signal": 0.05,
+            "completions/max_terminated_length": 900,
+        },
+        "completions/truncated_tokens has been ",
+        "Lower it towards completions/max_terminated_length (",
+    ),
     "entropy": ({"entropy": 0.03}, "entropy has collapsed, from 0.4 to 0.", "optim.learning_rate"),
     "length": (
         {"completions/mean_length": 300.0},
