@@ -9,32 +9,33 @@ workspace, whose size is the compiler's business: its factors were read off
 
 import dataclasses
 import functools
-import math
 import pathlib
 import re
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import runtime
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import hf_folder
 from qerl_jax.config import DENSE, ConfigError, RunConfig
 from qerl_jax.generation import kv_capacity
-from qerl_jax.model import architecture, kv_cache
+from qerl_jax.model import architecture, kv_cache, packing
 from qerl_jax.model.transformer import Transformer, abstract_base, trainable
 from qerl_jax.rl import experience, grpo, microbatches, optimizer, update
 
 Phase = Literal["always", "rollout", "update", "evaluation"]
 _TURNS: tuple[Phase, ...] = ("rollout", "update", "evaluation")
 
-# Workspace in units of one array: [tokens, F], [tokens, D] and [spans, Q] that live at once in the
-# backward pass of a layer, which is fullest in its MLP; with the products kept it makes two [tokens,
-# F] fewer. The same of what a layer keeps where nothing is recomputed. Of scores [rows, V] in float32
-# in a chunk of the head with its slopes.
-_FFN, _WIDTH, _SPANS = 8, 2, 1
-_KEPT_FFN, _KEPT_WIDTH, _KEPT_SPANS = 3, 3, 2
+# Workspace in units of one array: [tokens, F] and [tokens, D] that live at once in the backward pass of a
+# layer's MLP; with the products kept it makes two [tokens, F] fewer. Queries, keys and values of [slots]
+# that live at once in that of attention: themselves, their slopes, what is mixed and its slope. What a
+# layer keeps where nothing is recomputed, per token. Of scores [rows, V] in float32 in a chunk of the
+# head with its slopes.
+_FFN, _WIDTH, _SLOTS = 8, 2, 4
+_KEPT_FFN, _KEPT_WIDTH, _KEPT_INPUTS = 3, 3, 3
 _CHUNK = 1.5
 _CHUNK_ROWS = 1024
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -260,16 +261,25 @@ def compiled_update(cfg: RunConfig, arch: architecture.Architecture | None = Non
     No weight is made. On another kind of device than the run's its workspace is another, too.
     """
     model, params, frozen = abstract_policy(cfg, arch or _architecture(cfg))
-    prompts, rows, length = _micro_batch(cfg)
-    shape, grid = jax.ShapeDtypeStruct, (prompts * rows, length)
-    tokens, number = shape(grid, jnp.float32), shape((), jnp.int32)
-    batch = experience.Experience(
-        prompts=shape((prompts, cfg.data.max_prompt_length), jnp.int32),
-        prompt_lengths=shape((prompts,), jnp.int32),
-        completions=shape(grid, jnp.int32),
-        mask=shape(grid, jnp.bool_),
-        behaviour_logps=tokens,
-        advantages=shape(grid[:1], jnp.float32),
+    made = max(update_shapes(cfg), key=lambda shape: (shape.tokens, shape.slots))
+    empty = np.zeros(made.num_rows, np.int32)
+    layout = packing.pack(
+        empty - 1,
+        empty,
+        empty,
+        tokens=made.tokens,
+        arrays=made.arrays,
+        prompt_width=made.prompt_width,
+    )
+    shape = jax.ShapeDtypeStruct
+    number, logps = shape((), jnp.int32), shape((made.tokens,), jnp.float32)
+    batch = experience.PackedRows(
+        jax.tree.map(lambda x: shape(x.shape, x.dtype), layout),
+        tokens=shape((made.tokens,), jnp.int32),
+        mask=shape((made.tokens,), jnp.bool_),
+        behaviour_logps=logps,
+        advantages=shape((made.num_rows,), jnp.float32),
+        fixed={"ref_logps": logps} if cfg.grpo.beta else {},
     )
     objective = update.Objective(
         model,
@@ -282,7 +292,7 @@ def compiled_update(cfg: RunConfig, arch: architecture.Architecture | None = Non
         params,
         frozen,
         None,
-        (batch, {"ref_logps": tokens} if cfg.grpo.beta else {}),
+        batch,
         grpo.BatchTotals(number, number, number, cfg.optim.gradient_accumulation_steps),
         jax.eval_shape(lambda: jax.random.key(0)),
     )
@@ -365,32 +375,34 @@ def _noise(cfg: RunConfig, arch: architecture.Architecture, rows: int) -> list[I
 
 
 def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> list[Item]:
-    prompts, rows, length = _micro_batch(cfg)
-    prompt, width = cfg.data.max_prompt_length, _width(cfg)
-    tokens = prompts * (prompt + rows * length)
-    spans = prompts * rows * (prompt + length)
+    shapes, width = update_shapes(cfg), _width(cfg)
+    tokens, slots = (max(getattr(s, name) for s in shapes) for name in ("tokens", "slots"))
     inputs = arch.query_width + 2 * arch.kv_width
-    row, fewer = prompt + cfg.rollout.max_completion_length, "rollout.max_completion_length"
-    if tokens > row:
+    row = cfg.data.max_prompt_length + cfg.rollout.max_completion_length
+    fewer = "rollout.max_completion_length"
+    if cfg.grpo.loss_type == "bnpo":
+        fewer = "optim.per_device_train_batch_size"
+    elif tokens > row:
         fewer = f"optim.max_tokens_per_microbatch, which may go down to {row}, from {tokens}"
 
     kept = {
         "layer": 0,
-        "mlp": tokens * (inputs + arch.width),
-        "products": tokens * (inputs + arch.width + 2 * arch.ffn_width),
-        "none": tokens * (_KEPT_FFN * arch.ffn_width + _KEPT_WIDTH * arch.width)
-        + spans * _KEPT_SPANS * inputs,
+        "mlp": inputs + arch.width,
+        "products": inputs + arch.width + 2 * arch.ffn_width,
+        "none": _KEPT_FFN * arch.ffn_width + _KEPT_WIDTH * arch.width + _KEPT_INPUTS * inputs,
     }[cfg.model.gradient_checkpointing]
+    kept *= tokens
     ffn = _FFN if cfg.model.gradient_checkpointing in ("layer", "mlp") else _FFN - 2
-    layer = tokens * ((ffn - 1) * arch.ffn_width + _WIDTH * arch.width) + spans * _SPANS * inputs
+    mlp = tokens * ((ffn - 1) * arch.ffn_width + _WIDTH * arch.width + inputs)
+    attention = _SLOTS * slots * inputs
     # A packed weight is dequantized in turn with the last of the MLP's arrays; a dense one is copied out
     # of its stack beside all of them.
     weight, last = max(map(arch.linear_size, arch.linears())), tokens * arch.ffn_width
-    layer += max(last, weight) if cfg.model.weights == "nvfp4" else last + weight
-    chunk = min(_CHUNK_ROWS, prompts * rows * length)
+    mlp += max(last, weight) if cfg.model.weights == "nvfp4" else last + weight
+    chunk = min(_CHUNK_ROWS, tokens)
     head = round(_CHUNK * chunk * arch.vocab_size * 4)
-    states = 2 * prompts * rows * length * arch.width * width
-    workspace = max(layer * width, head + states)
+    states = 2 * tokens * arch.width * width
+    workspace = max(mlp * width, attention * width, head + states)
     less = 'model.gradient_checkpointing to "layer"'
     return [
         Item("gradients, summed and new", 2 * adapter, "update"),
@@ -402,27 +414,15 @@ def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> li
     ]
 
 
-def _micro_batch(cfg: RunConfig) -> tuple[int, int, int]:
-    """Prompts of the largest micro-batch, completions of each, and how wide these are."""
-    group = cfg.rollout.num_generations if cfg.optim.share_prompts else 1
-    micro, budget = cfg.optim.per_device_train_batch_size, cfg.optim.max_tokens_per_microbatch
-    prompt, length = cfg.data.max_prompt_length, cfg.rollout.max_completion_length
-    if budget is None:
-        rows = math.gcd(group, micro)
-        return micro // rows, rows, length
-    rows = microbatches.chunk_size(
-        math.gcd(group, cfg.train_batch_size),
-        budget=budget,
-        prompt_width=prompt,
-        max_length=length,
+def update_shapes(cfg: RunConfig) -> tuple[microbatches.Shape, ...]:
+    """All shapes that the micro-batches of a run can have; see `update.update_shapes`."""
+    return update.update_shapes(
+        cfg.optim,
+        cfg.grpo.loss_type,
+        group=cfg.rollout.num_generations if cfg.optim.share_prompts else 1,
+        prompt_width=cfg.data.max_prompt_length,
+        completion_width=cfg.rollout.max_completion_length,
     )
-    # Where completions are shorter than the longest, more of them may fill the budget further.
-    sizes = [
-        (min(budget // (prompt + rows * width), cfg.train_batch_size // rows), width)
-        for width in microbatches.widths(length)
-    ]
-    prompts, width = max(sizes, key=lambda size: size[0] * (prompt + rows * size[1]))
-    return prompts, rows, width
 
 
 def _architecture(cfg: RunConfig) -> architecture.Architecture:

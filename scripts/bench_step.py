@@ -64,7 +64,7 @@ class Row:
         update_only: Whether random tokens take the place of a rollout.
         pooled: Whether memory is held to a pool of 80 GB.
         weights: How the linears are held.
-        optim: Fields of `OptimConfig`; by default one micro-batch holds all rows.
+        optim: Fields of `OptimConfig`; by default an optimizer step has all rows.
         remat: `model.gradient_checkpointing`.
         timeout: Seconds.
     """
@@ -92,7 +92,7 @@ _MANY = dataclasses.replace(
     _ROLLOUT,
     target=">= 1.1x of bf16",
     prompts=8,
-    optim={"per_device_train_batch_size": 16, "gradient_accumulation_steps": 4},
+    optim={"max_tokens_per_microbatch": 2 * (256 + 8 * 512)},
 )
 ROWS = {
     "7b-update": _UPDATE,
@@ -124,7 +124,7 @@ ROWS = {
         16,
         3,
         pooled=True,
-        optim={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        optim={"max_tokens_per_microbatch": 256 + 2 * 512},
         remat="products",
     ),
     "32b-long": Row(
@@ -274,12 +274,14 @@ def _time_update(row: Row, cfg: config.RunConfig, profile: bool) -> dict:
     gradient = functools.partial(update.gradient, objective)
     counts = (rows, experience.mask.sum(), row.completion)
     totals = grpo.BatchTotals(*map(jnp.int32, counts))
-    arguments = (state.params, frozen, None, (experience, {}), totals, jax.random.key(0))
+    first, *_ = update.micro_batches(improve, experience, experience.rows)
+    packed = experience.pack(first, {})
+    arguments = (state.params, frozen, None, packed, totals, jax.random.key(0))
     return result | _kernels(gradient, arguments)
 
 
 def _kernels(gradient, arguments) -> dict:
-    """Of the gradient of all rows at once: seconds of all kernels, and of those that take most."""
+    """Of the gradient of the first micro-batch: seconds of all kernels, and of those that take most."""
     import jax
     from jax.experimental.mosaic.gpu import profiler
 

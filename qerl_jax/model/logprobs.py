@@ -35,6 +35,7 @@ def of_targets(
     *,
     temperature: jax.Array | float,
     num_tokens: int,
+    count: jax.Array | None = None,
     chunk: int = 1024,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each target and entropy of each distribution, without ever holding [N, V] logits.
@@ -51,6 +52,8 @@ def of_targets(
         targets: int32 [N].
         temperature: Sampling temperature of the policy; see the module's definition. No gradient flows through it.
         num_tokens: Ids that the tokenizer has.
+        count: How many of the targets, from the first on, are asked for; None means all. A chunk
+            without one costs nothing, and is 0.
         chunk: Rows at a time.
 
     Returns:
@@ -62,34 +65,35 @@ def of_targets(
     hidden = jnp.pad(hidden, ((0, padding), (0, 0))).reshape(-1, chunk, hidden.shape[-1])
     targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)
     temperature = jnp.asarray(temperature, jnp.float32)
-    logps, entropies = _of_chunks(hidden, head, targets, temperature, num_tokens)
+    asked = None if count is None else jnp.arange(len(targets)) * chunk < count
+    logps, entropies = _of_chunks(hidden, head, targets, asked, temperature, num_tokens)
     return logps.reshape(-1)[:rows], entropies.reshape(-1)[:rows]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _of_chunks(hidden, head, targets, temperature, num_tokens):
-    def of_chunk(args):
-        hidden, targets = args
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _of_chunks(hidden, head, targets, asked, temperature, num_tokens):
+    def of_chunk(hidden, targets):
         logps = log_softmax(layers.logits(hidden, head), temperature, num_tokens)
         return _picked(logps, targets), entropy(logps)
 
-    return jax.lax.map(of_chunk, (hidden, targets))
+    return jax.lax.map(lambda args: _if_asked(of_chunk, *args), (asked, hidden, targets))
 
 
-def _of_chunks_fwd(hidden, head, targets, temperature, num_tokens):
-    def of_chunk(args):
-        hidden, targets = args
+def _of_chunks_fwd(hidden, head, targets, asked, temperature, num_tokens):
+    def of_chunk(hidden, targets):
         logps = log_softmax(layers.logits(hidden, head), temperature, num_tokens)
         slopes = _logit_slopes(logps, targets, temperature).astype(hidden.dtype)
         slopes = linear(slopes, head.T).astype(hidden.dtype)
         return _picked(logps, targets), entropy(logps), slopes
 
-    logps, entropies, slopes = jax.lax.map(of_chunk, (hidden, targets))
-    return (logps, entropies), (slopes, hidden, head, targets, temperature)
+    logps, entropies, slopes = jax.lax.map(
+        lambda args: _if_asked(of_chunk, *args), (asked, hidden, targets)
+    )
+    return (logps, entropies), (slopes, hidden, head, targets, asked, temperature)
 
 
 def _of_chunks_bwd(num_tokens, residuals, cotangents):
-    slopes, hidden, head, targets, temperature = residuals
+    slopes, hidden, head, targets, asked, temperature = residuals
     factors, _ = cotangents
     dhidden = (factors[..., None] * slopes.astype(jnp.float32)).astype(hidden.dtype)
 
@@ -102,10 +106,18 @@ def _of_chunks_bwd(num_tokens, residuals, cotangents):
 
     zeros = jnp.zeros(head.shape, jnp.float32)
     dhead, _ = jax.lax.scan(of_chunk, zeros, (hidden, targets, factors))
-    return dhidden, dhead.astype(head.dtype), None, jnp.zeros_like(temperature)
+    return dhidden, dhead.astype(head.dtype), None, None, jnp.zeros_like(temperature)
 
 
 _of_chunks.defvjp(_of_chunks_fwd, _of_chunks_bwd)
+
+
+def _if_asked(f, asked, *args):
+    """f(*args), or zeros where it is not asked for; None always asks."""
+    if asked is None:
+        return f(*args)
+    zeros = lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f, *args))
+    return jax.lax.cond(asked, f, zeros, *args)
 
 
 def _picked(logps: jax.Array, targets: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels import decode_attention, mxfp4, nf4, nvfp4, prepare, rounded
 from pallas_kernels.finished_linear import finished_linear, prepare_branches
 from qerl_jax.config import LoraConfig, Remat, Weights
-from qerl_jax.model import kv_cache, layers, prompt_sharing
+from qerl_jax.model import kv_cache, layers, packing
 from qerl_jax.model.architecture import LAYER_NORMS, Architecture
 
 # Linears whose products a backward pass finds kept; nothing in it reads that of "down".
@@ -62,7 +62,8 @@ class Norm(nn.Module):
     split: bool = False
 
     @nn.compact
-    def __call__(self, x):
+    def __call__(self, x, rows=None):
+        """x [B, T, D]; rows int32 [T] where B is 1 and tokens are of several rows with noise of their own."""
         shape = x.shape[-1:]
         if self.role is Role.TRAINED:
             scale = self.param("scale", nn.initializers.ones, shape, jnp.float32)
@@ -73,8 +74,10 @@ class Norm(nn.Module):
             scale = self.param("scale", lambda _: scale)
         if self.has_variable("noise", "scale"):
             noise = self.get_variable("noise", "scale")
-            # [D] for all rows of x [B, T, D], or [B, D] where each has its own.
-            scale = scale + (noise[:, None] if noise.ndim == 2 else noise)
+            # [D] for all rows of x, or [B, D] where each has its own.
+            if noise.ndim == 2:
+                noise = noise[:, None] if rows is None else noise.at[rows].get(mode="clip")
+            scale = scale + noise
         norm = layers.split_norm if self.split else layers.rms_norm
         return norm(x, scale, self.eps)
 
@@ -166,18 +169,19 @@ class Block(nn.Module):
     role: Role = Role.FROZEN
 
     @nn.compact
-    def __call__(self, carry, index, tables, shared=None, plan=None):
+    def __call__(self, carry, index, tables, packed=None, plan=None):
         x, cache = carry
-        x, cache = self._attention(x, cache, index, tables, shared, plan)
-        gate_up = self._linear("gate_up")(self._norm("post_attention_layernorm", split=True)(x))
+        x, cache = self._attention(x, cache, index, tables, packed, plan)
+        rows = None if packed is None else packed.rows
+        normed = self._norm("post_attention_layernorm", split=True)(x, rows)
+        gate_up = self._linear("gate_up")(normed)
         return (self._linear("down")(layers.swiglu(gate_up), x), cache), None
 
-    def _attention(self, x, cache, index, tables, shared, plan):
+    def _attention(self, x, cache, index, tables, packed, plan):
         arch = self.arch
-        normed = self._norm("input_layernorm", split=True)(x)
+        rows = None if packed is None else packed.rows
+        normed = self._norm("input_layernorm", split=True)(x, rows)
         qkv = self._linear("qkv", bias=arch.qkv_bias)(normed)
-        if shared is not None:
-            qkv = shared.unfold(qkv)
         batch, length, _ = qkv.shape
         heads = qkv.reshape(batch, length, -1, arch.head_size)
         query, key, value = jnp.split(
@@ -198,10 +202,11 @@ class Block(nn.Module):
             query, key = layers.rotate(query, tables), layers.rotate(key, tables)
             if cache is not None:
                 cache = cache.fill(index, key, value)
-            mixed = layers.attention(query, key, value)
+            if packed is None:
+                mixed = layers.attention(query, key, value)
+            else:
+                mixed = _packed_attention(packed, query, key, value)
         mixed = mixed.reshape(batch, length, arch.query_width)
-        if shared is not None:
-            mixed = shared.fold(mixed)
         return self._linear("o")(mixed, x), cache
 
     def _linear(self, name, bias=False):
@@ -239,7 +244,7 @@ class Transformer(nn.Module):
         tokens: jax.Array,
         *,
         cache: kv_cache.KVCache | None = None,
-        shared: prompt_sharing.SharedPrompts | None = None,
+        packed: packing.Packing | None = None,
         adapter: bool = True,
         remat: Remat = "none",
     ) -> tuple[jax.Array, kv_cache.KVCache | None]:
@@ -249,11 +254,13 @@ class Transformer(nn.Module):
             tokens: int32 [B, T]. Rows may be padded on the right: junk after the end is never seen by a
                 real token.
             cache: T > 1 fills an empty cache, T == 1 extends it. Either moves its ends on by T.
-            shared: How rows hold a prompt and its completions, where they do; not with a cache.
+            packed: What stands where on the only row, [1, T], where it holds several prompts and their
+                completions; not with a cache.
             adapter: Whether params (LoRA and trained norms) act; False is the reference policy.
             remat: What the backward pass recomputes instead of keeping it: all of a layer but its
                 input ("layer"), but its input and the products with qkv and o ("mlp"), but those
-                and the product with gate_up ("products"), or nothing ("none").
+                and the product with gate_up ("products"), or nothing ("none"). Attention between
+                packed rows is always recomputed.
 
         Returns:
             Hidden states [B, T, D] after the last norm, and the extended cache.
@@ -264,10 +271,9 @@ class Transformer(nn.Module):
         if not arch.tie_word_embeddings:
             self.variable("frozen", "lm_head", self._random, shape, dtype)
 
-        length = tokens.shape[1]
-        if shared is not None:
-            length = shared.width + (length - shared.width) // shared.branches
-        slots = jnp.arange(length, dtype=jnp.int32)[None]
+        slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        if packed is not None:
+            slots = packed.positions[None]
         if cache is not None:
             slots = slots + cache.ends[:, None]
         tables = layers.rope_tables(slots, layers.rope_frequencies(arch))
@@ -291,10 +297,11 @@ class Transformer(nn.Module):
         stack = scan(arch, self.weights, self.lora, self._role(adapter), name="layers")
         x = embedding[tokens].astype(self.dtype)
         plan = decode_attention.plan(cache.keys, cache.tables, cache.ends) if extends else None
-        (x, cache), _ = stack((x, cache), jnp.arange(arch.num_layers), tables, shared, plan)
+        (x, cache), _ = stack((x, cache), jnp.arange(arch.num_layers), tables, packed, plan)
         if cache is not None:
             cache = dataclasses.replace(cache, ends=cache.ends + tokens.shape[1])
-        return Norm(arch.rms_norm_eps, dtype, name="norm")(x), cache
+        rows = None if packed is None else packed.rows
+        return Norm(arch.rms_norm_eps, dtype, name="norm")(x, rows), cache
 
     def _role(self, adapter: bool) -> Role:
         """What the layers' weights are."""
@@ -421,6 +428,20 @@ def noise_shapes(arch: Architecture, final_norm: bool = False) -> dict[str, Any]
     return {"layers": {name: dict(per_layer) for name in LAYER_NORMS}} | (
         last if final_norm else {}
     )
+
+
+# Rows repeat prompts and are padded, so what is kept is the flat axis, and not rows.
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _packed_attention(packed, query, key, value):
+    """`layers.attention` of the rows of a flat axis: [1, T, heads, C] each -> [1, T, H * C]."""
+    heads = [query.shape[2], key.shape[2], value.shape[2]]
+    flat = jnp.concatenate([query, key, value], axis=2)[0]
+    mixed = []
+    for rows in packed.unfold(flat.reshape(len(flat), -1)):
+        parts = rows.reshape(*rows.shape[:2], sum(heads), -1)
+        parts = jnp.split(parts, [heads[0], heads[0] + heads[1]], axis=2)
+        mixed.append(layers.attention(*parts).reshape(*rows.shape[:2], -1))
+    return packed.fold(tuple(mixed))[None]
 
 
 def _dtype(weights: Weights):

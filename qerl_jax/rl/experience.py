@@ -1,13 +1,39 @@
 """What the trainer learns from: rows of prompts and completions, padded to few widths."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Self
 
 import jax
 import numpy as np
 
+from qerl_jax.model import packing
 from qerl_jax.rl import microbatches, rollouts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+    """A micro-batch as the device sees it: tokens on one axis [T], and n rows of which some may be empty.
+
+    Attributes:
+        packing: What stands where.
+        tokens: int32 [T].
+        mask: bool [T], the completion tokens that are learned from.
+        behaviour_logps: float32 [T], the sampler's; 0 where no completion is.
+        advantages: float32 [n].
+        fixed: Other log-probabilities float32 [T] that stay as they are, by name.
+        noise: int32 [n], numbers of the noise under which rows act; None where nothing asks.
+    """
+
+    packing: packing.Packing
+    tokens: jax.Array
+    mask: jax.Array
+    behaviour_logps: jax.Array
+    advantages: jax.Array
+    fixed: dict[str, jax.Array]
+    noise: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -44,26 +70,84 @@ class Experience:
         """int [P, g], the numbers of the rows of each prompt."""
         return np.arange(len(self.completions)).reshape(len(self.prompts), -1)
 
-    @property
+    @functools.cached_property
     def lengths(self) -> np.ndarray:
         """int [B], completion tokens of each row up to the last that is learned from."""
         return np.max(np.where(self.mask, np.arange(1, self.mask.shape[1] + 1), 0), axis=1)
 
-    def take(self, batch: microbatches.MicroBatch) -> Self:
-        """Those rows, on the host; places that no row takes teach nothing."""
-        rows, real = batch.rows.reshape(-1), batch.rows.reshape(-1) >= 0
-        prompts = batch.rows[:, 0] // self.rows.shape[1]
-        width = slice(batch.width)
+    def rows_to_cut(self, numbers: np.ndarray) -> microbatches.Rows:
+        """Rows [N] by their numbers, as they are cut into micro-batches."""
+        prompts = numbers // self.rows.shape[1]
+        return microbatches.Rows(
+            numbers, self.lengths[numbers], prompts, np.asarray(self.prompt_lengths)[prompts]
+        )
+
+    def take(self, rows: np.ndarray) -> Self:
+        """Rows int [n, k], k of each of n prompts, on the host."""
+        prompts, flat = rows[:, 0] // self.rows.shape[1], rows.reshape(-1)
         return Experience(
             self.prompts[prompts],
             self.prompt_lengths[prompts],
-            self.completions[rows, width],
-            self.mask[rows, width] & real[:, None],
-            self.behaviour_logps[rows, width],
-            np.where(real, self.advantages[rows], 0),
-            None if self.judged is None else self.judged[rows] & real,
+            self.completions[flat],
+            self.mask[flat],
+            self.behaviour_logps[flat],
+            self.advantages[flat],
+            None if self.judged is None else self.judged[flat],
             noise=None if self.noise is None else self.noise[prompts],
         )
+
+    def pack(self, batch: microbatches.MicroBatch, fixed: dict[str, np.ndarray]) -> PackedRows:
+        """A micro-batch on the host.
+
+        Args:
+            batch: Its rows and its shape.
+            fixed: Log-probabilities float32 [B, C] by name.
+        """
+        shape, is_real = batch.shape, batch.rows >= 0
+        chosen = self.rows_to_cut(np.where(is_real, batch.rows, 0))
+        prompts = np.where(is_real, chosen.prompts, -1)
+        layout = packing.pack(
+            prompts,
+            chosen.prompt_lengths,
+            chosen.lengths,
+            tokens=shape.tokens,
+            arrays=shape.arrays,
+            prompt_width=shape.prompt_width,
+        )
+        place = self._places(batch, layout)
+        count = len(place[0])
+        filled = lambda x: np.pad(x[place], (0, shape.tokens - count))
+        tokens = filled(self.completions)
+        rows, slots = layout.rows[count:], layout.positions[count:]
+        shared = rows < len(batch.rows)
+        tokens[count:][shared] = self.prompts[chosen.prompts[rows[shared]], slots[shared]]
+        return PackedRows(
+            layout,
+            tokens,
+            filled(self.mask),
+            filled(self.behaviour_logps),
+            np.where(is_real, self.advantages[chosen.numbers], 0),
+            {name: filled(x) for name, x in fixed.items()},
+            None if self.noise is None else self.noise[chosen.prompts],
+        )
+
+    def _places(
+        self, batch: microbatches.MicroBatch, layout: packing.Packing
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Row and place of each completion's token of a micro-batch, in their order on the flat axis."""
+        rows = layout.rows[: layout.lengths.sum()]
+        return batch.rows[rows], layout.positions[: len(rows)] - layout.prompt_lengths[rows]
+
+    def unpack(
+        self,
+        into: np.ndarray,
+        batch: microbatches.MicroBatch,
+        layout: packing.Packing,
+        values: np.ndarray,
+    ) -> None:
+        """Writes the values [T] of a micro-batch's completions to their places in an array [B, C]."""
+        place = self._places(batch, layout)
+        into[place] = values[: len(place[0])]
 
 
 def make_experience(
@@ -77,10 +161,10 @@ def make_experience(
     judged: np.ndarray | None = None,
     noise: np.ndarray | None = None,
 ) -> Experience:
-    """Pads a rollout, once: to widths that hold the longest of its prompts and of its completions.
+    """Pads a rollout on the host: to widths that hold the longest of its prompts and of its completions.
 
-    The widths are among seven, from the bound down to an eighth of it: few programs are compiled,
-    and little is computed on padding that all rows share.
+    The widths are among seven, from the bound down to an eighth of it. The device gets the real tokens
+    only, see `Experience.pack`.
 
     Args:
         rollout: P problems, B = P * G completions.

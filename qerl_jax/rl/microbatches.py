@@ -1,13 +1,82 @@
-"""Which rows make up a micro-batch, and how wide it is: plain index arithmetic on the host."""
+"""Which rows make up a micro-batch, and of what shape it is: plain index arithmetic on the host."""
 
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 
-# Shares of the widest completion to which micro-batches are cut: each width is another program.
+# Shares of the widest row to which rollouts are padded on the host.
 _WIDTHS = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 3 / 16, 1 / 8)
+# Small micro-batches have this share of the tokens of large ones.
+_SMALL = 4
+# Slots of attention, as a multiple of a micro-batch's tokens: in its widest rows, in the middle, in the
+# narrowest. Slots cost little where rows are short; where they are long there are as many as tokens.
+_SLOTS = (1, 1.5, 2)
+# The narrowest rows have an eighth of the widest, within these.
+_NARROWEST = (128, 512)
+# What a micro-batch costs beside its tokens, in tokens that run through the linears of a 7B: a slot of
+# attention's copies, as much again for every 512 slots that a query may see, and a weight's dequantization.
+_SLOT_COST, _ROW_WIDTH, _OWN_COST = 1 / 128, 512, 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The shape of a micro-batch, for which a program is compiled.
+
+    Attributes:
+        tokens: T, tokens of the flat axis.
+        arrays: (n_k, S_k): n_k rows of attention that are S_k wide; the widest first.
+        prompt_width: A bound on the tokens of a prompt.
+    """
+
+    tokens: int
+    arrays: tuple[tuple[int, int], ...]
+    prompt_width: int
+
+    @property
+    def num_rows(self) -> int:
+        """The most rows that fit."""
+        return sum(count for count, _ in self.arrays)
+
+    @property
+    def slots(self) -> int:
+        """Slots of all rows of attention."""
+        return sum(count * width for count, width in self.arrays)
+
+    @property
+    def cost(self) -> float:
+        """What a micro-batch of this shape costs, in tokens that run through the linears."""
+        slots = sum(count * width * (1 + width / _ROW_WIDTH) for count, width in self.arrays)
+        return self.tokens + _SLOT_COST * slots + _OWN_COST
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows to be cut into micro-batches.
+
+    Attributes:
+        numbers: int [N], by which the rows are known.
+        lengths: int [N], tokens of each completion.
+        prompts: int [N], the number of each row's prompt.
+        prompt_lengths: int [N], tokens of that prompt.
+    """
+
+    numbers: np.ndarray
+    lengths: np.ndarray
+    prompts: np.ndarray
+    prompt_lengths: np.ndarray
+
+    def take(self, chosen: np.ndarray) -> Self:
+        """Some of the rows, by an index or a mask [N]."""
+        return type(self)(*(getattr(self, f.name)[chosen] for f in dataclasses.fields(self)))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all completions, and of each prompt once."""
+        _, first = np.unique(self.prompts, return_index=True)
+        return int(self.lengths.sum() + self.prompt_lengths[first].sum())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,88 +84,136 @@ class MicroBatch:
     """Rows that are computed together.
 
     Attributes:
-        rows: int [n, k]: n prompts, k rows of each. -1 marks a place that no row takes.
-        width: C, the completion tokens of each row that are computed.
+        shape: Of the program that computes them.
+        rows: int [n], the number of the row in each row of attention; -1 where there is none.
     """
 
+    shape: Shape
     rows: np.ndarray
-    width: int
 
 
-def chunks(rows: np.ndarray, size: int, lengths: np.ndarray) -> np.ndarray:
-    """Cuts the rows of each prompt into chunks, of rows of like length.
+def shapes(
+    budget: int, *, prompt_width: int, completion_width: int, group: int, max_rows: int
+) -> tuple[Shape, ...]:
+    """All shapes that micro-batches of at most `budget` tokens can have: eight at most.
 
-    Args:
-        rows: int [N, g], the rows of N prompts.
-        size: k, rows of a chunk; divides g.
-        lengths: int [B], by row.
-
-    Returns:
-        int [N * g / k, k].
-    """
-    order = np.argsort(-lengths[rows], axis=1, kind="stable")
-    return np.take_along_axis(rows, order, axis=1).reshape(-1, size)
-
-
-def by_rows(rows: np.ndarray, micro_rows: int, width: int) -> list[MicroBatch]:
-    """Micro-batches of `micro_rows` rows as they come; rows int [N, g], as many of a prompt together as divide both."""
-    size = math.gcd(rows.shape[1], micro_rows)
-    return [MicroBatch(batch, width) for batch in rows.reshape(-1, micro_rows // size, size)]
-
-
-def by_tokens(
-    rows: np.ndarray,
-    lengths: np.ndarray,
-    *,
-    budget: int,
-    prompt_width: int,
-    max_length: int,
-) -> list[MicroBatch]:
-    """As few micro-batches as hold at most `budget` tokens each, padding included; long rows first.
-
-    Rows without a token are left out. Widths are taken from a list of seven, and only the last
-    micro-batch has fewer prompts than its width holds: half, a quarter ... of them. So the
-    number of shapes, each of which is compiled, is bounded whatever the lengths are.
+    Micro-batches are large, or have a quarter of the tokens. Their rows of attention have up to
+    three widths, from the longest that a row may be down. Where no row of a micro-batch is long, the
+    widest are left out; where all are, the others.
 
     Args:
-        rows: int [N, g], the rows of one optimizer step: g of each of N prompts.
-        lengths: int [B], tokens of each row that are learned from; 0 for none.
-        budget: Tokens; at least `prompt_width + max_length`.
-        prompt_width: Tp.
-        max_length: C, the longest that a completion may be.
+        budget: Tokens of a large micro-batch.
+        prompt_width: The most tokens of a prompt.
+        completion_width: The most tokens of a completion.
+        group: Completions that share a prompt.
+        max_rows: The most rows that are ever cut at once.
 
     Raises:
         ValueError: When the budget does not hold one row.
     """
-    size = chunk_size(
-        rows.shape[1], budget=budget, prompt_width=prompt_width, max_length=max_length
-    )
-    cut = chunks(rows, size, lengths)
-    longest = lengths[cut].max(axis=1)
-    order = np.argsort(-longest, kind="stable")
-    order = order[: max(1, int((longest > 0).sum()))]
+    longest = prompt_width + completion_width
+    if budget < longest:
+        raise ValueError(
+            f"max_tokens_per_microbatch: got {budget}; must hold a prompt and a completion, "
+            f"{prompt_width} + {completion_width} tokens"
+        )
+    # Tokens of the longest row beside others of its prompt.
+    own = completion_width + prompt_width / group
+    made = []
+    for tokens, share in ((budget, 1), (budget // _SMALL, 2)):
+        if tokens < 2:
+            continue
+        wide = sorted({min(width, tokens) for width in _row_widths(longest)}, reverse=True)
+        rows = [s * tokens / w for s, w in zip(_SLOTS[-len(wide) :], wide, strict=True)]
+        rows[0] = max(rows[0], tokens / own)
+        arrays = tuple(
+            (min(max_rows, math.ceil(share * n)), w) for n, w in zip(rows, wide, strict=True)
+        )
+        alike = {arrays[i:] for i in range(len(arrays))} | {arrays[:1]}
+        made += [Shape(tokens, each, prompt_width) for each in sorted(alike, key=_by_width)]
+    return tuple(made)
+
+
+def default_budget(*, prompt_width: int, completion_width: int, rows: int, prompts: int) -> int:
+    """Tokens of a micro-batch where nothing else bounds them: 8192, or a row, or all rows if they are fewer.
+
+    More tokens make products no faster, and the last micro-batch of an optimizer step emptier.
+
+    Args:
+        prompt_width: The most tokens of a prompt.
+        completion_width: The most tokens of a completion.
+        rows: Rows of an optimizer step.
+        prompts: Prompts of these.
+    """
+    longest = prompt_width + completion_width
+    return min(max(_TOKENS, longest), prompts * prompt_width + rows * completion_width)
+
+
+_TOKENS = 8192
+
+
+def cut(rows: Rows, shapes: Sequence[Shape]) -> list[MicroBatch]:
+    """Micro-batches of those shapes that compute few tokens beside those of the rows; long rows come first.
+
+    A micro-batch begins with the longest row that is left and others of its prompt. Prompts whose rows
+    all fit follow, then single rows. A prompt stands once in each micro-batch with rows of it. Of all
+    shapes that one is taken that computes the most for its cost.
+
+    Args:
+        rows: Rows with tokens; without any, there is one micro-batch without rows.
+        shapes: Of `shapes`.
+    """
+    spans = rows.lengths + rows.prompt_lengths
+    # By prompt; the longest first, within a prompt and of prompts.
+    groups: dict[int, list[int]] = {}
+    for i in np.argsort(-rows.lengths, kind="stable").tolist():
+        groups.setdefault(int(rows.prompts[i]), []).append(i)
     batches = []
-    while len(order):
-        width = round_up(int(longest[order[0]]), max_length)
-        prompts = min(budget // (prompt_width + size * width), rows.size // size)
-        while prompts // 2 >= len(order):
-            prompts //= 2
-        taken = np.full((prompts, size), -1)
-        taken[: len(order)] = cut[order[:prompts]]
-        batches.append(MicroBatch(taken, width))
-        order = order[prompts:]
+    while groups:
+        order = sorted(groups.values(), key=lambda group: -spans[group[0]])
+        longest = spans[order[0][0]]
+        fillings = [
+            _fill(shape, order, rows, spans)
+            for shape in shapes
+            if min(shape.arrays[0][1], shape.tokens) >= longest
+        ]
+        best = max(fillings, key=lambda filling: filling.used / filling.shape.cost)
+        batches.append(best.micro_batch())
+        taken = {i for array in best.arrays for i in array}
+        groups = {
+            prompt: left
+            for prompt, group in groups.items()
+            if (left := [i for i in group if i not in taken])
+        }
+    if not batches:
+        least = min(shapes, key=lambda shape: shape.cost)
+        batches.append(MicroBatch(least, np.full(least.num_rows, -1)))
     return batches
 
 
-def chunk_size(group: int, *, budget: int, prompt_width: int, max_length: int) -> int:
-    """The most rows of one prompt, a divisor of `group`, that a micro-batch of `budget` tokens holds."""
-    fitting = (budget - prompt_width) // max_length
-    if fitting < 1:
-        raise ValueError(
-            f"max_tokens_per_microbatch: got {budget}; must hold a prompt and a completion, "
-            f"{prompt_width} + {max_length} tokens"
-        )
-    return max(k for k in range(1, group + 1) if group % k == 0 and k <= fitting)
+def by_rows(rows: Rows, micro_rows: int, shapes: Sequence[Shape]) -> list[MicroBatch]:
+    """Micro-batches of so many rows as they come, each of the smallest shape of `shapes_of_rows` that holds it."""
+    batches = []
+    for start in range(0, len(rows.numbers), micro_rows):
+        some = rows.take(np.arange(start, start + micro_rows))
+        longest = np.max(some.lengths + some.prompt_lengths)
+        fitting = [s for s in shapes if s.tokens >= some.tokens and s.arrays[0][1] >= longest]
+        least = min(fitting, key=lambda shape: shape.cost)
+        batches.append(MicroBatch(least, some.numbers))
+    return batches
+
+
+def shapes_of_rows(
+    micro_rows: int, *, prompts: int, prompt_width: int, completion_width: int
+) -> tuple[Shape, ...]:
+    """All shapes of micro-batches of so many rows, of so many prompts: six at most, see `shapes`."""
+    budget = prompts * prompt_width + micro_rows * completion_width
+    return tuple(
+        Shape(tokens, ((micro_rows, width),), prompt_width)
+        for tokens in (budget, budget // _SMALL)
+        for width in _row_widths(prompt_width + completion_width)
+        if tokens > 0
+    )
 
 
 def round_up(length: int, limit: int) -> int:
@@ -105,5 +222,79 @@ def round_up(length: int, limit: int) -> int:
 
 
 def widths(limit: int) -> Sequence[int]:
-    """The widths that micro-batches can have, widest first."""
+    """The widths to which rollouts are padded on the host, widest first."""
     return [math.ceil(limit * share) for share in _WIDTHS]
+
+
+class _Filling:
+    """A micro-batch that is being filled."""
+
+    def __init__(self, shape: Shape, rows: Rows, spans: np.ndarray):
+        self.shape, self.rows, self.spans = shape, rows, spans
+        self.arrays: list[list[int]] = [[] for _ in shape.arrays]
+        self.prompts: set[int] = set()
+        self.used = 0
+
+    def take(self, chosen: Sequence[int]) -> bool:
+        """Takes rows of one prompt if all of them fit."""
+        first = chosen[0]
+        prompt = int(self.rows.prompts[first])
+        own = 0 if prompt in self.prompts else int(self.rows.prompt_lengths[first])
+        tokens = own + int(self.rows.lengths[list(chosen)].sum())
+        if self.used + tokens > self.shape.tokens:
+            return False
+        places, room = (
+            [],
+            [n - len(a) for (n, _), a in zip(self.shape.arrays, self.arrays, strict=True)],
+        )
+        for i in chosen:
+            # The narrowest array that is wide enough and has room.
+            place = len(room) - 1
+            while place >= 0 and (room[place] == 0 or self.shape.arrays[place][1] < self.spans[i]):
+                place -= 1
+            if place < 0:
+                return False
+            room[place] -= 1
+            places.append(place)
+        for i, place in zip(chosen, places, strict=True):
+            self.arrays[place].append(i)
+        self.prompts.add(prompt)
+        self.used += tokens
+        return True
+
+    def micro_batch(self) -> MicroBatch:
+        """The rows by their places."""
+        places = []
+        for (count, _), array in zip(self.shape.arrays, self.arrays, strict=True):
+            places += [int(self.rows.numbers[i]) for i in array] + [-1] * (count - len(array))
+        return MicroBatch(self.shape, np.array(places))
+
+
+def _fill(shape: Shape, groups: list[list[int]], rows: Rows, spans: np.ndarray) -> _Filling:
+    """A micro-batch of that shape, of rows by prompt, longest first."""
+    filling, taken = _Filling(shape, rows, spans), set()
+
+    def take_each(group):
+        taken.update(i for i in group if i not in taken and filling.take([i]))
+
+    take_each(groups[0])
+    for group in groups[1:]:
+        if filling.take(group):
+            taken.update(group)
+    for group in groups[1:]:
+        take_each(group)
+    return filling
+
+
+def _row_widths(longest: int) -> list[int]:
+    """Up to three widths of rows, geometric from the longest down, in multiples of 64."""
+    low, high = _NARROWEST
+    narrowest = min(longest, max(low, min(high, longest // 8)))
+    middle = math.sqrt(longest * narrowest)
+    rounded = {min(longest, math.ceil(width / 64) * 64) for width in (middle, narrowest)}
+    return sorted({longest, *rounded}, reverse=True)
+
+
+def _by_width(arrays: tuple[tuple[int, int], ...]) -> tuple[int, int]:
+    """Sorts arrays of rows: the widest first, of equals those with more widths."""
+    return -arrays[0][1], -len(arrays)

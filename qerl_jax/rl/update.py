@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,10 +12,10 @@ import numpy as np
 import optax
 
 from qerl_jax.config import GrpoConfig, OptimConfig, Remat, RunConfig
-from qerl_jax.model import logprobs, prompt_sharing, transformer
+from qerl_jax.model import logprobs, packing, transformer
 from qerl_jax.model.noise import of_rows
 from qerl_jax.rl import grpo, masked, microbatches, optimizer
-from qerl_jax.rl.experience import Experience
+from qerl_jax.rl.experience import Experience, PackedRows
 
 
 @jax.tree_util.register_dataclass
@@ -104,24 +104,66 @@ def token_logps(
     Each prompt is computed once for all of its completions.
     """
     rows, length = experience.completions.shape
-    prompts, width = experience.prompts.shape
-    shared = prompt_sharing.SharedPrompts(experience.prompt_lengths, width, rows // prompts)
+    layout = packing.rectangle(
+        experience.prompt_lengths, experience.prompts.shape[1], rows=rows, width=length
+    )
+    tokens = jnp.concatenate([experience.completions.reshape(-1), experience.prompts.reshape(-1)])
+    found = packed_logps(
+        model,
+        variables,
+        layout,
+        tokens,
+        temperature=temperature,
+        num_tokens=num_tokens,
+        adapter=adapter,
+        remat=remat,
+        dropout_key=dropout_key,
+    )
+    logps, entropy = (x[: rows * length].reshape(rows, length) for x in found)
+    return logps, entropy
+
+
+def packed_logps(
+    model: transformer.Transformer,
+    variables: dict[str, Any],
+    layout: packing.Packing,
+    tokens: jax.Array,
+    *,
+    temperature: jax.Array | float,
+    num_tokens: int,
+    adapter: bool = True,
+    remat: Remat = "none",
+    dropout_key: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`token_logps` of packed rows: float32 [T] each, which only mean something at tokens of completions.
+
+    Args:
+        model: The policy.
+        variables: Its collections.
+        layout: What stands where.
+        tokens: int32 [T]; completions come first.
+        temperature: See `logprobs`.
+        num_tokens: Ids that the tokenizer has.
+        adapter: See `transformer.Transformer`.
+        remat: Likewise.
+        dropout_key: Key of the adapter's dropout; None for none.
+    """
     hidden, _ = model.apply(
         variables,
-        shared.join(experience.prompts, experience.completions),
-        shared=shared,
+        tokens[None],
+        packed=layout,
         adapter=adapter,
         remat=remat,
         rngs=None if dropout_key is None else {"dropout": dropout_key},
     )
-    logps, entropy = logprobs.of_targets(
-        shared.before(hidden).reshape(rows * length, -1),
+    return logprobs.of_targets(
+        layout.before(hidden[0]),
         transformer.head(variables["frozen"]),
-        experience.completions.reshape(-1),
+        tokens,
         temperature=temperature,
         num_tokens=num_tokens,
+        count=jnp.sum(layout.lengths),
     )
-    return logps.reshape(rows, length), entropy.reshape(rows, length)
 
 
 def loss(
@@ -129,7 +171,7 @@ def loss(
     params: Any,
     frozen: Any,
     noise: Any,
-    batch: tuple[Experience, dict[str, jax.Array]],
+    batch: PackedRows,
     totals: grpo.BatchTotals,
     dropout_key: jax.Array,
 ) -> tuple[jax.Array, Any]:
@@ -140,7 +182,7 @@ def loss(
         params: What trains, float32.
         frozen: The rest of the policy.
         noise: Noise on the norms under which the policy acts, or None.
-        batch: Rows, and the log-probabilities of theirs that `anchors` holds fixed.
+        batch: Rows, with the log-probabilities of theirs that `anchors` holds fixed.
         totals: Rows and tokens of the optimizer batch.
         dropout_key: Key of the adapter's dropout, where it has any.
 
@@ -148,47 +190,43 @@ def loss(
         The loss; counts of `grpo.policy_loss`, how far the policy is from the sampler, and the sum of
         the entropies.
     """
-    (experience, fixed), cfg, lora = batch, objective.grpo, objective.model.lora
-    logps, entropy = token_logps(
+    cfg, lora, layout = objective.grpo, objective.model.lora, batch.packing
+    logps, entropy = packed_logps(
         objective.model,
-        _variables(params, frozen, noise, experience),
-        experience,
+        _variables(params, frozen, noise, batch),
+        layout,
+        batch.tokens,
         temperature=objective.temperature,
         num_tokens=objective.num_tokens,
         remat=objective.remat,
         dropout_key=dropout_key if lora is not None and lora.dropout else None,
     )
-    current = jax.lax.stop_gradient(logps)
-    old = (
-        experience.behaviour_logps
-        if cfg.old_logprobs == "behaviour"
-        else fixed.get("old_logps", current)
-    )
+    drift = _drift(jax.lax.stop_gradient(logps), batch)
+    # From here on by row, [n, S].
+    fixed = {name: layout.by_row(x) for name, x in batch.fixed.items()}
+    behaviour, mask = layout.by_row(batch.behaviour_logps), layout.by_row(batch.mask)
+    by_row = layout.by_row(logps)
+    current = jax.lax.stop_gradient(by_row)
+    old = behaviour if cfg.old_logprobs == "behaviour" else fixed.get("old_logps", current)
     weights = grpo.sampling_weights(
-        cfg,
-        current,
-        fixed.get("old_logps"),
-        experience.behaviour_logps,
-        experience.advantages,
-        experience.mask,
+        cfg, current, fixed.get("old_logps"), behaviour, batch.advantages, mask
     )
-    rows = grpo.LossInputs(
-        logps, old, experience.advantages, experience.mask, fixed.get("ref_logps"), weights
-    )
+    rows = grpo.LossInputs(by_row, old, batch.advantages, mask, fixed.get("ref_logps"), weights)
     value, counts = grpo.policy_loss(cfg, rows, totals)
-    return value, (counts, _drift(current, experience), masked.sum(entropy, experience.mask))
+    return value, (counts, drift, masked.sum(entropy, batch.mask))
 
 
 gradient = jax.value_and_grad(loss, argnums=1, has_aux=True)
 
 
 @functools.partial(jax.jit, static_argnames=("objective", "adapter"))
-def score(objective, params, frozen, noise, experience, adapter):
-    """Log-probabilities of the rows of a micro-batch."""
-    return token_logps(
+def score(objective, params, frozen, noise, batch, adapter):
+    """Log-probabilities [T] of the tokens of a micro-batch."""
+    return packed_logps(
         objective.model,
-        _variables(params, frozen, noise, experience),
-        experience,
+        _variables(params, frozen, noise, batch),
+        batch.packing,
+        batch.tokens,
         temperature=objective.temperature,
         num_tokens=objective.num_tokens,
         adapter=adapter,
@@ -256,9 +294,10 @@ class Updater:
 
     A rollout is shuffled with the key, the rows of a prompt staying together as far as an optimizer
     batch holds them, and cut into optimizer batches of m * a rows. All `num_iterations` passes take
-    them in that one order, as TRL's do. An optimizer batch is cut into micro-batches of m rows, or
-    where `max_tokens_per_microbatch` is given into as few of like length as hold no more tokens;
-    their gradients are summed, so memory is that of one. Each shape of a micro-batch is compiled.
+    them in that one order, as TRL's do. An optimizer batch is cut into micro-batches of at most
+    `max_tokens_per_microbatch` tokens, of which few are padding (`microbatches.cut`); for `bnpo`, whose
+    value depends on the cut, into a micro-batches of m rows. Their gradients are summed, so memory is
+    that of one. Each of their shapes is compiled, eight at most.
 
     Attributes:
         objective: What is learned.
@@ -266,6 +305,7 @@ class Updater:
         total_steps: Optimizer steps of the whole run, for the learning rate.
         max_completion_length: The longest that a completion may be, by which `dr_grpo` divides.
         on_non_finite: Called with each step that was skipped for such a loss or gradient.
+        max_prompt_length: The longest that a prompt may be; None takes the width of a rollout's prompts.
     """
 
     objective: Objective
@@ -273,6 +313,7 @@ class Updater:
     total_steps: int
     max_completion_length: int
     on_non_finite: Callable[[NonFinite], None] | None = None
+    max_prompt_length: int | None = None
 
     def __call__(
         self,
@@ -298,16 +339,19 @@ class Updater:
             The state, and metrics: scalars, means over the optimizer steps, under TRL's names;
             `sampling/...` compare the policy before its first step with the sampler, on the rows of
             that step: `kl` and `kl_k3` estimate KL(sampler || policy), in nats per token.
+            `update/padding` is the share of the tokens that went through the linears which were padding, or
+            a prompt once more; `update/programs` counts the shapes of micro-batches.
         """
         order_key, step_key = jax.random.split(key)
         place = int(state.step) if place is None else place
         batches = optimizer_batches(self, experience.rows, order_key)
         cfg, records = self.objective.grpo, []
         steps = cfg.num_iterations * len(batches)
-        fixed = anchors(self, state, frozen, experience, noise, steps)
+        cuts = [micro_batches(self, experience, rows) for rows in batches]
+        fixed = anchors(self, state, frozen, experience, noise, steps, cuts)
         for index in range(steps):
             rows = batches[index % len(batches)]
-            sums, counts, num_tokens = summed_gradient(
+            sums, counts = summed_gradient(
                 self,
                 state.params,
                 frozen,
@@ -315,6 +359,7 @@ class Updater:
                 fixed,
                 noise,
                 rows,
+                cuts[index % len(batches)],
                 jax.random.fold_in(step_key, index),
             )
             state, metrics = apply(
@@ -327,20 +372,19 @@ class Updater:
                 total_steps=self.total_steps,
             )
             metrics, counts = jax.device_get((metrics, counts))
-            records.append((metrics, *_joined(counts, rows.size), num_tokens))
+            records.append((metrics, *_joined(counts, rows.size)))
             if self.on_non_finite and metrics["updates/non_finite"]:
                 self.on_non_finite(
                     NonFinite(
                         int(state.step) - 1,
                         params=state.params,
-                        experience=experience.take(
-                            microbatches.MicroBatch(rows, experience.completions.shape[1])
-                        ),
+                        experience=experience.take(rows),
                         fixed={name: x[rows.reshape(-1)] for name, x in fixed.items()},
                         noise=noise,
                     )
                 )
-        return state, _reduce(records) | _sampling_metrics(records[0][2])
+        metrics = _reduce(records) | _sampling_metrics(records[0][2])
+        return state, metrics | _packing_metrics(experience, cuts)
 
 
 def make_updater(
@@ -371,21 +415,34 @@ def make_updater(
         total_steps,
         max_completion_length=cfg.rollout.max_completion_length,
         on_non_finite=on_non_finite,
+        max_prompt_length=cfg.data.max_prompt_length,
     )
 
 
 def anchors(
-    updater: Updater, state: TrainState, frozen: Any, experience: Experience, noise: Any, steps: int
+    updater: Updater,
+    state: TrainState,
+    frozen: Any,
+    experience: Experience,
+    noise: Any,
+    steps: int,
+    cuts: Sequence[Sequence[microbatches.MicroBatch]],
 ) -> dict[str, np.ndarray]:
-    """Log-probabilities [B, C] that stay as they are while a rollout is learned from, in so many steps."""
+    """Log-probabilities [B, C] that stay as they are while a rollout is learned from, in so many steps.
+
+    They are of the rows in `cuts`, the micro-batches of each optimizer batch, and 0 elsewhere.
+    """
     cfg, fixed = updater.objective.grpo, {}
+    rows = _computed(cuts)
     # With a single step per rollout the policy that recomputes is the policy that learns.
     if cfg.old_logprobs == "recompute" and steps > 1:
-        fixed["old_logps"] = all_logps(updater, state.params, frozen, experience, noise)
+        fixed["old_logps"] = all_logps(updater, state.params, frozen, experience, noise, rows)
     if cfg.beta:
         kept = state.reference is not None
         params = state.reference if kept else state.params
-        fixed["ref_logps"] = all_logps(updater, params, frozen, experience, None, adapter=kept)
+        fixed["ref_logps"] = all_logps(
+            updater, params, frozen, experience, None, rows, adapter=kept
+        )
     return fixed
 
 
@@ -395,15 +452,16 @@ def all_logps(
     frozen: Any,
     experience: Experience,
     noise: Any,
+    rows: np.ndarray,
     *,
     adapter: bool = True,
 ) -> np.ndarray:
-    """float32 [B, C], log-probabilities of all rows of a rollout."""
+    """float32 [B, C], log-probabilities of those rows [N] of a rollout, and 0 of others."""
     logps = np.zeros(experience.completions.shape, np.float32)
-    for batch in _cut(updater, experience, experience.rows):
-        values = score(updater.objective, params, frozen, noise, experience.take(batch), adapter)
-        rows = batch.rows.reshape(-1)
-        logps[rows[rows >= 0], : batch.width] = np.asarray(values)[rows >= 0]
+    for batch in _cut(updater, experience, rows):
+        packed = experience.pack(batch, {})
+        values = score(updater.objective, params, frozen, noise, packed, adapter)
+        experience.unpack(logps, batch, packed.packing, np.asarray(values))
     return logps
 
 
@@ -419,6 +477,16 @@ def optimizer_batches(updater: Updater, rows: np.ndarray, key: jax.Array) -> np.
     return units.reshape(-1, batch_rows // units.shape[1], units.shape[1])
 
 
+def micro_batches(
+    updater: Updater, experience: Experience, rows: np.ndarray
+) -> list[microbatches.MicroBatch]:
+    """The micro-batches of an optimizer batch of rows [n, k]; there is one at least."""
+    chosen = rows.reshape(-1)
+    if updater.objective.grpo.loss_type == "bnpo":
+        return _cut(updater, experience, chosen)
+    return _cut(updater, experience, chosen[experience.lengths[chosen] > 0])
+
+
 def summed_gradient(
     updater: Updater,
     params: Any,
@@ -427,9 +495,10 @@ def summed_gradient(
     fixed: dict[str, np.ndarray],
     noise: Any,
     rows: np.ndarray,
+    cut: Sequence[microbatches.MicroBatch],
     key: jax.Array,
-) -> tuple[tuple[jax.Array, Any], list[Any], int]:
-    """Loss and gradient of an optimizer batch, counts of its micro-batches, and its tokens."""
+) -> tuple[tuple[jax.Array, Any], list[Any]]:
+    """Loss and gradient of an optimizer batch [n, k], and counts of its micro-batches."""
     chosen, judged = rows.reshape(-1), experience.judged
     counted = rows.size if judged is None else judged[chosen].sum()
     totals = grpo.BatchTotals(
@@ -439,21 +508,19 @@ def summed_gradient(
         num_micro_batches=updater.optim.gradient_accumulation_steps,
     )
     sums, counts = zeros(params), []
-    for number, batch in enumerate(_cut(updater, experience, rows)):
-        flat = batch.rows.reshape(-1)
-        taken = {name: x[flat, : batch.width] for name, x in fixed.items()}
+    for number, batch in enumerate(cut):
         sums, count = accumulate(
             updater.objective,
             sums,
             params,
             frozen,
             noise,
-            (experience.take(batch), taken),
+            experience.pack(batch, fixed),
             totals,
             jax.random.fold_in(key, number),
         )
         counts.append(count)
-    return sums, counts, totals.tokens
+    return sums, counts
 
 
 def replay_step(
@@ -466,9 +533,9 @@ def replay_step(
     key: jax.Array,
 ) -> tuple[jax.Array, Any]:
     """Loss and gradient of an optimizer step that a `NonFinite` describes; `key` is of dropout."""
-    return summed_gradient(updater, params, frozen, experience, fixed, noise, experience.rows, key)[
-        0
-    ]
+    rows = experience.rows
+    cut = micro_batches(updater, experience, rows)
+    return summed_gradient(updater, params, frozen, experience, fixed, noise, rows, cut, key)[0]
 
 
 def _teaches(cfg: GrpoConfig, experience: Experience, rows: np.ndarray) -> np.bool_:
@@ -479,32 +546,78 @@ def _teaches(cfg: GrpoConfig, experience: Experience, rows: np.ndarray) -> np.bo
 
 
 def _cut(
-    updater: Updater, experience: Experience, rows: np.ndarray
+    updater: Updater, experience: Experience, numbers: np.ndarray
 ) -> list[microbatches.MicroBatch]:
-    """Rows [n, k] as micro-batches."""
-    optim = updater.optim
-    if optim.max_tokens_per_microbatch is None:
-        return microbatches.by_rows(
-            rows, optim.per_device_train_batch_size, width=experience.completions.shape[1]
-        )
-    return microbatches.by_tokens(
-        rows,
-        experience.lengths,
-        budget=optim.max_tokens_per_microbatch,
-        prompt_width=experience.prompts.shape[1],
-        max_length=updater.max_completion_length,
+    """Rows [N] of a rollout as micro-batches."""
+    optim, group = updater.optim, experience.rows.shape[1]
+    prompt_width = updater.max_prompt_length or experience.prompts.shape[1]
+    rows, cfg = experience.rows_to_cut(numbers), updater.objective.grpo
+    shapes = update_shapes(
+        optim,
+        cfg.loss_type,
+        group=group,
+        prompt_width=prompt_width,
+        completion_width=updater.max_completion_length,
     )
+    if cfg.loss_type == "bnpo":
+        return microbatches.by_rows(rows, optim.per_device_train_batch_size, shapes)
+    return microbatches.cut(rows, shapes)
 
 
-def _variables(params, frozen, noise, experience):
+def update_shapes(
+    optim: OptimConfig, loss_type: str, *, group: int, prompt_width: int, completion_width: int
+) -> tuple[microbatches.Shape, ...]:
+    """All shapes that the micro-batches of an update can have.
+
+    Args:
+        optim: How optimizer batches are cut.
+        loss_type: For "bnpo" they are cut by rows.
+        group: Completions that share a prompt.
+        prompt_width: The most tokens of a prompt.
+        completion_width: The most tokens of a completion.
+    """
+    widths = {"prompt_width": prompt_width, "completion_width": completion_width}
+    micro_rows = optim.per_device_train_batch_size
+    rows = micro_rows * optim.gradient_accumulation_steps
+    if loss_type == "bnpo":
+        # Rows of a prompt are neighbours in pieces of so many.
+        prompts = micro_rows // math.gcd(micro_rows, math.gcd(rows, group))
+        return microbatches.shapes_of_rows(micro_rows, prompts=prompts, **widths)
+    budget = optim.max_tokens_per_microbatch
+    if budget is None:
+        prompts = rows // math.gcd(rows, group)
+        budget = microbatches.default_budget(rows=rows, prompts=prompts, **widths)
+    return microbatches.shapes(budget, group=math.gcd(rows, group), max_rows=rows, **widths)
+
+
+def _computed(cuts: Sequence[Sequence[microbatches.MicroBatch]]) -> np.ndarray:
+    """int [N], the rows that are in any micro-batch, in order."""
+    rows = np.unique(np.concatenate([batch.rows for cut in cuts for batch in cut]))
+    return rows[rows >= 0]
+
+
+def _packing_metrics(
+    experience: Experience, cuts: Sequence[Sequence[microbatches.MicroBatch]]
+) -> dict[str, float]:
+    """How much of what the update computed was rows; how many of them, and in how many shapes."""
+    real = sum(experience.rows_to_cut(_computed([cut])).tokens for cut in cuts)
+    shapes = [batch.shape for cut in cuts for batch in cut]
+    return {
+        "update/padding": 1 - real / sum(shape.tokens for shape in shapes),
+        "update/rows": len(_computed(cuts)) / len(cuts),
+        "update/programs": len(set(shapes)),
+    }
+
+
+def _variables(params, frozen, noise, batch: PackedRows):
     variables = {"params": params, "frozen": frozen} | ({} if noise is None else {"noise": noise})
-    return of_rows(variables, experience.noise)
+    return of_rows(variables, batch.noise)
 
 
-def _drift(logps: jax.Array, experience: Experience) -> dict[str, jax.Array]:
+def _drift(logps: jax.Array, batch: PackedRows) -> dict[str, jax.Array]:
     """How far the policy is from the sampler, on the tokens of one micro-batch."""
-    mask = experience.mask
-    difference = jnp.where(mask, logps - experience.behaviour_logps, 0.0)
+    mask = batch.mask
+    difference = jnp.where(mask, logps - batch.behaviour_logps, 0.0)
     ratio = jnp.exp(difference)
     return {
         "tokens": jnp.sum(mask),
@@ -514,7 +627,7 @@ def _drift(logps: jax.Array, experience: Experience) -> dict[str, jax.Array]:
         "difference_max": jnp.max(jnp.abs(difference)),
         # The sampler's tokens are samples of KL(sampler || policy); the second is never negative.
         "kl_sum": -jnp.sum(difference),
-        "kl_k3_sum": masked.sum(grpo.token_kl(experience.behaviour_logps, logps, "k3"), mask),
+        "kl_k3_sum": masked.sum(grpo.token_kl(batch.behaviour_logps, logps, "k3"), mask),
         "ratio_sum": masked.sum(ratio, mask),
         "ratio_min": jnp.min(jnp.where(mask, ratio, jnp.inf)),
         "ratio_max": masked.max(ratio, mask),
@@ -565,8 +678,10 @@ _summarize = jax.jit(grpo.summarize)
 def _reduce(records: list[Any]) -> dict[str, Any]:
     """One number per metric out of one per optimizer step."""
     steps = [
-        metrics | {"entropy": entropy / max(tokens, 1)} | jax.device_get(_summarize(counts))
-        for metrics, counts, _, entropy, tokens in records
+        metrics
+        | {"entropy": entropy / max(drift["tokens"].sum(), 1)}
+        | jax.device_get(_summarize(counts))
+        for metrics, counts, drift, entropy in records
     ]
     how = {
         "updates/empty": np.sum,

@@ -1,5 +1,6 @@
 """Optimizer steps whose loss or gradient was not finite: kept in files, and run once more to see why."""
 
+import dataclasses
 import os
 import pathlib
 from typing import Any
@@ -32,8 +33,9 @@ def write(run_folder: str | pathlib.Path, failure: update.NonFinite) -> pathlib.
     if len(list(path.parent.glob("step_*.npz"))) >= _KEPT:
         return None
     arrays = {"step": np.int32(failure.step)}
-    given = {k: v for k, v in vars(failure.experience).items() if v is not None}
-    arrays |= {f"experience/{name}": value for name, value in given.items()}
+    fields = [field.name for field in dataclasses.fields(failure.experience)]
+    given = {name: getattr(failure.experience, name) for name in fields}
+    arrays |= {f"experience/{name}": x for name, x in given.items() if x is not None}
     arrays |= {f"fixed/{name}": value for name, value in failure.fixed.items()}
     for name in _TREES:
         leaves = jax.tree.leaves(getattr(failure, name))

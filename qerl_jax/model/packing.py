@@ -1,0 +1,311 @@
+"""Prompts and completions laid one after the other on one axis of tokens, each prompt once for all of its completions.
+
+    flat [T]:      completion 1 | completion 2 | ... | prompt 1 | prompt 2 | ... | padding
+
+Everything that looks at one token at a time (linears, norms, adapters, head) runs on that axis, and so
+on padding at its end only. Attention looks at rows [prompt, completion], which `unfold` puts
+together without a gap in arrays of few widths; `fold` goes back. A row begins at its array's first slot, so
+this is plain causal attention of right-padded rows, without a mask.
+
+Several rows read one prompt, and their slopes add up. Here that is a product with a matrix of zeros and ones,
+summed in float32; all else that moves, in both directions, is a gather. Left to JAX, the derivative of
+a gather would add into scattered places: slow, rounded at each addition, and on a GPU in no fixed
+order.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """What stands where on a flat axis of T tokens, and in which of n rows attention sees it.
+
+    The n rows lie in arrays of n_k rows of width S_k, in this order. A row that nothing takes has
+    length 0 and no prompt.
+
+    Attributes:
+        rows: int32 [T], the row of each token: of a prompt's the first that reads it; n for padding.
+        positions: int32 [T], the slot of each token in its row, which is its position for RoPE.
+        prompt_starts: int32 [n], where on the flat axis the prompt of a row begins.
+        prompt_lengths: int32 [n], tokens of the prompt.
+        starts: int32 [n], where the completion begins; its tokens are neighbours.
+        lengths: int32 [n], tokens of the completion.
+        arrays: (n_k, S_k) of each array of rows.
+        prompt_width: A bound on the tokens of a prompt.
+    """
+
+    rows: jax.Array
+    positions: jax.Array
+    prompt_starts: jax.Array
+    prompt_lengths: jax.Array
+    starts: jax.Array
+    lengths: jax.Array
+    arrays: tuple[tuple[int, int], ...] = dataclasses.field(metadata={"static": True})
+    prompt_width: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def leads(self) -> jax.Array:
+        """bool [n], whether a row is the first that reads its prompt."""
+        padded = jnp.pad(self.rows, (0, 1), constant_values=len(self.lengths))
+        first = _taken(padded, self.prompt_starts)
+        return (self.prompt_lengths > 0) & (first == jnp.arange(len(self.lengths)))
+
+    @property
+    def is_prompt(self) -> jax.Array:
+        """bool [T], whether a token is one of a prompt's."""
+        return self.positions < _taken(self.prompt_lengths, self.rows)
+
+    def unfold(self, flat: jax.Array) -> tuple[jax.Array, ...]:
+        """[T, N] -> [n_k, S_k, N] of each array: prompt and completion of each row, then zeros."""
+        return _unfold(self, flat)
+
+    def fold(self, arrays: tuple[jax.Array, ...]) -> jax.Array:
+        """[n_k, S_k, N] of each array -> [T, N]; a prompt's values are those of its first row, padding is 0."""
+        return _fold(self, arrays)
+
+    def before(self, flat: jax.Array) -> jax.Array:
+        """[T, N] -> [T, N]: for each token of a completion the values of the token before it, which predicts it.
+
+        Elsewhere it is 0.
+        """
+        return _before(self, flat)
+
+    def by_row(self, flat: jax.Array) -> jax.Array:
+        """[T] -> [n, S_1]: the values of each completion's tokens, then zeros."""
+        return _by_row(self, flat)
+
+
+def rectangle(prompt_lengths: jax.Array, prompt_width: int, rows: int, width: int) -> Packing:
+    """The packing of right-padded completions [B, C] and prompts [P, Tp], padding and all.
+
+    Args:
+        prompt_lengths: int32 [P], real tokens of each prompt.
+        prompt_width: Tp.
+        rows: B, completions, B / P neighbours of each prompt.
+        width: C, tokens of each.
+
+    Returns:
+        Of T = B * C + P * Tp tokens: all completions, then all prompts.
+    """
+    prompts = len(prompt_lengths)
+    group = rows // prompts
+    per_row = jnp.repeat(prompt_lengths, group).astype(jnp.int32)
+    first, slot = jnp.arange(prompts) * group, jnp.arange(prompt_width)
+    is_real = slot < prompt_lengths[:, None]
+    return Packing(
+        rows=jnp.concatenate(
+            [
+                jnp.repeat(jnp.arange(rows), width),
+                jnp.where(is_real, first[:, None], rows).reshape(-1),
+            ]
+        ),
+        positions=jnp.concatenate(
+            [
+                (per_row[:, None] + jnp.arange(width)).reshape(-1),
+                jnp.where(is_real, slot, 0).reshape(-1),
+            ]
+        ),
+        prompt_starts=rows * width + jnp.repeat(jnp.arange(prompts) * prompt_width, group),
+        prompt_lengths=per_row,
+        starts=jnp.arange(rows) * width,
+        lengths=jnp.full(rows, width),
+        arrays=((rows, prompt_width + width),),
+        prompt_width=prompt_width,
+    )
+
+
+def pack(
+    prompts: np.ndarray,
+    prompt_lengths: np.ndarray,
+    lengths: np.ndarray,
+    *,
+    tokens: int,
+    arrays: tuple[tuple[int, int], ...],
+    prompt_width: int,
+) -> Packing:
+    """Lays rows out on a flat axis, on the host.
+
+    Args:
+        prompts: int [n], the number of each row's prompt; -1 for a row that nothing takes.
+        prompt_lengths: int [n], tokens of that prompt.
+        lengths: int [n], tokens of each completion.
+        tokens: T.
+        arrays: (n_k, S_k) of each array of rows; the n_k add up to n.
+        prompt_width: A bound on the tokens of a prompt.
+
+    Returns:
+        Completions in the order of their rows, then prompts in the order of their first rows.
+
+    Raises:
+        ValueError: When the tokens do not fit into T, or a row not into its array.
+    """
+    is_real = prompts >= 0
+    lengths, prompt_lengths = (np.where(is_real, x, 0) for x in (lengths, prompt_lengths))
+    _, leaders, of = np.unique(
+        np.where(is_real, prompts, -1), return_index=True, return_inverse=True
+    )
+    leader = leaders[of]
+    leads = is_real & (leader == np.arange(len(prompts)))
+    shared = np.where(leads, prompt_lengths, 0)
+    starts = np.cumsum(lengths) - lengths
+    own = lengths.sum() + np.cumsum(shared) - shared
+    real = lengths.sum() + shared.sum()
+    widths = np.repeat([width for _, width in arrays], [count for count, _ in arrays])
+    if real > tokens or np.any(lengths + prompt_lengths > widths):
+        raise ValueError(f"rows of {real} tokens do not fit into {tokens}, or into {arrays}")
+    numbers = np.arange(len(prompts))
+    rows = np.concatenate([np.repeat(numbers, lengths), np.repeat(numbers, shared)])
+    counts = np.concatenate([lengths, shared])
+    place = np.arange(real) - np.repeat(np.cumsum(counts) - counts, counts)
+    place[: lengths.sum()] += np.repeat(prompt_lengths, lengths)
+    return Packing(
+        rows=_filled(rows, tokens, len(prompts)),
+        positions=_filled(place, tokens, 0),
+        prompt_starts=np.where(is_real, own[leader], tokens).astype(np.int32),
+        prompt_lengths=prompt_lengths.astype(np.int32),
+        starts=starts.astype(np.int32),
+        lengths=lengths.astype(np.int32),
+        arrays=arrays,
+        prompt_width=prompt_width,
+    )
+
+
+def _filled(values: np.ndarray, size: int, fill: int) -> np.ndarray:
+    return np.pad(values, (0, size - len(values)), constant_values=fill).astype(np.int32)
+
+
+def _taken(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x [M, ...] at an index, and 0 where that is M or more."""
+    return jnp.asarray(x).at[index].get(mode="fill", fill_value=0)
+
+
+def _parts(packing: Packing):
+    """Of each array its first row, rows and width."""
+    first = 0
+    for count, width in packing.arrays:
+        yield first, count, width
+        first += count
+
+
+def _slots(packing: Packing, first: int, count: int, width: int) -> tuple[jax.Array, jax.Array]:
+    """Of an array's slots [n_k, S_k]: where their tokens are on the flat axis, T for none; whether in a prompt."""
+    own = slice(first, first + count)
+    column = lambda x: x[own, None]
+    slot, prompt = jnp.arange(width), column(packing.prompt_lengths)
+    place = column(packing.starts) + slot - prompt
+    in_completion = slot < prompt + column(packing.lengths)
+    tokens = jnp.where(in_completion, place, len(packing.rows))
+    in_prompt = slot < prompt
+    return jnp.where(in_prompt, column(packing.prompt_starts) + slot, tokens), in_prompt
+
+
+def _sums_by_prompt(packing: Packing, x: jax.Array) -> jax.Array:
+    """x [n, ...] summed over the rows of each prompt, in its first row; 0 in other rows."""
+    same = packing.prompt_starts[:, None] == packing.prompt_starts
+    matrix = (same & packing.leads[:, None]).astype(x.dtype)
+    flat = x.reshape(len(x), -1)
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.dot(matrix, flat, precision=precision).reshape(x.shape)
+
+
+@jax.custom_vjp
+def _unfold(packing: Packing, flat: jax.Array) -> tuple[jax.Array, ...]:
+    return tuple(_taken(flat, _slots(packing, *part)[0]) for part in _parts(packing))
+
+
+def _unfold_bwd(packing: Packing, slopes: tuple[jax.Array, ...]) -> tuple[None, jax.Array]:
+    width = min(packing.prompt_width, max(x.shape[1] for x in slopes))
+    prompts = jnp.concatenate(
+        [
+            jnp.pad(x[:, :width], ((0, 0), (0, width - x[:, :width].shape[1]), (0, 0)))
+            for x in slopes
+        ]
+    )
+    in_prompt = jnp.arange(width) < packing.prompt_lengths[:, None]
+    sums = _sums_by_prompt(packing, jnp.where(in_prompt[..., None], prompts, 0))
+    place = jnp.where(
+        packing.is_prompt, packing.rows * width + packing.positions, sums.shape[0] * width
+    )
+    of_prompts = _taken(sums.reshape(-1, sums.shape[-1]), place)
+    return None, jnp.where(packing.is_prompt[:, None], of_prompts, _folded(packing, slopes))
+
+
+_unfold.defvjp(lambda packing, flat: (_unfold(packing, flat), packing), _unfold_bwd)
+
+
+def _folded(packing: Packing, arrays: tuple[jax.Array, ...]) -> jax.Array:
+    flat = 0
+    for (first, count, width), x in zip(_parts(packing), arrays, strict=True):
+        row = packing.rows - first
+        place = jnp.where(
+            (row >= 0) & (row < count), row * width + packing.positions, count * width
+        )
+        flat = flat + _taken(x.reshape(count * width, -1), place)
+    return flat
+
+
+_fold = jax.custom_vjp(_folded)
+
+
+def _fold_bwd(packing: Packing, slopes: jax.Array) -> tuple[None, tuple[jax.Array, ...]]:
+    arrays = []
+    for first, count, width in _parts(packing):
+        place, in_prompt = _slots(packing, first, count, width)
+        read = ~in_prompt | packing.leads[first : first + count, None]
+        arrays.append(_taken(slopes, jnp.where(read, place, len(slopes))))
+    return None, tuple(arrays)
+
+
+_fold.defvjp(lambda packing, arrays: (_folded(packing, arrays), packing), _fold_bwd)
+
+
+def _in_completion(packing: Packing) -> tuple[jax.Array, jax.Array]:
+    """bool [T] each: whether a token is a completion's, and whether its first."""
+    prompt = _taken(packing.prompt_lengths, packing.rows)
+    real = packing.rows < len(packing.lengths)
+    return real & (packing.positions >= prompt), real & (packing.positions == prompt)
+
+
+@jax.custom_vjp
+def _before(packing: Packing, flat: jax.Array) -> jax.Array:
+    in_completion, is_first = _in_completion(packing)
+    last = _taken(packing.prompt_starts + packing.prompt_lengths - 1, packing.rows)
+    place = jnp.where(is_first, last, jnp.arange(len(flat)) - 1)
+    return _taken(flat, jnp.where(in_completion, place, len(flat)))
+
+
+def _before_bwd(packing: Packing, slopes: jax.Array) -> tuple[None, jax.Array]:
+    in_completion, is_first = _in_completion(packing)
+    follows = jnp.pad(in_completion & ~is_first, (0, 1))[1:]
+    place = jnp.where(follows, jnp.arange(len(slopes)) + 1, len(slopes))
+    real = packing.lengths > 0
+    firsts = _taken(slopes, jnp.where(real, packing.starts, len(slopes)))
+    sums = _sums_by_prompt(packing, firsts)
+    is_last = packing.positions == _taken(packing.prompt_lengths, packing.rows) - 1
+    of_last = _taken(sums, jnp.where(is_last, packing.rows, len(sums)))
+    return None, jnp.where(is_last[:, None], of_last, _taken(slopes, place))
+
+
+_before.defvjp(lambda packing, flat: (_before(packing, flat), packing), _before_bwd)
+
+
+@jax.custom_vjp
+def _by_row(packing: Packing, flat: jax.Array) -> jax.Array:
+    slot = jnp.arange(packing.arrays[0][1])
+    place = packing.starts[:, None] + slot
+    return _taken(flat, jnp.where(slot < packing.lengths[:, None], place, len(flat)))
+
+
+def _by_row_bwd(packing: Packing, slopes: jax.Array) -> tuple[None, jax.Array]:
+    in_completion, _ = _in_completion(packing)
+    slot = packing.positions - _taken(packing.prompt_lengths, packing.rows)
+    place = jnp.where(in_completion, packing.rows * slopes.shape[1] + slot, slopes.size)
+    return None, _taken(slopes.reshape(-1), place)
+
+
+_by_row.defvjp(lambda packing, flat: (_by_row(packing, flat), packing), _by_row_bwd)
