@@ -339,14 +339,17 @@ class Updater:
             The state, and metrics: scalars, means over the optimizer steps, under TRL's names;
             `sampling/...` compare the policy before its first step with the sampler, on the rows of
             that step: `kl` and `kl_k3` estimate KL(sampler || policy), in nats per token.
-            `update/padding` is the share of the tokens that went through the linears which were padding, or
-            a prompt once more; `update/programs` counts the shapes of micro-batches.
+            Both, entropy, `kl` and `clip_ratio/...` are of the rows that were computed, which without
+            a divergence are those with an advantage; `update/rows` is their number in an optimizer
+            step, `update/padding` the share of the tokens that went through the linears which were padding,
+            or a prompt once more; `update/programs` counts the shapes of micro-batches.
         """
         order_key, step_key = jax.random.split(key)
         place = int(state.step) if place is None else place
         batches = optimizer_batches(self, experience.rows, order_key)
         cfg, records = self.objective.grpo, []
         steps = cfg.num_iterations * len(batches)
+        learns = _learns(cfg, experience)
         cuts = [micro_batches(self, experience, rows) for rows in batches]
         fixed = anchors(self, state, frozen, experience, noise, steps, cuts)
         for index in range(steps):
@@ -365,7 +368,7 @@ class Updater:
             state, metrics = apply(
                 state,
                 sums,
-                _teaches(cfg, experience, rows),
+                np.any(learns[rows]),
                 np.int32(place + index),
                 grpo_cfg=cfg,
                 optim_cfg=self.optim,
@@ -480,11 +483,20 @@ def optimizer_batches(updater: Updater, rows: np.ndarray, key: jax.Array) -> np.
 def micro_batches(
     updater: Updater, experience: Experience, rows: np.ndarray
 ) -> list[microbatches.MicroBatch]:
-    """The micro-batches of an optimizer batch of rows [n, k]; there is one at least."""
-    chosen = rows.reshape(-1)
-    if updater.objective.grpo.loss_type == "bnpo":
+    """The micro-batches of an optimizer batch of rows [n, k]; there is one at least.
+
+    Rows that cannot learn are left out: their part of the loss is 0 by definition, and they still count in
+    what it is divided by. Where no row learns, one micro-batch shows how policy and sampler compare.
+    For bnpo, which divides by the tokens of a micro-batch, all rows stay.
+    """
+    chosen, cfg = rows.reshape(-1), updater.objective.grpo
+    if cfg.loss_type == "bnpo":
         return _cut(updater, experience, chosen)
-    return _cut(updater, experience, chosen[experience.lengths[chosen] > 0])
+    learned = chosen[_learns(cfg, experience)[chosen]]
+    if len(learned):
+        return _cut(updater, experience, learned)
+    # What only shows how far policy and sampler are apart.
+    return _cut(updater, experience, chosen[experience.lengths[chosen] > 0])[-1:]
 
 
 def summed_gradient(
@@ -538,11 +550,9 @@ def replay_step(
     return summed_gradient(updater, params, frozen, experience, fixed, noise, rows, cut, key)[0]
 
 
-def _teaches(cfg: GrpoConfig, experience: Experience, rows: np.ndarray) -> np.bool_:
-    """Whether any of the rows has tokens, and an advantage or a divergence to learn from."""
-    chosen = rows.reshape(-1)
-    mask, advantages = experience.mask[chosen], experience.advantages[chosen]
-    return np.any(mask.any(-1) & ((advantages != 0) | bool(cfg.beta)))
+def _learns(cfg: GrpoConfig, experience: Experience) -> np.ndarray:
+    """bool [B], whether a row has tokens, and an advantage or a divergence to learn from."""
+    return (experience.lengths > 0) & ((experience.advantages != 0) | bool(cfg.beta))
 
 
 def _cut(

@@ -200,6 +200,11 @@ def shuffled_rows(seed=0):
     return np.asarray(jax.random.permutation(order_key, ROWS))
 
 
+def learned_tokens(experience):
+    """bool [B, C], tokens of rows that an update without a divergence computes."""
+    return experience.mask & (experience.advantages != 0)[:, None]
+
+
 def direct_loss(logps, experience, grpo, optim, old, ref, weights):
     """The loss of one optimizer batch, a row at a time."""
     high = grpo.epsilon if grpo.epsilon_high is None else grpo.epsilon_high
@@ -351,13 +356,14 @@ def test_rematerialized_layers_give_the_same_update(remat):
 
 def test_metrics_of_the_policy_and_its_sampler_equal_a_direct_computation():
     experience = sample_experience()
+    mask = learned_tokens(experience)
     logps, entropies = jitted_direct_logps(trained_params(), sample_tokens())
-    ratio = np.exp(logps - experience.behaviour_logps)[experience.mask]
-    difference = np.abs(logps - experience.behaviour_logps)[experience.mask]
-    log_ratio = (logps - experience.behaviour_logps)[experience.mask]
+    ratio = np.exp(logps - experience.behaviour_logps)[mask]
+    difference = np.abs(logps - experience.behaviour_logps)[mask]
+    log_ratio = (logps - experience.behaviour_logps)[mask]
     _, metrics = run()
     expected = {
-        "entropy": np.mean(entropies[experience.mask]),
+        "entropy": np.mean(entropies[mask]),
         "sampling/sampling_logp_difference/mean": difference.mean(),
         "sampling/sampling_logp_difference/max": difference.max(),
         "sampling/sampling_logp_difference/p99": np.quantile(difference, 0.99),
@@ -445,7 +451,7 @@ def test_masks_of_the_sampling_ratio_are_those_of_the_policy_that_learns():
     state, metrics = run(grpo=MASKED)
     assert_close(metrics["loss"], loss)
     assert_close(gradient(state), expected)
-    assert_close(metrics["sampling/masked_mean"], np.mean(weights[experience.mask] == 0))
+    assert_close(metrics["sampling/masked_mean"], np.mean(weights[learned_tokens(experience)] == 0))
 
 
 def test_a_step_of_which_masks_leave_nothing_changes_no_weight():
@@ -695,6 +701,77 @@ def test_a_masked_row_with_an_infinite_advantage_is_harmless():
     assert state.skipped == 0
     assert_equal(state.params, run()[0].params)
     assert np.isfinite(list(metrics.values())).all(), metrics
+
+
+HALF_SILENT = np.array([0.7, 0, 0, -1.1, 0.4, 0, -0.3, 0], np.float32)
+SEQUENCE_MASKED = dataclasses.replace(MASKED, sampling_mask="sequence", sampling_mask_max=2.0)
+
+
+def relative_distance(actual, expected):
+    norm = lambda tree: np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
+    return norm(jax.tree.map(np.subtract, actual, expected)) / norm(expected)
+
+
+@pytest.mark.parametrize(
+    "grpo",
+    [
+        DAPO,
+        dataclasses.replace(GRPO, beta=0.0),
+        DR_GRPO,
+        RECOMPUTE,
+        SEQUENCE_MASKED,
+    ],
+    ids=["dapo", "grpo", "dr_grpo", "recomputed", "masked"],
+)
+def test_rows_that_cannot_learn_are_left_out_and_the_gradient_stays(monkeypatch, grpo):
+    experience = dataclasses.replace(sample_experience(), advantages=HALF_SILENT)
+    state, metrics = run(grpo=grpo, experience=experience, optim=geometry(2, 4))
+    # The fifth row has an advantage, and no token.
+    assert metrics["update/rows"] == 3
+    monkeypatch.setattr(update, "_learns", lambda cfg, experience: experience.mask.any(axis=1))
+    whole, all_rows = run(grpo=grpo, experience=experience, optim=geometry(2, 4))
+    assert all_rows["update/rows"] == ROWS - 1
+    np.testing.assert_allclose(metrics["loss"], all_rows["loss"], rtol=1e-6)
+    assert relative_distance(gradient(state), gradient(whole)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("grpo", "rows"), [(GRPO, ROWS - 1), (EVERY_OPTION, ROWS)], ids=["beta", "bnpo"]
+)
+def test_rows_without_an_advantage_stay_where_they_count(grpo, rows):
+    """A divergence teaches from any row; bnpo divides by the tokens of a micro-batch."""
+    experience = dataclasses.replace(sample_experience(), advantages=HALF_SILENT)
+    _, metrics = run(grpo=grpo, experience=experience, optim=geometry(4, 2))
+    assert metrics["update/rows"] == rows
+
+
+def test_metrics_are_of_the_rows_that_are_computed():
+    experience = dataclasses.replace(sample_experience(), advantages=HALF_SILENT)
+    _, metrics = run(experience=experience)
+    mask = learned_tokens(experience)
+    logps, entropies = jitted_direct_logps(trained_params(), sample_tokens())
+    difference = np.abs(logps - experience.behaviour_logps)[mask]
+    assert_close(metrics["entropy"], np.mean(entropies[mask]))
+    assert_close(metrics["sampling/sampling_logp_difference/mean"], difference.mean())
+    assert_close(metrics["sampling/sampling_logp_difference/max"], difference.max())
+
+
+def test_where_nothing_learns_some_rows_still_compare_policy_and_sampler():
+    experience = dataclasses.replace(sample_experience(), advantages=np.zeros(ROWS, np.float32))
+    state, metrics = run(grpo=SEVERAL_STEPS, experience=experience, optim=geometry(2, 2))
+    assert metrics["updates/empty"] == 4 and metrics["update/rows"] >= 1
+    assert metrics["sampling/sampling_logp_difference/mean"] > 0.1 and metrics["entropy"] > 0
+    assert_equal(state.params, trained_params())
+
+
+def test_padding_is_what_is_neither_a_row_nor_its_prompt():
+    experience = grouped(True)
+    _, metrics = run(experience=experience, optim=geometry(8, 1))
+    # The longest rows of two groups, in one micro-batch of 88 tokens.
+    learned = (sample_experience().advantages != 0) & experience.mask.any(axis=1)
+    real = LENGTHS[learned].sum() + experience.prompt_lengths.sum()
+    assert metrics["update/programs"] == 1
+    np.testing.assert_allclose(metrics["update/padding"], 1 - real / 88)
 
 
 def compiled(caplog, f):
