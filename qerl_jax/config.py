@@ -35,6 +35,8 @@ DENSE = ("bfloat16", "float32")
 Dtype = Literal["bfloat16", "float32"]
 # What a backward pass recomputes, from nothing to a whole layer.
 Remat = Literal["none", "products", "mlp", "layer"]
+# What a config may say: "auto" leaves the choice to the memory plan.
+Checkpointing = Literal["auto", "none", "products", "mlp", "layer"]
 # How a token is sampled, wherever that can be said.
 TopK = Annotated[int, Rule(lambda k: k >= 0, "must not be negative (0 is off)")]
 TopP = Annotated[float, Rule(lambda p: 0 < p <= 1, "must be in (0, 1]")]
@@ -59,7 +61,9 @@ class ModelConfig(Checked, section="model."):
         random_base: Make a packed random base of that architecture on the device instead of reading weights.
         gradient_checkpointing: What the backward pass recomputes instead of keeping it: each "layer", of a
             layer the "mlp" and all but attention's two products, all but these and the MLP's first
-            ("products"), or "none". From the first to the last it takes more memory and less time.
+            ("products"), or "none". From the first to the last it takes more memory and less time. "auto"
+            takes the last of these that fits on the device, and "layer" where that does not report its
+            memory.
         trainable: "lora" trains an adapter; "full" trains the layers of a dense base themselves (linears,
             biases and norms; not embedding, last norm and head), in float32, without an adapter.
         adapter_name_or_path: A PEFT adapter over that base, by folder or hub name, from which training goes
@@ -72,7 +76,7 @@ class ModelConfig(Checked, section="model."):
     weights: Weights = "nvfp4"
     dtype: Dtype = "bfloat16"
     random_base: bool = False
-    gradient_checkpointing: Remat = "layer"
+    gradient_checkpointing: Checkpointing = "auto"
     trainable: Literal["lora", "full"] = "lora"
     adapter_name_or_path: str | None = None
 
@@ -465,10 +469,12 @@ class OptimConfig(Checked, section="optim."):
         adam_epsilon: Added to the root of the second moment.
         weight_decay: Decoupled weight decay of LoRA A and B; norms never decay.
         max_grad_norm: Global norm to which gradients are clipped.
-        per_device_train_batch_size: Rows of one micro-batch.
-        gradient_accumulation_steps: Micro-batches per optimizer step.
-        max_tokens_per_microbatch: Cut the rows of an optimizer step by their tokens instead: into as few
-            micro-batches as hold no more than these, padding included. The result is the same.
+        per_device_train_batch_size: Rows of one micro-batch with grpo.loss_type = "bnpo"; with another loss
+            only its product with the next field counts.
+        gradient_accumulation_steps: An optimizer step has so many times that number of rows.
+        max_tokens_per_microbatch: The most tokens that are computed together in the update, padding included;
+            the result does not depend on it. Absent means 8192, or what the longest row needs, or fewer
+            where these do not fit on the device.
         share_prompts: Compute a prompt once for all of its completions in a micro-batch.
         optimizer: AdamW with float32 moments, or with moments in 8 bits ("adamw_8bit").
     """

@@ -20,7 +20,7 @@ import numpy as np
 from pallas_kernels import runtime
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import hf_folder
-from qerl_jax.config import DENSE, ConfigError, RunConfig
+from qerl_jax.config import DENSE, ConfigError, Remat, RunConfig
 from qerl_jax.generation import kv_capacity
 from qerl_jax.model import architecture, kv_cache, packing
 from qerl_jax.model.transformer import Transformer, abstract_base, trainable
@@ -37,6 +37,8 @@ _TURNS: tuple[Phase, ...] = ("rollout", "update", "evaluation")
 _FFN, _WIDTH, _SLOTS = 8, 2, 4
 _KEPT_FFN, _KEPT_WIDTH, _KEPT_INPUTS = 3, 3, 3
 _CHUNK = 1.5
+# What the plan chooses by itself must leave a tenth: its estimates of workspace are not exact.
+_CHOSEN_SHARE = 0.9
 _CHUNK_ROWS = 1024
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -68,9 +70,11 @@ class MemoryPlan:
 
     Attributes:
         items: All that it holds, by phase; the first is the base.
+        update: How the update computes, in words; "" where nobody says.
     """
 
     items: tuple[Item, ...]
+    update: str = ""
 
     def size(self, *phases: Phase) -> int:
         """Bytes of all items of those phases."""
@@ -160,6 +164,7 @@ class MemoryPlan:
             items = [item for item in self.items if item.phase == phase]
             rows += [_line(phase, item.name, item.size) for item in items]
             rows += [_line(phase, "in all", self.size(phase))] if items else []
+        rows += [f"{'update':10}  {self.update}"] if self.update else []
         rows.append(_line("peak", "always, and the largest of the others", self.peak))
         if measured is not None:
             rows.append(f"{_line('peak', 'measured', measured)} ({measured / self.peak - 1:+.0%})")
@@ -181,23 +186,11 @@ def estimate(
     """
     arch = arch or _architecture(cfg)
     require_context(cfg, arch)
-    model, params, frozen = abstract_policy(cfg, arch)
-    state = jax.eval_shape(lambda p: optimizer.transformation(cfg.optim).init(p), params)
-    adapter, layers = _bytes(params), _bytes(frozen.get("layers", {}))
-    to_pack = 'model.weights to "nvfp4"' if cfg.model.weights in DENSE else ""
-    eight_bit = "" if cfg.optim.optimizer == "adamw_8bit" else 'optim.optimizer to "adamw_8bit"'
-    items = [
-        Item("base: linears, norms, biases", layers, "always", to_pack),
-        Item("base: embedding, head", _bytes(frozen) - layers, "always"),
-        Item("what trains", adapter, "always", "lora.rank" if model.lora else ""),
-        Item("optimizer", _bytes(state), "always", eight_bit),
-    ]
-    if cfg.keeps_reference:
-        synced = cfg.grpo.sync_ref_model
-        less = "grpo.sync_ref_model to false" if synced else 'grpo.reference to "base"'
-        items.append(Item("reference", adapter, "always", less))
+    items, adapter = _always(cfg, arch)
+    chosen = _chosen(cfg, arch, limit, sum(item.size for item in items), adapter)
     # Weights that train are sampled in 16 bits, which are there before the cache is.
-    sampled = adapter * _width(cfg) // 4 if model.full else 0
+    full = cfg.model.trainable == "full"
+    sampled = adapter * _width(cfg) // 4 if full else 0
     free = None if limit is None else max(0, limit - sum(item.size for item in items) - sampled)
     # Prompts and completions of each.
     sampling = {"rollout": (cfg.prompts_per_rollout, cfg.rollout.num_generations)}
@@ -209,8 +202,45 @@ def estimate(
         if noisy and cfg.noise.per == "sequence":
             prompts = rows
         items += _sampling(cfg, arch, free, phase, prompts, rows)
-        items += [Item("weights as sampled", sampled, phase)] if model.full else []
-    return MemoryPlan((*items, *_update(cfg, arch, adapter)))
+        items += [Item("weights as sampled", sampled, phase)] if full else []
+    return MemoryPlan((*items, *_update(chosen, arch, adapter)), about_update(cfg, chosen))
+
+
+def planned(
+    cfg: RunConfig, arch: architecture.Architecture | None = None, *, limit: int | None = None
+) -> RunConfig:
+    """The config with what it leaves to the plan: tokens of a micro-batch, and what is recomputed.
+
+    Of what fits, micro-batches of many tokens come before little recomputation. Where nothing fits it is
+    what takes the least memory, and where `limit` is None "layer".
+
+    Args:
+        cfg: The run.
+        arch: See `estimate`.
+        limit: Likewise.
+    """
+    arch = arch or _architecture(cfg)
+    items, adapter = ([], 0) if limit is None else _always(cfg, arch)
+    return _chosen(cfg, arch, limit, sum(item.size for item in items), adapter)
+
+
+def about_update(cfg: RunConfig, chosen: RunConfig) -> str:
+    """A line that says how the update computes, and what of that the plan chose.
+
+    Args:
+        cfg: The run.
+        chosen: What `planned` made of it.
+    """
+    shapes = update_shapes(chosen)
+    tokens = max(shape.tokens for shape in shapes)
+    budget = cfg.optim.max_tokens_per_microbatch
+    by_plan = " (by the plan)" if budget is None and cfg.grpo.loss_type != "bnpo" else ""
+    how = chosen.model.gradient_checkpointing
+    auto = " (auto)" if cfg.model.gradient_checkpointing == "auto" else ""
+    return (
+        f"micro-batches of {tokens} tokens{by_plan} in at most {len(shapes)} shapes; "
+        f"gradient_checkpointing {how}{auto}"
+    )
 
 
 def exhausted(error: BaseException) -> tuple[bool, int | None]:
@@ -255,12 +285,17 @@ def parse_size(text: str) -> int:
     return size
 
 
-def compiled_update(cfg: RunConfig, arch: architecture.Architecture | None = None) -> Any:
+def compiled_update(
+    cfg: RunConfig, arch: architecture.Architecture | None = None, *, limit: int | None = None
+) -> Any:
     """`memory_analysis()` of the gradient of the largest micro-batch, compiled for the default device.
 
-    No weight is made. On another kind of device than the run's its workspace is another, too.
+    No weight is made. On another kind of device than the run's its workspace is another, too. What a
+    config leaves to the plan is as `planned` says.
     """
-    model, params, frozen = abstract_policy(cfg, arch or _architecture(cfg))
+    arch = arch or _architecture(cfg)
+    cfg = planned(cfg, arch, limit=limit)
+    model, params, frozen = abstract_policy(cfg, arch)
     made = max(update_shapes(cfg), key=lambda shape: (shape.tokens, shape.slots))
     empty = np.zeros(made.num_rows, np.int32)
     layout = packing.pack(
@@ -311,6 +346,64 @@ def abstract_policy(
         lambda f, key: trainable(model, f, key), base, jax.random.key(0)
     )
     return model, params, frozen
+
+
+def _always(cfg: RunConfig, arch: architecture.Architecture) -> tuple[list[Item], int]:
+    """What always stays, and bytes of what trains."""
+    model, params, frozen = abstract_policy(cfg, arch)
+    state = jax.eval_shape(lambda p: optimizer.transformation(cfg.optim).init(p), params)
+    adapter, layers = _bytes(params), _bytes(frozen.get("layers", {}))
+    to_pack = 'model.weights to "nvfp4"' if cfg.model.weights in DENSE else ""
+    eight_bit = "" if cfg.optim.optimizer == "adamw_8bit" else 'optim.optimizer to "adamw_8bit"'
+    items = [
+        Item("base: linears, norms, biases", layers, "always", to_pack),
+        Item("base: embedding, head", _bytes(frozen) - layers, "always"),
+        Item("what trains", adapter, "always", "lora.rank" if model.lora else ""),
+        Item("optimizer", _bytes(state), "always", eight_bit),
+    ]
+    if cfg.keeps_reference:
+        synced = cfg.grpo.sync_ref_model
+        less = "grpo.sync_ref_model to false" if synced else 'grpo.reference to "base"'
+        items.append(Item("reference", adapter, "always", less))
+    return items, adapter
+
+
+def _chosen(
+    cfg: RunConfig, arch: architecture.Architecture, limit: int | None, always: int, adapter: int
+) -> RunConfig:
+    """See `planned`; `always` and `adapter` are bytes of what stays, and of what trains."""
+    remats: tuple[Remat, ...] = ("none", "products", "mlp", "layer")
+    if cfg.model.gradient_checkpointing != "auto":
+        remats = (cfg.model.gradient_checkpointing,)
+    elif limit is None:
+        remats = ("layer",)
+    candidates = [
+        dataclasses.replace(
+            cfg,
+            model=dataclasses.replace(cfg.model, gradient_checkpointing=remat),
+            optim=dataclasses.replace(cfg.optim, max_tokens_per_microbatch=budget),
+        )
+        for budget in _budgets(cfg, limit)
+        for remat in remats
+    ]
+    # The last one is taken where none fits: `MemoryPlan.require` then says what would help.
+    for candidate in candidates[:-1]:
+        size = always + sum(item.size for item in _update(candidate, arch, adapter))
+        if limit is None or size <= _CHOSEN_SHARE * limit:
+            return candidate
+    return candidates[-1]
+
+
+def _budgets(cfg: RunConfig, limit: int | None) -> list[int | None]:
+    """Tokens of a micro-batch that the plan may choose: halves, down to the longest row."""
+    given = cfg.optim.max_tokens_per_microbatch
+    if given is not None or cfg.grpo.loss_type == "bnpo":
+        return [given]
+    longest = cfg.data.max_prompt_length + cfg.rollout.max_completion_length
+    budgets = [update.token_budget(cfg.optim, **_update_sizes(cfg))]
+    while limit is not None and budgets[-1] > longest:
+        budgets.append(max(longest, budgets[-1] // 2))
+    return budgets
 
 
 def _sampling(
@@ -416,13 +509,15 @@ def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> li
 
 def update_shapes(cfg: RunConfig) -> tuple[microbatches.Shape, ...]:
     """All shapes that the micro-batches of a run can have; see `update.update_shapes`."""
-    return update.update_shapes(
-        cfg.optim,
-        cfg.grpo.loss_type,
-        group=cfg.rollout.num_generations if cfg.optim.share_prompts else 1,
-        prompt_width=cfg.data.max_prompt_length,
-        completion_width=cfg.rollout.max_completion_length,
-    )
+    return update.update_shapes(cfg.optim, cfg.grpo.loss_type, **_update_sizes(cfg))
+
+
+def _update_sizes(cfg: RunConfig) -> dict[str, int]:
+    return {
+        "group": cfg.rollout.num_generations if cfg.optim.share_prompts else 1,
+        "prompt_width": cfg.data.max_prompt_length,
+        "completion_width": cfg.rollout.max_completion_length,
+    }
 
 
 def _architecture(cfg: RunConfig) -> architecture.Architecture:

@@ -237,6 +237,7 @@ def _time_update(row: Row, cfg: config.RunConfig, profile: bool) -> dict:
     import jax.numpy as jnp
     import numpy as np
 
+    from qerl_jax import memory
     from qerl_jax.model.transformer import Transformer, init_params, random_base
     from qerl_jax.rl import grpo, update
     from qerl_jax.rl.experience import Experience
@@ -245,8 +246,8 @@ def _time_update(row: Row, cfg: config.RunConfig, profile: bool) -> dict:
     model = Transformer(architecture.KNOWN[row.model], row.weights, lora, jnp.bfloat16)
     frozen = random_base(model, jax.random.key(0))
     state = update.init_state(init_params(model, frozen, jax.random.key(1)), cfg.optim)
-    objective = update.Objective(model, cfg.grpo, 1.0, num_tokens=151665, remat=row.remat)
-    improve = update.Updater(objective, cfg.optim, row.steps, max_completion_length=row.completion)
+    planned = memory.planned(cfg, limit=memory.device_memory())
+    improve = update.make_updater(planned, model, 151665, row.steps)
     rng = np.random.default_rng(0)
     rows = row.prompts * row.group
     shared = row.prompts if cfg.optim.share_prompts else rows
@@ -271,7 +272,7 @@ def _time_update(row: Row, cfg: config.RunConfig, profile: bool) -> dict:
     result = {"update": statistics.median(times[1:]), "first_step": times[0], "tokens": tokens}
     if not profile:
         return result
-    gradient = functools.partial(update.gradient, objective)
+    gradient = functools.partial(update.gradient, improve.objective)
     counts = (rows, experience.mask.sum(), row.completion)
     totals = grpo.BatchTotals(*map(jnp.int32, counts))
     first, *_ = update.micro_batches(improve, experience, experience.rows)

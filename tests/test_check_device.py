@@ -138,7 +138,9 @@ def test_smollm2s_shape_is_the_published_one():
     ],
 )
 def test_a_factor_has_all_that_its_field_may_be(factor, section, field):
-    assert set(FACTORS[factor]) == set(typing.get_args(typing.get_type_hints(section)[field]))
+    # "auto" leaves the choice among the others to the plan.
+    allowed = set(typing.get_args(typing.get_type_hints(section)[field])) - {"auto"}
+    assert set(FACTORS[factor]) == allowed
 
 
 @pytest.mark.parametrize("section", UNCHANGED)

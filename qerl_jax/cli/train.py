@@ -40,7 +40,7 @@ def plan(argv: list[str]) -> None:
         from qerl_jax import memory
 
         use_compilation_cache()
-        gigabytes = memory.compiled_update(cfg).temp_size_in_bytes / 1e9
+        gigabytes = memory.compiled_update(cfg, limit=made.limit).temp_size_in_bytes / 1e9
         log(f"compiled  temporaries of one micro-batch {gigabytes:.2f} GB")
     made.require()
 

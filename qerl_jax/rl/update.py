@@ -400,7 +400,7 @@ def make_updater(
     """The updater that a config asks for.
 
     Args:
-        cfg: The run.
+        cfg: The run, without what it may leave to the plan: see `memory.planned`.
         model: The policy.
         num_tokens: Ids that the tokenizer has.
         total_steps: Optimizer steps of the whole run.
@@ -593,11 +593,23 @@ def update_shapes(
         # Rows of a prompt are neighbours in pieces of so many.
         prompts = micro_rows // math.gcd(micro_rows, math.gcd(rows, group))
         return microbatches.shapes_of_rows(micro_rows, prompts=prompts, **widths)
-    budget = optim.max_tokens_per_microbatch
-    if budget is None:
-        prompts = rows // math.gcd(rows, group)
-        budget = microbatches.default_budget(rows=rows, prompts=prompts, **widths)
+    budget = token_budget(optim, group=group, **widths)
     return microbatches.shapes(budget, group=math.gcd(rows, group), max_rows=rows, **widths)
+
+
+def token_budget(
+    optim: OptimConfig, *, group: int, prompt_width: int, completion_width: int
+) -> int:
+    """Tokens of a large micro-batch; arguments as of `update_shapes`."""
+    if optim.max_tokens_per_microbatch is not None:
+        return optim.max_tokens_per_microbatch
+    rows = optim.per_device_train_batch_size * optim.gradient_accumulation_steps
+    return microbatches.default_budget(
+        prompt_width=prompt_width,
+        completion_width=completion_width,
+        rows=rows,
+        prompts=rows // math.gcd(rows, group),
+    )
 
 
 def _computed(cuts: Sequence[Sequence[microbatches.MicroBatch]]) -> np.ndarray:

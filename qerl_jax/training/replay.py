@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from qerl_jax import config
+from qerl_jax import config, memory
 from qerl_jax.checkpoint import base_model
 from qerl_jax.files import writing
 from qerl_jax.model.transformer import trainable
@@ -69,7 +69,8 @@ def run(path: str | pathlib.Path) -> list[str]:
     params = _filled(fresh, _under("params", arrays))
     leaves = _under("noise", arrays)
     noise = _filled(exploration.abstract_noise(cfg.noise, model), leaves) if leaves else None
-    updater = update.make_updater(cfg, model, tokenizer.num_tokens, total_steps=1)
+    planned = memory.planned(cfg, model.arch, limit=memory.device_memory())
+    updater = update.make_updater(planned, model, tokenizer.num_tokens, total_steps=1)
     fixed = _under("fixed", arrays)
     loss, grads = update.replay_step(updater, params, frozen, rows, fixed, noise, jax.random.key(0))
     norm = np.float32(optax.tree.norm(grads))

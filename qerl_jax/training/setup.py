@@ -125,11 +125,12 @@ def setup(
         runtime.use_deterministic_kernels()
     runtime.use_compilation_cache()
     memory_plan, earlier_peak = _plan_memory(cfg), peak_memory()
+    planned = memory.planned(cfg, limit=memory.device_memory())
     start = _starting_adapter(cfg)
     model, frozen, tokenizer = base_model.load_base(cfg.model, cfg.lora, cfg.seed)
     memory.require_context(cfg, model.arch)
     functions, weights = _rewards(cfg, reward_functions)
-    notes = config_rules.advice(cfg)
+    notes = [*config_rules.advice(cfg), f"update: {memory.about_update(cfg, planned)}"]
     informative = informative_by(cfg, functions, weights, notes.append)
     if problems is None:
         problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
@@ -192,7 +193,7 @@ def setup(
             poll=stop.poll,
         ),
         updater=update.make_updater(
-            cfg,
+            planned,
             model,
             tokenizer.num_tokens,
             total_steps,

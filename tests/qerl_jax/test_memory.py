@@ -247,6 +247,74 @@ def test_micro_batches_are_planned_as_the_update_cuts_them():
     assert max(shape.tokens for shape in seen) == 4096 and seen <= set(planned)
 
 
+GSM8K = config.load(CONFIGS / "gsm8k_qwen2.5_7b.toml")
+
+
+def test_the_plan_takes_the_least_recomputation_that_leaves_a_tenth():
+    order = ["none", "products", "mlp", "layer"]
+    peaks = []
+    for remat in order:
+        fixed = changed(BENCH, model={"gradient_checkpointing": remat})
+        made = memory.estimate(fixed)
+        peaks.append(made.size("always", "update"))
+        # Just enough for this one.
+        chosen = memory.planned(BENCH, limit=int(peaks[-1] / 0.9) + 1)
+        assert chosen.model.gradient_checkpointing == remat
+        assert chosen.optim.max_tokens_per_microbatch == 8192
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_micro_batches_shrink_where_no_recomputation_helps_and_never_below_a_row():
+    layer = memory.estimate(changed(GSM8K, model={"gradient_checkpointing": "layer"}))
+    tight = memory.planned(GSM8K, limit=int(layer.size("always", "update") / 0.9) - 10**8)
+    assert tight.optim.max_tokens_per_microbatch == 4352
+    # Too small for anything: what takes the least, for the error to be about.
+    least = memory.planned(GSM8K, limit=10**9)
+    assert least.optim.max_tokens_per_microbatch == 256 + 4096
+    assert least.model.gradient_checkpointing == "layer"
+
+
+@pytest.mark.parametrize("limit", [None, 20_000_000_000, 80_000_000_000])
+def test_what_a_config_says_the_plan_leaves(limit):
+    said = changed(
+        BENCH,
+        model={"gradient_checkpointing": "mlp"},
+        optim={"max_tokens_per_microbatch": 1000},
+    )
+    assert memory.planned(said, limit=limit) == said
+
+
+def test_without_a_report_of_memory_the_plan_is_careful():
+    chosen = memory.planned(BENCH)
+    assert chosen.model.gradient_checkpointing == "layer"
+    assert memory.estimate(BENCH).items == memory.estimate(chosen).items
+
+
+def test_bnpo_is_planned_by_its_rows():
+    cfg = changed(BENCH, grpo={"loss_type": "bnpo"})
+    assert memory.planned(cfg).optim.max_tokens_per_microbatch is None
+    made = named(memory.estimate(cfg), "inputs of") / (28 * 3584 * 2)
+    assert made == 256 + 8 * 256  # a prompt with its eight rows
+
+
+def test_the_plan_says_how_the_update_computes():
+    lines = memory.estimate(GSM8K, limit=24_000_000_000).lines()
+    assert lines[-2] == (
+        "update      micro-batches of 8192 tokens (by the plan) in at most 8 shapes; "
+        "gradient_checkpointing mlp (auto)"
+    )
+    said = changed(BENCH, model={"gradient_checkpointing": "mlp"})
+    said = changed(said, optim={"max_tokens_per_microbatch": 4096})
+    assert "of 4096 tokens in at most" in memory.estimate(said).update
+    assert memory.estimate(said).update.endswith("gradient_checkpointing mlp")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_shipped_recipe_compiles_at_most_eight_updates(path):
+    cfg = config.load(path)
+    assert len(memory.update_shapes(cfg)) <= 8
+
+
 @pytest.mark.parametrize(
     ("changes", "limit", "advice"),
     [
