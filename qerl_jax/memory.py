@@ -469,7 +469,9 @@ def _noise(cfg: RunConfig, arch: architecture.Architecture, rows: int) -> list[I
 
 def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> list[Item]:
     shapes, width = update_shapes(cfg), _width(cfg)
-    tokens, slots = (max(getattr(s, name) for s in shapes) for name in ("tokens", "slots"))
+    tokens = max(shape.tokens for shape in shapes)
+    # Slopes of prompts are there by row, and summed by row.
+    slots = max(_SLOTS * shape.slots + 2 * shape.num_rows * shape.prompt_width for shape in shapes)
     inputs = arch.query_width + 2 * arch.kv_width
     row = cfg.data.max_prompt_length + cfg.rollout.max_completion_length
     fewer = "rollout.max_completion_length"
@@ -487,7 +489,7 @@ def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> li
     kept *= tokens
     ffn = _FFN if cfg.model.gradient_checkpointing in ("layer", "mlp") else _FFN - 2
     mlp = tokens * ((ffn - 1) * arch.ffn_width + _WIDTH * arch.width + inputs)
-    attention = _SLOTS * slots * inputs
+    attention = slots * inputs
     # A packed weight is dequantized in turn with the last of the MLP's arrays; a dense one is copied out
     # of its stack beside all of them.
     weight, last = max(map(arch.linear_size, arch.linears())), tokens * arch.ffn_width

@@ -37,7 +37,7 @@ def train(
         temperature=1.0,
         num_tokens=policy.tokenizer.num_tokens,
     )
-    updater = rl.Updater(objective, optim, total_steps=steps, max_completion_length=44)
+    updater = rl.Updater(objective, optim, total_steps=steps, **lengths)
     sigma = rl.sigma_schedule(sigma_start=1e-2, sigma_end=1e-4, num_stages=10, total_steps=steps)
     shapes = rl.noise_shapes(policy.model.arch)
 
