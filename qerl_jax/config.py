@@ -473,8 +473,8 @@ class OptimConfig(Checked, section="optim."):
             only its product with the next field counts.
         gradient_accumulation_steps: An optimizer step has so many times that number of rows.
         max_tokens_per_microbatch: The most tokens that are computed together in the update, padding included;
-            the result does not depend on it. Absent means 8192, or what the longest row needs, or fewer
-            where these do not fit on the device.
+            the result does not depend on it. Absent means 8192, or what the longest row needs (or two of
+            them, if little more), or fewer where these do not fit on the device.
         share_prompts: Compute a prompt once for all of its completions in a micro-batch.
         optimizer: AdamW with float32 moments, or with moments in 8 bits ("adamw_8bit").
     """

@@ -9,8 +9,10 @@ import numpy as np
 
 # Shares of the widest row to which rollouts are padded on the host.
 _WIDTHS = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 3 / 16, 1 / 8)
-# Small micro-batches have this share of the tokens of large ones.
-_SMALL = 4
+# Sizes of micro-batches: divisors of the budget, and how many times more rows of attention they have
+# beside their tokens than a large one. Tokens of the smallest.
+_SIZES = ((1, 1), (2, 1), (4, 2), (16, 4))
+_FEWEST = 128
 # Slots of attention, as a multiple of a micro-batch's tokens: in its widest rows, in the middle, in the
 # narrowest. Slots cost little where rows are short; where they are long there are as many as tokens.
 _SLOTS = (1, 1.5, 2)
@@ -97,12 +99,12 @@ def shapes(
 ) -> tuple[Shape, ...]:
     """All shapes that micro-batches of at most `budget` tokens can have: eight at most.
 
-    Micro-batches are large, or have a quarter of the tokens. Their rows of attention have up to
-    three widths, from the longest that a row may be down. Where no row of a micro-batch is long, the
+    Micro-batches have all of the tokens, a half, a quarter or a sixteenth. Their rows of attention have
+    up to three widths, from the longest that a row may be down. Where no row of a micro-batch is long, the
     widest are left out; where all are, the others.
 
     Args:
-        budget: Tokens of a large micro-batch.
+        budget: Tokens of the largest micro-batch.
         prompt_width: The most tokens of a prompt.
         completion_width: The most tokens of a completion.
         group: Completions that share a prompt.
@@ -120,24 +122,32 @@ def shapes(
     # Tokens of the longest row beside others of its prompt.
     own = completion_width + prompt_width / group
     made = []
-    for tokens, share in ((budget, 1), (budget // _SMALL, 2)):
-        if tokens < 2:
-            continue
+    for divisor, share in _SIZES:
+        tokens = budget // divisor
+        if divisor > 1 and tokens < _FEWEST:
+            break
         wide = sorted({min(width, tokens) for width in _row_widths(longest)}, reverse=True)
         rows = [s * tokens / w for s, w in zip(_SLOTS[-len(wide) :], wide, strict=True)]
         rows[0] = max(rows[0], tokens / own)
         arrays = tuple(
             (min(max_rows, math.ceil(share * n)), w) for n, w in zip(rows, wide, strict=True)
         )
-        alike = {arrays[i:] for i in range(len(arrays))} | {arrays[:1]}
-        made += [Shape(tokens, each, prompt_width) for each in sorted(alike, key=_by_width)]
+        # Small ones take fewer choices, for each is a program.
+        kept = {
+            1: {arrays[i:] for i in range(len(arrays))} | {arrays[:1]},
+            2: {arrays},
+            4: {arrays, arrays[-1:]},
+            16: {arrays},
+        }[divisor]
+        made += [Shape(tokens, each, prompt_width) for each in sorted(kept, key=_by_width)]
     return tuple(made)
 
 
 def default_budget(*, prompt_width: int, completion_width: int, rows: int, prompts: int) -> int:
     """Tokens of a micro-batch where nothing else bounds them: 8192, or a row, or all rows if they are fewer.
 
-    More tokens make products no faster, and the last micro-batch of an optimizer step emptier.
+    More tokens make products no faster, and what they are cut into coarser. Where 8192 are little less than
+    two of the longest rows it is these, so that one of them fills half a micro-batch.
 
     Args:
         prompt_width: The most tokens of a prompt.
@@ -146,7 +156,8 @@ def default_budget(*, prompt_width: int, completion_width: int, rows: int, promp
         prompts: Prompts of these.
     """
     longest = prompt_width + completion_width
-    return min(max(_TOKENS, longest), prompts * prompt_width + rows * completion_width)
+    tokens = 2 * longest if _TOKENS < 2 * longest <= _TOKENS * 4 / 3 else max(_TOKENS, longest)
+    return min(tokens, prompts * prompt_width + rows * completion_width)
 
 
 _TOKENS = 8192
@@ -206,13 +217,16 @@ def by_rows(rows: Rows, micro_rows: int, shapes: Sequence[Shape]) -> list[MicroB
 def shapes_of_rows(
     micro_rows: int, *, prompts: int, prompt_width: int, completion_width: int
 ) -> tuple[Shape, ...]:
-    """All shapes of micro-batches of so many rows, of so many prompts: six at most, see `shapes`."""
+    """All shapes of micro-batches of so many rows, of so many prompts: six at most.
+
+    They have the tokens of the longest rows or a quarter, and of three widths that of the longest row.
+    """
     budget = prompts * prompt_width + micro_rows * completion_width
     return tuple(
         Shape(tokens, ((micro_rows, width),), prompt_width)
-        for tokens in (budget, budget // _SMALL)
+        for tokens in (budget, budget // 4)
         for width in _row_widths(prompt_width + completion_width)
-        if tokens > 0
+        if tokens == budget or tokens >= _FEWEST
     )
 
 

@@ -402,9 +402,11 @@ def test_a_policy_of_a_run_is_exported_as_the_run_is(run, tmp_path):
 
 
 def test_a_plan_says_whether_the_run_fits():
-    plan = qerl_jax.plan(QUICKSTART, "1GB", max_steps=10)
+    # Without tokens of a micro-batch the plan would choose fewer of them.
+    said = {"optim": {"max_tokens_per_microbatch": 4096}}
+    plan = qerl_jax.plan(QUICKSTART, "1GB", max_steps=10, **said)
     assert plan.fits and str(plan).startswith("always ")
-    small = qerl_jax.plan(QUICKSTART, plan.peak - 1) if plan.peak > 1e6 else None
+    small = qerl_jax.plan(QUICKSTART, plan.peak - 1, **said) if plan.peak > 1e6 else None
     assert small is not None and small.fits is False
     with pytest.raises(ConfigError, match="memory: this run needs"):
         small.require()
