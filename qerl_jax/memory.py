@@ -164,7 +164,7 @@ class MemoryPlan:
             items = [item for item in self.items if item.phase == phase]
             rows += [_line(phase, item.name, item.size) for item in items]
             rows += [_line(phase, "in all", self.size(phase))] if items else []
-        rows += [f"{'update':10}  {self.update}"] if self.update else []
+            rows += [f"{phase:10}  {self.update}"] if phase == "update" and self.update else []
         rows.append(_line("peak", "always, and the largest of the others", self.peak))
         if measured is not None:
             rows.append(f"{_line('peak', 'measured', measured)} ({measured / self.peak - 1:+.0%})")
