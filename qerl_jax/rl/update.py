@@ -461,7 +461,7 @@ def all_logps(
 ) -> np.ndarray:
     """float32 [B, C], log-probabilities of those rows [N] of a rollout, and 0 of others."""
     logps = np.zeros(experience.completions.shape, np.float32)
-    for batch in _cut(updater, experience, rows):
+    for batch in cut_rows(updater, experience, rows):
         packed = experience.pack(batch, {})
         values = score(updater.objective, params, frozen, noise, packed, adapter)
         experience.unpack(logps, batch, packed.packing, np.asarray(values))
@@ -491,12 +491,12 @@ def micro_batches(
     """
     chosen, cfg = rows.reshape(-1), updater.objective.grpo
     if cfg.loss_type == "bnpo":
-        return _cut(updater, experience, chosen)
+        return cut_rows(updater, experience, chosen)
     learned = chosen[_learns(cfg, experience)[chosen]]
     if len(learned):
-        return _cut(updater, experience, learned)
+        return cut_rows(updater, experience, learned)
     # What only shows how far policy and sampler are apart.
-    return _cut(updater, experience, chosen[experience.lengths[chosen] > 0])[-1:]
+    return cut_rows(updater, experience, chosen[experience.lengths[chosen] > 0])[-1:]
 
 
 def summed_gradient(
@@ -555,7 +555,7 @@ def _learns(cfg: GrpoConfig, experience: Experience) -> np.ndarray:
     return (experience.lengths > 0) & ((experience.advantages != 0) | bool(cfg.beta))
 
 
-def _cut(
+def cut_rows(
     updater: Updater, experience: Experience, numbers: np.ndarray
 ) -> list[microbatches.MicroBatch]:
     """Rows [N] of a rollout as micro-batches."""

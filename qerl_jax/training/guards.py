@@ -16,10 +16,9 @@ import numpy as np
 from qerl_jax.config import RunConfig
 from qerl_jax.rl import update
 from qerl_jax.rl.experience import Experience
-from qerl_jax.rl.microbatches import MicroBatch
 
-# Rows and tokens of each that are scored once more.
-_ROWS, _TOKENS = 8, 256
+# Rows that are scored once more.
+_ROWS = 8
 # A share is known when its standard error is below this.
 _KNOWN = 0.1
 # Mean difference of log-probabilities, in nats, above which sampler and trainer are said to disagree.
@@ -52,10 +51,10 @@ def adapter_share(
         sampled - without = share * (with_adapter - without) + noise of rounding
 
     Args:
-        with_adapter: float32 [B, C], the trainer's log-probabilities, adapter on.
-        without: float32 [B, C], the same with the adapter off.
-        sampled: float32 [B, C], the sampler's.
-        mask: bool [B, C], the tokens that count.
+        with_adapter: float32, the trainer's log-probabilities of tokens, adapter on.
+        without: The same with the adapter off.
+        sampled: The sampler's.
+        mask: bool, the tokens that count.
     """
     base = np.asarray(without, np.float64)[mask]
     effect = np.asarray(with_adapter, np.float64)[mask] - base
@@ -84,12 +83,12 @@ class Guards:
 
     Attributes:
         cfg: The run.
-        objective: Of its updates.
+        updater: Of the run.
         warn: Is told each finding, once.
     """
 
     cfg: RunConfig
-    objective: update.Objective
+    updater: update.Updater
     warn: Callable[[str], None]
     _warned: bool = False
 
@@ -98,7 +97,7 @@ class Guards:
     ) -> dict[str, float]:
         """From the second rollout on, whether the sampler has the adapter that is trained.
 
-        Costs two forward passes of eight rows at the second rollout, the third, the fifth, the ninth and so
+        Costs two forward passes of at most eight rows at the second rollout, the third, the fifth, the ninth and so
         on: at first an adapter may change too little to tell.
 
         Args:
@@ -115,12 +114,13 @@ class Guards:
             RuntimeError: The rollout was sampled without the adapter.
         """
         rollout = step // self.cfg.updates_per_rollout
-        if self.objective.model.lora is None or not _is_power_of_two(rollout):
+        if self.updater.objective.model.lora is None or not _is_power_of_two(rollout):
             return {}
-        rows = experience.rows[:_ROWS, :_ROWS]
-        part = experience.take(MicroBatch(rows, min(_TOKENS, experience.completions.shape[1])))
-        scored = _score_twice(self.objective, params, frozen, noise, part)
-        found = adapter_share(*map(np.asarray, scored), part.behaviour_logps, np.asarray(part.mask))
+        rows = experience.rows.reshape(-1)[:_ROWS]
+        batch = update.cut_rows(self.updater, experience, rows)[0]
+        part = experience.pack(batch, {})
+        scored = _score_twice(self.updater.objective, params, frozen, noise, part)
+        found = adapter_share(*map(np.asarray, scored), part.behaviour_logps, part.mask)
         if not found.known:
             return {}
         if found.share + 3 * found.error < 0.5:

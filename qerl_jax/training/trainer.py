@@ -132,7 +132,7 @@ def _loop(
         contextlib.closing(_logger(run, quiet)) as logger,
         recorder.Recorder(run, logger, on_step) as record,
     ):
-        guards = Guards(cfg, run.updater.objective, logger.note)
+        guards = Guards(cfg, run.updater, logger.note)
         goes_on, warned = record.begin(), False
         while goes_on and (place := run.place(step, supply)) < run.total_steps:
             run.stop.poll()
