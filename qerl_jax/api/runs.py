@@ -164,6 +164,9 @@ def train(
     Raises:
         ConfigError: For an argument or field that is no such thing, by its name; nothing is written.
         RewardError: When a reward function fails, by its name.
+        Busy: When another run works in `output_dir`.
+        DiskError: When the disk does not take what is written; the run goes on from what was saved before.
+        KeyboardInterrupt: For SIGINT or SIGTERM while it trains, once the last whole step is saved.
     """
     callbacks = _several(callbacks, "callbacks")
     for index, each in enumerate(callbacks):

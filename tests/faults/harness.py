@@ -1,14 +1,18 @@
 """Faults that tests inject: damaged files, full disks, and short runs to inject them into."""
 
 import dataclasses
+import os
 import pathlib
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 from qerl_jax import config
+from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.tracking import logger
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -100,6 +104,85 @@ def qerl(*arguments, **options):
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False, **options
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What was done to a run, and where it stood.
+
+    Attributes:
+        kind: One of `FAULTS`.
+        logged: The last step in its log then.
+        saved: Its newest checkpoint then, 0 for none.
+        kept: The newest checkpoint that can be read after it.
+        code: The exit code of the command.
+        shown: What it wrote to stderr.
+    """
+
+    kind: str
+    logged: int
+    saved: int
+    kept: int
+    code: int
+    shown: str
+
+
+# A signal; or a kill, after which the newest checkpoint is damaged if there is one before it.
+FAULTS = ("SIGKILL", "SIGTERM", "SIGINT", "flip", "truncate")
+
+
+def disturb(path, folder, rng, count, kinds=FAULTS):
+    """Starts the run of a config file again and again, and does something to it at a random moment each time.
+
+    Args:
+        path: The config.
+        folder: Its run folder.
+        rng: Chooses moments, kinds and bits.
+        count: Most faults; the run may end before.
+        kinds: Those of `FAULTS` to choose from.
+
+    Yields:
+        Each `Fault`, when its process has ended.
+    """
+    for _ in range(count):
+        process = start(path)
+        wait_for_step(process, folder, last_step(folder) + 1)
+        time.sleep(rng.uniform(0, 0.5))
+        kind = rng.choice(kinds)
+        process.send_signal(getattr(signal, kind, signal.SIGKILL))
+        _, shown = process.communicate(timeout=300)
+        found = StateFiles(folder, keep=None)
+        saved = max(found.steps(), default=0)
+        if kind in ("flip", "truncate") and len(found.steps()) > 1:
+            paths = files_of(folder / "checkpoints" / str(saved))
+            if kind == "flip":
+                flip_somewhere(paths, rng)
+            else:
+                path_ = rng.choice([path for path in paths if path.stat().st_size])
+                os.truncate(path_, rng.randrange(path_.stat().st_size))
+        kept = found.newest() or 0
+        yield Fault(kind, last_step(folder), saved, kept, process.returncode, shown)
+        if process.returncode == 0:
+            return
+
+
+def start(path):
+    """Starts `qerl train` of a config file; its stderr can be read."""
+    command = [sys.executable, "-m", "qerl_jax", "train", str(path)]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, **pipes)
+
+
+def last_step(folder):
+    """The last step in a run's log; 0 for none."""
+    return max((row["step"] for row in logger.read_metrics(folder)), default=0)
+
+
+def wait_for_step(process, folder, step):
+    """Waits until a step is logged, or the process has ended; for five minutes at most."""
+    deadline = time.monotonic() + 300
+    while last_step(folder) < step and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def has_mounts():

@@ -5,8 +5,6 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -132,28 +130,14 @@ def test_outside_of_the_main_thread_a_run_can_be_started_too():
     assert failures == []
 
 
-def start(path):
-    command = [sys.executable, "-m", "qerl_jax", "train", str(path)]
-    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, cwd=harness.ROOT, **pipes)
-
-
-def wait_for_step(process, folder, step):
-    deadline = time.monotonic() + 300
-    while not any(row["step"] >= step for row in logger.read_metrics(folder)):
-        if process.poll() is not None or time.monotonic() > deadline:
-            break
-        time.sleep(0.01)
-
-
 @pytest.mark.process
 @pytest.mark.parametrize("code", SIGNALS)
 def test_the_command_ends_with_its_documented_code_and_one_line_beside_the_notice(code, tmp_path):
     folder, path = tmp_path / "run", tmp_path / "run.toml"
     path.write_text(config.dump(harness.tiny(folder, max_steps=2000, save_steps=1000)))
-    process = start(path)
+    process = harness.start(path)
     try:
-        wait_for_step(process, folder, 3)
+        harness.wait_for_step(process, folder, 3)
         process.send_signal(SIGNALS[code])
         _, shown = process.communicate(timeout=120)
     finally:
@@ -176,7 +160,7 @@ def test_a_signal_before_the_first_step_ends_the_command_at_once_too(code, secon
     """While modules are imported Python itself ends it, later the command does."""
     path = tmp_path / "run.toml"
     path.write_text(config.dump(harness.tiny(tmp_path / "run")))
-    process = start(path)
+    process = harness.start(path)
     try:
         time.sleep(seconds)
         process.send_signal(SIGNALS[code])
@@ -188,28 +172,15 @@ def test_a_signal_before_the_first_step_ends_the_command_at_once_too(code, secon
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("seed", [1, 2])
-def test_signals_at_random_moments_one_after_the_other_change_nothing(seed, tmp_path):
-    """Of three kinds; a run that is killed goes on from what it saved last."""
-    steps = {"max_steps": 60, "save_steps": 7}
+def test_faults_at_random_moments_one_after_the_other_change_nothing(tmp_path):
+    """A few; `python -m scripts.trial_faults` makes a hundred."""
+    steps = {"max_steps": 40, "save_steps": 7}
     train(harness.tiny(tmp_path / "whole", **steps), quiet=True)
     folder, path = tmp_path / "run", tmp_path / "run.toml"
     path.write_text(config.dump(harness.tiny(folder, **steps)))
-    rng, codes = random.Random(seed), []
-    for _ in range(30):
-        process = start(path)
-        reached = max((row["step"] for row in logger.read_metrics(folder)), default=0)
-        wait_for_step(process, folder, reached + 1)
-        time.sleep(rng.uniform(0, 0.5))
-        number = rng.choice([signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-        process.send_signal(number)
-        _, shown = process.communicate(timeout=120)
-        codes.append((number, process.returncode))
-        expected = {signal.SIGKILL: -9}.get(number, 128 + number)
-        assert process.returncode in (0, expected), shown
-        assert "Traceback" not in shown and "terminate" not in shown, shown
-        if process.returncode == 0:
-            break
-    else:
-        pytest.fail(f"the run did not end: {codes}")
+    for fault in harness.disturb(path, folder, random.Random(1), count=8):
+        expected = {"SIGTERM": 143, "SIGINT": 130}.get(fault.kind, -9)
+        assert fault.code in (0, expected), fault
+        assert "Traceback" not in fault.shown and "terminate" not in fault.shown, fault
+    assert harness.qerl("train", path).returncode == 0
     assert harness.results(folder) == harness.results(tmp_path / "whole")

@@ -1,0 +1,150 @@
+"""All that a run remembers comes back with its checkpoint: nothing of it is read from files that may be lost."""
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from qerl_jax import config
+from qerl_jax.checkpoint.run_state import StateFiles
+from qerl_jax.rl import rollouts
+from qerl_jax.tracking import logger
+from qerl_jax.training import stopping
+from qerl_jax.training.trainer import train
+from tests.faults import harness
+
+
+def remembering(folder, **sections):
+    """A run with all that outlives a step: noise, rounds of sampling, a reference that follows, the best adapter."""
+    return harness.tiny(
+        folder,
+        grpo={
+            "dynamic_sampling": True,
+            "max_sampling_rounds": 3,
+            "beta": 0.02,
+            "sync_ref_model": True,
+            "ref_model_sync_steps": 2,
+        },
+        rewards={"functions": ("format_reward", "accuracy_reward"), "soft_punish_cache": 7},
+        eval={"num_problems": 8, "eval_steps": 2, "batch_size": 8, "reward": "format_reward"},
+        **sections,
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    return folder, train(remembering(folder), quiet=True)
+
+
+def assert_same_run(folder, state, whole):
+    expected_folder, expected = whole
+    assert harness.results(folder) == harness.results(expected_folder)
+    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    for name in ("best.json", "best/adapter_model.safetensors"):
+        assert (folder / name).read_bytes() == (expected_folder / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_in_every_step_is_the_same_bit_for_bit(whole, tmp_path, monkeypatch):
+    folder, state = tmp_path / "run", None
+    for _ in range(20):
+        calls, score = itertools.count(), rollouts.score
+
+        def judged(*arguments, calls=calls, score=score, **options):
+            if next(calls) == 4:  # three rounds and an evaluation make a step
+                os.kill(os.getpid(), signal.SIGTERM)
+            return score(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(rollouts, "score", judged)
+            try:
+                state = train(remembering(folder), quiet=True)
+                break
+            except stopping.Stopped:
+                continue
+    assert state is not None, "the run did not end"
+    assert_same_run(folder, state, whole)
+
+
+@pytest.mark.slow
+def test_tokens_and_the_best_so_far_outlive_the_log(whole, tmp_path):
+    """They are in the checkpoint: of a log that is gone only its rows are."""
+    folder = harness.copy_of(whole[0], tmp_path / "run")
+    harness.back_to(folder, 4)
+    lost = logger.read_metrics(folder)
+    (folder / "metrics.jsonl").unlink()
+    state = train(remembering(folder), quiet=True)
+    rows = logger.read_metrics(folder)
+    assert [row["step"] for row in rows] == [5, 6]
+    assert [row["num_tokens"] for row in rows] == [row["num_tokens"] for row in lost[-2:]]
+    assert (folder / "best.json").read_bytes() == (whole[0] / "best.json").read_bytes()
+    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(whole[1]), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.slow
+def test_a_run_whose_newest_checkpoint_is_damaged_is_the_same_from_the_one_before(
+    whole, tmp_path, capsys
+):
+    folder = harness.copy_of(whole[0], tmp_path / "run")
+    harness.back_to(folder, 4)
+    paths = harness.files_of(folder / "checkpoints" / "4" / "state")
+    harness.flip(max(paths, key=lambda path: path.stat().st_size), 12_345)
+    state = train(remembering(folder))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.count("is damaged: ") == 1
+    assert "it was passed over, and the run goes on from checkpoint 2" in shown
+    assert_same_run(folder, state, whole)
+
+
+def test_a_checkpoint_holds_what_the_run_remembers(tmp_path):
+    cfg = harness.tiny(tmp_path, max_steps=2, eval={"num_problems": 4, "eval_steps": 1})
+    train(cfg, quiet=True)
+    rows = logger.read_metrics(tmp_path)
+    progress = StateFiles(tmp_path, keep=None).supply()["progress"]
+    assert progress == {
+        "num_tokens": rows[-1]["num_tokens"],
+        "best": max(row["eval/accuracy"] for row in rows),
+    }
+    assert json.loads((tmp_path / "best.json").read_text())["eval/accuracy"] == progress["best"]
+
+
+def test_a_warning_about_a_run_is_given_once_and_not_again_when_it_is_resumed(tmp_path, capsys):
+    def zero(completions, **_):
+        return [0.0] * len(completions)
+
+    for steps in (11, 13):
+        train(harness.tiny(tmp_path, max_steps=steps), reward_functions=[zero])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert shown.count("warning: step 10: frac_reward_zero_std has been 1") == (steps == 11)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_load_changes_no_bit(tmp_path):
+    """Beside processes that keep all cores busy a run gives the bits that it gives alone."""
+    paths = {name: tmp_path / f"{name}.toml" for name in ("alone", "beside")}
+    for name, path in paths.items():
+        path.write_text(config.dump(harness.tiny(tmp_path / name)))
+    assert harness.qerl("train", paths["alone"]).returncode == 0
+    busy = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(2 * (os.cpu_count() or 1))
+    ]
+    try:
+        assert harness.qerl("train", paths["beside"]).returncode == 0
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert harness.results(tmp_path / "beside") == harness.results(tmp_path / "alone")
+    shutil.rmtree(tmp_path / "beside")
