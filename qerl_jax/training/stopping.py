@@ -40,11 +40,15 @@ class Stop:
 
     Attributes:
         signal: The signal; None as long as there was none.
+        saves: Whether there is a state to save, so that a signal waits for the next `poll`. Until then it does
+            what it did before `listening`, and is remembered: should its exception be lost, the first `poll` ends
+            the run.
     """
 
     def __init__(self):
         """Hears nothing yet; see `listening`."""
         self.signal: int | None = None
+        self.saves = False
         self._before: dict[int, Any] = {}
 
     def poll(self) -> None:
@@ -58,7 +62,7 @@ class Stop:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes note of SIGINT and SIGTERM in the block; a second one does what it did before the block.
+        """Takes note of SIGINT and SIGTERM in the block; a second one also does what it did before the block.
 
         Outside of the main thread, where Python has no signals, nothing is heard.
         """
@@ -73,8 +77,8 @@ class Stop:
                 signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is None:
-            self.signal = number
+        is_first, self.signal = self.signal is None, number
+        if is_first and self.saves:
             name = signal.Signals(number).name
             # Not through Python's file objects: the signal may have come while one was written to.
             _say(

@@ -76,8 +76,9 @@ def train(
         # What is there must not change while it is read; a folder that is not there yet is not made for bad input.
         lock = None if is_new else owned.enter_context(locks.held(folder))
         stop = stopping.Stop()
-        run = setup(cfg, problems=problems, reward_functions=reward_functions, stop=stop)
         owned.enter_context(stop.listening())
+        run = setup(cfg, problems=problems, reward_functions=reward_functions, stop=stop)
+        stop.saves = True
         if is_new:
             with writing(folder):
                 folder.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -14,7 +15,7 @@ from qerl_jax import config
 from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.rl import rollouts
 from qerl_jax.tracking import logger
-from qerl_jax.training import stopping
+from qerl_jax.training import setup, stopping
 from qerl_jax.training.trainer import train
 from tests.faults import harness
 
@@ -102,6 +103,7 @@ def test_a_second_signal_does_what_it_did_before(number):
         stop = stopping.Stop()
         with stop.listening():
             stop.poll()
+            stop.saves = True
             signal.raise_signal(number)
             assert heard == [] and stop.signal == number
             signal.raise_signal(number)
@@ -112,6 +114,48 @@ def test_a_second_signal_does_what_it_did_before(number):
         assert heard == [number, number]
     finally:
         signal.signal(number, before)
+
+
+def test_before_there_is_a_state_a_signal_does_what_it_did_before_and_is_remembered():
+    heard = []
+    before = signal.signal(signal.SIGINT, lambda *_: heard.append(1))
+    try:
+        stop = stopping.Stop()
+        with stop.listening():
+            signal.raise_signal(signal.SIGINT)
+            assert heard == [1]
+            with pytest.raises(stopping.Stopped):
+                stop.poll()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Referent:
+    """Something that a weak reference can refer to."""
+
+
+def interrupt_where_exceptions_are_forgotten():
+    """Sends SIGINT within a callback of a weak reference: of an exception there Python prints a line, no more."""
+    referent = Referent()
+    reference = weakref.ref(referent, lambda _: signal.raise_signal(signal.SIGINT))
+    del referent
+    assert reference() is None
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("place", ["setup", "step"])
+def test_an_interrupt_that_falls_into_a_callback_is_not_lost(place, tmp_path, monkeypatch):
+    """So one of 54 was, in a WeakSet of JAX, and the run went on to its end."""
+    module, name = {"setup": (setup.base_model, "load_base"), "step": (rollouts, "score")}[place]
+    function = getattr(module, name)
+
+    def interrupted(*arguments, **options):
+        interrupt_where_exceptions_are_forgotten()
+        return function(*arguments, **options)
+
+    monkeypatch.setattr(module, name, interrupted)
+    with pytest.raises(stopping.Stopped, match="before the first step was done: nothing to save"):
+        train(harness.tiny(tmp_path / "run"), quiet=True)
 
 
 def test_outside_of_the_main_thread_a_run_can_be_started_too():
