@@ -5,6 +5,9 @@ a time limit. They are fresh interpreters, not forks: JAX is in the parent, whos
 memory a fork would share, and the parent's main module is not run again. Requests and replies are
 lines of JSON.
 
+The limit is of the processor's time: whether an answer is judged in time must not depend on what else the machine
+is doing, or a run would not be the same twice. The clock's limit is five times as long, for calls that only wait.
+
 A worker ends with its parent, however that ends: an idle one reads the end of its input, and a busy
 one carries an alarm that the kernel delivers whatever Python is doing.
 """
@@ -30,6 +33,8 @@ from qerl_jax.rewards.ahead import Ahead
 
 # Enough to import sympy on a machine that is busy compiling.
 _START_SECONDS = 120.0
+# Seconds on the clock for each of the processor's: on a busy machine a call gets a share of it.
+_PATIENCE = 5
 # An integer like 10**10**10 asks for more than any honest answer needs.
 _MEMORY_BYTES = 4 << 30
 
@@ -57,7 +62,7 @@ class Pool:
         Args:
             module: Import path of the module whose functions are called.
             workers: Most processes at a time.
-            seconds: Longest call, on the clock.
+            seconds: Longest call, in seconds of the processor; on the clock five times as long.
 
         Raises:
             ValueError: If a number is not positive.
@@ -121,7 +126,7 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError):  # it has died, and the reply will say so
             self._process.stdin.write(request + "\n")
             self._process.stdin.flush()
-        return self._reply(self._seconds)
+        return self._reply(_PATIENCE * self._seconds)
 
     def stop(self) -> None:
         process, self._process = self._process, None
@@ -153,10 +158,18 @@ class _Worker:
         poll.register(self._process.stdout, select.POLLIN)
         line = self._process.stdout.readline() if poll.poll(1000 * seconds) else None
         if line is None or not line.endswith("\n"):
+            is_late = line is None or self._ended_by() == signal.SIGPROF
             self.stop()
-            return Failure("timeout" if line is None else "died")
+            return Failure("timeout" if is_late else "died")
         reply = json.loads(line)
         return Failure("raised", reply["error"]) if "error" in reply else reply["value"]
+
+    def _ended_by(self) -> int | None:
+        """The signal that has ended the process, after the end of its output; None for none."""
+        try:
+            return -self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            return None
 
 
 def _stop_all(workers: Sequence[_Worker]) -> None:
@@ -182,8 +195,10 @@ def _serve(module: str, seconds: float) -> None:
 
     answer()  # whether the module can be imported
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_REAL, seconds + 1)  # later than the parent's own limit
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_REAL, _PATIENCE * seconds + 1)  # later than the parent's own
         answer(*json.loads(line))
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 

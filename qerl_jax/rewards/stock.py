@@ -248,7 +248,7 @@ def get_math_verify_reward(seconds: float = 5.0, workers: int | None = None) -> 
     `rewards/math_verify_reward/timeouts` (killed at the limit) and `.../failures` (anything else).
 
     Args:
-        seconds: Longest judgement of one answer, on the clock.
+        seconds: Longest judgement of one answer, in seconds of the processor; on the clock five times as long.
         workers: Number of processes; absent means half of the processors, at most 8.
     """
     return _math_reward("math_verify_reward", lambda text: text, workers, seconds)
@@ -262,7 +262,7 @@ def get_reasoning_accuracy_reward(
     0 where the reasoning is never closed, as TRL's function of that name has it.
 
     Args:
-        seconds: Longest judgement of one answer, on the clock.
+        seconds: Longest judgement of one answer, in seconds of the processor; on the clock five times as long.
         workers: Number of processes; absent means half of the processors, at most 8.
     """
     return _math_reward("reasoning_accuracy_reward", answers.after_reasoning, workers, seconds)

@@ -5,6 +5,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -91,6 +92,18 @@ def test_a_loop_that_never_returns_to_python_is_killed_too(pool):
     # An exponentiation in C holds the interpreter: no signal handler of Python's would run.
     calls = pool(seconds=2.0)
     assert calls.map("power", [(7, 2), (7, 10**9)]) == [9, Failure("timeout")]
+
+
+def test_what_a_busy_machine_takes_away_does_not_count(pool):
+    """The worker gets nothing of the processor for longer than its limit, as beside many others."""
+    calls = pool(seconds=1.0)
+    (pid,) = calls.map("pid", [()])
+    waking = threading.Timer(2.0, os.kill, (pid, signal.SIGCONT))
+    os.kill(pid, signal.SIGSTOP)
+    waking.start()
+    assert calls.map("double", [(4,)]) == [8]
+    assert calls.map("pid", [()]) == [pid]
+    waking.join()
 
 
 def test_a_call_that_takes_its_process_along_costs_only_itself(pool):
