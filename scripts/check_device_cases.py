@@ -42,16 +42,19 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "trains": ("adapter", "adapter+norms", "full"),
     "rank": (32, 8, 80),
     "noise": ("off", "rollout", "both", "rollout+last"),
+    "per": ("rollout", "group", "sequence", "token"),  # what has noise of its own
     "reference": ("none", "base", "copy"),
     "updates": ("one", "passes", "batches", "both"),  # of each rollout
     "remat": ("layer", "mlp", "products", "none"),
     "share_prompts": (True, False),
     "optimizer": ("adamw", "adamw_8bit"),
-    "cut": ("rows", "tokens"),
+    "cut": ("plan", "tokens"),  # of micro-batches
     "dynamic": (False, True),
     "loss": ("dapo", "grpo", "bnpo", "dr_grpo"),
     "ratio": ("token", "sequence"),
     "old": ("behaviour", "recompute", "corrected"),
+    # What bounds or masks ratios: wide enough for the adapter to move.
+    "bounds": ("usual", "off", "icepop", "tokens", "sequences", "means", "off_policy"),
     "draw": ("plain", "top_k", "top_p", "min_p", "penalty", "all"),
     "ending": ("eos", "stop", "ignore_eos"),
     "cache": ("ample", "tokens", "fraction"),
@@ -129,6 +132,19 @@ _IMPOSSIBLE: tuple[tuple[dict[str, tuple[Any, ...]], str], ...] = (
     (
         {"draw": ("penalty", "all"), "old": ("behaviour",)},
         "the sampler's log-probabilities do not have the penalty",
+    ),
+    ({"noise": ("off",), "per": ("group", "sequence", "token")}, "there is no noise"),
+    (
+        {"noise": ("both",), "per": ("token",)},
+        "the trainer cannot draw noise of single tokens again",
+    ),
+    (
+        {"noise": ("both",), "per": ("sequence",), "share_prompts": (True,)},
+        "the trainer computes a shared prompt once",
+    ),
+    (
+        {"bounds": ("icepop",), "old": ("behaviour", "recompute")},
+        "IcePop is a correction of importance sampling",
     ),
     ({"cut": ("tokens",), "loss": ("bnpo",)}, "bnpo's value depends on the cut"),
     (
@@ -215,7 +231,7 @@ def cover(tries: int = 12) -> list[Case]:
 
 def kernels() -> list[Case]:
     """Parts of cases that Hopper kernels run, or would but for their shape, each to be in one case at least."""
-    adapter = {"dtype": "bfloat16", "trains": "adapter", "source": "folder"}
+    adapter = {"dtype": "bfloat16", "trains": "adapter", "source": "folder", "per": "rollout"}
     shapes = itertools.cycle(itertools.product(("qwen2", "qwen3", "llama", "mistral"), (64, 128)))
     rows = itertools.product(("nvfp4", "bfloat16"), FACTORS["rows"])
     decoding = [
@@ -441,7 +457,7 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
         # Large beside what bfloat16 rounds, for a check to see that it acts.
         scope, _, last = case["noise"].partition("+")
         table["noise"] = {"sigma_start": 0.2, "sigma_end": 0.1, "num_stages": 3}
-        table["noise"] |= {"scope": scope, "final_norm": bool(last)}
+        table["noise"] |= {"scope": scope, "final_norm": bool(last), "per": case["per"]}
     if case["reference"] != "none":
         objective["beta"] = 0.02
     if case["reference"] == "copy":
@@ -453,6 +469,7 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
     if case["old"] != "behaviour":
         objective["old_logprobs"] = "recompute"
         objective["importance_sampling_correction"] = case["old"] == "corrected"
+    objective |= _BOUNDS[case["bounds"]]
     if case["cut"] == "tokens":
         # Two micro-batches of one shape where all completions are as long as they may be.
         prompts, own = divmod(batch // cuts, 2 * GENERATIONS)
@@ -475,6 +492,15 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
     return table
 
 
+_BOUNDS: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "off": {"delta": 0.0},
+    "icepop": {"importance_sampling_mode": "token_mask", "importance_sampling_clip_min": 0.01},
+    "tokens": {"sampling_mask": "token", "sampling_mask_max": 100.0},
+    "sequences": {"sampling_mask": "sequence", "sampling_mask_max": 1e9},
+    "means": {"sampling_mask": "geometric", "sampling_mask_max": 100.0},
+    "off_policy": {"off_policy_mask_threshold": 10.0},
+}
 # Texts that random weights come upon within a few tokens, but not in all rows: one in 16 has one.
 STOPS = ("m", "v")
 _REWARDS = "scripts.check_device_run"

@@ -32,15 +32,13 @@ UNCHANGED = {
     "lora": {"alpha", "dropout"},
     "rollout": {"temperature", "steps_per_generation"},
     "grpo": {
-        *("epsilon", "epsilon_high", "delta", "kl_estimator", "use_bias_correction_kl"),
+        *("epsilon", "epsilon_high", "kl_estimator", "use_bias_correction_kl"),
         *("advantage_estimator", "scale_rewards", "mask_truncated_completions"),
         *("dynamic_sampling_metric", "reference"),
-        *("importance_sampling_mode", "importance_sampling_clip_max"),
-        *("importance_sampling_clip_min", "sampling_mask", "sampling_mask_max"),
-        *("sampling_mask_min", "off_policy_mask_threshold"),
+        *("importance_sampling_clip_max", "sampling_mask_min"),
     },
     "optim": {"min_lr_ratio", "adam_beta1", "adam_beta2", "adam_epsilon"},
-    "noise": {"schedule", "exponent", "per", "adapt_to", "adapt_target", "adapt_rate"},
+    "noise": {"schedule", "exponent", "adapt_to", "adapt_target", "adapt_rate"},
     "eval": {"split", "temperature", "top_p", "dataset", "path"},
     "rewards": {"soft_punish_weight", "shaping"},
 }
