@@ -184,7 +184,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             output_dir=str(pathlib.Path(folder) / "run"),
             max_steps=steps,
             num_train_epochs=None,
-            save_steps=0,
+            save_steps=steps,
             eval=None,
         )
         tokens, stages, paddings, times = Tokens(), Stages(), [], [time.perf_counter()]

@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import sys
 
 import pytest
 
@@ -46,6 +47,25 @@ def pytest_collection_modifyitems(config, items):
     if on_gpu and not _has_gpu():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU that JAX can see"))
+
+
+# Of the 65,530 areas of memory that Linux grants a process, those above which compiled programs are let go. Each
+# program takes some ten; at the limit XLA ends the process with a segmentation fault.
+_MOST_AREAS, _LOOK_EVERY = 30_000, 20
+_tests_run = 0
+
+
+def pytest_runtest_teardown(item, nextitem):
+    global _tests_run
+    _tests_run += 1
+    is_last_of_file = nextitem is None or nextitem.path != item.path
+    if not (is_last_of_file or _tests_run % _LOOK_EVERY == 0) or "jax" not in sys.modules:
+        return
+    with open("/proc/self/maps") as areas:
+        if sum(1 for _ in areas) < _MOST_AREAS:
+            return
+    sys.modules["jax"].clear_caches()
+    gc.collect()
 
 
 def _asked_for(marker, config):

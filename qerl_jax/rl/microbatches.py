@@ -203,14 +203,18 @@ def cut(rows: Rows, shapes: Sequence[Shape]) -> list[MicroBatch]:
 
 
 def by_rows(rows: Rows, micro_rows: int, shapes: Sequence[Shape]) -> list[MicroBatch]:
-    """Micro-batches of so many rows as they come, each of the smallest shape of `shapes_of_rows` that holds it."""
+    """Micro-batches of so many rows as they come, each of the smallest shape of `shapes_of_rows` that holds it.
+
+    The last has fewer where they do not come out even.
+    """
     batches = []
     for start in range(0, len(rows.numbers), micro_rows):
-        some = rows.take(np.arange(start, start + micro_rows))
+        some = rows.take(np.arange(start, min(start + micro_rows, len(rows.numbers))))
         longest = np.max(some.lengths + some.prompt_lengths)
         fitting = [s for s in shapes if s.tokens >= some.tokens and s.arrays[0][1] >= longest]
         least = min(fitting, key=lambda shape: shape.cost)
-        batches.append(MicroBatch(least, some.numbers))
+        missing = micro_rows - len(some.numbers)
+        batches.append(MicroBatch(least, np.pad(some.numbers, (0, missing), constant_values=-1)))
     return batches
 
 

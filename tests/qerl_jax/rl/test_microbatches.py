@@ -108,6 +108,9 @@ def test_micro_batches_by_rows_are_cut_as_they_come_and_no_larger_than_needed():
     batches = microbatches.by_rows(rows, 4, shapes)
     assert named(batches) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert [batch.shape.tokens for batch in batches] == [3700, 925]
+    # Fewer rows than a micro-batch has: some places stay empty.
+    batches = microbatches.by_rows(rows.take(np.arange(6)), 4, shapes)
+    assert [batch.rows.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, -1, -1]]
 
 
 @pytest.mark.parametrize(
