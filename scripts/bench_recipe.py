@@ -141,7 +141,7 @@ class Tokens:
         accumulate = update.accumulate
 
         def counted(objective, sums, params, frozen, noise, batch, *rest):
-            with contextlib.suppress(AttributeError):
+            with contextlib.suppress(TypeError):  # a library that lays rows on one axis says it
                 part = batch[0]
                 has_rows = part.mask.reshape(len(part.prompts), -1).any(axis=1)
                 self.computed += part.prompts.size + part.completions.size
@@ -225,10 +225,16 @@ def with_random_base(cfg: Any, shape: str, rows: int | None) -> Any:
         tokenizer_name_or_path=str(ROOT / "qerl_jax" / "assets" / "tiny"),
         random_base=True,
     )
-    changes: dict[str, Any] = {"model": model, "rewards": type(cfg.rewards)(("token_hash_reward",))}
+    # An end that random weights come upon would make rows shorter than they are to be.
+    rollout = dataclasses.replace(cfg.rollout, ignore_eos=True)
+    changes: dict[str, Any] = {
+        "model": model,
+        "rollout": rollout,
+        "rewards": type(cfg.rewards)(("token_hash_reward",)),
+    }
     if rows:
         updates = cfg.updates_per_rollout
-        changes["rollout"] = dataclasses.replace(cfg.rollout, generation_batch_size=rows)
+        changes["rollout"] = dataclasses.replace(rollout, generation_batch_size=rows)
         changes["optim"] = dataclasses.replace(
             cfg.optim,
             gradient_accumulation_steps=rows // updates // cfg.optim.per_device_train_batch_size,

@@ -1,0 +1,67 @@
+"""The benchmark of recipes: completions end where the file says, and a whole run gives a row."""
+
+import argparse
+import dataclasses
+
+import numpy as np
+import pytest
+
+from qerl_jax import config
+from qerl_jax.generation import engine
+from qerl_jax.model import architecture
+from scripts import bench_recipe
+from tests.test_tiny_run import QUICKSTART
+
+
+def test_a_share_of_the_recorded_lengths_runs_into_the_limit():
+    for sigma in ("0.5", "1"):
+        free = bench_recipe.completion_lengths(sigma, 0.0, 4096)
+        assert 230 < np.mean(free) < 270 and max(free) < 4096
+        assert np.std(np.log(free)) == pytest.approx(float(sigma), rel=0.1)
+        cut = bench_recipe.completion_lengths(sigma, 0.01, 4096)
+        assert cut.count(4096) == 11 and len(cut) == 1024
+    assert max(bench_recipe.completion_lengths("1", 0.0, 300)) == 300
+
+
+def test_rewards_are_drawn_with_the_chance_of_the_problem():
+    texts = [str(n) for n in range(4000)]
+    for chance in ("0", "0.3", "1"):
+        found = bench_recipe.reward(texts, [chance] * len(texts))
+        assert np.mean(found) == pytest.approx(float(chance), abs=0.03)
+
+
+@pytest.mark.slow
+def test_a_recipe_runs_to_a_row_with_the_lengths_it_was_given(monkeypatch, tmp_path):
+    arch = architecture.Architecture("qwen2", 512, 64, 96, 2, 4, 2, 16)
+    monkeypatch.setitem(architecture.KNOWN, "tiny-shape", arch)
+    monkeypatch.setattr(engine, "Schedule", engine.Schedule)  # put back at the end
+    cfg = config.load(QUICKSTART)
+    cfg = dataclasses.replace(
+        cfg,
+        data=dataclasses.replace(cfg.data, max_prompt_length=256),
+        rollout=dataclasses.replace(cfg.rollout, max_completion_length=40, max_concurrent=8),
+        optim=dataclasses.replace(
+            cfg.optim, per_device_train_batch_size=8, gradient_accumulation_steps=2
+        ),
+    )
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "tiny.toml").write_text(config.dump(cfg))
+    (tmp_path / "qerl_jax").symlink_to(bench_recipe.ROOT / "qerl_jax")
+    monkeypatch.setattr(bench_recipe, "ROOT", tmp_path)
+    monkeypatch.setitem(bench_recipe.RECIPES, "tiny-shape", "tiny")
+    given = [5, 9, 40, 7]
+    monkeypatch.setattr(bench_recipe, "completion_lengths", lambda *_: given)
+    row = bench_recipe.measure(
+        argparse.Namespace(
+            shape="tiny-shape",
+            sigma=["0.5"],
+            truncated=[0.25],
+            rollouts=3,
+            rows=None,
+            smollm2=None,
+        )
+    )
+    assert row["mean_length"] == np.mean(given) and row["truncated"] == 0.25
+    assert 0 <= row["padding"] < 1 and row["programs"] > 0
+    phases = sum(row[f"{phase}_s"] for phase in bench_recipe.PHASES)
+    assert row["step_s"] == pytest.approx(phases + row["other_s"])
