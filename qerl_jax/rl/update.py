@@ -101,9 +101,14 @@ def token_logps(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of every completion token and entropy of its distribution, float32 [B, C] each.
 
-    Each prompt is computed once for all of its completions.
+    Each prompt is computed once for all of its completions. Where rows have noise of their own, `variables` hold
+    it as `RowNoise`, and it is drawn by the experience's numbers.
     """
     rows, length = experience.completions.shape
+    if experience.noise is not None:
+        variables = of_rows(
+            variables, jnp.repeat(experience.noise, rows // len(experience.prompts))
+        )
     layout = packing.rectangle(
         experience.prompt_lengths, experience.prompts.shape[1], rows=rows, width=length
     )

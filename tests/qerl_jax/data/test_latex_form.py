@@ -68,7 +68,7 @@ def test_each_spelling_is_rewritten_to_what_it_means(answer, form):
 
 @pytest.mark.parametrize("piece", ["~", "cm ", "9", "/", r"\,", r"\text{cm}", "i", "1 ", "{", "_"])
 def test_no_answer_keeps_the_rewriting_busy(piece):
-    began = time.monotonic()
+    began = time.thread_time()
     latex_form(piece * (LONGEST // len(piece)))
     latex_form(piece * 100_000)
-    assert time.monotonic() - began < 5
+    assert time.thread_time() - began < 5

@@ -14,7 +14,7 @@ from qerl_jax.data import tokenizer
 from qerl_jax.data.datasets import Problem
 from qerl_jax.generation.engine import Engine, EngineSpec
 from qerl_jax.generation.scheduler import QueuedPrompt
-from qerl_jax.model import layers, logprobs, noise
+from qerl_jax.model import layers, logprobs
 from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.noise import row_noise
 from qerl_jax.model.transformer import Transformer, head, init_params, noise_shapes, random_base
@@ -340,7 +340,7 @@ def trainers_logps(rollout, variables, numbers, share_prompts):
     )
     logps, _ = update.token_logps(
         policy_model(),
-        noise.of_rows(variables, experience.noise),
+        variables,
         experience,
         temperature=1.0,
         num_tokens=tokens().num_tokens,
