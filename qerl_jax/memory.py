@@ -37,8 +37,9 @@ _TURNS: tuple[Phase, ...] = ("rollout", "update", "evaluation")
 _FFN, _WIDTH, _SLOTS = 8, 2, 4
 _KEPT_FFN, _KEPT_WIDTH, _KEPT_INPUTS = 3, 3, 3
 _CHUNK = 1.5
-# What the plan chooses by itself must leave a tenth: its estimates of workspace are not exact.
-_CHOSEN_SHARE = 0.9
+# What the plan chooses by itself must leave a fifth: its estimates of workspace are not exact, and those of "none" and
+# "products" have not been held beside a card.
+_CHOSEN_SHARE = 0.8
 _CHUNK_ROWS = 1024
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 

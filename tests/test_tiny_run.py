@@ -66,6 +66,7 @@ def without_times(rows):
     ]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_it_had_never_stopped(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     watched = {"eval": {"num_problems": 32, "eval_steps": 2}, "max_steps": 4}
@@ -523,6 +524,7 @@ def test_wrong_answers_learn_nothing_from_the_length_of_one_of_them(tmp_path):
     assert metrics["dynamic_sampling/groups_filled"] == len(alike) < len(groups)
 
 
+@pytest.mark.slow
 def test_an_epoch_under_dynamic_sampling_ends_when_all_its_problems_were_met(tmp_path):
     """48 problems are six rounds of eight: a rollout of four rounds and one of two, in which none teaches."""
     problems = [Problem(f"{a}+1=", {"answer": str(a + 1)}) for a in range(48)]

@@ -78,6 +78,7 @@ def test_no_flipped_bit_of_a_thousand_is_read(run, states):
     assert newest(run, states) == (4, [])
 
 
+@pytest.mark.slow
 def test_a_truncated_emptied_or_missing_file_is_found(run, states):
     folder = run / "checkpoints" / "4"
     for path in harness.files_of(folder):

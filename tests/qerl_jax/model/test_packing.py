@@ -156,7 +156,7 @@ def plain_logps(variables, prompt_lengths, tokens):
     return jnp.concatenate(found)
 
 
-@pytest.mark.parametrize("remat", ["none", "layer"])
+@pytest.mark.parametrize("remat", ["none", pytest.param("layer", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "alone"])
 @pytest.mark.parametrize(
     ("tokens", "arrays"),
