@@ -205,4 +205,5 @@ def test_packed_rows_have_the_log_probabilities_and_slopes_of_rows_by_themselves
     )
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5, atol=1e-5)
     for a, e in zip(jax.tree.leaves(found[0]), jax.tree.leaves(expected[0]), strict=True):
-        np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5)
+        # A slope is a sum over tokens, whose float32 roundings are as large as its largest terms ask.
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5 * max(1, np.abs(e).max()))
