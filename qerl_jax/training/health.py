@@ -32,8 +32,14 @@ class Health:
     A resumed run shows it the rows so far first, so that nothing is said twice.
     """
 
-    def __init__(self):
-        """Has seen nothing yet."""
+    def __init__(self, usual_mismatch: float | None = None):
+        """Has seen nothing yet.
+
+        Args:
+            usual_mismatch: The largest mean difference of sampler and trainer that rounding explains, in nats; None
+                where they differ on purpose.
+        """
+        self.usual_mismatch = usual_mismatch
         self._values: dict[str, list[float]] = {}
         self._said: set[str] = set()
 
@@ -68,6 +74,10 @@ class Health:
         first, last = values[:_WINDOW], values[-_WINDOW:]
         return Course(statistics.fmean(first), statistics.fmean(last), len(values) == 2 * _WINDOW)
 
+    def latest(self, name: str) -> float | None:
+        """The last value of a metric; None where there is none yet."""
+        return (self._values.get(name) or [None])[-1]
+
     def last(self, name: str) -> list[float] | None:
         """The last ten values of a metric; None where there are fewer."""
         values = self._values.get(name, [])
@@ -75,11 +85,12 @@ class Health:
 
 
 def _entropy(health: Health) -> str | None:
-    course = health.course("entropy")
+    # Of all that was sampled: the trainer's is of the rows that learn.
+    course = health.course("sampling/entropy")
     if not course.is_known or course.last > 0.1 * course.first:
         return None
     return (
-        f"entropy has collapsed, from {course.first:.3g} to {course.last:.3g} nats a token: completions of a "
+        f"sampling/entropy has collapsed, from {course.first:.3g} to {course.last:.3g} nats a token: completions of a "
         "prompt become equal, and nothing more is learned. Likely cause: a rate that is too high, or clipping "
         "that lets no rare token grow. Lower optim.learning_rate, raise grpo.epsilon_high (DAPO: 0.28) or set "
         "grpo.beta > 0, and go on from an earlier checkpoint"
@@ -141,7 +152,14 @@ def _cost_of_truncation(health: Health) -> str | None:
 
 
 def _mismatch(health: Health) -> str | None:
-    course = health.course("sampling/sampling_logp_difference/mean")
+    name = "sampling/sampling_logp_difference/mean"
+    course, bound, latest = health.course(name), health.usual_mismatch, health.latest(name)
+    if bound is not None and latest is not None and latest > bound:
+        return (
+            f"{name} is {latest:.3g} nats, where {bound} is usual at most: sampler and trainer disagree. Likely "
+            "cause: a kernel that computes wrongly on this card (python -m scripts.check_device finds it). "
+            "grpo.importance_sampling_correction limits the harm"
+        )
     # From almost nothing to a little more than that is no matter.
     if not course.is_known or course.last < max(3 * course.first, 0.02):
         return None
@@ -163,7 +181,7 @@ _CHECKS: dict[str, Callable[[Health], str | None]] = {
     "mismatch": _mismatch,
 }
 _LOOKED_AT = (
-    "entropy",
+    "sampling/entropy",
     "completions/mean_length",
     "completions/clipped_ratio",
     "completions/max_terminated_length",

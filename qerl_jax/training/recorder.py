@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from qerl_jax import memory
 from qerl_jax.checkpoint import hf_folder, peft
+from qerl_jax.config import RunConfig
 from qerl_jax.files import write_whole, writing
 from qerl_jax.model.transformer import as_computed
 from qerl_jax.rl import dynamic_sampling, update
@@ -43,7 +44,7 @@ class Recorder:
         if any(row["step"] == self._saved for row in rows):
             self._pending = None
         self.trace: metrics.Trace | None = None
-        self._health = health.Health()
+        self._health = health.Health(_usual_mismatch(run.cfg))
         for row in rows:  # what was said of them is not said again
             self._health.see(row)
 
@@ -154,6 +155,13 @@ class Recorder:
         table = self._supply.to_table() | noise | {"progress": progress}
         self._run.files.save(self._state, table)
         self._saved = int(self._state.step)
+
+
+def _usual_mismatch(cfg: RunConfig) -> float | None:
+    """See `Health`; None where the sampler alone has noise."""
+    if cfg.noise is not None and cfg.noise.scope == "rollout":
+        return None
+    return {"bfloat16": 0.05, "float32": 1e-3}[cfg.model.dtype]
 
 
 def variables(run: PreparedRun, params: Any) -> dict[str, Any]:

@@ -34,8 +34,7 @@ from qerl_jax.rl import dynamic_sampling, grpo, rollouts, update
 from qerl_jax.rl.experience import Experience, make_experience
 from qerl_jax.tracking.logger import Logger
 from qerl_jax.tracking.terminal import asked
-from qerl_jax.training import metrics, recorder, stopping
-from qerl_jax.training.guards import Guards
+from qerl_jax.training import guards, metrics, recorder, stopping
 from qerl_jax.training.setup import SAMPLE, UPDATE, PreparedRun, peak_memory, setup, stream_key
 
 
@@ -133,7 +132,6 @@ def _loop(
         contextlib.closing(_logger(run, quiet)) as logger,
         recorder.Recorder(run, logger, on_step) as record,
     ):
-        guards = Guards(cfg, run.updater, logger.note)
         goes_on, warned = record.begin(), False
         while goes_on and (place := run.place(step, supply)) < run.total_steps:
             run.stop.poll()
@@ -162,16 +160,8 @@ def _loop(
             trace.lap("reward")
             logger.phase("update")
             checked = {}
-            if _is_replayed(cfg, noise.get("noise")):
-                # A group of this step: one that was carried over had another adapter.
-                group = dynamic_sampling.choose(fresh, [0])
-                checked = guards.adapter(
-                    step,
-                    state.params,
-                    run.frozen,
-                    noise.get("noise"),
-                    _experience(cfg, group, np.zeros_like(group.rewards), noise.get("noise")),
-                )
+            if run.model.lora and guards.is_due(step, cfg.updates_per_rollout):
+                checked = _check_adapter(run, state.params, noise.get("noise"), fresh)
             state, learned = run.updater(
                 state,
                 run.frozen,
@@ -202,7 +192,6 @@ def _loop(
             if row["completions/without_reward"] and not warned:
                 warned = True
                 logger.note(_about_unjudged(step, fresh))
-            guards.mismatch(row)
             sigma = run.noise.adapted(sigma, place, row)
             logger.write_completions(
                 step, metrics.completion_rows(fresh, batch, advantages, trace.columns())
@@ -299,11 +288,18 @@ def _noise_numbers(noise: Any, batch: rollouts.Scored) -> np.ndarray | None:
     return noise.numbers(batch.positions, batch.rollout.num_generations)
 
 
-def _is_replayed(cfg: config.RunConfig, noise: Any) -> bool:
-    """Whether the trainer's rows can act under the noise under which they were sampled."""
-    if not isinstance(noise, RowNoise) or noise.per == "group":
-        return True
-    return noise.per == "sequence" and not cfg.optim.share_prompts
+def _check_adapter(
+    run: PreparedRun, params: Any, noise: Any, fresh: rollouts.Scored
+) -> dict[str, float]:
+    """`guards.check_adapter` of a group of this step; one that was carried over had another adapter."""
+    cfg = run.cfg
+    if isinstance(noise, RowNoise) and noise.per != "group":
+        # The trainer's rows cannot act under noise of tokens, nor under one of each row that shares a prompt.
+        if noise.per == "token" or cfg.optim.share_prompts:
+            return {}
+    group = dynamic_sampling.choose(fresh, [0])
+    experience = _experience(cfg, group, np.zeros_like(group.rewards), noise)
+    return guards.check_adapter(run.updater, params, run.frozen, noise, experience)
 
 
 def _experience(

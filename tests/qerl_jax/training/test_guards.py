@@ -1,11 +1,8 @@
 """What a run finds out about itself."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
-from qerl_jax import config
 from qerl_jax.rl import rollouts
 from qerl_jax.tracking.logger import read_metrics
 from qerl_jax.training import guards, trainer
@@ -45,19 +42,3 @@ def test_a_run_that_samples_without_its_adapter_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(rollouts, "collect", without)
     with pytest.raises(RuntimeError, match="sampled without the adapter that is trained"):
         trainer.train(small(tmp_path, max_steps=3), quiet=True)
-
-
-def test_a_sampler_that_differs_from_the_trainer_is_told_once(tmp_path):
-    cfg, told = small(tmp_path, noise=None), []
-    guard = guards.Guards(cfg, None, told.append)
-    row = {"sampling/sampling_logp_difference/mean": 5e-4}
-    guard.mismatch(row)
-    assert not told
-    for _ in range(2):
-        guard.mismatch({"sampling/sampling_logp_difference/mean": 0.2})
-    assert len(told) == 1 and "sampler and trainer disagree" in told[0]
-    # Noise of the sampler alone is no fault.
-    told.clear()
-    noisy = dataclasses.replace(cfg, noise=config.NoiseConfig(scope="rollout"))
-    guards.Guards(noisy, None, told.append).mismatch({"sampling/sampling_logp_difference/mean": 1})
-    assert not told

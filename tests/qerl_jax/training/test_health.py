@@ -7,7 +7,7 @@ from qerl_jax.training.health import Health
 
 WELL = {
     "reward": 0.5,
-    "entropy": 0.4,
+    "sampling/entropy": 0.4,
     "completions/mean_length": 100.0,
     "completions/clipped_ratio": 0.1,
     # As much of the signal as of the tokens.
@@ -36,7 +36,11 @@ SICK = {
         "completions/truncated_tokens has been ",
         "Lower it towards completions/max_terminated_length (",
     ),
-    "entropy": ({"entropy": 0.03}, "entropy has collapsed, from 0.4 to 0.", "optim.learning_rate"),
+    "entropy": (
+        {"sampling/entropy": 0.03},
+        "sampling/entropy has collapsed, from 0.4 to 0.",
+        "optim.learning_rate",
+    ),
     "length": (
         {"completions/mean_length": 300.0},
         "completions/mean_length has gone from 100 to",
@@ -66,7 +70,7 @@ def test_a_sick_run_is_told_once_with_metric_cause_and_remedy(case):
 
 def test_of_a_run_that_is_well_nothing_is_said():
     assert said({}, {}, {}) == []
-    better = {"reward": 0.9, "completions/mean_length": 300.0, "entropy": 0.2}
+    better = {"reward": 0.9, "completions/mean_length": 300.0, "sampling/entropy": 0.2}
     assert said({}, better) == []  # longer, and better for it
 
 
@@ -76,7 +80,7 @@ def test_nothing_is_said_of_single_steps():
         row = dict(WELL)
         if rng.random() < 0.2:  # one step in five is far out
             row |= {name: value for changes, *_ in SICK.values() for name, value in changes.items()}
-            row["entropy"], row["frac_reward_zero_std"] = 0.0, 1.0
+            row["sampling/entropy"], row["frac_reward_zero_std"] = 0.0, 1.0
         assert health.see({"step": step} | row) == []
 
 
@@ -93,7 +97,7 @@ def test_rows_that_lack_metrics_or_hold_what_is_no_number_are_taken_as_they_come
     for row in ({"step": 0, "eval/accuracy": 0.1}, {"step": 1, "reward": 0.1}):
         assert health.see(row) == []
     for step in range(2, 40):
-        assert health.see({"step": step, "reward": "x", "entropy": None}) == []
+        assert health.see({"step": step, "reward": "x", "sampling/entropy": None}) == []
         assert health.see({"step": step, "reward": float("nan")}) == []
 
 
@@ -102,3 +106,13 @@ def test_memory_does_not_grow_with_the_run():
     for step in range(1, 1000):
         health.see({"step": step} | WELL)
     assert {len(values) for values in health._values.values()} == {20}
+
+
+def test_a_difference_beyond_rounding_is_told_at_the_first_step_that_has_it():
+    found = {"sampling/sampling_logp_difference/mean": 0.2}
+    assert Health().see({"step": 1} | WELL | found) == []  # on purpose
+    health = Health(usual_mismatch=0.05)
+    assert health.see({"step": 1} | WELL) == []
+    (line,) = health.see({"step": 2} | WELL | found)
+    assert "is 0.2 nats, where 0.05 is usual at most" in line and "Likely cause: " in line
+    assert health.see({"step": 3} | WELL | found) == []
