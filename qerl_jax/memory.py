@@ -415,28 +415,28 @@ def _sampling(
     prompts: int,
     rows: int,
 ) -> list[Item]:
-    width, page = cfg.data.max_prompt_length, kv_cache.PAGE_SIZE
-    longest = width - 1 + cfg.rollout.max_completion_length
+    longest = cfg.data.max_prompt_length - 1 + cfg.rollout.max_completion_length
     tokens, fraction = cfg.rollout.kv_cache_tokens, cfg.rollout.kv_cache_fraction
-
-    def beside(slots: int) -> dict[str, int]:
-        together = min(prompts, slots) if cfg.rollout.compact else slots
-        return kv_capacity.workspace(arch, slots, together, width, _width(cfg))
-
-    def wanted(slots: int, shared: int = 1) -> int:
-        return kv_capacity.pages_wanted(slots, longest, shared, width - 1, page)
+    page = kv_cache.PAGE_SIZE
+    demand = kv_capacity.Demand(
+        arch,
+        rows=rows,
+        prompts=prompts,
+        max_prompt_length=cfg.data.max_prompt_length,
+        row_tokens=longest,
+        page_size=page,
+        compact=cfg.rollout.compact,
+        itemsize=_width(cfg),
+    )
 
     def room(slots: int) -> int | None:
         if tokens is not None or free is None:
             return tokens
-        return kv_capacity.capacity(arch, free, fraction, sum(beside(slots).values()), _width(cfg))
+        beside = sum(demand.workspace(slots).values())
+        return kv_capacity.capacity(arch, free, fraction, beside, _width(cfg))
 
-    def offered(slots: int) -> int | None:
-        return None if (held := room(slots)) is None else kv_capacity.pages_for(held, page)
-
-    slots = cfg.rollout.max_concurrent or kv_capacity.best_slots(rows, wanted, offered)
-    slots = min(rows, slots)
-    pages, shortage = wanted(slots, min(prompts, slots)), ""
+    slots = min(rows, cfg.rollout.max_concurrent or demand.best_slots(room))
+    pages, shortage = demand.pages(slots), ""
     if (held := room(slots)) is not None:
         # Rows wait where the cache is full, so it may be as small as one row.
         least = held if tokens is not None else max(longest, held)
@@ -455,7 +455,10 @@ def _sampling(
     size = pages * page * arch.kv_bytes(_width(cfg))
     return [
         Item("keys and values", size, phase, field, shortage),
-        *(Item(name, size, phase, fewer, estimated=True) for name, size in beside(slots).items()),
+        *(
+            Item(name, size, phase, fewer, estimated=True)
+            for name, size in demand.workspace(slots).items()
+        ),
         *(_noise(cfg, arch, slots) if phase == "rollout" else []),
     ]
 

@@ -180,40 +180,31 @@ class Engine:
                     f"prompt {place}: got {len(prompt.tokens)} tokens; must have 1 to {max_prompt_length=}"
                 )
         size, longest = self._page_size, max_prompt_length - 1 + max(each.limit for each in prompts)
-        longest_prefill = max_prompt_length - 1
-
-        def prefilled(slots: int) -> int:
-            """Most prompts that are prefilled together."""
-            return min(len(prompts), slots) if self._compact else slots
-
-        def wanted(slots: int, shared: int = 1) -> int:
-            """Pages of rows, and of so many prompts that they share."""
-            return kv_capacity.pages_wanted(slots, longest, shared, longest_prefill, size)
+        demand = kv_capacity.Demand(
+            self._model.arch,
+            rows=sum(len(prompt.keys) for prompt in prompts),
+            prompts=len(prompts),
+            max_prompt_length=max_prompt_length,
+            row_tokens=longest,
+            page_size=size,
+            compact=self._compact,
+            itemsize=self._itemsize,
+        )
 
         def capacity(slots: int) -> int | None:
-            beside = kv_capacity.workspace(
-                self._model.arch, slots, prefilled(slots), max_prompt_length, self._itemsize
-            )
-            return self._capacity(sum(beside.values()))
+            return self._capacity(sum(demand.workspace(slots).values()))
 
-        def offered(slots: int) -> int | None:
-            tokens = capacity(slots)
-            return None if tokens is None else kv_capacity.pages_for(tokens, size)
-
-        rows = sum(len(prompt.keys) for prompt in prompts)
-        slots = max_concurrent or kv_capacity.best_slots(rows, wanted, offered)
+        slots = max_concurrent or demand.best_slots(capacity)
         shapes = Shapes(
             size,
             self._spec.chunk,
             table_width=-(-longest // size),
             history=longest + 1,
-            longest_prefill=longest_prefill,
-            most_prompts=prefilled(slots),
+            longest_prefill=max_prompt_length - 1,
+            most_prompts=demand.prefilled(slots),
             sizes=batch_sizes(slots) if self._compact else (slots,),
         )
-        num_pages = self._num_pages(
-            wanted(slots, min(len(prompts), slots)), capacity(slots), prompts
-        )
+        num_pages = self._num_pages(demand.pages(slots), capacity(slots), prompts)
         return self._run(variables, Schedule(shapes, num_pages, prompts), np.float32(temperature))
 
     def completions(

@@ -1,5 +1,6 @@
 """How many tokens a cache of keys and values holds: arithmetic on bytes and pages, before anything is made."""
 
+import dataclasses
 from collections.abc import Callable
 
 from qerl_jax.generation.scheduler import most_prefilled
@@ -81,6 +82,55 @@ def best_slots(
         if room is None or wanted(slots) <= room:
             return slots
     return 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Demand:
+    """What sampling needs, by the number of slots: rows that are sampled at a time.
+
+    Attributes:
+        arch: Shape of the policy.
+        rows: All that are to be sampled.
+        prompts: Of which these are completions.
+        max_prompt_length: Most tokens of a prompt.
+        row_tokens: Most tokens of a row in the cache.
+        page_size: S.
+        compact: Whether a prefill has lines for as many prompts as there are, or as slots.
+        itemsize: Bytes of a key or value.
+    """
+
+    arch: Architecture
+    rows: int
+    prompts: int
+    max_prompt_length: int
+    row_tokens: int
+    page_size: int
+    compact: bool
+    itemsize: int
+
+    def prefilled(self, slots: int) -> int:
+        """Most prompts that are prefilled together."""
+        return min(self.prompts, slots) if self.compact else slots
+
+    def pages(self, slots: int, shared: int | None = None) -> int:
+        """Pages of rows and of so many prompts that they share; None means all."""
+        shared = min(self.prompts, slots) if shared is None else shared
+        prompt_tokens = self.max_prompt_length - 1
+        return pages_wanted(slots, self.row_tokens, shared, prompt_tokens, self.page_size)
+
+    def workspace(self, slots: int) -> dict[str, int]:
+        """Bytes beside the cache, see `workspace`."""
+        prompts = self.prefilled(slots)
+        return workspace(self.arch, slots, prompts, self.max_prompt_length, self.itemsize)
+
+    def best_slots(self, capacity: Callable[[int], int | None]) -> int:
+        """`best_slots` for a cache that holds capacity(slots) tokens; None for any number."""
+
+        def offered(slots: int) -> int | None:
+            tokens = capacity(slots)
+            return None if tokens is None else pages_for(tokens, self.page_size)
+
+        return best_slots(self.rows, lambda slots: self.pages(slots, shared=1), offered)
 
 
 def rows_that_fit(arch: Architecture, memory: float | None, tokens: int, itemsize: int) -> int:
