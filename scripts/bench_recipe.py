@@ -2,7 +2,8 @@
 
 Runs `train` itself on a random base of a known shape. Completions end where a committed file says
 (`bench_recipe_lengths.json`: log-normal, mean 250), a share of them only at the limit; prompts have GSM8K's lengths.
-Three groups in ten are all right, three all wrong, as in a recipe at work. The first rollout compiles and is not timed.
+Three groups in ten are all right, three all wrong, as in a recipe at work. The first rollout compiles what sampling and
+learning run, the second what a run checks of itself; both are not timed.
 
     python -m scripts.bench_recipe                                    # GSM8K on 7B, 1 % truncated, sigma .5
     python -m scripts.bench_recipe --shape qwen2.5-32b --truncated 0 .05 --sigma 1
@@ -43,6 +44,7 @@ RECIPES = {
     "qwen2.5-32b": "gsm8k_qwen2.5_32b",
 }
 PHASES = ("rollout", "reward", "update")
+_UNTIMED = 2
 
 
 def completion_lengths(sigma: str, truncated: float, limit: int) -> list[int]:
@@ -158,7 +160,7 @@ class Tokens:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains for a few rollouts in this process; the medians of all but the first."""
+    """Trains for a few rollouts in this process; the medians of all but the first two."""
     from pallas_kernels import runtime
     from qerl_jax import config
     from qerl_jax.tracking.logger import read_metrics
@@ -196,10 +198,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         with stages("train"), idle_share() as use:
             trainer.train(cfg, on_step=on_step, quiet=True, **given)
         rows = read_metrics(cfg.output_dir)
-    later = rows[1:] or rows
+    later = rows[_UNTIMED:]
     median = lambda name: statistics.median(row[name] for row in later)
     gaps = [end - start for start, end in itertools.pairwise(times)]
-    whole = statistics.median(gaps[1:] or gaps)
+    whole = statistics.median(gaps[_UNTIMED:])
     phases = {phase: median(f"perf/{phase}_time") for phase in PHASES}
     compiled = stages.rows()[0]
     return {
@@ -283,13 +285,15 @@ def main() -> int:
     parser.add_argument("--sigma", nargs="+", default=["0.5"], choices=["0.5", "1"])
     parser.add_argument("--truncated", type=float, nargs="+", default=[0.01])
     parser.add_argument("--rows", type=int, help="completions of a rollout; absent: the recipe's")
-    parser.add_argument("--rollouts", type=int, default=2, help="the first compiles")
+    parser.add_argument("--rollouts", type=int, default=3, help="the first two compile")
     parser.add_argument("--before", type=pathlib.Path, help="a folder with another library")
     parser.add_argument("--smollm2", type=pathlib.Path, help="a folder of make_smollm2")
     parser.add_argument("--timeout", type=float, default=300, help="seconds per row")
     parser.add_argument("--out", type=pathlib.Path, help="a file that rows are added to, as JSON")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.rollouts <= _UNTIMED:
+        parser.error(f"--rollouts: got {args.rollouts}; must be at least {_UNTIMED + 1}")
     if args.child:
         child(args)
         return 0

@@ -14,6 +14,7 @@ from qerl_jax import config, config_rules, files, memory
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, hf_folder, peft, run_state
 from qerl_jax.data import datasets
+from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.evaluation.evaluator import Evaluator
 from qerl_jax.model import fused_decode, transformer
 from qerl_jax.rewards import scoring, stock
@@ -132,30 +133,14 @@ def setup(
     functions, weights = _rewards(cfg, reward_functions)
     notes = [*config_rules.advice(cfg), f"update: {memory.about_update(cfg, planned)}"]
     informative = informative_by(cfg, functions, weights, notes.append)
-    if problems is None:
-        problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
-    problems = rollouts.admit(
-        problems,
-        tokenizer,
-        max_prompt_length=cfg.data.max_prompt_length,
-        overlong=cfg.data.overlong_prompts,
-        log=notes.append,
-    )
+    problems = _problems(cfg, problems, tokenizer, notes.append)
     total_steps = cfg.total_steps(len(problems))
-    if cfg.num_train_epochs is not None and cfg.grpo.dynamic_sampling:
-        rounds = total_steps // cfg.updates_per_rollout
-        notes.append(
-            f"{cfg.num_train_epochs:g} epochs are {rounds} rounds of {cfg.prompts_per_rollout} problems: "
-            f"{total_steps} optimizer steps, or fewer where rollouts take several rounds"
-        )
+    notes += _about_epochs(cfg, total_steps)
     scoring.check(functions, problems[:2], metrics.Trace(0, total_steps).extras)
     evaluator = Evaluator.of_run(
         cfg, model, tokenizer, stream_key(cfg, EVAL), notes.append, stop.poll
     )
-    rows = min(cfg.generation_batch_size, cfg.rollout.max_concurrent or cfg.generation_batch_size)
-    own_noise = cfg.noise is not None and cfg.noise.per != "rollout"
-    if slow := fused_decode.slow_because(model, rows, own_noise=own_noise):
-        notes.insert(0, slow)
+    notes += _about_slow_sampling(cfg, model)
 
     params, frozen = transformer.trainable(model, frozen, stream_key(cfg, PARAMS))
     if start is not None:
@@ -167,9 +152,9 @@ def setup(
     del params
     files = run_state.StateFiles(cfg.output_dir, cfg.save_total_limit)
     resumed = files.newest()
-    stored = None if resumed is None else files.supply(resumed)
+    stored: dict[str, Any] = {"drawn": 0} if resumed is None else files.supply(resumed)
     notes += files.notes
-    if stored is not None:
+    if resumed is not None:
         like = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
         )
@@ -200,26 +185,61 @@ def setup(
             on_non_finite=functools.partial(replay.write, cfg.output_dir),
         ),
         noise=noise,
-        sigma=(stored or {}).get("sigma", noise.first),
+        sigma=stored.get("sigma", noise.first),
         evaluator=evaluator,
         files=files,
         state=state,
         supply=dynamic_sampling.Supply.from_table(
-            stored or {"drawn": 0},
+            stored,
             lambda place: datasets.batch(problems, place, batch_size=1, seed=cfg.seed)[0],
             tokenizer,
         ),
-        progress=(stored or {}).get("progress", {}),
+        progress=stored.get("progress", {}),
         stop=stop,
         memory=memory_plan,
         earlier_peak=earlier_peak,
         notes=notes,
     )
-    before = earlier and earlier.total_steps(len(problems))
-    if before and before != total_steps and stored is not None:
-        place = run.place(int(state.step), run.supply)
-        notes.append(_about_length(cfg, before, total_steps, place))
+    if earlier is not None and resumed is not None:
+        run.notes.extend(_about_length(run, earlier))
     return run
+
+
+def _problems(
+    cfg: config.RunConfig,
+    given: Sequence[datasets.Problem] | None,
+    tokenizer: Tokenizer,
+    log: Callable[[str], None],
+) -> Sequence[datasets.Problem]:
+    """The problems of a run whose prompts have a length that it takes."""
+    if given is None:
+        given = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
+    return rollouts.admit(
+        given,
+        tokenizer,
+        max_prompt_length=cfg.data.max_prompt_length,
+        overlong=cfg.data.overlong_prompts,
+        log=log,
+    )
+
+
+def _about_epochs(cfg: config.RunConfig, total_steps: int) -> list[str]:
+    """What a number of epochs comes to where rollouts may take several rounds."""
+    if cfg.num_train_epochs is None or not cfg.grpo.dynamic_sampling:
+        return []
+    rounds = total_steps // cfg.updates_per_rollout
+    return [
+        f"{cfg.num_train_epochs:g} epochs are {rounds} rounds of {cfg.prompts_per_rollout} problems: "
+        f"{total_steps} optimizer steps, or fewer where rollouts take several rounds"
+    ]
+
+
+def _about_slow_sampling(cfg: config.RunConfig, model: transformer.Transformer) -> list[str]:
+    """Why rollouts are slower on this card than they need be."""
+    rows = min(cfg.generation_batch_size, cfg.rollout.max_concurrent or cfg.generation_batch_size)
+    own_noise = cfg.noise is not None and cfg.noise.per != "rollout"
+    slow = fused_decode.slow_because(model, rows, own_noise=own_noise)
+    return [slow] if slow else []
 
 
 def check_folder(cfg: config.RunConfig) -> config.RunConfig | None:
@@ -257,15 +277,19 @@ def check_folder(cfg: config.RunConfig) -> config.RunConfig | None:
     return found
 
 
-def _about_length(cfg: config.RunConfig, before: int, total_steps: int, place: int) -> str:
-    """What is said of a run that has become longer, and stands at a place of its schedules."""
+def _about_length(run: PreparedRun, earlier: config.RunConfig) -> list[str]:
+    """What is said of a run that has become longer: where it stands in its schedules."""
+    before, cfg = earlier.total_steps(len(run.problems)), run.cfg
+    if before == run.total_steps:
+        return []
+    place = run.place(int(run.state.step), run.supply)
     last = float(optimizer.learning_rate(cfg.optim, before)(max(0, place - 1)))
-    rate = float(optimizer.learning_rate(cfg.optim, total_steps)(place))
+    rate = float(optimizer.learning_rate(cfg.optim, run.total_steps)(place))
     noise = " and noise" if cfg.noise else ""
-    return (
-        f"this run had {before} optimizer steps and has {total_steps} now: learning rate{noise} go on as in a "
-        f"run of {total_steps} steps (the next rate is {rate:.3g}, the last one was {last:.3g})"
-    )
+    return [
+        f"this run had {before} optimizer steps and has {run.total_steps} now: learning rate{noise} go on as in a "
+        f"run of {run.total_steps} steps (the next rate is {rate:.3g}, the last one was {last:.3g})"
+    ]
 
 
 def _plan_memory(cfg: config.RunConfig) -> memory.MemoryPlan | None:
