@@ -3,12 +3,14 @@
 Runs `train` itself on a random base of a known shape. Completions end where a committed file says
 (`bench_recipe_lengths.json`: log-normal, mean 250), a share of them only at the limit; prompts have GSM8K's lengths.
 Three groups in ten are all right, three all wrong, as in a recipe at work. The first rollout compiles what sampling and
-learning run, the second what a run checks of itself; both are not timed.
+learning run, the second what a run checks of itself; both are not timed. (Older libraries check nothing: `--before`
+does not time its first only.)
 
     python -m scripts.bench_recipe                                    # GSM8K on 7B, 1 % truncated, sigma .5
     python -m scripts.bench_recipe --shape qwen2.5-32b --truncated 0 .05 --sigma 1
     python -m scripts.bench_recipe --before ../older                  # beside the library of another folder, in one run
     python -m scripts.bench_recipe --smollm2 FOLDER                   # SmolLM2 with its own text
+    python -m scripts.bench_recipe --set rollout.max_concurrent=128   # a recipe with another value
 
 Printed for each: seconds of a rollout and its updates, by phase; padding = 1 - real / computed tokens through the
 linears of the update; the share of time in which the GPU did nothing, as its driver samples it; programs and the
@@ -44,7 +46,7 @@ RECIPES = {
     "qwen2.5-32b": "gsm8k_qwen2.5_32b",
 }
 PHASES = ("rollout", "reward", "update")
-_UNTIMED = 2
+_UNTIMED = {"now": 2, "before": 1}
 
 
 def completion_lengths(sigma: str, truncated: float, limit: int) -> list[int]:
@@ -160,7 +162,7 @@ class Tokens:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains for a few rollouts in this process; the medians of all but the first two."""
+    """Trains for a few rollouts in this process; the medians of those that are timed."""
     from pallas_kernels import runtime
     from qerl_jax import config
     from qerl_jax.tracking.logger import read_metrics
@@ -180,7 +182,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             limit = cfg.rollout.max_completion_length
             end_rows_at(completion_lengths(args.sigma[0], args.truncated[0], limit))
             given = {"problems": problems(), "reward_functions": [reward]}
-        steps = cfg.updates_per_rollout * args.rollouts
+        for field in args.set:
+            cfg = with_field(cfg, *field.split("=", 1))
+        untimed = _UNTIMED[args.child]
+        rollouts = args.rollouts - _UNTIMED["now"] + untimed
+        steps = cfg.updates_per_rollout * rollouts
         cfg = dataclasses.replace(
             cfg,
             output_dir=str(pathlib.Path(folder) / "run"),
@@ -198,10 +204,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         with stages("train"), idle_share() as use:
             trainer.train(cfg, on_step=on_step, quiet=True, **given)
         rows = read_metrics(cfg.output_dir)
-    later = rows[_UNTIMED:]
+    later = rows[untimed:]
     median = lambda name: statistics.median(row[name] for row in later)
     gaps = [end - start for start, end in itertools.pairwise(times)]
-    whole = statistics.median(gaps[_UNTIMED:])
+    whole = statistics.median(gaps[untimed:])
     phases = {phase: median(f"perf/{phase}_time") for phase in PHASES}
     compiled = stages.rows()[0]
     return {
@@ -217,6 +223,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "truncated": median("completions/clipped_ratio"),
         "peak_gb": rows[-1].get("perf/peak_memory_gb"),
     }
+
+
+def with_field(cfg: Any, path: str, value: str) -> Any:
+    """A config with one field changed, such as "rollout.max_concurrent" to "128" (JSON, or else a text)."""
+    name, _, rest = path.partition(".")
+    if rest:
+        return dataclasses.replace(cfg, **{name: with_field(getattr(cfg, name), rest, value)})
+    try:
+        given = json.loads(value)
+    except json.JSONDecodeError:
+        given = value
+    return dataclasses.replace(cfg, **{name: given})
 
 
 def with_random_base(cfg: Any, shape: str, rows: int | None) -> Any:
@@ -254,13 +272,15 @@ def child(args: argparse.Namespace) -> None:
     print("ROW " + json.dumps(origin | row), flush=True)
 
 
-def run(args: argparse.Namespace, library: pathlib.Path, sigma: str, truncated: float) -> dict:
+def run(args: argparse.Namespace, arm: str, library: pathlib.Path, *lengths: Any) -> dict:
     """A row by the library in a folder, in a process of its own; empty if it failed."""
-    command = [sys.executable, str(pathlib.Path(__file__).resolve()), "--child"]
+    sigma, truncated = lengths
+    command = [sys.executable, str(pathlib.Path(__file__).resolve()), "--child", arm]
     command += ["--shape", args.shape, "--sigma", sigma, "--truncated", str(truncated)]
     command += ["--rollouts", str(args.rollouts)]
     command += ["--rows", str(args.rows)] if args.rows else []
     command += ["--smollm2", str(args.smollm2)] if args.smollm2 else []
+    command += ["--set", *args.set] if args.set and arm == "now" else []
     paths = [str(library), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     process = subprocess.Popen(
@@ -290,10 +310,13 @@ def main() -> int:
     parser.add_argument("--smollm2", type=pathlib.Path, help="a folder of make_smollm2")
     parser.add_argument("--timeout", type=float, default=300, help="seconds per row")
     parser.add_argument("--out", type=pathlib.Path, help="a file that rows are added to, as JSON")
-    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="FIELD=VALUE", help="of the recipe, as here"
+    )
+    parser.add_argument("--child", choices=_UNTIMED, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.rollouts <= _UNTIMED:
-        parser.error(f"--rollouts: got {args.rollouts}; must be at least {_UNTIMED + 1}")
+    if args.rollouts <= _UNTIMED["now"]:
+        parser.error(f"--rollouts: got {args.rollouts}; must be at least {_UNTIMED['now'] + 1}")
     if args.child:
         child(args)
         return 0
@@ -308,13 +331,14 @@ def main() -> int:
     for sigma, truncated in lengths:
         steps = {}
         for arm, library in libraries.items():
-            row = run(args, library, sigma, truncated)
+            row = run(args, arm, library, sigma, truncated)
             failed |= not row
             if not row:
                 continue
             what = (
                 "SmolLM2" if args.smollm2 else f"{args.shape}, sigma {sigma}, {truncated:.0%} cut"
             )
+            what += "".join(f", {field}" for field in args.set if arm == "now")
             row = {"what": what, "arm": arm, "date": time.strftime("%Y-%m-%d")} | row
             steps[arm] = row["step_s"]
             if args.out:

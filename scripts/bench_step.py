@@ -100,6 +100,8 @@ ROWS = {
     "7b-update": _UPDATE,
     "7b-update-bf16": dataclasses.replace(_UPDATE, target="baseline", weights="bfloat16"),
     "7b-update-products": dataclasses.replace(_UPDATE, target="faster", remat="products"),
+    "7b-update-none": dataclasses.replace(_UPDATE, target="<= 0.46 s", remat="none"),
+    "7b-update-auto": dataclasses.replace(_UPDATE, target="<= 0.46 s", remat="auto"),
     "7b-update-8bit": dataclasses.replace(
         _UPDATE, target="smaller", optim=_ALL | {"optimizer": "adamw_8bit"}
     ),
@@ -111,6 +113,9 @@ ROWS = {
     "32b-update": Row("qwen2.5-32b", "", 1, 8, 256, 512, 16, update_only=True, pooled=True),
     "32b-step-mlp": Row(
         "qwen2.5-32b", "<= 5 s, <= 40 GB", 1, 8, 256, 512, 16, 3, pooled=True, remat="mlp"
+    ),
+    "32b-step-auto": Row(
+        "qwen2.5-32b", "<= 4.9 s", 1, 8, 256, 512, 16, 3, pooled=True, remat="auto"
     ),
     "32b-update-mlp": Row(
         "qwen2.5-32b", "", 1, 8, 256, 512, 16, update_only=True, pooled=True, remat="mlp"
@@ -196,6 +201,7 @@ def run_row(name: str, tokenizer: str, *, profile: bool) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         cfg = row_config(row, tokenizer, folder)
         planned = memory.estimate(cfg, limit=memory.device_memory())
+        remat = memory.planned(cfg, limit=memory.device_memory()).model.gradient_checkpointing
         result = _time_update(row, cfg, profile) if row.update_only else _time_steps(row, cfg)
     arch = architecture.KNOWN[row.model]
     seconds = result["update"]
@@ -210,6 +216,7 @@ def run_row(name: str, tokenizer: str, *, profile: bool) -> dict:
         "peak_gb": stats.get("peak_bytes_in_use", 0) / 1e9,
         "pool_gb": stats.get("bytes_limit", 0) / 1e9,
         "planned_gb": planned.peak / 1e9,
+        "gradient_checkpointing": remat,
         "update_mfu": flops / seconds / BF16_RATE,
     }
 

@@ -30,6 +30,17 @@ def test_rewards_are_drawn_with_the_chance_of_the_problem():
         assert np.mean(found) == pytest.approx(float(chance), abs=0.03)
 
 
+def test_a_field_of_a_recipe_can_be_changed():
+    cfg = config.load(QUICKSTART)
+    changed = bench_recipe.with_field(cfg, "rollout.max_concurrent", "3")
+    assert changed.rollout.max_concurrent == 3
+    assert (
+        bench_recipe.with_field(changed, "rollout.max_concurrent", "null").rollout.max_concurrent
+        is None
+    )
+    assert bench_recipe.with_field(cfg, "model.weights", "nf4").model.weights == "nf4"
+
+
 @pytest.mark.slow
 def test_a_recipe_runs_to_a_row_with_the_lengths_it_was_given(monkeypatch, tmp_path):
     arch = architecture.Architecture("qwen2", 512, 64, 96, 2, 4, 2, 16)
@@ -59,6 +70,8 @@ def test_a_recipe_runs_to_a_row_with_the_lengths_it_was_given(monkeypatch, tmp_p
             rollouts=3,
             rows=None,
             smollm2=None,
+            set=["rollout.max_concurrent=4"],
+            child="now",
         )
     )
     assert row["mean_length"] == np.mean(given) and row["truncated"] == 0.25
