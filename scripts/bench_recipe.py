@@ -61,13 +61,14 @@ def completion_lengths(sigma: str, truncated: float, limit: int) -> list[int]:
 def end_rows_at(lengths: list[int]) -> None:
     """Makes the engine end each row where it is told to, as if a stop token had been sampled there."""
     from qerl_jax.generation import engine, scheduler
+    from qerl_jax.rl import rollouts
 
-    rollouts = itertools.count()
+    numbers, make_sampler = itertools.count(), rollouts.make_sampler
 
     class Recorded(scheduler.Schedule):
         def __init__(self, shapes, num_pages, prompts):
             super().__init__(shapes, num_pages, prompts)
-            self._first = next(rollouts) * sum(len(prompt.keys) for prompt in prompts)
+            self._first = next(numbers) * sum(len(prompt.keys) for prompt in prompts)
 
         def _end(self, row: int) -> int:
             return lengths[(self._first + row) % len(lengths)]
@@ -87,7 +88,12 @@ def end_rows_at(lengths: list[int]) -> None:
                 for each in super().harvest(*brought, **more)
             ]
 
-    engine.Schedule = Recorded
+    def without_ends(model, tokenizer, how, **more):
+        # An end that random weights come upon would make rows shorter than they are to be. The config does
+        # not say so: it would refuse masks of what was cut, for it does not know of the recorded lengths.
+        return make_sampler(model, tokenizer, dataclasses.replace(how, ignore_eos=True), **more)
+
+    engine.Schedule, rollouts.make_sampler = Recorded, without_ends
 
 
 def reward(completions, chance, **_):
@@ -245,21 +251,18 @@ def with_random_base(cfg: Any, shape: str, rows: int | None) -> Any:
         tokenizer_name_or_path=str(ROOT / "qerl_jax" / "assets" / "tiny"),
         random_base=True,
     )
-    # An end that random weights come upon would make rows shorter than they are to be.
-    rollout = dataclasses.replace(cfg.rollout, ignore_eos=True)
     changes: dict[str, Any] = {
         "model": model,
-        "rollout": rollout,
         "rewards": type(cfg.rewards)(("token_hash_reward",)),
     }
     if rows:
         updates = cfg.updates_per_rollout
-        changes["rollout"] = dataclasses.replace(rollout, generation_batch_size=rows)
+        changes["rollout"] = dataclasses.replace(cfg.rollout, generation_batch_size=rows)
         changes["optim"] = dataclasses.replace(
             cfg.optim,
             gradient_accumulation_steps=rows // updates // cfg.optim.per_device_train_batch_size,
         )
-        changes["max_steps"] = updates
+        changes |= {"max_steps": updates, "num_train_epochs": None}
     return dataclasses.replace(cfg, **changes)
 
 
