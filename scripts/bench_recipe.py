@@ -13,8 +13,8 @@ does not time its first only.)
     python -m scripts.bench_recipe --set rollout.max_concurrent=128   # a recipe with another value
 
 Printed for each: seconds of a rollout and its updates, by phase; padding = 1 - real / computed tokens through the
-linears of the update; the share of time in which the GPU did nothing, as its driver samples it; programs and the
-seconds that compiling them took. Every row is a process of its own, killed when it overstays.
+linears of the update; the share of time in which the GPU did nothing, as its driver samples it in the last rollout;
+programs and the seconds that compiling them took. Every row is a process of its own, killed when it overstays.
 """
 
 from __future__ import annotations
@@ -31,10 +31,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -114,33 +112,6 @@ def problems() -> list[Any]:
     ]
 
 
-@contextlib.contextmanager
-def idle_share() -> Iterator[dict[str, float]]:
-    """Samples what the GPU's driver says of its use, twenty times a second; `idle` is there at the end."""
-    found: dict[str, float] = {}
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        card = pynvml.nvmlDeviceGetHandleByIndex(0)
-    except Exception:
-        yield found
-        return
-    busy, over = [], threading.Event()
-
-    def sample():
-        while not over.wait(0.05):
-            busy.append(pynvml.nvmlDeviceGetUtilizationRates(card).gpu)
-
-    thread = threading.Thread(target=sample, daemon=True)
-    thread.start()
-    yield found
-    over.set()
-    thread.join()
-    if busy:
-        found["idle"] = 1 - statistics.fmean(busy) / 100
-
-
 class Tokens:
     """Counts what updates compute, where the library does not say it itself."""
 
@@ -173,6 +144,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from qerl_jax import config
     from qerl_jax.tracking.logger import read_metrics
     from qerl_jax.training import trainer
+    from scripts import recipe_timeline
     from scripts.check_device_stages import Stages
 
     runtime.use_compilation_cache()
@@ -201,18 +173,22 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             save_steps=steps,
             eval=None,
         )
-        tokens, stages, paddings, times = Tokens(), Stages(), [], [time.perf_counter()]
+        tokens, stages, paddings = Tokens(), Stages(), []
 
         def on_step(step, row):
-            times.append(time.perf_counter())
+            line.marks.append(line.now())
             paddings.append(row.get("update/padding", tokens.padding()))
+            spent = {phase: round(row[f"perf/{phase}_time"], 2) for phase in PHASES}
+            print(f"{line.now():.1f} s: step {step}, {spent}", file=sys.stderr, flush=True)
 
-        with stages("train"), idle_share() as use:
+        with stages("train"), recipe_timeline.watch() as line:
             trainer.train(cfg, on_step=on_step, quiet=True, **given)
         rows = read_metrics(cfg.output_dir)
+    if args.timeline:
+        args.timeline.write_text(json.dumps(line.last()))
     later = rows[untimed:]
     median = lambda name: statistics.median(row[name] for row in later)
-    gaps = [end - start for start, end in itertools.pairwise(times)]
+    gaps = [end - start for start, end in itertools.pairwise([0.0, *line.marks])]
     whole = statistics.median(gaps[untimed:])
     phases = {phase: median(f"perf/{phase}_time") for phase in PHASES}
     compiled = stages.rows()[0]
@@ -222,7 +198,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "other_s": whole - sum(phases.values()),
         "first_s": gaps[0],
         "padding": paddings[-1],
-        "idle": use.get("idle"),
+        "idle": line.idle(*[0.0, *line.marks][-2:]),
         "programs": compiled["programs"] + compiled["cached"],
         "compile_s": compiled["compile"],
         "mean_length": median("completions/mean_length"),
@@ -283,6 +259,7 @@ def run(args: argparse.Namespace, arm: str, library: pathlib.Path, *lengths: Any
     command += ["--rollouts", str(args.rollouts)]
     command += ["--rows", str(args.rows)] if args.rows else []
     command += ["--smollm2", str(args.smollm2)] if args.smollm2 else []
+    command += ["--timeline", str(args.timeline)] if args.timeline and arm == "now" else []
     command += ["--set", *args.set] if args.set and arm == "now" else []
     paths = [str(library), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
@@ -315,6 +292,9 @@ def main() -> int:
     parser.add_argument("--out", type=pathlib.Path, help="a file that rows are added to, as JSON")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="FIELD=VALUE", help="of the recipe, as here"
+    )
+    parser.add_argument(
+        "--timeline", type=pathlib.Path, help="a JSON file: when what ran in the last rollout"
     )
     parser.add_argument("--child", choices=_UNTIMED, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from qerl_jax import config
 from qerl_jax.generation import engine
 from qerl_jax.model import architecture
-from scripts import bench_recipe
+from scripts import bench_recipe, recipe_timeline
 from tests.test_tiny_run import QUICKSTART
 
 
@@ -39,6 +40,30 @@ def test_a_field_of_a_recipe_can_be_changed():
         is None
     )
     assert bench_recipe.with_field(cfg, "model.weights", "nf4").model.weights == "nf4"
+
+
+def test_a_timeline_is_drawn(tmp_path):
+    found = {
+        "seconds": 3.0,
+        "spans": [("sample", 0.0, 1.0, 8), ("host", 1.0, 1.1, 8), ("update", 1.2, 3.0, 512)],
+        "busy": [(0.5, 1.0), (2.0, 0.9)],
+    }
+    recipe_timeline.draw(found, tmp_path / "step.svg")
+    assert "live rows" in (tmp_path / "step.svg").read_text()
+
+
+def test_a_timeline_knows_the_last_rollout_and_when_nothing_ran():
+    line = recipe_timeline.Timeline(
+        spans=[("sample", 1.0, 2.0, 4), ("update", 5.5, 6.0, 64)],
+        busy=[(1.0, 1.0), (5.2, 0.5), (5.8, 0.0)],
+        marks=[5.0, 7.0],
+    )
+    assert line.last() == {
+        "seconds": 2.0,
+        "spans": [("update", 0.5, 1.0, 64)],
+        "busy": [(0.2, 0.5), (0.8, 0.0)],
+    }
+    assert line.idle(5.0, 7.0) == 0.75 and line.idle(3.0, 4.0) is None
 
 
 @pytest.mark.slow
@@ -72,8 +97,12 @@ def test_a_recipe_runs_to_a_row_with_the_lengths_it_was_given(monkeypatch, tmp_p
             smollm2=None,
             set=["rollout.max_concurrent=4"],
             child="now",
+            timeline=tmp_path / "timeline.json",
         )
     )
+    recorded = json.loads((tmp_path / "timeline.json").read_text())
+    assert {lane for lane, *_ in recorded["spans"]} == set(recipe_timeline.LANES)
+    assert all(0 <= start <= end <= recorded["seconds"] for _, start, end, _ in recorded["spans"])
     assert row["mean_length"] == np.mean(given) and row["truncated"] == 0.25
     assert 0 <= row["padding"] < 1 and row["programs"] > 0
     phases = sum(row[f"{phase}_s"] for phase in bench_recipe.PHASES)
