@@ -1,7 +1,5 @@
 """Experience in, new adapters out."""
 
-import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import math
@@ -18,9 +16,6 @@ from qerl_jax.model import logprobs, packing, transformer
 from qerl_jax.model.noise import of_rows
 from qerl_jax.rl import grpo, masked, microbatches, optimizer
 from qerl_jax.rl.experience import Experience, PackedRows
-
-# Each takes one of the host's processors, and memory of the device while XLA times its products.
-_COMPILED_AT_ONCE = 4
 
 
 @jax.tree_util.register_dataclass
@@ -249,27 +244,11 @@ def zeros(params):
     return jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
 
 
-def _accumulate(objective, sums, *micro_batch):
-    (value, counts), grads = gradient(objective, *micro_batch)
-    return jax.tree.map(jnp.add, sums, (value, grads)), counts
-
-
-_JITTED = {"static_argnames": "objective", "donate_argnames": "sums"}
-_RECOMPUTING = jax.jit(_accumulate, **_JITTED)
-# Where the backward pass keeps products, XLA's fusion of slices would compute them twice: for what comes next,
-# and once more into the stack of all layers.
-_KEEPING = jax.jit(
-    _accumulate, **_JITTED, compiler_options={"xla_gpu_enable_dynamic_slice_fusion": False}
-)
-
-
+@functools.partial(jax.jit, static_argnames="objective", donate_argnames="sums")
 def accumulate(objective, sums, *micro_batch):
     """Adds loss and gradient of a micro-batch to those before it."""
-    return _program(objective)(objective, sums, *micro_batch)
-
-
-def _program(objective: Objective):
-    return _RECOMPUTING if objective.remat == "layer" else _KEEPING
+    (value, counts), grads = gradient(objective, *micro_batch)
+    return jax.tree.map(jnp.add, sums, (value, grads)), counts
 
 
 @functools.partial(
@@ -332,7 +311,6 @@ class Updater:
         max_completion_length: The longest that a completion may be, by which `dr_grpo` divides.
         on_non_finite: Called with each step that was skipped for such a loss or gradient.
         max_prompt_length: The longest that a prompt may be; None takes the width of a rollout's prompts.
-        compiled: Shapes of micro-batches whose programs this updater has compiled.
     """
 
     objective: Objective
@@ -341,9 +319,6 @@ class Updater:
     max_completion_length: int
     on_non_finite: Callable[[NonFinite], None] | None = None
     max_prompt_length: int | None = None
-    compiled: set[microbatches.Shape] = dataclasses.field(
-        default_factory=set, init=False, repr=False, compare=False
-    )
 
     def __call__(
         self,
@@ -382,7 +357,6 @@ class Updater:
         learns = _learns(cfg, experience)
         cuts = [micro_batches(self, experience, rows) for rows in batches]
         fixed = anchors(self, state, frozen, experience, noise, steps, cuts)
-        compile_together(self, state.params, frozen, experience, fixed, noise, cuts)
         for index in range(steps):
             rows = batches[index % len(batches)]
             sums, counts = summed_gradient(
@@ -542,63 +516,28 @@ def summed_gradient(
     key: jax.Array,
 ) -> tuple[tuple[jax.Array, Any], list[Any]]:
     """Loss and gradient of an optimizer batch [n, k], and counts of its micro-batches."""
-    totals = _totals(updater, experience, rows)
-    sums, counts = zeros(params), []
-    for number, batch in enumerate(cut):
-        packed, own_key = experience.pack(batch, fixed), jax.random.fold_in(key, number)
-        sums, count = accumulate(
-            updater.objective, sums, params, frozen, noise, packed, totals, own_key
-        )
-        counts.append(count)
-    return sums, counts
-
-
-def _totals(updater: Updater, experience: Experience, rows: np.ndarray) -> grpo.BatchTotals:
     chosen, judged = rows.reshape(-1), experience.judged
     counted = rows.size if judged is None else judged[chosen].sum()
-    return grpo.BatchTotals(
+    totals = grpo.BatchTotals(
         rows=np.int32(max(counted, 1)),
         tokens=experience.mask[chosen].sum(dtype=np.int32),
         max_completion_length=updater.max_completion_length,
         num_micro_batches=updater.optim.gradient_accumulation_steps,
     )
-
-
-def compile_together(
-    updater: Updater,
-    params: Any,
-    frozen: Any,
-    experience: Experience,
-    fixed: dict[str, np.ndarray],
-    noise: Any,
-    cuts: Sequence[Sequence[microbatches.MicroBatch]],
-) -> None:
-    """Compiles the programs of all micro-batches that are new, several at a time, before the first is run.
-
-    XLA uses little more than one of the host's processors for one of them.
-    """
-    firsts = {batch.shape: batch for cut in cuts for batch in cut}
-    new = [batch for shape, batch in firsts.items() if shape not in updater.compiled]
-    updater.compiled.update(firsts)
-    if len(new) < 2:
-        return
-    objective, sums = updater.objective, zeros(params)
-    totals, key = _totals(updater, experience, experience.rows), jax.random.key(0)
-
-    lowered = [
-        _program(objective).lower(
-            objective, sums, params, frozen, noise, experience.pack(batch, fixed), totals, key
+    sums, counts = zeros(params), []
+    for number, batch in enumerate(cut):
+        sums, count = accumulate(
+            updater.objective,
+            sums,
+            params,
+            frozen,
+            noise,
+            experience.pack(batch, fixed),
+            totals,
+            jax.random.fold_in(key, number),
         )
-        for batch in new
-    ]
-
-    def compile_one(program) -> None:
-        # What fails here, such as two at a time for which the memory is too small, is compiled when it is run.
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            program.compile()
-
-    with concurrent.futures.ThreadPoolExecutor(_COMPILED_AT_ONCE) as pool:
-        list(pool.map(compile_one, lowered))
+        counts.append(count)
+    return sums, counts
 
 
 def replay_step(

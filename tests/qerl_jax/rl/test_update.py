@@ -783,26 +783,6 @@ def compiled(caplog, f):
     return [match[1] for match in found if match]
 
 
-def test_programs_that_were_compiled_together_are_not_compiled_again(caplog):
-    # With a temperature that no other test has, so that all is compiled here.
-    objective = update.Objective(model(), DAPO, 0.72, NUM_TOKENS)
-    few, all_ = (
-        update.Updater(objective, geometry(rows, 8 // rows), 10, max_completion_length=LONGEST)
-        for rows in (2, 8)
-    )
-    experience = sample_experience()
-    cuts = [update.cut_rows(updater, experience, np.arange(ROWS)) for updater in (few, all_)]
-    policy = trained_params(), base(), experience, {}, None
-    compile_ = functools.partial(update.compile_together, few, *policy, cuts)
-    assert compiled(caplog, compile_).count("_accumulate") == 2
-    assert compiled(caplog, compile_) == []
-    for cut in cuts:
-        again = functools.partial(
-            update.summed_gradient, few, *policy, experience.rows, cut, jax.random.key(0)
-        )
-        assert "_accumulate" not in compiled(caplog, again)
-
-
 def test_the_second_rollout_does_not_recompile(caplog):
     run()
     assert compiled(caplog, lambda: run(seed=1)) == []
@@ -817,7 +797,7 @@ def test_nothing_is_scored_where_the_samplers_log_probabilities_serve(caplog):
         arguments = (base(), sample_experience(), None, jax.random.key(0))
         state = state_of(trained_params())
         names = compiled(caplog, functools.partial(improve, state, *arguments))
-        assert "_accumulate" in names
+        assert "accumulate" in names
         assert [name for name in names if name == "score"] == passes
 
 
