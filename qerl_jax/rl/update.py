@@ -244,11 +244,24 @@ def zeros(params):
     return jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
 
 
-@functools.partial(jax.jit, static_argnames="objective", donate_argnames="sums")
-def accumulate(objective, sums, *micro_batch):
-    """Adds loss and gradient of a micro-batch to those before it."""
+def _accumulate(objective, sums, *micro_batch):
     (value, counts), grads = gradient(objective, *micro_batch)
     return jax.tree.map(jnp.add, sums, (value, grads)), counts
+
+
+_JITTED = {"static_argnames": "objective", "donate_argnames": "sums"}
+_RECOMPUTING = jax.jit(_accumulate, **_JITTED)
+# Where the backward pass keeps products, XLA's fusion of slices would compute them twice: for what comes next,
+# and once more into the stack of all layers.
+_KEEPING = jax.jit(
+    _accumulate, **_JITTED, compiler_options={"xla_gpu_enable_dynamic_slice_fusion": False}
+)
+
+
+def accumulate(objective, sums, *micro_batch):
+    """Adds loss and gradient of a micro-batch to those before it."""
+    program = _RECOMPUTING if objective.remat == "layer" else _KEEPING
+    return program(objective, sums, *micro_batch)
 
 
 @functools.partial(
