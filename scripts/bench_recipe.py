@@ -10,6 +10,7 @@ does not time its first only.)
     python -m scripts.bench_recipe --shape qwen2.5-32b --truncated 0 .05 --sigma 1
     python -m scripts.bench_recipe --before ../older                  # beside the library of another folder, in one run
     python -m scripts.bench_recipe --smollm2 FOLDER                   # SmolLM2 with its own text
+    python -m scripts.bench_recipe --update --before ../older        # one optimizer step alone, all of whose rows learn
     python -m scripts.bench_recipe --set rollout.max_concurrent=128   # a recipe with another value
 
 Printed for each: seconds of a rollout and its updates, by phase; padding = 1 - real / computed tokens through the
@@ -141,7 +142,6 @@ class Tokens:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Trains for a few rollouts in this process; the medians of those that are timed."""
     from pallas_kernels import runtime
-    from qerl_jax import config
     from qerl_jax.tracking.logger import read_metrics
     from qerl_jax.training import trainer
     from scripts import recipe_timeline
@@ -150,18 +150,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     runtime.use_compilation_cache()
     given: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        if args.smollm2:
-            cfg = config.load(ROOT / "configs" / "smollm2_arithmetic.toml")
-            model = dataclasses.replace(cfg.model, model_name_or_path=str(args.smollm2))
-            cfg = dataclasses.replace(cfg, model=model)
-        else:
-            cfg = config.load(ROOT / "configs" / f"{RECIPES[args.shape]}.toml")
-            cfg = with_random_base(cfg, args.shape, args.rows)
+        cfg = recipe(args)
+        if not args.smollm2:
             limit = cfg.rollout.max_completion_length
             end_rows_at(completion_lengths(args.sigma[0], args.truncated[0], limit))
             given = {"problems": problems(), "reward_functions": [reward]}
-        for field in args.set:
-            cfg = with_field(cfg, *field.split("=", 1))
         untimed = _UNTIMED[args.child]
         rollouts = args.rollouts - _UNTIMED["now"] + untimed
         steps = cfg.updates_per_rollout * rollouts
@@ -207,6 +200,93 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def measure_update(args: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of an optimizer step on rows of the recorded lengths, the least of two; sampled they were not."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from pallas_kernels import runtime
+    from qerl_jax import config, memory
+    from qerl_jax.model import architecture, transformer
+    from qerl_jax.rl import update
+    from qerl_jax.rl.experience import Experience
+    from scripts import recipe_timeline
+    from scripts.check_device_stages import Stages
+
+    runtime.use_compilation_cache()
+    cfg = recipe(args)
+    optim, limit = cfg.optim, cfg.rollout.max_completion_length
+    rows = optim.per_device_train_batch_size * optim.gradient_accumulation_steps
+    prompts = rows // cfg.rollout.num_generations
+    lengths = np.array(completion_lengths(args.sigma[0], args.truncated[0], limit)[:rows])
+    prompt_lengths = np.array(json.loads(LENGTHS.read_text())["prompt_tokens"][:prompts], np.int32)
+    rng = np.random.default_rng(0)
+    real = np.arange(limit) < lengths[:, None]
+    cut = (lengths == limit) & cfg.grpo.mask_truncated_completions
+    experience = Experience(
+        rng.integers(0, 50_000, (prompts, cfg.data.max_prompt_length), np.int32),
+        prompt_lengths,
+        rng.integers(0, 50_000, real.shape, np.int32),
+        real & ~cut[:, None],
+        # About what random weights give, so that no ratio leaves the clip range.
+        np.where(real, -12.0, 0.0).astype(np.float32),
+        np.where(np.arange(rows) % 2, 1.0, -1.0).astype(np.float32),
+    )
+    lora = config.LoraConfig(cfg.lora.rank, cfg.lora.alpha)
+    arch = architecture.KNOWN[args.shape]
+    model = transformer.Transformer(arch, cfg.model.weights, lora, jnp.bfloat16)
+    frozen = transformer.random_base(model, jax.random.key(0))
+    state = update.init_state(transformer.init_params(model, frozen, jax.random.key(1)), cfg.optim)
+    if hasattr(memory, "planned"):  # an older library leaves nothing to the plan
+        cfg = memory.planned(cfg, limit=memory.device_memory())
+    improve = update.make_updater(cfg, model, min(151_665, arch.vocab_size), 10)
+    tokens, stages = Tokens(), Stages()
+    with stages("update"), recipe_timeline.watch() as line:
+        for step in range(3):
+            tokens.padding()
+            state, metrics = improve(state, frozen, experience, None, jax.random.key(0))
+            jax.block_until_ready(state)
+            line.marks.append(line.now())
+            print(f"{line.now():.1f} s: step {step}", file=sys.stderr, flush=True)
+    if args.timeline:
+        args.timeline.write_text(json.dumps(line.last()))
+    gaps = [end - start for start, end in itertools.pairwise(line.marks)]
+    compiled = stages.rows()[0]
+    stats = runtime.memory_stats() or {}
+    return {
+        "step_s": min(gaps),
+        "rollout_s": 0.0,
+        "reward_s": 0.0,
+        "update_s": min(gaps),
+        "other_s": 0.0,
+        "first_s": line.marks[0],
+        "padding": metrics.get("update/padding", tokens.padding()),
+        "idle": line.idle(*line.marks[-2:]),
+        "programs": compiled["programs"] + compiled["cached"],
+        "compile_s": compiled["compile"],
+        "mean_length": float(lengths.mean()),
+        "truncated": float((lengths == limit).mean()),
+        "peak_gb": stats.get("peak_bytes_in_use", 0) / 1e9,
+    }
+
+
+def recipe(args: argparse.Namespace) -> Any:
+    """The config of a shape's recipe, or SmolLM2's, with what the command line changes of it."""
+    from qerl_jax import config
+
+    if args.smollm2:
+        cfg = config.load(ROOT / "configs" / "smollm2_arithmetic.toml")
+        model = dataclasses.replace(cfg.model, model_name_or_path=str(args.smollm2))
+        cfg = dataclasses.replace(cfg, model=model)
+    else:
+        cfg = config.load(ROOT / "configs" / f"{RECIPES[args.shape]}.toml")
+        cfg = with_random_base(cfg, args.shape, args.rows)
+    for field in args.set:
+        cfg = with_field(cfg, *field.split("=", 1))
+    return cfg
+
+
 def with_field(cfg: Any, path: str, value: str) -> Any:
     """A config with one field changed, such as "rollout.max_concurrent" to "128" (JSON, or else a text)."""
     name, _, rest = path.partition(".")
@@ -246,7 +326,7 @@ def child(args: argparse.Namespace) -> None:
     """Measures one row and prints it."""
     import jax
 
-    row = measure(args)
+    row = measure_update(args) if args.update else measure(args)
     origin = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
     print("ROW " + json.dumps(origin | row), flush=True)
 
@@ -259,6 +339,7 @@ def run(args: argparse.Namespace, arm: str, library: pathlib.Path, *lengths: Any
     command += ["--rollouts", str(args.rollouts)]
     command += ["--rows", str(args.rows)] if args.rows else []
     command += ["--smollm2", str(args.smollm2)] if args.smollm2 else []
+    command += ["--update"] if args.update else []
     command += ["--timeline", str(args.timeline)] if args.timeline and arm == "now" else []
     command += ["--set", *args.set] if args.set and arm == "now" else []
     paths = [str(library), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -293,6 +374,7 @@ def main() -> int:
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="FIELD=VALUE", help="of the recipe, as here"
     )
+    parser.add_argument("--update", action="store_true", help="an optimizer step without a rollout")
     parser.add_argument(
         "--timeline", type=pathlib.Path, help="a JSON file: when what ran in the last rollout"
     )
@@ -321,6 +403,7 @@ def main() -> int:
             what = (
                 "SmolLM2" if args.smollm2 else f"{args.shape}, sigma {sigma}, {truncated:.0%} cut"
             )
+            what += ", an update" if args.update else ""
             what += "".join(f", {field}" for field in args.set if arm == "now")
             row = {"what": what, "arm": arm, "date": time.strftime("%Y-%m-%d")} | row
             steps[arm] = row["step_s"]

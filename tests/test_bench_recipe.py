@@ -67,7 +67,8 @@ def test_a_timeline_knows_the_last_rollout_and_when_nothing_ran():
 
 
 @pytest.mark.slow
-def test_a_recipe_runs_to_a_row_with_the_lengths_it_was_given(monkeypatch, tmp_path):
+@pytest.mark.parametrize("update", [False, True])
+def test_a_recipe_runs_to_a_row_with_the_lengths_it_was_given(update, monkeypatch, tmp_path):
     arch = architecture.Architecture("qwen2", 512, 64, 96, 2, 4, 2, 16)
     monkeypatch.setitem(architecture.KNOWN, "tiny-shape", arch)
     monkeypatch.setattr(engine, "Schedule", engine.Schedule)  # put back at the end
@@ -85,23 +86,23 @@ def test_a_recipe_runs_to_a_row_with_the_lengths_it_was_given(monkeypatch, tmp_p
     (tmp_path / "qerl_jax").symlink_to(bench_recipe.ROOT / "qerl_jax")
     monkeypatch.setattr(bench_recipe, "ROOT", tmp_path)
     monkeypatch.setitem(bench_recipe.RECIPES, "tiny-shape", "tiny")
-    given = [5, 9, 40, 7]
+    given = [5, 9, 40, 7] * 4
     monkeypatch.setattr(bench_recipe, "completion_lengths", lambda *_: given)
-    row = bench_recipe.measure(
-        argparse.Namespace(
-            shape="tiny-shape",
-            sigma=["0.5"],
-            truncated=[0.25],
-            rollouts=3,
-            rows=None,
-            smollm2=None,
-            set=["rollout.max_concurrent=4"],
-            child="now",
-            timeline=tmp_path / "timeline.json",
-        )
+    arguments = argparse.Namespace(
+        shape="tiny-shape",
+        sigma=["0.5"],
+        truncated=[0.25],
+        rollouts=3,
+        rows=None,
+        smollm2=None,
+        set=["rollout.max_concurrent=4"],
+        child="now",
+        timeline=tmp_path / "timeline.json",
     )
+    row = (bench_recipe.measure_update if update else bench_recipe.measure)(arguments)
     recorded = json.loads((tmp_path / "timeline.json").read_text())
-    assert {lane for lane, *_ in recorded["spans"]} == set(recipe_timeline.LANES)
+    lanes = {lane for lane, *_ in recorded["spans"]}
+    assert lanes == ({"update"} if update else set(recipe_timeline.LANES))
     assert all(0 <= start <= end <= recorded["seconds"] for _, start, end, _ in recorded["spans"])
     assert row["mean_length"] == np.mean(given) and row["truncated"] == 0.25
     assert 0 <= row["padding"] < 1 and row["programs"] > 0
