@@ -21,6 +21,7 @@ programs and the seconds that compiling them took. Every row is a process of its
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -254,6 +255,8 @@ def measure_update(args: argparse.Namespace) -> dict[str, Any]:
     gaps = [end - start for start, end in itertools.pairwise(line.marks)]
     compiled = stages.rows()[0]
     stats = runtime.memory_stats() or {}
+    if args.profile:
+        print_kernels(improve, state.params, frozen, experience)
     return {
         "step_s": min(gaps),
         "rollout_s": 0.0,
@@ -269,6 +272,37 @@ def measure_update(args: argparse.Namespace) -> dict[str, Any]:
         "truncated": float((lengths == limit).mean()),
         "peak_gb": stats.get("peak_bytes_in_use", 0) / 1e9,
     }
+
+
+def print_kernels(improve: Any, params: Any, frozen: Any, experience: Any) -> None:
+    """Prints where the time of a micro-batch of each shape goes, by kernel."""
+    import jax
+    import numpy as np
+    from jax.experimental.mosaic.gpu import profiler
+
+    from qerl_jax.rl import grpo, update
+
+    accumulation = improve.optim.gradient_accumulation_steps
+    rows, tokens = np.int32(128), np.int32(32_000)
+    totals = grpo.BatchTotals(rows, tokens, improve.max_completion_length, accumulation)
+    cut = update.micro_batches(improve, experience, experience.rows)
+    counts = collections.Counter(batch.shape for batch in cut)
+    for batch in {batch.shape: batch for batch in cut}.values():
+        packed = experience.pack(batch, {})
+
+        def run(packed=packed):
+            sums = update.zeros(params)
+            rest = packed, totals, jax.random.key(0)
+            return update.accumulate(improve.objective, sums, params, frozen, None, *rest)
+
+        _, kernels = profiler.measure(run, aggregate=False)()
+        spent, launches = collections.Counter(), collections.Counter()
+        for name, milliseconds in kernels:
+            spent[name] += milliseconds
+            launches[name] += 1
+        print(f"{counts[batch.shape]} of {batch.shape}: {spent.total():.1f} ms", file=sys.stderr)
+        for name, milliseconds in spent.most_common(22):
+            print(f"{milliseconds:9.2f} ms x{launches[name]:5d}  {name[:80]}", file=sys.stderr)
 
 
 def recipe(args: argparse.Namespace) -> Any:
@@ -340,6 +374,7 @@ def run(args: argparse.Namespace, arm: str, library: pathlib.Path, *lengths: Any
     command += ["--rows", str(args.rows)] if args.rows else []
     command += ["--smollm2", str(args.smollm2)] if args.smollm2 else []
     command += ["--update"] if args.update else []
+    command += ["--profile"] if args.profile and arm == "now" else []
     command += ["--timeline", str(args.timeline)] if args.timeline and arm == "now" else []
     command += ["--set", *args.set] if args.set and arm == "now" else []
     paths = [str(library), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -375,6 +410,7 @@ def main() -> int:
         "--set", nargs="*", default=[], metavar="FIELD=VALUE", help="of the recipe, as here"
     )
     parser.add_argument("--update", action="store_true", help="an optimizer step without a rollout")
+    parser.add_argument("--profile", action="store_true", help="of --update: the longest kernels")
     parser.add_argument(
         "--timeline", type=pathlib.Path, help="a JSON file: when what ran in the last rollout"
     )

@@ -98,6 +98,7 @@ def test_a_recipe_runs_to_a_row_with_the_lengths_it_was_given(update, monkeypatc
         set=["rollout.max_concurrent=4"],
         child="now",
         timeline=tmp_path / "timeline.json",
+        profile=False,
     )
     row = (bench_recipe.measure_update if update else bench_recipe.measure)(arguments)
     recorded = json.loads((tmp_path / "timeline.json").read_text())
