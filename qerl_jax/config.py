@@ -61,9 +61,9 @@ class ModelConfig(Checked, section="model."):
         random_base: Make a packed random base of that architecture on the device instead of reading weights.
         gradient_checkpointing: What the backward pass recomputes instead of keeping it: each "layer", of a
             layer the "mlp" and all but attention's two products, all but these and the MLP's first
-            ("products"), or "none". From the first to the last it takes more memory and less time. "auto"
-            takes the last of these that fits on the device, and "layer" where that does not report its
-            memory.
+            ("products"), or "none". From the first to the last it takes more memory and, up to "products",
+            less time. "auto" takes the fastest of these that fits on the device, and "layer" where that does
+            not report its memory.
         trainable: "lora" trains an adapter; "full" trains the layers of a dense base themselves (linears,
             biases and norms; not embedding, last norm and head), in float32, without an adapter.
         adapter_name_or_path: A PEFT adapter over that base, by folder or hub name, from which training goes

@@ -155,8 +155,17 @@ ROWS = {
 }
 
 
+def _filler(tokenizer: str, room: int) -> str:
+    """A text that leaves 32 of so many tokens to a short sum and the chat template."""
+    from qerl_jax.data import tokenizer as tokenizers
+
+    sentence, encode = "Take your time. ", tokenizers.load(tokenizer).hf.encode
+    each = (len(encode(sentence * 9)) - len(encode(sentence))) / 8
+    return sentence * max(0, int((room - 32) / each))
+
+
 def row_config(row: Row, tokenizer: str, folder: str) -> config.RunConfig:
-    """The run of a row; its data are short sums behind a filler that the Qwen2 tokenizer makes 220 tokens of."""
+    """The run of a row; its data are short sums behind a filler, so that prompts nearly have their length."""
     rows = row.prompts * row.group
     optim = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 1}
     return config.RunConfig(
@@ -175,7 +184,8 @@ def row_config(row: Row, tokenizer: str, folder: str) -> config.RunConfig:
             num_problems=64,
             max_prompt_length=row.prompt,
             system_prompt="",
-            prompt_template="Take your time. " * 46 + "{prompt}",
+            prompt_template=("" if row.update_only else _filler(tokenizer, row.prompt))
+            + "{prompt}",
             overlong_prompts="drop",
         ),
         rewards=config.RewardConfig(("token_hash_reward",)),

@@ -244,24 +244,30 @@ def zeros(params):
     return jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
 
 
-def _accumulate(objective, sums, *micro_batch):
-    (value, counts), grads = gradient(objective, *micro_batch)
-    return jax.tree.map(jnp.add, sums, (value, grads)), counts
+def compiler_options(objective: Objective) -> dict[str, bool]:
+    """What XLA is told of the gradient.
+
+    Where the backward pass keeps products, its fusion of slices would compute them twice: for what comes next, and
+    once more into the stack of all layers.
+    """
+    return {} if objective.remat == "layer" else {"xla_gpu_enable_dynamic_slice_fusion": False}
 
 
-_JITTED = {"static_argnames": "objective", "donate_argnames": "sums"}
-_RECOMPUTING = jax.jit(_accumulate, **_JITTED)
-# Where the backward pass keeps products, XLA's fusion of slices would compute them twice: for what comes next,
-# and once more into the stack of all layers.
-_KEEPING = jax.jit(
-    _accumulate, **_JITTED, compiler_options={"xla_gpu_enable_dynamic_slice_fusion": False}
-)
+@functools.cache
+def _accumulator(objective: Objective):
+    @functools.partial(
+        jax.jit, donate_argnames="sums", compiler_options=compiler_options(objective)
+    )
+    def accumulate(sums, *micro_batch):
+        (value, counts), grads = gradient(objective, *micro_batch)
+        return jax.tree.map(jnp.add, sums, (value, grads)), counts
+
+    return accumulate
 
 
 def accumulate(objective, sums, *micro_batch):
     """Adds loss and gradient of a micro-batch to those before it."""
-    program = _RECOMPUTING if objective.remat == "layer" else _KEEPING
-    return program(objective, sums, *micro_batch)
+    return _accumulator(objective)(sums, *micro_batch)
 
 
 @functools.partial(

@@ -250,8 +250,8 @@ def test_micro_batches_are_planned_as_the_update_cuts_them():
 GSM8K = config.load(CONFIGS / "gsm8k_qwen2.5_7b.toml")
 
 
-def test_the_plan_takes_the_least_recomputation_that_leaves_a_tenth():
-    order = ["none", "products", "mlp", "layer"]
+def test_the_plan_takes_the_fastest_recomputation_that_leaves_a_fifth():
+    order = ["products", "mlp", "layer"]
     peaks = []
     for remat in order:
         fixed = changed(BENCH, model={"gradient_checkpointing": remat})
@@ -481,7 +481,8 @@ def test_the_command_prints_the_table_and_refuses_with_one_line(capsys):
 
 
 def test_noise_of_each_rows_own_is_planned():
-    cfg = changed(config.load(CONFIGS / "gsm8k_qwen2.5_7b.toml"), noise={"per": "group"})
+    recipe = config.load(CONFIGS / "gsm8k_qwen2.5_7b.toml")
+    cfg = changed(recipe, noise={"per": "group"}, rollout={"max_concurrent": 64})
     # Of 64 rows, two norms of 28 layers of 3584 numbers, with the bits that they are made of.
     assert named(memory.estimate(cfg), "noise of") == 64 * 2 * 28 * 3584 * 8
     alone = changed(cfg, noise={"per": "sequence"})

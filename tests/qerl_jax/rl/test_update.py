@@ -797,7 +797,7 @@ def test_nothing_is_scored_where_the_samplers_log_probabilities_serve(caplog):
         arguments = (base(), sample_experience(), None, jax.random.key(0))
         state = state_of(trained_params())
         names = compiled(caplog, functools.partial(improve, state, *arguments))
-        assert "_accumulate" in names
+        assert "accumulate" in names
         assert [name for name in names if name == "score"] == passes
 
 
