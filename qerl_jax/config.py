@@ -6,6 +6,7 @@ What a single value may be stands in its field's annotation, rules across fields
 
 import dataclasses
 import pathlib
+import re
 import tomllib
 from typing import Annotated, Any, Literal
 
@@ -26,6 +27,7 @@ from qerl_jax.checked import (
     to_table,
 )
 from qerl_jax.config_rules import across_sections
+from qerl_jax.files import DEEPEST, is_shallow
 
 # How the linears are held.
 Weights = Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"]
@@ -714,14 +716,30 @@ def load(path: str | pathlib.Path) -> RunConfig:
     return from_table(RunConfig, read_table(path))
 
 
+# Far above any config; the time of reading grows with the square of a hostile one.
+_LONGEST_FILE = 2**20
+# A key of that many parts; each makes a table, in time that grows with the square of their number.
+_DEEP_KEY = re.compile(
+    rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{DEEPEST}}}"""
+)
+
+
 def read_table(path: str | pathlib.Path) -> dict[str, Any]:
     """Reads a TOML file as a table, of which nothing is checked but that it is TOML."""
     path = pathlib.Path(path)
     require(path.is_file(), "config file", str(path), "no such file")
+    rule = f"must be at most {_LONGEST_FILE} bytes long"
+    require(path.stat().st_size <= _LONGEST_FILE, str(path), path.stat().st_size, rule)
     try:
-        return tomllib.loads(path.read_bytes().decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        text = path.read_bytes().decode()
+        table = None if _DEEP_KEY.search(text) else tomllib.loads(text)
+    except RecursionError:
+        table = None
+    except ValueError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    if table is None or not is_shallow(table):
+        raise ConfigError(f"{path}: lists and tables must nest at most {DEEPEST} deep")
+    return table
 
 
 def dump(cfg: RunConfig) -> str:

@@ -158,6 +158,41 @@ def _contents(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
         }
 
 
+# No file of a model, a data set or a run nests deeper; what walks through values later would run out of stack.
+DEEPEST = 64
+_TOO_DEEP = f"lists and tables nest more than {DEEPEST} deep"
+
+
+def is_shallow(value: Any) -> bool:
+    """Whether at most `DEEPEST` of a value's lists and tables lie within each other."""
+    level = [value]  # the values so many lists and tables down
+    for _ in range(DEEPEST + 1):
+        held = [each for each in level if isinstance(each, dict | list)]
+        if not held:
+            return True
+        level = [
+            child for each in held for child in (each.values() if type(each) is dict else each)
+        ]
+    return False
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text that this process did not write.
+
+    Raises:
+        ValueError: When it is no JSON, or nests more than `DEEPEST` deep.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    brackets = ("[", "{") if isinstance(text, str) else (b"[", b"{")
+    # With few brackets it is no deeper, and need not be walked.
+    if sum(map(text.count, brackets)) > DEEPEST and not is_shallow(value):
+        raise ValueError(_TOO_DEEP)
+    return value
+
+
 def read_json(path: pathlib.Path) -> dict[str, Any]:
     """The object that a JSON file of a model folder holds.
 
@@ -165,8 +200,8 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         ValueError: Naming the file, when it is none.
     """
     try:
-        table = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
+        table = parse_json(path.read_text("utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
     if not isinstance(table, dict):
         raise ValueError(f"{path}: not a JSON object but a {type(table).__name__}")
@@ -285,7 +320,7 @@ def whole_lines(path: pathlib.Path) -> list[Any]:
     """
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     try:
-        return [json.loads(line) for line in lines]
+        return [parse_json(line) for line in lines]
     except ValueError as error:
         raise ValueError(f"{path}: must be what an earlier call has left; {error}") from error
 

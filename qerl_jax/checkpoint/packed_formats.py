@@ -19,7 +19,7 @@ import numpy as np
 from pallas_kernels import MXFP4Tensor, NF4Tensor, NVFP4Tensor, mxfp4, nf4, nvfp4
 from qerl_jax.checked import require
 from qerl_jax.checkpoint.safetensors import Tensors
-from qerl_jax.files import read_json
+from qerl_jax.files import parse_json, read_json
 from qerl_jax.model.architecture import Architecture
 
 type Packed = NVFP4Tensor | MXFP4Tensor | NF4Tensor
@@ -315,7 +315,7 @@ def _write_nf4(t: NF4Tensor) -> dict[str, np.ndarray]:
 
 
 def _read_nf4(tensors: Tensors, name: str) -> NF4Tensor:
-    state = json.loads(tensors[f"{name}.weight.{_QUANT_STATE}"].tobytes())
+    state = parse_json(tensors[f"{name}.weight.{_QUANT_STATE}"].tobytes())
     if state.get("blocksize") != nf4.BLOCK or state.get("nested_blocksize", nf4.GROUP) != nf4.GROUP:
         raise NotImplementedError(
             f"{name}: blocks of {state.get('blocksize')} and {state.get('nested_blocksize')}; "

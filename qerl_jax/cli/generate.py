@@ -1,7 +1,6 @@
 """The command `generate`: completions of prompts, on the screen or in a file."""
 
 import dataclasses
-import json
 import pathlib
 import sys
 from typing import Annotated, Any
@@ -12,6 +11,7 @@ import qerl_jax
 from qerl_jax.checked import is_seed, require
 from qerl_jax.cli.common import log, require_unicode
 from qerl_jax.config import Dtype, Weights
+from qerl_jax.files import parse_json
 from qerl_jax.generation.sampling_params import SamplingParams
 
 
@@ -125,10 +125,17 @@ def _rows(
         require(output.parent.is_dir(), "--output", str(output), "there is no such folder")
         if output.exists():
             raise ValueError(f"--output: {output} is there already; remove it, or give another")
+    require(
+        file is None or "\0" not in str(file), "--input", str(file), "must hold no NUL character"
+    )
     if file is None:
         require_unicode(texts, "prompt")
         return [{"prompt": text} for text in texts]
-    lines = [line for line in file.read_text("utf-8-sig").split("\n") if line.strip()]
+    try:
+        text = file.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not UTF-8 text: {error}") from error
+    lines = [line for line in text.split("\n") if line.strip()]
     if not lines:
         raise ValueError(f"{file}: holds no prompt")
     if file.suffix != ".jsonl":
@@ -150,8 +157,8 @@ def _row(line: str, where: str, *, is_written: bool) -> dict[str, Any]:
     from qerl_jax.generation.completion_file import WRITTEN
 
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
     require_unicode(row, where)
     prompt = row.get("prompt") if isinstance(row, dict) else None

@@ -215,7 +215,14 @@ def _is_row(row: Any) -> bool:
 
 def _problems(rows: Any, of_row: Callable, kept: Sequence[int], where: str) -> Problems:
     """The problems of the rows that are kept."""
-    read = lambda index: of_row(rows[kept[index]], f"{where}, row {kept[index]}")
+
+    def read(index: int) -> Problem:
+        try:
+            row = rows[kept[index]]
+        except UnicodeDecodeError as error:  # texts are decoded when they are read
+            raise ValueError(f"{where}, row {kept[index]}: not UTF-8 text: {error}") from error
+        return of_row(row, f"{where}, row {kept[index]}")
+
     read(0)  # a row that cannot be read shows now, not in the middle of a run
     return Problems(len(kept), read)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from qerl_jax.files import write_whole, writing
+from qerl_jax.files import parse_json, write_whole, writing
 from qerl_jax.tracking import terminal, trackers
 
 
@@ -164,8 +164,8 @@ def _read(path: pathlib.Path) -> tuple[list[dict[str, Any]], dict[int, bytes]]:
 def _row(line: bytes) -> dict[str, Any] | None:
     """A line as a row of metrics; None where it is none."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line)
+    except ValueError:
         return None
     holds = isinstance(row, dict) and type(row.get("step")) is int and row["step"] >= 0
     return row if holds and type(row.get("num_tokens", 0)) is int else None

@@ -14,7 +14,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from qerl_jax import config
-from qerl_jax.files import whole_lines, write_whole
+from qerl_jax.files import read_json, whole_lines, write_whole
 from qerl_jax.tracking import charts, logger, page, terminal
 
 # Sections of charts: title, unit, metrics with the names of their lines, whether logarithmic.
@@ -452,7 +452,7 @@ def _run_row(run: Run) -> tuple[str, ...]:
 
 
 def _evaluation_row(run: Run, path: pathlib.Path) -> tuple[str, ...]:
-    summary = json.loads(path.read_text())
+    summary = read_json(path)
     by_name = {each["name"]: _estimate(each) for each in summary["estimates"]}
     samples = str(summary["samples"])
     cells = (by_name.get(f"{kind}@{samples}", "–") for kind in ("mean", "pass", "maj"))

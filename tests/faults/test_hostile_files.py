@@ -1,0 +1,114 @@
+"""Files that someone else made: what nests too deeply, is no text or takes too long is refused in one line."""
+
+import json
+import time
+
+import pytest
+
+from qerl_jax import config, files
+from qerl_jax.checkpoint import packed_formats, peft, safetensors
+from qerl_jax.cli import main
+from qerl_jax.data import datasets
+
+DEEP = 100_000 * "["
+JUST_TOO_DEEP = (files.DEEPEST + 1) * '{"a": ' + "1" + (files.DEEPEST + 1) * "}"
+
+
+def test_values_nest_to_the_limit_and_not_beyond():
+    at_the_limit = files.DEEPEST * "[" + "1" + files.DEEPEST * "]"
+    assert files.parse_json(at_the_limit) == json.loads(at_the_limit)
+    for text in (f"[{at_the_limit}]", (files.DEEPEST + 1) * "[" + (files.DEEPEST + 1) * "]"):
+        with pytest.raises(ValueError, match="nest more than 64 deep"):
+            files.parse_json(text.encode())
+
+
+def test_brackets_in_texts_do_not_nest():
+    assert files.parse_json(json.dumps([DEEP])) == [DEEP]
+
+
+READERS = {
+    "config.json": lambda path: files.read_json(path),
+    "adapter_config.json": lambda path: peft.read_lora(path.parent),
+    "hf_quant_config.json": lambda path: packed_formats.of_folder(path.parent),
+    "model.safetensors.index.json": lambda path: safetensors.Tensors(path.parent),
+    "results.jsonl": lambda path: files.whole_lines(path),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("text", [DEEP, JUST_TOO_DEEP])
+def test_json_that_nests_too_deeply_is_refused_by_every_reader(name, text, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    path = tmp_path / name
+    path.write_text(text + "\n")
+    with pytest.raises(ValueError, match=f"{name}: .*nest more than 64 deep"):
+        READERS[name](path)
+
+
+TOML = {
+    "lists": "a = " + 3000 * "[" + 3000 * "]",
+    "tables": "a = " + 3000 * "{a=" + "1" + 3000 * "}",
+    "a key": ".".join(30_000 * "a") + " = 1",
+    "a key of quoted parts": " . ".join(30_000 * ['"a"']) + " = 1",
+    "a heading": "[" + ".".join(30_000 * "a") + "]",
+    "a key in a table": "a = {" + ".".join(30_000 * "a") + " = 1}",
+    "just too deeply": "a = " + 65 * "[" + 65 * "]",
+}
+
+
+@pytest.mark.parametrize("case", TOML)
+def test_toml_that_nests_too_deeply_is_refused_at_once(case, tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    path.write_text(TOML[case])
+    started = time.process_time()
+    assert main.main(["train", str(path)]) == 2
+    assert time.process_time() - started < 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and f"{path}" in shown and "must nest at most 64 deep" in shown
+
+
+def test_a_config_as_long_as_a_book_or_with_a_number_of_a_page_is_refused(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("#" * (1 << 20) + "\n")
+    with pytest.raises(config.ConfigError, match="must be at most 1048576 bytes long"):
+        config.read_table(path)
+    path.write_text("a = " + "1" * 5000)
+    with pytest.raises(config.ConfigError, match="run.toml: not valid TOML: Exceeds the limit"):
+        config.read_table(path)
+    path.write_text("a = '" + 60 * "1.1" + "'\n" + 70 * "[[a.b]]\n[a.c]\n")  # what is no key
+    with pytest.raises(config.ConfigError, match="not valid TOML: .*line 2"):
+        config.read_table(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"prompt": "a"}\n' + DEEP, "rows.jsonl, row 2: not JSON: lists and tables nest more"),
+        (JUST_TOO_DEEP, "rows.jsonl, row 1: not JSON: lists and tables nest more than 64 deep"),
+        (b'{"prompt": "\xff"}', "rows.jsonl: not UTF-8 text: "),
+        (b"\xff\xfea\0", "rows.jsonl: not UTF-8 text: "),
+    ],
+)
+def test_a_prompt_file_that_is_no_such_is_named(content, said, tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert main.main(["generate", "--input", str(path)]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and said in shown
+    assert main.main(["generate", "--input", f"{path}\0"]) == 2
+    assert "must hold no NUL character" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"prompt": "a"}\n{"prompt": ' + 100_000 * b"[", "could not load the data set"),
+        (b'{"prompt": "\xff", "answer": "1"}', "row 0: not UTF-8 text: "),
+    ],
+)
+def test_a_data_set_that_is_no_such_is_named(content, said, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(content + b"\n")
+    cfg = config.DataConfig(dataset="own", path=str(path))
+    with pytest.raises(ValueError, match=f"rows.jsonl.*{said}|{said}.*rows.jsonl"):
+        datasets.from_config(cfg, split="train", seed=0)
