@@ -1,9 +1,10 @@
 """Reads PEFT adapters into `params`, and writes them."""
 
+import functools
 import json
 import math
 import pathlib
-import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.config import LoraConfig
 from qerl_jax.files import read_json, whole_folder
 from qerl_jax.model import architecture, transformer
+from qerl_jax.process_pool import Failure, Pool
 
 _PEFT_PREFIX = "base_model.model."
 
@@ -43,18 +45,31 @@ def _is_named(modules: str | list[str], name: str) -> bool:
     """A text is a pattern for whole names, a list holds names or their ends."""
     if not isinstance(modules, str):
         return any(f".{name}".endswith(f".{module}") for module in modules)
-    try:
-        return re.fullmatch(modules, name) is not None
-    except re.error as error:
-        raise ValueError(
-            f"adapter_config.json: {modules!r} is no regular expression: {error}"
-        ) from error
+    return _is_matched(modules, name)
 
 
 def _by_pattern(patterns: dict[str, float] | None, name: str, default: float) -> float:
-    return next(
-        (v for p, v in (patterns or {}).items() if re.match(rf"(.*\.)?({p})$", name)), default
-    )
+    given = (patterns or {}).items()
+    return next((v for p, v in given if _is_matched(rf"(.*\.)?({p})", name)), default)
+
+
+def _is_matched(pattern: str, name: str) -> bool:
+    """Whether a pattern of someone else describes a name, under a limit of time.
+
+    Raises:
+        ValueError: When it is none, or takes too long.
+    """
+    (found,) = _matchers().map("full_match", [(pattern, name)])
+    if isinstance(found, Failure):
+        is_late = found.reason == "timeout"
+        why = "takes too long to match" if is_late else f"is no regular expression: {found.detail}"
+        raise ValueError(f"adapter_config.json: {pattern!r} {why}")
+    return found
+
+
+@functools.cache
+def _matchers() -> Pool:
+    return Pool("qerl_jax.checkpoint.name_patterns", workers=1, seconds=1.0)
 
 
 # What makes another function of the tensors, or of the base, than B A x.
@@ -71,6 +86,43 @@ _PLAIN = {
 }
 # These begin by changing the base; others begin beside it.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list) and all(isinstance(name, str) for name in value)
+    )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31
+
+
+def _is_scale(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < 2**31
+
+
+def _values(is_value: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda table: (
+        not table or (isinstance(table, dict) and all(map(is_value, table.values())))
+    )
+
+
+def _is_layers(value: Any) -> bool:
+    listed = value if isinstance(value, list) else [value]
+    return value is None or all(type(layer) is int for layer in listed)
+
+
+# What the fields that are read must be, and the rule in words.
+_FORMS = {
+    "target_modules": (_is_names, "must be names, or a pattern"),
+    "exclude_modules": (lambda value: not value or _is_names(value), "must be names, or a pattern"),
+    "layers_to_transform": (_is_layers, "must be numbers of layers"),
+    "r": (_is_count, "must be positive and a whole number"),
+    "lora_alpha": (_is_scale, "must be positive"),
+    "rank_pattern": (_values(_is_count), "must hold a positive integer for each pattern"),
+    "alpha_pattern": (_values(_is_scale), "must hold a positive number for each pattern"),
+}
 
 
 def _config(folder: str | pathlib.Path) -> dict[str, Any]:
@@ -96,26 +148,14 @@ def _config(folder: str | pathlib.Path) -> dict[str, Any]:
         NotImplementedError,
     )
     require(
-        not norms or set(norms) == set(architecture.LAYER_NORMS),
+        not norms or _is_names(norms) and set(norms) == set(architecture.LAYER_NORMS),
         f"{path}: modules_to_save",
         norms,
         f"only {list(architecture.LAYER_NORMS)} can be read",
         NotImplementedError,
     )
-    require(
-        isinstance(config.get("target_modules"), str | list),
-        f"{path}: target_modules",
-        config.get("target_modules"),
-        "must be names, or a pattern",
-    )
-    for field in ("r", "lora_alpha"):
-        value = config.get(field)
-        require(
-            isinstance(value, int | float) and value > 0,
-            f"{path}: {field}",
-            value,
-            "must be positive",
-        )
+    for field, (holds, rule) in _FORMS.items():
+        require(holds(config.get(field)), f"{path}: {field}", config.get(field), rule)
     return config
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from qerl_jax.checked import require
+from qerl_jax.data import chat_template
 from qerl_jax.files import read_json
 
 type Message = dict[str, str]  # "role" and "content"
@@ -24,22 +25,43 @@ class Tokenizer:
         pad_token: Fills rows after their end; never trained on.
         num_tokens: Ids are 0 ... num_tokens - 1; rows of the embedding beyond are never sampled or
             scored.
+        chat_template: Source of the chat template, in Jinja.
     """
 
     hf: Any
     stop_tokens: tuple[int, ...]
     pad_token: int
     num_tokens: int
+    chat_template: str
 
-    def render(self, prompt: Prompt) -> str:
-        """The text the model sees: messages pass the chat template, a plain string stays as it is."""
-        if isinstance(prompt, str):
-            return prompt
-        return self.hf.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+    def render(self, prompts: Sequence[Prompt], *, add_generation_prompt: bool = True) -> list[str]:
+        """The texts the model sees: messages pass the chat template, a plain string stays as it is.
+
+        Args:
+            prompts: Texts and chats.
+            add_generation_prompt: Whether a chat ends where the model's answer begins.
+
+        Raises:
+            ValueError: In one line, where the template fails, or does not keep to its limits.
+        """
+        rendered = iter(
+            chat_template.render(
+                self.chat_template,
+                [prompt for prompt in prompts if not isinstance(prompt, str)],
+                {name: _plain(token) for name, token in self.hf.special_tokens_map.items()},
+                add_generation_prompt=add_generation_prompt,
+                where=f"chat template of {self.hf.name_or_path}",
+            )
+        )
+        return [prompt if isinstance(prompt, str) else next(rendered) for prompt in prompts]
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Ids of each prompt; special tokens are those that the template writes."""
-        texts = [self.render(prompt) for prompt in prompts]
+        """Ids of each prompt; special tokens are those that the template writes.
+
+        Raises:
+            ValueError: As `render`.
+        """
+        texts = self.render(prompts)
         return self.hf(texts, add_special_tokens=False)["input_ids"] if texts else []
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -68,9 +90,10 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
 
     try:
         hf = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # the readers of transformers raise whatever a file makes them raise
+        said = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(
-            f"tokenizer: transformers cannot read the one in {folder}: {error}"
+            f"tokenizer: transformers cannot read the one in {folder}: {said}"
         ) from error
     require(
         hf.chat_template,
@@ -78,6 +101,8 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
         str(folder),
         "has no chat template; chat prompts need one (chat_template.jinja)",
     )
+    template = hf.get_chat_template()
+    require(isinstance(template, str), f"{folder}: chat template", template, "must be a text")
     stops = [] if hf.eos_token_id is None else [hf.eos_token_id]
     generation = folder / "generation_config.json"
     listed = read_json(generation).get("eos_token_id") if generation.is_file() else None
@@ -89,4 +114,9 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
         "names no end-of-sequence token; completions would never stop",
     )
     pad = hf.pad_token_id if hf.pad_token_id is not None else stops[0]
-    return Tokenizer(hf, tuple(dict.fromkeys(stops)), pad, max(hf.get_vocab().values()) + 1)
+    largest = max(hf.get_vocab().values(), default=-1)
+    return Tokenizer(hf, tuple(dict.fromkeys(stops)), pad, largest + 1, template)
+
+
+def _plain(token: Any) -> str | list[str]:
+    return list(map(str, token)) if isinstance(token, list | tuple) else str(token)

@@ -58,10 +58,7 @@ def texts(cfg: Calibration, tokens: tokenizer.Tokenizer) -> list[str]:
         order = np.random.default_rng(cfg.seed).permutation(len(found))[: cfg.num_samples]
         rows = [found[int(index)] for index in order]
     chats = [_chat(row, f"{cfg.dataset}, row {index}") for index, row in enumerate(rows)]
-    return [
-        chat if isinstance(chat, str) else tokens.hf.apply_chat_template(chat, tokenize=False)
-        for chat in chats
-    ]
+    return tokens.render(chats, add_generation_prompt=False)
 
 
 def token_rows(cfg: Calibration, tokens: tokenizer.Tokenizer) -> tuple[np.ndarray, np.ndarray]:

@@ -23,7 +23,7 @@ import sys
 import tempfile
 from typing import IO, Literal
 
-from qerl_jax.rewards.ahead import Ahead
+from qerl_jax.ahead import Ahead
 
 _FOLDER_BYTES = 16 << 20  # also the longest file, the output included
 _THREADS = 64

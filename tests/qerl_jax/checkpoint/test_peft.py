@@ -158,6 +158,40 @@ def test_a_pattern_that_is_none_is_refused(tmp_path):
         peft.import_adapter(folder, adapter_model())
 
 
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern"])
+def test_a_pattern_that_would_be_matched_for_ever_is_refused(tmp_path, field):
+    hostile = "(([a-z_.0-9])+)+!"
+    value = {hostile: 4} if field == "rank_pattern" else hostile
+    folder = changed_adapter(tmp_path, **{field: value})
+    with pytest.raises(ValueError, match="adapter_config.json: .* takes too long to match"):
+        peft.import_adapter(folder, adapter_model())
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("r", 2.5),
+        ("r", True),
+        ("r", 1 << 40),
+        ("lora_alpha", "16"),
+        ("lora_alpha", float("inf")),
+        ("target_modules", [1]),
+        ("exclude_modules", {"a": 1}),
+        ("rank_pattern", ["q_proj"]),
+        ("rank_pattern", {"q_proj": "4"}),
+        ("alpha_pattern", {"q_proj": None}),
+        ("layers_to_transform", "all"),
+        ("layers_to_transform", [0, None]),
+        ("modules_to_save", 3),
+        ("modules_to_save", [[]]),
+    ],
+)
+def test_a_field_of_another_form_is_named(tmp_path, field, value):
+    folder = changed_adapter(tmp_path, **{field: value})
+    with pytest.raises((ValueError, NotImplementedError), match=f"{field}: got .*(must|only)"):
+        peft.read_lora(folder)
+
+
 def test_rslora_divides_by_the_root_of_the_rank(tmp_path):
     """16 / sqrt(8) = 45.25 / 8."""
     folder = changed_adapter(tmp_path, use_rslora=True)

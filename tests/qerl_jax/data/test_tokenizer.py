@@ -45,7 +45,7 @@ def test_tiny_stops_at_the_end_of_a_turn_and_pads_with_another_token(tiny):
 
 
 def test_a_chat_is_rendered_with_its_generation_prompt(tiny):
-    assert tiny.render(CHAT) == (
+    assert tiny.render([CHAT])[0] == (
         "<|im_start|>system\nThink.<|im_end|>\n"
         "<|im_start|>user\nWhat is 12 + 30?<|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -105,7 +105,7 @@ def test_a_template_in_a_file_of_its_own_is_found(copy):
     folder, change = copy
     change(chat_template=None)
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}!")
-    assert tokenizer.load(folder).render(CHAT) == "Think.!"
+    assert tokenizer.load(folder).render([CHAT, "x"]) == ["Think.!", "x"]
 
 
 def test_a_tokenizer_without_chat_template_is_refused(copy):

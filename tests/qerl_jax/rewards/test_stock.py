@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
+from qerl_jax.process_pool import Failure
 from qerl_jax.rewards import sandbox, stock
-from qerl_jax.rewards.process_pool import Failure
 from qerl_jax.rewards.stock import FACTORIES, STOCK
 
 

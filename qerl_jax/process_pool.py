@@ -28,8 +28,8 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from qerl_jax.ahead import Ahead
 from qerl_jax.checked import require
-from qerl_jax.rewards.ahead import Ahead
 
 # Enough to import sympy on a machine that is busy compiling.
 _START_SECONDS = 120.0
@@ -56,25 +56,24 @@ class Failure:
 class Pool:
     """Processes that call functions of one module; they start when they are first needed."""
 
-    def __init__(self, module: str, *, workers: int, seconds: float):
+    def __init__(
+        self, module: str, *, workers: int, seconds: float, memory_bytes: int = _MEMORY_BYTES
+    ):
         """Starts nothing yet.
 
         Args:
             module: Import path of the module whose functions are called.
             workers: Most processes at a time.
             seconds: Longest call, in seconds of the processor; on the clock five times as long.
+            memory_bytes: Address space of a process.
 
         Raises:
             ValueError: If a number is not positive.
         """
-        require(
-            workers >= 1 and seconds > 0,
-            "workers and seconds",
-            (workers, seconds),
-            "must be positive",
-        )
+        given = (workers, seconds)
+        require(min(given) > 0, "workers and seconds", given, "must be positive")
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        members = [_Worker(module, seconds) for _ in range(workers)]
+        members = [_Worker(module, seconds, memory_bytes) for _ in range(workers)]
         for worker in members:
             self._idle.put(worker)
         self._calls = Ahead(functools.partial(_call, self._idle), workers)
@@ -115,8 +114,9 @@ def _call(idle: queue.SimpleQueue, request: str) -> Any:
 class _Worker:
     """One process, replaced after every call that it did not survive."""
 
-    def __init__(self, module: str, seconds: float):
-        self._command = [sys.executable, "-m", __name__, module, str(seconds)]
+    def __init__(self, module: str, seconds: float, memory_bytes: int):
+        limits = str(seconds), str(memory_bytes)
+        self._command = [sys.executable, "-m", __name__, module, *limits]
         self._module, self._seconds = module, seconds
         self._process: subprocess.Popen | None = None
 
@@ -177,9 +177,9 @@ def _stop_all(workers: Sequence[_Worker]) -> None:
         worker.stop()
 
 
-def _serve(module: str, seconds: float) -> None:
+def _serve(module: str, seconds: float, memory_bytes: int) -> None:
     """Answers requests until the input ends."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     # What the module prints must not look like a reply.
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -203,4 +203,4 @@ def _serve(module: str, seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], float(sys.argv[2]))
+    _serve(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]))

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from qerl_jax.rewards.ahead import Ahead
+from qerl_jax.ahead import Ahead
 
 
 def test_results_come_in_order_and_equal_calls_are_made_once():
@@ -49,7 +49,7 @@ def test_what_a_call_raises_is_raised_where_it_is_asked_for():
 
 def test_the_interpreter_ends_though_calls_are_under_way():
     program = (
-        "import time; from qerl_jax.rewards.ahead import Ahead;"
+        "import time; from qerl_jax.ahead import Ahead;"
         "Ahead(time.sleep, 1).begin([60, 61]); print('over')"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30)

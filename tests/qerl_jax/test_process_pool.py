@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from qerl_jax.rewards.process_pool import Failure, Pool
+from qerl_jax.process_pool import Failure, Pool
 
-ROOT = pathlib.Path(__file__).parents[3]
+ROOT = pathlib.Path(__file__).parents[2]
 FUNCTIONS = """
 import os, signal, sys, time
 sys.stdout.write("printed while importing")
@@ -162,7 +162,7 @@ def test_workers_know_neither_jax_nor_the_parents_main_module(pool):
 PARENT = """
 import sys, threading
 sys.path.insert(0, {folder!r})
-from qerl_jax.rewards.process_pool import Pool
+from qerl_jax.process_pool import Pool
 pool = Pool("worker_functions", workers=2, seconds=1.0)
 idle, busy = pool._idle.get(), pool._idle.get()
 print(idle.call('["pid", []]'), busy.call('["pid", []]'), flush=True)

@@ -1,0 +1,69 @@
+"""Renders chat templates; for worker processes only (see `chat_template`).
+
+Source: the environment is that of transformers, whose import would take more than a second
+(`transformers/utils/chat_template_utils.py`).
+"""
+
+import datetime
+import functools
+import json
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+# Longest text of one chat, in characters.
+LONGEST = 1 << 22
+
+
+def render_batch(template: str, chats: list, settings: dict[str, Any]) -> list[str]:
+    """The text of each chat; `settings` are what the template knows beside its messages."""
+    compiled = _compiled(template)
+    texts = []
+    for messages in chats:
+        parts, size = [], 0
+        for part in compiled.generate(messages=messages, tools=None, documents=None, **settings):
+            parts.append(part)
+            size += len(part)
+            if size > LONGEST:
+                raise ValueError(f"a chat's text has more than {LONGEST} characters")
+        texts.append("".join(parts))
+    return texts
+
+
+class _Generation(Extension):
+    """The tag `generation`, with which templates mark what the model writes: its body is rendered as it is."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def _compiled(template: str):
+    """A template in the environment that transformers gives it."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment.from_string(template)
