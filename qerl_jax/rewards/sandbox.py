@@ -2,20 +2,25 @@
 
 A program is one process in namespaces of its own (bubblewrap): no network, nobody else's processes,
 an empty environment, a file system that holds the Python installation for reading and one small
-folder in memory for writing. A seccomp filter takes away what a program that reads its input and
-writes its output does not need: further processes, sockets, other processes' memory, mounting, and
-memory that no limit counts. Resource limits bound the rest, and the clock ends what is left.
+folder in memory for writing, with few files. A seccomp filter takes away what a program that reads its
+input and writes its output does not need: further processes, sockets, other processes' memory, mounting, and
+memory of the kernel that no limit counts. Resource limits bound the rest, and the clock ends what is left.
 
-Where any of this cannot be had, nothing is run: see `require`.
+Where any of this cannot be had, nothing is run: see `require`. Two things depend on the machine: where file
+systems cannot be mounted the folder is read-only, and root gives each program a user of its own, if it can,
+since the kernel does not count root's threads.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import errno
 import functools
 import math
 import os
+import pathlib
 import platform
+import secrets
 import shutil
 import struct
 import subprocess
@@ -26,7 +31,10 @@ from typing import IO, Literal
 from qerl_jax.ahead import Ahead
 
 _FOLDER_BYTES = 16 << 20  # also the longest file, the output included
+_FOLDER_FILES = 256
 _THREADS = 64
+# Users that no machine gives to anyone else.
+_FIRST_USER, _USERS = 1 << 30, 1 << 29
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,11 +106,42 @@ def unavailable() -> str | None:
         return f"needs Linux on {' or '.join(_MACHINES)}, not {sys.platform} {platform.machine()}"
     if not shutil.which("bwrap"):
         return "bwrap is not installed (package bubblewrap, 0.7 or newer)"
-    outcome = run(_PROBE, "", Limits(seconds=30))
-    if outcome.status == "ok" and outcome.output == "isolated\n":
-        return None
+    return _found()[1]
+
+
+@functools.cache
+def _found() -> tuple["_Isolation", str | None]:
+    """The first kind of isolation that a trial program finds complete; and what is wrong where none is."""
+    for isolation in _KINDS:
+        lacks_root = isolation.own_user and os.geteuid() != 0
+        if lacks_root or not all(map(shutil.which, _TOOLS if isolation.folder else ())):
+            continue
+        outcome = _run(_probe(isolation), "", Limits(seconds=30), isolation)
+        if outcome.status == "ok" and outcome.output == "isolated\n":
+            return isolation, None
     said = outcome.errors.strip().rpartition("\n")[2] or outcome.status
-    return f"bwrap could not isolate a trial program ({said}); are user namespaces allowed?"
+    why = f"bwrap could not isolate a trial program ({said}); are user namespaces allowed?"
+    return isolation, why
+
+
+@dataclasses.dataclass(frozen=True)
+class _Isolation:
+    """How programs are isolated.
+
+    Attributes:
+        own_user: Whether root gives each program a user of its own; else it is nobody in a user namespace, and
+            outside of it the caller.
+        folder: Whether there is a folder to write to, of few files: bwrap alone can bound its bytes only.
+    """
+
+    own_user: bool
+    folder: bool
+
+
+# Of util-linux, and a shell.
+_TOOLS = ("unshare", "mount", "setpriv", "sh")
+# The best first.
+_KINDS = (_Isolation(True, True), _Isolation(False, True), _Isolation(False, False))
 
 
 # Looks for what must not be there; an assertion that fails names itself in the reason.
@@ -120,10 +159,19 @@ assert denied(socket.socket), "socket"
 assert denied(open, "/escaped", "w"), "a file outside of the folder"
 assert denied(os.listdir, "/proc"), "/proc"
 assert denied(os.kill, os.getppid(), 9) or os.getppid() <= 1, "kill"
-assert set(os.environ) <= {"PWD", "LC_CTYPE"}, sorted(os.environ)
-open("inside", "w").write("x")
+assert denied(os.setuid, 0), "root"
+assert set(os.environ) <= {{"PWD", "LC_CTYPE"}}, sorted(os.environ)
+assert bool(denied(open, "inside", "w")) != {folder}, "a folder to write to"
+def many():
+    for number in range({files}):
+        open(str(number), "w").close()
+assert denied(many), "many files"
 print("isolated")
 """
+
+
+def _probe(isolation: _Isolation) -> str:
+    return _PROBE.format(folder=isolation.folder, files=_FOLDER_FILES)
 
 
 # Limits first, then the program in this very module: a thread that outlives the main program still
@@ -139,6 +187,10 @@ exec(compile(open("/program.py", encoding="utf-8").read(), "/program.py", "exec"
 
 def run(program: str, stdin: str, limits: Limits) -> Outcome:
     """Runs a Python program on an input. Call `require` once before."""
+    return _run(program, stdin, limits, _found()[0])
+
+
+def _run(program: str, stdin: str, limits: Limits, isolation: _Isolation) -> Outcome:
     contents = (program.encode("utf-8", "replace"), stdin.encode("utf-8", "replace"), _seccomp())
     with contextlib.ExitStack() as stack:
         code, given, rules, output, errors = (
@@ -146,7 +198,7 @@ def run(program: str, stdin: str, limits: Limits) -> Outcome:
         )
         try:
             status = subprocess.run(
-                _command(code.fileno(), rules.fileno(), limits),
+                _command(code.fileno(), rules.fileno(), limits, isolation),
                 stdin=given,
                 stdout=output,
                 stderr=errors,
@@ -174,7 +226,7 @@ def _text(file: IO[bytes]) -> str:
     return file.read(_FOLDER_BYTES).decode("utf-8", "replace")
 
 
-def _command(code: int, rules: int, limits: Limits) -> list[str]:
+def _command(code: int, rules: int, limits: Limits, isolation: _Isolation) -> list[str]:
     seconds, memory = math.ceil(limits.seconds), limits.memory_mb << 20
     rlimits = (
         ("CPU", seconds, seconds + 1),
@@ -183,26 +235,64 @@ def _command(code: int, rules: int, limits: Limits) -> list[str]:
         # Threads; the kernel counts them for ordinary users, not for root.
         ("NPROC", _THREADS, _THREADS),
         ("NOFILE", 64, 64),
+        ("SIGPENDING", 64, 64),
         ("CORE", 0, 0),
         ("MEMLOCK", 0, 0),
     )
     python = f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
     folders = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", sys.base_prefix)
+    # Folders above the installation, which may be one user's own.
+    above = [str(path) for path in reversed(pathlib.Path(sys.base_prefix).parents)][1:]
     devices = ("/dev/null", "/dev/zero", "/dev/urandom")
+    box = ("--bind", _mount_point(), "/box") if isolation.folder else ("--dir", "/box")
+    namespaces = ("ipc", "pid", "net", "uts", "cgroup-try")
     return [
-        *(shutil.which("bwrap"), "--unshare-user", "--unshare-all"),
+        *_before(isolation),
+        shutil.which("bwrap"),
+        *(f"--unshare-{namespace}" for namespace in namespaces),
         *("--die-with-parent", "--new-session"),
-        *("--cap-drop", "ALL", "--uid", "65534", "--gid", "65534"),
+        *("--cap-drop", "ALL"),
+        *(("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID") if isolation.own_user else ()),
+        *(("--unshare-user", "--uid", "65534", "--gid", "65534") * (not isolation.own_user)),
+        *(part for folder in above for part in ("--perms", "0755", "--dir", folder)),
         *(part for folder in folders for part in ("--ro-bind-try", folder, folder)),
         *(part for device in devices for part in ("--dev-bind", device, device)),
-        *("--ro-bind-data", str(code), "/program.py"),
-        *("--size", str(_FOLDER_BYTES), "--tmpfs", "/box", "--chdir", "/box"),
+        *("--perms", "0444", "--ro-bind-data", str(code), "/program.py"),
+        *(*box, "--chdir", "/box"),
         # After the last mount point has been made.
-        *("--remount-ro", "/", "--seccomp", str(rules)),
+        *("--remount-ro", "/", "--seccomp", str(rules), "--"),
+        *_as_own_user(isolation),
         # -S: what is installed beside this package is not mounted.
-        *("--", python, "-I", "-S", "-B", "-X", "utf8"),
+        *(python, "-I", "-S", "-B", "-X", "utf8"),
         *("-c", _LAUNCHER.format(limits=rlimits)),
     ]
+
+
+def _before(isolation: _Isolation) -> list[str]:
+    """What mounts the folder, seen by this program only, and then runs the command after it."""
+    if not isolation.folder:
+        return []
+    unshare, shell, mount = map(shutil.which, ("unshare", "sh", "mount"))
+    user = [] if isolation.own_user else ["--user", "--map-root-user"]
+    options = f"size={_FOLDER_BYTES},nr_inodes={_FOLDER_FILES},mode=0777,nosuid,nodev"
+    script = f'{mount} -t tmpfs -o {options} box "$0" && exec "$@"'
+    return [str(unshare), *user, "--mount", "--", str(shell), "-c", script, _mount_point()]
+
+
+def _as_own_user(isolation: _Isolation) -> list[str]:
+    """Makes root a user that no other program has: threads are counted per user."""
+    if not isolation.own_user:
+        return []
+    user = str(_FIRST_USER + secrets.randbelow(_USERS))
+    return [str(shutil.which("setpriv")), "--reuid", user, "--regid", user, "--clear-groups", "--"]
+
+
+@functools.cache
+def _mount_point() -> str:
+    """An empty folder, over which each program's own is mounted."""
+    folder = tempfile.TemporaryDirectory(prefix="qerl-box-")
+    atexit.register(folder.cleanup)
+    return folder.name
 
 
 # System calls that are refused: name, number on x86_64 and on aarch64 (None where there is none).
@@ -210,6 +300,7 @@ _REFUSED = (
     ("fork", 57, None),
     ("vfork", 58, None),
     ("socket", 41, 198),
+    ("socketpair", 53, 199),
     ("ptrace", 101, 117),
     ("process_vm_readv", 310, 270),
     ("process_vm_writev", 311, 271),
@@ -241,9 +332,22 @@ _REFUSED = (
     ("msgget", 68, 186),
     ("semget", 64, 190),
     ("mq_open", 240, 180),
+    ("io_setup", 206, 0),
+    # Memory of the kernel that no limit counts.
+    ("inotify_init", 253, None),
+    ("inotify_init1", 294, 26),
+    ("fanotify_init", 300, 262),
+    ("setxattr", 188, 5),
+    ("lsetxattr", 189, 6),
+    ("fsetxattr", 190, 7),
+    ("setxattrat", 463, 463),
+    ("landlock_create_ruleset", 444, 444),
+    ("seccomp", 317, 277),
 )
-# AUDIT_ARCH number, column of _REFUSED, number of clone.
-_MACHINES = {"x86_64": (0xC000003E, 1, 56), "aarch64": (0xC00000B7, 2, 220)}
+# Of `fcntl` what holds locks, leases and larger pipes, which are the kernel's memory too.
+_REFUSED_FCNTL = (6, 7, 37, 38, 1024, 1026, 1031)
+# AUDIT_ARCH number, column of _REFUSED, numbers of clone and fcntl.
+_MACHINES = {"x86_64": (0xC000003E, 1, 56, 72), "aarch64": (0xC00000B7, 2, 220, 25)}
 _CLONE3 = 435
 _CLONE_THREAD = 0x10000
 
@@ -255,11 +359,16 @@ def _seccomp() -> bytes:
     `clone` passes for threads only. `clone3` hides its flags behind a pointer, so it is said not to
     exist, and the C library falls back to `clone`.
     """
-    architecture, column, clone = _MACHINES[platform.machine()]
+    architecture, column, clone, fcntl = _MACHINES[platform.machine()]
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill = 0x7FFF0000, 0x80000000
     refuse, missing = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
-    number, machine, first_argument = 0, 4, 16  # offsets in struct seccomp_data
+    number, machine, first_argument, second_argument = (
+        0,
+        4,
+        16,
+        24,
+    )  # offsets in struct seccomp_data
 
     def when(test: int, value: int, verdict: int) -> list[tuple[int, int, int, int]]:
         return [(test, 0, 1, value), (give, 0, 0, verdict)]
@@ -271,8 +380,12 @@ def _seccomp() -> bytes:
         *when(at_least, 0x40000000, refuse),  # x86_64's second table of calls, x32
         *when(equal, _CLONE3, missing),
         *(each for call in refused for each in when(equal, call, refuse)),
-        # Not a clone: to the verdict "allow". A clone: there if it is a thread, else one further.
-        *((equal, 0, 2, clone), (load, 0, 0, first_argument)),
+        # A clone: allowed if it is a thread. What is no clone goes on behind these four.
+        *((equal, 0, 4, clone), (load, 0, 0, first_argument)),
         *((any_bit, 0, 1, _CLONE_THREAD), (give, 0, 0, allow), (give, 0, 0, refuse)),
+        # No fcntl: to the verdict "allow" at the end.
+        *((equal, 0, 1 + 2 * len(_REFUSED_FCNTL), fcntl), (load, 0, 0, second_argument)),
+        *(each for command in _REFUSED_FCNTL for each in when(equal, command, refuse)),
+        (give, 0, 0, allow),
     ]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)

@@ -1,13 +1,16 @@
 """The sandbox: what programs may do, and escapes that it stops, each tried for real."""
 
 import contextlib
+import json
 import os
 import pathlib
 import platform
 import re
 import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 
@@ -15,6 +18,9 @@ import pytest
 
 from qerl_jax.rewards import sandbox
 from qerl_jax.rewards.sandbox import Limits
+from tests.qerl_jax.rewards.escapes import CALL, ENDLESS, ESCAPES, got_out, written
+
+ROOT = pathlib.Path(__file__).parents[3]
 
 WHY_NOT = sandbox.unavailable()
 isolated = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -86,178 +92,6 @@ def test_what_was_written_before_the_end_is_kept():
     )
 
 
-# Each program prints "escaped" if it gets anywhere; CALL makes system calls by their x86_64 number.
-CALL = """
-import ctypes, os
-libc = ctypes.CDLL(None, use_errno=True)
-def call(number, *arguments):
-    if libc.syscall(number, *arguments) >= 0:
-        print("escaped")
-    else:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-"""
-ESCAPES = {
-    # the network
-    "connect to the internet": """
-        import socket
-        socket.create_connection(("1.1.1.1", 53), timeout=1)
-        print("escaped")
-        """,
-    "connect to a server of this machine": """
-        import socket
-        socket.create_connection(("127.0.0.1", {port}), timeout=1)
-        print("escaped")
-        """,
-    "look up a name": "import socket; socket.gethostbyname('example.com'); print('escaped')",
-    "connect to a unix socket of this machine": """
-        import socket
-        socket.socket(socket.AF_UNIX).connect("{host}/server.sock")
-        print("escaped")
-        """,
-    "listen": """
-        import socket
-        socket.create_server(("127.0.0.1", 0))
-        print("escaped")
-        """,
-    # files
-    "write to the root": "open('/escaped', 'w'); print('escaped')",
-    "write beside the program": "open('/program.py', 'w'); print('escaped')",
-    "write to the system": "open('/usr/escaped', 'w'); print('escaped')",
-    "write to the Python installation": """
-        import os
-        open(os.path.join(os.path.dirname(os.__file__), "escaped.py"), "w")
-        print("escaped")
-        """,
-    "write to a folder of this machine": """
-        import os
-        os.makedirs("{host}", exist_ok=True)
-        open("{host}/escaped", "w")
-        print("escaped")
-        """,
-    "read a secret of this machine": "print('escaped', open('{host}/secret').read())",
-    "read the secret from above the folder": """
-        print("escaped", open("/box/../../../../{host}/secret").read())
-        """,
-    "read the secret through a symbolic link": """
-        import os
-        os.symlink("{host}/secret", "link")
-        print("escaped", open("link").read())
-        """,
-    "read the secret through a hard link": """
-        import os
-        os.link("{host}/secret", "link")
-        print("escaped", open("link").read())
-        """,
-    "read the list of users": "print('escaped', open('/etc/passwd').read())",
-    "read the home folder, where Python may be installed": """
-        import os, sys
-        for name in os.listdir("{home}"):
-            if not sys.base_prefix.startswith(os.path.join("{home}", name)):
-                print("escaped")
-        """,
-    "read the project": "print('escaped', open('{project}').read())",
-    "read an inherited file": """
-        import os
-        for number in range(3, 64):
-            try:
-                print("escaped", os.read(number, 10))
-            except OSError:
-                pass
-        """,
-    "make a device": """
-        import os, stat
-        os.mknod("disk", stat.S_IFBLK | 0o600, os.makedev(8, 0))
-        print("escaped")
-        """,
-    "open the terminal": "open('/dev/tty', 'w'); print('escaped')",
-    "leave the root": "import os; os.chroot('/box'); print('escaped')",
-    "mount": CALL + "call(165, b'none', b'/box', b'tmpfs', 0, None)",
-    # what others know
-    "read the environment": """
-        import os
-        if os.environ.get("SECRET"):
-            print("escaped")
-        """,
-    "read the environment of the first process": """
-        print("escaped", open("/proc/1/environ").read())
-        """,
-    "read the memory of others": """
-        print("escaped", open("/proc/{pid}/maps").read())
-        """,
-    "see other processes": "import os; print('escaped', os.listdir('/proc'))",
-    "trace its parent": CALL + "call(101, 16, os.getppid(), 0, 0)",
-    "read the memory of its parent": CALL + "call(310, os.getppid(), None, 0, None, 0, 0)",
-    "use the kernel's keys": CALL + "call(250, 0, -3, 0)",
-    # other processes
-    "signal a process of this machine": """
-        import os
-        os.kill({pid}, 0)
-        print("escaped")
-        """,
-    "fork": "import os; os.fork(); print('escaped')",
-    "spawn": "import subprocess; subprocess.run(['/bin/true'], check=True); print('escaped')",
-    "fork by the raw call": CALL + "call(57)",
-    "clone by the raw call": CALL + "call(56, 17, 0, 0, 0, 0)",
-    "clone by the newer call": CALL + "call(435, (ctypes.c_uint64 * 8)(), 64)",
-    "fork by the second table of calls": CALL + "call(0x40000000 | 57)",
-    "enter another namespace": CALL + "call(272, 0x10000000)",
-    # the kernel
-    "load a program into the kernel": CALL + "call(321, 0, None, 0)",
-    "use the asynchronous interface": CALL + "call(425, 8, (ctypes.c_uint64 * 15)())",
-    "become root": "import os; os.setuid(0); print('escaped')",
-    "raise a limit": """
-        import resource
-        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
-        print("escaped")
-        """,
-    # resources
-    "take memory": "x = bytearray(2 << 30); print('escaped')",
-    "take memory bit by bit": """
-        x = []
-        while len(x) < 4096:
-            x.append(bytearray(1 << 20))
-        print("escaped")
-        """,
-    "take memory in a file that has no name": CALL + "call(319, b'x', 0)",
-    "take shared memory": CALL + "call(29, 0, 1 << 30, 0o1600)",
-    "fill the folder with one file": """
-        with open("x", "wb") as file:
-            for _ in range(64):
-                file.write(bytes(1 << 20))
-        print("escaped")
-        """,
-    "fill the folder with many files": """
-        for number in range(64):
-            with open(str(number), "wb") as file:
-                file.write(bytes(1 << 20))
-        print("escaped")
-        """,
-}
-# Those that a limit on time must end; they never print.
-ENDLESS = {
-    "sleep": "import time; time.sleep(1000)",
-    "loop": "while True: pass",
-    "loop and ignore the signal of the limit": """
-        import signal
-        signal.signal(signal.SIGXCPU, signal.SIG_IGN)
-        while True: pass
-        """,
-    "loop in one step of the interpreter": "7 ** 10**9",
-    "wait for a thread that never ends": """
-        import threading, time
-        threading.Thread(target=time.sleep, args=(1000,)).start()
-        """,
-    "start threads without end": """
-        import threading, time
-        while True:
-            try:
-                threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
-            except RuntimeError:
-                pass
-        """,
-}
-
-
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     """Things of this machine that a program might reach: secrets, servers, a process."""
@@ -284,23 +118,69 @@ def machine(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["secret", "server.sock"]
 
 
-def written(attempt, machine):
-    if attempt.startswith(CALL) and platform.machine() != "x86_64":
+def needs_the_machine(attempt):
+    if (attempt.startswith(CALL) or "fromhex" in attempt) and platform.machine() != "x86_64":
         pytest.skip("the numbers of its system calls are x86_64's")
-    program = textwrap.dedent(attempt)
-    for name, value in machine.items():
-        program = program.replace("{" + name + "}", str(value))
-    return program
 
 
 @isolated
 @pytest.mark.parametrize("name", ESCAPES)
 def test_an_escape_is_stopped(name, machine):
-    outcome = run(written(ESCAPES[name], machine))
-    assert "escaped" not in outcome.output
-    # Ended by an error of the attempt itself, or at its end without a result; not by a limit on
-    # time, which would say nothing about what it tried.
-    assert outcome.status in ("failed", "ok")
+    needs_the_machine(ESCAPES[name])
+    assert got_out(name, machine) is None
+
+
+@isolated
+@pytest.mark.parametrize("kind", sandbox._KINDS[1:], ids=str)
+def test_where_less_can_be_had_memory_is_bounded_too(kind, machine, monkeypatch):
+    monkeypatch.setattr(sandbox, "_found", lambda: (kind, None))
+    names = [name for name in ESCAPES if name.startswith("take memory in")]
+    assert [found for name in names if (found := got_out(name, machine))] == []
+    assert run("print(1)").output == "1\n"
+    can_write = run("open('x', 'w').write('5'); print(open('x').read())")
+    assert can_write.output == ("5\n" if kind.folder else "")
+
+
+@isolated
+def test_without_the_tools_that_mount_programs_have_no_folder(monkeypatch):
+    which = sandbox.shutil.which
+    monkeypatch.setattr(sandbox.shutil, "which", lambda name: name != "unshare" and which(name))
+    assert sandbox._found.__wrapped__() == (sandbox._KINDS[-1], None)
+
+
+# Becomes nobody, to whom a private folder above Python's installation seems to be a readable one.
+AS_NOBODY = """
+if [ -n "{private}" ]; then
+    mount --bind {prefix} {point}
+    mount -t tmpfs -o mode=0755 none {private}
+    mkdir -p {prefix}
+    mount --bind {point} {prefix}
+fi
+export PYTHONPATH={root} PYTHONDONTWRITEBYTECODE=1
+exec setpriv --reuid 65534 --regid 65534 --clear-groups {python} -m tests.qerl_jax.rewards.escapes "$0"
+"""
+
+
+@isolated
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="who runs this is an ordinary user already")
+def test_no_escape_gets_out_as_an_ordinary_user_either(machine):
+    needs_the_machine(CALL)
+    above = reversed(pathlib.Path(sys.base_prefix).parents)
+    private = next((path for path in above if not path.stat().st_mode & stat.S_IXOTH), "")
+    python = f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+    for folder in (machine["host"], *machine["host"].parents[:2]):
+        folder.chmod(0o755)
+    with tempfile.TemporaryDirectory() as point:
+        places = {"prefix": sys.base_prefix, "point": point, "private": private}
+        script = AS_NOBODY.format(**places, root=ROOT, python=python)
+        facts = json.dumps({name: str(value) for name, value in machine.items()})
+        command = ["unshare", "--mount", "--", "sh", "-ec", script, facts]
+        tried = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=300)
+    if "denied" in tried.stderr and not tried.stdout:
+        pytest.skip(f"nobody cannot read the project or Python here: {tried.stderr.strip()}")
+    assert tried.returncode == 0, tried.stderr
+    assert json.loads(tried.stdout) == []
 
 
 @pytest.mark.parametrize(
@@ -320,10 +200,18 @@ def test_an_escape_is_stopped(name, machine):
         "spawn",
         "listen",
         "fill the folder with many files",
+        "take memory in the buffers of sockets",
+        "take memory in empty files",
+        "take memory in links",
+        "take memory in locks",
+        "take memory in timers",
+        "start threads that no library knows",
+        "open many files",
     ],
 )
 def test_the_same_attempt_succeeds_outside(name, machine, tmp_path_factory):
     """The attempts are real: without the sandbox they get where they want."""
+    needs_the_machine(ESCAPES[name])
     attempt = subprocess.run(
         [sys.executable, "-c", written(ESCAPES[name], machine)],
         cwd=tmp_path_factory.mktemp("outside"),
@@ -378,7 +266,7 @@ def test_programs_run_side_by_side_in_order():
 
 
 def test_the_list_of_escapes_is_long_enough():
-    assert len(ESCAPES) + len(ENDLESS) >= 20
+    assert len(ESCAPES) + len(ENDLESS) >= 80
 
 
 @pytest.mark.parametrize(
@@ -401,6 +289,7 @@ def test_without_isolation_nothing_is_run(machine_name, script, reason, tmp_path
     bwrap.write_text(f"#!/bin/sh\n{script}\n")
     bwrap.chmod(0o755)
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: script and str(bwrap))
+    monkeypatch.setattr(sandbox, "_found", sandbox._found.__wrapped__)
     assert re.search(reason, sandbox.unavailable.__wrapped__())
     monkeypatch.setattr(sandbox, "unavailable", sandbox.unavailable.__wrapped__)
     with pytest.raises(NotImplementedError, match=reason):
@@ -409,7 +298,7 @@ def test_without_isolation_nothing_is_run(machine_name, script, reason, tmp_path
 
 def test_the_trial_program_notices_that_nothing_isolates_it(tmp_path):
     trial = subprocess.run(
-        [sys.executable, "-c", sandbox._PROBE],
+        [sys.executable, "-c", sandbox._probe(sandbox._KINDS[0])],
         capture_output=True,
         cwd=tmp_path,
         text=True,
