@@ -66,11 +66,11 @@ def generate(
         kv_cache_fraction: That capacity as a fraction of the device memory that is free; absent both, it
             is bounded by nine tenths of what scores and a prefill leave of that.
     """
-    rows = _rows(prompt, input, output)
+    rows = read_rows(prompt, input, output)
     require_unicode(sampling.stop, "stop")
     seeds = {"seed": [row["seed"] for row in rows]} if "seed" in rows[0] else {}
     params = SamplingParams(**vars(sampling) | seeds)
-    prompts = _prompts(rows, system_prompt)
+    prompts = chats_of(rows, system_prompt)
     limits = {
         "max_concurrent": max_concurrent,
         "kv_cache_tokens": kv_cache_tokens,
@@ -94,7 +94,7 @@ def generate(
         log(completion.text)
 
 
-def _prompts(rows: list[dict[str, Any]], system_prompt: str | None) -> list[tuple]:
+def chats_of(rows: list[dict[str, Any]], system_prompt: str | None) -> list[tuple]:
     """The chat of each row, after a system message if one is asked for."""
     from qerl_jax.data import datasets
 
@@ -114,7 +114,7 @@ def _prompts(rows: list[dict[str, Any]], system_prompt: str | None) -> list[tupl
     return [(*opening, *chat) for chat in chats]
 
 
-def _rows(
+def read_rows(
     texts: tuple[str, ...], file: pathlib.Path | None, output: pathlib.Path | None
 ) -> list[dict[str, Any]]:
     """The prompts of the command line or of a file, each with its columns."""

@@ -1,0 +1,580 @@
+"""Feeds damaged and hostile input to all that reads what others made: `python -m scripts.fuzz`.
+
+    python -m scripts.fuzz                              every target, at its full count
+    python -m scripts.fuzz --only safetensors --count 1000
+    python -m scripts.fuzz --only answers --input 4711  one input again, with its traceback
+
+Readers of bytes get a million inputs each, the others 100,000. Each input is a function of the seed, the name of the
+target and its number, so a fault is found again by that number. A fault is: an error that would be a traceback
+(what `qerl` does not show as one line), more time than the target's limit (of the processor), or an action that
+no reader has to do, as Python's audit hooks see it: a program or a module that is loaded, a process, a connection,
+a file that is changed or that lies elsewhere. The script prints a row for each target, and ends with 1 after faults.
+
+A new target is a row of `TARGETS`.
+"""
+
+import argparse
+import atexit
+import contextlib
+import dataclasses
+import functools
+import os
+import pathlib
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from qerl_jax import config, process_pool
+from qerl_jax.checkpoint import safetensors
+from qerl_jax.cli import crashes, generate
+from qerl_jax.data import answers, chat_template, latex_form, verl_answers
+from qerl_jax.rewards import stock
+from scripts import fuzz_watch
+
+ROOT = pathlib.Path(__file__).parents[1]
+SHOWN = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Something that reads what others made.
+
+    Attributes:
+        make: Makes an input out of a random generator.
+        feed: Reads it; raises what the command line shows as one line, where the input is refused.
+        place: Makes what `feed` reads of the input, such as the path of a file; nobody watches.
+        count: Number of inputs of a full trial.
+        seconds: Most of the processor's time for one input.
+        may_refuse: Whether an input may be refused at all; else any error is a fault.
+        does: Events of `sys.audit` that belong to reading it.
+    """
+
+    make: Callable[[random.Random], Any]
+    feed: Callable[[Any], None]
+    place: Callable[[Any], Any] = lambda given: given
+    count: int = 100_000
+    seconds: float = 2.0
+    may_refuse: bool = True
+    does: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass
+class Result:
+    """What came of the inputs of a target: how many, how many were read, the time, and the faults by number."""
+
+    inputs: int = 0
+    read: int = 0
+    wall: float = 0.0
+    slowest: float = 0.0
+    faults: dict[int, str] = dataclasses.field(default_factory=dict)
+
+
+def trial(name: str, target: Target, seed: int, numbers: Sequence[int]) -> Result:
+    """Feeds inputs of these numbers to a target."""
+    for number in range(20):  # imports what is imported late
+        with contextlib.suppress(Exception):
+            target.feed(target.place(target.make(random.Random(f"first {number}"))))
+    result, started = Result(), time.monotonic()
+    with _clock():
+        for number in numbers:
+            given = target.place(target.make(random.Random(f"{seed}/{name}/{number}")))
+            begun = time.process_time()
+            fault, is_read = _feed(target, given)
+            spent = time.process_time() - begun
+            result.inputs += 1
+            result.read += is_read
+            result.slowest = max(result.slowest, spent)
+            if spent > target.seconds and fault is None:
+                fault = f"took {spent:.1f} s of the processor"
+            if fault is not None:
+                result.faults[number] = fault
+    result.wall = time.monotonic() - started
+    return result
+
+
+def _feed(target: Target, given: Any) -> tuple[str | None, bool]:
+    """What is wrong with how an input was taken, None for nothing; and whether it was read."""
+    watch = _watch(target.does)
+    watch.clear()
+    signal.setitimer(signal.ITIMER_PROF, 2 * target.seconds)
+    fault, is_read = None, False
+    try:
+        with watch:
+            target.feed(given)
+        is_read = True
+    except _Late:
+        fault = f"was not done after {2 * target.seconds} s of the processor"
+    except Exception as error:
+        if not (target.may_refuse and crashes.is_expected(error)):
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            said = f"{type(error).__name__}: {str(error)[:200]}"
+            fault = f"{said} ({pathlib.Path(where.filename).name}:{where.lineno})"
+        elif not 0 < len(crashes.in_one_line(error)) < 10_000:
+            fault = f"an error of {len(str(error))} characters"
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    if watch.seen and fault is None:
+        fault = f"did {watch.seen[0]}"
+    return fault, is_read
+
+
+class _Late(BaseException):
+    """The processor's time for an input is over."""
+
+
+@contextlib.contextmanager
+def _clock() -> Iterator[None]:
+    """Ends an input that takes too long, unless it hangs in C: then the kernel's default ends this process."""
+
+    def late(*_):
+        raise _Late
+
+    before = signal.signal(signal.SIGPROF, late)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+@functools.cache
+def _folder() -> pathlib.Path:
+    """A folder for inputs; in memory where there is one."""
+    memory = pathlib.Path("/dev/shm")
+    place = tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None)
+    atexit.register(place.cleanup)
+    return pathlib.Path(place.name)
+
+
+@functools.cache
+def _watch(allowed: tuple[str, ...]) -> fuzz_watch.Watch:
+    return fuzz_watch.Watch((str(_folder()), sys.prefix, sys.base_prefix, str(ROOT)), allowed)
+
+
+# Bytes
+
+
+def changed(rng: random.Random, data: bytes, words: Sequence[bytes]) -> bytes:
+    """Bytes with one to eight changes: bits, cuts, copies, long repeats, and words that readers know."""
+    for _ in range(rng.choice((1, 1, 2, 3, 8))):
+        start = rng.randrange(len(data) + 1)
+        end = min(len(data), start + rng.choice((1, 1, 4, 16, 256)))
+        piece = data[start:end]
+        kind = rng.randrange(8)
+        if kind == 0 and piece:
+            piece = bytes([piece[0] ^ 1 << rng.randrange(8)]) + piece[1:]
+        elif kind == 1:
+            piece = b""
+        elif kind == 2:
+            piece = piece * rng.choice((2, 3, 50))
+        elif kind == 3:
+            piece = rng.choice(words)
+        elif kind == 4:
+            piece += rng.choice(words)
+        elif kind == 5:
+            piece = rng.randbytes(rng.choice((1, 4, 8)))
+        elif kind == 6:
+            data = data[:end]
+        else:
+            again = rng.randrange(len(data) + 1)
+            piece += data[again : again + rng.choice((1, 8, 64))]
+        data = data[:start] + piece + data[end:]
+    if rng.random() < 0.002:
+        data += rng.choice(words) * 10 ** rng.randrange(2, 5)
+    return data
+
+
+def _written(files: dict[str, bytes]) -> pathlib.Path:
+    """The path of the first of some files, beside which there are no others but the rest of them."""
+    for path in _folder().iterdir():
+        path.unlink()
+    for name, data in files.items():
+        (_folder() / name).write_bytes(data)
+    return _folder() / next(iter(files))
+
+
+# The reader of configs
+
+
+@functools.cache
+def _configs() -> list[bytes]:
+    return [path.read_bytes() for path in sorted((ROOT / "configs").glob("*.toml"))]
+
+
+_TOML_WORDS = [
+    *(b"[", b"]", b"[[", b"]]", b"{", b"}", b"=", b".", b",", b'"', b'"""', b"'", b"'''", b"#"),
+    *(b"\n", b"\r", b"\0", b"\xff", b"\\u0000", b"\\UD800DC00", b"nan", b"-inf", b"true", b"1e308"),
+    *(b"1e-400", b"-1", b"0", b"2147483648", b"9" * 400, b"0x7f", b"1979-05-27T07:32:00Z", b"a.b"),
+    *(b"[model]\n", b"[optim]\n", b"[rewards.options.a]\n", b"max_steps = ", b"learning_rate = "),
+    *(b"num_train_epochs = 1\n", b"functions = []\n", b'"\\u0000"', b"{a={a={a=", b"[" * 200),
+    *(b"a." * 100, b"noise = 3\n", b"[noise]\n", b'["a", 1]', b"\xef\xbb\xbf", b"\xe2\x80\xa8"),
+]
+
+
+def _make_config(rng: random.Random) -> dict[str, bytes]:
+    lines = rng.choice(_configs()).split(b"\n")
+    # Whole sections are shuffled, doubled and left out, so that what remains is often TOML.
+    if rng.random() < 0.5:
+        lines = [line for line in lines if rng.random() > 0.1]
+    if rng.random() < 0.3:
+        place = rng.randrange(len(lines) + 1)
+        field, _, _ = rng.choice(lines).partition(b"=")
+        lines[place:place] = [field + b"=" + rng.choice(_TOML_WORDS)]
+        return {"run.toml": b"\n".join(lines)}
+    return {"run.toml": changed(rng, b"\n".join(lines), _TOML_WORDS)}
+
+
+# The reader of safetensors
+
+
+@functools.cache
+def _safetensors() -> tuple[dict[str, bytes], ...]:
+    """Folders of a file, of a file of many types, and of shards with an index."""
+    rng = np.random.default_rng(0)
+    plain = {"a.weight": rng.normal(size=(3, 4)).astype(np.float32), "b": np.zeros((0, 2), np.int8)}
+    types = (np.float64, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.bool_)
+    many = {f"t{i}": np.ones((2, 3, i), dtype) for i, dtype in enumerate(types)}
+    kinds = [(plain, 1 << 40), (many, 1 << 40), (plain | many, 50)]
+    folders = []
+    for tensors, shard_bytes in kinds:
+        with tempfile.TemporaryDirectory() as folder:
+            table = {name: (x.dtype, x.shape) for name, x in tensors.items()}
+            safetensors.write_shards(folder, table, tensors.__getitem__, shard_bytes=shard_bytes)
+            folders.append({p.name: p.read_bytes() for p in sorted(pathlib.Path(folder).iterdir())})
+    return tuple(folders)
+
+
+_SAFETENSORS_WORDS = [
+    *(b'"F32"', b'"F8_E8M0"', b'"F4"', b'"BOOL"', b'"dtype":', b'"shape":', b'"data_offsets":'),
+    *(
+        b"[0,0]",
+        b"[-1,4]",
+        b"[1e9,2]",
+        b"18446744073709551615",
+        b"9223372036854775808",
+        b"4294967296",
+    ),
+    *(
+        b"[" + b"1," * 70 + b"1]",
+        b"null",
+        b"{}",
+        b"[]",
+        b'"__metadata__":',
+        b'"format":"pt"',
+        b"NaN",
+    ),
+    *(
+        b"../../a.safetensors",
+        b"/etc/passwd",
+        b"a\\u0000",
+        b"\\ud800",
+        b'"weight_map":',
+        b"\0",
+        b"\xff",
+    ),
+    *(b"[" * 300, b'{"a":' * 300, b",}", b" " * 8, (1 << 63).to_bytes(8, "little"), bytes(8)),
+]
+
+
+def _make_safetensors(rng: random.Random) -> dict[str, bytes]:
+    files = dict(rng.choice(_safetensors()))
+    name = rng.choice(list(files))
+    data = files[name]
+    if name.endswith(".safetensors") and rng.random() < 0.7:
+        # The header is changed and its length kept right, so that what is in it is looked at.
+        size = int.from_bytes(data[:8], "little")
+        header = changed(rng, data[8 : 8 + size], _SAFETENSORS_WORDS)
+        files[name] = len(header).to_bytes(8, "little") + header + data[8 + size :]
+    else:
+        files[name] = changed(rng, data, _SAFETENSORS_WORDS)
+    return files
+
+
+def _feed_safetensors(path: pathlib.Path) -> None:
+    tensors = safetensors.Tensors(path.parent)
+    for name in tensors:
+        flat = tensors[name].reshape(-1)
+        _ = tensors.shape(name), tensors.type(name), flat[:1].tobytes(), flat[-1:].tobytes()
+
+
+# Prompts of `qerl generate --input`
+
+_ROWS = [
+    b'{"prompt": "What is 1 + 2?", "seed": 1}\n{"prompt": "b", "seed": 2, "answer": "c"}\n',
+    b'{"prompt": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]}\n',
+    b"What is 1 + 2?\nAnd 3?\r\n\n",
+    '\ufeff{"prompt": "東京 🙂"}\n'.encode(),
+]
+_ROW_WORDS = [
+    *(b"{", b"}", b"[", b"]", b":", b",", b'"', b"\n", b"\r\n", b"\\ud800", b"\\u0000", b"\xff"),
+    *(
+        b'"prompt":',
+        b'"role":',
+        b'"content":',
+        b'"seed":',
+        b'"completion":',
+        b"null",
+        b"true",
+        b"-1",
+    ),
+    *(b"1e999", b"NaN", b"4294967296", b"9" * 5000, b"[" * 100, b'{"a":' * 100, b"\xe2\x80\xa8"),
+    *(b"\xef\xbb\xbf", b'"system"', b"[[]]", b"{{ 7 * 7 }}", b"\xed\xa0\x80", b"\0"),
+]
+
+
+def _make_rows(rng: random.Random) -> dict[str, bytes]:
+    data = b"".join(rng.choices(_ROWS, k=rng.choice((1, 1, 2))))
+    name = rng.choice(("prompts.jsonl", "prompts.jsonl", "prompts.txt"))
+    return {name: changed(rng, data, _ROW_WORDS)}
+
+
+def _feed_rows(path: pathlib.Path) -> None:
+    generate.chats_of(generate.read_rows((), path, None), None)
+
+
+# Parsers of answers
+
+_ANSWER_WORDS = [
+    *("<answer>", "</answer>", "<think>", "</think>", "####", "\\boxed{", "\\boxed", "{", "}", "$"),
+    *("answer:", "Answer: ", "```python\n", "```", "\n", " ", "and", ",", ".", "-", "1", "12,345"),
+    *(
+        "=",
+        "\\text{",
+        "\\text{and}",
+        "\\frac",
+        "\\frac12",
+        "\\sqrt",
+        "\\overline{",
+        "\\textbf{",
+        "a ",
+    ),
+    *("\\", "\\\\[2pt]", "\\,", "\\!", "^\\circ", "°", "\N{MINUS SIGN}", "1011_2", "_{", "^{", "/"),
+    *("\\text{ cm}", "inches", "square ", "i", "\\mathrm{i}", "\\$", "%", "0.5", "1e5", "\0", "京"),
+    *("\ud800", "\u2028", "1 2/3", "\\dfrac", "\\left", "\\right", "x=", "(", ")", "~", "٣", "\t"),
+]
+
+
+def _make_answer(rng: random.Random) -> str:
+    text = "".join(rng.choices(_ANSWER_WORDS, k=rng.choice((1, 4, 16, 64))))
+    if rng.random() < 0.01:  # as models repeat themselves
+        piece = "".join(rng.choices(_ANSWER_WORDS, k=rng.choice((1, 1, 2, 3))))
+        text += piece * (rng.choice((2_000, 20_000, 60_000)) // len(piece) + 1)
+        text += "".join(rng.choices(_ANSWER_WORDS, k=rng.choice((0, 1, 4))))
+    return text
+
+
+_READERS = (
+    *(answers.last_block, answers.tagged, answers.after_reasoning, answers.after_hashes),
+    *(answers.last_number, answers.last_boxed, answers.last_boxes, answers.answer_line),
+    *(answers.stated, answers.canonical, answers.last_code, answers.number, answers.minerva_form),
+    *(verl_answers.strict_number, verl_answers.flexible_number, verl_answers.answer_line),
+    *(verl_answers.boxed, verl_answers.hendrycks_vote, latex_form.latex_form),
+)
+_BY_TEXT = (stock.int_reward, stock.format_reward, stock.soft_format_reward, stock.xmlcount_reward)
+_BY_TEXT += (stock.strict_format_reward, stock.think_reward, stock.think_format_reward)
+_BY_ANSWER = (
+    *(stock.accuracy_reward, stock.gsm8k_hash_reward, stock.gsm8k_flexible_reward),
+    *(stock.boxed_reward, stock.dapo_reward, stock.dapo_boxed_reward, stock.verl_gsm8k_reward),
+    *(stock.verl_gsm8k_flexible_reward, stock.verl_math_reward, stock.verl_aime_reward),
+    *(stock.xml_answer_reward, stock.correct_and_well_formed_reward),
+)
+
+
+def _feed_answer(text: str) -> None:
+    for read in _READERS:
+        read(text)
+    answers.same(text, "12"), verl_answers.same_in_hendrycks_form(text, "\\frac12")
+    for reward in _BY_TEXT:
+        reward(completions=[text])
+    for reward in _BY_ANSWER:
+        reward(completions=[text], answer=["12"])
+        reward(completions=["\\boxed{12}"], answer=[text])
+
+
+# Chat templates
+
+_TEMPLATE_WORDS = [
+    *(
+        "{{ ",
+        " }}",
+        "{% ",
+        " %}",
+        "{%- ",
+        " -%}",
+        "{# ",
+        " #}",
+        "|",
+        ".",
+        "(",
+        ")",
+        "[",
+        "]",
+        "~",
+        "+",
+    ),
+    *(
+        "{% for m in messages %}",
+        "{% endfor %}",
+        "{% if m.role == 'user' %}",
+        "{% endif %}",
+        "{% else %}",
+    ),
+    *("{{ m.content }}", "{{ m['role'] }}", "{{ eos_token }}", "{% set x = 1 %}", "x", "messages"),
+    *(
+        "{% set ns = namespace(x='a') %}",
+        "{% set ns.x = ns.x ~ ns.x %}",
+        "{{ ns.x }}",
+        "loop.index0",
+    ),
+    *(
+        "{% for _ in range(9999) %}",
+        "{% for _ in range(99999) %}",
+        "{{ 'x' * 99999999 }}",
+        "[0] * 9999999",
+    ),
+    *(
+        "{% macro f(a) %}",
+        "{% endmacro %}",
+        "{{ f(1) }}",
+        "{% call f(1) %}",
+        "{% endcall %}",
+        "caller()",
+    ),
+    *(
+        "{{ raise_exception('no') }}",
+        "{{ ''.__class__.__mro__ }}",
+        "cycler.__init__.__globals__",
+        "lipsum",
+    ),
+    *(
+        "{% include 'a' %}",
+        "{% import 'os' as os %}",
+        "{% extends 'a' %}",
+        "{{ messages | tojson }}",
+    ),
+    *("|join('-')", "|replace('a', 'aaaa')", "|center(99999999)", "|format(9)", "'%99999999d' % 1"),
+    *(
+        "|map(attribute='content')",
+        "|attr('__class__')",
+        "|list",
+        "|sort",
+        "|batch(99999999, 1)",
+        "|pprint",
+    ),
+    *(
+        "2 ** 99999999",
+        "7 ** 7 ** 7 ** 7",
+        "1 / 0",
+        "{% generation %}",
+        "{% endgeneration %}",
+        "\n",
+        " ",
+    ),
+    *(
+        "{% break %}",
+        "{% continue %}",
+        "{% raw %}",
+        "{% endraw %}",
+        "strftime_now('%Y')",
+        "\0",
+        "\ud800",
+    ),
+    *(
+        "{% filter upper %}",
+        "{% endfilter %}",
+        "{{ self.__init__ }}",
+        "joiner()",
+        "recursive",
+        "loop(x)",
+    ),
+]
+_TEMPLATES = [
+    "{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content }}{%- endfor %}",
+    "{% set ns = namespace(n=0) %}{% for m in messages[::-1] %}{% set ns.n = ns.n + 1 %}{{ ns.n }}"
+    "{% if loop.last %}{{ m.content | trim }}{% endif %}{% endfor %}",
+    "{% macro say(m) %}[{{ m.role }}]{% endmacro %}{% for m in messages %}{{ say(m) }}{% endfor %}",
+]
+_CHAT = ({"role": "system", "content": "Think."}, {"role": "user", "content": "What is 1 + 2?"})
+
+
+def _make_template(rng: random.Random) -> str:
+    words = rng.choices(_TEMPLATE_WORDS, k=rng.choice((1, 2, 4, 12)))
+    if rng.random() < 0.5:
+        return "".join(words)
+    base = rng.choice(_TEMPLATES)
+    for word in words:
+        place = rng.randrange(len(base) + 1)
+        base = base[:place] + word + base[place + rng.choice((0, 0, 1, 9)) :]
+    if rng.random() < 0.01:
+        base += rng.choice(_TEMPLATE_WORDS) * 10 ** rng.randrange(2, 5)
+    return base
+
+
+_JINJA_SECONDS, _JINJA_BYTES = 0.25, 1 << 29
+
+
+@functools.cache
+def _renderers() -> process_pool.Pool:
+    name = "scripts.fuzz_watch"
+    return process_pool.Pool(name, workers=1, seconds=_JINJA_SECONDS, memory_bytes=_JINJA_BYTES)
+
+
+def _feed_template(template: str) -> None:
+    (text,) = chat_template.render(template, [_CHAT], {"eos_token": "</s>"}, pool=_renderers())
+    if text.startswith(fuzz_watch.DID):
+        raise RuntimeError(text)
+
+
+_OF_POOLS = ("subprocess.Popen", "open", "os.posix_spawn", "os.kill", "import")
+# By name. A reader of another format is one more row.
+TARGETS = {
+    "config": Target(_make_config, config.load, _written, count=1_000_000),
+    "safetensors": Target(_make_safetensors, _feed_safetensors, _written, count=1_000_000),
+    "prompts": Target(_make_rows, _feed_rows, _written),
+    "answers": Target(_make_answer, _feed_answer, seconds=5.0, may_refuse=False),
+    # Starts the process again that renders, and is watched there.
+    "templates": Target(_make_template, _feed_template, does=_OF_POOLS),
+}
+
+
+def main() -> int:
+    """Makes the trial; 0 where there was no fault."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="*", default=list(TARGETS), choices=list(TARGETS))
+    parser.add_argument("--count", type=int, help="inputs of each target, instead of all")
+    parser.add_argument("--input", type=int, help="the number of one input, shown and fed")
+    options = parser.parse_args()
+    if options.input is not None:
+        (name,) = options.only
+        given = TARGETS[name].make(random.Random(f"{options.seed}/{name}/{options.input}"))
+        print(repr(given), flush=True)
+        TARGETS[name].feed(TARGETS[name].place(given))
+        return 0
+    print(f"seed {options.seed}")
+    print("| target | inputs | read | refused | a second | slowest | faults |")
+    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    is_faulty = False
+    for name in options.only:
+        count = options.count or TARGETS[name].count
+        result = trial(name, TARGETS[name], options.seed, range(count))
+        is_faulty |= bool(result.faults)
+        refused = result.inputs - result.read - len(result.faults)
+        rate, slowest = f"{result.inputs / result.wall:,.0f}", f"{1e3 * result.slowest:.0f} ms"
+        cells = (name, f"{count:,}", f"{result.read:,}", f"{refused:,}", rate, slowest)
+        print("|", " | ".join(cells), "|", len(result.faults), "|", flush=True)
+        for number in list(result.faults)[:SHOWN]:
+            print(f"  {name} {number}: {result.faults[number]!r}", flush=True)
+    return int(is_faulty)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

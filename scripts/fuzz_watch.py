@@ -1,0 +1,91 @@
+"""Notes what a reader does beside reading, for `scripts.fuzz`; and renders templates in a process that is watched."""
+
+import functools
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from qerl_jax.data import template_renderer
+
+# Events of `sys.audit` that no reader causes.
+ACTIONS = (
+    "open",  # of some files, see `Watch`
+    *("exec", "compile", "import", "pickle.find_class", "marshal.loads", "ctypes.dlopen"),
+    *("subprocess.Popen", "socket.connect", "socket.bind", "socket.getaddrinfo"),
+    *("os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.kill"),
+    *("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.symlink", "os.link", "os.chmod"),
+    *("os.truncate", "os.putenv", "shutil.rmtree", "shutil.copyfile", "webbrowser.open"),
+)
+
+
+class Watch:
+    """Takes note of what is done while it is entered.
+
+    Attributes:
+        seen: Texts of the events that no reader causes.
+    """
+
+    def __init__(self, places: Sequence[str], allowed: Sequence[str] = ()):
+        """Adds a hook, which stays.
+
+        Args:
+            places: Beginnings of the paths of files that may be read.
+            allowed: Events that are harmless here.
+        """
+        self.seen: list[str] = []
+        self._places, self._actions = tuple(places), frozenset(ACTIONS) - frozenset(allowed)
+        self._is_on = False
+        sys.addaudithook(self._hook)
+
+    def clear(self) -> None:
+        self.seen.clear()
+
+    def __enter__(self):
+        self._is_on = True
+
+    def __exit__(self, *_):
+        self._is_on = False
+
+    def _hook(self, event: str, arguments: tuple) -> None:
+        if not self._is_on:
+            return
+        if event in self._actions and not (event == "open" and self._is_harmless(*arguments)):
+            self._is_on = False  # what follows may open files to say so
+            self.seen.append(f"{event}{arguments!r}"[:200])
+            self._is_on = True
+
+    def _is_harmless(self, path: Any, mode: str | None, flags: int) -> bool:
+        """Whether a file is only read, and is an input or a part of Python."""
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            return False
+        if (
+            isinstance(path, int) or path == "<template>"
+        ):  # of which there is none: for an error's text
+            return True
+        return os.path.abspath(os.fsdecode(path)).startswith(self._places)
+
+
+# Jinja compiles and runs code of its own making, and imports what it needs to say what is wrong.
+_OF_JINJA = ("exec", "compile", "import", "marshal.loads")
+
+
+@functools.cache
+def _watch() -> Watch:
+    return Watch((sys.prefix, sys.base_prefix), allowed=_OF_JINJA)
+
+
+def render_batch(template: str, chats: list, settings: dict[str, Any]) -> list[str]:
+    """`template_renderer.render_batch`, with "did ..." in front of what it gives where it did more than that."""
+    watch, texts = _watch(), []
+    watch.clear()
+    try:
+        with watch:
+            texts = template_renderer.render_batch(template, chats, settings)
+    except Exception:
+        if not watch.seen:
+            raise
+    return [f"{DID}{watch.seen[0]}"] if watch.seen else texts
+
+
+DID = "did more than render: "
