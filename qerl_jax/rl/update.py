@@ -702,14 +702,16 @@ def _sampling_metrics(drift: dict[str, np.ndarray]) -> dict[str, Any]:
     tokens = max(drift["tokens"].sum(), 1)
     lowest = drift["ratio_min"].min()
     differences = drift["differences"]
-    # Without a token there is one difference, of 0.
+    # Without a token there is one difference, of 0. One that is no number stays: the step is skipped, and says so.
     differences = np.append(
-        differences[differences >= 0], np.zeros(int(drift["tokens"].sum() == 0))
+        differences[~(differences < 0)], np.zeros(int(drift["tokens"].sum() == 0))
     )
+    with np.errstate(invalid="ignore"):  # between two that are infinite
+        p99 = np.quantile(differences, 0.99)
     return {
         "sampling/sampling_logp_difference/mean": drift["difference_sum"].sum() / tokens,
         "sampling/sampling_logp_difference/max": drift["difference_max"].max(),
-        "sampling/sampling_logp_difference/p99": np.quantile(differences, 0.99),
+        "sampling/sampling_logp_difference/p99": p99,
         "sampling/kl": drift["kl_sum"].sum() / tokens,
         "sampling/kl_k3": drift["kl_k3_sum"].sum() / tokens,
         "sampling/importance_sampling_ratio/mean": drift["ratio_sum"].sum() / tokens,

@@ -1,6 +1,6 @@
-"""Whether rollouts are sampled with the adapter that is trained.
+"""What would make a run useless in silence: rollouts sampled without the adapter, and weights that are no numbers.
 
-Trainers have sampled without it, silently: rewards then vary, nothing is learned, and no metric shows why.
+Trainers have sampled without the adapter: rewards then vary, nothing is learned, and no metric shows why.
 """
 
 import dataclasses
@@ -8,6 +8,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.rl import update
@@ -102,6 +103,33 @@ def check_adapter(
             "report it with the output of `qerl env`"
         )
     return {"sampling/adapter_share": found.share}
+
+
+def require_finite(tree: Any, step: int) -> None:
+    """Refuses weights, or an optimizer's state, of which a number is not finite: they must not be saved.
+
+    No update should make them so, for one whose loss or gradient is not finite is skipped.
+
+    Args:
+        tree: What is learned, and the optimizer's state.
+        step: Optimizer steps done, for the error.
+
+    Raises:
+        ValueError: Naming the first array with such a number.
+    """
+    for path, is_finite in jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(tree))):
+        if not is_finite:
+            raise ValueError(
+                f"weights: {jax.tree_util.keystr(path)} is not finite after step {step}, which no update with a "
+                "finite gradient explains: memory may be broken. Nothing of it was saved; start the same command "
+                "again, and it goes on from the last checkpoint. If that happens again, lower "
+                "optim.learning_rate, and test the memory of this machine"
+            )
+
+
+@jax.jit
+def _finite(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.isfinite(x).all(), tree)
 
 
 @functools.partial(jax.jit, static_argnames="objective")

@@ -172,6 +172,18 @@ def _mismatch(health: Health) -> str | None:
     )
 
 
+def _non_finite(health: Health) -> str | None:
+    skipped = health.last("updates/non_finite")
+    if skipped is None or sum(count > 0 for count in skipped) <= _WINDOW // 2:
+        return None
+    return (
+        f"updates/non_finite has been above 0 in more than half of {_WINDOW} steps: updates whose loss or gradient "
+        "is no number are skipped, and little is learned. Likely cause: log-probabilities that overflow (a rate "
+        "that is too high, or noise that is too large), or a fault of a kernel. `qerl replay` of a file in "
+        "non_finite/ says what was not finite; lower optim.learning_rate or noise.sigma_start"
+    )
+
+
 _CHECKS: dict[str, Callable[[Health], str | None]] = {
     "entropy": _entropy,
     "length": _length,
@@ -179,6 +191,7 @@ _CHECKS: dict[str, Callable[[Health], str | None]] = {
     "truncation": _truncation,
     "cost of truncation": _cost_of_truncation,
     "mismatch": _mismatch,
+    "not finite": _non_finite,
 }
 _LOOKED_AT = (
     "sampling/entropy",
@@ -189,5 +202,6 @@ _LOOKED_AT = (
     "completions/truncated_tokens",
     "reward",
     "frac_reward_zero_std",
+    "updates/non_finite",
     "sampling/sampling_logp_difference/mean",
 )

@@ -13,7 +13,7 @@ from qerl_jax.files import write_whole, writing
 from qerl_jax.model.transformer import as_computed
 from qerl_jax.rl import dynamic_sampling, update
 from qerl_jax.tracking.logger import Logger, plain, read_metrics
-from qerl_jax.training import health, metrics
+from qerl_jax.training import guards, health, metrics
 from qerl_jax.training.setup import PreparedRun
 from qerl_jax.training.stopping import Stopped
 
@@ -153,6 +153,7 @@ class Recorder:
             progress["pending"] = {name: plain(value) for name, value in self._pending.items()}
         noise = {} if self._sigma is None else {"sigma": self._sigma}
         table = self._supply.to_table() | noise | {"progress": progress}
+        guards.require_finite(learned_state(self._state), int(self._state.step))
         self._run.files.save(self._state, table)
         self._saved = int(self._state.step)
 
@@ -162,6 +163,11 @@ def _usual_mismatch(cfg: RunConfig) -> float | None:
     if cfg.noise is not None and cfg.noise.scope == "rollout":
         return None
     return {"bfloat16": 0.05, "float32": 1e-3}[cfg.model.dtype]
+
+
+def learned_state(state: update.TrainState) -> dict[str, Any]:
+    """What of a state updates change."""
+    return {"params": state.params, "opt_state": state.opt_state}
 
 
 def variables(run: PreparedRun, params: Any) -> dict[str, Any]:

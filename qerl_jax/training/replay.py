@@ -74,12 +74,18 @@ def run(path: str | pathlib.Path) -> list[str]:
     fixed = _under("fixed", arrays)
     loss, grads = update.replay_step(updater, params, frozen, rows, fixed, noise, jax.random.key(0))
     norm = np.float32(optax.tree.norm(grads))
-    return [
+    found = [
         f"step {arrays['step']}: loss {np.float32(loss)}, grad_norm {norm}",
         *(f"gradient not finite: {name}" for name in _non_finite(grads)),
         *(f"weight not finite: {name}" for name in _non_finite(params)),
         *_bad_rows(rows, fixed),
     ]
+    if np.isfinite(loss) and np.isfinite(norm):
+        found.append(
+            "all is finite now: what was not came from the device (its memory, or a kernel that does not always "
+            "compute the same), or from dropout"
+        )
+    return found
 
 
 def _bad_rows(rows: experience.Experience, fixed: dict[str, np.ndarray]) -> list[str]:

@@ -170,6 +170,9 @@ def _loop(
                 jax.random.fold_in(stream_key(cfg, UPDATE), step),
                 place,
             )
+            logps = experience.behaviour_logps[experience.mask]
+            if learned["updates/non_finite"] or not np.isfinite(logps).all():
+                guards.require_finite(recorder.learned_state(state), int(state.step))
             trace.lap("update")
             if run.memory and step == started:
                 _compare(run.memory, memory.device_memory(), logger, run.earlier_peak)

@@ -16,6 +16,7 @@ WELL = {
     "completions/max_terminated_length": 300,
     "frac_reward_zero_std": 0.5,
     "sampling/sampling_logp_difference/mean": 0.004,
+    "updates/non_finite": 0,
 }
 
 
@@ -51,6 +52,11 @@ SICK = {
         {"completions/clipped_ratio": 0.7},
         "completions/clipped_ratio has been ",
         "rollout.max_completion_length",
+    ),
+    "not finite": (
+        {"updates/non_finite": 2},
+        "updates/non_finite has been above 0 in more than half of 10 steps",
+        "qerl replay",
     ),
     "mismatch": (
         {"sampling/sampling_logp_difference/mean": 0.05},

@@ -1,0 +1,148 @@
+"""Numbers that are none, injected into a run: each costs one update, is counted, and can be replayed."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax import config
+from qerl_jax.cli import main
+from qerl_jax.rl import grpo, update
+from qerl_jax.tracking import logger
+from qerl_jax.training import replay, trainer
+from tests.faults import harness
+
+
+def with_nan(tree):
+    """A tree whose last leaf has a NaN."""
+    *leaves, last = jax.tree.leaves(tree)
+    broken = last.at[(0,) * last.ndim].set(jnp.nan)
+    return jax.tree.unflatten(jax.tree.structure(tree), [*leaves, broken])
+
+
+def in_step(number, change, function):
+    """A function whose result, or with `change` of two arguments whose call, is changed when it is called that often."""
+    calls = itertools.count(1)
+
+    def changed(*arguments, **options):
+        if next(calls) != number:
+            return function(*arguments, **options)
+        return change(function, *arguments, **options)
+
+    return changed
+
+
+def of_rewards(advantages, rewards, **options):
+    return advantages(np.where(np.arange(rewards.shape[1]) == 0, np.inf, rewards), **options)
+
+
+def of_logps(experience, *arguments):
+    made = experience(*arguments)
+    logps = np.where(made.mask, np.nan, made.behaviour_logps).astype(np.float32)
+    return dataclasses.replace(made, behaviour_logps=logps)
+
+
+def of_gradients(gradient, *arguments):
+    (loss, grads), counts = gradient(*arguments)
+    return (loss, with_nan(grads)), counts
+
+
+def of_weights(gradient, updater, params, *arguments):
+    return gradient(updater, with_nan(params), *arguments)
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory):
+    """A run of six steps: NaN comes into the rewards of the 2nd, the log-probabilities of the 3rd, the gradients of the
+    4th and the weights of the 5th.
+    """
+    folder = tmp_path_factory.mktemp("run")
+    places = (
+        (grpo, "group_advantages", 2, of_rewards),
+        (trainer, "_experience", 3, of_logps),
+        (update, "summed_gradient", 4, of_gradients),
+        (update, "summed_gradient", 5, of_weights),
+    )
+    kept = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, number, change in places:
+            patch.setattr(module, name, in_step(number, change, getattr(module, name)))
+        # Not `_experience` of the check that the adapter samples.
+        patch.setattr(trainer.guards, "is_due", lambda *_: False)
+        cfg = harness.tiny(folder)
+        see = update.Updater.__call__
+
+        def seeing(self, state, *arguments):
+            after, learned = see(self, state, *arguments)
+            kept.append(jax.device_get((after.params, after.opt_state)))
+            return after, learned
+
+        patch.setattr(update.Updater, "__call__", seeing)
+        state = trainer.train(cfg, quiet=True, reward_functions=[lengths])
+    return folder, state, kept
+
+
+def lengths(completion_ids, **_):
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+
+def test_each_costs_one_update_and_is_counted(disturbed):
+    folder, state, _ = disturbed
+    rows = logger.read_metrics(folder)
+    assert [row["updates/non_finite"] for row in rows] == [0, 1, 1, 1, 1, 0]
+    assert [row["updates/skipped"] for row in rows] == [0, 1, 2, 3, 4, 4]
+    assert (int(state.step), int(state.skipped)) == (6, 4)
+
+
+def test_weights_and_moments_are_as_they_were_before(disturbed):
+    _, _, kept = disturbed
+    for before, after in itertools.pairwise(kept[:5]):
+        jax.tree.map(np.testing.assert_array_equal, before, after)
+    for tree in kept:
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))
+    changed = [
+        (a != b).any() for a, b in zip(*map(jax.tree.leaves, (kept[4][0], kept[5][0])), strict=True)
+    ]
+    assert any(changed)
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (1, "row 0: advantages not finite"),
+        (2, "row 0: behaviour_logps not finite"),
+        (3, "all is finite now: what was not came from the device"),
+    ],
+)
+def test_each_is_kept_and_replayed_with_its_cause(step, said, disturbed):
+    path = disturbed[0] / "non_finite" / f"step_{step:06d}.npz"
+    lines = replay.run(path)
+    assert lines[0].startswith(f"step {step}: loss ")
+    assert any(line.startswith(said) for line in lines), lines
+    assert any("gradient not finite" in line for line in lines) == (step < 3)
+
+
+@pytest.mark.slow
+def test_weights_that_stay_broken_end_the_run_before_anything_is_saved(
+    tmp_path, monkeypatch, capsys
+):
+    def of_state(apply, state, *arguments, **options):
+        after, learned = apply(state, *arguments, **options)
+        return dataclasses.replace(after, params=with_nan(after.params)), learned
+
+    path = tmp_path / "run.toml"
+    path.write_text(config.dump(harness.tiny(tmp_path / "run")))
+    with monkeypatch.context() as patch:
+        patch.setattr(update, "apply", in_step(3, of_state, update.apply))
+        patch.setattr(trainer.guards, "is_due", lambda *_: False)
+        assert main.main(["train", str(path)]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and "is not finite after step 4, which no update" in shown
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["2"]
+    assert main.main(["train", str(path)]) == 0
+    whole = tmp_path / "whole"
+    trainer.train(harness.tiny(whole), quiet=True)
+    assert harness.results(tmp_path / "run") == harness.results(whole)
