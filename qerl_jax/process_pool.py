@@ -44,8 +44,8 @@ class Failure:
     """A call without a value.
 
     Attributes:
-        reason: "timeout" if it was killed at its limit, "died" if it took its process with it,
-            "raised" for an exception.
+        reason: "timeout" if it was killed at its limit, "died" if its process ended twice, "raised" for
+            an exception.
         detail: The exception's type and text.
     """
 
@@ -106,7 +106,9 @@ def _key(function: str, arguments: Sequence[Any]) -> str:
 def _call(idle: queue.SimpleQueue, request: str) -> Any:
     worker = idle.get()
     try:
-        return worker.call(request)
+        reply = worker.call(request)
+        # Someone else may have killed it, such as the kernel of a machine without memory: a second time tells.
+        return worker.call(request) if reply == Failure("died") else reply
     finally:
         idle.put(worker)
 

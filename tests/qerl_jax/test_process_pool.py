@@ -24,6 +24,10 @@ def double(x):
 def pid():
     return os.getpid()
 
+def pid_after(seconds):
+    time.sleep(seconds)
+    return os.getpid()
+
 def hang(seconds):
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     time.sleep(seconds)
@@ -33,6 +37,14 @@ def power(base, exponent):
 
 def leave():
     os._exit(3)
+
+def eat():
+    held = []
+    while True:
+        held.append(bytearray(1 << 20))
+
+def kill_myself(number):
+    os.kill(os.getpid(), number)
 
 def fail(text):
     raise KeyError(text)
@@ -49,8 +61,8 @@ def pool(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     made = []
 
-    def make(workers=1, seconds=20.0, module="worker_functions"):
-        made.append(Pool(module, workers=workers, seconds=seconds))
+    def make(workers=1, seconds=20.0, module="worker_functions", **options):
+        made.append(Pool(module, workers=workers, seconds=seconds, **options))
         return made[-1]
 
     yield make
@@ -112,9 +124,46 @@ def test_a_call_that_takes_its_process_along_costs_only_itself(pool):
     assert calls.map("double", [(1,)]) == [2]
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+def test_a_worker_that_is_killed_within_a_call_is_replaced(pool, number):
+    calls = pool()
+    (before,) = calls.map("pid", [()])
+    assert calls.map("kill_myself", [(int(number),)]) == [Failure("died")]
+    (after,) = calls.map("pid", [()])
+    assert after != before and not is_alive(before)
+
+
+def test_a_call_whose_process_someone_else_kills_is_made_again(pool):
+    calls = pool()
+    (before,) = calls.map("pid", [()])
+    killing = threading.Timer(0.3, os.kill, (before, signal.SIGKILL))
+    killing.start()
+    (after,) = calls.map("pid_after", [(1.0,)])
+    killing.join()
+    assert isinstance(after, int) and after != before
+
+
+def test_a_worker_that_is_stopped_is_killed_and_replaced(pool):
+    """It uses no time of the processor, and answers nothing."""
+    calls = pool(seconds=0.2)
+    (before,) = calls.map("pid", [()])
+    os.kill(before, signal.SIGSTOP)
+    assert calls.map("double", [(4,)]) == [Failure("timeout")]
+    assert calls.map("double", [(4,)]) == [8] and not is_alive(before)
+
+
 def test_memory_is_bounded(pool):
     calls = pool(module="builtins")
     assert calls.map("bytearray", [(1 << 40,)]) == [Failure("raised", "MemoryError: ")]
+
+
+def test_memory_that_is_eaten_bit_by_bit_is_bounded_too(pool):
+    calls = pool(memory_bytes=256 << 20)
+    (failure,) = calls.map("eat", [()])
+    assert failure in (Failure("raised", "MemoryError: "), Failure("died"))
+    (pid,) = calls.map("pid", [()])
+    held = pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]
+    assert int(held) * os.sysconf("SC_PAGE_SIZE") < 200 << 20
 
 
 def test_an_exception_is_named_and_the_worker_stays(pool):
