@@ -35,6 +35,8 @@ from qerl_jax.checked import require
 _START_SECONDS = 120.0
 # Seconds on the clock for each of the processor's: on a busy machine a call gets a share of it.
 _PATIENCE = 5
+# Variables that say where things are and how texts look; others may be keys.
+_PASSED_ON = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "TZ")
 # An integer like 10**10**10 asks for more than any honest answer needs.
 _MEMORY_BYTES = 4 << 30
 
@@ -144,8 +146,9 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            # What the parent can import, and no Ctrl-C that is meant for the parent.
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            # What the parent can import, none of its secrets, and no Ctrl-C that is meant for it.
+            env={name: value for name, value in os.environ.items() if name in _PASSED_ON}
+            | {"PYTHONPATH": os.pathsep.join(sys.path)},
             start_new_session=True,
         )
         failure = self._reply(_START_SECONDS)

@@ -173,7 +173,7 @@ def main():
     model = Transformer(arch, "float32", None, jnp.float32)
     weights = random_base(model, jax.random.key(0))
     if args.skill and args.skill.exists():
-        leaves = np.load(args.skill)
+        leaves = np.load(args.skill, allow_pickle=False)
         weights = jax.tree.unflatten(
             jax.tree.structure(weights), [jnp.asarray(leaves[name]) for name in leaves]
         )

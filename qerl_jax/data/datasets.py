@@ -342,7 +342,7 @@ def load_rows(name: str, path: str | None, config: str | None, split: str):
             known = datasets.get_dataset_config_names(hub) if path else [source.config]
             config = source.config if source.config in known else None
         return datasets.load_dataset(hub, config, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetGenerationError) as error:
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetGenerationError) as error:
         raise ValueError(
             f"could not load the data set {place!r} ({config=}, {split=}): "
             f"{error.__cause__ or error}"

@@ -3,6 +3,8 @@
 import dataclasses
 import os
 import pathlib
+import zipfile
+import zlib
 from typing import Any
 
 import jax
@@ -56,15 +58,15 @@ def run(path: str | pathlib.Path) -> list[str]:
 
     Raises:
         FileNotFoundError: When there is no such file, or no config.toml in the folder above.
+        ValueError: When the file is something else.
     """
     path = pathlib.Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
     cfg = config.load(path.resolve().parents[1] / "config.toml")
+    arrays = _read(path)
     model, frozen, tokenizer = base_model.load_base(cfg.model, cfg.lora, cfg.seed)
     fresh, frozen = trainable(model, frozen, jax.random.key(0))
-    with np.load(path) as file:
-        arrays = dict(file)
     rows = experience.Experience(**_under("experience", arrays))
     params = _filled(fresh, _under("params", arrays))
     leaves = _under("noise", arrays)
@@ -86,6 +88,20 @@ def run(path: str | pathlib.Path) -> list[str]:
             "compute the same), or from dropout"
         )
     return found
+
+
+def _read(path: pathlib.Path) -> dict[str, np.ndarray]:
+    """The arrays of a file that `write` wrote."""
+    try:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            arrays = dict(file)
+    except (ValueError, zipfile.BadZipFile, EOFError, zlib.error) as error:
+        raise ValueError(f"{path}: must be a step that a run has skipped; {error}") from error
+    fields = {field.name for field in dataclasses.fields(experience.Experience)}
+    given = _under("experience", arrays).keys()
+    if "step" not in arrays or not fields - {"judged", "noise"} <= given <= fields:
+        raise ValueError(f"{path}: must be a step that a run has skipped; it is something else")
+    return arrays
 
 
 def _bad_rows(rows: experience.Experience, fixed: dict[str, np.ndarray]) -> list[str]:

@@ -28,6 +28,9 @@ def pid_after(seconds):
     time.sleep(seconds)
     return os.getpid()
 
+def environment():
+    return list(os.environ)
+
 def hang(seconds):
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     time.sleep(seconds)
@@ -206,6 +209,12 @@ def test_workers_know_neither_jax_nor_the_parents_main_module(pool):
 
     heavy = ["jax", "flax", "transformers", "pytest"]
     assert pool().map("loaded", [(heavy,)]) == [[]]
+
+
+def test_workers_know_no_secrets_of_the_parent(pool, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "canary")
+    (names,) = pool().map("environment", [()])
+    assert "HF_TOKEN" not in names and "PATH" in names
 
 
 PARENT = """
