@@ -3,22 +3,30 @@
     python -m scripts.trial_faults --faults 100 --seed 0
 
 A fault is a signal (SIGKILL, SIGTERM, SIGINT) at a random moment, or a kill after which a random bit of the newest
-checkpoint is flipped, or one of its files cut short, where there is a checkpoint before it. Then the run is started
-again. At its end metrics, completions and the adapter's bytes must be those of the undisturbed run. The script
+checkpoint is flipped, or one of its files cut short, where there is a checkpoint before it; or the disk is filled: the
+run is on a small file system, where one can be mounted. Then the run is started again. At its end metrics, completions and the adapter's bytes must be those of the undisturbed run. The script
 prints a table, and ends with 1 where anything differed, was shown as a traceback, or was lost beyond the last save.
 """
 
 import argparse
 import collections
+import contextlib
+import os
 import pathlib
 import random
+import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 
 from qerl_jax import config
 from tests.faults import harness
 
-_CODES = {"SIGTERM": 143, "SIGINT": 130}
+_CODES = {"SIGTERM": 143, "SIGINT": 130, harness.FULL: 2}
+_DISK = "48m"
+# Set where the script has namespaces of its own.
+_MOUNTS = "TRIAL_FAULTS_MOUNTS"
 
 
 def wrong(fault: harness.Fault) -> str | None:
@@ -27,12 +35,27 @@ def wrong(fault: harness.Fault) -> str | None:
         return f"exit code {fault.code}"
     if "Traceback" in fault.shown or "terminate" in fault.shown:
         return "more than a line was shown"
-    if fault.kind in _CODES and fault.code and fault.saved != fault.logged:
+    is_full = fault.kind == harness.FULL
+    if is_full and fault.code and "could not be written: No space left" not in fault.shown:
+        return f"did not say what could not be written: {fault.shown[:200]!r}"
+    if fault.kind in _CODES and not is_full and fault.code and fault.saved != fault.logged:
         return f"step {fault.logged} was logged and {fault.saved} saved"
     is_damaged = fault.kind in ("flip", "truncate")
     return (
         "a whole checkpoint was not read" if fault.kept != fault.saved and not is_damaged else None
     )
+
+
+@contextlib.contextmanager
+def _small_disk(place: pathlib.Path) -> Iterator[None]:
+    """Mounts a small file system in memory."""
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "none", str(place)]
+    subprocess.run(command, check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(place)], check=False)
 
 
 def main() -> int:
@@ -42,33 +65,45 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-steps", type=int, default=4)
     options = parser.parse_args()
-    rng = random.Random(options.seed)
-    with tempfile.TemporaryDirectory() as place:
-        folders = [pathlib.Path(place) / name for name in ("whole", "disturbed")]
+    rng, started = random.Random(options.seed), time.monotonic()
+    kinds = harness.FAULTS
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
+        # Every start compiles the same programs.
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{place}/programs")
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        if _MOUNTS in os.environ:
+            kinds += (harness.FULL,)
+            stack.enter_context(_small_disk(pathlib.Path(place) / "disk"))
+        folders = [pathlib.Path(place) / name for name in ("whole", "disk/disturbed")]
         # Each start does a few steps before its fault comes, and does some of them again.
         steps = {"max_steps": 6 * options.faults, "save_steps": options.save_steps}
         paths = []
         for folder in folders:
-            paths.append(folder.with_suffix(".toml"))
+            folder.parent.mkdir(exist_ok=True)
+            paths.append(pathlib.Path(place) / f"{folder.name}.toml")
             paths[-1].write_text(config.dump(harness.tiny(folder, **steps)))
         if (ended := harness.qerl("train", paths[0])).returncode:
             raise RuntimeError(f"the undisturbed run failed: {ended.stderr}")
         done, found = collections.Counter(), []
-        for fault in harness.disturb(paths[1], folders[1], rng, options.faults):
+        for fault in harness.disturb(paths[1], folders[1], rng, options.faults, kinds):
             done[fault.kind] += 1
             if what := wrong(fault):
                 found.append(f"{fault.kind} at step {fault.logged}: {what}")
-            print(
-                f"{fault.kind:9} logged {fault.logged:4} saved {fault.saved:4} kept {fault.kept:4}"
-            )
+            numbers = f"logged {fault.logged:4} saved {fault.saved:4} kept {fault.kept:4}"
+            print(f"{fault.kind:9} {numbers} code {fault.code:4}", flush=True)
         if (ended := harness.qerl("train", paths[1])).returncode:
             raise RuntimeError(f"the run could not be finished: {ended.stderr}")
         same = harness.results(folders[0]) == harness.results(folders[1])
     print(", ".join(f"{count} {kind}" for kind, count in done.items()))
+    print(f"{sum(done.values())} faults in {time.monotonic() - started:.0f} s")
     print(*found, sep="\n")
     print("results identical" if same else "RESULTS DIFFER")
     return int(bool(found) or not same)
 
 
 if __name__ == "__main__":
+    if _MOUNTS not in os.environ and harness.has_mounts():
+        # Where it may mount: in namespaces of its own.
+        again = ["unshare", "-rm", sys.executable, "-m", "scripts.trial_faults", *sys.argv[1:]]
+        os.execvpe(again[0], again, os.environ | {_MOUNTS: "1"})
     sys.exit(main())

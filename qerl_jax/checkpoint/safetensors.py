@@ -9,6 +9,7 @@ import math
 import mmap
 import pathlib
 import re
+import reprlib
 from collections.abc import Callable, Mapping
 
 import ml_dtypes
@@ -92,9 +93,9 @@ class Tensors(dict[str, np.ndarray]):
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise SafetensorsError(f"{index}: not an index with a weight_map: {error!r}") from error
         for file in files:
-            if not re.fullmatch(r"[^/\\\0]+\.safetensors", str(file)):
+            if not re.fullmatch(r"[^/\\\0]{1,200}\.safetensors", str(file)):
                 raise SafetensorsError(
-                    f"{index}: names {file!r}, which is no safetensors file of its own folder"
+                    f"{index}: names {reprlib.repr(file)}, which is no safetensors file of its own folder"
                 )
         paths = [index.with_name(name) for name in files]
         if missing := [path.name for path in paths if not path.is_file()]:

@@ -14,6 +14,8 @@ from qerl_jax.files import write_whole
 _COMPUTING = ("jax", "jaxlib", "flax", "optax", "orbax", "numpy", "scipy", "ml_dtypes")
 # JAX takes its own frames out of a traceback, and says so in a note.
 _FILTERED = "JAX has removed its internal frames"
+# Characters of a long error's beginning, and of its end.
+_SHOWN = 1500
 _EXPECTED = (ValueError, OSError, OverflowError, NotImplementedError)
 
 
@@ -25,10 +27,14 @@ def is_expected(error: Exception) -> bool:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The text of an error without its line breaks, or what its type says where it has none."""
+    """The text of an error without its line breaks, or what its type says where it has none.
+
+    Of one that quotes a whole file the middle is left out.
+    """
     if isinstance(error, MemoryError) and not str(error):
         return "this machine has no memory left"
-    return " ".join(str(error).split()) or type(error).__name__
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]} [...] {text[-_SHOWN:]}"
 
 
 def describe(error: Exception, path: pathlib.Path | None) -> str:

@@ -1,5 +1,6 @@
 """Faults that tests inject: damaged files, full disks, and short runs to inject them into."""
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -111,7 +112,7 @@ class Fault:
     """What was done to a run, and where it stood.
 
     Attributes:
-        kind: One of `FAULTS`.
+        kind: One of `FAULTS`, or `FULL`.
         logged: The last step in its log then.
         saved: Its newest checkpoint then, 0 for none.
         kept: The newest checkpoint that can be read after it.
@@ -129,6 +130,8 @@ class Fault:
 
 # A signal; or a kill, after which the newest checkpoint is damaged if there is one before it.
 FAULTS = ("SIGKILL", "SIGTERM", "SIGINT", "flip", "truncate")
+# Takes the room on a small file system, which holds nothing but the run.
+FULL = "full"
 
 
 def disturb(path, folder, rng, count, kinds=FAULTS):
@@ -139,7 +142,7 @@ def disturb(path, folder, rng, count, kinds=FAULTS):
         folder: Its run folder.
         rng: Chooses moments, kinds and bits.
         count: Most faults; the run may end before.
-        kinds: Those of `FAULTS` to choose from.
+        kinds: Those of `FAULTS` to choose from, and `FULL` where the folder is on a small file system.
 
     Yields:
         Each `Fault`, when its process has ended.
@@ -149,8 +152,13 @@ def disturb(path, folder, rng, count, kinds=FAULTS):
         wait_for_step(process, folder, last_step(folder) + 1)
         time.sleep(rng.uniform(0, 0.5))
         kind = rng.choice(kinds)
-        process.send_signal(getattr(signal, kind, signal.SIGKILL))
-        _, shown = process.communicate(timeout=300)
+        ballast = folder.parent / "ballast"
+        if kind == FULL:
+            fill(ballast, spare=rng.choice((0, 1000, 100_000, 1_000_000)))
+        else:
+            process.send_signal(getattr(signal, kind, signal.SIGKILL))
+        _, shown = process.communicate(timeout=600)
+        ballast.unlink(missing_ok=True)
         found = StateFiles(folder, keep=None)
         saved = max(found.steps(), default=0)
         if kind in ("flip", "truncate") and len(found.steps()) > 1:
@@ -164,6 +172,13 @@ def disturb(path, folder, rng, count, kinds=FAULTS):
         yield Fault(kind, last_step(folder), saved, kept, process.returncode, shown)
         if process.returncode == 0:
             return
+
+
+def fill(path, spare):
+    """Writes a file of all the room that its file system has, but for some spare bytes."""
+    found = os.statvfs(path.parent)
+    with path.open("wb") as file, contextlib.suppress(OSError):
+        file.write(bytes(max(0, found.f_bavail * found.f_frsize - spare)))
 
 
 def start(path):

@@ -9,6 +9,7 @@ from qerl_jax import config, files
 from qerl_jax.checkpoint import packed_formats, peft, safetensors
 from qerl_jax.cli import main
 from qerl_jax.data import datasets
+from tests.faults import harness
 
 DEEP = 100_000 * "["
 JUST_TOO_DEEP = (files.DEEPEST + 1) * '{"a": ' + "1" + (files.DEEPEST + 1) * "}"
@@ -112,3 +113,13 @@ def test_a_data_set_that_is_no_such_is_named(content, said, tmp_path):
     cfg = config.DataConfig(dataset="own", path=str(path))
     with pytest.raises(ValueError, match=f"rows.jsonl.*{said}|{said}.*rows.jsonl"):
         datasets.from_config(cfg, split="train", seed=0)
+
+
+def test_an_error_that_quotes_a_whole_file_is_a_line_that_can_be_read(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    text = (harness.ROOT / "configs" / "quickstart.toml").read_text()
+    path.write_text(text.replace("max_steps = 50", f"max_steps = '{'x' * 100_000}'"))
+    assert main.main(["train", str(path)]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and len(shown) < 4000
+    assert shown.startswith("qerl train: ") and " [...] " in shown

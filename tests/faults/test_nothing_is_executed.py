@@ -175,7 +175,19 @@ def test_code_beside_a_data_set_is_not_run(tmp_path):
     assert not canary.exists()
 
 
-OUTSIDE = ("../a", "..", "/etc/passwd", "x/a", "a\0", "..\\a", "", ".", "%2e%2e/a", "~/a")
+OUTSIDE = (
+    300 * "a",
+    "../a",
+    "..",
+    "/etc/passwd",
+    "x/a",
+    "a\0",
+    "..\\a",
+    "",
+    ".",
+    "%2e%2e/a",
+    "~/a",
+)
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
