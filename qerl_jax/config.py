@@ -8,7 +8,7 @@ import dataclasses
 import pathlib
 import re
 import tomllib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from qerl_jax.checked import (
     Checked,
@@ -45,6 +45,11 @@ TopP = Annotated[float, Rule(lambda p: 0 < p <= 1, "must be in (0, 1]")]
 RepetitionPenalty = Annotated[float, Rule(lambda x: x > 0, "must be positive (1 is off)")]
 # Dual clip's bound for negative advantages (arXiv 1912.09729), as verl has it.
 _DUAL_CLIP = 3.0
+# How token losses are made and averaged, see `grpo.policy_loss`.
+LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+LOSS_TYPES = get_args(LossType)
+# Those that clip the ratio from both sides.
+_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 # As many as a 72B model's narrow linears have rows: more is a slip of the pen.
 _MOST_RANK = 8192
 
@@ -294,9 +299,19 @@ class GrpoConfig(Checked, section="grpo."):
     """The objective.
 
     Attributes:
-        loss_type: How token losses are averaged; see `grpo.policy_loss`.
-        epsilon: Lower clip range of the ratio.
-        epsilon_high: Upper clip range; absent means `epsilon` (DAPO: 0.28).
+        loss_type: How token losses are made and averaged; see `grpo.policy_loss`. "luspo" belongs to
+            `importance_sampling_level = "sequence"`.
+        epsilon: Lower clip range of the ratio. "cispo", "sapo" and "vespo" have none.
+        epsilon_high: Upper clip range; absent means `epsilon` (DAPO: 0.28). For "cispo" it is the bound of the
+            ratio itself and must be given; 5 is usual (arXiv 2510.13786).
+        sapo_temperature_pos: Temperature of the gate of "sapo" for tokens of a positive advantage; the higher,
+            the sooner a token that has moved away stops teaching.
+        sapo_temperature_neg: Temperature of that gate for all other tokens.
+        vespo_k_pos: Exponent of the weight of "vespo" for rows of an advantage that is not negative: how much
+            less a row weighs whose ratio is below 1.
+        vespo_lambda_pos: Decay of that weight: how much less a row weighs whose ratio is above 1.
+        vespo_k_neg: The exponent for rows of a negative advantage.
+        vespo_lambda_neg: The decay for rows of a negative advantage.
         delta: Cap of the ratio for negative advantages, where clipping leaves it without an upper bound (TRL's
             name; verl's dual clip). 0 is none. Absent means 3, or 1 + `epsilon_high` where that is more, with
             `old_logprobs = "behaviour"`, whose ratios hold the sampler's noise; and none with "recompute".
@@ -317,6 +332,10 @@ class GrpoConfig(Checked, section="grpo."):
             other completions ("rloo").
         scale_rewards: Standard deviation that divides advantages: of the "group", of the "batch",
             or "none".
+        multi_objective_aggregation: How several reward functions become one advantage: their weighted sum is
+            compared within the group ("sum_then_normalize"), or each function is, scaled by its own
+            `scale_rewards`, and the sum of these is normalized over the batch ("normalize_then_sum": GDPO,
+            arXiv 2601.05242).
         dynamic_sampling: Sample again, with further problems, for groups whose completions are equally good
             (DAPO).
         dynamic_sampling_metric: What they are compared by: the name of a reward function, which may have the
@@ -343,11 +362,30 @@ class GrpoConfig(Checked, section="grpo."):
         off_policy_mask_threshold: Leave out rows with a negative advantage that the policy has moved away
             from: whose mean of sampler's minus policy's log-probabilities is above this many nats per token
             (DeepSeek-V3.2, TRL's name; 0.5 is a start). Absent means none.
+        top_entropy_quantile: Share of an optimizer batch's tokens, those of the highest entropy, from which the
+            policy learns (arXiv 2506.01939; 0.2 there). 1 is all of them, and 0 the highest alone. It takes one
+            more forward pass in each optimizer step.
+        entropy_coef: Coefficient of an entropy bonus: so many times the mean entropy per token is taken off the
+            loss. 0 is none.
+        use_adaptive_entropy: Change that coefficient after every optimizer step (Skywork-OR1, arXiv 2505.22312):
+            up by `entropy_coef_delta` where the mean entropy was not above `entropy_target`, else down. It acts
+            only in a step that follows one whose entropy was not above the target.
+        entropy_coef_min: Lower bound of a coefficient that adapts.
+        entropy_coef_max: Upper bound of a coefficient that adapts.
+        entropy_coef_delta: What it changes by.
+        entropy_target: The entropy in nats per token below which it acts; best close to what `entropy` is early
+            in a run. It is compared over the tokens of `top_entropy_quantile`.
     """
 
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"] = "dapo"
+    loss_type: LossType = "dapo"
     epsilon: Open01 = 0.2
     epsilon_high: Annotated[float, Rule(lambda x: x > 0, "must be > 0")] | None = None
+    sapo_temperature_pos: Positive = 1.0
+    sapo_temperature_neg: Positive = 1.05
+    vespo_k_pos: NotNegative = 2.0
+    vespo_lambda_pos: Positive = 3.0
+    vespo_k_neg: NotNegative = 3.0
+    vespo_lambda_neg: Positive = 2.0
     delta: float | None = None
     beta: NotNegative = 0.0
     reference: Literal["base", "adapter"] | None = None
@@ -359,6 +397,9 @@ class GrpoConfig(Checked, section="grpo."):
     importance_sampling_level: Literal["token", "sequence"] = "token"
     advantage_estimator: Literal["grpo", "rloo"] = "grpo"
     scale_rewards: Literal["group", "batch", "none"] = "group"
+    multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = (
+        "sum_then_normalize"
+    )
     dynamic_sampling: bool = False
     dynamic_sampling_metric: NotEmpty | None = None
     max_sampling_rounds: Count = 10
@@ -375,16 +416,35 @@ class GrpoConfig(Checked, section="grpo."):
     sampling_mask_max: Annotated[float, Rule(lambda x: x > 1, "must be above 1")] | None = None
     sampling_mask_min: Open01 | None = None
     off_policy_mask_threshold: Positive | None = None
+    top_entropy_quantile: Closed01 = 1.0
+    entropy_coef: NotNegative = 0.0
+    use_adaptive_entropy: bool = False
+    entropy_coef_min: NotNegative = 0.0
+    entropy_coef_max: Positive = 1.0
+    entropy_coef_delta: Positive = 0.005
+    entropy_target: Positive = 0.2
+
+    @property
+    def clips(self) -> bool:
+        """Whether the loss clips the ratio from both sides."""
+        return self.loss_type in _CLIPPED
+
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether the loss has a term for the entropy."""
+        return self.entropy_coef > 0 or self.use_adaptive_entropy
 
     @property
     def ratio_cap(self) -> float | None:
         """The cap of the ratio for negative advantages; None for none. See `delta`."""
+        if not self.clips:
+            return None
         if self.delta is not None:
             return self.delta or None
-        return max(_DUAL_CLIP, self._highest) if self.old_logprobs == "behaviour" else None
+        return max(_DUAL_CLIP, self.highest) if self.old_logprobs == "behaviour" else None
 
     @property
-    def _highest(self) -> float:
+    def highest(self) -> float:
         """The upper end of the clip range."""
         return 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
 
@@ -392,9 +452,38 @@ class GrpoConfig(Checked, section="grpo."):
         masks = self.sampling_mask != "none"
         return [
             (
-                not self.delta or self.delta > self._highest,
+                not self.delta or self.delta > self.highest,
                 "delta",
-                f"must exceed 1 + epsilon_high = {self._highest}, or be 0 for none",
+                f"must exceed 1 + epsilon_high = {self.highest}, or be 0 for none",
+            ),
+            (
+                self.clips or not self.delta,
+                "delta",
+                f'must be absent with grpo.loss_type = "{self.loss_type}", which does not clip a ratio',
+            ),
+            (
+                self.loss_type != "cispo" or self.epsilon_high is not None,
+                "epsilon_high",
+                'must be given with grpo.loss_type = "cispo", whose ratios it bounds: 5 is usual',
+            ),
+            (
+                self.loss_type != "vespo"
+                or not self.importance_sampling_mode.startswith("sequence"),
+                "importance_sampling_mode",
+                'must be "token_truncate" or "token_mask" with grpo.loss_type = "vespo", whose weight of a '
+                "row is made of tokens",
+            ),
+            (
+                self.entropy_coef_min <= self.entropy_coef_max,
+                "entropy_coef_min",
+                f"must not exceed entropy_coef_max = {self.entropy_coef_max}",
+            ),
+            (
+                not self.use_adaptive_entropy
+                or self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max,
+                "entropy_coef",
+                f"must lie between entropy_coef_min = {self.entropy_coef_min} and entropy_coef_max = "
+                f"{self.entropy_coef_max}, for it begins there",
             ),
             (
                 self.importance_sampling_clip_min is None or self.importance_sampling_correction,

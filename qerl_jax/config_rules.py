@@ -140,13 +140,23 @@ def advice(cfg: Any) -> list[str]:
         Lines for the log at the start of a run.
     """
     grpo, noise, lines = cfg.grpo, cfg.noise, []
+    got = f"warning: grpo.loss_type: got {grpo.loss_type!r}; "
     if grpo.importance_sampling_level != "sequence":
+        if grpo.loss_type == "luspo":
+            lines.append(
+                f'{got}as published it is of ratios of whole rows: set grpo.importance_sampling_level = "sequence"'
+            )
         return lines
-    if grpo.loss_type != "grpo":
+    if grpo.loss_type == "vespo":
         lines.append(
-            f"warning: grpo.loss_type: got {grpo.loss_type!r}; with grpo.importance_sampling_level = "
-            '"sequence" rows then weigh by their length (of rows of 2 and 10 tokens one weighs .17, the '
-            'other .83), which is not GSPO: set grpo.loss_type = "grpo"'
+            f"{got}it makes weights of whole rows by itself, and with grpo.importance_sampling_level = "
+            '"sequence" only the divergence differs: leave that at "token"'
+        )
+    elif grpo.loss_type not in ("grpo", "sapo", "luspo"):
+        lines.append(
+            f'{got}with grpo.importance_sampling_level = "sequence" rows then weigh by their length (of '
+            "rows of 2 and 10 tokens one weighs .17, the other .83), which is not GSPO: set "
+            'grpo.loss_type = "grpo"'
         )
     acts_in_ratio = noise is not None and noise.scope == "rollout"
     if acts_in_ratio and grpo.old_logprobs == "behaviour" and grpo.epsilon < _NARROW_CLIP:

@@ -315,7 +315,7 @@ def compiled_update(
         mask=shape((made.tokens,), jnp.bool_),
         behaviour_logps=logps,
         advantages=shape((made.num_rows,), jnp.float32),
-        fixed={"ref_logps": logps} if cfg.grpo.beta else {},
+        fixed=dict.fromkeys(_fixed(cfg), logps),
     )
     objective = update.Objective(
         model,
@@ -332,10 +332,24 @@ def compiled_update(
         frozen,
         None,
         batch,
-        grpo.BatchTotals(number, number, number, cfg.optim.gradient_accumulation_steps),
+        _totals(cfg, number),
         jax.eval_shape(lambda: jax.random.key(0)),
     )
     return lowered.compile().memory_analysis()
+
+
+def _totals(cfg: RunConfig, number: Any) -> grpo.BatchTotals:
+    totals = grpo.BatchTotals(number, number, number, cfg.optim.gradient_accumulation_steps)
+    if not cfg.grpo.has_entropy_bonus:
+        return totals
+    coef = jax.ShapeDtypeStruct((), jnp.float32)
+    return dataclasses.replace(totals, entropy_tokens=number, entropy_coef=coef)
+
+
+def _fixed(cfg: RunConfig) -> list[str]:
+    """Names of what stays fixed beside the rows of a micro-batch."""
+    quantile = ["high_entropy"] if cfg.grpo.top_entropy_quantile < 1 else []
+    return (["ref_logps"] if cfg.grpo.beta else []) + quantile
 
 
 def abstract_policy(
@@ -503,7 +517,8 @@ def _update(cfg: RunConfig, arch: architecture.Architecture, adapter: int) -> li
     mlp += max(last, weight) if cfg.model.weights == "nvfp4" else last + weight
     chunk = min(_CHUNK_ROWS, tokens)
     head = round(_CHUNK * chunk * arch.vocab_size * 4)
-    states = 2 * tokens * arch.width * width
+    # The states before the head, and their slopes: of log-probabilities, and of entropies where these teach.
+    states = (3 if cfg.grpo.has_entropy_bonus else 2) * tokens * arch.width * width
     workspace = max(mlp * width, attention * width, head + states)
     less = 'model.gradient_checkpointing to "layer"'
     return [

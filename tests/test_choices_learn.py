@@ -68,6 +68,27 @@ CHOICES = {
         "data": {"num_problems": 96},
         "noise": LOUD,
     },
+    "CISPO": {"grpo": {"loss_type": "cispo", "epsilon_high": 5.0}, "noise": LOUD},
+    "SAPO": {"grpo": {"loss_type": "sapo"}, "noise": LOUD},
+    "LUSPO": {
+        "grpo": RECOMPUTE | {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        "noise": LOUD,
+    },
+    "VESPO": {
+        "grpo": RECOMPUTE | {"loss_type": "vespo", "importance_sampling_correction": True},
+        "noise": LOUD,
+    },
+    "each reward by itself": {
+        "grpo": {"multi_objective_aggregation": "normalize_then_sum"},
+        "rewards": {
+            "functions": ("correct_and_well_formed_reward", "accuracy_reward"),
+            "weights": (1.0, 0.5),
+        },
+    },
+    "tokens of high entropy": {"grpo": {"top_entropy_quantile": 0.2}, "noise": LOUD},
+    "entropy bonus": {
+        "grpo": {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 0.3}
+    },
     "off-policy sequence mask": {
         "grpo": {"off_policy_mask_threshold": 0.01},
         "noise": LOUD,
@@ -118,23 +139,30 @@ def test_every_choice_learns(choice, tmp_path):
     assert all(0 < row["sampling/entropy"] < 3 for row in rows)
     if "mask" in choice or choice == "IcePop":
         assert all(0 <= row["sampling/masked_mean"] < 1 for row in rows)
+    if choice == "entropy bonus":
+        assert len({row["entropy_coef"] for row in rows}) > 2
     if "mask of" in choice:
         assert max(row["sampling/masked_mean"] for row in rows) > 0
     if "follows" in choice:
         assert len({row["aqn/sigma"] for row in noisy}) > 1
 
 
+ADAPTIVE = {"schedule": "adaptive", "adapt_target": 0.01, "num_stages": 4}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "noise",
+    ("noise", "grpo"),
     [
-        {"schedule": "adaptive", "adapt_target": 0.01, "num_stages": 4},
-        {"per": "group", "scope": "both", "sigma_start": 5e-2, "num_stages": 4},
+        (ADAPTIVE, {}),
+        ({"per": "group", "scope": "both", "sigma_start": 5e-2, "num_stages": 4}, {}),
+        (ADAPTIVE, {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 1.0}),
     ],
-    ids=["adaptive", "per group"],
+    ids=["adaptive", "per group", "entropy bonus"],
 )
-def test_noise_goes_on_after_an_interruption_as_if_there_had_been_none(noise, tmp_path):
-    options = {"max_steps": 5, "save_steps": 1, "noise": noise, "grpo": {"num_iterations": 1}}
+def test_noise_goes_on_after_an_interruption_as_if_there_had_been_none(noise, grpo, tmp_path):
+    options = {"max_steps": 5, "save_steps": 1, "noise": noise}
+    options["grpo"] = {"num_iterations": 1} | grpo
     whole = train(small(tmp_path / "whole", **options), quiet=True)
     resumed = small(tmp_path / "resumed", **options)
     train(resumed, quiet=True, on_step=lambda step, _: step < 3)

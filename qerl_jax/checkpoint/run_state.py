@@ -1,6 +1,7 @@
 """The state of a run: written as it goes, checked and restored when it resumes."""
 
 import contextlib
+import dataclasses
 import logging
 import pathlib
 import shutil
@@ -15,6 +16,7 @@ from qerl_jax import files
 
 # What a checkpoint holds beside its seal: arrays as orbax writes them, and plain numbers.
 _STATE, _SUPPLY = "state", "supply.json"
+_OPTIONAL = ("entropy",)
 # An earlier version wrote the plain numbers here, and no seal.
 _OLD_SUPPLY, _OLD_MARK = "supply/metadata", "_CHECKPOINT_METADATA"
 
@@ -50,7 +52,7 @@ class StateFiles:
                 shutil.rmtree(folder)
             with files.whole_folder(folder, files.SEAL, "checkpoint") as partial:
                 with _quiet_threads(), contextlib.closing(_arrays()) as arrays:
-                    arrays.save(partial / _STATE, args=ocp.args.StandardSave(state))
+                    arrays.save(partial / _STATE, args=ocp.args.StandardSave(_fields(state)))
                 files.write_whole(partial / _SUPPLY, files.to_line(supply or {}))
                 files.seal(partial)
             steps = self.steps()
@@ -97,8 +99,9 @@ class StateFiles:
         step = self.newest() if step is None else step
         if step is None:
             return None
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        return self._read(step, ocp.args.StandardRestore(abstract))
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _fields(like))
+        restored = self._read(step, ocp.args.StandardRestore(abstract))
+        return dataclasses.replace(like, **restored)
 
     def params(self, step: int | None = None) -> tuple[int, Any]:
         """The step, and what was trained by then: of a given step, or of the newest.
@@ -153,6 +156,12 @@ class StateFiles:
             raise ValueError(
                 f"{self._path(step)}: cannot be read as the state of this run: {_first_line(error)}"
             ) from error
+
+
+def _fields(state: Any) -> dict[str, Any]:
+    """The fields of a state by name, without those that have nothing in most runs and that earlier versions lack."""
+    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    return {name: x for name, x in fields.items() if name not in _OPTIONAL or x is not None}
 
 
 def _arrays() -> ocp.Checkpointer:

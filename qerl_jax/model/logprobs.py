@@ -37,10 +37,12 @@ def of_targets(
     num_tokens: int,
     count: jax.Array | None = None,
     chunk: int = 1024,
+    entropy_slopes: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of each target and entropy of each distribution, without ever holding [N, V] logits.
 
         d log p(target) / d hidden = (head[target] - sum over v of p(v) head[v]) / temperature
+        d entropy / d hidden = -(sum over v of p(v) (log p(v) + entropy) head[v]) / temperature
 
     Rows go through the head `chunk` at a time: memory is chunk * V float32, whatever N is. When a
     derivative will be asked for, that slope, [N, D], is formed while a chunk's logits are there, so
@@ -55,10 +57,12 @@ def of_targets(
         count: How many of the targets, from the first on, are asked for; None means all. A chunk
             without one costs nothing, and is 0.
         chunk: Rows at a time.
+        entropy_slopes: Whether a derivative of the entropies will be asked for: it takes one more product
+            with the head, and [N, D] more memory.
 
     Returns:
-        float32 [N] log-probabilities, float32 [N] entropies in nats (no gradient flows through
-        these).
+        float32 [N] log-probabilities, float32 [N] entropies in nats; without `entropy_slopes` no gradient
+        flows through these.
     """
     rows, chunk = len(hidden), min(chunk, len(hidden))
     padding = -rows % chunk
@@ -66,12 +70,14 @@ def of_targets(
     targets = jnp.pad(targets, (0, padding)).reshape(-1, chunk)
     temperature = jnp.asarray(temperature, jnp.float32)
     asked = None if count is None else jnp.arange(len(targets)) * chunk < count
-    logps, entropies = _of_chunks(hidden, head, targets, asked, temperature, num_tokens)
+    logps, entropies = _of_chunks(
+        hidden, head, targets, asked, temperature, num_tokens, entropy_slopes
+    )
     return logps.reshape(-1)[:rows], entropies.reshape(-1)[:rows]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _of_chunks(hidden, head, targets, asked, temperature, num_tokens):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _of_chunks(hidden, head, targets, asked, temperature, num_tokens, entropy_slopes):
     def of_chunk(hidden, targets):
         logps = log_softmax(layers.logits(hidden, head), temperature, num_tokens)
         return _picked(logps, targets), entropy(logps)
@@ -79,12 +85,14 @@ def _of_chunks(hidden, head, targets, asked, temperature, num_tokens):
     return jax.lax.map(lambda args: _if_asked(of_chunk, *args), (asked, hidden, targets))
 
 
-def _of_chunks_fwd(hidden, head, targets, asked, temperature, num_tokens):
+def _of_chunks_fwd(hidden, head, targets, asked, temperature, num_tokens, entropy_slopes):
     def of_chunk(hidden, targets):
         logps = log_softmax(layers.logits(hidden, head), temperature, num_tokens)
-        slopes = _logit_slopes(logps, targets, temperature).astype(hidden.dtype)
-        slopes = linear(slopes, head.T).astype(hidden.dtype)
-        return _picked(logps, targets), entropy(logps), slopes
+        through_head = lambda x: linear(x.astype(hidden.dtype), head.T).astype(hidden.dtype)
+        slopes = [through_head(_logit_slopes(logps, targets, temperature))]
+        if entropy_slopes:
+            slopes.append(through_head(_entropy_slopes(logps, temperature)))
+        return _picked(logps, targets), entropy(logps), tuple(slopes)
 
     logps, entropies, slopes = jax.lax.map(
         lambda args: _if_asked(of_chunk, *args), (asked, hidden, targets)
@@ -92,16 +100,22 @@ def _of_chunks_fwd(hidden, head, targets, asked, temperature, num_tokens):
     return (logps, entropies), (slopes, hidden, head, targets, asked, temperature)
 
 
-def _of_chunks_bwd(num_tokens, residuals, cotangents):
+def _of_chunks_bwd(num_tokens, entropy_slopes, residuals, cotangents):
     slopes, hidden, head, targets, asked, temperature = residuals
-    factors, _ = cotangents
-    dhidden = (factors[..., None] * slopes.astype(jnp.float32)).astype(hidden.dtype)
+    # Of the log-probabilities, and where they have slopes of the entropies.
+    factors = cotangents[: len(slopes)]
+    dhidden = sum(
+        each[..., None] * slope.astype(jnp.float32)
+        for each, slope in zip(factors, slopes, strict=True)
+    ).astype(hidden.dtype)
 
     # Where the head is frozen nobody asks for this, and the compiler drops it.
     def of_chunk(dhead, args):
         hidden, targets, factors = args
         logps = log_softmax(layers.logits(hidden, head), temperature, num_tokens)
-        dlogits = factors[:, None] * _logit_slopes(logps, targets, temperature)
+        dlogits = factors[0][:, None] * _logit_slopes(logps, targets, temperature)
+        if entropy_slopes:
+            dlogits = dlogits + factors[1][:, None] * _entropy_slopes(logps, temperature)
         return dhead + layers.logits(dlogits.astype(hidden.dtype).T, hidden.T), None
 
     zeros = jnp.zeros(head.shape, jnp.float32)
@@ -128,3 +142,9 @@ def _logit_slopes(logps: jax.Array, targets: jax.Array, temperature: jax.Array) 
     """Derivative of each target's log-probability with respect to the logits, [N, V]."""
     hit = jnp.arange(logps.shape[-1]) == targets[:, None]
     return (hit - jnp.exp(logps)) / jnp.where(temperature > 0, temperature, 1.0)
+
+
+def _entropy_slopes(logps: jax.Array, temperature: jax.Array) -> jax.Array:
+    """Derivative of each distribution's entropy with respect to the logits, [N, V]."""
+    above = jnp.where(jnp.isneginf(logps), 0.0, logps) + entropy(logps)[:, None]
+    return -jnp.exp(logps) * above / jnp.where(temperature > 0, temperature, 1.0)

@@ -21,8 +21,16 @@ if TYPE_CHECKING:
     from qerl_jax.rewards.scoring import resolve
     from qerl_jax.rl.aqn import adapted_sigma, norm_noise, sigma_schedule, step_key
     from qerl_jax.rl.dynamic_sampling import Supply, by_functions, gather
+    from qerl_jax.rl.entropy import EntropyControl
     from qerl_jax.rl.experience import Experience, make_experience
-    from qerl_jax.rl.grpo import BatchTotals, LossInputs, group_advantages, informative, policy_loss
+    from qerl_jax.rl.grpo import (
+        BatchTotals,
+        LossInputs,
+        decoupled_advantages,
+        group_advantages,
+        informative,
+        policy_loss,
+    )
     from qerl_jax.rl.rollouts import Rollout, Sampler, Scored, admit, collect, make_sampler, score
     from qerl_jax.rl.update import Objective, TrainState, Updater, init_state, token_logps
 
@@ -34,9 +42,11 @@ _MODULES = {
     "qerl_jax.rl.aqn": ("adapted_sigma", "norm_noise", "sigma_schedule", "step_key"),
     "qerl_jax.rl.dynamic_sampling": ("Supply", "by_functions", "gather"),
     "qerl_jax.rl.experience": ("Experience", "make_experience"),
+    "qerl_jax.rl.entropy": ("EntropyControl",),
     "qerl_jax.rl.grpo": (
         "BatchTotals",
         "LossInputs",
+        "decoupled_advantages",
         "group_advantages",
         "informative",
         "policy_loss",

@@ -19,11 +19,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from qerl_jax.checked import require
-from qerl_jax.config import GrpoConfig
+from qerl_jax.config import LOSS_TYPES, GrpoConfig
 from qerl_jax.rl import masked
 
 # Keeps a nearly constant group from being blown up to unit variance; the value is TRL's.
 _STD_EPSILON = 1e-4
+# Bounds of the logarithms of VESPO's ratios; the values are TRL's.
+_LEAST_LOG_RATIO, _MOST_LOG_RATIO = math.log(1e-8), 20.0
 
 
 def combine_rewards(per_function: Array, weights: Array) -> Array:
@@ -125,6 +127,51 @@ def group_advantages(
         spread = jnp.std(rewards, axis=axis, ddof=1, keepdims=True, where=given)
         centered = centered / (spread + _STD_EPSILON)
     return jnp.where(learned, centered, 0)
+
+
+def decoupled_advantages(
+    per_function: Array,
+    weights: Array,
+    *,
+    scale: Literal["group", "batch", "none"] = "group",
+    estimator: Literal["grpo", "rloo"] = "grpo",
+) -> Array:
+    """Compares each completion with the others of its prompt by one reward function at a time.
+
+        a_f = (r_f - mean of r_f over the group) / (s_f + 1e-4)
+        A   = (a - mean of a) / (std of a + 1e-4),        a = sum over f of w_f a_f
+
+    where s_f is the standard deviation of that function's rewards alone, and the second line is taken
+    over the whole batch. So a function whose rewards lie far apart does not drown another. GDPO
+    (arXiv:2601.05242); TRL's `normalize_then_sum`, which knows the scale "group" only.
+
+    Args:
+        per_function: [P, G, number of functions]; NaN where a function does not apply to a row.
+        weights: [number of functions].
+        scale: Standard deviation s_f of a function: of the "group", of the "batch", or "none" to centre
+            only.
+        estimator: As of `group_advantages`.
+
+    Returns:
+        The advantages [P, G]: 0 for a row without a reward, and in a group in which no function tells
+        one completion from another.
+
+    Raises:
+        ValueError: for fewer than two completions per prompt, or an unknown scale or estimator.
+    """
+    by_function = [
+        group_advantages(each, scale=scale, estimator=estimator)
+        for each in jnp.moveaxis(per_function, -1, 0)
+    ]
+    given = ~jnp.all(jnp.isnan(per_function), axis=-1)
+    # Where a function abstained its advantage is 0, and so is its part of the sum.
+    summed = jnp.tensordot(weights, jnp.stack(by_function), axes=1)
+    # Less than two rows with a reward have no deviation.
+    differ = jnp.sum(given) > 1
+    mean, spread = jnp.mean(summed, where=given), jnp.std(summed, ddof=1, where=given)
+    normal = jnp.where(differ, (summed - mean) / (jnp.where(differ, spread, 0) + _STD_EPSILON), 0)
+    tells = jnp.any(jnp.stack([informative(each) for each in by_function]), axis=0)
+    return jnp.where(given & tells[:, None], normal, 0)
 
 
 def token_kl(logps: Array, ref_logps: Array, kind: Literal["k1", "k2", "k3"] = "k3") -> Array:
@@ -310,7 +357,8 @@ def sampling_weights(
     """The weights that a config gives the policy's term of the loss; None where it asks for none.
 
     They are the product of `truncated_importance_weights`, `sampling_mask` and `off_policy_mask`, as
-    far as these are switched on.
+    far as these are switched on. VESPO takes the first of them into its own weight, see
+    `sampling_correction`.
 
     Args:
         cfg: The objective.
@@ -325,17 +373,8 @@ def sampling_weights(
         [B, T] or [B, 1], without gradient; or None.
     """
     trainer, weights = logps if old_logps is None else old_logps, []
-    if cfg.importance_sampling_correction:
-        weights.append(
-            truncated_importance_weights(
-                trainer,
-                behaviour_logps,
-                mask,
-                mode=cfg.importance_sampling_mode,
-                clip_max=cfg.importance_sampling_clip_max,
-                clip_min=cfg.importance_sampling_clip_min,
-            )
-        )
+    if cfg.importance_sampling_correction and cfg.loss_type != "vespo":
+        weights.append(_corrections(cfg, trainer, behaviour_logps, mask))
     if cfg.sampling_mask != "none":
         weights.append(
             sampling_mask(
@@ -353,6 +392,33 @@ def sampling_weights(
     return functools.reduce(jnp.multiply, weights) if weights else None
 
 
+def sampling_correction(
+    cfg: GrpoConfig, trainer_logps: Array, behaviour_logps: Array, mask: Array
+) -> Array | None:
+    """The correction [B, T] that is a factor of VESPO's weight of a row; None where a config asks for none.
+
+    Args:
+        cfg: The objective.
+        trainer_logps: [B, T] log-probabilities of the trainer's policy before the update.
+        behaviour_logps: [B, T] log-probabilities under the policy that sampled.
+        mask: [B, T], nonzero at the tokens that count.
+    """
+    if cfg.loss_type != "vespo" or not cfg.importance_sampling_correction:
+        return None
+    return _corrections(cfg, trainer_logps, behaviour_logps, mask)
+
+
+def _corrections(cfg: GrpoConfig, trainer: Array, behaviour: Array, mask: Array) -> Array:
+    return truncated_importance_weights(
+        trainer,
+        behaviour,
+        mask,
+        mode=cfg.importance_sampling_mode,
+        clip_max=cfg.importance_sampling_clip_max,
+        clip_min=cfg.importance_sampling_clip_min,
+    )
+
+
 class RowMetrics(NamedTuple):
     """What `policy_loss` counted in each row; each field is [B].
 
@@ -362,13 +428,18 @@ class RowMetrics(NamedTuple):
 
     tokens: Array  # tokens that count
     ratios: Array  # importance ratios that count: tokens, or 1 for a whole sequence
-    low_clipped: Array  # ratios below 1 - epsilon whose advantage is negative
-    high_clipped: Array  # ratios above 1 + epsilon_high whose advantage is positive
+    low_clipped: Array | None  # ratios below 1 - epsilon, advantage negative; None for other losses
+    high_clipped: Array | None  # ratios above 1 + epsilon_high, advantage positive; likewise
     kl: Array | None  # sum of the divergence's estimates; None without a reference
     capped: Array | None = (
         None  # ratios above the cap whose advantage is negative; None without one
     )
     dropped: Array | None = None  # tokens whose sampling weight is 0; None without weights
+    truncated: Array | None = None  # weights of CISPO above its bound whose advantage is positive
+    phi: Array | None = None  # VESPO's weight of the row
+    entropy: Array | None = (
+        None  # sum of the entropies of the tokens of the bonus; None without one
+    )
 
 
 def summarize(rows: RowMetrics) -> dict[str, Array]:
@@ -378,7 +449,8 @@ def summarize(rows: RowMetrics) -> dict[str, Array]:
     `clip_ratio/low_min` and `clip_ratio/high_max` are the smallest and largest fraction of a single
     row; rows without tokens have none. `clip_ratio/delta_mean` is the fraction of all ratios that
     the cap of negative advantages bounds, `sampling/masked_mean` that of tokens whose sampling
-    weight is 0; each is there where it can be.
+    weight is 0, `cispo_clip_ratio` that of weights that CISPO bounds, and `vespo/phi_seq_mean` the mean
+    of VESPO's weights over rows with tokens; each is there where it can be.
 
     Args:
         rows: counts of any shape, so also [micro-batches, B].
@@ -386,14 +458,20 @@ def summarize(rows: RowMetrics) -> dict[str, Array]:
     counted = rows.ratios > 0
     per_row = jnp.maximum(rows.ratios, 1)
     total = jnp.maximum(jnp.sum(rows.ratios), 1)
-    low, high = jnp.sum(rows.low_clipped) / total, jnp.sum(rows.high_clipped) / total
-    metrics = {
-        "clip_ratio/low_mean": low,
-        "clip_ratio/low_min": masked.min(rows.low_clipped / per_row, counted),
-        "clip_ratio/high_mean": high,
-        "clip_ratio/high_max": masked.max(rows.high_clipped / per_row, counted),
-        "clip_ratio/region_mean": low + high,
-    }
+    metrics = {}
+    if rows.low_clipped is not None:
+        low, high = jnp.sum(rows.low_clipped) / total, jnp.sum(rows.high_clipped) / total
+        metrics |= {
+            "clip_ratio/low_mean": low,
+            "clip_ratio/low_min": masked.min(rows.low_clipped / per_row, counted),
+            "clip_ratio/high_mean": high,
+            "clip_ratio/high_max": masked.max(rows.high_clipped / per_row, counted),
+            "clip_ratio/region_mean": low + high,
+        }
+    if rows.truncated is not None:
+        metrics["cispo_clip_ratio"] = jnp.sum(rows.truncated) / total
+    if rows.phi is not None:
+        metrics["vespo/phi_seq_mean"] = masked.mean(rows.phi, rows.tokens > 0)
     if rows.kl is not None:
         metrics["kl"] = jnp.sum(rows.kl) / jnp.maximum(jnp.sum(rows.tokens), 1)
     if rows.capped is not None:
@@ -414,6 +492,9 @@ class LossInputs(NamedTuple):
     mask: Array  # [B, T], nonzero at the tokens that count
     ref_logps: Array | None = None  # [B, T] under the reference; needed when beta is not 0
     sampling_weights: Array | None = None  # [B, T] or [B, 1], see `sampling_weights`
+    correction: Array | None = None  # [B, T] or [B, 1], see `sampling_correction`
+    entropies: Array | None = None  # [B, T], in nats; needed for an entropy bonus
+    high_entropy: Array | None = None  # [B, T], nonzero at the tokens that the policy learns from
 
 
 @jax.tree_util.register_dataclass
@@ -426,38 +507,55 @@ class BatchTotals:
         tokens: Tokens that count.
         max_completion_length: Divisor of dr_grpo.
         num_micro_batches: Micro-batches, for bnpo.
+        entropy_tokens: Tokens of the entropy bonus: those that count, or of them those of high entropy.
+        entropy_coef: Coefficient of the bonus, where it is not the config's.
     """
 
     rows: Array | int | None = None
     tokens: Array | int | None = None
     max_completion_length: Array | int | None = None
     num_micro_batches: int = dataclasses.field(default=1, metadata={"static": True})
+    entropy_tokens: Array | int | None = None
+    entropy_coef: Array | float | None = None
 
 
 def policy_loss(
     cfg: GrpoConfig, batch: LossInputs, totals: BatchTotals = BatchTotals()
 ) -> tuple[Array, RowMetrics]:
-    """Clipped policy-gradient loss with decoupled bounds.
+    """A policy-gradient loss, by `loss_type`.
 
-        l_t = -w_t min(min(rho_t, delta) A, clip(rho_t, 1 - epsilon, 1 + epsilon_high) A)
-              + beta k_t,               rho_t = policy / old policy, per token or per sequence
+        l_t = -w_t f_t + beta k_t,        rho_t = policy / old policy, per token or per sequence
+
+    and of tokens whose policy term f_t counts, by `loss_type`:
+
+        grpo, dr_grpo, dapo, bnpo, luspo
+               f_t = min(min(rho_t, delta) A, clip(rho_t, 1 - epsilon, 1 + epsilon_high) A)
+        cispo  f_t = sg(min(rho_t, epsilon_high)) A log policy_t                arXiv:2506.13585
+        sapo   f_t = sigmoid(tau (rho_t - 1)) 4 / tau A                         arXiv:2511.20347
+        vespo  f_t = sg(phi(rho)) A log policy_t, see `vespo_weights`           arXiv:2602.10693
 
     `delta` (`GrpoConfig.ratio_cap`) bounds the term that is not clipped, which for a negative advantage
-    is otherwise unbounded (dual clip, arXiv:1912.09729; two-sided clipping, arXiv:2505.07291). A token
-    whose sampling weight w is 0 still counts in the denominators below. With `use_bias_correction_kl` the divergence k_t is
-    multiplied by rho_t, through which its gradient then flows, too (arXiv:2512.02556).
+    is otherwise unbounded (dual clip, arXiv:1912.09729; two-sided clipping, arXiv:2505.07291). CISPO
+    clips the weight and not the update, so each token keeps a gradient; its `epsilon_high` is the bound
+    itself, as in TRL. SAPO's temperature tau is `sapo_temperature_pos` where A > 0, else
+    `sapo_temperature_neg`. A token whose sampling weight w is 0, or that is not of high entropy, still
+    counts in the denominators below. With `use_bias_correction_kl` the divergence k_t is multiplied by
+    rho_t, through which its gradient then flows, too (arXiv:2512.02556).
 
     What is made of the token losses depends on `loss_type`; every sum runs over tokens that count:
 
-        grpo     (sum over rows of the row's mean) / rows               arXiv:2402.03300
-        dr_grpo  sum / (rows * max_completion_length)                   arXiv:2503.20783
-        dapo     sum / tokens                                           arXiv:2503.14476
-        bnpo     sum / tokens of this micro-batch, / num_micro_batches  arXiv:2506.02864
+        grpo, sapo          (sum over rows of the row's mean) / rows        arXiv:2402.03300
+        luspo               sum / rows                                      arXiv:2602.05261
+        dr_grpo             sum / (rows * max_completion_length)            arXiv:2503.20783
+        dapo, cispo, vespo  sum / tokens                                    arXiv:2503.14476
+        bnpo     sum / tokens of this micro-batch, / num_micro_batches      arXiv:2506.02864
+
+    With `entropy_coef` (or one that adapts) the coefficient times the mean entropy over the tokens of
+    the bonus is taken off, whatever the `loss_type`.
 
     An optimizer batch may be cut into micro-batches whose losses and gradients are summed: pass the
-    whole batch's `totals`, and for grpo, dr_grpo and dapo the sum does not depend on the cut. (For
-    bnpo it does: that is what tells it from dapo.) A row or batch without tokens gives 0, and
-    gradient 0.
+    whole batch's `totals`, and for all but bnpo the sum does not depend on the cut. (For bnpo it does:
+    that is what tells it from dapo.) A row or batch without tokens gives 0, and gradient 0.
 
     Args:
         cfg: The objective.
@@ -469,7 +567,7 @@ def policy_loss(
 
     Raises:
         ValueError: for shapes that do not belong together, an unknown option, or a missing
-            `ref_logps` or `max_completion_length`.
+            `ref_logps`, `entropies` or `max_completion_length`.
     """
     _check_shapes(batch)
     require(
@@ -477,15 +575,14 @@ def policy_loss(
     )
 
     mask, advantage = batch.mask, batch.advantages[:, None]
-    epsilon_high = cfg.epsilon if cfg.epsilon_high is None else cfg.epsilon_high
     ratio = jnp.exp(
         log_importance_ratio(batch.logps, batch.old_logps, mask, cfg.importance_sampling_level)
     )
-    capped = ratio if cfg.ratio_cap is None else jnp.minimum(ratio, cfg.ratio_cap)
-    clipped = jnp.clip(ratio, 1 - cfg.epsilon, 1 + epsilon_high)
-    policy_term = jnp.minimum(capped * advantage, clipped * advantage)
-    if batch.sampling_weights is not None:
-        policy_term = policy_term * batch.sampling_weights
+    phi = vespo_weights(cfg, batch) if cfg.loss_type == "vespo" else None
+    policy_term = _policy_terms(cfg, batch, ratio, phi)
+    for factor in (batch.sampling_weights, batch.high_entropy):
+        if factor is not None:
+            policy_term = policy_term * factor
     token_loss = jnp.broadcast_to(-policy_term, batch.logps.shape)
     kl = _token_kls(cfg, batch, ratio)
     if cfg.beta:
@@ -493,27 +590,98 @@ def policy_loss(
 
     tokens = jnp.sum(mask != 0, axis=1).astype(batch.logps.dtype)
     counted = mask if cfg.importance_sampling_level == "token" else (tokens > 0)[:, None]
-    too_low = (ratio < 1 - cfg.epsilon) & (advantage < 0)
-    too_high = (ratio > 1 + epsilon_high) & (advantage > 0)
+    count = lambda which: masked.sum(which.astype(tokens.dtype), counted, axis=1)
+    clips = cfg.clips
     metrics = RowMetrics(
         tokens=tokens,
         ratios=jnp.sum(counted != 0, axis=1).astype(tokens.dtype),
-        low_clipped=masked.sum(too_low.astype(tokens.dtype), counted, axis=1),
-        high_clipped=masked.sum(too_high.astype(tokens.dtype), counted, axis=1),
+        low_clipped=count((ratio < 1 - cfg.epsilon) & (advantage < 0)) if clips else None,
+        high_clipped=count((ratio > cfg.highest) & (advantage > 0)) if clips else None,
         kl=None if kl is None else masked.sum(kl, mask, axis=1),
-        capped=_capped(cfg, ratio, advantage, counted),
+        capped=None if cfg.ratio_cap is None else count((ratio > cfg.ratio_cap) & (advantage < 0)),
         dropped=_dropped(batch),
+        truncated=count((ratio > cfg.epsilon_high) & (advantage > 0))
+        if cfg.loss_type == "cispo"
+        else None,
+        phi=None if phi is None else phi[:, 0],
+        entropy=_bonus_entropies(cfg, batch),
     )
     loss = _averaged(cfg.loss_type, token_loss, mask, tokens, totals)
+    if metrics.entropy is not None:
+        loss = loss - _entropy_bonus(cfg, batch, metrics.entropy, totals)
     return loss, jax.lax.stop_gradient(metrics)
 
 
-def _capped(cfg: GrpoConfig, ratio: Array, advantage: Array, counted: Array) -> Array | None:
-    """How many ratios [B] of each row the cap bounds; None without a cap."""
-    if cfg.ratio_cap is None:
+def vespo_weights(cfg: GrpoConfig, batch: LossInputs) -> Array:
+    """VESPO's weight of each row, a gamma function of the row's ratio that is 1 at 1.
+
+        phi(rho) = exp(lambda) rho^k exp(-lambda rho),     rho = product over the row's tokens of the
+                                                           ratio and of its correction
+
+    with `vespo_k_pos` and `vespo_lambda_pos` where A >= 0, else `vespo_k_neg` and `vespo_lambda_neg`. As
+    in TRL the logarithm of a token's ratio is bounded by 20, that of the row's by log 1e-8 and 20.
+
+    Args:
+        cfg: The objective.
+        batch: Rows of the micro-batch.
+
+    Returns:
+        [B, 1], without gradient.
+
+    Source: VESPO (arXiv:2602.10693).
+    """
+    log_ratio = jnp.where(batch.mask != 0, batch.logps - batch.old_logps, 0)
+    total = jnp.sum(jnp.clip(log_ratio, -_MOST_LOG_RATIO, _MOST_LOG_RATIO), axis=1, keepdims=True)
+    bounded = lambda x: jnp.clip(x, _LEAST_LOG_RATIO, _MOST_LOG_RATIO)
+    if batch.correction is not None:
+        total = total + jnp.sum(bounded(jnp.log(batch.correction)), axis=1, keepdims=True)
+    total, is_good = bounded(total), batch.advantages[:, None] >= 0
+    k = jnp.where(is_good, cfg.vespo_k_pos, cfg.vespo_k_neg)
+    decay = jnp.where(is_good, cfg.vespo_lambda_pos, cfg.vespo_lambda_neg)
+    phi = jnp.exp(decay + k * total - decay * jnp.exp(total))
+    return jax.lax.stop_gradient(phi)
+
+
+def _policy_terms(cfg: GrpoConfig, batch: LossInputs, ratio: Array, phi: Array | None) -> Array:
+    """What a token [B, T], or row [B, 1], is worth to the policy, before any weights."""
+    advantage = batch.advantages[:, None]
+    match cfg.loss_type:
+        case "cispo":
+            bounded = jax.lax.stop_gradient(jnp.minimum(ratio, cfg.epsilon_high))
+            return bounded * advantage * batch.logps
+        case "vespo":
+            return phi * advantage * batch.logps
+        case "sapo":
+            pos, neg = cfg.sapo_temperature_pos, cfg.sapo_temperature_neg
+            temperature = jnp.where(advantage > 0, pos, neg)
+            return jax.nn.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantage
+    capped = ratio if cfg.ratio_cap is None else jnp.minimum(ratio, cfg.ratio_cap)
+    clipped = jnp.clip(ratio, 1 - cfg.epsilon, cfg.highest)
+    return jnp.minimum(capped * advantage, clipped * advantage)
+
+
+def _bonus_entropies(cfg: GrpoConfig, batch: LossInputs) -> Array | None:
+    """The sum [B] of each row's entropies over the tokens of the bonus; None without a bonus."""
+    if not cfg.has_entropy_bonus:
         return None
-    too_high = (ratio > cfg.ratio_cap) & (advantage < 0)
-    return masked.sum(too_high.astype(ratio.dtype), counted, axis=1)
+    require(batch.entropies is not None, "entropies", None, "an entropy bonus needs them")
+    return masked.sum(batch.entropies, _bonus_tokens(batch), axis=1)
+
+
+def _bonus_tokens(batch: LossInputs) -> Array:
+    if batch.high_entropy is None:
+        return batch.mask
+    return (batch.mask != 0) & (batch.high_entropy != 0)
+
+
+def _entropy_bonus(
+    cfg: GrpoConfig, batch: LossInputs, entropies: Array, totals: BatchTotals
+) -> Array:
+    """The part of this micro-batch of coefficient times mean entropy."""
+    tokens = jnp.sum(_bonus_tokens(batch) != 0)
+    tokens = tokens if totals.entropy_tokens is None else totals.entropy_tokens
+    coef = cfg.entropy_coef if totals.entropy_coef is None else totals.entropy_coef
+    return coef * jnp.sum(entropies) / jnp.maximum(tokens, 1)
 
 
 def _dropped(batch: LossInputs) -> Array | None:
@@ -535,7 +703,7 @@ def _token_kls(cfg: GrpoConfig, batch: LossInputs, ratio: Array) -> Array | None
 
 
 def _averaged(
-    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo"],
+    loss_type: str,
     token_loss: Array,
     mask: Array,
     tokens: Array,
@@ -544,18 +712,21 @@ def _averaged(
     """The loss of a micro-batch from those of its tokens; `tokens` [B] counts them."""
     rows = len(mask) if totals.rows is None else totals.rows
     match loss_type:
-        case "grpo":
+        case "grpo" | "sapo":
             return jnp.sum(masked.mean(token_loss, mask, axis=1)) / rows
         case "dr_grpo":
             longest = totals.max_completion_length
             require(longest is not None, "max_completion_length", longest, "dr_grpo needs it")
             return masked.sum(token_loss, mask) / (rows * longest)
-        case "dapo":
+        case "luspo":
+            return masked.sum(token_loss, mask) / rows
+        case "dapo" | "cispo" | "vespo":
             total = jnp.sum(tokens) if totals.tokens is None else totals.tokens
             return masked.sum(token_loss, mask) / jnp.maximum(total, 1)
         case "bnpo":
             return masked.mean(token_loss, mask) / totals.num_micro_batches
-    raise ValueError(f"loss_type must be 'grpo', 'bnpo', 'dr_grpo' or 'dapo'; got {loss_type!r}")
+    known = ", ".join(map(repr, LOSS_TYPES))
+    raise ValueError(f"loss_type must be one of {known}; got {loss_type!r}")
 
 
 def _check_shapes(batch: LossInputs) -> None:
@@ -566,6 +737,9 @@ def _check_shapes(batch: LossInputs) -> None:
         "mask": [(rows, length)],
         "ref_logps": [(rows, length)],
         "sampling_weights": [(rows, length), (rows, 1)],
+        "correction": [(rows, length), (rows, 1)],
+        "entropies": [(rows, length)],
+        "high_entropy": [(rows, length)],
     }
     for name, shapes in expected.items():
         shape = getattr(getattr(batch, name), "shape", None)

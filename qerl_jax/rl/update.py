@@ -15,6 +15,7 @@ from qerl_jax.config import GrpoConfig, OptimConfig, Remat, RunConfig
 from qerl_jax.model import logprobs, packing, transformer
 from qerl_jax.model.noise import of_rows
 from qerl_jax.rl import grpo, masked, microbatches, optimizer
+from qerl_jax.rl.entropy import EntropyControl, high_entropy
 from qerl_jax.rl.experience import Experience, PackedRows
 
 
@@ -30,6 +31,7 @@ class TrainState:
         skipped: int32, optimizer steps that changed nothing: no signal, or a gradient that was not finite.
         reference: A copy of `params` as they were at the start, which follows them with
             `grpo.sync_ref_model`; or None where the reference is the base.
+        entropy: What an entropy bonus that adapts has come to; None without one.
     """
 
     step: jax.Array
@@ -37,6 +39,7 @@ class TrainState:
     opt_state: Any
     skipped: jax.Array
     reference: Any = None
+    entropy: EntropyControl | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +69,10 @@ class NonFinite:
         step: Optimizer steps done before it.
         params: Under which that happened.
         experience: The rows of the step.
-        fixed: Their log-probabilities under policies that stood still, as far as there were any.
+        fixed: Their log-probabilities under policies that stood still, as far as there were any, and which
+            tokens were of high entropy where that counts.
         noise: The tree under which the policy acted, or None.
+        entropy_coef: The coefficient of the entropy bonus in that step.
     """
 
     step: int
@@ -75,16 +80,31 @@ class NonFinite:
     experience: Experience
     fixed: dict[str, np.ndarray]
     noise: Any
+    entropy_coef: float = 0.0
 
 
-def init_state(params: Any, cfg: OptimConfig, *, keep_reference: bool = False) -> TrainState:
-    """The state before the first step, with a copy of `params` as the reference if one is kept."""
+def init_state(
+    params: Any,
+    cfg: OptimConfig,
+    *,
+    keep_reference: bool = False,
+    control: EntropyControl | None = None,
+) -> TrainState:
+    """The state before the first step, with a copy of `params` as the reference if one is kept.
+
+    Args:
+        params: What trains.
+        cfg: The optimizer.
+        keep_reference: Whether that copy is kept.
+        control: The beginning of an entropy bonus that adapts.
+    """
     return TrainState(
         step=jnp.int32(0),
         params=params,
         opt_state=optimizer.transformation(cfg).init(params),
         skipped=jnp.int32(0),
         reference=jax.tree.map(jnp.copy, params) if keep_reference else None,
+        entropy=jax.tree.map(jnp.asarray, control),
     )
 
 
@@ -139,6 +159,7 @@ def packed_logps(
     adapter: bool = True,
     remat: Remat = "none",
     dropout_key: jax.Array | None = None,
+    entropy_slopes: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """`token_logps` of packed rows: float32 [T] each, which only mean something at tokens of completions.
 
@@ -152,6 +173,7 @@ def packed_logps(
         adapter: See `transformer.Transformer`.
         remat: Likewise.
         dropout_key: Key of the adapter's dropout; None for none.
+        entropy_slopes: Whether gradients flow through the entropies.
     """
     hidden, _ = model.apply(
         variables,
@@ -168,6 +190,7 @@ def packed_logps(
         temperature=temperature,
         num_tokens=num_tokens,
         count=jnp.sum(layout.lengths),
+        entropy_slopes=entropy_slopes,
     )
 
 
@@ -196,7 +219,7 @@ def loss(
         the entropies.
     """
     cfg, lora, layout = objective.grpo, objective.model.lora, batch.packing
-    logps, entropy = packed_logps(
+    logps, entropies = packed_logps(
         objective.model,
         _variables(params, frozen, noise, batch),
         layout,
@@ -205,6 +228,7 @@ def loss(
         num_tokens=objective.num_tokens,
         remat=objective.remat,
         dropout_key=dropout_key if lora is not None and lora.dropout else None,
+        entropy_slopes=cfg.has_entropy_bonus,
     )
     drift = _drift(jax.lax.stop_gradient(logps), batch)
     # From here on by row, [n, S].
@@ -216,18 +240,28 @@ def loss(
     weights = grpo.sampling_weights(
         cfg, current, fixed.get("old_logps"), behaviour, batch.advantages, mask
     )
-    rows = grpo.LossInputs(by_row, old, batch.advantages, mask, fixed.get("ref_logps"), weights)
+    rows = grpo.LossInputs(
+        by_row,
+        old,
+        batch.advantages,
+        mask,
+        fixed.get("ref_logps"),
+        weights,
+        correction=grpo.sampling_correction(cfg, fixed.get("old_logps", current), behaviour, mask),
+        entropies=layout.by_row(entropies) if cfg.has_entropy_bonus else None,
+        high_entropy=fixed.get("high_entropy"),
+    )
     value, counts = grpo.policy_loss(cfg, rows, totals)
-    return value, (counts, drift, masked.sum(entropy, batch.mask))
+    return value, (counts, drift, masked.sum(entropies, batch.mask))
 
 
 gradient = jax.value_and_grad(loss, argnums=1, has_aux=True)
 
 
-@functools.partial(jax.jit, static_argnames=("objective", "adapter"))
-def score(objective, params, frozen, noise, batch, adapter):
-    """Log-probabilities [T] of the tokens of a micro-batch."""
-    return packed_logps(
+@functools.partial(jax.jit, static_argnames=("objective", "adapter", "of"))
+def score(objective, params, frozen, noise, batch, adapter, of="logps"):
+    """Log-probabilities [T] of the tokens of a micro-batch, or with of = "entropies" these."""
+    logps, entropies = packed_logps(
         objective.model,
         _variables(params, frozen, noise, batch),
         batch.packing,
@@ -235,7 +269,8 @@ def score(objective, params, frozen, noise, batch, adapter):
         temperature=objective.temperature,
         num_tokens=objective.num_tokens,
         adapter=adapter,
-    )[0]
+    )
+    return {"logps": logps, "entropies": entropies}[of]
 
 
 @jax.jit
@@ -291,6 +326,7 @@ def apply(state: TrainState, sums, learns, place, *, grpo_cfg, optim_cfg, total_
         opt_state=opt_state,
         skipped=state.skipped + ~keep,
         reference=_refreshed(grpo_cfg, state.reference, params, state.step + 1),
+        entropy=state.entropy,
     )
     metrics = {
         "loss": value,
@@ -364,7 +400,7 @@ class Updater:
             `sampling/...` compare the policy before its first step with the sampler, on the rows of
             that step: `kl` and `kl_k3` estimate KL(sampler || policy), in nats per token.
             Both, entropy, `kl` and `clip_ratio/...` are of the rows that were computed, which without
-            a divergence are those with an advantage; `update/rows` is their number in an optimizer
+            a divergence and an entropy bonus are those with an advantage; `update/rows` is their number in an optimizer
             step, `update/padding` the share of the tokens that went through the linears which were padding,
             or a prompt once more; `update/programs` counts the shapes of micro-batches.
         """
@@ -378,16 +414,19 @@ class Updater:
         fixed = anchors(self, state, frozen, experience, noise, steps, cuts)
         for index in range(steps):
             rows = batches[index % len(batches)]
+            held = fixed | _high_entropy(self, state.params, frozen, experience, noise, rows)
+            coef = _entropy_coef(cfg, state.entropy)
             sums, counts = summed_gradient(
                 self,
                 state.params,
                 frozen,
                 experience,
-                fixed,
+                held,
                 noise,
                 rows,
                 cuts[index % len(batches)],
                 jax.random.fold_in(step_key, index),
+                coef,
             )
             state, metrics = apply(
                 state,
@@ -400,14 +439,23 @@ class Updater:
             )
             metrics, counts = jax.device_get((metrics, counts))
             records.append((metrics, *_joined(counts, rows.size)))
+            if cfg.has_entropy_bonus:
+                tokens = _entropy_tokens(experience, held, rows)
+                mean = records[-1][1].entropy.sum(dtype=np.float64) / max(tokens, 1)
+                metrics["policy_loss"] = metrics["loss"] + coef * mean
+                if state.entropy is not None and tokens:
+                    control = state.entropy.after(cfg, mean)
+                    state = dataclasses.replace(state, entropy=jax.device_put(control))
+                metrics["entropy_coef"] = coef if state.entropy is None else state.entropy.coef
             if self.on_non_finite and metrics["updates/non_finite"]:
                 self.on_non_finite(
                     NonFinite(
                         int(state.step) - 1,
                         params=state.params,
                         experience=experience.take(rows),
-                        fixed={name: x[rows.reshape(-1)] for name, x in fixed.items()},
+                        fixed={name: x[rows.reshape(-1)] for name, x in held.items()},
                         noise=noise,
+                        entropy_coef=coef,
                     )
                 )
         metrics = _reduce(records) | _sampling_metrics(records[0][2])
@@ -484,12 +532,51 @@ def all_logps(
     adapter: bool = True,
 ) -> np.ndarray:
     """float32 [B, C], log-probabilities of those rows [N] of a rollout, and 0 of others."""
-    logps = np.zeros(experience.completions.shape, np.float32)
+    return _of_tokens(updater, params, frozen, experience, noise, rows, adapter, "logps")
+
+
+def _of_tokens(updater, params, frozen, experience, noise, rows, adapter, of) -> np.ndarray:
+    """float32 [B, C], what `score` finds of those rows [N] of a rollout, and 0 of others."""
+    found = np.zeros(experience.completions.shape, np.float32)
     for batch in cut_rows(updater, experience, rows):
         packed = experience.pack(batch, {})
-        values = score(updater.objective, params, frozen, noise, packed, adapter)
-        experience.unpack(logps, batch, packed.packing, np.asarray(values))
-    return logps
+        values = score(updater.objective, params, frozen, noise, packed, adapter, of)
+        experience.unpack(found, batch, packed.packing, np.asarray(values))
+    return found
+
+
+def _high_entropy(
+    updater: Updater,
+    params: Any,
+    frozen: Any,
+    experience: Experience,
+    noise: Any,
+    rows: np.ndarray,
+) -> dict[str, np.ndarray]:
+    """Which tokens [B, C] of an optimizer batch [n, k] the policy learns from; empty where from all.
+
+    All rows with tokens are computed, those that cannot learn, too: the quantile is over the batch.
+    """
+    quantile = updater.objective.grpo.top_entropy_quantile
+    if quantile == 1:
+        return {}
+    chosen = rows.reshape(-1)
+    chosen = chosen[experience.lengths[chosen] > 0]
+    found = _of_tokens(updater, params, frozen, experience, noise, chosen, True, "entropies")
+    mask = np.zeros_like(experience.mask)
+    mask[chosen] = experience.mask[chosen]
+    return {"high_entropy": high_entropy(found, mask, quantile)}
+
+
+def _entropy_coef(cfg: GrpoConfig, control: EntropyControl | None) -> float:
+    """The coefficient of an optimizer step's entropy bonus."""
+    return cfg.entropy_coef if control is None else jax.device_get(control).applied(cfg)
+
+
+def _entropy_tokens(experience: Experience, fixed: dict[str, np.ndarray], rows: np.ndarray) -> int:
+    """Tokens of an optimizer batch [n, k] whose entropies the bonus adds up."""
+    counted = fixed.get("high_entropy", experience.mask)
+    return int(np.count_nonzero(counted[rows.reshape(-1)]))
 
 
 def optimizer_batches(updater: Updater, rows: np.ndarray, key: jax.Array) -> np.ndarray:
@@ -533,6 +620,7 @@ def summed_gradient(
     rows: np.ndarray,
     cut: Sequence[microbatches.MicroBatch],
     key: jax.Array,
+    entropy_coef: float,
 ) -> tuple[tuple[jax.Array, Any], list[Any]]:
     """Loss and gradient of an optimizer batch [n, k], and counts of its micro-batches."""
     chosen, judged = rows.reshape(-1), experience.judged
@@ -543,6 +631,11 @@ def summed_gradient(
         max_completion_length=updater.max_completion_length,
         num_micro_batches=updater.optim.gradient_accumulation_steps,
     )
+    if updater.objective.grpo.has_entropy_bonus:
+        tokens = _entropy_tokens(experience, fixed, rows)
+        totals = dataclasses.replace(
+            totals, entropy_tokens=np.int32(tokens), entropy_coef=np.float32(entropy_coef)
+        )
     sums, counts = zeros(params), []
     for number, batch in enumerate(cut):
         sums, count = accumulate(
@@ -567,16 +660,20 @@ def replay_step(
     fixed: dict[str, np.ndarray],
     noise: Any,
     key: jax.Array,
+    entropy_coef: float = 0.0,
 ) -> tuple[jax.Array, Any]:
     """Loss and gradient of an optimizer step that a `NonFinite` describes; `key` is of dropout."""
     rows = experience.rows
     cut = micro_batches(updater, experience, rows)
-    return summed_gradient(updater, params, frozen, experience, fixed, noise, rows, cut, key)[0]
+    return summed_gradient(
+        updater, params, frozen, experience, fixed, noise, rows, cut, key, entropy_coef
+    )[0]
 
 
 def _learns(cfg: GrpoConfig, experience: Experience) -> np.ndarray:
-    """bool [B], whether a row has tokens, and an advantage or a divergence to learn from."""
-    return (experience.lengths > 0) & ((experience.advantages != 0) | bool(cfg.beta))
+    """bool [B], whether a row has tokens, and an advantage, a divergence or an entropy to learn from."""
+    always = bool(cfg.beta) or cfg.has_entropy_bonus
+    return (experience.lengths > 0) & ((experience.advantages != 0) | always)
 
 
 def cut_rows(
@@ -727,9 +824,9 @@ def _reduce(records: list[Any]) -> dict[str, Any]:
     """One number per metric out of one per optimizer step."""
     steps = [
         metrics
-        | {"entropy": entropy / max(drift["tokens"].sum(), 1)}
+        | {"entropy": entropies / max(drift["tokens"].sum(), 1)}
         | jax.device_get(_summarize(counts))
-        for metrics, counts, drift, entropy in records
+        for metrics, counts, drift, entropies in records
     ]
     how = {
         "updates/empty": np.sum,
@@ -737,6 +834,7 @@ def _reduce(records: list[Any]) -> dict[str, Any]:
         "clip_ratio/low_min": np.min,
         "clip_ratio/high_max": np.max,
         "learning_rate": lambda x: x[-1],
+        "entropy_coef": lambda x: x[-1],
     }
     return {
         name: how.get(name, np.mean)(np.array([each[name] for each in steps])) for name in steps[0]

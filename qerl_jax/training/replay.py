@@ -34,7 +34,10 @@ def write(run_folder: str | pathlib.Path, failure: update.NonFinite) -> pathlib.
     path.parent.mkdir(parents=True, exist_ok=True)
     if len(list(path.parent.glob("step_*.npz"))) >= _KEPT:
         return None
-    arrays = {"step": np.int32(failure.step)}
+    arrays = {
+        "step": np.int32(failure.step),
+        "entropy_coef": np.float32(failure.entropy_coef),
+    }
     fields = [field.name for field in dataclasses.fields(failure.experience)]
     given = {name: getattr(failure.experience, name) for name in fields}
     arrays |= {f"experience/{name}": x for name, x in given.items() if x is not None}
@@ -74,7 +77,16 @@ def run(path: str | pathlib.Path) -> list[str]:
     planned = memory.planned(cfg, model.arch, limit=memory.device_memory())
     updater = update.make_updater(planned, model, tokenizer.num_tokens, total_steps=1)
     fixed = _under("fixed", arrays)
-    loss, grads = update.replay_step(updater, params, frozen, rows, fixed, noise, jax.random.key(0))
+    loss, grads = update.replay_step(
+        updater,
+        params,
+        frozen,
+        rows,
+        fixed,
+        noise,
+        jax.random.key(0),
+        float(arrays.get("entropy_coef", 0.0)),
+    )
     norm = np.float32(optax.tree.norm(grads))
     found = [
         f"step {arrays['step']}: loss {np.float32(loss)}, grad_norm {norm}",

@@ -19,6 +19,7 @@ from qerl_jax.evaluation.evaluator import Evaluator
 from qerl_jax.model import fused_decode, transformer
 from qerl_jax.rewards import scoring, stock
 from qerl_jax.rl import dynamic_sampling, grpo, optimizer, rollouts, update
+from qerl_jax.rl.entropy import EntropyControl
 from qerl_jax.tracking import trackers
 from qerl_jax.training import exploration, metrics, replay, stopping
 
@@ -148,7 +149,13 @@ def setup(
     noise = exploration.make_exploration(cfg.noise, model, stream_key(cfg, NOISE), total_steps)
     if cfg.noise is not None:
         notes += exploration.describe(cfg.noise, model, params, frozen)
-    state = update.init_state(params, cfg.optim, keep_reference=cfg.keeps_reference)
+    adapts = cfg.grpo.use_adaptive_entropy
+    state = update.init_state(
+        params,
+        cfg.optim,
+        keep_reference=cfg.keeps_reference,
+        control=EntropyControl.begin(cfg.grpo) if adapts else None,
+    )
     del params
     files = run_state.StateFiles(cfg.output_dir, cfg.save_total_limit)
     resumed = files.newest()

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import runtime
@@ -150,9 +151,7 @@ def _loop(
                 max_rounds=run.max_rounds(place),
                 informative=run.informative,
             )
-            advantages = grpo.group_advantages(
-                batch.rewards, scale=cfg.grpo.scale_rewards, estimator=cfg.grpo.advantage_estimator
-            )
+            advantages = _advantages(cfg.grpo, batch, run.weights)
             if cfg.grpo.dynamic_sampling:
                 # A group that fills up may still differ in form or length.
                 advantages = np.where(run.informative(batch)[:, None], advantages, 0)
@@ -281,6 +280,22 @@ def _sample(
     trace.lap("reward")
     return rollouts.Scored(
         rollout, np.arange(drawn, drawn + count, dtype=np.int32), combined, per_function
+    )
+
+
+def _advantages(
+    cfg: config.GrpoConfig, scored: rollouts.Scored, weights: Sequence[float]
+) -> jax.Array:
+    """What each completion [P, G] is worth beside the others of its prompt."""
+    if cfg.multi_objective_aggregation == "sum_then_normalize":
+        return grpo.group_advantages(
+            scored.rewards, scale=cfg.scale_rewards, estimator=cfg.advantage_estimator
+        )
+    return grpo.decoupled_advantages(
+        jnp.asarray(scored.per_function).reshape(*scored.rewards.shape, -1),
+        jnp.asarray(weights, jnp.float32),
+        scale=cfg.scale_rewards,
+        estimator=cfg.advantage_estimator,
     )
 
 

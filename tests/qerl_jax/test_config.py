@@ -87,6 +87,7 @@ FULL = RunConfig(
         importance_sampling_level="sequence",
         advantage_estimator="rloo",
         scale_rewards="batch",
+        multi_objective_aggregation="normalize_then_sum",
         dynamic_sampling=True,
         dynamic_sampling_metric="accuracy_reward",
         max_sampling_rounds=3,
@@ -101,6 +102,19 @@ FULL = RunConfig(
         sampling_mask_max=1.01,
         sampling_mask_min=0.98,
         off_policy_mask_threshold=0.5,
+        sapo_temperature_pos=2.0,
+        sapo_temperature_neg=3.0,
+        vespo_k_pos=1.0,
+        vespo_lambda_pos=1.0,
+        vespo_k_neg=2.0,
+        vespo_lambda_neg=1.0,
+        top_entropy_quantile=0.2,
+        entropy_coef=0.01,
+        use_adaptive_entropy=True,
+        entropy_coef_min=0.001,
+        entropy_coef_max=0.1,
+        entropy_coef_delta=0.002,
+        entropy_target=0.3,
     ),
     optim=OptimConfig(
         3e-5, "linear", 0.05, 0.1, 0.8, 0.999, 1e-6, 0.01, 1.0, 2, 4, 1000, False, "adamw_8bit"
@@ -296,7 +310,38 @@ BAD = [
     ("rollout.top_p", {"rollout__top_p": 1.5}, "1.5", "must be in (0, 1]"),
     ("rollout.min_p", {"rollout__min_p": -0.5}, "-0.5", "must be in [0, 1]"),
     ("rollout.min_p", {"rollout__min_p": 1.5}, "1.5", "must be in [0, 1]"),
-    ("grpo.loss_type", {"grpo__loss_type": "ppo"}, "'ppo'", "'grpo', 'bnpo', 'dr_grpo', 'dapo'"),
+    (
+        "grpo.loss_type",
+        {"grpo__loss_type": "ppo"},
+        "'ppo'",
+        "'grpo', 'bnpo', 'dr_grpo', 'dapo', 'cispo'",
+    ),
+    ("grpo.epsilon_high", {"grpo__loss_type": "cispo"}, "None", "5 is usual"),
+    (
+        "grpo.delta",
+        {"grpo__loss_type": "sapo", "grpo__delta": 3.0},
+        "3.0",
+        'must be absent with grpo.loss_type = "sapo"',
+    ),
+    (
+        "grpo.importance_sampling_mode",
+        {"grpo__loss_type": "vespo", "grpo__importance_sampling_mode": "sequence_mask"},
+        "'sequence_mask'",
+        '"token_truncate" or "token_mask"',
+    ),
+    (
+        "grpo.entropy_coef_min",
+        {"grpo__entropy_coef_min": 0.2, "grpo__entropy_coef_max": 0.1},
+        "0.2",
+        "must not exceed entropy_coef_max = 0.1",
+    ),
+    (
+        "grpo.entropy_coef",
+        {"grpo__use_adaptive_entropy": True, "grpo__entropy_coef": 2.0},
+        "2.0",
+        "entropy_coef_max = 1.0, for it begins there",
+    ),
+    ("grpo.top_entropy_quantile", {"grpo__top_entropy_quantile": 1.5}, "1.5", "[0, 1]"),
     ("grpo.epsilon", {"grpo__epsilon": 0.0}, "0.0", "must be in (0, 1)"),
     ("grpo.epsilon", {"grpo__epsilon": 1.0}, "1.0", "must be in (0, 1)"),
     ("grpo.epsilon_high", {"grpo__epsilon_high": 0.0}, "0.0", "must be > 0"),
@@ -723,6 +768,8 @@ GSPO = {"grpo__importance_sampling_level": "sequence", "grpo__epsilon": 3e-4}
             (GSPO | {"grpo__loss_type": loss_type}, [("grpo.loss_type", loss_type, '"grpo"')])
             for loss_type in ("dapo", "bnpo", "dr_grpo")
         ),
+        (GSPO | {"grpo__loss_type": "luspo"}, []),
+        ({"grpo__loss_type": "luspo"}, [("grpo.loss_type", "luspo", '"sequence"')]),
         # Noise in ratios of so narrow a range clips before anything is learned.
         (
             GSPO | {"grpo__loss_type": "grpo", "noise": {}},

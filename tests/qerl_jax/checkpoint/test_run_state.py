@@ -1,6 +1,7 @@
 """The state of a run: exact, newest first, and whole or not at all."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.config import LoraConfig, OptimConfig
 from qerl_jax.model.transformer import Transformer, init_params
 from qerl_jax.rl import update
+from qerl_jax.rl.entropy import EntropyControl
 from tests.model_folders import (
     ARCH,
     DENSE,
@@ -66,6 +68,30 @@ def test_a_kept_reference_and_the_supply_round_trip_with_the_state(tmp_path, nor
     assert_trees_equal(again.restore(like), kept)
     assert again.supply() == supply
     again.close()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EarlierState:
+    """A state as versions without an entropy bonus wrote it."""
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    skipped: jax.Array
+    reference: Any = None
+
+
+def test_a_coefficient_that_adapts_round_trips_and_earlier_checkpoints_have_none(tmp_path, state):
+    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(EarlierState)}
+    files = StateFiles(tmp_path, keep=2)
+    files.save(EarlierState(**(fields | {"step": jnp.int32(2)})))
+    assert_trees_equal(files.restore(state), at(state, 2))
+    control = EntropyControl(jnp.float32(0.25), jnp.float32(np.inf))
+    adapts = dataclasses.replace(at(state, 3), entropy=control)
+    files.save(adapts)
+    assert_trees_equal(files.restore(jax.tree.map(jnp.zeros_like, adapts)), adapts)
+    files.close()
 
 
 def test_the_newest_states_are_kept_and_the_newest_is_restored(tmp_path, state):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from qerl_jax.config import GrpoConfig
-from qerl_jax.rl import grpo
+from qerl_jax.rl import entropy, grpo
 from tests import golden_files
 
 CASES = json.loads((golden_files.GOLDEN / "loss" / "cases.json").read_text())
@@ -108,6 +108,85 @@ def test_loss_gradient_and_metrics_are_those_of_trl(case, dtype):
             np.testing.assert_allclose(metrics[name], expected, rtol=rtol, atol=0, err_msg=name)
 
 
+TRL = json.loads((golden_files.GOLDEN / "loss_trl" / "cases.json").read_text())
+TRL_VECTORS = golden_files.load("loss_trl/vectors.safetensors")
+
+
+def _case_name(number):
+    options = TRL["cases"][number]["options"]
+    return ",".join(str(x) for x in [number, *options.values()])
+
+
+@pytest.mark.parametrize("number", range(len(TRL["cases"])), ids=_case_name)
+def test_every_loss_with_every_correction_is_that_of_trl(number):
+    """Weights, masks and high-entropy tokens are made by us; the numbers are TRL 1.16's."""
+    case = TRL["cases"][number]
+    options = {"epsilon": 0.2, "epsilon_high": 0.28, "delta": 0} | case["options"]
+    mode = options.pop("importance_sampling_mode", None)
+    if mode:
+        options |= {
+            "old_logprobs": "recompute",
+            "importance_sampling_correction": True,
+            "importance_sampling_mode": mode,
+            "importance_sampling_clip_max": TRL["clip_max"],
+        }
+    with jax.enable_x64(True):
+        x = {name: jnp.asarray(TRL_VECTORS[name]) for name in TRL_VECTORS if "." not in name}
+        cfg, mask = GrpoConfig(**options), x["mask"] != 0
+        behaviour = x["behaviour_logps"]
+        batch = grpo.LossInputs(
+            x["logps"],
+            x["old_logps"],
+            x["advantages"],
+            mask,
+            x["ref_logps"] if cfg.beta else None,
+            grpo.sampling_weights(
+                cfg, x["logps"], x["old_logps"], behaviour, x["advantages"], mask
+            ),
+            grpo.sampling_correction(cfg, x["old_logps"], behaviour, mask),
+            x["entropies"],
+        )
+        if cfg.top_entropy_quantile < 1:
+            marked = entropy.high_entropy(
+                TRL_VECTORS["entropies"], np.asarray(mask), cfg.top_entropy_quantile
+            )
+            batch = batch._replace(high_entropy=jnp.asarray(marked))
+        value, grad, rows = _loss_and_grad(cfg, batch, grpo.BatchTotals(max_completion_length=32))
+        assert_close(value, case["loss"], 1e-10)
+        assert_close(grad, TRL_VECTORS[f"{number}.grad"], 1e-10)
+        metrics = grpo.summarize(rows)
+        recorded = {k: v for k, v in case["metrics"].items() if k in metrics}
+        assert recorded.keys() == metrics.keys() - {"sampling/masked_mean"}
+        for name, expected in recorded.items():
+            if cfg.importance_sampling_level == "sequence" and name.startswith(("clip", "cispo")):
+                expected *= 8 / 7  # TRL counts the row without tokens
+            if name == "vespo/phi_seq_mean":
+                expected = (8 * expected - 1) / 7  # of that row it is 1
+            np.testing.assert_allclose(metrics[name], expected, rtol=2e-7, err_msg=name)
+
+
+BONUS = [i for i, case in enumerate(TRL["cases"]) if case["options"].get("entropy_coef")]
+
+
+@pytest.mark.parametrize("number", BONUS[:1] + BONUS[-1:])
+def test_the_entropy_bonus_reaches_the_entropies_as_in_trl(number):
+    options = TRL["cases"][number]["options"]
+    cfg = GrpoConfig(**{"epsilon_high": 0.28} | options)
+    mask = TRL_VECTORS["mask"] != 0
+    marked = entropy.high_entropy(TRL_VECTORS["entropies"], mask, cfg.top_entropy_quantile)
+    with jax.enable_x64(True):
+        x = {name: jnp.asarray(TRL_VECTORS[name]) for name in TRL_VECTORS if "." not in name}
+
+        def loss(entropies):
+            names = ("logps", "old_logps", "advantages", "mask", "ref_logps")
+            batch = grpo.LossInputs(*(x[name] for name in names), entropies=entropies)
+            batch = batch._replace(high_entropy=jnp.asarray(marked))
+            return grpo.policy_loss(cfg, batch, grpo.BatchTotals(max_completion_length=32))[0]
+
+        grad = jax.grad(loss)(x["entropies"])
+        assert_close(grad, TRL_VECTORS[f"{number}.entropy_grad"], 1e-12)
+
+
 @pytest.mark.parametrize("name", ["a", "b"])
 def test_defaults_mean_that_this_batch_is_all_there_is(name):
     with jax.enable_x64(True):
@@ -125,13 +204,18 @@ def test_defaults_mean_that_this_batch_is_all_there_is(name):
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize(
+    "loss_type", ["grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+)
 def test_eight_micro_batches_of_one_row_sum_to_one_of_eight(loss_type, level):
     with jax.enable_x64(True):
         batch = random_batch()
+        batch["entropies"] = np.random.default_rng(5).uniform(0, 2, (8, 7))
         options = CLIP | {
             "loss_type": loss_type,
             "beta": 0.1,
+            "entropy_coef": 0.3,
+            "entropy_tokens": int(batch["mask"].sum()),
             "importance_sampling_level": level,
             "max_completion_length": 7,
             "rows": 8,
@@ -177,7 +261,7 @@ def test_bnpo_averages_the_token_means_of_its_micro_batches():
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "cispo", "sapo", "vespo"])
 def test_a_batch_without_tokens_gives_loss_and_gradient_zero(loss_type, level):
     batch = random_batch() | {"mask": np.zeros((8, 7), bool)}
     loss, grad, rows = loss_and_grad(
@@ -193,15 +277,18 @@ def test_a_batch_without_tokens_gives_loss_and_gradient_zero(loss_type, level):
     assert all(value == 0 for value in grpo.summarize(rows).values())
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(
+    ("loss_type", "level"),
+    [("grpo", "token"), ("grpo", "sequence"), *((x, "token") for x in ("cispo", "sapo", "vespo"))],
+)
 @pytest.mark.parametrize("padding", [-np.inf, np.nan])
-def test_values_at_padding_reach_neither_loss_nor_gradient(padding, level):
+def test_values_at_padding_reach_neither_loss_nor_gradient(padding, loss_type, level):
     batch = random_batch()
     poisoned = {
         k: np.where(batch["mask"], v, padding) if k.endswith("logps") else v
         for k, v in batch.items()
     }
-    options = CLIP | {"loss_type": "grpo", "beta": 0.1, "importance_sampling_level": level}
+    options = CLIP | {"loss_type": loss_type, "beta": 0.1, "importance_sampling_level": level}
     loss, grad, rows = loss_and_grad(batch, **options)
     poisoned_loss, poisoned_grad, poisoned_rows = loss_and_grad(poisoned, **options)
     assert poisoned_loss == loss
@@ -549,6 +636,27 @@ def test_advantages_are_those_of_trl(name, group_size, scale, dtype):
         rewards = jnp.asarray(VECTORS[f"{name}.rewards"], dtype).reshape(-1, group_size)
         advantages = grpo.group_advantages(rewards, scale=scale)
         assert_close(advantages.ravel(), VECTORS[f"{name}.adv_scale_{scale}"], RTOL[dtype])
+
+
+@pytest.mark.parametrize("name", ["rewards", "abstained"])
+def test_advantages_of_one_function_at_a_time_are_those_of_trl(name):
+    with jax.enable_x64(True):
+        rewards = jnp.asarray(TRL_VECTORS[name]).reshape(2, 4, 3)
+        found = grpo.decoupled_advantages(rewards, jnp.asarray(TRL_VECTORS["weights"]))
+        assert_close(found.ravel(), TRL_VECTORS[f"{name}.advantages"], 1e-12)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_each_function_is_scaled_by_itself(scale):
+    """A function counts alike whatever its unit, unless nothing scales; and 0 where it tells nothing apart."""
+    rewards = np.random.default_rng(2).normal(size=(3, 4, 2)).astype(np.float32)
+    rewards[2] = [0.1, 0.3]
+    make = lambda x: grpo.decoupled_advantages(jnp.asarray(x), jnp.ones(2), scale=scale)
+    found, larger = make(rewards), make(rewards * np.float32([1, 512]))
+    assert np.allclose(found, larger, atol=2e-3) == (scale != "none")
+    np.testing.assert_array_equal(found[2], 0)
+    assert np.all(found[:2] != 0)
+    np.testing.assert_array_equal(make(np.full((2, 4, 2), np.nan)), np.zeros((2, 4)))
 
 
 def test_leave_one_out_compares_with_the_mean_of_the_others():

@@ -22,6 +22,7 @@ from qerl_jax.model.transformer import (
 )
 from qerl_jax.rl import aqn as noise
 from qerl_jax.rl import update
+from qerl_jax.rl.entropy import EntropyControl
 from qerl_jax.rl.experience import Experience
 
 ARCH = Architecture("qwen2", 64, 32, 48, 2, 4, 2, 8)
@@ -461,6 +462,81 @@ def test_a_step_of_which_masks_leave_nothing_changes_no_weight():
     state, metrics = run(grpo=MASKED, experience=far)
     assert metrics["updates/empty"] == 1 and metrics["sampling/masked_mean"] == 1
     assert_equal(state.params, trained_params())
+
+
+EXPLORES = GrpoConfig(
+    loss_type="cispo",
+    epsilon_high=1.2,
+    top_entropy_quantile=0.5,
+    entropy_coef=0.5,
+    off_policy_mask_threshold=0.1,
+)
+
+
+def explored():
+    advantages = sample_experience().advantages * (np.arange(ROWS) != 7)
+    return dataclasses.replace(sample_experience(), advantages=advantages)
+
+
+def explores_directly(logps, entropies):
+    """CISPO on the tokens of high entropy with a bonus for theirs, from log-probabilities and entropies."""
+    experience = explored()
+    counted, (now, surprise) = experience.mask, np.asarray(direct_values())
+    high = counted & (surprise >= np.quantile(surprise[counted], 0.5))
+    assert 0 < high.sum() < counted.sum() and high[7].any()  # a row without an advantage
+    difference = np.where(counted, experience.behaviour_logps - now, 0)
+    away = difference.sum(axis=1) / np.maximum(counted.sum(axis=1), 1)
+    weights = np.minimum(np.exp(-difference), 1.2) * experience.advantages[:, None] * high
+    weights *= ((experience.advantages >= 0) | (away <= 0.1))[:, None]
+    policy = -jnp.sum(weights * logps) / counted.sum()
+    return policy - 0.5 * jnp.sum(entropies * high) / high.sum()
+
+
+def direct_values():
+    return jitted_direct_logps(trained_params(), sample_tokens())
+
+
+@pytest.mark.parametrize("sizes", [pytest.param((8, 1), marks=pytest.mark.slow), (2, 4)])
+def test_entropies_choose_tokens_and_teach_all_rows_however_rows_are_cut(sizes):
+    values, pull_back = jax.vjp(
+        lambda params: jitted_direct_logps(params, sample_tokens()), trained_params()
+    )
+    loss, cotangents = jax.value_and_grad(explores_directly, argnums=(0, 1))(*values)
+    state, metrics = run(grpo=EXPLORES, experience=explored(), optim=geometry(*sizes))
+    assert_close(metrics["loss"], loss)
+    assert_close(gradient(state), pull_back(cotangents)[0])
+    assert metrics["entropy_coef"] == 0.5 and metrics["policy_loss"] > metrics["loss"]
+    assert metrics["update/rows"] == ROWS - 1  # all but the one that is masked
+
+
+VESPO = dataclasses.replace(RECOMPUTE, loss_type="vespo", num_iterations=2)
+
+
+def test_rows_that_are_weighed_as_a_whole_weigh_the_same_however_rows_are_cut():
+    whole, whole_metrics = run(grpo=VESPO)
+    cut, cut_metrics = run(grpo=VESPO, optim=geometry(2, 4))
+    assert_close(cut.params, whole.params, atol=1e-5)
+    assert_close(of_rows(cut_metrics), of_rows(whole_metrics), atol=1e-5)
+    assert whole_metrics["vespo/phi_seq_mean"] not in (0, 1)
+
+
+ADAPTS = GrpoConfig(
+    use_adaptive_entropy=True, entropy_coef=0.1, entropy_coef_delta=0.05, entropy_target=9.0
+)
+
+
+def test_a_coefficient_that_adapts_is_part_of_the_state():
+    """The first step has no entropy before it, so that only the second has a bonus."""
+    state = dataclasses.replace(state_of(trained_params()), entropy=EntropyControl.begin(ADAPTS))
+    rows = sample_experience()
+    losses = []
+    for _ in range(2):
+        state, metrics = make(grpo=ADAPTS)(state, base(), rows, None, jax.random.key(0))
+        losses.append(metrics["policy_loss"] - metrics["loss"])
+    assert losses[0] == 0
+    np.testing.assert_allclose(losses[1], 0.15 * metrics["entropy"], rtol=1e-4)
+    np.testing.assert_allclose([state.entropy.coef, metrics["entropy_coef"]], 0.2, rtol=1e-6)
+    np.testing.assert_allclose(state.entropy.last, metrics["entropy"], rtol=1e-5)
 
 
 SEVERAL_STEPS = GrpoConfig(old_logprobs="recompute", num_iterations=2)

@@ -1,0 +1,59 @@
+"""What the update makes of entropies: which tokens it learns from, and how much of a bonus there is."""
+
+import dataclasses
+from typing import Self
+
+import jax
+import numpy as np
+
+from qerl_jax.config import GrpoConfig
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class EntropyControl:
+    """A coefficient of the entropy bonus that follows the entropy (Skywork-OR1, arXiv:2505.22312), as in TRL.
+
+    Attributes:
+        coef: float32, the coefficient.
+        last: float32, the mean entropy of the last optimizer step in nats per token; infinity before the
+            first, in which the bonus does not act.
+    """
+
+    coef: np.ndarray
+    last: np.ndarray
+
+    @classmethod
+    def begin(cls, cfg: GrpoConfig) -> Self:
+        """Where a run begins."""
+        return cls(np.float32(cfg.entropy_coef), np.float32(np.inf))
+
+    def applied(self, cfg: GrpoConfig) -> float:
+        """The coefficient of the next step: 0 while the entropy is above its target."""
+        return float(self.coef) if self.last <= cfg.entropy_target else 0.0
+
+    def after(self, cfg: GrpoConfig, entropy: float) -> Self:
+        """The control after a step with that mean entropy; one that is not finite changes nothing."""
+        if not np.isfinite(entropy):
+            return self
+        change = cfg.entropy_coef_delta * (1 if entropy <= cfg.entropy_target else -1)
+        coef = np.clip(float(self.coef) + change, cfg.entropy_coef_min, cfg.entropy_coef_max)
+        return EntropyControl(np.float32(coef), np.float32(entropy))
+
+
+def high_entropy(entropies: np.ndarray, mask: np.ndarray, quantile: float) -> np.ndarray:
+    """Marks the tokens of the highest entropies (arXiv:2506.01939), as TRL's `top_entropy_quantile` does.
+
+    Args:
+        entropies: float32 [B, C] of the tokens.
+        mask: bool [B, C], the tokens that count.
+        quantile: Share of these that is marked; those that equal the threshold are, too.
+
+    Returns:
+        float32 [B, C], 1 or 0.
+    """
+    counted = entropies[mask]
+    if not counted.size:
+        return np.zeros(mask.shape, np.float32)
+    threshold = np.quantile(counted, 1 - quantile)
+    return (mask & (entropies >= threshold)).astype(np.float32)
