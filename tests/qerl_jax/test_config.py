@@ -788,18 +788,34 @@ def test_sequence_ratios_that_are_not_gspo_are_warned_of(changes, named):
         assert value in line and remedy in line.rsplit(": set ")[1]
 
 
-def test_the_gspo_recipe_differs_from_that_of_grpo_by_the_lines_that_matter():
-    gspo = config.to_table(config.load(CONFIGS / "gspo_gsm8k_qwen2.5_7b.toml"))
+@pytest.mark.parametrize(
+    ("name", "objective"),
+    [
+        (
+            "gspo",
+            {
+                "loss_type": "grpo",
+                "importance_sampling_level": "sequence",
+                "epsilon": 3e-4,
+                "epsilon_high": 4e-4,
+                "old_logprobs": "recompute",
+            },
+        ),
+        ("cispo", {"loss_type": "cispo", "epsilon_high": 5.0}),
+        (
+            "dr_grpo",
+            {"loss_type": "dr_grpo", "scale_rewards": "none", "mask_truncated_completions": False},
+        ),
+    ],
+)
+def test_a_recipe_of_another_loss_differs_from_that_of_grpo_by_the_lines_that_matter(
+    name, objective
+):
+    path = CONFIGS / f"{name}_gsm8k_qwen2.5_7b.toml"
+    other = config.to_table(config.load(path))
     grpo = config.to_table(config.load(CONFIGS / "gsm8k_qwen2.5_7b.toml"))
-    objective = gspo.pop("grpo").items() - grpo.pop("grpo").items()
-    assert dict(objective) == {
-        "loss_type": "grpo",
-        "importance_sampling_level": "sequence",
-        "epsilon": 3e-4,
-        "epsilon_high": 4e-4,
-        "old_logprobs": "recompute",
+    assert dict(other.pop("grpo").items() - grpo.pop("grpo").items()) == objective
+    assert {k: v for k, v in other.items() if v != grpo[k]} == {
+        "output_dir": f"runs/{name}_gsm8k_qwen2.5_7b"
     }
-    assert {k: v for k, v in gspo.items() if v != grpo[k]} == {
-        "output_dir": "runs/gspo_gsm8k_qwen2.5_7b"
-    }
-    assert not config_rules.advice(config.load(CONFIGS / "gspo_gsm8k_qwen2.5_7b.toml"))
+    assert not config_rules.advice(config.load(path))
