@@ -5,6 +5,7 @@ What a single value may be stands in its field's annotation, rules across fields
 """
 
 import dataclasses
+import math
 import pathlib
 import re
 import tomllib
@@ -50,6 +51,9 @@ LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", 
 LOSS_TYPES = get_args(LossType)
 # Those that clip the ratio from both sides.
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+# The linears of a layer, as Hugging Face names them.
+Linear = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_LINEARS = get_args(Linear)
 # As many as a 72B model's narrow linears have rows: more is a slip of the pen.
 _MOST_RANK = 8192
 
@@ -105,13 +109,20 @@ class ModelConfig(Checked, section="model."):
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig(Checked, section="lora."):
-    """The LoRA adapter, on all seven linears of every layer (arXiv 2106.09685).
+    """The LoRA adapter, on the seven linears of every layer or some of them (arXiv 2106.09685).
 
     Attributes:
         rank: Rank R of A and B.
         alpha: The branch is scaled by alpha / rank.
         dropout: Probability of dropping an input of a branch while training.
         train_norms: Train the two norms of each layer too (QeRL's `ln`); they belong to the adapter then.
+        target_modules: Linears that have a branch, by the names q_proj, k_proj, v_proj, o_proj, gate_proj,
+            up_proj and down_proj; absent means all seven.
+        rank_pattern: Other ranks by name, as PEFT has it: the end of a linear's name ("down_proj",
+            "layers.0.self_attn.q_proj") or a regular expression for that.
+        alpha_pattern: Other alphas by name, likewise.
+        use_rslora: Scale a branch by alpha / sqrt(rank), by which its size does not fall with the rank
+            (arXiv 2312.03732).
     """
 
     rank: Annotated[
@@ -121,11 +132,77 @@ class LoraConfig(Checked, section="lora."):
     alpha: Positive = 32.0
     dropout: HalfOpen01 = 0.0
     train_norms: bool = False
+    target_modules: tuple[Linear, ...] | None = None
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    use_rslora: bool = False
+
+    def __post_init__(self):
+        # One shape has one spelling, and can be hashed.
+        names = self.target_modules
+        if isinstance(names, list | tuple) and set(names) <= set(_LINEARS) and names:
+            ordered = tuple(name for name in _LINEARS if name in names)
+            object.__setattr__(self, "target_modules", None if ordered == _LINEARS else ordered)
+        for field in ("rank_pattern", "alpha_pattern"):
+            table = getattr(self, field)
+            if isinstance(table, dict):
+                object.__setattr__(self, field, _Patterns(table) if table else None)
+        super().__post_init__()
+
+    def _across(self):
+        ranks, alphas = self.rank_pattern or {}, self.alpha_pattern or {}
+        names = self.target_modules
+        return [
+            (
+                names is None or (bool(names) and set(names) <= set(_LINEARS)),
+                "target_modules",
+                f"must name at least one of {', '.join(_LINEARS)}",
+            ),
+            (
+                all(isinstance(n, int) and 1 <= n <= _MOST_RANK for n in ranks.values()),
+                "rank_pattern",
+                f"ranks must be at least 1 and at most {_MOST_RANK}",
+            ),
+            (
+                all(isinstance(x, int | float) and x > 0 for x in alphas.values()),
+                "alpha_pattern",
+                "alphas must be positive",
+            ),
+            (all(map(_is_pattern, ranks)), "rank_pattern", "must have regular expressions as keys"),
+            (
+                all(map(_is_pattern, alphas)),
+                "alpha_pattern",
+                "must have regular expressions as keys",
+            ),
+        ]
+
+    def factor(self, alpha: float, rank: int) -> float:
+        """What a branch of that alpha and rank is multiplied by."""
+        return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
     @property
     def scaling(self) -> float:
-        """The factor of the branch, alpha / rank."""
-        return self.alpha / self.rank
+        """The factor of a branch that no pattern names."""
+        return self.factor(self.alpha, self.rank)
+
+
+class _Patterns(dict):
+    """A table that can be hashed, for a model's shape is part of what is compiled."""
+
+    def __hash__(self):
+        return hash(tuple(self.items()))
+
+    def __eq__(self, other):
+        # The first pattern that names a linear counts, so their order does.
+        return isinstance(other, dict) and list(self.items()) == list(other.items())
+
+
+def _is_pattern(text: str) -> bool:
+    try:
+        re.compile(text)
+    except re.error:
+        return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,10 +84,23 @@ CHOICES = {
             "functions": ("correct_and_well_formed_reward", "accuracy_reward"),
             "weights": (1.0, 0.5),
         },
+        "noise": LOUD,
     },
     "tokens of high entropy": {"grpo": {"top_entropy_quantile": 0.2}, "noise": LOUD},
     "entropy bonus": {
-        "grpo": {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 0.3}
+        "grpo": {"use_adaptive_entropy": True, "entropy_coef": 0.01, "entropy_target": 0.3},
+        "noise": LOUD,
+    },
+    "an adapter of several shapes": {
+        "lora": {
+            "rank": 4,
+            "alpha": 16.0,
+            "target_modules": ("q_proj", "v_proj", "gate_proj", "down_proj"),
+            "rank_pattern": {"down_proj": 16, "layers.0.self_attn.q_proj": 2},
+            "alpha_pattern": {"v_proj": 32.0},
+            "use_rslora": True,
+        },
+        "noise": LOUD,
     },
     "off-policy sequence mask": {
         "grpo": {"off_policy_mask_threshold": 0.01},

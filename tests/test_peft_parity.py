@@ -27,17 +27,34 @@ needs_peft = pytest.mark.skipif(
 
 @pytest.mark.slow
 @needs_peft
-@pytest.mark.parametrize("train_norms", [False, True], ids=["lora", "lora and norms"])
-def test_peft_gives_our_logits_from_an_exported_adapter(train_norms, tmp_path):
+@pytest.mark.parametrize(
+    "shape",
+    [
+        LoraConfig(8, 16.0),
+        LoraConfig(8, 16.0, train_norms=True),
+        LoraConfig(
+            4,
+            16.0,
+            target_modules=("q_proj", "v_proj", "down_proj"),
+            rank_pattern={"layers.1.self_attn.q_proj": 2, "down_proj": 6},
+            alpha_pattern={"v_proj": 32.0},
+            use_rslora=True,
+        ),
+    ],
+    ids=["lora", "lora and norms", "patterns"],
+)
+def test_peft_gives_our_logits_from_an_exported_adapter(shape, tmp_path):
     cfg = ModelConfig("qerl-tiny", weights="float32", dtype="float32")
-    model, frozen, _ = base_model.load_base(cfg, LoraConfig(8, 16.0, 0.0, train_norms))
+    model, frozen, _ = base_model.load_base(cfg, shape)
     params = init_params(model, frozen, jax.random.key(0))
     keys = iter(jax.random.split(jax.random.key(1), 100))
     # Away from the start, where B is zero and norms are the base's.
     params = jax.tree.map(lambda x: x + 0.05 * jax.random.normal(next(keys), x.shape), params)
+    # What fills up a branch of a lower rank is no part of it.
+    peft.export_adapter(tmp_path / "adapter", params, shape, str(hf_folder.TINY))
+    params = peft.import_adapter(tmp_path / "adapter", model)
     tokens = np.asarray(jax.random.randint(jax.random.key(2), (2, 20), 0, 426), np.int64)
 
-    peft.export_adapter(tmp_path / "adapter", params, model.lora, str(hf_folder.TINY))
     np.save(tmp_path / "ids.npy", tokens)
     paths = [hf_folder.TINY, tmp_path / "adapter", tmp_path / "ids.npy", tmp_path / "out.npz"]
     subprocess.run([torch_python("peft"), SCRIPTS / "peft_logits.py", *map(str, paths)], check=True)

@@ -25,7 +25,7 @@ from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, peft, run_state, safetensors
 from qerl_jax.data import arithmetic, tokenizer
 from qerl_jax.files import whole_folder
-from qerl_jax.model import architecture, logprobs, transformer
+from qerl_jax.model import architecture, logprobs, lora, transformer
 
 type Kind = Literal["peft", "merged", "nvfp4"]
 type Base = Literal["original", "packed"]
@@ -350,9 +350,13 @@ def _write_model(
             names = arch.linear_names(linear, index)
             weights = base(names)
             if trained:
-                pairs = [trained[linear][part] for part, _ in parts]
-                pairs = [(pair["a"][index], pair["b"][index]) for pair in pairs]
-                weights = _merge(weights, pairs, model.lora.scaling)
+                shape = lora.shapes(model.lora, arch).get(linear)
+                pairs = [trained[linear][part] for part, _ in parts] if shape else []
+                pairs = [
+                    (pair["a"][index], shape.scaled(pair["b"][index], i, index))
+                    for i, pair in enumerate(pairs)
+                ]
+                weights = _merge(weights, pairs, shape.factor) if shape else weights
             if form is None:
                 files = [{"weight": np.asarray(weight.astype(dtype))} for weight in weights]
             else:

@@ -5,7 +5,7 @@ import json
 import math
 import pathlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,16 @@ import numpy as np
 
 from qerl_jax.checked import require
 from qerl_jax.checkpoint.safetensors import Tensors
-from qerl_jax.config import LoraConfig
+from qerl_jax.config import Linear, LoraConfig
 from qerl_jax.files import read_json, whole_folder
-from qerl_jax.model import architecture, transformer
+from qerl_jax.model import architecture, lora, transformer
 from qerl_jax.process_pool import Failure, Pool
 
 _PEFT_PREFIX = "base_model.model."
+
+
+# What shapes branches beside rank and alpha.
+SHAPE_FIELDS = ("target_modules", "rank_pattern", "alpha_pattern", "use_rslora")
 
 
 def _branch(config: dict[str, Any], name: str) -> tuple[int, float] | None:
@@ -162,42 +166,62 @@ def _config(folder: str | pathlib.Path) -> dict[str, Any]:
 def read_lora(folder: str | pathlib.Path) -> LoraConfig:
     """The shape that a model needs for a PEFT adapter, from its adapter_config.json.
 
-    Where ranks differ (`rank_pattern`) it is the largest; alpha is such that alpha / rank is the
-    scaling of linears that no pattern names.
+    Where layers are chosen or modules left out, or a pattern names them (`layers_to_transform`,
+    `exclude_modules`, a text for `target_modules`, a key of `rank_pattern` that repeats something), all linears get a branch of the largest rank, and alpha
+    is such that alpha / rank is the scaling of linears that no pattern names.
 
     Raises:
         NotImplementedError: For adapters that are no plain LoRA, by the field that says so.
     """
     config = _config(folder)
-    rank = max(config["r"], *(config.get("rank_pattern") or {"": 0}).values())
-    alpha = float(config["lora_alpha"])
-    if config.get("use_rslora") or rank != config["r"]:
-        alpha = rank * (
-            alpha / (math.sqrt(config["r"]) if config.get("use_rslora") else config["r"])
+    alpha, root = float(config["lora_alpha"]), bool(config.get("use_rslora"))
+    trains_norms, targets = bool(config.get("modules_to_save")), config["target_modules"]
+    is_listed = targets == "all-linear" or (
+        not isinstance(targets, str) and set(targets) <= set(get_args(Linear))
+    )
+    patterns = [*(config.get("rank_pattern") or {}), *(config.get("alpha_pattern") or {})]
+    # What repeats may keep `re` busy for ever, and a model matches without a limit of time.
+    is_simple = not any(set(pattern) & set("*+?{") for pattern in patterns)
+    if is_listed and is_simple and not config.get("exclude_modules") and _all_layers(config):
+        return LoraConfig(
+            config["r"],
+            alpha,
+            0.0,
+            trains_norms,
+            None if targets == "all-linear" else tuple(targets),
+            config.get("rank_pattern"),
+            {p: float(x) for p, x in (config.get("alpha_pattern") or {}).items()},
+            root,
         )
-    return LoraConfig(rank, alpha, 0.0, bool(config.get("modules_to_save")))
+    rank = max(config["r"], *(config.get("rank_pattern") or {"": 0}).values())
+    if root or rank != config["r"]:
+        alpha = rank * (alpha / (math.sqrt(config["r"]) if root else config["r"]))
+    return LoraConfig(rank, alpha, 0.0, trains_norms)
+
+
+def _all_layers(config: dict[str, Any]) -> bool:
+    return config.get("layers_to_transform") is None
 
 
 def import_adapter(folder: str | pathlib.Path, model: transformer.Transformer) -> Any:
     """Reads a PEFT adapter into the `params` tree of `model`, float32.
 
-    The function is the adapter's; the tree has one rank and one scaling. A branch of a lower rank
-    gets zeros in A and in B, and a linear without one has nothing else: both stay zero in training.
-    Where a scaling differs from the model's, B takes up the quotient, so an optimizer's step moves
-    such a branch by as much less or more.
+    The function is the adapter's. A branch of a lower rank than the tree's gets zeros in A and in B,
+    and a linear without one has nothing else: both stay zero in training. Where a scaling differs from
+    the model's (see `read_lora`), B takes up the quotient, so an optimizer's step moves such a branch by
+    as much less or more.
 
     Raises:
         SafetensorsError, ValueError: When a tensor is missing, of another shape, or none of the
             model's.
     """
     tensors, config = Tensors(folder, "adapter_model"), _config(folder)
-    arch, lora, rank = model.arch, model.lora, read_lora(folder).rank
-    require(
-        lora.rank == rank,
-        f"{folder}/adapter_config.json: rank",
-        rank,
-        f"the model has {lora.rank}",
-    )
+    arch, ours, needed = model.arch, model.lora, read_lora(folder)
+    for field in ("rank", *SHAPE_FIELDS):
+        value, held = getattr(needed, field), getattr(ours, field)
+        require(
+            value == held, f"{folder}/adapter_config.json: {field}", value, f"the model has {held}"
+        )
     unread = set(tensors)
 
     def read(name: str, sizes: tuple[int, ...]) -> np.ndarray:
@@ -207,23 +231,24 @@ def import_adapter(folder: str | pathlib.Path, model: transformer.Transformer) -
         unread.discard(full)
         return np.asarray(tensors[full], np.float32)
 
-    def branch(name: str, n: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-        a, b = np.zeros((k, lora.rank), np.float32), np.zeros((lora.rank, n), np.float32)
+    def branch(name: str, n: int, k: int, filled: int) -> tuple[np.ndarray, np.ndarray]:
+        a, b = np.zeros((k, filled), np.float32), np.zeros((filled, n), np.float32)
         if found := _branch(config, name):
-            rank, quotient = found[0], np.float32(found[1] / lora.scaling)
+            rank, quotient = found[0], np.float32(found[1] / lora.branch(ours, name)[1])
             a[:, :rank] = read(f"{name}.lora_A", (rank, k)).T
             b[:rank] = quotient * read(f"{name}.lora_B", (n, rank)).T
         return a, b
 
     prefixes = [f"model.layers.{index}." for index in range(arch.num_layers)]
-    layers: dict[str, Any] = {linear: {} for linear in arch.linears()}
-    for linear, parts in arch.linears().items():
-        for part, n in parts:
+    shapes = lora.shapes(ours, arch)
+    layers: dict[str, Any] = {linear: {} for linear in shapes}
+    for linear, shape in shapes.items():
+        for part, n in arch.linears()[linear]:
             names = [f"{prefix}{architecture.PARENT[linear]}.{part}" for prefix in prefixes]
-            pairs = [branch(name, n, arch.input_width(linear)) for name in names]
+            pairs = [branch(name, n, arch.input_width(linear), shape.rank) for name in names]
             a, b = map(jnp.stack, zip(*pairs, strict=True))
             layers[linear][part] = {"a": a, "b": b}
-    if lora.train_norms:
+    if ours.train_norms:
         for norm in architecture.LAYER_NORMS:
             scales = [read(f"{prefix}{norm}", (arch.width,)) for prefix in prefixes]
             layers[norm] = {"scale": jnp.stack(scales)}
@@ -234,7 +259,7 @@ def import_adapter(folder: str | pathlib.Path, model: transformer.Transformer) -
     return {"layers": layers}
 
 
-def _peft_tensors(params: Any):
+def _peft_tensors(params: Any, shape: LoraConfig):
     for module, content in params["layers"].items():
         for index in range(len(jax.tree.leaves(content)[0])):
             prefix = f"{_PEFT_PREFIX}model.layers.{index}."
@@ -242,17 +267,13 @@ def _peft_tensors(params: Any):
                 yield f"{prefix}{module}.weight", content["scale"][index]
             else:
                 for part, pair in content.items():
-                    yield (
-                        f"{prefix}{architecture.PARENT[module]}.{part}.lora_A.weight",
-                        pair["a"][index].T,
-                    )
-                    yield (
-                        f"{prefix}{architecture.PARENT[module]}.{part}.lora_B.weight",
-                        pair["b"][index].T,
-                    )
+                    name = f"{prefix}{architecture.PARENT[module]}.{part}"
+                    if found := lora.branch(shape, name.removeprefix(_PEFT_PREFIX)):
+                        yield f"{name}.lora_A.weight", pair["a"][index][:, : found[0]].T
+                        yield f"{name}.lora_B.weight", pair["b"][index][: found[0]].T
 
 
-def export_adapter(folder: str | pathlib.Path, params: Any, lora: LoraConfig, base: str) -> None:
+def export_adapter(folder: str | pathlib.Path, params: Any, shape: LoraConfig, base: str) -> None:
     """Writes the adapter as PEFT does: adapter_config.json and adapter_model.safetensors, float32.
 
     Trained norms are written too and listed in `modules_to_save`. The folder appears whole or not
@@ -261,7 +282,7 @@ def export_adapter(folder: str | pathlib.Path, params: Any, lora: LoraConfig, ba
     Args:
         folder: Replaced if it is an adapter already.
         params: The `params` tree.
-        lora: The shape of the adapter.
+        shape: The shape of the adapter.
         base: The name or path of the base, for `base_model_name_or_path`.
 
     Raises:
@@ -270,20 +291,23 @@ def export_adapter(folder: str | pathlib.Path, params: Any, lora: LoraConfig, ba
     from safetensors.numpy import save_file
 
     tensors = {
-        name: np.ascontiguousarray(value) for name, value in _peft_tensors(jax.device_get(params))
+        name: np.ascontiguousarray(value)
+        for name, value in _peft_tensors(jax.device_get(params), shape)
     }
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
+        "r": shape.rank,
+        "lora_alpha": shape.alpha,
+        "lora_dropout": shape.dropout,
         "target_modules": sorted({name.split(".")[-3] for name in tensors if ".lora_A." in name}),
-        "modules_to_save": list(architecture.LAYER_NORMS) if lora.train_norms else None,
+        "modules_to_save": list(architecture.LAYER_NORMS) if shape.train_norms else None,
         "bias": "none",
         "fan_in_fan_out": False,
-        "use_rslora": False,
+        "use_rslora": shape.use_rslora,
+        "rank_pattern": shape.rank_pattern or {},
+        "alpha_pattern": shape.alpha_pattern or {},
         "inference_mode": True,
     }
     with whole_folder(folder, "adapter_config.json", "adapter") as partial:

@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict
 from pallas_kernels import decode_attention, rounded, runtime
 from pallas_kernels.nvfp4_matmul import epilogue, fused
 from pallas_kernels.nvfp4_matmul.adapter import Branch, pack_branch
-from qerl_jax.model import kv_cache, layers, transformer
+from qerl_jax.model import kv_cache, layers, lora, transformer
 
 LINEARS = ("qkv", "o", "gate_up", "down")
 # Up to so many rows the layers are written out one after another: of a 7B layer of 68 us that saves 4 on an
@@ -64,14 +64,15 @@ def supports(
     arch = model.arch
     if reason := decode_attention.supports_heads(arch.num_heads, arch.num_kv_heads, arch.head_size):
         return f"attention {reason}"
-    rank = model.lora.rank if adapter and model.lora is not None else 0
+    has_adapter = adapter and model.lora is not None
+    branches = lora.shapes(model.lora, arch) if has_adapter else {}
     for name, parts in arch.linears().items():
         if reason := fused.supports(
             rows,
             [size for _, size in parts],
             model.arch.input_width(name),
             is_packed=model.weights == "nvfp4",
-            rank=rank,
+            rank=branches[name].rank if name in branches else 0,
             is_swiglu=name == "gate_up",
         ):
             return f"{name} {reason}"
@@ -128,12 +129,17 @@ def policy(
         value = held[*path, "scale"].astype(jnp.float32)
         return value + noise[*path, "scale"] if (*path, "scale") in noise else value
 
-    def branch(linear: str) -> Branch:
+    def branch(linear: str, shape: lora.LinearShape) -> Branch:
         at = [("layers", linear, name) for name, _ in model.arch.linears()[linear]]
-        pairs = [(params[*path, "a"], params[*path, "b"]) for path in at]
-        return pack_branch(pairs, model.lora.scaling, is_packed=is_packed)
+        pairs = [
+            (params[*path, "a"], shape.scaled(params[*path, "b"], part))
+            for part, path in enumerate(at)
+        ]
+        return pack_branch(pairs, shape.factor, is_packed=is_packed)
 
     is_packed, stacked = model.weights == "nvfp4", frozen["layers"]
+    has_adapter = adapter and model.lora is not None
+    branches = lora.shapes(model.lora, model.arch) if has_adapter else {}
     first = scale("layers", "input_layernorm")
     weights = {name: stacked[name]["weight"] for name in LINEARS}
     scales = {
@@ -144,7 +150,7 @@ def policy(
         weights=weights,
         divisors={n: fused.sliceable(w.global_scale) for n, w in weights.items() if is_packed},
         biases={name: stacked[name]["bias"] for name in LINEARS if "bias" in stacked[name]},
-        branches={name: branch(name) for name in LINEARS if adapter and model.lora is not None},
+        branches={name: branch(name, shape) for name, shape in branches.items()},
         embedding=frozen["embed_tokens"],
         first_scale=first[0],
         scales=scales,

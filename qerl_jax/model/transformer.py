@@ -29,6 +29,8 @@ from pallas_kernels.finished_linear import finished_linear, prepare_branches
 from qerl_jax.config import LoraConfig, Remat, Weights
 from qerl_jax.model import kv_cache, layers, packing
 from qerl_jax.model.architecture import LAYER_NORMS, Architecture
+from qerl_jax.model.lora import LinearShape
+from qerl_jax.model.lora import shapes as lora_shapes
 
 # Linears whose products a backward pass finds kept; nothing in it reads that of "down".
 _KEPT = {"products": ("qkv", "o", "gate_up"), "mlp": ("qkv", "o"), "layer": ()}
@@ -87,13 +89,20 @@ class Adapter(nn.Module):
 
     features: int
     lora: LoraConfig
+    rank: int | None = None
 
     @nn.compact
-    def __call__(self, x):
-        width, rank = x.shape[-1], self.lora.rank
+    def __call__(self, x, kept=None):
+        """x [..., K]; kept bool [rank], which of them this branch has; None for all."""
+        width, rank = x.shape[-1], self.rank or self.lora.rank
         # PEFT's Kaiming-uniform with a = sqrt(5) is uniform within 1/sqrt(K).
         uniform = nn.initializers.uniform(2 * width**-0.5)
-        a = self.param("a", lambda key: uniform(key, (width, rank), jnp.float32) - width**-0.5)
+
+        def start(key):
+            a = uniform(key, (width, rank), jnp.float32) - width**-0.5
+            return a if kept is None else jnp.where(kept, a, 0)
+
+        a = self.param("a", start)
         b = self.param("b", nn.initializers.zeros, (rank, self.features), jnp.float32)
         if self.lora.dropout and self.has_rng("dropout"):
             keep = 1.0 - self.lora.dropout
@@ -114,6 +123,7 @@ class FusedLinear(nn.Module):
         lora: Shape of the branches, which are there where the role is ADAPTED.
         role: What weight and bias are.
         bias: Whether there is a bias.
+        shape: Of the branches where they differ; None means that all have the rank and factor of `lora`.
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -121,10 +131,14 @@ class FusedLinear(nn.Module):
     lora: LoraConfig | None = None
     role: Role = Role.FROZEN
     bias: bool = False
+    shape: LinearShape | None = None
 
     @nn.compact
-    def __call__(self, x, residual=None):
-        """x [..., K], or a norm's two factors; -> [..., N], or that added to a residual stream."""
+    def __call__(self, x, residual=None, index=0):
+        """x [..., K], or a norm's two factors; -> [..., N], or that added to a residual stream.
+
+        `index` is the number of the layer.
+        """
         x, unit = x if isinstance(x, layers.Normed) else (x, None)
         if self.is_mutable_collection("intermediates"):  # the caller asks; see `run_layer`
             self.sow("intermediates", "input", x if unit is None else (x * unit).astype(x.dtype))
@@ -135,13 +149,24 @@ class FusedLinear(nn.Module):
             if self.has_variable("prepared", "branches"):
                 branches = self.get_variable("prepared", "branches")
             else:
-                adapters = [Adapter(size, self.lora, name=name)(x) for name, size in self.parts]
-                branches = layers.branches(adapters, self.lora.scaling)
+                branches = self._branches(x, index)
         if self.bias:
             zeros = lambda _: jnp.zeros((features,), _dtype(self.weights))
             bias = rounded(self._base("bias", zeros), x.dtype)
         y = finished_linear(x, weight, branches, unit=unit, bias=bias, residual=residual)
         return checkpoint_name(y, self.name)
+
+    def _branches(self, x, index):
+        shape = self.shape
+        if shape is None:
+            adapters = [Adapter(size, self.lora, name=name)(x) for name, size in self.parts]
+            return layers.branches(adapters, self.lora.scaling)
+        adapters = []
+        for part, (name, size) in enumerate(self.parts):
+            kept = shape.kept(part, index)
+            x_, a, b = Adapter(size, self.lora, shape.rank, name=name)(x, kept)
+            adapters.append((x_, a, shape.scaled(b, part, index)))
+        return layers.branches(adapters, shape.factor)
 
     def _base(self, name, init):
         if self.role is Role.TRAINED:
@@ -174,14 +199,14 @@ class Block(nn.Module):
         x, cache = self._attention(x, cache, index, tables, packed, plan)
         rows = None if packed is None else packed.rows
         normed = self._norm("post_attention_layernorm", split=True)(x, rows)
-        gate_up = self._linear("gate_up")(normed)
-        return (self._linear("down")(layers.swiglu(gate_up), x), cache), None
+        gate_up = self._linear("gate_up")(normed, index=index)
+        return (self._linear("down")(layers.swiglu(gate_up), x, index), cache), None
 
     def _attention(self, x, cache, index, tables, packed, plan):
         arch = self.arch
         rows = None if packed is None else packed.rows
         normed = self._norm("input_layernorm", split=True)(x, rows)
-        qkv = self._linear("qkv", bias=arch.qkv_bias)(normed)
+        qkv = self._linear("qkv", bias=arch.qkv_bias)(normed, index=index)
         batch, length, _ = qkv.shape
         heads = qkv.reshape(batch, length, -1, arch.head_size)
         query, key, value = jnp.split(
@@ -207,11 +232,14 @@ class Block(nn.Module):
             else:
                 mixed = _packed_attention(packed, query, key, value)
         mixed = mixed.reshape(batch, length, arch.query_width)
-        return self._linear("o")(mixed, x), cache
+        return self._linear("o")(mixed, x, index), cache
 
     def _linear(self, name, bias=False):
-        parts = self.arch.linears()[name]
-        return FusedLinear(parts, self.weights, self.lora, self.role, bias, name=name)
+        parts, role, shape = self.arch.linears()[name], self.role, None
+        if role is Role.ADAPTED:
+            shape = lora_shapes(self.lora, self.arch).get(name)
+            role = Role.FROZEN if shape is None else role
+        return FusedLinear(parts, self.weights, self.lora, role, bias, shape, name=name)
 
     def _norm(self, name, split=False):
         role = self.role
@@ -382,13 +410,14 @@ def with_prepared_adapter(
     """
     stacked, params = variables["frozen"]["layers"], variables["params"]["layers"]
 
-    def branches(linear: str, parts: tuple[tuple[str, int], ...]):
-        matrices = [(params[linear][part]["a"], params[linear][part]["b"]) for part, _ in parts]
+    def branches(linear: str, shape: LinearShape):
+        pairs = [params[linear][part] for part, _ in model.arch.linears()[linear]]
+        matrices = [(pair["a"], shape.scaled(pair["b"], i)) for i, pair in enumerate(pairs)]
         weight = stacked[linear]["weight"]
         bias, has_unit = stacked[linear].get("bias"), linear in ("qkv", "gate_up")
         of_layer = functools.partial(
             prepare_branches,
-            scaling=model.lora.scaling,
+            scaling=shape.factor,
             weight=weight,
             dtype=model.dtype,
             rows=rows,
@@ -396,8 +425,8 @@ def with_prepared_adapter(
         )
         return {"branches": jax.vmap(of_layer)(matrices, bias)}
 
-    linears = model.arch.linears().items()
-    return variables | {"prepared": {"layers": {name: branches(name, p) for name, p in linears}}}
+    found = lora_shapes(model.lora, model.arch).items()
+    return variables | {"prepared": {"layers": {name: branches(name, s) for name, s in found}}}
 
 
 def run_layer(

@@ -328,7 +328,7 @@ def _starting_adapter(cfg: config.RunConfig) -> pathlib.Path | None:
         return None
     folder = hf_folder.local_folder(cfg.model.adapter_name_or_path)
     found = peft.read_lora(folder)
-    for field in ("rank", "alpha", "train_norms"):
+    for field in ("rank", "alpha", "train_norms", *peft.SHAPE_FIELDS):
         ours, theirs = getattr(cfg.lora, field), getattr(found, field)
         require(ours == theirs, f"lora.{field}", ours, f"the adapter in {folder} needs {theirs!r}")
     return folder

@@ -57,7 +57,7 @@ FULL = RunConfig(
         options={"a.b:c": {"x": 1}},
         shaping=("c",),
     ),
-    lora=LoraConfig(4, 8.5, 0.25, True),
+    lora=LoraConfig(4, 8.5, 0.25, True, ("q_proj",), {"q_proj": 2}, {r"layers\.0\..*": 3.5}, True),
     rollout=RolloutConfig(
         num_generations=4,
         generation_batch_size=32,
@@ -316,6 +316,21 @@ BAD = [
         "'ppo'",
         "'grpo', 'bnpo', 'dr_grpo', 'dapo', 'cispo'",
     ),
+    ("lora.target_modules[0]", {"lora__target_modules": ("lm_head",)}, "'lm_head'", "'q_proj'"),
+    ("lora.target_modules", {"lora__target_modules": ()}, "()", "must name at least one of"),
+    (
+        "lora.rank_pattern",
+        {"lora__rank_pattern": {"q_proj": 0}},
+        "{'q_proj': 0}",
+        "at least 1 and at most",
+    ),
+    (
+        "lora.alpha_pattern",
+        {"lora__alpha_pattern": {"q_proj": 0.0}},
+        "{'q_proj': 0.0}",
+        "must be positive",
+    ),
+    ("lora.rank_pattern", {"lora__rank_pattern": {"*q": 4}}, "{'*q': 4}", "regular expressions"),
     ("grpo.epsilon_high", {"grpo__loss_type": "cispo"}, "None", "5 is usual"),
     (
         "grpo.delta",

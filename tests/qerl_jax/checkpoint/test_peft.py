@@ -193,11 +193,10 @@ def test_a_field_of_another_form_is_named(tmp_path, field, value):
 
 
 def test_rslora_divides_by_the_root_of_the_rank(tmp_path):
-    """16 / sqrt(8) = 45.25 / 8."""
     folder = changed_adapter(tmp_path, use_rslora=True)
     lora = peft.read_lora(folder)
-    assert lora.rank == 8 and lora.alpha == pytest.approx(16 * 8**0.5)
-    model = Transformer(ARCH, "float32", LoraConfig(lora.rank, lora.alpha), jnp.float32)
+    assert lora == LoraConfig(8, 16.0, use_rslora=True)
+    model = Transformer(ARCH, "float32", lora, jnp.float32)
     assert model.lora.scaling == pytest.approx(16 / 8**0.5)
     assert_trees_equal(
         peft.import_adapter(folder, model), peft.import_adapter(ADAPTER, adapter_model())
@@ -263,8 +262,9 @@ def test_a_targeted_linear_without_tensors_is_named(tmp_path):
 
 def test_a_branch_that_the_config_does_not_name_is_not_dropped_silently(tmp_path):
     folder = changed_adapter(tmp_path, target_modules=["q_proj"])
+    model = Transformer(ARCH, "float32", peft.read_lora(folder), jnp.float32)
     with pytest.raises(ValueError, match=r"has no place in the model \(36 such"):
-        peft.import_adapter(folder, adapter_model())
+        peft.import_adapter(folder, model)
 
 
 def test_a_folder_without_adapter_is_refused(tmp_path):
@@ -280,10 +280,13 @@ def test_an_adapter_of_another_rank_is_refused():
 
 def test_an_adapter_of_another_shape_is_refused(tmp_path):
     folder = changed_adapter(tmp_path, rank_pattern={"k_proj": 4})
+    with pytest.raises(ValueError, match="rank_pattern: got {'k_proj': 4}; the model has None"):
+        peft.import_adapter(folder, adapter_model())
+    model = Transformer(ARCH, "float32", peft.read_lora(folder), jnp.float32)
     with pytest.raises(
         ValueError, match=r"k_proj.lora_A.weight: got shape \(8, 128\); .* \(4, 128\)"
     ):
-        peft.import_adapter(folder, adapter_model())
+        peft.import_adapter(folder, model)
 
 
 def test_an_adapter_of_a_deeper_model_is_refused():

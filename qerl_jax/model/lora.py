@@ -1,0 +1,122 @@
+"""Which linears have a LoRA branch, of which rank, and by what it is multiplied: the names' rules are PEFT's."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax.checked import require
+from qerl_jax.config import LoraConfig
+from qerl_jax.model.architecture import Architecture
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearShape:
+    """The branches of a fused linear in all layers.
+
+    Layers are stacked and so are their branches: where ranks differ, all are filled up to the largest with
+    zeros in A and in B. Of those, one's gradient is a product with the other, so both stay zero.
+
+    Attributes:
+        rank: To which all are filled up.
+        ranks: [L][parts], of each branch; 0 where a linear has none.
+        scalings: [L][parts], by what each branch is multiplied; 0 where there is none.
+    """
+
+    rank: int
+    ranks: tuple[tuple[int, ...], ...]
+    scalings: tuple[tuple[float, ...], ...]
+
+    @property
+    def scaling(self) -> float | None:
+        """The one factor of all branches; None where they differ."""
+        each = {s for layer in self.scalings for s in layer if s}
+        return each.pop() if len(each) == 1 else None
+
+    def kept(self, part: int, index: jax.Array | int) -> jax.Array | None:
+        """bool [rank], which ranks a branch in layer `index` has; None where it has all in every layer."""
+        if all(layer[part] == self.rank for layer in self.ranks):
+            return None
+        return jnp.arange(self.rank) < jnp.asarray(np.array(self.ranks))[index, part]
+
+    def scaled(self, b: jax.Array, part: int, index: jax.Array | int | None = None) -> jax.Array:
+        """B times the factor of its branch, where factors differ; else B, for which `factor` is left.
+
+        Args:
+            b: float32 [R, N] of layer `index`, or of all layers [L, R, N].
+            part: The place of the linear among those that are joined.
+            index: The layer; None for all.
+        """
+        if self.scaling is not None:
+            return b
+        factors = jnp.asarray(np.array(self.scalings, np.float32)[:, part])
+        return b * (factors[:, None, None] if index is None else factors[index])
+
+    @property
+    def factor(self) -> float:
+        """What is left to multiply after `scaled`."""
+        return 1.0 if self.scaling is None else self.scaling
+
+
+@functools.cache
+def shapes(lora: LoraConfig, arch: Architecture) -> Mapping[str, LinearShape]:
+    """The branches of each fused linear, by its name; one without any branch is not there.
+
+    Raises:
+        ConfigError: When a pattern names no linear that has a branch.
+    """
+    found = {}
+    used: set[str] = set()
+    for linear in arch.linears():
+        names = [arch.linear_names(linear, index) for index in range(arch.num_layers)]
+        used |= {name for layer in names for name in layer if branch(lora, name)}
+        pairs = [[branch(lora, name) or (0, 0.0) for name in layer] for layer in names]
+        ranks = tuple(tuple(rank for rank, _ in layer) for layer in pairs)
+        if any(map(any, ranks)):
+            scalings = tuple(tuple(factor for _, factor in layer) for layer in pairs)
+            found[linear] = LinearShape(max(map(max, ranks)), ranks, scalings)
+    for field in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(lora, field) or {}:
+            names_one = any(matches(pattern, name) for name in used)
+            require(names_one, f"lora.{field}", pattern, "names no linear that has a branch")
+    return found
+
+
+def branch(lora: LoraConfig, name: str) -> tuple[int, float] | None:
+    """Rank and factor of a linear's branch, named as in the base: "model.layers.0.mlp.up_proj".
+
+    Returns:
+        The factor is alpha / rank, or alpha / sqrt(rank) with `use_rslora` (arXiv:2312.03732); None where
+        the linear has no branch.
+    """
+    if lora.target_modules is not None and not is_named(lora.target_modules, name):
+        return None
+    rank = by_pattern(lora.rank_pattern, name, lora.rank)
+    return rank, lora.factor(by_pattern(lora.alpha_pattern, name, lora.alpha), rank)
+
+
+def is_named(modules: str | list[str] | tuple[str, ...], name: str) -> bool:
+    """Whether PEFT's `target_modules` names a linear: a text is a pattern for whole names, a list holds names or their ends."""
+    if not isinstance(modules, str):
+        return any(f".{name}".endswith(f".{module}") for module in modules)
+    try:
+        return re.fullmatch(modules, name) is not None
+    except re.error as error:
+        raise ValueError(
+            f"adapter_config.json: {modules!r} is no regular expression: {error}"
+        ) from error
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a key of PEFT's `rank_pattern` or `alpha_pattern` names a linear."""
+    return re.match(rf"(.*\.)?({pattern})$", name) is not None
+
+
+def by_pattern(patterns: Mapping[str, Any] | None, name: str, default: Any) -> Any:
+    """The value of the first pattern that names a linear."""
+    return next((v for p, v in (patterns or {}).items() if matches(p, name)), default)
