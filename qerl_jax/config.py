@@ -66,6 +66,8 @@ class ModelConfig(Checked, section="model."):
         model_name_or_path: A local folder or hub name (config.json and safetensors); "qerl-tiny" is the base
             that ships with the package. With `random_base`, a name of `architecture.KNOWN` will do.
         tokenizer_name_or_path: Where the tokenizer is, if it is not beside the model.
+        chat_template_kwargs: What the chat template is told beside the messages, such as
+            `enable_thinking = false` for Qwen3; wherever the policy is asked.
         weights: How the linears are held: "nvfp4", "mxfp4" and "nf4" (with quantized scales, as in QLoRA)
             pack a 16-bit checkpoint on load; a checkpoint in that format is read as it is.
         dtype: Data type of the activations.
@@ -90,6 +92,7 @@ class ModelConfig(Checked, section="model."):
     gradient_checkpointing: Checkpointing = "auto"
     trainable: Literal["lora", "full"] = "lora"
     adapter_name_or_path: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def _across(self):
         lora = self.trainable == "lora"

@@ -68,7 +68,8 @@ def _tokenizer(
     rule = f"{cfg.model_name_or_path!r} is a shape without files of its own"
     require(source or folder, "model.tokenizer_name_or_path", source, rule)
     tokens = tokenizer.load(
-        folder if source is None else hf_folder.local_folder(source, weights=False)
+        folder if source is None else hf_folder.local_folder(source, weights=False),
+        cfg.chat_template_kwargs,
     )
     require(
         tokens.num_tokens <= arch.vocab_size,

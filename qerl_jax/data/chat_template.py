@@ -20,7 +20,7 @@ _BATCH = 64
 def render(
     template: str,
     chats: Sequence[Sequence[Mapping[str, Any]]],
-    special_tokens: Mapping[str, Any],
+    names: Mapping[str, Any],
     *,
     add_generation_prompt: bool = True,
     where: str = "chat template",
@@ -31,7 +31,7 @@ def render(
     Args:
         template: Jinja's source.
         chats: Messages of role, content and whatever else the template reads; values must be plain JSON.
-        special_tokens: Texts that the template knows by name, such as `eos_token`.
+        names: What the template knows beside the messages: special tokens such as `eos_token`, and options.
         add_generation_prompt: Whether the text ends where the model's answer begins.
         where: What errors call the template.
         pool: Processes for the work; absent means one that all callers share.
@@ -44,7 +44,7 @@ def render(
         raise ValueError(f"{where}: got a chat without a message; must have at least one")
     if not chats:
         return []
-    settings = {"add_generation_prompt": add_generation_prompt, **special_tokens}
+    settings = {"add_generation_prompt": add_generation_prompt, **names}
     batches = [chats[start : start + _BATCH] for start in range(0, len(chats), _BATCH)]
     calls = [(template, batch, settings) for batch in batches]
     texts: list[str] = []

@@ -3,12 +3,15 @@
 import dataclasses
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qerl_jax.checked import require
 from qerl_jax.data import chat_template
 from qerl_jax.files import read_json
+
+# What rendering sets by itself.
+_OWN_OPTIONS = ("messages", "add_generation_prompt", "tokenize")
 
 type Message = dict[str, str]  # "role" and "content"
 type Prompt = str | Sequence[Message]
@@ -26,6 +29,7 @@ class Tokenizer:
         num_tokens: Ids are 0 ... num_tokens - 1; rows of the embedding beyond are never sampled or
             scored.
         chat_template: Source of the chat template, in Jinja.
+        template_options: What the chat template is told beside the messages.
     """
 
     hf: Any
@@ -33,6 +37,7 @@ class Tokenizer:
     pad_token: int
     num_tokens: int
     chat_template: str
+    template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def render(self, prompts: Sequence[Prompt], *, add_generation_prompt: bool = True) -> list[str]:
         """The texts the model sees: messages pass the chat template, a plain string stays as it is.
@@ -44,11 +49,12 @@ class Tokenizer:
         Raises:
             ValueError: In one line, where the template fails, or does not keep to its limits.
         """
+        names = {name: _plain(token) for name, token in self.hf.special_tokens_map.items()}
         rendered = iter(
             chat_template.render(
                 self.chat_template,
                 [prompt for prompt in prompts if not isinstance(prompt, str)],
-                {name: _plain(token) for name, token in self.hf.special_tokens_map.items()},
+                names | dict(self.template_options),
                 add_generation_prompt=add_generation_prompt,
                 where=f"chat template of {self.hf.name_or_path}",
             )
@@ -69,12 +75,19 @@ class Tokenizer:
         return self.hf.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def load(folder: str | pathlib.Path) -> Tokenizer:
+def load(
+    folder: str | pathlib.Path, template_options: Mapping[str, Any] | None = None
+) -> Tokenizer:
     """Reads a tokenizer and its chat template from a local folder.
+
+    Args:
+        folder: Where they are.
+        template_options: What the template is told beside the messages; it must read each of them.
 
     Raises:
         FileNotFoundError: When the folder has no tokenizer.
-        ValueError: When it cannot be read, has no chat template, or no end-of-sequence token.
+        ValueError: When it cannot be read, has no chat template, or one that does not read an option, or no
+            end-of-sequence token.
     """
     folder = pathlib.Path(folder)
     require(
@@ -103,6 +116,15 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
     )
     template = hf.get_chat_template()
     require(isinstance(template, str), f"{folder}: chat template", template, "must be a text")
+    options = dict(template_options or {})
+    for name in options:
+        # A template takes no notice of a name that it does not know.
+        require(
+            name not in _OWN_OPTIONS and name in template,
+            "model.chat_template_kwargs",
+            name,
+            f"the chat template of {folder} reads no such name",
+        )
     stops = [] if hf.eos_token_id is None else [hf.eos_token_id]
     generation = folder / "generation_config.json"
     listed = read_json(generation).get("eos_token_id") if generation.is_file() else None
@@ -115,7 +137,7 @@ def load(folder: str | pathlib.Path) -> Tokenizer:
     )
     pad = hf.pad_token_id if hf.pad_token_id is not None else stops[0]
     largest = max(hf.get_vocab().values(), default=-1)
-    return Tokenizer(hf, tuple(dict.fromkeys(stops)), pad, largest + 1, template)
+    return Tokenizer(hf, tuple(dict.fromkeys(stops)), pad, largest + 1, template, options)
 
 
 def _plain(token: Any) -> str | list[str]:

@@ -34,7 +34,9 @@ MINIMAL = {
 FULL = RunConfig(
     output_dir='runs/a "quoted"\nname',
     model=ModelConfig(
-        "base", "tokenizer", "bfloat16", "float32", True, "none", adapter_name_or_path="adapter"
+        *("base", "tokenizer", "bfloat16", "float32", True, "none"),
+        adapter_name_or_path="adapter",
+        chat_template_kwargs={"enable_thinking": False},
     ),
     data=DataConfig(
         "gsm8k",
@@ -834,3 +836,14 @@ def test_a_recipe_of_another_loss_differs_from_that_of_grpo_by_the_lines_that_ma
         "output_dir": f"runs/{name}_gsm8k_qwen2.5_7b"
     }
     assert not config_rules.advice(config.load(path))
+
+
+def test_lora_without_regret_has_few_ranks_on_all_linears_and_ten_times_the_rate_of_full_tuning():
+    cfg = config.load(CONFIGS / "lora_without_regret_gsm8k_qwen2.5_7b.toml")
+    assert cfg.lora == LoraConfig(rank=1, alpha=32.0)
+    assert (cfg.optim.learning_rate, cfg.train_batch_size, cfg.noise) == (1e-5, 32, None)
+    kept = config.to_table(config.load(CONFIGS / "gsm8k_qwen2.5_7b.toml"))
+    ours = config.to_table(cfg)
+    assert {k for k in kept if kept[k] != ours.get(k)} == {
+        *("output_dir", "lora", "rollout", "optim", "noise")
+    }

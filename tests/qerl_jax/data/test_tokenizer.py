@@ -108,6 +108,24 @@ def test_a_template_in_a_file_of_its_own_is_found(copy):
     assert tokenizer.load(folder).render([CHAT, "x"]) == ["Think.!", "x"]
 
 
+def test_the_chat_template_is_told_the_options(copy):
+    folder, change = copy
+    change(
+        chat_template="{{ messages[0].content }}{% if thinks is not defined or thinks %}?{% endif %}"
+    )
+    assert tokenizer.load(folder).render(CHAT) == "Think.?"
+    quiet = tokenizer.load(folder, {"thinks": False})
+    assert quiet.render(CHAT) == "Think."
+    assert quiet.encode([CHAT]) == tokenizer.load(folder).encode(["Think."])
+
+
+@pytest.mark.parametrize("name", ["enable_thinking", "messages"])
+def test_an_option_that_the_template_does_not_read_is_refused(copy, name):
+    folder, _ = copy
+    with pytest.raises(ValueError, match=f"chat_template_kwargs: got '{name}'; the chat template"):
+        tokenizer.load(folder, {name: False})
+
+
 def test_a_tokenizer_without_chat_template_is_refused(copy):
     folder, change = copy
     change(chat_template=None)
