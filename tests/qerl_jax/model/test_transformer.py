@@ -259,7 +259,7 @@ def test_adapter_gradients_equal_peft(remat):
     value, grads = jax.jit(jax.value_and_grad(loss))(variables["params"])
     np.testing.assert_allclose(value, reference["grad.loss"][0], rtol=1e-5)
     checked = 0
-    for name, actual in peft._peft_tensors(grads):
+    for name, actual in peft._peft_tensors(grads, model.lora):
         if f"grad.{name}" in reference:
             expected = reference[f"grad.{name}"]
             assert np.abs(actual - expected).max() < 1e-4 * np.abs(expected).max(), name
