@@ -34,6 +34,7 @@ from qerl_jax.generation.scheduler import (
     Schedule,
     Shapes,
     Slots,
+    TurnTaker,
     batch_sizes,
 )
 from qerl_jax.generation.stop_strings import StopStrings
@@ -41,6 +42,8 @@ from qerl_jax.model import fused_decode, kv_cache, layers, logprobs, noise
 from qerl_jax.model.transformer import Transformer, head
 
 # XLA's Triton GEMM first copies each 16-bit weight out of the stack of layers; cuBLAS reads it in place.
+# Between two looks whether the run is asked to end, while all rows wait for replies.
+_REPLY_SECONDS = 0.5
 IN_PLACE = {"xla_gpu_enable_triton_gemm": False}
 
 
@@ -152,6 +155,7 @@ class Engine:
         *,
         max_prompt_length: int,
         max_concurrent: int | None = None,
+        turns: TurnTaker | None = None,
     ) -> Iterator[list[RowTokens]]:
         """Samples all rows, and gives after each chunk what it brought.
 
@@ -161,6 +165,9 @@ class Engine:
             temperature: 0 takes the likeliest token.
             max_prompt_length: A bound on the prompts that stays the same from call to call.
             max_concurrent: Slots; None means as many as the cache holds, see `kv_capacity.best_slots`.
+            turns: Answers rows whose turn has ended; None for rows of one turn. While a row waits for its
+                answer it keeps its slot and its pages, and the others go on. It then takes the tokens it is
+                given, one in each step of decoding, and samples on. They count against its limit.
 
         Raises:
             ValueError: Before anything runs, when a prompt is empty or longer than its bound, or a
@@ -205,14 +212,15 @@ class Engine:
             sizes=batch_sizes(slots) if self._compact else (slots,),
         )
         num_pages = self._num_pages(demand.pages(slots), capacity(slots), prompts)
-        return self._run(variables, Schedule(shapes, num_pages, prompts), np.float32(temperature))
+        schedule = Schedule(shapes, num_pages, prompts, turns)
+        return self._run(variables, schedule, np.float32(temperature))
 
     def completions(
         self,
         variables: dict[str, Any],
         prompts: Sequence[QueuedPrompt],
         temperature: float | jax.Array,
-        **limits: int | None,
+        **limits: Any,
     ) -> Iterator[RowTokens]:
         """Samples all rows as `stream` does, and gives each one whole when it ends."""
         return _whole(self.stream(variables, prompts, temperature, **limits))
@@ -230,6 +238,9 @@ class Engine:
         while schedule.unfinished():
             if self._poll is not None:
                 self._poll()
+            if not chunks and (over := schedule.take_replies()):
+                yield over
+                continue
             # Where no row waits, the device goes on while the host reads what it brought.
             while not chunks or (len(chunks) == 1 and schedule.goes_on()):
                 if not chunks:
@@ -237,6 +248,8 @@ class Engine:
                         pool = _prefill(variables, pool, *fresh, model=self._model)
                     if (copies := schedule.copies()) is not None:
                         pool = _copy(pool, *copies)
+                    if not schedule.has_live():
+                        break
                     with_history = self._spec.repetition_penalty != 1
                     slots = jax.device_put(schedule.slots(with_history), device)
                 pool, brought, moved = _decode(
@@ -245,6 +258,9 @@ class Engine:
                 chunks.append(brought)
                 # The rows as the next chunk finds them.
                 slots = dataclasses.replace(slots, **moved)
+            if not chunks:
+                schedule.wait(_REPLY_SECONDS)
+                continue
             *brought, entropies = jax.device_get(chunks.popleft())
             yield schedule.harvest(
                 *brought, self._stop_tokens, self._stop_strings, entropies=entropies
@@ -295,13 +311,18 @@ def _whole(chunks: Iterator[list[RowTokens]]) -> Iterator[RowTokens]:
         rows[part.row].append(part)
         if part.ended:
             parts = rows.pop(part.row)
-            given = part.entropies is not None
+            has_entropies = parts[0].entropies is not None
             yield RowTokens(
                 part.row,
                 tokens=np.concatenate([each.tokens for each in parts]),
                 logps=np.concatenate([each.logps for each in parts]),
                 ended=part.ended,
-                entropies=np.concatenate([each.entropies for each in parts]) if given else None,
+                entropies=np.concatenate([each.entropies for each in parts])
+                if has_entropies
+                else None,
+                given=None
+                if part.given is None
+                else np.concatenate([each.given for each in parts]),
             )
 
 
@@ -425,14 +446,23 @@ def _decode(
             if loop.seen is None
             else sampling.penalize(scores, loop.seen, spec.repetition_penalty),
         )
+        stops = jnp.isin(token, stop_tokens)
+        entropies = _with_entropies(loop, scores, temperature, spec.num_tokens)
+        if slots.given is not None:
+            given = jax.lax.dynamic_index_in_dim(slots.given, loop.count, axis=1, keepdims=False)
+            is_given = given >= 0
+            token, logp = jnp.where(is_given, given, token), jnp.where(is_given, 0, logp)
+            stops = stops & ~is_given
+            if entropies is not None:
+                entropies = entropies.at[:, loop.count].multiply(~is_given)
         return _Loop(
             count=loop.count + 1,
             token=token,
-            live=loop.live & ~jnp.isin(token, stop_tokens) & (steps + 1 < slots.limit),
+            live=loop.live & ~stops & (steps + 1 < slots.limit),
             lengths=loop.lengths + loop.live,
             tokens=loop.tokens.at[:, loop.count].set(token),
             logps=loop.logps.at[:, loop.count].set(logp),
-            entropies=_with_entropies(loop, scores, temperature, spec.num_tokens),
+            entropies=entropies,
             seen=None if loop.seen is None else loop.seen.at[rows, token].set(True),
             pool=(cache.keys, cache.values),
         )
@@ -444,6 +474,9 @@ def _decode(
         "step": slots.step + loop.count,
         "live": loop.live,
     }
+    if slots.given is not None:
+        # They were taken: the chunk that follows without the host gives none.
+        moved["given"] = jnp.full_like(slots.given, -1)
     if slots.history is not None:
         places = slots.ends[:, None] + 1 + jnp.arange(chunk)
         made = jnp.where(jnp.arange(chunk) < loop.lengths[:, None], loop.tokens, -1)

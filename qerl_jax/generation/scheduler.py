@@ -5,9 +5,10 @@ batch can have, and the lengths to which prompts are padded, are few and fixed: 
 """
 
 import collections
+import concurrent.futures
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -41,6 +42,12 @@ class QueuedPrompt:
     noise: np.ndarray | None = None
 
 
+# What answers a row whose turn has ended, by the row's number and its tokens so far: None where the row
+# ends with it; else the tokens that come next, which are given and not sampled (none: the row ends), when
+# they are known.
+type TurnTaker = Callable[[int, Sequence[int]], "concurrent.futures.Future[Sequence[int]] | None"]
+
+
 @dataclasses.dataclass(frozen=True)
 class RowTokens:
     """Tokens of a row: what a chunk brought, or all of them.
@@ -48,9 +55,10 @@ class RowTokens:
     Attributes:
         row: Number of the row; rows are counted through all prompts.
         tokens: int32 [n].
-        logps: float32 [n].
+        logps: float32 [n]; 0 of given tokens.
         ended: Why the row ended: a stop token or string ("stop"), or its limit; None while it goes on.
-        entropies: float32 [n], of the distribution of each token; None where nobody asked.
+        entropies: float32 [n], of the distribution of each token (0 of given ones); None where nobody asked.
+        given: bool [n], tokens that were not sampled but given by a `TurnTaker`; None where there is none.
     """
 
     row: int
@@ -58,6 +66,7 @@ class RowTokens:
     logps: np.ndarray
     ended: Literal["stop", "length"] | None
     entropies: np.ndarray | None = None
+    given: np.ndarray | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -76,6 +85,8 @@ class Slots:
         history: int32 [B, T], tokens of prompt and completion, -1 where there is none; None where
             nothing asks.
         noise: int32 [B], numbers of the rows' noise; None where they have none of their own.
+        given: int32 [B, chunk], tokens that a row takes next instead of sampled ones, -1 where it samples;
+            None where rows have one turn.
     """
 
     tables: Any
@@ -87,6 +98,7 @@ class Slots:
     keys: Any
     history: Any
     noise: Any = None
+    given: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +178,11 @@ class _Cached:
 
 @dataclasses.dataclass(eq=False)
 class _Row:
-    """One completion: `made` are its tokens so far."""
+    """One completion: `made` are its tokens so far.
+
+    Between two turns it keeps its slot and its pages, and waits for `reply`. `given` are tokens of a reply
+    that are not in `made` yet; the present turn begins, or will begin, with token number `begun`.
+    """
 
     cached: _Cached
     index: int
@@ -174,6 +190,15 @@ class _Row:
     noise: int | None
     pages: list[int] = dataclasses.field(default_factory=list)
     made: list[int] = dataclasses.field(default_factory=list)
+    reply: concurrent.futures.Future | None = None
+    given: list[int] = dataclasses.field(default_factory=list)
+    begun: int = 0
+
+
+def _ending(row: int, why: Literal["stop", "length"]) -> RowTokens:
+    """The end of a row behind its last token."""
+    none = np.zeros(0, np.float32)
+    return RowTokens(row, np.zeros(0, np.int32), none, why, none, np.zeros(0, bool))
 
 
 class Schedule:
@@ -184,8 +209,15 @@ class Schedule:
     they hold leave room for a row: so there is always one that can go on.
     """
 
-    def __init__(self, shapes: Shapes, num_pages: int, prompts: Sequence[QueuedPrompt]):
+    def __init__(
+        self,
+        shapes: Shapes,
+        num_pages: int,
+        prompts: Sequence[QueuedPrompt],
+        turns: TurnTaker | None = None,
+    ):
         self.num_pages = num_pages
+        self._turns = turns
         self._shapes, self._pages = shapes, Pages(num_pages)
         counts = [len(prompt.keys) for prompt in prompts]
         firsts = itertools.accumulate(counts, initial=0)
@@ -235,6 +267,36 @@ class Schedule:
             )
         return (tokens, tables, noise) if chosen else None
 
+    def has_live(self) -> bool:
+        """Whether any row in a slot has something to do."""
+        return any(row.reply is None for _, row in self._running())
+
+    def take_replies(self) -> list[RowTokens]:
+        """Takes in the replies that have come: rows go on with them, and those that do not are given back.
+
+        A reply that leaves no room for a token of the row's own ends it at its limit.
+
+        Raises:
+            Exception: What a `TurnTaker` raised.
+        """
+        ended = []
+        for slot, row in self._running():
+            if row.reply is None or not row.reply.done():
+                continue
+            given, row.reply = list(row.reply.result()), None
+            fits = len(row.made) + len(given) < row.cached.prompt.limit
+            if given and fits:
+                row.given, row.begun = given, len(row.made) + len(given)
+                continue
+            self._free(slot)
+            ended.append(_ending(row.index, "length" if given else "stop"))
+        return ended
+
+    def wait(self, seconds: float) -> None:
+        """Waits for a reply, but no longer than that."""
+        replies = [row.reply for _, row in self._running() if row.reply is not None]
+        concurrent.futures.wait(replies, seconds, concurrent.futures.FIRST_COMPLETED)
+
     def copies(self) -> tuple[np.ndarray, np.ndarray] | None:
         """Pages to copy before the next chunk, from and to: int32 [slots] each; None for none."""
         if not self._copies:
@@ -256,10 +318,13 @@ class Schedule:
             token=np.zeros(size, np.int32),
             step=np.zeros(size, np.int32),
             limit=np.zeros(size, np.int32),
-            live=np.array([row is not None for row in self._slots]),
+            live=np.array([row is not None and row.reply is None for row in self._slots]),
             keys=np.zeros((size, *rows[0].key.shape), np.uint32),
             history=np.full((size, self._shapes.history), -1, np.int32) if with_history else None,
             noise=None if rows[0].noise is None else np.zeros(size, np.int32),
+            given=None
+            if self._turns is None
+            else np.full((size, self._shapes.chunk), -1, np.int32),
         )
         for slot, row in self._running():
             prompt = row.cached.prompt
@@ -271,6 +336,9 @@ class Schedule:
             slots.keys[slot] = row.key
             if row.noise is not None:
                 slots.noise[slot] = row.noise
+            if row.given:
+                now = row.given[: self._shapes.chunk]
+                slots.given[slot, : len(now)] = now
             if with_history:
                 before = [*prompt.tokens, *row.made]
                 slots.history[slot, : len(before)] = before
@@ -279,11 +347,13 @@ class Schedule:
     def goes_on(self) -> bool:
         """Whether the chunk after the one under way takes nothing from the host.
 
-        So it is when no row waits, the batch stays as large as it is, a row has more to go than the
-        chunk under way, and the device knows of all rows that have ended.
+        So it is when no row waits, be it for a slot or for a reply, or takes given tokens, the batch stays
+        as large as it is, a row has more to go than the chunk under way, and the device knows of all rows
+        that have ended.
         """
         return (
-            not (self._ready or self._waiting or self._overtaken)
+            not any(row.reply or row.given for _, row in self._running())
+            and not (self._ready or self._waiting or self._overtaken)
             and self._left() > self._shapes.chunk
             and self._size() == len(self._slots)
         )
@@ -298,24 +368,45 @@ class Schedule:
         stop_strings: StopStrings | None,
         entropies: np.ndarray | None = None,
     ) -> list[RowTokens]:
-        """Takes in what a chunk brought, and frees the slots and pages of rows that ended."""
+        """Takes in what a chunk brought, and frees the slots and pages of rows that ended.
+
+        A row whose turn has ended by a stop waits in its slot, unless its `TurnTaker` ends it there.
+        """
         brought = []
         for slot, row in self._running():
-            length = int(lengths[slot])
+            if row.reply is not None:
+                continue
+            seen, length = len(row.made), int(lengths[slot])
+            given = min(length, len(row.given))
+            row.given = row.given[given:]
             row.made += tokens[slot, :length].tolist()
             ended = None if live[slot] else "stop" if row.made[-1] in stop_tokens else "length"
-            if stop_strings is not None:
-                seen = len(row.made) - length
-                if (kept := stop_strings.kept(row.made, seen)) is not None:
-                    length, ended = kept - seen, "stop"
-            part = None if entropies is None else entropies[slot, :length]
-            made = tokens[slot, :length], logps[slot, :length]
-            brought.append(RowTokens(row.index, *made, ended, part))
+            if stop_strings is not None and length > given:
+                own, before = row.made[row.begun :], max(0, seen - row.begun)
+                if (kept := stop_strings.kept(own, before)) is not None:
+                    length, ended = row.begun + kept - seen, "stop"
+            if ended == "stop" and self._turns is not None:
+                row.made = row.made[: seen + length]
+                row.reply = self._turns(row.index, row.made)
+                ended = "stop" if row.reply is None else None
+            self._overtaken |= bool(live[slot]) and (ended is not None or row.reply is not None)
+            brought.append(
+                RowTokens(
+                    row.index,
+                    tokens[slot, :length],
+                    logps[slot, :length],
+                    ended,
+                    None if entropies is None else entropies[slot, :length],
+                    None if self._turns is None else np.arange(length) < given,
+                )
+            )
             if ended:
-                self._overtaken |= bool(live[slot])
-                self._pages.give_back(row.pages)
-                self._slots[slot] = None
+                self._free(slot)
         return brought
+
+    def _free(self, slot: int) -> None:
+        self._pages.give_back(self._slots[slot].pages)
+        self._slots[slot] = None
 
     def _running(self) -> list[tuple[int, _Row]]:
         """The rows in slots, each behind the number of its slot."""

@@ -1,0 +1,195 @@
+"""Rows of several turns: between two, a row keeps its slot and waits for the tokens that it is given."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.generation import sampling
+from qerl_jax.generation.stop_strings import StopStrings
+from qerl_jax.model import layers
+from qerl_jax.model.transformer import head
+from tests.qerl_jax.generation.test_engine import WIDTH, make, policy, prompts
+
+# Ends of turns that random weights reach soon; a reply may hold one, which ends nothing.
+STOPS = tuple(range(8))
+REPLIES = ([9, 3, 10, 11, 12, 13], [14], [15, 16, 17])
+LIMIT = 40
+
+
+class Turns:
+    """Gives each row the replies in turn, at once or from a thread of its own."""
+
+    def __init__(self, replies=REPLIES, late=False, gate=None):
+        self.replies, self.late, self.gate, self.asked = replies, late, gate, []
+
+    def __call__(self, row, tokens):
+        self.asked.append((row, list(tokens)))
+        turn = sum(1 for r, _ in self.asked if r == row) - 1
+        if turn == len(self.replies):
+            return None
+        future = concurrent.futures.Future()
+        answer = lambda: future.set_result(self.replies[turn])
+        if self.late and row % 2:
+            threading.Timer(0.05 * (turn + 1), answer).start()
+        else:
+            answer()
+        return future
+
+
+def sample(turns, queue=None, temperature=1.0, **options):
+    queue = prompts(limit=LIMIT) if queue is None else queue
+    options = {"stop_tokens": STOPS} | options
+    concurrent_rows = options.pop("max_concurrent", 4)
+    found = make(**options).completions(
+        policy()[1],
+        queue,
+        temperature,
+        max_prompt_length=WIDTH,
+        max_concurrent=concurrent_rows,
+        turns=turns,
+    )
+    return sorted(found, key=lambda row: row.row)
+
+
+def turns_of(row):
+    """Tokens of each turn, and of each reply."""
+    edges = np.flatnonzero(np.diff(row.given.astype(int))) + 1
+    parts = np.split(row.tokens, edges)
+    return [part.tolist() for part in parts[::2]], [part.tolist() for part in parts[1::2]]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return sample(Turns())
+
+
+def assert_same(actual, expected):
+    for a, e in zip(actual, expected, strict=True):
+        assert a.tokens.tolist() == e.tokens.tolist() and a.ended == e.ended
+        np.testing.assert_array_equal(a.given, e.given)
+        np.testing.assert_allclose(a.logps, e.logps, atol=1e-5)
+
+
+def test_turns_end_with_a_stop_and_replies_stand_between_them_as_they_were_given(rows):
+    several = 0
+    for row in rows:
+        own, replies = turns_of(row)
+        assert replies == [list(reply) for reply in REPLIES[: len(replies)]]
+        several += len(replies) > 1
+        for turn in own[:-1]:
+            assert np.isin(turn, STOPS).tolist() == [False] * (len(turn) - 1) + [True]
+        assert row.ended == "length" or own[-1][-1] in STOPS
+        assert not row.given[-1] and len(row.tokens) <= LIMIT
+        assert not row.logps[row.given].any() and (row.logps[~row.given] < 0).all()
+    assert several > 3 and {row.ended for row in rows} == {"stop", "length"}
+
+
+def test_each_turn_is_what_the_policy_says_to_all_that_stands_before_it(rows):
+    """Log-probabilities against one plain pass over prompt, turns and replies."""
+    owners = [prompt for prompt in prompts(limit=LIMIT) for _ in prompt.keys]
+    for row in rows:
+        prompt = owners[row.row].tokens
+        logps = jax.nn.log_softmax(plain_scores(np.array([*prompt, *row.tokens])))
+        places = len(prompt) - 1 + np.arange(len(row.tokens))
+        found = logps[places, row.tokens]
+        np.testing.assert_allclose(row.logps, np.where(row.given, 0, found), atol=2e-5)
+
+
+@functools.cache
+def plain_pass():
+    return jax.jit(lambda variables, tokens: policy()[0].apply(variables, tokens)[0])
+
+
+def plain_scores(tokens):
+    """Logits [T, V] behind each of the tokens."""
+    padded = np.zeros((1, WIDTH + LIMIT), np.int32)
+    padded[0, : len(tokens)] = tokens
+    _, variables = policy()
+    hidden = plain_pass()(variables, padded)[0, : len(tokens)]
+    return layers.logits(hidden, head(variables["frozen"]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"late": True},
+        {"late": True, "max_concurrent": None},
+        pytest.param({"late": True, "chunk": 3, "page_size": 7}, marks=pytest.mark.slow),
+        {"late": True, "kv_cache_tokens": 130},
+    ],
+)
+def test_neither_late_replies_nor_slots_nor_pages_change_a_row(rows, options):
+    options = dict(options)
+    assert_same(sample(Turns(late=options.pop("late")), **options), rows)
+
+
+def test_other_rows_go_on_while_one_waits():
+    """The first row's reply comes when all others have ended."""
+    gate, ended = concurrent.futures.Future(), []
+
+    def turns(row, tokens):
+        return gate if row == 0 and not ended and not gate.done() else None
+
+    queue = prompts(limit=LIMIT)
+    found = make(stop_tokens=STOPS).completions(
+        policy()[1], queue, 1.0, max_prompt_length=WIDTH, max_concurrent=4, turns=turns
+    )
+    for row in found:
+        ended.append(row.row)
+        if len(ended) == 9:
+            gate.set_result([20, 21])
+    assert ended[-1] == 0 and len(ended) == 10
+
+
+def test_a_reply_without_tokens_ends_the_row_and_one_too_long_cuts_it():
+    for reply, why in (([], "stop"), ([9] * LIMIT, "length")):
+        for row in sample(Turns([reply])):
+            assert not row.given.any()
+            assert row.ended == (why if row.tokens[-1] in STOPS else "length")
+
+
+def test_an_error_of_a_turn_taker_ends_the_sampling():
+    future = concurrent.futures.Future()
+    future.set_exception(OSError("no environment"))
+    with pytest.raises(OSError, match="no environment"):
+        sample(lambda row, tokens: future)
+
+
+def test_stop_strings_end_turns_and_those_of_replies_end_nothing():
+    """Tokens are letters; a turn ends behind the first "a" or "b" of its own."""
+    letters = {5: "a", 6: "b", 9: "a"}
+    decode = lambda ids: "".join(letters.get(int(i), ".") for i in ids)
+    strings = StopStrings(("a", "b"), decode)
+    rows = sample(Turns(), stop_tokens=(), stop_strings=strings)
+    assert sum(bool(turns_of(row)[1]) for row in rows) > 3
+    for row in rows:
+        for turn in turns_of(row)[0][:-1]:
+            text = decode(turn)
+            assert text[-1] in "ab" and not set(text[:-1]) & set("ab")
+    # What the device sampled behind an end is not in the cache of the next turn.
+    assert_same(sample(Turns(late=True), stop_tokens=(), stop_strings=strings, chunk=1), rows)
+
+
+def test_given_tokens_have_no_entropy_and_count_as_seen_for_the_penalty():
+    """The likeliest token under the penalty, from one plain pass over the row."""
+    stop_tokens = tuple(range(0, 64, 2))
+    subject = make(stop_tokens=stop_tokens, repetition_penalty=1.5)
+    subject._spec = dataclasses.replace(subject._spec, entropies=True)
+    options = {"max_prompt_length": WIDTH, "max_concurrent": 2, "turns": Turns()}
+    queue = prompts(lengths=(3, 5), groups=(1, 1), limit=LIMIT)
+    for row in subject.completions(policy()[1], queue, 0.0, **options):
+        assert not row.entropies[row.given].any() and row.entropies[~row.given].all()
+        assert 0 < row.given.sum()
+        before = [*queue[row.row].tokens]
+        scores = plain_scores(np.array([*before, *row.tokens]))
+        for place in np.flatnonzero(~row.given):
+            seen = np.isin(np.arange(64), [*before, *row.tokens[:place]])
+            score = jnp.asarray(scores[len(before) + place - 1])[None]
+            likeliest = np.argmax(sampling.penalize(score, jnp.asarray(seen)[None], 1.5))
+            assert row.tokens[place] == likeliest
