@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         RewardConfig,
         RolloutConfig,
         RunConfig,
+        ToolsConfig,
     )
     from qerl_jax.data.datasets import Problem
     from qerl_jax.generation.sampling_params import SamplingParams
@@ -53,6 +54,7 @@ _MODULES = {
         "RewardConfig",
         "RolloutConfig",
         "RunConfig",
+        "ToolsConfig",
     ),
     "data.datasets": ("Problem",),
     "generation.sampling_params": ("SamplingParams",),

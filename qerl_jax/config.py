@@ -54,6 +54,8 @@ _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 # The linears of a layer, as Hugging Face names them.
 Linear = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _LINEARS = get_args(Linear)
+# How a policy writes calls of tools.
+CallFormat = Literal["hermes", "llama3_json"]
 # As many as a 72B model's narrow linears have rows: more is a slip of the pen.
 _MOST_RANK = 8192
 
@@ -261,7 +263,8 @@ class RewardConfig(Checked, section="rewards."):
     """The rewards, summed with their weights.
 
     Attributes:
-        functions: Stock names of `rewards/stock.py`, or import paths "package.module:function".
+        functions: Stock names of `rewards/stock.py`, or import paths "package.module:function"; none is
+            needed where the environment of `[tools]` judges its rows itself.
         weights: One weight per function; absent means 1 each.
         options: Arguments of the factory of each function, by the function's name; see `scoring.resolve`.
         soft_punish_cache: Width in tokens of the slope, at the end of the longest completion, down which
@@ -276,7 +279,7 @@ class RewardConfig(Checked, section="rewards."):
     functions: Annotated[
         tuple[str, ...],
         Rule(
-            lambda names: names and all(isinstance(name, str) for name in names),
+            lambda names: all(isinstance(name, str) for name in names),
             "must name at least one function, each by a text; functions themselves are given to "
             "qerl_jax.train as reward_funcs",
         ),
@@ -790,6 +793,52 @@ class EvalConfig(Checked, section="eval."):
 
 
 @dataclasses.dataclass(frozen=True)
+class ToolsConfig(Checked, section="tools."):
+    """Tools that the policy may call while it answers, and an environment that it acts in (docs/environments.md).
+
+    A turn that calls a tool is answered, and the policy goes on. All turns and answers of a row together have
+    at most `rollout.max_completion_length` tokens; nothing is learned from those of answers.
+
+    Attributes:
+        functions: Tools: names of the stock ("calculator", "python"), or import paths
+            "package.module:function" or "folder/file.py:function".
+        environment: A class whose methods are tools and that keeps a state for each row: a name of the stock
+            ("guess_number"), or an import path.
+        environment_options: Arguments with which the class is called.
+        max_tool_calling_iterations: Most turns of a row that are answered; absent means no limit but that of
+            tokens.
+        max_reply_tokens: Most tokens of the result of a call; what is longer is cut, and says so.
+        seconds: Longest call, in seconds of the processor; on the clock five times as long.
+        workers: Calls at a time; absent means as many as there are processors.
+        call_format: How calls are written: "hermes" (JSON between <tool_call> and </tool_call>: Qwen, Hermes)
+            or "llama3_json" (a turn that is JSON: Llama 3.1). Absent means what the chat template asks for.
+    """
+
+    functions: tuple[str, ...] = ()
+    environment: NotEmpty | None = None
+    environment_options: dict[str, Any] | None = None
+    max_tool_calling_iterations: Count | None = None
+    max_reply_tokens: Count = 256
+    seconds: Positive = 5.0
+    workers: Count | None = None
+    call_format: CallFormat | None = None
+
+    def _across(self):
+        return [
+            (
+                bool(self.functions) or self.environment is not None,
+                "functions",
+                "must name at least one tool where tools.environment is absent",
+            ),
+            (
+                self.environment is not None or self.environment_options is None,
+                "environment_options",
+                "needs tools.environment",
+            ),
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig(Checked):
     """One training run.
 
@@ -820,6 +869,7 @@ class RunConfig(Checked):
     optim: OptimConfig = OptimConfig()
     noise: NoiseConfig | None = None
     eval: EvalConfig | None = None
+    tools: ToolsConfig | None = None
     max_steps: Count | None = None
     num_train_epochs: Positive | None = None
     seed: Annotated[int, Rule(is_seed, "must be in [0, 2**32)")] = 42

@@ -73,9 +73,9 @@ class Pool:
             ValueError: If a number is not positive.
         """
         given = (workers, seconds)
-        require(min(given) > 0, "workers and seconds", given, "must be positive")
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        members = [_Worker(module, seconds, memory_bytes) for _ in range(workers)]
+        require(workers >= 1 and seconds > 0, "workers and seconds", given, "must be positive")
+        self._idle: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        members = [Worker(module, seconds, memory_bytes) for _ in range(workers)]
         for worker in members:
             self._idle.put(worker)
         self._calls = Ahead(functools.partial(_call, self._idle), workers)
@@ -115,10 +115,10 @@ def _call(idle: queue.SimpleQueue, request: str) -> Any:
         idle.put(worker)
 
 
-class _Worker:
+class Worker:
     """One process, replaced after every call that it did not survive."""
 
-    def __init__(self, module: str, seconds: float, memory_bytes: int):
+    def __init__(self, module: str, seconds: float, memory_bytes: int = _MEMORY_BYTES):
         limits = str(seconds), str(memory_bytes)
         self._command = [sys.executable, "-m", __name__, module, *limits]
         self._module, self._seconds = module, seconds
@@ -177,7 +177,7 @@ class _Worker:
             return None
 
 
-def _stop_all(workers: Sequence[_Worker]) -> None:
+def _stop_all(workers: Sequence[Worker]) -> None:
     for worker in workers:
         worker.stop()
 

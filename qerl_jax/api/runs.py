@@ -16,6 +16,7 @@ from qerl_jax.config import RunConfig
 from qerl_jax.data import datasets
 from qerl_jax.data.datasets import Problem
 from qerl_jax.rewards import scoring
+from qerl_jax.rewards.environments import Tool
 from qerl_jax.rewards.stock import RewardFunction, completion_text
 from qerl_jax.tracking import logger
 from qerl_jax.training import trainer
@@ -113,6 +114,8 @@ def train(
     reward_funcs: str | RewardFunction | Sequence[str | RewardFunction] | None = None,
     callbacks: Callback | Sequence[Callback] | None = None,
     *,
+    tools: Tool | Sequence[Tool] | Mapping[str, Any] | None = None,
+    environment_factory: Tool | None = None,
     quiet: bool = False,
     **overrides: Any,
 ) -> Run:
@@ -154,6 +157,12 @@ def train(
         callbacks: One or several functions that are called as f(step, metrics) after every step, once
             it is logged. Where one returns False, the run ends with that step, and its adapter is
             written. What one raises, `train` raises; the run then goes on from its last checkpoint.
+        tools: Functions that the policy may call while it answers, names of stock ones ("calculator",
+            "python"), or import paths; or a table of the config's section `tools`, whose `functions` may be
+            such. See docs/environments.md.
+        environment_factory: A class, or its import path, whose methods the policy may call, and whose object
+            keeps a state for each row; `reset(**row)` begins one, and `get_reward()`, where there is one,
+            judges it.
         quiet: Show nothing; files are written all the same.
         **overrides: Fields of the config that take another value: `max_steps=10`,
             `optim={"learning_rate": 1e-4}`, `eval=None`.
@@ -179,7 +188,19 @@ def train(
         for index, each in enumerate(functions):
             holds = isinstance(each, str) or callable(each)
             require(holds, f"reward_funcs[{index}]", each, rule)
-    cfg = run_config(config, overrides, has_rows=dataset is not None, functions=functions)
+    if isinstance(tools, Mapping):
+        section = dict(tools)
+        tools = section.pop("functions", None)
+        overrides |= {"tools": section}
+    given = None if tools is None else _several(tools, "tools")
+    cfg = run_config(
+        config,
+        overrides,
+        has_rows=dataset is not None,
+        functions=functions,
+        tools=given,
+        environment=environment_factory,
+    )
     problems, are_texts = dataset, False
     if dataset is not None and not _are_problems(dataset):
         problems, are_texts = datasets.from_rows(cfg.data, dataset, "dataset")
@@ -190,7 +211,15 @@ def train(
     def on_step(step: int, metrics: dict[str, Any]) -> bool:
         return all([callback(step, metrics) is not False for callback in callbacks])
 
-    trainer.train(cfg, problems=problems, reward_functions=functions, on_step=on_step, quiet=quiet)
+    trainer.train(
+        cfg,
+        problems=problems,
+        reward_functions=functions,
+        tools=given,
+        environment_factory=environment_factory,
+        on_step=on_step,
+        quiet=quiet,
+    )
     return Run(pathlib.Path(cfg.output_dir))
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from qerl_jax import config as configs
@@ -23,6 +23,8 @@ def run_config(
     *,
     has_rows: bool = False,
     functions: Sequence[str | RewardFunction] | None = None,
+    tools: Sequence[str | Callable] | None = None,
+    environment: str | Callable | None = None,
 ) -> RunConfig:
     """Makes the checked config of a run from what a user gives as one.
 
@@ -31,6 +33,8 @@ def run_config(
         overrides: Fields that take another value; a table changes a section, None removes it.
         has_rows: Whether the problems are given, so that the config need not name any.
         functions: The rewards, where they are given.
+        tools: The tools, where they are given.
+        environment: The environment's class, where it is given.
 
     Raises:
         ConfigError: For an impossible config.
@@ -44,6 +48,12 @@ def run_config(
         _section(table, "data").setdefault("dataset", _ROWS)
     if functions is not None:
         _section(table, "rewards")["functions"] = list(map(_place, functions))
+    elif environment is not None and "rewards" not in table:
+        table["rewards"] = {"functions": []}
+    if tools is not None:
+        _section(table, "tools")["functions"] = list(map(_place, tools))
+    if environment is not None:
+        _section(table, "tools")["environment"] = _place(environment)
     cfg = from_table(RunConfig, table)
     needs_set = has_rows and cfg.data.dataset == _ROWS and cfg.eval is not None
     rule = (

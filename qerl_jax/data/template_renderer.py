@@ -19,11 +19,11 @@ LONGEST = 1 << 22
 
 def render_batch(template: str, chats: list, settings: dict[str, Any]) -> list[str]:
     """The text of each chat; `settings` are what the template knows beside its messages."""
-    compiled = _compiled(template)
-    texts = []
+    compiled, texts = _compiled(template), []
+    settings = {"tools": None, "documents": None, **settings}
     for messages in chats:
         parts, size = [], 0
-        for part in compiled.generate(messages=messages, tools=None, documents=None, **settings):
+        for part in compiled.generate(messages=messages, **settings):
             parts.append(part)
             size += len(part)
             if size > LONGEST:

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from qerl_jax.checked import require
 from qerl_jax.data import chat_template
@@ -13,7 +13,7 @@ from qerl_jax.files import read_json
 # What rendering sets by itself.
 _OWN_OPTIONS = ("messages", "add_generation_prompt", "tokenize")
 
-type Message = dict[str, str]  # "role" and "content"
+type Message = dict[str, Any]  # "role" and "content", and of calls "tool_calls"
 type Prompt = str | Sequence[Message]
 
 
@@ -60,6 +60,11 @@ class Tokenizer:
             )
         )
         return [prompt if isinstance(prompt, str) else next(rendered) for prompt in prompts]
+
+    def with_options(self, **options: Any) -> Self:
+        """The tokenizer with more that the chat template is told."""
+        merged = {**self.template_options, **options}
+        return dataclasses.replace(self, template_options=merged)
 
     def encode(self, prompts: Sequence[Prompt]) -> list[list[int]]:
         """Ids of each prompt; special tokens are those that the template writes.

@@ -20,6 +20,7 @@ from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import rollouts
+from qerl_jax.rl.conversations import Tools
 
 # What each reward reads as the answer of a text; others may read any form.
 _ANSWER_READERS = {
@@ -78,6 +79,7 @@ class Evaluator:
         max_prompt_length: int,
         key: jax.Array,
         max_concurrent: int | None,
+        tools: Tools | None = None,
         **cache: Any,
     ) -> Self:
         """Builds an evaluator that samples as a protocol says.
@@ -93,6 +95,7 @@ class Evaluator:
             max_prompt_length: See above.
             key: See above.
             max_concurrent: Rows sampled at a time; None means all of a batch.
+            tools: What the policy may call.
             **cache: `compact`, `kv_cache_tokens`, `kv_cache_fraction` and `poll` of `Engine`.
         """
         how = SamplingParams(
@@ -109,6 +112,7 @@ class Evaluator:
             max_completion_length=protocol.max_completion_length,
             temperature=protocol.temperature,
             max_concurrent=max_concurrent,
+            tools=tools,
         )
         return cls(sampler, problems, reward, batch_size, key)
 
@@ -121,6 +125,7 @@ class Evaluator:
         key: jax.Array,
         log: Callable[[str], None],
         poll: Callable[[], None] | None = None,
+        tools: Tools | None = None,
     ) -> Self | None:
         """Builds the evaluator of a run's `[eval]` section; None where there is none.
 
@@ -133,6 +138,7 @@ class Evaluator:
             key: See the attributes of the class.
             log: Is told how many problems are left out.
             poll: See `Engine`.
+            tools: What the policy may call.
 
         Raises:
             ValueError: For problems or a reward that cannot be used.
@@ -152,6 +158,7 @@ class Evaluator:
             max_prompt_length=cfg.data.max_prompt_length,
             key=key,
             max_concurrent=cfg.rollout.max_concurrent,
+            tools=tools,
             compact=cfg.rollout.compact,
             kv_cache_tokens=cfg.rollout.kv_cache_tokens,
             kv_cache_fraction=cfg.rollout.kv_cache_fraction,

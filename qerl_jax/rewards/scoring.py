@@ -18,10 +18,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-import importlib
-import importlib.util
 import inspect
-import pathlib
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +26,7 @@ import numpy as np
 
 from qerl_jax.checked import require
 from qerl_jax.data import datasets, tokenizer
+from qerl_jax.rewards import imports
 from qerl_jax.rewards.stock import FACTORIES, STOCK, RewardFunction
 
 type Named = tuple[str, RewardFunction]
@@ -170,6 +168,11 @@ def evaluate(
     return np.stack(scores, axis=1, dtype=np.float32)
 
 
+def environments_own(environments: Sequence[Any], **_) -> list[float | None]:
+    """The rewards that environments gave their rows (`get_reward`); None where one gave none."""
+    return [environment.get_reward() for environment in environments]
+
+
 def beginner(
     functions: Sequence[Named], problems: Sequence[datasets.Problem], group: int
 ) -> Callable[[int, str], None] | None:
@@ -252,12 +255,7 @@ def _find(name: str) -> Any:
 
 def _import(path: str):
     try:
-        if not path.endswith(".py"):
-            return importlib.import_module(path)
-        spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
+        return imports.module(path)
     except Exception as error:
         raise ValueError(
             f"could not import rewards from {path!r}: {type(error).__name__}: {error}"

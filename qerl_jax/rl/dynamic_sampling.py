@@ -10,6 +10,7 @@ import numpy as np
 from qerl_jax.data.datasets import Problem
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.rl import grpo, rollouts
+from qerl_jax.rl.conversations import Conversation
 
 # Of a rollout these have one entry per problem, the others one per completion.
 _PER_PROBLEM = ("problems", "prompt_ids")
@@ -33,25 +34,37 @@ class Supply:
         if self.surplus is None:
             return {"drawn": self.drawn}
         rollout = self.surplus.rollout
+        talks = rollout.conversations
+        has_tools = talks is not None
+        # What an environment said at the begin is no part of the data.
+        prompts = [ids.tolist() for ids in rollout.prompt_ids]
         return {
             "drawn": self.drawn,
+            **({"prompts": prompts} if has_tools else {}),
             "positions": self.surplus.positions.tolist(),
             "rewards": _without_nan(self.surplus.rewards),
             "rows": [
                 ({} if entropy is None else {"entropy": entropy})
+                | (
+                    {"given": rollout.given[i].tolist(), "talk": dataclasses.asdict(talks[i])}
+                    if has_tools
+                    else {}
+                )
                 | {
                     "completion": ids.tolist(),
                     "logps": logps.tolist(),
                     "stopped": stopped,
                     "per_function": _without_nan(each),
                 }
-                for ids, logps, stopped, entropy, each in zip(
-                    rollout.completion_ids,
-                    rollout.logps,
-                    rollout.stopped,
-                    rollout.entropies or (None,) * len(rollout.texts),
-                    self.surplus.per_function,
-                    strict=True,
+                for i, (ids, logps, stopped, entropy, each) in enumerate(
+                    zip(
+                        rollout.completion_ids,
+                        rollout.logps,
+                        rollout.stopped,
+                        rollout.entropies or (None,) * len(rollout.texts),
+                        self.surplus.per_function,
+                        strict=True,
+                    )
                 )
             ],
         }
@@ -72,14 +85,27 @@ class Supply:
         rows = table["rows"]
         problems = tuple(problem_at(position) for position in table["positions"])
         completions = tuple(np.array(row["completion"], np.int32) for row in rows)
+        prompts = rollouts.encode([problem.prompt for problem in problems], tokenizer)
+        texts = tuple(map(tokenizer.decode, completions))
+        given = talks = None
+        if "prompts" in table:
+            prompts = tuple(np.array(ids, np.int32) for ids in table["prompts"])
+            given = tuple(np.array(row["given"], bool) for row in rows)
+            talks = tuple(
+                Conversation(**row["talk"] | {"messages": tuple(row["talk"]["messages"])})
+                for row in rows
+            )
+            texts = tuple(talk.messages[-1]["content"] for talk in talks)
         rollout = rollouts.Rollout(
             problems=problems,
-            prompt_ids=rollouts.encode([problem.prompt for problem in problems], tokenizer),
-            texts=tuple(map(tokenizer.decode, completions)),
+            prompt_ids=prompts,
+            texts=texts,
             completion_ids=completions,
             logps=tuple(np.array(row["logps"], np.float32) for row in rows),
             stopped=tuple(row["stopped"] for row in rows),
             entropies=tuple(row["entropy"] for row in rows) if "entropy" in rows[0] else None,
+            given=given,
+            conversations=talks,
         )
         return cls(
             table["drawn"],

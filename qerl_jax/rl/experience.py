@@ -163,7 +163,7 @@ def make_experience(
 ) -> Experience:
     """Pads a rollout on the host: to widths that hold the longest of its prompts and of its completions.
 
-    The widths are among seven, from the bound down to an eighth of it. The device gets the real tokens
+    What a tool gave is part of a row, but not learned from. The widths are among seven, from the bound down to an eighth of it. The device gets the real tokens
     only, see `Experience.pack`.
 
     Args:
@@ -189,6 +189,8 @@ def make_experience(
         mask &= np.array(rollout.stopped)[:, None]
     judged = np.ones(len(lengths), bool) if judged is None else np.reshape(judged, -1)
     mask &= judged[:, None]
+    if rollout.given is not None:
+        mask &= ~_pad(rollout.given, width, bool)
     return Experience(
         prompts=_pad(
             prompts, microbatches.round_up(int(prompt_lengths.max()), max_prompt_length), np.int32

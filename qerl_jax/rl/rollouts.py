@@ -1,6 +1,7 @@
 """Problems in, scored completions out."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from qerl_jax.model.noise import RowNoise
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import grpo
+from qerl_jax.rl.conversations import Conversation, Conversations, Tools, observed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Sampler:
         max_completion_length: Bound on the tokens of a completion.
         temperature: 0 takes the likeliest token.
         max_concurrent: Rows that are sampled at a time; None means as many as the cache holds.
+        tools: What the policy may call; None for rows of one turn.
     """
 
     engine: Engine
@@ -42,6 +45,7 @@ class Sampler:
     max_completion_length: int
     temperature: float
     max_concurrent: int | None = None
+    tools: Tools | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +55,16 @@ class Rollout:
     Attributes:
         problems: The P problems.
         prompt_ids: Tokens of each problem's prompt, int32 [tokens].
-        texts: The B completions without special tokens.
+        texts: The B completions without special tokens; of rows of several turns the last turn.
         completion_ids: Tokens of each completion, int32 [tokens]: the stop token included, or the
             token that completes a stop string.
         logps: The sampler's log-probability of each token of each completion, float32 [tokens].
         stopped: False for each completion that was cut at the limit.
         entropies: For each completion the sum over its tokens of the entropies of the sampler's
             distributions, in nats; None where the sampler was not asked for them.
+        given: For each completion which of its tokens, bool [tokens], the policy did not sample but was
+            given by a tool; None where there are no tools.
+        conversations: What was said in each row; None where there are no tools.
     """
 
     problems: tuple[Problem, ...]
@@ -67,6 +74,8 @@ class Rollout:
     logps: tuple[np.ndarray, ...]
     stopped: tuple[bool, ...]
     entropies: tuple[float, ...] | None = None
+    given: tuple[np.ndarray, ...] | None = None
+    conversations: tuple[Conversation, ...] | None = None
 
     @property
     def num_generations(self) -> int:
@@ -77,6 +86,13 @@ class Rollout:
     def lengths(self) -> np.ndarray:
         """int32 [B], tokens of each completion."""
         return np.array([len(ids) for ids in self.completion_ids], np.int32)
+
+    @property
+    def sampled_lengths(self) -> np.ndarray:
+        """int32 [B], tokens of each completion that the policy sampled."""
+        if self.given is None:
+            return self.lengths
+        return np.array([np.count_nonzero(~given) for given in self.given], np.int32)
 
     @property
     def num_tokens(self) -> int:
@@ -164,6 +180,7 @@ def make_sampler(
     max_prompt_length: int,
     entropies: bool = False,
     poll: Callable[[], None] | None = None,
+    tools: Tools | None = None,
 ) -> Sampler:
     """The sampler that a config asks for.
 
@@ -174,6 +191,7 @@ def make_sampler(
         max_prompt_length: Bound on the tokens of a prompt.
         entropies: Whether rollouts hold the sampler's entropies.
         poll: See `Engine`.
+        tools: What the policy may call.
     """
     return Sampler(
         Engine.of(
@@ -192,6 +210,7 @@ def make_sampler(
         max_completion_length=cfg.max_completion_length,
         temperature=cfg.temperature,
         max_concurrent=cfg.max_concurrent,
+        tools=tools,
     )
 
 
@@ -220,7 +239,16 @@ def collect(
             own; None means 0, 1, ... With noise per sequence each completion has a prefill of its own.
         on_text: Called as on_text(row, text) when a row has ended, in a thread of its own, while the
             device samples the others; `scoring.beginner` makes one.
+
+    Raises:
+        ValueError: When a prompt is too long, or an environment cannot begin.
     """
+    talk = None
+    if sampler.tools is not None:
+        problems = observed(sampler.tools, problems)
+        talk = Conversations(
+            sampler.tools, sampler.tokenizer, problems, group=sampler.num_generations
+        )
     prompts = encode([problem.prompt for problem in problems], sampler.tokenizer)
     rows = first_row + jnp.arange(len(problems) * sampler.num_generations)
     keys = jax.random.key_data(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows))
@@ -236,17 +264,30 @@ def collect(
         sampler.temperature,
         max_prompt_length=sampler.max_prompt_length,
         max_concurrent=sampler.max_concurrent and min(len(rows), sampler.max_concurrent),
+        turns=talk,
     )
 
-    def decoded(completion: RowTokens) -> str:
-        text = sampler.tokenizer.decode(completion.tokens)
+    def decoded(completion: RowTokens, said: concurrent.futures.Future | None) -> str:
+        if said is None:
+            text = sampler.tokenizer.decode(completion.tokens)
+        else:
+            text = said.result().messages[-1]["content"]
         if on_text is not None:
             on_text(completion.row, text)
         return text
 
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        ended = [(each, thread.submit(decoded, each)) for each in sampled]
+    said = {}
+    with contextlib.ExitStack() as failed, concurrent.futures.ThreadPoolExecutor(1) as thread:
+        if talk is not None:
+            failed.callback(talk.abandon)
+        ended = []
+        for each in sampled:
+            if talk is not None:
+                said[each.row] = talk.ended(each.row, each.tokens)
+            ended.append((each, thread.submit(decoded, each, said.get(each.row))))
         done, texts = zip(*sorted(ended, key=lambda pair: pair[0].row), strict=True)
+        conversations = [said[row].result() for row in sorted(said)]
+        failed.pop_all()
     return Rollout(
         problems=tuple(problems),
         prompt_ids=prompts,
@@ -255,6 +296,8 @@ def collect(
         logps=tuple(each.logps for each in done),
         stopped=tuple(each.ended == "stop" for each in done),
         entropies=_entropies(done),
+        given=None if talk is None else tuple(each.given for each in done),
+        conversations=None if talk is None else tuple(conversations),
     )
 
 
@@ -329,13 +372,17 @@ def score(
     )
     group = rollout.num_generations
     prompts, columns = collate([problem for problem in rollout.problems for _ in range(group)])
+    talks = rollout.conversations
+    if talks is None:
+        completions = list(map(scoring.as_completion, prompts, rollout.texts))
+    else:
+        completions = [list(talk.messages) for talk in talks]
+        if talks[0].public is not None:
+            columns["environments"] = [talk.snapshot for talk in talks]
     per_function = scoring.evaluate(
         functions,
         prompts,
-        [
-            scoring.as_completion(prompt, text)
-            for prompt, text in zip(prompts, rollout.texts, strict=True)
-        ],
+        completions,
         [ids.tolist() for ids in rollout.completion_ids],
         columns,
         extras,

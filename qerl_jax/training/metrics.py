@@ -58,7 +58,8 @@ class Trace:
             **self._logged(),
             "step_time": sum(self.laps.values()),
             **{f"perf/{phase}_time": seconds for phase, seconds in self.laps.items()},
-            "perf/rollout_tokens_per_second": int(sampled.lengths.sum()) / self.laps["rollout"],
+            "perf/rollout_tokens_per_second": int(sampled.sampled_lengths.sum())
+            / self.laps["rollout"],
             "perf/update_tokens_per_second": learned.num_tokens / self.laps["update"],
             **peak,
         }
@@ -87,7 +88,7 @@ class Trace:
 
 def of_rollout(scored: rollouts.Scored, functions: Sequence[scoring.Named]) -> dict[str, float]:
     """Rewards and lengths under TRL's names; `sampling/entropy` is the sampler's, in nats per token."""
-    lengths, rewards = scored.rollout.lengths, scored.rewards
+    lengths, rewards = scored.rollout.sampled_lengths, scored.rewards
     judged = ~np.isnan(rewards)
     spreads = [group[~np.isnan(group)].std(ddof=1) for group in rewards[judged.sum(axis=1) > 1]]
     stopped = np.array(scored.rollout.stopped)
@@ -114,6 +115,45 @@ def of_rollout(scored: rollouts.Scored, functions: Sequence[scoring.Named]) -> d
     return metrics
 
 
+def of_turns(rollout: rollouts.Rollout) -> dict[str, float]:
+    """Turns and calls under TRL's names and ours; nothing where there are no tools.
+
+    `tools/call_frequency` is the mean number of calls of a row, `tools/failure_frequency` the share of calls
+    that were answered with an error, `turns/mean` and `turns/max` count the policy's turns,
+    `turns/limited` is the share of rows whose last call was not answered. Of turn number K,
+    `turns/K/share` is the share of rows that have it, and `turns/K/mean_length` its mean number of tokens.
+    """
+    talks = rollout.conversations
+    if talks is None:
+        return {}
+    calls = sum(talk.calls for talk in talks)
+    turns = [talk.turns for talk in talks]
+    metrics = {
+        "tools/call_frequency": calls / len(talks),
+        "tools/failure_frequency": sum(talk.failures for talk in talks) / max(calls, 1),
+        "tools/tokens": float(np.mean(rollout.lengths - rollout.sampled_lengths)),
+        "turns/mean": float(np.mean(turns)),
+        "turns/max": max(turns),
+        "turns/limited": float(np.mean([talk.is_limited for talk in talks])),
+    }
+    lengths = [_turn_lengths(given) for given in rollout.given]
+    for turn in range(min(max(map(len, lengths)), _MOST_TURNS)):
+        own = [each[turn] for each in lengths if len(each) > turn]
+        metrics[f"turns/{turn + 1}/share"] = len(own) / len(lengths)
+        metrics[f"turns/{turn + 1}/mean_length"] = float(np.mean(own))
+    return metrics
+
+
+# So many turns have metrics of their own.
+_MOST_TURNS = 8
+
+
+def _turn_lengths(given: np.ndarray) -> list[int]:
+    """Tokens of each turn of the policy."""
+    edges = np.flatnonzero(np.diff(given.astype(np.int8))) + 1
+    return [len(part) for part in np.split(given, edges) if len(part) and not part[0]]
+
+
 def truncation(
     learned: rollouts.Scored, advantages: np.ndarray, is_masked: bool
 ) -> dict[str, float]:
@@ -124,7 +164,7 @@ def truncation(
         advantages: [P, G], theirs.
         is_masked: Whether such completions are left out of the loss.
     """
-    lengths, cut = learned.rollout.lengths, ~np.array(learned.rollout.stopped)
+    lengths, cut = learned.rollout.sampled_lengths, ~np.array(learned.rollout.stopped)
     weights = np.abs(np.asarray(advantages)).reshape(-1) * ~(cut & is_masked)
     return {
         "completions/truncated_tokens": float(lengths[cut].sum() / max(1, lengths.sum())),
@@ -148,10 +188,14 @@ def completion_rows(
     """
     rollout, group = sampled.rollout, sampled.rollout.num_generations
     prompts, _ = datasets.collate(rollout.problems)
+    texts = rollout.texts
+    if (talks := rollout.conversations) is not None:
+        texts = [talk.transcript() for talk in talks]
+        columns = columns | {"turns": [list(talk.messages) for talk in talks]}
     known = dict(zip(learned.positions.tolist(), np.asarray(advantages).tolist(), strict=True))
     own = zip(
         [prompt for prompt in prompts for _ in range(group)],
-        rollout.texts,
+        texts,
         [None if np.isnan(reward) else float(reward) for reward in sampled.rewards.reshape(-1)],
         [a for p in sampled.positions.tolist() for a in known.get(p, [None] * group)],
         rollout.lengths.tolist(),

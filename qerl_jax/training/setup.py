@@ -13,12 +13,12 @@ from pallas_kernels import runtime
 from qerl_jax import config, config_rules, files, memory
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, hf_folder, peft, run_state
-from qerl_jax.data import datasets
+from qerl_jax.data import datasets, tool_calls
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.evaluation.evaluator import Evaluator
 from qerl_jax.model import fused_decode, transformer
-from qerl_jax.rewards import scoring, stock
-from qerl_jax.rl import dynamic_sampling, grpo, optimizer, rollouts, update
+from qerl_jax.rewards import environments, scoring, stock
+from qerl_jax.rl import conversations, dynamic_sampling, grpo, optimizer, rollouts, update
 from qerl_jax.rl.entropy import EntropyControl
 from qerl_jax.tracking import trackers
 from qerl_jax.training import exploration, metrics, replay, stopping
@@ -108,6 +108,8 @@ def setup(
     *,
     problems: Sequence[datasets.Problem] | None = None,
     reward_functions: Sequence[stock.RewardFunction] | None = None,
+    tools: Sequence[environments.Tool] | None = None,
+    environment: environments.Tool | None = None,
     stop: stopping.Stop | None = None,
 ) -> PreparedRun:
     """Loads all that a config names; a run that is found in its folder goes on where it was.
@@ -118,6 +120,8 @@ def setup(
         cfg: The run.
         problems: Problems to train on, instead of those that `cfg.data` names.
         reward_functions: Rewards, instead of those that `cfg.rewards` names.
+        tools: Tools, instead of those that `cfg.tools` names.
+        environment: A class, instead of the environment that `cfg.tools` names.
         stop: Says whether a signal has asked the run to end; sampling asks it between two chunks of tokens.
     """
     stop = stop or stopping.Stop()
@@ -133,13 +137,25 @@ def setup(
     memory.require_context(cfg, model.arch)
     functions, weights = _rewards(cfg, reward_functions)
     notes = [*config_rules.advice(cfg), f"update: {memory.about_update(cfg, planned)}"]
+    talks, tokenizer = _tools(cfg, tokenizer, tools, environment, notes)
+    has_own = talks is not None and talks.toolbox.owns_reward
+    rule = "must name one at least: the environment has no get_reward"
+    require(bool(functions) or has_own, "rewards.functions", (), rule)
+    if has_own:
+        functions.append((talks.toolbox.environment_name, scoring.environments_own))
+        weights.append(1.0)
     informative = informative_by(cfg, functions, weights, notes.append)
     problems = _problems(cfg, problems, tokenizer, notes.append)
     total_steps = cfg.total_steps(len(problems))
     notes += _about_epochs(cfg, total_steps)
-    scoring.check(functions, problems[:2], metrics.Trace(0, total_steps).extras)
+    extras = metrics.Trace(0, total_steps).extras
+    if talks is not None and talks.toolbox.environment_name is not None:
+        # Before a step is sampled it is known whether the environment begins with such rows.
+        trial = conversations.observed(talks, problems[:2])
+        extras |= {"environments": [environments.Snapshot() for _ in trial]}
+    scoring.check(functions, problems[:2], extras)
     evaluator = Evaluator.of_run(
-        cfg, model, tokenizer, stream_key(cfg, EVAL), notes.append, stop.poll
+        cfg, model, tokenizer, stream_key(cfg, EVAL), notes.append, stop.poll, talks
     )
     notes += _about_slow_sampling(cfg, model)
 
@@ -183,6 +199,7 @@ def setup(
             max_prompt_length=cfg.data.max_prompt_length,
             entropies=True,
             poll=stop.poll,
+            tools=talks,
         ),
         updater=update.make_updater(
             planned,
@@ -210,6 +227,38 @@ def setup(
     if earlier is not None and resumed is not None:
         run.notes.extend(_about_length(run, earlier))
     return run
+
+
+def _tools(
+    cfg: config.RunConfig,
+    tokenizer: Tokenizer,
+    tools: Sequence[environments.Tool] | None,
+    environment: environments.Tool | None,
+    notes: list[str],
+) -> tuple[conversations.Tools | None, Tokenizer]:
+    """What the policy may call, and the tokenizer whose chat template shows it."""
+    if cfg.tools is None:
+        return None, tokenizer
+    toolbox = environments.Toolbox(cfg.tools, tools, environment)
+    template = str(tokenizer.hf.chat_template)
+    how = conversations.Tools(
+        toolbox,
+        cfg.tools.call_format or tool_calls.detect(template),
+        cfg.tools.max_tool_calling_iterations,
+        cfg.tools.max_reply_tokens,
+    )
+    if toolbox.unimportable:
+        notes.append(
+            f"warning: tools: {', '.join(toolbox.unimportable)} can only run in this process, where a call that "
+            "hangs is left behind and not killed: define them in a module or a file"
+        )
+    if "tools" not in template:
+        notes.append(
+            "warning: tools: the chat template has no place for them, so the prompt must say what there is "
+            "and how it is called"
+        )
+        return how, tokenizer
+    return how, tokenizer.with_options(tools=toolbox.schemas)
 
 
 def _problems(
@@ -334,6 +383,10 @@ def _starting_adapter(cfg: config.RunConfig) -> pathlib.Path | None:
     return folder
 
 
+def _has_environment(cfg: config.RunConfig) -> bool:
+    return cfg.tools is not None and cfg.tools.environment is not None
+
+
 def _rewards(
     cfg: config.RunConfig, given: Sequence[stock.RewardFunction] | None
 ) -> tuple[list[scoring.Named], list[float]]:
@@ -343,7 +396,7 @@ def _rewards(
     )
     weights = list(cfg.rewards.weights or [1.0] * len(functions))
     require(
-        0 < len(functions) == len(weights),
+        len(functions) == len(weights) and (bool(functions) or _has_environment(cfg)),
         "rewards.weights",
         len(weights),
         f"must be one for each of {len(functions)} reward functions, of which there must be at "

@@ -30,7 +30,7 @@ from qerl_jax.checked import require
 from qerl_jax.data import datasets
 from qerl_jax.files import write_whole, writing
 from qerl_jax.model.noise import RowNoise
-from qerl_jax.rewards import scoring, stock
+from qerl_jax.rewards import environments, scoring, stock
 from qerl_jax.rl import dynamic_sampling, grpo, rollouts, update
 from qerl_jax.rl.experience import Experience, make_experience
 from qerl_jax.tracking.logger import Logger
@@ -44,6 +44,8 @@ def train(
     *,
     problems: Sequence[datasets.Problem] | None = None,
     reward_functions: Sequence[stock.RewardFunction] | None = None,
+    tools: Sequence[environments.Tool] | None = None,
+    environment_factory: environments.Tool | None = None,
     on_step: Callable[[int, dict[str, Any]], bool | None] | None = None,
     quiet: bool = False,
 ) -> update.TrainState:
@@ -57,6 +59,8 @@ def train(
         problems: Problems to train on, instead of those that `cfg.data` names; a run that is resumed
             must be given the same ones.
         reward_functions: Rewards by TRL's convention, instead of those that `cfg.rewards` names.
+        tools: Functions that the policy may call, instead of those that `cfg.tools` names.
+        environment_factory: A class, instead of the environment that `cfg.tools` names.
         on_step: Called as on_step(step, metrics) with each row of `metrics.jsonl`, once it is written.
             Where it returns False, the run ends with that step: it leaves a checkpoint, from which a
             later call goes on, and what was learned, as at its end.
@@ -77,7 +81,16 @@ def train(
         lock = None if is_new else owned.enter_context(locks.held(folder))
         stop = stopping.Stop()
         owned.enter_context(stop.listening())
-        run = setup(cfg, problems=problems, reward_functions=reward_functions, stop=stop)
+        run = setup(
+            cfg,
+            problems=problems,
+            reward_functions=reward_functions,
+            tools=tools,
+            environment=environment_factory,
+            stop=stop,
+        )
+        if run.sampler.tools is not None:
+            owned.callback(run.sampler.tools.toolbox.close)
         stop.saves = True
         if is_new:
             with writing(folder):
@@ -186,6 +199,7 @@ def _loop(
                 **checked,
                 **noise_metrics,
                 **metrics.of_rollout(fresh, run.functions),
+                **metrics.of_turns(fresh.rollout),
                 **metrics.truncation(batch, advantages, cfg.grpo.mask_truncated_completions),
                 "epoch": supply.drawn / len(run.problems),
                 "num_tokens": logger.num_tokens,

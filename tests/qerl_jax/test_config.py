@@ -19,6 +19,7 @@ from qerl_jax.config import (
     RewardConfig,
     RolloutConfig,
     RunConfig,
+    ToolsConfig,
 )
 from qerl_jax.rewards import scoring
 
@@ -117,6 +118,9 @@ FULL = RunConfig(
         entropy_coef_max=0.1,
         entropy_coef_delta=0.002,
         entropy_target=0.3,
+    ),
+    tools=ToolsConfig(
+        ("calculator",), "guess_number", {"high": 10}, 3, 64, 2.5, 2, call_format="hermes"
     ),
     optim=OptimConfig(
         3e-5, "linear", 0.05, 0.1, 0.8, 0.999, 1e-6, 0.01, 1.0, 2, 4, 1000, False, "adamw_8bit"
@@ -317,6 +321,13 @@ BAD = [
         {"grpo__loss_type": "ppo"},
         "'ppo'",
         "'grpo', 'bnpo', 'dr_grpo', 'dapo', 'cispo'",
+    ),
+    ("tools.functions", {"tools": {}}, "()", "must name at least one tool"),
+    (
+        "tools.environment_options",
+        {"tools__functions": ("calculator",), "tools__environment_options": {"high": 3}},
+        "{'high': 3}",
+        "needs tools.environment",
     ),
     ("lora.target_modules[0]", {"lora__target_modules": ("lm_head",)}, "'lm_head'", "'q_proj'"),
     ("lora.target_modules", {"lora__target_modules": ()}, "()", "must name at least one of"),

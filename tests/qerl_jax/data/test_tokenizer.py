@@ -113,9 +113,9 @@ def test_the_chat_template_is_told_the_options(copy):
     change(
         chat_template="{{ messages[0].content }}{% if thinks is not defined or thinks %}?{% endif %}"
     )
-    assert tokenizer.load(folder).render(CHAT) == "Think.?"
+    assert tokenizer.load(folder).render([CHAT]) == ["Think.?"]
     quiet = tokenizer.load(folder, {"thinks": False})
-    assert quiet.render(CHAT) == "Think."
+    assert quiet.render([CHAT]) == ["Think."]
     assert quiet.encode([CHAT]) == tokenizer.load(folder).encode(["Think."])
 
 

@@ -11,6 +11,7 @@ from qerl_jax.checkpoint import hf_folder
 from qerl_jax.data import tokenizer
 from qerl_jax.data.datasets import Problem
 from qerl_jax.rl import dynamic_sampling, rollouts
+from qerl_jax.rl.conversations import Conversation
 from qerl_jax.rl.dynamic_sampling import Supply
 from qerl_jax.rl.rollouts import Rollout, Scored
 
@@ -159,13 +160,30 @@ def test_without_dynamic_sampling_a_round_is_taken_as_it_comes():
     assert (supply, metrics) == (Supply(6), {})
 
 
-def test_a_supply_survives_being_written_as_json_bit_for_bit():
+def with_tools(rollout):
+    """Rows of two turns, and prompts that hold what an environment said."""
+    talks = tuple(
+        Conversation(({"role": "tool", "name": "a", "content": str(i)},) * 2, i, 1, True, 0.5, {})
+        for i in range(6)
+    )
+    return dataclasses.replace(
+        rollout,
+        prompt_ids=tuple(np.append(ids, 9).astype(np.int32) for ids in rollout.prompt_ids),
+        texts=tuple(talk.messages[-1]["content"] for talk in talks),
+        given=tuple(np.arange(len(ids)) % 2 == 1 for ids in rollout.completion_ids),
+        conversations=talks,
+    )
+
+
+@pytest.mark.parametrize("has_tools", [False, True])
+def test_a_supply_survives_being_written_as_json_bit_for_bit(has_tools):
     rng = np.random.default_rng(0)
     per_function = rng.normal(size=(6, 2)).astype(np.float32)
     per_function[1, 0] = np.nan
     combined = rng.normal(size=(3, GROUP)).astype(np.float32)
     combined[2, 1] = np.nan
-    scored = Scored(sampled(), np.array([7, 4, 9], np.int32), combined, per_function)
+    rollout = with_tools(sampled()) if has_tools else sampled()
+    scored = Scored(rollout, np.array([7, 4, 9], np.int32), combined, per_function)
     supply = Supply(12, dynamic_sampling.choose(scored, [2, 0]))
 
     restored = Supply.from_table(
@@ -179,7 +197,10 @@ def test_a_supply_survives_being_written_as_json_bit_for_bit():
         np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
         assert getattr(ours, name).dtype == getattr(theirs, name).dtype
     for field in dataclasses.fields(Rollout):
-        pair = (getattr(scored.rollout, field.name) for scored in (ours, theirs))
+        pair = [getattr(scored.rollout, field.name) for scored in (ours, theirs)]
+        if not has_tools and field.name in ("given", "conversations"):
+            assert pair == [None, None]
+            continue
         for a, b in zip(*pair, strict=True):
             assert np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b, field.name
             assert type(a) is type(b) and getattr(a, "dtype", None) == getattr(b, "dtype", None)

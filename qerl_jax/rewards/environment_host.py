@@ -1,0 +1,103 @@
+"""Tools and one environment, called by name: what runs in a worker process of `environments`.
+
+Only standard Python is imported here: a process must start soon.
+"""
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from qerl_jax.rewards import imports
+
+# What of an environment is no tool.
+_OWN = ("reset", "get_reward")
+
+
+def tool_names(environment: type) -> list[str]:
+    """Methods of an environment's class that the policy may call: those whose names begin with a letter."""
+    methods = inspect.getmembers(environment, predicate=inspect.isfunction)
+    return [name for name, _ in methods if not name.startswith("_") and name not in _OWN]
+
+
+class Host:
+    """Functions, and an environment that is made once and reset for each row."""
+
+    def __init__(
+        self,
+        functions: Sequence[Callable],
+        environment: Callable | None = None,
+        options: Mapping[str, Any] | None = None,
+    ):
+        self._tools = {function.__name__: function for function in functions}
+        self._environment = None if environment is None else environment(**(options or {}))
+        if self._environment is not None:
+            names = tool_names(type(self._environment))
+            self._tools |= {name: getattr(self._environment, name) for name in names}
+
+    def reset(self, columns: Mapping[str, Any]) -> str | None:
+        """Begins a row; what the environment says to it is text, or None."""
+        if self._environment is None:
+            return None
+        said = _awaited(self._environment.reset(**columns))
+        if not isinstance(said, str | None):
+            raise TypeError(f"reset must return a text or None; got {type(said).__name__}")
+        return said
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """The result of a tool as text."""
+        if name not in self._tools:
+            raise LookupError(f"there is no tool {name!r}; there are {', '.join(self._tools)}")
+        return str(_awaited(self._tools[name](**arguments)))
+
+    def finish(self) -> tuple[float | None, dict[str, Any]]:
+        """The environment's own reward, None where it gives none, and its public attributes that are plain."""
+        environment = self._environment
+        if environment is None:
+            return None, {}
+        reward = None
+        if hasattr(environment, "get_reward"):
+            reward = _awaited(environment.get_reward())
+            reward = None if reward is None else float(reward)
+        public = {k: v for k, v in vars(environment).items() if not k.startswith("_")}
+        return reward, {name: value for name, value in public.items() if _is_plain(value)}
+
+
+def _awaited(value: Any) -> Any:
+    return asyncio.run(value) if inspect.isawaitable(value) else value
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+# In a worker process there is one, made by the first request.
+_host: Host | None = None
+
+
+def load(functions: Sequence[str], environment: str | None, options: Mapping[str, Any]) -> None:
+    """Makes the host of this process, from import paths; the second time nothing."""
+    global _host
+    if _host is None:
+        factory = None if environment is None else imports.attribute(environment)
+        _host = Host([imports.attribute(path) for path in functions], factory, options)
+
+
+def reset(columns: Mapping[str, Any]) -> str | None:
+    """See `Host.reset`."""
+    return _host.reset(columns)
+
+
+def call(name: str, arguments: Mapping[str, Any]) -> str:
+    """See `Host.call`."""
+    return _host.call(name, arguments)
+
+
+def finish() -> tuple[float | None, dict[str, Any]]:
+    """See `Host.finish`."""
+    return _host.finish()

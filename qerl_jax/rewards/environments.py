@@ -1,0 +1,348 @@
+"""Tools and environments of rows, in processes that can be killed.
+
+A `Toolbox` knows what the policy may call. A `Session` is one row's: where there is an environment it has a
+process of its own, which keeps that row's state and is killed at a call's time limit without harm to
+other rows; plain functions have no state and share processes. Processes that survive a row are reset for
+another one.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import json
+import os
+import queue
+import threading
+import types
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from qerl_jax.checked import require
+from qerl_jax.config import ToolsConfig
+from qerl_jax.data import tool_calls
+from qerl_jax.process_pool import Failure, Worker
+from qerl_jax.rewards import environment_host, imports
+from qerl_jax.rewards.stock_tools import ENVIRONMENTS, TOOLS
+
+type Tool = str | Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """The result of a call.
+
+    Attributes:
+        text: What the policy is told.
+        failed: Whether it is told of an error.
+    """
+
+    text: str
+    failed: bool = False
+
+
+class Snapshot(types.SimpleNamespace):
+    """An environment after its row, as reward functions see it: its public attributes that are plain values."""
+
+    _reward: float | None = None
+
+    def get_reward(self) -> float | None:
+        """The reward that the environment gave its row; None where it gave none, or was killed."""
+        return self._reward
+
+
+class _Runner(Protocol):
+    """What calls a host's functions: a worker process, or this one."""
+
+    def call(self, function: str, *arguments: Any) -> Any: ...
+
+    def stop(self) -> None: ...
+
+
+class _Process:
+    """A host in a process of its own, that can be killed."""
+
+    def __init__(self, load: Sequence[Any], seconds: float):
+        self._worker, self._load = Worker(environment_host.__name__, seconds), load
+        self._loaded = False
+
+    def call(self, function: str, *arguments: Any) -> Any:
+        if not self._loaded:
+            failure = self._worker.call(json.dumps(["load", self._load]))
+            if failure is not None:
+                return failure
+            self._loaded = True
+        found = self._worker.call(json.dumps([function, arguments]))
+        # What was killed begins anew.
+        self._loaded &= not (isinstance(found, Failure) and found.reason != "raised")
+        return found
+
+    def stop(self) -> None:
+        self._worker.stop()
+
+
+class _Thread:
+    """A host of things that no other process can import, in this process; what hangs is left behind."""
+
+    def __init__(self, make: Callable[[], environment_host.Host], seconds: float):
+        self._make, self._seconds = make, seconds
+        self._host: environment_host.Host | None = None
+
+    def call(self, function: str, *arguments: Any) -> Any:
+        future: concurrent.futures.Future = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                if self._host is None:
+                    self._host = self._make()
+                future.set_result(getattr(self._host, function)(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        try:
+            return future.result(self._seconds)
+        except concurrent.futures.TimeoutError:
+            self._host = None
+            return Failure("timeout")
+        except Exception as error:
+            return Failure("raised", f"{type(error).__name__}: {error}")
+
+    def stop(self) -> None:
+        self._host = None
+
+
+class Toolbox:
+    """The tools of a run, and the class of its environment.
+
+    Attributes:
+        schemas: What the chat template shows of each tool.
+        environment_name: Name of the environment's class; None without one.
+        owns_reward: Whether the environment judges its rows itself.
+        unimportable: Names of what runs in this process, for no other can import it: it cannot be killed.
+    """
+
+    def __init__(
+        self,
+        cfg: ToolsConfig,
+        tools: Sequence[Tool] | None = None,
+        environment: Tool | None = None,
+    ):
+        """Finds tools and environment; no process starts.
+
+        Args:
+            cfg: Limits, and names of tools and environment.
+            tools: Tools instead of those that `cfg` names.
+            environment: A class, instead of the one that `cfg` names.
+
+        Raises:
+            ValueError: For what cannot be found, cannot be shown to the policy, or has a name twice.
+        """
+        self._cfg = cfg
+        environment = cfg.environment if environment is None else environment
+        functions = [_found(t, TOOLS) for t in (cfg.functions if tools is None else tools)]
+        factory = None if environment is None else _found(environment, ENVIRONMENTS)
+        self.environment_name = (
+            None if factory is None else getattr(factory, "__name__", "environment")
+        )
+        options = dict(cfg.environment_options or {})
+        methods: list[Callable] = []
+        self.owns_reward = False
+        if factory is not None:
+            kind = factory if isinstance(factory, type) else _kind(factory, options)
+            require(
+                callable(getattr(kind, "reset", None)),
+                "tools.environment",
+                kind.__name__,
+                "must have a method reset",
+            )
+            names = environment_host.tool_names(kind)
+            # Bound to anything, for `self` is no argument of the policy's.
+            methods = [types.MethodType(getattr(kind, name), object()) for name in names]
+            self.owns_reward = hasattr(kind, "get_reward")
+            self.environment_name = kind.__name__
+        self.schemas = [tool_calls.schema(each) for each in (*functions, *methods)]
+        names = [each["function"]["name"] for each in self.schemas]
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        require(not repeated, "tools", repeated, "must differ in name")
+        require(bool(names), "tools", names, "there must be one at least")
+        paths = [imports.path_of(each) or _given_path(each, cfg) for each in functions]
+        place = None if factory is None else imports.path_of(factory) or _given_path(factory, cfg)
+        things = [*zip(functions, paths, strict=True), *([(factory, place)] if factory else [])]
+        self.unimportable = [
+            getattr(thing, "__name__", str(thing)) for thing, path in things if path is None
+        ]
+        load, seconds = [paths, place, options], cfg.seconds
+        if self.unimportable:
+            host = lambda: environment_host.Host(functions, factory, options)
+            self._make: Callable[[], _Runner] = lambda: _Thread(host, seconds)
+        else:
+            self._make = lambda: _Process(load, seconds)
+        self._idle: queue.SimpleQueue[_Runner] = queue.SimpleQueue()
+        self._all: list[_Runner] = []
+        self.executor = concurrent.futures.ThreadPoolExecutor(cfg.workers or os.cpu_count() or 1)
+        self.close = weakref.finalize(self, _close, self._all, self.executor)
+
+    def session(self, columns: Mapping[str, Any]) -> "Session":
+        """The session of a row with those columns; nothing starts before its first call."""
+        return Session(self, columns)
+
+    def observation(self, columns: Mapping[str, Any]) -> str | None:
+        """What the environment says to a row at its begin.
+
+        Raises:
+            ValueError: When it cannot be begun.
+        """
+        if self.environment_name is None:
+            return None
+        with contextlib.closing(self.session(columns)) as session:
+            said = session.begin()
+        if isinstance(said, Failure):
+            raise ValueError(
+                f"environment {self.environment_name}: reset({', '.join(columns)}) {_told(said)}"
+            )
+        return said
+
+    def take(self) -> _Runner:
+        """A runner that no session holds."""
+        try:
+            return self._idle.get_nowait()
+        except queue.Empty:
+            made = self._make()
+            self._all.append(made)
+            return made
+
+    def give_back(self, runner: _Runner) -> None:
+        """Gives a runner to the next session."""
+        self._idle.put(runner)
+
+
+class Session:
+    """One row's tools. Its methods take as long as a call may, and are called by one thread at a time."""
+
+    def __init__(self, toolbox: Toolbox, columns: Mapping[str, Any]):
+        self._toolbox, self._columns = toolbox, _plain(columns)
+        self._runner: _Runner | None = None
+        self._begun = self._lost = False
+
+    def begin(self) -> Any:
+        """Resets the environment once; gives what it says, or the `Failure`."""
+        if self._runner is None:
+            self._runner = self._toolbox.take()
+        if self._begun:
+            return None
+        self._begun = True
+        return self._noted(self._runner.call("reset", self._columns))
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Reply:
+        """The result of a tool, or the error, as the policy is told it."""
+        if not self._begun:
+            failure = self.begin()
+            if isinstance(failure, Failure):
+                self._lost = True
+                return error(f"the environment could not begin: it {_told(failure)}")
+        if self._lost:
+            return error("the environment has ended: an earlier call was stopped")
+        found = self._noted(self._runner.call("call", name, dict(arguments)))
+        if isinstance(found, Failure):
+            return error(found.detail if found.reason == "raised" else f"{name} {_told(found)}")
+        return Reply(found)
+
+    def finish(self) -> Snapshot:
+        """The environment after the row; without attributes where it was killed."""
+        if self._toolbox.environment_name is None:
+            return Snapshot()
+        failure = None if self._begun else self.begin()
+        if self._lost or isinstance(failure, Failure):
+            return Snapshot()
+        found = self._noted(self._runner.call("finish"))
+        if isinstance(found, Failure):
+            return Snapshot()
+        reward, public = found
+        return Snapshot(**public, _reward=reward)
+
+    def close(self) -> None:
+        """Leaves its process to another row."""
+        if self._runner is not None:
+            self._toolbox.give_back(self._runner)
+            self._runner = None
+
+    def abandon(self) -> None:
+        """Ends its process, of which something may still be asked."""
+        if self._runner is not None:
+            self._runner.stop()
+            self._runner = None
+
+    def _noted(self, found: Any) -> Any:
+        """A result; where its process was killed, the state of an environment is lost with it."""
+        if isinstance(found, Failure) and found.reason != "raised":
+            if self._toolbox.environment_name is None:
+                self._begun = False  # plain functions have no state
+            else:
+                self._lost = True
+        return found
+
+
+def _kind(factory: Callable, options: Mapping[str, Any]) -> type:
+    try:
+        return type(factory(**options))
+    except Exception as error:
+        name = getattr(factory, "__name__", factory)
+        raise ValueError(f"tools.environment {name}: cannot be made: {error}") from error
+
+
+def _found(thing: Tool, stock: Mapping[str, Callable]) -> Callable:
+    if isinstance(thing, str):
+        found = stock[thing] if thing in stock else _imported(thing, stock)
+    else:
+        found = thing
+    require(callable(found), "tools", thing, "must be a function or a class")
+    return found
+
+
+def _imported(path: str, stock: Mapping[str, Callable]) -> Any:
+    require(
+        ":" in path,
+        "tools",
+        path,
+        f"must be one of {sorted(stock)}, or an import path such as 'package.module:name' or "
+        "'folder/file.py:name'",
+    )
+    return imports.attribute(path)
+
+
+def _given_path(thing: Callable, cfg: ToolsConfig) -> str | None:
+    """The path "file.py:name" by which a config names a thing; None where it names none such."""
+    for path in (*cfg.functions, *([cfg.environment] if cfg.environment else [])):
+        file, _, name = path.rpartition(":")
+        if file.endswith(".py") and name == getattr(thing, "__qualname__", None):
+            return f"{os.path.abspath(file)}:{name}"
+    return None
+
+
+def error(text: str) -> Reply:
+    """An error as the policy is told it."""
+    return Reply(json.dumps({"error": text}, ensure_ascii=False), failed=True)
+
+
+def _told(failure: Failure) -> str:
+    return {
+        "timeout": "took too long and was stopped",
+        "died": "ended its process",
+        "raised": f"raised {failure.detail}",
+    }[failure.reason]
+
+
+def _plain(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns as another process can be told them."""
+    return json.loads(json.dumps(dict(columns), default=_listed))
+
+
+def _listed(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _close(runners: Sequence[_Runner], executor: concurrent.futures.Executor) -> None:
+    executor.shutdown(wait=False, cancel_futures=True)
+    for runner in runners:
+        runner.stop()

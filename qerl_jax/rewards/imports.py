@@ -1,0 +1,46 @@
+"""Python objects by import path."""
+
+import functools
+import importlib
+import importlib.util
+import pathlib
+from types import ModuleType
+from typing import Any
+
+
+def module(path: str) -> ModuleType:
+    """Imports "package.module" or "folder/file.py".
+
+    Raises:
+        Exception: What the import raises.
+    """
+    if not path.endswith(".py"):
+        return importlib.import_module(path)
+    spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def attribute(path: str) -> Any:
+    """What "package.module:name" or "folder/file.py:name" names.
+
+    Raises:
+        ValueError: Where there is no such thing, or it cannot be imported.
+    """
+    place, _, name = path.rpartition(":")
+    try:
+        return functools.reduce(getattr, name.split("."), module(place))
+    except Exception as error:
+        raise ValueError(f"could not import {path!r}: {type(error).__name__}: {error}") from error
+
+
+def path_of(thing: Any) -> str | None:
+    """The path under which a function or class can be imported elsewhere; None where it cannot."""
+    name, place = getattr(thing, "__qualname__", "<"), getattr(thing, "__module__", "__main__")
+    if "<" in name or place == "__main__":
+        return None
+    try:
+        return f"{place}:{name}" if attribute(f"{place}:{name}") is thing else None
+    except ValueError:
+        return None

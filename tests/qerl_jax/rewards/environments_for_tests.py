@@ -1,0 +1,77 @@
+"""Tools and environments that tests import in other processes."""
+
+import os
+import time
+
+
+def double(x: int) -> int:
+    """Doubles.
+
+    Args:
+        x: A number.
+    """
+    return 2 * x
+
+
+async def later(x: int) -> int:
+    """Waits, and gives back.
+
+    Args:
+        x: A number.
+    """
+    return x
+
+
+def hang() -> str:
+    """Never ends."""
+    while True:
+        time.sleep(0.01)
+
+
+class Counter:
+    """Counts; its process can be hung and ended."""
+
+    def __init__(self, step: int = 1):
+        self.step, self.count, self._hidden, self.handle = step, 0, 1, object()
+
+    def reset(self, start: int = 0, **row) -> str | None:
+        """Begins."""
+        if start < 0:
+            raise ValueError("start must not be negative")
+        self.count = start
+        return f" From {start}." if start else None
+
+    def add(self, times: int) -> int:
+        """Counts on.
+
+        Args:
+            times: How often.
+        """
+        self.count += self.step * times
+        return self.count
+
+    def stall(self) -> str:
+        """Never ends."""
+        return hang()
+
+    def die(self) -> None:
+        """Ends the process."""
+        os._exit(1)
+
+    def get_reward(self) -> float:
+        """The count."""
+        return self.count
+
+    def _own(self):
+        raise AssertionError("no tool")
+
+
+class WithoutReward:
+    """Says nothing and judges nothing."""
+
+    def reset(self, **row):
+        """Begins."""
+
+    async def wait(self) -> str:
+        """Waits."""
+        return "waited"

@@ -1,0 +1,209 @@
+"""Rows of several turns: calls are read, answered, and left out of what is learned."""
+
+import contextlib
+import dataclasses
+import json
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from qerl_jax.checkpoint.hf_folder import TINY
+from qerl_jax.config import ToolsConfig
+from qerl_jax.data import tokenizer
+from qerl_jax.data.datasets import Problem
+from qerl_jax.generation.scheduler import RowTokens
+from qerl_jax.rewards import scoring
+from qerl_jax.rewards.environments import Toolbox
+from qerl_jax.rl import conversations, rollouts
+from qerl_jax.rl.experience import make_experience
+from qerl_jax.training import metrics
+from tests.qerl_jax.data.test_tool_calls import QWEN
+
+LIMIT = 400
+HERE = "tests.qerl_jax.rewards.environments_for_tests"
+CHAT = [{"role": "user", "content": "Count."}]
+
+
+def call(name, **arguments):
+    text = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    tiny = tokenizer.load(TINY)
+    hf = type(tiny.hf).from_pretrained(str(TINY))
+    hf.chat_template = QWEN
+    return dataclasses.replace(tiny, hf=hf)
+
+
+@pytest.fixture(scope="module")
+def tools():
+    cfg = ToolsConfig((f"{HERE}:double",), f"{HERE}:Counter", seconds=0.5)
+    with contextlib.closing(Toolbox(cfg)) as toolbox:
+        yield conversations.Tools(toolbox, "hermes", max_iterations=2, max_reply_tokens=8)
+
+
+class Scripted:
+    """An engine whose rows say given turns, each with its end but the last where that says so."""
+
+    def __init__(self, tokens, scripts, limit=LIMIT):
+        self.tokens, self.scripts, self.limit = tokens, scripts, limit
+
+    def completions(self, variables, queue, temperature, *, turns, **_):
+        self.prompts = [each.tokens for each in queue]
+        for row, script in enumerate(self.scripts):
+            made, given, ended = [], [], None
+            for turn in script:
+                cut = turn.endswith("|")
+                ids = self.tokens.hf([turn.rstrip("|")], add_special_tokens=False)["input_ids"][0]
+                ids += [] if cut else [self.tokens.stop_tokens[0]]
+                made, given = made + ids, given + [False] * len(ids)
+                ended = "length" if cut else "stop"
+                reply = None if cut else turns(row, made)
+                answer = [] if reply is None else reply.result()
+                if not answer:
+                    break
+                if len(made) + len(answer) >= self.limit:
+                    ended = "length"
+                    break
+                made, given = made + answer, given + [True] * len(answer)
+            count = np.arange(len(made), dtype=np.float32)
+            yield RowTokens(
+                row, np.array(made, np.int32), -count, ended, None, np.array(given, bool)
+            )
+
+
+def collect(tokens, tools, scripts, columns=({"start": 1},), limit=LIMIT):
+    engine = Scripted(tokens, scripts, limit)
+    sampler = rollouts.Sampler(engine, tokens, len(scripts) // len(columns), 64, LIMIT, 1.0)
+    problems = [Problem(CHAT, each) for each in columns]
+    key = jax.random.key(0)
+    return rollouts.collect(dataclasses.replace(sampler, tools=tools), {}, problems, key)
+
+
+ADD = call("add", times=2)
+
+
+@pytest.fixture(scope="module")
+def rollout(tokens, tools):
+    scripts = [
+        ["It is known."],
+        [f"I count. {ADD}", call("double", x=4), "Done."],
+        [ADD, ADD, ADD, "never said"],
+        [f"<tool_call>oops</tool_call>{call('add', wrong=1)}", "cut|"],
+    ]
+    return collect(tokens, tools, scripts)
+
+
+def test_what_was_said_is_messages_as_trl_has_them(rollout):
+    first, second, third, fourth = rollout.conversations
+    assert first.messages == ({"role": "assistant", "content": "It is known."},)
+    assert [m["role"] for m in second.messages] == ["assistant", "tool"] * 2 + ["assistant"]
+    function = {"name": "add", "arguments": {"times": 2}}
+    assert second.messages[0] == {
+        "role": "assistant",
+        "content": "I count.",
+        "tool_calls": [{"type": "function", "function": function}],
+    }
+    assert second.messages[1] == {"role": "tool", "name": "add", "content": "3"}
+    assert second.messages[3]["content"] == "8" and second.messages[4]["content"] == "Done."
+    assert (second.calls, second.failures, second.turns, second.is_limited) == (2, 0, 3, False)
+    assert (second.reward, second.public["count"]) == (3.0, 3)
+    # Two turns are answered, the third call is not.
+    assert (third.calls, third.turns, third.is_limited, third.reward) == (2, 3, True, 5.0)
+    assert [m["name"] for m in fourth.messages[1:3]] == ["error", "add"]
+    assert fourth.messages[1]["content"].startswith('{"error"')
+    assert (fourth.calls, fourth.failures, fourth.reward) == (2, 2, 1.0)
+    assert fourth.messages[2]["content"].endswith("(the rest is cut)")
+    assert rollout.texts == ("It is known.", "Done.", "", "cut")
+    assert rollout.stopped == (True, True, True, False)
+    assert "[call] add(times=2)\n[add] 3\n" in second.transcript()
+
+
+def test_the_tokens_of_a_row_are_the_rendered_conversation(rollout, tokens):
+    """Of the row whose turns hold nothing that a template would write in another way."""
+    ids = rollout.completion_ids[2].tolist()
+    messages = [*rollout.problems[0].prompt, *rollout.conversations[2].messages]
+    text = tokens.render([messages], add_generation_prompt=False)[0].rstrip("\n")
+    # The template puts a line's end before a call.
+    text = text.replace("assistant\n\n<tool_call>", "assistant\n<tool_call>")
+    (begun,) = tokens.render([rollout.problems[0].prompt])
+    assert tokens.hf.decode(ids) == text[len(begun) :]
+
+
+def test_the_environment_speaks_at_the_end_of_the_prompt(rollout, tokens, tools):
+    assert rollout.problems[0].prompt == [{"role": "user", "content": "Count. From 1."}]
+    assert rollout.prompt_ids[0].tolist() == tokens.encode([rollout.problems[0].prompt])[0]
+    assert CHAT == [{"role": "user", "content": "Count."}]
+    silent = collect(tokens, tools, [["a"]], ({"start": 0},))
+    assert silent.problems[0].prompt == CHAT
+    with pytest.raises(ValueError, match="Counter: reset.* raised ValueError: start must not"):
+        collect(tokens, tools, [["a"]], ({"start": -1},))
+    with pytest.raises(ValueError, match="speaks to chats"):
+        conversations.observed(tools, [Problem("text", {"start": 1})])
+
+
+def test_nothing_is_learned_from_what_was_given(rollout):
+    experience = make_experience(
+        rollout, np.ones((1, 4)), max_prompt_length=64, max_completion_length=LIMIT
+    )
+    for row, (ids, given) in enumerate(zip(rollout.completion_ids, rollout.given, strict=True)):
+        mask = experience.mask[row]
+        assert mask[: len(ids)].tolist() == (~given).tolist() and not mask[len(ids) :].any()
+        assert experience.completions[row, : len(ids)].tolist() == ids.tolist()
+    assert rollout.given[1].any() and not rollout.given[0].any()
+    # A row that is cut in the middle of an answer ends with what the policy said before.
+    assert experience.lengths.tolist() == [len(ids) for ids in rollout.completion_ids]
+
+
+def test_an_answer_that_does_not_fit_was_never_given(tokens, tools):
+    (row,) = collect(tokens, tools, [[ADD, "never said"]], limit=60).conversations
+    assert [m["role"] for m in row.messages] == ["assistant"] and row.is_limited
+    assert (row.calls, row.failures) == (0, 0)
+
+
+def test_rewards_see_messages_and_environments(rollout):
+    seen = {}
+
+    def reward(completions, environments, start, **_):
+        seen.update(completions=completions, start=start)
+        return [environment.count for environment in environments]
+
+    functions = [("mine", reward), ("Counter", scoring.environments_own)]
+    rewards, per_function = rollouts.score(rollout, functions, [1.0, 1.0])
+    assert per_function.tolist() == [[1, 1], [3, 3], [5, 5], [1, 1]]
+    assert rewards.shape == (1, 4) and seen["start"] == [1] * 4
+    assert seen["completions"][1] == list(rollout.conversations[1].messages)
+
+
+def test_metrics_tell_turns_and_calls(rollout):
+    found = metrics.of_turns(rollout)
+    lengths = [metrics._turn_lengths(given) for given in rollout.given]
+    assert [len(each) for each in lengths] == [1, 3, 3, 2]
+    expected = {
+        "tools/call_frequency": 6 / 4,
+        "tools/failure_frequency": 2 / 6,
+        "tools/tokens": np.mean([given.sum() for given in rollout.given]),
+        "turns/mean": 9 / 4,
+        "turns/max": 3,
+        "turns/limited": 1 / 4,
+        "turns/1/share": 1.0,
+        "turns/1/mean_length": np.mean([each[0] for each in lengths]),
+        "turns/2/share": 3 / 4,
+        "turns/2/mean_length": np.mean([each[1] for each in lengths[1:]]),
+        "turns/3/share": 2 / 4,
+        "turns/3/mean_length": np.mean([each[2] for each in lengths[1:3]]),
+    }
+    assert found == pytest.approx(expected)
+    assert metrics.of_turns(types.SimpleNamespace(conversations=None)) == {}
+
+
+def test_the_log_of_completions_shows_turns(rollout):
+    scored = rollouts.Scored(rollout, np.array([0]), np.ones((1, 4)), np.ones((4, 1)))
+    rows = metrics.completion_rows(scored, scored, np.zeros((1, 4)), {})
+    assert rows[1]["completion"] == rollout.conversations[1].transcript()
+    assert rows[1]["turns"] == list(rollout.conversations[1].messages)
+    json.dumps(rows[1]["turns"])
