@@ -2,11 +2,18 @@
 
 import dataclasses
 import functools
+import importlib.util
 import os
 import pathlib
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
+
+# Which kernels run: those for Hopper, the portable ones (Triton's), neither, or what fits the device best.
+type Kernels = Literal["auto", "hopper", "portable", "reference"]
+KERNELS: tuple[str, ...] = get_args(Kernels.__value__)
+# Triton compiles for cards from this compute capability on.
+LEAST_PORTABLE = (7, 5)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +96,82 @@ def is_hopper() -> bool:
     return platform() == "gpu" and device().compute_capability == "9.0"
 
 
+_CHOSEN: Kernels = "auto"
+
+
+def use_kernels(name: Kernels) -> None:
+    """Chooses the kernels of this process, before weights are prepared and programs are traced.
+
+    Args:
+      name: "auto" takes Hopper's where they apply, else the portable ones where jax-triton is installed, else
+        the reference; others are taken or, where they cannot run, refused.
+
+    Raises:
+      ValueError: an unknown name.
+      NotImplementedError: kernels that were asked for by name cannot run on this device.
+    """
+    global _CHOSEN
+    if name not in KERNELS:
+        raise ValueError(f"kernels must be one of {', '.join(KERNELS)}; got {name!r}")
+    before, _CHOSEN = _CHOSEN, name
+    reason = {"hopper": unless_hopper, "portable": unless_portable}.get(name, lambda: None)()
+    if reason is not None:
+        _CHOSEN = before
+        raise NotImplementedError(f"kernels {name!r}: {reason}")
+
+
+def chosen_kernels() -> Kernels:
+    """What `use_kernels` was told last; "auto" before that."""
+    return _CHOSEN
+
+
 def unless_hopper() -> str | None:
     """Why kernels for Hopper cannot run here, or None."""
+    if _CHOSEN not in ("auto", "hopper"):
+        return f"kernels {_CHOSEN!r} were chosen"
     if is_hopper():
         return None
     return f"needs a GPU of compute capability 9.0; this is {device_kind()}"
+
+
+def unless_portable() -> str | None:
+    """Why the portable kernels cannot run here, or None."""
+    if _CHOSEN not in ("auto", "portable"):
+        return f"kernels {_CHOSEN!r} were chosen"
+    if interprets_triton():
+        # Very slow: for tests, which ask for it by name.
+        return None if _CHOSEN == "portable" else "Triton's interpreter runs only if asked for"
+    if platform() != "gpu" or not device_kind().startswith(("NVIDIA", "Tesla", "GRID")):
+        return f"needs an NVIDIA GPU; this is {device_kind()}"
+    if _capability() < LEAST_PORTABLE:
+        least = ".".join(map(str, LEAST_PORTABLE))
+        found = device().compute_capability
+        return f"needs compute capability {least} or more; this is {device_kind()}, {found}"
+    missing = [name for name in ("jax_triton", "triton") if not _is_installed(name)]
+    if missing:
+        return "needs jax-triton: pip install 'qerl-jax[triton]'"
+    return None
+
+
+def interprets_triton() -> bool:
+    """Whether Triton's kernels are interpreted on a CPU: with TRITON_INTERPRET=1 in the environment."""
+    asked = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    return asked and platform() == "cpu" and _is_installed("triton")
+
+
+def tensor_core_type() -> Literal["bfloat16", "float16"]:
+    """What this device's tensor cores multiply: before compute capability 8.0 no bfloat16."""
+    known = device().compute_capability
+    return "float16" if known and _capability() < (8, 0) else "bfloat16"
+
+
+def _capability() -> tuple[int, ...]:
+    return tuple(int(part) for part in device().compute_capability.split("."))
+
+
+@functools.cache
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def checks_kernels() -> bool:

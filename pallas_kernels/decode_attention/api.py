@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import runtime
 from pallas_kernels.decode_attention import hopper, reference
+from pallas_kernels.portable import attention as portable
 
 
 class _Reference:
@@ -37,14 +38,29 @@ class _Hopper:
         return hopper.supports(qkv.shape, qkv.dtype, keys.shape, keys.dtype, config)
 
 
+class _Portable:
+    """`portable.attention`, which needs no plan."""
+
+    supports = staticmethod(portable.supports)
+
+    @staticmethod
+    def decode_attention(*arguments: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        *arguments, _ = arguments
+        return portable.decode_attention(*arguments)
+
+
 # Best first.
-_IMPLEMENTATIONS: dict[str, Any] = {"hopper": _Hopper, "reference": _Reference}
+_IMPLEMENTATIONS: dict[str, Any] = {
+    "hopper": _Hopper,
+    "portable": _Portable,
+    "reference": _Reference,
+}
 
 
 def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
-    """Why the kernel cannot attend with a model's heads on this device, or None.
+    """Why no kernel can attend with a model's heads on this device, or None.
 
-    Where it cannot, `decode_attention` runs the reference, which gathers all pages of every row and is
+    Where none can, `decode_attention` runs the reference, which gathers all pages of every row and is
     many times slower.
 
     Args:
@@ -52,7 +68,11 @@ def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
       key_heads: J.
       head_size: C.
     """
-    return runtime.unless_hopper() or hopper.supports_heads(heads, key_heads, head_size)
+    if (reason := runtime.unless_hopper()) is None:
+        return hopper.supports_heads(heads, key_heads, head_size)
+    if runtime.unless_portable() is None:
+        return portable.supports_heads(heads, key_heads, head_size)
+    return reason
 
 
 def plan(keys: jax.Array, tables: jax.Array, ends: jax.Array) -> jax.Array | None:
@@ -89,8 +109,8 @@ def decode_attention(
     out[h] = softmax(q[h] . k[0 ... end] / sqrt(C)) @ v[0 ... end], with the softmax in float32. Queries
     and keys are turned by RoPE (arXiv 2104.09864) in float32 and rounded to the cache's type. Slot s of a
     row is in page tables[row, s // S], at s % S; a page that several rows name (a shared prefix) is read
-    by all and must not be the one that any of them writes. With implementation "hopper", a row's result
-    has the same bits whatever the other rows are.
+    by all and must not be the one that any of them writes. With implementation "hopper" or "portable", a row's
+    result has the same bits whatever the other rows are.
 
     Carried through a loop, `keys` and `values` are updated in place. Places outside of the tables or
     of the cache are moved to the nearest inside. So a row that is not in use may have a table of
@@ -108,7 +128,7 @@ def decode_attention(
       tables: int32 [B, W], each row's pages in order.
       ends: int32 [B], the slot that the new token takes: the number of those before it.
       plan: of the same tables and ends, from `plan`; None makes it anew.
-      implementation: None for the best that supports the problem, or "hopper" or "reference".
+      implementation: None for the best that supports the problem, or "hopper", "portable" or "reference".
 
     Returns:
       [B, H, C] in qkv's type, keys, values.

@@ -10,12 +10,18 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import runtime
+from pallas_kernels.mxfp4 import MXFP4Tensor
+from pallas_kernels.nf4 import NF4Tensor
 from pallas_kernels.nvfp4 import NVFP4Tensor
 from pallas_kernels.nvfp4_matmul import dequantize, hopper, layout, reference, tuning, wide
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
+from pallas_kernels.portable import layout as portable_layout
+from pallas_kernels.portable import matmul as portable
+from pallas_kernels.portable import tuning as portable_tuning
+from pallas_kernels.portable.layout import PortableWeight
 from pallas_kernels.rounding import rounded
 
-PackedWeight = NVFP4Tensor | HopperNVFP4
+PackedWeight = NVFP4Tensor | HopperNVFP4 | PortableWeight
 
 
 class _Hopper:
@@ -82,6 +88,50 @@ class _UnpreparedReference:
         return reference.backward(dy, layout.unprepare(w))
 
 
+class _Portable:
+    """The Triton kernel of few rows, with the configuration that its `tuning` has for the problem."""
+
+    @staticmethod
+    def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
+        if reason := portable.unless_fit(dtype):
+            return reason
+        # Rows first: no configuration serves none of them.
+        if not 1 <= m <= portable.MAX_M:
+            return f"needs 1 <= M <= {portable.MAX_M}; got M = {m}"
+        return portable.supports(m, n, k, portable_tuning.pick_config(m, n, k))
+
+    forward = staticmethod(portable.few_rows)
+    backward = staticmethod(portable.backward)
+
+
+class _Unpacked:
+    """cuBLAS on a copy that Triton writes, which lives no longer than the product."""
+
+    @staticmethod
+    def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
+        return portable.unless_fit(dtype)
+
+    forward = staticmethod(portable.many_rows)
+    backward = staticmethod(portable.backward)
+
+
+class _PortableReference:
+    """`reference` for weights in the portable layout, of any format."""
+
+    supports = staticmethod(reference.supports)
+
+    @staticmethod
+    def forward(x: jax.Array, w: PortableWeight) -> jax.Array:
+        return reference.dot(x, portable_layout.decoded(w, x.dtype), contract=1)
+
+    @staticmethod
+    def backward(dy: jax.Array, w: PortableWeight) -> jax.Array:
+        # Rows of different global scales are summed over, so here the multiplier has to come first.
+        scaled = (dy.astype(jnp.float32) * w.multiplier).astype(dy.dtype)
+        product = reference.dot(scaled, portable_layout.decoded(w, dy.dtype), contract=0)
+        return product.astype(dy.dtype)
+
+
 def _unfit(dtype: DTypeLike) -> str | None:
     if reason := runtime.unless_hopper():
         return reason
@@ -97,22 +147,35 @@ _HOPPER_IMPLEMENTATIONS: dict[str, Any] = {
     "dequantized": _Dequantized,
     "reference": _UnpreparedReference,
 }
+_PORTABLE_IMPLEMENTATIONS: dict[str, Any] = {
+    "portable": _Portable,
+    "unpacked": _Unpacked,
+    "reference": _PortableReference,
+}
 
 
-def prepare(t: NVFP4Tensor, dtype: DTypeLike) -> PackedWeight:
+def prepare(
+    t: NVFP4Tensor | MXFP4Tensor | NF4Tensor, dtype: DTypeLike
+) -> PackedWeight | MXFP4Tensor | NF4Tensor:
     """Puts a weight, or a stack of them, into the layout that this device's kernels read.
 
     Args:
-      t: the weight.
-      dtype: of the activations that it will meet. On a Hopper GPU, kernels take bfloat16; for any
-        other device or type the weight stays as it is.
+      t: the weight, in any packed format.
+      dtype: of the activations that it will meet. Kernels take bfloat16: those for Hopper NVFP4, the portable
+        ones all formats. For any other device or type the weight stays as it is.
     """
-    return layout.prepare(t) if _unfit(dtype) is None else t
+    if isinstance(t, NVFP4Tensor) and _unfit(dtype) is None:
+        return layout.prepare(t)
+    if portable.unless_fit(dtype) is None and portable_layout.supports(t) is None:
+        return portable_layout.prepare(t)
+    return t
 
 
-def unprepare(w: PackedWeight) -> NVFP4Tensor:
-    """Inverse of `prepare`, bit for bit."""
-    return w if isinstance(w, NVFP4Tensor) else layout.unprepare(w)
+def unprepare(w: PackedWeight) -> NVFP4Tensor | MXFP4Tensor | NF4Tensor:
+    """Inverse of `prepare`, bit for bit; of NF4's scales that were quantized too it gives the values."""
+    if isinstance(w, HopperNVFP4):
+        return layout.unprepare(w)
+    return portable_layout.unprepare(w) if isinstance(w, PortableWeight) else w
 
 
 def nvfp4_matmul(
@@ -138,7 +201,8 @@ def nvfp4_matmul(
       w: an [N, K] weight without stacked axes; slice those with `lax.scan`. `prepare` brings it into
         the layout that the kernels read.
       implementation: None for the best that supports the problem; or "reference"; or, for a weight in
-        the Hopper layout, "hopper" (M <= 128), "wide" or "dequantized".
+        the Hopper layout, "hopper" (M <= 128), "wide" or "dequantized", and in the portable layout, which
+        holds other formats too, "portable" (M <= 128) or "unpacked".
       out_dtype: of y, by default x's; in float32 y is not rounded again.
 
     Returns:
@@ -153,6 +217,8 @@ def nvfp4_matmul(
     if isinstance(w, NVFP4Tensor) and w.codes.ndim != 2:
         raise ValueError(f"w must be one [N, K] matrix; its codes have shape {w.codes.shape}")
     if isinstance(w, HopperNVFP4) and w.words.ndim != 4:
+        raise ValueError(f"w must be one [N, K] matrix; its words have shape {w.words.shape}")
+    if isinstance(w, PortableWeight) and w.words.ndim != 3:
         raise ValueError(f"w must be one [N, K] matrix; its words have shape {w.words.shape}")
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"x must be float32 or bfloat16; got {x.dtype}")
@@ -169,6 +235,8 @@ def nvfp4_matmul(
 
 
 def _implementations(w: PackedWeight) -> dict[str, Any]:
+    if isinstance(w, PortableWeight):
+        return _PORTABLE_IMPLEMENTATIONS
     return _IMPLEMENTATIONS if isinstance(w, NVFP4Tensor) else _HOPPER_IMPLEMENTATIONS
 
 

@@ -20,7 +20,7 @@ def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
 
 def forward(x: jax.Array, w: NVFP4Tensor) -> jax.Array:
     """x [M, K] -> x @ dequantize(w)^T [M, N], in x.dtype."""
-    product = _dot(x, nvfp4.scaled_codes(w, x.dtype), contract=1)
+    product = dot(x, nvfp4.scaled_codes(w, x.dtype), contract=1)
     return (product * w.multiplier).astype(x.dtype)
 
 
@@ -28,13 +28,14 @@ def backward(dy: jax.Array, w: NVFP4Tensor) -> jax.Array:
     """dy [M, N] -> dy @ dequantize(w) [M, K], in dy.dtype."""
     codes = nvfp4.scaled_codes(w, dy.dtype)
     if w.global_scale.shape[-1] == 1:
-        return (_dot(dy, codes, contract=0) * w.multiplier).astype(dy.dtype)
+        return (dot(dy, codes, contract=0) * w.multiplier).astype(dy.dtype)
     # Rows of different global scales are summed over, so here the multiplier has to come first.
     scaled = (dy.astype(jnp.float32) * w.multiplier).astype(dy.dtype)
-    return _dot(scaled, codes, contract=0).astype(dy.dtype)
+    return dot(scaled, codes, contract=0).astype(dy.dtype)
 
 
-def _dot(x: jax.Array, codes: jax.Array, *, contract: int) -> jax.Array:
+def dot(x: jax.Array, codes: jax.Array, *, contract: int) -> jax.Array:
+    """x times a matrix, over the matrix's axis `contract`: float32 sums."""
     return jax.lax.dot_general(
         x,
         codes,

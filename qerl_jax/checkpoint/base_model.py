@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import NVFP4Tensor, PackedWeight, prepare
+from pallas_kernels import PackedWeight, prepare
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import hf_folder, packed_formats, safetensors
 from qerl_jax.config import DENSE, LoraConfig, ModelConfig
@@ -126,7 +126,7 @@ def read_base(folder: str | pathlib.Path, model: Transformer) -> Any:
 
     @jax.jit
     def arrange(weight: packed_formats.Packed) -> PackedWeight:
-        return prepare(weight, model.dtype) if isinstance(weight, NVFP4Tensor) else weight
+        return prepare(weight, model.dtype)
 
     shared = _shared_scales(arch, tensors, source) if source and source.name == "nvfp4" else set()
 

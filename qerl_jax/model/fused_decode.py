@@ -2,7 +2,8 @@
 
 The plain model is the definition; this runs the same arithmetic on the same trees, for at most 128
 rows of one token each, where kernels for it exist (`supports`). Norms, LoRA, biases, SwiGLU and
-residual additions happen inside the kernels that finish the products.
+residual additions happen inside the kernels that finish the products. There are two sets of kernels, those
+for Hopper and the portable ones, which `fit` chooses between.
 """
 
 import dataclasses
@@ -17,6 +18,7 @@ from flax.traverse_util import flatten_dict
 from pallas_kernels import decode_attention, rounded, runtime
 from pallas_kernels.nvfp4_matmul import epilogue, fused
 from pallas_kernels.nvfp4_matmul.adapter import Branch, pack_branch
+from pallas_kernels.portable import epilogue as portable
 from qerl_jax.model import kv_cache, layers, lora, transformer
 
 LINEARS = ("qkv", "o", "gate_up", "down")
@@ -32,29 +34,78 @@ class FusedWeights:
 
     Attributes:
         weights: The base's weight of each linear, by its name.
-        divisors: Global scales of each packed linear, as slices of a stack are read.
+        divisors: Global scales of each packed linear, as slices of a stack are read; for portable kernels
+            one divided by them.
         biases: Biases [L, N] of the linears that have one.
         branches: The adapter's branches of each linear; empty without an adapter.
         embedding: [V, D].
         first_scale: float32 [D] of the first layer's first norm, noise and training included.
         scales: float32 [L, D] of the norm inside each layer, and of the norm after it.
         head_norms: float32 [L, C] of q and k, where the model has them.
+        kernels: Which kernels read this: "hopper" or "portable".
     """
 
     weights: dict[str, Any]
     divisors: dict[str, jax.Array]
     biases: dict[str, jax.Array]
-    branches: dict[str, Branch]
+    branches: dict[str, Branch | portable.Branch]
     embedding: jax.Array
     first_scale: jax.Array
     scales: dict[str, jax.Array]
     head_norms: dict[str, jax.Array]
+    kernels: str = dataclasses.field(default="hopper", metadata={"static": True})
+
+
+def fit(
+    model: transformer.Transformer, rows: int, *, adapter: bool = True, own_noise: bool = False
+) -> str | None:
+    """The kernels that decode a model here: "hopper", "portable", or None; arguments as for `supports`."""
+    asked = {"adapter": adapter, "own_noise": own_noise}
+    if supports(model, rows, **asked) is None:
+        return "hopper"
+    return "portable" if supports_portably(model, rows, **asked) is None else None
+
+
+def supports_portably(
+    model: transformer.Transformer, rows: int, *, adapter: bool = True, own_noise: bool = False
+) -> str | None:
+    """Why a model cannot be decoded by the portable kernels here, or None; arguments as for `supports`."""
+    if reason := runtime.unless_portable():
+        return reason
+    if model.dtype != jnp.bfloat16 or model.weights not in ("nvfp4", "mxfp4", "nf4"):
+        return (
+            f"needs activations in bfloat16 and packed weights; got {model.dtype}, {model.weights}"
+        )
+    if model.full:
+        return "needs frozen weights"
+    if model.weights == "nvfp4" and runtime.unless_hopper() is None:
+        return "weights are prepared for Hopper's kernels"
+    arch = model.arch
+    if reason := decode_attention.supports_heads(arch.num_heads, arch.num_kv_heads, arch.head_size):
+        return f"attention {reason}"
+    rank = model.lora.rank if adapter and model.lora is not None else 0
+    for name, parts in arch.linears().items():
+        if model.weights == "nf4" and arch.input_width(name) % 64:
+            return f"{name} needs K of whole blocks of 64; got K = {arch.input_width(name)}"
+        sizes = [size for _, size in parts]
+        if reason := portable.supports(rows, sizes, arch.input_width(name), rank=rank):
+            return f"{name} {reason}"
+    if own_noise:
+        return "needs one norm scale for all rows; here rows have noise of their own (noise.per)"
+    return None
 
 
 def supports(
     model: transformer.Transformer, rows: int, *, adapter: bool = True, own_noise: bool = False
 ) -> str | None:
-    """Why a model cannot be decoded so on this device, or None; `own_noise` says that rows have noise of their own."""
+    """Why a model cannot be decoded by Hopper's kernels here, or None.
+
+    Args:
+        model: The policy.
+        rows: One token of each is run.
+        adapter: Whether `params` act.
+        own_noise: Whether rows have noise of their own.
+    """
     if reason := runtime.unless_hopper():
         return reason
     if model.dtype != jnp.bfloat16 or model.weights not in ("nvfp4", "bfloat16"):
@@ -84,7 +135,7 @@ def supports(
 def slow_because(
     model: transformer.Transformer, rows: int, *, own_noise: bool = False
 ) -> str | None:
-    """Why a policy is sampled more slowly on this Hopper GPU than it need be, and the remedy; None where it is not.
+    """Why a policy is sampled more slowly on this GPU than it need be, and the remedy; None where it is not.
 
     More than 128 rows are no such reason: for them the layers of training are as fast.
 
@@ -93,13 +144,16 @@ def slow_because(
         rows: Most that are sampled at a time.
         own_noise: Whether rows have noise of their own.
     """
-    if not runtime.is_hopper() or model.full:
+    has_kernels = runtime.unless_hopper() is None or runtime.unless_portable() is None
+    if not has_kernels or model.full:
         return None
-    reason = supports(model, min(rows, fused.MAX_M), own_noise=own_noise)
-    if reason is None:
+    rows = min(rows, fused.MAX_M)
+    if fit(model, rows, own_noise=own_noise) is not None:
         return None
+    is_hopper = runtime.unless_hopper() is None
+    reason = (supports if is_hopper else supports_portably)(model, rows, own_noise=own_noise)
     remedy = "expect about half the speed"
-    if model.weights in ("mxfp4", "nf4"):
+    if model.weights in ("mxfp4", "nf4") and is_hopper:
         remedy = (
             'each step unpacks all weights; set model.weights to "nvfp4" for four times the speed'
         )
@@ -111,7 +165,11 @@ def slow_because(
 
 
 def policy(
-    model: transformer.Transformer, variables: dict[str, Any], *, adapter: bool = True
+    model: transformer.Transformer,
+    variables: dict[str, Any],
+    *,
+    adapter: bool = True,
+    kernels: str = "hopper",
 ) -> FusedWeights:
     """Gathers what the kernels read; adapters and norms are computed, weights are only referred to.
 
@@ -119,6 +177,7 @@ def policy(
         model: The policy.
         variables: `frozen`, and where they act `params` and `noise`.
         adapter: Whether `params` act.
+        kernels: What `fit` says.
     """
     frozen, noise = variables["frozen"], flatten_dict(variables.get("noise", {}))
     params = flatten_dict(variables.get("params", {}) if adapter else {})
@@ -129,15 +188,21 @@ def policy(
         value = held[*path, "scale"].astype(jnp.float32)
         return value + noise[*path, "scale"] if (*path, "scale") in noise else value
 
-    def branch(linear: str, shape: lora.LinearShape) -> Branch:
+    def branch(linear: str, shape: lora.LinearShape) -> Branch | portable.Branch:
         at = [("layers", linear, name) for name, _ in model.arch.linears()[linear]]
         pairs = [
             (params[*path, "a"], shape.scaled(params[*path, "b"], part))
             for part, path in enumerate(at)
         ]
+        if is_portable:
+            return portable.pack_branch(pairs, shape.factor)
         return pack_branch(pairs, shape.factor, is_packed=is_packed)
 
-    is_packed, stacked = model.weights == "nvfp4", frozen["layers"]
+    def divisor(weight: Any) -> jax.Array:
+        return weight.multiplier if is_portable else fused.sliceable(weight.global_scale)
+
+    is_portable = kernels == "portable"
+    is_packed, stacked = is_portable or model.weights == "nvfp4", frozen["layers"]
     has_adapter = adapter and model.lora is not None
     branches = lora.shapes(model.lora, model.arch) if has_adapter else {}
     first = scale("layers", "input_layernorm")
@@ -148,13 +213,14 @@ def policy(
     }
     return FusedWeights(
         weights=weights,
-        divisors={n: fused.sliceable(w.global_scale) for n, w in weights.items() if is_packed},
+        divisors={name: divisor(w) for name, w in weights.items() if is_packed},
         biases={name: stacked[name]["bias"] for name in LINEARS if "bias" in stacked[name]},
         branches={name: branch(name, shape) for name, shape in branches.items()},
         embedding=frozen["embed_tokens"],
         first_scale=first[0],
         scales=scales,
         head_norms={n: scale("layers", n) for n in ("q_norm", "k_norm") if model.arch.qk_norm},
+        kernels=kernels,
     )
 
 
@@ -173,8 +239,10 @@ def extender(
         extend(tokens int32 [B], cache) -> hidden states [B, D] after the last norm, and the cache.
     """
     own_noise = any(leaf.ndim > 2 for leaf in jax.tree.leaves(variables.get("noise", {})))
-    if supports(model, rows, adapter=adapter, own_noise=own_noise) is None:
-        return functools.partial(extend, model, policy(model, variables, adapter=adapter))
+    kernels = fit(model, rows, adapter=adapter, own_noise=own_noise)
+    if kernels is not None:
+        gathered = policy(model, variables, adapter=adapter, kernels=kernels)
+        return functools.partial(extend, model, gathered)
 
     if adapter and model.lora is not None and not model.full:
         variables = transformer.with_prepared_adapter(model, variables, rows)
@@ -201,7 +269,7 @@ def extend(
         bfloat16 [B, D] after the last norm, and the extended cache.
     """
     arch, rows = model.arch, len(tokens)
-    more = fused.padded(rows) - rows
+    more = 0 if policy.kernels == "portable" else fused.padded(rows) - rows
     # Rows that fill up the kernels' M have no pages: they write to scratch.
     tokens = jnp.pad(tokens, (0, more))
     tables, ends = jnp.pad(cache.tables, ((0, more), (0, 0))), jnp.pad(cache.ends, (0, more))
@@ -226,7 +294,8 @@ def extend(
         return mixed.reshape(len(qkv), arch.query_width), tuple(pools)
 
     x = policy.embedding[tokens].astype(model.dtype)
-    hidden, (keys, values) = step(model, policy, x, attend, (cache.keys, cache.values))
+    run = portable_step if policy.kernels == "portable" else step
+    hidden, (keys, values) = run(model, policy, x, attend, (cache.keys, cache.values))
     return hidden[:rows], kv_cache.KVCache(keys, values, cache.tables, cache.ends + 1)
 
 
@@ -308,4 +377,55 @@ def step(
     )
     # `scaled` would be rounded twice.
     unit = stream.values[: stream.width].T.astype(jnp.float32) * stream.unit(eps)[:, None]
+    return rounded(unit * policy.scales["after"][-1], x.dtype), state
+
+
+def portable_step(
+    model: transformer.Transformer,
+    policy: FusedWeights,
+    x: jax.Array,
+    attend: Callable[..., tuple[jax.Array, Any]],
+    state: Any,
+    *,
+    unroll: int | None = None,
+) -> tuple[jax.Array, Any]:
+    """`step` by the portable kernels, for any M up to 128.
+
+    They are told the number of the layer and read what is stacked in place: XLA makes a copy of a slice for
+    them, where it lets Hopper's kernels read the slice.
+    """
+    arch = model.arch
+    unroll = unroll or (arch.num_layers if len(x) <= UNROLLED_ROWS else 1)
+
+    def layer(carry, head_norms):
+        index, stream, state = carry
+
+        def linear(name, x, **options):
+            return portable.linear(
+                x,
+                policy.weights[name],
+                layer=index,
+                multiplier=policy.divisors[name],
+                sizes=[size for _, size in arch.linears()[name]],
+                bias=policy.biases.get(name),
+                branch=policy.branches.get(name),
+                **options,
+            )
+
+        qkv = linear("qkv", stream, eps=arch.rms_norm_eps)
+        mixed, state = attend(qkv, head_norms, index[0], state)
+        stream = linear("o", mixed, residual=(stream, policy.scales["inside"]))
+        hidden = linear("gate_up", stream, eps=arch.rms_norm_eps, is_swiglu=True)
+        stream = linear("down", hidden, residual=(stream, policy.scales["after"]))
+        return (index + 1, stream, state), None
+
+    start = portable.stream(x, policy.first_scale)
+    (_, stream, state), _ = jax.lax.scan(
+        layer,
+        (jnp.zeros((1,), jnp.int32), start, state),
+        policy.head_norms,
+        length=arch.num_layers,
+        unroll=unroll,
+    )
+    unit = stream.values.astype(jnp.float32) * stream.unit(arch.rms_norm_eps)[:, None]
     return rounded(unit * policy.scales["after"][-1], x.dtype), state

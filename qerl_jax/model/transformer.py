@@ -179,9 +179,9 @@ class FusedLinear(nn.Module):
             case "nvfp4":
                 return prepare(nvfp4.random(key, shape, std=0.02), x.dtype)
             case "mxfp4":
-                return mxfp4.random(key, shape, std=0.02)
+                return prepare(mxfp4.random(key, shape, std=0.02), x.dtype)
             case "nf4":
-                return nf4.random(key, shape, std=0.02, double=True)
+                return prepare(nf4.random(key, shape, std=0.02, double=True), x.dtype)
         return 0.02 * jax.random.normal(key, shape, _dtype(self.weights))
 
 

@@ -336,7 +336,9 @@ def test_a_counter_that_is_not_zero_is_found_where_that_is_asked_for(monkeypatch
 
 
 def test_an_unknown_implementation_is_an_error():
-    with pytest.raises(ValueError, match=r"one of \['hopper', 'reference'\] or None; got 'triton'"):
+    with pytest.raises(
+        ValueError, match=r"one of \['hopper', 'portable', 'reference'\] or None; got 'triton'"
+    ):
         decode_attention(*problem(0, 2, 1, 64, [5], 1), implementation="triton")
 
 

@@ -1,0 +1,111 @@
+"""Attention of one token per row to a paged cache, through Triton; `attention_kernels` says how it is divided."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import runtime
+from pallas_kernels.portable import launch
+
+# Queries that share a key are rows of the tensor cores' left operand, which has at least so many.
+_LEAST_GROUP = 16
+# Pieces that the second kernel puts together at a time.
+_MOST_PIECES = 64
+
+
+def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
+    """Why the kernels cannot attend with a model's heads, or None."""
+    if head_size not in (32, 64, 128, 256):
+        return f"needs heads of size 32, 64, 128 or 256; got {head_size}"
+    if heads // key_heads > 64:
+        return f"needs at most 64 query heads to a key head; got {heads // key_heads}"
+    return None
+
+
+def supports(qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str | None:
+    """Why the kernels cannot run a problem of these shapes and types here, or None."""
+    if reason := runtime.unless_portable():
+        return reason
+    _, _, key_heads, slots, head_size = keys.shape
+    heads = qkv.shape[1] - 2 * key_heads
+    if qkv.dtype != jnp.bfloat16 or keys.dtype != jnp.bfloat16:
+        return f"needs queries and cache in bfloat16; got {qkv.dtype} and {keys.dtype}"
+    if slots not in (16, 32, 64, 128):
+        return f"needs pages of 16, 32, 64 or 128 slots; got {slots}"
+    return supports_heads(heads, key_heads, head_size)
+
+
+def pages_of_a_piece(rows: int, key_heads: int, width: int) -> int:
+    """Pages that one program attends to: fewer than all where rows alone would leave processors idle."""
+    wanted = max(1, 8 * runtime.device().processors // (rows * key_heads))
+    pieces = min(width, wanted, _MOST_PIECES)
+    return -(-width // pieces)
+
+
+def decode_attention(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    layer: jax.Array,
+    tables: jax.Array,
+    ends: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What `decode_attention.api.decode_attention` says."""
+    rows, all_heads, size = qkv.shape
+    layers, pool, key_heads, slots, _ = keys.shape
+    width = tables.shape[1]
+    group = all_heads // key_heads - 2
+    pages = pages_of_a_piece(rows, key_heads, width)
+    pieces = -(-width // pages)
+    found, weights, keys, values = launch.call(
+        "attention_kernels.attend",
+        {
+            "layer": jnp.reshape(layer, (1,)),
+            "qkv": qkv,
+            "cos": cos,
+            "sin": sin,
+            "keys": keys,
+            "values": values,
+            "tables": tables,
+            "ends": ends,
+        },
+        {
+            "found": jax.ShapeDtypeStruct((rows, key_heads, pieces, group, size), jnp.float32),
+            "weights": jax.ShapeDtypeStruct((rows, key_heads, pieces, 2, group), jnp.float32),
+            "new_keys": jax.ShapeDtypeStruct(keys.shape, keys.dtype),
+            "new_values": jax.ShapeDtypeStruct(values.shape, values.dtype),
+        },
+        (rows, key_heads, pieces),
+        warps=4,
+        stages=2,
+        aliases={"new_keys": "keys", "new_values": "values"},
+        LAYERS=layers,
+        POOL=pool,
+        KEY_HEADS=key_heads,
+        GROUP=group,
+        GROUP_FILLED=max(_LEAST_GROUP, 1 << (group - 1).bit_length()),
+        SIZE=size,
+        SLOTS=slots,
+        WIDTH=width,
+        PAGES=pages,
+        PIECES=pieces,
+    )
+    out = launch.call(
+        "attention_kernels.combine",
+        {"ends": ends, "found": found, "weights": weights},
+        {"out": jax.ShapeDtypeStruct((rows, key_heads * group, size), qkv.dtype)},
+        (rows, key_heads * group),
+        warps=4,
+        stages=1,
+        has_tensor_cores=False,
+        KEY_HEADS=key_heads,
+        GROUP=group,
+        SIZE=size,
+        SLOTS=slots,
+        WIDTH=width,
+        PAGES=pages,
+        PIECES=pieces,
+        PIECES_FILLED=1 << (pieces - 1).bit_length(),
+    )[0]
+    return out, keys, values

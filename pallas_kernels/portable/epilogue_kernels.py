@@ -1,0 +1,224 @@
+"""The Triton kernel of what follows a product in a decoding step; `epilogue.py` launches it and defines it."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rounded(x, ASSEMBLY: tl.constexpr):
+    """float32 x rounded to bfloat16, to nearest, ties to even, in float32 again."""
+    if ASSEMBLY:
+        return x.to(tl.bfloat16).to(tl.float32)
+    # Triton's interpreter knows no rounding to bfloat16.
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & -65536
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _product(
+    index,
+    partials,
+    multiplier,
+    bias,
+    b,
+    down,
+    unit,
+    row,
+    n,
+    real,
+    first_rank,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANK_SPLIT: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_UNIT: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):
+    """([sum of parts] * multiplier + [[x A] B]) * unit + bias of rows of x and columns n; float32."""
+    at = partials + row[:, None] * STRIDE + n[None, :]
+    known = (row < M)[:, None] & real[None, :]
+    y = tl.load(at, mask=known, other=0.0)
+    for part in tl.static_range(1, SPLIT):
+        y += tl.load(at + part * (M * STRIDE), mask=known, other=0.0)
+    if PER_ROW:
+        scale = tl.load(multiplier + index * N + n, mask=real, other=0.0)[None, :]
+    else:
+        scale = tl.load(multiplier + index)
+    y = rounded(y, ASSEMBLY) * scale
+    if RANK > 0:
+        rank = tl.arange(0, RANK)
+        at_down = down + row[:, None] * RANKS + (first_rank + rank)[None, :]
+        there = (row < M)[:, None]
+        u = tl.load(at_down, mask=there, other=0.0)
+        for part in tl.static_range(1, RANK_SPLIT):
+            u += tl.load(at_down + part * (M * RANKS), mask=there, other=0.0)
+        ups = b + index * (N * RANK) + n[None, :] * RANK + rank[:, None]
+        up = tl.load(ups, mask=real[None, :], other=0.0)
+        y += rounded(tl.dot(rounded(u, ASSEMBLY).to(COMPUTE), up.to(COMPUTE)), ASSEMBLY)
+    if HAS_UNIT:
+        y *= unit[:, None]
+    if HAS_BIAS:
+        y += tl.load(bias + index * N + n, mask=real, other=0.0).to(tl.float32)[None, :]
+    return y
+
+
+@triton.jit
+def finish(
+    layer,
+    partials,
+    multiplier,
+    bias,
+    b,
+    down,
+    squares,
+    residual,
+    scale,
+    out,
+    scaled,
+    new_squares,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SIZE_0: tl.constexpr,
+    SIZE_1: tl.constexpr,
+    SPLIT: tl.constexpr,
+    RANK: tl.constexpr,
+    RANKS: tl.constexpr,
+    RANK_SPLIT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILES: tl.constexpr,
+    TILES_FILLED: tl.constexpr,
+    EPS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_UNIT: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    IS_SWIGLU: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):
+    """Program (i, j) finishes tile i of columns, which belongs to one part, for block j of rows.
+
+    Arrays, and what the names of constants leave open:
+      layer: int32 [1], which of what is stacked.
+      partials: float32 [SPLIT, M, STRIDE], of which N columns are real.
+      multiplier: float32 [L, 1], or [L, N].
+      bias: [L, N].
+      b: [L, N, RANK], each row with the ranks of its own part.
+      down: float32 [RANK_SPLIT, M, RANKS], RANK columns of each part.
+      squares: float32 [TILES, M], of the stream that was multiplied.
+      residual: [M, N].
+      scale: float32 [L, N], of the norm that comes next.
+      out: [M, N], or [M, N / 2] of a swiglu.
+      scaled: [M, N], with a residual.
+      new_squares: float32 [tiles, M], with a residual.
+      SIZE_0, SIZE_1: columns of the first two parts; what is left of N is the third's.
+    """
+    index = tl.load(layer).to(tl.int64)
+    tile = tl.program_id(0)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    there = row < M
+    unit = tl.full((BLOCK_M,), 1.0, tl.float32)
+    if HAS_UNIT:
+        each = tl.arange(0, TILES_FILLED)
+        known = (each < TILES)[:, None] & there[None, :]
+        sums = tl.load(squares + each[:, None] * M + row[None, :], mask=known, other=0.0)
+        unit = tl.rsqrt(tl.sum(sums, axis=0) / WIDTH + EPS)
+
+    # Tiles of the parts, each of which begins with a tile of its own.
+    tiles_0: tl.constexpr = (SIZE_0 + BLOCK_N - 1) // BLOCK_N
+    tiles_1: tl.constexpr = (SIZE_1 + BLOCK_N - 1) // BLOCK_N
+    part = (tile >= tiles_0).to(tl.int32)
+    begin = tile * BLOCK_N
+    end = SIZE_0
+    if SIZE_0 < N and not IS_SWIGLU:
+        is_third = tile >= tiles_0 + tiles_1
+        part += is_third.to(tl.int32)
+        begin = tl.where(part == 1, SIZE_0 + (tile - tiles_0) * BLOCK_N, begin)
+        begin = tl.where(is_third, SIZE_0 + SIZE_1 + (tile - tiles_0 - tiles_1) * BLOCK_N, begin)
+        end = tl.where(part == 1, SIZE_0 + SIZE_1, end)
+        end = tl.where(is_third, N, end)
+    n = begin + tl.arange(0, BLOCK_N)
+    real = n < end
+    y = _product(
+        index,
+        partials,
+        multiplier,
+        bias,
+        b,
+        down,
+        unit,
+        row,
+        n,
+        real,
+        part * RANK,
+        M,
+        N,
+        STRIDE,
+        SPLIT,
+        RANK,
+        RANKS,
+        RANK_SPLIT,
+        PER_ROW,
+        HAS_BIAS,
+        HAS_UNIT,
+        COMPUTE,
+        ASSEMBLY,
+    )
+    mask = there[:, None] & real[None, :]
+    if IS_SWIGLU:
+        up = _product(
+            index,
+            partials,
+            multiplier,
+            bias,
+            b,
+            down,
+            unit,
+            row,
+            n + SIZE_0,
+            real,
+            RANK,
+            M,
+            N,
+            STRIDE,
+            SPLIT,
+            RANK,
+            RANKS,
+            RANK_SPLIT,
+            PER_ROW,
+            HAS_BIAS,
+            HAS_UNIT,
+            COMPUTE,
+            ASSEMBLY,
+        )
+        gate = rounded(y, ASSEMBLY)
+        y = gate / (1 + tl.exp(-gate)) * rounded(up, ASSEMBLY)
+        _store(out + row[:, None] * (N // 2) + n[None, :], y, mask, ASSEMBLY)
+    elif HAS_RESIDUAL:
+        at = row[:, None] * N + n[None, :]
+        r = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32) + y
+        r = rounded(tl.where(mask, r, 0.0), ASSEMBLY)
+        _store(out + at, r, mask, ASSEMBLY)
+        after = tl.load(scale + index * N + n, mask=real, other=0.0)
+        _store(scaled + at, r * after[None, :], mask, ASSEMBLY)
+        tl.store(new_squares + tile * M + row, tl.sum(r * r, axis=1), mask=there)
+    else:
+        _store(out + row[:, None] * N + n[None, :], y, mask, ASSEMBLY)
+
+
+@triton.jit
+def _store(pointers, values, mask, ASSEMBLY: tl.constexpr):
+    if ASSEMBLY:
+        tl.store(pointers, values.to(tl.bfloat16), mask=mask)
+    else:
+        tl.store(pointers, rounded(values, ASSEMBLY), mask=mask)

@@ -1,0 +1,219 @@
+"""How a packed weight lies in memory for the portable kernels; made once, at load.
+
+Columns are cut into chunks of 64, four blocks of 16. Of each row of a chunk there are 16 words of 16
+bits, in which word j has the codes of columns j, 16 + j, 32 + j and 48 + j: so a kernel that takes the words
+of a row apart finds its four blocks in their order, each with one scale, and shuffles nothing. All rows
+of a chunk lie one after the other, so any number of them is one piece of memory.
+
+    words     int16 [chunks, N, 16]     places of an E2M1 code's bits: see `decoders`
+    scales    int32 [chunks, N]         four bytes, that of the first block lowest; of NF4 one float32
+
+A scale's byte is what a few operations make a bfloat16 (or float16) of, see `decoders`: NVFP4's an E5M3,
+exponent + 9 and three bits of mantissa, in which all of E4M3 is normal; MXFP4's an exponent relative to
+the largest of its matrix.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from pallas_kernels import mxfp4, nf4, nvfp4
+from pallas_kernels.mxfp4 import MXFP4Tensor
+from pallas_kernels.nf4 import NF4Tensor
+from pallas_kernels.nvfp4 import NVFP4Tensor
+
+CHUNK = 64
+# Rows are filled up with zeros to whole tiles of so many.
+TILE = 64
+# What kernels decode of NVFP4 is code * scale * this: exact in bfloat16 and in float16.
+DECODED_SCALE = 2.0**-7
+
+# Of E4M3's non-negative bytes: zero, the subnormals m / 8 * 2^-6, the normals, NaN. No byte decodes to zero,
+# so zero has one that is no other value's, and its codes are zeros.
+_SCALE_BYTES = np.array([143, 0, 8, 12, 16, 18, 20, 22, *range(24, 143), 145], np.uint8)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PortableWeight:
+    """An [N, K] weight, y = x W^T, as the portable kernels read it, or a stack of such weights.
+
+    `shape` belongs to one matrix: leading axes of the leaves may be sliced and the weight stays valid.
+
+    Attributes:
+      words: int16 [..., ceil(K / 64), N', 16], N' being N filled up to whole tiles of 64.
+      scales: int32 [..., ceil(K / 64), N'], four bytes; float32 of NF4.
+      global_scale: float32 [..., 1] or [..., N]; weights are what the kernels decode, divided by it.
+      shape: (N, K), without padding.
+      format: "nvfp4", "mxfp4" or "nf4".
+    """
+
+    words: jax.Array
+    scales: jax.Array
+    global_scale: jax.Array
+    shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    format: str = dataclasses.field(metadata={"static": True})
+
+    @property
+    def multiplier(self) -> jax.Array:
+        """float32 1 / global_scale, [..., 1] or [..., N]: products multiply their rounded sums by it."""
+        return 1 / self.global_scale
+
+
+def whole(n: int) -> int:
+    """Rows of the tiles that cover n of them."""
+    return n + -n % TILE
+
+
+def supports(t: NVFP4Tensor | MXFP4Tensor | NF4Tensor) -> str | None:
+    """Why a weight cannot be brought into this layout, or None."""
+    if isinstance(t, NF4Tensor) and t.shape[1] % CHUNK:
+        return f"needs NF4's blocks of {nf4.BLOCK} within rows; got K = {t.shape[1]}"
+    return None
+
+
+def prepare(t: NVFP4Tensor | MXFP4Tensor | NF4Tensor) -> PortableWeight:
+    """Reorders a weight, or a stack of them, for the portable kernels.
+
+    NVFP4's scales are not negative (their sign is lost), and codes whose scale is zero become zeros.
+
+    Raises:
+      NotImplementedError: the reason `supports` gives.
+    """
+    if reason := supports(t):
+        raise NotImplementedError(reason)
+    if isinstance(t, NF4Tensor):
+        return _prepared_nf4(t)
+    codes = nvfp4.unpack_codes(t.codes)
+    if isinstance(t, NVFP4Tensor):
+        kind = "nvfp4"
+        bytes_ = jax.lax.bitcast_convert_type(t.scales, jnp.uint8) & 127
+        codes = jnp.where(jnp.repeat(bytes_ == 0, nvfp4.BLOCK, axis=-1), 0, codes)
+        bytes_ = jnp.asarray(_SCALE_BYTES)[bytes_]
+        divisor = t.global_scale * DECODED_SCALE
+    else:
+        kind = "mxfp4"
+        # The largest has the largest exponent of a bfloat16; code * 2^-126 times it is code * 2.
+        most = jnp.maximum(jnp.max(t.scales, axis=(-2, -1), keepdims=True), 1).astype(jnp.int32)
+        bytes_ = (254 - most + t.scales).astype(jnp.uint8)
+        bytes_ = jnp.repeat(bytes_, mxfp4.BLOCK // nvfp4.BLOCK, axis=-1)
+        divisor = jnp.exp2((128 - most[..., 0]).astype(jnp.float32))
+    bits = _chunked(codes).astype(jnp.int32)
+    sign, rest = bits >> 3, bits & 7
+    words = sign[..., 0] << 15 | rest[..., 0] << 6 | sign[..., 1] << 12 | rest[..., 1] << 3
+    words |= sign[..., 2] << 9 | rest[..., 2]
+    words |= sign[..., 3] << 14 | rest[..., 3] >> 2 << 13 | (rest[..., 3] & 3) << 10
+    *stack, n, blocks = bytes_.shape
+    bytes_ = _padded(bytes_, TILE, CHUNK // nvfp4.BLOCK).reshape(*stack, -1, -(-blocks // 4), 4)
+    scales = jax.lax.bitcast_convert_type(bytes_, jnp.int32)
+    return PortableWeight(
+        words=_as_int16(words),
+        scales=jnp.swapaxes(scales, -1, -2),
+        global_scale=divisor,
+        shape=t.shape,
+        format=kind,
+    )
+
+
+def unprepare(w: PortableWeight) -> NVFP4Tensor | MXFP4Tensor | NF4Tensor:
+    """Inverse of `prepare`: bit for bit, but for codes whose scale is zero, and NF4's scales, which are decoded."""
+    n, k = w.shape
+    codes, scales = _codes(w), _scale_bytes(w)
+    if w.format == "nf4":
+        *stack, _, _ = codes.shape
+        absmax = jnp.swapaxes(w.scales, -1, -2)[..., :n, :]
+        return NF4Tensor(
+            nf4.pack_codes(codes).reshape(*stack, -1),
+            absmax.reshape(*stack, -1),
+            None,
+            None,
+            w.shape,
+        )
+    if w.format == "nvfp4":
+        inverse = np.zeros(256, np.uint8)
+        inverse[_SCALE_BYTES] = np.arange(len(_SCALE_BYTES))
+        scales = jax.lax.bitcast_convert_type(jnp.asarray(inverse)[scales], jnp.float8_e4m3fn)
+        divisor = w.global_scale / DECODED_SCALE
+        return NVFP4Tensor(nvfp4.pack_codes(codes), scales, divisor, w.shape)
+    most = 128 - jnp.round(jnp.log2(w.global_scale)).astype(jnp.int32)
+    scales = scales[..., :: mxfp4.BLOCK // nvfp4.BLOCK].astype(jnp.int32) - 254 + most[..., None]
+    return MXFP4Tensor(nvfp4.pack_codes(codes), scales.astype(jnp.uint8), w.shape)
+
+
+def decoded(w: PortableWeight, dtype: DTypeLike) -> jax.Array:
+    """What the kernels decode, in jnp: the weights times `global_scale`, [..., N, K]; rounded once to dtype."""
+    n, k = w.shape
+    codes = _codes(w)
+    if w.format == "nf4":
+        # Kernels have the table in 16 bits, and scales in float32.
+        table = jnp.asarray(nf4.CODE_VALUES)
+        table = table.astype(jnp.bfloat16).astype(jnp.float32) if dtype != jnp.float32 else table
+        scales = jnp.repeat(jnp.swapaxes(w.scales, -1, -2)[..., :n, :], CHUNK, axis=-1)
+        return (table[codes] * scales).astype(dtype)
+    exponents = _scale_bytes(w).astype(jnp.int32)
+    if w.format == "nvfp4":
+        bits = (exponents << 4) + 0x7680
+        # Of 2^119 * scale, 2^-126 is what codes lack.
+        scales = jax.lax.bitcast_convert_type(bits << 16, jnp.float32) * 2.0**-126
+    else:
+        scales = jax.lax.bitcast_convert_type(jnp.maximum(exponents - 126, 1) << 23, jnp.float32)
+    values = jnp.asarray(nvfp4.CODE_VALUES)[codes]
+    return (values * jnp.repeat(scales, nvfp4.BLOCK, axis=-1)).astype(dtype)
+
+
+def _prepared_nf4(t: NF4Tensor) -> PortableWeight:
+    n, k = t.shape
+    *stack, _ = t.codes.shape
+    codes = nf4.unpack_codes(t.codes).reshape(*stack, n, k)
+    bits = _chunked(codes).astype(jnp.int32)
+    words = bits[..., 0] | bits[..., 1] << 4 | bits[..., 2] << 8 | bits[..., 3] << 12
+    absmax = nf4.scales(t).reshape(*stack, n, k // CHUNK)
+    return PortableWeight(
+        words=_as_int16(words),
+        scales=jnp.swapaxes(_padded(absmax, TILE, 1), -1, -2),
+        global_scale=jnp.ones((*stack, 1), jnp.float32),
+        shape=t.shape,
+        format="nf4",
+    )
+
+
+def _chunked(codes: jax.Array) -> jax.Array:
+    """[..., N, K] -> [..., chunks, N', 16, 4], zeros in what is filled up."""
+    codes = _padded(codes, TILE, CHUNK)
+    *stack, n, k = codes.shape
+    codes = codes.reshape(*stack, n, k // CHUNK, 4, 16)
+    return jnp.moveaxis(codes, (-3, -4, -1), (-4, -3, -2))
+
+
+def _codes(w: PortableWeight) -> jax.Array:
+    """uint8 [..., N, K], as the format has them."""
+    n, k = w.shape
+    bits = w.words.astype(jnp.int32)
+    if w.format == "nf4":
+        codes = [bits >> 4 * part & 15 for part in range(4)]
+    else:
+        sign = [bits >> place & 1 for place in (15, 12, 9, 14)]
+        rest = [bits >> 6 & 7, bits >> 3 & 7, bits & 7, (bits >> 13 & 1) << 2 | bits >> 10 & 3]
+        codes = [s << 3 | r for s, r in zip(sign, rest, strict=True)]
+    codes = jnp.moveaxis(jnp.stack(codes, -2), -4, -3).astype(jnp.uint8)
+    *stack, rows, chunks, _, _ = codes.shape
+    return codes.reshape(*stack, rows, chunks * CHUNK)[..., :n, :k]
+
+
+def _scale_bytes(w: PortableWeight) -> jax.Array:
+    """uint8 [..., N, K / 16]; of NF4 nothing that means anything."""
+    n, k = w.shape
+    bytes_ = jax.lax.bitcast_convert_type(jnp.swapaxes(w.scales, -1, -2), jnp.uint8)
+    return bytes_.reshape(*bytes_.shape[:-2], -1)[..., :n, : k // nvfp4.BLOCK]
+
+
+def _as_int16(words: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(words.astype(jnp.uint16), jnp.int16)
+
+
+def _padded(a: jax.Array, rows: int, columns: int) -> jax.Array:
+    *stack, n, k = a.shape
+    return jnp.pad(a, [(0, 0)] * len(stack) + [(0, -n % rows), (0, -k % columns)])

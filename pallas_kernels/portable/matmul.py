@@ -1,0 +1,175 @@
+"""Products with packed weights through Triton: a fused kernel for few rows, and for many a copy that cuBLAS reads.
+
+    few rows   y = sum over parts of K of [x W^T]     `product`: parts are added up by whatever reads them
+    many rows  y = x @ unpacked(W)^T                  a pass over the weight is small beside the arithmetic
+
+All of it without `global_scale`, which `nvfp4_matmul` multiplies on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from pallas_kernels import runtime
+from pallas_kernels.portable import launch, layout, tuning
+from pallas_kernels.portable.layout import CHUNK, PortableWeight
+from pallas_kernels.portable.tuning import Config
+
+MAX_M = 128
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """What `product` leaves, to be added up.
+
+    Attributes:
+      partials: float32 [parts, M, N'], N' being N filled up to whole tiles.
+      down: float32 [parts, M, ranks], of x A; or None.
+    """
+
+    partials: jax.Array
+    down: jax.Array | None
+
+
+def supports(m: int, n: int, k: int, config: Config) -> str | None:
+    """Why the kernel of few rows cannot run a problem, or None."""
+    if not 1 <= m <= MAX_M:
+        return f"needs 1 <= M <= {MAX_M}; got M = {m}"
+    if layout.whole(n) % config.block_n:
+        return f"needs N of whole blocks of {config.block_n} rows; got N = {n}"
+    if -(-k // CHUNK) % config.units:
+        return f"needs K of whole rounds of {config.units} times {CHUNK} columns; got K = {k}"
+    return None
+
+
+def product(
+    x: jax.Array,
+    w: PortableWeight,
+    *,
+    layer: jax.Array | None = None,
+    a: jax.Array | None = None,
+    config: Config | None = None,
+) -> Sums:
+    """Sums over parts of K of x W^T, and of x A^T beside them.
+
+    Args:
+      x: bfloat16 [M, K], M at most 128.
+      w: one weight, or a stack [L, ...] of which `layer` says one. It is read in place: a slice of a stack
+        would be a copy.
+      layer: int32 [1], or None for a weight that is none of a stack.
+      a: bfloat16 [ranks, K], or [L, ranks, K]; ranks a multiple of 16.
+      config: of the launch; None for the tuned one.
+
+    Raises:
+      NotImplementedError: the reason `supports` gives.
+    """
+    m, (n, k) = len(x), w.shape
+    config = config or tuning.pick_config(m, n, k)
+    if reason := supports(m, n, k, config):
+        raise NotImplementedError(reason)
+    rows, ranks = w.words.shape[-2], 0 if a is None else a.shape[-2]
+    block_m = tuning.block_m(m, config)
+    block_r = 32 if ranks % 32 == 0 else 16
+    rank_split = tuning.rank_split(k) if ranks else 1
+    # Triton takes no empty arrays: what is not there is the weight's words, which nobody reads.
+    operands = {
+        "layer": jnp.zeros((1,), jnp.int32) if layer is None else layer,
+        "x": x,
+        "words": w.words,
+        "scales": w.scales,
+        "a": x if a is None else a,
+    }
+    results = {
+        "partials": jax.ShapeDtypeStruct((config.split, m, rows), jnp.float32),
+        "down": jax.ShapeDtypeStruct((rank_split, m, max(ranks, 1)), jnp.float32),
+    }
+    partials, down = launch.call(
+        "matmul_kernels.product",
+        operands,
+        results,
+        (rows // config.block_n * config.split + ranks // block_r * rank_split, -(-m // block_m)),
+        warps=config.warps,
+        stages=config.stages,
+        M=m,
+        N=rows,
+        K=k,
+        RANKS=ranks,
+        BLOCK_M=block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_R=block_r,
+        UNITS=config.units,
+        SPLIT=config.split,
+        RANK_SPLIT=rank_split,
+        STAGES=config.stages,
+        FORMAT=w.format,
+    )
+    return Sums(partials, down if ranks else None)
+
+
+def unpacked(w: PortableWeight, config: Config | None = None) -> jax.Array:
+    """What is decoded of a weight, in the type that tensor cores take: [N, K]."""
+    n, k = w.shape
+    chunks, rows, _ = w.words.shape
+    config = config or tuning.UNPACK
+    kind = jnp.dtype(runtime.tensor_core_type())
+    return launch.call(
+        "matmul_kernels.unpack",
+        {"words": w.words, "scales": w.scales},
+        {"out": jax.ShapeDtypeStruct((n, k), kind)},
+        (chunks, rows // config.block_n),
+        warps=config.warps,
+        stages=config.stages,
+        N=n,
+        K=k,
+        ROWS=rows,
+        BLOCK_N=config.block_n,
+        FORMAT=w.format,
+    )[0]
+
+
+def unless_fit(dtype: DTypeLike) -> str | None:
+    """Why x of this type meets no portable kernel here, or None."""
+    if reason := runtime.unless_portable():
+        return reason
+    return None if dtype == jnp.bfloat16 else f"needs x in bfloat16; got {dtype}"
+
+
+def few_rows(x: jax.Array, w: PortableWeight) -> jax.Array:
+    """x [M, K] -> float32 sums [M, N], by the fused kernel."""
+    return jnp.sum(product(x, w).partials, axis=0)[:, : w.shape[0]]
+
+
+def many_rows(x: jax.Array, w: PortableWeight) -> jax.Array:
+    """x [M, K] -> sums [M, N] in bfloat16, or in float32 where tensor cores take float16."""
+    return _dot(x, unpacked(w), contract=1)
+
+
+def backward(dy: jax.Array, w: PortableWeight) -> jax.Array:
+    """dy [M, N] -> dy @ W [M, K] in dy's type, with `global_scale`."""
+    if w.global_scale.shape[-1] == 1:
+        dx = _dot(dy, unpacked(w), contract=0)
+        return (dx.astype(jnp.float32) * w.multiplier).astype(dy.dtype)
+    # Rows of different global scales are summed over, so here the multiplier has to come first.
+    scaled = (dy.astype(jnp.float32) * w.multiplier).astype(dy.dtype)
+    return _dot(scaled, unpacked(w), contract=0).astype(dy.dtype)
+
+
+def _dot(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
+    if weight.dtype == x.dtype:
+        return jax.lax.dot_general(x, weight, (((1,), (contract,)), ((), ())))
+    # float16 ends at 65504: each row of x goes to the middle of its range and comes back.
+    largest = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=1, keepdims=True)
+    unit = jnp.exp2(-jnp.floor(jnp.log2(jnp.where(largest > 0, largest, 1))))
+    scaled = (x.astype(jnp.float32) * unit).astype(weight.dtype)
+    product = jax.lax.dot_general(
+        scaled,
+        weight,
+        (((1,), (contract,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+    return product / unit

@@ -1,0 +1,115 @@
+"""Which configuration a product of few rows gets: measured on the device, or by rule."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+from pallas_kernels import runtime
+from pallas_kernels.portable.layout import CHUNK, whole
+
+TABLES = pathlib.Path(__file__).parent / "tuned"
+# M of the tables' rows; a problem takes the next one up.
+TUNED_M = (8, 16, 32, 64, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a launch is cut up.
+
+    Attributes:
+      block_n: rows of W of one program: 32, 64, 128 or 256.
+      units: chunks of 64 columns in one round of its loop: 1, 2 or 4.
+      split: programs that share the columns of a block.
+      warps: of 32 threads: 1, 2, 4 or 8.
+      stages: rounds whose loads are under way, and one more.
+    """
+
+    block_n: int = 64
+    units: int = 1
+    split: int = 1
+    warps: int = 4
+    stages: int = 3
+
+    def __post_init__(self):
+        for name, allowed in (
+            ("block_n", (32, 64, 128, 256)),
+            ("units", (1, 2, 4)),
+            ("warps", (1, 2, 4, 8)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}; got {getattr(self, name)}")
+        if self.split < 1 or self.stages < 1:
+            raise ValueError(f"split and stages must be 1 or more; got {self.split}, {self.stages}")
+
+
+UNPACK = Config(block_n=64, warps=4, stages=1)
+
+
+def block_m(m: int, config: Config) -> int:
+    """Rows of x in one program: all, filled up to a power of two, as far as sums fit its registers.
+
+    No fewer than fill the program's threads with four bytes of a slab of x each: of less, loads are not fetched
+    ahead.
+    """
+    most = 2048 * config.warps // config.block_n
+    return min(max(4 * config.warps, 1 << (m - 1).bit_length(), 8), max(most, 8))
+
+
+def rank_split(k: int) -> int:
+    """Programs that share the columns of A's ranks: of eight chunks each, but at most eight."""
+    return min(8, max(1, -(-k // CHUNK) // 8))
+
+
+def pick_config(m: int, n: int, k: int) -> Config:
+    """The configuration for a problem: from the device's table, else by `heuristic`."""
+    found = table_of(runtime.device_kind()).get((_bucket(m), n, k))
+    return found or heuristic(m, n, k)
+
+
+def heuristic(m: int, n: int, k: int) -> Config:
+    """The configuration for a problem in no table: about sixteen warps of work for each processor.
+
+    Two warps a program keep Triton from the instructions that four warps share on Hopper and Blackwell,
+    for which the weight would go through other memories once more.
+    """
+    rows, chunks = whole(n), -(-k // CHUNK)
+    units = 2 if chunks % 2 == 0 else 1
+    most = max(1, chunks // units // 4)
+    split = min(max(1, round(8 * runtime.device().processors / (rows // 64))), most, 16)
+    return Config(64, units, split, warps=2, stages=3)
+
+
+def candidates(m: int, n: int, k: int) -> list[Config]:
+    """Configurations worth timing, the heuristic's first."""
+    rows, chunks = whole(n), -(-k // CHUNK)
+    found = [heuristic(m, n, k)]
+    for block_n, warps in ((64, 2), (64, 4), (128, 4), (32, 1)):
+        if rows % block_n or m > 32 and block_n < 64:
+            continue
+        for units, stages in ((1, 4), (2, 3), (2, 4), (4, 3)):
+            if chunks % units or block_n * units > 256:
+                continue
+            for load in (8, 16):
+                most = max(1, chunks // units // 2)
+                programs = load * runtime.device().processors * 64 // block_n
+                split = min(max(1, round(programs / (rows // block_n))), most, 16)
+                found.append(Config(block_n, units, split, warps, stages))
+    return list(dict.fromkeys(found))
+
+
+def path_of(device_kind: str) -> pathlib.Path:
+    """Where a device's table is, or would be."""
+    return TABLES / f"{device_kind.lower().replace(' ', '_')}.json"
+
+
+@functools.cache
+def table_of(device_kind: str) -> dict[tuple[int, int, int], Config]:
+    """Rows of a device's table: (M, N, K) -> Config; empty for a device without one."""
+    path = path_of(device_kind)
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return {(row["m"], row["n"], row["k"]): Config(**row["config"]) for row in rows}
+
+
+def _bucket(m: int) -> int:
+    return next((bucket for bucket in TUNED_M if m <= bucket), m)

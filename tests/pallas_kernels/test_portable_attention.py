@@ -1,0 +1,84 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.decode_attention import decode_attention, supports_heads
+from pallas_kernels.portable import attention
+from tests.pallas_kernels import test_decode_attention as siblings
+from tests.pallas_kernels.devices import portable  # noqa: F401
+
+
+def run(arguments):
+    return jax.jit(lambda *a: decode_attention(*a, implementation="portable"))(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "size", "ends", "width", "pages"),
+    [
+        (14, 2, 128, [0, 63, 64, 100], 2, 2),  # a row's first token, the ends of a page
+        (4, 2, 64, [300, 5], 5, 2),  # three pieces, the last one shorter; rows that end early
+        (9, 3, 32, [70, 191], 3, 1),  # heads in no power of two; a piece for each page
+    ],
+)
+def test_attention_meets_the_reference(
+    monkeypatch,
+    portable,  # noqa: F811
+    heads,
+    key_heads,
+    size,
+    ends,
+    width,
+    pages,
+):
+    monkeypatch.setattr(attention, "pages_of_a_piece", lambda *_: pages)
+    arguments = siblings.problem(1, heads, key_heads, size, ends, width)
+    siblings.assert_meets_reference(run(arguments), arguments, ulps=1)
+
+
+def test_rows_do_not_see_each_other(monkeypatch, portable):  # noqa: F811
+    monkeypatch.setattr(attention, "pages_of_a_piece", lambda *_: 2)
+    arguments = siblings.problem(2, 4, 2, 64, [150, 20], 3)
+    out, *_ = run(arguments)
+    qkv, *rest = arguments
+    other, *_ = run((qkv.at[1].multiply(3), *rest[:-1], rest[-1].at[1].set(3)))
+    np.testing.assert_array_equal(out[0], other[0])
+
+
+def test_places_outside_are_moved_to_the_nearest_inside(portable):  # noqa: F811
+    *rest, layer, tables, ends = siblings.problem(3, 2, 1, 32, [127, 5], 2)
+    last = rest[3].shape[1] - 1
+    inside = (*rest, layer, tables.at[0].set(jnp.array([last, 0])), ends)
+    outside = (*rest, layer + 7, tables.at[0].set(jnp.array([99, -3])), jnp.array([500, 5]))
+    for a, b in zip(run(inside), run(outside), strict=True):
+        np.testing.assert_array_equal(a.astype(jnp.float32), b.astype(jnp.float32))
+
+
+def test_what_does_not_fit_is_named(portable):  # noqa: F811
+    assert "size 32, 64, 128 or 256; got 80" in supports_heads(4, 2, 80)
+    assert supports_heads(28, 4, 128) is None
+    arguments = siblings.problem(4, 2, 1, 32, [5], 1, dtype=jnp.float32)
+    with pytest.raises(
+        NotImplementedError, match="'portable': needs queries and cache in bfloat16"
+    ):
+        decode_attention(*arguments, implementation="portable")
+
+
+@pytest.mark.parametrize(
+    ("rows", "key_heads", "width", "pages"),
+    [(1, 4, 12, 1), (8, 4, 128, 4), (64, 8, 32, 16), (128, 8, 128, 128), (1, 1, 1, 1)],
+)
+def test_a_row_is_cut_by_shapes_alone(monkeypatch, rows, key_heads, width, pages):
+    from pallas_kernels import runtime
+
+    monkeypatch.setattr(runtime, "device", lambda: runtime.H200)
+    assert attention.pages_of_a_piece(rows, key_heads, width) == pages
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize(("heads", "key_heads", "size"), [(28, 4, 128), (40, 8, 128), (9, 3, 64)])
+def test_on_its_device_long_rows_meet_the_reference(portable, heads, key_heads, size, rows):  # noqa: F811
+    ends = np.random.default_rng(rows).integers(0, 2048, rows)
+    arguments = siblings.problem(rows, heads, key_heads, size, [int(e) for e in ends], 32)
+    siblings.assert_meets_reference(run(arguments), arguments, ulps=1)

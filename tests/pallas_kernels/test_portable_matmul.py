@@ -1,0 +1,220 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import mxfp4, nf4, nvfp4, nvfp4_matmul, packed_matmul, prepare, runtime
+from pallas_kernels.nvfp4_matmul import shapes
+from pallas_kernels.portable import layout, matmul, tuning
+from pallas_kernels.portable.layout import PortableWeight
+from pallas_kernels.portable.tuning import Config
+from tests.pallas_kernels.devices import portable, pretend  # noqa: F401
+
+RANDOM = {
+    "nvfp4": nvfp4.random,
+    "mxfp4": mxfp4.random,
+    "nf4": lambda key, shape: nf4.random(key, shape, double=True),
+}
+TINY = Config(block_n=64, units=1, split=1, warps=2, stages=3)
+
+
+def weight(kind, shape, seed=0):
+    return layout.prepare(RANDOM[kind](jax.random.key(seed), shape))
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
+
+
+def dense(w):
+    """What the kernels decode, in float64."""
+    return np.asarray(layout.decoded(w, jnp.bfloat16)).astype(np.float64)
+
+
+def assert_close(actual, expected, ulps=1):
+    """Within a few bfloat16 ulps of the largest."""
+    actual, expected = np.asarray(actual).astype(np.float64), np.asarray(expected)
+    assert actual.shape == expected.shape
+    assert np.abs(actual - expected).max() <= np.abs(expected).max() * ulps * 2**-8
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "config"),
+    [
+        (1, 64, 64, TINY),  # one chunk
+        (5, 72, 192, dataclasses.replace(TINY, split=2)),  # ragged N; parts of different lengths
+        (17, 128, 272, dataclasses.replace(TINY, block_n=32, split=3)),  # K ends within a chunk
+        (70, 64, 128, dataclasses.replace(TINY, units=2)),  # two blocks of rows
+    ],
+)
+def test_products_meet_a_float64_oracle(portable, m, n, k, config):  # noqa: F811
+    x, w = normal(m, m, k), weight("nvfp4", (n, k))
+    run = jax.jit(functools.partial(matmul.product, config=config))
+    partials = np.asarray(run(x, w).partials, np.float64)
+    assert partials.shape == (config.split, m, layout.whole(n))
+    expected = np.asarray(x, np.float64) @ dense(w).T
+    # Sums in float32 of products that are exact.
+    np.testing.assert_allclose(
+        partials.sum(0)[:, :n], expected, atol=np.abs(expected).max() * 2**-18
+    )
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
+def test_other_formats_are_another_decoder_of_the_same_kernel(portable, kind):  # noqa: F811
+    x, w = normal(0, 4, 128), weight(kind, (64, 128))
+    sums = jax.jit(functools.partial(matmul.product, config=TINY))(x, w).partials.sum(0)
+    assert_close(sums, np.asarray(x, np.float64) @ dense(w).T, ulps=1 if kind == "nf4" else 2**-10)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "nf4"])
+def test_before_compute_capability_8_float16_is_multiplied(monkeypatch, portable, kind):  # noqa: F811
+    if portable == "gpu":
+        pytest.skip("pretends to be a T4")
+    pretend(monkeypatch, compute_capability="7.5")
+    x, w = normal(1, 3, 128), weight(kind, (64, 128))
+    sums = jax.jit(functools.partial(matmul.product, config=TINY))(x, w).partials.sum(0)
+    assert_close(sums, np.asarray(x, np.float64) @ dense(w).T, ulps=1 if kind == "nf4" else 2**-10)
+    assert matmul.unpacked(w).dtype == jnp.float16
+    # Rows of very different sizes, and one of zeros: float16 ends at 65504.
+    x = x * jnp.array([[1e6], [1e-6], [0]], jnp.bfloat16)
+    expected = np.asarray(x, np.float64) @ dense(w).T
+    for actual, row in zip(matmul.many_rows(x, w), expected, strict=True):
+        assert_close(actual, row, ulps=1)
+
+
+def test_one_hot_inputs_return_what_is_decoded(portable):  # noqa: F811
+    w = weight("nvfp4", (64, 64))
+    one_hot = jax.jit(functools.partial(matmul.product, config=TINY))(
+        jnp.eye(64, dtype=jnp.bfloat16), w
+    )
+    np.testing.assert_array_equal(one_hot.partials[0], dense(w).T)
+
+
+def test_a_stack_is_read_at_its_layer_with_the_ranks_beside_it(portable):  # noqa: F811
+    stack, x = weight("nvfp4", (3, 64, 192)), normal(2, 9, 192)
+    a = normal(3, 3, 48, 192)
+    run = jax.jit(functools.partial(matmul.product, config=dataclasses.replace(TINY, split=2)))
+    sums = run(x, stack, layer=jnp.array([2], jnp.int32), a=a)
+    one = jax.tree.map(lambda leaf: leaf[2], stack)
+    wide = np.asarray(x, np.float64)
+    for actual, expected in (
+        (sums.partials, wide @ dense(one).T),
+        (sums.down, wide @ np.asarray(a[2], np.float64).T),
+    ):
+        actual = np.asarray(actual, np.float64).sum(0)
+        np.testing.assert_allclose(actual, expected, atol=np.abs(expected).max() * 2**-18)
+
+
+def test_a_row_has_the_same_bits_whatever_the_others_are(portable):  # noqa: F811
+    w, x = weight("nvfp4", (64, 128)), normal(4, 6, 128)
+    run = jax.jit(functools.partial(matmul.product, config=TINY))
+    other = x.at[1:].set(jnp.nan)
+    np.testing.assert_array_equal(run(x, w).partials[:, 0], run(other, w).partials[:, 0])
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_a_weight_is_written_out(portable, kind):  # noqa: F811
+    for shape in ((72, 128), (64, 96)):
+        if kind == "nf4" and shape[1] % 64:
+            continue
+        w = weight(kind, shape)
+        actual = jax.jit(matmul.unpacked)(w)
+        np.testing.assert_array_equal(
+            actual.astype(jnp.float32), layout.decoded(w, jnp.bfloat16).astype(jnp.float32)
+        )
+
+
+@pytest.mark.parametrize("per_row", [False, True])
+def test_the_api_prepares_multiplies_and_derives(portable, per_row):  # noqa: F811
+    parts = [nvfp4.quantize(normal(5 + i, 32, 64).astype(jnp.float32) * 4**i) for i in range(2)]
+    t = nvfp4.fuse(parts, shared=not per_row)
+    w = prepare(t, jnp.bfloat16)
+    assert isinstance(w, PortableWeight)
+    x, dy = normal(7, 2, 3, 64), normal(8, 2, 3, 64)
+    weights = np.asarray(layout.decoded(w, jnp.float32) / w.global_scale[..., None], np.float64)
+    for implementation in (None, "portable", "unpacked", "reference"):
+        y, pull = jax.vjp(functools.partial(nvfp4_matmul, w=w, implementation=implementation), x)
+        assert y.dtype == jnp.bfloat16
+        assert_close(y, np.asarray(x, np.float64) @ weights.T, ulps=2)
+        assert_close(pull(dy)[0], np.asarray(dy, np.float64) @ weights, ulps=2)
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "nf4"])
+def test_packed_products_of_other_formats_go_the_same_way(portable, kind):  # noqa: F811
+    t = RANDOM[kind](jax.random.key(9), (64, 64))
+    w, x = prepare(t, jnp.bfloat16), normal(10, 3, 64)
+    assert isinstance(w, PortableWeight)
+    assert_close(packed_matmul(x, w), np.asarray(packed_matmul(x, t), np.float64), ulps=3)
+
+
+def test_float32_and_what_does_not_fit_stay_with_the_reference(portable):  # noqa: F811
+    t = nvfp4.random(jax.random.key(0), (64, 64))
+    assert prepare(t, jnp.float32) is t
+    w = prepare(t, jnp.bfloat16)
+    x = normal(11, 3, 64).astype(jnp.float32)
+    np.testing.assert_allclose(nvfp4_matmul(x, w), nvfp4_matmul(x, t), rtol=1e-5, atol=1e-6)
+    crossing = nf4.random(jax.random.key(0), (4, 96))
+    assert prepare(crossing, jnp.bfloat16) is crossing
+    with pytest.raises(NotImplementedError, match="'portable': needs x in bfloat16; got float32"):
+        nvfp4_matmul(x, w, implementation="portable")
+    with pytest.raises(NotImplementedError, match="needs 1 <= M <= 128; got M = 129"):
+        nvfp4_matmul(jnp.ones((129, 64), jnp.bfloat16), w, implementation="portable")
+    with pytest.raises(ValueError, match=r"words have shape \(2, 1, 64, 16\)"):
+        nvfp4_matmul(x, weight("nvfp4", (2, 64, 64)))
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "config", "message"),
+    [
+        (40, 192, Config(block_n=128), "N of whole blocks of 128 rows; got N = 40"),
+        (64, 192, Config(units=2), "K of whole rounds of 2 times 64 columns; got K = 192"),
+    ],
+)
+def test_what_a_configuration_cannot_do_is_named(n, k, config, message):
+    assert matmul.supports(1, n, k, config).endswith(message)
+    # Rows are filled up to tiles of 64, columns to chunks of 64.
+    assert matmul.supports(1, n + 64, k + 64, config) is None
+
+
+@pytest.mark.parametrize(
+    "traits", [{"block_n": 48}, {"units": 3}, {"warps": 3}, {"split": 0}, {"stages": 0}]
+)
+def test_impossible_configurations_are_refused(traits):
+    with pytest.raises(ValueError, match=next(iter(traits))):
+        Config(**traits)
+
+
+@pytest.mark.parametrize("m", [1, 8, 16, 33, 64, 128])
+def test_every_problem_has_configurations_that_can_run_it(m):
+    for problem in shapes.PROBLEMS:
+        found = tuning.candidates(m, problem.n, problem.k)
+        assert 1 < len(found) <= 32
+        for config in (tuning.pick_config(m, problem.n, problem.k), *found):
+            assert matmul.supports(m, problem.n, problem.k, config) is None
+            rows = tuning.block_m(m, config)
+            # Sums of at most 64 registers a thread, and four bytes of x for each.
+            assert rows * config.block_n <= 64 * 32 * config.warps
+            assert (
+                rows * 16 >= 2 * 32 * config.warps or rows == 2048 * config.warps // config.block_n
+            )
+
+
+def test_every_row_of_a_table_can_be_run():
+    for path in tuning.TABLES.glob("*.json"):
+        for (m, n, k), config in tuning.table_of(path.stem.replace("_", " ")).items():
+            assert matmul.supports(m, n, k, config) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 8, 16, 64, 128])
+def test_on_its_device_every_problem_meets_the_reference(monkeypatch, m):
+    monkeypatch.setattr(runtime, "_CHOSEN", "portable")
+    for problem in shapes.PROBLEMS[:5]:
+        t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(m), (problem.n, problem.k))
+        w, x = jax.jit(layout.prepare)(t), normal(m, m, problem.k)
+        expected = jax.jit(functools.partial(nvfp4_matmul, implementation="reference"))(x, t)
+        actual = jax.jit(functools.partial(nvfp4_matmul, implementation="portable"))(x, w)
+        assert_close(actual, np.asarray(expected, np.float64), ulps=2)
