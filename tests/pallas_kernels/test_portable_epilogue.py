@@ -1,0 +1,145 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import nvfp4, rounded
+from pallas_kernels.linear import finish
+from pallas_kernels.portable import epilogue, layout
+from tests.pallas_kernels.devices import portable  # noqa: F401
+
+LAYERS, LAYER = 2, 1
+# Compiled whole: operation by operation these tests take several times as long.
+quantize, prepare = jax.jit(nvfp4.quantize), jax.jit(layout.prepare)
+decoded = jax.jit(layout.decoded, static_argnums=1)
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def problem(sizes, k, *, m=5, rank=None, has_bias=False, per_row=False):
+    """A stack of packed linears, LoRA's matrices, and what the definition makes of the last layer."""
+    n = sum(sizes)
+    parts = [quantize(jnp.asarray(normal(n, LAYERS, n, k) * k**-0.5, jnp.float32))]
+    if per_row:
+        parts = [
+            quantize(jnp.asarray(normal(s, LAYERS, s, k) * k**-0.5, jnp.float32)) for s in sizes
+        ]
+    t = nvfp4.fuse(parts, shared=not per_row)
+    matrices = [
+        (
+            jnp.asarray(normal(i, LAYERS, k, rank or 1) * k**-0.5, jnp.float32),
+            jnp.asarray(normal(i + 9, LAYERS, rank or 1, s), jnp.float32),
+        )
+        for i, s in enumerate(sizes)
+    ]
+    bias = jnp.asarray(normal(3, LAYERS, n), jnp.bfloat16) if has_bias else None
+    x = jnp.asarray(normal(4, m, k), jnp.bfloat16)
+    return prepare(t), matrices if rank else None, bias, x
+
+
+def definition(w, matrices, bias, x, *, unit=None, residual=None):
+    """`finish` of the layer's product, whose sums are those of `decoded`."""
+    one = jax.tree.map(lambda leaf: leaf[LAYER], w)
+    sums = np.asarray(x, np.float64) @ np.asarray(decoded(one, jnp.float32), np.float64).T
+    sums = rounded(jnp.asarray(sums, jnp.float32), jnp.bfloat16).astype(jnp.float32)
+    branches = []
+    for a, b in matrices or []:
+        down = jnp.dot(x.astype(jnp.float32), a[LAYER].astype(jnp.bfloat16).astype(jnp.float32))
+        up = (0.5 * b[LAYER]).astype(jnp.bfloat16)
+        branches.append((rounded(down, jnp.bfloat16), up))
+    return finish(
+        sums * one.multiplier,
+        branches,
+        unit=unit,
+        bias=None if bias is None else bias[LAYER],
+        residual=residual,
+        dtype=jnp.bfloat16,
+    )
+
+
+def linear(w, matrices, bias, x, sizes, residual=None, **options):
+    branch = None if matrices is None else epilogue.pack_branch(matrices, 0.5)
+
+    @jax.jit
+    def run(x, residual):
+        return epilogue.linear(
+            x,
+            w,
+            layer=jnp.array([LAYER], jnp.int32),
+            multiplier=w.multiplier,
+            sizes=sizes,
+            bias=bias,
+            branch=branch,
+            residual=residual,
+            **options,
+        )
+
+    return run(x, residual)
+
+
+def assert_mostly_equal(actual, expected):
+    """A sum in another order may go the other way in bfloat16; a rounding left out changes half of all values."""
+    actual, expected = np.float32(actual), np.float32(expected)
+    assert actual.shape == expected.shape
+    assert np.mean(actual != expected) < 0.02
+    np.testing.assert_allclose(actual, expected, rtol=2**-6, atol=np.abs(expected).max() * 2**-7)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rank", "options"),
+    [
+        ((72, 16, 40), 8, {"has_bias": True, "per_row": True}),  # parts that end within tiles
+        ((64,), None, {"m": 17}),  # no adapter; two blocks of rows
+    ],
+)
+def test_a_finished_product_is_what_its_definition_says(portable, sizes, rank, options):  # noqa: F811
+    w, matrices, bias, x = problem(sizes, 128, rank=rank, **options)
+    actual = linear(w, matrices, bias, x, sizes)
+    assert_mostly_equal(actual, definition(w, matrices, bias, x))
+
+
+def test_a_residual_stream_is_normalized_by_its_two_kernels(portable):  # noqa: F811
+    sizes, width = (80,), 80
+    w, matrices, _, x = problem(sizes, 128, rank=24)
+    before = jnp.asarray(normal(6, 5, width), jnp.bfloat16)
+    scales = jnp.asarray(1 + 0.1 * normal(7, LAYERS, width), jnp.float32)
+    stream = epilogue.stream(before, scales[0])
+    new = linear(w, matrices, None, x, sizes, residual=(stream, scales))
+    expected = definition(w, matrices, None, x, residual=before)
+    assert_mostly_equal(new.values, expected)
+    wide = np.float32(new.values)
+    np.testing.assert_array_equal(
+        np.float32(new.scaled), np.float32(jnp.asarray(wide * scales[LAYER], jnp.bfloat16))
+    )
+    unit = 1 / np.sqrt((wide**2).mean(axis=1) + 1e-6)
+    np.testing.assert_allclose(new.unit(1e-6), unit, rtol=1e-5)
+
+    # The next linear reads what was scaled, and multiplies by the unit.
+    next_sizes = (32, 64)
+    w, matrices, bias, _ = problem(next_sizes, width, rank=8, has_bias=True)
+    actual = linear(w, matrices, bias, new, next_sizes, eps=1e-6)
+    expected = definition(w, matrices, bias, new.scaled, unit=jnp.asarray(unit)[:, None])
+    assert_mostly_equal(actual, expected)
+
+
+def test_a_gate_and_what_it_lets_through_become_one(portable):  # noqa: F811
+    sizes = (112, 112)
+    w, matrices, _, x = problem(sizes, 64, rank=16)
+    actual = linear(w, matrices, None, x, sizes, is_swiglu=True)
+    gate, up = jnp.split(definition(w, matrices, None, x).astype(jnp.float32), 2, axis=1)
+    assert_mostly_equal(actual, rounded(jax.nn.silu(gate) * up, jnp.bfloat16))
+
+
+def test_ranks_are_filled_up_to_powers_of_two():
+    assert [epilogue.filled_rank(r) for r in (1, 16, 17, 32, 48, 256)] == [16, 16, 32, 32, 64, 256]
+    matrices = [
+        (jnp.ones((2, 64, 24)), jnp.ones((2, 24, 40))),
+        (jnp.ones((2, 64, 24)), jnp.ones((2, 24, 8))),
+    ]
+    branch = epilogue.pack_branch(matrices, 3.0)
+    assert branch.a.shape == (2, 64, 64) and branch.b.shape == (2, 48, 32)
+    assert branch.sizes == (40, 8) and branch.rank == 32
+    np.testing.assert_array_equal(np.float32(branch.b).sum(axis=-1), 72)
+    np.testing.assert_array_equal(np.float32(branch.a).sum(axis=(1, 2)), 2 * 24 * 64)
