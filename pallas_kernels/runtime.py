@@ -138,9 +138,9 @@ def unless_portable() -> str | None:
     """Why the portable kernels cannot run here, or None."""
     if _CHOSEN not in ("auto", "portable"):
         return f"kernels {_CHOSEN!r} were chosen"
-    if interprets_triton():
-        # Very slow: for tests, which ask for it by name.
-        return None if _CHOSEN == "portable" else "Triton's interpreter runs only if asked for"
+    # Very slow: for tests, which ask for it by name.
+    if _CHOSEN == "portable" and interprets_triton():
+        return None
     if platform() != "gpu" or not device_kind().startswith(("NVIDIA", "Tesla", "GRID")):
         return f"needs an NVIDIA GPU; this is {device_kind()}"
     if _capability() < LEAST_PORTABLE:
@@ -151,6 +151,18 @@ def unless_portable() -> str | None:
     if missing:
         return "needs jax-triton: pip install 'qerl-jax[triton]'"
     return None
+
+
+def describe_kernels() -> list[str]:
+    """Lines that say which kernels packed weights meet here, and why."""
+    hopper, portable = unless_hopper(), unless_portable()
+    chosen = "hopper" if hopper is None else "portable" if portable is None else "reference"
+    said = lambda reason: "yes" if reason is None else f"no, {reason}"
+    return [
+        f"kernels: {chosen}",
+        f"Hopper kernels: {said(hopper)}",
+        f"portable kernels: {said(portable)}",
+    ]
 
 
 def interprets_triton() -> bool:

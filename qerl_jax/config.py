@@ -36,6 +36,8 @@ Weights = Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"]
 DENSE = ("bfloat16", "float32")
 # Data type of the activations.
 Dtype = Literal["bfloat16", "float32"]
+# Which kernels multiply packed weights and decode: those of `pallas_kernels.runtime.KERNELS`.
+Kernels = Literal["auto", "hopper", "portable", "reference"]
 # What a backward pass recomputes, from nothing to a whole layer.
 Remat = Literal["none", "products", "mlp", "layer"]
 # What a config may say: "auto" leaves the choice to the memory plan.
@@ -84,6 +86,9 @@ class ModelConfig(Checked, section="model."):
         adapter_name_or_path: A PEFT adapter over that base, by folder or hub name, from which training goes
             on; `[lora]` has its shape. The optimizer starts anew. With grpo.beta > 0 the adapter as it is here
             is the reference policy; see grpo.reference.
+        kernels: What multiplies packed weights and decodes. "auto" takes Hopper's own kernels where they apply,
+            else the "portable" ones (Triton's, from compute capability 7.5 on) where jax-triton is installed,
+            else the "reference", which unpacks all weights at every call. `qerl env` says what a machine has.
     """
 
     model_name_or_path: NotEmpty
@@ -95,6 +100,7 @@ class ModelConfig(Checked, section="model."):
     trainable: Literal["lora", "full"] = "lora"
     adapter_name_or_path: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    kernels: Kernels = "auto"
 
     def _across(self):
         lora = self.trainable == "lora"

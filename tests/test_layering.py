@@ -18,7 +18,7 @@ ORDER = (
     ("generation", "quantization"),
     ("rl",),
     ("memory",),
-    ("evaluation",),
+    ("evaluation", "cards"),
     ("training",),
     # The root loads names of `api` on demand: a library that imports it would run in a circle.
     ("api", "qerl_jax"),

@@ -53,6 +53,9 @@ def block_m(m: int, config: Config) -> int:
     ahead.
     """
     most = 2048 * config.warps // config.block_n
+    if runtime.tensor_core_type() == "float16":
+        # For a T4 Triton multiplies without tensor cores, and holds both operands in registers.
+        most = 16
     return min(max(4 * config.warps, 1 << (m - 1).bit_length(), 8), max(most, 8))
 
 

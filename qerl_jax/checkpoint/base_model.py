@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import PackedWeight, prepare
+from pallas_kernels import PackedWeight, prepare, runtime
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import hf_folder, packed_formats, safetensors
 from qerl_jax.config import DENSE, LoraConfig, ModelConfig
@@ -17,6 +17,19 @@ from qerl_jax.model import architecture
 from qerl_jax.model.transformer import Transformer, abstract_base, random_base
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
+
+
+def choose_kernels(cfg: ModelConfig) -> None:
+    """Has this process use the kernels that a config names.
+
+    Raises:
+        ConfigError: When they cannot run here.
+    """
+    try:
+        runtime.use_kernels(cfg.kernels)
+    except NotImplementedError as error:
+        reason = str(error).partition(": ")[2]
+        require(False, "model.kernels", cfg.kernels, f"cannot run here: {reason}")
 
 
 def load_base(
@@ -32,8 +45,10 @@ def load_base(
     Raises:
         FileNotFoundError, SafetensorsError: When files are missing or cut short; before any weight
             is read.
-        ValueError, NotImplementedError: When the model or its tokenizer cannot be used.
+        ValueError, NotImplementedError: When the model or its tokenizer cannot be used, or not by the
+            kernels that the config names.
     """
+    choose_kernels(cfg)
     is_shape = cfg.random_base and cfg.model_name_or_path in architecture.KNOWN
     folder = (
         None

@@ -21,7 +21,7 @@ from qerl_jax.cli.common import log
 def env(argv: list[str]) -> None:
     """usage: qerl env
 
-    Prints versions and devices, for bug reports.
+    Prints versions, devices, and which kernels they get, for bug reports.
     """
     if argv:
         raise ValueError("env: takes no arguments")
@@ -43,8 +43,7 @@ def _devices() -> list[str]:
         limit = (device.memory_stats() or {}).get("bytes_limit")
         memory = "" if limit is None else f", {limit / 1e9:.0f} GB for XLA"
         lines.append(f"device {device.id}: {device.device_kind} ({device.platform}{memory})")
-    hopper = "yes" if runtime.is_hopper() else "no, NVFP4 products run through the reference"
-    return [*lines, f"Hopper kernels: {hopper}"]
+    return [*lines, *runtime.describe_kernels()]
 
 
 _PACKAGES = (
@@ -54,6 +53,8 @@ _PACKAGES = (
     "flax",
     "optax",
     "orbax-checkpoint",
+    "jax-triton",
+    "triton",
     "transformers",
     "datasets",
     "numpy",
@@ -70,8 +71,9 @@ def _version(package: str) -> str:
 _USAGE = """usage: qerl COMMAND ...
 
   train CONFIG.toml [--section.field VALUE ...]   train an adapter, or resume the run in output_dir
-  plan CONFIG.toml [--device-memory 80GB] [--compile] [--section.field VALUE ...]
+  plan CONFIG.toml [--device NAME] [--device-memory 80GB] [--compile] [--section.field VALUE ...]
                                                   what the run will hold, and whether it fits
+  plan --device "RTX 4090"                        which model sizes train on a card
   generate PROMPT [--model M] [--adapter DIR]     print completions; or --input FILE --output OUT.jsonl
   filter CONFIG.toml OUT.jsonl [--low R]          keep the problems that are neither easy nor hopeless
   export RUN_FOLDER --to KIND OUT                 the adapter, or a model that it is merged into
@@ -80,7 +82,7 @@ _USAGE = """usage: qerl COMMAND ...
   compare EVAL_FOLDER EVAL_FOLDER                 difference of two policies on the same problems
   report RUN_FOLDER ...                           a page and PNG files of one or several runs
   replay RUN_FOLDER/non_finite/STEP.npz           a step that was skipped as not finite, once more
-  env                                             versions and devices, for bug reports
+  env                                             versions, devices and kernels, for bug reports
 
 qerl COMMAND --help shows the options; `qerl train CONFIG.toml --help` every field with its
 value. With --debug an error comes with its traceback. Codes: 0 done, 1 a fault of the program, 2 something to

@@ -22,19 +22,32 @@ def train(argv: list[str]) -> None:
 
 
 def plan(argv: list[str]) -> None:
-    """usage: qerl plan CONFIG.toml [--device-memory 80GB] [--compile] [--section.field VALUE ...]
+    """usage: qerl plan CONFIG.toml [--device NAME] [--device-memory 80GB] [--compile] [--section.field VALUE ...]
+       qerl plan --device NAME
 
     Prints what the run will hold on the device, and whether it fits.
+    --device "RTX 4090" plans for that card instead of this machine's; without a config it says which model sizes
+    train there. It knows T4, L4, A100, RTX 3090, RTX 4090, RTX 5090, H100, H200 and B200.
     --device-memory 80GB plans for a device with so much memory instead of this one.
     --compile also compiles the update of one micro-batch, and prints what it needs.
     `qerl plan CONFIG.toml --help` shows every field of the config with its value.
     """
     parser = argparse.ArgumentParser(prog="qerl plan", add_help=False)
+    parser.add_argument("--device")
     parser.add_argument("--device-memory")
     parser.add_argument("--compile", action="store_true")
     options, rest = parser.parse_known_args(argv)
+    offered = options.device_memory
+    if options.device is not None:
+        from qerl_jax import cards
+
+        card = cards.named(options.device)
+        if not rest:
+            log(*cards.describe(card))
+            return
+        offered = offered or card.limit
     cfg = run_config("plan", rest)
-    made = qerl_jax.plan(cfg, options.device_memory)
+    made = qerl_jax.plan(cfg, offered)
     log(str(made))
     if options.compile:
         from qerl_jax import memory

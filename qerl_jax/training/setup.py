@@ -130,6 +130,7 @@ def setup(
     if cfg.deterministic:
         runtime.use_deterministic_kernels()
     runtime.use_compilation_cache()
+    base_model.choose_kernels(cfg.model)
     memory_plan, earlier_peak = _plan_memory(cfg), peak_memory()
     planned = memory.planned(cfg, limit=memory.device_memory())
     start = _starting_adapter(cfg)

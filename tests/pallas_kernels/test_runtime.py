@@ -1,9 +1,11 @@
 """What is asked of the machine and of JAX."""
 
+import dataclasses
 import os
 import pathlib
 import re
 import types
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -144,3 +146,67 @@ def test_no_kernel_knows_a_number_of_processors_by_heart():
     assert len(sources) > 20
     for path in sources:
         assert not re.search(r"\b(132|114)\b", path.read_text()), path
+
+
+def on(monkeypatch, name, capability, *, has_triton=True):
+    """Has kernels be chosen as on a card, with or without jax-triton."""
+    card = dataclasses.replace(runtime.H200, name=name, compute_capability=capability)
+    monkeypatch.setattr(runtime, "device", lambda: card)
+    monkeypatch.setattr(runtime, "_CHOSEN", "auto")
+    monkeypatch.setattr(runtime, "_is_installed", lambda package: has_triton)
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "has_triton", "chosen"),
+    [
+        ("NVIDIA H200", "9.0", True, "hopper"),
+        ("NVIDIA H100 PCIe", "9.0", False, "hopper"),
+        ("NVIDIA A100-SXM4-80GB", "8.0", True, "portable"),
+        ("NVIDIA GeForce RTX 3090", "8.6", True, "portable"),
+        ("Tesla T4", "7.5", True, "portable"),
+        ("NVIDIA GeForce RTX 4090", "8.9", False, "reference"),
+        ("Tesla V100-SXM2-16GB", "7.0", True, "reference"),
+    ],
+)
+def test_a_card_gets_the_best_kernels_there_are_for_it(
+    monkeypatch, name, capability, has_triton, chosen
+):
+    on(monkeypatch, name, capability, has_triton=has_triton)
+    lines = runtime.describe_kernels()
+    assert lines[0] == f"kernels: {chosen}"
+    if chosen == "reference":
+        reason = (
+            "pip install 'qerl-jax[triton]'" if not has_triton else "7.5 or more; this is Tesla"
+        )
+        assert reason in lines[2]
+    assert runtime.tensor_core_type() == ("float16" if capability < "8" else "bfloat16")
+
+
+def test_kernels_can_be_chosen_by_name(monkeypatch):
+    on(monkeypatch, "NVIDIA H200", "9.0")
+    for name, hopper_runs, portable_runs in (
+        ("reference", False, False),
+        ("portable", False, True),
+        ("hopper", True, False),
+        ("auto", True, True),
+    ):
+        runtime.use_kernels(name)
+        assert runtime.chosen_kernels() == name
+        assert (runtime.unless_hopper() is None) == hopper_runs
+        assert (runtime.unless_portable() is None) == portable_runs
+
+
+def test_kernels_that_cannot_run_are_refused_and_change_nothing(monkeypatch):
+    on(monkeypatch, "NVIDIA A100-SXM4-80GB", "8.0", has_triton=False)
+    for name, reason in (("hopper", "needs a GPU of compute capability 9.0"), ("portable", "pip")):
+        with pytest.raises(NotImplementedError, match=f"kernels '{name}': .*{reason}"):
+            runtime.use_kernels(name)
+    with pytest.raises(ValueError, match="one of auto, hopper, portable, reference; got 'marlin'"):
+        runtime.use_kernels("marlin")
+    assert runtime.chosen_kernels() == "auto"
+
+
+def test_a_config_may_say_what_the_runtime_knows():
+    from qerl_jax import config
+
+    assert get_args(config.Kernels) == runtime.KERNELS

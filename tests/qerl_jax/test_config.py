@@ -38,6 +38,7 @@ FULL = RunConfig(
         *("base", "tokenizer", "bfloat16", "float32", True, "none"),
         adapter_name_or_path="adapter",
         chat_template_kwargs={"enable_thinking": False},
+        kernels="reference",
     ),
     data=DataConfig(
         "gsm8k",

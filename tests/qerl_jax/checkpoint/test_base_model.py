@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from pallas_kernels import nvfp4
+from qerl_jax.checked import ConfigError
 from qerl_jax.checkpoint import base_model, hf_folder
 from qerl_jax.checkpoint.safetensors import SafetensorsError
 from qerl_jax.config import LoraConfig, ModelConfig
@@ -354,3 +355,11 @@ def test_what_the_hub_says_is_passed_on(monkeypatch):
 def test_a_shape_without_files_cannot_train_whole():
     with pytest.raises(ValueError, match="model.trainable: got 'full'; 'qwen2.5-0.5b' is a shape"):
         policy("qwen2.5-0.5b", "bfloat16", trainable="full", random_base=True)
+
+
+def test_kernels_that_cannot_run_here_are_an_error_that_says_why(monkeypatch):
+    monkeypatch.setattr(base_model.runtime, "_CHOSEN", "auto")
+    cfg = ModelConfig("qwen2.5-3b", random_base=True, kernels="hopper")
+    rule = "model.kernels: got 'hopper'; cannot run here: needs a GPU of compute capability 9.0"
+    with pytest.raises(ConfigError, match=rule):
+        base_model.load_base(cfg, None)

@@ -1,0 +1,109 @@
+"""Which model sizes train on a card, from the memory plan: no card and no weight is needed."""
+
+import dataclasses
+import difflib
+
+from qerl_jax import memory
+from qerl_jax.checked import from_table, require
+from qerl_jax.config import RunConfig
+from qerl_jax.model import architecture
+
+# Of a card's memory, what JAX may take in a run that is given all of it: XLA_PYTHON_CLIENT_MEM_FRACTION. By default
+# it takes three quarters.
+FRACTION = 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """An NVIDIA card.
+
+    Attributes:
+        name: What people call it.
+        mebibytes: Of memory, as its driver says.
+        capability: Its compute capability.
+    """
+
+    name: str
+    mebibytes: int
+    capability: str
+
+    @property
+    def limit(self) -> int:
+        """Bytes that a run may use."""
+        return int(self.mebibytes * 2**20 * FRACTION)
+
+    @property
+    def kernels(self) -> str:
+        """The kernels that it gets, and how far they were tried, in words."""
+        if self.capability == "9.0":
+            return "Hopper kernels"
+        kinds = "float16" if self.capability == "7.5" else "bfloat16"
+        return f"portable kernels, in {kinds} (extra triton; compiled for this card, not run on it)"
+
+
+CARDS = (
+    Card("T4", 15360, "7.5"),
+    Card("L4", 23034, "8.9"),
+    Card("A100 40GB", 40960, "8.0"),
+    Card("A100", 81920, "8.0"),
+    Card("RTX 3090", 24576, "8.6"),
+    Card("RTX 4090", 24564, "8.9"),
+    Card("RTX 5090", 32607, "12.0"),
+    Card("H100", 81559, "9.0"),
+    Card("H200", 143771, "9.0"),
+    Card("B200", 183359, "10.0"),
+)
+
+
+def named(name: str) -> Card:
+    """The card of a name, in any case, with or without its maker's.
+
+    Raises:
+        ConfigError: An unknown name; lists the known ones.
+    """
+    plain = lambda text: "".join(text.lower().replace("nvidia", "").replace("rtx", "").split())
+    found = [card for card in CARDS if plain(card.name) == plain(name)]
+    known = ", ".join(card.name for card in CARDS)
+    near = difflib.get_close_matches(name, [card.name for card in CARDS], 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    require(bool(found), "device", name, f"must be one of {known}{hint}")
+    return found[0]
+
+
+def recipe(model: str) -> RunConfig:
+    """A run to plan with: NVFP4, rank 32, steps of 64 completions of up to 1024 tokens, 8 of each prompt."""
+    return from_table(
+        RunConfig,
+        {
+            "output_dir": "runs/plan",
+            "max_steps": 1,
+            "model": {"model_name_or_path": model, "random_base": True},
+            "data": {"dataset": "gsm8k", "max_prompt_length": 256},
+            "rewards": {"functions": ["accuracy_reward"]},
+            "rollout": {
+                "num_generations": 8,
+                "generation_batch_size": 64,
+                "max_concurrent": 64,
+                "max_completion_length": 1024,
+            },
+            "optim": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 16},
+        },
+    )
+
+
+def describe(card: Card) -> list[str]:
+    """Lines that say which of the published shapes train on a card by `recipe`, and what they need at their peak."""
+    lines = [
+        f"{card.name}: {card.mebibytes * 2**20 / 1e9:.1f} GB, of which a run gets {card.limit / 1e9:.1f} "
+        f"(set XLA_PYTHON_CLIENT_MEM_FRACTION={FRACTION}); {card.kernels}",
+        "trains by GRPO, NVFP4 base, LoRA of rank 32, 64 completions of 1024 tokens a step:",
+    ]
+    for model, arch in architecture.KNOWN.items():
+        plan = memory.estimate(recipe(model), arch, limit=card.limit)
+        try:
+            plan.require(card.limit)
+            fits = "yes"
+        except ValueError:
+            fits = "no "
+        lines.append(f"  {fits}  {model:18} {plan.peak / 1e9:6.1f} GB")
+    return lines

@@ -1,0 +1,185 @@
+"""Compiles the portable kernels for cards that need not be there: `python -m scripts.compile_portable`.
+
+Writes down the launches of a decoding step of Qwen2.5-7B, of products with all formats, and of weights
+that are written out, compiles each to machine code with Triton's own assembler, and prints registers, spilled
+bytes and shared memory. Ends with 1 if a kernel does not compile or needs more shared memory than the card has.
+Needs the packages of `.[triton]`, but jax-triton itself only on a card.
+
+    python -m scripts.compile_portable                          # all capabilities, two minutes
+    python -m scripts.compile_portable --capabilities 75 90     # those of a T4 and an H100
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+# Kernels must be compiled, not interpreted; Triton reads this once.
+os.environ["TRITON_INTERPRET"] = "0"
+
+# By compute capability times ten: bytes of shared memory that a program may use.
+SHARED_BYTES = {
+    75: 64 << 10,
+    80: 163 << 10,
+    86: 99 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    100: 227 << 10,
+    120: 99 << 10,
+}
+# Where Triton has no instructions of tensor cores, it adds products up in registers, and runs out of them.
+MAY_SPILL = {75}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What became of a launch.
+
+    Attributes:
+        registers: Of each thread.
+        spilled: Bytes of each thread's stack.
+        shared: Bytes of shared memory.
+    """
+
+    registers: int
+    spilled: int
+    shared: int
+
+
+def launches(capability: int, rows: Sequence[int] = (8, 64)) -> list[Any]:
+    """The launches to compile for a card, each once."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import mxfp4, nf4, nvfp4, runtime
+    from pallas_kernels.portable import attention, epilogue, launch, layout, matmul
+
+    card = dataclasses.replace(
+        runtime.H200, name="a card", compute_capability=f"{capability // 10}.{capability % 10}"
+    )
+    array = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)
+    random = {"nvfp4": nvfp4.random, "mxfp4": mxfp4.random, "nf4": nf4.random}
+
+    def weight(kind: str, *shape: int) -> Any:
+        make = lambda: layout.prepare(random[kind](jax.random.key(0), shape))
+        return jax.eval_shape(make)
+
+    def linear(m: int, sizes: Sequence[int], k: int, **options: Any) -> None:
+        n, layers = sum(sizes), 2
+        w = weight("nvfp4", layers, n, k)
+        pairs = [
+            (array((layers, k, 32), jnp.float32), array((layers, 32, size), jnp.float32))
+            for size in sizes
+        ]
+        branch = jax.eval_shape(functools.partial(epilogue.pack_branch, scaling=1.0), pairs)
+        scale = array((layers, n), jnp.float32)
+        stream = jax.eval_shape(
+            epilogue.stream,
+            array((m, n if options.get("residual") else k), jnp.bfloat16),
+            array((n if options.get("residual") else k,), jnp.float32),
+        )
+        arguments = {
+            "x": array((m, k), jnp.bfloat16) if options.get("residual") else stream,
+            "w": w,
+            "layer": array((1,), jnp.int32),
+            "multiplier": array((layers, 1), jnp.float32),
+            "bias": None if options.get("residual") else array((layers, n), jnp.bfloat16),
+            "branch": branch,
+            "residual": (stream, scale) if options.get("residual") else None,
+        }
+        is_swiglu = options.get("is_swiglu", False)
+        run = functools.partial(epilogue.linear, sizes=sizes, eps=1e-6, is_swiglu=is_swiglu)
+        jax.eval_shape(lambda kwargs: run(**kwargs), arguments)
+
+    with mock.patch.object(runtime, "device", lambda: card), launch.writing_down() as found:
+        for m in rows:
+            linear(m, (3584, 512, 512), 3584)
+            linear(m, (3584,), 3584, residual=True)
+            linear(m, (18944, 18944), 3584, is_swiglu=True)
+            linear(m, (3584,), 18944, residual=True)
+        for kind in ("nvfp4", "mxfp4", "nf4"):
+            # In float16 MXFP4's exponents have no room.
+            if capability < 80 and kind == "mxfp4":
+                continue
+            one = weight(kind, 3584, 3584)
+            jax.eval_shape(matmul.product, array((8, 3584), jnp.bfloat16), one)
+            jax.eval_shape(matmul.unpacked, one)
+        pool = array((2, 99, 4, 64, 128), jnp.bfloat16)
+        angles = array((8, 64), jnp.float32)
+        jax.eval_shape(
+            attention.decode_attention,
+            array((8, 36, 128), jnp.bfloat16),
+            angles,
+            angles,
+            pool,
+            pool,
+            array((), jnp.int32),
+            array((8, 12), jnp.int32),
+            array((8,), jnp.int32),
+        )
+    return [each for at, each in enumerate(found) if each not in found[:at]]
+
+
+def compiled(launch: Any, capability: int) -> Compiled:
+    """Compiles a launch, and reads what the assembler says of it."""
+    import triton
+
+    from pallas_kernels.portable.launch import compile_for
+
+    kernel = compile_for(launch, capability)
+    tools = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(tools / "cuobjdump"), "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    number = lambda name: int(re.search(rf"{name}:(\d+)", said)[1])
+    return Compiled(number("REG"), number("STACK"), kernel.metadata.shared)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compiles, prints a line for each kernel and card, and says how it went."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--capabilities", type=int, nargs="+", default=[*SHARED_BYTES])
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 64])
+    args = parser.parse_args(argv)
+    failed = 0
+    for capability in args.capabilities:
+        for launch in launches(capability, args.rows):
+            constants = launch.constants
+            sizes = " ".join(
+                f"{name}={constants[name]}"
+                for name in ("M", "N", "K", "FORMAT")
+                if name in constants
+            )
+            line = f"sm_{capability:<4}{launch.kernel:28}{sizes:40}"
+            try:
+                result = compiled(launch, capability)
+            except Exception as error:
+                failed += 1
+                print(f"{line} FAILED: {str(error).strip().splitlines()[-1]}")
+                continue
+            line += (
+                f"{result.registers:4} registers {result.spilled:5} B spilled "
+                f"{result.shared:7} B shared"
+            )
+            is_bad = result.shared > SHARED_BYTES[capability]
+            is_bad |= result.spilled > 0 and capability not in MAY_SPILL
+            failed += is_bad
+            print(line + (" FAILED" if is_bad else ""), flush=True)
+    print(f"{failed} failed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,24 @@
+"""The portable kernels compile for every card that they are for: a process of its own, which does not interpret them."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_kernel_compiles_for_a_card_without_spilling(capability, tmp_path):
+    command = [sys.executable, "-m", "scripts.compile_portable", "--capabilities", str(capability)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "0 failed" and len(lines) > 20
+    assert all(line.startswith(f"sm_{capability} ") for line in lines[:-1])
