@@ -13,6 +13,14 @@ time of the kernel itself, `call` that of all kernels of a call (with the reduct
 sums), both from CUPTI; `loop` is the wall time of a call in a jitted loop. An H100's time is
 projected, not measured: the kernel's, and what its bytes take longer where memory has 3.35 TB/s instead
 of 4.8. It needs nothing but jax and numpy, and ends itself when a kernel hangs.
+
+`--kernels portable` times the Triton kernels instead, which need the packages of `.[triton]`: to M = 128 the fused
+one, from there on the product with a copy that is written out; and `--kernels reference` what runs where there are
+neither. `--dx` times the derivative by x of any of them.
+
+    python -m scripts.bench_kernels --kernels portable --m 1 8 16 32 64
+    python -m scripts.bench_kernels --kernels portable --m 2048 8192 --layers gate_up down
+    python -m scripts.bench_kernels --kernels portable --m 2048 8192 --layers gate_up down --dx
 """
 
 import argparse
@@ -50,6 +58,9 @@ from pallas_kernels.nvfp4_matmul import (
 )
 from pallas_kernels.nvfp4_matmul.hopper import Config
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
+from pallas_kernels.portable import layout as portable_layout
+from pallas_kernels.portable import matmul as portable
+from pallas_kernels.portable import tuning as portable_tuning
 
 BANDWIDTH, BF16_RATE = 4.3e12, 790e12
 # Of an H100, if it reaches the share of its nominal 3.35 TB/s that an H200 reaches of 4.8.
@@ -158,8 +169,10 @@ def rounds_of(call: Callable[..., jax.Array], out: Any) -> Callable[..., Any]:
     return jax.jit(run)
 
 
-def measure(run: Callable[..., Any], x: jax.Array, weights: Any, *, repeats: int = 7) -> Timing:
-    """Times what `rounds_of` made, compiled or not; `loop` is a median of so many."""
+def measure(
+    run: Callable[..., Any], x: jax.Array, weights: Any, *, repeats: int = 7, name: str = KERNEL
+) -> Timing:
+    """Times what `rounds_of` made, compiled or not; `loop` is a median of so many, `kernel` that of this name."""
     copies = x.shape[1]
 
     def wall(rounds):
@@ -173,8 +186,9 @@ def measure(run: Callable[..., Any], x: jax.Array, weights: Any, *, repeats: int
     loop = statistics.median(long - short for short, long in walls) / ((many - few) * copies)
 
     _, kernels = profiler.measure(run, aggregate=False)(x, weights, jnp.int32(few))
-    named = [ms for name, ms in kernels if KERNEL in name]
-    per_call = sum(ms for name, ms in kernels if not _BOOKKEEPING.search(name)) / (few * copies)
+    named = [ms for kernel, ms in kernels if name in kernel]
+    per_call = sum(ms for kernel, ms in kernels if not _BOOKKEEPING.search(kernel))
+    per_call /= few * copies
     kernel = statistics.median(named) if named else per_call
     return Timing(kernel=1e3 * kernel, call=1e3 * per_call, loop=1e6 * loop)
 
@@ -196,6 +210,53 @@ def nvfp4_rounds(m: int, n: int, config: Config) -> Callable[..., Any]:
     return rounds_of(call, jax.ShapeDtypeStruct((m, n), jnp.bfloat16))
 
 
+def by_format(kernels: str, n: int, k: int) -> list[Any]:
+    """Random weights that the portable kernels or the reference read, enough of them to miss the L2."""
+    copies = max(2, round(_ROTATION * runtime.device().l2_bytes / (n * k * 9 / 16)))
+    prepare = portable_layout.prepare if kernels == "portable" else lambda t: t
+    make = jax.jit(lambda key: prepare(nvfp4.random(key, (n, k), std=k**-0.5)))
+    return [make(key) for key in jax.random.split(jax.random.key(2), copies)]
+
+
+def time_other(
+    kernels: str, m: int, n: int, k: int, *, config: Any = None, is_dx: bool = False
+) -> Timing:
+    """Times the portable kernels, or the reference, as `nvfp4_matmul` runs them."""
+    weights = by_format(kernels, n, k)
+    given, made = (n, k) if is_dx else (k, n)
+    x = jax.random.normal(jax.random.key(1), (2, len(weights), m, given), jnp.bfloat16)
+
+    def call(x, w):
+        if is_dx:
+            like = jnp.zeros((m, k), jnp.bfloat16)
+            return jax.vjp(functools.partial(nvfp4_matmul, w=w), like)[1](x)[0]
+        if config is not None:
+            sums = jnp.sum(portable.product(x, w, config=config).partials, axis=0)[:, :n]
+            return (_rounded(sums) * w.multiplier).astype(x.dtype)
+        return nvfp4_matmul(x, w)
+
+    run = rounds_of(call, jax.ShapeDtypeStruct((m, made), jnp.bfloat16))
+    return measure(run, x, weights, repeats=3, name="product")
+
+
+def check_other(kernels: str, m: int, n: int, k: int, *, config: Any = None) -> float:
+    """As `check_product`, of the portable kernels or the reference."""
+    t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(5), (n, k))
+    x = jax.random.normal(jax.random.key(6), (m, k), jnp.bfloat16)
+    w = jax.jit(portable_layout.prepare)(t) if kernels == "portable" else t
+    if config is None:
+        actual = jax.jit(nvfp4_matmul)(x, w)
+    else:
+        run = jax.jit(functools.partial(portable.product, config=config))
+        sums = jnp.sum(run(x, w).partials, axis=0)[:, :n]
+        actual = (_rounded(sums) * w.multiplier).astype(x.dtype)
+    expected = np.asarray(jax.jit(reference.forward)(x.astype(jnp.float32), t))
+    error = _ulps(actual, expected)
+    # Sums and results are both rounded.
+    assert error <= 2, f"{(m, n, k)} {config}: {error} ulp"
+    return error
+
+
 def time_bf16(m: int, n: int, k: int) -> Timing:
     """Times `jnp.dot` with weights [K, N] in bfloat16."""
     copies = max(2, round(_ROTATION * runtime.device().l2_bytes / (n * k * 2)))
@@ -205,7 +266,7 @@ def time_bf16(m: int, n: int, k: int) -> Timing:
     return measure(rounds_of(jnp.dot, jax.ShapeDtypeStruct((m, n), jnp.bfloat16)), x, weights)
 
 
-def check_decoder() -> None:
+def check_decoder(kernels: str = "hopper") -> None:
     """All 16 codes times all scales but NaN, by one-hot inputs: bit for bit, or AssertionError."""
     scale_bytes = np.arange(127, dtype=np.uint8)
     k = nvfp4.BLOCK * len(scale_bytes)
@@ -219,8 +280,9 @@ def check_decoder() -> None:
     )
     exact = nvfp4.CODE_VALUES[codes] * np.repeat(np.float32(scales), nvfp4.BLOCK, axis=-1)
     expected = exact.T * np.asarray(t.multiplier)
-    product = functools.partial(nvfp4_matmul, implementation="hopper", out_dtype=jnp.float32)
-    product, w = jax.jit(product), jax.jit(layout.prepare)(t)
+    product = functools.partial(nvfp4_matmul, implementation=kernels, out_dtype=jnp.float32)
+    prepare = {"hopper": layout.prepare, "portable": portable_layout.prepare}
+    product, w = jax.jit(product), jax.jit(prepare.get(kernels, lambda t: t))(t)
     one_hot = jnp.eye(k, dtype=jnp.bfloat16).reshape(nvfp4.BLOCK, len(scale_bytes), k)
     actual = np.concatenate([product(rows, w) for rows in one_hot])
     np.testing.assert_array_equal(actual, expected)  # which takes 0 and -0 as equal
@@ -324,19 +386,35 @@ def problems(models: Sequence[str], layers: Sequence[str]) -> list[shapes.Proble
     return [p for p in shapes.PROBLEMS if p.model in models and p.layer in layers]
 
 
-def bench(problem: shapes.Problem, m: int, *, with_bf16: bool) -> dict[str, Any]:
+def bench(
+    problem: shapes.Problem,
+    m: int,
+    *,
+    with_bf16: bool,
+    kernels: str = "hopper",
+    is_dx: bool = False,
+) -> dict[str, Any]:
     """One row: checked, then timed."""
     n, k = problem.n, problem.k
-    config = tuning.pick_config(m, n, k)
     watch()
     row = {"model": problem.model, "layer": problem.layer, "m": m, "n": n, "k": k}
-    row |= {"config": dataclasses.asdict(config), "ulp": check_product(m, n, k, config)}
-    watch()
-    timing = measure(nvfp4_rounds(m, n, config), *nvfp4_inputs(m, n, k))
+    row |= {"kernels": kernels, "is_dx": is_dx}
+    if kernels == "hopper" and not is_dx:
+        config = tuning.pick_config(m, n, k)
+        row |= {"config": dataclasses.asdict(config), "ulp": check_product(m, n, k, config)}
+        watch()
+        timing = measure(nvfp4_rounds(m, n, config), *nvfp4_inputs(m, n, k))
+    else:
+        is_fused = kernels == "portable" and m <= portable.MAX_M and not is_dx
+        config = portable_tuning.pick_config(m, n, k) if is_fused else None
+        row |= {"config": dataclasses.asdict(config) if config else {}}
+        row |= {"ulp": check_other(kernels, m, n, k)}
+        watch()
+        timing = time_other(kernels, m, n, k, is_dx=is_dx)
     row |= {"us": dataclasses.asdict(timing), "floor": floor_us(m, n, k)}
     if with_bf16:
         watch()
-        row["bf16"] = dataclasses.asdict(time_bf16(m, n, k))
+        row["bf16"] = dataclasses.asdict(time_bf16(m, k, n) if is_dx else time_bf16(m, n, k))
     return row
 
 
@@ -345,7 +423,9 @@ def markdown(row: dict[str, Any]) -> str:
     us, config = row["us"], row["config"]
     problem = (row["m"], row["n"], row["k"])
     bf16 = row.get("bf16", {}).get("kernel")
-    marlin, nf4 = _peers(row)
+    marlin, nf4 = (None, None) if row.get("is_dx") else _peers(row)
+    # A copy of the weight is written by a kernel of its own.
+    ours = us["kernel"] if row.get("kernels", "hopper") == "hopper" else us["call"]
     of = lambda other, own: f"{other:.1f}, {other / own:.2f}" if other else ""
     cells = (
         f"{row['model']} {row['layer']} {row['k']}x{row['n']}",
@@ -355,7 +435,7 @@ def markdown(row: dict[str, Any]) -> str:
         f"{us['call']:.1f}",
         f"{us['loop']:.1f}",
         f"{100 * row['floor'] / us['kernel']:.0f}%",
-        of(bf16, us["kernel"]),
+        of(bf16, ours),
         of(marlin, us["call"]),
         of(nf4, us["call"]),
         f"{projected_h100_us(us['kernel'], *problem):.1f}",
@@ -406,6 +486,8 @@ def main() -> None:
     )
     parser.add_argument("--layers", nargs="+", default=LAYERS)
     parser.add_argument("--m", nargs="+", type=int, default=[1, 16, 64, 128])
+    parser.add_argument("--kernels", default="hopper", choices=("hopper", "portable", "reference"))
+    parser.add_argument("--dx", action="store_true", help="time the derivative by x")
     parser.add_argument("--no-bf16", action="store_true", help="leave the baseline out")
     parser.add_argument(
         "--values", action="store_true", help="check the values of products of all M; time none"
@@ -416,12 +498,21 @@ def main() -> None:
     known = dict.fromkeys(problem.model for problem in shapes.PROBLEMS)
     args.models = args.models or (list(known) if args.values else ["qwen2.5-7b"])
 
-    print(versions())
+    runtime.use_kernels(args.kernels)
+    print(versions(), args.kernels)
     watch()
-    check_decoder()
-    for scale in (1e-6, 1e6):
-        check_product(8, 256, 512, Config(2, 128, 2, 3), global_scale=scale)
+    check_decoder(args.kernels)
+    if args.kernels == "hopper":
+        for scale in (1e-6, 1e6):
+            check_product(8, 256, 512, Config(2, 128, 2, 3), global_scale=scale)
     print("the decoder is exact for 16 codes x 127 scales\n", flush=True)
+    if args.values and args.kernels != "hopper":
+        for problem in problems(args.models, args.layers):
+            for m in args.m:
+                watch()
+                error = check_other(args.kernels, m, problem.n, problem.k)
+                print(f"| {problem.model} {problem.layer} | {m} | {error:.3f} |", flush=True)
+        return
     if args.values:
         print_values(args)
         return
@@ -430,7 +521,8 @@ def main() -> None:
     rows = []
     for problem in problems(args.models, args.layers):
         for m in args.m:
-            rows.append(bench(problem, m, with_bf16=not args.no_bf16))
+            traits = {"kernels": args.kernels, "is_dx": args.dx}
+            rows.append(bench(problem, m, with_bf16=not args.no_bf16, **traits))
             print(markdown(rows[-1]), flush=True)
             if args.out:
                 args.out.write_text(json.dumps(versions() | {"rows": rows}, indent=1))

@@ -11,6 +11,8 @@ can be asked for alone:
     python -m scripts.bench_rollouts --arms nvfp4 nvfp4-no-lora   # what LoRA costs
     python -m scripts.bench_rollouts --arms nvfp4 nvfp4-plain nf4 mxfp4 --batch 8 64
                                                                   # beside the layers of training
+    python -m scripts.bench_rollouts --kernels portable --arms nvfp4 --batch 8 64
+                                                                  # as on cards that are not Hopper's
     python -m scripts.bench_rollouts --mixed                      # 128 x 8 log-normal lengths, 64 slots
     python -m scripts.bench_rollouts --prefill                    # 128 x 256 tokens; 16 prompts x 8
 
@@ -72,14 +74,15 @@ class Bench:
         from qerl_jax.model.transformer import Transformer, init_params, random_base
 
         runtime.use_compilation_cache()
+        runtime.use_kernels(args.kernels)
         weights, _, trait = arm.partition("-")
         self.rank = 0 if trait == "no-lora" else args.rank
         if trait == "plain":
             # The layers of training decode, as where the fused ones refuse.
-            fused_decode.supports = lambda *_, **__: "left out to be measured"
+            fused_decode.fit = lambda *_, **__: None
         if trait == "wide":
             # And their products by the kernel of many rows, however few there are.
-            fused_decode.supports = lambda *_, **__: "left out to be measured"
+            fused_decode.fit = lambda *_, **__: None
             hopper.MAX_M = 8
         lora = LoraConfig(self.rank, float(self.rank)) if self.rank else None
         name = args.model if args.model in architecture.KNOWN else f"qwen2.5-{args.model}"
@@ -200,7 +203,8 @@ def child(args: argparse.Namespace, arm: str, what: str) -> None:
     row = measures[what](bench) if what in measures else decode(bench, int(what))
     from scripts.bench_kernels import versions
 
-    origin = {"model": args.model, "rank": bench.rank, "arm": arm} | versions()
+    origin = {"model": args.model, "rank": bench.rank, "arm": arm, "kernels": args.kernels}
+    origin |= versions()
     print("ROW " + json.dumps(origin | row), flush=True)
     if args.profile and "step" in row:
         rows = profile(bench, int(what))
@@ -242,6 +246,9 @@ def main() -> int:
             for weights in ("nvfp4", "mxfp4", "nf4", "bfloat16")
             for trait in ("", "-no-lora", "-plain", "-wide")
         ],
+    )
+    parser.add_argument(
+        "--kernels", default="auto", choices=("auto", "hopper", "portable", "reference")
     )
     parser.add_argument("--mixed", action="store_true", help="mixed lengths instead of the table")
     parser.add_argument("--prefill", action="store_true", help="prefill instead of the table")

@@ -164,7 +164,7 @@ def _filler(tokenizer: str, room: int) -> str:
     return sentence * max(0, int((room - 32) / each))
 
 
-def row_config(row: Row, tokenizer: str, folder: str) -> config.RunConfig:
+def row_config(row: Row, tokenizer: str, folder: str, kernels: str = "auto") -> config.RunConfig:
     """The run of a row; its data are short sums behind a filler, so that prompts nearly have their length."""
     rows = row.prompts * row.group
     optim = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 1}
@@ -178,6 +178,7 @@ def row_config(row: Row, tokenizer: str, folder: str) -> config.RunConfig:
             row.weights,
             random_base=True,
             gradient_checkpointing=row.remat,
+            kernels=kernels,
         ),
         data=config.DataConfig(
             "arithmetic",
@@ -199,7 +200,7 @@ def row_config(row: Row, tokenizer: str, folder: str) -> config.RunConfig:
     )
 
 
-def run_row(name: str, tokenizer: str, *, profile: bool) -> dict:
+def run_row(name: str, tokenizer: str, *, profile: bool, kernels: str = "auto") -> dict:
     """Measures one row in this process; says of an update where its time goes, if asked to."""
     import jax
 
@@ -208,8 +209,9 @@ def run_row(name: str, tokenizer: str, *, profile: bool) -> dict:
 
     row = ROWS[name]
     runtime.use_compilation_cache()
+    runtime.use_kernels(kernels)
     with tempfile.TemporaryDirectory() as folder:
-        cfg = row_config(row, tokenizer, folder)
+        cfg = row_config(row, tokenizer, folder, kernels)
         planned = memory.estimate(cfg, limit=memory.device_memory())
         remat = memory.planned(cfg, limit=memory.device_memory()).model.gradient_checkpointing
         result = _time_update(row, cfg, profile) if row.update_only else _time_steps(row, cfg)
@@ -219,6 +221,7 @@ def run_row(name: str, tokenizer: str, *, profile: bool) -> dict:
     stats = runtime.memory_stats() or {}
     return result | {
         "row": name,
+        "kernels": kernels,
         "target": row.target,
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
@@ -328,6 +331,7 @@ def bench_rows(
     out: pathlib.Path,
     *,
     profile: bool,
+    kernels: str = "auto",
 ) -> int:
     """Runs rows one after the other, each in its own process; what is measured is kept at once."""
     failed = 0
@@ -336,6 +340,7 @@ def bench_rows(
         if row.pooled:
             environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{pool_gib / DEVICE_GIB:.4f}"
         command = [sys.executable, "-m", "scripts.bench_step", "--row", name]
+        command += ["--kernels", kernels]
         command += ["--profile"] if profile else []
         command += ["--tokenizer", tokenizer or "Qwen/Qwen2.5-7B-Instruct"]
         try:
@@ -425,6 +430,9 @@ def main() -> int:
     parser.add_argument("--data", help="folder, likewise")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--timeout", type=int, default=280, help="seconds per arm")
+    parser.add_argument(
+        "--kernels", default="auto", choices=("auto", "hopper", "portable", "reference")
+    )
     parser.add_argument("--rows", nargs="+", choices=[*ROWS, "all"], help="of the target table")
     parser.add_argument("--pool-gib", type=float, default=78, help="of rows held to 80 GB")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench_step.jsonl"))
@@ -442,17 +450,20 @@ def main() -> int:
     ):
         parser.error("--profile is of rows of an update alone")
     if args.row:
-        print(json.dumps(run_row(args.row, args.tokenizer, profile=args.profile)))
+        traits = {"profile": args.profile, "kernels": args.kernels}
+        print(json.dumps(run_row(args.row, args.tokenizer, **traits)))
         return 0
     if args.rows:
         names = list(ROWS) if "all" in args.rows else args.rows
-        return bench_rows(names, args.tokenizer, args.pool_gib, args.out, profile=args.profile)
+        traits = {"profile": args.profile, "kernels": args.kernels}
+        return bench_rows(names, args.tokenizer, args.pool_gib, args.out, **traits)
 
     cfg = config.load(args.config)
     model = dataclasses.replace(
         cfg.model,
         model_name_or_path=args.model or cfg.model.model_name_or_path,
         tokenizer_name_or_path=args.tokenizer or cfg.model.tokenizer_name_or_path,
+        kernels=args.kernels,
     )
     data = dataclasses.replace(cfg.data, path=args.data or cfg.data.path)
     cfg = dataclasses.replace(cfg, model=model, data=data)

@@ -9,6 +9,9 @@ It is done within `--seconds`: each row is written when it is found, and a probl
 time is not begun. The same command again goes on with what is left, for it leaves out rows that this card has
 with this version of JAX (`--again` measures those too). Like `scripts.bench_kernels`, whose timing this
 is, it needs nothing but jax and numpy, and ends itself when a kernel hangs.
+
+`--kernels portable` finds the Triton kernels' configurations, each timed with the sum of its parts, for the table in
+`pallas_kernels/portable/tuned/`. Those need the packages of `.[triton]`.
 """
 
 import argparse
@@ -26,6 +29,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import adapter, fused, hopper, tuning
+from pallas_kernels.portable import tuning as portable_tuning
 from scripts import bench_kernels as bench
 
 # Of LoRA, while tuning.
@@ -67,6 +71,33 @@ def tune(layer: str, m: int, n: int, k: int, *, threads: int) -> dict[str, Any]:
         bench.watch()
         try:
             bench.check_product(m, n, k, config)
+        except AssertionError as wrong:
+            print(f"left out: {wrong}")
+            continue
+        others = [dataclasses.astuple(c) + (round(t.call, 2),) for t, c in timed]
+        return {
+            **{"m": m, "n": n, "k": k, "config": dataclasses.asdict(config)},
+            "us": {"kernel": round(timing.kernel, 2), "call": round(timing.call, 2)},
+            **bench.versions(),
+            "candidates": others,
+        }
+    raise AssertionError(f"no candidate of {(m, n, k)} gives the right values")
+
+
+def tune_portable(layer: str, m: int, n: int, k: int, *, threads: int) -> dict[str, Any]:
+    """As `tune`, of the portable kernel; compiled one after the other, as Triton holds on to the interpreter."""
+    timed = []
+    for config in portable_tuning.candidates(m, n, k):
+        bench.watch()
+        try:
+            timed.append((bench.time_other("portable", m, n, k, config=config), config))
+        except jax.errors.JaxRuntimeError as refused:  # for want of shared memory, say
+            print(f"left out: {config}: {str(refused).splitlines()[0]}")
+    timed.sort(key=lambda pair: pair[0].call)
+    for timing, config in timed:
+        bench.watch()
+        try:
+            bench.check_other("portable", m, n, k, config=config)
         except AssertionError as wrong:
             print(f"left out: {wrong}")
             continue
@@ -125,25 +156,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["qwen2.5-7b"])
     parser.add_argument("--layers", nargs="+", default=bench.LAYERS)
-    parser.add_argument("--m", nargs="+", type=int, default=tuning.TUNED_M)
+    parser.add_argument("--kernels", default="hopper", choices=("hopper", "portable"))
+    parser.add_argument("--m", nargs="+", type=int, help="default: those of the table")
     parser.add_argument("--threads", type=int, default=14, help="kernels compiled at a time")
     parser.add_argument("--out", type=pathlib.Path, help="by default the package's own table")
     parser.add_argument("--seconds", type=float, default=270, help="after which it is done")
     parser.add_argument("--again", action="store_true", help="also what the table has already")
     args = parser.parse_args()
-    out = args.out or tuning.path_of(runtime.device_kind())
+    tables = portable_tuning if args.kernels == "portable" else tuning
+    tune_one = tune_portable if args.kernels == "portable" else tune
+    out = args.out or tables.path_of(runtime.device_kind())
+    runtime.use_kernels(args.kernels)
 
     bench.watch()
     begin = time.monotonic()
-    bench.check_decoder()
+    bench.check_decoder(args.kernels)
     problems = {(p.n, p.k): p.layer for p in bench.problems(args.models, args.layers)}
-    todo = [(layer, m, n, k) for (n, k), layer in problems.items() for m in args.m]
+    todo = [
+        (layer, m, n, k) for (n, k), layer in problems.items() for m in args.m or tables.TUNED_M
+    ]
     if not args.again:
         todo = without_known(todo, rows_of(out))
 
     def work(problem):
         layer, m, n, k = problem
-        row = tune(layer, m, n, k, threads=args.threads)
+        row = tune_one(layer, m, n, k, threads=args.threads)
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(merged(out, row))
         share = bench.floor_us(m, n, k) / row["us"]["kernel"]

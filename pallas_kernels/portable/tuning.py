@@ -84,16 +84,16 @@ def heuristic(m: int, n: int, k: int) -> Config:
 
 
 def candidates(m: int, n: int, k: int) -> list[Config]:
-    """Configurations worth timing, the heuristic's first."""
+    """Configurations worth timing, the heuristic's first: about a dozen, for each takes seconds to compile."""
     rows, chunks = whole(n), -(-k // CHUNK)
     found = [heuristic(m, n, k)]
-    for block_n, warps in ((64, 2), (64, 4), (128, 4), (32, 1)):
-        if rows % block_n or m > 32 and block_n < 64:
-            continue
-        for units, stages in ((1, 4), (2, 3), (2, 4), (4, 3)):
-            if chunks % units or block_n * units > 256:
-                continue
-            for load in (8, 16):
+    deep = [(u, s) for u, s in ((1, 4), (2, 3), (2, 4), (4, 3)) if chunks % u == 0]
+    # Units and stages matter most with the rule's own tile; others are tried with one choice of them.
+    tiles = [((64, 2), deep[1:]), ((64, 4), deep[1:2]), ((128, 4), deep[1:2])]
+    tiles += [((32, 1), deep[1:2])] if m <= 16 else [((128, 8), deep[1:2])]
+    for (block_n, warps), choices in tiles:
+        for units, stages in choices if rows % block_n == 0 else ():
+            for load in (6, 12):
                 most = max(1, chunks // units // 2)
                 programs = load * runtime.device().processors * 64 // block_n
                 split = min(max(1, round(programs / (rows // block_n))), most, 16)

@@ -8,7 +8,7 @@ for Hopper and the portable ones, which `fit` chooses between.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -83,11 +83,12 @@ def supports_portably(
     arch = model.arch
     if reason := decode_attention.supports_heads(arch.num_heads, arch.num_kv_heads, arch.head_size):
         return f"attention {reason}"
-    rank = model.lora.rank if adapter and model.lora is not None else 0
+    branches = _branches(model, adapter)
     for name, parts in arch.linears().items():
         if model.weights == "nf4" and arch.input_width(name) % 64:
             return f"{name} needs K of whole blocks of 64; got K = {arch.input_width(name)}"
         sizes = [size for _, size in parts]
+        rank = branches[name].rank if name in branches else 0
         if reason := portable.supports(rows, sizes, arch.input_width(name), rank=rank):
             return f"{name} {reason}"
     if own_noise:
@@ -115,8 +116,7 @@ def supports(
     arch = model.arch
     if reason := decode_attention.supports_heads(arch.num_heads, arch.num_kv_heads, arch.head_size):
         return f"attention {reason}"
-    has_adapter = adapter and model.lora is not None
-    branches = lora.shapes(model.lora, arch) if has_adapter else {}
+    branches = _branches(model, adapter)
     for name, parts in arch.linears().items():
         if reason := fused.supports(
             rows,
@@ -130,6 +130,11 @@ def supports(
     if own_noise:
         return "needs one norm scale for all rows; here rows have noise of their own (noise.per)"
     return None
+
+
+def _branches(model: transformer.Transformer, adapter: bool) -> Mapping[str, lora.LinearShape]:
+    """The adapter's branches by linear, as far as it acts."""
+    return lora.shapes(model.lora, model.arch) if adapter and model.lora is not None else {}
 
 
 def slow_because(
@@ -203,8 +208,7 @@ def policy(
 
     is_portable = kernels == "portable"
     is_packed, stacked = is_portable or model.weights == "nvfp4", frozen["layers"]
-    has_adapter = adapter and model.lora is not None
-    branches = lora.shapes(model.lora, model.arch) if has_adapter else {}
+    branches = _branches(model, adapter)
     first = scale("layers", "input_layernorm")
     weights = {name: stacked[name]["weight"] for name in LINEARS}
     scales = {
