@@ -104,7 +104,8 @@ def use_kernels(name: Kernels) -> None:
 
     Args:
       name: "auto" takes Hopper's where they apply, else the portable ones where jax-triton is installed, else
-        the reference; others are taken or, where they cannot run, refused.
+        the reference; others are taken or, where they cannot run, refused. What is checked or measured with
+        "auto" can be made another of them by PALLAS_KERNELS in the environment.
 
     Raises:
       ValueError: an unknown name.
@@ -121,14 +122,21 @@ def use_kernels(name: Kernels) -> None:
 
 
 def chosen_kernels() -> Kernels:
-    """What `use_kernels` was told last; "auto" before that."""
-    return _CHOSEN
+    """What `use_kernels` was told last; for "auto", and before that, what PALLAS_KERNELS says.
+
+    Raises:
+      ValueError: that is an unknown name.
+    """
+    name = _CHOSEN if _CHOSEN != "auto" else os.environ.get("PALLAS_KERNELS") or "auto"
+    if name not in KERNELS:
+        raise ValueError(f"PALLAS_KERNELS must be one of {', '.join(KERNELS)}; got {name!r}")
+    return name
 
 
 def unless_hopper() -> str | None:
     """Why kernels for Hopper cannot run here, or None."""
-    if _CHOSEN not in ("auto", "hopper"):
-        return f"kernels {_CHOSEN!r} were chosen"
+    if (chosen := chosen_kernels()) not in ("auto", "hopper"):
+        return f"kernels {chosen!r} were chosen"
     if is_hopper():
         return None
     return f"needs a GPU of compute capability 9.0; this is {device_kind()}"
@@ -136,10 +144,10 @@ def unless_hopper() -> str | None:
 
 def unless_portable() -> str | None:
     """Why the portable kernels cannot run here, or None."""
-    if _CHOSEN not in ("auto", "portable"):
-        return f"kernels {_CHOSEN!r} were chosen"
+    if (chosen := chosen_kernels()) not in ("auto", "portable"):
+        return f"kernels {chosen!r} were chosen"
     # Very slow: for tests, which ask for it by name.
-    if _CHOSEN == "portable" and interprets_triton():
+    if chosen == "portable" and interprets_triton():
         return None
     if platform() != "gpu" or not device_kind().startswith(("NVIDIA", "Tesla", "GRID")):
         return f"needs an NVIDIA GPU; this is {device_kind()}"

@@ -8,6 +8,7 @@ what must hold of it. A case that did not come to its end is as red as one that 
     python -m scripts.check_device --smoke                   # a dozen cases
     python -m scripts.check_device --only weights=nf4 --only rows=33 --jobs 2
     python -m scripts.check_device --write-cases             # after a change of the factors
+    PALLAS_KERNELS=portable python -m scripts.check_device   # with Triton's kernels in place of Hopper's
 
 Most of the time goes into compilation: the rows of --out say how much, by stage, and how many programs.
 So XLA does not time several forms of each product (`QUICK_XLA`), which would compile each of them, unless

@@ -163,11 +163,11 @@ def reports_memory() -> bool:
     return jax.local_devices()[0].memory_stats() is not None
 
 
-def is_hopper() -> bool:
+def has_kernels() -> bool:
     """Whether there are kernels for the device."""
     from pallas_kernels import runtime
 
-    return runtime.is_hopper()
+    return runtime.unless_hopper() is None or runtime.unless_portable() is None
 
 
 # A case ---------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def run(case: Case, folder: pathlib.Path, stages: Stages) -> dict[str, Any]:
         else:
             said = qerl("train", path)
     is_slow = "without the fused layers" in " ".join(said.split())
-    could = is_hopper() and case["rows"] <= 128 and case["trains"] != "full"
+    could = has_kernels() and case["rows"] <= 128 and case["trains"] != "full"
     found = {"fused": could and not is_slow}
     rows = read_metrics(folder / "run")
     found["laps"] = laps(rows)

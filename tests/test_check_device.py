@@ -28,7 +28,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 CASES = check_device_cases.read()
 # Fields of sections that no case changes: numbers that run no other code, places of files, data.
 UNCHANGED = {
-    "model": set(),  # an adapter to go on from is given by `then`
+    # An adapter to go on from is given by `then`, other kernels to the whole list by PALLAS_KERNELS.
+    "model": {"kernels"},
     "lora": {"alpha", "dropout"},
     "rollout": {"temperature", "steps_per_generation"},
     "grpo": {

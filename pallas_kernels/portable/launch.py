@@ -113,6 +113,8 @@ def call(
             name=f"portable_{kernel.split('.')[1]}",
             num_warps=warps,
             num_stages=stages,
+            # Said here, nobody asks a device, which may not be there.
+            compute_capability=int(runtime.device().compute_capability.replace(".", "")),
             input_output_aliases=places,
             ASSEMBLY=True,
             **constants,

@@ -74,12 +74,13 @@ def heuristic(m: int, n: int, k: int) -> Config:
     """The configuration for a problem in no table: about sixteen warps of work for each processor.
 
     Two warps a program keep Triton from the instructions that four warps share on Hopper and Blackwell,
-    for which the weight would go through other memories once more.
+    for which the weight would go through other memories once more. Parts are written and read once more, so
+    there are fewer of them where they would be larger than the weight.
     """
     rows, chunks = whole(n), -(-k // CHUNK)
     units = 2 if chunks % 2 == 0 else 1
-    most = max(1, chunks // units // 4)
-    split = min(max(1, round(8 * runtime.device().processors / (rows // 64))), most, 16)
+    most = min(max(1, chunks // units // 2), max(2, int(0.07 * k / m)), 16)
+    split = min(max(1, round(8 * runtime.device().processors / (rows // 64))), most)
     return Config(64, units, split, warps=2, stages=3)
 
 
@@ -93,7 +94,7 @@ def candidates(m: int, n: int, k: int) -> list[Config]:
     tiles += [((32, 1), deep[1:2])] if m <= 16 else [((128, 8), deep[1:2])]
     for (block_n, warps), choices in tiles:
         for units, stages in choices if rows % block_n == 0 else ():
-            for load in (6, 12):
+            for load in (6, 12) if m <= 16 else (3, 6):
                 most = max(1, chunks // units // 2)
                 programs = load * runtime.device().processors * 64 // block_n
                 split = min(max(1, round(programs / (rows // block_n))), most, 16)

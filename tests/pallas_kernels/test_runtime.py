@@ -153,6 +153,7 @@ def on(monkeypatch, name, capability, *, has_triton=True):
     card = dataclasses.replace(runtime.H200, name=name, compute_capability=capability)
     monkeypatch.setattr(runtime, "device", lambda: card)
     monkeypatch.setattr(runtime, "_CHOSEN", "auto")
+    monkeypatch.delenv("PALLAS_KERNELS", raising=False)
     monkeypatch.setattr(runtime, "_is_installed", lambda package: has_triton)
 
 
@@ -194,6 +195,21 @@ def test_kernels_can_be_chosen_by_name(monkeypatch):
         assert runtime.chosen_kernels() == name
         assert (runtime.unless_hopper() is None) == hopper_runs
         assert (runtime.unless_portable() is None) == portable_runs
+
+
+def test_the_environment_says_what_auto_means(monkeypatch):
+    on(monkeypatch, "NVIDIA H200", "9.0")
+    monkeypatch.setenv("PALLAS_KERNELS", "portable")
+    assert runtime.describe_kernels()[:2] == [
+        "kernels: portable",
+        "Hopper kernels: no, kernels 'portable' were chosen",
+    ]
+    runtime.use_kernels("hopper")
+    assert runtime.unless_hopper() is None
+    runtime.use_kernels("auto")
+    monkeypatch.setenv("PALLAS_KERNELS", "marlin")
+    with pytest.raises(ValueError, match="PALLAS_KERNELS must be one of auto.*got 'marlin'"):
+        runtime.unless_hopper()
 
 
 def test_kernels_that_cannot_run_are_refused_and_change_nothing(monkeypatch):

@@ -1,0 +1,38 @@
+"""The whole engine on the portable kernels, which Triton's interpreter runs."""
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels import runtime
+from pallas_kernels.portable.layout import PortableWeight
+from qerl_jax.checkpoint import base_model
+from qerl_jax.config import ModelConfig
+from qerl_jax.generation.engine import Engine, EngineSpec
+from qerl_jax.generation.scheduler import QueuedPrompt
+from qerl_jax.model import fused_decode
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not runtime.interprets_triton(), reason="needs triton and a CPU")
+@pytest.mark.parametrize("weights", ["nvfp4", "nf4"])
+def test_the_portable_engine_samples_what_the_reference_does(monkeypatch, weights):
+    monkeypatch.setattr(runtime, "_CHOSEN", "auto")
+    found = {}
+    for kernels in ("reference", "portable"):
+        # What was traced with other kernels must not be met again.
+        jax.clear_caches()
+        cfg = ModelConfig("qerl-tiny", weights=weights, dtype="bfloat16", kernels=kernels)
+        model, frozen, _ = base_model.load_base(cfg, None)
+        is_portable = isinstance(frozen["layers"]["qkv"]["weight"], PortableWeight)
+        assert is_portable == (kernels == "portable") == (fused_decode.fit(model, 2) == kernels)
+        engine = Engine(model, EngineSpec(model.arch.vocab_size), kv_cache_tokens=256)
+        prompt = QueuedPrompt(np.array([5, 6, 7, 8], np.int32), np.zeros((2, 2), np.uint32), 3)
+        rows = engine.stream(
+            {"frozen": frozen}, [prompt], 0.0, max_prompt_length=8, max_concurrent=2
+        )
+        found[kernels] = [row for group in rows for row in group]
+    for one, other in zip(found["reference"], found["portable"], strict=True):
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        # NF4's table is rounded to bfloat16 there, and weights are here.
+        np.testing.assert_allclose(one.logps, other.logps, atol=0 if weights == "nvfp4" else 0.05)
