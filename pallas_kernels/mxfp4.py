@@ -18,11 +18,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels.nvfp4 import CODE_VALUES, nearest_codes, pack_codes, unpack_codes
+from pallas_kernels.nvfp4 import (
+    CODE_VALUES,
+    block_errors,
+    nearest_codes,
+    nearest_magnitudes,
+    pack_codes,
+    unpack_codes,
+)
 
 BLOCK = 32
 
 type Rounding = Literal["nearest", "floor"]
+
+# Exponents that `search_scales` tries, as distances from the one that `quantize` takes.
+SEARCHED_STEPS = (1, -1)
 
 _BIAS = 127
 # The largest code is 6 = 1.5 * 2^2.
@@ -52,7 +62,9 @@ class MXFP4Tensor:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
 
-def quantize(w: jax.Array, *, rounding: Rounding = "nearest") -> MXFP4Tensor:
+def quantize(
+    w: jax.Array, *, rounding: Rounding = "nearest", scales: jax.Array | None = None
+) -> MXFP4Tensor:
     """Rounds a weight to MXFP4.
 
         scale = 127 + exponent(block max|w|) - 2
@@ -62,6 +74,8 @@ def quantize(w: jax.Array, *, rounding: Rounding = "nearest") -> MXFP4Tensor:
       w: [..., N, K], float32, bfloat16 or float16.
       rounding: "nearest" takes the next exponent for maxima from 1.75 * 2^e on, which would saturate
         by most, as compressed-tensors does; "floor" is the OCP Microscaling specification's.
+      scales: uint8 [..., N, K / 32] of the blocks, such as `search_scales` found; by default those of
+        the formula.
 
     Raises:
       ValueError: w is not a floating-point array of one of these types with K % 32 == 0, or an
@@ -74,24 +88,59 @@ def quantize(w: jax.Array, *, rounding: Rounding = "nearest") -> MXFP4Tensor:
     if w.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(f"w must be float32, bfloat16 or float16; got {w.dtype}")
     _check_shape(w.shape)
-    blocks = w.astype(jnp.float32).reshape(*w.shape[:-1], -1, BLOCK)
-    bits = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(blocks), axis=-1), jnp.uint32)
-    # Adding a quarter of the mantissa's range carries into the exponent from 1.75 on.
-    exponents = (bits + (1 << 21 if rounding == "nearest" else 0)) >> 23
-    scales = jnp.clip(exponents.astype(jnp.int32) - _CODE_EXPONENT, 0, _SCALE_MAX)
-    inverse = jax.lax.bitcast_convert_type((2 * _BIAS - scales) << 23, jnp.float32)
-    codes = nearest_codes(blocks * inverse[..., None]).reshape(w.shape)
+    blocks = _blocks(w)
+    if scales is None:
+        scales = _scales_of_maxima(blocks, rounding)
+    codes = nearest_codes(blocks * _inverse(scales)[..., None]).reshape(w.shape)
     return MXFP4Tensor(pack_codes(codes), scales.astype(jnp.uint8), (w.shape[-2], w.shape[-1]))
+
+
+def search_scales(
+    w: jax.Array, moments: jax.Array | None = None, *, rounding: Rounding = "nearest"
+) -> jax.Array:
+    """Finds for each block the scale that rounds it with the smallest squared error.
+
+    Tried are the scale that `quantize` takes, its double and its half. The error of a block is d G d^T, where
+    d is rounded w - w, and G its square of the moments, or 1. Of equal ones that of `quantize` is
+    taken, then the larger.
+
+    Args:
+      w: [..., N, K], float32, bfloat16 or float16, K % 32 == 0.
+      moments: float32 [K / 32, 32, 32], the second moments of the 32 inputs that a block meets; by
+        default every entry counts alike. Only for w [N, K].
+      rounding: as in `quantize`.
+
+    Returns:
+      uint8 [..., N, K / 32].
+    """
+    _check_shape(w.shape)
+    first = _scales_of_maxima(_blocks(w), rounding)
+    sizes = jnp.moveaxis(jnp.abs(_blocks(w)), -1, 0)
+    signs = jnp.moveaxis(jnp.sign(_blocks(w)), -1, 0)
+
+    def error(scales):
+        off = nearest_magnitudes(sizes * _inverse(scales)) * _steps(scales) - sizes
+        return block_errors(off if moments is None else off * signs, moments)
+
+    def tried(best, step):
+        scales = jnp.clip(first + step, 0, _SCALE_MAX)
+        found = error(scales)
+        better = found < best[1]
+        return (jnp.where(better, scales, best[0]), jnp.where(better, found, best[1])), None
+
+    (scales, _), _ = jax.lax.scan(tried, (first, error(first)), jnp.asarray(SEARCHED_STEPS))
+    return scales.astype(jnp.uint8)
+
+
+def steps(t: MXFP4Tensor) -> jax.Array:
+    """What one unit of a code is worth at each entry, 2^(scale - 127): float32 [..., N, K]."""
+    return jnp.repeat(_steps(t.scales), BLOCK, axis=-1)
 
 
 def dequantize(t: MXFP4Tensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """The weights, code * 2^(scale - 127): exact in float32 and in bfloat16; [..., N, K]."""
-    bits = t.scales.astype(jnp.int32) << 23
-    # 2^-127 has no normal float32: a subnormal, which XLA may take for zero.
-    bits = jnp.where(t.scales == 0, 1 << 22, bits)
-    steps = jax.lax.bitcast_convert_type(bits, jnp.float32)
     values = jnp.asarray(CODE_VALUES)[unpack_codes(t.codes)]
-    blocks = values.reshape(*t.scales.shape, BLOCK) * steps[..., None]
+    blocks = values.reshape(*t.scales.shape, BLOCK) * _steps(t.scales)[..., None]
     return blocks.reshape(values.shape).astype(dtype)
 
 
@@ -137,6 +186,32 @@ def random(key: jax.Array, shape: Sequence[int], *, std: float = 0.02) -> MXFP4T
         scales=jnp.uint8(_BIAS + low) + larger.astype(jnp.uint8),
         shape=(n, k),
     )
+
+
+def _blocks(w: jax.Array) -> jax.Array:
+    return w.astype(jnp.float32).reshape(*w.shape[:-1], -1, BLOCK)
+
+
+def _scales_of_maxima(blocks: jax.Array, rounding: Rounding) -> jax.Array:
+    """int32 E8M0 scales of blocks by the exponents of their largest entries."""
+    bits = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(blocks), axis=-1), jnp.uint32)
+    # Adding a quarter of the mantissa's range carries into the exponent from 1.75 on.
+    exponents = (bits + (1 << 21 if rounding == "nearest" else 0)) >> 23
+    return jnp.clip(exponents.astype(jnp.int32) - _CODE_EXPONENT, 0, _SCALE_MAX)
+
+
+def _steps(scales: jax.Array) -> jax.Array:
+    """What scales mean: float32 2^(scale - 127)."""
+    bits = scales.astype(jnp.int32) << 23
+    # 2^-127 has no normal float32: a subnormal, which XLA may take for zero.
+    bits = jnp.where(scales == 0, 1 << 22, bits)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _inverse(scales: jax.Array) -> jax.Array:
+    """float32 2^(127 - scale)."""
+    bits = (2 * _BIAS - scales.astype(jnp.int32)) << 23
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _check_shape(shape: Sequence[int]) -> None:

@@ -14,6 +14,7 @@ Bytes and tables are those of bitsandbytes.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -21,6 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+
+from pallas_kernels.nvfp4 import block_errors
 
 BLOCK = 64
 GROUP = 256
@@ -34,6 +37,10 @@ CODE_VALUES = np.array(
     ],
     np.float32,
 )
+
+
+# Shares of a block's largest entry that `search_scales` tries as its scale, the nearest to 1 first.
+SEARCHED_SHARES = (0.97, 1.03, 0.94, 1.06, 0.91, 1.1, 0.88, 1.15, 0.85, 1.2, 0.8, 1.25, 0.75, 1.3)
 
 
 def _scale_values() -> np.ndarray:
@@ -88,12 +95,17 @@ def unpack_codes(packed: jax.Array) -> jax.Array:
     return pairs.reshape(*packed.shape[:-1], -1)
 
 
-def quantize(w: jax.Array, *, double: bool = False) -> NF4Tensor:
+def quantize(w: jax.Array, *, double: bool = False, absmax: jax.Array | None = None) -> NF4Tensor:
     """Rounds a weight to NF4: the table's nearest entry to w / absmax, by its midpoints.
+
+    Of scales that are quantized, bitsandbytes rounds the weights by what they were before. Given scales
+    are quantized first, and the weights rounded by the result.
 
     Args:
       w: [..., N, K] with N * K even; float32, bfloat16 or float16.
       double: quantize the scales too.
+      absmax: float32 [..., ceil(N * K / 64)], scales of the blocks, such as `search_scales` found; by
+        default the largest magnitudes.
 
     Raises:
       ValueError: w is not a floating-point array of one of these types and shapes.
@@ -102,13 +114,53 @@ def quantize(w: jax.Array, *, double: bool = False) -> NF4Tensor:
     """
     if w.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise ValueError(f"w must be float32, bfloat16 or float16; got {w.dtype}")
-    *stack, n, k = _checked_shape(w.shape)
-    blocks = _split(w.astype(jnp.float32).reshape(*stack, n * k), BLOCK)
-    absmax = jnp.max(jnp.abs(blocks), axis=-1)
-    ratios = blocks / jnp.where(absmax == 0, 1, absmax)[..., None]
-    codes = _nearest(ratios, CODE_VALUES).reshape(*stack, -1)[..., : n * k]
-    t = NF4Tensor(pack_codes(codes), absmax, None, None, (n, k))
-    return _with_quantized_scales(t) if double else t
+    n, k = _checked_shape(w.shape)[-2:]
+    blocks = _blocks(w)
+    largest = jnp.max(jnp.abs(blocks), axis=-1) if absmax is None else absmax
+    bare = NF4Tensor(None, largest, None, None, (n, k))
+    held = _with_quantized_scales(bare) if double else bare
+    return _coded(held, blocks, largest if absmax is None else scales(held))
+
+
+def recode(w: jax.Array, t: NF4Tensor) -> NF4Tensor:
+    """Rounds a weight to NF4 by the scales of another one of its shape."""
+    return _coded(t, _blocks(w), scales(t))
+
+
+def search_scales(w: jax.Array, moments: jax.Array | None = None) -> jax.Array:
+    """Finds for each block the scale that rounds it with the smallest squared error.
+
+    Tried are the largest entry, and `SEARCHED_SHARES` of it. The error of a block is d G d^T, where
+    d is rounded w - w, and G its square of the moments, or 1. Of equal ones the first is taken.
+
+    Args:
+      w: [..., N, K] with N * K even; float32, bfloat16 or float16.
+      moments: float32 [K / 64, 64, 64], the second moments of the 64 inputs that a block meets; by
+        default every entry counts alike. Only for w [N, K]; not used where blocks go over the ends of
+        rows, K % 64 != 0.
+
+    Returns:
+      float32 [..., ceil(N * K / 64)].
+    """
+    n, k = _checked_shape(w.shape)[-2:]
+    entries = jnp.moveaxis(_blocks(w), -1, 0)
+    largest = jnp.max(jnp.abs(entries), axis=0)
+
+    def error(share):
+        absmax = share * largest
+        off = _nearest_values(entries / jnp.where(absmax == 0, 1, absmax)) * absmax - entries
+        if moments is None or k % BLOCK:
+            return block_errors(off, None)
+        return block_errors(off.reshape(BLOCK, n, k // BLOCK), moments).reshape(-1)
+
+    def tried(best, share):
+        found = error(share)
+        better = found < best[1]
+        return (jnp.where(better, share, best[0]), jnp.where(better, found, best[1])), None
+
+    start = jnp.ones_like(largest), error(jnp.float32(1))
+    (shares, _), _ = jax.lax.scan(tried, start, jnp.asarray(SEARCHED_SHARES, jnp.float32))
+    return shares * largest
 
 
 def scales(t: NF4Tensor) -> jax.Array:
@@ -118,6 +170,13 @@ def scales(t: NF4Tensor) -> jax.Array:
     groups = _split(jnp.asarray(SCALE_VALUES)[t.absmax], GROUP)
     decoded = groups * t.absmax2[..., None] + t.offset[..., None]
     return decoded.reshape(*t.absmax.shape[:-1], -1)[..., : t.absmax.shape[-1]]
+
+
+def steps(t: NF4Tensor) -> jax.Array:
+    """What one unit of a table entry is worth at each entry, the scale: float32 [..., N, K]."""
+    n, k = t.shape
+    repeated = jnp.repeat(scales(t), BLOCK, axis=-1)[..., : n * k]
+    return repeated.reshape(*repeated.shape[:-1], n, k)
 
 
 def dequantize(t: NF4Tensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -202,9 +261,30 @@ def _split(x: jax.Array, size: int) -> jax.Array:
     return x.reshape(*x.shape[:-1], -1, size)
 
 
+def _blocks(w: jax.Array) -> jax.Array:
+    """float32 [..., ceil(N * K / 64), 64]."""
+    return _split(w.astype(jnp.float32).reshape(*w.shape[:-2], -1), BLOCK)
+
+
+def _coded(t: NF4Tensor, blocks: jax.Array, absmax: jax.Array) -> NF4Tensor:
+    """Blocks of a weight in the codes nearest to them over these scales, with the scales of `t`."""
+    n, k = t.shape
+    ratios = blocks / jnp.where(absmax == 0, 1, absmax)[..., None]
+    codes = _nearest(ratios, CODE_VALUES).reshape(*blocks.shape[:-2], -1)[..., : n * k]
+    return dataclasses.replace(t, codes=pack_codes(codes))
+
+
 def _nearest(x: jax.Array, table: np.ndarray) -> jax.Array:
     midpoints = (table[:-1] + table[1:]) / 2
     return jnp.searchsorted(midpoints, x, method="compare_all").astype(jnp.uint8)
+
+
+def _nearest_values(x: jax.Array) -> jax.Array:
+    """The table's entry nearest to each value."""
+    found = jnp.full_like(x, CODE_VALUES[0])
+    for below, above in itertools.pairwise(CODE_VALUES):  # no gather: faster on a CPU
+        found = jnp.where(x > (below + above) / 2, above, found)
+    return found
 
 
 def _with_quantized_scales(t: NF4Tensor) -> NF4Tensor:

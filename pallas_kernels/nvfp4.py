@@ -11,6 +11,7 @@ at the top of E4M3's range.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -28,6 +29,14 @@ _CODE_MAX = 6.0
 _SCALE_MAX = 448.0
 # Stands in for a block scale that rounds to zero, by which the codes could not be divided.
 _SCALE_FOR_ZERO = 0.125
+# Block scales that `search_scales` tries, as distances from the one of the maximum in the order of E4M3's
+# values, the nearest first. One step is an eighth to a fifteenth of the scale: these reach all from 0.7 to
+# 1.75 times it.
+SEARCHED_STEPS = (1, -1, 2, -2, 3, -3, 4, -4, 5, 6)
+# The largest block scale under a global scale that leaves room for 1.75 times it.
+_ROOMY_SCALE_MAX = 256.0
+# The share of blocks whose scale has no room above it from which on such a global scale is tried.
+_CROWDED = 1e-3
 # Random block scales are drawn among E4M3's 16 values from 64 to 240. A Gaussian matrix of 10^7
 # entries has its blocks' scales at about 150 +- 40.
 _RANDOM_SCALE_BITS = np.arange(0x68, 0x78, dtype=np.uint8)
@@ -87,6 +96,14 @@ def nearest_codes(x: jax.Array) -> jax.Array:
     return magnitude | jnp.signbit(x).astype(jnp.uint8) << 3
 
 
+def nearest_magnitudes(x: jax.Array) -> jax.Array:
+    """The magnitude of E2M1 nearest to each value >= 0, of two the one whose code is even."""
+    x = jnp.minimum(x, _CODE_MAX)
+    # float32 from 2^22 on has steps of 1/2, from 2^23 of 1, from 2^24 of 2: sums round to these.
+    shift = jnp.where(x < 2, 2.0**22, jnp.where(x < 4, 2.0**23, 2.0**24)).astype(jnp.float32)
+    return (x + shift) - shift
+
+
 def global_scale(w: jax.Array) -> jax.Array:
     """Global scale of a weight quantized by itself: 2688 / max|w|.
 
@@ -104,8 +121,10 @@ def global_scale(w: jax.Array) -> jax.Array:
     return _global_scale(_block_max(w), w.dtype)
 
 
-def quantize(w: jax.Array, global_scale: ArrayLike | None = None) -> NVFP4Tensor:
-    """Rounds a weight to NVFP4, bit for bit as compressed-tensors does.
+def quantize(
+    w: jax.Array, global_scale: ArrayLike | None = None, scales: jax.Array | None = None
+) -> NVFP4Tensor:
+    """Rounds a weight to NVFP4, bit for bit as compressed-tensors does where no block scales are given.
 
         scale = e4m3(global_scale * (block max|w| / 6)),   0 becoming 0.125
         code  = nearest E2M1 to w / (scale / global_scale),   ties to the even code, saturating
@@ -116,6 +135,8 @@ def quantize(w: jax.Array, global_scale: ArrayLike | None = None) -> NVFP4Tensor
     Args:
       w: [..., N, K], float32, bfloat16 or float16.
       global_scale: float32 [..., 1] or [..., N]; by default that of w itself.
+      scales: float8_e4m3fn [..., N, K / 16] of the blocks, not zero, such as `search_scales` found;
+        by default those of the formula.
 
     Raises:
       ValueError: w is not a floating-point array of one of these types with K % 16 == 0, or the
@@ -135,21 +156,124 @@ def quantize(w: jax.Array, global_scale: ArrayLike | None = None) -> NVFP4Tensor
         )
     divisor = global_scale[..., None]
 
-    scales = divisor * _round_like(_divide(block_max, _CODE_MAX), w.dtype)
-    scales = jnp.minimum(scales, _SCALE_MAX).astype(jnp.float8_e4m3fn)
-    scales = jnp.where(scales == 0, jnp.float8_e4m3fn(_SCALE_FOR_ZERO), scales)
-
-    steps = _divide(scales.astype(jnp.float32), divisor)
-    ratios = _divide(_blocks(w), steps[..., None]).reshape(w.shape)
+    if scales is None:
+        scales = _scales_of_maxima(block_max, divisor, w.dtype)
+    worth = _divide(scales.astype(jnp.float32), divisor)
+    ratios = _divide(_blocks(w), worth[..., None]).reshape(w.shape)
     codes = nearest_codes(ratios)
     global_scale = jnp.broadcast_to(global_scale, (*w.shape[:-2], global_scale.shape[-1]))
     return NVFP4Tensor(pack_codes(codes), scales, global_scale, (n, k))
 
 
+def search_scales(
+    w: jax.Array, global_scale: jax.Array, moments: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Finds for each block the scale that rounds it with the smallest squared error.
+
+    Tried are the scale that `quantize` takes and its ten neighbours in E4M3 of `SEARCHED_STEPS`, so
+    that the largest entry of a block may be clipped, or become 4 where it would be 6. The error of a
+    block is d G d^T, where d is rounded w - w, and G its square of the moments, or 1. Of equal ones the
+    first is taken, and the scale of `quantize` is the first of all: blocks of zeros keep it, and no
+    error is larger than under `quantize`.
+
+    Args:
+      w: [..., N, K], float32, bfloat16 or float16.
+      global_scale: float32 [..., 1]. Scales that it would need to be above 448 are left out.
+      moments: float32 [K / 16, 16, 16], the second moments of the 16 inputs that a block meets; by
+        default every entry counts alike. Only for w [N, K].
+
+    Returns:
+      float8_e4m3fn [..., N, K / 16], and float32 [...], the sum of the errors.
+
+    Source: mit-han-lab/fouroversix; ScaleSweep, arXiv 2606.07618.
+    """
+    block_max, divisor = _block_max(w), global_scale[..., None]
+    first = _scales_of_maxima(block_max, divisor, w.dtype)
+    # The entries of a block on the first axis: sums over it need no shuffles.
+    sizes = jnp.moveaxis(jnp.abs(_blocks(w)) * divisor[..., None], -1, 0)
+    signs = jnp.moveaxis(jnp.sign(_blocks(w)), -1, 0)
+
+    def error(bits):
+        scales = jax.lax.bitcast_convert_type(bits.astype(jnp.uint8), jnp.float8_e4m3fn)
+        scales = scales.astype(jnp.float32)
+        # A rounded size is exact, as is its product with a scale, so that equal errors are equal.
+        off = nearest_magnitudes(sizes * (1 / scales)) * scales - sizes
+        return block_errors(off if moments is None else off * signs, moments)
+
+    def tried(best, step):
+        # Scales are positive: E4M3's order is that of their bytes, from 2^-9 (1) to 448 (126).
+        bits = jnp.clip(start + step, 1, 126)
+        found = error(bits)
+        better = found < best[1]
+        return (jnp.where(better, bits, best[0]), jnp.where(better, found, best[1])), None
+
+    start = jax.lax.bitcast_convert_type(
+        _scales_of_maxima(block_max, divisor, w.dtype, 0), jnp.uint8
+    )
+    start, kept = start.astype(jnp.int32), jax.lax.bitcast_convert_type(first, jnp.uint8)
+    kept = kept.astype(jnp.int32)
+    (bits, errors), _ = jax.lax.scan(tried, (kept, error(kept)), jnp.asarray(SEARCHED_STEPS))
+    scales = jax.lax.bitcast_convert_type(bits.astype(jnp.uint8), jnp.float8_e4m3fn)
+    return scales, jnp.sum(errors / divisor**2, axis=(-2, -1))
+
+
+def search(parts: Sequence[jax.Array], moments: jax.Array | None = None) -> list[NVFP4Tensor]:
+    """Rounds weights that read one input to NVFP4, with one global scale and searched block scales.
+
+    The global scale is the smallest of the weights' own, with which the largest block scale is 448 and
+    cannot grow. Where that holds back more than one block in a thousand, a global scale with the largest
+    at 256 is searched too, and taken if the errors sum up to less.
+
+    Args:
+      parts: [N_i, K] each, float32, bfloat16 or float16.
+      moments: float32 [K / 16, 16, 16], as in `search_scales`.
+    """
+    shared = functools.reduce(jnp.minimum, [global_scale(part) for part in parts])
+    roomy = shared * (_ROOMY_SCALE_MAX / _SCALE_MAX)
+
+    def searched(divisor):
+        found = [search_scales(part, divisor, moments) for part in parts]
+        return divisor, [scales for scales, _ in found], sum(error for _, error in found)
+
+    tight = searched(shared)
+    maxima = [_block_max(part) for part in parts]
+    held = sum(jnp.sum(m * shared / _CODE_MAX > _ROOMY_SCALE_MAX) for m in maxima)
+    blocks = sum(m.size for m in maxima)
+
+    def better_of_both():
+        other = searched(roomy)
+        return jax.tree.map(lambda a, b: jnp.where(other[2] < tight[2], b, a), tight, other)
+
+    crowded = held > _CROWDED * blocks
+    divisor, scales, _ = jax.lax.cond(crowded, better_of_both, lambda: tight)
+    return [quantize(part, divisor, own) for part, own in zip(parts, scales, strict=True)]
+
+
+def block_errors(off: jax.Array, moments: jax.Array | None) -> jax.Array:
+    """The squared error of each block, or that of its part of the output.
+
+    Args:
+      off: float32 [b, ..., K / b], the errors of a block's entries first.
+      moments: float32 [K / b, b, b] of its inputs, or None.
+
+    Returns:
+      float32 [..., K / b]: the sum of squares of `off`, or off G off^T.
+    """
+    if moments is None:
+        return jnp.sum(off**2, axis=0)
+    highest = jax.lax.Precision.HIGHEST
+    pulled = jnp.einsum("kij,j...k->i...k", moments, off, precision=highest)
+    return jnp.sum(off * pulled, axis=0)
+
+
+def steps(t: NVFP4Tensor) -> jax.Array:
+    """What one unit of a code is worth at each entry, scale / global_scale: float32 [..., N, K]."""
+    return jnp.repeat(_steps(t), BLOCK, axis=-1)
+
+
 def dequantize(t: NVFP4Tensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """The weights: code * (scale / global_scale) in float32, rounded once to dtype; [..., N, K]."""
-    steps = _divide(t.scales.astype(jnp.float32), t.global_scale[..., None])
-    return _times_codes(steps, t.codes).astype(dtype)
+    return _times_codes(_steps(t), t.codes).astype(dtype)
 
 
 def scaled_codes(t: NVFP4Tensor, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
@@ -261,6 +385,15 @@ def _block_max(w: jax.Array) -> jax.Array:
     return jnp.max(jnp.abs(_blocks(w)), axis=-1)
 
 
+def _scales_of_maxima(
+    block_max: jax.Array, divisor: jax.Array, dtype: DTypeLike, for_zero: float = _SCALE_FOR_ZERO
+) -> jax.Array:
+    """The scale that puts the largest entry of each block at 6."""
+    scales = divisor * _round_like(_divide(block_max, _CODE_MAX), dtype)
+    scales = jnp.minimum(scales, _SCALE_MAX).astype(jnp.float8_e4m3fn)
+    return jnp.where(scales == 0, jnp.float8_e4m3fn(for_zero), scales)
+
+
 def _global_scale(block_max: jax.Array, dtype: DTypeLike) -> jax.Array:
     # torch divides a Python number by a tensor as reciprocal, then product, rounding both to the
     # tensor's dtype. On a recorded bfloat16 checkpoint 2688 / max differs in 3 of 12 layers.
@@ -269,10 +402,14 @@ def _global_scale(block_max: jax.Array, dtype: DTypeLike) -> jax.Array:
     return jnp.where(jnp.isfinite(scale), scale, 1.0)[..., None]
 
 
-def _times_codes(steps: jax.Array, packed: jax.Array) -> jax.Array:
+def _steps(t: NVFP4Tensor) -> jax.Array:
+    return _divide(t.scales.astype(jnp.float32), t.global_scale[..., None])
+
+
+def _times_codes(worth: jax.Array, packed: jax.Array) -> jax.Array:
     # float32 throughout: XLA on a CPU flushes bfloat16 subnormals, so bit tricks cannot serve here.
     values = jnp.asarray(CODE_VALUES)[unpack_codes(packed)]
-    return (_blocks(values) * steps[..., None]).reshape(values.shape)
+    return (_blocks(values) * worth[..., None]).reshape(values.shape)
 
 
 def _round_like(x: jax.Array, dtype: DTypeLike) -> jax.Array:

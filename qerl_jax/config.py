@@ -34,6 +34,9 @@ from qerl_jax.files import DEEPEST, is_shallow
 Weights = Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"]
 # The values of `Weights` that no format packs.
 DENSE = ("bfloat16", "float32")
+# How the scale of each block of a packed weight is chosen: by its largest entry, as other libraries do, or as
+# the one that rounds the block with the smallest squared error.
+BlockScales = Literal["search", "maximum"]
 # Data type of the activations.
 Dtype = Literal["bfloat16", "float32"]
 # Which kernels multiply packed weights and decode: those of `pallas_kernels.runtime.KERNELS`.
@@ -89,6 +92,9 @@ class ModelConfig(Checked, section="model."):
         kernels: What multiplies packed weights and decodes. "auto" takes Hopper's own kernels where they apply,
             else the "portable" ones (Triton's, from compute capability 7.5 on) where jax-triton is installed,
             else the "reference", which unpacks all weights at every call. `qerl env` says what a machine has.
+        block_scales: How the scales of blocks are chosen where a 16-bit checkpoint is packed on load: "search"
+            takes for each block the one that rounds it best, "maximum" puts its largest entry at the largest
+            code, as other libraries do.
     """
 
     model_name_or_path: NotEmpty
@@ -101,6 +107,7 @@ class ModelConfig(Checked, section="model."):
     adapter_name_or_path: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     kernels: Kernels = "auto"
+    block_scales: BlockScales = "search"
 
     def _across(self):
         lora = self.trainable == "lora"
@@ -939,6 +946,17 @@ class RunConfig(Checked):
 def load(path: str | pathlib.Path) -> RunConfig:
     """Reads and checks a TOML file."""
     return from_table(RunConfig, read_table(path))
+
+
+def load_run(folder: str | pathlib.Path) -> RunConfig:
+    """Reads the config of a run from its folder.
+
+    A run that was started before scales were searched does not say how they were chosen: by the maximum.
+    """
+    table = read_table(pathlib.Path(folder) / "config.toml")
+    if isinstance(table.get("model"), dict):
+        table["model"].setdefault("block_scales", "maximum")
+    return from_table(RunConfig, table)
 
 
 # Far above any config; the time of reading grows with the square of a hostile one.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels import PackedWeight, prepare, runtime
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import hf_folder, packed_formats, safetensors
-from qerl_jax.config import DENSE, LoraConfig, ModelConfig
+from qerl_jax.config import DENSE, BlockScales, LoraConfig, ModelConfig
 from qerl_jax.data import tokenizer
 from qerl_jax.model import architecture
 from qerl_jax.model.transformer import Transformer, abstract_base, random_base
@@ -68,7 +68,9 @@ def load_base(
     tokens = _tokenizer(cfg, folder, arch)
     model = Transformer(arch, cfg.weights, lora, jnp.dtype(cfg.dtype))
     frozen = (
-        random_base(model, jax.random.key(seed)) if cfg.random_base else read_base(folder, model)
+        random_base(model, jax.random.key(seed))
+        if cfg.random_base
+        else read_base(folder, model, cfg.block_scales)
     )
     if cfg.trainable == "full":
         model = model.clone(lora=None, full=True)
@@ -95,17 +97,20 @@ def _tokenizer(
     return tokens
 
 
-def read_base(folder: str | pathlib.Path, model: Transformer) -> Any:
+def read_base(
+    folder: str | pathlib.Path, model: Transformer, scales: BlockScales = "search"
+) -> Any:
     """Reads a Hugging Face checkpoint into the `frozen` tree, layer by layer.
 
-    16-bit linears are packed on the device as they are read (round to nearest; for NVFP4 q/k/v share
-    one global scale, gate/up another, as vLLM needs it); a checkpoint of a packed format (`formats`)
+    16-bit linears are packed on the device as they are read (to nearest; for NVFP4 q/k/v share one
+    global scale, gate/up another, as vLLM needs it); a checkpoint of a packed format (`formats`)
     is read as it is. Either is then brought into the layout that the device's kernels read. Host
     memory holds one layer, and the device no more than one beside the stack.
 
     Args:
         folder: Holds config.json and *.safetensors.
         model: Says what is expected, and how linears are to be held.
+        scales: How block scales of 16-bit linears are chosen.
 
     Raises:
         NotImplementedError: When the folder is of a packed format that we do not read, or of
@@ -150,7 +155,7 @@ def read_base(folder: str | pathlib.Path, model: Transformer) -> Any:
             parts = [jnp.asarray(tensors[f"{name}.weight"]) for name in names]
             if model.weights in DENSE:
                 return jnp.concatenate(parts).astype(dtype)
-            return arrange(_pack(packed_formats.named(model.weights), parts))
+            return arrange(_pack(packed_formats.named(model.weights), scales, parts))
         parts = [source.read(tensors, name) for name in names]
         apart = {"shared": False} if source.name == "nvfp4" and linear not in shared else {}
         whole = source.fuse(parts, **apart)
@@ -195,9 +200,11 @@ def read_layer(
     return layer
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _pack(form: packed_formats.Format, parts: list[jax.Array]) -> packed_formats.Packed:
-    return form.fuse(form.pack(parts))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _pack(
+    form: packed_formats.Format, scales: BlockScales, parts: list[jax.Array]
+) -> packed_formats.Packed:
+    return form.fuse(form.packed(parts, scales))
 
 
 def _shared_scales(

@@ -91,7 +91,7 @@ def export(
             form = packed_formats.named(to) if to == "nvfp4" else None
             rounded = base == "packed" and packed_formats.of_folder(folder) is None
             held = packed_formats.named(cfg.model.weights) if rounded else None
-            _write_model(partial, folder, model, params, held, form, dtype)
+            _write_model(partial, folder, model, params, held, form, dtype, cfg.model.block_scales)
             written = transformer.Transformer(
                 architecture.load(partial), form.name if form else str(dtype), None, model.dtype
             )
@@ -147,7 +147,7 @@ def _config(run: pathlib.Path) -> config.RunConfig:
         "has no config.toml; a run folder is what qerl train writes",
         FileNotFoundError,
     )
-    cfg = config.load(path)
+    cfg = config.load_run(run)
     require(
         not cfg.model.random_base, f"{path}: model.random_base", True, "there is no base to export"
     )
@@ -308,6 +308,7 @@ def _write_model(
     held: packed_formats.Format | None,
     form: packed_formats.Format | None,
     dtype: np.dtype,
+    scales: config.BlockScales,
 ) -> None:
     """Writes the merged model layer by layer.
 
@@ -319,6 +320,7 @@ def _write_model(
         held: Format whose rounding the base's 16-bit linears take before the adapter is added, if any.
         form: What the sum is packed to; None leaves it in `dtype`.
         dtype: Type of what is not packed.
+        scales: How block scales of the base's 16-bit linears were chosen. Those of the sum are searched.
     """
     arch, tensors, stored = (
         model.arch,
@@ -336,7 +338,7 @@ def _write_model(
         weights = [jnp.asarray(tensors[f"{name}.weight"]) for name in names]
         if held is None:
             return weights
-        return [held.unpack(weight, jnp.float32) for weight in held.pack(weights)]
+        return [held.unpack(weight, jnp.float32) for weight in held.packed(weights, scales)]
 
     def layer(index: int) -> dict[str, np.ndarray]:
         written = {}
@@ -360,7 +362,7 @@ def _write_model(
             if form is None:
                 files = [{"weight": np.asarray(weight.astype(dtype))} for weight in weights]
             else:
-                files = map(form.write, jax.device_get(form.pack(weights)))
+                files = map(form.write, jax.device_get(form.packed(weights, "search")))
             for name, file in zip(names, files, strict=True):
                 written |= {f"{name}.{suffix}": array for suffix, array in file.items()}
         return written

@@ -19,6 +19,7 @@ import numpy as np
 from pallas_kernels import MXFP4Tensor, NF4Tensor, NVFP4Tensor, mxfp4, nf4, nvfp4
 from qerl_jax.checked import require
 from qerl_jax.checkpoint.safetensors import Tensors
+from qerl_jax.config import BlockScales
 from qerl_jax.files import parse_json, read_json
 from qerl_jax.model.architecture import Architecture
 
@@ -35,7 +36,13 @@ class Format:
         name: Name of the format in `model.weights`.
         block: K must be a multiple of it.
         group: Neighbouring entries that share a scale.
-        pack: Weights [N, K] that read one input -> each packed, with what they have to share; compiled.
+        pack: Weights [N, K] that read one input -> each packed to nearest, with what they have to share, by
+            the largest entry of each block, byte for byte as the libraries do; compiled.
+        search: The same, but each block by the scale that rounds it best; the second argument is None, or
+            the `moments` that its errors are weighed by; compiled.
+        recode: A weight and a packed one of its shape -> the weight to nearest under the scales of that.
+        steps: A packed weight -> float32 [N, K], what one unit of a code is worth at each entry.
+        grid: Values of the codes, in rising order.
         unpack: A packed weight -> [N, K] in the dtype given; compiled.
         fuse: Packed weights that read one input -> one, joined along N.
         shapes: (N, K) -> shapes of the tensors that a weight becomes in a file, by what follows the
@@ -51,6 +58,10 @@ class Format:
     block: int
     group: int
     pack: Callable[[Sequence[jax.Array]], list[Any]]
+    search: Callable[[Sequence[jax.Array], jax.Array | None], list[Any]]
+    recode: Callable[[jax.Array, Any], Any]
+    steps: Callable[[Any], jax.Array]
+    grid: np.ndarray
     unpack: Callable[..., jax.Array]
     fuse: Callable[[Sequence[Any]], Any]
     shapes: Callable[[int, int], dict[str, tuple[int, ...]]]
@@ -59,6 +70,34 @@ class Format:
     write: Callable[[Any], dict[str, np.ndarray]]
     read: Callable[[Tensors, str], Any]
     config: dict[str, Any]
+
+    def packed(
+        self,
+        parts: Sequence[jax.Array],
+        scales: BlockScales,
+        moments: jax.Array | None = None,
+    ) -> list[Any]:
+        """Packs weights [N, K] that read one input, with the block scales of that choice.
+
+        Args:
+            parts: The weights.
+            scales: How block scales are chosen.
+            moments: What `moments` has made of the inputs' Gram matrix: a search then makes the error of
+                each block's part of the output small, and otherwise that of the weights.
+        """
+        return self.search(parts, moments) if scales == "search" else self.pack(parts)
+
+    def moments(self, gram: jax.Array) -> jax.Array | None:
+        """The squares of a Gram matrix [K, K] that blocks of a row meet, [K / group, group, group].
+
+        Returns:
+            None where blocks go over the ends of rows.
+        """
+        blocks, more = divmod(len(gram), self.group)
+        if more:
+            return None
+        index = jnp.arange(blocks)
+        return gram.reshape(blocks, self.group, blocks, self.group)[index, :, index]
 
     def check(self, arch: Architecture) -> None:
         """Says which linear cannot be packed.
@@ -203,11 +242,18 @@ def _read_nvfp4(tensors: Tensors, name: str) -> NVFP4Tensor:
     return _nvfp4_tensor(*(tensors[f"{name}.{suffix}"] for suffix in suffixes))
 
 
+# The codes of E2M1 from -6 to 6, with one zero.
+_RISING = np.array([*range(15, 8, -1), *range(8)])
+
 _NVFP4 = Format(
     name="nvfp4",
     block=nvfp4.BLOCK,
     group=nvfp4.BLOCK,
     pack=_pack_nvfp4,
+    search=jax.jit(nvfp4.search),
+    recode=lambda w, t: nvfp4.quantize(w, t.global_scale, t.scales),
+    steps=nvfp4.steps,
+    grid=nvfp4.CODE_VALUES[_RISING],
     unpack=jax.jit(nvfp4.dequantize, static_argnums=1),
     fuse=functools.partial(nvfp4.fuse, shared=True),
     shapes=lambda n, k: {
@@ -252,11 +298,19 @@ def _read_mxfp4(tensors: Tensors, name: str) -> MXFP4Tensor:
 
 
 def _mxfp4(rounding: mxfp4.Rounding) -> Format:
+    def search(parts, moments):
+        scales = [mxfp4.search_scales(part, moments, rounding=rounding) for part in parts]
+        return [mxfp4.quantize(part, scales=own) for part, own in zip(parts, scales, strict=True)]
+
     return Format(
         name="mxfp4",
         block=mxfp4.BLOCK,
         group=mxfp4.BLOCK,
         pack=jax.jit(lambda parts: [mxfp4.quantize(part, rounding=rounding) for part in parts]),
+        search=jax.jit(search),
+        recode=lambda w, t: mxfp4.quantize(w, scales=t.scales),
+        steps=mxfp4.steps,
+        grid=mxfp4.CODE_VALUES[_RISING],
         unpack=jax.jit(mxfp4.dequantize, static_argnums=1),
         fuse=mxfp4.fuse,
         shapes=lambda n, k: {"weight_packed": (n, k // 2), "weight_scale": (n, k // mxfp4.BLOCK)},
@@ -342,11 +396,22 @@ def _nf4(double: bool) -> Format:
         scales = blocks + 4 * math.ceil(blocks / nf4.GROUP) if double else 4 * blocks
         return n * k // 2 + scales + tables
 
+    def search(parts, moments):
+        found = [nf4.search_scales(part, moments) for part in parts]
+        return [
+            nf4.quantize(part, double=double, absmax=own)
+            for part, own in zip(parts, found, strict=True)
+        ]
+
     return Format(
         name="nf4",
         block=1,
         group=nf4.BLOCK,
         pack=jax.jit(lambda parts: [nf4.quantize(part, double=double) for part in parts]),
+        search=jax.jit(search),
+        recode=nf4.recode,
+        steps=nf4.steps,
+        grid=nf4.CODE_VALUES,
         unpack=jax.jit(nf4.dequantize, static_argnums=1),
         fuse=nf4.fuse,
         shapes=shapes,

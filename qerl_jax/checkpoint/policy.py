@@ -94,7 +94,7 @@ def find_policy(
         # An adapter may lie in the folder of its run.
         places = [adapter, adapter.parent] if adapter.name in ("adapter", "best") else [adapter]
         folder = next((place for place in places if (place / "config.toml").is_file()), None)
-        run = None if folder is None else config.load(folder / "config.toml")
+        run = None if folder is None else config.load_run(folder)
         if adapter == folder and run.model.trainable == "full":
             model, adapter = model or (None if base else str(folder / "model")), None
         elif adapter == folder:

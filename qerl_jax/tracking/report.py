@@ -171,7 +171,7 @@ def read(run_folder: str | pathlib.Path) -> Run:
             f"no metrics.jsonl with rows in {run_folder}: not a run folder, or nothing logged yet"
         )
     path = folder / "config.toml"
-    return Run(folder, config.load(path) if path.is_file() else None, rows)
+    return Run(folder, config.load_run(folder) if path.is_file() else None, rows)
 
 
 def group(runs: Sequence[Run]) -> list[Group]:

@@ -66,7 +66,7 @@ def run(path: str | pathlib.Path) -> list[str]:
     path = pathlib.Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
-    cfg = config.load(path.resolve().parents[1] / "config.toml")
+    cfg = config.load_run(path.resolve().parents[1])
     arrays = _read(path)
     model, frozen, tokenizer = base_model.load_base(cfg.model, cfg.lora, cfg.seed)
     fresh, frozen = trainable(model, frozen, jax.random.key(0))

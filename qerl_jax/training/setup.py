@@ -315,7 +315,7 @@ def check_folder(cfg: config.RunConfig) -> config.RunConfig | None:
     made = [folder / "adapter", folder / "model", *folder.glob("checkpoints/[0-9]*")]
     if not (folder / "config.toml").exists() or not any(each.is_dir() for each in made):
         return None
-    found = config.load(folder / "config.toml")
+    found = config.load_run(folder)
     before, now = config.to_table(found), config.to_table(cfg)
     free = {"output_dir", "report_to", "run_name"}
     free |= {
