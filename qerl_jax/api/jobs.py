@@ -5,6 +5,7 @@ import os
 import pathlib
 import sys
 import tempfile
+import typing
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from qerl_jax.checked import ConfigError, require
 from qerl_jax.checkpoint import export as exports
 from qerl_jax.checkpoint import policy as sources
 from qerl_jax.checkpoint.policy import PolicySource
+from qerl_jax.config import BlockScales
 from qerl_jax.evaluation import benchmark
 from qerl_jax.memory import MemoryPlan
 from qerl_jax.quantization import quantizer
@@ -190,7 +192,8 @@ def quantize(
     target: str | os.PathLike,
     *,
     format: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4",
-    method: Literal["rtn", "awq"] = "rtn",
+    method: quantizer.Method = "rtn",
+    block_scales: BlockScales = "search",
     scale_rounding: Literal["nearest", "floor"] = "nearest",
     double_quant: bool = True,
     dataset: str = Calibration.dataset,
@@ -211,11 +214,14 @@ def quantize(
         source: A 16-bit folder or hub name.
         target: The new folder.
         format: Format that the linears are packed to.
-        method: "rtn" rounds to nearest; "awq" finds scales and clipping by calibration.
+        method: "rtn" rounds to nearest; "awq" finds scales of inputs by calibration; "gptq" lets later columns
+            make up for the errors of earlier ones; "awq+gptq" does one after the other.
+        block_scales: "search" takes for each block of weights the scale that rounds it best; "maximum" the
+            one that other libraries take.
         scale_rounding: How MXFP4's scales are rounded: compressed-tensors' "nearest", or the OCP
             specification's "floor".
         double_quant: Whether NF4's scales are quantized too.
-        dataset: For "awq", the rows to calibrate on; see `Calibration`.
+        dataset: For all methods but "rtn", the rows to calibrate on; see `Calibration`.
         num_samples: Number of rows to calibrate on.
         max_length: Tokens that are used of each row.
         seed: Random seed for the choice of the rows.
@@ -230,13 +236,14 @@ def quantize(
     """
     for name, value, values in (
         ("format", format, ("nvfp4", "mxfp4", "nf4")),
-        ("method", method, ("rtn", "awq")),
+        ("method", method, typing.get_args(quantizer.Method)),
+        ("block_scales", block_scales, typing.get_args(BlockScales)),
         ("scale_rounding", scale_rounding, ("nearest", "floor")),
     ):
         require(value in values, name, value, f"must be one of {', '.join(map(repr, values))}")
     runtime.use_compilation_cache()
     rows = Calibration(dataset, num_samples, max_length, seed)
-    recipe = quantizer.Recipe(format, method, scale_rounding, double_quant, rows)
+    recipe = quantizer.Recipe(format, method, block_scales, scale_rounding, double_quant, rows)
     return quantizer.quantize(os.fspath(source), target, recipe, _log(quiet))
 
 

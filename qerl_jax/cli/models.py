@@ -44,7 +44,8 @@ def quantize(
     /,
     *,
     format: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4",
-    method: Literal["rtn", "awq"] = "rtn",
+    method: Literal["rtn", "awq", "gptq", "awq+gptq"] = "rtn",
+    block_scales: Literal["search", "maximum"] = "search",
     scale_rounding: Literal["nearest", "floor"] = "nearest",
     double_quant: bool = True,
     dataset: str = "open-thoughts/OpenThoughts-114k",
@@ -58,11 +59,14 @@ def quantize(
         source: A 16-bit folder or hub name.
         target: The new folder.
         format: Format that the linears are packed to.
-        method: "rtn" rounds to nearest; "awq" finds scales and clipping by calibration.
+        method: "rtn" rounds to nearest; "awq" finds scales of inputs by calibration; "gptq" lets later columns
+            make up for the errors of earlier ones; "awq+gptq" does one after the other.
+        block_scales: "search" takes for each block of weights the scale that rounds it best; "maximum" the
+            one that other libraries take.
         scale_rounding: How MXFP4's scales are rounded: compressed-tensors' "nearest", or the OCP
             specification's "floor".
         double_quant: Whether NF4's scales are quantized too.
-        dataset: For "awq", the rows to calibrate on: "arithmetic", a data set of the hub, or a
+        dataset: For all methods but "rtn", the rows to calibrate on: "arithmetic", a data set of the hub, or a
             .jsonl, .json or .parquet file with messages, a text, or a question and an answer.
         num_samples: Number of rows to calibrate on.
         max_length: Tokens that are used of each row.
@@ -73,6 +77,7 @@ def quantize(
         target,
         format=format,
         method=method,
+        block_scales=block_scales,
         scale_rounding=scale_rounding,
         double_quant=double_quant,
         dataset=dataset,

@@ -8,13 +8,15 @@ nothing but the rounding. The division is folded into what comes before:
 
 With a = mean |x| of an input channel and w = mean |W| of its column in units of its block's largest,
 s = a^r or a^r / w^(1-r) for r on a grid, divided by the root of its largest times its smallest. For
-each s every block is clipped at the share of its largest entry that rounds it best. Of all, what gives
-the smallest squared error on calibration inputs is taken, sum |x (W - W')^T|^2 = tr(D X^T X D^T): so
-X^T X is all that is kept of the inputs, and a candidate costs the same whatever their number. Rounding
-to nearest is among the candidates: the error of a linear on these inputs cannot become larger.
+each s the scale of every block is searched (or set by its maximum, where the caller wants that): what
+counts is the error of the block's part of the output, d G d^T, where G is the block's own square of
+the Gram matrix of the scaled inputs. Of all s, what gives the smallest squared error on calibration
+inputs is taken, sum |x (W - W')^T|^2 = tr(D X^T X D^T): so X^T X is all that is
+kept of the inputs, and a candidate costs the same whatever their number. Rounding to nearest is among
+the candidates: the error of a linear on these inputs cannot become larger.
 
 A 4-bit float spaces its values by their size, so scales do less here than for integers: most of the
-gain comes from clipping.
+gain comes from the scales of blocks.
 """
 
 import dataclasses
@@ -26,10 +28,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.checkpoint.packed_formats import Format
+from qerl_jax.config import BlockScales
 from qerl_jax.model.architecture import PARENT, Architecture
 
 GRID = 20
-CLIPS = (0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -54,11 +56,15 @@ class Folded:
 
     Attributes:
         tensors: Its norms, biases and float32 weights, by their names in a folder.
+        packed: The packed weights of each fused linear's parts.
+        grams: X^T X of the inputs that each fused linear now reads.
         errors: For each linear the relative error of its output on the calibration inputs: rounded to
             nearest, and with the scales that were found.
     """
 
     tensors: dict[str, Any]
+    packed: dict[str, list[Any]]
+    grams: dict[str, jax.Array]
     errors: dict[str, tuple[float, float]]
 
 
@@ -80,18 +86,25 @@ def observe(seen: Inputs, x: jax.Array, live: jax.Array) -> Inputs:
 
 
 def fold(
-    arch: Architecture, form: Format, tensors: dict[str, Any], prefix: str, seen: dict[str, Inputs]
+    arch: Architecture,
+    form: Format,
+    scales: BlockScales,
+    tensors: dict[str, Any],
+    prefix: str,
+    seen: dict[str, Inputs],
 ) -> Folded:
     """Finds the scales of a layer's four inputs and folds them in.
 
     Args:
         arch: Says what the layer has.
-        form: What its linears will be packed to.
+        form: What its linears are packed to.
+        scales: How scales of blocks are chosen.
         tensors: The layer's tensors, by their names in a folder.
         prefix: Start of these names.
-        seen: What is known of the inputs of each fused linear.
+        seen: What is known of the inputs of each fused linear; emptied.
     """
     tensors, errors, rows = dict(tensors), {}, {}
+    packed, grams = {}, {}
 
     def scaled(
         linear: str, norm: str | None = None, heads: tuple[int, int] | None = None
@@ -101,9 +114,10 @@ def fold(
         weights = [jnp.asarray(tensors[name]) for name in names]
         before = None if norm is None else jnp.asarray(tensors[f"{prefix}{norm}.weight"])
         divided = [rows.get(part, jnp.ones(len(w))) for part, w in zip(parts, weights, strict=True)]
-        s, after, new, (nearest, found) = _search(
-            form, heads, weights, divided, seen[linear], before
+        s, after, new, parts, gram, (nearest, found) = _search(
+            form, scales, heads, weights, divided, seen.pop(linear), before
         )
+        packed[linear], grams[linear] = parts, gram
         tensors.update(zip(names, new, strict=True))
         if norm is not None:
             tensors[f"{prefix}{norm}.weight"] = np.asarray(after)
@@ -121,19 +135,20 @@ def fold(
         tensors[bias] = divided.astype(tensors[bias].dtype)
     scaled("qkv", norm="input_layernorm")
     scaled("gate_up", norm="post_attention_layernorm")
-    return Folded(tensors, errors)
+    return Folded(tensors, packed, grams, errors)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
 def _search(
     form: Format,
+    scales: BlockScales,
     heads: tuple[int, int] | None,
     weights: list[jax.Array],
     rows: list[jax.Array],
     seen: Inputs,
     norm: jax.Array | None,
 ):
-    """The best s; the norm divided by it; the weights in float32; errors without and with it.
+    """The best s; the norm divided by it; the weights in float32 and packed; the new Gram matrix; errors.
 
     Rows are divided by `rows` first; their error counts in the undivided weight's units. With
     `heads` = (J, C) the channels are [J, heads of one key, C], and the heads of one key share s.
@@ -159,53 +174,35 @@ def _search(
     if norm is not None:
         s = _exact(norm, s)[0]
 
-    def rounded(scaled):
-        packed = form.pack(jnp.split(scaled, ends))
-        return jnp.concatenate([form.unpack(part, jnp.float32) for part in packed])
+    moments = form.moments(seen.gram)
 
-    def size(off):
-        return jnp.vdot(jnp.dot(off, seen.gram, precision=_HIGHEST), off)
+    def candidate(s):
+        scaled = moments
+        if moments is not None:
+            own = s.reshape(-1, form.group)
+            scaled = moments / own[:, None] / own[..., None]
+        return form.packed(jnp.split(weight * s, ends), scales, scaled)
 
-    def error(scaled, s):
-        return size((rounded(scaled) / s - weight) * row)
+    def error(packed, s):
+        rounded = jnp.concatenate([form.unpack(part, jnp.float32) for part in packed])
+        return output_error((rounded / s - weight) * row, seen.gram)
 
-    def clipped(s):
-        return _clipped(weight * s, rounded, form.group, seen.gram / jnp.outer(s, s))
-
-    nearest = error(weight, 1.0)
-    errors = jax.lax.map(lambda s: jnp.stack([error(weight * s, s), error(clipped(s), s)]), s)
-    index, cut = jnp.unravel_index(jnp.argmin(errors), errors.shape)
-    best = s[index]
-    new = jnp.where(cut == 1, clipped(best), weight * best)
-    relative = jnp.stack([nearest, errors.min()]) / jnp.maximum(size(weight * row), 1e-30)
+    plain = form.pack(jnp.split(weight, ends))
+    nearest = error(plain, 1.0)
+    errors = jax.lax.map(lambda s: error(candidate(s), s), s)
+    found = jnp.minimum(nearest, errors.min())
+    best = jnp.where(errors.min() <= nearest, s[jnp.argmin(errors)], 1.0)
+    packed = jax.lax.cond(errors.min() <= nearest, lambda: candidate(best), lambda: plain)
+    whole = jnp.maximum(output_error(weight * row, seen.gram), 1e-30)
+    relative = jnp.sqrt(jnp.maximum(jnp.stack([nearest, found]) / whole, 0))
     after = None if norm is None else _exact(norm, best)[1]
-    return best, after, jnp.split(new, ends), jnp.sqrt(jnp.maximum(relative, 0))
+    new, gram = jnp.split(weight * best, ends), seen.gram / best / best[:, None]
+    return best, after, new, packed, gram, relative
 
 
-def _clipped(weight, rounded, block, gram):
-    """The weight, each block cut at the share of its largest entry that rounds it best.
-
-    What counts is the error of the block's part of the output: d G d^T, where G is the block's own
-    square of the Gram matrix of the scaled inputs.
-    """
-    n, k = weight.shape
-    if k % block:  # NF4's blocks may go over the ends of rows
-        return weight
-    blocks = weight.reshape(n, -1, block)
-    largest = jnp.abs(blocks).max(axis=-1, keepdims=True)
-    index = jnp.arange(k // block)
-    own = gram.reshape(k // block, block, k // block, block)[index, :, index]
-
-    def cut(share):
-        return jnp.clip(blocks, -share * largest, share * largest)
-
-    def error(share):
-        off = rounded(cut(share).reshape(n, k)).reshape(blocks.shape) - blocks
-        return jnp.einsum("nbi,bij,nbj->nb", off, own, off, precision=_HIGHEST)
-
-    shares = jnp.asarray([1.0, *CLIPS])
-    kept = shares[jnp.argmin(jax.lax.map(error, shares), axis=0)]
-    return cut(kept[..., None]).reshape(n, k)
+def output_error(off: jax.Array, gram: jax.Array) -> jax.Array:
+    """The squared error of outputs, sum |x D^T|^2, by the error D [N, K] of a weight and X^T X [K, K]."""
+    return jnp.vdot(jnp.dot(off, gram, precision=_HIGHEST), off)
 
 
 def _exact(norm: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array]:

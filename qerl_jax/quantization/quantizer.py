@@ -22,15 +22,19 @@ import numpy as np
 from pallas_kernels import mxfp4, runtime
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, safetensors
+from qerl_jax.config import BlockScales
 from qerl_jax.data import tokenizer
 from qerl_jax.files import Progress, read_json
 from qerl_jax.model import architecture, transformer
-from qerl_jax.quantization import awq
+from qerl_jax.quantization import awq, gptq
 from qerl_jax.quantization.calibration import Calibration, HiddenStates, token_rows
 
 REPORT = "quantization_report.json"
 
 _PROGRESS = "progress.jsonl"
+
+
+Method = Literal["rtn", "awq", "gptq", "awq+gptq"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +43,20 @@ class Recipe:
 
     Attributes:
         format: What linears are packed to; embedding, head, norms and biases stay as they are.
-        method: "rtn" rounds to nearest; "awq" scales inputs by what calibration shows; see `awq`.
+        method: "rtn" rounds to nearest; "awq" scales inputs by what calibration shows; "gptq" lets later
+            columns make up for the errors of earlier ones; "awq+gptq" does one after the other. See
+            `awq` and `gptq`.
+        block_scales: How scales of blocks are chosen: "search" takes those that round best, "maximum" the
+            formula of other libraries.
         scale_rounding: How MXFP4's scales are rounded: compressed-tensors' "nearest", or the OCP
             specification's "floor".
         double_quant: Whether NF4's scales are quantized too.
-        calibration: Texts to calibrate on, for "awq".
+        calibration: Texts to calibrate on, for all methods but "rtn".
     """
 
     format: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4"
-    method: Literal["rtn", "awq"] = "rtn"
+    method: Method = "rtn"
+    block_scales: BlockScales = "search"
     scale_rounding: mxfp4.Rounding = "nearest"
     double_quant: bool = True
     calibration: Calibration = Calibration()
@@ -132,7 +141,7 @@ def quantize(
         log(f"going on after {written} of {arch.num_layers} layers: {job.folder}")
     states = (
         _hidden_states(job.source, arch, recipe.calibration, log)
-        if recipe.method == "awq"
+        if recipe.method != "rtn"
         else None
     )
 
@@ -151,7 +160,7 @@ def quantize(
     for index in range(arch.num_layers):
         number = index + 1
         if index >= written:
-            tensors, errors = _quantized_layer(job, index, states)
+            tensors, errors = _quantized_layer(job, recipe, index, states)
             job.write(tensors, {"layer": index} | errors, earlier + passed())
             log(_line(errors, number, arch.num_layers, passed() / (number - written)))
         if states is not None and number < arch.num_layers:
@@ -211,19 +220,51 @@ def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
 
 
 def _quantized_layer(
-    job: _Job, index: int, states: HiddenStates | None
+    job: _Job, recipe: Recipe, index: int, states: HiddenStates | None
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The packed tensors of a layer, and the errors of its weights and, with calibration, outputs."""
     # Opened anew for each layer: what was mapped of the last one is let go.
-    prefix, errors = f"model.layers.{index}.", {}
+    prefix, form = f"model.layers.{index}.", job.form
     tensors = {n: t for n, t in safetensors.Tensors(job.source).items() if n.startswith(prefix)}
+    packed: dict[str, list[Any]] = {}
+    grams: dict[str, jax.Array] = {}
+    outputs: dict[str, tuple[float, float]] = {}
     if states is not None:
         dense = lambda name: jnp.asarray(tensors[f"{name}.weight"])
         seen = states.observe(_layer(states.model, tensors, prefix, dense))
-        folded = awq.fold(job.arch, job.form, tensors, prefix, seen)
-        tensors, errors["outputs"] = folded.tensors, folded.errors
-    tensors, errors["weights"] = _packed(job.arch, job.form, tensors, prefix)
-    return tensors, errors
+        if "awq" in recipe.method:
+            folded = awq.fold(job.arch, form, recipe.block_scales, tensors, prefix, seen)
+            tensors, packed, grams = folded.tensors, folded.packed, folded.grams
+            outputs = folded.errors
+        else:
+            grams = {linear: inputs.gram for linear, inputs in seen.items()}
+    written, errors = dict(tensors), {}
+    for linear in job.arch.linears():
+        names = job.arch.linear_names(linear, index)
+        weights = [jnp.asarray(written.pop(f"{name}.weight")) for name in names]
+        if "gptq" in recipe.method:
+            start = packed.pop(linear, None)
+            parts, found = gptq.pack(form, recipe.block_scales, weights, start, grams.pop(linear))
+            nearest = outputs.get(linear, found)[0]
+            outputs[linear] = float(nearest), float(found[1])
+        else:
+            grams.pop(linear, None)
+            parts = packed.pop(linear, None) or form.packed(weights, recipe.block_scales)
+        errors[linear] = float(_weight_error(form, weights, parts))
+        for name, part in zip(names, jax.device_get(parts), strict=True):
+            written |= {f"{name}.{suffix}": array for suffix, array in form.write(part).items()}
+    return written, {"weights": errors} | ({"outputs": outputs} if outputs else {})
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _weight_error(form: packed_formats.Format, weights: list[jax.Array], packed: list[Any]):
+    """The relative error of weights that read one input."""
+    off = whole = 0.0
+    for weight, part in zip(weights, packed, strict=True):
+        weight = weight.astype(jnp.float32)
+        off += jnp.sum((form.unpack(part, jnp.float32) - weight) ** 2)
+        whole += jnp.sum(weight**2)
+    return jnp.sqrt(off / jnp.where(whole == 0, 1, whole))
 
 
 def _finish(job: _Job) -> dict[str, Any]:
@@ -251,34 +292,6 @@ def _finish(job: _Job) -> dict[str, Any]:
     job.folder.replace(job.target)
     (job.target / _PROGRESS).unlink()
     return report
-
-
-def _packed(
-    arch: architecture.Architecture,
-    form: packed_formats.Format,
-    tensors: dict[str, Any],
-    prefix: str,
-) -> tuple[dict[str, np.ndarray], dict[str, float]]:
-    """A layer's tensors with packed linears, and the relative error of each fused linear's weights."""
-    written, errors = dict(tensors), {}
-    for linear, parts in arch.linears().items():
-        names = [f"{prefix}{architecture.PARENT[linear]}.{part}" for part, _ in parts]
-        packed, error = _pack(form, [jnp.asarray(written.pop(f"{name}.weight")) for name in names])
-        errors[linear] = float(error)
-        for name, part in zip(names, packed, strict=True):
-            written |= {f"{name}.{suffix}": array for suffix, array in form.write(part).items()}
-    return written, errors
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _pack(form: packed_formats.Format, weights: list[jax.Array]):
-    packed = form.pack(weights)
-    off = whole = 0.0
-    for weight, part in zip(weights, packed, strict=True):
-        weight = weight.astype(jnp.float32)
-        off += jnp.sum((form.unpack(part, jnp.float32) - weight) ** 2)
-        whole += jnp.sum(weight**2)
-    return packed, jnp.sqrt(off / jnp.where(whole == 0, 1, whole))
 
 
 def _hidden_states(

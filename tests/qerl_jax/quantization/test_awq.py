@@ -49,7 +49,6 @@ def hidden(arch, seed=0, shape=(3, 12)):
 )
 def test_folding_changes_nothing_but_the_rounding(name, monkeypatch):
     """Biases of v, several query heads to a key, norms of heads: all see the same numbers after it."""
-    monkeypatch.setattr(awq, "CLIPS", ())
     monkeypatch.setattr(awq, "GRID", 4)
     arch, tensors = first_layer(GOLDEN / "models" / name)
     model, x = Transformer(arch, "float32", None, jnp.float32), hidden(arch)
@@ -63,6 +62,7 @@ def test_folding_changes_nothing_but_the_rounding(name, monkeypatch):
     folded = awq.fold(
         arch,
         packed_formats.named("nvfp4" if name == "llama3" else "mxfp4"),
+        "maximum",
         tensors,
         "model.layers.0.",
         seen,
@@ -140,7 +140,6 @@ def test_rows_without_texts_are_refused(tmp_path, row, said):
 def test_a_killed_calibrated_job_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
     """The hidden states are not kept: they pass again through the layers that are written."""
     monkeypatch.setattr(awq, "GRID", 2)
-    monkeypatch.setattr(awq, "CLIPS", (0.9,))
     recipe = Recipe("nvfp4", "awq", calibration=ROWS)
     whole, out = tmp_path / "whole", tmp_path / "out"
     quantizer.quantize("qerl-tiny", whole, recipe, lambda line: None)

@@ -1,0 +1,122 @@
+"""GPTQ beside a plain one of numpy, which eliminates one column after another in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.checkpoint import packed_formats
+from qerl_jax.quantization import awq, gptq, quantizer
+from qerl_jax.quantization.quantizer import Recipe
+from tests.qerl_jax.quantization.test_awq import ROWS
+
+N, K = 24, 192
+FORMATS = ("nvfp4", "mxfp4", "nf4")
+
+
+def problem(seed=0, width=K):
+    """A weight, and the Gram matrix of inputs that go together and differ in size."""
+    rng = np.random.default_rng(seed)
+    mixed = rng.standard_normal((width, width)) * np.exp(rng.standard_normal(width))
+    x = rng.standard_normal((4 * width, width)) @ mixed
+    weight = rng.standard_normal((N, width)) * 0.02
+    return weight.astype(np.float32), (x.T @ x).astype(np.float32)
+
+
+def by_hand(weight, steps, gram, grid):
+    """OBQ's own equations: round a column, move the others, take it out of the inverse."""
+    weight, gram = weight.astype(np.float64), gram.astype(np.float64)
+    size = np.diag(gram).mean()
+    inverse = np.linalg.inv(gram + gptq.DAMPING * size * np.eye(len(gram)))
+    result, left = weight.copy(), weight.copy()
+    for j in np.argsort(-np.diag(gram), kind="stable"):
+        ratios = left[:, j] / steps[:, j]
+        rounded = grid[np.abs(ratios[:, None] - grid).argmin(-1)] * steps[:, j]
+        result[:, j] = rounded
+        left -= np.outer((left[:, j] - rounded) / inverse[j, j], inverse[j])
+        inverse -= np.outer(inverse[:, j], inverse[j]) / inverse[j, j]
+    return result
+
+
+def error(weight, other, gram):
+    off = (np.asarray(other) - weight).astype(np.float64)
+    return np.vdot(off @ gram, off)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_gptq_gives_what_plain_elimination_gives(name):
+    """192 columns are a block and a half: errors within blocks, between them, and padding."""
+    form = packed_formats.named(name)
+    weight, gram = problem()
+    (start,) = form.packed([jnp.asarray(weight)], "search", form.moments(jnp.asarray(gram)))
+    (found,), errors = gptq.pack(form, "search", [jnp.asarray(weight)], None, jnp.asarray(gram))
+    expected = by_hand(weight, np.asarray(form.steps(start)), gram, form.grid)
+    actual = np.asarray(form.unpack(found, jnp.float32))
+    # Where float32 rounds a tie the other way, all later columns of the row differ.
+    same = np.isclose(actual, expected, rtol=1e-4, atol=1e-7).all(1)
+    assert same.mean() > 0.8
+    np.testing.assert_allclose(
+        error(weight, actual, gram), error(weight, expected, gram), rtol=0.02
+    )
+    nearest = form.unpack(form.pack([jnp.asarray(weight)])[0], jnp.float32)
+    size = error(0, weight, gram)
+    expected = [np.sqrt(error(weight, w, gram) / size) for w in (nearest, actual)]
+    np.testing.assert_allclose(errors, expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_gptq_loses_much_less_than_rounding_to_nearest_and_than_the_search(name):
+    form = packed_formats.named(name)
+    weight, gram = problem(1)
+    (nearest,) = form.pack([jnp.asarray(weight)])
+    (searched,) = form.packed([jnp.asarray(weight)], "search", form.moments(jnp.asarray(gram)))
+    (found,), _ = gptq.pack(form, "search", [jnp.asarray(weight)], None, jnp.asarray(gram))
+    of = [error(weight, form.unpack(t, jnp.float32), gram) for t in (nearest, searched, found)]
+    assert of[2] < 0.6 * of[0] and of[2] < 0.8 * of[1]
+
+
+def test_parts_of_a_linear_go_together_and_keep_their_scales():
+    form = packed_formats.named("nvfp4")
+    weight, gram = problem(2, 64)
+    parts = [jnp.asarray(weight[:16]), jnp.asarray(weight[16:])]
+    start = form.pack(parts)
+    found, _ = gptq.pack(form, "maximum", parts, start, jnp.asarray(gram))
+    for old, new in zip(start, found, strict=True):
+        assert new.shape == old.shape and new.global_scale == old.global_scale
+        np.testing.assert_array_equal(
+            np.asarray(new.scales).view(np.uint8), np.asarray(old.scales).view(np.uint8)
+        )
+        assert (np.asarray(new.codes) != np.asarray(old.codes)).any()
+
+
+@pytest.mark.parametrize("kind", ["never seen", "one row", "not finite"])
+def test_inputs_that_say_little_do_no_harm(kind):
+    """Dead channels, fewer rows than channels, and a Gram matrix that cannot be factored."""
+    form = packed_formats.named("nvfp4")
+    weight, gram = problem(3, 64)
+    if kind == "never seen":
+        gram[:, ::3] = gram[::3] = 0
+    elif kind == "one row":
+        x = np.random.default_rng(0).standard_normal((1, 64)).astype(np.float32)
+        gram = x.T @ x
+    else:
+        gram[0, 0] = np.nan
+    (found,), errors = gptq.pack(form, "search", [jnp.asarray(weight)], None, jnp.asarray(gram))
+    unpacked = np.asarray(form.unpack(found, jnp.float32))
+    assert np.isfinite(unpacked).all()
+    assert np.abs(unpacked - weight).max() < 0.05
+    if kind != "not finite":
+        assert errors[1] < errors[0]
+
+
+@pytest.mark.slow
+def test_a_job_by_gptq_reports_smaller_errors_of_outputs_in_every_linear(tmp_path, monkeypatch):
+    monkeypatch.setattr(awq, "GRID", 2)
+    found = {}
+    for method in ("gptq", "awq+gptq"):
+        recipe = Recipe("nvfp4", method, calibration=ROWS)
+        report = quantizer.quantize("qerl-tiny", tmp_path / method, recipe, lambda line: None)
+        found[method] = [
+            errors for layer in report["layers"] for errors in layer["outputs"].values()
+        ]
+        assert all(after < 0.6 * nearest for nearest, after in found[method])
+    assert len(found["gptq"]) == 12
