@@ -166,7 +166,10 @@ def quantize(
 
 
 def search_scales(
-    w: jax.Array, global_scale: jax.Array, moments: jax.Array | None = None
+    w: jax.Array,
+    global_scale: jax.Array,
+    moments: jax.Array | None = None,
+    given: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Finds for each block the scale that rounds it with the smallest squared error.
 
@@ -181,6 +184,7 @@ def search_scales(
       global_scale: float32 [..., 1]. Scales that it would need to be above 448 are left out.
       moments: float32 [K / 16, 16, 16], the second moments of the 16 inputs that a block meets; by
         default every entry counts alike. Only for w [N, K].
+      given: float8_e4m3fn [..., N, K / 16], scales that are tried too, or None.
 
     Returns:
       float8_e4m3fn [..., N, K / 16], and float32 [...], the sum of the errors.
@@ -200,24 +204,30 @@ def search_scales(
         off = nearest_magnitudes(sizes * (1 / scales)) * scales - sizes
         return block_errors(off if moments is None else off * signs, moments)
 
-    def tried(best, step):
-        # Scales are positive: E4M3's order is that of their bytes, from 2^-9 (1) to 448 (126).
-        bits = jnp.clip(start + step, 1, 126)
+    def better_of(best, bits):
         found = error(bits)
         better = found < best[1]
-        return (jnp.where(better, bits, best[0]), jnp.where(better, found, best[1])), None
+        return jnp.where(better, bits, best[0]), jnp.where(better, found, best[1])
 
-    start = jax.lax.bitcast_convert_type(
-        _scales_of_maxima(block_max, divisor, w.dtype, 0), jnp.uint8
-    )
-    start, kept = start.astype(jnp.int32), jax.lax.bitcast_convert_type(first, jnp.uint8)
-    kept = kept.astype(jnp.int32)
-    (bits, errors), _ = jax.lax.scan(tried, (kept, error(kept)), jnp.asarray(SEARCHED_STEPS))
+    def tried(best, step):
+        # Scales are positive: E4M3's order is that of their bytes, from 2^-9 (1) to 448 (126).
+        return better_of(best, jnp.clip(start + step, 1, 126)), None
+
+    as_bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.int32)
+    start = as_bits(_scales_of_maxima(block_max, divisor, w.dtype, 0))
+    best = as_bits(first), error(as_bits(first))
+    if given is not None:
+        best = better_of(best, as_bits(given))
+    (bits, errors), _ = jax.lax.scan(tried, best, jnp.asarray(SEARCHED_STEPS))
     scales = jax.lax.bitcast_convert_type(bits.astype(jnp.uint8), jnp.float8_e4m3fn)
     return scales, jnp.sum(errors / divisor**2, axis=(-2, -1))
 
 
-def search(parts: Sequence[jax.Array], moments: jax.Array | None = None) -> list[NVFP4Tensor]:
+def search(
+    parts: Sequence[jax.Array],
+    moments: jax.Array | None = None,
+    like: Sequence[NVFP4Tensor] | None = None,
+) -> list[NVFP4Tensor]:
     """Rounds weights that read one input to NVFP4, with one global scale and searched block scales.
 
     The global scale is the smallest of the weights' own, with which the largest block scale is 448 and
@@ -227,25 +237,32 @@ def search(parts: Sequence[jax.Array], moments: jax.Array | None = None) -> list
     Args:
       parts: [N_i, K] each, float32, bfloat16 or float16.
       moments: float32 [K / 16, 16, 16], as in `search_scales`.
+      like: weights of these shapes and one global scale, which may be close to the new ones: their scales
+        are tried too, and what equals them keeps their bytes.
     """
     shared = functools.reduce(jnp.minimum, [global_scale(part) for part in parts])
     roomy = shared * (_ROOMY_SCALE_MAX / _SCALE_MAX)
 
-    def searched(divisor):
-        found = [search_scales(part, divisor, moments) for part in parts]
+    def searched(divisor, given=None):
+        found = [
+            search_scales(part, divisor, moments, scales)
+            for part, scales in zip(parts, given or [None] * len(parts), strict=True)
+        ]
         return divisor, [scales for scales, _ in found], sum(error for _, error in found)
+
+    def better(old, new):
+        return jax.tree.map(lambda a, b: jnp.where(new[2] < old[2], b, a), old, new)
 
     tight = searched(shared)
     maxima = [_block_max(part) for part in parts]
     held = sum(jnp.sum(m * shared / _CODE_MAX > _ROOMY_SCALE_MAX) for m in maxima)
     blocks = sum(m.size for m in maxima)
 
-    def better_of_both():
-        other = searched(roomy)
-        return jax.tree.map(lambda a, b: jnp.where(other[2] < tight[2], b, a), tight, other)
-
     crowded = held > _CROWDED * blocks
-    divisor, scales, _ = jax.lax.cond(crowded, better_of_both, lambda: tight)
+    best = jax.lax.cond(crowded, lambda: better(tight, searched(roomy)), lambda: tight)
+    if like is not None:
+        best = better(searched(like[0].global_scale, [t.scales for t in like]), best)
+    divisor, scales, _ = best
     return [quantize(part, divisor, own) for part, own in zip(parts, scales, strict=True)]
 
 

@@ -7,6 +7,7 @@ KL(16 bit || 4 bit) per token, in nats, over rows that calibration has not seen.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import pathlib
 import tempfile
@@ -30,7 +31,68 @@ def load(folder: str, weights: str):
     return base_model.load_base(cfg, None)
 
 
-def mean_kl(reference, other, ids: np.ndarray, lengths: np.ndarray, rows: int = 8) -> float:
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """Sums over the predictions of each row, float64 [S], in nats.
+
+    Attributes:
+        tokens: Predictions that count.
+        kl: KL(reference || other).
+        nll: -log p of the tokens that are there, by the other model.
+        entropy: Of the other model's distribution.
+    """
+
+    tokens: np.ndarray
+    kl: np.ndarray
+    nll: np.ndarray
+    entropy: np.ndarray
+
+
+def sums(reference, other, ids: np.ndarray, live: np.ndarray, rows: int = 8) -> Sums:
+    """Compares two models on the same rows.
+
+    Args:
+        reference: Model, base and tokenizer, as `load` gives them.
+        other: Likewise.
+        ids: int32 [S, T], right-padded.
+        live: bool [S, T], true at the tokens whose prediction counts; the first token has none.
+        rows: Computed together.
+    """
+    num_tokens = reference[2].num_tokens
+    filled = -len(ids) % rows
+    ids, live = (np.pad(x, ((0, filled), (0, 0))) for x in (ids, live))
+    found = [
+        _sums(
+            (reference[0], other[0]),
+            num_tokens,
+            (reference[1], other[1]),
+            ids[first : first + rows],
+            live[first : first + rows, 1:],
+        )
+        for first in range(0, len(ids), rows)
+    ]
+    columns = np.concatenate([np.asarray(each, np.float64) for each in found], axis=1)
+    return Sums(*columns[:, : columns.shape[1] - filled])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _sums(models, num_tokens, bases, ids, live):
+    def of_row(row):
+        ids, live = row
+        logps = []
+        for model, base in zip(models, bases, strict=True):
+            hidden, _ = model.apply({"frozen": base}, ids[None])
+            scores = layers.logits(hidden[0, :-1], head(base))
+            logps.append(logprobs.log_softmax(scores, 1.0, num_tokens)[..., :num_tokens])
+        kl = jnp.sum(jnp.exp(logps[0]) * (logps[0] - logps[1]), axis=-1)
+        nll = -jnp.take_along_axis(logps[1], ids[1:, None], axis=-1)[:, 0]
+        each = jnp.stack([jnp.ones_like(kl), kl, nll, logprobs.entropy(logps[1])])
+        return jnp.sum(jnp.where(live, each, 0), axis=-1)
+
+    return jax.lax.map(of_row, (ids, live)).T
+
+
+def mean_kl(reference, other, ids: np.ndarray, lengths: np.ndarray) -> float:
     """Mean over all predictions of KL(reference || other), in nats.
 
     Args:
@@ -38,34 +100,9 @@ def mean_kl(reference, other, ids: np.ndarray, lengths: np.ndarray, rows: int = 
         other: Likewise.
         ids: int32 [S, T], right-padded.
         lengths: int32 [S].
-        rows: Computed together.
     """
-    num_tokens = reference[2].num_tokens
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def of_rows(models, bases, ids, live):
-        logps = []
-        for model, base in zip(models, bases, strict=True):
-            hidden, _ = model.apply({"frozen": base}, ids)
-            scores = layers.logits(hidden, head(base))
-            logps.append(logprobs.log_softmax(scores, 1.0, num_tokens)[..., :num_tokens])
-        kl = jnp.sum(jnp.exp(logps[0]) * (logps[0] - logps[1]), axis=-1)
-        return jnp.sum(jnp.where(live, kl, 0))
-
-    # The last token of a row predicts nothing that is there.
-    live = np.arange(ids.shape[1]) < lengths[:, None] - 1
-    total = sum(
-        float(
-            of_rows(
-                (reference[0], other[0]),
-                (reference[1], other[1]),
-                ids[first : first + rows],
-                live[first : first + rows],
-            )
-        )
-        for first in range(0, len(ids), rows)
-    )
-    return total / live.sum()
+    found = sums(reference, other, ids, np.arange(ids.shape[1]) < lengths[:, None])
+    return float(found.kl.sum() / found.tokens.sum())
 
 
 def main():
@@ -77,6 +114,7 @@ def main():
     parser.add_argument("--held-out", type=int, default=256)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--formats", nargs="+", default=["nvfp4", "mxfp4", "nf4"])
+    parser.add_argument("--methods", nargs="+", default=["rtn", "awq", "gptq", "awq+gptq"])
     parser.add_argument("--seeds", type=int, default=1, help="draws of the calibration rows")
     args = parser.parse_args()
 
@@ -87,20 +125,23 @@ def main():
     ids, lengths = ids[picked], lengths[picked]
     print(f"{len(ids)} held-out rows of {args.dataset}, {lengths.sum()} tokens")
     print(
-        "| format | method | KL per token | of rtn | bytes | seconds |\n| --- | --- | --- | --- | --- | --- |"
+        "| format | method | block scales | KL per token | of rtn | bytes | seconds |\n| --- | --- | --- | --- | --- | --- | --- |"
     )
     for name in args.formats:
         nearest = None
-        for method, seed in [("rtn", 0), *(("awq", seed) for seed in range(args.seeds))]:
+        draws = lambda method: range(1 if method == "rtn" else args.seeds)
+        chosen = [("rtn", "maximum", 0)]
+        chosen += [(method, "search", seed) for method in args.methods for seed in draws(method)]
+        for method, scales, seed in chosen:
             with tempfile.TemporaryDirectory() as folder:
                 target = pathlib.Path(folder) / "model"
                 cfg = Calibration(args.dataset, args.samples, args.length, seed)
-                recipe = Recipe(name, method, calibration=cfg)
+                recipe = Recipe(name, method, scales, calibration=cfg)
                 report = quantize(args.model, target, recipe, lambda line: None)
                 kl = mean_kl(reference, load(target, name), ids, lengths)
             nearest = nearest or kl
             print(
-                f"| {name} | {method} | {kl:.5f} | {kl / nearest:.3f} | {report['bytes']} | "
+                f"| {name} | {method} | {scales} | {kl:.5f} | {kl / nearest:.3f} | {report['bytes']} | "
                 f"{report['seconds']:.0f} |",
                 flush=True,
             )

@@ -148,7 +148,7 @@ def export(
     run: Policy | str | os.PathLike,
     out: str | os.PathLike,
     *,
-    to: Literal["peft", "merged", "nvfp4"] = "peft",
+    to: Literal["peft", "merged", "nvfp4", "pair"] = "peft",
     base: Literal["original", "packed"] | None = None,
     step: int | None = None,
     limit: float | None = None,
@@ -162,7 +162,8 @@ def export(
     Args:
         run: A run, its folder, or a policy that was loaded from one.
         out: The folder to write; it appears whole or not at all.
-        to: "peft" is the adapter; "merged" a whole 16-bit model; "nvfp4" that model packed again.
+        to: "peft" is the adapter; "merged" a whole 16-bit model; "nvfp4" that model packed again; "pair" the
+            packed base and the adapter in two folders, which engines load side by side.
         base: Weights that the adapter is added to: the "original" 16-bit ones, or the "packed" ones
             that it was trained on. Absent means "packed" for a merged model; for "nvfp4" it must be
             given where there are both.

@@ -129,20 +129,7 @@ def read_base(
     )
     check_names(arch, tensors, source)
 
-    expected = abstract_base(model)
-    dtype = expected["embed_tokens"].dtype
-    # jnp.array copies; asarray may leave a CPU's array in the mapped file, and the base would
-    # change with it.
-    frozen = {
-        "embed_tokens": jnp.array(tensors["model.embed_tokens.weight"], dtype),
-        "norm": {"scale": jnp.array(tensors["model.norm.weight"], dtype)},
-    }
-    if "lm_head" in expected:
-        frozen["lm_head"] = jnp.array(tensors["lm_head.weight"], dtype)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def put(stack, layer, index):
-        return jax.tree.map(lambda s, x: s.at[index].set(x.astype(s.dtype)), stack, layer)
+    dtype = abstract_base(model)["embed_tokens"].dtype
 
     @jax.jit
     def arrange(weight: packed_formats.Packed) -> PackedWeight:
@@ -161,13 +148,44 @@ def read_base(
         whole = source.fuse(parts, **apart)
         return source.unpack(whole, dtype) if model.weights in DENSE else arrange(whole)
 
+    return assemble(arch, tensors, dtype, read_linear)
+
+
+def assemble(
+    arch: architecture.Architecture,
+    tensors: Mapping[str, Any],
+    dtype,
+    read_linear: Callable[[str, list[str]], PackedWeight | jax.Array],
+) -> Any:
+    """Makes the `frozen` tree, layer by layer: the device holds no more than one layer beside the stack.
+
+    Args:
+        arch: Says what there is.
+        tensors: What is no linear, by the names in a folder.
+        dtype: Type of embedding, head, norms and biases.
+        read_linear: As for `read_layer`.
+    """
+    # jnp.array copies; asarray may leave a CPU's array in the mapped file, and the base would
+    # change with it.
+    frozen = {
+        "embed_tokens": jnp.array(tensors["model.embed_tokens.weight"], dtype),
+        "norm": {"scale": jnp.array(tensors["model.norm.weight"], dtype)},
+    }
+    if not arch.tie_word_embeddings:
+        frozen["lm_head"] = jnp.array(tensors["lm_head.weight"], dtype)
+
     stack = None
     for index in range(arch.num_layers):
         layer = read_layer(arch, tensors, f"model.layers.{index}.", dtype, read_linear)
         if stack is None:
             stack = jax.tree.map(lambda x: jnp.zeros((arch.num_layers, *x.shape), x.dtype), layer)
-        stack = put(stack, layer, index)
+        stack = _put(stack, layer, index)
     return frozen | {"layers": stack}
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _put(stack, layer, index):
+    return jax.tree.map(lambda s, x: s.at[index].set(x.astype(s.dtype)), stack, layer)
 
 
 def read_layer(

@@ -3,10 +3,12 @@
     peft     the adapter, with the norms it trained
     merged   base + scaling * B A in 16 bits, as a whole model
     nvfp4    that sum packed again: a model of the size of the base
+    pair     the packed base as it is, and the adapter beside it: two folders, which vLLM loads together
 
 An export is read back before it gets its name: its log-probabilities on fixed prompts are compared
 with those of the policy that was trained. Packing rounds; where the adapter is smaller than a step of
-the 4-bit numbers, it is lost in them, and the comparison says so.
+the 4-bit numbers, it is lost in them. So for packed kinds the report has the KL divergence from the
+trained policy of each way to serve it, and says where the merged model loses what the pair keeps.
 """
 
 import contextlib
@@ -14,23 +16,32 @@ import dataclasses
 import functools
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import NVFP4Tensor
 from qerl_jax import config
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, peft, run_state, safetensors
 from qerl_jax.data import arithmetic, tokenizer
 from qerl_jax.files import whole_folder
-from qerl_jax.model import architecture, logprobs, lora, transformer
+from qerl_jax.model import architecture, layers, logprobs, lora, transformer
 
-type Kind = Literal["peft", "merged", "nvfp4"]
+type Kind = Literal["peft", "merged", "nvfp4", "pair"]
 type Base = Literal["original", "packed"]
 
 REPORT = "export.json"
+
+# The ways to serve a policy, as reports name them.
+_ALONE, _BESIDE = "4-bit base alone", "4-bit base with the adapter beside it"
+_MERGED_16, _MERGED_4 = "merged in 16 bits", "merged in 4 bits"
+
+# The share of what training changed, as KL from the base, beyond which a merged model's loss is warned of.
+MOST_LOST = 0.1
 
 _NUM_PROMPTS = 16
 
@@ -78,33 +89,50 @@ def export(
     base = _checked_base(cfg, folder, to, base)
     _require_outside(pathlib.Path(out), run, folder)
     model, params, step, frozen, probe = _load(run, cfg, folder, step)
-    trained = probe.logps(model, frozen, params)
-    bare = probe.logps(model, frozen, params, adapter=False)
+    seen = probe.policy(model, frozen, params)
+    trained = probe.logps(seen)
+    bare = probe.policy(model, frozen, params, adapter=False)
+    effect = _mean_size(trained - probe.logps(bare))
     dtype = np.dtype(frozen["embed_tokens"].dtype)
+    report = {
+        "run": str(run.resolve()),
+        "to": to,
+        "base": name,
+        "from": base,
+        "step": step,
+        "tokens": trained.size,
+    }
     with whole_folder(out, REPORT, "export") as partial:
+        goal, whose, of_bases = trained, "the trained policy's", 0.0
         if to == "peft":
             peft.export_adapter(partial, params, model.lora, name)
             written = model.clone(lora=peft.read_lora(partial))
-            found = probe.logps(written, frozen, peft.import_adapter(partial, written))
+            found = probe.policy(written, frozen, peft.import_adapter(partial, written))
         else:
             del frozen  # its memory is needed for what is read back
-            form = packed_formats.named(to) if to == "nvfp4" else None
-            rounded = base == "packed" and packed_formats.of_folder(folder) is None
-            held = packed_formats.named(cfg.model.weights) if rounded else None
-            _write_model(partial, folder, model, params, held, form, dtype, cfg.model.block_scales)
-            written = transformer.Transformer(
-                architecture.load(partial), form.name if form else str(dtype), None, model.dtype
-            )
-            found = probe.logps(written, base_model.read_base(partial, written))
-        goal, whose, of_bases = trained, "the trained policy's", 0.0
+            sums = _Sums.of(cfg, folder, model, params, base)
+            if to == "pair":
+                found = _write_pair(partial, pathlib.Path(out), sums, model, params, probe, dtype)
+            else:
+                form = packed_formats.named(to) if to == "nvfp4" else None
+                _write_model(partial, sums, form, dtype)
+                written = transformer.Transformer(
+                    architecture.load(partial), form.name if form else str(dtype), None, model.dtype
+                )
+                found = probe.policy(written, base_model.read_base(partial, written))
         if to == "merged" and base == "original" and cfg.model.weights not in config.DENSE:
             # On another base the adapter does something else: the merged model must equal that base with
             # the adapter beside its weights.
             original = model.clone(weights=str(dtype))
             frozen = base_model.read_base(folder, original)
-            of_bases = probe.logps(original, frozen, params, adapter=False) - bare
-            goal, whose = probe.logps(original, frozen, params), "those of base and adapter"
-        off, effect = _mean_size(found - goal), _mean_size(trained - bare)
+            alone = probe.policy(original, frozen, params, adapter=False)
+            of_bases = probe.logps(alone) - probe.logps(bare)
+            beside = probe.policy(original, frozen, params)
+            goal, whose = probe.logps(beside), "those of base and adapter"
+        if to in ("nvfp4", "pair"):
+            report["kl"] = _ways(sums, model, params, probe, seen, bare, found, dtype, to)
+        logps = probe.logps(found)
+        off = _mean_size(logps - goal)
         if limit is None:
             limit = _limit(to, model.dtype, effect)
         if not off <= limit:  # also if it is no number
@@ -112,21 +140,36 @@ def export(
                 f"{out}: not written: its log-probabilities differ from {whose} by {off:.4g} on average, "
                 f"and the limit (--limit) is {limit:.4g}; training changed them by {effect:.4g}"
             )
-        report = {
-            "run": str(run.resolve()),
-            "to": to,
-            "base": name,
-            "from": base,
-            "step": step,
-            "tokens": found.size,
-            "mean_difference": _mean_size(found - trained),
-            "max_difference": float(np.abs(found - trained).max()),
+        report |= {
+            "mean_difference": _mean_size(logps - trained),
+            "max_difference": float(np.abs(logps - trained).max()),
             "mean_difference_of_bases": _mean_size(of_bases),
             "mean_effect_of_training": effect,
             "limit": limit,
         }
         (partial / REPORT).write_text(json.dumps(report, indent=2) + "\n")
     return report
+
+
+def lines(report: dict[str, Any]) -> list[str]:
+    """What an export has found out, in sentences: the comparison, the ways to serve it, a warning where one is due."""
+    said = [line(report)]
+    kl = report.get("kl")
+    if not kl:
+        return said
+    said.append(
+        "KL(trained policy || it) per token: " + ", ".join(f"{way} {kl[way]:.3g}" for way in kl)
+    )
+    alone, merged = kl.get(_ALONE), kl.get(_MERGED_4)
+    if alone is None or merged is None or merged - kl[_BESIDE] <= MOST_LOST * alone:
+        return said
+    said.append(
+        f"WARNING: merging into 4-bit weights loses {(merged - kl[_BESIDE]) / max(alone, 1e-12):.0%} of what "
+        "training changed: the adapter is smaller than a step of these numbers. Serve base and adapter side by "
+        "side instead: qerl export RUN --to pair OUT, then vllm serve OUT/base --enable-lora --lora-modules "
+        "policy=OUT/adapter"
+    )
+    return said
 
 
 def line(report: dict[str, Any]) -> str:
@@ -172,8 +215,8 @@ def _trained_model(run: pathlib.Path, to: Kind, step: int | None) -> pathlib.Pat
 def _checked_base(
     cfg: config.RunConfig, folder: pathlib.Path, to: Kind, base: Base | None
 ) -> Base | None:
-    if to == "peft":
-        require(base is None, "from", base, "an adapter is exported without a base")
+    if to in ("peft", "pair"):
+        require(base is None, "from", base, "an adapter is exported without adding it to weights")
         return None
     packed = packed_formats.of_folder(folder) is not None
     both = ["original"] if cfg.model.weights in config.DENSE else ["original", "packed"]
@@ -211,7 +254,7 @@ class _Probe:
     answers: np.ndarray
     num_tokens: int
 
-    def logps(
+    def policy(
         self,
         model: transformer.Transformer,
         frozen: Any,
@@ -219,10 +262,24 @@ class _Probe:
         *,
         adapter: bool = True,
     ) -> np.ndarray:
-        """Log-probabilities of the answers' tokens, one answer after the other, float32."""
+        """Log-probabilities of all ids at the answers' tokens, one answer after the other, float32 [n, V]."""
         variables = {"params": params or {}, "frozen": frozen}
-        logps = _score(model, adapter, self.num_tokens, variables, jnp.asarray(self.ids))
-        return np.asarray(logps)[self.answers[:, 1:]]
+        rows, slots = np.nonzero(self.answers[:, 1:])
+        return np.asarray(
+            _distributions(
+                model, adapter, self.num_tokens, variables, jnp.asarray(self.ids), rows, slots
+            )
+        )
+
+    def logps(self, policy: np.ndarray) -> np.ndarray:
+        """Log-probabilities of the answers' tokens [n], of what `policy` gives."""
+        targets = self.ids[:, 1:][self.answers[:, 1:]]
+        return np.take_along_axis(policy, targets[:, None], axis=-1)[:, 0]
+
+
+def _mean_kl(p: np.ndarray, q: np.ndarray) -> float:
+    """Mean KL(p || q) per token in nats, of log-probabilities [n, V]."""
+    return float(np.sum(np.exp(p) * (p - q), axis=-1, dtype=np.float64).mean())
 
 
 def _load(
@@ -254,19 +311,13 @@ def _mean_size(values: np.ndarray | float) -> float:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _score(
-    model: transformer.Transformer, adapter: bool, num_tokens: int, variables, ids
+def _distributions(
+    model: transformer.Transformer, adapter: bool, num_tokens: int, variables, ids, rows, slots
 ) -> jax.Array:
-    """Log-probability of each token but the first, float32 [B, T - 1]."""
+    """Log-probabilities of what follows each of these slots, float32 [n, num_tokens]."""
     hidden, _ = model.apply(variables, ids, adapter=adapter)
-    logps, _ = logprobs.of_targets(
-        hidden[:, :-1].reshape(-1, hidden.shape[-1]),
-        transformer.head(variables["frozen"]),
-        ids[:, 1:].reshape(-1),
-        temperature=1.0,
-        num_tokens=num_tokens,
-    )
-    return logps.reshape(len(ids), -1)
+    scores = layers.logits(hidden[rows, slots], transformer.head(variables["frozen"]))
+    return logprobs.log_softmax(scores, 1.0, num_tokens)[:, :num_tokens]
 
 
 def _probe(tokens: tokenizer.Tokenizer) -> _Probe:
@@ -300,82 +351,226 @@ def _limit(to: Kind, dtype: Any, effect: float) -> float:
     return max(floor, min(0.1, effect / 2))
 
 
-def _write_model(
-    folder: pathlib.Path,
-    source: pathlib.Path,
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """The weights of a base, to which an adapter is added linear by linear.
+
+    Attributes:
+        source: The folder of the base.
+        arch: Says what there is.
+        tensors: Of that folder.
+        stored: Its format, where it is packed.
+        held: Format whose rounding the base's 16-bit linears take before the adapter is added, if any.
+        scales: How block scales of `held` are chosen.
+        params: The adapter; empty where the base itself was trained.
+        branches: Of the adapter, by linear.
+    """
+
+    source: pathlib.Path
+    arch: architecture.Architecture
+    tensors: safetensors.Tensors
+    stored: packed_formats.Format | None
+    held: packed_formats.Format | None
+    scales: config.BlockScales
+    params: dict[str, Any]
+    branches: Mapping[str, lora.LinearShape]
+
+    @classmethod
+    def of(
+        cls,
+        cfg: config.RunConfig,
+        folder: pathlib.Path,
+        model: transformer.Transformer,
+        params: dict[str, Any],
+        base: Base | None,
+    ) -> "_Sums":
+        """The sums for a choice of base; `pair` has none, and takes the one that was trained on."""
+        stored = packed_formats.of_folder(folder)
+        packed = cfg.model.weights not in config.DENSE and cfg.model.trainable != "full"
+        rounded = stored is None and packed and base != "original"
+        return cls(
+            folder,
+            model.arch,
+            safetensors.Tensors(folder),
+            stored,
+            packed_formats.named(cfg.model.weights) if rounded else None,
+            cfg.model.block_scales,
+            params.get("layers", {}),
+            lora.shapes(model.lora, model.arch) if model.lora else {},
+        )
+
+    def packed(self, names: list[str]) -> list[Any] | None:
+        """The base's packed weights, if it is packed."""
+        if self.stored is not None:
+            return [self.stored.read(self.tensors, name) for name in names]
+        if self.held is None:
+            return None
+        weights = [jnp.asarray(self.tensors[f"{name}.weight"]) for name in names]
+        return self.held.packed(weights, self.scales)
+
+    def weights(self, linear: str, index: int, packed: list[Any] | None) -> list[jax.Array]:
+        """A linear's weights with the adapter added, [N, K] each, in float32 if there is one."""
+        if packed is not None:
+            form = self.stored or self.held
+            weights = [form.unpack(part, jnp.float32) for part in packed]
+        else:
+            names = self.arch.linear_names(linear, index)
+            weights = [jnp.asarray(self.tensors[f"{name}.weight"]) for name in names]
+        if linear not in self.params:
+            return weights
+        shape = self.branches[linear]
+        pairs = [self.params[linear][part] for part, _ in self.arch.linears()[linear]]
+        pairs = [
+            (pair["a"][index], shape.scaled(pair["b"][index], part, index))
+            for part, pair in enumerate(pairs)
+        ]
+        return _merge(weights, pairs, shape.factor)
+
+    def norm(self, norm: str, index: int) -> Any:
+        """The scale of a layer's norm, trained where it was."""
+        if norm in self.params:
+            return self.params[norm]["scale"][index]
+        name, _ = self.arch.norms()[norm]
+        return self.tensors[f"model.layers.{index}.{name}.weight"]
+
+    def dense_base(self, dtype: np.dtype) -> Any:
+        """The `frozen` tree of the merged model in 16 bits, on the device."""
+        norms = {
+            f"model.layers.{index}.{name}.weight": self.norm(norm, index)
+            for index in range(self.arch.num_layers)
+            for norm, (name, _) in self.arch.norms().items()
+        }
+
+        def read(linear, names):
+            index = int(names[0].split(".")[2])
+            weights = self.weights(linear, index, self.packed(names))
+            return jnp.concatenate(weights).astype(dtype)
+
+        return base_model.assemble(self.arch, dict(self.tensors) | norms, dtype, read)
+
+
+def _ways(
+    sums: _Sums,
     model: transformer.Transformer,
     params: dict[str, Any],
-    held: packed_formats.Format | None,
-    form: packed_formats.Format | None,
+    probe: _Probe,
+    trained: np.ndarray,
+    bare: np.ndarray,
+    found: np.ndarray,
     dtype: np.dtype,
-    scales: config.BlockScales,
+    to: Kind,
+) -> dict[str, float]:
+    """KL(trained policy || each way to serve it), nats per token.
+
+    Args:
+        sums: Base and adapter.
+        model: The trained policy.
+        params: Its adapter; empty where the base itself was trained.
+        probe: The prompts.
+        trained: The trained policy's log-probabilities on them.
+        bare: Those of its base alone.
+        found: Those of what was written.
+        dtype: Type of what is not packed.
+        to: What was written.
+    """
+    if not params:
+        return {_MERGED_4: _mean_kl(trained, found)}
+    if model.weights in config.DENSE and sums.stored is None:
+        # It was trained on 16 bits: the 4-bit base is another one.
+        four = model.clone(weights="nvfp4")
+        frozen = base_model.read_base(sums.source, four)
+        alone = probe.policy(four, frozen, params, adapter=False)
+        beside = found if to == "pair" else probe.policy(four, frozen, params)
+        del frozen
+    else:
+        alone, beside = bare, found if to == "pair" else trained
+    kl = {_ALONE: _mean_kl(trained, alone), _BESIDE: _mean_kl(trained, beside)}
+    if to == "pair":
+        return kl
+    merged = model.clone(weights=str(dtype), lora=None)
+    in_16 = probe.policy(merged, sums.dense_base(dtype))
+    return kl | {_MERGED_16: _mean_kl(trained, in_16), _MERGED_4: _mean_kl(trained, found)}
+
+
+def _write_pair(
+    folder: pathlib.Path,
+    out: pathlib.Path,
+    sums: _Sums,
+    model: transformer.Transformer,
+    params: dict[str, Any],
+    probe: _Probe,
+    dtype: np.dtype,
+) -> np.ndarray:
+    """Writes a packed base and the adapter; the log-probabilities of the two as they are read back.
+
+    Norms that were trained go into the base: engines read none from an adapter.
+    """
+    form = sums.stored or sums.held or packed_formats.named("nvfp4")
+    linears = {name: None for name in sums.arch.linears()}
+    norms = {name: value for name, value in sums.params.items() if name not in linears}
+    base, adapter = folder / "base", folder / "adapter"
+    base.mkdir()
+    _write_model(base, dataclasses.replace(sums, params=norms), form, dtype)
+    without_norms = dataclasses.replace(model.lora, train_norms=False)
+    kept = {"layers": {name: params["layers"][name] for name in linears}}
+    peft.export_adapter(adapter, kept, without_norms, str(out.resolve() / "base"))
+    written = model.clone(weights=form.name, lora=peft.read_lora(adapter))
+    frozen = base_model.read_base(base, written)
+    return probe.policy(written, frozen, peft.import_adapter(adapter, written))
+
+
+def _write_model(
+    folder: pathlib.Path, sums: _Sums, form: packed_formats.Format | None, dtype: np.dtype
 ) -> None:
-    """Writes the merged model layer by layer.
+    """Writes a merged model layer by layer.
 
     Args:
         folder: Exists and is empty.
-        source: The folder of the base.
-        model: Names and shapes.
-        params: The adapter; empty where the base itself was trained.
-        held: Format whose rounding the base's 16-bit linears take before the adapter is added, if any.
+        sums: Base and adapter.
         form: What the sum is packed to; None leaves it in `dtype`.
         dtype: Type of what is not packed.
-        scales: How block scales of the base's 16-bit linears were chosen. Those of the sum are searched.
     """
-    arch, tensors, stored = (
-        model.arch,
-        safetensors.Tensors(source),
-        packed_formats.of_folder(source),
-    )
-    trained = params.get("layers", {})
+    arch, tensors = sums.arch, sums.tensors
     outside = {"model.embed_tokens.weight", "model.norm.weight"}
     outside |= set() if arch.tie_word_embeddings else {"lm_head.weight"}
-
-    def base(names: list[str]) -> list[jax.Array]:
-        """The weights to which the adapter is added."""
-        if stored is not None:
-            return [stored.unpack(stored.read(tensors, name), jnp.float32) for name in names]
-        weights = [jnp.asarray(tensors[f"{name}.weight"]) for name in names]
-        if held is None:
-            return weights
-        return [held.unpack(weight, jnp.float32) for weight in held.packed(weights, scales)]
 
     def layer(index: int) -> dict[str, np.ndarray]:
         written = {}
         for norm, (name, _) in arch.norms().items():
-            name = f"model.layers.{index}.{name}.weight"
-            scale = trained[norm]["scale"][index] if norm in trained else tensors[name]
-            written[name] = np.asarray(scale, dtype)
+            scale = np.asarray(sums.norm(norm, index), dtype)
+            written[f"model.layers.{index}.{name}.weight"] = scale
         for name in arch.linear_names("qkv", index) if arch.qkv_bias else ():
             written[f"{name}.bias"] = np.asarray(tensors[f"{name}.bias"], dtype)
-        for linear, parts in arch.linears().items():
+        for linear in arch.linears():
             names = arch.linear_names(linear, index)
-            weights = base(names)
-            if trained:
-                shape = lora.shapes(model.lora, arch).get(linear)
-                pairs = [trained[linear][part] for part, _ in parts] if shape else []
-                pairs = [
-                    (pair["a"][index], shape.scaled(pair["b"][index], i, index))
-                    for i, pair in enumerate(pairs)
-                ]
-                weights = _merge(weights, pairs, shape.factor) if shape else weights
+            packed = sums.packed(names)
+            weights = sums.weights(linear, index, packed)
             if form is None:
                 files = [{"weight": np.asarray(weight.astype(dtype))} for weight in weights]
             else:
-                files = map(form.write, jax.device_get(form.packed(weights, "search")))
+                if linear in sums.params or packed is None:
+                    packed = form.packed(weights, "search", like=_like(form, packed))
+                files = map(form.write, jax.device_get(packed))
             for name, file in zip(names, files, strict=True):
                 written |= {f"{name}.{suffix}": array for suffix, array in file.items()}
         return written
 
     hf_folder.fill_folder(
         folder,
-        source,
+        sums.source,
         arch.num_layers,
         {name: tensors[name] for name in tensors if name in outside},
         layer,
         dtype=dtype,
         quantization_config=None if form is None else form.config,
     )
+
+
+def _like(form: packed_formats.Format, packed: list[Any] | None) -> list[Any] | None:
+    """Packed weights whose scales the sum with an adapter may keep, if they are of a kind for it."""
+    if form.name != "nvfp4" or packed is None or not isinstance(packed[0], NVFP4Tensor):
+        return None
+    return packed if len({float(part.global_scale[0]) for part in packed}) == 1 else None
 
 
 @jax.jit

@@ -25,6 +25,7 @@ from qerl_jax.model.architecture import Architecture
 
 type Packed = NVFP4Tensor | MXFP4Tensor | NF4Tensor
 
+_STATE_BYTES = 192
 _QUANT_STATE = "quant_state.bitsandbytes__nf4"
 
 
@@ -38,8 +39,8 @@ class Format:
         group: Neighbouring entries that share a scale.
         pack: Weights [N, K] that read one input -> each packed to nearest, with what they have to share, by
             the largest entry of each block, byte for byte as the libraries do; compiled.
-        search: The same, but each block by the scale that rounds it best; the second argument is None, or
-            the `moments` that its errors are weighed by; compiled.
+        search: The same, but each block by the scale that rounds it best; with the `moments` that its errors
+            are weighed by, or None, and packed weights whose scales are tried too, or None; compiled.
         recode: A weight and a packed one of its shape -> the weight to nearest under the scales of that.
         steps: A packed weight -> float32 [N, K], what one unit of a code is worth at each entry.
         grid: Values of the codes, in rising order.
@@ -58,7 +59,7 @@ class Format:
     block: int
     group: int
     pack: Callable[[Sequence[jax.Array]], list[Any]]
-    search: Callable[[Sequence[jax.Array], jax.Array | None], list[Any]]
+    search: Callable[..., list[Any]]
     recode: Callable[[jax.Array, Any], Any]
     steps: Callable[[Any], jax.Array]
     grid: np.ndarray
@@ -76,6 +77,7 @@ class Format:
         parts: Sequence[jax.Array],
         scales: BlockScales,
         moments: jax.Array | None = None,
+        like: Sequence[Any] | None = None,
     ) -> list[Any]:
         """Packs weights [N, K] that read one input, with the block scales of that choice.
 
@@ -84,8 +86,10 @@ class Format:
             scales: How block scales are chosen.
             moments: What `moments` has made of the inputs' Gram matrix: a search then makes the error of
                 each block's part of the output small, and otherwise that of the weights.
+            like: Packed weights of these shapes that may be close to the new ones: a search tries their
+                scales too, so that what has not changed is not rounded again.
         """
-        return self.search(parts, moments) if scales == "search" else self.pack(parts)
+        return self.search(parts, moments, like) if scales == "search" else self.pack(parts)
 
     def moments(self, gram: jax.Array) -> jax.Array | None:
         """The squares of a Gram matrix [K, K] that blocks of a row meet, [K / group, group, group].
@@ -298,7 +302,7 @@ def _read_mxfp4(tensors: Tensors, name: str) -> MXFP4Tensor:
 
 
 def _mxfp4(rounding: mxfp4.Rounding) -> Format:
-    def search(parts, moments):
+    def search(parts, moments, like):
         scales = [mxfp4.search_scales(part, moments, rounding=rounding) for part in parts]
         return [mxfp4.quantize(part, scales=own) for part, own in zip(parts, scales, strict=True)]
 
@@ -364,7 +368,8 @@ def _write_nf4(t: NF4Tensor) -> dict[str, np.ndarray]:
             "weight.nested_absmax": np.asarray(t.absmax2),
             "weight.nested_quant_map": nf4.SCALE_VALUES,
         }
-    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    # Spaces, which JSON allows, make it as long in all layers, whatever the digits of the offset.
+    text = np.frombuffer(json.dumps(state).ljust(_STATE_BYTES).encode(), np.uint8)
     return tensors | {f"weight.{_QUANT_STATE}": text}
 
 
@@ -396,7 +401,7 @@ def _nf4(double: bool) -> Format:
         scales = blocks + 4 * math.ceil(blocks / nf4.GROUP) if double else 4 * blocks
         return n * k // 2 + scales + tables
 
-    def search(parts, moments):
+    def search(parts, moments, like):
         found = [nf4.search_scales(part, moments) for part in parts]
         return [
             nf4.quantize(part, double=double, absmax=own)

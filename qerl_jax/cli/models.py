@@ -14,7 +14,7 @@ def export(
     out: pathlib.Path,
     /,
     *,
-    to: Literal["peft", "merged", "nvfp4"],
+    to: Literal["peft", "merged", "nvfp4", "pair"],
     base: Annotated[Literal["original", "packed"] | None, tyro.conf.arg(name="from")] = None,
     step: int | None = None,
     limit: float | None = None,
@@ -24,7 +24,8 @@ def export(
     Args:
         run: A run folder.
         out: The folder to write.
-        to: "peft" is the adapter; "merged" a whole 16-bit model; "nvfp4" that model packed again.
+        to: "peft" is the adapter; "merged" a whole 16-bit model; "nvfp4" that model packed again; "pair" the
+            packed base and the adapter in two folders, which engines load side by side.
         base: Weights that the adapter is added to: the "original" 16-bit ones, or the "packed" ones that
             it was trained on. Absent means "packed" for a merged model; for "nvfp4" it must be given
             where there are both.
@@ -33,9 +34,9 @@ def export(
             explains.
     """
     report = qerl_jax.export(run, out, to=to, base=base, step=step, limit=limit)
-    from qerl_jax.checkpoint.export import line
+    from qerl_jax.checkpoint.export import lines
 
-    log(f"{to} in {out}", line(report))
+    log(f"{to} in {out}", *lines(report))
 
 
 def quantize(

@@ -250,3 +250,63 @@ def test_the_command_says_where_it_is_and_how_far_off(run, tmp_path, capsys):
     assert f"merged in {out}\n" in said and "differ from the trained policy's by" in said
     assert main.main(["export", str(tmp_path / "no"), "--to", "peft", out]) == 2
     assert "has no config.toml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("weights", ["nvfp4", "nf4"])
+def test_a_pair_is_the_packed_base_as_trained_on_and_the_adapter_beside_it(weights, tmp_path):
+    """Norms that were trained are in its base, for engines read none from an adapter."""
+    lora = dataclasses.replace(LORA, dropout=0.0)
+    model, variables = finished_run(tmp_path / "run", weights=weights)
+    report = export.export(tmp_path / "run", "pair", tmp_path / "out")
+    assert report["mean_difference"] < 0.01 < report["mean_effect_of_training"]
+    assert report["kl"]["4-bit base with the adapter beside it"] < 1e-3
+    assert report["kl"]["4-bit base alone"] > 1e-3
+    table = json.loads((tmp_path / "out/adapter/adapter_config.json").read_text())
+    assert table["base_model_name_or_path"] == str(tmp_path / "out/base")
+    assert not table["modules_to_save"]
+    packed, read_back = read(tmp_path / "out/base", weights)
+    for linear in model.arch.linears():
+        ours, theirs = (
+            tree["frozen"]["layers"][linear]["weight"] for tree in (variables, read_back)
+        )
+        np.testing.assert_array_equal(np.asarray(ours.codes), np.asarray(theirs.codes))
+    adapted = packed.clone(lora=dataclasses.replace(lora, train_norms=False))
+    read_back["params"] = peft.import_adapter(tmp_path / "out/adapter", adapted)
+    np.testing.assert_allclose(logits(adapted, read_back), logits(model, variables), atol=0.05)
+
+
+def test_a_packed_export_says_what_merging_loses_and_offers_the_other_way(tmp_path, capsys):
+    """The adapter is as small beside the weights as a short training makes it."""
+    folder = tmp_path / "run"
+    finished_run(folder, size=0.01)
+    base = ["--to", "nvfp4", "--from", "packed", "--limit", "9"]
+    assert main.main(["export", str(folder), str(tmp_path / "out"), *base]) == 0
+    said = capsys.readouterr().out
+    report = json.loads((tmp_path / "out" / "export.json").read_text())
+    kl = report["kl"]
+    assert list(kl) == [
+        "4-bit base alone",
+        "4-bit base with the adapter beside it",
+        "merged in 16 bits",
+        "merged in 4 bits",
+    ]
+    assert kl["4-bit base with the adapter beside it"] == 0
+    assert kl["merged in 16 bits"] < 0.1 * kl["merged in 4 bits"]
+    assert "KL(trained policy || it) per token: 4-bit base alone" in said
+    assert "WARNING: merging into 4-bit weights loses" in said and "--to pair" in said
+    kept = dict(report, kl=dict(kl, **{"merged in 4 bits": 0.09 * kl["4-bit base alone"]}))
+    assert not any("WARNING" in line for line in export.lines(kept))
+
+
+def test_an_adapter_that_changes_nothing_leaves_the_packed_base_as_it_is(tmp_path):
+    """Its scales are kept, though the largest entries of blocks, and so the scales of the maximum, are others."""
+    model, variables = finished_run(tmp_path / "run", size=0.0)
+    export.export(tmp_path / "run", "nvfp4", tmp_path / "out", base="packed")
+    _, read_back = read(tmp_path / "out", "nvfp4")
+    for linear in model.arch.linears():
+        ours, theirs = (
+            tree["frozen"]["layers"][linear]["weight"] for tree in (variables, read_back)
+        )
+        assert_trees_equal(theirs.scales, ours.scales)
+        # -0 + 0 is 0: a code of it may have lost its sign.
+        np.testing.assert_array_equal(nvfp4.dequantize(theirs), nvfp4.dequantize(ours))

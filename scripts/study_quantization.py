@@ -1,0 +1,305 @@
+"""What four bits cost a real model: `python -m scripts.study_quantization FOLDER DATA --out FILE.jsonl`.
+
+FOLDER is SmolLM2-135M-Instruct as `scripts/make_smollm2.py` makes it, or another 16-bit model; DATA a file of
+GSM8K's training rows (.parquet or .jsonl with question and answer).
+
+The package that holds SmolLM2 stores it in 4 bits (Q4_1), and 16 values for 32 neighbours flatter a format of
+16 values. So all layers are first trained on some rows in 16 bits, with a seed, which moves the weights off
+that grid; both bases are studied, "packaged" and "trained". Each is quantized in every format by every method,
+calibrated on several draws of rows, and compared with itself in 16 bits
+
+    gsm8k   on held-out rows of the data, as chats: KL(16 bit || 4 bit) and perplexity of the answers
+    own     on answers that the 16-bit model samples to held-out questions: KL and entropy of the policy
+
+A line of the file is one model on one set, with 95 % intervals from resampled rows. Runs that are in the file
+are not made again. `--table FILE.jsonl` prints the table for the docs, and `--errors FILE.json` keeps the error of
+every linear beside that of rounding to nearest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from pallas_kernels import runtime
+from qerl_jax.checkpoint import base_model, hf_folder
+from qerl_jax.config import ModelConfig
+from qerl_jax.data import datasets, tokenizer
+from qerl_jax.generation.generator import Generator
+from qerl_jax.model import logprobs
+from qerl_jax.model.transformer import head, trainable
+from qerl_jax.quantization.calibration import Calibration
+from qerl_jax.quantization.quantizer import Recipe, quantize
+from scripts.measure_quantization import Sums, load, sums
+
+METHODS = {
+    "nearest": ("rtn", "maximum"),
+    "nearest, searched": ("rtn", "search"),
+    "awq": ("awq", "search"),
+    "gptq": ("gptq", "search"),
+    "awq+gptq": ("awq+gptq", "search"),
+}
+_RESAMPLED = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Token rows, and which of their tokens count.
+
+    Attributes:
+        ids: int32 [S, T], right-padded.
+        live: bool [S, T].
+    """
+
+    ids: np.ndarray
+    live: np.ndarray
+
+
+def main() -> None:
+    """Runs the study, or prints its table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", help="a 16-bit model")
+    parser.add_argument("data", nargs="?", help="rows with question and answer")
+    parser.add_argument("--out", type=pathlib.Path, help="the lines")
+    parser.add_argument("--errors", type=pathlib.Path, help="errors of all linears, draw 0")
+    parser.add_argument("--table", type=pathlib.Path, metavar="JSONL", help="print the table only")
+    parser.add_argument("--bases", nargs="+", default=["packaged", "trained"])
+    parser.add_argument("--formats", nargs="+", default=["nvfp4", "mxfp4", "nf4"])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--draws", type=int, default=5, help="of the calibration rows")
+    parser.add_argument("--samples", type=int, default=256, help="rows of a draw")
+    parser.add_argument("--held-out", type=int, default=256, help="rows to compare on")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a row")
+    parser.add_argument("--answer-tokens", type=int, default=256, help="of an own answer")
+    parser.add_argument("--steps", type=int, default=200, help="of the training")
+    parser.add_argument("--batch", type=int, default=32, help="rows of a step")
+    parser.add_argument("--rate", type=float, default=1e-4, help="largest learning rate")
+    parser.add_argument("--work", type=pathlib.Path, help="keep the trained base in this folder")
+    args = parser.parse_args()
+    if args.table:
+        print(table([json.loads(line) for line in args.table.read_text().splitlines()]))
+        return
+    if not (args.folder and args.data and args.out):
+        parser.error("FOLDER, DATA and --out are needed")
+    runtime.use_compilation_cache()
+    with tempfile.TemporaryDirectory() as temporary:
+        work = args.work or pathlib.Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
+        pool, held_out = split(args.data, args.held_out, work)
+        for base in args.bases:
+            folder = pathlib.Path(args.folder)
+            if base == "trained":
+                folder = work / "trained"
+                if not folder.is_dir():
+                    train(args.folder, folder, pool, args)
+            study(base, folder, pool, held_out, args)
+
+
+def split(
+    data: str, held_out: int, work: pathlib.Path
+) -> tuple[pathlib.Path, list[dict[str, str]]]:
+    """Puts aside rows to compare on; the others go to a file, from which is calibrated and trained."""
+    found = datasets.load_rows(data, None, None, "train")
+    order = np.random.default_rng(0).permutation(len(found)).tolist()
+    rows = [{name: found[i][name] for name in ("question", "answer")} for i in order]
+    pool = work / "pool.jsonl"
+    pool.write_text("".join(json.dumps(row) + "\n" for row in rows[held_out:]))
+    return pool, rows[:held_out]
+
+
+def train(source: str, target: pathlib.Path, pool: pathlib.Path, args) -> None:
+    """Trains all layers of a base in 16 bits on rows of the pool, and writes the result as a model folder."""
+    dtype = "bfloat16" if runtime.platform() == "gpu" else "float32"
+    cfg = ModelConfig(str(source), weights="bfloat16", dtype=dtype, trainable="full")
+    model, base, tokens = base_model.load_base(cfg, None)
+    params, frozen = trainable(model, base, jax.random.key(0))
+    chosen = [json.loads(line) for line in pool.read_text().splitlines()]
+    chosen = chosen[-args.steps * args.batch :]
+    rows = of_chats(tokens, chosen, args.length)
+    schedule = optax.warmup_cosine_decay_schedule(0, args.rate, args.steps // 10 + 1, args.steps)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, frozen, ids, live):
+        def loss(params):
+            hidden, _ = model.apply({"params": params, "frozen": frozen}, ids, remat="layer")
+            logps, _ = logprobs.of_targets(
+                hidden[:, :-1].reshape(-1, hidden.shape[-1]),
+                head(frozen),
+                ids[:, 1:].reshape(-1),
+                temperature=1.0,
+                num_tokens=tokens.num_tokens,
+            )
+            counted = live[:, 1:].reshape(-1)
+            return -jnp.sum(jnp.where(counted, logps, 0)) / jnp.sum(counted)
+
+        value, slopes = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(slopes, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    state, start = jax.jit(optimizer.init)(params), time.monotonic()
+    order = np.random.default_rng(1).permutation(len(rows.ids))
+    for number in range(args.steps):
+        at = np.take(order, np.arange(args.batch) + number * args.batch, mode="wrap")
+        params, state, value = step(params, state, frozen, rows.ids[at], rows.live[at])
+        if number % max(1, args.steps // 10) == 0 or number == args.steps - 1:
+            print(f"training: step {number} loss {float(value):.4f}", flush=True)
+    hf_folder.export_model(target, model, frozen | params, source)
+    print(f"training: {args.steps} steps in {time.monotonic() - start:.0f} s", flush=True)
+
+
+def of_chats(tokens: tokenizer.Tokenizer, rows: list[dict[str, str]], length: int) -> Rows:
+    """Questions and their answers as chats; the answers' tokens count."""
+    questions = tokens.encode([({"role": "user", "content": row["question"]},) for row in rows])
+    answers = tokens.encode([row["answer"] for row in rows])
+    return joined(questions, answers, length, tokens.pad_token)
+
+
+def joined(prompts, answers, length: int, pad: int) -> Rows:
+    """Right-padded rows of prompts with answers, of the same width for the same data."""
+    rows = [[*prompt, *answer][:length] for prompt, answer in zip(prompts, answers, strict=True)]
+    slots = np.arange(min(length, -(-max(map(len, rows)) // 64) * 64))
+    ids = np.array([row + [pad] * (len(slots) - len(row)) for row in rows], np.int32)
+    starts, ends = (np.array([len(x) for x in each])[:, None] for each in (prompts, rows))
+    return Rows(ids, (starts <= slots) & (slots < ends))
+
+
+def study(base: str, folder: pathlib.Path, pool: pathlib.Path, held_out, args) -> None:
+    """Adds the lines of one base to the file."""
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    done = (
+        [json.loads(line) for line in args.out.read_text().splitlines()]
+        if args.out.is_file()
+        else []
+    )
+    is_done = {(line["base"], line["format"], line["method"], line["draw"]) for line in done}
+    reference = load(str(folder), "float32")
+    tokens = reference[2]
+    own = own_answers(str(folder), tokens, held_out, args)
+    sets = {"gsm8k": of_chats(tokens, held_out, args.length), "own": own}
+    itself = {name: sums(reference, reference, rows.ids, rows.live) for name, rows in sets.items()}
+
+    def add(what: dict[str, Any], other, more: dict[str, Any]) -> None:
+        for name, rows in sets.items():
+            found = sums(reference, other, rows.ids, rows.live)
+            line = what | {"set": name} | measured(found, itself[name]) | more
+            with args.out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(json.dumps(line), flush=True)
+
+    device = {"device": runtime.device_kind(), "jax": jax.__version__}
+    if (base, "bfloat16", "", 0) not in is_done:
+        what = {"base": base, "format": "bfloat16", "method": "", "draw": 0}
+        add(what, load(str(folder), "bfloat16"), device)
+    for form, method, draw in runs(args):
+        if (base, form, method, draw) in is_done:
+            continue
+        name, scales = METHODS[method]
+        rows = Calibration(str(pool), args.samples, args.length, seed=draw)
+        with tempfile.TemporaryDirectory() as place:
+            target = pathlib.Path(place) / "packed"
+            recipe = Recipe(form, name, scales, calibration=rows)
+            report = quantize(str(folder), target, recipe, lambda line: None)
+            # Unpacked to float32: all models are computed by one program.
+            other = load(str(target), "float32")
+        if args.errors and draw == 0:
+            keep_errors(args.errors, f"{base}, {form}, {method}", report)
+        what = {"base": base, "format": form, "method": method, "draw": draw}
+        add(what, other, {"bytes": report["bytes"], "seconds": report["seconds"]} | device)
+
+
+def runs(args) -> Iterator[tuple[str, str, int]]:
+    """Format, method and draw of each quantized model; what needs no calibration has one draw."""
+    for form in args.formats:
+        for method in args.methods:
+            draws = 1 if METHODS[method][0] == "rtn" else args.draws
+            yield from ((form, method, draw) for draw in range(draws))
+
+
+def own_answers(folder: str, tokens: tokenizer.Tokenizer, rows: list[dict[str, str]], args) -> Rows:
+    """Answers to the held-out questions that the 16-bit model samples at temperature 1."""
+    dtype = "bfloat16" if runtime.platform() == "gpu" else "float32"
+    generator = Generator.load(folder, weights="bfloat16", dtype=dtype)
+    questions = [row["question"] for row in rows]
+    limits = {"temperature": 1.0, "max_tokens": args.answer_tokens, "seed": 0}
+    answers = [found.tokens.tolist() for found in generator.completions(questions, **limits)]
+    prompts = tokens.encode([({"role": "user", "content": each},) for each in questions])
+    return joined(prompts, answers, args.length + args.answer_tokens, tokens.pad_token)
+
+
+def measured(found: Sums, itself: Sums) -> dict[str, Any]:
+    """Means per token of a model beside those of the 16-bit one, with intervals from resampled rows."""
+    picked = np.random.default_rng(0).integers(
+        len(found.tokens), size=(_RESAMPLED, len(found.tokens))
+    )
+    tokens = found.tokens[picked].sum(axis=1)
+
+    def interval(values: np.ndarray, of: Callable[[np.ndarray], np.ndarray] = np.asarray) -> list:
+        means = of(values[picked].sum(axis=1) / tokens)
+        low, high = np.quantile(means, [0.025, 0.975])
+        return [float(of(values.sum() / found.tokens.sum())), float(low), float(high)]
+
+    return {
+        "rows": len(found.tokens),
+        "tokens": int(found.tokens.sum()),
+        "kl": interval(found.kl),
+        "perplexity": interval(found.nll, np.exp),
+        "entropy": interval(found.entropy),
+        "entropy_change": interval(found.entropy - itself.entropy),
+    }
+
+
+def keep_errors(path: pathlib.Path, name: str, report: dict[str, Any]) -> None:
+    """Adds the errors of all linears to a JSON file: of weights, or of outputs where there was calibration."""
+    kept = json.loads(path.read_text()) if path.is_file() else {}
+    of = "outputs" if "outputs" in report["layers"][0] else "weights"
+    rounded = lambda x: [float(f"{each:.5g}") for each in np.atleast_1d(x)]
+    kept[name] = {
+        linear: [rounded(layer[of][linear]) for layer in report["layers"]]
+        for linear in report["layers"][0][of]
+    }
+    path.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """A Markdown table: means over the draws, and their smallest and largest."""
+    head = "base, format, method | KL, GSM8K | perplexity | KL, own answers | entropy | change of entropy"
+    rows = [f"| {head} |", "|" + " --- |" * 6]
+    groups: dict[tuple, dict[str, list]] = {}
+    for line in lines:
+        key = line["base"], line["format"], line["method"]
+        groups.setdefault(key, {}).setdefault(line["set"], []).append(line)
+    for key, sets in groups.items():
+        cells = [", ".join(filter(None, key))]
+        for name, field, digits in (
+            ("gsm8k", "kl", 5),
+            ("gsm8k", "perplexity", 4),
+            ("own", "kl", 5),
+            ("own", "entropy", 4),
+        ):
+            means = [line[field][0] for line in sets[name]]
+            cells.append(f"{np.mean(means):.{digits}f}{_range(means, digits)}")
+        changes = np.mean([line["entropy_change"] for line in sets["own"]], axis=0)
+        cells.append(f"{changes[0]:+.4f} [{changes[1]:+.4f}, {changes[2]:+.4f}]")
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows)
+
+
+def _range(means: list[float], digits: int) -> str:
+    return f" ({min(means):.{digits}f} to {max(means):.{digits}f})" if len(means) > 1 else ""
+
+
+if __name__ == "__main__":
+    main()
