@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from typing import Any
 
 import numpy as np
 
@@ -41,9 +42,22 @@ def compare(ours: str | pathlib.Path, theirs: str | pathlib.Path) -> dict[str, C
     return {name: _compare(name, first[name], second[name]) for name in common}
 
 
+def _records(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """What an evaluation has left of each problem."""
+    path = folder / "problems.jsonl"
+    records = files.whole_lines(path)
+    for number, record in enumerate(records, 1):
+        right = record.get("right") if isinstance(record, dict) else None
+        if not isinstance(right, list) or not right or "gold" not in record:
+            raise ValueError(f"{path}, row {number}: must be what an evaluation has left")
+    if not records:
+        raise ValueError(f"{path}: must be what an evaluation has left; it is empty")
+    return records
+
+
 def _compare(name: str, ours: pathlib.Path, theirs: pathlib.Path) -> Comparison:
     settings = [files.read_json(each / "settings.json") for each in (ours, theirs)]
-    records = [files.whole_lines(each / "problems.jsonl") for each in (ours, theirs)]
+    records = [_records(each) for each in (ours, theirs)]
     golds = [[record["gold"] for record in each] for each in records]
     if golds[0] != golds[1]:
         raise ValueError(f"{name}: {ours} and {theirs} are not of the same problems")

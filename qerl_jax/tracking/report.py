@@ -453,11 +453,14 @@ def _run_row(run: Run) -> tuple[str, ...]:
 
 def _evaluation_row(run: Run, path: pathlib.Path) -> tuple[str, ...]:
     summary = read_json(path)
-    by_name = {each["name"]: _estimate(each) for each in summary["estimates"]}
-    samples = str(summary["samples"])
-    cells = (by_name.get(f"{kind}@{samples}", "–") for kind in ("mean", "pass", "maj"))
-    policy = f"{run.folder.resolve().name}, {path.parents[1].name}"
-    return (policy, summary["name"], samples, *cells)
+    try:
+        by_name = {each["name"]: _estimate(each) for each in summary["estimates"]}
+        samples = str(summary["samples"])
+        cells = (by_name.get(f"{kind}@{samples}", "–") for kind in ("mean", "pass", "maj"))
+        policy = f"{run.folder.resolve().name}, {path.parents[1].name}"
+        return (policy, summary["name"], samples, *cells)
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise ValueError(f"{path}: must be what an evaluation has left; {error!r}") from error
 
 
 def _estimate(estimate: dict[str, Any]) -> str:
@@ -469,6 +472,16 @@ def _estimate(estimate: dict[str, Any]) -> str:
     return f"{estimate['value']:.3f}" + "".join(intervals)
 
 
+def _is_judged(row: Any) -> bool:
+    """Whether a line of a file of completions is a completion with a reward; others are left out."""
+    if not isinstance(row, dict) or not isinstance(row.get("reward"), int | float):
+        return False
+    prompt = row.get("prompt")
+    last = prompt[-1] if isinstance(prompt, list) and prompt else {"content": prompt}
+    is_asked = isinstance(last, dict) and isinstance(last.get("content"), str)
+    return is_asked and isinstance(row.get("completion"), str)
+
+
 def _samples(groups: Sequence[Group]) -> list[tuple[str, str]]:
     """The best and the worst completion of the first and of the last logged step."""
     passages = []
@@ -476,7 +489,7 @@ def _samples(groups: Sequence[Group]) -> list[tuple[str, str]]:
         files = list(logger.completion_files(each.runs[0].folder).items())
         for step, path in dict.fromkeys((*files[:1], *files[-1:])):
             where = f"{each.label}, step {step}"
-            judged = [row for row in whole_lines(path) if row["reward"] is not None]
+            judged = list(filter(_is_judged, whole_lines(path)))
             for word, pick in (("highest", max), ("lowest", min)) if judged else ():
                 row = pick(judged, key=lambda row: row["reward"])
                 title = f"{where}: {word} reward, {row['reward']:.3g}"

@@ -123,3 +123,39 @@ def test_an_error_that_quotes_a_whole_file_is_a_line_that_can_be_read(tmp_path, 
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1 and len(shown) < 4000
     assert shown.startswith("qerl train: ") and " [...] " in shown
+
+
+def run_folder(folder, files):
+    """A run folder of these files, by their paths in it."""
+    for name, text in {"metrics.jsonl": '{"step": 1, "reward": 0.5}\n', **files}.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["{}", '{"name": 3}', '{"estimates": [1], "samples": 1, "name": ""}', "[]", "{"]
+)
+def test_an_evaluation_that_is_none_is_named_by_the_report(text, tmp_path, capsys):
+    folder = run_folder(tmp_path, {"eval/m/gsm8k/summary.json": text})
+    assert main.main(["report", folder]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and "eval/m/gsm8k/summary.json: " in shown
+
+
+def test_rows_that_are_no_completions_are_left_out_of_the_report(tmp_path):
+    rows = ["[1]", "3", '{"reward": "x"}', '{"reward": 1, "prompt": 3, "completion": "a"}']
+    rows += ['{"reward": 1, "prompt": "asked", "completion": "told"}', '{"reward": null}']
+    folder = run_folder(tmp_path, {"completions/step_000001.jsonl": "\n".join(rows) + "\n"})
+    assert main.main(["report", folder]) == 0
+    assert "told" in (tmp_path / "report" / "index.html").read_text()
+
+
+@pytest.mark.parametrize("text", ["", "[1]\n", '{"gold": "1"}\n', '{"gold": "1", "right": []}\n'])
+def test_an_evaluation_that_is_none_is_named_by_the_comparison(text, tmp_path, capsys):
+    files_ = {"summary.json": "{}", "settings.json": "{}", "problems.jsonl": text}
+    folder = run_folder(tmp_path, files_)
+    assert main.main(["compare", folder, folder]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1 and "problems.jsonl" in shown
