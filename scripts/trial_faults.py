@@ -25,6 +25,8 @@ from tests.faults import harness
 
 _CODES = {"SIGTERM": 143, "SIGINT": 130, harness.FULL: 2}
 _DISK = "48m"
+# For one start, on the clock of a machine that may be busy.
+_SECONDS = 3600
 # Set where the script has namespaces of its own.
 _MOUNTS = "TRIAL_FAULTS_MOUNTS"
 
@@ -76,22 +78,22 @@ def main() -> int:
             stack.enter_context(_small_disk(pathlib.Path(place) / "disk"))
         folders = [pathlib.Path(place) / name for name in ("whole", "disk/disturbed")]
         # Each start does a few steps before its fault comes, and does some of them again.
-        steps = {"max_steps": 6 * options.faults, "save_steps": options.save_steps}
+        steps = {"max_steps": 5 * options.faults, "save_steps": options.save_steps}
         paths = []
         for folder in folders:
             folder.parent.mkdir(exist_ok=True)
             paths.append(pathlib.Path(place) / f"{folder.name}.toml")
             paths[-1].write_text(config.dump(harness.tiny(folder, **steps)))
-        if (ended := harness.qerl("train", paths[0])).returncode:
+        if (ended := harness.qerl("train", paths[0], timeout=None)).returncode:
             raise RuntimeError(f"the undisturbed run failed: {ended.stderr}")
         done, found = collections.Counter(), []
-        for fault in harness.disturb(paths[1], folders[1], rng, options.faults, kinds):
+        for fault in harness.disturb(paths[1], folders[1], rng, options.faults, kinds, _SECONDS):
             done[fault.kind] += 1
             if what := wrong(fault):
                 found.append(f"{fault.kind} at step {fault.logged}: {what}")
             numbers = f"logged {fault.logged:4} saved {fault.saved:4} kept {fault.kept:4}"
             print(f"{fault.kind:9} {numbers} code {fault.code:4}", flush=True)
-        if (ended := harness.qerl("train", paths[1])).returncode:
+        if (ended := harness.qerl("train", paths[1], timeout=None)).returncode:
             raise RuntimeError(f"the run could not be finished: {ended.stderr}")
         same = harness.results(folders[0]) == harness.results(folders[1])
     print(", ".join(f"{count} {kind}" for kind, count in done.items()))

@@ -99,11 +99,11 @@ def python(code, *arguments, **options):
     )
 
 
-def qerl(*arguments, **options):
+def qerl(*arguments, timeout=600, **options):
     """Runs the command `qerl` in a fresh interpreter."""
     command = [sys.executable, "-m", "qerl_jax", *map(str, arguments)]
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False, **options
+        command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False, **options
     )
 
 
@@ -134,7 +134,7 @@ FAULTS = ("SIGKILL", "SIGTERM", "SIGINT", "flip", "truncate")
 FULL = "full"
 
 
-def disturb(path, folder, rng, count, kinds=FAULTS):
+def disturb(path, folder, rng, count, kinds=FAULTS, timeout=600):
     """Starts the run of a config file again and again, and does something to it at a random moment each time.
 
     Args:
@@ -143,13 +143,14 @@ def disturb(path, folder, rng, count, kinds=FAULTS):
         rng: Chooses moments, kinds and bits.
         count: Most faults; the run may end before.
         kinds: Those of `FAULTS` to choose from, and `FULL` where the folder is on a small file system.
+        timeout: Seconds on the clock after which a start is taken for a hang.
 
     Yields:
         Each `Fault`, when its process has ended.
     """
     for _ in range(count):
         process = start(path)
-        wait_for_step(process, folder, last_step(folder) + 1)
+        wait_for_step(process, folder, last_step(folder) + 1, timeout)
         time.sleep(rng.uniform(0, 0.5))
         kind = rng.choice(kinds)
         ballast = folder.parent / "ballast"
@@ -157,7 +158,7 @@ def disturb(path, folder, rng, count, kinds=FAULTS):
             fill(ballast, spare=rng.choice((0, 1000, 100_000, 1_000_000)))
         else:
             process.send_signal(getattr(signal, kind, signal.SIGKILL))
-        _, shown = process.communicate(timeout=600)
+        _, shown = process.communicate(timeout=timeout)
         ballast.unlink(missing_ok=True)
         found = StateFiles(folder, keep=None)
         saved = max(found.steps(), default=0)
@@ -193,9 +194,9 @@ def last_step(folder):
     return max((row["step"] for row in logger.read_metrics(folder)), default=0)
 
 
-def wait_for_step(process, folder, step):
-    """Waits until a step is logged, or the process has ended; for five minutes at most."""
-    deadline = time.monotonic() + 300
+def wait_for_step(process, folder, step, timeout=300):
+    """Waits until a step is logged, or the process has ended, or time is over."""
+    deadline = time.monotonic() + timeout
     while last_step(folder) < step and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
 
