@@ -970,7 +970,8 @@ _DEEP_KEY = re.compile(
 def read_table(path: str | pathlib.Path) -> dict[str, Any]:
     """Reads a TOML file as a table, of which nothing is checked but that it is TOML."""
     path = pathlib.Path(path)
-    require(path.is_file(), "config file", str(path), "no such file")
+    rule = "no such file: it is a folder; name a file in it" if path.is_dir() else "no such file"
+    require(path.is_file(), "config file", str(path), rule)
     rule = f"must be at most {_LONGEST_FILE} bytes long"
     require(path.stat().st_size <= _LONGEST_FILE, str(path), path.stat().st_size, rule)
     try:

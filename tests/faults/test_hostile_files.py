@@ -68,6 +68,12 @@ def test_toml_that_nests_too_deeply_is_refused_at_once(case, tmp_path, capsys):
     assert shown.count("\n") == 1 and f"{path}" in shown and "must nest at most 64 deep" in shown
 
 
+def test_a_folder_for_a_config_is_told_from_nothing(tmp_path, capsys):
+    for path, said in ((tmp_path, "is a folder; name a file in it"), (tmp_path / "x", "no such")):
+        assert main.main(["train", str(path)]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_a_config_as_long_as_a_book_or_with_a_number_of_a_page_is_refused(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text("#" * (1 << 20) + "\n")
