@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 import pathlib
 import random
@@ -33,10 +34,12 @@ import ml_dtypes
 import numpy as np
 
 from qerl_jax import config, process_pool
-from qerl_jax.checkpoint import safetensors
+from qerl_jax.checkpoint import packed_formats, peft, safetensors
 from qerl_jax.cli import crashes, generate
 from qerl_jax.data import answers, chat_template, latex_form, verl_answers
+from qerl_jax.model import architecture
 from qerl_jax.rewards import stock
+from qerl_jax.tracking import logger
 from scripts import fuzz_watch
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -307,6 +310,87 @@ def _feed_safetensors(path: pathlib.Path) -> None:
         _ = tensors.shape(name), tensors.type(name), flat[:1].tobytes(), flat[-1:].tobytes()
 
 
+# What describes a model, an adapter, a step of a run
+
+_MODEL = {
+    **{"model_type": "qwen2", "hidden_act": "silu", "hidden_size": 128, "intermediate_size": 384},
+    **{"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
+    **{"max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "vocab_size": 512},
+    **{"tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": None},
+    "layer_types": ["full_attention"] * 3,
+    "rope_scaling": {
+        **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "original_max_position_embeddings": 8192,
+    },
+    "quantization_config": {
+        **{"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+        "config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "float"}}},
+        "ignore": ["lm_head"],
+    },
+}
+_ADAPTER = {
+    **{"peft_type": "LORA", "r": 8, "lora_alpha": 16, "bias": "none", "use_rslora": False},
+    **{"target_modules": ["q_proj", "v_proj"], "exclude_modules": None, "modules_to_save": None},
+    **{"rank_pattern": {"q_proj": 4}, "alpha_pattern": {}, "layers_to_transform": [0, 1]},
+    **{"init_lora_weights": True, "use_dora": False, "base_model_name_or_path": "a"},
+}
+_METRICS = {"step": 1, "reward": 0.5, "num_tokens": 100, "loss": 1e-9, "grad_norm": None}
+_VALUES = [
+    *(
+        None,
+        True,
+        False,
+        0,
+        -1,
+        1,
+        2,
+        0.5,
+        -0.0,
+        1e308,
+        10**40,
+        2**31,
+        2**63,
+        "",
+        "a",
+        "4",
+        "\ud800",
+    ),
+    *([], {}, [[]], [None], {"a": None}, [1, "a"], float("nan"), float("inf"), "full_attention"),
+    *("llama", "qwen3", "mistral", "llama3", "yarn", "bitsandbytes", "modelopt", "mxfp4", "NVFP4"),
+    *("all-linear", ".*_proj", "(", "dora", "all", "../../x", "pissa"),
+]
+_JSON_WORDS = [
+    *(b"{", b"}", b"[", b"]", b":", b",", b'"', b"null", b"1e999", b"-", b"NaN", b"\0", b"\xff"),
+    *(b'"a":', b"\\u0000", b"[" * 100, b'{"a":' * 100, b"9" * 5000, b"\xef\xbb\xbf"),
+]
+
+
+def _table(rng: random.Random, table: dict[str, Any]) -> dict[str, Any]:
+    """A table some of whose fields, at any depth, are others, missing or new."""
+    made = {}
+    for name, value in table.items():
+        chance = rng.random()
+        if chance < 0.04:
+            made[name] = rng.choice(_VALUES)
+        elif isinstance(value, dict):
+            made[name] = _table(rng, value)
+        elif chance < 0.98:
+            made[name] = value
+    if rng.random() < 0.1:
+        made[rng.choice(("a", "", "type", "quant_algo", "rope_parameters"))] = rng.choice(_VALUES)
+    return made
+
+
+def _make_table(name: str, table: dict[str, Any], rng: random.Random) -> dict[str, bytes]:
+    data = json.dumps(_table(rng, table)).encode()
+    return {name: data if rng.random() < 0.7 else changed(rng, data, _JSON_WORDS)}
+
+
+def _feed_model(path: pathlib.Path) -> None:
+    architecture.load(path.parent)
+    packed_formats.of_folder(path.parent)
+
+
 # Prompts of `qerl generate --input`
 
 _ROWS = [
@@ -540,6 +624,18 @@ _OF_POOLS = ("subprocess.Popen", "open", "os.posix_spawn", "os.kill", "import")
 TARGETS = {
     "config": Target(_make_config, config.load, _written, count=1_000_000),
     "safetensors": Target(_make_safetensors, _feed_safetensors, _written, count=1_000_000),
+    "model": Target(functools.partial(_make_table, "config.json", _MODEL), _feed_model, _written),
+    "adapter": Target(
+        functools.partial(_make_table, "adapter_config.json", _ADAPTER),
+        lambda path: peft.read_lora(path.parent),
+        _written,
+    ),
+    "metrics": Target(
+        functools.partial(_make_table, "metrics.jsonl", _METRICS),
+        lambda path: logger.read_metrics(path.parent),
+        _written,
+        may_refuse=False,
+    ),
     "prompts": Target(_make_rows, _feed_rows, _written),
     "answers": Target(_make_answer, _feed_answer, seconds=5.0, may_refuse=False),
     # Starts the process again that renders, and is watched there.

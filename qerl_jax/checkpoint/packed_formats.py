@@ -157,16 +157,23 @@ def of_folder(folder: str | pathlib.Path) -> Format | None:
     beside = folder / "hf_quant_config.json"
     if quantization is None and beside.is_file():
         # ModelOpt writes this file, and only newer versions both.
-        quantization = {"quant_method": "modelopt"} | (read_json(beside).get("quantization") or {})
+        stated = read_json(beside).get("quantization") or {}
+        require(isinstance(stated, dict), f"{beside}: quantization", stated, "must be an object")
+        quantization = {"quant_method": "modelopt"} | stated
     if quantization is None:
         return None
+    rule = "must be an object, and what it says of the weights must be texts"
+    is_table = isinstance(quantization, dict)
+    require(is_table, f"{folder}: quantization_config", quantization, rule)
     method = quantization.get("quant_method")
+    require(isinstance(method, str | None), f"{folder}: quantization_config", method, rule)
     field = {
         "modelopt": "quant_algo",
         "modelopt_fp4": "quant_algo",
         "bitsandbytes": "bnb_4bit_quant_type",
     }.get(method, "format")
     form = quantization.get(field)
+    require(isinstance(form, str | None), f"{folder}: quantization_config: {field}", form, rule)
     double_quant = bool(quantization.get("bnb_4bit_use_double_quant"))
     known = _FOLDERS | {("bitsandbytes", "nf4"): _nf4(double_quant)}
     require(
@@ -181,7 +188,8 @@ def of_folder(folder: str | pathlib.Path) -> Format | None:
         raise NotImplementedError(
             "quantization_config: transform_config: rotated weights cannot be read"
         )
-    sparsity = (quantization.get("sparsity_config") or {}).get("format", "dense")
+    stated = quantization.get("sparsity_config") or {}
+    sparsity = stated.get("format", "dense") if isinstance(stated, dict) else stated
     require(
         sparsity == "dense",
         "quantization_config: sparsity_config: format",

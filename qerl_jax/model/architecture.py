@@ -196,7 +196,10 @@ def from_hf(config: dict[str, Any]) -> Architecture:
     """
     model_type = config.get("model_type")
     _support(
-        model_type in FAMILIES, "model_type", model_type, f"supported are {', '.join(FAMILIES)}"
+        isinstance(model_type, str) and model_type in FAMILIES,
+        "model_type",
+        model_type,
+        f"supported are {', '.join(FAMILIES)}",
     )
     family, act = FAMILIES[model_type], config.get("hidden_act", "silu")
     _support(act == "silu", "hidden_act", act, "only 'silu' is supported")
@@ -209,8 +212,13 @@ def from_hf(config: dict[str, Any]) -> Architecture:
 
     def size(field: str) -> int:
         value = config.get(field)
-        holds = isinstance(value, int) and value >= 1
+        holds = type(value) is int and 1 <= value < 2**31
         require(holds, f"config.json: {field}", value, "must be a positive integer")
+        return value
+
+    def number(field: str, default: float) -> float:
+        value = config.get(field, default)
+        require(_is_positive(value), f"config.json: {field}", value, "must be a positive number")
         return value
 
     heads = size("num_attention_heads")
@@ -226,26 +234,37 @@ def from_hf(config: dict[str, Any]) -> Architecture:
         head_size=size("head_dim")
         if config.get("head_dim")
         else family.head_size or size("hidden_size") // heads,
-        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        rms_norm_eps=number("rms_norm_eps", 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
-        tie_word_embeddings=config.get("tie_word_embeddings", False),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
         context=size("max_position_embeddings") if "max_position_embeddings" in config else None,
     )
 
 
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < 1e38  # what 32 bits hold
+
+
 def _refuse_windows(config: dict[str, Any], family: Family) -> None:
     asked = config.get("use_sliding_window")
     _support(not asked, "use_sliding_window", asked, "only full attention is supported")
-    for kind in config.get("layer_types") or ():
+    layers = config.get("layer_types") or []
+    require(isinstance(layers, list), "config.json: layer_types", layers, "must be a list")
+    for kind in layers:
         holds = kind == "full_attention"
         _support(holds, "layer_types", kind, "only 'full_attention' is supported")
     window = None if family.window_switch else config.get("sliding_window")
+    longest = config.get("max_position_embeddings", math.inf)
+    rule = "must be a positive number, or null"
+    for field, value in (("sliding_window", window), ("max_position_embeddings", longest)):
+        holds = value is None or value == math.inf or _is_positive(value)
+        require(holds, f"config.json: {field}", value, rule)
     # A window that no sequence of the model outgrows hides nothing.
     _support(
-        window is None or window >= config.get("max_position_embeddings", math.inf),
+        window is None or window >= (longest or math.inf),
         "sliding_window",
         window,
         "only full attention is supported (null, or a window of at least max_position_embeddings)",
@@ -258,7 +277,7 @@ def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
     require(isinstance(rope, dict), f"config.json: {name}", rope, "must be an object")
     stated = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0} | config | rope
     theta, share = stated["rope_theta"], stated["partial_rotary_factor"]
-    require(isinstance(theta, int | float), "config.json: rope_theta", theta, "must be a number")
+    require(_is_positive(theta), "config.json: rope_theta", theta, "must be a positive number")
     _support(share == 1.0, "partial_rotary_factor", share, "only 1 is supported")
     kind = rope.get("rope_type", rope.get("type", "default"))
     _support(
@@ -269,6 +288,9 @@ def _rope(config: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
     fields = [field.name for field in dataclasses.fields(Llama3Rope)]
     missing = ", ".join(field for field in fields if field not in rope)
     require(not missing, "config.json: rope_type", kind, f"it needs {missing}")
+    for field in fields:
+        rule = "must be a positive number"
+        require(_is_positive(rope[field]), f"config.json: {name}.{field}", rope[field], rule)
     return float(theta), Llama3Rope(**{field: rope[field] for field in fields})
 
 

@@ -9,6 +9,7 @@ from qerl_jax import config, files
 from qerl_jax.checkpoint import packed_formats, peft, safetensors
 from qerl_jax.cli import main
 from qerl_jax.data import datasets
+from qerl_jax.model import architecture
 from tests.faults import harness
 
 DEEP = 100_000 * "["
@@ -165,3 +166,41 @@ def test_an_evaluation_that_is_none_is_named_by_the_comparison(text, tmp_path, c
     assert main.main(["compare", folder, folder]) == 2
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1 and "problems.jsonl" in shown
+
+
+LLAMA3 = {
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_type", {"a": 1}),
+        ("model_type", ["qwen2"]),
+        ("layer_types", 3),
+        ("layer_types", True),
+        ("hidden_size", True),
+        ("vocab_size", 10**40),
+        ("rms_norm_eps", "small"),
+        ("rms_norm_eps", 1e308),
+        ("rope_theta", float("nan")),
+        ("rope_theta", -1),
+        ("rope_scaling", LLAMA3 | {"factor": "8"}),
+        ("rope_scaling", LLAMA3 | {"low_freq_factor": None}),
+        ("sliding_window", "wide"),
+        ("max_position_embeddings", [256]),
+        ("quantization_config", 4),
+        ("quantization_config", {"quant_method": ["modelopt"]}),
+        ("quantization_config", {"quant_method": "modelopt", "quant_algo": {}}),
+    ],
+)
+def test_a_model_of_another_form_is_refused_by_its_field(field, value, tmp_path):
+    table = json.loads((harness.ROOT / "qerl_jax" / "assets" / "tiny" / "config.json").read_text())
+    if field == "sliding_window":  # which Qwen2 has a switch for
+        table["model_type"] = "mistral"
+    (tmp_path / "config.json").write_text(json.dumps(table | {field: value}))
+    with pytest.raises((ValueError, NotImplementedError), match=field):
+        architecture.load(tmp_path)
+        packed_formats.of_folder(tmp_path)
