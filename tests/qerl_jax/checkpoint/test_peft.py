@@ -14,6 +14,7 @@ from qerl_jax.checkpoint.safetensors import SafetensorsError
 from qerl_jax.config import LoraConfig
 from qerl_jax.model.architecture import PARENT
 from qerl_jax.model.transformer import Transformer
+from qerl_jax.process_pool import Pool
 from tests import golden_files
 from tests.model_folders import (
     ADAPTER,
@@ -159,7 +160,9 @@ def test_a_pattern_that_is_none_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern"])
-def test_a_pattern_that_would_be_matched_for_ever_is_refused(tmp_path, field):
+def test_a_pattern_that_would_be_matched_for_ever_is_refused(tmp_path, field, monkeypatch):
+    pool = Pool("qerl_jax.checkpoint.name_patterns", workers=1, seconds=0.2)
+    monkeypatch.setattr(peft, "_matchers", lambda: pool)
     hostile = "(([a-z_.0-9])+)+!"
     value = {hostile: 4} if field == "rank_pattern" else hostile
     folder = changed_adapter(tmp_path, **{field: value})
