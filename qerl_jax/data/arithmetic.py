@@ -9,7 +9,8 @@ to the test split and is never part of training, however it is worded.
     63-3=60
     60-29=31</think><answer>31</answer>
 
-`one_step` asks for a single operation on small numbers, for models that cannot yet do several.
+`one_step` asks for a single operation on small numbers, for models that cannot yet do several; `product`
+for what a tool computes, and `secret` for a number that an environment knows.
 """
 
 import dataclasses
@@ -95,6 +96,25 @@ def one_step(split: str, seed: int, index: int) -> ArithmeticProblem:
     return ArithmeticProblem(f"What is {start} {sign} {operand}?", start, operations)
 
 
+def product(split: str, seed: int, index: int) -> ArithmeticProblem:
+    """Draws problem number `index` of products of two numbers from 11 to 99, "What is 37*46?".
+
+    A tiny model cannot compute them, and need not: a tool can. Arguments and errors are `one_step`'s.
+    """
+    _, start, operations = _draw(split, f"product {split} {seed} {index}", _factors)
+    ((_, operand),) = operations
+    return ArithmeticProblem(f"What is {start}*{operand}?", start, operations)
+
+
+def secret(split: str, seed: int, index: int) -> ArithmeticProblem:
+    """Draws problem number `index` of a guessing game: its answer, from 1 to 100, is not in the question.
+
+    Arguments and errors are `one_step`'s.
+    """
+    _, number, _ = _draw(split, f"secret {split} {seed} {index}", _number)
+    return ArithmeticProblem("Play a game with me. ", number, ())
+
+
 def is_held_out(start: int, operations: Sequence[tuple[str, int]]) -> bool:
     """Whether these numbers belong to the test split: CRC-32 of their text divisible by ten."""
     text = str(start) + "".join(f"{sign}{operand}" for sign, operand in operations)
@@ -161,6 +181,15 @@ def _single_step(rng: random.Random) -> Numbers:
         start, operand = _pick(rng, range(1, 10 if sign == "*" else 21)), _pick(rng, range(1, 10))
         if _apply(start, (sign, operand)) >= 1:
             return start, ((sign, operand),)
+
+
+def _factors(rng: random.Random) -> Numbers:
+    start, operand = (_pick(rng, range(11, 100)) for _ in range(2))
+    return start, (("*", operand),)
+
+
+def _number(rng: random.Random) -> Numbers:
+    return _pick(rng, range(1, 101)), ()
 
 
 def _several_steps(rng: random.Random) -> Numbers:

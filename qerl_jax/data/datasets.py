@@ -41,7 +41,12 @@ SYSTEM_PROMPTS = {
 # Enough that a training run meets few problems twice, and quick to permute.
 ARITHMETIC_PROBLEMS = 100_000
 # By configuration.
-_ARITHMETIC = {None: arithmetic.problem, "one-step": arithmetic.one_step}
+_ARITHMETIC = {
+    None: arithmetic.problem,
+    "one-step": arithmetic.one_step,
+    "products": arithmetic.product,
+    "secrets": arithmetic.secret,
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -99,6 +99,13 @@ def parse(text: str, call_format: CallFormat) -> tuple[str, list[Call]]:
     return "", calls
 
 
+def written(call: Call, call_format: CallFormat) -> str:
+    """A call as a policy writes it."""
+    field = "arguments" if call_format == "hermes" else "parameters"
+    body = json.dumps({"name": call.name, field: call.arguments}, ensure_ascii=False)
+    return f"<tool_call>{body}</tool_call>" if call_format == "hermes" else body
+
+
 def _call(body: str) -> Call:
     try:
         made = parse_json(body)
