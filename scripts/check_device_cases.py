@@ -27,6 +27,7 @@ FILE = pathlib.Path(__file__).with_suffix(".jsonl")
 PACKED = ("nvfp4", "mxfp4", "nf4")
 _MERGED = ("merged_original", "merged_packed")
 _EVALUATIONS = ("eval_at_ends", "eval_scheduled", "eval")
+QUANTIZED = ("rtn", "awq", "gptq")
 EXPORTS = ("peft", *_MERGED, "nvfp4_original", "nvfp4_packed")
 
 # The first value of an option is what a run has that says nothing of it; such are not shown in a case's name.
@@ -38,9 +39,11 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "head": (64, 80, 96, 128, 256),
     "rows": (1, 7, 8, 9, 32, 33, 128, 129, 192, 256, 512),  # sampled at a time
     # A folder in 16 or 32 bits; a random base; that folder through `qerl quantize`.
-    "source": ("folder", "random", "rtn", "awq"),
+    "source": ("folder", "random", "rtn", "awq", "gptq"),
     "trains": ("adapter", "adapter+norms", "full"),
     "rank": (32, 8, 80),
+    # On all linears; on some; with ranks and alphas that differ, by the root of the rank.
+    "branches": ("all", "some", "patterns"),
     "noise": ("off", "rollout", "both", "rollout+last"),
     "per": ("rollout", "group", "sequence", "token"),  # what has noise of its own
     "reference": ("none", "base", "copy"),
@@ -50,8 +53,9 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "optimizer": ("adamw", "adamw_8bit"),
     "cut": ("plan", "tokens"),  # of micro-batches
     "dynamic": (False, True),
-    "loss": ("dapo", "grpo", "bnpo", "dr_grpo"),
+    "loss": ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"),
     "ratio": ("token", "sequence"),
+    "entropy": ("off", "bonus", "adaptive", "quantile"),
     "old": ("behaviour", "recompute", "corrected"),
     # What bounds or masks ratios: wide enough for the adapter to move.
     "bounds": ("usual", "off", "icepop", "tokens", "sequences", "means", "off_policy"),
@@ -61,7 +65,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "compact": (True, False),
     # Most of a completion: less than a chunk and a page of the cache, or several of both.
     "tokens": (8, 72),
-    "rewards": ("ids", "stock"),
+    "rewards": ("ids", "stock", "each"),  # one; several; several, each normalized by itself
     # What the case does beside training: evaluations within it, an export of it, or another command.
     "then": (
         *("none", *_EVALUATIONS, *EXPORTS),
@@ -101,6 +105,18 @@ _IMPOSSIBLE: tuple[tuple[dict[str, tuple[Any, ...]], str], ...] = (
     ({"trains": ("full",), "weights": PACKED}, "packed weights have no gradient"),
     ({"trains": ("full",), "rank": _others("rank", 32)}, "without an adapter there is no rank"),
     (
+        {"trains": ("full",), "branches": _others("branches", "all")},
+        "without an adapter there are no branches",
+    ),
+    (
+        {"loss": ("luspo",), "ratio": ("token",)},
+        "LUSPO weighs ratios of whole sequences",
+    ),
+    (
+        {"dynamic": (True,), "rewards": ("each",)},
+        "groups whose rewards are alike in each function are not found by their sum",
+    ),
+    (
         {"trains": ("full",), "reference": ("base",)},
         "where the base trains, the reference is a copy",
     ),
@@ -118,7 +134,7 @@ _IMPOSSIBLE: tuple[tuple[dict[str, tuple[Any, ...]], str], ...] = (
         "`qerl generate` reads a base from a folder",
     ),
     (
-        {"source": ("rtn", "awq"), "then": ("merged_original", "nvfp4_original")},
+        {"source": QUANTIZED, "then": ("merged_original", "nvfp4_original")},
         "a packed folder has no original weights",
     ),
     (
@@ -153,7 +169,7 @@ _IMPOSSIBLE: tuple[tuple[dict[str, tuple[Any, ...]], str], ...] = (
     ),
     (
         {
-            "source": ("rtn", "awq"),
+            "source": QUANTIZED,
             "then": (*_EVALUATIONS, "filter", "replay", "resume", "continue"),
         },
         "a case has time for one of them, and a run does not know who packed its base",
@@ -291,7 +307,7 @@ def name(case: Case, *, full: bool = False) -> str:
 def cost(case: Case) -> float:
     """How long a case takes beside another, roughly: programs that it compiles."""
     then = {"none": 0, "resume": 4, "replay": 2, "continue": 2, "eval": 4, "generate": 3}
-    extra = then.get(case["then"], 2) + {"awq": 1.0, "rtn": 0.5}.get(case["source"], 0)
+    extra = then.get(case["then"], 2) + {"gptq": 1.0, "awq": 1.0, "rtn": 0.5}.get(case["source"], 0)
     extra += 0.5 * (case["reference"] != "none") + 0.5 * (case["old"] != "behaviour")
     extra += (case["ending"] == "stop") + (case["cut"] == "tokens") + (case["tokens"] > 8)
     # Up to 32 rows the layers of decoding are unrolled.
@@ -337,7 +353,7 @@ def architecture(case: Case) -> dict[str, Any]:
         if count * group >= 8 and count * group * head % 64 == 0
     )
     heads = 9 if family == "smollm2" else kv_heads * group
-    if case["source"] == "awq":
+    if case["source"] in ("awq", "gptq"):
         # Calibration reads the tokenizer of the folder, and transformers then looks at its config, too: a
         # width must be heads of equal size.
         width += -width % math.lcm(64, heads)
@@ -452,7 +468,7 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
     if case["trains"] != "full":
         rank, norms = case["rank"], case["trains"] == "adapter+norms"
         # What a few steps of Adam change grows with alpha, whatever the rank.
-        table["lora"] = {"rank": rank, "alpha": 32.0, "train_norms": norms}
+        table["lora"] = {"rank": rank, "alpha": 32.0, "train_norms": norms} | branches(case)
     if case["noise"] != "off":
         # Large beside what bfloat16 rounds, for a check to see that it acts.
         scope, _, last = case["noise"].partition("+")
@@ -466,6 +482,9 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
             "ref_model_sync_steps": 1,
             "ref_model_mixup_alpha": 0.5,
         }
+    objective |= _LOSSES.get(case["loss"], {}) | _ENTROPIES[case["entropy"]]
+    if case["rewards"] == "each":
+        objective["multi_objective_aggregation"] = "normalize_then_sum"
     if case["old"] != "behaviour":
         objective["old_logprobs"] = "recompute"
         objective["importance_sampling_correction"] = case["old"] == "corrected"
@@ -490,6 +509,29 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
         table["eval"] = {"num_problems": 6, "batch_size": 4, "reward": EVEN_FIRST}
         table["eval"] |= {"eval_steps": steps, "num_generations": 2}
     return table
+
+
+# An upper bound that a ratio seldom meets, and what VESPO is called with beside its own.
+_LOSSES: dict[str, dict[str, Any]] = {"cispo": {"epsilon_high": 5.0}}
+_ENTROPIES: dict[str, dict[str, Any]] = {
+    "off": {},
+    "bonus": {"entropy_coef": 1e-3},
+    "adaptive": {"use_adaptive_entropy": True, "entropy_target": 10.0},
+    "quantile": {"top_entropy_quantile": 0.5},
+}
+
+
+def branches(case: Case) -> dict[str, Any]:
+    """What [lora] says of the linears with branches beside their rank."""
+    return {
+        "all": {},
+        "some": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
+        "patterns": {
+            "rank_pattern": {"down_proj": 4, "layers.0.self_attn.o_proj": 16},
+            "alpha_pattern": {"v_proj": 16.0},
+            "use_rslora": True,
+        },
+    }[case["branches"]]
 
 
 _BOUNDS: dict[str, dict[str, Any]] = {

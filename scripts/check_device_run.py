@@ -191,7 +191,7 @@ def run(case: Case, folder: pathlib.Path, stages: Stages) -> dict[str, Any]:
     with stages("base"):
         write_base(case, made)
         device = {"reports_memory": reports_memory()}
-    if case["source"] in ("rtn", "awq"):
+    if case["source"] in cases.QUANTIZED:
         base = folder / "packed"
         calibration = ("--dataset", "arithmetic", "--num-samples", 4, "--max-length", 64)
         form, method = cases.packed_format(case), case["source"]
@@ -392,7 +392,8 @@ def _require_finite(tensors: dict[str, Any]) -> None:
 def _check_adapter(case: Case, adapter: dict[str, Any], base: dict[str, Any]) -> None:
     _require_finite(adapter)
     lefts = [name for name in adapter if ".lora_B." in name]
-    require(len(lefts) == 2 * 7, f"the adapter is on {len(lefts)} linears")
+    linears = 2 * (3 if case["branches"] == "some" else 7)
+    require(len(lefts) == linears, f"the adapter is on {len(lefts)} linears, not {linears}")
     for name in lefts:
         require(bool(adapter[name].any()), f"{name}: is zero as at the start")
     norms = [name for name in adapter if "layernorm" in name]

@@ -28,8 +28,9 @@ ROOT = pathlib.Path(__file__).parents[1]
 CASES = check_device_cases.read()
 # Fields of sections that no case changes: numbers that run no other code, places of files, data.
 UNCHANGED = {
-    # An adapter to go on from is given by `then`, other kernels to the whole list by PALLAS_KERNELS.
-    "model": {"kernels"},
+    # An adapter to go on from is given by `then`, other kernels to the whole list by PALLAS_KERNELS. The tiny
+    # tokenizer's template takes no options.
+    "model": {"kernels", "block_scales", "chat_template_kwargs"},
     "lora": {"alpha", "dropout"},
     "rollout": {"temperature", "steps_per_generation"},
     "grpo": {
@@ -37,6 +38,9 @@ UNCHANGED = {
         *("advantage_estimator", "scale_rewards", "mask_truncated_completions"),
         *("dynamic_sampling_metric", "reference"),
         *("importance_sampling_clip_max", "sampling_mask_min"),
+        *("sapo_temperature_pos", "sapo_temperature_neg", "vespo_k_pos", "vespo_lambda_pos"),
+        *("vespo_k_neg", "vespo_lambda_neg", "entropy_coef_min", "entropy_coef_max"),
+        "entropy_coef_delta",
     },
     "optim": {"min_lr_ratio", "adam_beta1", "adam_beta2", "adam_epsilon"},
     "noise": {"schedule", "exponent", "adapt_to", "adapt_target", "adapt_rate"},
@@ -86,7 +90,7 @@ def test_only_the_stages_beside_training_are_left_out_of_pairs():
 
 def test_a_case_has_one_stage_beside_its_training_or_reads_back_what_it_packed():
     for case in CASES:
-        if case["source"] in ("rtn", "awq"):
+        if case["source"] in check_device_cases.QUANTIZED:
             assert case["then"] in ("none", "generate", *check_device_cases.EXPORTS)
 
 
@@ -114,7 +118,10 @@ def test_every_case_is_a_run_that_the_config_takes_with_a_base_that_can_be_held(
         arch = architecture.from_hf(check_device_cases.architecture(case))
         assert arch.num_heads // arch.num_kv_heads == case["group"]
         assert arch.head_size == case["head"]
-        if case["weights"] in check_device_cases.PACKED or case["source"] in ("rtn", "awq"):
+        if (
+            case["weights"] in check_device_cases.PACKED
+            or case["source"] in check_device_cases.QUANTIZED
+        ):
             packed_formats.named(check_device_cases.packed_format(case)).check(arch)
 
 
