@@ -1,7 +1,8 @@
 """GPU operations on 4-bit weights, usable without the rest of the project.
 
 Formats are defined in plain jnp (`nvfp4`, `mxfp4`, `nf4`); each kernel family has a folder with a
-reference that runs anywhere. Imports nothing but jax, numpy and ml_dtypes.
+reference that runs anywhere. Imports nothing but jax, numpy and ml_dtypes; the portable kernels import triton
+and jax-triton when they are started.
 """
 
 from pallas_kernels.mxfp4 import MXFP4Tensor

@@ -210,33 +210,58 @@ def nvfp4_rounds(m: int, n: int, config: Config) -> Callable[..., Any]:
     return rounds_of(call, jax.ShapeDtypeStruct((m, n), jnp.bfloat16))
 
 
-def by_format(kernels: str, n: int, k: int) -> list[Any]:
+@functools.lru_cache(maxsize=1)
+def by_format(kernels: str, n: int, k: int, *, is_stack: bool) -> Any:
     """Random weights that the portable kernels or the reference read, enough of them to miss the L2."""
     copies = max(2, round(_ROTATION * runtime.device().l2_bytes / (n * k * 9 / 16)))
     prepare = portable_layout.prepare if kernels == "portable" else lambda t: t
     make = jax.jit(lambda key: prepare(nvfp4.random(key, (n, k), std=k**-0.5)))
-    return [make(key) for key in jax.random.split(jax.random.key(2), copies)]
+    weights = [make(key) for key in jax.random.split(jax.random.key(2), copies)]
+    return (
+        jax.jit(lambda *w: jax.tree.map(lambda *x: jnp.stack(x), *w))(*weights)
+        if is_stack
+        else weights
+    )
 
 
-def time_other(
+def other_inputs(
     kernels: str, m: int, n: int, k: int, *, config: Any = None, is_dx: bool = False
-) -> Timing:
-    """Times the portable kernels, or the reference, as `nvfp4_matmul` runs them."""
-    weights = by_format(kernels, n, k)
-    given, made = (n, k) if is_dx else (k, n)
-    x = jax.random.normal(jax.random.key(1), (2, len(weights), m, given), jnp.bfloat16)
+) -> tuple[jax.Array, Any]:
+    """x, or dy, and weights for `other_rounds`: with a configuration a stack of them, else a list."""
+    weights = by_format(kernels, n, k, is_stack=config is not None)
+    copies = len(weights.words) if config is not None else len(weights)
+    shape = (2, copies, m, n if is_dx else k)
+    return jax.random.normal(jax.random.key(1), shape, jnp.bfloat16), weights
+
+
+def other_rounds(
+    m: int, n: int, k: int, *, config: Any = None, is_dx: bool = False
+) -> Callable[..., Any]:
+    """`rounds_of` what `nvfp4_matmul` runs of a list of weights, or of the portable kernel in this configuration.
+
+    That is told which of a stack to read, as in a decoding step.
+    """
+    out = jax.ShapeDtypeStruct((m, k if is_dx else n), jnp.bfloat16)
 
     def call(x, w):
         if is_dx:
             like = jnp.zeros((m, k), jnp.bfloat16)
             return jax.vjp(functools.partial(nvfp4_matmul, w=w), like)[1](x)[0]
-        if config is not None:
-            sums = jnp.sum(portable.product(x, w, config=config).partials, axis=0)[:, :n]
-            return (_rounded(sums) * w.multiplier).astype(x.dtype)
         return nvfp4_matmul(x, w)
 
-    run = rounds_of(call, jax.ShapeDtypeStruct((m, made), jnp.bfloat16))
-    return measure(run, x, weights, repeats=3, name="product")
+    if config is None:
+        return rounds_of(call, out)
+
+    def run(x, stack, rounds):
+        def indexed(r, i):
+            sums = portable.product(x[r % 2, i], stack, layer=i[None], config=config)
+            y = _rounded(jnp.sum(sums.partials, axis=0)[:, :n]) * stack.multiplier[i]
+            return y.astype(x.dtype)
+
+        one_round = lambda r, y: jax.lax.fori_loop(0, x.shape[1], lambda i, y: indexed(r, i), y)
+        return jax.lax.fori_loop(0, rounds, one_round, jnp.zeros(out.shape, out.dtype))
+
+    return jax.jit(run)
 
 
 def check_other(kernels: str, m: int, n: int, k: int, *, config: Any = None) -> float:
@@ -410,7 +435,9 @@ def bench(
         row |= {"config": dataclasses.asdict(config) if config else {}}
         row |= {"ulp": check_other(kernels, m, n, k)}
         watch()
-        timing = time_other(kernels, m, n, k, is_dx=is_dx)
+        run = other_rounds(m, n, k, config=config, is_dx=is_dx)
+        inputs = other_inputs(kernels, m, n, k, config=config, is_dx=is_dx)
+        timing = measure(run, *inputs, name="product")
     row |= {"us": dataclasses.asdict(timing), "floor": floor_us(m, n, k)}
     if with_bf16:
         watch()

@@ -8,6 +8,7 @@ is timed: that is `scripts.bench_rollouts`, on a card.
 
     python -m scripts.compile_decode --model qwen2.5-7b --rows 16 64
     python -m scripts.compile_decode --rows 64 --bases nvfp4 --profile    # where the host's time goes
+    python -m scripts.compile_decode --bases nvfp4 mxfp4 nf4 --kernels portable    # needs `.[triton]` too
 """
 
 from __future__ import annotations
@@ -116,8 +117,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument(
-        "--bases", nargs="+", default=["nvfp4", "bfloat16"], choices=["nvfp4", "bfloat16"]
+        "--bases",
+        nargs="+",
+        default=["nvfp4", "bfloat16"],
+        choices=["nvfp4", "mxfp4", "nf4", "bfloat16"],
     )
+    parser.add_argument("--kernels", default="auto", choices=["auto", "portable", "reference"])
     parser.add_argument("--profile", action="store_true", help="of tracing and lowering")
     args = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -132,10 +137,13 @@ def main() -> None:
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])
     print("| base | rows | program | trace s | lower s | compile s | by Triton | temporaries GB |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    from pallas_kernels import runtime
+
     with as_on_an_h200():
+        runtime.use_kernels(args.kernels)
         for base, rows in itertools.product(args.bases, args.rows):
             shapes, traits = arguments(args.model, base, rows, args.rank, device)
-            for name in ("packed",) if base == "nvfp4" else ("packed", "dense"):
+            for name in ("packed", "dense") if base == "bfloat16" else ("packed",):
                 cells = report(getattr(engine._decode, name), shapes, traits, profile=args.profile)
                 print(f"| {base} | {rows} | {name} | {cells} |", flush=True)
 

@@ -85,14 +85,21 @@ def tune(layer: str, m: int, n: int, k: int, *, threads: int) -> dict[str, Any]:
 
 
 def tune_portable(layer: str, m: int, n: int, k: int, *, threads: int) -> dict[str, Any]:
-    """As `tune`, of the portable kernel; compiled one after the other, as Triton holds on to the interpreter."""
-    timed = []
-    for config in portable_tuning.candidates(m, n, k):
-        bench.watch()
-        try:
-            timed.append((bench.time_other("portable", m, n, k, config=config), config))
-        except jax.errors.JaxRuntimeError as refused:  # for want of shared memory, say
-            print(f"left out: {config}: {str(refused).splitlines()[0]}")
+    """As `tune`, of the portable kernel, each candidate with the sum of its parts."""
+    candidates, timed = portable_tuning.candidates(m, n, k), []
+    inputs = bench.other_inputs("portable", m, n, k, config=candidates[0])
+
+    def compiled(config):
+        return bench.other_rounds(m, n, k, config=config).lower(*inputs, jnp.int32(1)).compile()
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        for config, future in [(c, pool.submit(compiled, c)) for c in candidates]:
+            bench.watch()
+            try:
+                timing = bench.measure(future.result(), *inputs, repeats=1, name="product")
+                timed.append((timing, config))
+            except jax.errors.JaxRuntimeError as refused:  # for want of shared memory, say
+                print(f"left out: {config}: {str(refused).splitlines()[0]}")
     timed.sort(key=lambda pair: pair[0].call)
     for timing, config in timed:
         bench.watch()

@@ -76,7 +76,7 @@ def product(
     block_m = tuning.block_m(m, config)
     block_r = 32 if ranks % 32 == 0 else 16
     rank_split = tuning.rank_split(k) if ranks else 1
-    # Triton takes no empty arrays: what is not there is the weight's words, which nobody reads.
+    # What is not there is an array that is, and that no program reads.
     operands = {
         "layer": jnp.zeros((1,), jnp.int32) if layer is None else layer,
         "x": x,

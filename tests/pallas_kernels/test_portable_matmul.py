@@ -58,7 +58,7 @@ def test_products_meet_a_float64_oracle(portable, m, n, k, config):  # noqa: F81
     expected = np.asarray(x, np.float64) @ dense(w).T
     # Sums in float32 of products that are exact.
     np.testing.assert_allclose(
-        partials.sum(0)[:, :n], expected, atol=np.abs(expected).max() * 2**-18
+        partials.sum(0)[:, :n], expected, atol=np.abs(expected).max() * 2**-16
     )
 
 
@@ -66,7 +66,7 @@ def test_products_meet_a_float64_oracle(portable, m, n, k, config):  # noqa: F81
 def test_other_formats_are_another_decoder_of_the_same_kernel(portable, kind):  # noqa: F811
     x, w = normal(0, 4, 128), weight(kind, (64, 128))
     sums = jax.jit(functools.partial(matmul.product, config=TINY))(x, w).partials.sum(0)
-    assert_close(sums, np.asarray(x, np.float64) @ dense(w).T, ulps=1 if kind == "nf4" else 2**-10)
+    assert_close(sums, np.asarray(x, np.float64) @ dense(w).T, ulps=1 if kind == "nf4" else 2**-8)
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "nf4"])
@@ -76,7 +76,7 @@ def test_before_compute_capability_8_float16_is_multiplied(monkeypatch, portable
     pretend(monkeypatch, compute_capability="7.5")
     x, w = normal(1, 3, 128), weight(kind, (64, 128))
     sums = jax.jit(functools.partial(matmul.product, config=TINY))(x, w).partials.sum(0)
-    assert_close(sums, np.asarray(x, np.float64) @ dense(w).T, ulps=1 if kind == "nf4" else 2**-10)
+    assert_close(sums, np.asarray(x, np.float64) @ dense(w).T, ulps=1 if kind == "nf4" else 2**-8)
     assert matmul.unpacked(w).dtype == jnp.float16
     # Rows of very different sizes, and one of zeros: float16 ends at 65504.
     x = x * jnp.array([[1e6], [1e-6], [0]], jnp.bfloat16)
@@ -105,7 +105,7 @@ def test_a_stack_is_read_at_its_layer_with_the_ranks_beside_it(portable):  # noq
         (sums.down, wide @ np.asarray(a[2], np.float64).T),
     ):
         actual = np.asarray(actual, np.float64).sum(0)
-        np.testing.assert_allclose(actual, expected, atol=np.abs(expected).max() * 2**-18)
+        np.testing.assert_allclose(actual, expected, atol=np.abs(expected).max() * 2**-16)
 
 
 def test_a_row_has_the_same_bits_whatever_the_others_are(portable):  # noqa: F811
