@@ -15,6 +15,7 @@ import functools
 import math
 import numbers
 import operator
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -122,7 +123,7 @@ def _holds(rule: Rule, value: Any) -> bool:
     """Whether a value keeps a rule; a value of a type that the rule cannot read does not."""
     try:
         return bool(rule.holds(value))
-    except (TypeError, AttributeError):
+    except (TypeError, AttributeError, re.error):
         return False
 
 

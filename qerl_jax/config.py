@@ -826,6 +826,9 @@ class ToolsConfig(Checked, section="tools."):
         workers: Calls at a time; absent means as many as there are processors.
         call_format: How calls are written: "hermes" (JSON between <tool_call> and </tool_call>: Qwen, Hermes)
             or "llama3_json" (a turn that is JSON: Llama 3.1). Absent means what the chat template asks for.
+        call_pattern: A regular expression for calls in another form, instead of `call_format`: its group
+            `argument` is the only argument of a tool, its group `name` the tool's name, which may be absent
+            where there is one tool.
     """
 
     functions: tuple[str, ...] = ()
@@ -836,9 +839,24 @@ class ToolsConfig(Checked, section="tools."):
     seconds: Positive = 5.0
     workers: Count | None = None
     call_format: CallFormat | None = None
+    call_pattern: (
+        Annotated[
+            str,
+            Rule(
+                lambda text: "argument" in re.compile(text).groupindex,
+                'must be a regular expression with a group "(?P<argument>...)"',
+            ),
+        ]
+        | None
+    ) = None
 
     def _across(self):
         return [
+            (
+                self.call_pattern is None or self.call_format is None,
+                "call_pattern",
+                "must be absent where tools.call_format is given",
+            ),
             (
                 bool(self.functions) or self.environment is not None,
                 "functions",

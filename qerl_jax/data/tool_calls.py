@@ -106,6 +106,40 @@ def written(call: Call, call_format: CallFormat) -> str:
     return f"<tool_call>{body}</tool_call>" if call_format == "hermes" else body
 
 
+def parse_pattern(
+    text: str, pattern: str, schemas: Sequence[dict[str, Any]]
+) -> tuple[str, list[Call]]:
+    """What a turn says beside calls in a form of one's own, and the calls in order.
+
+    Args:
+        text: Of the turn.
+        pattern: A regular expression with a group `argument`, and with a group `name` unless there is one
+            tool.
+        schemas: Of the tools, by which the argument is named, and read as a number where it is one.
+    """
+    tools = {each["function"]["name"]: each["function"]["parameters"] for each in schemas}
+
+    def call(match: re.Match) -> Call:
+        found = match.groupdict()
+        name = found.get("name") or next(iter(tools))
+        properties = tools.get(name, {}).get("properties", {})
+        if len(properties) != 1:
+            return Call(
+                name, {}, f"{name} is no tool of one argument; there are {', '.join(tools)}"
+            )
+        ((argument, shape),) = properties.items()
+        value: Any = found["argument"].strip()
+        if shape.get("type") in ("integer", "number"):
+            try:
+                value = json.loads(value)
+            except ValueError:
+                return Call(name, {}, f"{argument}: got {value!r}; must be a number")
+        return Call(name, {argument: value})
+
+    calls = [call(match) for match in re.finditer(pattern, text)]
+    return (re.sub(pattern, "", text).strip() if calls else text), calls
+
+
 def _call(body: str) -> Call:
     try:
         made = parse_json(body)

@@ -25,12 +25,20 @@ class Tools:
         call_format: How calls are written.
         max_iterations: Most turns of a row that are answered; None for no limit.
         max_reply_tokens: Most tokens of the result of a call.
+        call_pattern: See `tool_calls.parse_pattern`; then `call_format` is None.
     """
 
     toolbox: Toolbox
-    call_format: CallFormat
+    call_format: CallFormat | None
     max_iterations: int | None = None
     max_reply_tokens: int = 256
+    call_pattern: str | None = None
+
+    def read(self, text: str) -> tuple[str, list[tool_calls.Call]]:
+        """What a turn says beside its calls, and the calls."""
+        if self.call_pattern is not None:
+            return tool_calls.parse_pattern(text, self.call_pattern, self.toolbox.schemas)
+        return tool_calls.parse(text, self.call_format)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +193,7 @@ class Conversations:
         with self._lock:
             # Tags of calls may be special tokens.
             text = self._tokenizer.hf.decode(turn, clean_up_tokenization_spaces=False)
-        said, calls = tool_calls.parse(text, self._tools.call_format)
+        said, calls = self._tools.read(text)
         message: dict[str, Any] = {"role": "assistant", "content": said}
         if calls:
             message["tool_calls"] = [call.to_message() for call in calls]

@@ -244,9 +244,10 @@ def _tools(
     template = str(tokenizer.hf.chat_template)
     how = conversations.Tools(
         toolbox,
-        cfg.tools.call_format or tool_calls.detect(template),
+        None if cfg.tools.call_pattern else cfg.tools.call_format or tool_calls.detect(template),
         cfg.tools.max_tool_calling_iterations,
         cfg.tools.max_reply_tokens,
+        cfg.tools.call_pattern,
     )
     if toolbox.unimportable:
         notes.append(

@@ -156,6 +156,7 @@ OTHER = dataclasses.replace(
         kv_cache_tokens=None,
         kv_cache_fraction=0.5,
     ),
+    tools=ToolsConfig(("calculator",), call_pattern="(?P<argument>.*)"),
     num_train_epochs=None,
     max_steps=16,
 )
@@ -330,6 +331,25 @@ BAD = [
         {"tools__functions": ("calculator",), "tools__environment_options": {"high": 3}},
         "{'high': 3}",
         "needs tools.environment",
+    ),
+    *(
+        (
+            "tools.call_pattern",
+            {"tools__functions": ("a",), "tools__call_pattern": x},
+            repr(x),
+            "(?P<",
+        )
+        for x in ("call", "(?P<argument>")
+    ),
+    (
+        "tools.call_pattern",
+        {
+            "tools__functions": ("a",),
+            "tools__call_pattern": "(?P<argument>.)",
+            "tools__call_format": "hermes",
+        },
+        "'(?P<argument>.)'",
+        "must be absent where tools.call_format",
     ),
     ("lora.target_modules[0]", {"lora__target_modules": ("lm_head",)}, "'lm_head'", "'q_proj'"),
     ("lora.target_modules", {"lora__target_modules": ()}, "()", "must name at least one of"),

@@ -82,6 +82,19 @@ def test_of_several_llama_calls_the_one_that_cannot_be_read_says_why():
     assert first == Call("f", {}) and "not valid JSON" in second.error
 
 
+def test_a_pattern_reads_calls_of_one_argument_in_any_form():
+    schemas = [tool_calls.schema(each) for each in (add, lone)]
+    react = r"Action: (?P<name>\w+)\[(?P<argument>[^\]]*)\]"
+    read = lambda text, tools=schemas: tool_calls.parse_pattern(text, react, tools)
+    assert read("Thought. Action: lone[ 12 ]") == ("Thought.", [Call("lone", {"x": 12})])
+    assert read("No action.") == ("No action.", [])
+    assert "must be a number" in read("Action: lone[a]")[1][0].error
+    for name in ("add", "other"):
+        assert f"{name} is no tool of one argument" in read(f"Action: {name}[1]")[1][0].error
+    only = tool_calls.parse_pattern("What is 3?", r"What is (?P<argument>.*)\?", schemas[1:])
+    assert only == ("", [Call("lone", {"x": 3})])
+
+
 def test_the_format_of_calls_follows_from_the_template():
     assert tool_calls.detect(QWEN) == "hermes"
     assert tool_calls.detect('... "parameters" ... ipython ...') == "llama3_json"
@@ -97,6 +110,15 @@ def add(a: int, b: int = 2) -> int:
         b: Another.
     """
     return a + b
+
+
+def lone(x: int) -> int:
+    """One argument.
+
+    Args:
+        x: It.
+    """
+    return x
 
 
 def untold(a):
