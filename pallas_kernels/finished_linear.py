@@ -40,7 +40,7 @@ def prepare_branches(
     matrices: Sequence[tuple[jax.Array, jax.Array]],
     bias: jax.Array | None,
     scaling: float,
-    weight: PackedWeight | jax.Array,
+    weight: PackedWeight | jax.Array | None,
     dtype: DTypeLike,
     *,
     rows: int,
@@ -52,7 +52,7 @@ def prepare_branches(
       matrices: A [K, R] and B [R, N_i] in float32, of the parts of N.
       bias: [N], or None.
       scaling: alpha / R.
-      weight: of the linear, or a stack of them.
+      weight: of the linear, or a stack of them; None makes what serves with any weight.
       dtype: of the activations.
       rows: of x.
       has_unit: whether a norm's unit will be given, and no residual.

@@ -19,11 +19,11 @@ import numpy as np
 
 from pallas_kernels import runtime
 from qerl_jax.checked import require
-from qerl_jax.checkpoint import hf_folder
+from qerl_jax.checkpoint import base_model, hf_folder
 from qerl_jax.config import DENSE, ConfigError, Remat, RunConfig
 from qerl_jax.generation import kv_capacity
 from qerl_jax.model import architecture, kv_cache, packing
-from qerl_jax.model.transformer import Transformer, abstract_base, trainable
+from qerl_jax.model.transformer import Kept, Transformer, abstract_base, trainable
 from qerl_jax.rl import experience, grpo, microbatches, optimizer, update
 
 Phase = Literal["always", "rollout", "update", "evaluation"]
@@ -356,7 +356,9 @@ def abstract_policy(
     cfg: RunConfig, arch: architecture.Architecture
 ) -> tuple[Transformer, Any, Any]:
     """The model, and shapes and types of what trains and of what is frozen."""
-    model = Transformer(arch, cfg.model.weights, cfg.lora, jnp.dtype(cfg.model.dtype))
+    model = Transformer(
+        arch, cfg.model.weights, cfg.lora, jnp.dtype(cfg.model.dtype), kept=_kept(cfg, arch)
+    )
     base = abstract_base(model)
     if cfg.model.trainable == "full":
         model = model.clone(lora=None, full=True)
@@ -370,7 +372,8 @@ def _always(cfg: RunConfig, arch: architecture.Architecture) -> tuple[list[Item]
     """What always stays, and bytes of what trains."""
     model, params, frozen = abstract_policy(cfg, arch)
     state = jax.eval_shape(lambda p: optimizer.transformation(cfg.optim).init(p), params)
-    adapter, layers = _bytes(params), _bytes(frozen.get("layers", {}))
+    adapter = _bytes(params)
+    layers = _bytes([frozen.get(name, {}) for name in ("layers", "kept")])
     to_pack = 'model.weights to "nvfp4"' if cfg.model.weights in DENSE else ""
     eight_bit = "" if cfg.optim.optimizer == "adamw_8bit" else 'optim.optimizer to "adamw_8bit"'
     items = [
@@ -550,6 +553,14 @@ def _architecture(cfg: RunConfig) -> architecture.Architecture:
     if known and not pathlib.Path(name).expanduser().is_dir():
         return known
     return architecture.load(hf_folder.local_folder(name, weights=False))
+
+
+def _kept(cfg: RunConfig, arch: architecture.Architecture) -> Kept:
+    """The linears that a packed folder on this disk keeps in 16 bits."""
+    folder = pathlib.Path(cfg.model.model_name_or_path).expanduser()
+    if cfg.model.random_base or not any(folder.glob("*.safetensors")):
+        return ()
+    return base_model.kept_linears(folder, arch)
 
 
 def _width(cfg: RunConfig) -> int:

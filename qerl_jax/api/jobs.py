@@ -6,7 +6,7 @@ import pathlib
 import sys
 import tempfile
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from pallas_kernels import runtime
@@ -201,6 +201,7 @@ def quantize(
     num_samples: int = Calibration.num_samples,
     max_length: int = Calibration.max_length,
     seed: int = 0,
+    keep: Sequence[str] = (),
     quiet: bool = False,
 ) -> dict[str, Any]:
     """Writes a 4-bit folder of a 16-bit model, layer by layer; the same call goes on after a stop.
@@ -226,6 +227,8 @@ def quantize(
         num_samples: Number of rows to calibrate on.
         max_length: Tokens that are used of each row.
         seed: Random seed for the choice of the rows.
+        keep: Linears that stay in 16 bits: names, or patterns such as "model.layers.0.*" or "*.down_proj".
+            With one that reads an input stay all that read it (q, k and v; gate and up).
         quiet: Show nothing.
 
     Returns:
@@ -244,7 +247,9 @@ def quantize(
         require(value in values, name, value, f"must be one of {', '.join(map(repr, values))}")
     runtime.use_compilation_cache()
     rows = Calibration(dataset, num_samples, max_length, seed)
-    recipe = quantizer.Recipe(format, method, block_scales, scale_rounding, double_quant, rows)
+    recipe = quantizer.Recipe(
+        format, method, block_scales, scale_rounding, double_quant, rows, tuple(keep)
+    )
     return quantizer.quantize(os.fspath(source), target, recipe, _log(quiet))
 
 

@@ -14,7 +14,7 @@ from qerl_jax.checkpoint import hf_folder, packed_formats, safetensors
 from qerl_jax.config import DENSE, BlockScales, LoraConfig, ModelConfig
 from qerl_jax.data import tokenizer
 from qerl_jax.model import architecture
-from qerl_jax.model.transformer import Transformer, abstract_base, random_base
+from qerl_jax.model.transformer import Kept, Transformer, abstract_base, random_base
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
 
@@ -66,7 +66,8 @@ def load_base(
         "could take its config.json",
     )
     tokens = _tokenizer(cfg, folder, arch)
-    model = Transformer(arch, cfg.weights, lora, jnp.dtype(cfg.dtype))
+    kept = () if cfg.random_base else kept_linears(folder, arch)
+    model = Transformer(arch, cfg.weights, lora, jnp.dtype(cfg.dtype), kept=kept)
     frozen = (
         random_base(model, jax.random.key(seed))
         if cfg.random_base
@@ -128,6 +129,13 @@ def read_base(
         NotImplementedError,
     )
     check_names(arch, tensors, source)
+    kept = kept_linears(folder, arch)
+    require(
+        model.weights in DENSE or model.kept == kept,
+        "model.kept",
+        model.kept,
+        f"{folder} keeps {kept} in 16 bits",
+    )
 
     dtype = abstract_base(model)["embed_tokens"].dtype
 
@@ -136,19 +144,63 @@ def read_base(
         return prepare(weight, model.dtype)
 
     shared = _shared_scales(arch, tensors, source) if source and source.name == "nvfp4" else set()
+    in_16_bits = {linear: set(at) for linear, at in kept}
+    _, partly = model.kept_linears()
+    stacks: dict[str, jax.Array] = {}
 
     def read_linear(linear: str, names: list[str]) -> PackedWeight | jax.Array:
-        if source is None:
+        index = int(names[0].split(".")[2])
+        if model.weights in DENSE or index in in_16_bits.get(linear, ()):
+            dense = [read_dense(tensors, source, name, dtype) for name in names]
+            if model.weights in DENSE or linear not in partly:
+                return jnp.concatenate(dense).astype(dtype)
+            places = partly[linear]
+            whole = jnp.concatenate(dense).astype(dtype)[None]
+            if linear not in stacks:
+                stacks[linear] = jnp.zeros((len(places), *whole.shape[1:]), dtype)
+            stacks[linear] = _put(stacks[linear], whole[0], places.index(index))
+            # Layers must be alike: this one has a packed weight too, which is never read.
+            parts = source.pack(dense)
+        elif source is None:
             parts = [jnp.asarray(tensors[f"{name}.weight"]) for name in names]
-            if model.weights in DENSE:
-                return jnp.concatenate(parts).astype(dtype)
             return arrange(_pack(packed_formats.named(model.weights), scales, parts))
-        parts = [source.read(tensors, name) for name in names]
+        else:
+            parts = [source.read(tensors, name) for name in names]
         apart = {"shared": False} if source.name == "nvfp4" and linear not in shared else {}
-        whole = source.fuse(parts, **apart)
-        return source.unpack(whole, dtype) if model.weights in DENSE else arrange(whole)
+        return arrange(source.fuse(parts, **apart))
 
-    return assemble(arch, tensors, dtype, read_linear)
+    frozen = assemble(arch, tensors, dtype, read_linear)
+    return frozen | ({"kept": stacks} if stacks else {})
+
+
+def read_dense(
+    tensors: Mapping[str, Any], source: packed_formats.Format | None, name: str, dtype
+) -> jax.Array:
+    """A linear's weight [N, K] as it is in the folder, or unpacked to `dtype` where it is packed."""
+    if source is None or _in_16_bits(tensors, name):
+        return jnp.asarray(tensors[f"{name}.weight"])
+    return source.unpack(source.read(tensors, name), dtype)
+
+
+def kept_linears(folder: str | pathlib.Path, arch: architecture.Architecture) -> Kept:
+    """The linears of a packed folder that are in 16 bits, whatever its config calls them, and in which layers.
+
+    Of linears that read one input, all are in 16 bits where one is.
+    """
+    if packed_formats.of_folder(folder) is None:
+        return ()
+    tensors, found = safetensors.Tensors(folder), {}
+    for linear in arch.linears():
+        found[linear] = tuple(
+            index
+            for index in range(arch.num_layers)
+            if any(_in_16_bits(tensors, name) for name in arch.linear_names(linear, index))
+        )
+    return tuple((linear, at) for linear, at in found.items() if at)
+
+
+def _in_16_bits(tensors: safetensors.Tensors, name: str) -> bool:
+    return f"{name}.weight" in tensors and tensors.type(f"{name}.weight") in _FLOATS
 
 
 def assemble(
@@ -240,6 +292,7 @@ def _shared_scales(
         if all(
             len({source.read(tensors, name).global_scale.item() for name in names}) == 1
             for names in (arch.linear_names(linear, index) for index in range(arch.num_layers))
+            if not any(_in_16_bits(tensors, name) for name in names)
         )
     }
 
@@ -272,6 +325,8 @@ def check_names(
             linears.update(names)
             for name, (_, n) in zip(names, parts, strict=True):
                 shapes = shapes_of(n, arch.input_width(linear))
+                if _in_16_bits(tensors, name):
+                    shapes = {"weight": (n, arch.input_width(linear))}
                 shapes |= {"bias": (n,)} if linear == "qkv" and arch.qkv_bias else {}
                 expected |= {f"{name}.{suffix}": shape for suffix, shape in shapes.items()}
     for name in tensors:
@@ -297,12 +352,8 @@ def _check_kind(
     has_place: bool,
 ) -> None:
     """Refuses a linear's tensor that has another type, is not packed, or would have to act."""
-    found, types = tensors.type(name), {"weight": _FLOATS} if source is None else source.types
-    if source is not None and suffix == "weight" and found in _FLOATS:
-        raise NotImplementedError(
-            f"{name.removesuffix('.weight')}: is not packed, although the folder is; a folder that "
-            "leaves some linears of the layers out of its quantization cannot be read"
-        )
+    dense = source is None or _in_16_bits(tensors, name.removesuffix(f".{suffix}"))
+    found, types = tensors.type(name), {"weight": _FLOATS} if dense else source.types
     if not has_place and suffix not in _IGNORED:
         raise NotImplementedError(
             f"{name}: has no place in the model, and would change what the linear does"

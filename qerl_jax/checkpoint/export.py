@@ -116,9 +116,8 @@ def export(
             else:
                 form = packed_formats.named(to) if to == "nvfp4" else None
                 _write_model(partial, sums, form, dtype)
-                written = transformer.Transformer(
-                    architecture.load(partial), form.name if form else str(dtype), None, model.dtype
-                )
+                written = model.clone(weights=form.name if form else str(dtype), lora=None)
+                written = written.clone(kept=base_model.kept_linears(partial, model.arch))
                 found = probe.policy(written, base_model.read_base(partial, written))
         if to == "merged" and base == "original" and cfg.model.weights not in config.DENSE:
             # On another base the adapter does something else: the merged model must equal that base with
@@ -364,6 +363,7 @@ class _Sums:
         scales: How block scales of `held` are chosen.
         params: The adapter; empty where the base itself was trained.
         branches: Of the adapter, by linear.
+        kept: Linears of the folder, with the layer of each, that are in 16 bits though it is packed.
     """
 
     source: pathlib.Path
@@ -374,6 +374,7 @@ class _Sums:
     scales: config.BlockScales
     params: dict[str, Any]
     branches: Mapping[str, lora.LinearShape]
+    kept: frozenset[tuple[str, int]]
 
     @classmethod
     def of(
@@ -397,10 +398,14 @@ class _Sums:
             cfg.model.block_scales,
             params.get("layers", {}),
             lora.shapes(model.lora, model.arch) if model.lora else {},
+            frozenset((linear, index) for linear, at in model.kept for index in at),
         )
 
-    def packed(self, names: list[str]) -> list[Any] | None:
-        """The base's packed weights, if it is packed."""
+    def packed(self, linear: str, index: int) -> list[Any] | None:
+        """A linear's packed weights, if it is packed."""
+        if (linear, index) in self.kept:
+            return None
+        names = self.arch.linear_names(linear, index)
         if self.stored is not None:
             return [self.stored.read(self.tensors, name) for name in names]
         if self.held is None:
@@ -415,7 +420,8 @@ class _Sums:
             weights = [form.unpack(part, jnp.float32) for part in packed]
         else:
             names = self.arch.linear_names(linear, index)
-            weights = [jnp.asarray(self.tensors[f"{name}.weight"]) for name in names]
+            read = functools.partial(base_model.read_dense, self.tensors, self.stored)
+            weights = [read(name, jnp.float32) for name in names]
         if linear not in self.params:
             return weights
         shape = self.branches[linear]
@@ -443,7 +449,7 @@ class _Sums:
 
         def read(linear, names):
             index = int(names[0].split(".")[2])
-            weights = self.weights(linear, index, self.packed(names))
+            weights = self.weights(linear, index, self.packed(linear, index))
             return jnp.concatenate(weights).astype(dtype)
 
         return base_model.assemble(self.arch, dict(self.tensors) | norms, dtype, read)
@@ -533,6 +539,7 @@ def _write_model(
     arch, tensors = sums.arch, sums.tensors
     outside = {"model.embed_tokens.weight", "model.norm.weight"}
     outside |= set() if arch.tie_word_embeddings else {"lm_head.weight"}
+    kept = [name for at in sorted(sums.kept) for name in arch.linear_names(*at)]
 
     def layer(index: int) -> dict[str, np.ndarray]:
         written = {}
@@ -543,9 +550,9 @@ def _write_model(
             written[f"{name}.bias"] = np.asarray(tensors[f"{name}.bias"], dtype)
         for linear in arch.linears():
             names = arch.linear_names(linear, index)
-            packed = sums.packed(names)
+            packed = sums.packed(linear, index)
             weights = sums.weights(linear, index, packed)
-            if form is None:
+            if form is None or (linear, index) in sums.kept:
                 files = [{"weight": np.asarray(weight.astype(dtype))} for weight in weights]
             else:
                 if linear in sums.params or packed is None:
@@ -561,8 +568,9 @@ def _write_model(
         arch.num_layers,
         {name: tensors[name] for name in tensors if name in outside},
         layer,
+        kind=lambda index: frozenset(linear for linear, at in sums.kept if at == index),
         dtype=dtype,
-        quantization_config=None if form is None else form.config,
+        quantization_config=None if form is None else form.config_without(kept),
     )
 
 

@@ -4,7 +4,7 @@ import functools
 import json
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import jax
@@ -54,6 +54,7 @@ def fill_folder(
     outside: Mapping[str, np.ndarray],
     layer: Callable[[int], Mapping[str, np.ndarray]],
     *,
+    kind: Callable[[int], Hashable] = lambda index: None,
     dtype: Any,
     quantization_config: dict[str, Any] | None = None,
 ) -> None:
@@ -66,16 +67,20 @@ def fill_folder(
         source: A model folder of the same architecture.
         num_layers: L.
         outside: Tensors that are in no layer, by name; written in `dtype`.
-        layer: Index -> tensors of that layer, by name; all layers have the same.
+        layer: Index -> tensors of that layer, by name.
+        kind: Index -> what is equal for layers whose tensors have the same names, types and shapes.
         dtype: Type of the model: bfloat16 or float32.
         quantization_config: The entry of config.json, where weights are packed.
     """
     dtype, layer = np.dtype(dtype), functools.lru_cache(maxsize=1)(layer)
     table = {name: (dtype, array.shape) for name, array in outside.items()}
+    shapes: dict[Hashable, dict[str, tuple]] = {}
     for index in range(num_layers):
-        for name, array in layer(0).items():
-            name = name.replace("model.layers.0.", f"model.layers.{index}.", 1)
-            table[name] = (array.dtype, array.shape)
+        prefix = f"model.layers.{index}."
+        if kind(index) not in shapes:
+            made = layer(index).items()
+            shapes[kind(index)] = {n.removeprefix(prefix): (a.dtype, a.shape) for n, a in made}
+        table |= {prefix + name: shape for name, shape in shapes[kind(index)].items()}
 
     def read(name: str) -> np.ndarray:
         if name in outside:

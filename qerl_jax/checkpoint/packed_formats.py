@@ -103,6 +103,11 @@ class Format:
         index = jnp.arange(blocks)
         return gram.reshape(blocks, self.group, blocks, self.group)[index, :, index]
 
+    def config_without(self, kept: Sequence[str]) -> dict[str, Any]:
+        """`quantization_config` of a folder that leaves these linears in 16 bits, by their names."""
+        field = "ignore" if "ignore" in self.config else "llm_int8_skip_modules"
+        return self.config | {field: [*self.config[field], *kept]}
+
     def check(self, arch: Architecture) -> None:
         """Says which linear cannot be packed.
 

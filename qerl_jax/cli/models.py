@@ -53,6 +53,7 @@ def quantize(
     num_samples: int = 256,
     max_length: int = 2048,
     seed: int = 0,
+    keep: tuple[str, ...] = (),
 ) -> None:
     """Writes a 4-bit folder of a 16-bit model, layer by layer; the same call goes on after a stop.
 
@@ -72,6 +73,8 @@ def quantize(
         num_samples: Number of rows to calibrate on.
         max_length: Tokens that are used of each row.
         seed: Random seed for the choice of the rows.
+        keep: Linears that stay in 16 bits: names, or patterns such as "model.layers.0.*" or "*.down_proj".
+            With one that reads an input stay all that read it (q, k and v; gate and up).
     """
     qerl_jax.quantize(
         source,
@@ -85,4 +88,5 @@ def quantize(
         num_samples=num_samples,
         max_length=max_length,
         seed=seed,
+        keep=keep,
     )

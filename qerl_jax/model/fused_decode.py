@@ -113,6 +113,8 @@ def supports(
         return f"needs activations in bfloat16; got {model.dtype} and weights in {model.weights}"
     if model.full:
         return "needs frozen weights"
+    if any(model.kept_linears()):
+        return "needs linears that are all packed; some of this base are kept in 16 bits"
     arch = model.arch
     if reason := decode_attention.supports_heads(arch.num_heads, arch.num_kv_heads, arch.head_size):
         return f"attention {reason}"

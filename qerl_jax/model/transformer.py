@@ -12,6 +12,11 @@ Beside them `prepared`, when given, holds what a loop of decoding steps made onc
 (`with_prepared_adapter`).
 
 Layers are stacked: every leaf under `layers` has a leading axis L, and the forward pass scans it.
+
+Some linears of a packed base may be kept in 16 bits (`Kept`). One that is kept in all layers is a dense
+stack like any other. Where it is kept in some, all layers have a packed weight of it, so that they stay
+alike, and `kept` beside `layers` holds the dense ones, one after the other: a layer that has one takes
+that, and its packed weight is not read.
 """
 
 import dataclasses
@@ -26,7 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import decode_attention, mxfp4, nf4, nvfp4, prepare, rounded
 from pallas_kernels.finished_linear import finished_linear, prepare_branches
-from qerl_jax.config import LoraConfig, Remat, Weights
+from qerl_jax.config import DENSE, LoraConfig, Remat, Weights
 from qerl_jax.model import kv_cache, layers, packing
 from qerl_jax.model.architecture import LAYER_NORMS, Architecture
 from qerl_jax.model.lora import LinearShape
@@ -34,6 +39,10 @@ from qerl_jax.model.lora import shapes as lora_shapes
 
 # Linears whose products a backward pass finds kept; nothing in it reads that of "down".
 _KEPT = {"products": ("qkv", "o", "gate_up"), "mlp": ("qkv", "o"), "layer": ()}
+
+
+# Linears of a packed base that are in 16 bits: each with the layers where it is.
+type Kept = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Role(enum.Enum):
@@ -134,10 +143,11 @@ class FusedLinear(nn.Module):
     shape: LinearShape | None = None
 
     @nn.compact
-    def __call__(self, x, residual=None, index=0):
+    def __call__(self, x, residual=None, index=0, kept=None):
         """x [..., K], or a norm's two factors; -> [..., N], or that added to a residual stream.
 
-        `index` is the number of the layer.
+        `index` is the number of the layer. With `kept`, a stack of dense weights and the place of this
+        layer's in it, that weight acts instead of the own one, unless the place is -1.
         """
         x, unit = x if isinstance(x, layers.Normed) else (x, None)
         if self.is_mutable_collection("intermediates"):  # the caller asks; see `run_layer`
@@ -153,7 +163,15 @@ class FusedLinear(nn.Module):
         if self.bias:
             zeros = lambda _: jnp.zeros((features,), _dtype(self.weights))
             bias = rounded(self._base("bias", zeros), x.dtype)
-        y = finished_linear(x, weight, branches, unit=unit, bias=bias, residual=residual)
+        finished = lambda weight: finished_linear(
+            x, weight, branches, unit=unit, bias=bias, residual=residual
+        )
+        if kept is None:
+            y = finished(weight)
+        else:
+            stack, place = kept
+            own = lambda: finished(jax.lax.dynamic_index_in_dim(stack, place, keepdims=False))
+            y = jax.lax.cond(place >= 0, own, lambda: finished(weight))
         return checkpoint_name(y, self.name)
 
     def _branches(self, x, index):
@@ -186,27 +204,39 @@ class FusedLinear(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x)). Carries (residual stream, cache)."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)). Carries (residual stream, cache).
+
+    Attributes:
+        arch: Sizes and traits.
+        weights: How new linears are held.
+        lora: Shape of the adapter.
+        role: What the weights are.
+        dense: Linears that are not packed, whatever `weights` says.
+    """
 
     arch: Architecture
     weights: Weights
     lora: LoraConfig | None = None
     role: Role = Role.FROZEN
+    dense: tuple[str, ...] = ()
 
     @nn.compact
-    def __call__(self, carry, index, tables, packed=None, plan=None):
+    def __call__(self, carry, index, tables, packed=None, plan=None, kept=None):
+        """`kept` has stacks of dense weights of some linears, and the places [L] of the layers' in them."""
         x, cache = carry
-        x, cache = self._attention(x, cache, index, tables, packed, plan)
+        own = {name: (stack, places[index]) for name, (stack, places) in (kept or {}).items()}
+        x, cache = self._attention(x, cache, index, tables, packed, plan, own)
         rows = None if packed is None else packed.rows
         normed = self._norm("post_attention_layernorm", split=True)(x, rows)
-        gate_up = self._linear("gate_up")(normed, index=index)
-        return (self._linear("down")(layers.swiglu(gate_up), x, index), cache), None
+        gate_up = self._linear("gate_up")(normed, index=index, kept=own.get("gate_up"))
+        down = self._linear("down")(layers.swiglu(gate_up), x, index, own.get("down"))
+        return (down, cache), None
 
-    def _attention(self, x, cache, index, tables, packed, plan):
+    def _attention(self, x, cache, index, tables, packed, plan, kept):
         arch = self.arch
         rows = None if packed is None else packed.rows
         normed = self._norm("input_layernorm", split=True)(x, rows)
-        qkv = self._linear("qkv", bias=arch.qkv_bias)(normed, index=index)
+        qkv = self._linear("qkv", bias=arch.qkv_bias)(normed, index=index, kept=kept.get("qkv"))
         batch, length, _ = qkv.shape
         heads = qkv.reshape(batch, length, -1, arch.head_size)
         query, key, value = jnp.split(
@@ -232,14 +262,15 @@ class Block(nn.Module):
             else:
                 mixed = _packed_attention(packed, query, key, value)
         mixed = mixed.reshape(batch, length, arch.query_width)
-        return self._linear("o")(mixed, x, index), cache
+        return self._linear("o")(mixed, x, index, kept.get("o")), cache
 
     def _linear(self, name, bias=False):
         parts, role, shape = self.arch.linears()[name], self.role, None
         if role is Role.ADAPTED:
             shape = lora_shapes(self.lora, self.arch).get(name)
             role = Role.FROZEN if shape is None else role
-        return FusedLinear(parts, self.weights, self.lora, role, bias, shape, name=name)
+        weights = "bfloat16" if name in self.dense else self.weights
+        return FusedLinear(parts, weights, self.lora, role, bias, shape, name=name)
 
     def _norm(self, name, split=False):
         role = self.role
@@ -258,6 +289,8 @@ class Transformer(nn.Module):
         lora: Shape of the adapter, or None for the bare base.
         dtype: Type of the activations: bfloat16 or float32.
         full: Whether `params` holds what the layers hold, instead of an adapter; see `trainable`.
+        kept: Linears of a packed base that are in bfloat16, and in which layers; without a meaning where
+            no linear is packed.
     """
 
     arch: Architecture
@@ -265,6 +298,7 @@ class Transformer(nn.Module):
     lora: LoraConfig | None = None
     dtype: Any = jnp.bfloat16
     full: bool = False
+    kept: Kept = ()
 
     @nn.compact
     def __call__(
@@ -315,21 +349,56 @@ class Transformer(nn.Module):
             block,
             variable_axes={"params": 0, "frozen": 0, "noise": 0, "prepared": 0},
             split_rngs={"params": True, "dropout": True},
-            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+            in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
             length=arch.num_layers,
             # Flax's check takes a kernel that writes to the cache for a loop that is not invariant. No
             # variable here is shared by the layers, so there is nothing that it could find. Elsewhere it
             # stays on: without it a random adapter would be another one for the same seed.
             check_constancy_invariants=not extends,
         )
-        stack = scan(arch, self.weights, self.lora, self._role(adapter), name="layers")
+        dense, partly = self.kept_linears()
+        stack = scan(arch, self.weights, self.lora, self._role(adapter), dense, name="layers")
+        kept = self._kept_weights(partly)
         x = embedding[tokens].astype(self.dtype)
         plan = decode_attention.plan(cache.keys, cache.tables, cache.ends) if extends else None
-        (x, cache), _ = stack((x, cache), jnp.arange(arch.num_layers), tables, packed, plan)
+        (x, cache), _ = stack((x, cache), jnp.arange(arch.num_layers), tables, packed, plan, kept)
         if cache is not None:
             cache = dataclasses.replace(cache, ends=cache.ends + tokens.shape[1])
         rows = None if packed is None else packed.rows
         return Norm(arch.rms_norm_eps, dtype, name="norm")(x, rows), cache
+
+    def kept_linears(self) -> tuple[tuple[str, ...], dict[str, tuple[int, ...]]]:
+        """The linears that are in 16 bits in all layers of a packed base, and those that are in some, with these."""
+        kept = {} if self.weights in DENSE else dict(self.kept)
+        dense = tuple(name for name, at in kept.items() if len(at) == self.arch.num_layers)
+        return dense, {name: at for name, at in kept.items() if name not in dense}
+
+    def _kept_weights(
+        self, partly: dict[str, tuple[int, ...]]
+    ) -> dict[str, tuple[jax.Array, jax.Array]]:
+        """For each linear: the dense weights of some layers, and the place [L] of each layer's, or -1."""
+        if not partly:
+            return {}
+
+        def random():
+            widths = {
+                name: (
+                    len(at),
+                    sum(size for _, size in self.arch.linears()[name]),
+                    self.arch.input_width(name),
+                )
+                for name, at in partly.items()
+            }
+            return {name: self._random(shape, jnp.bfloat16) for name, shape in widths.items()}
+
+        stacks = self.variable("frozen", "kept", random).value
+        places = {
+            name: jnp.array(
+                [at.index(i) if i in at else -1 for i in range(self.arch.num_layers)], jnp.int32
+            )
+            for name, at in partly.items()
+        }
+        return {name: (stacks[name], places[name]) for name in partly}
 
     def _role(self, adapter: bool) -> Role:
         """What the layers' weights are."""
@@ -409,11 +478,13 @@ def with_prepared_adapter(
         rows: Tokens that run at a time.
     """
     stacked, params = variables["frozen"]["layers"], variables["params"]["layers"]
+    _, partly = model.kept_linears()
 
     def branches(linear: str, shape: LinearShape):
         pairs = [params[linear][part] for part, _ in model.arch.linears()[linear]]
         matrices = [(pair["a"], shape.scaled(pair["b"], i)) for i, pair in enumerate(pairs)]
-        weight = stacked[linear]["weight"]
+        # Where a layer may have a dense weight instead, the matrices are prepared for any.
+        weight = None if linear in partly else stacked[linear]["weight"]
         bias, has_unit = stacked[linear].get("bias"), linear in ("qkv", "gate_up")
         of_layer = functools.partial(
             prepare_branches,

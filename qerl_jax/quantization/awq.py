@@ -21,6 +21,7 @@ gain comes from the scales of blocks.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -92,6 +93,7 @@ def fold(
     tensors: dict[str, Any],
     prefix: str,
     seen: dict[str, Inputs],
+    kept: Sequence[str] = (),
 ) -> Folded:
     """Finds the scales of a layer's four inputs and folds them in.
 
@@ -102,6 +104,7 @@ def fold(
         tensors: The layer's tensors, by their names in a folder.
         prefix: Start of these names.
         seen: What is known of the inputs of each fused linear; emptied.
+        kept: Linears that are not packed: their inputs are not scaled.
     """
     tensors, errors, rows = dict(tensors), {}, {}
     packed, grams = {}, {}
@@ -114,6 +117,11 @@ def fold(
         weights = [jnp.asarray(tensors[name]) for name in names]
         before = None if norm is None else jnp.asarray(tensors[f"{prefix}{norm}.weight"])
         divided = [rows.get(part, jnp.ones(len(w))) for part, w in zip(parts, weights, strict=True)]
+        if linear in kept:
+            new = [np.asarray(w / by[:, None]) for w, by in zip(weights, divided, strict=True)]
+            tensors.update(zip(names, new, strict=True))
+            seen.pop(linear)
+            return jnp.ones(weights[0].shape[1])
         s, after, new, parts, gram, (nearest, found) = _search(
             form, scales, heads, weights, divided, seen.pop(linear), before
         )

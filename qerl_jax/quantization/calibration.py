@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.checked import Checked, Count, require
@@ -97,8 +98,13 @@ class HiddenStates:
     def advance(self, layer: dict[str, Any]) -> None:
         """Passes a layer."""
         for x, _, first in self._batches():
-            passed = np.asarray(_advance(self.model, layer, x))
+            passed = np.asarray(advance(self.model, layer, x))
             self.rows[first : first + len(x)] = passed[: len(self.rows) - first]
+
+    def sample(self) -> tuple[jax.Array, jax.Array]:
+        """The rows that pass a layer first, [B, T, D], and which of their slots are tokens, [B, T]."""
+        x, live, _ = next(self._batches())
+        return jnp.asarray(x), jnp.asarray(live)
 
     def _batches(self):
         slots = np.arange(len(self.rows[0]))
@@ -118,7 +124,8 @@ def _observe(model, layer, x, live, seen):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _advance(model, layer, x):
+def advance(model: Transformer, layer: dict[str, Any], x: jax.Array) -> jax.Array:
+    """Hidden states [B, T, D] after a dense layer, compiled."""
     return run_layer(model, layer, x)[0]
 
 

@@ -6,13 +6,14 @@ calibration the hidden states of its rows.
 """
 
 import dataclasses
+import fnmatch
 import functools
 import json
 import pathlib
 import resource
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -27,7 +28,7 @@ from qerl_jax.data import tokenizer
 from qerl_jax.files import Progress, read_json
 from qerl_jax.model import architecture, transformer
 from qerl_jax.quantization import awq, gptq
-from qerl_jax.quantization.calibration import Calibration, HiddenStates, token_rows
+from qerl_jax.quantization.calibration import Calibration, HiddenStates, advance, token_rows
 
 REPORT = "quantization_report.json"
 
@@ -52,6 +53,8 @@ class Recipe:
             specification's "floor".
         double_quant: Whether NF4's scales are quantized too.
         calibration: Texts to calibrate on, for all methods but "rtn".
+        keep: Linears that stay in 16 bits: their names, or patterns of them with *, ? and [...], such as
+            "model.layers.0.*" or "*.down_proj". With one that reads an input stay all that read it.
     """
 
     format: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4"
@@ -60,15 +63,43 @@ class Recipe:
     scale_rounding: mxfp4.Rounding = "nearest"
     double_quant: bool = True
     calibration: Calibration = Calibration()
+    keep: tuple[str, ...] = ()
 
 
-def expected_size(arch: architecture.Architecture, form: packed_formats.Format) -> int:
+type Kept = frozenset[tuple[str, int]]
+
+
+def kept_linears(arch: architecture.Architecture, patterns: Sequence[str]) -> Kept:
+    """The linears that patterns name, with the layer of each: all that read one input, where one is named.
+
+    Raises:
+        ValueError: For a pattern that names no linear.
+    """
+    names = {
+        (linear, index): arch.linear_names(linear, index)
+        for linear in arch.linears()
+        for index in range(arch.num_layers)
+    }
+    kept = set()
+    for pattern in patterns:
+        found = {at for at, own in names.items() if fnmatch.filter(own, pattern)}
+        first, last = names["qkv", 0][0], names["down", arch.num_layers - 1][0]
+        require(bool(found), "keep", pattern, f"names no linear; they are called {first} to {last}")
+        kept |= found
+    return frozenset(kept)
+
+
+def expected_size(
+    arch: architecture.Architecture, form: packed_formats.Format, kept: Kept = frozenset()
+) -> int:
     """Bytes of a quantized folder's tensors, where what is not packed is in 16 bits."""
-    shapes = [
-        (n, arch.input_width(linear)) for linear, parts in arch.linears().items() for _, n in parts
-    ]
-    dense = arch.num_parameters() - arch.num_layers * sum(n * k for n, k in shapes)
-    return 2 * dense + arch.num_layers * sum(form.nbytes(n, k) for n, k in shapes)
+    dense, packed = arch.num_parameters(), 0
+    for linear, parts in arch.linears().items():
+        layers = arch.num_layers - sum(name == linear for name, _ in kept)
+        shapes = [(n, arch.input_width(linear)) for _, n in parts]
+        dense -= layers * sum(n * k for n, k in shapes)
+        packed += layers * sum(form.nbytes(n, k) for n, k in shapes)
+    return 2 * dense + packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +111,7 @@ class _Job:
         target: Where the finished folder will be.
         arch: Says what there is.
         form: What linears are packed to.
+        kept: Linears that stay in 16 bits.
         progress: `tensors`, `bytes` and `errors` of each whole file, and the `seconds` until it was whole.
     """
 
@@ -87,6 +119,7 @@ class _Job:
     target: pathlib.Path
     arch: architecture.Architecture
     form: packed_formats.Format
+    kept: Kept
     progress: Progress
 
     @property
@@ -166,11 +199,37 @@ def quantize(
         if states is not None and number < arch.num_layers:
             states.advance(_dequantized_layer(job, index, states.model))
     report = _finish(job)
+    for text in sensitivities(arch, report):
+        log(text)
     log(
         f"{_size(report['bytes'])}, from {_size(report['source_bytes'])}, in {job.target}: "
         f"{report['seconds']:.0f} s, peak host memory {report['peak_host_bytes'] / 1e9:.1f} GB"
     )
     return report
+
+
+def sensitivities(
+    arch: architecture.Architecture, report: dict[str, Any], most: int = 10
+) -> list[str]:
+    """The linears whose packing moves their layer's output most, as lines of a table; none without calibration.
+
+    That is a stand-in for the KL divergence of the whole model with one linear packed, which would need the
+    whole model on the device for each of them.
+    """
+    rows = [
+        (error, linear, index)
+        for index, layer in enumerate(report["layers"])
+        for linear, error in layer.get("alone", {}).items()
+    ]
+    if not rows:
+        return []
+    text = ["most sensitive: error of the layer's output if only this linear is packed, and"]
+    text.append("MB more for 16 bits; --keep NAME ... leaves linears in 16 bits")
+    for error, linear, index in sorted(rows, reverse=True)[:most]:
+        (first, *_), parts = arch.linear_names(linear, index), arch.linears()[linear]
+        name = first.rpartition(".")[0] + "." + "/".join(part for part, _ in parts)
+        text.append(f"  {name:<56} {error:.4f}  {arch.linear_size(linear) * 1.4375 / 1e6:8.2f}")
+    return text
 
 
 def _size(nbytes: int) -> str:
@@ -189,6 +248,7 @@ def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
         str(source),
         "is quantized already; 16-bit weights are needed",
     )
+    kept = kept_linears(arch, recipe.keep)
     form.check(arch)
     base_model.check_names(arch, safetensors.Tensors(source), None)
     require(
@@ -206,10 +266,10 @@ def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
         raise FileExistsError(f"{folder}: holds something that is no unfinished job")
     refusal = "{folder}: is what a job with other settings left; delete it first"
     try:
-        job = _Job(source, target, arch, form, Progress(path, settings, refusal=refusal))
+        job = _Job(source, target, arch, form, kept, Progress(path, settings, refusal=refusal))
     except ValueError as error:
         raise FileExistsError(str(error)) from error
-    size, free = expected_size(arch, form), shutil.disk_usage(folder).free
+    size, free = expected_size(arch, form, kept), shutil.disk_usage(folder).free
     require(
         free + job.nbytes >= size,
         "target",
@@ -226,6 +286,8 @@ def _quantized_layer(
     # Opened anew for each layer: what was mapped of the last one is let go.
     prefix, form = f"model.layers.{index}.", job.form
     tensors = {n: t for n, t in safetensors.Tensors(job.source).items() if n.startswith(prefix)}
+    type_of = lambda linear: tensors[f"{job.arch.linear_names(linear, index)[0]}.weight"].dtype
+    types = {linear: type_of(linear) for linear in job.arch.linears()}
     packed: dict[str, list[Any]] = {}
     grams: dict[str, jax.Array] = {}
     outputs: dict[str, tuple[float, float]] = {}
@@ -233,15 +295,24 @@ def _quantized_layer(
         dense = lambda name: jnp.asarray(tensors[f"{name}.weight"])
         seen = states.observe(_layer(states.model, tensors, prefix, dense))
         if "awq" in recipe.method:
-            folded = awq.fold(job.arch, form, recipe.block_scales, tensors, prefix, seen)
+            kept = [linear for linear, at in job.kept if at == index]
+            folded = awq.fold(job.arch, form, recipe.block_scales, tensors, prefix, seen, kept)
             tensors, packed, grams = folded.tensors, folded.packed, folded.grams
             outputs = folded.errors
         else:
             grams = {linear: inputs.gram for linear, inputs in seen.items()}
-    written, errors = dict(tensors), {}
+    probe = None
+    if states is not None:
+        dense = lambda name: jnp.asarray(tensors[f"{name}.weight"])
+        probe = _LayerProbe(states, _layer(states.model, tensors, prefix, dense))
+    written, errors, alone = dict(tensors), {}, {}
     for linear in job.arch.linears():
         names = job.arch.linear_names(linear, index)
         weights = [jnp.asarray(written.pop(f"{name}.weight")) for name in names]
+        if (linear, index) in job.kept:
+            for name, weight in zip(names, weights, strict=True):
+                written[f"{name}.weight"] = np.asarray(weight, types[linear])
+            continue
         if "gptq" in recipe.method:
             start = packed.pop(linear, None)
             parts, found = gptq.pack(form, recipe.block_scales, weights, start, grams.pop(linear))
@@ -251,9 +322,46 @@ def _quantized_layer(
             grams.pop(linear, None)
             parts = packed.pop(linear, None) or form.packed(weights, recipe.block_scales)
         errors[linear] = float(_weight_error(form, weights, parts))
+        if probe is not None:
+            unpacked = jnp.concatenate([form.unpack(part, probe.dtype) for part in parts])
+            alone[linear] = probe.error(linear, unpacked)
         for name, part in zip(names, jax.device_get(parts), strict=True):
             written |= {f"{name}.{suffix}": array for suffix, array in form.write(part).items()}
-    return written, {"weights": errors} | ({"outputs": outputs} if outputs else {})
+    found = {"weights": errors, "outputs": outputs, "alone": alone}
+    return written, {name: values for name, values in found.items() if values}
+
+
+class _LayerProbe:
+    """What a layer makes of some calibration rows, to compare with what it makes where a linear is packed."""
+
+    def __init__(self, states: HiddenStates, layer: dict[str, Any]):
+        """Runs the layer in 16 bits.
+
+        Args:
+            states: Before the layer.
+            layer: Its tree, dense.
+        """
+        self._model, self._layer = states.model, layer
+        self._x, self._live = states.sample()
+        self._expected = advance(self._model, layer, self._x)
+
+    @property
+    def dtype(self) -> Any:
+        """Type of the layer's weights."""
+        return self._model.dtype
+
+    def error(self, linear: str, weight: jax.Array) -> float:
+        """The relative error of the layer's output where one linear has another weight."""
+        changed = self._layer | {linear: self._layer[linear] | {"weight": weight}}
+        found = advance(self._model, changed, self._x)
+        return float(_relative_error(found, self._expected, self._live))
+
+
+@jax.jit
+def _relative_error(found, expected, live):
+    square = lambda x: jnp.sum(jnp.where(live[..., None], x, 0).astype(jnp.float32) ** 2)
+    off = found.astype(jnp.float32) - expected.astype(jnp.float32)
+    return jnp.sqrt(square(off) / jnp.maximum(square(expected), 1e-30))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -284,7 +392,9 @@ def _finish(job: _Job) -> dict[str, Any]:
         "peak_host_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "layers": [file["errors"] for file in files[1:]],
     }
-    config = read_json(job.source / "config.json") | {"quantization_config": job.form.config}
+    names = [name for at in sorted(job.kept) for name in job.arch.linear_names(*at)]
+    quantization = job.form.config_without(names)
+    config = read_json(job.source / "config.json") | {"quantization_config": quantization}
     index = {"metadata": {"total_size": job.nbytes}, "weight_map": weight_map}
     contents = {"model.safetensors.index.json": index, "config.json": config, REPORT: report}
     for name, content in contents.items():
@@ -323,7 +433,7 @@ def _layer(
 def _dequantized_layer(job: _Job, index: int, model: transformer.Transformer) -> dict[str, Any]:
     """A layer that was written, as calibration runs it."""
     tensors = safetensors.Tensors(job.folder, job.file(index + 1))
-    weight = lambda name: job.form.unpack(job.form.read(tensors, name), model.dtype)
+    weight = lambda name: base_model.read_dense(tensors, job.form, name, model.dtype)
     return _layer(model, tensors, f"model.layers.{index}.", weight)
 
 

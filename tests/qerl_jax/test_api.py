@@ -338,7 +338,7 @@ def test_without_the_adapter_log_probabilities_are_those_of_the_base(run, policy
         (lambda p: qerl_jax.evaluate(p), 'sets: got none; give at least one, such as "gsm8k"'),
         (lambda p: qerl_jax.evaluate(p, ROWS), "must be the name of a set, or a file"),
         (lambda p: qerl_jax.export(p, "x"), "must come from a run as it was trained"),
-        (lambda p: qerl_jax.quantize("qerl-tiny", "x", method="gptq"), "method: got 'gptq'; must"),
+        (lambda p: qerl_jax.quantize("qerl-tiny", "x", method="hqq"), "method: got 'hqq'; must"),
         (lambda p: qerl_jax.plan(QUICKSTART, "big"), "device-memory: got 'big'; must be a size"),
         (lambda p: qerl_jax.report(), "runs: got (); must be at least one"),
     ],
