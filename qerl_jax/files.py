@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 # Suffixes of what a model or an adapter is made of.
-_MADE_OF = (".safetensors", ".json", ".jinja", ".txt", ".model")
+_MADE_OF = (".safetensors", ".gguf", ".json", ".jinja", ".txt", ".model")
 
 
 _FREE_SPACE = "free some space there"
@@ -217,16 +217,17 @@ def digest(path: pathlib.Path) -> str | None:
 
 
 def fingerprint(folder: pathlib.Path) -> str | None:
-    """SHA-256 of names, sizes and 16 chunks of each of a model's or adapter's files; None where there is no folder.
+    """SHA-256 of names, sizes and 16 chunks of each of a model's or adapter's files; None where there is none.
 
     Weights that were made anew under the same name differ in nearly every chunk, and tens of GB are not read; of
     what is smaller than 1 MiB, such as configs and templates, all is.
     """
     folder = folder.expanduser()
-    if not folder.is_dir():
+    inside = folder.iterdir() if folder.is_dir() else [folder]
+    if not folder.exists():
         return None
     found = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.suffix in _MADE_OF):
+    for path in sorted(path for path in inside if path.suffix in _MADE_OF):
         size = path.stat().st_size
         found.update(f"{path.name} {size} ".encode())
         with path.open("rb") as file:

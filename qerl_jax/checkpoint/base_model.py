@@ -118,7 +118,7 @@ def read_base(
             another than the model's.
         ValueError: When a tensor is missing or of another shape than config.json says.
     """
-    arch, tensors = model.arch, safetensors.Tensors(folder)
+    arch, tensors = model.arch, hf_folder.open_weights(folder)
     source = packed_formats.of_folder(folder)
     require(
         source is None or model.weights in (source.name, *DENSE),

@@ -11,6 +11,7 @@ the 4-bit numbers, it is lost in them. So for packed kinds the report has the KL
 trained policy of each way to serve it, and says where the merged model loses what the pair keeps.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -26,7 +27,7 @@ import numpy as np
 from pallas_kernels import NVFP4Tensor
 from qerl_jax import config
 from qerl_jax.checked import require
-from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, peft, run_state, safetensors
+from qerl_jax.checkpoint import base_model, hf_folder, packed_formats, peft, run_state
 from qerl_jax.data import arithmetic, tokenizer
 from qerl_jax.files import whole_folder
 from qerl_jax.model import architecture, layers, logprobs, lora, transformer
@@ -368,7 +369,7 @@ class _Sums:
 
     source: pathlib.Path
     arch: architecture.Architecture
-    tensors: safetensors.Tensors
+    tensors: Mapping[str, Any]
     stored: packed_formats.Format | None
     held: packed_formats.Format | None
     scales: config.BlockScales
@@ -392,7 +393,7 @@ class _Sums:
         return cls(
             folder,
             model.arch,
-            safetensors.Tensors(folder),
+            hf_folder.open_weights(folder),
             stored,
             packed_formats.named(cfg.model.weights) if rounded else None,
             cfg.model.block_scales,
@@ -452,7 +453,9 @@ class _Sums:
             weights = self.weights(linear, index, self.packed(linear, index))
             return jnp.concatenate(weights).astype(dtype)
 
-        return base_model.assemble(self.arch, dict(self.tensors) | norms, dtype, read)
+        return base_model.assemble(
+            self.arch, collections.ChainMap(norms, self.tensors), dtype, read
+        )
 
 
 def _ways(

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.checkpoint import safetensors
+from qerl_jax.checkpoint import gguf, safetensors
 from qerl_jax.files import read_json, whole_folder
 from qerl_jax.model.transformer import Transformer, abstract_base
 
@@ -24,6 +24,8 @@ _OWN = ("hf_quant_config.json", "quantization_report.json", "export.json")
 def local_folder(name_or_path: str, *, weights: bool = True) -> pathlib.Path:
     """Finds a model folder: a local one as it is, "qerl-tiny" in the package, any other downloaded from the hub.
 
+    For a GGUF file it is a folder that stands for it; see `gguf.as_folder`.
+
     Raises:
         FileNotFoundError: When it is neither a folder nor a model of the hub that can be reached.
     """
@@ -32,6 +34,8 @@ def local_folder(name_or_path: str, *, weights: bool = True) -> pathlib.Path:
     folder = pathlib.Path(name_or_path).expanduser()
     if folder.is_dir():
         return folder
+    if folder.suffix == ".gguf" and folder.is_file():
+        return gguf.as_folder(folder)
     if folder.is_absolute() or name_or_path.startswith("."):
         raise FileNotFoundError(f"no such folder: {name_or_path}")
     import huggingface_hub
@@ -45,6 +49,16 @@ def local_folder(name_or_path: str, *, weights: bool = True) -> pathlib.Path:
         raise FileNotFoundError(
             f"{name_or_path!r} is no local folder, and the hub did not give it: {type(error).__name__}: {error}"
         ) from error
+
+
+def open_weights(folder: str | pathlib.Path) -> safetensors.Tensors | gguf.Tensors:
+    """Opens the weights of a model folder.
+
+    Raises:
+        SafetensorsError, GGUFError: When a file is missing or broken.
+    """
+    file = pathlib.Path(folder) / gguf.FILE
+    return gguf.Tensors(file) if file.is_file() else safetensors.Tensors(folder)
 
 
 def fill_folder(

@@ -181,15 +181,9 @@ def quantize(
     start = time.monotonic()
     passed = lambda: time.monotonic() - start
     if not done:
-        job.write(
-            {
-                n: t
-                for n, t in safetensors.Tensors(job.source).items()
-                if not n.startswith("model.layers.")
-            },
-            {},
-            passed(),
-        )
+        tensors = hf_folder.open_weights(job.source)
+        outside = [name for name in tensors if not name.startswith("model.layers.")]
+        job.write({name: tensors[name] for name in outside}, {}, passed())
     for index in range(arch.num_layers):
         number = index + 1
         if index >= written:
@@ -250,7 +244,7 @@ def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
     )
     kept = kept_linears(arch, recipe.keep)
     form.check(arch)
-    base_model.check_names(arch, safetensors.Tensors(source), None)
+    base_model.check_names(arch, hf_folder.open_weights(source), None)
     require(
         not target.exists() or (target.is_dir() and not any(target.iterdir())),
         "target",
@@ -258,7 +252,8 @@ def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
         "exists; give the name of a new folder",
         FileExistsError,
     )
-    sizes = {path.name: path.stat().st_size for path in sorted(source.glob("*.safetensors"))}
+    files = [path for path in sorted(source.iterdir()) if path.suffix in (".safetensors", ".gguf")]
+    sizes = {path.name: path.stat().st_size for path in files}
     settings = {"source": str(source.resolve()), "sizes": sizes, **dataclasses.asdict(recipe)}
     folder = target.with_name(f"{target.name}.partial")
     path = folder / _PROGRESS
@@ -285,7 +280,8 @@ def _quantized_layer(
     """The packed tensors of a layer, and the errors of its weights and, with calibration, outputs."""
     # Opened anew for each layer: what was mapped of the last one is let go.
     prefix, form = f"model.layers.{index}.", job.form
-    tensors = {n: t for n, t in safetensors.Tensors(job.source).items() if n.startswith(prefix)}
+    stored = hf_folder.open_weights(job.source)
+    tensors = {name: stored[name] for name in stored if name.startswith(prefix)}
     type_of = lambda linear: tensors[f"{job.arch.linear_names(linear, index)[0]}.weight"].dtype
     types = {linear: type_of(linear) for linear in job.arch.linears()}
     packed: dict[str, list[Any]] = {}
@@ -415,7 +411,7 @@ def _hidden_states(
     dtype = "bfloat16" if runtime.platform() == "gpu" else "float32"
     model = transformer.Transformer(arch, dtype, None, jnp.dtype(dtype))
     return HiddenStates(
-        model, safetensors.Tensors(folder)["model.embed_tokens.weight"], ids, lengths
+        model, hf_folder.open_weights(folder)["model.embed_tokens.weight"], ids, lengths
     )
 
 

@@ -224,7 +224,7 @@ def test_generate_takes_the_adapter_and_the_settings_of_a_run_folder(tmp_path, c
     model, frozen, _ = base_model.load_base(cfg.model, cfg.lora)
     params = transformer.init_params(model, frozen, jax.random.key(0))
     # B of a new adapter is zero: it is made to matter.
-    params = jax.tree.map(lambda leaf: leaf + 0.05, params)
+    params = jax.tree.map(lambda leaf: leaf + 0.1, params)
     peft.export_adapter(tmp_path / "adapter", params, cfg.lora, cfg.model.model_name_or_path)
     options = ["--max-tokens", "12", "--temperature", "0"]
     shown = []

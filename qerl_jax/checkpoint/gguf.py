@@ -1,0 +1,527 @@
+"""GGUF files, llama.cpp's, as a source of 16-bit weights: what is in one, under the names of Hugging Face.
+
+The header is read here, with every length checked against the file, for such files come from anywhere. The
+package `gguf` unpacks what is quantized (Q4_0 ... Q8_0, Q2_K ... Q6_K, IQ types): `pip install 'qerl-jax[gguf]'`.
+Weights become bfloat16, as a checkpoint in 16 bits would be.
+
+    general.architecture    llama (and Mistral), qwen2, qwen3
+    q and k of llama        rows lie so that a rotation mixes neighbours; Hugging Face's mixes halves
+    rope_freqs.weight       Llama 3's stretching, as factors of the frequencies
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import pathlib
+import struct
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from qerl_jax.checked import require
+from qerl_jax.files import whole_folder
+
+# The weights of a folder that stands for a GGUF file.
+FILE = "model.gguf"
+
+_MAGIC = b"GGUF"
+_STRING, _ARRAY = 8, 9
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+_PLAIN = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype(ml_dtypes.bfloat16)}
+_MOST_AXES = 4
+_CONTROL = 3  # type of a token that is no text
+
+_OUTSIDE = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+_MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+class GGUFError(ValueError):
+    """A GGUF file that is cut short, not what it says, or holds what cannot be read."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies.
+
+    Attributes:
+        shape: Rows first, as numpy has it.
+        type: Number of its type in ggml.
+        start: First byte in the file.
+        nbytes: Bytes.
+    """
+
+    shape: tuple[int, ...]
+    type: int
+    start: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What a file says of itself.
+
+    Attributes:
+        fields: Metadata by key.
+        entries: Tensors by llama.cpp's names.
+    """
+
+    fields: dict[str, Any]
+    entries: dict[str, Entry]
+
+
+def read_header(path: str | pathlib.Path) -> Header:
+    """Reads and checks the header of a GGUF file, version 2 or 3.
+
+    Raises:
+        GGUFError: Naming the file and what is wrong with it.
+    """
+    data = np.memmap(path, mode="r") if pathlib.Path(path).stat().st_size else np.zeros(0, np.uint8)
+    try:
+        return _Parser(data).header()
+    except GGUFError as error:
+        raise GGUFError(f"{path}: {error}") from None
+
+
+class _Parser:
+    """Reads a header from the first byte on; nothing is believed that the file is too short for."""
+
+    def __init__(self, data: np.ndarray):
+        self._data, self._at = data, 0
+
+    def header(self) -> Header:
+        if self._bytes(4) != _MAGIC:
+            raise GGUFError("is no GGUF file")
+        version = self._number("I")
+        if version not in (2, 3):
+            raise GGUFError(f"is of version {version}; read are 2 and 3, in little-endian order")
+        num_tensors, num_fields = self._count(), self._count()
+        fields = {}
+        for _ in range(num_fields):
+            key = self._text()
+            if key in fields:
+                raise GGUFError(f"{key}: comes twice")
+            fields[key] = self._value(self._number("I"))
+        found = {}
+        for _ in range(num_tensors):
+            name, tensor = self._text(), self._tensor()
+            if name in found:
+                raise GGUFError(f"{name}: comes twice")
+            found[name] = tensor
+        align = fields.get("general.alignment", 32)
+        if not isinstance(align, int) or not 1 <= align <= 1 << 20 or align & (align - 1):
+            raise GGUFError(f"general.alignment: got {align!r}; must be a power of two")
+        start = -(-self._at // align) * align
+        return Header(fields, {name: self._placed(name, *t, start) for name, t in found.items()})
+
+    def _tensor(self) -> tuple[tuple[int, ...], int, int]:
+        axes = self._number("I")
+        if not 1 <= axes <= _MOST_AXES:
+            raise GGUFError(f"a tensor has {axes} axes; 1 to {_MOST_AXES} are possible")
+        shape = tuple(self._number("Q") for _ in range(axes))[::-1]
+        return shape, self._number("I"), self._number("Q")
+
+    def _placed(
+        self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int
+    ) -> Entry:
+        entry = Entry(shape, kind, start + offset, math.prod(_byte_shape(name, shape, kind)))
+        if entry.start + entry.nbytes > len(self._data):
+            raise GGUFError(
+                f"is cut short, or not what its header says: {name} ends at byte "
+                f"{entry.start + entry.nbytes} of {len(self._data)}"
+            )
+        return entry
+
+    def _bytes(self, count: int) -> bytes:
+        if self._at + count > len(self._data):
+            raise GGUFError(f"is cut short: {len(self._data)} bytes, in the middle of the header")
+        self._at += count
+        return self._data[self._at - count : self._at].tobytes()
+
+    def _number(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self._bytes(struct.calcsize(f"<{code}")))[0]
+
+    def _count(self) -> int:
+        """A number of things, each of which takes a byte at least."""
+        count = self._number("Q")
+        if count > len(self._data) - self._at:
+            raise GGUFError(
+                f"is cut short: a header of {len(self._data)} bytes says {count} of something"
+            )
+        return count
+
+    def _text(self) -> str:
+        try:
+            return self._bytes(self._count()).decode()
+        except UnicodeDecodeError as error:
+            raise GGUFError(f"holds a text that is not UTF-8: {error}") from None
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text()
+        if kind != _ARRAY:
+            return self._number(_scalar(kind))
+        kind, count = self._number("I"), self._count()
+        if kind == _STRING:
+            return [self._text() for _ in range(count)]
+        code = _scalar(kind)
+        size = struct.calcsize(f"<{code}")
+        return list(struct.unpack(f"<{count}{code}", self._bytes(count * size)))
+
+
+def _scalar(kind: int) -> str:
+    if kind not in _SCALARS:
+        raise GGUFError(f"holds a value of type {kind}, which is unknown, or an array of arrays")
+    return _SCALARS[kind]
+
+
+def _byte_shape(name: str, shape: tuple[int, ...], kind: int) -> tuple[int, ...]:
+    """The shape of a tensor's bytes, [..., bytes of a row]."""
+    if kind in _PLAIN:
+        return (*shape[:-1], shape[-1] * _PLAIN[kind].itemsize)
+    gguf = _package(name)
+    sizes = {int(each): size for each, size in gguf.GGML_QUANT_SIZES.items()}
+    if kind not in sizes:
+        raise GGUFError(f"{name}: has the type {kind}, which is unknown")
+    block, nbytes = sizes[kind]
+    if shape[-1] % block:
+        raise GGUFError(f"{name}: rows of {shape[-1]} are no whole blocks of {block}")
+    return (*shape[:-1], shape[-1] // block * nbytes)
+
+
+def _package(name: str):
+    try:
+        import gguf
+    except ImportError:
+        raise GGUFError(
+            f"{name}: is quantized, and the package that unpacks it is missing: pip install 'qerl-jax[gguf]'"
+        ) from None
+    return gguf
+
+
+class Tensors(Mapping[str, np.ndarray]):
+    """The tensors of a GGUF file by Hugging Face's names, in bfloat16; each is unpacked when it is asked for."""
+
+    def __init__(self, path: str | pathlib.Path):
+        """Reads the header.
+
+        Raises:
+            GGUFError: When the file is broken, or holds a tensor without a name there.
+        """
+        self._path = pathlib.Path(path)
+        header = read_header(path)
+        config = model_config(header)
+        self._data = np.memmap(path, mode="r")
+        self._heads = {}
+        if config["model_type"] == "llama":
+            heads = config["num_attention_heads"], config["num_key_value_heads"]
+            self._heads = dict(zip(("attn_q", "attn_k"), heads, strict=True))
+        self._entries = {
+            _hf_name(name): (name, entry)
+            for name, entry in header.entries.items()
+            if name != _ROPE_FACTORS
+        }
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        source, entry = self._entry(name)
+        weight = self._unpacked(source, entry)
+        part = source.split(".")[2] if source.startswith("blk.") else ""
+        if part in self._heads:
+            weight = _halves(source, weight, self._heads[part])
+        return np.ascontiguousarray(weight.astype(ml_dtypes.bfloat16))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without unpacking it."""
+        return self._entry(name)[1].shape
+
+    def type(self, name: str) -> str:
+        """Type of a tensor as safetensors calls it."""
+        self._entry(name)
+        return "BF16"
+
+    def _entry(self, name: str) -> tuple[str, Entry]:
+        if name not in self._entries:
+            raise GGUFError(f"{self._path}: holds no tensor for {name}")
+        return self._entries[name]
+
+    def _unpacked(self, name: str, entry: Entry) -> np.ndarray:
+        data = np.asarray(self._data[entry.start : entry.start + entry.nbytes])
+        if entry.type in _PLAIN:
+            return np.frombuffer(data.tobytes(), _PLAIN[entry.type]).reshape(entry.shape)
+        gguf = _package(name)
+        rows = data.reshape(_byte_shape(name, entry.shape, entry.type))
+        kind = gguf.GGMLQuantizationType(entry.type)
+        try:
+            return gguf.dequantize(rows, kind).reshape(entry.shape)
+        except NotImplementedError:
+            raise GGUFError(
+                f"{self._path}: {name}: the package gguf cannot unpack {kind.name}"
+            ) from None
+
+
+def _hf_name(name: str) -> str:
+    if name in _OUTSIDE:
+        return _OUTSIDE[name]
+    parts = name.split(".")
+    if len(parts) == 4 and parts[0] == "blk" and parts[1].isdecimal() and parts[2] in _IN_LAYER:
+        if parts[3] in ("weight", "bias"):
+            return f"model.layers.{int(parts[1])}.{_IN_LAYER[parts[2]]}.{parts[3]}"
+    raise GGUFError(f"{name}: has no place in the models that can be read")
+
+
+def _halves(name: str, rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows [heads * C, ...] of which GGUF interleaves the two halves that a rotation mixes, apart again."""
+    if len(rows) % (2 * heads):
+        raise GGUFError(f"{name}: {len(rows)} rows are not {heads} heads of an even size")
+    pairs = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def model_config(header: Header) -> dict[str, Any]:
+    """The config.json of a model, from the metadata of its file.
+
+    Raises:
+        GGUFError: For an architecture, a rotation or a split that cannot be read, or a field that is missing.
+    """
+    fields = header.fields
+    arch = fields.get("general.architecture")
+    if arch not in _MODEL_TYPES:
+        raise GGUFError(f"general.architecture: got {arch!r}; read are {', '.join(_MODEL_TYPES)}")
+    if fields.get("split.count", 1) not in (0, 1):
+        raise GGUFError(
+            "is one of several files of a model; join them first (llama-gguf-split --merge)"
+        )
+    if fields.get(f"{arch}.expert_count", 0):
+        raise GGUFError("holds a mixture of experts, which is not supported")
+    if "token_embd.weight" not in header.entries:
+        raise GGUFError("holds no token_embd.weight")
+
+    def number(name: str, kind: type = int) -> Any:
+        value = fields.get(f"{arch}.{name}")
+        holds = isinstance(value, kind | int) and not isinstance(value, bool)
+        if not holds or not math.isfinite(value) or value <= 0:
+            raise GGUFError(f"{arch}.{name}: got {value!r}; must be a positive number")
+        return value
+
+    width, heads = number("embedding_length"), number("attention.head_count")
+    given = lambda name, default: number(name) if f"{arch}.{name}" in fields else default
+    head = given("attention.key_length", width // heads)
+    if given("rope.dimension_count", head) != head or given("attention.value_length", head) != head:
+        raise GGUFError(f"{arch}.rope.dimension_count: only rotations of whole heads can be read")
+    scaling = fields.get(f"{arch}.rope.scaling.type", "none")
+    if scaling != "none" and fields.get(f"{arch}.rope.scaling.factor", 1) != 1:
+        raise GGUFError(f"{arch}.rope.scaling.type: got {scaling!r}; only 'none' can be read")
+    # float32 has fewer digits than it prints.
+    short = lambda value: float(f"{value:.6g}")
+    theta = short(number("rope.freq_base", float)) if f"{arch}.rope.freq_base" in fields else 1e4
+    config = {
+        "architectures": [_CLASSES[arch]],
+        "model_type": _MODEL_TYPES[arch],
+        "hidden_act": "silu",
+        "hidden_size": width,
+        "intermediate_size": number("feed_forward_length"),
+        "num_hidden_layers": number("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": given("attention.head_count_kv", heads),
+        "head_dim": head,
+        "max_position_embeddings": number("context_length"),
+        "rms_norm_eps": short(number("attention.layer_norm_rms_epsilon", float)),
+        "rope_theta": theta,
+        "rope_scaling": None,
+        "vocab_size": header.entries["token_embd.weight"].shape[0],
+        "tie_word_embeddings": "output.weight" not in header.entries,
+        "torch_dtype": "bfloat16",
+    }
+    ids = {"bos": "bos", "eos": "eos", "pad": "padding"}
+    for name, ours in ids.items():
+        token = fields.get(f"tokenizer.ggml.{ours}_token_id")
+        if token is not None:
+            config[f"{name}_token_id"] = token
+    return config
+
+
+def llama3_scaling(factors: np.ndarray, theta: float, head_size: int) -> dict[str, Any]:
+    """The `rope_scaling` of config.json that has these factors of the wavelengths, [C / 2].
+
+    Raises:
+        GGUFError: When they are not Llama 3's.
+    """
+    factor, low, high = float(factors.max()), 1.0, 4.0
+    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_size, 2) / head_size)
+    fail = GGUFError(
+        f"{_ROPE_FACTORS}: these are not Llama 3's factors, the only ones that are read"
+    )
+    if factors.shape != wavelengths.shape or not np.isfinite(factors).all() or factor <= 1:
+        raise fail
+    # Between the frequencies that stay and those that are stretched, a factor tells the context.
+    shares = (1 / np.maximum(factors, 1) - 1 / factor) / (1 - 1 / factor)
+    between = (shares > 1e-3) & (shares < 1 - 1e-3)
+    contexts = (low + shares * (high - low)) * wavelengths
+    context = round(float(np.median(contexts[between]))) if between.any() else 8192
+    share = np.clip((context / wavelengths - low) / (high - low), 0, 1)
+    if not np.allclose(factors, 1 / ((1 - share) / factor + share), rtol=1e-3):
+        raise fail
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": context,
+    }
+
+
+def as_folder(path: str | pathlib.Path) -> pathlib.Path:
+    """Makes the folder that stands for a GGUF file: config, tokenizer, and a link to the file.
+
+    It lies in ~/.cache/qerl_jax (XDG_CACHE_HOME) and is made anew when the file changes. Weights are not
+    copied. Where the tokenizer is of a kind that is not read, the folder has none, and
+    `model.tokenizer_name_or_path` must name one.
+
+    Raises:
+        GGUFError: When the file cannot be read.
+    """
+    path = pathlib.Path(path).expanduser().resolve()
+    found = path.stat()
+    key = hashlib.sha256(f"{path} {found.st_size} {found.st_mtime_ns}".encode()).hexdigest()[:16]
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    folder = cache / "qerl_jax" / "gguf" / f"{path.stem}-{key}"
+    if (folder / "config.json").is_file():
+        return folder
+    try:
+        header = read_header(path)
+        config = model_config(header)
+        tensors = Tensors(path)
+        if _ROPE_FACTORS in header.entries:
+            factors = tensors._unpacked(_ROPE_FACTORS, header.entries[_ROPE_FACTORS])
+            scaling = llama3_scaling(
+                factors.astype(np.float64), config["rope_theta"], config["head_dim"]
+            )
+            config["rope_scaling"] = scaling
+    except GGUFError as error:
+        text = str(error)
+        raise GGUFError(text if text.startswith(str(path)) else f"{path}: {text}") from None
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with whole_folder(folder, "config.json", "model") as partial:
+        (partial / FILE).symlink_to(path)
+        write_tokenizer(partial, header.fields)
+        generation = {name: config[name] for name in config if name.endswith("_token_id")}
+        (partial / "generation_config.json").write_text(json.dumps(generation, indent=1))
+        (partial / "config.json").write_text(json.dumps(config, indent=1))
+    return folder
+
+
+# How llama.cpp calls the ways to cut texts into words, before byte pairs are merged.
+_SPLITS = {
+    "smollm": None,
+    "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+
+
+def write_tokenizer(folder: pathlib.Path, fields: Mapping[str, Any]) -> bool:
+    """Writes tokenizer.json and tokenizer_config.json; False where the kind of tokenizer is not read."""
+    kind = fields.get("tokenizer.ggml.pre")
+    if fields.get("tokenizer.ggml.model") != "gpt2" or kind not in _SPLITS:
+        return False
+    tokens = fields["tokenizer.ggml.tokens"]
+    made = byte_pairs(
+        kind, tokens, fields["tokenizer.ggml.merges"], fields["tokenizer.ggml.token_type"]
+    )
+    made.save(str(folder / "tokenizer.json"))
+    named = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+    ids = {name: fields.get(f"tokenizer.ggml.{ours}_token_id") for name, ours in named.items()}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{f"{n}_token": tokens[i] for n, i in ids.items() if i is not None and i < len(tokens)},
+        "clean_up_tokenization_spaces": False,
+    }
+    if template := fields.get("tokenizer.chat_template"):
+        config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
+    return True
+
+
+def byte_pairs(kind: str, tokens: list[str], merges: list[str], types: list[int]):
+    """A byte-level tokenizer of the package `tokenizers`.
+
+    Args:
+        kind: How texts are cut into words, "tokenizer.ggml.pre".
+        tokens: By id.
+        merges: Two tokens with a space between each.
+        types: ggml's, of each token.
+    """
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+    )
+
+    require(
+        len(types) == len(tokens), "tokenizer.ggml.token_type", len(types), "must be one a token"
+    )
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
+    options = {"ignore_merges": True} if kind == "llama-bpe" else {}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, **options))
+    pattern: str | None = _SPLITS[kind]
+    if pattern is None:
+        words = pre_tokenizers.Digits(individual_digits=True)
+    else:
+        words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
+    made.pre_tokenizer = pre_tokenizers.Sequence([words, bytes_])
+    made.decoder = decoders.ByteLevel()
+    if kind == "qwen2":
+        made.normalizer = normalizers.NFC()
+    controls = [token for token, each in zip(tokens, types, strict=True) if each == _CONTROL]
+    made.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in controls])
+    return made

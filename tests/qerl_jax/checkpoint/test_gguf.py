@@ -1,0 +1,290 @@
+"""GGUF files as a source: what comes out of one, and what is said of one that is broken."""
+
+import importlib.util
+import json
+import struct
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from qerl_jax.checkpoint import base_model, gguf, hf_folder
+from qerl_jax.checkpoint.gguf import GGUFError
+from qerl_jax.config import ModelConfig
+from qerl_jax.model import architecture
+from qerl_jax.model.transformer import Transformer
+from qerl_jax.quantization import quantizer
+from qerl_jax.quantization.quantizer import Recipe
+from tests import golden_files
+from tests.golden_files import GOLDEN
+from tests.model_folders import assert_trees_equal
+
+HAS_PACKAGE = importlib.util.find_spec("gguf") is not None
+needs_package = pytest.mark.skipif(not HAS_PACKAGE, reason="the package gguf is not installed")
+MODELS = {"qwen2_untied": "qwen2", "qwen3": "qwen3", "llama3": "llama", "mistral": "llama"}
+F32, F16, Q8_0, Q4_1, Q4_K, BF16 = 0, 1, 8, 3, 12, 30
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def text(value):
+    return struct.pack("<Q", len(value.encode())) + value.encode()
+
+
+def field(name, value):
+    if isinstance(value, bool):
+        return text(name) + struct.pack("<I?", 7, value)
+    if isinstance(value, int):
+        return text(name) + struct.pack("<II", 4, value)
+    if isinstance(value, float):
+        return text(name) + struct.pack("<If", 6, value)
+    if isinstance(value, str):
+        return text(name) + struct.pack("<I", 8) + text(value)
+    if isinstance(value[0], str):
+        return text(name) + struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(text, value))
+    return text(name) + struct.pack(f"<IIQ{len(value)}I", 9, 4, len(value), *value)
+
+
+def write(path, fields, tensors):
+    """A GGUF file, written by hand; tensors are (shape, type, bytes) by name."""
+    infos, data = b"", b""
+    for name, (shape, kind, content) in tensors.items():
+        data += bytes(-len(data) % 32)
+        infos += text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
+        infos += struct.pack("<IQ", kind, len(data))
+        data += content
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(fields))
+    head += b"".join(field(*each) for each in fields.items()) + infos
+    path.write_bytes(head + bytes(-len(head) % 32) + data)
+    return path
+
+
+def llama_rows(weight, heads):
+    """llama.cpp's order of the rows of q and k, as its converter makes it."""
+    halves = weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
+
+
+def contents(name, pack=None):
+    """Fields and tensors of a recorded model, as llama.cpp would name and order them."""
+    folder, arch = GOLDEN / "models" / name, MODELS[name]
+    config, traits = json.loads((folder / "config.json").read_text()), architecture.load(folder)
+    fields = {
+        "general.architecture": arch,
+        f"{arch}.block_count": traits.num_layers,
+        f"{arch}.context_length": traits.context,
+        f"{arch}.embedding_length": traits.width,
+        f"{arch}.feed_forward_length": traits.ffn_width,
+        f"{arch}.attention.head_count": traits.num_heads,
+        f"{arch}.attention.head_count_kv": traits.num_kv_heads,
+        f"{arch}.attention.key_length": traits.head_size,
+        f"{arch}.attention.layer_norm_rms_epsilon": float(traits.rms_norm_eps),
+        f"{arch}.rope.freq_base": float(traits.rope_theta),
+        f"{arch}.rope.dimension_count": traits.head_size,
+    }
+    names = {ours: theirs for theirs, ours in gguf._OUTSIDE.items()}
+    parts = {ours: theirs for theirs, ours in gguf._IN_LAYER.items()}
+    tensors = {}
+    for name, weight in golden_files.load(folder / "model.safetensors").items():
+        if name in names:
+            theirs = names[name]
+        else:
+            _, _, index, *part, suffix = name.split(".")
+            theirs = f"blk.{index}.{parts['.'.join(part)]}.{suffix}"
+        if arch == "llama" and theirs.split(".")[2:3] in (["attn_q"], ["attn_k"]):
+            heads = traits.num_heads if "attn_q" in theirs else traits.num_kv_heads
+            weight = llama_rows(weight, heads)
+        fits = pack is not None and weight.ndim == 2 and weight.shape[1] % 32 == 0
+        packed = pack(weight) if fits else (F32, weight.astype("<f4").tobytes())
+        tensors[theirs] = (weight.shape, *packed)
+    if traits.rope_scaling is not None:
+        tensors["rope_freqs.weight"] = rope_factors(config, traits)
+    return folder, fields, tensors
+
+
+def rope_factors(config, traits):
+    """llama.cpp's own loop over the frequencies."""
+    scaling, factors = traits.rope_scaling, []
+    for i in range(0, traits.head_size, 2):
+        wavelength = 2 * np.pi * traits.rope_theta ** (i / traits.head_size)
+        low = scaling.original_max_position_embeddings / scaling.low_freq_factor
+        high = scaling.original_max_position_embeddings / scaling.high_freq_factor
+        if wavelength < high:
+            factors.append(1.0)
+        elif wavelength > low:
+            factors.append(scaling.factor)
+        else:
+            smooth = scaling.original_max_position_embeddings / wavelength
+            smooth = (smooth - scaling.low_freq_factor) / (
+                scaling.high_freq_factor - scaling.low_freq_factor
+            )
+            factors.append(1 / ((1 - smooth) / scaling.factor + smooth))
+    return (len(factors),), F32, np.array(factors, "<f4").tobytes()
+
+
+def base(folder):
+    model = Transformer(architecture.load(folder), "bfloat16", None, jnp.float32)
+    return base_model.read_base(folder, model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_each_family_comes_out_as_it_went_in(name, tmp_path):
+    """Biases, norms of heads, rows of q and k in llama.cpp's order, Llama 3's rotation."""
+    folder, fields, tensors = contents(name)
+    file = write(tmp_path / "model.gguf", fields, tensors)
+    found = hf_folder.local_folder(str(file))
+    ours, theirs = architecture.load(found), architecture.load(folder)
+    if name == "llama3":
+        assert ours.rope_scaling == theirs.rope_scaling
+    changed = {"model_type": ours.model_type} if name == "mistral" else {}
+    assert ours == theirs.__class__(**vars(theirs) | changed)
+    assert_trees_equal(base(found), base(folder))
+    assert hf_folder.local_folder(str(file)) == found  # made once
+
+
+@needs_package
+@pytest.mark.parametrize(("kind", "most"), [(F16, 3e-3), (BF16, 4e-3), (Q8_0, 8e-3), (Q4_1, 0.1)])
+def test_quantized_tensors_come_out_near_what_went_in(kind, most, tmp_path):
+    import gguf as package
+
+    def pack(weight):
+        if kind == BF16:
+            return kind, weight.astype(ml_dtypes.bfloat16).tobytes()
+        return kind, package.quantize(weight, package.GGMLQuantizationType(kind)).tobytes()
+
+    folder, fields, tensors = contents("llama3", pack)
+    file = write(tmp_path / "model.gguf", fields, tensors)
+    ours, theirs = base(hf_folder.local_folder(str(file))), base(folder)
+    for linear in ("qkv", "o", "gate_up"):  # 176 inputs of "down" are no whole blocks
+        a, b = (np.asarray(tree["layers"][linear]["weight"], np.float32) for tree in (ours, theirs))
+        error = np.sqrt(np.sum((a - b) ** 2) / np.sum(b**2))
+        assert 0 <= error < most
+        assert kind in (BF16, F16) or error > 1e-3
+
+
+@needs_package
+def test_a_block_of_q4_k_is_unpacked_as_ggml_defines_it(tmp_path):
+    """256 weights: eight times 32 codes of 4 bits, scales and minima of 6 bits, two halves for all."""
+    rng = np.random.default_rng(0)
+    scales, minima = rng.integers(0, 64, (2, 8))
+    codes = rng.integers(0, 16, 256)
+    packed = np.zeros(12, np.uint8)
+    for j in range(4):
+        packed[j] = scales[j] | (scales[j + 4] >> 4) << 6
+        packed[j + 4] = minima[j] | (minima[j + 4] >> 4) << 6
+        packed[j + 8] = (scales[j + 4] & 15) | (minima[j + 4] & 15) << 4
+    pairs = codes.reshape(4, 2, 32)
+    nibbles = (pairs[:, 0] | pairs[:, 1] << 4).astype(np.uint8)
+    block = np.array([0.5, 0.25], "<f2").tobytes() + packed.tobytes() + nibbles.tobytes()
+    expected = 0.5 * np.repeat(scales, 32) * codes - 0.25 * np.repeat(minima, 32)
+
+    _, fields, tensors = contents("qwen3")
+    tensors["output.weight"] = ((1, 256), Q4_K, block)
+    file = write(tmp_path / "model.gguf", fields, tensors)
+    found = gguf.Tensors(file)["lm_head.weight"]
+    np.testing.assert_array_equal(found[0], expected.astype(ml_dtypes.bfloat16))
+
+
+def test_a_file_is_a_source_for_loading_and_quantizing(tmp_path):
+    """The tiny tokenizer serves, as the file has none."""
+    folder, fields, tensors = contents("qwen2_untied")
+    file = write(tmp_path / "model.gguf", fields, tensors)
+    with pytest.raises(FileNotFoundError, match="has no tokenizer.json"):
+        base_model.load_base(ModelConfig(str(file)), None)
+    quantizer.quantize(str(file), tmp_path / "ours", Recipe(), lambda line: None)
+    (tmp_path / "bare").mkdir()
+    from tests.model_folders import copy
+
+    narrow = golden_files.load(folder / "model.safetensors")
+    narrow = {name: value.astype(ml_dtypes.bfloat16) for name, value in narrow.items()}
+    copy(folder, tmp_path / "bare", tensors=narrow)
+    quantizer.quantize(str(tmp_path / "bare"), tmp_path / "theirs", Recipe(), lambda line: None)
+    model = Transformer(architecture.load(folder), "nvfp4", None, jnp.float32)
+    assert_trees_equal(
+        *(base_model.read_base(tmp_path / name, model) for name in ("ours", "theirs"))
+    )
+
+
+def test_a_tokenizer_of_byte_pairs_is_read_and_another_is_left_out(tmp_path):
+    symbols = ["a", "b", "ab", "Ġ", "Ġab", "1", "2", "<|end|>"]
+    fields = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": symbols,
+        "tokenizer.ggml.merges": ["a b", "Ġ ab"],
+        "tokenizer.ggml.token_type": [1] * 7 + [3],
+        "tokenizer.ggml.eos_token_id": 7,
+        "tokenizer.chat_template": "{{ messages[0]['content'] }}",
+    }
+    assert gguf.write_tokenizer(tmp_path, fields)
+    from qerl_jax.data import tokenizer
+
+    made = tokenizer.load(tmp_path)
+    assert made.encode(["ab ab12<|end|>"]) == [[2, 4, 5, 6, 7]]
+    assert made.stop_tokens == (7,) and made.decode([2, 4, 5]) == "ab ab1"
+    assert not gguf.write_tokenizer(tmp_path, fields | {"tokenizer.ggml.pre": "tekken"})
+    assert not gguf.write_tokenizer(tmp_path, fields | {"tokenizer.ggml.model": "llama"})
+
+
+def broken(tmp_path, change):
+    _, fields, tensors = contents("llama3")
+    file = write(tmp_path / "model.gguf", fields, tensors)
+    file.write_bytes(change(file.read_bytes()))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: b"", "cut short"),
+        (lambda data: b"PK" + data[2:], "is no GGUF file"),
+        (lambda data: data[:4] + struct.pack("<I", 1) + data[8:], "of version 1"),
+        (lambda data: data[:4] + struct.pack(">I", 3) + data[8:], "of version 50331648"),
+        (
+            lambda data: data[:8] + struct.pack("<Q", 1 << 60) + data[16:],
+            "says 1152921504606846976",
+        ),
+        (
+            lambda data: data[:16] + struct.pack("<Q", 1 << 60) + data[24:],
+            "says 1152921504606846976",
+        ),
+        (lambda data: data[:24] + struct.pack("<Q", 1 << 62) + data[32:], "cut short"),
+        (lambda data: data[:300], "cut short"),
+        (lambda data: data[:-100], "is cut short, or not what its header says: .* ends at byte"),
+        (lambda data: data.replace(b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"), "has no place"),
+        (lambda data: data.replace(b"blk.0.attn_q.weight", b"blk.0.attn_k.weight"), "comes twice"),
+        (lambda data: data.replace(b"blk.0.attn_q.w", b"blk.0.attn_\xff.w"), "not UTF-8"),
+    ],
+)
+def test_a_broken_file_is_an_error_that_says_what_is_wrong(tmp_path, change, said):
+    """Lengths in a header are believed only as far as the file goes: no memory is asked for them."""
+    file = broken(tmp_path, change)
+    with pytest.raises(GGUFError, match=said) as error:
+        hf_folder.local_folder(str(file))
+    assert str(file) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"general.architecture": "bloom"}, "general.architecture: got 'bloom'; read are llama"),
+        ({"llama.embedding_length": 0}, "llama.embedding_length: got 0; must be a positive"),
+        ({"llama.block_count": "many"}, "llama.block_count: got 'many'"),
+        ({"llama.expert_count": 8}, "mixture of experts"),
+        ({"split.count": 3}, "join them first"),
+        ({"llama.rope.dimension_count": 8}, "rotations of whole heads"),
+        ({"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}, "got 'yarn'"),
+        ({"general.alignment": 24}, "general.alignment: got 24"),
+        ({"llama.rope.freq_base": 7e4}, "these are not Llama 3's factors"),
+        ({"llama.attention.head_count": 3}, "rope|rows are not|head"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, changes, said):
+    _, fields, tensors = contents("llama3")
+    file = write(tmp_path / "model.gguf", fields | changes, tensors)
+    with pytest.raises(ValueError, match=said):
+        base(hf_folder.local_folder(str(file)))
