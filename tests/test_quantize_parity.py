@@ -18,11 +18,17 @@ from tests.qerl_jax.checkpoint.test_export import TOKENS, logits, read
 
 SCRIPT = pathlib.Path(__file__).parent / "parity" / "model_logits.py"
 ROWS = Calibration("arithmetic", num_samples=16, max_length=64)
+KEEP = ("*.down_proj", "model.layers.0.self_attn.*")
 CASES = {
     "nvfp4": (Recipe("nvfp4"), "compressed_tensors"),
+    "nvfp4 maximum": (Recipe("nvfp4", block_scales="maximum"), "compressed_tensors"),
     "nvfp4 awq": (Recipe("nvfp4", "awq", calibration=ROWS), "compressed_tensors"),
+    "nvfp4 gptq": (Recipe("nvfp4", "gptq", calibration=ROWS), "compressed_tensors"),
+    "nvfp4 mixed": (Recipe("nvfp4", keep=KEEP), "compressed_tensors"),
     "mxfp4": (Recipe("mxfp4"), "compressed_tensors"),
+    "mxfp4 gptq": (Recipe("mxfp4", "gptq", calibration=ROWS), "compressed_tensors"),
     "nf4": (Recipe("nf4"), "bitsandbytes"),
+    "nf4 mixed": (Recipe("nf4", keep=KEEP), "bitsandbytes"),
     "nf4 single": (Recipe("nf4", double_quant=False), "bitsandbytes"),
 }
 
