@@ -36,7 +36,7 @@ import numpy as np
 from qerl_jax import config, process_pool
 from qerl_jax.checkpoint import packed_formats, peft, safetensors
 from qerl_jax.cli import crashes, generate
-from qerl_jax.data import answers, chat_template, latex_form, verl_answers
+from qerl_jax.data import answers, chat_template, latex_form, tool_calls, verl_answers
 from qerl_jax.model import architecture
 from qerl_jax.rewards import stock
 from qerl_jax.tracking import logger
@@ -448,12 +448,13 @@ _ANSWER_WORDS = [
 ]
 
 
-def _make_answer(rng: random.Random) -> str:
-    text = "".join(rng.choices(_ANSWER_WORDS, k=rng.choice((1, 4, 16, 64))))
-    if rng.random() < 0.01:  # as models repeat themselves
-        piece = "".join(rng.choices(_ANSWER_WORDS, k=rng.choice((1, 1, 2, 3))))
+def _make_text(words: Sequence[str], rng: random.Random) -> str:
+    """Words, one time in a hundred with a long repeat, as models repeat themselves."""
+    text = "".join(rng.choices(words, k=rng.choice((1, 4, 16, 64))))
+    if rng.random() < 0.01:
+        piece = "".join(rng.choices(words, k=rng.choice((1, 1, 2, 3))))
         text += piece * (rng.choice((2_000, 20_000, 60_000)) // len(piece) + 1)
-        text += "".join(rng.choices(_ANSWER_WORDS, k=rng.choice((0, 1, 4))))
+        text += "".join(rng.choices(words, k=rng.choice((0, 1, 4))))
     return text
 
 
@@ -483,6 +484,34 @@ def _feed_answer(text: str) -> None:
     for reward in _BY_ANSWER:
         reward(completions=[text], answer=["12"])
         reward(completions=["\\boxed{12}"], answer=[text])
+
+
+# Calls of tools that a policy writes
+
+_CALL_WORDS = [
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", '{"name": "a", "arguments": {}}', "{}", ";"),
+    *(
+        '{"name": "a", "parameters": {"x": 1}}; ',
+        '{"name": "',
+        '"arguments": "{\\"',
+        '"}',
+        "}",
+        "{",
+    ),
+    *("[", "]", '"', ",", ":", "\n", " ", "null", "1e999", "NaN", "\\ud800", "\ud800", "\0", "京"),
+    *(
+        '{"name": 1}',
+        '{"name": "a", "arguments": 3}',
+        '{"name": "a", "arguments": "[]"}',
+        "9" * 5000,
+    ),
+]
+
+
+def _feed_calls(text: str) -> None:
+    for call_format in ("hermes", "llama3_json"):
+        tool_calls.parse(text, call_format)
+        tool_calls.parse(f'{{"name": "a"}}{text}', call_format)
 
 
 # Chat templates
@@ -637,7 +666,12 @@ TARGETS = {
         may_refuse=False,
     ),
     "prompts": Target(_make_rows, _feed_rows, _written),
-    "answers": Target(_make_answer, _feed_answer, seconds=5.0, may_refuse=False),
+    "answers": Target(
+        functools.partial(_make_text, _ANSWER_WORDS), _feed_answer, seconds=5.0, may_refuse=False
+    ),
+    "calls": Target(
+        functools.partial(_make_text, _CALL_WORDS), _feed_calls, seconds=2.0, may_refuse=False
+    ),
     # Starts the process again that renders, and is watched there.
     "templates": Target(_make_template, _feed_template, does=_OF_POOLS),
 }

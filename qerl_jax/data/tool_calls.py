@@ -13,6 +13,7 @@ from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.files import parse_json
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+_BETWEEN = re.compile(r"[; \n]*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +96,7 @@ def parse(text: str, call_format: CallFormat) -> tuple[str, list[Call]]:
         except (ValueError, RecursionError):
             end = len(body)  # what is wrong with the rest, it says itself
         calls.append(_call(body[place:end]))
-        place = end + len(body[end:]) - len(body[end:].lstrip("; \n"))
+        place = _BETWEEN.match(body, end).end()
     return "", calls
 
 
