@@ -118,7 +118,17 @@ def _call(idle: queue.SimpleQueue, request: str) -> Any:
 class Worker:
     """One process, replaced after every call that it did not survive."""
 
-    def __init__(self, module: str, seconds: float, memory_bytes: int = _MEMORY_BYTES):
+    def __init__(
+        self,
+        module: str,
+        seconds: float,
+        memory_bytes: int = _MEMORY_BYTES,
+        *,
+        is_trusted: bool = False,
+    ):
+        """Starts nothing yet; a module that is trusted, as a user's own is, sees the whole environment."""
+        names = os.environ if is_trusted else _PASSED_ON
+        self._environment = {name: os.environ[name] for name in names if name in os.environ}
         limits = str(seconds), str(memory_bytes)
         self._command = [sys.executable, "-m", __name__, module, *limits]
         self._module, self._seconds = module, seconds
@@ -146,9 +156,8 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            # What the parent can import, none of its secrets, and no Ctrl-C that is meant for it.
-            env={name: value for name, value in os.environ.items() if name in _PASSED_ON}
-            | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            # What the parent can import, and no Ctrl-C that is meant for it.
+            env=self._environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
             start_new_session=True,
         )
         failure = self._reply(_START_SECONDS)

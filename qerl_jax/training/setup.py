@@ -241,7 +241,7 @@ def _tools(
     if cfg.tools is None:
         return None, tokenizer
     toolbox = environments.Toolbox(cfg.tools, tools, environment)
-    template = str(tokenizer.hf.chat_template)
+    template = tokenizer.chat_template
     how = conversations.Tools(
         toolbox,
         None if cfg.tools.call_pattern else cfg.tools.call_format or tool_calls.detect(template),

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from qerl_jax.process_pool import Failure, Pool
+from qerl_jax.process_pool import Failure, Pool, Worker
 
 ROOT = pathlib.Path(__file__).parents[2]
 FUNCTIONS = """
@@ -215,6 +215,16 @@ def test_workers_know_no_secrets_of_the_parent(pool, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "canary")
     (names,) = pool().map("environment", [()])
     assert "HF_TOKEN" not in names and "PATH" in names
+
+
+def test_a_module_of_the_user_sees_the_whole_environment(pool, monkeypatch):
+    pool()
+    monkeypatch.setenv("SEARCH_API_KEY", "canary")
+    worker = Worker("worker_functions", 20.0, is_trusted=True)
+    try:
+        assert "SEARCH_API_KEY" in worker.call('["environment", []]')
+    finally:
+        worker.stop()
 
 
 PARENT = """

@@ -139,7 +139,7 @@ def qwen():
     # A copy: transformers' tokenizers can be changed.
     hf = type(tiny.hf).from_pretrained(str(TINY))
     hf.chat_template = QWEN
-    return dataclasses.replace(tiny, hf=hf)
+    return dataclasses.replace(tiny, hf=hf, chat_template=QWEN)
 
 
 def test_an_answer_continues_a_turn_as_the_template_writes_the_whole(qwen):

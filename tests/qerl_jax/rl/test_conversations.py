@@ -36,7 +36,7 @@ def tokens():
     tiny = tokenizer.load(TINY)
     hf = type(tiny.hf).from_pretrained(str(TINY))
     hf.chat_template = QWEN
-    return dataclasses.replace(tiny, hf=hf)
+    return dataclasses.replace(tiny, hf=hf, chat_template=QWEN)
 
 
 @pytest.fixture(scope="module")
