@@ -15,6 +15,7 @@ A new target is a row of `TARGETS`.
 
 import argparse
 import atexit
+import codecs
 import contextlib
 import dataclasses
 import functools
@@ -83,6 +84,11 @@ class Result:
 def trial(name: str, target: Target, seed: int, numbers: Sequence[int]) -> Result:
     """Feeds inputs of these numbers to a target."""
     result = Result()
+    for encoding in (
+        "utf-8-sig",
+        *(f"utf-{n}{end}" for n in (16, 32) for end in ("", "-le", "-be")),
+    ):
+        codecs.lookup(encoding)  # is imported when JSON in it is read
     with _clock():
         for number in range(20):  # imports what is imported late
             _feed(target, target.place(target.make(random.Random(f"first {number}"))))
