@@ -99,7 +99,7 @@ def trial(name: str, target: Target, seed: int, numbers: Sequence[int]) -> Resul
             fault, is_read = _feed(target, given)
             spent = time.process_time() - begun
             result.inputs += 1
-            result.read += is_read
+            result.read += is_read and fault is None
             result.slowest = max(result.slowest, spent)
             if spent > target.seconds and fault is None:
                 fault = f"took {spent:.1f} s of the processor"
