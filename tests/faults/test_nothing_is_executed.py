@@ -26,6 +26,8 @@ SOURCES = sorted(
     path
     for folder in ("qerl_jax", "pallas_kernels", "scripts")
     for path in (harness.ROOT / folder).rglob("*.py")
+    # Runs lines of the TRL that is installed, to record what they compute; reads nothing else.
+    if path.name != "record_trl.py"
 )
 TINY = harness.ROOT / "qerl_jax" / "assets" / "tiny"
 # Modules that run what they read.
