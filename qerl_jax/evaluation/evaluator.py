@@ -207,7 +207,7 @@ class Evaluator:
             "gold": problem.columns.get("answer"),
             "right": (values[rows] >= 1).tolist(),
             "answers": [read(text) for text in rollout.texts[rows]],
-            "lengths": rollout.lengths[rows].tolist(),
+            "lengths": rollout.sampled_lengths[rows].tolist(),
             "stopped": list(rollout.stopped[rows]),
             "unjudged": int(np.isnan(values[rows]).sum()),
             "completions": list(rollout.texts[rows]),

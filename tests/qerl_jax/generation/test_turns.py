@@ -119,7 +119,7 @@ def plain_scores(tokens):
     "options",
     [
         {"late": True},
-        {"late": True, "max_concurrent": None},
+        pytest.param({"late": True, "max_concurrent": None}, marks=pytest.mark.slow),
         pytest.param({"late": True, "chunk": 3, "page_size": 7}, marks=pytest.mark.slow),
         {"late": True, "kv_cache_tokens": 130},
     ],

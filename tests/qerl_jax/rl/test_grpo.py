@@ -11,6 +11,7 @@ import pytest
 
 from qerl_jax.config import GrpoConfig
 from qerl_jax.rl import entropy, grpo
+from scripts import compare_trl
 from tests import golden_files
 
 CASES = json.loads((golden_files.GOLDEN / "loss" / "cases.json").read_text())
@@ -117,40 +118,20 @@ def _case_name(number):
     return ",".join(str(x) for x in [number, *options.values()])
 
 
-@pytest.mark.parametrize("number", range(len(TRL["cases"])), ids=_case_name)
+# Each is a program: half of them run always, and every loss is among these.
+ALL_CASES = [
+    pytest.param(i, id=_case_name(i), marks=[pytest.mark.slow] if i % 2 else [])
+    for i in range(len(TRL["cases"]))
+]
+
+
+@pytest.mark.parametrize("number", ALL_CASES)
 def test_every_loss_with_every_correction_is_that_of_trl(number):
     """Weights, masks and high-entropy tokens are made by us; the numbers are TRL 1.16's."""
     case = TRL["cases"][number]
-    options = {"epsilon": 0.2, "epsilon_high": 0.28, "delta": 0} | case["options"]
-    mode = options.pop("importance_sampling_mode", None)
-    if mode:
-        options |= {
-            "old_logprobs": "recompute",
-            "importance_sampling_correction": True,
-            "importance_sampling_mode": mode,
-            "importance_sampling_clip_max": TRL["clip_max"],
-        }
     with jax.enable_x64(True):
-        x = {name: jnp.asarray(TRL_VECTORS[name]) for name in TRL_VECTORS if "." not in name}
-        cfg, mask = GrpoConfig(**options), x["mask"] != 0
-        behaviour = x["behaviour_logps"]
-        batch = grpo.LossInputs(
-            x["logps"],
-            x["old_logps"],
-            x["advantages"],
-            mask,
-            x["ref_logps"] if cfg.beta else None,
-            grpo.sampling_weights(
-                cfg, x["logps"], x["old_logps"], behaviour, x["advantages"], mask
-            ),
-            grpo.sampling_correction(cfg, x["old_logps"], behaviour, mask),
-            x["entropies"],
-        )
-        if cfg.top_entropy_quantile < 1:
-            marked = entropy.high_entropy(
-                TRL_VECTORS["entropies"], np.asarray(mask), cfg.top_entropy_quantile
-            )
-            batch = batch._replace(high_entropy=jnp.asarray(marked))
+        cfg = compare_trl.config_of(case["options"], TRL["clip_max"])
+        batch = compare_trl.inputs_of(cfg, TRL_VECTORS)
         value, grad, rows = _loss_and_grad(cfg, batch, grpo.BatchTotals(max_completion_length=32))
         assert_close(value, case["loss"], 1e-10)
         assert_close(grad, TRL_VECTORS[f"{number}.grad"], 1e-10)

@@ -1,0 +1,84 @@
+"""Prints every loss and correction beside TRL's own numbers: `python -m scripts.compare_trl`.
+
+The numbers are those of tests/golden/loss_trl, which `scripts.record_trl` recorded; ours are computed in
+float32, as in training. The last column is the largest difference of the gradient by log-probabilities,
+relative to its largest entry.
+"""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import load_file
+
+from qerl_jax.config import GrpoConfig
+from qerl_jax.rl import entropy, grpo
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "tests/golden/loss_trl"
+
+
+def config_of(options: dict, clip_max: float) -> GrpoConfig:
+    """The objective of a recorded case."""
+    options = {"epsilon": 0.2, "epsilon_high": 0.28, "delta": 0} | options
+    mode = options.pop("importance_sampling_mode", None)
+    if mode is not None:
+        options |= {
+            "old_logprobs": "recompute",
+            "importance_sampling_correction": True,
+            "importance_sampling_mode": mode,
+            "importance_sampling_clip_max": clip_max,
+        }
+    return GrpoConfig(**options)
+
+
+def inputs_of(cfg: GrpoConfig, vectors: dict[str, np.ndarray]) -> grpo.LossInputs:
+    """The recorded rows as `policy_loss` takes them, in the default type."""
+    x = {name: jnp.asarray(value) for name, value in vectors.items() if "." not in name}
+    mask, behaviour = x["mask"] != 0, x["behaviour_logps"]
+    batch = grpo.LossInputs(
+        x["logps"],
+        x["old_logps"],
+        x["advantages"],
+        mask,
+        x["ref_logps"] if cfg.beta else None,
+        grpo.sampling_weights(cfg, x["logps"], x["old_logps"], behaviour, x["advantages"], mask),
+        grpo.sampling_correction(cfg, x["old_logps"], behaviour, mask),
+        x["entropies"],
+    )
+    if cfg.top_entropy_quantile == 1:
+        return batch
+    marked = entropy.high_entropy(
+        vectors["entropies"], vectors["mask"] != 0, cfg.top_entropy_quantile
+    )
+    return batch._replace(high_entropy=jnp.asarray(marked))
+
+
+def loss_and_gradient(cfg: GrpoConfig, batch: grpo.LossInputs) -> tuple[jax.Array, jax.Array]:
+    """Ours of a case: the loss, and its gradient by the log-probabilities."""
+    totals = grpo.BatchTotals(max_completion_length=32)
+    loss = lambda logps: grpo.policy_loss(cfg, batch._replace(logps=logps), totals)[0]
+    return jax.value_and_grad(loss)(batch.logps)
+
+
+def main() -> None:
+    recorded = json.loads((GOLDEN / "cases.json").read_text())
+    vectors = load_file(GOLDEN / "vectors.safetensors")
+    print(f"| loss | beside the defaults | TRL {recorded['trl']} | ours | gradient |")
+    print("| --- | --- | --- | --- | --- |")
+    for number, case in enumerate(recorded["cases"]):
+        cfg = config_of(case["options"], recorded["clip_max"])
+        value, grad = loss_and_gradient(cfg, inputs_of(cfg, vectors))
+        expected = vectors[f"{number}.grad"]
+        # Where the only token that teaches is clipped both are 0.
+        apart = np.max(np.abs(grad - expected)) / (np.max(np.abs(expected)) or 1)
+        options = {
+            k: v for k, v in case["options"].items() if k != "loss_type" and (k, v) != ("beta", 0)
+        }
+        told = ", ".join(f"{k} = {v}" for k, v in options.items())
+        print(f"| {cfg.loss_type} | {told} | {case['loss']:.6f} | {value:.6f} | {apart:.0e} |")
+
+
+if __name__ == "__main__":
+    main()
