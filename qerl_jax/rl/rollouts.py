@@ -172,6 +172,23 @@ def admit(
     return kept
 
 
+def begun(
+    tools: Tools, problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt_length: int
+) -> Sequence[Problem]:
+    """Problems with what the environment says to them, if that fits.
+
+    Raises:
+        ValueError: When an environment cannot begin, or its words make a prompt too long.
+    """
+    return admit(
+        observed(tools, problems),
+        tokenizer,
+        max_prompt_length=max_prompt_length,
+        overlong="error",
+        what="prompts with what the environment says",
+    )
+
+
 def make_sampler(
     model: Transformer,
     tokenizer: Tokenizer,
@@ -245,7 +262,7 @@ def collect(
     """
     talk = None
     if sampler.tools is not None:
-        problems = observed(sampler.tools, problems)
+        problems = begun(sampler.tools, problems, sampler.tokenizer, sampler.max_prompt_length)
         talk = Conversations(
             sampler.tools, sampler.tokenizer, problems, group=sampler.num_generations
         )

@@ -152,7 +152,7 @@ def setup(
     extras = metrics.Trace(0, total_steps).extras
     if talks is not None and talks.toolbox.environment_name is not None:
         # Before a step is sampled it is known whether the environment begins with such rows.
-        trial = conversations.observed(talks, problems[:2])
+        trial = rollouts.begun(talks, problems[:2], tokenizer, cfg.data.max_prompt_length)
         extras |= {"environments": [environments.Snapshot() for _ in trial]}
     scoring.check(functions, problems[:2], extras)
     evaluator = Evaluator.of_run(

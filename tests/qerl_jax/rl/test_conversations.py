@@ -142,6 +142,10 @@ def test_the_environment_speaks_at_the_end_of_the_prompt(rollout, tokens, tools)
     assert silent.problems[0].prompt == CHAT
     with pytest.raises(ValueError, match="Counter: reset.* raised ValueError: start must not"):
         collect(tokens, tools, [["a"]], ({"start": -1},))
+    with pytest.raises(
+        ValueError, match="max_prompt_length: got 9; 1 of 1 prompts with what the env"
+    ):
+        rollouts.begun(tools, [Problem(CHAT, {"start": 1})], tokens, 9)
     with pytest.raises(ValueError, match="speaks to chats"):
         conversations.observed(tools, [Problem("text", {"start": 1})])
 
