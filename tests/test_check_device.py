@@ -34,7 +34,7 @@ UNCHANGED = {
     "lora": {"alpha", "dropout"},
     "rollout": {"temperature", "steps_per_generation"},
     "grpo": {
-        *("epsilon", "epsilon_high", "kl_estimator", "use_bias_correction_kl"),
+        *("epsilon", "kl_estimator", "use_bias_correction_kl"),
         *("advantage_estimator", "scale_rewards", "mask_truncated_completions"),
         *("dynamic_sampling_metric", "reference"),
         *("importance_sampling_clip_max", "sampling_mask_min"),

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
@@ -88,6 +89,7 @@ def test_of_two_new_runs_the_one_that_comes_second_is_refused(tmp_path, monkeypa
     def meanwhile(cfg, **_):
         folder.mkdir()
         (folder / "config.toml").write_text(config.dump(cfg))
+        return types.SimpleNamespace(sampler=types.SimpleNamespace(tools=None))
 
     monkeypatch.setattr(trainer, "setup", meanwhile)
     with pytest.raises(config.ConfigError, match="another run has begun there in the meantime"):

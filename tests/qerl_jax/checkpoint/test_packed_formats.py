@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import nvfp4
+from qerl_jax import config
 from qerl_jax.checkpoint import safetensors
 from qerl_jax.checkpoint.safetensors import SafetensorsError
 from tests import golden_files
@@ -118,7 +119,9 @@ def test_a_linear_left_out_of_the_quantization_is_named(tmp_path):
     dense = golden_files.load(DENSE / "model.safetensors")[f"{NAME}.weight"]
     parts = ("weight_packed", "weight_scale", "weight_global_scale")
     write(tmp_path, None, dict.fromkeys(f"{NAME}.{p}" for p in parts) | {f"{NAME}.weight": dense})
-    with pytest.raises(NotImplementedError, match=f"{NAME}: is not packed, although the folder is"):
+    with pytest.raises(
+        config.ConfigError, match=r"model.kept: got \(\); .* keeps \(\('down', \(1,\)"
+    ):
         base(tmp_path, "nvfp4")
 
 

@@ -58,7 +58,7 @@ HOSTILE = {
     "gigabytes at once": ("{{ 'x' * 9999999999 }}", "more than 256 MiB of memory"),
     "gigabytes by doubling": (
         "{% set ns = namespace(x='x') %}{% for _ in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-        "more than 256 MiB of memory",
+        "more than 256 MiB of memory|within 0.5 seconds",  # whichever a busy machine meets first
     ),
     "gigabytes by a filter": ("{{ 'x' | center(9999999999) }}", "more than 256 MiB of memory"),
     "gigabytes by a format": ("{{ '%9999999999d' % 1 }}", "memory|raise"),
