@@ -37,6 +37,8 @@ SEARCHED_STEPS = (1, -1, 2, -2, 3, -3, 4, -4, 5, 6)
 _ROOMY_SCALE_MAX = 256.0
 # The share of blocks whose scale has no room above it from which on such a global scale is tried.
 _CROWDED = 1e-3
+# Entries of a weight that are searched at a time: what a candidate needs beside them is some times as large.
+_SEARCHED_ENTRIES = 1 << 25
 # Random block scales are drawn among E4M3's 16 values from 64 to 240. A Gaussian matrix of 10^7
 # entries has its blocks' scales at about 150 +- 40.
 _RANDOM_SCALE_BITS = np.arange(0x68, 0x78, dtype=np.uint8)
@@ -191,7 +193,33 @@ def search_scales(
 
     Source: mit-han-lab/fouroversix; ScaleSweep, arXiv 2606.07618.
     """
-    block_max, divisor = _block_max(w), global_scale[..., None]
+    _block_max(w)  # checks w
+    *stack, n, k = w.shape
+    rows = n if stack else _rows_at_a_time(n, k)
+    one = functools.partial(_search_rows, divisor=global_scale[..., None], moments=moments)
+    if rows == n:
+        scales, errors = one((w, given))
+        return scales, jnp.sum(errors, axis=(-2, -1))
+    cut = lambda x: None if x is None else x.reshape(n // rows, rows, -1)
+    scales, errors = jax.lax.map(one, (cut(w), cut(given)))
+    return scales.reshape(n, -1), jnp.sum(errors)
+
+
+def _rows_at_a_time(n: int, k: int) -> int:
+    """The most rows that divide all and have no more entries than may be searched at a time."""
+    return max(
+        rows
+        for rows in range(1, n + 1)
+        if n % rows == 0 and (rows * k <= _SEARCHED_ENTRIES or rows == 1)
+    )
+
+
+def _search_rows(
+    rows: tuple[jax.Array, jax.Array | None], *, divisor: jax.Array, moments: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """The scales [..., N, K / 16] of a weight and the errors of its blocks."""
+    w, given = rows
+    block_max = _block_max(w)
     first = _scales_of_maxima(block_max, divisor, w.dtype)
     # The entries of a block on the first axis: sums over it need no shuffles.
     sizes = jnp.moveaxis(jnp.abs(_blocks(w)) * divisor[..., None], -1, 0)
@@ -220,7 +248,7 @@ def search_scales(
         best = better_of(best, as_bits(given))
     (bits, errors), _ = jax.lax.scan(tried, best, jnp.asarray(SEARCHED_STEPS))
     scales = jax.lax.bitcast_convert_type(bits.astype(jnp.uint8), jnp.float8_e4m3fn)
-    return scales, jnp.sum(errors / divisor**2, axis=(-2, -1))
+    return scales, errors / divisor**2
 
 
 def search(

@@ -94,6 +94,8 @@ def fold(
     prefix: str,
     seen: dict[str, Inputs],
     kept: Sequence[str] = (),
+    *,
+    with_grams: bool = True,
 ) -> Folded:
     """Finds the scales of a layer's four inputs and folds them in.
 
@@ -105,6 +107,7 @@ def fold(
         prefix: Start of these names.
         seen: What is known of the inputs of each fused linear; emptied.
         kept: Linears that are not packed: their inputs are not scaled.
+        with_grams: Whether the result has Gram matrices, which are large.
     """
     tensors, errors, rows = dict(tensors), {}, {}
     packed, grams = {}, {}
@@ -125,7 +128,10 @@ def fold(
         s, after, new, parts, gram, (nearest, found) = _search(
             form, scales, heads, weights, divided, seen.pop(linear), before
         )
-        packed[linear], grams[linear] = parts, gram
+        packed[linear] = parts
+        if with_grams:
+            grams[linear] = gram
+        del gram
         tensors.update(zip(names, new, strict=True))
         if norm is not None:
             tensors[f"{prefix}{norm}.weight"] = np.asarray(after)

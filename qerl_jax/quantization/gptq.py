@@ -1,14 +1,19 @@
 """GPTQ (arXiv 2210.17323): columns are rounded one after another, and those to come make up for the error.
 
-With H = X^T X of a linear's inputs and U the upper triangular matrix of H^-1 = U^T U, column j of the
-weight W [N, K] is rounded, e = (w_j - rounded w_j) / U_jj is its error, and e U_jk is subtracted from
-every later column k: the least squares answer to the error on these inputs.
+With H = X^T X of a linear's inputs and its Cholesky factor, H = L L^T, columns of the weight W [N, K] are
+rounded from the last to the first. When column k is due, the errors of those that were rounded before it
+are made up for,
+
+    w_k + sum over j > k of (w_j - rounded w_j) L_jk / L_kk
+
+and that is rounded: the least squares answer to these errors on these inputs. This is GPTQ in the form of
+LDLQ (QuIP, arXiv 2307.13304, theorem 6), which needs no inverse of H.
 
 Scales of blocks are fixed before, searched on the original weight, as other readers need them: 16
 neighbours have one scale whatever the order in which they are rounded. So columns go in the order of
-falling H_jj ("static groups" of act-order): what matters most is rounded while most columns are left
-that can make up for it. Errors within 128 columns are passed on at once, those to later columns in one
-product for all 128.
+falling H_kk ("static groups" of act-order): what matters most is rounded while most columns are left
+that can make up for it. Errors within 128 columns are passed on at once, those of columns before them in
+one product for all 128.
 
 Of the result, what it started from, and rounding to nearest, the one with the smallest error on these
 inputs is kept.
@@ -33,7 +38,6 @@ DAMPING = 0.01
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def pack(
     form: Format,
     scales: BlockScales,
@@ -56,11 +60,25 @@ def pack(
         rounded to nearest by the largest entries, and of what is returned.
     """
     if start is None:
-        start = form.packed(weights, scales, form.moments(gram))
+        start = _start(form, scales, weights, gram)
+    # From the least to the most important: the last is rounded first.
+    order = jnp.argsort(jnp.diag(gram), stable=True)
+    # Factored apart from the rest, whose memory is not needed yet.
+    return _rounded(form, weights, start, gram, order, factor(gram, order))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _start(form, scales, weights, gram):
+    return form.packed(weights, scales, form.moments(gram))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _rounded(form, weights, start, gram, order, lower):
+    """What `pack` returns, by the factor of the Gram matrix in that order."""
     ends = np.cumsum([len(weight) for weight in weights])[:-1]
     weight = jnp.concatenate([weight.astype(jnp.float32) for weight in weights])
     steps = jnp.concatenate([form.steps(part) for part in start])
-    moved = jnp.split(compensated(weight, steps, gram, form.grid), ends)
+    moved = jnp.split(compensated(weight, steps, order, lower, form.grid), ends)
     found = [form.recode(own, part) for own, part in zip(moved, start, strict=True)]
 
     def error(packed):
@@ -79,49 +97,53 @@ def pack(
 
 
 def compensated(
-    weight: jax.Array, steps: jax.Array, gram: jax.Array, grid: np.ndarray
+    weight: jax.Array, steps: jax.Array, order: jax.Array, lower: jax.Array, grid: np.ndarray
 ) -> jax.Array:
     """The weight as GPTQ has it when it rounds each column: to nearest from here gives its result.
 
     Args:
         weight: float32 [N, K].
         steps: float32 [N, K], what one unit of the grid is worth at each entry.
-        gram: float32 [K, K].
+        order: int32 [K], the columns; the last is rounded first.
+        lower: float32 [K, K], the Cholesky factor of the Gram matrix in that order.
         grid: Values of the codes, in rising order.
 
     Returns:
-        float32 [N, K]; not finite where the Gram matrix is not.
+        float32 [N, K]; not finite where the factor is not.
     """
     n, k = weight.shape
-    order = jnp.argsort(-jnp.diag(gram), stable=True)
-    factor = _factor(gram[order][:, order])
-    # The last block is filled up with columns that take and give no errors.
+    # Columns that take and give no errors fill up the first block, which comes last.
     more = -k % BLOCK
-    rows = lambda x: jnp.pad(x[:, order].T, ((0, more), (0, 0)))
+    rows = lambda x: jnp.pad(x[:, order].T, ((more, 0), (0, 0)))
     columns, worth = rows(weight), rows(steps)
-    factor = jnp.pad(factor, ((0, more), (0, more)))
-    factor = factor + jnp.diag((jnp.arange(k + more) >= k).astype(jnp.float32))
+    if more:
+        lower = jnp.pad(lower, ((more, 0), (more, 0)))
+    diagonal = jnp.diag(lower)
+    diagonal = jnp.where(jnp.arange(k + more) < more, 1, diagonal)
 
-    def one(j, carry):
-        block, errors, worth, square = carry
-        off = (block[j] - _nearest(block[j], worth[j], grid)) / square[j, j]
-        later = jnp.where(jnp.arange(BLOCK) > j, square[j], 0)
-        return block - later[:, None] * off, errors.at[j].set(off), worth, square
-
-    def one_block(b, columns):
-        first = b * BLOCK
+    def one_block(b, carry):
+        moved, errors = carry
+        first = k + more - (b + 1) * BLOCK
         cut = lambda x: jax.lax.dynamic_slice_in_dim(x, first, BLOCK)
-        upper = cut(factor)
-        square = jax.lax.dynamic_slice_in_dim(upper, first, BLOCK, axis=1)
-        block, errors, _, _ = jax.lax.fori_loop(
-            0, BLOCK, one, (cut(columns), jnp.zeros((BLOCK, n), jnp.float32), cut(worth), square)
-        )
-        columns = jax.lax.dynamic_update_slice_in_dim(columns, block, first, 0)
-        later = jnp.where(jnp.arange(k + more) >= first + BLOCK, upper, 0)
-        return columns - jnp.dot(later.T, errors, precision=_HIGHEST)
+        shares = jax.lax.dynamic_slice_in_dim(lower, first, BLOCK, axis=1) / cut(diagonal)
+        # Errors of columns that are not rounded yet are still 0.
+        due = cut(columns) + jnp.dot(shares.T, errors, precision=_HIGHEST)
+        square, original, step = cut(shares), cut(columns), cut(worth)
 
-    columns = jax.lax.fori_loop(0, (k + more) // BLOCK, one_block, columns)
-    return columns[:k].T[:, jnp.argsort(order)]
+        def one(i, carry):
+            due, off = carry
+            j = BLOCK - 1 - i
+            own = original[j] - _nearest(due[j], step[j], grid)
+            before = jnp.where(jnp.arange(BLOCK) < j, square[j], 0)
+            return due + before[:, None] * own, off.at[j].set(own)
+
+        due, off = jax.lax.fori_loop(0, BLOCK, one, (due, jnp.zeros((BLOCK, n), jnp.float32)))
+        put = lambda x, block: jax.lax.dynamic_update_slice_in_dim(x, block, first, 0)
+        return put(moved, due), put(errors, off)
+
+    start = columns, jnp.zeros_like(columns)
+    moved, _ = jax.lax.fori_loop(0, (k + more) // BLOCK, one_block, start)
+    return moved[more:].T[:, jnp.argsort(order)]
 
 
 def _nearest(x: jax.Array, step: jax.Array, grid: np.ndarray) -> jax.Array:
@@ -132,22 +154,26 @@ def _nearest(x: jax.Array, step: jax.Array, grid: np.ndarray) -> jax.Array:
     return found * step
 
 
-def _factor(gram: jax.Array) -> jax.Array:
-    """U, upper triangular, of (H + damping)^-1 = U^T U."""
+def factor(gram: jax.Array, order: jax.Array) -> jax.Array:
+    """The Cholesky factor [K, K] of a damped Gram matrix whose columns are put in an order.
+
+    The damping becomes ten times as large until the matrix can be factored; where it never can, the
+    result is not finite.
+    """
+    damping = DAMPING
+    while True:
+        lower = _factored(gram, order, damping)
+        if damping > 1e3 or bool(jnp.isfinite(jnp.diag(lower)).all()):
+            return lower
+        damping *= 10
+
+
+@jax.jit
+def _factored(gram, order, damping):
     size = jnp.maximum(jnp.diag(gram).mean(), 1e-30)
+    ordered = gram[order[:, None], order]
     # Inputs that are always 0 pass nothing on.
-    diagonal = jnp.where(jnp.diag(gram) == 0, size, 0)
-
-    def factored(damping):
-        # From the other end H = R R^T with R upper triangular, and U = R^-1: one factorization serves.
-        flipped = (gram + jnp.diag(diagonal + damping * size))[::-1, ::-1]
-        return jnp.linalg.cholesky(flipped)[::-1, ::-1]
-
-    def failed(state):
-        damping, upper = state
-        return (damping < 1e3) & ~jnp.isfinite(upper).all()
-
-    _, upper = jax.lax.while_loop(
-        failed, lambda state: (state[0] * 10, factored(state[0] * 10)), (DAMPING, factored(DAMPING))
-    )
-    return jax.scipy.linalg.solve_triangular(upper, jnp.eye(len(gram), dtype=jnp.float32))
+    diagonal = jnp.diag(ordered)
+    more = damping * size + jnp.where(diagonal == 0, size, 0)
+    at = jnp.arange(len(gram))
+    return jnp.linalg.cholesky(ordered.at[at, at].add(more), symmetrize_input=False)

@@ -292,7 +292,16 @@ def _quantized_layer(
         seen = states.observe(_layer(states.model, tensors, prefix, dense))
         if "awq" in recipe.method:
             kept = [linear for linear, at in job.kept if at == index]
-            folded = awq.fold(job.arch, form, recipe.block_scales, tensors, prefix, seen, kept)
+            folded = awq.fold(
+                job.arch,
+                form,
+                recipe.block_scales,
+                tensors,
+                prefix,
+                seen,
+                kept,
+                with_grams="gptq" in recipe.method,
+            )
             tensors, packed, grams = folded.tensors, folded.packed, folded.grams
             outputs = folded.errors
         else:
