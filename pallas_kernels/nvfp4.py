@@ -270,28 +270,25 @@ def search(
     """
     shared = functools.reduce(jnp.minimum, [global_scale(part) for part in parts])
     roomy = shared * (_ROOMY_SCALE_MAX / _SCALE_MAX)
+    sizes = [len(part) for part in parts]
+    whole = jnp.concatenate(parts)
 
     def searched(divisor, given=None):
-        found = [
-            search_scales(part, divisor, moments, scales)
-            for part, scales in zip(parts, given or [None] * len(parts), strict=True)
-        ]
-        return divisor, [scales for scales, _ in found], sum(error for _, error in found)
+        return divisor, *search_scales(whole, divisor, moments, given)
 
     def better(old, new):
         return jax.tree.map(lambda a, b: jnp.where(new[2] < old[2], b, a), old, new)
 
     tight = searched(shared)
-    maxima = [_block_max(part) for part in parts]
-    held = sum(jnp.sum(m * shared / _CODE_MAX > _ROOMY_SCALE_MAX) for m in maxima)
-    blocks = sum(m.size for m in maxima)
-
-    crowded = held > _CROWDED * blocks
-    best = jax.lax.cond(crowded, lambda: better(tight, searched(roomy)), lambda: tight)
+    held_back = _block_max(whole) * shared / _CODE_MAX > _ROOMY_SCALE_MAX
+    best = jax.lax.cond(
+        held_back.mean() > _CROWDED, lambda: better(tight, searched(roomy)), lambda: tight
+    )
     if like is not None:
-        best = better(searched(like[0].global_scale, [t.scales for t in like]), best)
+        given = jnp.concatenate([t.scales for t in like])
+        best = better(searched(like[0].global_scale, given), best)
     divisor, scales, _ = best
-    return [quantize(part, divisor, own) for part, own in zip(parts, scales, strict=True)]
+    return split(quantize(whole, divisor, scales), sizes)
 
 
 def block_errors(off: jax.Array, moments: jax.Array | None) -> jax.Array:

@@ -1,7 +1,9 @@
-"""Time and peak host memory of `qerl quantize` on a made folder: `python -m scripts.bench_quantize`.
+"""Time and device memory of quantizing: `python -m scripts.bench_quantize [--model qwen2.5-7b]`.
 
-Writes random bfloat16 weights in the shape of a published model, or of its first layers, into a
-temporary folder, in shards, quantizes it in a process of its own, and deletes both.
+Writes random bfloat16 weights in the shape of a published model, its first layers only, into a temporary
+folder, and times in a process each how long a layer takes: loaded as a base with searched scales and without,
+quantized to nearest, with AWQ, with GPTQ, with both. A line of JSON each; `seconds` is for all layers, scaled
+from those that were made (`scaled_from_layers`). On a CPU, `--model tiny` shows that it runs.
 """
 
 from __future__ import annotations
@@ -10,15 +12,26 @@ import argparse
 import dataclasses
 import json
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from qerl_jax.checkpoint import safetensors
+from pallas_kernels import runtime
+from qerl_jax.checkpoint import hf_folder, safetensors
+from qerl_jax.model import architecture
 from qerl_jax.model.architecture import KNOWN, LAYER_NORMS, PARENT, Architecture
+from qerl_jax.quantization import quantizer
+from qerl_jax.quantization.calibration import Calibration
+from qerl_jax.quantization.quantizer import Recipe
+
+TINY = Architecture("qwen2", 512, 128, 256, 3, 4, 2, 32)
 
 
 def make_folder(folder: pathlib.Path, arch: Architecture) -> None:
@@ -71,25 +84,137 @@ def make_folder(folder: pathlib.Path, arch: Architecture) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def main():
-    """Prints the quantizer's own lines, the last of which holds size, time and peak host memory."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="qwen2.5-7b", choices=KNOWN)
-    parser.add_argument("--layers", type=int, help="only so many; absent means all")
-    parser.add_argument("--format", default="nvfp4")
-    parser.add_argument("--seconds", type=float, default=3600, help="when to give up")
-    args = parser.parse_args()
-    arch = KNOWN[args.model]
-    if args.layers:
-        arch = dataclasses.replace(arch, num_layers=args.layers)
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One thing to time, in a process of its own.
+
+    Attributes:
+        name: Of the line.
+        seconds: Time of the first layer that was measured apart, as compilation is in it, and of the others.
+        peak: Bytes of device memory, or None where the device does not say.
+    """
+
+    name: str
+    seconds: list[float]
+    peak: int | None
+
+
+def load_arm(folder: str, scales: str, form: str) -> Arm:
+    """Times the reading and packing of each layer as a base is loaded."""
+    from qerl_jax.checkpoint import base_model
+    from qerl_jax.model.transformer import Transformer
+
+    model = Transformer(architecture.load(folder), form, None, jnp.bfloat16)
+    times, put = [time.monotonic()], base_model._put
+
+    def timed(stack, layer, index):
+        done = jax.block_until_ready(put(stack, layer, index))
+        times.append(time.monotonic())
+        return done
+
+    base_model._put = timed
+    jax.block_until_ready(base_model.read_base(folder, model, scales))
+    return Arm(f"load, {scales}", np.diff(times).tolist(), peak())
+
+
+def quantize_arm(folder: str, method: str, form: str, rows: str, samples: int, length: int) -> Arm:
+    """Times each layer of `qerl quantize`."""
+    cfg = Calibration(rows, samples, length)
+    times = [time.monotonic()]
+
+    def log(line):
+        print(line, file=sys.stderr, flush=True)
+        if line.startswith(("layer ", "calibrating")):
+            times.append(time.monotonic())
+
     with tempfile.TemporaryDirectory() as place:
-        source = pathlib.Path(place) / "source"
-        source.mkdir()
-        make_folder(source, arch)
-        command = [sys.executable, "-m", "qerl_jax", "quantize", source, f"{place}/packed"]
-        subprocess.run(
-            [*map(str, command), "--format", args.format], check=True, timeout=args.seconds
-        )
+        recipe = Recipe(form, method, calibration=cfg)
+        quantizer.quantize(folder, f"{place}/packed", recipe, log)
+    if method != "rtn":
+        times = times[1:]  # the texts are tokenized once
+    return Arm(method, np.diff(times).tolist(), peak())
+
+
+def peak() -> int | None:
+    """The most device memory that this process had in use."""
+    return (runtime.memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def line(arm: Arm, args, arch: Architecture) -> dict:
+    """The measurement as a line: what it takes for all layers is scaled from those that were made.
+
+    The first layer is counted once, for what is compiled in it; all others take as long as those measured.
+    """
+    first, *others = arm.seconds
+    each = float(np.mean(others)) if others else first
+    return {
+        "name": arm.name,
+        "model": args.model,
+        "format": args.format,
+        "seconds": first + (arch.num_layers - 1) * each,
+        "scaled_from_layers": len(arm.seconds),
+        "layers": arch.num_layers,
+        "first_layer_seconds": first,
+        "layer_seconds": each,
+        "peak_device_gb": None if arm.peak is None else arm.peak / 1e9,
+        "tokens": None if arm.name.startswith(("load", "rtn")) else args.samples * args.length,
+        "device": runtime.device_kind(),
+        "jax": jax.__version__,
+    }
+
+
+def texts(path: pathlib.Path, samples: int) -> None:
+    """Rows for calibration that are as long as the longest that is used: any text will do, for time."""
+    words = (
+        "the sum of seven and eight is fifteen and then we add one more to it so we have ".split()
+    )
+    rng = np.random.default_rng(0)
+    rows = [" ".join(rng.choice(words, 6000)) for _ in range(samples)]
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+
+
+def main():
+    """Prints a line of JSON for each arm."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="qwen2.5-7b", choices=[*KNOWN, "tiny"])
+    parser.add_argument(
+        "--layers", type=int, default=4, help="made and measured; the rest is scaled"
+    )
+    parser.add_argument("--format", default="nvfp4")
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        default=["load", "load-maximum", "rtn", "awq", "gptq", "awq+gptq"],
+    )
+    parser.add_argument("--samples", type=int, default=256, help="calibration rows")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a row")
+    parser.add_argument("--seconds", type=float, default=600, help="when to give up an arm")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    arch = TINY if args.model == "tiny" else KNOWN[args.model]
+    if args.child:
+        runtime.use_compilation_cache()
+        arm, place = args.child
+        if arm.startswith("load"):
+            scales = "maximum" if arm == "load-maximum" else "search"
+            found = load_arm(place, scales, args.format)
+        else:
+            rows = f"{place}/rows.jsonl"
+            found = quantize_arm(place, arm, args.format, rows, args.samples, args.length)
+        print(json.dumps(line(found, args, arch)), flush=True)
+        return
+    with tempfile.TemporaryDirectory() as place:
+        folder = pathlib.Path(place)
+        make_folder(folder, dataclasses.replace(arch, num_layers=min(args.layers, arch.num_layers)))
+        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            if (hf_folder.TINY / name).is_file():
+                shutil.copy(hf_folder.TINY / name, folder)
+        texts(folder / "rows.jsonl", args.samples)
+        for arm in args.arms:
+            command = [sys.executable, "-m", "scripts.bench_quantize", "--child", arm, place]
+            for name in ("model", "format", "samples", "length"):
+                command += [f"--{name}", str(getattr(args, name))]
+            subprocess.run(command, check=True, timeout=args.seconds)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from qerl_jax.evaluation import benchmark
 from qerl_jax.memory import MemoryPlan
 from qerl_jax.quantization import quantizer
 from qerl_jax.quantization.calibration import Calibration
+from qerl_jax.tracking import terminal
 
 
 def evaluate(
@@ -250,7 +251,10 @@ def quantize(
     recipe = quantizer.Recipe(
         format, method, block_scales, scale_rounding, double_quant, rows, tuple(keep)
     )
-    return quantizer.quantize(os.fspath(source), target, recipe, _log(quiet))
+    if quiet:
+        return quantizer.quantize(os.fspath(source), target, recipe, _log(quiet))
+    with terminal.job("quantizing") as (log, move):
+        return quantizer.quantize(os.fspath(source), target, recipe, log, move)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -146,19 +146,25 @@ class _Job:
 
 
 def quantize(
-    source: str, target: str | pathlib.Path, recipe: Recipe, log: Callable[[str], None]
+    source: str,
+    target: str | pathlib.Path,
+    recipe: Recipe,
+    log: Callable[[str], None],
+    move: Callable[[float], None] = lambda share: None,
 ) -> dict[str, Any]:
     """Writes the quantized folder of a model.
 
     Beside the weights it holds config.json with `quantization_config`, the source's tokenizer and
-    generation config, and quantization_report.json: size, time, peak host memory, and for each
-    layer the relative error of its weights and, with calibration, of their outputs.
+    generation config, and quantization_report.json: size, time, peak memory, and for each layer the
+    relative error of its weights and, with calibration, of their outputs, and of the layer's where
+    only this linear is packed.
 
     Args:
         source: A 16-bit folder, or a name of the hub.
         target: Does not exist, or is empty.
         recipe: What it is quantized to, and how.
         log: Is told of every layer.
+        move: Is told which share of the job is done, several times a layer.
 
     Returns:
         The report.
@@ -187,17 +193,21 @@ def quantize(
     for index in range(arch.num_layers):
         number = index + 1
         if index >= written:
-            tensors, errors = _quantized_layer(job, recipe, index, states)
+            within = lambda share, index=index: move((index + share) / arch.num_layers)
+            tensors, errors = _quantized_layer(job, recipe, index, states, within)
             job.write(tensors, {"layer": index} | errors, earlier + passed())
             log(_line(errors, number, arch.num_layers, passed() / (number - written)))
         if states is not None and number < arch.num_layers:
             states.advance(_dequantized_layer(job, index, states.model))
+        move(number / arch.num_layers)
     report = _finish(job)
     for text in sensitivities(arch, report):
         log(text)
+    peak = report["peak_device_bytes"]
+    on_device = "" if peak is None else f", device memory {peak / 1e9:.1f} GB"
     log(
         f"{_size(report['bytes'])}, from {_size(report['source_bytes'])}, in {job.target}: "
-        f"{report['seconds']:.0f} s, peak host memory {report['peak_host_bytes'] / 1e9:.1f} GB"
+        f"{report['seconds']:.0f} s, peak host memory {report['peak_host_bytes'] / 1e9:.1f} GB{on_device}"
     )
     return report
 
@@ -275,7 +285,11 @@ def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
 
 
 def _quantized_layer(
-    job: _Job, recipe: Recipe, index: int, states: HiddenStates | None
+    job: _Job,
+    recipe: Recipe,
+    index: int,
+    states: HiddenStates | None,
+    move: Callable[[float], None],
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The packed tensors of a layer, and the errors of its weights and, with calibration, outputs."""
     # Opened anew for each layer: what was mapped of the last one is let go.
@@ -290,6 +304,7 @@ def _quantized_layer(
     if states is not None:
         dense = lambda name: jnp.asarray(tensors[f"{name}.weight"])
         seen = states.observe(_layer(states.model, tensors, prefix, dense))
+        move(0.2)
         if "awq" in recipe.method:
             kept = [linear for linear, at in job.kept if at == index]
             folded = awq.fold(
@@ -311,7 +326,8 @@ def _quantized_layer(
         dense = lambda name: jnp.asarray(tensors[f"{name}.weight"])
         probe = _LayerProbe(states, _layer(states.model, tensors, prefix, dense))
     written, errors, alone = dict(tensors), {}, {}
-    for linear in job.arch.linears():
+    for place, linear in enumerate(job.arch.linears()):
+        move(0.4 + 0.1 * place)
         names = job.arch.linear_names(linear, index)
         weights = [jnp.asarray(written.pop(f"{name}.weight")) for name in names]
         if (linear, index) in job.kept:
@@ -394,6 +410,7 @@ def _finish(job: _Job) -> dict[str, Any]:
         "bytes": job.nbytes,
         "source_bytes": sum(settings["sizes"].values()),
         "seconds": files[-1]["seconds"],
+        "peak_device_bytes": (runtime.memory_stats() or {}).get("peak_bytes_in_use"),
         "peak_host_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "layers": [file["errors"] for file in files[1:]],
     }

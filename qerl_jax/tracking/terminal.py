@@ -1,9 +1,11 @@
 """A run in the terminal: a live view where it can be redrawn, a line per step where it cannot."""
 
+import contextlib
+import functools
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich import live, panel, progress, table, text
@@ -54,6 +56,41 @@ def curve(values: Sequence[float], width: int = 60) -> str:
         for mean in means
     ]
     return "".join(_BARS[level] for level in levels)
+
+
+@contextlib.contextmanager
+def job(
+    name: str, console: Console | None = None
+) -> Iterator[tuple[Callable[[str], None], Callable[[float], None]]]:
+    """Shows how far a job is and how long it will take, where the terminal can be redrawn; else its lines only.
+
+    Args:
+        name: Stands before the bar.
+        console: Where it is shown; absent means the standard output.
+
+    Yields:
+        A function that shows a line, and one that is told which share of the job is done, from 0 to 1.
+    """
+    console = console or Console()
+    if not console.is_terminal:
+        yield (
+            functools.partial(console.print, highlight=False, markup=False, soft_wrap=True),
+            lambda share: None,
+        )
+        return
+    columns = (
+        progress.TextColumn(name),
+        progress.BarColumn(),
+        progress.TaskProgressColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("left"),
+        # Of layers that take minutes, the last few tell the rest.
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=console, speed_estimate_period=3600) as bar:
+        task = bar.add_task(name, total=1.0)
+        log = functools.partial(bar.console.print, highlight=False, markup=False, soft_wrap=True)
+        yield log, lambda share: bar.update(task, completed=share)
 
 
 class Display:
@@ -114,7 +151,7 @@ class Display:
             return
         shown = [f"{label} {form.format(row[name])}" for label, name, form in _LINE if name in row]
         line = "  ".join((f"step {step}/{self._total}", *shown))
-        self._console.print(line, highlight=False, soft_wrap=True)
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def show_completion(self, row: Mapping[str, Any]) -> None:
         """Shows a sample (`prompt`, `completion`, `reward`, `length`, `stopped`) until the next one."""

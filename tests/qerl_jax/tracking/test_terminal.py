@@ -83,3 +83,21 @@ def test_a_step_shows_its_rows_its_phase_and_the_time_that_is_expected():
     view.close()
     last = out.getvalue()[out.getvalue().rindex("step 4/50") :]
     assert "update" in last and "3/64 rows" in last and "of about 28 s" in last
+
+
+def test_a_job_shows_a_bar_with_the_time_that_is_left_where_it_can_be_redrawn():
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=100)
+    with display.job("quantizing", console) as (log, move):
+        move(0.5)
+        log("layer 1/2 [x]")
+    assert "layer 1/2 [x]" in shown.getvalue() and "50%" in shown.getvalue()
+    assert "quantizing" in shown.getvalue() and "left" in shown.getvalue()
+
+
+def test_a_job_prints_its_lines_only_where_nothing_can_be_redrawn():
+    shown = io.StringIO()
+    with display.job("quantizing", Console(file=shown, width=20)) as (log, move):
+        move(0.5)
+        log("a line that is longer than the console [x]")
+    assert shown.getvalue() == "a line that is longer than the console [x]\n"
