@@ -20,10 +20,12 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import pathlib
 import random
 import signal
+import struct
 import sys
 import tempfile
 import time
@@ -35,13 +37,14 @@ import ml_dtypes
 import numpy as np
 
 from qerl_jax import config, process_pool
-from qerl_jax.checkpoint import packed_formats, peft, safetensors
+from qerl_jax.checkpoint import gguf, packed_formats, peft, safetensors
 from qerl_jax.cli import crashes, generate
 from qerl_jax.data import answers, chat_template, latex_form, tool_calls, verl_answers
 from qerl_jax.model import architecture
 from qerl_jax.rewards import stock
 from qerl_jax.tracking import logger
 from scripts import fuzz_watch
+from tests import gguf_files
 
 ROOT = pathlib.Path(__file__).parents[1]
 SHOWN = 20
@@ -314,6 +317,71 @@ def _feed_safetensors(path: pathlib.Path) -> None:
     for name in tensors:
         flat = tensors[name].reshape(-1)
         _ = tensors.shape(name), tensors.type(name), flat[:1].tobytes(), flat[-1:].tobytes()
+
+
+# The reader of GGUF
+
+
+@functools.cache
+def _gguf() -> tuple[dict[str, Any], dict[str, tuple]]:
+    """Fields and tensors of a small file, as llama.cpp names them."""
+    fields = {
+        **{"general.architecture": "llama", "llama.block_count": 1, "llama.context_length": 64},
+        **{"llama.embedding_length": 8, "llama.feed_forward_length": 8, "general.alignment": 32},
+        **{"llama.attention.head_count": 2, "llama.attention.head_count_kv": 1},
+        **{"llama.attention.layer_norm_rms_epsilon": 1e-6, "llama.rope.freq_base": 1e4},
+        **{"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2"},
+        **{"tokenizer.ggml.tokens": ["a", "b", "ab", "</s>"], "tokenizer.ggml.merges": ["a b"]},
+        **{"tokenizer.ggml.token_type": [1, 1, 1, 3], "tokenizer.ggml.eos_token_id": 3},
+        **{"tokenizer.chat_template": "{{ messages }}", "general.quantized": False},
+    }
+    shapes = {
+        **{"token_embd.weight": (4, 8), "output_norm.weight": (8,), "blk.0.attn_q.weight": (8, 8)},
+        **{"blk.0.attn_k.weight": (4, 8), "blk.0.ffn_up.weight": (8, 8), "rope_freqs.weight": (2,)},
+    }
+    return fields, {name: (shape, 0, bytes(4 * math.prod(shape))) for name, shape in shapes.items()}
+
+
+_GGUF_WORDS = [
+    *(struct.pack("<Q", n) for n in (0, 1, 8, 1 << 31, 1 << 32, 1 << 62, (1 << 63) - 1, 1 << 63)),
+    *(struct.pack("<I", n) for n in (0, 1, 2, 3, 7, 8, 9, 12, 13, 30, 0xFFFFFFFF)),
+    *(b"GGUF", b"blk.0.attn_q.weight", b"output.weight", b"llama", b"qwen2", b"\xff", bytes(64)),
+]
+
+
+def _make_gguf(rng: random.Random) -> dict[str, bytes]:
+    fields, tensors = _gguf()
+    if rng.random() < 0.5:
+        fields = _table(rng, fields)
+        fields = {name: value for name, value in fields.items() if _is_of_gguf(value)}
+        tensors = {
+            name: (tuple(rng.choice((n, n, n, 0, 1, 1 << 40)) for n in shape), kind, data)
+            if rng.random() < 0.1
+            else (shape, rng.choice((1, 2, 8, 12, 30)) if rng.random() < 0.1 else kind, data)
+            for name, (shape, kind, data) in tensors.items()
+            if rng.random() < 0.98
+        }
+    data = gguf_files.contents(fields, tensors)
+    return {gguf.FILE: data if rng.random() < 0.3 else changed(rng, data, _GGUF_WORDS)}
+
+
+def _is_of_gguf(value: Any) -> bool:
+    """Whether the format has a form for a value."""
+    try:
+        gguf_files.field("", value)
+    except (struct.error, OverflowError, UnicodeEncodeError, TypeError, AttributeError, KeyError):
+        return False
+    return True
+
+
+def _feed_gguf(path: pathlib.Path) -> None:
+    header = gguf.read_header(path)
+    gguf.model_config(header)
+    tensors = gguf.Tensors(path)
+    for name in tensors:
+        _ = tensors.shape(name), tensors.type(name), tensors[name].tobytes()
+    if path.stat().st_size % 8 == 0:  # takes longer than all else
+        gguf.write_tokenizer(path.parent, header.fields)
 
 
 # What describes a model, an adapter, a step of a run
@@ -659,6 +727,8 @@ _OF_POOLS = ("subprocess.Popen", "open", "os.posix_spawn", "os.kill", "import")
 TARGETS = {
     "config": Target(_make_config, config.load, _written, count=1_000_000),
     "safetensors": Target(_make_safetensors, _feed_safetensors, _written, count=1_000_000),
+    # Writes the tokenizer that it holds beside it, and asks for the package that unpacks.
+    "gguf": Target(_make_gguf, _feed_gguf, _written, count=1_000_000, does=("open", "import")),
     "model": Target(functools.partial(_make_table, "config.json", _MODEL), _feed_model, _written),
     "adapter": Target(
         functools.partial(_make_table, "adapter_config.json", _ADAPTER),

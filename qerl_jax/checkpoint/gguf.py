@@ -15,6 +15,7 @@ import json
 import math
 import os
 import pathlib
+import reprlib
 import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -328,7 +329,7 @@ def model_config(header: Header) -> dict[str, Any]:
     """
     fields = header.fields
     arch = fields.get("general.architecture")
-    if arch not in _MODEL_TYPES:
+    if not isinstance(arch, str) or arch not in _MODEL_TYPES:
         raise GGUFError(f"general.architecture: got {arch!r}; read are {', '.join(_MODEL_TYPES)}")
     if fields.get("split.count", 1) not in (0, 1):
         raise GGUFError(
@@ -463,21 +464,41 @@ _SPLITS = {
 }
 
 
+# What the lists that make a tokenizer hold, and the rule in words.
+_TOKENIZER_FORMS = {
+    "tokenizer.ggml.tokens": (lambda token: isinstance(token, str), "must be texts"),
+    "tokenizer.ggml.merges": (
+        lambda merge: isinstance(merge, str) and all(merge.partition(" ")),
+        "must be two tokens with a space between each",
+    ),
+    "tokenizer.ggml.token_type": (lambda kind: type(kind) is int, "must be whole numbers"),
+}
+
+
 def write_tokenizer(folder: pathlib.Path, fields: Mapping[str, Any]) -> bool:
     """Writes tokenizer.json and tokenizer_config.json; False where the kind of tokenizer is not read."""
     kind = fields.get("tokenizer.ggml.pre")
-    if fields.get("tokenizer.ggml.model") != "gpt2" or kind not in _SPLITS:
+    is_read = isinstance(kind, str) and kind in _SPLITS
+    if fields.get("tokenizer.ggml.model") != "gpt2" or not is_read:
         return False
-    tokens = fields["tokenizer.ggml.tokens"]
-    made = byte_pairs(
-        kind, tokens, fields["tokenizer.ggml.merges"], fields["tokenizer.ggml.token_type"]
-    )
+    for name, (holds, rule) in _TOKENIZER_FORMS.items():
+        value = fields.get(name)
+        if not isinstance(value, list) or not all(map(holds, value)):
+            raise GGUFError(f"{name}: got {reprlib.repr(value)}; {rule}")
+    tokens, merges, types = map(fields.get, _TOKENIZER_FORMS)
+    try:
+        made = byte_pairs(kind, tokens, merges, types)
+    except GGUFError:
+        raise
+    except Exception as error:  # of the package tokenizers, which has no type of its own
+        raise GGUFError(f"tokenizer.ggml: is no tokenizer: {error}") from error
     made.save(str(folder / "tokenizer.json"))
     named = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     ids = {name: fields.get(f"tokenizer.ggml.{ours}_token_id") for name, ours in named.items()}
+    is_token = lambda i: type(i) is int and 0 <= i < len(tokens)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        **{f"{n}_token": tokens[i] for n, i in ids.items() if i is not None and i < len(tokens)},
+        **{f"{name}_token": tokens[i] for name, i in ids.items() if is_token(i)},
         "clean_up_tokenization_spaces": False,
     }
     if template := fields.get("tokenizer.chat_template"):

@@ -17,6 +17,7 @@ from qerl_jax.model.transformer import Transformer
 from qerl_jax.quantization import quantizer
 from qerl_jax.quantization.quantizer import Recipe
 from tests import golden_files
+from tests.gguf_files import write
 from tests.golden_files import GOLDEN
 from tests.model_folders import assert_trees_equal
 
@@ -29,38 +30,6 @@ F32, F16, Q8_0, Q4_1, Q4_K, BF16 = 0, 1, 8, 3, 12, 30
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def text(value):
-    return struct.pack("<Q", len(value.encode())) + value.encode()
-
-
-def field(name, value):
-    if isinstance(value, bool):
-        return text(name) + struct.pack("<I?", 7, value)
-    if isinstance(value, int):
-        return text(name) + struct.pack("<II", 4, value)
-    if isinstance(value, float):
-        return text(name) + struct.pack("<If", 6, value)
-    if isinstance(value, str):
-        return text(name) + struct.pack("<I", 8) + text(value)
-    if isinstance(value[0], str):
-        return text(name) + struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(text, value))
-    return text(name) + struct.pack(f"<IIQ{len(value)}I", 9, 4, len(value), *value)
-
-
-def write(path, fields, tensors):
-    """A GGUF file, written by hand; tensors are (shape, type, bytes) by name."""
-    infos, data = b"", b""
-    for name, (shape, kind, content) in tensors.items():
-        data += bytes(-len(data) % 32)
-        infos += text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
-        infos += struct.pack("<IQ", kind, len(data))
-        data += content
-    head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(fields))
-    head += b"".join(field(*each) for each in fields.items()) + infos
-    path.write_bytes(head + bytes(-len(head) % 32) + data)
-    return path
 
 
 def llama_rows(weight, heads):
@@ -288,3 +257,36 @@ def test_what_cannot_be_read_is_named(tmp_path, changes, said):
     file = write(tmp_path / "model.gguf", fields | changes, tensors)
     with pytest.raises(ValueError, match=said):
         base(hf_folder.local_folder(str(file)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("tokens", None),
+        ("tokens", 3),
+        ("tokens", [1, 2]),
+        ("merges", ["ab"]),
+        ("merges", ["a "]),
+        ("merges", ["x y"]),
+        ("token_type", ["1", "1", "1"]),
+        ("token_type", [1]),
+    ],
+)
+def test_a_tokenizer_that_is_none_is_refused_by_its_field(name, value, tmp_path):
+    fields = {"model": "gpt2", "pre": "qwen2", "tokens": ["a", "b", "ab"], "merges": ["a b"]}
+    fields |= {"token_type": [1, 1, 1], name: value}
+    fields = {f"tokenizer.ggml.{key}": each for key, each in fields.items() if each is not None}
+    with pytest.raises(ValueError, match="tokenizer.ggml"):
+        gguf.write_tokenizer(tmp_path, fields)
+    ids = {"tokenizer.ggml.eos_token_id": "3", "tokenizer.ggml.bos_token_id": -1}
+    right = {"tokens": ["a", "b", "ab"], "merges": ["a b"], "token_type": [1, 1, 1]}
+    whole = fields | ids | {f"tokenizer.ggml.{key}": each for key, each in right.items()}
+    assert gguf.write_tokenizer(tmp_path, whole)
+    assert "eos_token" not in json.loads((tmp_path / "tokenizer_config.json").read_text())
+
+
+@pytest.mark.parametrize("arch", [["llama"], 3, True, ""])
+def test_an_architecture_that_is_no_name_is_refused(arch, tmp_path):
+    file = write(tmp_path / "model.gguf", {"general.architecture": arch}, {})
+    with pytest.raises(GGUFError, match="general.architecture: got"):
+        gguf.Tensors(file)
