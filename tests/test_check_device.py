@@ -54,6 +54,7 @@ def run_config(case):
     return config.from_table(config.RunConfig, table)
 
 
+@pytest.mark.slow
 def test_the_committed_cases_are_those_that_the_factors_make():
     assert check_device_cases.FILE.read_text() == check_device_cases.text(
         check_device_cases.cover()
@@ -334,12 +335,14 @@ def test_what_is_killed_says_its_stage_where_it_hung_and_what_was_before(tmp_pat
     assert "in hangs" in rows[3]["log"]
 
 
+@pytest.mark.slow
 def test_what_the_time_of_all_does_not_reach_is_not_run(tmp_path):
     _, rows = run_fake(tmp_path, (3, 5), seconds=2)
     assert "killed" in rows[3]["error"]
     assert rows[5]["not_run"] and not rows[5]["ok"]
 
 
+@pytest.mark.slow
 def test_after_the_budget_no_case_starts_and_those_that_run_go_on(tmp_path):
     _, rows = run_fake(tmp_path, (3, 5), seconds=60, budget=1, case_seconds=3)
     assert "no answer in 3 s" in rows[3]["error"] and rows[5]["not_run"]

@@ -172,6 +172,7 @@ def test_a_function_in_a_config_is_refused_by_the_field_and_the_rule():
 # Training on rows
 
 
+@pytest.mark.slow
 def test_rewards_get_completions_in_the_form_of_the_prompts(tmp_path):
     seen = []
 
@@ -204,6 +205,7 @@ def test_rewards_get_completions_in_the_form_of_the_prompts(tmp_path):
     qerl_jax.train(small(tmp_path / "chats"), rows, chats, quiet=True)
 
 
+@pytest.mark.slow
 def test_a_data_set_trains_as_the_list_of_its_rows_does(tmp_path, run):
     import datasets
 
@@ -348,6 +350,7 @@ def test_what_is_wrong_with_a_call_is_said_by_its_name(call, message, policy):
         call(policy)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_is_saved_is_the_policy_when_it_is_loaded_again(run, tmp_path):
     trained = run.policy()
     louder = trained.with_params(jax.tree.map(lambda x: 2 * x, trained.variables["params"]))
@@ -375,6 +378,7 @@ def test_a_fresh_adapter_changes_nothing_yet(policy):
 # The jobs
 
 
+@pytest.mark.slow
 def test_a_policy_is_evaluated_as_its_run_is_and_an_unsaved_one_leaves_no_file(
     run, tmp_path, monkeypatch, capsys
 ):
@@ -392,6 +396,7 @@ def test_a_policy_is_evaluated_as_its_run_is_and_an_unsaved_one_leaves_no_file(
         qerl_jax.evaluate(unsaved, "arithmetic", **options, output_dir="c")
 
 
+@pytest.mark.slow
 def test_a_policy_of_a_run_is_exported_as_the_run_is(run, tmp_path):
     reports = [
         qerl_jax.export(run.policy(), tmp_path / "a"),

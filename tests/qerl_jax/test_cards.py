@@ -29,6 +29,7 @@ def test_the_recipe_is_a_run_that_every_known_shape_can_be_planned_for():
         assert memory.estimate(cards.recipe(model), arch).peak > 0
 
 
+@pytest.mark.slow
 def test_larger_cards_train_larger_models(capsys, monkeypatch):
     few = {name: architecture.KNOWN[name] for name in ("qwen2.5-1.5b", "qwen2.5-32b")}
     monkeypatch.setattr(architecture, "KNOWN", few)

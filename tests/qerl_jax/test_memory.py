@@ -89,6 +89,7 @@ def test_published_sizes_of_an_adapter_and_of_packed_weights():
 PAGE = 64 * 57344
 
 
+@pytest.mark.slow
 def test_the_cache_is_planned_by_concurrent_rows_and_its_bounds():
     # 511 tokens are 8 pages, a prompt without its last token 4; one page is scratch.
     assert named(memory.estimate(BENCH), "keys") == (64 * 8 + 8 * 4 + 1) * PAGE
@@ -213,6 +214,7 @@ def test_full_training_holds_its_weights_in_float32_and_for_sampling_in_16_bits(
     assert named(made, "base: linears") == 0
 
 
+@pytest.mark.slow
 def test_the_cache_is_what_weights_as_sampled_leave():
     cfg = changed(
         BENCH,

@@ -117,6 +117,7 @@ def test_an_impossible_option_names_itself(field, value):
         SamplingParams(**{field: value})
 
 
+@pytest.mark.slow
 def test_a_completion_ends_where_the_models_context_does():
     (whole,) = policy().completions(PROMPTS[:1], max_tokens=10_000, ignore_eos=True, temperature=0)
     (ids,) = policy().tokenizer.encode([({"role": "user", "content": PROMPTS[0]},)])

@@ -303,6 +303,7 @@ def test_math_verify_abstains_without_a_gold_answer_and_never_on_a_completion():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_math_verify_counts_a_hang_as_a_wrong_answer_and_reports_it():
     metrics = {}
@@ -418,6 +419,7 @@ def test_code_earns_the_share_of_tests_that_it_passes(completion, verification, 
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.skipif(sandbox.unavailable() is not None, reason=str(sandbox.unavailable()))
 def test_code_that_does_not_end_is_reported():
