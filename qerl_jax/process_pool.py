@@ -36,8 +36,10 @@ _START_SECONDS = 120.0
 # Seconds on the clock for each of the processor's: on a busy machine a call gets a share of it.
 _PATIENCE = 5
 # Variables that say where things are and how texts look; others may be keys.
-_PASSED_ON = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH")
-_PASSED_ON += ("PYTHONHASHSEED", "TMPDIR", "TZ")
+_PASSED_ON = (
+    *("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "PYTHONHASHSEED"),
+    *("TMPDIR", "TZ"),
+)
 # An integer like 10**10**10 asks for more than any honest answer needs.
 _MEMORY_BYTES = 4 << 30
 
