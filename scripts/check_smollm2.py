@@ -2,7 +2,7 @@
 
 Loads SmolLM2-135M-Instruct, compares greedy completions with those that Hugging Face transformers gave
 (tests/golden/smollm2), then goes through the commands of `qerl` as a user would: eval, train on an NVFP4
-and on a bfloat16 base (configs/smollm2_arithmetic.toml), quantize to nearest and with AWQ, export in each
+and on a bfloat16 base (configs/smollm2_arithmetic.toml), quantize to nearest, with AWQ and with GPTQ, export in each
 kind, generate from all that was written. Prints a line of JSON as each stage ends, then a table; the exit
 status is 1 if a stage failed. Meant for a GPU, where it takes minutes; `--rows 8 --steps 1` for a CPU.
 """
@@ -88,17 +88,24 @@ def stages() -> Iterator[tuple[str, Callable[[Check], dict]]]:
     yield "eval", evaluated
     for weights in ("nvfp4", "bfloat16"):
         yield f"train {weights}", functools.partial(trained, weights=weights)
-    for method in ("rtn", "awq"):
+    for method in ("rtn", "awq", "gptq"):
         yield f"quantize {method}", functools.partial(quantized, method=method)
-    for kind, base in (("peft", None), ("merged", "original"), ("nvfp4", "packed")):
+    for kind, base in (
+        ("peft", None),
+        ("merged", "original"),
+        ("nvfp4", "packed"),
+        ("pair", None),
+    ):
         yield f"export {kind}", functools.partial(exported, kind=kind, base=base)
     written = {
         "run": ("--adapter", "train-nvfp4"),
         "rtn": ("--model", "quantize-rtn"),
         "awq": ("--model", "quantize-awq"),
+        "gptq": ("--model", "quantize-gptq"),
         "peft": ("--adapter", "export-peft"),
         "merged": ("--weights", "bfloat16", "--model", "export-merged"),
         "nvfp4": ("--model", "export-nvfp4"),
+        "pair": ("--adapter", "export-pair/adapter"),
     }
     for name, options in written.items():
         yield f"generate {name}", functools.partial(generated, options=options)

@@ -265,12 +265,15 @@ def keep_errors(path: pathlib.Path, name: str, report: dict[str, Any]) -> None:
     """Adds the errors of all linears to a JSON file: of weights, or of outputs where there was calibration."""
     kept = json.loads(path.read_text()) if path.is_file() else {}
     of = "outputs" if "outputs" in report["layers"][0] else "weights"
-    rounded = lambda x: [float(f"{each:.5g}") for each in np.atleast_1d(x)]
+    short = lambda x: (
+        [float(f"{each:.5g}") for each in x] if isinstance(x, list | tuple) else float(f"{x:.5g}")
+    )
     kept[name] = {
-        linear: [rounded(layer[of][linear]) for layer in report["layers"]]
+        linear: [short(layer[of][linear]) for layer in report["layers"]]
         for linear in report["layers"][0][of]
     }
-    path.write_text(json.dumps(kept, indent=1) + "\n")
+    lines = [f"{json.dumps(name)}: {json.dumps(errors)}" for name, errors in kept.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def table(lines: list[dict[str, Any]]) -> str:
