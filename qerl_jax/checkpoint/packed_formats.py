@@ -92,7 +92,10 @@ class Format:
         return self.search(parts, moments, like) if scales == "search" else self.pack(parts)
 
     def moments(self, gram: jax.Array) -> jax.Array | None:
-        """The squares of a Gram matrix [K, K] that blocks of a row meet, [K / group, group, group].
+        """The squares of a Gram matrix that blocks of a row meet, [K / group, group, group].
+
+        Args:
+            gram: float32 [K, K], or the diagonal [K] of one.
 
         Returns:
             None where blocks go over the ends of rows.
@@ -100,6 +103,8 @@ class Format:
         blocks, more = divmod(len(gram), self.group)
         if more:
             return None
+        if gram.ndim == 1:
+            return gram.reshape(blocks, self.group, 1) * jnp.eye(self.group, dtype=jnp.float32)
         index = jnp.arange(blocks)
         return gram.reshape(blocks, self.group, blocks, self.group)[index, :, index]
 

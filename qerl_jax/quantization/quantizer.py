@@ -335,8 +335,8 @@ def _quantized_layer(
                 written[f"{name}.weight"] = np.asarray(weight, types[linear])
             continue
         if "gptq" in recipe.method:
-            start = packed.pop(linear, None)
-            parts, found = gptq.pack(form, recipe.block_scales, weights, start, grams.pop(linear))
+            before = packed.pop(linear, None)
+            parts, found = gptq.pack(form, recipe.block_scales, weights, grams.pop(linear), before)
             nearest = outputs.get(linear, found)[0]
             outputs[linear] = float(nearest), float(found[1])
         else:

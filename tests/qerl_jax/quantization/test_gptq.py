@@ -1,5 +1,8 @@
 """GPTQ beside a plain one of numpy, which eliminates one column after another in float64."""
 
+import types
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -47,9 +50,9 @@ def test_gptq_gives_what_plain_elimination_gives(name):
     """192 columns are a block and a half: errors within blocks, between them, and padding."""
     form = packed_formats.named(name)
     weight, gram = problem()
-    (start,) = form.packed([jnp.asarray(weight)], "search", form.moments(jnp.asarray(gram)))
-    (found,), errors = gptq.pack(form, "search", [jnp.asarray(weight)], None, jnp.asarray(gram))
-    expected = by_hand(weight, np.asarray(form.steps(start)), gram, form.grid)
+    (found,), errors = gptq.pack(form, "search", [jnp.asarray(weight)], jnp.asarray(gram))
+    # Only the codes are by its own equations: the scales are those that are kept.
+    expected = by_hand(weight, np.asarray(form.steps(found)), gram, form.grid)
     actual = np.asarray(form.unpack(found, jnp.float32))
     # Where float32 rounds a tie the other way, all later columns of the row differ.
     same = np.isclose(actual, expected, rtol=1e-4, atol=1e-7).all(1)
@@ -69,7 +72,7 @@ def test_gptq_loses_much_less_than_rounding_to_nearest_and_than_the_search(name)
     weight, gram = problem(1)
     (nearest,) = form.pack([jnp.asarray(weight)])
     (searched,) = form.packed([jnp.asarray(weight)], "search", form.moments(jnp.asarray(gram)))
-    (found,), _ = gptq.pack(form, "search", [jnp.asarray(weight)], None, jnp.asarray(gram))
+    (found,), _ = gptq.pack(form, "search", [jnp.asarray(weight)], jnp.asarray(gram))
     of = [error(weight, form.unpack(t, jnp.float32), gram) for t in (nearest, searched, found)]
     assert of[2] < 0.6 * of[0] and of[2] < 0.8 * of[1]
 
@@ -79,7 +82,7 @@ def test_parts_of_a_linear_go_together_and_keep_their_scales():
     weight, gram = problem(2, 64)
     parts = [jnp.asarray(weight[:16]), jnp.asarray(weight[16:])]
     start = form.pack(parts)
-    found, _ = gptq.pack(form, "maximum", parts, start, jnp.asarray(gram))
+    found, _ = gptq.pack(form, "maximum", parts, jnp.asarray(gram))
     for old, new in zip(start, found, strict=True):
         assert new.shape == old.shape and new.global_scale == old.global_scale
         np.testing.assert_array_equal(
@@ -100,7 +103,7 @@ def test_inputs_that_say_little_do_no_harm(kind):
         gram = x.T @ x
     else:
         gram[0, 0] = np.nan
-    (found,), errors = gptq.pack(form, "search", [jnp.asarray(weight)], None, jnp.asarray(gram))
+    (found,), errors = gptq.pack(form, "search", [jnp.asarray(weight)], jnp.asarray(gram))
     unpacked = np.asarray(form.unpack(found, jnp.float32))
     assert np.isfinite(unpacked).all()
     assert np.abs(unpacked - weight).max() < 0.05
@@ -120,3 +123,33 @@ def test_a_job_by_gptq_reports_smaller_errors_of_outputs_in_every_linear(tmp_pat
         ]
         assert all(after < 0.6 * nearest for nearest, after in found[method])
     assert len(found["gptq"]) == 12
+
+
+def test_of_gptq_and_what_was_there_before_the_better_is_kept():
+    form = packed_formats.named("nvfp4")
+    weight, gram = problem(4, 64)
+    (found,), errors = gptq.pack(form, "search", [jnp.asarray(weight)], jnp.asarray(gram))
+    for before, is_kept in ((found, True), (form.pack([jnp.asarray(weight)])[0], False)):
+        (again,), now = gptq.pack(
+            form, "maximum", [jnp.asarray(weight)], jnp.asarray(gram), [before]
+        )
+        same = np.array_equal(np.asarray(again.codes), np.asarray(before.codes))
+        assert same == is_kept
+        assert now[1] <= errors[1] * (1 + 1e-6) or not is_kept
+
+
+def test_scales_are_searched_by_what_an_error_costs_once_later_columns_make_up_for_it(monkeypatch):
+    """That is the inverse of the diagonal of an inverse: of the columns that are left, with its own."""
+    form, seen = packed_formats.named("nvfp4"), []
+    monkeypatch.setattr(gptq, "DAMPING", 1e-6)
+    record = lambda parts, scales, moments: seen.append(np.asarray(moments)) or form.pack(parts)
+    weight, gram = problem(5, 32)
+    order = np.argsort(np.diag(gram), kind="stable")
+    with jax.disable_jit():
+        fake = types.SimpleNamespace(packed=record, moments=form.moments)
+        lower = gptq.factor(jnp.asarray(gram), jnp.asarray(order))
+        gptq._start(fake, "search", [jnp.asarray(weight)], jnp.asarray(order), lower)
+    for place, k in enumerate(order):
+        left = order[: place + 1]
+        cost = 1 / np.linalg.inv(gram[np.ix_(left, left)].astype(np.float64))[place, place]
+        np.testing.assert_allclose(seen[0][k // 16, k % 16, k % 16], cost, rtol=0.02)
