@@ -89,6 +89,7 @@ def lengths(completion_ids, **_):
     return [sum(ids) % 7 / 7 for ids in completion_ids]
 
 
+@pytest.mark.slow
 def test_each_costs_one_update_and_is_counted(disturbed):
     folder, state, _ = disturbed
     rows = logger.read_metrics(folder)

@@ -227,6 +227,7 @@ def test_a_problem_is_taken_as_it_is(tmp_path):
     assert '"prompt": "' in next((trained.folder / "completions").iterdir()).read_text()
 
 
+@pytest.mark.slow
 def test_a_callback_sees_every_step_and_ends_the_run_with_false(tmp_path, run):
     seen = []
     stop = lambda step, metrics: step < 1
@@ -246,6 +247,7 @@ def test_a_callback_sees_every_step_and_ends_the_run_with_false(tmp_path, run):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 def test_what_a_callback_raises_comes_out(tmp_path):
     def fail(step, metrics):
         raise RuntimeError("enough")
@@ -269,6 +271,7 @@ def test_a_run_gives_its_metrics_as_a_table_and_its_curves_as_a_figure(run):
         qerl_jax.load_run(run.folder / "completions")
 
 
+@pytest.mark.slow
 def test_the_policy_of_a_run_holds_its_adapter_under_every_name(run):
     named = [run.policy(), qerl_jax.load(run.folder), qerl_jax.load(run.folder / "adapter")]
     texts = [each.generate("3+4", temperature=0.0, max_tokens=20)[0].text for each in named]
@@ -280,6 +283,7 @@ def test_the_policy_of_a_run_holds_its_adapter_under_every_name(run):
 # A policy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_probabilities_are_the_samplers_own(run, temperature):
     adapted = run.policy()
@@ -298,6 +302,7 @@ def test_log_probabilities_are_the_samplers_own(run, temperature):
         np.testing.assert_allclose(logprobs, each.logprobs, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_log_probabilities_of_many_rows_are_those_of_each(policy, monkeypatch):
     from qerl_jax.api import policy as module
 
@@ -360,6 +365,7 @@ def test_an_adapter_that_is_saved_is_the_policy_when_it_is_loaded_again(run, tmp
     assert louder.unsaved and "unsaved" in repr(louder) and not again.unsaved
 
 
+@pytest.mark.slow
 def test_a_dense_base_is_saved_as_a_whole_model(tmp_path):
     dense = qerl_jax.load("qerl-tiny", weights="float32", dtype="float32")
     folder = dense.save_pretrained(tmp_path / "dense")

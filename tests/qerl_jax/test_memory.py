@@ -119,6 +119,7 @@ def test_absent_slots_are_as_many_as_the_cache_holds():
     assert tight.size("rollout") <= 12_000_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fields",
     [
@@ -359,6 +360,7 @@ def test_a_cache_without_room_for_a_row_is_refused_before_anything_runs():
     memory.estimate(changed(BENCH, rollout={"kv_cache_fraction": 0.02}), limit=limit).require(limit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spare", "is_short"), [(1.08, True), (1.3, False)])
 def test_the_engine_leaves_a_tenth_of_what_is_free(spare, is_short):
     """A row that would fit into all of it may not fit into the cache."""

@@ -120,6 +120,7 @@ def test_a_merged_weight_is_the_base_plus_the_scaled_product(run, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_an_adapter_may_do_something_else_on_the_base_that_was_packed(tmp_path, monkeypatch):
     """What it does there is the yardstick of a merge: not what it did on the packed one."""
     finished_run(tmp_path / "run", size=0.1)
@@ -252,6 +253,7 @@ def test_the_command_says_where_it_is_and_how_far_off(run, tmp_path, capsys):
     assert "has no config.toml" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["nvfp4", "nf4"])
 def test_a_pair_is_the_packed_base_as_trained_on_and_the_adapter_beside_it(weights, tmp_path):
     """Norms that were trained are in its base, for engines read none from an adapter."""
@@ -275,6 +277,7 @@ def test_a_pair_is_the_packed_base_as_trained_on_and_the_adapter_beside_it(weigh
     np.testing.assert_allclose(logits(adapted, read_back), logits(model, variables), atol=0.05)
 
 
+@pytest.mark.slow
 def test_a_packed_export_says_what_merging_loses_and_offers_the_other_way(tmp_path, capsys):
     """The adapter is as small beside the weights as a short training makes it."""
     folder = tmp_path / "run"
@@ -298,6 +301,7 @@ def test_a_packed_export_says_what_merging_loses_and_offers_the_other_way(tmp_pa
     assert not any("WARNING" in line for line in export.lines(kept))
 
 
+@pytest.mark.slow
 def test_an_adapter_that_changes_nothing_leaves_the_packed_base_as_it_is(tmp_path):
     """Its scales are kept, though the largest entries of blocks, and so the scales of the maximum, are others."""
     model, variables = finished_run(tmp_path / "run", size=0.0)
