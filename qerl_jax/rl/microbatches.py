@@ -11,7 +11,9 @@ import numpy as np
 _WIDTHS = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 3 / 16, 1 / 8)
 # Sizes of micro-batches: divisors of the budget, and how many times more rows of attention they have
 # beside their tokens than a large one. Tokens of the smallest.
-_SIZES = ((1, 1), (2, 1), (4, 2), (16, 4))
+_SIZES = ((1, 1), (2, 1), (12, 2))
+# The same where all rows have one width: there are fewer choices else.
+_SIZES_OF_ONE_WIDTH = ((1, 1), (2, 1), (4, 2), (16, 4))
 _FEWEST = 128
 # Slots of attention, as a multiple of a micro-batch's tokens: in its widest rows, in the middle, in the
 # narrowest. Slots cost little where rows are short; where they are long there are as many as tokens.
@@ -97,11 +99,12 @@ class MicroBatch:
 def shapes(
     budget: int, *, prompt_width: int, completion_width: int, group: int, max_rows: int
 ) -> tuple[Shape, ...]:
-    """All shapes that micro-batches of at most `budget` tokens can have: eight at most.
+    """All shapes that micro-batches of at most `budget` tokens can have: five at most, for each is a program.
 
-    Micro-batches have all of the tokens, a half, a quarter or a sixteenth. Their rows of attention have
-    up to three widths, from the longest that a row may be down. Where no row of a micro-batch is long, the
-    widest are left out; where all are, the others.
+    Micro-batches have all of the tokens, a half or a twelfth. Their rows of attention have up to three widths,
+    from the longest that a row may be down. Where no row of a large one is long, the widest are left out; where
+    all are, the others. Halves never have the widest. Where rows have one width, there are quarters and sixteenths
+    instead of twelfths.
 
     Args:
         budget: Tokens of the largest micro-batch.
@@ -122,24 +125,20 @@ def shapes(
     # Tokens of the longest row beside others of its prompt.
     own = completion_width + prompt_width / group
     made = []
-    for divisor, share in _SIZES:
+    row_widths = _row_widths(longest)
+    for divisor, share in _SIZES if len(row_widths) > 1 else _SIZES_OF_ONE_WIDTH:
         tokens = budget // divisor
         if divisor > 1 and tokens < _FEWEST:
             break
-        wide = sorted({min(width, tokens) for width in _row_widths(longest)}, reverse=True)
+        wide = sorted({min(width, tokens) for width in row_widths}, reverse=True)
         rows = [s * tokens / w for s, w in zip(_SLOTS[-len(wide) :], wide, strict=True)]
         rows[0] = max(rows[0], tokens / own)
         arrays = tuple(
             (min(max_rows, math.ceil(share * n)), w) for n, w in zip(rows, wide, strict=True)
         )
-        # Small ones take fewer choices, for each is a program.
-        kept = {
-            1: {arrays[i:] for i in range(len(arrays))} | {arrays[:1]},
-            2: {arrays},
-            4: {arrays, arrays[-1:]},
-            16: {arrays},
-        }[divisor]
-        made += [Shape(tokens, each, prompt_width) for each in sorted(kept, key=_by_width)]
+        narrow = arrays[1:] or arrays
+        kept = {1: (arrays, narrow, arrays[:1]), 2: (narrow,)}.get(divisor, (arrays,))
+        made += [Shape(tokens, each, prompt_width) for each in dict.fromkeys(kept)]
     return tuple(made)
 
 
@@ -311,8 +310,3 @@ def _row_widths(longest: int) -> list[int]:
     middle = math.sqrt(longest * narrowest)
     rounded = {min(longest, math.ceil(width / 64) * 64) for width in (middle, narrowest)}
     return sorted({longest, *rounded}, reverse=True)
-
-
-def _by_width(arrays: tuple[tuple[int, int], ...]) -> tuple[int, int]:
-    """Sorts arrays of rows: the widest first, of equals those with more widths."""
-    return -arrays[0][1], -len(arrays)

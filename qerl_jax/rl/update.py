@@ -677,9 +677,9 @@ def _learns(cfg: GrpoConfig, experience: Experience) -> np.ndarray:
 
 
 def cut_rows(
-    updater: Updater, experience: Experience, numbers: np.ndarray
+    updater: Updater, experience: Experience, numbers: np.ndarray, *, largest: bool = False
 ) -> list[microbatches.MicroBatch]:
-    """Rows [N] of a rollout as micro-batches."""
+    """Rows [N] of a rollout as micro-batches; if asked for, all of the shape that holds any row."""
     optim, group = updater.optim, experience.rows.shape[1]
     prompt_width = updater.max_prompt_length or experience.prompts.shape[1]
     rows, cfg = experience.rows_to_cut(numbers), updater.objective.grpo
@@ -690,6 +690,7 @@ def cut_rows(
         prompt_width=prompt_width,
         completion_width=updater.max_completion_length,
     )
+    shapes = shapes[:1] if largest else shapes
     if cfg.loss_type == "bnpo":
         return microbatches.by_rows(rows, optim.per_device_train_batch_size, shapes)
     return microbatches.cut(rows, shapes)

@@ -89,7 +89,8 @@ def check_adapter(
     Raises:
         RuntimeError: The group was sampled without the adapter.
     """
-    batch = update.cut_rows(updater, group, group.rows.reshape(-1)[:_ROWS])[0]
+    # One shape, so that it is compiled once for a run.
+    batch = update.cut_rows(updater, group, group.rows.reshape(-1)[:_ROWS], largest=True)[0]
     part = group.pack(batch, {})
     scored = _score_twice(updater.objective, params, frozen, noise, part)
     found = adapter_share(*map(np.asarray, scored), part.behaviour_logps, part.mask)
