@@ -67,8 +67,8 @@ def end_rows_at(lengths: list[int]) -> None:
     numbers, make_sampler = itertools.count(), rollouts.make_sampler
 
     class Recorded(scheduler.Schedule):
-        def __init__(self, shapes, num_pages, prompts):
-            super().__init__(shapes, num_pages, prompts)
+        def __init__(self, shapes, num_pages, prompts, *more):
+            super().__init__(shapes, num_pages, prompts, *more)
             self._first = next(numbers) * sum(len(prompt.keys) for prompt in prompts)
 
         def _end(self, row: int) -> int:
