@@ -16,8 +16,9 @@ from qerl_jax.rl.experience import Experience
 
 # Rows that are scored once more.
 _ROWS = 8
-# A share is known when its standard error is below this.
-_KNOWN = 0.1
+# What the adapter changes stands out of rounding where a token's noise is below this part of it. Where it does
+# not, rounding is in both sides of the regression, which makes the share of a good sampler smaller than 1.
+_CLEAR = 1 / 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,15 +28,17 @@ class AdapterShare:
     Attributes:
         share: 1 where the adapter sampled, 0 where the bare base did.
         error: Its standard error; infinite while the adapter changes nothing.
+        noise: Of a token, in units of what the adapter changes (root mean squares); infinite likewise.
     """
 
     share: float
     error: float
+    noise: float
 
     @property
     def known(self) -> bool:
-        """Whether the error is small enough to tell the two apart."""
-        return self.error < _KNOWN
+        """Whether the noise is small enough to tell the two apart."""
+        return self.noise < _CLEAR
 
 
 def adapter_share(
@@ -56,10 +59,10 @@ def adapter_share(
     seen = np.asarray(sampled, np.float64)[mask] - base
     power = np.sum(effect**2)
     if effect.size < 2 or power == 0:
-        return AdapterShare(0.0, np.inf)
+        return AdapterShare(0.0, np.inf, np.inf)
     share = np.sum(effect * seen) / power
-    residual = seen - share * effect
-    return AdapterShare(float(share), float(np.sqrt(np.mean(residual**2) / power)))
+    noise = np.sqrt(np.sum((seen - share * effect) ** 2) / power)
+    return AdapterShare(float(share), float(noise / np.sqrt(effect.size)), float(noise))
 
 
 def is_due(step: int, updates_per_rollout: int) -> bool:

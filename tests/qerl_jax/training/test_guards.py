@@ -25,6 +25,17 @@ def test_the_share_is_the_slope_of_what_was_sampled_on_what_the_adapter_does():
     assert not guards.adapter_share(without, without, sampled, mask).known
 
 
+def test_an_adapter_that_changes_less_than_rounding_tells_nothing():
+    """Rounding in the trainer's numbers alone, and in all: many tokens make neither into knowledge."""
+    rng = np.random.default_rng(0)
+    base, *roundings = rng.normal(size=(4, 8, 500))
+    mask = np.ones((8, 500), bool)
+    adapter, without, sampled = (base + 1e-6 * rounding for rounding in roundings)
+    assert guards.adapter_share(adapter, base, sampled, mask).error < 0.1
+    assert not guards.adapter_share(adapter, base, sampled, mask).known
+    assert not guards.adapter_share(adapter, without, sampled, mask).known
+
+
 def test_a_run_says_that_its_sampler_has_the_whole_adapter(tmp_path):
     trainer.train(small(tmp_path, max_steps=3), quiet=True)
     shares = [row.get("sampling/adapter_share") for row in read_metrics(tmp_path)]
