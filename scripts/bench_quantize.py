@@ -117,9 +117,12 @@ def load_arm(folder: str, scales: str, form: str) -> Arm:
     return Arm(f"load, {scales}", np.diff(times).tolist(), peak())
 
 
-def quantize_arm(folder: str, method: str, form: str, rows: str, samples: int, length: int) -> Arm:
-    """Times each layer of `qerl quantize`."""
-    cfg = Calibration(rows, samples, length)
+def quantize_arm(folder: str, method: str, form: str, samples: int, length: int) -> Arm:
+    """Times each layer of `qerl quantize`; random tokens calibrate, all rows as long as the longest."""
+    cfg, rng = Calibration("arithmetic", samples, length), np.random.default_rng(0)
+    vocab = architecture.load(folder).vocab_size
+    ids = rng.integers(0, vocab, (samples, length), np.int32)
+    quantizer.token_rows = lambda *_: (ids, np.full(samples, length, np.int32))
     times = [time.monotonic()]
 
     def log(line):
@@ -131,7 +134,7 @@ def quantize_arm(folder: str, method: str, form: str, rows: str, samples: int, l
         recipe = Recipe(form, method, calibration=cfg)
         quantizer.quantize(folder, f"{place}/packed", recipe, log)
     if method != "rtn":
-        times = times[1:]  # the texts are tokenized once
+        times = times[1:]  # what comes before the first layer
     return Arm(method, np.diff(times).tolist(), peak())
 
 
@@ -163,16 +166,6 @@ def line(arm: Arm, args, arch: Architecture) -> dict:
     }
 
 
-def texts(path: pathlib.Path, samples: int) -> None:
-    """Rows for calibration that are as long as the longest that is used: any text will do, for time."""
-    words = (
-        "the sum of seven and eight is fifteen and then we add one more to it so we have ".split()
-    )
-    rng = np.random.default_rng(0)
-    rows = [" ".join(rng.choice(words, 6000)) for _ in range(samples)]
-    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
-
-
 def main():
     """Prints a line of JSON for each arm."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -199,8 +192,7 @@ def main():
             scales = "maximum" if arm == "load-maximum" else "search"
             found = load_arm(place, scales, args.format)
         else:
-            rows = f"{place}/rows.jsonl"
-            found = quantize_arm(place, arm, args.format, rows, args.samples, args.length)
+            found = quantize_arm(place, arm, args.format, args.samples, args.length)
         print(json.dumps(line(found, args, arch)), flush=True)
         return
     with tempfile.TemporaryDirectory() as place:
@@ -209,7 +201,6 @@ def main():
         for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
             if (hf_folder.TINY / name).is_file():
                 shutil.copy(hf_folder.TINY / name, folder)
-        texts(folder / "rows.jsonl", args.samples)
         for arm in args.arms:
             command = [sys.executable, "-m", "scripts.bench_quantize", "--child", arm, place]
             for name in ("model", "format", "samples", "length"):
