@@ -27,8 +27,8 @@ from qerl_jax.config import BlockScales
 from qerl_jax.data import tokenizer
 from qerl_jax.files import Progress, read_json
 from qerl_jax.model import architecture, transformer
-from qerl_jax.quantization import awq, gptq
-from qerl_jax.quantization.calibration import Calibration, HiddenStates, advance, token_rows
+from qerl_jax.quantization import awq, gptq, sensitivity
+from qerl_jax.quantization.calibration import Calibration, HiddenStates, token_rows
 
 REPORT = "quantization_report.json"
 
@@ -156,8 +156,8 @@ def quantize(
 
     Beside the weights it holds config.json with `quantization_config`, the source's tokenizer and
     generation config, and quantization_report.json: size, time, peak memory, and for each layer the
-    relative error of its weights and, with calibration, of their outputs, and of the layer's where
-    only this linear is packed.
+    relative error of its weights and, with calibration, of their outputs, and the divergence of the
+    whole model where only this linear is packed (`sensitivity`).
 
     Args:
         source: A 16-bit folder, or a name of the hub.
@@ -178,11 +178,10 @@ def quantize(
     written, earlier = max(0, len(done) - 1), done[-1]["seconds"] if done else 0.0
     if written:
         log(f"going on after {written} of {arch.num_layers} layers: {job.folder}")
-    states = (
-        _hidden_states(job.source, arch, recipe.calibration, log)
-        if recipe.method != "rtn"
-        else None
-    )
+    states = probe = None
+    if recipe.method != "rtn":
+        states = _hidden_states(job.source, arch, recipe.calibration, log)
+        probe = sensitivity.Sensitivities(states.model, *states.sample(), job.folder)
 
     start = time.monotonic()
     passed = lambda: time.monotonic() - start
@@ -194,15 +193,23 @@ def quantize(
         number = index + 1
         if index >= written:
             within = lambda share, index=index: move((index + share) / arch.num_layers)
-            tensors, errors = _quantized_layer(job, recipe, index, states, within)
+            tensors, errors = _quantized_layer(job, recipe, index, states, probe, within)
+            if probe is not None:
+                probe.save(index)
             job.write(tensors, {"layer": index} | errors, earlier + passed())
             log(_line(errors, number, arch.num_layers, passed() / (number - written)))
+        elif probe is not None:
+            probe.restore(index)
+        if probe is not None:
+            probe.advance(index, _dense_layer(job, index, states.model))
         if states is not None and number < arch.num_layers:
             states.advance(_dequantized_layer(job, index, states.model))
         move(number / arch.num_layers)
-    report = _finish(job)
-    for text in sensitivities(arch, report):
-        log(text)
+    divergences = probe.divergences(*_ends(job)) if probe is not None else {}
+    report = _finish(job, divergences)
+    if probe is not None:
+        for text in sensitivity.table(arch, divergences, probe.tokens):
+            log(text)
     peak = report["peak_device_bytes"]
     on_device = "" if peak is None else f", device memory {peak / 1e9:.1f} GB"
     log(
@@ -210,30 +217,6 @@ def quantize(
         f"{report['seconds']:.0f} s, peak host memory {report['peak_host_bytes'] / 1e9:.1f} GB{on_device}"
     )
     return report
-
-
-def sensitivities(
-    arch: architecture.Architecture, report: dict[str, Any], most: int = 10
-) -> list[str]:
-    """The linears whose packing moves their layer's output most, as lines of a table; none without calibration.
-
-    That is a stand-in for the KL divergence of the whole model with one linear packed, which would need the
-    whole model on the device for each of them.
-    """
-    rows = [
-        (error, linear, index)
-        for index, layer in enumerate(report["layers"])
-        for linear, error in layer.get("alone", {}).items()
-    ]
-    if not rows:
-        return []
-    text = ["most sensitive: error of the layer's output if only this linear is packed, and"]
-    text.append("MB more for 16 bits; --keep NAME ... leaves linears in 16 bits")
-    for error, linear, index in sorted(rows, reverse=True)[:most]:
-        (first, *_), parts = arch.linear_names(linear, index), arch.linears()[linear]
-        name = first.rpartition(".")[0] + "." + "/".join(part for part, _ in parts)
-        text.append(f"  {name:<56} {error:.4f}  {arch.linear_size(linear) * 1.4375 / 1e6:8.2f}")
-    return text
 
 
 def _size(nbytes: int) -> str:
@@ -289,13 +272,11 @@ def _quantized_layer(
     recipe: Recipe,
     index: int,
     states: HiddenStates | None,
+    probe: sensitivity.Sensitivities | None,
     move: Callable[[float], None],
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The packed tensors of a layer, and the errors of its weights and, with calibration, outputs."""
-    # Opened anew for each layer: what was mapped of the last one is let go.
-    prefix, form = f"model.layers.{index}.", job.form
-    stored = hf_folder.open_weights(job.source)
-    tensors = {name: stored[name] for name in stored if name.startswith(prefix)}
+    prefix, form, tensors = f"model.layers.{index}.", job.form, _stored(job, index)
     type_of = lambda linear: tensors[f"{job.arch.linear_names(linear, index)[0]}.weight"].dtype
     types = {linear: type_of(linear) for linear in job.arch.linears()}
     packed: dict[str, list[Any]] = {}
@@ -321,11 +302,10 @@ def _quantized_layer(
             outputs = folded.errors
         else:
             grams = {linear: inputs.gram for linear, inputs in seen.items()}
-    probe = None
-    if states is not None:
+    if probe is not None:
         dense = lambda name: jnp.asarray(tensors[f"{name}.weight"])
-        probe = _LayerProbe(states, _layer(states.model, tensors, prefix, dense))
-    written, errors, alone = dict(tensors), {}, {}
+        layer = _layer(states.model, tensors, prefix, dense)
+    written, errors = dict(tensors), {}
     for place, linear in enumerate(job.arch.linears()):
         move(0.4 + 0.1 * place)
         names = job.arch.linear_names(linear, index)
@@ -345,44 +325,11 @@ def _quantized_layer(
         errors[linear] = float(_weight_error(form, weights, parts))
         if probe is not None:
             unpacked = jnp.concatenate([form.unpack(part, probe.dtype) for part in parts])
-            alone[linear] = probe.error(linear, unpacked)
+            probe.add(linear, layer, unpacked)
         for name, part in zip(names, jax.device_get(parts), strict=True):
             written |= {f"{name}.{suffix}": array for suffix, array in form.write(part).items()}
-    found = {"weights": errors, "outputs": outputs, "alone": alone}
+    found = {"weights": errors, "outputs": outputs}
     return written, {name: values for name, values in found.items() if values}
-
-
-class _LayerProbe:
-    """What a layer makes of some calibration rows, to compare with what it makes where a linear is packed."""
-
-    def __init__(self, states: HiddenStates, layer: dict[str, Any]):
-        """Runs the layer in 16 bits.
-
-        Args:
-            states: Before the layer.
-            layer: Its tree, dense.
-        """
-        self._model, self._layer = states.model, layer
-        self._x, self._live = states.sample()
-        self._expected = advance(self._model, layer, self._x)
-
-    @property
-    def dtype(self) -> Any:
-        """Type of the layer's weights."""
-        return self._model.dtype
-
-    def error(self, linear: str, weight: jax.Array) -> float:
-        """The relative error of the layer's output where one linear has another weight."""
-        changed = self._layer | {linear: self._layer[linear] | {"weight": weight}}
-        found = advance(self._model, changed, self._x)
-        return float(_relative_error(found, self._expected, self._live))
-
-
-@jax.jit
-def _relative_error(found, expected, live):
-    square = lambda x: jnp.sum(jnp.where(live[..., None], x, 0).astype(jnp.float32) ** 2)
-    off = found.astype(jnp.float32) - expected.astype(jnp.float32)
-    return jnp.sqrt(square(off) / jnp.maximum(square(expected), 1e-30))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -396,7 +343,7 @@ def _weight_error(form: packed_formats.Format, weights: list[jax.Array], packed:
     return jnp.sqrt(off / jnp.where(whole == 0, 1, whole))
 
 
-def _finish(job: _Job) -> dict[str, Any]:
+def _finish(job: _Job, divergences: dict[tuple[int, str], float]) -> dict[str, Any]:
     """Adds what a model folder has beside its weights, and moves the folder to its place; returns the report."""
     hf_folder.copy_companions(job.source, job.folder)
     files, settings = job.progress.values, job.progress.identity
@@ -405,6 +352,9 @@ def _finish(job: _Job) -> dict[str, Any]:
         for number, file in enumerate(files)
         for name in file["tensors"]
     }
+    of_layers = [dict(file["errors"]) for file in files[1:]]
+    for (index, linear), kl in divergences.items():
+        of_layers[index].setdefault("divergence", {})[linear] = kl
     report = {
         "settings": settings,
         "bytes": job.nbytes,
@@ -412,7 +362,7 @@ def _finish(job: _Job) -> dict[str, Any]:
         "seconds": files[-1]["seconds"],
         "peak_device_bytes": (runtime.memory_stats() or {}).get("peak_bytes_in_use"),
         "peak_host_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        "layers": [file["errors"] for file in files[1:]],
+        "layers": of_layers,
     }
     names = [name for at in sorted(job.kept) for name in job.arch.linear_names(*at)]
     quantization = job.form.config_without(names)
@@ -422,7 +372,8 @@ def _finish(job: _Job) -> dict[str, Any]:
     for name, content in contents.items():
         (job.folder / name).write_text(json.dumps(content, indent=2) + "\n")
     job.folder.replace(job.target)
-    (job.target / _PROGRESS).unlink()
+    for path in (job.target / _PROGRESS, *job.target.glob("sensitivity-*.safetensors")):
+        path.unlink()
     return report
 
 
@@ -450,6 +401,26 @@ def _layer(
     """A layer as calibration runs it, from its tensors and the function from a linear's name to its weight."""
     read = lambda _, names: jnp.concatenate([weight(name) for name in names]).astype(model.dtype)
     return base_model.read_layer(model.arch, tensors, prefix, model.dtype, read)
+
+
+def _stored(job: _Job, index: int) -> dict[str, np.ndarray]:
+    """The tensors of a layer of the source; opened anew, so what was mapped of the last one is let go."""
+    tensors, prefix = hf_folder.open_weights(job.source), f"model.layers.{index}."
+    return {name: tensors[name] for name in tensors if name.startswith(prefix)}
+
+
+def _dense_layer(job: _Job, index: int, model: transformer.Transformer) -> dict[str, Any]:
+    """A layer of the source, as calibration runs it."""
+    tensors = _stored(job, index)
+    weight = lambda name: jnp.asarray(tensors[f"{name}.weight"])
+    return _layer(model, tensors, f"model.layers.{index}.", weight)
+
+
+def _ends(job: _Job) -> tuple[jax.Array, jax.Array]:
+    """The scale of the last norm, and the output matrix."""
+    tensors = hf_folder.open_weights(job.source)
+    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    return jnp.asarray(tensors["model.norm.weight"]), jnp.asarray(head)
 
 
 def _dequantized_layer(job: _Job, index: int, model: transformer.Transformer) -> dict[str, Any]:

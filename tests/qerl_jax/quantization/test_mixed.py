@@ -146,7 +146,7 @@ def test_calibration_leaves_kept_linears_alone_and_prints_what_hurts_most(
     lines = []
     recipe = Recipe("nvfp4", method, keep=KEEP, calibration=ROWS)
     report = quantizer.quantize("qerl-tiny", tmp_path / "out", recipe, lines.append)
-    assert [set(layer["alone"]) for layer in report["layers"]] == [
+    assert [set(layer["divergence"]) for layer in report["layers"]] == [
         {"o", "gate_up"},
         {"qkv", "o", "gate_up"},
         {"o", "gate_up"},

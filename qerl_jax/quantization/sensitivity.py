@@ -1,0 +1,129 @@
+"""How much the packing of each linear changes a model: KL(16 bit || only this linear packed), for all linears at once.
+
+A few rows pass the 16-bit model layer by layer. At each layer they also pass it with one of its linears packed, for
+each linear in turn; what comes out goes on through the 16-bit layers above, beside what came of the layers below. So
+no more than a layer is on the device, and hidden states of a few hundred tokens for each linear.
+"""
+
+import functools
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.checkpoint import safetensors
+from qerl_jax.model import layers
+from qerl_jax.model.architecture import Architecture
+from qerl_jax.model.transformer import Transformer
+from qerl_jax.quantization.calibration import advance
+
+# Of the calibration rows; a ranking needs no more.
+_ROWS, _TOKENS = 4, 128
+
+
+class Sensitivities:
+    """The hidden states of a few rows before a layer, in 16 bits and with each earlier linear packed."""
+
+    def __init__(self, model: Transformer, x: jax.Array, live: jax.Array, folder: pathlib.Path):
+        """Starts before the first layer.
+
+        Args:
+            model: Dense; says how layers are computed.
+            x: Embeddings [S, T, D] of right-padded rows, of which a few are taken.
+            live: bool [S, T], which slots are tokens.
+            folder: For what comes of each layer, so that a job that was stopped can go on.
+        """
+        self._model, self._folder = model, folder
+        self._x, self._live = x[:_ROWS, :_TOKENS], live[:_ROWS, :_TOKENS]
+        self._packed: dict[tuple[int, str], jax.Array] = {}
+        self._fresh: dict[str, jax.Array] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the divergences are means of."""
+        return int(self._live.sum())
+
+    @property
+    def dtype(self) -> Any:
+        """Type of a layer's weights."""
+        return self._model.dtype
+
+    def add(self, linear: str, layer: dict[str, Any], weight: jax.Array) -> None:
+        """Passes the layer with another weight in one of its linears.
+
+        Args:
+            linear: Its name within the layer.
+            layer: The layer in 16 bits, dense. It may hold scales between linears that cancel.
+            weight: [N, K], what the packed weight stands for.
+        """
+        changed = layer | {linear: layer[linear] | {"weight": weight}}
+        self._fresh[linear] = advance(self._model, changed, self._x)
+
+    def save(self, index: int) -> None:
+        """Keeps what `add` has made of a layer, in a file that is called `sensitivity-...`."""
+        if self._fresh:
+            safetensors.write(self._file(index), jax.device_get(self._fresh))
+
+    def restore(self, index: int) -> None:
+        """Takes what was kept of a layer as if it had been added."""
+        if self._file(index).is_file():
+            kept = safetensors.Tensors(self._folder, self._file(index).stem)
+            self._fresh = {linear: jnp.array(x) for linear, x in kept.items()}
+
+    def advance(self, index: int, layer: dict[str, Any]) -> None:
+        """Passes a layer in 16 bits, dense; what was added to it is behind it already."""
+        self._packed = {at: advance(self._model, layer, x) for at, x in self._packed.items()}
+        self._packed |= {(index, linear): x for linear, x in self._fresh.items()}
+        self._x, self._fresh = advance(self._model, layer, self._x), {}
+
+    def divergences(self, norm: jax.Array, head: jax.Array) -> dict[tuple[int, str], float]:
+        """KL(16 bit || this linear packed), the mean per token in nats, by layer and linear; after the last layer.
+
+        Args:
+            norm: The scale [D] of the last norm.
+            head: The output matrix [V, D].
+        """
+        arch = self._model.arch
+        found = {
+            at: _divergence(arch, (self._x, x), self._live, norm, head)
+            for at, x in self._packed.items()
+        }
+        return {at: float(kl) for at, kl in jax.device_get(found).items()}
+
+    def _file(self, index: int) -> pathlib.Path:
+        return self._folder / f"sensitivity-{index:05d}.safetensors"
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _divergence(
+    arch: Architecture,
+    both: tuple[jax.Array, jax.Array],
+    live: jax.Array,
+    norm: jax.Array,
+    head: jax.Array,
+) -> jax.Array:
+    def of_row(row):
+        *hidden, live = row
+        logps, others = (
+            jax.nn.log_softmax(layers.logits(layers.rms_norm(x, norm, arch.rms_norm_eps), head))
+            for x in hidden
+        )
+        return jnp.where(live, jnp.sum(jnp.exp(logps) * (logps - others), axis=-1), 0).sum()
+
+    return jnp.sum(jax.lax.map(of_row, (*both, live))) / jnp.sum(live)
+
+
+def table(arch: Architecture, found: dict[tuple[int, str], float], tokens: int) -> list[str]:
+    """The linears whose packing changes the model most, as lines of a table; none where nothing was found."""
+    if not found:
+        return []
+    text = [
+        f"most sensitive: KL(16 bit || only this linear packed) per token, mean of {tokens}, and",
+        "MB more for 16 bits; --keep NAME ... leaves linears in 16 bits",
+    ]
+    for (index, linear), kl in sorted(found.items(), key=lambda item: -item[1])[:10]:
+        (first, *_), parts = arch.linear_names(linear, index), arch.linears()[linear]
+        name = first.rpartition(".")[0] + "." + "/".join(part for part, _ in parts)
+        text.append(f"  {name:<56} {kl:.2e}  {arch.linear_size(linear) * 1.4375 / 1e6:8.2f}")
+    return text
