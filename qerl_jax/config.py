@@ -818,7 +818,8 @@ class ToolsConfig(Checked, section="tools."):
             "package.module:function" or "folder/file.py:function".
         environment: A class whose methods are tools and that keeps a state for each row: a name of the stock
             ("guess_number"), or an import path.
-        environment_options: Arguments with which the class is called.
+        environments: Several of them by names of your own; each row names its one in the column "environment".
+        environment_options: Arguments with which the class is called; of several, a table for each name.
         max_tool_calling_iterations: Most turns of a row that are answered; absent means no limit but that of
             tokens.
         max_reply_tokens: Most tokens of the result of a call; what is longer is cut, and says so.
@@ -833,6 +834,7 @@ class ToolsConfig(Checked, section="tools."):
 
     functions: tuple[str, ...] = ()
     environment: NotEmpty | None = None
+    environments: Annotated[dict[str, str], Rule(bool, "must name one at least")] | None = None
     environment_options: dict[str, Any] | None = None
     max_tool_calling_iterations: Count | None = None
     max_reply_tokens: Count = 256
@@ -850,7 +852,13 @@ class ToolsConfig(Checked, section="tools."):
         | None
     ) = None
 
+    @property
+    def has_environment(self) -> bool:
+        """Whether there is an environment, or several."""
+        return self.environment is not None or self.environments is not None
+
     def _across(self):
+        names, options = self.environments or {}, self.environment_options or {}
         return [
             (
                 self.call_pattern is None or self.call_format is None,
@@ -858,14 +866,25 @@ class ToolsConfig(Checked, section="tools."):
                 "must be absent where tools.call_format is given",
             ),
             (
-                bool(self.functions) or self.environment is not None,
+                bool(self.functions) or self.has_environment,
                 "functions",
                 "must name at least one tool where tools.environment is absent",
             ),
             (
-                self.environment is not None or self.environment_options is None,
+                self.environment is None or self.environments is None,
+                "environments",
+                "must be absent where tools.environment is given",
+            ),
+            (
+                self.has_environment or self.environment_options is None,
                 "environment_options",
                 "needs tools.environment",
+            ),
+            (
+                self.environments is None
+                or all(name in names and isinstance(options[name], dict) for name in options),
+                "environment_options",
+                f"must be a table for each name of tools.environments: {', '.join(names)}",
             ),
         ]
 

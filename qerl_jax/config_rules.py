@@ -24,8 +24,7 @@ def across_sections(cfg: Any) -> list[tuple[bool, str, str]]:
             "exactly one of the two must be set",
         ),
         (
-            bool(cfg.rewards.functions)
-            or (cfg.tools is not None and cfg.tools.environment is not None),
+            bool(cfg.rewards.functions) or (cfg.tools is not None and cfg.tools.has_environment),
             "rewards.functions",
             "must name at least one function, each by a text; functions themselves are given to "
             "qerl_jax.train as reward_funcs",

@@ -17,6 +17,7 @@ EXAMPLES = (
     qerl_jax.load,
     Policy.generate,
     Policy.stream,
+    Policy.with_tools,
     Policy.logprobs,
     Policy.save_pretrained,
     qerl_jax.train,

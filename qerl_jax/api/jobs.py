@@ -58,7 +58,8 @@ def evaluate(
     True
 
     Args:
-        policy: A loaded policy, a run, or the name of a model, run folder or PEFT folder.
+        policy: A loaded policy, a run, or the name of a model, run folder or PEFT folder. The protocol "run" has
+            the tools of the run; a policy `with_tools` has its own, whatever the protocol.
         *sets: "gsm8k", "math500", "aime24", "aime25", "amc23", "arithmetic", any data set of the hub,
             or a .jsonl, .json or .parquet file of {"question": ..., "answer": ...}.
         protocol: How sets are asked and judged: "paper", "verl" or "run". Absent means the run's where
@@ -104,6 +105,9 @@ def evaluate(
         "prompt_template": prompt_template,
         "reward": reward,
     }
+    tools = loaded and loaded.generator.tools
+    if tools is not None:
+        how["tools"] = tools.cfg
     asked = [
         (
             benchmark.source_of(os.fspath(name), source, **where),
@@ -125,6 +129,7 @@ def evaluate(
             max_concurrent=max_concurrent,
             log=_log(quiet),
             policy=loaded and _as_read(loaded),
+            toolboxes=tools and tools.toolboxes,
         )
 
 

@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
+import itertools
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -12,17 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import runtime
-from qerl_jax.checked import ConfigError, require
+from qerl_jax.api.settings import given_tools, tools_table
+from qerl_jax.checked import ConfigError, from_table, require
 from qerl_jax.checkpoint import base_model, hf_folder, peft
 from qerl_jax.checkpoint import policy as sources
 from qerl_jax.checkpoint.policy import PolicySource
-from qerl_jax.config import DENSE, Dtype, LoraConfig, Weights
+from qerl_jax.config import DENSE, Dtype, LoraConfig, ToolsConfig, Weights
 from qerl_jax.data import datasets
 from qerl_jax.data.datasets import Problem
 from qerl_jax.data.tokenizer import Prompt, Tokenizer
+from qerl_jax.generation.conversations import Tools
 from qerl_jax.generation.generator import Completion, Generator, check_limits
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.model.transformer import Transformer, init_params
+from qerl_jax.rewards.environments import Tool, Toolboxes
 from qerl_jax.rl import update
 from qerl_jax.rl.experience import Experience, make_experience
 from qerl_jax.rl.rollouts import Rollout
@@ -42,6 +46,9 @@ class CompletionOutput:
         logprobs: float32 [tokens], the sampler's log-probability of each token at its temperature (at
             temperature 0: at 1), before any top-k, top-p or min-p.
         finish_reason: "stop", or "length" where it was cut.
+        messages: With tools, what was said: the policy's turns and the tools' answers as chat messages.
+            `text` is then the last turn, and `token_ids` are all of it.
+        given: With tools, bool [tokens]: which of the tokens a tool gave; their log-probabilities are 0.
     """
 
     index: int
@@ -49,6 +56,8 @@ class CompletionOutput:
     token_ids: np.ndarray
     logprobs: np.ndarray
     finish_reason: Literal["stop", "length"]
+    messages: list[dict[str, Any]] | None = None
+    given: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -122,10 +131,45 @@ class Policy:
         generator = dataclasses.replace(self.generator, variables=variables)
         return dataclasses.replace(self, generator=generator, unsaved=True)
 
+    def with_tools(
+        self,
+        tools: Tool | Sequence[Tool] | Mapping[str, Any] | ToolsConfig | None = None,
+        environment_factory: Tool | Mapping[str, Tool] | None = None,
+        *,
+        log: Callable[[str], None] = lambda text: None,
+    ) -> "Policy":
+        """Gives the policy with tools, which it may call when it generates or is evaluated.
+
+        >>> section = {"functions": ["calculator"], "call_pattern": "<think>(?P<argument>[^=]*)="}
+        >>> able = policy.with_tools(section)
+        >>> output = able.generate("What is 31-12?", temperature=0.0, max_tokens=80)[0].outputs[0]
+        >>> [message["role"] for message in output.messages[:2]]
+        ['assistant', 'tool']
+
+        Args:
+            tools: As `qerl_jax.train` takes them; or a `ToolsConfig`, such as that of a run,
+                `run.config.tools`.
+            environment_factory: As `qerl_jax.train` takes it.
+            log: Is warned of tools that cannot be killed, and of a chat template that does not show them.
+
+        Raises:
+            ConfigError: For arguments that are no such thing, or a chat template that asks for calls
+                in no known form.
+            ValueError: For a tool that cannot be found, or cannot be shown to the policy.
+        """
+        section, given = given_tools(tools)
+        table = tools_table(section, given, environment_factory)
+        cfg = from_table(ToolsConfig, table, "tools.")
+        boxes = Toolboxes(cfg, given, environment_factory)
+        held = Tools.of(cfg, self.tokenizer, boxes, log)
+        return dataclasses.replace(self, generator=dataclasses.replace(self.generator, tools=held))
+
     def generate(
         self,
         prompts: str | Sequence[Prompt],
         sampling_params: SamplingParams | None = None,
+        *,
+        columns: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Samples n completions of each prompt.
@@ -143,6 +187,7 @@ class Policy:
         Args:
             prompts: Texts or chats; a single one stands for a list of one.
             sampling_params: How completions are sampled; absent means the defaults.
+            columns: For a policy with an environment: a table for each prompt, with which it begins.
             **options: Fields of `SamplingParams` that take another value.
 
         Returns:
@@ -153,21 +198,18 @@ class Policy:
             ValueError: For a prompt that is longer than the context of the model.
         """
         params, prompts = _sampling_params(sampling_params, options), _prompts(prompts)
-        completions = self.generator.completions(prompts, **vars(params))
-        ids = self.tokenizer.encode([_chat(prompt) for prompt in prompts])
-        return [
-            RequestOutput(
-                prompt,
-                np.array(prompt_ids, np.int32),
-                [_output(index, next(completions)) for index in range(params.n)],
-            )
-            for prompt, prompt_ids in zip(prompts, ids, strict=True)
-        ]
+        completions = self.generator.completions(prompts, columns=columns, **vars(params))
+        outputs = []
+        for prompt in prompts:
+            own = list(itertools.islice(completions, params.n))
+            made = [_output(index, each) for index, each in enumerate(own)]
+            outputs.append(RequestOutput(prompt, own[0].prompt_tokens, made))
+        return outputs
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> Iterator[str]:
-        """Gives the text of one completion, piece by piece as it is sampled.
+        """Gives the text of one completion, piece by piece as it is sampled; not with tools.
 
         >>> pieces = list(policy.stream("What is 2+2?", temperature=0.0, max_tokens=16))
         >>> "".join(pieces) == policy.generate("What is 2+2?", temperature=0.0, max_tokens=16)[0].text
@@ -390,8 +432,15 @@ def _sampling_params(given: SamplingParams | None, options: Mapping[str, Any]) -
 
 
 def _output(index: int, completion: Completion) -> CompletionOutput:
+    talk = completion.conversation
     return CompletionOutput(
-        index, completion.text, completion.tokens, completion.logps, completion.finish_reason
+        index,
+        completion.text,
+        completion.tokens,
+        completion.logps,
+        completion.finish_reason,
+        None if talk is None else list(talk.messages),
+        completion.given,
     )
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from qerl_jax import config as configs
 from qerl_jax.api import jobs
 from qerl_jax.api.policy import Policy, load
-from qerl_jax.api.settings import Config, run_config
+from qerl_jax.api.settings import Config, given_tools, run_config, several
 from qerl_jax.checked import require
-from qerl_jax.config import RunConfig
+from qerl_jax.config import RunConfig, ToolsConfig
 from qerl_jax.data import datasets
 from qerl_jax.data.datasets import Problem
 from qerl_jax.rewards import scoring
@@ -114,8 +114,8 @@ def train(
     reward_funcs: str | RewardFunction | Sequence[str | RewardFunction] | None = None,
     callbacks: Callback | Sequence[Callback] | None = None,
     *,
-    tools: Tool | Sequence[Tool] | Mapping[str, Any] | None = None,
-    environment_factory: Tool | None = None,
+    tools: Tool | Sequence[Tool] | Mapping[str, Any] | ToolsConfig | None = None,
+    environment_factory: Tool | Mapping[str, Tool] | None = None,
     quiet: bool = False,
     **overrides: Any,
 ) -> Run:
@@ -159,10 +159,10 @@ def train(
             written. What one raises, `train` raises; the run then goes on from its last checkpoint.
         tools: Functions that the policy may call while it answers, names of stock ones ("calculator",
             "python"), or import paths; or a table of the config's section `tools`, whose `functions` may be
-            such. See docs/environments.md.
+            such; or a `ToolsConfig`. See docs/environments.md.
         environment_factory: A class, or its import path, whose methods the policy may call, and whose object
             keeps a state for each row; `reset(**row)` begins one, and `get_reward()`, where there is one,
-            judges it.
+            judges it. Or several such by name: each row then names its one in the column "environment".
         quiet: Show nothing; files are written all the same.
         **overrides: Fields of the config that take another value: `max_steps=10`,
             `optim={"learning_rate": 1e-4}`, `eval=None`.
@@ -177,22 +177,20 @@ def train(
         DiskError: When the disk does not take what is written; the run goes on from what was saved before.
         KeyboardInterrupt: For SIGINT or SIGTERM while it trains, once the last whole step is saved.
     """
-    callbacks = _several(callbacks, "callbacks")
+    callbacks = several(callbacks, "callbacks")
     for index, each in enumerate(callbacks):
         require(callable(each), f"callbacks[{index}]", each, "must be a function")
     functions = None
     if reward_funcs is not None:
-        functions = _several(reward_funcs, "reward_funcs")
+        functions = several(reward_funcs, "reward_funcs")
         require(len(functions) > 0, "reward_funcs", reward_funcs, "must be at least one function")
         rule = "must be a function, a name of a stock reward, or an import path"
         for index, each in enumerate(functions):
             holds = isinstance(each, str) or callable(each)
             require(holds, f"reward_funcs[{index}]", each, rule)
-    if isinstance(tools, Mapping):
-        section = dict(tools)
-        tools = section.pop("functions", None)
+    section, given = given_tools(tools)
+    if section:
         overrides |= {"tools": section}
-    given = None if tools is None else _several(tools, "tools")
     cfg = run_config(
         config,
         overrides,
@@ -221,16 +219,6 @@ def train(
         quiet=quiet,
     )
     return Run(pathlib.Path(cfg.output_dir))
-
-
-def _several(given: Any, name: str) -> list:
-    """One thing or a list of them as a list."""
-    if given is None:
-        return []
-    if isinstance(given, str) or callable(given):
-        return [given]
-    require(isinstance(given, list | tuple), name, given, "must be a function, or a list of them")
-    return list(given)
 
 
 def _are_problems(dataset: Any) -> bool:

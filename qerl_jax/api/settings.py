@@ -2,12 +2,13 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qerl_jax import config as configs
 from qerl_jax.checked import from_table, require, to_table
-from qerl_jax.config import RunConfig
+from qerl_jax.config import RunConfig, ToolsConfig
+from qerl_jax.rewards.environments import Tool
 from qerl_jax.rewards.stock import RewardFunction
 
 type Config = RunConfig | Mapping[str, Any] | str | os.PathLike
@@ -23,8 +24,8 @@ def run_config(
     *,
     has_rows: bool = False,
     functions: Sequence[str | RewardFunction] | None = None,
-    tools: Sequence[str | Callable] | None = None,
-    environment: str | Callable | None = None,
+    tools: Sequence[Tool] | None = None,
+    environment: Tool | Mapping[str, Tool] | None = None,
 ) -> RunConfig:
     """Makes the checked config of a run from what a user gives as one.
 
@@ -34,7 +35,7 @@ def run_config(
         has_rows: Whether the problems are given, so that the config need not name any.
         functions: The rewards, where they are given.
         tools: The tools, where they are given.
-        environment: The environment's class, where it is given.
+        environment: The environment's class, or several by name, where it is given.
 
     Raises:
         ConfigError: For an impossible config.
@@ -50,10 +51,8 @@ def run_config(
         _section(table, "rewards")["functions"] = list(map(_place, functions))
     elif environment is not None and "rewards" not in table:
         table["rewards"] = {"functions": []}
-    if tools is not None:
-        _section(table, "tools")["functions"] = list(map(_place, tools))
-    if environment is not None:
-        _section(table, "tools")["environment"] = _place(environment)
+    if tools is not None or environment is not None:
+        table["tools"] = tools_table(_section(table, "tools"), tools, environment)
     cfg = from_table(RunConfig, table)
     needs_set = has_rows and cfg.data.dataset == _ROWS and cfg.eval is not None
     rule = (
@@ -61,6 +60,45 @@ def run_config(
     )
     require(not needs_set or cfg.eval.dataset is not None, "eval.dataset", None, rule)
     return cfg
+
+
+def given_tools(
+    tools: Tool | Sequence[Tool] | Mapping[str, Any] | ToolsConfig | None,
+) -> tuple[dict[str, Any], list[Tool] | None]:
+    """What a user gives as tools: fields of the section `tools`, and tools themselves or None."""
+    if isinstance(tools, ToolsConfig):
+        return to_table(tools), None
+    if not isinstance(tools, Mapping):
+        return {}, None if tools is None else several(tools, "tools")
+    section = {name: value for name, value in tools.items() if name != "functions"}
+    return section, given_tools(tools.get("functions"))[1]
+
+
+def tools_table(
+    section: Mapping[str, Any],
+    tools: Sequence[Tool] | None,
+    environment: Tool | Mapping[str, Tool] | None,
+) -> dict[str, Any]:
+    """The table of the section `tools` with tools and environments in place of those that it names."""
+    table = dict(section)
+    if tools is not None:
+        table["functions"] = list(map(_place, tools))
+    if environment is None:
+        return table
+    table = {k: v for k, v in table.items() if k not in ("environment", "environments")}
+    if isinstance(environment, Mapping):
+        return table | {"environments": {name: _place(each) for name, each in environment.items()}}
+    return table | {"environment": _place(environment)}
+
+
+def several(given: Any, name: str) -> list:
+    """One thing or a list of them as a list."""
+    if given is None:
+        return []
+    if isinstance(given, str) or callable(given):
+        return [given]
+    require(isinstance(given, list | tuple), name, given, "must be a function, or a list of them")
+    return list(given)
 
 
 def _table(config: Config) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from typing import Annotated, Any
 import tyro
 
 import qerl_jax
+from qerl_jax import config as configs
 from qerl_jax.checked import is_seed, require
 from qerl_jax.cli.common import log, require_unicode
-from qerl_jax.config import Dtype, Weights
+from qerl_jax.config import Dtype, ToolsConfig, Weights
 from qerl_jax.files import parse_json
 from qerl_jax.generation.sampling_params import SamplingParams
 
@@ -40,13 +41,14 @@ def generate(
     model: str | None = None,
     adapter: pathlib.Path | None = None,
     system_prompt: str | None = None,
+    tools: pathlib.Path | None = None,
     weights: Weights | None = None,
     dtype: Dtype | None = None,
     max_concurrent: int = 64,
     kv_cache_tokens: int | None = None,
     kv_cache_fraction: float | None = None,
 ) -> None:
-    """Prints completions: of one prompt as it is sampled, of several one after the other.
+    """Prints completions: of one prompt as it is sampled, of several one after the other, with tools turn by turn.
 
     Args:
         prompt: User messages.
@@ -55,10 +57,13 @@ def generate(
             (and, if each is to have its own, a "seed"); or any other text file with one per line.
         output: A .jsonl file for the completions, one row each, beside the columns of `input`: `completion`,
             `finish_reason`, `num_tokens`, and `cumulative_logprob` at the temperature (as training has it). Until
-            all are there they are in `<output>.partial`, from which a later call goes on.
+            all are there they are in `<output>.partial`, from which a later call goes on. With tools `completion`
+            is the last turn, and `turns` has all messages.
         model: Local folder or hub name; absent means the adapter's base, or the one in the package.
         adapter: A PEFT folder, or a run folder, whose adapter is taken.
         system_prompt: A system message, or a name of `datasets.SYSTEM_PROMPTS`, such as "think-answer".
+        tools: A config (.toml) or a run folder: the policy may call the tools of its section [tools]. An environment
+            begins with the columns of `input`.
         weights: How the linears are held; absent means as in the adapter's run, else "nvfp4".
         dtype: Data type of the activations; absent means that of the run, else "bfloat16".
         max_concurrent: Completions sampled at a time.
@@ -71,6 +76,7 @@ def generate(
     seeds = {"seed": [row["seed"] for row in rows]} if "seed" in rows[0] else {}
     params = SamplingParams(**vars(sampling) | seeds)
     prompts = chats_of(rows, system_prompt)
+    called = None if tools is None else _tools_of(tools)
     limits = {
         "max_concurrent": max_concurrent,
         "kv_cache_tokens": kv_cache_tokens,
@@ -81,9 +87,18 @@ def generate(
         from qerl_jax.generation import completion_file
 
         source = find_policy(model, adapter, weights=weights, dtype=dtype)
-        completion_file.write(output, source, rows, prompts, params, limits=limits, log=log)
+        completion_file.write(
+            output, source, rows, prompts, params, limits=limits, log=log, tools=called
+        )
         return
     policy = qerl_jax.load(model, adapter, weights=weights, dtype=dtype, **limits)
+    if called is not None:
+        from qerl_jax.generation.completion_file import columns_of
+
+        policy, columns = policy.with_tools(called, log=_warn), columns_of(rows)
+        for completion in policy.generator.completions(prompts, columns=columns, **vars(params)):
+            log(completion.conversation.transcript())
+        return
     if len(prompts) == params.n == 1:
         for text in policy.stream(prompts[0], params):
             sys.stdout.write(text)
@@ -92,6 +107,17 @@ def generate(
         return
     for completion in policy.generator.completions(prompts, **vars(params)):
         log(completion.text)
+
+
+def _warn(text: str) -> None:
+    sys.stderr.write(text + "\n")
+
+
+def _tools_of(place: pathlib.Path) -> ToolsConfig:
+    """The tools of a config or of a run folder."""
+    cfg = configs.load_run(place) if place.is_dir() else configs.load(place)
+    require(cfg.tools is not None, "--tools", str(place), "has no section [tools]")
+    return cfg.tools
 
 
 def chats_of(rows: list[dict[str, Any]], system_prompt: str | None) -> list[tuple]:

@@ -17,12 +17,15 @@ from qerl_jax.checkpoint.policy import LoadedPolicy, PolicySource, load_policy
 from qerl_jax.config import DataConfig, EvalConfig, RunConfig
 from qerl_jax.data import datasets
 from qerl_jax.evaluation import protocols
-from qerl_jax.evaluation.evaluator import Evaluator, protocol_of_run
+from qerl_jax.evaluation.evaluator import Evaluator, protocol_of_run, reward_of, try_reward
 from qerl_jax.evaluation.protocols import Protocol
 from qerl_jax.evaluation.summary import summarize
 from qerl_jax.files import Progress, content_hashes, write_whole
 from qerl_jax.generation import kv_capacity
+from qerl_jax.generation.conversations import Tools, observed
 from qerl_jax.rewards import scoring
+from qerl_jax.rewards.environments import Toolboxes
+from qerl_jax.rl import rollouts
 
 # Completions of a batch for each that is sampled at a time: so many that long rows seldom run alone, and
 # so few that a kill loses little.
@@ -40,6 +43,7 @@ class _Set:
     problems: Sequence[datasets.Problem]
     reward: scoring.Named
     progress: Progress
+    toolboxes: Toolboxes | None = None
 
 
 def protocol_for(dataset: str, name: str | None, policy: PolicySource, **changed: Any) -> Protocol:
@@ -101,6 +105,7 @@ def run(
     max_concurrent: int = 128,
     log: Callable[[str], None] = lambda text: None,
     policy: LoadedPolicy | None = None,
+    toolboxes: Toolboxes | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Evaluates a policy on sets, each into a folder of its own, and goes on where a killed call stopped.
 
@@ -115,6 +120,7 @@ def run(
         max_concurrent: Most completions sampled at a time; fewer where they are long.
         log: Is told of every batch.
         policy: The policy of that source, where it is on the device already.
+        toolboxes: Tools instead of those that protocols name, for protocols that name some.
 
     Returns:
         Summaries by set.
@@ -126,7 +132,10 @@ def run(
     require(is_seed(seed), "seed", seed, "must be in [0, 2**32)")
     names = [_set_name(data) for data, _ in sets]
     require(len(set(names)) == len(names), "sets", names, "must differ in name")
-    judged = [_problems_and_reward(source.run, data, protocol, seed) for data, protocol in sets]
+    for name, (_, protocol) in zip(names, sets, strict=True):
+        if protocol.tools is None and source.run is not None and source.run.tools is not None:
+            log(f'{name}: asked without the tools of the run; with them by the protocol "run"')
+    judged = [_judged(source.run, data, protocol, seed, toolboxes) for data, protocol in sets]
     opened = [
         _Set(
             name,
@@ -140,8 +149,11 @@ def run(
                 refusal="{folder} holds an evaluation with other settings ({changed}): choose another "
                 "folder, or remove that one",
             ),
+            boxes,
         )
-        for name, (data, protocol), (problems, reward) in zip(names, sets, judged, strict=True)
+        for name, (data, protocol), (problems, reward, boxes) in zip(
+            names, sets, judged, strict=True
+        )
     ]
     summaries = {}
     for each in opened:
@@ -155,17 +167,23 @@ def run(
     return summaries
 
 
-def _problems_and_reward(
-    run: RunConfig | None, data: DataConfig, protocol: Protocol, seed: int
-) -> tuple[Sequence[datasets.Problem], scoring.Named]:
-    """Loads the problems of a set, and checks that its reward can judge them."""
-    (reward,) = scoring.resolve([protocol.reward], None if run is None else run.rewards.options)
+def _judged(
+    run: RunConfig | None,
+    data: DataConfig,
+    protocol: Protocol,
+    seed: int,
+    toolboxes: Toolboxes | None,
+) -> tuple[Sequence[datasets.Problem], scoring.Named, Toolboxes | None]:
+    """Loads the problems of a set, checks that its reward can judge them, and finds its tools."""
     prompts = {"system_prompt": protocol.system_prompt, "prompt_template": protocol.prompt_template}
     problems = datasets.from_config(
         dataclasses.replace(data, **prompts), split=data.split, seed=run.seed if run else seed
     )
-    scoring.check([reward], problems[:2])
-    return problems, reward
+    if protocol.tools is not None and toolboxes is None:
+        toolboxes = Toolboxes(protocol.tools)
+    reward = reward_of(protocol.reward, None if run is None else run.rewards.options, toolboxes)
+    try_reward(reward, problems, toolboxes)
+    return problems, reward, toolboxes
 
 
 def _measure(
@@ -175,7 +193,11 @@ def _measure(
     arch, problems, values = policy.model.arch, each.problems, each.progress.values
     if isinstance(problems[0].prompt, str):
         log(f"{each.name}: prompts are texts, given to the model without its chat template")
-    prompts = policy.tokenizer.encode([problem.prompt for problem in problems])
+    tools = None
+    if each.toolboxes is not None:
+        tools = Tools.of(each.protocol.tools, policy.tokenizer, each.toolboxes, log)
+    asked = problems if tools is None else observed(tools, problems)
+    prompts = rollouts.encode(asked, policy.tokenizer, tools)
     lengths, longest = [len(ids) for ids in prompts], each.protocol.max_completion_length
     if 0 in lengths:
         raise ValueError(f"prompt of problem {lengths.index(0)}: has no tokens")
@@ -195,6 +217,7 @@ def _measure(
         max_prompt_length=width,
         key=jax.random.key(seed),
         max_concurrent=rows,
+        tools=tools,
     )
     for records in evaluator.records(policy.variables, len(values)):
         each.progress.add(records)

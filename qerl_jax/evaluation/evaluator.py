@@ -4,7 +4,7 @@ Base and adapter, before and after training, go through one prompt, one sampler 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -15,12 +15,13 @@ from qerl_jax.data import answers, datasets, verl_answers
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.evaluation.protocols import Protocol
 from qerl_jax.evaluation.summary import summarize
+from qerl_jax.generation.conversations import Tools
 from qerl_jax.generation.engine import Engine
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards import scoring
+from qerl_jax.rewards.environments import Toolboxes
 from qerl_jax.rl import rollouts
-from qerl_jax.rl.conversations import Tools
 
 # What each reward reads as the answer of a text; others may read any form.
 _ANSWER_READERS = {
@@ -145,9 +146,12 @@ class Evaluator:
         """
         if cfg.eval is None:
             return None
-        problems = _held_out_problems(cfg, tokenizer, log)
-        (reward,) = scoring.resolve([cfg.eval.reward], cfg.rewards.options)
-        scoring.check([reward], problems[:2])
+        problems = _held_out_problems(cfg, tokenizer, tools, log)
+        boxes = tools and tools.toolboxes
+        reward = reward_of(cfg.eval.reward, cfg.rewards.options, boxes)
+        try_reward(reward, problems, boxes)
+        if tools is not None:
+            rollouts.begun(tools, problems[:2], tokenizer, cfg.data.max_prompt_length)
         return cls.of_protocol(
             model,
             tokenizer,
@@ -173,7 +177,8 @@ class Evaluator:
         Each has `problem` (its index), `prompt`, `gold`, and lists of N: `right`, `answers` (as
         parsed, None where there is none), `lengths` in tokens, `stopped`, `completions`; and `unjudged`,
         how many the reward abstained on: they count as wrong. With `voting` and N > 1 it also has
-        `votes`, N texts that are equal where the reward calls the answers the same.
+        `votes`, N texts that are equal where the reward calls the answers the same; with tools `turns`,
+        the messages of each completion.
         """
         size, group = min(self.batch_size, len(self.problems)), self.sampler.num_generations
         for first in range(start, len(self.problems), size):
@@ -200,7 +205,8 @@ class Evaluator:
         group = self.sampler.num_generations
         rows = slice(index * group, (index + 1) * group)
         read = _ANSWER_READERS.get(self.reward[0], answers.stated)
-        problem = rollout.problems[index]
+        problem, talks = rollout.problems[index], rollout.conversations
+        turns = {} if talks is None else {"turns": [list(talk.messages) for talk in talks[rows]]}
         return {
             "problem": first + index,
             "prompt": problem.prompt,
@@ -211,6 +217,7 @@ class Evaluator:
             "stopped": list(rollout.stopped[rows]),
             "unjudged": int(np.isnan(values[rows]).sum()),
             "completions": list(rollout.texts[rows]),
+            **turns,
         }
 
     def __call__(self, variables: dict[str, Any]) -> dict[str, float]:
@@ -234,6 +241,26 @@ class Evaluator:
         }
 
 
+def reward_of(
+    name: str,
+    options: Mapping[str, Mapping[str, Any]] | None,
+    toolboxes: Toolboxes | None = None,
+) -> scoring.Named:
+    """The reward function of a name: one that `scoring.resolve` finds, or an environment's own by its class."""
+    own = {} if toolboxes is None else dict(toolboxes.own_rewards())
+    return (name, own[name]) if name in own else scoring.resolve([name], options)[0]
+
+
+def try_reward(
+    reward: scoring.Named,
+    problems: Sequence[datasets.Problem],
+    toolboxes: Toolboxes | None = None,
+) -> None:
+    """Calls a reward function on the first problems, as `scoring.check` does."""
+    trial = problems[:2]
+    scoring.check([reward], trial, {} if toolboxes is None else toolboxes.extras(len(trial)))
+
+
 def _votes(reward: scoring.Named, given: Sequence[Sequence[str | None]]) -> list[list[str | None]]:
     """Votes of [problems][N] answers, which are equal where the reward calls answers the same."""
     name, function = reward
@@ -254,10 +281,13 @@ def protocol_of_run(cfg: RunConfig) -> Protocol:
         system_prompt=datasets.system_prompt(cfg.data),
         prompt_template=cfg.data.prompt_template,
         stop=cfg.rollout.stop,
+        tools=cfg.tools,
     )
 
 
-def _held_out_problems(cfg: RunConfig, tokenizer: Tokenizer, log: Callable[[str], None]):
+def _held_out_problems(
+    cfg: RunConfig, tokenizer: Tokenizer, tools: Tools | None, log: Callable[[str], None]
+) -> Sequence[datasets.Problem]:
     """The problems of the `[eval]` section whose prompts fit."""
     source = cfg.data
     if cfg.eval.dataset is not None:
@@ -277,6 +307,7 @@ def _held_out_problems(cfg: RunConfig, tokenizer: Tokenizer, log: Callable[[str]
         tokenizer,
         max_prompt_length=cfg.data.max_prompt_length,
         overlong=cfg.data.overlong_prompts,
+        tools=tools,
         what="held-out prompts",
         log=log,
     )

@@ -17,9 +17,11 @@ from qerl_jax.checked import to_table
 from qerl_jax.checkpoint.policy import LoadedPolicy, PolicySource, load_policy
 from qerl_jax.config import RunConfig
 from qerl_jax.data import datasets
-from qerl_jax.evaluation.evaluator import Evaluator
+from qerl_jax.evaluation.evaluator import Evaluator, reward_of, try_reward
 from qerl_jax.files import Progress, content_hashes, to_line, write_whole
+from qerl_jax.generation.conversations import Tools
 from qerl_jax.rewards import scoring
+from qerl_jax.rewards.environments import Toolboxes
 from qerl_jax.rl import rollouts
 
 
@@ -50,7 +52,7 @@ def select(
         high: Highest rate that is kept.
         samples: Completions per problem.
         reward: A completion passes where this function gives at least 1, rows on which it abstains
-            aside; None means the config's first.
+            aside; None means the config's first, or where it has none its environment's own.
         adapter: A PEFT folder; None means the bare base.
         batch_size: Problems sampled together.
         log: Is told of every batch.
@@ -67,17 +69,22 @@ def select(
             "needs a .jsonl file, 0 <= low <= high <= 1, samples >= 1 and batch_size >= 1; "
             f"got {os.fspath(out)!r}, {low=}, {high=}, {samples=}, {batch_size=}"
         )
-    reward = reward or cfg.rewards.functions[0]
+    toolboxes = None if cfg.tools is None else Toolboxes(cfg.tools)
+    own = [] if toolboxes is None else [name for name, _ in toolboxes.own_rewards()]
+    reward = reward or (*cfg.rewards.functions, *own)[0]
     measured = Progress(
         out.with_name(out.name + ".measured"), _identity(cfg, samples, reward, adapter)
     )
-    (function,) = scoring.resolve([reward], cfg.rewards.options)
+    function = reward_of(reward, cfg.rewards.options, toolboxes)
     memory.require_context(cfg)
     # Nothing trains here: a base that would is read like any other.
     base = dataclasses.replace(cfg.model, trainable="lora")
     policy = load_policy(PolicySource(base, adapter and pathlib.Path(adapter)), cfg.seed)
     memory.require_context(cfg, policy.model.arch)
-    evaluator = _evaluator(cfg, policy, function, samples, batch_size)
+    tools = None
+    if toolboxes is not None:
+        tools = Tools.of(cfg.tools, policy.tokenizer, toolboxes, log)
+    evaluator = _evaluator(cfg, policy, function, samples, batch_size, tools)
     problems = evaluator.problems
     for records in evaluator.records(policy.variables, len(measured.values), voting=False):
         measured.add(map(pass_rate, records))
@@ -92,7 +99,12 @@ def select(
 
 
 def _evaluator(
-    cfg: RunConfig, policy: LoadedPolicy, function: scoring.Named, samples: int, batch_size: int
+    cfg: RunConfig,
+    policy: LoadedPolicy,
+    function: scoring.Named,
+    samples: int,
+    batch_size: int,
+    tools: Tools | None,
 ) -> Evaluator:
     """The evaluator of a run's training problems, which are sampled as in its rollouts."""
     problems = rollouts.admit(
@@ -100,13 +112,15 @@ def _evaluator(
         policy.tokenizer,
         max_prompt_length=cfg.data.max_prompt_length,
         overlong=cfg.data.overlong_prompts,
+        tools=tools,
     )
-    scoring.check([function], problems[:2])
+    try_reward(function, problems, tools and tools.toolboxes)
     sampler = rollouts.make_sampler(
         policy.model,
         policy.tokenizer,
         cfg.rollout,
         max_prompt_length=cfg.data.max_prompt_length,
+        tools=tools,
     )
     sampler = dataclasses.replace(sampler, num_generations=samples)
     return Evaluator(sampler, problems, function, batch_size, jax.random.key(cfg.seed))
@@ -143,6 +157,7 @@ def _identity(cfg: RunConfig, samples: int, reward: str, adapter: Any) -> dict[s
         "samples": samples,
         "reward": [reward, (cfg.rewards.options or {}).get(reward)],
         "adapter": adapter and os.fspath(adapter),
+        "tools": table.get("tools"),
         **content_hashes(
             {"model": cfg.model.model_name_or_path, "adapter": adapter},
             {"data": cfg.data.path or cfg.data.dataset},

@@ -7,7 +7,7 @@ sampled, what counts as right. Scores under different protocols are not comparab
 import dataclasses
 
 from qerl_jax.checked import Checked, Closed01, Count, NotNegative
-from qerl_jax.config import TopK, TopP
+from qerl_jax.config import ToolsConfig, TopK, TopP
 
 # Where the names of `datasets.SETS` hold problems to report on: the split that the hub calls so.
 SPLITS = {
@@ -48,6 +48,7 @@ class Protocol(
         system_prompt: The system message, as `datasets.load` takes it: None is the set's own.
         prompt_template: Text around the problem, as `datasets.load` takes it.
         stop: Strings that end a completion, beside the end token.
+        tools: What the policy may call.
     """
 
     reward: str
@@ -60,6 +61,7 @@ class Protocol(
     system_prompt: str | None = None
     prompt_template: str | None = None
     stop: tuple[str, ...] | None = None
+    tools: ToolsConfig | None = None
 
     def _across(self):
         holds = self.temperature > 0 or self.num_generations == 1

@@ -91,9 +91,10 @@ def _ends(interval: intervals.Interval | None) -> list[float] | None:
 def lines(summary: dict[str, Any]) -> list[str]:
     """Shows a summary as text: a line of what was asked, then one for each estimate with its intervals."""
     protocol = summary["protocol"]
+    tools = ", with tools" if protocol.get("tools") else ""
     shown = [
         f"{summary['name']}: {summary['problems']} problems, {summary['samples']} samples each at temperature "
-        f"{protocol['temperature']:g} and top-p {protocol['top_p']:g}, judged by {protocol['reward']}; "
+        f"{protocol['temperature']:g} and top-p {protocol['top_p']:g}{tools}, judged by {protocol['reward']}; "
         f"{summary['mean_length']:.0f} tokens on average, {summary['clipped_ratio']:.1%} truncated"
     ]
     if summary["unjudged"]:

@@ -6,11 +6,12 @@ for piece in generator.stream("Tell me a story.", max_tokens=500):
     print(piece, end="")
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 import jax
@@ -19,13 +20,22 @@ import numpy as np
 from pallas_kernels import runtime
 from qerl_jax.checked import require
 from qerl_jax.checkpoint.policy import PolicySource, find_policy, load_policy
-from qerl_jax.config import Dtype, Weights
+from qerl_jax.config import Dtype, ToolsConfig, Weights
+from qerl_jax.data.datasets import Problem
 from qerl_jax.data.tokenizer import Prompt, Tokenizer
 from qerl_jax.generation import scheduler
+from qerl_jax.generation.conversations import (
+    Conversation,
+    Conversations,
+    Tools,
+    encode,
+    observed,
+)
 from qerl_jax.generation.engine import Engine
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model.transformer import Transformer
+from qerl_jax.rewards.environments import Toolboxes
 
 # What a reader sees appear at once.
 _STREAMED_TOKENS = 8
@@ -40,12 +50,18 @@ class Completion:
         tokens: int32 [n], to the stop token or the token that completed a stop string.
         logps: float32 [n], their log-probabilities.
         finish_reason: "stop", or "length" where it was cut.
+        prompt_tokens: int32 [tokens], the prompt as the model saw it.
+        given: bool [n], tokens that a tool gave, whose log-probabilities are 0; None without tools.
+        conversation: What was said; `text` is its last turn. None without tools.
     """
 
     text: str
     tokens: np.ndarray
     logps: np.ndarray
     finish_reason: Literal["stop", "length"]
+    prompt_tokens: np.ndarray
+    given: np.ndarray | None = None
+    conversation: Conversation | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +79,7 @@ class Generator:
             means what `max_concurrent` rows can need, or what the device has.
         kv_cache_fraction: That capacity as a fraction of the device memory that is free; give one of the
             two.
+        tools: What the policy may call; None for completions of one turn.
     """
 
     model: Transformer
@@ -71,6 +88,7 @@ class Generator:
     max_concurrent: int = 64
     kv_cache_tokens: int | None = None
     kv_cache_fraction: float | None = None
+    tools: Tools | None = None
 
     @classmethod
     def load(
@@ -98,19 +116,41 @@ class Generator:
         return cls.of(find_policy(model, adapter, weights=weights, dtype=dtype), **limits)
 
     @classmethod
-    def of(cls, source: PolicySource, **limits: Any) -> Self:
-        """Reads the policy that a source names; `limits` are those of `load`."""
+    def of(
+        cls,
+        source: PolicySource,
+        tools: ToolsConfig | None = None,
+        log: Callable[[str], None] = lambda text: None,
+        **limits: Any,
+    ) -> Self:
+        """Reads the policy that a source names.
+
+        Args:
+            source: Base and adapter.
+            tools: What the policy may call.
+            log: See `Tools.of`.
+            **limits: Those of `load`.
+        """
         check_limits(limits)  # before minutes of reading
+        boxes = None if tools is None else Toolboxes(tools)
         runtime.use_compilation_cache()
         policy = load_policy(source)
-        return cls(policy.model, policy.variables, policy.tokenizer, **limits)
+        made = cls(policy.model, policy.variables, policy.tokenizer, **limits)
+        if boxes is None:
+            return made
+        return dataclasses.replace(made, tools=Tools.of(tools, policy.tokenizer, boxes, log))
 
     def __call__(self, prompts: Sequence[Prompt], **options: Any) -> list[str]:
         """Texts, the n of a prompt in a row."""
         return [completion.text for completion in self.completions(prompts, **options)]
 
     def completions(
-        self, prompts: Sequence[Prompt], *, first_row: int = 0, **options: Any
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        columns: Sequence[Mapping[str, Any]] | None = None,
+        first_row: int = 0,
+        **options: Any,
     ) -> Iterator[Completion]:
         """Completions in the order of the prompts, the n of each one after the other, each as soon as possible.
 
@@ -118,6 +158,7 @@ class Generator:
 
         Args:
             prompts: Texts or chats.
+            columns: For each prompt a table, with which its environment begins; for generators with tools.
             first_row: The first completion that is wanted, where those before it are known. The others are what
                 they would have been with them, but for roundings where fewer prompts are prefilled at a time.
             **options: Fields of `SamplingParams`.
@@ -127,24 +168,50 @@ class Generator:
         params = SamplingParams(**options)
         if not len(prompts):
             return iter(())
-        engine, asked = self._ask(prompts, params, first_row=first_row)
+        require(
+            columns is None or (self.tools is not None and len(columns) == len(prompts)),
+            "columns",
+            columns,
+            f"must be one for each of {len(prompts)} prompts, and go with tools",
+        )
+        engine, asked = self._ask(prompts, params, columns=columns, first_row=first_row)
         stops = StopStrings(tuple(params.stop), self.tokenizer.decode)
-        return self._in_order(engine.completions(**asked), stops)
+        owners = [prompt.tokens for prompt in asked["prompts"] for _ in prompt.keys]
+        return self._in_order(engine.completions(**asked), owners, stops, asked["turns"])
 
     def _in_order(
-        self, rows: Iterator[scheduler.RowTokens], stops: StopStrings
+        self,
+        rows: Iterator[scheduler.RowTokens],
+        prompts: Sequence[np.ndarray],
+        stops: StopStrings,
+        talk: Conversations | None,
     ) -> Iterator[Completion]:
         done, given = {}, 0
-        for row in rows:
-            text = stops.before(self.tokenizer.decode(row.tokens))
-            done[row.row] = Completion(text, row.tokens, row.logps, row.ended)
-            while given in done:
-                yield done.pop(given)
-                given += 1
+        with contextlib.ExitStack() as failed:
+            if talk is not None:
+                failed.callback(talk.abandon)
+            for row in rows:
+                said = None if talk is None else talk.ended(row.row, row.tokens).result()
+                text = self.tokenizer.decode(row.tokens) if said is None else said.text
+                done[row.row] = Completion(
+                    stops.before(text),
+                    row.tokens,
+                    row.logps,
+                    row.ended,
+                    prompts[row.row],
+                    row.given,
+                    said,
+                )
+                while given in done:
+                    yield done.pop(given)
+                    given += 1
+            failed.pop_all()
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
-        """The text of one completion, piece by piece as it is sampled."""
+        """The text of one completion, piece by piece as it is sampled; not with tools."""
         params = SamplingParams(**options)
+        rule = "a stream calls no tools: take completions, or a generator without tools"
+        require(self.tools is None, "tools", self.tools, rule)
         require(params.n == 1, "n", params.n, "a stream is of one completion")
         engine, asked = self._ask([prompt], params, chunk=_STREAMED_TOKENS)
         stops = StopStrings(tuple(params.stop), self.tokenizer.decode)
@@ -159,7 +226,12 @@ class Generator:
                 shown = text
 
     def _ask(
-        self, prompts: Sequence[Prompt], params: SamplingParams, chunk: int = 32, first_row: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        chunk: int = 32,
+        columns: Sequence[Mapping[str, Any]] | None = None,
+        first_row: int = 0,
     ) -> tuple[Engine, dict[str, Any]]:
         """The engine, and the arguments of its `stream` and `completions`."""
         engine = Engine.of(
@@ -170,12 +242,15 @@ class Generator:
             kv_cache_tokens=self.kv_cache_tokens,
             kv_cache_fraction=self.kv_cache_fraction,
         )
-        tokens = self.tokenizer.encode(
-            [
-                ({"role": "user", "content": each},) if isinstance(each, str) else each
-                for each in prompts
-            ]
-        )
+        problems = [
+            Problem(({"role": "user", "content": each},) if isinstance(each, str) else each, row)
+            for each, row in zip(prompts, columns or [{}] * len(prompts), strict=True)
+        ]
+        talk = None
+        if self.tools is not None:
+            problems = observed(self.tools, problems)
+            talk = Conversations(self.tools, self.tokenizer, problems, params.n, first_row)
+        tokens = encode(problems, self.tokenizer, self.tools)
         queue = [
             scheduler.QueuedPrompt(
                 np.array(ids, np.int32), keys, self._limit(place, len(ids), params)
@@ -192,6 +267,7 @@ class Generator:
             "temperature": params.temperature,
             "max_prompt_length": 1 << (max(map(len, tokens)) - 1).bit_length(),
             "max_concurrent": min(self.max_concurrent, most),
+            "turns": talk,
         }
 
     def _limit(self, place: int, prompt: int, params: SamplingParams) -> int:

@@ -1,9 +1,9 @@
 """Tools and environments of rows, in processes that can be killed.
 
-A `Toolbox` knows what the policy may call. A `Session` is one row's: where there is an environment it has a
-process of its own, which keeps that row's state and is killed at a call's time limit without harm to
-other rows; plain functions have no state and share processes. Processes that survive a row are reset for
-another one.
+A `Toolbox` knows what the policy may call; `Toolboxes` are those of a run, one for each of its environments. A
+`Session` is one row's: where there is an environment it has a process of its own, which keeps that row's state
+and is killed at a call's time limit without harm to other rows; plain functions have no state and share
+processes. Processes that survive a row are reset for another one.
 """
 
 import concurrent.futures
@@ -15,14 +15,14 @@ import queue
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from qerl_jax.checked import require
 from qerl_jax.config import ToolsConfig
 from qerl_jax.data import tool_calls
 from qerl_jax.process_pool import Failure, Worker
-from qerl_jax.rewards import environment_host, imports
+from qerl_jax.rewards import environment_host, imports, scoring
 from qerl_jax.rewards.stock_tools import ENVIRONMENTS, TOOLS
 
 type Tool = str | Callable
@@ -45,10 +45,15 @@ class Snapshot(types.SimpleNamespace):
     """An environment after its row, as reward functions see it: its public attributes that are plain values."""
 
     _reward: float | None = None
+    _class: str | None = None
 
     def get_reward(self) -> float | None:
         """The reward that the environment gave its row; None where it gave none, or was killed."""
         return self._reward
+
+    def of_class(self, name: str) -> bool:
+        """Whether it is an environment of the class of that name."""
+        return self._class == name
 
 
 class _Runner(Protocol):
@@ -113,11 +118,11 @@ class _Thread:
 
 
 class Toolbox:
-    """The tools of a run, and the class of its environment.
+    """Tools, and the class of an environment.
 
     Attributes:
         schemas: What the chat template shows of each tool.
-        environment_name: Name of the environment's class; None without one.
+        environment: The environment's class; None without one.
         owns_reward: Whether the environment judges its rows itself.
         unimportable: Names of what runs in this process, for no other can import it: it cannot be killed.
     """
@@ -127,6 +132,7 @@ class Toolbox:
         cfg: ToolsConfig,
         tools: Sequence[Tool] | None = None,
         environment: Tool | None = None,
+        options: Mapping[str, Any] | None = None,
     ):
         """Finds tools and environment; no process starts.
 
@@ -134,6 +140,7 @@ class Toolbox:
             cfg: Limits, and names of tools and environment.
             tools: Tools instead of those that `cfg` names.
             environment: A class, instead of the one that `cfg` names.
+            options: Its arguments, instead of those in `cfg`.
 
         Raises:
             ValueError: For what cannot be found, cannot be shown to the policy, or has a name twice.
@@ -142,11 +149,9 @@ class Toolbox:
         environment = cfg.environment if environment is None else environment
         functions = [_found(t, TOOLS) for t in (cfg.functions if tools is None else tools)]
         factory = None if environment is None else _found(environment, ENVIRONMENTS)
-        self.environment_name = (
-            None if factory is None else getattr(factory, "__name__", "environment")
-        )
-        options = dict(cfg.environment_options or {})
+        options = dict((cfg.environment_options or {}) if options is None else options)
         methods: list[Callable] = []
+        self.environment: type | None = None
         self.owns_reward = False
         if factory is not None:
             kind = factory if isinstance(factory, type) else _kind(factory, options)
@@ -160,7 +165,7 @@ class Toolbox:
             # Bound to anything, for `self` is no argument of the policy's.
             methods = [types.MethodType(getattr(kind, name), object()) for name in names]
             self.owns_reward = hasattr(kind, "get_reward")
-            self.environment_name = kind.__name__
+            self.environment = kind
         self.schemas = [tool_calls.schema(each) for each in (*functions, *methods)]
         names = [each["function"]["name"] for each in self.schemas]
         repeated = sorted({name for name in names if names.count(name) > 1})
@@ -180,8 +185,12 @@ class Toolbox:
             self._make = lambda: _Process(load, seconds)
         self._idle: queue.SimpleQueue[_Runner] = queue.SimpleQueue()
         self._all: list[_Runner] = []
-        self.executor = concurrent.futures.ThreadPoolExecutor(cfg.workers or os.cpu_count() or 1)
-        self.close = weakref.finalize(self, _close, self._all, self.executor)
+        self.close = weakref.finalize(self, _stop, self._all)
+
+    @property
+    def environment_name(self) -> str | None:
+        """Name of the environment's class; None without one."""
+        return None if self.environment is None else self.environment.__name__
 
     def session(self, columns: Mapping[str, Any]) -> "Session":
         """The session of a row with those columns; nothing starts before its first call."""
@@ -193,7 +202,7 @@ class Toolbox:
         Raises:
             ValueError: When it cannot be begun.
         """
-        if self.environment_name is None:
+        if self.environment is None:
             return None
         with contextlib.closing(self.session(columns)) as session:
             said = session.begin()
@@ -217,18 +226,109 @@ class Toolbox:
         self._idle.put(runner)
 
 
+class Toolboxes:
+    """The tools of a run: one toolbox, or one for each environment, which rows name in their column "environment".
+
+    Attributes:
+        executor: Carries calls out, as many at a time as a config allows.
+        unimportable: See `Toolbox`.
+    """
+
+    def __init__(
+        self,
+        cfg: ToolsConfig,
+        tools: Sequence[Tool] | None = None,
+        environment: Tool | Mapping[str, Tool] | None = None,
+    ):
+        """Finds tools and environments; no process starts.
+
+        Args:
+            cfg: Limits, and names of tools and environments.
+            tools: Tools instead of those that `cfg` names.
+            environment: A class, or several by name, instead of those that `cfg` names.
+
+        Raises:
+            ValueError: See `Toolbox`; and for two classes of one name.
+        """
+        given = cfg.environments or cfg.environment if environment is None else environment
+        self._is_one, options = not isinstance(given, Mapping), cfg.environment_options or {}
+        if self._is_one:
+            self._boxes = {None: Toolbox(cfg, tools, given)}
+        else:
+            self._boxes = {
+                name: Toolbox(cfg, tools, factory, options.get(name, {}))
+                for name, factory in given.items()
+            }
+        classes = {box.environment for box in self._boxes.values()} - {None}
+        names = sorted(kind.__name__ for kind in classes)
+        rule = "classes must differ in name, by which their rewards are told apart"
+        require(len({*names}) == len(names), "tools.environments", names, rule)
+        missed = (name for box in self._boxes.values() for name in box.unimportable)
+        self.unimportable = list(dict.fromkeys(missed))
+        self.executor = concurrent.futures.ThreadPoolExecutor(cfg.workers or os.cpu_count() or 1)
+        self._shut = weakref.finalize(self, _shut, self.executor)
+
+    def __iter__(self) -> Iterator[Toolbox]:
+        return iter(self._boxes.values())
+
+    def of(self, columns: Mapping[str, Any]) -> Toolbox:
+        """The toolbox of a row with those columns.
+
+        Raises:
+            ValueError: When the row names no environment of the run.
+        """
+        if self._is_one:
+            return self._boxes[None]
+        name = columns.get("environment")
+        rule = f"the column must name one of the environments: {', '.join(self._boxes)}"
+        is_known = isinstance(name, str) and name in self._boxes
+        require(is_known, "environment", name, rule, ValueError)
+        return self._boxes[name]
+
+    def session(self, columns: Mapping[str, Any]) -> "Session":
+        """See `Toolbox`; an environment that is one of several is not told its name, as in TRL."""
+        return self.of(columns).session(self._told(columns))
+
+    def observation(self, columns: Mapping[str, Any]) -> str | None:
+        """See `Toolbox`."""
+        return self.of(columns).observation(self._told(columns))
+
+    def own_rewards(self) -> list[scoring.Named]:
+        """The rewards of environments that judge their rows themselves, under the names of their classes."""
+        owners = (box.environment_name for box in self if box.owns_reward)
+        return [(name, scoring.environments_own(name)) for name in dict.fromkeys(owners)]
+
+    def extras(self, rows: int) -> dict[str, Any]:
+        """What reward functions are given beside columns, for rows that nobody sampled."""
+        has_some = any(box.environment is not None for box in self)
+        return {"environments": [Snapshot() for _ in range(rows)]} if has_some else {}
+
+    def _told(self, columns: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v for k, v in columns.items() if self._is_one or k != "environment"}
+
+    def close(self) -> None:
+        """Ends all processes."""
+        self._shut()
+        for box in self:
+            box.close()
+
+
 class Session:
-    """One row's tools. Its methods take as long as a call may, and are called by one thread at a time."""
+    """One row's tools. Its methods take as long as a call may, and are called by one thread at a time.
+
+    Attributes:
+        toolbox: Where they are from.
+    """
 
     def __init__(self, toolbox: Toolbox, columns: Mapping[str, Any]):
-        self._toolbox, self._columns = toolbox, _plain(columns)
+        self.toolbox, self._columns = toolbox, _plain(columns)
         self._runner: _Runner | None = None
         self._begun = self._lost = False
 
     def begin(self) -> Any:
         """Resets the environment once; gives what it says, or the `Failure`."""
         if self._runner is None:
-            self._runner = self._toolbox.take()
+            self._runner = self.toolbox.take()
         if self._begun:
             return None
         self._begun = True
@@ -250,21 +350,22 @@ class Session:
 
     def finish(self) -> Snapshot:
         """The environment after the row; without attributes where it was killed."""
-        if self._toolbox.environment_name is None:
+        if self.toolbox.environment is None:
             return Snapshot()
+        lost = Snapshot(_class=self.toolbox.environment_name)
         failure = None if self._begun else self.begin()
         if self._lost or isinstance(failure, Failure):
-            return Snapshot()
+            return lost
         found = self._noted(self._runner.call("finish"))
         if isinstance(found, Failure):
-            return Snapshot()
+            return lost
         reward, public = found
-        return Snapshot(**public, _reward=reward)
+        return Snapshot(**public, _reward=reward, _class=self.toolbox.environment_name)
 
     def close(self) -> None:
         """Leaves its process to another row."""
         if self._runner is not None:
-            self._toolbox.give_back(self._runner)
+            self.toolbox.give_back(self._runner)
             self._runner = None
 
     def abandon(self) -> None:
@@ -276,7 +377,7 @@ class Session:
     def _noted(self, found: Any) -> Any:
         """A result; where its process was killed, the state of an environment is lost with it."""
         if isinstance(found, Failure) and found.reason != "raised":
-            if self._toolbox.environment_name is None:
+            if self.toolbox.environment is None:
                 self._begun = False  # plain functions have no state
             else:
                 self._lost = True
@@ -308,12 +409,19 @@ def _imported(path: str, stock: Mapping[str, Callable]) -> Any:
         f"must be one of {sorted(stock)}, or an import path such as 'package.module:name' or "
         "'folder/file.py:name'",
     )
-    return imports.attribute(path)
+    try:
+        return imports.attribute(path)
+    except ValueError as error:
+        if not path.startswith("__main__:") and "<locals>" not in path:
+            raise
+        rule = "was defined in a script, a notebook or a function: define it in a module or a file"
+        raise ValueError(f"tools: got {path!r}; {rule}") from error
 
 
 def _given_path(thing: Callable, cfg: ToolsConfig) -> str | None:
     """The path "file.py:name" by which a config names a thing; None where it names none such."""
-    for path in (*cfg.functions, *([cfg.environment] if cfg.environment else [])):
+    one, several = [cfg.environment] if cfg.environment else [], (cfg.environments or {}).values()
+    for path in (*cfg.functions, *one, *several):
         file, _, name = path.rpartition(":")
         if file.endswith(".py") and name == getattr(thing, "__qualname__", None):
             return f"{os.path.abspath(file)}:{name}"
@@ -342,7 +450,10 @@ def _listed(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def _close(runners: Sequence[_Runner], executor: concurrent.futures.Executor) -> None:
+def _shut(executor: concurrent.futures.Executor) -> None:
     executor.shutdown(wait=False, cancel_futures=True)
+
+
+def _stop(runners: Sequence[_Runner]) -> None:
     for runner in runners:
         runner.stop()

@@ -168,9 +168,16 @@ def evaluate(
     return np.stack(scores, axis=1, dtype=np.float32)
 
 
-def environments_own(environments: Sequence[Any], **_) -> list[float | None]:
-    """The rewards that environments gave their rows (`get_reward`); None where one gave none."""
-    return [environment.get_reward() for environment in environments]
+def environments_own(name: str) -> RewardFunction:
+    """The rewards that environments of the class of that name gave their rows (`get_reward`).
+
+    It is None where one gave none, and for rows of other classes.
+    """
+
+    def own(environments: Sequence[Any], **_) -> list[float | None]:
+        return [each.get_reward() if each.of_class(name) else None for each in environments]
+
+    return own
 
 
 def beginner(

@@ -9,8 +9,8 @@ import numpy as np
 
 from qerl_jax.data.datasets import Problem
 from qerl_jax.data.tokenizer import Tokenizer
+from qerl_jax.generation.conversations import Conversation
 from qerl_jax.rl import grpo, rollouts
-from qerl_jax.rl.conversations import Conversation
 
 # Of a rollout these have one entry per problem, the others one per completion.
 _PER_PROBLEM = ("problems", "prompt_ids")
@@ -85,17 +85,18 @@ class Supply:
         rows = table["rows"]
         problems = tuple(problem_at(position) for position in table["positions"])
         completions = tuple(np.array(row["completion"], np.int32) for row in rows)
-        prompts = rollouts.encode([problem.prompt for problem in problems], tokenizer)
-        texts = tuple(map(tokenizer.decode, completions))
         given = talks = None
-        if "prompts" in table:
+        if "prompts" not in table:
+            prompts = rollouts.encode(problems, tokenizer)
+            texts = tuple(map(tokenizer.decode, completions))
+        else:
             prompts = tuple(np.array(ids, np.int32) for ids in table["prompts"])
             given = tuple(np.array(row["given"], bool) for row in rows)
             talks = tuple(
                 Conversation(**row["talk"] | {"messages": tuple(row["talk"]["messages"])})
                 for row in rows
             )
-            texts = tuple(talk.messages[-1]["content"] for talk in talks)
+            texts = tuple(talk.text for talk in talks)
         rollout = rollouts.Rollout(
             problems=problems,
             prompt_ids=prompts,

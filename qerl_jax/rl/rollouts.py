@@ -14,13 +14,14 @@ from qerl_jax.checked import require
 from qerl_jax.config import RolloutConfig
 from qerl_jax.data.datasets import Problem, collate
 from qerl_jax.data.tokenizer import Tokenizer
+from qerl_jax.generation import conversations
+from qerl_jax.generation.conversations import Conversation, Conversations, Tools, observed
 from qerl_jax.generation.engine import Engine
 from qerl_jax.generation.scheduler import QueuedPrompt, RowTokens
 from qerl_jax.model.noise import RowNoise
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import grpo
-from qerl_jax.rl.conversations import Conversation, Conversations, Tools, observed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +125,7 @@ def admit(
     *,
     max_prompt_length: int,
     overlong: str,
+    tools: Tools | None = None,
     what: str = "prompts",
     log: Callable[[str], None] | None = None,
 ) -> Sequence[Problem]:
@@ -134,15 +136,16 @@ def admit(
         tokenizer: The policy's tokenizer.
         max_prompt_length: Tokens of the longest prompt that fits.
         overlong: "error", or "drop".
+        tools: What prompts show; None for nothing.
         what: Name of the problems in messages.
         log: Is told how many are dropped.
 
     Raises:
         ValueError: When there is no problem, a prompt has no tokens or is longer than
-            `max_prompt_length` while `overlong` is "error", or none is left.
+            `max_prompt_length` while `overlong` is "error", or none is left; and see `Tools.encode`.
     """
     require(bool(problems), "problems", len(problems), "there must be at least one")
-    lengths = [len(ids) for ids in tokenizer.encode([problem.prompt for problem in problems])]
+    lengths = [len(ids) for ids in encode(problems, tokenizer, tools)]
     if 0 in lengths:
         raise ValueError(
             f"prompt of problem {lengths.index(0)}: must have at least one token; got none"
@@ -185,6 +188,7 @@ def begun(
         tokenizer,
         max_prompt_length=max_prompt_length,
         overlong="error",
+        tools=tools,
         what="prompts with what the environment says",
     )
 
@@ -266,7 +270,7 @@ def collect(
         talk = Conversations(
             sampler.tools, sampler.tokenizer, problems, group=sampler.num_generations
         )
-    prompts = encode([problem.prompt for problem in problems], sampler.tokenizer)
+    prompts = encode(problems, sampler.tokenizer, sampler.tools)
     rows = first_row + jnp.arange(len(problems) * sampler.num_generations)
     keys = jax.random.key_data(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, rows))
     sampled = sampler.engine.completions(
@@ -288,7 +292,7 @@ def collect(
         if said is None:
             text = sampler.tokenizer.decode(completion.tokens)
         else:
-            text = said.result().messages[-1]["content"]
+            text = said.result().text
         if on_text is not None:
             on_text(completion.row, text)
         return text
@@ -303,7 +307,7 @@ def collect(
                 said[each.row] = talk.ended(each.row, each.tokens)
             ended.append((each, thread.submit(decoded, each, said.get(each.row))))
         done, texts = zip(*sorted(ended, key=lambda pair: pair[0].row), strict=True)
-        conversations = [said[row].result() for row in sorted(said)]
+        talks = [said[row].result() for row in sorted(said)]
         failed.pop_all()
     return Rollout(
         problems=tuple(problems),
@@ -314,7 +318,7 @@ def collect(
         stopped=tuple(each.ended == "stop" for each in done),
         entropies=_entropies(done),
         given=None if talk is None else tuple(each.given for each in done),
-        conversations=None if talk is None else tuple(conversations),
+        conversations=None if talk is None else tuple(talks),
     )
 
 
@@ -347,9 +351,12 @@ def _entropies(completions: Sequence[RowTokens]) -> tuple[float, ...] | None:
     return tuple(float(np.sum(each.entropies, dtype=np.float64)) for each in completions)
 
 
-def encode(prompts: Sequence[Any], tokenizer: Tokenizer) -> tuple[np.ndarray, ...]:
-    """The tokens of each prompt, int32 [tokens]."""
-    return tuple(np.array(ids, np.int32) for ids in tokenizer.encode(prompts))
+def encode(
+    problems: Sequence[Problem], tokenizer: Tokenizer, tools: Tools | None = None
+) -> tuple[np.ndarray, ...]:
+    """The tokens of each problem's prompt, int32 [tokens], which shows the tools if there are any."""
+    ids = conversations.encode(problems, tokenizer, tools)
+    return tuple(np.array(each, np.int32) for each in ids)
 
 
 def score(

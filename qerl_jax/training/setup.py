@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,12 +13,13 @@ from pallas_kernels import runtime
 from qerl_jax import config, config_rules, files, memory
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, hf_folder, peft, run_state
-from qerl_jax.data import datasets, tool_calls
+from qerl_jax.data import datasets
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.evaluation.evaluator import Evaluator
+from qerl_jax.generation.conversations import Tools
 from qerl_jax.model import fused_decode, transformer
 from qerl_jax.rewards import environments, scoring, stock
-from qerl_jax.rl import conversations, dynamic_sampling, grpo, optimizer, rollouts, update
+from qerl_jax.rl import dynamic_sampling, grpo, optimizer, rollouts, update
 from qerl_jax.rl.entropy import EntropyControl
 from qerl_jax.tracking import trackers
 from qerl_jax.training import exploration, metrics, replay, stopping
@@ -109,7 +110,7 @@ def setup(
     problems: Sequence[datasets.Problem] | None = None,
     reward_functions: Sequence[stock.RewardFunction] | None = None,
     tools: Sequence[environments.Tool] | None = None,
-    environment: environments.Tool | None = None,
+    environment: environments.Tool | Mapping[str, environments.Tool] | None = None,
     stop: stopping.Stop | None = None,
 ) -> PreparedRun:
     """Loads all that a config names; a run that is found in its folder goes on where it was.
@@ -121,7 +122,7 @@ def setup(
         problems: Problems to train on, instead of those that `cfg.data` names.
         reward_functions: Rewards, instead of those that `cfg.rewards` names.
         tools: Tools, instead of those that `cfg.tools` names.
-        environment: A class, instead of the environment that `cfg.tools` names.
+        environment: A class, or several by name, instead of what `cfg.tools` names.
         stop: Says whether a signal has asked the run to end; sampling asks it between two chunks of tokens.
     """
     stop = stop or stopping.Stop()
@@ -138,22 +139,20 @@ def setup(
     memory.require_context(cfg, model.arch)
     functions, weights = _rewards(cfg, reward_functions)
     notes = [*config_rules.advice(cfg), f"update: {memory.about_update(cfg, planned)}"]
-    talks, tokenizer = _tools(cfg, tokenizer, tools, environment, notes)
-    has_own = talks is not None and talks.toolbox.owns_reward
-    rule = "must name one at least: the environment has no get_reward"
-    require(bool(functions) or has_own, "rewards.functions", (), rule)
-    if has_own:
-        functions.append((talks.toolbox.environment_name, scoring.environments_own))
-        weights.append(1.0)
+    talks = None
+    if cfg.tools is not None:
+        boxes = environments.Toolboxes(cfg.tools, tools, environment)
+        talks = Tools.of(cfg.tools, tokenizer, boxes, notes.append)
+        _add_own_rewards(boxes, functions, weights)
     informative = informative_by(cfg, functions, weights, notes.append)
-    problems = _problems(cfg, problems, tokenizer, notes.append)
+    problems = _problems(cfg, problems, tokenizer, talks, notes.append)
     total_steps = cfg.total_steps(len(problems))
     notes += _about_epochs(cfg, total_steps)
     extras = metrics.Trace(0, total_steps).extras
-    if talks is not None and talks.toolbox.environment_name is not None:
-        # Before a step is sampled it is known whether the environment begins with such rows.
-        trial = rollouts.begun(talks, problems[:2], tokenizer, cfg.data.max_prompt_length)
-        extras |= {"environments": [environments.Snapshot() for _ in trial]}
+    if talks is not None:
+        # Before a step is sampled it is known whether environments begin with such rows.
+        rollouts.begun(talks, problems[:2], tokenizer, cfg.data.max_prompt_length)
+        extras |= boxes.extras(len(problems[:2]))
     scoring.check(functions, problems[:2], extras)
     evaluator = Evaluator.of_run(
         cfg, model, tokenizer, stream_key(cfg, EVAL), notes.append, stop.poll, talks
@@ -230,43 +229,11 @@ def setup(
     return run
 
 
-def _tools(
-    cfg: config.RunConfig,
-    tokenizer: Tokenizer,
-    tools: Sequence[environments.Tool] | None,
-    environment: environments.Tool | None,
-    notes: list[str],
-) -> tuple[conversations.Tools | None, Tokenizer]:
-    """What the policy may call, and the tokenizer whose chat template shows it."""
-    if cfg.tools is None:
-        return None, tokenizer
-    toolbox = environments.Toolbox(cfg.tools, tools, environment)
-    template = tokenizer.chat_template
-    how = conversations.Tools(
-        toolbox,
-        None if cfg.tools.call_pattern else cfg.tools.call_format or tool_calls.detect(template),
-        cfg.tools.max_tool_calling_iterations,
-        cfg.tools.max_reply_tokens,
-        cfg.tools.call_pattern,
-    )
-    if toolbox.unimportable:
-        notes.append(
-            f"warning: tools: {', '.join(toolbox.unimportable)} can only run in this process, where a call that "
-            "hangs is left behind and not killed: define them in a module or a file"
-        )
-    if "tools" not in template:
-        notes.append(
-            "warning: tools: the chat template has no place for them, so the prompt must say what there is "
-            "and how it is called"
-        )
-        return how, tokenizer
-    return how, tokenizer.with_options(tools=toolbox.schemas)
-
-
 def _problems(
     cfg: config.RunConfig,
     given: Sequence[datasets.Problem] | None,
     tokenizer: Tokenizer,
+    tools: Tools | None,
     log: Callable[[str], None],
 ) -> Sequence[datasets.Problem]:
     """The problems of a run whose prompts have a length that it takes."""
@@ -277,6 +244,7 @@ def _problems(
         tokenizer,
         max_prompt_length=cfg.data.max_prompt_length,
         overlong=cfg.data.overlong_prompts,
+        tools=tools,
         log=log,
     )
 
@@ -385,10 +353,6 @@ def _starting_adapter(cfg: config.RunConfig) -> pathlib.Path | None:
     return folder
 
 
-def _has_environment(cfg: config.RunConfig) -> bool:
-    return cfg.tools is not None and cfg.tools.environment is not None
-
-
 def _rewards(
     cfg: config.RunConfig, given: Sequence[stock.RewardFunction] | None
 ) -> tuple[list[scoring.Named], list[float]]:
@@ -398,7 +362,7 @@ def _rewards(
     )
     weights = list(cfg.rewards.weights or [1.0] * len(functions))
     require(
-        len(functions) == len(weights) and (bool(functions) or _has_environment(cfg)),
+        len(functions) == len(weights) and (bool(functions) or cfg.tools is not None),
         "rewards.weights",
         len(weights),
         f"must be one for each of {len(functions)} reward functions, of which there must be at "
@@ -417,6 +381,20 @@ def _rewards(
 
     functions.append(("soft_overlong_punishment_reward", punish))
     return functions, [*weights, cfg.rewards.soft_punish_weight]
+
+
+def _add_own_rewards(
+    boxes: environments.Toolboxes, functions: list[scoring.Named], weights: list[float]
+) -> None:
+    """Adds the rewards that environments give their rows themselves, each with weight 1."""
+    silent = [box.environment_name or "tools" for box in boxes if not box.owns_reward]
+    rule = f"must name one at least: {', '.join(silent)} has no get_reward"
+    require(bool(functions) or not silent, "rewards.functions", (), rule)
+    own, names = boxes.own_rewards(), [name for name, _ in functions]
+    both = [name for name, _ in own if name in names]
+    require(not both, "rewards.functions", both, "must differ in name from the environments")
+    functions += own
+    weights += [1.0] * len(own)
 
 
 def informative_by(

@@ -17,7 +17,7 @@ How this differs from the paper (arXiv 2510.11696) and from its published code:
 import contextlib
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,7 +45,7 @@ def train(
     problems: Sequence[datasets.Problem] | None = None,
     reward_functions: Sequence[stock.RewardFunction] | None = None,
     tools: Sequence[environments.Tool] | None = None,
-    environment_factory: environments.Tool | None = None,
+    environment_factory: environments.Tool | Mapping[str, environments.Tool] | None = None,
     on_step: Callable[[int, dict[str, Any]], bool | None] | None = None,
     quiet: bool = False,
 ) -> update.TrainState:
@@ -60,7 +60,7 @@ def train(
             must be given the same ones.
         reward_functions: Rewards by TRL's convention, instead of those that `cfg.rewards` names.
         tools: Functions that the policy may call, instead of those that `cfg.tools` names.
-        environment_factory: A class, instead of the environment that `cfg.tools` names.
+        environment_factory: A class, or several by name, instead of what `cfg.tools` names.
         on_step: Called as on_step(step, metrics) with each row of `metrics.jsonl`, once it is written.
             Where it returns False, the run ends with that step: it leaves a checkpoint, from which a
             later call goes on, and what was learned, as at its end.
@@ -90,7 +90,7 @@ def train(
             stop=stop,
         )
         if run.sampler.tools is not None:
-            owned.callback(run.sampler.tools.toolbox.close)
+            owned.callback(run.sampler.tools.close)
         stop.saves = True
         if is_new:
             with writing(folder):

@@ -122,7 +122,8 @@ FULL = RunConfig(
         entropy_target=0.3,
     ),
     tools=ToolsConfig(
-        ("calculator",), "guess_number", {"high": 10}, 3, 64, 2.5, 2, call_format="hermes"
+        *(("calculator",), "guess_number", None, {"high": 10}, 3, 64, 2.5, 2),
+        call_format="hermes",
     ),
     optim=OptimConfig(
         3e-5, "linear", 0.05, 0.1, 0.8, 0.999, 1e-6, 0.01, 1.0, 2, 4, 1000, False, "adamw_8bit"
@@ -156,7 +157,12 @@ OTHER = dataclasses.replace(
         kv_cache_tokens=None,
         kv_cache_fraction=0.5,
     ),
-    tools=ToolsConfig(("calculator",), call_pattern="(?P<argument>.*)"),
+    tools=ToolsConfig(
+        ("calculator",),
+        environments={"game": "guess_number", "mine": "my.py:Game"},
+        environment_options={"game": {"high": 10}},
+        call_pattern="(?P<argument>.*)",
+    ),
     num_train_epochs=None,
     max_steps=16,
 )
@@ -331,6 +337,22 @@ BAD = [
         {"tools__functions": ("calculator",), "tools__environment_options": {"high": 3}},
         "{'high': 3}",
         "needs tools.environment",
+    ),
+    (
+        "tools.environments",
+        {"tools__environment": "guess_number", "tools__environments": {"a": "guess_number"}},
+        "{'a': 'guess_number'}",
+        "must be absent where tools.environment is given",
+    ),
+    ("tools.environments", {"tools__environments": {}}, "{}", "must name one at least"),
+    *(
+        (
+            "tools.environment_options",
+            {"tools__environments": {"a": "b:C"}, "tools__environment_options": options},
+            repr(options),
+            "must be a table for each name of tools.environments: a",
+        )
+        for options in ({"high": 3}, {"a": 3})
     ),
     *(
         (

@@ -14,12 +14,15 @@ from qerl_jax import config
 from qerl_jax.checkpoint import base_model, peft
 from qerl_jax.checkpoint.policy import find_policy
 from qerl_jax.cli import main
-from qerl_jax.config import LoraConfig
+from qerl_jax.config import LoraConfig, ToolsConfig
 from qerl_jax.files import Progress
 from qerl_jax.generation import completion_file
+from qerl_jax.generation.conversations import Tools
 from qerl_jax.generation.generator import Generator
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.model import transformer
+from qerl_jax.rewards.environments import Toolboxes
+from qerl_jax.rewards.stock_tools import calculator
 
 QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
 PROMPTS = ["What is (5-3)*3?", "What is 20+15?", "What is 31-12?", "What is 9*2+7?"]
@@ -197,7 +200,7 @@ def test_a_partial_file_of_something_else_stays(text, tmp_path, capsys):
 def test_other_columns_beside_the_same_prompts_are_another_file(tmp_path):
     source, params = find_policy(None, None), SamplingParams()
     identities = [
-        completion_file._identity(source, [{"prompt": "a", "answer": n}], [], params)
+        completion_file._identity(source, [{"prompt": "a", "answer": n}], [], params, None)
         for n in range(2)
     ]
     Progress(tmp_path / "out.jsonl.partial", identities[0]).add(["a row"])
@@ -235,6 +238,68 @@ def test_generate_takes_the_adapter_and_the_settings_of_a_run_folder(tmp_path, c
     trained = Generator(model, {"params": params, "frozen": frozen}, policy().tokenizer)
     (text,) = trained(PROMPTS[:1], temperature=0.0, **LIMIT)
     assert shown == [text + "\n"] * 2 and [text] != policy()(PROMPTS[:1], temperature=0.0, **LIMIT)
+
+
+# The base writes "<think>3+4=": a call that it makes without being taught.
+THINKS = ToolsConfig(
+    ("calculator",),
+    call_pattern="<think>(?P<argument>[^=]*)=",
+    max_tool_calling_iterations=1,
+    max_reply_tokens=4,
+)
+TURNS = {"n": 2, "max_tokens": 60, "temperature": 0.5}
+
+
+@functools.cache
+def able():
+    tools = Tools.of(THINKS, policy().tokenizer, Toolboxes(THINKS))
+    return dataclasses.replace(policy(), tools=tools)
+
+
+def test_a_generator_with_tools_gives_whole_conversations():
+    rows = list(able().completions(PROMPTS[:2], **TURNS))
+    assert {row.conversation.turns for row in rows} == {1, 2}
+    for row in rows:
+        if row.conversation.turns == 1:
+            assert row.text == row.conversation.text and not row.given.any()
+            continue
+        asked, answer, said = row.conversation.messages
+        (call,) = asked["tool_calls"]
+        assert answer["content"] == calculator(**call["function"]["arguments"])
+        assert row.text == said["content"] == row.conversation.text
+        decode = policy().tokenizer.decode
+        assert answer["content"] in decode(row.tokens[row.given])
+        assert decode(row.tokens[np.flatnonzero(row.given)[-1] + 1 :]).endswith(row.text)
+        assert not row.logps[row.given].any() and row.logps[~row.given].any()
+    later = able().completions(PROMPTS[:2], first_row=1, **TURNS)
+    for row, expected in zip(later, rows[1:], strict=True):
+        np.testing.assert_array_equal(row.tokens, expected.tokens)
+        assert row.conversation == expected.conversation
+    with pytest.raises(ValueError, match="tools: got .*; a stream calls no tools"):
+        next(able().stream(PROMPTS[0]))
+    for generator, columns in ((policy(), [{}]), (able(), [{}, {}])):
+        with pytest.raises(ValueError, match="columns: .* one for each of 1 prompts, and go with"):
+            generator.completions(PROMPTS[:1], columns=columns)
+
+
+def test_generate_calls_the_tools_of_a_config(tmp_path, capsys):
+    cfg = dataclasses.replace(config.load(QUICKSTART), tools=THINKS)
+    (tmp_path / "config.toml").write_text(config.dump(cfg))
+    options = ["--n", "2", "--max-tokens", "60", "--temperature", "0.5", "--dtype", "float32"]
+    asked = ["generate", *PROMPTS[:2], *options, "--tools"]
+    expected = list(able().completions(PROMPTS[:2], **TURNS))
+    assert main.main([*asked, str(tmp_path / "config.toml")]) == 0
+    shown = "".join(row.conversation.transcript() + "\n" for row in expected)
+    captured = capsys.readouterr()
+    assert captured.out == shown and "[calculator] " in shown
+    assert "warning: tools: the chat template has no place for them" in captured.err
+    out = tmp_path / "out.jsonl"
+    assert main.main([*asked, str(tmp_path), "--output", str(out)]) == 0
+    written = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["turns"] for row in written] == [list(r.conversation.messages) for r in expected]
+    assert [row["completion"] for row in written] == [row.text for row in expected]
+    assert main.main([*asked, str(QUICKSTART)]) == 2
+    assert "has no section [tools]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Tools and environments that tests import in other processes."""
 
+import json
 import os
 import time
 
@@ -75,3 +76,11 @@ class WithoutReward:
     async def wait(self) -> str:
         """Waits."""
         return "waited"
+
+
+class Listening(WithoutReward):
+    """Says what it is told."""
+
+    def reset(self, **row):
+        """Begins."""
+        return json.dumps(sorted(row))

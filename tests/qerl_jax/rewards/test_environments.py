@@ -7,7 +7,7 @@ import pytest
 
 from qerl_jax.config import ToolsConfig
 from qerl_jax.rewards import environments, sandbox, stock_tools
-from qerl_jax.rewards.environments import Toolbox
+from qerl_jax.rewards.environments import Toolbox, Toolboxes
 from tests.qerl_jax.rewards import environments_for_tests as own
 
 HERE = "tests.qerl_jax.rewards.environments_for_tests"
@@ -18,7 +18,7 @@ def toolbox():
     cfg = ToolsConfig(
         (f"{HERE}:double", f"{HERE}:later"),
         f"{HERE}:Counter",
-        {"step": 10},
+        environment_options={"step": 10},
         seconds=0.3,
     )
     made = Toolbox(cfg)
@@ -52,7 +52,8 @@ def test_rows_have_states_of_their_own_and_processes_are_used_again(toolbox):
         assert second.call("add", {"times": 1}).text == "15"
         assert first.call("double", {"x": 4}).text == "8"
         assert first.call("later", {"x": 4}).text == "4"
-        assert vars(first.finish()) == {"step": 10, "count": 21, "_reward": 21.0}
+        seen = {"step": 10, "count": 21, "_reward": 21.0, "_class": "Counter"}
+        assert vars(first.finish()) == seen
         assert second.finish().get_reward() == 15
     processes = len(toolbox._all)
     with session(toolbox, start=7) as third:
@@ -76,7 +77,8 @@ def test_a_call_that_hangs_or_dies_ends_its_own_environment_alone(toolbox, name,
         good.call("add", {"times": 1})
         assert told(bad.call(name, {})) == f"{name} {why}"
         assert "the environment has ended" in told(bad.call("add", {"times": 1}))
-        assert bad.finish().get_reward() is None and vars(bad.finish()) == {}
+        assert bad.finish().get_reward() is None
+        assert vars(bad.finish()) == {"_class": "Counter"}
         assert good.call("add", {"times": 1}).text == "24"
     with session(toolbox, start=3) as fresh:  # in the process that took the killed one's place
         assert fresh.call("add", {"times": 1}).text == "13"
@@ -126,6 +128,7 @@ def test_what_no_other_process_can_import_runs_in_this_one():
     [
         ({"functions": ("abacus",)}, r"must be one of \['calculator', 'python'\], or an import"),
         ({"functions": (f"{HERE}:nothing",)}, "could not import .*nothing'"),
+        ({"functions": ("__main__:weather",)}, "defined in a script, a notebook or a function"),
         ({"environment": "chess"}, r"must be one of \['guess_number'\]"),
         ({"environment": "builtins:dict"}, "must have a method reset"),
         ({"environment": f"{HERE}:double"}, "double: cannot be made: .*argument: 'x'"),
@@ -135,6 +138,65 @@ def test_what_no_other_process_can_import_runs_in_this_one():
 def test_what_cannot_be_used_is_named(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         Toolbox(ToolsConfig(**options))
+
+
+@pytest.fixture(scope="module")
+def several():
+    cfg = ToolsConfig(
+        (f"{HERE}:double",),
+        environments={
+            "count": f"{HERE}:Counter",
+            "tens": f"{HERE}:Counter",
+            "game": "guess_number",
+        },
+        environment_options={"tens": {"step": 10}, "game": {"high": 50}},
+        seconds=0.5,
+    )
+    with contextlib.closing(Toolboxes(cfg)) as made:
+        yield made
+
+
+def test_each_row_has_the_tools_of_the_environment_that_it_names(several):
+    names = lambda box: [shown["function"]["name"] for shown in box.schemas]
+    assert names(several.of({"environment": "tens"})) == ["double", "add", "die", "stall"]
+    assert names(several.of({"environment": "game"})) == ["double", "guess"]
+    with session(several, environment="tens", start=1) as tens:
+        assert tens.call("add", {"times": 2}).text == "21"
+        assert "there is no tool 'guess'" in told(tens.call("guess", {"number": 1}))
+        tens = tens.finish()
+    with session(several, environment="count", start=1) as count:
+        assert count.call("add", {"times": 2}).text == "3"
+    said = several.observation({"environment": "game", "secret": 7})
+    assert "from 1 to 50" in said
+    with session(several, environment="game", secret=7) as game:
+        assert game.call("guess", {"number": 7}).text == "correct"
+        game = game.finish()
+    rewards = {name: own(environments=[tens, game]) for name, own in several.own_rewards()}
+    assert rewards == {"Counter": [21.0, None], "GuessNumber": [None, 1.0]}
+
+
+def test_an_environment_of_several_is_not_told_its_name_and_one_alone_is(several):
+    def told_by(boxes):
+        row = {"environment": "seen", "x": 1}
+        with contextlib.closing(Toolboxes(ToolsConfig(("a:b",)), [own.double], boxes)) as made:
+            return json.loads(made.observation(row))
+
+    assert told_by({"seen": own.Listening}) == ["x"]
+    assert told_by(own.Listening) == ["environment", "x"]
+
+
+@pytest.mark.parametrize("row", [{}, {"environment": "chess"}, {"environment": ["game"]}])
+def test_a_row_that_names_no_environment_is_refused(several, row):
+    with pytest.raises(
+        ValueError, match="environment: got .* must name one of .*: count, tens, game"
+    ):
+        several.of(row)
+
+
+def test_two_classes_of_one_name_are_refused():
+    other = type("Counter", (own.Counter,), {})
+    with pytest.raises(ValueError, match="Counter.*must differ in name"):
+        Toolboxes(ToolsConfig(("calculator",)), environment={"a": own.Counter, "b": other})
 
 
 @pytest.mark.parametrize(

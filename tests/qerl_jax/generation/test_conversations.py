@@ -13,15 +13,17 @@ from qerl_jax.checkpoint.hf_folder import TINY
 from qerl_jax.config import ToolsConfig
 from qerl_jax.data import tokenizer
 from qerl_jax.data.datasets import Problem
+from qerl_jax.generation import conversations
 from qerl_jax.generation.scheduler import RowTokens
 from qerl_jax.rewards import scoring
-from qerl_jax.rewards.environments import Toolbox
-from qerl_jax.rl import conversations, rollouts
+from qerl_jax.rewards.environments import Toolboxes
+from qerl_jax.rl import rollouts
 from qerl_jax.rl.experience import make_experience
 from qerl_jax.training import metrics
 from tests.qerl_jax.data.test_tool_calls import QWEN
 
 LIMIT = 400
+WIDTH = 1024  # what the template says of tools, letter by letter, too
 HERE = "tests.qerl_jax.rewards.environments_for_tests"
 CHAT = [{"role": "user", "content": "Count."}]
 
@@ -41,9 +43,15 @@ def tokens():
 
 @pytest.fixture(scope="module")
 def tools():
-    cfg = ToolsConfig((f"{HERE}:double",), f"{HERE}:Counter", seconds=0.5)
-    with contextlib.closing(Toolbox(cfg)) as toolbox:
-        yield conversations.Tools(toolbox, "hermes", max_iterations=2, max_reply_tokens=8)
+    cfg = ToolsConfig(
+        (f"{HERE}:double",),
+        f"{HERE}:Counter",
+        max_tool_calling_iterations=2,
+        max_reply_tokens=8,
+        seconds=0.5,
+    )
+    with contextlib.closing(Toolboxes(cfg)) as toolboxes:
+        yield conversations.Tools(cfg, toolboxes, "hermes")
 
 
 class Scripted:
@@ -78,7 +86,7 @@ class Scripted:
 
 def collect(tokens, tools, scripts, columns=({"start": 1},), limit=LIMIT):
     engine = Scripted(tokens, scripts, limit)
-    sampler = rollouts.Sampler(engine, tokens, len(scripts) // len(columns), 64, LIMIT, 1.0)
+    sampler = rollouts.Sampler(engine, tokens, len(scripts) // len(columns), WIDTH, LIMIT, 1.0)
     problems = [Problem(CHAT, each) for each in columns]
     key = jax.random.key(0)
     return rollouts.collect(dataclasses.replace(sampler, tools=tools), {}, problems, key)
@@ -136,7 +144,8 @@ def test_the_tokens_of_a_row_are_the_rendered_conversation(rollout, tokens):
 
 def test_the_environment_speaks_at_the_end_of_the_prompt(rollout, tokens, tools):
     assert rollout.problems[0].prompt == [{"role": "user", "content": "Count. From 1."}]
-    assert rollout.prompt_ids[0].tolist() == tokens.encode([rollout.problems[0].prompt])[0]
+    shown = tokens.with_options(tools=tools.toolboxes.of({}).schemas)
+    assert rollout.prompt_ids[0].tolist() == shown.encode([rollout.problems[0].prompt])[0]
     assert CHAT == [{"role": "user", "content": "Count."}]
     silent = collect(tokens, tools, [["a"]], ({"start": 0},))
     assert silent.problems[0].prompt == CHAT
@@ -150,9 +159,36 @@ def test_the_environment_speaks_at_the_end_of_the_prompt(rollout, tokens, tools)
         conversations.observed(tools, [Problem("text", {"start": 1})])
 
 
+def test_rows_of_several_environments_are_shown_their_own_tools(tokens):
+    several = {"count": f"{HERE}:Counter", "game": "guess_number"}
+    cfg = ToolsConfig(environments=several, seconds=0.5, max_tool_calling_iterations=2)
+    columns = (
+        {"environment": "count", "start": 1},
+        {"environment": "game", "secret": 3},
+    )
+    guess = call("guess", number=3)
+    with contextlib.closing(Toolboxes(cfg)) as boxes:
+        tools = conversations.Tools.of(cfg, tokens, boxes)
+        assert tools.call_format == "hermes"
+        found = collect(tokens, tools, [[ADD, "Done."], [guess, "Done."]], columns)
+        bad = [Problem(CHAT, columns[0]), Problem(CHAT, {"environment": "chess"})]
+        with pytest.raises(ValueError, match="problem 1: environment: got 'chess'"):
+            tools.encode(tokens, bad)
+    for name, ids in zip(("add", "guess"), found.prompt_ids, strict=True):
+        text = tokens.hf.decode(ids)
+        assert [f'"{each}"' in text for each in ("add", "guess")] == [
+            name == "add",
+            name == "guess",
+        ]
+    assert [talk.environment for talk in found.conversations] == ["Counter", "GuessNumber"]
+    assert [talk.messages[1]["content"] for talk in found.conversations] == ["3", "correct"]
+    _, per_function = rollouts.score(found, boxes.own_rewards(), None)
+    np.testing.assert_array_equal(per_function, [[3, np.nan], [np.nan, 1]])
+
+
 def test_nothing_is_learned_from_what_was_given(rollout):
     experience = make_experience(
-        rollout, np.ones((1, 4)), max_prompt_length=64, max_completion_length=LIMIT
+        rollout, np.ones((1, 4)), max_prompt_length=WIDTH, max_completion_length=LIMIT
     )
     for row, (ids, given) in enumerate(zip(rollout.completion_ids, rollout.given, strict=True)):
         mask = experience.mask[row]
@@ -176,7 +212,7 @@ def test_rewards_see_messages_and_environments(rollout):
         seen.update(completions=completions, start=start)
         return [environment.count for environment in environments]
 
-    functions = [("mine", reward), ("Counter", scoring.environments_own)]
+    functions = [("mine", reward), ("Counter", scoring.environments_own("Counter"))]
     rewards, per_function = rollouts.score(rollout, functions, [1.0, 1.0])
     assert per_function.tolist() == [[1, 1], [3, 3], [5, 5], [1, 1]]
     assert rewards.shape == (1, 4) and seen["start"] == [1] * 4

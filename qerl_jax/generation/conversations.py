@@ -3,14 +3,14 @@
 import concurrent.futures
 import dataclasses
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
-from qerl_jax.config import CallFormat
+from qerl_jax.config import CallFormat, ToolsConfig
 from qerl_jax.data import tool_calls
 from qerl_jax.data.datasets import Problem
 from qerl_jax.data.tokenizer import Tokenizer
-from qerl_jax.rewards.environments import Session, Snapshot, Toolbox, error
+from qerl_jax.rewards.environments import Session, Snapshot, Toolbox, Toolboxes, error
 
 # Behind the result of a call that was cut at its limit.
 _CUT = " ... (the rest is cut)"
@@ -21,24 +21,96 @@ class Tools:
     """What the policy may call, and how.
 
     Attributes:
-        toolbox: The tools and the environment.
-        call_format: How calls are written.
-        max_iterations: Most turns of a row that are answered; None for no limit.
-        max_reply_tokens: Most tokens of the result of a call.
-        call_pattern: See `tool_calls.parse_pattern`; then `call_format` is None.
+        cfg: Limits of calls and answers.
+        toolboxes: The tools and the environments.
+        call_format: How calls are written; None where `cfg` has a pattern for them.
     """
 
-    toolbox: Toolbox
+    cfg: ToolsConfig
+    toolboxes: Toolboxes
     call_format: CallFormat | None
-    max_iterations: int | None = None
-    max_reply_tokens: int = 256
-    call_pattern: str | None = None
 
-    def read(self, text: str) -> tuple[str, list[tool_calls.Call]]:
-        """What a turn says beside its calls, and the calls."""
-        if self.call_pattern is not None:
-            return tool_calls.parse_pattern(text, self.call_pattern, self.toolbox.schemas)
+    @classmethod
+    def of(
+        cls,
+        cfg: ToolsConfig,
+        tokenizer: Tokenizer,
+        toolboxes: Toolboxes,
+        log: Callable[[str], None] = lambda text: None,
+    ) -> Self:
+        """Tools with the limits of a config.
+
+        Args:
+            cfg: How calls are written and answered.
+            tokenizer: The policy's, whose chat template says how calls are written where `cfg` does not.
+            toolboxes: Tools and environments.
+            log: Is warned of what cannot be killed, and of a template that shows no tools.
+
+        Raises:
+            ConfigError: For a template that asks for calls in no known form.
+        """
+        template = tokenizer.chat_template
+        how = None if cfg.call_pattern else cfg.call_format or tool_calls.detect(template)
+        if toolboxes.unimportable:
+            log(
+                f"warning: tools: {', '.join(toolboxes.unimportable)} can only run in this process, where a call "
+                "that hangs is left behind and not killed: define them in a module or a file"
+            )
+        if not _has_place(tokenizer):
+            log(
+                "warning: tools: the chat template has no place for them, so the prompt must say what there is "
+                "and how it is called"
+            )
+        return cls(cfg, toolboxes, how)
+
+    def close(self) -> None:
+        """Ends all processes."""
+        self.toolboxes.close()
+
+    def shown(self, tokenizer: Tokenizer, toolbox: Toolbox) -> Tokenizer:
+        """The tokenizer whose chat template shows a row its tools."""
+        if not _has_place(tokenizer):
+            return tokenizer
+        return tokenizer.with_options(tools=toolbox.schemas)
+
+    def encode(self, tokenizer: Tokenizer, problems: Sequence[Problem]) -> list[list[int]]:
+        """Ids of each problem's prompt, which shows the tools that the row has.
+
+        Raises:
+            ValueError: When a row names no environment of the run, by its place; and as `Tokenizer.render`.
+        """
+        places: dict[Toolbox, list[int]] = {}
+        for place, problem in enumerate(problems):
+            try:
+                places.setdefault(self.toolboxes.of(problem.columns), []).append(place)
+            except ValueError as error:
+                raise ValueError(f"problem {place}: {error}") from error
+        ids: dict[int, list[int]] = {}
+        for toolbox, chosen in places.items():
+            prompts = [problems[place].prompt for place in chosen]
+            ids |= zip(chosen, self.shown(tokenizer, toolbox).encode(prompts), strict=True)
+        return [ids[place] for place in range(len(problems))]
+
+    def read(
+        self, text: str, schemas: Sequence[dict[str, Any]]
+    ) -> tuple[str, list[tool_calls.Call]]:
+        """What a turn says beside its calls, and the calls; the schemas are those of the row's tools."""
+        if self.cfg.call_pattern is not None:
+            return tool_calls.parse_pattern(text, self.cfg.call_pattern, schemas)
         return tool_calls.parse(text, self.call_format)
+
+
+def encode(
+    problems: Sequence[Problem], tokenizer: Tokenizer, tools: Tools | None = None
+) -> list[list[int]]:
+    """Ids of each problem's prompt, which shows the tools if there are any."""
+    if tools is not None:
+        return tools.encode(tokenizer, problems)
+    return tokenizer.encode([problem.prompt for problem in problems])
+
+
+def _has_place(tokenizer: Tokenizer) -> bool:
+    return "tools" in tokenizer.chat_template
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +124,7 @@ class Conversation:
         is_limited: Whether the last turn's call was not answered: for the number of turns or of tokens.
         reward: The environment's own, None where it gave none.
         public: Attributes of the environment after the row; None without one.
+        environment: Name of its class; None without one.
     """
 
     messages: tuple[dict[str, Any], ...]
@@ -60,6 +133,7 @@ class Conversation:
     is_limited: bool = False
     reward: float | None = None
     public: dict[str, Any] | None = None
+    environment: str | None = None
 
     @property
     def turns(self) -> int:
@@ -67,9 +141,14 @@ class Conversation:
         return sum(message["role"] == "assistant" for message in self.messages)
 
     @property
+    def text(self) -> str:
+        """What the policy said in its last turn."""
+        return self.messages[-1]["content"]
+
+    @property
     def snapshot(self) -> Snapshot:
         """The environment after the row, as reward functions see it."""
-        return Snapshot(**(self.public or {}), _reward=self.reward)
+        return Snapshot(**(self.public or {}), _reward=self.reward, _class=self.environment)
 
     def transcript(self) -> str:
         """All turns as one text for people: what tools said stands behind their names in brackets."""
@@ -105,30 +184,37 @@ class _Row:
 class Conversations:
     """The conversations of one rollout: a `TurnTaker` of the engine."""
 
-    def __init__(self, tools: Tools, tokenizer: Tokenizer, problems: Sequence[Problem], group: int):
+    def __init__(
+        self,
+        tools: Tools,
+        tokenizer: Tokenizer,
+        problems: Sequence[Problem],
+        group: int,
+        first_row: int = 0,
+    ):
         """Starts nothing.
 
         Args:
             tools: What the policy may call.
             tokenizer: The policy's.
             problems: P of them.
-            group: G; row r is of problem r // G.
+            group: G; row r is of problem (first_row + r) // G.
+            first_row: Rows of the problems that are left out, from the front.
         """
         self._tools, self._tokenizer = tools, tokenizer
-        rows = (_columns(problem) for problem in problems for _ in range(group))
-        sessions = map(tools.toolbox.session, rows)
-        self._rows = [_Row(session) for session in sessions]
+        rows = [problem for problem in problems for _ in range(group)][first_row:]
+        self._rows = [_Row(tools.toolboxes.session(_columns(problem))) for problem in rows]
         # A tokenizer of transformers is not made for several threads.
         self._lock = threading.Lock()
 
     def __call__(self, row: int, tokens: Sequence[int]) -> concurrent.futures.Future | None:
         """Answers a turn that has ended, or ends the row: where the turn calls nothing, or was the last."""
-        state, limit = self._rows[row], self._tools.max_iterations
-        message, calls = self._read(tokens[state.begun :])
+        state, limit = self._rows[row], self._tools.cfg.max_tool_calling_iterations
+        message, calls = self._read(tokens[state.begun :], state)
         if not calls or (limit is not None and state.answered >= limit):
             return None
         after_stop = tokens[-1] in self._tokenizer.stop_tokens
-        return self._tools.toolbox.executor.submit(
+        return self._tools.toolboxes.executor.submit(
             self._answer, state, message, calls, len(tokens), after_stop
         )
 
@@ -150,8 +236,9 @@ class Conversations:
             row.calls, row.failures = row.calls + 1, row.failures + reply.failed
             name = call.name or "error"
             answers.append({"role": "tool", "name": name, "content": self._cut(reply.text)})
+        tokenizer = self._tools.shown(self._tokenizer, row.session.toolbox)
         with self._lock:
-            given = tool_calls.answer(self._tokenizer, answers, after_stop=after_stop)
+            given = tool_calls.answer(tokenizer, answers, after_stop=after_stop)
         row.messages += [message, *answers]
         row.answered += 1
         row.begun = length + len(given)
@@ -159,7 +246,7 @@ class Conversations:
 
     def ended(self, row: int, tokens: Sequence[int]) -> concurrent.futures.Future:
         """Ends a row with all its tokens; gives its `Conversation` when the environment has been asked."""
-        return self._tools.toolbox.executor.submit(self._finish, self._rows[row], list(tokens))
+        return self._tools.toolboxes.executor.submit(self._finish, self._rows[row], list(tokens))
 
     def _finish(self, row: _Row, tokens: list[int]) -> Conversation:
         is_limited = len(tokens) < row.begun
@@ -167,25 +254,26 @@ class Conversations:
             kept, row.calls, row.failures = row.before
             row.messages = row.messages[: kept + 1]
         else:
-            message, calls = self._read(tokens[row.begun :])
+            message, calls = self._read(tokens[row.begun :], row)
             is_limited = bool(calls) and tokens[-1] in self._tokenizer.stop_tokens
             row.messages.append(message)
         try:
             snapshot = row.session.finish()
         finally:
             row.session.close()
-        public = {k: v for k, v in vars(snapshot).items() if k != "_reward"}
-        has_environment = self._tools.toolbox.environment_name is not None
+        public = {k: v for k, v in vars(snapshot).items() if not k.startswith("_")}
+        environment = row.session.toolbox.environment_name
         return Conversation(
             tuple(row.messages),
             row.calls,
             row.failures,
             is_limited,
             snapshot.get_reward(),
-            public if has_environment else None,
+            None if environment is None else public,
+            environment,
         )
 
-    def _read(self, turn: Sequence[int]) -> tuple[dict[str, Any], list[tool_calls.Call]]:
+    def _read(self, turn: Sequence[int], row: _Row) -> tuple[dict[str, Any], list[tool_calls.Call]]:
         """The message of a turn, and its calls."""
         turn = list(turn)
         while turn and turn[-1] in self._tokenizer.stop_tokens:
@@ -193,7 +281,7 @@ class Conversations:
         with self._lock:
             # Tags of calls may be special tokens.
             text = self._tokenizer.hf.decode(turn, clean_up_tokenization_spaces=False)
-        said, calls = self._tools.read(text)
+        said, calls = self._tools.read(text, row.session.toolbox.schemas)
         message: dict[str, Any] = {"role": "assistant", "content": said}
         if calls:
             message["tool_calls"] = [call.to_message() for call in calls]
@@ -201,7 +289,7 @@ class Conversations:
 
     def _cut(self, text: str) -> str:
         """A result within its limit of tokens."""
-        limit = self._tools.max_reply_tokens
+        limit = self._tools.cfg.max_reply_tokens
         with self._lock:
             ids = self._tokenizer.hf([text], add_special_tokens=False)["input_ids"][0]
             return text if len(ids) <= limit else self._tokenizer.decode(ids[:limit]) + _CUT
@@ -218,9 +306,8 @@ def observed(tools: Tools, problems: Sequence[Problem]) -> list[Problem]:
     Raises:
         ValueError: When an environment cannot begin, or speaks to a prompt that is no chat.
     """
-    if tools.toolbox.environment_name is None:
-        return list(problems)
-    said = tools.toolbox.executor.map(tools.toolbox.observation, map(_columns, problems))
+    boxes = tools.toolboxes
+    said = boxes.executor.map(boxes.observation, map(_columns, problems))
     return [_with(problem, text) for problem, text in zip(problems, said, strict=True)]
 
 
