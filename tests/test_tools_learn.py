@@ -6,8 +6,10 @@ import json
 import numpy as np
 import pytest
 
+import qerl_jax
 from qerl_jax import config
 from qerl_jax.config import ToolsConfig
+from qerl_jax.evaluation import pass_rates
 from qerl_jax.tracking import logger
 from qerl_jax.training.trainer import train
 from scripts import teach_calls
@@ -68,3 +70,54 @@ def test_a_run_with_tools_scores_what_it_sampled_and_goes_on_after_an_interrupti
         assert 0 < row["tools/tokens"] < row["completions/max_length"]
         assert row["sampling/sampling_logp_difference/max"] < 1e-3
         assert 0 < row["sampling/entropy"] < 3
+
+
+@pytest.mark.slow
+def test_a_policy_is_evaluated_and_filtered_with_the_environments_that_it_trained_in(tmp_path):
+    """Of the rows of one environment of two; greedy, so that the run itself and `qerl eval` sample alike."""
+    here = "tests.qerl_jax.rewards.environments_for_tests"
+    names = ["asked", "silent"] * 8
+    rows = [
+        {"question": f"What is {3 + n}+{20 - n}?", "answer": 23, "environment": name}
+        for n, name in enumerate(names)
+    ]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    environments = {"asked": f"{here}:Asked", "silent": f"{here}:Silent"}
+    held_out = {"num_problems": 16, "reward": "Asked", "temperature": 0.0, "split": "train"}
+    run = qerl_jax.train(
+        small(
+            tmp_path / "run",
+            max_steps=1,
+            tools=dataclasses.replace(THINKS, functions=(), environments=environments),
+            noise=None,
+            data={"dataset": str(data), "name": None, "num_problems": None},
+            rollout={"num_generations": 4, "max_completion_length": 60},
+            eval={"batch_size": 16} | held_out,
+        ),
+        quiet=True,
+    )
+    logged = run.metrics.iloc[-1]
+    assert logged["rewards/Asked/mean"] > 0 and 0 < logged["eval/accuracy"] <= 0.5
+    before = qerl_jax.evaluate(run, str(data), split="train", quiet=True)["rows"]
+    assert before["estimates"][0]["value"] == pytest.approx(logged["eval/accuracy"])
+    assert before["protocol"]["tools"]["environments"] == environments
+    (problems,) = (tmp_path / "run" / "eval").rglob("problems.jsonl")
+    records = [json.loads(line) for line in problems.read_text().splitlines()]
+    told = [any(m["role"] == "tool" for m in record["turns"][0]) for record in records]
+    asked = [name == "asked" for name in names]
+    assert [r["right"][0] for r in records] == [t and a for t, a in zip(told, asked, strict=True)]
+    assert sum(told) > sum(record["right"][0] for record in records)
+    # A protocol that is not the run's has no tools, unless the policy itself has some.
+    options = {"protocol": "paper", "split": "train", "max_tokens": 60, "quiet": True}
+    options |= {"samples": 1, "temperature": 0.0, "num_problems": 4, "reward": "accuracy_reward"}
+    paper = qerl_jax.evaluate(run, str(data), output_dir=tmp_path / "paper", **options)["rows"]
+    assert paper["protocol"]["tools"] is None
+    able = run.policy().with_tools(run.config.tools)
+    found = qerl_jax.evaluate(able, str(data), output_dir=tmp_path / "able", **options)["rows"]
+    assert found["protocol"]["tools"] == before["protocol"]["tools"]
+    band = {"low": 0.1, "high": 1, "samples": 2, "reward": "Asked"}
+    kept, total = pass_rates.select(run.config, tmp_path / "kept.jsonl", **band)
+    chosen = [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
+    assert kept == len(chosen) > 0 and total == 16
+    assert {row["environment"] for row in chosen} == {"asked"}

@@ -142,7 +142,7 @@ class Policy:
 
         >>> section = {"functions": ["calculator"], "call_pattern": "<think>(?P<argument>[^=]*)="}
         >>> able = policy.with_tools(section)
-        >>> output = able.generate("What is 31-12?", temperature=0.0, max_tokens=80)[0].outputs[0]
+        >>> output = able.generate("What is 20+15?", temperature=0.0, max_tokens=80)[0].outputs[0]
         >>> [message["role"] for message in output.messages[:2]]
         ['assistant', 'tool']
 

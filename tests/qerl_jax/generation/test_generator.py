@@ -256,6 +256,7 @@ def able():
     return dataclasses.replace(policy(), tools=tools)
 
 
+@pytest.mark.slow
 def test_a_generator_with_tools_gives_whole_conversations():
     rows = list(able().completions(PROMPTS[:2], **TURNS))
     assert {row.conversation.turns for row in rows} == {1, 2}
@@ -282,6 +283,7 @@ def test_a_generator_with_tools_gives_whole_conversations():
             generator.completions(PROMPTS[:1], columns=columns)
 
 
+@pytest.mark.slow
 def test_generate_calls_the_tools_of_a_config(tmp_path, capsys):
     cfg = dataclasses.replace(config.load(QUICKSTART), tools=THINKS)
     (tmp_path / "config.toml").write_text(config.dump(cfg))

@@ -4,6 +4,8 @@ import json
 import os
 import time
 
+from qerl_jax.rewards.stock_tools import calculator
+
 
 def double(x: int) -> int:
     """Doubles.
@@ -84,3 +86,36 @@ class Listening(WithoutReward):
     def reset(self, **row):
         """Begins."""
         return json.dumps(sorted(row))
+
+
+class Asked:
+    """Gives 1 to rows that call it."""
+
+    def reset(self, **row):
+        """Begins."""
+        self.asked = 0
+
+    def compute(self, expression: str) -> str:
+        """Computes.
+
+        Args:
+            expression: Numbers and signs.
+        """
+        self.asked += 1
+        return calculator(expression)
+
+    def get_reward(self) -> float:
+        """Whether it was called."""
+        return float(self.asked > 0)
+
+
+class Silent(WithoutReward):
+    """Answers, and gives no reward."""
+
+    def echo(self, text: str) -> str:
+        """Says what is said.
+
+        Args:
+            text: Any.
+        """
+        return text
