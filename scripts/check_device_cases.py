@@ -66,6 +66,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     # Most of a completion: less than a chunk and a page of the cache, or several of both.
     "tokens": (8, 72),
     "rewards": ("ids", "stock", "each"),  # one; several; several, each normalized by itself
+    # What a policy calls: every turn that a text of `STOPS` ends is a call.
+    "tools": ("none", "function", "environment"),
     # What the case does beside training: evaluations within it, an export of it, or another command.
     "then": (
         *("none", *_EVALUATIONS, *EXPORTS),
@@ -94,6 +96,7 @@ def _others(name: str, value: Any) -> tuple[Any, ...]:
     return tuple(other for other in FACTORS[name] if other != value)
 
 
+_CALLED = _others("tools", "none")
 # Values that cannot all be in one case, by factor, and why.
 _IMPOSSIBLE: tuple[tuple[dict[str, tuple[Any, ...]], str], ...] = (
     (
@@ -166,6 +169,16 @@ _IMPOSSIBLE: tuple[tuple[dict[str, tuple[Any, ...]], str], ...] = (
     (
         {"cut": ("tokens",), "ending": ("stop",), "tokens": (72,)},
         "completions of all lengths make micro-batches of all shapes, each a program to compile",
+    ),
+    (
+        {"tools": _CALLED, "ending": ("eos", "ignore_eos")},
+        "random weights seldom end a turn by themselves",
+    ),
+    ({"tools": _CALLED, "tokens": (8,)}, "an answer has more tokens"),
+    ({"tools": _CALLED, "cut": ("tokens",)}, "turns make completions of all lengths, too"),
+    (
+        {"tools": ("environment",), "rows": tuple(n for n in FACTORS["rows"] if n > 33)},
+        "each row has a process",
     ),
     (
         {
@@ -504,6 +517,10 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
         # Room for three quarters of the rows, each of which takes whole pages.
         row = -(-(PROMPT + case["tokens"]) // 64) * 64
         rollout["kv_cache_tokens"] = row * max(1, rows * 3 // 4)
+    if case["tools"] != "none":
+        table["tools"] = {"call_pattern": "(?s)(?P<argument>.+)", "max_reply_tokens": 4}
+        table["tools"] |= {"max_tool_calling_iterations": 2, "workers": 4}
+        table["tools"] |= _TOOLS[case["tools"]]
     if case["then"].startswith("eval_"):
         steps = updates if case["then"] == "eval_scheduled" else 0
         table["eval"] = {"num_problems": 6, "batch_size": 4, "reward": EVEN_FIRST}
@@ -549,6 +566,10 @@ _REWARDS = "scripts.check_device_run"
 EVEN_IDS, EVEN_FIRST, RARE, ALTERNATING = (
     f"{_REWARDS}:{name}" for name in ("even_ids", "even_first", "rare", "alternating")
 )
+_TOOLS = {
+    "function": {"functions": [f"{_REWARDS}:count"]},
+    "environment": {"environment": f"{_REWARDS}:Counting", "environment_options": {"most": 9}},
+}
 
 
 def _rewards(case: Case) -> dict[str, Any]:

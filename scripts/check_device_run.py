@@ -45,7 +45,7 @@ def require(condition: bool, what: str) -> None:
         raise Failed(what)
 
 
-# Rewards, by import path ----------------------------------------------------------------------------
+# Rewards and tools, by import path ------------------------------------------------------------------
 
 
 def even_ids(completion_ids, trainer_state=None, **_) -> list[float]:
@@ -68,6 +68,45 @@ def rare(completion_ids, trainer_state=None, **_) -> list[float]:
 def alternating(completion_ids, **_) -> list[float]:
     """0 and 1 in turns, whatever was sampled."""
     return [float(row % 2) for row in range(len(completion_ids))]
+
+
+def count(text: str) -> str:
+    """Counts characters.
+
+    Args:
+        text: Any.
+
+    Returns:
+        Their number.
+    """
+    return str(len(text))
+
+
+class Counting:
+    """Counts the calls of a row, and gives the share that it takes of the most it expects."""
+
+    def __init__(self, most: int):
+        self.most, self.calls = most, 0
+
+    def reset(self, **row) -> None:
+        """Begins a row."""
+        self.calls = 0
+
+    def call(self, text: str) -> str:
+        """Counts a call.
+
+        Args:
+            text: Any.
+
+        Returns:
+            How many there were.
+        """
+        self.calls += 1
+        return str(self.calls)
+
+    def get_reward(self) -> float:
+        """The share."""
+        return self.calls / self.most
 
 
 def _hold(trainer_state) -> None:
@@ -340,6 +379,16 @@ def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
     if case["ending"] == "stop":
         clipped = min(row["completions/clipped_ratio"] for row in learned)
         require(clipped < 1, "stop: no completion ended with one of the texts")
+    if case["tools"] != "none":
+        calls = max(row["tools/call_frequency"] for row in learned)
+        require(calls > 0, "tools/call_frequency: no completion has a call")
+        require(max(row["turns/max"] for row in learned) > 1, "turns/max: no call was answered")
+        failed = max(row["tools/failure_frequency"] for row in learned)
+        require(failed == 0, f"tools/failure_frequency: got {failed}")
+        found["calls"] = calls
+    if case["tools"] == "environment":
+        rewards = max(row["rewards/Counting/mean"] for row in learned)
+        require(rewards > 0, "rewards/Counting/mean: is 0 though there were calls")
     if case["dynamic"]:
         require("dynamic_sampling/rounds" in learned[0], "dynamic_sampling: was not")
     if case["then"].startswith("eval_"):
@@ -448,6 +497,8 @@ def _generate(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
         options += [f"--{name.replace('_', '-')}", value]
     if case["ending"] == "stop":
         options += ["--stop", *cases.STOPS]
+    if case["tools"] != "none":
+        options += ["--tools", folder / "run.toml"]
     prompts, out = folder / "prompts.jsonl", folder / "completions.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in _PROMPTS))
     many = ["--input", prompts, "--output", out, "--n", 3, "--max-concurrent", case["rows"]]
@@ -456,6 +507,7 @@ def _generate(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
     require(len(rows) == 3 * len(_PROMPTS), f"generate: wrote {len(rows)} rows")
     for row in rows:
         require(math.isfinite(row["cumulative_logprob"]), f"generate: got {row}")
+        require(("turns" in row) == (case["tools"] != "none"), f"generate: got {row}")
     qerl("generate", _PROMPTS[0], *policy, *options)
 
 

@@ -336,6 +336,12 @@ class Session:
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Reply:
         """The result of a tool, or the error, as the policy is told it."""
+        if self.toolbox.environment is None:
+            runner = self.toolbox.take()
+            try:
+                return _reply(name, runner.call("call", name, dict(arguments)))
+            finally:
+                self.toolbox.give_back(runner)
         if not self._begun:
             failure = self.begin()
             if isinstance(failure, Failure):
@@ -343,10 +349,7 @@ class Session:
                 return error(f"the environment could not begin: it {_told(failure)}")
         if self._lost:
             return error("the environment has ended: an earlier call was stopped")
-        found = self._noted(self._runner.call("call", name, dict(arguments)))
-        if isinstance(found, Failure):
-            return error(found.detail if found.reason == "raised" else f"{name} {_told(found)}")
-        return Reply(found)
+        return _reply(name, self._noted(self._runner.call("call", name, dict(arguments))))
 
     def finish(self) -> Snapshot:
         """The environment after the row; without attributes where it was killed."""
@@ -375,12 +378,8 @@ class Session:
             self._runner = None
 
     def _noted(self, found: Any) -> Any:
-        """A result; where its process was killed, the state of an environment is lost with it."""
-        if isinstance(found, Failure) and found.reason != "raised":
-            if self.toolbox.environment is None:
-                self._begun = False  # plain functions have no state
-            else:
-                self._lost = True
+        """A result; where its process was killed, the state of the environment is lost with it."""
+        self._lost |= isinstance(found, Failure) and found.reason != "raised"
         return found
 
 
@@ -426,6 +425,13 @@ def _given_path(thing: Callable, cfg: ToolsConfig) -> str | None:
         if file.endswith(".py") and name == getattr(thing, "__qualname__", None):
             return f"{os.path.abspath(file)}:{name}"
     return None
+
+
+def _reply(name: str, found: Any) -> Reply:
+    """The result of a call of a tool as the policy is told it."""
+    if isinstance(found, Failure):
+        return error(found.detail if found.reason == "raised" else f"{name} {_told(found)}")
+    return Reply(found)
 
 
 def error(text: str) -> Reply:

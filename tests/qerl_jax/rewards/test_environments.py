@@ -96,9 +96,11 @@ def test_an_environment_says_how_a_row_begins_or_why_it_cannot(toolbox):
 
 def test_plain_functions_go_on_after_a_call_that_hung():
     toolbox = Toolbox(ToolsConfig(seconds=0.2, functions=(f"{HERE}:double", f"{HERE}:hang")))
-    with contextlib.closing(toolbox), session(toolbox) as row:
+    with contextlib.closing(toolbox), session(toolbox) as row, session(toolbox) as other:
         assert told(row.call("hang", {})) == "hang took too long and was stopped"
         assert row.call("double", {"x": 2}).text == "4"
+        assert other.call("double", {"x": 3}).text == "6"
+        assert len(toolbox._all) == 1  # rows that call nothing hold no process
         assert vars(row.finish()) == {} and toolbox.observation({}) is None
 
 
