@@ -1,4 +1,4 @@
-"""Prints every loss and correction beside TRL's own numbers: `python -m scripts.compare_trl`.
+"""Prints every loss and correction beside TRL's own numbers (docs/losses.md): `python -m scripts.compare_trl`.
 
 The numbers are those of tests/golden/loss_trl, which `scripts.record_trl` recorded; ours are computed in
 float32, as in training. The last column is the largest difference of the gradient by log-probabilities,
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
-from qerl_jax.config import GrpoConfig
+from qerl_jax.config import LOSS_TYPES, GrpoConfig
 from qerl_jax.rl import entropy, grpo
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "tests/golden/loss_trl"
@@ -62,22 +62,30 @@ def loss_and_gradient(cfg: GrpoConfig, batch: grpo.LossInputs) -> tuple[jax.Arra
     return jax.value_and_grad(loss)(batch.logps)
 
 
+def row_of(case: dict) -> str:
+    """The first columns of a case's row: the loss, what differs from the defaults, and TRL's number."""
+    loss = case["options"]["loss_type"]
+    told = [
+        f"{name} = {value}"
+        for name, value in case["options"].items()
+        if name != "loss_type" and (name, value) != ("beta", 0)
+    ]
+    return f"| {loss} | {', '.join(told)} | {case['loss']:.6f} |"
+
+
 def main() -> None:
     recorded = json.loads((GOLDEN / "cases.json").read_text())
     vectors = load_file(GOLDEN / "vectors.safetensors")
     print(f"| loss | beside the defaults | TRL {recorded['trl']} | ours | gradient |")
     print("| --- | --- | --- | --- | --- |")
-    for number, case in enumerate(recorded["cases"]):
+    by_loss = lambda numbered: LOSS_TYPES.index(numbered[1]["options"]["loss_type"])
+    for number, case in sorted(enumerate(recorded["cases"]), key=by_loss):
         cfg = config_of(case["options"], recorded["clip_max"])
         value, grad = loss_and_gradient(cfg, inputs_of(cfg, vectors))
         expected = vectors[f"{number}.grad"]
         # Where the only token that teaches is clipped both are 0.
         apart = np.max(np.abs(grad - expected)) / (np.max(np.abs(expected)) or 1)
-        options = {
-            k: v for k, v in case["options"].items() if k != "loss_type" and (k, v) != ("beta", 0)
-        }
-        told = ", ".join(f"{k} = {v}" for k, v in options.items())
-        print(f"| {cfg.loss_type} | {told} | {case['loss']:.6f} | {value:.6f} | {apart:.0e} |")
+        print(f"{row_of(case)} {value:.6f} | {apart:.0e} |")
 
 
 if __name__ == "__main__":

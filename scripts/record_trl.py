@@ -70,6 +70,19 @@ def cases() -> list[dict]:
             {"loss_type": loss, "top_entropy_quantile": 0.3, "entropy_coef": 0.02},
             {"loss_type": loss, "top_entropy_quantile": 0.0},
         ]
+    gspo = {"importance_sampling_level": "sequence"}
+    for loss in ("grpo", "dr_grpo", "bnpo", "dapo"):
+        first = {"loss_type": loss}
+        made += [first, first | gspo | {"importance_sampling_mode": "sequence_mask"}]
+    first = {"loss_type": "dapo"}
+    made += [
+        first | gspo,
+        first | masks,
+        first | {"importance_sampling_mode": "token_mask"},
+        first | {"importance_sampling_mode": "sequence_truncate"},
+        first | {"delta": 1.4},
+        first | {"beta": 0.04, "use_bias_correction_kl": True},
+    ]
     return made
 
 
@@ -97,7 +110,7 @@ def trainer(trl, torch, options, leaves):
     self = types.SimpleNamespace(
         **mine,
         args=types.SimpleNamespace(
-            delta=None, use_bias_correction_kl=False, steps_per_generation=1, **mine
+            **{"delta": None, "use_bias_correction_kl": False, "steps_per_generation": 1} | mine
         ),
         accelerator=types.SimpleNamespace(
             num_processes=1,

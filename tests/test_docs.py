@@ -1,9 +1,12 @@
 """Links between the pages of the project lead somewhere."""
 
+import json
 import pathlib
 import re
 
 import pytest
+
+from scripts import compare_trl
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -55,3 +58,10 @@ def test_sections_of_the_design_that_code_names_exist():
         for name in re.findall(r'docs/design\.md,\s+"([^"]+)"', path.read_text())
     ]
     assert named and set(named) <= set(headings)
+
+
+def test_the_page_of_losses_has_every_recorded_case():
+    page = (ROOT / "docs" / "losses.md").read_text()
+    recorded = json.loads((compare_trl.GOLDEN / "cases.json").read_text())
+    rows = [compare_trl.row_of(case) for case in recorded["cases"]]
+    assert f"TRL {recorded['trl']} |" in page and [row for row in rows if row not in page] == []
