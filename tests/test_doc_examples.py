@@ -4,14 +4,17 @@ import doctest
 import inspect
 import pathlib
 import re
+import tomllib
 
 import pytest
 
 import qerl_jax
 from qerl_jax.api.policy import Policy
 from qerl_jax.api.runs import Run
+from qerl_jax.checked import from_table
 
-GUIDE = pathlib.Path(__file__).parents[1] / "docs" / "python.md"
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+GUIDE = DOCS / "python.md"
 # In the order in which they build on each other: `load` makes `policy`, `train` makes `run`.
 EXAMPLES = (
     qerl_jax.load,
@@ -72,6 +75,28 @@ def test_the_guide_runs_from_its_first_line_to_its_last(tmp_path, monkeypatch):
         exec(block, names)
     assert len(blocks) == 4 and len(names["run"].metrics) == 1
     assert (tmp_path / "sums.png").stat().st_size > 1000
+
+
+def blocks(page, language):
+    return re.findall(rf"(?ms)^```{language}\n(.*?)^```", (DOCS / page).read_text())
+
+
+@pytest.mark.slow
+def test_the_page_on_environments_runs_as_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "page"}
+    for block in blocks("environments.md", "python"):
+        exec(block, names)
+    made = sorted(path.name for path in (tmp_path / "runs").iterdir())
+    assert made == ["higher_or_lower", "several", "weather"]
+    assert {"rewards/HigherOrLower/mean", "rewards/Diary/mean"} <= {*names["run"].metrics.columns}
+    assert capsys.readouterr().out.rstrip().endswith(str(names["output"].messages))
+
+
+def test_the_configs_of_the_page_on_environments_are_configs():
+    read = [tomllib.loads(block)["tools"] for block in blocks("environments.md", "toml")]
+    made = [from_table(qerl_jax.ToolsConfig, table, "tools.") for table in read]
+    assert len(made) == 3 and made[2].environments["game"] == "guess_number"
 
 
 def test_every_public_function_has_an_example():
