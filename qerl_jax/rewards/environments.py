@@ -413,7 +413,10 @@ def _imported(path: str, stock: Mapping[str, Callable]) -> Any:
     except ValueError as error:
         if not path.startswith("__main__:") and "<locals>" not in path:
             raise
-        rule = "was defined in a script, a notebook or a function: define it in a module or a file"
+        rule = (
+            "was defined in a script, a notebook or a function: define it in a module or a file, or "
+            "give it to Policy.with_tools"
+        )
         raise ValueError(f"tools: got {path!r}; {rule}") from error
 
 
