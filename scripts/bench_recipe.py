@@ -15,7 +15,8 @@ does not time its first only.)
 
 Printed for each: seconds of a rollout and its updates, by phase; padding = 1 - real / computed tokens through the
 linears of the update; the share of time in which the GPU did nothing, as its driver samples it in the last rollout;
-programs and the seconds that compiling them took. Every row is a process of its own, killed when it overstays.
+programs and the seconds that compiling them took. Every row is a process of its own, killed when it overstays; the
+rollouts that it timed until then count.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import sys
 import tempfile
 import time
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -141,8 +143,8 @@ class Tokens:
         return share
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains for a few rollouts in this process; the medians of those that are timed."""
+def measure(args: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> None:
+    """Trains for a few rollouts in this process, and tells after each one that is timed the medians so far."""
     from pallas_kernels import runtime
     from qerl_jax.tracking.logger import read_metrics
     from qerl_jax.training import trainer
@@ -175,31 +177,34 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             paddings.append(row.get("update/padding", tokens.padding()))
             spent = {phase: round(row[f"perf/{phase}_time"], 2) for phase in PHASES}
             print(f"{line.now():.1f} s: step {step}, {spent}", file=sys.stderr, flush=True)
+            if len(line.marks) > untimed:
+                tell(summary(read_metrics(cfg.output_dir)))
+                if args.timeline:
+                    args.timeline.write_text(json.dumps(line.last()))
+
+        def summary(rows):
+            median = lambda name: statistics.median(row[name] for row in rows[untimed:])
+            gaps = [end - start for start, end in itertools.pairwise([0.0, *line.marks])]
+            whole = statistics.median(gaps[untimed:])
+            phases = {phase: median(f"perf/{phase}_time") for phase in PHASES}
+            compiled = stages.rows()[0]
+            return {
+                "rollouts": len(gaps) - untimed,
+                "step_s": whole,
+                **{f"{phase}_s": seconds for phase, seconds in phases.items()},
+                "other_s": whole - sum(phases.values()),
+                "first_s": gaps[0],
+                "padding": paddings[-1],
+                "idle": line.idle(*[0.0, *line.marks][-2:]),
+                "programs": compiled["programs"] + compiled["cached"],
+                "compile_s": compiled["compile"],
+                "mean_length": median("completions/mean_length"),
+                "truncated": median("completions/clipped_ratio"),
+                "peak_gb": rows[-1].get("perf/peak_memory_gb"),
+            }
 
         with stages("train"), recipe_timeline.watch() as line:
             trainer.train(cfg, on_step=on_step, quiet=True, **given)
-        rows = read_metrics(cfg.output_dir)
-    if args.timeline:
-        args.timeline.write_text(json.dumps(line.last()))
-    later = rows[untimed:]
-    median = lambda name: statistics.median(row[name] for row in later)
-    gaps = [end - start for start, end in itertools.pairwise([0.0, *line.marks])]
-    whole = statistics.median(gaps[untimed:])
-    phases = {phase: median(f"perf/{phase}_time") for phase in PHASES}
-    compiled = stages.rows()[0]
-    return {
-        "step_s": whole,
-        **{f"{phase}_s": seconds for phase, seconds in phases.items()},
-        "other_s": whole - sum(phases.values()),
-        "first_s": gaps[0],
-        "padding": paddings[-1],
-        "idle": line.idle(*[0.0, *line.marks][-2:]),
-        "programs": compiled["programs"] + compiled["cached"],
-        "compile_s": compiled["compile"],
-        "mean_length": median("completions/mean_length"),
-        "truncated": median("completions/clipped_ratio"),
-        "peak_gb": rows[-1].get("perf/peak_memory_gb"),
-    }
 
 
 def measure_update(args: argparse.Namespace) -> dict[str, Any]:
@@ -358,12 +363,15 @@ def with_random_base(cfg: Any, shape: str, rows: int | None) -> Any:
 
 
 def child(args: argparse.Namespace) -> None:
-    """Measures one row and prints it."""
+    """Measures one row and prints it, a whole run after each rollout that is timed."""
     import jax
 
-    row = measure_update(args) if args.update else measure(args)
     origin = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-    print("ROW " + json.dumps(origin | row), flush=True)
+    tell = lambda row: print("ROW " + json.dumps(origin | row), flush=True)
+    if args.update:
+        tell(measure_update(args))
+    else:
+        measure(args, tell)
 
 
 def run(args: argparse.Namespace, arm: str, library: pathlib.Path, *lengths: Any) -> dict:
@@ -390,7 +398,7 @@ def run(args: argparse.Namespace, arm: str, library: pathlib.Path, *lengths: Any
         output, _ = process.communicate()
         print(f"killed after {args.timeout} s", flush=True)
     found = [json.loads(line[4:]) for line in output.splitlines() if line.startswith("ROW ")]
-    return found[0] if found else {}
+    return found[-1] if found else {}
 
 
 def main() -> int:

@@ -100,7 +100,12 @@ def test_a_recipe_runs_to_a_row_with_the_lengths_it_was_given(update, monkeypatc
         timeline=tmp_path / "timeline.json",
         profile=False,
     )
-    row = (bench_recipe.measure_update if update else bench_recipe.measure)(arguments)
+    told = [bench_recipe.measure_update(arguments)] if update else []
+    if not update:
+        arguments.rollouts = 4
+        bench_recipe.measure(arguments, told.append)
+        assert [row["rollouts"] for row in told] == [1, 2]
+    row = told[-1]
     recorded = json.loads((tmp_path / "timeline.json").read_text())
     lanes = {lane for lane, *_ in recorded["spans"]}
     assert lanes == ({"update"} if update else set(recipe_timeline.LANES))
