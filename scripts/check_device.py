@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import datetime
 import faulthandler
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -34,6 +35,7 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -55,6 +57,21 @@ QUICK_XLA = (
 _SHARED = 0.8
 
 type Row = dict[str, Any]
+
+
+def missing_packages() -> list[str]:
+    """Packages that the project needs and this interpreter has not; data sets of the hub are in no case."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    names = [re.match(r"[\w-]+", line)[0] for line in project["dependencies"]]
+    return [name for name in names if name != "datasets" and not _is_installed(name)]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,6 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.list or not chosen:
         print(*map(cases.name, chosen), sep="\n")
         return 0 if chosen else 2
+    if missing := missing_packages():
+        print(f"not installed: {', '.join(missing)}; cases would fail for nothing else", flush=True)
+        return 2
     with tempfile.TemporaryDirectory(prefix="check_device_") as made:
         folder = args.keep or pathlib.Path(made)
         folder.mkdir(parents=True, exist_ok=True)

@@ -311,6 +311,16 @@ def run_fake(tmp_path, numbers, **limits):
     return heard, {row["number"]: row for row in rows}
 
 
+def test_a_package_that_is_missing_is_named_before_any_case_runs(monkeypatch, capsys):
+    assert check_device.missing_packages() == []
+    installed = check_device._is_installed
+    monkeypatch.setattr(
+        check_device, "_is_installed", lambda n: n != "math-verify" and installed(n)
+    )
+    assert check_device.main(["--smoke"]) == 2
+    assert capsys.readouterr().out.startswith("not installed: math-verify; ")
+
+
 def test_a_process_that_dies_is_a_red_case_and_the_next_one_gets_another(tmp_path):
     heard, rows = run_fake(tmp_path, (1, 2, 4, 5))
     assert heard == ["a device"]
