@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.formats.rounding import rounded
 from pallas_kernels.linear import Branch, finish
 from pallas_kernels.nvfp4_matmul import fused_wide
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 from pallas_kernels.packed_matmul import PackedWeight, packed_matmul
-from pallas_kernels.rounding import rounded
 
 
 @jax.tree_util.register_dataclass

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels.rounding import rounded
+from pallas_kernels.formats.rounding import rounded
 
 # Of LoRA, for one part of N: x A [M, R], and what is multiplied with it, B [R, N_i] times alpha / R.
 Branch = tuple[jax.Array, jax.Array]

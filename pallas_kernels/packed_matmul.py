@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import mxfp4, nf4
-from pallas_kernels.mxfp4 import MXFP4Tensor
-from pallas_kernels.nf4 import NF4Tensor
+from pallas_kernels.formats import mxfp4, nf4
+from pallas_kernels.formats.mxfp4 import MXFP4Tensor
+from pallas_kernels.formats.nf4 import NF4Tensor
+from pallas_kernels.formats.rounding import rounded
 from pallas_kernels.nvfp4_matmul import api
-from pallas_kernels.rounding import rounded
 
 PackedWeight = api.PackedWeight | MXFP4Tensor | NF4Tensor
 

@@ -45,7 +45,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels import nvfp4, runtime
-from pallas_kernels.nvfp4 import NVFP4Tensor
+from pallas_kernels.formats.nvfp4 import NVFP4Tensor
 from pallas_kernels.nvfp4_matmul import (
     adapter,
     fused,

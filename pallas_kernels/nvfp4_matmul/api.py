@@ -10,16 +10,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_kernels import runtime
-from pallas_kernels.mxfp4 import MXFP4Tensor
-from pallas_kernels.nf4 import NF4Tensor
-from pallas_kernels.nvfp4 import NVFP4Tensor
+from pallas_kernels.formats.mxfp4 import MXFP4Tensor
+from pallas_kernels.formats.nf4 import NF4Tensor
+from pallas_kernels.formats.nvfp4 import NVFP4Tensor
+from pallas_kernels.formats.rounding import rounded
 from pallas_kernels.nvfp4_matmul import dequantize, hopper, layout, reference, tuning, wide
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 from pallas_kernels.portable import layout as portable_layout
 from pallas_kernels.portable import matmul as portable
 from pallas_kernels.portable import tuning as portable_tuning
 from pallas_kernels.portable.layout import PortableWeight
-from pallas_kernels.rounding import rounded
 
 PackedWeight = NVFP4Tensor | HopperNVFP4 | PortableWeight
 

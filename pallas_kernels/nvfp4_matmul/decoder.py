@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels import nvfp4
+from pallas_kernels.formats import nvfp4
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.registers import elements, fragment, llvm, vectors
 

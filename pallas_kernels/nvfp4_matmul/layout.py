@@ -36,8 +36,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import nvfp4
-from pallas_kernels.nvfp4 import NVFP4Tensor
+from pallas_kernels.formats import nvfp4
+from pallas_kernels.formats.nvfp4 import NVFP4Tensor
 
 TILE = 64
 CODE_WORDS = TILE * TILE // 8

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_kernels import nvfp4
-from pallas_kernels.nvfp4 import NVFP4Tensor
+from pallas_kernels.formats import nvfp4
+from pallas_kernels.formats.nvfp4 import NVFP4Tensor
 
 
 def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:

@@ -11,7 +11,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 from jax.typing import DTypeLike
 
-from pallas_kernels.rounding import rounded
+from pallas_kernels.formats.rounding import rounded
 
 llvm = mgpu.utils.llvm  # which jax.extend.mlir leaves out
 

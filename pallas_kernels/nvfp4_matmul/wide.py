@@ -44,9 +44,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import linear, runtime
+from pallas_kernels.formats.rounding import rounded
 from pallas_kernels.nvfp4_matmul import hopper, layout
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
-from pallas_kernels.rounding import rounded
 
 MAX_ROWS = 256
 # 168 registers a thread, of which a tile of 160 rows takes 80 for its sums and decoding about 70.

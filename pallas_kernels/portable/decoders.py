@@ -20,7 +20,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from pallas_kernels import nf4
+from pallas_kernels.formats import nf4
 
 DECODED_SCALE = 2.0**-7
 

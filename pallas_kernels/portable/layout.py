@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels import mxfp4, nf4, nvfp4
-from pallas_kernels.mxfp4 import MXFP4Tensor
-from pallas_kernels.nf4 import NF4Tensor
-from pallas_kernels.nvfp4 import NVFP4Tensor
+from pallas_kernels.formats import mxfp4, nf4, nvfp4
+from pallas_kernels.formats.mxfp4 import MXFP4Tensor
+from pallas_kernels.formats.nf4 import NF4Tensor
+from pallas_kernels.formats.nvfp4 import NVFP4Tensor
 
 CHUNK = 64
 # Rows are filled up with zeros to whole tiles of so many.

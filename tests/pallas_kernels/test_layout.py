@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import nvfp4
-from pallas_kernels.nvfp4 import NVFP4Tensor
+from pallas_kernels.formats.nvfp4 import NVFP4Tensor
 from pallas_kernels.nvfp4_matmul import layout
 
 prepare = jax.jit(layout.prepare)

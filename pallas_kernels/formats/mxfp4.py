@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels.nvfp4 import (
+from pallas_kernels.formats.nvfp4 import (
     CODE_VALUES,
     block_errors,
     nearest_codes,

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from pallas_kernels.nvfp4 import block_errors
+from pallas_kernels.formats.nvfp4 import block_errors
 
 BLOCK = 64
 GROUP = 256
