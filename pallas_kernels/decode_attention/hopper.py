@@ -302,7 +302,7 @@ def _launch(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from pallas_kernels.decode_attention import collectives
+    from pallas_kernels.mosaic import collectives
 
     layers, pages, key_heads, _, head_size = keys.shape
     rows = cut.rows

@@ -14,8 +14,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.formats import nvfp4
+from pallas_kernels.mosaic.registers import elements, fragment, llvm, vectors
 from pallas_kernels.nvfp4_matmul import layout
-from pallas_kernels.nvfp4_matmul.registers import elements, fragment, llvm, vectors
 
 # Two words of codes ($8, $9) and the scales of their two rows ($10, $11; a row in each half) to eight
 # pairs of bfloat16. The words' fourth fields meet in u.

@@ -132,7 +132,7 @@ def finish(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from pallas_kernels.nvfp4_matmul import fragments, registers, transposed
+    from pallas_kernels.mosaic import fragments, registers, transposed
 
     most_parts, n, m = sums.size
     rank = 0 if branch is None else branch.rank

@@ -197,7 +197,7 @@ class Sums:
 
     def in_rows(self) -> "Sums":
         """The same sums in one part, and in rows, added up in the order in which `epilogue` does it."""
-        from pallas_kernels.nvfp4_matmul import fragments
+        from pallas_kernels.mosaic import fragments
 
         if not self.in_fragments:
             return self
@@ -288,7 +288,8 @@ def _launch(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from pallas_kernels.nvfp4_matmul import decoder, fragments
+    from pallas_kernels.mosaic import fragments
+    from pallas_kernels.nvfp4_matmul import decoder
 
     m, n = x.shape[0], w.words.shape[0] * TILE
     warpgroups, step, stages = config.warpgroups, config.step, config.stages

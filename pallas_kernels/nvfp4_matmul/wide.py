@@ -334,7 +334,8 @@ def _multiply(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from pallas_kernels.nvfp4_matmul import decoder, registers
+    from pallas_kernels.mosaic import registers
+    from pallas_kernels.nvfp4_matmul import decoder
 
     rows, warpgroups, stages = config.rows, config.warpgroups, config.stages
     cluster, producer = config.cluster, config.producer

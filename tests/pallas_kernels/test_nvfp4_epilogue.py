@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import nvfp4, runtime
-from pallas_kernels.nvfp4_matmul import adapter, epilogue, fragments, fused, hopper, layout
+from pallas_kernels.mosaic import fragments
+from pallas_kernels.nvfp4_matmul import adapter, epilogue, fused, hopper, layout
 from pallas_kernels.nvfp4_matmul.hopper import Config
 
 on_cpu = pytest.mark.skipif(runtime.is_hopper(), reason="interprets the kernel, on a CPU")

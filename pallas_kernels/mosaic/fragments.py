@@ -13,9 +13,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels.nvfp4_matmul.layout import TILE
-from pallas_kernels.nvfp4_matmul.registers import elements, fragment, i32, llvm, vectors
+from pallas_kernels.mosaic.registers import elements, fragment, i32, llvm, vectors
 
+# Rows of a warpgroup.
+TILE = 64
 COLUMNS, PIECE = 8, TILE * 8
 
 
