@@ -33,8 +33,8 @@ import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels import runtime
-from pallas_kernels.decode_attention import hopper, reference
-from pallas_kernels.decode_attention.hopper import PAGE, Config
+from pallas_kernels.decode_attention import decode, reference
+from pallas_kernels.decode_attention.decode import PAGE, Config
 from scripts.bench_kernels import BANDWIDTH, versions, watch
 
 KERNEL = "decode_attention"
@@ -138,7 +138,7 @@ def check(problem: Problem, config: Config) -> float:
     qkv, layer = qkv[0, 1], jnp.int32(1)
     # Rows in use write at distinct places, so nothing but rounding can tell the two apart.
     oracle = jax.jit(reference.decode_attention)
-    run = jax.jit(functools.partial(hopper.decode_attention, config=config))
+    run = jax.jit(functools.partial(decode.decode_attention, config=config))
     out, *caches = run(qkv, cos, sin, keys, values, layer, tables, ends)
     expected, *expected_caches = oracle(qkv, cos, sin, keys, values, layer, tables, ends)
 
@@ -199,11 +199,11 @@ def rounds_of(layers: int, config: Config) -> Callable[..., Any]:
 
     def run(small, caches, rounds):
         qkv, *rest, tables, ends = small
-        plan = hopper.plan(caches[0].shape, tables, ends, config)
+        plan = decode.plan(caches[0].shape, tables, ends, config)
 
         def one_layer(layer, carry):
             r, _, keys, values = carry
-            out, keys, values = hopper.decode_attention(
+            out, keys, values = decode.decode_attention(
                 qkv[r % 2, layer], *rest, keys, values, layer, tables, ends, plan, config
             )
             return r, out, keys, values
@@ -228,7 +228,7 @@ def time_plan(problem: Problem, config: Config) -> float:
     (*_, tables, ends), (keys, _) = inputs(problem, 2)
 
     def run(tables, ends, rounds):
-        plan = lambda r, _: hopper.plan(keys.shape, tables, barred(r, ends), config)
+        plan = lambda r, _: decode.plan(keys.shape, tables, barred(r, ends), config)
         return jax.lax.fori_loop(0, rounds, plan, plan(rounds, None))
 
     rounds = 20
@@ -278,8 +278,8 @@ def configurations(problem: Problem) -> list[Config]:
         stages = 768 // problem.head_size // teams
         if pages <= problem.width:
             found.append(Config(pages, stages, -(-64 // pages), processors, teams))
-    most = hopper.most_shared_bytes()
-    fits = lambda c: hopper.shared_bytes(group, problem.head_size, c) <= most
+    most = decode.most_shared_bytes()
+    fits = lambda c: decode.shared_bytes(group, problem.head_size, c) <= most
     return [config for config in found if fits(config)]
 
 
@@ -317,7 +317,7 @@ def main() -> None:
     chosen = problems() if args.only is None else [problems()[i] for i in args.only]
     rows = []
     for problem in chosen:
-        picked = hopper.pick_config(len(problem.lengths), problem.key_heads, problem.head_size)
+        picked = decode.pick_config(len(problem.lengths), problem.key_heads, problem.head_size)
         for config in configurations(problem) if args.sweep else [picked]:
             watch()
             row = {"problem": problem.name, "config": dataclasses.asdict(config)}

@@ -45,18 +45,18 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels import nvfp4, runtime
+from pallas_kernels.finished_linear import decode as fused
+from pallas_kernels.finished_linear import lora
 from pallas_kernels.formats.nvfp4 import NVFP4Tensor
 from pallas_kernels.nvfp4_matmul import (
-    adapter,
-    fused,
-    hopper,
+    decode,
     layout,
     nvfp4_matmul,
     reference,
     shapes,
     tuning,
 )
-from pallas_kernels.nvfp4_matmul.hopper import Config
+from pallas_kernels.nvfp4_matmul.decode import Config
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 from pallas_kernels.portable import layout as portable_layout
 from pallas_kernels.portable import matmul as portable
@@ -205,7 +205,7 @@ def nvfp4_rounds(m: int, n: int, config: Config) -> Callable[..., Any]:
 
     def call(x, w):
         # Row-major, as the next product would read it; a loop left to itself keeps y^T.
-        return with_layout_constraint(hopper.matmul(x, w, config), Layout((0, 1)))
+        return with_layout_constraint(decode.matmul(x, w, config), Layout((0, 1)))
 
     return rounds_of(call, jax.ShapeDtypeStruct((m, n), jnp.bfloat16))
 
@@ -322,7 +322,7 @@ def check_product(m: int, n: int, k: int, config: Config, *, global_scale: float
     t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(5), (n, k))
     t = dataclasses.replace(t, global_scale=t.global_scale * global_scale)
     x = jax.random.normal(jax.random.key(6), (m, k), jnp.bfloat16)
-    actual = jax.jit(functools.partial(hopper.matmul, config=config))(x, jax.jit(layout.prepare)(t))
+    actual = jax.jit(functools.partial(decode.matmul, config=config))(x, jax.jit(layout.prepare)(t))
     expected = np.asarray(jax.jit(reference.forward)(x.astype(jnp.float32), t))
     error = _ulps(actual, expected)
     assert error <= 1, f"{(m, n, k)} {config}: {error} ulp"
@@ -360,7 +360,7 @@ def check_values(problem: shapes.Problem, ms: Sequence[int], rank: int) -> list[
     if rank:
         a = k**-0.5 * jax.random.normal(jax.random.key(9), (k, rank), jnp.bfloat16)
         b = jax.random.normal(jax.random.key(10), (rank, n), jnp.bfloat16)
-        branch = adapter.pack_branch([(a, b)], 1.0, is_packed=True)
+        branch = lora.pack_branch([(a, b)], 1.0, is_packed=True)
         in_float32 = functools.partial(
             jnp.dot, precision="highest", preferred_element_type="float32"
         )
@@ -374,7 +374,7 @@ def check_values(problem: shapes.Problem, ms: Sequence[int], rank: int) -> list[
         if rank:
             return jax.jit(fused.linear).lower(x[:m], w, branch=branch)
         config = tuning.pick_config(m, n, k)
-        return jax.jit(functools.partial(hopper.matmul, config=config)).lower(x[:m], w)
+        return jax.jit(functools.partial(decode.matmul, config=config)).lower(x[:m], w)
 
     with ThreadPoolExecutor() as pool:
         compiled = list(pool.map(lambda program: program.compile(), map(lowered, ms)))

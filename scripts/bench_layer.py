@@ -29,7 +29,7 @@ def run_arm(args: argparse.Namespace) -> None:
     from jax.experimental.mosaic.gpu import profiler
 
     from pallas_kernels import runtime
-    from pallas_kernels.nvfp4_matmul import fused
+    from pallas_kernels.finished_linear import decode as fused
     from qerl_jax.config import LoraConfig
     from qerl_jax.model import architecture, fused_decode
     from qerl_jax.model import layers as plain

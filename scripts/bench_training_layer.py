@@ -3,7 +3,7 @@
 Forward, dX and the gradients of the adapter and of trained norms, of the model's own layer, attention
 included, on random weights. Several layers of different weights follow one another, so that none is
 found in the L2. All arms are compiled first and then timed in turn, several times: a card that gets warm
-slows down. "apart" leaves to XLA what the kernel of many rows does with a product (`nvfp4_matmul.fused_wide`).
+slows down. "apart" leaves to XLA what the kernel of many rows does with a product (`finished_linear.prefill`).
 `kernels` is the sum of device times from CUPTI, `wall` the time of a call; both for
 one layer. It ends itself when a kernel hangs.
 """
@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import profiler
 
-from pallas_kernels.nvfp4_matmul import fused_wide
+from pallas_kernels.finished_linear import prefill
 from qerl_jax.config import LoraConfig
 from qerl_jax.model import architecture, layers
 from qerl_jax.model.transformer import Block, Role
@@ -54,7 +54,7 @@ def prepare(args: argparse.Namespace, arm: str) -> tuple[Callable[..., Any], tup
 
     arguments = (params, x, frozen)
     refuse = lambda *_: "is to be left to XLA"
-    apart = mock.patch.object(fused_wide, "supports", refuse)
+    apart = mock.patch.object(prefill, "supports", refuse)
     with apart if arm == "nvfp4-apart" else nullcontext():
         jax.block_until_ready(grads(*arguments))
     return grads, arguments

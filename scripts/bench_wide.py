@@ -34,7 +34,7 @@ import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels import nvfp4, runtime
-from pallas_kernels.nvfp4_matmul import dequantize, layout, reference, shapes, wide
+from pallas_kernels.nvfp4_matmul import dequantize, layout, prefill, reference, shapes
 from scripts.bench_kernels import BF16_RATE, LAYERS, problems, rounds_of, versions, watch
 
 # How many times what the L2 holds a call touches before it comes round again.
@@ -98,10 +98,10 @@ class Arm:
 
 ARMS = {
     "bf16": Arm("forward", False, jnp.dot),
-    "wide": Arm("forward", True, wide.matmul),
+    "wide": Arm("forward", True, prefill.matmul),
     "dequantized": Arm("forward", True, dequantize.forward),
     "bf16 dx": Arm("dx", False, lambda dy, w: jnp.dot(dy, w.T)),
-    "wide dx": Arm("dx", True, wide.backward),
+    "wide dx": Arm("dx", True, prefill.backward),
     "dequantized dx": Arm("dx", True, dequantize.backward),
 }
 # Ulps that an arm may err by, with a little for float32 sums: one, and where a product is rounded
@@ -208,9 +208,9 @@ def bench(problem: shapes.Problem, m: int, names: Sequence[str]) -> list[dict[st
 
 def _tile(m: int, n: int, k: int, arm: Arm) -> str:
     if arm.direction == "forward":
-        config = wide.pick_config(m, n, k)
+        config = prefill.pick_config(m, n, k)
     else:
-        config = wide.pick_config(m, k, n, backward=True)
+        config = prefill.pick_config(m, k, n, backward=True)
     return f"{config.rows} rows" + (f" / {config.split}" if config.split > 1 else "")
 
 

@@ -38,8 +38,8 @@ def main() -> int:
     import jax.numpy as jnp
     import numpy as np
 
-    from pallas_kernels import finished_linear, runtime
-    from pallas_kernels.nvfp4_matmul import fused_wide
+    from pallas_kernels import runtime
+    from pallas_kernels.finished_linear import api, prefill
     from qerl_jax.config import LoraConfig
     from qerl_jax.generation.engine import Engine, EngineSpec
     from qerl_jax.generation.scheduler import QueuedPrompt
@@ -88,10 +88,8 @@ def main() -> int:
     def score_by_reference(splits):
         # All products are its own, also those that otherwise end in their kernel.
         return score(
-            mock.patch.object(
-                finished_linear, "linear", functools.partial(reference, splits=splits)
-            ),
-            mock.patch.object(fused_wide, "supports", lambda *_: "is the reference's"),
+            mock.patch.object(api, "linear", functools.partial(reference, splits=splits)),
+            mock.patch.object(prefill, "supports", lambda *_: "is the reference's"),
         )
 
     trainer = score()

@@ -95,7 +95,7 @@ def traced(m: int, n: int, k: int, config: Any) -> dict[str, Any]:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from pallas_kernels import nvfp4
-    from pallas_kernels.nvfp4_matmul import hopper, layout
+    from pallas_kernels.nvfp4_matmul import decode, layout
 
     w = jax.jit(lambda key: layout.prepare(nvfp4.random(key, (n, k))))(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (m, k), jnp.bfloat16)
@@ -106,7 +106,7 @@ def traced(m: int, n: int, k: int, config: Any) -> dict[str, Any]:
         # The kernel has no argument for this, since nobody else wants it.
         profiled = functools.partial(plgpu.CompilerParams, profile_space=200, profile_dir=folder)
         with mock.patch.object(plgpu, "CompilerParams", profiled):
-            call = jax.jit(lambda x, w: hopper.product(x, w, config).partials)
+            call = jax.jit(lambda x, w: decode.product(x, w, config).partials)
             for _ in range(3):
                 for written in pathlib.Path(folder).iterdir():
                     written.unlink()
@@ -128,7 +128,7 @@ def main() -> None:
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.timeout, exit=True)
 
-    from pallas_kernels.nvfp4_matmul import hopper, tuning
+    from pallas_kernels.nvfp4_matmul import decode, tuning
     from scripts import bench_kernels
 
     print("| linear | M | config | " + " | ".join(HEAD) + " | ends in a multiprocessor |")
@@ -137,7 +137,7 @@ def main() -> None:
         n, k = problem.n, problem.k
         for m in args.m:
             if args.config:
-                config = hopper.Config(*map(int, args.config.split(",")))
+                config = decode.Config(*map(int, args.config.split(",")))
             else:
                 config = tuning.pick_config(m, n, k)
             found = summary(scopes_of(traced(m, n, k, config)), config.warpgroups)

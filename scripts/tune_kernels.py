@@ -28,7 +28,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import runtime
-from pallas_kernels.nvfp4_matmul import adapter, fused, hopper, tuning
+from pallas_kernels.finished_linear import decode as fused
+from pallas_kernels.finished_linear import lora
+from pallas_kernels.nvfp4_matmul import decode, dense_tile, tuning
 from pallas_kernels.portable import tuning as portable_tuning
 from scripts import bench_kernels as bench
 
@@ -43,15 +45,15 @@ def tune(layer: str, m: int, n: int, k: int, *, threads: int) -> dict[str, Any]:
       AssertionError: no candidate gives the right values.
     """
     candidates = [
-        c for c in tuning.candidates(m, n, k) if not hopper.supports(m, n, k, c, with_adapter=True)
+        c for c in tuning.candidates(m, n, k) if not decode.supports(m, n, k, c, with_adapter=True)
     ]
     # Where there are others, `fused` gives LoRA two warpgroups rather than larger slots.
-    as_wide = [c for c in candidates if adapter.is_as_wide(c.warpgroups, c.step)]
+    as_wide = [c for c in candidates if dense_tile.is_as_wide(c.warpgroups, c.step)]
     candidates = as_wide or candidates
     is_swiglu = layer == "gate_up"
     inputs = bench.nvfp4_inputs(m, n, k)
     a, b = jnp.ones((k, RANK)), jnp.ones((RANK, n // 2 if is_swiglu else n))
-    branch = adapter.pack_branch([(a, b)] * (2 if is_swiglu else 1), 1.0, is_packed=True)
+    branch = lora.pack_branch([(a, b)] * (2 if is_swiglu else 1), 1.0, is_packed=True)
 
     def compiled(config):
         def call(x, w):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import runtime
-from pallas_kernels.decode_attention import hopper, reference
+from pallas_kernels.decode_attention import decode, reference
 from pallas_kernels.portable import attention as portable
 
 
@@ -24,9 +24,9 @@ class _Reference:
 
 
 class _Hopper:
-    """`hopper.decode_attention` with the configuration that it picks itself."""
+    """`decode.decode_attention` with the configuration that it picks itself."""
 
-    decode_attention = staticmethod(hopper.decode_attention)
+    decode_attention = staticmethod(decode.decode_attention)
 
     @staticmethod
     def supports(qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str | None:
@@ -34,8 +34,8 @@ class _Hopper:
             return reason
         key_heads, head_size = keys.shape[2], keys.shape[4]
         group = qkv.shape[1] // key_heads - 2
-        config = hopper.pick_config(len(tables), key_heads, head_size, group)
-        return hopper.supports(qkv.shape, qkv.dtype, keys.shape, keys.dtype, config)
+        config = decode.pick_config(len(tables), key_heads, head_size, group)
+        return decode.supports(qkv.shape, qkv.dtype, keys.shape, keys.dtype, config)
 
 
 class _Portable:
@@ -69,7 +69,7 @@ def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
       head_size: C.
     """
     if (reason := runtime.unless_hopper()) is None:
-        return hopper.supports_heads(heads, key_heads, head_size)
+        return decode.supports_heads(heads, key_heads, head_size)
     if runtime.unless_portable() is None:
         return portable.supports_heads(heads, key_heads, head_size)
     return reason
@@ -86,9 +86,9 @@ def plan(keys: jax.Array, tables: jax.Array, ends: jax.Array) -> jax.Array | Non
     Returns:
       How the kernel divides the work, or None where there is no kernel.
     """
-    if runtime.unless_hopper() or hopper.supports_cache(keys.shape, keys.dtype):
+    if runtime.unless_hopper() or decode.supports_cache(keys.shape, keys.dtype):
         return None
-    return hopper.plan(keys.shape, tables, ends)
+    return decode.plan(keys.shape, tables, ends)
 
 
 def decode_attention(

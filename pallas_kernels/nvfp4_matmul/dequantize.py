@@ -111,7 +111,7 @@ def _unpack(words: jax.Array, config: Config, interpret: bool) -> jax.Array:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from pallas_kernels.nvfp4_matmul import decoder
+    from pallas_kernels.nvfp4_matmul import packed_tile
 
     row_tiles, column_tiles = words.shape[:2]
     step, stages = config.step, config.stages
@@ -149,7 +149,11 @@ def _unpack(words: jax.Array, config: Config, interpret: bool) -> jax.Array:
             with jax.named_scope("decode"):
                 for chunk in range(chunks):
                     tile = w_smem.at[slot, chunk]
-                    values = decoder.decode_words(tile[...]) if interpret else decoder.decode(tile)
+                    values = (
+                        packed_tile.decode_words(tile[...])
+                        if interpret
+                        else packed_tile.decode(tile)
+                    )
                     # A power of two: exact.
                     values *= jnp.bfloat16(1 / layout.DECODED_SCALE)
                     result[:, pl.ds(chunk * TILE, TILE)] = values

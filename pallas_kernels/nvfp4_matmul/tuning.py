@@ -5,8 +5,8 @@ import json
 import pathlib
 
 from pallas_kernels import runtime
-from pallas_kernels.nvfp4_matmul import hopper, layout, wide
-from pallas_kernels.nvfp4_matmul.hopper import Config
+from pallas_kernels.nvfp4_matmul import decode, layout, prefill
+from pallas_kernels.nvfp4_matmul.decode import Config
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
 TABLES = pathlib.Path(__file__).parent / "tuned"
@@ -61,9 +61,9 @@ def heuristic(m: int, n: int, k: int) -> Config:
 
 def unpacks_for_dx(m: int, n: int, k: int) -> bool:
     """Whether dX of M rows should unpack its weight for cuBLAS, not in its own tiles."""
-    config = wide.pick_config(m, k, n, backward=True)
+    config = prefill.pick_config(m, k, n, backward=True)
     copied = 2 * m * n * k / _CUBLAS_RATE + n * k * unpack_ns()
-    return copied < wide.cost(m, k, n, config, backward=True)
+    return copied < prefill.cost(m, k, n, config, backward=True)
 
 
 def unpack_ns() -> float:
@@ -90,15 +90,15 @@ def candidates(m: int, n: int, k: int) -> list[Config]:
                     stages = min(4, _deepest(m, warpgroups, step, min(blocks, most)))
                     if stages > 1:
                         found.append(Config(warpgroups, step, stages, min(blocks, most)))
-    return [c for c in dict.fromkeys(found) if hopper.supports(m, n, k, c) is None]
+    return [c for c in dict.fromkeys(found) if decode.supports(m, n, k, c) is None]
 
 
 def _deepest(m: int, warpgroups: int, step: int, blocks: int) -> int:
     """Stages with which all blocks find a multiprocessor at once."""
     resident = -(-blocks // runtime.device().processors)
-    slot = hopper.shared_bytes(m, Config(warpgroups, step, 2, blocks)) // 2
+    slot = decode.shared_bytes(m, Config(warpgroups, step, 2, blocks)) // 2
     # The card keeps 1 KiB of a multiprocessor's shared memory for each block.
-    return (hopper.most_shared_bytes() // resident - 1024) // slot
+    return (decode.most_shared_bytes() // resident - 1024) // slot
 
 
 def path_of(device_kind: str) -> pathlib.Path:

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
 from pallas_kernels import decode_attention, rounded, runtime
-from pallas_kernels.nvfp4_matmul import epilogue, fused
-from pallas_kernels.nvfp4_matmul.adapter import Branch, pack_branch
+from pallas_kernels.finished_linear import decode as fused
+from pallas_kernels.finished_linear import epilogue
+from pallas_kernels.finished_linear.lora import Branch, pack_branch
 from pallas_kernels.portable import epilogue as portable
 from qerl_jax.model import kv_cache, layers, lora, transformer
 

@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from pallas_kernels import runtime
-from pallas_kernels.decode_attention import api, decode_attention, hopper, plans, reference
-from pallas_kernels.decode_attention.hopper import PAGE, Config
+from pallas_kernels.decode_attention import api, decode, decode_attention, plans, reference
+from pallas_kernels.decode_attention.decode import PAGE, Config
 
 oracle = jax.jit(reference.decode_attention)
 on_cpu = pytest.mark.skipif(runtime.platform() != "cpu", reason="interpret mode is for a CPU")
 
 
 def interpreted(config):
-    return jax.jit(functools.partial(hopper.decode_attention, config=config, interpret=True))
+    return jax.jit(functools.partial(decode.decode_attention, config=config, interpret=True))
 
 
 def problem(seed, heads, key_heads, head_size, ends, width, *, layers=2, dtype=jnp.bfloat16):
@@ -177,7 +177,7 @@ def test_a_row_has_the_same_bits_whatever_the_others_are():
     *rest, tables, ends = problem(2, 4, 1, 64, [100, 40], 2)
     config = Config(1, 2, 2, 2)
     run = interpreted(config)
-    plan = hopper.plan(rest[3].shape, tables, ends, config)
+    plan = decode.plan(rest[3].shape, tables, ends, config)
     first = run(*rest, tables, ends, plan)[0][0]
     # The other row out of use: a table of zeros, an end that means nothing.
     idle = run(*rest, tables.at[1].set(0), ends.at[1].set(127))[0]
@@ -223,21 +223,21 @@ def test_a_row_has_the_same_bits_whatever_the_others_are():
 )  # fmt: skip
 def test_the_kernel_says_what_it_takes(qkv, dtype, cache, cache_dtype, config, reason):
     types = jnp.dtype(dtype), jnp.dtype(cache_dtype)
-    assert hopper.supports(qkv, types[0], cache, types[1], config) == reason
+    assert decode.supports(qkv, types[0], cache, types[1], config) == reason
 
 
-@pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
+@pytest.mark.parametrize("head_size", decode.HEAD_SIZES)
 @pytest.mark.parametrize("rows", [1, 8, 16, 64, 256])
 def test_every_problem_has_a_configuration(rows, head_size):
     for key_heads, group in itertools.product((1, 2, 4, 8, 32), (1, 8, 9, 16)):
-        config = hopper.pick_config(rows, key_heads, head_size, group)
+        config = decode.pick_config(rows, key_heads, head_size, group)
         shape, dtype = (rows, (group + 2) * key_heads, head_size), jnp.dtype(jnp.bfloat16)
         cache = (2, 9, key_heads, PAGE, head_size)
-        reason = hopper.supports(shape, dtype, cache, dtype, config)
-        assert (reason is None) == (group <= hopper.MOST_QUERIES[head_size]), reason
+        reason = decode.supports(shape, dtype, cache, dtype, config)
+        assert (reason is None) == (group <= decode.MOST_QUERIES[head_size]), reason
         # One plan serves whatever the group.
         without_stages = lambda c: dataclasses.replace(c, stages=1)
-        anew = hopper.pick_config(rows, key_heads, head_size)
+        anew = decode.pick_config(rows, key_heads, head_size)
         assert without_stages(config) == without_stages(anew)
 
 
@@ -311,9 +311,9 @@ def test_wrong_arguments_are_errors_that_name_them(name, change, message):
 
 def test_a_plan_of_another_problem_is_an_error():
     *rest, tables, ends = problem(0, 2, 1, 64, [5, 70], 2)
-    other = hopper.plan((2, 9, 1, PAGE, 64), tables[:1], ends[:1])
+    other = decode.plan((2, 9, 1, PAGE, 64), tables[:1], ends[:1])
     with pytest.raises(ValueError, match="plan must be int32"):
-        hopper.decode_attention(*rest, tables, ends, other)
+        decode.decode_attention(*rest, tables, ends, other)
 
 
 @on_cpu
@@ -322,10 +322,10 @@ def test_a_counter_that_is_not_zero_is_found_where_that_is_asked_for(monkeypatch
     monkeypatch.setenv("PALLAS_KERNELS_CHECK", str(int(is_asked)))
     # The kernel as such is of no interest here.
     launched = lambda *_: ((jnp.ones((2, 2, 64), jnp.bfloat16),), *_[5:7])
-    monkeypatch.setattr(hopper, "_launch", launched)
+    monkeypatch.setattr(decode, "_launch", launched)
     arguments = problem(0, 2, 1, 64, [5, 70], 2)
-    plan = hopper.plan(arguments[3].shape, *arguments[-2:])
-    run = jax.jit(lambda plan, *arguments: hopper.decode_attention(*arguments, plan)[0])
+    plan = decode.plan(arguments[3].shape, *arguments[-2:])
+    run = jax.jit(lambda plan, *arguments: decode.decode_attention(*arguments, plan)[0])
     np.testing.assert_array_equal(run(plan, *arguments), 1)
     if not is_asked:
         np.testing.assert_array_equal(run(plan.at[1].set(3), *arguments), 1)
@@ -346,7 +346,7 @@ def test_an_unknown_implementation_is_an_error():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_size", hopper.HEAD_SIZES)
+@pytest.mark.parametrize("head_size", decode.HEAD_SIZES)
 @pytest.mark.parametrize(
     ("group", "config"),
     [
@@ -363,10 +363,10 @@ def test_an_unknown_implementation_is_an_error():
     ],
 )
 def test_the_kernel_on_its_device_meets_the_reference(group, config, head_size):
-    if group > hopper.MOST_QUERIES[head_size]:
+    if group > decode.MOST_QUERIES[head_size]:
         pytest.skip("is refused: see MOST_QUERIES")
     arguments = problem(0, 2 * group, 2, head_size, [0, 63, 64, 700, 1023], 16)
-    run = jax.jit(functools.partial(hopper.decode_attention, config=config))
+    run = jax.jit(functools.partial(decode.decode_attention, config=config))
     # Multiplied and added in one step, a new key may be rounded the other way.
     assert_meets_reference(run(*arguments), arguments, ulps=1)
 
@@ -401,12 +401,12 @@ def test_a_loop_over_layers_copies_no_cache():
 def test_on_its_device_counters_are_zero_again_after_every_launch(monkeypatch):
     monkeypatch.setenv("PALLAS_KERNELS_CHECK", "1")
     *rest, _, tables, ends = problem(0, 28, 4, 128, [900, 40], 16, layers=4)
-    plan = hopper.plan(rest[3].shape, tables, ends)
+    plan = decode.plan(rest[3].shape, tables, ends)
 
     @jax.jit
     def run(plan, qkv, cos, sin, keys, values):
         def body(carry, layer):
-            out, *caches = hopper.decode_attention(
+            out, *caches = decode.decode_attention(
                 *(qkv, cos, sin, *carry, layer, tables, ends), plan
             )
             return tuple(caches), out

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import finished_linear, nvfp4
-from pallas_kernels.nvfp4_matmul import api, layout, reference, wide
-from tests.pallas_kernels.test_nvfp4_fused_wide import (
+from pallas_kernels.nvfp4_matmul import api, layout, prefill, reference
+from tests.pallas_kernels.test_finished_linear_prefill import (
     assert_almost_all_are_equal,
     pretend,
     random,
@@ -26,7 +26,7 @@ def test_a_linear_of_many_rows_is_one_kernel_where_it_can_be(monkeypatch):
         asked.append(epilogue.sizes)
         return case.expected()
 
-    monkeypatch.setattr(wide, "matmul", by_definition)
+    monkeypatch.setattr(prefill, "matmul", by_definition)
     w, x = to_hopper(case.weight), case.x.reshape(2, 80, -1)
     unit = case.unit.reshape(2, 80, 1)
     run = functools.partial(finished_linear.finished_linear, x, w)
@@ -79,7 +79,7 @@ def test_matrices_prepared_for_the_kernel_are_those_that_it_makes_itself(monkeyp
     pretend(monkeypatch)
     asked = []
     monkeypatch.setattr(
-        wide, "matmul", lambda x, w, *, epilogue: asked.append(epilogue) or case.expected()
+        prefill, "matmul", lambda x, w, *, epilogue: asked.append(epilogue) or case.expected()
     )
     w, rank = to_hopper(case.weight), 16
     matrices = [

@@ -13,8 +13,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import runtime
-from pallas_kernels.decode_attention import hopper as attention
-from pallas_kernels.nvfp4_matmul import adapter, dequantize, hopper, layout, tuning, wide
+from pallas_kernels.decode_attention import decode as attention
+from pallas_kernels.nvfp4_matmul import decode, dense_tile, dequantize, layout, prefill, tuning
 
 
 @pytest.fixture
@@ -114,19 +114,19 @@ def test_plans_and_grids_fit_the_processors_that_a_card_has(monkeypatch, grids):
     assert attention.pick_config(64, 4, 128).blocks == 114
     # A's share of the blocks.
     units = jnp.zeros((1, 56, 1, 4, *layout.TILE_SHAPE), jnp.int32)
-    on_114 = adapter.shares(units, m=64, base_bytes=114 << 17, most=99)
+    on_114 = dense_tile.shares(units, m=64, base_bytes=114 << 17, most=99)
     monkeypatch.setattr(runtime, "device", lambda: runtime.H200)
-    assert adapter.shares(units, m=64, base_bytes=114 << 17, most=99) > on_114
+    assert dense_tile.shares(units, m=64, base_bytes=114 << 17, most=99) > on_114
     monkeypatch.setattr(runtime, "device", lambda: card)
 
     words = jax.ShapeDtypeStruct((592, 56, *layout.TILE_SHAPE), jnp.int32)
     w = layout.HopperNVFP4(words, jax.ShapeDtypeStruct((1,), jnp.float32), (37888, 3584))
     x = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     jax.eval_shape(
-        lambda x, w: hopper.matmul(x, w, tuning.pick_config(16, *w.shape)), x(16, 3584), w
+        lambda x, w: decode.matmul(x, w, tuning.pick_config(16, *w.shape)), x(16, 3584), w
     )
-    jax.eval_shape(wide.matmul, x(2048, 3584), w)
-    jax.eval_shape(wide.backward, x(2048, 37888), w)
+    jax.eval_shape(prefill.matmul, x(2048, 3584), w)
+    jax.eval_shape(prefill.backward, x(2048, 37888), w)
     jax.eval_shape(dequantize.dequantize, w)
     turns, numbers = jnp.zeros((64, 64)), jnp.zeros(64, jnp.int32)
     jax.eval_shape(
@@ -136,7 +136,7 @@ def test_plans_and_grids_fit_the_processors_that_a_card_has(monkeypatch, grids):
         x(64, 36, 128),
         x(2, 65, 4, 64, 128),
     )
-    clusters = 114 // wide.pick_config(2048, 37888, 3584).cluster
+    clusters = 114 // prefill.pick_config(2048, 37888, 3584).cluster
     assert grids == [(114,), (clusters,), (114,), (4 * 114,), (114,)]
 
 

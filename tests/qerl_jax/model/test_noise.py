@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import decode_attention, runtime
-from pallas_kernels.nvfp4_matmul import fused
+from pallas_kernels.finished_linear import decode as fused
 from qerl_jax.config import LoraConfig
 from qerl_jax.model import fused_decode, noise
 from qerl_jax.model.architecture import Architecture

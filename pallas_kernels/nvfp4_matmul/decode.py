@@ -30,7 +30,7 @@ product read first.
 
 Where the product has a LoRA branch, the last blocks of the grid multiply x with its A in the same
 way, for they read the same x: A lies in memory as W does, in tiles of four times as many words
-(`adapter`), and comes through the same slots.
+(`dense_tile`), and comes through the same slots.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import runtime
-from pallas_kernels.nvfp4_matmul import adapter, layout
+from pallas_kernels.nvfp4_matmul import dense_tile, layout
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 
 MAX_M = 128
@@ -146,7 +146,7 @@ def supports(m: int, n: int, k: int, config: Config, *, with_adapter: bool = Fal
     units = row_tiles // config.warpgroups * (columns // config.step)
     if config.blocks > units:
         return f"has {units} units of work for {config.blocks} blocks"
-    if with_adapter and (reason := adapter.supports(k, config.warpgroups, config.step)):
+    if with_adapter and (reason := dense_tile.supports(k, config.warpgroups, config.step)):
         return reason
     used = shared_bytes(m, config, adapter_k=k if with_adapter else None)
     if used > (most := most_shared_bytes()):
@@ -158,8 +158,8 @@ def _cut(m: int, w: HopperNVFP4, config: Config, a_words: jax.Array | None) -> t
     """What blocks do with W, and how many blocks share each tile of A."""
     (n, k), blocks, shares = w.shape, config.blocks, 0
     if a_words is not None:
-        a_units = adapter.in_units(a_words, config.warpgroups, config.step)
-        shares = adapter.shares(a_units, m=m, base_bytes=w.words.nbytes, most=blocks // 2)
+        a_units = dense_tile.in_units(a_words, config.warpgroups, config.step)
+        shares = dense_tile.shares(a_units, m=m, base_bytes=w.words.nbytes, most=blocks // 2)
         blocks = max(1, blocks - len(a_units) * shares)
     columns = layout.tiles(k) * TILE
     return Plan(layout.tiles(n) // config.warpgroups, columns // config.step, blocks), shares
@@ -233,7 +233,7 @@ def product(
         multiple of eight.
       w: an [N, K] weight without stacked axes.
       config: see `tuning.pick_config`.
-      a_words: from `adapter.pack`.
+      a_words: from `dense_tile.pack`.
       following: the next product, some of whose words are asked for; no value depends on it.
       interpret: run on a CPU, and report data races.
 
@@ -271,7 +271,7 @@ def shared_bytes(m: int, config: Config, *, adapter_k: int | None = None) -> int
     rows, columns, depth = m + -m % 8, config.step, config.step // TILE
     if adapter_k is not None:
         of_a = adapter_k, config.warpgroups, config.step
-        columns, depth = max(columns, adapter.width(*of_a)), max(depth, adapter.pieces(*of_a))
+        columns, depth = max(columns, dense_tile.width(*of_a)), max(depth, dense_tile.pieces(*of_a))
     return config.stages * (columns * rows * 2 + config.warpgroups * depth * _TILE_BYTES)
 
 
@@ -289,7 +289,7 @@ def _launch(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from pallas_kernels.mosaic import fragments
-    from pallas_kernels.nvfp4_matmul import decoder
+    from pallas_kernels.nvfp4_matmul import packed_tile
 
     m, n = x.shape[0], w.words.shape[0] * TILE
     warpgroups, step, stages = config.warpgroups, config.step, config.stages
@@ -298,8 +298,8 @@ def _launch(
     plan, shares = _cut(m, w, config, a_words)
     operands, blocks = {"x": x, "w": w.words}, plan.blocks
     if a_words is not None:
-        operands["a"] = a_words = adapter.in_units(a_words, warpgroups, step)
-        width = adapter.width(w.shape[1], warpgroups, step)
+        operands["a"] = a_words = dense_tile.in_units(a_words, warpgroups, step)
+        width = dense_tile.width(w.shape[1], warpgroups, step)
         each = a_words.shape[3]
         blocks += len(a_words) * shares
         depth = max(depth, each)
@@ -341,10 +341,10 @@ def _launch(
 
         def decoded(tile, loaded):
             if not interpret:
-                return decoder.convert(*loaded)
+                return packed_tile.convert(*loaded)
             # Interpreted `wgmma` takes no operand from registers.
             a = decoded_smem[0].at[group]
-            a[...] = decoder.decode_words(tile[...])
+            a[...] = packed_tile.decode_words(tile[...])
             plgpu.commit_smem()
             return a
 
@@ -370,7 +370,7 @@ def _launch(
                 previous = empty.at[slot_of(ahead)]
                 is_refilled = (unit > start) & (ahead < stop)
                 tiles = [w_smem.at[slot, group, chunk] for chunk in range(chunks)]
-                load = (lambda tile: None) if interpret else decoder.load
+                load = (lambda tile: None) if interpret else packed_tile.load
                 with jax.named_scope("load"):
                     plgpu.barrier_wait(full.at[slot])
                     loaded = load(tiles[0])
@@ -442,10 +442,10 @@ def _launch(
                     words = [w_smem.at[slot, lax.div(i, each), lax.rem(i, each)] for i in places]
                     if interpret:
                         a = decoded_smem[0].at[group]
-                        a[...] = adapter.unpack_tile([ref[...] for ref in words])
+                        a[...] = dense_tile.unpack_tile([ref[...] for ref in words])
                         plgpu.commit_smem()
                     else:
-                        a = decoder.load_plain(*words)
+                        a = packed_tile.load_plain(*words)
                     plgpu.wgmma(acc, a, xa_smem.at[slot, :, pl.ds(mine * TILE, TILE)].T)
                     plgpu.wgmma_wait(0)
 

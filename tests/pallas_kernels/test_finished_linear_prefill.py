@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import linear, nvfp4, nvfp4_matmul, runtime
-from pallas_kernels.nvfp4_matmul import api, fused_wide, layout, reference, shapes, wide
+from pallas_kernels.finished_linear import prefill as fused_wide
+from pallas_kernels.nvfp4_matmul import api, layout, prefill, reference, shapes
 from tests.pallas_kernels import devices
 
 on_cpu = pytest.mark.skipif(runtime.platform() != "cpu", reason="interpret mode is for a CPU")
@@ -68,13 +69,13 @@ def assert_almost_all_are_equal(actual, expected):
     ("m", "sizes", "k", "config", "traits"),
     [
         # Ragged M, several tiles for each block, two parts.
-        (44, (128, 64), 128, wide.Config(16, 1, 3, 2), {}),
+        (44, (128, 64), 128, prefill.Config(16, 1, 3, 2), {}),
         # Two tiles whole, one split.
         pytest.param(
             16,
             (128, 128, 128),
             256,
-            wide.Config(16, 2, 2, producer=True, split=4),
+            prefill.Config(16, 2, 2, producer=True, split=4),
             {"scale_per_row": True, "rank": 64},
             marks=pytest.mark.slow,
         ),
@@ -83,7 +84,7 @@ def assert_almost_all_are_equal(actual, expected):
             16,
             (128, 128),
             128,
-            wide.Config(16, 2, 2, producer=True, split=2),
+            prefill.Config(16, 2, 2, producer=True, split=2),
             {"scale_per_row": True},
             marks=pytest.mark.slow,
         ),
@@ -91,22 +92,23 @@ def assert_almost_all_are_equal(actual, expected):
             32,
             (128,),
             128,
-            wide.Config(16, 2, 2, producer=True),
+            prefill.Config(16, 2, 2, producer=True),
             {"with_bias": False, "rank": 3},
             marks=pytest.mark.slow,
         ),
         # Neither K nor N in whole tiles, the ranks of all parts in one; the last part is filled up.
-        (20, (40, 24, 36), 80, wide.Config(16, 1, 3), {"rank": 16, "scale_per_row": True}),
+        (20, (40, 24, 36), 80, prefill.Config(16, 1, 3), {"rank": 16, "scale_per_row": True}),
         pytest.param(
-            *(20, (128, 64, 36), 144, wide.Config(16, 1, 3), {"rank": 40}), marks=pytest.mark.slow
+            *(20, (128, 64, 36), 144, prefill.Config(16, 1, 3), {"rank": 40}),
+            marks=pytest.mark.slow,
         ),
         # All split, and the last tile of N filled up.
         pytest.param(
-            *(16, (64, 40), 256, wide.Config(16, 1, 3, split=4), {"rank": 40}),
+            *(16, (64, 40), 256, prefill.Config(16, 1, 3, split=4), {"rank": 40}),
             marks=pytest.mark.slow,
         ),
         # An epilogue in two unequal halves.
-        pytest.param(168, (64,), 192, wide.Config(168, 1, 3), {}, marks=pytest.mark.slow),
+        pytest.param(168, (64,), 192, prefill.Config(168, 1, 3), {}, marks=pytest.mark.slow),
     ],
 )
 def test_the_kernel_meets_the_definition_without_a_race(
@@ -115,7 +117,9 @@ def test_the_kernel_meets_the_definition_without_a_race(
     devices.pretend(monkeypatch, processors=2)  # so that a block has several tiles
     case = random(m, sizes, k, **traits)
     epilogue = fused_wide.epilogue(case.branches, case.unit, case.bias)
-    actual = wide.matmul(case.x, to_hopper(case.weight), config, epilogue=epilogue, interpret=True)
+    actual = prefill.matmul(
+        case.x, to_hopper(case.weight), config, epilogue=epilogue, interpret=True
+    )
     assert_almost_all_are_equal(actual, case.expected())
     assert "RACE" not in capfd.readouterr().out
 
@@ -137,7 +141,7 @@ def test_its_derivatives_are_those_of_the_definition(monkeypatch):
     y, expected_vjp = jax.vjp(plain, case.x, case.branches)
     expected = expected_vjp(dy)
     pretend(monkeypatch)
-    monkeypatch.setattr(wide, "matmul", lambda *_, epilogue: y)
+    monkeypatch.setattr(prefill, "matmul", lambda *_, epilogue: y)
     w = to_hopper(case.weight)
     run = lambda x, branches: fused_wide.linear(x, w, branches, case.unit, case.bias)
     out, vjp = jax.vjp(run, case.x, case.branches)
@@ -213,11 +217,11 @@ def test_qkv_and_gate_up_of_every_model_can_be_run(monkeypatch):
 @pytest.mark.parametrize(
     ("m", "sizes", "config"),
     [
-        (1200, (2560, 1024, 1024), wide.Config(256)),
-        (2000, (2560, 1024, 1024), wide.Config(256, cluster=2)),
-        (1200, (2432, 2432), wide.Config(152, 2, 7, producer=True)),
-        (500, (2560, 1024, 1024), wide.Config(88, 2, 8, producer=True)),
-        (2048, (2560, 1024, 1024), wide.Config(256, split=4)),
+        (1200, (2560, 1024, 1024), prefill.Config(256)),
+        (2000, (2560, 1024, 1024), prefill.Config(256, cluster=2)),
+        (1200, (2432, 2432), prefill.Config(152, 2, 7, producer=True)),
+        (500, (2560, 1024, 1024), prefill.Config(88, 2, 8, producer=True)),
+        (2048, (2560, 1024, 1024), prefill.Config(256, split=4)),
         (300, (2432, 2432), None),
         (136, (3584, 512, 512), None),  # all split
         (512, (3584, 512, 512), None),  # 176 rows, no producer
@@ -234,7 +238,7 @@ def test_on_its_device_every_tile_meets_the_definition(m, sizes, config, k):
     case = random(*(m, sizes, k), rank=32, with_bias=len(sizes) == 3, scale_per_row=config is None)
     w = to_hopper(case.weight)
     epilogue = fused_wide.epilogue(case.branches, case.unit, case.bias)
-    run = jax.jit(lambda x, w, epilogue: wide.matmul(x, w, config, epilogue=epilogue))
+    run = jax.jit(lambda x, w, epilogue: prefill.matmul(x, w, config, epilogue=epilogue))
     assert_almost_all_are_equal(run(case.x, w, epilogue), case.expected())
 
 

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import runtime
 from pallas_kernels.linear import Branch
-from pallas_kernels.nvfp4_matmul import api, hopper, wide
+from pallas_kernels.nvfp4_matmul import api, decode, prefill
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 
 
@@ -33,12 +33,12 @@ def supports(m: int, sizes: Sequence[int], k: int, rank: int, dtype: DTypeLike) 
         return reason
     if dtype != jnp.bfloat16:
         return f"needs x in bfloat16; got {dtype}"
-    if m <= hopper.MAX_M:
-        return f"needs M > {hopper.MAX_M}, else another kernel is faster; got M = {m}"
+    if m <= decode.MAX_M:
+        return f"needs M > {decode.MAX_M}, else another kernel is faster; got M = {m}"
     if not 1 <= rank <= TILE:
         return f"needs a rank of 1 to {TILE}; got {rank}"
     n, sizes = sum(sizes), kernel_sizes(sizes, rank)
-    return wide.supports(n, k, wide.pick_config(m, n, k, sizes=sizes), sizes=sizes)
+    return prefill.supports(n, k, prefill.pick_config(m, n, k, sizes=sizes), sizes=sizes)
 
 
 @jax.custom_vjp
@@ -77,7 +77,7 @@ def linear(
     reason = supports(len(x), sizes, x.shape[1], branches[0][1].shape[0], x.dtype)
     if reason is not None:
         raise NotImplementedError(reason)
-    return wide.matmul(x, w, epilogue=epilogue(branches, unit, bias))
+    return prefill.matmul(x, w, epilogue=epilogue(branches, unit, bias))
 
 
 def _linear_fwd(x, w, branches, unit, bias):
@@ -107,7 +107,7 @@ def _branch_cotangents(branches: list[Branch], slope: jax.Array) -> list[Branch]
 linear.defvjp(_linear_fwd, _linear_bwd)
 
 
-def epilogue(branches: list[Branch], unit: jax.Array, bias: jax.Array | None) -> wide.Epilogue:
+def epilogue(branches: list[Branch], unit: jax.Array, bias: jax.Array | None) -> prefill.Epilogue:
     """What is made of the product, as the kernel reads it."""
     downs, ups = zip(*branches, strict=True)
     sizes = kernel_sizes([up.shape[1] for up in ups], ups[0].shape[0])
@@ -153,7 +153,7 @@ def prepared_linear(
       unit: float32 [M, 1].
       bias: [N], or None.
     """
-    return wide.matmul(x, w, epilogue=_of_kernel(jnp.dot(x, a), b, sizes, unit, bias))
+    return prefill.matmul(x, w, epilogue=_of_kernel(jnp.dot(x, a), b, sizes, unit, bias))
 
 
 def kernel_sizes(sizes: Sequence[int], rank: int) -> tuple[int, ...]:
@@ -175,6 +175,6 @@ def _fill(matrix: jax.Array) -> jax.Array:
     return jnp.pad(matrix, ((0, 0), (0, TILE - matrix.shape[1])))
 
 
-def _of_kernel(u, b, sizes, unit, bias) -> wide.Epilogue:
+def _of_kernel(u, b, sizes, unit, bias) -> prefill.Epilogue:
     bias = None if bias is None else bias.astype(jnp.float32)
-    return wide.Epilogue(u=u, b=b, unit=unit[:, 0], bias=bias, sizes=tuple(sizes))
+    return prefill.Epilogue(u=u, b=b, unit=unit[:, 0], bias=bias, sizes=tuple(sizes))

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from pallas_kernels.finished_linear import prefill
 from pallas_kernels.formats.rounding import rounded
 from pallas_kernels.linear import Branch, finish
-from pallas_kernels.nvfp4_matmul import fused_wide
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 from pallas_kernels.packed_matmul import PackedWeight, packed_matmul
 
@@ -63,11 +63,11 @@ def prepare_branches(
     if not has_unit or not _fits_kernel(rows, k, weight, sizes, rank, dtype):
         return PreparedBranches(jnp.concatenate(down, axis=1), tuple(ups), None, None, ())
     return PreparedBranches(
-        fused_wide.side_by_side(down, ups),
+        prefill.side_by_side(down, ups),
         (),
-        fused_wide.below_each_other(ups),
+        prefill.below_each_other(ups),
         None if bias is None else rounded(bias, dtype).astype(jnp.float32),
-        fused_wide.kernel_sizes(sizes, rank),
+        prefill.kernel_sizes(sizes, rank),
     )
 
 
@@ -120,7 +120,7 @@ def finished_linear(
     flat = lambda of_rows: None if of_rows is None else of_rows.reshape(-1, of_rows.shape[-1])
     rows, unit, residual = flat(x), flat(unit), flat(residual)
     if isinstance(branches, PreparedBranches) and branches.b is not None:
-        y = fused_wide.prepared_linear(
+        y = prefill.prepared_linear(
             rows, weight, branches.a, branches.b, branches.sizes, unit, branches.bias
         )
         return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -128,7 +128,7 @@ def finished_linear(
         downs = jnp.split(_exact_dot(rows, branches.a), len(branches.ups), axis=1)
         branches = list(zip(downs, branches.ups, strict=True))
     if residual is None and _has_kernel(rows, weight, branches, unit):
-        y = fused_wide.linear(rows, weight, list(branches), unit, bias)
+        y = prefill.linear(rows, weight, list(branches), unit, bias)
     else:
         y = linear(rows, weight)
         y = finish(y, branches, unit=unit, bias=bias, residual=residual, dtype=x.dtype)
@@ -156,4 +156,4 @@ def _fits_kernel(
 ) -> bool:
     if not isinstance(weight, HopperNVFP4):
         return False
-    return fused_wide.supports(rows, sizes, k, rank, dtype) is None
+    return prefill.supports(rows, sizes, k, rank, dtype) is None

@@ -27,9 +27,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import runtime
+from pallas_kernels.finished_linear.lora import Branch
 from pallas_kernels.nvfp4_matmul import layout
-from pallas_kernels.nvfp4_matmul.adapter import Branch
-from pallas_kernels.nvfp4_matmul.hopper import Sums, most_shared_bytes
+from pallas_kernels.nvfp4_matmul.decode import Sums, most_shared_bytes
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
 
@@ -74,7 +74,7 @@ def supports(m: int, n: int, *, rank: int = 0, is_swiglu: bool = False) -> str |
     Args:
       m: rows of x.
       n: rows of W.
-      rank: of one part of the branch of LoRA, as `adapter.filled_rank` makes it; 0 without one.
+      rank: of one part of the branch of LoRA, as `lora.filled_rank` makes it; 0 without one.
       is_swiglu: whether N is a gate and what it lets through.
     """
     if m % _columns(m):
@@ -112,7 +112,7 @@ def finish(
     """Finishes a product of N columns and M rows.
 
     Args:
-      sums: from `hopper.product`.
+      sums: from `nvfp4_matmul.decode.product`.
       divisor: float32 [N], or fewer of which the first counts, the weight's global scale.
       bias: [N], as all that has an axis N with parts that are filled up to whole tiles.
       branch: LoRA's; given if and only if `sums` has an adapter.

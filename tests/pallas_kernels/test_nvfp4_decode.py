@@ -9,24 +9,24 @@ import numpy as np
 import pytest
 
 from pallas_kernels import nvfp4, runtime
+from pallas_kernels.finished_linear import decode as fused
 from pallas_kernels.nvfp4_matmul import (
     api,
-    decoder,
-    fused,
-    hopper,
+    decode,
     layout,
     nvfp4_matmul,
+    packed_tile,
     reference,
     shapes,
     tuning,
 )
-from pallas_kernels.nvfp4_matmul.hopper import Config, Plan
+from pallas_kernels.nvfp4_matmul.decode import Config, Plan
 from tests.pallas_kernels.devices import pretend
 
 random = jax.jit(nvfp4.random, static_argnums=1)
 prepare = jax.jit(layout.prepare)
 on_cpu = pytest.mark.skipif(runtime.platform() != "cpu", reason="interpret mode is for a CPU")
-interpreted = functools.partial(hopper.matmul, interpret=True)
+interpreted = functools.partial(decode.matmul, interpret=True)
 
 
 def normal(seed, shape):
@@ -137,10 +137,10 @@ def decode_by_threads(words):
     tile = np.empty((64, 64), np.uint16)
     for half in range(2):
         scales = words[layout.CODE_WORDS + 2 * (thread // 4) + half]
-        pairs = run_ptx(decoder._DECODE_SCALES, {2: scales})
+        pairs = run_ptx(packed_tile._DECODE_SCALES, {2: scales})
         even, odd = words[4 * thread + 2 * half], words[4 * thread + 2 * half + 1]
         operands = {8: even, 9: odd, 10: pairs["$0"], 11: pairs["$1"]}
-        registers = run_ptx(decoder._DECODE_WORDS, operands)
+        registers = run_ptx(packed_tile._DECODE_WORDS, operands)
         for i, field in np.ndindex(2, 4):
             row = 16 * warp + group + 8 * (field % 2)
             column = 16 * (2 * half + i) + 2 * t + 8 * (field // 2)
@@ -169,7 +169,7 @@ def test_ptx_decodes_all_codes_times_all_scales_exactly():
 def test_the_twin_of_the_decoder_agrees():
     t, expected = all_codes_times_all_scales()
     tiles = prepare(t).words[0, :-1]  # the last has the NaN, which the twin need not know
-    actual = np.concatenate(jax.vmap(decoder.decode_words)(tiles), axis=-1)
+    actual = np.concatenate(jax.vmap(packed_tile.decode_words)(tiles), axis=-1)
     np.testing.assert_array_equal(actual.astype(np.float32), expected[:, :-64])
 
 
@@ -202,10 +202,10 @@ def test_a_plan_gives_every_unit_to_one_block_and_every_part_a_slot(tiles, steps
     ],
 )
 def test_what_cannot_run_is_refused_with_its_reason(problem, config, reason):
-    assert hopper.supports(*problem, config) == reason
+    assert decode.supports(*problem, config) == reason
     m, n, k = problem
     with pytest.raises(NotImplementedError, match=re.escape(reason)):
-        hopper.matmul(jnp.ones((m, k), jnp.bfloat16), prepare(weight(0, n, k)), config)
+        decode.matmul(jnp.ones((m, k), jnp.bfloat16), prepare(weight(0, n, k)), config)
 
 
 @pytest.mark.parametrize(
@@ -230,10 +230,10 @@ def test_every_problem_has_a_configuration_and_candidates(monkeypatch, m, proces
     odd += [(960, 576), (576, 576), (3072, 576), (576, 1536)]  # SmolLM2-135M
     for n, k in [(p.n, p.k) for p in shapes.PROBLEMS] + odd:
         config = tuning.pick_config(m, n, k)
-        assert hopper.supports(m, n, k, config) is None, (n, k, config)
+        assert decode.supports(m, n, k, config) is None, (n, k, config)
         candidates = tuning.candidates(m, n, k)
         assert tuning.heuristic(m, n, k) in candidates
-        fits = lambda c, k=k, n=n: hopper.supports(m, n, k, c, with_adapter=True) is None
+        fits = lambda c, k=k, n=n: decode.supports(m, n, k, c, with_adapter=True) is None
         assert any(map(fits, candidates)), (n, k)
 
 
@@ -285,9 +285,9 @@ def test_every_row_of_a_tuned_table_is_accepted_with_an_adapter_and_without(monk
     assert rows
     for (m, n, k), config in rows.items():
         assert m in tuning.TUNED_M
-        assert hopper.supports(m, n, k, config) is None
+        assert decode.supports(m, n, k, config) is None
         with_adapter = fused._config(m, n, k, True)
-        assert hopper.supports(m, n, k, with_adapter, with_adapter=True) is None
+        assert decode.supports(m, n, k, with_adapter, with_adapter=True) is None
 
 
 def test_the_table_of_an_h200_has_the_linears_of_7b_14b_and_32b():

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import nvfp4, runtime
+from pallas_kernels.finished_linear import decode as fused
+from pallas_kernels.finished_linear import epilogue, lora
 from pallas_kernels.mosaic import fragments
-from pallas_kernels.nvfp4_matmul import adapter, epilogue, fused, hopper, layout
-from pallas_kernels.nvfp4_matmul.hopper import Config
+from pallas_kernels.nvfp4_matmul import decode, dense_tile, layout
+from pallas_kernels.nvfp4_matmul.decode import Config
 
 on_cpu = pytest.mark.skipif(runtime.is_hopper(), reason="interprets the kernel, on a CPU")
 EPS = 1e-6
@@ -58,7 +60,7 @@ def assert_rounded(actual, wanted, *, share=0.01):
 def run(m, n, k, config, *, rank, sizes, x=None, bias=None, interpret=True, **options):
     t = nvfp4.random(jax.random.key(7), (n, k), std=k**-0.5)
     parts = branches(k, rank, sizes) if rank else []
-    branch = adapter.pack_branch(parts, 0.5, is_packed=True) if rank else None
+    branch = lora.pack_branch(parts, 0.5, is_packed=True) if rank else None
     x = normal(8, (m, k)) if x is None else x
     y = fused.linear(
         x,
@@ -78,10 +80,11 @@ def run(m, n, k, config, *, rank, sizes, x=None, bias=None, interpret=True, **op
 @pytest.mark.parametrize(("k", "rank"), [(64, 64), (128, 24), (192, 100)])
 def test_a_tile_of_a_comes_back_as_it_was(k, rank):
     a = normal(0, (k, rank))
-    words = adapter.pack(a)
+    words = dense_tile.pack(a)
     assert words.shape == (-(-rank // 64), k // 64, 4, *layout.TILE_SHAPE)
     rows = [
-        jnp.concatenate([adapter.unpack_tile(list(tile)) for tile in row], axis=1) for row in words
+        jnp.concatenate([dense_tile.unpack_tile(list(tile)) for tile in row], axis=1)
+        for row in words
     ]
     np.testing.assert_array_equal(jnp.concatenate(rows)[:rank], a.T)
 
@@ -100,7 +103,7 @@ def test_a_piece_is_in_the_order_of_a_warpgroups_registers():
 @pytest.mark.parametrize("rank", [8, 24, 32, 64, 128])
 def test_a_row_of_b_meets_the_ranks_of_its_own_part_alone(rank, sizes):
     parts = [(jnp.ones((64, rank)), jnp.full((rank, n), i + 1.0)) for i, n in enumerate(sizes)]
-    branch = adapter.pack_branch(parts, 1.0, is_packed=False)
+    branch = lora.pack_branch(parts, 1.0, is_packed=False)
     # Column j of a row of b meets row first + j of u: count what each row of the base picks up.
     filled = [layout.whole(size) for size in sizes]
     ranks = np.zeros((sum(filled), branch.a.shape[0]))
@@ -123,13 +126,13 @@ def test_rows_are_filled_up_to_what_the_kernels_take(m, rows):
 def test_what_a_slot_cannot_hold_is_refused_with_its_reason(monkeypatch):
     config = Config(3, 64, 2, 2)
     reason = "needs K of whole 192s for A and 3 warpgroups; got K = 256"
-    assert hopper.supports(8, 192, 256, config, with_adapter=True) == reason
+    assert decode.supports(8, 192, 256, config, with_adapter=True) == reason
     # Slots of W are made larger for A.
     config = Config(1, 64, 9, 2)
-    assert hopper.supports(128, 128, 256, config) is None
+    assert decode.supports(128, 128, 256, config) is None
     reason = "needs 230400 bytes of shared memory of 229376"
-    monkeypatch.setattr(hopper, "most_shared_bytes", lambda: 229376)
-    assert hopper.supports(128, 128, 256, config, with_adapter=True) == reason
+    monkeypatch.setattr(decode, "most_shared_bytes", lambda: 229376)
+    assert decode.supports(128, 128, 256, config, with_adapter=True) == reason
     assert "whole tiles of 64 rows; got N = 96" in epilogue.supports(8, 96)
 
 
@@ -188,7 +191,7 @@ def test_a_linear_of_any_size_meets_plain_arithmetic(
     t = nvfp4.random(jax.random.key(7), (n, k), std=k**-0.5)
     t = dataclasses.replace(t, global_scale=t.global_scale * scales)
     parts, x = branches(k, rank, sizes) if rank else [], normal(8, (m, k))
-    branch = adapter.pack_branch(parts, 0.5, is_packed=is_packed) if rank else None
+    branch = lora.pack_branch(parts, 0.5, is_packed=is_packed) if rank else None
     w = layout.prepare(t) if is_packed else nvfp4.dequantize(t, jnp.bfloat16)
     y = fused.linear(x, w, bias=bias, branch=branch, config=config, interpret=True)
     if not is_packed:
@@ -214,7 +217,7 @@ def test_what_fills_up_n_and_k_changes_no_bit(rank):
     whole_parts = [(more(a, 128, rank or 1), more(b, rank or 1, 128)) for a, b in parts]
 
     def run(x, t, bias, parts):
-        branch = adapter.pack_branch(parts, 0.5, is_packed=True) if rank else None
+        branch = lora.pack_branch(parts, 0.5, is_packed=True) if rank else None
         w = layout.prepare(t)
         return fused.linear(x, w, bias=bias, branch=branch, config=config, interpret=True)
 
@@ -253,13 +256,13 @@ def test_a_norm_and_a_gate_of_any_width_meet_plain_arithmetic(capfd):
 def test_what_the_next_product_reads_first_is_asked_for_as_that_cuts_it_up(capfd):
     m, k, config, next_config = 8, 512, Config(1, 256, 2, 4), Config(2, 128, 2, 3)
     w, after = (layout.prepare(nvfp4.random(jax.random.key(n), (n, k))) for n in (192, 256))
-    a = adapter.pack(normal(1, (k, 64)))
+    a = dense_tile.pack(normal(1, (k, 64)))
     x = normal(2, (m, k))
-    plain = hopper.product(x, w, config, interpret=True)
-    upcoming = hopper.upcoming(m, after, next_config, a)
-    actual = hopper.product(x, w, config, following=upcoming, interpret=True)
+    plain = decode.product(x, w, config, interpret=True)
+    upcoming = decode.upcoming(m, after, next_config, a)
+    actual = decode.product(x, w, config, following=upcoming, interpret=True)
     np.testing.assert_array_equal(actual.partials, plain.partials)
-    assert upcoming.plan == hopper.product(x, after, next_config, a, interpret=True).plan
+    assert upcoming.plan == decode.product(x, after, next_config, a, interpret=True).plan
     assert "RACE" not in capfd.readouterr().out
 
 

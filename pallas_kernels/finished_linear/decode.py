@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import runtime
-from pallas_kernels.nvfp4_matmul import adapter, epilogue, hopper, layout, tuning
-from pallas_kernels.nvfp4_matmul.adapter import Branch
-from pallas_kernels.nvfp4_matmul.epilogue import Stream
-from pallas_kernels.nvfp4_matmul.hopper import Config, Plan, Sums
+from pallas_kernels.finished_linear import epilogue, lora
+from pallas_kernels.finished_linear.epilogue import Stream
+from pallas_kernels.finished_linear.lora import Branch
+from pallas_kernels.nvfp4_matmul import decode, dense_tile, layout, tuning
+from pallas_kernels.nvfp4_matmul.decode import Config, Plan, Sums
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 
-MAX_M = hopper.MAX_M
+MAX_M = decode.MAX_M
 
 
 def padded(m: int) -> int:
@@ -46,13 +47,13 @@ def supports(
     if not 1 <= m <= MAX_M:
         return f"needs 1 <= M <= {MAX_M}; got M = {m}"
     m, n = padded(m), sum(sizes)
-    ranks = adapter.filled_rank(rank) if rank else 0
+    ranks = lora.filled_rank(rank) if rank else 0
     whole = sum(map(layout.whole, sizes))
     if reason := epilogue.supports(m, whole, rank=ranks, is_swiglu=is_swiglu):
         return reason
     if not is_packed:
         return None
-    return hopper.supports(m, n, k, _config(m, n, k, rank > 0), with_adapter=rank > 0)
+    return decode.supports(m, n, k, _config(m, n, k, rank > 0), with_adapter=rank > 0)
 
 
 def linear(
@@ -77,12 +78,12 @@ def linear(
       w: [N, K], packed for Hopper or dense in bfloat16.
       divisor: what `sliceable` made of a packed w's global scale; None for that itself.
       bias: [N].
-      branch: from `adapter.pack_branch`.
+      branch: from `lora.pack_branch`.
       eps: of the norm, if x is a stream.
       residual: a stream to which y is added, and the float32 [N] scale of the norm after it.
       is_swiglu: whether y is gate and up, of which silu(gate) * up is wanted.
       config: of the packed product; None for the tuned one.
-      following: weight and branch of the linear after this one, for `hopper.Upcoming`.
+      following: weight and branch of the linear after this one, for `nvfp4_matmul.decode.Upcoming`.
       interpret: run on a CPU, and report data races.
 
     Returns:
@@ -94,7 +95,7 @@ def linear(
         a = None if branch is None else branch.a
         config = config or _config(len(values), *w.shape, branch is not None)
         upcoming = None if following is None else _upcoming(len(values), *following)
-        sums = hopper.product(values, w, config, a, upcoming, interpret=interpret)
+        sums = decode.product(values, w, config, a, upcoming, interpret=interpret)
         divisor = w.global_scale if divisor is None else divisor
     else:
         sums = _dense_product(values, w, branch)
@@ -158,22 +159,22 @@ def _dense_product(x: jax.Array, w: jax.Array, branch: Branch | None) -> Sums:
     return Sums(rows, Plan(tiles, 1, tiles), TILE, None if branch is None else times(branch.a))
 
 
-def _upcoming(m: int, w: HopperNVFP4 | jax.Array, branch: Branch | None) -> hopper.Upcoming | None:
+def _upcoming(m: int, w: HopperNVFP4 | jax.Array, branch: Branch | None) -> decode.Upcoming | None:
     if not isinstance(w, HopperNVFP4):
         return None
     config = _config(m, *w.shape, branch is not None)
-    return hopper.upcoming(m, w, config, None if branch is None else branch.a)
+    return decode.upcoming(m, w, config, None if branch is None else branch.a)
 
 
 def _config(m: int, n: int, k: int, with_branch: bool) -> Config:
     config = tuning.pick_config(m, n, k)
     if not with_branch:
         return config
-    fits = lambda c: hopper.supports(m, n, k, c, with_adapter=True) is None
+    fits = lambda c: decode.supports(m, n, k, c, with_adapter=True) is None
     # Where one warpgroup's slot is too narrow for A, two share a block.
     two = dataclasses.replace(config, warpgroups=2, blocks=-(-config.blocks // 2))
     for choice in (config, two):
-        if adapter.is_as_wide(choice.warpgroups, choice.step) and fits(choice):
+        if dense_tile.is_as_wide(choice.warpgroups, choice.step) and fits(choice):
             return choice
     # Else slots are made larger, of which there may then be room for fewer.
     row_tiles, steps = layout.tiles(n), layout.whole(k) // config.step

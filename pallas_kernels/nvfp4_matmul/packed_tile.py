@@ -86,7 +86,7 @@ def convert(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def load_plain(*pieces: jax.Ref) -> jax.Array:
-    """Brings a tile of `adapter` to registers: four int32 refs [3, 192] -> bfloat16 [64, 64]."""
+    """Brings a tile of `dense_tile` to registers: four int32 refs [3, 192] -> bfloat16 [64, 64]."""
     arg_types = (plgpu.RefType(),) * 4
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=_DECODED)(_emit_load_plain)(*pieces)
 

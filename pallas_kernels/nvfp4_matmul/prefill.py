@@ -1,6 +1,6 @@
 """The products for many rows of x (prefill, training) on Hopper, y and dX, in Pallas Mosaic GPU.
 
-As in `hopper`, W is the operand that `wgmma` takes from registers and x^T the one from shared memory,
+As in `decode`, W is the operand that `wgmma` takes from registers and x^T the one from shared memory,
 so that a weight is unpacked in the tile that needs it and nowhere else: y^T = W x^T. A block sums a
 tile of `64 * warpgroups` rows of W by `rows` rows of x over all of K, scales it, and leaves it
 transposed in shared memory, from where a bulk copy takes it to y while the next tile is summed.
@@ -45,7 +45,7 @@ from jax import lax
 
 from pallas_kernels import linear, runtime
 from pallas_kernels.formats.rounding import rounded
-from pallas_kernels.nvfp4_matmul import hopper, layout
+from pallas_kernels.nvfp4_matmul import decode, layout
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 
 MAX_ROWS = 256
@@ -158,7 +158,7 @@ def supports(
     if sizes and layout.tiles(summed) < (least := config.stages - 1):
         return f"needs {names[1]} of {least * TILE} or more; got {names[1]} = {summed}"
     used = shared_bytes(config, backward=backward, has_epilogue=bool(sizes))
-    if used > (most := hopper.most_shared_bytes()):
+    if used > (most := decode.most_shared_bytes()):
         return f"needs {used} bytes of shared memory of {most}"
     return None
 
@@ -184,7 +184,7 @@ def pick_config(
     is_large = best.rows == MAX_ROWS and m >= 1024 and best.split == 1 and not backward
     pairs = is_large and all(rows % (2 * TILE * warpgroups) == 0 for rows in (outputs, *sizes))
     bytes_of = functools.partial(shared_bytes, backward=backward, has_epilogue=bool(sizes))
-    most_bytes = hopper.most_shared_bytes()
+    most_bytes = decode.most_shared_bytes()
     fits = lambda stages: bytes_of(dataclasses.replace(best, stages=stages)) <= most_bytes
     most = 8 if best.producer else 7
     if sizes:
@@ -335,7 +335,7 @@ def _multiply(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from pallas_kernels.mosaic import registers
-    from pallas_kernels.nvfp4_matmul import decoder
+    from pallas_kernels.nvfp4_matmul import packed_tile
 
     rows, warpgroups, stages = config.rows, config.warpgroups, config.stages
     cluster, producer = config.cluster, config.producer
@@ -440,7 +440,7 @@ def _multiply(
                 plgpu.barrier_wait(full.at[slot])
             with jax.named_scope("decode"):
                 tile = w_smem.at[slot, group]
-                a = decoder.decode_words(tile[...]) if interpret else decoder.decode(tile)
+                a = packed_tile.decode_words(tile[...]) if interpret else packed_tile.decode(tile)
                 if not in_memory:
                     return a
                 # All warps have come back from the product that read it last.
