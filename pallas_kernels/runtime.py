@@ -5,7 +5,7 @@ import functools
 import importlib.util
 import os
 import pathlib
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 
@@ -201,16 +201,6 @@ def checks_kernels() -> bool:
     found. Checks cost a visit to the host for each launch: they are for finding a mistake, not for runs.
     """
     return os.environ.get("PALLAS_KERNELS_CHECK", "0") not in ("", "0")
-
-
-def interpret_params() -> Any:
-    """Value of `interpret` that runs a Mosaic GPU kernel on a CPU and reports data races.
-
-    `interpret=True` does not serve: it fails on TMA copies.
-    """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    return plgpu.InterpretGPUParams(detect_races=True)
 
 
 def memory_stats() -> dict[str, int] | None:

@@ -302,7 +302,7 @@ def _launch(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from pallas_kernels.mosaic import collectives
+    from pallas_kernels.mosaic import collectives, launch
 
     layers, pages, key_heads, _, head_size = keys.shape
     rows = cut.rows
@@ -681,7 +681,7 @@ def _launch(
             approx_math=True,
             reduction_scratch_bytes=0,
         ),
-        interpret=runtime.interpret_params() if interpret else None,
+        interpret=launch.INTERPRETED if interpret else None,
         kernel_name="decode_attention_sm90",
     )(qkv, cos, sin, layer, plan, *caches)
     keys, values = (jax.freeze(ref).reshape(keys.shape) for ref in caches)

@@ -26,7 +26,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import runtime
 from pallas_kernels.finished_linear.lora import Branch
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.decode import Sums, most_shared_bytes
@@ -132,7 +131,7 @@ def finish(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from pallas_kernels.mosaic import fragments, registers, transposed
+    from pallas_kernels.mosaic import fragments, launch, registers, transposed
 
     most_parts, n, m = sums.size
     rank = 0 if branch is None else branch.rank
@@ -296,7 +295,7 @@ def finish(
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
-        interpret=runtime.interpret_params() if interpret else None,
+        interpret=launch.INTERPRETED if interpret else None,
         kernel_name=f"nvfp4_epilogue_sm90_{n}",
     )(*operands.values())
     return results[0] if residual is None else Stream(*results, len(residual[1]))

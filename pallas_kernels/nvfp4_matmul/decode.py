@@ -120,6 +120,25 @@ def _quotient(a, b):
 
 
 @dataclasses.dataclass(frozen=True)
+class Beside:
+    """How the last blocks of the grid multiply x with A.
+
+    Attributes:
+      tiles: of 64 ranks.
+      units: of columns, which fill a slot each.
+      shares: blocks that share a tile.
+      width: columns of a unit.
+      pieces: of A in a slot for each warpgroup, see `dense_tile`.
+    """
+
+    tiles: int
+    units: int
+    shares: int
+    width: int
+    pieces: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Upcoming:
     """A product that starts soon after another one.
 
@@ -285,226 +304,20 @@ def _launch(
     interpret: bool,
 ) -> Sums:
     # Half a second that only those pay who come here.
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from pallas_kernels.nvfp4_matmul import decode_kernel
 
-    from pallas_kernels.mosaic import fragments
-    from pallas_kernels.nvfp4_matmul import packed_tile
-
-    m, n = x.shape[0], w.words.shape[0] * TILE
-    warpgroups, step, stages = config.warpgroups, config.step, config.stages
-    chunks = depth = step // TILE
-    swizzled = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
-    plan, shares = _cut(m, w, config, a_words)
-    operands, blocks = {"x": x, "w": w.words}, plan.blocks
+    plan, shares = _cut(len(x), w, config, a_words)
+    a = None
     if a_words is not None:
-        operands["a"] = a_words = dense_tile.in_units(a_words, warpgroups, step)
-        width = dense_tile.width(w.shape[1], warpgroups, step)
-        each = a_words.shape[3]
-        blocks += len(a_words) * shares
-        depth = max(depth, each)
-    if following is not None:
-        operands["following"] = following.words
-
-    def kernel(*refs):
-        gmem, refs = dict(zip(operands, refs, strict=False)), refs[len(operands) :]
-        if a_words is None:
-            out_gmem, x_smem, w_smem, full, empty, *decoded_smem = refs
-        else:
-            out_gmem, u_gmem, x_union, w_smem, full, empty, *decoded_smem = refs
-            x_smem, xa_smem = x_union
-        block, group = lax.axis_index("block"), lax.axis_index("warpgroup")
-
-        def fetch_words(words, slot, count):
-            # What lies in one piece needs no tensor map, which would itself come from memory first.
-            for i in range(warpgroups):
-                of_group = w_smem.at[slot, i]
-                plgpu.copy_gmem_to_smem(
-                    words(i),
-                    of_group if count == depth else of_group.at[pl.ds(0, count)],
-                    full.at[slot],
-                    oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-                )
-
-        def ask_for_following():
-            there, high, wide = (
-                following.plan,
-                following.config.warpgroups,
-                following.config.step // TILE,
-            )
-
-            @pl.loop(block, there.blocks, step=plan.blocks)
-            def _(reader):
-                tile, at = there.place(there.start(reader))
-                first = gmem["following"].at[pl.ds(tile * high, high), pl.ds(at * wide, wide)]
-                plgpu.async_prefetch(first)
-
-        def decoded(tile, loaded):
-            if not interpret:
-                return packed_tile.convert(*loaded)
-            # Interpreted `wgmma` takes no operand from registers.
-            a = decoded_smem[0].at[group]
-            a[...] = packed_tile.decode_words(tile[...])
-            plgpu.commit_smem()
-            return a
-
-        def base():
-            start, stop = plan.start(block), plan.start(block + 1)
-
-            def slot_of(unit):
-                return lax.rem(unit - start, stages)
-
-            def fetch(unit):
-                slot = slot_of(unit)
-                tile, at = plan.place(unit)
-                columns = pl.ds(at * chunks, chunks)
-                fetch_words(lambda i: gmem["w"].at[tile * warpgroups + i, columns], slot, chunks)
-                plgpu.copy_gmem_to_smem(
-                    gmem["x"].at[:, pl.ds(at * step, step)], x_smem.at[slot], full.at[slot]
-                )
-
-            def multiply(unit, acc):
-                slot = slot_of(unit)
-                # What goes into the slot of the unit before this one.
-                ahead = unit - 1 + stages
-                previous = empty.at[slot_of(ahead)]
-                is_refilled = (unit > start) & (ahead < stop)
-                tiles = [w_smem.at[slot, group, chunk] for chunk in range(chunks)]
-                load = (lambda tile: None) if interpret else packed_tile.load
-                with jax.named_scope("load"):
-                    plgpu.barrier_wait(full.at[slot])
-                    loaded = load(tiles[0])
-                for chunk, tile in enumerate(tiles):
-                    # The next tile is on its way while this one is decoded.
-                    following = load(tiles[chunk + 1]) if chunk + 1 < chunks else None
-                    with jax.named_scope("decode"):
-                        a = decoded(tile, loaded)
-                    with jax.named_scope("mma"):
-                        plgpu.wgmma(acc, a, x_smem.at[slot, :, pl.ds(chunk * TILE, TILE)].T)
-                        # One product runs while the next tile is decoded.
-                        plgpu.wgmma_wait(0 if interpret else 1)
-                    loaded = following
-                    if chunk == 0:
-                        pl.when(is_refilled)(lambda: plgpu.barrier_arrive(previous))
-
-                @pl.when((group == 0) & is_refilled)
-                def _refill():
-                    plgpu.barrier_wait(previous)
-                    fetch(ahead)
-
-                # ptxas does not see across the loop's edge that registers are being read: without
-                # this the next tile overwrote them (seen with steps of 64).
-                plgpu.wgmma_wait(0)
-
-            @pl.when(group == 0)
-            def _fill():
-                for stage in range(stages):
-                    pl.when(start + stage < stop)(lambda unit=start + stage: fetch(unit))
-
-            first_tile, last_tile = lax.div(start, plan.steps), lax.div(stop - 1, plan.steps)
-
-            @pl.loop(first_tile, last_tile + 1)
-            def _tiles(tile):
-                first = lax.max(start, tile * plan.steps)
-                last = lax.min(stop, (tile + 1) * plan.steps)
-
-                def sum_over_columns(acc):
-                    pl.loop(first, last)(lambda unit: multiply(unit, acc))
-                    return acc[...]
-
-                total = pl.run_scoped(sum_over_columns, plgpu.ACC((TILE, m), jnp.float32))
-                if following is not None:
-                    pl.when((group == 0) & (tile == last_tile))(ask_for_following)
-                with jax.named_scope("store"):
-                    part, row_tile = block - plan.first_block(tile), tile * warpgroups + group
-                    fragments.store(total, out_gmem.at[part, row_tile], interpret=interpret)
-
-        def branch():
-            tile, share = lax.div(block - plan.blocks, shares), lax.rem(block - plan.blocks, shares)
-            steps = a_words.shape[1]
-            start, stop = (lax.div((share + i) * steps, shares) for i in range(2))
-            # Where a unit has fewer tiles of A than there are warpgroups, some do the same.
-            mine = lax.rem(group, width // TILE)
-            places = [4 * mine + i for i in range(4)]
-
-            def fetch(unit):
-                slot = lax.rem(unit - start, stages)
-                fetch_words(lambda i: gmem["a"].at[tile, unit, i], slot, each)
-                plgpu.copy_gmem_to_smem(
-                    gmem["x"].at[:, pl.ds(unit * width, width)], xa_smem.at[slot], full.at[slot]
-                )
-
-            def sum_over_columns(acc):
-                @pl.loop(start, stop)
-                def _(unit):
-                    slot = lax.rem(unit - start, stages)
-                    plgpu.barrier_wait(full.at[slot])
-                    words = [w_smem.at[slot, lax.div(i, each), lax.rem(i, each)] for i in places]
-                    if interpret:
-                        a = decoded_smem[0].at[group]
-                        a[...] = dense_tile.unpack_tile([ref[...] for ref in words])
-                        plgpu.commit_smem()
-                    else:
-                        a = packed_tile.load_plain(*words)
-                    plgpu.wgmma(acc, a, xa_smem.at[slot, :, pl.ds(mine * TILE, TILE)].T)
-                    plgpu.wgmma_wait(0)
-
-                    @pl.when(unit + stages < stop)
-                    def _refill():
-                        plgpu.barrier_arrive(empty.at[slot])
-
-                        @pl.when(group == 0)
-                        def _():
-                            plgpu.barrier_wait(empty.at[slot])
-                            fetch(unit + stages)
-
-                return acc[...]
-
-            @pl.when(group == 0)
-            def _fill():
-                for stage in range(stages):
-                    pl.when(start + stage < stop)(lambda unit=start + stage: fetch(unit))
-
-            total = pl.run_scoped(sum_over_columns, plgpu.ACC((TILE, m), jnp.float32))
-
-            @pl.when(group < width // TILE)
-            def _store():
-                part = share * (width // TILE) + group
-                fragments.store(total, u_gmem.at[part, tile], interpret=interpret)
-
-        if a_words is None:
-            base()
-        else:
-            pl.when(block < plan.blocks)(base)
-            pl.when(block >= plan.blocks)(branch)
-
-    x_slots = lambda columns: plgpu.SMEM((stages, m, columns), jnp.bfloat16, transforms=swizzled)
-    x_type = x_slots(step)
-    in_parts = lambda parts, n: jax.ShapeDtypeStruct((parts, *fragments.shape(n, m)), jnp.float32)
-    out_type = [in_parts(plan.most_parts, n)]
-    if a_words is not None:
-        x_type = plgpu.RefUnion(x_type, x_slots(width))
-        parts, ranks = shares * width // TILE, len(a_words) * TILE
-        out_type.append(in_parts(parts, ranks))
-    decoded_type = plgpu.SMEM((warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled)
-    partials, *rest = plgpu.kernel(
-        kernel,
-        out_type=tuple(out_type),
-        grid=(blocks,),
-        grid_names=("block",),
-        num_threads=warpgroups,
-        thread_name="warpgroup",
-        scratch_types=(
-            x_type,
-            plgpu.SMEM((stages, warpgroups, depth, *layout.TILE_SHAPE), jnp.int32),
-            plgpu.Barrier(num_arrivals=warpgroups + 1, num_barriers=stages),
-            plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-            *([decoded_type] if interpret else []),
-        ),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        interpret=runtime.interpret_params() if interpret else None,
-        kernel_name=f"nvfp4_matmul_sm90_{n}x{w.shape[1]}",
-    )(*operands.values())
-    return Sums(partials, plan, TILE * warpgroups, rest[0] if rest else None)
+        a_words = dense_tile.in_units(a_words, config.warpgroups, config.step)
+        tiles, units, _, pieces = a_words.shape[:4]
+        width = dense_tile.width(w.shape[1], config.warpgroups, config.step)
+        a = Beside(tiles, units, shares, width, pieces)
+    partials, adapter = decode_kernel.launch(
+        x,
+        w.words,
+        a_words,
+        decode_kernel.Problem(config, plan, a, following, interpret),
+        name=f"nvfp4_matmul_sm90_{len(w.words) * TILE}x{w.shape[1]}",
+    )
+    return Sums(partials, plan, TILE * config.warpgroups, adapter)

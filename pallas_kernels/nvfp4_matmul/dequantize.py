@@ -16,7 +16,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import layout
@@ -108,79 +107,10 @@ def _dot(x: jax.Array, codes: jax.Array, *, contract: int) -> jax.Array:
 
 def _unpack(words: jax.Array, config: Config, interpret: bool) -> jax.Array:
     # Half a second that only those pay who come here.
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from pallas_kernels.nvfp4_matmul import dequantize_kernel
 
-    from pallas_kernels.nvfp4_matmul import packed_tile
-
-    row_tiles, column_tiles = words.shape[:2]
-    step, stages = config.step, config.stages
-    chunks = step // TILE
-    steps = column_tiles // chunks
-    units = row_tiles * steps
+    steps = words.shape[1] // (config.step // TILE)
     # Four for each processor, measured on an H200.
-    blocks = min(config.blocks or 4 * runtime.device().processors, units)
-
-    def kernel(w_gmem, out_gmem, w_smem, out_smem, full):
-        block = lax.axis_index("block")
-        turns = lax.div(units - block + blocks - 1, blocks)
-
-        def place(turn):
-            unit = block + turn * blocks
-            return lax.div(unit, steps), lax.rem(unit, steps)
-
-        def fetch(turn):
-            (row, column), slot = place(turn), lax.rem(turn, stages)
-            plgpu.copy_gmem_to_smem(
-                w_gmem.at[row, pl.ds(column * chunks, chunks)], w_smem.at[slot], full.at[slot]
-            )
-
-        for stage in range(stages):
-            pl.when(stage < turns)(lambda stage=stage: fetch(jnp.int32(stage)))
-
-        @pl.loop(0, turns)
-        def _units(turn):
-            (row, column), slot = place(turn), lax.rem(turn, stages)
-            result = out_smem.at[lax.rem(turn, 2)]
-            with jax.named_scope("load"):
-                plgpu.barrier_wait(full.at[slot])
-                # The copy before the last one came out of the slot that is written next.
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            with jax.named_scope("decode"):
-                for chunk in range(chunks):
-                    tile = w_smem.at[slot, chunk]
-                    values = (
-                        packed_tile.decode_words(tile[...])
-                        if interpret
-                        else packed_tile.decode(tile)
-                    )
-                    # A power of two: exact.
-                    values *= jnp.bfloat16(1 / layout.DECODED_SCALE)
-                    result[:, pl.ds(chunk * TILE, TILE)] = values
-            with jax.named_scope("store"):
-                # All threads have read and written, so both slots may go on.
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    result, out_gmem.at[pl.ds(row * TILE, TILE), pl.ds(column * step, step)]
-                )
-            pl.when(turn + stages < turns)(lambda: fetch(turn + stages))
-
-        plgpu.wait_smem_to_gmem(0)
-
-    swizzled = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
-    return plgpu.kernel(
-        kernel,
-        out_type=jax.ShapeDtypeStruct((row_tiles * TILE, column_tiles * TILE), jnp.bfloat16),
-        grid=(blocks,),
-        grid_names=("block",),
-        scratch_types=(
-            plgpu.SMEM((stages, chunks, *layout.TILE_SHAPE), jnp.int32),
-            plgpu.SMEM((2, TILE, step), jnp.bfloat16, transforms=swizzled),
-            plgpu.Barrier(num_arrivals=1, num_barriers=stages),
-        ),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        interpret=runtime.interpret_params() if interpret else None,
-        kernel_name="nvfp4_dequantize_sm90",
-    )(words)
+    blocks = config.blocks or 4 * runtime.device().processors
+    blocks = min(blocks, len(words) * steps)
+    return dequantize_kernel.launch(words, config.step, config.stages, blocks, interpret=interpret)

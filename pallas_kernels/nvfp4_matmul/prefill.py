@@ -334,7 +334,7 @@ def _multiply(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from pallas_kernels.mosaic import registers
+    from pallas_kernels.mosaic import launch, registers
     from pallas_kernels.nvfp4_matmul import packed_tile
 
     rows, warpgroups, stages = config.rows, config.warpgroups, config.stages
@@ -638,7 +638,7 @@ def _multiply(
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
-        interpret=runtime.interpret_params() if interpret else None,
+        interpret=launch.INTERPRETED if interpret else None,
         kernel_name="nvfp4_wide_dx_sm90" if backward else "nvfp4_wide_matmul_sm90",
     )(*operands.values())
     if not shared:

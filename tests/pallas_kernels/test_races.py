@@ -8,6 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import runtime
+from pallas_kernels.mosaic import launch
 
 
 @pytest.mark.skipif(runtime.is_hopper(), reason="interprets the kernel, on a CPU")
@@ -32,7 +33,7 @@ def test_a_race_is_reported_and_only_a_race(capfd, is_guarded):
             num_threads=2,
             thread_name="warpgroup",
             scratch_types=(plgpu.SMEM((128,), jnp.float32), plgpu.Barrier()),
-            interpret=runtime.interpret_params(),
+            interpret=launch.INTERPRETED,
         )()
     )
     assert ("RACE" in capfd.readouterr().out) == (not is_guarded)

@@ -1,0 +1,67 @@
+"""Starts of kernels whose references have names."""
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# How `wgmma` wants a matrix in shared memory, 64 columns of 16 bits in a row of 128 bytes.
+SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+# Runs a kernel on a CPU and reports data races. `interpret=True` does not serve: it fails on TMA copies.
+INTERPRETED = plgpu.InterpretGPUParams(detect_races=True)
+
+
+def launch(
+    body: Callable[[types.SimpleNamespace], None],
+    operands: Mapping[str, jax.Array | None],
+    results: Mapping[str, jax.ShapeDtypeStruct | None],
+    scratch: Mapping[str, Any],
+    *,
+    name: str,
+    interpret: bool,
+    options: Mapping[str, Any] | None = None,
+    **mesh: Any,
+) -> dict[str, jax.Array]:
+    """Starts a kernel.
+
+    Args:
+      body: takes the references of operands, results and scratch by their names; of those that are None it
+        finds None.
+      operands: in the order of the kernel's parameters.
+      results: shapes and types, in that order.
+      scratch: what a block has of shared memory and barriers, in the order in which it lies there.
+      name: for profiles.
+      interpret: run on a CPU, and report data races.
+      options: of the compiler, more than those that all kernels have.
+      **mesh: grid, cluster and threads, as `plgpu.kernel` takes them.
+
+    Returns:
+      The results that are not None, by name.
+    """
+    parts = operands, results, scratch
+    absent = {key: None for part in parts for key, value in part.items() if value is None}
+    operands, results, scratch = (
+        {key: value for key, value in part.items() if value is not None} for part in parts
+    )
+
+    def kernel(*refs):
+        names = [*operands, *results, *scratch]
+        body(types.SimpleNamespace(**absent, **dict(zip(names, refs, strict=True))))
+
+    outs = plgpu.kernel(
+        kernel,
+        out_type=tuple(results.values()),
+        scratch_types=tuple(scratch.values()),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=True,
+            **options or {},
+        ),
+        interpret=INTERPRETED if interpret else None,
+        kernel_name=name,
+        **mesh,
+    )(*operands.values())
+    return dict(zip(results, outs, strict=True))

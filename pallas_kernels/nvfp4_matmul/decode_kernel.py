@@ -1,0 +1,321 @@
+"""The kernel of `decode`, in phases: each is a method of what a warpgroup knows of its block's work."""
+
+import dataclasses
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import fragments
+from pallas_kernels.mosaic import launch as mosaic
+from pallas_kernels.mosaic.ring import Ring
+from pallas_kernels.nvfp4_matmul import dense_tile, layout, packed_tile
+from pallas_kernels.nvfp4_matmul.decode import Beside, Config, Plan, Upcoming
+from pallas_kernels.nvfp4_matmul.layout import TILE
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is known of a product before it starts.
+
+    Attributes:
+      config: how it is cut up.
+      plan: which of the first blocks does what.
+      a: what the blocks after those do; None without A.
+      following: the product whose first words are asked for; or None.
+      interpret: whether this runs on a CPU.
+    """
+
+    config: Config
+    plan: Plan
+    a: Beside | None
+    following: Upcoming | None
+    interpret: bool
+
+    @property
+    def blocks(self) -> int:
+        """All of the grid."""
+        return self.plan.blocks + (self.a.tiles * self.a.shares if self.a else 0)
+
+    @property
+    def chunks(self) -> int:
+        """Tiles of W in a slot for each warpgroup."""
+        return self.config.step // TILE
+
+    @property
+    def depth(self) -> int:
+        """Tiles of W that a slot has room for."""
+        return max(self.chunks, self.a.pieces) if self.a else self.chunks
+
+
+def launch(
+    x: jax.Array, words: jax.Array, a_words: jax.Array | None, problem: Problem, *, name: str
+) -> tuple[jax.Array, jax.Array | None]:
+    """Starts the kernel.
+
+    Args:
+      x: bfloat16 [M, K], both filled up.
+      words: of W, int32 [N / 64, K / 64, 3, 192].
+      a_words: of A, from `dense_tile.in_units`; or None.
+      problem: how they are cut up.
+      name: of the kernel.
+
+    Returns:
+      `partials` and `adapter` of `decode.Sums`.
+    """
+    config, a, m = problem.config, problem.a, len(x)
+    warpgroups, stages = config.warpgroups, config.stages
+
+    def sums(parts: int, n: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((parts, *fragments.shape(n, m)), jnp.float32)
+
+    def slots_of_x(columns: int) -> plgpu.SMEM:
+        return plgpu.SMEM((stages, m, columns), jnp.bfloat16, transforms=mosaic.SWIZZLED)
+
+    x_slots = slots_of_x(config.step)
+    decoded = plgpu.SMEM((warpgroups, TILE, TILE), jnp.bfloat16, transforms=mosaic.SWIZZLED)
+    results = mosaic.launch(
+        functools.partial(_kernel, problem=problem),
+        {
+            "x": x,
+            "w": words,
+            "a": a_words,
+            "following": problem.following and problem.following.words,
+        },
+        {
+            "sums": sums(problem.plan.most_parts, len(words) * TILE),
+            "xa": a and sums(a.shares * a.width // TILE, a.tiles * TILE),
+        },
+        {
+            "x_slots": plgpu.RefUnion(x_slots, slots_of_x(a.width)) if a else x_slots,
+            "w_slots": plgpu.SMEM(
+                (stages, warpgroups, problem.depth, *layout.TILE_SHAPE), jnp.int32
+            ),
+            "full": plgpu.Barrier(num_arrivals=warpgroups + 1, num_barriers=stages),
+            "empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            "decoded": decoded if problem.interpret else None,
+        },
+        name=name,
+        interpret=problem.interpret,
+        grid=(problem.blocks,),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+    )
+    return results["sums"], results.get("xa")
+
+
+def _kernel(refs: types.SimpleNamespace, *, problem: Problem) -> None:
+    block = _Block(problem, refs, lax.axis_index("block"), lax.axis_index("warpgroup"))
+    if problem.a is None:
+        block.multiply_w()
+        return
+    pl.when(block.number < problem.plan.blocks)(block.multiply_w)
+    pl.when(block.number >= problem.plan.blocks)(block.multiply_a)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """A block's work as one of its warpgroups sees it.
+
+    Attributes:
+      problem: what all blocks know.
+      refs: operands, results and scratch of `launch`.
+      number: of the block.
+      group: of the warpgroup.
+    """
+
+    problem: Problem
+    refs: types.SimpleNamespace
+    number: jax.Array
+    group: jax.Array
+
+    @property
+    def rows(self) -> int:
+        """M."""
+        return self.refs.x.shape[0]
+
+    def multiply_w(self) -> None:
+        """A block's run of units, tile by tile."""
+        plan = self.problem.plan
+        start, stop = plan.start(self.number), plan.start(self.number + 1)
+        empty = self.refs.empty
+        ring = Ring(self.problem.config.stages, self._copy_unit, self.refs.full, empty, start, stop)
+        pl.when(self.group == 0)(ring.fill)
+        first_tile, last_tile = lax.div(start, plan.steps), lax.div(stop - 1, plan.steps)
+
+        @pl.loop(first_tile, last_tile + 1)
+        def _tiles(tile):
+            first = lax.max(start, tile * plan.steps)
+            last = lax.min(stop, (tile + 1) * plan.steps)
+
+            def sum_over_columns(acc):
+                pl.loop(first, last)(lambda unit: self._multiply_unit(ring, unit, acc))
+                return acc[...]
+
+            total = self._summed(sum_over_columns)
+            if self.problem.following is not None:
+                pl.when((self.group == 0) & (tile == last_tile))(self._ask_for_following)
+            with jax.named_scope("store"):
+                part = self.number - plan.first_block(tile)
+                row_tile = tile * self.problem.config.warpgroups + self.group
+                self._store(total, self.refs.sums.at[part, row_tile])
+
+    def _copy_unit(self, unit: jax.Array, slot: jax.Array) -> None:
+        """Starts the copies of a unit of W and x."""
+        config, refs = self.problem.config, self.refs
+        tile, at = self.problem.plan.place(unit)
+        chunks, warpgroups = self.problem.chunks, config.warpgroups
+        columns = pl.ds(at * chunks, chunks)
+        self._copy_words(lambda i: refs.w.at[tile * warpgroups + i, columns], slot, chunks)
+        columns = pl.ds(at * config.step, config.step)
+        plgpu.copy_gmem_to_smem(refs.x.at[:, columns], self._x_slots.at[slot], refs.full.at[slot])
+
+    def _multiply_unit(self, ring: Ring, unit: jax.Array, acc: jax.Ref) -> None:
+        """Adds the product of a unit, and sees to it that the slot of the unit before is filled again."""
+        slot, chunks = ring.slot(unit), self.problem.chunks
+        # What goes into the slot of the unit before this one.
+        ahead = unit - 1 + ring.stages
+        previous = ring.slot(ahead)
+        is_refilled = (unit > ring.first) & (ahead < ring.end)
+        tiles = [self.refs.w_slots.at[slot, self.group, chunk] for chunk in range(chunks)]
+        load = (lambda tile: None) if self.problem.interpret else packed_tile.load
+        with jax.named_scope("load"):
+            ring.wait(slot)
+            loaded = load(tiles[0])
+        for chunk, tile in enumerate(tiles):
+            # The next tile is on its way while this one is decoded.
+            following = load(tiles[chunk + 1]) if chunk + 1 < chunks else None
+            with jax.named_scope("decode"):
+                w = self._decoded(tile, loaded)
+            with jax.named_scope("mma"):
+                x = self._x_slots.at[slot, :, pl.ds(chunk * TILE, TILE)]
+                plgpu.wgmma(acc, w, x.T)
+                # One product runs while the next tile is decoded.
+                plgpu.wgmma_wait(0 if self.problem.interpret else 1)
+            loaded = following
+            if chunk == 0:
+                pl.when(is_refilled)(lambda: ring.leave(previous))
+        pl.when((self.group == 0) & is_refilled)(lambda: ring.refill(previous, ahead))
+        # ptxas does not see across the loop's edge that registers are being read: without
+        # this the next tile overwrote them (seen with steps of 64).
+        plgpu.wgmma_wait(0)
+
+    def _decoded(self, tile: jax.Ref, loaded: tuple[jax.Array, ...] | None) -> jax.Array | jax.Ref:
+        """A tile as `wgmma` takes it first."""
+        if not self.problem.interpret:
+            return packed_tile.convert(*loaded)
+        return self._in_memory(packed_tile.decode_words(tile[...]))
+
+    def _ask_for_following(self) -> None:
+        """Asks the L2 cache for what blocks of the next product read first."""
+        following, words = self.problem.following, self.refs.following
+        plan = following.plan
+        high, wide = following.config.warpgroups, following.config.step // TILE
+
+        @pl.loop(self.number, plan.blocks, step=self.problem.plan.blocks)
+        def _(reader):
+            tile, at = plan.place(plan.start(reader))
+            plgpu.async_prefetch(words.at[pl.ds(tile * high, high), pl.ds(at * wide, wide)])
+
+    def multiply_a(self) -> None:
+        """A block's share of a tile of A."""
+        a = self.problem.a
+        number = self.number - self.problem.plan.blocks
+        tile, share = lax.div(number, a.shares), lax.rem(number, a.shares)
+        start, stop = (lax.div((share + i) * a.units, a.shares) for i in range(2))
+        # Where a unit has fewer tiles of A than there are warpgroups, some do the same.
+        mine = lax.rem(self.group, a.width // TILE)
+        places = [4 * mine + i for i in range(4)]
+        copy = functools.partial(self._copy_unit_of_a, tile)
+        empty = self.refs.empty
+        ring = Ring(self.problem.config.stages, copy, self.refs.full, empty, start, stop)
+        pl.when(self.group == 0)(ring.fill)
+
+        def sum_over_columns(acc):
+            pl.loop(start, stop)(
+                lambda unit: self._multiply_unit_of_a(ring, unit, mine, places, acc)
+            )
+            return acc[...]
+
+        total = self._summed(sum_over_columns)
+
+        @pl.when(self.group < a.width // TILE)
+        def _():
+            part = share * (a.width // TILE) + self.group
+            self._store(total, self.refs.xa.at[part, tile])
+
+    def _copy_unit_of_a(self, tile: jax.Array, unit: jax.Array, slot: jax.Array) -> None:
+        """Starts the copies of a unit of A and x."""
+        a, refs = self.problem.a, self.refs
+        self._copy_words(lambda i: refs.a.at[tile, unit, i], slot, a.pieces)
+        columns = pl.ds(unit * a.width, a.width)
+        plgpu.copy_gmem_to_smem(
+            refs.x.at[:, columns], self._x_slots_of_a.at[slot], refs.full.at[slot]
+        )
+
+    def _multiply_unit_of_a(
+        self, ring: Ring, unit: jax.Array, tile: jax.Array, places: list[jax.Array], acc: jax.Ref
+    ) -> None:
+        """Adds the product of one tile of a unit of A, and sees to it that the slot is filled again.
+
+        Args:
+          ring: of units.
+          unit: which.
+          tile: which of the unit's tiles of columns.
+          places: the four pieces of that tile, among all of the unit.
+          acc: sums [64, M].
+        """
+        slot, each = ring.slot(unit), self.problem.a.pieces
+        ring.wait(slot)
+        words = [self.refs.w_slots.at[slot, lax.div(i, each), lax.rem(i, each)] for i in places]
+        if self.problem.interpret:
+            of_a = self._in_memory(dense_tile.unpack_tile([ref[...] for ref in words]))
+        else:
+            of_a = packed_tile.load_plain(*words)
+        x = self._x_slots_of_a.at[slot, :, pl.ds(tile * TILE, TILE)]
+        plgpu.wgmma(acc, of_a, x.T)
+        plgpu.wgmma_wait(0)
+
+        @pl.when(unit + ring.stages < ring.end)
+        def _refill():
+            ring.leave(slot)
+            pl.when(self.group == 0)(lambda: ring.refill(slot, unit + ring.stages))
+
+    @property
+    def _x_slots(self) -> jax.Ref:
+        return self.refs.x_slots if self.problem.a is None else self.refs.x_slots[0]
+
+    @property
+    def _x_slots_of_a(self) -> jax.Ref:
+        return self.refs.x_slots[1]
+
+    def _copy_words(self, words, slot: jax.Array, count: int) -> None:
+        """Starts the copies of `count` tiles for each warpgroup, those of warpgroup i from words(i)."""
+        # What lies in one piece needs no tensor map, which would itself come from memory first.
+        for i in range(self.problem.config.warpgroups):
+            of_group = self.refs.w_slots.at[slot, i]
+            plgpu.copy_gmem_to_smem(
+                words(i),
+                of_group if count == self.problem.depth else of_group.at[pl.ds(0, count)],
+                self.refs.full.at[slot],
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+            )
+
+    def _summed(self, add_products) -> jax.Array:
+        """What is left in an accumulator [64, M]."""
+        return pl.run_scoped(add_products, plgpu.ACC((TILE, self.rows), jnp.float32))
+
+    def _store(self, total: jax.Array, ref: jax.Ref) -> None:
+        fragments.store(total, ref, interpret=self.problem.interpret)
+
+    def _in_memory(self, tile: jax.Array) -> jax.Ref:
+        """Interpreted `wgmma` takes no operand from registers."""
+        ref = self.refs.decoded.at[self.group]
+        ref[...] = tile
+        plgpu.commit_smem()
+        return ref

@@ -1,0 +1,90 @@
+"""The kernel of `dequantize`."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import launch as mosaic
+from pallas_kernels.mosaic.ring import Ring
+from pallas_kernels.nvfp4_matmul import layout, packed_tile
+from pallas_kernels.nvfp4_matmul.layout import TILE
+
+
+def launch(words: jax.Array, step: int, stages: int, blocks: int, *, interpret: bool) -> jax.Array:
+    """Packed tiles int32 [N / 64, K / 64, 3, 192] -> code * scale, bfloat16 [N, K]; see `dequantize.Config`."""
+    row_tiles, column_tiles = words.shape[:2]
+    chunks = step // TILE
+    out = jax.ShapeDtypeStruct((row_tiles * TILE, column_tiles * TILE), jnp.bfloat16)
+    return mosaic.launch(
+        functools.partial(_unpack, step=step, stages=stages, blocks=blocks, interpret=interpret),
+        {"w": words},
+        {"out": out},
+        {
+            "slots": plgpu.SMEM((stages, chunks, *layout.TILE_SHAPE), jnp.int32),
+            "unpacked": plgpu.SMEM((2, TILE, step), jnp.bfloat16, transforms=mosaic.SWIZZLED),
+            "full": plgpu.Barrier(num_arrivals=1, num_barriers=stages),
+        },
+        name="nvfp4_dequantize_sm90",
+        interpret=interpret,
+        grid=(blocks,),
+        grid_names=("block",),
+    )["out"]
+
+
+def _unpack(
+    refs: types.SimpleNamespace, *, step: int, stages: int, blocks: int, interpret: bool
+) -> None:
+    """Units block, block + blocks, ... of 64 rows by `step` columns."""
+    row_tiles, column_tiles = refs.w.shape[:2]
+    chunks = step // TILE
+    steps = column_tiles // chunks
+    units = row_tiles * steps
+    block = lax.axis_index("block")
+    turns = lax.div(units - block + blocks - 1, blocks)
+
+    def place(turn):
+        unit = block + turn * blocks
+        return lax.div(unit, steps), lax.rem(unit, steps)
+
+    def copy(turn, slot):
+        row, column = place(turn)
+        plgpu.copy_gmem_to_smem(
+            refs.w.at[row, pl.ds(column * chunks, chunks)], refs.slots.at[slot], refs.full.at[slot]
+        )
+
+    ring = Ring(stages, copy, refs.full, end=turns)
+    ring.fill()
+
+    @pl.loop(0, turns)
+    def _units(turn):
+        (row, column), slot = place(turn), ring.slot(turn)
+        result = refs.unpacked.at[lax.rem(turn, 2)]
+        with jax.named_scope("load"):
+            ring.wait(slot)
+            # The copy before the last one came out of the slot that is written next.
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        with jax.named_scope("decode"):
+            for chunk in range(chunks):
+                tile = refs.slots.at[slot, chunk]
+                decode = (
+                    (lambda ref: packed_tile.decode_words(ref[...]))
+                    if interpret
+                    else packed_tile.decode
+                )
+                # A power of two: exact.
+                values = decode(tile) * jnp.bfloat16(1 / layout.DECODED_SCALE)
+                result[:, pl.ds(chunk * TILE, TILE)] = values
+        with jax.named_scope("store"):
+            # All threads have read and written, so both slots may go on.
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(
+                result, refs.out.at[pl.ds(row * TILE, TILE), pl.ds(column * step, step)]
+            )
+        pl.when(turn + stages < turns)(lambda: ring.fetch(turn + stages))
+
+    plgpu.wait_smem_to_gmem(0)
