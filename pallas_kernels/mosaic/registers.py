@@ -60,6 +60,25 @@ def _unpacked(word: ir.Value) -> ir.Value:
     return pair
 
 
+def keep_until_here(values: jax.Array) -> None:
+    """Holds a warpgroup's registers up to this place in the program.
+
+    To LLVM they are free once a `wgmma` that reads them has been issued, and what is computed next may
+    be put there.
+
+    Args:
+      values: of 16 bits, in the layout `WGMMA`.
+    """
+
+    def emit(_: mgpu.LaunchContext, values: mgpu.FragmentedArray) -> None:
+        word, void = ir.IntegerType.get_signless(32), ir.Type.parse("!llvm.void")
+        words = [llvm.bitcast(word, register) for register in values.registers.flat]
+        constraints = ",".join("r" * len(words))
+        llvm.inline_asm(void, words, "", constraints, has_side_effects=True)
+
+    plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))(emit)(values)
+
+
 def elements(vector: ir.Value) -> list[ir.Value]:
     """The elements of a vector."""
     (count,) = ir.VectorType(vector.type).shape

@@ -36,12 +36,10 @@ either orientation. While it multiplies one, the next is written beside it.
 
 import dataclasses
 import functools
-import itertools
 from math import inf
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import linear, runtime
 from pallas_kernels.formats.rounding import rounded
@@ -56,8 +54,6 @@ _DEEP = 152
 # To add up shares of K: a kernel's start, and bytes a nanosecond to write and to read them.
 _SHARE_NS, _SHARE_RATE = 2000, 5000
 _MOST_SPLIT = 8
-# Rows of x whose epilogue finds room at once, also in the registers that a producer leaves.
-_MOST_AT_ONCE = 96
 _TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
 
 
@@ -228,6 +224,55 @@ def cost(m: int, outputs: int, summed: int, config: Config, *, backward: bool = 
     return waves * steps * unit + adding
 
 
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Which block does what; for dX "rows" of W are its columns, and "columns" its rows.
+
+    Attributes:
+      x_tiles: tiles of x.
+      w_tiles: tiles of rows of W, each of a cluster.
+      whole_w_tiles: the first of them, which are summed over all columns by one cluster each.
+      steps: of 64 columns.
+      split: blocks that share each of the other tiles.
+      band: tiles of x that are in work at one time.
+      blocks: clusters of the grid.
+    """
+
+    x_tiles: int
+    w_tiles: int
+    whole_w_tiles: int
+    steps: int
+    split: int
+    band: int
+    blocks: int
+
+    @property
+    def whole(self) -> int:
+        """Tiles that are summed by one cluster each."""
+        return self.x_tiles * self.whole_w_tiles
+
+    @property
+    def shared(self) -> int:
+        """Tiles that several share."""
+        return self.x_tiles * (self.w_tiles - self.whole_w_tiles)
+
+    @property
+    def run(self) -> int:
+        """Steps of a share."""
+        return self.steps // self.split
+
+
+def _cut(m: int, w_rows: int, steps: int, config: Config) -> Cut:
+    """How x of M rows meets W of so many tiles of 64 rows and of columns."""
+    x_tiles, w_tiles = -(-m // config.rows), w_rows // (config.warpgroups * config.cluster)
+    # Whole bands: in a kernel a division by what is not a constant takes a while.
+    band = next(band for band in range(config.band, 0, -1) if x_tiles % band == 0)
+    processors = runtime.device().processors
+    blocks = min(processors // config.cluster, x_tiles * w_tiles * config.split)
+    whole_w_tiles = _whole_tiles(x_tiles, w_tiles, config)
+    return Cut(x_tiles, w_tiles, whole_w_tiles, steps, config.split, band, blocks)
+
+
 def _whole_tiles(x_tiles: int, w_tiles: int, config: Config) -> int:
     """Of the tiles of W, how many a block sums over all columns: as many as fill whole waves."""
     if config.split == 1:
@@ -331,326 +376,24 @@ def _multiply(
     interpret: bool,
 ) -> jax.Array:
     # Half a second that only those pay who come here.
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from pallas_kernels.nvfp4_matmul import prefill_kernel
 
-    from pallas_kernels.mosaic import launch, registers
-    from pallas_kernels.nvfp4_matmul import packed_tile
-
-    rows, warpgroups, stages = config.rows, config.warpgroups, config.stages
-    cluster, producer = config.cluster, config.producer
-    # "Rows" of W are those of what is multiplied: for dX its columns.
     w_rows, steps = words.shape[:2][:: -1 if backward else 1]
-    x_tiles, w_tiles = -(-len(x) // rows), w_rows // (warpgroups * cluster)
-    # Whole bands: in a kernel a division by what is not a constant takes a while.
-    band = next(band for band in range(config.band, 0, -1) if x_tiles % band == 0)
-    blocks = min(runtime.device().processors // cluster, x_tiles * w_tiles * config.split)
-    whole_w_tiles = _whole_tiles(x_tiles, w_tiles, config)
-    whole, shared = x_tiles * whole_w_tiles, x_tiles * (w_tiles - whole_w_tiles)
-    run = steps // config.split
-    # Of a whole tile: the last one multiplies B.
-    units_of_tile = steps + (epilogue is not None)
-    # Interpreted `wgmma` takes no operand from registers.
-    in_memory = backward or interpret
-    halves = 2 if backward else 1
-    divide = lambda a, b: (lax.div(a, b), lax.rem(a, b))
-    operands = {"x": x, "w": words, "divisor": divisor}
-    if epilogue is not None:
-        b = epilogue.b.reshape(w_rows, TILE, TILE)
-        operands |= {"u": epilogue.u, "b": b, "unit": epilogue.unit}
-        if epilogue.bias is not None:
-            operands["bias"] = epilogue.bias
-
-    def kernel(*refs):
-        gmem = dict(zip(operands, refs, strict=False))
-        x_gmem, w_gmem, divisor_gmem, *_ = refs
-        refs = refs[len(operands) :]
-        out_gmem = refs[0] if whole else None
-        sums_gmem = refs[bool(whole)] if shared else None
-        x_smem, w_smem, out_smem, full, empty, *rest = refs[bool(whole) + bool(shared) :]
-        decoded_smem = rest.pop(0) if in_memory else None
-        b_smem = rest.pop(0) if epilogue is not None else None
-        block, group = lax.axis_index("block"), lax.axis_index("warpgroup")
-        rank = lax.axis_index("rank")
-        turns = lax.div(whole + shared * config.split - block + blocks - 1, blocks)
-        whole_turns = lax.div(whole - block + blocks - 1, blocks)
-        whole_units = whole_turns * units_of_tile
-        units = whole_units + (turns - whole_turns) * run
-
-        def place(turn):
-            """Tiles of x and of W: down a band of x first, then on to the next rows of W."""
-            w_tile, at = divide(block + turn * blocks, band)
-            bands, w_tile = divide(w_tile, whole_w_tiles)
-            return bands * band + at, w_tile * cluster + rank
-
-        def place_of_share(turn):
-            """Tiles of x and of W, and which share of K."""
-            share, tile = divide(block + turn * blocks - whole, shared)
-            w_tile, x_tile = divide(tile, x_tiles)
-            return x_tile, (whole_w_tiles + w_tile) * cluster + rank, share
-
-        def locate(unit):
-            """Tiles of x and of W, and the step along K."""
-            found = []
-            if whole:
-                turn, at = divide(unit, units_of_tile)
-                found.append((*place(turn), at))
-            if shared:
-                turn, at = divide(unit - whole_units, run)
-                x_tile, w_tile, share = place_of_share(whole_turns + turn)
-                found.append((x_tile, w_tile, share * run + at))
-            if len(found) == 1:
-                return found[0]
-            return tuple(jnp.where(unit < whole_units, a, b) for a, b in zip(*found, strict=True))
-
-        def fetch(unit):
-            (x_tile, w_tile, at), slot = locate(unit), lax.rem(unit, stages)
-            of_group = pl.ds(w_tile * warpgroups, warpgroups)
-
-            def copy(own, own_smem, common, column):
-                plgpu.copy_gmem_to_smem(own, own_smem, full.at[slot])
-                plgpu.copy_gmem_to_smem(
-                    common.at[pl.ds(x_tile * rows, rows), pl.ds(column * TILE, TILE)],
-                    x_smem.at[slot],
-                    full.at[slot],
-                    collective_axes=None if interpret or cluster == 1 else "rank",
-                )
-
-            def columns():
-                own = w_gmem.at[at, of_group] if backward else w_gmem.at[of_group, at]
-                copy(own, w_smem.at[slot], x_gmem, at)
-
-            def branch():
-                row = w_tile * warpgroups * TILE
-                ends = itertools.accumulate(epilogue.sizes[:-1])
-                part = sum((row >= end).astype(jnp.int32) for end in ends)
-                copy(gmem["b"].at[of_group], b_smem, gmem["u"], part)
-
-            if epilogue is None:
-                columns()
-            else:
-                pl.when(at < steps)(columns)
-                # What was in its place is no longer read: the slot was emptied after that.
-                pl.when(at == steps)(branch)
-
-        def decoded(unit):
-            """A unit's tile, once it has come: in registers, or else where `operand` finds it."""
-            slot = lax.rem(unit, stages)
-            with jax.named_scope("load"):
-                plgpu.barrier_wait(full.at[slot])
-            with jax.named_scope("decode"):
-                tile = w_smem.at[slot, group]
-                a = packed_tile.decode_words(tile[...]) if interpret else packed_tile.decode(tile)
-                if not in_memory:
-                    return a
-                # All warps have come back from the product that read it last.
-                plgpu.commit_smem()
-                decoded_smem[lax.rem(unit, 2), group] = a
-                plgpu.commit_smem()
-                return None
-
-        def operand(unit, a):
-            if not in_memory:
-                return a
-            a = decoded_smem.at[lax.rem(unit, 2), group]
-            return a.T if backward else a
-
-        def multiply(unit, acc, a, meanwhile):
-            with jax.named_scope("mma"):
-                plgpu.wgmma(acc, operand(unit, a), x_smem.at[lax.rem(unit, stages)].T)
-            result = meanwhile()
-            refill_last(unit)
-            plgpu.wgmma_wait(0)
-            if not in_memory:
-                _keep_until_here(a)
-            leave(unit)
-            return result
-
-        def refill_last(unit):
-            """Brings what comes next into the slot before this unit's."""
-            if producer:
-                return
-            ahead = unit - 1 + stages
-
-            @pl.when((group == 0) & (unit > 0) & (ahead < units))
-            def _refill():
-                plgpu.barrier_wait(empty.at[lax.rem(ahead, stages)])
-                fetch(ahead)
-
-        def leave(unit):
-            slot = lax.rem(unit, stages)
-            pl.when(unit + stages < units)(lambda: plgpu.barrier_arrive(empty.at[slot]))
-
-        def fill():
-            for stage in range(stages):
-                pl.when(stage < units)(lambda stage=stage: fetch(jnp.int32(stage)))
-
-        def fetch_all():
-            fill()
-
-            @pl.loop(stages, lax.max(units, stages))
-            def _refill(unit):
-                plgpu.barrier_wait(empty.at[lax.rem(unit, stages)])
-                fetch(unit)
-
-        def sum_of(first, count):
-            """The sums of `count` units in float32, unscaled."""
-
-            def sum_over_columns(acc):
-                last = first + count - 1
-                step = lambda unit, a: multiply(unit, acc, a, lambda: decoded(unit + 1))
-                # Two at a time, so that a tile's registers need not be moved for the next turn.
-                two = lambda i, a: step(first + 2 * i + 1, step(first + 2 * i, a))
-                a = lax.fori_loop(0, (count - 1) // 2, two, decoded(first))
-                if count % 2 == 0:
-                    a = step(last - 1, a)
-                multiply(last, acc, a, lambda: None)
-                return acc[...]
-
-            return pl.run_scoped(sum_over_columns, plgpu.ACC((TILE, rows), jnp.float32))
-
-        def load(axis, ref):
-            """A vector along the rows of W (0) or of x (1)."""
-            kind = plgpu.Layout.WGMMA.reduce(1 - axis)
-            return plgpu.load(ref, layout=kind, optimized=False)
-
-        def multiplier(w_row):
-            """What sums of the rows of W are multiplied by: a scalar, or [64]."""
-            if divisor_gmem.shape == (1,):
-                return (1 / layout.DECODED_SCALE) * (1 / divisor_gmem[0])
-            return (1 / layout.DECODED_SCALE) * (1 / load(0, divisor_gmem.at[pl.ds(w_row, TILE)]))
-
-        def spread(values, axis, shape):
-            """A vector along an axis of a tile, or a scalar."""
-            return lax.broadcast_in_dim(values, shape, (axis,)) if jnp.ndim(values) else values
-
-        def one_tile(turn):
-            x_tile, w_tile = place(turn)
-            first_unit = turn * units_of_tile
-            w_row = (w_tile * warpgroups + group) * TILE
-            total = sum_of(first_unit, steps)
-            with jax.named_scope("store"):
-                out_at = lambda first, count: out_gmem.at[
-                    pl.ds(x_tile * rows + first, count), pl.ds(w_row, TILE)
-                ]
-                if epilogue is not None:
-                    finish(total, first_unit + steps, x_tile, w_row)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(out_smem.at[group], out_at(0, rows))
-                    return
-                total *= spread(multiplier(w_row), 0, total.shape)
-                result, total = out_smem.at[group], total.astype(jnp.bfloat16)
-                for half in range(halves):
-                    first, count = half * (rows // halves), rows // halves
-                    # The copy before this one has left it.
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    result.T[...] = total[:, first : first + count] if halves > 1 else total
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(result, out_at(first, count))
-
-        def finish(total, branch_unit, x_tile, w_row):
-            """Leaves a tile in `out_smem`, after its epilogue."""
-            slot = lax.rem(branch_unit, stages)
-            # So many of x at a time that a second float32 tile finds room in the registers.
-            cuts = (0, rows) if rows <= _MOST_AT_ONCE else (0, rows // 16 * 8, rows)
-            # A power of two changes no rounding, and may follow it.
-            base = registers.to_bfloat16(total, interpret=interpret)
-            scale = multiplier(w_row)
-            bias = load(0, gmem["bias"].at[pl.ds(w_row, TILE)]) if "bias" in gmem else None
-            plgpu.barrier_wait(full.at[slot])
-            for first, last in itertools.pairwise(cuts):
-                count = last - first
-                unit_of_x = load(1, gmem["unit"].at[pl.ds(x_tile * rows + first, count)])
-
-                def multiply(acc, first=first, count=count):
-                    u = x_smem.at[slot, pl.ds(first, count)]
-                    plgpu.wgmma(acc, b_smem.at[group], u.T)
-                    plgpu.wgmma_wait(0)
-                    return acc[...]
-
-                added = pl.run_scoped(multiply, plgpu.ACC((TILE, count), jnp.float32))
-                y = base[:, first:last] if count < rows else base
-                y = y.astype(jnp.float32) * spread(scale, 0, y.shape)
-                y += registers.rounded_to_bfloat16(added, interpret=interpret)
-                y *= spread(unit_of_x, 1, y.shape)
-                if bias is not None:
-                    y += spread(bias, 0, y.shape)
-                if not first:
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out_smem.at[group, pl.ds(first, count)].T[...] = y.astype(jnp.bfloat16)
-            refill_last(branch_unit)
-            leave(branch_unit)
-
-        def one_share(turn):
-            x_tile, w_tile, share = place_of_share(turn)
-            total = sum_of(whole_units + (turn - whole_turns) * run, run)
-            with jax.named_scope("store"):
-                w_row = ((w_tile - whole_w_tiles * cluster) * warpgroups + group) * TILE
-                sums_gmem[share, pl.ds(w_row, TILE), pl.ds(x_tile * rows, rows)] = total
-
-        def multiply_all():
-            if whole:
-                pl.loop(0, whole_turns)(one_tile)
-            if shared:
-                pl.loop(whole_turns, turns)(one_share)
-            plgpu.wait_smem_to_gmem(0)
-
-        if producer:
-            pl.when(group == warpgroups)(fetch_all)
-            pl.when(group < warpgroups)(multiply_all)
-        else:
-            pl.when(group == 0)(fill)
-            multiply_all()
-
-    swizzled = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
-    is_empty = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
-    if cluster > 1 and not interpret:
-        is_empty = plgpu.ClusterBarrier(
-            collective_axes=("rank",), num_arrivals=warpgroups, num_barriers=stages
-        )
-    decoded_type = plgpu.SMEM((2, warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled)
-    b_type = plgpu.SMEM((warpgroups, TILE, TILE), jnp.bfloat16, transforms=swizzled)
-    out_type = []
-    if whole:
-        out_type.append(jax.ShapeDtypeStruct((len(x), w_rows * TILE), jnp.bfloat16))
-    shared_rows = (w_rows - whole_w_tiles * warpgroups * cluster) * TILE
-    if shared:
-        shape = (config.split, shared_rows, x_tiles * rows)
-        out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
-    out = plgpu.kernel(
-        kernel,
-        out_type=tuple(out_type),
-        grid=(blocks,),
-        grid_names=("block",),
-        cluster=(cluster,),
-        cluster_names=("rank",),
-        num_threads=warpgroups + producer,
-        thread_name="warpgroup",
-        scratch_types=(
-            plgpu.SMEM((stages, rows, TILE), jnp.bfloat16, transforms=swizzled),
-            plgpu.SMEM((stages, warpgroups, *layout.TILE_SHAPE), jnp.int32),
-            plgpu.SMEM((warpgroups, rows // halves, TILE), jnp.bfloat16, transforms=swizzled),
-            plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-            is_empty,
-            *([decoded_type] if in_memory else []),
-            *([b_type] if epilogue is not None else []),
-        ),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-        ),
-        interpret=launch.INTERPRETED if interpret else None,
-        kernel_name="nvfp4_wide_dx_sm90" if backward else "nvfp4_wide_matmul_sm90",
-    )(*operands.values())
-    if not shared:
-        return out[0]
+    problem = prefill_kernel.Problem(
+        config, _cut(len(x), w_rows, steps, config), backward, epilogue, interpret
+    )
+    out, shares = prefill_kernel.launch(x, words, divisor, problem)
+    if shares is None:
+        return out
     with jax.named_scope("add_shares"):
-        last, multiplier = out[-1].sum(0).T[: len(x)], 1 / divisor[-shared_rows:]
+        shared_rows = shares.shape[1]
+        last, multiplier = shares.sum(0).T[: len(x)], 1 / divisor[-shared_rows:]
         last *= 1 / layout.DECODED_SCALE
         if epilogue is None:
             last = (last * multiplier).astype(jnp.bfloat16)
         else:
             last = _finished(rounded(last, jnp.bfloat16), multiplier, epilogue)
-        return last if not whole else out[0].at[:, -shared_rows:].set(last)
+        return last if out is None else out.at[:, -shared_rows:].set(last)
 
 
 def _finished(base: jax.Array, multiplier: jax.Array, epilogue: Epilogue) -> jax.Array:
@@ -669,23 +412,3 @@ def _finished(base: jax.Array, multiplier: jax.Array, epilogue: Epilogue) -> jax
         bias=None if epilogue.bias is None else epilogue.bias[first:],
         dtype=base.dtype,
     )
-
-
-def _keep_until_here(a: jax.Array) -> None:
-    """Holds a warpgroup's registers up to this place in the program.
-
-    To LLVM they are free once a `wgmma` that reads them has been issued, and what is decoded next may
-    be put there.
-    """
-    from jax.experimental.mosaic import gpu as mgpu
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-    from jax.extend.mlir import ir
-
-    def emit(_: mgpu.LaunchContext, a: mgpu.FragmentedArray) -> None:
-        i32, llvm = ir.IntegerType.get_signless(32), mgpu.utils.llvm
-        registers = [llvm.bitcast(i32, register) for register in a.registers.flat]
-        constraints = ",".join("r" * len(registers))
-        void = ir.Type.parse("!llvm.void")
-        llvm.inline_asm(void, registers, "", constraints, has_side_effects=True)
-
-    plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))(emit)(a)

@@ -1,0 +1,460 @@
+"""The kernel of `prefill`, in phases: each is a method of what a warpgroup knows of its block's work."""
+
+import dataclasses
+import functools
+import itertools
+import types
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import launch as mosaic
+from pallas_kernels.mosaic import registers
+from pallas_kernels.mosaic.ring import Ring
+from pallas_kernels.nvfp4_matmul import layout, packed_tile
+from pallas_kernels.nvfp4_matmul.layout import TILE
+from pallas_kernels.nvfp4_matmul.prefill import Config, Cut, Epilogue
+
+# Rows of x whose epilogue finds room at once, also in the registers that a producer leaves.
+_MOST_AT_ONCE = 96
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is known of a product before it starts.
+
+    Attributes:
+      config: the tiles, and how they come.
+      cut: which block does which.
+      backward: whether it is dX.
+      epilogue: what is made of the product; or None.
+      interpret: whether this runs on a CPU.
+    """
+
+    config: Config
+    cut: Cut
+    backward: bool
+    epilogue: Epilogue | None
+    interpret: bool
+
+    @property
+    def units_of_tile(self) -> int:
+        """Of a tile that one block sums: with an epilogue the last one multiplies B."""
+        return self.cut.steps + (self.epilogue is not None)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether `wgmma` takes W from shared memory; interpreted it takes no operand from registers."""
+        return self.backward or self.interpret
+
+    @property
+    def halves(self) -> int:
+        """Parts in which a result leaves its registers."""
+        return 2 if self.backward else 1
+
+
+def launch(
+    x: jax.Array, words: jax.Array, divisor: jax.Array, problem: Problem
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """Starts the kernel.
+
+    Args:
+      x: bfloat16 [M, K], both filled up; for dX it is dY.
+      words: int32 [N / 64, K / 64, 3, 192].
+      divisor: float32, the global scale: of each row, or one.
+      problem: how they are cut up.
+
+    Returns:
+      The product bfloat16 [M, N], of which the columns that are shared are missing, or None where all are; and
+      of those columns float32 sums [split, columns, M], or None.
+    """
+    config, cut, epilogue = problem.config, problem.cut, problem.epilogue
+    rows, warpgroups, stages = config.rows, config.warpgroups, config.stages
+    w_rows = words.shape[1 if problem.backward else 0]
+    shared_rows = (w_rows - cut.whole_w_tiles * warpgroups * config.cluster) * TILE
+    sums = (cut.split, shared_rows, cut.x_tiles * rows)
+    empty = plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages)
+    if config.cluster > 1 and not problem.interpret:
+        empty = plgpu.ClusterBarrier(
+            collective_axes=("rank",), num_arrivals=warpgroups, num_barriers=stages
+        )
+
+    def tiles_of_x(*shape: int) -> plgpu.SMEM:
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=mosaic.SWIZZLED)
+
+    results = mosaic.launch(
+        functools.partial(_kernel, problem=problem),
+        {
+            "x": x,
+            "w": words,
+            "divisor": divisor,
+            "u": epilogue and epilogue.u,
+            "b": epilogue and epilogue.b.reshape(w_rows, TILE, TILE),
+            "unit": epilogue and epilogue.unit,
+            "bias": epilogue and epilogue.bias,
+        },
+        {
+            "out": jax.ShapeDtypeStruct((len(x), w_rows * TILE), jnp.bfloat16)
+            if cut.whole
+            else None,
+            "sums": jax.ShapeDtypeStruct(sums, jnp.float32) if cut.shared else None,
+        },
+        {
+            "x_slots": tiles_of_x(stages, rows, TILE),
+            "w_slots": plgpu.SMEM((stages, warpgroups, *layout.TILE_SHAPE), jnp.int32),
+            "result": tiles_of_x(warpgroups, rows // problem.halves, TILE),
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            "empty": empty,
+            "decoded": tiles_of_x(2, warpgroups, TILE, TILE) if problem.in_memory else None,
+            "b_slot": tiles_of_x(warpgroups, TILE, TILE) if epilogue else None,
+        },
+        name="nvfp4_wide_dx_sm90" if problem.backward else "nvfp4_wide_matmul_sm90",
+        interpret=problem.interpret,
+        grid=(cut.blocks,),
+        grid_names=("block",),
+        cluster=(config.cluster,),
+        cluster_names=("rank",),
+        num_threads=warpgroups + config.producer,
+        thread_name="warpgroup",
+    )
+    return results.get("out"), results.get("sums")
+
+
+def _kernel(refs: types.SimpleNamespace, *, problem: Problem) -> None:
+    config = problem.config
+    number, group = lax.axis_index("block"), lax.axis_index("warpgroup")
+    work = _Work.of(problem, number, lax.axis_index("rank"))
+    block = _Block(problem, refs, work, group)
+    if config.producer:
+        pl.when(group == config.warpgroups)(block.fetch_all)
+        pl.when(group < config.warpgroups)(block.multiply_all)
+    else:
+        pl.when(group == 0)(block.ring.fill)
+        block.multiply_all()
+
+
+def _divide(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
+    return lax.div(a, b), lax.rem(a, b)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """The tiles of one block, and the units of 64 columns that they come in: whole tiles, then shares.
+
+    Attributes:
+      problem: what all blocks know.
+      number: of the block, or of its cluster.
+      rank: in the cluster.
+      turns: tiles and shares.
+      whole_turns: tiles that this block sums over all columns.
+      whole_units: their units.
+      units: in all.
+    """
+
+    problem: Problem
+    number: jax.Array
+    rank: jax.Array
+    turns: jax.Array
+    whole_turns: jax.Array
+    whole_units: jax.Array
+    units: jax.Array
+
+    @classmethod
+    def of(cls, problem: Problem, number: jax.Array, rank: jax.Array) -> "_Work":
+        """The work of a block."""
+        cut = problem.cut
+        blocks, whole = cut.blocks, cut.whole
+        turns = lax.div(whole + cut.shared * cut.split - number + blocks - 1, blocks)
+        whole_turns = lax.div(whole - number + blocks - 1, blocks)
+        whole_units = whole_turns * problem.units_of_tile
+        units = whole_units + (turns - whole_turns) * cut.run
+        return cls(problem, number, rank, turns, whole_turns, whole_units, units)
+
+    def place(self, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Tiles of x and of W: down a band of x first, then on to the next rows of W."""
+        cut = self.problem.cut
+        w_tile, at = _divide(self.number + turn * cut.blocks, cut.band)
+        bands, w_tile = _divide(w_tile, cut.whole_w_tiles)
+        return bands * cut.band + at, w_tile * self.problem.config.cluster + self.rank
+
+    def place_of_share(self, turn: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Tiles of x and of W, and which share of K."""
+        cut = self.problem.cut
+        share, tile = _divide(self.number + turn * cut.blocks - cut.whole, cut.shared)
+        w_tile, x_tile = _divide(tile, cut.x_tiles)
+        w_tile = (cut.whole_w_tiles + w_tile) * self.problem.config.cluster + self.rank
+        return x_tile, w_tile, share
+
+    def locate(self, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Tiles of x and of W, and the step along K."""
+        cut, found = self.problem.cut, []
+        if cut.whole:
+            turn, at = _divide(unit, self.problem.units_of_tile)
+            found.append((*self.place(turn), at))
+        if cut.shared:
+            turn, at = _divide(unit - self.whole_units, cut.run)
+            x_tile, w_tile, share = self.place_of_share(self.whole_turns + turn)
+            found.append((x_tile, w_tile, share * cut.run + at))
+        if len(found) == 1:
+            return found[0]
+        is_whole = unit < self.whole_units
+        return tuple(jnp.where(is_whole, a, b) for a, b in zip(*found, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """A block's work as one of its warpgroups sees it.
+
+    Attributes:
+      problem: what all blocks know.
+      refs: operands, results and scratch of `launch`.
+      work: what this block does.
+      group: of the warpgroup.
+    """
+
+    problem: Problem
+    refs: types.SimpleNamespace
+    work: _Work
+    group: jax.Array
+
+    @functools.cached_property
+    def ring(self) -> Ring:
+        """Of units of x and W, or of x A and B."""
+        stages, refs = self.problem.config.stages, self.refs
+        return Ring(stages, self._copy_unit, refs.full, refs.empty, end=self.work.units)
+
+    # Copies --------------------------------------------------------------------------------------
+    def fetch_all(self) -> None:
+        """What a producer does."""
+        ring = self.ring
+        ring.fill()
+
+        @pl.loop(ring.stages, lax.max(ring.end, ring.stages))
+        def _refill(unit):
+            ring.refill(ring.slot(unit), unit)
+
+    def _copy_unit(self, unit: jax.Array, slot: jax.Array) -> None:
+        """Starts the copies of a unit."""
+        refs, steps = self.refs, self.problem.cut.steps
+        x_tile, w_tile, at = self.work.locate(unit)
+        of_group = pl.ds(w_tile * self.problem.config.warpgroups, self.problem.config.warpgroups)
+
+        def columns():
+            own = refs.w.at[at, of_group] if self.problem.backward else refs.w.at[of_group, at]
+            self._copy(own, refs.w_slots.at[slot], refs.x, x_tile, at, slot)
+
+        def branch():
+            row = w_tile * self.problem.config.warpgroups * TILE
+            ends = itertools.accumulate(self.problem.epilogue.sizes[:-1])
+            part = sum((row >= end).astype(jnp.int32) for end in ends)
+            self._copy(refs.b.at[of_group], refs.b_slot, refs.u, x_tile, part, slot)
+
+        if self.problem.epilogue is None:
+            columns()
+        else:
+            pl.when(at < steps)(columns)
+            # What was in its place is no longer read: the slot was emptied after that.
+            pl.when(at == steps)(branch)
+
+    def _copy(
+        self,
+        own: jax.Ref,
+        own_slot: jax.Ref,
+        common: jax.Ref,
+        x_tile: jax.Array,
+        column: jax.Array,
+        slot: jax.Array,
+    ) -> None:
+        """Starts the copies of a block's own rows of W, or B, and of 64 columns of x, or U, for its cluster."""
+        config, refs = self.problem.config, self.refs
+        plgpu.copy_gmem_to_smem(own, own_slot, refs.full.at[slot])
+        plgpu.copy_gmem_to_smem(
+            common.at[pl.ds(x_tile * config.rows, config.rows), pl.ds(column * TILE, TILE)],
+            refs.x_slots.at[slot],
+            refs.full.at[slot],
+            collective_axes=None if self.problem.interpret or config.cluster == 1 else "rank",
+        )
+
+    def _refill_last(self, unit: jax.Array) -> None:
+        """Brings what comes next into the slot before this unit's."""
+        if self.problem.config.producer:
+            return
+        ring = self.ring
+        ahead = unit - 1 + ring.stages
+
+        @pl.when((self.group == 0) & (unit > 0) & (ahead < ring.end))
+        def _refill():
+            ring.refill(ring.slot(ahead), ahead)
+
+    def _leave(self, unit: jax.Array) -> None:
+        ring = self.ring
+        slot = ring.slot(unit)
+        pl.when(unit + ring.stages < ring.end)(lambda: ring.leave(slot))
+
+    # Sums ----------------------------------------------------------------------------------------
+    def multiply_all(self) -> None:
+        """What the warpgroups do that multiply."""
+        work, cut = self.work, self.problem.cut
+        if cut.whole:
+            pl.loop(0, work.whole_turns)(self._one_tile)
+        if cut.shared:
+            pl.loop(work.whole_turns, work.turns)(self._one_share)
+        plgpu.wait_smem_to_gmem(0)
+
+    def _sum_of(self, first: jax.Array, count: int) -> jax.Array:
+        """The sums of `count` units in float32, unscaled."""
+
+        def sum_over_columns(acc):
+            last = first + count - 1
+            step = lambda unit, w: self._multiply(unit, acc, w, lambda: self._decoded(unit + 1))
+            # Two at a time, so that a tile's registers need not be moved for the next turn.
+            two = lambda i, w: step(first + 2 * i + 1, step(first + 2 * i, w))
+            w = lax.fori_loop(0, (count - 1) // 2, two, self._decoded(first))
+            if count % 2 == 0:
+                w = step(last - 1, w)
+            self._multiply(last, acc, w, lambda: None)
+            return acc[...]
+
+        shape = (TILE, self.problem.config.rows)
+        return pl.run_scoped(sum_over_columns, plgpu.ACC(shape, jnp.float32))
+
+    def _decoded(self, unit: jax.Array) -> jax.Array | None:
+        """A unit's tile, once it has come: in registers, or else where `_operand` finds it."""
+        slot, interpret = self.ring.slot(unit), self.problem.interpret
+        with jax.named_scope("load"):
+            self.ring.wait(slot)
+        with jax.named_scope("decode"):
+            tile = self.refs.w_slots.at[slot, self.group]
+            w = packed_tile.decode_words(tile[...]) if interpret else packed_tile.decode(tile)
+            if not self.problem.in_memory:
+                return w
+            # All warps have come back from the product that read it last.
+            plgpu.commit_smem()
+            self.refs.decoded[lax.rem(unit, 2), self.group] = w
+            plgpu.commit_smem()
+            return None
+
+    def _operand(self, unit: jax.Array, w: jax.Array | None) -> jax.Array | jax.Ref:
+        """A tile as `wgmma` takes it first."""
+        if not self.problem.in_memory:
+            return w
+        ref = self.refs.decoded.at[lax.rem(unit, 2), self.group]
+        return ref.T if self.problem.backward else ref
+
+    def _multiply(
+        self, unit: jax.Array, acc: jax.Ref, w: jax.Array | None, meanwhile: Callable
+    ) -> jax.Array | None:
+        """Adds the product of a unit, and returns what `meanwhile` does while it runs."""
+        with jax.named_scope("mma"):
+            plgpu.wgmma(acc, self._operand(unit, w), self.refs.x_slots.at[self.ring.slot(unit)].T)
+        result = meanwhile()
+        self._refill_last(unit)
+        plgpu.wgmma_wait(0)
+        if not self.problem.in_memory:
+            registers.keep_until_here(w)
+        self._leave(unit)
+        return result
+
+    # Results -------------------------------------------------------------------------------------
+    def _one_tile(self, turn: jax.Array) -> None:
+        """Sums a tile over all columns, and writes the result."""
+        steps = self.problem.cut.steps
+        x_tile, w_tile = self.work.place(turn)
+        first_unit = turn * self.problem.units_of_tile
+        w_row = (w_tile * self.problem.config.warpgroups + self.group) * TILE
+        total = self._sum_of(first_unit, steps)
+        with jax.named_scope("store"):
+            if self.problem.epilogue is None:
+                self._write_scaled(total, x_tile, w_row)
+            else:
+                self._write_finished(total, first_unit + steps, x_tile, w_row)
+
+    def _one_share(self, turn: jax.Array) -> None:
+        """Sums a tile over a share of the columns, and writes the sums."""
+        work, cut, config = self.work, self.problem.cut, self.problem.config
+        x_tile, w_tile, share = work.place_of_share(turn)
+        total = self._sum_of(work.whole_units + (turn - work.whole_turns) * cut.run, cut.run)
+        with jax.named_scope("store"):
+            w_tile -= cut.whole_w_tiles * config.cluster
+            w_row = (w_tile * config.warpgroups + self.group) * TILE
+            x_row = x_tile * config.rows
+            self.refs.sums[share, pl.ds(w_row, TILE), pl.ds(x_row, config.rows)] = total
+
+    def _write_scaled(self, total: jax.Array, x_tile: jax.Array, w_row: jax.Array) -> None:
+        halves, rows = self.problem.halves, self.problem.config.rows
+        total *= _spread(self._multiplier(w_row), 0, total.shape)
+        result, total = self.refs.result.at[self.group], total.astype(jnp.bfloat16)
+        for half in range(halves):
+            first, count = half * (rows // halves), rows // halves
+            # The copy before this one has left it.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            result.T[...] = total[:, first : first + count] if halves > 1 else total
+            self._copy_out(x_tile, first, count, w_row)
+
+    def _write_finished(
+        self, total: jax.Array, branch_unit: jax.Array, x_tile: jax.Array, w_row: jax.Array
+    ) -> None:
+        """Writes a tile after its epilogue."""
+        rows, refs, slot = self.problem.config.rows, self.refs, self.ring.slot(branch_unit)
+        # So many of x at a time that a second float32 tile finds room in the registers.
+        cuts = (0, rows) if rows <= _MOST_AT_ONCE else (0, rows // 16 * 8, rows)
+        # A power of two changes no rounding, and may follow it.
+        base = registers.to_bfloat16(total, interpret=self.problem.interpret)
+        scale = self._multiplier(w_row)
+        bias = None if refs.bias is None else _load(0, refs.bias.at[pl.ds(w_row, TILE)])
+        self.ring.wait(slot)
+        for first, last in itertools.pairwise(cuts):
+            count = last - first
+            unit_of_x = _load(1, refs.unit.at[pl.ds(x_tile * rows + first, count)])
+            added = self._branch(refs.x_slots.at[slot, pl.ds(first, count)], count)
+            y = base[:, first:last] if count < rows else base
+            y = y.astype(jnp.float32) * _spread(scale, 0, y.shape)
+            y += registers.rounded_to_bfloat16(added, interpret=self.problem.interpret)
+            y *= _spread(unit_of_x, 1, y.shape)
+            if bias is not None:
+                y += _spread(bias, 0, y.shape)
+            if not first:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            refs.result.at[self.group, pl.ds(first, count)].T[...] = y.astype(jnp.bfloat16)
+        self._refill_last(branch_unit)
+        self._leave(branch_unit)
+        self._copy_out(x_tile, 0, rows, w_row)
+
+    def _branch(self, u: jax.Ref, count: int) -> jax.Array:
+        """The product of B and x A, float32 [64, count]."""
+
+        def multiply(acc):
+            plgpu.wgmma(acc, self.refs.b_slot.at[self.group], u.T)
+            plgpu.wgmma_wait(0)
+            return acc[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC((TILE, count), jnp.float32))
+
+    def _copy_out(self, x_tile: jax.Array, first: int, count: int, w_row: jax.Array) -> None:
+        """Starts the copy of a result, of rows `first` and on of a tile of x."""
+        plgpu.commit_smem()
+        x_row = x_tile * self.problem.config.rows + first
+        out = self.refs.out.at[pl.ds(x_row, count), pl.ds(w_row, TILE)]
+        plgpu.copy_smem_to_gmem(self.refs.result.at[self.group], out)
+
+    def _multiplier(self, w_row: jax.Array) -> jax.Array:
+        """What sums of the rows of W are multiplied by: a scalar, or [64]."""
+        divisor = self.refs.divisor
+        if divisor.shape == (1,):
+            return (1 / layout.DECODED_SCALE) * (1 / divisor[0])
+        return (1 / layout.DECODED_SCALE) * (1 / _load(0, divisor.at[pl.ds(w_row, TILE)]))
+
+
+def _load(axis: int, ref: jax.Ref) -> jax.Array:
+    """A vector along the rows of W (0) or of x (1)."""
+    kind = plgpu.Layout.WGMMA.reduce(1 - axis)
+    return plgpu.load(ref, layout=kind, optimized=False)
+
+
+def _spread(values: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
+    """A vector along an axis of a tile, or a scalar."""
+    return lax.broadcast_in_dim(values, shape, (axis,)) if jnp.ndim(values) else values
