@@ -1,0 +1,321 @@
+"""The kernel of `epilogue`, in phases: each is a method of what a warpgroup knows of its tile."""
+
+import dataclasses
+import functools
+import types
+from collections.abc import Mapping
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.finished_linear.epilogue import Stream
+from pallas_kernels.finished_linear.lora import Branch
+from pallas_kernels.mosaic import fragments, registers, transposed
+from pallas_kernels.mosaic import launch as mosaic
+from pallas_kernels.nvfp4_matmul import layout
+from pallas_kernels.nvfp4_matmul.decode import Sums
+from pallas_kernels.nvfp4_matmul.layout import TILE
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is known of an epilogue before it starts; of arrays shapes matter only.
+
+    Attributes:
+      mode: what is made of the product, as `epilogue` says.
+      sums: the product.
+      columns: rows of x that a block finishes.
+      branch: LoRA's; or None.
+      norm: the stream whose unit the product is multiplied by, and its epsilon; or None.
+      square_rows: of the new stream's squares.
+      interpret: whether this runs on a CPU.
+    """
+
+    mode: Literal["plain", "residual", "swiglu"]
+    sums: Sums
+    columns: int
+    branch: Branch | None
+    norm: tuple[Stream, float] | None
+    square_rows: int
+    interpret: bool
+
+    @property
+    def halves(self) -> range:
+        """Of N that a block finishes a tile of each: a gate and what it lets through, or all."""
+        return range(2 if self.mode == "swiglu" else 1)
+
+    @property
+    def outputs(self) -> int:
+        """Columns of the result."""
+        return self.sums.size[1] // len(self.halves)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of `outputs`."""
+        return self.outputs // TILE
+
+    @property
+    def ranks(self) -> int:
+        """Columns of B that a row meets; 0 without a branch."""
+        return 0 if self.branch is None else self.branch.b.shape[1]
+
+    @property
+    def distinct(self) -> int:
+        """Tiles of x A for a block: a gate and what it lets through may find their ranks in one."""
+        is_swiglu = self.mode == "swiglu"
+        return len(set(self.branch.firsts)) if is_swiglu and self.branch is not None else 1
+
+    @property
+    def square_tiles(self) -> int:
+        """Rows of the squares that count."""
+        return 0 if self.norm is None else len(self.norm[0].values) // TILE
+
+
+def launch(operands: Mapping[str, jax.Array | None], problem: Problem) -> list[jax.Array]:
+    """Starts the kernel.
+
+    Args:
+      operands: `partials` [parts, N, M] and `divisor` [N] or less; and where there are such `bias` [N], LoRA's
+        `b` [N, R] and `u` [parts, ranks, M], the norm's `squares` [D / 64, M], `residual` [N, M] and the
+        `scale` [N] of the norm after it.
+      problem: what is made of them.
+
+    Returns:
+      [M, outputs]; or values, scaled values and squares of a `Stream`.
+    """
+    _, n, m = problem.sums.size
+    halves, ranks = len(problem.halves), max(problem.ranks, TILE)
+    is_stream = problem.mode == "residual"
+    absent = dict.fromkeys(("b", "u", "squares", "residual", "scale"))
+
+    def in_tiles(*shape: int) -> plgpu.SMEM:
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=mosaic.SWIZZLED)
+
+    results = mosaic.launch(
+        functools.partial(_kernel, problem=problem),
+        {**operands, **{name: None for name in absent if name not in operands}},
+        {
+            "stream": jax.ShapeDtypeStruct((n, m), jnp.bfloat16) if is_stream else None,
+            "out": jax.ShapeDtypeStruct((m, problem.outputs), jnp.bfloat16),
+            "new_squares": jax.ShapeDtypeStruct((problem.square_rows, m), jnp.float32)
+            if is_stream
+            else None,
+        },
+        {
+            "b_tiles": in_tiles(halves, TILE, ranks),
+            "u_tiles": in_tiles(problem.distinct, problem.columns, ranks),
+            "arrived": plgpu.Barrier(num_barriers=halves),
+        },
+        name=f"nvfp4_epilogue_sm90_{n}",
+        interpret=problem.interpret,
+        grid=(problem.tiles, m // problem.columns),
+        grid_names=("tile", "columns"),
+    )
+    return list(results.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """What a block has in registers before it computes; lists are by half of N where nothing else is said.
+
+    Attributes:
+      us: by tile of ranks, the parts of x A.
+      parts: of the sums.
+      squares: 64 rows each.
+      divisors: a scalar, or along rows.
+      biases: along rows; none without a bias.
+      residual: float32; or None.
+      scale: along rows, of the norm that comes next; or None.
+    """
+
+    us: list[list[jax.Array]]
+    parts: list[list[jax.Array]]
+    squares: list[jax.Array]
+    divisors: list[jax.Array]
+    biases: list[jax.Array]
+    residual: jax.Array | None
+    scale: jax.Array | None
+
+
+def _kernel(refs: types.SimpleNamespace, *, problem: Problem) -> None:
+    tile = lax.axis_index("tile")
+    size = problem.columns
+    window, pieces = (
+        pl.ds(lax.axis_index("columns") * size, size) for size in (size, size // fragments.COLUMNS)
+    )
+    rows = [pl.ds((half * problem.tiles + tile) * TILE, TILE) for half in problem.halves]
+    _Block(problem, refs, tile, window, pieces, rows).run()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """A block's tile of the result.
+
+    Attributes:
+      problem: what all blocks know.
+      refs: operands, results and scratch of `launch`.
+      tile: number of the tile of columns of the result.
+      window: rows of x.
+      pieces: the same in fragments.
+      rows: by half, rows of the sums.
+    """
+
+    problem: Problem
+    refs: types.SimpleNamespace
+    tile: jax.Array
+    window: pl.Slice
+    pieces: pl.Slice
+    rows: list[pl.Slice]
+
+    def run(self) -> None:
+        """Reads all, computes, and writes."""
+        self._ask_for_b()
+        read = self._read()
+        self._put_u(read.us)
+        unit = self._unit(read.squares)
+        y = self._product(read, unit, 0)
+        if self.problem.mode == "swiglu":
+            gate, up = self._rounded(y), self._rounded(self._product(read, unit, 1))
+            self._write((gate / (1 + jnp.exp(-gate)) * up).astype(jnp.bfloat16))
+        elif self.problem.mode == "plain":
+            self._write(y.astype(jnp.bfloat16))
+        else:
+            r = self._rounded(read.residual + y)
+            self.refs.stream[self.rows[0], self.window] = r.astype(jnp.bfloat16)
+            self._write((r * read.scale).astype(jnp.bfloat16))
+            self.refs.new_squares[self.tile, self.window] = jnp.sum(r * r, axis=0)
+
+    # Reading -------------------------------------------------------------------------------------
+    def _ask_for_b(self) -> None:
+        """Starts the copies of B."""
+        if not self.problem.ranks:
+            return
+        refs = self.refs
+        for half, rows in enumerate(self.rows):
+            plgpu.copy_gmem_to_smem(refs.b.at[rows], refs.b_tiles.at[half], refs.arrived.at[half])
+
+    def _read(self) -> _Read:
+        """All that is read is asked for before any of it is used: latency is most of this kernel."""
+        problem, refs = self.problem, self.refs
+        u_parts = 0 if problem.branch is None else refs.u.shape[0]
+        us = [[self._load_sum(refs.u, i, at) for i in range(u_parts)] for at in self._rank_tiles()]
+        parts = [
+            [
+                self._load_sum(refs.partials, i, half * problem.tiles + self.tile)
+                for i in range(refs.partials.shape[0])
+            ]
+            for half in problem.halves
+        ]
+        squares = [
+            _load(refs.squares.at[pl.ds(at, TILE), self.window])
+            for at in range(0, problem.square_tiles, TILE)
+        ]
+        divisors = [refs.divisor[0] for _ in problem.halves]
+        if refs.divisor.shape[0] == problem.sums.size[1]:
+            divisors = [self._along_rows(refs.divisor, rows) for rows in self.rows]
+        biases = (
+            [] if refs.bias is None else [self._along_rows(refs.bias, rows) for rows in self.rows]
+        )
+        residual = scale = None
+        if problem.mode == "residual":
+            residual = _load(refs.residual.at[self.rows[0], self.window]).astype(jnp.float32)
+            scale = self._along_rows(refs.scale, self.rows[0])
+        return _Read(us, parts, squares, divisors, biases, residual, scale)
+
+    def _rank_tiles(self) -> list[jax.Array | int]:
+        """Tiles of ranks that the rows of this block meet."""
+        branch = self.problem.branch
+        if branch is None:
+            return []
+        is_swiglu = self.problem.mode == "swiglu"
+        firsts = sorted(set(branch.firsts)) if is_swiglu else [branch.first(self.tile * TILE)]
+        return [
+            first // TILE + i for first in firsts for i in range(-(-self.problem.ranks // TILE))
+        ]
+
+    def _load_sum(self, ref: jax.Ref, part: int, tile: jax.Array | int) -> jax.Array:
+        """Of one tile and one part, float32 [64, columns]."""
+        if self.problem.sums.in_fragments:
+            ref = ref.at[part, tile, self.pieces]
+            return fragments.load(ref, interpret=self.problem.interpret)
+        return _load(ref.at[part, pl.ds(tile * TILE, TILE), self.window])
+
+    def _along_rows(self, ref: jax.Ref, rows: pl.Slice) -> jax.Array:
+        values = _load(ref.at[rows], plgpu.Layout.WGMMA.reduce(1)).astype(jnp.float32)
+        return lax.broadcast_in_dim(values, (TILE, self.problem.columns), (0,))
+
+    # Computing -----------------------------------------------------------------------------------
+    def _put_u(self, us: list[list[jax.Array]]) -> None:
+        """Puts x A, transposed, where `wgmma` takes it second."""
+        for i, more in enumerate(us):
+            u = functools.reduce(jnp.add, more).astype(jnp.bfloat16)
+            part, at = divmod(i * TILE, max(self.problem.ranks, TILE))
+            if self.problem.interpret:
+                self.refs.u_tiles[part, :, pl.ds(at, TILE)] = u.T
+            else:
+                transposed.store_swizzled(u, self.refs.u_tiles.at[part], at)
+        if self.problem.ranks:
+            plgpu.commit_smem()
+
+    def _unit(self, squares: list[jax.Array]) -> jax.Array | None:
+        """That of the norm before, by rows of x."""
+        if self.problem.norm is None:
+            return None
+        (stream, eps), tiles = self.problem.norm, self.problem.square_tiles
+        shape = (TILE, self.problem.columns)
+        row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA)
+        squares = [
+            some if at + TILE <= tiles else jnp.where(row < tiles - at, some, 0.0)
+            for at, some in zip(range(0, tiles, TILE), squares, strict=True)
+        ]
+        total = jnp.sum(functools.reduce(jnp.add, squares), axis=0)
+        return lax.rsqrt(total / stream.width + eps)
+
+    def _product(self, read: _Read, unit: jax.Array | None, half: int) -> jax.Array:
+        """The linear in float32 [64, columns], all but SwiGLU and residual."""
+        sums = self.problem.sums
+        row = (half * self.problem.tiles + self.tile) * TILE
+        filled = sums.plan.parts(lax.div(row, sums.rows))
+        y, *others = read.parts[half]
+        for part, more in enumerate(others, 1):
+            y += jnp.where(part < filled, more, jnp.zeros_like(more))
+        y = self._rounded(y) * (1 / read.divisors[half] / layout.DECODED_SCALE)
+        if self.problem.ranks:
+            y += self._rounded(self._branch(half))
+        if unit is not None:
+            y *= lax.broadcast_in_dim(unit, y.shape, (1,))
+        if read.biases:
+            y += read.biases[half]
+        return y
+
+    def _branch(self, half: int) -> jax.Array:
+        """The product of B and x A."""
+        refs = self.refs
+        plgpu.barrier_wait(refs.arrived.at[half])
+
+        def multiply(acc):
+            u = refs.u_tiles.at[min(half, self.problem.distinct - 1)]
+            plgpu.wgmma(acc, refs.b_tiles.at[half], u.T)
+            plgpu.wgmma_wait(0)
+            return acc[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC((TILE, self.problem.columns), jnp.float32))
+
+    def _rounded(self, values: jax.Array) -> jax.Array:
+        return registers.rounded_to_bfloat16(values, interpret=self.problem.interpret)
+
+    def _write(self, values: jax.Array) -> None:
+        """Writes bfloat16 [64, columns], transposed."""
+        ref = self.refs.out.at[self.window, self.rows[0]]
+        if self.problem.interpret:
+            ref[...] = values.T
+        else:
+            transposed.store(values, ref)
+
+
+def _load(ref: jax.Ref, kind: plgpu.Layout = plgpu.Layout.WGMMA) -> jax.Array:
+    return plgpu.load(ref, layout=kind, optimized=False)
