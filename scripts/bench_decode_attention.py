@@ -33,8 +33,9 @@ import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels import runtime
+from pallas_kernels.decode_attention import config as configs
 from pallas_kernels.decode_attention import decode, reference
-from pallas_kernels.decode_attention.decode import PAGE, Config
+from pallas_kernels.decode_attention.config import PAGE, Config
 from scripts.bench_kernels import BANDWIDTH, versions, watch
 
 KERNEL = "decode_attention"
@@ -278,8 +279,8 @@ def configurations(problem: Problem) -> list[Config]:
         stages = 768 // problem.head_size // teams
         if pages <= problem.width:
             found.append(Config(pages, stages, -(-64 // pages), processors, teams))
-    most = decode.most_shared_bytes()
-    fits = lambda c: decode.shared_bytes(group, problem.head_size, c) <= most
+    most = configs.most_shared_bytes()
+    fits = lambda c: configs.shared_bytes(group, problem.head_size, c) <= most
     return [config for config in found if fits(config)]
 
 
@@ -317,7 +318,7 @@ def main() -> None:
     chosen = problems() if args.only is None else [problems()[i] for i in args.only]
     rows = []
     for problem in chosen:
-        picked = decode.pick_config(len(problem.lengths), problem.key_heads, problem.head_size)
+        picked = configs.pick_config(len(problem.lengths), problem.key_heads, problem.head_size)
         for config in configurations(problem) if args.sweep else [picked]:
             watch()
             row = {"problem": problem.name, "config": dataclasses.asdict(config)}

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import runtime
+from pallas_kernels.decode_attention import config as configs
 from pallas_kernels.decode_attention import decode, reference
 from pallas_kernels.portable import attention as portable
 
@@ -34,8 +35,8 @@ class _Hopper:
             return reason
         key_heads, head_size = keys.shape[2], keys.shape[4]
         group = qkv.shape[1] // key_heads - 2
-        config = decode.pick_config(len(tables), key_heads, head_size, group)
-        return decode.supports(qkv.shape, qkv.dtype, keys.shape, keys.dtype, config)
+        config = configs.pick_config(len(tables), key_heads, head_size, group)
+        return configs.supports(qkv.shape, qkv.dtype, keys.shape, keys.dtype, config)
 
 
 class _Portable:
@@ -69,7 +70,7 @@ def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
       head_size: C.
     """
     if (reason := runtime.unless_hopper()) is None:
-        return decode.supports_heads(heads, key_heads, head_size)
+        return configs.supports_heads(heads, key_heads, head_size)
     if runtime.unless_portable() is None:
         return portable.supports_heads(heads, key_heads, head_size)
     return reason
@@ -86,7 +87,7 @@ def plan(keys: jax.Array, tables: jax.Array, ends: jax.Array) -> jax.Array | Non
     Returns:
       How the kernel divides the work, or None where there is no kernel.
     """
-    if runtime.unless_hopper() or decode.supports_cache(keys.shape, keys.dtype):
+    if runtime.unless_hopper() or configs.supports_cache(keys.shape, keys.dtype):
         return None
     return decode.plan(keys.shape, tables, ends)
 

@@ -1,7 +1,10 @@
 """What the threads of a warpgroup, or of several blocks, do together and Pallas has no words for."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -13,12 +16,15 @@ llvm = utils.llvm  # which jax.extend.mlir leaves out
 WARPS = 4
 
 
-def sync() -> None:
+def sync(*, interpret: bool) -> None:
     """Waits for all threads of this warpgroup."""
-    plgpu.inline_mgpu()(lambda _: utils.warpgroup_barrier())()
+    if interpret:  # which wants a fence between a read and the bulk copy after it
+        plgpu.commit_smem()
+    else:
+        plgpu.inline_mgpu()(lambda _: utils.warpgroup_barrier())()
 
 
-def load_rows(ref: jax.Ref, *, is_quarter: bool = False) -> jax.Array:
+def load_rows(ref: jax.Ref, *, is_quarter: bool = False, interpret: bool) -> jax.Array:
     """Loads [8, n] or [16, n] as [64, n] in the layout `WGMMA`: all rows eight times, or four times.
 
     So that few rows serve an instruction that takes 64, and each warp has all of them.
@@ -27,8 +33,11 @@ def load_rows(ref: jax.Ref, *, is_quarter: bool = False) -> jax.Array:
       ref: in shared or device memory, not tiled.
       is_quarter: whether each warp loads columns of its own, n / 4: of warp 0 the first. The result
         is [64, n / 4], and means something to `store_rows` only.
+      interpret: whether this runs on a CPU, where there are no quarters.
     """
     rows, columns = ref.shape
+    if interpret:
+        return jnp.concatenate([ref[...]] * (64 // rows))
     width = columns // WARPS if is_quarter else columns
     kind = plgpu.ShapeDtypeStruct((64, width), ref.dtype, layout=plgpu.Layout.WGMMA)
 
@@ -51,15 +60,21 @@ def load_rows(ref: jax.Ref, *, is_quarter: bool = False) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=kind)(emit)(ref)
 
 
-def store_rows(values: jax.Array, ref: jax.Ref, *, is_quarter: bool = False) -> None:
+def store_rows(
+    values: jax.Array, ref: jax.Ref, *, is_quarter: bool = False, interpret: bool
+) -> None:
     """Stores the first rows of what `load_rows` made, or of what came of it; each warp a quarter of the columns.
 
     Args:
       values: [64, n], every 8 or 16 rows the same; or of quarters, [64, n / 4].
       ref: [rows, n] in device memory, at most so many rows.
       is_quarter: whether `values` are of quarters.
+      interpret: whether this runs on a CPU, where there are no quarters.
     """
     rows, columns = ref.shape
+    if interpret:
+        ref[...] = values[:rows]
+        return
     width = columns // WARPS
 
     def emit(_: mgpu.LaunchContext, values: mgpu.FragmentedArray, ref: ir.Value) -> None:
@@ -108,9 +123,12 @@ def load_row_values(ref: jax.Ref) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=kind)(emit)(ref)
 
 
-def store_row_values(values: jax.Array, ref: jax.Ref) -> None:
+def store_row_values(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> None:
     """Stores the first 8 or 16 of [64], a value for each row, every so many the same."""
     (rows,) = ref.shape
+    if interpret:
+        ref[...] = values[:rows]
+        return
 
     def emit(_: mgpu.LaunchContext, values: mgpu.FragmentedArray, ref: ir.Value) -> None:
         warp, row, column = _place()
@@ -145,7 +163,7 @@ def _index(value: ir.Value) -> ir.Value:
 
 
 def put_row(
-    row: jax.Array, tile: jax.Ref, slot: jax.Array, chunk: jax.Array, *, clear: bool
+    row: jax.Array, tile: jax.Ref, slot: jax.Array, chunk: int, *, clear: bool, interpret: bool
 ) -> None:
     """Puts 64 columns of a row into a tile, without reading the rest of it.
 
@@ -153,9 +171,13 @@ def put_row(
       row: 16-bit [64], in the layout that `WGMMA` reduces to along rows.
       tile: the same type [64, C] in shared memory, in tiles of (8, 64) and swizzled by 128 bytes.
       slot: int32, which row.
-      chunk: int32, which 64 columns.
+      chunk: which 64 columns.
       clear: whether the rows after it become 0, in these columns.
+      interpret: whether this runs on a CPU.
     """
+    if interpret:
+        _put_row_interpreted(row, tile.at[:, pl.ds(64 * chunk, 64)], slot, clear=clear)
+        return
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
     def emit(
@@ -199,6 +221,13 @@ def put_row(
     scalar = plgpu.Layout.WG_SPLAT(())
     arg_types = (plgpu.Layout.WGMMA.reduce(0), plgpu.RefType(transforms), scalar, scalar)
     plgpu.inline_mgpu(arg_types=arg_types)(emit)(row, tile, slot, chunk)
+
+
+def _put_row_interpreted(row: jax.Array, tile: jax.Ref, slot: jax.Array, *, clear: bool) -> None:
+    old = tile[...]
+    slots = plgpu.broadcasted_iota(jnp.int32, old.shape, 0, layout=plgpu.Layout.WGMMA)
+    rest = jnp.where(slots > slot, jnp.zeros_like(old), old) if clear else old
+    tile[...] = jnp.where(slots == slot, lax.broadcast_in_dim(row, old.shape, (1,)), rest)
 
 
 def count(counter: jax.Ref, last: jax.Array, flag: jax.Ref) -> None:

@@ -21,6 +21,7 @@ class Ring:
       empty: a barrier for each slot: all who read have left it. None where they find that out otherwise.
       first: number of the first item.
       end: number after the last item; None where whoever fetches knows it.
+      which: indices of this ring's barriers where those of several rings lie together.
     """
 
     stages: int
@@ -29,6 +30,7 @@ class Ring:
     empty: jax.Ref | None = None
     first: jax.Array | int = 0
     end: jax.Array | int | None = None
+    which: tuple[jax.Array, ...] = ()
 
     def slot(self, item: jax.Array) -> jax.Array:
         """The slot of an item."""
@@ -47,13 +49,13 @@ class Ring:
 
     def wait(self, slot: jax.Array) -> None:
         """Waits until the item of a slot is there."""
-        plgpu.barrier_wait(self.full.at[slot])
+        plgpu.barrier_wait(self.full.at[*self.which, slot])
 
     def leave(self, slot: jax.Array) -> None:
         """Says that this warpgroup no longer reads a slot."""
-        plgpu.barrier_arrive(self.empty.at[slot])
+        plgpu.barrier_arrive(self.empty.at[*self.which, slot])
 
     def refill(self, slot: jax.Array, item: jax.Array) -> None:
         """Fetches an item into its slot once all have left that."""
-        plgpu.barrier_wait(self.empty.at[slot])
+        plgpu.barrier_wait(self.empty.at[*self.which, slot])
         self.fetch(item)

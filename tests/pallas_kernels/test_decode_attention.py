@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels import runtime
-from pallas_kernels.decode_attention import api, decode, decode_attention, plans, reference
-from pallas_kernels.decode_attention.decode import PAGE, Config
+from pallas_kernels.decode_attention import (
+    api,
+    decode,
+    decode_attention,
+    decode_kernel,
+    plans,
+    reference,
+)
+from pallas_kernels.decode_attention import config as configs
+from pallas_kernels.decode_attention.config import PAGE, Config
 
 oracle = jax.jit(reference.decode_attention)
 on_cpu = pytest.mark.skipif(runtime.platform() != "cpu", reason="interpret mode is for a CPU")
@@ -223,21 +231,21 @@ def test_a_row_has_the_same_bits_whatever_the_others_are():
 )  # fmt: skip
 def test_the_kernel_says_what_it_takes(qkv, dtype, cache, cache_dtype, config, reason):
     types = jnp.dtype(dtype), jnp.dtype(cache_dtype)
-    assert decode.supports(qkv, types[0], cache, types[1], config) == reason
+    assert configs.supports(qkv, types[0], cache, types[1], config) == reason
 
 
-@pytest.mark.parametrize("head_size", decode.HEAD_SIZES)
+@pytest.mark.parametrize("head_size", configs.HEAD_SIZES)
 @pytest.mark.parametrize("rows", [1, 8, 16, 64, 256])
 def test_every_problem_has_a_configuration(rows, head_size):
     for key_heads, group in itertools.product((1, 2, 4, 8, 32), (1, 8, 9, 16)):
-        config = decode.pick_config(rows, key_heads, head_size, group)
+        config = configs.pick_config(rows, key_heads, head_size, group)
         shape, dtype = (rows, (group + 2) * key_heads, head_size), jnp.dtype(jnp.bfloat16)
         cache = (2, 9, key_heads, PAGE, head_size)
-        reason = decode.supports(shape, dtype, cache, dtype, config)
-        assert (reason is None) == (group <= decode.MOST_QUERIES[head_size]), reason
+        reason = configs.supports(shape, dtype, cache, dtype, config)
+        assert (reason is None) == (group <= configs.MOST_QUERIES[head_size]), reason
         # One plan serves whatever the group.
         without_stages = lambda c: dataclasses.replace(c, stages=1)
-        anew = decode.pick_config(rows, key_heads, head_size)
+        anew = configs.pick_config(rows, key_heads, head_size)
         assert without_stages(config) == without_stages(anew)
 
 
@@ -322,7 +330,7 @@ def test_a_counter_that_is_not_zero_is_found_where_that_is_asked_for(monkeypatch
     monkeypatch.setenv("PALLAS_KERNELS_CHECK", str(int(is_asked)))
     # The kernel as such is of no interest here.
     launched = lambda *_: ((jnp.ones((2, 2, 64), jnp.bfloat16),), *_[5:7])
-    monkeypatch.setattr(decode, "_launch", launched)
+    monkeypatch.setattr(decode_kernel, "launch", launched)
     arguments = problem(0, 2, 1, 64, [5, 70], 2)
     plan = decode.plan(arguments[3].shape, *arguments[-2:])
     run = jax.jit(lambda plan, *arguments: decode.decode_attention(*arguments, plan)[0])
@@ -346,7 +354,7 @@ def test_an_unknown_implementation_is_an_error():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_size", decode.HEAD_SIZES)
+@pytest.mark.parametrize("head_size", configs.HEAD_SIZES)
 @pytest.mark.parametrize(
     ("group", "config"),
     [
@@ -363,7 +371,7 @@ def test_an_unknown_implementation_is_an_error():
     ],
 )
 def test_the_kernel_on_its_device_meets_the_reference(group, config, head_size):
-    if group > decode.MOST_QUERIES[head_size]:
+    if group > configs.MOST_QUERIES[head_size]:
         pytest.skip("is refused: see MOST_QUERIES")
     arguments = problem(0, 2 * group, 2, head_size, [0, 63, 64, 700, 1023], 16)
     run = jax.jit(functools.partial(decode.decode_attention, config=config))

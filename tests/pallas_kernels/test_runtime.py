@@ -13,6 +13,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import runtime
+from pallas_kernels.decode_attention import config as configs
 from pallas_kernels.decode_attention import decode as attention
 from pallas_kernels.nvfp4_matmul import decode, dense_tile, dequantize, layout, prefill, tuning
 
@@ -111,7 +112,7 @@ def test_plans_and_grids_fit_the_processors_that_a_card_has(monkeypatch, grids):
     assert tuning.pick_config(16, 37888, 3584).blocks == 114
     assert tuning.pick_config(128, 4608, 3584).blocks == 114
     assert {c.blocks for c in tuning.candidates(64, 37888, 3584)} >= {114, 228}
-    assert attention.pick_config(64, 4, 128).blocks == 114
+    assert configs.pick_config(64, 4, 128).blocks == 114
     # A's share of the blocks.
     units = jnp.zeros((1, 56, 1, 4, *layout.TILE_SHAPE), jnp.int32)
     on_114 = dense_tile.shares(units, m=64, base_bytes=114 << 17, most=99)

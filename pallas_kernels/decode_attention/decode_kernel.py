@@ -1,0 +1,594 @@
+"""The kernel of `decode`, in phases: each is a method of what a team knows of its work."""
+
+import dataclasses
+import functools
+import math
+import types
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from pallas_kernels.decode_attention import config as configs
+from pallas_kernels.decode_attention import plans
+from pallas_kernels.decode_attention.config import Config
+from pallas_kernels.decode_attention.plans import PAGE
+from pallas_kernels.mosaic import collectives
+from pallas_kernels.mosaic import launch as mosaic
+from pallas_kernels.mosaic.ring import Ring
+
+# Less than any score, and finite.
+NOTHING = -1e30
+# Queries, by slots or columns of a head.
+_OF_TILE = plgpu.Layout.WGMMA
+_OF_ROWS, _OF_COLUMNS = _OF_TILE.reduce(1), _OF_TILE.reduce(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is known before a start.
+
+    Attributes:
+      config: how many teams there are, and pages on their way.
+      cut: which team does what.
+      group: query heads of a key head, H / J.
+      cache: [L, N, J, S, C], the shape of keys and of values.
+      interpret: whether this runs on a CPU.
+    """
+
+    config: Config
+    cut: plans.Cut
+    group: int
+    cache: tuple[int, ...]
+    interpret: bool
+
+    @property
+    def key_heads(self) -> int:
+        """J."""
+        return self.cut.key_heads
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return self.group * self.key_heads
+
+    @property
+    def head_size(self) -> int:
+        """C."""
+        return self.cache[-1]
+
+    @property
+    def chunks(self) -> int:
+        """Pieces of 64 columns of a head."""
+        return self.head_size // 64
+
+    @property
+    def columns(self) -> int:
+        """Of a head's row in shared memory."""
+        return configs.row_columns(self.head_size)
+
+    @property
+    def group_rows(self) -> int:
+        """Rows that a group's queries are padded to."""
+        return configs.group_rows(self.group)
+
+    @property
+    def most_batch(self) -> int:
+        """Parts that are read at a time when a unit is added up."""
+        return configs.BATCH[self.config.teams] * 8 // self.group_rows
+
+
+def launch(
+    qkv: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    layer: jax.Array,
+    plan: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    problem: Problem,
+) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
+    """Starts the kernel; arguments as for `decode.decode_attention`, `layer` as int32 [1].
+
+    Returns:
+      The result [B, H, C] with the parts' products [B * J, parts, G, C] and their maxima and sums
+      [B * J, parts, 2, G]; keys; values.
+    """
+    config, cut, teams = problem.config, problem.cut, problem.config.teams
+    head_size, columns = problem.head_size, problem.columns
+
+    def shared(shape: tuple[int, ...], dtype: DTypeLike, transforms: tuple = ()) -> plgpu.SMEM:
+        return plgpu.SMEM((teams, *shape), dtype, transforms=transforms)
+
+    def barriers(count: int, arrivals: int = 1) -> plgpu.Barrier:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=(teams, count))
+
+    units = (cut.rows * cut.key_heads, cut.most_parts)
+    of_pages = shared((config.stages, PAGE, head_size), keys.dtype, mosaic.SWIZZLED)
+    # A half turned row of a short head is then a slice; written once by what makes qkv.
+    qkv = jnp.concatenate([qkv] * (columns // head_size), axis=-1)
+    # All layers, pages and heads in one axis: bulk copies know five.
+    caches = [jax.new_ref(cache.reshape(-1, head_size)) for cache in (keys, values)]
+    results = mosaic.launch(
+        functools.partial(_kernel, problem=problem),
+        {
+            "qkv": qkv,
+            "cos": cos,
+            "sin": sin,
+            "layer": layer,
+            "plan": plan,
+            "keys": caches[0],
+            "values": caches[1],
+        },
+        {
+            "out": jax.ShapeDtypeStruct((cut.rows, problem.heads, head_size), qkv.dtype),
+            "products": jax.ShapeDtypeStruct((*units, problem.group_rows, head_size), jnp.float32),
+            "totals": jax.ShapeDtypeStruct((*units, 2, problem.group_rows), jnp.float32),
+        },
+        {
+            "inputs": shared((2, configs.input_rows(problem.group), columns), qkv.dtype),
+            "turns": shared((2, 2, 64), jnp.float32),
+            "key_slots": of_pages,
+            "value_slots": of_pages,
+            "flag": shared((1,), jnp.int32),
+            "operand": shared((64, 64), keys.dtype, mosaic.SWIZZLED) if problem.interpret else None,
+            "inputs_full": barriers(2, arrivals=3 + 2 * columns // head_size),
+            "keys_full": barriers(config.stages),
+            "values_full": barriers(config.stages),
+        },
+        name="decode_attention_sm90",
+        interpret=problem.interpret,
+        options={"approx_math": True, "reduction_scratch_bytes": 0},
+        grid=(config.blocks,),
+        grid_names=("block",),
+        num_threads=teams,
+        thread_name="team",
+    )
+    keys, values = (jax.freeze(ref).reshape(problem.cache) for ref in caches)
+    return tuple(results.values()), keys, values
+
+
+def _kernel(refs: types.SimpleNamespace, *, problem: Problem) -> None:
+    team, config = lax.axis_index("team"), problem.config
+    # Teams of a block are far apart: what is left over goes to different blocks.
+    agenda = _Agenda(refs.plan, team * config.blocks + lax.axis_index("block"), problem.cut)
+    start = agenda.piece(jnp.int32(0)), agenda.piece(jnp.int32(1))
+    pages = [agenda.page(n) for n in range(config.stages + 1)]
+    layers, pages_of_layer, *_ = problem.cache
+    first_page = lax.clamp(0, refs.layer[0], layers - 1) * pages_of_layer
+    own = ("inputs", "turns", "key_slots", "value_slots", "flag", "operand")
+    of_team = {name: ref.at[team] for name in own if (ref := getattr(refs, name)) is not None}
+    refs = types.SimpleNamespace(**vars(refs) | of_team)
+    _Team(problem, refs, agenda, team, first_page).run(*start, pages)
+
+
+class _Piece(NamedTuple):
+    """What `plans` writes down of a piece."""
+
+    unit: jax.Array
+    part: jax.Array
+    slots: jax.Array
+    home: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Agenda:
+    """What a team has to do.
+
+    Attributes:
+      plan: from `plans.make`.
+      number: of the team among those of all blocks.
+      cut: how the plan came about.
+    """
+
+    plan: jax.Ref
+    number: jax.Array
+    cut: plans.Cut
+
+    def piece(self, i: jax.Array) -> _Piece:
+        """A piece of this team; past the last, some piece."""
+        at = self.number * self.cut.rounds + lax.min(i, self.cut.rounds - 1)
+        fields = plans.FIELDS
+        return _Piece(*(self.plan[self.cut.pieces_at + at * len(fields) + f] for f in fields))
+
+    def page(self, n: jax.Array | int) -> jax.Array:
+        """The n-th page of this team; after the last, a negative number."""
+        cut = self.cut
+        return self.plan[cut.pages_at + self.number * (cut.length + 1) + lax.min(n, cut.length)]
+
+    def count(self) -> jax.Array:
+        """Pieces."""
+        return self.plan[self.cut.counts_at + self.number]
+
+
+class _Softmax(NamedTuple):
+    """A softmax under way, and its products with the values.
+
+    Attributes:
+      maximum: [64] of the scores so far, in powers of two.
+      total: [64] of the exponentials.
+      products: [64, C].
+    """
+
+    maximum: jax.Array
+    total: jax.Array
+    products: jax.Array
+
+    @classmethod
+    def start(cls, columns: int) -> "_Softmax":
+        """Of no scores."""
+        return cls(
+            _full((64,), NOTHING, _OF_ROWS),
+            _full((64,), 0, _OF_ROWS),
+            _full((64, columns), 0, _OF_TILE),
+        )
+
+    def result(self) -> jax.Array:
+        """[64, C]."""
+        return self.products * _broadcast(1 / self.total, self.products.shape, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Team:
+    """A team's work.
+
+    Attributes:
+      problem: what all teams know.
+      refs: operands, results and scratch of `launch`, of scratch this team's own but for barriers.
+      agenda: what it has to do.
+      number: of the team in its block.
+      first_page: of the layer, among those of all layers.
+    """
+
+    problem: Problem
+    refs: types.SimpleNamespace
+    agenda: _Agenda
+    number: jax.Array
+    first_page: jax.Array
+
+    def run(self, piece: _Piece, following: _Piece, pages: list[jax.Array]) -> None:
+        """Attends to all pieces.
+
+        Args:
+          piece: the first.
+          following: the second.
+          pages: the first few.
+        """
+        *first, ahead = pages
+        count = self.agenda.count()
+        pl.when(count > 0)(lambda: self._fetch_inputs(0, piece.unit))
+        for n, page in enumerate(first):
+            for ring in self._keys, self._values:
+                pl.when(page >= 0)(functools.partial(ring.fetch, jnp.int32(n), page))
+        attend = functools.partial(self._attend_piece, count)
+        lax.fori_loop(0, count, attend, (piece, following, jnp.int32(0), ahead))
+
+    # Bulk copies ---------------------------------------------------------------------------------
+    @property
+    def _keys(self) -> Ring:
+        """Of pages."""
+        refs = self.refs
+        return self._ring(refs.keys, refs.key_slots, refs.keys_full)
+
+    @property
+    def _values(self) -> Ring:
+        refs = self.refs
+        return self._ring(refs.values, refs.value_slots, refs.values_full)
+
+    def _ring(self, cache: jax.Ref, slots: jax.Ref, full: jax.Ref) -> Ring:
+        def copy(n, slot, page):
+            rows = pl.ds(self._cache_row(page), PAGE)
+            plgpu.copy_gmem_to_smem(cache.at[rows], slots.at[slot], full.at[self.number, slot])
+
+        return Ring(self.problem.config.stages, copy, full, which=(self.number,))
+
+    def _cache_row(self, page: jax.Array) -> jax.Array:
+        """First row of a page among all rows of the cache."""
+        return (self.first_page * self.problem.key_heads + page) * PAGE
+
+    def _place(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Row and key head."""
+        return lax.div(unit, self.problem.key_heads), lax.rem(unit, self.problem.key_heads)
+
+    def _fetch_inputs(self, parity: jax.Array | int, unit: jax.Array) -> None:
+        """Starts the copies of a unit's queries, its new key and value, and its row's angles."""
+        problem, refs = self.problem, self.refs
+        (row, head), full = self._place(unit), refs.inputs_full.at[self.number, parity]
+        heads, group, half_size = problem.heads, problem.group, problem.head_size // 2
+        to = refs.inputs.at[parity]
+        for start, length, at in (
+            (head * group, group, 0),
+            (heads + head, 1, group),
+            (heads + problem.key_heads + head, 1, group + 1),
+        ):
+            source = refs.qkv.at[row, pl.ds(start, length)]
+            plgpu.copy_gmem_to_smem(source, to.at[pl.ds(at, length)], full)
+        for copy in range(problem.columns // problem.head_size):
+            half = pl.ds(copy * half_size, half_size)
+            for which, table in enumerate((refs.cos, refs.sin)):
+                plgpu.copy_gmem_to_smem(table.at[row], refs.turns.at[parity, which, half], full)
+
+    # Queries and the new token -------------------------------------------------------------------
+    def _rotated(
+        self,
+        parity: jax.Array,
+        read: Callable[[int], jax.Array],
+        chunk: int,
+        spread: Callable[[jax.Array], jax.Array],
+    ) -> jax.Array:
+        """Columns 64 * chunk and on of what `read` reads, in float32; `spread` widens a table."""
+        head_size = self.problem.head_size
+        x, partner = (
+            read((64 * chunk + shift) % self.problem.columns).astype(jnp.float32)
+            for shift in (0, head_size // 2)
+        )
+        cos, sin = (_load_columns(self.refs.turns.at[parity, i]) for i in range(2))
+        if head_size == 64:
+            column = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=_OF_COLUMNS)
+            sin = jnp.where(column < 32, -sin, sin)
+        elif chunk == 0:
+            sin = -sin
+        return (x * spread(cos) + partner * spread(sin)).astype(self.refs.keys.dtype)
+
+    def _read_queries(self, parity: jax.Array, at: int) -> jax.Array:
+        ref = self.refs.inputs.at[parity, pl.ds(0, self.problem.group_rows), pl.ds(at, 64)]
+        return collectives.load_rows(ref, interpret=self.problem.interpret)
+
+    def _queries(self, parity: jax.Array) -> list[jax.Array]:
+        """A group's queries, rotated, by 64 columns."""
+        read = functools.partial(self._read_queries, parity)
+        spread = lambda table: _broadcast(table, (64, 64), 1)
+        return [self._rotated(parity, read, chunk, spread) for chunk in range(self.problem.chunks)]
+
+    def _read_input(self, parity: jax.Array, which: int, at: int) -> jax.Array:
+        return _load_columns(self.refs.inputs.at[parity, which, pl.ds(at, 64)])
+
+    def _append_key(
+        self, parity: jax.Array, ring_slot: jax.Array, slot: jax.Array, page: jax.Array
+    ) -> None:
+        """Puts the new token's key into its page and into the cache."""
+        read = functools.partial(self._read_input, parity, self.problem.group)
+        chunks = range(self.problem.chunks)
+        new = [self._rotated(parity, read, chunk, lambda table: table) for chunk in chunks]
+        tile = self.refs.key_slots.at[ring_slot]
+        self._append(tile, self.refs.keys, slot, page, new, clear=False)
+
+    def _append_value(
+        self, parity: jax.Array, ring_slot: jax.Array, slot: jax.Array, page: jax.Array
+    ) -> None:
+        """Puts the new token's value into its page and into the cache; values after it need not be finite."""
+        new = [
+            self._read_input(parity, self.problem.group + 1, 64 * chunk).astype(
+                self.refs.values.dtype
+            )
+            for chunk in range(self.problem.chunks)
+        ]
+        tile = self.refs.value_slots.at[ring_slot]
+        self._append(tile, self.refs.values, slot, page, new, clear=True)
+
+    def _append(
+        self,
+        tile: jax.Ref,
+        cache: jax.Ref,
+        slot: jax.Array,
+        page: jax.Array,
+        new: list[jax.Array],
+        *,
+        clear: bool,
+    ) -> None:
+        """Puts a row, 64 columns each, into a page's tile and into the cache; what follows may become 0."""
+        interpret = self.problem.interpret
+        for chunk, columns in enumerate(new):
+            collectives.put_row(columns, tile, slot, chunk, clear=clear, interpret=interpret)
+        plgpu.commit_smem()
+        for chunk, columns in enumerate(new):
+            cache.at[self._cache_row(page) + slot, pl.ds(64 * chunk, 64)][...] = columns
+
+    # Pages ---------------------------------------------------------------------------------------
+    def _attend_page(
+        self,
+        parity: jax.Array,
+        piece: _Piece,
+        queries: list[jax.Array],
+        turn: jax.Array,
+        carry: tuple[_Softmax, jax.Array, jax.Array],
+    ) -> tuple[_Softmax, jax.Array, jax.Array]:
+        """Attends to a page of a piece, and asks for the page that comes into its slot.
+
+        Args:
+          parity: of the piece's place among the inputs.
+          piece: which.
+          queries: of its unit.
+          turn: number of the page in the piece.
+          carry: the softmax so far, the number of the page among the team's, and the page that comes next.
+
+        Returns:
+          The next carry.
+        """
+        softmax, n, ahead = carry
+        slot = self._keys.slot(n)
+        further = self.agenda.page(n + self.problem.config.stages + 1)
+        new_slot = piece.slots - 1 - turn * PAGE
+        # `home` is negative where another piece has the row's last page.
+        has_new = (new_slot < PAGE) & (piece.home >= 0)
+        with jax.named_scope("scores"):
+            self._keys.wait(slot)
+            pl.when(has_new)(lambda: self._append_key(parity, slot, new_slot, piece.home))
+            scores = self._scores(queries, slot)
+        self._refill(self._keys, n, ahead)
+        with jax.named_scope("softmax"):
+            softmax, weights = self._weights(softmax, scores, new_slot)
+        with jax.named_scope("products"):
+            self._values.wait(slot)
+            pl.when(has_new)(lambda: self._append_value(parity, slot, new_slot, piece.home))
+            products = self._add_products(softmax.products, weights, slot)
+        self._refill(self._values, n, ahead)
+        return softmax._replace(products=products), n + 1, further
+
+    def _refill(self, ring: Ring, n: jax.Array, ahead: jax.Array) -> None:
+        """Asks for the page that comes into the slot of page n."""
+        # All warps have read what is overwritten.
+        collectives.sync(interpret=self.problem.interpret)
+        pl.when(ahead >= 0)(lambda: ring.fetch(n + ring.stages, ahead))
+
+    def _scores(self, queries: list[jax.Array], slot: jax.Array) -> jax.Array:
+        """Q K^T of a page."""
+
+        def product(acc):
+            for chunk, of_chunk in enumerate(queries):
+                keys = self.refs.key_slots.at[slot, :, pl.ds(64 * chunk, 64)]
+                plgpu.wgmma(acc, self._operand(of_chunk), keys.T)
+            return acc[...]
+
+        return pl.run_scoped(product, plgpu.ACC((64, PAGE), jnp.float32))
+
+    def _weights(
+        self, softmax: _Softmax, scores: jax.Array, new_slot: jax.Array
+    ) -> tuple[_Softmax, jax.Array]:
+        """The softmax with a page's scores, its products without them; and what its values are multiplied by."""
+        is_live = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_OF_TILE) <= new_slot
+        scale = self.problem.head_size**-0.5 * math.log2(math.e)
+        scores = jnp.where(is_live, scores * scale, NOTHING)
+        higher = jnp.maximum(softmax.maximum, jnp.max(scores, axis=1))
+        decay = jnp.exp2(softmax.maximum - higher)
+        exponentials = jnp.exp2(scores - _broadcast(higher, scores.shape, 0))
+        total = softmax.total * decay + jnp.sum(exponentials, axis=1)
+        weights = exponentials.astype(self.refs.values.dtype)
+        products = softmax.products * _broadcast(decay, softmax.products.shape, 0)
+        return _Softmax(higher, total, products), weights
+
+    def _add_products(self, products: jax.Array, weights: jax.Array, slot: jax.Array) -> jax.Array:
+        """products + P V of a page."""
+
+        def add_product(acc):
+            plgpu.wgmma(acc, self._operand(weights), self.refs.value_slots.at[slot])
+
+        if not self.problem.interpret:
+            return pl.run_state(add_product)(plgpu.ACC.init(products))
+        acc = plgpu.ACC(products.shape, jnp.float32)
+        return products + pl.run_scoped(lambda acc: (add_product(acc), acc[...])[1], acc)
+
+    def _operand(self, values: jax.Array) -> jax.Array | jax.Ref:
+        """What `wgmma` takes first; interpreted it takes no registers."""
+        if not self.problem.interpret:
+            return values
+        self.refs.operand[...] = values
+        return self.refs.operand
+
+    # Pieces --------------------------------------------------------------------------------------
+    def _attend_piece(
+        self, count: jax.Array, i: jax.Array, carry: tuple[_Piece, _Piece, jax.Array, jax.Array]
+    ) -> tuple[_Piece, _Piece, jax.Array, jax.Array]:
+        """Attends to a piece, and writes its result or leaves it behind as a part.
+
+        Args:
+          count: of the team's pieces.
+          i: which.
+          carry: this piece, the following one, and of pages what `_attend_page` carries.
+
+        Returns:
+          The next carry.
+        """
+        piece, following, n, ahead = carry
+        part, parts = lax.div(piece.part, plans.SHIFT), lax.rem(piece.part, plans.SHIFT)
+        after_following = self.agenda.piece(i + 2)
+        parity = lax.rem(i, 2)
+        with jax.named_scope("queries"):
+            plgpu.barrier_wait(self.refs.inputs_full.at[self.number, parity])
+            queries = self._queries(parity)
+            # All warps are done with the piece before.
+            collectives.sync(interpret=self.problem.interpret)
+            pl.when(i + 1 < count)(lambda: self._fetch_inputs(1 - parity, following.unit))
+        softmax, n, ahead = lax.fori_loop(
+            0,
+            lax.div(piece.slots + PAGE - 1, PAGE),
+            functools.partial(self._attend_page, parity, piece, queries),
+            (_Softmax.start(self.problem.head_size), n, ahead),
+        )
+        with jax.named_scope("merge"):
+            self._finish(piece.unit, part, parts, softmax)
+        return following, after_following, n, ahead
+
+    def _finish(
+        self, unit: jax.Array, part: jax.Array, parts: jax.Array, softmax: _Softmax
+    ) -> None:
+        """Writes the result of a unit in one piece, or leaves a part behind."""
+        parting = lambda: self._leave(unit, part, parts, softmax)
+        if self.problem.interpret:
+            parting()
+            return
+
+        @pl.when(parts == 1)
+        def _write():
+            self._write(unit, softmax, is_quarter=False)
+
+        if self.problem.cut.most_parts > 1:
+            pl.when(parts > 1)(parting)
+
+    def _write(self, unit: jax.Array, softmax: _Softmax, *, is_quarter: bool) -> None:
+        out = softmax.result().astype(self.refs.out.dtype)
+        row, head = self._place(unit)
+        ref = self.refs.out.at[row, pl.ds(head * self.problem.group, self.problem.group)]
+        collectives.store_rows(out, ref, is_quarter=is_quarter, interpret=self.problem.interpret)
+
+    def _leave(self, unit: jax.Array, part: jax.Array, parts: jax.Array, softmax: _Softmax) -> None:
+        """Leaves a part behind; whoever is the last to do so adds them up."""
+        refs, interpret = self.refs, self.problem.interpret
+        collectives.store_rows(softmax.products, refs.products.at[unit, part], interpret=interpret)
+        for which, values in enumerate((softmax.maximum, softmax.total)):
+            ref = refs.totals.at[unit, part, which]
+            collectives.store_row_values(values, ref, interpret=interpret)
+        if not interpret:
+            collectives.count(refs.plan.at[unit], parts - 1, refs.flag)
+            pl.when(refs.flag[0] != 0)(lambda: self._merge(unit, parts))
+
+    def _merge(self, unit: jax.Array, parts: jax.Array) -> None:
+        """Adds up a unit's parts, in order, and writes the result."""
+        batch = self.problem.most_batch
+        add = functools.partial(self._add_batch, unit, parts)
+        start = _Softmax.start(self.problem.head_size // collectives.WARPS)
+        softmax = lax.fori_loop(0, lax.div(parts + batch - 1, batch), add, start)
+        self._write(unit, softmax, is_quarter=True)
+
+    def _add_batch(
+        self, unit: jax.Array, parts: jax.Array, batch: jax.Array, softmax: _Softmax
+    ) -> _Softmax:
+        """The softmax with the next few parts of a unit, whose columns are spread over the warps."""
+        refs, most = self.refs, self.problem.most_batch
+        at = [lax.min(batch * most + k, parts - 1) for k in range(most)]
+        of_parts = [
+            collectives.load_rows(refs.products.at[unit, k], is_quarter=True, interpret=False)
+            for k in at
+        ]
+        maxima, totals = (
+            [collectives.load_row_values(refs.totals.at[unit, k, which]) for k in at]
+            for which in range(2)
+        )
+        higher = functools.reduce(jnp.maximum, maxima, softmax.maximum)
+        decay = jnp.exp2(softmax.maximum - higher)
+        shares = [
+            jnp.where(batch * most + k < parts, jnp.exp2(m - higher), 0.0)
+            for k, m in enumerate(maxima)
+        ]
+        total = softmax.total * decay + sum(a * b for a, b in zip(shares, totals, strict=True))
+        products = softmax.products * _broadcast(decay, softmax.products.shape, 0) + sum(
+            a * _broadcast(b, a.shape, 0) for a, b in zip(of_parts, shares, strict=True)
+        )
+        return _Softmax(higher, total, products)
+
+
+def _full(shape: tuple[int, ...], value: float, layout: plgpu.Layout) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def _broadcast(values: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
+    return lax.broadcast_in_dim(values, shape, (axis,))
+
+
+def _load_columns(ref: jax.Ref) -> jax.Array:
+    return plgpu.load(ref, layout=_OF_COLUMNS, optimized=False)
