@@ -1,10 +1,12 @@
 """Which machine and which JAX: the only place that asks."""
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 import jax
@@ -57,13 +59,26 @@ CARDS = {
 H200 = CARDS["NVIDIA H200"]
 
 
-def device() -> Device:
-    """The default backend's first device: everything here and in the kernels asks this function.
+_ASSUMED: Device | None = None
 
-    Tests, and programs that compile for a card that is not there, put another function in its place.
+
+def device() -> Device:
+    """The default backend's first device, or that of `on`: everything here asks this function.
+
     What is planned on a device that is no GPU is planned for an H200, but named after that device.
     """
-    return _described(jax.devices()[0])
+    return _ASSUMED or _described(jax.devices()[0])
+
+
+@contextlib.contextmanager
+def on(assumed: Device) -> Iterator[Device]:
+    """Lets all who ask believe that this is the device: for tests, and to compile for a card that is not there."""
+    global _ASSUMED
+    before, _ASSUMED = _ASSUMED, assumed
+    try:
+        yield assumed
+    finally:
+        _ASSUMED = before
 
 
 @functools.cache

@@ -48,15 +48,15 @@ from pallas_kernels import nvfp4, runtime
 from pallas_kernels.finished_linear import decode as fused
 from pallas_kernels.finished_linear import lora
 from pallas_kernels.formats.nvfp4 import NVFP4Tensor
+from pallas_kernels.nvfp4_matmul import config as configs
 from pallas_kernels.nvfp4_matmul import (
     decode,
     layout,
     nvfp4_matmul,
     reference,
     shapes,
-    tuning,
 )
-from pallas_kernels.nvfp4_matmul.decode import Config
+from pallas_kernels.nvfp4_matmul.config import Config
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 from pallas_kernels.portable import layout as portable_layout
 from pallas_kernels.portable import matmul as portable
@@ -373,7 +373,7 @@ def check_values(problem: shapes.Problem, ms: Sequence[int], rank: int) -> list[
     def lowered(m):
         if rank:
             return jax.jit(fused.linear).lower(x[:m], w, branch=branch)
-        config = tuning.pick_config(m, n, k)
+        config = configs.pick_config(m, n, k)
         return jax.jit(functools.partial(decode.matmul, config=config)).lower(x[:m], w)
 
     with ThreadPoolExecutor() as pool:
@@ -425,7 +425,7 @@ def bench(
     row = {"model": problem.model, "layer": problem.layer, "m": m, "n": n, "k": k}
     row |= {"kernels": kernels, "is_dx": is_dx}
     if kernels == "hopper" and not is_dx:
-        config = tuning.pick_config(m, n, k)
+        config = configs.pick_config(m, n, k)
         row |= {"config": dataclasses.asdict(config), "ulp": check_product(m, n, k, config)}
         watch()
         timing = measure(nvfp4_rounds(m, n, config), *nvfp4_inputs(m, n, k))
@@ -485,7 +485,7 @@ HEAD = """| linear (K x N) | M | groups/step/stages/blocks | kernel us | call us
 def print_values(args: argparse.Namespace) -> None:
     """The largest errors of products, and which problems of the tuned table were not among them."""
     rows = []
-    untried = set(tuning.table_of(jax.devices()[0].device_kind))
+    untried = set(configs.table_of(jax.devices()[0].device_kind))
     print("| product | N x K | M | largest error, ulp |\n| --- | --- | --- | --- |")
     for problem in problems(args.models, args.layers):
         watch()

@@ -68,7 +68,7 @@ class Bench:
         import jax.numpy as jnp
 
         from pallas_kernels import runtime
-        from pallas_kernels.nvfp4_matmul import decode
+        from pallas_kernels.nvfp4_matmul import config
         from qerl_jax.config import LoraConfig
         from qerl_jax.model import architecture, fused_decode
         from qerl_jax.model.transformer import Transformer, init_params, random_base
@@ -83,7 +83,7 @@ class Bench:
         if trait == "wide":
             # And their products by the kernel of many rows, however few there are.
             fused_decode.fit = lambda *_, **__: None
-            decode.MAX_M = 8
+            config.MAX_M = 8
         lora = LoraConfig(self.rank, float(self.rank)) if self.rank else None
         name = args.model if args.model in architecture.KNOWN else f"qwen2.5-{args.model}"
         self.arch, self.weights = architecture.KNOWN[name], weights

@@ -34,7 +34,14 @@ import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels import nvfp4, runtime
-from pallas_kernels.nvfp4_matmul import dequantize, layout, prefill, reference, shapes
+from pallas_kernels.nvfp4_matmul import (
+    dequantize,
+    layout,
+    prefill,
+    prefill_config,
+    reference,
+    shapes,
+)
 from scripts.bench_kernels import BF16_RATE, LAYERS, problems, rounds_of, versions, watch
 
 # How many times what the L2 holds a call touches before it comes round again.
@@ -208,9 +215,9 @@ def bench(problem: shapes.Problem, m: int, names: Sequence[str]) -> list[dict[st
 
 def _tile(m: int, n: int, k: int, arm: Arm) -> str:
     if arm.direction == "forward":
-        config = prefill.pick_config(m, n, k)
+        config = prefill_config.pick_config(m, n, k)
     else:
-        config = prefill.pick_config(m, k, n, backward=True)
+        config = prefill_config.pick_config(m, k, n, backward=True)
     return f"{config.rows} rows" + (f" / {config.split}" if config.split > 1 else "")
 
 

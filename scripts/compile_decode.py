@@ -48,10 +48,8 @@ def as_on_an_h200() -> Iterator[None]:
     """Kernels are chosen as on that card; cuDNN's attention, which cannot be compiled without one, is not."""
     from pallas_kernels import runtime
 
-    answers = {"device": runtime.H200, "has_cudnn_attention": False}
-    with contextlib.ExitStack() as stack:
-        for name, answer in answers.items():
-            stack.enter_context(mock.patch.object(runtime, name, lambda *_, answer=answer: answer))
+    without_cudnn = mock.patch.object(runtime, "has_cudnn_attention", lambda *_: False)
+    with runtime.on(runtime.H200), without_cudnn:
         yield
 
 

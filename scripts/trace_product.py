@@ -128,7 +128,7 @@ def main() -> None:
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.timeout, exit=True)
 
-    from pallas_kernels.nvfp4_matmul import decode, tuning
+    from pallas_kernels.nvfp4_matmul import config as configs
     from scripts import bench_kernels
 
     print("| linear | M | config | " + " | ".join(HEAD) + " | ends in a multiprocessor |")
@@ -137,9 +137,9 @@ def main() -> None:
         n, k = problem.n, problem.k
         for m in args.m:
             if args.config:
-                config = decode.Config(*map(int, args.config.split(",")))
+                config = configs.Config(*map(int, args.config.split(",")))
             else:
-                config = tuning.pick_config(m, n, k)
+                config = configs.pick_config(m, n, k)
             found = summary(scopes_of(traced(m, n, k, config)), config.warpgroups)
             shape = "/".join(map(str, dataclasses.astuple(config)))
             cells = " | ".join(f"{found[name]:,.0f}" for name in HEAD)

@@ -1,6 +1,6 @@
 """Finds the fastest configuration of each problem on this GPU: `python -m scripts.tune_kernels`.
 
-Every candidate of `tuning.candidates` is timed as a decoding layer uses it: with LoRA of rank 32 and
+Every candidate of `config.candidates` is timed as a decoding layer uses it: with LoRA of rank 32 and
 its epilogue, since a finer split costs a longer one. The fastest whose values are right becomes a row of the
 table of this card, `pallas_kernels/nvfp4_matmul/tuned/<name of the card>.json`, or of another file (`--out`).
 Rows of other problems that are in the table already stay.
@@ -30,7 +30,8 @@ import jax.numpy as jnp
 from pallas_kernels import runtime
 from pallas_kernels.finished_linear import decode as fused
 from pallas_kernels.finished_linear import lora
-from pallas_kernels.nvfp4_matmul import decode, dense_tile, tuning
+from pallas_kernels.nvfp4_matmul import config as configs
+from pallas_kernels.nvfp4_matmul import dense_tile
 from pallas_kernels.portable import tuning as portable_tuning
 from scripts import bench_kernels as bench
 
@@ -45,7 +46,9 @@ def tune(layer: str, m: int, n: int, k: int, *, threads: int) -> dict[str, Any]:
       AssertionError: no candidate gives the right values.
     """
     candidates = [
-        c for c in tuning.candidates(m, n, k) if not decode.supports(m, n, k, c, with_adapter=True)
+        c
+        for c in configs.candidates(m, n, k)
+        if not configs.supports(m, n, k, c, with_adapter=True)
     ]
     # Where there are others, `fused` gives LoRA two warpgroups rather than larger slots.
     as_wide = [c for c in candidates if dense_tile.is_as_wide(c.warpgroups, c.step)]
@@ -172,7 +175,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=270, help="after which it is done")
     parser.add_argument("--again", action="store_true", help="also what the table has already")
     args = parser.parse_args()
-    tables = portable_tuning if args.kernels == "portable" else tuning
+    tables = portable_tuning if args.kernels == "portable" else configs
     tune_one = tune_portable if args.kernels == "portable" else tune
     out = args.out or tables.path_of(runtime.device_kind())
     runtime.use_kernels(args.kernels)

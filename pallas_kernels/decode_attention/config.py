@@ -1,4 +1,7 @@
-"""How the kernel of `decode` is cut up, and which problems it takes."""
+"""How the kernel of `decode` is cut up, and which problems it takes.
+
+What depends on the device takes it as a value; None is the one that there is.
+"""
 
 import dataclasses
 
@@ -7,6 +10,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import runtime
 from pallas_kernels.decode_attention.plans import PAGE
+from pallas_kernels.runtime import Device
 
 # Queries of a group are padded to half the rows that a warp has, or to all of them.
 GROUP = 16
@@ -82,6 +86,7 @@ def supports(
     cache_shape: tuple[int, ...],
     cache_dtype: DTypeLike,
     config: Config,
+    device: Device | None = None,
 ) -> str | None:
     """Why this kernel cannot run a problem with this configuration, or None."""
     layers, pages, key_heads, slots, head_size = cache_shape
@@ -94,12 +99,14 @@ def supports(
         return reason
     if layers * pages * key_heads * slots >= 2**31:
         return f"needs fewer than 2^31 rows of keys; got L * N * J * S of {cache_shape[:-1]}"
-    if (used := shared_bytes(group, head_size, config)) > (most := most_shared_bytes()):
+    if (used := shared_bytes(group, head_size, config)) > (most := most_shared_bytes(device)):
         return f"needs {used} bytes of shared memory of {most}"
     return None
 
 
-def pick_config(rows: int, key_heads: int, head_size: int, group: int = 8) -> Config:
+def pick_config(
+    rows: int, key_heads: int, head_size: int, group: int = 8, device: Device | None = None
+) -> Config:
     """As many teams as there are registers for, longer pieces where there are many units.
 
     Configurations for groups of another size differ in stages alone, on which no plan depends.
@@ -109,7 +116,9 @@ def pick_config(rows: int, key_heads: int, head_size: int, group: int = 8) -> Co
       key_heads: J.
       head_size: C.
       group: H / J.
+      device: that it runs on.
     """
+    device = device or runtime.device()
     units = rows * key_heads
     # With so few units adding up the parts takes the time, and registers save some of it.
     teams = 2 if units <= 8 else 4 if head_size <= 64 else 3
@@ -117,15 +126,15 @@ def pick_config(rows: int, key_heads: int, head_size: int, group: int = 8) -> Co
     # faster for rows of unlike length and 4 is 4 % faster for others, the latter.
     pages = 2 if units <= 32 else 3 if units <= 96 else 4 if units <= 384 else 6
     stages, parts = max(1, 768 // head_size // teams), -(-64 // pages)
-    config = Config(pages, stages, parts, runtime.device().processors, teams)
-    while config.stages > 1 and shared_bytes(group, head_size, config) > most_shared_bytes():
+    config = Config(pages, stages, parts, device.processors, teams)
+    while config.stages > 1 and shared_bytes(group, head_size, config) > most_shared_bytes(device):
         config = dataclasses.replace(config, stages=config.stages - 1)
     return config
 
 
-def most_shared_bytes() -> int:
-    """Bytes of shared memory that a block may use on this device, less what barriers and alignment take."""
-    return runtime.device().shared_bytes - 2048
+def most_shared_bytes(device: Device | None = None) -> int:
+    """Bytes of shared memory that a block may use, less what barriers and alignment take."""
+    return (device or runtime.device()).shared_bytes - 2048
 
 
 def shared_bytes(group: int, head_size: int, config: Config) -> int:

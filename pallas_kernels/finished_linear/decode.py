@@ -17,11 +17,13 @@ from pallas_kernels import runtime
 from pallas_kernels.finished_linear import epilogue, lora
 from pallas_kernels.finished_linear.epilogue import Stream
 from pallas_kernels.finished_linear.lora import Branch
-from pallas_kernels.nvfp4_matmul import decode, dense_tile, layout, tuning
-from pallas_kernels.nvfp4_matmul.decode import Config, Plan, Sums
+from pallas_kernels.nvfp4_matmul import config as configs
+from pallas_kernels.nvfp4_matmul import decode, dense_tile, layout
+from pallas_kernels.nvfp4_matmul.config import Config
+from pallas_kernels.nvfp4_matmul.decode import Plan, Sums
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 
-MAX_M = decode.MAX_M
+MAX_M = configs.MAX_M
 
 
 def padded(m: int) -> int:
@@ -30,7 +32,13 @@ def padded(m: int) -> int:
 
 
 def supports(
-    m: int, sizes: Sequence[int], k: int, *, is_packed: bool, rank: int, is_swiglu: bool = False
+    m: int,
+    sizes: Sequence[int],
+    k: int,
+    *,
+    is_packed: bool,
+    rank: int,
+    is_swiglu: bool = False,
 ) -> str | None:
     """Why these kernels cannot run a linear on this device, or None.
 
@@ -53,7 +61,7 @@ def supports(
         return reason
     if not is_packed:
         return None
-    return decode.supports(m, n, k, _config(m, n, k, rank > 0), with_adapter=rank > 0)
+    return configs.supports(m, n, k, _config(m, n, k, rank > 0), with_adapter=rank > 0)
 
 
 def linear(
@@ -167,10 +175,10 @@ def _upcoming(m: int, w: HopperNVFP4 | jax.Array, branch: Branch | None) -> deco
 
 
 def _config(m: int, n: int, k: int, with_branch: bool) -> Config:
-    config = tuning.pick_config(m, n, k)
+    config = configs.pick_config(m, n, k)
     if not with_branch:
         return config
-    fits = lambda c: decode.supports(m, n, k, c, with_adapter=True) is None
+    fits = lambda c: configs.supports(m, n, k, c, with_adapter=True) is None
     # Where one warpgroup's slot is too narrow for A, two share a block.
     two = dataclasses.replace(config, warpgroups=2, blocks=-(-config.blocks // 2))
     for choice in (config, two):

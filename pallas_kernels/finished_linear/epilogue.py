@@ -26,8 +26,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.finished_linear.lora import Branch
 from pallas_kernels.nvfp4_matmul import layout
-from pallas_kernels.nvfp4_matmul.decode import Sums, most_shared_bytes
+from pallas_kernels.nvfp4_matmul.config import most_shared_bytes
+from pallas_kernels.nvfp4_matmul.decode import Sums
 from pallas_kernels.nvfp4_matmul.layout import TILE
+from pallas_kernels.runtime import Device
 
 
 @jax.tree_util.register_dataclass
@@ -65,7 +67,9 @@ def stream(values: jax.Array, scale: jax.Array) -> Stream:
     return Stream(values.T, (wide * scale).astype(values.dtype), squares, width)
 
 
-def supports(m: int, n: int, *, rank: int = 0, is_swiglu: bool = False) -> str | None:
+def supports(
+    m: int, n: int, *, rank: int = 0, is_swiglu: bool = False, device: Device | None = None
+) -> str | None:
     """Why this kernel cannot finish a product, or None.
 
     Args:
@@ -73,12 +77,13 @@ def supports(m: int, n: int, *, rank: int = 0, is_swiglu: bool = False) -> str |
       n: rows of W.
       rank: of one part of the branch of LoRA, as `lora.filled_rank` makes it; 0 without one.
       is_swiglu: whether N is a gate and what it lets through.
+      device: that it runs on; None for the one that there is.
     """
     if m % _columns(m):
         return f"needs M in eights up to 32, then in 32s; got M = {m}"
     if n % (2 * TILE if is_swiglu else TILE):
         return f"needs N of whole tiles of 64 rows; got N = {n}"
-    used, most = shared_bytes(m, rank, is_swiglu=is_swiglu), most_shared_bytes()
+    used, most = shared_bytes(m, rank, is_swiglu=is_swiglu), most_shared_bytes(device)
     if used > most:
         return (
             f"needs {used} bytes of shared memory of {most} to finish M = {m} rows of "

@@ -15,11 +15,17 @@ from jax.typing import DTypeLike
 
 from pallas_kernels import runtime
 from pallas_kernels.linear import Branch
-from pallas_kernels.nvfp4_matmul import api, decode, prefill
+from pallas_kernels.nvfp4_matmul import api, config, prefill, prefill_config
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 
 
-def supports(m: int, sizes: Sequence[int], k: int, rank: int, dtype: DTypeLike) -> str | None:
+def supports(
+    m: int,
+    sizes: Sequence[int],
+    k: int,
+    rank: int,
+    dtype: DTypeLike,
+) -> str | None:
     """Why this kernel cannot run a linear on this device, or None.
 
     Args:
@@ -33,12 +39,13 @@ def supports(m: int, sizes: Sequence[int], k: int, rank: int, dtype: DTypeLike) 
         return reason
     if dtype != jnp.bfloat16:
         return f"needs x in bfloat16; got {dtype}"
-    if m <= decode.MAX_M:
-        return f"needs M > {decode.MAX_M}, else another kernel is faster; got M = {m}"
+    if m <= config.MAX_M:
+        return f"needs M > {config.MAX_M}, else another kernel is faster; got M = {m}"
     if not 1 <= rank <= TILE:
         return f"needs a rank of 1 to {TILE}; got {rank}"
     n, sizes = sum(sizes), kernel_sizes(sizes, rank)
-    return prefill.supports(n, k, prefill.pick_config(m, n, k, sizes=sizes), sizes=sizes)
+    picked = prefill_config.pick_config(m, n, k, sizes=sizes)
+    return prefill_config.supports(n, k, picked, sizes=sizes)
 
 
 @jax.custom_vjp

@@ -14,7 +14,15 @@ from pallas_kernels.formats.mxfp4 import MXFP4Tensor
 from pallas_kernels.formats.nf4 import NF4Tensor
 from pallas_kernels.formats.nvfp4 import NVFP4Tensor
 from pallas_kernels.formats.rounding import rounded
-from pallas_kernels.nvfp4_matmul import decode, dequantize, layout, prefill, reference, tuning
+from pallas_kernels.nvfp4_matmul import config as configs
+from pallas_kernels.nvfp4_matmul import (
+    decode,
+    dequantize,
+    layout,
+    prefill,
+    prefill_config,
+    reference,
+)
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 from pallas_kernels.portable import layout as portable_layout
 from pallas_kernels.portable import matmul as portable
@@ -25,19 +33,19 @@ PackedWeight = NVFP4Tensor | HopperNVFP4 | PortableWeight
 
 
 class _Hopper:
-    """`decode.matmul` with the configuration that `tuning` has for the problem."""
+    """`decode.matmul` with the configuration that `config` has for the problem."""
 
     @staticmethod
     def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
         if reason := _unfit(dtype):
             return reason
-        if not 1 <= m <= decode.MAX_M:
-            return f"needs 1 <= M <= {decode.MAX_M}; got M = {m}"
-        return decode.supports(m, n, k, tuning.pick_config(m, n, k))
+        if not 1 <= m <= configs.MAX_M:
+            return f"needs 1 <= M <= {configs.MAX_M}; got M = {m}"
+        return configs.supports(m, n, k, configs.pick_config(m, n, k))
 
     @staticmethod
     def forward(x: jax.Array, w: HopperNVFP4) -> jax.Array:
-        return decode.matmul(x, w, tuning.pick_config(len(x), *w.shape))
+        return decode.matmul(x, w, configs.pick_config(len(x), *w.shape))
 
     @staticmethod
     def backward(dy: jax.Array, w: HopperNVFP4) -> jax.Array:
@@ -45,7 +53,7 @@ class _Hopper:
 
 
 class _Wide:
-    """`prefill.matmul`, with the configuration that it picks itself; dX as `tuning` has it."""
+    """`prefill.matmul`, with the configuration that it picks itself; dX as `prefill_config` has it."""
 
     @staticmethod
     def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
@@ -53,13 +61,13 @@ class _Wide:
             return reason
         if m == 0:
             return "needs M >= 1; got M = 0"
-        return prefill.supports(n, k, prefill.pick_config(m, n, k))
+        return prefill_config.supports(n, k, prefill_config.pick_config(m, n, k))
 
     forward = staticmethod(prefill.matmul)
 
     @staticmethod
     def backward(dy: jax.Array, w: HopperNVFP4) -> jax.Array:
-        chosen = dequantize if tuning.unpacks_for_dx(len(dy), *w.shape) else prefill
+        chosen = dequantize if prefill_config.unpacks_for_dx(len(dy), *w.shape) else prefill
         return chosen.backward(dy, w)
 
 

@@ -42,37 +42,9 @@ from jax import lax
 
 from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import dense_tile, layout
+from pallas_kernels.nvfp4_matmul.config import Config, supports
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
-
-MAX_M = 128
-_TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How a problem is cut up.
-
-    Attributes:
-      warpgroups: of a block, 64 rows of W each; 1 to 4.
-      step: columns in one slot; 64, 128 or 256.
-      stages: slots, 2 or more.
-      blocks: among which the work is divided.
-    """
-
-    warpgroups: int
-    step: int
-    stages: int
-    blocks: int
-
-    def __post_init__(self):
-        if not 1 <= self.warpgroups <= 4:
-            raise ValueError(f"warpgroups must be 1 to 4; got {self.warpgroups}")
-        if self.step not in (64, 128, 256):
-            raise ValueError(f"step must be 64, 128 or 256; got {self.step}")
-        if self.stages < 2:
-            raise ValueError(f"stages must be 2 or more; got {self.stages}")
-        if self.blocks < 1:
-            raise ValueError(f"blocks must be 1 or more; got {self.blocks}")
+from pallas_kernels.runtime import Device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,32 +125,24 @@ class Upcoming:
     plan: Plan
 
 
-def supports(m: int, n: int, k: int, config: Config, *, with_adapter: bool = False) -> str | None:
-    """Why this kernel cannot run a problem with this configuration, or None."""
-    if not 1 <= m <= MAX_M:
-        return f"needs 1 <= M <= {MAX_M}; got M = {m}"
-    row_tiles, columns = layout.tiles(n), layout.tiles(k) * TILE
-    if row_tiles % config.warpgroups:
-        return f"needs N of whole {TILE * config.warpgroups}-row tiles; got N = {n}"
-    if columns % config.step:
-        return f"needs K of whole steps of {config.step}; got K = {k}"
-    units = row_tiles // config.warpgroups * (columns // config.step)
-    if config.blocks > units:
-        return f"has {units} units of work for {config.blocks} blocks"
-    if with_adapter and (reason := dense_tile.supports(k, config.warpgroups, config.step)):
-        return reason
-    used = shared_bytes(m, config, adapter_k=k if with_adapter else None)
-    if used > (most := most_shared_bytes()):
-        return f"needs {used} bytes of shared memory of {most}"
-    return None
-
-
-def _cut(m: int, w: HopperNVFP4, config: Config, a_words: jax.Array | None) -> tuple[Plan, int]:
+def _cut(
+    m: int,
+    w: HopperNVFP4,
+    config: Config,
+    a_words: jax.Array | None,
+    device: Device | None = None,
+) -> tuple[Plan, int]:
     """What blocks do with W, and how many blocks share each tile of A."""
     (n, k), blocks, shares = w.shape, config.blocks, 0
     if a_words is not None:
         a_units = dense_tile.in_units(a_words, config.warpgroups, config.step)
-        shares = dense_tile.shares(a_units, m=m, base_bytes=w.words.nbytes, most=blocks // 2)
+        shares = dense_tile.shares(
+            a_units,
+            m=m,
+            base_bytes=w.words.nbytes,
+            most=blocks // 2,
+            processors=(device or runtime.device()).processors,
+        )
         blocks = max(1, blocks - len(a_units) * shares)
     columns = layout.tiles(k) * TILE
     return Plan(layout.tiles(n) // config.warpgroups, columns // config.step, blocks), shares
@@ -243,6 +207,7 @@ def product(
     a_words: jax.Array | None = None,
     following: Upcoming | None = None,
     *,
+    device: Device | None = None,
     interpret: bool = False,
 ) -> Sums:
     """x [M, K] times a packed weight, and times A if there is one, in parts.
@@ -251,9 +216,10 @@ def product(
       x: bfloat16 [M, K], M <= 128, or with K filled up with zeros to whole tiles; M is filled up to a
         multiple of eight.
       w: an [N, K] weight without stacked axes.
-      config: see `tuning.pick_config`.
+      config: see `config.pick_config`.
       a_words: from `dense_tile.pack`.
       following: the next product, some of whose words are asked for; no value depends on it.
+      device: that this runs on; None for the one that there is.
       interpret: run on a CPU, and report data races.
 
     Raises:
@@ -264,41 +230,39 @@ def product(
         raise ValueError(
             f"x must be [M, K = {w.shape[1]}] to meet w of shape {w.shape}; got {x.shape}"
         )
-    if reason := supports(m, w.shape[0], k, config, with_adapter=a_words is not None):
+    if reason := supports(
+        m, w.shape[0], k, config, with_adapter=a_words is not None, device=device
+    ):
         raise NotImplementedError(reason)
     # `wgmma` takes M in eights; K is padded as the weight is.
     x = jnp.pad(x, ((0, -m % 8), (0, -k % TILE)))
-    return _launch(x, w, config, a_words, following, interpret=interpret)
+    plan, shares = _cut(len(x), w, config, a_words, device)
+    return _launch(x, w, config, plan, a_words, shares, following, interpret=interpret)
 
 
-def matmul(x: jax.Array, w: HopperNVFP4, config: Config, *, interpret: bool = False) -> jax.Array:
+def matmul(
+    x: jax.Array,
+    w: HopperNVFP4,
+    config: Config,
+    *,
+    device: Device | None = None,
+    interpret: bool = False,
+) -> jax.Array:
     """x [M, K] -> x @ dequantize(w)^T [M, N], both bfloat16; see `product`."""
     m, (n, _) = len(x), w.shape
-    total = product(x, w, config, interpret=interpret).in_rows().partials[0]
+    total = product(x, w, config, device=device, interpret=interpret).in_rows().partials[0]
     with jax.named_scope("reduce"):
         scale = w.multiplier / layout.DECODED_SCALE
         return (total.T[:m, :n] * scale).astype(x.dtype)
-
-
-def most_shared_bytes() -> int:
-    """Bytes of shared memory that a block may use on this device, less a little for barriers."""
-    return runtime.device().shared_bytes - 1024
-
-
-def shared_bytes(m: int, config: Config, *, adapter_k: int | None = None) -> int:
-    """Bytes of shared memory that a block's slots take; adapter_k is K where A comes through them, too."""
-    rows, columns, depth = m + -m % 8, config.step, config.step // TILE
-    if adapter_k is not None:
-        of_a = adapter_k, config.warpgroups, config.step
-        columns, depth = max(columns, dense_tile.width(*of_a)), max(depth, dense_tile.pieces(*of_a))
-    return config.stages * (columns * rows * 2 + config.warpgroups * depth * _TILE_BYTES)
 
 
 def _launch(
     x: jax.Array,
     w: HopperNVFP4,
     config: Config,
+    plan: Plan,
     a_words: jax.Array | None,
+    shares: int,
     following: Upcoming | None,
     *,
     interpret: bool,
@@ -306,7 +270,6 @@ def _launch(
     # Half a second that only those pay who come here.
     from pallas_kernels.nvfp4_matmul import decode_kernel
 
-    plan, shares = _cut(len(x), w, config, a_words)
     a = None
     if a_words is not None:
         a_words = dense_tile.in_units(a_words, config.warpgroups, config.step)

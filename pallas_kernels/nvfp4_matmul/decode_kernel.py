@@ -14,7 +14,8 @@ from pallas_kernels.mosaic import fragments
 from pallas_kernels.mosaic import launch as mosaic
 from pallas_kernels.mosaic.ring import Ring
 from pallas_kernels.nvfp4_matmul import dense_tile, layout, packed_tile
-from pallas_kernels.nvfp4_matmul.decode import Beside, Config, Plan, Upcoming
+from pallas_kernels.nvfp4_matmul.config import Config
+from pallas_kernels.nvfp4_matmul.decode import Beside, Plan, Upcoming
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
 

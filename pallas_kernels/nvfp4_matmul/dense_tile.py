@@ -10,7 +10,6 @@ both rows of columns 2 t + 8, 2 t + 9.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
@@ -84,13 +83,13 @@ def in_units(words: jax.Array, warpgroups: int, step: int) -> jax.Array:
     return words.reshape(len(words), -1, warpgroups, each, *layout.TILE_SHAPE)
 
 
-def shares(units: jax.Array, *, m: int, base_bytes: int, most: int) -> int:
+def shares(units: jax.Array, *, m: int, base_bytes: int, most: int, processors: int) -> int:
     """Among how many blocks each tile of `in_units`'s result is divided, no more than `most` in all.
 
-    A block brings about as much of A as a multiprocessor brings of the base's `base_bytes`. More
+    A block brings about as much of A as each of the `processors` brings of the base's `base_bytes`. More
     blocks would be done sooner, but leave more sums, which cost more than that where M is large; for
     a small M twice as many are best (on an H200, for a 7B layer).
     """
     tiles, steps = units.shape[:2]
-    a_block = max(_LEAST_BYTES, base_bytes // runtime.device().processors) // (2 if m <= 32 else 1)
+    a_block = max(_LEAST_BYTES, base_bytes // processors) // (2 if m <= 32 else 1)
     return max(1, min(-(-units.nbytes // (tiles * a_block)), steps, most // tiles))

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from pallas_kernels import runtime
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
+from pallas_kernels.runtime import Device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +59,18 @@ def pick_config(k: int) -> Config:
 
 
 def dequantize(
-    w: HopperNVFP4, config: Config | None = None, *, interpret: bool = False
+    w: HopperNVFP4,
+    config: Config | None = None,
+    *,
+    device: Device | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """code * scale, without the global scale: bfloat16 [N, K], exact as `nvfp4.scaled_codes`.
 
     Args:
       w: an [N, K] weight without stacked axes.
       config: by default that of `pick_config`.
+      device: that this runs on; None for the one that there is.
       interpret: run on a CPU, and report data races.
 
     Raises:
@@ -74,7 +80,9 @@ def dequantize(
     config = config or pick_config(k)
     if reason := supports(n, k, config):
         raise NotImplementedError(reason)
-    return _unpack(w.words, config, interpret)[:n, :k]
+    # Four for each processor, measured on an H200.
+    blocks = config.blocks or 4 * (device or runtime.device()).processors
+    return _unpack(w.words, config, blocks, interpret)[:n, :k]
 
 
 def forward(x: jax.Array, w: HopperNVFP4) -> jax.Array:
@@ -105,12 +113,10 @@ def _dot(x: jax.Array, codes: jax.Array, *, contract: int) -> jax.Array:
     return jax.lax.dot_general(x, codes, (((1,), (contract,)), ((), ())))
 
 
-def _unpack(words: jax.Array, config: Config, interpret: bool) -> jax.Array:
+def _unpack(words: jax.Array, config: Config, blocks: int, interpret: bool) -> jax.Array:
     # Half a second that only those pay who come here.
     from pallas_kernels.nvfp4_matmul import dequantize_kernel
 
     steps = words.shape[1] // (config.step // TILE)
-    # Four for each processor, measured on an H200.
-    blocks = config.blocks or 4 * runtime.device().processors
     blocks = min(blocks, len(words) * steps)
     return dequantize_kernel.launch(words, config.step, config.stages, blocks, interpret=interpret)

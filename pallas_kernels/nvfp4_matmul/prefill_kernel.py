@@ -17,7 +17,8 @@ from pallas_kernels.mosaic import registers
 from pallas_kernels.mosaic.ring import Ring
 from pallas_kernels.nvfp4_matmul import layout, packed_tile
 from pallas_kernels.nvfp4_matmul.layout import TILE
-from pallas_kernels.nvfp4_matmul.prefill import Config, Cut, Epilogue
+from pallas_kernels.nvfp4_matmul.prefill import Epilogue
+from pallas_kernels.nvfp4_matmul.prefill_config import Config, Cut
 
 # Rows of x whose epilogue finds room at once, also in the registers that a producer leaves.
 _MOST_AT_ONCE = 96

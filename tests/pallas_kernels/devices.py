@@ -1,4 +1,4 @@
-"""Devices that tests pretend to have."""
+"""Devices that tests pass to what plans for them, or pretend to have."""
 
 import dataclasses
 
@@ -7,11 +7,16 @@ import pytest
 from pallas_kernels import runtime
 
 
-def pretend(monkeypatch, **traits):
-    """Whoever asks finds the device that there is, with other traits; returns it."""
-    device = dataclasses.replace(runtime.device(), **traits)
-    monkeypatch.setattr(runtime, "device", lambda: device)
-    return device
+def like(**traits):
+    """The device that there is, with other traits."""
+    return dataclasses.replace(runtime.device(), **traits)
+
+
+@pytest.fixture
+def h200():
+    """Whoever asks for the device gets an H200."""
+    with runtime.on(runtime.H200) as device:
+        yield device
 
 
 @pytest.fixture(params=["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -9,17 +9,17 @@ import pytest
 
 from pallas_kernels import finished_linear, nvfp4
 from pallas_kernels.nvfp4_matmul import api, layout, prefill, reference
+from tests.pallas_kernels.devices import h200  # noqa: F401
 from tests.pallas_kernels.test_finished_linear_prefill import (
     assert_almost_all_are_equal,
-    pretend,
+    on_hopper,  # noqa: F401
     random,
     to_hopper,
 )
 
 
-def test_a_linear_of_many_rows_is_one_kernel_where_it_can_be(monkeypatch):
+def test_a_linear_of_many_rows_is_one_kernel_where_it_can_be(monkeypatch, on_hopper):  # noqa: F811
     case = random(160, (256, 128), 512)
-    pretend(monkeypatch)
     asked = []
 
     def by_definition(x, w, *, epilogue):
@@ -74,9 +74,12 @@ def test_prepared_matrices_give_the_bits_of_those_they_were_made_of(dtype):
 
 # Parts in whole tiles, one part, and parts whose ranks share one tile.
 @pytest.mark.parametrize("sizes", [(256, 128), (384,), (40, 24, 36)])
-def test_matrices_prepared_for_the_kernel_are_those_that_it_makes_itself(monkeypatch, sizes):
+def test_matrices_prepared_for_the_kernel_are_those_that_it_makes_itself(
+    monkeypatch,
+    on_hopper,  # noqa: F811
+    sizes,
+):
     case = random(160, sizes, 512)
-    pretend(monkeypatch)
     asked = []
     monkeypatch.setattr(
         prefill, "matmul", lambda x, w, *, epilogue: asked.append(epilogue) or case.expected()

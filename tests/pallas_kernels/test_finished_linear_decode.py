@@ -11,8 +11,9 @@ from pallas_kernels import nvfp4, runtime
 from pallas_kernels.finished_linear import decode as fused
 from pallas_kernels.finished_linear import epilogue, lora
 from pallas_kernels.mosaic import fragments
+from pallas_kernels.nvfp4_matmul import config as configs
 from pallas_kernels.nvfp4_matmul import decode, dense_tile, layout
-from pallas_kernels.nvfp4_matmul.decode import Config
+from pallas_kernels.nvfp4_matmul.config import Config
 
 on_cpu = pytest.mark.skipif(runtime.is_hopper(), reason="interprets the kernel, on a CPU")
 EPS = 1e-6
@@ -123,16 +124,16 @@ def test_rows_are_filled_up_to_what_the_kernels_take(m, rows):
     assert epilogue.supports(rows, 64) is None
 
 
-def test_what_a_slot_cannot_hold_is_refused_with_its_reason(monkeypatch):
+def test_what_a_slot_cannot_hold_is_refused_with_its_reason():
     config = Config(3, 64, 2, 2)
     reason = "needs K of whole 192s for A and 3 warpgroups; got K = 256"
-    assert decode.supports(8, 192, 256, config, with_adapter=True) == reason
+    assert configs.supports(8, 192, 256, config, with_adapter=True) == reason
     # Slots of W are made larger for A.
     config = Config(1, 64, 9, 2)
-    assert decode.supports(128, 128, 256, config) is None
+    assert configs.supports(128, 128, 256, config) is None
     reason = "needs 230400 bytes of shared memory of 229376"
-    monkeypatch.setattr(decode, "most_shared_bytes", lambda: 229376)
-    assert decode.supports(128, 128, 256, config, with_adapter=True) == reason
+    device = dataclasses.replace(runtime.H200, shared_bytes=229376 + 1024)
+    assert configs.supports(128, 128, 256, config, with_adapter=True, device=device) == reason
     assert "whole tiles of 64 rows; got N = 96" in epilogue.supports(8, 96)
 
 

@@ -11,8 +11,8 @@ import pytest
 
 from pallas_kernels import linear, nvfp4, nvfp4_matmul, runtime
 from pallas_kernels.finished_linear import prefill as fused_wide
-from pallas_kernels.nvfp4_matmul import api, layout, prefill, reference, shapes
-from tests.pallas_kernels import devices
+from pallas_kernels.nvfp4_matmul import api, layout, prefill, prefill_config, reference, shapes
+from tests.pallas_kernels.devices import h200, like  # noqa: F401
 
 on_cpu = pytest.mark.skipif(runtime.platform() != "cpu", reason="interpret mode is for a CPU")
 to_hopper = jax.jit(layout.prepare)
@@ -69,13 +69,13 @@ def assert_almost_all_are_equal(actual, expected):
     ("m", "sizes", "k", "config", "traits"),
     [
         # Ragged M, several tiles for each block, two parts.
-        (44, (128, 64), 128, prefill.Config(16, 1, 3, 2), {}),
+        (44, (128, 64), 128, prefill_config.Config(16, 1, 3, 2), {}),
         # Two tiles whole, one split.
         pytest.param(
             16,
             (128, 128, 128),
             256,
-            prefill.Config(16, 2, 2, producer=True, split=4),
+            prefill_config.Config(16, 2, 2, producer=True, split=4),
             {"scale_per_row": True, "rank": 64},
             marks=pytest.mark.slow,
         ),
@@ -84,7 +84,7 @@ def assert_almost_all_are_equal(actual, expected):
             16,
             (128, 128),
             128,
-            prefill.Config(16, 2, 2, producer=True, split=2),
+            prefill_config.Config(16, 2, 2, producer=True, split=2),
             {"scale_per_row": True},
             marks=pytest.mark.slow,
         ),
@@ -92,46 +92,53 @@ def assert_almost_all_are_equal(actual, expected):
             32,
             (128,),
             128,
-            prefill.Config(16, 2, 2, producer=True),
+            prefill_config.Config(16, 2, 2, producer=True),
             {"with_bias": False, "rank": 3},
             marks=pytest.mark.slow,
         ),
         # Neither K nor N in whole tiles, the ranks of all parts in one; the last part is filled up.
-        (20, (40, 24, 36), 80, prefill.Config(16, 1, 3), {"rank": 16, "scale_per_row": True}),
+        (
+            20,
+            (40, 24, 36),
+            80,
+            prefill_config.Config(16, 1, 3),
+            {"rank": 16, "scale_per_row": True},
+        ),
         pytest.param(
-            *(20, (128, 64, 36), 144, prefill.Config(16, 1, 3), {"rank": 40}),
+            *(20, (128, 64, 36), 144, prefill_config.Config(16, 1, 3), {"rank": 40}),
             marks=pytest.mark.slow,
         ),
         # All split, and the last tile of N filled up.
         pytest.param(
-            *(16, (64, 40), 256, prefill.Config(16, 1, 3, split=4), {"rank": 40}),
+            *(16, (64, 40), 256, prefill_config.Config(16, 1, 3, split=4), {"rank": 40}),
             marks=pytest.mark.slow,
         ),
         # An epilogue in two unequal halves.
-        pytest.param(168, (64,), 192, prefill.Config(168, 1, 3), {}, marks=pytest.mark.slow),
+        pytest.param(168, (64,), 192, prefill_config.Config(168, 1, 3), {}, marks=pytest.mark.slow),
     ],
 )
-def test_the_kernel_meets_the_definition_without_a_race(
-    capfd, monkeypatch, m, sizes, k, config, traits
-):
-    devices.pretend(monkeypatch, processors=2)  # so that a block has several tiles
+def test_the_kernel_meets_the_definition_without_a_race(capfd, m, sizes, k, config, traits):
+    device = like(processors=2)  # so that a block has several tiles
     case = random(m, sizes, k, **traits)
     epilogue = fused_wide.epilogue(case.branches, case.unit, case.bias)
     actual = prefill.matmul(
-        case.x, to_hopper(case.weight), config, epilogue=epilogue, interpret=True
+        *(case.x, to_hopper(case.weight), config),
+        epilogue=epilogue,
+        device=device,
+        interpret=True,
     )
     assert_almost_all_are_equal(actual, case.expected())
     assert "RACE" not in capfd.readouterr().out
 
 
-def pretend(monkeypatch):
-    """Any device takes itself for a Hopper card; the reference stands in for the kernels."""
-    monkeypatch.setattr(runtime, "is_hopper", lambda: True)
+@pytest.fixture
+def on_hopper(monkeypatch, h200):  # noqa: F811
+    """On a Hopper card, but the reference stands in for the kernels."""
     multiply_back = lambda dy, w: reference.backward(dy, layout.unprepare(w))
     monkeypatch.setattr(api._Wide, "backward", staticmethod(multiply_back))
 
 
-def test_its_derivatives_are_those_of_the_definition(monkeypatch):
+def test_its_derivatives_are_those_of_the_definition(monkeypatch, on_hopper):
     case = random(136, (256, 128), 512)
     dy = jnp.asarray(np.random.default_rng(0).standard_normal((136, 384)), jnp.bfloat16)
 
@@ -140,7 +147,6 @@ def test_its_derivatives_are_those_of_the_definition(monkeypatch):
 
     y, expected_vjp = jax.vjp(plain, case.x, case.branches)
     expected = expected_vjp(dy)
-    pretend(monkeypatch)
     monkeypatch.setattr(prefill, "matmul", lambda *_, epilogue: y)
     w = to_hopper(case.weight)
     run = lambda x, branches: fused_wide.linear(x, w, branches, case.unit, case.bias)
@@ -167,10 +173,7 @@ def test_x_and_branches_must_fit_the_weight():
         (256, (256,), 64, 16, jnp.bfloat16, "needs K of"),
     ],
 )
-def test_what_it_cannot_run_is_refused_with_its_reason(
-    monkeypatch, m, sizes, k, rank, dtype, reason
-):
-    pretend(monkeypatch)
+def test_what_it_cannot_run_is_refused_with_its_reason(on_hopper, m, sizes, k, rank, dtype, reason):
     assert re.match(reason, fused_wide.supports(m, sizes, k, rank, dtype))
 
 
@@ -188,8 +191,7 @@ def test_what_it_cannot_run_is_refused_with_its_reason(
         ((256,), 128, 8),
     ],
 )
-def test_linears_that_are_no_multiples_of_its_tiles_can_be_run(monkeypatch, sizes, k, rank):
-    pretend(monkeypatch)
+def test_linears_that_are_no_multiples_of_its_tiles_can_be_run(on_hopper, sizes, k, rank):
     for m in (129, 300, 1024, 8192):
         assert fused_wide.supports(m, sizes, k, rank, jnp.bfloat16) is None, m
 
@@ -202,8 +204,7 @@ def test_it_needs_its_device():
         fused_wide.linear(case.x, to_hopper(case.weight), case.branches, case.unit, None)
 
 
-def test_qkv_and_gate_up_of_every_model_can_be_run(monkeypatch):
-    pretend(monkeypatch)
+def test_qkv_and_gate_up_of_every_model_can_be_run(on_hopper):
     for p in shapes.PROBLEMS:
         if p.layer not in ("qkv", "gate_up"):
             continue
@@ -217,11 +218,11 @@ def test_qkv_and_gate_up_of_every_model_can_be_run(monkeypatch):
 @pytest.mark.parametrize(
     ("m", "sizes", "config"),
     [
-        (1200, (2560, 1024, 1024), prefill.Config(256)),
-        (2000, (2560, 1024, 1024), prefill.Config(256, cluster=2)),
-        (1200, (2432, 2432), prefill.Config(152, 2, 7, producer=True)),
-        (500, (2560, 1024, 1024), prefill.Config(88, 2, 8, producer=True)),
-        (2048, (2560, 1024, 1024), prefill.Config(256, split=4)),
+        (1200, (2560, 1024, 1024), prefill_config.Config(256)),
+        (2000, (2560, 1024, 1024), prefill_config.Config(256, cluster=2)),
+        (1200, (2432, 2432), prefill_config.Config(152, 2, 7, producer=True)),
+        (500, (2560, 1024, 1024), prefill_config.Config(88, 2, 8, producer=True)),
+        (2048, (2560, 1024, 1024), prefill_config.Config(256, split=4)),
         (300, (2432, 2432), None),
         (136, (3584, 512, 512), None),  # all split
         (512, (3584, 512, 512), None),  # 176 rows, no producer

@@ -18,10 +18,11 @@ from pallas_kernels.nvfp4_matmul import (
     packed_tile,
     reference,
     shapes,
-    tuning,
 )
-from pallas_kernels.nvfp4_matmul.decode import Config, Plan
-from tests.pallas_kernels.devices import pretend
+from pallas_kernels.nvfp4_matmul import config as configs
+from pallas_kernels.nvfp4_matmul.config import Config
+from pallas_kernels.nvfp4_matmul.decode import Plan
+from tests.pallas_kernels.devices import h200, like  # noqa: F401
 
 random = jax.jit(nvfp4.random, static_argnums=1)
 prepare = jax.jit(layout.prepare)
@@ -202,7 +203,7 @@ def test_a_plan_gives_every_unit_to_one_block_and_every_part_a_slot(tiles, steps
     ],
 )
 def test_what_cannot_run_is_refused_with_its_reason(problem, config, reason):
-    assert decode.supports(*problem, config) == reason
+    assert configs.supports(*problem, config) == reason
     m, n, k = problem
     with pytest.raises(NotImplementedError, match=re.escape(reason)):
         decode.matmul(jnp.ones((m, k), jnp.bfloat16), prepare(weight(0, n, k)), config)
@@ -223,78 +224,78 @@ def test_impossible_configurations_cannot_be_made(values, message):
 
 
 @pytest.mark.parametrize("processors", [132, 114])
-@pytest.mark.parametrize("m", [1, 3, *tuning.TUNED_M])
-def test_every_problem_has_a_configuration_and_candidates(monkeypatch, m, processors):
-    pretend(monkeypatch, processors=processors)
+@pytest.mark.parametrize("m", [1, 3, *configs.TUNED_M])
+def test_every_problem_has_a_configuration_and_candidates(m, processors):
+    device = like(processors=processors)
     odd = [(64, 64), (16, 16), (40, 1040), (192, 4096), (100_000, 256)]
     odd += [(960, 576), (576, 576), (3072, 576), (576, 1536)]  # SmolLM2-135M
     for n, k in [(p.n, p.k) for p in shapes.PROBLEMS] + odd:
-        config = tuning.pick_config(m, n, k)
-        assert decode.supports(m, n, k, config) is None, (n, k, config)
-        candidates = tuning.candidates(m, n, k)
-        assert tuning.heuristic(m, n, k) in candidates
-        fits = lambda c, k=k, n=n: decode.supports(m, n, k, c, with_adapter=True) is None
-        assert any(map(fits, candidates)), (n, k)
+        config = configs.pick_config(m, n, k, device)
+        supports = functools.partial(configs.supports, m, n, k, device=device)
+        assert supports(config) is None, (n, k, config)
+        candidates = configs.candidates(m, n, k, device)
+        assert configs.heuristic(m, n, k, device) in candidates
+        assert any(supports(c, with_adapter=True) is None for c in candidates), (n, k)
 
 
 def test_a_table_goes_before_the_heuristic_and_serves_smaller_m(monkeypatch, tmp_path):
-    monkeypatch.setattr(tuning, "TABLES", tmp_path)
-    tuning.table_of.cache_clear()
+    monkeypatch.setattr(configs, "TABLES", tmp_path)
+    configs.table_of.cache_clear()
     row = {"m": 16, "n": 128, "k": 256, "config": dataclasses.asdict(Config(2, 128, 4, 2))}
     (tmp_path / "nvidia_h200.json").write_text(json.dumps({"rows": [row]}))
     try:
         for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3"):
-            monkeypatch.setattr(runtime, "device", lambda name=name: runtime.CARDS[name])
-            assert tuning.pick_config(9, 128, 256) == Config(2, 128, 4, 2)
-            assert tuning.pick_config(17, 128, 256) == tuning.heuristic(17, 128, 256)
+            card = runtime.CARDS[name]
+            assert configs.pick_config(9, 128, 256, card) == Config(2, 128, 4, 2)
+            assert configs.pick_config(17, 128, 256, card) == configs.heuristic(17, 128, 256, card)
         # Blocks of that table are as many as 132 processors hold.
-        monkeypatch.setattr(runtime, "device", lambda: runtime.CARDS["NVIDIA H100 PCIe"])
-        assert tuning.pick_config(9, 128, 256) == tuning.heuristic(9, 128, 256)
+        card = runtime.CARDS["NVIDIA H100 PCIe"]
+        assert configs.pick_config(9, 128, 256, card) == configs.heuristic(9, 128, 256, card)
     finally:
-        tuning.table_of.cache_clear()
+        configs.table_of.cache_clear()
 
 
 def test_a_card_takes_its_own_table_first(monkeypatch, tmp_path):
-    monkeypatch.setattr(tuning, "TABLES", tmp_path)
-    tuning.table_of.cache_clear()
+    monkeypatch.setattr(configs, "TABLES", tmp_path)
+    configs.table_of.cache_clear()
     cards = [runtime.CARDS[name] for name in ("NVIDIA H200", "NVIDIA H100 80GB HBM3")]
     for blocks, card in enumerate(cards, 1):
         config = dataclasses.asdict(Config(2, 128, 4, blocks))
         rows = [{"m": 16, "n": 128, "k": 256, "config": config}]
         if card is runtime.H200:
             rows.append({"m": 32, "n": 128, "k": 256, "config": config})
-        tuning.path_of(card.name).write_text(json.dumps({"rows": rows}))
+        configs.path_of(card.name).write_text(json.dumps({"rows": rows}))
     assert {path.name for path in tmp_path.iterdir()} == {
         "nvidia_h200.json",
         "nvidia_h100_80gb_hbm3.json",
     }
     try:
         for blocks, card in enumerate(cards, 1):
-            monkeypatch.setattr(runtime, "device", lambda card=card: card)
-            assert tuning.pick_config(16, 128, 256).blocks == blocks
-            assert tuning.pick_config(32, 128, 256).blocks == 1
+            assert configs.pick_config(16, 128, 256, card).blocks == blocks
+            assert configs.pick_config(32, 128, 256, card).blocks == 1
     finally:
-        tuning.table_of.cache_clear()
+        configs.table_of.cache_clear()
 
 
-@pytest.mark.parametrize("path", sorted(tuning.TABLES.glob("*.json")), ids=lambda path: path.stem)
-def test_every_row_of_a_tuned_table_is_accepted_with_an_adapter_and_without(monkeypatch, path):
-    card = next(card for card in runtime.CARDS.values() if tuning.path_of(card.name) == path)
-    monkeypatch.setattr(runtime, "device", lambda: card)
-    rows = tuning.table_of(card.name)
+@pytest.mark.parametrize("path", sorted(configs.TABLES.glob("*.json")), ids=lambda path: path.stem)
+def test_every_row_of_a_tuned_table_is_accepted_with_an_adapter_and_without(path):
+    card = next(card for card in runtime.CARDS.values() if configs.path_of(card.name) == path)
+    rows = configs.table_of(card.name)
     assert rows
     for (m, n, k), config in rows.items():
-        assert m in tuning.TUNED_M
-        assert decode.supports(m, n, k, config) is None
-        with_adapter = fused._config(m, n, k, True)
-        assert decode.supports(m, n, k, with_adapter, with_adapter=True) is None
+        assert m in configs.TUNED_M
+        supports = functools.partial(configs.supports, m, n, k, device=card)
+        assert supports(config) is None
+        with runtime.on(card):
+            with_adapter = fused._config(m, n, k, True)
+        assert supports(with_adapter, with_adapter=True) is None
 
 
 def test_the_table_of_an_h200_has_the_linears_of_7b_14b_and_32b():
-    tuned = tuning.table_of("NVIDIA H200")
+    tuned = configs.table_of("NVIDIA H200")
     models = ("qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")
     linears = [p for p in shapes.PROBLEMS if p.model in models and p.layer != "lm_head"]
-    assert {(m, p.n, p.k) for p in linears for m in tuning.TUNED_M} == set(tuned)
+    assert {(m, p.n, p.k) for p in linears for m in configs.TUNED_M} == set(tuned)
 
 
 # Through the front door ----------------------------------------------------------------------
@@ -328,8 +329,7 @@ def test_the_kernel_is_refused_without_its_device_or_its_layout():
         (129, jnp.bfloat16, "needs 1 <= M <= 128; got M = 129"),
     ],
 )
-def test_on_hopper_the_kernel_says_what_it_takes(monkeypatch, m, dtype, reason):
-    monkeypatch.setattr(runtime, "is_hopper", lambda: True)
+def test_on_hopper_the_kernel_says_what_it_takes(h200, m, dtype, reason):  # noqa: F811
     assert api._Hopper.supports(m, 4608, 3584, jnp.dtype(dtype)) == reason
 
 

@@ -10,8 +10,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels import nvfp4, nvfp4_matmul, prepare, runtime, unprepare
-from pallas_kernels.nvfp4_matmul import api, dequantize, layout, prefill, reference, shapes
-from tests.pallas_kernels.devices import pretend
+from pallas_kernels.nvfp4_matmul import (
+    api,
+    dequantize,
+    layout,
+    prefill,
+    prefill_config,
+    reference,
+    shapes,
+)
+from tests.pallas_kernels.devices import h200, like  # noqa: F401
 
 random = jax.jit(nvfp4.random, static_argnums=1)
 to_hopper = jax.jit(layout.prepare)
@@ -21,12 +29,11 @@ dequantized = functools.partial(nvfp4_matmul, implementation="dequantized")
 
 
 @pytest.fixture
-def pretended_hopper(monkeypatch):
-    """Any device takes itself for a Hopper card and does without the kernels.
+def pretended_hopper(monkeypatch, h200):  # noqa: F811
+    """On a Hopper card, but without the kernels.
 
     Interpreted, they would do, but not under `jax.checkpoint`.
     """
-    monkeypatch.setattr(runtime, "is_hopper", lambda: True)
     unpack = lambda w: nvfp4.scaled_codes(layout.unprepare(w))
     monkeypatch.setattr(dequantize, "dequantize", unpack)
     multiply = lambda x, w: reference.forward(x, layout.unprepare(w))
@@ -98,21 +105,23 @@ def test_a_step_that_does_not_divide_k_is_refused_and_never_picked():
     ("m", "n", "k", "config"),
     [
         # One tile of x.
-        pytest.param(*(16, 256, 128, prefill.Config(16, 2, 3)), marks=pytest.mark.slow),
+        pytest.param(*(16, 256, 128, prefill_config.Config(16, 2, 3)), marks=pytest.mark.slow),
         # Ragged M, more tiles than a band, slots used again.
-        pytest.param(*(44, 128, 320, prefill.Config(16, 1, 3, 2)), marks=pytest.mark.slow),
+        pytest.param(*(44, 128, 320, prefill_config.Config(16, 1, 3, 2)), marks=pytest.mark.slow),
         pytest.param(
-            *(24, 180, 48, prefill.Config(24, 3, 3)), marks=pytest.mark.slow
+            *(24, 180, 48, prefill_config.Config(24, 3, 3)), marks=pytest.mark.slow
         ),  # ragged N and K
-        (44, 128, 256, prefill.Config(16, 2, 2, producer=True, split=2)),  # all tiles split
+        (44, 128, 256, prefill_config.Config(16, 2, 2, producer=True, split=2)),  # all tiles split
         # One split, the others whole.
-        pytest.param(*(16, 192, 256, prefill.Config(16, 1, 3, split=4)), marks=pytest.mark.slow),
+        pytest.param(
+            *(16, 192, 256, prefill_config.Config(16, 1, 3, split=4)), marks=pytest.mark.slow
+        ),
     ],
 )
-def test_products_meet_the_reference_without_a_race(capfd, monkeypatch, m, n, k, config):
-    pretend(monkeypatch, processors=2)  # so that a block has several tiles
+def test_products_meet_the_reference_without_a_race(capfd, m, n, k, config):
+    device = like(processors=2)  # so that a block has several tiles
     x, t = normal(m, (m, k)), weight(n, n, k, scale_per_row=n in (180, 192))
-    actual = prefill.matmul(x, to_hopper(t), config, interpret=True)
+    actual = prefill.matmul(x, to_hopper(t), config, device=device, interpret=True)
     assert_within_an_ulp(actual, reference.forward(x.astype(jnp.float32), t))
     assert "RACE" not in capfd.readouterr().out
 
@@ -122,17 +131,20 @@ def test_products_meet_the_reference_without_a_race(capfd, monkeypatch, m, n, k,
     ("m", "n", "k", "config"),
     [
         pytest.param(
-            *(44, 320, 256, prefill.Config(16, 2, 2, 2, producer=True)), marks=pytest.mark.slow
+            *(44, 320, 256, prefill_config.Config(16, 2, 2, 2, producer=True)),
+            marks=pytest.mark.slow,
         ),
-        (32, 180, 48, prefill.Config(32, 1, 3)),  # ragged N and K
+        (32, 180, 48, prefill_config.Config(32, 1, 3)),  # ragged N and K
         # One tile split, the others whole.
-        pytest.param(16, 256, 192, prefill.Config(16, 1, 3, split=2), marks=pytest.mark.slow),
+        pytest.param(
+            16, 256, 192, prefill_config.Config(16, 1, 3, split=2), marks=pytest.mark.slow
+        ),
     ],
 )
-def test_derivatives_meet_the_reference_without_a_race(capfd, monkeypatch, m, n, k, config):
-    pretend(monkeypatch, processors=2)
+def test_derivatives_meet_the_reference_without_a_race(capfd, m, n, k, config):
+    device = like(processors=2)
     dy, t = normal(m, (m, n)), weight(n, n, k, scale_per_row=n == 180)
-    actual = prefill.backward(dy, to_hopper(t), config, interpret=True)
+    actual = prefill.backward(dy, to_hopper(t), config, device=device, interpret=True)
     assert_within_an_ulp(actual, reference.backward(dy.astype(jnp.float32), t))
     assert "RACE" not in capfd.readouterr().out
 
@@ -142,23 +154,23 @@ def test_derivatives_meet_the_reference_without_a_race(capfd, monkeypatch, m, n,
 def test_its_sums_are_scaled_before_they_are_rounded(scale_per_row):
     t = weight(11, 128, 64, scale_per_row=scale_per_row)
     x = jnp.eye(64, dtype=jnp.bfloat16) + jnp.eye(64, k=1, dtype=jnp.bfloat16)
-    actual = prefill.matmul(x, to_hopper(t), prefill.Config(64, 2, 3), interpret=True)
+    actual = prefill.matmul(x, to_hopper(t), prefill_config.Config(64, 2, 3), interpret=True)
     # Of two terms; one rounding to float32 is exact or of no consequence.
     sums = np.asarray(x, np.float32) @ np.asarray(nvfp4.scaled_codes(t, jnp.float32)).T
     np.testing.assert_array_equal(actual, (sums * t.multiplier).astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(("processors", "least"), [(132, 0.85), (114, 0.8), (78, 0.8)])
-def test_every_problem_has_a_configuration_and_large_ones_leave_few_blocks_idle(
-    monkeypatch, processors, least
-):
-    pretend(monkeypatch, processors=processors)
+def test_every_problem_has_a_configuration_and_large_ones_leave_few_blocks_idle(processors, least):
+    device = like(processors=processors)
+    pick = functools.partial(prefill_config.pick_config, device=device)
+    supports = functools.partial(prefill_config.supports, device=device)
     for p in shapes.PROBLEMS:
         for m in (1, 129, 300, 512, 1024, 2048, 4096, 8192):
-            back = prefill.pick_config(m, p.k, p.n, backward=True)
-            assert prefill.supports(p.k, p.n, back, backward=True) is None, (p, m, back)
-            config = prefill.pick_config(m, p.n, p.k)
-            assert prefill.supports(p.n, p.k, config) is None, (p, m, config)
+            back = pick(m, p.k, p.n, backward=True)
+            assert supports(p.k, p.n, back, backward=True) is None, (p, m, back)
+            config = pick(m, p.n, p.k)
+            assert supports(p.n, p.k, config) is None, (p, m, config)
             if m < 2048:
                 continue
             tiles = -(-m // config.rows) * layout.tiles(p.n) // config.warpgroups
@@ -178,16 +190,25 @@ def test_every_problem_has_a_configuration_and_large_ones_leave_few_blocks_idle(
         (lambda: dequantize.Config(96), "step must be 64, 128 or 256; got 96"),
         (lambda: dequantize.Config(stages=1), "stages must be 2 or more; got 1"),
         (lambda: dequantize.Config(blocks=0), "blocks must be 1 or more; got 0"),
-        (lambda: prefill.Config(100), "rows must be 8 to 256 in eights; got 100"),
-        (lambda: prefill.Config(264), "rows must be 8 to 256 in eights; got 264"),
-        (lambda: prefill.Config(64, 4), "warpgroups must be 1 to 3; got 4"),
-        (lambda: prefill.Config(64, cluster=3), "cluster must be 1 or 2; got 3"),
-        (lambda: prefill.Config(72, cluster=2), "rows must be in sixteens for two blocks; got 72"),
-        (lambda: prefill.Config(168, producer=True), "a producer leaves registers for 160 rows"),
-        (lambda: prefill.Config(64, stages=2), "stages must be 3 or more; got 2"),
-        (lambda: prefill.Config(64, stages=1, producer=True), "stages must be 2 or more; got 1"),
-        (lambda: prefill.Config(64, split=0), "split must be 1 or more; got 0"),
-        (lambda: prefill.Config(64, band=0), "band must be 1 or more; got 0"),
+        (lambda: prefill_config.Config(100), "rows must be 8 to 256 in eights; got 100"),
+        (lambda: prefill_config.Config(264), "rows must be 8 to 256 in eights; got 264"),
+        (lambda: prefill_config.Config(64, 4), "warpgroups must be 1 to 3; got 4"),
+        (lambda: prefill_config.Config(64, cluster=3), "cluster must be 1 or 2; got 3"),
+        (
+            lambda: prefill_config.Config(72, cluster=2),
+            "rows must be in sixteens for two blocks; got 72",
+        ),
+        (
+            lambda: prefill_config.Config(168, producer=True),
+            "a producer leaves registers for 160 rows",
+        ),
+        (lambda: prefill_config.Config(64, stages=2), "stages must be 3 or more; got 2"),
+        (
+            lambda: prefill_config.Config(64, stages=1, producer=True),
+            "stages must be 2 or more; got 1",
+        ),
+        (lambda: prefill_config.Config(64, split=0), "split must be 1 or more; got 0"),
+        (lambda: prefill_config.Config(64, band=0), "band must be 1 or more; got 0"),
     ],
 )
 def test_impossible_configurations_cannot_be_made(make, message):
@@ -198,9 +219,9 @@ def test_impossible_configurations_cannot_be_made(make, message):
 @pytest.mark.parametrize(
     ("n", "config", "reason"),
     [
-        (192, prefill.Config(64, 2), "needs N of whole 128-row tiles; got N = 192"),
-        (128, prefill.Config(256, 2, 5), "needs 252416 bytes of shared memory of 231424"),
-        (128, prefill.Config(64, 2, split=2), "needs K of whole 128s; got K = 64"),
+        (192, prefill_config.Config(64, 2), "needs N of whole 128-row tiles; got N = 192"),
+        (128, prefill_config.Config(256, 2, 5), "needs 252416 bytes of shared memory of 231424"),
+        (128, prefill_config.Config(64, 2, split=2), "needs K of whole 128s; got K = 64"),
     ],
 )
 def test_what_cannot_run_is_refused_with_its_reason(n, config, reason):
@@ -211,7 +232,9 @@ def test_what_cannot_run_is_refused_with_its_reason(n, config, reason):
 def test_dx_in_other_than_sixteens_of_rows_is_refused():
     reason = "needs rows in sixteens for dX; got 24"
     with pytest.raises(NotImplementedError, match=reason):
-        prefill.backward(normal(0, (24, 64)), to_hopper(weight(0, 64, 128)), prefill.Config(24))
+        prefill.backward(
+            normal(0, (24, 64)), to_hopper(weight(0, 64, 128)), prefill_config.Config(24)
+        )
 
 
 # Through the front door ----------------------------------------------------------------------
@@ -233,7 +256,11 @@ def test_products_and_their_derivative_meet_the_reference(pretended_hopper, scal
 def test_one_hot_inputs_return_scaled_codes_times_the_multiplier(scale_per_row):
     t = weight(3, 64, 64, scale_per_row=scale_per_row)
     codes = np.asarray(nvfp4.scaled_codes(t, jnp.float32))
-    one_hot, w, config = jnp.eye(64, dtype=jnp.bfloat16), to_hopper(t), prefill.Config(64, 1, 3)
+    one_hot, w, config = (
+        jnp.eye(64, dtype=jnp.bfloat16),
+        to_hopper(t),
+        prefill_config.Config(64, 1, 3),
+    )
     y = prefill.matmul(one_hot, w, config, interpret=True)
     exact = (codes * t.multiplier[:, None]).astype(jnp.bfloat16)
     np.testing.assert_array_equal(y, exact.T, strict=True)
@@ -303,7 +330,6 @@ def test_the_number_of_rows_and_their_type_choose_the_implementation(
 def test_dx_of_few_rows_is_unpacked_in_its_tiles(
     pretended_hopper, monkeypatch, m, bandwidth, unpacks
 ):
-    pretend(monkeypatch, bandwidth=bandwidth)
     called = []
     dx = lambda name: (
         lambda dy, w: called.append(name) or jnp.zeros((len(dy), w.shape[1]), dy.dtype)
@@ -313,7 +339,8 @@ def test_dx_of_few_rows_is_unpacked_in_its_tiles(
     words = jax.ShapeDtypeStruct((56, 56, *layout.TILE_SHAPE), jnp.int32)
     w = layout.HopperNVFP4(words, jax.ShapeDtypeStruct((1,), jnp.float32), (3584, 3584))
     x = jax.ShapeDtypeStruct((m, 3584), jnp.bfloat16)
-    jax.eval_shape(lambda x, w: jax.vjp(lambda x: nvfp4_matmul(x, w), x)[1](x), x, w)
+    with runtime.on(like(bandwidth=bandwidth)):
+        jax.eval_shape(lambda x, w: jax.vjp(lambda x: nvfp4_matmul(x, w), x)[1](x), x, w)
     assert called == ["copy" if unpacks else "tiles"]
 
 
@@ -388,13 +415,13 @@ def test_on_its_device_stacked_weights_are_scanned_rematerialized_and_x_is_donat
 @pytest.mark.parametrize(
     "config",
     [
-        prefill.Config(64, 2, 8, producer=True),
-        prefill.Config(152, 2, 8, producer=True),
-        prefill.Config(128, 2, 8, producer=True, split=2),
-        prefill.Config(192, 2, 5, cluster=2),
-        prefill.Config(256),
-        prefill.Config(256, cluster=2),
-        prefill.Config(256, split=4),
+        prefill_config.Config(64, 2, 8, producer=True),
+        prefill_config.Config(152, 2, 8, producer=True),
+        prefill_config.Config(128, 2, 8, producer=True, split=2),
+        prefill_config.Config(192, 2, 5, cluster=2),
+        prefill_config.Config(256),
+        prefill_config.Config(256, cluster=2),
+        prefill_config.Config(256, split=4),
     ],
 )
 def test_on_its_device_every_tile_meets_the_reference(config):
@@ -408,11 +435,11 @@ def test_on_its_device_every_tile_meets_the_reference(config):
 @pytest.mark.parametrize(
     "config",
     [
-        prefill.Config(64, 2, 8, producer=True),
-        prefill.Config(144, 2, 7, producer=True, split=2),
-        prefill.Config(256),
-        prefill.Config(256, cluster=2),
-        prefill.Config(256, split=4),
+        prefill_config.Config(64, 2, 8, producer=True),
+        prefill_config.Config(144, 2, 7, producer=True, split=2),
+        prefill_config.Config(256),
+        prefill_config.Config(256, cluster=2),
+        prefill_config.Config(256, split=4),
     ],
 )
 def test_on_its_device_every_tile_of_a_derivative_meets_the_reference(config):

@@ -6,7 +6,7 @@ import pytest
 from pallas_kernels.decode_attention import decode_attention, supports_heads
 from pallas_kernels.portable import attention
 from tests.pallas_kernels import test_decode_attention as siblings
-from tests.pallas_kernels.devices import portable  # noqa: F401
+from tests.pallas_kernels.devices import h200, portable  # noqa: F401
 
 
 def run(arguments):
@@ -68,10 +68,7 @@ def test_what_does_not_fit_is_named(portable):  # noqa: F811
     ("rows", "key_heads", "width", "pages"),
     [(1, 4, 12, 1), (8, 4, 128, 4), (64, 8, 32, 16), (128, 8, 128, 128), (1, 1, 1, 1)],
 )
-def test_a_row_is_cut_by_shapes_alone(monkeypatch, rows, key_heads, width, pages):
-    from pallas_kernels import runtime
-
-    monkeypatch.setattr(runtime, "device", lambda: runtime.H200)
+def test_a_row_is_cut_by_shapes_alone(h200, rows, key_heads, width, pages):  # noqa: F811
     assert attention.pages_of_a_piece(rows, key_heads, width) == pages
 
 

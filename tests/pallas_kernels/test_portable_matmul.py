@@ -11,7 +11,7 @@ from pallas_kernels.nvfp4_matmul import shapes
 from pallas_kernels.portable import layout, matmul, tuning
 from pallas_kernels.portable.layout import PortableWeight
 from pallas_kernels.portable.tuning import Config
-from tests.pallas_kernels.devices import portable, pretend  # noqa: F401
+from tests.pallas_kernels.devices import like, portable  # noqa: F401
 
 RANDOM = {
     "nvfp4": nvfp4.random,
@@ -70,18 +70,18 @@ def test_other_formats_are_another_decoder_of_the_same_kernel(portable, kind):  
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "nf4"])
-def test_before_compute_capability_8_float16_is_multiplied(monkeypatch, portable, kind):  # noqa: F811
+def test_before_compute_capability_8_float16_is_multiplied(portable, kind):  # noqa: F811
     if portable == "gpu":
         pytest.skip("pretends to be a T4")
-    pretend(monkeypatch, compute_capability="7.5")
     x, w = normal(1, 3, 128), weight(kind, (64, 128))
-    sums = jax.jit(functools.partial(matmul.product, config=TINY))(x, w).partials.sum(0)
-    assert_close(sums, np.asarray(x, np.float64) @ dense(w).T, ulps=1 if kind == "nf4" else 2**-8)
-    assert matmul.unpacked(w).dtype == jnp.float16
     # Rows of very different sizes, and one of zeros: float16 ends at 65504.
-    x = x * jnp.array([[1e6], [1e-6], [0]], jnp.bfloat16)
-    expected = np.asarray(x, np.float64) @ dense(w).T
-    for actual, row in zip(matmul.many_rows(x, w), expected, strict=True):
+    unlike = x * jnp.array([[1e6], [1e-6], [0]], jnp.bfloat16)
+    with runtime.on(like(compute_capability="7.5")):
+        sums = jax.jit(functools.partial(matmul.product, config=TINY))(x, w).partials.sum(0)
+        unpacked, products = matmul.unpacked(w), matmul.many_rows(unlike, w)
+    assert_close(sums, np.asarray(x, np.float64) @ dense(w).T, ulps=1 if kind == "nf4" else 2**-8)
+    assert unpacked.dtype == jnp.float16
+    for actual, row in zip(products, np.asarray(unlike, np.float64) @ dense(w).T, strict=True):
         assert_close(actual, row, ulps=1)
 
 

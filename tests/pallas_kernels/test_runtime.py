@@ -1,6 +1,8 @@
 """What is asked of the machine and of JAX."""
 
+import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import re
@@ -15,7 +17,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import runtime
 from pallas_kernels.decode_attention import config as configs
 from pallas_kernels.decode_attention import decode as attention
-from pallas_kernels.nvfp4_matmul import decode, dense_tile, dequantize, layout, prefill, tuning
+from pallas_kernels.nvfp4_matmul import config as nvfp4_configs
+from pallas_kernels.nvfp4_matmul import (
+    decode,
+    dense_tile,
+    dequantize,
+    layout,
+    prefill,
+    prefill_config,
+)
 
 
 @pytest.fixture
@@ -104,40 +114,39 @@ def grids(monkeypatch):
     return found
 
 
-def test_plans_and_grids_fit_the_processors_that_a_card_has(monkeypatch, grids):
+def test_plans_and_grids_fit_the_processors_that_a_card_has(grids):
     card = runtime.CARDS["NVIDIA H100 PCIe"]
-    monkeypatch.setattr(runtime, "device", lambda: card)
     assert card.processors == 114
     # Decoding: one block each of wide matrices, a few each of others.
-    assert tuning.pick_config(16, 37888, 3584).blocks == 114
-    assert tuning.pick_config(128, 4608, 3584).blocks == 114
-    assert {c.blocks for c in tuning.candidates(64, 37888, 3584)} >= {114, 228}
-    assert configs.pick_config(64, 4, 128).blocks == 114
+    assert nvfp4_configs.pick_config(16, 37888, 3584, card).blocks == 114
+    assert nvfp4_configs.pick_config(128, 4608, 3584, card).blocks == 114
+    assert {c.blocks for c in nvfp4_configs.candidates(64, 37888, 3584, card)} >= {114, 228}
+    assert configs.pick_config(64, 4, 128, device=card).blocks == 114
     # A's share of the blocks.
     units = jnp.zeros((1, 56, 1, 4, *layout.TILE_SHAPE), jnp.int32)
-    on_114 = dense_tile.shares(units, m=64, base_bytes=114 << 17, most=99)
-    monkeypatch.setattr(runtime, "device", lambda: runtime.H200)
-    assert dense_tile.shares(units, m=64, base_bytes=114 << 17, most=99) > on_114
-    monkeypatch.setattr(runtime, "device", lambda: card)
+    shares = functools.partial(dense_tile.shares, units, m=64, base_bytes=114 << 17, most=99)
+    assert shares(processors=132) > shares(processors=114)
 
     words = jax.ShapeDtypeStruct((592, 56, *layout.TILE_SHAPE), jnp.int32)
     w = layout.HopperNVFP4(words, jax.ShapeDtypeStruct((1,), jnp.float32), (37888, 3584))
     x = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-    jax.eval_shape(
-        lambda x, w: decode.matmul(x, w, tuning.pick_config(16, *w.shape)), x(16, 3584), w
-    )
-    jax.eval_shape(prefill.matmul, x(2048, 3584), w)
-    jax.eval_shape(prefill.backward, x(2048, 37888), w)
-    jax.eval_shape(dequantize.dequantize, w)
+    config = nvfp4_configs.pick_config(16, *w.shape, card)
+    on_card = lambda run, **options: functools.partial(run, device=card, **options)
+    jax.eval_shape(on_card(decode.matmul, config=config), x(16, 3584), w)
+    jax.eval_shape(on_card(prefill.matmul), x(2048, 3584), w)
+    jax.eval_shape(on_card(prefill.backward), x(2048, 37888), w)
+    jax.eval_shape(on_card(dequantize.dequantize), w)
     turns, numbers = jnp.zeros((64, 64)), jnp.zeros(64, jnp.int32)
+    config = configs.pick_config(64, 4, 128, 7, card)
     jax.eval_shape(
         lambda qkv, cache: attention.decode_attention(
-            *(qkv, turns, turns, cache, cache, jnp.int32(0), numbers[:, None], numbers)
+            *(qkv, turns, turns, cache, cache, jnp.int32(0), numbers[:, None], numbers),
+            config=config,
         ),
         x(64, 36, 128),
         x(2, 65, 4, 64, 128),
     )
-    clusters = 114 // prefill.pick_config(2048, 37888, 3584).cluster
+    clusters = 114 // prefill_config.pick_config(2048, 37888, 3584, device=card).cluster
     assert grids == [(114,), (clusters,), (114,), (4 * 114,), (114,)]
 
 
@@ -149,13 +158,19 @@ def test_no_kernel_knows_a_number_of_processors_by_heart():
         assert not re.search(r"\b(132|114)\b", path.read_text()), path
 
 
-def on(monkeypatch, name, capability, *, has_triton=True):
-    """Has kernels be chosen as on a card, with or without jax-triton."""
-    card = dataclasses.replace(runtime.H200, name=name, compute_capability=capability)
-    monkeypatch.setattr(runtime, "device", lambda: card)
-    monkeypatch.setattr(runtime, "_CHOSEN", "auto")
-    monkeypatch.delenv("PALLAS_KERNELS", raising=False)
-    monkeypatch.setattr(runtime, "_is_installed", lambda package: has_triton)
+@pytest.fixture
+def on(monkeypatch):
+    """on(name, capability): has kernels be chosen as on a card, with or without jax-triton."""
+    with contextlib.ExitStack() as stack:
+
+        def enter(name, capability, *, has_triton=True):
+            card = dataclasses.replace(runtime.H200, name=name, compute_capability=capability)
+            stack.enter_context(runtime.on(card))
+            monkeypatch.setattr(runtime, "_CHOSEN", "auto")
+            monkeypatch.delenv("PALLAS_KERNELS", raising=False)
+            monkeypatch.setattr(runtime, "_is_installed", lambda package: has_triton)
+
+        yield enter
 
 
 @pytest.mark.parametrize(
@@ -170,10 +185,8 @@ def on(monkeypatch, name, capability, *, has_triton=True):
         ("Tesla V100-SXM2-16GB", "7.0", True, "reference"),
     ],
 )
-def test_a_card_gets_the_best_kernels_there_are_for_it(
-    monkeypatch, name, capability, has_triton, chosen
-):
-    on(monkeypatch, name, capability, has_triton=has_triton)
+def test_a_card_gets_the_best_kernels_there_are_for_it(on, name, capability, has_triton, chosen):
+    on(name, capability, has_triton=has_triton)
     lines = runtime.describe_kernels()
     assert lines[0] == f"kernels: {chosen}"
     if chosen == "reference":
@@ -184,8 +197,8 @@ def test_a_card_gets_the_best_kernels_there_are_for_it(
     assert runtime.tensor_core_type() == ("float16" if capability < "8" else "bfloat16")
 
 
-def test_kernels_can_be_chosen_by_name(monkeypatch):
-    on(monkeypatch, "NVIDIA H200", "9.0")
+def test_kernels_can_be_chosen_by_name(on):
+    on("NVIDIA H200", "9.0")
     for name, hopper_runs, portable_runs in (
         ("reference", False, False),
         ("portable", False, True),
@@ -198,8 +211,8 @@ def test_kernels_can_be_chosen_by_name(monkeypatch):
         assert (runtime.unless_portable() is None) == portable_runs
 
 
-def test_the_environment_says_what_auto_means(monkeypatch):
-    on(monkeypatch, "NVIDIA H200", "9.0")
+def test_the_environment_says_what_auto_means(monkeypatch, on):
+    on("NVIDIA H200", "9.0")
     monkeypatch.setenv("PALLAS_KERNELS", "portable")
     assert runtime.describe_kernels()[:2] == [
         "kernels: portable",
@@ -213,8 +226,8 @@ def test_the_environment_says_what_auto_means(monkeypatch):
         runtime.unless_hopper()
 
 
-def test_kernels_that_cannot_run_are_refused_and_change_nothing(monkeypatch):
-    on(monkeypatch, "NVIDIA A100-SXM4-80GB", "8.0", has_triton=False)
+def test_kernels_that_cannot_run_are_refused_and_change_nothing(on):
+    on("NVIDIA A100-SXM4-80GB", "8.0", has_triton=False)
     for name, reason in (("hopper", "needs a GPU of compute capability 9.0"), ("portable", "pip")):
         with pytest.raises(NotImplementedError, match=f"kernels '{name}': .*{reason}"):
             runtime.use_kernels(name)

@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels import runtime
 from pallas_kernels.finished_linear import decode as fused
 from pallas_kernels.nvfp4_matmul import layout
-from pallas_kernels.nvfp4_matmul.decode import Config
+from pallas_kernels.nvfp4_matmul.config import Config
 from pallas_kernels.portable import layout as portable_layout
 from qerl_jax.config import LoraConfig
 from qerl_jax.model import architecture, fused_decode, transformer

@@ -1,0 +1,183 @@
+"""How the kernel of few rows is cut up, which problems it takes, and which configuration they get.
+
+A configuration was measured on the device, or follows a rule. What depends on the device takes it as a value; None
+is the one that there is.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+from pallas_kernels import runtime
+from pallas_kernels.nvfp4_matmul import dense_tile, layout
+from pallas_kernels.nvfp4_matmul.layout import TILE
+from pallas_kernels.runtime import Device
+
+# Rows of x, at most.
+MAX_M = 128
+
+TABLES = pathlib.Path(__file__).parent / "tuned"
+# M of the tables' rows; a problem takes the next one up. Below 16 nothing changes: `wgmma` takes as
+# long for 8 columns as for 16 (13 cycles of a multiprocessor, measured on an H200).
+TUNED_M = (16, 32, 64, 128)
+_TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a problem is cut up.
+
+    Attributes:
+      warpgroups: of a block, 64 rows of W each; 1 to 4.
+      step: columns in one slot; 64, 128 or 256.
+      stages: slots, 2 or more.
+      blocks: among which the work is divided.
+    """
+
+    warpgroups: int
+    step: int
+    stages: int
+    blocks: int
+
+    def __post_init__(self):
+        if not 1 <= self.warpgroups <= 4:
+            raise ValueError(f"warpgroups must be 1 to 4; got {self.warpgroups}")
+        if self.step not in (64, 128, 256):
+            raise ValueError(f"step must be 64, 128 or 256; got {self.step}")
+        if self.stages < 2:
+            raise ValueError(f"stages must be 2 or more; got {self.stages}")
+        if self.blocks < 1:
+            raise ValueError(f"blocks must be 1 or more; got {self.blocks}")
+
+
+def supports(
+    m: int,
+    n: int,
+    k: int,
+    config: Config,
+    *,
+    with_adapter: bool = False,
+    device: Device | None = None,
+) -> str | None:
+    """Why this kernel cannot run a problem with this configuration, or None."""
+    if not 1 <= m <= MAX_M:
+        return f"needs 1 <= M <= {MAX_M}; got M = {m}"
+    row_tiles, columns = layout.tiles(n), layout.tiles(k) * TILE
+    if row_tiles % config.warpgroups:
+        return f"needs N of whole {TILE * config.warpgroups}-row tiles; got N = {n}"
+    if columns % config.step:
+        return f"needs K of whole steps of {config.step}; got K = {k}"
+    units = row_tiles // config.warpgroups * (columns // config.step)
+    if config.blocks > units:
+        return f"has {units} units of work for {config.blocks} blocks"
+    if with_adapter and (reason := dense_tile.supports(k, config.warpgroups, config.step)):
+        return reason
+    used = shared_bytes(m, config, adapter_k=k if with_adapter else None)
+    if used > (most := most_shared_bytes(device)):
+        return f"needs {used} bytes of shared memory of {most}"
+    return None
+
+
+def most_shared_bytes(device: Device | None = None) -> int:
+    """Bytes of shared memory that a block may use, less a little for barriers."""
+    return (device or runtime.device()).shared_bytes - 1024
+
+
+def shared_bytes(m: int, config: Config, *, adapter_k: int | None = None) -> int:
+    """Bytes of shared memory that a block's slots take; adapter_k is K where A comes through them, too."""
+    rows, columns, depth = m + -m % 8, config.step, config.step // TILE
+    if adapter_k is not None:
+        of_a = adapter_k, config.warpgroups, config.step
+        columns, depth = max(columns, dense_tile.width(*of_a)), max(depth, dense_tile.pieces(*of_a))
+    return config.stages * (columns * rows * 2 + config.warpgroups * depth * _TILE_BYTES)
+
+
+def pick_config(m: int, n: int, k: int, device: Device | None = None) -> Config:
+    """The configuration for a problem: from the device's table, else by `heuristic`.
+
+    For a problem that it has no row of, a device takes the H200's if it has as many processors: blocks of a
+    row are as many as those can hold.
+
+    Args:
+      m: rows of x, 1 to 128.
+      n: rows of W.
+      k: columns of both.
+      device: that it runs on.
+    """
+    card, problem = device or runtime.device(), (_bucket(m), n, k)
+    found = table_of(card.name).get(problem)
+    if found is None and card.processors == runtime.H200.processors:
+        found = table_of(runtime.H200.name).get(problem)
+    return found or heuristic(m, n, k, card)
+
+
+def heuristic(m: int, n: int, k: int, device: Device | None = None) -> Config:
+    """The configuration for a problem in no table.
+
+    Wide matrices, and many rows of x, go to one block a multiprocessor of as many warpgroups as can
+    share x; others to a few small blocks each, so that a matrix is on its way at once.
+    """
+    row_tiles, columns = layout.tiles(n), layout.tiles(k) * TILE
+    device = device or runtime.device()
+    processors = device.processors
+    longest = 256 if m <= 32 else 128
+    step = next(s for s in (256, 128, 64) if s <= longest and columns % s == 0)
+    steps = columns // step
+    # With so many row tiles a run of work for every processor ends about once in each tile of four.
+    if row_tiles >= 2 * processors or m > 64:
+        warpgroups = next(w for w in (4, 3, 2, 1) if row_tiles % w == 0)
+        blocks, depth = min(processors, row_tiles // warpgroups * steps), 4
+    else:
+        split = min(max(1, round(3 * processors / row_tiles)), steps)
+        warpgroups, blocks, depth = 1, row_tiles * split, min(4, -(-steps // split))
+    depth = max(2, min(depth, _deepest(m, warpgroups, step, blocks, device)))
+    return Config(warpgroups, step, depth, blocks)
+
+
+def candidates(m: int, n: int, k: int, device: Device | None = None) -> list[Config]:
+    """Configurations worth timing, the heuristic's first."""
+    device = device or runtime.device()
+    row_tiles, processors = layout.tiles(n), device.processors
+    found = [heuristic(m, n, k, device)]
+    fitting = [step for step in (256, 128, 64) if layout.whole(k) % step == 0]
+    longest = [step for step in fitting if step >= (256 if m <= 32 else 128)] or fitting[:1]
+    for warpgroups, loads in ((4, (1,)), (2, (1, 2)), (1, (2, 3, 4))):
+        tiles = max(1, row_tiles // warpgroups)
+        for load in loads:
+            # Runs of equal length, or as many blocks for each tile.
+            split = max(1, round(load * processors / tiles))
+            for blocks in dict.fromkeys((load * processors, tiles * split)):
+                if blocks * warpgroups > 6 * processors:
+                    continue
+                for step in sorted(longest):
+                    most = tiles * (layout.whole(k) // step)
+                    stages = min(4, _deepest(m, warpgroups, step, min(blocks, most), device))
+                    if stages > 1:
+                        found.append(Config(warpgroups, step, stages, min(blocks, most)))
+    return [c for c in dict.fromkeys(found) if supports(m, n, k, c, device=device) is None]
+
+
+def _deepest(m: int, warpgroups: int, step: int, blocks: int, device: Device) -> int:
+    """Stages with which all blocks find a multiprocessor at once."""
+    resident = -(-blocks // device.processors)
+    slot = shared_bytes(m, Config(warpgroups, step, 2, blocks)) // 2
+    # The card keeps 1 KiB of a multiprocessor's shared memory for each block.
+    return (most_shared_bytes(device) // resident - 1024) // slot
+
+
+def path_of(device_kind: str) -> pathlib.Path:
+    """Where a device's table is, or would be."""
+    return TABLES / f"{device_kind.lower().replace(' ', '_')}.json"
+
+
+@functools.cache
+def table_of(device_kind: str) -> dict[tuple[int, int, int], Config]:
+    """Rows of a device's table: (M, N, K) -> Config; empty for a device without one."""
+    path = path_of(device_kind)
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return {(row["m"], row["n"], row["k"]): Config(**row["config"]) for row in rows}
+
+
+def _bucket(m: int) -> int:
+    return next((bucket for bucket in TUNED_M if m <= bucket), m)

@@ -1,0 +1,270 @@
+"""How the kernel of many rows is cut up, which problems it takes, and which configuration they get.
+
+What depends on the device takes it as a value; None is the one that there is.
+"""
+
+import dataclasses
+import functools
+from math import inf
+
+from pallas_kernels import runtime
+from pallas_kernels.nvfp4_matmul import layout
+from pallas_kernels.nvfp4_matmul.config import most_shared_bytes
+from pallas_kernels.nvfp4_matmul.layout import TILE
+from pallas_kernels.runtime import Device
+
+MAX_ROWS = 256
+# 168 registers a thread, of which a tile of 160 rows takes 80 for its sums and decoding about 70.
+MOST_WITH_PRODUCER = 160
+# Most rows of a tile for eight slots.
+_DEEP = 152
+# To add up shares of K: a kernel's start, and bytes a nanosecond to write and to read them.
+_SHARE_NS, _SHARE_RATE = 2000, 5000
+_MOST_SPLIT = 8
+_TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
+# Of an H200, operations a nanosecond of cuBLAS with a copy of a weight, and what a weight's copy takes: that is
+# a pass over memory, of which other cards have more or less.
+_CUBLAS_RATE, _UNPACK_NS = 750e3, 0.657e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How a problem is cut up.
+
+    Attributes:
+      rows: of x in a tile; 8 to 256 in eights.
+      warpgroups: of a block, 64 rows of W each; 1 to 3.
+      stages: slots, 3 or more; with a producer 2.
+      band: most tiles of x that are in work at one time.
+      cluster: blocks that share a tile of x, each with rows of W of its own; 1 or 2.
+      producer: whether the copies have a warpgroup of their own.
+      split: blocks that share the columns of a tile, where the tiles left do not fill a wave.
+    """
+
+    rows: int
+    warpgroups: int = 2
+    stages: int = 4
+    band: int = 12
+    cluster: int = 1
+    producer: bool = False
+    split: int = 1
+
+    def __post_init__(self):
+        if self.rows % 8 or not 8 <= self.rows <= MAX_ROWS:
+            raise ValueError(f"rows must be 8 to {MAX_ROWS} in eights; got {self.rows}")
+        if not 1 <= self.warpgroups <= 3:
+            raise ValueError(f"warpgroups must be 1 to 3; got {self.warpgroups}")
+        # Warpgroup 0 waits for the next tile before it refills the slot of the last one.
+        if self.stages < (least := 3 - self.producer):
+            raise ValueError(f"stages must be {least} or more; got {self.stages}")
+        if self.band < 1:
+            raise ValueError(f"band must be 1 or more; got {self.band}")
+        if self.cluster not in (1, 2):
+            raise ValueError(f"cluster must be 1 or 2; got {self.cluster}")
+        if self.rows % (8 * self.cluster):
+            raise ValueError(f"rows must be in sixteens for two blocks; got {self.rows}")
+        if self.producer and (self.rows > MOST_WITH_PRODUCER or self.warpgroups > 2):
+            raise ValueError(
+                f"a producer leaves registers for {MOST_WITH_PRODUCER} rows and 2 warpgroups; "
+                f"got {self.rows} and {self.warpgroups}"
+            )
+        if self.split < 1:
+            raise ValueError(f"split must be 1 or more; got {self.split}")
+
+
+def supports(
+    outputs: int,
+    summed: int,
+    config: Config,
+    *,
+    backward: bool = False,
+    sizes: tuple[int, ...] = (),
+    device: Device | None = None,
+) -> str | None:
+    """Why this kernel cannot run a problem with this configuration, or None.
+
+    Args:
+      outputs: N, or K backward.
+      summed: K, or N backward.
+      config: see `pick_config`.
+      backward: whether dX is asked for.
+      sizes: of the parts of an `Epilogue`, if it has one.
+      device: that it runs on.
+    """
+    rows = config.warpgroups * config.cluster
+    names = "KN" if backward else "NK"
+    if layout.tiles(outputs) % rows:
+        return f"needs {names[0]} of whole {TILE * rows}-row tiles; got {names[0]} = {outputs}"
+    if layout.tiles(summed) % config.split:
+        return f"needs {names[1]} of whole {config.split * TILE}s; got {names[1]} = {summed}"
+    if backward and config.rows % 16:
+        return f"needs rows in sixteens for dX; got {config.rows}"
+    # The last part has what fills N up.
+    if any(size % (TILE * rows) for size in sizes[:-1]):
+        return f"needs parts of whole {TILE * rows}-row tiles but for the last; got {sizes}"
+    # B has one place, which the next tile's may take once this one's slot does.
+    if sizes and layout.tiles(summed) < (least := config.stages - 1):
+        return f"needs {names[1]} of {least * TILE} or more; got {names[1]} = {summed}"
+    used = shared_bytes(config, backward=backward, has_epilogue=bool(sizes))
+    if used > (most := most_shared_bytes(device)):
+        return f"needs {used} bytes of shared memory of {most}"
+    return None
+
+
+def pick_config(
+    m: int,
+    outputs: int,
+    summed: int,
+    *,
+    backward: bool = False,
+    sizes: tuple[int, ...] = (),
+    device: Device | None = None,
+) -> Config:
+    """The tile, and the split of what does not fill a wave, that take least time; see `supports`."""
+    device = device or runtime.device()
+    steps = layout.tiles(summed)
+    # A block's rows of W belong to one part.
+    is_odd = any(layout.tiles(size) % 2 for size in (outputs, *sizes[:-1]))
+    warpgroups = 2 - is_odd
+    grain = 16 if backward else 8
+    most = min(MAX_ROWS, m + -m % grain)
+    choices = [
+        Config(rows, warpgroups, producer=rows <= _DEEP, split=split)
+        for split in range(1, _MOST_SPLIT + 1)
+        if steps % split == 0
+        for rows in range(most, min(most, 64) - grain, -grain)
+    ]
+    best = min(choices, key=lambda c: cost(m, outputs, summed, c, backward=backward, device=device))
+    # Two blocks that share x gain 1 to 2 % for many rows, but lose 4 % backward.
+    is_large = best.rows == MAX_ROWS and m >= 1024 and best.split == 1 and not backward
+    pairs = is_large and all(rows % (2 * TILE * warpgroups) == 0 for rows in (outputs, *sizes))
+    bytes_of = functools.partial(shared_bytes, backward=backward, has_epilogue=bool(sizes))
+    most_bytes = most_shared_bytes(device)
+    fits = lambda stages: bytes_of(dataclasses.replace(best, stages=stages)) <= most_bytes
+    most = 8 if best.producer else 7
+    if sizes:
+        most = max(3, min(most, steps + 1))  # B comes through the slots after K, see `supports`
+    return dataclasses.replace(
+        best,
+        stages=max(filter(fits, range(3, most + 1))),
+        cluster=1 + pairs,
+    )
+
+
+def cost(
+    m: int,
+    outputs: int,
+    summed: int,
+    config: Config,
+    *,
+    backward: bool = False,
+    device: Device | None = None,
+) -> float:
+    """Nanoseconds that a problem takes on an H200, about, or on a card with other processors of that kind; see `supports`.
+
+    All blocks wait for the last wave. 64 columns of a tile were measured to take 261, 297, 351 and
+    399 ns at 64, 88, 128 and 152 rows with a producer, which is a line, and 612 ns at 256 rows
+    without. Sizes between run no slower while a block has one tile, but did where it had several, and
+    are left out there. Backward it is 639 ns at 144 rows and 690 at 256, and 800 where all blocks are at work
+    all the time: the card then lowers its clock. So it does by up to 5 % where sums are long.
+    """
+    rows, steps = config.rows, layout.tiles(summed)
+    processors = (device or runtime.device()).processors
+    x_tiles, w_tiles = -(-m // rows), layout.tiles(outputs) // config.warpgroups
+    whole = x_tiles * _whole_tiles(x_tiles, w_tiles, config, processors)
+    shared = x_tiles * w_tiles - whole
+    waves = -(-whole // processors)
+    waves += -(-shared * config.split // processors) / config.split
+    if not config.producer and waves > 1 and rows < MAX_ROWS:
+        return inf
+    if backward:
+        most_at_work = x_tiles * w_tiles / processors / waves
+        unit = (574 + 0.453 * rows) * max(1, 1.16 * most_at_work)
+        unit *= 1 + 0.05 * min(1, summed / 32768)
+    elif config.producer:
+        unit = 165 + 1.5 * rows
+    else:
+        unit = max(270 + 1.15 * rows, 2.4 * rows)
+    share_bytes = shared * config.split * rows * config.warpgroups * TILE * 4
+    # Whole tiles beside them: what was added up is copied to where those are.
+    adding = _SHARE_NS * (1 + bool(whole)) + 2 * share_bytes / _SHARE_RATE if shared else 0
+    return waves * steps * unit + adding
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """Which block does what; for dX "rows" of W are its columns, and "columns" its rows.
+
+    Attributes:
+      x_tiles: tiles of x.
+      w_tiles: tiles of rows of W, each of a cluster.
+      whole_w_tiles: the first of them, which are summed over all columns by one cluster each.
+      steps: of 64 columns.
+      split: blocks that share each of the other tiles.
+      band: tiles of x that are in work at one time.
+      blocks: clusters of the grid.
+    """
+
+    x_tiles: int
+    w_tiles: int
+    whole_w_tiles: int
+    steps: int
+    split: int
+    band: int
+    blocks: int
+
+    @property
+    def whole(self) -> int:
+        """Tiles that are summed by one cluster each."""
+        return self.x_tiles * self.whole_w_tiles
+
+    @property
+    def shared(self) -> int:
+        """Tiles that several share."""
+        return self.x_tiles * (self.w_tiles - self.whole_w_tiles)
+
+    @property
+    def run(self) -> int:
+        """Steps of a share."""
+        return self.steps // self.split
+
+
+def cut(m: int, w_rows: int, steps: int, config: Config, device: Device | None = None) -> Cut:
+    """How x of M rows meets W of so many tiles of 64 rows and of columns."""
+    x_tiles, w_tiles = -(-m // config.rows), w_rows // (config.warpgroups * config.cluster)
+    # Whole bands: in a kernel a division by what is not a constant takes a while.
+    band = next(band for band in range(config.band, 0, -1) if x_tiles % band == 0)
+    processors = (device or runtime.device()).processors
+    blocks = min(processors // config.cluster, x_tiles * w_tiles * config.split)
+    whole_w_tiles = _whole_tiles(x_tiles, w_tiles, config, processors)
+    return Cut(x_tiles, w_tiles, whole_w_tiles, steps, config.split, band, blocks)
+
+
+def _whole_tiles(x_tiles: int, w_tiles: int, config: Config, processors: int) -> int:
+    """Of the tiles of W, how many a block sums over all columns: as many as fill whole waves."""
+    if config.split == 1:
+        return w_tiles
+    blocks = processors // config.cluster
+    return x_tiles * w_tiles // blocks * blocks // x_tiles
+
+
+def shared_bytes(config: Config, *, backward: bool = False, has_epilogue: bool = False) -> int:
+    """Bytes of shared memory that a block's slots and its result take, and B."""
+    slot = config.rows * TILE * 2 + config.warpgroups * _TILE_BYTES
+    result = config.warpgroups * config.rows * TILE * 2
+    if backward:
+        result = result // 2 + 2 * config.warpgroups * TILE * TILE * 2
+    b = has_epilogue * config.warpgroups * TILE * TILE * 2
+    return config.stages * slot + result + b
+
+
+def unpacks_for_dx(m: int, n: int, k: int, device: Device | None = None) -> bool:
+    """Whether dX of M rows should unpack its weight for cuBLAS, not in its own tiles."""
+    config = pick_config(m, k, n, backward=True, device=device)
+    copied = 2 * m * n * k / _CUBLAS_RATE + n * k * unpack_ns(device)
+    return copied < cost(m, k, n, config, backward=True, device=device)
+
+
+def unpack_ns(device: Device | None = None) -> float:
+    """Nanoseconds for each weight that a device takes to write a packed matrix out in bfloat16."""
+    return _UNPACK_NS * runtime.H200.bandwidth / (device or runtime.device()).bandwidth
