@@ -114,6 +114,33 @@ def test_kernels_import_jax_only():
         assert roots(path) <= allowed | more, path
 
 
+# As ORDER, of the kernels.
+KERNEL_ORDER = (
+    ("runtime", "formats"),
+    ("linear", "mosaic", "portable"),
+    ("nvfp4_matmul", "decode_attention"),
+    ("packed_matmul",),
+    ("finished_linear",),
+)
+
+
+def test_families_of_kernels_import_only_from_those_above_them():
+    level = {name: level for level, row in enumerate(KERNEL_ORDER) for name in row}
+    folder = ROOT / "pallas_kernels"
+    paths = [path for path in folder.rglob("*.py") if path != folder / "__init__.py"]
+    for path in paths:
+        name = path.relative_to(folder).with_suffix("").parts[0]
+        others = {other.split(".")[1] for other in imports(path) if other.startswith("pallas_k")}
+        others -= {name}
+        assert [other for other in others if level[other] >= level[name]] == [], path
+
+
+def test_only_the_shim_names_what_mosaic_gpu_may_change():
+    for path in (ROOT / "pallas_kernels").rglob("*.py"):
+        if path.parent.name != "mosaic":
+            assert not [n for n in imports(path) if n.startswith("jax.experimental.mosaic")], path
+
+
 def test_library_runs_without_torch():
     paths = (ROOT / "qerl_jax").rglob("*.py")
     assert "torch" not in set(itertools.chain(*map(roots, paths)))

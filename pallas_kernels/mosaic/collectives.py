@@ -10,8 +10,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
+from pallas_kernels.mosaic import registers
+from pallas_kernels.mosaic.registers import i32, llvm
+
 utils = mgpu.utils
-llvm = utils.llvm  # which jax.extend.mlir leaves out
 
 WARPS = 4
 
@@ -44,11 +46,11 @@ def load_rows(ref: jax.Ref, *, is_quarter: bool = False, interpret: bool) -> jax
     def emit(_: mgpu.LaunchContext, ref: ir.Value) -> mgpu.FragmentedArray:
         warp, row, column = _place()
         pair = ir.VectorType.get((2,), ir.MemRefType(ref.type).element_type)
-        begin = arith.muli(warp, _const(width if is_quarter else 0))
+        begin = arith.muli(warp, i32(width if is_quarter else 0))
         layout = kind.layout.to_mgpu()
         registers = np.empty(layout.registers_shape((64, width)), object)
         for at in range(width // 8):
-            where = arith.addi(arith.addi(begin, column), _const(8 * at))
+            where = arith.addi(arith.addi(begin, column), i32(8 * at))
             loaded = [
                 vector.load(pair, ref, [_index(of_half), _index(where)])
                 for of_half in _rows_of_halves(row, rows)
@@ -80,25 +82,25 @@ def store_rows(
     def emit(_: mgpu.LaunchContext, values: mgpu.FragmentedArray, ref: ir.Value) -> None:
         warp, row, column = _place()
         halves = [
-            (half, of_half, arith.cmpi(arith.CmpIPredicate.ult, of_half, _const(rows)))
+            (half, of_half, arith.cmpi(arith.CmpIPredicate.ult, of_half, i32(rows)))
             for half, of_half in enumerate(_rows_of_halves(row, rows))
         ]
 
         def store(half: int, of_half: ir.Value, begin: ir.Value, first: int) -> None:
             for at in range(width // 8):
-                where = arith.addi(arith.addi(begin, column), _const(8 * at))
+                where = arith.addi(arith.addi(begin, column), i32(8 * at))
                 pair = values.registers.flat[2 * (first + at) + half]
                 vector.store(pair, ref, [_index(of_half), _index(where)])
 
         for half, of_half, is_row in halves:
             if is_quarter:
                 with utils.when(is_row):
-                    store(half, of_half, arith.muli(warp, _const(width)), 0)
+                    store(half, of_half, arith.muli(warp, i32(width)), 0)
                 continue
             for own in range(WARPS):
-                is_own = arith.cmpi(arith.CmpIPredicate.eq, warp, _const(own))
+                is_own = arith.cmpi(arith.CmpIPredicate.eq, warp, i32(own))
                 with utils.when(arith.andi(is_row, is_own)):
-                    store(half, of_half, _const(own * width), own * width // 8)
+                    store(half, of_half, i32(own * width), own * width // 8)
 
     arg_types = (plgpu.Layout.WGMMA, plgpu.RefType())
     plgpu.inline_mgpu(arg_types=arg_types)(emit)(values, ref)
@@ -132,7 +134,7 @@ def store_row_values(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> Non
 
     def emit(_: mgpu.LaunchContext, values: mgpu.FragmentedArray, ref: ir.Value) -> None:
         warp, row, column = _place()
-        is_first = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(warp, column), _const(0))
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(warp, column), i32(0))
         with utils.when(is_first):
             for half, of_half in enumerate(_rows_of_halves(row, rows)):
                 vector.store(values.registers.flat[half], ref, [_index(of_half)])
@@ -143,19 +145,15 @@ def store_row_values(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> Non
 
 def _place() -> tuple[ir.Value, ir.Value, ir.Value]:
     """A thread's warp, and its row of 8 and first column of 8 in the layout `WGMMA`."""
-    thread = arith.remui(utils.thread_idx(), _const(128))
-    lane = arith.remui(thread, _const(32))
-    column = arith.muli(arith.remui(lane, _const(4)), _const(2))
-    return arith.divui(thread, _const(32)), arith.divui(lane, _const(4)), column
+    thread = registers.thread()
+    lane = arith.remui(thread, i32(32))
+    column = arith.muli(arith.remui(lane, i32(4)), i32(2))
+    return arith.divui(thread, i32(32)), arith.divui(lane, i32(4)), column
 
 
 def _rows_of_halves(row: ir.Value, rows: int) -> list[ir.Value]:
     """Which rows a thread has: the one that `_place` says, and if there are more than 8 the 8th after it."""
-    return [row] if rows <= 8 else [row, arith.addi(row, _const(8))]
-
-
-def _const(value: int) -> ir.Value:
-    return utils.c(value, ir.IntegerType.get_signless(32))
+    return [row] if rows <= 8 else [row, arith.addi(row, i32(8))]
 
 
 def _index(value: ir.Value) -> ir.Value:
@@ -187,35 +185,35 @@ def put_row(
         slot: mgpu.FragmentedArray,
         chunk: mgpu.FragmentedArray,
     ) -> None:
-        i32, const = ir.IntegerType.get_signless(32), _const
+        word = ir.IntegerType.get_signless(32)
         chunks = ir.MemRefType(tile.type).shape[1]
         slot, chunk = slot.registers.item(), chunk.registers.item()
-        thread = arith.remui(utils.thread_idx(), const(128))
-        base = llvm.ptrtoint(i32, utils.memref_ptr(tile))
+        thread = registers.thread()
+        base = llvm.ptrtoint(word, utils.memref_ptr(tile))
 
         def begin(of_row: ir.Value) -> ir.Value:
             """Where the columns of a row begin: tiles of 1024 bytes hold 8 rows of 128."""
-            of_tile = arith.muli(arith.divui(of_row, const(8)), const(chunks))
-            at = arith.muli(arith.addi(of_tile, chunk), const(1024))
-            in_tile = arith.muli(arith.remui(of_row, const(8)), const(128))
+            of_tile = arith.muli(arith.divui(of_row, i32(8)), i32(chunks))
+            at = arith.muli(arith.addi(of_tile, chunk), i32(1024))
+            in_tile = arith.muli(arith.remui(of_row, i32(8)), i32(128))
             return arith.addi(base, arith.addi(at, in_tile))
 
         if clear:  # a row by two threads
-            own = arith.divui(thread, const(2))
+            own = arith.divui(thread, i32(2))
             after = arith.cmpi(arith.CmpIPredicate.ugt, own, slot)
-            half = arith.muli(arith.remui(thread, const(2)), const(64))
+            half = arith.muli(arith.remui(thread, i32(2)), i32(64))
             at = arith.addi(begin(own), half)
             for sixteen in range(0, 64, 16):
-                to = arith.addi(at, const(sixteen))
+                to = arith.addi(at, i32(sixteen))
                 store = "st.shared.v4.b32 [$0], {$1, $1, $1, $1};"
-                utils.inline_ptx(store, to, const(0), predicate=after)
+                utils.inline_ptx(store, to, i32(0), predicate=after)
         # Thread t < 4 has columns 8 * i + 2 * t and the next; eight columns are 16 bytes.
-        at = arith.addi(begin(slot), arith.muli(thread, const(4)))
-        is_first = arith.cmpi(arith.CmpIPredicate.ult, thread, const(4))
+        at = arith.addi(begin(slot), arith.muli(thread, i32(4)))
+        is_first = arith.cmpi(arith.CmpIPredicate.ult, thread, i32(4))
         for i, pair in enumerate(row.registers.flat):
-            moved = arith.xori(const(i), arith.remui(slot, const(8)))
-            to = arith.addi(at, arith.muli(moved, const(16)))
-            value = utils.bitcast(pair, i32)
+            moved = arith.xori(i32(i), arith.remui(slot, i32(8)))
+            to = arith.addi(at, arith.muli(moved, i32(16)))
+            value = utils.bitcast(pair, word)
             utils.inline_ptx("st.shared.b32 [$0], $1;", to, value, predicate=is_first)
 
     scalar = plgpu.Layout.WG_SPLAT(())

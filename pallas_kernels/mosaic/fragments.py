@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from pallas_kernels.mosaic.registers import elements, fragment, i32, llvm, vectors
+from pallas_kernels.mosaic.registers import elements, fragment, i32, llvm, thread, vectors
 
 # Rows of a warpgroup.
 TILE = 64
@@ -84,6 +84,5 @@ def _emit_load(ref: ir.Value, kind: plgpu.ShapeDtypeStruct) -> mgpu.FragmentedAr
 
 def _address(ref: ir.Value, column: int) -> ir.Value:
     """Of this thread's four values in a piece."""
-    thread = arith.remui(mgpu.utils.thread_idx(), i32(128))
-    first = arith.addi(arith.muli(thread, i32(4)), i32(PIECE * column))
+    first = arith.addi(arith.muli(thread(), i32(4)), i32(PIECE * column))
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [first], ir.F32Type.get())

@@ -27,7 +27,7 @@ def to_bfloat16(values: jax.Array, *, interpret: bool) -> jax.Array:
     """
     if interpret:
         return rounded(values, jnp.bfloat16)
-    return _map_words(values, jnp.bfloat16, _packed)
+    return _map_words(values, jnp.bfloat16, as_pair)
 
 
 def rounded_to_bfloat16(values: jax.Array, *, interpret: bool) -> jax.Array:
@@ -50,7 +50,8 @@ def _map_words(values: jax.Array, dtype: DTypeLike, unpack: Callable) -> jax.Arr
     return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=kind)(emit)(values)
 
 
-def _packed(word: ir.Value) -> ir.Value:
+def as_pair(word: ir.Value) -> ir.Value:
+    """A word as two bfloat16, the low half first."""
     return llvm.bitcast(ir.VectorType.get((2,), ir.BF16Type.get()), word)
 
 
@@ -106,6 +107,33 @@ def fragment(kind: plgpu.ShapeDtypeStruct, registers: list[ir.Value]) -> mgpu.Fr
         _layout=of_layout,
         _is_signed=False if np.issubdtype(kind.dtype, np.integer) else None,
     )
+
+
+def pointer(ref: ir.Value) -> ir.Value:
+    """Where an array in memory begins."""
+    return mgpu.utils.memref_ptr(ref)
+
+
+def load_words(base: ir.Value, first: ir.Value, count: int) -> ir.Value:
+    """A vector of words `first` and on after a pointer, by one instruction for 4 * count bytes, to which they are aligned."""
+    word = ir.IntegerType.get_signless(32)
+    address = mgpu.utils.getelementptr(base, [first], word)
+    return llvm.load(ir.VectorType.get((count,), word), address, alignment=4 * count)
+
+
+def assembly(text: str, results: int, operands: list[ir.Value]) -> list[ir.Value]:
+    """What PTX makes of words: $0 and on are its results, after them come its operands."""
+    word = ir.IntegerType.get_signless(32)
+    # Results are written before the last operand is read.
+    constraints = ",".join(["=&r"] * results + ["r"] * len(operands))
+    struct = llvm.StructType.get_literal([word] * results)
+    result = llvm.inline_asm(struct, operands, text, constraints)
+    return [llvm.extractvalue(word, result, [i]) for i in range(results)]
+
+
+def thread() -> ir.Value:
+    """Number of this thread in its warpgroup."""
+    return arith.remui(mgpu.utils.thread_idx(), i32(128))
 
 
 def i32(value: int) -> ir.Value:

@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-llvm = mgpu.utils.llvm  # which jax.extend.mlir leaves out
+from pallas_kernels.mosaic.registers import llvm
 
 
 def store(values: jax.Array, ref: jax.Ref) -> None:

@@ -8,13 +8,13 @@ bfloat16: 2 and 4 significant bits make 6.
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.formats import nvfp4
-from pallas_kernels.mosaic.registers import elements, fragment, llvm, vectors
+from pallas_kernels.mosaic import registers
+from pallas_kernels.mosaic.registers import elements, fragment, i32, vectors
 from pallas_kernels.nvfp4_matmul import layout
 
 # Two words of codes ($8, $9) and the scales of their two rows ($10, $11; a row in each half) to eight
@@ -119,53 +119,32 @@ def _ldexp(mantissa: jax.Array, exponent: jax.Array) -> jax.Array:
     return mantissa * jnp.exp2(exponent.astype(jnp.float32))
 
 
-def _emit_load(_: mgpu.LaunchContext, tile: ir.Value) -> tuple[mgpu.FragmentedArray, ...]:
-    i32 = ir.IntegerType.get_signless(32)
-    base = mgpu.utils.memref_ptr(tile)
-
-    def loaded(word: ir.Value, width: int) -> ir.Value:
-        address = mgpu.utils.getelementptr(base, [word], i32)
-        return llvm.load(ir.VectorType.get((width,), i32), address, alignment=4 * width)
-
-    def times(value: ir.Value, factor: int, offset: int = 0) -> ir.Value:
-        return arith.addi(arith.muli(value, mgpu.c(factor, i32)), mgpu.c(offset, i32))
-
-    thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, i32))
-    codes = loaded(times(thread, 4), 4)
-    scales = loaded(times(arith.divui(thread, mgpu.c(4, i32)), 2, layout.CODE_WORDS), 2)
+def _emit_load(_, tile: ir.Value) -> tuple:
+    base, thread = registers.pointer(tile), registers.thread()
+    codes = registers.load_words(base, _affine(thread, 4), 4)
+    row = arith.divui(thread, i32(4))
+    scales = registers.load_words(base, _affine(row, 2, layout.CODE_WORDS), 2)
     codes, scales = vectors(elements(codes), 2), vectors(elements(scales), 1)
     return fragment(_CODES, codes), fragment(_SCALES, scales)
 
 
-def _emit_convert(
-    _: mgpu.LaunchContext, codes: mgpu.FragmentedArray, scales: mgpu.FragmentedArray
-) -> mgpu.FragmentedArray:
-    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+def _emit_convert(_, codes, scales):
     words = [word for vector in codes.registers.flat for word in elements(vector)]
-    registers = []
+    pairs = []
     for half, vector in enumerate(scales.registers.flat):
         even, odd = words[2 * half : 2 * half + 2]
-        scale_pairs = _assembly(_DECODE_SCALES, 2, elements(vector))
-        registers += _assembly(_DECODE_WORDS, 8, [even, odd, *scale_pairs])
-    return fragment(_DECODED, [llvm.bitcast(pair, register) for register in registers])
+        scale_pairs = registers.assembly(_DECODE_SCALES, 2, elements(vector))
+        pairs += registers.assembly(_DECODE_WORDS, 8, [even, odd, *scale_pairs])
+    return fragment(_DECODED, [registers.as_pair(pair) for pair in pairs])
 
 
-def _emit_load_plain(_: mgpu.LaunchContext, *pieces: ir.Value) -> mgpu.FragmentedArray:
-    i32 = ir.IntegerType.get_signless(32)
-    four, pair = ir.VectorType.get((4,), i32), ir.VectorType.get((2,), ir.BF16Type.get())
-    thread = arith.remui(mgpu.utils.thread_idx(), mgpu.c(128, i32))
-    first = arith.muli(thread, mgpu.c(4, i32))
+def _emit_load_plain(_, *pieces: ir.Value):
+    first = arith.muli(registers.thread(), i32(4))
     words = []
     for piece in pieces:
-        address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(piece), [first], i32)
-        words += elements(llvm.load(four, address, alignment=16))
-    return fragment(_DECODED, [llvm.bitcast(pair, word) for word in words])
+        words += elements(registers.load_words(registers.pointer(piece), first, 4))
+    return fragment(_DECODED, [registers.as_pair(word) for word in words])
 
 
-def _assembly(text: str, results: int, operands: list[ir.Value]) -> list[ir.Value]:
-    i32 = ir.IntegerType.get_signless(32)
-    # Results are written before the last operand is read.
-    constraints = ",".join(["=&r"] * results + ["r"] * len(operands))
-    struct = llvm.StructType.get_literal([i32] * results)
-    result = llvm.inline_asm(struct, operands, text, constraints)
-    return [llvm.extractvalue(i32, result, [i]) for i in range(results)]
+def _affine(value: ir.Value, factor: int, offset: int = 0) -> ir.Value:
+    return arith.addi(arith.muli(value, i32(factor)), i32(offset))
