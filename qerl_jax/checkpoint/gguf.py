@@ -263,7 +263,8 @@ class Tensors(Mapping[str, np.ndarray]):
         part = source.split(".")[2] if source.startswith("blk.") else ""
         if part in self._heads:
             weight = _halves(source, weight, self._heads[part])
-        return np.ascontiguousarray(weight.astype(ml_dtypes.bfloat16))
+        with np.errstate(invalid="ignore"):  # a NaN stays one
+            return np.ascontiguousarray(weight.astype(ml_dtypes.bfloat16))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
