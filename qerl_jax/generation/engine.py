@@ -12,6 +12,7 @@ last, which takes it over.
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -36,14 +37,15 @@ from qerl_jax.generation.scheduler import (
     Slots,
     TurnTaker,
     batch_sizes,
+    deal,
 )
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model import fused_decode, kv_cache, layers, logprobs, noise
 from qerl_jax.model.transformer import Transformer, head
 
-# XLA's Triton GEMM first copies each 16-bit weight out of the stack of layers; cuBLAS reads it in place.
 # Between two looks whether the run is asked to end, while all rows wait for replies.
 _REPLY_SECONDS = 0.5
+# XLA's Triton GEMM first copies each 16-bit weight out of the stack of layers; cuBLAS reads it in place.
 IN_PLACE = {"xla_gpu_enable_triton_gemm": False}
 
 
@@ -66,6 +68,15 @@ class EngineSpec:
     repetition_penalty: float = 1.0
     chunk: int = 32
     entropies: bool = False
+
+
+# Around a call that may compile: given the device and what else tells the program from others.
+type CompilesOnce = Callable[..., contextlib.AbstractContextManager]
+
+
+def _without_others(*program) -> contextlib.AbstractContextManager:
+    """There is one device only."""
+    return contextlib.nullcontext()
 
 
 class Engine:
@@ -175,6 +186,38 @@ class Engine:
         """
         if not prompts:
             return iter(())
+        (schedule,) = self.schedules(
+            variables,
+            prompts,
+            max_prompt_length=max_prompt_length,
+            max_concurrent=max_concurrent,
+            turns=turns,
+        )
+        return self.run(variables, schedule, temperature)
+
+    def schedules(
+        self,
+        variables: dict[str, Any],
+        prompts: Sequence[QueuedPrompt],
+        *,
+        max_prompt_length: int,
+        max_concurrent: int | None = None,
+        turns: TurnTaker | None = None,
+        places: int = 1,
+    ) -> list[Schedule]:
+        """Checks prompts, and deals them out: a schedule for each of so many devices, all of the same shapes.
+
+        Args:
+            variables: See `stream`, as for the next four.
+            prompts: At least one.
+            max_prompt_length: See above.
+            max_concurrent: Slots of each device.
+            turns: See above.
+            places: How many devices there are. With several, none has more slots than its share of the rows.
+
+        Raises:
+            ValueError: As `stream`.
+        """
         own_noise = noise.has_own(variables)
         for place, prompt in enumerate(prompts):
             if own_noise and (prompt.noise is None or len(prompt.noise) != len(prompt.keys)):
@@ -187,10 +230,11 @@ class Engine:
                     f"prompt {place}: got {len(prompt.tokens)} tokens; must have 1 to {max_prompt_length=}"
                 )
         size, longest = self._page_size, max_prompt_length - 1 + max(each.limit for each in prompts)
+        rows = -(-sum(len(prompt.keys) for prompt in prompts) // places)
         demand = kv_capacity.Demand(
             self._model.arch,
-            rows=sum(len(prompt.keys) for prompt in prompts),
-            prompts=len(prompts),
+            rows=rows,
+            prompts=-(-len(prompts) // places),
             max_prompt_length=max_prompt_length,
             row_tokens=longest,
             page_size=size,
@@ -201,6 +245,8 @@ class Engine:
         def capacity(slots: int) -> int | None:
             return self._capacity(sum(demand.workspace(slots).values()))
 
+        if max_concurrent and places > 1:
+            max_concurrent = min(max_concurrent, rows)
         slots = max_concurrent or demand.best_slots(capacity)
         shapes = Shapes(
             size,
@@ -212,8 +258,8 @@ class Engine:
             sizes=batch_sizes(slots) if self._compact else (slots,),
         )
         num_pages = self._num_pages(demand.pages(slots), capacity(slots), prompts)
-        schedule = Schedule(shapes, num_pages, prompts, turns)
-        return self._run(variables, schedule, np.float32(temperature))
+        hands = deal(prompts, places)
+        return [Schedule(shapes, num_pages, hands, turns, place=place) for place in range(places)]
 
     def completions(
         self,
@@ -223,21 +269,44 @@ class Engine:
         **limits: Any,
     ) -> Iterator[RowTokens]:
         """Samples all rows as `stream` does, and gives each one whole when it ends."""
-        return _whole(self.stream(variables, prompts, temperature, **limits))
+        return whole(self.stream(variables, prompts, temperature, **limits))
 
-    def _run(self, variables, schedule: Schedule, temperature) -> Iterator[list[RowTokens]]:
+    def poll(self) -> None:
+        """Raises what ends the sampling, if anything does."""
+        if self._poll is not None:
+            self._poll()
+
+    def run(
+        self,
+        variables: dict[str, Any],
+        schedule: Schedule,
+        temperature: float | jax.Array,
+        *,
+        poll: Callable[[], None] | None = None,
+        compiles: CompilesOnce = _without_others,
+    ) -> Iterator[list[RowTokens]]:
+        """Samples the rows of a schedule on the device of the variables, and gives after each chunk what it brought.
+
+        Args:
+            variables: See `stream`.
+            schedule: Of `schedules`.
+            temperature: See `stream`.
+            poll: Called before each chunk instead of the engine's own.
+            compiles: Around each call of a program.
+        """
+        poll, temperature = poll or self.poll, np.float32(temperature)
         # All of it said to be on one device: else a chunk whose rows come from the host and one whose
         # rows come from the chunk before would be two programs.
         (device,) = jax.tree.leaves(variables["frozen"])[0].devices()
-        pool = jax.device_put(
-            kv_cache.pool(self._model.arch, schedule.num_pages, self._model.dtype, self._page_size),
-            device,
-        )
+        with jax.default_device(device):  # programs of a thread under it would be lowered anew
+            pool = kv_cache.pool(
+                self._model.arch, schedule.num_pages, self._model.dtype, self._page_size
+            )
+        pool = jax.device_put(pool, device)
         traits = {"model": self._model, "spec": self._spec}
         chunks = collections.deque()
         while schedule.unfinished():
-            if self._poll is not None:
-                self._poll()
+            poll()
             if not chunks and (over := schedule.take_replies()):
                 yield over
                 continue
@@ -245,16 +314,18 @@ class Engine:
             while not chunks or (len(chunks) == 1 and schedule.goes_on()):
                 if not chunks:
                     while (fresh := schedule.next_prefill()) is not None:
-                        pool = _prefill(variables, pool, *fresh, model=self._model)
+                        with compiles(device, "prefill", fresh[0].shape):
+                            pool = _prefill(variables, pool, *fresh, model=self._model)
                     if (copies := schedule.copies()) is not None:
                         pool = _copy(pool, *copies)
                     if not schedule.has_live():
                         break
                     with_history = self._spec.repetition_penalty != 1
                     slots = jax.device_put(schedule.slots(with_history), device)
-                pool, brought, moved = _decode(
-                    variables, pool, slots, temperature, self._stop_tokens, **traits
-                )
+                with compiles(device, "decode", slots.tables.shape):
+                    pool, brought, moved = _decode(
+                        variables, pool, slots, temperature, self._stop_tokens, **traits
+                    )
                 chunks.append(brought)
                 # The rows as the next chunk finds them.
                 slots = dataclasses.replace(slots, **moved)
@@ -304,7 +375,7 @@ class Engine:
         return kv_capacity.capacity(self._model.arch, free, fraction, beside, self._itemsize)
 
 
-def _whole(chunks: Iterator[list[RowTokens]]) -> Iterator[RowTokens]:
+def whole(chunks: Iterator[list[RowTokens]]) -> Iterator[RowTokens]:
     """Each row in one piece, when it ends."""
     rows = collections.defaultdict(list)
     for part in itertools.chain.from_iterable(chunks):

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from qerl_jax.generation import dealing
 from qerl_jax.generation.page_pool import Pages
 from qerl_jax.generation.stop_strings import StopStrings
 
@@ -201,6 +202,27 @@ def _ending(row: int, why: Literal["stop", "length"]) -> RowTokens:
     return RowTokens(row, np.zeros(0, np.int32), none, why, none, np.zeros(0, bool))
 
 
+def deal(prompts: Sequence[QueuedPrompt], places: int = 1) -> dealing.Hands:
+    """Deals prompts out to devices, for a `Schedule` each.
+
+    A prompt's completions stay together, but for the few whose parting makes all have as many rows: not those
+    that have noise of their own each, for the prompt runs under that of the first.
+    """
+    sizes = [len(prompt.keys) for prompt in prompts]
+    firsts = list(itertools.accumulate(sizes, initial=0))
+    whole = any(each.noise is not None and len(set(each.noise.tolist())) > 1 for each in prompts)
+
+    def piece(group: int, start: int, end: int) -> _Cached:
+        prompt = prompts[group]
+        if end - start < sizes[group]:
+            noise = None if prompt.noise is None else prompt.noise[start:end]
+            prompt = dataclasses.replace(prompt, keys=prompt.keys[start:end], noise=noise)
+        return _Cached(prompt, firsts[group] + start, end - start)
+
+    dealt = dealing.spans(sizes, places, whole=whole)
+    return dealing.Hands([[piece(*each) for each in hand] for hand in dealt])
+
+
 class Schedule:
     """Who runs where: prompts that wait, rows whose prompt is cached, rows in slots; and their pages.
 
@@ -213,15 +235,24 @@ class Schedule:
         self,
         shapes: Shapes,
         num_pages: int,
-        prompts: Sequence[QueuedPrompt],
+        hands: dealing.Hands,
         turns: TurnTaker | None = None,
+        *,
+        place: int = 0,
     ):
+        """Begins nothing.
+
+        Args:
+            shapes: What is compiled.
+            num_pages: Pages of the pool.
+            hands: Prompts that wait, from `deal`, here and on other devices.
+            turns: Answers rows whose turn has ended.
+            place: Whose hand is the schedule's own.
+        """
         self.num_pages = num_pages
         self._turns = turns
         self._shapes, self._pages = shapes, Pages(num_pages)
-        counts = [len(prompt.keys) for prompt in prompts]
-        firsts = itertools.accumulate(counts, initial=0)
-        self._waiting = [_Cached(*each) for each in zip(prompts, firsts, counts, strict=False)]
+        self._hands, self._place = hands, place
         self._ready: collections.deque[_Row] = collections.deque()
         self._slots: list[_Row | None] = [None] * shapes.sizes[0]
         self._copies: list[tuple[int, int]] = []
@@ -230,7 +261,7 @@ class Schedule:
 
     def unfinished(self) -> bool:
         """Whether any row has not ended."""
-        return bool(self._waiting or self._ready or any(self._slots))
+        return bool(self._hands.any() or self._ready or any(self._slots))
 
     def next_prefill(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
         """Fills the slots from prompts in the cache; where that is not enough, the next to put there.
@@ -240,16 +271,16 @@ class Schedule:
             None; None when nothing is left to do before the next chunk.
         """
         self._admit()
-        if self._ready or not self._waiting or all(self._slots):
+        if self._ready or not self._hands.any() or all(self._slots):
             return None
-        bucket = self._shapes.bucket(self._waiting[0].filled)
-        together = prefilled_together(self._shapes.most_prompts, bucket)
+        chosen = self._hands.take(self._place, self._choose)
+        if not chosen:
+            return None
+        bucket, together = self._prefill_shape(chosen[0])
         tokens = np.zeros((together, bucket), np.int32)
         tables = np.zeros((together, self._ceil(bucket)), np.int32)
-        chosen = self._choose(bucket, together)
-        noise = None if self._waiting[0].prompt.noise is None else np.zeros(together, np.int32)
+        noise = None if chosen[0].prompt.noise is None else np.zeros(together, np.int32)
         for line, cached in enumerate(chosen):
-            self._waiting.remove(cached)
             cached.pages = self._pages.take(self._ceil(cached.filled))
             tokens[line, : cached.filled] = cached.prompt.tokens[:-1]
             tables[line, : len(cached.pages)] = cached.pages
@@ -265,7 +296,7 @@ class Schedule:
                 )
                 for index, key in enumerate(cached.prompt.keys)
             )
-        return (tokens, tables, noise) if chosen else None
+        return tokens, tables, noise
 
     def has_live(self) -> bool:
         """Whether any row in a slot has something to do."""
@@ -353,7 +384,7 @@ class Schedule:
         """
         return (
             not any(row.reply or row.given for _, row in self._running())
-            and not (self._ready or self._waiting or self._overtaken)
+            and not (self._ready or self._hands.any() or self._overtaken)
             and self._left() > self._shapes.chunk
             and self._size() == len(self._slots)
         )
@@ -421,7 +452,7 @@ class Schedule:
     def _size(self) -> int:
         """Rows of the smallest batch that will do."""
         # For less than a chunk's work a further program is not worth compiling.
-        if self._ready or self._waiting or self._left() <= self._shapes.chunk:
+        if self._ready or self._hands.any() or self._left() <= self._shapes.chunk:
             return len(self._slots)
         return min(size for size in self._shapes.sizes if size >= len(self._running()))
 
@@ -429,10 +460,16 @@ class Schedule:
         """Pages that hold so many tokens."""
         return -(-tokens // self._shapes.page_size)
 
-    def _choose(self, bucket: int, count: int) -> list[_Cached]:
+    def _prefill_shape(self, cached: _Cached) -> tuple[int, int]:
+        """The length to which a prompt is padded, and how many of that length are prefilled together."""
+        bucket = self._shapes.bucket(cached.filled)
+        return bucket, prefilled_together(self._shapes.most_prompts, bucket)
+
+    def _choose(self, waiting: Sequence[_Cached]) -> list[_Cached]:
         """Prompts to prefill together: the next, and those after it that are padded to the same length."""
+        bucket, count = self._prefill_shape(waiting[0])
         chosen, held, begins = [], 0, 0
-        for cached in (c for c in self._waiting if self._shapes.bucket(c.filled) == bucket):
+        for cached in (c for c in waiting if self._shapes.bucket(c.filled) == bucket):
             pages = self._ceil(cached.filled)
             begins = max(begins, self._needs(cached))
             # What prompts hold leaves room for a row to begin, even if it is the only one.

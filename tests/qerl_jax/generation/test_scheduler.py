@@ -7,6 +7,7 @@ from qerl_jax.generation.scheduler import (
     QueuedPrompt,
     Schedule,
     Shapes,
+    deal,
     most_prefilled,
     prefilled_together,
 )
@@ -25,7 +26,7 @@ def test_every_row_ends_and_no_page_has_two_writers(seed):
     table_width = -(-(width - 1 + limit) // size)
     shapes = Shapes(size, 5, table_width, 0, width - 1, min(slots, 9), (slots,))
     num_pages = int(draw.integers(2 + table_width, 2 + 3 * table_width))
-    schedule, ended = Schedule(shapes, num_pages, queue), set()
+    schedule, ended = Schedule(shapes, num_pages, deal(queue)), set()
     for _ in range(1000):
         if not schedule.unfinished():
             break
@@ -69,3 +70,42 @@ def test_no_prompts_make_a_larger_prefill_than_is_planned(prompts, length):
     buckets = {shapes.bucket(filled) for filled in range(length)}
     most = max(prefilled_together(prompts, bucket) * bucket for bucket in buckets)
     assert most_prefilled(prompts, length) == most
+
+
+def test_a_device_that_runs_dry_takes_rows_that_wait_for_another():
+    """Two devices, one of which takes ten times as long for a chunk: it samples few of the rows."""
+    queue = [
+        QueuedPrompt(np.arange(3, dtype=np.int32), np.full((2, 2), n, np.uint32), 1)
+        for n in range(40)
+    ]
+    shapes, hands = Shapes(4, 5, 1, 0, 2, 2, (2,)), deal(queue, 2)
+    schedules = [Schedule(shapes, 9, hands, place=place) for place in range(2)]
+    ended = [[], []]
+    for turn in range(1000):
+        place = int(turn % 11 == 0)
+        schedule = schedules[place]
+        while schedule.next_prefill() is not None:
+            pass
+        schedule.copies()
+        if schedule.has_live():
+            chunk = schedule.slots(with_history=False)
+            done = schedule.harvest(
+                chunk.tables, chunk.tables, np.ones(2, int), np.zeros(2, bool), np.array([9]), None
+            )
+            ended[place] += [(row.row, *chunk.keys[slot]) for slot, row in enumerate(done)]
+    assert not any(schedule.unfinished() for schedule in schedules)
+    assert sorted(ended[0] + ended[1]) == [(row, row // 2, row // 2) for row in range(80)]
+    assert 2 <= len(ended[1]) <= 10
+    assert all(schedule._pages.free == 8 for schedule in schedules)
+
+
+def test_noise_of_rows_keeps_a_group_together_on_one_device():
+    keys = np.zeros((4, 2), np.uint32)
+    shared, own = np.full(4, 7), np.arange(4)
+    parted = lambda noise: [
+        (each.first_row, len(each.prompt.keys))
+        for hand in deal([QueuedPrompt(np.zeros(2, np.int32), keys, 1, noise)], 2)._hands
+        for each in hand
+    ]
+    assert parted(None) == parted(shared) == [(0, 2), (2, 2)]
+    assert parted(own) == [(0, 4)]

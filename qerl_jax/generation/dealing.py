@@ -1,0 +1,62 @@
+"""Which device samples which rows: dealt out at first, and taken over by a device that runs dry."""
+
+import bisect
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+
+
+def spans(sizes: Sequence[int], places: int, *, whole: bool) -> list[list[tuple[int, int, int]]]:
+    """Deals groups of rows out in order, so that all places have as many rows as possible alike.
+
+    Args:
+        sizes: Rows of each group, which share a prompt.
+        places: How many places there are.
+        whole: Whether a group must stay in one place. Else at most `places - 1` of them are parted.
+
+    Returns:
+        For each place pieces (group, start, end), rows start to end of a group; they may be none.
+    """
+    rows = sum(sizes)
+    seams = [rows * place // places for place in range(1, places)]
+    dealt: list[list[tuple[int, int, int]]] = [[] for _ in range(places)]
+    firsts = itertools.accumulate(sizes, initial=0)
+    for group, (first, size) in enumerate(zip(firsts, sizes, strict=False)):
+        inner = [] if whole else [seam - first for seam in seams if first < seam < first + size]
+        for start, end in itertools.pairwise([0, *inner, size]):
+            # Of one that is not parted, where its middle lies.
+            at = first + (size // 2 if whole else start)
+            dealt[bisect.bisect_right(seams, at)].append((group, start, end))
+    return dealt
+
+
+class Hands[Piece]:
+    """What waits at each of several places, for threads of their own: who has nothing takes from the fullest."""
+
+    def __init__(self, dealt: Sequence[Sequence[Piece]]):
+        self._hands = [list(each) for each in dealt]
+        self._lock = threading.Lock()
+
+    def any(self) -> bool:
+        """Whether anything waits anywhere."""
+        return any(self._hands)
+
+    def take(self, place: int, choose: Callable[[list[Piece]], list[Piece]]) -> list[Piece]:
+        """Takes what `choose` picks of what waits at a place; if nothing does, of what waits longest elsewhere.
+
+        Args:
+            place: Whose turn it is.
+            choose: Picks some of a list that is not empty, or none.
+        """
+        with self._lock:
+            fullest = max(self._hands, key=len)
+            if not self._hands[place] and fullest:
+                # Half, from the end: the rest is what the other comes to first.
+                half = len(fullest) // 2
+                self._hands[place], fullest[half:] = fullest[half:], []
+            if not self._hands[place]:
+                return []
+            chosen = choose(self._hands[place])
+            for each in chosen:
+                self._hands[place].remove(each)
+            return chosen

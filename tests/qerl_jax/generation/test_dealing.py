@@ -1,0 +1,45 @@
+"""Rows on several devices: each row in one place, all places alike, and none idle while another has rows waiting."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from qerl_jax.generation.dealing import Hands, spans
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_every_row_is_dealt_once_and_in_order(seed, whole):
+    draw = np.random.default_rng(seed)
+    sizes, places = draw.integers(1, 9, draw.integers(1, 12)).tolist(), int(draw.integers(1, 6))
+    dealt = spans(sizes, places, whole=whole)
+    assert len(dealt) == places
+    rows = [
+        (group, row) for group, start, end in itertools.chain(*dealt) for row in range(start, end)
+    ]
+    assert rows == [(group, row) for group, size in enumerate(sizes) for row in range(size)]
+    pieces = sum(map(len, dealt))
+    if whole:
+        assert pieces == len(sizes)
+    else:
+        counts = [sum(end - start for _, start, end in hand) for hand in dealt]
+        assert max(counts) - min(counts) <= 1 and pieces < len(sizes) + places
+
+
+def test_groups_that_come_out_even_are_not_parted():
+    assert spans([4] * 6, 3, whole=False) == spans([4] * 6, 3, whole=True)
+    assert spans([4] * 6, 3, whole=False)[1] == [(2, 0, 4), (3, 0, 4)]
+
+
+def test_who_has_nothing_takes_half_of_the_longest_hand_from_its_end():
+    hands = Hands([[], [1, 2], [3, 4, 5, 6]])
+    first = lambda waiting: waiting[:1]
+    assert hands.take(0, first) == [5]
+    assert hands.take(2, first) == [3]
+    assert hands.take(0, first) == [6]
+    assert hands.take(0, first) == [2]
+    assert hands.take(1, lambda waiting: []) == [] and hands.any()
+    assert hands.take(0, lambda waiting: waiting[:]) == [1]
+    assert hands.take(0, first) == [4] and not hands.any()
+    assert hands.take(0, first) == []
