@@ -20,6 +20,8 @@ _FEWEST = 128
 _SLOTS = (1, 1.5, 2)
 # The narrowest rows have an eighth of the widest, within these.
 _NARROWEST = (128, 512)
+# By how much more than its share the busiest device may have to do before smaller micro-batches are tried.
+_EVEN = 1.05
 # What a micro-batch costs beside its tokens, in tokens that run through the linears of a 7B: a slot of
 # attention's copies, as much again for every 512 slots that a query may see, and a weight's dequantization.
 _SLOT_COST, _ROW_WIDTH, _OWN_COST = 1 / 128, 512, 256
@@ -199,6 +201,40 @@ def cut(rows: Rows, shapes: Sequence[Shape]) -> list[MicroBatch]:
         least = min(shapes, key=lambda shape: shape.cost)
         batches.append(MicroBatch(least, np.full(least.num_rows, -1)))
     return batches
+
+
+def cut_for(rows: Rows, shapes: Sequence[Shape], places: int) -> list[MicroBatch]:
+    """`cut` for so many devices: in smaller micro-batches where large ones would leave devices idle.
+
+    Of cuts into micro-batches of at most all of the tokens, a half and so on the first is taken of which no device
+    has a twentieth more to do than its share; else the one of which the busiest has the least to do.
+    """
+    if places == 1:
+        return cut(rows, shapes)
+    longest = int(np.max(rows.lengths + rows.prompt_lengths, initial=0))
+    best, least = [], math.inf
+    for most in sorted({shape.tokens for shape in shapes}, reverse=True):
+        smaller = [shape for shape in shapes if shape.tokens <= most]
+        if best and max(min(s.arrays[0][1], s.tokens) for s in smaller) < longest:
+            break
+        batches = cut(rows, smaller)
+        loads = np.bincount(
+            dealt(batches, places), [batch.shape.cost for batch in batches], minlength=places
+        )
+        if loads.max() < least:
+            best, least = batches, loads.max()
+        if least <= _EVEN * loads.mean():
+            break
+    return best
+
+
+def dealt(batches: Sequence[MicroBatch], places: int) -> list[int]:
+    """Which of so many devices computes each micro-batch: the costliest first, each the one with the least to do."""
+    loads, found = np.zeros(places), [0] * len(batches)
+    for number in sorted(range(len(batches)), key=lambda n: -batches[n].shape.cost):
+        found[number] = int(np.argmin(loads))
+        loads[found[number]] += batches[number].shape.cost
+    return found
 
 
 def by_rows(rows: Rows, micro_rows: int, shapes: Sequence[Shape]) -> list[MicroBatch]:

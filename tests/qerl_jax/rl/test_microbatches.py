@@ -158,3 +158,34 @@ def test_less_than_a_tenth_is_padding_of_short_rows():
     """The quickstart's: sums, with answers of up to 44 tokens."""
     shapes = microbatches.shapes(8192, prompt_width=48, completion_width=44, group=8, max_rows=256)
     assert 0 < padding(shapes, rows=256, mean=20, sigma=0.5, limit=44, prompts=(10, 30)) < 0.1
+
+
+def test_micro_batches_go_to_the_device_that_has_the_least_to_do():
+    shapes = microbatches.shapes(3200, **FEW)
+    of = {shape.tokens: microbatches.MicroBatch(shape, np.array([])) for shape in shapes}
+    batches = [of[200], of[1600], of[1600], of[3200], of[800]]
+    # The largest comes first, to device 0; those of a half go to 1 and, both being less, 2; ...
+    assert microbatches.dealt(batches, 3) == [2, 1, 2, 0, 1]
+    assert microbatches.dealt(batches, 1) == [0] * 5
+
+
+@pytest.mark.parametrize("places", [2, 3, 4, 8])
+def test_several_devices_get_about_as_much_to_do(places):
+    rng = np.random.default_rng(places)
+    lengths = np.clip(rng.lognormal(5.4, 0.5, 48), 1, 900).astype(int)
+    rows = rows_of(lengths, group=8, prompt_lengths=rng.integers(30, 200, 6))
+    shapes = microbatches.shapes(
+        8704, prompt_width=256, completion_width=4096, group=8, max_rows=128
+    )
+    whole, found = microbatches.cut(rows, shapes), microbatches.cut_for(rows, shapes, places)
+    assert microbatches.cut_for(rows, shapes, 1)[0].shape == whole[0].shape
+    taken = np.concatenate([batch.rows for batch in found])
+    assert sorted(taken[taken >= 0]) == list(range(48))
+
+    def busiest(batches):
+        costs = [batch.shape.cost for batch in batches]
+        return np.bincount(microbatches.dealt(batches, places), costs, minlength=places).max()
+
+    alone = sum(batch.shape.cost for batch in whole)
+    assert busiest(found) <= busiest(whole)
+    assert busiest(found) <= 1.6 * alone / places
