@@ -100,7 +100,7 @@ class StateFiles:
         if step is None:
             return None
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _fields(like))
-        restored = self._read(step, ocp.args.StandardRestore(abstract))
+        restored = self._read(step, abstract)
         return dataclasses.replace(like, **restored)
 
     def params(self, step: int | None = None) -> tuple[int, Any]:
@@ -119,7 +119,7 @@ class StateFiles:
             step = self.newest()
         elif damage := self._damage(step):
             raise ValueError(f"{self._path(step)} is damaged: {damage}; there are {found}")
-        return step, self._read(step, ocp.args.StandardRestore())["params"]
+        return step, self._read(step)["params"]
 
     def supply(self, step: int | None = None) -> dict[str, Any] | None:
         """What was written beside the state of a step, or of the newest; None when there is none."""
@@ -143,19 +143,28 @@ class StateFiles:
             return None
         return files.damage(folder)
 
-    def _read(self, step: int, how: ocp.args.StandardRestore) -> Any:
-        """The arrays of a step.
+    def _read(self, step: int, like: Any = None) -> Any:
+        """The arrays of a step, wherever they were written: as `like` says, or all on one device.
 
         Raises:
             ValueError: In one line, when orbax cannot read them as they are asked for.
         """
+        folder = self._path(step) / _STATE
         try:
             with contextlib.closing(_arrays()) as arrays:
-                return arrays.restore(self._path(step) / _STATE, args=how)
+                if like is None:
+                    like = jax.tree.map(_on_one_device, arrays.metadata(folder).item_metadata.tree)
+                return arrays.restore(folder, args=ocp.args.StandardRestore(like))
         except Exception as error:
             raise ValueError(
                 f"{self._path(step)}: cannot be read as the state of this run: {_first_line(error)}"
             ) from error
+
+
+def _on_one_device(found: Any) -> jax.ShapeDtypeStruct:
+    """What an array of a checkpoint is restored as: orbax would look for the devices from which it was written."""
+    place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=place)
 
 
 def _fields(state: Any) -> dict[str, Any]:
