@@ -249,3 +249,9 @@ def use_compilation_cache() -> None:
     if platform() == "gpu" and jax.config.jax_compilation_cache_dir is None:
         folder = pathlib.Path.home() / ".cache" / "qerl_jax" / "xla"
         jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+def cache_all_programs() -> None:
+    """Keeps GPU programs that compile in no time, too, so that several devices run one program and not their own."""
+    if platform() == "gpu":
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

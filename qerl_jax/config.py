@@ -317,10 +317,10 @@ class RolloutConfig(Checked, section="rollout."):
     Attributes:
         num_generations: G, completions per prompt.
         generation_batch_size: B = P * G, completions per rollout; absent means one optimizer batch.
-        max_concurrent: Rows sampled at a time; the next row takes the place of one that ends. Absent means
-            as many of a rollout as the cache surely holds, 512 at most.
-        kv_cache_tokens: Capacity for keys and values, in tokens; rows wait while there is none left. Absent
-            means what `max_concurrent` rows can need, or what the device has.
+        max_concurrent: Rows sampled at a time on each device; the next row takes the place of one that ends.
+            Absent means as many of a rollout as the cache surely holds, 512 at most.
+        kv_cache_tokens: Capacity of each device for keys and values, in tokens; rows wait while there is none
+            left. Absent means what `max_concurrent` rows can need, or what the device has.
         kv_cache_fraction: That capacity as a fraction of the device memory that the weights leave; give one
             of the two.
         compact: Shrink the batch when rows end and none waits. Off keeps the last bits of a row's
@@ -659,7 +659,8 @@ class OptimConfig(Checked, section="optim."):
         max_grad_norm: Global norm to which gradients are clipped.
         per_device_train_batch_size: Rows of one micro-batch with grpo.loss_type = "bnpo"; with another loss
             only its product with the next field counts.
-        gradient_accumulation_steps: An optimizer step has so many times that number of rows.
+        gradient_accumulation_steps: An optimizer step has so many times that number of rows, on any number
+            of devices.
         max_tokens_per_microbatch: The most tokens that are computed together in the update, padding included;
             the result does not depend on it. Absent means 8192, or what the longest row needs (or two of
             them, if little more), or fewer where these do not fit on the device.
@@ -890,6 +891,18 @@ class ToolsConfig(Checked, section="tools."):
 
 
 @dataclasses.dataclass(frozen=True)
+class MeshConfig(Checked, section="mesh."):
+    """The devices of a run (docs/scale.md).
+
+    Attributes:
+        data: Devices that each hold the whole base, and share rollouts and updates. Absent means all that the
+            process sees; CUDA_VISIBLE_DEVICES chooses which.
+    """
+
+    data: Count | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig(Checked):
     """One training run.
 
@@ -921,6 +934,7 @@ class RunConfig(Checked):
     noise: NoiseConfig | None = None
     eval: EvalConfig | None = None
     tools: ToolsConfig | None = None
+    mesh: MeshConfig = MeshConfig()
     max_steps: Count | None = None
     num_train_epochs: Positive | None = None
     seed: Annotated[int, Rule(is_seed, "must be in [0, 2**32)")] = 42

@@ -120,6 +120,11 @@ def _across_batches(cfg):
     require(rows % batch == 0, given, rows, rule)
     return [
         (
+            (cfg.mesh.data or 1) <= rows,
+            "mesh.data",
+            f"must not exceed the {rows} rows of a rollout",
+        ),
+        (
             cfg.optim.max_tokens_per_microbatch is None or cfg.grpo.loss_type != "bnpo",
             "optim.max_tokens_per_microbatch",
             'goes with any grpo.loss_type but "bnpo", whose value depends on the cut: take "dapo"',

@@ -9,6 +9,7 @@ workspace, whose size is the compiler's business: its factors were read off
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 import re
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, hf_folder
 from qerl_jax.config import DENSE, ConfigError, Remat, RunConfig
 from qerl_jax.generation import kv_capacity
+from qerl_jax.mesh import places
 from qerl_jax.model import architecture, kv_cache, packing
 from qerl_jax.model.transformer import Kept, Transformer, abstract_base, trainable
 from qerl_jax.rl import experience, grpo, microbatches, optimizer, update
@@ -72,10 +74,12 @@ class MemoryPlan:
     Attributes:
         items: All that it holds, by phase; the first is the base.
         update: How the update computes, in words; "" where nobody says.
+        rows: Rows of a rollout on each device; all devices hold the same.
     """
 
     items: tuple[Item, ...]
     update: str = ""
+    rows: tuple[int, ...] = (0,)
 
     def size(self, *phases: Phase) -> int:
         """Bytes of all items of those phases."""
@@ -105,9 +109,14 @@ class MemoryPlan:
             largest = max(movable, key=lambda item: item.size)
             advice = f"{largest.name} take {_gb(largest.size)}: change {largest.field}"
         raise ConfigError(
-            f"memory: this run needs {_gb(self.peak)} in its {fullest}; the device offers "
+            f"memory: this run needs {_gb(self.peak)} in its {fullest}; {self._offers} "
             f"{_gb(limit)}: {advice}"
         )
+
+    @property
+    def _offers(self) -> str:
+        alone = len(self.rows) == 1
+        return "the device offers" if alone else f"each of {len(self.rows)} devices offers"
 
     def about_exhaustion(self, phase: Phase, asked: int | None, limit: int | None) -> str:
         """One line for a device that ran out of memory though the plan had fitted.
@@ -171,13 +180,18 @@ class MemoryPlan:
             rows.append(f"{_line('peak', 'measured', measured)} ({measured / self.peak - 1:+.0%})")
         if limit is not None:
             rows.append(_line("device", "what it offers", limit))
+        if len(self.rows) > 1:
+            rows += [
+                _line(f"device {place}", f"data {place}, {count} rows of a rollout", self.peak)
+                for place, count in enumerate(self.rows)
+            ]
         return rows
 
 
 def estimate(
     cfg: RunConfig, arch: architecture.Architecture | None = None, *, limit: int | None = None
 ) -> MemoryPlan:
-    """Estimates the memory of a run.
+    """Estimates the memory of a run, on each of its devices.
 
     Args:
         cfg: The run.
@@ -193,7 +207,8 @@ def estimate(
     full = cfg.model.trainable == "full"
     sampled = adapter * _width(cfg) // 4 if full else 0
     free = None if limit is None else max(0, limit - sum(item.size for item in items) - sampled)
-    # Prompts and completions of each.
+    # Prompts and completions of each, which devices share.
+    devices = places(cfg.mesh, cfg.generation_batch_size)
     sampling = {"rollout": (cfg.prompts_per_rollout, cfg.rollout.num_generations)}
     if cfg.eval:
         asked = min(cfg.eval.batch_size, cfg.eval.num_problems)
@@ -202,9 +217,14 @@ def estimate(
         rows, noisy = prompts * group, phase == "rollout" and cfg.noise is not None
         if noisy and cfg.noise.per == "sequence":
             prompts = rows
-        items += _sampling(cfg, arch, free, phase, prompts, rows)
+        items += _sampling(cfg, arch, free, phase, -(-prompts // devices), -(-rows // devices))
         items += [Item("weights as sampled", sampled, phase)] if full else []
-    return MemoryPlan((*items, *_update(chosen, arch, adapter)), about_update(cfg, chosen))
+    ends = [cfg.generation_batch_size * place // devices for place in range(devices + 1)]
+    return MemoryPlan(
+        (*items, *_update(chosen, arch, adapter)),
+        about_update(cfg, chosen),
+        tuple(end - start for start, end in itertools.pairwise(ends)),
+    )
 
 
 def planned(

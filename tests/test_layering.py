@@ -13,7 +13,7 @@ ORDER = (
     ("checked", "files", "ahead"),
     ("config_rules", "locks", "process_pool"),
     ("config",),
-    ("model", "data", "tracking"),
+    ("model", "data", "tracking", "mesh"),
     ("checkpoint", "rewards"),
     ("generation", "quantization"),
     ("rl",),

@@ -493,3 +493,19 @@ def test_noise_of_each_rows_own_is_planned():
     assert named(memory.estimate(alone), "noise of") == named(memory.estimate(cfg), "noise of")
     shared = memory.estimate(changed(cfg, noise={"per": "rollout"}))
     assert not [item for item in shared.items if item.name.startswith("noise of")]
+
+
+def test_each_of_several_devices_holds_the_base_and_its_share_of_the_rows(capsys):
+    alone = memory.estimate(changed(BENCH, mesh={"data": 1}))
+    cfg = changed(BENCH, mesh={"data": 3})
+    made = memory.estimate(cfg)
+    assert made.size("always") == alone.size("always")
+    assert made.size("update") == alone.size("update")
+    rows = cfg.generation_batch_size
+    assert sum(made.rows) == rows and max(made.rows) == -(-rows // 3)
+    assert named(made, "scores") < named(alone, "scores")
+    last = made.lines()[-1]
+    assert last.startswith(f"device 2    data 2, {made.rows[2]} rows of a rollout")
+    assert not [line for line in alone.lines() if line.startswith("device 0")]
+    with pytest.raises(ConfigError, match="each of 3 devices offers 1.00 GB"):
+        made.require(10**9)

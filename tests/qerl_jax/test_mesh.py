@@ -1,0 +1,29 @@
+"""The devices of a run: what one device costs (nothing), and what cannot be. Several: tests/test_several_devices.py."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from qerl_jax import mesh
+from qerl_jax.checked import ConfigError
+from qerl_jax.config import MeshConfig
+
+
+def test_with_one_device_nothing_is_moved_or_copied():
+    alone = mesh.Replicas.of(MeshConfig(data=1), rows=8)
+    tree = {"a": jnp.ones(3), "b": 1}
+    assert len(alone) == 1 and alone.devices == ()
+    assert alone.hold(tree) is tree and alone.total([tree]) is tree
+    assert alone.each(tree)[0] is tree
+
+
+def test_more_devices_than_there_are_is_an_error():
+    seen = len(jax.local_devices())
+    with pytest.raises(ConfigError, match=rf"mesh.data: got {seen + 1}; this process sees {seen}"):
+        mesh.Replicas.of(MeshConfig(data=seen + 1), rows=64)
+
+
+def test_without_a_number_all_devices_are_taken_that_have_a_row(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: ["a device"] * 4)
+    assert [mesh.places(MeshConfig(), rows) for rows in (1, 3, 64)] == [1, 3, 4]
+    assert mesh.places(MeshConfig(data=8), 64) == 8
