@@ -45,6 +45,11 @@ def pytest_collection_modifyitems(config, items):
     longest = ("test_tiny_run.py", "test_update.py", "test_transformer.py", "test_engine.py")
     items.sort(key=lambda item: item.path.name not in longest)
 
+    on_devices = [item for item in items if item.get_closest_marker("devices")]
+    if on_devices and _num_devices() < 8:
+        items[:] = [item for item in items if item not in on_devices]
+        config.hook.pytest_deselected(items=on_devices)
+
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not _has_gpu():
         for item in on_gpu:
@@ -72,6 +77,12 @@ def pytest_runtest_teardown(item, nextitem):
 
 def _asked_for(marker, config):
     return re.search(rf"(?<!not )\b{marker}\b", config.getoption("markexpr")) is not None
+
+
+def _num_devices():
+    import jax
+
+    return jax.device_count()
 
 
 def _has_gpu():

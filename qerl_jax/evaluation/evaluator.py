@@ -18,6 +18,7 @@ from qerl_jax.evaluation.summary import summarize
 from qerl_jax.generation.conversations import Tools
 from qerl_jax.generation.engine import Engine
 from qerl_jax.generation.sampling_params import SamplingParams
+from qerl_jax.mesh import Replicas
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards import scoring
 from qerl_jax.rewards.environments import Toolboxes
@@ -81,6 +82,7 @@ class Evaluator:
         key: jax.Array,
         max_concurrent: int | None,
         tools: Tools | None = None,
+        replicas: Replicas = Replicas(),
         **cache: Any,
     ) -> Self:
         """Builds an evaluator that samples as a protocol says.
@@ -97,6 +99,7 @@ class Evaluator:
             key: See above.
             max_concurrent: Rows sampled at a time; None means all of a batch.
             tools: What the policy may call.
+            replicas: The devices that sample.
             **cache: `compact`, `kv_cache_tokens`, `kv_cache_fraction` and `poll` of `Engine`.
         """
         how = SamplingParams(
@@ -106,7 +109,7 @@ class Evaluator:
             stop=protocol.stop or (),
         )
         sampler = rollouts.Sampler(
-            Engine.of(model, tokenizer, how, **cache),
+            rollouts.engine_of(Engine.of(model, tokenizer, how, **cache), replicas),
             tokenizer,
             num_generations=protocol.num_generations,
             max_prompt_length=max_prompt_length,
@@ -127,6 +130,7 @@ class Evaluator:
         log: Callable[[str], None],
         poll: Callable[[], None] | None = None,
         tools: Tools | None = None,
+        replicas: Replicas = Replicas(),
     ) -> Self | None:
         """Builds the evaluator of a run's `[eval]` section; None where there is none.
 
@@ -140,6 +144,7 @@ class Evaluator:
             log: Is told how many problems are left out.
             poll: See `Engine`.
             tools: What the policy may call.
+            replicas: The devices that sample.
 
         Raises:
             ValueError: For problems or a reward that cannot be used.
@@ -163,6 +168,7 @@ class Evaluator:
             key=key,
             max_concurrent=cfg.rollout.max_concurrent,
             tools=tools,
+            replicas=replicas,
             compact=cfg.rollout.compact,
             kv_cache_tokens=cfg.rollout.kv_cache_tokens,
             kv_cache_fraction=cfg.rollout.kv_cache_fraction,

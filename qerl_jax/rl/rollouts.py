@@ -17,7 +17,9 @@ from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.generation import conversations
 from qerl_jax.generation.conversations import Conversation, Conversations, Tools, observed
 from qerl_jax.generation.engine import Engine
+from qerl_jax.generation.fleet import Fleet
 from qerl_jax.generation.scheduler import QueuedPrompt, RowTokens
+from qerl_jax.mesh import Replicas
 from qerl_jax.model.noise import RowNoise
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.rewards import scoring
@@ -29,17 +31,17 @@ class Sampler:
     """How completions of problems are sampled.
 
     Attributes:
-        engine: The engine, which samples from the policy.
+        engine: The engine, which samples from the policy; or those of several devices.
         tokenizer: The policy's tokenizer.
         num_generations: G, completions per problem.
         max_prompt_length: Bound on the tokens of a prompt; programs are compiled for it.
         max_completion_length: Bound on the tokens of a completion.
         temperature: 0 takes the likeliest token.
-        max_concurrent: Rows that are sampled at a time; None means as many as the cache holds.
+        max_concurrent: Rows that are sampled at a time on each device; None means as many as the cache holds.
         tools: What the policy may call; None for rows of one turn.
     """
 
-    engine: Engine
+    engine: Engine | Fleet
     tokenizer: Tokenizer
     num_generations: int
     max_prompt_length: int
@@ -202,6 +204,7 @@ def make_sampler(
     entropies: bool = False,
     poll: Callable[[], None] | None = None,
     tools: Tools | None = None,
+    replicas: Replicas = Replicas(),
 ) -> Sampler:
     """The sampler that a config asks for.
 
@@ -213,18 +216,20 @@ def make_sampler(
         entropies: Whether rollouts hold the sampler's entropies.
         poll: See `Engine`.
         tools: What the policy may call.
+        replicas: The devices that sample.
     """
+    engine = Engine.of(
+        model,
+        tokenizer,
+        cfg,
+        entropies=entropies,
+        compact=cfg.compact,
+        kv_cache_tokens=cfg.kv_cache_tokens,
+        kv_cache_fraction=cfg.kv_cache_fraction,
+        poll=poll,
+    )
     return Sampler(
-        Engine.of(
-            model,
-            tokenizer,
-            cfg,
-            entropies=entropies,
-            compact=cfg.compact,
-            kv_cache_tokens=cfg.kv_cache_tokens,
-            kv_cache_fraction=cfg.kv_cache_fraction,
-            poll=poll,
-        ),
+        engine_of(engine, replicas),
         tokenizer,
         num_generations=cfg.num_generations,
         max_prompt_length=max_prompt_length,
@@ -233,6 +238,11 @@ def make_sampler(
         max_concurrent=cfg.max_concurrent,
         tools=tools,
     )
+
+
+def engine_of(engine: Engine, replicas: Replicas) -> Engine | Fleet:
+    """The engine, or where there are several devices the fleet of it."""
+    return Fleet(engine, replicas) if len(replicas) > 1 else engine
 
 
 def collect(

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 
 from qerl_jax.config import GrpoConfig, OptimConfig, Remat, RunConfig
+from qerl_jax.mesh import Replicas
 from qerl_jax.model import logprobs, packing, transformer
 from qerl_jax.model.noise import of_rows
 from qerl_jax.rl import grpo, masked, microbatches, optimizer
@@ -359,6 +360,9 @@ class Updater:
     value depends on the cut, into a micro-batches of m rows. Their gradients are summed, so memory is
     that of one. Each of their shapes is compiled, eight at most.
 
+    Several devices deal the micro-batches out and add their sums up once, before the optimizer's step,
+    which each of them computes.
+
     Attributes:
         objective: What is learned.
         optim: AdamW and the geometry of its batches: m rows, a micro-batches.
@@ -366,6 +370,7 @@ class Updater:
         max_completion_length: The longest that a completion may be, by which `dr_grpo` divides.
         on_non_finite: Called with each step that was skipped for such a loss or gradient.
         max_prompt_length: The longest that a prompt may be; None takes the width of a rollout's prompts.
+        replicas: The devices; all of them hold the state, what is frozen, and the noise.
     """
 
     objective: Objective
@@ -374,6 +379,7 @@ class Updater:
     max_completion_length: int
     on_non_finite: Callable[[NonFinite], None] | None = None
     max_prompt_length: int | None = None
+    replicas: Replicas = Replicas()
 
     def __call__(
         self,
@@ -468,6 +474,7 @@ def make_updater(
     num_tokens: int,
     total_steps: int,
     on_non_finite: Callable[[NonFinite], None] | None = None,
+    replicas: Replicas = Replicas(),
 ) -> Updater:
     """The updater that a config asks for.
 
@@ -477,6 +484,7 @@ def make_updater(
         num_tokens: Ids that the tokenizer has.
         total_steps: Optimizer steps of the whole run.
         on_non_finite: See `Updater`.
+        replicas: Likewise.
     """
     return Updater(
         Objective(
@@ -491,6 +499,7 @@ def make_updater(
         max_completion_length=cfg.rollout.max_completion_length,
         on_non_finite=on_non_finite,
         max_prompt_length=cfg.data.max_prompt_length,
+        replicas=replicas,
     )
 
 
@@ -538,10 +547,14 @@ def all_logps(
 def _of_tokens(updater, params, frozen, experience, noise, rows, adapter, of) -> np.ndarray:
     """float32 [B, C], what `score` finds of those rows [N] of a rollout, and 0 of others."""
     found = np.zeros(experience.completions.shape, np.float32)
-    for batch in cut_rows(updater, experience, rows):
+    policies = updater.replicas.each((params, frozen, noise))
+    cut, scored = cut_rows(updater, experience, rows), []
+    for batch, place in zip(cut, microbatches.dealt(cut, len(policies)), strict=True):
         packed = experience.pack(batch, {})
-        values = score(updater.objective, params, frozen, noise, packed, adapter, of)
-        experience.unpack(found, batch, packed.packing, np.asarray(values))
+        values = score(updater.objective, *policies[place], packed, adapter, of)
+        scored.append((batch, packed.packing, values))
+    for *place, values in scored:
+        experience.unpack(found, *place, np.asarray(values))
     return found
 
 
@@ -636,20 +649,22 @@ def summed_gradient(
         totals = dataclasses.replace(
             totals, entropy_tokens=np.int32(tokens), entropy_coef=np.float32(entropy_coef)
         )
-    sums, counts = zeros(params), []
-    for number, batch in enumerate(cut):
-        sums, count = accumulate(
+    policies = updater.replicas.each((params, frozen, noise))
+    # Made before anything runs: what one device makes for another must not wait for what that device does.
+    keys = [jax.random.fold_in(key, number) for number in range(len(cut))]
+    sums, counts = list(updater.replicas.each(zeros(params))), []
+    places = microbatches.dealt(cut, len(policies))
+    for batch, micro_key, place in zip(cut, keys, places, strict=True):
+        sums[place], count = accumulate(
             updater.objective,
-            sums,
-            params,
-            frozen,
-            noise,
+            sums[place],
+            *policies[place],
             experience.pack(batch, fixed),
             totals,
-            jax.random.fold_in(key, number),
+            micro_key,
         )
         counts.append(count)
-    return sums, counts
+    return updater.replicas.total(sums), counts
 
 
 def replay_step(
@@ -693,7 +708,7 @@ def cut_rows(
     shapes = shapes[:1] if largest else shapes
     if cfg.loss_type == "bnpo":
         return microbatches.by_rows(rows, optim.per_device_train_batch_size, shapes)
-    return microbatches.cut(rows, shapes)
+    return microbatches.cut_for(rows, shapes, len(updater.replicas))
 
 
 def update_shapes(

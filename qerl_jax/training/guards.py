@@ -95,7 +95,8 @@ def check_adapter(
     # One shape, so that it is compiled once for a run.
     batch = update.cut_rows(updater, group, group.rows.reshape(-1)[:_ROWS], largest=True)[0]
     part = group.pack(batch, {})
-    scored = _score_twice(updater.objective, params, frozen, noise, part)
+    policy = updater.replicas.each((params, frozen, noise))[0]
+    scored = _score_twice(updater.objective, *policy, part)
     found = adapter_share(*map(np.asarray, scored), part.behaviour_logps, part.mask)
     if not found.known:
         return {}

@@ -17,6 +17,7 @@ from qerl_jax.data import datasets
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.evaluation.evaluator import Evaluator
 from qerl_jax.generation.conversations import Tools
+from qerl_jax.mesh import Replicas
 from qerl_jax.model import fused_decode, transformer
 from qerl_jax.rewards import environments, scoring, stock
 from qerl_jax.rl import dynamic_sampling, grpo, optimizer, rollouts, update
@@ -35,6 +36,7 @@ class PreparedRun:
     Attributes:
         cfg: The config.
         model: The policy.
+        replicas: The devices, each of which holds the policy.
         frozen: What of the policy does not train.
         problems: Those whose prompts fit.
         functions: Names and functions of the rewards.
@@ -58,6 +60,7 @@ class PreparedRun:
 
     cfg: config.RunConfig
     model: transformer.Transformer
+    replicas: Replicas
     frozen: Any
     problems: Sequence[datasets.Problem]
     functions: list[scoring.Named]
@@ -132,6 +135,9 @@ def setup(
         runtime.use_deterministic_kernels()
     runtime.use_compilation_cache()
     base_model.choose_kernels(cfg.model)
+    replicas = Replicas.of(cfg.mesh, cfg.generation_batch_size)
+    if len(replicas) > 1:
+        runtime.cache_all_programs()
     memory_plan, earlier_peak = _plan_memory(cfg), peak_memory()
     planned = memory.planned(cfg, limit=memory.device_memory())
     start = _starting_adapter(cfg)
@@ -155,7 +161,7 @@ def setup(
         extras |= boxes.extras(len(problems[:2]))
     scoring.check(functions, problems[:2], extras)
     evaluator = Evaluator.of_run(
-        cfg, model, tokenizer, stream_key(cfg, EVAL), notes.append, stop.poll, talks
+        cfg, model, tokenizer, stream_key(cfg, EVAL), notes.append, stop.poll, talks, replicas
     )
     notes += _about_slow_sampling(cfg, model)
 
@@ -173,6 +179,7 @@ def setup(
         control=EntropyControl.begin(cfg.grpo) if adapts else None,
     )
     del params
+    state, frozen = replicas.hold(state), replicas.hold(frozen)
     files = run_state.StateFiles(cfg.output_dir, cfg.save_total_limit)
     resumed = files.newest()
     stored: dict[str, Any] = {"drawn": 0} if resumed is None else files.supply(resumed)
@@ -186,6 +193,7 @@ def setup(
     run = PreparedRun(
         cfg,
         model,
+        replicas,
         frozen,
         problems,
         functions,
@@ -200,6 +208,7 @@ def setup(
             entropies=True,
             poll=stop.poll,
             tools=talks,
+            replicas=replicas,
         ),
         updater=update.make_updater(
             planned,
@@ -207,6 +216,7 @@ def setup(
             tokenizer.num_tokens,
             total_steps,
             on_non_finite=functools.partial(replay.write, cfg.output_dir),
+            replicas=replicas,
         ),
         noise=noise,
         sigma=stored.get("sigma", noise.first),
@@ -271,7 +281,7 @@ def _about_slow_sampling(cfg: config.RunConfig, model: transformer.Transformer) 
 def check_folder(cfg: config.RunConfig) -> config.RunConfig | None:
     """A run folder belongs to one config; resuming under another would be a different run under its name.
 
-    It may be longer than it was.
+    It may be longer than it was, and go on on other devices.
 
     Returns:
         The config of the run that is found there, or None.
@@ -286,7 +296,7 @@ def check_folder(cfg: config.RunConfig) -> config.RunConfig | None:
         return None
     found = config.load_run(folder)
     before, now = config.to_table(found), config.to_table(cfg)
-    free = {"output_dir", "report_to", "run_name"}
+    free = {"output_dir", "report_to", "run_name", "mesh"}
     free |= {
         name
         for name in ("max_steps", "num_train_epochs")

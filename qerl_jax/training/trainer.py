@@ -152,6 +152,7 @@ def _loop(
             trace = record.trace = metrics.Trace(step, run.total_steps)
             logger.begin_step(cfg.generation_batch_size)
             noise, noise_metrics = run.noise(step, place, sigma)
+            noise = run.replicas.hold(noise)
             batch, fresh, supply, gathered = dynamic_sampling.gather(
                 functools.partial(
                     _sample,

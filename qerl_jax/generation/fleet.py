@@ -1,0 +1,139 @@
+"""Several devices sample the rows of one rollout, each with an engine, slots and pages of its own.
+
+A thread of its own drives each device, so that none waits for another between chunks of tokens.
+"""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from qerl_jax.generation.engine import Engine, whole
+from qerl_jax.generation.scheduler import QueuedPrompt, RowTokens, Schedule, TurnTaker
+from qerl_jax.mesh import Replicas
+
+# Between two looks whether the run is asked to end, while no device brings anything.
+_LOOK_SECONDS = 0.5
+
+
+class Fleet:
+    """Samples completions on several devices, as `Engine` does on one.
+
+    Args:
+        engine: How rows are sampled.
+        replicas: The devices.
+    """
+
+    def __init__(self, engine: Engine, replicas: Replicas):
+        self._engine, self._replicas = engine, replicas
+
+    def stream(
+        self,
+        variables: dict[str, Any],
+        prompts: Sequence[QueuedPrompt],
+        temperature: float | jax.Array,
+        *,
+        max_prompt_length: int,
+        max_concurrent: int | None = None,
+        turns: TurnTaker | None = None,
+    ) -> Iterator[list[RowTokens]]:
+        """Samples all rows, and gives what each chunk of each device brought, as it comes; see `Engine.stream`.
+
+        Args:
+            variables: As the replicas hold them.
+            prompts: Any number.
+            temperature: See `Engine.stream`, as for the others.
+            max_prompt_length: See there.
+            max_concurrent: Slots of each device.
+            turns: See there. It is called by threads of their own.
+        """
+        if not prompts:
+            return iter(())
+        schedules = self._engine.schedules(
+            variables,
+            prompts,
+            max_prompt_length=max_prompt_length,
+            max_concurrent=max_concurrent,
+            turns=turns,
+            places=len(self._replicas),
+        )
+        return self._run(self._replicas.each(variables), schedules, temperature)
+
+    def completions(
+        self,
+        variables: dict[str, Any],
+        prompts: Sequence[QueuedPrompt],
+        temperature: float | jax.Array,
+        **limits: Any,
+    ) -> Iterator[RowTokens]:
+        """Samples all rows as `stream` does, and gives each one whole when it ends."""
+        return whole(self.stream(variables, prompts, temperature, **limits))
+
+    def _run(
+        self, policies: Sequence[dict[str, Any]], schedules: Sequence[Schedule], temperature
+    ) -> Iterator[list[RowTokens]]:
+        # What devices bring: rows, None when one has ended, or an error.
+        brought: queue.SimpleQueue = queue.SimpleQueue()
+        ended, compiles = threading.Event(), _CompileOnce()
+
+        def leave_if_ended():
+            if ended.is_set():
+                raise _EndedError
+
+        def drive(policy: dict[str, Any], schedule: Schedule) -> None:
+            try:
+                for rows in self._engine.run(
+                    policy, schedule, temperature, poll=leave_if_ended, compiles=compiles
+                ):
+                    brought.put(rows)
+                brought.put(None)
+            except BaseException as error:
+                brought.put(error)
+
+        running = len(schedules)
+        with ThreadPoolExecutor(running, thread_name_prefix="engine") as threads:
+            try:
+                for each in zip(policies, schedules, strict=True):
+                    threads.submit(drive, *each)
+                while running:
+                    self._engine.poll()
+                    with contextlib.suppress(queue.Empty):
+                        found = brought.get(timeout=_LOOK_SECONDS)
+                        if isinstance(found, BaseException):
+                            raise found
+                        if found is None:
+                            running -= 1
+                        else:
+                            yield found
+            finally:
+                ended.set()
+
+
+class _EndedError(Exception):
+    """What a device's thread is left by when another has failed."""
+
+
+class _CompileOnce:
+    """Lets one device after the other come to a program that is new to it.
+
+    The first compiles it, the others find it in JAX's cache of compiled programs (on a CPU each compiles it). What is
+    compiled twice is not always the same program: XLA measures each time which algorithms are fastest, and they round
+    differently.
+    """
+
+    def __init__(self):
+        self._locks: dict[Hashable, threading.Lock] = {}
+        self._known: set[Hashable] = set()
+
+    @contextlib.contextmanager
+    def __call__(self, device: jax.Device, *program: Hashable) -> Iterator[None]:
+        if (device, program) in self._known:
+            yield
+            return
+        with self._locks.setdefault(program, threading.Lock()):
+            yield
+        self._known.add((device, program))

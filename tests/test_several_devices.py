@@ -1,0 +1,237 @@
+"""Runs on several devices give what one device gives.
+
+Tests marked `devices` need eight devices, and are left out where there are fewer. One test runs them in a process that has
+eight virtual ones, as one may do by hand:
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m pytest -n 0 -m devices tests/test_several_devices.py
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import monitoring
+
+from qerl_jax import config
+from qerl_jax.checkpoint.run_state import StateFiles
+from qerl_jax.config import GrpoConfig, MeshConfig
+from qerl_jax.generation.fleet import Fleet
+from qerl_jax.mesh import Replicas
+from qerl_jax.tracking import logger
+from qerl_jax.training.trainer import train
+from tests import test_tiny_run as tiny
+from tests.qerl_jax.generation import test_engine as engines
+from tests.qerl_jax.rl import test_update as updates
+
+ROOT = pathlib.Path(__file__).parents[1]
+devices = pytest.mark.devices
+COUNTS = (2, 3, 8)
+
+
+def flags(count):
+    before = os.environ.get("XLA_FLAGS", "")
+    return {"XLA_FLAGS": f"{before} --xla_force_host_platform_device_count={count}"}
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_on_eight_virtual_devices():
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-m", "devices", __file__]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | flags(8), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
+    assert " passed" in done.stdout
+
+
+@functools.cache
+def replicas(count):
+    return Replicas.of(MeshConfig(data=count), rows=64)
+
+
+@devices
+def test_a_tree_is_held_without_a_copy_where_it_is():
+    tree = {"weight": jnp.arange(6.0).reshape(2, 3), "step": jnp.int32(4), "none": None}
+    each = replicas(8).each(replicas(8).hold(tree))
+    assert [x["weight"].device for x in each] == jax.devices()
+    for found in each:
+        np.testing.assert_array_equal(found["weight"], tree["weight"])
+        assert found["step"] == 4 and found["none"] is None
+    address = tree["weight"].unsafe_buffer_pointer()
+    assert each[0]["weight"].unsafe_buffer_pointer() == address
+
+
+@devices
+@pytest.mark.parametrize("count", COUNTS)
+def test_sums_of_all_devices_are_added_up_on_all_of_them(count):
+    each = replicas(count).each((jnp.float32(0.5), jnp.arange(6.0).reshape(3, 2)))
+    each = [jax.tree.map(lambda x, n=n: x * n, tree) for n, tree in enumerate(each, start=1)]
+    times = count * (count + 1) / 2
+    number, matrix = replicas(count).total(each)
+    assert number == 0.5 * times and number.is_fully_replicated
+    np.testing.assert_array_equal(matrix, times * np.arange(6.0).reshape(3, 2))
+    assert len(matrix.addressable_shards) == count and matrix.is_fully_replicated
+
+
+def sampled(count, slots, *, poll=None, **options):
+    """(tokens, log-probabilities, why it ended) of every row."""
+    queue = [prompt for seed in range(3) for prompt in engines.prompts(seed)]
+    subject = engines.make(stop_tokens=engines.stops(), compact=False, poll=poll, **options)
+    if count > 1:
+        subject = Fleet(subject, replicas(count))
+    variables = replicas(count).hold(engines.policy()[1]) if count > 1 else engines.policy()[1]
+    limits = {"max_prompt_length": engines.WIDTH, "max_concurrent": slots}
+    rows = sorted(subject.completions(variables, queue, 1.0, **limits), key=lambda row: row.row)
+    return [(row.tokens.tolist(), row.logps.tolist(), row.ended) for row in rows]
+
+
+@devices
+@pytest.mark.parametrize("count", COUNTS)
+def test_rows_get_the_same_tokens_and_log_probabilities_bit_for_bit(count):
+    assert len(sampled(1, 3)) == 30
+    assert sampled(count, 3) == sampled(1, 3)
+
+
+@devices
+def test_a_program_is_traced_and_lowered_once_for_all_devices():
+    sampled(1, 3)  # and what it asks for
+    lowered = []
+    listen = lambda name, _, **about: lowered.append(about.get("fun_name")) if "mlir" in name else 0
+    monitoring.register_event_duration_secs_listener(listen)
+    sampled(8, 3, chunk=3)  # programs that no other test has
+    assert lowered.count("jit(_decode)") == 1
+
+
+@devices
+def test_an_error_on_one_device_ends_all_and_is_raised():
+    class Interrupted(Exception):
+        pass
+
+    looks = []
+
+    def poll():
+        looks.append(threading.current_thread())
+        if len(looks) > 3:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        sampled(3, 2, poll=poll)
+    assert set(looks) == {threading.main_thread()}
+    assert not [each for each in threading.enumerate() if each.name.startswith("engine")]
+
+    broken = Fleet(engines.make(), replicas(2))
+    run, calls = broken._engine.run, []
+
+    def fails(*args, **more):
+        calls.append(args)
+        if len(calls) == 2:
+            raise ZeroDivisionError
+        return run(*args, **more)
+
+    broken._engine.run = fails
+    variables = replicas(2).hold(engines.policy()[1])
+    with pytest.raises(ZeroDivisionError):
+        list(broken.stream(variables, engines.prompts(), 1.0, max_prompt_length=engines.WIDTH))
+
+
+LEARNED = {
+    "dapo": {"optim": updates.geometry(2, 4)},
+    "kl": {"grpo": updates.GRPO, "optim": updates.geometry(2, 4)},
+    "bnpo": {"grpo": updates.EVERY_OPTION, "optim": updates.geometry(2, 4)},
+    "recompute": {
+        "grpo": GrpoConfig(old_logprobs="recompute", num_iterations=2, top_entropy_quantile=0.5),
+        "optim": updates.geometry(2, 4),
+    },
+}
+
+
+def learned(count, options):
+    """State and metrics after a rollout; the gradient is Adam's first moment."""
+    updater = updates.make(**options)
+    if count > 1:
+        updater = dataclasses.replace(updater, replicas=replicas(count))
+    hold = updater.replicas.hold
+    state, frozen = hold(updates.state_of(updates.trained_params())), hold(updates.base())
+    experience = updates.sample_experience()
+    return jax.device_get(updater(state, frozen, experience, None, jax.random.key(0)))
+
+
+@devices
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", LEARNED)
+def test_an_update_is_that_of_one_device_to_a_millionth(name, count):
+    (one, alone), (several, found) = learned(1, LEARNED[name]), learned(count, LEARNED[name])
+    if (
+        name != "recompute"
+    ):  # after two steps the moment is of the second, at other weights by a rounding
+        gradients = map(jax.tree.leaves, (updates.gradient(several), updates.gradient(one)))
+        for actual, expected in zip(*gradients, strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-6 * abs(expected).max())
+    np.testing.assert_allclose(found["loss"], alone["loss"], rtol=1e-5, atol=1e-7)
+    updates.assert_close(updates.of_rows(found), updates.of_rows(alone), rtol=1e-4, atol=1e-6)
+    updates.assert_close(several.params, one.params, rtol=1e-4, atol=1e-5)
+
+
+def steps(folder, count, **more):
+    """Three steps of a run with slots and batches that do not depend on the number of devices."""
+    rollout = {"num_generations": 4, "max_completion_length": 32}
+    fixed = {"compact": False, "max_concurrent": 4}
+    cfg = tiny.small(folder, max_steps=3, rollout=rollout | fixed, mesh={"data": count}, **more)
+    return train(cfg, quiet=True), logger.read_metrics(folder)
+
+
+def texts(folder):
+    lines = [p.read_text().splitlines() for p in sorted((folder / "completions").iterdir())]
+    return [[json.loads(line)["completion"] for line in each] for each in lines]
+
+
+@devices
+def test_a_run_samples_the_same_texts_and_learns_the_same(tmp_path):
+    noise = {"sigma_start": 0.05, "sigma_end": 0.01, "num_stages": 3, "scope": "both"}
+    more = {"eval": config.EvalConfig(num_problems=16), "noise": config.NoiseConfig(**noise)}
+    one, alone = steps(tmp_path / "one", 1, **more)
+    eight, found = steps(tmp_path / "eight", 8, **more)
+    assert texts(tmp_path / "eight") == texts(tmp_path / "one")
+    same = ("reward", "num_tokens", "aqn/sigma", "completions/mean_length", "eval/accuracy")
+    for row, other in zip(found, alone, strict=True):
+        assert {name: row.get(name) for name in same} == {name: other.get(name) for name in same}
+        if row["step"]:
+            np.testing.assert_allclose(row["loss"], other["loss"], rtol=1e-4, atol=1e-6)
+            np.testing.assert_allclose(row["grad_norm"], other["grad_norm"], rtol=1e-4)
+    updates.assert_close(jax.device_get(eight.params), jax.device_get(one.params), 1e-2, 1e-3)
+
+
+def run_on(folder, count, max_steps):
+    """A run by the command line on so many devices."""
+    path = folder.with_suffix(".toml")
+    path.write_text(config.dump(tiny.small(folder, max_steps=max_steps, mesh={"data": count})))
+    command = [sys.executable, "-m", "qerl_jax", "train", str(path)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | flags(count), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize(("first", "then"), [(4, 1), (1, 4)])
+def test_a_run_goes_on_on_another_number_of_devices(first, then, tmp_path):
+    folder = tmp_path / "run"
+    run_on(folder, first, 2)
+    saved = StateFiles(folder, None).params(2)[1]
+    run_on(folder, then, 4)
+    rows = logger.read_metrics(folder)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert StateFiles(folder, None).steps() == [2, 4]
+    straight = tmp_path / "straight"
+    run_on(straight, 1, 2)
+    updates.assert_close(saved, StateFiles(straight, None).params(2)[1], rtol=1e-2, atol=1e-3)
