@@ -66,15 +66,17 @@ def end_rows_at(lengths: list[int]) -> None:
     from qerl_jax.generation import engine, scheduler
     from qerl_jax.rl import rollouts
 
-    numbers, make_sampler = itertools.count(), rollouts.make_sampler
+    make_sampler, collect = rollouts.make_sampler, rollouts.collect
+    numbers, first = itertools.count(), 0
+
+    def counted(sampler, variables, problems, *rest, **more):
+        nonlocal first
+        first = next(numbers) * len(problems) * sampler.num_generations
+        return collect(sampler, variables, problems, *rest, **more)
 
     class Recorded(scheduler.Schedule):
-        def __init__(self, shapes, num_pages, prompts, *more):
-            super().__init__(shapes, num_pages, prompts, *more)
-            self._first = next(numbers) * sum(len(prompt.keys) for prompt in prompts)
-
         def _end(self, row: int) -> int:
-            return lengths[(self._first + row) % len(lengths)]
+            return lengths[(first + row) % len(lengths)]
 
         def slots(self, with_history):
             slots = super().slots(with_history)
@@ -96,7 +98,8 @@ def end_rows_at(lengths: list[int]) -> None:
         # not say so: it would refuse masks of what was cut, for it does not know of the recorded lengths.
         return make_sampler(model, tokenizer, dataclasses.replace(how, ignore_eos=True), **more)
 
-    engine.Schedule, rollouts.make_sampler = Recorded, without_ends
+    engine.Schedule = Recorded
+    rollouts.make_sampler, rollouts.collect = without_ends, counted
 
 
 def reward(completions, chance, **_):

@@ -69,10 +69,11 @@ def watch() -> Iterator[Timeline]:
     from qerl_jax.rl import update
 
     line = Timeline()
-    run, accumulate = engine.Engine._run, update.accumulate
+    method = "run" if hasattr(engine.Engine, "run") else "_run"  # an older library's
+    run, accumulate = getattr(engine.Engine, method), update.accumulate
 
-    def timed_run(self, *arguments):
-        chunks = run(self, *arguments)
+    def timed_run(self, *arguments, **more):
+        chunks = run(self, *arguments, **more)
         while True:
             begun = line.now()
             brought = next(chunks, None)
@@ -95,7 +96,7 @@ def watch() -> Iterator[Timeline]:
         return made
 
     with (
-        mock.patch.object(engine.Engine, "_run", timed_run),
+        mock.patch.object(engine.Engine, method, timed_run),
         mock.patch.object(update, "accumulate", timed_accumulate),
         _driver(line),
     ):

@@ -10,6 +10,7 @@ import pytest
 from qerl_jax import config
 from qerl_jax.generation import engine
 from qerl_jax.model import architecture
+from qerl_jax.rl import rollouts
 from scripts import bench_recipe, recipe_timeline
 from tests.test_tiny_run import QUICKSTART
 
@@ -71,7 +72,8 @@ def test_a_timeline_knows_the_last_rollout_and_when_nothing_ran():
 def test_a_recipe_runs_to_a_row_with_the_lengths_it_was_given(update, monkeypatch, tmp_path):
     arch = architecture.Architecture("qwen2", 512, 64, 96, 2, 4, 2, 16)
     monkeypatch.setitem(architecture.KNOWN, "tiny-shape", arch)
-    monkeypatch.setattr(engine, "Schedule", engine.Schedule)  # put back at the end
+    for owner, name in ((engine, "Schedule"), (rollouts, "collect"), (rollouts, "make_sampler")):
+        monkeypatch.setattr(owner, name, getattr(owner, name))  # put back at the end
     cfg = config.load(QUICKSTART)
     cfg = dataclasses.replace(
         cfg,

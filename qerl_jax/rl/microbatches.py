@@ -206,18 +206,19 @@ def cut(rows: Rows, shapes: Sequence[Shape]) -> list[MicroBatch]:
 def cut_for(rows: Rows, shapes: Sequence[Shape], places: int) -> list[MicroBatch]:
     """`cut` for so many devices: in smaller micro-batches where large ones would leave devices idle.
 
-    Of cuts into micro-batches of at most all of the tokens, a half and so on the first is taken of which no device
-    has a twentieth more to do than its share; else the one of which the busiest has the least to do.
+    Of cuts into micro-batches of at most all of the tokens, a half and so on, in which only rows that are too long
+    for these stay in larger ones, the first is taken of which no device has a twentieth more to do than its share;
+    else the one of which the busiest has the least to do.
     """
     if places == 1:
         return cut(rows, shapes)
-    longest = int(np.max(rows.lengths + rows.prompt_lengths, initial=0))
+    spans = rows.lengths + rows.prompt_lengths
     best, least = [], math.inf
     for most in sorted({shape.tokens for shape in shapes}, reverse=True):
         smaller = [shape for shape in shapes if shape.tokens <= most]
-        if best and max(min(s.arrays[0][1], s.tokens) for s in smaller) < longest:
-            break
-        batches = cut(rows, smaller)
+        fits = spans <= max(min(shape.arrays[0][1], shape.tokens) for shape in smaller)
+        batches = cut(rows.take(~fits), shapes) if not fits.all() else []
+        batches += cut(rows.take(fits), smaller) if fits.any() or not batches else []
         loads = np.bincount(
             dealt(batches, places), [batch.shape.cost for batch in batches], minlength=places
         )

@@ -161,11 +161,10 @@ def test_less_than_a_tenth_is_padding_of_short_rows():
 
 
 def test_micro_batches_go_to_the_device_that_has_the_least_to_do():
-    shapes = microbatches.shapes(3200, **FEW)
-    of = {shape.tokens: microbatches.MicroBatch(shape, np.array([])) for shape in shapes}
-    batches = [of[200], of[1600], of[1600], of[3200], of[800]]
-    # The largest comes first, to device 0; those of a half go to 1 and, both being less, 2; ...
-    assert microbatches.dealt(batches, 3) == [2, 1, 2, 0, 1]
+    of = lambda tokens: microbatches.MicroBatch(microbatches.Shape(tokens, (), 1), np.array([]))
+    batches = list(map(of, [200, 1600, 1700, 3200, 800]))
+    # The costliest comes first and goes to device 0, the next to 1 and 2, then 800 to 2 and 200 to 1.
+    assert microbatches.dealt(batches, 3) == [1, 2, 1, 0, 2]
     assert microbatches.dealt(batches, 1) == [0] * 5
 
 
@@ -188,4 +187,4 @@ def test_several_devices_get_about_as_much_to_do(places):
 
     alone = sum(batch.shape.cost for batch in whole)
     assert busiest(found) <= busiest(whole)
-    assert busiest(found) <= 1.6 * alone / places
+    assert busiest(found) <= (1.5 if places < 8 else 1.8) * alone / places

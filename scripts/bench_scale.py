@@ -1,0 +1,235 @@
+"""Tokens a second of a shipped recipe on one and on several devices of a host: `python -m scripts.bench_scale`.
+
+Runs `train` itself as `scripts.bench_recipe` does: a random base, completions that end where a committed file says. With the same
+total work (strong scaling) a rollout has 512 completions on any number of devices; with the same work for each (weak
+scaling) it has 512 for each. The first two rollouts compile and are not timed.
+
+    python -m scripts.bench_scale                                # the recipe of 7B on 1, 2 and 4 devices
+    python -m scripts.bench_scale --devices 1 2 --how strong
+    python -m scripts.bench_scale --tiny --devices 1 2           # a trial on virtual devices of a CPU, in minutes
+
+Printed for each row: seconds of a rollout and its updates, by phase; tokens of completions a second; how many times those of
+the fewest devices; the seconds of the all-reduce of an adapter's gradients; the fullest device's memory. Rows of strong
+scaling must agree: the same number of tokens, and the loss of the first step to what roundings leave. Every row is a
+process of its own, which sees so many devices (CUDA_VISIBLE_DEVICES), and is killed when it overstays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+from scripts import bench_recipe
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROWS = 512  # completions of a rollout, in all or for each device
+UNTIMED = 2
+# Losses of rows that differ in the number of devices only; bfloat16 leaves this much of a sum over 128 rows.
+LOSS_TOLERANCE = 5e-3
+PHASES = bench_recipe.PHASES
+
+
+def recipe(args: argparse.Namespace, how: str, devices: int) -> Any:
+    """The config of a row."""
+    from qerl_jax import config
+
+    rows = ROWS * (devices if how == "weak" else 1)
+    if args.tiny:
+        cfg = config.load(ROOT / "configs" / "quickstart.toml")
+        rollout = dataclasses.replace(cfg.rollout, generation_batch_size=rows // 8)
+        optim = dataclasses.replace(
+            cfg.optim, per_device_train_batch_size=8, gradient_accumulation_steps=rows // 64
+        )
+        return dataclasses.replace(
+            cfg, rollout=rollout, optim=optim, mesh=config.MeshConfig(devices)
+        )
+    cfg = config.load(ROOT / "configs" / f"{bench_recipe.RECIPES[args.shape]}.toml")
+    cfg = bench_recipe.with_random_base(cfg, args.shape, rows)
+    for field in args.set:
+        cfg = bench_recipe.with_field(cfg, *field.split("=", 1))
+    return dataclasses.replace(cfg, mesh=config.MeshConfig(devices))
+
+
+def measure(args: argparse.Namespace, how: str, devices: int) -> dict[str, Any]:
+    """Trains for a few rollouts in this process; medians of those that are timed."""
+    import jax
+
+    from qerl_jax.mesh import Replicas
+    from qerl_jax.tracking.logger import read_metrics
+    from qerl_jax.training import trainer
+
+    cfg, given, ends = recipe(args, how, devices), {}, []
+    if not args.tiny:
+        limit = cfg.rollout.max_completion_length
+        bench_recipe.end_rows_at(bench_recipe.completion_lengths("0.5", args.truncated, limit))
+        given = {"problems": bench_recipe.problems(), "reward_functions": [bench_recipe.reward]}
+    steps = cfg.updates_per_rollout * args.rollouts
+    begun = time.perf_counter()
+
+    def on_step(step, row):
+        ends.append(time.perf_counter() - begun)
+        spent = {phase: round(row[f"perf/{phase}_time"], 2) for phase in PHASES}
+        print(f"{ends[-1]:.1f} s: step {step}, {spent}", file=sys.stderr, flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        cfg = dataclasses.replace(
+            cfg,
+            output_dir=str(pathlib.Path(folder) / "run"),
+            max_steps=steps,
+            num_train_epochs=None,
+            save_steps=steps,
+            eval=None,
+        )
+        state = trainer.train(cfg, on_step=on_step, quiet=True, **given)
+        rows = read_metrics(cfg.output_dir)
+    later = rows[UNTIMED:]
+    median = lambda name: statistics.median(row[name] for row in later)
+    step = statistics.median(
+        end - start for start, end in zip(ends[UNTIMED - 1 :], ends[UNTIMED:], strict=False)
+    )
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "step_s": step,
+        **{f"{phase}_s": median(f"perf/{phase}_time") for phase in PHASES},
+        "first_s": ends[0],
+        "tokens_per_s": median("completions/mean_length") * cfg.generation_batch_size / step,
+        "sampled": rows[0]["num_tokens"],
+        "loss": rows[0]["loss"],
+        "grad_norm": rows[0]["grad_norm"],
+        "peak_gb": max(each.get("peak_bytes_in_use", 0) for each in stats) / 1e9,
+        **all_reduce(Replicas.of(cfg.mesh, cfg.generation_batch_size), state.params),
+    }
+
+
+def all_reduce(replicas: Any, params: Any) -> dict[str, float]:
+    """Seconds in which gradients of an adapter are added up over all devices, the median of ten, and their gigabytes."""
+    import jax
+
+    each, spent = replicas.each(params), []
+    for _ in range(11):
+        begun = time.perf_counter()
+        jax.block_until_ready(replicas.total(each))
+        spent.append(time.perf_counter() - begun)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e9
+    return {"all_reduce_s": statistics.median(spent[1:]), "all_reduce_gb": size}
+
+
+def environment(tiny: bool, devices: int) -> dict[str, str]:
+    """What makes a process see so many devices."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    if tiny:
+        flags = (
+            f"--xla_backend_optimization_level=0 --xla_force_host_platform_device_count={devices}"
+        )
+        return os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(16)))).split(",")
+    return os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ",".join(seen[:devices])}
+
+
+def run(args: argparse.Namespace, how: str, devices: int) -> dict[str, Any]:
+    """A row in a process of its own; empty if it failed."""
+    command = [sys.executable, "-m", "scripts.bench_scale", "--child", how, str(devices)]
+    command += ["--shape", args.shape, "--truncated", str(args.truncated)]
+    command += ["--rollouts", str(args.rollouts), *(["--tiny"] if args.tiny else [])]
+    command += ["--set", *args.set] if args.set else []
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=ROOT,
+        env=environment(args.tiny, devices),
+    )
+    try:
+        output, _ = process.communicate(timeout=args.timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        print(f"killed after {args.timeout:g} s", flush=True)
+    found = [json.loads(line[4:]) for line in output.splitlines() if line.startswith("ROW ")]
+    return found[0] if found else {}
+
+
+def disagreement(row: dict[str, Any], first: dict[str, Any]) -> str | None:
+    """How a row of strong scaling differs from the one with the fewest devices where it must not; None if it does not."""
+    if row["sampled"] != first["sampled"]:
+        return f"{row['sampled']} tokens in the first step, not {first['sampled']}"
+    if abs(row["loss"] - first["loss"]) > LOSS_TOLERANCE:
+        return f"a loss of {row['loss']:.5f} in the first step, not {first['loss']:.5f}"
+    return None
+
+
+def main() -> int:
+    """Runs the rows one after the other and prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--how", nargs="+", default=["strong", "weak"], choices=["strong", "weak"])
+    parser.add_argument("--shape", default="qwen2.5-7b", choices=bench_recipe.RECIPES)
+    parser.add_argument(
+        "--truncated", type=float, default=0.0, help="share of rows cut at the limit"
+    )
+    parser.add_argument("--rollouts", type=int, default=4, help="the first two compile")
+    parser.add_argument("--timeout", type=float, default=280, help="seconds per row")
+    parser.add_argument("--tiny", action="store_true", help="the quickstart on virtual CPU devices")
+    parser.add_argument("--out", type=pathlib.Path, help="a file that rows are added to, as JSON")
+    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="of the recipe")
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rollouts <= UNTIMED:
+        parser.error(f"--rollouts: got {args.rollouts}; must be at least {UNTIMED + 1}")
+    if args.child:
+        how, devices = args.child[0], int(args.child[1])
+        print("ROW " + json.dumps(measure(args, how, devices)), flush=True)
+        return 0
+    print(
+        "| scaling, devices | step s | rollout | reward | update | tokens/s | x | all-reduce | GB |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    failed, alone = False, {}
+    for how in args.how:
+        first: dict[str, Any] = {}
+        for devices in sorted(args.devices):
+            # On one device both ways are one.
+            row = dict(alone) if devices == 1 and alone else run(args, how, devices)
+            alone = row if devices == 1 else alone
+            failed |= not row
+            if not row:
+                continue
+            first = first or row
+            row["times"] = row["tokens_per_s"] / first["tokens_per_s"]
+            row |= {"how": how, "devices": devices, "date": time.strftime("%Y-%m-%d")}
+            row["what"] = "quickstart" if args.tiny else args.shape
+            if args.out:
+                with args.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            print(_line(row), flush=True)
+            if how == "strong" and (found := disagreement(row, first)):
+                failed = True
+                print(f"{devices} devices do not compute what {first['devices']} do: {found}")
+    return int(failed)
+
+
+def _line(row: dict[str, Any]) -> str:
+    seconds = [f"{row[f'{name}_s']:.2f}" for name in ("step", *PHASES)]
+    cells = [f"{row['what']}, {row['how']}, {row['devices']}", *seconds]
+    cells += [f"{row['tokens_per_s']:.0f}", f"{row['times']:.2f}"]
+    cells += [f"{row['all_reduce_s'] * 1e3:.1f} ms", f"{row['peak_gb']:.1f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
