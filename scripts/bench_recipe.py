@@ -325,6 +325,8 @@ def recipe(args: argparse.Namespace) -> Any:
     else:
         cfg = config.load(ROOT / "configs" / f"{RECIPES[args.shape]}.toml")
         cfg = with_random_base(cfg, args.shape, args.rows)
+    if hasattr(config, "MeshConfig"):  # an older library has one device
+        cfg = dataclasses.replace(cfg, mesh=config.MeshConfig(1))
     for field in args.set:
         cfg = with_field(cfg, *field.split("=", 1))
     return cfg

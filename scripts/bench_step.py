@@ -198,6 +198,7 @@ def row_config(row: Row, tokenizer: str, folder: str, kernels: str = "auto") -> 
             ignore_eos=True,
         ),
         optim=config.OptimConfig(**(optim | row.optim)),
+        mesh=config.MeshConfig(1),
     )
 
 

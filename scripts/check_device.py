@@ -7,6 +7,7 @@ what must hold of it. A case that did not come to its end is as red as one that 
     python -m scripts.check_device --out checked.jsonl       # all; exit status 1 if one is red
     python -m scripts.check_device --smoke                   # a dozen cases
     python -m scripts.check_device --only weights=nf4 --only rows=33 --jobs 2
+    python -m scripts.check_device --smoke --devices 1 2 4   # each on meshes of so many devices of this machine
     python -m scripts.check_device --write-cases             # after a change of the factors
     PALLAS_KERNELS=portable python -m scripts.check_device   # with Triton's kernels in place of Hopper's
 
@@ -86,6 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--cases", type=int, nargs="+", help="numbers of cases, such as those that failed before"
     )
     parser.add_argument("--smoke", action="store_true", help="a dozen cases of the list only")
+    parser.add_argument(
+        "--devices", type=int, nargs="+", help="devices of a run; absent: 1. Each case runs on each"
+    )
     parser.add_argument("--out", type=pathlib.Path, help="a .jsonl file, one line a case")
     jobs = max(1, min(14, (os.cpu_count() or 1) - 2))
     parser.add_argument("--jobs", type=int, default=jobs, help="processes that share the device")
@@ -110,6 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.cases:
         listed = [case for case in listed if case["number"] in args.cases]
     chosen = select_cases(cases.smoke(listed) if args.smoke else listed, args.only)
+    if args.devices:
+        chosen = [case | {"devices": count} for count in args.devices for case in chosen]
     if args.list or not chosen:
         print(*map(cases.name, chosen), sep="\n")
         return 0 if chosen else 2

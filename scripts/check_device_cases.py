@@ -314,6 +314,7 @@ def name(case: Case, *, full: bool = False) -> str:
         for factor, values in FACTORS.items()
         if full or factor in _ALWAYS_SHOWN or case[factor] != values[0]
     ]
+    shown += [f"devices={case['devices']}"] if "devices" in case else []
     return " ".join([f"{case['number']:03d}", *shown])
 
 
@@ -448,6 +449,7 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
             "gradient_checkpointing": case["remat"],
             "trainable": "full" if case["trains"] == "full" else "lora",
         },
+        "mesh": {"data": min(case.get("devices", 1), batch)},
         "data": {"dataset": "arithmetic", "num_problems": 512, "max_prompt_length": PROMPT},
         "rewards": _rewards(case),
         "rollout": {

@@ -23,12 +23,12 @@ def test_a_row_sees_so_many_of_the_devices_that_are_offered(monkeypatch):
     [
         ({}, None),
         ({"sampled": 9}, "9 tokens"),
-        ({"loss": 0.3}, "a loss of 0.3"),
-        ({"loss": 0.1001}, None),
+        ({"mismatch": 0.3}, "0.3 nats apart, not 0.1"),
+        ({"mismatch": 0.11}, None),
     ],
 )
 def test_rows_that_do_not_compute_the_same_are_found(changes, found):
-    first = {"sampled": 8, "loss": 0.1}
+    first = {"sampled": 8, "mismatch": 0.1}
     text = bench_scale.disagreement(first | changes, first)
     assert (text is None) if found is None else found in text
 
