@@ -251,7 +251,13 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
 
 
-def cache_all_programs() -> None:
-    """Keeps GPU programs that compile in no time, too, so that several devices run one program and not their own."""
+def use_several_devices() -> None:
+    """Prepares a run on several GPUs, before anything crosses between them.
+
+    Programs that compile in no time are kept, too, so that all devices run one program and not each its own. NCCL's
+    multicast over NVLink stays off unless NCCL_NVLS_ENABLE says otherwise: in many containers it fails, and sums of
+    an adapter's gradients gain nothing by it.
+    """
     if platform() == "gpu":
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")

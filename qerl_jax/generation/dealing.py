@@ -5,24 +5,33 @@ import itertools
 import threading
 from collections.abc import Callable, Sequence
 
+import numpy as np
 
-def spans(sizes: Sequence[int], places: int, *, whole: bool) -> list[list[tuple[int, int, int]]]:
-    """Deals groups of rows out in order, so that all places have as many rows as possible alike.
+
+def spans(
+    sizes: Sequence[int], places: int, *, whole: bool, lengths: Sequence[float] | None = None
+) -> list[list[tuple[int, int, int]]]:
+    """Deals groups of rows out in order, so that all places have as many tokens to make as possible alike.
 
     Args:
         sizes: Rows of each group, which share a prompt.
         places: How many places there are.
         whole: Whether a group must stay in one place. Else at most `places - 1` of them are parted.
+        lengths: Tokens that are expected of a row of each group; None means as many of all.
 
     Returns:
         For each place pieces (group, start, end), rows start to end of a group; they may be none.
     """
-    rows = sum(sizes)
-    seams = [rows * place // places for place in range(1, places)]
+    each = np.repeat(np.ones(len(sizes)) if lengths is None else lengths, sizes)
+    made = np.concatenate([[0], np.cumsum(each)])
+    # Of the rows' ends those that are next to equal shares of the tokens.
+    shares = made[-1] * np.arange(1, places) / places
+    seams = np.searchsorted(made[:-1] + each / 2, shares).tolist()
     dealt: list[list[tuple[int, int, int]]] = [[] for _ in range(places)]
     firsts = itertools.accumulate(sizes, initial=0)
     for group, (first, size) in enumerate(zip(firsts, sizes, strict=False)):
-        inner = [] if whole else [seam - first for seam in seams if first < seam < first + size]
+        inner = [seam - first for seam in dict.fromkeys(seams) if first < seam < first + size]
+        inner = [] if whole else inner
         for start, end in itertools.pairwise([0, *inner, size]):
             # Of one that is not parted, where its middle lies.
             at = first + (size // 2 if whole else start)

@@ -204,6 +204,7 @@ class Engine:
         max_concurrent: int | None = None,
         turns: TurnTaker | None = None,
         places: int = 1,
+        lengths: Sequence[float] | None = None,
     ) -> list[Schedule]:
         """Checks prompts, and deals them out: a schedule for each of so many devices, all of the same shapes.
 
@@ -214,6 +215,7 @@ class Engine:
             max_concurrent: Slots of each device.
             turns: See above.
             places: How many devices there are. With several, none has more slots than its share of the rows.
+            lengths: See `deal`.
 
         Raises:
             ValueError: As `stream`.
@@ -258,7 +260,7 @@ class Engine:
             sizes=batch_sizes(slots) if self._compact else (slots,),
         )
         num_pages = self._num_pages(demand.pages(slots), capacity(slots), prompts)
-        hands = deal(prompts, places)
+        hands = deal(prompts, places, lengths)
         return [Schedule(shapes, num_pages, hands, turns, place=place) for place in range(places)]
 
     def completions(

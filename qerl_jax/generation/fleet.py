@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import numpy as np
 
 from qerl_jax.generation.engine import Engine, whole
 from qerl_jax.generation.scheduler import QueuedPrompt, RowTokens, Schedule, TurnTaker
@@ -30,6 +31,8 @@ class Fleet:
 
     def __init__(self, engine: Engine, replicas: Replicas):
         self._engine, self._replicas = engine, replicas
+        # Mean tokens of the completions of a prompt when it was last sampled, by the bytes of its tokens.
+        self._lengths: dict[bytes, float] = {}
 
     def stream(
         self,
@@ -42,6 +45,9 @@ class Fleet:
         turns: TurnTaker | None = None,
     ) -> Iterator[list[RowTokens]]:
         """Samples all rows, and gives what each chunk of each device brought, as it comes; see `Engine.stream`.
+
+        Rows are dealt out by the lengths that prompts had when they were last sampled; of a new one the mean of
+        the others is expected.
 
         Args:
             variables: As the replicas hold them.
@@ -60,8 +66,10 @@ class Fleet:
             max_concurrent=max_concurrent,
             turns=turns,
             places=len(self._replicas),
+            lengths=self._expected(prompts),
         )
-        return self._run(self._replicas.each(variables), schedules, temperature)
+        chunks = self._run(self._replicas.each(variables), schedules, temperature)
+        return self._remembered(prompts, chunks)
 
     def completions(
         self,
@@ -72,6 +80,26 @@ class Fleet:
     ) -> Iterator[RowTokens]:
         """Samples all rows as `stream` does, and gives each one whole when it ends."""
         return whole(self.stream(variables, prompts, temperature, **limits))
+
+    def _expected(self, prompts: Sequence[QueuedPrompt]) -> list[float]:
+        """Tokens that are expected of a completion of each prompt."""
+        found = [self._lengths.get(prompt.tokens.tobytes()) for prompt in prompts]
+        known = [length for length in found if length is not None]
+        mean = sum(known) / len(known) if known else 1.0
+        return [mean if length is None else length for length in found]
+
+    def _remembered(
+        self, prompts: Sequence[QueuedPrompt], chunks: Iterator[list[RowTokens]]
+    ) -> Iterator[list[RowTokens]]:
+        """The chunks, of which the lengths are kept when all are there."""
+        made = np.zeros(sum(len(prompt.keys) for prompt in prompts))
+        for rows in chunks:
+            for row in rows:
+                made[row.row] += len(row.tokens)
+            yield rows
+        ends = np.cumsum([len(prompt.keys) for prompt in prompts])
+        for prompt, each in zip(prompts, np.split(made, ends[:-1]), strict=True):
+            self._lengths[prompt.tokens.tobytes()] = float(each.mean())
 
     def _run(
         self, policies: Sequence[dict[str, Any]], schedules: Sequence[Schedule], temperature
@@ -118,7 +146,7 @@ class _EndedError(Exception):
 
 
 class _CompileOnce:
-    """Lets one device after the other come to a program that is new to it.
+    """Lets one device after the other come to a program that is new to it, and no two compile at a time.
 
     The first compiles it, the others find it in JAX's cache of compiled programs (on a CPU each compiles it). What is
     compiled twice is not always the same program: XLA measures each time which algorithms are fastest, and they round
@@ -126,7 +154,7 @@ class _CompileOnce:
     """
 
     def __init__(self):
-        self._locks: dict[Hashable, threading.Lock] = {}
+        self._lock = threading.Lock()
         self._known: set[Hashable] = set()
 
     @contextlib.contextmanager
@@ -134,6 +162,6 @@ class _CompileOnce:
         if (device, program) in self._known:
             yield
             return
-        with self._locks.setdefault(program, threading.Lock()):
+        with self._lock:
             yield
         self._known.add((device, program))

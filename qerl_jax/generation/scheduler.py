@@ -202,11 +202,18 @@ def _ending(row: int, why: Literal["stop", "length"]) -> RowTokens:
     return RowTokens(row, np.zeros(0, np.int32), none, why, none, np.zeros(0, bool))
 
 
-def deal(prompts: Sequence[QueuedPrompt], places: int = 1) -> dealing.Hands:
+def deal(
+    prompts: Sequence[QueuedPrompt], places: int = 1, lengths: Sequence[float] | None = None
+) -> dealing.Hands:
     """Deals prompts out to devices, for a `Schedule` each.
 
-    A prompt's completions stay together, but for the few whose parting makes all have as many rows: not those
+    A prompt's completions stay together, but for the few whose parting makes all have as much to do: not those
     that have noise of their own each, for the prompt runs under that of the first.
+
+    Args:
+        prompts: Any number.
+        places: How many devices there are.
+        lengths: Tokens that are expected of a completion of each prompt; None means as many of all.
     """
     sizes = [len(prompt.keys) for prompt in prompts]
     firsts = list(itertools.accumulate(sizes, initial=0))
@@ -219,7 +226,7 @@ def deal(prompts: Sequence[QueuedPrompt], places: int = 1) -> dealing.Hands:
             prompt = dataclasses.replace(prompt, keys=prompt.keys[start:end], noise=noise)
         return _Cached(prompt, firsts[group] + start, end - start)
 
-    dealt = dealing.spans(sizes, places, whole=whole)
+    dealt = dealing.spans(sizes, places, whole=whole, lengths=lengths)
     return dealing.Hands([[piece(*each) for each in hand] for hand in dealt])
 
 

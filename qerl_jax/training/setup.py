@@ -137,7 +137,7 @@ def setup(
     base_model.choose_kernels(cfg.model)
     replicas = Replicas.of(cfg.mesh, cfg.generation_batch_size)
     if len(replicas) > 1:
-        runtime.cache_all_programs()
+        runtime.use_several_devices()
     memory_plan, earlier_peak = _plan_memory(cfg), peak_memory()
     planned = memory.planned(cfg, limit=memory.device_memory())
     start = _starting_adapter(cfg)
