@@ -26,10 +26,13 @@ from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.config import GrpoConfig, MeshConfig
 from qerl_jax.generation.fleet import Fleet
 from qerl_jax.mesh import Replicas
+from qerl_jax.rl import rollouts
 from qerl_jax.tracking import logger
 from qerl_jax.training.trainer import train
 from tests import test_tiny_run as tiny
 from tests.qerl_jax.generation import test_engine as engines
+from tests.qerl_jax.generation import test_turns as turning
+from tests.qerl_jax.rl import test_rollouts as rolled
 from tests.qerl_jax.rl import test_update as updates
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -141,6 +144,48 @@ def test_an_error_on_one_device_ends_all_and_is_raised():
     variables = replicas(2).hold(engines.policy()[1])
     with pytest.raises(ZeroDivisionError):
         list(broken.stream(variables, engines.prompts(), 1.0, max_prompt_length=engines.WIDTH))
+
+
+@devices
+@pytest.mark.parametrize("per", ["group", "sequence", "token"])
+def test_noise_of_rows_is_the_same_on_any_number_of_devices(per):
+    sampler, variables = rolled.noisy(per)
+    sampler = dataclasses.replace(sampler, engine=Fleet(sampler.engine, replicas(4)))
+    arguments = replicas(4).hold(variables), rolled.PROBLEMS, jax.random.key(0)
+    found, alone = (
+        rollouts.collect(sampler, *arguments, groups=rolled.PLACES),
+        rolled.collect_noisy(per),
+    )
+    assert found.texts == alone.texts
+    for ours, theirs in zip(found.logps, alone.logps, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+@devices
+def test_rows_of_several_turns_go_on_on_their_device():
+    subject = Fleet(engines.make(stop_tokens=turning.STOPS), replicas(3))
+    queue, taker = engines.prompts(limit=turning.LIMIT), turning.Turns(late=True)
+    limits = {"max_prompt_length": engines.WIDTH, "max_concurrent": 2, "turns": taker}
+    found = subject.completions(replicas(3).hold(engines.policy()[1]), queue, 1.0, **limits)
+    rows = sorted(found, key=lambda row: row.row)
+    turning.assert_same(rows, turning.sample(turning.Turns()))
+
+
+@devices
+def test_the_second_time_rows_are_dealt_out_by_their_lengths():
+    subject = Fleet(engines.make(stop_tokens=engines.stops()), replicas(3))
+    variables, queue = replicas(3).hold(engines.policy()[1]), engines.prompts()
+    assert subject._expected(queue) == [1.0] * len(queue)
+    sample = lambda: list(
+        subject.completions(variables, queue, 1.0, max_prompt_length=engines.WIDTH)
+    )
+    lengths = {row.row: len(row.tokens) for row in sample()}
+    expected = [lengths[0] + lengths[1], lengths[2] + lengths[3] + lengths[4]]
+    assert subject._expected(queue)[:2] == [expected[0] / 2, expected[1] / 3]
+    new = dataclasses.replace(queue[0], tokens=np.array([63, 62], np.int32))
+    known = subject._expected(queue)
+    assert subject._expected([*queue, new]) == [*known, sum(known) / len(known)]
+    assert {row.row: len(row.tokens) for row in sample()} == lengths
 
 
 LEARNED = {
