@@ -4,9 +4,12 @@ Data parallel: each replica holds the whole policy on a device of its own, sampl
 the micro-batches. Only sums of gradients cross, before the optimizer's step.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 
 import jax
@@ -83,10 +86,35 @@ class Replicas:
         if not self.devices:
             (tree,) = trees
             return tree
-        whole = _all_reduce(self._mesh)(jax.tree.map(self._side_by_side, *trees))
+        whole = _all_reduce(self._mesh)(jax.tree.map(self._stacked, *trees))
         return jax.tree.map(lambda x, like: x.reshape(like.shape), whole, trees[0])
 
-    def _side_by_side(self, *parts: jax.Array) -> jax.Array:
+    def side_by_side[Result](self, work: Callable[[int], Result]) -> list[Result]:
+        """What `work` gives for the number of each device, called in a thread of its own for each.
+
+        To launch a program on a GPU takes until most of it has run: one thread would make devices take turns.
+        """
+        if not self.devices:
+            return [work(0)]
+        with ThreadPoolExecutor(len(self.devices)) as threads:
+            return list(threads.map(work, range(len(self.devices))))
+
+    def compiling(
+        self, device: jax.Device, *program: Hashable
+    ) -> contextlib.AbstractContextManager:
+        """Around a call of a program: lets one device after the other come to one that is new to it.
+
+        The first compiles it, the others find it in JAX's cache of compiled programs (on a CPU each compiles it). What
+        is compiled twice is not always the same program: XLA measures each time which algorithms are fastest, and
+        they round differently.
+
+        Args:
+            device: Where it runs.
+            *program: What tells it from others.
+        """
+        return _one_after_the_other(device, program) if self.devices else contextlib.nullcontext()
+
+    def _stacked(self, *parts: jax.Array) -> jax.Array:
         """One array of which each device holds its own part; a number becomes an axis."""
         parts = [part.reshape(-1) if part.ndim == 0 else part for part in parts]
         first, *rest = parts[0].shape
@@ -99,6 +127,19 @@ class Replicas:
     @property
     def _mesh(self) -> Mesh:
         return _mesh(self.devices)
+
+
+_compiles, _compiled = threading.Lock(), set()
+
+
+@contextlib.contextmanager
+def _one_after_the_other(device: jax.Device, program: Hashable) -> Iterator[None]:
+    if (device, program) in _compiled:
+        yield
+        return
+    with _compiles:
+        yield
+    _compiled.add((device, program))
 
 
 @functools.cache

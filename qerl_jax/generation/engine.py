@@ -316,7 +316,7 @@ class Engine:
             while not chunks or (len(chunks) == 1 and schedule.goes_on()):
                 if not chunks:
                     while (fresh := schedule.next_prefill()) is not None:
-                        with compiles(device, "prefill", fresh[0].shape):
+                        with compiles(device, self._model, pool[0].shape, fresh[0].shape):
                             pool = _prefill(variables, pool, *fresh, model=self._model)
                     if (copies := schedule.copies()) is not None:
                         pool = _copy(pool, *copies)
@@ -324,7 +324,7 @@ class Engine:
                         break
                     with_history = self._spec.repetition_penalty != 1
                     slots = jax.device_put(schedule.slots(with_history), device)
-                with compiles(device, "decode", slots.tables.shape):
+                with compiles(device, self._model, self._spec, pool[0].shape, slots.tables.shape):
                     pool, brought, moved = _decode(
                         variables, pool, slots, temperature, self._stop_tokens, **traits
                     )

@@ -6,7 +6,7 @@ A thread of its own drives each device, so that none waits for another between c
 import contextlib
 import queue
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -106,7 +106,7 @@ class Fleet:
     ) -> Iterator[list[RowTokens]]:
         # What devices bring: rows, None when one has ended, or an error.
         brought: queue.SimpleQueue = queue.SimpleQueue()
-        ended, compiles = threading.Event(), _CompileOnce()
+        ended = threading.Event()
 
         def leave_if_ended():
             if ended.is_set():
@@ -115,7 +115,11 @@ class Fleet:
         def drive(policy: dict[str, Any], schedule: Schedule) -> None:
             try:
                 for rows in self._engine.run(
-                    policy, schedule, temperature, poll=leave_if_ended, compiles=compiles
+                    policy,
+                    schedule,
+                    temperature,
+                    poll=leave_if_ended,
+                    compiles=self._replicas.compiling,
                 ):
                     brought.put(rows)
                 brought.put(None)
@@ -143,25 +147,3 @@ class Fleet:
 
 class _EndedError(Exception):
     """What a device's thread is left by when another has failed."""
-
-
-class _CompileOnce:
-    """Lets one device after the other come to a program that is new to it, and no two compile at a time.
-
-    The first compiles it, the others find it in JAX's cache of compiled programs (on a CPU each compiles it). What is
-    compiled twice is not always the same program: XLA measures each time which algorithms are fastest, and they round
-    differently.
-    """
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        self._known: set[Hashable] = set()
-
-    @contextlib.contextmanager
-    def __call__(self, device: jax.Device, *program: Hashable) -> Iterator[None]:
-        if (device, program) in self._known:
-            yield
-            return
-        with self._lock:
-            yield
-        self._known.add((device, program))

@@ -517,7 +517,7 @@ def anchors(
     They are of the rows in `cuts`, the micro-batches of each optimizer batch, and 0 elsewhere.
     """
     cfg, fixed = updater.objective.grpo, {}
-    rows = _computed(cuts)
+    rows = _rows_of(cuts)
     # With a single step per rollout the policy that recomputes is the policy that learns.
     if cfg.old_logprobs == "recompute" and steps > 1:
         fixed["old_logps"] = all_logps(updater, state.params, frozen, experience, noise, rows)
@@ -546,16 +546,40 @@ def all_logps(
 
 def _of_tokens(updater, params, frozen, experience, noise, rows, adapter, of) -> np.ndarray:
     """float32 [B, C], what `score` finds of those rows [N] of a rollout, and 0 of others."""
-    found = np.zeros(experience.completions.shape, np.float32)
+    found, objective = np.zeros(experience.completions.shape, np.float32), updater.objective
     policies = updater.replicas.each((params, frozen, noise))
-    cut, scored = cut_rows(updater, experience, rows), []
-    for batch, place in zip(cut, microbatches.dealt(cut, len(policies)), strict=True):
-        packed = experience.pack(batch, {})
-        values = score(updater.objective, *policies[place], packed, adapter, of)
-        scored.append((batch, packed.packing, values))
-    for *place, values in scored:
-        experience.unpack(found, *place, np.asarray(values))
+
+    cut = cut_rows(updater, experience, rows)
+
+    def scored(number, place):
+        packed = experience.pack(cut[number], {})
+        values = score(objective, *policies[place], packed, adapter, of)
+        return cut[number], packed.packing, values
+
+    for *where, values in _computed(updater, cut, scored, program=(objective, adapter, of)):
+        experience.unpack(found, *where, np.asarray(values))
     return found
+
+
+def _computed[Found](
+    updater: Updater,
+    cut: Sequence[microbatches.MicroBatch],
+    compute: Callable[[int, int], Found],
+    program: Any,
+) -> list[Found]:
+    """What compute(number of a micro-batch, number of its device) gives, for all of them in order; devices at a time."""
+    replicas = updater.replicas
+    places = microbatches.dealt(cut, len(replicas))
+
+    def work(place):
+        device, found = replicas.devices[place] if replicas.devices else None, {}
+        for number in (n for n, at in enumerate(places) if at == place):
+            with replicas.compiling(device, program, cut[number].shape):
+                found[number] = compute(number, place)
+        return found
+
+    found = {number: x for each in replicas.side_by_side(work) for number, x in each.items()}
+    return [found[number] for number in range(len(cut))]
 
 
 def _high_entropy(
@@ -652,18 +676,20 @@ def summed_gradient(
     policies = updater.replicas.each((params, frozen, noise))
     # Made before anything runs: what one device makes for another must not wait for what that device does.
     keys = [jax.random.fold_in(key, number) for number in range(len(cut))]
-    sums, counts = list(updater.replicas.each(zeros(params))), []
-    places = microbatches.dealt(cut, len(policies))
-    for batch, micro_key, place in zip(cut, keys, places, strict=True):
-        sums[place], count = accumulate(
+    sums = list(updater.replicas.each(zeros(params)))
+
+    def accumulated(number, place):
+        sums[place], counts = accumulate(
             updater.objective,
             sums[place],
             *policies[place],
-            experience.pack(batch, fixed),
+            experience.pack(cut[number], fixed),
             totals,
-            micro_key,
+            keys[number],
         )
-        counts.append(count)
+        return counts
+
+    counts = _computed(updater, cut, accumulated, program=updater.objective)
     return updater.replicas.total(sums), counts
 
 
@@ -749,7 +775,7 @@ def token_budget(
     )
 
 
-def _computed(cuts: Sequence[Sequence[microbatches.MicroBatch]]) -> np.ndarray:
+def _rows_of(cuts: Sequence[Sequence[microbatches.MicroBatch]]) -> np.ndarray:
     """int [N], the rows that are in any micro-batch, in order."""
     rows = np.unique(np.concatenate([batch.rows for cut in cuts for batch in cut]))
     return rows[rows >= 0]
@@ -759,11 +785,11 @@ def _packing_metrics(
     experience: Experience, cuts: Sequence[Sequence[microbatches.MicroBatch]]
 ) -> dict[str, float]:
     """How much of what the update computed was rows; how many of them, and in how many shapes."""
-    real = sum(experience.rows_to_cut(_computed([cut])).tokens for cut in cuts)
+    real = sum(experience.rows_to_cut(_rows_of([cut])).tokens for cut in cuts)
     shapes = [batch.shape for cut in cuts for batch in cut]
     return {
         "update/padding": 1 - real / sum(shape.tokens for shape in shapes),
-        "update/rows": len(_computed(cuts)) / len(cuts),
+        "update/rows": len(_rows_of(cuts)) / len(cuts),
         "update/programs": len(set(shapes)),
     }
 
