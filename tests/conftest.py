@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: item.path.name not in longest)
 
     on_devices = [item for item in items if item.get_closest_marker("devices")]
-    if on_devices and _num_devices() < 8:
+    if on_devices and _num_devices() < 2:
         items[:] = [item for item in items if item not in on_devices]
         config.hook.pytest_deselected(items=on_devices)
 
