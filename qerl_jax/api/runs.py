@@ -19,6 +19,7 @@ from qerl_jax.rewards import scoring
 from qerl_jax.rewards.environments import Tool
 from qerl_jax.rewards.stock import RewardFunction, completion_text
 from qerl_jax.tracking import logger
+from qerl_jax.tracking.health import Health
 from qerl_jax.training import trainer
 
 if TYPE_CHECKING:
@@ -56,6 +57,11 @@ class Run:
 
         rows = logger.read_metrics(self.folder)
         return pandas.DataFrame(rows, columns=None if rows else ["step"]).set_index("step")
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether a step so far taught the policy something: two rewards differed, and an update was made."""
+        return Health.of(self.config, logger.read_metrics(self.folder)).has_learned
 
     def plot(self) -> "Figure":
         """Draws the charts of the run into one figure, which a notebook shows and `savefig` writes."""

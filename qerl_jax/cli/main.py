@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         0 when it is done; 2 when the input, the disk or the memory is not as it must be; 1 for an error that no
-        one foresaw, whose traceback is in a file; 130 and 143 when SIGINT or SIGTERM has ended it. Whatever went
+        one foresaw, whose traceback is in a file; 3 for a run that has learned nothing; 130 and 143 when SIGINT or SIGTERM has ended it. Whatever went
         wrong is one line on stderr, with `--debug` after its traceback.
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
             ]
             raise ValueError(f"there is no such command; {[*near, 'qerl --help lists them'][0]}")
         if reads_itself:
-            COMMANDS[name](rest)
+            return COMMANDS[name](rest) or 0
         else:
             # tyro shows a parameter's description with its line breaks.
             COMMANDS[name].__doc__ = text.replace("\n" + 8 * " ", " ")

@@ -3,22 +3,31 @@
 import argparse
 import os
 import pathlib
+import sys
 
 import qerl_jax
 from qerl_jax.cli.common import log, run_config, use_compilation_cache
 from qerl_jax.training import stopping
 
+# The exit code of a run that has ended without one step that taught it something.
+NOTHING_LEARNED = 3
 
-def train(argv: list[str]) -> None:
+
+def train(argv: list[str]) -> int:
     """usage: qerl train CONFIG.toml [--section.field VALUE ...]
 
     Trains an adapter, or resumes the run in output_dir, and writes a page about it.
     `qerl train CONFIG.toml --help` shows every field of the config with its value.
     SIGINT (Ctrl-C) and SIGTERM end the step or leave it, save, and exit with 130 or 143.
+    A run that has learned nothing says why, and exits with 3.
     """
     with stopping.ending_at_once("qerl train"):
         run = qerl_jax.train(run_config("train", argv))
         log(f"page in {run.report()}", run.summary())
+    if run.has_learned:
+        return 0
+    sys.stderr.write(f"qerl train: this run has learned nothing (exit status {NOTHING_LEARNED})\n")
+    return NOTHING_LEARNED
 
 
 def plan(argv: list[str]) -> None:

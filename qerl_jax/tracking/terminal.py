@@ -127,9 +127,8 @@ class Display:
         """A step begins, for which so many rows are sampled; says how long it may take by those before."""
         if self._live is None:
             return
-        # The first step compiles.
-        times = self._history.get("step_time", [])[1:][-_EXPECTED_BY:]
-        expected = f"of about {statistics.median(times):.0f} s" if times else ""
+        usual = self._usual_time()
+        expected = "" if usual is None else f"of about {usual:.0f} s"
         self._step_bar.reset(self._step_task, total=rows, description="rollout", expected=expected)
 
     def row_ended(self) -> None:
@@ -150,6 +149,10 @@ class Display:
             self._bar.update(self._task, completed=step)
             return
         shown = [f"{label} {form.format(row[name])}" for label, name, form in _LINE if name in row]
+        if skipped := row.get("updates/skipped"):
+            shown.append(f"skipped {skipped}")
+        if step < self._total and (each := self._usual_time()) is not None:
+            shown.append(f"left {_duration(each * (self._total - step))}")
         line = "  ".join((f"step {step}/{self._total}", *shown))
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
@@ -165,6 +168,11 @@ class Display:
         """Leaves the last view standing."""
         if self._live is not None:
             self._live.stop()
+
+    def _usual_time(self) -> float | None:
+        """Seconds of a step by those before; the first one of this process compiles, and tells nothing."""
+        times = self._history.get("step_time", [])[1:][-_EXPECTED_BY:]
+        return statistics.median(times) if times else None
 
     def _view(self) -> Group:
         parts = [self._bar, self._step_bar]
@@ -204,6 +212,13 @@ class Display:
 def asked(prompt: str | Sequence[Mapping[str, str]]) -> str:
     """What a prompt asks: its text, or the last message of a chat."""
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+
+
+def _duration(seconds: float) -> str:
+    """A time as hours, minutes and seconds: 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _shortened(text: str) -> str:

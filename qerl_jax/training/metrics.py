@@ -98,6 +98,7 @@ def of_rollout(scored: rollouts.Scored, functions: Sequence[scoring.Named]) -> d
         "reward_std": float(np.mean(spreads)) if spreads else 0.0,
         "frac_reward_zero_std": float(1 - np.asarray(grpo.informative(rewards)).mean()),
         "completions/without_reward": int((~judged).sum()),
+        "completions/judged_ratio": float(judged.mean()),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": int(lengths.min()),
         "completions/max_length": int(lengths.max()),

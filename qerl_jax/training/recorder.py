@@ -8,12 +8,12 @@ from typing import Any, Self
 
 from qerl_jax import memory
 from qerl_jax.checkpoint import hf_folder, peft
-from qerl_jax.config import RunConfig
 from qerl_jax.files import write_whole, writing
 from qerl_jax.model.transformer import as_computed
 from qerl_jax.rl import dynamic_sampling, update
+from qerl_jax.tracking import health
 from qerl_jax.tracking.logger import Logger, plain, read_metrics
-from qerl_jax.training import guards, health, metrics
+from qerl_jax.training import guards, metrics
 from qerl_jax.training.setup import PreparedRun
 from qerl_jax.training.stopping import Stopped
 
@@ -29,6 +29,7 @@ class Recorder:
 
     Attributes:
         trace: The step that is being done; None before the first.
+        health: What the metrics so far say of the run.
     """
 
     def __init__(self, run: PreparedRun, logger: Logger, on_step: Callback | None):
@@ -44,9 +45,7 @@ class Recorder:
         if any(row["step"] == self._saved for row in rows):
             self._pending = None
         self.trace: metrics.Trace | None = None
-        self._health = health.Health(_usual_mismatch(run.cfg))
-        for row in rows:  # what was said of them is not said again
-            self._health.see(row)
+        self.health = health.Health.of(run.cfg, rows)
 
     def begin(self) -> bool:
         """Does what comes before the first step, and says whether to go on.
@@ -85,7 +84,7 @@ class Recorder:
             export(run, folder / "best", state.params)
             table = {"step": step} | {k: v for k, v in row.items() if k.startswith("eval/")}
             write_whole(folder / "best.json", json.dumps(table, indent=2) + "\n")
-        for warning in self._health.see(row | {"step": step}):
+        for warning in self.health.see(row | {"step": step}):
             self._logger.note(warning)
         self._pending = None
         goes_on = self._on_step is None or self._on_step(step, row) is not False
@@ -156,13 +155,6 @@ class Recorder:
         guards.require_finite(learned_state(self._state), int(self._state.step))
         self._run.files.save(self._state, table)
         self._saved = int(self._state.step)
-
-
-def _usual_mismatch(cfg: RunConfig) -> float | None:
-    """See `Health`; None where the sampler alone has noise."""
-    if cfg.noise is not None and cfg.noise.scope == "rollout":
-        return None
-    return {"bfloat16": 0.05, "float32": 1e-3}[cfg.model.dtype]
 
 
 def learned_state(state: update.TrainState) -> dict[str, Any]:

@@ -217,6 +217,8 @@ def _loop(
         folder = pathlib.Path(cfg.output_dir) / ("adapter" if run.model.lora else "model")
         recorder.export(run, folder, state.params)
         logger.note(f"{folder.name} in {folder}")
+        if closing := record.health.closing():
+            logger.note(closing)
     return state
 
 

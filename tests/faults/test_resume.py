@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+import qerl_jax
 from qerl_jax import config
 from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.rl import rollouts
@@ -122,10 +123,12 @@ def test_a_warning_about_a_run_is_given_once_and_not_again_when_it_is_resumed(tm
     def zero(completions, **_):
         return [0.0] * len(completions)
 
-    for steps in (11, 13):
+    for steps in (3, 4):
         train(harness.tiny(tmp_path, max_steps=steps), reward_functions=[zero])
         shown = " ".join(capsys.readouterr().out.split())
-        assert shown.count("warning: step 10: frac_reward_zero_std has been 1") == (steps == 11)
+        assert shown.count("warning: step 3: nothing was learned in the first 3") == (steps == 3)
+        assert f"warning: this run has learned nothing in {steps} steps. In no group" in shown
+    assert not qerl_jax.load_run(tmp_path).has_learned
 
 
 @pytest.mark.slow

@@ -3,10 +3,12 @@
 import importlib.metadata
 import inspect
 import pathlib
+import types
 
 import jax
 import pytest
 
+import qerl_jax
 from qerl_jax import config
 from qerl_jax.cli import common, main
 from qerl_jax.config import ConfigError, EvalConfig, NoiseConfig
@@ -127,6 +129,17 @@ def test_steps_and_epochs_together_are_refused(capsys):
 def test_a_missing_config_file_is_named(argv):
     with pytest.raises(ConfigError, match="missing the config file: qerl train CONFIG.toml"):
         common.run_config("train", argv)
+
+
+@pytest.mark.parametrize(("has_learned", "code"), [(True, 0), (False, 3)])
+def test_the_exit_code_tells_whether_a_run_has_learned_anything(
+    has_learned, code, monkeypatch, capsys
+):
+    run = types.SimpleNamespace(report=str, summary=str, has_learned=has_learned)
+    monkeypatch.setattr(qerl_jax, "train", lambda cfg: run)
+    assert main.main(["train", str(QUICKSTART)]) == code
+    said = "qerl train: this run has learned nothing (exit status 3)\n"
+    assert capsys.readouterr().err == ("" if has_learned else said)
 
 
 def test_env_names_versions_and_devices(capsys):

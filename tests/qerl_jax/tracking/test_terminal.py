@@ -69,6 +69,18 @@ def test_a_file_gets_a_line_per_step():
     assert lines == ["step 4/50  reward 0.250  len 31  accuracy 0.500", "adapter in runs/x"]
 
 
+def test_a_line_tells_skipped_updates_and_the_time_that_is_left():
+    out = io.StringIO()
+    view = display.Display(300, 0, Console(file=out, width=100))
+    for step, seconds in enumerate((90.0, 20.0, 20.0), 1):
+        view.show(step, {"reward": 0.0, "step_time": seconds, "updates/skipped": step - 1})
+    assert out.getvalue().splitlines() == [
+        "step 1/300  reward 0.000  s 90.0",
+        "step 2/300  reward 0.000  s 20.0  skipped 1  left 1:39:20",
+        "step 3/300  reward 0.000  s 20.0  skipped 2  left 1:39:00",
+    ]
+
+
 def test_a_step_shows_its_rows_its_phase_and_the_time_that_is_expected():
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=100, height=40, color_system=None)

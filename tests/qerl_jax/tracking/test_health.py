@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from qerl_jax.training.health import Health
+from qerl_jax.tracking.health import Health
 
 WELL = {
     "reward": 0.5,
@@ -90,12 +90,55 @@ def test_nothing_is_said_of_single_steps():
         assert health.see({"step": step} | row) == []
 
 
-def test_a_run_that_never_learned_is_told_after_ten_steps():
+DEAD = WELL | {"frac_reward_zero_std": 1.0, "reward": 0.0, "updates/empty": 1}
+
+
+def test_a_run_that_never_learned_is_told_after_three_steps_and_at_its_end():
     health = Health()
-    bad = WELL | {"frac_reward_zero_std": 1.0, "reward": 0.0}
-    lines = [health.see({"step": step} | bad) for step in range(1, 12)]
-    assert [len(each) for each in lines] == 9 * [0] + [1, 0]
-    assert lines[9][0].startswith("warning: step 10: frac_reward_zero_std has been 1 for 10 steps")
+    lines = [health.see({"step": step} | DEAD) for step in range(1, 15)]
+    assert [len(each) for each in lines] == [0, 0, 1, *11 * [0]]
+    assert lines[2][0].startswith(
+        "warning: step 3: nothing was learned in the first 3 steps. In no"
+    )
+    assert health.closing().startswith("warning: this run has learned nothing in 14 steps. In no")
+    assert (health.has_learned, health.steps, health.taught) == (False, 14, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        ({"completions/judged_ratio": 0.0}, "returned None for every completion"),
+        ({"completions/clipped_ratio": 1.0}, "100% of the completions are cut off before"),
+        ({"sampling/entropy": 0.001}, "almost equal (sampling/entropy is 0.001)"),
+        (
+            {"rewards/a/std": 0.0, "rewards/b/std": 0.0},
+            "did two rewards differ: all rewards are 0.",
+        ),
+        ({"rewards/a/std": 0.3, "rewards/b/std": 0.0}, "problems that are always or never solved"),
+        ({"updates/non_finite": 1}, "losses or gradients that are no numbers"),
+        ({"frac_reward_zero_std": 0.5}, "left out of the update, by grpo.mask_truncated"),
+    ],
+)
+def test_the_cause_of_learning_nothing_is_named(changes, cause):
+    health = Health()
+    for step in range(1, 4):
+        said = health.see({"step": step} | DEAD | changes)
+    assert cause in said[0] and cause in health.closing()
+
+
+def test_the_end_of_a_run_counts_the_steps_that_taught_something():
+    def after(*taught):
+        health = Health()
+        for step, each in enumerate(taught, 1):
+            health.see({"step": step} | (WELL if each else DEAD))
+        return health.closing()
+
+    assert after() is None and after(*10 * [True]) is None and after(True, *9 * [False]) is None
+    assert after(True, *10 * [False]).startswith("warning: only 1 of 11 steps taught something:")
+    # Two updates of a rollout, of which one was made.
+    health = Health()
+    health.see({"step": 2, "updates/empty": 1} | WELL)
+    assert health.has_learned and health.closing() is None
 
 
 def test_rows_that_lack_metrics_or_hold_what_is_no_number_are_taken_as_they_come():

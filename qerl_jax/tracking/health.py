@@ -1,14 +1,21 @@
 """Warnings that a person who watches the curves would give: what is going wrong, why, and what to change."""
 
 import dataclasses
+import re
 import statistics
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self
+
+from qerl_jax.config import RunConfig
 
 type Row = Mapping[str, Any]
 
 # Steps that a mean is taken over: noise of single steps is larger than most of what is looked for.
 _WINDOW = 10
+# A run that has learned nothing in its first steps is told after so many.
+_EARLY = 3
+# Below this share of steps that taught something, the end of a run says so.
+_FEW = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +37,11 @@ class Health:
     """Looks at the metrics of a run, row by row, and says what is wrong with it; each thing once.
 
     A resumed run shows it the rows so far first, so that nothing is said twice.
+
+    Attributes:
+        usual_mismatch: See `__init__`.
+        steps: Rollouts that were learned from.
+        taught: Those of them after which a weight was changed by rewards that differ.
     """
 
     def __init__(self, usual_mismatch: float | None = None):
@@ -40,8 +52,39 @@ class Health:
                 where they differ on purpose.
         """
         self.usual_mismatch = usual_mismatch
+        self.steps = self.taught = 0
+        self._step = 0
+        self._are_equal = False
         self._values: dict[str, list[float]] = {}
         self._said: set[str] = set()
+
+    @classmethod
+    def of(cls, cfg: RunConfig, rows: Iterable[Row] = ()) -> Self:
+        """The health of a run that has logged these rows; what is wrong in them counts as said."""
+        only_sampler_has_noise = cfg.noise is not None and cfg.noise.scope == "rollout"
+        bound = {"bfloat16": 0.05, "float32": 1e-3}[cfg.model.dtype]
+        health = cls(None if only_sampler_has_noise else bound)
+        for row in rows:
+            health.see(row)
+        return health
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether a step taught it something; True before the first step, of which nothing is known."""
+        return self.taught > 0 or self.steps == 0
+
+    def closing(self) -> str | None:
+        """What is said at the end of a run of which no step, or hardly one, taught something; else None."""
+        if self.taught >= _FEW * self.steps:
+            return None
+        if self.has_learned:
+            return (
+                f"warning: only {self.taught} of {self.steps} steps taught something: in the others no two completions "
+                "of a prompt had different rewards, or no update was made. `qerl filter` finds problems that are "
+                "solved sometimes"
+            )
+        steps = f"{self.steps} steps" if self.steps > 1 else "its only step"
+        return f"warning: this run has learned nothing in {steps}. {_cause(self)}"
 
     def see(self, row: Row) -> list[str]:
         """Takes the metrics of a step.
@@ -59,12 +102,24 @@ class Health:
                 values = self._values.setdefault(name, [])
                 values.append(float(value))
                 del values[_WINDOW:-_WINDOW]  # the first and the last are all that is asked for
+        self._count(row)
         found = []
         for name, check in _CHECKS.items():
             if name not in self._said and (line := check(self)):
                 self._said.add(name)
                 found.append(f"warning: step {row.get('step', '?')}: {line}")
         return found
+
+    def _count(self, row: Row) -> None:
+        """Counts a step, and whether it taught something: rewards differed, and an update was made."""
+        step = row.get("step", self._step + 1)
+        updates, self._step = step - self._step, step
+        idle = row.get("updates/empty", 0) + row.get("updates/non_finite", 0)
+        self.steps += 1
+        self.taught += row.get("frac_reward_zero_std", 0) < 1 and idle < max(1, updates)
+        # Functions that gave the same number everywhere have no spread.
+        spreads = [value for name, value in row.items() if _SPREAD.fullmatch(name)]
+        self._are_equal = bool(spreads) and not any(spreads)
 
     def course(self, name: str) -> Course:
         """The course of a metric so far."""
@@ -78,10 +133,10 @@ class Health:
         """The last value of a metric; None where there is none yet."""
         return (self._values.get(name) or [None])[-1]
 
-    def last(self, name: str) -> list[float] | None:
-        """The last ten values of a metric; None where there are fewer."""
+    def last(self, name: str, count: int = _WINDOW) -> list[float] | None:
+        """The last values of a metric, so many; None where there are fewer."""
         values = self._values.get(name, [])
-        return values[-_WINDOW:] if len(values) >= _WINDOW else None
+        return values[-count:] if len(values) >= count else None
 
 
 def _entropy(health: Health) -> str | None:
@@ -109,16 +164,57 @@ def _length(health: Health) -> str | None:
     )
 
 
+def _nothing(health: Health) -> str | None:
+    if health.taught or health.steps < _EARLY:
+        return None
+    return f"nothing was learned in the first {_EARLY} steps. {_cause(health)}"
+
+
 def _reward(health: Health) -> str | None:
     shares = health.last("frac_reward_zero_std")
-    if shares is None or min(shares) < 1:
+    if not health.taught or shares is None or min(shares) < 1:
         return None
-    mean = health.course("reward").last
+    return f"frac_reward_zero_std has been 1 for {_WINDOW} steps: nothing more is learned. {_cause(health)}"
+
+
+def _cause(health: Health) -> str:
+    """Why the last steps taught nothing, and what to change: the first cause that fits."""
+    found = {name: health.latest(name) or 0.0 for name in _LOOKED_AT}
+    if found["updates/non_finite"]:
+        return (
+            "Likely cause: losses or gradients that are no numbers, so that updates are skipped. `qerl replay` of a "
+            "file in non_finite/ says what was not finite"
+        )
+    if health.latest("completions/judged_ratio") == 0:
+        return (
+            "Likely cause: every reward function returned None for every completion. Print what they are given, "
+            "and see whether the rows have the column that they read"
+        )
+    if found["frac_reward_zero_std"] < 1:
+        return (
+            "Likely cause: completions whose rewards differ are left out of the update, by grpo.mask_truncated_completions "
+            "or by the masks of sampling ratios. Look at completions/clipped_ratio and sampling/masked_mean"
+        )
+    same = "In no group of completions did two rewards differ"
+    if found["completions/clipped_ratio"] > 0.9:
+        return (
+            f"{same}. Likely cause: {found['completions/clipped_ratio']:.0%} of the completions are cut off before "
+            "their answer. Raise rollout.max_completion_length, or ask for shorter answers"
+        )
+    if (entropy := health.latest("sampling/entropy")) is not None and entropy < 0.01:
+        return (
+            f"{same}. Likely cause: the completions of a prompt are almost equal (sampling/entropy is {entropy:.2g}). "
+            "Raise rollout.temperature"
+        )
+    if health._are_equal:
+        return (
+            f"{same}: all rewards are {found['reward']:.3g}. Likely cause: a reward that cannot read the completions' "
+            "form, rows without answers, or problems that are all too hard or too easy. Read some completions in "
+            "completions/, and see what the reward makes of them; `qerl filter` finds problems that are solved sometimes"
+        )
     return (
-        f"frac_reward_zero_std has been 1 for {_WINDOW} steps: in no group did two rewards differ (reward "
-        f"{mean:.3g}), so nothing is learned. Likely cause: problems that are too hard or too easy, a reward "
-        "that cannot read the completions' form, or a temperature that is too low. Look at completions/, ask "
-        "`qerl filter` for problems that are solved sometimes, or raise rollout.num_generations"
+        f"{same} (mean reward {found['reward']:.3g}). Likely cause: problems that are always or never solved. Ask `qerl "
+        "filter` for problems that are solved sometimes, give more problems, or raise rollout.num_generations"
     )
 
 
@@ -187,13 +283,16 @@ def _non_finite(health: Health) -> str | None:
 _CHECKS: dict[str, Callable[[Health], str | None]] = {
     "entropy": _entropy,
     "length": _length,
+    "nothing": _nothing,
     "reward": _reward,
     "truncation": _truncation,
     "cost of truncation": _cost_of_truncation,
     "mismatch": _mismatch,
     "not finite": _non_finite,
 }
+_SPREAD = re.compile(r"rewards/.+/std")
 _LOOKED_AT = (
+    "completions/judged_ratio",
     "sampling/entropy",
     "completions/mean_length",
     "completions/clipped_ratio",
