@@ -310,8 +310,11 @@ BAD_RUNS = {
 
 
 @pytest.mark.parametrize("case", BAD_RUNS)
-def test_bad_input_is_one_error_before_a_run_folder_exists(case, tmp_path, capsys):
+def test_bad_input_is_one_error_before_the_base_is_read_and_a_run_folder_exists(
+    case, tmp_path, capsys, monkeypatch
+):
     changes, named = BAD_RUNS[case]
+    monkeypatch.setattr(base_model, "load_weights", lambda *_: pytest.fail("the base was read"))
     path = tmp_path / "bad.toml"
     path.write_text(config.dump(small(tmp_path / "run", **changes)))
     assert main.main(["train", str(path)]) == 2

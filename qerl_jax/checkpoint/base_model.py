@@ -48,34 +48,68 @@ def load_base(
         ValueError, NotImplementedError: When the model or its tokenizer cannot be used, or not by the
             kernels that the config names.
     """
+    model, tokens = describe_base(cfg, lora)
+    return model, load_weights(cfg, model, seed), tokens
+
+
+def describe_base(
+    cfg: ModelConfig, lora: LoraConfig | None
+) -> tuple[Transformer, tokenizer.Tokenizer]:
+    """What is known of a base before its weights are read: the model and the tokenizer.
+
+    Of the hub no more is fetched than that takes. Arguments and errors are those of `load_base`.
+    """
     choose_kernels(cfg)
-    is_shape = cfg.random_base and cfg.model_name_or_path in architecture.KNOWN
-    folder = (
-        None
-        if is_shape
-        else hf_folder.local_folder(cfg.model_name_or_path, weights=not cfg.random_base)
+    folder, kept = None, ()
+    if not _is_shape(cfg):
+        folder = hf_folder.local_folder(cfg.model_name_or_path, weights=False)
+    arch = (
+        architecture.KNOWN[cfg.model_name_or_path] if folder is None else architecture.load(folder)
     )
-    arch = architecture.KNOWN[cfg.model_name_or_path] if is_shape else architecture.load(folder)
     if cfg.weights not in DENSE:
         packed_formats.named(cfg.weights).check(arch)
     require(
-        not is_shape or cfg.trainable != "full",
+        folder is not None or cfg.trainable != "full",
         "model.trainable",
         cfg.trainable,
         f"{cfg.model_name_or_path!r} is a shape without files, from which the checkpoint of a run "
         "could take its config.json",
     )
     tokens = _tokenizer(cfg, folder, arch)
-    kept = () if cfg.random_base else kept_linears(folder, arch)
+    if not cfg.random_base and packed_formats.of_folder(folder) is not None:
+        kept = kept_linears(hf_folder.local_folder(cfg.model_name_or_path), arch)
     model = Transformer(arch, cfg.weights, lora, jnp.dtype(cfg.dtype), kept=kept)
-    frozen = (
-        random_base(model, jax.random.key(seed))
-        if cfg.random_base
-        else read_base(folder, model, cfg.block_scales)
-    )
-    if cfg.trainable == "full":
-        model = model.clone(lora=None, full=True)
-    return model, frozen, tokens
+    return model.clone(lora=None, full=True) if cfg.trainable == "full" else model, tokens
+
+
+def load_weights(
+    cfg: ModelConfig,
+    model: Transformer,
+    seed: int = 0,
+    progress: Callable[[float], None] | None = None,
+) -> Any:
+    """The `frozen` tree of a base on the device: read from its folder, or random.
+
+    Args:
+        cfg: Which base.
+        model: What `describe_base` gave for it.
+        seed: Random seed for a random base.
+        progress: Is told which share of the layers is read.
+
+    Raises:
+        FileNotFoundError, SafetensorsError: When files are missing or cut short; before any weight is read.
+        ValueError, NotImplementedError: When they are not those of the model.
+    """
+    model = model.clone(full=False)
+    if cfg.random_base:
+        return random_base(model, jax.random.key(seed))
+    folder = hf_folder.local_folder(cfg.model_name_or_path)
+    return read_base(folder, model, cfg.block_scales, progress)
+
+
+def _is_shape(cfg: ModelConfig) -> bool:
+    """Whether the config names a shape that is known, without files."""
+    return cfg.random_base and cfg.model_name_or_path in architecture.KNOWN
 
 
 def _tokenizer(
@@ -99,7 +133,10 @@ def _tokenizer(
 
 
 def read_base(
-    folder: str | pathlib.Path, model: Transformer, scales: BlockScales = "search"
+    folder: str | pathlib.Path,
+    model: Transformer,
+    scales: BlockScales = "search",
+    progress: Callable[[float], None] | None = None,
 ) -> Any:
     """Reads a Hugging Face checkpoint into the `frozen` tree, layer by layer.
 
@@ -112,6 +149,7 @@ def read_base(
         folder: Holds config.json and *.safetensors.
         model: Says what is expected, and how linears are to be held.
         scales: How block scales of 16-bit linears are chosen.
+        progress: Is told which share of the layers is read.
 
     Raises:
         NotImplementedError: When the folder is of a packed format that we do not read, or of
@@ -169,7 +207,7 @@ def read_base(
         apart = {"shared": False} if source.name == "nvfp4" and linear not in shared else {}
         return arrange(source.fuse(parts, **apart))
 
-    frozen = assemble(arch, tensors, dtype, read_linear)
+    frozen = assemble(arch, tensors, dtype, read_linear, progress)
     return frozen | ({"kept": stacks} if stacks else {})
 
 
@@ -208,6 +246,7 @@ def assemble(
     tensors: Mapping[str, Any],
     dtype,
     read_linear: Callable[[str, list[str]], PackedWeight | jax.Array],
+    progress: Callable[[float], None] | None = None,
 ) -> Any:
     """Makes the `frozen` tree, layer by layer: the device holds no more than one layer beside the stack.
 
@@ -216,6 +255,7 @@ def assemble(
         tensors: What is no linear, by the names in a folder.
         dtype: Type of embedding, head, norms and biases.
         read_linear: As for `read_layer`.
+        progress: Is told which share of the layers is there.
     """
     # jnp.array copies; asarray may leave a CPU's array in the mapped file, and the base would
     # change with it.
@@ -232,6 +272,10 @@ def assemble(
         if stack is None:
             stack = jax.tree.map(lambda x: jnp.zeros((arch.num_layers, *x.shape), x.dtype), layer)
         stack = _put(stack, layer, index)
+        if progress is not None:
+            # What is not computed yet would make the bar run ahead.
+            jax.block_until_ready(stack)
+            progress((index + 1) / arch.num_layers)
     return frozen | {"layers": stack}
 
 

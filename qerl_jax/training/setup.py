@@ -14,7 +14,6 @@ from qerl_jax import config, config_rules, files, memory
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, hf_folder, peft, run_state
 from qerl_jax.data import datasets
-from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.evaluation.evaluator import Evaluator
 from qerl_jax.generation.conversations import Tools
 from qerl_jax.mesh import Replicas
@@ -22,7 +21,7 @@ from qerl_jax.model import fused_decode, transformer
 from qerl_jax.rewards import environments, scoring, stock
 from qerl_jax.rl import dynamic_sampling, grpo, optimizer, rollouts, update
 from qerl_jax.rl.entropy import EntropyControl
-from qerl_jax.tracking import trackers
+from qerl_jax.tracking import terminal, trackers
 from qerl_jax.training import exploration, metrics, replay, stopping
 
 # Streams of randomness that must not meet; each folds in the step.
@@ -115,10 +114,12 @@ def setup(
     tools: Sequence[environments.Tool] | None = None,
     environment: environments.Tool | Mapping[str, environments.Tool] | None = None,
     stop: stopping.Stop | None = None,
+    quiet: bool = True,
 ) -> PreparedRun:
     """Loads all that a config names; a run that is found in its folder goes on where it was.
 
-    Everything that can be wrong with the input is found before the run folder is made.
+    Everything that can be wrong with the input is found before the run folder is made; what is wrong with
+    rewards and data before the weights of the base are read.
 
     Args:
         cfg: The run.
@@ -127,6 +128,7 @@ def setup(
         tools: Tools, instead of those that `cfg.tools` names.
         environment: A class, or several by name, instead of what `cfg.tools` names.
         stop: Says whether a signal has asked the run to end; sampling asks it between two chunks of tokens.
+        quiet: Whether the terminal does not show how far the base is read.
     """
     stop = stop or stopping.Stop()
     trackers.require(cfg.report_to)
@@ -141,9 +143,12 @@ def setup(
     memory_plan, earlier_peak = _plan_memory(cfg), peak_memory()
     planned = memory.planned(cfg, limit=memory.device_memory())
     start = _starting_adapter(cfg)
-    model, frozen, tokenizer = base_model.load_base(cfg.model, cfg.lora, cfg.seed)
-    memory.require_context(cfg, model.arch)
     functions, weights = _rewards(cfg, reward_functions)
+    is_named = problems is None
+    if is_named:
+        problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
+    model, tokenizer = base_model.describe_base(cfg.model, cfg.lora)
+    memory.require_context(cfg, model.arch)
     notes = [*config_rules.advice(cfg), f"update: {memory.about_update(cfg, planned)}"]
     talks = None
     if cfg.tools is not None:
@@ -151,7 +156,15 @@ def setup(
         talks = Tools.of(cfg.tools, tokenizer, boxes, notes.append)
         _add_own_rewards(boxes, functions, weights)
     informative = informative_by(cfg, functions, weights, notes.append)
-    problems = _problems(cfg, problems, tokenizer, talks, notes.append)
+    notes += about_data(cfg, problems, is_named=is_named)
+    problems = rollouts.admit(
+        problems,
+        tokenizer,
+        max_prompt_length=cfg.data.max_prompt_length,
+        overlong=cfg.data.overlong_prompts,
+        tools=talks,
+        log=notes.append,
+    )
     total_steps = cfg.total_steps(len(problems))
     notes += _about_epochs(cfg, total_steps)
     extras = metrics.Trace(0, total_steps).extras
@@ -165,6 +178,7 @@ def setup(
     )
     notes += _about_slow_sampling(cfg, model)
 
+    frozen = _weights(cfg, model, quiet)
     params, frozen = transformer.trainable(model, frozen, stream_key(cfg, PARAMS))
     if start is not None:
         params = peft.import_adapter(start, model)
@@ -239,24 +253,52 @@ def setup(
     return run
 
 
-def _problems(
-    cfg: config.RunConfig,
-    given: Sequence[datasets.Problem] | None,
-    tokenizer: Tokenizer,
-    tools: Tools | None,
-    log: Callable[[str], None],
-) -> Sequence[datasets.Problem]:
-    """The problems of a run whose prompts have a length that it takes."""
-    if given is None:
-        given = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
-    return rollouts.admit(
-        given,
-        tokenizer,
-        max_prompt_length=cfg.data.max_prompt_length,
-        overlong=cfg.data.overlong_prompts,
-        tools=tools,
-        log=log,
-    )
+def _weights(cfg: config.RunConfig, model: transformer.Transformer, quiet: bool) -> Any:
+    """The base's weights; unless `quiet`, the terminal shows what is read and how far it is."""
+    load = functools.partial(base_model.load_weights, cfg.model, model, cfg.seed)
+    if quiet:
+        return load()
+    with terminal.job("base") as (log, move):
+        source = "random weights in the shape of " if cfg.model.random_base else ""
+        log(f"base: {source}{cfg.model.model_name_or_path}, held in {cfg.model.weights}")
+        return load(move)
+
+
+def about_data(
+    cfg: config.RunConfig, problems: Sequence[datasets.Problem], *, is_named: bool
+) -> list[str]:
+    """Says what of the data may not be meant, or would teach nothing.
+
+    Args:
+        cfg: The run.
+        problems: Its problems.
+        is_named: Whether they are those that `cfg.data` names.
+    """
+    if not problems:
+        return []
+    count, asked, notes = len(problems), cfg.prompts_per_rollout, []
+    if count < asked:
+        notes.append(
+            f"warning: there {'is 1 problem' if count == 1 else f'are {count} problems'}, and a rollout asks {asked}: "
+            "some are asked more than once in every step. Give more of them in data"
+        )
+    first = problems[0]
+    if isinstance(first.prompt, str) and is_named:
+        notes.append(
+            "note: prompts are texts (column 'prompt'), which the policy is given as they are, without its chat "
+            "template. If the base is a chat model, call the column 'question', or set data.system_prompt"
+        )
+    # Procedural problems have their answers.
+    if "answer" not in first.columns or cfg.data.dataset == "arithmetic":
+        return notes
+    lacking = [row for row, each in enumerate(problems) if each.columns.get("answer") in (None, "")]
+    if lacking:
+        named = ", ".join(map(str, lacking[:5])) + (", ..." if len(lacking) > 5 else "")
+        notes.append(
+            f"warning: {len(lacking)} of {count} problems have no answer (problem {named}, from 0 on): a reward that "
+            "compares with it cannot be earned there"
+        )
+    return notes
 
 
 def _about_epochs(cfg: config.RunConfig, total_steps: int) -> list[str]:

@@ -88,6 +88,7 @@ def train(
             tools=tools,
             environment=environment_factory,
             stop=stop,
+            quiet=quiet,
         )
         if run.sampler.tools is not None:
             owned.callback(run.sampler.tools.close)

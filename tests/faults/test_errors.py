@@ -189,7 +189,7 @@ def test_weights_that_do_not_fit_are_out_of_memory_too(tmp_path, monkeypatch, ca
     def loading(*_):
         raise jax.errors.JaxRuntimeError(OOM)
 
-    monkeypatch.setattr(setup.base_model, "load_base", loading)
+    monkeypatch.setattr(setup.base_model, "load_weights", loading)
     path = tmp_path / "run.toml"
     path.write_text(config.dump(harness.tiny(tmp_path / "run")))
     assert main.main(["train", str(path)]) == 2

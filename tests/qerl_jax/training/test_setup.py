@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from qerl_jax import config
+from qerl_jax.data.datasets import Problem
 from qerl_jax.rewards import stock
 from qerl_jax.rl.rollouts import Scored
-from qerl_jax.training.setup import informative_by
+from qerl_jax.training.setup import about_data, informative_by
 
 QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
 NAMES = ("accuracy_reward", "soft_format_reward", "own_reward", "soft_overlong_punishment_reward")
@@ -57,3 +58,34 @@ def test_the_whole_sum_is_compared_where_that_is_asked_for():
 def test_all_that_the_stock_calls_shaping_is_a_reward_that_a_run_can_have():
     made = {stock.get_repetition_penalty_reward().__name__, "soft_overlong_punishment_reward"}
     assert stock.SHAPING <= {*stock.STOCK, *made}
+
+
+CHAT = [{"role": "user", "content": "1+1?"}]
+
+
+@pytest.mark.parametrize(
+    ("problems", "is_named", "words"),
+    [
+        (40 * [Problem(CHAT, {"answer": "2"})], True, []),
+        (40 * [Problem(CHAT, {})], True, []),
+        (40 * [Problem("1+1=", {"answer": 2})], False, []),
+        ([Problem(CHAT, {"answer": "2"})], True, ["there is 1 problem, and a rollout asks 32"]),
+        (40 * [Problem("1+1=", {"answer": 2})], True, ["call the column 'question'"]),
+        (
+            [*39 * [Problem(CHAT, {"answer": 0})], Problem(CHAT, {"answer": None})],
+            True,
+            ["1 of 40 problems have no answer (problem 39, from 0 on)"],
+        ),
+        (
+            40 * [Problem(CHAT, {"answer": ""})],
+            True,
+            ["40 of 40 problems have no answer (problem 0, 1, 2, 3, 4, ..., from 0 on)"],
+        ),
+    ],
+)
+def test_data_that_may_teach_nothing_is_told(problems, is_named, words):
+    cfg = config.load(QUICKSTART)
+    cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, dataset="mine.jsonl"))
+    said = about_data(cfg, problems, is_named=is_named)
+    assert len(said) == len(words)
+    assert all(word in line for word, line in zip(words, said, strict=True))
