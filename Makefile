@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for name in python3.12 python3.13 python3.14 python3 python; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$name && break; done)
 
-.PHONY: help env quickstart test-fast test test-all lint format clean
+.PHONY: help env quickstart test-fast test test-all wheel lint format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -48,6 +48,9 @@ test: env  ## run the tests, without those marked slow
 
 test-all: env  ## run the slow tests too
 	$(PYTEST) --runslow
+
+wheel: env  ## build the wheel into dist/, install it elsewhere, and run the quickstart from it
+	$(BIN)/python -m scripts.check_wheel --keep dist
 
 lint: env  ## check style and format
 	$(BIN)/ruff check

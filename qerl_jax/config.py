@@ -5,6 +5,7 @@ What a single value may be stands in its field's annotation, rules across fields
 """
 
 import dataclasses
+import difflib
 import math
 import pathlib
 import re
@@ -996,7 +997,7 @@ class RunConfig(Checked):
 
 
 def load(path: str | pathlib.Path) -> RunConfig:
-    """Reads and checks a TOML file."""
+    """Reads and checks a TOML file, or a config of the package by its name, such as "quickstart"."""
     return from_table(RunConfig, read_table(path))
 
 
@@ -1011,6 +1012,8 @@ def load_run(folder: str | pathlib.Path) -> RunConfig:
     return from_table(RunConfig, table)
 
 
+# Configs that can be named without their folder; in a checkout the same files as configs/.
+PACKAGED = pathlib.Path(__file__).parent / "assets" / "configs"
 # Far above any config; the time of reading grows with the square of a hostile one.
 _LONGEST_FILE = 2**20
 # A key of that many parts; each makes a table, in time that grows with the square of their number.
@@ -1020,10 +1023,8 @@ _DEEP_KEY = re.compile(
 
 
 def read_table(path: str | pathlib.Path) -> dict[str, Any]:
-    """Reads a TOML file as a table, of which nothing is checked but that it is TOML."""
-    path = pathlib.Path(path)
-    rule = "no such file: it is a folder; name a file in it" if path.is_dir() else "no such file"
-    require(path.is_file(), "config file", str(path), rule)
+    """Reads a TOML file, or a config of the package by its name; nothing is checked but that it is TOML."""
+    path = _find(path)
     rule = f"must be at most {_LONGEST_FILE} bytes long"
     require(path.stat().st_size <= _LONGEST_FILE, str(path), path.stat().st_size, rule)
     try:
@@ -1036,6 +1037,22 @@ def read_table(path: str | pathlib.Path) -> dict[str, Any]:
     if table is None or not is_shallow(table):
         raise ConfigError(f"{path}: lists and tables must nest at most {DEEPEST} deep")
     return table
+
+
+def _find(path: str | pathlib.Path) -> pathlib.Path:
+    """The file of a path, or of the name of a config in the package."""
+    path = pathlib.Path(path)
+    if path.is_file():
+        return path
+    if len(path.parts) == 1 and path.suffix != ".toml":
+        known = {file.stem: file for file in sorted(PACKAGED.glob("*.toml"))}
+        if path.name in known:
+            return known[path.name]
+        near = difflib.get_close_matches(path.name, known, 3) or ["quickstart"]
+        rule = f"no such file, nor a config of the package; of those: {', '.join(near)}"
+        require(path.is_dir(), "config file", str(path), rule)
+    rule = "no such file: it is a folder; name a file in it" if path.is_dir() else "no such file"
+    raise ConfigError(f"config file: got {str(path)!r}; {rule}")
 
 
 def dump(cfg: RunConfig) -> str:

@@ -162,7 +162,9 @@ class Display:
 
     def note(self, text: str) -> None:
         """Shows a line that is no metric."""
-        self._console.print(text, highlight=False)
+        # A file has no width to wrap at, and what models write may hold brackets.
+        whole = not self._console.is_terminal
+        self._console.print(text, highlight=False, markup=False, soft_wrap=whole)
 
     def close(self) -> None:
         """Leaves the last view standing."""

@@ -917,3 +917,22 @@ def test_a_run_of_before_scales_were_searched_is_read_with_those_of_the_maximum(
     assert config.load_run(tmp_path).model.block_scales == "maximum"
     (tmp_path / "config.toml").write_text(config.dump(FULL))
     assert config.load_run(tmp_path) == FULL
+
+
+def test_a_config_of_the_package_can_be_named_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert config.load("gsm8k_qwen2.5_7b") == config.load(CONFIGS / "gsm8k_qwen2.5_7b.toml")
+    named = {path.name for path in config.PACKAGED.glob("*.toml")}
+    assert named == {path.name for path in CONFIGS.glob("*.toml")}
+    (tmp_path / "quickstart").mkdir()
+    assert config.load("quickstart").output_dir == "runs/quickstart"
+    for name, words in (
+        ("gsm8k_qwen2.5_7", "nor a config of the package; of those: gsm8k_qwen2.5_7b, "),
+        ("quickstart.toml", "got 'quickstart.toml'; no such file"),
+        ("elsewhere/quickstart", "got 'elsewhere/quickstart'; no such file"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            config.load(name)
+    (tmp_path / "quickstart").rmdir()
+    (tmp_path / "quickstart").write_text("seed = 1\n")
+    assert config.read_table("quickstart") == {"seed": 1}  # a file goes before

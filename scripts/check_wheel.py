@@ -1,0 +1,115 @@
+"""Builds the wheel, installs it into a new environment outside of the checkout, and runs the quickstart there.
+
+    python -m scripts.check_wheel            # dependencies are those of this environment: half a minute
+    python -m scripts.check_wheel --fresh    # dependencies are installed too, as for a user: minutes
+    python -m scripts.check_wheel --keep dist
+
+What is missing in the wheel (the tiny base, a config, the template of the page) shows here, and nowhere in a checkout.
+"""
+
+import argparse
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).parents[1]
+# Of the quickstart's 50 steps of 256 completions; most of the time is compiling.
+STEPS = (
+    *("--max-steps", "2", "--eval", "None"),
+    *("--optim.per-device-train-batch-size", "32", "--optim.gradient-accumulation-steps", "1"),
+)
+LEFT = ("adapter/adapter_model.safetensors", "report/index.html", "metrics.jsonl")
+
+
+def build(folder: pathlib.Path) -> pathlib.Path:
+    """Builds the wheel of the checkout into a folder, and gives its path."""
+    shutil.rmtree(
+        ROOT / "build", ignore_errors=True
+    )  # of an earlier build, whose files would go in
+    pip("wheel", str(ROOT), "--no-deps", "--wheel-dir", str(folder))
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def install(wheel: pathlib.Path, folder: pathlib.Path, *, fresh: bool) -> pathlib.Path:
+    """Makes an environment with the wheel in it, and gives the folder of its commands.
+
+    Args:
+        wheel: What to install.
+        folder: Where the environment is made.
+        fresh: Whether dependencies are installed there; else it sees those of this environment.
+    """
+    run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
+    python = ("--python", str(folder / "bin" / "python"))
+    if fresh:
+        pip(*python, "install", str(wheel), "--constraint", str(ROOT / "constraints.txt"))
+    else:
+        pip(*python, "install", "--no-deps", str(wheel))
+        (site,) = folder.glob("lib/python*/site-packages")
+        # A path in a .pth file brings packages, but not what they were installed editable with.
+        (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "bin"
+
+
+def check(bin: pathlib.Path, folder: pathlib.Path) -> None:
+    """Runs the installed command in a folder, as a user's first commands do."""
+    where = "import qerl_jax; print(qerl_jax.__file__)"
+    found = run([bin / "python", "-c", where], folder)
+    assert found.startswith(str(bin.parent)), f"the checkout was imported: {found}"
+    assert run([bin / "qerl", "--version"], folder).startswith("qerl-jax ")
+    names = [path.stem for path in (ROOT / "configs").glob("*.toml")]
+    run([bin / "python", "-c", f"import qerl_jax.config as c; list(map(c.load, {names}))"], folder)
+    shown = run([bin / "qerl", "train", "quickstart", *STEPS], folder)
+    missing = [name for name in LEFT if not (folder / "runs" / "quickstart" / name).is_file()]
+    assert not missing, f"the run has not left {missing}:\n{shown}"
+    print(shown, end="")
+
+
+def run(command: list, folder: pathlib.Path = ROOT) -> str:
+    """Runs a command without this checkout on its path, and gives what it writes."""
+    hidden = ("PYTHONPATH", "VIRTUAL_ENV")
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    env |= {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        list(map(str, command)), cwd=folder, env=env, text=True, capture_output=True
+    )
+    if done.returncode:
+        named = " ".join(map(str, command))
+        sys.exit(f"{named} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def pip(*arguments: str) -> None:
+    """Runs pip of this environment."""
+    run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--fresh", action="store_true", help="install the dependencies, too")
+    parser.add_argument("--keep", type=pathlib.Path, help="copy the wheel to this folder")
+    options = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        wheel = build(folder / "dist")
+        bin = install(wheel, folder / "venv", fresh=options.fresh)
+        installed = time.monotonic()
+        (elsewhere := folder / "elsewhere").mkdir()
+        check(bin, elsewhere)
+        if options.keep:
+            options.keep.mkdir(parents=True, exist_ok=True)
+            print(f"wheel in {shutil.copy(wheel, options.keep)}")
+    ended = time.monotonic()
+    print(
+        f"{wheel.name}: built and installed in {installed - began:.0f} s, ran in {ended - installed:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()
