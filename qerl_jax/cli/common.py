@@ -1,18 +1,27 @@
-"""What the commands share: lines of output, and a run's config from a file and the command line."""
+"""What the commands share: lines of output, a call with a command line, and a run's config with its options."""
 
 import argparse
 import dataclasses
+import inspect
 import json
+import pathlib
 import sys
-from typing import Any
+import types
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import tyro
 
 from qerl_jax import config
-from qerl_jax.config import ConfigError, EvalConfig, NoiseConfig, RunConfig
+from qerl_jax.config import ConfigError, RunConfig
 
 # Sections that a run may have or not.
-_SECTIONS = {"noise": NoiseConfig, "eval": EvalConfig}
+_SECTIONS = {
+    name: next(kind for kind in typing.get_args(hint) if dataclasses.is_dataclass(kind))
+    for name, hint in typing.get_type_hints(RunConfig).items()
+    if any(map(dataclasses.is_dataclass, typing.get_args(hint)))
+}
 # Options of which a run needs exactly one.
 _LENGTHS = {"--max-steps", "--num-train-epochs"}
 
@@ -30,11 +39,65 @@ def use_compilation_cache() -> None:
     runtime.use_compilation_cache()
 
 
+def call(function: Callable, argv: list[str], prog: str) -> None:
+    """Calls a command with its options, which are the function's parameters; `--help` shows its docstring.
+
+    Args:
+        function: The command. Its docstring may end with a part "Examples:".
+        argv: Its arguments.
+        prog: What the help calls it.
+    """
+    summary, examples = texts(function)
+    made = types.FunctionType(
+        function.__code__, function.__globals__, prog, function.__defaults__, function.__closure__
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__annotations__ = {
+        name: _shown(each.annotation, each.default)
+        for name, each in inspect.signature(function, eval_str=True).parameters.items()
+    }
+    # A parameter's description is shown with its line breaks.
+    made.__doc__ = inspect.getdoc(function).replace("\n    " + 4 * " ", " ").split("\nExamples:")[0]
+    tyro.cli(
+        made,
+        args=argv,
+        prog=prog,
+        description=f"{summary}\n\nExamples:\n{examples}" if examples else summary,
+        config=(tyro.conf.PositionalMetavarFromFieldName, tyro.conf.FlagCreatePairsOff),
+    )
+
+
+def texts(function: Callable) -> tuple[str, str]:
+    """What the docstring of a command says before its arguments, and its examples."""
+    text, _, examples = inspect.getdoc(function).partition("\nExamples:\n")
+    return text.partition("\n\nArgs:")[0].strip(), examples.rstrip()
+
+
+def _shown(hint: Any, default: Any) -> Any:
+    """The type of a parameter; the help does not say None of it where that is the default, nor that nothing is."""
+    if typing.get_origin(hint) is tuple and default is inspect.Parameter.empty:
+        default = ()  # as many as are given
+    if default not in (None, ()) or typing.get_origin(hint) is Annotated:
+        return hint
+    words = {int: "INT", float: "FLOAT", str: "TEXT", pathlib.Path: "PATH"}
+    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+    metavar = words.get(kinds[0]) if default is None and len(kinds) == 1 else None
+    if kinds and typing.get_origin(kinds[0]) is typing.Literal and default is None:
+        metavar = "{" + ",".join(map(str, typing.get_args(kinds[0]))) + "}"
+    return Annotated[hint, tyro.conf.arg(metavar=metavar, help_behavior_hint="")]
+
+
+_FIELDS = """The fields of a run: each option changes what the config file says.
+
+--noise None, --eval None and --tools None switch a section off; an option of an absent section switches it on.
+--max-steps takes the place of --num-train-epochs, and the other way round."""
+
+
 def run_config(command: str, argv: list[str]) -> RunConfig:
     """The config file that comes first, changed by the options after it.
 
-    Beside the fields' own options, `--noise None` and `--eval None` switch a section off, an option of an
-    absent section switches it on, and of `--max-steps` and `--num-train-epochs` the one that is given
+    Beside the fields' own options, `--noise None`, `--eval None` and `--tools None` switch a section off, an
+    option of an absent section switches it on, and of `--max-steps` and `--num-train-epochs` the one that is given
     takes the other's place.
 
     Args:
@@ -46,7 +109,8 @@ def run_config(command: str, argv: list[str]) -> RunConfig:
     """
     if not argv or argv[0].startswith("-"):
         raise ConfigError(
-            f"missing the config file: qerl {command} CONFIG.toml [--section.field VALUE ...]"
+            f"missing the config file: qerl {command} CONFIG.toml [--section.field VALUE ...]; "
+            f"`qerl {command} quickstart` takes the one in the package"
         )
     cfg = config.load(argv[0])
     parser = argparse.ArgumentParser(prog=f"qerl {command}", add_help=False, allow_abbrev=False)
@@ -57,7 +121,10 @@ def run_config(command: str, argv: list[str]) -> RunConfig:
     for name, section in _SECTIONS.items():
         is_asked_for = any(word.startswith(f"--{name}.") for word in given)
         if getattr(off, name) or getattr(cfg, name) is None:
-            cfg = dataclasses.replace(cfg, **{name: section() if is_asked_for else None})
+            # Tools must have one; the option replaces it.
+            one = {"functions": ("calculator",)} if "--tools.functions" in given else {}
+            begun = section(**one if name == "tools" else {}) if is_asked_for else None
+            cfg = dataclasses.replace(cfg, **{name: begun})
     if len(lengths := _LENGTHS - given) == 1:
         options += [*lengths, "None"]
     return tyro.cli(
@@ -65,6 +132,7 @@ def run_config(command: str, argv: list[str]) -> RunConfig:
         args=options,
         default=cfg,
         prog=f"qerl {command} {argv[0]}",
+        description=_FIELDS,
         config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
     )
 

@@ -65,6 +65,11 @@ def evaluate(
             the policy's name and the protocol, if one is given.
         max_concurrent: Most completions sampled at a time; fused decoding takes up to 128.
         seed: Random seed for sampling.
+
+    Examples:
+        qerl eval gsm8k math500 --adapter runs/mine
+        qerl eval gsm8k --adapter runs/mine --base    # the policy before training
+        qerl eval my_problems.jsonl --model Qwen/Qwen2.5-7B-Instruct --samples 4 --num-problems 100
     """
     if not sets:
         raise ValueError("missing the sets: qerl eval SET ... [--adapter RUN_FOLDER]")
@@ -106,6 +111,9 @@ def compare(argv: list[str]) -> None:
 
     Prints the differences of two policies on the same problems, with their intervals.
     An EVAL_FOLDER is what `qerl eval` writes.
+
+    Examples:
+      qerl compare runs/mine/eval/adapter runs/mine/eval/base
     """
     if len(argv) != 2 or argv[0].startswith("-"):
         raise ValueError("usage: qerl compare EVAL_FOLDER EVAL_FOLDER")
@@ -142,6 +150,10 @@ def filter_problems(
             first.
         adapter: A PEFT folder; absent means the bare base.
         batch_size: Problems sampled together.
+
+    Examples:
+        qerl filter gsm8k_qwen2.5_7b some.jsonl --low 0.2 --high 0.8
+        qerl train gsm8k_qwen2.5_7b --data.dataset some.jsonl
     """
     cfg = load(config)
     from qerl_jax.evaluation import pass_rates

@@ -30,7 +30,6 @@ class _Sampling(SamplingParams):
         pass
 
 
-@tyro.conf.configure(tyro.conf.FlagCreatePairsOff)
 def generate(
     prompt: tuple[str, ...] = (),
     /,
@@ -70,6 +69,10 @@ def generate(
         kv_cache_tokens: Capacity for keys and values, in tokens; completions wait while there is none left.
         kv_cache_fraction: That capacity as a fraction of the device memory that is free; absent both, it
             is bounded by nine tenths of what scores and a prefill leave of that.
+
+    Examples:
+        qerl generate "What is (5-3)*3?" --adapter runs/quickstart
+        qerl generate --input prompts.jsonl --output answers.jsonl --model Qwen/Qwen2.5-7B-Instruct --n 4
     """
     rows = read_rows(prompt, input, output)
     require_unicode(sampling.stop, "stop")

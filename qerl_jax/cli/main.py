@@ -12,9 +12,7 @@ import traceback
 # line.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-import tyro
-
-from qerl_jax.cli import crashes, evaluate, generate, models, train
+from qerl_jax.cli import common, completions, crashes, evaluate, generate, models, train
 from qerl_jax.cli.common import log
 
 
@@ -26,6 +24,21 @@ def env(argv: list[str]) -> None:
     if argv:
         raise ValueError("env: takes no arguments")
     log(*_versions(), *_devices())
+
+
+def completion(argv: list[str]) -> None:
+    """usage: qerl completion SHELL
+
+    Prints a script that completes commands, options and their values in bash or zsh.
+
+    Examples:
+      source <(qerl completion bash)
+      qerl completion bash > ~/.local/share/bash-completion/completions/qerl
+      qerl completion zsh > "${fpath[1]}/_qerl"
+    """
+    if len(argv) != 1 or argv[0] not in completions.SHELLS:
+        raise ValueError(f"usage: qerl completion {'|'.join(completions.SHELLS)}")
+    log(completions.script(argv[0], COMMANDS))
 
 
 def _versions() -> list[str]:
@@ -70,23 +83,38 @@ def _version(package: str) -> str:
 
 _USAGE = """usage: qerl COMMAND ...
 
+Training
   train CONFIG.toml [--section.field VALUE ...]   train an adapter, or resume the run in output_dir
-  plan CONFIG.toml [--device NAME] [--device-memory 80GB] [--compile] [--section.field VALUE ...]
-                                                  what the run will hold, and whether it fits
+  plan CONFIG.toml [--device NAME] [...]          what the run will hold in memory, and whether it fits
   plan --device "RTX 4090"                        which model sizes train on a card
-  generate PROMPT [--model M] [--adapter DIR]     print completions; or --input FILE --output OUT.jsonl
-  filter CONFIG.toml OUT.jsonl [--low R]          keep the problems that are neither easy nor hopeless
-  export RUN_FOLDER --to KIND OUT                 the adapter, or a model that it is merged into
-  quantize MODEL DIR [--format F] [--method M]    write a 4-bit folder of a 16-bit model
-  eval SET ... [--adapter RUN_FOLDER]             accuracy on benchmarks, with intervals
-  compare EVAL_FOLDER EVAL_FOLDER                 difference of two policies on the same problems
   report RUN_FOLDER ...                           a page and PNG files of one or several runs
   replay RUN_FOLDER/non_finite/STEP.npz           a step that was skipped as not finite, once more
-  env                                             versions, devices and kernels, for bug reports
 
-qerl COMMAND --help shows the options; `qerl train CONFIG.toml --help` every field with its
-value. With --debug an error comes with its traceback. Codes: 0 done, 1 a fault of the program, 2 something to
-mend (input, disk, memory), 130 and 143 ended by SIGINT and SIGTERM."""
+Measuring
+  eval SET ... [--adapter RUN_FOLDER]             accuracy on benchmarks, with intervals
+  compare EVAL_FOLDER EVAL_FOLDER                 difference of two policies on the same problems
+
+Using what was learned
+  generate PROMPT [--model M] [--adapter DIR]     print completions; or --input FILE --output OUT.jsonl
+  export RUN_FOLDER OUT --to KIND                 the adapter, or a model that it is merged into
+
+Models and data
+  quantize MODEL DIR [--format F] [--method M]    write a 4-bit folder of a 16-bit model
+  filter CONFIG.toml OUT.jsonl [--low R]          keep the problems that are neither easy nor hopeless
+
+This installation
+  env                                             versions, devices and kernels, for bug reports
+  completion SHELL                                a script that completes commands and options: bash, zsh
+  --version                                       the version of the package
+
+Examples
+  qerl train quickstart                           a first run, on a CPU, in minutes
+  qerl generate "What is (5-3)*3?" --adapter runs/quickstart
+  qerl train quickstart --help                    every field of a config with its value
+
+CONFIG.toml is a file, or the name of a config in the package. qerl COMMAND --help shows a command's options and
+examples. With --debug an error comes with its traceback. Exit codes: 0 done, 1 a fault of the program, 2 something
+to mend (input, disk, memory), 3 a run that has learned nothing, 130 and 143 ended by SIGINT and SIGTERM."""
 COMMANDS = {
     "train": train.train,
     "plan": train.plan,
@@ -99,6 +127,7 @@ COMMANDS = {
     "replay": train.replay,
     "report": train.report,
     "env": env,
+    "completion": completion,
 }
 _HELP = (["-h"], ["--help"])
 
@@ -134,9 +163,7 @@ def main(argv: list[str] | None = None) -> int:
         if reads_itself:
             return COMMANDS[name](rest) or 0
         else:
-            # tyro shows a parameter's description with its line breaks.
-            COMMANDS[name].__doc__ = text.replace("\n" + 8 * " ", " ")
-            tyro.cli(COMMANDS[name], args=rest, prog=f"qerl {name}")
+            common.call(COMMANDS[name], rest, f"qerl {name}")
     except Exception as error:
         if debug:
             traceback.print_exc()

@@ -32,6 +32,11 @@ def export(
         step: Step of the checkpoint to take; absent means the final adapter, or the newest checkpoint.
         limit: Largest mean difference of log-probabilities, in nats; absent means what rounding
             explains.
+
+    Examples:
+        qerl export runs/mine models/adapter --to peft
+        qerl export runs/mine models/merged --to merged
+        qerl export runs/mine models/packed --to nvfp4 --from packed
     """
     report = qerl_jax.export(run, out, to=to, base=base, step=step, limit=limit)
     from qerl_jax.checkpoint.export import lines
@@ -75,6 +80,10 @@ def quantize(
         seed: Random seed for the choice of the rows.
         keep: Linears that stay in 16 bits: names, or patterns such as "model.layers.0.*" or "*.down_proj".
             With one that reads an input stay all that read it (q, k and v; gate and up).
+
+    Examples:
+        qerl quantize Qwen/Qwen2.5-7B-Instruct qwen-nvfp4
+        qerl quantize Qwen/Qwen2.5-7B-Instruct qwen-nvfp4 --method awq --keep "*.down_proj"
     """
     qerl_jax.quantize(
         source,

@@ -17,9 +17,16 @@ def train(argv: list[str]) -> int:
     """usage: qerl train CONFIG.toml [--section.field VALUE ...]
 
     Trains an adapter, or resumes the run in output_dir, and writes a page about it.
+    CONFIG.toml is a file, or the name of a config in the package: quickstart, gsm8k_qwen2.5_7b and others.
     `qerl train CONFIG.toml --help` shows every field of the config with its value.
+    --noise None, --eval None and --tools None switch a section off; an option of an absent section switches it on.
     SIGINT (Ctrl-C) and SIGTERM end the step or leave it, save, and exit with 130 or 143.
     A run that has learned nothing says why, and exits with 3.
+
+    Examples:
+      qerl train quickstart                       # a first run, on a CPU, in minutes
+      qerl train quickstart --help
+      qerl train my.toml --output-dir runs/other --optim.learning-rate 2e-5 --noise None
     """
     with stopping.ending_at_once("qerl train"):
         run = qerl_jax.train(run_config("train", argv))
@@ -40,6 +47,10 @@ def plan(argv: list[str]) -> None:
     --device-memory 80GB plans for a device with so much memory instead of this one.
     --compile also compiles the update of one micro-batch, and prints what it needs.
     `qerl plan CONFIG.toml --help` shows every field of the config with its value.
+
+    Examples:
+      qerl plan gsm8k_qwen2.5_7b --device "RTX 4090"
+      qerl plan my.toml --device-memory 80GB --rollout.max-completion-length 8192
     """
     parser = argparse.ArgumentParser(prog="qerl plan", add_help=False)
     parser.add_argument("--device")
@@ -71,6 +82,9 @@ def replay(argv: list[str]) -> None:
     """usage: qerl replay RUN_FOLDER/non_finite/STEP.npz
 
     Runs a step that was skipped as not finite once more, and prints what was not finite.
+
+    Examples:
+      qerl replay runs/mine/non_finite/step_000012.npz
     """
     if len(argv) != 1 or argv[0].startswith("-"):
         raise ValueError("usage: qerl replay RUN_FOLDER/non_finite/STEP.npz")
@@ -92,6 +106,10 @@ def report(
         runs: Run folders.
         output_dir: Folder to write; absent means `report/` of the run, or of the working directory for
             several.
+
+    Examples:
+        qerl report runs/mine
+        qerl report runs/seed1 runs/seed2 --output-dir compared
     """
     if not runs:
         raise ValueError("missing the runs: qerl report RUN_FOLDER ...")

@@ -1,8 +1,10 @@
 """The command line itself: help, version, misspelt commands, and options that change a config."""
 
+import dataclasses
 import importlib.metadata
 import inspect
 import pathlib
+import subprocess
 import types
 
 import jax
@@ -11,9 +13,18 @@ import pytest
 import qerl_jax
 from qerl_jax import config
 from qerl_jax.cli import common, main
-from qerl_jax.config import ConfigError, EvalConfig, NoiseConfig
+from qerl_jax.config import ConfigError, EvalConfig, LoraConfig, NoiseConfig
 
 QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
+
+
+EXAMPLE = {
+    "train": "qerl train quickstart ",
+    "plan": 'qerl plan gsm8k_qwen2.5_7b --device "RTX 4090"',
+    "compare": "qerl compare runs/mine/eval/",
+    "replay": "qerl replay runs/mine/non_finite/",
+    "completion": "source <(qerl completion bash)",
+}
 
 
 def changed(*options, path=QUICKSTART):
@@ -43,11 +54,12 @@ def test_no_command_is_an_error_that_lists_them(capsys):
     assert capsys.readouterr().out.startswith("usage: qerl COMMAND")
 
 
-@pytest.mark.parametrize("command", ["train", "plan", "compare", "replay", "env"])
+@pytest.mark.parametrize("command", ["train", "plan", "compare", "replay", "env", "completion"])
 def test_help_of_a_command_without_its_file_shows_its_own_usage(command, capsys):
     assert main.main([command, "--help"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"usage: qerl {command}") and "COMMAND" not in shown
+    assert command == "env" or f"\nExamples:\n  {EXAMPLE[command]}" in shown
     assert main.main([command, "-h"]) == 0 and capsys.readouterr().out == shown
 
 
@@ -56,7 +68,13 @@ def test_help_of_a_command_with_options_lists_them(command, capsys):
     with pytest.raises(SystemExit) as end:
         main.main([command, "--help"])
     assert not end.value.code
-    assert capsys.readouterr().out.startswith(f"usage: qerl {command} ")
+    shown = capsys.readouterr().out
+    assert (
+        shown.startswith(f"usage: qerl {command} ") and f"Examples:\n    qerl {command} " in shown
+    )
+    # An option that may be absent says what that means in words.
+    assert "--adapter PATH" in shown or command in ("export", "quantize", "report")
+    assert "(default: None)" not in shown.split("--from")[0].split("--columns")[0]
     assert not inspect.getdoc(main.COMMANDS[command]).startswith("usage:")
 
 
@@ -101,6 +119,17 @@ def test_noise_is_switched_off_by_none(options):
     assert (cfg.noise, cfg.lora.rank, cfg.seed) == (None, 4, 3)
 
 
+def test_any_section_that_may_be_absent_is_switched_off_by_none(tmp_path):
+    tools = config.ToolsConfig(functions=("calculator",))
+    (tmp_path / "full.toml").write_text(
+        config.dump(dataclasses.replace(config.load(QUICKSTART), tools=tools))
+    )
+    assert changed(path=tmp_path / "full.toml").tools == tools
+    cfg = changed("--tools", "None", "--noise", "None", "--eval=None", path=tmp_path / "full.toml")
+    assert (cfg.tools, cfg.noise, cfg.eval) == (None, None, None)
+    assert changed("--tools.functions", "calculator").tools == tools
+
+
 def test_a_section_that_is_absent_is_switched_on_by_an_option_of_it(tmp_path):
     (tmp_path / "bare.toml").write_text(config.dump(changed("--noise", "None", "--eval", "None")))
     bare = config.load(tmp_path / "bare.toml")
@@ -140,6 +169,31 @@ def test_the_exit_code_tells_whether_a_run_has_learned_anything(
     assert main.main(["train", str(QUICKSTART)]) == code
     said = "qerl train: this run has learned nothing (exit status 3)\n"
     assert capsys.readouterr().err == ("" if has_learned else said)
+
+
+def completed(script, *words):
+    """What bash completes the last of the words to."""
+    command = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($#-1)); _tyro_qerl; echo "${COMPREPLY[@]}"'
+    done = subprocess.run(
+        ["bash", "-c", command, "-", script, "qerl", *words], capture_output=True, text=True
+    )
+    return set(done.stdout.split())
+
+
+def test_a_shell_completes_commands_options_and_values(tmp_path, capsys):
+    assert main.main(["completion", "bash"]) == 0
+    script = tmp_path / "completion.bash"
+    script.write_text(capsys.readouterr().out)
+    assert completed(script, "") >= set(main.COMMANDS)
+    assert completed(script, "exp") == {"export"}
+    fields = {f"--lora.{field.name.replace('_', '-')}" for field in dataclasses.fields(LoraConfig)}
+    assert completed(script, "train", "x.toml", "--lora.") == fields
+    assert completed(script, "train", "x.toml", "--tools.func") == {"--tools.functions"}
+    assert completed(script, "plan", "--dev") == {"--device", "--device-memory"}
+    assert completed(script, "export", "--to", "") == {"peft", "merged", "nvfp4", "pair"}
+    assert completed(script, "eval", "gsm8k", "--prot") == {"--protocol"}
+    assert main.main(["completion", "zsh"]) == 0 and "#compdef qerl" in capsys.readouterr().out
+    assert main.main(["completion", "fish"]) == 2
 
 
 def test_env_names_versions_and_devices(capsys):

@@ -1,0 +1,78 @@
+"""Completion of commands and options in a shell: tyro writes the script, from the same functions that it calls."""
+
+import contextlib
+import dataclasses
+import inspect
+import io
+import pathlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Literal
+
+import tyro
+
+from qerl_jax import config
+from qerl_jax.config import RunConfig, ToolsConfig
+
+SHELLS = ("bash", "zsh")
+# What a shell has to do besides: where nothing fits, files do.
+_FILES = ("complete -F ", "complete -o default -F ")
+
+
+def script(shell: str, commands: Mapping[str, Callable]) -> str:
+    """The script of a shell that completes commands, their options and values, and paths.
+
+    Args:
+        shell: One of `SHELLS`.
+        commands: The commands by their names. Those that read their arguments themselves say so by a docstring
+            that begins with "usage:".
+    """
+    quickstart = config.load(config.PACKAGED / "quickstart.toml")
+    # With every section, for their options.
+    full = dataclasses.replace(quickstart, tools=ToolsConfig(functions=("calculator",)))
+    own = {"train": _train, "plan": _plan, "completion": _completion}
+    functions = {
+        name: own.get(name, _paths) if inspect.getdoc(command).startswith("usage:") else command
+        for name, command in commands.items()
+    }
+    for function in (_train, _plan):
+        function.__kwdefaults__["fields"] = full
+    written = io.StringIO()
+    with contextlib.redirect_stdout(written), contextlib.suppress(SystemExit):
+        tyro.extras.subcommand_cli_from_dict(
+            functions,
+            prog="qerl",
+            args=["--tyro-print-completion", shell],
+            config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
+        )
+    text = written.getvalue()
+    # Descriptions of several lines would be taken for several words.
+    text = re.sub(r"(?m)^COMPLETION_SPEC = .*$", lambda line: line[0].replace(r"\n", " "), text)
+    return text.replace(*_FILES)
+
+
+type _Fields = Annotated[RunConfig, tyro.conf.arg(name="")]
+
+
+def _train(config: pathlib.Path, /, *, fields: _Fields = None) -> None:
+    """Trains an adapter, or resumes the run in output_dir."""
+
+
+def _plan(
+    config: pathlib.Path,
+    /,
+    *,
+    device: str = "",
+    device_memory: str = "",
+    compile: bool = False,
+    fields: _Fields = None,
+) -> None:
+    """Says what the run will hold in memory, and whether it fits."""
+
+
+def _completion(shell: Literal["bash", "zsh"], /) -> None:
+    """Prints a script that completes commands and options."""
+
+
+def _paths(paths: tuple[pathlib.Path, ...] = (), /) -> None:
+    """Takes paths, or nothing."""
