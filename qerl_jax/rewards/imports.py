@@ -4,8 +4,14 @@ import functools
 import importlib
 import importlib.util
 import pathlib
+import sysconfig
+import traceback
 from types import ModuleType
 from typing import Any
+
+# Frames of these are not of the user's own code.
+_OURS = str(pathlib.Path(__file__).parents[1])
+_LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
 
 def module(path: str) -> ModuleType:
@@ -44,3 +50,11 @@ def path_of(thing: Any) -> str | None:
         return f"{place}:{name}" if attribute(f"{place}:{name}") is thing else None
     except ValueError:
         return None
+
+
+def place_of(error: BaseException) -> str | None:
+    """The last line of the user's own code that an error came through, as "file.py:12, in name"; None for none."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((_OURS, *_LIBRARIES, "<frozen")):
+            return f"{frame.filename}:{frame.lineno}, in {frame.name}"
+    return None

@@ -19,6 +19,9 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import inspect
+import itertools
+import reprlib
+import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +36,8 @@ type Named = tuple[str, RewardFunction]
 
 # What the log of completions says of every one.
 COMPLETION_COLUMNS = ("prompt", "completion", "reward", "advantage", "length", "stopped")
+# How long the row is looked for that a function fails on.
+_SEARCH_SECONDS = 5.0
 _RESERVED = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
 
 
@@ -144,28 +149,70 @@ def evaluate(
     }
 
     @contextlib.contextmanager
-    def blaming(name: str) -> Iterator[None]:
+    def blaming(name: str, function: RewardFunction) -> Iterator[None]:
         try:
             yield
         except Exception as error:
+            place = imports.place_of(error)
             raise RewardError(
                 f"reward function {name!r} raised {type(error).__name__} on {len(prompts)} rows "
                 f"with the columns {sorted(columns)}: {error}"
+                + (f" ({place})" if place else "")
+                + _first_row(function, arguments, len(prompts))
             ) from error
 
     async def call_async(name: str, function: RewardFunction) -> Any:
-        with blaming(name):
+        with blaming(name, function):
             return await function(**arguments)
 
     results = {}
     for name, function in functions:
         if not is_async(function):
-            with blaming(name):
+            with blaming(name, function):
                 results[name] = function(**arguments)
     waiting = {name: call_async(name, f) for name, f in functions if is_async(f)}
     results |= zip(waiting, _run(list(waiting.values())), strict=True)
     scores = [_checked_values(name, results[name], len(prompts)) for name, _ in functions]
     return np.stack(scores, axis=1, dtype=np.float32)
+
+
+def _first_row(function: RewardFunction, arguments: Mapping[str, Any], rows: int) -> str:
+    """The first row that a function fails on by itself, and what that row has; nothing if that takes long.
+
+    Nor where it fails on the first and on the last: then it is not for a row that it fails.
+    """
+    until = time.monotonic() + _SEARCH_SECONDS
+    tried = itertools.takewhile(lambda row: time.monotonic() < until, range(rows))
+    row = next((row for row in tried if _fails(function, _cut(arguments, rows, row))), None)
+    if row is None or row == 0 and _fails(function, _cut(arguments, rows, rows - 1)):
+        return ""
+    own = _cut(arguments, rows, row)
+    shown = {name: value[0] for name, value in own.items() if isinstance(value, list)}
+    shown.pop("completion_ids", None)
+    text = ", ".join(f"{name} {reprlib.repr(value)}" for name, value in shown.items())
+    return f"; it fails on row {row}, which has {text}"
+
+
+def _cut(arguments: Mapping[str, Any], rows: int, row: int) -> dict[str, Any]:
+    """The arguments of one row; what is logged of it is dropped."""
+    record = Record(1)
+    own = {
+        name: [value[row]]
+        if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == rows
+        else value
+        for name, value in arguments.items()
+    }
+    return own | {"log_extra": record.log_extra, "log_metric": record.log_metric}
+
+
+def _fails(function: RewardFunction, arguments: Mapping[str, Any]) -> bool:
+    try:
+        result = function(**arguments)
+        if inspect.iscoroutine(result):
+            _run([result])
+    except Exception:
+        return True
+    return False
 
 
 def environments_own(name: str) -> RewardFunction:
@@ -264,8 +311,10 @@ def _import(path: str):
     try:
         return imports.module(path)
     except Exception as error:
+        place = imports.place_of(error)
         raise ValueError(
             f"could not import rewards from {path!r}: {type(error).__name__}: {error}"
+            + (f" ({place})" if place else "")
         ) from error
 
 

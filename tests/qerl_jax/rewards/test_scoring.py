@@ -99,6 +99,32 @@ def evaluate(function, rows=2, **columns):
     )
 
 
+@pytest.mark.parametrize("keyword", ["", "async "])
+def test_what_a_function_raises_names_file_line_and_row(keyword, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        f"{keyword}def exact(completions, answer, log_metric, **_):\n"
+        "    log_metric('seen', 1)\n"
+        "    return [float(c == a.strip()) for c, a in zip(completions, answer)]\n"
+    )
+    functions = scoring.resolve([f"{file}:exact"])
+    with pytest.raises(scoring.RewardError) as raised:
+        scoring.evaluate(
+            *(functions, ["p"] * 4, ["c"] * 4, [[0]] * 4),
+            {"answer": ["1", "2", None, 4]},
+        )
+    assert "'exact' raised AttributeError on 4 rows with the columns ['answer']: " in str(
+        raised.value
+    )
+    assert f"({file}:3, in " in str(raised.value)
+    assert str(raised.value).endswith(
+        "; it fails on row 2, which has prompts 'p', completions 'c', answer None"
+    )
+    file.write_text("import math\nmath.nothing\n")
+    with pytest.raises(ValueError, match=rf"'nothing' \({file}:2, in <module>\)$"):
+        scoring.resolve([f"{file}:exact"])
+
+
 def test_functions_receive_columns_and_extras_and_may_abstain():
     def plain(prompts, completions, completion_ids, level, extra, log_extra, log_metric):
         return [level[0] + extra, None]
