@@ -475,6 +475,9 @@ def test_completions_are_logged_with_their_rewards_and_what_rewards_log(tmp_path
     assert np.isclose(np.mean([row["reward"] for row in rows]), metrics["reward"])
     assert [row["letters"] for row in rows] == [len(row["completion"]) for row in rows]
     assert metrics["steps_to_go"] == 1
+    card = (tmp_path / "run" / "report.md").read_text()
+    assert "| rewards | accuracy_reward, tests.reward_controls:talkative |" in card
+    assert "of 1 steps taught" in card and "| evaluations | " in card and "1 x cpu" in card
 
 
 def test_a_run_takes_problems_and_rewards_from_memory_and_reports_its_rows(tmp_path):

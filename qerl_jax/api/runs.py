@@ -39,8 +39,8 @@ class Run:
     >>> answer = run.policy().generate("What is 1+1?", max_tokens=8)[0].text
 
     Attributes:
-        folder: The run folder: `config.toml`, `metrics.jsonl`, `completions/`, `checkpoints/`, and
-            `adapter/` (or `model/`) at the end of the run.
+        folder: The run folder: `config.toml`, `metrics.jsonl`, `completions/`, `checkpoints/`,
+            and at the end of the run `adapter/` (or `model/`) and `report.md`.
     """
 
     folder: pathlib.Path

@@ -106,6 +106,7 @@ _SECTIONS = (
                     ("perf/rollout_time", "rollout"),
                     ("perf/reward_time", "reward"),
                     ("perf/update_time", "update"),
+                    ("perf/eval_time", "evaluation"),
                 ),
                 False,
             ),
@@ -276,7 +277,7 @@ def write(
         _figures(groups[0].runs[0]) if len(groups) == 1 else {},
         _tables(groups),
         sections,
-        {"Completions": _samples(groups), "Settings": configs},
+        {"Completions": samples(groups), "Settings": configs},
     )
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "index.html", text)
@@ -482,13 +483,13 @@ def _is_judged(row: Any) -> bool:
     return is_asked and isinstance(row.get("completion"), str)
 
 
-def _samples(groups: Sequence[Group]) -> list[tuple[str, str]]:
+def samples(groups: Sequence[Group]) -> list[tuple[str, str]]:
     """The best and the worst completion of the first and of the last logged step."""
     passages = []
     for each in groups:
         files = list(logger.completion_files(each.runs[0].folder).items())
         for step, path in dict.fromkeys((*files[:1], *files[-1:])):
-            where = f"{each.label}, step {step}"
+            where = f"{each.label}, step {step}" if each.label else f"step {step}"
             judged = list(filter(_is_judged, whole_lines(path)))
             for word, pick in (("highest", max), ("lowest", min)) if judged else ():
                 row = pick(judged, key=lambda row: row["reward"])

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
@@ -76,7 +77,9 @@ class Recorder:
         over = run.place(step, supply) >= run.total_steps
         every = cfg.eval.eval_steps if cfg.eval else 0
         if run.evaluator and (step == 0 or over or crosses(run, step, every)):
+            began = time.perf_counter()
             row = row | run.evaluator(variables(run, state.params))
+            row["perf/eval_time"] = time.perf_counter() - began
         self._logger.write(step, row)
         if every and row.get("eval/accuracy", -1.0) > self._best:
             self._best = row["eval/accuracy"]

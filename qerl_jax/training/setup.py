@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pathlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -55,6 +56,7 @@ class PreparedRun:
         memory: The plan of memory; None where the device does not report its own.
         earlier_peak: Most bytes that this process had on the device before the run.
         notes: Lines to show.
+        began: When it was begun to prepare, in seconds of the monotonic clock.
     """
 
     cfg: config.RunConfig
@@ -79,6 +81,7 @@ class PreparedRun:
     memory: memory.MemoryPlan | None
     earlier_peak: int
     notes: list[str]
+    began: float
 
     def place(self, step: int, supply: dynamic_sampling.Supply) -> int:
         """Where the run stands on its schedules, in optimizer steps; at `total_steps` it is over.
@@ -130,7 +133,7 @@ def setup(
         stop: Says whether a signal has asked the run to end; sampling asks it between two chunks of tokens.
         quiet: Whether the terminal does not show how far the base is read.
     """
-    stop = stop or stopping.Stop()
+    began, stop = time.monotonic(), stop or stopping.Stop()
     trackers.require(cfg.report_to)
     earlier = check_folder(cfg)
     if cfg.deterministic:
@@ -247,6 +250,7 @@ def setup(
         memory=memory_plan,
         earlier_peak=earlier_peak,
         notes=notes,
+        began=began,
     )
     if earlier is not None and resumed is not None:
         run.notes.extend(_about_length(run, earlier))

@@ -16,7 +16,9 @@ How this differs from the paper (arXiv 2510.11696) and from its published code:
 
 import contextlib
 import functools
+import importlib.metadata
 import pathlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -220,7 +222,31 @@ def _loop(
         logger.note(f"{folder.name} in {folder}")
         if closing := record.health.closing():
             logger.note(closing)
+        _note_card(run, state, logger)
     return state
+
+
+def _note_card(run: PreparedRun, state: update.TrainState, logger: Logger) -> None:
+    """Writes report.md into the run folder, and says so."""
+    from qerl_jax.tracking import card  # slow to import: its page draws
+
+    devices = jax.tree.leaves(state.params)[0].sharding.device_set
+    machine = card.Machine(
+        next(iter(devices)).device_kind,
+        len(devices),
+        {name: _version(name) for name in ("qerl-jax", "jax", "jaxlib")},
+        time.monotonic() - run.began,
+    )
+    # Of a run whose metrics were removed there is nothing to tell.
+    with contextlib.suppress(FileNotFoundError):
+        logger.note(f"report card in {card.write(run.cfg.output_dir, machine, run.notes)}")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def _logger(run: PreparedRun, quiet: bool) -> Logger:

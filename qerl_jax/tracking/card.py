@@ -1,0 +1,191 @@
+"""The report card of a run, `report.md`: what ran, on what, what it took, what came of it. Text, for a terminal or a forge."""
+
+import dataclasses
+import os
+import pathlib
+import re
+import statistics
+from collections.abc import Iterable, Mapping
+
+from qerl_jax.config import RunConfig
+from qerl_jax.files import write_whole
+from qerl_jax.tracking import report, terminal
+from qerl_jax.tracking.health import Health
+
+FILE = "report.md"
+_CURVES = (
+    ("held-out accuracy", "eval/accuracy"),
+    ("reward", "reward"),
+    ("groups without signal", "frac_reward_zero_std"),
+    ("entropy, nats per token", "entropy"),
+    ("completion length, tokens", "completions/mean_length"),
+    ("truncated completions", "completions/clipped_ratio"),
+    ("KL to the reference", "kl"),
+    ("AQN sigma", "aqn/sigma"),
+    ("learning rate", "learning_rate"),
+)
+_PHASES = {
+    "rollouts": "perf/rollout_time",
+    "rewards": "perf/reward_time",
+    "updates": "perf/update_time",
+    "evaluations": "perf/eval_time",
+}
+_WIDTH = 40  # columns of a curve
+_LONGEST = 1500  # characters of a sample
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What a run has run on, as its last process saw it.
+
+    Attributes:
+        device: Kind of the devices.
+        devices: How many the run has used.
+        versions: Names of packages and their versions.
+        seconds: Of that process, from the call of `train` to its end.
+    """
+
+    device: str
+    devices: int
+    versions: Mapping[str, str]
+    seconds: float
+
+
+def write(
+    run_folder: str | pathlib.Path, machine: Machine, notes: Iterable[str] = ()
+) -> pathlib.Path:
+    """Writes the card of a run that has ended into its folder, and gives its path.
+
+    Args:
+        run_folder: Holds `config.toml` and `metrics.jsonl`, with at least one row.
+        machine: What the run has run on.
+        notes: What was said at the start of the run.
+
+    Raises:
+        FileNotFoundError: When the folder holds no metrics.
+    """
+    run = report.read(run_folder)
+    health, warnings = _course(run)
+    parts = [
+        f"# {run.cfg.run_name or run.folder.resolve().name}",
+        _outcome(run, health),
+        _section("What ran", _table(_settings(run.cfg))),
+        _section("Curves", _curves(run)),
+        _section("Time and cost", _cost(run, machine)),
+        _section("On what", _table({"device": _count(machine), **machine.versions})),
+        _section("Warnings", _list(warnings) or "None."),
+        _section("Said at the start", _list(notes)),
+        _section("Samples", _samples(run)),
+        "`qerl report` of this folder draws all curves: `report/index.html`.",
+    ]
+    path = run.folder / FILE
+    write_whole(path, "\n\n".join(filter(None, parts)) + "\n")
+    return path
+
+
+def _course(run: report.Run) -> tuple[Health, list[str]]:
+    """The health of a run at its end, and all warnings that were given on the way."""
+    health = Health.of(run.cfg)
+    warnings = [line for row in run.rows for line in health.see(row)]
+    closing = health.closing()
+    return health, [*warnings, *([closing] if closing else [])]
+
+
+def _outcome(run: report.Run, health: Health) -> str:
+    accuracy, reward = (list(run.values(name).values()) for name in ("eval/accuracy", "reward"))
+    found = []
+    if len(accuracy) > 1:
+        found.append(f"Held-out accuracy went from {accuracy[0]:.3f} to {accuracy[-1]:.3f}.")
+    if reward:
+        found.append(f"Reward went from {reward[0]:.3f} to {reward[-1]:.3f}.")
+    found.append(f"{health.taught} of {health.steps} steps taught the policy something.")
+    return " ".join(found)
+
+
+def _settings(cfg: RunConfig) -> dict[str, str]:
+    shape = "all layers" if cfg.model.trainable == "full" else f"LoRA of rank {cfg.lora.rank}"
+    length = f"{cfg.max_steps} steps"
+    if cfg.max_steps is None:
+        length = f"{cfg.num_train_epochs:g} epochs"
+    noise = cfg.noise and f"sigma from {cfg.noise.sigma_start:g} to {cfg.noise.sigma_end:g}"
+    return {
+        "base": f"{cfg.model.model_name_or_path}, held in {cfg.model.weights}",
+        "what trains": f"{shape}, learning rate {cfg.optim.learning_rate:g}",
+        "data": cfg.data.path or cfg.data.dataset,
+        "rewards": ", ".join(cfg.rewards.functions) or "of the environment",
+        "loss": cfg.grpo.loss_type,
+        "a rollout": f"{cfg.prompts_per_rollout} prompts x {cfg.rollout.num_generations} completions of at most "
+        f"{cfg.rollout.max_completion_length} tokens",
+        "noise (AQN)": noise or "none",
+        "length": length,
+        "seed": str(cfg.seed),
+        "again": f"`qerl train {os.fspath(pathlib.Path(cfg.output_dir) / 'config.toml')} --output-dir ANOTHER`",
+    }
+
+
+def _curves(run: report.Run) -> str:
+    rows = []
+    for label, name in _CURVES:
+        values = list(run.values(name).values())
+        if any(values):
+            course = terminal.curve(values, _WIDTH)
+            ends = (f"{each:.4g}" for each in (values[0], values[-1], min(values), max(values)))
+            rows.append(f"| {label} | `{course}` | {' | '.join(ends)} |")
+    head = "| | course | first | last | lowest | highest |\n|---|---|---|---|---|---|\n"
+    return head + "\n".join(rows) if rows else ""
+
+
+def _cost(run: report.Run, machine: Machine) -> str:
+    """How long each phase took over the whole run, by its metrics; of what is between them its last process tells."""
+    sums = {label: sum(run.values(name).values()) for label, name in _PHASES.items()}
+    total = sum(sums.values())
+    rows = [
+        f"| {label} | {seconds:,.1f} | {seconds / total:.0%} |"
+        for label, seconds in sums.items()
+        if seconds
+    ]
+    head = "| phase | seconds | share |\n|---|---|---|\n"
+    lines = [f"- {machine.devices * total:,.0f} device seconds ({_count(machine)})"]
+    steps = list(run.values("step_time").values())
+    if len(steps) > 1:
+        rest = statistics.median(steps[1:])
+        lines.append(
+            f"- first step {steps[0]:,.1f} s, with compiling; of the others the median is {rest:,.1f} s"
+        )
+    if tokens := list(run.values("num_tokens").values()):
+        lines.append(f"- {tokens[-1]:,.0f} tokens, prompts included")
+    if memory := list(run.values("perf/peak_memory_gb").values()):
+        lines.append(f"- at most {max(memory):.1f} GB of device memory")
+    lines.append(
+        f"- the last process took {machine.seconds:,.0f} s, with loading, compiling and saving"
+    )
+    table = head + "\n".join(rows) + "\n\n" if rows else ""
+    return table + "\n".join(lines)
+
+
+def _samples(run: report.Run) -> str:
+    """The best and the worst completion of the first logged step and of the last one."""
+    shown = []
+    for title, text in report.samples([report.Group("", (run,))]):
+        text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+        # Longer than any fence within, so that a completion cannot end it.
+        fence = "`" * max(3, *(len(each) + 1 for each in re.findall("`+", text) or [""]))
+        shown.append(f"{title.capitalize()}:\n\n{fence}text\n{text}\n{fence}")
+    return "\n\n".join(shown)
+
+
+def _count(machine: Machine) -> str:
+    return f"{machine.devices} x {machine.device}"
+
+
+def _table(rows: Mapping[str, str]) -> str:
+    cells = (f"| {name} | {str(value).replace('|', '&#124;')} |" for name, value in rows.items())
+    return "| | |\n|---|---|\n" + "\n".join(cells)
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _section(heading: str, text: str) -> str:
+    return f"## {heading}\n\n{text}" if text else ""

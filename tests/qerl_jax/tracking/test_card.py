@@ -1,0 +1,56 @@
+"""The report card of a run: every part of it says what the files of the run say."""
+
+import json
+
+from qerl_jax.tracking import card
+from qerl_jax.tracking.card import Machine
+from tests.qerl_jax.tracking.test_report import make_run
+
+H100 = Machine("NVIDIA H100", 2, {"jax": "0.11.2"}, 130.0)
+
+
+def parts(folder, notes=()):
+    """The texts of a card by their headings; the beginning has none."""
+    first, *others = card.write(folder, H100, notes).read_text().split("\n## ")
+    return {"": first} | dict(each.split("\n\n", 1) for each in others)
+
+
+def test_a_card_says_what_ran_and_what_came_of_it(tmp_path):
+    found = parts(make_run(tmp_path / "mine"), ["update: micro-batches of 512 tokens"])
+    assert found[""].startswith(
+        "# mine\n\nHeld-out accuracy went from 0.300 to 0.600. Reward went "
+    )
+    assert "12 of 12 steps taught the policy something." in found[""]
+    assert "| base | qerl-tiny, held in nvfp4 |" in found["What ran"]
+    assert "| a rollout | 32 prompts x 8 completions of at most 44 tokens |" in found["What ran"]
+    assert "| reward | `▁▂▂▃▄▄▅▅▆▇▇█` | 0.05 | 0.6 | 0.05 | 0.6 |" in found["Curves"]
+    assert "KL" not in found["Curves"]  # it is 0 throughout
+    assert "| device | 2 x NVIDIA H100 |\n| jax | 0.11.2 |" in found["On what"]
+    assert found["Said at the start"].startswith("- update: micro-batches of 512 tokens\n")
+
+
+def test_a_card_adds_up_what_the_phases_have_cost(tmp_path):
+    cost = parts(make_run(tmp_path / "run"))["Time and cost"]
+    # Twelve steps of 1 s and 2 s on two devices.
+    assert "| rollouts | 12.0 | 33% |\n| updates | 24.0 | 67% |\n" in cost
+    assert "- 72 device seconds (2 x NVIDIA H100)\n- first step 3.0 s, with compiling" in cost
+    assert "- 12,000 tokens" in cost and "- the last process took 130 s" in cost
+
+
+def test_a_card_repeats_the_warnings_of_the_run(tmp_path):
+    folder = make_run(tmp_path / "run")
+    assert parts(folder)["Warnings"].startswith("None.")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    dead = [row | {"frac_reward_zero_std": 1.0} for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dead))
+    lines = parts(folder)["Warnings"].splitlines()
+    assert lines[0].startswith("- warning: step 3: nothing was learned in the first 3 steps.")
+    assert lines[1].startswith("- warning: this run has learned nothing in 12 steps.")
+
+
+def test_a_completion_cannot_end_its_fence(tmp_path):
+    folder = make_run(tmp_path / "run")
+    row = {"prompt": "1+1?", "completion": "````\n# mine", "reward": 1.0}
+    (folder / "completions" / "step_000012.jsonl").write_text(json.dumps(row) + "\n")
+    shown = parts(folder)["Samples"]
+    assert "`````text\n1+1?\n\n````\n# mine\n`````" in shown
