@@ -117,6 +117,26 @@ def copy_companions(source: pathlib.Path, folder: pathlib.Path) -> None:
         described = path.name.endswith(".index.json") or path.name in _OWN
         if path.suffix in _COPIED and not described:
             shutil.copyfile(path, folder / path.name)
+    _state_end_token(folder)
+
+
+def _state_end_token(folder: pathlib.Path) -> None:
+    """Writes generation_config.json where the end token is known to the tokenizer alone.
+
+    transformers and vLLM end completions by the configs of a model, not by its tokenizer.
+    """
+    names = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
+    config, generation, tokens, tokenizer = (
+        read_json(path) if (path := folder / name).is_file() else {} for name in names
+    )
+    if config.get("eos_token_id") is not None or generation.get("eos_token_id") is not None:
+        return
+    end = tokens.get("eos_token")
+    end = end.get("content") if isinstance(end, dict) else end  # older files say more of a token
+    ids = {each.get("content"): each.get("id") for each in tokenizer.get("added_tokens") or ()}
+    if end is not None and ids.get(end) is not None:
+        generation["eos_token_id"] = ids[end]
+        (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
 def export_model(

@@ -39,10 +39,38 @@ def test_a_model_from_packed_weights_is_exported_in_16_bits_with_its_tokenizer(t
     model = Transformer(architecture.load(source), "bfloat16", None, jnp.bfloat16)
     hf_folder.export_model(tmp_path / "model", model, base(PACKED, "bfloat16"), source)
     names = {path.name for path in (tmp_path / "model").iterdir()}
-    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    companions = {"generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    assert names == {"config.json", "model.safetensors"} | companions
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["torch_dtype"] == "bfloat16" and "quantization_config" not in config
     assert_trees_equal(base_model.read_base(tmp_path / "model", model), base(PACKED, "bfloat16"))
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "end", "expected"),
+    [
+        ({}, None, "<|im_end|>", {"eos_token_id": 421}),
+        ({}, {"top_p": 0.9}, {"content": "<|im_end|>"}, {"top_p": 0.9, "eos_token_id": 421}),
+        ({}, {"eos_token_id": [1, 2]}, "<|im_end|>", {"eos_token_id": [1, 2]}),
+        ({"eos_token_id": 3}, None, "<|im_end|>", None),
+        ({}, None, "<unknown>", None),
+        ({}, None, None, None),
+    ],
+)
+def test_a_copy_states_the_end_token_that_the_tokenizer_alone_knows(
+    config, generation, end, expected, tmp_path
+):
+    source, folder = tmp_path / "source", tmp_path / "copy"
+    source.mkdir()
+    folder.mkdir()
+    shutil.copy(hf_folder.TINY / "tokenizer.json", source)
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    if generation is not None:
+        (source / "generation_config.json").write_text(json.dumps(generation))
+    hf_folder.copy_companions(source, folder)
+    written = folder / "generation_config.json"
+    assert (json.loads(written.read_text()) if written.is_file() else None) == expected
 
 
 def test_an_exported_model_deletes_nothing_but_a_model(tmp_path):
