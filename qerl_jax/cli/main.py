@@ -1,10 +1,13 @@
 """The command `qerl`: finds the sub-command, runs it, and makes one line of what is wrong with its input."""
 
+import contextlib
 import difflib
 import importlib.metadata
 import inspect
 import os
+import pathlib
 import platform
+import subprocess
 import sys
 import traceback
 
@@ -23,7 +26,7 @@ def env(argv: list[str]) -> None:
     """
     if argv:
         raise ValueError("env: takes no arguments")
-    log(*_versions(), *_devices())
+    log(*_versions(), *_machine(), *_devices())
 
 
 def completion(argv: list[str]) -> None:
@@ -44,6 +47,20 @@ def completion(argv: list[str]) -> None:
 def _versions() -> list[str]:
     python = f"python {platform.python_version()} on {platform.platform()}"
     return [python, *map(_version, _PACKAGES)]
+
+
+def _machine() -> list[str]:
+    """Memory and processors, the driver of the card, and what the sandbox of programs needs."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    lines = [f"machine: {len(os.sched_getaffinity(0))} processors, {memory / 1e9:.0f} GB of memory"]
+    driver = pathlib.Path("/sys/module/nvidia/version")
+    with contextlib.suppress(OSError):
+        lines.append(f"NVIDIA driver {driver.read_text().strip()}")
+    try:
+        found = subprocess.run(["bwrap", "--version"], capture_output=True, text=True, timeout=10)
+        return [*lines, found.stdout.strip() or "bubblewrap does not tell its version"]
+    except (OSError, subprocess.SubprocessError):
+        return [*lines, "bubblewrap not installed: rewards cannot run programs"]
 
 
 def _devices() -> list[str]:

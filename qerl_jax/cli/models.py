@@ -38,10 +38,12 @@ def export(
         qerl export runs/mine models/merged --to merged
         qerl export runs/mine models/packed --to nvfp4 --from packed
     """
-    report = qerl_jax.export(run, out, to=to, base=base, step=step, limit=limit)
-    from qerl_jax.checkpoint.export import lines
+    from qerl_jax.checkpoint.export import REPORT, lines
 
-    log(f"{to} in {out}", *lines(report))
+    was_there = (out / REPORT).is_file()
+    report = qerl_jax.export(run, out, to=to, base=base, step=step, limit=limit)
+    log(f"{to} in {out}{', in place of the export that was there' if was_there else ''}")
+    log(*lines(report))
 
 
 def quantize(

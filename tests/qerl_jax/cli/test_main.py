@@ -200,4 +200,5 @@ def test_env_names_versions_and_devices(capsys):
     assert main.main(["env"]) == 0
     shown = capsys.readouterr().out
     assert f"jax {jax.__version__}" in shown and "device 0: cpu" in shown
+    assert " GB of memory\n" in shown and "bubblewrap " in shown
     assert "kernels: reference" in shown and "portable kernels: no, needs an NVIDIA GPU" in shown
