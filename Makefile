@@ -18,7 +18,8 @@ $(STAMP): pyproject.toml constraints.txt
 	echo "Install one, for example with 'pyenv install 3.12' or 'uv python install 3.12', or name it:" >&2; \
 	echo "make $(or $(MAKECMDGOALS),env) PYTHON=/path/to/python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --editable '.[test,dev]' --constraint constraints.txt
+	@echo "Installing JAX and what else is needed: a few minutes the first time"
+	$(BIN)/python -m pip install --editable '.[test,dev]' --constraint constraints.txt
 	@touch $@
 
 quickstart: env  ## train the tiny base that ships with the package, on the CPU

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -371,7 +372,12 @@ def test_another_config_may_not_resume_a_run(tmp_path):
     )
     check_folder(other)  # no checkpoint: nothing is resumed
     (tmp_path / "run" / "checkpoints" / "2").mkdir(parents=True)
-    with pytest.raises(config.ConfigError, match="holds a run whose optim, seed differ"):
+    with pytest.raises(
+        config.ConfigError,
+        match=re.escape(
+            "it holds a run with another optim.learning_rate (0.003 there, 0.001 here), seed (0 there, 7 here): "
+        ),
+    ):
         train(other)
 
 
@@ -391,13 +397,14 @@ def test_a_finished_run_can_be_made_longer_and_follows_the_longer_schedules(tmp_
     assert [row["learning_rate"] for row in rows] == rates
     assert [row["aqn/stage"] for row in rows] == [0, 5, 5, 7]  # of ten
     shown = capsys.readouterr().out
+    assert shown.count(f"resumed: the run in {folder} goes on after step 2 of 4") == 1
     assert "this run had 2 optimizer steps and has 4 now: learning rate and noise go on" in shown
     assert f"the next rate is {rates[2]:.3g}, the last one was {rates[1]:.3g}" in shown
     assert config.load(folder / "config.toml") == longer
     adapter = (folder / "adapter" / "adapter_model.safetensors").read_bytes()
     train(longer, quiet=True)  # nothing is left to do
     assert (folder / "adapter" / "adapter_model.safetensors").read_bytes() == adapter
-    with pytest.raises(config.ConfigError, match="holds a run whose max_steps differ"):
+    with pytest.raises(config.ConfigError, match="run with another max_steps .4 there, 2 here.: "):
         train(short, quiet=True)
 
 

@@ -253,6 +253,10 @@ def setup(
         began=began,
     )
     if earlier is not None and resumed is not None:
+        if run.place(resumed, run.supply) < total_steps:
+            run.notes.append(
+                f"resumed: the run in {cfg.output_dir} goes on after step {resumed} of {total_steps}"
+            )
         run.notes.extend(_about_length(run, earlier))
     return run
 
@@ -349,14 +353,26 @@ def check_folder(cfg: config.RunConfig) -> config.RunConfig | None:
         if name in before and name in now and before[name] < now[name]
     }
     changed = [name for name in files.changes(before, now) if name not in free]
+    fields = [each for name in changed for each in _differences(name, before, now)]
     require(
         not changed,
         "output_dir",
         cfg.output_dir,
-        f"it holds a run whose {', '.join(changed)} differ: choose another folder, or remove that one "
+        f"it holds a run with another {', '.join(fields)}: choose another folder, or remove that one "
         "(a run can be made longer, but nothing else of it changes)",
     )
     return found
+
+
+def _differences(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs between two configs under a name: the field, or those of the section, with their values."""
+    pair = [table.get(name) for table in (before, now)]
+    if not all(isinstance(each, Mapping) for each in pair):
+        shown = ("a section" if isinstance(each, Mapping) else repr(each) for each in pair)
+        return [f"{name} ({' there, '.join(shown)} here)"]
+    return [
+        f"{name}.{each}" for field in files.changes(*pair) for each in _differences(field, *pair)
+    ]
 
 
 def _about_length(run: PreparedRun, earlier: config.RunConfig) -> list[str]:

@@ -149,6 +149,10 @@ def _loop(
         contextlib.closing(_logger(run, quiet)) as logger,
         recorder.Recorder(run, logger, on_step) as record,
     ):
+        if run.place(step, supply) < run.total_steps:
+            logger.note(
+                "compiling: the first evaluation and the first step take longer than others"
+            )
         goes_on, warned = record.begin(), False
         while goes_on and (place := run.place(step, supply)) < run.total_steps:
             run.stop.poll()
