@@ -37,6 +37,13 @@ def in_one_line(error: BaseException) -> str:
     return text if len(text) <= 2 * _SHOWN else f"{text[:_SHOWN]} [...] {text[-_SHOWN:]}"
 
 
+def in_what(error: BaseException) -> str:
+    """What a run was doing when an error came, and what of it is saved, in brackets; "" where it had not begun."""
+    notes = getattr(error, "__notes__", ())
+    said = [note for note in notes if re.match(r"in the (?!prep)|before |step \d+ is saved", note)]
+    return f" ({'; '.join(said)})" if said else ""
+
+
 def describe(error: Exception, path: pathlib.Path | None) -> str:
     """One line about an error that was not foreseen: type, what was running, the text's beginning, the file."""
     notes = [

@@ -196,7 +196,7 @@ def main(argv: list[str] | None = None) -> int:
 def _failed(name: str, argv: list[str], error: Exception) -> int:
     """Says what went wrong, and gives the exit code."""
     if crashes.is_expected(error):
-        sys.stderr.write(f"qerl {name}: {crashes.in_one_line(error)}\n")
+        sys.stderr.write(f"qerl {name}: {crashes.in_one_line(error)}{crashes.in_what(error)}\n")
         return 2
     versions = _versions()
     try:

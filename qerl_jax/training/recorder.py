@@ -112,6 +112,8 @@ class Recorder:
         """
         if isinstance(error, Exception):
             error.add_note(self._doing())
+            if self._saved:
+                error.add_note(f"step {self._saved} is saved: the same command goes on from there")
             is_exhausted, asked = memory.exhausted(error)
             if is_exhausted and not isinstance(error, OSError):
                 plan = self._run.memory or memory.estimate(self._run.cfg)

@@ -108,6 +108,14 @@ def test_an_unforeseen_error_says_what_was_running_and_names_a_file_with_the_res
     assert f"jax {jax.__version__}" in kept and "device 0: cpu" in kept
 
 
+def test_an_error_in_a_run_says_in_which_step_and_what_is_saved(tmp_path, monkeypatch, capsys):
+    assert run_with(monkeypatch, tmp_path, ValueError("rewards: nothing fits")) == 2
+    assert capsys.readouterr().err == (
+        "qerl train: rewards: nothing fits (in the rewards of step 3 of 6; step 2 is saved: the same command "
+        "goes on from there)\n"
+    )
+
+
 def test_debug_shows_the_traceback_of_any_error(tmp_path, capsys):
     assert main.main(["train", "--debug", "nowhere.toml"]) == 2
     shown = capsys.readouterr().err
