@@ -1,5 +1,6 @@
 """The commands that measure policies: `eval`, `compare`, `filter`."""
 
+import dataclasses
 import pathlib
 from typing import Literal
 
@@ -135,6 +136,7 @@ def filter_problems(
     samples: int = 8,
     reward: str | None = None,
     adapter: pathlib.Path | None = None,
+    num_problems: int | None = None,
     batch_size: int = 32,
 ) -> None:
     """Measures how often a policy solves each problem of a config, and keeps a band.
@@ -149,6 +151,7 @@ def filter_problems(
         reward: A completion passes where this function gives at least 1; absent means the config's
             first.
         adapter: A PEFT folder; absent means the bare base.
+        num_problems: Measure only so many problems, from the front, instead of as many as the config says.
         batch_size: Problems sampled together.
 
     Examples:
@@ -156,6 +159,10 @@ def filter_problems(
         qerl train gsm8k_qwen2.5_7b --data.dataset some.jsonl
     """
     cfg = load(config)
+    if num_problems is not None:
+        cfg = dataclasses.replace(
+            cfg, data=dataclasses.replace(cfg.data, num_problems=num_problems)
+        )
     from qerl_jax.evaluation import pass_rates
 
     use_compilation_cache()

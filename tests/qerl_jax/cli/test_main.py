@@ -14,6 +14,7 @@ import qerl_jax
 from qerl_jax import config
 from qerl_jax.cli import common, main
 from qerl_jax.config import ConfigError, EvalConfig, LoraConfig, NoiseConfig
+from qerl_jax.evaluation import pass_rates
 
 QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
 
@@ -194,6 +195,15 @@ def test_a_shell_completes_commands_options_and_values(tmp_path, capsys):
     assert completed(script, "eval", "gsm8k", "--prot") == {"--protocol"}
     assert main.main(["completion", "zsh"]) == 0 and "#compdef qerl" in capsys.readouterr().out
     assert main.main(["completion", "fish"]) == 2
+
+
+def test_filter_takes_a_config_by_its_name_and_as_many_problems_as_asked_for(monkeypatch, tmp_path):
+    given = []
+    monkeypatch.setattr(pass_rates, "select", lambda cfg, *_, **__: given.append(cfg) or (0, 3))
+    command = ["filter", "quickstart", str(tmp_path / "kept.jsonl")]
+    assert main.main([*command, "--num-problems", "3"]) == 0 and main.main(command) == 0
+    assert [cfg.data.num_problems for cfg in given] == [3, 20_000]
+    assert main.main([*command, "--num-problems", "0"]) == 2
 
 
 def test_env_names_versions_and_devices(capsys):
