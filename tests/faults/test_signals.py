@@ -146,7 +146,7 @@ def interrupt_where_exceptions_are_forgotten():
 @pytest.mark.parametrize("place", ["setup", "step"])
 def test_an_interrupt_that_falls_into_a_callback_is_not_lost(place, tmp_path, monkeypatch):
     """So one of 54 was, in a WeakSet of JAX, and the run went on to its end."""
-    module, name = {"setup": (setup.base_model, "load_base"), "step": (rollouts, "score")}[place]
+    module, name = {"setup": (setup.base_model, "load_weights"), "step": (rollouts, "score")}[place]
     function = getattr(module, name)
 
     def interrupted(*arguments, **options):
