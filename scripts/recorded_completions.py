@@ -57,7 +57,8 @@ def read(
     """Reads a run folder of `qerl train`, or a JSONL file of completions.
 
     A row of a file has `prompt` and `completion`, texts or lists of ids (a prompt may be a chat), and whole numbers `group`
-    and `epoch`: rows of the same epoch and group were sampled together.
+    and `epoch`: rows of the same epoch and group were sampled together. What `qerl generate --input FILE --output OUT`
+    writes is such a file, where the input's rows have a chat as `prompt`, `group` and `epoch`.
 
     Args:
         path: The folder or the file.
@@ -129,12 +130,9 @@ def _of_file(
     steps: dict[int, list[list[Row]]] = {}
     for epoch, group in sorted(groups):
         steps.setdefault(epoch, []).append(groups[epoch, group])
-    known = [
-        (row, entry["length"]) for row, entry in zip(made, rows, strict=True) if "length" in entry
-    ]
-    if have_ids or not known:
-        return steps, None
-    return steps, sum(len(row.completion) == length for row, length in known) / len(known)
+    lengths = [(len(row.completion), _length(entry)) for row, entry in zip(made, rows, strict=True)]
+    same = [made == sampled for made, sampled in lengths if sampled is not None]
+    return steps, sum(same) / len(same) if same and not have_ids else None
 
 
 def _encoded(tokens: tokenizer.Tokenizer, rows: Sequence[dict[str, Any]]) -> list[Row]:
@@ -145,11 +143,17 @@ def _encoded(tokens: tokenizer.Tokenizer, rows: Sequence[dict[str, Any]]) -> lis
     for row, completion in zip(
         rows, tokens.encode([row["completion"] for row in rows]), strict=True
     ):
+        stopped = row.get("stopped", row.get("finish_reason") == "stop")
         # Not where a text ended the row: then all of its tokens are there.
-        if row.get("stopped") and len(completion) < row.get("length", len(completion) + 1):
+        if stopped and (_length(row) is None or len(completion) < _length(row)):
             completion = [*completion, tokens.stop_tokens[0]]
         made.append(Row(tuple(ids[repr(row["prompt"])]), tuple(completion)))
     return made
+
+
+def _length(row: dict[str, Any]) -> int | None:
+    """How many tokens were sampled: the name of a run, or of `qerl generate`."""
+    return row.get("length", row.get("num_tokens"))
 
 
 def _are_ids(value: Any) -> bool:

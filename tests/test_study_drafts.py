@@ -205,6 +205,12 @@ def test_a_file_of_ids_needs_no_tokenizer_and_one_of_texts_does(tmp_path):
     file.write_text(json.dumps(entry | {"prompt": "a", "completion": "b"}) + "\n")
     with pytest.raises(FileNotFoundError, match="--tokenizer"):
         recorded_completions.read(file)
+    ended = {"prompt": "a", "completion": "1", "finish_reason": "stop", "num_tokens": 2}
+    file.write_text(json.dumps(entry | ended) + "\n" + json.dumps(entry | ended) + "\n")
+    found = recorded_completions.read(file, temperature=0.5, tokenizer_folder=str(TINY))
+    ((one, two),) = found.steps[5]
+    assert one == two and one.completion[-1] == tokenizer.load(TINY).stop_tokens[0]
+    assert found.same_length == 1 and found.temperature == 0.5 and len(one.completion) == 2
     file.write_text(json.dumps({"prompt": [1], "completion": [2], "group": 0}) + "\n")
     with pytest.raises(ValueError, match="line 1.*needs epoch"):
         recorded_completions.read(file)
