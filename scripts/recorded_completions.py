@@ -63,7 +63,7 @@ def read(
     Args:
         path: The folder or the file.
         label: Its name in tables; absent means the name of the folder or file.
-        temperature: Of sampling; absent means that of the run's config.
+        temperature: Of sampling; absent means that of the run's config, and unknown for a file.
         tokenizer_folder: Of the tokenizer; absent means that of the run's model. A file of texts needs it.
 
     Raises:
@@ -82,7 +82,9 @@ def read(
     )
     tokens = tokenizer.load(folder, cfg.model.chat_template_kwargs)
     steps, same = _of_run(path, tokens, cfg.rollout.num_generations)
-    return Recording(label, temperature or cfg.rollout.temperature, steps, same)
+    if temperature is None:
+        temperature = cfg.rollout.temperature
+    return Recording(label, temperature, steps, same)
 
 
 def _of_run(

@@ -125,7 +125,9 @@ def main() -> None:
     parser.add_argument("--recent", type=int, default=8, help="steps that `history` goes back")
     parser.add_argument("--sources", nargs="+", default=[*CHOICES], metavar="NAME")
     parser.add_argument("--overhead", type=float, default=0.0, help="ms of a call with drafts")
-    parser.add_argument("--temperature", type=float, help="of runs that do not say theirs")
+    parser.add_argument(
+        "--temperature", type=float, help="of all that is given; absent: as runs say"
+    )
     parser.add_argument("--tokenizer", metavar="FOLDER", help="where it is not that of the run")
     args = parser.parse_args()
     unknown = sorted({*args.sources} - {*CHOICES})
@@ -232,10 +234,9 @@ def of_source(source: str, sample: Sample, overhead: float) -> Iterator[dict[str
 def statistics(outcome: Outcome) -> dict[str, Any]:
     """What a table says of a replay."""
     drafted, accepted, emitted = outcome.drafted, outcome.accepted, outcome.emitted
+    # Tokens after one that is wrong, or after the end of the recorded completion, were not tried.
     places = [
-        # What follows the end of a recorded completion was never tried: such calls count as far as they went.
-        (accepted[(drafted > place) & (accepted >= place)] > place)
-        for place in range(LONGEST_DRAFT)
+        accepted[(drafted > place) & (emitted > place)] > place for place in range(LONGEST_DRAFT)
     ]
     return {
         "tokens_per_call": round(outcome.tokens_per_call, 3),

@@ -66,6 +66,14 @@ def test_a_completion_that_was_said_before_takes_a_call_for_each_full_draft(most
     assert len(walk([said], "history", Fixed(most), before=[other]).call) == calls
 
 
+def test_acceptance_counts_only_tokens_that_were_tried():
+    # One row ends inside of its draft, the other differs in its third token.
+    rows, before = [row([1, 2]), row([1, 2, 9])], [[row([1, 2, 3, 4])]]
+    found = study_drafts.statistics(walk([rows], "earlier", Fixed(4), before=before))
+    assert found["acceptance"] == [1.0, 1.0, 0.0, *[None] * 5]
+    assert found["tokens_per_call"] == 2.5 and found["without_draft"] == 0
+
+
 def test_the_prompt_drafts_what_a_completion_copies_of_it():
     found = walk([[row([50, 11, 12, 13, 14, 51], prompt=[10, 11, 12, 13, 14, 15])]], "prompt")
     # 11 is not foreseen; then 12, 13, 14 come true and 15 does not.
