@@ -7,6 +7,7 @@ import pytest
 from scripts import own_loop
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_takes_steps_and_gives_a_policy(capsys):
     policy, rewards = own_loop.train(steps=2, prompts=4)
     assert len(rewards) == 2 and np.isfinite(rewards).all()

@@ -340,7 +340,12 @@ def test_a_run_goes_on_from_an_adapter_of_its_shape(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("reference", "is_base"), [(None, False), ("adapter", False), ("base", True)]
+    ("reference", "is_base"),
+    [
+        pytest.param(None, False, marks=pytest.mark.slow),
+        ("adapter", False),
+        pytest.param("base", True, marks=pytest.mark.slow),
+    ],
 )
 def test_the_divergence_of_a_run_that_goes_on_is_from_its_adapter_or_the_base(
     reference, is_base, tmp_path
@@ -381,6 +386,7 @@ def test_another_config_may_not_resume_a_run(tmp_path):
         train(other)
 
 
+@pytest.mark.slow
 def test_a_finished_run_can_be_made_longer_and_follows_the_longer_schedules(tmp_path, capsys):
     folder = tmp_path / "run"
     short = small(folder, max_steps=2)

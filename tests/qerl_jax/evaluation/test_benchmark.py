@@ -168,6 +168,7 @@ def test_a_stopped_evaluation_goes_on_in_other_batches_to_the_same_end(tmp_path)
         run(tmp_path / "stopped", temperature=0.5)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_changes_nothing_scores_what_its_base_scores(adapter, tmp_path):
     policy = find_policy(None, adapter, dtype="float32")
     assert policy.model == TINY and policy.name == "adapter"

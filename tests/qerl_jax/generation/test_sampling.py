@@ -350,7 +350,13 @@ def test_a_token_of_small_probability_is_drawn_by_bits_that_are_as_rare(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("vocab", "num_tokens", "rows"), [(1000, 990, 20_000), (256, 256, 20_000), (100, 97, 20_000)]
+    ("vocab", "num_tokens", "rows"),
+    [
+        pytest.param(1000, 990, 20_000, marks=pytest.mark.slow),
+        pytest.param(256, 256, 20_000, marks=pytest.mark.slow),
+        pytest.param(100, 97, 20_000, marks=pytest.mark.slow),
+        (300, 290, 5_000),  # two blocks
+    ],
 )
 def test_draws_from_blocks_have_their_frequencies_into_the_tails(vocab, num_tokens, rows):
     """Masses from a half to 1e-5 in 50 draws of so many rows, rare ids counted together."""
