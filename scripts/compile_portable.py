@@ -108,7 +108,7 @@ def launches(capability: int, rows: Sequence[int] = (8, 64)) -> list[Any]:
             linear(m, (18944, 18944), 3584, is_swiglu=True)
             linear(m, (3584,), 18944, residual=True)
         for kind in ("nvfp4", "mxfp4", "nf4"):
-            # In float16 MXFP4's exponents have no room.
+            # Refused by `layout.supports`.
             if capability < 80 and kind == "mxfp4":
                 continue
             one = weight(kind, 3584, 3584)

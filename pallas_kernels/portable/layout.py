@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels import runtime
 from pallas_kernels.formats import mxfp4, nf4, nvfp4
 from pallas_kernels.formats.mxfp4 import MXFP4Tensor
 from pallas_kernels.formats.nf4 import NF4Tensor
@@ -72,6 +73,9 @@ def supports(t: NVFP4Tensor | MXFP4Tensor | NF4Tensor) -> str | None:
     """Why a weight cannot be brought into this layout, or None."""
     if isinstance(t, NF4Tensor) and t.shape[1] % CHUNK:
         return f"needs NF4's blocks of {nf4.BLOCK} within rows; got K = {t.shape[1]}"
+    if isinstance(t, MXFP4Tensor) and runtime.tensor_core_type() == "float16":
+        least = "compute capability 8.0"
+        return f"needs {least} for MXFP4, whose exponents exceed float16's; this is {runtime.device_kind()}"
     return None
 
 

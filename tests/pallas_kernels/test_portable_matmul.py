@@ -85,6 +85,14 @@ def test_before_compute_capability_8_float16_is_multiplied(portable, kind):  # n
         assert_close(actual, row, ulps=1)
 
 
+def test_before_compute_capability_8_mxfp4_is_refused():
+    dense_weight = mxfp4.quantize(jnp.ones((64, 128)))
+    with runtime.on(like(compute_capability="7.5")):
+        assert layout.supports(dense_weight).startswith("needs compute capability 8.0 for MXFP4")
+    with runtime.on(like(compute_capability="8.0")):
+        assert layout.supports(dense_weight) is None
+
+
 def test_one_hot_inputs_return_what_is_decoded(portable):  # noqa: F811
     w = weight("nvfp4", (64, 64))
     one_hot = jax.jit(functools.partial(matmul.product, config=TINY))(
