@@ -358,7 +358,7 @@ class Updater:
     them in that one order, as TRL's do. An optimizer batch is cut into micro-batches of at most
     `max_tokens_per_microbatch` tokens, of which few are padding (`microbatches.cut`); for `bnpo`, whose
     value depends on the cut, into a micro-batches of m rows. Their gradients are summed, so memory is
-    that of one. Each of their shapes is compiled, eight at most.
+    that of one. Each of their shapes is compiled: at most five, or six with bnpo.
 
     Several devices deal the micro-batches out and add their sums up once, before the optimizer's step,
     which each of them computes.
