@@ -371,6 +371,7 @@ class Updater:
         on_non_finite: Called with each step that was skipped for such a loss or gradient.
         max_prompt_length: The longest that a prompt may be; None takes the width of a rollout's prompts.
         replicas: The devices; all of them hold the state, what is frozen, and the noise.
+        poll: Called before each micro-batch as long as the state is whole; may raise to leave the rollout.
     """
 
     objective: Objective
@@ -380,6 +381,7 @@ class Updater:
     on_non_finite: Callable[[NonFinite], None] | None = None
     max_prompt_length: int | None = None
     replicas: Replicas = Replicas()
+    poll: Callable[[], None] = lambda: None
 
     def __call__(
         self,
@@ -418,12 +420,13 @@ class Updater:
         learns = _learns(cfg, experience)
         cuts = [micro_batches(self, experience, rows) for rows in batches]
         fixed = anchors(self, state, frozen, experience, noise, steps, cuts)
+        learner = self
         for index in range(steps):
             rows = batches[index % len(batches)]
-            held = fixed | _high_entropy(self, state.params, frozen, experience, noise, rows)
+            held = fixed | _high_entropy(learner, state.params, frozen, experience, noise, rows)
             coef = _entropy_coef(cfg, state.entropy)
             sums, counts = summed_gradient(
-                self,
+                learner,
                 state.params,
                 frozen,
                 experience,
@@ -443,6 +446,8 @@ class Updater:
                 optim_cfg=self.optim,
                 total_steps=self.total_steps,
             )
+            # The state before is gone: what has begun is finished.
+            learner = dataclasses.replace(self, poll=lambda: None)
             metrics, counts = jax.device_get((metrics, counts))
             records.append((metrics, *_joined(counts, rows.size)))
             if cfg.has_entropy_bonus:
@@ -452,7 +457,9 @@ class Updater:
                 if state.entropy is not None and tokens:
                     control = state.entropy.after(cfg, mean)
                     state = dataclasses.replace(state, entropy=jax.device_put(control))
-                metrics["entropy_coef"] = coef if state.entropy is None else state.entropy.coef
+                # Read now: the next step is given the state's buffers.
+                control = jax.device_get(state.entropy)
+                metrics["entropy_coef"] = coef if control is None else control.coef
             if self.on_non_finite and metrics["updates/non_finite"]:
                 self.on_non_finite(
                     NonFinite(
@@ -475,6 +482,7 @@ def make_updater(
     total_steps: int,
     on_non_finite: Callable[[NonFinite], None] | None = None,
     replicas: Replicas = Replicas(),
+    poll: Callable[[], None] = lambda: None,
 ) -> Updater:
     """The updater that a config asks for.
 
@@ -485,6 +493,7 @@ def make_updater(
         total_steps: Optimizer steps of the whole run.
         on_non_finite: See `Updater`.
         replicas: Likewise.
+        poll: Likewise.
     """
     return Updater(
         Objective(
@@ -500,6 +509,7 @@ def make_updater(
         on_non_finite=on_non_finite,
         max_prompt_length=cfg.data.max_prompt_length,
         replicas=replicas,
+        poll=poll,
     )
 
 
@@ -574,6 +584,7 @@ def _computed[Found](
     def work(place):
         device, found = replicas.devices[place] if replicas.devices else None, {}
         for number in (n for n, at in enumerate(places) if at == place):
+            updater.poll()
             with replicas.compiling(device, program, cut[number].shape):
                 found[number] = compute(number, place)
         return found

@@ -234,6 +234,7 @@ def setup(
             total_steps,
             on_non_finite=functools.partial(replay.write, cfg.output_dir),
             replicas=replicas,
+            poll=stop.poll,
         ),
         noise=noise,
         sigma=stored.get("sigma", noise.first),

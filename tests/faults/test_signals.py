@@ -13,7 +13,7 @@ import pytest
 
 from qerl_jax import config
 from qerl_jax.checkpoint.run_state import StateFiles
-from qerl_jax.rl import rollouts
+from qerl_jax.rl import rollouts, update
 from qerl_jax.tracking import logger
 from qerl_jax.training import setup, stopping
 from qerl_jax.training.trainer import train
@@ -93,6 +93,49 @@ def test_an_evaluation_that_is_interrupted_is_done_again_and_its_row_is_whole(
     assert [row["step"] for row in logger.read_metrics(folder)] == [0, 1]
     train(watched(folder), quiet=True)
     assert harness.results(folder) == harness.results(whole)
+
+
+# Of a rollout's two optimizer steps, each of several micro-batches: which is running, and what is saved then.
+@pytest.mark.parametrize(("optimizer_step", "saved"), [(1, []), (2, [2]), (3, [2])])
+@pytest.mark.slow
+def test_an_update_is_left_until_it_has_changed_the_state(
+    optimizer_step, saved, tmp_path, monkeypatch
+):
+    """So a signal waits for a micro-batch, or for the optimizer steps that follow the first."""
+    shape = {
+        "grpo": {"beta": 0.01},  # so that all rows learn
+        "rollout": {"num_generations": 2, "generation_batch_size": 8, "max_completion_length": 8},
+        "optim": {
+            "per_device_train_batch_size": 4,
+            "gradient_accumulation_steps": 1,
+            "max_tokens_per_microbatch": 64,
+        },
+    }
+    whole, folder = (
+        harness.tiny(tmp_path / name, max_steps=4, save_steps=100, **shape)
+        for name in ("whole", "left")
+    )
+    train(whole, quiet=True)
+    with monkeypatch.context() as patch, pytest.raises(stopping.Stopped):
+        summed, calls = update.summed_gradient, itertools.count(1)
+
+        def stopping_within(learner, *rest):
+            if next(calls) == optimizer_step:
+                accumulate, batches = update.accumulate, itertools.count(1)
+
+                def counted(*arguments):
+                    if next(batches) == 1:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    return accumulate(*arguments)
+
+                patch.setattr(update, "accumulate", counted)
+            return summed(learner, *rest)
+
+        patch.setattr(update, "summed_gradient", stopping_within)
+        train(folder, quiet=True)
+    assert StateFiles(tmp_path / "left", keep=None).steps() == saved
+    train(folder, quiet=True)
+    assert harness.results(tmp_path / "left") == harness.results(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("number", stopping.SIGNALS)

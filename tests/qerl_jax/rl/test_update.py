@@ -539,6 +539,26 @@ def test_a_coefficient_that_adapts_is_part_of_the_state():
     np.testing.assert_allclose(state.entropy.last, metrics["entropy"], rtol=1e-5)
 
 
+def test_nothing_reads_a_state_that_was_given_away(monkeypatch):
+    """A GPU deletes what `apply` is given, which a CPU need not do."""
+    apply = update.apply
+
+    def taking(state, *rest, **options):
+        after = apply(state, *rest, **options)
+        for leaf in jax.tree.leaves(state):
+            if isinstance(leaf, jax.Array):
+                leaf.delete()
+        return after
+
+    monkeypatch.setattr(update, "apply", taking)
+    state = jax.device_put(
+        dataclasses.replace(state_of(trained_params()), entropy=EntropyControl.begin(ADAPTS))
+    )
+    cfg = dataclasses.replace(ADAPTS, num_iterations=3)
+    _, metrics = make(grpo=cfg)(state, base(), sample_experience(), None, jax.random.key(0))
+    np.testing.assert_allclose(metrics["entropy_coef"], 0.25, rtol=1e-6)
+
+
 SEVERAL_STEPS = GrpoConfig(old_logprobs="recompute", num_iterations=2)
 
 
