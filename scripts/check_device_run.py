@@ -137,7 +137,9 @@ def qerl(*argv: Any, may_end_with: int = 0) -> str:
         finally:
             sys.__stderr__.write(f"$ qerl {' '.join(arguments)}\n{shown.getvalue()}\n")
     lines = shown.getvalue().strip().splitlines() or [""]
-    require(status in (0, None, may_end_with), f"qerl {argv[0]} ended with status {status}: {lines[-1]}")
+    require(
+        status in (0, None, may_end_with), f"qerl {argv[0]} ended with status {status}: {lines[-1]}"
+    )
     return shown.getvalue()
 
 

@@ -48,7 +48,21 @@ class Sums:
     entropy: np.ndarray
 
 
-def sums(reference, other, ids: np.ndarray, live: np.ndarray, rows: int = 8) -> Sums:
+def hidden_states(policy, ids: np.ndarray, rows: int = 8) -> list[jax.Array]:
+    """What a model makes of rows [S, T] before its head: float32 [rows, T - 1, D], so many at a time."""
+    model, base, _ = policy
+    ids = np.pad(ids, ((0, -len(ids) % rows), (0, 0)))
+    return [_hidden_states(model, base, cut) for cut in np.split(ids, len(ids) // rows)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _hidden_states(model, base, ids):
+    return model.apply({"frozen": base}, ids)[0][:, :-1]
+
+
+def sums(
+    reference, other, ids: np.ndarray, live: np.ndarray, states: list[jax.Array] | None = None
+) -> Sums:
     """Compares two models on the same rows.
 
     Args:
@@ -56,40 +70,39 @@ def sums(reference, other, ids: np.ndarray, live: np.ndarray, rows: int = 8) -> 
         other: Likewise.
         ids: int32 [S, T], right-padded.
         live: bool [S, T], true at the tokens whose prediction counts; the first token has none.
-        rows: Computed together.
+        states: The reference's `hidden_states` of the rows, where they are known.
     """
-    num_tokens = reference[2].num_tokens
+    both = hidden_states(reference, ids) if states is None else states, hidden_states(other, ids)
+    heads, rows = (head(reference[1]), head(other[1])), len(both[0][0])
     filled = -len(ids) % rows
-    ids, live = (np.pad(x, ((0, filled), (0, 0))) for x in (ids, live))
+    targets, counted = (np.pad(x[:, 1:], ((0, filled), (0, 0))) for x in (ids, live))
     found = [
         _sums(
-            (reference[0], other[0]),
-            num_tokens,
-            (reference[1], other[1]),
-            ids[first : first + rows],
-            live[first : first + rows, 1:],
+            reference[2].num_tokens,
+            heads,
+            hidden,
+            *(x[at * rows :][:rows] for x in (targets, counted)),
         )
-        for first in range(0, len(ids), rows)
+        for at, hidden in enumerate(zip(*both, strict=True))
     ]
     columns = np.concatenate([np.asarray(each, np.float64) for each in found], axis=1)
     return Sums(*columns[:, : columns.shape[1] - filled])
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _sums(models, num_tokens, bases, ids, live):
+@functools.partial(jax.jit, static_argnums=0)
+def _sums(num_tokens, heads, hidden, targets, counted):
     def of_row(row):
-        ids, live = row
-        logps = []
-        for model, base in zip(models, bases, strict=True):
-            hidden, _ = model.apply({"frozen": base}, ids[None])
-            scores = layers.logits(hidden[0, :-1], head(base))
-            logps.append(logprobs.log_softmax(scores, 1.0, num_tokens)[..., :num_tokens])
+        hidden, targets, counted = row
+        logps = [
+            logprobs.log_softmax(layers.logits(x, matrix), 1.0, num_tokens)[..., :num_tokens]
+            for x, matrix in zip(hidden, heads, strict=True)
+        ]
         kl = jnp.sum(jnp.exp(logps[0]) * (logps[0] - logps[1]), axis=-1)
-        nll = -jnp.take_along_axis(logps[1], ids[1:, None], axis=-1)[:, 0]
+        nll = -jnp.take_along_axis(logps[1], targets[:, None], axis=-1)[:, 0]
         each = jnp.stack([jnp.ones_like(kl), kl, nll, logprobs.entropy(logps[1])])
-        return jnp.sum(jnp.where(live, each, 0), axis=-1)
+        return jnp.sum(jnp.where(counted, each, 0), axis=-1)
 
-    return jax.lax.map(of_row, (ids, live)).T
+    return jax.lax.map(of_row, (hidden, targets, counted)).T
 
 
 def mean_kl(reference, other, ids: np.ndarray, lengths: np.ndarray) -> float:

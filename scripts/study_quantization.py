@@ -42,7 +42,7 @@ from qerl_jax.model import logprobs
 from qerl_jax.model.transformer import head, trainable
 from qerl_jax.quantization.calibration import Calibration
 from qerl_jax.quantization.quantizer import Recipe, quantize
-from scripts.measure_quantization import Sums, load, sums
+from scripts.measure_quantization import Sums, hidden_states, load, sums
 
 METHODS = {
     "nearest": ("rtn", "maximum"),
@@ -189,12 +189,15 @@ def study(base: str, folder: pathlib.Path, pool: pathlib.Path, held_out, args) -
     tokens = reference[2]
     own = own_answers(str(folder), tokens, held_out, args)
     sets = {"gsm8k": of_chats(tokens, held_out, args.length), "own": own}
-    itself = {name: sums(reference, reference, rows.ids, rows.live) for name, rows in sets.items()}
+    states = {name: hidden_states(reference, rows.ids) for name, rows in sets.items()}
+    compare = lambda other, name: sums(
+        reference, other, sets[name].ids, sets[name].live, states[name]
+    )
+    itself = {name: compare(reference, name) for name in sets}
 
     def add(what: dict[str, Any], other, more: dict[str, Any]) -> None:
-        for name, rows in sets.items():
-            found = sums(reference, other, rows.ids, rows.live)
-            line = what | {"set": name} | measured(found, itself[name]) | more
+        for name in sets:
+            line = what | {"set": name} | measured(compare(other, name), itself[name]) | more
             with args.out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             print(json.dumps(line), flush=True)
@@ -211,7 +214,9 @@ def study(base: str, folder: pathlib.Path, pool: pathlib.Path, held_out, args) -
         with tempfile.TemporaryDirectory() as place:
             target = pathlib.Path(place) / "packed"
             recipe = Recipe(form, name, scales, calibration=rows)
-            report = quantize(str(folder), target, recipe, lambda line: None)
+            report = quantize(
+                str(folder), target, recipe, lambda line: None, with_sensitivity=False
+            )
             # Unpacked to float32: all models are computed by one program.
             other = load(str(target), "float32")
         if args.errors and draw == 0:
@@ -221,11 +226,15 @@ def study(base: str, folder: pathlib.Path, pool: pathlib.Path, held_out, args) -
 
 
 def runs(args) -> Iterator[tuple[str, str, int]]:
-    """Format, method and draw of each quantized model; what needs no calibration has one draw."""
-    for form in args.formats:
-        for method in args.methods:
-            draws = 1 if METHODS[method][0] == "rtn" else args.draws
-            yield from ((form, method, draw) for draw in range(draws))
+    """Format, method and draw of each quantized model; what needs no calibration has one draw.
+
+    All methods come before the next draw, so that a study that is cut short compares them.
+    """
+    for draw in range(args.draws):
+        for form in args.formats:
+            for method in args.methods:
+                if draw == 0 or METHODS[method][0] != "rtn":
+                    yield form, method, draw
 
 
 def own_answers(folder: str, tokens: tokenizer.Tokenizer, rows: list[dict[str, str]], args) -> Rows:

@@ -135,7 +135,7 @@ def _tokenizer(
 def read_base(
     folder: str | pathlib.Path,
     model: Transformer,
-    scales: BlockScales = "search",
+    scales: BlockScales = "auto",
     progress: Callable[[float], None] | None = None,
 ) -> Any:
     """Reads a Hugging Face checkpoint into the `frozen` tree, layer by layer.

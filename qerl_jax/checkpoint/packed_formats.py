@@ -89,7 +89,10 @@ class Format:
             like: Packed weights of these shapes that may be close to the new ones: a search tries their
                 scales too, so that what has not changed is not rounded again.
         """
-        return self.search(parts, moments, like) if scales == "search" else self.pack(parts)
+        # By weights alone a search pays for NVFP4 only (docs/quantization.md).
+        pays = self.name == "nvfp4" or moments is not None
+        searches = scales == "search" or (scales == "auto" and pays)
+        return self.search(parts, moments, like) if searches else self.pack(parts)
 
     def moments(self, gram: jax.Array) -> jax.Array | None:
         """The squares of a Gram matrix that blocks of a row meet, [K / group, group, group].

@@ -53,7 +53,7 @@ def quantize(
     *,
     format: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4",
     method: Literal["rtn", "awq", "gptq", "awq+gptq"] = "rtn",
-    block_scales: Literal["search", "maximum"] = "search",
+    block_scales: Literal["auto", "search", "maximum"] = "auto",
     scale_rounding: Literal["nearest", "floor"] = "nearest",
     double_quant: bool = True,
     dataset: str = "open-thoughts/OpenThoughts-114k",
@@ -71,7 +71,8 @@ def quantize(
         method: "rtn" rounds to nearest; "awq" finds scales of inputs by calibration; "gptq" lets later columns
             make up for the errors of earlier ones; "awq+gptq" does one after the other.
         block_scales: "search" takes for each block of weights the scale that rounds it best; "maximum" the
-            one that other libraries take.
+            one that other libraries take. "auto" searches where that is better: for NVFP4, and wherever there
+            is calibration.
         scale_rounding: How MXFP4's scales are rounded: compressed-tensors' "nearest", or the OCP
             specification's "floor".
         double_quant: Whether NF4's scales are quantized too.

@@ -48,7 +48,7 @@ class Recipe:
             columns make up for the errors of earlier ones; "awq+gptq" does one after the other. See
             `awq` and `gptq`.
         block_scales: How scales of blocks are chosen: "search" takes those that round best, "maximum" the
-            formula of other libraries.
+            formula of other libraries, "auto" the better of both (`Format.packed`).
         scale_rounding: How MXFP4's scales are rounded: compressed-tensors' "nearest", or the OCP
             specification's "floor".
         double_quant: Whether NF4's scales are quantized too.
@@ -59,7 +59,7 @@ class Recipe:
 
     format: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4"
     method: Method = "rtn"
-    block_scales: BlockScales = "search"
+    block_scales: BlockScales = "auto"
     scale_rounding: mxfp4.Rounding = "nearest"
     double_quant: bool = True
     calibration: Calibration = Calibration()
@@ -151,6 +151,8 @@ def quantize(
     recipe: Recipe,
     log: Callable[[str], None],
     move: Callable[[float], None] = lambda share: None,
+    *,
+    with_sensitivity: bool = True,
 ) -> dict[str, Any]:
     """Writes the quantized folder of a model.
 
@@ -165,6 +167,7 @@ def quantize(
         recipe: What it is quantized to, and how.
         log: Is told of every layer.
         move: Is told which share of the job is done, several times a layer.
+        with_sensitivity: Whether a calibration also finds the divergence for each linear.
 
     Returns:
         The report.
@@ -181,7 +184,8 @@ def quantize(
     states = probe = None
     if recipe.method != "rtn":
         states = _hidden_states(job.source, arch, recipe.calibration, log)
-        probe = sensitivity.Sensitivities(states.model, *states.sample(), job.folder)
+        if with_sensitivity:
+            probe = sensitivity.Sensitivities(states.model, *states.sample(), job.folder)
 
     start = time.monotonic()
     passed = lambda: time.monotonic() - start

@@ -911,9 +911,9 @@ def test_lora_without_regret_has_few_ranks_on_all_linears_and_ten_times_the_rate
 def test_a_run_of_before_scales_were_searched_is_read_with_those_of_the_maximum(tmp_path):
     """Its adapter was trained on that base; a config of one's own takes the default."""
     before = config.dump(dataclasses.replace(FULL, model=ModelConfig("base")))
-    before = before.replace('block_scales = "search"\n', "")
+    before = before.replace('block_scales = "auto"\n', "")
     (tmp_path / "config.toml").write_text(before)
-    assert config.load(tmp_path / "config.toml").model.block_scales == "search"
+    assert config.load(tmp_path / "config.toml").model.block_scales == "auto"
     assert config.load_run(tmp_path).model.block_scales == "maximum"
     (tmp_path / "config.toml").write_text(config.dump(FULL))
     assert config.load_run(tmp_path) == FULL
