@@ -541,7 +541,8 @@ def _eval(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
 def _replay(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
     """Steps that are not finite, by rewards whose squares are not; a run of nothing else says that it learned nothing."""
     broken = table | {"output_dir": str(folder / "diverged")}
-    broken["grpo"] = table["grpo"] | {"scale_rewards": "none"}
+    not_normalized = {"scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize"}
+    broken["grpo"] = table["grpo"] | not_normalized
     broken["rewards"] = {"functions": [cases.ALTERNATING], "weights": [3e38]}
     qerl("train", _write_config(folder / "diverged.toml", broken), may_end_with=3)
     kept = sorted((folder / "diverged" / "non_finite").glob("step_*.npz"))

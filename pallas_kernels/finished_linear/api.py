@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.scipy.linalg import block_diag
 from jax.typing import DTypeLike
 
 from pallas_kernels.finished_linear import prefill
@@ -23,7 +24,8 @@ class PreparedBranches:
 
     Attributes:
       a: [..., K, ranks], A of all parts side by side, in the activations' type.
-      ups: alpha / R * B [..., R, N_i] of each part in that type; none where `b` takes their place.
+      ups: alpha / R * B [..., R, N_i] of each part in that type, or one of all parts, [..., ranks, N], with zeros
+        where a part does not read the ranks of another; none where `b` takes their place.
       b: [..., N, 64] of all parts, for the kernel of many rows; or None.
       bias: float32 [..., N], for that kernel; or None.
       sizes: of the parts that this kernel knows.
@@ -61,6 +63,11 @@ def prepare_branches(
     ups = [(scaling * b).astype(dtype) for _, b in matrices]
     sizes, (k, rank) = [up.shape[1] for up in ups], down[0].shape
     if not has_unit or not _fits_kernel(rows, k, weight, sizes, rank, dtype):
+        # One product is faster than several small ones, which are launches more than arithmetic, and has the same
+        # bits in bfloat16. Where a weight may be for a kernel that knows the parts, they stay apart.
+        is_known = weight is None or isinstance(weight, HopperNVFP4)
+        if dtype == jnp.bfloat16 and not is_known:
+            ups = [block_diag(*ups)]
         return PreparedBranches(jnp.concatenate(down, axis=1), tuple(ups), None, None, ())
     return PreparedBranches(
         prefill.side_by_side(down, ups),

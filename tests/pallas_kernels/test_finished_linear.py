@@ -62,7 +62,7 @@ def test_prepared_matrices_give_the_bits_of_those_they_were_made_of(dtype):
     prepared = finished_linear.prepare_branches(
         matrices, None, 0.3, weight, dtype, rows=5, has_unit=False
     )
-    assert prepared.b is None
+    assert prepared.b is None and len(prepared.ups) == (2 if dtype == jnp.float32 else 1)
     downs = jnp.split(x @ jnp.concatenate([a.astype(dtype) for a, _ in matrices], 1), 2, axis=1)
     branches = [(d, (0.3 * b).astype(dtype)) for d, (_, b) in zip(downs, matrices, strict=True)]
     found, expected = (
