@@ -12,8 +12,8 @@ what must hold of it. A case that did not come to its end is as red as one that 
     PALLAS_KERNELS=portable python -m scripts.check_device   # with Triton's kernels in place of Hopper's
 
 Most of the time goes into compilation: the rows of --out say how much, by stage, and how many programs.
-So XLA does not time several forms of each product (`QUICK_XLA`), which would compile each of them, unless
---autotune asks for it. Compiled programs are kept in the folder of --keep, for the next call that names it.
+So XLA does not time several forms of each product (`QUICK_XLA`), which would compile each of them, and leaves
+them to cuBLAS, unless --autotune asks for it. Compiled programs are kept in the folder of --keep, for the next call that names it.
 XLA_FLAGS reach the processes, and go before the flags that are set here.
 """
 
@@ -48,9 +48,11 @@ from scripts.check_device_stages import Stages, total
 ROOT = pathlib.Path(__file__).parents[1]
 WORKER = (sys.executable, "-m", "scripts.check_device", "--worker")
 # XLA compiles for speed of compiling: no product is compiled in dozens of tilings and timed, on a device that
-# others use at the same time, and a process compiles on one processor.
+# others use at the same time, none is left to XLA's Triton, which took half of the time to compile a gradient, and a
+# process compiles on one processor.
 QUICK_XLA = (
     "--xla_gpu_autotune_level=0",
+    "--xla_gpu_enable_triton_gemm=false",
     "--xla_gpu_experimental_enable_fusion_autotuner=false",
     "--xla_gpu_force_compilation_parallelism=1",
 )
