@@ -178,6 +178,7 @@ def joined(prompts, answers, length: int, pad: int) -> Rows:
 
 def study(base: str, folder: pathlib.Path, pool: pathlib.Path, held_out, args) -> None:
     """Adds the lines of one base to the file."""
+    began = time.monotonic()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     done = (
         [json.loads(line) for line in args.out.read_text().splitlines()]
@@ -194,13 +195,16 @@ def study(base: str, folder: pathlib.Path, pool: pathlib.Path, held_out, args) -
         reference, other, sets[name].ids, sets[name].live, states[name]
     )
     itself = {name: compare(reference, name) for name in sets}
+    print(f"{base}: answers and the 16-bit model in {time.monotonic() - began:.0f} s", flush=True)
 
     def add(what: dict[str, Any], other, more: dict[str, Any]) -> None:
+        start = time.monotonic()
         for name in sets:
             line = what | {"set": name} | measured(compare(other, name), itself[name]) | more
             with args.out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             print(json.dumps(line), flush=True)
+        print(f"compared in {time.monotonic() - start:.1f} s", flush=True)
 
     device = {"device": runtime.device_kind(), "jax": jax.__version__}
     if (base, "bfloat16", "", 0) not in is_done:

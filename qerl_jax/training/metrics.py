@@ -166,10 +166,11 @@ def truncation(
         is_masked: Whether such completions are left out of the loss.
     """
     lengths, cut = learned.rollout.sampled_lengths, ~np.array(learned.rollout.stopped)
-    weights = np.abs(np.asarray(advantages)).reshape(-1) * ~(cut & is_masked)
+    weights = np.where(cut & is_masked, 0, np.abs(np.asarray(advantages)).reshape(-1))
+    whole = weights.sum()
     return {
         "completions/truncated_tokens": float(lengths[cut].sum() / max(1, lengths.sum())),
-        "completions/truncated_signal": float(weights[cut].sum() / (weights.sum() or 1)),
+        "completions/truncated_signal": float(weights[cut].sum() / whole) if 0 < whole < np.inf else 0.0,
     }
 
 
