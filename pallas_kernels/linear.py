@@ -25,7 +25,7 @@ def finish(
 ) -> jax.Array:
     """rounded((product + [the products of the branches]) * unit + bias + residual).
 
-    Where it rounds is part of its definition: what stands in brackets, and the result (docs/design.md,
+    Where it rounds is part of its definition: what stands in brackets, and the result (docs/design/model.md,
     "Where rounding happens"). The rest is in float32.
 
     Args:

@@ -5,7 +5,7 @@ reference differ by when they add up each product in another order: with K whole
 `SPLITS` parts. All score the tokens that the sampler drew. The difference sampler - trainer
 should be at most 1.2 times the yardstick in the mean, else the exit status is 1.
 
-Sampler and trainer round in the same places (docs/design.md, "Where rounding happens") but for
+Sampler and trainer round in the same places (docs/design/model.md, "Where rounding happens") but for
 attention's weights, which are rounded relative to a maximum that each kernel finds in its own way.
 What that alone makes of it is about the last row: cuDNN's attention against one that rounds the
 finished softmax.

@@ -11,7 +11,7 @@ unit = 1 / sqrt(mean r^2 + eps), which a product lets pass. So no kernel has to 
 
 What stands in brackets is rounded to bfloat16, and nothing else is. A layer in training rounds in the
 same places, most of which are its products' outputs, because random weights make of a rounding that one
-of them leaves out more than of an addition in another order (docs/design.md, "Where rounding
+of them leaves out more than of an addition in another order (docs/design/model.md, "Where rounding
 happens").
 
 The residual stream lies transposed, [D, M], as sums of products do; x of a product [M, K].

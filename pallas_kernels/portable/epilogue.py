@@ -6,7 +6,7 @@
     swiglu      [silu([gate]) * [up]]
 
 What stands in brackets is rounded to bfloat16, and nothing else is: in the same places as a layer in
-training and the Hopper kernels round (docs/design.md, "Where rounding happens"). RMSNorm is spread over two
+training and the Hopper kernels round (docs/design/model.md, "Where rounding happens"). RMSNorm is spread over two
 kernels, as there. Everything that layers hold is stacked and read in place, for a slice of a stack would be
 a copy.
 """

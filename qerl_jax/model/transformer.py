@@ -123,7 +123,7 @@ class Adapter(nn.Module):
 class FusedLinear(nn.Module):
     """Linears that read one input as a single base matmul, each part with its own LoRA branch.
 
-    What it makes of products is in float32 and rounded once. design.md says where, for sampler and
+    What it makes of products is in float32 and rounded once. docs/design/model.md says where, for sampler and
     trainer must round alike.
 
     Attributes:
