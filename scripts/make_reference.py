@@ -1,0 +1,268 @@
+"""Writes docs/configuration.md and docs/cli.md from the code: `python -m scripts.make_reference`.
+
+The fields of a config come from the dataclasses of `qerl_jax.config`: name, type, default, rule, and the text of
+the docstring, which `qerl train CONFIG --help` shows too. The commands come from their docstrings and signatures.
+A test compares the committed pages with what this script makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections.abc
+import dataclasses
+import inspect
+import json
+import pathlib
+import re
+import sys
+import types
+import typing
+
+from qerl_jax import config
+from qerl_jax.checked import Count, Rule
+from qerl_jax.cli import common
+from qerl_jax.cli.main import COMMANDS
+
+DOCS = pathlib.Path(__file__).parents[1] / "docs"
+_COUNT = typing.get_args(Count)[1].text
+SECTIONS = {
+    "": config.RunConfig,
+    "model": config.ModelConfig,
+    "data": config.DataConfig,
+    "rewards": config.RewardConfig,
+    "lora": config.LoraConfig,
+    "rollout": config.RolloutConfig,
+    "grpo": config.GrpoConfig,
+    "optim": config.OptimConfig,
+    "noise": config.NoiseConfig,
+    "eval": config.EvalConfig,
+    "tools": config.ToolsConfig,
+    "mesh": config.MeshConfig,
+}
+CONFIG_HEAD = """\
+# Configuration
+
+Every field of a run. `scripts/make_reference.py` writes this page from the dataclasses in
+[config.py](../qerl_jax/config.py): change the docstrings there.
+
+A run is described by one TOML file. A section is a table of that file, a field is a key:
+
+```toml
+output_dir = "runs/mine"
+max_steps = 100
+
+[model]
+model_name_or_path = "Qwen/Qwen2.5-7B-Instruct"
+
+[data]
+dataset = "gsm8k"
+
+[rewards]
+functions = ["accuracy_reward"]
+```
+
+The three sections above are needed, and `output_dir`, and either `max_steps` or `num_train_epochs`. Everything else has
+the default that stands below. On the command line a field is an option, with `-` or `_` in its name:
+`qerl train my.toml --optim.learning-rate 2e-5`. `--noise None`, `--eval None` and `--tools None` switch a section off. In
+Python, `qerl_jax.train(config, optim={"learning_rate": 2e-5})` does the same.
+
+The run folder gets `config.toml`, with all defaults written out. An unknown field, a wrong type or an impossible value is
+one line that names the field, the value and the rule, before anything is loaded.
+"""
+CLI_HEAD = """\
+# Command line
+
+Every command of `qerl`. `scripts/make_reference.py` writes this page from the commands: change their docstrings in
+[qerl_jax/cli](../qerl_jax/cli/main.py).
+
+- `qerl COMMAND --help` shows the same in the terminal.
+- `--debug`, with any command, shows the traceback of an error.
+- [Exit codes](reliability.md#exit-codes): 0 done, 1 a fault of the program, 2 something to mend, 3 a run that has learned
+  nothing, 130 and 143 ended by a signal.
+"""
+
+
+def described(text: str, heading: str) -> dict[str, str]:
+    """Returns the entries of a part of a docstring ("Attributes", "Args") by their names, each as one line."""
+    part = re.search(rf"(?ms)^{heading}:\n(.*?)(?=^\S|\Z)", inspect.cleandoc(text))
+    if part is None:
+        return {}
+    entries = re.split(r"(?m)^    (?=\*{0,2}\w+:)", part[1])[1:]
+    return {
+        name.strip("* "): " ".join(words.split())
+        for name, _, words in (entry.partition(":") for entry in entries)
+    }
+
+
+def cell(text: str) -> str:
+    """Returns a text as it can stand in a cell of a table; what looks like HTML or a placeholder is code."""
+    text = re.sub(r"(?<!`)(</?\w+>)(?!`)", r"`\1`", text)
+    return text.replace("|", "&#124;").replace("*", r"\*") if "`" not in text else _outside(text)
+
+
+def _outside(text: str) -> str:
+    """Escapes what stands outside of code spans; in a span a bar would end the cell."""
+    parts = text.split("`")
+    parts[::2] = [part.replace("|", "&#124;").replace("*", r"\*") for part in parts[::2]]
+    parts[1::2] = [part.replace("|", r"\|") for part in parts[1::2]]
+    return "`".join(parts)
+
+
+def kind(hint: typing.Any) -> tuple[str, list[str]]:
+    """Returns the words for a type, and the rules that its annotations add."""
+    rules: list[str] = []
+    if isinstance(hint, typing.TypeAliasType):
+        hint = hint.__value__
+    if typing.get_origin(hint) is typing.Annotated:
+        hint, *notes = typing.get_args(hint)
+        rules += [note.text for note in notes if isinstance(note, Rule)]
+        if hint is int and _COUNT in rules:  # the rule of every number of things
+            return "integer above 0", []
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        found = [kind(each) for each in args if each is not types.NoneType]
+        return " or ".join(words for words, _ in found), rules + sum((r for _, r in found), [])
+    if origin is typing.Literal:
+        return ", ".join(f"`{json.dumps(each)}`" for each in args), rules
+    if origin in (tuple, collections.abc.Sequence):
+        words, more = kind(args[0])
+        is_choice = words.startswith("`")
+        return (f"list of {words}" if is_choice else f"list of {_plural(words)}"), rules + more
+    if origin is dict or hint is dict:
+        return "table", rules
+    names = {int: "integer", float: "number", str: "text", bool: "true or false"}
+    return names.get(hint, "path" if hint is pathlib.Path else "any value"), rules
+
+
+def _plural(words: str) -> str:
+    return words if words == "any value" else f"{words}s"
+
+
+def value(given: typing.Any) -> str:
+    """Returns a default as TOML has it; nothing for None."""
+    if given is None or given == ():
+        return ""
+    if isinstance(given, pathlib.PurePath | str):
+        return f"`{json.dumps(str(given))}`"
+    if isinstance(given, bool):
+        return f"`{json.dumps(given)}`"
+    return f"`{given:g}`" if isinstance(given, float) else f"`{given}`"
+
+
+def table(head: tuple[str, ...], rows: typing.Iterable[tuple[str, ...]]) -> str:
+    """Returns a Markdown table."""
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def section(name: str, cls: type) -> str:
+    """Returns the part of the page about one section of a config."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    texts = described(cls.__doc__, "Attributes")
+    rows = []
+    for field in dataclasses.fields(cls):
+        inner = (hints[field.name], *typing.get_args(hints[field.name]))
+        if any(isinstance(each, type) and dataclasses.is_dataclass(each) for each in inner):
+            continue  # a section of its own
+        words, rules = kind(hints[field.name])
+        is_needed = field.default is dataclasses.MISSING
+        meaning = texts[field.name] + "".join(f" The value {rule}." for rule in rules)
+        default = "needed" if is_needed else value(field.default)
+        rows.append((f"`{field.name}`", words, default, cell(meaning)))
+    summary = inspect.cleandoc(cls.__doc__).partition("\n\nAttributes:")[0].strip()
+    title = f"[{name}]" if name else "The run"
+    return f"## {title}\n\n{summary}\n\n{table(('field', 'type', 'default', 'meaning'), rows)}"
+
+
+def configuration() -> str:
+    """Returns docs/configuration.md."""
+    return (
+        "\n\n".join([CONFIG_HEAD.rstrip(), *(section(name, cls) for name, cls in SECTIONS.items())])
+        + "\n"
+    )
+
+
+def _rows(function: typing.Callable) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Returns the names of the arguments by position, and a row for each option of a command."""
+    texts = described(function.__doc__, "Args")
+    places, rows = [], []
+    for name, each in inspect.signature(function, eval_str=True).parameters.items():
+        if each.kind is inspect.Parameter.POSITIONAL_ONLY:
+            shown, default = (
+                name.upper(),
+                "needed" if each.default is inspect.Parameter.empty else "",
+            )
+            many = typing.get_origin(each.annotation) is tuple
+            places.append(shown + (" ..." if many else ""))
+        else:
+            if typing.get_origin(each.annotation) is typing.Annotated:
+                hint, note = typing.get_args(each.annotation)[:2]
+                if dataclasses.is_dataclass(hint):  # options of their own
+                    rows += _fields(hint)
+                    continue
+                name_shown = note.name or name
+            else:
+                name_shown = name
+            shown = "--" + name_shown.replace("_", "-")
+            is_needed = each.default is inspect.Parameter.empty
+            default = "needed" if is_needed else value(each.default)
+        words, _ = kind(each.annotation)
+        rows.append((f"`{shown}`", words, default, cell(texts[name])))
+    return places, rows
+
+
+def _fields(cls: type) -> list[tuple[str, ...]]:
+    """Returns a row for each field of a dataclass whose fields are options; a class may add to its base."""
+    texts = described(cls.__base__.__doc__, "Attributes") | described(cls.__doc__, "Attributes")
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return [
+        (
+            f"`--{field.name.replace('_', '-')}`",
+            kind(hints[field.name])[0],
+            value(field.default),
+            cell(texts[field.name]),
+        )
+        for field in dataclasses.fields(cls)
+    ]
+
+
+def command(name: str, function: typing.Callable) -> str:
+    """Returns the part of the page about one command."""
+    text = inspect.getdoc(function)
+    if text.startswith("usage:"):
+        return f"## qerl {name}\n\n```text\n{text}\n```"
+    places, rows = _rows(function)
+    summary, examples = common.texts(function)
+    parts = [f"## qerl {name}", summary, f"`{' '.join(['qerl', name, *places])} [OPTIONS]`"]
+    parts.append(table(("argument", "type", "default", "meaning"), rows))
+    if examples:
+        parts.append(f"```sh\n{inspect.cleandoc(examples)}\n```")
+    return "\n\n".join(parts)
+
+
+def cli() -> str:
+    """Returns docs/cli.md."""
+    return "\n\n".join([CLI_HEAD.rstrip(), *(command(*each) for each in COMMANDS.items())]) + "\n"
+
+
+PAGES = {DOCS / "configuration.md": configuration, DOCS / "cli.md": cli}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Writes the pages; with `--check` only says whether they are what the code makes."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    is_check = parser.parse_args(argv).check
+    stale = [
+        path for path, make in PAGES.items() if not path.is_file() or path.read_text() != make()
+    ]
+    for path in stale:
+        if is_check:
+            print(f"{path.name} is stale: run python -m scripts.make_reference", file=sys.stderr)
+        else:
+            path.write_text(PAGES[path]())
+    return int(is_check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

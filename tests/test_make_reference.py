@@ -1,0 +1,26 @@
+"""What `scripts/make_reference.py` makes of the dataclasses and the commands."""
+
+import pytest
+
+from scripts import make_reference
+
+
+@pytest.mark.parametrize("page", make_reference.PAGES, ids=lambda page: page.name)
+def test_committed_reference_is_what_the_code_makes(page):
+    assert page.read_text() == make_reference.PAGES[page]()
+
+
+def test_every_field_of_a_config_is_on_its_page():
+    page = make_reference.configuration()
+    assert "| `output_dir` | text | needed |" in page
+    assert "| `beta` | number | `0` | Weight of the KL to the reference policy." in page
+    assert '| `scope` | `"rollout"`, `"both"` | `"rollout"` |' in page
+
+
+def test_options_of_a_nested_dataclass_are_options_of_the_command():
+    page = make_reference.cli()
+    assert "| `--top-k` | integer | `0` |" in page and "| `--from` |" in page
+
+
+def test_a_bar_or_a_star_in_a_text_does_not_end_its_cell():
+    assert make_reference.cell("a | b * c, `x | y`") == r"a &#124; b \* c, `x \| y`"
