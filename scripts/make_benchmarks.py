@@ -1,4 +1,5 @@
-"""Writes docs/benchmarks.md from docs/measured/benchmarks.jsonl: `python -m scripts.make_benchmarks`.
+"""Writes docs/benchmarks.md, and the results in README.md, from docs/measured/benchmarks.jsonl:
+`python -m scripts.make_benchmarks`.
 
 Each line of the JSONL file is one number that was measured, with all that a reader needs to judge it:
 
@@ -30,6 +31,8 @@ FIELDS = (
     "conditions note"
 ).split()
 RUN = ("command", "date", "device", "versions", "conditions")
+README = DOCS.parent / "README.md"
+BEGIN, END = "<!-- results: scripts/make_benchmarks.py -->", "<!-- end of results -->"
 
 HEAD = """\
 # Benchmarks
@@ -147,6 +150,69 @@ TABLES = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class Highlight:
+    """A line that the README shows.
+
+    Attributes:
+      table: Its table.
+      name: Its name there.
+      text: What the README calls it.
+      swap: What stands in its command for one of many, and what it was for this line.
+      device: Where it was measured.
+    """
+
+    table: str
+    name: str
+    text: str
+    swap: tuple[str, str] = ("", "")
+    device: str = "NVIDIA H200"
+
+
+HIGHLIGHTS = (
+    Highlight("decoding", "7B, 8 rows", "decode 7B, 8 rows, with LoRA", ("MODEL", "7b")),
+    Highlight("decoding", "7B, 64 rows", "decode 7B, 64 rows, with LoRA", ("MODEL", "7b")),
+    Highlight("decoding", "14B, 64 rows", "decode 14B, 64 rows, with LoRA", ("MODEL", "14b")),
+    Highlight("decoding", "32B, 8 rows", "decode 32B, 8 rows, with LoRA", ("MODEL", "32b")),
+    Highlight(
+        "training",
+        "7B update, 8 x 1024 tokens, LoRA 32",
+        "update of 7B, 8 x 1024 tokens",
+        ("ROW", "7b-update"),
+    ),
+    Highlight(
+        "training",
+        "7B step, 64 completions of 512",
+        "GRPO step of 7B, 64 completions of 512 tokens",
+        ("ROW", "7b-64"),
+    ),
+    Highlight(
+        "recipes",
+        "GSM8K, 7B: a rollout of 512 and its 4 updates, 1 % at the limit",
+        "the GSM8K recipe at 7B: a rollout of 512 completions and four updates",
+    ),
+    Highlight(
+        "training",
+        "32B step, 1 x 8 x 512, LoRA 16",
+        "GRPO step of 32B, 8 completions of 512 tokens",
+        ("ROW", "32b-step"),
+        "NVIDIA H100",
+    ),
+    Highlight(
+        "training",
+        "72B step, 1 x 4 x 1024, LoRA 16",
+        "GRPO step of 72B, 4 completions of 1024 tokens",
+        ("ROW", "72b-step"),
+    ),
+    Highlight(
+        "tiny",
+        "quickstart: held-out accuracy after 50 steps",
+        "the quickstart: accuracy on unseen problems",
+        device="CPU, two cores",
+    ),
+)
+
+
 def read(path: pathlib.Path) -> list[dict]:
     """Reads the lines of a JSONL file; numbers with a fraction stay text, with all their digits.
 
@@ -254,18 +320,48 @@ def page(lines: list[dict]) -> str:
     return "\n".join(parts)
 
 
+def results(lines: list[dict]) -> str:
+    """Returns the table of the README: what was measured, beside what, on what, and how to measure it again."""
+    rows = [["what", "here", "beside it", "on", "again"]]
+    for each in HIGHLIGHTS:
+        key = (each.table, each.name, each.device)
+        (line,) = (line for line in lines if (line["table"], line["name"], line["device"]) == key)
+        # What it is compared with may stand beside the same measurement on another device.
+        beside_lines = [line, *(e for e in lines if (e["table"], e["name"]) == key[:2])]
+        other = next((e for e in beside_lines if e["baseline"] is not None), None)
+        unit = "" if line["unit"] == "accuracy" else f" {line['unit']}"
+        beside = ""
+        if other is not None:
+            beside = f"{shown(other['baseline_value'])}{unit} ({other['baseline']})"
+        value = f"**{shown(line['value'])}**{unit}"
+        again = line["command"].replace(*each.swap) if each.swap[0] else line["command"]
+        rows.append(
+            [each.text, value, beside, line["device"].removeprefix("NVIDIA "), f"`{again}`"]
+        )
+    return markdown(rows)
+
+
+def readme(lines: list[dict]) -> str:
+    """Returns README.md with the results as they are now."""
+    before, _, rest = README.read_text().partition(BEGIN)
+    return f"{before}{BEGIN}\n{results(lines)}\n{END}{rest.partition(END)[2]}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Write docs/benchmarks.md from the measured lines."
+        description="Write docs/benchmarks.md and the results of README.md from the measured lines."
     )
     parser.add_argument(
         "--check", action="store_true", help="write nothing; fail if the page differs"
     )
-    made = page(read(SOURCE))
-    if not parser.parse_args().check:
-        PAGE.write_text(made)
-    elif made != PAGE.read_text():
-        sys.exit(f"{PAGE} is not what {SOURCE.name} makes: run python -m scripts.make_benchmarks")
+    is_check, lines = parser.parse_args().check, read(SOURCE)
+    for path, made in ((PAGE, page(lines)), (README, readme(lines))):
+        if not is_check:
+            path.write_text(made)
+        elif made != path.read_text():
+            sys.exit(
+                f"{path} is not what {SOURCE.name} makes: run python -m scripts.make_benchmarks"
+            )
 
 
 if __name__ == "__main__":

@@ -34,6 +34,12 @@ def test_committed_page_is_what_the_script_makes():
     assert made == make_benchmarks.PAGE.read_text()
 
 
+def test_the_results_of_the_readme_are_what_the_script_makes():
+    lines = make_benchmarks.read(make_benchmarks.SOURCE)
+    assert make_benchmarks.readme(lines) == make_benchmarks.README.read_text()
+    assert len(make_benchmarks.results(lines).splitlines()) == 2 + 10
+
+
 def test_two_devices_share_a_row_and_each_names_its_run():
     lines = [
         measured(target=3900, baseline="vLLM", baseline_value=1728, ratio="2.08"),
