@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for name in python3.12 python3.13 python3.14 python3 python; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$name && break; done)
 
-.PHONY: help env quickstart test-fast test test-all wheel lint format clean
+.PHONY: help env quickstart test-fast test test-all wheel docs notebooks lint format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -52,6 +52,18 @@ test-all: env  ## run the slow tests too
 
 wheel: env  ## build the wheel into dist/, install it elsewhere, and run the quickstart from it
 	$(BIN)/python -m scripts.check_wheel --keep dist
+
+docs: $(VENV)/.docs  ## build the site of docs/ into build/site; a link that leads nowhere fails
+	$(BIN)/python -m scripts.make_reference --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "site in build/site/index.html"
+
+notebooks: $(VENV)/.notebooks  ## run the notebooks from top to bottom on the CPU, in less than 10 minutes
+	JAX_PLATFORMS=cpu $(BIN)/python -m scripts.run_notebooks
+
+$(VENV)/.docs $(VENV)/.notebooks: $(VENV)/.%: pyproject.toml constraints.txt | $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[$*]' --constraint constraints.txt
+	@touch $@
 
 lint: env  ## check style and format
 	$(BIN)/ruff check

@@ -1,0 +1,31 @@
+"""A hook of MkDocs: links from docs/ to files beside it lead to the repository; one that leads nowhere is a warning.
+
+MkDocs builds the pages of docs/ alone, while the pages also link to code, configs and the files at the top of the
+checkout, which a forge shows by the same relative links.
+"""
+
+import logging
+import os
+import pathlib
+import re
+
+ROOT = pathlib.Path(__file__).parents[1]
+LINK = re.compile(r"\]\((\.\./[^()\s#]+)(#[^()\s]*)?\)")
+log = logging.getLogger("mkdocs.hooks.docs_links")
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Rewrites the links of a page that leave docs/; `mkdocs build --strict` ends on a warning."""
+    folder = (pathlib.Path(config.docs_dir) / page.file.src_uri).parent
+
+    def rewritten(link):
+        target = pathlib.Path(os.path.normpath(folder / link[1]))
+        if target.is_relative_to(config.docs_dir):
+            return link[0]
+        if not target.exists():
+            log.warning("%s: %s is not there", page.file.src_uri, link[1])
+        kind = "tree" if target.is_dir() else "blob"
+        place = target.relative_to(ROOT).as_posix()
+        return f"]({config.repo_url.rstrip('/')}/{kind}/main/{place}{link[2] or ''})"
+
+    return LINK.sub(rewritten, markdown)
