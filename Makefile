@@ -55,7 +55,7 @@ wheel: env  ## build the wheel into dist/, install it elsewhere, and run the qui
 
 docs: $(VENV)/.docs  ## build the site of docs/ into build/site; a link that leads nowhere fails
 	$(BIN)/python -m scripts.make_reference --check
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "site in build/site/index.html"
 
 notebooks: $(VENV)/.notebooks  ## run the notebooks from top to bottom on the CPU, in less than 10 minutes

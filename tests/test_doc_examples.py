@@ -9,9 +9,12 @@ import tomllib
 import pytest
 
 import qerl_jax
+from qerl_jax import config as configs
 from qerl_jax.api.policy import Policy
 from qerl_jax.api.runs import Run
 from qerl_jax.checked import from_table
+from qerl_jax.data import datasets
+from qerl_jax.rewards import scoring
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 GUIDE = DOCS / "python.md"
@@ -97,6 +100,105 @@ def test_the_configs_of_the_page_on_environments_are_configs():
     read = [tomllib.loads(block)["tools"] for block in blocks("environments.md", "toml")]
     made = [from_table(qerl_jax.ToolsConfig, table, "tools.") for table in read]
     assert len(made) == 3 and made[2].environments["game"] == "guess_number"
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A folder with the files that the page "Getting started" has its reader write."""
+    monkeypatch.chdir(tmp_path)
+    reward, rows = blocks("getting-started.md", "python")
+    (config,) = blocks("getting-started.md", "toml")
+    for name, text in (("my_rewards.py", reward), ("make_rows.py", rows), ("my.toml", config)):
+        (tmp_path / name).write_text(text)
+    exec(rows, {})
+    return tmp_path
+
+
+def test_the_files_of_getting_started_make_a_run(own):
+    cfg = configs.load(own / "my.toml")
+    problems = datasets.from_config(cfg.data, split="train", seed=0)
+    named = scoring.resolve(cfg.rewards.functions)
+    assert len(problems) == 49 * 49
+    chats = [[{"role": "assistant", "content": f"<answer>{n}</answer>"}] for n in (2, 3)]
+    assert named[0][1](completions=chats, answer=["2", "2"]) == [1.0, 0.0]
+    scoring.check(named, problems[:2])
+
+
+@pytest.mark.slow
+def test_the_run_of_getting_started_learns(own):
+    run = qerl_jax.train(own / "my.toml", quiet=True)
+    assert run.metrics["reward"].iloc[-3:].mean() > 0.4 > run.metrics["reward"].iloc[:3].mean()
+
+
+def test_the_rewards_of_their_page_give_what_it_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    written = blocks("rewards.md", "python")
+    for block in written:
+        if "train(" not in block:
+            exec(block, names)
+    assert len(written) == 4
+    assert names["ends_with_answer"](["it is 7", "8 "], answer=[7, 9]) == [1.0, 0.0]
+    chat = [{"role": "assistant", "content": "x" * 200}]
+    assert names["is_short"](["short", chat]) == [1.0, 0.0]
+    assert names["get_length_reward"](2)([[1], [1, 2, 3, 4]]) == [0.0, -1.0]
+
+
+@pytest.mark.slow
+def test_the_page_on_rewards_runs_as_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for block in blocks("rewards.md", "python"):
+        exec(block, names)
+    assert {"rewards/ends_with_answer/mean", "rewards/is_short/mean"} <= {
+        *names["run"].metrics.columns
+    }
+
+
+def test_the_stock_of_rewards_is_on_their_page():
+    page = (DOCS / "rewards.md").read_text().partition("## In stock")[2]
+    named = set(re.findall(r"`(\w+_reward)`", page))
+    assert named == {*scoring.STOCK, *scoring.FACTORIES}
+
+
+def test_the_rows_and_sections_of_the_page_on_data_are_read():
+    names = {}
+    for block in blocks("data.md", "python"):
+        exec(block, names)
+    for rows, is_text in (("rows", True), ("chats", False)):
+        problems, are_texts = datasets.from_rows(
+            qerl_jax.DataConfig("rows"), names[rows], "dataset"
+        )
+        assert are_texts == is_text and problems[0].columns["answer"] == "42"
+    for block in blocks("data.md", "toml"):
+        table = tomllib.loads(block)
+        for name, cls in (("data", qerl_jax.DataConfig), ("eval", qerl_jax.EvalConfig)):
+            if name in table:
+                from_table(cls, table[name], f"{name}.")
+
+
+def test_the_metrics_of_their_page_are_those_of_the_code():
+    page = (DOCS / "metrics.md").read_text().partition("## Every metric")[2]
+    cells = re.findall(r"(?m)^\| (`.*?`) \|", page)
+    named = {name for cell in cells for name in re.findall(r"`([\w/]+)`", cell)}
+    package = pathlib.Path(qerl_jax.__file__).parent
+    code = "".join(path.read_text() for path in package.rglob("*.py"))
+    made = set(re.findall(r'"((?:[a-z]\w*/)*[a-z]\w*)"', code))
+    made |= {f"perf/{phase}_time" for phase in re.findall(r'lap\("(\w+)"\)', code)}
+    assert {name for name in named if "NAME" not in name} <= made
+    slashed = {
+        name
+        for name in made
+        if re.fullmatch(
+            "(sampling|completions|eval|aqn|update|updates|clip_ratio|dynamic_sampling)/.+", name
+        )
+    }
+    assert slashed <= named
+
+
+def test_the_readme_and_the_site_begin_with_the_same_example():
+    (example,) = re.findall(r"(?ms)^```python\n(.*?)^```", (DOCS.parent / "README.md").read_text())
+    assert example == blocks("index.md", "python")[0]
 
 
 def test_every_public_function_has_an_example():

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from scripts import compare_trl
+from qerl_jax.cli.main import COMMANDS
+from scripts import compare_trl, make_reference
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -71,3 +72,28 @@ def test_the_page_of_losses_has_every_recorded_case():
     recorded = json.loads((compare_trl.GOLDEN / "cases.json").read_text())
     rows = [compare_trl.row_of(case) for case in recorded["cases"]]
     assert f"TRL {recorded['trl']} |" in page and [row for row in rows if row not in page] == []
+
+
+# Not those that are made from the code, nor those that speak of what is to come or of what was.
+GUIDES = [
+    page
+    for page in PAGES
+    if page.parent.name != "design"
+    and page.name not in ("configuration.md", "scale.md", "lab-notes.md", "CHANGELOG.md")
+]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.name)
+def test_fields_and_commands_that_a_guide_names_exist(page):
+    text = page.read_text()
+    if page.name == "coming-from.md":  # the first column has names of others
+        text = re.sub(r"(?m)^\| [^|]+ \|", "|", text)
+    sections = "|".join(filter(None, make_reference.SECTIONS))
+    named = re.findall(rf"`({sections})\.([a-z_]+)[` =]", text)
+    named += re.findall(rf"--({sections})\.([a-z_-]+)", text)
+    for section, field in named:
+        if (section, field) != ("grpo", "policy_loss"):  # a function of the module of that name
+            fields = make_reference.SECTIONS[section].__dataclass_fields__
+            assert field.replace("-", "_") in fields, f"{section}.{field}"
+    commands = re.findall(r"(?m)(?:^|`|bin/)qerl ([a-z]+)\b", text)
+    assert {*commands} <= {*COMMANDS}
