@@ -161,7 +161,7 @@ def train(
             or a list. Absent means those that `rewards` names. The config of the run notes where a
             function was defined; from a notebook it cannot be loaded again.
         callbacks: One or several functions that are called as f(step, metrics) after every step, once
-            it is logged. Where one returns False, the run ends with that step, and its adapter is
+            it is logged; and as step 0 after the evaluation before training, with its metrics alone. Where one returns False, the run ends with that step, and its adapter is
             written. What one raises, `train` raises; the run then goes on from its last checkpoint.
         tools: Functions that the policy may call while it answers, names of stock ones ("calculator",
             "python"), or import paths; or a table of the config's section `tools`, whose `functions` may be
