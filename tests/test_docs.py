@@ -3,11 +3,12 @@
 import json
 import pathlib
 import re
+import types
 
 import pytest
 
 from qerl_jax.cli.main import COMMANDS
-from scripts import compare_trl, make_reference
+from scripts import compare_trl, docs_links, make_reference
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -97,3 +98,17 @@ def test_fields_and_commands_that_a_guide_names_exist(page):
             assert field.replace("-", "_") in fields, f"{section}.{field}"
     commands = re.findall(r"(?m)(?:^|`|bin/)qerl ([a-z]+)\b", text)
     assert {*commands} <= {*COMMANDS}
+
+
+def test_links_that_leave_the_docs_lead_to_the_repository(caplog):
+    config = types.SimpleNamespace(docs_dir=str(ROOT / "docs"), repo_url="https://forge/us/it/")
+    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="design/model.md"))
+    text = "[a](../metrics.md#x) [b](../../qerl_jax/config.py) [c](../../configs) [d](kernels.md)"
+    made = docs_links.on_page_markdown(text, page, config, None)
+    assert made == (
+        "[a](../metrics.md#x) [b](https://forge/us/it/blob/main/qerl_jax/config.py) "
+        "[c](https://forge/us/it/tree/main/configs) [d](kernels.md)"
+    )
+    assert not caplog.records
+    docs_links.on_page_markdown("[e](../../nowhere.py)", page, config, None)
+    assert "nowhere.py is not there" in caplog.text
