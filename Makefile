@@ -58,7 +58,7 @@ docs: $(VENV)/.docs  ## build the site of docs/ into build/site; a link that lea
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "site in build/site/index.html"
 
-notebooks: $(VENV)/.notebooks  ## run the notebooks from top to bottom on the CPU, in less than 10 minutes
+notebooks: $(VENV)/.notebooks  ## run the notebooks from top to bottom on the CPU: some five minutes
 	JAX_PLATFORMS=cpu $(BIN)/python -m scripts.run_notebooks
 
 $(VENV)/.docs $(VENV)/.notebooks: $(VENV)/.%: pyproject.toml constraints.txt | $(STAMP)

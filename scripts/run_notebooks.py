@@ -1,7 +1,8 @@
 """Runs the notebooks from top to bottom on this machine: `python -m scripts.run_notebooks [NAME ...] [--write]`.
 
 Each runs in an empty folder and a kernel of its own. Without names these are all but those that are run by hand (which
-need weights that are not in the package). The exit status is 1 if a cell failed or all took more than ten minutes.
+need weights that are not in the package). The exit status is 1 if a cell failed or all took more than ten minutes of the
+processor, which other work on the machine does not change; a cell may take twice that on the clock.
 `--write` keeps the new outputs in the notebooks; paths of this machine in them are made neutral.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import pathlib
 import re
+import resource
 import sys
 import tempfile
 import time
@@ -18,7 +20,7 @@ import nbclient
 import nbformat
 
 NOTEBOOKS = pathlib.Path(__file__).parents[1] / "notebooks"
-BUDGET = 600  # seconds
+BUDGET = 600  # seconds of the processor
 
 
 def by_hand(notebook: nbformat.NotebookNode) -> bool:
@@ -63,23 +65,21 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--write", action="store_true", help="keep the new outputs")
     options = parser.parse_args(argv)
-    began = time.monotonic()
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         notebook = nbformat.read(path, as_version=4)
         if path.stem not in options.names and (options.names or by_hand(notebook)):
             continue
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            run(notebook, folder, BUDGET)
+            run(notebook, folder, 2 * BUDGET)
             neutral(notebook, folder)
         print(f"{path.name}: {time.monotonic() - started:.0f} s", flush=True)
         if options.write:
             nbformat.write(notebook, path)
-    took = time.monotonic() - began
-    if took > BUDGET and not options.names:
-        print(f"the notebooks took {took:.0f} s; they must take at most {BUDGET}", file=sys.stderr)
-        return 1
-    return 0
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    took = used.ru_utime + used.ru_stime
+    print(f"in all {took:.0f} s of the processor, of {BUDGET}")
+    return int(took > BUDGET and not options.names)
 
 
 if __name__ == "__main__":
