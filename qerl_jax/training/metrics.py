@@ -170,7 +170,9 @@ def truncation(
     whole = weights.sum()
     return {
         "completions/truncated_tokens": float(lengths[cut].sum() / max(1, lengths.sum())),
-        "completions/truncated_signal": float(weights[cut].sum() / whole) if 0 < whole < np.inf else 0.0,
+        "completions/truncated_signal": float(weights[cut].sum() / whole)
+        if 0 < whole < np.inf
+        else 0.0,
     }
 
 
