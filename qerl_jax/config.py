@@ -235,8 +235,8 @@ class DataConfig(Checked, section="data."):
         path: Where a named set lies if not on the hub: a folder that `datasets.load_dataset` reads,
             or a file.
         name: Name of the data set's configuration, where it has several; "one-step" makes
-            "arithmetic" ask problems of one operation, "products" those of two-digit factors, and
-            "secrets" draws the numbers of a guessing game.
+            "arithmetic" ask problems of one operation, "mixed" easy and hard ones in digits and words,
+            "products" those of two-digit factors, and "secrets" draws the numbers of a guessing game.
         split: Name of the split to train on.
         columns: Which columns of the rows to read as `prompt` and `answer`, where they have other names.
         system_prompt: The system message: a text, a name of `datasets.SYSTEM_PROMPTS`, "" for none, or absent

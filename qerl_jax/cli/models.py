@@ -76,8 +76,8 @@ def quantize(
         scale_rounding: How MXFP4's scales are rounded: compressed-tensors' "nearest", or the OCP
             specification's "floor".
         double_quant: Whether NF4's scales are quantized too.
-        dataset: For all methods but "rtn", the rows to calibrate on: "arithmetic", a data set of the hub, or a
-            .jsonl, .json or .parquet file with messages, a text, or a question and an answer.
+        dataset: For all methods but "rtn", the rows to calibrate on: "arithmetic", "arithmetic-mixed", a data set
+            of the hub, or a .jsonl, .json or .parquet file with messages, a text, or a question and an answer.
         num_samples: Number of rows to calibrate on.
         max_length: Tokens that are used of each row.
         seed: Random seed for the choice of the rows.

@@ -9,8 +9,9 @@ to the test split and is never part of training, however it is worded.
     63-3=60
     60-29=31</think><answer>31</answer>
 
-`one_step` asks for a single operation on small numbers, for models that cannot yet do several; `product`
-for what a tool computes, and `secret` for a number that an environment knows.
+`one_step` asks for a single operation on small numbers, for models that cannot yet do several; `mixed` is the
+mixture of easy and hard ones that the study trains on; `product` is for what a tool computes, and `secret` for a
+number that an environment knows.
 """
 
 import dataclasses
@@ -31,6 +32,13 @@ _VERBS = {
     "-": ("sells {}", "loses {}", "gives away {}", "breaks {}"),
     "*": ("{} the pile", "{} the lot", "{} the total"),
 }
+_SIGNS = {"+": "plus", "-": "minus", "*": "times"}
+_ORDERS = {"+": "add {}", "-": "take away {}", "*": "multiply by {}"}
+_SMALL = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+)  # fmt: skip
+_TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 _NAMES = ("Tom", "Mia", "Ben", "Ana", "Leo", "Zoe", "Sam", "Eva", "Max", "Ida")
 _ITEMS = (
     "marbles", "apples", "coins", "stamps", "cards", "shells", "pencils", "books", "eggs", "beads",
@@ -96,6 +104,25 @@ def one_step(split: str, seed: int, index: int) -> ArithmeticProblem:
     return ArithmeticProblem(f"What is {start} {sign} {operand}?", start, operations)
 
 
+def mixed(split: str, seed: int, index: int) -> ArithmeticProblem:
+    """Draws problem number `index` of the study's mixture, from one-digit sums to three steps.
+
+    Of each 20 in a row 3 are sums or differences of one-digit numbers, 2 products of a number up to 12 and
+    one up to 9, 6 sums or differences of two-digit numbers, and 9 the problems of `problem`. A third is told
+    in digits ("What is 34+57?"), a third in words ("What is thirty-four plus fifty-seven?"), a third as a
+    story, which products are not: they are in digits or words. No result falls below 1.
+
+    Of the first two kinds 117 and 88 exist, so a large sample holds them several times; a tenth is held
+    out of training, by its numbers and however it is told. Arguments and errors are `one_step`'s.
+    """
+    kind = _MIXED[index % len(_MIXED)]
+    rng, start, operations = _draw(split, f"mixed {split} {seed} {index}", kind)
+    forms = (_expression, _spoken) if kind is _times_table else (_expression, _spoken, None)
+    told = _pick(rng, forms)
+    text = told(start, operations) if told else _word_problem(rng, start, operations)
+    return ArithmeticProblem(text, start, operations)
+
+
 def product(split: str, seed: int, index: int) -> ArithmeticProblem:
     """Draws problem number `index` of products of two numbers from 11 to 99, "What is 37*46?".
 
@@ -124,6 +151,11 @@ def is_held_out(start: int, operations: Sequence[tuple[str, int]]) -> bool:
 def worked_answer(problem: ArithmeticProblem) -> str:
     """The right answer after one line of work per operation, in think and answer tags."""
     return _answer(problem.operations, problem.values)
+
+
+def plain_answer(problem: ArithmeticProblem) -> str:
+    """The right answer without tags: a line of work per operation, and a sentence with the result last."""
+    return f"{_lines(problem.operations, problem.values)}\nThe answer is {problem.answer}."
 
 
 def faulty_answer(problem: ArithmeticProblem, kind: Fault, rng: random.Random) -> str:
@@ -183,6 +215,23 @@ def _single_step(rng: random.Random) -> Numbers:
             return start, ((sign, operand),)
 
 
+def _sum_of(least: int, most: int) -> Callable[[random.Random], Numbers]:
+    """Draws sums and differences of two numbers from `least` to `most`."""
+
+    def draw(rng: random.Random) -> Numbers:
+        while True:
+            start, operand = (_pick(rng, range(least, most + 1)) for _ in range(2))
+            sign = _pick(rng, "+-")
+            if _apply(start, (sign, operand)) >= 1:
+                return start, ((sign, operand),)
+
+    return draw
+
+
+def _times_table(rng: random.Random) -> Numbers:
+    return _pick(rng, range(2, 13)), (("*", _pick(rng, range(2, 10))),)
+
+
 def _factors(rng: random.Random) -> Numbers:
     start, operand = (_pick(rng, range(11, 100)) for _ in range(2))
     return start, (("*", operand),)
@@ -213,7 +262,7 @@ def _word_problem(rng: random.Random, start: int, operations: Sequence[tuple[str
         _pick(rng, _VERBS[sign]).format(_TIMES[operand] if sign == "*" else operand)
         for sign, operand in operations
     ]
-    story = f"{', '.join(deeds[:-1])} and {deeds[-1]}"
+    story = " and ".join(filter(None, (", ".join(deeds[:-1]), deeds[-1])))
     return f"{name} has {start} {items}. {name} {story}. How many {items} does {name} have now?"
 
 
@@ -225,12 +274,41 @@ def _expression(start: int, operations: Sequence[tuple[str, int]]) -> str:
     return f"What is {text}?"
 
 
-def _work(operations: Sequence[tuple[str, int]], values: Sequence[int]) -> str:
-    lines = [
+def _spoken(start: int, operations: Sequence[tuple[str, int]]) -> str:
+    """The question in words, without a digit."""
+    if len(operations) == 1:
+        ((sign, operand),) = operations
+        return f"What is {in_words(start)} {_SIGNS[sign]} {in_words(operand)}?"
+    orders = [_ORDERS[sign].format(in_words(operand)) for sign, operand in operations]
+    return f"Start with {in_words(start)}, {', '.join(orders[:-1])} and {orders[-1]}. What is the result?"
+
+
+def in_words(number: int) -> str:
+    """A number from 0 to 99 in English, such as "thirty-four"."""
+    if number < 20:
+        return _SMALL[number]
+    tens, ones = divmod(number, 10)
+    return f"{_TENS[tens]}-{_SMALL[ones]}" if ones else _TENS[tens]
+
+
+_SMALL_SUM, _LARGE_SUM = _sum_of(1, 9), _sum_of(10, 99)
+# What `mixed` goes through, in order.
+_MIXED = (
+    _SMALL_SUM, _LARGE_SUM, _several_steps, _times_table, _LARGE_SUM, _several_steps, _several_steps,
+    _SMALL_SUM, _LARGE_SUM, _several_steps, _several_steps, _LARGE_SUM, _several_steps,
+    _times_table, _LARGE_SUM, _several_steps, _several_steps, _SMALL_SUM, _LARGE_SUM, _several_steps,
+)  # fmt: skip
+
+
+def _lines(operations: Sequence[tuple[str, int]], values: Sequence[int]) -> str:
+    return "\n".join(
         f"{before}{sign}{operand}={after}"
         for (sign, operand), before, after in zip(operations, values, values[1:], strict=False)
-    ]
-    return "<think>" + "\n".join(lines) + "</think>"
+    )
+
+
+def _work(operations: Sequence[tuple[str, int]], values: Sequence[int]) -> str:
+    return f"<think>{_lines(operations, values)}</think>"
 
 
 def _answer(operations: Sequence[tuple[str, int]], values: Sequence[int]) -> str:

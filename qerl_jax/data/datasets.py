@@ -44,6 +44,7 @@ ARITHMETIC_PROBLEMS = 100_000
 _ARITHMETIC = {
     None: arithmetic.problem,
     "one-step": arithmetic.one_step,
+    "mixed": arithmetic.mixed,
     "products": arithmetic.product,
     "secrets": arithmetic.secret,
 }

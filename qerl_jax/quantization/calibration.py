@@ -17,6 +17,11 @@ from qerl_jax.quantization import awq
 # The paper's.
 DATASET = "open-thoughts/OpenThoughts-114k"
 
+# Procedural rows: a problem and its answer.
+_ARITHMETIC = {
+    "arithmetic": (arithmetic.problem, arithmetic.worked_answer),
+    "arithmetic-mixed": (arithmetic.mixed, arithmetic.plain_answer),
+}
 # Tokens that pass a layer together.
 _CHUNK = 8192
 _QUESTIONS = ("question", "problem", "prompt", "instruction")
@@ -28,8 +33,8 @@ class Calibration(Checked):
     """What to calibrate on.
 
     Attributes:
-        dataset: "arithmetic", a name of `datasets.SETS`, a data set of the hub, a folder, or a .jsonl,
-            .json or .parquet file. Its rows have messages (`messages` or `conversations`), a `text`,
+        dataset: "arithmetic", "arithmetic-mixed" (what `data.name = "mixed"` asks, with answers), a name of
+            `datasets.SETS`, a data set of the hub, a folder, or a .jsonl, .json or .parquet file. Its rows have messages (`messages` or `conversations`), a `text`,
             or a question and an answer under the usual names.
         num_samples: Rows that are used, drawn at random.
         max_length: Tokens that are used of each.
@@ -48,12 +53,10 @@ def texts(cfg: Calibration, tokens: tokenizer.Tokenizer) -> list[str]:
     Raises:
         ValueError: When the data set cannot be loaded, or a row has none of the columns.
     """
-    if cfg.dataset == "arithmetic":
-        problems = [arithmetic.problem("train", cfg.seed, i) for i in range(cfg.num_samples)]
-        rows = [
-            {"question": problem.question, "answer": arithmetic.worked_answer(problem)}
-            for problem in problems
-        ]
+    if cfg.dataset in _ARITHMETIC:
+        draw, answer = _ARITHMETIC[cfg.dataset]
+        problems = [draw("train", cfg.seed, index) for index in range(cfg.num_samples)]
+        rows = [{"question": each.question, "answer": answer(each)} for each in problems]
     else:
         found = datasets.load_rows(cfg.dataset, None, None, "train")
         order = np.random.default_rng(cfg.seed).permutation(len(found))[: cfg.num_samples]

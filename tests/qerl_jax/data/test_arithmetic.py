@@ -124,6 +124,59 @@ def test_one_step_problems_are_small_say_their_numbers_and_keep_the_splits_apart
         arithmetic.one_step("dev", 0, 0)
 
 
+def test_mixed_problems_are_of_four_kinds_told_in_digits_words_or_a_story():
+    found = [arithmetic.mixed("train", 0, index) for index in range(2000)]
+    asked = [problem.question for problem in found]
+    assert asked[0] == "What is six plus four?" and found[0].answer == 10
+    assert asked[8] == "What is 43+43?" and asked[9] == "What is 14+39+32?"
+    assert asked[1] == "Mia has 27 stamps. Mia buys 85 more. How many stamps does Mia have now?"
+    assert asked[26] == (
+        "Start with forty-nine, add twenty-seven and add thirty-eight. What is the result?"
+    )
+    digits = [problem for problem in found if problem.question.startswith("What is ")]
+    digits = [problem for problem in digits if re.search(r"\d", problem.question)]
+    assert all(eval(p.question[len("What is ") : -1]) == p.answer >= 1 for p in digits)
+    spoken = [text for text in asked if not re.search(r"\d", text)]
+    assert 0.3 < len(digits) / 2000 < 0.4 and 0.3 < len(spoken) / 2000 < 0.4
+    for first in range(0, 2000, 20):
+        several = [p for p in found[first : first + 20] if len(p.operations) > 1]
+        ones = [p for p in found[first : first + 20] if len(p.operations) == 1]
+        small = [p for p in ones if p.operations[0][0] != "*" and p.start < 10]
+        assert len(several) == 9 and len(small) == 3
+        assert sum(p.operations[0][0] == "*" for p in ones) == 2
+
+
+def test_mixed_problems_of_the_two_splits_have_other_numbers():
+    numbers = {
+        split: {
+            (p.start, p.operations) for p in (arithmetic.mixed(split, 0, i) for i in range(4000))
+        }
+        for split in ("train", "test")
+    }
+    assert not numbers["train"] & numbers["test"]
+    # Of the kinds that are few all were met: 117 sums and differences, 88 products.
+    few = [
+        (start, operations)
+        for start, operations in numbers["train"] | numbers["test"]
+        if len(operations) == 1 and (operations[0][0] == "*" or start < 10)
+    ]
+    assert len(few) == 117 + 88
+    with pytest.raises(ValueError, match="split='dev'"):
+        arithmetic.mixed("dev", 0, 0)
+
+
+def test_numbers_in_words():
+    said = [arithmetic.in_words(number) for number in range(100)]
+    assert len(set(said)) == 100
+    assert [said[n] for n in (0, 13, 20, 41, 99)] == [
+        *("zero", "thirteen", "twenty", "forty-one", "ninety-nine"),
+    ]
+
+
+def test_a_plain_answer_ends_with_the_result():
+    assert arithmetic.plain_answer(MARBLES) == "55+8=63\n63-3=60\n60-29=31\nThe answer is 31."
+
+
 def test_both_splits_have_the_same_kinds_of_problems():
     def shares(problems):
         return (
