@@ -19,30 +19,23 @@ every linear beside that of rounding to nearest.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import functools
 import json
 import pathlib
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 from pallas_kernels import runtime
-from qerl_jax.checkpoint import base_model, hf_folder
-from qerl_jax.config import ModelConfig
+from qerl_jax.checkpoint import hf_folder
 from qerl_jax.data import datasets, tokenizer
 from qerl_jax.generation.generator import Generator
-from qerl_jax.model import logprobs
-from qerl_jax.model.transformer import head, trainable
 from qerl_jax.quantization.calibration import Calibration
 from qerl_jax.quantization.quantizer import Recipe, quantize
 from scripts.measure_quantization import Sums, hidden_states, load, sums
+from scripts.warm_up import Rows, fit, joined
 
 METHODS = {
     "nearest": ("rtn", "maximum"),
@@ -52,19 +45,6 @@ METHODS = {
     "awq+gptq": ("awq+gptq", "search"),
 }
 _RESAMPLED = 2000
-
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """Token rows, and which of their tokens count.
-
-    Attributes:
-        ids: int32 [S, T], right-padded.
-        live: bool [S, T].
-    """
-
-    ids: np.ndarray
-    live: np.ndarray
 
 
 def main() -> None:
@@ -121,59 +101,17 @@ def split(
 
 def train(source: str, target: pathlib.Path, pool: pathlib.Path, args) -> None:
     """Trains all layers of a base in 16 bits on rows of the pool, and writes the result as a model folder."""
-    dtype = "bfloat16" if runtime.platform() == "gpu" else "float32"
-    cfg = ModelConfig(str(source), weights="bfloat16", dtype=dtype, trainable="full")
-    model, base, tokens = base_model.load_base(cfg, None)
-    params, frozen = trainable(model, base, jax.random.key(0))
+    tokens = tokenizer.load(hf_folder.local_folder(source, weights=False))
     chosen = [json.loads(line) for line in pool.read_text().splitlines()]
-    chosen = chosen[-args.steps * args.batch :]
-    rows = of_chats(tokens, chosen, args.length)
-    schedule = optax.warmup_cosine_decay_schedule(0, args.rate, args.steps // 10 + 1, args.steps)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, frozen, ids, live):
-        def loss(params):
-            hidden, _ = model.apply({"params": params, "frozen": frozen}, ids, remat="layer")
-            logps, _ = logprobs.of_targets(
-                hidden[:, :-1].reshape(-1, hidden.shape[-1]),
-                head(frozen),
-                ids[:, 1:].reshape(-1),
-                temperature=1.0,
-                num_tokens=tokens.num_tokens,
-            )
-            counted = live[:, 1:].reshape(-1)
-            return -jnp.sum(jnp.where(counted, logps, 0)) / jnp.sum(counted)
-
-        value, slopes = jax.value_and_grad(loss)(params)
-        updates, state = optimizer.update(slopes, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    state, start = jax.jit(optimizer.init)(params), time.monotonic()
-    order = np.random.default_rng(1).permutation(len(rows.ids))
-    for number in range(args.steps):
-        at = np.take(order, np.arange(args.batch) + number * args.batch, mode="wrap")
-        params, state, value = step(params, state, frozen, rows.ids[at], rows.live[at])
-        if number % max(1, args.steps // 10) == 0 or number == args.steps - 1:
-            print(f"training: step {number} loss {float(value):.4f}", flush=True)
-    hf_folder.export_model(target, model, frozen | params, source)
-    print(f"training: {args.steps} steps in {time.monotonic() - start:.0f} s", flush=True)
+    rows = of_chats(tokens, chosen[-args.steps * args.batch :], args.length)
+    fit(source, target, rows, steps=args.steps, batch=args.batch, rate=args.rate)
 
 
 def of_chats(tokens: tokenizer.Tokenizer, rows: list[dict[str, str]], length: int) -> Rows:
     """Questions and their answers as chats; the answers' tokens count."""
     questions = tokens.encode([({"role": "user", "content": row["question"]},) for row in rows])
     answers = tokens.encode([row["answer"] for row in rows])
-    return joined(questions, answers, length, tokens.pad_token)
-
-
-def joined(prompts, answers, length: int, pad: int) -> Rows:
-    """Right-padded rows of prompts with answers, of the same width for the same data."""
-    rows = [[*prompt, *answer][:length] for prompt, answer in zip(prompts, answers, strict=True)]
-    slots = np.arange(min(length, -(-max(map(len, rows)) // 64) * 64))
-    ids = np.array([row + [pad] * (len(slots) - len(row)) for row in rows], np.int32)
-    starts, ends = (np.array([len(x) for x in each])[:, None] for each in (prompts, rows))
-    return Rows(ids, (starts <= slots) & (slots < ends))
+    return joined(questions, answers, tokens.pad_token, length)
 
 
 def study(base: str, folder: pathlib.Path, pool: pathlib.Path, held_out, args) -> None:
@@ -249,7 +187,7 @@ def own_answers(folder: str, tokens: tokenizer.Tokenizer, rows: list[dict[str, s
     limits = {"temperature": 1.0, "max_tokens": args.answer_tokens, "seed": 0}
     answers = [found.tokens.tolist() for found in generator.completions(questions, **limits)]
     prompts = tokens.encode([({"role": "user", "content": each},) for each in questions])
-    return joined(prompts, answers, args.length + args.answer_tokens, tokens.pad_token)
+    return joined(prompts, answers, tokens.pad_token, args.length + args.answer_tokens)
 
 
 def measured(found: Sums, itself: Sums) -> dict[str, Any]:

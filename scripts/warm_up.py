@@ -1,0 +1,244 @@
+"""The 16-bit base of the study: `python -m scripts.warm_up SMOLLM2 OUT`, SMOLLM2 being of `scripts/make_smollm2.py`.
+
+The package that holds SmolLM2-135M-Instruct stores it in 4 bits (Q4_1), and hardly solves arithmetic of two steps. So
+all layers are first trained for a short while in 16 bits, on worked answers to the study's problems (`mixed` of
+`qerl_jax/data/arithmetic.py`, its training split): the policy learns the form of an answer and some of the sums, and weights
+move in their last bits. That is too little to leave that grid; how far the grid flatters a format is printed, as the error of
+rounding a linear before and after, beside that of random numbers. The loss is that of the answers' tokens alone. It ends early on purpose: the
+policy shall be right in 20 to 40 % of its samples at temperature 1, so that reinforcement learning has both something to
+reward and room to grow.
+
+Data and order follow from the seed, and on a GPU kernels are those that repeat their results, so the same card makes the
+same folder, of 269 MB, again. It prints accuracies on held-out problems before and after, and the SHA-256 of the
+weights, by which the study tells one base from another; OUT/warm_up.json keeps them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import json
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from pallas_kernels import mxfp4, nf4, nvfp4, runtime
+from qerl_jax.checkpoint import base_model, hf_folder, safetensors
+from qerl_jax.config import ModelConfig
+from qerl_jax.data import answers, arithmetic, tokenizer
+from qerl_jax.generation.generator import Generator
+from qerl_jax.model import logprobs
+from qerl_jax.model.transformer import head, trainable
+
+SYSTEM_PROMPT = "Work it out."  # as configs/study.toml has it
+MAX_TOKENS = 48  # of an answer, likewise
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Token rows, and which of their tokens count.
+
+    Attributes:
+        ids: int32 [S, T], right-padded.
+        live: bool [S, T].
+    """
+
+    ids: np.ndarray
+    live: np.ndarray
+
+
+def main() -> None:
+    """Trains, writes the folder, and measures both models."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("source", help="the pretrained model, a folder")
+    parser.add_argument("target", type=pathlib.Path, help="the folder to write")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--batch", type=int, default=BATCH, help="rows of a step")
+    parser.add_argument("--rate", type=float, default=RATE, help="largest learning rate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--problems", type=int, default=512, help="held-out ones; 0 measures none")
+    args = parser.parse_args()
+    began = time.monotonic()
+    warm_up(args.source, args.target, args.steps, args.batch, args.rate, args.seed)
+    found = about(args.source, args.target) | {"seconds": round(time.monotonic() - began, 1)}
+    found |= {name: getattr(args, name) for name in ("steps", "batch", "rate", "seed")}
+    if args.problems:
+        found["before"] = accuracies(args.source, args.problems)
+        found["after"] = accuracies(str(args.target), args.problems)
+    (args.target / "warm_up.json").write_text(json.dumps(found, indent=2) + "\n")
+    print(json.dumps(found, indent=2))
+
+
+# Of the study.
+STEPS, BATCH, RATE = 40, 16, 5e-5
+
+
+def warm_up(
+    source: str, target: pathlib.Path, steps: int, batch: int, rate: float, seed: int
+) -> None:
+    """Trains all layers on worked answers, and writes the result as a model folder."""
+    if runtime.platform() == "gpu":
+        runtime.use_deterministic_kernels()
+    tokens = tokenizer.load(hf_folder.local_folder(source, weights=False))
+    fit(source, target, examples(tokens, seed, steps * batch), steps=steps, batch=batch, rate=rate)
+
+
+def examples(tokens: tokenizer.Tokenizer, seed: int, count: int) -> Rows:
+    """The first problems of the training split with worked answers; what counts is the answer and its stop token."""
+    problems = [arithmetic.mixed("train", seed, index) for index in range(count)]
+    texts = [arithmetic.plain_answer(problem) for problem in problems]
+    ends = [[*ids, tokens.stop_tokens[0]] for ids in tokens.encode(texts)]
+    return joined(
+        tokens.encode([asked(each.question) for each in problems]), ends, tokens.pad_token
+    )
+
+
+def asked(question: str) -> list[tokenizer.Message]:
+    """The chat in which the study asks."""
+    system = {"role": "system", "content": SYSTEM_PROMPT}
+    return [system, {"role": "user", "content": question}]
+
+
+def joined(prompts, completions, pad: int, length: int | None = None) -> Rows:
+    """Right-padded rows of prompts with completions, of the same width for the same data.
+
+    Args:
+        prompts: Ids of each.
+        completions: Ids of each, which count.
+        pad: Id of the padding.
+        length: Tokens that are kept of a row; None means all.
+    """
+    pairs = zip(prompts, completions, strict=True)
+    rows = [[*prompt, *completion][:length] for prompt, completion in pairs]
+    width = -(-max(map(len, rows)) // 64) * 64
+    slots = np.arange(width if length is None else min(length, width))
+    ids = np.array([row + [pad] * (len(slots) - len(row)) for row in rows], np.int32)
+    starts, ends = (np.array([len(x) for x in each])[:, None] for each in (prompts, rows))
+    return Rows(ids, (starts <= slots) & (slots < ends))
+
+
+def fit(
+    source: str, target: pathlib.Path, rows: Rows, *, steps: int, batch: int, rate: float
+) -> None:
+    """Trains all layers of a base in 16 bits on rows, and writes the result as a model folder.
+
+    AdamW with a warm-up of a tenth and a cosine to 0; gradients are clipped to a norm of 1. Rows come in a
+    fixed random order.
+    """
+    dtype = "bfloat16" if runtime.platform() == "gpu" else "float32"
+    cfg = ModelConfig(str(source), weights="bfloat16", dtype=dtype, trainable="full")
+    model, base, tokens = base_model.load_base(cfg, None)
+    params, frozen = trainable(model, base, jax.random.key(0))
+    schedule = optax.warmup_cosine_decay_schedule(0, rate, steps // 10 + 1, steps)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, frozen, ids, live):
+        def loss(params):
+            hidden, _ = model.apply({"params": params, "frozen": frozen}, ids, remat="layer")
+            logps, _ = logprobs.of_targets(
+                hidden[:, :-1].reshape(-1, hidden.shape[-1]),
+                head(frozen),
+                ids[:, 1:].reshape(-1),
+                temperature=1.0,
+                num_tokens=tokens.num_tokens,
+            )
+            counted = live[:, 1:].reshape(-1)
+            return -jnp.sum(jnp.where(counted, logps, 0)) / jnp.sum(counted)
+
+        value, slopes = jax.value_and_grad(loss)(params)
+        updates, state = optimizer.update(slopes, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    state, start = jax.jit(optimizer.init)(params), time.monotonic()
+    order = np.random.default_rng(1).permutation(len(rows.ids))
+    for number in range(steps):
+        at = np.take(order, np.arange(batch) + number * batch, mode="wrap")
+        params, state, value = step(params, state, frozen, rows.ids[at], rows.live[at])
+        if number % max(1, steps // 10) == 0 or number == steps - 1:
+            seconds = time.monotonic() - start
+            print(f"training: step {number} loss {float(value):.4f} {seconds:.0f} s", flush=True)
+    hf_folder.export_model(target, model, frozen | params, source)
+
+
+def about(source: str, target: pathlib.Path) -> dict[str, object]:
+    """What the weights of the new folder are: size, hash, and how far they are from the old ones."""
+    before = safetensors.Tensors(hf_folder.local_folder(source))
+    after = safetensors.Tensors(target)
+    moved, size, changed, count = 0.0, 0.0, 0, 0
+    for name in (name for name in after if name.endswith("_proj.weight")):
+        old, new = (np.asarray(each[name], np.float32) for each in (before, after))
+        moved += float(np.square(new - old).sum())
+        size += float(np.square(old).sum())
+        changed, count = changed + int((new != old).sum()), count + new.size
+    return {
+        "device": runtime.device_kind(),
+        "bytes": sum(file.stat().st_size for file in target.iterdir()),
+        "sha256": sha256(target),
+        "relative change of the linears": float(f"{(moved / size) ** 0.5:.3g}"),
+        "share of their weights that changed": round(changed / count, 4),
+        "rounding error": {
+            name: rounding_errors(weight)
+            for name, weight in (
+                ("before", np.asarray(before[_LINEAR], np.float32)),
+                ("after", np.asarray(after[_LINEAR], np.float32)),
+                ("normal", np.random.default_rng(0).normal(size=(512, 512)).astype(np.float32)),
+            )
+        },
+    }
+
+
+# Of SmolLM2 and of the base in the package alike.
+_LINEAR = "model.layers.1.mlp.down_proj.weight"
+
+
+def rounding_errors(weight: np.ndarray) -> dict[str, float]:
+    """Relative error of a matrix that is rounded to nearest, by format: whether its own grid flatters one."""
+    errors = {}
+    for name, form in (("nvfp4", nvfp4), ("mxfp4", mxfp4), ("nf4", nf4)):
+        rounded = np.asarray(form.dequantize(form.quantize(jnp.asarray(weight))), np.float32)
+        errors[name] = float(f"{np.linalg.norm(rounded - weight) / np.linalg.norm(weight):.4f}")
+    return errors
+
+
+def sha256(folder: pathlib.Path) -> str:
+    """The first 16 digits of the hash over all weight files."""
+    total = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        total.update(file.read_bytes())
+    return total.hexdigest()[:16]
+
+
+def accuracies(folder: str, count: int) -> dict[str, float]:
+    """The share of right samples at temperature 1, one for each of the first held-out problems, by kind."""
+    dtype = "bfloat16" if runtime.platform() == "gpu" else "float32"
+    generator = Generator.load(folder, weights="bfloat16", dtype=dtype, max_concurrent=512)
+    problems = [arithmetic.mixed("test", 0, index) for index in range(count)]
+    how = {"temperature": 1.0, "max_tokens": MAX_TOKENS, "seed": 0}
+    texts = generator([asked(problem.question) for problem in problems], **how)
+    right: dict[str, list[float]] = {}
+    for problem, text in zip(problems, texts, strict=True):
+        is_right = answers.same(answers.last_number(text), str(problem.answer))
+        for name in ("all", kind(problem)):
+            right.setdefault(name, []).append(is_right)
+    return {name: round(float(np.mean(values)), 4) for name, values in sorted(right.items())}
+
+
+def kind(problem: arithmetic.ArithmeticProblem) -> str:
+    """Which part of the mixture a problem belongs to."""
+    if len(problem.operations) > 1:
+        return f"{len(problem.operations)} steps"
+    ((sign, operand),) = problem.operations
+    if sign == "*":
+        return "products"
+    return "one digit" if max(problem.start, operand) < 10 else "two digits"
+
+
+if __name__ == "__main__":
+    main()
