@@ -1,0 +1,452 @@
+"""Does it learn as the paper says? `python -m scripts.study BASE --out RESULTS`, BASE being of `scripts/warm_up.py`.
+
+The arms differ in what the base is held in, in what trains, and in the noise; all else is configs/study.toml. Each
+has three learning rates over two decades with two seeds (the stage "rates"), then three more seeds at its best rate
+(the stage "seeds"): 72 runs. The best rate is the one with the highest training reward in the last fifth of the
+steps; held-out accuracy, which is what is reported, has no part in that choice. Full-parameter training has a tenth of
+the adapters' rates: as many, over as wide a span, around where it is known to work (arXiv 2509.02046 has a
+factor of 10).
+
+A run has 100 steps of 256 completions of at most 48 tokens, and 2048 held-out completions at both ends. Expected on one
+H100, and not yet measured: 0.4 to 0.7 s a step (512 completions of up to 160 tokens took 1.67 s), so 70 to 110 s a
+run with its start; four at a time on one card, of which each keeps the card busy about half of the time, the 72 runs
+take about an hour: two or three sessions of 30 minutes. `--timing` takes 5 minutes more.
+
+A run is a process and a piece of work: RESULTS/RUN.json is what it leaves, and a run that has left it is not made
+again. What a call began and could not end in `--seconds` is made again by the next. In pieces of at most ten minutes, on
+a machine that begins empty each time:
+
+    python -m scripts.warm_up smollm2 warm                                      # the same weights each time
+    python -m scripts.study warm --out docs/measured/study --jobs 4 --seconds 500   # as often as needed
+    python -m scripts.study warm --out docs/measured/study --timing             # each arm alone, for seconds per step
+    python -m scripts.study_results                                             # tables, figures, docs/results.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[1]
+CONFIG = ROOT / "configs/study.toml"
+RATES, FIRST_SEEDS, MORE_SEEDS = (3e-5, 3e-4, 3e-3), (0, 1), (2, 3, 4)
+# A piece that takes longer than any so far is not begun.
+_FIRST_GUESS = 120
+# The steps that a run is timed by, after those that compile.
+_TIMED, _COMPILING = 10, 4
+# What is kept of each step: our name, that of the run's metrics.
+STEPS = {
+    "reward": "reward",
+    "entropy": "sampling/entropy",
+    "kl": "kl",
+    "sampler_kl": "sampling/kl_k3",
+    "mismatch": "sampling/sampling_logp_difference/mean",
+    "length": "completions/mean_length",
+    "clipped": "completions/clipped_ratio",
+    "no_signal": "frac_reward_zero_std",
+    "grad_norm": "grad_norm",
+    "sigma": "aqn/sigma",
+    "seconds": "step_time",
+}
+EVALS = ("accuracy", "pass@", "maj@", "mean_length")
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """A way to train.
+
+    Attributes:
+        title: What it is called in tables.
+        changes: What it changes in the common config, by section; None takes a section out.
+        quantized: How the base is quantized beforehand; "" reads the 16-bit base.
+        rate_factor: Its learning rates in units of `RATES`.
+    """
+
+    title: str
+    changes: Mapping[str, Mapping[str, Any] | None]
+    quantized: str = ""
+    rate_factor: float = 1.0
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Its learning rates."""
+        return tuple(float(f"{rate * self.rate_factor:.6g}") for rate in RATES)
+
+
+# QeRL's 1e-2 moves the log-probabilities of this model by a quarter of a nat; see docs/results.md.
+AQN = {"sigma_start": 1e-3, "sigma_end": 1e-4, "num_stages": 10}
+ARMS = {
+    "bf16": Arm("BF16 LoRA", {"model": {"weights": "bfloat16"}}),
+    "bf16-aqn": Arm("BF16 LoRA + AQN", {"model": {"weights": "bfloat16"}, "noise": AQN}),
+    "nf4": Arm("NF4 LoRA", {"model": {"weights": "nf4"}}),
+    "mxfp4": Arm("MXFP4 LoRA", {"model": {"weights": "mxfp4"}}),
+    "nvfp4": Arm("NVFP4 LoRA", {}),
+    "nvfp4-aqn": Arm("NVFP4 LoRA + AQN", {"noise": AQN}),
+    "nvfp4-gptq": Arm("NVFP4 LoRA, GPTQ", {}, quantized="gptq"),
+    "full": Arm(
+        "BF16 full",
+        {
+            "model": {"weights": "bfloat16", "trainable": "full"},
+            "lora": None,
+            # A copy of the weights as they were is what the divergence is taken from.
+            "grpo": {"sync_ref_model": True, "ref_model_mixup_alpha": 0.0},
+        },
+        rate_factor=0.1,
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One run.
+
+    Attributes:
+        arm: Its name in `ARMS`.
+        rate: The largest learning rate.
+        seed: Of problems, sampling, adapter and noise; arms with the same seed meet the same problems.
+    """
+
+    arm: str
+    rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """What the run and its file are called."""
+        return f"{self.arm}_{self.rate:g}_{self.seed}"
+
+    @classmethod
+    def named(cls, name: str) -> Piece:
+        """The piece of a name."""
+        arm, rate, seed = name.rsplit("_", 2)
+        return cls(arm, float(rate), int(seed))
+
+
+def main() -> None:
+    """Makes what is left of the study, as far as time allows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("base", help="the 16-bit base, a folder")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of the results")
+    parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("runs/study"))
+    parser.add_argument("--config", type=pathlib.Path, default=CONFIG)
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS, metavar="ARM")
+    parser.add_argument("--stage", choices=["rates", "seeds"], help="only these runs")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time on the card")
+    parser.add_argument("--seconds", type=float, default=1e9, help="end after so many")
+    parser.add_argument("--timing", action="store_true", help="time each arm, alone on the card")
+    parser.add_argument("--plan", action="store_true", help="print what is done and left, only")
+    parser.add_argument("--piece", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.piece:
+        run_piece(args)
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.plan:
+        print(progress(args))
+        return
+    ended = (work_off if not args.timing else time_arms)(args)
+    print(progress(args))
+    sys.exit(int(not ended))
+
+
+def pieces(
+    results: Mapping[str, Mapping[str, Any]],
+    arms: Sequence[str] = tuple(ARMS),
+    stage: str | None = None,
+) -> Iterator[Piece]:
+    """The runs of the study, in the order in which they are made.
+
+    Different arms stand next to each other, so that runs that are made at a time compile different programs. The runs
+    with more seeds of an arm are known when its rates are done.
+
+    Args:
+        results: What is done, by name.
+        arms: Only these.
+        stage: Only "rates" or "seeds"; None means both.
+    """
+    if stage != "seeds":
+        for seed in FIRST_SEEDS:
+            for number in range(len(RATES)):
+                yield from (Piece(arm, ARMS[arm].rates[number], seed) for arm in arms)
+    if stage != "rates":
+        best = {arm: best_rate(results, arm) for arm in arms}
+        for seed in MORE_SEEDS:
+            yield from (Piece(arm, rate, seed) for arm, rate in best.items() if rate is not None)
+
+
+def best_rate(results: Mapping[str, Mapping[str, Any]], arm: str) -> float | None:
+    """The rate with the highest training reward in the last fifth of the steps; None while runs are missing."""
+    means = {}
+    for rate in ARMS[arm].rates:
+        found = [results.get(Piece(arm, rate, seed).name) for seed in FIRST_SEEDS]
+        if None in found:
+            return None
+        means[rate] = statistics.mean(last_reward(each) for each in found)
+    return max(means, key=means.__getitem__)
+
+
+def last_reward(result: Mapping[str, Any]) -> float:
+    """Mean training reward in the last fifth of the steps."""
+    rewards = result["steps"]["reward"]
+    return statistics.mean(rewards[-max(1, len(rewards) // 5) :])
+
+
+def read(out: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """All results of a folder, by the names of their runs."""
+    return {name: each for name, each in _files(out).items() if not name.startswith("timing_")}
+
+
+def read_timings(out: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """What `--timing` left in a folder, by the names of its files."""
+    return {name: each for name, each in _files(out).items() if name.startswith("timing_")}
+
+
+def _files(out: pathlib.Path) -> dict[str, dict[str, Any]]:
+    return {file.stem: json.loads(file.read_text()) for file in sorted(out.glob("*.json"))}
+
+
+def configured(piece: Piece, table: Mapping[str, Any], base: str, folder: pathlib.Path) -> dict:
+    """The table of a run's config.
+
+    Args:
+        piece: The run.
+        table: The common config.
+        base: Folder of the arm's base.
+        folder: The run folder.
+    """
+    changes = dict(ARMS[piece.arm].changes)
+    own = {"model": {"model_name_or_path": base}, "optim": {"learning_rate": piece.rate}}
+    made = {**table, "output_dir": str(folder), "seed": piece.seed}
+    for section in {*changes, *own}:
+        if section in changes and changes[section] is None:
+            made.pop(section, None)
+        else:
+            made[section] = {
+                **table.get(section, {}),
+                **(changes.get(section) or {}),
+                **own.get(section, {}),
+            }
+    return made
+
+
+def work_off(args: argparse.Namespace) -> bool:
+    """Makes the runs that are left, several at a time, and says whether none is left.
+
+    A run that fails is told of and left for the next call. At the end of the time those that are still running are ended.
+    """
+    began, running, failed, took = time.monotonic(), {}, set(), []
+    left = lambda: args.seconds - (time.monotonic() - began)
+    try:
+        if not prepare(args):
+            return False
+        while True:
+            todo = waiting(args, {*running, *failed})
+            while todo and len(running) < args.jobs and left() > max(took, default=_FIRST_GUESS):
+                piece = todo.pop(0)
+                running[piece.name] = (begin(args, piece.name), time.monotonic())
+            if not running:
+                return not todo and not failed
+            if left() <= 0:
+                print(f"out of time; not ended: {', '.join(running)}", flush=True)
+                return False
+            time.sleep(0.2)
+            for name in [
+                name for name, (process, _) in running.items() if process.poll() is not None
+            ]:
+                process, start = running.pop(name)
+                if process.returncode:
+                    failed.add(name)
+                    print(f"{name} FAILED: {last_line(args, name)}", flush=True)
+                else:
+                    took.append(time.monotonic() - start)
+                    print(f"{name} {took[-1]:.0f} s, {left():.0f} s left", flush=True)
+    finally:
+        for process, _ in running.values():
+            end(process)
+
+
+def waiting(args: argparse.Namespace, others: set[str]) -> list[Piece]:
+    """The runs that have left nothing, are not running and have not failed."""
+    done = read(args.out)
+    named = {piece.name: piece for piece in pieces(done, args.arms, args.stage)}
+    return [piece for name, piece in named.items() if name not in done and name not in others]
+
+
+def prepare(args: argparse.Namespace) -> bool:
+    """Quantizes the base for the arms that need it, in a process of its own; whether that was done."""
+    folder = args.work / "gptq"
+    if folder.is_dir() or not any(ARMS[arm].quantized for arm in args.arms):
+        return True
+    args.work.mkdir(parents=True, exist_ok=True)
+    how = "--method gptq --block-scales search --dataset arithmetic-mixed --max-length 128".split()
+    command = [sys.executable, "-m", "qerl_jax", "quantize", args.base, str(folder), *how]
+    began, done = time.monotonic(), subprocess.run(command, cwd=ROOT, check=False)
+    print(f"GPTQ: status {done.returncode}, {time.monotonic() - began:.0f} s", flush=True)
+    return done.returncode == 0
+
+
+def begin(args: argparse.Namespace, name: str) -> subprocess.Popen:
+    """Starts a run as a process with its share of the card; what it says goes to a file."""
+    options = ["--out", args.out, "--work", args.work, "--config", args.config, "--jobs", args.jobs]
+    timing = ["--timing"] if args.timing else []
+    command = [sys.executable, "-m", "scripts.study", args.base, *options, "--piece", name, *timing]
+    share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / args.jobs:.3f}"}
+    args.work.mkdir(parents=True, exist_ok=True)
+    with log_of(args, name).open("w") as log:
+        return subprocess.Popen(
+            [str(each) for each in command],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=share | dict(os.environ),
+        )
+
+
+def end(process: subprocess.Popen) -> None:
+    """Ends a process that this one has started."""
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def log_of(args: argparse.Namespace, name: str) -> pathlib.Path:
+    """The file to which a run says what it says."""
+    return args.work / f"{name}.log"
+
+
+def last_line(args: argparse.Namespace, name: str) -> str:
+    """The last line of that file that names an error, or the last of all."""
+    lines = log_of(args, name).read_text(errors="replace").strip().splitlines()
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
+    return (errors or lines or ["it said nothing"])[-1]
+
+
+def run_piece(args: argparse.Namespace) -> None:
+    """Makes one run, and writes what is kept of it."""
+    from qerl_jax import config
+    from qerl_jax.checked import from_table
+    from qerl_jax.files import write_whole
+    from qerl_jax.tracking import logger
+    from qerl_jax.training.trainer import train
+
+    piece, name = Piece.named(args.piece), args.piece
+    base = str(args.work / "gptq") if ARMS[piece.arm].quantized else args.base
+    table = configured(piece, config.read_table(args.config), base, args.work / name)
+    if args.timing:
+        name = f"timing_{piece.arm}"
+        table |= {"max_steps": _COMPILING + _TIMED, "output_dir": str(args.work / name)}
+        table.pop("eval", None)
+    folder, began = pathlib.Path(table["output_dir"]), time.monotonic()
+    shutil.rmtree(folder, ignore_errors=True)
+    train(from_table(config.RunConfig, table), quiet=True)
+    rows = logger.read_metrics(folder)
+    made = timed(rows) if args.timing else kept(rows)
+    about = {"arm": piece.arm, "rate": piece.rate, "seed": piece.seed} | surroundings(args)
+    about |= {"wall_seconds": round(time.monotonic() - began, 1)}
+    write_whole(args.out / f"{name}.json", json.dumps(about | made) + "\n")
+    shutil.rmtree(folder)
+
+
+def surroundings(args: argparse.Namespace) -> dict[str, Any]:
+    """Of what base, on what, and beside how many others a run was made."""
+    import jax
+
+    from pallas_kernels import runtime
+    from qerl_jax.checkpoint import hf_folder
+    from scripts.warm_up import sha256
+
+    return {
+        "base": sha256(hf_folder.local_folder(args.base)),
+        "device": runtime.device_kind(),
+        "jax": jax.__version__,
+        "jobs": args.jobs,
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+def kept(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What is kept of a run's metrics: evaluations at both ends, and a list over the steps of each quantity."""
+    evals = [row for row in rows if "eval/accuracy" in row]
+    steps = [row for row in rows if "loss" in row]
+    columns = {
+        name: [short(row[source]) for row in steps]
+        for name, source in STEPS.items()
+        if all(source in row for row in steps)
+    }
+    ends = {
+        when: {
+            key.removeprefix("eval/"): short(value)
+            for key, value in row.items()
+            if key.removeprefix("eval/").startswith(EVALS) and key.startswith("eval/")
+        }
+        for when, row in (("start", evals[0]), ("end", evals[-1]))
+    }
+    skipped = int(steps[-1]["updates/skipped"])
+    return {**ends, "skipped": skipped, "steps": columns}
+
+
+def timed(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Medians over steps of what a step takes, in seconds, without those that compile."""
+    steps = [row for row in rows if "loss" in row][_COMPILING:]
+    names = {"step": "step_time", "rollout": "perf/rollout_time", "update": "perf/update_time"}
+    return {
+        name: short(statistics.median(row[source] for row in steps))
+        for name, source in names.items()
+    }
+
+
+def short(value: float) -> float:
+    """A number with four significant digits."""
+    return float(f"{value:.4g}")
+
+
+def time_arms(args: argparse.Namespace) -> bool:
+    """Times the arms that are not timed yet, each alone on the card; whether all are."""
+    began, args.jobs = time.monotonic(), 1
+    if not prepare(args):
+        return False
+    for arm in args.arms:
+        if (args.out / f"timing_{arm}.json").is_file():
+            continue
+        left = args.seconds - (time.monotonic() - began)
+        if left <= 0:
+            return False
+        name = Piece(arm, ARMS[arm].rates[1], 0).name
+        process = begin(args, name)
+        try:
+            status = process.wait(left)
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            end(process)
+        print(f"timing of {arm}: {'done' if not status else last_line(args, name)}", flush=True)
+    return all((args.out / f"timing_{arm}.json").is_file() for arm in args.arms)
+
+
+def progress(args: argparse.Namespace) -> str:
+    """How many runs of each arm are done, and its best rate where that is known."""
+    done = read(args.out)
+    lines = []
+    for arm in args.arms:
+        count = sum(Piece.named(name).arm == arm for name in done)
+        whole = len(RATES) * len(FIRST_SEEDS) + len(MORE_SEEDS)
+        best = best_rate(done, arm)
+        lines.append(f"{arm:12} {count} of {whole}" + (f", best rate {best:g}" if best else ""))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""The study: its plan, its runs on the tiny base, and what is kept of them."""
+
+import argparse
+import json
+import pathlib
+
+import pytest
+
+from qerl_jax import config
+from qerl_jax.checked import from_table
+from qerl_jax.checkpoint.hf_folder import TINY
+from scripts import study
+from scripts.study import ARMS, Piece
+
+
+def result(rewards):
+    return {"steps": {"reward": rewards}}
+
+
+def all_rates(arm, best):
+    """Results of an arm's first runs, of which those at one rate end with the highest reward."""
+    return {
+        Piece(arm, rate, seed).name: result([0.9] * 80 + [0.6 if rate == best else 0.5] * 20)
+        for rate in ARMS[arm].rates
+        for seed in study.FIRST_SEEDS
+    }
+
+
+def test_the_plan_has_72_runs_whose_last_are_known_when_the_rates_are():
+    first = list(study.pieces({}))
+    assert len(first) == len(set(first)) == 48
+    assert [piece.arm for piece in first[:8]] == list(ARMS)
+    done = {}
+    for arm in ARMS:
+        done |= all_rates(arm, ARMS[arm].rates[1])
+    whole = list(study.pieces(done))
+    assert len(whole) == len({piece.name for piece in whole}) == 72
+    assert {piece.rate for piece in whole[48:]} == {3e-4, 3e-5}
+    assert [piece for piece in whole[48:] if piece.arm == "full"] == [
+        Piece("full", 3e-5, seed) for seed in (2, 3, 4)
+    ]
+    assert all(max(arm.rates) / min(arm.rates) == pytest.approx(100) for arm in ARMS.values())
+
+
+def test_the_best_rate_is_that_of_the_last_rewards_and_unknown_while_runs_are_missing():
+    done = all_rates("nvfp4", 3e-3)
+    assert study.best_rate(done, "nvfp4") == 3e-3
+    done.popitem()
+    assert study.best_rate(done, "nvfp4") is None
+    assert not [piece for piece in study.pieces(done, ["nvfp4"], "seeds")]
+
+
+def test_a_piece_is_found_by_its_name():
+    for piece in study.pieces({}):
+        assert Piece.named(piece.name) == piece
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_is_a_config_that_differs_in_what_it_says(arm, tmp_path):
+    table = config.read_table(study.CONFIG)
+    cfg = from_table(
+        config.RunConfig, study.configured(Piece(arm, 1e-3, 4), table, "base", tmp_path)
+    )
+    common = from_table(config.RunConfig, table)
+    assert cfg.optim.learning_rate == 1e-3 and cfg.seed == 4
+    assert (cfg.noise is not None) == arm.endswith("aqn")
+    assert cfg.model.weights == ("bfloat16" if arm == "full" else arm.split("-")[0]).replace(
+        "bf16", "bfloat16"
+    )
+    assert cfg.model.trainable == ("full" if arm == "full" else "lora")
+    assert (cfg.data, cfg.rollout, cfg.eval) == (common.data, common.rollout, common.eval)
+    assert cfg.model.block_scales == "maximum" and cfg.grpo.beta == 1e-6
+
+
+@pytest.fixture
+def two_steps(tmp_path):
+    """The arguments of a study of two steps on the tiny base, with problems that it can read."""
+    tiny = config.read_table("quickstart")
+    rows = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
+    table = config.read_table(study.CONFIG) | {
+        "max_steps": 2,
+        "model": tiny["model"],
+        "data": tiny["data"] | {"num_problems": 64},
+        "rewards": tiny["rewards"],
+        "rollout": {"num_generations": 4, "max_completion_length": 32},
+        "eval": {"num_problems": 8, "num_generations": 2, "temperature": 1.0},
+    }
+    table["optim"] = table["optim"] | rows
+    import tomli_w
+
+    (tmp_path / "two_steps.toml").write_text(tomli_w.dumps(table))
+    return argparse.Namespace(
+        base=str(TINY),
+        out=tmp_path / "out",
+        work=tmp_path / "work",
+        config=tmp_path / "two_steps.toml",
+        arms=["bf16", "nvfp4-aqn"],
+        stage="rates",
+        jobs=1,
+        seconds=1e9,
+        timing=False,
+        piece=None,
+    )
+
+
+@pytest.mark.slow
+def test_a_run_leaves_its_metrics_and_nothing_else(two_steps):
+    args = two_steps
+    args.out.mkdir()
+    args.piece = "nvfp4-aqn_0.0003_1"
+    study.run_piece(args)
+    assert [file.name for file in args.out.iterdir()] == [f"{args.piece}.json"]
+    assert not (args.work / args.piece).exists()
+    found = study.read(args.out)[args.piece]
+    assert (found["arm"], found["rate"], found["seed"]) == ("nvfp4-aqn", 3e-4, 1)
+    assert set(found["steps"]) == set(study.STEPS) and found["skipped"] == 0
+    assert {len(values) for values in found["steps"].values()} == {2}
+    assert min(found["steps"]["entropy"]) > 0 and found["steps"]["sigma"][0] == 0
+    # Before the first update the policy is its reference.
+    assert abs(found["steps"]["kl"][0]) < 1e-6 < found["steps"]["kl"][1]
+    assert 0 <= found["start"]["accuracy"] <= found["start"]["pass@2"] <= 1
+    assert len(found["base"]) == 16 and found["jobs"] == 1
+
+
+@pytest.mark.slow
+def test_a_study_of_two_steps_is_done_in_pieces_by_several_processes(two_steps, capsys):
+    args = two_steps
+    args.out.mkdir()
+    args.jobs, args.seconds = 2, 0  # no time: nothing is begun
+    assert not study.work_off(args)
+    assert not study.read(args.out)
+    args.seconds = 1e9
+    for arm in args.arms:  # but for one rate of one arm all is there
+        for piece in study.pieces({}, [arm], "rates"):
+            if piece.rate != 3e-3 or arm == "bf16":
+                done = result([0.5, 0.5]) | {"of": "before"}
+                (args.out / f"{piece.name}.json").write_text(json.dumps(done))
+    assert study.work_off(args)
+    results = study.read(args.out)
+    made = [name for name, each in results.items() if "of" not in each]
+    assert sorted(made) == ["nvfp4-aqn_0.003_0", "nvfp4-aqn_0.003_1"]
+    assert "nvfp4-aqn_0.003_0" in capsys.readouterr().out
+    assert "best rate" in study.progress(args)
+    args.timing = True
+    assert study.time_arms(args)
+    assert json.loads((args.out / "timing_bf16.json").read_text())["step"] > 0
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_is_told_of_and_left(two_steps, capsys):
+    args = two_steps
+    args.out.mkdir()
+    args.arms, args.base = ["bf16"], str(pathlib.Path(args.base) / "nowhere")
+    done = all_rates("bf16", 3e-4)
+    done.pop("bf16_0.0003_1")
+    for name, each in done.items():
+        (args.out / f"{name}.json").write_text(json.dumps(each))
+    assert not study.work_off(args)
+    said = capsys.readouterr().out
+    assert "bf16_0.0003_1 FAILED" in said and "nowhere" in said
+    assert len(study.read(args.out)) == 5
