@@ -1,0 +1,255 @@
+"""QeRL's tables of speed beside our own numbers: `python -m scripts.paper_tables` writes docs/paper-tables.md.
+
+The paper's numbers (arXiv 2510.11696, tables 3 and 5 to 9) stand here. Ours are those of docs/measured/benchmarks.jsonl,
+found by the name of their line; sizes follow from the shapes. What nobody measured is empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import math
+import pathlib
+import sys
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.model import architecture
+from qerl_jax.model.transformer import Transformer, abstract_base
+from scripts import make_benchmarks
+from scripts.study_results import table
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGE = ROOT / "docs/paper-tables.md"
+H100, H200 = "NVIDIA H100", "NVIDIA H200"
+# A cell of what nobody measured.
+MISSING = ""
+FORMATS = {"bfloat16": "BF16", "nf4": "NF4", "mxfp4": "MXFP4", "nvfp4": "NVFP4"}
+# GB, tables 3 and 5 to 8.
+PAPER_SIZES = {
+    "3B": {"bfloat16": 6.2, "nvfp4": 2.8},
+    "7B": {"bfloat16": 15.2, "nf4": 5.7, "nvfp4": 5.9},
+    "14B": {"bfloat16": 29.6, "nf4": 10.2, "nvfp4": 10.6},
+    "32B": {"bfloat16": 62.3, "nvfp4": 20.7},
+}
+# Tokens/s of a rollout on one H100, tables 5 to 8, rank 16: by "BS" 2 and 8.
+PAPER_ROLLOUT = {
+    "3B": {"bfloat16": (151.2, 2226.3), "nvfp4": (157.0, 2271.4)},
+    "7B": {"bfloat16": (115.4, 1641.1), "nvfp4": (151.6, 2091.8)},
+    "14B": {"bfloat16": (65.4, 737.2), "nvfp4": (95.3, 1091.1)},
+    "32B": {"bfloat16": (34.0, 344.3), "nvfp4": (60.0, 688.2)},
+}
+# Tokens/s at batch 1, table 9: by rank 16, 32, 64.
+PAPER_RANKS = {
+    "3B": {"bfloat16": (151.2, 148.8, 138.6), "nvfp4": (157.0, 153.1, 140.0)},
+    "7B": {"bfloat16": (115.4, 113.2, 108.3), "nvfp4": (151.6, 149.9, 137.7)},
+    "14B": {
+        "bfloat16": (65.4, 63.1, 61.2),
+        "nf4": (45.1, 44.2, 42.8),
+        "nvfp4": (95.3, 92.9, 86.0),
+    },
+    "32B": {
+        "bfloat16": (34.0, 33.3, 31.9),
+        "nf4": (25.2, 25.6, 23.0),
+        "nvfp4": (58.0, 56.0, 51.3),
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """The lines of docs/measured/benchmarks.jsonl."""
+
+    lines: Sequence[dict]
+
+    def value(self, kind: str, name: str, device: str, of: str | None = None) -> str:
+        """The value of a line, or of one of its further columns; nothing where there is none."""
+        for line in self.lines:
+            if (line["table"], line["name"], line["device"]) == (kind, name, device):
+                return make_benchmarks.shown(line["value"] if of is None else line["more"].get(of))
+        return MISSING
+
+
+def sizes() -> str:
+    """Bytes of the base on the device, by format."""
+    rows = [["model", *(f"{each}, ours (the paper's)" for each in FORMATS.values())]]
+    for model, theirs in PAPER_SIZES.items():
+        cells = [f"{size(model, each):.2f} ({theirs.get(each, '-')})" for each in FORMATS]
+        rows.append([f"Qwen2.5-{model}", *cells])
+    return table(rows)
+
+
+@functools.cache
+def size(model: str, weights: str) -> float:
+    """GB of a base in the layout of the device, with embedding and head in 16 bits; no weight is made."""
+    arch = architecture.KNOWN[f"qwen2.5-{model.lower()}"]
+    leaves = jax.tree.leaves(abstract_base(Transformer(arch, weights, None, jnp.bfloat16)))
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) / 1e9
+
+
+def rollouts(lines: Lines) -> str:
+    """Tokens per second by rows that decode at a time."""
+    rows = [
+        [
+            "model",
+            "rows",
+            "NVFP4, H200",
+            "NVFP4, H100",
+            "BF16, H200",
+            "NF4, H200",
+            "the paper, H100",
+        ]
+    ]
+    for model, theirs in PAPER_ROLLOUT.items():
+        for count in (1, 8, 16, 32, 64, 128):
+            name = f"{model}, {count} row{'s' if count > 1 else ''}"
+            nf4 = lines.value("plain", f"NF4, {count} rows", H200) if model == "7B" else MISSING
+            cells = [
+                lines.value("decoding", name, H200),
+                lines.value("decoding", name, H100),
+                lines.value("bfloat16", name, H200, "BF16 tokens/s"),
+                nf4,
+            ]
+            paper = {1: 0, 8: 1}.get(count)
+            if set(cells) == {MISSING} and (paper is None or model != "3B"):
+                continue
+            said = ""
+            if paper is not None:
+                said = ", ".join(f"{FORMATS[each]} {theirs[each][paper]}" for each in theirs)
+                said += f' ("BS {(2, 8)[paper]}")'
+            rows.append([model, str(count), *cells, said])
+    return table(rows)
+
+
+def ranks(lines: Lines) -> str:
+    """Tokens per second of one row by the rank of the adapter."""
+    rows = [["model", "rank", "NVFP4, H200", "BF16, H200", "NF4, H200", "the paper, H100"]]
+    for model, theirs in PAPER_RANKS.items():
+        for place, rank in enumerate((16, 32, 64)):
+            name = f"{model}, 1 row"
+            ours = [MISSING] * 3
+            if rank == 32:  # what all our lines were measured with
+                ours = [
+                    lines.value("decoding", name, H200),
+                    lines.value("bfloat16", name, H200, "BF16 tokens/s"),
+                    MISSING,
+                ]
+            said = ", ".join(f"{FORMATS[each]} {theirs[each][place]}" for each in theirs)
+            rows.append([model, str(rank), *ours, said])
+    return table(rows)
+
+
+def steps(lines: Lines) -> str:
+    """Seconds of a whole step."""
+    value: Callable[..., str] = functools.partial(lines.value, "training")
+    long, name = "7B step, 64 completions of 512", "32B step, 1 x 8 x 512, LoRA 16"
+    rows = [
+        ["what", "H200", "H100", "the paper, H100"],
+        [
+            "32B, NVFP4, rank 16: 8 completions of one prompt, all of 512 tokens, seconds",
+            value(name, H200),
+            value(name, H100),
+            '12.2 ("BS 8"), 10.6 ("BS 2"): up to 2048 tokens, mean length unknown',
+        ],
+        [
+            "32B, NVFP4: 8 completions of up to 8192 tokens, seconds",
+            value("32B step, 8 completions of up to 8192 tokens", H200),
+            value("32B step, 8 completions of up to 8192 tokens", H100),
+            "-",
+        ],
+    ]
+    for count in (16, 64):
+        name = f"7B, BF16 step over NVFP4 step: {count} completions of 512"
+        rows.append([name, *ratio(lines, count), E2E])
+    rows.append(
+        ["the same in seconds, NVFP4, 64 completions", value(long, H200), value(long, H100), "-"]
+    )
+    return table(rows)
+
+
+# End to end against BF16 LoRA, table 3.
+E2E = '1.5, 1.4, 1.2 ("BS 2, 4, 8"); NF4 0.8, 0.8, 0.7'
+
+
+def ratio(lines: Lines, count: int) -> list[str]:
+    """How many times as long a step takes with a BF16 base, on both cards."""
+    cells = []
+    for device in (H200, H100):
+        found = [
+            line
+            for line in lines.lines
+            if line["name"] == f"7B step, {count} completions of 512" and line["device"] == device
+        ]
+        number = make_benchmarks.number
+        cells += [
+            f"{number(line['baseline_value']) / number(line['value']):.2f}" for line in found
+        ] or [MISSING]
+    return cells
+
+
+def page(lines: Lines) -> str:
+    """Returns docs/paper-tables.md."""
+    return TEXT.format(
+        sizes=sizes(), rollouts=rollouts(lines), ranks=ranks(lines), steps=steps(lines)
+    )
+
+
+TEXT = """\
+# The paper's tables of speed, and ours
+
+Tables 3 and 5 to 9 of [QeRL](https://arxiv.org/abs/2510.11696) beside what this project measured.
+`scripts/paper_tables.py` writes this page from [measured/benchmarks.jsonl](measured/benchmarks.jsonl);
+[benchmarks.md](benchmarks.md) has all lines, with commands, dates and versions. The paper's numbers are of one H100 with
+vLLM 0.10 and PyTorch, and were not measured again here. Ours are of random weights in these shapes, with end tokens
+ignored, which changes nothing of the speed of a token. **An empty cell was not measured yet.**
+
+What "batch" means: **a row is a sequence that is decoded at the same time as the others.** "8 rows" are eight
+completions in flight, whatever their prompts are. The paper does not say what its "BS" counts, and it cannot be that:
+from BS 2 to BS 8 its tokens per second rise ten to fourteen times, and its numbers for BS 2 are those of its table for
+batch 1. So 1 and 8 rows are set beside BS 2 and BS 8 below, and only the first of these pairs can be compared.
+
+## Size (tables 3 and 5 to 8)
+
+GB of the base in the memory of the device: packed linears, embedding and head in 16 bits. The paper's 3B holds
+the embedding twice.
+
+{sizes}
+
+## Rollout, tokens per second (tables 5 to 8)
+
+Ours: LoRA of rank 32, prompts of 256 tokens, 512 new tokens, prefill taken out. The paper's: rank 16, prompts of 256
+tokens, up to 2048 new tokens.
+
+{rollouts}
+
+Ours with NF4 is slow: it has no fused kernels here ([benchmarks](benchmarks.md#decoding-without-the-fused-layers)). It is a
+baseline that nobody tuned, and not a finding about the format.
+
+## Rank, tokens per second of one row (table 9)
+
+{ranks}
+
+To measure other ranks: `python -m scripts.bench_rollouts --model MODEL --arms nvfp4 --batch 1 --rank 16`.
+
+## A whole step (tables 3, 7 and 8)
+
+{steps}
+"""
+
+
+def main() -> None:
+    """Writes the page, or checks it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="fail if the page differs")
+    made = page(Lines(make_benchmarks.read(make_benchmarks.SOURCE)))
+    if not parser.parse_args().check:
+        PAGE.write_text(made)
+    elif made != PAGE.read_text():
+        sys.exit(f"{PAGE} is not what the lines make: run python -m scripts.paper_tables")
+
+
+if __name__ == "__main__":
+    main()
