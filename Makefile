@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for name in python3.12 python3.13 python3.14 python3 python; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$name && break; done)
 
-.PHONY: help env quickstart test-fast test test-all wheel docs notebooks lint format clean
+.PHONY: help env quickstart test-fast test test-all wheel docs notebooks lint format clean reproduce
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -24,6 +24,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 quickstart: env  ## train the tiny base that ships with the package, on the CPU
 	JAX_PLATFORMS=cpu $(BIN)/qerl train configs/quickstart.toml
+
+# Options of scripts/reproduce.py in ARGS, such as ARGS="--plan-only --device H100".
+MODEL ?= 7b
+reproduce: env  ## QeRL's GSM8K experiment on one card, from download to table: MODEL=3b, 7b, 14b or 32b
+	$(BIN)/python -m scripts.reproduce $(MODEL) $(ARGS)
 
 # Tests of one file share compiled programs, so a worker takes whole files.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -1,0 +1,160 @@
+"""QeRL's GSM8K experiment on one card, from download to table: `make reproduce MODEL=7b`, or
+
+    python -m scripts.reproduce 7b [--device H100] [--plan-only] [--folder FOLDER] [--data FILE] [--section.field VALUE ...]
+
+MODEL is 3b, 7b, 14b or 32b: configs/gsm8k_qwen2.5_MODEL.toml on Qwen2.5-MODEL-Instruct, held in NVFP4, with LoRA and
+AQN, for one epoch. It prints what the run will hold in memory and how long it is expected to take, and
+ends there where the card cannot hold it; then it downloads model and data, measures the policy on the 1319 problems of the test split,
+trains, measures again, and writes table.md into the run folder, with the paper's numbers beside ours. A call that was
+stopped goes on where it was. `--noise None` leaves AQN away, `--model.weights bfloat16` is the paper's 16-bit arm: give
+each its own `--output-dir`.
+
+`--folder` and `--data` read model and data from disk. `--quick` tries the whole path in minutes with any model that is
+given by `--folder`: two steps of short completions, eight problems; with `--random-weights` its weights are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import qerl_jax
+from qerl_jax import cards, config, memory
+from qerl_jax.checkpoint import hf_folder
+from qerl_jax.cli.common import run_config
+from qerl_jax.config import RunConfig
+from qerl_jax.model import architecture
+from qerl_jax.tracking import logger
+from scripts import make_benchmarks
+from scripts.study_results import table
+
+ROOT = pathlib.Path(__file__).parents[1]
+MODELS = ("3b", "7b", "14b", "32b")
+# GSM8K accuracy by the paper's table 1: NVFP4 before, BF16 LoRA, NVFP4 LoRA, NVFP4 LoRA + AQN.
+PAPER = {"3b": (59.4, 76.1, 83.3, 83.7), "7b": (73.4, 88.1, 88.5, 90.8)}
+GSM8K_TRAIN = 7473
+# The line of docs/measured/benchmarks.jsonl that says how long a rollout with its updates takes.
+_MEASURED = {"7b": ("recipes", "GSM8K, 7B: a rollout of 512 and its 4 updates, 1 % at the limit")}
+# A try of the whole path.
+_QUICK = """--max-steps 2 --data.max-prompt-length 192 --rollout.generation-batch-size 16 --rollout.num-generations 4
+  --rollout.max-completion-length 24 --optim.per-device-train-batch-size 4 --optim.gradient-accumulation-steps 2
+  --eval.num-problems 8 --eval.batch-size 8 --save-steps 2 --noise.num-stages 3""".split()
+
+
+def main() -> None:
+    """Plans, downloads, trains, and writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument(
+        "--device", help="plan for this card, such as H100, instead of this machine's"
+    )
+    parser.add_argument("--plan-only", action="store_true", help="print memory and time, no more")
+    parser.add_argument("--folder", help="the model on disk, instead of the hub's")
+    parser.add_argument("--data", help="a file with question and answer, instead of GSM8K's")
+    parser.add_argument("--random-weights", action="store_true", help="of that folder's shape")
+    parser.add_argument("--quick", action="store_true", help="two short steps")
+    args, options = parser.parse_known_args()
+    cfg = configured(args, options)
+    limit = cards.named(args.device).limit if args.device else memory.device_memory()
+    # Of a published model the shape is known: nothing is downloaded for a plan.
+    arch = None if args.folder else architecture.KNOWN[f"qwen2.5-{args.model}"]
+    plan = memory.estimate(cfg, arch, limit=limit)
+    print(*plan.lines(limit), *expected_time(args.model, cfg), sep="\n", flush=True)
+    if limit is not None:
+        plan.require(limit)
+    if args.plan_only:
+        return
+    if not args.random_weights:
+        found = hf_folder.local_folder(cfg.model.model_name_or_path)
+        print(f"model in {found}", flush=True)
+    qerl_jax.train(cfg)
+    text = result(args.model, cfg, logger.read_metrics(cfg.output_dir))
+    path = pathlib.Path(cfg.output_dir) / "table.md"
+    path.write_text(text)
+    print(f"{text}\nwritten to {path}")
+
+
+def configured(args: argparse.Namespace, options: Sequence[str]) -> RunConfig:
+    """The config of the experiment, as the options change it."""
+    given = [*(_QUICK if args.quick else []), "--output-dir", f"runs/reproduce_{args.model}"]
+    if args.folder:
+        given += ["--model.model-name-or-path", args.folder]
+    if args.random_weights:
+        given += ["--model.random-base", "True"]
+    if args.data:
+        given += ["--data.path", args.data]
+    file = str(ROOT / f"configs/gsm8k_qwen2.5_{args.model}.toml")
+    cfg = run_config("reproduce", [file, *given, *options])
+    if args.data:
+        # A file has one split: what is held out is its front, which a try can do with.
+        cfg = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, split=cfg.data.split))
+    return cfg
+
+
+def expected_time(model: str, cfg: RunConfig) -> list[str]:
+    """What is known of the time that the run will take."""
+    if cfg.max_steps is not None:
+        return [
+            f"time       {cfg.max_steps} optimizer steps: not the experiment, so nothing is known"
+        ]
+    steps = cfg.total_steps(GSM8K_TRAIN)
+    rollouts = steps // cfg.updates_per_rollout
+    text = f"time       {steps} optimizer steps in {rollouts} rollouts"
+    lines = [
+        line
+        for line in make_benchmarks.read(make_benchmarks.SOURCE)
+        if (line["table"], line["name"]) == _MEASURED.get(model)
+    ]
+    if not lines:
+        return [f"{text}; how long one takes was not measured for this model"]
+    return [
+        f"{text}: about {rollouts * float(line['value']) / 60:.0f} min of training on an {line['device']}, where "
+        f"a rollout with its updates took {line['value']} s ({line['date']}, recorded lengths); evaluations apart"
+        for line in lines
+    ]
+
+
+def result(model: str, cfg: RunConfig, rows: Sequence[Mapping[str, Any]]) -> str:
+    """The table of a run: accuracy at both ends beside the paper's, and what it took."""
+    evals = [row for row in rows if "eval/accuracy" in row]
+    steps = [row for row in rows if "loss" in row]
+    before, after = evals[0], evals[-1]
+    is_trial = cfg.model.random_base or cfg.max_steps is not None
+    numbers = () if is_trial else PAPER.get(model, ())
+    paper = dict(zip(("before", "bf16", "nvfp4", "aqn"), numbers, strict=False))
+    arm = "aqn" if cfg.noise is not None else "nvfp4"
+    arm = "bf16" if cfg.model.weights in config.DENSE else arm
+    seconds = sum(row["step_time"] for row in steps)
+    peak = max((row.get("perf/peak_memory_gb", 0) for row in steps), default=0)
+    held = "random weights" if cfg.model.random_base else cfg.model.model_name_or_path
+    told = [
+        ["", "here", "the paper"],
+        ["model", f"{held}, {cfg.model.weights}", f"Qwen2.5-{model.upper()}-Instruct"],
+        ["accuracy before, %", _percent(before), str(paper.get("before", "-"))],
+        ["accuracy after, %", _percent(after), str(paper.get(arm, "-"))],
+        ["problems", str(cfg.eval.num_problems), "1319"],
+        ["noise", "none" if cfg.noise is None else "AQN", "AQN" if arm == "aqn" else "none"],
+        ["entropy of the sampler, first and last step", _ends(steps, "sampling/entropy"), ""],
+        ["reward, first and last step", _ends(steps, "reward"), ""],
+        ["optimizer steps", str(steps[-1]["step"]), ""],
+        ["minutes of training", f"{seconds / 60:.1f}", ""],
+        ["peak of memory, GB", f"{peak:.1f}" if peak else "not reported", ""],
+    ]
+    note = "\nA try of the path: these are not results.\n" if is_trial else ""
+    return f"# QeRL's GSM8K experiment\n{note}\n{table(told)}\n"
+
+
+def _percent(row: Mapping[str, Any]) -> str:
+    low, high = row["eval/accuracy_low"], row["eval/accuracy_high"]
+    return f"{100 * row['eval/accuracy']:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def _ends(steps: Sequence[Mapping[str, Any]], name: str) -> str:
+    return f"{steps[0][name]:.3f}, {steps[-1][name]:.3f}"
+
+
+if __name__ == "__main__":
+    main()
