@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?= $(shell for name in python3.12 python3.13 python3.14 python3 python; do \
 	$$name -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$name && break; done)
 
-.PHONY: help env quickstart test-fast test test-all wheel docs notebooks lint format clean reproduce
+.PHONY: help env quickstart test-fast test test-all wheel docs notebooks lint format clean reproduce study-smoke
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -54,6 +54,9 @@ test: env  ## run the tests, without those marked slow
 
 test-all: env  ## run the slow tests too
 	$(PYTEST) --runslow
+
+study-smoke: env  ## two steps of an arm of the study (docs/results.md), on the tiny base
+	$(BIN)/python -m pytest -n 0 --runslow tests/test_study.py -k its_metrics
 
 wheel: env  ## build the wheel into dist/, install it elsewhere, and run the quickstart from it
 	$(BIN)/python -m scripts.check_wheel --keep dist
