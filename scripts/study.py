@@ -286,7 +286,8 @@ def waiting(args: argparse.Namespace, others: set[str]) -> list[Piece]:
 def prepare(args: argparse.Namespace) -> bool:
     """Quantizes the base for the arms that need it, in a process of its own; whether that was done."""
     folder = args.work / "gptq"
-    if folder.is_dir() or not any(ARMS[arm].quantized for arm in args.arms):
+    needed = args.arms if args.timing else {piece.arm for piece in waiting(args, set())}
+    if folder.is_dir() or not any(ARMS[arm].quantized for arm in needed):
         return True
     args.work.mkdir(parents=True, exist_ok=True)
     how = "--method gptq --block-scales search --dataset arithmetic-mixed --max-length 128".split()

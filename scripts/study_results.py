@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import pathlib
 import re
@@ -28,6 +29,7 @@ RESULTS, PAGE, FIGURES = (
     ROOT / "docs/results.md",
     ROOT / "docs/figures",
 )
+START = ROOT / "docs/measured/study_start.jsonl"
 # What stands on the page beside tables and figures.
 TEMPLATE = pathlib.Path(__file__).with_name("study_page.md")
 MISSING = "not measured yet"
@@ -231,10 +233,39 @@ def rates_table(results: Results) -> str:
     return table(rows)
 
 
+def start_table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """The policies before they learn, on the same texts; draws of noise are averaged."""
+    if not lines:
+        return f"{MISSING[0].upper()}{MISSING[1:]}."
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        groups.setdefault(line["policy"].split(", draw")[0], []).append(line)
+    rows = [["policy", "KL(BF16, it)", "entropy", "change of entropy"]]
+    for name, found in groups.items():
+        kl, entropy, change = (
+            np.mean([line[field] for line in found], axis=0)
+            for field in ("kl", "entropy", "entropy_change")
+        )
+        draws = f", mean of {len(found)} draws" if len(found) > 1 else ""
+        ends = f"{change[0]:+.4f} [{change[1]:+.4f}, {change[2]:+.4f}]"
+        rows.append([name + draws, f"{kl[0]:.4f}", f"{entropy[0]:.4f}", ends])
+    one = lines[0]
+    return (
+        f"Of the base {one['base']}: {one['tokens']} tokens of {one['rows']} answers to held-out problems, on the "
+        f"device {one['device']}, in float32 activations. Nats per token; intervals from resampled rows.\n\n"
+        f"{table(rows)}"
+    )
+
+
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Rows as a Markdown table; the first is the head."""
     head, *body = rows
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body))
+
+
+def read_start() -> list[dict[str, Any]]:
+    """The lines of the policies before they learn; none where nobody measured."""
+    return [json.loads(line) for line in START.read_text().splitlines()] if START.is_file() else []
 
 
 def state(results: Results) -> str:
@@ -257,8 +288,14 @@ def state(results: Results) -> str:
     return text
 
 
-def page(results: Results, timings: Results) -> str:
-    """Returns docs/results.md."""
+def page(results: Results, timings: Results, start: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Returns docs/results.md.
+
+    Args:
+        results: Of `study.read`.
+        timings: Of `study.read_timings`.
+        start: The lines that `scripts/study_start.py` wrote.
+    """
     figures = "Figures follow with the first runs."
     if results:
         figures = "\n\n".join(f"![{alt}](figures/{name}.svg)" for name, alt in FIGURE_TEXTS.items())
@@ -271,6 +308,7 @@ def page(results: Results, timings: Results) -> str:
         "claims": claims_table(results),
         "arms": arms_table(results, timings),
         "rates": rates_table(results),
+        "start": start_table(start),
         "figures": figures,
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: filled[match[1]], TEMPLATE.read_text())
@@ -340,7 +378,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="fail if the page differs")
     args = parser.parse_args()
     results, timings = study.read(args.results), study.read_timings(args.results)
-    made = page(results, timings)
+    made = page(results, timings, read_start())
     if args.check:
         if made != args.page.read_text():
             sys.exit(f"{args.page} is not what the runs make: run python -m scripts.study_results")

@@ -75,6 +75,8 @@ def main() -> None:
     print(json.dumps(found, indent=2))
 
 
+# Rows of so few tokens leave room for what a backward pass reads.
+_SHORT = 128
 # Of the study.
 STEPS, BATCH, RATE = 40, 16, 5e-5
 
@@ -116,7 +118,7 @@ def joined(prompts, completions, pad: int, length: int | None = None) -> Rows:
     """
     pairs = zip(prompts, completions, strict=True)
     rows = [[*prompt, *completion][:length] for prompt, completion in pairs]
-    width = -(-max(map(len, rows)) // 64) * 64
+    width = -(-max(map(len, rows)) // 32) * 32
     slots = np.arange(width if length is None else min(length, width))
     ids = np.array([row + [pad] * (len(slots) - len(row)) for row in rows], np.int32)
     starts, ends = (np.array([len(x) for x in each])[:, None] for each in (prompts, rows))
@@ -137,11 +139,12 @@ def fit(
     params, frozen = trainable(model, base, jax.random.key(0))
     schedule = optax.warmup_cosine_decay_schedule(0, rate, steps // 10 + 1, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    remat = "none" if rows.ids.shape[1] <= _SHORT else "layer"
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, frozen, ids, live):
         def loss(params):
-            hidden, _ = model.apply({"params": params, "frozen": frozen}, ids, remat="layer")
+            hidden, _ = model.apply({"params": params, "frozen": frozen}, ids, remat=remat)
             logps, _ = logprobs.of_targets(
                 hidden[:, :-1].reshape(-1, hidden.shape[-1]),
                 head(frozen),

@@ -79,7 +79,8 @@ def test_without_runs_the_page_says_so_and_has_no_number_of_ours():
 
 def test_the_committed_pages_are_what_the_scripts_make():
     results = study.read(study_results.RESULTS)
-    made = study_results.page(results, study.read_timings(study_results.RESULTS))
+    timings = study.read_timings(study_results.RESULTS)
+    made = study_results.page(results, timings, study_results.read_start())
     assert made == study_results.PAGE.read_text()
     lines = paper_tables.Lines(make_benchmarks.read(make_benchmarks.SOURCE))
     assert paper_tables.page(lines) == paper_tables.PAGE.read_text()
@@ -100,6 +101,19 @@ def test_tables_and_figures_of_a_whole_study(tmp_path):
     assert all(ARMS["nvfp4-aqn"].title in each for each in made.values())
     study_results.draw(results, timings, tmp_path / "again")
     assert (tmp_path / "again/study-reward.svg").read_text() == made["study-reward"]
+
+
+def test_draws_of_noise_are_averaged_before_learning():
+    def line(policy, value):
+        fields = ("kl", "entropy", "entropy_change")
+        about = {"base": "b", "device": "cpu", "rows": 4, "tokens": 50}
+        return {"policy": policy} | {name: [value] * 3 for name in fields} | about
+
+    lines = [line("NVFP4", 0.5), line("BF16, sigma 1, draw 0", 1), line("BF16, sigma 1, draw 1", 2)]
+    *_, packed, noisy = study_results.start_table(lines).splitlines()
+    assert packed == "| NVFP4 | 0.5000 | 0.5000 | +0.5000 [+0.5000, +0.5000] |"
+    assert noisy.startswith("| BF16, sigma 1, mean of 2 draws | 1.5000 |")
+    assert study_results.start_table([]) == "Not measured yet."
 
 
 def test_runs_of_different_bases_are_not_hidden():
