@@ -7,15 +7,17 @@ other policy of the study is compared with it, without the scatter of samples:
 
 The others are the base in each format as the arms round it, of GPTQ with `--gptq FOLDER` (the study leaves it in its
 work folder), and the 16-bit base under AQN of several sigmas. A line of the file is one policy, with 95 % intervals from
-resampled rows. It needs no GPU: minutes on a CPU.
+resampled rows; what the file has is not measured again. For a CPU (JAX_PLATFORMS=cpu), where it takes some minutes: the
+kernels of a GPU compute packed weights in 16 bits.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -24,14 +26,13 @@ from pallas_kernels import runtime
 from qerl_jax.checkpoint import base_model
 from qerl_jax.config import ModelConfig
 from qerl_jax.data import arithmetic
+from qerl_jax.files import whole_lines
 from qerl_jax.generation.generator import Generator
 from qerl_jax.model.transformer import noise_shapes
 from qerl_jax.rl import aqn
 from scripts.measure_quantization import sums
 from scripts.study_quantization import measured
 from scripts.warm_up import MAX_TOKENS, Rows, asked, joined, sha256
-
-SIGMAS, DRAWS = (1e-3, 3e-3, 1e-2, 3e-2), 3
 
 
 def main() -> None:
@@ -41,17 +42,23 @@ def main() -> None:
     parser.add_argument("--gptq", help="what GPTQ made of it, a folder")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--problems", type=int, default=256)
+    parser.add_argument("--sigmas", nargs="+", type=float, default=[1e-3, 3e-3, 1e-2])
+    parser.add_argument("--draws", type=int, default=3, help="of the noise, for each sigma")
     args = parser.parse_args()
     reference = load(args.base, "bfloat16")
     rows = own_answers(args.base, reference[2], args.problems)
     itself = sums(reference, reference, rows.ids, rows.live)
     about = {"base": sha256(pathlib.Path(args.base)), "device": runtime.device_kind()}
-    lines = []
-    for name, other in policies(args, reference):
-        found = measured(sums(reference, other, rows.ids, rows.live), itself)
-        lines.append({"policy": name} | found | about)
-        print(json.dumps(lines[-1]), flush=True)
-    args.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = {line["policy"] for line in whole_lines(args.out)}
+    for name, make in policies(args, reference):
+        if name not in done:
+            other = make()
+            found = itself if other is reference else sums(reference, other, rows.ids, rows.live)
+            found = measured(found, itself)
+            line = json.dumps({"policy": name} | found | about)
+            print(line, flush=True)
+            with args.out.open("a") as file:
+                file.write(line + "\n")
 
 
 def load(folder: str, weights: str) -> tuple:
@@ -70,19 +77,29 @@ def own_answers(folder: str, tokens: Any, count: int) -> Rows:
     return joined(tokens.encode(chats), answers, tokens.pad_token)
 
 
-def policies(args: argparse.Namespace, reference: tuple) -> Iterator[tuple[str, tuple]]:
-    """All policies by name; the first is the 16-bit one itself."""
-    yield "BF16", reference
+def policies(
+    args: argparse.Namespace, reference: tuple
+) -> Iterator[tuple[str, Callable[[], tuple]]]:
+    """All policies by name, and what makes each; the first is the 16-bit one itself."""
+    yield "BF16", lambda: reference
     for weights in ("nf4", "mxfp4", "nvfp4"):
-        yield weights.upper(), load(args.base, weights)
+        yield weights.upper(), functools.partial(load, args.base, weights)
     if args.gptq:
-        yield "NVFP4, GPTQ", load(args.gptq, "nvfp4")
+        yield "NVFP4, GPTQ", functools.partial(load, args.gptq, "nvfp4")
+    for sigma in args.sigmas:
+        for draw in range(args.draws):
+            yield (
+                f"BF16, sigma {sigma:g}, draw {draw}",
+                functools.partial(noisy, reference, sigma, draw),
+            )
+
+
+def noisy(reference: tuple, sigma: float, draw: int) -> tuple:
+    """The 16-bit policy under a draw of AQN."""
     model, base, tokens = reference
-    for sigma in SIGMAS:
-        for draw in range(DRAWS):
-            key = aqn.step_key(jax.random.key(draw), 0)
-            noise = aqn.norm_noise(key, sigma, noise_shapes(model.arch))
-            yield f"BF16, sigma {sigma:g}, draw {draw}", (model, added(base, noise), tokens)
+    key = aqn.step_key(jax.random.key(draw), 0)
+    noise = aqn.norm_noise(key, sigma, noise_shapes(model.arch))
+    return model, added(base, noise), tokens
 
 
 def added(base: dict[str, Any], noise: dict[str, Any]) -> dict[str, Any]:

@@ -80,7 +80,9 @@ def test_without_runs_the_page_says_so_and_has_no_number_of_ours():
 def test_the_committed_pages_are_what_the_scripts_make():
     results = study.read(study_results.RESULTS)
     timings = study.read_timings(study_results.RESULTS)
-    made = study_results.page(results, timings, study_results.read_start())
+    made = study_results.page(
+        results, timings, study_results.read_start(), study_results.read_base()
+    )
     assert made == study_results.PAGE.read_text()
     lines = paper_tables.Lines(make_benchmarks.read(make_benchmarks.SOURCE))
     assert paper_tables.page(lines) == paper_tables.PAGE.read_text()
