@@ -54,8 +54,11 @@ def main() -> None:
         if name not in done:
             other = make()
             found = itself if other is reference else sums(reference, other, rows.ids, rows.live)
-            found = measured(found, itself)
-            line = json.dumps({"policy": name} | found | about)
+            short = lambda each: (
+                [float(f"{x:.5g}") for x in each] if isinstance(each, list) else each
+            )
+            values = {field: short(each) for field, each in measured(found, itself).items()}
+            line = json.dumps({"policy": name} | values | about)
             print(line, flush=True)
             with args.out.open("a") as file:
                 file.write(line + "\n")
