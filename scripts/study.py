@@ -149,10 +149,10 @@ def main() -> None:
     parser.add_argument("--plan", action="store_true", help="print what is done and left, only")
     parser.add_argument("--piece", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
     if args.piece:
         run_piece(args)
         return
-    args.out.mkdir(parents=True, exist_ok=True)
     if args.plan:
         print(progress(args))
         return
