@@ -30,7 +30,7 @@ from qerl_jax.files import whole_lines
 from qerl_jax.generation.generator import Generator
 from qerl_jax.model.transformer import noise_shapes
 from qerl_jax.rl import aqn
-from scripts.measure_quantization import sums
+from scripts.measure_quantization import hidden_states, sums
 from scripts.study_quantization import measured
 from scripts.warm_up import MAX_TOKENS, Rows, asked, joined, sha256
 
@@ -47,13 +47,15 @@ def main() -> None:
     args = parser.parse_args()
     reference = load(args.base, "bfloat16")
     rows = own_answers(args.base, reference[2], args.problems)
-    itself = sums(reference, reference, rows.ids, rows.live)
+    compare = functools.partial(sums, reference, ids=rows.ids, live=rows.live)
+    states = hidden_states(reference, rows.ids)
+    itself = compare(reference, states=states)
     about = {"base": sha256(pathlib.Path(args.base)), "device": runtime.device_kind()}
     done = {line["policy"] for line in whole_lines(args.out)}
     for name, make in policies(args, reference):
         if name not in done:
             other = make()
-            found = itself if other is reference else sums(reference, other, rows.ids, rows.live)
+            found = itself if other is reference else compare(other, states=states)
             short = lambda each: (
                 [float(f"{x:.5g}") for x in each] if isinstance(each, list) else each
             )
