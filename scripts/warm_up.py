@@ -85,8 +85,9 @@ def warm_up(
     source: str, target: pathlib.Path, steps: int, batch: int, rate: float, seed: int
 ) -> None:
     """Trains all layers on worked answers, and writes the result as a model folder."""
-    if runtime.platform() == "gpu":
-        runtime.use_deterministic_kernels()
+    # Before JAX looks for a GPU, which reads the flags.
+    runtime.use_deterministic_kernels()
+    runtime.use_compilation_cache()
     tokens = tokenizer.load(hf_folder.local_folder(source, weights=False))
     fit(source, target, examples(tokens, seed, steps * batch), steps=steps, batch=batch, rate=rate)
 
@@ -167,7 +168,7 @@ def fit(
         if number % max(1, steps // 10) == 0 or number == steps - 1:
             seconds = time.monotonic() - start
             print(f"training: step {number} loss {float(value):.4f} {seconds:.0f} s", flush=True)
-    hf_folder.export_model(target, model, frozen | params, source)
+    hf_folder.export_model(target, model, frozen | params, hf_folder.local_folder(str(source)))
 
 
 def about(source: str, target: pathlib.Path) -> dict[str, object]:
