@@ -4,8 +4,8 @@ The arms differ in what the base is held in, in what trains, and in the noise; a
 has three learning rates over two decades with two seeds (the stage "rates"), then three more seeds at its best rate
 (the stage "seeds"): 72 runs. The best rate is the one with the highest training reward in the last fifth of the
 steps; held-out accuracy, which is what is reported, has no part in that choice. Full-parameter training has a tenth of
-the adapters' rates: as many, over as wide a span, around where it is known to work (arXiv 2509.02046 has a
-factor of 10).
+the adapters' rates: as many, over as wide a span, around where it is known to work ("LoRA Without Regret", Thinking
+Machines 2025, finds a factor of 10).
 
 A run has 100 steps of 256 completions of at most 48 tokens, and 2048 held-out completions at both ends. Expected on one
 H100, and not yet measured: 0.4 to 0.7 s a step (512 completions of up to 160 tokens took 1.67 s), so 70 to 110 s a
