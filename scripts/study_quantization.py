@@ -22,6 +22,7 @@ import argparse
 import json
 import pathlib
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
