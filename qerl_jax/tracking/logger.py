@@ -127,6 +127,17 @@ class Logger:
             tracker.close()
 
 
+class Unheard:
+    """Stands for `Logger` in a process that writes and shows nothing, for another one does."""
+
+    num_tokens = 0
+
+    def _nothing(self, *_) -> None:
+        """Does nothing."""
+
+    write = begin_step = row_ended = phase = write_completions = note = close = _nothing
+
+
 def read_metrics(run_folder: str | pathlib.Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl in order.
 

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
+from qerl_jax.hosts import Hosts
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -45,20 +47,36 @@ class Stop:
             the run.
     """
 
-    def __init__(self):
-        """Hears nothing yet; see `listening`."""
+    def __init__(self, hosts: Hosts = Hosts()):
+        """Hears nothing yet; see `listening`. A signal to one of the processes ends all of them."""
         self.signal: int | None = None
         self.saves = False
+        self._hosts = hosts
         self._before: dict[int, Any] = {}
 
     def poll(self) -> None:
-        """Ends the run here if a signal has asked for it.
+        """Ends what this process does here, if a signal has asked for it.
+
+        Where there are several, the others must learn of it before they wait for this one.
+
+        Raises:
+            Stopped: The signal has come, to this process or to another.
+        """
+        if self.signal is not None:
+            self._hosts.ask(self.signal)
+            raise Stopped(self.signal)
+        if (asked := self._hosts.asked()) is not None:
+            raise Stopped(asked)
+
+    def poll_together(self) -> None:
+        """Ends the run here in all processes, which must all come here, if a signal has asked any of them for it.
 
         Raises:
             Stopped: The signal has come.
         """
-        if self.signal is not None:
-            raise Stopped(self.signal)
+        asked = [each for each in self._hosts.gathered(self.signal) if each is not None]
+        if asked:
+            raise Stopped(asked[0])
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:

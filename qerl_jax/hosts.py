@@ -1,0 +1,252 @@
+"""The processes of a run on several hosts: how they find each other, what they tell each other, and how they end.
+
+JAX's coordination service, which the first process serves, carries what is said here. No device takes part, so
+that a process that waits can be told why it waits in vain. Sums of gradients go another way: see `mesh`.
+"""
+
+import contextlib
+import ctypes
+import dataclasses
+import itertools
+import os
+import pickle
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+from qerl_jax.checked import require
+
+# The exit code of a process whose run has lost another one.
+LOST = 4
+# So long may a process be silent before it counts as dead, in seconds.
+_SILENCE = 30
+# Between two looks whether the process that is waited for has ended, in milliseconds.
+_LOOK = 1000
+# So long the first process, which serves the others, stays after an error, in seconds: until they have read why.
+_FAREWELL = 3
+_ADDRESS, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+_ENDED, _ASKED = "qerl/ended", "qerl/asked"
+_numbers = itertools.count()
+
+
+class HostLost(RuntimeError):
+    """Another process of the run has ended, or cannot be reached.
+
+    Attributes:
+        exit_code: What a command line ends with.
+    """
+
+    exit_code = LOST
+
+
+@dataclasses.dataclass(frozen=True)
+class Hosts:
+    """The processes of a run, each of which does the same, on devices of its own.
+
+    Attributes:
+        index: The number of this one.
+        count: How many there are.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    @classmethod
+    def all(cls) -> Self:
+        """Those that have joined; this process alone where none have."""
+        import jax  # slow to import, here as below: the command line asks this module for its help
+
+        joined = jax.distributed.is_initialized()
+        return cls(jax.process_index(), jax.process_count()) if joined else cls()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that writes files, computes rewards, and speaks."""
+        return self.index == 0
+
+    def gathered(self, value: Any) -> list[Any]:
+        """What all processes give, in their order: all of them must come here.
+
+        Args:
+            value: Anything that can be pickled; arrays on the host.
+
+        Raises:
+            HostLost: When a process does not come, because it has ended.
+        """
+        if self.count == 1:
+            return [value]
+        number, client = next(_numbers), _service()
+        with _reaching():
+            client.key_value_set_bytes(f"qerl/{number}/{self.index}", pickle.dumps(value))
+        found = [
+            value if each == self.index else pickle.loads(self._of(each, number))
+            for each in range(self.count)
+        ]
+        if number:
+            # All are here: so all have read what was said before.
+            with _reaching():
+                client.key_value_delete(f"qerl/{number - 1}/{self.index}")
+        return found
+
+    def told[Result](self, work: Callable[[], Result]) -> Result:
+        """What `work` gives in the first process, which alone calls it: all processes must come here."""
+        return self.gathered(work() if self.leads else None)[0]
+
+    def ask(self, number: int) -> None:
+        """Lets all processes know that a signal asks the run to end."""
+        if self.count > 1:
+            _say_once(_ASKED, str(number))
+
+    def asked(self) -> int | None:
+        """The signal that has asked any process to end the run; None as long as there was none."""
+        found = _read(_ASKED) if self.count > 1 else None
+        return None if found is None else int(found)
+
+    @contextlib.contextmanager
+    def farewell(self) -> Iterator[None]:
+        """Tells the others of an error in the block, so that they do not wait for this process."""
+        try:
+            yield
+        except HostLost:
+            raise
+        except Exception as error:
+            if self.count > 1:
+                text = " ".join(str(error).split())[:300]
+                _say_once(_ENDED, f"{self._name} has ended by {type(error).__name__}: {text}")
+            raise
+
+    def _of(self, other: int, number: int) -> bytes:
+        """What another process gives, when it has come."""
+        client = _service()
+        while True:
+            with _reaching():
+                try:
+                    return client.blocking_key_value_get_bytes(f"qerl/{number}/{other}", _LOOK)
+                except RuntimeError as error:
+                    if "DEADLINE_EXCEEDED" not in str(error):
+                        raise
+            if (reason := _read(_ENDED)) is not None:
+                raise HostLost(reason)
+
+    @property
+    def _name(self) -> str:
+        return f"process {self.index} of {self.count} ({socket.gethostname()})"
+
+
+def join(environment: Mapping[str, str] = os.environ) -> None:
+    """Joins this process to the others of its run, where the environment says that there are any.
+
+    It does by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or as a step of Slurm with several
+    tasks. Must come before anything is computed.
+
+    Raises:
+        ConfigError: For variables that are missing, or no numbers.
+        HostLost: When the others cannot be reached.
+    """
+    import jax
+
+    found = _named(environment)
+    if found is None or jax.distributed.is_initialized():
+        return
+    # JAX's own notice of a signal would take the place of ours.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(**found, heartbeat_timeout_seconds=_SILENCE)
+    except (RuntimeError, ValueError, OSError) as error:
+        text = " ".join(str(error).split())[:300]
+        where = found.get("coordinator_address", "the first host of the Slurm step")
+        raise HostLost(f"the other processes cannot be reached at {where}: {text}") from error
+    # JAX ends a process whose peer is silent for long by an abort: it may wait for that one in the device.
+    _signal(signal.SIGABRT, _aborted)
+
+
+def leave(code: int) -> None:
+    """Ends this process at once with an exit code if it has joined others: it must not wait for them."""
+    hosts = Hosts.all()
+    if hosts.count == 1:
+        return
+    if hosts.leads and code != LOST:
+        time.sleep(_FAREWELL)
+    os._exit(code)
+
+
+def _named(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """The arguments of `jax.distributed.initialize`; None where this process is alone."""
+    if any(name in environment for name in (_ADDRESS, _COUNT, _INDEX)):
+        rule = f"must be set together with {_ADDRESS}, {_COUNT} and {_INDEX}"
+        for name in (_ADDRESS, _COUNT, _INDEX):
+            require(bool(environment.get(name)), name, environment.get(name), rule)
+        count, index = (_number(environment, name) for name in (_COUNT, _INDEX))
+        address = environment[_ADDRESS]
+        has_port = address.rpartition(":")[2].isdecimal()
+        require(has_port, _ADDRESS, address, "must be HOST:PORT of the first process")
+        rule = f"must be from 0 to {_COUNT} - 1 = {count - 1}, another one for each process"
+        require(index < count, _INDEX, index, rule)
+        if count == 1:
+            return None
+        return {"coordinator_address": address, "num_processes": count, "process_id": index} | (
+            {} if "JAX_LOCAL_DEVICE_IDS" in environment else _ALL_CARDS
+        )
+    if all(name in environment for name in _SLURM) and environment["SLURM_NTASKS"] != "1":
+        # With a task for each card JAX gives each its own.
+        alone = environment.get("SLURM_STEP_NUM_NODES") == environment["SLURM_NTASKS"]
+        return _ALL_CARDS if alone else {}
+    return None
+
+
+# Without it JAX would give a task of Slurm one card.
+_ALL_CARDS: dict[str, Any] = {"local_device_ids": []}
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    value = environment[name]
+    require(value.isascii() and value.isdecimal(), name, value, "must be a whole number")
+    return int(value)
+
+
+def _service() -> Any:
+    """The client of JAX's coordination service, which has no public name."""
+    from jax._src import distributed
+
+    return distributed.global_state.client
+
+
+@contextlib.contextmanager
+def _reaching() -> Iterator[None]:
+    """Around what is said to the service, which ends with the first process."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = f"the first process of the run cannot be reached: {str(error).splitlines()[0]}"
+        raise HostLost(reason) from error
+
+
+def _say_once(key: str, text: str) -> None:
+    """Writes what all may read, unless another process has; one that cannot is ending anyway."""
+    with contextlib.suppress(RuntimeError):
+        _service().key_value_set(key, text)
+
+
+def _read(key: str) -> str | None:
+    try:
+        return _service().key_value_try_get(key)
+    except RuntimeError:
+        return None
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def _aborted(number: int) -> None:
+    os.write(
+        2,
+        b"qerl: another process of this run has ended, or cannot be reached (the lines above are JAX's). Start all "
+        b"processes again: the run goes on from its last checkpoint\n",
+    )
+    os._exit(LOST)
+
+
+def _signal(number: int, handler: Any) -> None:
+    """A handler for a signal that C code raises: Python's own would run too late."""
+    ctypes.CDLL(None).signal(ctypes.c_int(number), handler)
