@@ -897,8 +897,8 @@ class MeshConfig(Checked, section="mesh."):
     """The devices of a run (docs/scale.md).
 
     Attributes:
-        data: Devices that each hold the whole base, and share rollouts and updates. Absent means all that the
-            process sees; CUDA_VISIBLE_DEVICES chooses which.
+        data: Devices that each hold the whole base, and share rollouts and updates, on all hosts together. Absent
+            means all that the processes see; CUDA_VISIBLE_DEVICES chooses which.
     """
 
     data: Count | None = None

@@ -95,6 +95,26 @@ class Hosts:
         """What `work` gives in the first process, which alone calls it: all processes must come here."""
         return self.gathered(work() if self.leads else None)[0]
 
+    def together[Result](
+        self, work: Callable[[], Result], poll: Callable[[], None]
+    ) -> list[Result]:
+        """What `work` gives in each process: all must come here. Where a signal ends it in one, it ends in all.
+
+        Args:
+            work: What each process does by itself.
+            poll: Raises what `work` was ended by in another process.
+        """
+        try:
+            found = (work(),)
+        except KeyboardInterrupt:
+            self.gathered(None)
+            raise
+        everyones = self.gathered(found)
+        if any(each is None for each in everyones):
+            poll()
+            raise HostLost("another process was interrupted")
+        return [result for (result,) in everyones]
+
     def ask(self, number: int) -> None:
         """Lets all processes know that a signal asks the run to end."""
         if self.count > 1:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from qerl_jax import files
@@ -52,7 +53,7 @@ class StateFiles:
                 shutil.rmtree(folder)
             with files.whole_folder(folder, files.SEAL, "checkpoint") as partial:
                 with _quiet_threads(), contextlib.closing(_arrays()) as arrays:
-                    arrays.save(partial / _STATE, args=ocp.args.StandardSave(_fields(state)))
+                    arrays.save(partial / _STATE, args=ocp.args.StandardSave(_written(state)))
                 files.write_whole(partial / _SUPPLY, files.to_line(supply or {}))
                 files.seal(partial)
             steps = self.steps()
@@ -99,9 +100,13 @@ class StateFiles:
         step = self.newest() if step is None else step
         if step is None:
             return None
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _fields(like))
-        restored = self._read(step, abstract)
-        return dataclasses.replace(like, **restored)
+        fields = _fields(like)
+        if jax.process_count() == 1:
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, fields)
+            return dataclasses.replace(like, **self._read(step, abstract))
+        restored = self._read(step, jax.tree.map(lambda x: np.empty(x.shape, x.dtype), fields))
+        placed = jax.tree.map(lambda x, at: jax.device_put(x, at.sharding), restored, fields)
+        return dataclasses.replace(like, **placed)
 
     def params(self, step: int | None = None) -> tuple[int, Any]:
         """The step, and what was trained by then: of a given step, or of the newest.
@@ -173,8 +178,24 @@ def _fields(state: Any) -> dict[str, Any]:
     return {name: x for name, x in fields.items() if name not in _OPTIONAL or x is not None}
 
 
+def _written(state: Any) -> dict[str, Any]:
+    """The fields of a state as orbax takes them.
+
+    Where there are several processes, all of which have the state, the first one writes alone; of arrays on devices
+    orbax would think that each process has a part of its own.
+    """
+    fields = _fields(state)
+    return fields if jax.process_count() == 1 else jax.device_get(fields)
+
+
 def _arrays() -> ocp.Checkpointer:
-    return ocp.Checkpointer(ocp.StandardCheckpointHandler())
+    if jax.process_count() == 1:
+        return ocp.Checkpointer(ocp.StandardCheckpointHandler())
+    own = ocp.options.MultiprocessingOptions(
+        primary_host=jax.process_index(), active_processes={jax.process_index()}
+    )
+    handler = ocp.StandardCheckpointHandler(multiprocessing_options=own)
+    return ocp.Checkpointer(handler, multiprocessing_options=own)
 
 
 @contextlib.contextmanager

@@ -131,7 +131,8 @@ Examples
 
 CONFIG.toml is a file, or the name of a config in the package. qerl COMMAND --help shows a command's options and
 examples. With --debug an error comes with its traceback. Exit codes: 0 done, 1 a fault of the program, 2 something
-to mend (input, disk, memory), 3 a run that has learned nothing, 130 and 143 ended by SIGINT and SIGTERM."""
+to mend (input, disk, memory), 3 a run that has learned nothing, 4 another process of the run has ended, 130 and 143
+ended by SIGINT and SIGTERM."""
 COMMANDS = {
     "train": train.train,
     "plan": train.plan,
@@ -154,8 +155,9 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         0 when it is done; 2 when the input, the disk or the memory is not as it must be; 1 for an error that no
-        one foresaw, whose traceback is in a file; 3 for a run that has learned nothing; 130 and 143 when SIGINT or SIGTERM has ended it. Whatever went
-        wrong is one line on stderr, with `--debug` after its traceback.
+        one foresaw, whose traceback is in a file; 3 for a run that has learned nothing; 4 when another process of
+        the run has ended; 130 and 143 when SIGINT or SIGTERM has ended it. Whatever went wrong is one line on stderr,
+        with `--debug` after its traceback.
     """
     argv = sys.argv[1:] if argv is None else argv
     debug = "--debug" in argv
@@ -184,7 +186,9 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-        return _failed(name, argv, error)
+        code = _failed(name, argv, error)
+        _leave(code)
+        return code
     except KeyboardInterrupt as stopped:
         if debug:
             traceback.print_exc()
@@ -193,11 +197,17 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _leave(code: int) -> None:
+    """Ends a process of several at once; where nothing was computed, there is only one."""
+    if "qerl_jax.hosts" in sys.modules:
+        sys.modules["qerl_jax.hosts"].leave(code)
+
+
 def _failed(name: str, argv: list[str], error: Exception) -> int:
     """Says what went wrong, and gives the exit code."""
-    if crashes.is_expected(error):
+    if crashes.is_expected(error) or hasattr(error, "exit_code"):
         sys.stderr.write(f"qerl {name}: {crashes.in_one_line(error)}{crashes.in_what(error)}\n")
-        return 2
+        return getattr(error, "exit_code", 2)
     versions = _versions()
     try:
         versions += _devices()

@@ -7,6 +7,7 @@ import sys
 
 import qerl_jax
 from qerl_jax.cli.common import log, run_config, use_compilation_cache
+from qerl_jax.hosts import Hosts, join
 from qerl_jax.training import stopping
 
 # The exit code of a run that has ended without one step that taught it something.
@@ -21,7 +22,9 @@ def train(argv: list[str]) -> int:
     `qerl train CONFIG.toml --help` shows every field of the config with its value.
     --noise None, --eval None and --tools None switch a section off; an option of an absent section switches it on.
     SIGINT (Ctrl-C) and SIGTERM end the step or leave it, save, and exit with 130 or 143.
-    A run that has learned nothing says why, and exits with 3.
+    A run that has learned nothing says why, and exits with 3. A process of several that has lost another exits with 4.
+    On several hosts the same command runs on each: by srun, or with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
+    JAX_PROCESS_ID (docs/scale.md).
 
     Examples:
       qerl train quickstart                       # a first run, on a CPU, in minutes
@@ -29,7 +32,11 @@ def train(argv: list[str]) -> int:
       qerl train my.toml --output-dir runs/other --optim.learning-rate 2e-5 --noise None
     """
     with stopping.ending_at_once("qerl train"):
-        run = qerl_jax.train(run_config("train", argv))
+        cfg = run_config("train", argv)
+        join()
+        run = qerl_jax.train(cfg)
+        if not Hosts.all().leads:
+            return 0
         log(f"page in {run.report()}", run.summary())
     if run.has_learned:
         return 0

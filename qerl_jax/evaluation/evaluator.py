@@ -117,6 +117,7 @@ class Evaluator:
             temperature=protocol.temperature,
             max_concurrent=max_concurrent,
             tools=tools,
+            hosts=replicas.hosts,
         )
         return cls(sampler, problems, reward, batch_size, key)
 
@@ -187,6 +188,7 @@ class Evaluator:
         the messages of each completion.
         """
         size, group = min(self.batch_size, len(self.problems)), self.sampler.num_generations
+        hosts = self.sampler.hosts
         for first in range(start, len(self.problems), size):
             problems = self.problems[first : first + size]
             # The last batch is filled up with repeats: one shape, one compilation.
@@ -197,9 +199,9 @@ class Evaluator:
                 filled := [*problems, *repeats],
                 self.key,
                 first_row=first * group,
-                on_text=scoring.beginner([self.reward], filled, group),
+                on_text=scoring.beginner([self.reward] if hosts.leads else [], filled, group),
             )
-            _, values = rollouts.score(rollout, [self.reward], None)
+            _, values = rollouts.score(rollout, [self.reward], None, hosts=hosts)
             found = [self._record(first, i, rollout, values[:, 0]) for i in range(len(problems))]
             if voting and group > 1:
                 votes = _votes(self.reward, [record["answers"] for record in found])

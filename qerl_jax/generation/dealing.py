@@ -4,6 +4,7 @@ import bisect
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import numpy as np
 
@@ -45,6 +46,10 @@ class Hands[Piece]:
     def __init__(self, dealt: Sequence[Sequence[Piece]]):
         self._hands = [list(each) for each in dealt]
         self._lock = threading.Lock()
+
+    def of(self, places: range) -> Self:
+        """What waits at some of the places, who take from each other alone."""
+        return type(self)(self._hands[places.start : places.stop])
 
     def any(self) -> bool:
         """Whether anything waits anywhere."""

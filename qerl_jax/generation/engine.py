@@ -204,9 +204,10 @@ class Engine:
         max_concurrent: int | None = None,
         turns: TurnTaker | None = None,
         places: int = 1,
+        own: range = range(1),
         lengths: Sequence[float] | None = None,
     ) -> list[Schedule]:
-        """Checks prompts, and deals them out: a schedule for each of so many devices, all of the same shapes.
+        """Checks prompts, and deals them out: a schedule for each of a host's devices, all of the same shapes.
 
         Args:
             variables: See `stream`, as for the next four.
@@ -214,7 +215,9 @@ class Engine:
             max_prompt_length: See above.
             max_concurrent: Slots of each device.
             turns: See above.
-            places: How many devices there are. With several, none has more slots than its share of the rows.
+            places: How many devices there are on all hosts. With several, none has more slots than its share of
+                the rows.
+            own: Places of this host's devices, which take rows from each other alone.
             lengths: See `deal`.
 
         Raises:
@@ -260,8 +263,8 @@ class Engine:
             sizes=batch_sizes(slots) if self._compact else (slots,),
         )
         num_pages = self._num_pages(demand.pages(slots), capacity(slots), prompts)
-        hands = deal(prompts, places, lengths)
-        return [Schedule(shapes, num_pages, hands, turns, place=place) for place in range(places)]
+        hands = deal(prompts, places, lengths).of(own)
+        return [Schedule(shapes, num_pages, hands, turns, place=place) for place in range(len(own))]
 
     def completions(
         self,

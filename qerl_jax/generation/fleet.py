@@ -1,6 +1,7 @@
 """Several devices sample the rows of one rollout, each with an engine, slots and pages of its own.
 
-A thread of its own drives each device, so that none waits for another between chunks of tokens.
+A thread of its own drives each device, so that none waits for another between chunks of tokens. Each host drives its
+own devices, and gives the rows that they made to the others when all have ended.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import numpy as np
 
 from qerl_jax.generation.engine import Engine, whole
 from qerl_jax.generation.scheduler import QueuedPrompt, RowTokens, Schedule, TurnTaker
+from qerl_jax.hosts import HostLost
 from qerl_jax.mesh import Replicas
 
 # Between two looks whether the run is asked to end, while no device brings anything.
@@ -46,7 +48,7 @@ class Fleet:
     ) -> Iterator[list[RowTokens]]:
         """Samples all rows, and gives what each chunk of each device brought, as it comes; see `Engine.stream`.
 
-        Rows are dealt out by the lengths that prompts had when they were last sampled; of a new one the mean of
+        Rows of other hosts come whole, behind all of this one. Rows are dealt out by the lengths that prompts had when they were last sampled; of a new one the mean of
         the others is expected.
 
         Args:
@@ -66,10 +68,11 @@ class Fleet:
             max_concurrent=max_concurrent,
             turns=turns,
             places=len(self._replicas),
+            own=self._replicas.own,
             lengths=self._expected(prompts),
         )
         chunks = self._run(self._replicas.each(variables), schedules, temperature)
-        return self._remembered(prompts, chunks)
+        return self._remembered(prompts, self._exchanged(chunks))
 
     def completions(
         self,
@@ -100,6 +103,31 @@ class Fleet:
         ends = np.cumsum([len(prompt.keys) for prompt in prompts])
         for prompt, each in zip(prompts, np.split(made, ends[:-1]), strict=True):
             self._lengths[prompt.tokens.tobytes()] = float(each.mean())
+
+    def _exchanged(self, chunks: Iterator[list[RowTokens]]) -> Iterator[list[RowTokens]]:
+        """The chunks, and behind them the rows of other hosts.
+
+        A host whose sampling a signal ends tells the others, which then end theirs.
+        """
+        hosts = self._replicas.hosts
+        if hosts.count == 1:
+            yield from chunks
+            return
+        own: list[RowTokens] = []
+        try:
+            for rows in chunks:
+                own += rows
+                yield rows
+        except KeyboardInterrupt:
+            hosts.gathered(None)
+            raise
+        found = hosts.gathered(list(whole(iter([own]))))
+        if any(each is None for each in found):
+            self._engine.poll()
+            raise HostLost("another process was interrupted")
+        for host, rows in enumerate(found):
+            if host != hosts.index:
+                yield rows
 
     def _run(
         self, policies: Sequence[dict[str, Any]], schedules: Sequence[Schedule], temperature

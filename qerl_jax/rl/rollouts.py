@@ -19,6 +19,7 @@ from qerl_jax.generation.conversations import Conversation, Conversations, Tools
 from qerl_jax.generation.engine import Engine
 from qerl_jax.generation.fleet import Fleet
 from qerl_jax.generation.scheduler import QueuedPrompt, RowTokens
+from qerl_jax.hosts import Hosts
 from qerl_jax.mesh import Replicas
 from qerl_jax.model.noise import RowNoise
 from qerl_jax.model.transformer import Transformer
@@ -39,6 +40,7 @@ class Sampler:
         temperature: 0 takes the likeliest token.
         max_concurrent: Rows that are sampled at a time on each device; None means as many as the cache holds.
         tools: What the policy may call; None for rows of one turn.
+        hosts: The processes that sample; the first one computes rewards.
     """
 
     engine: Engine | Fleet
@@ -49,6 +51,7 @@ class Sampler:
     temperature: float
     max_concurrent: int | None = None
     tools: Tools | None = None
+    hosts: Hosts = Hosts()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,6 +240,7 @@ def make_sampler(
         temperature=cfg.temperature,
         max_concurrent=cfg.max_concurrent,
         tools=tools,
+        hosts=replicas.hosts,
     )
 
 
@@ -375,6 +379,7 @@ def score(
     weights: Sequence[float] | None,
     extras: Mapping[str, Any] | None = None,
     record: scoring.Record | None = None,
+    hosts: Hosts = Hosts(),
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rewards of a rollout: every function is called once, on all B rows, with the arguments TRL would give it.
 
@@ -387,6 +392,7 @@ def score(
         weights: One per function; None means 1 each.
         extras: Further arguments of the functions.
         record: Takes what the functions log.
+        hosts: The processes that have the rollout: the first one calls the functions, and tells the others.
 
     Returns:
         float32 [P, G] combined rewards, NaN where every function abstained, and float32 [B, number
@@ -413,14 +419,16 @@ def score(
         completions = [list(talk.messages) for talk in talks]
         if talks[0].public is not None:
             columns["environments"] = [talk.snapshot for talk in talks]
-    per_function = scoring.evaluate(
-        functions,
-        prompts,
-        completions,
-        [ids.tolist() for ids in rollout.completion_ids],
-        columns,
-        extras,
-        record,
+    per_function = hosts.told(
+        lambda: scoring.evaluate(
+            functions,
+            prompts,
+            completions,
+            [ids.tolist() for ids in rollout.completion_ids],
+            columns,
+            extras,
+            record,
+        )
     )
     combined = grpo.combine_rewards(per_function, jnp.asarray(weights, jnp.float32))
     return np.asarray(combined).reshape(-1, group), per_function

@@ -370,7 +370,8 @@ class Updater:
         max_completion_length: The longest that a completion may be, by which `dr_grpo` divides.
         on_non_finite: Called with each step that was skipped for such a loss or gradient.
         max_prompt_length: The longest that a prompt may be; None takes the width of a rollout's prompts.
-        replicas: The devices; all of them hold the state, what is frozen, and the noise.
+        replicas: The devices; all of them hold the state, what is frozen, and the noise. On several hosts all must
+            come to each call with the same arguments.
         poll: Called before each micro-batch as long as the state is whole; may raise to leave the rollout.
     """
 
@@ -561,13 +562,13 @@ def _of_tokens(updater, params, frozen, experience, noise, rows, adapter, of) ->
 
     cut = cut_rows(updater, experience, rows)
 
-    def scored(number, place):
+    def scored(number, own):
         packed = experience.pack(cut[number], {})
-        values = score(objective, *policies[place], packed, adapter, of)
-        return cut[number], packed.packing, values
+        return packed.packing, score(objective, *policies[own], packed, adapter, of)
 
-    for *where, values in _computed(updater, cut, scored, program=(objective, adapter, of)):
-        experience.unpack(found, *where, np.asarray(values))
+    scores = _computed(updater, cut, scored, program=(objective, adapter, of))
+    for batch, (packing_, values) in zip(cut, scores, strict=True):
+        experience.unpack(found, batch, packing_, np.asarray(values))
     return found
 
 
@@ -577,19 +578,29 @@ def _computed[Found](
     compute: Callable[[int, int], Found],
     program: Any,
 ) -> list[Found]:
-    """What compute(number of a micro-batch, number of its device) gives, for all of them in order; devices at a time."""
+    """What compute(number of a micro-batch, number of its device on this host) gives, for all of them in order.
+
+    Devices compute at a time. What other hosts computed comes as arrays of the host.
+    """
     replicas = updater.replicas
     places = microbatches.dealt(cut, len(replicas))
 
-    def work(place):
-        device, found = replicas.devices[place] if replicas.devices else None, {}
-        for number in (n for n, at in enumerate(places) if at == place):
+    def work(own):
+        device, found = replicas.devices[own] if replicas.devices else None, {}
+        for number in (n for n, at in enumerate(places) if at == replicas.own[own]):
             updater.poll()
             with replicas.compiling(device, program, cut[number].shape):
-                found[number] = compute(number, place)
+                found[number] = compute(number, own)
         return found
 
-    found = {number: x for each in replicas.side_by_side(work) for number, x in each.items()}
+    def computed():
+        return {number: x for each in replicas.side_by_side(work) for number, x in each.items()}
+
+    if replicas.hosts.count == 1:
+        found = computed()
+    else:
+        everyones = replicas.hosts.together(lambda: jax.device_get(computed()), updater.poll)
+        found = {number: x for each in everyones for number, x in each.items()}
     return [found[number] for number in range(len(cut))]
 
 
@@ -689,11 +700,11 @@ def summed_gradient(
     keys = [jax.random.fold_in(key, number) for number in range(len(cut))]
     sums = list(updater.replicas.each(zeros(params)))
 
-    def accumulated(number, place):
-        sums[place], counts = accumulate(
+    def accumulated(number, own):
+        sums[own], counts = accumulate(
             updater.objective,
-            sums[place],
-            *policies[place],
+            sums[own],
+            *policies[own],
             experience.pack(cut[number], fixed),
             totals,
             keys[number],

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qerl_jax.hosts import Hosts
 from qerl_jax.rl import update
 from qerl_jax.rl.experience import Experience
 
@@ -130,6 +131,30 @@ def require_finite(tree: Any, step: int) -> None:
                 "again, and it goes on from the last checkpoint. If that happens again, lower "
                 "optim.learning_rate, and test the memory of this machine"
             )
+
+
+def require_same(hosts: Hosts, params: Any, step: int) -> None:
+    """Refuses to go on where the processes of a run have not learned the same: each computes every step itself.
+
+    Raises:
+        RuntimeError: They have not, on which all agree.
+    """
+    if hosts.count == 1:
+        return
+    found = hosts.gathered(int(_fingerprint(params)))
+    if len(set(found)) > 1:
+        raise RuntimeError(
+            f"the {hosts.count} processes of this run have different weights after step {step}: are their devices and "
+            "drivers alike? Nothing of that step was saved; start all of them again, and they go on from the last "
+            "checkpoint"
+        )
+
+
+@jax.jit
+def _fingerprint(tree: Any) -> jax.Array:
+    """uint32, the sum of the bits of all numbers."""
+    of_bits = lambda x: jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    return sum(jnp.sum(of_bits(leaf), dtype=jnp.uint32) for leaf in jax.tree.leaves(tree))
 
 
 @jax.jit

@@ -38,12 +38,12 @@ class Recorder:
         self._run, self._logger, self._on_step = run, logger, on_step
         self._state, self._supply, self._sigma = run.state, run.supply, run.sigma
         self._saved = int(run.state.step)
-        rows = read_metrics(run.cfg.output_dir)
+        rows = read_metrics(run.cfg.output_dir) if run.leads else []
         self._best = max((row.get("eval/accuracy", -1.0) for row in rows), default=-1.0)
         self._best = run.progress.get("best", self._best)
         logger.num_tokens = run.progress.get("num_tokens", logger.num_tokens)
         self._pending = run.progress.get("pending")
-        if any(row["step"] == self._saved for row in rows):
+        if run.hosts.told(lambda: any(row["step"] == self._saved for row in rows)):
             self._pending = None
         self.trace: metrics.Trace | None = None
         self.health = health.Health.of(run.cfg, rows)
@@ -81,7 +81,7 @@ class Recorder:
             row = row | run.evaluator(variables(run, state.params))
             row["perf/eval_time"] = time.perf_counter() - began
         self._logger.write(step, row)
-        if every and row.get("eval/accuracy", -1.0) > self._best:
+        if run.leads and every and row.get("eval/accuracy", -1.0) > self._best:
             self._best = row["eval/accuracy"]
             folder = pathlib.Path(cfg.output_dir)
             export(run, folder / "best", state.params)
@@ -90,7 +90,9 @@ class Recorder:
         for warning in self.health.see(row | {"step": step}):
             self._logger.note(warning)
         self._pending = None
-        goes_on = self._on_step is None or self._on_step(step, row) is not False
+        goes_on = run.hosts.told(
+            lambda: self._on_step is None or self._on_step(step, row) is not False
+        )
         if step > 0 and (over or not goes_on or crosses(run, step, cfg.save_steps)):
             self._save()
         return goes_on
@@ -158,7 +160,8 @@ class Recorder:
         noise = {} if self._sigma is None else {"sigma": self._sigma}
         table = self._supply.to_table() | noise | {"progress": progress}
         guards.require_finite(learned_state(self._state), int(self._state.step))
-        self._run.files.save(self._state, table)
+        if self._run.leads:
+            self._run.files.save(self._state, table)
         self._saved = int(self._state.step)
 
 

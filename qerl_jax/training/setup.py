@@ -17,6 +17,7 @@ from qerl_jax.checkpoint import base_model, hf_folder, peft, run_state
 from qerl_jax.data import datasets
 from qerl_jax.evaluation.evaluator import Evaluator
 from qerl_jax.generation.conversations import Tools
+from qerl_jax.hosts import Hosts
 from qerl_jax.mesh import Replicas
 from qerl_jax.model import fused_decode, transformer
 from qerl_jax.rewards import environments, scoring, stock
@@ -83,6 +84,16 @@ class PreparedRun:
     notes: list[str]
     began: float
 
+    @property
+    def hosts(self) -> Hosts:
+        """The processes of the run."""
+        return self.replicas.hosts
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the process that writes files, computes rewards, and speaks."""
+        return self.hosts.leads
+
     def place(self, step: int, supply: dynamic_sampling.Supply) -> int:
         """Where the run stands on its schedules, in optimizer steps; at `total_steps` it is over.
 
@@ -135,7 +146,9 @@ def setup(
     """
     began, stop = time.monotonic(), stop or stopping.Stop()
     trackers.require(cfg.report_to)
-    earlier = check_folder(cfg)
+    hosts = Hosts.all()
+    _require_alike(cfg, hosts)
+    earlier = hosts.told(lambda: check_folder(cfg))
     if cfg.deterministic:
         runtime.use_deterministic_kernels()
     runtime.use_compilation_cache()
@@ -175,13 +188,14 @@ def setup(
         # Before a step is sampled it is known whether environments begin with such rows.
         rollouts.begun(talks, problems[:2], tokenizer, cfg.data.max_prompt_length)
         extras |= boxes.extras(len(problems[:2]))
-    scoring.check(functions, problems[:2], extras)
+    if hosts.leads:
+        scoring.check(functions, problems[:2], extras)
     evaluator = Evaluator.of_run(
         cfg, model, tokenizer, stream_key(cfg, EVAL), notes.append, stop.poll, talks, replicas
     )
     notes += _about_slow_sampling(cfg, model)
 
-    frozen = _weights(cfg, model, quiet)
+    frozen = _weights(cfg, model, quiet or not hosts.leads)
     params, frozen = transformer.trainable(model, frozen, stream_key(cfg, PARAMS))
     if start is not None:
         params = peft.import_adapter(start, model)
@@ -198,15 +212,19 @@ def setup(
     del params
     state, frozen = replicas.hold(state), replicas.hold(frozen)
     files = run_state.StateFiles(cfg.output_dir, cfg.save_total_limit)
-    resumed = files.newest()
-    stored: dict[str, Any] = {"drawn": 0} if resumed is None else files.supply(resumed)
+    resumed = hosts.told(files.newest)
+    stored: dict[str, Any] = {"drawn": 0}
+    if resumed is not None:
+        stored = hosts.told(lambda: files.supply(resumed))
     notes += files.notes
     if resumed is not None:
         like = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
         )
-        del state  # where everything trains, the device does not hold two
-        state = files.restore(like, resumed)
+        if hosts.leads:
+            del state  # where everything trains, the device does not hold two
+            state = files.restore(like, resumed)
+        state = replicas.of_first(state)
     run = PreparedRun(
         cfg,
         model,
@@ -232,7 +250,7 @@ def setup(
             model,
             tokenizer.num_tokens,
             total_steps,
-            on_non_finite=functools.partial(replay.write, cfg.output_dir),
+            on_non_finite=functools.partial(replay.write, cfg.output_dir) if hosts.leads else None,
             replicas=replicas,
             poll=stop.poll,
         ),
@@ -271,6 +289,22 @@ def _weights(cfg: config.RunConfig, model: transformer.Transformer, quiet: bool)
         source = "random weights in the shape of " if cfg.model.random_base else ""
         log(f"base: {source}{cfg.model.model_name_or_path}, held in {cfg.model.weights}")
         return load(move)
+
+
+def _require_alike(cfg: config.RunConfig, hosts: Hosts) -> None:
+    """Refuses processes of one run that would not do the same."""
+    rule = "a run on several hosts cannot have tools yet: leave them out, or train on one host"
+    require(hosts.count == 1 or cfg.tools is None, "tools", cfg.tools, rule)
+    devices = jax.local_devices()
+    own = {
+        "config": config.dump(dataclasses.replace(cfg, output_dir="any")),
+        "version of jax": jax.__version__,
+        "number and kind of devices": (len(devices), devices[0].device_kind),
+    }
+    for host, other in enumerate(hosts.gathered(own)):
+        differs = [name for name, value in own.items() if other[name] != value]
+        rule = f"{', '.join(differs)} of process {host} is another one than that of process {hosts.index}"
+        require(not differs, "hosts", hosts.count, f"{rule}: all must be given the same")
 
 
 def about_data(

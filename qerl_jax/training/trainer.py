@@ -31,11 +31,12 @@ from qerl_jax import config, locks, memory
 from qerl_jax.checked import require
 from qerl_jax.data import datasets
 from qerl_jax.files import write_whole, writing
+from qerl_jax.hosts import Hosts
 from qerl_jax.model.noise import RowNoise
 from qerl_jax.rewards import environments, scoring, stock
 from qerl_jax.rl import dynamic_sampling, grpo, rollouts, update
 from qerl_jax.rl.experience import Experience, make_experience
-from qerl_jax.tracking.logger import Logger
+from qerl_jax.tracking.logger import Logger, Unheard
 from qerl_jax.tracking.terminal import asked
 from qerl_jax.training import guards, metrics, recorder, stopping
 from qerl_jax.training.setup import SAMPLE, UPDATE, PreparedRun, peak_memory, setup, stream_key
@@ -76,12 +77,14 @@ def train(
         The final state; the adapter is in `<output_dir>/adapter`, or a whole model in
         `<output_dir>/model`; with evaluations on a schedule, the best one is in `<output_dir>/best`.
     """
-    folder = pathlib.Path(cfg.output_dir)
-    with contextlib.ExitStack() as owned, _named(cfg):
-        is_new = not folder.is_dir()
+    folder, hosts = pathlib.Path(cfg.output_dir), Hosts.all()
+    with contextlib.ExitStack() as owned, hosts.farewell(), _named(cfg):
+        # The folder is the first process's alone: others neither read it nor write to it.
+        is_new = hosts.leads and not folder.is_dir()
         # What is there must not change while it is read; a folder that is not there yet is not made for bad input.
-        lock = None if is_new else owned.enter_context(locks.held(folder))
-        stop = stopping.Stop()
+        is_there = hosts.leads and not is_new
+        lock = owned.enter_context(locks.held(folder)) if is_there else None
+        stop = stopping.Stop(hosts)
         owned.enter_context(stop.listening())
         run = setup(
             cfg,
@@ -155,7 +158,7 @@ def _loop(
             )
         goes_on, warned = record.begin(), False
         while goes_on and (place := run.place(step, supply)) < run.total_steps:
-            run.stop.poll()
+            run.stop.poll_together()
             trace = record.trace = metrics.Trace(step, run.total_steps)
             logger.begin_step(cfg.generation_batch_size)
             noise, noise_metrics = run.noise(step, place, sigma)
@@ -198,6 +201,7 @@ def _loop(
                 _compare(run.memory, memory.device_memory(), logger, run.earlier_peak)
 
             step = int(state.step)
+            guards.require_same(run.hosts, state.params, step)
             logger.num_tokens += fresh.rollout.num_tokens
             # First what reward functions log: it hides nothing of the run's own.
             row = {
@@ -221,6 +225,8 @@ def _loop(
                 step, metrics.completion_rows(fresh, batch, advantages, trace.columns())
             )
             goes_on = record.record(state, supply, row, sigma)
+        if not run.leads:
+            return state
         folder = pathlib.Path(cfg.output_dir) / ("adapter" if run.model.lora else "model")
         recorder.export(run, folder, state.params)
         logger.note(f"{folder.name} in {folder}")
@@ -237,7 +243,7 @@ def _note_card(run: PreparedRun, state: update.TrainState, logger: Logger) -> No
     devices = jax.tree.leaves(state.params)[0].sharding.device_set
     machine = card.Machine(
         next(iter(devices)).device_kind,
-        len(devices),
+        len(devices) * run.hosts.count,
         {name: _version(name) for name in ("qerl-jax", "jax", "jaxlib")},
         time.monotonic() - run.began,
     )
@@ -253,8 +259,10 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _logger(run: PreparedRun, quiet: bool) -> Logger:
-    """Writes the config into the run folder, and opens its log."""
+def _logger(run: PreparedRun, quiet: bool) -> Logger | Unheard:
+    """Writes the config into the run folder, and opens its log, in the process that does."""
+    if not run.leads:
+        return Unheard()
     cfg, step = run.cfg, int(run.state.step)
     folder = pathlib.Path(cfg.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -301,7 +309,8 @@ def _sample(
     """Samples and scores the problems from place `drawn` on; rounds of a step share its key."""
     cfg, count = run.cfg, run.cfg.prompts_per_rollout
     problems = datasets.batch(run.problems, drawn // count, batch_size=count, seed=cfg.seed)
-    begin = scoring.beginner(run.functions, problems, cfg.rollout.num_generations)
+    functions = run.functions if run.leads else []
+    begin = scoring.beginner(functions, problems, cfg.rollout.num_generations)
 
     def on_text(row: int, text: str) -> None:
         row_ended()
@@ -317,13 +326,13 @@ def _sample(
         groups=np.arange(drawn, drawn + count),
         on_text=on_text,
     )
-    run.stop.poll()
+    run.stop.poll_together()
     trace.lap("rollout")
     record = scoring.Record(len(rollout.texts))
     combined, per_function = rollouts.score(
-        rollout, run.functions, run.weights, trace.extras, record
+        rollout, run.functions, run.weights, trace.extras, record, run.hosts
     )
-    run.stop.poll()
+    run.stop.poll_together()
     trace.records.append(record)
     trace.lap("reward")
     return rollouts.Scored(

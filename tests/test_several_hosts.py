@@ -1,0 +1,141 @@
+"""Runs on two processes, joined by JAX as on two hosts, give what one process gives; and what if one of them dies."""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from qerl_jax import config
+from qerl_jax.checkpoint.run_state import StateFiles
+from qerl_jax.tracking import logger
+from tests import test_tiny_run as tiny
+from tests.qerl_jax.rl import test_update as updates
+
+ROOT = pathlib.Path(__file__).parents[1]
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+# Of a busy machine, in seconds.
+PATIENCE = 600
+
+
+def written(folder, devices, **changes):
+    """A config whose runs do not depend on the number of devices but by roundings, in a file."""
+    rollout = {"num_generations": 4, "max_completion_length": 32}
+    fixed = {"compact": False, "max_concurrent": 4}
+    options = {
+        "optim": {
+            "per_device_train_batch_size": 16,
+            "gradient_accumulation_steps": 2,
+            "max_tokens_per_microbatch": 400,
+        },
+        "grpo": {"beta": 0.01},
+        "eval": config.EvalConfig(num_problems=16, eval_steps=2),
+    }
+    cfg = tiny.small(folder, rollout=rollout | fixed, mesh={"data": devices}, **(options | changes))
+    path = folder.with_suffix(".toml")
+    path.write_text(config.dump(cfg))
+    return path
+
+
+def start(*paths):
+    """A process for each config, joined by the variables that stand in docs/scale.md."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{found.getsockname()[1]}"
+    names = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": f"{len(paths)}"}
+    before = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "qerl_jax", "train", str(path)],
+            cwd=ROOT,
+            env=before | (names | {"JAX_PROCESS_ID": f"{index}"} if len(paths) > 1 else {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for index, path in enumerate(paths)
+    ]
+
+
+def ended(processes):
+    """Exit codes, and what was said."""
+    said = [each.communicate(timeout=PATIENCE)[0] for each in processes]
+    return [each.returncode for each in processes], said
+
+
+def start_until(step, folder, path):
+    processes = start(path, path)
+    deadline = time.monotonic() + PATIENCE
+    while not any(row["step"] >= step for row in logger.read_metrics(folder)):
+        assert all(each.poll() is None for each in processes), ended(processes)
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return processes
+
+
+def texts(folder):
+    lines = [p.read_text().splitlines() for p in sorted((folder / "completions").iterdir())]
+    return [[(r["completion"], r["reward"]) for r in map(json.loads, each)] for each in lines]
+
+
+def assert_same(folder, other):
+    """Two runs sampled the same texts with the same rewards, and learned the same but for roundings."""
+    assert texts(folder) == texts(other)
+    same = ("step", "reward", "num_tokens", "completions/mean_length", "eval/accuracy")
+    rows, others = logger.read_metrics(folder), logger.read_metrics(other)
+    for row, expected in zip(rows, others, strict=True):
+        assert {k: row.get(k) for k in same} == {k: expected.get(k) for k in same}
+        if row["step"]:
+            assert row["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-6)
+            assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    found, expected = (StateFiles(each, None).params() for each in (folder, other))
+    assert found[0] == expected[0]
+    updates.assert_close(found[1], expected[1], rtol=1e-2, atol=1e-3)
+
+
+def test_two_processes_do_what_one_does_and_go_on_when_one_was_killed(tmp_path):
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    codes, said = ended(start(written(alone, 1)))
+    assert codes == [0], said
+
+    path = written(killed, 2)
+    processes = start_until(3, killed, path)
+    processes[1].kill()
+    codes, said = ended(processes)
+    assert codes == [4, -signal.SIGKILL], said
+    last = said[0].strip().splitlines()[-1]
+    # By which of the two ways it learns of it depends on what it was doing.
+    assert last.startswith("qerl") and ("its last checkpoint" in last or "is saved" in last), last
+    assert not (killed / "adapter").exists()
+    assert StateFiles(killed, None).steps()
+
+    codes, said = ended(start(path, path))
+    assert codes == [0, 0], said
+    assert "resumed: " in said[0] and "reward" not in said[1]
+    assert (killed / "adapter").is_dir() and (killed / "report.md").is_file()
+    assert_same(killed, alone)
+
+
+def test_a_signal_to_one_of_two_ends_both_and_saves(tmp_path):
+    folder = tmp_path / "run"
+    processes = start_until(1, folder, written(folder, 2, max_steps=400))
+    processes[1].terminate()
+    codes, said = ended(processes)
+    assert codes == [143, 143], said
+    assert "stopped by SIGTERM after step" in said[0]
+    steps = [row["step"] for row in logger.read_metrics(folder)]
+    assert StateFiles(folder, None).steps()[-1] == steps[-1]
+
+
+def test_processes_with_different_configs_say_so_and_end(tmp_path):
+    folder = tmp_path / "run"
+    paths = written(folder, 2), written(tmp_path / "other", 2, seed=7)
+    codes, said = ended(start(*paths))
+    assert set(codes) <= {2, 4} and 2 in codes
+    assert any("config of process" in each for each in said)
+    assert not folder.exists()
