@@ -897,11 +897,15 @@ class MeshConfig(Checked, section="mesh."):
     """The devices of a run (docs/scale.md).
 
     Attributes:
-        data: Devices that each hold the whole base, and share rollouts and updates, on all hosts together. Absent
-            means all that the processes see; CUDA_VISIBLE_DEVICES chooses which.
+        data: Replicas of the policy, which share rollouts and updates, on all hosts together: devices, or groups of
+            `fsdp`. Absent means as many as the processes see devices for; CUDA_VISIBLE_DEVICES chooses which.
+        fsdp: Devices of a replica. Each has a part of the base's weights, which layers gather when they are computed:
+            for bases that one device does not hold, or not beside what a run needs. Updates go on at the pace of all
+            devices, rollouts at the pace of one of a group and slower.
     """
 
     data: Count | None = None
+    fsdp: Count = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -125,6 +125,16 @@ def _across_batches(cfg):
             f"must not exceed the {rows} rows of a rollout",
         ),
         (
+            cfg.mesh.fsdp == 1 or cfg.model.trainable != "full",
+            "mesh.fsdp",
+            'goes with an adapter: with model.trainable = "full" no weight is frozen',
+        ),
+        (
+            cfg.mesh.fsdp == 1 or cfg.model.gradient_checkpointing != "none",
+            "model.gradient_checkpointing",
+            'with mesh.fsdp "none" would keep the weights that layers gather: take "auto"',
+        ),
+        (
             cfg.optim.max_tokens_per_microbatch is None or cfg.grpo.loss_type != "bnpo",
             "optim.max_tokens_per_microbatch",
             'goes with any grpo.loss_type but "bnpo", whose value depends on the cut: take "dapo"',

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import runtime
+from qerl_jax import sharding
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, hf_folder
 from qerl_jax.config import DENSE, ConfigError, Remat, RunConfig
@@ -74,12 +75,14 @@ class MemoryPlan:
     Attributes:
         items: All that it holds, by phase; the first is the base.
         update: How the update computes, in words; "" where nobody says.
-        rows: Rows of a rollout on each device; all devices hold the same.
+        rows: Rows of a rollout of each replica; all devices hold as much.
+        fsdp: Devices of a replica.
     """
 
     items: tuple[Item, ...]
     update: str = ""
     rows: tuple[int, ...] = (0,)
+    fsdp: int = 1
 
     def size(self, *phases: Phase) -> int:
         """Bytes of all items of those phases."""
@@ -104,7 +107,10 @@ class MemoryPlan:
         fullest = max(_TURNS, key=self.size)
         movable = [item for item in self.items if item.field and item.phase in ("always", fullest)]
         fixed = self.size("always", fullest) - sum(item.size for item in movable)
-        advice = f"{_gb(fixed)} of it no field makes smaller: take a smaller model"
+        advice = (
+            f"{_gb(fixed)} of it no field makes smaller on one device: take a smaller model, or devices that share it "
+            "(mesh.fsdp)"
+        )
         if movable and fixed < limit:
             largest = max(movable, key=lambda item: item.size)
             advice = f"{largest.name} take {_gb(largest.size)}: change {largest.field}"
@@ -115,8 +121,8 @@ class MemoryPlan:
 
     @property
     def _offers(self) -> str:
-        alone = len(self.rows) == 1
-        return "the device offers" if alone else f"each of {len(self.rows)} devices offers"
+        count = len(self.rows) * self.fsdp
+        return "the device offers" if count == 1 else f"each of {count} devices offers"
 
     def about_exhaustion(self, phase: Phase, asked: int | None, limit: int | None) -> str:
         """One line for a device that ran out of memory though the plan had fitted.
@@ -180,10 +186,15 @@ class MemoryPlan:
             rows.append(f"{_line('peak', 'measured', measured)} ({measured / self.peak - 1:+.0%})")
         if limit is not None:
             rows.append(_line("device", "what it offers", limit))
-        if len(self.rows) > 1:
+        shown = itertools.product(enumerate(self.rows), range(self.fsdp))
+        if len(self.rows) * self.fsdp > 1:
             rows += [
-                _line(f"device {place}", f"data {place}, {count} rows of a rollout", self.peak)
-                for place, count in enumerate(self.rows)
+                _line(
+                    f"device {number}",
+                    f"data {place}{f', fsdp {part}' * (self.fsdp > 1)}, {count} rows of a rollout",
+                    self.peak,
+                )
+                for number, ((place, count), part) in enumerate(shown)
             ]
         return rows
 
@@ -207,7 +218,7 @@ def estimate(
     full = cfg.model.trainable == "full"
     sampled = adapter * _width(cfg) // 4 if full else 0
     free = None if limit is None else max(0, limit - sum(item.size for item in items) - sampled)
-    # Prompts and completions of each, which devices share.
+    # Prompts and completions of each, which replicas share.
     devices = places(cfg.mesh, cfg.generation_batch_size)
     sampling = {"rollout": (cfg.prompts_per_rollout, cfg.rollout.num_generations)}
     if cfg.eval:
@@ -218,12 +229,14 @@ def estimate(
         if noisy and cfg.noise.per == "sequence":
             prompts = rows
         items += _sampling(cfg, arch, free, phase, -(-prompts // devices), -(-rows // devices))
+        items += _gathered(cfg, arch, phase)
         items += [Item("weights as sampled", sampled, phase)] if full else []
     ends = [cfg.generation_batch_size * place // devices for place in range(devices + 1)]
     return MemoryPlan(
-        (*items, *_update(chosen, arch, adapter)),
+        (*items, *_update(chosen, arch, adapter), *_gathered(cfg, arch, "update")),
         about_update(cfg, chosen),
         tuple(end - start for start, end in itertools.pairwise(ends)),
+        cfg.mesh.fsdp,
     )
 
 
@@ -394,10 +407,11 @@ def _always(cfg: RunConfig, arch: architecture.Architecture) -> tuple[list[Item]
     state = jax.eval_shape(lambda p: optimizer.transformation(cfg.optim).init(p), params)
     adapter = _bytes(params)
     layers = _bytes([frozen.get(name, {}) for name in ("layers", "kept")])
+    own = sharding.part(frozen, cfg.mesh.fsdp)
     to_pack = 'model.weights to "nvfp4"' if cfg.model.weights in DENSE else ""
     eight_bit = "" if cfg.optim.optimizer == "adamw_8bit" else 'optim.optimizer to "adamw_8bit"'
     items = [
-        Item("base: linears, norms, biases", layers, "always", to_pack),
+        Item("base: linears, norms, biases", own - _bytes(frozen) + layers, "always", to_pack),
         Item("base: embedding, head", _bytes(frozen) - layers, "always"),
         Item("what trains", adapter, "always", "lora.rank" if model.lora else ""),
         Item("optimizer", _bytes(state), "always", eight_bit),
@@ -501,6 +515,15 @@ def _sampling(
         ),
         *(_noise(cfg, arch, slots) if phase == "rollout" else []),
     ]
+
+
+def _gathered(cfg: RunConfig, arch: architecture.Architecture, phase: Phase) -> list[Item]:
+    """Weights of the layer that is computed and of the next one, where devices share a base."""
+    if cfg.mesh.fsdp == 1:
+        return []
+    frozen = abstract_policy(cfg, arch)[2]["layers"]
+    size = 2 * _bytes(frozen) // arch.num_layers
+    return [Item("gathered weights of two layers", size, phase, estimated=True)]
 
 
 def _noise(cfg: RunConfig, arch: architecture.Architecture, rows: int) -> list[Item]:

@@ -1,12 +1,13 @@
 """The devices of a run, and what crosses between them.
 
-Data parallel: each replica holds the whole policy on a device of its own, samples some of the rows, and computes some of
-the micro-batches. Only sums of gradients cross, before the optimizer's step.
+Data parallel: each replica holds the whole policy, on a device of its own or on a few that share its base. It samples some
+of the rows, and computes some of the micro-batches. Only sums of gradients cross, before the optimizer's step.
 """
 
 import contextlib
 import dataclasses
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,36 +19,41 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from qerl_jax import sharding
 from qerl_jax.checked import require
 from qerl_jax.config import MeshConfig
 from qerl_jax.hosts import HostLost, Hosts
 
 # The axis of the mesh along which replicas stand.
 _DATA = "data"
+_AUTO = jax.sharding.AxisType.Auto
 
 
 def places(cfg: MeshConfig, rows: int) -> int:
-    """Devices that a run with so many rows in a rollout takes on all hosts: as many as are asked for, or seen."""
+    """Replicas of a run with so many rows in a rollout on all hosts: as many as are asked for, or devices are for."""
     if cfg.data is not None:
         return cfg.data
-    # Each host sees as many as this one: a run in which they differ is refused.
-    return min(len(jax.local_devices()), rows // (count := Hosts.all().count)) * count
+    # Each host sees as many devices as this one: a run in which they differ is refused.
+    most = max(1, len(jax.local_devices()) // cfg.fsdp)
+    return min(most, rows // (count := Hosts.all().count)) * count
 
 
 @dataclasses.dataclass(frozen=True)
 class Replicas:
-    """Devices that each hold the whole policy, on one host or on several.
+    """Devices that hold the whole policy, each by itself or in groups that share a base; on one host or on several.
 
-    Places are the numbers of the devices among those of all hosts; each host has as many of them.
+    Places are the numbers of the replicas among those of all hosts; each host has as many of them.
 
     Attributes:
-        devices: Those of this process, one at least; none stands for the one device of a run on which arrays
-            happen to be, where nothing is moved.
+        devices: Those of this process, group by group, one at least; none stands for the one device of a run on
+            which arrays happen to be, where nothing is moved.
         hosts: The processes of the run.
+        fsdp: Devices of a replica, which share its base (`sharding`).
     """
 
     devices: tuple[jax.Device, ...] = ()
     hosts: Hosts = Hosts()
+    fsdp: int = 1
 
     @classmethod
     def of(cls, cfg: MeshConfig, rows: int) -> Self:
@@ -55,7 +61,7 @@ class Replicas:
 
         Args:
             cfg: The mesh.
-            rows: Rows of a rollout; without a number of devices in the config, no more are taken.
+            rows: Rows of a rollout; without a number of replicas in the config, no more are taken.
 
         Raises:
             ConfigError: When this process does not see its share of the devices, or they are not alike.
@@ -66,50 +72,79 @@ class Replicas:
         total = places(cfg, rows)
         rule = f"must be a multiple of the number of processes, {hosts.count}"
         require(total % hosts.count == 0, "mesh.data", total, rule)
-        count = total // hosts.count
+        count = total // hosts.count * cfg.fsdp
         kinds = sorted({device.device_kind for device in seen[:count]})
-        most = len(seen) * hosts.count
-        of_all = f", and all {hosts.count} together {most}" if hosts.count > 1 else ""
-        require(
-            count <= len(seen),
-            "mesh.data",
-            cfg.data,
-            f"this process sees {len(seen)} of them ({', '.join(kinds)}){of_all}: ask for at most {most}, or "
-            "leave it out for all",
-        )
+        most = len(seen) // cfg.fsdp * hosts.count
+        of_all = f", and all {hosts.count} together {len(seen) * hosts.count}" * (hosts.count > 1)
+        here = f"this process sees {len(seen)} of them ({', '.join(kinds)}){of_all}"
+        rule = f"the devices of a base are of one host, and {here}"
+        require(cfg.fsdp <= len(seen), "mesh.fsdp", cfg.fsdp, rule)
+        each = f", each with mesh.fsdp = {cfg.fsdp} of them" * (cfg.fsdp > 1)
+        rule = f"{here}: ask for at most {most}{each}, or leave it out for all"
+        require(count <= len(seen), "mesh.data", cfg.data, rule)
         rule = f"all must be of one kind, and these are {', '.join(kinds)}: choose by CUDA_VISIBLE_DEVICES"
         require(len(kinds) == 1, "mesh.data", count, rule)
-        return cls(tuple(seen[:count]) if total > 1 else (), hosts)
+        is_one = count * hosts.count == 1
+        return cls(() if is_one else tuple(seen[:count]), hosts, cfg.fsdp)
 
     def __len__(self) -> int:
-        """How many devices the run has on all hosts."""
-        return max(1, len(self.devices)) * self.hosts.count
+        """How many replicas the run has on all hosts."""
+        return max(1, len(self.devices) // self.fsdp) * self.hosts.count
 
     @property
     def own(self) -> range:
-        """The places of this process's devices."""
-        count = max(1, len(self.devices))
+        """The places of this process's replicas."""
+        count = len(self) // self.hosts.count
         return range(self.hosts.index * count, (self.hosts.index + 1) * count)
 
+    @property
+    def groups(self) -> tuple[tuple[jax.Device, ...], ...]:
+        """The devices of each replica of this process."""
+        return tuple(itertools.batched(self.devices, self.fsdp))
+
     def hold(self, tree: Any) -> Any:
-        """The tree with each array on all devices of this host; where one has it already, it is not copied there."""
-        return jax.device_put(tree, self._sharding()) if self.devices else tree
+        """The tree with each array on all devices of this host; where one has it already, it is not copied there.
+
+        Of the weights of a shared base each device of a group gets its part.
+        """
+        return jax.device_put(tree, self.places_of(tree)) if self.devices else tree
+
+    def places_of(self, tree: Any) -> Any:
+        """The sharding of each array of a tree that this host holds, or of its shapes."""
+        mesh = _mesh(self.devices, self.fsdp)
+        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), sharding.specs(tree, self.fsdp))
 
     def each(self, tree: Any) -> tuple[Any, ...]:
-        """The tree as each device of this host holds it, without a copy."""
+        """The tree as each replica of this host holds it, without a copy."""
         if not self.devices:
             return (tree,)
-        leaves, form = jax.tree.flatten(self.hold(tree))
-        found = [{part.device: part.data for part in leaf.addressable_shards} for leaf in leaves]
+        held = self.hold(tree)
+        if self.fsdp == 1:
+            return tuple(_by_device(self.devices, held))
         return tuple(
-            jax.tree.unflatten(form, [parts[device] for parts in found]) for device in self.devices
+            jax.tree.map(functools.partial(_of_group, group), held) for group in self.groups
         )
+
+    def apart(self, trees: Sequence[Any], place: int) -> Any:
+        """Trees of which each device of a replica has one: one tree, whose arrays have an axis for the devices in front.
+
+        Args:
+            trees: As many as a replica has devices, on the host or held by the replica. Of a replica that is one
+                device, its tree is given back.
+            place: The number of the replica on this host.
+        """
+        if self.fsdp == 1:
+            return trees[0]
+        group = self.groups[place]
+        spread = NamedSharding(_mesh(group, len(group)), P(sharding.FSDP))
+        return jax.device_put(jax.tree.map(_side_by_side, *trees), spread)
 
     def total(self, trees: Sequence[Any]) -> Any:
         """The sum of the trees, one of each device, held by all of them: an all-reduce in the arrays' own type.
 
         Args:
-            trees: Those of this host's devices; all hosts must come here.
+            trees: Those of this host's replicas; all hosts must come here. Where a replica has several devices, arrays
+                have an axis for these in front (`apart`).
 
         Raises:
             HostLost: When another host does not answer.
@@ -117,6 +152,52 @@ class Replicas:
         if not self.devices:
             (tree,) = trees
             return tree
+        if self.fsdp == 1:
+            return self._total(trees)
+        pairs = zip(self.groups, trees, strict=True)
+        summed = self._total([tree for group, each in pairs for tree in _by_device(group, each)])
+        return jax.tree.map(lambda x: x[0], summed)
+
+    def of_first(self, tree: Any) -> Any:
+        """The tree that the first process gives, held by the devices of all hosts.
+
+        Args:
+            tree: As this host holds it on all of its devices; that of another host than the first only tells shapes
+                and types.
+        """
+        if self.hosts.count == 1:
+            return tree
+        first, *_ = _by_device(self.devices, self.hold(tree))
+        zeros = _by_device(self.devices, self.hold(jax.tree.map(jnp.zeros_like, tree)))
+        return self._total([first, *zeros[1:]] if self.hosts.leads else zeros)
+
+    def side_by_side[Result](self, work: Callable[[int], Result]) -> list[Result]:
+        """What `work` gives for the number of each replica of this host, called in a thread of its own for each.
+
+        To launch a program on a GPU takes until most of it has run: one thread would make devices take turns.
+        """
+        if not self.devices:
+            return [work(0)]
+        with ThreadPoolExecutor(len(self.own)) as threads:
+            return list(threads.map(work, range(len(self.own))))
+
+    def compiling(
+        self, device: jax.Device, *program: Hashable
+    ) -> contextlib.AbstractContextManager:
+        """Around a call of a program: lets one replica after the other come to one that is new to it.
+
+        The first compiles it, the others find it in JAX's cache of compiled programs (on a CPU each compiles it). What
+        is compiled twice is not always the same program: XLA measures each time which algorithms are fastest, and
+        they round differently.
+
+        Args:
+            device: Where it runs; the first of several.
+            *program: What tells it from others.
+        """
+        return _one_after_the_other(device, program) if self.devices else contextlib.nullcontext()
+
+    def _total(self, trees: Sequence[Any]) -> Any:
+        """The sum of trees of each device of all hosts, of which this host gives its own."""
         stacked = jax.tree.map(self._stacked, *trees)
         if self.hosts.count == 1:
             whole = _all_reduce(self._whole_mesh)(stacked)
@@ -124,49 +205,14 @@ class Replicas:
             whole = jax.tree.map(self._as_held, self._reduced(stacked))
         return jax.tree.map(lambda x, like: x.reshape(like.shape), whole, trees[0])
 
-    def of_first(self, tree: Any) -> Any:
-        """The tree that the first process gives, held by the devices of all hosts.
-
-        Args:
-            tree: As this host holds it; that of another host than the first only tells shapes and types.
-        """
-        if self.hosts.count == 1:
-            return tree
-        zeros = jax.tree.map(jnp.zeros_like, tree)
-        first, *others = self.each(zeros)
-        return self.total([self.each(tree)[0] if self.hosts.leads else first, *others])
-
-    def side_by_side[Result](self, work: Callable[[int], Result]) -> list[Result]:
-        """What `work` gives for the number of each device of this host, called in a thread of its own for each.
-
-        To launch a program on a GPU takes until most of it has run: one thread would make devices take turns.
-        """
-        if not self.devices:
-            return [work(0)]
-        with ThreadPoolExecutor(len(self.devices)) as threads:
-            return list(threads.map(work, range(len(self.devices))))
-
-    def compiling(
-        self, device: jax.Device, *program: Hashable
-    ) -> contextlib.AbstractContextManager:
-        """Around a call of a program: lets one device after the other come to one that is new to it.
-
-        The first compiles it, the others find it in JAX's cache of compiled programs (on a CPU each compiles it). What
-        is compiled twice is not always the same program: XLA measures each time which algorithms are fastest, and
-        they round differently.
-
-        Args:
-            device: Where it runs.
-            *program: What tells it from others.
-        """
-        return _one_after_the_other(device, program) if self.devices else contextlib.nullcontext()
-
     def _stacked(self, *parts: jax.Array) -> jax.Array:
         """One array of which each device of all hosts holds its own part; a number becomes an axis."""
         parts = [part.reshape(-1) if part.ndim == 0 else part for part in parts]
         first, *rest = parts[0].shape
-        shape, sharding = (len(self) * first, *rest), NamedSharding(self._whole_mesh, P(_DATA))
-        return jax.make_array_from_single_device_arrays(shape, sharding, parts)
+        mesh = self._whole_mesh
+        return jax.make_array_from_single_device_arrays(
+            (mesh.size * first, *rest), NamedSharding(mesh, P(_DATA)), parts
+        )
 
     def _reduced(self, stacked: Any) -> Any:
         """The sum over all hosts."""
@@ -179,22 +225,41 @@ class Replicas:
     def _as_held(self, array: jax.Array) -> jax.Array:
         """An array that all hosts hold, as this host holds it."""
         parts = [part.data for part in array.addressable_shards]
-        return jax.make_array_from_single_device_arrays(array.shape, self._sharding(), parts)
-
-    def _sharding(self) -> NamedSharding:
-        return NamedSharding(_mesh(self.devices), P())
+        held = NamedSharding(_mesh(self.devices, self.fsdp), P())
+        return jax.make_array_from_single_device_arrays(array.shape, held, parts)
 
     @property
     def _whole_mesh(self) -> Mesh:
-        """The devices of all hosts; each has chosen its first ones."""
+        """The devices of all hosts in a row; each has chosen its first ones."""
         if self.hosts.count == 1:
-            return _mesh(self.devices)
+            return _row(self.devices)
         chosen = [
             device
             for host in range(self.hosts.count)
             for device in jax.local_devices(process_index=host)[: len(self.devices)]
         ]
-        return _mesh(tuple(chosen))
+        return _row(tuple(chosen))
+
+
+def _of_group(group: tuple[jax.Device, ...], whole: jax.Array) -> jax.Array:
+    """What the devices of a replica hold of an array, as one array."""
+    parts = {part.device: part.data for part in whole.addressable_shards}
+    placed = NamedSharding(_mesh(group, len(group)), whole.sharding.spec)
+    return jax.make_array_from_single_device_arrays(
+        whole.shape, placed, [parts[device] for device in group]
+    )
+
+
+def _side_by_side(*arrays: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
+    """The arrays with an axis for them in front, where they are: what is on the host goes to no device on its way."""
+    return (np if isinstance(arrays[0], np.ndarray | np.generic) else jnp).stack(arrays)
+
+
+def _by_device(devices: Sequence[jax.Device], tree: Any) -> list[Any]:
+    """What each of the devices holds of a tree's arrays."""
+    leaves, form = jax.tree.flatten(tree)
+    found = [{part.device: part.data for part in leaf.addressable_shards} for leaf in leaves]
+    return [jax.tree.unflatten(form, [parts[device] for parts in found]) for device in devices]
 
 
 _compiles, _compiled = threading.Lock(), set()
@@ -211,8 +276,18 @@ def _one_after_the_other(device: jax.Device, program: Hashable) -> Iterator[None
 
 
 @functools.cache
-def _mesh(devices: tuple[jax.Device, ...]) -> Mesh:
-    return Mesh(np.array(devices), (_DATA,), axis_types=(jax.sharding.AxisType.Auto,))
+def _mesh(devices: tuple[jax.Device, ...], fsdp: int) -> Mesh:
+    """Replicas of so many devices each; of one replica alone, its devices."""
+    if len(devices) == fsdp > 1:
+        return Mesh(np.array(devices), (sharding.FSDP,), axis_types=(_AUTO,))
+    return Mesh(
+        np.array(devices).reshape(-1, fsdp), (_DATA, sharding.FSDP), axis_types=(_AUTO,) * 2
+    )
+
+
+@functools.cache
+def _row(devices: tuple[jax.Device, ...]) -> Mesh:
+    return Mesh(np.array(devices), (_DATA,), axis_types=(_AUTO,))
 
 
 @functools.cache

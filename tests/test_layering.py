@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # Each row may import from the rows above it and within itself; packages of one row do not import each other.
 ORDER = (
     ("checked", "files", "ahead"),
-    ("config_rules", "hosts", "locks", "process_pool"),
+    ("config_rules", "hosts", "locks", "process_pool", "sharding"),
     ("config",),
     ("model", "data", "tracking", "mesh"),
     ("checkpoint", "rewards"),

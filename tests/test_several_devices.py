@@ -7,6 +7,7 @@ as one may do by hand. On GPUs those run for which there are enough:
     JAX_PLATFORMS=cuda python -m pytest -n 0 -m devices tests/test_several_devices.py
 """
 
+import copy
 import dataclasses
 import functools
 import json
@@ -21,13 +22,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import monitoring
+from jax.sharding import PartitionSpec as P
 
-from qerl_jax import config
+from qerl_jax import config, sharding
+from qerl_jax.checkpoint import base_model
 from qerl_jax.checkpoint.run_state import StateFiles
-from qerl_jax.config import GrpoConfig, MeshConfig
+from qerl_jax.config import GrpoConfig, LoraConfig, MeshConfig
 from qerl_jax.generation.fleet import Fleet
 from qerl_jax.mesh import Replicas
-from qerl_jax.rl import rollouts
+from qerl_jax.model.transformer import Transformer, abstract_base, random_base, trainable
+from qerl_jax.rl import grpo, rollouts, update
 from qerl_jax.tracking import logger
 from qerl_jax.training.trainer import train
 from tests import test_tiny_run as tiny
@@ -39,6 +43,8 @@ from tests.qerl_jax.rl import test_update as updates
 ROOT = pathlib.Path(__file__).parents[1]
 devices = pytest.mark.devices
 COUNTS = (2, 3, 8)
+# Replicas, and devices of each.
+SHARED = ((1, 2), (2, 2), (1, 8))
 
 
 def flags(count):
@@ -58,10 +64,10 @@ def test_on_eight_virtual_devices():
 
 
 @functools.cache
-def replicas(count):
-    if count > jax.device_count():
-        pytest.skip(f"needs {count} devices")
-    return Replicas.of(MeshConfig(data=count), rows=64)
+def replicas(count, fsdp=1):
+    if count * fsdp > jax.device_count():
+        pytest.skip(f"needs {count * fsdp} devices")
+    return Replicas.of(MeshConfig(data=count, fsdp=fsdp), rows=64)
 
 
 @devices
@@ -89,13 +95,15 @@ def test_sums_of_all_devices_are_added_up_on_all_of_them(count):
     assert len(matrix.addressable_shards) == count and matrix.is_fully_replicated
 
 
-def sampled(count, slots, *, poll=None, **options):
+def sampled(count, slots, *, fsdp=1, poll=None, **options):
     """(tokens, log-probabilities, why it ended) of every row."""
     queue = [prompt for seed in range(3) for prompt in engines.prompts(seed)]
     subject = engines.make(stop_tokens=engines.stops(), compact=False, poll=poll, **options)
-    if count > 1:
-        subject = Fleet(subject, replicas(count))
-    variables = replicas(count).hold(engines.policy()[1]) if count > 1 else engines.policy()[1]
+    variables = engines.policy()[1]
+    if count * fsdp > 1:
+        subject._model = subject._model.clone(fsdp=fsdp)
+        subject = Fleet(subject, replicas(count, fsdp))
+        variables = replicas(count, fsdp).hold(variables)
     limits = {"max_prompt_length": engines.WIDTH, "max_concurrent": slots}
     rows = sorted(subject.completions(variables, queue, 1.0, **limits), key=lambda row: row.row)
     return [(row.tokens.tolist(), row.logps.tolist(), row.ended) for row in rows]
@@ -106,6 +114,24 @@ def sampled(count, slots, *, poll=None, **options):
 def test_rows_get_the_same_tokens_and_log_probabilities_bit_for_bit(count):
     assert len(sampled(1, 3)) == 30
     assert sampled(count, 3) == sampled(1, 3)
+
+
+@devices
+@pytest.mark.parametrize(("count", "fsdp"), SHARED)
+def test_rows_are_the_same_where_devices_share_a_base(count, fsdp):
+    assert sampled(count, 3, fsdp=fsdp) == sampled(1, 3)
+
+
+@devices
+@pytest.mark.parametrize("per", ["group", "token"])
+def test_noise_of_rows_is_the_same_where_devices_share_a_base(per):
+    sampler, variables = rolled.noisy(per)
+    engine = copy.copy(sampler.engine)
+    engine._model = engine._model.clone(fsdp=2)
+    sampler = dataclasses.replace(sampler, engine=Fleet(engine, replicas(1, 2)))
+    held, key = replicas(1, 2).hold(variables), jax.random.key(0)
+    found = rollouts.collect(sampler, held, rolled.PROBLEMS, key, groups=rolled.PLACES)
+    assert found.texts == rolled.collect_noisy(per).texts
 
 
 @devices
@@ -203,11 +229,14 @@ LEARNED = {
 }
 
 
-def learned(count, options):
+def learned(count, options, fsdp=1):
     """State and metrics after a rollout; the gradient is Adam's first moment."""
     updater = updates.make(**options)
-    if count > 1:
-        updater = dataclasses.replace(updater, replicas=replicas(count))
+    if count * fsdp > 1:
+        model = updater.objective.model.clone(fsdp=fsdp)
+        objective = dataclasses.replace(updater.objective, model=model)
+        share = replicas(count, fsdp)
+        updater = dataclasses.replace(updater, objective=objective, replicas=share)
     hold = updater.replicas.hold
     state, frozen = hold(updates.state_of(updates.trained_params())), hold(updates.base())
     experience = updates.sample_experience()
@@ -230,12 +259,92 @@ def test_an_update_is_that_of_one_device_to_a_millionth(name, count):
     updates.assert_close(several.params, one.params, rtol=1e-4, atol=1e-5)
 
 
-def steps(folder, count, **more):
+@devices
+@pytest.mark.parametrize(
+    ("name", "count", "fsdp"),
+    [("dapo", 1, 2), ("dapo", 1, 8), ("kl", 2, 2), ("bnpo", 2, 2), ("recompute", 2, 2)],
+)
+def test_an_update_is_the_same_where_devices_share_a_base(name, count, fsdp):
+    options = LEARNED[name] | {"remat": "products"}
+    (one, alone), (several, found) = learned(1, options), learned(count, options, fsdp)
+    if name != "recompute":
+        gradients = map(jax.tree.leaves, (updates.gradient(several), updates.gradient(one)))
+        for actual, expected in zip(*gradients, strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * abs(expected).max())
+    updates.assert_close(updates.of_rows(found), updates.of_rows(alone), rtol=1e-4, atol=1e-6)
+    updates.assert_close(several.params, one.params, rtol=1e-4, atol=1e-5)
+
+
+@devices
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "nf4", "bfloat16"])
+def test_a_shared_base_of_any_format_gives_the_same_bits(weights):
+    arch, dtype = dataclasses.replace(updates.ARCH, ffn_width=64), jnp.dtype("bfloat16")
+    model, tokens = Transformer(arch, weights, None, dtype), jnp.arange(10)[None]
+    base = random_base(model, jax.random.key(0))
+    hidden = lambda variables, tokens: model.apply(variables, tokens)[0]
+    alone = jax.jit(hidden)({"frozen": base}, tokens)
+    # By 3 nothing divides evenly.
+    for fsdp in (2, 3):
+        (held,) = replicas(1, fsdp).each(replicas(1, fsdp).hold({"frozen": base}))
+        found = jax.jit(sharding.in_group(fsdp, hidden))(held, tokens)
+        np.testing.assert_array_equal(found, alone)
+
+
+def temporaries(fsdp, remat):
+    """Bytes that the gradient of a micro-batch takes beside what goes in and out, and those of the layers."""
+    arch = dataclasses.replace(updates.ARCH, num_layers=16, width=128, ffn_width=1024)
+    model = Transformer(arch, "nvfp4", LoraConfig(rank=1), jnp.float32, fsdp=fsdp)
+    base = abstract_base(model)
+    params, frozen = jax.eval_shape(lambda f: trainable(model, f, jax.random.key(0)), base)
+    updater = updates.make(optim=updates.geometry(2, 4))
+    objective = dataclasses.replace(updater.objective, model=model, remat=remat)
+    experience = updates.sample_experience()
+    cut = update.cut_rows(updater, experience, experience.rows.reshape(-1))
+    sums = jax.tree.map(lambda x: jnp.zeros(x.shape), (jnp.float32(0), params))
+    own = [sums, experience.pack(cut[-1], {}), jax.random.key(0)]
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(frozen["layers"]))
+    if fsdp > 1:
+        share = replicas(1, fsdp)
+        own = [share.apart([each] * fsdp, 0) for each in own]
+        placed = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+        params, frozen = (jax.tree.map(placed, x, share.places_of(x)) for x in (params, frozen))
+    sums, rows, keys = own
+    totals = grpo.BatchTotals(np.int32(8), np.int32(20), 6, 1)
+    program = update._accumulator(objective)
+    lowered = program.lower(sums, params, frozen, None, rows, totals, keys)
+    return lowered.compile().memory_analysis().temp_size_in_bytes, size
+
+
+@devices
+@pytest.mark.parametrize("remat", ["products", "mlp", "layer"])
+def test_an_update_never_has_all_of_a_shared_base_on_a_device(remat):
+    (alone, size), (shared, _) = temporaries(1, remat), temporaries(8, remat)
+    assert shared < alone + size / 8
+
+
+@devices
+@pytest.mark.parametrize(("count", "fsdp"), SHARED)
+def test_a_shared_base_is_loaded_in_parts(count, fsdp):
+    cfg = config.load(tiny.QUICKSTART)
+    model = base_model.describe_base(cfg.model, cfg.lora)[0]
+    share = replicas(count, fsdp)
+    for each in (cfg.model, dataclasses.replace(cfg.model, random_base=True)):
+        alone = base_model.load_weights(each, model)
+        found = base_model.load_weights(each, model, places=share.places_of)
+        codes = found["layers"]["down"]["weight"].codes
+        assert codes.sharding.spec == P(None, "fsdp", None)
+        assert codes.addressable_shards[0].data.nbytes * fsdp == codes.nbytes
+        for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+
+
+def steps(folder, count, fsdp=1, **more):
     """Three steps of a run with slots and batches that do not depend on the number of devices."""
     rollout = {"num_generations": 4, "max_completion_length": 32}
     fixed = {"compact": False, "max_concurrent": 4}
-    assert count == 1 or len(replicas(count)) == count
-    cfg = tiny.small(folder, max_steps=3, rollout=rollout | fixed, mesh={"data": count}, **more)
+    assert count == 1 or len(replicas(count, fsdp)) == count
+    mesh = {"data": count, "fsdp": fsdp}
+    cfg = tiny.small(folder, max_steps=3, rollout=rollout | fixed, mesh=mesh, **more)
     return train(cfg, quiet=True), logger.read_metrics(folder)
 
 
@@ -245,11 +354,17 @@ def texts(folder):
 
 
 @devices
-def test_a_run_samples_the_same_texts_and_learns_the_same(tmp_path):
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_a_run_samples_the_same_texts_and_learns_the_same(fsdp, tmp_path):
     noise = {"sigma_start": 0.05, "sigma_end": 0.01, "num_stages": 3, "scope": "both"}
-    more = {"eval": config.EvalConfig(num_problems=16), "noise": config.NoiseConfig(**noise)}
+    more = {
+        "eval": config.EvalConfig(num_problems=16),
+        "noise": config.NoiseConfig(**noise),
+        "model": {"gradient_checkpointing": "products"},
+    }
     one, alone = steps(tmp_path / "one", 1, **more)
-    several, found = steps(tmp_path / "several", min(8, jax.device_count()), **more)
+    count = min(8, jax.device_count()) // fsdp
+    several, found = steps(tmp_path / "several", count, fsdp, **more)
     assert texts(tmp_path / "several") == texts(tmp_path / "one")
     same = ("reward", "num_tokens", "aqn/sigma", "completions/mean_length", "eval/accuracy")
     for row, other in zip(found, alone, strict=True):

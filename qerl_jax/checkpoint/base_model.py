@@ -18,6 +18,9 @@ from qerl_jax.model.transformer import Kept, Transformer, abstract_base, random_
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
 
+# The sharding of each array of a tree of shapes.
+type Placer = Callable[[Any], Any]
+
 
 def choose_kernels(cfg: ModelConfig) -> None:
     """Has this process use the kernels that a config names.
@@ -87,6 +90,7 @@ def load_weights(
     model: Transformer,
     seed: int = 0,
     progress: Callable[[float], None] | None = None,
+    places: Placer | None = None,
 ) -> Any:
     """The `frozen` tree of a base on the device: read from its folder, or random.
 
@@ -95,6 +99,7 @@ def load_weights(
         model: What `describe_base` gave for it.
         seed: Random seed for a random base.
         progress: Is told which share of the layers is read.
+        places: Where a base that several devices share lies; see `assemble`.
 
     Raises:
         FileNotFoundError, SafetensorsError: When files are missing or cut short; before any weight is read.
@@ -102,9 +107,10 @@ def load_weights(
     """
     model = model.clone(full=False)
     if cfg.random_base:
-        return random_base(model, jax.random.key(seed))
+        at = None if places is None else places(abstract_base(model))
+        return random_base(model, jax.random.key(seed), at)
     folder = hf_folder.local_folder(cfg.model_name_or_path)
-    return read_base(folder, model, cfg.block_scales, progress)
+    return read_base(folder, model, cfg.block_scales, progress, places)
 
 
 def _is_shape(cfg: ModelConfig) -> bool:
@@ -137,6 +143,7 @@ def read_base(
     model: Transformer,
     scales: BlockScales = "auto",
     progress: Callable[[float], None] | None = None,
+    places: Placer | None = None,
 ) -> Any:
     """Reads a Hugging Face checkpoint into the `frozen` tree, layer by layer.
 
@@ -150,6 +157,7 @@ def read_base(
         model: Says what is expected, and how linears are to be held.
         scales: How block scales of 16-bit linears are chosen.
         progress: Is told which share of the layers is read.
+        places: See `assemble`.
 
     Raises:
         NotImplementedError: When the folder is of a packed format that we do not read, or of
@@ -207,7 +215,7 @@ def read_base(
         apart = {"shared": False} if source.name == "nvfp4" and linear not in shared else {}
         return arrange(source.fuse(parts, **apart))
 
-    frozen = assemble(arch, tensors, dtype, read_linear, progress)
+    frozen = assemble(arch, tensors, dtype, read_linear, progress, places)
     return frozen | ({"kept": stacks} if stacks else {})
 
 
@@ -247,8 +255,11 @@ def assemble(
     dtype,
     read_linear: Callable[[str, list[str]], PackedWeight | jax.Array],
     progress: Callable[[float], None] | None = None,
+    places: Placer | None = None,
 ) -> Any:
     """Makes the `frozen` tree, layer by layer: the device holds no more than one layer beside the stack.
+
+    Of a base that several devices share, each gets its part of a layer as soon as the layer is read.
 
     Args:
         arch: Says what there is.
@@ -256,6 +267,7 @@ def assemble(
         dtype: Type of embedding, head, norms and biases.
         read_linear: As for `read_layer`.
         progress: Is told which share of the layers is there.
+        places: Gives the sharding of each array of a tree of shapes; None for all on one device.
     """
     # jnp.array copies; asarray may leave a CPU's array in the mapped file, and the base would
     # change with it.
@@ -270,8 +282,8 @@ def assemble(
     for index in range(arch.num_layers):
         layer = read_layer(arch, tensors, f"model.layers.{index}.", dtype, read_linear)
         if stack is None:
-            stack = jax.tree.map(lambda x: jnp.zeros((arch.num_layers, *x.shape), x.dtype), layer)
-        stack = _put(stack, layer, index)
+            stack, put = _empty(layer, arch.num_layers, places)
+        stack = put(stack, layer, index)
         if progress is not None:
             # What is not computed yet would make the bar run ahead.
             jax.block_until_ready(stack)
@@ -279,9 +291,20 @@ def assemble(
     return frozen | {"layers": stack}
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _put(stack, layer, index):
+def _empty(layer: Any, count: int, places: Placer | None) -> tuple[Any, Callable]:
+    """A stack of so many layers, and what puts one into it."""
+    stack = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), layer)
+    at = None if places is None else places({"layers": stack})["layers"]
+    empty = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stack)
+    put = _put if at is None else jax.jit(_into, donate_argnums=0, out_shardings=at)
+    return jax.jit(empty, out_shardings=at)(), put
+
+
+def _into(stack, layer, index):
     return jax.tree.map(lambda s, x: s.at[index].set(x.astype(s.dtype)), stack, layer)
+
+
+_put = jax.jit(_into, donate_argnums=0)
 
 
 def read_layer(

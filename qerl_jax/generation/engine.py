@@ -22,8 +22,10 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import runtime
+from qerl_jax import sharding
 from qerl_jax.checked import require
 from qerl_jax.config import DENSE, RolloutConfig
 from qerl_jax.data.tokenizer import Tokenizer
@@ -302,12 +304,14 @@ class Engine:
         poll, temperature = poll or self.poll, np.float32(temperature)
         # All of it said to be on one device: else a chunk whose rows come from the host and one whose
         # rows come from the chunk before would be two programs.
-        (device,) = jax.tree.leaves(variables["frozen"])[0].devices()
+        leaf = jax.tree.leaves(variables["frozen"])[0]
+        device, *others = sorted(leaf.devices(), key=lambda each: each.id)
         with jax.default_device(device):  # programs of a thread under it would be lowered anew
             pool = kv_cache.pool(
                 self._model.arch, schedule.num_pages, self._model.dtype, self._page_size
             )
-        pool = jax.device_put(pool, device)
+        where = NamedSharding(leaf.sharding.mesh, PartitionSpec()) if others else device
+        pool = jax.device_put(pool, where)
         traits = {"model": self._model, "spec": self._spec}
         chunks = collections.deque()
         while schedule.unfinished():
@@ -326,7 +330,7 @@ class Engine:
                     if not schedule.has_live():
                         break
                     with_history = self._spec.repetition_penalty != 1
-                    slots = jax.device_put(schedule.slots(with_history), device)
+                    slots = jax.device_put(schedule.slots(with_history), where)
                 with compiles(device, self._model, self._spec, pool[0].shape, slots.tables.shape):
                     pool, brought, moved = _decode(
                         variables, pool, slots, temperature, self._stop_tokens, **traits
@@ -447,6 +451,11 @@ def _program(*static_argnames: str):
 @_program("model")
 def _prefill(variables, pool, tokens, tables, numbers=None, *, model: Transformer):
     """Puts prompts [R, T] into the pages of `tables`, under the noise of those numbers where rows have their own."""
+    filled = functools.partial(_filled, model=model)
+    return sharding.in_group(model.fsdp, filled)(variables, pool, tokens, tables, numbers)
+
+
+def _filled(variables, pool, tokens, tables, numbers, *, model: Transformer):
     variables = noise.of_rows(variables, numbers, jnp.zeros(len(tokens), jnp.int32))
     cache = kv_cache.KVCache(*pool, tables, jnp.zeros(len(tokens), jnp.int32))
     _, cache = model.apply(variables, tokens, cache=cache, adapter="params" in variables)
@@ -476,6 +485,21 @@ def _decode(
         The pool; tokens and log-probabilities [B, spec.chunk], how many of them each row has, who lives,
         and entropies [B, spec.chunk] or None; and the fields of `slots` that have moved.
     """
+    sampled = functools.partial(_sampled, model=model, spec=spec)
+    in_group = sharding.in_group(model.fsdp, sampled)
+    return in_group(variables, pool, slots, temperature, stop_tokens)
+
+
+def _sampled(
+    variables,
+    pool,
+    slots: Slots,
+    temperature,
+    stop_tokens,
+    *,
+    model: Transformer,
+    spec: EngineSpec,
+):
     chunk = spec.chunk
     extend = _extender(model, variables, slots)
     matrix, rows = head(variables["frozen"]), jnp.arange(len(slots.live))

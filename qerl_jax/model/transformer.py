@@ -31,6 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import decode_attention, mxfp4, nf4, nvfp4, prepare, rounded
 from pallas_kernels.finished_linear import finished_linear, prepare_branches
+from qerl_jax import sharding
 from qerl_jax.config import DENSE, LoraConfig, Remat, Weights
 from qerl_jax.model import kv_cache, layers, packing
 from qerl_jax.model.architecture import LAYER_NORMS, Architecture
@@ -153,7 +154,7 @@ class FusedLinear(nn.Module):
         if self.is_mutable_collection("intermediates"):  # the caller asks; see `run_layer`
             self.sow("intermediates", "input", x if unit is None else (x * unit).astype(x.dtype))
         features = sum(size for _, size in self.parts)
-        weight = self._base("weight", lambda key: self._random(key, features, x))
+        weight = sharding.gathered(self._base("weight", lambda key: self._random(key, features, x)))
         branches, bias = [], None
         if self.role is Role.ADAPTED:
             if self.has_variable("prepared", "branches"):
@@ -291,6 +292,7 @@ class Transformer(nn.Module):
         full: Whether `params` holds what the layers hold, instead of an adapter; see `trainable`.
         kept: Linears of a packed base that are in bfloat16, and in which layers; without a meaning where
             no linear is packed.
+        fsdp: Devices that have a part of the layers' weights each; see `sharding`.
     """
 
     arch: Architecture
@@ -299,6 +301,7 @@ class Transformer(nn.Module):
     dtype: Any = jnp.bfloat16
     full: bool = False
     kept: Kept = ()
+    fsdp: int = 1
 
     @nn.compact
     def __call__(
@@ -415,9 +418,16 @@ def head(frozen: dict[str, Any]) -> jax.Array:
     return frozen.get("lm_head", frozen["embed_tokens"])
 
 
-def random_base(model: Transformer, key: jax.Array) -> dict[str, Any]:
-    """A base of random weights, made on the device, packed layer by layer; it never exists in 16 bits."""
-    return jax.jit(lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["frozen"])(key)
+def random_base(model: Transformer, key: jax.Array, places: Any = None) -> dict[str, Any]:
+    """A base of random weights, made on the device, packed layer by layer; it never exists in 16 bits.
+
+    Args:
+        model: What it is a base of.
+        key: Random key.
+        places: The sharding of each array; None for all on one device.
+    """
+    made = lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["frozen"]
+    return jax.jit(made, out_shardings=places)(key)
 
 
 def abstract_base(model: Transformer) -> dict[str, Any]:
@@ -483,8 +493,8 @@ def with_prepared_adapter(
     def branches(linear: str, shape: LinearShape):
         pairs = [params[linear][part] for part, _ in model.arch.linears()[linear]]
         matrices = [(pair["a"], shape.scaled(pair["b"], i)) for i, pair in enumerate(pairs)]
-        # Where a layer may have a dense weight instead, the matrices are prepared for any.
-        weight = None if linear in partly else stacked[linear]["weight"]
+        # Where a layer may have a dense weight instead, or gathers it, the matrices are prepared for any.
+        weight = None if linear in partly or model.fsdp > 1 else stacked[linear]["weight"]
         bias, has_unit = stacked[linear].get("bias"), linear in ("qkv", "gate_up")
         of_layer = functools.partial(
             prepare_branches,

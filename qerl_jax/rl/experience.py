@@ -142,11 +142,10 @@ class Experience:
         self,
         into: np.ndarray,
         batch: microbatches.MicroBatch,
-        layout: packing.Packing,
         values: np.ndarray,
     ) -> None:
         """Writes the values [T] of a micro-batch's completions to their places in an array [B, C]."""
-        place = self._places(batch, layout)
+        place = self._places(batch, self.pack(batch, {}).packing)
         into[place] = values[: len(place[0])]
 
 

@@ -1,6 +1,7 @@
 """Which rows make up a micro-batch, and of what shape it is: plain index arithmetic on the host."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Self
@@ -227,6 +228,26 @@ def cut_for(rows: Rows, shapes: Sequence[Shape], places: int) -> list[MicroBatch
         if least <= _EVEN * loads.mean():
             break
     return best
+
+
+def alike(
+    batches: Sequence[MicroBatch], width: int
+) -> list[tuple[tuple[int, ...], list[MicroBatch]]]:
+    """Sets of so many micro-batches of one shape, each with their numbers; where there are fewer, some without rows."""
+    by_shape: dict[Shape, list[int]] = {}
+    for number, batch in enumerate(batches):
+        by_shape.setdefault(batch.shape, []).append(number)
+    if width == 1:
+        return [((number,), [batch]) for number, batch in enumerate(batches)]
+    sets = [
+        (numbers, [batches[number] for number in numbers])
+        for of_shape in by_shape.values()
+        for numbers in itertools.batched(of_shape, width)
+    ]
+    none = lambda batch: MicroBatch(batch.shape, np.full(len(batch.rows), -1))
+    return [
+        (numbers, [*chosen, *[none(chosen[0])] * (width - len(chosen))]) for numbers, chosen in sets
+    ]
 
 
 def dealt(batches: Sequence[MicroBatch], places: int) -> list[int]:

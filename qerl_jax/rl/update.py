@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from qerl_jax import sharding
 from qerl_jax.config import GrpoConfig, OptimConfig, Remat, RunConfig
 from qerl_jax.mesh import Replicas
 from qerl_jax.model import logprobs, packing, transformer
@@ -261,17 +262,25 @@ gradient = jax.value_and_grad(loss, argnums=1, has_aux=True)
 
 @functools.partial(jax.jit, static_argnames=("objective", "adapter", "of"))
 def score(objective, params, frozen, noise, batch, adapter, of="logps"):
-    """Log-probabilities [T] of the tokens of a micro-batch, or with of = "entropies" these."""
-    logps, entropies = packed_logps(
-        objective.model,
-        _variables(params, frozen, noise, batch),
-        batch.packing,
-        batch.tokens,
-        temperature=objective.temperature,
-        num_tokens=objective.num_tokens,
-        adapter=adapter,
-    )
-    return {"logps": logps, "entropies": entropies}[of]
+    """Log-probabilities [T] of the tokens of a micro-batch, or with of = "entropies" these.
+
+    Where devices share a base, each has a micro-batch of its own: [fsdp, T].
+    """
+
+    def scored(params, frozen, noise, batch):
+        logps, entropies = packed_logps(
+            objective.model,
+            _variables(params, frozen, noise, batch),
+            batch.packing,
+            batch.tokens,
+            temperature=objective.temperature,
+            num_tokens=objective.num_tokens,
+            adapter=adapter,
+        )
+        return {"logps": logps, "entropies": entropies}[of]
+
+    in_group = sharding.in_group(objective.model.fsdp, scored, own=(3,), gives_own=True)
+    return in_group(params, frozen, noise, batch)
 
 
 @jax.jit
@@ -295,6 +304,12 @@ def _accumulator(objective: Objective):
         jax.jit, donate_argnames="sums", compiler_options=compiler_options(objective)
     )
     def accumulate(sums, *micro_batch):
+        # Sums, rows and the key of dropout are another one's on each device of a replica.
+        return sharding.in_group(
+            objective.model.fsdp, added, own=(0, 4, 6), gives_own=(True, True)
+        )(sums, *micro_batch)
+
+    def added(sums, *micro_batch):
         (value, counts), grads = gradient(objective, *micro_batch)
         return jax.tree.map(jnp.add, sums, (value, grads)), counts
 
@@ -302,7 +317,7 @@ def _accumulator(objective: Objective):
 
 
 def accumulate(objective, sums, *micro_batch):
-    """Adds loss and gradient of a micro-batch to those before it."""
+    """Adds loss and gradient of a micro-batch to those before it; where devices share a base, of one for each."""
     return _accumulator(objective)(sums, *micro_batch)
 
 
@@ -562,39 +577,56 @@ def _of_tokens(updater, params, frozen, experience, noise, rows, adapter, of) ->
 
     cut = cut_rows(updater, experience, rows)
 
-    def scored(number, own):
-        packed = experience.pack(cut[number], {})
-        return packed.packing, score(objective, *policies[own], packed, adapter, of)
+    def scored(numbers, batches, own):
+        packed = updater.replicas.apart([experience.pack(each, {}) for each in batches], own)
+        return score(objective, *policies[own], packed, adapter, of)
 
     scores = _computed(updater, cut, scored, program=(objective, adapter, of))
-    for batch, (packing_, values) in zip(cut, scores, strict=True):
-        experience.unpack(found, batch, packing_, np.asarray(values))
+    for batch, values in zip(cut, scores, strict=True):
+        experience.unpack(found, batch, np.asarray(values))
     return found
 
 
 def _computed[Found](
     updater: Updater,
     cut: Sequence[microbatches.MicroBatch],
-    compute: Callable[[int, int], Found],
+    compute: Callable[[Sequence[int], Sequence[microbatches.MicroBatch], int], Found],
     program: Any,
 ) -> list[Found]:
-    """What compute(number of a micro-batch, number of its device on this host) gives, for all of them in order.
+    """What is computed of each micro-batch, for all of them in order; replicas compute at a time.
 
-    Devices compute at a time. What other hosts computed comes as arrays of the host.
+    Args:
+        updater: What computes them.
+        cut: The micro-batches.
+        compute: compute(numbers, micro-batches, number of a replica of this host) is called for as many micro-batches
+            of one shape as a replica has devices; where that is several, for all of them at once, with an axis in front.
+        program: What tells the program from others.
+
+    Returns:
+        Of what other hosts computed, and of replicas of several devices, arrays are on the host.
     """
     replicas = updater.replicas
-    places = microbatches.dealt(cut, len(replicas))
+    sets = microbatches.alike(cut, replicas.fsdp)
+    places = microbatches.dealt([batches[0] for _, batches in sets], len(replicas))
 
     def work(own):
-        device, found = replicas.devices[own] if replicas.devices else None, {}
-        for number in (n for n, at in enumerate(places) if at == replicas.own[own]):
+        group, found = replicas.groups[own] if replicas.devices else (None,), {}
+        mine = [each for each, at in zip(sets, places, strict=True) if at == replicas.own[own]]
+        for numbers, batches in mine:
             updater.poll()
-            with replicas.compiling(device, program, cut[number].shape):
-                found[number] = compute(number, own)
+            with replicas.compiling(group[0], program, batches[0].shape):
+                found[numbers] = compute(numbers, batches, own)
         return found
 
     def computed():
-        return {number: x for each in replicas.side_by_side(work) for number, x in each.items()}
+        made = [each for of_place in replicas.side_by_side(work) for each in of_place.items()]
+        if replicas.fsdp == 1:
+            return {number: x for (number,), x in made}
+        return {
+            number: jax.tree.map(lambda x, at=at: x[at], of_set)
+            for numbers, of_set in jax.device_get(made)
+            for at, number in enumerate(numbers)
+        }
 
     if replicas.hosts.count == 1:
         found = computed()
@@ -697,17 +729,21 @@ def summed_gradient(
         )
     policies = updater.replicas.each((params, frozen, noise))
     # Made before anything runs: what one device makes for another must not wait for what that device does.
+    apart, count = updater.replicas.apart, updater.replicas.fsdp
     keys = [jax.random.fold_in(key, number) for number in range(len(cut))]
-    sums = list(updater.replicas.each(zeros(params)))
+    starts = enumerate(updater.replicas.each(zeros(params)))
+    sums = [apart([start] * count, own) for own, start in starts]
 
-    def accumulated(number, own):
+    def accumulated(numbers, batches, own):
+        # Where rows are missing, so are keys.
+        own_keys = [keys[number] for number in (*numbers, *numbers[:1] * count)[:count]]
         sums[own], counts = accumulate(
             updater.objective,
             sums[own],
             *policies[own],
-            experience.pack(cut[number], fixed),
+            apart([experience.pack(each, fixed) for each in batches], own),
             totals,
-            keys[number],
+            apart(own_keys, own),
         )
         return counts
 
@@ -756,7 +792,8 @@ def cut_rows(
     shapes = shapes[:1] if largest else shapes
     if cfg.loss_type == "bnpo":
         return microbatches.by_rows(rows, optim.per_device_train_batch_size, shapes)
-    return microbatches.cut_for(rows, shapes, len(updater.replicas))
+    replicas = updater.replicas
+    return microbatches.cut_for(rows, shapes, len(replicas) * replicas.fsdp)
 
 
 def update_shapes(

@@ -95,10 +95,13 @@ def check_adapter(
     """
     # One shape, so that it is compiled once for a run.
     batch = update.cut_rows(updater, group, group.rows.reshape(-1)[:_ROWS], largest=True)[0]
-    part = group.pack(batch, {})
-    policy = updater.replicas.each((params, frozen, noise))[0]
-    scored = _score_twice(updater.objective, *policy, part)
-    found = adapter_share(*map(np.asarray, scored), part.behaviour_logps, part.mask)
+    part, replicas = group.pack(batch, {}), updater.replicas
+    policy = replicas.each((params, frozen, noise))[0]
+    parts = replicas.apart([part] * replicas.fsdp, 0)
+    scored = jax.device_get(_score_twice(updater.objective, *policy, parts))
+    if replicas.fsdp > 1:
+        scored = [each[0] for each in scored]
+    found = adapter_share(*scored, part.behaviour_logps, part.mask)
     if not found.known:
         return {}
     if found.share + 3 * found.error < 0.5:

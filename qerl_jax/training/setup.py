@@ -154,7 +154,7 @@ def setup(
     runtime.use_compilation_cache()
     base_model.choose_kernels(cfg.model)
     replicas = Replicas.of(cfg.mesh, cfg.generation_batch_size)
-    if len(replicas) > 1:
+    if replicas.devices:
         runtime.use_several_devices()
     memory_plan, earlier_peak = _plan_memory(cfg), peak_memory()
     planned = memory.planned(cfg, limit=memory.device_memory())
@@ -164,6 +164,7 @@ def setup(
     if is_named:
         problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
     model, tokenizer = base_model.describe_base(cfg.model, cfg.lora)
+    model = model.clone(fsdp=replicas.fsdp)
     memory.require_context(cfg, model.arch)
     notes = [*config_rules.advice(cfg), f"update: {memory.about_update(cfg, planned)}"]
     talks = None
@@ -195,7 +196,8 @@ def setup(
     )
     notes += _about_slow_sampling(cfg, model)
 
-    frozen = _weights(cfg, model, quiet or not hosts.leads)
+    places = replicas.places_of if replicas.fsdp > 1 else None
+    frozen = _weights(cfg, model, quiet or not hosts.leads, places)
     params, frozen = transformer.trainable(model, frozen, stream_key(cfg, PARAMS))
     if start is not None:
         params = peft.import_adapter(start, model)
@@ -280,9 +282,14 @@ def setup(
     return run
 
 
-def _weights(cfg: config.RunConfig, model: transformer.Transformer, quiet: bool) -> Any:
+def _weights(
+    cfg: config.RunConfig,
+    model: transformer.Transformer,
+    quiet: bool,
+    places: base_model.Placer | None,
+) -> Any:
     """The base's weights; unless `quiet`, the terminal shows what is read and how far it is."""
-    load = functools.partial(base_model.load_weights, cfg.model, model, cfg.seed)
+    load = functools.partial(base_model.load_weights, cfg.model, model, cfg.seed, places=places)
     if quiet:
         return load()
     with terminal.job("base") as (log, move):

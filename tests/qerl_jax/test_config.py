@@ -36,7 +36,7 @@ MINIMAL = {
 FULL = RunConfig(
     output_dir='runs/a "quoted"\nname',
     model=ModelConfig(
-        *("base", "tokenizer", "bfloat16", "float32", True, "none"),
+        *("base", "tokenizer", "bfloat16", "float32", True, "layer"),
         adapter_name_or_path="adapter",
         chat_template_kwargs={"enable_thinking": False},
         kernels="reference",
@@ -122,7 +122,7 @@ FULL = RunConfig(
         entropy_coef_delta=0.002,
         entropy_target=0.3,
     ),
-    mesh=MeshConfig(2),
+    mesh=MeshConfig(2, 2),
     tools=ToolsConfig(
         *(("calculator",), "guess_number", None, {"high": 10}, 3, 64, 2.5, 2),
         call_format="hermes",
@@ -151,6 +151,7 @@ FULL = RunConfig(
 OTHER = dataclasses.replace(
     FULL,
     model=dataclasses.replace(FULL.model, trainable="full", adapter_name_or_path=None),
+    mesh=MeshConfig(2),
     lora=LoraConfig(),
     rollout=dataclasses.replace(
         FULL.rollout,
@@ -672,6 +673,19 @@ BAD = [
     ),
     ("mesh.data", {"mesh__data": 0}, "0", "must be at least 1"),
     ("mesh.data", {"mesh__data": 9}, "9", "must not exceed the 8 rows of a rollout"),
+    ("mesh.fsdp", {"mesh__fsdp": 0}, "0", "must be at least 1"),
+    (
+        "mesh.fsdp",
+        {"mesh__fsdp": 2, "model__trainable": "full", "model__weights": "bfloat16"},
+        "2",
+        "goes with an adapter",
+    ),
+    (
+        "model.gradient_checkpointing",
+        {"mesh__fsdp": 2, "model__gradient_checkpointing": "none"},
+        "'none'",
+        'would keep the weights that layers gather: take "auto"',
+    ),
     ("noise.sigma_start", {"noise__sigma_start": 0.0}, "0.0", "must be positive"),
     ("noise.sigma_end", {"noise__sigma_end": 0.0}, "0.0", "must be in (0, sigma_start = 0.01]"),
     ("noise.sigma_end", {"noise__sigma_end": 0.1}, "0.1", "must be in (0, sigma_start = 0.01]"),

@@ -143,6 +143,23 @@ def test_a_signal_to_one_process_ends_all_at_the_same_place(service):
     assert [each.exit_code for each in found] == [143, 143]
 
 
+def test_where_a_signal_ends_the_work_of_one_process_all_end_theirs(service):
+    def work(own):
+        stop = Stop(own)
+        first = own.together(lambda: own.index, stop.poll)
+
+        def interrupted():
+            stop.signal = 15 if own.index == 1 else None
+            if stop.signal:
+                stop.poll()
+            return first
+
+        return own.together(interrupted, stop.poll)
+
+    found = on_all(3, work)
+    assert [each.exit_code for each in found] == [143] * 3
+
+
 def test_a_signal_to_one_process_ends_the_sampling_of_others(service):
     first, second = Stop(Hosts(0, 2)), Stop(Hosts(1, 2))
     first.poll()

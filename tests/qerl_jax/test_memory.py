@@ -402,7 +402,9 @@ def test_a_published_name_needs_no_files():
 def test_what_no_field_makes_smaller_is_no_fields_fault():
     made = memory.estimate(BENCH)
     fixed = sum(i.size for i in made.items if not i.field and i.phase in ("always", "rollout"))
-    with pytest.raises(ConfigError, match="no field makes smaller: take a smaller model"):
+    with pytest.raises(
+        ConfigError, match="no field makes smaller on one device: take a smaller model"
+    ):
         made.require(fixed - 1)
 
 
@@ -509,3 +511,18 @@ def test_each_of_several_devices_holds_the_base_and_its_share_of_the_rows(capsys
     assert not [line for line in alone.lines() if line.startswith("device 0")]
     with pytest.raises(ConfigError, match="each of 3 devices offers 1.00 GB"):
         made.require(10**9)
+
+
+def test_of_a_base_that_devices_share_each_holds_its_part():
+    alone = memory.estimate(changed(BENCH, mesh={"data": 1}))
+    shared = memory.estimate(changed(BENCH, mesh={"data": 2, "fsdp": 4}))
+    linears = "base: linears"
+    # Norms, biases and global scales stay whole.
+    assert 0 < named(shared, linears) - named(alone, linears) / 4 < named(alone, linears) / 100
+    assert named(shared, "base: embedding") == named(alone, "base: embedding")
+    gathered = [item for item in shared.items if item.name.startswith("gathered")]
+    assert {item.phase for item in gathered} >= {"rollout", "update"}
+    assert gathered[0].size == pytest.approx(named(alone, linears) * 2 / 28, rel=1e-6)
+    assert len(shared.rows) == 2
+    last = shared.lines()[-1]
+    assert last.startswith(f"device 7    data 1, fsdp 3, {shared.rows[1]} rows of a rollout")

@@ -7,6 +7,7 @@ import pytest
 from qerl_jax import mesh
 from qerl_jax.checked import ConfigError
 from qerl_jax.config import MeshConfig
+from qerl_jax.hosts import Hosts
 
 
 def test_with_one_device_nothing_is_moved_or_copied():
@@ -27,3 +28,25 @@ def test_without_a_number_all_devices_are_taken_that_have_a_row(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: ["a device"] * 4)
     assert [mesh.places(MeshConfig(), rows) for rows in (1, 3, 64)] == [1, 3, 4]
     assert mesh.places(MeshConfig(data=8), 64) == 8
+
+
+def test_devices_that_share_a_base_are_one_replica(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: ["a device"] * 6)
+    assert [mesh.places(MeshConfig(fsdp=n), 64) for n in (1, 2, 4)] == [6, 3, 1]
+    groups = mesh.Replicas(tuple("abcdef"), fsdp=2).groups
+    assert groups == (("a", "b"), ("c", "d"), ("e", "f"))
+    assert len(mesh.Replicas(tuple("abcdef"), fsdp=2)) == 3
+
+
+def test_a_base_cannot_be_shared_by_more_devices_than_a_host_has():
+    seen = len(jax.local_devices())
+    with pytest.raises(ConfigError, match=rf"mesh.fsdp: got {seen + 1}; .* sees {seen} of them"):
+        mesh.Replicas.of(MeshConfig(fsdp=seen + 1), rows=64)
+
+
+def test_places_of_several_hosts_are_numbered_through():
+    second = mesh.Replicas(tuple("ab"), Hosts(1, 3))
+    assert len(second) == 6 and second.own == range(2, 4)
+    second = mesh.Replicas(tuple("abcd"), Hosts(1, 3), fsdp=2)
+    assert len(second) == 6 and second.own == range(2, 4)
+    assert mesh.Replicas().own == range(1)

@@ -215,7 +215,7 @@ class Recorder:
     """A policy without layers to speak of, which notes what shapes it was traced for."""
 
     arch = architecture.Architecture("qwen2", 4, 2, 16, 1, 1, 1, 2)
-    dtype, weights = jnp.float32, "float32"
+    dtype, weights, fsdp = jnp.float32, "float32", 1
 
     def __init__(self):
         self.decoded, self.prefilled = [], []

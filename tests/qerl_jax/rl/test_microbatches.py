@@ -188,3 +188,18 @@ def test_several_devices_get_about_as_much_to_do(places):
     alone = sum(batch.shape.cost for batch in whole)
     assert busiest(found) <= busiest(whole)
     assert busiest(found) <= (1.5 if places < 8 else 1.8) * alone / places
+
+
+def test_micro_batches_of_one_shape_are_computed_together():
+    small, large = microbatches.Shape(4, ((2, 4),), 1), microbatches.Shape(8, ((2, 8),), 1)
+    made = [
+        microbatches.MicroBatch(shape, np.array([number, -1]))
+        for number, shape in enumerate((small, large, small, small, large))
+    ]
+    found = microbatches.alike(made, 2)
+    assert [numbers for numbers, _ in found] == [(0, 2), (3,), (1, 4)]
+    for numbers, batches in found:
+        assert len(batches) == 2 and len({batch.shape for batch in batches}) == 1
+        assert named(batches) == [[n] for n in numbers] + [[]] * (2 - len(numbers))
+        assert {len(batch.rows) for batch in batches} == {2}
+    assert microbatches.alike(made, 1) == [((n,), [batch]) for n, batch in enumerate(made)]

@@ -1,0 +1,121 @@
+"""How a policy lies on the devices that share one base: a table of rules, by the names of arrays' axes.
+
+The devices of such a group run one program. Each holds a part of the base's weights, and all of everything else; a
+layer gathers its weights when it is computed, and drops them after that (fully sharded data parallel, ZeRO-3:
+arXiv:1910.02054).
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+# The axis of the mesh along which the devices of a group stand.
+FSDP = "fsdp"
+# For each axis of an array the axis of the mesh on which it lies; None: every device has all of it.
+RULES = {
+    "layers": None,
+    "out": FSDP,  # outputs of a linear: whole blocks of 4-bit weights, and their scales
+    "in": None,
+    "any": None,  # of the embedding, norms, biases, and all that trains
+}
+
+
+def axes(path: Sequence[Any], ndim: int) -> tuple[str, ...]:
+    """The names of an array's axes, by its place in a tree."""
+    names = [getattr(key, "key", None) for key in path]
+    if "layers" in names and "weight" in names and ndim > 1:
+        return ("layers", "out", *("in",) * (ndim - 2))
+    return ("any",) * ndim
+
+
+def spec(path: Sequence[Any], shape: Sequence[int], count: int) -> P:
+    """Where an array lies in a group of so many devices; an axis that does not divide evenly stays whole."""
+    placed = (RULES[name] for name in axes(path, len(shape)))
+    found = [
+        on if on and size % count == 0 else None for on, size in zip(placed, shape, strict=True)
+    ]
+    return P(*found) if any(found) else P()
+
+
+def specs(tree: Any, count: int) -> Any:
+    """`spec` of each array of a tree."""
+    return jax.tree_util.tree_map_with_path(lambda path, x: spec(path, x.shape, count), tree)
+
+
+def part(tree: Any, count: int) -> int:
+    """Bytes of a tree of arrays on each device of a group."""
+    sizes = jax.tree.map(
+        lambda x, at: math.prod(x.shape) * x.dtype.itemsize // (count if FSDP in at else 1),
+        tree,
+        specs(tree, count),
+    )
+    return sum(jax.tree.leaves(sizes))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a device of a group has of an array that is parted along its first axis, or in a stack along its second."""
+
+    array: jax.Array
+
+
+def gathered(tree: Any) -> Any:
+    """A tree whose parts are gathered from all devices of the group; without parts it is given back."""
+    return jax.tree.map(
+        lambda x: (
+            jax.lax.all_gather(x.array, FSDP, axis=0, tiled=True) if isinstance(x, Part) else x
+        ),
+        tree,
+        is_leaf=lambda x: isinstance(x, Part),
+    )
+
+
+def in_group(count: int, function: Callable, *, own: Sequence[int] = (), gives_own: Any = False):
+    """A function of arrays on a group, which each of its devices computes on what it has.
+
+    Args:
+        count: Devices of the group; of one, the function is given back.
+        function: What a device computes. Arrays that are parted come as `Part`.
+        own: Numbers of the arguments that each device has another one of. They have a leading axis of `count`,
+            which the function does not see.
+        gives_own: Whether each result is of the device, and gets such an axis; for a tuple one for each of its
+            members. Others must be the same on all devices.
+    """
+    if count == 1:
+        return function
+    mesh = AbstractMesh((count,), (FSDP,), axis_types=(AxisType.Auto,))
+
+    first = lambda tree: jax.tree.map(lambda x: x[0], tree)
+    parted = lambda x, at: Part(x) if FSDP in at else x
+
+    def on_device(places, *arguments):
+        seen = [
+            first(x) if n in own else jax.tree.map(parted, x, at)
+            for n, (x, at) in enumerate(zip(arguments, places, strict=True))
+        ]
+        with_axis = lambda is_own, tree: jax.tree.map(lambda x: x[None], tree) if is_own else tree
+        found = function(*seen)
+        if isinstance(gives_own, tuple):
+            return tuple(map(with_axis, gives_own, found))
+        return with_axis(gives_own, found)
+
+    def on_group(*arguments):
+        places = tuple(P(FSDP) if n in own else specs(x, count) for n, x in enumerate(arguments))
+        out = jax.tree.map(lambda is_own: P(FSDP) if is_own else P(), gives_own)
+        # What is the same on all devices is so by computing the same.
+        return jax.shard_map(
+            functools.partial(on_device, places),
+            mesh=mesh,
+            in_specs=places,
+            out_specs=out,
+            check_vma=False,
+        )(*arguments)
+
+    return on_group
