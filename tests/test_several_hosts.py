@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.process]
 PATIENCE = 600
 
 
-def written(folder, devices, **changes):
+def written(folder, replicas, fsdp=1, **changes):
     """A config whose runs do not depend on the number of devices but by roundings, in a file."""
     rollout = {"num_generations": 4, "max_completion_length": 32}
     fixed = {"compact": False, "max_concurrent": 4}
@@ -34,21 +34,24 @@ def written(folder, devices, **changes):
             "max_tokens_per_microbatch": 400,
         },
         "grpo": {"beta": 0.01},
+        "model": {"gradient_checkpointing": "products"},
         "eval": config.EvalConfig(num_problems=16, eval_steps=2),
     }
-    cfg = tiny.small(folder, rollout=rollout | fixed, mesh={"data": devices}, **(options | changes))
+    mesh = {"data": replicas, "fsdp": fsdp}
+    cfg = tiny.small(folder, rollout=rollout | fixed, mesh=mesh, **(options | changes))
     path = folder.with_suffix(".toml")
     path.write_text(config.dump(cfg))
     return path
 
 
-def start(*paths):
-    """A process for each config, joined by the variables that stand in docs/scale.md."""
+def start(*paths, devices=1):
+    """A process for each config, with so many devices, joined by the variables that stand in docs/scale.md."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{found.getsockname()[1]}"
     names = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": f"{len(paths)}"}
-    before = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    flags = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    before = os.environ | {"JAX_PLATFORMS": "cpu"} | flags
     return [
         subprocess.Popen(
             [sys.executable, "-m", "qerl_jax", "train", str(path)],
@@ -114,7 +117,9 @@ def test_two_processes_do_what_one_does_and_go_on_when_one_was_killed(tmp_path):
     assert not (killed / "adapter").exists()
     assert StateFiles(killed, None).steps()
 
-    codes, said = ended(start(path, path))
+    # It goes on on other devices: two for each process, which share a base.
+    path = written(killed, 2, fsdp=2)
+    codes, said = ended(start(path, path, devices=2))
     assert codes == [0, 0], said
     assert "resumed: " in said[0] and "reward" not in said[1]
     assert (killed / "adapter").is_dir() and (killed / "report.md").is_file()
