@@ -59,8 +59,10 @@ class Hosts:
         """Those that have joined; this process alone where none have."""
         import jax  # slow to import, here as below: the command line asks this module for its help
 
-        joined = jax.distributed.is_initialized()
-        return cls(jax.process_index(), jax.process_count()) if joined else cls()
+        if not jax.distributed.is_initialized():
+            return cls()
+        # `jax.process_index` would look for devices, after which nothing can be asked of the compiler.
+        return cls(_state().process_id, _state().num_processes)
 
     @property
     def leads(self) -> bool:
@@ -227,11 +229,16 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     return int(value)
 
 
-def _service() -> Any:
-    """The client of JAX's coordination service, which has no public name."""
+def _state() -> Any:
+    """What JAX knows of the processes, which has no public name."""
     from jax._src import distributed
 
-    return distributed.global_state.client
+    return distributed.global_state
+
+
+def _service() -> Any:
+    """The client of JAX's coordination service."""
+    return _state().client
 
 
 @contextlib.contextmanager

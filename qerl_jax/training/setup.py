@@ -147,10 +147,10 @@ def setup(
     began, stop = time.monotonic(), stop or stopping.Stop()
     trackers.require(cfg.report_to)
     hosts = Hosts.all()
-    _require_alike(cfg, hosts)
     earlier = hosts.told(lambda: check_folder(cfg))
     if cfg.deterministic:
         runtime.use_deterministic_kernels()
+    _require_alike(cfg, hosts)
     runtime.use_compilation_cache()
     base_model.choose_kernels(cfg.model)
     replicas = Replicas.of(cfg.mesh, cfg.generation_batch_size)
