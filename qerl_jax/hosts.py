@@ -9,13 +9,13 @@ import ctypes
 import dataclasses
 import itertools
 import os
-import pickle
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
+from qerl_jax import messages
 from qerl_jax.checked import require
 
 # The exit code of a process whose run has lost another one.
@@ -73,7 +73,7 @@ class Hosts:
         """What all processes give, in their order: all of them must come here.
 
         Args:
-            value: Anything that can be pickled; arrays on the host.
+            value: What `messages.encode` takes.
 
         Raises:
             HostLost: When a process does not come, because it has ended.
@@ -82,9 +82,9 @@ class Hosts:
             return [value]
         number, client = next(_numbers), _service()
         with _reaching():
-            client.key_value_set_bytes(f"qerl/{number}/{self.index}", pickle.dumps(value))
+            client.key_value_set_bytes(f"qerl/{number}/{self.index}", messages.encode(value))
         found = [
-            value if each == self.index else pickle.loads(self._of(each, number))
+            value if each == self.index else messages.decode(self._of(each, number))
             for each in range(self.count)
         ]
         if number:

@@ -10,7 +10,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 # Each row may import from the rows above it and within itself; packages of one row do not import each other.
 ORDER = (
-    ("checked", "files", "ahead"),
+    ("checked", "files", "ahead", "messages"),
     ("config_rules", "hosts", "locks", "process_pool", "sharding"),
     ("config",),
     ("model", "data", "tracking", "mesh"),
@@ -34,6 +34,7 @@ PLAIN = (
     "config_rules.py",
     "files.py",
     "locks.py",
+    "messages.py",
     "process_pool.py",
     "data",
     "rewards",

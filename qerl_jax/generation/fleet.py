@@ -14,10 +14,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from qerl_jax import messages
 from qerl_jax.generation.engine import Engine, whole
 from qerl_jax.generation.scheduler import QueuedPrompt, RowTokens, Schedule, TurnTaker
 from qerl_jax.hosts import HostLost
 from qerl_jax.mesh import Replicas
+
+messages.sent(RowTokens)
 
 # Between two looks whether the run is asked to end, while no device brings anything.
 _LOOK_SECONDS = 0.5

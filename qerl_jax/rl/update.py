@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from qerl_jax import sharding
+from qerl_jax import messages, sharding
 from qerl_jax.config import GrpoConfig, OptimConfig, Remat, RunConfig
 from qerl_jax.mesh import Replicas
 from qerl_jax.model import logprobs, packing, transformer
@@ -19,6 +19,8 @@ from qerl_jax.model.noise import of_rows
 from qerl_jax.rl import grpo, masked, microbatches, optimizer
 from qerl_jax.rl.entropy import EntropyControl, high_entropy
 from qerl_jax.rl.experience import Experience, PackedRows
+
+messages.sent(grpo.RowMetrics)
 
 
 @jax.tree_util.register_dataclass

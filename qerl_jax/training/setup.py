@@ -147,7 +147,7 @@ def setup(
     began, stop = time.monotonic(), stop or stopping.Stop()
     trackers.require(cfg.report_to)
     hosts = Hosts.all()
-    earlier = hosts.told(lambda: check_folder(cfg))
+    earlier = hosts.told(lambda: (found := check_folder(cfg)) and config.to_table(found))
     if cfg.deterministic:
         runtime.use_deterministic_kernels()
     _require_alike(cfg, hosts)
@@ -278,7 +278,7 @@ def setup(
             run.notes.append(
                 f"resumed: the run in {cfg.output_dir} goes on after step {resumed} of {total_steps}"
             )
-        run.notes.extend(_about_length(run, earlier))
+        run.notes.extend(_about_length(run, config.from_table(config.RunConfig, earlier)))
     return run
 
 

@@ -1,0 +1,81 @@
+"""What the processes of a run tell each other, as bytes.
+
+Numbers, texts, arrays, lists, tuples, dictionaries, and instances of classes that are known by name (`sent`). Nothing in
+such bytes is run when they are read, whoever sent them.
+"""
+
+import dataclasses
+from typing import Any
+
+import msgpack
+import numpy as np
+
+_PLAIN = (bool, int, float, str, bytes, type(None))
+_classes: dict[str, type] = {}
+
+
+def sent[T](cls: type[T]) -> type[T]:
+    """Lets instances of a dataclass or of a named tuple be sent: a decorator. Both sides know the class by its name."""
+    _classes[cls.__name__] = cls
+    return cls
+
+
+def encode(value: Any) -> bytes:
+    """The bytes of a value.
+
+    Args:
+        value: Of the kinds that the module names; arrays may be on a device, and are read.
+
+    Raises:
+        TypeError: For anything else.
+    """
+    return msgpack.packb(_as_plain(value))
+
+
+def decode(data: bytes) -> Any:
+    """The value of bytes that `encode` made; arrays are NumPy's.
+
+    Raises:
+        ValueError: When they were not made by `encode`, or hold a class that is not known.
+    """
+    return _restored(msgpack.unpackb(data))
+
+
+def _as_plain(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    name = type(value).__name__
+    if _classes.get(name) is type(value):
+        return ["class", name, [_as_plain(part) for part in _parts(value)]]
+    if type(value) in (list, tuple):
+        return [type(value).__name__, [_as_plain(each) for each in value]]
+    if type(value) is dict:
+        return ["dict", [[_as_plain(key), _as_plain(each)] for key, each in value.items()]]
+    if hasattr(value, "__array__"):
+        array = np.asarray(value)
+        if not array.dtype.hasobject:
+            return ["array", array.dtype.name, list(array.shape), array.tobytes()]
+    raise TypeError(f"{type(value).__name__} cannot be sent to another process")
+
+
+def _parts(value: Any) -> list[Any]:
+    if dataclasses.is_dataclass(value):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return list(value)
+
+
+def _restored(plain: Any) -> Any:
+    match plain:
+        case ["array", str(name), list(shape), bytes(data)]:
+            return np.frombuffer(data, np.dtype(name)).reshape(shape).copy()
+        case ["list", list(items)]:
+            return [_restored(each) for each in items]
+        case ["tuple", list(items)]:
+            return tuple(_restored(each) for each in items)
+        case ["dict", list(items)]:
+            return {_restored(key): _restored(each) for key, each in items}
+        case ["class", str(name), list(parts)] if name in _classes:
+            return _classes[name](*map(_restored, parts))
+        case _ if type(plain) in _PLAIN:
+            return plain
+    raise ValueError(f"no message of another process: {str(plain)[:100]}")
