@@ -1,0 +1,41 @@
+"""The page of recipes: it has every config, and the memory that the plan gives."""
+
+import pathlib
+import re
+
+import pytest
+
+from qerl_jax import cards, config, memory
+from qerl_jax.model import architecture
+
+ROOT = pathlib.Path(__file__).parents[1]
+ROW = re.compile(r"(?m)^\| `qerl train (\S+)` \| .+ \| (\d*) ?\| .*\|$")
+# Recipe -> GB of the page, "" where it gives none.
+LISTED = dict(ROW.findall((ROOT / "docs" / "recipes.md").read_text()))
+# The default tests plan for the largest model only: a plan takes a sixth of a second.
+PLANNED = [
+    pytest.param(name, gigabytes, marks=[] if "72b" in name else pytest.mark.slow, id=name)
+    for name, gigabytes in LISTED.items()
+    if gigabytes
+]
+
+
+def test_the_page_of_recipes_lists_every_config_but_that_of_a_benchmark():
+    assert {*LISTED} == {path.stem for path in (ROOT / "configs").glob("*.toml")} - {"bench_7b"}
+
+
+@pytest.mark.parametrize(("name", "gigabytes"), PLANNED)
+def test_a_recipe_fits_an_h100_with_the_memory_that_the_page_says(name, gigabytes):
+    cfg, limit = config.load(name), cards.named("H100").limit
+    plan = memory.estimate(cfg, architecture.known(cfg.model.model_name_or_path), limit=limit)
+    plan.require(limit)
+    assert round(plan.peak / 1e9) == int(gigabytes)
+
+
+def test_the_page_gives_memory_for_every_recipe_of_a_published_shape():
+    shaped = {
+        name
+        for name in LISTED
+        if architecture.known(config.load(name).model.model_name_or_path) is not None
+    }
+    assert shaped == {name for name, gigabytes in LISTED.items() if gigabytes}
