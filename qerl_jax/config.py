@@ -31,9 +31,9 @@ from qerl_jax.checked import (
 from qerl_jax.config_rules import across_sections
 from qerl_jax.files import DEEPEST, is_shallow
 
-# How the linears are held.
+# Storage format of the linears' weights.
 Weights = Literal["nvfp4", "mxfp4", "nf4", "bfloat16", "float32"]
-# The values of `Weights` that no format packs.
+# The values of `Weights` that are not packed.
 DENSE = ("bfloat16", "float32")
 # How the scale of each block of a packed weight is chosen: by its largest entry, as other libraries do, or as
 # the one that rounds the block with the smallest squared error.
@@ -44,25 +44,25 @@ Dtype = Literal["bfloat16", "float32"]
 Kernels = Literal["auto", "hopper", "portable", "reference"]
 # What a backward pass recomputes, from nothing to a whole layer.
 Remat = Literal["none", "products", "mlp", "layer"]
-# What a config may say: "auto" leaves the choice to the memory plan.
+# Values that a config may have: "auto" leaves the choice to the memory plan.
 Checkpointing = Literal["auto", "none", "products", "mlp", "layer"]
-# How a token is sampled, wherever that can be said.
+# Sampling options, the same in every section that has them.
 TopK = Annotated[int, Rule(lambda k: k >= 0, "must not be negative (0 is off)")]
 TopP = Annotated[float, Rule(lambda p: 0 < p <= 1, "must be in (0, 1]")]
 RepetitionPenalty = Annotated[float, Rule(lambda x: x > 0, "must be positive (1 is off)")]
-# Dual clip's bound for negative advantages (arXiv 1912.09729), as verl has it.
+# Dual clip's bound for negative advantages (arXiv 1912.09729); the value is verl's default.
 _DUAL_CLIP = 3.0
 # How token losses are made and averaged, see `grpo.policy_loss`.
 LossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
 LOSS_TYPES = get_args(LossType)
-# Those that clip the ratio from both sides.
+# The loss types that clip the ratio from both sides.
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 # The linears of a layer, as Hugging Face names them.
 Linear = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _LINEARS = get_args(Linear)
 # How a policy writes calls of tools.
 CallFormat = Literal["hermes", "llama3_json"]
-# As many as a 72B model's narrow linears have rows: more is a slip of the pen.
+# The rows of a 72B model's narrow linears. A larger rank is most likely a typing error.
 _MOST_RANK = 8192
 
 
@@ -74,29 +74,31 @@ class ModelConfig(Checked, section="model."):
         model_name_or_path: A local folder or hub name (config.json and safetensors); "qerl-tiny" is the base
             that ships with the package. With `random_base`, a name of `architecture.KNOWN` will do.
         tokenizer_name_or_path: Where the tokenizer is, if it is not beside the model.
-        chat_template_kwargs: What the chat template is told beside the messages, such as
-            `enable_thinking = false` for Qwen3; wherever the policy is asked.
-        weights: How the linears are held: "nvfp4", "mxfp4" and "nf4" (with quantized scales, as in QLoRA)
-            pack a 16-bit checkpoint on load; a checkpoint in that format is read as it is.
+        chat_template_kwargs: Extra arguments of the chat template, such as `enable_thinking = false` for
+            Qwen3. They are used wherever the policy is asked.
+        weights: Storage format of the linears' weights: "nvfp4", "mxfp4" and "nf4" (with quantized scales, as
+            in QLoRA) pack a 16-bit checkpoint on load; a checkpoint in that format is read as it is.
         dtype: Data type of the activations.
         random_base: Make a packed random base of that architecture on the device instead of reading weights.
-        gradient_checkpointing: What the backward pass recomputes instead of keeping it: each "layer", of a
-            layer the "mlp" and all but attention's two products, all but these and the MLP's first
-            ("products"), or "none". From the first to the last it takes more memory and, up to "products",
-            less time. "auto" takes the fastest of these that fits on the device, and "layer" where that does
-            not report its memory.
+        gradient_checkpointing: What the backward pass computes again instead of keeping it. "layer" keeps
+            only the input of each layer. "mlp" also keeps the products of the two linears of attention;
+            "products" also the product of the first linear of the MLP; "none" keeps all of these and what
+            lies between. In this order the update takes more memory and, up to "products", less time. "auto"
+            takes the fastest of these that fits on the device, and "layer" where the device does not report
+            its memory.
         trainable: "lora" trains an adapter; "full" trains the layers of a dense base themselves (linears,
             biases and norms; not embedding, last norm and head), in float32, without an adapter.
         adapter_name_or_path: A PEFT adapter over that base, by folder or hub name, from which training goes
-            on; `[lora]` has its shape. The optimizer starts anew. With grpo.beta > 0 the adapter as it is here
-            is the reference policy; see grpo.reference.
-        kernels: What multiplies packed weights and decodes. "auto" takes Hopper's own kernels where they apply,
-            else the "portable" ones (Triton's, from compute capability 7.5 on) where jax-triton is installed,
-            else the "reference", which unpacks all weights at every call. `qerl env` says what a machine has.
-        block_scales: How the scales of blocks are chosen where a 16-bit checkpoint is packed on load: "search"
-            takes for each block the one that rounds it best, "maximum" puts its largest entry at the largest
-            code, as other libraries do. "auto" searches for NVFP4 only: of a real model in MXFP4 and NF4 the
-            search makes the weights better and the outputs worse.
+            on; `[lora]` must give the adapter's shape. The optimizer starts anew. With grpo.beta > 0 this
+            adapter, as it is here, is the reference policy; see grpo.reference.
+        kernels: Which kernels multiply packed weights and decode. "auto" takes Hopper's own kernels where
+            they apply, else the "portable" ones (Triton's, from compute capability 7.5 on) where jax-triton
+            is installed, else the "reference", which unpacks all weights at every call. `qerl env` says which
+            ones a machine gets.
+        block_scales: How the scales of blocks are chosen where a 16-bit checkpoint is packed on load:
+            "search" takes for each block the one that rounds it best, "maximum" puts its largest entry at the
+            largest code, as other libraries do. "auto" searches for NVFP4 only: with MXFP4 and NF4 the search
+            lowered the errors of a real model's weights, but raised those of its outputs.
     """
 
     model_name_or_path: NotEmpty
@@ -141,8 +143,8 @@ class LoraConfig(Checked, section="lora."):
         rank_pattern: Other ranks by name, as PEFT has it: the end of a linear's name ("down_proj",
             "layers.0.self_attn.q_proj") or a regular expression for that.
         alpha_pattern: Other alphas by name, likewise.
-        use_rslora: Scale a branch by alpha / sqrt(rank), by which its size does not fall with the rank
-            (arXiv 2312.03732).
+        use_rslora: Scale a branch by alpha / sqrt(rank), so that the size of its output does not shrink as
+            the rank grows (arXiv 2312.03732).
     """
 
     rank: Annotated[
@@ -158,7 +160,7 @@ class LoraConfig(Checked, section="lora."):
     use_rslora: bool = False
 
     def __post_init__(self):
-        # One shape has one spelling, and can be hashed.
+        # Each shape has one spelling, so that equal shapes compare equal, and it can be hashed.
         names = self.target_modules
         if isinstance(names, list | tuple) and set(names) <= set(_LINEARS) and names:
             ordered = tuple(name for name in _LINEARS if name in names)
@@ -207,13 +209,13 @@ class LoraConfig(Checked, section="lora."):
 
 
 class _Patterns(dict):
-    """A table that can be hashed, for a model's shape is part of what is compiled."""
+    """A table that can be hashed: compiled programs are looked up by the model's shape."""
 
     def __hash__(self):
         return hash(tuple(self.items()))
 
     def __eq__(self, other):
-        # The first pattern that names a linear counts, so their order does.
+        # Order matters: the first pattern that matches a linear is used.
         return isinstance(other, dict) and list(self.items()) == list(other.items())
 
 
@@ -283,13 +285,14 @@ class RewardConfig(Checked, section="rewards."):
             needed where the environment of `[tools]` judges its rows itself.
         weights: One weight per function; absent means 1 each.
         options: Arguments of the factory of each function, by the function's name; see `scoring.resolve`.
-        soft_punish_cache: Width in tokens of the slope, at the end of the longest completion, down which
-            DAPO's soft overlong punishment goes from 0 to -1; absent means no punishment.
-        soft_punish_weight: Weight of that punishment in the sum. In DAPO the longest completion loses half of
-            what lies between a right answer (1) and a wrong one (-1); where answers score 1 or 0, that is 0.5.
-        shaping: Names of the rewards that shape form or length and do not say which completion is better,
-            as `rewards/NAME/mean` has them; dynamic sampling does not look at them. Absent means those
-            of the stock that do so (`stock.SHAPING`) and the punishment of long completions.
+        soft_punish_cache: The number of tokens, before the longest completion allowed, over which DAPO's soft
+            overlong punishment falls from 0 to -1; absent means no punishment.
+        soft_punish_weight: Weight of that punishment in the sum. In DAPO the largest punishment is half the
+            difference between a right answer (1) and a wrong one (-1); where answers score 1 or 0, that is
+            0.5.
+        shaping: Names, as in `rewards/NAME/mean`, of the rewards that shape form or length and do not say
+            which completion is better; dynamic sampling ignores them. Absent means the stock rewards of this
+            kind (`stock.SHAPING`) and the punishment of long completions.
     """
 
     functions: Annotated[
@@ -320,13 +323,13 @@ class RolloutConfig(Checked, section="rollout."):
         num_generations: G, completions per prompt.
         generation_batch_size: B = P * G, completions per rollout; absent means one optimizer batch.
         max_concurrent: Rows sampled at a time on each device; the next row takes the place of one that ends.
-            Absent means as many of a rollout as the cache surely holds, 512 at most.
+            Absent means as many rows of a rollout as are sure to fit in the cache, at most 512.
         kv_cache_tokens: Capacity of each device for keys and values, in tokens; rows wait while there is none
             left. Absent means what `max_concurrent` rows can need, or what the device has.
         kv_cache_fraction: That capacity as a fraction of the device memory that the weights leave; give one
             of the two.
-        compact: Shrink the batch when rows end and none waits. Off keeps the last bits of a row's
-            log-probabilities independent of the other rows, for which a prefill also has lines for as many
+        compact: Shrink the batch when rows end and none waits. If this is off, a row's log-probabilities do
+            not depend on the other rows, not even in their last bits; each prefill is then padded to as many
             prompts as there are slots.
         max_completion_length: Longest completion in tokens, the stop token included.
         temperature: Temperature of sampling and of all log-probabilities.
@@ -335,7 +338,7 @@ class RolloutConfig(Checked, section="rollout."):
         min_p: Drop tokens below this fraction of the likeliest one's probability; 0 is off.
         repetition_penalty: Divides positive scores of tokens that were there before, and multiplies negative
             ones; 1 is off. Other values need grpo.old_logprobs = "recompute".
-        stop: Texts that end a completion with the token that completes one of them.
+        stop: Stop strings: a completion ends with the token that completes one of them.
         ignore_eos: Run every completion to `max_completion_length`, or a text of `stop`.
         steps_per_generation: `generation_batch_size` as a number of micro-batches
             (optim.per_device_train_batch_size rows each); give one of the two.
@@ -403,25 +406,26 @@ class GrpoConfig(Checked, section="grpo."):
         epsilon: Lower clip range of the ratio. "cispo", "sapo" and "vespo" have none.
         epsilon_high: Upper clip range; absent means `epsilon` (DAPO: 0.28). For "cispo" it is the bound of the
             ratio itself and must be given; 5 is usual (arXiv 2510.13786).
-        sapo_temperature_pos: Temperature of the gate of "sapo" for tokens of a positive advantage; the higher,
-            the sooner a token that has moved away stops teaching.
+        sapo_temperature_pos: Temperature of the gate of "sapo" for tokens of a positive advantage. The higher
+            it is, the faster the gradient of a token falls as its ratio moves away from 1.
         sapo_temperature_neg: Temperature of that gate for all other tokens.
-        vespo_k_pos: Exponent of the weight of "vespo" for rows of an advantage that is not negative: how much
-            less a row weighs whose ratio is below 1.
-        vespo_lambda_pos: Decay of that weight: how much less a row weighs whose ratio is above 1.
+        vespo_k_pos: Exponent of the weight of "vespo" for rows whose advantage is not negative. The higher it
+            is, the less a row with a ratio below 1 weighs.
+        vespo_lambda_pos: Decay of that weight. The higher it is, the less a row with a ratio above 1 weighs.
         vespo_k_neg: The exponent for rows of a negative advantage.
         vespo_lambda_neg: The decay for rows of a negative advantage.
         delta: Cap of the ratio for negative advantages, where clipping leaves it without an upper bound (TRL's
             name; verl's dual clip). 0 is none. Absent means 3, or 1 + `epsilon_high` where that is more, with
             `old_logprobs = "behaviour"`, whose ratios hold the sampler's noise; and none with "recompute".
         beta: Weight of the KL to the reference policy.
-        reference: That policy: the "base" without an adapter, or the "adapter" that
-            model.adapter_name_or_path names, a copy of which is kept. Absent means that adapter where
-            there is one, as in TRL, else the base.
+        reference: The reference policy: the "base" without an adapter, or the "adapter" that
+            model.adapter_name_or_path names, of which a copy is kept. Absent means that adapter where there
+            is one, as in TRL, else the base.
         kl_estimator: How that KL is estimated; see `grpo.token_kl`.
         use_bias_correction_kl: Multiply the estimate by the importance ratio.
         sync_ref_model: Use a periodically updated copy of the policy as KL reference instead.
-        ref_model_mixup_alpha: How far an update moves that copy to the policy: 1 is all the way, 0 nowhere.
+        ref_model_mixup_alpha: Share of the policy in an update of that copy: 1 replaces the copy by the
+            policy, 0 leaves it as it is.
         ref_model_sync_steps: Optimizer steps between two updates of that copy.
         importance_sampling_level: Ratio per "token", or one per "sequence", the mean over its tokens. GSPO is
             "sequence" with `loss_type = "grpo"`: under the other loss types rows weigh by their length. Its
@@ -435,12 +439,12 @@ class GrpoConfig(Checked, section="grpo."):
             compared within the group ("sum_then_normalize"), or each function is, scaled by its own
             `scale_rewards`, and the sum of these is normalized over the batch ("normalize_then_sum": GDPO,
             arXiv 2601.05242).
-        dynamic_sampling: Sample again, with further problems, for groups whose completions are equally good
+        dynamic_sampling: Replace groups whose completions are all equally good by groups of further problems
             (DAPO).
-        dynamic_sampling_metric: What they are compared by: the name of a reward function, which may have the
-            weight 0, or "reward", the whole sum. Absent means the sum without `rewards.shaping`.
-        max_sampling_rounds: Most rounds of that; then a rollout is filled up with such groups, which teach
-            nothing.
+        dynamic_sampling_metric: What says how good a completion is: the name of a reward function, which may
+            have the weight 0, or "reward", the whole sum. Absent means the sum without `rewards.shaping`.
+        max_sampling_rounds: The most rounds of sampling for one rollout. After them, groups of equally good
+            completions, which teach nothing, fill the rollout up.
         mask_truncated_completions: Leave completions without a stop token out of the loss.
         num_iterations: Passes over each rollout.
         old_logprobs: Which log-probabilities the ratio is taken against: the sampler's own ("behaviour"), or
@@ -449,31 +453,32 @@ class GrpoConfig(Checked, section="grpo."):
             behaviour).
         importance_sampling_mode: How that weight is truncated.
         importance_sampling_clip_max: Threshold above which that weight is truncated or masked.
-        importance_sampling_clip_min: Threshold below which it is too; absent means none. IcePop is
-            "token_mask" with 0.5 and 5.
-        sampling_mask: Leave out of the loss what sampler and trainer see too differently: by the ratio of a
-            "token", or of a whole row, by the product ("sequence") or the geometric mean ("geometric") of
-            its tokens' ratios; or nothing ("none"). With "behaviour" the ratio is that of the policy as it
-            learns, with "recompute" that of the policy before the update. See `grpo.sampling_mask`.
+        importance_sampling_clip_min: Threshold below which that weight is truncated or masked; absent means
+            none. IcePop is "token_mask" with 0.5 and 5.
+        sampling_mask: Leave out of the loss what sampler and trainer give too different probabilities: by the
+            ratio of a "token", or of a whole row, by the product ("sequence") or the geometric mean
+            ("geometric") of its tokens' ratios; or nothing ("none"). With "behaviour" the ratio is that of
+            the policy as it learns, with "recompute" that of the policy before the update. See
+            `grpo.sampling_mask`.
         sampling_mask_max: Largest ratio, trainer over sampler, that stays; above 1. Geometric means lie
             close to 1, so thresholds such as 1.01 are usual there.
         sampling_mask_min: Smallest ratio that stays; absent means 1 / `sampling_mask_max`.
-        off_policy_mask_threshold: Leave out rows with a negative advantage that the policy has moved away
-            from: whose mean of sampler's minus policy's log-probabilities is above this many nats per token
-            (DeepSeek-V3.2, TRL's name; 0.5 is a start). Absent means none.
+        off_policy_mask_threshold: Leave out rows with a negative advantage from which the policy has moved
+            away: rows whose mean difference of log-probabilities, sampler's minus policy's, is above this
+            many nats per token (DeepSeek-V3.2, TRL's name; 0.5 is a start). Absent means none.
         top_entropy_quantile: Share of an optimizer batch's tokens, those of the highest entropy, from which the
             policy learns (arXiv 2506.01939; 0.2 there). 1 is all of them, and 0 the highest alone. It takes one
             more forward pass in each optimizer step.
-        entropy_coef: Coefficient of an entropy bonus: so many times the mean entropy per token is taken off the
-            loss. 0 is none.
+        entropy_coef: Coefficient of an entropy bonus: the loss is lowered by this times the mean entropy per
+            token. 0 is none.
         use_adaptive_entropy: Change that coefficient after every optimizer step (Skywork-OR1, arXiv 2505.22312):
             up by `entropy_coef_delta` where the mean entropy was not above `entropy_target`, else down. It acts
             only in a step that follows one whose entropy was not above the target.
         entropy_coef_min: Lower bound of a coefficient that adapts.
         entropy_coef_max: Upper bound of a coefficient that adapts.
-        entropy_coef_delta: What it changes by.
-        entropy_target: The entropy in nats per token below which it acts; best close to what `entropy` is early
-            in a run. It is compared over the tokens of `top_entropy_quantile`.
+        entropy_coef_delta: How much an adaptive coefficient changes after a step.
+        entropy_target: Entropy in nats per token, below which the bonus acts; best close to the metric
+            `entropy` early in a run. It is compared with the mean over the tokens of `top_entropy_quantile`.
     """
 
     loss_type: LossType = "dapo"
@@ -647,7 +652,7 @@ class GrpoConfig(Checked, section="grpo."):
 
 @dataclasses.dataclass(frozen=True)
 class OptimConfig(Checked, section="optim."):
-    """AdamW and the geometry of its batches.
+    """AdamW and the sizes of its batches.
 
     Attributes:
         learning_rate: Peak learning rate.
@@ -661,11 +666,12 @@ class OptimConfig(Checked, section="optim."):
         max_grad_norm: Global norm to which gradients are clipped.
         per_device_train_batch_size: Rows of one micro-batch with grpo.loss_type = "bnpo"; with another loss
             only its product with the next field counts.
-        gradient_accumulation_steps: An optimizer step has so many times that number of rows, on any number
-            of devices.
+        gradient_accumulation_steps: Number of such micro-batches in an optimizer step: a step has the product
+            of both fields as rows, on any number of devices.
         max_tokens_per_microbatch: The most tokens that are computed together in the update, padding included;
-            the result does not depend on it. Absent means 8192, or what the longest row needs (or two of
-            them, if little more), or fewer where these do not fit on the device.
+            the result does not depend on it. Absent means 8192, or the tokens of the longest row if they are
+            more (of two such rows, if that is little more than 8192), or fewer where these do not fit on the
+            device.
         share_prompts: Compute a prompt once for all of its completions in a micro-batch.
         optimizer: AdamW with float32 moments, or with moments in 8 bits ("adamw_8bit").
     """
@@ -709,19 +715,18 @@ class NoiseConfig(Checked, section="noise."):
         num_stages: Number of equal stages of the run; the first is silent.
         schedule: Shape of the decay from `sigma_start` to `sigma_end`; or "adaptive": sigma begins at
             `sigma_start` after the silent stage and then follows `adapt_to`, between the two.
-        exponent: "code" reaches `sigma_end`, the paper's equation 8 under Algorithm 1 ("paper") stops short
-            of it.
+        exponent: How the decay is spread over the stages: "code", as in the published code, reaches
+            `sigma_end`; "paper", the paper's equation 8 under Algorithm 1, stops short of it.
         scope: Who acts under noise: only the sampler ("rollout", the paper's Algorithm 1), or "both" sampler
             and update.
         final_norm: Whether the norm before the head is perturbed too.
-        per: What has noise of its own: a "rollout", as in the published code; a "group", one prompt with
-            its completions; a "sequence", for which its prompt is computed too; or a "token", a new draw
-            for every forward pass, as the paper has it. All but the first run without the fused layers
-            of decoding.
+        per: What gets noise of its own: a "rollout", as in the published code; a "group", one prompt with its
+            completions; a "sequence", for which its prompt is computed too; or a "token", with new noise in
+            every forward pass, as in the paper. All but the first run without the fused layers of decoding.
         adapt_to: What an adaptive sigma follows: the sampler's "entropy" (`sampling/entropy`), the mean "kl"
-            from sampler to trainer (`sampling/kl_k3`), or the mean "reward". It is raised after a rollout
-            in which that is below `adapt_target`, and lowered after any other.
-        adapt_target: What that should come to; needed for schedule = "adaptive".
+            from sampler to trainer (`sampling/kl_k3`), or the mean "reward". Sigma is raised after a rollout
+            in which this is below `adapt_target`, and lowered after any other.
+        adapt_target: The value of `adapt_to` to aim at; needed for schedule = "adaptive".
         adapt_rate: Factor by which an adaptive sigma is raised or lowered after a rollout.
     """
 
@@ -779,11 +784,11 @@ class EvalConfig(Checked, section="eval."):
         temperature: Sampling temperature; 0 is greedy.
         top_p: Keep the likeliest tokens up to this mass; 1 is off.
         batch_size: Problems sampled together.
-        eval_steps: Evaluate also every so many optimizer steps, and keep the best adapter in `best`; 0 means
+        eval_steps: Also evaluate every so many optimizer steps, and keep the best adapter in `best`; 0 means
             only at both ends.
         num_generations: Completions per problem.
-        dataset: Another set than the training set, as `data.dataset`; it is asked by the training set's
-            prompt.
+        dataset: A set other than the training set, named as in `data.dataset`; it is asked by the training
+            set's prompt.
         path: Where that set lies if not on the hub, as `data.path`.
     """
 
@@ -817,17 +822,19 @@ class ToolsConfig(Checked, section="tools."):
     at most `rollout.max_completion_length` tokens; nothing is learned from those of answers.
 
     Attributes:
-        functions: Tools: names of the stock ("calculator", "python"), or import paths
-            "package.module:function" or "folder/file.py:function".
-        environment: A class whose methods are tools and that keeps a state for each row: a name of the stock
+        functions: Tools: stock names ("calculator", "python"), or import paths "package.module:function" or
+            "folder/file.py:function".
+        environment: A class whose methods are tools, and that keeps a state for each row: a stock name
             ("guess_number"), or an import path.
-        environments: Several of them by names of your own; each row names its one in the column "environment".
-        environment_options: Arguments with which the class is called; of several, a table for each name.
+        environments: Several such classes by names of your own; each row gives its name in the column
+            "environment".
+        environment_options: Arguments with which the class is called; with several classes, a table for each
+            name.
         max_tool_calling_iterations: Most turns of a row that are answered; absent means no limit but that of
             tokens.
-        max_reply_tokens: Most tokens of the result of a call; what is longer is cut, and says so.
-        seconds: Longest call, in seconds of the processor; on the clock five times as long.
-        workers: Calls at a time; absent means as many as there are processors.
+        max_reply_tokens: The most tokens of a call's result; a longer one is cut, and says so.
+        seconds: Time limit of a call, in seconds of processor time; on the clock it is five times as long.
+        workers: Calls that run at a time; absent means one for each processor.
         call_format: How calls are written: "hermes" (JSON between <tool_call> and </tool_call>: Qwen, Hermes)
             or "llama3_json" (a turn that is JSON: Llama 3.1). Absent means what the chat template asks for.
         call_pattern: A regular expression for calls in another form, instead of `call_format`: its group
@@ -914,19 +921,19 @@ class RunConfig(Checked):
 
     Attributes:
         output_dir: The run folder; a run found there is resumed.
-        max_steps: Number of optimizer steps; give this or `num_train_epochs`. A run that is resumed may have
-            more of them, also when it has ended: learning rate and noise then go on as in a run that was
-            that long from the start. The learning rate, which has come to its end, rises once more.
-        num_train_epochs: Passes over the problems. They count problems met: under dynamic sampling, where a
-            rollout may take several rounds of them, the run has fewer steps, and learning rate and noise
-            follow the problems.
+        max_steps: Number of optimizer steps; give this or `num_train_epochs`. A resumed run may have more
+            than before, even if it had ended: learning rate and noise then go on as in a run that was that
+            long from the start. A learning rate that had reached its end rises once more.
+        num_train_epochs: Passes over the problems. Every problem that is asked counts. Under dynamic sampling
+            a rollout may ask several rounds of problems: the run then has fewer steps, and learning rate and
+            noise follow the number of problems.
         seed: Random seed of the whole run: adapter, data order, sampling, noise.
         save_steps: Optimizer steps between checkpoints.
         save_total_limit: How many checkpoints are kept.
         log_completions: Write every completion with its rewards to `completions/`.
         deterministic: Ask the GPU's compiler for run-to-run identical results.
         report_to: Where metrics go beside `metrics.jsonl`: "tensorboard", "wandb", "trackio".
-        run_name: The run's name there; absent means the run folder's.
+        run_name: The run's name in those trackers; absent means the name of the run folder.
     """
 
     output_dir: NotEmpty
