@@ -64,23 +64,23 @@ def evaluate(
             or a .jsonl, .json or .parquet file of {"question": ..., "answer": ...}.
         protocol: How sets are asked and judged: "paper", "verl" or "run". Absent means the run's where
             there is one, else the paper's.
-        samples: N, completions per problem, instead of the protocol's; so are the next six.
+        samples: N, completions per problem. This and the next six replace what the protocol says.
         temperature: Sampling temperature; 0 is greedy.
         top_p: Keep the likeliest tokens up to this mass.
         max_tokens: Longest completion in tokens.
         system_prompt: A system message, or a name of `datasets.SYSTEM_PROMPTS`; "" for none.
         prompt_template: Text around the problem: "{prompt}" is filled in.
         reward: The name of the function that is at least 1 where a completion is right.
-        path: Where the set (one) lies if not on the hub.
+        path: Where the set lies if not on the hub; only with one set.
         split: Split of the sets, instead of the usual one.
         columns: Which columns hold the `prompt` and the `answer`.
-        num_problems: Ask only so many problems, from the front.
-        output_dir: Folder of the results; a call that finds them unfinished goes on. Absent means
-            `eval/` of the run folder, else `evals/`, and there the policy's name and the protocol, if
-            one is given. Results of a policy that is not saved are kept in no folder.
-        max_concurrent: Most completions sampled at a time.
+        num_problems: How many problems to ask, from the front.
+        output_dir: Folder of the results; a call that finds unfinished results goes on from there. Absent
+            means `eval/` of the run folder, else `evals/`, and in it a folder named by the policy and by the
+            protocol, if one is given. Results of a policy that is not saved are not kept.
+        max_concurrent: The most completions sampled at a time.
         seed: Random seed for sampling, and for arithmetic problems.
-        quiet: Show nothing.
+        quiet: Show nothing on the terminal.
 
     Returns:
         A summary by set: `problems`, `samples`, `mean_length`, and `estimates`, of which each has a
@@ -134,7 +134,7 @@ def evaluate(
 
 
 def _check_sets(sets: tuple, path: str | None) -> None:
-    """Demands names or files; one where a path is given."""
+    """Refuses anything but names or files, and more than one of them with a path."""
     if not sets:
         raise ConfigError('sets: got none; give at least one, such as "gsm8k"')
     for index, name in enumerate(sets):
@@ -145,7 +145,7 @@ def _check_sets(sets: tuple, path: str | None) -> None:
 
 
 def results_folder(source: PolicySource, protocol: str | None) -> pathlib.Path:
-    """Where the results of a policy go unless told."""
+    """The default folder for the results of a policy."""
     parent = source.folder / "eval" if source.folder else pathlib.Path("evals")
     return parent / (source.name if protocol is None else f"{source.name}-{protocol}")
 
@@ -159,7 +159,7 @@ def export(
     step: int | None = None,
     limit: float | None = None,
 ) -> dict[str, Any]:
-    """Writes what a run has learned for others to read, and checks it against the trained policy.
+    """Writes what a run has learned for other programs, and checks it against the trained policy.
 
     >>> report = qerl_jax.export(run, "exported", to="merged", base="packed")
     >>> report["mean_difference"] <= report["limit"]
@@ -222,8 +222,8 @@ def quantize(
         source: A 16-bit folder or hub name.
         target: The new folder.
         format: Format that the linears are packed to.
-        method: "rtn" rounds to nearest; "awq" finds scales of inputs by calibration; "gptq" lets later columns
-            make up for the errors of earlier ones; "awq+gptq" does one after the other.
+        method: "rtn" rounds to nearest; "awq" finds scales of inputs by calibration; "gptq" corrects the
+            errors of earlier columns in later ones; "awq+gptq" does one after the other.
         block_scales: "search" takes for each block of weights the scale that rounds it best; "maximum" the
             one that other libraries take. "auto" searches where that is better: for NVFP4, and wherever there
             is calibration.
@@ -232,10 +232,10 @@ def quantize(
         double_quant: Whether NF4's scales are quantized too.
         dataset: For all methods but "rtn", the rows to calibrate on; see `Calibration`.
         num_samples: Number of rows to calibrate on.
-        max_length: Tokens that are used of each row.
+        max_length: The most tokens used of each row.
         seed: Random seed for the choice of the rows.
         keep: Linears that stay in 16 bits: names, or patterns such as "model.layers.0.*" or "*.down_proj".
-            With one that reads an input stay all that read it (q, k and v; gate and up).
+            Linears that read the same input (q, k and v; gate and up) stay together.
         quiet: Show nothing.
 
     Returns:
@@ -265,7 +265,7 @@ def quantize(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a run will hold on the device; `print` shows it as a table.
+    """The estimated device memory of a run; `print` shows it as a table.
 
     Attributes:
         memory: The items by phase, and their sizes in bytes.
@@ -277,7 +277,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes in the fullest phase."""
+        """Bytes of the phase that needs the most."""
         return self.memory.peak
 
     @property
@@ -328,13 +328,13 @@ def plan(config: Config, device_memory: str | int | None = None, **overrides: An
 
 
 def report(*runs: str | os.PathLike, output_dir: str | os.PathLike | None = None) -> pathlib.Path:
-    """Writes a page about one or several runs, with PNG files of its charts, and gives its path.
+    """Writes a page about one or several runs, with PNG files of its charts, and returns its path.
 
     >>> qerl_jax.report(run).name
     'index.html'
 
     Args:
-        *runs: Runs, or run folders; those that differ in the seed only share a line.
+        *runs: Runs, or run folders; those that differ only in the seed share a line.
         output_dir: Folder to write; absent means `report/` of the run, or of the working directory for
             several.
 

@@ -1,4 +1,4 @@
-"""A policy that answers, streams, scores completions and is saved."""
+"""A policy that can answer, stream, score completions, and be saved."""
 
 import dataclasses
 import functools
@@ -41,14 +41,14 @@ class CompletionOutput:
 
     Attributes:
         index: Its place among the n completions of its prompt.
-        text: Without special tokens, and without the stop string that ended it.
+        text: The text without special tokens, and without the stop string that ended it.
         token_ids: int32 [tokens], to the stop token or the token that completed a stop string.
         logprobs: float32 [tokens], the sampler's log-probability of each token at its temperature (at
             temperature 0: at 1), before any top-k, top-p or min-p.
         finish_reason: "stop", or "length" where it was cut.
-        messages: With tools, what was said: the policy's turns and the tools' answers as chat messages.
-            `text` is then the last turn, and `token_ids` are all of it.
-        given: With tools, bool [tokens]: which of the tokens a tool gave; their log-probabilities are 0.
+        messages: With tools, the conversation: the policy's turns and the tools' answers as chat messages.
+            `text` is then the last turn, and `token_ids` has the tokens of all turns.
+        given: With tools, bool [tokens]: True for tokens that a tool gave; their log-probabilities are 0.
     """
 
     index: int
@@ -90,7 +90,7 @@ class Policy:
     Attributes:
         generator: Samples from the model.
         source: The files that the policy comes from.
-        unsaved: Whether its weights are in no file: a fresh adapter, or weights of one's own loop.
+        unsaved: Whether its weights are in no file: a fresh adapter, or weights from your own training loop.
     """
 
     generator: Generator
@@ -118,11 +118,11 @@ class Policy:
         return self.generator.tokenizer
 
     def with_params(self, params: Any) -> "Policy":
-        """Gives the policy with another adapter of the same shape, such as the `params` of a training state.
+        """Returns the policy with another adapter of the same shape, such as the `params` of a training state.
 
         Args:
-            params: As `policy.variables["params"]`. An update takes the buffers of the state that it
-                is given: take the params of the newest one.
+            params: As `policy.variables["params"]`. An update reuses the buffers of the state that it is
+                given, so take the params of the newest state.
         """
         require(
             self.model.lora is not None, "params", type(params), "needs a policy with an adapter"
@@ -138,7 +138,7 @@ class Policy:
         *,
         log: Callable[[str], None] = lambda text: None,
     ) -> "Policy":
-        """Gives the policy with tools, which it may call when it generates or is evaluated.
+        """Returns the policy with tools, which it may call when it generates or is evaluated.
 
         >>> section = {"functions": ["calculator"], "call_pattern": "<think>(?P<argument>[^=]*)="}
         >>> able = policy.with_tools(section)
@@ -150,7 +150,8 @@ class Policy:
             tools: As `qerl_jax.train` takes them; or a `ToolsConfig`, such as that of a run,
                 `run.config.tools`.
             environment_factory: As `qerl_jax.train` takes it.
-            log: Is warned of tools that cannot be killed, and of a chat template that does not show them.
+            log: Called with warnings: of tools that cannot be killed, and of a chat template that does not
+                show tools.
 
         Raises:
             ConfigError: For arguments that are no such thing, or a chat template that asks for calls
@@ -187,7 +188,8 @@ class Policy:
         Args:
             prompts: Texts or chats; a single one stands for a list of one.
             sampling_params: How completions are sampled; absent means the defaults.
-            columns: For a policy with an environment: a table for each prompt, with which it begins.
+            columns: For a policy with an environment: a table for each prompt, with which the environment
+                begins.
             **options: Fields of `SamplingParams` that take another value.
 
         Returns:
@@ -240,11 +242,11 @@ class Policy:
 
         Args:
             prompts: Texts or chats.
-            completions: One for each prompt: the ids of its tokens, or a text, which is cut into
-                tokens without a stop token behind it. A sampled text may be cut otherwise than it
-                was sampled: for a completion of `generate` give its `token_ids`.
+            completions: One for each prompt: the ids of its tokens, or a text, which is tokenized without a
+                stop token at its end. A sampled text may be tokenized differently from how it was sampled:
+                for a completion of `generate` give its `token_ids`.
             temperature: Temperature of the log-probabilities; 0 counts as 1, as in sampling.
-            adapter: Whether the adapter acts; without it these are those of the base.
+            adapter: Whether the adapter is used; without it these are the log-probabilities of the base.
 
         Returns:
             A float32 array [tokens] per completion.
@@ -271,7 +273,7 @@ class Policy:
         scored: list[np.ndarray] = []
         for start in range(0, len(ids), size):
             rows = slice(start, start + size)
-            # The last rows are filled up with repeats: one shape, one compilation.
+            # Repeats fill up the last rows, so that all calls have one shape and one compilation.
             missing = size - len(ids[rows])
             experience = _experience(
                 prompt_ids[rows] + missing * [prompt_ids[-1]],
@@ -357,15 +359,15 @@ def load(
         name: A folder or hub name of a model, or a run folder; absent means the base of the adapter,
             or "qerl-tiny", which ships with the package.
         adapter: A PEFT folder, or a run folder, whose adapter is taken.
-        lora: Gives the base a fresh adapter of that shape, which changes nothing yet: for a training
-            loop of one's own. Goes without `adapter`.
-        weights: How the linears are held; absent means as in the adapter's run, else "nvfp4".
+        lora: Gives the base a fresh adapter of that shape, which changes nothing yet: for your own training
+            loop. Not with `adapter`.
+        weights: Storage format of the linears; absent means that of the adapter's run, else "nvfp4".
         dtype: Data type of the activations; absent means that of the run, else "bfloat16".
         seed: Random seed of a fresh adapter.
         max_concurrent: Rows sampled at a time.
-        kv_cache_tokens: Capacity for keys and values, in tokens; rows wait while there is none left.
-        kv_cache_fraction: That capacity as a fraction of the device memory that is free; give one of
-            the two, or none for what `max_concurrent` rows can need.
+        kv_cache_tokens: Capacity for keys and values, in tokens; rows wait while it is full.
+        kv_cache_fraction: That capacity as a fraction of the free device memory. Give one of the two, or none
+            for what `max_concurrent` rows can need.
 
     Raises:
         ConfigError: For impossible arguments.
@@ -449,7 +451,7 @@ def _power_of_two(number: int, least: int = _NARROWEST) -> int:
 
 
 def _experience(prompts: list, completions: list, widths: Sequence[int]) -> Experience:
-    """Rows with one completion per prompt, at widths that other calls share."""
+    """Rows with one completion per prompt, padded to widths that other calls share."""
     rollout = Rollout(
         problems=tuple(Problem("", {}) for _ in prompts),
         prompt_ids=tuple(prompts),

@@ -1,4 +1,4 @@
-"""Training on data and rewards that are Python objects, and the run that comes of it."""
+"""Training on data and rewards that are Python objects, and the run that it makes."""
 
 import dataclasses
 import inspect
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def has_learned(self) -> bool:
-        """Whether a step so far taught the policy something: two rewards differed, and an update was made."""
+        """Whether any step so far taught the policy something: rewards differed, and an update was made."""
         return Health.of(self.config, logger.read_metrics(self.folder)).has_learned
 
     def plot(self) -> "Figure":
@@ -70,7 +70,7 @@ class Run:
         return report.curves([self.folder])
 
     def summary(self) -> str:
-        """The main curves as text, a line per metric with its first and last value."""
+        """The main curves as text: one line per metric, with its first and last value."""
         from qerl_jax.tracking import report
 
         return "\n".join(report.lines(self.folder))
@@ -88,11 +88,11 @@ class Run:
         return load(adapter=self.folder / "best" if best else self.folder, **options)
 
     def export(self, out: str | os.PathLike, **options: Any) -> dict[str, Any]:
-        """Writes what the run has learned for others to read; see `qerl_jax.export`."""
+        """Writes what the run has learned for other programs; see `qerl_jax.export`."""
         return jobs.export(self, out, **options)
 
     def report(self, output_dir: str | os.PathLike | None = None) -> pathlib.Path:
-        """Writes a page about the run, and gives its path; see `qerl_jax.report`."""
+        """Writes a page about the run, and returns its path; see `qerl_jax.report`."""
         return jobs.report(self, output_dir=output_dir)
 
     def __fspath__(self) -> str:
@@ -100,7 +100,7 @@ class Run:
 
 
 def load_run(folder: str | os.PathLike) -> Run:
-    """Opens a run folder, of a run that has ended or goes on.
+    """Opens the folder of a run that has ended or is still going on.
 
     >>> qerl_jax.load_run(run.folder) == run
     True
@@ -160,24 +160,26 @@ def train(
         reward_funcs: Functions, names of stock rewards, or import paths "package.module:function"; one,
             or a list. Absent means those that `rewards` names. The config of the run notes where a
             function was defined; from a notebook it cannot be loaded again.
-        callbacks: One or several functions that are called as f(step, metrics) after every step, once
-            it is logged; and as step 0 after the evaluation before training, with its metrics alone. Where one returns False, the run ends with that step, and its adapter is
-            written. What one raises, `train` raises; the run then goes on from its last checkpoint.
+        callbacks: One or several functions that are called as f(step, metrics) after every step, once it is
+            logged; and as step 0 after the evaluation before training, with only its metrics. If one returns
+            False, the run ends with that step, and its adapter is written. If one raises, `train` raises the
+            same; the run then goes on from its last checkpoint.
         tools: Functions that the policy may call while it answers, names of stock ones ("calculator",
             "python"), or import paths; or a table of the config's section `tools`, whose `functions` may be
             such; or a `ToolsConfig`. See docs/environments.md.
-        environment_factory: A class, or its import path, whose methods the policy may call, and whose object
-            keeps a state for each row; `reset(**row)` begins one, and `get_reward()`, where there is one,
-            judges it. Or several such by name: each row then names its one in the column "environment".
-        quiet: Show nothing; files are written all the same.
-        **overrides: Fields of the config that take another value: `max_steps=10`,
-            `optim={"learning_rate": 1e-4}`, `eval=None`.
+        environment_factory: A class, or its import path, whose methods the policy may call. Each row has an
+            object of it, which keeps the row's state: `reset(**row)` begins a row, and `get_reward()`, if
+            there is one, judges it. Or several such classes by name: each row then gives its name in the
+            column "environment".
+        quiet: Show nothing on the terminal; all files are still written.
+        **overrides: Fields of the config to change: `max_steps=10`, `optim={"learning_rate": 1e-4}`,
+            `eval=None`.
 
     Returns:
         The run.
 
     Raises:
-        ConfigError: For an argument or field that is no such thing, by its name; nothing is written.
+        ConfigError: For an impossible argument or field, by its name; nothing is written.
         RewardError: When a reward function fails, by its name.
         Busy: When another run works in `output_dir`.
         DiskError: When the disk does not take what is written; the run goes on from what was saved before.

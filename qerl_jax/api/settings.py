@@ -1,4 +1,4 @@
-"""From what a user gives as a config to a checked one."""
+"""Makes the checked config of a run from what a user gives."""
 
 import dataclasses
 import os
@@ -13,7 +13,7 @@ from qerl_jax.rewards.stock import RewardFunction
 
 type Config = RunConfig | Mapping[str, Any] | str | os.PathLike
 
-# What `data.dataset` is called where the rows are given and the config names no set.
+# The value of `data.dataset` where the rows are given and the config names no set.
 _ROWS = "rows"
 _LENGTHS = ("max_steps", "num_train_epochs")
 
@@ -27,12 +27,12 @@ def run_config(
     tools: Sequence[Tool] | None = None,
     environment: Tool | Mapping[str, Tool] | None = None,
 ) -> RunConfig:
-    """Makes the checked config of a run from what a user gives as one.
+    """Makes the checked config of a run from a config, a table or a path.
 
     Args:
         config: A config, a table, or a path.
         overrides: Fields that take another value; a table changes a section, None removes it.
-        has_rows: Whether the problems are given, so that the config need not name any.
+        has_rows: Whether the problems are given, so that the config need not name a set.
         functions: The rewards, where they are given.
         tools: The tools, where they are given.
         environment: The environment's class, or several by name, where it is given.
@@ -65,7 +65,7 @@ def run_config(
 def given_tools(
     tools: Tool | Sequence[Tool] | Mapping[str, Any] | ToolsConfig | None,
 ) -> tuple[dict[str, Any], list[Tool] | None]:
-    """What a user gives as tools: fields of the section `tools`, and tools themselves or None."""
+    """Splits what a user gives as tools into fields of the section `tools` and the tools, or None."""
     if isinstance(tools, ToolsConfig):
         return to_table(tools), None
     if not isinstance(tools, Mapping):
@@ -79,7 +79,7 @@ def tools_table(
     tools: Sequence[Tool] | None,
     environment: Tool | Mapping[str, Tool] | None,
 ) -> dict[str, Any]:
-    """The table of the section `tools` with tools and environments in place of those that it names."""
+    """The table of the section `tools`, in which the given tools and environments replace those that it names."""
     table = dict(section)
     if tools is not None:
         table["functions"] = list(map(_place, tools))
@@ -92,7 +92,7 @@ def tools_table(
 
 
 def several(given: Any, name: str) -> list:
-    """One thing or a list of them as a list."""
+    """A list of what is given: one thing, or a list of them."""
     if given is None:
         return []
     if isinstance(given, str) or callable(given):
@@ -137,7 +137,7 @@ def _change_field(section: dict[str, Any], field: str, value: Any) -> None:
 
 
 def _section(table: dict[str, Any], name: str) -> dict[str, Any]:
-    """A section of a table, a copy that the table holds from now on."""
+    """A section of a table: a copy, which the table then holds."""
     held = table.get(name, {})
     require(isinstance(held, Mapping), name, held, "must be a section")
     table[name] = dict(held)
@@ -145,7 +145,7 @@ def _section(table: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _place(function: str | RewardFunction) -> str:
-    """What a config says of a reward function: its name, or where it was defined."""
+    """The text that stands for a function in a config: its name, or where it was defined."""
     if isinstance(function, str):
         return function
     named = function if hasattr(function, "__qualname__") else type(function)
