@@ -234,8 +234,8 @@ def quantize(
         num_samples: Number of rows to calibrate on.
         max_length: The most tokens used of each row.
         seed: Random seed for the choice of the rows.
-        keep: Linears that stay in 16 bits: names, or patterns such as "model.layers.0.*" or "*.down_proj".
-            Linears that read the same input (q, k and v; gate and up) stay together.
+        keep: Linears that stay in 16 bits: names, or patterns such as "model.layers.0.*" or "*.down_proj". Of
+            linears that read the same input (q, k and v; gate and up) all stay if one does.
         quiet: Show nothing.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What the commands share: lines of output, a call with a command line, and a run's config with its options."""
+"""What the commands share: printing lines, calling a function with options, and reading a config with options."""
 
 import argparse
 import dataclasses
@@ -16,7 +16,7 @@ import tyro
 from qerl_jax import config
 from qerl_jax.config import ConfigError, RunConfig
 
-# Sections that a run may have or not.
+# The optional sections of a run's config.
 _SECTIONS = {
     name: next(kind for kind in typing.get_args(hint) if dataclasses.is_dataclass(kind))
     for name, hint in typing.get_type_hints(RunConfig).items()
@@ -33,7 +33,7 @@ def log(*lines: str) -> None:
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled programs for later calls; jax, which it imports, takes too long for `qerl --help`."""
+    """Keeps compiled programs for later calls. It imports jax, which would make `qerl --help` slow."""
     from pallas_kernels import runtime
 
     runtime.use_compilation_cache()
@@ -45,7 +45,7 @@ def call(function: Callable, argv: list[str], prog: str) -> None:
     Args:
         function: The command. Its docstring may end with a part "Examples:".
         argv: Its arguments.
-        prog: What the help calls it.
+        prog: The command's name in the help.
     """
     summary, examples = texts(function)
     made = types.FunctionType(
@@ -68,13 +68,13 @@ def call(function: Callable, argv: list[str], prog: str) -> None:
 
 
 def texts(function: Callable) -> tuple[str, str]:
-    """What the docstring of a command says before its arguments, and its examples."""
+    """The part of a command's docstring before its arguments, and its examples."""
     text, _, examples = inspect.getdoc(function).partition("\nExamples:\n")
     return text.partition("\n\nArgs:")[0].strip(), examples.rstrip()
 
 
 def _shown(hint: Any, default: Any) -> Any:
-    """The type of a parameter; the help does not say None of it where that is the default, nor that nothing is."""
+    """The type of a parameter, changed so that the help does not show None or () as a default."""
     if typing.get_origin(hint) is tuple and default is inspect.Parameter.empty:
         default = ()  # as many as are given
     if default not in (None, ()) or typing.get_origin(hint) is Annotated:
@@ -138,7 +138,7 @@ def run_config(command: str, argv: list[str]) -> RunConfig:
 
 
 def require_unicode(value: Any, where: str) -> None:
-    """Refuses halves of characters, which JSON and a command line may hold, but no tokenizer and no file."""
+    """Refuses half characters (lone surrogates), which JSON and a command line may hold, but not a file."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Completion of commands and options in a shell: tyro writes the script, from the same functions that it calls."""
+"""Shell completion of commands and options: tyro makes the script from the functions that it calls."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ from qerl_jax import config
 from qerl_jax.config import RunConfig, ToolsConfig
 
 SHELLS = ("bash", "zsh")
-# What a shell has to do besides: where nothing fits, files do.
+# Added to what tyro writes: where no option fits, complete file names.
 _FILES = ("complete -F ", "complete -o default -F ")
 
 
@@ -28,7 +28,7 @@ def script(shell: str, commands: Mapping[str, Callable]) -> str:
             that begins with "usage:".
     """
     quickstart = config.load(config.PACKAGED / "quickstart.toml")
-    # With every section, for their options.
+    # Has every section, so that all options are known.
     full = dataclasses.replace(quickstart, tools=ToolsConfig(functions=("calculator",)))
     own = {"train": _train, "plan": _plan, "completion": _completion}
     functions = {

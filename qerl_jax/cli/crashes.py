@@ -1,4 +1,4 @@
-"""Errors that no one foresaw: what is kept of them in a file, and the one line that names it."""
+"""Unexpected errors: the file that keeps the details, and the one line that names it."""
 
 import contextlib
 import pathlib
@@ -10,11 +10,12 @@ from collections.abc import Iterable, Sequence
 
 from qerl_jax.files import write_whole
 
-# What computes: of its errors a user can make nothing. Other libraries read what a user gives, and say what is wrong.
+# Libraries that compute: their errors do not help a user. Other libraries read the user's input, and say what is
+# wrong with it.
 _COMPUTING = ("jax", "jaxlib", "flax", "optax", "orbax", "numpy", "scipy", "ml_dtypes")
-# JAX takes its own frames out of a traceback, and says so in a note.
+# JAX removes its own frames from a traceback, and adds this note.
 _FILTERED = "JAX has removed its internal frames"
-# Characters of a long error's beginning, and of its end.
+# Characters that are shown of a long error's start, and of its end.
 _SHOWN = 1500
 _EXPECTED = (ValueError, OSError, OverflowError, NotImplementedError)
 
@@ -27,9 +28,9 @@ def is_expected(error: Exception) -> bool:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The text of an error without its line breaks, or what its type says where it has none.
+    """The text of an error without its line breaks, or its type where it has no text.
 
-    Of one that quotes a whole file the middle is left out.
+    The middle of a very long text is left out.
     """
     if isinstance(error, MemoryError) and not str(error):
         return "this machine has no memory left"
@@ -38,14 +39,14 @@ def in_one_line(error: BaseException) -> str:
 
 
 def in_what(error: BaseException) -> str:
-    """What a run was doing when an error came, and what of it is saved, in brackets; "" where it had not begun."""
+    """What a run was doing when the error came, and what is saved, in brackets; "" if the run had not begun."""
     notes = getattr(error, "__notes__", ())
     said = [note for note in notes if re.match(r"in the (?!prep)|before |step \d+ is saved", note)]
     return f" ({'; '.join(said)})" if said else ""
 
 
 def describe(error: Exception, path: pathlib.Path | None) -> str:
-    """One line about an error that was not foreseen: type, what was running, the text's beginning, the file."""
+    """One line about an unexpected error: its type, what was running, the start of its text, the file."""
     notes = [
         note for note in getattr(error, "__notes__", ()) if note.startswith(("in ", "before "))
     ]
@@ -63,16 +64,17 @@ def describe(error: Exception, path: pathlib.Path | None) -> str:
 def keep(
     error: Exception, argv: Sequence[str], versions: Iterable[str], folders: Iterable[str | None]
 ) -> pathlib.Path | None:
-    """Writes the traceback, the command and the versions to a file in the first folder that takes it.
+    """Writes traceback, command and versions to a file in the first folder that can be written to.
 
     Args:
         error: What went wrong.
         argv: The arguments of the command.
         versions: Lines of `qerl env`.
-        folders: Candidates, those that do not exist are left out; the system's temporary folder comes last.
+        folders: Folders to try, in this order. Missing ones are skipped; the system's temporary folder comes
+            last.
 
     Returns:
-        The file; None where no folder takes it.
+        The file; None if it could be written to no folder.
     """
     text = "\n".join(
         (
@@ -95,7 +97,7 @@ def keep(
 
 
 def _is_of_computing(error: Exception) -> bool:
-    """Whether it was raised inside of a library that computes."""
+    """Whether it was raised inside a library that computes."""
     notes = " ".join(getattr(error, "__notes__", ()))
     if _FILTERED in notes or type(error).__module__.split(".")[0] in _COMPUTING:
         return True

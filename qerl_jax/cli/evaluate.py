@@ -37,7 +37,7 @@ def evaluate(
 ) -> None:
     """Measures how often a policy is right on sets of problems, with confidence intervals.
 
-    Results go to OUTPUT_DIR/<set>/; a call that finds them unfinished goes on after the last problem.
+    Results go to OUTPUT_DIR/<set>/. If they are unfinished, the same call goes on after the last problem.
 
     Args:
         sets: "gsm8k", "math500", "aime24", "aime25", "amc23", "arithmetic", any data set of the hub, or
@@ -45,26 +45,26 @@ def evaluate(
             given to the model as it is, without its chat template.
         model: Local folder or hub name; absent means the adapter's base, or the one in the package.
         adapter: A PEFT folder, or a run folder, whose adapter and settings are taken.
-        base: Leave the adapter away: the policy before training, asked and judged alike.
+        base: Leave out the adapter: measures the policy before training, asked and judged in the same way.
         protocol: "paper" (temperature 0.6, top-p 0.95), "verl" (verl's own words, sampling and scorers), or
             "run" (prompt, sampling and reward of the run). Absent means the run's where there is one, else
             the paper's.
-        samples: N, completions per problem, instead of the protocol's; so are the next six.
+        samples: N, completions per problem. This and the next six replace what the protocol says.
         temperature: Sampling temperature; 0 is greedy.
         top_p: Keep the likeliest tokens up to this mass.
         max_tokens: Longest completion in tokens.
         system_prompt: A system message, or a name of `datasets.SYSTEM_PROMPTS`; "" for none.
         prompt_template: Text around the problem: "{prompt}" is filled in.
         reward: The function that is at least 1 where a completion is right.
-        path: Where the set (one) lies if not on the hub: a folder or a file.
+        path: Where the set lies if not on the hub: a folder or a file. Only with one set.
         split: Split of the set, instead of the usual one.
         columns: Which columns hold the `prompt` and the `answer`.
-        num_problems: Ask only so many problems, from the front.
-        weights: How the linears are held; absent means as in the adapter's run, else "nvfp4".
+        num_problems: How many problems to ask, from the front.
+        weights: Storage format of the linears; absent means that of the adapter's run, else "nvfp4".
         dtype: Data type of the activations; absent means that of the run, else "bfloat16".
-        output_dir: Folder of the results; absent means `eval/` of the run folder, else `evals/`, and there
-            the policy's name and the protocol, if one is given.
-        max_concurrent: Most completions sampled at a time; fused decoding takes up to 128.
+        output_dir: Folder of the results. Absent means `eval/` of the run folder, else `evals/`, and in it a
+            folder named by the policy and by the protocol, if one is given.
+        max_concurrent: The most completions sampled at a time; fused decoding takes up to 128.
         seed: Random seed for sampling.
 
     Examples:
@@ -139,19 +139,19 @@ def filter_problems(
     num_problems: int | None = None,
     batch_size: int = 32,
 ) -> None:
-    """Measures how often a policy solves each problem of a config, and keeps a band.
+    """Measures how often a policy solves each problem of a config, and keeps those within a range of rates.
 
     Args:
         config: The TOML file whose model, data and sampling settings are used.
-        out: A .jsonl file for the problems that are kept; rates go to `<out>.measured`, from which
-            a later call goes on.
+        out: A .jsonl file for the problems that are kept. Rates go to `<out>.measured`; a later call goes on
+            from there.
         low: Lowest pass rate that is kept.
         high: Highest pass rate that is kept.
         samples: Completions per problem.
-        reward: A completion passes where this function gives at least 1; absent means the config's
-            first.
-        adapter: A PEFT folder; absent means the bare base.
-        num_problems: Measure only so many problems, from the front, instead of as many as the config says.
+        reward: The function that says whether a completion passes: it gives at least 1. Absent means the
+            config's first.
+        adapter: A PEFT folder; absent means the base alone.
+        num_problems: How many problems to measure, from the front; absent means as many as the config says.
         batch_size: Problems sampled together.
 
     Examples:

@@ -18,7 +18,7 @@ from qerl_jax.generation.sampling_params import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class _Sampling(SamplingParams):
-    """The sampling options, which are checked later: an error within tyro would be a box of several lines.
+    """The sampling options. They are checked later: tyro would show an error as a box of several lines.
 
     Attributes:
         seed: Random seed for sampling.
@@ -47,28 +47,29 @@ def generate(
     kv_cache_tokens: int | None = None,
     kv_cache_fraction: float | None = None,
 ) -> None:
-    """Prints completions: of one prompt as it is sampled, of several one after the other, with tools turn by turn.
+    """Prints completions of prompts. A single one is printed as it is sampled; with tools, all turns are shown.
 
     Args:
         prompt: User messages.
         sampling: How completions are sampled.
-        input: A file of prompts instead: .jsonl with a "prompt" per row, a text or chat messages
-            (and, if each is to have its own, a "seed"); or any other text file with one per line.
-        output: A .jsonl file for the completions, one row each, beside the columns of `input`: `completion`,
-            `finish_reason`, `num_tokens`, and `cumulative_logprob` at the temperature (as training has it). Until
-            all are there they are in `<output>.partial`, from which a later call goes on. With tools `completion`
-            is the last turn, and `turns` has all messages.
+        input: A file of prompts, instead of PROMPT: .jsonl with a "prompt" in each row, a text or chat
+            messages (and a "seed", if each is to have its own); or any other text file with one prompt per
+            line.
+        output: A .jsonl file for the completions, one row each: the columns of `input`, and `completion`,
+            `finish_reason`, `num_tokens`, and `cumulative_logprob` at the sampling temperature (as in
+            training). Until all are there, they are in `<output>.partial`, from which a later call goes on.
+            With tools `completion` is the last turn, and `turns` has all messages.
         model: Local folder or hub name; absent means the adapter's base, or the one in the package.
         adapter: A PEFT folder, or a run folder, whose adapter is taken.
         system_prompt: A system message, or a name of `datasets.SYSTEM_PROMPTS`, such as "think-answer".
-        tools: A config (.toml) or a run folder: the policy may call the tools of its section [tools]. An environment
-            begins with the columns of `input`.
-        weights: How the linears are held; absent means as in the adapter's run, else "nvfp4".
+        tools: A config (.toml) or a run folder, whose section [tools] names the tools that the policy may
+            call. An environment begins with the columns of `input`.
+        weights: Storage format of the linears; absent means that of the adapter's run, else "nvfp4".
         dtype: Data type of the activations; absent means that of the run, else "bfloat16".
         max_concurrent: Completions sampled at a time.
-        kv_cache_tokens: Capacity for keys and values, in tokens; completions wait while there is none left.
-        kv_cache_fraction: That capacity as a fraction of the device memory that is free; absent both, it
-            is bounded by nine tenths of what scores and a prefill leave of that.
+        kv_cache_tokens: Capacity for keys and values, in tokens; completions wait while it is full.
+        kv_cache_fraction: That capacity as a fraction of the free device memory. If both are absent, it is at
+            most nine tenths of what scores and a prefill leave of that memory.
 
     Examples:
         qerl generate "What is (5-3)*3?" --adapter runs/quickstart

@@ -1,4 +1,4 @@
-"""The command `qerl`: finds the sub-command, runs it, and makes one line of what is wrong with its input."""
+"""The command `qerl`: finds the sub-command, runs it, and reports an error in one line."""
 
 import contextlib
 import difflib
@@ -11,8 +11,8 @@ import subprocess
 import sys
 import traceback
 
-# Without PyTorch transformers greets with a notice about it, which would be a newcomer's first
-# line.
+# Without PyTorch, transformers prints a notice about it, which would be the first line that a
+# newcomer sees.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from qerl_jax.cli import common, completions, crashes, evaluate, generate, models, train
@@ -154,16 +154,16 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a sub-command.
 
     Returns:
-        0 when it is done; 2 when the input, the disk or the memory is not as it must be; 1 for an error that no
-        one foresaw, whose traceback is in a file; 3 for a run that has learned nothing; 4 when another process of
-        the run has ended; 130 and 143 when SIGINT or SIGTERM has ended it. Whatever went wrong is one line on stderr,
-        with `--debug` after its traceback.
+        0 when it is done; 1 for an unexpected error, whose traceback is in a file; 2 for something that the user
+        can mend: input, disk or memory; 3 for a run that has learned nothing; 4 when another process of the run
+        has ended; 130 and 143 when SIGINT or SIGTERM has ended it. An error is one line on stderr; with `--debug`
+        its traceback comes before.
     """
     argv = sys.argv[1:] if argv is None else argv
     debug = "--debug" in argv
     argv = [word for word in argv if word != "--debug"]
     name, *rest = argv or [""]
-    # A command that reads its arguments itself has its help in its docstring; the options of others are
+    # A command that reads its own arguments has its help in its docstring. The options of the others are
     # their parameters.
     text = inspect.getdoc(COMMANDS.get(name, main))
     reads_itself = text.startswith("usage:")
@@ -204,14 +204,14 @@ def _leave(code: int) -> None:
 
 
 def _failed(name: str, argv: list[str], error: Exception) -> int:
-    """Says what went wrong, and gives the exit code."""
+    """Prints what went wrong, and returns the exit code."""
     if crashes.is_expected(error) or hasattr(error, "exit_code"):
         sys.stderr.write(f"qerl {name}: {crashes.in_one_line(error)}{crashes.in_what(error)}\n")
         return getattr(error, "exit_code", 2)
     versions = _versions()
     try:
         versions += _devices()
-    except Exception as cause:  # of a driver that is gone, say, which may be why we are here
+    except Exception as cause:  # for example a lost driver, which may have caused the error
         versions.append(f"devices: {crashes.in_one_line(cause)}")
     path = crashes.keep(error, argv, versions, [getattr(error, "run_folder", None)])
     sys.stderr.write(f"qerl {name}: {crashes.describe(error, path)}\n")

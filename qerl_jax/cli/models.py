@@ -19,7 +19,7 @@ def export(
     step: int | None = None,
     limit: float | None = None,
 ) -> None:
-    """Writes what a run has learned for others to read, and checks it against the trained policy.
+    """Writes what a run has learned for other programs, and checks it against the trained policy.
 
     Args:
         run: A run folder.
@@ -68,8 +68,8 @@ def quantize(
         source: A 16-bit folder or hub name.
         target: The new folder.
         format: Format that the linears are packed to.
-        method: "rtn" rounds to nearest; "awq" finds scales of inputs by calibration; "gptq" lets later columns
-            make up for the errors of earlier ones; "awq+gptq" does one after the other.
+        method: "rtn" rounds to nearest; "awq" finds scales of inputs by calibration; "gptq" corrects the
+            errors of earlier columns in later ones; "awq+gptq" does one after the other.
         block_scales: "search" takes for each block of weights the scale that rounds it best; "maximum" the
             one that other libraries take. "auto" searches where that is better: for NVFP4, and wherever there
             is calibration.
@@ -79,10 +79,10 @@ def quantize(
         dataset: For all methods but "rtn", the rows to calibrate on: "arithmetic", "arithmetic-mixed", a data set
             of the hub, or a .jsonl, .json or .parquet file with messages, a text, or a question and an answer.
         num_samples: Number of rows to calibrate on.
-        max_length: Tokens that are used of each row.
+        max_length: The most tokens used of each row.
         seed: Random seed for the choice of the rows.
-        keep: Linears that stay in 16 bits: names, or patterns such as "model.layers.0.*" or "*.down_proj".
-            With one that reads an input stay all that read it (q, k and v; gate and up).
+        keep: Linears that stay in 16 bits: names, or patterns such as "model.layers.0.*" or "*.down_proj". Of
+            linears that read the same input (q, k and v; gate and up) all stay if one does.
 
     Examples:
         qerl quantize Qwen/Qwen2.5-7B-Instruct qwen-nvfp4

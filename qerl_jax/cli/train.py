@@ -10,7 +10,7 @@ from qerl_jax.cli.common import log, run_config, use_compilation_cache
 from qerl_jax.hosts import Hosts, join
 from qerl_jax.training import stopping
 
-# The exit code of a run that has ended without one step that taught it something.
+# The exit code of a run in which no step taught the policy anything.
 NOTHING_LEARNED = 3
 
 
@@ -21,7 +21,7 @@ def train(argv: list[str]) -> int:
     CONFIG.toml is a file, or the name of a config in the package: quickstart, gsm8k_qwen2.5_7b and others.
     `qerl train CONFIG.toml --help` shows every field of the config with its value.
     --noise None, --eval None and --tools None switch a section off; an option of an absent section switches it on.
-    SIGINT (Ctrl-C) and SIGTERM end the step or leave it, save, and exit with 130 or 143.
+    SIGINT (Ctrl-C) and SIGTERM finish or drop the current step, save, and exit with 130 or 143.
     A run that has learned nothing says why, and exits with 3. A process of several that has lost another exits with 4.
     On several hosts the same command runs on each: by srun, or with JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
     JAX_PROCESS_ID (docs/scale.md).
@@ -48,11 +48,11 @@ def plan(argv: list[str]) -> None:
     """usage: qerl plan CONFIG.toml [--device NAME] [--device-memory 80GB] [--compile] [--section.field VALUE ...]
        qerl plan --device NAME
 
-    Prints what the run will hold on the device, and whether it fits.
+    Prints how much device memory the run will need, by phase, and whether it fits.
     --device "RTX 4090" plans for that card instead of this machine's; without a config it says which model sizes
     train there. It knows T4, L4, A100, RTX 3090, RTX 4090, RTX 5090, H100, H200 and B200.
-    --device-memory 80GB plans for a device with so much memory instead of this one.
-    --compile also compiles the update of one micro-batch, and prints what it needs.
+    --device-memory 80GB plans for a device with that much memory instead of this machine's.
+    --compile also compiles the update of one micro-batch, and prints the memory that it needs.
     `qerl plan CONFIG.toml --help` shows every field of the config with its value.
 
     Examples:
@@ -88,7 +88,7 @@ def plan(argv: list[str]) -> None:
 def replay(argv: list[str]) -> None:
     """usage: qerl replay RUN_FOLDER/non_finite/STEP.npz
 
-    Runs a step that was skipped as not finite once more, and prints what was not finite.
+    Runs a step again that was skipped as not finite, and prints what was not finite.
 
     Examples:
       qerl replay runs/mine/non_finite/step_000012.npz
@@ -107,7 +107,7 @@ def report(
     *,
     output_dir: pathlib.Path | None = None,
 ) -> None:
-    """Writes a page about runs, and PNG files of its charts; runs that differ in the seed only share a line.
+    """Writes a page about runs, and PNG files of its charts; runs that differ only in the seed share a line.
 
     Args:
         runs: Run folders.
