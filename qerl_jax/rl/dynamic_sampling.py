@@ -1,4 +1,4 @@
-"""Dynamic sampling: rounds of sampling until enough groups teach something, and the place in the data."""
+"""Dynamic sampling: sampling in rounds until enough groups teach something, and the place in the data."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -12,18 +12,18 @@ from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.generation.conversations import Conversation
 from qerl_jax.rl import grpo, rollouts
 
-# Of a rollout these have one entry per problem, the others one per completion.
+# The fields of a rollout with one entry per problem; the others have one per completion.
 _PER_PROBLEM = ("problems", "prompt_ids")
 
 
 @dataclasses.dataclass(frozen=True)
 class Supply:
-    """Where a run stands in its data; the one part of a run that the step does not tell.
+    """Where a run stands in its data: the one part of its state that does not follow from the step.
 
     Attributes:
         drawn: Problems met so far.
-        surplus: Informative groups that the last rollout did not need, fewer than one rollout needs;
-            None for none.
+        surplus: Informative groups that the last rollout did not need: fewer than a rollout has. None for
+            none.
     """
 
     drawn: int = 0
@@ -36,7 +36,7 @@ class Supply:
         rollout = self.surplus.rollout
         talks = rollout.conversations
         has_tools = talks is not None
-        # What an environment said at the begin is no part of the data.
+        # The first words of an environment are not part of the data.
         prompts = [ids.tolist() for ids in rollout.prompt_ids]
         return {
             "drawn": self.drawn,
@@ -120,18 +120,18 @@ class Supply:
 
 
 def by_reward(scored: rollouts.Scored) -> np.ndarray:
-    """Tells which groups are informative, bool [P]: those whose rewards differ."""
+    """Marks the informative groups, bool [P]: those whose rewards differ."""
     return np.asarray(grpo.informative(scored.rewards))
 
 
 def by_functions(weights: Mapping[int, float]) -> Callable[[rollouts.Scored], np.ndarray]:
-    """Makes a function that tells which groups are informative, bool [P], by some of the rewards.
+    """Makes a function that marks the informative groups, bool [P], by some of the rewards.
 
     A group is informative where the weighted sum of these rewards differs between its completions.
     Completions for which all of them abstained are not compared.
 
     Args:
-        weights: Weights of the reward functions that are looked at, by their places among all.
+        weights: Weight of each reward function that is used, by its place among all.
     """
     columns, factors = list(weights), jnp.array(list(weights.values()), jnp.float32)
 
@@ -149,23 +149,24 @@ def gather(
     max_rounds: int | None,
     informative: Callable[[rollouts.Scored], np.ndarray] = by_reward,
 ) -> tuple[rollouts.Scored, rollouts.Scored, Supply, dict[str, float]]:
-    """Samples in rounds until a rollout's worth of groups is informative (DAPO, arXiv:2503.14476).
+    """Samples in rounds until there are enough informative groups for a rollout (DAPO, arXiv:2503.14476).
 
-    Groups that the last rollout had left over come first; the surplus of this one is left to the next,
-    so no group waits for longer than one rollout, and the surplus stays below one. After
-    `max_rounds` the batch is filled up with groups that are not: their advantages should be set to
-    0, for what they differ in, if in anything, is not what groups are chosen by.
+    Groups left over from the last rollout come first, and the surplus of this one is kept for the
+    next. So no group waits for more than one rollout, and the surplus is smaller than a rollout. After
+    `max_rounds` the batch is filled up with groups that are not informative. Set their advantages to
+    0: their rewards may still differ, but not in quality.
 
     Args:
         sample: sample(drawn, round) samples and scores the P problems from place `drawn` on.
         supply: Where the data stands.
-        max_rounds: At least 1; None takes one round as it comes.
-        informative: Says of each group of a rollout, bool [P], whether its completions differ in
-            quality. By default they do where rewards differ; see `by_functions`.
+        max_rounds: At least 1; None takes one round and keeps all of its groups.
+        informative: Marks the groups of a rollout, bool [P], whose completions differ in quality. By default
+            those whose rewards differ; see `by_functions`.
 
     Returns:
-        The P groups to learn from, all that was sampled this time (what the policy is like is seen
-        there: the batch is a selection), the new supply, and metrics under `dynamic_sampling/`.
+        The P groups to learn from, all groups that were sampled this time (metrics of the policy are
+        taken from these, since the batch is a selection), the new supply, and metrics under
+        `dynamic_sampling/`.
     """
     if max_rounds is None:
         scored = sample(supply.drawn, 0)
@@ -180,7 +181,7 @@ def gather(
         good = informative(pool)
         if good.sum() >= wanted:
             break
-    # Informative ones first, and among equals those that were sampled first.
+    # Informative groups first, otherwise in the order of sampling.
     order = np.argsort(~good, kind="stable")
     left = order[wanted : good.sum()]
     filled = max(0, wanted - int(good.sum()))
@@ -200,7 +201,7 @@ def _without_nan(values: np.ndarray) -> list[Any]:
 
 
 def choose(scored: rollouts.Scored, groups: Sequence[int] | np.ndarray) -> rollouts.Scored:
-    """Those groups, in that order."""
+    """The groups at the given places, in that order."""
     groups, size = np.asarray(groups, int), scored.rollout.num_generations
     rows = (groups[:, None] * size + np.arange(size)).reshape(-1)
     rollout = {

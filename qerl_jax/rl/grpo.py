@@ -22,14 +22,14 @@ from qerl_jax.checked import require
 from qerl_jax.config import LOSS_TYPES, GrpoConfig
 from qerl_jax.rl import masked
 
-# Keeps a nearly constant group from being blown up to unit variance; the value is TRL's.
+# Keeps the advantages of a nearly constant group small; the value is TRL's.
 _STD_EPSILON = 1e-4
 # Bounds of the logarithms of VESPO's ratios; the values are TRL's.
 _LEAST_LOG_RATIO, _MOST_LOG_RATIO = math.log(1e-8), 20.0
 
 
 def combine_rewards(per_function: Array, weights: Array) -> Array:
-    """Adds up what the reward functions gave each row, skipping those that abstained.
+    """Adds up the weighted rewards of each row, skipping functions that abstained.
 
         r_i = sum over f of w_f r_{i,f}, taken over the functions f that gave row i a reward
 
@@ -38,9 +38,9 @@ def combine_rewards(per_function: Array, weights: Array) -> Array:
         weights: [number of functions].
 
     Returns:
-        The rewards [B]; NaN for a row for which every function abstained. A number there would
-        compete with the group's: 0 would rank above wrong answers that score -1. (TRL's did until its
-        pull request 5902 of June 2026.)
+        The rewards [B]; NaN for a row for which every function abstained. A number there would be
+        compared with the group's: 0 would be better than a wrong answer that scores -1. (So it was in
+        TRL until its pull request 5902 of June 2026.)
     """
     given = ~jnp.isnan(per_function)
     rewards = masked.sum(per_function * weights[None, :], given, axis=1)
@@ -50,7 +50,7 @@ def combine_rewards(per_function: Array, weights: Array) -> Array:
 def soft_overlong_punishment(
     lengths: Array, *, max_completion_length: int, soft_punish_cache: int
 ) -> Array:
-    """Punishes completions in proportion to how far they reach into the last tokens allowed.
+    """Punishes long completions, in proportion to how many of the last tokens allowed they use.
 
         0                                     where length <= max_completion_length - cache
         (max_completion_length - cache - length) / cache             from there on, down to -1
@@ -68,7 +68,7 @@ def soft_overlong_punishment(
 
 
 def informative(rewards: Array) -> Array:
-    """Tells which groups hold completions of different quality, and so give a gradient at all.
+    """Marks the groups whose completions differ in quality; only these give a gradient.
 
     Args:
         rewards: [P, G] rewards, or the advantages made from them; NaN for rows without one.
@@ -92,12 +92,13 @@ def group_advantages(
 
         A = (r - b) / (s + 1e-4)
 
-    where b is the mean over the group ("grpo") or over the group's other completions ("rloo":
-    leave-one-out, arXiv:2402.14740, which no completion's own reward enters, so that the estimate
-    of the gradient has no bias), and s the standard deviation (with n - 1) of the group (GRPO,
-    arXiv:2402.03300), of the whole batch (arXiv:2508.08221), or nothing is divided (Dr. GRPO,
-    arXiv:2503.20783). Equal rewards give advantages of exactly 0. A row without a reward has
-    advantage 0, and enters neither b nor s, as in TRL (since June 2026).
+    The baseline b is the mean over the group ("grpo") or over the group's other completions
+    ("rloo": leave-one-out, arXiv:2402.14740). The latter does not contain the completion's own
+    reward, so the estimate of the gradient has no bias. s is the standard deviation (with n - 1)
+    of the group (GRPO, arXiv:2402.03300) or of the whole batch (arXiv:2508.08221); with "none"
+    there is no division (Dr. GRPO, arXiv:2503.20783). Equal rewards give advantages of exactly 0.
+    A row without a reward has advantage 0, and counts in neither b nor s, as in TRL (since June
+    2026).
 
     Args:
         rewards: [P, G]; NaN for rows without one.
@@ -136,25 +137,25 @@ def decoupled_advantages(
     scale: Literal["group", "batch", "none"] = "group",
     estimator: Literal["grpo", "rloo"] = "grpo",
 ) -> Array:
-    """Compares each completion with the others of its prompt by one reward function at a time.
+    """Compares each completion with the others of its prompt, for each reward function by itself.
 
         a_f = (r_f - mean of r_f over the group) / (s_f + 1e-4)
         A   = (a - mean of a) / (std of a + 1e-4),        a = sum over f of w_f a_f
 
     where s_f is the standard deviation of that function's rewards alone, and the second line is taken
-    over the whole batch. So a function whose rewards lie far apart does not drown another. GDPO
-    (arXiv:2601.05242); TRL's `normalize_then_sum`, which knows the scale "group" only.
+    over the whole batch. So a function with widely spread rewards does not outweigh the others. GDPO
+    (arXiv:2601.05242); TRL's `normalize_then_sum`, which has the scale "group" only.
 
     Args:
         per_function: [P, G, number of functions]; NaN where a function does not apply to a row.
         weights: [number of functions].
         scale: Standard deviation s_f of a function: of the "group", of the "batch", or "none" to centre
             only.
-        estimator: As of `group_advantages`.
+        estimator: As in `group_advantages`.
 
     Returns:
-        The advantages [P, G]: 0 for a row without a reward, and in a group in which no function tells
-        one completion from another.
+        The advantages [P, G]: 0 for a row without a reward, and in a group whose completions get the
+        same rewards from every function.
 
     Raises:
         ValueError: for fewer than two completions per prompt, or an unknown scale or estimator.
@@ -164,9 +165,9 @@ def decoupled_advantages(
         for each in jnp.moveaxis(per_function, -1, 0)
     ]
     given = ~jnp.all(jnp.isnan(per_function), axis=-1)
-    # Where a function abstained its advantage is 0, and so is its part of the sum.
+    # A function that abstained has advantage 0, and adds nothing to the sum.
     summed = jnp.tensordot(weights, jnp.stack(by_function), axes=1)
-    # Less than two rows with a reward have no deviation.
+    # Fewer than two rows with a reward have no deviation.
     differ = jnp.sum(given) > 1
     mean, spread = jnp.mean(summed, where=given), jnp.std(summed, ddof=1, where=given)
     normal = jnp.where(differ, (summed - mean) / (jnp.where(differ, spread, 0) + _STD_EPSILON), 0)
@@ -180,9 +181,10 @@ def token_kl(logps: Array, ref_logps: Array, kind: Literal["k1", "k2", "k3"] = "
         k1 = -d,   k2 = d^2 / 2,   k3 = exp(d) - d - 1,   d = ref_logp - logp
 
     For tokens that the policy sampled, the values of k1 and k3 have no bias, and k2 and k3 are
-    never below 0. As a term of a loss what counts is the derivative, and there the expectation of
-    k1's is 0 and k2's is that of the divergence; k3's is that of KL(reference || policy). Times the
-    importance ratio (`policy_loss`, `use_bias_correction_kl`) k1's and k3's are right, too.
+    never below 0. In a loss the derivative counts instead. The derivative of k1 has expectation 0,
+    that of k2 is right for KL(policy || reference), and that of k3 is the one of KL(reference ||
+    policy). Multiplied by the importance ratio (`policy_loss`, `use_bias_correction_kl`), k1 and k3
+    have the right derivative, too.
 
     Args:
         logps: log-probabilities under the policy.
@@ -203,7 +205,7 @@ def token_kl(logps: Array, ref_logps: Array, kind: Literal["k1", "k2", "k3"] = "
 def log_importance_ratio(
     logps: Array, old_logps: Array, mask: Array, level: Literal["token", "sequence"] = "token"
 ) -> Array:
-    """Returns log(policy / old policy) for each token, or one mean of them for each sequence.
+    """Returns log(policy / old policy) for each token, or its mean for each sequence.
 
     Args:
         logps: [B, T] log-probabilities under the policy; gradients flow through both levels.
@@ -232,7 +234,7 @@ def truncated_importance_weights(
     clip_max: float,
     clip_min: float | None = None,
 ) -> Array:
-    """Weights that correct for completions sampled by another policy than `old_logps` describes.
+    """Weights that correct for completions that were sampled by a policy other than that of `old_logps`.
 
         w = old policy / behaviour policy, per token, or as the product over a row's tokens
 
@@ -282,7 +284,7 @@ def sampling_mask(
     highest: float,
     lowest: float | None = None,
 ) -> Array:
-    """Marks what trainer and sampler see alike enough to learn from: 1 where their ratio is within bounds, else 0.
+    """Marks what to learn from: 1 where the ratio of trainer to sampler is within bounds, else 0.
 
         lowest <= r <= highest,    r = policy / behaviour policy
 
@@ -325,7 +327,7 @@ def sampling_mask(
 def off_policy_mask(
     logps: Array, behaviour_logps: Array, mask: Array, advantages: Array, threshold: float
 ) -> Array:
-    """Marks rows to learn from: 0 where the advantage is negative and the policy has moved away from the row.
+    """Marks the rows to learn from: 0 where the advantage is negative and the policy has moved away.
 
         1 if A >= 0 or mean over the row's tokens of (behaviour logp - logp) <= threshold, else 0
 
@@ -354,10 +356,10 @@ def sampling_weights(
     advantages: Array,
     mask: Array,
 ) -> Array | None:
-    """The weights that a config gives the policy's term of the loss; None where it asks for none.
+    """The weights of the policy's term of the loss, as a config asks for; None if it asks for none.
 
-    They are the product of `truncated_importance_weights`, `sampling_mask` and `off_policy_mask`, as
-    far as these are switched on. VESPO takes the first of them into its own weight, see
+    They are the product of those of `truncated_importance_weights`, `sampling_mask` and
+    `off_policy_mask` that are switched on. In VESPO the first is part of its own weight instead, see
     `sampling_correction`.
 
     Args:
@@ -395,7 +397,7 @@ def sampling_weights(
 def sampling_correction(
     cfg: GrpoConfig, trainer_logps: Array, behaviour_logps: Array, mask: Array
 ) -> Array | None:
-    """The correction [B, T] that is a factor of VESPO's weight of a row; None where a config asks for none.
+    """The correction [B, T] in VESPO's weight of a row; None if a config asks for none.
 
     Args:
         cfg: The objective.
@@ -422,8 +424,8 @@ def _corrections(cfg: GrpoConfig, trainer: Array, behaviour: Array, mask: Array)
 class RowMetrics(NamedTuple):
     """What `policy_loss` counted in each row; each field is [B].
 
-    Rows of different micro-batches are simply put together (`jax.lax.scan` does so by itself) and
-    handed to `summarize`, which then says what one large batch would have said.
+    The rows of all micro-batches are put together (`jax.lax.scan` does so by itself) and given to
+    `summarize`, which returns the metrics of one large batch.
     """
 
     tokens: Array  # tokens that count
@@ -450,7 +452,7 @@ def summarize(rows: RowMetrics) -> dict[str, Array]:
     row; rows without tokens have none. `clip_ratio/delta_mean` is the fraction of all ratios that
     the cap of negative advantages bounds, `sampling/masked_mean` that of tokens whose sampling
     weight is 0, `cispo_clip_ratio` that of weights that CISPO bounds, and `vespo/phi_seq_mean` the mean
-    of VESPO's weights over rows with tokens; each is there where it can be.
+    of VESPO's weights over rows with tokens. A metric is absent where the objective has no such part.
 
     Args:
         rows: counts of any shape, so also [micro-batches, B].
@@ -484,7 +486,7 @@ def summarize(rows: RowMetrics) -> dict[str, Array]:
 
 
 class LossInputs(NamedTuple):
-    """Rows of a micro-batch, as `policy_loss` sees them."""
+    """The rows of a micro-batch: the inputs of `policy_loss`."""
 
     logps: Array  # [B, T] log-probabilities under the policy that learns
     old_logps: Array  # [B, T] log-probabilities that the ratio is taken against
@@ -500,15 +502,15 @@ class LossInputs(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BatchTotals:
-    """The optimizer batch of which a micro-batch is a part; what is left out says that it is the whole.
+    """Sizes of the optimizer batch that a micro-batch belongs to; by default they are its own.
 
     Attributes:
-        rows: Rows that were judged, those without tokens included.
+        rows: Rows with a reward, those without tokens included.
         tokens: Tokens that count.
         max_completion_length: Divisor of dr_grpo.
         num_micro_batches: Micro-batches, for bnpo.
-        entropy_tokens: Tokens of the entropy bonus: those that count, or of them those of high entropy.
-        entropy_coef: Coefficient of the bonus, where it is not the config's.
+        entropy_tokens: Tokens of the entropy bonus: all that count, or those of high entropy among them.
+        entropy_coef: Coefficient of the bonus; None means the config's.
     """
 
     rows: Array | int | None = None
@@ -526,7 +528,7 @@ def policy_loss(
 
         l_t = -w_t f_t + beta k_t,        rho_t = policy / old policy, per token or per sequence
 
-    and of tokens whose policy term f_t counts, by `loss_type`:
+    The policy term f_t depends on `loss_type`:
 
         grpo, dr_grpo, dapo, bnpo, luspo
                f_t = min(min(rho_t, delta) A, clip(rho_t, 1 - epsilon, 1 + epsilon_high) A)
@@ -542,7 +544,7 @@ def policy_loss(
     counts in the denominators below. With `use_bias_correction_kl` the divergence k_t is multiplied by
     rho_t, through which its gradient then flows, too (arXiv:2512.02556).
 
-    What is made of the token losses depends on `loss_type`; every sum runs over tokens that count:
+    How token losses are averaged depends on `loss_type`; every sum runs over tokens that count:
 
         grpo, sapo          (sum over rows of the row's mean) / rows        arXiv:2402.03300
         luspo               sum / rows                                      arXiv:2602.05261
@@ -550,12 +552,12 @@ def policy_loss(
         dapo, cispo, vespo  sum / tokens                                    arXiv:2503.14476
         bnpo     sum / tokens of this micro-batch, / num_micro_batches      arXiv:2506.02864
 
-    With `entropy_coef` (or one that adapts) the coefficient times the mean entropy over the tokens of
-    the bonus is taken off, whatever the `loss_type`.
+    With an entropy bonus, the coefficient times the mean entropy over the tokens of the bonus is
+    subtracted, whatever the `loss_type`.
 
     An optimizer batch may be cut into micro-batches whose losses and gradients are summed: pass the
     whole batch's `totals`, and for all but bnpo the sum does not depend on the cut. (For bnpo it does:
-    that is what tells it from dapo.) A row or batch without tokens gives 0, and gradient 0.
+    this is its difference from dapo.) A row or batch without tokens gives 0, and gradient 0.
 
     Args:
         cfg: The objective.
@@ -643,7 +645,7 @@ def vespo_weights(cfg: GrpoConfig, batch: LossInputs) -> Array:
 
 
 def _policy_terms(cfg: GrpoConfig, batch: LossInputs, ratio: Array, phi: Array | None) -> Array:
-    """What a token [B, T], or row [B, 1], is worth to the policy, before any weights."""
+    """The policy terms f_t of tokens [B, T], or of rows [B, 1], before any weights."""
     advantage = batch.advantages[:, None]
     match cfg.loss_type:
         case "cispo":
@@ -677,7 +679,7 @@ def _bonus_tokens(batch: LossInputs) -> Array:
 def _entropy_bonus(
     cfg: GrpoConfig, batch: LossInputs, entropies: Array, totals: BatchTotals
 ) -> Array:
-    """The part of this micro-batch of coefficient times mean entropy."""
+    """This micro-batch's part of the entropy bonus: coefficient times mean entropy."""
     tokens = jnp.sum(_bonus_tokens(batch) != 0)
     tokens = tokens if totals.entropy_tokens is None else totals.entropy_tokens
     coef = cfg.entropy_coef if totals.entropy_coef is None else totals.entropy_coef
@@ -709,7 +711,7 @@ def _averaged(
     tokens: Array,
     totals: BatchTotals,
 ) -> Array:
-    """The loss of a micro-batch from those of its tokens; `tokens` [B] counts them."""
+    """Averages the losses of tokens into that of a micro-batch; `tokens` [B] counts them."""
     rows = len(mask) if totals.rows is None else totals.rows
     match loss_type:
         case "grpo" | "sapo":

@@ -32,14 +32,14 @@ class Sampler:
     """How completions of problems are sampled.
 
     Attributes:
-        engine: The engine, which samples from the policy; or those of several devices.
+        engine: The engine that samples from the policy, or a fleet of several devices' engines.
         tokenizer: The policy's tokenizer.
         num_generations: G, completions per problem.
-        max_prompt_length: Bound on the tokens of a prompt; programs are compiled for it.
-        max_completion_length: Bound on the tokens of a completion.
-        temperature: 0 takes the likeliest token.
+        max_prompt_length: The most tokens of a prompt; programs are compiled for it.
+        max_completion_length: The most tokens of a completion.
+        temperature: Sampling temperature; 0 takes the likeliest token.
         max_concurrent: Rows that are sampled at a time on each device; None means as many as the cache holds.
-        tools: What the policy may call; None for rows of one turn.
+        tools: Tools that the policy may call; None for rows of one turn.
         hosts: The processes that sample; the first one computes rewards.
     """
 
@@ -56,7 +56,7 @@ class Sampler:
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    """P problems and B = P * G completions, the G of a problem in a row; on the host, nothing padded.
+    """P problems and B = P * G completions, on the host and not padded; those of a problem are neighbours.
 
     Attributes:
         problems: The P problems.
@@ -66,11 +66,11 @@ class Rollout:
             token that completes a stop string.
         logps: The sampler's log-probability of each token of each completion, float32 [tokens].
         stopped: False for each completion that was cut at the limit.
-        entropies: For each completion the sum over its tokens of the entropies of the sampler's
-            distributions, in nats; None where the sampler was not asked for them.
-        given: For each completion which of its tokens, bool [tokens], the policy did not sample but was
-            given by a tool; None where there are no tools.
-        conversations: What was said in each row; None where there are no tools.
+        entropies: For each completion the sum of the sampler's entropies over its tokens, in nats; None if
+            the sampler was not asked for them.
+        given: For each completion bool [tokens]: True for tokens that a tool gave and the policy did not
+            sample; None if there are no tools.
+        conversations: The turns and answers of each row; None if there are no tools.
     """
 
     problems: tuple[Problem, ...]
@@ -113,7 +113,7 @@ class Scored:
 
     Attributes:
         rollout: P problems, B = P * G completions.
-        positions: int32 [P], places of the problems in the order in which the data is met.
+        positions: int32 [P], places of the problems in the order of the data.
         rewards: float32 [P, G], NaN where every function abstained.
         per_function: float32 [B, number of functions], NaN where one abstained.
     """
@@ -134,16 +134,16 @@ def admit(
     what: str = "prompts",
     log: Callable[[str], None] | None = None,
 ) -> Sequence[Problem]:
-    """The problems whose prompts fit, checked before any training time is spent.
+    """The problems whose prompts fit; they are checked before training starts.
 
     Args:
         problems: Any number of problems.
         tokenizer: The policy's tokenizer.
         max_prompt_length: Tokens of the longest prompt that fits.
         overlong: "error", or "drop".
-        tools: What prompts show; None for nothing.
+        tools: Tools that prompts show; None for none.
         what: Name of the problems in messages.
-        log: Is told how many are dropped.
+        log: Called with a line that says how many problems are dropped.
 
     Raises:
         ValueError: When there is no problem, a prompt has no tokens or is longer than
@@ -183,7 +183,7 @@ def admit(
 def begun(
     tools: Tools, problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt_length: int
 ) -> Sequence[Problem]:
-    """Problems with what the environment says to them, if that fits.
+    """Problems with the first words of their environment, if these fit.
 
     Raises:
         ValueError: When an environment cannot begin, or its words make a prompt too long.
@@ -218,7 +218,7 @@ def make_sampler(
         max_prompt_length: Bound on the tokens of a prompt.
         entropies: Whether rollouts hold the sampler's entropies.
         poll: See `Engine`.
-        tools: What the policy may call.
+        tools: Tools that the policy may call.
         replicas: The devices that sample.
     """
     engine = Engine.of(
@@ -245,7 +245,7 @@ def make_sampler(
 
 
 def engine_of(engine: Engine, replicas: Replicas) -> Engine | Fleet:
-    """The engine, or where there are several devices the fleet of it."""
+    """The engine; with several devices, a fleet of such engines."""
     return Fleet(engine, replicas) if len(replicas) * replicas.fsdp > 1 else engine
 
 
@@ -262,16 +262,16 @@ def collect(
     """Samples G completions of each problem.
 
     Each prompt is prefilled once for its G rows. A row's randomness depends on its own key and step
-    alone, so neither the rest of the batch nor the slot in which it runs changes what it samples.
+    alone, so its samples depend neither on the rest of the batch nor on the slot in which it runs.
 
     Args:
         sampler: How completions are sampled.
         variables: `params`, `frozen` and, under AQN, `noise`: vectors for all rows, or `RowNoise`.
-        problems: P of them.
+        problems: The P problems.
         key: Row r samples from fold_in(key, first_row + r).
         first_row: Rows that were sampled with the same key before.
-        groups: int [P], numbers that tell groups apart, of which noise is made where rows have their
-            own; None means 0, 1, ... With noise per sequence each completion has a prefill of its own.
+        groups: int [P], the numbers of the groups' noise where rows have their own; None means 0, 1, ... With
+            noise per sequence each completion has its own prefill.
         on_text: Called as on_text(row, text) when a row has ended, in a thread of its own, while the
             device samples the others; `scoring.beginner` makes one.
 
@@ -350,7 +350,7 @@ def _queue(
     ]
     if noise.per != "sequence":
         return queue
-    # A prompt, too, is another one under each sequence's noise.
+    # With noise per sequence the prompt's keys and values differ, too.
     return [
         QueuedPrompt(each.tokens, key[None], limit, number[None])
         for each in queue
@@ -359,7 +359,7 @@ def _queue(
 
 
 def _entropies(completions: Sequence[RowTokens]) -> tuple[float, ...] | None:
-    """The sum of each completion's entropies; None where they were not asked for."""
+    """The sum of each completion's entropies; None if they were not asked for."""
     if completions[0].entropies is None:
         return None
     return tuple(float(np.sum(each.entropies, dtype=np.float64)) for each in completions)
@@ -381,17 +381,17 @@ def score(
     record: scoring.Record | None = None,
     hosts: Hosts = Hosts(),
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rewards of a rollout: every function is called once, on all B rows, with the arguments TRL would give it.
+    """Computes the rewards of a rollout: each function is called once, on all B rows, with TRL's arguments.
 
-    Prompts and columns are the problems', each repeated for its G rows. Rows are combined by
+    Prompts and columns come from the problems, each repeated for its G rows. Rows are combined by
     `grpo.combine_rewards`.
 
     Args:
-        rollout: What was sampled.
+        rollout: The completions to judge.
         functions: Names and functions, from `scoring.resolve`.
         weights: One per function; None means 1 each.
         extras: Further arguments of the functions.
-        record: Takes what the functions log.
+        record: Collects what the functions log.
         hosts: The processes that have the rollout: the first one calls the functions, and tells the others.
 
     Returns:
