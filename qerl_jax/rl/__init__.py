@@ -1,7 +1,7 @@
 """Reinforcement learning: noise, rollouts, advantages, losses, the optimizer and the update.
 
-The pieces of a loop of one's own are names of this package. They are functions of values: a sampler
-is given the variables that it samples from, an update gives back the new state.
+This package has the pieces for your own training loop. They are functions of values: a sampler is
+given the variables that it samples from, an update returns the new state.
 
     rollout = rl.collect(sampler, variables, problems, key)               # sample
     rewards, per_function = rl.score(rollout, functions, None)            # judge
@@ -9,7 +9,7 @@ is given the variables that it samples from, an update gives back the new state.
     experience = rl.make_experience(rollout, advantages, ...)             # pad
     state, metrics = updater(state, frozen, experience, None, key)        # learn
 
-`scripts/own_loop.py` is a whole one. May import `generation`, `rewards` and what those import.
+`scripts/own_loop.py` is a whole loop. May import `generation`, `rewards` and what those import.
 """
 
 import importlib
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from qerl_jax.rl.rollouts import Rollout, Sampler, Scored, admit, collect, make_sampler, score
     from qerl_jax.rl.update import Objective, TrainState, Updater, init_state, token_logps
 
-# The module of each name; the imports above say the same to editors.
+# The module of each name; the imports above are the same for editors.
 _MODULES = {
     "qerl_jax.model.noise": ("row_noise",),
     "qerl_jax.model.transformer": ("as_computed", "noise_shapes"),

@@ -2,8 +2,8 @@
 
 A block of 256 values is stored as its largest magnitude, in float32, and a code of 8 bits for each
 value: its place in a table of 256 numbers between -1 and 1 (0 and 1 for the second moment, which has
-no sign) that lie close together near 0, so that small values keep their relative precision. A value
-that is not 0 is never stored as a second moment of 0: under its root it would be divided by.
+no sign) that lie close together near 0, so that small values keep their relative precision. A second
+moment that is not 0 is never stored as 0, since its root is a divisor.
 """
 
 import functools
@@ -16,14 +16,14 @@ import numpy as np
 import optax
 
 BLOCK = 256
-# Smaller leaves keep float32, as the paper's authors do: they save next to nothing.
+# Smaller leaves stay in float32, as in the paper: 8 bits would save almost nothing there.
 SMALLEST = 4096
 # Blocks that are dequantized at a time: 8 MiB in float32.
 _AT_ONCE = 8192
 
 
 class Blocks(NamedTuple):
-    """An array of any shape in blocks; its last block is filled up with zeros.
+    """An array of any shape, stored in blocks; zeros fill up the last block.
 
     Attributes:
         codes: uint8 [blocks, 256].
@@ -70,14 +70,14 @@ def dequantize(blocks: Blocks, shape: tuple[int, ...], *, signed: bool) -> jax.A
 def scale_by_adam_8bit(b1: float, b2: float, eps: float) -> optax.GradientTransformation:
     """`optax.scale_by_adam` with moments stored in 8 bits; leaves below 4096 values keep float32.
 
-    Each step's move is computed from the moments before they are rounded again. Some thousands of
-    blocks are dequantized at a time, so that no leaf is ever there in float32 as a whole but for its
-    move. The state is that of `optax.scale_by_adam`, with `Blocks` for the leaves of its moments.
+    Each step's update is computed from the moments before they are rounded again. Some thousands of
+    blocks are dequantized at a time, so that no whole moment is ever held in float32; only the
+    update of a leaf is. The state is that of `optax.scale_by_adam`, with `Blocks` for the leaves of its moments.
     """
     adam = optax.scale_by_adam(b1, b2, eps)
 
     def init(params):
-        # Zeros of its own for each moment: a buffer that is there twice cannot be donated.
+        # Each moment gets its own zeros, since a buffer that is used twice cannot be donated.
         mu, nu = (
             jax.tree.map(
                 lambda p, signed=signed: (
@@ -129,7 +129,7 @@ def _blocks(x: jax.Array) -> jax.Array:
 
 
 def _in_chunks(function, *trees):
-    """function(*trees), whose results take the arguments' places, for `_AT_ONCE` rows after the other."""
+    """function(*trees) on `_AT_ONCE` rows at a time; its results replace the arguments."""
 
     def chunk(start, size, trees):
         taken = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, size), trees)

@@ -4,13 +4,13 @@ QeRL adds a Gaussian vector Z to the scale w of an RMSNorm (eq. 10),
 
     RMSNorm(x) = (w + Z) * x / sqrt(mean(x^2) + eps),   Z ~ N(0, sigma^2 I),
 
-which multiplies input channel j of the linear layers behind it by 1 + Z_j / w_j (eq. 11, 12), and
-so explores at no cost. sigma falls in stages over the run, and the first stage is silent.
+This multiplies input channel j of the linear layers behind the norm by 1 + Z_j / w_j (eq. 11, 12),
+and so explores at no cost. sigma falls in stages over the run, and the first stage has no noise.
 
-Nothing here is remembered. Step and seed determine the noise, so a resumed run, a replayed step and
-every device of a mesh see the same; the model adds it in float32 as a value, so it can neither
-accumulate in the weights nor be rounded away (in bfloat16, steps around 1.0 are 0.008 wide, and
-sigma ends near 1e-4).
+There is no state here. Step and seed determine the noise, so a resumed run, a replayed step and
+every device of a mesh get the same. The model adds the noise in float32 where the norm is computed,
+so it neither accumulates in the weights nor is rounded away (in bfloat16, neighbouring numbers near
+1.0 are 0.008 apart, and sigma ends near 1e-4).
 """
 
 import math
@@ -24,9 +24,9 @@ from jax import Array
 from qerl_jax.checked import require
 from qerl_jax.model.noise import norm_noise as norm_noise
 
-# bfloat16's step over the value, averaged over values whose logarithm is uniform.
+# The distance of neighbouring bfloat16 numbers over the value, averaged over values whose logarithm is uniform.
 _STEP = 2.0**-7 / (2 * math.log(2))
-# Noise over the norm's scale below which rounding to bfloat16 adds more noise than there is, see `flips_to_signal`.
+# The ratio of noise to a norm's scale below which rounding to bfloat16 adds more noise, see `flips_to_signal`.
 FLOOR = _STEP * math.sqrt(2 / math.pi) / 2
 
 
@@ -74,7 +74,7 @@ def sigma_schedule(
     Args:
         kind: "exponential", "linear", "cosine" or "logarithmic".
         sigma_start: standard deviation in stage 1, in units of the norm's scale.
-        sigma_end: where it goes.
+        sigma_end: standard deviation that the schedule goes to.
         num_stages: stages of the run, the silent one included.
         total_steps: optimizer updates of the run.
         exponent: "code" or "paper".
@@ -104,7 +104,7 @@ def sigma_schedule(
     sigmas = [0.0] + [curves[kind]((j - 1) / last) for j in range(1, num_stages)]
 
     def sigma(step: Array | int) -> Array:
-        # A table rather than the formula, so that jit cannot change the value.
+        # A table, since jit may change the last bits of a formula.
         table = jnp.array(sigmas, jnp.float32)
         return table[stage(step, num_stages=num_stages, total_steps=total_steps)]
 
@@ -114,19 +114,19 @@ def sigma_schedule(
 def adapted_sigma(
     sigma: float, signal: float, *, target: float, rate: float, lowest: float, highest: float
 ) -> float:
-    """Returns the next sigma of a schedule that follows what was measured.
+    """Returns the next sigma of a schedule that follows a measured signal.
 
         sigma * rate   where the signal is below its target,
         sigma / rate   else,                                    kept within [lowest, highest]
 
     This is the rule of adaptive parameter noise (arXiv:1706.01905, section 3), where the signal is the
     distance between the policies with and without noise. PSN-RLVR (arXiv:2602.02555) keeps the idea for
-    language models and follows cheaper signals than such a distance; so can this.
+    language models and follows signals that are cheaper than such a distance, as here.
 
     Args:
         sigma: the present one.
-        signal: what was measured under it; where that is not a number, sigma stays.
-        target: what the signal should come to.
+        signal: what was measured under it; if it is not a number, sigma stays as it is.
+        target: the value of the signal to aim at.
         rate: factor of one step, above 1.
         lowest: bound of sigma.
         highest: bound of sigma.
@@ -138,11 +138,11 @@ def adapted_sigma(
 
 
 def flips_to_signal(relative: float) -> float:
-    """Returns how much noise rounding to bfloat16 adds to the noise that a norm is given, as a ratio of deviations.
+    """Returns the noise that rounding to bfloat16 adds, over the noise of a norm: a ratio of standard deviations.
 
     A value v lies between neighbours that are u |v| apart, 2^-8 <= u <= 2^-7. Noise s z, z ~ N(0, 1),
     that is small against u moves it by a whole step with probability s |z| / u, else not at all. So the
-    mean is kept, and the variance is u s E|z| instead of s^2. Of that the flips are
+    mean is kept, and the variance is u s E|z| instead of s^2. The difference, the flips, has the deviation
 
         sqrt(u E|z| / s - 1)
 
@@ -160,5 +160,5 @@ def flips_to_signal(relative: float) -> float:
 
 
 def step_key(seed_key: Array, step: Array | int) -> Array:
-    """Returns the key of one step's noise; `seed_key` should serve nothing but the noise."""
+    """Returns the key of one step's noise; use `seed_key` for nothing but the noise."""
     return jax.random.fold_in(seed_key, step)

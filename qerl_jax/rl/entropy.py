@@ -1,4 +1,4 @@
-"""What the update makes of entropies: which tokens it learns from, and how much of a bonus there is."""
+"""Entropies in the update: the tokens that it learns from, and the coefficient of the bonus."""
 
 import dataclasses
 from typing import Self
@@ -25,15 +25,15 @@ class EntropyControl:
 
     @classmethod
     def begin(cls, cfg: GrpoConfig) -> Self:
-        """Where a run begins."""
+        """The control at the start of a run."""
         return cls(np.float32(cfg.entropy_coef), np.float32(np.inf))
 
     def applied(self, cfg: GrpoConfig) -> float:
-        """The coefficient of the next step: 0 while the entropy is above its target."""
+        """The coefficient for the next step: 0 while the entropy is above its target."""
         return float(self.coef) if self.last <= cfg.entropy_target else 0.0
 
     def after(self, cfg: GrpoConfig, entropy: float) -> Self:
-        """The control after a step with that mean entropy; one that is not finite changes nothing."""
+        """The control after a step, by its mean entropy; an entropy that is not finite changes nothing."""
         if not np.isfinite(entropy):
             return self
         change = cfg.entropy_coef_delta * (1 if entropy <= cfg.entropy_target else -1)
@@ -47,7 +47,7 @@ def high_entropy(entropies: np.ndarray, mask: np.ndarray, quantile: float) -> np
     Args:
         entropies: float32 [B, C] of the tokens.
         mask: bool [B, C], the tokens that count.
-        quantile: Share of these that is marked; those that equal the threshold are, too.
+        quantile: Share of these that is marked; tokens equal to the threshold are marked, too.
 
     Returns:
         float32 [B, C], 1 or 0.

@@ -15,16 +15,16 @@ from qerl_jax.rl import microbatches, rollouts
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PackedRows:
-    """A micro-batch as the device sees it: tokens on one axis [T], and n rows of which some may be empty.
+    """A micro-batch on the device: tokens on one axis [T], and n rows, some of which may be empty.
 
     Attributes:
-        packing: What stands where.
+        packing: Where each row lies on the axis of tokens.
         tokens: int32 [T].
         mask: bool [T], the completion tokens that are learned from.
-        behaviour_logps: float32 [T], the sampler's; 0 where no completion is.
+        behaviour_logps: float32 [T], the sampler's log-probabilities; 0 outside completions.
         advantages: float32 [n].
         fixed: Other log-probabilities float32 [T] that stay as they are, by name.
-        noise: int32 [n], numbers of the noise under which rows act; None where nothing asks.
+        noise: int32 [n], numbers of the rows' noise; None where it is not needed.
     """
 
     packing: packing.Packing
@@ -39,21 +39,21 @@ class PackedRows:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Experience:
-    """One rollout, or rows of it, as the trainer sees it: P prompts, g completions of each, B = P * g rows.
+    """One rollout, or some rows of it, for the trainer: P prompts, g completions of each, B = P * g rows.
 
     The rows of a prompt are neighbours.
 
     Attributes:
-        prompts: int32 [P, Tp], right-padded; what stands behind the end does not matter.
+        prompts: int32 [P, Tp], right-padded; the padding may hold anything.
         prompt_lengths: int32 [P].
         completions: int32 [B, C], right-padded.
         mask: bool [B, C], the completion tokens that are learned from.
-        behaviour_logps: float32 [B, C], the sampler's.
+        behaviour_logps: float32 [B, C], the sampler's log-probabilities.
         advantages: float32 [B].
-        judged: bool [B], False for rows that no reward function judged: no average counts them.
-            None means that all were.
-        noise: int32 [P], numbers of the noise under which each prompt and its completions act, where
-            rows have their own; None where nothing asks.
+        judged: bool [B], False for rows that no reward function judged; averages leave these out. None means
+            that all were judged.
+        noise: int32 [P], numbers of the noise of each prompt and its completions, where rows have their own;
+            None where it is not needed.
     """
 
     prompts: jax.Array
@@ -160,23 +160,23 @@ def make_experience(
     judged: np.ndarray | None = None,
     noise: np.ndarray | None = None,
 ) -> Experience:
-    """Pads a rollout on the host: to widths that hold the longest of its prompts and of its completions.
+    """Pads a rollout on the host, to the width of its longest prompt and of its longest completion.
 
-    What a tool gave is part of a row, but not learned from. The widths are among seven, from the bound down to an eighth of it. The device gets the real tokens
-    only, see `Experience.pack`.
+    What a tool gave is part of a row, but nothing is learned from it. There are seven widths, from the
+    bound down to an eighth of it. The device gets only the real tokens, see `Experience.pack`.
 
     Args:
         rollout: P problems, B = P * G completions.
         advantages: [P, G].
-        max_prompt_length: Bound on the tokens of all prompts of a run.
-        max_completion_length: Bound on the tokens of all completions of a run.
+        max_prompt_length: The most tokens of a prompt in this run.
+        max_completion_length: The most tokens of a completion in this run.
         mask_truncated_completions: Whether completions that were cut are left out of the loss.
         share_prompts: Whether a prompt stands once for all of its completions; otherwise each row
             has its own.
-        judged: bool [P, G], False for completions without a reward, which are left out of the
-            loss and of what it is divided by; None means that all have one.
-        noise: int32 [P, G], numbers of the rows' noise where they have their own. Completions that
-            share a prompt act under the number of the first.
+        judged: bool [P, G], False for completions without a reward: they are left out of the loss and of its
+            divisor. None means that all have one.
+        noise: int32 [P, G], numbers of the rows' noise where they have their own. Completions that share a
+            prompt get the number of the first.
     """
     lengths, prompts = rollout.lengths, rollout.prompt_ids
     if not share_prompts:

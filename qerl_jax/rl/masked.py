@@ -1,4 +1,4 @@
-"""Reductions under a mask: the one place that answers "over what, and what if nothing is left?".
+"""Reductions under a mask: the one place that says what they are taken over, and what no element gives.
 
 Every function takes `x` and a `mask` of the same shape (bool, or numbers that are zero where an
 element does not count), ignores what lies under a zero (an infinity or NaN there reaches neither
@@ -35,7 +35,7 @@ def max(x: Array, mask: Array, axis: Axis = None) -> Array:
 
 
 def _where(x: Array, mask: Array) -> Array:
-    # Broadcasting a [B] mask over [B, B] would be silent, so equal shapes are demanded.
+    # A [B] mask would broadcast over [B, B] without an error, so shapes must be equal.
     if x.shape != mask.shape:
         raise ValueError(f"mask must have the shape of x, {x.shape}; got {mask.shape}")
     return mask != 0

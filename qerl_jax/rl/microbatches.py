@@ -1,4 +1,4 @@
-"""Which rows make up a micro-batch, and of what shape it is: plain index arithmetic on the host."""
+"""Divides rows into micro-batches and chooses their shapes: plain index arithmetic on the host."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ _WIDTHS = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 3 / 16, 1 / 8)
 # Sizes of micro-batches: divisors of the budget, and how many times more rows of attention they have
 # beside their tokens than a large one. Tokens of the smallest.
 _SIZES = ((1, 1), (2, 1), (12, 2))
-# The same where all rows have one width: there are fewer choices else.
+# The same where all rows have one width, which leaves fewer other choices.
 _SIZES_OF_ONE_WIDTH = ((1, 1), (2, 1), (4, 2), (16, 4))
 _FEWEST = 128
 # Slots of attention, as a multiple of a micro-batch's tokens: in its widest rows, in the middle, in the
@@ -21,10 +21,10 @@ _FEWEST = 128
 _SLOTS = (1, 1.5, 2)
 # The narrowest rows have an eighth of the widest, within these.
 _NARROWEST = (128, 512)
-# By how much more than its share the busiest device may have to do before smaller micro-batches are tried.
+# How much more work than its share the busiest device may have, before smaller micro-batches are tried.
 _EVEN = 1.05
-# What a micro-batch costs beside its tokens, in tokens that run through the linears of a 7B: a slot of
-# attention's copies, as much again for every 512 slots that a query may see, and a weight's dequantization.
+# Costs of a micro-batch beside its tokens, counted in tokens that run through the linears of a 7B: the copies of a
+# slot of attention, the same again for every 512 slots that a query may see, and dequantizing the weights.
 _SLOT_COST, _ROW_WIDTH, _OWN_COST = 1 / 128, 512, 256
 
 
@@ -61,10 +61,10 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Rows to be cut into micro-batches.
+    """Rows to be divided into micro-batches.
 
     Attributes:
-        numbers: int [N], by which the rows are known.
+        numbers: int [N], the number of each row.
         lengths: int [N], tokens of each completion.
         prompts: int [N], the number of each row's prompt.
         prompt_lengths: int [N], tokens of that prompt.
@@ -102,19 +102,19 @@ class MicroBatch:
 def shapes(
     budget: int, *, prompt_width: int, completion_width: int, group: int, max_rows: int
 ) -> tuple[Shape, ...]:
-    """All shapes that micro-batches of at most `budget` tokens can have: five at most, for each is a program.
+    """All shapes of micro-batches of at most `budget` tokens: five at most, since each compiles a program.
 
-    Micro-batches have all of the tokens, a half or a twelfth. Their rows of attention have up to three widths,
-    from the longest that a row may be down. Where no row of a large one is long, the widest are left out; where
-    all are, the others. Halves never have the widest. Where rows have one width, there are quarters and sixteenths
-    instead of twelfths.
+    Micro-batches have the whole budget of tokens, a half or a twelfth of it. Their rows of attention have up to
+    three widths; the largest is that of the longest row. A whole one exists also without the widest rows, for short
+    rows, and with the widest alone, for long ones. Halves never have the widest. Where all rows have one width,
+    there are quarters and sixteenths instead of twelfths.
 
     Args:
         budget: Tokens of the largest micro-batch.
         prompt_width: The most tokens of a prompt.
         completion_width: The most tokens of a completion.
         group: Completions that share a prompt.
-        max_rows: The most rows that are ever cut at once.
+        max_rows: The most rows that are ever divided at once.
 
     Raises:
         ValueError: When the budget does not hold one row.
@@ -125,7 +125,7 @@ def shapes(
             f"max_tokens_per_microbatch: got {budget}; must hold a prompt and a completion, "
             f"{prompt_width} + {completion_width} tokens"
         )
-    # Tokens of the longest row beside others of its prompt.
+    # Tokens that the longest row adds, where others share its prompt.
     own = completion_width + prompt_width / group
     made = []
     row_widths = _row_widths(longest)
@@ -146,16 +146,16 @@ def shapes(
 
 
 def default_budget(*, prompt_width: int, completion_width: int, rows: int, prompts: int) -> int:
-    """Tokens of a micro-batch where nothing else bounds them: 8192, or a row, or all rows if they are fewer.
+    """The default size of a micro-batch in tokens: 8192, but at least one row, and at most all rows.
 
-    More tokens make products no faster, and what they are cut into coarser. Where 8192 are little less than
-    two of the longest rows it is these, so that one of them fills half a micro-batch.
+    More tokens make products no faster, and the division coarser. Where two of the longest rows have a little
+    more than 8192 tokens, their size is taken, so that one such row fills half a micro-batch.
 
     Args:
         prompt_width: The most tokens of a prompt.
         completion_width: The most tokens of a completion.
         rows: Rows of an optimizer step.
-        prompts: Prompts of these.
+        prompts: Prompts of these rows.
     """
     longest = prompt_width + completion_width
     tokens = 2 * longest if _TOKENS < 2 * longest <= _TOKENS * 4 / 3 else max(_TOKENS, longest)
@@ -166,18 +166,18 @@ _TOKENS = 8192
 
 
 def cut(rows: Rows, shapes: Sequence[Shape]) -> list[MicroBatch]:
-    """Micro-batches of those shapes that compute few tokens beside those of the rows; long rows come first.
+    """Divides rows into micro-batches of the given shapes with little padding; long rows come first.
 
-    A micro-batch begins with the longest row that is left and others of its prompt. Prompts whose rows
-    all fit follow, then single rows. A prompt stands once in each micro-batch with rows of it. Of all
-    shapes that one is taken that computes the most for its cost.
+    A micro-batch begins with the longest row that is left and others of its prompt. Then come prompts
+    whose rows all fit, then single rows. A micro-batch holds the prompt of its rows once. The shape
+    is the one that computes the most real tokens for its cost.
 
     Args:
         rows: Rows with tokens; without any, there is one micro-batch without rows.
-        shapes: Of `shapes`.
+        shapes: The result of `shapes`.
     """
     spans = rows.lengths + rows.prompt_lengths
-    # By prompt; the longest first, within a prompt and of prompts.
+    # By prompt. The longest rows come first within a prompt, and prompts with the longest rows come first.
     groups: dict[int, list[int]] = {}
     for i in np.argsort(-rows.lengths, kind="stable").tolist():
         groups.setdefault(int(rows.prompts[i]), []).append(i)
@@ -205,11 +205,11 @@ def cut(rows: Rows, shapes: Sequence[Shape]) -> list[MicroBatch]:
 
 
 def cut_for(rows: Rows, shapes: Sequence[Shape], places: int) -> list[MicroBatch]:
-    """`cut` for so many devices: in smaller micro-batches where large ones would leave devices idle.
+    """`cut` for several devices: with smaller micro-batches where large ones would leave devices idle.
 
-    Of cuts into micro-batches of at most all of the tokens, a half and so on, in which only rows that are too long
-    for these stay in larger ones, the first is taken of which no device has a twentieth more to do than its share;
-    else the one of which the busiest has the least to do.
+    It tries micro-batches of at most the whole budget of tokens, then a half, and so on; only rows that are too long
+    for these get larger ones. It takes the first try in which no device has a twentieth more to do than its share,
+    else the one in which the busiest device has the least to do.
     """
     if places == 1:
         return cut(rows, shapes)
@@ -251,7 +251,7 @@ def alike(
 
 
 def dealt(batches: Sequence[MicroBatch], places: int) -> list[int]:
-    """Which of so many devices computes each micro-batch: the costliest first, each the one with the least to do."""
+    """Gives each micro-batch to a device: the costliest first, each to the device with the least to do."""
     loads, found = np.zeros(places), [0] * len(batches)
     for number in sorted(range(len(batches)), key=lambda n: -batches[n].shape.cost):
         found[number] = int(np.argmin(loads))
@@ -260,9 +260,9 @@ def dealt(batches: Sequence[MicroBatch], places: int) -> list[int]:
 
 
 def by_rows(rows: Rows, micro_rows: int, shapes: Sequence[Shape]) -> list[MicroBatch]:
-    """Micro-batches of so many rows as they come, each of the smallest shape of `shapes_of_rows` that holds it.
+    """Micro-batches of a given number of rows, in order, each of the smallest shape of `shapes_of_rows` that fits.
 
-    The last has fewer where they do not come out even.
+    The last may have fewer rows.
     """
     batches = []
     for start in range(0, len(rows.numbers), micro_rows):
@@ -278,9 +278,9 @@ def by_rows(rows: Rows, micro_rows: int, shapes: Sequence[Shape]) -> list[MicroB
 def shapes_of_rows(
     micro_rows: int, *, prompts: int, prompt_width: int, completion_width: int
 ) -> tuple[Shape, ...]:
-    """All shapes of micro-batches of so many rows, of so many prompts: six at most.
+    """All shapes of micro-batches of a given number of rows and prompts: six at most.
 
-    They have the tokens of the longest rows or a quarter, and of three widths that of the longest row.
+    They have the tokens of the longest rows or a quarter of these, and one of three widths.
     """
     budget = prompts * prompt_width + micro_rows * completion_width
     return tuple(
@@ -292,7 +292,7 @@ def shapes_of_rows(
 
 
 def round_up(length: int, limit: int) -> int:
-    """The least of seven widths, from `limit` down to an eighth of it, that holds `length` tokens."""
+    """The smallest of seven widths, from `limit` down to an eighth of it, that holds `length` tokens."""
     return min(width for width in widths(limit) if width >= length)
 
 
@@ -338,7 +338,7 @@ class _Filling:
         return True
 
     def micro_batch(self) -> MicroBatch:
-        """The rows by their places."""
+        """The micro-batch, with its rows by their places."""
         places = []
         for (count, _), array in zip(self.shape.arrays, self.arrays, strict=True):
             places += [int(self.rows.numbers[i]) for i in array] + [-1] * (count - len(array))
@@ -346,7 +346,7 @@ class _Filling:
 
 
 def _fill(shape: Shape, groups: list[list[int]], rows: Rows, spans: np.ndarray) -> _Filling:
-    """A micro-batch of that shape, of rows by prompt, longest first."""
+    """Fills a micro-batch of a shape with rows by prompt, longest first."""
     filling, taken = _Filling(shape, rows, spans), set()
 
     def take_each(group):

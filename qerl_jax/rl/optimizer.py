@@ -1,4 +1,4 @@
-"""AdamW: its learning-rate schedule, its chain of optax transformations, and a step that may be skipped."""
+"""AdamW: its learning-rate schedule, its optax transformations, and a step that can be skipped."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +11,9 @@ from qerl_jax.rl import adam8bit
 
 
 def learning_rate(cfg: OptimConfig, total_steps: int) -> Callable[[jax.Array | int], jax.Array]:
-    """Rate of the update made after `step` steps: linear warm-up, then cosine, linear or constant.
+    """Learning rate of the update after `step` steps: linear warm-up, then cosine, linear or constant.
 
-    The first update already learns, at peak / warm-up steps, and the last one still does.
+    No update has the rate 0: the first has peak / warm-up steps, and the last is still above the end.
     """
     peak, end = cfg.learning_rate, cfg.learning_rate * cfg.min_lr_ratio
     warmup = round(cfg.warmup_ratio * total_steps)
@@ -57,10 +57,10 @@ def step(
     opt_state: Any,
     params: Any,
 ) -> tuple[Any, Any]:
-    """One step of an optimizer, or none.
+    """One step of an optimizer, or none if `keep` is false.
 
-    A branch, and no choice between the new and the old state: XLA updates both in place, so that a
-    step needs no second copy of the moments.
+    This is a branch, not a selection between the new and the old state: so XLA updates the state in
+    place, and a step needs no second copy of the moments.
 
     Args:
         tx: Any optax transformation whose updates are to be subtracted.
