@@ -1,4 +1,4 @@
-"""Calls that are begun before their results are asked for, while a device still samples other rows."""
+"""Calls that start before their results are needed, while a device still samples other rows."""
 
 import collections
 import queue
@@ -8,14 +8,14 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-# Of results that nobody came for, as after an interrupted rollout; the oldest are forgotten.
+# The most results that were never fetched, as after an interrupted rollout; the oldest are dropped.
 _MOST_KEPT = 1 << 16
 
 
 class Ahead[Arguments: Hashable, Result]:
     """A function whose calls run in threads, and can be begun ahead of time.
 
-    Equal calls of one `map` are made once. What runs does not keep the interpreter from ending.
+    Equal calls of one `map` are made once. Running calls do not keep the interpreter from ending.
 
     Args:
         function: Called with one argument, from several threads.
@@ -50,7 +50,7 @@ class Ahead[Arguments: Hashable, Result]:
 
     def _submit(self, arguments: Arguments) -> Future:
         if len(self._threads) < self._workers:
-            # Those of an executor would all be waited for when the interpreter ends.
+            # The interpreter would wait for all threads of an executor when it ends.
             thread = threading.Thread(target=_work, args=(self._jobs, self._function), daemon=True)
             self._threads.append(thread)
             thread.start()

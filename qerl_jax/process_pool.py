@@ -5,11 +5,11 @@ a time limit. They are fresh interpreters, not forks: JAX is in the parent, whos
 memory a fork would share, and the parent's main module is not run again. Requests and replies are
 lines of JSON.
 
-The limit is of the processor's time: whether an answer is judged in time must not depend on what else the machine
-is doing, or a run would not be the same twice. The clock's limit is five times as long, for calls that only wait.
+The limit is on processor time. So whether an answer is judged in time does not depend on what else the machine is
+doing, and a run can be repeated. A limit on the clock, five times as long, ends calls that only wait.
 
-A worker ends with its parent, however that ends: an idle one reads the end of its input, and a busy
-one carries an alarm that the kernel delivers whatever Python is doing.
+A worker ends with its parent, however the parent ends: an idle one reads the end of its input, and a
+busy one has an alarm, which the kernel delivers whatever Python is doing.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from typing import Any, Literal
 from qerl_jax.ahead import Ahead
 from qerl_jax.checked import require
 
-# Enough to import sympy on a machine that is busy compiling.
+# Long enough to import sympy on a machine that is busy compiling.
 _START_SECONDS = 120.0
 # Seconds on the clock for each of the processor's: on a busy machine a call gets a share of it.
 _PATIENCE = 5
@@ -40,7 +40,7 @@ _PASSED_ON = (
     *("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "PATH", "PYTHONHASHSEED"),
     *("TMPDIR", "TZ"),
 )
-# An integer like 10**10**10 asks for more than any honest answer needs.
+# An integer like 10**10**10 needs more than any ordinary answer.
 _MEMORY_BYTES = 4 << 30
 
 
@@ -112,7 +112,7 @@ def _call(idle: queue.SimpleQueue, request: str) -> Any:
     worker = idle.get()
     try:
         reply = worker.call(request)
-        # Someone else may have killed it, such as the kernel of a machine without memory: a second time tells.
+        # Something else may have killed it, such as the kernel for lack of memory: a second try tells.
         return worker.call(request) if reply == Failure("died") else reply
     finally:
         idle.put(worker)
@@ -140,7 +140,9 @@ class Worker:
     def call(self, request: str) -> Any:
         if self._process is None or self._process.poll() is not None:
             self._start()
-        with contextlib.suppress(BrokenPipeError):  # it has died, and the reply will say so
+        with contextlib.suppress(
+            BrokenPipeError
+        ):  # the worker has died, which the missing reply will show
             self._process.stdin.write(request + "\n")
             self._process.stdin.flush()
         return self._reply(_PATIENCE * self._seconds)

@@ -1,8 +1,8 @@
 r"""Where a completion states its answer, and when two answers are the same.
 
 Readers find an answer by its form (`<answer>` tags, GSM8K's `####`, `\boxed{}`, a line `Answer:`);
-`same` and `minerva_form` compare what they found as text and numbers. What needs algebra is the
-business of `rewards.math_judge`. Everything here is linear in the text, for models repeat themselves.
+`same` and `minerva_form` compare what they found as text and numbers. Comparing by algebra is done
+in `rewards.math_judge`. Everything here takes time linear in the text, since models repeat themselves.
 """
 
 import decimal
@@ -24,18 +24,18 @@ _NO_DELIMITERS = str.maketrans("", "", "$")
 
 
 def _last(pattern: re.Pattern, text: str) -> str | None:
-    """What the last match of a pattern with one group holds; None where there is no match."""
+    """The group of the last match of a pattern; None if there is no match."""
     return next(reversed(pattern.findall(text)), None)
 
 
 def last_block(text: str) -> str | None:
-    """What the last complete `<answer>` block holds, stripped; None where there is no block."""
+    """The text of the last complete `<answer>` block, stripped; None if there is no block."""
     block = _last(_BLOCK, text)
     return block and block.strip()
 
 
 def tagged(text: str) -> str:
-    """What follows the last `<answer>`, up to `</answer>`, stripped; all of a text without tags.
+    """The text after the last `<answer>`, up to `</answer>`, stripped; the whole text if it has no tags.
 
     QeRL's reading (its published code): an answer without tags is compared as a whole.
     """
@@ -43,7 +43,7 @@ def tagged(text: str) -> str:
 
 
 def after_reasoning(text: str) -> str:
-    """What follows the last `</think>`; "" for a text without one."""
+    """The text after the last `</think>`; "" if there is none."""
     return text.rpartition("</think>")[2] if "</think>" in text else ""
 
 
@@ -102,15 +102,15 @@ def answer_line(text: str) -> str | None:
 
 
 def stated(text: str) -> str | None:
-    r"""A text's answer in whatever form: the last `<answer>` block, else box, `####`, "Answer:", or number."""
+    r"""A text's answer in any form: the last `<answer>` block, else box, `####`, "Answer:", or number."""
     readings = (last_block, last_boxes, after_hashes, answer_line, last_number)
     return next((found for read in readings if (found := read(text)) is not None), None)
 
 
 def canonical(answer: str) -> str:
-    """One text for answers that are the same number, or the same in Minerva's form.
+    """A form that is equal for answers that are the same number, or the same in Minerva's form.
 
-    Unlike that form it leaves a list of digits a list: "1,2" is not "12".
+    Unlike Minerva's form it keeps lists of digits: "1,2" is not "12".
     """
     form = _minerva_text(answer).strip()
     value = number(answer)

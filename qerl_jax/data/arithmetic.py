@@ -1,4 +1,4 @@
-"""Procedural arithmetic: problems without end, their worked answers, and plausible wrong ones.
+"""Procedural arithmetic: any number of problems, their worked answers, and plausible wrong ones.
 
 A problem starts from a number and applies two or three operations to it, told as a word problem
 (three in four) or as one expression. One problem in ten, by a hash of its numbers alone, belongs
@@ -10,8 +10,8 @@ to the test split and is never part of training, however it is worded.
     60-29=31</think><answer>31</answer>
 
 `one_step` asks for a single operation on small numbers, for models that cannot yet do several; `mixed` is the
-mixture of easy and hard ones that the study trains on; `product` is for what a tool computes, and `secret` for a
-number that an environment knows.
+mixture of easy and hard problems that the study trains on; `product` asks for products that need a tool, and
+`secret` for a number that only an environment knows.
 """
 
 import dataclasses

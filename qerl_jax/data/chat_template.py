@@ -1,8 +1,8 @@
 """Chats as text through the chat template of a model.
 
-A template is a program that came with the weights. Jinja's sandbox keeps it from what it must not touch, and not
-from running for ever or from writing gigabytes. So templates are rendered in a process of their own, which is
-killed at its limits; it starts with the first chat, in a fifth of a second, and takes a batch of chats at a time.
+A template is a program that comes with the weights. Jinja's sandbox limits what it can touch, but a template may
+still run for ever or write gigabytes. So templates are rendered in their own process, which is killed at its
+limits. It starts with the first chat, in a fifth of a second, and takes a batch of chats at a time.
 """
 
 import functools
@@ -11,7 +11,7 @@ from typing import Any
 
 from qerl_jax.process_pool import Failure, Pool
 
-# For one batch, seconds of the processor; honest templates take about a ten-thousandth of that.
+# For one batch, in seconds of processor time; ordinary templates take about a ten-thousandth of that.
 SECONDS = 10.0
 MEMORY_BYTES = 1 << 30
 _BATCH = 64
@@ -31,13 +31,13 @@ def render(
     Args:
         template: Jinja's source.
         chats: Messages of role, content and whatever else the template reads; values must be plain JSON.
-        names: What the template knows beside the messages: special tokens such as `eos_token`, and options.
+        names: Other variables of the template: special tokens such as `eos_token`, and options.
         add_generation_prompt: Whether the text ends where the model's answer begins.
         where: What errors call the template.
         pool: Processes for the work; absent means one that all callers share.
 
     Raises:
-        ValueError: In one line, where the template is none, raises, or does not keep to its limits.
+        ValueError: In one line, if the template is not valid, raises, or exceeds its limits.
     """
     chats = [[dict(message) for message in chat] for chat in chats]
     if not all(chats):

@@ -1,6 +1,6 @@
-"""Problems to train and evaluate on: rows of any source as prompts with named columns.
+"""Problems for training and evaluation: rows of any source as prompts with named columns.
 
-A problem is a prompt and whatever else its row holds; rewards receive those columns by name. The
+A problem is a prompt and the other columns of its row; rewards receive these by name. The
 order in which training meets the problems is a function of a seed and the batch's number alone, so
 that a run can resume at any batch without having read the ones before.
 """
@@ -38,7 +38,7 @@ SYSTEM_PROMPTS = {
         "program that reads standard input and writes standard output, in one ```python block."
     ),
 }
-# Enough that a training run meets few problems twice, and quick to permute.
+# Large enough that a run sees few problems twice, and quick to permute.
 ARITHMETIC_PROBLEMS = 100_000
 # By configuration.
 _ARITHMETIC = {
@@ -177,7 +177,7 @@ def from_rows(
 ) -> tuple[Problems, bool]:
     """Makes problems of rows that are there already, by the columns that `from_config` reads.
 
-    One thing differs: a text of a column `prompt` is a message of the user, too.
+    There is one difference: a text in a column `prompt` is a message of the user, too.
 
     Args:
         cfg: Its columns, system prompt, template and limits are used.
@@ -229,7 +229,7 @@ def _problems(rows: Any, of_row: Callable, kept: Sequence[int], where: str) -> P
             raise ValueError(f"{where}, row {kept[index]}: not UTF-8 text: {error}") from error
         return of_row(row, f"{where}, row {kept[index]}")
 
-    read(0)  # a row that cannot be read shows now, not in the middle of a run
+    read(0)  # so a row that cannot be read is found now, not in the middle of a run
     return Problems(len(kept), read)
 
 
@@ -279,7 +279,7 @@ def collate(
 ) -> tuple[list[str | list[tokenizer.Message]], dict[str, list]]:
     """Puts prompts and columns of problems into parallel lists, None where a problem lacks a column.
 
-    Messages are copied: a reward that changes its prompts changes nobody else's.
+    Messages are copied, so a reward that changes its prompts does not change those of others.
     """
     prompts = [
         problem.prompt
@@ -310,7 +310,7 @@ def _arithmetic(cfg: DataConfig, split: str, seed: int, count: int) -> Problems:
         row = {"question": found.question, "answer": str(found.answer)}
         return _problem(cfg, "question", "answer", True, row, f"{cfg.dataset}, row {index}")
 
-    read(0)  # an unknown split shows now
+    read(0)  # so that an unknown split is found now
     return Problems(count, read)
 
 
@@ -324,7 +324,7 @@ def load_rows(name: str, path: str | None, config: str | None, split: str):
         split: Split of the data set.
 
     Raises:
-        ValueError: Saying what was looked for.
+        ValueError: If it is not there; says what was looked for.
     """
     import datasets  # slow to import, and not needed for arithmetic
 

@@ -1,4 +1,4 @@
-"""Completions of many prompts in a .jsonl file, from a job that may be killed and goes on when it is asked again."""
+"""Completions of many prompts in a .jsonl file; the job may be killed, and the same call goes on."""
 
 import hashlib
 import json

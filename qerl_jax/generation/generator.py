@@ -105,7 +105,7 @@ class Generator:
         Args:
             model: Local folder or hub name; absent means the adapter's base, or the one in the package.
             adapter: A PEFT folder, or a run folder, whose adapter is taken.
-            weights: How the linears are held; absent means as in the adapter's run, else "nvfp4".
+            weights: Storage format of the linears; absent means that of the adapter's run, else "nvfp4".
             dtype: Data type of the activations; absent means that of the run, else "bfloat16".
             **limits: `max_concurrent`, `kv_cache_tokens` and `kv_cache_fraction` of the generator.
 
@@ -154,7 +154,7 @@ class Generator:
     ) -> Iterator[Completion]:
         """Completions in the order of the prompts, the n of each one after the other, each as soon as possible.
 
-        What is wrong with prompts or options is said at the call.
+        Errors in prompts or options are raised at the call.
 
         Args:
             prompts: Texts or chats.
@@ -259,7 +259,7 @@ class Generator:
                 zip(tokens, _keys(params, len(prompts)), strict=True)
             )
         ]
-        # Powers of two: other prompts, and another number of them, rarely compile anew.
+        # Powers of two, so that other prompts, or another number of them, rarely need a new compilation.
         most = 1 << (len(prompts) * params.n - 1).bit_length()
         return engine, {
             "variables": self.variables,

@@ -29,8 +29,8 @@ class SamplingParams(Checked):
             negative ones; 1 is off.
         stop: Texts before which a completion ends; they are not part of it.
         ignore_eos: Go on after the end token.
-        seed: Random seed for sampling; or one for each prompt, which then gets the same completions in
-            any company (a batch of another size rounds otherwise, which now and then changes a token).
+        seed: Random seed for sampling; or one for each prompt, which then gets the same completions beside
+            any other prompts (another batch size rounds differently, which now and then changes a token).
     """
 
     n: Count = 1

@@ -1,6 +1,6 @@
 """Tools and one environment, called by name: what runs in a worker process of `environments`.
 
-Only standard Python is imported here: a process must start soon.
+Only the standard library is imported here, so that a process starts quickly.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import Any
 
 from qerl_jax.rewards import imports
 
-# What of an environment is no tool.
+# Methods of an environment that are not tools.
 _OWN = ("reset", "get_reward")
 
 
@@ -37,7 +37,7 @@ class Host:
             self._tools |= {name: getattr(self._environment, name) for name in names}
 
     def reset(self, columns: Mapping[str, Any]) -> str | None:
-        """Begins a row; what the environment says to it is text, or None."""
+        """Begins a row; returns the environment's first words as text, or None."""
         if self._environment is None:
             return None
         said = _awaited(self._environment.reset(**columns))
@@ -76,12 +76,12 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-# In a worker process there is one, made by the first request.
+# A worker process has one, made by the first request.
 _host: Host | None = None
 
 
 def load(functions: Sequence[str], environment: str | None, options: Mapping[str, Any]) -> None:
-    """Makes the host of this process, from import paths; the second time nothing."""
+    """Makes the host of this process from import paths; a second call does nothing."""
     global _host
     if _host is None:
         factory = None if environment is None else imports.attribute(environment)

@@ -9,7 +9,7 @@ import traceback
 from types import ModuleType
 from typing import Any
 
-# Frames of these are not of the user's own code.
+# Frames in these packages are not the user's own code.
 _OURS = str(pathlib.Path(__file__).parents[1])
 _LIBRARIES = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
@@ -29,10 +29,10 @@ def module(path: str) -> ModuleType:
 
 
 def attribute(path: str) -> Any:
-    """What "package.module:name" or "folder/file.py:name" names.
+    """The object that "package.module:name" or "folder/file.py:name" names.
 
     Raises:
-        ValueError: Where there is no such thing, or it cannot be imported.
+        ValueError: If there is no such object, or it cannot be imported.
     """
     place, _, name = path.rpartition(":")
     try:

@@ -1,8 +1,8 @@
 r"""Whether two answers are the same mathematics, as math-verify sees it.
 
 For worker processes only (`process_pool`): the imports below take seconds, and a hostile
-expression can keep a call busy for ever. Its own time limits need the main thread's alarm; ours is
-the worker's death.
+expression can keep a call busy for ever. math-verify's own time limits need the alarm of the main
+thread; here the worker is killed instead.
 """
 
 import functools
@@ -15,10 +15,10 @@ from math_verify import LatexExtractionConfig, parse, verify
 from qerl_jax.data import answers
 from qerl_jax.data.latex_form import latex_form
 
-# Both tell at every start that their time limits are off.
+# At every start both log that their time limits are off.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
-# A dollar sign that is escaped is a currency.
+# An escaped dollar sign is a currency.
 _DELIMITER = re.compile(r"(?<!\\)\$|(?<!\\)\\\(|(?<!\\)\\\[")
 
 
@@ -60,7 +60,7 @@ def agrees(gold: str, completion: str) -> bool:
 def same_answer(first: str, second: str) -> bool:
     """Whether two answers, as `agrees` takes them out of a completion, are the same mathematics.
 
-    Either may be the reference: the comparison of math-verify is not symmetric.
+    Both orders are tried, since math-verify's comparison is not symmetric.
     """
     parsed = _gold(first), _gold(second)
     return _equal(*parsed) or _equal(*reversed(parsed))
@@ -70,7 +70,7 @@ def _equal(gold: list, given: list) -> bool:
     return verify(gold, given, timeout_seconds=None)
 
 
-# A group shares its gold answer.
+# The completions of a group have the same gold answer.
 @functools.lru_cache(maxsize=64)
 def _gold(gold: str) -> list:
     return _answer(gold)

@@ -1,11 +1,12 @@
-r"""The stock of verifiable rewards, in the signature that `scoring` describes.
+r"""The stock rewards, all verifiable, with the signature that `scoring` describes.
 
-Correctness: what is compared is what `data.answers` finds, or what verl would (`data.verl_answers`);
-`math_verify_reward` asks a computer algebra system, `code_reward` runs the program. Form: think/answer tags. Length and repetition: factories
-under TRL's names, configured by `[rewards.options.NAME]`; DAPO's overlong punishment is `grpo`'s.
+Correctness: they compare the answers that `data.answers` finds, or those that verl would find
+(`data.verl_answers`); `math_verify_reward` asks a computer algebra system, and `code_reward` runs the program.
+Form: think/answer tags. Length and repetition: factories under TRL's names, configured by
+`[rewards.options.NAME]`. DAPO's overlong punishment is in `rl.grpo`.
 
-Most are written as judges of one text; `_by_text` and `_by_answer` give them that signature. A reward
-that compares mathematics has an attribute `votes`: which answers are one vote (`votes.mathematical`).
+Most judge one text; `_by_text` and `_by_answer` give them that signature. A reward that compares
+mathematics has an attribute `votes`, which says which answers count as one vote (`votes.mathematical`).
 """
 
 import collections
@@ -500,7 +501,7 @@ STOCK: dict[str, RewardFunction] = {
         xmlcount_reward,
     )
 }
-# Those that look at form, length or repetition, and not at whether the answer is right.
+# The rewards that judge form, length or repetition, not whether the answer is right.
 SHAPING = frozenset(
     (
         "format_reward",

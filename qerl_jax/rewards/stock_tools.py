@@ -20,9 +20,9 @@ _OPERATIONS: dict[type, Callable] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-# Of a number that a calculator makes, in digits.
+# The most digits of a calculator's result.
 _MOST_DIGITS = 100
-# What a program's result may fill, in characters, before it is cut by tokens.
+# The most characters of a program's result; it is then cut by tokens, too.
 _MOST_CHARACTERS = 4000
 
 

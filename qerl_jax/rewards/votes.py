@@ -1,4 +1,4 @@
-"""Which answers to one problem are one vote: those that a judge of mathematics calls the same."""
+"""Which answers to a problem count as one vote: those that are the same mathematics to a judge."""
 
 import itertools
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ def mathematical(
     r"""Puts one text for all answers to a problem that are the same mathematics.
 
     The judge sees two answers at a time and no reference answer. Two numbers are told apart without it.
-    An answer that cannot be read, or keeps the judge busy, is a vote by its text.
+    An answer that cannot be read, or takes the judge too long, is compared by its text.
 
     Args:
         judges: Processes that answer `math_judge`'s calls.

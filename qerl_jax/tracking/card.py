@@ -1,4 +1,4 @@
-"""The report card of a run, `report.md`: what ran, on what, what it took, what came of it. Text, for a terminal or a forge."""
+"""The report card of a run, `report.md`: what ran, on what, how long it took, and the results, as Markdown."""
 
 import dataclasses
 import os
@@ -36,7 +36,7 @@ _LONGEST = 1500  # characters of a sample
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a run has run on, as its last process saw it.
+    """What a run has used, as its last process saw it.
 
     Attributes:
         device: Kind of the devices.
@@ -54,12 +54,12 @@ class Machine:
 def write(
     run_folder: str | pathlib.Path, machine: Machine, notes: Iterable[str] = ()
 ) -> pathlib.Path:
-    """Writes the card of a run that has ended into its folder, and gives its path.
+    """Writes the card of an ended run into its folder, and returns the path.
 
     Args:
         run_folder: Holds `config.toml` and `metrics.jsonl`, with at least one row.
         machine: What the run has run on.
-        notes: What was said at the start of the run.
+        notes: Lines that were shown at the start of the run.
 
     Raises:
         FileNotFoundError: When the folder holds no metrics.
@@ -168,7 +168,7 @@ def _samples(run: report.Run) -> str:
     shown = []
     for title, text in report.samples([report.Group("", (run,))]):
         text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
-        # Longer than any fence within, so that a completion cannot end it.
+        # Longer than any fence in the text, so that a completion cannot end it.
         fence = "`" * max(3, *(len(each) + 1 for each in re.findall("`+", text) or [""]))
         shown.append(f"{title.capitalize()}:\n\n{fence}text\n{text}\n{fence}")
     return "\n\n".join(shown)

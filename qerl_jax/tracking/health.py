@@ -1,4 +1,4 @@
-"""Warnings that a person who watches the curves would give: what is going wrong, why, and what to change."""
+"""Warnings about the curves of a run: what is going wrong, the likely cause, and what to change."""
 
 import dataclasses
 import re
@@ -10,11 +10,11 @@ from qerl_jax.config import RunConfig
 
 type Row = Mapping[str, Any]
 
-# Steps that a mean is taken over: noise of single steps is larger than most of what is looked for.
+# Steps per mean: the noise of single steps is larger than most effects that are looked for.
 _WINDOW = 10
-# A run that has learned nothing in its first steps is told after so many.
+# After so many first steps in which nothing was learned there is a warning.
 _EARLY = 3
-# Below this share of steps that taught something, the end of a run says so.
+# If fewer than this share of steps taught something, the end of the run says so.
 _FEW = 0.1
 
 
@@ -34,9 +34,9 @@ class Course:
 
 
 class Health:
-    """Looks at the metrics of a run, row by row, and says what is wrong with it; each thing once.
+    """Reads the metrics of a run, row by row, and warns of what is wrong; each warning is given once.
 
-    A resumed run shows it the rows so far first, so that nothing is said twice.
+    A resumed run gives it the earlier rows first, so that no warning is repeated.
 
     Attributes:
         usual_mismatch: See `__init__`.
@@ -74,7 +74,7 @@ class Health:
         return self.taught > 0 or self.steps == 0
 
     def closing(self) -> str | None:
-        """What is said at the end of a run of which no step, or hardly one, taught something; else None."""
+        """The warning at the end of a run in which no step, or hardly any, taught something; else None."""
         if self.taught >= _FEW * self.steps:
             return None
         if self.has_learned:
@@ -101,7 +101,7 @@ class Health:
             if isinstance(value := row.get(name), int | float):
                 values = self._values.setdefault(name, [])
                 values.append(float(value))
-                del values[_WINDOW:-_WINDOW]  # the first and the last are all that is asked for
+                del values[_WINDOW:-_WINDOW]  # only the first and the last are needed
         self._count(row)
         found = []
         for name, check in _CHECKS.items():
@@ -256,7 +256,7 @@ def _mismatch(health: Health) -> str | None:
             "cause: a kernel that computes wrongly on this card (python -m scripts.check_device finds it). "
             "grpo.importance_sampling_correction limits the harm"
         )
-    # From almost nothing to a little more than that is no matter.
+    # A rise from almost nothing to a little more does not matter.
     if not course.is_known or course.last < max(3 * course.first, 0.02):
         return None
     return (

@@ -72,7 +72,7 @@ class Logger:
         """Appends one row; values become plain numbers.
 
         Raises:
-            DiskError: When the disk does not take the row; then none of it is in the file.
+            DiskError: When the row cannot be written; then no part of it is in the file.
         """
         row = {"step": step} | {name: plain(value) for name, value in metrics.items()}
         with writing(self._path):
@@ -123,7 +123,7 @@ class Logger:
         """Ends the display and the trackers, and closes the file."""
         self._file.close()
         self._display.close()
-        for tracker in self._trackers:  # some print a farewell, which a live view would swallow
+        for tracker in self._trackers:  # some print a last line, which a live view would hide
             tracker.close()
 
 

@@ -1,4 +1,4 @@
-"""One HTML page that needs nothing else: no network, no files beside it, no script."""
+"""One HTML page that needs no network, no other files and no script."""
 
 import pathlib
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What runs came to, from the files that they left: a page, PNG files, lines of text, a figure, a table."""
+"""The results of runs, from their files: a page, PNG files, lines of text, a figure, a table."""
 
 import dataclasses
 import itertools
@@ -186,7 +186,7 @@ def group(runs: Sequence[Run]) -> list[Group]:
         _common_name([run.folder.resolve().name for run in each]) for each in together.values()
     ]
     return [
-        # A name that does not distinguish gives way to the path.
+        # Names that are not unique are replaced by paths.
         Group(label if labels.count(label) == 1 else os.fspath(each[0].folder), tuple(each))
         for label, each in zip(labels, together.values(), strict=True)
     ]
@@ -341,7 +341,7 @@ def _charts(panels: Iterable, groups: Sequence[Group]) -> list[charts.Chart]:
             _line(label or each.label, metric, each) for metric, label in metrics for each in groups
         ]
         found.append(charts.Chart(title, unit, tuple(filter(None, drawn)), log_axis))
-    # All zero, as KL without a reference, is not worth a chart.
+    # A metric that is always 0, such as KL without a reference, gets no chart.
     return [chart for chart in found if any(map(any, (line.values for line in chart.lines)))]
 
 

@@ -1,4 +1,4 @@
-"""A run in the terminal: a live view where it can be redrawn, a line per step where it cannot."""
+"""A run in the terminal: a live view if the terminal can be redrawn, else a line per step."""
 
 import contextlib
 import functools
@@ -84,7 +84,7 @@ def job(
         progress.TaskProgressColumn(),
         progress.TimeElapsedColumn(),
         progress.TextColumn("left"),
-        # Of layers that take minutes, the last few tell the rest.
+        # Layers take minutes, so the last few are enough to estimate the rest.
         progress.TimeRemainingColumn(),
     )
     with progress.Progress(*columns, console=console, speed_estimate_period=3600) as bar:
@@ -124,7 +124,7 @@ class Display:
             self._live.start()
 
     def begin_step(self, rows: int) -> None:
-        """A step begins, for which so many rows are sampled; says how long it may take by those before."""
+        """Begins a step of so many rows; estimates its time from earlier steps."""
         if self._live is None:
             return
         usual = self._usual_time()
@@ -172,7 +172,7 @@ class Display:
             self._live.stop()
 
     def _usual_time(self) -> float | None:
-        """Seconds of a step by those before; the first one of this process compiles, and tells nothing."""
+        """Seconds of a step, from earlier ones; the first of this process compiles, and is left out."""
         times = self._history.get("step_time", [])[1:][-_EXPECTED_BY:]
         return statistics.median(times) if times else None
 
@@ -212,7 +212,7 @@ class Display:
 
 
 def asked(prompt: str | Sequence[Mapping[str, str]]) -> str:
-    """What a prompt asks: its text, or the last message of a chat."""
+    """The question of a prompt: its text, or the last message of a chat."""
     return prompt if isinstance(prompt, str) else prompt[-1]["content"]
 
 
