@@ -1,6 +1,6 @@
 """Dataclasses whose values are checked when they are built, and tables of plain values for them.
 
-What a single value may be stands in its field's annotation:
+The rule for a single value stands in the annotation of its field:
 
     @dataclasses.dataclass(frozen=True)
     class LoraConfig(Checked, section="lora."):
@@ -23,12 +23,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be run."""
+    """An impossible configuration."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What holds of every value of a field, beside its type.
+    """A rule for the values of a field, besides its type.
 
     Attributes:
         holds: Says whether a value keeps the rule.

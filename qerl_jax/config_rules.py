@@ -1,10 +1,10 @@
-"""Rules that tie the sections of a run's config to each other, and what is allowed but seldom meant."""
+"""Rules across the sections of a run's config, and warnings about unusual choices."""
 
 from typing import Any
 
 from qerl_jax.checked import require
 
-# A larger rollout is a slip of the pen.
+# A larger rollout is most likely a typing error.
 _MOST_ROWS = 2**20
 
 
@@ -152,7 +152,7 @@ _NARROW_CLIP = 1e-2
 
 
 def advice(cfg: Any) -> list[str]:
-    """Warnings about choices that run but are seldom meant; each names the field, its value and the remedy.
+    """Warnings about choices that work but are unusual; each names the field, its value and the remedy.
 
     Args:
         cfg: A `config.RunConfig`.

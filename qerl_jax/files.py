@@ -1,4 +1,4 @@
-"""Files that are whole or not there, what they are known by, and jobs that go on where they were stopped."""
+"""Files that are written as a whole or not at all, their fingerprints, and jobs that go on after a stop."""
 
 import concurrent.futures
 import contextlib
@@ -11,12 +11,12 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-# Suffixes of what a model or an adapter is made of.
+# Suffixes of the files of a model or an adapter.
 _MADE_OF = (".safetensors", ".gguf", ".json", ".jinja", ".txt", ".model")
 
 
 _FREE_SPACE = "free some space there"
-# What a person can do about a disk that does not take what is written.
+# Remedies for a disk that cannot be written to.
 _REMEDIES = {
     errno.ENOSPC: _FREE_SPACE,
     errno.EDQUOT: _FREE_SPACE,
@@ -51,7 +51,7 @@ class DiskError(OSError):
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike) -> Iterator[None]:
-    """Makes one line of what goes wrong while a path is written.
+    """Turns errors while a path is written into one line.
 
     Raises:
         DiskError: For any `OSError` in the block but one that says so already, and for what a library raises
@@ -73,7 +73,7 @@ def write_whole(path: pathlib.Path, text: str) -> None:
     """Writes a file so that it is there either as a whole or not at all.
 
     Raises:
-        DiskError: When the disk does not take it.
+        DiskError: When it cannot be written.
     """
     partial = path.with_name(f".{path.name}.partial")
     with writing(path):
@@ -158,7 +158,7 @@ def _contents(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
         }
 
 
-# No file of a model, a data set or a run nests deeper; what walks through values later would run out of stack.
+# No file of a model, a data set or a run nests deeper. Deeper values would overflow the stack of later code.
 DEEPEST = 64
 _TOO_DEEP = f"lists and tables nest more than {DEEPEST} deep"
 
@@ -254,7 +254,7 @@ def content_hashes(
     }
 
 
-# What a file of another call is answered with.
+# The default error for a file of a call with other settings.
 _OTHER_SETTINGS = "{path} is what a call with other settings has left ({changed}): choose another file, or remove that one"
 
 
@@ -327,7 +327,7 @@ def whole_lines(path: pathlib.Path) -> list[Any]:
 
 
 def changes(before: dict[str, Any], identity: dict[str, Any]) -> list[str]:
-    """Names of the settings in which two calls differ."""
+    """Names of the settings that differ between two calls."""
     return sorted(k for k in before | identity if before.get(k) != identity.get(k))
 
 

@@ -1,9 +1,9 @@
 """Estimates the device memory of a run from shapes and a few measured factors; no weight is made.
 
-Memory is what always stays (base, adapter, optimizer) and the largest of the phases that take turns:
-the rollout's (cache, scores), the update's (gradients, activations of one micro-batch) and scheduled
-evaluation's (cache, scores). A cache is released when its phase ends. The last lines of a phase are
-workspace, whose size is the compiler's business: its factors were read off
+The peak is what always stays (base, adapter, optimizer) plus the largest of three phases that take
+turns: the rollout (cache, scores), the update (gradients, activations of one micro-batch) and
+scheduled evaluation (cache, scores). A cache is released when its phase ends. The last lines of a phase are
+workspace, whose size the compiler decides: its factors were read off
 `compiled.memory_analysis()` of programs for an H200.
 """
 
@@ -56,8 +56,8 @@ class Item:
         size: Bytes.
         phase: The phase of a step in which it is there.
         field: The config field, with a better value, that makes it smaller; "" for none.
-        shortage: Why no run can do with what it is confined to; "" where one can.
-        estimated: Whether the compiler has the last word on it; the sizes of others follow from shapes.
+        shortage: Why no run can do with the memory that it may use; "" if one can.
+        estimated: Whether the compiler decides its size; other sizes follow from shapes.
     """
 
     name: str
@@ -74,7 +74,7 @@ class MemoryPlan:
 
     Attributes:
         items: All that it holds, by phase; the first is the base.
-        update: How the update computes, in words; "" where nobody says.
+        update: How the update computes, in words; "" if unknown.
         rows: Rows of a rollout of each replica; all devices hold as much.
         fsdp: Devices of a replica.
     """
@@ -90,7 +90,7 @@ class MemoryPlan:
 
     @property
     def peak(self) -> int:
-        """Bytes in the fullest phase."""
+        """Bytes of the phase that needs the most."""
         return self.size("always") + max(self.size(phase) for phase in _TURNS)
 
     def require(self, limit: int) -> None:
@@ -174,7 +174,7 @@ class MemoryPlan:
                 )
 
     def lines(self, limit: int | None = None, measured: int | None = None) -> list[str]:
-        """The table, and what it is compared with."""
+        """The table as lines, with the limit that it is compared with."""
         rows = []
         for phase in ("always", *_TURNS):
             items = [item for item in self.items if item.phase == phase]
@@ -324,8 +324,8 @@ def compiled_update(
 ) -> Any:
     """`memory_analysis()` of the gradient of the largest micro-batch, compiled for the default device.
 
-    No weight is made. On another kind of device than the run's its workspace is another, too. What a
-    config leaves to the plan is as `planned` says.
+    No weight is made. The workspace depends on the kind of device. What a config leaves to the plan is
+    chosen by `planned`.
     """
     arch = arch or _architecture(cfg)
     cfg = planned(cfg, arch, limit=limit)
@@ -492,7 +492,7 @@ def _sampling(
     slots = min(rows, cfg.rollout.max_concurrent or demand.best_slots(room))
     pages, shortage = demand.pages(slots), ""
     if (held := room(slots)) is not None:
-        # Rows wait where the cache is full, so it may be as small as one row.
+        # Rows wait while the cache is full, so it may be as small as one row.
         least = held if tokens is not None else max(longest, held)
         pages = min(pages, kv_capacity.pages_for(least, page))
     if tokens is None and held is not None:

@@ -1,4 +1,4 @@
-"""A policy on sets of problems under protocols: each set in a folder of its own, which survives a kill."""
+"""Evaluates a policy on sets of problems; the folder of each set survives a kill."""
 
 import dataclasses
 import json
@@ -53,7 +53,7 @@ def protocol_for(dataset: str, name: str | None, policy: PolicySource, **changed
         dataset: A data set, as `datasets.load` takes it.
         name: "paper", "verl", or "run": the prompt, sampling, length and reward of the run.
         policy: Says which run it is.
-        **changed: Fields that take another value; None leaves them.
+        **changed: Fields to change; None leaves a field as it is.
 
     Raises:
         ValueError: For an unknown name, "run" without one, or an impossible value.
@@ -76,7 +76,7 @@ def source_of(dataset: str, policy: PolicySource, **given: Any) -> DataConfig:
     Args:
         dataset: A data set, as `datasets.load` takes it.
         policy: Says which run it is.
-        **given: Fields of `DataConfig`; None leaves them.
+        **given: Fields of `DataConfig`; None leaves a field as it is.
     """
     given, run = _given(given), policy.run
     if run is not None and dataset == run.data.dataset:
@@ -118,7 +118,7 @@ def run(
         folder: The folder of the results, made if it does not exist.
         seed: Random seed for sampling, and for arithmetic problems.
         max_concurrent: Most completions sampled at a time; fewer where they are long.
-        log: Is told of every batch.
+        log: Called with a line for every batch.
         policy: The policy of that source, where it is on the device already.
         toolboxes: Tools instead of those that protocols name, for protocols that name some.
 

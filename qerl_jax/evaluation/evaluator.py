@@ -1,6 +1,6 @@
 """The accuracy of a policy on problems: sampled and judged in batches of one shape.
 
-Base and adapter, before and after training, go through one prompt, one sampler and one judge.
+Base and adapter, before and after training, get the same prompts, the same sampler and the same judge.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from qerl_jax.rewards import scoring
 from qerl_jax.rewards.environments import Toolboxes
 from qerl_jax.rl import rollouts
 
-# What each reward reads as the answer of a text; others may read any form.
+# How each reward finds the answer of a text; other rewards may read any form.
 _ANSWER_READERS = {
     "accuracy_reward": answers.last_block,
     "correct_and_well_formed_reward": answers.last_block,
@@ -58,8 +58,8 @@ class Evaluator:
         problems: P of them, held out from training.
         reward: (name, function); a completion is right where it gives at least 1.
         batch_size: Problems sampled together.
-        key: A sample's randomness is a function of the key and of the sample's index alone, so that two
-            policies meet the same luck, in batches of any size.
+        key: The randomness of a sample depends only on this key and on the sample's index. So two policies
+            are sampled with the same random numbers, in batches of any size.
     """
 
     sampler: rollouts.Sampler
@@ -191,7 +191,7 @@ class Evaluator:
         hosts = self.sampler.hosts
         for first in range(start, len(self.problems), size):
             problems = self.problems[first : first + size]
-            # The last batch is filled up with repeats: one shape, one compilation.
+            # Repeats fill up the last batch, so that all have one shape and one compilation.
             repeats = [problems[-1]] * (size - len(problems))
             rollout = rollouts.collect(
                 self.sampler,

@@ -1,9 +1,9 @@
-"""What verdicts on samples say about a policy: accuracies under k samples, and how sure they are.
+"""Accuracies under k samples from verdicts on samples, with confidence intervals.
 
-P problems with N samples each; an estimate is a number per problem, of which the mean is reported.
-Two things could have come out otherwise: which problems were asked, and what was sampled on them.
-`over_problems` counts both (another set of this kind); `over_samples` only the second (this very
-set, sampled again). Numpy on the host.
+There are P problems with N samples each. An estimate is a number per problem; its mean is reported.
+Two things are random: which problems were asked, and what was sampled for them. `over_problems`
+counts both (another set of this kind); `over_samples` only the second (the same set, sampled again).
+Numpy on the host.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from scipy.special import ndtri, stdtrit
 
 from qerl_jax.checked import require
 
-# Intervals hold the truth in 95 % of cases.
+# Intervals contain the true value in 95 % of cases.
 _QUANTILE = 0.975
 
 

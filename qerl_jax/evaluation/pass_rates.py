@@ -55,7 +55,7 @@ def select(
             aside; None means the config's first, or where it has none its environment's own.
         adapter: A PEFT folder; None means the bare base.
         batch_size: Problems sampled together.
-        log: Is told of every batch.
+        log: Called with a line for every batch.
 
     Returns:
         How many problems were kept, and out of how many.
@@ -77,7 +77,7 @@ def select(
     )
     function = reward_of(reward, cfg.rewards.options, toolboxes)
     memory.require_context(cfg)
-    # Nothing trains here: a base that would is read like any other.
+    # Nothing trains here, so a base for full training is read like any other.
     base = dataclasses.replace(cfg.model, trainable="lora")
     policy = load_policy(PolicySource(base, adapter and pathlib.Path(adapter)), cfg.seed)
     memory.require_context(cfg, policy.model.arch)
@@ -127,7 +127,7 @@ def _evaluator(
 
 
 def pass_rate(record: dict[str, Any]) -> float | None:
-    """The share of a problem's completions that pass, of those that were judged; None where none was.
+    """The share of a problem's judged completions that pass; None if none was judged.
 
     Args:
         record: A problem's record from `Evaluator.records`.

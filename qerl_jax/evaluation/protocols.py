@@ -1,7 +1,7 @@
-r"""Sets that results are reported on, and the protocols under which they are.
+r"""Sets for reported results, and the protocols of their evaluation.
 
-A protocol is all that a score depends on beside policy and problems: what is asked, how it is
-sampled, what counts as right. Scores under different protocols are not comparable.
+A protocol is everything that a score depends on, besides policy and problems: the prompt, the
+sampling, and what counts as right. Scores under different protocols are not comparable.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ SPLITS = {
     "aime25": "test",
     "amc23": "test",
 }
-# So few problems that a single sample of each says little.
+# Sets with at most so many problems need several samples of each.
 _SMALL = ("aime24", "aime25", "amc23")
 # verl's own words (its data_preprocess scripts, Apache-2.0): a score is only as comparable as its prompt.
 _VERL_HASHES = '{prompt} Let\'s think step by step and output the final answer after "####".'

@@ -12,7 +12,7 @@ from qerl_jax.data.datasets import Problem
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.rewards.environments import Session, Snapshot, Toolbox, Toolboxes, error
 
-# Behind the result of a call that was cut at its limit.
+# Added to the result of a call that was cut at its limit.
 _CUT = " ... (the rest is cut)"
 
 
@@ -23,7 +23,7 @@ class Tools:
     Attributes:
         cfg: Limits of calls and answers.
         toolboxes: The tools and the environments.
-        call_format: How calls are written; None where `cfg` has a pattern for them.
+        call_format: How calls are written; None if `cfg` has a pattern for them.
     """
 
     cfg: ToolsConfig
@@ -115,14 +115,14 @@ def _has_place(tokenizer: Tokenizer) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """What was said in a row.
+    """The conversation of a row.
 
     Attributes:
-        messages: The policy's and the tools', in order.
+        messages: Messages of the policy and of the tools, in order.
         calls: Calls that were answered.
         failures: How many of these were answered with an error.
         is_limited: Whether the last turn's call was not answered: for the number of turns or of tokens.
-        reward: The environment's own, None where it gave none.
+        reward: The environment's own reward; None if it gave none.
         public: Attributes of the environment after the row; None without one.
         environment: Name of its class; None without one.
     """
@@ -151,7 +151,7 @@ class Conversation:
         return Snapshot(**(self.public or {}), _reward=self.reward, _class=self.environment)
 
     def transcript(self) -> str:
-        """All turns as one text for people: what tools said stands behind their names in brackets."""
+        """All turns as one text for people; answers of tools come after the tool's name in brackets."""
         return "\n".join(map(_line, self.messages))
 
 
@@ -204,7 +204,7 @@ class Conversations:
         self._tools, self._tokenizer = tools, tokenizer
         rows = [problem for problem in problems for _ in range(group)][first_row:]
         self._rows = [_Row(tools.toolboxes.session(_columns(problem))) for problem in rows]
-        # A tokenizer of transformers is not made for several threads.
+        # The tokenizers of transformers are not safe for several threads.
         self._lock = threading.Lock()
 
     def __call__(self, row: int, tokens: Sequence[int]) -> concurrent.futures.Future | None:

@@ -1,4 +1,4 @@
-"""Which device samples which rows: dealt out at first, and taken over by a device that runs dry."""
+"""Which device samples which rows: they are dealt out at first; a device without rows takes others'."""
 
 import bisect
 import itertools
@@ -52,7 +52,7 @@ class Hands[Piece]:
         return type(self)(self._hands[places.start : places.stop])
 
     def any(self) -> bool:
-        """Whether anything waits anywhere."""
+        """Whether anything waits at any place."""
         return any(self._hands)
 
     def take(self, place: int, choose: Callable[[list[Piece]], list[Piece]]) -> list[Piece]:

@@ -45,7 +45,7 @@ from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model import fused_decode, kv_cache, layers, logprobs, noise
 from qerl_jax.model.transformer import Transformer, head
 
-# Between two looks whether the run is asked to end, while all rows wait for replies.
+# Seconds between two checks whether the run is asked to end, while all rows wait for replies.
 _REPLY_SECONDS = 0.5
 # XLA's Triton GEMM first copies each 16-bit weight out of the stack of layers; cuBLAS reads it in place.
 IN_PLACE = {"xla_gpu_enable_triton_gemm": False}
@@ -59,7 +59,7 @@ class EngineSpec:
         num_tokens: Ids that the tokenizer has.
         truncation: Which tokens may be sampled: top-k, top-p, min-p.
         repetition_penalty: See `sampling.penalize`; 1 is off.
-        chunk: Most tokens that the device samples before the host looks.
+        chunk: The most tokens that the device samples between two looks of the host.
         entropies: Whether the entropy of each token's distribution comes with it: that of the
             log-probabilities, before penalty and truncation (`logprobs.entropy`, as in the trainer).
             One more sum in passes over the scores that sampling makes anyway.
@@ -116,12 +116,12 @@ class Engine:
     ):
         self._model, self._spec = model, spec
         self._poll = poll
-        # Eight at least, with ids that are never sampled: ignoring them compiles nothing anew.
+        # At least eight, filled up with ids that are never sampled, so that ignoring them needs no new compilation.
         self._stop_tokens = np.array([*stop_tokens, *[-1] * (8 - len(stop_tokens))], np.int32)
         self._stop_strings = stop_strings
         self._compact = compact
         self._budget = kv_cache_tokens, kv_cache_fraction
-        # A CPU pays for every slot of a page that is not filled.
+        # On a CPU every unfilled slot of a page costs time.
         self._page_size = page_size or (kv_cache.PAGE_SIZE if runtime.platform() == "gpu" else 32)
         self._itemsize = jnp.dtype(model.dtype).itemsize
 
@@ -170,7 +170,7 @@ class Engine:
         max_concurrent: int | None = None,
         turns: TurnTaker | None = None,
     ) -> Iterator[list[RowTokens]]:
-        """Samples all rows, and gives after each chunk what it brought.
+        """Samples all rows, and yields new tokens after each chunk.
 
         Args:
             variables: `params`, `frozen` and, under AQN, `noise`: vectors for all rows, or `RowNoise`.
@@ -275,11 +275,11 @@ class Engine:
         temperature: float | jax.Array,
         **limits: Any,
     ) -> Iterator[RowTokens]:
-        """Samples all rows as `stream` does, and gives each one whole when it ends."""
+        """Samples all rows as `stream` does, and yields each row as a whole when it ends."""
         return whole(self.stream(variables, prompts, temperature, **limits))
 
     def poll(self) -> None:
-        """Raises what ends the sampling, if anything does."""
+        """Raises an error if the sampling must end."""
         if self._poll is not None:
             self._poll()
 
@@ -368,7 +368,7 @@ class Engine:
         return runtime.memory_stats()
 
     def _capacity(self, beside: int) -> int | None:
-        """Tokens that the cache may hold beside so many bytes; None where nothing bounds it."""
+        """The most tokens in the cache, where other things need so many bytes; None for no bound."""
         tokens, fraction = self._budget
         if tokens is not None:
             return tokens
@@ -409,7 +409,7 @@ def whole(chunks: Iterator[list[RowTokens]]) -> Iterator[RowTokens]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Loop:
-    """A chunk half-way: `count` tokens were sampled by every row that still lives."""
+    """The state within a chunk: every row that still lives has sampled `count` tokens."""
 
     count: jax.Array
     token: jax.Array
@@ -527,7 +527,7 @@ def _sampled(
         return (loop.count < chunk) & jnp.any(loop.live)
 
     def step(loop: _Loop) -> _Loop:
-        # A row that has ended writes to page 0, and reads one slot of it.
+        # An ended row writes to page 0, and reads one slot of it.
         cache = kv_cache.KVCache(
             *loop.pool,
             tables=jnp.where(loop.live[:, None], slots.tables, 0),
@@ -596,13 +596,13 @@ def _extender(model: Transformer, variables, slots: Slots):
 
     if noise.has_own(variables) and variables["noise"].per == "token":
         return lambda tokens, cache, steps: made(steps)(tokens, cache)
-    # Of all that is not drawn anew for each token, once for all steps.
+    # Computed once for all steps: everything that does not change with the token.
     once = made(jnp.asarray(slots.step))
     return lambda tokens, cache, steps: once(tokens, cache)
 
 
 def _with_entropies(loop: _Loop, scores, temperature, num_tokens: int) -> jax.Array | None:
-    """The entropies of a chunk with those of the next token; None where nobody asks."""
+    """The entropies of a chunk with those of the next token added; None if they are not needed."""
     if loop.entropies is None:
         return None
     # The same log-probabilities as `sampling.next_token`'s, of which XLA keeps one.

@@ -14,17 +14,17 @@ class Pages:
 
     def __init__(self, num_pages: int):
         require(num_pages >= 2, "num_pages", num_pages, "must be at least 2: page 0 is scratch")
-        # Low numbers first: what is in use stays together.
+        # Low numbers first, so that used pages stay together.
         self._free = list(range(num_pages - 1, 0, -1))
         self._holders = collections.Counter()
 
     @property
     def free(self) -> int:
-        """How many can be taken."""
+        """The number of pages that can be taken."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Pages that nobody holds, for one holder.
+        """Takes free pages for one holder.
 
         Raises:
             ValueError: When fewer are free.
@@ -36,12 +36,12 @@ class Pages:
         return taken
 
     def share(self, pages: Sequence[int]) -> None:
-        """One more holder of each."""
+        """Adds a holder to each page."""
         self._check_held(pages)
         self._holders.update(pages)
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """One holder fewer of each."""
+        """Removes a holder from each page."""
         self._check_held(pages)
         self._holders.subtract(pages)
         self._free += [page for page in pages if not self._holders[page]]

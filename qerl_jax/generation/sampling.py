@@ -36,7 +36,7 @@ class Truncation:
             kept = _likeliest(logps, jnp.ones_like(logps, jnp.int32), self.top_k)
             logps = jnp.where(kept, logps, -jnp.inf)
         if self.top_p < 1:
-            # A mass of 0, which is what float32 has for some that are not, would keep none.
+            # A mass of 0, to which float32 may round, would keep no token.
             mass = max(self.top_p, float(jnp.finfo(jnp.float32).tiny))
             kept = _likeliest(logps, jax.nn.softmax(logps, axis=-1), mass)
             logps = jnp.where(kept, logps, -jnp.inf)
@@ -81,9 +81,9 @@ def penalize(scores: jax.Array, seen: jax.Array, penalty: float) -> jax.Array:
 def gumbel(bits: jax.Array) -> jax.Array:
     """Standard Gumbel noise, float32, of uniform uint32 bits.
 
-    Fine where it is large: `jax.random.gumbel` makes its uniform numbers from 23 bits, so that none of
-    its noise is above 16, and tokens of 1e-7, of which 150,000 ids have many, are sampled half as
-    often as they should, those below 1e-8 never. Its `mode="high"` takes twice the bits.
+    Large noise is fine-grained, too. `jax.random.gumbel` makes uniform numbers from 23 bits, so its noise
+    is never above 16: tokens of probability 1e-7, which are many among 150,000 ids, are sampled half as
+    often as they should be, and those below 1e-8 never. Its `mode="high"` takes twice the bits.
     """
     # Small u are those that matter, and float32 has all of them. Where u would round to 1 the noise
     # would be -inf, and a token that is left alone would lose against those that are excluded.

@@ -1,4 +1,4 @@
-"""Who runs where between two chunks: prompts that wait, rows in slots, and the pages that they hold.
+"""The schedule between two chunks: waiting prompts, rows in slots, and the pages that they hold.
 
 Plain Python on small arrays, which the host goes through while the device samples. The sizes that a
 batch can have, and the lengths to which prompts are padded, are few and fixed: each is a program.
@@ -18,10 +18,10 @@ from qerl_jax.generation import dealing
 from qerl_jax.generation.page_pool import Pages
 from qerl_jax.generation.stop_strings import StopStrings
 
-# Tokens that one prefill holds: enough for products to be bound by arithmetic.
+# Tokens of one prefill: enough that products are bound by arithmetic, not by memory.
 _PREFILL_TOKENS = 8192
 _SMALLEST_BUCKET = 64
-# Below so many rows a decode step is bound by the weights: a smaller batch would not be faster.
+# With fewer rows than this, reading the weights bounds a decode step: a smaller batch is not faster.
 _SMALLEST_BATCH = 8
 
 
@@ -148,7 +148,7 @@ def _widest(longest: int) -> int:
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest that is not less."""
+    """The smallest power of two that is not less."""
     return 1 << max(0, number - 1).bit_length()
 
 
@@ -231,7 +231,7 @@ def deal(
 
 
 class Schedule:
-    """Who runs where: prompts that wait, rows whose prompt is cached, rows in slots; and their pages.
+    """The state of a queue: waiting prompts, rows whose prompt is cached, rows in slots, and their pages.
 
     A row is admitted with all the pages that it can need, so a row that runs never waits. Prompts
     are prefilled only when no cached one has a row left to begin, and only so many that the pages
@@ -458,7 +458,7 @@ class Schedule:
 
     def _size(self) -> int:
         """Rows of the smallest batch that will do."""
-        # For less than a chunk's work a further program is not worth compiling.
+        # Compiling another program does not pay for less than a chunk's work.
         if self._ready or self._hands.any() or self._left() <= self._shapes.chunk:
             return len(self._slots)
         return min(size for size in self._shapes.sizes if size >= len(self._running()))

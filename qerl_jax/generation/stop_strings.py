@@ -1,9 +1,9 @@
-"""Texts that end a completion, looked for in what its tokens say."""
+"""Texts that end a completion, found in the text of its tokens."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
 
-# What a decoder writes for bytes that are no character.
+# Stands in a decoded text for bytes that are no character.
 _CUT = "\ufffd"
 
 
