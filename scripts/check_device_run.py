@@ -479,6 +479,11 @@ def _export(case: Case, table: dict[str, Any], folder: pathlib.Path) -> dict[str
         require(effect > 0, "export.json: mean_effect_of_training is 0")
     if kind == "peft":
         _check_adapter(case, _tensors(out), {})
+        pair = folder / "pair"
+        qerl("export", folder / "run", pair, "--to", "pair")
+        beside = _tensors(pair / "adapter")
+        require(beside.keys() <= _tensors(out).keys(), "export --to pair: another adapter")
+        _require_finite(beside | _tensors(pair / "base"))
     else:
         _require_finite(_tensors(out))
     return {"export_difference": off}

@@ -162,13 +162,17 @@ def test_every_other_field_of_a_section_is_changed_by_a_case(section):
 
 
 def test_every_command_and_kind_of_export_of_the_readme_is_run():
-    readme = (ROOT / "README.md").read_text()
+    """Those of the pages for users, too."""
+    pages = ["README.md", *(f"docs/{name}.md" for name in ("data", "exporting", "first-real-run"))]
+    pages += ["docs/quantization.md", "docs/troubleshooting.md"]
+    readme = "".join((ROOT / page).read_text() for page in pages)
     commands = set(re.findall(r"^  ([a-z]+) ", cli._USAGE, re.MULTILINE))
     asked = commands & set(re.findall(r"qerl ([a-z]+)", readme))
     sources = [ROOT / "scripts" / f"check_device{end}.py" for end in ("", "_run")]
     run = {name for s in sources for name in re.findall(r'qerl\("([a-z]+)"', s.read_text())}
     assert len(asked) > 8 and asked <= run
-    kinds = {value.partition("_")[0] for value in check_device_cases.EXPORTS}
+    # The pair is exported beside the adapter.
+    kinds = {"pair", *(value.partition("_")[0] for value in check_device_cases.EXPORTS)}
     assert set(re.findall(r"--to ([a-z0-9]+)", readme)) == kinds
     assert set(check_device_cases.EXPORTS) < set(FACTORS["then"])
     assert set(FACTORS["then"]) == set(check_device_run._THEN) | {

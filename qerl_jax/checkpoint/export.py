@@ -521,7 +521,7 @@ def _write_pair(
     base.mkdir()
     _write_model(base, dataclasses.replace(sums, params=norms), form, dtype)
     without_norms = dataclasses.replace(model.lora, train_norms=False)
-    kept = {"layers": {name: params["layers"][name] for name in linears}}
+    kept = {"layers": {n: x for n, x in params["layers"].items() if n in linears}}
     peft.export_adapter(adapter, kept, without_norms, str(out.resolve() / "base"))
     written = model.clone(weights=form.name, lora=peft.read_lora(adapter))
     frozen = base_model.read_base(base, written)

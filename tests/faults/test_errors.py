@@ -194,7 +194,7 @@ def test_exhausted_memory_is_told_from_other_errors(text, found):
 
 
 def test_weights_that_do_not_fit_are_out_of_memory_too(tmp_path, monkeypatch, capsys):
-    def loading(*_):
+    def loading(*_, **__):
         raise jax.errors.JaxRuntimeError(OOM)
 
     monkeypatch.setattr(setup.base_model, "load_weights", loading)

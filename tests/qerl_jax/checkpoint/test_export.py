@@ -278,6 +278,16 @@ def test_a_pair_is_the_packed_base_as_trained_on_and_the_adapter_beside_it(weigh
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("to", ["peft", "merged", "nvfp4", "pair"])
+def test_an_adapter_of_some_linears_is_exported_in_every_way(to, tmp_path):
+    lora = LoraConfig(4, 8.0, target_modules=("q_proj", "up_proj"))
+    finished_run(tmp_path / "run", lora=lora)
+    base = {"base": "packed"} if to == "nvfp4" else {}
+    report = export.export(tmp_path / "run", to, tmp_path / "out", **base)
+    assert report["mean_effect_of_training"] > 0
+
+
+@pytest.mark.slow
 def test_a_packed_export_says_what_merging_loses_and_offers_the_other_way(tmp_path, capsys):
     """The adapter is as small beside the weights as a short training makes it."""
     folder = tmp_path / "run"
