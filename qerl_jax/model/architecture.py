@@ -1,7 +1,7 @@
 """What a decoder-only transformer looks like: sizes and traits, read from a Hugging Face `config.json`.
 
-A model family is one row of `FAMILIES`: the traits that its config file leaves unsaid. Everything
-else is a number that the file states. Both spellings of the rotary fields are read: transformers 4
+A model family is one row of `FAMILIES`: the traits that its config file does not state. All other values are
+read from the file. Both spellings of the rotary fields are read: transformers 4
 (`rope_theta`, `rope_scaling`) and transformers 5 (`rope_parameters`).
 """
 
@@ -39,17 +39,17 @@ FAMILIES = {
     "mistral": Family(window_switch=False),
 }
 
-# Raises the error about what a config asks for and we do not have.
+# Raises the error for a feature that a config asks for and we do not support.
 _support = functools.partial(require, error=NotImplementedError)
 
-# Hugging Face's names: where a fused linear's parts sit in a layer, and its two norms.
+# Hugging Face's names: the module of a layer that holds a fused linear's parts, and the layer's two norms.
 PARENT = {"qkv": "self_attn", "o": "self_attn", "gate_up": "mlp", "down": "mlp"}
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Rope:
-    """Llama 3's stretching of the rotary wavelengths (transformers: `rope_type = "llama3"`)."""
+    """Llama 3's scaling of the rotary wavelengths (transformers: `rope_type = "llama3"`)."""
 
     factor: float
     low_freq_factor: float
@@ -72,12 +72,12 @@ class Architecture:
         head_size: C.
         rms_norm_eps: Added to the mean square in every RMSNorm.
         rope_theta: Base of the rotary wavelengths.
-        rope_scaling: Llama 3's stretching, or None.
+        rope_scaling: Llama 3's scaling, or None.
         tie_word_embeddings: Whether the head is the embedding.
         qkv_bias: Whether q, k and v have a bias.
         qk_norm: Whether queries and keys are normalized per head.
-        context: Tokens of the longest row that the base was made for, `max_position_embeddings`; None
-            where nobody says.
+        context: The longest row that the base was trained for, in tokens (`max_position_embeddings`); None
+            where the config does not state it.
     """
 
     model_type: str
@@ -104,15 +104,15 @@ class Architecture:
         require(self.head_size % 2 == 0, "head_dim", self.head_size, rule)
 
     def require_context(self, prompt: int, completion: int, field: str) -> None:
-        """Refuses rows that are longer than the base was made for: its rotations mean nothing there.
+        """Refuses rows that are longer than the base was trained for.
 
         Args:
             prompt: Tokens of the longest prompt.
-            completion: Tokens that may follow it.
-            field: What bounds them.
+            completion: Most tokens that may follow the prompt.
+            field: The config field that sets these lengths.
 
         Raises:
-            ValueError: Names the field.
+            ValueError: When a row is too long; the error names the field.
         """
         require(
             self.context is None or prompt + completion <= self.context,
@@ -133,13 +133,13 @@ class Architecture:
         return self.num_kv_heads * self.head_size
 
     def kv_bytes(self, itemsize: int) -> int:
-        """Bytes that the keys and values of one token take in all layers, by bytes of one number."""
+        """Bytes of one token's keys and values in all layers; `itemsize` is the bytes of one number."""
         return 2 * self.num_layers * self.kv_width * itemsize
 
     def linears(self) -> dict[str, tuple[tuple[str, int], ...]]:
         """The fused linears of a layer: name -> its parts as (Hugging Face name, output features).
 
-        q, k and v read one input, and so do gate and up: each group is one matmul and shares one
+        q, k and v read the same input, and so do gate and up: each group is one matmul and shares one
             NVFP4 global scale.
         """
         return {
@@ -165,7 +165,7 @@ class Architecture:
         return {name: (name, self.width) for name in LAYER_NORMS} | of_heads
 
     def input_width(self, linear: str) -> int:
-        """K of a fused linear: the width of what it reads."""
+        """K of a fused linear: the width of its input."""
         return {
             "qkv": self.width,
             "o": self.query_width,
@@ -190,8 +190,8 @@ def from_hf(config: dict[str, Any]) -> Architecture:
     """Reads the fields of a Hugging Face `config.json`.
 
     Raises:
-        NotImplementedError: For a model family, activation, rotary scaling or attention window we
-            do not have.
+        NotImplementedError: For a model family, activation, rotary scaling or attention window that we do not
+            support.
         ValueError: When a size is missing or impossible.
     """
     model_type = config.get("model_type")
@@ -245,7 +245,7 @@ def from_hf(config: dict[str, Any]) -> Architecture:
 
 
 def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < 1e38  # what 32 bits hold
+    return type(value) in (int, float) and 0 < value < 1e38  # the range of float32
 
 
 def _refuse_windows(config: dict[str, Any], family: Family) -> None:
@@ -360,7 +360,7 @@ KNOWN = {
 
 
 def known(name: str) -> Architecture | None:
-    """The published shape that a hub name means, such as "Qwen/Qwen2.5-7B-Instruct"; None for others."""
+    """The published shape for a hub name such as "Qwen/Qwen2.5-7B-Instruct"; None for others."""
     return KNOWN.get(pathlib.PurePath(name).name.lower().removesuffix("-instruct"))
 
 

@@ -1,4 +1,4 @@
-"""One step of decoding through fused kernels: eight a layer, and attention.
+"""One decoding step through fused kernels: eight per layer, plus attention.
 
 The plain model is the definition; this runs the same arithmetic on the same trees, for at most 128
 rows of one token each, where kernels for it exist (`supports`). Norms, LoRA, biases, SwiGLU and
@@ -23,26 +23,27 @@ from pallas_kernels.portable import epilogue as portable
 from qerl_jax.model import kv_cache, layers, lora, transformer
 
 LINEARS = ("qkv", "o", "gate_up", "down")
-# Up to so many rows the layers are written out one after another: of a 7B layer of 68 us that saves 4 on an
-# H200, nothing of one of 106 us (64 rows), and XLA takes 1.3 s more for it; 64 layers of 32B start in 21 s.
+# Up to this many rows the loop over layers is unrolled. On an H200 that saves 4 us of the 68 us of a 7B
+# layer, and nothing of the 106 us that a layer takes at 64 rows. XLA compiles 1.3 s longer; 64 layers of 32B
+# start in 21 s.
 UNROLLED_ROWS = 32
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FusedWeights:
-    """What a policy's layers hold, as the fused kernels read it; leaves have a leading axis L where nothing else is said.
+    """A policy's layers as the fused kernels read them; leaves have a leading axis L unless stated otherwise.
 
     Attributes:
         weights: The base's weight of each linear, by its name.
-        divisors: Global scales of each packed linear, as slices of a stack are read; for portable kernels
-            one divided by them.
-        biases: Biases [L, N] of the linears that have one.
-        branches: The adapter's branches of each linear; empty without an adapter.
+        divisors: Global scales of each packed linear, where the kernels read slices of a stack; for portable
+            kernels their reciprocals.
+        biases: Biases [L, N], for the linears that have one.
+        branches: The adapter's branches by linear; empty without an adapter.
         embedding: [V, D].
-        first_scale: float32 [D] of the first layer's first norm, noise and training included.
-        scales: float32 [L, D] of the norm inside each layer, and of the norm after it.
-        head_norms: float32 [L, C] of q and k, where the model has them.
+        first_scale: float32 [D], scale of the first layer's first norm, noise and training included.
+        scales: float32 [L, D], scales of the norm inside each layer, and of the norm after it.
+        head_norms: float32 [L, C], scales of the norms of q and k, where the model has them.
         kernels: Which kernels read this: "hopper" or "portable".
     """
 
@@ -104,7 +105,7 @@ def supports(
 
     Args:
         model: The policy.
-        rows: One token of each is run.
+        rows: Number of rows; one token of each is run.
         adapter: Whether `params` act.
         own_noise: Whether rows have noise of their own.
     """
@@ -145,11 +146,11 @@ def slow_because(
 ) -> str | None:
     """Why a policy is sampled more slowly on this GPU than it need be, and the remedy; None where it is not.
 
-    More than 128 rows are no such reason: for them the layers of training are as fast.
+    More than 128 rows are no reason: there the training layers are as fast.
 
     Args:
         model: The policy.
-        rows: Most that are sampled at a time.
+        rows: The most rows that are sampled at a time.
         own_noise: Whether rows have noise of their own.
     """
     has_kernels = runtime.unless_hopper() is None or runtime.unless_portable() is None
@@ -179,17 +180,17 @@ def policy(
     adapter: bool = True,
     kernels: str = "hopper",
 ) -> FusedWeights:
-    """Gathers what the kernels read; adapters and norms are computed, weights are only referred to.
+    """Gathers the arrays that the kernels read. Adapters and norms are computed; weights are not copied.
 
     Args:
         model: The policy.
         variables: `frozen`, and where they act `params` and `noise`.
         adapter: Whether `params` act.
-        kernels: What `fit` says.
+        kernels: The result of `fit`.
     """
     frozen, noise = variables["frozen"], flatten_dict(variables.get("noise", {}))
     params = flatten_dict(variables.get("params", {}) if adapter else {})
-    # A norm that trains takes the place of the frozen one.
+    # A trained norm replaces the frozen one.
     held = flatten_dict(frozen) | params
 
     def scale(*path: str) -> jax.Array:
@@ -234,7 +235,8 @@ def policy(
 def extender(
     model: transformer.Transformer, variables: dict[str, Any], rows: int, *, adapter: bool = True
 ) -> Callable[[jax.Array, kv_cache.KVCache], tuple[jax.Array, kv_cache.KVCache]]:
-    """A function that runs one token of each row: by fused kernels if it can, else by the plain model.
+    """A function that runs one token of each row: through fused kernels where possible, else through the
+    plain model.
 
     Args:
         model: The policy.
@@ -270,14 +272,14 @@ def extend(
         model: The policy.
         policy: What `policy` gathered.
         tokens: int32 [B].
-        cache: Its rows' ends are where the tokens go; they are moved by one.
+        cache: The tokens go to its rows' ends, which move on by one.
 
     Returns:
         bfloat16 [B, D] after the last norm, and the extended cache.
     """
     arch, rows = model.arch, len(tokens)
     more = 0 if policy.kernels == "portable" else fused.padded(rows) - rows
-    # Rows that fill up the kernels' M have no pages: they write to scratch.
+    # Rows that pad M for the kernels have no pages: they write to the scratch page.
     tokens = jnp.pad(tokens, (0, more))
     tables, ends = jnp.pad(cache.tables, ((0, more), (0, 0))), jnp.pad(cache.ends, (0, more))
     cos, sin = (
@@ -321,12 +323,12 @@ def step(
     Args:
         model: The policy.
         policy: What `policy` gathered.
-        x: bfloat16 [M, D], embedded tokens; M as `fused.padded` makes it.
+        x: bfloat16 [M, D], embedded tokens; M as `fused.padded` returns it.
         attend: attend(qkv [M, N], head_norms, index, state) -> mixed [M, H * C] and the new state,
             where head_norms are one layer's.
         state: What `attend` carries from layer to layer: the cache.
-        unroll: Layers in one round of the loop over them; None for what is fastest.
-        interpret: Run on a CPU.
+        unroll: Layers per iteration of the loop over them; None for the fastest choice.
+        interpret: Interpret the kernels, to run on a CPU.
 
     Returns:
         bfloat16 [M, D] after the last norm, and the state.
@@ -344,7 +346,8 @@ def step(
                 return weights[after], branches.get(after)
             if unroll == 1:
                 return None
-            # After the last layer its own once more, which does no harm. Branches are cut up alike.
+            # The last layer has no next one: it gets its own again, which does no harm. Branches are sliced
+            # the same way.
             of_next = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index + 1, keepdims=False)
             return jax.tree.map(of_next, policy.weights["qkv"]), branches.get("qkv")
 
@@ -368,7 +371,7 @@ def step(
         return (index + 1, stream, state), None
 
     start = epilogue.stream(x, policy.first_scale)
-    # The number of a layer is carried: one taken from a list is a copy of four bytes for each layer.
+    # The layer number is carried: a scanned list of numbers would cost a four-byte copy per layer.
     (_, stream, state), _ = jax.lax.scan(
         layer,
         (jnp.int32(0), start, state),
@@ -398,8 +401,8 @@ def portable_step(
 ) -> tuple[jax.Array, Any]:
     """`step` by the portable kernels, for any M up to 128.
 
-    They are told the number of the layer and read what is stacked in place: XLA makes a copy of a slice for
-    them, where it lets Hopper's kernels read the slice.
+    These kernels take the layer number and read stacked arrays in place: XLA would copy each slice for them,
+    while Hopper's kernels read slices without a copy.
     """
     arch = model.arch
     unroll = unroll or (arch.num_layers if len(x) <= UNROLLED_ROWS else 1)

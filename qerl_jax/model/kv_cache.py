@@ -2,8 +2,8 @@
 
 A page holds S slots of one layer's keys or values. A row is a list of pages, so rows of any length
 share one pool, and the completions of a prompt share the pages that hold it. All layers live in one
-array each, so that a decode loop carries two buffers and XLA updates them in place. Page 0 is
-scratch: rows that have ended write there, and nobody reads it.
+array each, so that a decode loop carries two buffers and XLA updates them in place. Page 0 is scratch: rows
+that have ended write there, and nothing reads it.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from qerl_jax.model.architecture import Architecture
 
-# What the decode kernel reads in one piece.
+# Slots that the decode kernel reads at a time.
 PAGE_SIZE = 64
 
 
@@ -27,7 +27,7 @@ class KVCache:
         keys: [L, N, J, S, C], already rotated.
         values: [L, N, J, S, C].
         tables: int32 [B, W], the pages of each row; 0 where it has none.
-        ends: int32 [B], the slot that the next token of each row takes.
+        ends: int32 [B], the slot of each row's next token.
     """
 
     keys: jax.Array
@@ -36,7 +36,7 @@ class KVCache:
     ends: jax.Array
 
     def fill(self, layer: jax.Array, keys: jax.Array, values: jax.Array) -> Self:
-        """Puts [B, T, J, C] into a layer from slot 0 on; `ends` stays."""
+        """Writes [B, T, J, C] into a layer from slot 0 on; `ends` does not change."""
         pages = self.tables[:, : -(-keys.shape[1] // self.keys.shape[3])]
 
         def put(pool, new):

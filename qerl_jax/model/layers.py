@@ -1,7 +1,8 @@
-"""The transformer's arithmetic as pure functions. Linen names live in `transformer.py`, nothing here knows a parameter tree.
+"""The transformer's arithmetic as pure functions. Linen names are in `transformer.py`; nothing here reads a
+parameter tree.
 
 Slot i of a row holds its i-th token. Padding is on the right and needs no mask array: a query at slot s
-sees the keys of slots 0 to s, so junk after the end is seen by junk only.
+sees the keys of slots 0 to s, so padding is seen by padding only.
 """
 
 import functools
@@ -18,7 +19,7 @@ from qerl_jax.model.architecture import Architecture
 
 
 class Normed(NamedTuple):
-    """An RMSNorm in two factors, of which what is linear in the first may be multiplied by the second later.
+    """An RMSNorm as two factors. A linear may be applied to `values` first and multiplied by `unit` later.
 
     Attributes:
         values: [..., D], x * scale in x's dtype.
@@ -30,7 +31,7 @@ class Normed(NamedTuple):
 
 
 def logits(hidden: jax.Array, head: jax.Array) -> jax.Array:
-    """Scores of every vocabulary row: [..., D] x [V, D] -> float32 [..., V]."""
+    """Logits of every vocabulary row: [..., D] x [V, D] -> float32 [..., V]."""
     return jnp.einsum(
         "...d,vd->...v",
         hidden,
@@ -46,16 +47,16 @@ def branches(
     """Low-rank branches `scaling * (x A) B` (LoRA, arXiv 2106.09685) as x A and scaling * B, in x's dtype.
 
     Args:
-        adapters: For each x [..., K], A float32 [K, R] and B float32 [R, N]. Those of linears that are
-            joined read one x, unless dropout has made different ones of it.
+        adapters: For each x [..., K], A float32 [K, R] and B float32 [R, N]. Joined linears read the same x,
+            unless dropout has made different copies of it.
         scaling: alpha / R.
 
     Returns:
-        For each [rows of x, R] and [R, N], for `finished_linear`.
+        For each adapter [rows of x, R] and [R, N], for `finished_linear`.
     """
     x = adapters[0][0]
     if all(other is x for other, _, _ in adapters):
-        # One product, for then that of the gradient by x is one as well, and not a sum of several.
+        # One product: then the gradient by x is also one product, not a sum of several.
         down = _down(x, jnp.concatenate([a for _, a, _ in adapters], axis=1))
         downs = jnp.split(down, len(adapters), axis=1)
     else:
@@ -78,15 +79,15 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 def split_norm(x: jax.Array, scale: jax.Array, eps: float) -> Normed:
-    """`rms_norm` for linears to read, which multiply what they make of `values` by `unit`.
+    """`rms_norm` as two factors, for linears that multiply their product with `values` by `unit`.
 
-    A decoding step knows `unit` only when the product has begun. Since all that `unit` multiplies is
-    linear in `values`, the derivative by `unit` follows from that by `values`,
+    In a decoding step the product begins before `unit` is known. Since everything that `unit` multiplies is
+    linear in `values`, the derivative by `unit` follows from the one by `values`,
 
         d unit = sum of (values * d values) / unit
 
-    and is counted there; none flows through `unit` itself. That costs what `rms_norm`'s does, where
-    a sum over a linear's N outputs would be another pass over them.
+    and is added there; no gradient flows through `unit` itself. That costs as much as `rms_norm`'s gradient.
+    A sum over a linear's N outputs would be another pass over them.
     """
     values, unit = _split_norm(x, scale.astype(jnp.float32), eps)
     return Normed(values, jax.lax.stop_gradient(unit))
@@ -108,7 +109,7 @@ def _split_norm_bwd(eps, residuals, cotangents):
     slope = dvalues * scale
     dx = slope - wide * unit**2 * jnp.mean(slope * wide, axis=-1, keepdims=True)
     dscale = dvalues * wide
-    # A scale is [D], or [B, 1, D] where noise is each row's own.
+    # A scale is [D], or [B, 1, D] where each row has its own noise.
     dscale = jnp.sum(dscale, axis=range(x.ndim - scale.ndim))
     wanted = [axis for axis in range(scale.ndim) if scale.shape[axis] == 1]
     return dx.astype(x.dtype), jnp.sum(dscale, axis=wanted, keepdims=True)
@@ -122,7 +123,7 @@ def _unit(x, eps):
     return jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
 
 
-# A backward pass keeps gate_up, not what is made of it in float32.
+# The backward pass keeps gate_up, not the float32 values computed from it.
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def swiglu(gate_up: jax.Array) -> jax.Array:
     """silu(gate) * up (arXiv 2002.05202) of the fused [..., 2F] projection, in float32, rounded once."""
@@ -136,8 +137,8 @@ def rope_frequencies(arch: Architecture) -> np.ndarray:
     frequency = (1.0 / arch.rope_theta**exponent).astype(np.float32)
     if (scaling := arch.rope_scaling) is None:
         return frequency
-    # Llama 3: wavelengths longer than the original window are stretched by `factor`, short ones
-    # kept, between the two bounds interpolated.
+    # Llama 3: wavelengths longer than the original window are stretched by `factor`, short ones are kept,
+    # those between the two bounds are interpolated.
     rotations = scaling.original_max_position_embeddings * frequency / (2 * np.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     blend = np.clip((rotations - low) / (high - low), 0.0, 1.0)
@@ -154,7 +155,7 @@ def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotates the pairs (c, c + C/2) of every head of [B, T, heads, C] by `rope_tables`, in float32."""
     cos, sin = (table[..., None, :] for table in tables)
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
-    # Halves that change places, not two that are put together: of those XLA makes a slow derivative.
+    # The halves are swapped by a flip, not concatenated: XLA's derivative of a concatenation is slow.
     turned = halves * cos + jnp.flip(halves, -2) * jnp.concatenate([-sin, sin], axis=-2)
     return rounded(turned.reshape(x.shape), x.dtype)
 
@@ -171,7 +172,7 @@ def attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         [B, T, H, C].
     """
     if query.dtype == jnp.bfloat16 and runtime.has_cudnn_attention(query.shape[-1]):
-        # JAX refuses to derive this of an odd number of tokens. One more at the end is seen by none.
+        # JAX cannot differentiate this for an odd number of tokens. No token sees the one added at the end.
         even = [
             jnp.pad(each, ((0, 0), (0, each.shape[1] % 2), (0, 0), (0, 0)))
             for each in (query, key, value)

@@ -44,9 +44,9 @@ def of_targets(
         d log p(target) / d hidden = (head[target] - sum over v of p(v) head[v]) / temperature
         d entropy / d hidden = -(sum over v of p(v) (log p(v) + entropy) head[v]) / temperature
 
-    Rows go through the head `chunk` at a time: memory is chunk * V float32, whatever N is. When a
-    derivative will be asked for, that slope, [N, D], is formed while a chunk's logits are there, so
-    that they are computed once; what the loss makes of it is one factor per row.
+    Rows go through the head `chunk` at a time: memory is chunk * V float32, whatever N is. When a derivative
+    is needed, these slopes, [N, D], are formed while a chunk's logits are in memory, so that logits are
+    computed once; the backward pass multiplies them by one factor per row.
 
     Args:
         hidden: [N, D], the state that predicts each target.
@@ -54,15 +54,15 @@ def of_targets(
         targets: int32 [N].
         temperature: Sampling temperature of the policy; see the module's definition. No gradient flows through it.
         num_tokens: Ids that the tokenizer has.
-        count: How many of the targets, from the first on, are asked for; None means all. A chunk
-            without one costs nothing, and is 0.
+        count: How many of the targets, from the first on, are needed; None means all. A chunk without a
+            needed target costs nothing and returns 0.
         chunk: Rows at a time.
-        entropy_slopes: Whether a derivative of the entropies will be asked for: it takes one more product
-            with the head, and [N, D] more memory.
+        entropy_slopes: Whether entropies need a derivative. It takes one more product with the head, and [N, D]
+            more memory.
 
     Returns:
         float32 [N] log-probabilities, float32 [N] entropies in nats; without `entropy_slopes` no gradient
-        flows through these.
+        flows through the entropies.
     """
     rows, chunk = len(hidden), min(chunk, len(hidden))
     padding = -rows % chunk
@@ -102,14 +102,14 @@ def _of_chunks_fwd(hidden, head, targets, asked, temperature, num_tokens, entrop
 
 def _of_chunks_bwd(num_tokens, entropy_slopes, residuals, cotangents):
     slopes, hidden, head, targets, asked, temperature = residuals
-    # Of the log-probabilities, and where they have slopes of the entropies.
+    # Factors of the log-probabilities, and of the entropies where these have slopes.
     factors = cotangents[: len(slopes)]
     dhidden = sum(
         each[..., None] * slope.astype(jnp.float32)
         for each, slope in zip(factors, slopes, strict=True)
     ).astype(hidden.dtype)
 
-    # Where the head is frozen nobody asks for this, and the compiler drops it.
+    # Where the head is frozen this is unused, and the compiler drops it.
     def of_chunk(dhead, args):
         hidden, targets, factors = args
         logps = log_softmax(layers.logits(hidden, head), temperature, num_tokens)
@@ -127,7 +127,7 @@ _of_chunks.defvjp(_of_chunks_fwd, _of_chunks_bwd)
 
 
 def _if_asked(f, asked, *args):
-    """f(*args), or zeros where it is not asked for; None always asks."""
+    """f(*args), or zeros where `asked` is false; None means always."""
     if asked is None:
         return f(*args)
     zeros = lambda *_: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f, *args))

@@ -1,4 +1,4 @@
-"""Which linears have a LoRA branch, of which rank, and by what it is multiplied: the names' rules are PEFT's."""
+"""Which linears have a LoRA branch, with which rank and factor. Names are matched by PEFT's rules."""
 
 import dataclasses
 import functools
@@ -19,13 +19,14 @@ from qerl_jax.model.architecture import Architecture
 class LinearShape:
     """The branches of a fused linear in all layers.
 
-    Layers are stacked and so are their branches: where ranks differ, all are filled up to the largest with
-    zeros in A and in B. Of those, one's gradient is a product with the other, so both stay zero.
+    Layers are stacked, and so are their branches: where ranks differ, all are padded to the largest with
+    zeros in A and in B. The gradient of each of the two is a product with the other, so both padded parts
+    stay zero.
 
     Attributes:
-        rank: To which all are filled up.
-        ranks: [L][parts], of each branch; 0 where a linear has none.
-        scalings: [L][parts], by what each branch is multiplied; 0 where there is none.
+        rank: The rank to which all are padded.
+        ranks: [L][parts], rank of each branch; 0 where a linear has none.
+        scalings: [L][parts], factor of each branch; 0 where there is none.
     """
 
     rank: int
@@ -34,22 +35,22 @@ class LinearShape:
 
     @property
     def scaling(self) -> float | None:
-        """The one factor of all branches; None where they differ."""
+        """The common factor of all branches; None where they differ."""
         each = {s for layer in self.scalings for s in layer if s}
         return each.pop() if len(each) == 1 else None
 
     def kept(self, part: int, index: jax.Array | int) -> jax.Array | None:
-        """bool [rank], which ranks a branch in layer `index` has; None where it has all in every layer."""
+        """bool [rank], which ranks a branch has in layer `index`; None where it has all in every layer."""
         if all(layer[part] == self.rank for layer in self.ranks):
             return None
         return jnp.arange(self.rank) < jnp.asarray(np.array(self.ranks))[index, part]
 
     def scaled(self, b: jax.Array, part: int, index: jax.Array | int | None = None) -> jax.Array:
-        """B times the factor of its branch, where factors differ; else B, for which `factor` is left.
+        """B times the factor of its branch where factors differ; else B, still to be multiplied by `factor`.
 
         Args:
             b: float32 [R, N] of layer `index`, or of all layers [L, R, N].
-            part: The place of the linear among those that are joined.
+            part: Index of the linear among the joined ones.
             index: The layer; None for all.
         """
         if self.scaling is not None:
@@ -59,16 +60,16 @@ class LinearShape:
 
     @property
     def factor(self) -> float:
-        """What is left to multiply after `scaled`."""
+        """The factor that is still to be applied after `scaled`."""
         return 1.0 if self.scaling is None else self.scaling
 
 
 @functools.cache
 def shapes(lora: LoraConfig, arch: Architecture) -> Mapping[str, LinearShape]:
-    """The branches of each fused linear, by its name; one without any branch is not there.
+    """The branches of each fused linear, by its name; a linear without a branch has no entry.
 
     Raises:
-        ConfigError: When a pattern names no linear that has a branch.
+        ConfigError: When a pattern matches no linear that has a branch.
     """
     found = {}
     used: set[str] = set()
@@ -101,7 +102,8 @@ def branch(lora: LoraConfig, name: str) -> tuple[int, float] | None:
 
 
 def is_named(modules: str | list[str] | tuple[str, ...], name: str) -> bool:
-    """Whether PEFT's `target_modules` names a linear: a text is a pattern for whole names, a list holds names or their ends."""
+    """Whether PEFT's `target_modules` matches a linear: a string is a pattern for whole names, a list holds
+    names or suffixes."""
     if not isinstance(modules, str):
         return any(f".{name}".endswith(f".{module}") for module in modules)
     try:

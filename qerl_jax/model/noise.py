@@ -1,8 +1,8 @@
-"""Noise on the scales of the norms: one vector for all rows, or vectors of each row's own.
+"""Noise on the scales of the norms: one vector for all rows, or one for each row.
 
-The model adds what the `noise` collection holds to the norms' scales. Either that is one vector of each
-norm, [D], under which all rows run, or one for each row, [B, D]. The latter are not kept: `RowNoise`
-holds a key and sigma, of which sampler and trainer draw the rows that they have before them.
+The model adds what the `noise` collection holds to the norms' scales. That is either one vector per norm,
+[D], for all rows, or one per row, [B, D]. Vectors per row are not stored: `RowNoise` holds a key and sigma,
+from which sampler and trainer draw the noise of the rows that they compute.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from qerl_jax.checked import require
 def norm_noise(key: Array, sigma: Array | float, shapes: Any) -> Any:
     """Draws the vectors that are added to the scales of the RMSNorms.
 
-    Each leaf has a key of its own, made from its place in the tree (in JAX's order, which sorts the
+    Each leaf has its own key, derived from its place in the tree (in JAX's order, which sorts the
     keys of a dict), so that no two norms see the same vector.
 
     Args:
@@ -36,8 +36,8 @@ def norm_noise(key: Array, sigma: Array | float, shapes: Any) -> Any:
         jax.random.normal(jax.random.fold_in(key, i), leaf.shape, jnp.float32)
         for i, leaf in enumerate(leaves)
     ]
-    # Under jit XLA would fold sigma into a factor inside `normal` and so move the last bit, by
-    # which a replayed step would differ from the one it replays.
+    # Under jit XLA would fold sigma into a factor inside `normal` and change the last bit: a replayed step
+    # would then differ from the original.
     draws = [sigma * draw for draw in jax.lax.optimization_barrier(draws)]
     return jax.tree.unflatten(treedef, draws)
 
@@ -45,15 +45,15 @@ def norm_noise(key: Array, sigma: Array | float, shapes: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowNoise:
-    """Noise of which rows have their own: a function of the key and of a row's number.
+    """Noise that differs between rows: a function of the key and of a row's number.
 
-    Rows of one number run under the same noise, wherever and with whomever they run. Numbers are those
-    of groups, in which a prompt and its completions share one policy; of sequences, each of which has a
-    policy of its own for its prompt, too; or, where every token has its own, of sequences again, with
-    the token's place as a second number, and one draw for all of a prompt but its last token.
+    Rows with the same number have the same noise, whichever rows run beside them. With "group" the number is
+    that of the group: a prompt and its completions share one policy. With "sequence" each completion has its
+    own number, and so its own policy for the prompt, too. With "token" the token's place is a second number;
+    all tokens of a prompt but the last share one draw.
 
     Attributes:
-        key: uint32, data of the step's key.
+        key: uint32, the data of the step's key.
         sigma: float32 scalar.
         shapes: The norms: (path in the `noise` collection, shape) of each, in JAX's order.
         per: "group", "sequence" or "token".
@@ -67,18 +67,18 @@ class RowNoise:
     per: Literal["group", "sequence", "token"] = dataclasses.field(metadata={"static": True})
 
     def numbers(self, groups: np.ndarray, size: int) -> np.ndarray:
-        """The number of each row, int32 [P, G]; groups int [P] are numbers that differ, size is G."""
+        """The number of each row, int32 [P, G]; `groups`, int [P], are distinct numbers; `size` is G."""
         groups = np.asarray(groups, np.int32)[:, None]
         rows = np.arange(size, dtype=np.int32)
         return groups + 0 * rows if self.per == "group" else groups * size + rows
 
     def draw(self, numbers: Array, tokens: Array | None = None) -> dict[str, Any]:
-        """The `noise` collection of rows: leaves [L, B, D] in the layers, and [B, D] of the last norm.
+        """The `noise` collection for rows: leaves [L, B, D] for the layers, and [B, D] for the last norm.
 
         Args:
             numbers: int32 [B].
-            tokens: int32 [B], what each row runs: 0 for its prompt, t + 1 for the token after t
-                completion tokens. Read where every token has its own noise.
+            tokens: int32 [B], which token each row runs: 0 for its prompt, t + 1 for the token after t
+                completion tokens. Used only where every token has its own noise.
         """
         key = jax.random.wrap_key_data(self.key)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, numbers)
@@ -97,7 +97,7 @@ class RowNoise:
 
 
 def row_noise(key: Array, sigma: Array | float, shapes: Any, per: str) -> RowNoise:
-    """Noise of which groups, sequences or tokens have their own.
+    """Makes noise that differs between groups, sequences or tokens.
 
     Args:
         key: The step's key; `rl.aqn.step_key`.
@@ -122,11 +122,11 @@ def row_noise(key: Array, sigma: Array | float, shapes: Any, per: str) -> RowNoi
 def of_rows(
     variables: dict[str, Any], numbers: Array | None, tokens: Array | None = None
 ) -> dict[str, Any]:
-    """Variables that a model can be applied to: where rows have noise of their own, it is drawn.
+    """Variables for applying the model: where rows have their own noise, it is drawn here.
 
     Args:
-        variables: Collections; `noise`, if there, as vectors of all rows or as `RowNoise`.
-        numbers: int32 [B], numbers of the rows; read where noise is theirs.
+        variables: Collections; `noise`, if present, as vectors for all rows or as `RowNoise`.
+        numbers: int32 [B], numbers of the rows; used where rows have their own noise.
         tokens: int32 [B]; see `RowNoise.draw`.
     """
     if not has_own(variables):
@@ -135,5 +135,5 @@ def of_rows(
 
 
 def has_own(variables: dict[str, Any]) -> bool:
-    """Whether rows have noise of their own."""
+    """Whether rows have their own noise."""
     return isinstance(variables.get("noise"), RowNoise)

@@ -1,16 +1,15 @@
-"""Prompts and completions laid one after the other on one axis of tokens, each prompt once for all of its completions.
+"""Prompts and completions packed on one token axis; each prompt is stored once for all of its completions.
 
     flat [T]:      completion 1 | completion 2 | ... | prompt 1 | prompt 2 | ... | padding
 
-Everything that looks at one token at a time (linears, norms, adapters, head) runs on that axis, and so
-on padding at its end only. Attention looks at rows [prompt, completion], which `unfold` puts
-together without a gap in arrays of few widths; `fold` goes back. A row begins at its array's first slot, so
+Everything that works on one token at a time (linears, norms, adapters, head) runs on that axis, where only
+the end is padding. Attention needs rows [prompt, completion]: `unfold` builds them, without gaps, in arrays
+of a few widths; `fold` goes back. A row begins at its array's first slot, so
 this is plain causal attention of right-padded rows, without a mask.
 
-Several rows read one prompt, and their slopes add up. Here that is a product with a matrix of zeros and ones,
-summed in float32; all else that moves, in both directions, is a gather. Left to JAX, the derivative of
-a gather would add into scattered places: slow, rounded at each addition, and on a GPU in no fixed
-order.
+Several rows read one prompt, so their gradients are summed: by a product with a matrix of zeros and ones, in
+float32. Everything else is moved by gathers, forward and backward. JAX's own derivative of a gather is a
+scatter-add: slow, rounded at each addition, and on a GPU in no fixed order.
 """
 
 import dataclasses
@@ -23,17 +22,18 @@ import numpy as np
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """What stands where on a flat axis of T tokens, and in which of n rows attention sees it.
+    """The layout of a flat axis of T tokens, and the n rows that attention sees.
 
-    The n rows lie in arrays of n_k rows of width S_k, in this order. A row that nothing takes has
-    length 0 and no prompt.
+    The n rows lie in arrays of n_k rows of width S_k, in this order. An unused row has length 0 and no
+    prompt.
 
     Attributes:
-        rows: int32 [T], the row of each token: of a prompt's the first that reads it; n for padding.
+        rows: int32 [T], the row of each token: for a prompt's token the first row that reads the prompt; n
+            for padding.
         positions: int32 [T], the slot of each token in its row, which is its position for RoPE.
-        prompt_starts: int32 [n], where on the flat axis the prompt of a row begins.
+        prompt_starts: int32 [n], where a row's prompt begins on the flat axis.
         prompt_lengths: int32 [n], tokens of the prompt.
-        starts: int32 [n], where the completion begins; its tokens are neighbours.
+        starts: int32 [n], where the completion begins; its tokens are contiguous.
         lengths: int32 [n], tokens of the completion.
         arrays: (n_k, S_k) of each array of rows.
         prompt_width: A bound on the tokens of a prompt.
@@ -50,26 +50,26 @@ class Packing:
 
     @property
     def leads(self) -> jax.Array:
-        """bool [n], whether a row is the first that reads its prompt."""
+        """bool [n], whether a row is the first one with its prompt."""
         padded = jnp.pad(self.rows, (0, 1), constant_values=len(self.lengths))
         first = _taken(padded, self.prompt_starts)
         return (self.prompt_lengths > 0) & (first == jnp.arange(len(self.lengths)))
 
     @property
     def is_prompt(self) -> jax.Array:
-        """bool [T], whether a token is one of a prompt's."""
+        """bool [T], whether a token belongs to a prompt."""
         return self.positions < _taken(self.prompt_lengths, self.rows)
 
     def unfold(self, flat: jax.Array) -> tuple[jax.Array, ...]:
-        """[T, N] -> [n_k, S_k, N] of each array: prompt and completion of each row, then zeros."""
+        """[T, N] -> [n_k, S_k, N] for each array: prompt and completion of each row, then zeros."""
         return _unfold(self, flat)
 
     def fold(self, arrays: tuple[jax.Array, ...]) -> jax.Array:
-        """[n_k, S_k, N] of each array -> [T, N]; a prompt's values are those of its first row, padding is 0."""
+        """[n_k, S_k, N] for each array -> [T, N]; a prompt takes its first row's values, padding is 0."""
         return _fold(self, arrays)
 
     def before(self, flat: jax.Array) -> jax.Array:
-        """[T, N] -> [T, N]: for each token of a completion the values of the token before it, which predicts it.
+        """[T, N] -> [T, N]: for each completion token, the values of the token before it, which predicts it.
 
         Elsewhere it is 0.
         """
@@ -81,16 +81,16 @@ class Packing:
 
 
 def rectangle(prompt_lengths: jax.Array, prompt_width: int, rows: int, width: int) -> Packing:
-    """The packing of right-padded completions [B, C] and prompts [P, Tp], padding and all.
+    """The packing of right-padded completions [B, C] and prompts [P, Tp], padding included.
 
     Args:
         prompt_lengths: int32 [P], real tokens of each prompt.
         prompt_width: Tp.
-        rows: B, completions, B / P neighbours of each prompt.
-        width: C, tokens of each.
+        rows: B, the number of completions; the B / P of one prompt are neighbours.
+        width: C, tokens of each completion.
 
     Returns:
-        Of T = B * C + P * Tp tokens: all completions, then all prompts.
+        A packing of T = B * C + P * Tp tokens: all completions, then all prompts.
     """
     prompts = len(prompt_lengths)
     group = rows // prompts
@@ -131,7 +131,7 @@ def pack(
     """Lays rows out on a flat axis, on the host.
 
     Args:
-        prompts: int [n], the number of each row's prompt; -1 for a row that nothing takes.
+        prompts: int [n], the number of each row's prompt; -1 for an unused row.
         prompt_lengths: int [n], tokens of that prompt.
         lengths: int [n], tokens of each completion.
         tokens: T.
@@ -142,7 +142,7 @@ def pack(
         Completions in the order of their rows, then prompts in the order of their first rows.
 
     Raises:
-        ValueError: When the tokens do not fit into T, or a row not into its array.
+        ValueError: When the tokens do not fit into T, or a row does not fit into its array.
     """
     is_real = prompts >= 0
     lengths, prompt_lengths = (np.where(is_real, x, 0) for x in (lengths, prompt_lengths))
@@ -180,12 +180,12 @@ def _filled(values: np.ndarray, size: int, fill: int) -> np.ndarray:
 
 
 def _taken(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x [M, ...] at an index, and 0 where that is M or more."""
+    """x [M, ...] at an index; 0 where the index is M or more."""
     return jnp.asarray(x).at[index].get(mode="fill", fill_value=0)
 
 
 def _parts(packing: Packing):
-    """Of each array its first row, rows and width."""
+    """For each array: its first row, number of rows, and width."""
     first = 0
     for count, width in packing.arrays:
         yield first, count, width
@@ -193,7 +193,8 @@ def _parts(packing: Packing):
 
 
 def _slots(packing: Packing, first: int, count: int, width: int) -> tuple[jax.Array, jax.Array]:
-    """Of an array's slots [n_k, S_k]: where their tokens are on the flat axis, T for none; whether in a prompt."""
+    """For an array's slots [n_k, S_k]: the token's place on the flat axis (T for none), and whether it is in
+    a prompt."""
     own = slice(first, first + count)
     column = lambda x: x[own, None]
     slot, prompt = jnp.arange(width), column(packing.prompt_lengths)
@@ -265,7 +266,7 @@ _fold.defvjp(lambda packing, arrays: (_folded(packing, arrays), packing), _fold_
 
 
 def _in_completion(packing: Packing) -> tuple[jax.Array, jax.Array]:
-    """bool [T] each: whether a token is a completion's, and whether its first."""
+    """bool [T] each: whether a token is in a completion, and whether it is the completion's first."""
     prompt = _taken(packing.prompt_lengths, packing.rows)
     real = packing.rows < len(packing.lengths)
     return real & (packing.positions >= prompt), real & (packing.positions == prompt)

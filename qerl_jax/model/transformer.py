@@ -2,21 +2,21 @@
 
 Three collections, three lifetimes:
 - `params` is exactly what trains, in float32: LoRA A and B, and the layer norms when `train_norms`
-  is on; or all that the layers hold, when the model is `full`.
+  is on; or all weights of the layers, when the model is `full`.
 - `frozen` is everything else: packed or dense linears, biases, norms, embedding, head. It never
   changes.
-- `noise`, when given, holds float32 vectors that are added to the norm scales (AQN), one for all
-  rows or one for each. It is an argument of one call.
+- `noise`, when given, holds float32 vectors that are added to the norm scales (AQN), one for all rows or one
+  for each. It is an argument of each call.
 
-Beside them `prepared`, when given, holds what a loop of decoding steps made once of the adapter
-(`with_prepared_adapter`).
+Besides these, `prepared`, when given, holds the adapter's matrices in the form that decoding steps read; a
+decoding loop makes it once (`with_prepared_adapter`).
 
 Layers are stacked: every leaf under `layers` has a leading axis L, and the forward pass scans it.
 
-Some linears of a packed base may be kept in 16 bits (`Kept`). One that is kept in all layers is a dense
-stack like any other. Where it is kept in some, all layers have a packed weight of it, so that they stay
-alike, and `kept` beside `layers` holds the dense ones, one after the other: a layer that has one takes
-that, and its packed weight is not read.
+Some linears of a packed base may be kept in 16 bits (`Kept`). A linear that is kept in all layers is an
+ordinary dense stack. A linear that is kept in some layers has a packed weight in every layer, so that all
+layers have the same structure; `kept`, beside `layers`, holds the dense weights as a stack. A layer with a
+dense weight uses it, and its packed weight is not read.
 """
 
 import dataclasses
@@ -38,19 +38,19 @@ from qerl_jax.model.architecture import LAYER_NORMS, Architecture
 from qerl_jax.model.lora import LinearShape
 from qerl_jax.model.lora import shapes as lora_shapes
 
-# Linears whose products a backward pass finds kept; nothing in it reads that of "down".
+# Linears whose products are kept for the backward pass, which does not need that of "down".
 _KEPT = {"products": ("qkv", "o", "gate_up"), "mlp": ("qkv", "o"), "layer": ()}
 
 
-# Linears of a packed base that are in 16 bits: each with the layers where it is.
+# Linears of a packed base that stay in 16 bits, each with the layers where it does.
 type Kept = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 class Role(enum.Enum):
-    """What a module's own weights are to the run.
+    """What a run does with a module's own weights.
 
-    FROZEN ones are the base's. ADAPTED ones are too, and an adapter acts beside them. TRAINED ones are
-    in `params` themselves.
+    FROZEN weights are the base's. ADAPTED weights are the base's too, and an adapter acts beside them.
+    TRAINED weights are in `params` and train.
     """
 
     FROZEN = enum.auto()
@@ -75,7 +75,8 @@ class Norm(nn.Module):
 
     @nn.compact
     def __call__(self, x, rows=None):
-        """x [B, T, D]; rows int32 [T] where B is 1 and tokens are of several rows with noise of their own."""
+        """x [B, T, D]; rows int32 [T], where B is 1 and the tokens belong to several rows with their own
+        noise."""
         shape = x.shape[-1:]
         if self.role is Role.TRAINED:
             scale = self.param("scale", nn.initializers.ones, shape, jnp.float32)
@@ -86,7 +87,7 @@ class Norm(nn.Module):
             scale = self.param("scale", lambda _: scale)
         if self.has_variable("noise", "scale"):
             noise = self.get_variable("noise", "scale")
-            # [D] for all rows of x, or [B, D] where each has its own.
+            # [D] for all rows of x, or [B, D] where each row has its own.
             if noise.ndim == 2:
                 noise = noise[:, None] if rows is None else noise.at[rows].get(mode="clip")
             scale = scale + noise
@@ -95,7 +96,7 @@ class Norm(nn.Module):
 
 
 class Adapter(nn.Module):
-    """One LoRA branch of x [..., K], as `layers.branches` takes it; starts at zero, A as PEFT initializes it."""
+    """One LoRA branch of x [..., K], for `layers.branches`. B starts at zero, A as PEFT initializes it."""
 
     features: int
     lora: LoraConfig
@@ -103,7 +104,7 @@ class Adapter(nn.Module):
 
     @nn.compact
     def __call__(self, x, kept=None):
-        """x [..., K]; kept bool [rank], which of them this branch has; None for all."""
+        """x [..., K]; kept bool [rank], which ranks this branch has; None for all."""
         width, rank = x.shape[-1], self.rank or self.lora.rank
         # PEFT's Kaiming-uniform with a = sqrt(5) is uniform within 1/sqrt(K).
         uniform = nn.initializers.uniform(2 * width**-0.5)
@@ -124,16 +125,17 @@ class Adapter(nn.Module):
 class FusedLinear(nn.Module):
     """Linears that read one input as a single base matmul, each part with its own LoRA branch.
 
-    What it makes of products is in float32 and rounded once. docs/design/model.md says where, for sampler and
-    trainer must round alike.
+    The sum of its products is formed in float32 and rounded once. Sampler and trainer must round in the same
+    places: docs/design/model.md lists them.
 
     Attributes:
         parts: (name, output features) of each.
-        weights: How a new weight is held.
-        lora: Shape of the branches, which are there where the role is ADAPTED.
-        role: What weight and bias are.
+        weights: Storage format of a new weight.
+        lora: Shape of the branches, which exist where the role is ADAPTED.
+        role: The role of weight and bias.
         bias: Whether there is a bias.
-        shape: Of the branches where they differ; None means that all have the rank and factor of `lora`.
+        shape: Shapes of the branches where they differ; None means that all have the rank and factor of
+            `lora`.
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -147,8 +149,8 @@ class FusedLinear(nn.Module):
     def __call__(self, x, residual=None, index=0, kept=None):
         """x [..., K], or a norm's two factors; -> [..., N], or that added to a residual stream.
 
-        `index` is the number of the layer. With `kept`, a stack of dense weights and the place of this
-        layer's in it, that weight acts instead of the own one, unless the place is -1.
+        `index` is the layer number. `kept` is a stack of dense weights and this layer's place in it: that
+        weight is used instead of the layer's own, unless the place is -1.
         """
         x, unit = x if isinstance(x, layers.Normed) else (x, None)
         if self.is_mutable_collection("intermediates"):  # the caller asks; see `run_layer`
@@ -209,9 +211,9 @@ class Block(nn.Module):
 
     Attributes:
         arch: Sizes and traits.
-        weights: How new linears are held.
+        weights: Storage format of new linears.
         lora: Shape of the adapter.
-        role: What the weights are.
+        role: The role of the weights.
         dense: Linears that are not packed, whatever `weights` says.
     """
 
@@ -223,7 +225,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, carry, index, tables, packed=None, plan=None, kept=None):
-        """`kept` has stacks of dense weights of some linears, and the places [L] of the layers' in them."""
+        """`kept` holds stacks of dense weights of some linears, and each layer's place [L] in them."""
         x, cache = carry
         own = {name: (stack, places[index]) for name, (stack, places) in (kept or {}).items()}
         x, cache = self._attention(x, cache, index, tables, packed, plan, own)
@@ -289,10 +291,10 @@ class Transformer(nn.Module):
             or float32.
         lora: Shape of the adapter, or None for the bare base.
         dtype: Type of the activations: bfloat16 or float32.
-        full: Whether `params` holds what the layers hold, instead of an adapter; see `trainable`.
-        kept: Linears of a packed base that are in bfloat16, and in which layers; without a meaning where
-            no linear is packed.
-        fsdp: Devices that have a part of the layers' weights each; see `sharding`.
+        full: Whether `params` holds the layers' own weights instead of an adapter; see `trainable`.
+        kept: Linears of a packed base that are in bfloat16, and in which layers; has no effect where no
+            linear is packed.
+        fsdp: Number of devices that share the layers' weights; see `sharding`.
     """
 
     arch: Architecture
@@ -316,12 +318,11 @@ class Transformer(nn.Module):
         """Runs T tokens of each row.
 
         Args:
-            tokens: int32 [B, T]. Rows may be padded on the right: junk after the end is never seen by a
-                real token.
-            cache: T > 1 fills an empty cache, T == 1 extends it. Either moves its ends on by T.
-            packed: What stands where on the only row, [1, T], where it holds several prompts and their
-                completions; not with a cache.
-            adapter: Whether params (LoRA and trained norms) act; False is the reference policy.
+            tokens: int32 [B, T]. Rows may be padded on the right: no real token sees the padding.
+            cache: T > 1 fills an empty cache, T == 1 extends it. Both move its ends on by T.
+            packed: The layout of the single row [1, T], where it holds several prompts and their completions;
+                not with a cache.
+            adapter: Whether params (LoRA and trained norms) act; False gives the reference policy.
             remat: What the backward pass recomputes instead of keeping it: all of a layer but its
                 input ("layer"), but its input and the products with qkv and o ("mlp"), but those
                 and the product with gate_up ("products"), or nothing ("none"). Attention between
@@ -354,9 +355,9 @@ class Transformer(nn.Module):
             split_rngs={"params": True, "dropout": True},
             in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast, nn.broadcast),
             length=arch.num_layers,
-            # Flax's check takes a kernel that writes to the cache for a loop that is not invariant. No
-            # variable here is shared by the layers, so there is nothing that it could find. Elsewhere it
-            # stays on: without it a random adapter would be another one for the same seed.
+            # Flax's check rejects a kernel that writes to the cache as a loop that is not invariant. The
+            # layers share no variable here, so the check has nothing to find. Elsewhere it stays on: without
+            # it the same seed would give a different random adapter.
             check_constancy_invariants=not extends,
         )
         dense, partly = self.kept_linears()
@@ -371,7 +372,8 @@ class Transformer(nn.Module):
         return Norm(arch.rms_norm_eps, dtype, name="norm")(x, rows), cache
 
     def kept_linears(self) -> tuple[tuple[str, ...], dict[str, tuple[int, ...]]]:
-        """The linears that are in 16 bits in all layers of a packed base, and those that are in some, with these."""
+        """The linears of a packed base that are in 16 bits in all layers, and those in some layers, with
+        these layers."""
         kept = {} if self.weights in DENSE else dict(self.kept)
         dense = tuple(name for name, at in kept.items() if len(at) == self.arch.num_layers)
         return dense, {name: at for name, at in kept.items() if name not in dense}
@@ -379,7 +381,7 @@ class Transformer(nn.Module):
     def _kept_weights(
         self, partly: dict[str, tuple[int, ...]]
     ) -> dict[str, tuple[jax.Array, jax.Array]]:
-        """For each linear: the dense weights of some layers, and the place [L] of each layer's, or -1."""
+        """For each linear: the dense weights of some layers, and each layer's place [L] among them, or -1."""
         if not partly:
             return {}
 
@@ -404,7 +406,7 @@ class Transformer(nn.Module):
         return {name: (stacks[name], places[name]) for name in partly}
 
     def _role(self, adapter: bool) -> Role:
-        """What the layers' weights are."""
+        """The role of the layers' weights."""
         if self.full:
             return Role.TRAINED
         return Role.ADAPTED if adapter and self.lora is not None else Role.FROZEN
@@ -414,7 +416,7 @@ class Transformer(nn.Module):
 
 
 def head(frozen: dict[str, Any]) -> jax.Array:
-    """The output matrix [V, D] of a base: its own, or the embedding where the two are tied."""
+    """The output matrix [V, D] of a base: its own head, or the embedding where the two are tied."""
     return frozen.get("lm_head", frozen["embed_tokens"])
 
 
@@ -422,7 +424,7 @@ def random_base(model: Transformer, key: jax.Array, places: Any = None) -> dict[
     """A base of random weights, made on the device, packed layer by layer; it never exists in 16 bits.
 
     Args:
-        model: What it is a base of.
+        model: The model that the base is for.
         key: Random key.
         places: The sharding of each array; None for all on one device.
     """
@@ -451,7 +453,7 @@ def init_params(model: Transformer, frozen: dict[str, Any], key: jax.Array) -> d
 def trainable(
     model: Transformer, frozen: dict[str, Any], key: jax.Array
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parts a base into what trains and what does not: `params` and `frozen` of a new run.
+    """Splits a base into what trains and what does not: `params` and `frozen` of a new run.
 
     For an adapter these are `init_params` and the whole base; for a `full` model float32 copies of
     the layers, and the rest of the base (embedding, last norm, head).
@@ -477,15 +479,15 @@ def as_computed(params: dict[str, Any], dtype: Any) -> dict[str, Any]:
 def with_prepared_adapter(
     model: Transformer, variables: dict[str, Any], rows: int
 ) -> dict[str, Any]:
-    """Adds the collection `prepared`: LoRA's matrices as the products of so many rows read them.
+    """Adds the collection `prepared`: LoRA's matrices in the form that products with this many rows read.
 
-    A loop of decoding steps makes it once; else each layer of each step converts its matrices anew. For
-    sampling only: no derivative goes through it, and dropout does not act.
+    A decoding loop makes it once; otherwise each layer of each step would convert its matrices again. For
+    sampling only: no gradient flows through it, and dropout does not act.
 
     Args:
         model: A policy with an adapter.
-        variables: `params` and `frozen`, and what else acts.
-        rows: Tokens that run at a time.
+        variables: `params` and `frozen`, and the other collections in use.
+        rows: Number of tokens that run at a time.
     """
     stacked, params = variables["frozen"]["layers"], variables["params"]["layers"]
     _, partly = model.kept_linears()
@@ -493,7 +495,8 @@ def with_prepared_adapter(
     def branches(linear: str, shape: LinearShape):
         pairs = [params[linear][part] for part, _ in model.arch.linears()[linear]]
         matrices = [(pair["a"], shape.scaled(pair["b"], i)) for i, pair in enumerate(pairs)]
-        # Where a layer may have a dense weight instead, or gathers it, the matrices are prepared for any.
+        # Where a layer may use a dense weight instead, or gathers its weight, the matrices are prepared for
+        # any kind.
         weight = None if linear in partly or model.fsdp > 1 else stacked[linear]["weight"]
         bias, has_unit = stacked[linear].get("bias"), linear in ("qkv", "gate_up")
         of_layer = functools.partial(
@@ -513,15 +516,15 @@ def with_prepared_adapter(
 def run_layer(
     model: Transformer, layer: dict[str, Any], x: jax.Array
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """One layer of a bare base by itself, for calibration.
+    """Runs one layer of a bare base by itself, for calibration.
 
     Args:
-        model: Its architecture, and how the layer's linears are held.
+        model: Gives the architecture and the format of the layer's linears.
         layer: The tree of that layer, without a leading axis.
         x: Hidden states [B, T, D] of right-padded rows.
 
     Returns:
-        The hidden states after the layer, and by name what each of its linears reads, [B, T, K].
+        The hidden states after the layer, and the input [B, T, K] of each of its linears, by name.
     """
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     tables = layers.rope_tables(positions, layers.rope_frequencies(model.arch))
@@ -532,7 +535,7 @@ def run_layer(
 
 
 def noise_shapes(arch: Architecture, final_norm: bool = False) -> dict[str, Any]:
-    """Shapes of the `noise` collection: the norms that q/k/v and gate/up read, and the last one on request."""
+    """Shapes of the `noise` collection: the norms before q/k/v and gate/up; the last norm if asked for."""
     per_layer = {"scale": jax.ShapeDtypeStruct((arch.num_layers, arch.width), jnp.float32)}
     last = {"norm": {"scale": jax.ShapeDtypeStruct((arch.width,), jnp.float32)}}
     return {"layers": {name: dict(per_layer) for name in LAYER_NORMS}} | (
@@ -540,7 +543,7 @@ def noise_shapes(arch: Architecture, final_norm: bool = False) -> dict[str, Any]
     )
 
 
-# Rows repeat prompts and are padded, so what is kept is the flat axis, and not rows.
+# Rows repeat prompts and are padded: the flat axis is kept for the backward pass, not the rows.
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def _packed_attention(packed, query, key, value):
     """`layers.attention` of the rows of a flat axis: [1, T, heads, C] each -> [1, T, H * C]."""
