@@ -1,4 +1,4 @@
-"""Policies on disk: bases in 16 and 4 bits, PEFT adapters, exports, and the state of a run.
+"""Policies on disk: 16-bit and 4-bit bases, PEFT adapters, exports, and the state of a run.
 
-May import `model`, `data` and what those import.
+May import `model`, `data` and the packages that those import.
 """

@@ -18,12 +18,12 @@ from qerl_jax.model.transformer import Kept, Transformer, abstract_base, random_
 
 _FLOATS = ("F32", "BF16", "F16", "F64")
 
-# The sharding of each array of a tree of shapes.
+# Maps a tree of shapes to the sharding of each array.
 type Placer = Callable[[Any], Any]
 
 
 def choose_kernels(cfg: ModelConfig) -> None:
-    """Has this process use the kernels that a config names.
+    """Makes this process use the kernels that a config names.
 
     Raises:
         ConfigError: When they cannot run here.
@@ -41,14 +41,14 @@ def load_base(
     """Reads the base that a config names: the model, its `frozen` tree on the device, and the tokenizer.
 
     Args:
-        cfg: Which base, and how its linears are held.
-        lora: Shape of the adapter that the model is to take, or None for the bare base.
+        cfg: Which base, and the storage format of its linears.
+        lora: Shape of the model's adapter, or None for the bare base.
         seed: Random seed for a random base.
 
     Raises:
         FileNotFoundError, SafetensorsError: When files are missing or cut short; before any weight
             is read.
-        ValueError, NotImplementedError: When the model or its tokenizer cannot be used, or not by the
+        ValueError, NotImplementedError: When the model or its tokenizer cannot be used, or cannot be used with the
             kernels that the config names.
     """
     model, tokens = describe_base(cfg, lora)
@@ -58,9 +58,9 @@ def load_base(
 def describe_base(
     cfg: ModelConfig, lora: LoraConfig | None
 ) -> tuple[Transformer, tokenizer.Tokenizer]:
-    """What is known of a base before its weights are read: the model and the tokenizer.
+    """The model and the tokenizer of a base, without reading its weights.
 
-    Of the hub no more is fetched than that takes. Arguments and errors are those of `load_base`.
+    Downloads no more from the hub than that needs. Arguments and errors are those of `load_base`.
     """
     choose_kernels(cfg)
     folder, kept = None, ()
@@ -96,14 +96,14 @@ def load_weights(
 
     Args:
         cfg: Which base.
-        model: What `describe_base` gave for it.
+        model: The model that `describe_base` returned for it.
         seed: Random seed for a random base.
         progress: Is told which share of the layers is read.
-        places: Where a base that several devices share lies; see `assemble`.
+        places: Where a base that several devices share is placed; see `assemble`.
 
     Raises:
         FileNotFoundError, SafetensorsError: When files are missing or cut short; before any weight is read.
-        ValueError, NotImplementedError: When they are not those of the model.
+        ValueError, NotImplementedError: When the files do not belong to the model.
     """
     model = model.clone(full=False)
     if cfg.random_base:
@@ -114,14 +114,14 @@ def load_weights(
 
 
 def _is_shape(cfg: ModelConfig) -> bool:
-    """Whether the config names a shape that is known, without files."""
+    """Whether the config names a known shape, without files."""
     return cfg.random_base and cfg.model_name_or_path in architecture.KNOWN
 
 
 def _tokenizer(
     cfg: ModelConfig, folder: pathlib.Path | None, arch: architecture.Architecture
 ) -> tokenizer.Tokenizer:
-    """The tokenizer that the config names, else that of the base's folder; its ids must be rows of the embedding."""
+    """The tokenizer that the config names, else that of the base's folder; its ids must fit into the embedding."""
     source = cfg.tokenizer_name_or_path
     rule = f"{cfg.model_name_or_path!r} is a shape without files of its own"
     require(source or folder, "model.tokenizer_name_or_path", source, rule)
@@ -148,21 +148,21 @@ def read_base(
     """Reads a Hugging Face checkpoint into the `frozen` tree, layer by layer.
 
     16-bit linears are packed on the device as they are read (to nearest; for NVFP4 q/k/v share one
-    global scale, gate/up another, as vLLM needs it); a checkpoint of a packed format (`formats`)
-    is read as it is. Either is then brought into the layout that the device's kernels read. Host
+    global scale, gate/up another, as vLLM needs it); a checkpoint in a packed format (`formats`) is read as it is.
+    Both are then put into the layout that the device's kernels read. Host
     memory holds one layer, and the device no more than one beside the stack.
 
     Args:
         folder: Holds config.json and *.safetensors.
-        model: Says what is expected, and how linears are to be held.
+        model: Says which tensors are expected, and the storage format of the linears.
         scales: How block scales of 16-bit linears are chosen.
         progress: Is told which share of the layers is read.
         places: See `assemble`.
 
     Raises:
-        NotImplementedError: When the folder is of a packed format that we do not read, or of
-            another than the model's.
-        ValueError: When a tensor is missing or of another shape than config.json says.
+        NotImplementedError: When the folder has a packed format that we do not read, or another one than the
+            model's.
+        ValueError: When a tensor is missing, or has another shape than config.json says.
     """
     arch, tensors = model.arch, hf_folder.open_weights(folder)
     source = packed_formats.of_folder(folder)
@@ -205,7 +205,7 @@ def read_base(
             if linear not in stacks:
                 stacks[linear] = jnp.zeros((len(places), *whole.shape[1:]), dtype)
             stacks[linear] = _put(stacks[linear], whole[0], places.index(index))
-            # Layers must be alike: this one has a packed weight too, which is never read.
+            # All layers must have the same structure: this one gets a packed weight too, which is never read.
             parts = source.pack(dense)
         elif source is None:
             parts = [jnp.asarray(tensors[f"{name}.weight"]) for name in names]
@@ -222,16 +222,17 @@ def read_base(
 def read_dense(
     tensors: Mapping[str, Any], source: packed_formats.Format | None, name: str, dtype
 ) -> jax.Array:
-    """A linear's weight [N, K] as it is in the folder, or unpacked to `dtype` where it is packed."""
+    """A linear's weight [N, K] as stored in the folder, or unpacked to `dtype` where it is packed."""
     if source is None or _in_16_bits(tensors, name):
         return jnp.asarray(tensors[f"{name}.weight"])
     return source.unpack(source.read(tensors, name), dtype)
 
 
 def kept_linears(folder: str | pathlib.Path, arch: architecture.Architecture) -> Kept:
-    """The linears of a packed folder that are in 16 bits, whatever its config calls them, and in which layers.
+    """The linears of a packed folder that are stored in 16 bits, and in which layers; read from the tensors, not
+    from its config.
 
-    Of linears that read one input, all are in 16 bits where one is.
+    Linears that read the same input are all in 16 bits if one of them is.
     """
     if packed_formats.of_folder(folder) is None:
         return ()
@@ -259,18 +260,18 @@ def assemble(
 ) -> Any:
     """Makes the `frozen` tree, layer by layer: the device holds no more than one layer beside the stack.
 
-    Of a base that several devices share, each gets its part of a layer as soon as the layer is read.
+    Where several devices share a base, each gets its part of a layer as soon as the layer is read.
 
     Args:
-        arch: Says what there is.
-        tensors: What is no linear, by the names in a folder.
+        arch: Says which layers and tensors there are.
+        tensors: Everything but the linears, by the names in a folder.
         dtype: Type of embedding, head, norms and biases.
         read_linear: As for `read_layer`.
-        progress: Is told which share of the layers is there.
-        places: Gives the sharding of each array of a tree of shapes; None for all on one device.
+        progress: Is told the share of the layers that is loaded.
+        places: Maps a tree of shapes to shardings; None puts everything on one device.
     """
-    # jnp.array copies; asarray may leave a CPU's array in the mapped file, and the base would
-    # change with it.
+    # jnp.array copies. On a CPU asarray may keep the mapped file as the array's memory, and the base would change
+    # with the file.
     frozen = {
         "embed_tokens": jnp.array(tensors["model.embed_tokens.weight"], dtype),
         "norm": {"scale": jnp.array(tensors["model.norm.weight"], dtype)},
@@ -285,14 +286,14 @@ def assemble(
             stack, put = _empty(layer, arch.num_layers, places)
         stack = put(stack, layer, index)
         if progress is not None:
-            # What is not computed yet would make the bar run ahead.
+            # Wait for the computation; otherwise the progress bar runs ahead of it.
             jax.block_until_ready(stack)
             progress((index + 1) / arch.num_layers)
     return frozen | {"layers": stack}
 
 
 def _empty(layer: Any, count: int, places: Placer | None) -> tuple[Any, Callable]:
-    """A stack of so many layers, and what puts one into it."""
+    """An empty stack of `count` layers, and the function that writes one layer into it."""
     stack = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), layer)
     at = None if places is None else places({"layers": stack})["layers"]
     empty = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stack)
@@ -317,11 +318,11 @@ def read_layer(
     """Reads one layer into a tree without a leading axis.
 
     Args:
-        arch: Says what the layer has.
+        arch: Says which tensors the layer has.
         tensors: The tensors by their names in a folder.
         prefix: Start of the layer's names, "model.layers.0." for the first.
         dtype: Type of norms and biases.
-        read_linear: Maps a fused linear's name and those of its parts to its weight.
+        read_linear: Maps a fused linear's name and the names of its parts to its weight.
     """
     layer = {
         norm: {"scale": jnp.asarray(tensors[f"{prefix}{name}.weight"], dtype)}
@@ -347,10 +348,10 @@ def _pack(
 def _shared_scales(
     arch: architecture.Architecture, tensors: safetensors.Tensors, source: packed_formats.Format
 ) -> set[str]:
-    """The fused linears whose parts have one global scale, and so in every layer: stacked layers have one form.
+    """The fused linears whose parts share one global scale in every layer; stacked layers must have the same
+    structure.
 
-    A scale per row costs a multiply more per output; quantizers that follow vLLM's rule do not need
-    it.
+    A scale per row costs one more multiplication per output; folders that follow vLLM's rule do not need it.
     """
 
     return {
@@ -369,12 +370,12 @@ def check_names(
     tensors: safetensors.Tensors,
     source: packed_formats.Format | None,
 ) -> None:
-    """Demands every tensor and shape at the door, so that nothing is half loaded.
+    """Checks every tensor and shape before anything is loaded.
 
     Raises:
         SafetensorsError, ValueError: When a tensor is missing, or has another shape than `arch` says.
-        NotImplementedError: When one has a type that cannot be read, or there is one that would
-            change what a weight means.
+        NotImplementedError: When a tensor has a type that cannot be read, or an extra tensor would change the
+            meaning of a weight.
     """
     expected = {
         "model.embed_tokens.weight": (arch.vocab_size, arch.width),
@@ -406,8 +407,8 @@ def check_names(
             raise ValueError(f"{name}: got shape {found}; config.json says {shape}")
 
 
-# What may stand beside a weight without a meaning for it: scales of quantized activations, which stay
-# in 16 bits here, and of a quantized cache.
+# Tensors beside a weight that are ignored: scales of quantized activations, which stay in 16 bits here, and of a
+# quantized cache.
 _IGNORED = ("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale")
 
 
@@ -418,7 +419,7 @@ def _check_kind(
     source: packed_formats.Format | None,
     has_place: bool,
 ) -> None:
-    """Refuses a linear's tensor that has another type, is not packed, or would have to act."""
+    """Refuses a linear's tensor that has an unexpected type, is not packed, or has an unsupported effect."""
     dense = source is None or _in_16_bits(tensors, name.removesuffix(f".{suffix}"))
     found, types = tensors.type(name), {"weight": _FLOATS} if dense else source.types
     if not has_place and suffix not in _IGNORED:

@@ -1,14 +1,14 @@
-"""Exports a trained policy to a folder that others read, and proves that the folder holds that policy.
+"""Exports a trained policy to a folder that other libraries read, and checks that the folder holds that policy.
 
-    peft     the adapter, with the norms it trained
+    peft     the adapter, with its trained norms
     merged   base + scaling * B A in 16 bits, as a whole model
-    nvfp4    that sum packed again: a model of the size of the base
+    nvfp4    the merged weights packed again: a model of the size of the packed base
     pair     the packed base as it is, and the adapter beside it: two folders, which vLLM loads together
 
 An export is read back before it gets its name: its log-probabilities on fixed prompts are compared
-with those of the policy that was trained. Packing rounds; where the adapter is smaller than a step of
-the 4-bit numbers, it is lost in them. So for packed kinds the report has the KL divergence from the
-trained policy of each way to serve it, and says where the merged model loses what the pair keeps.
+with those of the policy that was trained. Packing rounds: where the adapter is smaller than a step of the 4-bit
+numbers, it is lost. So for packed kinds the report gives the KL divergence from the trained policy for each way to
+serve it, and warns where the merged model loses what the pair keeps.
 """
 
 import collections
@@ -41,7 +41,7 @@ REPORT = "export.json"
 _ALONE, _BESIDE = "4-bit base alone", "4-bit base with the adapter beside it"
 _MERGED_16, _MERGED_4 = "merged in 16 bits", "merged in 4 bits"
 
-# The share of what training changed, as KL from the base, beyond which a merged model's loss is warned of.
+# Warn of a merged model that loses more than this share of what training changed, measured as KL from the base.
 MOST_LOST = 0.1
 
 _NUM_PROMPTS = 16
@@ -60,25 +60,25 @@ def export(
     step: int | None = None,
     limit: float | None = None,
 ) -> dict[str, Any]:
-    """Writes what a run has learned, and checks that the written policy is the trained one.
+    """Writes the policy that a run has trained, and checks that the written policy is the same.
 
     Args:
         run: A run folder.
         to: What is written.
-        out: The folder, which appears whole or not at all; replaced if it is an export already.
-        base: The weights that the adapter is added to: the "original" 16-bit weights, or those on which it was
-            trained, "packed" and dequantized again. None means "packed" for a merged model if there is
-            such, and otherwise the only one that there is.
+        out: The folder, written whole or not at all; replaced if it is an export already.
+        base: The weights that the adapter is added to: "original" means the 16-bit weights, "packed" the
+            dequantized weights on which it was trained. None means "packed" for a merged model if there are packed
+            weights, otherwise the only choice.
         step: Step of the checkpoint to take; None means the final adapter, or the newest checkpoint.
-        limit: Largest mean difference of log-probabilities, in nats; None means what the rounding
-            of that kind explains. Where the adapter is added to a base that it was not trained on,
-            the difference is that to this base with the adapter beside it.
+        limit: Largest mean difference of log-probabilities, in nats; None means the limit that rounding explains
+            for that kind. Where the adapter is added to a base on which it was not trained, the difference is
+            measured against this base with the adapter beside it.
 
     Returns:
-        The report, which the folder holds as export.json.
+        The report, which is also in the folder as export.json.
 
     Raises:
-        FileNotFoundError: When the run, or what it has learned, is not there.
+        FileNotFoundError: When the run, or its trained weights, cannot be found.
         FileExistsError: When `out` holds something else.
         ValueError: When the choice of base is missing or impossible.
         ExportError: When the log-probabilities differ by more than the limit.
@@ -110,7 +110,7 @@ def export(
             written = model.clone(lora=peft.read_lora(partial))
             found = probe.policy(written, frozen, peft.import_adapter(partial, written))
         else:
-            del frozen  # its memory is needed for what is read back
+            del frozen  # frees its memory for reading the export back
             sums = _Sums.of(cfg, folder, model, params, base)
             if to == "pair":
                 found = _write_pair(partial, pathlib.Path(out), sums, model, params, probe, dtype)
@@ -121,8 +121,8 @@ def export(
                 written = written.clone(kept=base_model.kept_linears(partial, model.arch))
                 found = probe.policy(written, base_model.read_base(partial, written))
         if to == "merged" and base == "original" and cfg.model.weights not in config.DENSE:
-            # On another base the adapter does something else: the merged model must equal that base with
-            # the adapter beside its weights.
+            # On another base the adapter has another effect: compare the merged model with that base and the
+            # adapter beside it.
             original = model.clone(weights=str(dtype))
             frozen = base_model.read_base(folder, original)
             alone = probe.policy(original, frozen, params, adapter=False)
@@ -135,7 +135,7 @@ def export(
         off = _mean_size(logps - goal)
         if limit is None:
             limit = _limit(to, model.dtype, effect)
-        if not off <= limit:  # also if it is no number
+        if not off <= limit:  # also if it is NaN
             raise ExportError(
                 f"{out}: not written: its log-probabilities differ from {whose} by {off:.4g} on average, "
                 f"and the limit (--limit) is {limit:.4g}; training changed them by {effect:.4g}"
@@ -152,7 +152,7 @@ def export(
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """What an export has found out, in sentences: the comparison, the ways to serve it, a warning where one is due."""
+    """An export's findings as sentences: the comparison, the ways to serve it, and a warning if one is due."""
     said = [line(report)]
     kl = report.get("kl")
     if not kl:
@@ -198,7 +198,7 @@ def _config(run: pathlib.Path) -> config.RunConfig:
 
 
 def _trained_model(run: pathlib.Path, to: Kind, step: int | None) -> pathlib.Path:
-    """The model that a run which trained its base wrote at its end."""
+    """The final model of a run that trained the base itself."""
     rule = f"a run with model.trainable = 'full' has no adapter, and its 16-bit model is {run / 'model'}"
     require(to == "nvfp4", "to", to, rule)
     require(step is None, "step", step, "of a whole model only the final one is written")
@@ -262,7 +262,7 @@ class _Probe:
         *,
         adapter: bool = True,
     ) -> np.ndarray:
-        """Log-probabilities of all ids at the answers' tokens, one answer after the other, float32 [n, V]."""
+        """Log-probabilities of all ids at the answers' tokens, answer by answer, float32 [n, V]."""
         variables = {"params": params or {}, "frozen": frozen}
         rows, slots = np.nonzero(self.answers[:, 1:])
         return np.asarray(
@@ -272,24 +272,24 @@ class _Probe:
         )
 
     def logps(self, policy: np.ndarray) -> np.ndarray:
-        """Log-probabilities of the answers' tokens [n], of what `policy` gives."""
+        """Log-probabilities [n] of the answers' tokens, from the result of `policy`."""
         targets = self.ids[:, 1:][self.answers[:, 1:]]
         return np.take_along_axis(policy, targets[:, None], axis=-1)[:, 0]
 
 
 def _mean_kl(p: np.ndarray, q: np.ndarray) -> float:
-    """Mean KL(p || q) per token in nats, of log-probabilities [n, V]."""
+    """Mean KL(p || q) per token in nats, from log-probabilities [n, V]."""
     return float(np.sum(np.exp(p) * (p - q), axis=-1, dtype=np.float64).mean())
 
 
 def _load(
     run: pathlib.Path, cfg: config.RunConfig, folder: pathlib.Path, step: int | None
 ) -> tuple[transformer.Transformer, dict[str, Any], int | None, Any, _Probe]:
-    """Reads what a run has learned.
+    """Reads the trained policy of a run.
 
     Returns:
         The modules, the adapter (empty where the base itself was trained), the step of its checkpoint
-        (None for the final adapter), the base on the device, and the prompts on which both are measured.
+        (None for the final adapter), the base on the device, and the prompts on which policies are compared.
     """
     full = cfg.model.trainable == "full"
     base = dataclasses.replace(cfg.model, model_name_or_path=str(folder), trainable="lora")
@@ -314,7 +314,7 @@ def _mean_size(values: np.ndarray | float) -> float:
 def _distributions(
     model: transformer.Transformer, adapter: bool, num_tokens: int, variables, ids, rows, slots
 ) -> jax.Array:
-    """Log-probabilities of what follows each of these slots, float32 [n, num_tokens]."""
+    """Log-probabilities of the next token after each of these slots, float32 [n, num_tokens]."""
     hidden, _ = model.apply(variables, ids, adapter=adapter)
     scores = layers.logits(hidden[rows, slots], transformer.head(variables["frozen"]))
     return logprobs.log_softmax(scores, 1.0, num_tokens)[:, :num_tokens]
@@ -333,20 +333,22 @@ def _probe(tokens: tokenizer.Tokenizer) -> _Probe:
 
 
 def _limit(to: Kind, dtype: Any, effect: float) -> float:
-    """The mean difference, in nats, that rounding explains; a merge without the adapter is off by its effect.
+    """The largest mean difference, in nats, that rounding explains. A merge that lost the adapter differs by
+    `effect`.
 
     Args:
         to: What is written.
         dtype: Type of the activations.
-        effect: Mean difference that training made, in nats.
+        effect: Mean difference between the trained policy and its base, in nats.
     """
     if to == "peft":
         return 1e-4  # float32 in, float32 out: nothing is rounded
     if to == "nvfp4":
-        # Every weight is rounded to 4 bits anew. What is further off than the base is not trained.
+        # Every weight is rounded to 4 bits again. An export that differs by more than the base does has lost the
+        # training.
         return max(0.25, min(0.5, effect))
-    # Where activations are bfloat16, the order of summation alone makes 0.03 in 28 random layers, and with the
-    # rounding of the sum of weight and adapter 0.055 in SmolLM2-135M.
+    # With bfloat16 activations the order of summation alone causes 0.03 in 28 random layers; together with rounding
+    # the sum of weight and adapter it causes 0.055 in SmolLM2-135M.
     floor = 0.08 if dtype == jnp.bfloat16 else 0.01
     return max(floor, min(0.1, effect / 2))
 
@@ -357,14 +359,14 @@ class _Sums:
 
     Attributes:
         source: The folder of the base.
-        arch: Says what there is.
-        tensors: Of that folder.
-        stored: Its format, where it is packed.
-        held: Format whose rounding the base's 16-bit linears take before the adapter is added, if any.
+        arch: Says which layers and tensors there are.
+        tensors: The tensors of that folder.
+        stored: The folder's format, where it is packed.
+        held: Format to which the base's 16-bit linears are rounded before the adapter is added, if any.
         scales: How block scales of `held` are chosen.
         params: The adapter; empty where the base itself was trained.
-        branches: Of the adapter, by linear.
-        kept: Linears of the folder, with the layer of each, that are in 16 bits though it is packed.
+        branches: The adapter's branches, by linear.
+        kept: Linears, each with its layer, that are in 16 bits in a packed folder.
     """
 
     source: pathlib.Path
@@ -386,7 +388,7 @@ class _Sums:
         params: dict[str, Any],
         base: Base | None,
     ) -> "_Sums":
-        """The sums for a choice of base; `pair` has none, and takes the one that was trained on."""
+        """The sums for a choice of base. `pair` has no choice: it uses the base of the training."""
         stored = packed_formats.of_folder(folder)
         packed = cfg.model.weights not in config.DENSE and cfg.model.trainable != "full"
         rounded = stored is None and packed and base != "original"
@@ -415,7 +417,7 @@ class _Sums:
         return self.held.packed(weights, self.scales)
 
     def weights(self, linear: str, index: int, packed: list[Any] | None) -> list[jax.Array]:
-        """A linear's weights with the adapter added, [N, K] each, in float32 if there is one."""
+        """A linear's weights [N, K], with the adapter added; float32 if there is an adapter."""
         if packed is not None:
             form = self.stored or self.held
             weights = [form.unpack(part, jnp.float32) for part in packed]
@@ -434,7 +436,7 @@ class _Sums:
         return _merge(weights, pairs, shape.factor)
 
     def norm(self, norm: str, index: int) -> Any:
-        """The scale of a layer's norm, trained where it was."""
+        """The scale of a layer's norm: the trained one if it was trained."""
         if norm in self.params:
             return self.params[norm]["scale"][index]
         name, _ = self.arch.norms()[norm]
@@ -469,7 +471,7 @@ def _ways(
     dtype: np.dtype,
     to: Kind,
 ) -> dict[str, float]:
-    """KL(trained policy || each way to serve it), nats per token.
+    """KL(trained policy || policy as served) for each way to serve it, in nats per token.
 
     Args:
         sums: Base and adapter.
@@ -477,15 +479,15 @@ def _ways(
         params: Its adapter; empty where the base itself was trained.
         probe: The prompts.
         trained: The trained policy's log-probabilities on them.
-        bare: Those of its base alone.
-        found: Those of what was written.
+        bare: Log-probabilities of its base alone.
+        found: Log-probabilities of the written policy.
         dtype: Type of what is not packed.
         to: What was written.
     """
     if not params:
         return {_MERGED_4: _mean_kl(trained, found)}
     if model.weights in config.DENSE and sums.stored is None:
-        # It was trained on 16 bits: the 4-bit base is another one.
+        # The policy was trained on 16 bits: the 4-bit base is a different one.
         four = model.clone(weights="nvfp4")
         frozen = base_model.read_base(sums.source, four)
         alone = probe.policy(four, frozen, params, adapter=False)
@@ -510,9 +512,9 @@ def _write_pair(
     probe: _Probe,
     dtype: np.dtype,
 ) -> np.ndarray:
-    """Writes a packed base and the adapter; the log-probabilities of the two as they are read back.
+    """Writes a packed base and the adapter; returns the log-probabilities of both as read back.
 
-    Norms that were trained go into the base: engines read none from an adapter.
+    Trained norms are written into the base: serving engines do not read norms from an adapter.
     """
     form = sums.stored or sums.held or packed_formats.named("nvfp4")
     linears = {name: None for name in sums.arch.linears()}
@@ -536,7 +538,7 @@ def _write_model(
     Args:
         folder: Exists and is empty.
         sums: Base and adapter.
-        form: What the sum is packed to; None leaves it in `dtype`.
+        form: Format to which the sum is packed; None leaves it in `dtype`.
         dtype: Type of what is not packed.
     """
     arch, tensors = sums.arch, sums.tensors
@@ -578,7 +580,7 @@ def _write_model(
 
 
 def _like(form: packed_formats.Format, packed: list[Any] | None) -> list[Any] | None:
-    """Packed weights whose scales the sum with an adapter may keep, if they are of a kind for it."""
+    """Packed weights whose scales the sum with an adapter may keep, if their format allows it."""
     if form.name != "nvfp4" or packed is None or not isinstance(packed[0], NVFP4Tensor):
         return None
     return packed if len({float(part.global_scale[0]) for part in packed}) == 1 else None

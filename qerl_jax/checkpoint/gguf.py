@@ -1,12 +1,13 @@
-"""GGUF files, llama.cpp's, as a source of 16-bit weights: what is in one, under the names of Hugging Face.
+"""GGUF files (llama.cpp's format) as a source of 16-bit weights, under Hugging Face's names.
 
-The header is read here, with every length checked against the file, for such files come from anywhere. The
-package `gguf` unpacks what is quantized (Q4_0 ... Q8_0, Q2_K ... Q6_K, IQ types): `pip install 'qerl-jax[gguf]'`.
-Weights become bfloat16, as a checkpoint in 16 bits would be.
+The header is read here. Every length is checked against the file, because such files come from anywhere. The
+package `gguf` unpacks quantized tensors (Q4_0 ... Q8_0, Q2_K ... Q6_K, IQ types): `pip install 'qerl-jax[gguf]'`.
+Weights become bfloat16, as in a 16-bit checkpoint.
 
     general.architecture    llama (and Mistral), qwen2, qwen3
-    q and k of llama        rows lie so that a rotation mixes neighbours; Hugging Face's mixes halves
-    rope_freqs.weight       Llama 3's stretching, as factors of the frequencies
+    q and k of llama        rows are ordered so that a rotation mixes neighbours; in Hugging Face's order it mixes
+    halves
+    rope_freqs.weight       Llama 3's scaling, as factors of the frequencies
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ import numpy as np
 from qerl_jax.checked import require
 from qerl_jax.files import whole_folder
 
-# The weights of a folder that stands for a GGUF file.
+# Name of the weights in a folder that stands for a GGUF file.
 FILE = "model.gguf"
 
 _MAGIC = b"GGUF"
@@ -46,7 +47,7 @@ _SCALARS = {
 }
 _PLAIN = {0: np.dtype("<f4"), 1: np.dtype("<f2"), 30: np.dtype(ml_dtypes.bfloat16)}
 _MOST_AXES = 4
-_CONTROL = 3  # type of a token that is no text
+_CONTROL = 3  # type of a token that is not text
 
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -72,18 +73,18 @@ _CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "
 
 
 class GGUFError(ValueError):
-    """A GGUF file that is cut short, not what it says, or holds what cannot be read."""
+    """A GGUF file that is cut short, inconsistent, or has content that cannot be read."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies.
+    """Where a tensor is in the file.
 
     Attributes:
-        shape: Rows first, as numpy has it.
-        type: Number of its type in ggml.
+        shape: Rows first, as in numpy.
+        type: ggml's number of its type.
         start: First byte in the file.
-        nbytes: Bytes.
+        nbytes: Size in bytes.
     """
 
     shape: tuple[int, ...]
@@ -94,7 +95,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a file says of itself.
+    """The header of a file.
 
     Attributes:
         fields: Metadata by key.
@@ -119,7 +120,7 @@ def read_header(path: str | pathlib.Path) -> Header:
 
 
 class _Parser:
-    """Reads a header from the first byte on; nothing is believed that the file is too short for."""
+    """Reads a header from the first byte on; rejects every length that exceeds the file."""
 
     def __init__(self, data: np.ndarray):
         self._data, self._at = data, 0
@@ -177,7 +178,7 @@ class _Parser:
         return struct.unpack(f"<{code}", self._bytes(struct.calcsize(f"<{code}")))[0]
 
     def _count(self) -> int:
-        """A number of things, each of which takes a byte at least."""
+        """The number of items that follow; each takes at least one byte."""
         count = self._number("Q")
         if count > len(self._data) - self._at:
             raise GGUFError(
@@ -235,13 +236,13 @@ def _package(name: str):
 
 
 class Tensors(Mapping[str, np.ndarray]):
-    """The tensors of a GGUF file by Hugging Face's names, in bfloat16; each is unpacked when it is asked for."""
+    """The tensors of a GGUF file by Hugging Face's names, in bfloat16; each is unpacked on access."""
 
     def __init__(self, path: str | pathlib.Path):
         """Reads the header.
 
         Raises:
-            GGUFError: When the file is broken, or holds a tensor without a name there.
+            GGUFError: When the file is broken, or holds a tensor that has no Hugging Face name.
         """
         self._path = pathlib.Path(path)
         header = read_header(path)
@@ -315,7 +316,8 @@ def _hf_name(name: str) -> str:
 
 
 def _halves(name: str, rows: np.ndarray, heads: int) -> np.ndarray:
-    """Rows [heads * C, ...] of which GGUF interleaves the two halves that a rotation mixes, apart again."""
+    """Rows [heads * C, ...] in Hugging Face's order: separates the two halves of a rotation, which GGUF
+    interleaves."""
     if len(rows) % (2 * heads):
         raise GGUFError(f"{name}: {len(rows)} rows are not {heads} heads of an even size")
     pairs = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
@@ -326,7 +328,7 @@ def model_config(header: Header) -> dict[str, Any]:
     """The config.json of a model, from the metadata of its file.
 
     Raises:
-        GGUFError: For an architecture, a rotation or a split that cannot be read, or a field that is missing.
+        GGUFError: For an architecture, a rotation or a split that is not supported, or a missing field.
     """
     fields = header.fields
     arch = fields.get("general.architecture")
@@ -356,7 +358,7 @@ def model_config(header: Header) -> dict[str, Any]:
     scaling = fields.get(f"{arch}.rope.scaling.type", "none")
     if scaling != "none" and fields.get(f"{arch}.rope.scaling.factor", 1) != 1:
         raise GGUFError(f"{arch}.rope.scaling.type: got {scaling!r}; only 'none' can be read")
-    # float32 has fewer digits than it prints.
+    # float32 prints more digits than it holds.
     short = lambda value: float(f"{value:.6g}")
     theta = short(number("rope.freq_base", float)) if f"{arch}.rope.freq_base" in fields else 1e4
     config = {
@@ -386,7 +388,7 @@ def model_config(header: Header) -> dict[str, Any]:
 
 
 def llama3_scaling(factors: np.ndarray, theta: float, head_size: int) -> dict[str, Any]:
-    """The `rope_scaling` of config.json that has these factors of the wavelengths, [C / 2].
+    """The `rope_scaling` of config.json that gives these factors [C / 2] of the wavelengths.
 
     Raises:
         GGUFError: When they are not Llama 3's.
@@ -398,7 +400,7 @@ def llama3_scaling(factors: np.ndarray, theta: float, head_size: int) -> dict[st
     )
     if factors.shape != wavelengths.shape or not np.isfinite(factors).all() or factor <= 1:
         raise fail
-    # Between the frequencies that stay and those that are stretched, a factor tells the context.
+    # A factor between those of kept and of fully scaled frequencies determines the original context.
     shares = (1 / np.maximum(factors, 1) - 1 / factor) / (1 - 1 / factor)
     between = (shares > 1e-3) & (shares < 1 - 1e-3)
     contexts = (low + shares * (high - low)) * wavelengths
@@ -418,8 +420,8 @@ def llama3_scaling(factors: np.ndarray, theta: float, head_size: int) -> dict[st
 def as_folder(path: str | pathlib.Path) -> pathlib.Path:
     """Makes the folder that stands for a GGUF file: config, tokenizer, and a link to the file.
 
-    It lies in ~/.cache/qerl_jax (XDG_CACHE_HOME) and is made anew when the file changes. Weights are not
-    copied. Where the tokenizer is of a kind that is not read, the folder has none, and
+    The folder is in ~/.cache/qerl_jax (XDG_CACHE_HOME) and is made again when the file changes. Weights are not
+    copied. Where the kind of tokenizer is not supported, the folder has none, and
     `model.tokenizer_name_or_path` must name one.
 
     Raises:
@@ -455,7 +457,7 @@ def as_folder(path: str | pathlib.Path) -> pathlib.Path:
     return folder
 
 
-# How llama.cpp calls the ways to cut texts into words, before byte pairs are merged.
+# llama.cpp's names of the ways to split text into words, before byte pairs are merged.
 _SPLITS = {
     "smollm": None,
     "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -465,7 +467,7 @@ _SPLITS = {
 }
 
 
-# What the lists that make a tokenizer hold, and the rule in words.
+# What the lists of a tokenizer must hold, and the rule in words.
 _TOKENIZER_FORMS = {
     "tokenizer.ggml.tokens": (lambda token: isinstance(token, str), "must be texts"),
     "tokenizer.ggml.merges": (
@@ -477,7 +479,7 @@ _TOKENIZER_FORMS = {
 
 
 def write_tokenizer(folder: pathlib.Path, fields: Mapping[str, Any]) -> bool:
-    """Writes tokenizer.json and tokenizer_config.json; False where the kind of tokenizer is not read."""
+    """Writes tokenizer.json and tokenizer_config.json; False where the kind of tokenizer is not supported."""
     kind = fields.get("tokenizer.ggml.pre")
     is_read = isinstance(kind, str) and kind in _SPLITS
     if fields.get("tokenizer.ggml.model") != "gpt2" or not is_read:
@@ -491,7 +493,7 @@ def write_tokenizer(folder: pathlib.Path, fields: Mapping[str, Any]) -> bool:
         made = byte_pairs(kind, tokens, merges, types)
     except GGUFError:
         raise
-    except Exception as error:  # of the package tokenizers, which has no type of its own
+    except Exception as error:  # the package tokenizers has no error type of its own
         raise GGUFError(f"tokenizer.ggml: is no tokenizer: {error}") from error
     made.save(str(folder / "tokenizer.json"))
     named = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
@@ -512,10 +514,10 @@ def byte_pairs(kind: str, tokens: list[str], merges: list[str], types: list[int]
     """A byte-level tokenizer of the package `tokenizers`.
 
     Args:
-        kind: How texts are cut into words, "tokenizer.ggml.pre".
-        tokens: By id.
+        kind: How text is split into words, "tokenizer.ggml.pre".
+        tokens: Tokens by id.
         merges: Two tokens with a space between each.
-        types: ggml's, of each token.
+        types: ggml's type of each token.
     """
     from tokenizers import (
         AddedToken,

@@ -1,4 +1,4 @@
-"""A model as a Hugging Face folder: what its tensors are called, and how it is written, layer by layer."""
+"""A model as a Hugging Face folder: the names of its tensors, and how to write it layer by layer."""
 
 import functools
 import json
@@ -14,9 +14,9 @@ from qerl_jax.checkpoint import gguf, safetensors
 from qerl_jax.files import read_json, whole_folder
 from qerl_jax.model.transformer import Transformer, abstract_base
 
-# The base in the package.
+# The base that comes with the package.
 TINY = pathlib.Path(__file__).parents[1] / "assets" / "tiny"
-# Beside the weights; not what describes the weights of the folder that they are copied from.
+# Endings of the files that are copied with a model, and the files that describe the source's own weights.
 _COPIED = (".json", ".txt", ".jinja", ".model")
 _OWN = ("hf_quant_config.json", "quantization_report.json", "export.json")
 
@@ -24,10 +24,10 @@ _OWN = ("hf_quant_config.json", "quantization_report.json", "export.json")
 def local_folder(name_or_path: str, *, weights: bool = True) -> pathlib.Path:
     """Finds a model folder: a local one as it is, "qerl-tiny" in the package, any other downloaded from the hub.
 
-    For a GGUF file it is a folder that stands for it; see `gguf.as_folder`.
+    A GGUF file gives a folder that stands for it; see `gguf.as_folder`.
 
     Raises:
-        FileNotFoundError: When it is neither a folder nor a model of the hub that can be reached.
+        FileNotFoundError: When it is neither a folder nor a model that the hub can deliver.
     """
     if name_or_path == "qerl-tiny":
         return TINY
@@ -82,7 +82,7 @@ def fill_folder(
         num_layers: L.
         outside: Tensors that are in no layer, by name; written in `dtype`.
         layer: Index -> tensors of that layer, by name.
-        kind: Index -> what is equal for layers whose tensors have the same names, types and shapes.
+        kind: Index -> a value that is equal for layers whose tensors have the same names, types and shapes.
         dtype: Type of the model: bfloat16 or float32.
         quantization_config: The entry of config.json, where weights are packed.
     """
@@ -112,7 +112,8 @@ def fill_folder(
 
 
 def copy_companions(source: pathlib.Path, folder: pathlib.Path) -> None:
-    """Copies what stands beside the weights of a model, such as config and tokenizer, and does not describe them."""
+    """Copies the files beside a model's weights, such as config and tokenizer, but not those that describe the
+    weights."""
     for path in source.iterdir():
         described = path.name.endswith(".index.json") or path.name in _OWN
         if path.suffix in _COPIED and not described:
@@ -121,7 +122,7 @@ def copy_companions(source: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def _state_end_token(folder: pathlib.Path) -> None:
-    """Writes generation_config.json where the end token is known to the tokenizer alone.
+    """Writes generation_config.json where only the tokenizer states the end token.
 
     transformers and vLLM end completions by the configs of a model, not by its tokenizer.
     """
@@ -132,7 +133,7 @@ def _state_end_token(folder: pathlib.Path) -> None:
     if config.get("eos_token_id") is not None or generation.get("eos_token_id") is not None:
         return
     end = tokens.get("eos_token")
-    end = end.get("content") if isinstance(end, dict) else end  # older files say more of a token
+    end = end.get("content") if isinstance(end, dict) else end  # older files hold a dict per token
     ids = {each.get("content"): each.get("id") for each in tokenizer.get("added_tokens") or ()}
     if end is not None and ids.get(end) is not None:
         generation["eos_token_id"] = ids[end]
@@ -144,13 +145,13 @@ def export_model(
 ) -> None:
     """Writes a dense base as a Hugging Face folder that `read_base`, transformers and vLLM read.
 
-    Weights are written in the type in which `model` holds a base (bfloat16 or float32), config and
-    tokenizer are the source's. The folder appears whole or not at all.
+    Weights are written in the type of the model's base (bfloat16 or float32); config and tokenizer are the
+    source's. The folder appears whole or not at all.
 
     Args:
         folder: Replaced if it is a model already.
-        model: Says how the linears are fused.
-        base: The whole `frozen` tree; its layers may be trained ones, in float32.
+        model: Says which linears are fused.
+        base: The whole `frozen` tree; its layers may be trained, in float32.
         source: The folder that the base came from.
 
     Raises:

@@ -1,8 +1,9 @@
-"""Regular expressions out of adapters that others made, which may keep `re` busy for ever; for worker processes only."""
+"""Regular expressions from other people's adapters. They may keep `re` busy forever, so run this in worker
+processes only."""
 
 import re
 
 
 def full_match(pattern: str, name: str) -> bool:
-    """Whether a pattern describes all of a name."""
+    """Whether a pattern matches a whole name."""
     return re.fullmatch(pattern, name) is not None

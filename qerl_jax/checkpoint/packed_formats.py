@@ -1,4 +1,4 @@
-"""How the weights of each packed format are made, and how they lie in a Hugging Face folder.
+"""How the weights of each packed format are made, and how a Hugging Face folder stores them.
 
 NVFP4 and MXFP4 folders are compressed-tensors', which transformers and vLLM read; NF4 folders are
 those that transformers writes with bitsandbytes.
@@ -36,21 +36,22 @@ class Format:
     Attributes:
         name: Name of the format in `model.weights`.
         block: K must be a multiple of it.
-        group: Neighbouring entries that share a scale.
-        pack: Weights [N, K] that read one input -> each packed to nearest, with what they have to share, by
-            the largest entry of each block, byte for byte as the libraries do; compiled.
-        search: The same, but each block by the scale that rounds it best; with the `moments` that its errors
-            are weighed by, or None, and packed weights whose scales are tried too, or None; compiled.
-        recode: A weight and a packed one of its shape -> the weight to nearest under the scales of that.
-        steps: A packed weight -> float32 [N, K], what one unit of a code is worth at each entry.
+        group: Number of neighbouring entries that share a scale.
+        pack: Weights [N, K] that read one input -> each packed to nearest, with scales from the largest entry of
+            each block and with the shared values that the format needs; the bytes equal the libraries'; compiled.
+        search: The same, but with the scale that rounds each block best. Takes the `moments` that weight the
+            errors, or None, and packed weights whose scales are tried too, or None; compiled.
+        recode: A weight and a packed weight of its shape -> the weight rounded to nearest with the packed weight's
+            scales.
+        steps: A packed weight -> float32 [N, K], the value of one code unit at each entry.
         grid: Values of the codes, in rising order.
-        unpack: A packed weight -> [N, K] in the dtype given; compiled.
+        unpack: A packed weight -> [N, K] in a given dtype; compiled.
         fuse: Packed weights that read one input -> one, joined along N.
-        shapes: (N, K) -> shapes of the tensors that a weight becomes in a file, by what follows the
-            linear's name and a dot.
+        shapes: (N, K) -> shapes of the tensors that store a weight in a file, by their name after the linear's name
+            and a dot.
         nbytes: (N, K) -> bytes of these tensors.
         write: A packed weight -> these tensors.
-        types: What safetensors calls the types that some of them may have.
+        types: Safetensors' names of the types that some of these tensors may have.
         read: An opened folder and a linear's name -> the packed weight, in host memory.
         config: `quantization_config` of a folder.
     """
@@ -79,29 +80,29 @@ class Format:
         moments: jax.Array | None = None,
         like: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """Packs weights [N, K] that read one input, with the block scales of that choice.
+        """Packs weights [N, K] that read one input, with block scales chosen by `scales`.
 
         Args:
             parts: The weights.
             scales: How block scales are chosen.
-            moments: What `moments` has made of the inputs' Gram matrix: a search then makes the error of
-                each block's part of the output small, and otherwise that of the weights.
-            like: Packed weights of these shapes that may be close to the new ones: a search tries their
-                scales too, so that what has not changed is not rounded again.
+            moments: The result of `moments` for the inputs' Gram matrix. With it a search minimizes the error of
+                each block's part of the output, without it the error of the weights.
+            like: Packed weights of these shapes that may be close to the new ones. A search tries their scales too,
+                so that unchanged weights are not rounded again.
         """
-        # By weights alone a search pays for NVFP4 only (docs/quantization.md).
+        # Without inputs a search is worth its time for NVFP4 only (docs/quantization.md).
         pays = self.name == "nvfp4" or moments is not None
         searches = scales == "search" or (scales == "auto" and pays)
         return self.search(parts, moments, like) if searches else self.pack(parts)
 
     def moments(self, gram: jax.Array) -> jax.Array | None:
-        """The squares of a Gram matrix that blocks of a row meet, [K / group, group, group].
+        """The diagonal blocks of a Gram matrix, one for each scale block of a row: [K / group, group, group].
 
         Args:
-            gram: float32 [K, K], or the diagonal [K] of one.
+            gram: float32 [K, K], or its diagonal [K].
 
         Returns:
-            None where blocks go over the ends of rows.
+            The blocks; None where scale blocks cross the ends of rows.
         """
         blocks, more = divmod(len(gram), self.group)
         if more:
@@ -117,10 +118,10 @@ class Format:
         return self.config | {field: [*self.config[field], *kept]}
 
     def check(self, arch: Architecture) -> None:
-        """Says which linear cannot be packed.
+        """Checks that every linear can be packed.
 
         Raises:
-            ValueError: When a linear's K is not whole blocks.
+            ValueError: When a linear's K is not a multiple of the block.
         """
         for linear in arch.linears():
             width = arch.input_width(linear)
@@ -155,21 +156,20 @@ def named(
 def of_folder(folder: str | pathlib.Path) -> Format | None:
     """The format of a model folder, by `quantization_config` in its config.json, or by hf_quant_config.json.
 
-    Keys that say nothing of the weights are passed over, whatever version of a library wrote them.
-    So are scales of quantized activations (W4A4): activations stay in 16 bits here, which is more
-    exact.
+    Keys that do not concern the weights are ignored, whatever library version wrote them. Scales of quantized
+    activations (W4A4) are ignored too: activations stay in 16 bits here, which is more exact.
 
     Returns:
         None for a folder without quantization.
 
     Raises:
-        NotImplementedError: For a quantization that cannot be read, by its name.
+        NotImplementedError: For a quantization that is not supported; the error names it.
     """
     folder = pathlib.Path(folder)
     quantization = read_json(folder / "config.json").get("quantization_config")
     beside = folder / "hf_quant_config.json"
     if quantization is None and beside.is_file():
-        # ModelOpt writes this file, and only newer versions both.
+        # ModelOpt writes this file; only newer versions write both.
         stated = read_json(beside).get("quantization") or {}
         require(isinstance(stated, dict), f"{beside}: quantization", stated, "must be an object")
         quantization = {"quant_method": "modelopt"} | stated
@@ -246,13 +246,13 @@ def _compressed_tensors(form: str, **weights: Any) -> dict[str, Any]:
 
 
 def _write_fp4(t: NVFP4Tensor | MXFP4Tensor) -> dict[str, np.ndarray]:
-    names = ("weight_packed", "weight_scale", "weight_global_scale")  # MXFP4 has no global one
+    names = ("weight_packed", "weight_scale", "weight_global_scale")  # MXFP4 has no global scale
     return dict(zip(names, map(np.asarray, jax.tree.leaves(t)), strict=False))
 
 
 @jax.jit
 def _pack_nvfp4(parts: Sequence[jax.Array]) -> list[NVFP4Tensor]:
-    # vLLM needs one global scale for what it fuses: the smallest.
+    # vLLM needs one global scale for linears that it fuses: the smallest.
     shared = functools.reduce(jnp.minimum, [nvfp4.global_scale(part) for part in parts])
     return [nvfp4.quantize(part, shared) for part in parts]
 
@@ -353,7 +353,7 @@ def _mxfp4(rounding: mxfp4.Rounding) -> Format:
 
 
 _MXFP4 = {rounding: _mxfp4(rounding) for rounding in ("nearest", "floor")}
-# By `quant_method`, and what the field of that method calls the format.
+# By `quant_method`, then by the format's name in that method's field.
 _FOLDERS = {
     ("compressed-tensors", "nvfp4-pack-quantized"): _NVFP4,
     ("compressed-tensors", "mxfp4-pack-quantized"): _MXFP4["nearest"],
@@ -389,7 +389,7 @@ def _write_nf4(t: NF4Tensor) -> dict[str, np.ndarray]:
             "weight.nested_absmax": np.asarray(t.absmax2),
             "weight.nested_quant_map": nf4.SCALE_VALUES,
         }
-    # Spaces, which JSON allows, make it as long in all layers, whatever the digits of the offset.
+    # Spaces, which JSON allows, give the text the same length in all layers, whatever the digits of the offset.
     text = np.frombuffer(json.dumps(state).ljust(_STATE_BYTES).encode(), np.uint8)
     return tensors | {f"weight.{_QUANT_STATE}": text}
 
@@ -417,7 +417,7 @@ def _nf4(double: bool) -> Format:
         return {"weight": (n * k // 2, 1), "weight.absmax": (blocks,)} | nested
 
     def nbytes(n: int, k: int) -> int:
-        # Without the state, whose text is about 150 bytes.
+        # Not counted: the state, a text of about 150 bytes.
         blocks, tables = math.ceil(n * k / nf4.BLOCK), 64 + 1024 * double
         scales = blocks + 4 * math.ceil(blocks / nf4.GROUP) if double else 4 * blocks
         return n * k // 2 + scales + tables

@@ -21,12 +21,12 @@ from qerl_jax.process_pool import Failure, Pool
 _PEFT_PREFIX = "base_model.model."
 
 
-# What shapes branches beside rank and alpha.
+# Fields that determine the shape of branches, besides rank and alpha.
 SHAPE_FIELDS = ("target_modules", "rank_pattern", "alpha_pattern", "use_rslora")
 
 
 def _branch(config: dict[str, Any], name: str) -> tuple[int, float] | None:
-    """What an adapter_config.json says of a linear, named as in the base: "model.layers.0.mlp.up_proj".
+    """What an adapter_config.json says about a linear, named as in the base: "model.layers.0.mlp.up_proj".
 
     Returns:
         Rank and factor of its branch (alpha / rank, or alpha / sqrt(rank): rslora, arXiv 2312.03732);
@@ -46,7 +46,8 @@ def _branch(config: dict[str, Any], name: str) -> tuple[int, float] | None:
 
 
 def _is_named(modules: str | list[str], name: str) -> bool:
-    """A text is a pattern for whole names, a list holds names or their ends."""
+    """Whether `target_modules` names a linear: a string is a pattern for whole names, a list holds names or
+    suffixes."""
     if not isinstance(modules, str):
         return any(f".{name}".endswith(f".{module}") for module in modules)
     return _is_matched(modules, name)
@@ -58,10 +59,10 @@ def _by_pattern(patterns: dict[str, float] | None, name: str, default: float) ->
 
 
 def _is_matched(pattern: str, name: str) -> bool:
-    """Whether a pattern of someone else describes a name, under a limit of time.
+    """Whether another person's pattern matches a name, with a time limit.
 
     Raises:
-        ValueError: When it is none, or takes too long.
+        ValueError: When it is not a pattern, or takes too long.
     """
     (found,) = _matchers().map("full_match", [(pattern, name)])
     if isinstance(found, Failure):
@@ -76,7 +77,7 @@ def _matchers() -> Pool:
     return Pool("qerl_jax.checkpoint.name_patterns", workers=1, seconds=1.0)
 
 
-# What makes another function of the tensors, or of the base, than B A x.
+# Fields that make an adapter something other than B A x; each with the value of a plain one.
 _PLAIN = {
     "peft_type": "LORA",
     "bias": "none",
@@ -88,7 +89,7 @@ _PLAIN = {
     "trainable_token_indices": None,
     "target_parameters": None,
 }
-# These begin by changing the base; others begin beside it.
+# These initializations change the base; others leave it as it is.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -117,7 +118,7 @@ def _is_layers(value: Any) -> bool:
     return value is None or all(type(layer) is int for layer in listed)
 
 
-# What the fields that are read must be, and the rule in words.
+# The rule for each field that is read, as a check and in words.
 _FORMS = {
     "target_modules": (_is_names, "must be names, or a pattern"),
     "exclude_modules": (lambda value: not value or _is_names(value), "must be names, or a pattern"),
@@ -167,11 +168,12 @@ def read_lora(folder: str | pathlib.Path) -> LoraConfig:
     """The shape that a model needs for a PEFT adapter, from its adapter_config.json.
 
     Where layers are chosen or modules left out, or a pattern names them (`layers_to_transform`,
-    `exclude_modules`, a text for `target_modules`, a key of `rank_pattern` that repeats something), all linears get a branch of the largest rank, and alpha
-    is such that alpha / rank is the scaling of linears that no pattern names.
+    `exclude_modules`, a text for `target_modules`, a key of `rank_pattern` that repeats something), all linears get
+    a branch of the largest rank, and alpha is chosen so that alpha / rank is the scaling of linears that no pattern
+    names.
 
     Raises:
-        NotImplementedError: For adapters that are no plain LoRA, by the field that says so.
+        NotImplementedError: For adapters that are not plain LoRA; the error names the field that says so.
     """
     config = _config(folder)
     alpha, root = float(config["lora_alpha"]), bool(config.get("use_rslora"))
@@ -180,7 +182,7 @@ def read_lora(folder: str | pathlib.Path) -> LoraConfig:
         not isinstance(targets, str) and set(targets) <= set(get_args(Linear))
     )
     patterns = [*(config.get("rank_pattern") or {}), *(config.get("alpha_pattern") or {})]
-    # What repeats may keep `re` busy for ever, and a model matches without a limit of time.
+    # Repetitions may keep `re` busy forever, and a model matches without a time limit.
     is_simple = not any(set(pattern) & set("*+?{") for pattern in patterns)
     if is_listed and is_simple and not config.get("exclude_modules") and _all_layers(config):
         return LoraConfig(
@@ -206,14 +208,13 @@ def _all_layers(config: dict[str, Any]) -> bool:
 def import_adapter(folder: str | pathlib.Path, model: transformer.Transformer) -> Any:
     """Reads a PEFT adapter into the `params` tree of `model`, float32.
 
-    The function is the adapter's. A branch of a lower rank than the tree's gets zeros in A and in B,
-    and a linear without one has nothing else: both stay zero in training. Where a scaling differs from
-    the model's (see `read_lora`), B takes up the quotient, so an optimizer's step moves such a branch by
-    as much less or more.
+    The result computes the same function as the adapter. A branch of a lower rank than the tree's is padded with
+    zeros in A and in B, and a linear without a branch gets only zeros: both stay zero in training. Where a scaling
+    differs from the model's (see `read_lora`), B is multiplied by the quotient, so the effect of an optimizer step
+    on such a branch is scaled by its inverse.
 
     Raises:
-        SafetensorsError, ValueError: When a tensor is missing, of another shape, or none of the
-            model's.
+        SafetensorsError, ValueError: When a tensor is missing, has another shape, or does not belong to the model.
     """
     tensors, config = Tensors(folder, "adapter_model"), _config(folder)
     arch, ours, needed = model.arch, model.lora, read_lora(folder)

@@ -1,4 +1,4 @@
-"""A policy, from what a user names (a hub name, a PEFT folder, a run folder) to variables on the device."""
+"""Loads a policy by what a user names (a hub name, a PEFT folder or a run folder) into variables on the device."""
 
 import dataclasses
 import pathlib
@@ -14,12 +14,12 @@ from qerl_jax.model.transformer import Transformer
 
 @dataclasses.dataclass(frozen=True)
 class PolicySource:
-    """Which base and which adapter make a policy, and the run that they come from.
+    """The base and the adapter of a policy, and the run that they come from.
 
     Attributes:
         model: The base.
         adapter: A PEFT folder; None for the bare base.
-        run: The config of the run that trained the policy, if that is known.
+        run: The config of the run that trained the policy, if known.
         folder: The run folder, if there is one.
     """
 
@@ -30,7 +30,7 @@ class PolicySource:
 
     @property
     def name(self) -> str:
-        """A short name for a folder: what distinguishes the policy within its run, or the last part of its path."""
+        """A short name for use as a folder: the policy's name within its run, or the last part of its path."""
         if self.adapter is not None:
             return self.adapter.resolve().name
         model = pathlib.PurePath(self.model.model_name_or_path)
@@ -59,7 +59,7 @@ def load_policy(source: PolicySource, seed: int = 0) -> LoadedPolicy:
     """Reads a base and its adapter onto the device.
 
     Args:
-        source: What `find_policy` found, or made of a model and an adapter.
+        source: The result of `find_policy`, or one made from a model and an adapter.
         seed: Random seed for a random base.
 
     Raises:
@@ -77,21 +77,21 @@ def load_policy(source: PolicySource, seed: int = 0) -> LoadedPolicy:
 def find_policy(
     model: str | None, adapter: str | pathlib.Path | None, *, base: bool = False, **held: str | None
 ) -> PolicySource:
-    """Finds the policy that a model and an adapter name; nothing but configs is read.
+    """Finds the policy that a model and an adapter name; reads only configs.
 
     Args:
-        model: A folder or hub name; None means the adapter's base, or the one in the package.
-        adapter: A PEFT folder, or a run folder: then its exported adapter (or model) and its config.
-        base: Leave the adapter away: the policy before training, under the same prompt.
-        **held: `weights` and `dtype`, where they are not to be the run's.
+        model: A folder or hub name; None means the adapter's base, or without an adapter the package's own.
+        adapter: A PEFT folder, or a run folder, whose exported adapter (or model) and config are used.
+        base: Leave out the adapter: the policy before training, with the same prompt.
+        **held: `weights` and `dtype`, where they replace the run's.
 
     Raises:
-        FileNotFoundError: When the folder is neither.
+        FileNotFoundError: When the folder is neither of the two.
     """
     run = folder = None
     if adapter is not None:
         adapter = pathlib.Path(adapter)
-        # An adapter may lie in the folder of its run.
+        # An adapter may be inside its run folder.
         places = [adapter, adapter.parent] if adapter.name in ("adapter", "best") else [adapter]
         folder = next((place for place in places if (place / "config.toml").is_file()), None)
         run = None if folder is None else config.load_run(folder)
@@ -114,7 +114,7 @@ def find_policy(
     held |= {"model_name_or_path": model}
     table |= {name: value for name, value in held.items() if value is not None}
     table.setdefault("model_name_or_path", "qerl-tiny")
-    if model is not None:  # a model that is named has weights, though the run's base may have none
+    if model is not None:  # a named model has weights, even if the run's base was random
         table["random_base"] = False
     cfg = config.from_table(config.ModelConfig, table, "model.")
     return PolicySource(cfg, None if base else adapter, run, folder)

@@ -1,4 +1,4 @@
-"""The state of a run: written as it goes, checked and restored when it resumes."""
+"""The state of a run: written while it trains, checked and restored when it resumes."""
 
 import contextlib
 import dataclasses
@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 
 from qerl_jax import files
 
-# What a checkpoint holds beside its seal: arrays as orbax writes them, and plain numbers.
+# The contents of a checkpoint besides its seal: arrays as orbax writes them, and plain numbers.
 _STATE, _SUPPLY = "state", "supply.json"
 _OPTIONAL = ("entropy",)
 # An earlier version wrote the plain numbers here, and no seal.
@@ -25,15 +25,15 @@ _OLD_SUPPLY, _OLD_MARK = "supply/metadata", "_CHECKPOINT_METADATA"
 class StateFiles:
     """The checkpoints of a run folder, `checkpoints/<step>/`, each written whole or not at all.
 
-    Each is sealed with the size and the SHA-256 of its files. They are compared before anything of a checkpoint
-    is read: one whose files are not as they were written is passed over, and the one before it is taken.
+    Each is sealed with the size and the SHA-256 of its files, which are compared before a checkpoint is read. A
+    checkpoint whose files have changed is skipped, and the one before it is used.
 
     Attributes:
-        notes: Lines about checkpoints that were passed over, or that could not be checked.
+        notes: Lines about checkpoints that were skipped, or that could not be checked.
     """
 
     def __init__(self, run_folder: str | pathlib.Path, keep: int | None):
-        """Names the folder, which `save` makes; `keep` newest checkpoints stay, or all."""
+        """Sets the folder, which `save` creates. The newest `keep` checkpoints stay; None keeps all."""
         self._folder = pathlib.Path(run_folder).absolute() / "checkpoints"
         self._keep = keep
         self.notes: list[str] = []
@@ -41,10 +41,10 @@ class StateFiles:
     def save(self, state: Any, supply: dict[str, Any] | None = None) -> None:
         """Writes the state under its step, and plain numbers beside it.
 
-        Checkpoints of later steps are removed: a run that writes this one has gone back behind them.
+        Checkpoints of later steps are removed: a run that writes this one has restarted from before them.
 
         Raises:
-            DiskError: When the disk does not take it; the checkpoints before it stay as they are.
+            DiskError: When it cannot be written; earlier checkpoints stay as they are.
         """
         step = int(state.step)
         folder = self._path(step)
@@ -63,12 +63,12 @@ class StateFiles:
                 shutil.rmtree(self._path(each))
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints in the folder, be they whole or not, the first one first."""
+        """Steps of the checkpoints in the folder, damaged ones included, in ascending order."""
         names = [path.name for path in self._folder.glob("[0-9]*") if path.is_dir()]
         return sorted(int(name) for name in names if name.isdecimal() and name == f"{int(name)}")
 
     def newest(self) -> int | None:
-        """The step of the newest checkpoint that is as it was written; None when there is no checkpoint.
+        """The step of the newest undamaged checkpoint; None when there is no checkpoint.
 
         Raises:
             ValueError: When there are checkpoints, and all of them are damaged.
@@ -109,7 +109,7 @@ class StateFiles:
         return dataclasses.replace(like, **placed)
 
     def params(self, step: int | None = None) -> tuple[int, Any]:
-        """The step, and what was trained by then: of a given step, or of the newest.
+        """A step and its trained parameters: of the given step, or of the newest.
 
         Raises:
             FileNotFoundError: When there is no such checkpoint.
@@ -127,7 +127,7 @@ class StateFiles:
         return step, self._read(step)["params"]
 
     def supply(self, step: int | None = None) -> dict[str, Any] | None:
-        """What was written beside the state of a step, or of the newest; None when there is none."""
+        """The plain numbers written beside the state of a step, or of the newest; None when there are none."""
         step = self.newest() if step is None else step
         if step is None:
             return None
@@ -135,7 +135,7 @@ class StateFiles:
         return files.read_json(path if path.is_file() else self._path(step) / _OLD_SUPPLY)
 
     def close(self) -> None:
-        """Nothing is left open: what is saved is written when `save` returns."""
+        """Does nothing: all is on disk when `save` returns."""
 
     def _path(self, step: int) -> pathlib.Path:
         return self._folder / str(step)
@@ -149,10 +149,10 @@ class StateFiles:
         return files.damage(folder)
 
     def _read(self, step: int, like: Any = None) -> Any:
-        """The arrays of a step, wherever they were written: as `like` says, or all on one device.
+        """The arrays of a step, placed as `like` says or all on one device, wherever they were written.
 
         Raises:
-            ValueError: In one line, when orbax cannot read them as they are asked for.
+            ValueError: When orbax cannot read them as requested; the error is one line.
         """
         folder = self._path(step) / _STATE
         try:
@@ -167,13 +167,13 @@ class StateFiles:
 
 
 def _on_one_device(found: Any) -> jax.ShapeDtypeStruct:
-    """What an array of a checkpoint is restored as: orbax would look for the devices from which it was written."""
+    """How to restore an array of a checkpoint. By default orbax would look for the devices that wrote it."""
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(found.shape, found.dtype, sharding=place)
 
 
 def _fields(state: Any) -> dict[str, Any]:
-    """The fields of a state by name, without those that have nothing in most runs and that earlier versions lack."""
+    """The fields of a state by name, without optional ones that are empty: earlier versions do not have them."""
     fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
     return {name: x for name, x in fields.items() if name not in _OPTIONAL or x is not None}
 
@@ -181,8 +181,8 @@ def _fields(state: Any) -> dict[str, Any]:
 def _written(state: Any) -> dict[str, Any]:
     """The fields of a state as orbax takes them.
 
-    Where there are several processes, all of which have the state, the first one writes alone; of arrays on devices
-    orbax would think that each process has a part of its own.
+    With several processes all have the state, and only the first writes it. Given arrays on devices, orbax would
+    assume that each process has its own part.
     """
     fields = _fields(state)
     return fields if jax.process_count() == 1 else jax.device_get(fields)
@@ -200,7 +200,7 @@ def _arrays() -> ocp.Checkpointer:
 
 @contextlib.contextmanager
 def _quiet_threads() -> Iterator[None]:
-    """Lets no thread print or log what is raised here as well: orbax writes in threads of its own."""
+    """Stops threads from printing or logging errors that are also raised here: orbax writes in its own threads."""
     log = logging.getLogger("absl")
     shown, threading.excepthook = threading.excepthook, lambda failure: None
     level = log.level

@@ -1,7 +1,8 @@
-"""Safetensors files: checked whole when they are opened, read tensor by tensor through a memory map; and written.
+"""Safetensors files: checked completely when opened, read tensor by tensor through a memory map, and written.
 
-The safetensors package checks a file: its tensors tile the data, so their places follow from their order and sizes.
-It reads no float8 into numpy, and writes only what is in memory as a whole: bytes are read and written here.
+The safetensors package checks a file: its tensors cover the data without gaps, so their offsets follow from their
+order and sizes. The package cannot read float8 into numpy, and writes only data that is all in memory. So bytes are
+read and written here.
 """
 
 import json
@@ -40,13 +41,13 @@ _WRITTEN_AT_ONCE = 2**26
 
 
 class SafetensorsError(ValueError):
-    """A checkpoint file that is missing, cut short or not what its index says."""
+    """A checkpoint file that is missing, cut short, or differs from its index."""
 
 
 class Tensors(dict[str, np.ndarray]):
     """The tensors of a folder's safetensors file, or of its shards with an index, by name.
 
-    Each is a view of its mapped file: its bytes are read from disk when they are used.
+    Each is a view of its mapped file: its bytes are read from disk on use.
     """
 
     def __init__(self, folder: str | pathlib.Path, stem: str = "model"):
@@ -57,7 +58,7 @@ class Tensors(dict[str, np.ndarray]):
             stem: First part of the file names; other files of the folder are left alone.
 
         Raises:
-            SafetensorsError: Naming the file, what was expected and what was found.
+            SafetensorsError: With the file, what was expected and what was found.
         """
         super().__init__()
         self._files: dict[str, str] = {}
@@ -115,7 +116,7 @@ class Tensors(dict[str, np.ndarray]):
                 )
 
     def _open(self, path: pathlib.Path) -> None:
-        """Maps a file, whose tensors follow each other without holes."""
+        """Maps a file, whose tensors follow each other without gaps."""
         try:
             with safe_open(path, framework="numpy") as file:
                 slices = [(name, file.get_slice(name)) for name in file.offset_keys()]
@@ -139,7 +140,7 @@ class Tensors(dict[str, np.ndarray]):
 
 
 def write(path: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes a file, which appears whole or not at all.
+    """Writes a file, whole or not at all.
 
     Raises:
         ValueError: When an array has a type that the format does not know.
@@ -167,10 +168,10 @@ def write_shards(
         table: Dtype and shape of each tensor by name.
         read: Function from a name to its tensor; called once for each.
         stem: First part of the file names.
-        shard_bytes: Longest file, unless one tensor is longer.
+        shard_bytes: Largest size of a file, unless one tensor is larger.
 
     Raises:
-        ValueError: When a tensor is not what the table says.
+        ValueError: When a tensor differs from the table.
     """
     sizes = {
         name: math.prod(shape) * np.dtype(dtype).itemsize for name, (dtype, shape) in table.items()
@@ -206,7 +207,7 @@ def _write_file(path, table, read) -> None:
             "data_offsets": [start, end],
         }
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # data start on a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8 bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, (dtype, shape) in table.items():
@@ -222,7 +223,7 @@ def _write_file(path, table, read) -> None:
 
 
 def _let_go(array) -> None:
-    """Unloads the pages of a mapped file, which would count as this process's memory."""
+    """Releases the pages of a mapped file, which would count as this process's memory."""
     while array is not None and not isinstance(array, mmap.mmap):
         array = getattr(array, "base", None)
     if array is not None:
