@@ -1,4 +1,4 @@
-"""16-bit folders to 4-bit ones, rounded to nearest or calibrated.
+"""Quantizes 16-bit folders to 4 bits, by rounding to nearest or with calibration.
 
-May import `checkpoint`, `model`, `data` and what those import.
+May import `checkpoint`, `model`, `data` and the packages that those import.
 """

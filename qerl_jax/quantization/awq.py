@@ -1,22 +1,21 @@
-"""AWQ (arXiv 2306.00978): scales and clipping that move the error of 4-bit rounding to where it matters less.
+"""AWQ (arXiv 2306.00978): scaling and clipping that move 4-bit rounding errors to where they matter less.
 
-A linear's inputs are divided by s and its columns multiplied by s before it is packed, which changes
-nothing but the rounding. The division is folded into what comes before:
+A linear's inputs are divided by s, and its columns are multiplied by s before packing. This changes only the
+rounding. The division is folded into the weights before the linear:
 
-    q, k, v    the layer's first norm          o      the rows of v, alike in all heads that read one
+    q, k, v    the layer's first norm          o      the rows of v; heads that share a v head share s
     gate, up   its second norm                 down   the rows of up
 
-With a = mean |x| of an input channel and w = mean |W| of its column in units of its block's largest,
-s = a^r or a^r / w^(1-r) for r on a grid, divided by the root of its largest times its smallest. For
-each s the scale of every block is searched (or set by its maximum, where the caller wants that): what
-counts is the error of the block's part of the output, d G d^T, where G is the block's own square of
-the Gram matrix of the scaled inputs. Of all s, what gives the smallest squared error on calibration
-inputs is taken, sum |x (W - W')^T|^2 = tr(D X^T X D^T): so X^T X is all that is
-kept of the inputs, and a candidate costs the same whatever their number. Rounding to nearest is among
-the candidates: the error of a linear on these inputs cannot become larger.
+Let a = mean |x| of an input channel, and w = mean |W| of its column, relative to the largest entry of its block.
+The candidates are s = a^r or a^r / w^(1-r) for r on a grid, divided by sqrt(max(s) * min(s)). For each s the scale
+of every block is searched (or set by its maximum, if the caller asks for it). The search minimizes the error of the
+block's part of the output, d G d^T, where G is the block's diagonal block of the Gram matrix of the scaled inputs.
+The s with the smallest squared error on the calibration inputs is used, sum |x (W - W')^T|^2 = tr(D X^T X D^T). So
+only X^T X of the inputs is kept, and a candidate costs the same for any number of inputs. Rounding to nearest is
+one of the candidates: the error of a linear on these inputs cannot grow.
 
-A 4-bit float spaces its values by their size, so scales do less here than for integers: most of the
-gain comes from the scales of blocks.
+A 4-bit float has larger steps for larger values, so input scales help less than for integers: most of the gain
+comes from the block scales.
 """
 
 import dataclasses
@@ -40,7 +39,7 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """What is known of the inputs of a linear.
+    """Statistics of the inputs of a linear.
 
     Attributes:
         gram: float32 [K, K], X^T X of all tokens.
@@ -53,7 +52,7 @@ class Inputs:
 
 @dataclasses.dataclass(frozen=True)
 class Folded:
-    """A layer whose scales are folded in.
+    """A layer after folding in its scales.
 
     Attributes:
         tensors: Its norms, biases and float32 weights, by their names in a folder.
@@ -70,7 +69,7 @@ class Folded:
 
 
 def no_inputs(width: int) -> Inputs:
-    """The start of a sum of `observe`."""
+    """Statistics of no inputs, where `observe` starts."""
     return Inputs(jnp.zeros((width, width), jnp.float32), jnp.zeros((width,), jnp.float32))
 
 
@@ -97,15 +96,15 @@ def fold(
     *,
     with_grams: bool = True,
 ) -> Folded:
-    """Finds the scales of a layer's four inputs and folds them in.
+    """Finds the scales of a layer's four inputs, and folds them into the layer.
 
     Args:
-        arch: Says what the layer has.
-        form: What its linears are packed to.
-        scales: How scales of blocks are chosen.
+        arch: Says which tensors the layer has.
+        form: Format of the packed linears.
+        scales: How block scales are chosen.
         tensors: The layer's tensors, by their names in a folder.
         prefix: Start of these names.
-        seen: What is known of the inputs of each fused linear; emptied.
+        seen: Statistics of the inputs of each fused linear; this empties the dict.
         kept: Linears that are not packed: their inputs are not scaled.
         with_grams: Whether the result has Gram matrices, which are large.
     """
@@ -138,7 +137,7 @@ def fold(
         errors[linear] = float(nearest), float(found)
         return s
 
-    # Those whose scales divide rows of another linear come first: its search then sees them.
+    # First the linears whose scales divide rows of another linear: that one's search then sees the divided rows.
     rows["up_proj"] = scaled("down")
     heads = arch.num_kv_heads, arch.head_size
     by_head = scaled("o", heads=heads).reshape(heads[0], -1, heads[1])
@@ -164,8 +163,8 @@ def _search(
 ):
     """The best s; the norm divided by it; the weights in float32 and packed; the new Gram matrix; errors.
 
-    Rows are divided by `rows` first; their error counts in the undivided weight's units. With
-    `heads` = (J, C) the channels are [J, heads of one key, C], and the heads of one key share s.
+    Rows are divided by `rows` first; their error is measured in units of the undivided weight. With `heads` = (J,
+    C) the channels are [J, query heads per key head, C], and the heads of one key head share s.
     """
     ends = np.cumsum([len(weight) for weight in weights])[:-1]
     row = jnp.concatenate(rows)[:, None]
@@ -215,12 +214,12 @@ def _search(
 
 
 def output_error(off: jax.Array, gram: jax.Array) -> jax.Array:
-    """The squared error of outputs, sum |x D^T|^2, by the error D [N, K] of a weight and X^T X [K, K]."""
+    """The squared error of outputs, sum |x D^T|^2, from the error D [N, K] of a weight and X^T X [K, K]."""
     return jnp.vdot(jnp.dot(off, gram, precision=_HIGHEST), off)
 
 
 def _exact(norm: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The norm divided by s in its own dtype, and what it was divided by in fact."""
+    """The norm divided by s in its own dtype, and the exact divisor after that rounding."""
     narrow = jnp.finfo(norm.dtype)
     wide = norm.astype(jnp.float32)
     divided = jax.lax.reduce_precision(wide / s, narrow.nexp, narrow.nmant)

@@ -14,15 +14,15 @@ from qerl_jax.data import arithmetic, datasets, tokenizer
 from qerl_jax.model.transformer import Transformer, run_layer
 from qerl_jax.quantization import awq
 
-# The paper's.
+# The paper's calibration data.
 DATASET = "open-thoughts/OpenThoughts-114k"
 
-# Procedural rows: a problem and its answer.
+# Generated rows: a problem and its answer.
 _ARITHMETIC = {
     "arithmetic": (arithmetic.problem, arithmetic.worked_answer),
     "arithmetic-mixed": (arithmetic.mixed, arithmetic.plain_answer),
 }
-# Tokens that pass a layer together.
+# Tokens that pass through a layer at a time.
 _CHUNK = 8192
 _QUESTIONS = ("question", "problem", "prompt", "instruction")
 _ANSWERS = ("solution", "answer", "response", "completion", "output")
@@ -36,8 +36,8 @@ class Calibration(Checked):
         dataset: "arithmetic", "arithmetic-mixed" (what `data.name = "mixed"` asks, with answers), a name of
             `datasets.SETS`, a data set of the hub, a folder, or a .jsonl, .json or .parquet file. Its rows have messages (`messages` or `conversations`), a `text`,
             or a question and an answer under the usual names.
-        num_samples: Rows that are used, drawn at random.
-        max_length: Tokens that are used of each.
+        num_samples: Number of rows to use, drawn at random.
+        max_length: Number of tokens to use of each row.
         seed: Random seed for choosing the rows.
     """
 
@@ -48,7 +48,7 @@ class Calibration(Checked):
 
 
 def texts(cfg: Calibration, tokens: tokenizer.Tokenizer) -> list[str]:
-    """The rows as texts that the model would see: chats through its template.
+    """The rows as texts in the form that the model reads: chats go through its template.
 
     Raises:
         ValueError: When the data set cannot be loaded, or a row has none of the columns.
@@ -66,7 +66,7 @@ def texts(cfg: Calibration, tokens: tokenizer.Tokenizer) -> list[str]:
 
 
 def token_rows(cfg: Calibration, tokens: tokenizer.Tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """The rows as right-padded ids, int32 [S, T], and their lengths, int32 [S]; the longest first."""
+    """The rows as right-padded ids, int32 [S, T], and their lengths, int32 [S]; longest row first."""
     encoded = tokens.hf(texts(cfg, tokens), add_special_tokens=False)["input_ids"]
     require(any(encoded), "calibration data set", cfg.dataset, "its texts have no tokens")
     encoded = sorted((ids[: cfg.max_length] for ids in encoded), key=len, reverse=True)
@@ -75,13 +75,13 @@ def token_rows(cfg: Calibration, tokens: tokenizer.Tokenizer) -> tuple[np.ndarra
 
 
 class HiddenStates:
-    """What enters a layer, for all calibration rows, in host memory; it moves on layer by layer."""
+    """The inputs of a layer for all calibration rows, in host memory; moves on layer by layer."""
 
     def __init__(self, model: Transformer, embedding: np.ndarray, ids: np.ndarray, lengths):
         """Starts before the first layer.
 
         Args:
-            model: Dense; says how layers are computed.
+            model: A dense model that computes the layers.
             embedding: [V, D], may be mapped from a file.
             ids: int32 [S, T], right-padded.
             lengths: int32 [S].
@@ -91,7 +91,7 @@ class HiddenStates:
         self._together = max(1, _CHUNK // ids.shape[1])
 
     def observe(self, layer: dict[str, Any]) -> dict[str, awq.Inputs]:
-        """What the linears of a layer read."""
+        """Statistics of the inputs of a layer's linears."""
         arch = self.model.arch
         seen = {name: awq.no_inputs(arch.input_width(name)) for name in arch.linears()}
         for x, live, _ in self._batches():
@@ -99,13 +99,13 @@ class HiddenStates:
         return seen
 
     def advance(self, layer: dict[str, Any]) -> None:
-        """Passes a layer."""
+        """Moves the hidden states through a layer."""
         for x, _, first in self._batches():
             passed = np.asarray(advance(self.model, layer, x))
             self.rows[first : first + len(x)] = passed[: len(self.rows) - first]
 
     def sample(self) -> tuple[jax.Array, jax.Array]:
-        """The rows that pass a layer first, [B, T, D], and which of their slots are tokens, [B, T]."""
+        """The first batch of rows, [B, T, D], and which of its slots are tokens, [B, T]."""
         x, live, _ = next(self._batches())
         return jnp.asarray(x), jnp.asarray(live)
 
@@ -113,7 +113,7 @@ class HiddenStates:
         slots = np.arange(len(self.rows[0]))
         for first in range(0, len(self.rows), self._together):
             rows = self.rows[first : first + self._together]
-            # Rows of zeros fill the last batch: one shape is compiled.
+            # The last batch is padded with rows of zeros, so that one shape is compiled.
             fill = self._together - len(rows)
             lengths = np.pad(self._lengths[first : first + len(rows)], (0, fill))
             x = np.stack(rows + [np.zeros_like(rows[0])] * fill)
@@ -158,7 +158,7 @@ def _chat(row: Mapping[str, Any], where: str) -> str | Sequence[dict[str, str]]:
 
 
 def _message(message: Mapping[str, str]) -> dict[str, str]:
-    # ShareGPT's names beside those of chat templates.
+    # ShareGPT's field names are read as well as those of chat templates.
     role = message.get("role") or message.get("from")
     role = {"human": "user", "gpt": "assistant"}.get(role, role)
     return {"role": role, "content": message.get("content") or message.get("value") or ""}

@@ -1,24 +1,25 @@
-"""GPTQ (arXiv 2210.17323): columns are rounded one after another, and those to come make up for the error.
+"""GPTQ (arXiv 2210.17323): columns are rounded one after another, and later columns compensate the errors of
+earlier ones.
 
 With H = X^T X of a linear's inputs and its Cholesky factor, H = L L^T, columns of the weight W [N, K] are
-rounded from the last to the first. When column k is due, the errors of those that were rounded before it
-are made up for,
+rounded from the last to the first. When column k is due, it first compensates the errors of the columns already
+rounded,
 
     w_k + sum over j > k of (w_j - rounded w_j) L_jk / L_kk
 
-and that is rounded: the least squares answer to these errors on these inputs. This is GPTQ in the form of
+and the sum is rounded: it is the least-squares correction of these errors on these inputs. This is GPTQ in the form
+of
 LDLQ (QuIP, arXiv 2307.13304, theorem 6), which needs no inverse of H.
 
-Scales of blocks are fixed before, searched on the original weight, as other readers need them. What an
-error of column k costs after those to come have made up for it is its square times L_kk^2, and that is
-what the search makes small (on SmolLM2 that was better than the error before it is made up for). 16
-neighbours have one scale whatever the order in which they are rounded. So columns go in the order of
-falling H_kk ("static groups" of act-order): what matters most is rounded while most columns are left
-that can make up for it. Errors within 128 columns are passed on at once, those of columns before them in
-one product for all 128.
+Block scales are fixed before, by a search on the original weight, so that folders keep the usual form. After
+compensation, an error of column k costs its square times L_kk^2; the search minimizes that (on SmolLM2 this was
+better than minimizing the error before compensation). 16 neighbours share one scale, whatever the order in which
+they are rounded. So columns are rounded in the order of falling H_kk ("static groups" of act-order): the most
+important ones first, while most columns are left to compensate them. Errors within a group of 128 columns are
+passed on at once; those of earlier groups in one product for all 128.
 
-Of the result and what there was before (rounding to nearest, and AWQ's) the one with the smallest error
-on these inputs is kept.
+The result is compared with the earlier packings (rounding to nearest, and AWQ); the one with the smallest error on
+these inputs is kept.
 """
 
 import functools
@@ -47,22 +48,22 @@ def pack(
     gram: jax.Array,
     before: list[Any] | None = None,
 ) -> tuple[list[Any], jax.Array]:
-    """Packs weights that read one input so that the error of their outputs is small.
+    """Packs weights that read one input, with a small error of their outputs.
 
     Args:
-        form: What they are packed to.
-        scales: How scales of blocks are chosen.
+        form: Format of the packed weights.
+        scales: How block scales are chosen.
         weights: [N_i, K] each, float32 or narrower.
         gram: float32 [K, K], X^T X of the inputs.
-        before: The weights as they were packed by another method, which may turn out better.
+        before: The weights as packed by another method, whose result may be better.
 
     Returns:
         The packed weights, and float32 [2], the relative error of their outputs on these inputs:
-        rounded to nearest by the largest entries, and of what is returned.
+        of rounding to nearest with scales from the largest entries, and of the returned weights.
     """
-    # From the least to the most important: the last is rounded first.
+    # From the least to the most important column: the last is rounded first.
     order = jnp.argsort(jnp.diag(gram), stable=True)
-    # Factored apart from the rest, whose memory is not needed yet.
+    # Factored in a call of its own, before the rest needs its memory.
     lower = factor(gram, order)
     start = _start(form, scales, weights, order, lower)
     return _rounded(form, weights, start, before, gram, order, lower)
@@ -70,14 +71,14 @@ def pack(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _start(form, scales, weights, order, lower):
-    """The weights to nearest, by the scales that GPTQ will keep."""
+    """The weights rounded to nearest, with the scales that GPTQ will keep."""
     costs = jnp.zeros(len(order)).at[order].set(jnp.diag(lower) ** 2)
     return form.packed(weights, scales, form.moments(costs))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _rounded(form, weights, start, before, gram, order, lower):
-    """What `pack` returns, by the factor of the Gram matrix in that order."""
+    """The result of `pack`, from the factor of the Gram matrix in that order."""
     ends = np.cumsum([len(weight) for weight in weights])[:-1]
     weight = jnp.concatenate([weight.astype(jnp.float32) for weight in weights])
     steps = jnp.concatenate([form.steps(part) for part in start])
@@ -104,11 +105,11 @@ def _rounded(form, weights, start, before, gram, order, lower):
 def compensated(
     weight: jax.Array, steps: jax.Array, order: jax.Array, lower: jax.Array, grid: np.ndarray
 ) -> jax.Array:
-    """The weight as GPTQ has it when it rounds each column: to nearest from here gives its result.
+    """The weight with each column as GPTQ rounds it: rounding this to nearest gives GPTQ's result.
 
     Args:
         weight: float32 [N, K].
-        steps: float32 [N, K], what one unit of the grid is worth at each entry.
+        steps: float32 [N, K], the value of one grid unit at each entry.
         order: int32 [K], the columns; the last is rounded first.
         lower: float32 [K, K], the Cholesky factor of the Gram matrix in that order.
         grid: Values of the codes, in rising order.
@@ -117,7 +118,7 @@ def compensated(
         float32 [N, K]; not finite where the factor is not.
     """
     n, k = weight.shape
-    # Columns that take and give no errors fill up the first block, which comes last.
+    # The first block, which is rounded last, is padded with columns that neither receive nor pass on errors.
     more = -k % BLOCK
     rows = lambda x: jnp.pad(x[:, order].T, ((more, 0), (0, 0)))
     columns, worth = rows(weight), rows(steps)
@@ -162,8 +163,8 @@ def _nearest(x: jax.Array, step: jax.Array, grid: np.ndarray) -> jax.Array:
 def factor(gram: jax.Array, order: jax.Array) -> jax.Array:
     """The Cholesky factor [K, K] of a damped Gram matrix whose columns are put in an order.
 
-    The damping becomes ten times as large until the matrix can be factored; where it never can, the
-    result is not finite.
+    The damping becomes ten times as large until the matrix can be factored; if it never can, the result is not
+    finite.
     """
     damping = DAMPING
     while True:
@@ -177,7 +178,7 @@ def factor(gram: jax.Array, order: jax.Array) -> jax.Array:
 def _factored(gram, order, damping):
     size = jnp.maximum(jnp.diag(gram).mean(), 1e-30)
     ordered = gram[order[:, None], order]
-    # Inputs that are always 0 pass nothing on.
+    # Inputs that are always 0 pass on no error.
     diagonal = jnp.diag(ordered)
     more = damping * size + jnp.where(diagonal == 0, size, 0)
     at = jnp.arange(len(gram))

@@ -1,8 +1,7 @@
 """Quantizes a 16-bit Hugging Face folder to 4 bits, layer by layer.
 
-The folder is written beside its place, `<name>.partial`, one file for each layer, and renamed at the
-end. A job that was stopped goes on after the last whole file. Host memory holds one layer, and with
-calibration the hidden states of its rows.
+The folder is written as `<name>.partial`, one file per layer, and renamed at the end. A stopped job continues after
+its last complete file. Host memory holds one layer, and with calibration the hidden states of the rows.
 """
 
 import dataclasses
@@ -43,18 +42,17 @@ class Recipe:
     """How a folder is quantized.
 
     Attributes:
-        format: What linears are packed to; embedding, head, norms and biases stay as they are.
-        method: "rtn" rounds to nearest; "awq" scales inputs by what calibration shows; "gptq" lets later
-            columns make up for the errors of earlier ones; "awq+gptq" does one after the other. See
-            `awq` and `gptq`.
-        block_scales: How scales of blocks are chosen: "search" takes those that round best, "maximum" the
-            formula of other libraries, "auto" the better of both (`Format.packed`).
+        format: Format of the packed linears; embedding, head, norms and biases stay as they are.
+        method: "rtn" rounds to nearest; "awq" scales inputs by calibration; "gptq" lets later columns compensate
+            the errors of earlier ones; "awq+gptq" does both in that order. See `awq` and `gptq`.
+        block_scales: How block scales are chosen: "search" takes the scales with the smallest error, "maximum" the
+            formula of other libraries, "auto" the choice that suits the format (`Format.packed`).
         scale_rounding: How MXFP4's scales are rounded: compressed-tensors' "nearest", or the OCP
             specification's "floor".
         double_quant: Whether NF4's scales are quantized too.
-        calibration: Texts to calibrate on, for all methods but "rtn".
+        calibration: Texts to calibrate on, for all methods except "rtn".
         keep: Linears that stay in 16 bits: their names, or patterns of them with *, ? and [...], such as
-            "model.layers.0.*" or "*.down_proj". With one that reads an input stay all that read it.
+            "model.layers.0.*" or "*.down_proj". All linears that read the same input stay together.
     """
 
     format: Literal["nvfp4", "mxfp4", "nf4"] = "nvfp4"
@@ -70,10 +68,11 @@ type Kept = frozenset[tuple[str, int]]
 
 
 def kept_linears(arch: architecture.Architecture, patterns: Sequence[str]) -> Kept:
-    """The linears that patterns name, with the layer of each: all that read one input, where one is named.
+    """The linears that patterns match, with the layer of each. If one is matched, all that read the same input are
+    included.
 
     Raises:
-        ValueError: For a pattern that names no linear.
+        ValueError: For a pattern that matches no linear.
     """
     names = {
         (linear, index): arch.linear_names(linear, index)
@@ -92,7 +91,7 @@ def kept_linears(arch: architecture.Architecture, patterns: Sequence[str]) -> Ke
 def expected_size(
     arch: architecture.Architecture, form: packed_formats.Format, kept: Kept = frozenset()
 ) -> int:
-    """Bytes of a quantized folder's tensors, where what is not packed is in 16 bits."""
+    """Bytes of a quantized folder's tensors; those that are not packed are in 16 bits."""
     dense, packed = arch.num_parameters(), 0
     for linear, parts in arch.linears().items():
         layers = arch.num_layers - sum(name == linear for name, _ in kept)
@@ -104,15 +103,15 @@ def expected_size(
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A folder in the making: a file for what is in no layer, then one for each layer.
+    """A folder that is being written: one file for the tensors outside of layers, then one per layer.
 
     Attributes:
         source: The 16-bit folder.
         target: Where the finished folder will be.
-        arch: Says what there is.
-        form: What linears are packed to.
+        arch: Says which layers and tensors there are.
+        form: Format of the packed linears.
         kept: Linears that stay in 16 bits.
-        progress: `tensors`, `bytes` and `errors` of each whole file, and the `seconds` until it was whole.
+        progress: `tensors`, `bytes` and `errors` of each complete file, and the `seconds` until it was complete.
     """
 
     source: pathlib.Path
@@ -158,22 +157,22 @@ def quantize(
 
     Beside the weights it holds config.json with `quantization_config`, the source's tokenizer and
     generation config, and quantization_report.json: size, time, peak memory, and for each layer the
-    relative error of its weights and, with calibration, of their outputs, and the divergence of the
-    whole model where only this linear is packed (`sensitivity`).
+    relative error of its weights and, with calibration, of their outputs, and the divergence of the whole model
+    when only this linear is packed (`sensitivity`).
 
     Args:
-        source: A 16-bit folder, or a name of the hub.
-        target: Does not exist, or is empty.
-        recipe: What it is quantized to, and how.
-        log: Is told of every layer.
-        move: Is told which share of the job is done, several times a layer.
-        with_sensitivity: Whether a calibration also finds the divergence for each linear.
+        source: A 16-bit folder, or a hub name.
+        target: The new folder; must not exist, or be empty.
+        recipe: The format and the method.
+        log: Called with a line for every layer.
+        move: Called with the share of the job that is done, several times per layer.
+        with_sensitivity: Whether a calibration also measures the divergence for each linear.
 
     Returns:
         The report.
 
     Raises:
-        FileExistsError: When the target holds something, or what is left of a job that differs.
+        FileExistsError: When the target holds other files, or the rest of a different job.
         ValueError: When the source is quantized already, cannot be packed, or will not fit on disk.
     """
     job = _open(hf_folder.local_folder(source), pathlib.Path(target).resolve(), recipe)
@@ -228,7 +227,7 @@ def _size(nbytes: int) -> str:
 
 
 def _open(source: pathlib.Path, target: pathlib.Path, recipe: Recipe) -> _Job:
-    """Checks that the source can be quantized into the target, and finds what an earlier call has written."""
+    """Checks that the source can be quantized into the target, and finds the files of an earlier call."""
     form = packed_formats.named(
         recipe.format, scale_rounding=recipe.scale_rounding, double_quant=recipe.double_quant
     )
@@ -348,7 +347,7 @@ def _weight_error(form: packed_formats.Format, weights: list[jax.Array], packed:
 
 
 def _finish(job: _Job, divergences: dict[tuple[int, str], float]) -> dict[str, Any]:
-    """Adds what a model folder has beside its weights, and moves the folder to its place; returns the report."""
+    """Adds the files besides the weights, and moves the folder to its place; returns the report."""
     hf_folder.copy_companions(job.source, job.folder)
     files, settings = job.progress.values, job.progress.identity
     weight_map = {
@@ -402,13 +401,14 @@ def _layer(
     prefix: str,
     weight: Callable[[str], jax.Array],
 ) -> dict[str, Any]:
-    """A layer as calibration runs it, from its tensors and the function from a linear's name to its weight."""
+    """A layer as calibration runs it, from its tensors and a function from a linear's name to its weight."""
     read = lambda _, names: jnp.concatenate([weight(name) for name in names]).astype(model.dtype)
     return base_model.read_layer(model.arch, tensors, prefix, model.dtype, read)
 
 
 def _stored(job: _Job, index: int) -> dict[str, np.ndarray]:
-    """The tensors of a layer of the source; opened anew, so what was mapped of the last one is let go."""
+    """The tensors of a layer of the source; the file is opened again, so that the mapped memory of the last layer
+    is released."""
     tensors, prefix = hf_folder.open_weights(job.source), f"model.layers.{index}."
     return {name: tensors[name] for name in tensors if name.startswith(prefix)}
 

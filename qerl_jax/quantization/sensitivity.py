@@ -1,8 +1,9 @@
-"""How much the packing of each linear changes a model: KL(16 bit || only this linear packed), for all linears at once.
+"""How much packing each linear changes a model: KL(16 bit || only this linear packed), for all linears in one pass.
 
-A few rows pass the 16-bit model layer by layer. At each layer they also pass it with one of its linears packed, for
-each linear in turn; what comes out goes on through the 16-bit layers above, beside what came of the layers below. So
-no more than a layer is on the device, and hidden states of a few hundred tokens for each linear.
+A few rows pass through the 16-bit model layer by layer. At each layer they also pass through it once for each of
+its linears, with only that linear packed. These outputs continue through the 16-bit layers above, beside the
+outputs that began at layers below. So the device holds one layer, and hidden states of a few hundred tokens for
+each linear.
 """
 
 import functools
@@ -18,7 +19,7 @@ from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import Transformer
 from qerl_jax.quantization.calibration import advance
 
-# Of the calibration rows; a ranking needs no more.
+# How much of the calibration rows is used; a ranking needs no more.
 _ROWS, _TOKENS = 4, 128
 
 
@@ -29,10 +30,10 @@ class Sensitivities:
         """Starts before the first layer.
 
         Args:
-            model: Dense; says how layers are computed.
-            x: Embeddings [S, T, D] of right-padded rows, of which a few are taken.
+            model: A dense model that computes the layers.
+            x: Embeddings [S, T, D] of right-padded rows; only a few rows are used.
             live: bool [S, T], which slots are tokens.
-            folder: For what comes of each layer, so that a job that was stopped can go on.
+            folder: For the results of each layer, so that a stopped job can continue.
         """
         self._model, self._folder = model, folder
         self._x, self._live = x[:_ROWS, :_TOKENS], live[:_ROWS, :_TOKENS]
@@ -41,7 +42,7 @@ class Sensitivities:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the divergences are means of."""
+        """Number of tokens over which the divergences are averaged."""
         return int(self._live.sum())
 
     @property
@@ -50,29 +51,29 @@ class Sensitivities:
         return self._model.dtype
 
     def add(self, linear: str, layer: dict[str, Any], weight: jax.Array) -> None:
-        """Passes the layer with another weight in one of its linears.
+        """Runs the layer with another weight in one of its linears.
 
         Args:
             linear: Its name within the layer.
-            layer: The layer in 16 bits, dense. It may hold scales between linears that cancel.
-            weight: [N, K], what the packed weight stands for.
+            layer: The layer in 16 bits, dense. It may contain scales that cancel between linears.
+            weight: [N, K], the values of the packed weight.
         """
         changed = layer | {linear: layer[linear] | {"weight": weight}}
         self._fresh[linear] = advance(self._model, changed, self._x)
 
     def save(self, index: int) -> None:
-        """Keeps what `add` has made of a layer, in a file that is called `sensitivity-...`."""
+        """Writes the results of `add` for a layer to a file called `sensitivity-...`."""
         if self._fresh:
             safetensors.write(self._file(index), jax.device_get(self._fresh))
 
     def restore(self, index: int) -> None:
-        """Takes what was kept of a layer as if it had been added."""
+        """Reads the saved results of a layer, as if they had been added."""
         if self._file(index).is_file():
             kept = safetensors.Tensors(self._folder, self._file(index).stem)
             self._fresh = {linear: jnp.array(x) for linear, x in kept.items()}
 
     def advance(self, index: int, layer: dict[str, Any]) -> None:
-        """Passes a layer in 16 bits, dense; what was added to it is behind it already."""
+        """Runs a layer in 16 bits, dense. States that `add` made for this layer have already passed it."""
         self._packed = {at: advance(self._model, layer, x) for at, x in self._packed.items()}
         self._packed |= {(index, linear): x for linear, x in self._fresh.items()}
         self._x, self._fresh = advance(self._model, layer, self._x), {}
@@ -115,7 +116,8 @@ def _divergence(
 
 
 def table(arch: Architecture, found: dict[tuple[int, str], float], tokens: int) -> list[str]:
-    """The linears whose packing changes the model most, as lines of a table; none where nothing was found."""
+    """The linears whose packing changes the model most, as lines of a table; no lines where nothing was
+    measured."""
     if not found:
         return []
     text = [
