@@ -1,4 +1,4 @@
-"""Rewards of completions: how they are called, the ones in stock, judges in processes, the sandbox.
+"""Rewards of completions: the calling convention, stock rewards, judges in processes, the sandbox.
 
 May import `data`, `config` and `files`.
 """

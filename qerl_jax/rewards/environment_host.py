@@ -1,4 +1,4 @@
-"""Tools and one environment, called by name: what runs in a worker process of `environments`.
+"""Tools and one environment, called by name, as they run in a worker process of `environments`.
 
 Only the standard library is imported here, so that a process starts quickly.
 """
@@ -22,7 +22,7 @@ def tool_names(environment: type) -> list[str]:
 
 
 class Host:
-    """Functions, and an environment that is made once and reset for each row."""
+    """Tool functions, and an environment that is made once and reset for each row."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Host:
             self._tools |= {name: getattr(self._environment, name) for name in names}
 
     def reset(self, columns: Mapping[str, Any]) -> str | None:
-        """Begins a row; returns the environment's first words as text, or None."""
+        """Begins a row; returns the environment's first message as text, or None."""
         if self._environment is None:
             return None
         said = _awaited(self._environment.reset(**columns))
@@ -52,7 +52,7 @@ class Host:
         return str(_awaited(self._tools[name](**arguments)))
 
     def finish(self) -> tuple[float | None, dict[str, Any]]:
-        """The environment's own reward, None where it gives none, and its public attributes that are plain."""
+        """The environment's own reward, or None, and its public attributes that are plain values."""
         environment = self._environment
         if environment is None:
             return None, {}
@@ -76,7 +76,7 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
-# A worker process has one, made by the first request.
+# A worker process has one host, made by the first request.
 _host: Host | None = None
 
 

@@ -1,9 +1,9 @@
-"""Tools and environments of rows, in processes that can be killed.
+"""Tools and environments for rows, in processes that can be killed.
 
-A `Toolbox` knows what the policy may call; `Toolboxes` are those of a run, one for each of its environments. A
-`Session` is one row's: where there is an environment it has a process of its own, which keeps that row's state
-and is killed at a call's time limit without harm to other rows; plain functions have no state and share
-processes. Processes that survive a row are reset for another one.
+A `Toolbox` knows what the policy may call; `Toolboxes` are the toolboxes of a run, one for each of its
+environments. A `Session` belongs to one row. With an environment it has its own process, which keeps that row's
+state; if a call exceeds its time limit the process is killed without harm to other rows. Plain functions have no
+state and share processes. A process that survives its row is reset for another one.
 """
 
 import concurrent.futures
@@ -33,8 +33,8 @@ class Reply:
     """The result of a call.
 
     Attributes:
-        text: What the policy is told.
-        failed: Whether it is told of an error.
+        text: The text for the policy.
+        failed: Whether the text is an error.
     """
 
     text: str
@@ -52,12 +52,12 @@ class Snapshot(types.SimpleNamespace):
         return self._reward
 
     def of_class(self, name: str) -> bool:
-        """Whether it is an environment of the class of that name."""
+        """Whether the environment's class has that name."""
         return self._class == name
 
 
 class _Runner(Protocol):
-    """What calls a host's functions: a worker process, or this one."""
+    """Calls a host's functions, in a worker process or in this one."""
 
     def call(self, function: str, *arguments: Any) -> Any: ...
 
@@ -65,7 +65,7 @@ class _Runner(Protocol):
 
 
 class _Process:
-    """A host in a process of its own, that can be killed."""
+    """A host in its own process, which can be killed."""
 
     def __init__(self, load: Sequence[Any], seconds: float):
         self._worker, self._load = Worker(environment_host.__name__, seconds, is_trusted=True), load
@@ -78,7 +78,7 @@ class _Process:
                 return failure
             self._loaded = True
         found = self._worker.call(json.dumps([function, arguments]))
-        # What was killed begins anew.
+        # A killed process must load again.
         self._loaded &= not (isinstance(found, Failure) and found.reason != "raised")
         return found
 
@@ -87,7 +87,7 @@ class _Process:
 
 
 class _Thread:
-    """A host of things that no other process can import, in this process; what hangs is left behind."""
+    """A host in this process, for objects that no other process can import; a hanging call is abandoned."""
 
     def __init__(self, make: Callable[[], environment_host.Host], seconds: float):
         self._make, self._seconds = make, seconds
@@ -124,7 +124,8 @@ class Toolbox:
         schemas: What the chat template shows of each tool.
         environment: The environment's class; None without one.
         owns_reward: Whether the environment judges its rows itself.
-        unimportable: Names of what runs in this process, for no other can import it: it cannot be killed.
+        unimportable: Names of the objects that run in this process, because no other can import them; they cannot
+            be killed.
     """
 
     def __init__(
@@ -134,16 +135,16 @@ class Toolbox:
         environment: Tool | None = None,
         options: Mapping[str, Any] | None = None,
     ):
-        """Finds tools and environment; no process starts.
+        """Finds tools and environment; starts no process.
 
         Args:
             cfg: Limits, and names of tools and environment.
             tools: Tools instead of those that `cfg` names.
             environment: A class, instead of the one that `cfg` names.
-            options: Its arguments, instead of those in `cfg`.
+            options: Arguments of the environment, instead of those in `cfg`.
 
         Raises:
-            ValueError: For what cannot be found, cannot be shown to the policy, or has a name twice.
+            ValueError: For a tool that cannot be found or cannot be shown to the policy, or for a duplicate name.
         """
         self._cfg = cfg
         environment = cfg.environment if environment is None else environment
@@ -162,7 +163,7 @@ class Toolbox:
                 "must have a method reset",
             )
             names = environment_host.tool_names(kind)
-            # Bound to anything, for `self` is no argument of the policy's.
+            # Bound to some object, so that `self` is not an argument for the policy.
             methods = [types.MethodType(getattr(kind, name), object()) for name in names]
             self.owns_reward = hasattr(kind, "get_reward")
             self.environment = kind
@@ -193,14 +194,14 @@ class Toolbox:
         return None if self.environment is None else self.environment.__name__
 
     def session(self, columns: Mapping[str, Any]) -> "Session":
-        """The session of a row with those columns; nothing starts before its first call."""
+        """The session of a row with those columns; no process starts before its first call."""
         return Session(self, columns)
 
     def observation(self, columns: Mapping[str, Any]) -> str | None:
-        """What the environment says to a row at its begin.
+        """The environment's first message to a row.
 
         Raises:
-            ValueError: When it cannot be begun.
+            ValueError: When the environment cannot begin the row.
         """
         if self.environment is None:
             return None
@@ -222,7 +223,7 @@ class Toolbox:
             return made
 
     def give_back(self, runner: _Runner) -> None:
-        """Gives a runner to the next session."""
+        """Makes a runner available to the next session."""
         self._idle.put(runner)
 
 
@@ -230,7 +231,7 @@ class Toolboxes:
     """The tools of a run: one toolbox, or one for each environment, which rows name in their column "environment".
 
     Attributes:
-        executor: Carries calls out, as many at a time as a config allows.
+        executor: Runs calls, as many at a time as the config allows.
         unimportable: See `Toolbox`.
     """
 
@@ -240,7 +241,7 @@ class Toolboxes:
         tools: Sequence[Tool] | None = None,
         environment: Tool | Mapping[str, Tool] | None = None,
     ):
-        """Finds tools and environments; no process starts.
+        """Finds tools and environments; starts no process.
 
         Args:
             cfg: Limits, and names of tools and environments.
@@ -286,7 +287,7 @@ class Toolboxes:
         return self._boxes[name]
 
     def session(self, columns: Mapping[str, Any]) -> "Session":
-        """See `Toolbox`; an environment that is one of several is not told its name, as in TRL."""
+        """See `Toolbox`. As in TRL, one of several environments is not told its name."""
         return self.of(columns).session(self._told(columns))
 
     def observation(self, columns: Mapping[str, Any]) -> str | None:
@@ -294,12 +295,12 @@ class Toolboxes:
         return self.of(columns).observation(self._told(columns))
 
     def own_rewards(self) -> list[scoring.Named]:
-        """The rewards of environments that judge their rows themselves, under the names of their classes."""
+        """The rewards of environments that judge their own rows, under the names of their classes."""
         owners = (box.environment_name for box in self if box.owns_reward)
         return [(name, scoring.environments_own(name)) for name in dict.fromkeys(owners)]
 
     def extras(self, rows: int) -> dict[str, Any]:
-        """What reward functions are given beside columns, for rows that nobody sampled."""
+        """The arguments of reward functions besides columns, for rows that were not sampled."""
         has_some = any(box.environment is not None for box in self)
         return {"environments": [Snapshot() for _ in range(rows)]} if has_some else {}
 
@@ -314,10 +315,10 @@ class Toolboxes:
 
 
 class Session:
-    """One row's tools. Its methods take as long as a call may, and are called by one thread at a time.
+    """One row's tools. A method may take as long as a call may, and only one thread calls at a time.
 
     Attributes:
-        toolbox: Where they are from.
+        toolbox: The toolbox that the tools come from.
     """
 
     def __init__(self, toolbox: Toolbox, columns: Mapping[str, Any]):
@@ -326,7 +327,7 @@ class Session:
         self._begun = self._lost = False
 
     def begin(self) -> Any:
-        """Resets the environment once; gives what it says, or the `Failure`."""
+        """Resets the environment once; returns its first message, or the `Failure`."""
         if self._runner is None:
             self._runner = self.toolbox.take()
         if self._begun:
@@ -335,7 +336,7 @@ class Session:
         return self._noted(self._runner.call("reset", self._columns))
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Reply:
-        """The result of a tool, or the error, as the policy is told it."""
+        """The result of a tool, or the error, as the policy sees it."""
         if self.toolbox.environment is None:
             runner = self.toolbox.take()
             try:
@@ -372,13 +373,13 @@ class Session:
             self._runner = None
 
     def abandon(self) -> None:
-        """Ends its process, of which something may still be asked."""
+        """Ends its process, in which a call may still be running."""
         if self._runner is not None:
             self._runner.stop()
             self._runner = None
 
     def _noted(self, found: Any) -> Any:
-        """A result; where its process was killed, the state of the environment is lost with it."""
+        """Returns a result, and notes whether the process was killed: then the environment's state is lost."""
         self._lost |= isinstance(found, Failure) and found.reason != "raised"
         return found
 
@@ -421,7 +422,7 @@ def _imported(path: str, stock: Mapping[str, Callable]) -> Any:
 
 
 def _given_path(thing: Callable, cfg: ToolsConfig) -> str | None:
-    """The path "file.py:name" by which a config names a thing; None where it names none such."""
+    """The path "file.py:name" by which a config names an object; None where it does not name it."""
     one, several = [cfg.environment] if cfg.environment else [], (cfg.environments or {}).values()
     for path in (*cfg.functions, *one, *several):
         file, _, name = path.rpartition(":")
@@ -431,14 +432,14 @@ def _given_path(thing: Callable, cfg: ToolsConfig) -> str | None:
 
 
 def _reply(name: str, found: Any) -> Reply:
-    """The result of a call of a tool as the policy is told it."""
+    """The result of a tool call as the policy sees it."""
     if isinstance(found, Failure):
         return error(found.detail if found.reason == "raised" else f"{name} {_told(found)}")
     return Reply(found)
 
 
 def error(text: str) -> Reply:
-    """An error as the policy is told it."""
+    """An error as the policy sees it."""
     return Reply(json.dumps({"error": text}, ensure_ascii=False), failed=True)
 
 
@@ -451,7 +452,7 @@ def _told(failure: Failure) -> str:
 
 
 def _plain(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Columns as another process can be told them."""
+    """Columns in a form that can be sent to another process."""
     return json.loads(json.dumps(dict(columns), default=_listed))
 
 

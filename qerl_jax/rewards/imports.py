@@ -42,7 +42,7 @@ def attribute(path: str) -> Any:
 
 
 def path_of(thing: Any) -> str | None:
-    """The path under which a function or class can be imported elsewhere; None where it cannot."""
+    """The path under which another process can import a function or class; None where it cannot."""
     name, place = getattr(thing, "__qualname__", "<"), getattr(thing, "__module__", "__main__")
     if "<" in name or place == "__main__":
         return None
@@ -53,7 +53,7 @@ def path_of(thing: Any) -> str | None:
 
 
 def place_of(error: BaseException) -> str | None:
-    """The last line of the user's own code that an error came through, as "file.py:12, in name"; None for none."""
+    """The last line of the user's own code in an error's traceback, as "file.py:12, in name"; None without one."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((_OURS, *_LIBRARIES, "<frozen")):
             return f"{frame.filename}:{frame.lineno}, in {frame.name}"

@@ -1,8 +1,7 @@
-r"""Whether two answers are the same mathematics, as math-verify sees it.
+r"""Whether two answers are mathematically equal, according to math-verify.
 
-For worker processes only (`process_pool`): the imports below take seconds, and a hostile
-expression can keep a call busy for ever. math-verify's own time limits need the alarm of the main
-thread; here the worker is killed instead.
+For worker processes only (`process_pool`): the imports below take seconds, and a hostile expression can keep a call
+busy forever. math-verify's own time limits need the main thread's alarm signal; here the worker is killed instead.
 """
 
 import functools
@@ -15,18 +14,18 @@ from math_verify import LatexExtractionConfig, parse, verify
 from qerl_jax.data import answers
 from qerl_jax.data.latex_form import latex_form
 
-# At every start both log that their time limits are off.
+# Both packages log at every start that their time limits are off.
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
-# An escaped dollar sign is a currency.
+# An escaped dollar sign means the currency.
 _DELIMITER = re.compile(r"(?<!\\)\$|(?<!\\)\\\(|(?<!\\)\\\[")
 
 
 def _latex(*, anywhere: bool) -> list[LatexExtractionConfig]:
     return [
         LatexExtractionConfig(
-            # "Malformed" includes what TeX reads well, such as \frac12; many gold answers hold it. Units
-            # are taken off by `latex_form`: theirs are single letters, too.
+            # "Malformed" includes valid TeX such as \frac12, which many gold answers contain. Units are removed by
+            # `latex_form`: math-verify also removes single letters.
             normalization_config=NormalizationConfig(
                 malformed_operators=True, nits=True, boxed="last"
             ),
@@ -47,10 +46,10 @@ def is_readable(gold: str) -> bool:
 def agrees(gold: str, completion: str) -> bool:
     r"""Whether a completion's answer equals the gold one.
 
-    The answer is the last `<answer>` block if there is one, and in it or without one the last
-    `\boxed{}` (boxes joined by "and" are one answer, see `answers.last_boxes`). Without a box it is
-    all of the block, or else what math-verify takes for the text's answer in LaTeX ("the final answer
-    is $7$").
+    The answer is looked for in the last `<answer>` block, or in the whole text without one. There it is the last
+    `\boxed{}` (boxes joined by "and" are one answer, see `answers.last_boxes`). Without a box it is the whole
+    block; without a block either, it is what math-verify finds as the text's answer in LaTeX ("the final answer is
+    $7$").
     """
     block = answers.last_block(completion)
     given = _boxed_or_found(completion, _IN_TEXT) if block is None else _answer(block)
@@ -58,7 +57,7 @@ def agrees(gold: str, completion: str) -> bool:
 
 
 def same_answer(first: str, second: str) -> bool:
-    """Whether two answers, as `agrees` takes them out of a completion, are the same mathematics.
+    """Whether two answers, as `agrees` reads them from a completion, are mathematically equal.
 
     Both orders are tried, since math-verify's comparison is not symmetric.
     """
@@ -77,25 +76,25 @@ def _gold(gold: str) -> list:
 
 
 def _answer(text: str) -> list:
-    """What an answer says: its box, what its delimiters hold, or all of it."""
-    # A row's height in a matrix is no delimiter.
+    """An answer parsed: its box, the content of its delimiters, or all of it."""
+    # The height of a matrix row (\\[...]) is not a delimiter.
     if "\\boxed" in text or _DELIMITER.search(text):
         return _boxed_or_found(text, _ANYWHERE)
     return _parsed(text)
 
 
 def _boxed_or_found(text: str, config: list[LatexExtractionConfig]) -> list:
-    """What the last box holds, or without any what math-verify finds."""
+    """The content of the last box, or without a box what math-verify finds."""
     if "\\boxed" in text:
         return _parsed(answers.last_boxes(text) or "")
     found = parse(text, config, extraction_mode="first_match", parsing_timeout=None)
-    # The text that was found comes last; where it needs no rewriting it has been read already.
+    # The text that math-verify found comes last. If it needs no rewriting, it has been parsed already.
     needs_rewriting = found and isinstance(found[-1], str) and latex_form(found[-1]) != found[-1]
     return _parsed(found[-1]) if needs_rewriting else found
 
 
 def _parsed(answer: str) -> list:
-    """What math-verify makes of an answer without delimiters; empty for an empty one."""
+    """An answer without delimiters as math-verify parses it; empty for an empty answer."""
     form = latex_form(answer)
     if not form:
         return []

@@ -1,14 +1,14 @@
-"""Programs of a policy, run where they can do no harm.
+"""Runs programs written by a policy where they can do no harm.
 
-A program is one process in namespaces of its own (bubblewrap): no network, nobody else's processes,
-an empty environment, a file system that holds the Python installation for reading and one small
-folder in memory for writing, with few files. A seccomp filter takes away what a program that reads its
-input and writes its output does not need: further processes, sockets, other processes' memory, mounting, and
-memory of the kernel that no limit counts. Resource limits bound the rest, and the clock ends what is left.
+A program is one process in its own namespaces (bubblewrap). It has no network, no access to other processes, and an
+empty environment. Its file system holds the Python installation, read-only, and one small folder in memory for
+writing, with a limited number of files. A seccomp filter blocks what a program that reads its input and writes its
+output does not need: further processes, sockets, other processes' memory, mounting, and kernel memory that no limit
+counts. Resource limits bound the rest, and a time limit on the clock ends the program.
 
-Where any of this cannot be had, nothing is run: see `require`. Two things depend on the machine: where file
-systems cannot be mounted the folder is read-only, and root gives each program a user of its own, if it can,
-since the kernel does not count root's threads.
+Where any of this is not available, nothing is run: see `require`. Two things depend on the machine. Where file
+systems cannot be mounted, the folder is read-only. And root gives each program its own user, if possible, since the
+kernel does not count root's threads.
 """
 
 import atexit
@@ -30,10 +30,10 @@ from typing import IO, Literal
 
 from qerl_jax.ahead import Ahead
 
-_FOLDER_BYTES = 16 << 20  # also the longest file, the output included
+_FOLDER_BYTES = 16 << 20  # also the largest file, output included
 _FOLDER_FILES = 256
 _THREADS = 64
-# Users that no machine gives to anyone else.
+# User ids that machines do not give to other users.
 _FIRST_USER, _USERS = 1 << 30, 1 << 29
 
 
@@ -43,7 +43,7 @@ class Limits:
 
     Attributes:
         seconds: Processor time; on the clock it may take twice as long.
-        memory_mb: Address space, MiB. Generous: solutions ask for threads with large stacks.
+        memory_mb: Address space, MiB. Generous, since solutions start threads with large stacks.
     """
 
     seconds: float = 5.0
@@ -61,7 +61,7 @@ class Outcome:
     Attributes:
         status: "ok" for exit status 0, "timeout" when a time limit ended it, else "failed".
         output: What it wrote to its standard output, at most 16 MiB.
-        errors: What it wrote to its standard error, as much.
+        errors: What it wrote to its standard error, at most 16 MiB.
     """
 
     status: Literal["ok", "failed", "timeout"]
@@ -70,14 +70,14 @@ class Outcome:
 
 
 def runner(limits: Limits, workers: int | None = None) -> Ahead[tuple[str, str], Outcome]:
-    """Runs (program, input) pairs side by side, ahead of time if asked to.
+    """Runs (program, input) pairs in parallel, ahead of time if asked to.
 
     Args:
         limits: Limits of each program.
-        workers: Number of programs at a time; absent means as many as there are processors.
+        workers: Number of programs at a time; None means as many as there are processors.
 
     Returns:
-        Its `map` raises NotImplementedError where programs cannot be isolated; then none has run.
+        A runner whose `map` raises NotImplementedError where programs cannot be isolated; then none has run.
     """
 
     def isolated(job: tuple[str, str]) -> Outcome:
@@ -88,7 +88,7 @@ def runner(limits: Limits, workers: int | None = None) -> Ahead[tuple[str, str],
 
 
 def require() -> None:
-    """Checks, once in a process, that programs can be isolated here.
+    """Checks, once per process, that programs can be isolated here.
 
     Raises:
         NotImplementedError: If they cannot, with the reason.
@@ -101,7 +101,7 @@ def require() -> None:
 
 @functools.cache
 def unavailable() -> str | None:
-    """Why programs cannot be isolated on this machine; None if they can, which is tried out."""
+    """Why programs cannot be isolated on this machine; None if they can. This is tried, not guessed."""
     if sys.platform != "linux" or platform.machine() not in _MACHINES:
         return f"needs Linux on {' or '.join(_MACHINES)}, not {sys.platform} {platform.machine()}"
     if not shutil.which("bwrap"):
@@ -111,7 +111,7 @@ def unavailable() -> str | None:
 
 @functools.cache
 def _found() -> tuple["_Isolation", str | None]:
-    """The first kind of isolation that a trial program finds complete; and what is wrong where none is."""
+    """The first kind of isolation that a trial program finds complete, and the reason where none is."""
     for isolation in _KINDS:
         lacks_root = isolation.own_user and os.geteuid() != 0
         if lacks_root or not all(map(shutil.which, _TOOLS if isolation.folder else ())):
@@ -129,9 +129,10 @@ class _Isolation:
     """How programs are isolated.
 
     Attributes:
-        own_user: Whether root gives each program a user of its own; else it is nobody in a user namespace, and
-            outside of it the caller.
-        folder: Whether there is a folder to write to, of few files: bwrap alone can bound its bytes only.
+        own_user: Whether root gives each program its own user. Otherwise the program is nobody inside a user
+            namespace, and the caller outside of it.
+        folder: Whether there is a writable folder with a limited number of files: bwrap alone can limit only its
+            bytes.
     """
 
     own_user: bool
@@ -140,11 +141,11 @@ class _Isolation:
 
 # Of util-linux, and a shell.
 _TOOLS = ("unshare", "mount", "setpriv", "sh")
-# The best first.
+# Best first.
 _KINDS = (_Isolation(True, True), _Isolation(False, True), _Isolation(False, False))
 
 
-# Looks for what must not be there; an assertion that fails names itself in the reason.
+# Looks for what must not be there. The reason names the assertion that fails.
 _PROBE = """
 import os, socket
 def denied(call, *arguments):
@@ -174,8 +175,8 @@ def _probe(isolation: _Isolation) -> str:
     return _PROBE.format(folder=isolation.folder, files=_FOLDER_FILES)
 
 
-# Limits first, then the program in this very module: a thread that outlives the main program still
-# finds its globals.
+# Sets the limits, then runs the program in this same module: a thread that outlives the main program still finds
+# its globals.
 _LAUNCHER = """
 import resource
 for name, soft, hard in {limits}:
@@ -214,7 +215,7 @@ def _run(program: str, stdin: str, limits: Limits, isolation: _Isolation) -> Out
 
 
 def _file(content: bytes) -> IO[bytes]:
-    """A file without a name, at its start; a limit on files bounds what a program writes to it."""
+    """A file without a name, positioned at its start. The limit on file size bounds what a program writes to it."""
     file = tempfile.TemporaryFile()
     file.write(content)
     file.seek(0)
@@ -241,7 +242,7 @@ def _command(code: int, rules: int, limits: Limits, isolation: _Isolation) -> li
     )
     python = f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}"
     folders = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache", sys.base_prefix)
-    # Folders above the installation, which may be one user's own.
+    # Folders above the installation, which may be private to one user.
     above = [str(path) for path in reversed(pathlib.Path(sys.base_prefix).parents)][1:]
     devices = ("/dev/null", "/dev/zero", "/dev/urandom")
     box = ("--bind", _mount_point(), "/box") if isolation.folder else ("--dir", "/box")
@@ -262,14 +263,14 @@ def _command(code: int, rules: int, limits: Limits, isolation: _Isolation) -> li
         # After the last mount point has been made.
         *("--remount-ro", "/", "--seccomp", str(rules), "--"),
         *_as_own_user(isolation),
-        # -S: what is installed beside this package is not mounted.
+        # -S: the packages installed beside this one are not mounted.
         *(python, "-I", "-S", "-B", "-X", "utf8"),
         *("-c", _LAUNCHER.format(limits=rlimits)),
     ]
 
 
 def _before(isolation: _Isolation) -> list[str]:
-    """What mounts the folder, seen by this program only, and then runs the command after it."""
+    """A command that mounts the folder, visible to this program only, and then runs the command after it."""
     if not isolation.folder:
         return []
     unshare, shell, mount = map(shutil.which, ("unshare", "sh", "mount"))
@@ -280,7 +281,7 @@ def _before(isolation: _Isolation) -> list[str]:
 
 
 def _as_own_user(isolation: _Isolation) -> list[str]:
-    """Makes root a user that no other program has: threads are counted per user."""
+    """A command that changes root to a user that no other program has: threads are counted per user."""
     if not isolation.own_user:
         return []
     user = str(_FIRST_USER + secrets.randbelow(_USERS))
@@ -289,7 +290,7 @@ def _as_own_user(isolation: _Isolation) -> list[str]:
 
 @functools.cache
 def _mount_point() -> str:
-    """An empty folder, over which each program's own is mounted."""
+    """An empty folder, over which each program's own folder is mounted."""
     folder = tempfile.TemporaryDirectory(prefix="qerl-box-")
     atexit.register(folder.cleanup)
     return folder.name
@@ -344,7 +345,7 @@ _REFUSED = (
     ("landlock_create_ruleset", 444, 444),
     ("seccomp", 317, 277),
 )
-# Of `fcntl` what holds locks, leases and larger pipes, which are the kernel's memory too.
+# Commands of `fcntl` for locks, leases and larger pipes, which take kernel memory too.
 _REFUSED_FCNTL = (6, 7, 37, 38, 1024, 1026, 1031)
 # AUDIT_ARCH number, column of _REFUSED, numbers of clone and fcntl.
 _MACHINES = {"x86_64": (0xC000003E, 1, 56, 72), "aarch64": (0xC00000B7, 2, 220, 25)}
@@ -356,8 +357,8 @@ _CLONE_THREAD = 0x10000
 def _seccomp() -> bytes:
     """The filter as classic BPF, which bwrap loads right before the program starts.
 
-    `clone` passes for threads only. `clone3` hides its flags behind a pointer, so it is said not to
-    exist, and the C library falls back to `clone`.
+    `clone` is allowed for threads only. `clone3` hides its flags behind a pointer, so the filter answers that it
+    does not exist, and the C library falls back to `clone`.
     """
     architecture, column, clone, fcntl = _MACHINES[platform.machine()]
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -380,10 +381,10 @@ def _seccomp() -> bytes:
         *when(at_least, 0x40000000, refuse),  # x86_64's second table of calls, x32
         *when(equal, _CLONE3, missing),
         *(each for call in refused for each in when(equal, call, refuse)),
-        # A clone: allowed if it is a thread. What is no clone goes on behind these four.
+        # A clone: allowed if it is a thread. Any other call continues after these four.
         *((equal, 0, 4, clone), (load, 0, 0, first_argument)),
         *((any_bit, 0, 1, _CLONE_THREAD), (give, 0, 0, allow), (give, 0, 0, refuse)),
-        # No fcntl: to the verdict "allow" at the end.
+        # Not fcntl: jump to the verdict "allow" at the end.
         *((equal, 0, 1 + 2 * len(_REFUSED_FCNTL), fcntl), (load, 0, 0, second_argument)),
         *(each for command in _REFUSED_FCNTL for each in when(equal, command, refuse)),
         (give, 0, 0, allow),

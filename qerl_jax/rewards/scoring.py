@@ -6,12 +6,12 @@ Prompts, completions, ids and columns are lists of one entry per row; columns ar
 (`answer`, ...). A completion is text for a text prompt and `[{"role": "assistant", "content":
 text}]` for a chat. None means that the reward does not apply to the row. Functions may be `async`.
 Extras are `log_extra(column, values)`, `log_metric(name, value)` and what the caller adds
-(`trainer_state`): take `**_` for those that a function does not use.
+(`trainer_state`): a function takes `**_` for those that it does not use.
 
-A function may have an attribute `votes`, a function from [problems][N] answers to as many texts that are
-equal where it calls two answers the same; maj@k counts by it. It may have an attribute `begin`, which
-is called with the same arguments but for few rows, as these end: it starts work in the background whose
-results the function takes up when it is called with all rows.
+A function may have an attribute `votes`: a function from [problems][N] answers to [problems][N] texts, which are
+equal where two answers count as the same; maj@k uses it. It may have an attribute `begin`, which is called with the
+same arguments for a few rows, as soon as these end. It starts work in the background; the function uses the results
+when it is called with all rows.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ from qerl_jax.rewards.stock import FACTORIES, STOCK, RewardFunction
 
 type Named = tuple[str, RewardFunction]
 
-# What the log of completions says of every one.
+# Columns of the completions log that every completion has.
 COMPLETION_COLUMNS = ("prompt", "completion", "reward", "advantage", "length", "stopped")
-# How long the row is looked for that a function fails on.
+# Time limit of the search for the row that a function fails on.
 _SEARCH_SECONDS = 5.0
 _RESERVED = ("prompts", "completions", "completion_ids", "log_extra", "log_metric")
 
@@ -51,7 +51,8 @@ class Record:
 
     Attributes:
         rows: B, the number of entries in a column.
-        columns: Columns by name, of B entries each (`log_extra`); the last under a name counts.
+        columns: Columns by name, of B entries each (`log_extra`); a later column replaces an earlier one of the
+            same name.
         values: Metrics by name, each with every number logged (`log_metric`).
     """
 
@@ -63,7 +64,7 @@ class Record:
         """Adds a column to the log of completions.
 
         Raises:
-            ValueError: If it has not one entry per row, or takes the name of a column that is there.
+            ValueError: If it does not have one entry per row, or has the name of an existing column.
         """
         where, count = f"log_extra({column!r})", len(values)
         require(column not in COMPLETION_COLUMNS, where, column, "is a column already")
@@ -71,7 +72,7 @@ class Record:
         self.columns[column] = list(values)
 
     def log_metric(self, name: str, value: float) -> None:
-        """Adds a number to a metric; under the name of one of the run's own it is not seen."""
+        """Adds a number to a metric. A metric with the name of one of the run's own is not shown."""
         self.values.setdefault(name, []).append(float(value))
 
 
@@ -90,13 +91,12 @@ def resolve(
     Args:
         names: Stock names (the keys of `STOCK` and `FACTORIES`), import paths
             "package.module:function" or "folder/file.py:function", or functions themselves.
-        options: Arguments of factories, which make reward functions, by name. Stock
-            factories may do without; of what is imported, a name with options is a factory.
-            Options of other names are ignored.
+        options: Arguments of factories (functions that make reward functions), by name. Stock factories need none;
+            an imported name is a factory if it has options here. Options of other names are ignored.
 
     Raises:
-        ValueError: For an unknown name, a module that cannot be imported, something that cannot be
-            called, options that a factory refuses, or two functions of one name.
+        ValueError: For an unknown name, a module that cannot be imported, an object that cannot be called, options
+            that a factory refuses, or two functions with the same name.
     """
     functions = [_resolve_one(name, options or {}) for name in names]
     resolved = [(getattr(f, "__name__", type(f).__name__), f) for f in functions]
@@ -123,7 +123,7 @@ def evaluate(
         completion_ids: Token ids of each completion.
         columns: Columns of the data set, of B entries each.
         extras: Further arguments, passed as they are (`trainer_state`).
-        record: Keeps what functions give to `log_extra` and `log_metric`; made with B rows.
+        record: Collects what functions log by `log_extra` and `log_metric`; made with B rows.
 
     Returns:
         float32 [B, number of functions]; NaN where a function returned None.
@@ -177,9 +177,8 @@ def evaluate(
 
 
 def _first_row(function: RewardFunction, arguments: Mapping[str, Any], rows: int) -> str:
-    """The first row that a function fails on by itself, and what that row has; nothing if that takes long.
-
-    Nor where it fails on the first and on the last: then it is not for a row that it fails.
+    """The first row on which a function fails by itself, with the row's values; empty if the search takes long.
+Also empty if the function fails on both the first and the last row: then no single row is the cause.
     """
     until = time.monotonic() + _SEARCH_SECONDS
     tried = itertools.takewhile(lambda row: time.monotonic() < until, range(rows))
@@ -194,7 +193,7 @@ def _first_row(function: RewardFunction, arguments: Mapping[str, Any], rows: int
 
 
 def _cut(arguments: Mapping[str, Any], rows: int, row: int) -> dict[str, Any]:
-    """The arguments of one row; what is logged of it is dropped."""
+    """The arguments for one row, whose logging is dropped."""
     record = Record(1)
     own = {
         name: [value[row]]
@@ -216,9 +215,8 @@ def _fails(function: RewardFunction, arguments: Mapping[str, Any]) -> bool:
 
 
 def environments_own(name: str) -> RewardFunction:
-    """The rewards that environments of the class of that name gave their rows (`get_reward`).
-
-    It is None where one gave none, and for rows of other classes.
+    """The rewards that environments of the class `name` gave their rows (`get_reward`). The value is None where an
+environment gave none, and for rows of other classes.
     """
 
     def own(environments: Sequence[Any], **_) -> list[float | None]:
@@ -230,15 +228,15 @@ def environments_own(name: str) -> RewardFunction:
 def beginner(
     functions: Sequence[Named], problems: Sequence[datasets.Problem], group: int
 ) -> Callable[[int, str], None] | None:
-    """A function that tells the reward functions of each row as it ends; None where none wants to know.
+    """A function that tells reward functions about each row as it ends; None where no function has `begin`.
 
     Args:
         functions: From `resolve`.
-        problems: Of a rollout.
+        problems: The problems of a rollout.
         group: Completions of each problem.
 
     Returns:
-        begin(row, text), which raises nothing: what is wrong with a row shows when all are scored.
+        begin(row, text), which never raises: an error in a row appears when all rows are scored.
     """
     begins = [function.begin for _, function in functions if hasattr(function, "begin")]
 
@@ -324,7 +322,7 @@ def is_async(function: RewardFunction) -> bool:
 
 
 def _run(calls: Sequence[Coroutine]) -> list:
-    """What the coroutines return, run side by side."""
+    """The results of the coroutines, which run concurrently."""
     if not calls:
         return []
 
@@ -335,7 +333,7 @@ def _run(calls: Sequence[Coroutine]) -> list:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(gather())
-    # A notebook's thread has a loop running already, which asyncio.run refuses to share.
+    # A notebook's thread already runs an event loop, and asyncio.run refuses to run beside it.
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(asyncio.run, gather()).result()
 

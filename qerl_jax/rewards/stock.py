@@ -1,6 +1,6 @@
 r"""The stock rewards, all verifiable, with the signature that `scoring` describes.
 
-Correctness: they compare the answers that `data.answers` finds, or those that verl would find
+Correctness: these compare the answers that `data.answers` finds, or those that verl would find
 (`data.verl_answers`); `math_verify_reward` asks a computer algebra system, and `code_reward` runs the program.
 Form: think/answer tags. Length and repetition: factories under TRL's names, configured by
 `[rewards.options.NAME]`. DAPO's overlong punishment is in `rl.grpo`.
@@ -44,7 +44,7 @@ def completion_text(completion: str | Sequence[Mapping[str, str]]) -> str:
 
 
 def _by_text(judge: Callable[[str], float]) -> RewardFunction:
-    """Makes a reward function of one that judges a single text."""
+    """Makes a reward function from one that judges a single text."""
 
     @functools.wraps(judge)
     def reward(completions: Sequence, **_) -> list[float]:
@@ -54,7 +54,7 @@ def _by_text(judge: Callable[[str], float]) -> RewardFunction:
 
 
 def _by_answer(judge: Callable[[str, str], float]) -> RewardFunction:
-    """Makes a reward function of one that judges a single text by its row's answer."""
+    """Makes a reward function from one that judges a single text by its row's answer."""
 
     @functools.wraps(judge)
     def reward(completions: Sequence, answer: Sequence, **_) -> list[float | None]:
@@ -109,7 +109,7 @@ def dapo_reward(text: str, answer: str) -> float:
 
 @_by_answer
 def dapo_boxed_reward(text: str, answer: str) -> float:
-    r"""1 where the last `\boxed{}` of the last 100 characters holds the row's answer to the letter.
+    r"""1 where the last `\boxed{}` of the last 100 characters holds exactly the row's answer.
 
     DAPO's strict variant; 0 elsewhere.
     """
@@ -120,7 +120,7 @@ def dapo_boxed_reward(text: str, answer: str) -> float:
 def verl_gsm8k_reward(text: str, answer: str) -> float:
     """1 where the number after the last `#### ` of the last 300 characters is the row's answer, else 0.
 
-    As verl scores GSM8K by default ("strict"): digit by digit, commas aside.
+    This is verl's default ("strict") score for GSM8K: compared digit by digit, ignoring commas.
     """
     return float(verl_answers.strict_number(text) == answer.replace(",", ""))
 
@@ -129,7 +129,7 @@ def verl_gsm8k_reward(text: str, answer: str) -> float:
 def verl_gsm8k_flexible_reward(text: str, answer: str) -> float:
     """1 where the last number of the last 300 characters is the row's answer, else 0.
 
-    As verl scores GSM8K if asked to be "flexible": digit by digit, so that "1,234" and "18." are wrong.
+    This is verl's "flexible" score for GSM8K: compared digit by digit, so "1,234" and "18." are wrong.
     """
     return float(verl_answers.flexible_number(text) == answer.replace(",", ""))
 
@@ -138,7 +138,7 @@ def verl_gsm8k_flexible_reward(text: str, answer: str) -> float:
 def verl_math_reward(text: str, answer: str) -> float:
     r"""1 where the last `\boxed{}` holds the row's answer in Hendrycks' normal form, else 0.
 
-    As verl scores MATH and MATH-500.
+    This is verl's score for MATH and MATH-500.
     """
     given = verl_answers.boxed(text)
     return float(given is not None and verl_answers.same_in_hendrycks_form(given, answer))
@@ -146,14 +146,14 @@ def verl_math_reward(text: str, answer: str) -> float:
 
 @_by_answer
 def verl_aime_reward(text: str, answer: str) -> float:
-    """`dapo_reward` with the row's answer as verl's own rows of AIME hold it: 25 for "025" or "25.0"."""
+    """`dapo_reward` with the row's answer as in verl's own AIME rows: 25 for "025" or "25.0"."""
     gold = answer if answers.number(answer) is None else answers.canonical(answer)
     return float(_equal_in_minerva_form(verl_answers.answer_line(text), gold))
 
 
 @_by_answer
 def xml_answer_reward(text: str, answer: str) -> float:
-    """2 where the tagged answer is the row's to the letter, else 0; see `answers.tagged`.
+    """2 where the tagged answer equals the row's exactly, else 0; see `answers.tagged`.
 
     QeRL's GSM8K reward (its published code).
     """
@@ -168,7 +168,7 @@ def int_reward(text: str) -> float:
 
 @_by_text
 def format_reward(text: str) -> float:
-    """1 for one `<think>` block, then one `<answer>` block, and only space around them; else 0."""
+    """1 for one `<think>` block, then one `<answer>` block, with only whitespace around them; else 0."""
     return float(_WELL_FORMED.fullmatch(text) is not None)
 
 
@@ -178,8 +178,8 @@ def soft_format_reward(text: str) -> float:
 
     QeRL adds it to accuracy (arXiv:2510.11696, its published code).
     """
-    # The first place of each tag in turn decides, so this stays linear in the text: one pattern
-    # with three wildcards would take seconds on a model that repeats its tags.
+    # Each tag is searched from the place of the one before, which is linear in the text. One pattern with three
+    # wildcards would take seconds on text that repeats its tags.
     _, think, rest = text.partition("<think>")
     between = _BETWEEN_BLOCKS.search(rest)
     return 0.2 * bool(think and between and "</answer>" in rest[between.end() :])
@@ -208,10 +208,10 @@ def think_format_reward(text: str) -> float:
 
 @_by_text
 def xmlcount_reward(text: str) -> float:
-    r"""0.125 for each of the four tags that stands once at its line; -0.001 per character after.
+    r"""0.125 for each of the four tags that occurs once, at its line; -0.001 per character after the end.
 
-    "After" is what follows the line of the last `</answer>`. The widely copied original counts
-    these characters twice, and all of the text where that line does not end; here once.
+    The end is the line of the last `</answer>`. The widely copied original counts the characters after it twice,
+    and counts the whole text where that line does not end; here they count once.
     """
     _, closed, rest = text.rpartition(_XML_LINES[-1])
     trailing = len(rest.removeprefix("\n")) if closed else 0
@@ -242,11 +242,11 @@ def token_hash_reward(completion_ids: Sequence, **_) -> list[float]:
 def get_math_verify_reward(seconds: float = 5.0, workers: int | None = None) -> RewardFunction:
     r"""Makes `math_verify_reward`: 1 where the completion's answer equals the row's, else 0.
 
-    math-verify compares them as mathematics, in worker processes; `math_judge.agrees` says what of
-    a completion is taken for its answer. None where the row has no answer or a gold answer that
-    cannot be read (a judge killed over the gold answer alone counts as that). A judge that is
-    killed or fails over the completion gives 0, not None: whoever writes what cannot be judged has
-    not answered, and must not escape the comparison with its group. Such rows are logged as
+    math-verify compares them as mathematics, in worker processes; `math_judge.agrees` says which part of a
+    completion is its answer. None where the row has no answer, or a gold answer that cannot be read (or one that
+    the judge cannot read in time). If a judge is killed or fails because of the completion, the reward is 0, not
+    None: a completion that cannot be judged has not answered, and must stay in the comparison with its group. Such
+    rows are logged as
     `rewards/math_verify_reward/timeouts` (killed at the limit) and `.../failures` (anything else).
 
     Args:
@@ -321,7 +321,7 @@ def get_cosine_scaled_reward(
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> RewardFunction:
     """Makes `repetition_penalty_reward`: max_penalty (1 - unique / all), of the row's n-grams.
 
-    N-grams are of token ids; 0 for a completion shorter than one.
+    N-grams are of token ids; 0 for a completion shorter than an n-gram.
 
     Source: Yeo et al. 2025 (arXiv:2502.03373), appendix C.2; names and defaults are TRL's.
 
@@ -351,8 +351,8 @@ def get_code_reward(
     """Makes `code_reward`: the share of a row's tests that the last Python block passes.
 
     The column `verification_info` holds `{"language": "python", "test_cases": [{"input": text,
-    "output": text}, ...]}`, as open-r1's verifiable coding problems have it. A test is passed by a
-    program that ends in time with status 0 and writes the expected lines, trailing space aside.
+    "output": text}, ...]}`, as open-r1's verifiable coding problems have it. A program passes a test if it ends in
+    time with status 0 and writes the expected lines, ignoring trailing whitespace.
     None for a row without such tests (another language, or tests that call a function); 0 without
     a block of code. Programs run in `sandbox`; those that a time limit ended are logged as
     `rewards/code_reward/timeouts`.
@@ -419,7 +419,7 @@ def _math_judges(workers: int | None, seconds: float) -> process_pool.Pool:
 def _math_reward(
     name: str, read: Callable[[str], str], workers: int | None, seconds: float
 ) -> RewardFunction:
-    """Makes the reward `name`, which compares what `read` takes of a text with the row's answer."""
+    """Makes the reward `name`, which compares the part of a text that `read` returns with the row's answer."""
     judges = _math_judges(workers, seconds)
 
     def reward(
@@ -455,7 +455,7 @@ def _math_reward(
 
 
 def _stdin_tests(info: Mapping[str, Any] | None) -> list[Mapping[str, str]] | None:
-    """A row's tests if all are texts in and out of a Python program, else None."""
+    """A row's tests if each is an input text and an output text of a Python program, else None."""
     if not info or info.get("language") != "python":
         return None
     tests = info.get("test_cases") or []

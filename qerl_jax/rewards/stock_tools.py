@@ -1,7 +1,7 @@
-"""The stock of tools and environments.
+"""The stock tools and environments.
 
-A tool is a function whose annotations and docstring say how it is called; an environment is a class
-whose methods are such. Their docstrings are what the policy reads.
+A tool is a function whose annotations and docstring say how it is called; an environment is a class whose methods
+are tools. The policy reads these docstrings.
 """
 
 import ast
@@ -20,9 +20,9 @@ _OPERATIONS: dict[type, Callable] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-# The most digits of a calculator's result.
+# Most digits of a calculator's result.
 _MOST_DIGITS = 100
-# The most characters of a program's result; it is then cut by tokens, too.
+# Most characters of a program's result, which is then also cut by tokens.
 _MOST_CHARACTERS = 4000
 
 

@@ -1,4 +1,4 @@
-"""Which answers to a problem count as one vote: those that are the same mathematics to a judge."""
+"""Which answers to a problem count as one vote: those that a judge finds mathematically equal."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ from qerl_jax.data import answers
 def mathematical(
     judges: process_pool.Pool, given: Sequence[Sequence[str | None]]
 ) -> list[list[str | None]]:
-    r"""Puts one text for all answers to a problem that are the same mathematics.
+    r"""Replaces all mathematically equal answers to a problem by one text.
 
-    The judge sees two answers at a time and no reference answer. Two numbers are told apart without it.
-    An answer that cannot be read, or takes the judge too long, is compared by its text.
+    The judge compares two answers at a time and sees no reference answer. Two numbers are compared without it. An
+    answer that cannot be read, or takes the judge too long, is compared as text.
 
     Args:
-        judges: Processes that answer `math_judge`'s calls.
-        given: [problems][N] answers as they were read; None where there is none.
+        judges: Processes that run `math_judge`'s functions.
+        given: [problems][N] answers as read from completions; None where there is none.
 
     Returns:
-        [problems][N] votes: the canonical text of the first answer that is the same; None for None.
+        [problems][N] votes: the canonical text of the first equal answer; None for None.
     """
     spellings = [_spellings(row) for row in given]
     unread = [text for each in spellings for text in each.values() if answers.number(text) is None]
@@ -43,7 +43,7 @@ def mathematical(
 
 
 def _spellings(row: Sequence[str | None]) -> dict[str, str]:
-    """By canonical text the first spelling of each answer, in the order in which they were given."""
+    """The first spelling of each answer by its canonical text, in the order given."""
     spellings: dict[str, str] = {}
     for text in row:
         if text is not None:
@@ -52,7 +52,7 @@ def _spellings(row: Sequence[str | None]) -> dict[str, str]:
 
 
 def _leaders(names: Sequence[str], problem: int, same: set[tuple[int, str, str]]) -> dict[str, str]:
-    """For each name the first that is the same, of those that lead."""
+    """For each name, the first equal one among the leading names."""
     leaders: dict[str, str] = {}
     for name in names:
         leading = dict.fromkeys(leaders.values())
