@@ -1,4 +1,4 @@
-"""The loop of training, and steps that are run once more.
+"""The training loop, and the replay of single steps.
 
 May import every package but `cli`.
 """

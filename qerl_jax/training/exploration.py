@@ -1,4 +1,4 @@
-"""Adaptive Quantization Noise over a run: what acts at each step, how large it is, and what that means."""
+"""Adaptive Quantization Noise (AQN) over a run: the noise of each step, its size, and its meaning."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -13,19 +13,19 @@ from qerl_jax.model import transformer
 from qerl_jax.model.noise import row_noise
 from qerl_jax.rl import aqn
 
-# What an adaptive sigma follows, by the metric's name.
+# The metric that an adaptive sigma follows.
 _SIGNALS = {"entropy": "sampling/entropy", "kl": "sampling/kl_k3", "reward": "reward"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Exploration:
-    """The noise of a run as a function of the step, and of sigma where that follows what is measured.
+    """The noise of a run as a function of the step, and of sigma where sigma follows a metric.
 
     Attributes:
         cfg: The noise; None for none.
-        stage: Function of a place on the schedule: the stage, of which 0 is silent.
-        scheduled: Function of a place on the schedule: sigma; None where sigma adapts.
-        draw: Function of step and sigma: the `noise` collection, or `RowNoise`.
+        stage: Maps a place on the schedule to the stage; stage 0 has no noise.
+        scheduled: Maps a place on the schedule to sigma; None where sigma adapts.
+        draw: Maps step and sigma to the `noise` collection, or to `RowNoise`.
     """
 
     cfg: NoiseConfig | None
@@ -35,7 +35,7 @@ class Exploration:
 
     @property
     def first(self) -> float | None:
-        """The sigma with which an adaptive schedule begins; None for any other."""
+        """The initial sigma of an adaptive schedule; None for other schedules."""
         return self.cfg.sigma_start if self._adapts else None
 
     def __call__(
@@ -44,9 +44,9 @@ class Exploration:
         """The collection `noise` and its metrics; both empty without noise.
 
         Args:
-            step: Optimizer steps done, from which the noise is drawn.
-            place: Where the run stands on the schedule.
-            sigma: Of an adaptive schedule, as `adapted` gave it; not read by any other.
+            step: Optimizer steps done; determines the random draw.
+            place: The run's place on the schedule.
+            sigma: Sigma of an adaptive schedule, from `adapted`; other schedules do not use it.
         """
         if self.cfg is None:
             return {}, {}
@@ -58,9 +58,9 @@ class Exploration:
     def adapted(
         self, sigma: float | None, place: int, metrics: Mapping[str, float]
     ) -> float | None:
-        """The next sigma of an adaptive schedule, from the metrics of a rollout; None for any other.
+        """The next sigma of an adaptive schedule, from the metrics of a rollout; None for other schedules.
 
-        In the silent stage it stays: what is measured there does not depend on it.
+        It does not change in stage 0: the metrics there do not depend on it.
         """
         if not self._adapts or not int(self.stage(place)):
             return sigma
@@ -86,7 +86,7 @@ def make_exploration(
     Args:
         cfg: The noise; None for none.
         model: The policy.
-        key: Key that serves nothing but the noise.
+        key: Random key, used only for the noise.
         total_steps: Length of the schedule.
     """
     if cfg is None:
@@ -101,7 +101,7 @@ def make_exploration(
 
 
 def abstract_noise(cfg: NoiseConfig, model: transformer.Transformer) -> Any:
-    """The tree that a run's noise is, without its values."""
+    """Shapes and dtypes of a run's noise."""
     return jax.eval_shape(lambda: _drawn(cfg, model, jax.random.key(0), 0.0))
 
 
@@ -119,7 +119,7 @@ def mean_scales(
 
     Args:
         model: The policy.
-        params: What trains; a norm in it takes the place of the frozen one.
+        params: The trained parameters; a norm in them replaces the frozen one.
         frozen: The rest of the policy.
         final_norm: Whether the norm before the head is perturbed.
     """
@@ -131,12 +131,13 @@ def mean_scales(
 def describe(
     cfg: NoiseConfig, model: transformer.Transformer, params: Any, frozen: Any
 ) -> list[str]:
-    """Lines for the start of a run: what sigma means in units of the norms' scales, and where rounding drowns it.
+    """Lines for the start of a run: sigma relative to the norms' scales, and where rounding is larger than the
+    noise.
 
     Args:
         cfg: The noise.
         model: The policy.
-        params: What trains.
+        params: The trained parameters.
         frozen: The rest of the policy.
     """
     means = mean_scales(model, params, frozen, final_norm=cfg.final_norm)

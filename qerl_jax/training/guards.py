@@ -1,6 +1,6 @@
-"""What would make a run useless in silence: rollouts sampled without the adapter, and weights that are no numbers.
+"""Checks for silent failures: rollouts sampled without the adapter, and weights that are not finite.
 
-Trainers have sampled without the adapter: rewards then vary, nothing is learned, and no metric shows why.
+Other trainers have had the first fault: rewards vary, nothing is learned, and no metric shows why.
 """
 
 import dataclasses
@@ -15,21 +15,21 @@ from qerl_jax.hosts import Hosts
 from qerl_jax.rl import update
 from qerl_jax.rl.experience import Experience
 
-# Rows that are scored once more.
+# Number of rows that are scored again.
 _ROWS = 8
-# What the adapter changes stands out of rounding where a token's noise is below this part of it. Where it does
-# not, rounding is in both sides of the regression, which makes the share of a good sampler smaller than 1.
+# The adapter's effect is clear of rounding where a token's noise is below this fraction of it. Otherwise rounding
+# affects both sides of the regression, and the share of a correct sampler falls below 1.
 _CLEAR = 1 / 8
 
 
 @dataclasses.dataclass(frozen=True)
 class AdapterShare:
-    """How much of what the adapter changes the sampler saw.
+    """How much of the adapter's effect is in the sampler's log-probabilities.
 
     Attributes:
         share: 1 where the adapter sampled, 0 where the bare base did.
         error: Its standard error; infinite while the adapter changes nothing.
-        noise: Of a token, in units of what the adapter changes (root mean squares); infinite likewise.
+        noise: Noise per token, relative to the adapter's effect (root mean squares); infinite likewise.
     """
 
     share: float
@@ -38,21 +38,21 @@ class AdapterShare:
 
     @property
     def known(self) -> bool:
-        """Whether the noise is small enough to tell the two apart."""
+        """Whether the noise is small enough to tell the two cases apart."""
         return self.noise < _CLEAR
 
 
 def adapter_share(
     with_adapter: np.ndarray, without: np.ndarray, sampled: np.ndarray, mask: np.ndarray
 ) -> AdapterShare:
-    """Regresses what the sampler did on what the adapter does.
+    """Regresses the sampler's log-probabilities on the adapter's effect.
 
         sampled - without = share * (with_adapter - without) + noise of rounding
 
     Args:
         with_adapter: float32, the trainer's log-probabilities of tokens, adapter on.
         without: The same with the adapter off.
-        sampled: The sampler's.
+        sampled: The sampler's log-probabilities.
         mask: bool, the tokens that count.
     """
     base = np.asarray(without, np.float64)[mask]
@@ -67,7 +67,7 @@ def adapter_share(
 
 
 def is_due(step: int, updates_per_rollout: int) -> bool:
-    """Whether the rollout after so many optimizer steps is checked: the second, the third, the fifth, the ninth ...
+    """Whether to check the rollout after `step` optimizer steps: the second, third, fifth, ninth ... rollout.
 
     At first an adapter may change too little to tell.
     """
@@ -78,22 +78,22 @@ def is_due(step: int, updates_per_rollout: int) -> bool:
 def check_adapter(
     updater: update.Updater, params: Any, frozen: Any, noise: Any, group: Experience
 ) -> dict[str, float]:
-    """Whether the sampler has the adapter that is trained; costs two forward passes of at most eight rows.
+    """Checks that the sampler uses the trained adapter. Costs two forward passes over at most eight rows.
 
     Args:
-        updater: Of the run.
+        updater: The run's updater.
         params: The adapter that the group was sampled with.
         frozen: The base.
         noise: The noise under which it was sampled, or None.
         group: Completions of one prompt.
 
     Returns:
-        `sampling/adapter_share`; nothing where it is not sure.
+        `sampling/adapter_share`; nothing where the result is uncertain.
 
     Raises:
         RuntimeError: The group was sampled without the adapter.
     """
-    # One shape, so that it is compiled once for a run.
+    # Always the same shape, so that it is compiled once per run.
     batch = update.cut_rows(updater, group, group.rows.reshape(-1)[:_ROWS], largest=True)[0]
     part, replicas = group.pack(batch, {}), updater.replicas
     policy = replicas.each((params, frozen, noise))[0]
@@ -115,16 +115,16 @@ def check_adapter(
 
 
 def require_finite(tree: Any, step: int) -> None:
-    """Refuses weights, or an optimizer's state, of which a number is not finite: they must not be saved.
+    """Refuses to save weights, or an optimizer state, with numbers that are not finite.
 
-    No update should make them so, for one whose loss or gradient is not finite is skipped.
+    No update should cause this, because updates whose loss or gradient is not finite are skipped.
 
     Args:
-        tree: What is learned, and the optimizer's state.
+        tree: The trained parameters and the optimizer's state.
         step: Optimizer steps done, for the error.
 
     Raises:
-        ValueError: Naming the first array with such a number.
+        ValueError: Names the first array with such a number.
     """
     for path, is_finite in jax.tree_util.tree_leaves_with_path(jax.device_get(_finite(tree))):
         if not is_finite:
@@ -137,10 +137,10 @@ def require_finite(tree: Any, step: int) -> None:
 
 
 def require_same(hosts: Hosts, params: Any, step: int) -> None:
-    """Refuses to go on where the processes of a run have not learned the same: each computes every step itself.
+    """Refuses to continue where the processes of a run have different parameters: each computes every step itself.
 
     Raises:
-        RuntimeError: They have not, on which all agree.
+        RuntimeError: The parameters differ; all processes raise it.
     """
     if hosts.count == 1:
         return
@@ -155,7 +155,7 @@ def require_same(hosts: Hosts, params: Any, step: int) -> None:
 
 @jax.jit
 def _fingerprint(tree: Any) -> jax.Array:
-    """uint32, the sum of the bits of all numbers."""
+    """uint32, the sum of all numbers' bits."""
     of_bits = lambda x: jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     return sum(jnp.sum(of_bits(leaf), dtype=jnp.uint32) for leaf in jax.tree.leaves(tree))
 

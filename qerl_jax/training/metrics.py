@@ -1,4 +1,4 @@
-"""What an iteration of the loop leaves for the log: times, rewards, lengths, and its completions."""
+"""What one iteration of the loop logs: times, rewards, lengths and completions."""
 
 import dataclasses
 import time
@@ -16,14 +16,14 @@ from qerl_jax.rl import grpo, rollouts
 
 @dataclasses.dataclass
 class Trace:
-    """One iteration of the loop, as it goes on.
+    """Timing and records of one iteration, filled in while it runs.
 
     Attributes:
         step: Optimizer steps done before it.
         total_steps: Optimizer steps of the whole run.
-        records: What reward functions logged, one record per round of sampling.
-        started: Seconds of the clock at its start.
-        laps: Seconds of its phases.
+        records: Logs of the reward functions, one record per sampling round.
+        started: Clock time at its start, in seconds.
+        laps: Seconds spent in each phase.
     """
 
     step: int
@@ -34,7 +34,7 @@ class Trace:
 
     @property
     def extras(self) -> dict[str, Any]:
-        """What reward functions are told beside the rows, as by TRL."""
+        """Extra arguments of reward functions, as in TRL."""
         return {
             "trainer_state": types.SimpleNamespace(
                 global_step=self.step, max_steps=self.total_steps
@@ -47,7 +47,7 @@ class Trace:
         self.laps[phase] = self.laps.get(phase, 0.0) + elapsed
 
     def metrics(self, sampled: rollouts.Rollout, learned: rollouts.Rollout) -> dict[str, float]:
-        """Times, rates of the tokens that were sampled and learned from, and what rewards logged."""
+        """Times, token rates of sampling and learning, and the metrics that rewards logged."""
         stats = runtime.memory_stats() or {}
         peak = (
             {"perf/peak_memory_gb": stats["peak_bytes_in_use"] / 1e9}
@@ -65,7 +65,7 @@ class Trace:
         }
 
     def columns(self) -> dict[str, list]:
-        """Columns that reward functions added to all that was sampled; None where one did not."""
+        """Columns that reward functions added, for all sampled rows; None where a function added nothing."""
         names = dict.fromkeys(name for record in self.records for name in record.columns)
         return {
             name: [
@@ -121,8 +121,8 @@ def of_turns(rollout: rollouts.Rollout) -> dict[str, float]:
 
     `tools/call_frequency` is the mean number of calls of a row, `tools/failure_frequency` the share of calls
     that were answered with an error, `turns/mean` and `turns/max` count the policy's turns,
-    `turns/limited` is the share of rows whose last call was not answered. Of turn number K,
-    `turns/K/share` is the share of rows that have it, and `turns/K/mean_length` its mean number of tokens.
+    `turns/limited` is the share of rows whose last call was not answered. For turn number K, `turns/K/share` is the
+    share of rows that have this turn, and `turns/K/mean_length` its mean number of tokens.
     """
     talks = rollout.conversations
     if talks is None:
@@ -145,7 +145,7 @@ def of_turns(rollout: rollouts.Rollout) -> dict[str, float]:
     return metrics
 
 
-# So many turns have metrics of their own.
+# Turns up to this number have their own metrics.
 _MOST_TURNS = 8
 
 
@@ -158,12 +158,12 @@ def _turn_lengths(given: np.ndarray) -> list[int]:
 def truncation(
     learned: rollouts.Scored, advantages: np.ndarray, is_masked: bool
 ) -> dict[str, float]:
-    """What completions that were cut off cost, as a share of all tokens, and teach, as a share of all |advantages|.
+    """Cut-off completions: their share of all tokens, and their share of all |advantages|.
 
     Args:
         learned: The groups that are learned from.
-        advantages: [P, G], theirs.
-        is_masked: Whether such completions are left out of the loss.
+        advantages: [P, G], the advantages of these groups.
+        is_masked: Whether cut-off completions are left out of the loss.
     """
     lengths, cut = learned.rollout.sampled_lengths, ~np.array(learned.rollout.stopped)
     weights = np.where(cut & is_masked, 0, np.abs(np.asarray(advantages)).reshape(-1))
@@ -187,8 +187,8 @@ def completion_rows(
     Args:
         sampled: All that was sampled.
         learned: The groups that were learned from.
-        advantages: [P, G], theirs; None is logged for groups from which nothing was learned.
-        columns: What reward functions added, an entry per completion.
+        advantages: [P, G], the learned groups' advantages; None is logged for groups that were not used.
+        columns: Columns that reward functions added, one entry per completion.
     """
     rollout, group = sampled.rollout, sampled.rollout.num_generations
     prompts, _ = datasets.collate(rollout.problems)

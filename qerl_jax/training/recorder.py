@@ -1,4 +1,5 @@
-"""What a run leaves behind as it goes (metrics, evaluations, the best adapter, checkpoints), and how it ends."""
+"""Writes the results of a run as it trains (metrics, evaluations, the best adapter, checkpoints), and handles its
+end."""
 
 import json
 import pathlib
@@ -22,19 +23,19 @@ type Callback = Callable[[int, dict[str, Any]], bool | None]
 
 
 class Recorder:
-    """Takes the steps of a run as they are done.
+    """Records the steps of a run.
 
-    As a context manager it sees how the run ends. When a signal stops it (`Stopped`), the state of the last
-    whole step is saved; of a step that is half done nothing is kept, and it is done again when the run is
-    resumed. An evaluation that is interrupted is done again, too.
+    As a context manager it handles the end of the run. When a signal stops the run (`Stopped`), the state of the
+    last complete step is saved. An unfinished step is dropped, and repeated when the run resumes; so is an
+    interrupted evaluation.
 
     Attributes:
-        trace: The step that is being done; None before the first.
-        health: What the metrics so far say of the run.
+        trace: The current step; None before the first.
+        health: What the metrics so far say about the run.
     """
 
     def __init__(self, run: PreparedRun, logger: Logger, on_step: Callback | None):
-        """Goes on from what the checkpoint remembers; an older one leaves that to the metrics."""
+        """Continues from the progress in the checkpoint; for an older checkpoint, from the metrics file."""
         self._run, self._logger, self._on_step = run, logger, on_step
         self._state, self._supply, self._sigma = run.state, run.supply, run.sigma
         self._saved = int(run.state.step)
@@ -49,9 +50,9 @@ class Recorder:
         self.health = health.Health.of(run.cfg, rows)
 
     def begin(self) -> bool:
-        """Does what comes before the first step, and says whether to go on.
+        """Does the work before the first step, and returns whether to continue.
 
-        That is the evaluation of the policy that is not trained yet, or the one in which the run was stopped.
+        This is the evaluation of the untrained policy, or the evaluation in which the run was stopped.
         """
         if self._pending is not None:
             return self.record(self._state, self._supply, self._pending, self._sigma)
@@ -66,11 +67,10 @@ class Recorder:
         row: dict[str, Any],
         sigma: float | None,
     ) -> bool:
-        """Writes the metrics of a step, evaluated where that is due, and says whether to go on.
+        """Writes the metrics of a step, with an evaluation where one is due, and returns whether to continue.
 
-        It also writes `best`, and `best.json` beside it, when held-out accuracy is the highest so far, and a
-        checkpoint where that is due. An adaptive sigma is what a checkpoint holds of the noise: all else
-        follows from the step.
+        It also writes `best` and `best.json` when held-out accuracy is the highest so far, and a checkpoint where
+        one is due. Of the noise a checkpoint holds only an adaptive sigma: all else follows from the step.
         """
         run, cfg, step = self._run, self._run.cfg, int(state.step)
         self._state, self._supply, self._pending, self._sigma = state, supply, row, sigma
@@ -106,11 +106,11 @@ class Recorder:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Saves where a signal has stopped the run, and adds to an error what the run was doing.
+        """Saves if a signal has stopped the run, and adds to an error what the run was doing.
 
         Raises:
-            Stopped: With a line that says how far the run has come.
-            MemoryError: For what the device has no memory for, with the line of the plan and its setting.
+            Stopped: With a line about the progress of the run.
+            MemoryError: When the device runs out of memory; with the line of the memory plan and its setting.
         """
         if isinstance(error, Exception):
             error.add_note(self._doing())
@@ -138,7 +138,8 @@ class Recorder:
         ) from error
 
     def _phase(self) -> memory.Phase:
-        """What the device was doing: nothing but the update is told by what is done of a step."""
+        """What the device was doing, judged by the finished phases of the step; only the update can be told
+        apart."""
         if self.trace is None or self._pending is not None:
             return "evaluation"
         return "update" if "reward" in self.trace.laps else "rollout"
@@ -153,7 +154,7 @@ class Recorder:
         return f"in the {doing} of step {self.trace.step + 1} of {self._run.total_steps}"
 
     def _save(self) -> None:
-        """Writes a checkpoint of the last whole step, and what the run remembers beside its state."""
+        """Writes a checkpoint of the last complete step, with the run's progress beside its state."""
         progress = {"num_tokens": self._logger.num_tokens, "best": self._best}
         if self._pending is not None:
             progress["pending"] = {name: plain(value) for name, value in self._pending.items()}
@@ -166,12 +167,12 @@ class Recorder:
 
 
 def learned_state(state: update.TrainState) -> dict[str, Any]:
-    """What of a state updates change."""
+    """The parts of a state that updates change."""
     return {"params": state.params, "opt_state": state.opt_state}
 
 
 def variables(run: PreparedRun, params: Any) -> dict[str, Any]:
-    """The variables that sample."""
+    """The variables for sampling."""
     return {"params": as_computed(params, run.model.dtype), "frozen": run.frozen}
 
 

@@ -1,4 +1,4 @@
-"""Optimizer steps whose loss or gradient was not finite: kept in files, and run once more to see why."""
+"""Optimizer steps whose loss or gradient was not finite: saved to files, and run again to find the cause."""
 
 import dataclasses
 import os
@@ -19,16 +19,16 @@ from qerl_jax.model.transformer import trainable
 from qerl_jax.rl import experience, update
 from qerl_jax.training import exploration
 
-# Files of one run: the first ones say why, and a run that never recovers must not fill the disk.
+# Most files per run: the first ones show the cause, and a run that never recovers must not fill the disk.
 _KEPT = 3
-# Of each tree its leaves are numbered, of the experience and the fixed log-probabilities named.
+# Trees whose leaves are numbered in a file; the experience and the fixed log-probabilities have names.
 _TREES = ("params", "noise")
 
 
 def write(run_folder: str | pathlib.Path, failure: update.NonFinite) -> pathlib.Path | None:
     """Writes `<run_folder>/non_finite/step_<step>.npz`: rows, weights and noise of a skipped step.
 
-    Only the first three of a run are written; of others the answer is None.
+    Only the first three of a run are written; for others it returns None.
     """
     path = pathlib.Path(run_folder) / "non_finite" / f"step_{failure.step:06d}.npz"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,14 +54,14 @@ def write(run_folder: str | pathlib.Path, failure: update.NonFinite) -> pathlib.
 
 
 def run(path: str | pathlib.Path) -> list[str]:
-    """Loads the policy of the run, repeats the step, and says what is not finite; dropout is sampled anew.
+    """Loads the run's policy, repeats the step, and reports what is not finite. Dropout is sampled again.
 
     Args:
         path: A file that `write` wrote, in its run folder.
 
     Raises:
         FileNotFoundError: When there is no such file, or no config.toml in the folder above.
-        ValueError: When the file is something else.
+        ValueError: When it is not such a file.
     """
     path = pathlib.Path(path)
     if not path.is_file():
@@ -117,7 +117,7 @@ def _read(path: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def _bad_rows(rows: experience.Experience, fixed: dict[str, np.ndarray]) -> list[str]:
-    """Rows that came into the step with numbers that are not finite."""
+    """Reports the rows whose inputs to the step were not finite."""
     tokens = {"behaviour_logps": rows.behaviour_logps, **fixed}
     bad = {name: (rows.mask & ~np.isfinite(value)).any(axis=1) for name, value in tokens.items()}
     bad["advantages"] = ~np.isfinite(rows.advantages)

@@ -1,4 +1,4 @@
-"""From a config to all that the loop needs; what is wrong with the input is said here."""
+"""Prepares everything that the loop needs from a config, and reports errors in the input."""
 
 import dataclasses
 import functools
@@ -26,38 +26,38 @@ from qerl_jax.rl.entropy import EntropyControl
 from qerl_jax.tracking import terminal, trackers
 from qerl_jax.training import exploration, metrics, replay, stopping
 
-# Streams of randomness that must not meet; each folds in the step.
+# Independent random streams; each folds in the step.
 SAMPLE, NOISE, UPDATE, EVAL, PARAMS = range(5)
 
 
 @dataclasses.dataclass(frozen=True)
 class PreparedRun:
-    """All that the loop needs.
+    """Everything that the loop needs.
 
     Attributes:
         cfg: The config.
         model: The policy.
-        replicas: The devices, each of which holds the policy.
-        frozen: What of the policy does not train.
-        problems: Those whose prompts fit.
+        replicas: The replicas of the policy, and their devices.
+        frozen: The part of the policy that does not train.
+        problems: The problems whose prompts fit.
         functions: Names and functions of the rewards.
         weights: One for each function.
-        informative: Function of a scored rollout that says which groups dynamic sampling keeps.
+        informative: Maps a scored rollout to the groups that dynamic sampling keeps.
         total_steps: Optimizer steps of the whole run, and the length of its schedules; see `place`.
         sampler: How completions are sampled.
         updater: How a rollout is learned from.
         noise: The noise under which the policy samples.
-        sigma: Where an adaptive sigma begins, or goes on; None for any other.
-        evaluator: Held-out accuracy, or None.
+        sigma: Initial or resumed value of an adaptive sigma; None for other schedules.
+        evaluator: Measures held-out accuracy; or None.
         files: The checkpoints.
-        state: Where training begins, or goes on; the first update takes its buffers.
-        supply: Where the data begins, or goes on.
-        progress: What the run remembers beside its state, as `Recorder` wrote it; empty for a new one.
-        stop: Whether a signal has asked it to end.
-        memory: The plan of memory; None where the device does not report its own.
-        earlier_peak: Most bytes that this process had on the device before the run.
+        state: Initial or resumed state; the first update donates its buffers.
+        supply: Initial or resumed position in the data.
+        progress: The run's progress beside its state, as `Recorder` wrote it; empty for a new run.
+        stop: Tells whether a signal has asked the run to end.
+        memory: The memory plan; None where the device does not report its memory.
+        earlier_peak: Peak device memory of this process before the run, in bytes.
         notes: Lines to show.
-        began: When it was begun to prepare, in seconds of the monotonic clock.
+        began: Start of the preparation, in seconds of the monotonic clock.
     """
 
     cfg: config.RunConfig
@@ -91,14 +91,14 @@ class PreparedRun:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that writes files, computes rewards, and speaks."""
+        """Whether this is the process that writes files, computes rewards and prints."""
         return self.hosts.leads
 
     def place(self, step: int, supply: dynamic_sampling.Supply) -> int:
-        """Where the run stands on its schedules, in optimizer steps; at `total_steps` it is over.
+        """The run's place on its schedules, in optimizer steps; the run ends at `total_steps`.
 
-        With `max_steps` that is the step. With `num_train_epochs` it is the step that a run without
-        dynamic sampling would have come to with the problems met so far.
+        With `max_steps` this is the step. With `num_train_epochs` it is the step that a run without dynamic
+        sampling would have reached with the same number of problems.
         """
         if self.cfg.num_train_epochs is None:
             return step
@@ -111,7 +111,7 @@ class PreparedRun:
         most = self.cfg.grpo.max_sampling_rounds
         if self.cfg.num_train_epochs is None:
             return most
-        # The last epoch has no more problems than these.
+        # The last epoch has only this many problems left.
         return min(most, (self.total_steps - place) // self.cfg.updates_per_rollout)
 
 
@@ -130,10 +130,10 @@ def setup(
     stop: stopping.Stop | None = None,
     quiet: bool = True,
 ) -> PreparedRun:
-    """Loads all that a config names; a run that is found in its folder goes on where it was.
+    """Loads everything that a config names. If the run's folder already has the run, it is resumed.
 
-    Everything that can be wrong with the input is found before the run folder is made; what is wrong with
-    rewards and data before the weights of the base are read.
+    All errors in the input are found before the run folder is made; errors in rewards and data before the weights
+    of the base are read.
 
     Args:
         cfg: The run.
@@ -141,8 +141,8 @@ def setup(
         reward_functions: Rewards, instead of those that `cfg.rewards` names.
         tools: Tools, instead of those that `cfg.tools` names.
         environment: A class, or several by name, instead of what `cfg.tools` names.
-        stop: Says whether a signal has asked the run to end; sampling asks it between two chunks of tokens.
-        quiet: Whether the terminal does not show how far the base is read.
+        stop: Tells whether a signal has asked the run to end; sampling checks it between chunks of tokens.
+        quiet: Do not show progress while the base is read.
     """
     began, stop = time.monotonic(), stop or stopping.Stop()
     trackers.require(cfg.report_to)
@@ -186,7 +186,7 @@ def setup(
     notes += _about_epochs(cfg, total_steps)
     extras = metrics.Trace(0, total_steps).extras
     if talks is not None:
-        # Before a step is sampled it is known whether environments begin with such rows.
+        # Check before the first step that environments can begin with such rows.
         rollouts.begun(talks, problems[:2], tokenizer, cfg.data.max_prompt_length)
         extras |= boxes.extras(len(problems[:2]))
     if hosts.leads:
@@ -224,7 +224,7 @@ def setup(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
         )
         if hosts.leads:
-            del state  # where everything trains, the device does not hold two
+            del state  # with full training the device cannot hold two states
             state = files.restore(like, resumed)
         state = replicas.of_first(state)
     run = PreparedRun(
@@ -288,7 +288,7 @@ def _weights(
     quiet: bool,
     places: base_model.Placer | None,
 ) -> Any:
-    """The base's weights; unless `quiet`, the terminal shows what is read and how far it is."""
+    """The base's weights; unless `quiet`, the terminal shows the progress."""
     load = functools.partial(base_model.load_weights, cfg.model, model, cfg.seed, places=places)
     if quiet:
         return load()
@@ -299,7 +299,7 @@ def _weights(
 
 
 def _require_alike(cfg: config.RunConfig, hosts: Hosts) -> None:
-    """Refuses processes of one run that would not do the same."""
+    """Refuses processes of one run that would compute different things."""
     rule = "a run on several hosts cannot have tools yet: leave them out, or train on one host"
     require(hosts.count == 1 or cfg.tools is None, "tools", cfg.tools, rule)
     devices = jax.local_devices()
@@ -317,12 +317,12 @@ def _require_alike(cfg: config.RunConfig, hosts: Hosts) -> None:
 def about_data(
     cfg: config.RunConfig, problems: Sequence[datasets.Problem], *, is_named: bool
 ) -> list[str]:
-    """Says what of the data may not be meant, or would teach nothing.
+    """Warns of data that is probably a mistake, or would teach nothing.
 
     Args:
         cfg: The run.
         problems: Its problems.
-        is_named: Whether they are those that `cfg.data` names.
+        is_named: Whether the problems come from `cfg.data`.
     """
     if not problems:
         return []
@@ -338,7 +338,7 @@ def about_data(
             "note: prompts are texts (column 'prompt'), which the policy is given as they are, without its chat "
             "template. If the base is a chat model, call the column 'question', or set data.system_prompt"
         )
-    # Procedural problems have their answers.
+    # Generated problems always have answers.
     if "answer" not in first.columns or cfg.data.dataset == "arithmetic":
         return notes
     lacking = [row for row, each in enumerate(problems) if each.columns.get("answer") in (None, "")]
@@ -352,7 +352,7 @@ def about_data(
 
 
 def _about_epochs(cfg: config.RunConfig, total_steps: int) -> list[str]:
-    """What a number of epochs comes to where rollouts may take several rounds."""
+    """A line on what `num_train_epochs` means where rollouts may take several rounds."""
     if cfg.num_train_epochs is None or not cfg.grpo.dynamic_sampling:
         return []
     rounds = total_steps // cfg.updates_per_rollout
@@ -363,7 +363,7 @@ def _about_epochs(cfg: config.RunConfig, total_steps: int) -> list[str]:
 
 
 def _about_slow_sampling(cfg: config.RunConfig, model: transformer.Transformer) -> list[str]:
-    """Why rollouts are slower on this card than they need be."""
+    """A line on why rollouts are slower on this card than they could be."""
     rows = min(cfg.generation_batch_size, cfg.rollout.max_concurrent or cfg.generation_batch_size)
     own_noise = cfg.noise is not None and cfg.noise.per != "rollout"
     slow = fused_decode.slow_because(model, rows, own_noise=own_noise)
@@ -371,18 +371,19 @@ def _about_slow_sampling(cfg: config.RunConfig, model: transformer.Transformer) 
 
 
 def check_folder(cfg: config.RunConfig) -> config.RunConfig | None:
-    """A run folder belongs to one config; resuming under another would be a different run under its name.
+    """Checks that the folder's run has this config: resuming with another one would be a different run under the
+    same name.
 
-    It may be longer than it was, and go on on other devices.
+    The run may be made longer, and may continue on other devices.
 
     Returns:
-        The config of the run that is found there, or None.
+        The config of the run in the folder, or None.
 
     Raises:
-        ConfigError: When there is a run that differs in more.
+        ConfigError: When the folder's run differs in anything else.
     """
     folder = pathlib.Path(cfg.output_dir)
-    # A run that failed before its first checkpoint left nothing to go on from: it may be mended.
+    # A run that failed before its first checkpoint has nothing to resume: its config may change.
     made = [folder / "adapter", folder / "model", *folder.glob("checkpoints/[0-9]*")]
     if not (folder / "config.toml").exists() or not any(each.is_dir() for each in made):
         return None
@@ -407,7 +408,7 @@ def check_folder(cfg: config.RunConfig) -> config.RunConfig | None:
 
 
 def _differences(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two configs under a name: the field, or those of the section, with their values."""
+    """The differences of two configs under a name: the field, or the fields of a section, with their values."""
     pair = [table.get(name) for table in (before, now)]
     if not all(isinstance(each, Mapping) for each in pair):
         shown = ("a section" if isinstance(each, Mapping) else repr(each) for each in pair)
@@ -418,7 +419,7 @@ def _differences(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -
 
 
 def _about_length(run: PreparedRun, earlier: config.RunConfig) -> list[str]:
-    """What is said of a run that has become longer: where it stands in its schedules."""
+    """Lines about a run that was made longer: its place on its schedules."""
     before, cfg = earlier.total_steps(len(run.problems)), run.cfg
     if before == run.total_steps:
         return []
@@ -433,7 +434,7 @@ def _about_length(run: PreparedRun, earlier: config.RunConfig) -> list[str]:
 
 
 def _plan_memory(cfg: config.RunConfig) -> memory.MemoryPlan | None:
-    """Refuses a run that cannot fit; None where the device does not report its memory."""
+    """The memory plan; refuses a run that cannot fit. None where the device does not report its memory."""
     memory.require_context(cfg)
     limit = memory.device_memory()
     if limit is None:
@@ -451,12 +452,12 @@ def _plan_memory(cfg: config.RunConfig) -> memory.MemoryPlan | None:
 
 
 def peak_memory() -> int:
-    """Most bytes that this process ever had on the device; 0 where it does not say."""
+    """Peak device memory of this process, in bytes; 0 where the device does not report it."""
     return (runtime.memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
 def _starting_adapter(cfg: config.RunConfig) -> pathlib.Path | None:
-    """The folder of the adapter to go on from; its shape is the run's."""
+    """The folder of the adapter to start from; it must have the run's shape."""
     if cfg.model.adapter_name_or_path is None:
         return None
     folder = hf_folder.local_folder(cfg.model.adapter_name_or_path)
@@ -470,7 +471,7 @@ def _starting_adapter(cfg: config.RunConfig) -> pathlib.Path | None:
 def _rewards(
     cfg: config.RunConfig, given: Sequence[stock.RewardFunction] | None
 ) -> tuple[list[scoring.Named], list[float]]:
-    """The reward functions and their weights; the punishment of long completions comes last."""
+    """The reward functions and their weights; the penalty for long completions comes last."""
     functions = scoring.resolve(
         cfg.rewards.functions if given is None else given, cfg.rewards.options
     )
@@ -500,7 +501,7 @@ def _rewards(
 def _add_own_rewards(
     boxes: environments.Toolboxes, functions: list[scoring.Named], weights: list[float]
 ) -> None:
-    """Adds the rewards that environments give their rows themselves, each with weight 1."""
+    """Adds the rewards that environments compute for their rows, each with weight 1."""
     silent = [box.environment_name or "tools" for box in boxes if not box.owns_reward]
     rule = f"must name one at least: {', '.join(silent)} has no get_reward"
     require(bool(functions) or not silent, "rewards.functions", (), rule)
@@ -517,17 +518,17 @@ def informative_by(
     weights: Sequence[float],
     note: Callable[[str], None],
 ) -> Callable[[rollouts.Scored], np.ndarray]:
-    """The function of a scored rollout that says which groups dynamic sampling keeps, bool [P].
+    """Makes the function that maps a scored rollout to the groups that dynamic sampling keeps, bool [P].
 
     Args:
         cfg: The run.
         functions: Names and functions of the rewards.
         weights: One for each function.
-        note: Is told by which rewards groups are compared.
+        note: Called with a line that names the rewards by which groups are compared.
 
     Raises:
-        ConfigError: For the name of a reward that the run does not have, and where all of its
-            rewards shape form or length.
+        ConfigError: For the name of a reward that the run does not have, and where all of its rewards judge only
+            form or length.
     """
     names, metric = [name for name, _ in functions], cfg.grpo.dynamic_sampling_metric
     given, field = cfg.rewards.shaping, "grpo.dynamic_sampling_metric"

@@ -1,9 +1,9 @@
-"""Signals that ask a run to end: it ends where nothing is half done, and saves what it has.
+"""Signals that ask a run to end. The run ends between two units of work, and saves its state.
 
-A handler that raises is not safe here. Python runs it between any two instructions of the main thread: an
-exception that falls into a callback of the garbage collector, of a weak reference or of a `__del__` is printed
-and forgotten, so that the run goes on; one that falls into a callback of JAX's C++ code ends the process there. So
-the handler only takes note, and the loop asks (`Stop.poll`) where it can end.
+A handler must not raise here. Python runs it between any two instructions of the main thread. An exception raised
+inside a callback of the garbage collector, of a weak reference or of a `__del__` is printed and lost, so that the
+run continues; one raised inside a callback of JAX's C++ code kills the process. So the handler only records the
+signal, and the loop checks it (`Stop.poll`) where it can end.
 """
 
 import contextlib
@@ -20,20 +20,20 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(KeyboardInterrupt):
-    """A run that has ended because a signal asked for it.
+    """Raised when a run ends because of a signal.
 
     Attributes:
         signal: The signal.
     """
 
     def __init__(self, number: int, text: str = ""):
-        """Takes the number of the signal, and a line that says what was saved."""
+        """Takes the number of the signal, and a line about what was saved."""
         super().__init__(text or f"stopped by {signal.Signals(number).name}")
         self.signal = signal.Signals(number)
 
     @property
     def exit_code(self) -> int:
-        """128 and the number of the signal, as shells have it: 130 for SIGINT, 143 for SIGTERM."""
+        """128 plus the number of the signal, as in shells: 130 for SIGINT, 143 for SIGTERM."""
         return 128 + self.signal
 
 
@@ -41,23 +41,23 @@ class Stop:
     """Whether a signal has asked the run to end.
 
     Attributes:
-        signal: The signal; None as long as there was none.
-        saves: Whether there is a state to save, so that a signal waits for the next `poll`. Until then it does
-            what it did before `listening`, and is remembered: should its exception be lost, the first `poll` ends
-            the run.
+        signal: The signal; None while there was none.
+        saves: Whether there is a state to save, so that a signal waits for the next `poll`. Before that a signal
+            has the effect that it had before `listening`, and is recorded: if its exception is lost, the first
+            `poll` ends the run.
     """
 
     def __init__(self, hosts: Hosts = Hosts()):
-        """Hears nothing yet; see `listening`. A signal to one of the processes ends all of them."""
+        """Does not handle signals yet; see `listening`. A signal to one of the processes ends all of them."""
         self.signal: int | None = None
         self.saves = False
         self._hosts = hosts
         self._before: dict[int, Any] = {}
 
     def poll(self) -> None:
-        """Ends what this process does here, if a signal has asked for it.
+        """Raises `Stopped` if a signal has arrived.
 
-        Where there are several, the others must learn of it before they wait for this one.
+        With several processes, the others must learn of it before they wait for this one.
 
         Raises:
             Stopped: The signal has come, to this process or to another.
@@ -69,7 +69,7 @@ class Stop:
             raise Stopped(asked)
 
     def poll_together(self) -> None:
-        """Ends the run here in all processes, which must all come here, if a signal has asked any of them for it.
+        """Ends the run here in all processes if a signal has reached any of them. All processes must call it.
 
         Raises:
             Stopped: The signal has come.
@@ -80,9 +80,10 @@ class Stop:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Takes note of SIGINT and SIGTERM in the block; a second one also does what it did before the block.
+        """Records SIGINT and SIGTERM inside the block. A second signal also has the effect that it had before the
+        block.
 
-        Outside of the main thread, where Python has no signals, nothing is heard.
+        Outside of the main thread Python delivers no signals, and nothing is recorded.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -98,7 +99,7 @@ class Stop:
         is_first, self.signal = self.signal is None, number
         if is_first and self.saves:
             name = signal.Signals(number).name
-            # Not through Python's file objects: the signal may have come while one was written to.
+            # Not through Python's file objects: the signal may have interrupted a write to one.
             _say(
                 f"{name}: the run ends after what it is doing, and saves; a second one ends it at once"
             )
@@ -115,11 +116,11 @@ class Stop:
 def ending_at_once(command: str) -> Iterator[None]:
     """Makes SIGINT and SIGTERM end the process in the block, with one line and the code 130 or 143.
 
-    For a command line that has nothing to save yet: neither exit handlers nor destructors run, in which
-    libraries may hang or abort.
+    For a command line that has nothing to save yet. Exit handlers and destructors do not run, since libraries may
+    hang or abort in them.
 
     Args:
-        command: Stands before the line.
+        command: Name of the command, printed before the line.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -2,16 +2,16 @@
 
 How this differs from the paper (arXiv 2510.11696) and from its published code:
 
-1. Noise is drawn once per rollout from (seed, step) in float32 and given to the forward pass as a
-   value; the paper draws per forward pass (`noise.per = "token"`), its code adds it to 16-bit weights
-   in place, where it accumulates or rounds away.
+1. Noise is drawn once per rollout from (seed, step) in float32, and is an argument of the forward pass. The paper
+   draws it per forward pass (`noise.per = "token"`); its code adds it to 16-bit weights in place, where it
+   accumulates or is lost by rounding.
 2. The ratio is taken against the sampler's own log-probabilities by default (`old_logprobs =
-   "behaviour"`), noise included; the original recomputes them without noise, so that its ratio is 1
-   and the noise goes uncorrected.
-3. Sampler, scorer, reference and gradient read one base in one process, so there is no weight to
-   hand over. They are one model function; only on Hopper a decoding step may run the same arithmetic
-   in fused kernels instead (`model.fused_decode`).
-4. A step without signal changes nothing, and is counted.
+   "behaviour"`), noise included; the original recomputes them without noise, so that its ratio is 1 and the noise
+   is not corrected for.
+3. Sampler, scorer, reference and gradient read one base in one process, so no weights are copied between them. They
+   share one model function; only a decoding step on a GPU may run the same arithmetic in fused kernels instead
+   (`model.fused_decode`).
+4. A step without a learning signal changes nothing, and is counted.
 """
 
 import contextlib
@@ -52,26 +52,26 @@ def train(
     on_step: Callable[[int, dict[str, Any]], bool | None] | None = None,
     quiet: bool = False,
 ) -> update.TrainState:
-    """Trains a LoRA adapter on a frozen base (or a dense base itself) by GRPO, sampling under noise.
+    """Trains a LoRA adapter on a frozen base (or a dense base itself) by GRPO, with noise during sampling.
 
-    Everything that can be wrong with the input is found before the run folder is made. A run that
-    is found there is resumed, and goes on as if it had never stopped.
+    All errors in the input are found before the run folder is made. A run that is already in the folder is resumed,
+    and continues as if it had never stopped.
 
     Args:
         cfg: The run.
-        problems: Problems to train on, instead of those that `cfg.data` names; a run that is resumed
-            must be given the same ones.
+        problems: Problems to train on, instead of those that `cfg.data` names; a resumed run must get the same
+            problems.
         reward_functions: Rewards by TRL's convention, instead of those that `cfg.rewards` names.
         tools: Functions that the policy may call, instead of those that `cfg.tools` names.
         environment_factory: A class, or several by name, instead of what `cfg.tools` names.
         on_step: Called as on_step(step, metrics) with each row of `metrics.jsonl`, once it is written.
-            Where it returns False, the run ends with that step: it leaves a checkpoint, from which a
-            later call goes on, and what was learned, as at its end.
-        quiet: Show nothing in the terminal; files are written all the same.
+            If it returns False, the run ends after that step. It writes a checkpoint, from which a later call
+            continues, and the trained adapter or model, as at its end.
+        quiet: Show nothing in the terminal; files are still written.
 
     Raises:
-        Stopped: SIGINT or SIGTERM came while it trained; the last whole step is saved. It is a
-            KeyboardInterrupt. Signals are heard in the main thread only.
+        Stopped: SIGINT or SIGTERM arrived during training; the last complete step is saved. It is a
+            KeyboardInterrupt. Signals are handled in the main thread only.
 
     Returns:
         The final state; the adapter is in `<output_dir>/adapter`, or a whole model in
@@ -79,9 +79,9 @@ def train(
     """
     folder, hosts = pathlib.Path(cfg.output_dir), Hosts.all()
     with contextlib.ExitStack() as owned, hosts.farewell(), _named(cfg):
-        # The folder is the first process's alone: others neither read it nor write to it.
+        # Only the first process reads and writes the folder.
         is_new = hosts.leads and not folder.is_dir()
-        # What is there must not change while it is read; a folder that is not there yet is not made for bad input.
+        # An existing folder is locked while it is read; a new folder is not made before the input is checked.
         is_there = hosts.leads and not is_new
         lock = owned.enter_context(locks.held(folder)) if is_there else None
         stop = stopping.Stop(hosts)
@@ -110,10 +110,10 @@ def train(
 
 @contextlib.contextmanager
 def _named(cfg: config.RunConfig) -> Iterator[None]:
-    """Adds to an error which run it is of, for what a command line keeps of it.
+    """Adds the name of the run to an error, for the command line to show.
 
     Raises:
-        MemoryError: For what the device has no memory for before the first step.
+        MemoryError: When the device runs out of memory before the first step.
     """
     try:
         yield
@@ -131,7 +131,7 @@ def _named(cfg: config.RunConfig) -> Iterator[None]:
 
 
 def _require_unused(folder: pathlib.Path) -> None:
-    """Refuses a folder in which another run has begun since this one looked."""
+    """Refuses a folder in which another run has begun since the first check."""
     require(
         not (folder / "config.toml").exists(),
         "output_dir",
@@ -144,7 +144,7 @@ def _require_unused(folder: pathlib.Path) -> None:
 def _loop(
     run: PreparedRun, on_step: Callable[[int, dict[str, Any]], bool | None] | None, quiet: bool
 ) -> update.TrainState:
-    """The steps of a run, from where it stands to its end."""
+    """Runs the steps of a run, from its current place to its end."""
     cfg, state, supply, sigma = run.cfg, run.state, run.supply, run.sigma
     step = started = int(state.step)
     with (
@@ -177,7 +177,7 @@ def _loop(
             )
             advantages = _advantages(cfg.grpo, batch, run.weights)
             if cfg.grpo.dynamic_sampling:
-                # A group that fills up may still differ in form or length.
+                # A group that only fills the batch may still differ in form or length.
                 advantages = np.where(run.informative(batch)[:, None], advantages, 0)
             experience = _experience(cfg, batch, advantages, noise.get("noise"))
             trace.lap("reward")
@@ -203,7 +203,7 @@ def _loop(
             step = int(state.step)
             guards.require_same(run.hosts, state.params, step)
             logger.num_tokens += fresh.rollout.num_tokens
-            # First what reward functions log: it hides nothing of the run's own.
+            # Metrics of reward functions come first, so that they cannot replace the run's own.
             row = {
                 **trace.metrics(fresh.rollout, batch.rollout),
                 **gathered,
@@ -237,8 +237,8 @@ def _loop(
 
 
 def _note_card(run: PreparedRun, state: update.TrainState, logger: Logger) -> None:
-    """Writes report.md into the run folder, and says so."""
-    from qerl_jax.tracking import card  # slow to import: its page draws
+    """Writes report.md into the run folder, and prints a line about it."""
+    from qerl_jax.tracking import card  # slow to import: its page draws charts
 
     devices = jax.tree.leaves(state.params)[0].sharding.device_set
     machine = card.Machine(
@@ -247,7 +247,7 @@ def _note_card(run: PreparedRun, state: update.TrainState, logger: Logger) -> No
         {name: _version(name) for name in ("qerl-jax", "jax", "jaxlib")},
         time.monotonic() - run.began,
     )
-    # Of a run whose metrics were removed there is nothing to tell.
+    # A run whose metrics were removed has nothing to report.
     with contextlib.suppress(FileNotFoundError):
         logger.note(f"report card in {card.write(run.cfg.output_dir, machine, run.notes)}")
 
@@ -287,7 +287,7 @@ def _logger(run: PreparedRun, quiet: bool) -> Logger | Unheard:
 
 
 def _about_unjudged(step: int, scored: rollouts.Scored) -> str:
-    """A warning about completions without a reward; it is given once in a run."""
+    """A warning about completions without a reward; shown once per run."""
     group, at = np.argwhere(np.isnan(scored.rewards))[0]
     text = scored.rollout.texts[group * scored.rollout.num_generations + at]
     return (
@@ -343,7 +343,7 @@ def _sample(
 def _advantages(
     cfg: config.GrpoConfig, scored: rollouts.Scored, weights: Sequence[float]
 ) -> jax.Array:
-    """What each completion [P, G] is worth beside the others of its prompt."""
+    """The advantage of each completion [P, G] over the others of its prompt."""
     if cfg.multi_objective_aggregation == "sum_then_normalize":
         return grpo.group_advantages(
             scored.rewards, scale=cfg.scale_rewards, estimator=cfg.advantage_estimator
@@ -357,7 +357,7 @@ def _advantages(
 
 
 def _noise_numbers(noise: Any, batch: rollouts.Scored) -> np.ndarray | None:
-    """Numbers [P, G] of the rows' noise, as they were sampled; None where they have none of their own."""
+    """Numbers [P, G] of the rows' noise, as sampled; None where rows have no noise of their own."""
     if not isinstance(noise, RowNoise):
         return None
     return noise.numbers(batch.positions, batch.rollout.num_generations)
@@ -366,10 +366,10 @@ def _noise_numbers(noise: Any, batch: rollouts.Scored) -> np.ndarray | None:
 def _check_adapter(
     run: PreparedRun, params: Any, noise: Any, fresh: rollouts.Scored
 ) -> dict[str, float]:
-    """`guards.check_adapter` of a group of this step; one that was carried over had another adapter."""
+    """`guards.check_adapter` for a group of this step; a carried-over group was sampled with another adapter."""
     cfg = run.cfg
     if isinstance(noise, RowNoise) and noise.per != "group":
-        # The trainer's rows cannot act under noise of tokens, nor under one of each row that shares a prompt.
+        # The trainer's rows cannot have noise per token, nor noise per row where rows share a prompt.
         if noise.per == "token" or cfg.optim.share_prompts:
             return {}
     group = dynamic_sampling.choose(fresh, [0])
@@ -380,7 +380,7 @@ def _check_adapter(
 def _experience(
     cfg: config.RunConfig, scored: rollouts.Scored, advantages: np.ndarray, noise: Any
 ) -> Experience:
-    """What the trainer sees of scored groups."""
+    """Scored groups in the form that the trainer reads."""
     return make_experience(
         scored.rollout,
         advantages,
@@ -394,10 +394,10 @@ def _experience(
 
 
 def _compare(plan: memory.MemoryPlan, limit: int, logger: Logger, earlier_peak: int) -> None:
-    """After the first step: the plan beside the measured peak, and one base only."""
+    """After the first step: compares the plan with the measured peak, and checks that there is one base only."""
     peak = peak_memory()
     for line in plan.lines(limit, peak):
         logger.note(line)
-    # Of a peak that was there before, what came before this run is the cause.
+    # A peak that existed before was not caused by this run.
     own_peak = peak if peak > earlier_peak else 0
     plan.require_one_base(runtime.memory_stats()["bytes_in_use"], own_peak)
