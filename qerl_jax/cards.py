@@ -1,4 +1,4 @@
-"""Which model sizes train on a card, from the memory plan: no card and no weight is needed."""
+"""Which model sizes train on a card, from the memory plan; needs no card and no weights."""
 
 import dataclasses
 import difflib
@@ -8,8 +8,8 @@ from qerl_jax.checked import from_table, require
 from qerl_jax.config import RunConfig
 from qerl_jax.model import architecture
 
-# Of a card's memory, what JAX may take in a run that is given all of it: XLA_PYTHON_CLIENT_MEM_FRACTION. By default
-# it takes three quarters.
+# Share of a card's memory that JAX takes in a run that may use all of it: XLA_PYTHON_CLIENT_MEM_FRACTION. JAX's
+# default is three quarters.
 FRACTION = 0.9
 
 
@@ -18,8 +18,8 @@ class Card:
     """An NVIDIA card.
 
     Attributes:
-        name: What people call it.
-        mebibytes: Of memory, as its driver says.
+        name: Its common name.
+        mebibytes: Its memory in MiB, as the driver reports it.
         capability: Its compute capability.
     """
 
@@ -34,7 +34,7 @@ class Card:
 
     @property
     def kernels(self) -> str:
-        """The kernels that it gets, and how far they were tried, in words."""
+        """The kernels that it uses, and how far they were tested, in words."""
         if self.capability == "9.0":
             return "Hopper kernels"
         kinds = "float16" if self.capability == "7.5" else "bfloat16"
@@ -56,10 +56,10 @@ CARDS = (
 
 
 def named(name: str) -> Card:
-    """The card of a name, in any case, with or without its maker's.
+    """Finds a card by name, in upper or lower case, with or without the maker's name.
 
     Raises:
-        ConfigError: An unknown name; lists the known ones.
+        ConfigError: For an unknown name; the error lists the known ones.
     """
     plain = lambda text: "".join(text.lower().replace("nvidia", "").replace("rtx", "").split())
     found = [card for card in CARDS if plain(card.name) == plain(name)]
@@ -92,7 +92,7 @@ def recipe(model: str) -> RunConfig:
 
 
 def describe(card: Card) -> list[str]:
-    """Lines that say which of the published shapes train on a card by `recipe`, and what they need at their peak."""
+    """Lines that say which of the published shapes train on a card by `recipe`, and their peak memory."""
     lines = [
         f"{card.name}: {card.mebibytes * 2**20 / 1e9:.1f} GB, of which a run gets {card.limit / 1e9:.1f} "
         f"(set XLA_PYTHON_CLIENT_MEM_FRACTION={FRACTION}); {card.kernels}",

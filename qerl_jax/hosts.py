@@ -1,7 +1,7 @@
-"""The processes of a run on several hosts: how they find each other, what they tell each other, and how they end.
+"""The processes of a run on several hosts: how they find each other, exchange messages, and end.
 
-JAX's coordination service, which the first process serves, carries what is said here. No device takes part, so
-that a process that waits can be told why it waits in vain. Sums of gradients go another way: see `mesh`.
+Messages go through JAX's coordination service, which runs in the first process. No device takes part, so a waiting
+process can be told why its wait is hopeless. Sums of gradients do not go this way: see `mesh`.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ from qerl_jax.checked import require
 
 # The exit code of a process whose run has lost another one.
 LOST = 4
-# So long may a process be silent before it counts as dead, in seconds.
+# Seconds of silence after which a process counts as dead.
 _SILENCE = 30
-# Between two looks whether the process that is waited for has ended, in milliseconds.
+# Milliseconds between two checks whether the awaited process has ended.
 _LOOK = 1000
-# So long the first process, which serves the others, stays after an error, in seconds: until they have read why.
+# Seconds that the first process, which serves the others, stays after an error, so that they can read the reason.
 _FAREWELL = 3
 _ADDRESS, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 _SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
@@ -36,7 +36,7 @@ class HostLost(RuntimeError):
     """Another process of the run has ended, or cannot be reached.
 
     Attributes:
-        exit_code: What a command line ends with.
+        exit_code: Exit code of a command line.
     """
 
     exit_code = LOST
@@ -44,11 +44,11 @@ class HostLost(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """The processes of a run, each of which does the same, on devices of its own.
+    """The processes of a run. All do the same, each on its own devices.
 
     Attributes:
-        index: The number of this one.
-        count: How many there are.
+        index: The number of this process.
+        count: The number of processes.
     """
 
     index: int = 0
@@ -56,27 +56,27 @@ class Hosts:
 
     @classmethod
     def all(cls) -> Self:
-        """Those that have joined; this process alone where none have."""
-        import jax  # slow to import, here as below: the command line asks this module for its help
+        """The processes that have joined; only this process where none have."""
+        import jax  # slow to import, here and below: the command line imports this module for its help
 
         if not jax.distributed.is_initialized():
             return cls()
-        # `jax.process_index` would look for devices, after which nothing can be asked of the compiler.
+        # `jax.process_index` would initialize devices, after which compiler options cannot be set.
         return cls(_state().process_id, _state().num_processes)
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that writes files, computes rewards, and speaks."""
+        """Whether this is the process that writes files, computes rewards and prints."""
         return self.index == 0
 
     def gathered(self, value: Any) -> list[Any]:
-        """What all processes give, in their order: all of them must come here.
+        """The values of all processes, in their order. All processes must call this.
 
         Args:
-            value: What `messages.encode` takes.
+            value: A value that `messages.encode` takes.
 
         Raises:
-            HostLost: When a process does not come, because it has ended.
+            HostLost: When a process does not call this because it has ended.
         """
         if self.count == 1:
             return [value]
@@ -88,23 +88,24 @@ class Hosts:
             for each in range(self.count)
         ]
         if number:
-            # All are here: so all have read what was said before.
+            # All processes are here, so all have read the earlier messages.
             with _reaching():
                 client.key_value_delete(f"qerl/{number - 1}/{self.index}")
         return found
 
     def told[Result](self, work: Callable[[], Result]) -> Result:
-        """What `work` gives in the first process, which alone calls it: all processes must come here."""
+        """The result of `work`, which only the first process calls. All processes must call this."""
         return self.gathered(work() if self.leads else None)[0]
 
     def together[Result](
         self, work: Callable[[], Result], poll: Callable[[], None]
     ) -> list[Result]:
-        """What `work` gives in each process: all must come here. Where a signal ends it in one, it ends in all.
+        """The results of `work` in each process. All must call this; if a signal ends it in one process, it ends in
+        all.
 
         Args:
-            work: What each process does by itself.
-            poll: Raises what `work` was ended by in another process.
+            work: Called by each process for itself.
+            poll: Raises the signal that ended `work` in another process.
         """
         try:
             found = (work(),)
@@ -118,12 +119,12 @@ class Hosts:
         return [result for (result,) in everyones]
 
     def ask(self, number: int) -> None:
-        """Lets all processes know that a signal asks the run to end."""
+        """Tells all processes that a signal asks the run to end."""
         if self.count > 1:
             _say_once(_ASKED, str(number))
 
     def asked(self) -> int | None:
-        """The signal that has asked any process to end the run; None as long as there was none."""
+        """The signal that asked any process to end the run; None while there was none."""
         found = _read(_ASKED) if self.count > 1 else None
         return None if found is None else int(found)
 
@@ -141,7 +142,7 @@ class Hosts:
             raise
 
     def _of(self, other: int, number: int) -> bytes:
-        """What another process gives, when it has come."""
+        """The value of another process; waits for it."""
         client = _service()
         while True:
             with _reaching():
@@ -159,13 +160,13 @@ class Hosts:
 
 
 def join(environment: Mapping[str, str] = os.environ) -> None:
-    """Joins this process to the others of its run, where the environment says that there are any.
+    """Joins this process to the others of its run, if the environment names any.
 
-    It does by JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or as a step of Slurm with several
-    tasks. Must come before anything is computed.
+    The environment has JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or is a Slurm step with
+    several tasks. Must be called before anything is computed.
 
     Raises:
-        ConfigError: For variables that are missing, or no numbers.
+        ConfigError: For variables that are missing or are not numbers.
         HostLost: When the others cannot be reached.
     """
     import jax
@@ -173,7 +174,7 @@ def join(environment: Mapping[str, str] = os.environ) -> None:
     found = _named(environment)
     if found is None or jax.distributed.is_initialized():
         return
-    # JAX's own notice of a signal would take the place of ours.
+    # JAX's own signal handling would replace ours.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(**found, heartbeat_timeout_seconds=_SILENCE)
@@ -181,12 +182,12 @@ def join(environment: Mapping[str, str] = os.environ) -> None:
         text = " ".join(str(error).split())[:300]
         where = found.get("coordinator_address", "the first host of the Slurm step")
         raise HostLost(f"the other processes cannot be reached at {where}: {text}") from error
-    # JAX ends a process whose peer is silent for long by an abort: it may wait for that one in the device.
+    # JAX aborts a process whose peer is silent for long, because it may be waiting for the peer in a device call.
     _signal(signal.SIGABRT, _aborted)
 
 
 def leave(code: int) -> None:
-    """Ends this process at once with an exit code if it has joined others: it must not wait for them."""
+    """If this process has joined others, ends it at once with an exit code, without waiting for them."""
     hosts = Hosts.all()
     if hosts.count == 1:
         return
@@ -213,13 +214,13 @@ def _named(environment: Mapping[str, str]) -> dict[str, Any] | None:
             {} if "JAX_LOCAL_DEVICE_IDS" in environment else _ALL_CARDS
         )
     if all(name in environment for name in _SLURM) and environment["SLURM_NTASKS"] != "1":
-        # With a task for each card JAX gives each its own.
+        # With one task per card JAX gives each task its own card.
         alone = environment.get("SLURM_STEP_NUM_NODES") == environment["SLURM_NTASKS"]
         return _ALL_CARDS if alone else {}
     return None
 
 
-# Without it JAX would give a task of Slurm one card.
+# Otherwise JAX would give a Slurm task one card.
 _ALL_CARDS: dict[str, Any] = {"local_device_ids": []}
 
 
@@ -230,7 +231,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def _state() -> Any:
-    """What JAX knows of the processes, which has no public name."""
+    """JAX's state of the processes, which has no public name."""
     from jax._src import distributed
 
     return distributed.global_state
@@ -243,7 +244,7 @@ def _service() -> Any:
 
 @contextlib.contextmanager
 def _reaching() -> Iterator[None]:
-    """Around what is said to the service, which ends with the first process."""
+    """A context for calls to the service, which ends with the first process."""
     try:
         yield
     except RuntimeError as error:
@@ -252,7 +253,8 @@ def _reaching() -> Iterator[None]:
 
 
 def _say_once(key: str, text: str) -> None:
-    """Writes what all may read, unless another process has; one that cannot is ending anyway."""
+    """Writes a message for all, unless another process has written it. If writing fails, the process is ending
+    anyway."""
     with contextlib.suppress(RuntimeError):
         _service().key_value_set(key, text)
 
@@ -275,5 +277,5 @@ def _aborted(number: int) -> None:
 
 
 def _signal(number: int, handler: Any) -> None:
-    """A handler for a signal that C code raises: Python's own would run too late."""
+    """Sets a handler for a signal that C code raises: a Python handler would run too late."""
     ctypes.CDLL(None).signal(ctypes.c_int(number), handler)

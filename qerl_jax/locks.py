@@ -1,4 +1,4 @@
-"""One process per folder: a lock that ends with the process that holds it, however that ends."""
+"""One process per folder: a lock that ends when its process ends, for whatever reason."""
 
 import contextlib
 import errno
@@ -14,20 +14,20 @@ from qerl_jax.files import writing
 
 # The file stays in the folder; the lock on it does not outlive its process.
 NAME = ".lock"
-# File systems without locks say so in one of these ways.
+# Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Busy(OSError):
-    """Another process works in the folder; the text names both and the remedy."""
+    """Another process uses the folder; the message names both and the remedy."""
 
 
 @contextlib.contextmanager
 def held(folder: str | pathlib.Path) -> Iterator[str | None]:
     """Locks an existing folder for the block.
 
-    The lock is `flock` on `.lock` in the folder: the kernel takes it away when the process ends, also by
-    SIGKILL. On a network drive it holds for all machines where the drive supports locks.
+    The lock is `flock` on `.lock` in the folder: the kernel releases it when the process ends, even by SIGKILL. On
+    a network drive that supports locks it holds for all machines.
 
     Args:
         folder: The folder, which exists.
@@ -37,7 +37,7 @@ def held(folder: str | pathlib.Path) -> Iterator[str | None]:
 
     Raises:
         Busy: When another process, or another call in this one, holds the lock.
-        DiskError: When the lock's file cannot be made.
+        DiskError: When the lock file cannot be made.
     """
     path = pathlib.Path(folder) / NAME
     with writing(path):
@@ -67,6 +67,6 @@ def held(folder: str | pathlib.Path) -> Iterator[str | None]:
 
 
 def _read(file: IO[str]) -> str:
-    """Who holds the lock, as its file says; the kernel knows no more than that it is held."""
+    """The holder of the lock, as written in its file; the kernel knows only that it is held."""
     file.seek(0)
     return file.read(200).strip() or "unknown process"

@@ -1,7 +1,8 @@
-"""The devices of a run, and what crosses between them.
+"""The devices of a run, and the data that moves between them.
 
-Data parallel: each replica holds the whole policy, on a device of its own or on a few that share its base. It samples some
-of the rows, and computes some of the micro-batches. Only sums of gradients cross, before the optimizer's step.
+Data parallel: each replica holds the whole policy, on its own device or on a few devices that share its base. It
+samples some of the rows, and computes some of the micro-batches. Only sums of gradients move between replicas,
+before the optimizer's step.
 """
 
 import contextlib
@@ -24,31 +25,32 @@ from qerl_jax.checked import require
 from qerl_jax.config import MeshConfig
 from qerl_jax.hosts import HostLost, Hosts
 
-# The axis of the mesh along which replicas stand.
+# The mesh axis of the replicas.
 _DATA = "data"
 _AUTO = jax.sharding.AxisType.Auto
 
 
 def places(cfg: MeshConfig, rows: int) -> int:
-    """Replicas of a run with so many rows in a rollout on all hosts: as many as are asked for, or devices are for."""
+    """Number of replicas on all hosts, for `rows` rows per rollout: as configured, or as many as the devices
+    allow."""
     if cfg.data is not None:
         return cfg.data
-    # Each host sees as many devices as this one: a run in which they differ is refused.
+    # Each host sees the same number of devices; a run where they differ is refused.
     most = max(1, len(jax.local_devices()) // cfg.fsdp)
     return min(most, rows // (count := Hosts.all().count)) * count
 
 
 @dataclasses.dataclass(frozen=True)
 class Replicas:
-    """Devices that hold the whole policy, each by itself or in groups that share a base; on one host or on several.
+    """Devices that hold the whole policy, one by one or in groups that share a base, on one or several hosts.
 
-    Places are the numbers of the replicas among those of all hosts; each host has as many of them.
+    Places are the numbers of the replicas among all hosts; each host has the same number of replicas.
 
     Attributes:
-        devices: Those of this process, group by group, one at least; none stands for the one device of a run on
-            which arrays happen to be, where nothing is moved.
+        devices: The devices of this process, group by group, at least one. Empty means a run on one device: arrays
+            stay where they are, and nothing is moved.
         hosts: The processes of the run.
-        fsdp: Devices of a replica, which share its base (`sharding`).
+        fsdp: Number of devices of a replica, which share its base (`sharding`).
     """
 
     devices: tuple[jax.Device, ...] = ()
@@ -61,7 +63,8 @@ class Replicas:
 
         Args:
             cfg: The mesh.
-            rows: Rows of a rollout; without a number of replicas in the config, no more are taken.
+            rows: Rows of a rollout; without a number of replicas in the config, there are no more replicas than
+                rows.
 
         Raises:
             ConfigError: When this process does not see its share of the devices, or they are not alike.
@@ -88,7 +91,7 @@ class Replicas:
         return cls(() if is_one else tuple(seen[:count]), hosts, cfg.fsdp)
 
     def __len__(self) -> int:
-        """How many replicas the run has on all hosts."""
+        """Number of replicas of the run on all hosts."""
         return max(1, len(self.devices) // self.fsdp) * self.hosts.count
 
     @property
@@ -103,14 +106,14 @@ class Replicas:
         return tuple(itertools.batched(self.devices, self.fsdp))
 
     def hold(self, tree: Any) -> Any:
-        """The tree with each array on all devices of this host; where one has it already, it is not copied there.
+        """The tree with each array on all devices of this host; a device that already has the array gets no copy.
 
-        Of the weights of a shared base each device of a group gets its part.
+        Each device of a group gets its part of the weights of a shared base.
         """
         return jax.device_put(tree, self.places_of(tree)) if self.devices else tree
 
     def places_of(self, tree: Any) -> Any:
-        """The sharding of each array of a tree that this host holds, or of its shapes."""
+        """The sharding of each array of a tree that this host holds, or of a tree of shapes."""
         mesh = _mesh(self.devices, self.fsdp)
         return jax.tree.map(lambda spec: NamedSharding(mesh, spec), sharding.specs(tree, self.fsdp))
 
@@ -126,11 +129,11 @@ class Replicas:
         )
 
     def apart(self, trees: Sequence[Any], place: int) -> Any:
-        """Trees of which each device of a replica has one: one tree, whose arrays have an axis for the devices in front.
+        """Joins one tree per device of a replica into one tree, whose arrays have a leading axis for the devices.
 
         Args:
-            trees: As many as a replica has devices, on the host or held by the replica. Of a replica that is one
-                device, its tree is given back.
+            trees: One per device of a replica, on the host or held by the replica. For a replica of one device its
+                tree is returned as it is.
             place: The number of the replica on this host.
         """
         if self.fsdp == 1:
@@ -140,11 +143,11 @@ class Replicas:
         return jax.device_put(jax.tree.map(_side_by_side, *trees), spread)
 
     def total(self, trees: Sequence[Any]) -> Any:
-        """The sum of the trees, one of each device, held by all of them: an all-reduce in the arrays' own type.
+        """The sum of the trees, one per device, held by all devices: an all-reduce in the arrays' own type.
 
         Args:
-            trees: Those of this host's replicas; all hosts must come here. Where a replica has several devices, arrays
-                have an axis for these in front (`apart`).
+            trees: The trees of this host's replicas; all hosts must call this. Where a replica has several devices,
+                arrays have a leading axis for them (`apart`).
 
         Raises:
             HostLost: When another host does not answer.
@@ -159,11 +162,11 @@ class Replicas:
         return jax.tree.map(lambda x: x[0], summed)
 
     def of_first(self, tree: Any) -> Any:
-        """The tree that the first process gives, held by the devices of all hosts.
+        """The first process's tree, held by the devices of all hosts.
 
         Args:
-            tree: As this host holds it on all of its devices; that of another host than the first only tells shapes
-                and types.
+            tree: The tree as this host holds it on all of its devices; of other hosts' trees only shapes and types
+                are used.
         """
         if self.hosts.count == 1:
             return tree
@@ -172,9 +175,10 @@ class Replicas:
         return self._total([first, *zeros[1:]] if self.hosts.leads else zeros)
 
     def side_by_side[Result](self, work: Callable[[int], Result]) -> list[Result]:
-        """What `work` gives for the number of each replica of this host, called in a thread of its own for each.
+        """Calls `work` with the number of each replica of this host, each in its own thread; returns the results.
 
-        To launch a program on a GPU takes until most of it has run: one thread would make devices take turns.
+        Launching a program on a GPU returns only after most of it has run: with one thread, devices would take
+            turns.
         """
         if not self.devices:
             return [work(0)]
@@ -184,20 +188,20 @@ class Replicas:
     def compiling(
         self, device: jax.Device, *program: Hashable
     ) -> contextlib.AbstractContextManager:
-        """Around a call of a program: lets one replica after the other come to one that is new to it.
+        """A context for calling a program: replicas that have not run it yet enter one after the other.
 
-        The first compiles it, the others find it in JAX's cache of compiled programs (on a CPU each compiles it). What
-        is compiled twice is not always the same program: XLA measures each time which algorithms are fastest, and
-        they round differently.
+        The first replica compiles it, and the others find it in JAX's compilation cache (on a CPU each compiles
+        it). Compiling twice may give different programs: XLA measures each time which algorithms are fastest, and
+        these round differently.
 
         Args:
-            device: Where it runs; the first of several.
-            *program: What tells it from others.
+            device: The device that runs it; the first of several.
+            *program: Identifies the program.
         """
         return _one_after_the_other(device, program) if self.devices else contextlib.nullcontext()
 
     def _total(self, trees: Sequence[Any]) -> Any:
-        """The sum of trees of each device of all hosts, of which this host gives its own."""
+        """The sum of the trees of all devices of all hosts; this host passes its own."""
         stacked = jax.tree.map(self._stacked, *trees)
         if self.hosts.count == 1:
             whole = _all_reduce(self._whole_mesh)(stacked)
@@ -206,7 +210,7 @@ class Replicas:
         return jax.tree.map(lambda x, like: x.reshape(like.shape), whole, trees[0])
 
     def _stacked(self, *parts: jax.Array) -> jax.Array:
-        """One array of which each device of all hosts holds its own part; a number becomes an axis."""
+        """One array, of which each device of all hosts holds its own part; a scalar gets an axis."""
         parts = [part.reshape(-1) if part.ndim == 0 else part for part in parts]
         first, *rest = parts[0].shape
         mesh = self._whole_mesh
@@ -218,7 +222,7 @@ class Replicas:
         """The sum over all hosts."""
         try:
             return jax.block_until_ready(_all_reduce(self._whole_mesh)(stacked))
-        except Exception as error:  # gloo's and NCCL's come as different types
+        except Exception as error:  # gloo and NCCL raise different types
             text = " ".join(str(error).split())[:200]
             raise HostLost(f"gradients cannot be added up with the other hosts: {text}") from error
 
@@ -230,7 +234,7 @@ class Replicas:
 
     @property
     def _whole_mesh(self) -> Mesh:
-        """The devices of all hosts in a row; each has chosen its first ones."""
+        """The devices of all hosts in one row; each host uses its first devices."""
         if self.hosts.count == 1:
             return _row(self.devices)
         chosen = [
@@ -242,7 +246,7 @@ class Replicas:
 
 
 def _of_group(group: tuple[jax.Device, ...], whole: jax.Array) -> jax.Array:
-    """What the devices of a replica hold of an array, as one array."""
+    """The part of an array that a replica's devices hold, as one array."""
     parts = {part.device: part.data for part in whole.addressable_shards}
     placed = NamedSharding(_mesh(group, len(group)), whole.sharding.spec)
     return jax.make_array_from_single_device_arrays(
@@ -251,12 +255,12 @@ def _of_group(group: tuple[jax.Device, ...], whole: jax.Array) -> jax.Array:
 
 
 def _side_by_side(*arrays: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
-    """The arrays with an axis for them in front, where they are: what is on the host goes to no device on its way."""
+    """Stacks the arrays along a new leading axis where they are: arrays on the host stay on the host."""
     return (np if isinstance(arrays[0], np.ndarray | np.generic) else jnp).stack(arrays)
 
 
 def _by_device(devices: Sequence[jax.Device], tree: Any) -> list[Any]:
-    """What each of the devices holds of a tree's arrays."""
+    """For each device, its part of a tree's arrays."""
     leaves, form = jax.tree.flatten(tree)
     found = [{part.device: part.data for part in leaf.addressable_shards} for leaf in leaves]
     return [jax.tree.unflatten(form, [parts[device] for parts in found]) for device in devices]
@@ -277,7 +281,7 @@ def _one_after_the_other(device: jax.Device, program: Hashable) -> Iterator[None
 
 @functools.cache
 def _mesh(devices: tuple[jax.Device, ...], fsdp: int) -> Mesh:
-    """Replicas of so many devices each; of one replica alone, its devices."""
+    """A mesh of replicas of `fsdp` devices each; for a single replica, of its devices only."""
     if len(devices) == fsdp > 1:
         return Mesh(np.array(devices), (sharding.FSDP,), axis_types=(_AUTO,))
     return Mesh(

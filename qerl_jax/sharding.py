@@ -1,7 +1,8 @@
-"""How a policy lies on the devices that share one base: a table of rules, by the names of arrays' axes.
+"""How a policy is divided among the devices that share one base: a table of rules by axis name.
 
-The devices of such a group run one program. Each holds a part of the base's weights, and all of everything else; a
-layer gathers its weights when it is computed, and drops them after that (fully sharded data parallel, ZeRO-3:
+The devices of such a group run one program. Each holds a part of the base's weights, and a full copy of everything
+else. A layer gathers its weights when it is computed, and drops them afterwards (fully sharded data parallel,
+ZeRO-3:
 arXiv:1910.02054).
 """
 
@@ -15,14 +16,14 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-# The axis of the mesh along which the devices of a group stand.
+# The mesh axis of the devices of a group.
 FSDP = "fsdp"
-# For each axis of an array the axis of the mesh on which it lies; None: every device has all of it.
+# Maps each array axis to the mesh axis that divides it; None: every device has all of it.
 RULES = {
     "layers": None,
     "out": FSDP,  # outputs of a linear: whole blocks of 4-bit weights, and their scales
     "in": None,
-    "any": None,  # of the embedding, norms, biases, and all that trains
+    "any": None,  # axes of the embedding, norms, biases, and trained parameters
 }
 
 
@@ -35,7 +36,7 @@ def axes(path: Sequence[Any], ndim: int) -> tuple[str, ...]:
 
 
 def spec(path: Sequence[Any], shape: Sequence[int], count: int) -> P:
-    """Where an array lies in a group of so many devices; an axis that does not divide evenly stays whole."""
+    """How an array is divided in a group of `count` devices; an axis that does not divide evenly stays whole."""
     placed = (RULES[name] for name in axes(path, len(shape)))
     found = [
         on if on and size % count == 0 else None for on, size in zip(placed, shape, strict=True)
@@ -61,13 +62,13 @@ def part(tree: Any, count: int) -> int:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a device of a group has of an array that is parted along its first axis, or in a stack along its second."""
+    """A device's part of an array that is divided along its first axis, or in a stack along its second."""
 
     array: jax.Array
 
 
 def gathered(tree: Any) -> Any:
-    """A tree whose parts are gathered from all devices of the group; without parts it is given back."""
+    """A tree whose parts are gathered from all devices of the group; a tree without parts is returned as it is."""
     return jax.tree.map(
         lambda x: (
             jax.lax.all_gather(x.array, FSDP, axis=0, tiled=True) if isinstance(x, Part) else x
@@ -78,15 +79,15 @@ def gathered(tree: Any) -> Any:
 
 
 def in_group(count: int, function: Callable, *, own: Sequence[int] = (), gives_own: Any = False):
-    """A function of arrays on a group, which each of its devices computes on what it has.
+    """Makes a function of arrays on a group, in which each device computes on its own parts.
 
     Args:
-        count: Devices of the group; of one, the function is given back.
-        function: What a device computes. Arrays that are parted come as `Part`.
-        own: Numbers of the arguments that each device has another one of. They have a leading axis of `count`,
-            which the function does not see.
-        gives_own: Whether each result is of the device, and gets such an axis; for a tuple one for each of its
-            members. Others must be the same on all devices.
+        count: Devices of the group; for one device the function is returned as it is.
+        function: The computation of one device. Divided arrays are passed as `Part`.
+        own: Numbers of the arguments that differ between devices. They have a leading axis of `count`, which the
+            function does not see.
+        gives_own: Whether each device's result is its own, and gets such an axis; for a tuple, one value per
+            member. Other results must be the same on all devices.
     """
     if count == 1:
         return function
@@ -109,7 +110,7 @@ def in_group(count: int, function: Callable, *, own: Sequence[int] = (), gives_o
     def on_group(*arguments):
         places = tuple(P(FSDP) if n in own else specs(x, count) for n, x in enumerate(arguments))
         out = jax.tree.map(lambda is_own: P(FSDP) if is_own else P(), gives_own)
-        # What is the same on all devices is so by computing the same.
+        # Results are equal on all devices because each device computes the same.
         return jax.shard_map(
             functools.partial(on_device, places),
             mesh=mesh,

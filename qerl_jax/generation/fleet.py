@@ -1,7 +1,7 @@
-"""Several devices sample the rows of one rollout, each with an engine, slots and pages of its own.
+"""Several devices sample the rows of one rollout, each with its own engine, slots and pages.
 
-A thread of its own drives each device, so that none waits for another between chunks of tokens. Each host drives its
-own devices, and gives the rows that they made to the others when all have ended.
+Each device has its own thread, so that none waits for another between chunks of tokens. Each host drives its own
+devices, and sends their rows to the other hosts when all rows have ended.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from qerl_jax.mesh import Replicas
 
 messages.sent(RowTokens)
 
-# Between two looks whether the run is asked to end, while no device brings anything.
+# Seconds between two checks whether the run must end, while no device returns anything.
 _LOOK_SECONDS = 0.5
 
 
@@ -36,7 +36,7 @@ class Fleet:
 
     def __init__(self, engine: Engine, replicas: Replicas):
         self._engine, self._replicas = engine, replicas
-        # Mean tokens of the completions of a prompt when it was last sampled, by the bytes of its tokens.
+        # Mean completion length, in tokens, of a prompt when it was last sampled; by the bytes of its tokens.
         self._lengths: dict[bytes, float] = {}
 
     def stream(
@@ -49,18 +49,18 @@ class Fleet:
         max_concurrent: int | None = None,
         turns: TurnTaker | None = None,
     ) -> Iterator[list[RowTokens]]:
-        """Samples all rows, and gives what each chunk of each device brought, as it comes; see `Engine.stream`.
+        """Samples all rows, and yields the tokens of each device's chunks as they arrive; see `Engine.stream`.
 
-        Rows of other hosts come whole, behind all of this one. Rows are dealt out by the lengths that prompts had when they were last sampled; of a new one the mean of
-        the others is expected.
+        Rows of other hosts come complete, after all rows of this host. Rows are distributed by the lengths that
+        their prompts had when they were last sampled; for a new prompt the mean of the others is expected.
 
         Args:
-            variables: As the replicas hold them.
-            prompts: Any number.
-            temperature: See `Engine.stream`, as for the others.
+            variables: The variables, as the replicas hold them.
+            prompts: Any number of prompts.
+            temperature: See `Engine.stream`, as for the following.
             max_prompt_length: See there.
             max_concurrent: Slots of each device.
-            turns: See there. It is called by threads of their own.
+            turns: See there. It is called from the devices' threads.
         """
         if not prompts:
             return iter(())
@@ -84,11 +84,11 @@ class Fleet:
         temperature: float | jax.Array,
         **limits: Any,
     ) -> Iterator[RowTokens]:
-        """Samples all rows as `stream` does, and gives each one whole when it ends."""
+        """Samples all rows as `stream` does, and yields each complete row when it ends."""
         return whole(self.stream(variables, prompts, temperature, **limits))
 
     def _expected(self, prompts: Sequence[QueuedPrompt]) -> list[float]:
-        """Tokens that are expected of a completion of each prompt."""
+        """Expected completion length of each prompt, in tokens."""
         found = [self._lengths.get(prompt.tokens.tobytes()) for prompt in prompts]
         known = [length for length in found if length is not None]
         mean = sum(known) / len(known) if known else 1.0
@@ -97,7 +97,7 @@ class Fleet:
     def _remembered(
         self, prompts: Sequence[QueuedPrompt], chunks: Iterator[list[RowTokens]]
     ) -> Iterator[list[RowTokens]]:
-        """The chunks, of which the lengths are kept when all are there."""
+        """Passes the chunks on, and stores the lengths at the end."""
         made = np.zeros(sum(len(prompt.keys) for prompt in prompts))
         for rows in chunks:
             for row in rows:
@@ -108,9 +108,9 @@ class Fleet:
             self._lengths[prompt.tokens.tobytes()] = float(each.mean())
 
     def _exchanged(self, chunks: Iterator[list[RowTokens]]) -> Iterator[list[RowTokens]]:
-        """The chunks, and behind them the rows of other hosts.
+        """Passes the chunks on, and then the rows of other hosts.
 
-        A host whose sampling a signal ends tells the others, which then end theirs.
+        If a signal ends sampling on one host, it tells the others, which then end theirs.
         """
         hosts = self._replicas.hosts
         if hosts.count == 1:
@@ -135,7 +135,7 @@ class Fleet:
     def _run(
         self, policies: Sequence[dict[str, Any]], schedules: Sequence[Schedule], temperature
     ) -> Iterator[list[RowTokens]]:
-        # What devices bring: rows, None when one has ended, or an error.
+        # What devices return: rows, None when a device has ended, or an error.
         brought: queue.SimpleQueue = queue.SimpleQueue()
         ended = threading.Event()
 
@@ -177,4 +177,4 @@ class Fleet:
 
 
 class _EndedError(Exception):
-    """What a device's thread is left by when another has failed."""
+    """Ends a device's thread when another device has failed."""

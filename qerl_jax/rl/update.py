@@ -1,4 +1,4 @@
-"""Experience in, new adapters out."""
+"""The policy update: learns new adapter weights from experience."""
 
 import dataclasses
 import functools
@@ -26,16 +26,16 @@ messages.sent(grpo.RowMetrics)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What a run learns; all keys of its randomness follow from the step.
+    """The trained state of a run; all its random keys follow from the step.
 
     Attributes:
         step: int32, optimizer steps done.
         params: The adapter, or with `trainable = "full"` the layers' own weights, float32.
         opt_state: State of `optimizer.transformation`.
         skipped: int32, optimizer steps that changed nothing: no signal, or a gradient that was not finite.
-        reference: A copy of `params` as they were at the start, which follows them with
-            `grpo.sync_ref_model`; or None where the reference is the base.
-        entropy: What an entropy bonus that adapts has come to; None without one.
+        reference: A copy of the initial `params`, updated periodically with `grpo.sync_ref_model`; None where the
+            reference is the base.
+        entropy: State of an adaptive entropy bonus; None without one.
     """
 
     step: jax.Array
@@ -48,7 +48,7 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """What is learned, and of which policy: a static argument of jitted functions.
+    """The policy and its loss: a static argument of jitted functions.
 
     Attributes:
         model: The policy.
@@ -71,10 +71,10 @@ class NonFinite:
 
     Attributes:
         step: Optimizer steps done before it.
-        params: Under which that happened.
+        params: The parameters in that step.
         experience: The rows of the step.
-        fixed: Their log-probabilities under policies that stood still, as far as there were any, and which
-            tokens were of high entropy where that counts.
+        fixed: Log-probabilities of the rows under fixed policies, if any, and the mask of high-entropy tokens, if
+            used.
         noise: The tree under which the policy acted, or None.
         entropy_coef: The coefficient of the entropy bonus in that step.
     """
@@ -94,13 +94,13 @@ def init_state(
     keep_reference: bool = False,
     control: EntropyControl | None = None,
 ) -> TrainState:
-    """The state before the first step, with a copy of `params` as the reference if one is kept.
+    """The state before the first step, with a copy of `params` as the reference if asked for.
 
     Args:
         params: What trains.
         cfg: The optimizer.
-        keep_reference: Whether that copy is kept.
-        control: The beginning of an entropy bonus that adapts.
+        keep_reference: Whether to keep that copy.
+        control: Initial state of an adaptive entropy bonus.
     """
     return TrainState(
         step=jnp.int32(0),
@@ -125,8 +125,8 @@ def token_logps(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of every completion token and entropy of its distribution, float32 [B, C] each.
 
-    Each prompt is computed once for all of its completions. Where rows have noise of their own, `variables` hold
-    it as `RowNoise`, and it is drawn by the experience's numbers.
+    Each prompt is computed once for all of its completions. Where rows have their own noise, `variables` hold it as
+    `RowNoise`, and it is drawn by the experience's numbers.
     """
     rows, length = experience.completions.shape
     if experience.noise is not None:
@@ -165,12 +165,12 @@ def packed_logps(
     dropout_key: jax.Array | None = None,
     entropy_slopes: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`token_logps` of packed rows: float32 [T] each, which only mean something at tokens of completions.
+    """`token_logps` of packed rows: float32 [T] each, valid only at tokens of completions.
 
     Args:
         model: The policy.
         variables: Its collections.
-        layout: What stands where.
+        layout: The layout of the token axis.
         tokens: int32 [T]; completions come first.
         temperature: See `logprobs`.
         num_tokens: Ids that the tokenizer has.
@@ -210,17 +210,17 @@ def loss(
     """The loss of one micro-batch.
 
     Args:
-        objective: What is computed.
+        objective: The policy and its loss.
         params: What trains, float32.
         frozen: The rest of the policy.
         noise: Noise on the norms under which the policy acts, or None.
-        batch: Rows, with the log-probabilities of theirs that `anchors` holds fixed.
+        batch: Rows, with their fixed log-probabilities from `anchors`.
         totals: Rows and tokens of the optimizer batch.
         dropout_key: Key of the adapter's dropout, where it has any.
 
     Returns:
-        The loss; counts of `grpo.policy_loss`, how far the policy is from the sampler, and the sum of
-        the entropies.
+        The loss, and as auxiliary values the counts of `grpo.policy_loss`, the distance of the policy from the
+        sampler, and the sum of the entropies.
     """
     cfg, lora, layout = objective.grpo, objective.model.lora, batch.packing
     logps, entropies = packed_logps(
@@ -235,7 +235,7 @@ def loss(
         entropy_slopes=cfg.has_entropy_bonus,
     )
     drift = _drift(jax.lax.stop_gradient(logps), batch)
-    # From here on by row, [n, S].
+    # From here on arrays are by row, [n, S].
     fixed = {name: layout.by_row(x) for name, x in batch.fixed.items()}
     behaviour, mask = layout.by_row(batch.behaviour_logps), layout.by_row(batch.mask)
     by_row = layout.by_row(logps)
@@ -264,9 +264,9 @@ gradient = jax.value_and_grad(loss, argnums=1, has_aux=True)
 
 @functools.partial(jax.jit, static_argnames=("objective", "adapter", "of"))
 def score(objective, params, frozen, noise, batch, adapter, of="logps"):
-    """Log-probabilities [T] of the tokens of a micro-batch, or with of = "entropies" these.
+    """Log-probabilities [T] of the tokens of a micro-batch, or their entropies with of = "entropies".
 
-    Where devices share a base, each has a micro-batch of its own: [fsdp, T].
+    Where devices share a base, each has its own micro-batch: [fsdp, T].
     """
 
     def scored(params, frozen, noise, batch):
@@ -287,15 +287,15 @@ def score(objective, params, frozen, noise, batch, adapter, of="logps"):
 
 @jax.jit
 def zeros(params):
-    """A loss and a gradient of 0, to which those of micro-batches are added."""
+    """A zero loss and gradient, to which those of micro-batches are added."""
     return jnp.float32(0), jax.tree.map(jnp.zeros_like, params)
 
 
 def compiler_options(objective: Objective) -> dict[str, bool]:
-    """What XLA is told of the gradient.
+    """XLA's options for the gradient.
 
-    Where the backward pass keeps products, its fusion of slices would compute them twice: for what comes next, and
-    once more into the stack of all layers.
+    Where products are kept for the backward pass, XLA's fusion of slices would compute them twice: for the next
+    operation, and again into the stack of all layers.
     """
     return {} if objective.remat == "layer" else {"xla_gpu_enable_dynamic_slice_fusion": False}
 
@@ -306,7 +306,7 @@ def _accumulator(objective: Objective):
         jax.jit, donate_argnames="sums", compiler_options=compiler_options(objective)
     )
     def accumulate(sums, *micro_batch):
-        # Sums, rows and the key of dropout are another one's on each device of a replica.
+        # Sums, rows and the dropout key differ between the devices of a replica.
         return sharding.in_group(
             objective.model.fsdp, added, own=(0, 4, 6), gives_own=(True, True)
         )(sums, *micro_batch)
@@ -319,7 +319,8 @@ def _accumulator(objective: Objective):
 
 
 def accumulate(objective, sums, *micro_batch):
-    """Adds loss and gradient of a micro-batch to those before it; where devices share a base, of one for each."""
+    """Adds the loss and gradient of a micro-batch to the sums; where devices share a base, of one micro-batch per
+    device."""
     return _accumulator(objective)(sums, *micro_batch)
 
 
@@ -327,12 +328,12 @@ def accumulate(objective, sums, *micro_batch):
     jax.jit, static_argnames=("grpo_cfg", "optim_cfg", "total_steps"), donate_argnames="state"
 )
 def apply(state: TrainState, sums, learns, place, *, grpo_cfg, optim_cfg, total_steps):
-    """The optimizer's step; none where the rows teach nothing, or loss or gradient is not finite."""
+    """The optimizer's step; skipped if the rows give no signal, or if loss or gradient is not finite."""
     value, grads = sums
     rate = optimizer.learning_rate(optim_cfg, total_steps)(place)
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(value)
-    # Masks of the sampling ratio may have left nothing of rows that could teach.
+    # Masks of the sampling ratio may have removed all rows that had a signal.
     learns = learns & (norm != 0)
     keep = learns & finite
     params, opt_state = optimizer.step(
@@ -357,7 +358,7 @@ def apply(state: TrainState, sums, learns, place, *, grpo_cfg, optim_cfg, total_
 
 
 def _refreshed(cfg: GrpoConfig, reference, params, step):
-    """The reference policy after a step: every so many steps it moves towards what trains."""
+    """The reference policy after a step: at regular intervals it moves towards the trained policy."""
     if reference is None or not cfg.sync_ref_model:
         return reference
     alpha, due = cfg.ref_model_mixup_alpha, step % cfg.ref_model_sync_steps == 0
@@ -370,26 +371,26 @@ def _refreshed(cfg: GrpoConfig, reference, params, step):
 class Updater:
     """Learns from rollouts, one after the other.
 
-    A rollout is shuffled with the key, the rows of a prompt staying together as far as an optimizer
-    batch holds them, and cut into optimizer batches of m * a rows. All `num_iterations` passes take
-    them in that one order, as TRL's do. An optimizer batch is cut into micro-batches of at most
-    `max_tokens_per_microbatch` tokens, of which few are padding (`microbatches.cut`); for `bnpo`, whose
-    value depends on the cut, into a micro-batches of m rows. Their gradients are summed, so memory is
-    that of one. Each of their shapes is compiled: at most five, or six with bnpo.
+    A rollout is shuffled with the key, and cut into optimizer batches of m * a rows; rows of a prompt stay together
+    where an optimizer batch can hold them. All `num_iterations` passes use the same order, as in TRL. An optimizer
+    batch is cut into micro-batches of at most
+    `max_tokens_per_microbatch` tokens, with little padding (`microbatches.cut`); for `bnpo`, whose value depends on
+    the cut, into `a` micro-batches of m rows. Their gradients are summed, so memory is needed for one at a time.
+    Each of their shapes is compiled: at most five, or six with bnpo.
 
-    Several devices deal the micro-batches out and add their sums up once, before the optimizer's step,
-    which each of them computes.
+    With several devices the micro-batches are distributed. Their sums are added up once, before the optimizer's
+    step, which each device computes.
 
     Attributes:
-        objective: What is learned.
-        optim: AdamW and the geometry of its batches: m rows, a micro-batches.
+        objective: The policy and its loss.
+        optim: AdamW and the sizes of its batches: m rows, `a` micro-batches.
         total_steps: Optimizer steps of the whole run, for the learning rate.
-        max_completion_length: The longest that a completion may be, by which `dr_grpo` divides.
-        on_non_finite: Called with each step that was skipped for such a loss or gradient.
-        max_prompt_length: The longest that a prompt may be; None takes the width of a rollout's prompts.
-        replicas: The devices; all of them hold the state, what is frozen, and the noise. On several hosts all must
-            come to each call with the same arguments.
-        poll: Called before each micro-batch as long as the state is whole; may raise to leave the rollout.
+        max_completion_length: Most tokens of a completion; `dr_grpo` divides by it.
+        on_non_finite: Called with each step that was skipped because loss or gradient was not finite.
+        max_prompt_length: Most tokens of a prompt; None takes the width of a rollout's prompts.
+        replicas: The devices; all of them hold the state, the frozen weights and the noise. On several hosts all
+            must make each call with the same arguments.
+        poll: Called before each micro-batch while the state is valid; may raise to leave the rollout.
     """
 
     objective: Objective
@@ -414,21 +415,21 @@ class Updater:
 
         Args:
             state: Donated: its buffers become those of the new state.
-            frozen: What of the policy does not train.
+            frozen: The part of the policy that does not train.
             experience: The rollout, on the host.
-            noise: The tree, or `RowNoise`, under which the policy acts here too, or None.
+            noise: The noise tree or `RowNoise` of the sampling, which acts on the policy here too; or None.
             key: Random key for the order of the rows and for dropout.
-            place: Where the first of the steps stands on the schedule of the learning rate, which has
-                `total_steps`; None means at the state's own step.
+            place: The first step's place on the learning-rate schedule of `total_steps`; None means the state's own
+                step.
 
         Returns:
-            The state, and metrics: scalars, means over the optimizer steps, under TRL's names;
-            `sampling/...` compare the policy before its first step with the sampler, on the rows of
-            that step: `kl` and `kl_k3` estimate KL(sampler || policy), in nats per token.
-            Both, entropy, `kl` and `clip_ratio/...` are of the rows that were computed, which without
-            a divergence and an entropy bonus are those with an advantage; `update/rows` is their number in an optimizer
-            step, `update/padding` the share of the tokens that went through the linears which were padding,
-            or a prompt once more; `update/programs` counts the shapes of micro-batches.
+            The state, and metrics: scalars, means over the optimizer steps, under TRL's names. `sampling/...`
+            compare the policy before its first step with the sampler, on the rows of that step; `sampling/kl` and
+            `sampling/kl_k3` estimate KL(sampler || policy), in nats per token. These, `entropy`, `kl` and
+            `clip_ratio/...` cover only the computed rows; without a divergence and an entropy bonus these are the
+            rows with an advantage. `update/rows` is their number in an optimizer step. `update/padding` is the
+            share of the tokens through the linears that were padding or repeated prompts. `update/programs` counts
+            the shapes of micro-batches.
         """
         order_key, step_key = jax.random.split(key)
         place = int(state.step) if place is None else place
@@ -464,7 +465,7 @@ class Updater:
                 optim_cfg=self.optim,
                 total_steps=self.total_steps,
             )
-            # The state before is gone: what has begun is finished.
+            # The earlier state is donated: from here on the rollout must be finished.
             learner = dataclasses.replace(self, poll=lambda: None)
             metrics, counts = jax.device_get((metrics, counts))
             records.append((metrics, *_joined(counts, rows.size)))
@@ -475,7 +476,7 @@ class Updater:
                 if state.entropy is not None and tokens:
                     control = state.entropy.after(cfg, mean)
                     state = dataclasses.replace(state, entropy=jax.device_put(control))
-                # Read now: the next step is given the state's buffers.
+                # Read now: the next step takes over the state's buffers.
                 control = jax.device_get(state.entropy)
                 metrics["entropy_coef"] = coef if control is None else control.coef
             if self.on_non_finite and metrics["updates/non_finite"]:
@@ -505,7 +506,7 @@ def make_updater(
     """The updater that a config asks for.
 
     Args:
-        cfg: The run, without what it may leave to the plan: see `memory.planned`.
+        cfg: The run, with all planned values filled in: see `memory.planned`.
         model: The policy.
         num_tokens: Ids that the tokenizer has.
         total_steps: Optimizer steps of the whole run.
@@ -540,13 +541,13 @@ def anchors(
     steps: int,
     cuts: Sequence[Sequence[microbatches.MicroBatch]],
 ) -> dict[str, np.ndarray]:
-    """Log-probabilities [B, C] that stay as they are while a rollout is learned from, in so many steps.
+    """Log-probabilities [B, C] that stay fixed during the `steps` optimizer steps on a rollout.
 
-    They are of the rows in `cuts`, the micro-batches of each optimizer batch, and 0 elsewhere.
+    They are computed for the rows in `cuts`, the micro-batches of each optimizer batch; others are 0.
     """
     cfg, fixed = updater.objective.grpo, {}
     rows = _rows_of(cuts)
-    # With a single step per rollout the policy that recomputes is the policy that learns.
+    # With one step per rollout the recomputing policy is the learning policy.
     if cfg.old_logprobs == "recompute" and steps > 1:
         fixed["old_logps"] = all_logps(updater, state.params, frozen, experience, noise, rows)
     if cfg.beta:
@@ -568,12 +569,12 @@ def all_logps(
     *,
     adapter: bool = True,
 ) -> np.ndarray:
-    """float32 [B, C], log-probabilities of those rows [N] of a rollout, and 0 of others."""
+    """float32 [B, C], log-probabilities of the given rows [N] of a rollout; 0 for others."""
     return _of_tokens(updater, params, frozen, experience, noise, rows, adapter, "logps")
 
 
 def _of_tokens(updater, params, frozen, experience, noise, rows, adapter, of) -> np.ndarray:
-    """float32 [B, C], what `score` finds of those rows [N] of a rollout, and 0 of others."""
+    """float32 [B, C], the result of `score` for the given rows [N] of a rollout; 0 for others."""
     found, objective = np.zeros(experience.completions.shape, np.float32), updater.objective
     policies = updater.replicas.each((params, frozen, noise))
 
@@ -595,17 +596,17 @@ def _computed[Found](
     compute: Callable[[Sequence[int], Sequence[microbatches.MicroBatch], int], Found],
     program: Any,
 ) -> list[Found]:
-    """What is computed of each micro-batch, for all of them in order; replicas compute at a time.
+    """The result for each micro-batch, in order; replicas compute in parallel.
 
     Args:
-        updater: What computes them.
+        updater: The updater that computes them.
         cut: The micro-batches.
-        compute: compute(numbers, micro-batches, number of a replica of this host) is called for as many micro-batches
-            of one shape as a replica has devices; where that is several, for all of them at once, with an axis in front.
-        program: What tells the program from others.
+        compute: compute(numbers, micro-batches, number of a replica of this host) is called with one micro-batch
+            per device of a replica, all of one shape; with several devices they have a leading axis.
+        program: Identifies the program.
 
     Returns:
-        Of what other hosts computed, and of replicas of several devices, arrays are on the host.
+        The results. Arrays from other hosts, and from replicas of several devices, are on the host.
     """
     replicas = updater.replicas
     sets = microbatches.alike(cut, replicas.fsdp)
@@ -646,9 +647,9 @@ def _high_entropy(
     noise: Any,
     rows: np.ndarray,
 ) -> dict[str, np.ndarray]:
-    """Which tokens [B, C] of an optimizer batch [n, k] the policy learns from; empty where from all.
+    """Which tokens [B, C] of an optimizer batch [n, k] the policy learns from; empty if from all.
 
-    All rows with tokens are computed, those that cannot learn, too: the quantile is over the batch.
+    All rows with tokens are computed, even those without a signal: the quantile is over the batch.
     """
     quantile = updater.objective.grpo.top_entropy_quantile
     if quantile == 1:
@@ -667,7 +668,7 @@ def _entropy_coef(cfg: GrpoConfig, control: EntropyControl | None) -> float:
 
 
 def _entropy_tokens(experience: Experience, fixed: dict[str, np.ndarray], rows: np.ndarray) -> int:
-    """Tokens of an optimizer batch [n, k] whose entropies the bonus adds up."""
+    """Number of tokens of an optimizer batch [n, k] whose entropies the bonus sums."""
     counted = fixed.get("high_entropy", experience.mask)
     return int(np.count_nonzero(counted[rows.reshape(-1)]))
 
@@ -677,7 +678,7 @@ def optimizer_batches(updater: Updater, rows: np.ndarray, key: jax.Array) -> np.
     accumulation = updater.optim.gradient_accumulation_steps
     batch_rows = updater.optim.per_device_train_batch_size * accumulation
     units = rows.reshape(-1, math.gcd(batch_rows, rows.shape[1]))
-    # Within one optimizer step only bnpo can tell which rows share a micro-batch.
+    # Within one optimizer step only bnpo depends on which rows share a micro-batch.
     is_bnpo = updater.objective.grpo.loss_type == "bnpo"
     if rows.size > batch_rows or (is_bnpo and accumulation > 1):
         units = units[np.asarray(jax.random.permutation(key, len(units)))]
@@ -687,10 +688,10 @@ def optimizer_batches(updater: Updater, rows: np.ndarray, key: jax.Array) -> np.
 def micro_batches(
     updater: Updater, experience: Experience, rows: np.ndarray
 ) -> list[microbatches.MicroBatch]:
-    """The micro-batches of an optimizer batch of rows [n, k]; there is one at least.
+    """The micro-batches of an optimizer batch of rows [n, k]; at least one.
 
-    Rows that cannot learn are left out: their part of the loss is 0 by definition, and they still count in
-    what it is divided by. Where no row learns, one micro-batch shows how policy and sampler compare.
+    Rows without a signal are left out: their part of the loss is 0 by definition, and the divisor still counts
+    them. If no row has a signal, one micro-batch is kept to compare policy and sampler.
     For bnpo, which divides by the tokens of a micro-batch, all rows stay.
     """
     chosen, cfg = rows.reshape(-1), updater.objective.grpo
@@ -699,7 +700,7 @@ def micro_batches(
     learned = chosen[_learns(cfg, experience)[chosen]]
     if len(learned):
         return cut_rows(updater, experience, learned)
-    # What only shows how far policy and sampler are apart.
+    # Kept only to compare policy and sampler.
     return cut_rows(updater, experience, chosen[experience.lengths[chosen] > 0])[-1:]
 
 
@@ -730,14 +731,14 @@ def summed_gradient(
             totals, entropy_tokens=np.int32(tokens), entropy_coef=np.float32(entropy_coef)
         )
     policies = updater.replicas.each((params, frozen, noise))
-    # Made before anything runs: what one device makes for another must not wait for what that device does.
+    # Made before anything runs: data for another device must not wait for that device's work.
     apart, count = updater.replicas.apart, updater.replicas.fsdp
     keys = [jax.random.fold_in(key, number) for number in range(len(cut))]
     starts = enumerate(updater.replicas.each(zeros(params)))
     sums = [apart([start] * count, own) for own, start in starts]
 
     def accumulated(numbers, batches, own):
-        # Where rows are missing, so are keys.
+        # Missing micro-batches have no key: repeat the first.
         own_keys = [keys[number] for number in (*numbers, *numbers[:1] * count)[:count]]
         sums[own], counts = accumulate(
             updater.objective,
@@ -763,7 +764,7 @@ def replay_step(
     key: jax.Array,
     entropy_coef: float = 0.0,
 ) -> tuple[jax.Array, Any]:
-    """Loss and gradient of an optimizer step that a `NonFinite` describes; `key` is of dropout."""
+    """Loss and gradient of an optimizer step that a `NonFinite` describes; `key` is the dropout key."""
     rows = experience.rows
     cut = micro_batches(updater, experience, rows)
     return summed_gradient(
@@ -780,7 +781,7 @@ def _learns(cfg: GrpoConfig, experience: Experience) -> np.ndarray:
 def cut_rows(
     updater: Updater, experience: Experience, numbers: np.ndarray, *, largest: bool = False
 ) -> list[microbatches.MicroBatch]:
-    """Rows [N] of a rollout as micro-batches; if asked for, all of the shape that holds any row."""
+    """Rows [N] of a rollout as micro-batches; with `largest`, all have the shape that can hold any row."""
     optim, group = updater.optim, experience.rows.shape[1]
     prompt_width = updater.max_prompt_length or experience.prompts.shape[1]
     rows, cfg = experience.rows_to_cut(numbers), updater.objective.grpo
@@ -814,7 +815,7 @@ def update_shapes(
     micro_rows = optim.per_device_train_batch_size
     rows = micro_rows * optim.gradient_accumulation_steps
     if loss_type == "bnpo":
-        # Rows of a prompt are neighbours in pieces of so many.
+        # Rows of a prompt are neighbours in groups of this size.
         prompts = micro_rows // math.gcd(micro_rows, math.gcd(rows, group))
         return microbatches.shapes_of_rows(micro_rows, prompts=prompts, **widths)
     budget = token_budget(optim, group=group, **widths)
@@ -824,7 +825,7 @@ def update_shapes(
 def token_budget(
     optim: OptimConfig, *, group: int, prompt_width: int, completion_width: int
 ) -> int:
-    """Tokens of a large micro-batch; arguments as of `update_shapes`."""
+    """Tokens of a large micro-batch; arguments as for `update_shapes`."""
     if optim.max_tokens_per_microbatch is not None:
         return optim.max_tokens_per_microbatch
     rows = optim.per_device_train_batch_size * optim.gradient_accumulation_steps
@@ -845,7 +846,7 @@ def _rows_of(cuts: Sequence[Sequence[microbatches.MicroBatch]]) -> np.ndarray:
 def _packing_metrics(
     experience: Experience, cuts: Sequence[Sequence[microbatches.MicroBatch]]
 ) -> dict[str, float]:
-    """How much of what the update computed was rows; how many of them, and in how many shapes."""
+    """Metrics of packing: the number of computed rows, the padding, and the number of shapes."""
     real = sum(experience.rows_to_cut(_rows_of([cut])).tokens for cut in cuts)
     shapes = [batch.shape for cut in cuts for batch in cut]
     return {
@@ -867,7 +868,7 @@ def _drift(logps: jax.Array, batch: PackedRows) -> dict[str, jax.Array]:
     ratio = jnp.exp(difference)
     return {
         "tokens": jnp.sum(mask),
-        # Each by itself, for its quantiles; -1 where there is no token.
+        # One value per token, for quantiles; -1 where there is no token.
         "differences": jnp.where(mask, jnp.abs(difference), -1.0),
         "difference_sum": jnp.sum(jnp.abs(difference)),
         "difference_max": jnp.max(jnp.abs(difference)),
@@ -883,30 +884,29 @@ def _drift(logps: jax.Array, batch: PackedRows) -> dict[str, jax.Array]:
 def _joined(
     counts: list[Any], num_rows: int
 ) -> tuple[grpo.RowMetrics, dict[str, np.ndarray], float]:
-    """What the micro-batches of one optimizer step counted: by row, by micro-batch, in all.
+    """Joins the counts of one optimizer step's micro-batches: by row, by micro-batch, in total.
 
-    Rows with tokens come first, then as many without as the step has in all: one shape for all
-    steps.
+    Rows with tokens come first, then empty rows up to the step's number of rows: one shape for all steps.
     """
     rows, drifts, entropies = zip(*counts, strict=True)
     joined = jax.tree.map(lambda *each: np.concatenate(each), *rows)
     real = joined.tokens > 0
     padded = jax.tree.map(lambda x: np.pad(x[real], (0, num_rows - real.sum())), joined)
-    # One number of each micro-batch, or all of one's tokens.
+    # One number per micro-batch, or one per token.
     together = lambda *each: np.concatenate([np.ravel(x) for x in each])
     return padded, jax.tree.map(together, *drifts), sum(entropies)
 
 
 def _sampling_metrics(drift: dict[str, np.ndarray]) -> dict[str, Any]:
-    """TRL's sampling metrics of an optimizer step before which nothing was learned, and the divergence's."""
+    """TRL's sampling metrics and the divergence, for the first optimizer step of a rollout."""
     tokens = max(drift["tokens"].sum(), 1)
     lowest = drift["ratio_min"].min()
     differences = drift["differences"]
-    # Without a token there is one difference, of 0. One that is no number stays: the step is skipped, and says so.
+    # Without tokens there is one difference of 0. NaN is kept: the step is skipped, and the metrics show it.
     differences = np.append(
         differences[~(differences < 0)], np.zeros(int(drift["tokens"].sum() == 0))
     )
-    with np.errstate(invalid="ignore"):  # between two that are infinite
+    with np.errstate(invalid="ignore"):  # between two infinite values
         p99 = np.quantile(differences, 0.99)
     return {
         "sampling/sampling_logp_difference/mean": drift["difference_sum"].sum() / tokens,
