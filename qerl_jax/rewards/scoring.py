@@ -178,7 +178,8 @@ def evaluate(
 
 def _first_row(function: RewardFunction, arguments: Mapping[str, Any], rows: int) -> str:
     """The first row on which a function fails by itself, with the row's values; empty if the search takes long.
-Also empty if the function fails on both the first and the last row: then no single row is the cause.
+
+    Also empty if the function fails on both the first and the last row: then no single row is the cause.
     """
     until = time.monotonic() + _SEARCH_SECONDS
     tried = itertools.takewhile(lambda row: time.monotonic() < until, range(rows))
@@ -215,8 +216,9 @@ def _fails(function: RewardFunction, arguments: Mapping[str, Any]) -> bool:
 
 
 def environments_own(name: str) -> RewardFunction:
-    """The rewards that environments of the class `name` gave their rows (`get_reward`). The value is None where an
-environment gave none, and for rows of other classes.
+    """The rewards that environments of the class `name` gave their rows (`get_reward`).
+
+    The value is None where an environment gave none, and for rows of other classes.
     """
 
     def own(environments: Sequence[Any], **_) -> list[float | None]:
