@@ -1,8 +1,8 @@
 """GPU operations on 4-bit weights, usable without the rest of the project.
 
-Formats are defined in plain jnp (`formats`); each kernel family has a folder with a reference that runs
-anywhere. Imports nothing but jax, numpy and ml_dtypes; the portable kernels import triton
-and jax-triton when they are started.
+Formats are defined in plain jnp (`formats`); each kernel family has a folder with a reference that runs anywhere.
+The package imports only jax, numpy and ml_dtypes; the portable kernels import triton and jax-triton when they are
+launched.
 """
 
 from pallas_kernels.formats import mxfp4, nf4, nvfp4

@@ -1,4 +1,4 @@
-"""What a linear is beside its product, whoever computes that."""
+"""The definition of a linear's steps after its product, for every implementation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.formats.rounding import rounded
 
-# Of LoRA, for one part of N: x A [M, R], and what is multiplied with it, B [R, N_i] times alpha / R.
+# LoRA's branch of one part of N: x A [M, R], and B [R, N_i] times alpha / R.
 Branch = tuple[jax.Array, jax.Array]
 
 
@@ -25,16 +25,16 @@ def finish(
 ) -> jax.Array:
     """rounded((product + [the products of the branches]) * unit + bias + residual).
 
-    Where it rounds is part of its definition: what stands in brackets, and the result (docs/design/model.md,
+    The rounding is part of the definition: values in brackets and the result are rounded (docs/design/model.md,
     "Where rounding happens"). The rest is in float32.
 
     Args:
       product: float32 [M, N].
-      branches: of the parts of N, in their order; none without LoRA.
-      unit: float32 [M, 1], of the norm before.
+      branches: branches of the parts of N, in order; empty without LoRA.
+      unit: float32 [M, 1], the unit of the norm before.
       bias: [N].
       residual: [M, N].
-      dtype: of the result, and of the branches.
+      dtype: dtype of the result, and of the branches.
     """
     y = product
     if branches:
@@ -49,10 +49,10 @@ def finish(
 
 
 def joined(branches: Sequence[Branch]) -> jax.Array:
-    """The products of the branches side by side, float32 [M, N] that were rounded to their type."""
-    # Without it a GPU multiplies float32 in TF32.
+    """The products of the branches side by side, rounded to their dtype, as float32 [M, N]."""
+    # Otherwise a GPU multiplies float32 in TF32.
     exact = jax.lax.Precision.HIGHEST if branches[0][0].dtype == jnp.float32 else None
     products = [jnp.dot(down, up, precision=exact) for down, up in branches]
-    # On a CPU, XLA leaves out the rounding of a product with few ranks.
+    # On a CPU XLA omits the rounding of a product with few ranks.
     parts = [rounded(part.astype(jnp.float32), part.dtype) for part in products]
     return jnp.concatenate(parts, axis=-1).astype(jnp.float32)

@@ -1,8 +1,7 @@
 """Products with weights of any packed format, by the type of the weight.
 
-NVFP4 has kernels of its own. MXFP4 and NF4 are unpacked to the activations' type and multiplied, as
-bitsandbytes does with many rows: XLA fuses the unpacking into one pass, whose result lives no longer
-than the product.
+NVFP4 has its own kernels. MXFP4 and NF4 are unpacked to the activations' dtype and multiplied, as bitsandbytes does
+for many rows. XLA fuses the unpacking into one pass, whose result is freed after the product.
 """
 
 import jax
@@ -29,14 +28,14 @@ def packed_matmul(
     Args:
       x: [..., K], float32 or bfloat16.
       w: an [N, K] weight without stacked axes; slice those with `lax.scan`.
-      out_dtype: of y, by default x's. The sums are rounded to x's in any case; what follows that, a
-        global scale, is not if this is float32.
+      out_dtype: dtype of y, by default x's. The sums are always rounded to x's dtype; with float32 the following
+        multiplication by a global scale is not rounded.
 
     Returns:
       [..., N].
 
     Raises:
-      ValueError: a wrong type or shape.
+      ValueError: a wrong dtype or shape.
     """
     if isinstance(w, api.PackedWeight):
         return api.nvfp4_matmul(x, w, out_dtype=out_dtype)

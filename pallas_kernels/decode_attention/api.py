@@ -1,4 +1,4 @@
-"""The one way in: checks, choice of implementation."""
+"""The public entry point: checks the arguments and chooses an implementation."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from pallas_kernels.portable import attention as portable
 
 
 class _Reference:
-    """`reference.decode_attention`, which runs whatever the API accepts, and needs no plan."""
+    """`reference.decode_attention`, which runs everything that the API accepts, and needs no plan."""
 
     @staticmethod
     def decode_attention(*arguments: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -61,13 +61,13 @@ _IMPLEMENTATIONS: dict[str, Any] = {
 def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
     """Why no kernel can attend with a model's heads on this device, or None.
 
-    Where none can, `decode_attention` runs the reference, which gathers all pages of every row and is
-    many times slower.
+    In that case `decode_attention` runs the reference, which gathers all pages of every row and is many times
+    slower.
 
     Args:
-      heads: H, of queries.
-      key_heads: J.
-      head_size: C.
+      heads: H, query heads.
+      key_heads: J, key/value heads.
+      head_size: C, channels per head.
     """
     if (reason := runtime.unless_hopper()) is None:
         return configs.supports_heads(heads, key_heads, head_size)
@@ -77,15 +77,15 @@ def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
 
 
 def plan(keys: jax.Array, tables: jax.Array, ends: jax.Array) -> jax.Array | None:
-    """What of `decode_attention` depends on tables and ends alone: made once, it serves all layers.
+    """Makes the part of `decode_attention` that depends only on tables and ends; one plan serves all layers.
 
     Args:
-      keys: as for `decode_attention`; only shape and type matter.
+      keys: as for `decode_attention`; only shape and dtype are used.
       tables: int32 [B, W].
       ends: int32 [B].
 
     Returns:
-      How the kernel divides the work, or None where there is no kernel.
+      The kernel's division of the work, or None where there is no kernel.
     """
     if runtime.unless_hopper() or configs.supports_cache(keys.shape, keys.dtype):
         return None
@@ -107,28 +107,27 @@ def decode_attention(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rotates a new token's query and key, appends its key and value to the cache, and attends.
 
-    out[h] = softmax(q[h] . k[0 ... end] / sqrt(C)) @ v[0 ... end], with the softmax in float32. Queries
-    and keys are turned by RoPE (arXiv 2104.09864) in float32 and rounded to the cache's type. Slot s of a
-    row is in page tables[row, s // S], at s % S; a page that several rows name (a shared prefix) is read
-    by all and must not be the one that any of them writes. With implementation "hopper" or "portable", a row's
+    out[h] = softmax(q[h] . k[0 ... end] / sqrt(C)) @ v[0 ... end], with the softmax in float32. Queries and keys
+    are rotated by RoPE (arXiv 2104.09864) in float32 and rounded to the cache's type. Slot s of a
+    row is in page tables[row, s // S], at s % S; a page that several rows share (a common prefix) is read by all of
+    them; none of them may write to it. With implementation "hopper" or "portable", a row's
     result has the same bits whatever the other rows are.
 
-    Carried through a loop, `keys` and `values` are updated in place. Places outside of the tables or
-    of the cache are moved to the nearest inside. So a row that is not in use may have a table of
-    zeros and any end: it writes to page 0, which no other row should name, and gets a finite result
-    if that page is finite.
+    In a loop that carries them, `keys` and `values` are updated in place. Indices outside of the tables or of the
+    cache are clamped to the nearest valid one. So an unused row may have a table of zeros and any end: it writes to
+    page 0, which no other row should use, and gets a finite result if that page is finite.
 
     Args:
       qkv: bfloat16 or float32 [B, H + 2 J, C], the query heads, the key heads and the value heads of
         one token per row, not rotated; query head h belongs to key head h // (H / J).
-      cos: float32 [B, C / 2], of the angles of each row's position; pair c is (c, c + C / 2).
-      sin: the same.
-      keys: [L, N, J, S, C], N pages of S slots for each layer, rotated.
-      values: the same.
-      layer: int32, which of the L.
+      cos: float32 [B, C / 2], cosines of the angles of each row's position; pair c is (c, c + C / 2).
+      sin: float32 [B, C / 2], sines of the same angles.
+      keys: [L, N, J, S, C], rotated keys: N pages of S slots for each layer.
+      values: [L, N, J, S, C].
+      layer: int32, index of the layer among the L.
       tables: int32 [B, W], each row's pages in order.
       ends: int32 [B], the slot that the new token takes: the number of those before it.
-      plan: of the same tables and ends, from `plan`; None makes it anew.
+      plan: from `plan`, for the same tables and ends; None makes it here.
       implementation: None for the best that supports the problem, or "hopper", "portable" or "reference".
 
     Returns:

@@ -1,6 +1,6 @@
-"""How the kernel of `decode` is cut up, and which problems it takes.
+"""How the kernel of `decode` divides its work, and which problems it supports.
 
-What depends on the device takes it as a value; None is the one that there is.
+Functions that depend on the device take it as an argument; None means the current device.
 """
 
 import dataclasses
@@ -18,20 +18,20 @@ GROUP = 16
 # H100 wherever a piece had several pages, though it meets it when interpreted; those of 128 met it in all cases.
 MOST_QUERIES = {64: 8, 128: GROUP}
 HEAD_SIZES = tuple(MOST_QUERIES)
-# Parts that are read at a time when a unit is added up, by teams: what registers there are for with 8 rows.
+# Parts that are read at a time when a unit is summed, by number of teams: as many as registers allow with 8 rows.
 BATCH = {1: 16, 2: 16, 3: 8, 4: 8}
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a problem is cut up.
+    """How a problem is divided.
 
     Attributes:
-      pages: of a piece at most, if it is not one of the most parts.
-      stages: pages on their way to each team, or there.
-      parts: most pieces of a unit, which is a row's queries of one key head.
-      blocks: among whose teams the pieces are divided.
-      teams: of a block; 1 to 4.
+      pages: most pages of a piece, unless the unit has the largest number of parts.
+      stages: pages that are loading or loaded for each team.
+      parts: most pieces of a unit. A unit is a row's queries of one key head.
+      blocks: number of blocks; the pieces are divided among their teams.
+      teams: teams per block; 1 to 4.
     """
 
     pages: int
@@ -57,9 +57,9 @@ def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
     """Why this kernel cannot attend with a model's heads, or None.
 
     Args:
-      heads: H, of queries.
-      key_heads: J.
-      head_size: C.
+      heads: H, query heads.
+      key_heads: J, key/value heads.
+      head_size: C, channels per head.
     """
     if head_size not in HEAD_SIZES:
         return f"needs a head size of 64 or 128; got {head_size}"
@@ -107,7 +107,7 @@ def supports(
 def pick_config(
     rows: int, key_heads: int, head_size: int, group: int = 8, device: Device | None = None
 ) -> Config:
-    """As many teams as there are registers for, longer pieces where there are many units.
+    """Picks as many teams as registers allow, and longer pieces where there are many units.
 
     Configurations for groups of another size differ in stages alone, on which no plan depends.
 
@@ -116,11 +116,11 @@ def pick_config(
       key_heads: J.
       head_size: C.
       group: H / J.
-      device: that it runs on.
+      device: the device that runs it.
     """
     device = device or runtime.device()
     units = rows * key_heads
-    # With so few units adding up the parts takes the time, and registers save some of it.
+    # With so few units most of the time goes into summing parts, which more registers per team speed up.
     teams = 2 if units <= 8 else 4 if head_size <= 64 else 3
     # Of 2, 3, 4 and 6 the fastest on an H200 for 1, 8, 16 and 128 rows of 4 key heads; for 64, where 6 is 5 %
     # faster for rows of unlike length and 4 is 4 % faster for others, the latter.

@@ -1,7 +1,7 @@
 """Attention of one token per row on Hopper, in Pallas Mosaic GPU.
 
-`plan` says which pieces of which units (a row and a key/value head) a team attends to. A team is a
-warpgroup; the teams of a block share nothing, so that one computes while others wait for memory. It takes a
+`plan` lists the pieces of units (a row and a key/value head) that a team attends to. A team is a
+warpgroup; the teams of a block share nothing, so one computes while others wait for memory. It takes a
 page at a time, with the group's queries, 8 rows that are there eight times over (or 16 that are there four
 times), as the operand in registers:
 
@@ -39,7 +39,7 @@ from pallas_kernels.decode_attention.plans import PAGE
 def plan(
     shape: tuple[int, ...], tables: jax.Array, ends: jax.Array, config: Config | None = None
 ) -> jax.Array:
-    """What every block attends to, for a cache of a shape: an operand of `decode_attention`."""
+    """The work of every block, for a cache of the given shape: an operand of `decode_attention`."""
     _, pages, key_heads, _, head_size = shape
     config = config or pick_config(len(tables), key_heads, head_size)
     return plans.make(tables, ends, pages, _cut(tables.shape, shape, config))
@@ -67,13 +67,13 @@ def decode_attention(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What `api.decode_attention` says, for a cache in bfloat16.
+    """See `api.decode_attention`; for a cache in bfloat16.
 
-    `plan` is made from `tables` and `ends` where it is not given, `config` is by default that of
-    `pick_config`; `interpret` runs on a CPU and reports data races, with parts added up outside.
+    Without `plan`, one is made from `tables` and `ends`. `config` defaults to that of `pick_config`. `interpret`
+    runs on a CPU and reports data races; parts are then summed outside of the kernel.
 
     Raises:
-      ValueError: a plan of another problem.
+      ValueError: a plan for another problem.
       NotImplementedError: the reason `supports` gives.
     """
     _, _, key_heads, _, head_size = keys.shape
@@ -90,7 +90,7 @@ def decode_attention(
         plan = plans.make(tables, ends, keys.shape[1], cut)
     if runtime.checks_kernels():
         qkv = _after_check(qkv, plan, cut)
-    # Half a second that only those pay who come here.
+    # This import takes half a second, so it is made only when needed.
     from pallas_kernels.decode_attention import decode_kernel
 
     problem = decode_kernel.Problem(config, cut, group, keys.shape, interpret)
@@ -105,13 +105,13 @@ def decode_attention(
 
 
 def _after_check(qkv: jax.Array, plan: jax.Array, cut: plans.Cut) -> jax.Array:
-    """qkv, once the plan's counters have been looked at: see `runtime.checks_kernels`.
+    """Returns qkv after checking the plan's counters: see `runtime.checks_kernels`.
 
-    The kernel counts in its plan, which XLA takes to be constant, and leaves zeros again. Had a launch
-    not done so, the next would not know the last part of a unit, and not write its output.
+    The kernel counts in its plan, which XLA takes to be constant, and resets the counters to zero. If a launch
+    failed to do so, the next launch would not find the last part of a unit, and would not write its output.
 
     Raises:
-      ValueError: inside of the program; a counter is not zero.
+      ValueError: a counter is not zero; raised while the program runs.
     """
 
     def check(counters):

@@ -1,10 +1,10 @@
-"""Which block of the kernel attends to which pages: what depends on tables and ends alone, once for all layers.
+"""Which block of the kernel attends to which pages. A plan depends only on tables and ends, and serves all layers.
 
-A unit is a row and a key/value head. Its live pages are cut into equal pieces, of at most `pages`, or of more
-where that would make more than `parts` pieces; so how a row is cut follows from its own length and from
-shapes, and its bits do not depend on its neighbours. Which block gets a piece does depend on them. The
-pieces of all units, long ones first, go round the blocks and back, so that all have about as much to read.
-Pieces of a unit are equal so that they are read at about the same time, and added up while others are read.
+A unit is a row and a key/value head. Its live pages are cut into equal pieces of at most `pages` pages, or of more
+where there would be more than `parts` pieces. So the cut of a row depends only on its own length and on shapes, and
+the bits of its result do not depend on other rows. The block that gets a piece does depend on them. The pieces of
+all units, longest first, are dealt to the blocks forth and back, so that all blocks read about the same amount.
+Pieces of a unit are equal, so that they are read at about the same time, and summed while others are read.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ SHIFT = 2**16
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How units are cut, and among how many blocks they are divided.
+    """How units are cut, and the number of blocks that share them.
 
     Attributes:
       rows: B.
@@ -81,15 +81,15 @@ def parts_of(live: jax.Array, cut: Cut) -> jax.Array:
 
 
 def make(tables: jax.Array, ends: jax.Array, pages: int, cut: Cut) -> jax.Array:
-    """Writes down every block's work.
+    """Makes the list of every block's work.
 
     Nothing is sorted or scanned: each is a sum over pairs, which XLA fuses into few small kernels.
 
     Args:
       tables: int32 [B, W].
       ends: int32 [B].
-      pages: of a layer of the cache.
-      cut: how.
+      pages: pages per layer of the cache.
+      cut: how units are cut.
 
     Returns:
       int32 [cut.size]: counters, pieces, pages and counts as `Cut` says.

@@ -1,8 +1,8 @@
-"""Attention of one token in jnp: the oracle of the kernel, and what runs where there is none.
+"""Attention of one token in jnp: the oracle of the kernel, and the fallback where there is no kernel.
 
     out[h] = softmax(q[h] . k[0 ... end] / sqrt(C)) @ v[0 ... end],   in float32
 
-Never optimised: it gathers all pages of a row's table, live or not.
+Not optimized: it gathers all pages of a row's table, live or not.
 """
 
 import jax
@@ -19,7 +19,7 @@ def decode_attention(
     tables: jax.Array,
     ends: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What `api.decode_attention` says."""
+    """See `api.decode_attention`."""
     layers, pages, key_heads, slots, head_size = keys.shape
     rows, width = tables.shape
     heads = qkv.shape[1] - 2 * key_heads
@@ -34,7 +34,7 @@ def decode_attention(
     values = values.at[layer, page, :, slot].set(v.astype(values.dtype))
 
     live = jnp.arange(width * slots) <= ends[:, None]
-    # [B, J, W * S, C]; what is not live need not be finite.
+    # [B, J, W * S, C]; slots that are not live need not be finite.
     is_read = live[:, None, :, None]
     k, v = (
         jnp.where(
@@ -45,7 +45,7 @@ def decode_attention(
         for cache in (keys, values)
     )
     q = q.astype(jnp.float32).reshape(rows, key_heads, -1, head_size)
-    # Without it a GPU multiplies float32 in TF32.
+    # Otherwise a GPU multiplies float32 in TF32.
     highest = jax.lax.Precision.HIGHEST
     scores = jnp.einsum("bjgc,bjsc->bjgs", q, k, precision=highest) * head_size**-0.5
     weights = jax.nn.softmax(jnp.where(live[:, None, None], scores, -jnp.inf))
@@ -54,7 +54,7 @@ def decode_attention(
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns the pairs (c, c + C/2) of [B, heads, C] by tables [B, C/2], in float32."""
+    """Rotates the pairs (c, c + C/2) of [B, heads, C] by tables [B, C/2], in float32."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None], sin[:, None]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

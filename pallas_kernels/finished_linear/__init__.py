@@ -1,4 +1,4 @@
-"""Linears with what LoRA, a norm, SwiGLU, a bias and a residual make of their products."""
+"""Linears together with LoRA, the norm before, SwiGLU, bias and residual."""
 
 from pallas_kernels.finished_linear.api import (
     PreparedBranches,

@@ -1,4 +1,4 @@
-"""Linears of any weight with what LoRA, a norm and a bias make of their products, by the kernel that fits."""
+"""Linears with any weight, together with LoRA, a norm and a bias, by the best kernel for the operands."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from pallas_kernels.packed_matmul import PackedWeight, packed_matmul
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PreparedBranches:
-    """LoRA's matrices of a linear as its product reads them: made once for many calls, without a derivative.
+    """LoRA's matrices in the form that a linear's product reads; made once for many calls, without a derivative.
 
     Attributes:
-      a: [..., K, ranks], A of all parts side by side, in the activations' type.
-      ups: alpha / R * B [..., R, N_i] of each part in that type, or one of all parts, [..., ranks, N], with zeros
-        where a part does not read the ranks of another; none where `b` takes their place.
-      b: [..., N, 64] of all parts, for the kernel of many rows; or None.
+      a: [..., K, ranks], A of all parts side by side, in the activations' dtype.
+      ups: alpha / R * B [..., R, N_i] of each part in that dtype, or one matrix for all parts, [..., ranks, N],
+        with zeros where the rank belongs to another part; empty where `b` replaces them.
+      b: [..., N, 64] of all parts, for the kernel for many rows; or None.
       bias: float32 [..., N], for that kernel; or None.
-      sizes: of the parts that this kernel knows.
+      sizes: sizes of the parts, for that kernel.
     """
 
     a: jax.Array
@@ -48,23 +48,23 @@ def prepare_branches(
     rows: int,
     has_unit: bool,
 ) -> PreparedBranches:
-    """Makes of LoRA's matrices what `finished_linear` reads of them for x of so many rows.
+    """Puts LoRA's matrices into the form that `finished_linear` reads for x with `rows` rows.
 
     Args:
       matrices: A [K, R] and B [R, N_i] in float32, of the parts of N.
       bias: [N], or None.
       scaling: alpha / R.
-      weight: of the linear, or a stack of them; None makes what serves with any weight.
-      dtype: of the activations.
-      rows: of x.
-      has_unit: whether a norm's unit will be given, and no residual.
+      weight: the linear's weight, or a stack of weights; None makes a form that works with any weight.
+      dtype: dtype of the activations.
+      rows: rows of x.
+      has_unit: whether `finished_linear` will get a norm's unit and no residual.
     """
     down = [a.astype(dtype) for a, _ in matrices]
     ups = [(scaling * b).astype(dtype) for _, b in matrices]
     sizes, (k, rank) = [up.shape[1] for up in ups], down[0].shape
     if not has_unit or not _fits_kernel(rows, k, weight, sizes, rank, dtype):
-        # One product is faster than several small ones, which are launches more than arithmetic, and has the same
-        # bits in bfloat16. Where a weight may be for a kernel that knows the parts, they stay apart.
+        # One product is faster than several small ones, whose cost is mostly the launch, and has the same bits in
+        # bfloat16. Where the weight may be for a kernel that handles parts itself, they stay separate.
         is_known = weight is None or isinstance(weight, HopperNVFP4)
         if dtype == jnp.bfloat16 and not is_known:
             ups = [block_diag(*ups)]
@@ -79,14 +79,14 @@ def prepare_branches(
 
 
 def linear(x: jax.Array, weight: PackedWeight | jax.Array) -> jax.Array:
-    """Multiplies y = x W^T for a packed or a dense weight, as the product meets branch and bias.
+    """Computes y = x W^T for a packed or a dense weight, before branches and bias are added.
 
     Args:
       x: [..., K], float32 or bfloat16.
       weight: packed, in any format and layout, of shape (N, K); or a dense [N, K].
 
     Returns:
-      float32 [..., N]. Sums are rounded to x's dtype; a global scale is multiplied on after that.
+      float32 [..., N]. Sums are rounded to x's dtype, and then multiplied by a global scale.
     """
     if isinstance(weight, PackedWeight):
         return packed_matmul(x, weight, out_dtype=jnp.float32)
@@ -110,14 +110,14 @@ def finished_linear(
 ) -> jax.Array:
     """rounded((x W^T + [the products of the branches]) * unit + bias + residual), as `finish` defines it.
 
-    One kernel computes all of it where there is one for these operands.
+    One kernel computes all of it, if there is one for these operands.
 
     Args:
       x: [..., K], float32 or bfloat16.
-      weight: as `linear` takes it.
-      branches: LoRA's, of the parts of N in their order; none without LoRA. Or what `prepare_branches`
-        made of its matrices for as many rows.
-      unit: float32 [..., 1], of the norm before, which is constant to a derivative.
+      weight: as for `linear`.
+      branches: LoRA's branches of the parts of N, in order; empty without LoRA. Or the result of `prepare_branches`
+        for the same number of rows.
+      unit: float32 [..., 1], the unit of the norm before; no gradient flows through it.
       bias: [N].
       residual: [..., N].
 
@@ -151,7 +151,7 @@ def _exact_dot(x: jax.Array, matrix: jax.Array) -> jax.Array:
 def _has_kernel(
     rows: jax.Array, weight: object, branches: Sequence[Branch], unit: jax.Array | None
 ) -> bool:
-    """Whether the kernel of many rows takes these operands."""
+    """Whether the kernel for many rows takes these operands."""
     if unit is None or not branches:
         return False
     sizes, rank = [up.shape[1] for _, up in branches], branches[0][1].shape[0]

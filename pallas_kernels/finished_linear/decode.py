@@ -1,6 +1,6 @@
-"""A linear of a decoding step with all that surrounds it, in two kernels: product and epilogue.
+"""A linear of a decoding step with the operations around it, in two kernels: product and epilogue.
 
-The base may be packed, or dense in bfloat16: then the product is XLA's, and the epilogue the same.
+The base may be packed, or dense in bfloat16. For a dense base XLA computes the product; the epilogue is the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_M = configs.MAX_M
 
 
 def padded(m: int) -> int:
-    """Rows that the kernels take for M: the next of 8, 16, 24, 32, 64, 96, 128."""
+    """M rounded up to a number of rows that the kernels support: 8, 16, 24, 32, 64, 96 or 128."""
     return m + -m % (8 if m <= 32 else 32)
 
 
@@ -44,11 +44,11 @@ def supports(
 
     Args:
       m: rows of x.
-      sizes: rows of W that belong to each of the linears that it joins.
+      sizes: rows of W of each of the joined linears.
       k: columns of both.
       is_packed: whether W is.
-      rank: of LoRA; 0 without it.
-      is_swiglu: whether the two parts are a gate and what it lets through, of which one is made.
+      rank: LoRA's rank; 0 without LoRA.
+      is_swiglu: whether the two parts are gate and up of a SwiGLU, which gives one output.
     """
     if reason := runtime.unless_hopper():
         return reason
@@ -78,24 +78,24 @@ def linear(
     following: tuple[HopperNVFP4 | jax.Array, Branch | None] | None = None,
     interpret: bool = False,
 ) -> jax.Array | Stream:
-    """y = x W^T + bias + the branches of LoRA, and what comes before and after it.
+    """y = x W^T + bias + LoRA's branches, with the norm before and the operations after it.
 
     Args:
-      x: bfloat16 [M, K], M as `padded` makes it, and K real or filled up with zeros to whole tiles; or a
-        residual stream, which is normalized first.
+      x: bfloat16 [M, K], M as returned by `padded`, K as it is or padded with zeros to whole tiles; or a residual
+        stream, which is normalized first.
       w: [N, K], packed for Hopper or dense in bfloat16.
-      divisor: what `sliceable` made of a packed w's global scale; None for that itself.
+      divisor: a packed w's global scale after `sliceable`; None uses the global scale itself.
       bias: [N].
       branch: from `lora.pack_branch`.
-      eps: of the norm, if x is a stream.
+      eps: epsilon of the norm, if x is a stream.
       residual: a stream to which y is added, and the float32 [N] scale of the norm after it.
-      is_swiglu: whether y is gate and up, of which silu(gate) * up is wanted.
-      config: of the packed product; None for the tuned one.
-      following: weight and branch of the linear after this one, for `nvfp4_matmul.decode.Upcoming`.
+      is_swiglu: whether y is gate and up, and the result is silu(gate) * up.
+      config: configuration of the packed product; None for the tuned one.
+      following: weight and branch of the next linear, for prefetching (`nvfp4_matmul.decode.Upcoming`).
       interpret: run on a CPU, and report data races.
 
     Returns:
-      bfloat16 [M, N], or [M, N / 2] of a `swiglu`, filled up with zeros to whole tiles; or the new stream.
+      bfloat16 [M, N], or [M, N / 2] of a `swiglu`, padded with zeros to whole tiles; or the new stream.
     """
     n = w.shape[0]
     values = x.scaled if isinstance(x, Stream) else x
@@ -130,7 +130,7 @@ def linear(
 
 
 def _filled(values: jax.Array, sizes: Sequence[int], value: float = 0) -> jax.Array:
-    """Fills up each part of axis 0 to whole tiles of rows."""
+    """Pads each part of axis 0 to whole tiles of rows."""
     if all(size % TILE == 0 for size in sizes):
         return values
     parts, end = [], 0
@@ -142,7 +142,7 @@ def _filled(values: jax.Array, sizes: Sequence[int], value: float = 0) -> jax.Ar
 
 
 def _unfilled(y: jax.Array, sizes: Sequence[int]) -> jax.Array:
-    """Takes out again of axis 1 what `_filled` put in."""
+    """Removes from axis 1 the padding of `_filled`."""
     if all(size % TILE == 0 for size in sizes):
         return y
     starts = itertools.accumulate((layout.whole(size) for size in sizes), initial=0)

@@ -13,18 +13,18 @@ from pallas_kernels.nvfp4_matmul.layout import TILE
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """The branches of linears that share an input; values, so that new ones need no recompile.
+    """The branches of linears that share an input; arrays, so new values need no recompilation.
 
-    The ranks of part i are rows rank * i ... of A^T, filled up with zeros to a `rank` that divides 64
-    or is a multiple of it. A row of the base needs those of its own part alone, or the 64 they are among.
+    The ranks of part i are rows rank * i ... of A^T, padded with zeros to a `rank` that divides 64 or is a multiple
+    of it. A row of the base needs only the ranks of its own part, or the group of 64 that contains them.
 
     Attributes:
       a: for a packed base, int32 [..., tiles, K / 64, 4, 3, 192] from `dense_tile.pack`; for a dense one, bfloat16
         [..., 64 * tiles, K].
-      b: bfloat16 [..., N, max(rank, 64)], scaled; zero in the columns of other parts. Each part of N is filled up
-        with zeros to whole tiles of 64 rows.
-      sizes: rows of the base that belong to each part, which need not be whole tiles.
-      rank: of one part.
+      b: bfloat16 [..., N, max(rank, 64)], scaled; zero in the columns of other parts. Each part of N is padded with
+        zeros to whole tiles of 64 rows.
+      sizes: rows of the base in each part, not necessarily whole tiles.
+      rank: padded rank of one part.
     """
 
     a: jax.Array
@@ -47,7 +47,7 @@ class Branch:
 
 
 def filled_rank(rank: int) -> int:
-    """The rank that a part of a `Branch` has: the next one that divides 64 or is a multiple of it."""
+    """The padded rank of a part of a `Branch`: the next number that divides 64 or is a multiple of it."""
     return rank + -rank % TILE if rank > TILE // 2 else 1 << max(3, (rank - 1).bit_length())
 
 
@@ -58,8 +58,8 @@ def pack_branch(
 
     Args:
       parts: A [..., K, R] and B [..., R, N_i] of each, in the order of the base's rows.
-      scaling: alpha / R, which goes into B.
-      is_packed: whether the base is.
+      scaling: alpha / R, multiplied into B.
+      is_packed: whether the base is packed.
     """
     rank = parts[0][0].shape[-1]
     filled = filled_rank(rank)

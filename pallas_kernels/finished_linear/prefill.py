@@ -1,7 +1,7 @@
 """A linear of many rows in one kernel: the product, and an epilogue of LoRA, the norm before and the bias.
 
-Left to XLA, LoRA's x A B is written and read once more, [M, N] in bfloat16, which for a wide linear costs
-as much as a tenth of its product.
+XLA alone would write LoRA's x A B, [M, N] in bfloat16, and read it again. For a wide linear that costs a tenth of
+its product.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def supports(
 
     Args:
       m: rows of x.
-      sizes: rows of W that belong to each of the parts that it joins.
+      sizes: rows of W of each of the joined parts.
       k: columns of both.
-      rank: of LoRA.
-      dtype: of x.
+      rank: LoRA's rank.
+      dtype: dtype of x.
     """
     if reason := runtime.unless_hopper():
         return reason
@@ -58,13 +58,13 @@ def linear(
 ) -> jax.Array:
     """`finish` (pallas_kernels/linear.py) of x W^T, and its derivative, from the packed weight.
 
-    Weight and bias are frozen: their cotangents are zero. So is the unit's, whose share is in that by x,
-    as `split_norm` has it.
+    Weight and bias are frozen: their cotangents are zero. The unit's cotangent is zero too: `split_norm` includes
+    its share in the cotangent of x.
 
     Args:
       x: bfloat16 [M, K].
       w: an [N, K] weight without stacked axes.
-      branches: of all parts of N, in bfloat16.
+      branches: the branches of all parts of N, in bfloat16.
       unit: float32 [M, 1].
       bias: [N], or None.
 
@@ -149,7 +149,7 @@ def prepared_linear(
     unit: jax.Array,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """`linear` with matrices that were prepared once for many calls; it has no derivative.
+    """`linear` with matrices prepared once for many calls; without a derivative.
 
     Args:
       x: bfloat16 [M, K].

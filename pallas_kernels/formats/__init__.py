@@ -1,1 +1,1 @@
-"""Number formats of 4-bit weights in plain jnp: what the bytes mean. And a rounding that XLA may not leave out."""
+"""Number formats of 4-bit weights in plain jnp: the meaning of the bytes. Also a rounding that XLA cannot omit."""

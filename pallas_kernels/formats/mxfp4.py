@@ -1,4 +1,4 @@
-"""The MXFP4 number format: what the bytes mean, in jnp.
+"""The MXFP4 number format: the meaning of the bytes, in jnp.
 
 An [N, K] matrix holds 4-bit E2M1 codes and one E8M0 scale, a power of two, for each 32 neighbours
 along K. Bytes are those of compressed-tensors' scheme MXFP4A16; there is no global scale:
@@ -37,7 +37,7 @@ SEARCHED_STEPS = (1, -1)
 _BIAS = 127
 # The largest code is 6 = 1.5 * 2^2.
 _CODE_EXPONENT = 2
-# The byte 255 is NaN, and 2^-(254 - 127) is no normal float32, by which codes could not be formed.
+# The byte 255 is NaN. For 254, 2^-(254 - 127) is not a normal float32, so codes could not be computed.
 _SCALE_MAX = 253
 
 
@@ -72,10 +72,10 @@ def quantize(
 
     Args:
       w: [..., N, K], float32, bfloat16 or float16.
-      rounding: "nearest" takes the next exponent for maxima from 1.75 * 2^e on, which would saturate
-        by most, as compressed-tensors does; "floor" is the OCP Microscaling specification's.
-      scales: uint8 [..., N, K / 32] of the blocks, such as `search_scales` found; by default those of
-        the formula.
+      rounding: "nearest", as in compressed-tensors, takes the next exponent for maxima from 1.75 * 2^e on, which
+        would saturate most; "floor" is the rule of the OCP Microscaling specification.
+      scales: uint8 [..., N, K / 32] of the blocks, such as those of `search_scales`; by default those of the
+        formula.
 
     Raises:
       ValueError: w is not a floating-point array of one of these types with K % 32 == 0, or an
@@ -100,9 +100,9 @@ def search_scales(
 ) -> jax.Array:
     """Finds for each block the scale that rounds it with the smallest squared error.
 
-    Tried are the scale that `quantize` takes, its double and its half. The error of a block is d G d^T, where
-    d is rounded w - w, and G its square of the moments, or 1. Of equal ones that of `quantize` is
-    taken, then the larger.
+    The candidates are the scale of `quantize`, its double and its half. The error of a block is d G d^T, where d is
+    rounded w - w, and G is the block's matrix of moments, or the identity. On equal errors the scale of `quantize`
+    wins, then the larger one.
 
     Args:
       w: [..., N, K], float32, bfloat16 or float16, K % 32 == 0.
@@ -133,7 +133,7 @@ def search_scales(
 
 
 def steps(t: MXFP4Tensor) -> jax.Array:
-    """What one unit of a code is worth at each entry, 2^(scale - 127): float32 [..., N, K]."""
+    """The value of one code unit at each entry, 2^(scale - 127): float32 [..., N, K]."""
     return jnp.repeat(_steps(t.scales), BLOCK, axis=-1)
 
 
@@ -201,7 +201,7 @@ def _scales_of_maxima(blocks: jax.Array, rounding: Rounding) -> jax.Array:
 
 
 def _steps(scales: jax.Array) -> jax.Array:
-    """What scales mean: float32 2^(scale - 127)."""
+    """The values of scales: float32 2^(scale - 127)."""
     bits = scales.astype(jnp.int32) << 23
     # 2^-127 has no normal float32: a subnormal, which XLA may take for zero.
     bits = jnp.where(scales == 0, 1 << 22, bits)

@@ -1,4 +1,4 @@
-"""The NF4 number format (QLoRA, arXiv 2305.14314): what the bytes mean, in jnp.
+"""The NF4 number format (QLoRA, arXiv 2305.14314): the meaning of the bytes, in jnp.
 
 An [N, K] matrix, read row by row as one vector, holds 4-bit indices into a table of 16 quantiles of
 the normal distribution, and one scale, the largest magnitude, for each 64 neighbours in that vector:
@@ -98,14 +98,14 @@ def unpack_codes(packed: jax.Array) -> jax.Array:
 def quantize(w: jax.Array, *, double: bool = False, absmax: jax.Array | None = None) -> NF4Tensor:
     """Rounds a weight to NF4: the table's nearest entry to w / absmax, by its midpoints.
 
-    Of scales that are quantized, bitsandbytes rounds the weights by what they were before. Given scales
-    are quantized first, and the weights rounded by the result.
+    If scales are quantized too, bitsandbytes rounds the weights with the scales from before that. Scales given as
+    `absmax` are quantized first, and the weights are rounded with the result.
 
     Args:
       w: [..., N, K] with N * K even; float32, bfloat16 or float16.
       double: quantize the scales too.
-      absmax: float32 [..., ceil(N * K / 64)], scales of the blocks, such as `search_scales` found; by
-        default the largest magnitudes.
+      absmax: float32 [..., ceil(N * K / 64)], scales of the blocks, such as those of `search_scales`; by default
+        the largest magnitudes.
 
     Raises:
       ValueError: w is not a floating-point array of one of these types and shapes.
@@ -123,21 +123,21 @@ def quantize(w: jax.Array, *, double: bool = False, absmax: jax.Array | None = N
 
 
 def recode(w: jax.Array, t: NF4Tensor) -> NF4Tensor:
-    """Rounds a weight to NF4 by the scales of another one of its shape."""
+    """Rounds a weight to NF4 with the scales of another weight of the same shape."""
     return _coded(t, _blocks(w), scales(t))
 
 
 def search_scales(w: jax.Array, moments: jax.Array | None = None) -> jax.Array:
     """Finds for each block the scale that rounds it with the smallest squared error.
 
-    Tried are the largest entry, and `SEARCHED_SHARES` of it. The error of a block is d G d^T, where
-    d is rounded w - w, and G its square of the moments, or 1. Of equal ones the first is taken.
+    The candidates are the largest entry, and `SEARCHED_SHARES` of it. The error of a block is d G d^T, where d is
+    rounded w - w, and G is the block's matrix of moments, or the identity. On equal errors the first one wins.
 
     Args:
       w: [..., N, K] with N * K even; float32, bfloat16 or float16.
       moments: float32 [K / 64, 64, 64], the second moments of the 64 inputs that a block meets; by
-        default every entry counts alike. Only for w [N, K]; not used where blocks go over the ends of
-        rows, K % 64 != 0.
+        default every entry counts alike. Only for w [N, K]; not used where blocks cross the ends of rows, K % 64 !=
+        0.
 
     Returns:
       float32 [..., ceil(N * K / 64)].
@@ -173,7 +173,7 @@ def scales(t: NF4Tensor) -> jax.Array:
 
 
 def steps(t: NF4Tensor) -> jax.Array:
-    """What one unit of a table entry is worth at each entry, the scale: float32 [..., N, K]."""
+    """The value of one unit of the table at each entry, which is the scale: float32 [..., N, K]."""
     n, k = t.shape
     repeated = jnp.repeat(scales(t), BLOCK, axis=-1)[..., : n * k]
     return repeated.reshape(*repeated.shape[:-1], n, k)

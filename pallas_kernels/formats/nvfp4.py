@@ -1,8 +1,8 @@
-"""The NVFP4 number format: what the bytes mean, in jnp. Every kernel is tested against this file.
+"""The NVFP4 number format: the meaning of the bytes, in jnp. Every kernel is tested against this file.
 
 An [N, K] matrix holds 4-bit E2M1 codes, one E4M3 scale for each 16 neighbours along K, and a
 float32 global scale. All conventions, roundings included, are those of compressed-tensors' scheme
-NVFP4A16, so that packed bytes move between that library, vLLM and this one unchanged:
+NVFP4A16, so that packed bytes can be exchanged with that library and vLLM unchanged:
 
     weight[n, k] = value(code[n, k]) * (scale[n, k // 16] / global_scale)
 
@@ -27,7 +27,7 @@ CODE_VALUES = np.array(
 
 _CODE_MAX = 6.0
 _SCALE_MAX = 448.0
-# Stands in for a block scale that rounds to zero, by which the codes could not be divided.
+# Replaces a block scale that rounds to zero, since codes cannot be computed by dividing by zero.
 _SCALE_FOR_ZERO = 0.125
 # Block scales that `search_scales` tries, as distances from the one of the maximum in the order of E4M3's
 # values, the nearest first. One step is an eighth to a fifteenth of the scale: these reach all from 0.7 to
@@ -35,9 +35,9 @@ _SCALE_FOR_ZERO = 0.125
 SEARCHED_STEPS = (1, -1, 2, -2, 3, -3, 4, -4, 5, 6)
 # The largest block scale under a global scale that leaves room for 1.75 times it.
 _ROOMY_SCALE_MAX = 256.0
-# The share of blocks whose scale has no room above it from which on such a global scale is tried.
+# Such a global scale is tried if more than this share of blocks have a scale without room above it.
 _CROWDED = 1e-3
-# Entries of a weight that are searched at a time: what a candidate needs beside them is some times as large.
+# Entries of a weight that are searched at a time: a candidate needs several times their memory.
 _SEARCHED_ENTRIES = 1 << 25
 # Random block scales are drawn among E4M3's 16 values from 64 to 240. A Gaussian matrix of 10^7
 # entries has its blocks' scales at about 150 +- 40.
@@ -137,8 +137,8 @@ def quantize(
     Args:
       w: [..., N, K], float32, bfloat16 or float16.
       global_scale: float32 [..., 1] or [..., N]; by default that of w itself.
-      scales: float8_e4m3fn [..., N, K / 16] of the blocks, not zero, such as `search_scales` found;
-        by default those of the formula.
+      scales: float8_e4m3fn [..., N, K / 16] of the blocks, not zero, such as those of `search_scales`; by default
+        those of the formula.
 
     Raises:
       ValueError: w is not a floating-point array of one of these types with K % 16 == 0, or the
@@ -175,15 +175,14 @@ def search_scales(
 ) -> tuple[jax.Array, jax.Array]:
     """Finds for each block the scale that rounds it with the smallest squared error.
 
-    Tried are the scale that `quantize` takes and its ten neighbours in E4M3 of `SEARCHED_STEPS`, so
-    that the largest entry of a block may be clipped, or become 4 where it would be 6. The error of a
-    block is d G d^T, where d is rounded w - w, and G its square of the moments, or 1. Of equal ones the
-    first is taken, and the scale of `quantize` is the first of all: blocks of zeros keep it, and no
-    error is larger than under `quantize`.
+    The candidates are the scale of `quantize` and its ten neighbours in E4M3 (`SEARCHED_STEPS`). So the largest
+    entry of a block may be clipped, or become 4 instead of 6. The error of a block is d G d^T, where d is rounded w
+    - w, and G is the block's matrix of moments, or the identity. On equal errors the first candidate wins, and the
+    scale of `quantize` is the first of all: blocks of zeros keep it, and no error is larger than with `quantize`.
 
     Args:
       w: [..., N, K], float32, bfloat16 or float16.
-      global_scale: float32 [..., 1]. Scales that it would need to be above 448 are left out.
+      global_scale: float32 [..., 1]. Candidates above 448 are left out.
       moments: float32 [K / 16, 16, 16], the second moments of the 16 inputs that a block meets; by
         default every entry counts alike. Only for w [N, K].
       given: float8_e4m3fn [..., N, K / 16], scales that are tried too, or None.
@@ -258,15 +257,15 @@ def search(
 ) -> list[NVFP4Tensor]:
     """Rounds weights that read one input to NVFP4, with one global scale and searched block scales.
 
-    The global scale is the smallest of the weights' own, with which the largest block scale is 448 and
-    cannot grow. Where that holds back more than one block in a thousand, a global scale with the largest
-    at 256 is searched too, and taken if the errors sum up to less.
+    The global scale is the smallest of the weights' own ones. With it the largest block scale is 448 and cannot
+    grow. If that limits more than one block in a thousand, a global scale that puts the largest block scale at 256
+    is searched too, and used if its total error is smaller.
 
     Args:
       parts: [N_i, K] each, float32, bfloat16 or float16.
       moments: float32 [K / 16, 16, 16], as in `search_scales`.
-      like: weights of these shapes and one global scale, which may be close to the new ones: their scales
-        are tried too, and what equals them keeps their bytes.
+      like: weights of these shapes and one global scale, which may be close to the new ones. Their scales are tried
+        too, and equal weights keep their bytes.
     """
     shared = functools.reduce(jnp.minimum, [global_scale(part) for part in parts])
     roomy = shared * (_ROOMY_SCALE_MAX / _SCALE_MAX)
@@ -309,7 +308,7 @@ def block_errors(off: jax.Array, moments: jax.Array | None) -> jax.Array:
 
 
 def steps(t: NVFP4Tensor) -> jax.Array:
-    """What one unit of a code is worth at each entry, scale / global_scale: float32 [..., N, K]."""
+    """The value of one code unit at each entry, scale / global_scale: float32 [..., N, K]."""
     return jnp.repeat(_steps(t), BLOCK, axis=-1)
 
 
@@ -319,7 +318,7 @@ def dequantize(t: NVFP4Tensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
 
 
 def scaled_codes(t: NVFP4Tensor, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
-    """code * scale, the factor that matrix products are made of; exact in dtype; [..., N, K].
+    """code * scale, the factor that matrix products use; exact in dtype; [..., N, K].
 
     A code has 2 significant bits and a scale 4, so their product fits bfloat16's 8, and its range
     too (2^-10 to 2688). The global scale does not fit; it commutes with the sum over K and is
@@ -333,8 +332,8 @@ def fuse(parts: Sequence[NVFP4Tensor], *, shared: bool = False) -> NVFP4Tensor:
 
     Args:
       parts: tensors of equal K and equal leading axes.
-      shared: the caller's word that all parts have the first one's global scale, which is then kept
-        as one value, [..., 1]. Otherwise every row gets its own: [..., N].
+      shared: whether the caller guarantees that all parts have the first one's global scale, which is then kept as
+        one value, [..., 1]. Otherwise every row gets its own: [..., N].
 
     Raises:
       ValueError: parts differ in K, or are called shared while one has a global scale for each row.

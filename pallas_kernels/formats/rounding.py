@@ -1,4 +1,4 @@
-"""Rounding that belongs to a definition, so that two programs do it in the same places."""
+"""Rounding that is part of a definition, so that two programs round in the same places."""
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +8,8 @@ from jax.typing import DTypeLike
 def rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """x in `dtype`, rounded to nearest, ties to even.
 
-    `astype` alone is a wish: where a conversion back follows, XLA may leave out both
-    (`xla_allow_excess_precision`), and whether one follows depends on what it fuses.
+    `astype` alone does not guarantee rounding: if a conversion back follows, XLA may omit both
+    (`xla_allow_excess_precision`), and this depends on what it fuses.
     """
     of = jnp.finfo(dtype)
     if of.bits < jnp.finfo(x.dtype).bits:

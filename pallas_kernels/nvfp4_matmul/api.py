@@ -1,4 +1,4 @@
-"""The one way in: checks, choice of implementation, derivative."""
+"""The public entry point: checks, choice of implementation, derivative."""
 
 import dataclasses
 import functools
@@ -169,8 +169,8 @@ def prepare(
 
     Args:
       t: the weight, in any packed format.
-      dtype: of the activations that it will meet. Kernels take bfloat16: those for Hopper NVFP4, the portable
-        ones all formats. For any other device or type the weight stays as it is.
+      dtype: dtype of the activations. Kernels take bfloat16: Hopper's kernels take NVFP4, the portable ones all
+        formats. For any other device or dtype the weight stays as it is.
     """
     if isinstance(t, NVFP4Tensor) and _unfit(dtype) is None:
         return layout.prepare(t)
@@ -180,7 +180,7 @@ def prepare(
 
 
 def unprepare(w: PackedWeight) -> NVFP4Tensor | MXFP4Tensor | NF4Tensor:
-    """Inverse of `prepare`, bit for bit; of NF4's scales that were quantized too it gives the values."""
+    """Inverse of `prepare`, bit for bit; doubly quantized NF4 scales come back as their values."""
     if isinstance(w, HopperNVFP4):
         return layout.unprepare(w)
     return portable_layout.unprepare(w) if isinstance(w, PortableWeight) else w
@@ -197,9 +197,9 @@ def nvfp4_matmul(
 
         y = rounded(sum over k of x * (code * scale)) / global_scale
 
-    The sums are in float32 and rounded to x's type as they leave the product, whatever implements it
-    (cuBLAS can do no other); the multiplication comes after that, in float32, by the fusion that reads
-    them, where it costs nothing. A one-hot x finds scaled codes, which need no rounding.
+    The sums are in float32, and every implementation rounds them to x's dtype at the end of the product (cuBLAS
+    cannot do otherwise). The division comes after that, in float32, in the fusion that reads the sums, where it
+    costs nothing. A one-hot x gives scaled codes, which need no rounding.
 
     The derivative with respect to x is formed from the packed weight too, and nothing but the
     weight is kept for it. The weight is frozen: its cotangent is zero.
@@ -211,13 +211,13 @@ def nvfp4_matmul(
       implementation: None for the best that supports the problem; or "reference"; or, for a weight in
         the Hopper layout, "hopper" (M <= 128), "wide" or "dequantized", and in the portable layout, which
         holds other formats too, "portable" (M <= 128) or "unpacked".
-      out_dtype: of y, by default x's; in float32 y is not rounded again.
+      out_dtype: dtype of y, by default x's; with float32 y is not rounded again.
 
     Returns:
       [..., N].
 
     Raises:
-      ValueError: a wrong type or shape, or an unknown implementation.
+      ValueError: a wrong dtype or shape, or an unknown implementation.
       NotImplementedError: the named implementation cannot run this problem.
     """
     if not isinstance(w, PackedWeight):
@@ -237,7 +237,7 @@ def nvfp4_matmul(
     *rows, _ = x.shape
     m = math.prod(rows)
     name = _choose(_implementations(w), implementation, m, n, k, x.dtype)
-    # As one matrix: with two leading axes a bfloat16 dot took twice as long on a CPU (8 x 64 rows).
+    # Flattened to one matrix: with two leading axes a bfloat16 dot took twice as long on a CPU (8 x 64 rows).
     y = _matmul(name, x.dtype, x.reshape(m, k), w).reshape(*rows, n)
     return y.astype(out_dtype or x.dtype)
 

@@ -1,8 +1,8 @@
-"""The product in jnp: the oracle of the kernels, and what runs where there is none.
+"""The product in jnp: the oracle of the kernels, and the fallback where there is no kernel.
 
     y = (x @ scaled_codes(w)^T) * multiplier,   accumulated in float32
 
-Never optimised: every call unpacks the weight.
+Not optimized: every call unpacks the weight.
 """
 
 import jax
@@ -14,7 +14,7 @@ from pallas_kernels.formats.nvfp4 import NVFP4Tensor
 
 
 def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
-    """Why this problem cannot be run, or None: the reference runs whatever the API accepts."""
+    """Why this problem cannot be run, or None: the reference runs everything that the API accepts."""
     return None
 
 
@@ -29,7 +29,7 @@ def backward(dy: jax.Array, w: NVFP4Tensor) -> jax.Array:
     codes = nvfp4.scaled_codes(w, dy.dtype)
     if w.global_scale.shape[-1] == 1:
         return (dot(dy, codes, contract=0) * w.multiplier).astype(dy.dtype)
-    # Rows of different global scales are summed over, so here the multiplier has to come first.
+    # The sum is over rows with different global scales, so the multiplier must come first here.
     scaled = (dy.astype(jnp.float32) * w.multiplier).astype(dy.dtype)
     return dot(scaled, codes, contract=0).astype(dy.dtype)
 
@@ -40,7 +40,7 @@ def dot(x: jax.Array, codes: jax.Array, *, contract: int) -> jax.Array:
         x,
         codes,
         (((1,), (contract,)), ((), ())),
-        # Without it a GPU multiplies float32 in TF32.
+        # Otherwise a GPU multiplies float32 in TF32.
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
