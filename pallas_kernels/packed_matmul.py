@@ -73,7 +73,7 @@ def _dot(x: jax.Array, w: MXFP4Tensor | NF4Tensor, *, contract: int) -> jax.Arra
         x,
         dequantize(w, x.dtype),
         (((1,), (contract,)), ((), ())),
-        # Without it a GPU multiplies float32 in TF32.
+        # Otherwise a GPU multiplies float32 in TF32.
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )

@@ -1,4 +1,5 @@
-"""What follows a product of the decode kernel, in one small kernel: everything between two products but attention.
+"""The steps after a product of the decode kernel, in one small kernel: everything between two products except
+attention.
 
     y = ([sum of parts] * scale + [[U] B]) * unit + bias       U = sum of the parts of x A
     plain       [y]
@@ -38,7 +39,7 @@ class Stream:
     """The residual stream of M rows, ready for a norm.
 
     Attributes:
-      values: bfloat16 [D, M], D filled up with zeros to whole tiles of 64.
+      values: bfloat16 [D, M], D padded with zeros to whole tiles of 64.
       scaled: bfloat16 [M, D], likewise, values times the scale of the norm that comes next.
       squares: float32 [ceil(D / 64) up to a multiple of 64, M]; its first ceil(D / 64) rows sum up to
         each row's sum of squares.
@@ -76,8 +77,8 @@ def supports(
       m: rows of x.
       n: rows of W.
       rank: of one part of the branch of LoRA, as `lora.filled_rank` makes it; 0 without one.
-      is_swiglu: whether N is a gate and what it lets through.
-      device: that it runs on; None for the one that there is.
+      is_swiglu: whether N is gate and up of a SwiGLU.
+      device: the device that runs it; None for the current one.
     """
     if m % _columns(m):
         return f"needs M in eights up to 32, then in 32s; got M = {m}"
@@ -122,7 +123,7 @@ def finish(
         by its unit.
       residual: the stream's values [N, M], to which the product is added, and the float32 scale of the
         norm that comes next, which says how much of N is real.
-      is_swiglu: whether the first half of N is a gate and the second what it lets through.
+      is_swiglu: whether the first half of N is the gate and the second half is up.
       interpret: run on a CPU, and report data races.
 
     Returns:
@@ -131,7 +132,7 @@ def finish(
     Raises:
       NotImplementedError: the reason `supports` gives.
     """
-    # Half a second that only those pay who come here.
+    # This import takes half a second, so it is made only when needed.
     from pallas_kernels.finished_linear import epilogue_kernel
 
     _, n, m = sums.size

@@ -1,7 +1,7 @@
-"""How the kernel of few rows is cut up, which problems it takes, and which configuration they get.
+"""How the kernel for few rows divides its work, which problems it supports, and their configurations.
 
-A configuration was measured on the device, or follows a rule. What depends on the device takes it as a value; None
-is the one that there is.
+A configuration was measured on the device, or follows a rule. Functions that depend on the device take it as an
+argument; None means the current device.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from pallas_kernels.nvfp4_matmul import dense_tile, layout
 from pallas_kernels.nvfp4_matmul.layout import TILE
 from pallas_kernels.runtime import Device
 
-# Rows of x, at most.
+# Most rows of x.
 MAX_M = 128
 
 TABLES = pathlib.Path(__file__).parent / "tuned"
@@ -26,13 +26,13 @@ _TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a problem is cut up.
+    """How a problem is divided.
 
     Attributes:
-      warpgroups: of a block, 64 rows of W each; 1 to 4.
-      step: columns in one slot; 64, 128 or 256.
-      stages: slots, 2 or more.
-      blocks: among which the work is divided.
+      warpgroups: warpgroups per block, 64 rows of W each; 1 to 4.
+      step: columns per slot; 64, 128 or 256.
+      stages: number of slots, 2 or more.
+      blocks: number of blocks that share the work.
     """
 
     warpgroups: int
@@ -85,7 +85,7 @@ def most_shared_bytes(device: Device | None = None) -> int:
 
 
 def shared_bytes(m: int, config: Config, *, adapter_k: int | None = None) -> int:
-    """Bytes of shared memory that a block's slots take; adapter_k is K where A comes through them, too."""
+    """Bytes of shared memory that a block's slots take; adapter_k is K if LoRA's A goes through them, too."""
     rows, columns, depth = m + -m % 8, config.step, config.step // TILE
     if adapter_k is not None:
         of_a = adapter_k, config.warpgroups, config.step
@@ -96,8 +96,8 @@ def shared_bytes(m: int, config: Config, *, adapter_k: int | None = None) -> int
 def pick_config(m: int, n: int, k: int, device: Device | None = None) -> Config:
     """The configuration for a problem: from the device's table, else by `heuristic`.
 
-    For a problem that it has no row of, a device takes the H200's if it has as many processors: blocks of a
-    row are as many as those can hold.
+    If its table has no row for the problem, a device with as many processors as an H200 takes the H200's row, whose
+    number of blocks fits these processors.
 
     Args:
       m: rows of x, 1 to 128.
@@ -113,10 +113,10 @@ def pick_config(m: int, n: int, k: int, device: Device | None = None) -> Config:
 
 
 def heuristic(m: int, n: int, k: int, device: Device | None = None) -> Config:
-    """The configuration for a problem in no table.
+    """The configuration for a problem that is in no table.
 
-    Wide matrices, and many rows of x, go to one block a multiprocessor of as many warpgroups as can
-    share x; others to a few small blocks each, so that a matrix is on its way at once.
+    Wide matrices, and many rows of x, get one block per multiprocessor, with as many warpgroups as can share x.
+    Others get a few small blocks per multiprocessor, so that the whole matrix is loading at once.
     """
     row_tiles, columns = layout.tiles(n), layout.tiles(k) * TILE
     device = device or runtime.device()

@@ -112,12 +112,12 @@ class Beside:
 
 @dataclasses.dataclass(frozen=True)
 class Upcoming:
-    """A product that starts soon after another one.
+    """A product that starts soon after this one.
 
     Attributes:
-      words: of its weight.
-      config: how it is cut up.
-      plan: which of its blocks does what.
+      words: the words of its weight.
+      config: how its work is divided.
+      plan: which of its blocks does which work.
     """
 
     words: jax.Array
@@ -155,7 +155,7 @@ def upcoming(m: int, w: HopperNVFP4, config: Config, a_words: jax.Array | None) 
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """A product as the kernel leaves it.
+    """A product as the kernel writes it, before the epilogue.
 
     Attributes:
       partials: float32 [parts, N, M] as `fragments`, or in rows: y^T before scaling, N of whole
@@ -210,7 +210,7 @@ def product(
     device: Device | None = None,
     interpret: bool = False,
 ) -> Sums:
-    """x [M, K] times a packed weight, and times A if there is one, in parts.
+    """Multiplies x [M, K] by a packed weight, and by A if there is one; returns partial sums.
 
     Args:
       x: bfloat16 [M, K], M <= 128, or with K filled up with zeros to whole tiles; M is filled up to a
@@ -218,8 +218,8 @@ def product(
       w: an [N, K] weight without stacked axes.
       config: see `config.pick_config`.
       a_words: from `dense_tile.pack`.
-      following: the next product, some of whose words are asked for; no value depends on it.
-      device: that this runs on; None for the one that there is.
+      following: the next product, some of whose words are prefetched; it does not change the result.
+      device: the device that runs it; None for the current one.
       interpret: run on a CPU, and report data races.
 
     Raises:
@@ -267,7 +267,7 @@ def _launch(
     *,
     interpret: bool,
 ) -> Sums:
-    # Half a second that only those pay who come here.
+    # This import takes half a second, so it is made only when needed.
     from pallas_kernels.nvfp4_matmul import decode_kernel
 
     a = None

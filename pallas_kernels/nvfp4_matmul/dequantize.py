@@ -25,12 +25,12 @@ from pallas_kernels.runtime import Device
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work is cut up.
+    """How the work is divided.
 
     Attributes:
-      step: columns of a unit; 64, 128 or 256.
-      stages: units that are brought ahead, 2 or more.
-      blocks: among which the units are divided; None for as many as are best on this device.
+      step: columns per unit; 64, 128 or 256.
+      stages: units that are loaded ahead, 2 or more.
+      blocks: number of blocks that share the units; None for the best number on this device.
     """
 
     step: int = 128
@@ -70,7 +70,7 @@ def dequantize(
     Args:
       w: an [N, K] weight without stacked axes.
       config: by default that of `pick_config`.
-      device: that this runs on; None for the one that there is.
+      device: the device that runs it; None for the current one.
       interpret: run on a CPU, and report data races.
 
     Raises:
@@ -88,11 +88,11 @@ def dequantize(
 def forward(x: jax.Array, w: HopperNVFP4) -> jax.Array:
     """x [M, K] -> x @ dequantize(w)^T [M, N], both bfloat16.
 
-    The product leaves cuBLAS as bfloat16 and is multiplied by 1 / global_scale after that: in float32,
-    by the fusion that reads it, where it costs nothing. So a result is rounded twice instead of once
-    (a scaled code, which is what a one-hot x finds, is a bfloat16 already). A float32 product would
-    be rounded once but costs a pass over [M, N], 108 us after 673 us for 2048 x 37888 x 3584, and
-    scaled weights would be rounded before they are summed, which is no better than after.
+    cuBLAS returns the product as bfloat16. It is then multiplied by 1 / global_scale in float32, in the fusion that
+    reads it, where that costs nothing. So a result is rounded twice instead of once (a scaled code, the result for
+    a one-hot x, is already a bfloat16). A float32 product would
+    be rounded once but costs a pass over [M, N], 108 us after 673 us for 2048 x 37888 x 3584, and scaled weights
+    would be rounded before the sum, which is no better than after it.
     """
     return _scaled(_dot(x, dequantize(w), contract=1), w)
 
@@ -101,7 +101,7 @@ def backward(dy: jax.Array, w: HopperNVFP4) -> jax.Array:
     """dy [M, N] -> dy @ dequantize(w) [M, K], both bfloat16, rounded as `forward` does."""
     if w.global_scale.shape[-1] == 1:
         return _scaled(_dot(dy, dequantize(w), contract=0), w)
-    # Rows of different global scales are summed over, so here the multiplier has to come first.
+    # The sum is over rows with different global scales, so the multiplier must come first here.
     return _dot(_scaled(dy, w), dequantize(w), contract=0)
 
 
@@ -114,7 +114,7 @@ def _dot(x: jax.Array, codes: jax.Array, *, contract: int) -> jax.Array:
 
 
 def _unpack(words: jax.Array, config: Config, blocks: int, interpret: bool) -> jax.Array:
-    # Half a second that only those pay who come here.
+    # This import takes half a second, so it is made only when needed.
     from pallas_kernels.nvfp4_matmul import dequantize_kernel
 
     steps = words.shape[1] // (config.step // TILE)

@@ -1,4 +1,4 @@
-"""How a packed weight lies in memory for the Hopper kernels; made once, at load.
+"""The memory layout of a packed weight for the Hopper kernels; made once, when the weight is loaded.
 
 The matrix is cut into tiles of 64 rows x 64 columns. A tile is 576 words of 32 bits, 4.5 bits a
 weight: 512 words of codes, then 64 of scales. In a warpgroup, thread 32 w + 4 g + t feeds `wgmma`

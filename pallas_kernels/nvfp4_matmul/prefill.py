@@ -50,14 +50,14 @@ from pallas_kernels.runtime import Device
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """What is made of a product of M rows, with at most 64 ranks of LoRA for each part of N.
+    """The operations after a product of M rows, with at most 64 LoRA ranks for each part of N.
 
     Attributes:
-      u: bfloat16 [M, 64 * parts], x A of each part, filled up with zeros.
-      b: bfloat16 [N, 64], scaled; a row has the ranks of its own part, and zeros.
-      unit: float32 [M], that of the norm before.
+      u: bfloat16 [M, 64 * parts], x A of each part, padded with zeros.
+      b: bfloat16 [N, 64], scaled; a row has the ranks of its own part, then zeros.
+      unit: float32 [M], the unit of the norm before.
       bias: float32 [N], or None.
-      sizes: rows of W that belong to each part.
+      sizes: rows of W in each part.
     """
 
     u: jax.Array
@@ -81,9 +81,9 @@ def matmul(
     Args:
       x: bfloat16 [M, K].
       w: an [N, K] weight without stacked axes.
-      config: by default that of `pick_config`.
-      epilogue: what is made of the product.
-      device: that this runs on; None for the one that there is.
+      config: configuration; by default that of `pick_config`.
+      epilogue: the operations after the product.
+      device: the device that runs it; None for the current one.
       interpret: run on a CPU, and report data races.
 
     Raises:
@@ -108,7 +108,7 @@ def backward(
     config = config or pick_config(len(dy), k, n, backward=True, device=device)
     divisor = w.global_scale
     if len(divisor) > 1:
-        # Rows of different global scales are summed over, so the multiplier has to come first.
+        # The sum is over rows with different global scales, so the multiplier must come first.
         dy = (dy.astype(jnp.float32) * w.multiplier).astype(dy.dtype)
         divisor = jnp.ones(1, jnp.float32)
     return _checked(dy, w, divisor, config, backward=True, device=device, interpret=interpret)
@@ -164,7 +164,7 @@ def _multiply(
     epilogue: Epilogue | None,
     interpret: bool,
 ) -> jax.Array:
-    # Half a second that only those pay who come here.
+    # This import takes half a second, so it is made only when needed.
     from pallas_kernels.nvfp4_matmul import prefill_kernel
 
     problem = prefill_kernel.Problem(config, of_blocks, backward, epilogue, interpret)

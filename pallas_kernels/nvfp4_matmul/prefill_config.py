@@ -1,6 +1,6 @@
-"""How the kernel of many rows is cut up, which problems it takes, and which configuration they get.
+"""How the kernel for many rows divides its work, which problems it supports, and their configurations.
 
-What depends on the device takes it as a value; None is the one that there is.
+Functions that depend on the device take it as an argument; None means the current device.
 """
 
 import dataclasses
@@ -29,16 +29,16 @@ _CUBLAS_RATE, _UNPACK_NS = 750e3, 0.657e-3
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a problem is cut up.
+    """How a problem is divided.
 
     Attributes:
-      rows: of x in a tile; 8 to 256 in eights.
-      warpgroups: of a block, 64 rows of W each; 1 to 3.
-      stages: slots, 3 or more; with a producer 2.
-      band: most tiles of x that are in work at one time.
-      cluster: blocks that share a tile of x, each with rows of W of its own; 1 or 2.
-      producer: whether the copies have a warpgroup of their own.
-      split: blocks that share the columns of a tile, where the tiles left do not fill a wave.
+      rows: rows of x per tile; 8 to 256, a multiple of 8.
+      warpgroups: warpgroups per block, 64 rows of W each; 1 to 3.
+      stages: number of slots, at least 3; with a producer at least 2.
+      band: most tiles of x that are processed at one time.
+      cluster: blocks that share a tile of x, each with its own rows of W; 1 or 2.
+      producer: whether a separate warpgroup starts the copies.
+      split: blocks that share the columns of a tile, where the remaining tiles do not fill a wave.
     """
 
     rows: int
@@ -87,7 +87,7 @@ def supports(
       outputs: N, or K backward.
       summed: K, or N backward.
       config: see `pick_config`.
-      backward: whether dX is asked for.
+      backward: whether dX is computed.
       sizes: of the parts of an `Epilogue`, if it has one.
       device: that it runs on.
     """
@@ -120,7 +120,7 @@ def pick_config(
     sizes: tuple[int, ...] = (),
     device: Device | None = None,
 ) -> Config:
-    """The tile, and the split of what does not fill a wave, that take least time; see `supports`."""
+    """The fastest tile, and the fastest split of the tiles that do not fill a wave; see `supports`."""
     device = device or runtime.device()
     steps = layout.tiles(summed)
     # A block's rows of W belong to one part.

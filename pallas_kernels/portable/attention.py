@@ -1,4 +1,5 @@
-"""Attention of one token per row to a paged cache, through Triton; `attention_kernels` says how it is divided."""
+"""Attention of one token per row to a paged cache, through Triton; `attention_kernels` describes the division of
+work."""
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ def decode_attention(
     tables: jax.Array,
     ends: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What `decode_attention.api.decode_attention` says."""
+    """See `decode_attention.api.decode_attention`."""
     rows, all_heads, size = qkv.shape
     layers, pool, key_heads, slots, _ = keys.shape
     width = tables.shape[1]

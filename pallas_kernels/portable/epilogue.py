@@ -1,4 +1,4 @@
-"""A linear of a decoding step with all that surrounds it, in two kernels: product and epilogue.
+"""A linear of a decoding step with the operations around it, in two kernels: product and epilogue.
 
     y = ([sum of parts] * multiplier + [[x A] B]) * unit + bias
     plain       [y]
@@ -66,7 +66,7 @@ class Branch:
     Attributes:
       a: bfloat16 [L, parts * rank, K], rows of each part filled up with zeros to `rank`.
       b: bfloat16 [L, N, rank], scaled; of each row the ranks of its own part.
-      sizes: rows of the base that belong to each part.
+      sizes: rows of the base in each part.
       rank: a power of two, 16 or more.
     """
 
@@ -77,7 +77,7 @@ class Branch:
 
 
 def filled_rank(rank: int) -> int:
-    """The rank that a part of a `Branch` has: the next power of two, 16 or more."""
+    """The padded rank of a part of a `Branch`: the next power of two, at least 16."""
     return max(16, 1 << (rank - 1).bit_length())
 
 
@@ -86,7 +86,7 @@ def pack_branch(parts: Sequence[tuple[jax.Array, jax.Array]], scaling: float) ->
 
     Args:
       parts: A [L, K, R] and B [L, R, N_i] of each, in the order of the base's rows.
-      scaling: alpha / R, which goes into B.
+      scaling: alpha / R, multiplied into B.
     """
     rank = parts[0][0].shape[-1]
     more = ((0, 0), (0, 0), (0, filled_rank(rank) - rank))
@@ -105,9 +105,9 @@ def supports(m: int, sizes: Sequence[int], k: int, *, rank: int) -> str | None:
 
     Args:
       m: rows of x.
-      sizes: rows of W that belong to each of the linears that it joins.
+      sizes: rows of W of each of the joined linears.
       k: columns of both.
-      rank: of LoRA; 0 without it.
+      rank: LoRA's rank; 0 without LoRA.
     """
     if reason := runtime.unless_portable():
         return reason
@@ -134,19 +134,19 @@ def linear(
     residual: tuple[Stream, jax.Array] | None = None,
     is_swiglu: bool = False,
 ) -> jax.Array | Stream:
-    """y = x W^T + bias + the branches of LoRA, and what comes before and after it.
+    """y = x W^T + bias + LoRA's branches, with the norm before and the operations after it.
 
     Args:
       x: bfloat16 [M, K]; or a residual stream, which is normalized first.
       w: a stack [L, ...] of weights.
-      layer: int32 [1], which of the stack, as of everything else that has an axis L.
-      multiplier: float32 [L, 1] or [L, N], the weight's.
-      sizes: rows of the weight that belong to each of the linears that it joins.
+      layer: int32 [1], index into the stack, and into every other axis L.
+      multiplier: float32 [L, 1] or [L, N], the weight's multiplier.
+      sizes: rows of the weight of each of the joined linears.
       bias: [L, N].
       branch: from `pack_branch`.
-      eps: of the norm, if x is a stream.
+      eps: epsilon of the norm, if x is a stream.
       residual: a stream to which y is added, and the float32 [L, N] scales of the norm after it.
-      is_swiglu: whether y is gate and up, of which silu(gate) * up is wanted.
+      is_swiglu: whether y is gate and up, and the result is silu(gate) * up.
 
     Returns:
       bfloat16 [M, N], or [M, N / 2] of a `swiglu`; or the new stream.

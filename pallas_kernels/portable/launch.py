@@ -1,4 +1,4 @@
-"""How Triton kernels are started: by jax-triton on a GPU, by Triton's interpreter on a CPU; or only written down.
+"""Launches Triton kernels: by jax-triton on a GPU, by Triton's interpreter on a CPU; or only lists the launches.
 
 Modules `*_kernels` and `decoders` import triton and are themselves imported here, when a kernel is started:
 everything else in this package works without it.
@@ -21,11 +21,11 @@ from pallas_kernels import runtime
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A start of a kernel, as far as its compilation depends on it.
+    """The parts of a kernel launch on which its compilation depends.
 
     Attributes:
       kernel: "module.function" in this package.
-      types: of its array arguments, operands and results, by their names.
+      types: types of its array arguments, operands and results, by name.
       constants: its other arguments.
       warps: of 32 threads in a program.
       stages: of the software pipeline of loads.
@@ -43,7 +43,8 @@ _WRITTEN_DOWN: list[Launch] | None = None
 
 @contextlib.contextmanager
 def writing_down() -> Iterator[list[Launch]]:
-    """Kernels are not started but listed, and their results are zeros: for `jax.eval_shape`, and then `compile_for`."""
+    """Inside the block kernels are not launched but listed, and their results are zeros. For `jax.eval_shape`,
+    followed by `compile_for`."""
     global _WRITTEN_DOWN
     before, _WRITTEN_DOWN = _WRITTEN_DOWN, []
     try:
@@ -64,7 +65,7 @@ def call(
     has_tensor_cores: bool = True,
     **constants: Any,
 ) -> list[jax.Array]:
-    """Starts a Triton kernel.
+    """Launches a Triton kernel.
 
     Args:
       kernel: "module.function" in this package. Its array arguments are the operands and then the results.
@@ -123,7 +124,7 @@ def call(
 
 
 def compile_for(launch: Launch, capability: int) -> Any:
-    """Compiles a kernel to machine code for a card that need not be there.
+    """Compiles a kernel to machine code for a card that need not be present.
 
     Args:
       launch: from `writing_down`.
