@@ -1,8 +1,8 @@
 """Times decode attention on one GPU, beside cuDNN: `python -m scripts.bench_decode_attention`.
 
-Every timing comes after a check of values: the result must be within what rounding to bfloat16 allows of
-the reference, the cache the same up to the last bit of a new key, and a row's bits must not change
-when the other rows are taken out. `--sweep` times every configuration instead of the one that is picked.
+Values are checked before every timing. The result must equal the reference within bfloat16 rounding, the cache may
+differ only in the last bit of a new key, and a row's bits must not change when the other rows are removed.
+`--sweep` times every configuration instead of the default one.
 
     bytes   4 * J * C * (live tokens of all rows), keys and values in bfloat16
     floor   bytes / 4.3 TB/s, what one H200 reaches through JAX
@@ -10,8 +10,8 @@ when the other rows are taken out. `--sweep` times every configuration instead o
 A call rotates, appends and attends, for one layer of a cache whose layers together miss the L2. `kernel`
 is the device time of the kernel itself, `plan` that of all kernels that divide the work, once for all layers
 of a step, both from CUPTI; `loop` is the wall time of a call in a jitted loop over layers. cuDNN gets a
-contiguous cache, and neither rotates nor appends; its column is the sum of its kernels. It needs nothing
-but jax and numpy, and ends itself when a kernel hangs.
+contiguous cache, and neither rotates nor appends; its column is the sum of its kernels. It needs only jax and
+numpy, and stops if a kernel hangs.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Times the NVFP4 products of real models on one GPU, beside bf16: `python -m scripts.bench_kernels`.
 
-Every timing comes after a check of values. First, all 16 codes times every block scale go through
+Values are checked before every timing. First, all 16 codes times every block scale go through
 the decoder, by one-hot inputs, and must come out bit for bit. Then each shape, at full size, must be
 within one bfloat16 ulp of the largest output from a float32 product.
 
@@ -12,11 +12,11 @@ Weights rotate among enough copies to miss the L2, each with an x of its own. `k
 time of the kernel itself, `call` that of all kernels of a call (with the reduction of partial
 sums), both from CUPTI; `loop` is the wall time of a call in a jitted loop. An H100's time is
 projected, not measured: the kernel's, and what its bytes take longer where memory has 3.35 TB/s instead
-of 4.8. It needs nothing but jax and numpy, and ends itself when a kernel hangs.
+of 4.8. It needs only jax and numpy, and stops if a kernel hangs.
 
-`--kernels portable` times the Triton kernels instead, which need the packages of `.[triton]`: to M = 128 the fused
-one, from there on the product with a copy that is written out; and `--kernels reference` what runs where there are
-neither. `--dx` times the derivative by x of any of them.
+`--kernels portable` times the Triton kernels instead, which need the packages of `.[triton]`: up to M = 128 the
+fused kernel, above that the product with an unpacked copy. `--kernels reference` times the fallback that runs
+without any kernel. `--dx` times the derivative by x of any of them.
 
     python -m scripts.bench_kernels --kernels portable --m 1 8 16 32 64
     python -m scripts.bench_kernels --kernels portable --m 2048 8192 --layers gate_up down

@@ -1,10 +1,10 @@
-"""Where the time of a decoding layer goes, attention left out: `python -m scripts.bench_layer`.
+"""Where the time of a decoding layer goes, without attention: `python -m scripts.bench_layer`.
 
 All layers of a model run in a loop whose end depends on data, as in generation: products, norms, LoRA,
 SwiGLU, residual additions. Attention's place takes a copy of its right size. First two layers'
 values are compared with the plain functions'. Then, for each base, adapter and M: the wall time of
 all layers and of one, the device time of every kernel by name, and the gaps, the wall time that no
-kernel accounts for. Each arm is a process of its own, killed when it overstays.
+kernel accounts for. Each arm runs in its own process, which is killed at its time limit.
 """
 
 from __future__ import annotations

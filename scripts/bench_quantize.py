@@ -1,9 +1,11 @@
 """Time and device memory of quantizing: `python -m scripts.bench_quantize [--model qwen2.5-7b]`.
 
-Writes random bfloat16 weights in the shape of a published model, its first layers only, into a temporary
-folder, and times in a process each how long a layer takes: loaded as a base with searched scales and without,
-quantized to nearest, with AWQ, with GPTQ, with both. A line of JSON each; `seconds` is for all layers, scaled
-from those that were made (`scaled_from_layers`). On a CPU, `--model tiny` shows that it runs.
+Writes random bfloat16 weights in the shape of a published model (its first layers only) into a temporary folder.
+Then it times how long a layer takes, each way in its own process: loaded as a base with searched scales and
+without,
+quantized to nearest, with AWQ, with GPTQ, with both. It prints a line of JSON for each; `seconds` is for all
+layers, scaled up from the layers that were made (`scaled_from_layers`). On a CPU, `--model tiny` shows that the
+script runs.
 """
 
 from __future__ import annotations

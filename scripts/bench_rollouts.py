@@ -1,10 +1,10 @@
 """Decode tokens per second of the rollout engine: `python -m scripts.bench_rollouts`.
 
-Random weights in a known shape, random prompts of 256 tokens, end tokens ignored, LoRA on. Decoding
-is what a generation of 512 tokens takes beyond one of 32, without prefill and what a call costs
-once. The bound is what a step must read, at 4.3 TB/s: packed or 16-bit linears, head, adapters, live
-keys and values. Every row of the table is a process of its own, killed when it overstays, and
-can be asked for alone:
+Random weights in a known shape, random prompts of 256 tokens, end tokens ignored, LoRA on. Decoding time is the
+time of a generation of 512 tokens minus that of 32, so prefill and the fixed cost of a call are left out. The bound
+is the time to read what a step must read, at 4.3 TB/s: packed or 16-bit linears, head, adapters, live
+keys and values. Every row of the table runs in its own process, which is killed at its time limit. A row can be run
+alone:
 
     python -m scripts.bench_rollouts --model 7b                   # both bases at 1, 8, 32, 64, 128
     python -m scripts.bench_rollouts --model 32b --arms nvfp4 --batch 64

@@ -1,9 +1,9 @@
 """Times training steps: `python -m scripts.bench_step`, or `--rows NAME ...` for rows of the target table.
 
-Without `--rows`: every phase of whole steps of a config, NVFP4 base beside BF16 base. It runs `train`
-itself, so what is timed is the product, not a copy of it. Each arm is a process of
-its own, killed when it overstays; it must see finite, non-zero gradients and an adapter that moved,
-or it fails. Prints markdown rows: seconds per phase (median of the steps after the first, which
+Without `--rows`: every phase of whole steps of a config, NVFP4 base beside BF16 base. It runs `train` itself, not a
+copy of it. Each arm runs in its own process, which is killed at its time limit. An arm fails unless its gradients
+are finite and not zero, and its adapter has changed. Prints markdown rows: seconds per phase (median of the steps
+after the first, which
 compiles), and how far each phase is from its floor:
 
 - rollout: the bytes that every decode step must read (linears, head, live keys and values) /

@@ -13,8 +13,8 @@ float32 product.
 "dequantized" scales its result afterwards, which is a pass of its own here and rides along with what
 reads the result in a model. Others add up what they have split along K, which counts as theirs in
 `bf16 / kernel`. Both are from CUPTI; `loop` is the wall time of a call in a jitted loop.
-The bf16 baseline is `jnp.dot` with the weight as [K, N], or its transpose for dx. It needs nothing
-but jax and numpy, and ends itself when a kernel hangs.
+The bf16 baseline is `jnp.dot` with the weight as [K, N], or its transpose for dx. It needs only jax and numpy, and
+stops if a kernel hangs.
 """
 
 import argparse

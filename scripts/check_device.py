@@ -1,8 +1,8 @@
 """Runs every path that the README names on the device that JAX finds: `python -m scripts.check_device`.
 
 Small random bases, a committed list of cases (check_device_cases.py), several processes that share the
-device. A case trains for two or three rollouts and does what else it names; check_device_run.py says
-what must hold of it. A case that did not come to its end is as red as one that found something wrong.
+device. A case trains for two or three rollouts, and runs the other stages that it names; check_device_run.py has
+its assertions. A case that did not finish counts as red, like one that found an error.
 
     python -m scripts.check_device --out checked.jsonl       # all; exit status 1 if one is red
     python -m scripts.check_device --smoke                   # a dozen cases

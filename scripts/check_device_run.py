@@ -1,7 +1,7 @@
-"""One case of `scripts.check_device`: its base, its training, what follows, and what is asserted of them.
+"""One case of `scripts.check_device`: its base, its training, the stages after it, and the assertions.
 
-Features are driven through the command line, with files in a folder that belongs to the case. What is
-beside them is done with NumPy: each operation of JAX's outside a program would be one to compile.
+Features run through the command line, with files in the case's own folder. Everything else uses NumPy, because each
+JAX operation outside of a program would be compiled separately.
 """
 
 from __future__ import annotations

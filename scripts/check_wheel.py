@@ -4,7 +4,8 @@
     python -m scripts.check_wheel --fresh    # dependencies are installed too, as for a user: minutes
     python -m scripts.check_wheel --keep dist
 
-What is missing in the wheel (the tiny base, a config, the template of the page) shows here, and nowhere in a checkout.
+Files that are missing in the wheel (the tiny base, a config, the page template) are found here; in a checkout they
+would not be missed.
 """
 
 import argparse
