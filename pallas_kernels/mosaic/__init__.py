@@ -1,5 +1,6 @@
-"""What kernels in Pallas Mosaic GPU share: registers, memory and threads where Pallas has no words for them.
+"""Shared code of kernels in Pallas Mosaic GPU: operations on registers, memory and threads that Pallas does not
+offer.
 
-The only place that uses names of Mosaic GPU which JAX does not promise to keep. Modules here import Pallas,
-which takes half a second: what starts a kernel imports them inside of the function.
+Only this package uses Mosaic GPU names that JAX does not promise to keep. Modules here import Pallas, which takes
+half a second, so a function that launches a kernel imports them itself.
 """

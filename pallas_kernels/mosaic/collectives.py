@@ -1,4 +1,4 @@
-"""What the threads of a warpgroup, or of several blocks, do together and Pallas has no words for."""
+"""Joint operations of the threads of a warpgroup, or of several blocks, that Pallas does not offer."""
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ WARPS = 4
 
 def sync(*, interpret: bool) -> None:
     """Waits for all threads of this warpgroup."""
-    if interpret:  # which wants a fence between a read and the bulk copy after it
+    if interpret:  # the interpreter needs a fence between a read and the next bulk copy
         plgpu.commit_smem()
     else:
         plgpu.inline_mgpu()(lambda _: utils.warpgroup_barrier())()
@@ -29,12 +29,12 @@ def sync(*, interpret: bool) -> None:
 def load_rows(ref: jax.Ref, *, is_quarter: bool = False, interpret: bool) -> jax.Array:
     """Loads [8, n] or [16, n] as [64, n] in the layout `WGMMA`: all rows eight times, or four times.
 
-    So that few rows serve an instruction that takes 64, and each warp has all of them.
+    So a few rows fill an instruction that takes 64, and each warp has all of them.
 
     Args:
       ref: in shared or device memory, not tiled.
-      is_quarter: whether each warp loads columns of its own, n / 4: of warp 0 the first. The result
-        is [64, n / 4], and means something to `store_rows` only.
+      is_quarter: whether each warp loads its own n / 4 columns, warp 0 the first ones. The result
+        is [64, n / 4], and only `store_rows` can use it.
       interpret: whether this runs on a CPU, where there are no quarters.
     """
     rows, columns = ref.shape
@@ -229,10 +229,10 @@ def _put_row_interpreted(row: jax.Array, tile: jax.Ref, slot: jax.Array, *, clea
 
 
 def count(counter: jax.Ref, last: jax.Array, flag: jax.Ref) -> None:
-    """Counts this warpgroup, and tells it whether it is the last.
+    """Counts this warpgroup, and finds out whether it is the last.
 
-    What all counted warpgroups wrote to device memory before is seen by the last one after. The last one sets
-    the counter to 0 again.
+    The last warpgroup sees everything that the counted warpgroups wrote to device memory before. It resets the
+    counter to 0.
 
     Args:
       counter: int32 in device memory, 0 before the first.

@@ -1,4 +1,4 @@
-"""Starts of kernels whose references have names."""
+"""Launches kernels whose references have names."""
 
 import types
 from collections.abc import Callable, Mapping
@@ -7,10 +7,10 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# How `wgmma` wants a matrix in shared memory, 64 columns of 16 bits in a row of 128 bytes.
+# The layout that `wgmma` needs in shared memory: 64 columns of 16 bits in a row of 128 bytes.
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
-# Runs a kernel on a CPU and reports data races. `interpret=True` does not serve: it fails on TMA copies.
+# Runs a kernel on a CPU and reports data races. `interpret=True` cannot be used: it fails on TMA copies.
 INTERPRETED = plgpu.InterpretGPUParams(detect_races=True)
 
 
@@ -25,14 +25,13 @@ def launch(
     options: Mapping[str, Any] | None = None,
     **mesh: Any,
 ) -> dict[str, jax.Array]:
-    """Starts a kernel.
+    """Launches a kernel.
 
     Args:
-      body: takes the references of operands, results and scratch by their names; of those that are None it
-        finds None.
+      body: takes the references of operands, results and scratch by name; None for those that are None.
       operands: in the order of the kernel's parameters.
       results: shapes and types, in that order.
-      scratch: what a block has of shared memory and barriers, in the order in which it lies there.
+      scratch: a block's shared memory and barriers, in memory order.
       name: for profiles.
       interpret: run on a CPU, and report data races.
       options: of the compiler, more than those that all kernels have.

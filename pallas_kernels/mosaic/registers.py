@@ -1,4 +1,4 @@
-"""What a thread of a warpgroup holds of an array, in Mosaic GPU's terms."""
+"""The part of an array that a thread of a warpgroup holds, in Mosaic GPU's terms."""
 
 from collections.abc import Callable
 
@@ -17,9 +17,9 @@ llvm = mgpu.utils.llvm  # which jax.extend.mlir leaves out
 
 
 def to_bfloat16(values: jax.Array, *, interpret: bool) -> jax.Array:
-    """values in bfloat16, two by one instruction.
+    """Converts values to bfloat16, two per instruction.
 
-    LLVM converts one by one where a conversion back follows `astype`, which has a quarter of the throughput.
+    Where a conversion back follows `astype`, LLVM converts one value at a time, at a quarter of the throughput.
 
     Args:
       values: float32 [64, M] in the layout `WGMMA`.
@@ -64,8 +64,7 @@ def _unpacked(word: ir.Value) -> ir.Value:
 def keep_until_here(values: jax.Array) -> None:
     """Holds a warpgroup's registers up to this place in the program.
 
-    To LLVM they are free once a `wgmma` that reads them has been issued, and what is computed next may
-    be put there.
+    LLVM considers them free once a `wgmma` that reads them has been issued, and may put the next results there.
 
     Args:
       values: of 16 bits, in the layout `WGMMA`.

@@ -1,4 +1,4 @@
-"""A ring of slots in shared memory: bulk copies fill them ahead of those who read."""
+"""A ring of slots in shared memory, which bulk copies fill ahead of the readers."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,9 +18,9 @@ class Ring:
       stages: number of slots.
       copy: copy(item, slot, ...) starts the bulk copies of an item, which arrive at `full.at[slot]`.
       full: a barrier for each slot: an item is there.
-      empty: a barrier for each slot: all who read have left it. None where they find that out otherwise.
+      empty: a barrier for each slot: all readers have left it. None where readers synchronize otherwise.
       first: number of the first item.
-      end: number after the last item; None where whoever fetches knows it.
+      end: number after the last item; None where the caller of `fetch` checks it.
       which: indices of this ring's barriers where those of several rings lie together.
     """
 
@@ -38,7 +38,7 @@ class Ring:
         return lax.rem(item if is_zero else item - self.first, self.stages)
 
     def fetch(self, item: jax.Array, *source: jax.Array) -> None:
-        """Starts the copies of an item into its slot, which nobody reads any more."""
+        """Starts the copies of an item into its slot, which must have no more readers."""
         self.copy(item, self.slot(item), *source)
 
     def fill(self) -> None:
@@ -52,10 +52,10 @@ class Ring:
         plgpu.barrier_wait(self.full.at[*self.which, slot])
 
     def leave(self, slot: jax.Array) -> None:
-        """Says that this warpgroup no longer reads a slot."""
+        """Signals that this warpgroup no longer reads a slot."""
         plgpu.barrier_arrive(self.empty.at[*self.which, slot])
 
     def refill(self, slot: jax.Array, item: jax.Array) -> None:
-        """Fetches an item into its slot once all have left that."""
+        """Fetches an item into its slot once all readers have left it."""
         plgpu.barrier_wait(self.empty.at[*self.which, slot])
         self.fetch(item)
