@@ -2,7 +2,8 @@
 
 Traces, lowers and compiles the program that samples 32 tokens of each row, ahead of time, with random
 shapes in place of weights, and prints for each base how long each took on this host, how many matrix
-products XLA gives to Triton, and its temporaries. For a 16-bit base the program that asks XLA to leave
+products XLA gives to Triton, how many kernels a layer launches where layers are a loop, and its
+temporaries. For a 16-bit base the program that asks XLA to leave
 Triton alone stands beside the one that does not. Needs the packages of `.[cuda]`, no card. No kernel
 is timed: that is `scripts.bench_rollouts`, on a card.
 
@@ -20,6 +21,7 @@ import functools
 import itertools
 import os
 import pstats
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -64,7 +66,7 @@ def arguments(name: str, base: str, rows: int, rank: int, device: Any) -> tuple[
     from qerl_jax.model import architecture, kv_cache
     from qerl_jax.model.transformer import Transformer, init_params, random_base
 
-    arch = architecture.KNOWN[name]
+    arch = architecture.KNOWN[name] if name in architecture.KNOWN else architecture.load(name)
     model = Transformer(arch, base, LoraConfig(rank, float(rank)), jnp.bfloat16)
     frozen = jax.eval_shape(functools.partial(random_base, model), jax.random.key(0))
     params = jax.eval_shape(functools.partial(init_params, model), frozen, jax.random.key(1))
@@ -103,15 +105,37 @@ def report(program: Any, shapes: list, traits: dict, *, profile: bool) -> str:
         pstats.Stats(watch).sort_stats("tottime").print_stats(8)
     products = compiled.as_text().count("__triton_nested_gemm_fusion")
     spent = [f"{end - start:.1f}" for start, end in zip(times, times[1:], strict=False)]
+    layers = traits["model"].arch.num_layers
     return " | ".join(
-        [*spent, str(products), f"{compiled.memory_analysis().temp_size_in_bytes / 1e9:.2f}"]
+        [
+            *spent,
+            str(products),
+            str(launches(compiled.as_text(), layers)),
+            f"{compiled.memory_analysis().temp_size_in_bytes / 1e9:.2f}",
+        ]
     )
+
+
+def launches(program: str, layers: int) -> int | None:
+    """Kernels that a layer launches in the loop over layers of a compiled program; None where layers are unrolled.
+
+    A fusion, a call of a library and a copy each count as one kernel.
+    """
+    loop = re.search(
+        rf'body=%([\w.-]+),[^\n]*"known_trip_count":{{"n":"{layers}"}}', program
+    ) or re.search(rf'"known_trip_count":{{"n":"{layers}"}}[^\n]*body=%([\w.-]+)', program)
+    if loop is None:
+        return None
+    body = re.search(rf"^%{re.escape(loop[1])} \(.*?^}}", program, re.MULTILINE | re.DOTALL)
+    return len(re.findall(r" (?:fusion|custom-call|copy|dot|scatter|sort)\(", body[0]))
 
 
 def main() -> None:
     """Compiles what the arguments name; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="qwen2.5-7b", help="a name of architecture.KNOWN")
+    parser.add_argument(
+        "--model", default="qwen2.5-7b", help="a name of architecture.KNOWN, or a model's folder"
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument(
@@ -133,8 +157,10 @@ def main() -> None:
     shape = {"topology_name": "1x1x1", "topology": "1x1x1"}
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, **shape)
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])
-    print("| base | rows | program | trace s | lower s | compile s | by Triton | temporaries GB |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print(
+        "| base | rows | program | trace s | lower s | compile s | by Triton | kernels a layer | temporaries GB |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     from pallas_kernels import runtime
 
     with as_on_an_h200():

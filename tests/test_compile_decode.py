@@ -15,3 +15,19 @@ def test_the_chunk_can_be_traced_from_shapes_alone(base):
     _, (tokens, logps, *_), moved = traced.out_info
     assert tokens.shape == logps.shape == (2, traits["spec"].chunk)
     assert set(moved) == {"ends", "token", "step", "live"}
+
+
+def test_kernels_are_counted_in_the_loop_over_layers_alone():
+    program = """%outer.2 (x: f32[]) -> f32[] {
+  %copy.9 = f32[] copy(%x)
+  %while.3 = (s32[]) while(%t), condition=%c, body=%layer.1, backend_config={"known_trip_count":{"n":"30"},"x":{}}
+}
+
+%layer.1 (arg: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %a = f32[4]{0} fusion(%arg), kind=kLoop, calls=%inside
+  %b = (f32[4]{0}, s8[8]{0}) custom-call(%a), custom_call_target="__cublas$lt$matmul"
+  %c = f32[4]{0} get-tuple-element(%b), index=0
+}
+"""
+    assert compile_decode.launches(program, 30) == 2
+    assert compile_decode.launches(program, 28) is None
