@@ -120,6 +120,19 @@ def problems() -> list[Any]:
     ]
 
 
+def short_run(cfg: Any, folder: str, rollouts: int) -> Any:
+    """The config of a run of so many rollouts, without evaluations, that saves at its end only."""
+    steps = cfg.updates_per_rollout * rollouts
+    return dataclasses.replace(
+        cfg,
+        output_dir=str(pathlib.Path(folder) / "run"),
+        max_steps=steps,
+        num_train_epochs=None,
+        save_steps=steps,
+        eval=None,
+    )
+
+
 class Tokens:
     """Counts what updates compute, where the library does not say it itself."""
 
@@ -164,15 +177,7 @@ def measure(args: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) ->
             given = {"problems": problems(), "reward_functions": [reward]}
         untimed = _UNTIMED[args.child]
         rollouts = args.rollouts - _UNTIMED["now"] + untimed
-        steps = cfg.updates_per_rollout * rollouts
-        cfg = dataclasses.replace(
-            cfg,
-            output_dir=str(pathlib.Path(folder) / "run"),
-            max_steps=steps,
-            num_train_epochs=None,
-            save_steps=steps,
-            eval=None,
-        )
+        cfg = short_run(cfg, folder, rollouts)
         tokens, stages, paddings = Tokens(), Stages(), []
 
         def on_step(step, row):

@@ -74,7 +74,6 @@ def measure(args: argparse.Namespace, how: str, devices: int) -> dict[str, Any]:
         limit = cfg.rollout.max_completion_length
         bench_recipe.end_rows_at(bench_recipe.completion_lengths("0.5", args.truncated, limit))
         given = {"problems": bench_recipe.problems(), "reward_functions": [bench_recipe.reward]}
-    steps = cfg.updates_per_rollout * args.rollouts
     begun = time.perf_counter()
 
     def on_step(step, row):
@@ -83,14 +82,7 @@ def measure(args: argparse.Namespace, how: str, devices: int) -> dict[str, Any]:
         print(f"{ends[-1]:.1f} s: step {step}, {spent}", file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        cfg = dataclasses.replace(
-            cfg,
-            output_dir=str(pathlib.Path(folder) / "run"),
-            max_steps=steps,
-            num_train_epochs=None,
-            save_steps=steps,
-            eval=None,
-        )
+        cfg = bench_recipe.short_run(cfg, folder, args.rollouts)
         state = trainer.train(cfg, on_step=on_step, quiet=True, **given)
         rows = read_metrics(cfg.output_dir)
     later = rows[UNTIMED:]
