@@ -438,11 +438,18 @@ class _Program:
 
 
 def _program(*static_argnames: str):
+    """Compiles a function of arrays, each device of a group that shares the base computing on its own parts."""
+
     def jitted(function) -> _Program:
+        @functools.wraps(function)  # with its signature, by which arguments are named
+        def grouped(*arrays, **static):
+            of_device = functools.partial(function, **static)
+            return sharding.in_group(static["model"].fsdp, of_device)(*arrays)
+
         options = {"static_argnames": static_argnames, "donate_argnames": "pool"}
         return _Program(
-            packed=jax.jit(function, **options),
-            dense=jax.jit(function, **options, compiler_options=IN_PLACE),
+            packed=jax.jit(grouped, **options),
+            dense=jax.jit(grouped, **options, compiler_options=IN_PLACE),
         )
 
     return jitted
@@ -451,11 +458,6 @@ def _program(*static_argnames: str):
 @_program("model")
 def _prefill(variables, pool, tokens, tables, numbers=None, *, model: Transformer):
     """Puts prompts [R, T] into the pages of `tables`, under the noise of those numbers where rows have their own."""
-    filled = functools.partial(_filled, model=model)
-    return sharding.in_group(model.fsdp, filled)(variables, pool, tokens, tables, numbers)
-
-
-def _filled(variables, pool, tokens, tables, numbers, *, model: Transformer):
     variables = noise.of_rows(variables, numbers, jnp.zeros(len(tokens), jnp.int32))
     cache = kv_cache.KVCache(*pool, tables, jnp.zeros(len(tokens), jnp.int32))
     _, cache = model.apply(variables, tokens, cache=cache, adapter="params" in variables)
@@ -485,21 +487,6 @@ def _decode(
         The pool; tokens and log-probabilities [B, spec.chunk], how many of them each row has, who lives,
         and entropies [B, spec.chunk] or None; and the fields of `slots` that have moved.
     """
-    sampled = functools.partial(_sampled, model=model, spec=spec)
-    in_group = sharding.in_group(model.fsdp, sampled)
-    return in_group(variables, pool, slots, temperature, stop_tokens)
-
-
-def _sampled(
-    variables,
-    pool,
-    slots: Slots,
-    temperature,
-    stop_tokens,
-    *,
-    model: Transformer,
-    spec: EngineSpec,
-):
     chunk = spec.chunk
     extend = _extender(model, variables, slots)
     matrix, rows = head(variables["frozen"]), jnp.arange(len(slots.live))

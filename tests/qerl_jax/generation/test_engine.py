@@ -304,7 +304,8 @@ def test_weights_that_are_not_packed_have_a_program_of_their_own(weights, chosen
 
 def test_only_the_program_of_packed_weights_is_compiled_as_xla_likes_it():
     program = engine._program("model")(lambda pool, model: pool + 1)
-    inside = lambda jitted: jax.jit(lambda pool: jitted(pool, model=None))
+    model, _ = policy()
+    inside = lambda jitted: jax.jit(lambda pool: jitted(pool, model=model))
     assert inside(program.packed)(jnp.zeros(2)).sum() == 2
     with pytest.raises(ValueError, match="compiler_options"):
         inside(program.dense)(jnp.zeros(2))
