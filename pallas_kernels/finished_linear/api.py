@@ -63,10 +63,9 @@ def prepare_branches(
     ups = [(scaling * b).astype(dtype) for _, b in matrices]
     sizes, (k, rank) = [up.shape[1] for up in ups], down[0].shape
     if not has_unit or not _fits_kernel(rows, k, weight, sizes, rank, dtype):
-        # One product is faster than several small ones, whose cost is mostly the launch, and has the same bits in
-        # bfloat16. Where the weight may be for a kernel that handles parts itself, they stay separate.
-        is_known = weight is None or isinstance(weight, HopperNVFP4)
-        if dtype == jnp.bfloat16 and not is_known:
+        # One product in place of several small ones saves launches and has the same bits in bfloat16. With packed
+        # weights unpacking dominates, and the zeros would only take memory.
+        if dtype == jnp.bfloat16 and isinstance(weight, jax.Array):
             ups = [block_diag(*ups)]
         return PreparedBranches(jnp.concatenate(down, axis=1), tuple(ups), None, None, ())
     return PreparedBranches(
