@@ -178,7 +178,7 @@ class Replicas:
         """Calls `work` with the number of each replica of this host, each in its own thread; returns the results.
 
         Launching a program on a GPU returns only after most of it has run: with one thread, devices would take
-            turns.
+        turns.
         """
         if not self.devices:
             return [work(0)]

@@ -140,7 +140,7 @@ class Architecture:
         """The fused linears of a layer: name -> its parts as (Hugging Face name, output features).
 
         q, k and v read the same input, and so do gate and up: each group is one matmul and shares one
-            NVFP4 global scale.
+        NVFP4 global scale.
         """
         return {
             "qkv": (
