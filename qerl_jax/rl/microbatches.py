@@ -8,6 +8,8 @@ from typing import Self
 
 import numpy as np
 
+from qerl_jax.model.architecture import Architecture
+
 # Shares of the widest row to which rollouts are padded on the host.
 _WIDTHS = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 3 / 16, 1 / 8)
 # Sizes of micro-batches: divisors of the budget, and how many times more rows of attention they have
@@ -23,9 +25,15 @@ _SLOTS = (1, 1.5, 2)
 _NARROWEST = (128, 512)
 # How much more work than its share the busiest device may have, before smaller micro-batches are tried.
 _EVEN = 1.05
-# Costs of a micro-batch beside its tokens, counted in tokens that run through the linears of a 7B: the copies of a
-# slot of attention, the same again for every 512 slots that a query may see, and dequantizing the weights.
-_SLOT_COST, _ROW_WIDTH, _OWN_COST = 1 / 128, 512, 256
+# Costs of a slot of attention, in tokens that run through the linears of a 7B: its copies, and the same again for
+# every 512 slots that a query may see.
+_SLOT_COST, _ROW_WIDTH = 1 / 128, 512
+# Seconds of a micro-batch on a Hopper GPU, however few tokens it has: for each layer to launch its kernels, for each
+# parameter to dequantize it. Launches take twice as long with SmolLM2 (docs/lab-notes.md, "SmolLM2's step"); counted
+# in full, they would leave more than a tenth of its tokens as padding. Seconds of a token: of any model, and for each
+# parameter.
+_LAYER_SECONDS, _DEQUANTIZING_SECONDS = 0.25e-3, 1.1e-12
+_TOKEN_SECONDS, _PARAMETER_SECONDS = 3.9e-6, 7.5e-15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +44,13 @@ class Shape:
         tokens: T, tokens of the flat axis.
         arrays: (n_k, S_k): n_k rows of attention that are S_k wide; the widest first.
         prompt_width: A bound on the tokens of a prompt.
+        overhead: What a micro-batch costs beside its tokens, see `overhead`.
     """
 
     tokens: int
     arrays: tuple[tuple[int, int], ...]
     prompt_width: int
+    overhead: float = dataclasses.field(default=0.0, compare=False)
 
     @property
     def num_rows(self) -> int:
@@ -56,7 +66,7 @@ class Shape:
     def cost(self) -> float:
         """What a micro-batch of this shape costs, in tokens that run through the linears."""
         slots = sum(count * width * (1 + width / _ROW_WIDTH) for count, width in self.arrays)
-        return self.tokens + _SLOT_COST * slots + _OWN_COST
+        return self.tokens + _SLOT_COST * slots + self.overhead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +109,25 @@ class MicroBatch:
     rows: np.ndarray
 
 
+def overhead(arch: Architecture) -> float:
+    """What a micro-batch costs beside its tokens, in tokens: as many as take that long through the model.
+
+    About 250 for a 7B and 1,500 for a model of 135M parameters: the smaller a model, the more tokens it computes in
+    the time that launching its kernels takes.
+    """
+    size = arch.num_parameters()
+    once = arch.num_layers * _LAYER_SECONDS + size * _DEQUANTIZING_SECONDS
+    return once / (_TOKEN_SECONDS + size * _PARAMETER_SECONDS)
+
+
 def shapes(
-    budget: int, *, prompt_width: int, completion_width: int, group: int, max_rows: int
+    budget: int,
+    *,
+    prompt_width: int,
+    completion_width: int,
+    group: int,
+    max_rows: int,
+    overhead: float = 0.0,
 ) -> tuple[Shape, ...]:
     """All shapes of micro-batches of at most `budget` tokens: five at most, since each compiles a program.
 
@@ -115,6 +142,7 @@ def shapes(
         completion_width: The most tokens of a completion.
         group: Completions that share a prompt.
         max_rows: The most rows that are ever divided at once.
+        overhead: See `overhead`.
 
     Raises:
         ValueError: When the budget does not hold one row.
@@ -141,7 +169,7 @@ def shapes(
         )
         narrow = arrays[1:] or arrays
         kept = {1: (arrays, narrow, arrays[:1]), 2: (narrow,)}.get(divisor, (arrays,))
-        made += [Shape(tokens, each, prompt_width) for each in dict.fromkeys(kept)]
+        made += [Shape(tokens, each, prompt_width, overhead) for each in dict.fromkeys(kept)]
     return tuple(made)
 
 

@@ -791,6 +791,7 @@ def cut_rows(
         group=group,
         prompt_width=prompt_width,
         completion_width=updater.max_completion_length,
+        overhead=microbatches.overhead(updater.objective.model.arch),
     )
     shapes = shapes[:1] if largest else shapes
     if cfg.loss_type == "bnpo":
@@ -800,7 +801,13 @@ def cut_rows(
 
 
 def update_shapes(
-    optim: OptimConfig, loss_type: str, *, group: int, prompt_width: int, completion_width: int
+    optim: OptimConfig,
+    loss_type: str,
+    *,
+    group: int,
+    prompt_width: int,
+    completion_width: int,
+    overhead: float = 0.0,
 ) -> tuple[microbatches.Shape, ...]:
     """All shapes that the micro-batches of an update can have.
 
@@ -810,6 +817,8 @@ def update_shapes(
         group: Completions that share a prompt.
         prompt_width: The most tokens of a prompt.
         completion_width: The most tokens of a completion.
+        overhead: What a micro-batch costs beside its tokens, see `microbatches.overhead`; only the choice between
+            the shapes depends on it.
     """
     widths = {"prompt_width": prompt_width, "completion_width": completion_width}
     micro_rows = optim.per_device_train_batch_size
@@ -819,7 +828,13 @@ def update_shapes(
         prompts = micro_rows // math.gcd(micro_rows, math.gcd(rows, group))
         return microbatches.shapes_of_rows(micro_rows, prompts=prompts, **widths)
     budget = token_budget(optim, group=group, **widths)
-    return microbatches.shapes(budget, group=math.gcd(rows, group), max_rows=rows, **widths)
+    return microbatches.shapes(
+        budget,
+        group=math.gcd(rows, group),
+        max_rows=rows,
+        overhead=overhead,
+        **widths,
+    )
 
 
 def token_budget(

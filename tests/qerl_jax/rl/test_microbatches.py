@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from qerl_jax.model.architecture import KNOWN, Architecture
 from qerl_jax.rl import microbatches
 
 LIMITS = {"prompt_width": 88, "completion_width": 512, "group": 8, "max_rows": 256}
@@ -137,6 +138,9 @@ def padding(shapes, *, rows, mean, sigma, limit, truncated=0.0, prompts=(60, 201
     return 1 - real / computed
 
 
+SEVEN_B = microbatches.overhead(KNOWN["qwen2.5-7b"])
+
+
 @pytest.mark.parametrize("sigma", [0.5, 1.0])
 @pytest.mark.parametrize("truncated", [0.0, 0.01, 0.05])
 @pytest.mark.parametrize("silent", [0.0, 0.6])
@@ -149,7 +153,7 @@ def test_less_than_a_tenth_is_padding_whatever_the_lengths(sigma, truncated, sil
     """
     widths = {"prompt_width": 256, "completion_width": 4096}
     budget = budget or microbatches.default_budget(**widths, rows=128, prompts=16)
-    shapes = microbatches.shapes(budget, **widths, group=8, max_rows=128)
+    shapes = microbatches.shapes(budget, **widths, group=8, max_rows=128, overhead=SEVEN_B)
     lengths = {"mean": 250, "sigma": sigma, "truncated": truncated, "silent": silent}
     assert 0 < padding(shapes, rows=128, limit=4096, **lengths) < 0.1
 
@@ -158,6 +162,36 @@ def test_less_than_a_tenth_is_padding_of_short_rows():
     """The quickstart's: sums, with answers of up to 44 tokens."""
     shapes = microbatches.shapes(8192, prompt_width=48, completion_width=44, group=8, max_rows=256)
     assert 0 < padding(shapes, rows=256, mean=20, sigma=0.5, limit=44, prompts=(10, 30)) < 0.1
+
+
+def test_a_small_model_ends_with_few_micro_batches_instead_of_many():
+    """SmolLM2's: launching a micro-batch takes as long as many tokens, so that a rest is not cut into small ones."""
+    smollm2 = Architecture(
+        "llama", 49152, 576, 1536, 30, 9, 3, 64, tie_word_embeddings=True, qkv_bias=False
+    )
+    overhead = microbatches.overhead(smollm2)
+    assert overhead == pytest.approx(1560, abs=100) and SEVEN_B == pytest.approx(250, abs=30)
+    sizes = {"prompt_width": 48, "completion_width": 160, "group": 8, "max_rows": 512}
+    rows = rows_of(
+        np.full(216, 50), group=8, prompt_lengths=40
+    )  # 10800 tokens and prompts of 27 * 40
+    cheap, dear = (
+        [
+            b.shape.tokens
+            for b in microbatches.cut(rows, microbatches.shapes(8192, **sizes, overhead=own))
+        ]
+        for own in (0.0, overhead)
+    )
+    assert len(dear) < len(cheap) and sum(dear) > sum(cheap)
+
+
+def test_less_than_a_tenth_is_padding_of_a_small_model():
+    """SmolLM2's recipe with 512 completions of up to 160 tokens."""
+    sizes = {"prompt_width": 48, "completion_width": 160, "group": 8, "max_rows": 512}
+    shapes = microbatches.shapes(8192, **sizes, overhead=1560)
+    for silent in (0.0, 0.5):
+        lengths = {"mean": 39, "sigma": 0.8, "prompts": (36, 46), "silent": silent}
+        assert 0 < padding(shapes, rows=512, limit=160, **lengths) < 0.1
 
 
 def test_micro_batches_go_to_the_device_that_has_the_least_to_do():
