@@ -30,6 +30,7 @@ import jax
 import numpy as np
 
 from pallas_kernels import runtime
+from qerl_jax import files
 from qerl_jax.checkpoint import hf_folder
 from qerl_jax.data import datasets, tokenizer
 from qerl_jax.generation.generator import Generator
@@ -127,8 +128,8 @@ def study(base: str, folder: pathlib.Path, pool: pathlib.Path, held_out, args) -
     is_done = {(line["base"], line["format"], line["method"], line["draw"]) for line in done}
     reference = load(str(folder), "float32")
     tokens = reference[2]
-    own = own_answers(str(folder), tokens, held_out, args)
-    sets = {"gsm8k": of_chats(tokens, held_out, args.length), "own": own}
+    own = own_answers(str(folder), tokens, held_out, args, pool.with_name(f"own_{base}.json"))
+    sets = alike({"gsm8k": of_chats(tokens, held_out, args.length), "own": own})
     states = {name: hidden_states(reference, rows.ids) for name, rows in sets.items()}
     compare = lambda other, name: sums(
         reference, other, sets[name].ids, sets[name].live, states[name]
@@ -136,19 +137,16 @@ def study(base: str, folder: pathlib.Path, pool: pathlib.Path, held_out, args) -
     itself = {name: compare(reference, name) for name in sets}
     print(f"{base}: answers and the 16-bit model in {time.monotonic() - began:.0f} s", flush=True)
 
-    def add(what: dict[str, Any], other, more: dict[str, Any]) -> None:
-        start = time.monotonic()
+    def add(what: dict[str, Any], found: dict[str, Sums], more: dict[str, Any]) -> None:
         for name in sets:
-            line = what | {"set": name} | measured(compare(other, name), itself[name]) | more
+            line = what | {"set": name} | measured(found[name], itself[name]) | more
             with args.out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             print(json.dumps(line), flush=True)
-        print(f"compared in {time.monotonic() - start:.1f} s", flush=True)
 
     device = {"device": runtime.device_kind(), "jax": jax.__version__}
     if (base, "bfloat16", "", 0) not in is_done:
-        what = {"base": base, "format": "bfloat16", "method": "", "draw": 0}
-        add(what, load(str(folder), "bfloat16"), device)
+        add({"base": base, "format": "bfloat16", "method": "", "draw": 0}, itself, device)
     for form, method, draw in runs(args):
         if (base, form, method, draw) in is_done:
             continue
@@ -162,10 +160,16 @@ def study(base: str, folder: pathlib.Path, pool: pathlib.Path, held_out, args) -
             )
             # Unpacked to float32: all models are computed by one program.
             other = load(str(target), "float32")
+        start = time.monotonic()
+        found = {name: compare(other, name) for name in sets}
+        seconds = report["seconds"], time.monotonic() - start
+        print(
+            f"{form} {method} {draw}: quantized in %.1f s, compared in %.1f s" % seconds, flush=True
+        )
         if args.errors and draw == 0:
             keep_errors(args.errors, f"{base}, {form}, {method}", report)
         what = {"base": base, "format": form, "method": method, "draw": draw}
-        add(what, other, {"bytes": report["bytes"], "seconds": report["seconds"]} | device)
+        add(what, found, {"bytes": report["bytes"], "seconds": report["seconds"]} | device)
 
 
 def runs(args) -> Iterator[tuple[str, str, int]]:
@@ -180,14 +184,29 @@ def runs(args) -> Iterator[tuple[str, str, int]]:
                     yield form, method, draw
 
 
-def own_answers(folder: str, tokens: tokenizer.Tokenizer, rows: list[dict[str, str]], args) -> Rows:
-    """Answers to the held-out questions that the 16-bit model samples at temperature 1."""
-    dtype = "bfloat16" if runtime.platform() == "gpu" else "float32"
-    generator = Generator.load(folder, weights="bfloat16", dtype=dtype)
-    questions = [row["question"] for row in rows]
-    limits = {"temperature": 1.0, "max_tokens": args.answer_tokens, "seed": 0}
-    answers = [found.tokens.tolist() for found in generator.completions(questions, **limits)]
-    prompts = tokens.encode([({"role": "user", "content": each},) for each in questions])
+def alike(sets: dict[str, Rows]) -> dict[str, Rows]:
+    """The same rows, padded to one width, so that one program computes all sets."""
+    width = max(rows.ids.shape[1] for rows in sets.values())
+    wide = lambda x: np.pad(x, ((0, 0), (0, width - x.shape[1])))
+    return {name: Rows(wide(rows.ids), wide(rows.live)) for name, rows in sets.items()}
+
+
+def own_answers(
+    folder: str,
+    tokens: tokenizer.Tokenizer,
+    rows: list[dict[str, str]],
+    args: argparse.Namespace,
+    kept: pathlib.Path,
+) -> Rows:
+    """Answers to the held-out questions that the 16-bit model samples at temperature 1; a file keeps them."""
+    if not kept.is_file():
+        dtype = "bfloat16" if runtime.platform() == "gpu" else "float32"
+        generator = Generator.load(folder, weights="bfloat16", dtype=dtype)
+        limits = {"temperature": 1.0, "max_tokens": args.answer_tokens, "seed": 0}
+        found = generator.completions([row["question"] for row in rows], **limits)
+        files.write_whole(kept, json.dumps([each.tokens.tolist() for each in found]))
+    answers = json.loads(kept.read_text())
+    prompts = tokens.encode([({"role": "user", "content": row["question"]},) for row in rows])
     return joined(prompts, answers, tokens.pad_token, args.length + args.answer_tokens)
 
 

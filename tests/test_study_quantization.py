@@ -29,6 +29,16 @@ def test_the_tokens_of_answers_count_and_those_of_questions_and_padding_do_not()
         assert tokens.decode(ids[live]) == answer
 
 
+def test_sets_of_unlike_width_get_one_width_and_the_same_tokens():
+    tokens = tokenizer.load(TINY)
+    short = study.of_chats(tokens, [{"question": "3+4?", "answer": "7"}], 64)
+    long = study.of_chats(tokens, [{"question": "3+4?" * 20, "answer": "7+1"}], 256)
+    found = study.alike({"short": short, "long": long})
+    assert found["short"].ids.shape == found["long"].ids.shape == long.ids.shape
+    for before, after in zip((short, long), found.values(), strict=True):
+        np.testing.assert_array_equal(before.ids[before.live], after.ids[after.live])
+
+
 def test_means_are_over_tokens_and_intervals_hold_them():
     rng = np.random.default_rng(0)
     tokens = rng.integers(5, 50, 40).astype(float)

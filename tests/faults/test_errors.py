@@ -172,12 +172,16 @@ def test_out_of_memory_names_the_line_of_the_plan_and_the_setting(tmp_path, monk
         ("always", "'optimizer' (0.65 GB) is the largest", 'optim.optimizer to "adamw_8bit"'),
     ],
 )
-def test_a_plan_knows_which_of_its_lines_may_be_wrong(phase, line, setting):
+def test_a_plan_knows_which_of_its_lines_may_be_wrong(phase, line, setting, monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
     cfg = config.load(harness.ROOT / "configs" / "gsm8k_qwen2.5_7b.toml")
     arch = memory.architecture.KNOWN["qwen2.5-7b"]
     plan = memory.estimate(cfg, arch, limit=80 * 10**9)
     text = plan.about_exhaustion(phase, None, 80 * 10**9)
     assert line in text and f"change {setting}" in text and "\n" not in text
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    text = plan.about_exhaustion(phase, None, 80 * 10**9)
+    assert f"unset XLA_PYTHON_CLIENT_PREALLOCATE, or change {setting}" in text
 
 
 @pytest.mark.parametrize(
