@@ -10,6 +10,7 @@ workspace, whose size the compiler decides: its factors were read off
 import dataclasses
 import functools
 import itertools
+import os
 import pathlib
 import re
 from typing import Any, Literal
@@ -128,7 +129,8 @@ class MemoryPlan:
         """One line for a device that ran out of memory though the plan had fitted.
 
         Lines whose sizes follow from shapes are not wrong. The largest of the phase's others is named, with the
-        setting that makes it smaller.
+        setting that makes it smaller. Where JAX was told not to take the device's memory at once, that is the likelier
+        cause: regions of doubled sizes leave no room for the second of two large arrays.
 
         Args:
             phase: What the run was doing; "always" while its weights were loaded.
@@ -137,16 +139,22 @@ class MemoryPlan:
         """
         lines = [item for item in self.items if item.phase == phase and item.field]
         wrong = max(lines, key=lambda item: (item.estimated, item.size))
+        in_regions = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE", "").lower() in ("0", "false")
         doing = "preparation" if phase == "always" else phase
         asked_for = "" if asked is None else f" when it asked for {_gb(asked)}"
         why = "is an estimate, and was too low"
         if not wrong.estimated:
             why = "is the largest that a setting makes smaller"
         offered = "" if limit is None else f" of {_gb(limit)}"
+        culprit = f"of which {wrong.name!r} ({_gb(wrong.size)}) {why}: change {wrong.field}"
+        if in_regions:
+            culprit = (
+                "which may be there in pieces too small for one array: "
+                f"unset XLA_PYTHON_CLIENT_PREALLOCATE, or change {wrong.field}"
+            )
         return (
             f"memory: the device ran out of memory in the {doing}{asked_for}. The plan had "
-            f"{_gb(self.size(*{'always', phase}))}{offered} for it, of which {wrong.name!r} ({_gb(wrong.size)}) "
-            f"{why}: change {wrong.field}"
+            f"{_gb(self.size(*{'always', phase}))}{offered} for it, {culprit}"
         )
 
     def require_one_base(self, in_use: int, peak: int) -> None:
