@@ -1,4 +1,4 @@
-"""The public entry point: checks the arguments and chooses an implementation."""
+"""Public functions for decode attention. They check the arguments and choose an implementation."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from pallas_kernels.portable import attention as portable
 
 
 class _Reference:
-    """`reference.decode_attention`, which runs everything that the API accepts, and needs no plan."""
+    """Runs `reference.decode_attention`. It supports everything that the API accepts and needs no plan."""
 
     @staticmethod
     def decode_attention(*arguments: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -25,7 +25,7 @@ class _Reference:
 
 
 class _Hopper:
-    """`decode.decode_attention` with the configuration that it picks itself."""
+    """Runs `decode.decode_attention` with its default configuration."""
 
     decode_attention = staticmethod(decode.decode_attention)
 
@@ -40,7 +40,7 @@ class _Hopper:
 
 
 class _Portable:
-    """`portable.attention`, which needs no plan."""
+    """Runs `portable.attention.decode_attention`, which needs no plan."""
 
     supports = staticmethod(portable.supports)
 
@@ -50,7 +50,7 @@ class _Portable:
         return portable.decode_attention(*arguments)
 
 
-# Best first.
+# In order of preference.
 _IMPLEMENTATIONS: dict[str, Any] = {
     "hopper": _Hopper,
     "portable": _Portable,
@@ -59,9 +59,9 @@ _IMPLEMENTATIONS: dict[str, Any] = {
 
 
 def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
-    """Why no kernel can attend with a model's heads on this device, or None.
+    """Returns why no kernel on this device supports a model's heads, or None if one does.
 
-    In that case `decode_attention` runs the reference, which gathers all pages of every row and is many times
+    Without a kernel, `decode_attention` runs the reference. It gathers all pages of every row, which is many times
     slower.
 
     Args:
@@ -77,15 +77,16 @@ def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
 
 
 def plan(keys: jax.Array, tables: jax.Array, ends: jax.Array) -> jax.Array | None:
-    """Makes the part of `decode_attention` that depends only on tables and ends; one plan serves all layers.
+    """Divides the work of `decode_attention`. One plan serves all layers, because it depends on no layer.
 
     Args:
       keys: as for `decode_attention`; only shape and dtype are used.
-      tables: int32 [B, W].
-      ends: int32 [B].
+      tables: int32 [B, W], as for `decode_attention`.
+      ends: int32 [B], as for `decode_attention`.
 
     Returns:
-      The kernel's division of the work, or None where there is no kernel.
+      The plan for `decode_attention`; None if the Hopper kernel cannot run with this cache. Other implementations need
+      no plan.
     """
     if runtime.unless_hopper() or configs.supports_cache(keys.shape, keys.dtype):
         return None
@@ -105,36 +106,37 @@ def decode_attention(
     plan: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Rotates a new token's query and key, appends its key and value to the cache, and attends.
+    """Rotates a new token's query and key, appends its key and value to the cache, and computes attention.
 
-    out[h] = softmax(q[h] . k[0 ... end] / sqrt(C)) @ v[0 ... end], with the softmax in float32. Queries and keys
-    are rotated by RoPE (arXiv 2104.09864) in float32 and rounded to the cache's type. Slot s of a
-    row is in page tables[row, s // S], at s % S; a page that several rows share (a common prefix) is read by all of
-    them; none of them may write to it. With implementation "hopper" or "portable", a row's
-    result has the same bits whatever the other rows are.
+        out[h] = softmax(q[h] . k[0 ... end] / sqrt(C)) @ v[0 ... end]
 
-    In a loop that carries them, `keys` and `values` are updated in place. Indices outside of the tables or of the
-    cache are clamped to the nearest valid one. So an unused row may have a table of zeros and any end: it writes to
-    page 0, which no other row should use, and gets a finite result if that page is finite.
+    The softmax is computed in float32. Queries and keys are rotated by RoPE (arXiv 2104.09864) in float32 and
+    rounded to the cache's dtype. Slot s of a row is at s % S in page tables[row, s // S]. Several rows may read one
+    page (a common prefix), but then none of them may write to it. With implementation "hopper" or "portable", the
+    bits of a row's result do not depend on the other rows.
+
+    In a loop that carries them, `keys` and `values` are updated in place. An index outside the tables or the cache is
+    clamped to the nearest valid one. So an unused row may have a table of zeros and any end: it writes to page 0,
+    which no other row should use, and its result is finite if that page is finite.
 
     Args:
-      qkv: bfloat16 or float32 [B, H + 2 J, C], the query heads, the key heads and the value heads of
-        one token per row, not rotated; query head h belongs to key head h // (H / J).
+      qkv: bfloat16 or float32 [B, H + 2 J, C], the query, key and value heads of one token per row, not rotated.
+        Query head h uses key head h // (H / J).
       cos: float32 [B, C / 2], cosines of the angles of each row's position; pair c is (c, c + C / 2).
       sin: float32 [B, C / 2], sines of the same angles.
       keys: [L, N, J, S, C], rotated keys: N pages of S slots for each layer.
       values: [L, N, J, S, C].
-      layer: int32, index of the layer among the L.
+      layer: int32 scalar, the layer's index in the cache.
       tables: int32 [B, W], each row's pages in order.
-      ends: int32 [B], the slot that the new token takes: the number of those before it.
-      plan: from `plan`, for the same tables and ends; None makes it here.
-      implementation: None for the best that supports the problem, or "hopper", "portable" or "reference".
+      ends: int32 [B], the slot of the new token, which is the number of tokens before it.
+      plan: the result of `plan` for the same tables and ends. With None, the Hopper kernel makes it here.
+      implementation: "hopper", "portable" or "reference"; None chooses the first of these that supports the problem.
 
     Returns:
-      [B, H, C] in qkv's type, keys, values.
+      The attention output [B, H, C] in qkv's dtype, the new keys and the new values.
 
     Raises:
-      ValueError: a wrong type or shape, or an unknown implementation.
+      ValueError: a wrong dtype or shape, or an unknown implementation.
       NotImplementedError: the named implementation cannot run this problem.
     """
     if qkv.ndim != 3 or qkv.dtype not in (jnp.float32, jnp.bfloat16):

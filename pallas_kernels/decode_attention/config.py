@@ -1,6 +1,7 @@
-"""How the kernel of `decode` divides its work, and which problems it supports.
+"""The configuration of the Hopper decode attention kernel, and the problems that it supports.
 
-Functions that depend on the device take it as an argument; None means the current device.
+`plans.py` explains units and pieces. Functions that depend on the device take it as an argument; None means the
+current device.
 """
 
 import dataclasses
@@ -12,26 +13,27 @@ from pallas_kernels import runtime
 from pallas_kernels.decode_attention.plans import PAGE
 from pallas_kernels.runtime import Device
 
-# Queries of a group are padded to half the rows that a warp has, or to all of them.
+# The most queries of a group: the rows of a `wgmma` operand that one warp holds. Queries are padded to 8 or 16 rows.
 GROUP = 16
-# Query heads per key head, by the head's size. With more than eight of size 64 the kernel missed the reference on an
-# H100 wherever a piece had several pages, though it meets it when interpreted; those of 128 met it in all cases.
+# The most query heads per key head, by head size. With more than 8 heads of size 64 and several pages in a piece,
+# results on an H100 differed from the reference, although interpreted results agree. Size 128 agreed in all cases.
 MOST_QUERIES = {64: 8, 128: GROUP}
 HEAD_SIZES = tuple(MOST_QUERIES)
-# Parts that are read at a time when a unit is summed, by number of teams: as many as registers allow with 8 rows.
+# Pieces that are read at once when the pieces of a unit are summed, by number of teams: as many as fit in registers
+# with 8 rows.
 BATCH = {1: 16, 2: 16, 3: 8, 4: 8}
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a problem is divided.
+    """How the kernel divides a problem.
 
     Attributes:
-      pages: most pages of a piece, unless the unit has the largest number of parts.
-      stages: pages that are loading or loaded for each team.
-      parts: most pieces of a unit. A unit is a row's queries of one key head.
-      blocks: number of blocks; the pieces are divided among their teams.
-      teams: teams per block; 1 to 4.
+      pages: most pages in a piece. A unit that has `parts` pieces may have longer ones.
+      stages: page slots in shared memory for each team, loaded or loading.
+      parts: most pieces in a unit. A unit is one row and one key head.
+      blocks: number of blocks. The pieces are divided among the teams of all blocks.
+      teams: warpgroups per block, 1 to 4.
     """
 
     pages: int
@@ -54,7 +56,7 @@ class Config:
 
 
 def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
-    """Why this kernel cannot attend with a model's heads, or None.
+    """Returns why this kernel does not support a model's heads, or None if it does.
 
     Args:
       heads: H, query heads.
@@ -69,7 +71,7 @@ def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
 
 
 def supports_cache(shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
-    """Why this kernel cannot read a cache, or None."""
+    """Returns why this kernel cannot read a cache of this shape [L, N, J, S, C] and dtype, or None if it can."""
     *_, slots, head_size = shape
     if dtype != jnp.bfloat16:
         return f"needs keys and values in bfloat16; got {dtype}"
@@ -88,7 +90,16 @@ def supports(
     config: Config,
     device: Device | None = None,
 ) -> str | None:
-    """Why this kernel cannot run a problem with this configuration, or None."""
+    """Returns why this kernel cannot run a problem with this configuration, or None if it can.
+
+    Args:
+      qkv_shape: [B, H + 2 J, C].
+      dtype: dtype of qkv.
+      cache_shape: [L, N, J, S, C], the shape of the keys.
+      cache_dtype: dtype of the keys.
+      config: the configuration.
+      device: the device that runs it.
+    """
     layers, pages, key_heads, slots, head_size = cache_shape
     group = qkv_shape[1] // key_heads - 2
     if reason := supports_cache(cache_shape, cache_dtype):
@@ -107,23 +118,23 @@ def supports(
 def pick_config(
     rows: int, key_heads: int, head_size: int, group: int = 8, device: Device | None = None
 ) -> Config:
-    """Picks as many teams as registers allow, and longer pieces where there are many units.
+    """Picks a configuration: as many teams as registers allow, and longer pieces if there are many units.
 
-    Configurations for groups of another size differ in stages alone, on which no plan depends.
+    The group only affects `stages`, on which a plan does not depend.
 
     Args:
-      rows: B.
-      key_heads: J.
-      head_size: C.
-      group: H / J.
+      rows: B, rows of the batch.
+      key_heads: J, key/value heads.
+      head_size: C, channels per head.
+      group: H / J, query heads per key head.
       device: the device that runs it.
     """
     device = device or runtime.device()
     units = rows * key_heads
-    # With so few units most of the time goes into summing parts, which more registers per team speed up.
+    # With so few units most of the time goes into summing pieces, which is faster with more registers per team.
     teams = 2 if units <= 8 else 4 if head_size <= 64 else 3
-    # Of 2, 3, 4 and 6 the fastest on an H200 for 1, 8, 16 and 128 rows of 4 key heads; for 64, where 6 is 5 %
-    # faster for rows of unlike length and 4 is 4 % faster for others, the latter.
+    # The fastest of 2, 3, 4 and 6 on an H200 for 1, 8, 16 and 128 rows of 4 key heads. For 64 rows, 6 is 5 % faster
+    # if lengths differ, and 4 is 4 % faster if they do not: 4 is used.
     pages = 2 if units <= 32 else 3 if units <= 96 else 4 if units <= 384 else 6
     stages, parts = max(1, 768 // head_size // teams), -(-64 // pages)
     config = Config(pages, stages, parts, device.processors, teams)
@@ -133,27 +144,27 @@ def pick_config(
 
 
 def most_shared_bytes(device: Device | None = None) -> int:
-    """Bytes of shared memory that a block may use, less what barriers and alignment take."""
+    """Bytes of shared memory that a block may use for data, without barriers and alignment."""
     return (device or runtime.device()).shared_bytes - 2048
 
 
 def shared_bytes(group: int, head_size: int, config: Config) -> int:
-    """Bytes of shared memory that a block takes."""
+    """Bytes of shared memory that a block's data needs."""
     pages = config.stages * 2 * PAGE * head_size * 2
     inputs = 2 * (input_rows(group) * row_columns(head_size) * 2 + 2 * 64 * 4)
     return config.teams * (pages + inputs + 4)
 
 
 def row_columns(head_size: int) -> int:
-    """Columns of a head's row in shared memory: at least 128, so that a half turned row is a slice."""
+    """Columns of a head's row in shared memory: at least 128, so that a row shifted by half a head is a slice."""
     return max(head_size, 128)
 
 
 def group_rows(group: int) -> int:
-    """Rows that a group's queries are padded to."""
+    """The number of rows to which a group's queries are padded."""
     return 8 if group <= 8 else GROUP
 
 
 def input_rows(group: int) -> int:
-    """Rows of a unit's queries, key and value in shared memory; the first `group_rows` are read as queries."""
+    """Rows of shared memory for a unit's queries, key and value. The first `group_rows` are read as queries."""
     return max(group + 2, group_rows(group))

@@ -1,28 +1,29 @@
-"""Attention of one token per row on Hopper, in Pallas Mosaic GPU.
+"""Decode attention on Hopper in Pallas Mosaic GPU: checks, the plan and the launch.
 
-`plan` lists the pieces of units (a row and a key/value head) that a team attends to. A team is a
-warpgroup; the teams of a block share nothing, so one computes while others wait for memory. It takes a
-page at a time, with the group's queries, 8 rows that are there eight times over (or 16 that are there four
-times), as the operand in registers:
+A unit is one row and one key/value head; its pages are cut into pieces (see `plans.py`). A team is a warpgroup. The
+plan lists the pieces of each team. Teams of a block share no data, so one can compute while others wait for memory. A
+team takes one page at a time. The group's queries are the operand in registers, 8 rows repeated eight times or 16 rows
+repeated four times:
 
-    S [64, slots] = Q K^T      a softmax that keeps a running maximum, within four threads
-    O [64, C]    += P V        P goes from registers to registers
+    S [64, slots] = Q K^T      then softmax with a running maximum; four threads hold a row
+    O [64, C]    += P V        P stays in registers
 
     team    wait K | Q K^T | refill K | softmax | wait V | P V | refill V | next page
-    slot    a page's keys and values [64, C]; `stages` a team, brought by bulk copies, page after page
-            whatever piece they are of
+    slot    the keys and values [64, C] of a page. Each team has `stages` slots. Bulk copies fill them page after
+            page, across the ends of pieces.
 
-Seven of eight products are copies, or three of four: the tensor cores have the time, and nothing but the new token needs to be
-written to shared memory, whose fence would wait for all that a thread has written to device memory.
+Seven of eight (or three of four) computed rows are duplicates. The tensor cores have time for them. In return only the
+new token is written to shared memory: such a write needs a fence, which waits for all of a thread's writes to device
+memory.
 
-The team that has a row's last page rotates the new key, puts it and the new value into the
-page's tile in shared memory, where it is needed now, and into the cache, where it is needed later.
+The team with a row's last page rotates the new key. It writes the new key and value into the page's tile in shared
+memory, for this step, and into the cache, for later steps.
 
-A unit in one piece is done. Of others every piece leaves maximum, sum and products in device memory, and
-the team that finds itself the last of a unit, by an atomic counter, adds them up in the order of pieces. The
-counters lie in the plan and are 0 before and after a launch (`runtime.checks_kernels` has that checked). How a row
-is cut follows from its own length and from shapes, so its result has the same bits whatever the other
-rows are.
+If a unit has one piece, its team writes the result. Otherwise each team writes the maximum, sum and products of its
+piece to device memory and increments an atomic counter. The team that comes last adds up the pieces in order. The
+counters are part of the plan and are 0 before and after a launch (`runtime.checks_kernels` lets each launch check
+this). How a row is cut depends only on its own length and on shapes, so the bits of its result do not depend on other
+rows.
 """
 
 import jax
@@ -39,7 +40,17 @@ from pallas_kernels.decode_attention.plans import PAGE
 def plan(
     shape: tuple[int, ...], tables: jax.Array, ends: jax.Array, config: Config | None = None
 ) -> jax.Array:
-    """The work of every block, for a cache of the given shape: an operand of `decode_attention`."""
+    """Lists the work of every team: an operand of `decode_attention`.
+
+    Args:
+      shape: [L, N, J, S, C], the shape of the keys.
+      tables: int32 [B, W], each row's pages.
+      ends: int32 [B], the slot of each row's new token.
+      config: by default that of `pick_config`.
+
+    Returns:
+      int32 [size], as described by `plans.Cut`.
+    """
     _, pages, key_heads, _, head_size = shape
     config = config or pick_config(len(tables), key_heads, head_size)
     return plans.make(tables, ends, pages, _cut(tables.shape, shape, config))
@@ -67,10 +78,10 @@ def decode_attention(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `api.decode_attention`; for a cache in bfloat16.
+    """Computes `api.decode_attention` for queries and a cache in bfloat16.
 
-    Without `plan`, one is made from `tables` and `ends`. `config` defaults to that of `pick_config`. `interpret`
-    runs on a CPU and reports data races; parts are then summed outside of the kernel.
+    `plan` defaults to one made from `tables` and `ends`, `config` to that of `pick_config`. `interpret` runs on a CPU
+    and reports data races; pieces are then summed outside the kernel.
 
     Raises:
       ValueError: a plan for another problem.
@@ -90,7 +101,7 @@ def decode_attention(
         plan = plans.make(tables, ends, keys.shape[1], cut)
     if runtime.checks_kernels():
         qkv = _after_check(qkv, plan, cut)
-    # This import takes half a second, so it is made only when needed.
+    # Imported here because it takes half a second.
     from pallas_kernels.decode_attention import decode_kernel
 
     problem = decode_kernel.Problem(config, cut, group, keys.shape, interpret)
@@ -105,10 +116,10 @@ def decode_attention(
 
 
 def _after_check(qkv: jax.Array, plan: jax.Array, cut: plans.Cut) -> jax.Array:
-    """Returns qkv after checking the plan's counters: see `runtime.checks_kernels`.
+    """Returns qkv once the plan's counters are checked (see `runtime.checks_kernels`).
 
-    The kernel counts in its plan, which XLA takes to be constant, and resets the counters to zero. If a launch
-    failed to do so, the next launch would not find the last part of a unit, and would not write its output.
+    The kernel counts in its plan, which XLA believes to be constant, and resets the counters to 0. After a launch that
+    failed to reset them, no team of the next launch would come last, so the output would not be written.
 
     Raises:
       ValueError: a counter is not zero; raised while the program runs.
@@ -122,16 +133,24 @@ def _after_check(qkv: jax.Array, plan: jax.Array, cut: plans.Cut) -> jax.Array:
                 f"{counters[wrong[0]]} for unit {wrong[0]}, and {len(wrong)} of {len(counters)} not 0"
             )
 
-    # XLA would look once before a loop over layers at what it takes to be constant: qkv is another in each.
+    # XLA believes the plan to be constant, and would move its check out of a loop over layers. So the check is tied to
+    # qkv, which differs in each layer.
     qkv, plan = lax.optimization_barrier((qkv, plan))
     counters = plan[: cut.pieces_at]
     jax.debug.callback(check, counters)
-    # And the look comes before the launch.
+    # The check runs before the launch.
     return lax.optimization_barrier((qkv, counters))[0]
 
 
 def _merge(products: jax.Array, totals: jax.Array, parts: jax.Array, qkv: jax.Array) -> jax.Array:
-    """Parts [B * J, parts, G, C] and [B * J, parts, 2, G], G of `config.group_rows` -> [B, H, C]."""
+    """Sums the pieces of units when interpreted: returns [B, H, C].
+
+    Args:
+      products: float32 [B * J, P, G, C], G = `config.group_rows`.
+      totals: float32 [B * J, P, 2, G], the maxima and sums of exponentials.
+      parts: int32 [B], the number of pieces that each row has.
+      qkv: [B, H + 2 J, C], for shape and dtype.
+    """
     rows = len(parts)
     units, most, _, head_size = products.shape
     key_heads = units // rows

@@ -1,4 +1,4 @@
-"""The kernel of `decode`, in phases: each is a method of what a team knows of its work."""
+"""The Hopper decode attention kernel; `decode.py` describes it. Each phase is a method of `_Team`."""
 
 import dataclasses
 import functools
@@ -22,23 +22,23 @@ from pallas_kernels.mosaic import collectives
 from pallas_kernels.mosaic import launch as mosaic
 from pallas_kernels.mosaic.ring import Ring
 
-# Less than any score, and finite.
+# The score of a masked slot: lower than any real score, but finite, so that differences are never NaN.
 NOTHING = -1e30
-# Queries, by slots or columns of a head.
+# The layouts of [queries, slots or head columns], and of its rows and columns.
 _OF_TILE = plgpu.Layout.WGMMA
 _OF_ROWS, _OF_COLUMNS = _OF_TILE.reduce(1), _OF_TILE.reduce(0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is known before a start.
+    """Static parameters of a launch.
 
     Attributes:
-      config: how many teams there are, and pages on their way.
-      cut: which team does what.
-      group: query heads of a key head, H / J.
+      config: numbers of blocks, teams and page slots.
+      cut: how the work is divided among teams.
+      group: query heads per key head, H / J.
       cache: [L, N, J, S, C], the shape of keys and of values.
-      interpret: whether this runs on a CPU.
+      interpret: run on a CPU.
     """
 
     config: Config
@@ -49,37 +49,37 @@ class Problem:
 
     @property
     def key_heads(self) -> int:
-        """J."""
+        """J, key/value heads."""
         return self.cut.key_heads
 
     @property
     def heads(self) -> int:
-        """H."""
+        """H, query heads."""
         return self.group * self.key_heads
 
     @property
     def head_size(self) -> int:
-        """C."""
+        """C, channels per head."""
         return self.cache[-1]
 
     @property
     def chunks(self) -> int:
-        """Pieces of 64 columns of a head."""
+        """C / 64: a head is processed in chunks of 64 columns."""
         return self.head_size // 64
 
     @property
     def columns(self) -> int:
-        """Of a head's row in shared memory."""
+        """Columns of a head's row in shared memory."""
         return configs.row_columns(self.head_size)
 
     @property
     def group_rows(self) -> int:
-        """Rows that a group's queries are padded to."""
+        """The number of rows to which a group's queries are padded."""
         return configs.group_rows(self.group)
 
     @property
     def most_batch(self) -> int:
-        """Parts that are read at a time when a unit is added up."""
+        """Pieces that are read at once when the pieces of a unit are summed."""
         return configs.BATCH[self.config.teams] * 8 // self.group_rows
 
 
@@ -93,11 +93,11 @@ def launch(
     values: jax.Array,
     problem: Problem,
 ) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
-    """Starts the kernel; arguments as for `decode.decode_attention`, `layer` as int32 [1].
+    """Launches the kernel. Arguments are those of `decode.decode_attention`, but `layer` is int32 [1].
 
     Returns:
-      The result [B, H, C] with the parts' products [B * J, parts, G, C] and their maxima and sums
-      [B * J, parts, 2, G]; keys; values.
+      Three values: (output [B, H, C], products of pieces float32 [B * J, P, G, C], maxima and sums of pieces float32
+      [B * J, P, 2, G]), with P = `cut.most_parts` and G = `group_rows`; the new keys; the new values.
     """
     config, cut, teams = problem.config, problem.cut, problem.config.teams
     head_size, columns = problem.head_size, problem.columns
@@ -110,9 +110,10 @@ def launch(
 
     units = (cut.rows * cut.key_heads, cut.most_parts)
     of_pages = shared((config.stages, PAGE, head_size), keys.dtype, mosaic.SWIZZLED)
-    # A half turned row of a short head is then a slice; written once by what makes qkv.
+    # A short head is stored twice, so that a row shifted by half a head is a slice. XLA fuses this into whatever
+    # computes qkv.
     qkv = jnp.concatenate([qkv] * (columns // head_size), axis=-1)
-    # All layers, pages and heads in one axis: bulk copies know five.
+    # Layers, pages, heads and slots are one axis, because bulk copies take at most five.
     caches = [jax.new_ref(cache.reshape(-1, head_size)) for cache in (keys, values)]
     results = mosaic.launch(
         functools.partial(_kernel, problem=problem),
@@ -155,7 +156,7 @@ def launch(
 
 def _kernel(refs: types.SimpleNamespace, *, problem: Problem) -> None:
     team, config = lax.axis_index("team"), problem.config
-    # Teams of a block are far apart: what is left over goes to different blocks.
+    # Neighbours in the plan are in different blocks, so that an uneven rest of the work is spread over blocks.
     agenda = _Agenda(refs.plan, team * config.blocks + lax.axis_index("block"), problem.cut)
     start = agenda.piece(jnp.int32(0)), agenda.piece(jnp.int32(1))
     pages = [agenda.page(n) for n in range(config.stages + 1)]
@@ -168,7 +169,7 @@ def _kernel(refs: types.SimpleNamespace, *, problem: Problem) -> None:
 
 
 class _Piece(NamedTuple):
-    """What `plans` writes down of a piece."""
+    """The fields of a piece; `plans.FIELDS` describes them."""
 
     unit: jax.Array
     part: jax.Array
@@ -178,12 +179,12 @@ class _Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Agenda:
-    """What a team has to do.
+    """Reads one team's work from the plan.
 
     Attributes:
-      plan: from `plans.make`.
-      number: of the team among those of all blocks.
-      cut: how the plan came about.
+      plan: int32 [cut.size], from `plans.make`.
+      number: the team's index among the teams of all blocks.
+      cut: the layout of the plan.
     """
 
     plan: jax.Ref
@@ -191,28 +192,28 @@ class _Agenda:
     cut: plans.Cut
 
     def piece(self, i: jax.Array) -> _Piece:
-        """A piece of this team; past the last, some piece."""
+        """The i-th piece of this team. After the last piece the result is meaningless."""
         at = self.number * self.cut.rounds + lax.min(i, self.cut.rounds - 1)
         fields = plans.FIELDS
         return _Piece(*(self.plan[self.cut.pieces_at + at * len(fields) + f] for f in fields))
 
     def page(self, n: jax.Array | int) -> jax.Array:
-        """The n-th page of this team; after the last, a negative number."""
+        """The n-th page of this team, or -1 after the last."""
         cut = self.cut
         return self.plan[cut.pages_at + self.number * (cut.length + 1) + lax.min(n, cut.length)]
 
     def count(self) -> jax.Array:
-        """Pieces."""
+        """The number of pieces of this team."""
         return self.plan[self.cut.counts_at + self.number]
 
 
 class _Softmax(NamedTuple):
-    """A softmax under way, and its products with the values.
+    """A running softmax over the pages read so far. Rows are queries.
 
     Attributes:
-      maximum: [64] of the scores so far, in powers of two.
-      total: [64] of the exponentials.
-      products: [64, C].
+      maximum: float32 [64], the largest score times log2(e).
+      total: float32 [64], the sum of exponentials relative to `maximum`.
+      products: float32 [64, C], the same exponentials times the values.
     """
 
     maximum: jax.Array
@@ -221,7 +222,7 @@ class _Softmax(NamedTuple):
 
     @classmethod
     def start(cls, columns: int) -> "_Softmax":
-        """Of no scores."""
+        """The softmax before the first page."""
         return cls(
             _full((64,), NOTHING, _OF_ROWS),
             _full((64,), 0, _OF_ROWS),
@@ -229,20 +230,20 @@ class _Softmax(NamedTuple):
         )
 
     def result(self) -> jax.Array:
-        """[64, C]."""
+        """The attention output, float32 [64, C]."""
         return self.products * _broadcast(1 / self.total, self.products.shape, 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Team:
-    """A team's work.
+    """The program of one team.
 
     Attributes:
-      problem: what all teams know.
-      refs: operands, results and scratch of `launch`, of scratch this team's own but for barriers.
-      agenda: what it has to do.
-      number: of the team in its block.
-      first_page: of the layer, among those of all layers.
+      problem: static parameters.
+      refs: operands, results and scratch of `launch`. Barriers are those of all teams; other scratch is this team's.
+      agenda: the team's work.
+      number: the team's index in its block.
+      first_page: the first page of the layer among the pages of all layers.
     """
 
     problem: Problem
@@ -252,12 +253,12 @@ class _Team:
     first_page: jax.Array
 
     def run(self, piece: _Piece, following: _Piece, pages: list[jax.Array]) -> None:
-        """Attends to all pieces.
+        """Attends to all pieces of this team.
 
         Args:
-          piece: the first.
-          following: the second.
-          pages: the first few.
+          piece: the first piece.
+          following: the second piece.
+          pages: the first `config.stages + 1` pages.
         """
         *first, ahead = pages
         count = self.agenda.count()
@@ -271,7 +272,7 @@ class _Team:
     # Bulk copies ---------------------------------------------------------------------------------
     @property
     def _keys(self) -> Ring:
-        """Of pages."""
+        """The ring of page slots for keys."""
         refs = self.refs
         return self._ring(refs.keys, refs.key_slots, refs.keys_full)
 
@@ -288,15 +289,15 @@ class _Team:
         return Ring(self.problem.config.stages, copy, full, which=(self.number,))
 
     def _cache_row(self, page: jax.Array) -> jax.Array:
-        """First row of a page among all rows of the cache."""
+        """The first row of a page in the cache [L * N * J * S, C]; `page` is page * J + head."""
         return (self.first_page * self.problem.key_heads + page) * PAGE
 
     def _place(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Row and key head."""
+        """The row and the key head of a unit."""
         return lax.div(unit, self.problem.key_heads), lax.rem(unit, self.problem.key_heads)
 
     def _fetch_inputs(self, parity: jax.Array | int, unit: jax.Array) -> None:
-        """Starts the copies of a unit's queries, its new key and value, and its row's angles."""
+        """Starts copies of a unit's queries, new key and value, and its row's cosines and sines."""
         problem, refs = self.problem, self.refs
         (row, head), full = self._place(unit), refs.inputs_full.at[self.number, parity]
         heads, group, half_size = problem.heads, problem.group, problem.head_size // 2
@@ -321,7 +322,14 @@ class _Team:
         chunk: int,
         spread: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:
-        """Columns 64 * chunk and on of what `read` reads, in float32; `spread` widens a table."""
+        """Reads and rotates one chunk of 64 columns; returns it in the cache's dtype.
+
+        Args:
+          parity: which of the two input buffers.
+          read: reads 64 columns, starting at a column.
+          chunk: index of the chunk.
+          spread: broadcasts a table of cosines or sines [64] to the shape that `read` returns.
+        """
         head_size = self.problem.head_size
         x, partner = (
             read((64 * chunk + shift) % self.problem.columns).astype(jnp.float32)
@@ -340,7 +348,7 @@ class _Team:
         return collectives.load_rows(ref, interpret=self.problem.interpret)
 
     def _queries(self, parity: jax.Array) -> list[jax.Array]:
-        """A group's queries, rotated, by 64 columns."""
+        """The group's rotated queries: [64, 64] for each chunk of columns."""
         read = functools.partial(self._read_queries, parity)
         spread = lambda table: _broadcast(table, (64, 64), 1)
         return [self._rotated(parity, read, chunk, spread) for chunk in range(self.problem.chunks)]
@@ -351,7 +359,7 @@ class _Team:
     def _append_key(
         self, parity: jax.Array, ring_slot: jax.Array, slot: jax.Array, page: jax.Array
     ) -> None:
-        """Puts the new token's key into its page and into the cache."""
+        """Rotates the new key and writes it to the page's tile and to the cache."""
         read = functools.partial(self._read_input, parity, self.problem.group)
         chunks = range(self.problem.chunks)
         new = [self._rotated(parity, read, chunk, lambda table: table) for chunk in chunks]
@@ -361,7 +369,10 @@ class _Team:
     def _append_value(
         self, parity: jax.Array, ring_slot: jax.Array, slot: jax.Array, page: jax.Array
     ) -> None:
-        """Puts the new token's value into its page and into the cache; values after it need not be finite."""
+        """Writes the new value to the page's tile and to the cache.
+
+        In the tile it clears the rows after it: their weights are 0, but 0 times infinity or NaN would be NaN.
+        """
         new = [
             self._read_input(parity, self.problem.group + 1, 64 * chunk).astype(
                 self.refs.values.dtype
@@ -381,7 +392,16 @@ class _Team:
         *,
         clear: bool,
     ) -> None:
-        """Puts a row, 64 columns each, into a page's tile and into the cache; what follows may become 0."""
+        """Writes a row to a page's tile and to the cache.
+
+        Args:
+          tile: the page [64, C] in shared memory.
+          cache: all keys or all values.
+          slot: the row's slot in the page.
+          page: page * J + head.
+          new: the row, [64] for each chunk of columns.
+          clear: whether the tile's rows after `slot` become 0.
+        """
         interpret = self.problem.interpret
         for chunk, columns in enumerate(new):
             collectives.put_row(columns, tile, slot, chunk, clear=clear, interpret=interpret)
@@ -398,23 +418,23 @@ class _Team:
         turn: jax.Array,
         carry: tuple[_Softmax, jax.Array, jax.Array],
     ) -> tuple[_Softmax, jax.Array, jax.Array]:
-        """Attends to a page of a piece, and asks for the page that comes into its slot.
+        """Attends to one page and starts loading the page that takes its slot.
 
         Args:
-          parity: of the piece's place among the inputs.
-          piece: which.
-          queries: of its unit.
-          turn: number of the page in the piece.
-          carry: the softmax so far, the number of the page among the team's, and the page that comes next.
+          parity: which of the two input buffers holds the piece's inputs.
+          piece: the piece that the page belongs to.
+          queries: the unit's rotated queries, [64, 64] for each chunk of columns.
+          turn: index of the page in the piece.
+          carry: the softmax so far; the page's index among the team's pages; the page to load into its slot.
 
         Returns:
-          The next carry.
+          The carry for the next page.
         """
         softmax, n, ahead = carry
         slot = self._keys.slot(n)
         further = self.agenda.page(n + self.problem.config.stages + 1)
         new_slot = piece.slots - 1 - turn * PAGE
-        # `home` is negative where another piece has the row's last page.
+        # `home` is negative unless this piece has the row's last page.
         has_new = (new_slot < PAGE) & (piece.home >= 0)
         with jax.named_scope("scores"):
             self._keys.wait(slot)
@@ -431,13 +451,13 @@ class _Team:
         return softmax._replace(products=products), n + 1, further
 
     def _refill(self, ring: Ring, n: jax.Array, ahead: jax.Array) -> None:
-        """Asks for the page that comes into the slot of page n."""
-        # All warps have read what is overwritten.
+        """Starts loading page `ahead` into the slot of the team's n-th page."""
+        # All warps must have read the slot before it is overwritten.
         collectives.sync(interpret=self.problem.interpret)
         pl.when(ahead >= 0)(lambda: ring.fetch(n + ring.stages, ahead))
 
     def _scores(self, queries: list[jax.Array], slot: jax.Array) -> jax.Array:
-        """Q K^T of a page."""
+        """Q K^T of a page, float32 [64, slots]."""
 
         def product(acc):
             for chunk, of_chunk in enumerate(queries):
@@ -450,7 +470,12 @@ class _Team:
     def _weights(
         self, softmax: _Softmax, scores: jax.Array, new_slot: jax.Array
     ) -> tuple[_Softmax, jax.Array]:
-        """The softmax with a page's scores, its products without them; and what its values are multiplied by."""
+        """Adds a page's scores to the softmax.
+
+        Returns:
+          The new softmax, whose products are rescaled but do not yet include this page; and P [64, slots], the
+          weights of the page's values.
+        """
         is_live = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=_OF_TILE) <= new_slot
         scale = self.problem.head_size**-0.5 * math.log2(math.e)
         scores = jnp.where(is_live, scores * scale, NOTHING)
@@ -463,7 +488,7 @@ class _Team:
         return _Softmax(higher, total, products), weights
 
     def _add_products(self, products: jax.Array, weights: jax.Array, slot: jax.Array) -> jax.Array:
-        """products + P V of a page."""
+        """Returns products + P V of a page, float32 [64, C]."""
 
         def add_product(acc):
             plgpu.wgmma(acc, self._operand(weights), self.refs.value_slots.at[slot])
@@ -474,7 +499,7 @@ class _Team:
         return products + pl.run_scoped(lambda acc: (add_product(acc), acc[...])[1], acc)
 
     def _operand(self, values: jax.Array) -> jax.Array | jax.Ref:
-        """What `wgmma` takes first; interpreted it takes no registers."""
+        """The first operand of `wgmma`. The interpreter does not accept registers, so there it is in shared memory."""
         if not self.problem.interpret:
             return values
         self.refs.operand[...] = values
@@ -484,15 +509,15 @@ class _Team:
     def _attend_piece(
         self, count: jax.Array, i: jax.Array, carry: tuple[_Piece, _Piece, jax.Array, jax.Array]
     ) -> tuple[_Piece, _Piece, jax.Array, jax.Array]:
-        """Attends to a piece, and writes its result or leaves it behind as a part.
+        """Attends to one piece and writes its result, partial if the unit has several pieces.
 
         Args:
-          count: of the team's pieces.
-          i: which.
-          carry: this piece, the following one, and of pages what `_attend_page` carries.
+          count: number of the team's pieces.
+          i: index of this piece.
+          carry: this piece; the next piece; the index and page of `_attend_page`'s carry.
 
         Returns:
-          The next carry.
+          The carry for the next piece.
         """
         piece, following, n, ahead = carry
         part, parts = lax.div(piece.part, plans.SHIFT), lax.rem(piece.part, plans.SHIFT)
@@ -501,7 +526,7 @@ class _Team:
         with jax.named_scope("queries"):
             plgpu.barrier_wait(self.refs.inputs_full.at[self.number, parity])
             queries = self._queries(parity)
-            # All warps are done with the piece before.
+            # All warps must be done with the previous piece before its buffer is overwritten.
             collectives.sync(interpret=self.problem.interpret)
             pl.when(i + 1 < count)(lambda: self._fetch_inputs(1 - parity, following.unit))
         softmax, n, ahead = lax.fori_loop(
@@ -517,7 +542,7 @@ class _Team:
     def _finish(
         self, unit: jax.Array, part: jax.Array, parts: jax.Array, softmax: _Softmax
     ) -> None:
-        """Writes the result of a unit in one piece, or leaves a part behind."""
+        """Writes the result if the unit has one piece; otherwise writes this piece's part."""
         parting = lambda: self._leave(unit, part, parts, softmax)
         if self.problem.interpret:
             parting()
@@ -537,7 +562,7 @@ class _Team:
         collectives.store_rows(out, ref, is_quarter=is_quarter, interpret=self.problem.interpret)
 
     def _leave(self, unit: jax.Array, part: jax.Array, parts: jax.Array, softmax: _Softmax) -> None:
-        """Leaves a part behind; whoever is the last to do so adds them up."""
+        """Writes this piece's part to device memory. The last team to do so for a unit merges the parts."""
         refs, interpret = self.refs, self.problem.interpret
         collectives.store_rows(softmax.products, refs.products.at[unit, part], interpret=interpret)
         for which, values in enumerate((softmax.maximum, softmax.total)):
@@ -548,7 +573,7 @@ class _Team:
             pl.when(refs.flag[0] != 0)(lambda: self._merge(unit, parts))
 
     def _merge(self, unit: jax.Array, parts: jax.Array) -> None:
-        """Adds up a unit's parts, in order, and writes the result."""
+        """Sums a unit's parts in order and writes the result."""
         batch = self.problem.most_batch
         add = functools.partial(self._add_batch, unit, parts)
         start = _Softmax.start(self.problem.head_size // collectives.WARPS)
@@ -558,7 +583,7 @@ class _Team:
     def _add_batch(
         self, unit: jax.Array, parts: jax.Array, batch: jax.Array, softmax: _Softmax
     ) -> _Softmax:
-        """The softmax with the next few parts of a unit, whose columns are spread over the warps."""
+        """Adds the next `most_batch` parts of a unit to the softmax. Each warp has a quarter of the columns."""
         refs, most = self.refs, self.problem.most_batch
         at = [lax.min(batch * most + k, parts - 1) for k in range(most)]
         of_parts = [

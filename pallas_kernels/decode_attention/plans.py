@@ -1,10 +1,13 @@
-"""Which block of the kernel attends to which pages. A plan depends only on tables and ends, and serves all layers.
+"""The plan of decode attention: which team (warpgroup) attends to which pages. One plan serves all layers.
 
-A unit is a row and a key/value head. Its live pages are cut into equal pieces of at most `pages` pages, or of more
-where there would be more than `parts` pieces. So the cut of a row depends only on its own length and on shapes, and
-the bits of its result do not depend on other rows. The block that gets a piece does depend on them. The pieces of
-all units, longest first, are dealt to the blocks forth and back, so that all blocks read about the same amount.
-Pieces of a unit are equal, so that they are read at about the same time, and summed while others are read.
+A unit is one row and one key/value head. Its live pages are cut into pieces of equal length (within one page): at
+most `pages` pages, or more where that would make more than `parts` pieces. So the cut of a row depends only on its own
+length and on shapes, and the bits of its result do not depend on other rows. Which team gets a piece does depend on
+them. The pieces of all units are sorted, longest first, and dealt to the teams in alternating order (first to last,
+then last to first), so that all teams read about the same amount. The pieces of a unit have the same length, so they
+are read at about the same time and can be summed while other units are read.
+
+The code calls a team a block: `Cut.blocks` counts the teams of all blocks of the kernel.
 """
 
 import dataclasses
@@ -13,23 +16,26 @@ import jax
 import jax.numpy as jnp
 
 PAGE = 64
-# What is written down of a piece: the unit, row * J + head; which of the unit's pieces, times SHIFT, and of how
-# many; its live slots; its last page, as pages are written down, if it is the row's last, and otherwise -1.
+# The fields of a piece. UNIT: row * J + head. PART: its index in the unit, times SHIFT, plus the unit's number of
+# pieces. SLOTS: its number of live slots. HOME: page * J + head of the row's last page if the piece ends there, else -1.
 FIELDS = UNIT, PART, SLOTS, HOME = range(4)
 SHIFT = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How units are cut, and the number of blocks that share them.
+    """How units are cut, and the layout of a plan.
+
+    A plan holds, in this order: a counter per unit, all 0; pieces [blocks, rounds, fields]; pages
+    [blocks, length + 1], each page * J + head, and -1 after the last; the number of pieces of each team [blocks].
 
     Attributes:
-      rows: B.
-      width: W, the pages that a row may have.
-      key_heads: J.
-      pages: of a piece at most, if it is not one of the most parts.
+      rows: B, rows of the batch.
+      width: W, most pages of a row.
+      key_heads: J, key/value heads.
+      pages: most pages of a piece, unless its unit has `parts` pieces.
       parts: most pieces of a unit.
-      blocks: teams of the kernel, those of all its blocks.
+      blocks: number of teams in all blocks of the kernel.
     """
 
     rows: int
@@ -41,58 +47,59 @@ class Cut:
 
     @property
     def most_parts(self) -> int:
-        """Pieces of the longest unit."""
+        """Number of pieces of the longest unit."""
         return min(self.parts, -(-self.width // self.pages))
 
     @property
     def rounds(self) -> int:
-        """Most pieces of a block."""
+        """Most pieces of a team."""
         return -(-self.rows * self.key_heads * self.most_parts // self.blocks)
 
     @property
     def length(self) -> int:
-        """Most pages of a block."""
+        """Most pages of a team."""
         return self.rounds * max(self.pages, -(-self.width // self.parts))
 
     @property
     def pieces_at(self) -> int:
-        """Where pieces [blocks, rounds, fields] begin; before come the units' counters of parts, zeros."""
+        """Index of the first piece, after the units' counters."""
         return self.rows * self.key_heads
 
     @property
     def pages_at(self) -> int:
-        """Where pages begin, of each block so many: page * J + head, and -1 after the last."""
+        """Index of the first page."""
         return self.pieces_at + self.blocks * self.rounds * len(FIELDS)
 
     @property
     def counts_at(self) -> int:
-        """Where the blocks' numbers of pieces [blocks] begin."""
+        """Index of the first number of pieces."""
         return self.pages_at + self.blocks * (self.length + 1)
 
     @property
     def size(self) -> int:
-        """Words in all."""
+        """Length of a plan, in int32 words."""
         return self.counts_at + self.blocks
 
 
 def parts_of(live: jax.Array, cut: Cut) -> jax.Array:
-    """Pieces of rows with so many live pages."""
+    """Number of pieces that a unit with `live` pages is cut into; int32, in the shape of `live`."""
     return jnp.minimum(-(-live // cut.pages), cut.parts)
 
 
 def make(tables: jax.Array, ends: jax.Array, pages: int, cut: Cut) -> jax.Array:
-    """Makes the list of every block's work.
+    """Lists the work of every team.
 
-    Nothing is sorted or scanned: each is a sum over pairs, which XLA fuses into few small kernels.
+    Ranks and positions are computed as sums over pairs, without a sort or a scan: XLA fuses them into a few small
+    kernels.
 
     Args:
-      tables: int32 [B, W].
-      ends: int32 [B].
-      pages: pages per layer of the cache.
+      tables: int32 [B, W], each row's pages.
+      ends: int32 [B], the slot of each row's new token.
+      pages: N, pages of the cache in one layer.
       cut: how units are cut.
 
     Returns:
-      int32 [cut.size]: counters, pieces, pages and counts as `Cut` says.
+      int32 [cut.size], laid out as `Cut` describes.
     """
     rows, key_heads, blocks, rounds = cut.rows, cut.key_heads, cut.blocks, cut.rounds
     tables = jnp.clip(tables, 0, pages - 1)
@@ -102,7 +109,7 @@ def make(tables: jax.Array, ends: jax.Array, pages: int, cut: Cut) -> jax.Array:
     parts = parts_of(live, cut)
     size, longer = live // parts, live % parts
 
-    # Two kinds of pieces of a row: the first few, with a page more, and the rest.
+    # A row has two kinds of pieces: the first `longer` ones have one page more than the rest.
     sizes = jnp.concatenate([size + 1, size])
     each_head = jnp.concatenate([longer, parts - longer])
     counts = key_heads * each_head

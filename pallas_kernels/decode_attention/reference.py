@@ -1,8 +1,8 @@
-"""Attention of one token in jnp: the oracle of the kernel, and the fallback where there is no kernel.
+"""Decode attention in jnp: the oracle of the kernels' tests, and the fallback where no kernel runs.
 
     out[h] = softmax(q[h] . k[0 ... end] / sqrt(C)) @ v[0 ... end],   in float32
 
-Not optimized: it gathers all pages of a row's table, live or not.
+It is not optimized: it gathers all pages of a row's table, including those after the row's end.
 """
 
 import jax
@@ -34,7 +34,7 @@ def decode_attention(
     values = values.at[layer, page, :, slot].set(v.astype(values.dtype))
 
     live = jnp.arange(width * slots) <= ends[:, None]
-    # [B, J, W * S, C]; slots that are not live need not be finite.
+    # [B, J, W * S, C]. Slots after the end are replaced because they may hold infinities or NaN.
     is_read = live[:, None, :, None]
     k, v = (
         jnp.where(
@@ -45,7 +45,7 @@ def decode_attention(
         for cache in (keys, values)
     )
     q = q.astype(jnp.float32).reshape(rows, key_heads, -1, head_size)
-    # Otherwise a GPU multiplies float32 in TF32.
+    # Without it a GPU multiplies float32 in TF32.
     highest = jax.lax.Precision.HIGHEST
     scores = jnp.einsum("bjgc,bjsc->bjgs", q, k, precision=highest) * head_size**-0.5
     weights = jax.nn.softmax(jnp.where(live[:, None, None], scores, -jnp.inf))
@@ -54,7 +54,7 @@ def decode_attention(
 
 
 def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the pairs (c, c + C/2) of [B, heads, C] by tables [B, C/2], in float32."""
+    """Rotates the pairs (c, c + C / 2) of x [B, heads, C] by cos and sin [B, C / 2]; returns float32."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[:, None], sin[:, None]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
