@@ -1,4 +1,4 @@
-"""Joint operations of the threads of a warpgroup, or of several blocks, that Pallas does not offer."""
+"""Operations that the threads of a warpgroup, or several blocks, do together and that Pallas does not offer."""
 
 import jax
 import jax.numpy as jnp
@@ -20,22 +20,22 @@ WARPS = 4
 
 def sync(*, interpret: bool) -> None:
     """Waits for all threads of this warpgroup."""
-    if interpret:  # the interpreter needs a fence between a read and the next bulk copy
+    if interpret:  # to the interpreter, a bulk copy after a read is a race unless there is a fence between them
         plgpu.commit_smem()
     else:
         plgpu.inline_mgpu()(lambda _: utils.warpgroup_barrier())()
 
 
 def load_rows(ref: jax.Ref, *, is_quarter: bool = False, interpret: bool) -> jax.Array:
-    """Loads [8, n] or [16, n] as [64, n] in the layout `WGMMA`: all rows eight times, or four times.
+    """Loads [8, n] or [16, n] as [64, n] in the layout `WGMMA`: the rows are repeated eight or four times.
 
-    So a few rows fill an instruction that takes 64, and each warp has all of them.
+    So a few rows fill an instruction that needs 64, and each warp holds all rows.
 
     Args:
-      ref: in shared or device memory, not tiled.
-      is_quarter: whether each warp loads its own n / 4 columns, warp 0 the first ones. The result
-        is [64, n / 4], and only `store_rows` can use it.
-      interpret: whether this runs on a CPU, where there are no quarters.
+      ref: [8, n] or [16, n] in shared or device memory, not tiled.
+      is_quarter: each warp loads its own n / 4 columns, warp 0 the first ones. The result is [64, n / 4], and only
+        `store_rows` accepts it.
+      interpret: run on a CPU, where `is_quarter` has no effect.
     """
     rows, columns = ref.shape
     if interpret:
@@ -55,7 +55,7 @@ def load_rows(ref: jax.Ref, *, is_quarter: bool = False, interpret: bool) -> jax
                 vector.load(pair, ref, [_index(of_half), _index(where)])
                 for of_half in _rows_of_halves(row, rows)
             ]
-            # Where there are 8, rows 8 and more of a warp's 16 are those before.
+            # A warp has 16 rows. Of 8 rows, its second half is a copy of the first.
             registers.flat[2 * at], registers.flat[2 * at + 1] = loaded[0], loaded[-1]
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
@@ -65,13 +65,13 @@ def load_rows(ref: jax.Ref, *, is_quarter: bool = False, interpret: bool) -> jax
 def store_rows(
     values: jax.Array, ref: jax.Ref, *, is_quarter: bool = False, interpret: bool
 ) -> None:
-    """Stores the first rows of what `load_rows` made, or of what came of it; each warp a quarter of the columns.
+    """Stores the first rows of values in the form that `load_rows` returns. Each warp stores n / 4 columns.
 
     Args:
-      values: [64, n], every 8 or 16 rows the same; or of quarters, [64, n / 4].
-      ref: [rows, n] in device memory, at most so many rows.
-      is_quarter: whether `values` are of quarters.
-      interpret: whether this runs on a CPU, where there are no quarters.
+      values: [64, n], in which the rows repeat every 8 or 16; with `is_quarter`, [64, n / 4].
+      ref: [rows, n] in device memory, with at most 8 or 16 rows.
+      is_quarter: whether `values` were loaded with `is_quarter`.
+      interpret: run on a CPU, where `is_quarter` has no effect.
     """
     rows, columns = ref.shape
     if interpret:
@@ -107,7 +107,7 @@ def store_rows(
 
 
 def load_row_values(ref: jax.Ref) -> jax.Array:
-    """Loads [8] or [16] as [64], a value for each row of what `load_rows` makes."""
+    """Loads [8] or [16] as [64]: one value for each row that `load_rows` returns."""
     (rows,) = ref.shape
     kind = plgpu.ShapeDtypeStruct((64,), ref.dtype, layout=plgpu.Layout.WGMMA.reduce(1))
 
@@ -126,7 +126,7 @@ def load_row_values(ref: jax.Ref) -> jax.Array:
 
 
 def store_row_values(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> None:
-    """Stores the first 8 or 16 of [64], a value for each row, every so many the same."""
+    """Stores the first 8 or 16 of values [64] in the form that `load_row_values` returns."""
     (rows,) = ref.shape
     if interpret:
         ref[...] = values[:rows]
@@ -144,7 +144,7 @@ def store_row_values(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> Non
 
 
 def _place() -> tuple[ir.Value, ir.Value, ir.Value]:
-    """A thread's warp, and its row of 8 and first column of 8 in the layout `WGMMA`."""
+    """A thread's warp (0 to 3), row (0 to 7) and first column (0 to 6) in an [8, 8] tile of the layout `WGMMA`."""
     thread = registers.thread()
     lane = arith.remui(thread, i32(32))
     column = arith.muli(arith.remui(lane, i32(4)), i32(2))
@@ -152,7 +152,7 @@ def _place() -> tuple[ir.Value, ir.Value, ir.Value]:
 
 
 def _rows_of_halves(row: ir.Value, rows: int) -> list[ir.Value]:
-    """Which rows a thread has: the one that `_place` says, and if there are more than 8 the 8th after it."""
+    """The rows of a thread: `row`, as `_place` returns it, and `row` + 8 if there are more than 8 rows."""
     return [row] if rows <= 8 else [row, arith.addi(row, i32(8))]
 
 
@@ -163,15 +163,15 @@ def _index(value: ir.Value) -> ir.Value:
 def put_row(
     row: jax.Array, tile: jax.Ref, slot: jax.Array, chunk: int, *, clear: bool, interpret: bool
 ) -> None:
-    """Puts 64 columns of a row into a tile, without reading the rest of it.
+    """Writes 64 columns of one row of a tile, without reading the rest of the tile.
 
     Args:
-      row: 16-bit [64], in the layout that `WGMMA` reduces to along rows.
-      tile: the same type [64, C] in shared memory, in tiles of (8, 64) and swizzled by 128 bytes.
-      slot: int32, which row.
-      chunk: which 64 columns.
-      clear: whether the rows after it become 0, in these columns.
-      interpret: whether this runs on a CPU.
+      row: [64] of a 16-bit type, in the layout `WGMMA.reduce(0)`.
+      tile: [64, C] of the same type in shared memory, tiled by (8, 64) and swizzled by 128 bytes.
+      slot: int32, index of the row.
+      chunk: index of the 64 columns.
+      clear: set these columns of all later rows to 0.
+      interpret: run on a CPU.
     """
     if interpret:
         _put_row_interpreted(row, tile.at[:, pl.ds(64 * chunk, 64)], slot, clear=clear)
@@ -192,13 +192,13 @@ def put_row(
         base = llvm.ptrtoint(word, utils.memref_ptr(tile))
 
         def begin(of_row: ir.Value) -> ir.Value:
-            """Where the columns of a row begin: tiles of 1024 bytes hold 8 rows of 128."""
+            """Address of the columns of a row: a tile of 1024 bytes holds 8 rows of 128 bytes."""
             of_tile = arith.muli(arith.divui(of_row, i32(8)), i32(chunks))
             at = arith.muli(arith.addi(of_tile, chunk), i32(1024))
             in_tile = arith.muli(arith.remui(of_row, i32(8)), i32(128))
             return arith.addi(base, arith.addi(at, in_tile))
 
-        if clear:  # a row by two threads
+        if clear:  # two threads clear one row
             own = arith.divui(thread, i32(2))
             after = arith.cmpi(arith.CmpIPredicate.ugt, own, slot)
             half = arith.muli(arith.remui(thread, i32(2)), i32(64))
@@ -207,7 +207,7 @@ def put_row(
                 to = arith.addi(at, i32(sixteen))
                 store = "st.shared.v4.b32 [$0], {$1, $1, $1, $1};"
                 utils.inline_ptx(store, to, i32(0), predicate=after)
-        # Thread t < 4 has columns 8 * i + 2 * t and the next; eight columns are 16 bytes.
+        # Thread t < 4 has columns 8 * i + 2 * t and 8 * i + 2 * t + 1. Eight columns are 16 bytes.
         at = arith.addi(begin(slot), arith.muli(thread, i32(4)))
         is_first = arith.cmpi(arith.CmpIPredicate.ult, thread, i32(4))
         for i, pair in enumerate(row.registers.flat):
@@ -229,15 +229,15 @@ def _put_row_interpreted(row: jax.Array, tile: jax.Ref, slot: jax.Array, *, clea
 
 
 def count(counter: jax.Ref, last: jax.Array, flag: jax.Ref) -> None:
-    """Counts this warpgroup, and finds out whether it is the last.
+    """Counts this warpgroup and tells whether it is the last one.
 
-    The last warpgroup sees everything that the counted warpgroups wrote to device memory before. It resets the
-    counter to 0.
+    The last warpgroup sees everything that the others wrote to device memory before they were counted. The counter is
+    then 0 again.
 
     Args:
-      counter: int32 in device memory, 0 before the first.
-      last: int32, how many others are counted.
-      flag: int32 [1] in shared memory, this warpgroup's; becomes 1 for the last, otherwise 0.
+      counter: int32 in device memory, 0 before the first warpgroup is counted.
+      last: int32, the number of warpgroups to count minus one.
+      flag: int32 [1] in this warpgroup's shared memory. It becomes 1 for the last warpgroup, otherwise 0.
     """
 
     def emit(

@@ -1,9 +1,9 @@
-"""Sums as a warpgroup holds them: [64, M] in device memory in the order of its registers.
+"""Stores and loads float32 [64, M] sums in device memory, in the order of a warpgroup's registers.
 
-Eight columns of M are a piece of 512 values, in which thread 32 w + 4 g + t has four neighbours: columns
-2 t and 2 t + 1 of row 16 w + g, then of row 16 w + g + 8. So a thread moves 16 bytes at once and a
-warp 512 in a row, where a matrix in rows takes twice as many instructions, each of which meets
-eight lines of the cache.
+Eight columns of [64, M] form a piece of 512 values. In it thread 32 w + 4 g + t has four neighbouring values: columns
+2 t and 2 t + 1 of row 16 w + g, then the same columns of row 16 w + g + 8. So a thread moves 16 bytes at once, and a
+warp moves 512 contiguous bytes. With a matrix stored by rows, the same move takes twice as many instructions, and each
+touches eight cache lines.
 """
 
 import jax
@@ -15,18 +15,18 @@ from jax.extend.mlir.dialects import arith
 
 from pallas_kernels.mosaic.registers import elements, fragment, i32, llvm, thread, vectors
 
-# Rows of a warpgroup.
+# Rows that a warpgroup holds.
 TILE = 64
 COLUMNS, PIECE = 8, TILE * 8
 
 
 def shape(n: int, m: int) -> tuple[int, int, int]:
-    """Of [N, M] in fragments, N in whole tiles and M in eights."""
+    """Shape of [N, M] stored as pieces; N must be a multiple of 64, and M of 8."""
     return n // TILE, m // COLUMNS, PIECE
 
 
 def to_rows(pieces: jax.Array) -> jax.Array:
-    """[..., N / 64, M / 8, 512] -> [..., N, M]."""
+    """Converts pieces [..., N / 64, M / 8, 512] to [..., N, M]."""
     *stack, tiles, columns, _ = pieces.shape
     pieces = pieces.reshape(*stack, tiles, columns, 4, 8, 4, 2, 2)
     # Axes: tile, c, w, g, t, half, pair -> tile, w, half, g, c, t, pair.
@@ -36,19 +36,19 @@ def to_rows(pieces: jax.Array) -> jax.Array:
 
 
 def from_rows(values: jax.Array) -> jax.Array:
-    """[N, M] -> [N / 64, M / 8, 512]."""
+    """Converts [N, M] to pieces [N / 64, M / 8, 512]."""
     n, m = values.shape
     values = values.reshape(n // TILE, 4, 2, 8, m // COLUMNS, 4, 2)
     return values.transpose(0, 4, 1, 3, 5, 2, 6).reshape(shape(n, m))
 
 
 def store(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> None:
-    """ref[:, :] = the pieces of values.
+    """Stores values as pieces.
 
     Args:
       values: float32 [64, M] in the layout `WGMMA`.
-      ref: [M / 8, 512] in device memory.
-      interpret: whether this runs on a CPU.
+      ref: float32 [M / 8, 512] in device memory.
+      interpret: run on a CPU.
     """
     if interpret:
         ref[...] = from_rows(values)[0]
@@ -58,7 +58,7 @@ def store(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> None:
 
 
 def load(ref: jax.Ref, *, interpret: bool) -> jax.Array:
-    """The inverse of `store`: [M / 8, 512] in device memory -> float32 [64, M]."""
+    """Loads pieces [M / 8, 512] from device memory as float32 [64, M] in the layout `WGMMA`."""
     if interpret:
         return to_rows(ref[...][None])
     size = (TILE, ref.shape[0] * COLUMNS)
@@ -68,7 +68,7 @@ def load(ref: jax.Ref, *, interpret: bool) -> jax.Array:
 
 
 def _emit_store(_: mgpu.LaunchContext, values: mgpu.FragmentedArray, ref: ir.Value) -> None:
-    # By column, then half.
+    # Registers are ordered by eight columns, then by half (rows g and g + 8).
     own = [value for pair in values.registers.flat for value in elements(pair)]
     for column, four in enumerate(vectors(own, 4)):
         llvm.store(four, _address(ref, column), alignment=16)
@@ -83,6 +83,6 @@ def _emit_load(ref: ir.Value, kind: plgpu.ShapeDtypeStruct) -> mgpu.FragmentedAr
 
 
 def _address(ref: ir.Value, column: int) -> ir.Value:
-    """Of this thread's four values in a piece."""
+    """Address of this thread's four values in piece `column`."""
     first = arith.addi(arith.muli(thread(), i32(4)), i32(PIECE * column))
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [first], ir.F32Type.get())

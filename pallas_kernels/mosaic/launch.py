@@ -28,13 +28,14 @@ def launch(
     """Launches a kernel.
 
     Args:
-      body: takes the references of operands, results and scratch by name; None for those that are None.
-      operands: in the order of the kernel's parameters.
-      results: shapes and types, in that order.
-      scratch: a block's shared memory and barriers, in memory order.
-      name: for profiles.
-      interpret: run on a CPU, and report data races.
-      options: of the compiler, more than those that all kernels have.
+      body: the kernel. Its argument has a reference to each operand, result and scratch buffer by name, or None where
+        the mapping has None.
+      operands: arrays, in the order of the kernel's parameters.
+      results: shapes and dtypes, in the order of the kernel's parameters, which follow the operands.
+      scratch: shared memory and barriers of a block, in memory order.
+      name: the kernel's name in profiles.
+      interpret: run on a CPU and report data races.
+      options: compiler options, in addition to those of all kernels.
       **mesh: grid, cluster and threads, as `plgpu.kernel` takes them.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The part of an array that a thread of a warpgroup holds, in Mosaic GPU's terms."""
+"""Operations on the registers of a thread: the values of an array that one thread of a warpgroup holds."""
 
 from collections.abc import Callable
 
@@ -13,17 +13,17 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.formats.rounding import rounded
 
-llvm = mgpu.utils.llvm  # which jax.extend.mlir leaves out
+llvm = mgpu.utils.llvm  # jax.extend.mlir does not have it
 
 
 def to_bfloat16(values: jax.Array, *, interpret: bool) -> jax.Array:
     """Converts values to bfloat16, two per instruction.
 
-    Where a conversion back follows `astype`, LLVM converts one value at a time, at a quarter of the throughput.
+    If a conversion back to float32 follows `astype`, LLVM converts one value at a time, at a quarter of the throughput.
 
     Args:
       values: float32 [64, M] in the layout `WGMMA`.
-      interpret: whether this runs on a CPU.
+      interpret: run on a CPU.
     """
     if interpret:
         return rounded(values, jnp.bfloat16)
@@ -31,14 +31,14 @@ def to_bfloat16(values: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def rounded_to_bfloat16(values: jax.Array, *, interpret: bool) -> jax.Array:
-    """values as `to_bfloat16` rounds them, in float32."""
+    """Rounds values to bfloat16 as `to_bfloat16` does, and returns them in float32."""
     if interpret:
         return rounded(values, jnp.bfloat16).astype(jnp.float32)
     return _map_words(values, jnp.float32, _unpacked)
 
 
 def _map_words(values: jax.Array, dtype: DTypeLike, unpack: Callable) -> jax.Array:
-    """What `unpack` makes of each two neighbours, packed as bfloat16 in a word, the first one low."""
+    """Packs each two neighbours into a word as bfloat16, the first in the low half, and applies `unpack` to it."""
     kind = plgpu.ShapeDtypeStruct(values.shape, dtype, layout=plgpu.Layout.WGMMA)
 
     def emit(_: mgpu.LaunchContext, values: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
@@ -51,7 +51,7 @@ def _map_words(values: jax.Array, dtype: DTypeLike, unpack: Callable) -> jax.Arr
 
 
 def as_pair(word: ir.Value) -> ir.Value:
-    """A word as two bfloat16, the low half first."""
+    """Reads a 32-bit word as two bfloat16 values, the low half first."""
     return llvm.bitcast(ir.VectorType.get((2,), ir.BF16Type.get()), word)
 
 
@@ -62,12 +62,12 @@ def _unpacked(word: ir.Value) -> ir.Value:
 
 
 def keep_until_here(values: jax.Array) -> None:
-    """Holds a warpgroup's registers up to this place in the program.
+    """Keeps a warpgroup's registers unchanged up to this place in the program.
 
-    LLVM considers them free once a `wgmma` that reads them has been issued, and may put the next results there.
+    LLVM considers registers free once a `wgmma` that reads them is issued, and may reuse them before it is done.
 
     Args:
-      values: of 16 bits, in the layout `WGMMA`.
+      values: an array of a 16-bit type in the layout `WGMMA`.
     """
 
     def emit(_: mgpu.LaunchContext, values: mgpu.FragmentedArray) -> None:
@@ -80,13 +80,13 @@ def keep_until_here(values: jax.Array) -> None:
 
 
 def elements(vector: ir.Value) -> list[ir.Value]:
-    """The elements of a vector."""
+    """Splits a vector into its elements."""
     (count,) = ir.VectorType(vector.type).shape
     return [llvm.extractelement(vector, i32(i)) for i in range(count)]
 
 
 def vectors(values: list[ir.Value], width: int) -> list[ir.Value]:
-    """Values of one type as vectors of so many each."""
+    """Joins values of one type into vectors of `width` elements."""
     made = []
     for start in range(0, len(values), width):
         vector = llvm.mlir_undef(ir.VectorType.get((width,), values[0].type))
@@ -97,7 +97,7 @@ def vectors(values: list[ir.Value], width: int) -> list[ir.Value]:
 
 
 def fragment(kind: plgpu.ShapeDtypeStruct, registers: list[ir.Value]) -> mgpu.FragmentedArray:
-    """An array of that shape, type and layout, of which a thread has these vectors."""
+    """Makes an array of the shape, dtype and layout of `kind` from the registers of a thread."""
     of_layout = kind.layout.to_mgpu()
     array = np.empty(len(registers), dtype=object)
     array[:] = registers
@@ -109,21 +109,21 @@ def fragment(kind: plgpu.ShapeDtypeStruct, registers: list[ir.Value]) -> mgpu.Fr
 
 
 def pointer(ref: ir.Value) -> ir.Value:
-    """Where an array in memory begins."""
+    """Address of the start of an array in memory."""
     return mgpu.utils.memref_ptr(ref)
 
 
 def load_words(base: ir.Value, first: ir.Value, count: int) -> ir.Value:
-    """A vector of words `first` and on after a pointer, by one instruction for 4 * count bytes, to which they are aligned."""
+    """Loads `count` 32-bit words, from index `first` after `base`, with one instruction; aligned to 4 * count bytes."""
     word = ir.IntegerType.get_signless(32)
     address = mgpu.utils.getelementptr(base, [first], word)
     return llvm.load(ir.VectorType.get((count,), word), address, alignment=4 * count)
 
 
 def assembly(text: str, results: int, operands: list[ir.Value]) -> list[ir.Value]:
-    """What PTX makes of words: $0 and on are its results, after them come its operands."""
+    """Runs PTX on 32-bit words. In its text $0 ... are the results, followed by the operands."""
     word = ir.IntegerType.get_signless(32)
-    # Results are written before the last operand is read.
+    # `&`: a result may be written before the last operand is read, so they must not share a register.
     constraints = ",".join(["=&r"] * results + ["r"] * len(operands))
     struct = llvm.StructType.get_literal([word] * results)
     result = llvm.inline_asm(struct, operands, text, constraints)
@@ -131,10 +131,10 @@ def assembly(text: str, results: int, operands: list[ir.Value]) -> list[ir.Value
 
 
 def thread() -> ir.Value:
-    """Number of this thread in its warpgroup."""
+    """Index of this thread in its warpgroup, 0 to 127."""
     return arith.remui(mgpu.utils.thread_idx(), i32(128))
 
 
 def i32(value: int) -> ir.Value:
-    """A constant."""
+    """A 32-bit integer constant."""
     return mgpu.c(value, ir.IntegerType.get_signless(32))

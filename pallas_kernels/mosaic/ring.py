@@ -12,16 +12,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """What items first, first + 1, ... , end - 1 go through, item `first` through slot 0.
+    """A ring buffer for items first, first + 1, ..., end - 1. Item i goes to slot (i - first) % stages.
 
     Attributes:
       stages: number of slots.
-      copy: copy(item, slot, ...) starts the bulk copies of an item, which arrive at `full.at[slot]`.
-      full: a barrier for each slot: an item is there.
-      empty: a barrier for each slot: all readers have left it. None where readers synchronize otherwise.
-      first: number of the first item.
-      end: number after the last item; None where the caller of `fetch` checks it.
-      which: indices of this ring's barriers where those of several rings lie together.
+      copy: copy(item, slot, ...) starts the bulk copies of an item, which arrive at barrier `full.at[slot]`.
+      full: a barrier per slot, complete when the slot's item has arrived.
+      empty: a barrier per slot, complete when all readers have left the slot. None if readers synchronize otherwise.
+      first: index of the first item.
+      end: index after the last item; None if the caller of `fetch` checks it.
+      which: leading indices of this ring's barriers in `full` and `empty`, which several rings may share.
     """
 
     stages: int
@@ -38,17 +38,17 @@ class Ring:
         return lax.rem(item if is_zero else item - self.first, self.stages)
 
     def fetch(self, item: jax.Array, *source: jax.Array) -> None:
-        """Starts the copies of an item into its slot, which must have no more readers."""
+        """Starts copying an item into its slot. The slot must have no readers."""
         self.copy(item, self.slot(item), *source)
 
     def fill(self) -> None:
-        """Fetches the first items, one for each slot."""
+        """Starts copying the first items, one into each slot."""
         for stage in range(self.stages):
             item = jnp.asarray(self.first + stage, jnp.int32)
             pl.when(item < self.end)(lambda item=item: self.fetch(item))
 
     def wait(self, slot: jax.Array) -> None:
-        """Waits until the item of a slot is there."""
+        """Waits until a slot's item has arrived."""
         plgpu.barrier_wait(self.full.at[*self.which, slot])
 
     def leave(self, slot: jax.Array) -> None:
@@ -56,6 +56,6 @@ class Ring:
         plgpu.barrier_arrive(self.empty.at[*self.which, slot])
 
     def refill(self, slot: jax.Array, item: jax.Array) -> None:
-        """Fetches an item into its slot once all readers have left it."""
+        """Starts copying an item into its slot once all readers have left the slot."""
         plgpu.barrier_wait(self.empty.at[*self.which, slot])
         self.fetch(item)

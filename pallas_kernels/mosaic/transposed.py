@@ -1,4 +1,4 @@
-"""Transposed stores from the registers of a warpgroup, which Pallas does not offer for these layouts."""
+"""Transposed stores from a warpgroup's registers. Pallas does not offer them for these layouts."""
 
 from collections.abc import Callable
 
@@ -12,11 +12,11 @@ from pallas_kernels.mosaic.registers import llvm
 
 
 def store(values: jax.Array, ref: jax.Ref) -> None:
-    """ref[:, :] = values.T for bfloat16 values in the registers of a warpgroup.
+    """Stores ref[:, :] = values.T.
 
     Args:
-      values: [64, M] in the layout `WGMMA`.
-      ref: [M, 64] in device memory.
+      values: bfloat16 [64, M] in the layout `WGMMA`.
+      ref: bfloat16 [M, 64] in device memory.
     """
 
     def place(ref: ir.Value, row: ir.Value, column: ir.Value) -> ir.Value:
@@ -27,17 +27,17 @@ def store(values: jax.Array, ref: jax.Ref) -> None:
 
 
 def store_swizzled(values: jax.Array, ref: jax.Ref, first: int) -> None:
-    """ref[:, first : first + 64] = values.T, in shared memory as `wgmma` reads it.
+    """Stores ref[:, first : first + 64] = values.T in the shared memory layout that `wgmma` reads.
 
     Args:
       values: bfloat16 [64, M] in the layout `WGMMA`.
-      ref: [M, K] in tiles of (8, 64) with a swizzle of 128 bytes.
+      ref: bfloat16 [M, K] in shared memory, tiled by (8, 64) and swizzled by 128 bytes.
       first: a multiple of 64.
     """
     row_tiles = ref.shape[1] // 64
 
     def place(_: ir.Value, row: ir.Value, column: ir.Value) -> ir.Value:
-        # Rows of 128 bytes; of row c the 16-byte pieces lie at their number XOR c % 8.
+        # A row of a tile has 128 bytes. In row c, the i-th 16 bytes are stored at position i XOR c % 8.
         eight = _index(8)
         tile = arith.addi(
             arith.muli(arith.divui(column, eight), _index(row_tiles)), _index(first // 64)
@@ -61,7 +61,7 @@ def _store(
         i64 = ir.IntegerType.get_signless(64)
         base = mgpu.utils.memref_ptr(ref)
         places = values.layout.thread_idxs(values.shape)
-        # A register has two neighbours along the rows of `values`.
+        # A register holds two neighbours along the rows of `values`.
         for (row, column), pair in zip(places, values.registers.flat, strict=True):
             offset = arith.index_cast(i64, place(ref, row, column))
             llvm.store(pair, mgpu.utils.getelementptr(base, [offset], ir.BF16Type.get()))
