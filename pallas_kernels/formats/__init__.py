@@ -1,1 +1,1 @@
-"""Number formats of 4-bit weights in plain jnp: the meaning of the bytes. Also a rounding that XLA cannot omit."""
+"""Definitions of 4-bit number formats in plain jnp, and a rounding that XLA cannot omit."""

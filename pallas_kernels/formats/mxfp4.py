@@ -1,11 +1,11 @@
-"""The MXFP4 number format: the meaning of the bytes, in jnp.
+"""The MXFP4 number format, defined in jnp.
 
-An [N, K] matrix holds 4-bit E2M1 codes and one E8M0 scale, a power of two, for each 32 neighbours
-along K. Bytes are those of compressed-tensors' scheme MXFP4A16; there is no global scale:
+An [N, K] matrix has a 4-bit E2M1 code for each entry and one E8M0 scale, a power of two, for each block of 32
+neighbours along K. There is no global scale. The bytes are those of compressed-tensors' scheme MXFP4A16:
 
     weight[n, k] = value(code[n, k]) * 2^(scale[n, k // 32] - 127)
 
-Two roundings of the scale are in use, and `quantize` knows both.
+Two rules for rounding the scale are in use. `quantize` supports both.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ BLOCK = 32
 
 type Rounding = Literal["nearest", "floor"]
 
-# Exponents that `search_scales` tries, as distances from the one that `quantize` takes.
+# Exponents that `search_scales` tries, relative to the one that `quantize` uses.
 SEARCHED_STEPS = (1, -1)
 
 _BIAS = 127
-# The largest code is 6 = 1.5 * 2^2.
+# The exponent of the largest code, 6 = 1.5 * 2^2.
 _CODE_EXPONENT = 2
 # The byte 255 is NaN. For 254, 2^-(254 - 127) is not a normal float32, so codes could not be computed.
 _SCALE_MAX = 253
@@ -44,12 +44,12 @@ _SCALE_MAX = 253
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MXFP4Tensor:
-    """An [N, K] weight, y = x W^T, packed in 4.25 bits an entry, or a stack of such weights.
+    """An [N, K] weight of y = x W^T, packed in 4.25 bits per entry, or a stack of such weights.
 
     Attributes:
-      codes: uint8 [..., N, K / 2], two E2M1 codes a byte, the even column in the low nibble.
+      codes: uint8 [..., N, K / 2], two E2M1 codes per byte, the even column in the low nibble.
       scales: uint8 [..., N, K / 32], E8M0: exponents of two with a bias of 127.
-      shape: (N, K), static; leading axes of the leaves may be sliced and the tensor stays valid.
+      shape: (N, K) of one matrix, static. It stays valid when leading axes of the leaves are sliced.
     """
 
     codes: jax.Array
@@ -58,7 +58,7 @@ class MXFP4Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all leaves, which may also be abstract (`jax.ShapeDtypeStruct`)."""
+        """Size of all leaves in bytes. Leaves may be arrays or `jax.ShapeDtypeStruct`."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
 
@@ -72,14 +72,13 @@ def quantize(
 
     Args:
       w: [..., N, K], float32, bfloat16 or float16.
-      rounding: "nearest", as in compressed-tensors, takes the next exponent for maxima from 1.75 * 2^e on, which
-        would saturate most; "floor" is the rule of the OCP Microscaling specification.
-      scales: uint8 [..., N, K / 32] of the blocks, such as those of `search_scales`; by default those of the
-        formula.
+      rounding: "nearest", as in compressed-tensors, takes the next exponent for maxima from 1.75 * 2^e on, because
+        those would saturate most. "floor" is the rule of the OCP Microscaling specification.
+      scales: uint8 [..., N, K / 32], scales of the blocks, such as those of `search_scales`. By default the formula
+        above gives them.
 
     Raises:
-      ValueError: w is not a floating-point array of one of these types with K % 32 == 0, or an
-        unknown rounding.
+      ValueError: w has another dtype, K % 32 != 0, or rounding is unknown.
 
     Source: compressed-tensors 0.19; OCP Microscaling Formats 1.0, section 6.3.
     """
@@ -106,8 +105,8 @@ def search_scales(
 
     Args:
       w: [..., N, K], float32, bfloat16 or float16, K % 32 == 0.
-      moments: float32 [K / 32, 32, 32], the second moments of the 32 inputs that a block meets; by
-        default every entry counts alike. Only for w [N, K].
+      moments: float32 [K / 32, 32, 32], second moments of the 32 inputs that a block multiplies. By default all
+        entries have equal weight. Only for w [N, K].
       rounding: as in `quantize`.
 
     Returns:
@@ -133,19 +132,19 @@ def search_scales(
 
 
 def steps(t: MXFP4Tensor) -> jax.Array:
-    """The value of one code unit at each entry, 2^(scale - 127): float32 [..., N, K]."""
+    """The value of one code unit, 2^(scale - 127), for each entry: float32 [..., N, K]."""
     return jnp.repeat(_steps(t.scales), BLOCK, axis=-1)
 
 
 def dequantize(t: MXFP4Tensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """The weights, code * 2^(scale - 127): exact in float32 and in bfloat16; [..., N, K]."""
+    """Decodes a weight: code * 2^(scale - 127) in dtype, [..., N, K]. It is exact in float32 and bfloat16."""
     values = jnp.asarray(CODE_VALUES)[unpack_codes(t.codes)]
     blocks = values.reshape(*t.scales.shape, BLOCK) * _steps(t.scales)[..., None]
     return blocks.reshape(values.shape).astype(dtype)
 
 
 def fuse(parts: Sequence[MXFP4Tensor]) -> MXFP4Tensor:
-    """Joins weights of equal K along N, so that one product serves them all.
+    """Joins weights of equal K along N, so that one product can serve them all.
 
     Raises:
       ValueError: parts differ in K.
@@ -161,9 +160,9 @@ def fuse(parts: Sequence[MXFP4Tensor]) -> MXFP4Tensor:
 
 
 def random(key: jax.Array, shape: Sequence[int], *, std: float = 0.02) -> MXFP4Tensor:
-    """A packed random weight, made without ever holding it unpacked: a base for benchmarks.
+    """Makes a random packed weight for benchmarks, without ever holding it unpacked.
 
-    Codes are uniform over all 16, block scales one of two neighbouring powers of two.
+    Codes are uniform over all 16. Scales are one of two neighbouring powers of two.
 
     Args:
       key: a JAX random key.
@@ -178,7 +177,7 @@ def random(key: jax.Array, shape: Sequence[int], *, std: float = 0.02) -> MXFP4T
     code_key, scale_key = jax.random.split(key)
     ratio = std / math.sqrt(np.mean(CODE_VALUES.astype(np.float64) ** 2))
     low = math.floor(math.log2(ratio))
-    # The share of the larger power that gives the wanted mean square: 1 - p + 4 p.
+    # The share p of the larger power that gives the wanted mean square, (1 - p + 4 p) * 4^low.
     share = (ratio**2 / 4.0**low - 1) / 3
     larger = jax.random.bernoulli(scale_key, share, (*stack, n, k // BLOCK))
     return MXFP4Tensor(
@@ -193,7 +192,7 @@ def _blocks(w: jax.Array) -> jax.Array:
 
 
 def _scales_of_maxima(blocks: jax.Array, rounding: Rounding) -> jax.Array:
-    """int32 E8M0 scales of blocks by the exponents of their largest entries."""
+    """int32 E8M0 scales of blocks, from the exponents of their largest entries."""
     bits = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(blocks), axis=-1), jnp.uint32)
     # Adding a quarter of the mantissa's range carries into the exponent from 1.75 on.
     exponents = (bits + (1 << 21 if rounding == "nearest" else 0)) >> 23
@@ -201,9 +200,9 @@ def _scales_of_maxima(blocks: jax.Array, rounding: Rounding) -> jax.Array:
 
 
 def _steps(scales: jax.Array) -> jax.Array:
-    """The values of scales: float32 2^(scale - 127)."""
+    """Decodes scales: float32 2^(scale - 127)."""
     bits = scales.astype(jnp.int32) << 23
-    # 2^-127 has no normal float32: a subnormal, which XLA may take for zero.
+    # 2^-127 is subnormal in float32; XLA may treat it as zero.
     bits = jnp.where(scales == 0, 1 << 22, bits)
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 

@@ -1,12 +1,12 @@
-"""The NF4 number format (QLoRA, arXiv 2305.14314): the meaning of the bytes, in jnp.
+"""The NF4 number format (QLoRA, arXiv 2305.14314), defined in jnp.
 
-An [N, K] matrix, read row by row as one vector, holds 4-bit indices into a table of 16 quantiles of
-the normal distribution, and one scale, the largest magnitude, for each 64 neighbours in that vector:
+An [N, K] matrix is read row by row as one vector. Each entry is a 4-bit index into a table of 16 quantiles of the
+normal distribution. Each block of 64 neighbours in the vector has one scale, its largest magnitude:
 
     weight[i] = CODE_VALUES[code[i]] * absmax[i // 64]
 
-With double quantization the scales are themselves 8-bit indices into a table of 256 values, with a
-float32 scale for each 256 of them, above the mean of all:
+With double quantization the scales are stored too as 8-bit indices into a table of 256 values. Each group of 256
+scales has one float32 scale, and the mean of all scales is added back:
 
     absmax[j] = SCALE_VALUES[index[j]] * absmax2[j // 256] + offset
 
@@ -39,15 +39,15 @@ CODE_VALUES = np.array(
 )
 
 
-# Shares of a block's largest entry that `search_scales` tries as its scale, the nearest to 1 first.
+# Factors of a block's largest entry that `search_scales` tries as its scale, the nearest to 1 first.
 SEARCHED_SHARES = (0.97, 1.03, 0.94, 1.06, 0.91, 1.1, 0.88, 1.15, 0.85, 1.2, 0.8, 1.25, 0.75, 1.3)
 
 
 def _scale_values() -> np.ndarray:
-    """The signed 8-bit table of arXiv 1511.04561: per power of ten twice as many values as below."""
+    """The signed 8-bit table of arXiv 1511.04561: each power of ten has twice as many values as the one below."""
     f32, magnitudes = np.float32, []
     for exponent in range(7):
-        # Bounds of equal width from 0.1 to 1, rounded as torch does: once, from the nearer end.
+        # Equally spaced bounds from 0.1 to 1, rounded as torch.linspace does: once, counted from the nearer end.
         count = 2**exponent
         step, index = np.float64((f32(1) - f32(0.1)) / f32(count)), np.arange(count + 1)
         bounds = np.where(2 * index < count + 1, f32(0.1) + step * index, 1 - step * index[::-1])
@@ -62,14 +62,17 @@ SCALE_VALUES = _scale_values()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NF4Tensor:
-    """An [N, K] weight, y = x W^T, packed in 4.5 bits an entry (4.13 doubly), or a stack of such.
+    """An [N, K] weight of y = x W^T, or a stack of such weights.
+
+    It is packed in 4.5 bits per entry, or in 4.13 with double quantization.
 
     Attributes:
-      codes: uint8 [..., N * K / 2], two codes a byte, the even entry in the HIGH nibble.
-      absmax: float32 [..., ceil(N * K / 64)]; or uint8 indices, where the scales are quantized too.
-      absmax2: float32 [..., ceil(blocks / 256)], or None where absmax is float32.
-      offset: float32 as absmax2, the mean scale of the matrix that a group belongs to; or None.
-      shape: (N, K), static; leading axes of the leaves may be sliced and the tensor stays valid.
+      codes: uint8 [..., N * K / 2], two codes per byte, the even entry in the HIGH nibble.
+      absmax: [..., ceil(N * K / 64)], scales in float32; or uint8 indices with double quantization.
+      absmax2: float32 [..., ceil(blocks / 256)], scales of the scales; None if absmax is float32.
+      offset: float32, shaped like absmax2: the mean scale of the matrix that a group belongs to; None if absmax is
+        float32.
+      shape: (N, K) of one matrix, static. It stays valid when leading axes of the leaves are sliced.
     """
 
     codes: jax.Array
@@ -80,12 +83,12 @@ class NF4Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all leaves, which may also be abstract (`jax.ShapeDtypeStruct`)."""
+        """Size of all leaves in bytes. Leaves may be arrays or `jax.ShapeDtypeStruct`."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
 
 def pack_codes(codes: jax.Array) -> jax.Array:
-    """Puts two codes in a byte, the even one in the HIGH nibble: uint8 [..., K] -> [..., K / 2]."""
+    """Packs two codes into a byte, the even one in the HIGH nibble: uint8 [..., K] -> [..., K / 2]."""
     return codes[..., 0::2] << 4 | codes[..., 1::2]
 
 
@@ -96,19 +99,19 @@ def unpack_codes(packed: jax.Array) -> jax.Array:
 
 
 def quantize(w: jax.Array, *, double: bool = False, absmax: jax.Array | None = None) -> NF4Tensor:
-    """Rounds a weight to NF4: the table's nearest entry to w / absmax, by its midpoints.
+    """Rounds a weight to NF4: each entry becomes the table entry nearest to w / absmax.
 
-    If scales are quantized too, bitsandbytes rounds the weights with the scales from before that. Scales given as
-    `absmax` are quantized first, and the weights are rounded with the result.
+    With `double` and default scales, codes are computed with the scales before their quantization, as bitsandbytes
+    does. Scales given as `absmax` are quantized first, and codes are computed with the quantized scales.
 
     Args:
       w: [..., N, K] with N * K even; float32, bfloat16 or float16.
       double: quantize the scales too.
-      absmax: float32 [..., ceil(N * K / 64)], scales of the blocks, such as those of `search_scales`; by default
-        the largest magnitudes.
+      absmax: float32 [..., ceil(N * K / 64)], scales of the blocks, such as those of `search_scales`. By default the
+        largest magnitude of each block.
 
     Raises:
-      ValueError: w is not a floating-point array of one of these types and shapes.
+      ValueError: w has another dtype or shape.
 
     Source: bitsandbytes 0.50, whose output is recorded in the tests.
     """
@@ -130,14 +133,14 @@ def recode(w: jax.Array, t: NF4Tensor) -> NF4Tensor:
 def search_scales(w: jax.Array, moments: jax.Array | None = None) -> jax.Array:
     """Finds for each block the scale that rounds it with the smallest squared error.
 
-    The candidates are the largest entry, and `SEARCHED_SHARES` of it. The error of a block is d G d^T, where d is
-    rounded w - w, and G is the block's matrix of moments, or the identity. On equal errors the first one wins.
+    The candidates are the largest magnitude and its products with `SEARCHED_SHARES`. The error of a block is d G d^T,
+    where d is rounded w - w, and G is the block's matrix of moments, or the identity. On equal errors the first
+    candidate wins.
 
     Args:
       w: [..., N, K] with N * K even; float32, bfloat16 or float16.
-      moments: float32 [K / 64, 64, 64], the second moments of the 64 inputs that a block meets; by
-        default every entry counts alike. Only for w [N, K]; not used where blocks cross the ends of rows, K % 64 !=
-        0.
+      moments: float32 [K / 64, 64, 64], second moments of the 64 inputs that a block multiplies. By default all
+        entries have equal weight. Only for w [N, K]. Not used if K % 64 != 0, when blocks cross the ends of rows.
 
     Returns:
       float32 [..., ceil(N * K / 64)].
@@ -164,7 +167,7 @@ def search_scales(w: jax.Array, moments: jax.Array | None = None) -> jax.Array:
 
 
 def scales(t: NF4Tensor) -> jax.Array:
-    """The scale of each block, float32 [..., ceil(N * K / 64)], decoded where it is quantized."""
+    """The scale of each block, float32 [..., ceil(N * K / 64)], decoded if it is quantized."""
     if t.absmax2 is None:
         return t.absmax
     groups = _split(jnp.asarray(SCALE_VALUES)[t.absmax], GROUP)
@@ -173,14 +176,14 @@ def scales(t: NF4Tensor) -> jax.Array:
 
 
 def steps(t: NF4Tensor) -> jax.Array:
-    """The value of one unit of the table at each entry, which is the scale: float32 [..., N, K]."""
+    """The scale of each entry: float32 [..., N, K]."""
     n, k = t.shape
     repeated = jnp.repeat(scales(t), BLOCK, axis=-1)[..., : n * k]
     return repeated.reshape(*repeated.shape[:-1], n, k)
 
 
 def dequantize(t: NF4Tensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """The weights: table entry * scale in float32, rounded once to dtype; [..., N, K]."""
+    """Decodes a weight: table entry * scale in float32, rounded once to dtype; [..., N, K]."""
     n, k = t.shape
     values = _split(jnp.asarray(CODE_VALUES)[unpack_codes(t.codes)], BLOCK)
     values = (values * scales(t)[..., None]).reshape(*t.codes.shape[:-1], -1)[..., : n * k]
@@ -188,14 +191,14 @@ def dequantize(t: NF4Tensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
 
 
 def fuse(parts: Sequence[NF4Tensor]) -> NF4Tensor:
-    """Joins weights of equal K along N, so that one product serves them all.
+    """Joins weights of equal K along N, so that one product can serve them all.
 
-    Quantized scales stay so where every part fills whole groups of 256 blocks (as in all published
-    models); otherwise they are decoded, which changes no value.
+    Quantized scales stay quantized if all parts but the last fill whole groups of 256 blocks (as in all published
+    models). Otherwise they are decoded, which changes no value.
 
     Raises:
-      ValueError: parts differ in K or in their kind of scales.
-      NotImplementedError: a part but the last does not fill whole blocks.
+      ValueError: parts differ in K, or only some of them have quantized scales.
+      NotImplementedError: a part other than the last does not fill whole blocks.
     """
     ks = [part.shape[1] for part in parts]
     if len(set(ks)) != 1:
@@ -222,9 +225,9 @@ def fuse(parts: Sequence[NF4Tensor]) -> NF4Tensor:
 def random(
     key: jax.Array, shape: Sequence[int], *, std: float = 0.02, double: bool = False
 ) -> NF4Tensor:
-    """A packed random weight, made without ever holding it unpacked: a base for benchmarks.
+    """Makes a random packed weight for benchmarks, without ever holding it unpacked.
 
-    Codes are uniform over all 16, all scales equal up to their quantization.
+    Codes are uniform over all 16. Scales are uniform between 0.8 and 1.2 times their mean, before quantization.
 
     Args:
       key: a JAX random key.
@@ -238,7 +241,7 @@ def random(
     *stack, n, k = _checked_shape(shape)
     spread = math.sqrt(np.mean(CODE_VALUES.astype(np.float64) ** 2))
     blocks = -(-n * k // BLOCK)
-    # Scales of Gaussian blocks vary by a fifth of their mean.
+    # The scales of Gaussian blocks vary by about a fifth of their mean.
     varied = 1 + 0.2 * jax.random.uniform(key, (*stack, blocks), minval=-1.0)
     codes = jax.random.bits(jax.random.fold_in(key, 1), (*stack, n * k // 2), jnp.uint8)
     t = NF4Tensor(codes, std / spread * varied, None, None, (n, k))
@@ -254,7 +257,7 @@ def _checked_shape(shape: Sequence[int]) -> Sequence[int]:
 
 
 def _split(x: jax.Array, size: int) -> jax.Array:
-    """[..., E] -> [..., ceil(E / size), size], the last row filled up with zeros."""
+    """Splits [..., E] into [..., ceil(E / size), size]; the last row is padded with zeros."""
     padding = -x.shape[-1] % size
     if padding:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
@@ -262,12 +265,12 @@ def _split(x: jax.Array, size: int) -> jax.Array:
 
 
 def _blocks(w: jax.Array) -> jax.Array:
-    """float32 [..., ceil(N * K / 64), 64]."""
+    """Splits w [..., N, K] into blocks, float32 [..., ceil(N * K / 64), 64]."""
     return _split(w.astype(jnp.float32).reshape(*w.shape[:-2], -1), BLOCK)
 
 
 def _coded(t: NF4Tensor, blocks: jax.Array, absmax: jax.Array) -> NF4Tensor:
-    """Blocks of a weight in the codes nearest to them over these scales, with the scales of `t`."""
+    """Returns `t` with the codes nearest to blocks / absmax. The stored scales stay those of `t`."""
     n, k = t.shape
     ratios = blocks / jnp.where(absmax == 0, 1, absmax)[..., None]
     codes = _nearest(ratios, CODE_VALUES).reshape(*blocks.shape[:-2], -1)[..., : n * k]
@@ -280,7 +283,7 @@ def _nearest(x: jax.Array, table: np.ndarray) -> jax.Array:
 
 
 def _nearest_values(x: jax.Array) -> jax.Array:
-    """The table's entry nearest to each value."""
+    """The table entry nearest to each value."""
     found = jnp.full_like(x, CODE_VALUES[0])
     for below, above in itertools.pairwise(CODE_VALUES):  # no gather: faster on a CPU
         found = jnp.where(x > (below + above) / 2, above, found)
@@ -292,7 +295,7 @@ def _with_quantized_scales(t: NF4Tensor) -> NF4Tensor:
     groups = _split(t.absmax - offset, GROUP)
     absmax2 = jnp.max(jnp.abs(groups), axis=-1)
     ratios = groups / jnp.where(absmax2 == 0, 1, absmax2)[..., None]
-    # Compared one bound at a time, 255 of them would be slow to compile: found by bisection.
+    # By bisection: comparing with all 255 bounds would be slow to compile.
     bounds = (SCALE_VALUES[:-1] + SCALE_VALUES[1:]) / 2
     indices = jnp.searchsorted(bounds, ratios).astype(jnp.uint8)
     indices = indices.reshape(*t.absmax.shape[:-1], -1)[..., : t.absmax.shape[-1]]
@@ -302,7 +305,7 @@ def _with_quantized_scales(t: NF4Tensor) -> NF4Tensor:
 
 
 def _mean(x: jax.Array) -> jax.Array:
-    """The mean [..., 1] of the last axis, whatever the order in which a compiler sums."""
+    """The mean [..., 1] over the last axis, in float64 so that the order of summation does not matter."""
     with jax.enable_x64(True):
         return jnp.mean(x, axis=-1, keepdims=True, dtype=jnp.float64).astype(x.dtype)
 

@@ -1,13 +1,13 @@
-"""The NVFP4 number format: the meaning of the bytes, in jnp. Every kernel is tested against this file.
+"""The NVFP4 number format, defined in jnp. Every kernel is tested against this file.
 
-An [N, K] matrix holds 4-bit E2M1 codes, one E4M3 scale for each 16 neighbours along K, and a
-float32 global scale. All conventions, roundings included, are those of compressed-tensors' scheme
-NVFP4A16, so that packed bytes can be exchanged with that library and vLLM unchanged:
+An [N, K] matrix has a 4-bit E2M1 code for each entry, one E4M3 scale for each block of 16 neighbours along K, and a
+float32 global scale. All conventions, including roundings, are those of compressed-tensors' scheme NVFP4A16, so that
+packed bytes can be exchanged with that library and vLLM unchanged:
 
     weight[n, k] = value(code[n, k]) * (scale[n, k // 16] / global_scale)
 
-The global scale divides. It is 2688 / max|w| = 448 * 6 / max|w|, which puts the largest block scale
-at the top of E4M3's range.
+The global scale is a divisor. It is 2688 / max|w| = 448 * 6 / max|w|, which puts the largest block scale at 448, the
+largest E4M3 value.
 """
 
 import dataclasses
@@ -27,36 +27,34 @@ CODE_VALUES = np.array(
 
 _CODE_MAX = 6.0
 _SCALE_MAX = 448.0
-# Replaces a block scale that rounds to zero, since codes cannot be computed by dividing by zero.
+# Replaces a block scale that rounds to zero, because weights are divided by the scale to get codes.
 _SCALE_FOR_ZERO = 0.125
-# Block scales that `search_scales` tries, as distances from the one of the maximum in the order of E4M3's
-# values, the nearest first. One step is an eighth to a fifteenth of the scale: these reach all from 0.7 to
-# 1.75 times it.
+# Block scales that `search_scales` tries: steps in the order of E4M3 values from the scale of the block's maximum, the
+# nearest first. One step is an eighth to a fifteenth of the scale, so the candidates reach from about 0.7 to 1.75 times
+# it.
 SEARCHED_STEPS = (1, -1, 2, -2, 3, -3, 4, -4, 5, 6)
-# The largest block scale under a global scale that leaves room for 1.75 times it.
+# A smaller global scale that `search` tries puts the largest block scale here: 1.75 times it is 448.
 _ROOMY_SCALE_MAX = 256.0
-# Such a global scale is tried if more than this share of blocks have a scale without room above it.
+# It is tried if more than this share of blocks have a scale above `_ROOMY_SCALE_MAX`.
 _CROWDED = 1e-3
-# Entries of a weight that are searched at a time: a candidate needs several times their memory.
+# Most entries of a weight that are searched at once, because a candidate needs several times their memory.
 _SEARCHED_ENTRIES = 1 << 25
-# Random block scales are drawn among E4M3's 16 values from 64 to 240. A Gaussian matrix of 10^7
-# entries has its blocks' scales at about 150 +- 40.
+# `random` draws block scales among the 16 E4M3 values from 64 to 240. In a Gaussian matrix of 10^7 entries they are
+# about 150 +- 40.
 _RANDOM_SCALE_BITS = np.arange(0x68, 0x78, dtype=np.uint8)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class NVFP4Tensor:
-    """An [N, K] weight, y = x W^T, packed in 4.5 bits an entry, or a stack of such weights.
-
-    `shape` is static and belongs to one matrix: leading axes of the leaves (stacked layers) may be
-    sliced by `lax.scan` or `vmap` and the tensor stays valid.
+    """An [N, K] weight of y = x W^T, packed in 4.5 bits per entry, or a stack of such weights.
 
     Attributes:
-      codes: uint8 [..., N, K / 2], two E2M1 codes a byte, the even column in the low nibble.
+      codes: uint8 [..., N, K / 2], two E2M1 codes per byte, the even column in the low nibble.
       scales: float8_e4m3fn [..., N, K / 16], not negative.
-      global_scale: float32 [..., 1], or [..., N] where rows were quantized apart; a divisor.
-      shape: (N, K).
+      global_scale: float32 divisor, [..., 1], or [..., N] with a value for each row.
+      shape: (N, K) of one matrix, static. It stays valid when `lax.scan` or `vmap` slices leading axes of the leaves
+        (stacked layers).
     """
 
     codes: jax.Array
@@ -66,17 +64,17 @@ class NVFP4Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all leaves, which may also be abstract (`jax.ShapeDtypeStruct`)."""
+        """Size of all leaves in bytes. Leaves may be arrays or `jax.ShapeDtypeStruct`."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     @property
     def multiplier(self) -> jax.Array:
-        """float32 1 / global_scale, [..., 1] or [..., N]: products multiply their rounded sums by it."""
+        """1 / global_scale, float32 [..., 1] or [..., N]. Products multiply their rounded sums by it."""
         return 1 / self.global_scale
 
 
 def pack_codes(codes: jax.Array) -> jax.Array:
-    """Puts two codes in a byte, the even one in the low nibble: uint8 [..., K] -> [..., K / 2]."""
+    """Packs two codes into a byte, the even one in the low nibble: uint8 [..., K] -> [..., K / 2]."""
     return codes[..., 0::2] | codes[..., 1::2] << 4
 
 
@@ -88,8 +86,8 @@ def unpack_codes(packed: jax.Array) -> jax.Array:
 
 def nearest_codes(x: jax.Array) -> jax.Array:
     """The E2M1 code nearest to each value, ties to the even code, saturating at 6: uint8, x's shape."""
-    # Midpoints between neighbouring magnitudes; a tie goes to the even code, which is the lower
-    # neighbour at every other midpoint. NaN compares as false and becomes a zero.
+    # A tie is at the midpoint of two neighbouring magnitudes. The even code is the lower neighbour at every other
+    # midpoint. NaN compares as false, so it becomes zero.
     midpoints = (CODE_VALUES[:7] + CODE_VALUES[1:8]) / 2
     magnitude = sum(
         (jnp.abs(x) >= mid if code % 2 else jnp.abs(x) > mid).astype(jnp.uint8)
@@ -99,26 +97,26 @@ def nearest_codes(x: jax.Array) -> jax.Array:
 
 
 def nearest_magnitudes(x: jax.Array) -> jax.Array:
-    """The magnitude of E2M1 nearest to each value >= 0, of two the one whose code is even."""
+    """The E2M1 magnitude nearest to each value >= 0, ties to the even code: float32, x's shape."""
     x = jnp.minimum(x, _CODE_MAX)
-    # float32 from 2^22 on has steps of 1/2, from 2^23 of 1, from 2^24 of 2: sums round to these.
+    # float32 values have steps of 1/2 from 2^22, of 1 from 2^23 and of 2 from 2^24, so the sum is rounded to that step.
     shift = jnp.where(x < 2, 2.0**22, jnp.where(x < 4, 2.0**23, 2.0**24)).astype(jnp.float32)
     return (x + shift) - shift
 
 
 def global_scale(w: jax.Array) -> jax.Array:
-    """Global scale of a weight quantized by itself: 2688 / max|w|.
+    """Computes the global scale of a weight on its own: 2688 / max|w|.
 
-    Layers that are read as one (q, k and v; gate and up) share the smallest of theirs.
+    Weights that are fused (q, k and v; gate and up) share the smallest of their global scales.
 
     Args:
       w: [..., N, K], float32, bfloat16 or float16.
 
     Returns:
-      float32 [..., 1]; 1 where the quotient is not finite, as it is for a matrix of zeros.
+      float32 [..., 1]; 1 if the quotient is not finite, as for a matrix of zeros.
 
     Raises:
-      ValueError: w is not a floating-point array of one of these types with K % 16 == 0.
+      ValueError: w has another dtype, or K % 16 != 0.
     """
     return _global_scale(_block_max(w), w.dtype)
 
@@ -126,23 +124,22 @@ def global_scale(w: jax.Array) -> jax.Array:
 def quantize(
     w: jax.Array, global_scale: ArrayLike | None = None, scales: jax.Array | None = None
 ) -> NVFP4Tensor:
-    """Rounds a weight to NVFP4, bit for bit as compressed-tensors does where no block scales are given.
+    """Rounds a weight to NVFP4. Without given block scales the result is bit for bit that of compressed-tensors.
 
         scale = e4m3(global_scale * (block max|w| / 6)),   0 becoming 0.125
         code  = nearest E2M1 to w / (scale / global_scale),   ties to the even code, saturating
 
-    For a bfloat16 weight, max|w| / 6 and 2688 / max|w| are themselves rounded to bfloat16. A
-    float16 weight is treated as its float32 values, because 2688 / max|w| leaves float16's range.
+    For a bfloat16 weight, max|w| / 6 and 2688 / max|w| are rounded to bfloat16 too. A float16 weight is converted to
+    float32, because 2688 / max|w| can exceed float16's range.
 
     Args:
       w: [..., N, K], float32, bfloat16 or float16.
-      global_scale: float32 [..., 1] or [..., N]; by default that of w itself.
-      scales: float8_e4m3fn [..., N, K / 16] of the blocks, not zero, such as those of `search_scales`; by default
-        those of the formula.
+      global_scale: float32 [..., 1] or [..., N]; by default `global_scale(w)`.
+      scales: float8_e4m3fn [..., N, K / 16], scales of the blocks, not zero, such as those of `search_scales`. By
+        default the formula above gives them.
 
     Raises:
-      ValueError: w is not a floating-point array of one of these types with K % 16 == 0, or the
-        last axis of global_scale is neither 1 nor N.
+      ValueError: w has another dtype, K % 16 != 0, or the last axis of global_scale is neither 1 nor N.
 
     Source: compressed-tensors 0.19 and llm-compressor 0.14, whose output is recorded in the tests.
     """
@@ -175,20 +172,20 @@ def search_scales(
 ) -> tuple[jax.Array, jax.Array]:
     """Finds for each block the scale that rounds it with the smallest squared error.
 
-    The candidates are the scale of `quantize` and its ten neighbours in E4M3 (`SEARCHED_STEPS`). So the largest
-    entry of a block may be clipped, or become 4 instead of 6. The error of a block is d G d^T, where d is rounded w
-    - w, and G is the block's matrix of moments, or the identity. On equal errors the first candidate wins, and the
-    scale of `quantize` is the first of all: blocks of zeros keep it, and no error is larger than with `quantize`.
+    The candidates are the scale of `quantize` and its ten neighbours in E4M3 (`SEARCHED_STEPS`). So the largest entry
+    of a block may be clipped, or get the code for 4 instead of 6. The error of a block is d G d^T, where d is
+    rounded w - w, and G is the block's matrix of moments, or the identity. On equal errors the first candidate wins.
+    The scale of `quantize` comes first, so blocks of zeros keep it, and no error is larger than with `quantize`.
 
     Args:
       w: [..., N, K], float32, bfloat16 or float16.
-      global_scale: float32 [..., 1]. Candidates above 448 are left out.
-      moments: float32 [K / 16, 16, 16], the second moments of the 16 inputs that a block meets; by
-        default every entry counts alike. Only for w [N, K].
+      global_scale: float32 [..., 1]. Candidates above 448 become 448.
+      moments: float32 [K / 16, 16, 16], second moments of the 16 inputs that a block multiplies. By default all
+        entries have equal weight. Only for w [N, K].
       given: float8_e4m3fn [..., N, K / 16], scales that are tried too, or None.
 
     Returns:
-      float8_e4m3fn [..., N, K / 16], and float32 [...], the sum of the errors.
+      The scales, float8_e4m3fn [..., N, K / 16], and the sum of all blocks' errors, float32 [...].
 
     Source: mit-han-lab/fouroversix; ScaleSweep, arXiv 2606.07618.
     """
@@ -205,7 +202,7 @@ def search_scales(
 
 
 def _rows_at_a_time(n: int, k: int) -> int:
-    """The most rows that divide all and have no more entries than may be searched at a time."""
+    """The largest divisor of n whose rows of length k may be searched at once (`_SEARCHED_ENTRIES`); at least 1."""
     return max(
         rows
         for rows in range(1, n + 1)
@@ -216,18 +213,27 @@ def _rows_at_a_time(n: int, k: int) -> int:
 def _search_rows(
     rows: tuple[jax.Array, jax.Array | None], *, divisor: jax.Array, moments: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """The scales [..., N, K / 16] of a weight and the errors of its blocks."""
+    """Searches the scales of a weight, or of some of its rows.
+
+    Args:
+      rows: w [..., N, K], and given scales [..., N, K / 16] or None.
+      divisor: float32 [..., 1, 1], the global scale.
+      moments: as in `search_scales`.
+
+    Returns:
+      The scales and the errors of the blocks, each [..., N, K / 16].
+    """
     w, given = rows
     block_max = _block_max(w)
     first = _scales_of_maxima(block_max, divisor, w.dtype)
-    # The entries of a block on the first axis: sums over it need no shuffles.
+    # A block's entries are on the first axis, so that sums over them need no shuffles.
     sizes = jnp.moveaxis(jnp.abs(_blocks(w)) * divisor[..., None], -1, 0)
     signs = jnp.moveaxis(jnp.sign(_blocks(w)), -1, 0)
 
     def error(bits):
         scales = jax.lax.bitcast_convert_type(bits.astype(jnp.uint8), jnp.float8_e4m3fn)
         scales = scales.astype(jnp.float32)
-        # A rounded size is exact, as is its product with a scale, so that equal errors are equal.
+        # A rounded magnitude and its product with a scale are exact, so candidates with equal errors compare as equal.
         off = nearest_magnitudes(sizes * (1 / scales)) * scales - sizes
         return block_errors(off if moments is None else off * signs, moments)
 
@@ -237,7 +243,7 @@ def _search_rows(
         return jnp.where(better, bits, best[0]), jnp.where(better, found, best[1])
 
     def tried(best, step):
-        # Scales are positive: E4M3's order is that of their bytes, from 2^-9 (1) to 448 (126).
+        # Positive E4M3 values have the order of their bytes, from 1 (2^-9) to 126 (448).
         return better_of(best, jnp.clip(start + step, 1, 126)), None
 
     as_bits = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8).astype(jnp.int32)
@@ -255,17 +261,20 @@ def search(
     moments: jax.Array | None = None,
     like: Sequence[NVFP4Tensor] | None = None,
 ) -> list[NVFP4Tensor]:
-    """Rounds weights that read one input to NVFP4, with one global scale and searched block scales.
+    """Rounds weights with one common input to NVFP4, with one global scale and searched block scales.
 
-    The global scale is the smallest of the weights' own ones. With it the largest block scale is 448 and cannot
-    grow. If that limits more than one block in a thousand, a global scale that puts the largest block scale at 256
-    is searched too, and used if its total error is smaller.
+    The global scale is the smallest of the weights' own ones. With it the largest block scale is 448 and cannot grow.
+    If more than one block in a thousand has a scale above 256, whose search is limited by 448, then a global scale
+    that puts the largest block scale at 256 is searched too. It is used if its total error is smaller.
 
     Args:
-      parts: [N_i, K] each, float32, bfloat16 or float16.
+      parts: weights [N_i, K], each float32, bfloat16 or float16.
       moments: float32 [K / 16, 16, 16], as in `search_scales`.
-      like: weights of these shapes and one global scale, which may be close to the new ones. Their scales are tried
-        too, and equal weights keep their bytes.
+      like: packed weights of these shapes with one global scale, which may be close to the new ones. Their scales are
+        tried too, so weights that did not change keep their bytes.
+
+    Returns:
+      A packed weight for each part.
     """
     shared = functools.reduce(jnp.minimum, [global_scale(part) for part in parts])
     roomy = shared * (_ROOMY_SCALE_MAX / _SCALE_MAX)
@@ -291,14 +300,14 @@ def search(
 
 
 def block_errors(off: jax.Array, moments: jax.Array | None) -> jax.Array:
-    """The squared error of each block, or that of its part of the output.
+    """Computes the squared error of each block, or of the block's share of the output.
 
     Args:
-      off: float32 [b, ..., K / b], the errors of a block's entries first.
-      moments: float32 [K / b, b, b] of its inputs, or None.
+      off: float32 [b, ..., K / b], the errors of a block's b entries on the first axis.
+      moments: float32 [K / b, b, b], second moments G of a block's inputs, or None.
 
     Returns:
-      float32 [..., K / b]: the sum of squares of `off`, or off G off^T.
+      float32 [..., K / b]: off G off^T, or without moments the sum of squares of `off`.
     """
     if moments is None:
         return jnp.sum(off**2, axis=0)
@@ -308,35 +317,34 @@ def block_errors(off: jax.Array, moments: jax.Array | None) -> jax.Array:
 
 
 def steps(t: NVFP4Tensor) -> jax.Array:
-    """The value of one code unit at each entry, scale / global_scale: float32 [..., N, K]."""
+    """The value of one code unit, scale / global_scale, for each entry: float32 [..., N, K]."""
     return jnp.repeat(_steps(t), BLOCK, axis=-1)
 
 
 def dequantize(t: NVFP4Tensor, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """The weights: code * (scale / global_scale) in float32, rounded once to dtype; [..., N, K]."""
+    """Decodes a weight: code * (scale / global_scale) in float32, rounded once to dtype; [..., N, K]."""
     return _times_codes(_steps(t), t.codes).astype(dtype)
 
 
 def scaled_codes(t: NVFP4Tensor, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
-    """code * scale, the factor that matrix products use; exact in dtype; [..., N, K].
+    """Computes code * scale, the operand of matrix products, exactly: dtype [..., N, K].
 
-    A code has 2 significant bits and a scale 4, so their product fits bfloat16's 8, and its range
-    too (2^-10 to 2688). The global scale does not fit; it commutes with the sum over K and is
-    applied to that.
+    A code has 2 significant bits and a scale has 4, so their product fits bfloat16's 8. Its magnitudes, 2^-10 to 2688,
+    fit too. The global scale is left out: products apply it to the sum over K.
     """
     return _times_codes(t.scales.astype(jnp.float32), t.codes).astype(dtype)
 
 
 def fuse(parts: Sequence[NVFP4Tensor], *, shared: bool = False) -> NVFP4Tensor:
-    """Joins weights along N, so that one product serves them all.
+    """Joins weights along N, so that one product can serve them all.
 
     Args:
       parts: tensors of equal K and equal leading axes.
-      shared: whether the caller guarantees that all parts have the first one's global scale, which is then kept as
-        one value, [..., 1]. Otherwise every row gets its own: [..., N].
+      shared: the caller guarantees that all parts have the first one's global scale. Then the result has one value,
+        [..., 1]; otherwise one for each row, [..., N].
 
     Raises:
-      ValueError: parts differ in K, or are called shared while one has a global scale for each row.
+      ValueError: parts differ in K, or `shared` is set and a part has a global scale for each row.
     """
     ks = [part.shape[1] for part in parts]
     if len(set(ks)) != 1:
@@ -361,7 +369,7 @@ def fuse(parts: Sequence[NVFP4Tensor], *, shared: bool = False) -> NVFP4Tensor:
 
 
 def split(t: NVFP4Tensor, sizes: Sequence[int]) -> list[NVFP4Tensor]:
-    """Inverse of `fuse`: consecutive parts of `sizes` rows.
+    """Splits a weight along N into parts of `sizes` rows: the inverse of `fuse`.
 
     Raises:
       ValueError: sizes do not add up to N.
@@ -380,9 +388,9 @@ def split(t: NVFP4Tensor, sizes: Sequence[int]) -> list[NVFP4Tensor]:
 
 
 def random(key: jax.Array, shape: Sequence[int], *, std: float = 0.02) -> NVFP4Tensor:
-    """A packed random weight, made without ever holding it unpacked: a base for benchmarks.
+    """Makes a random packed weight for benchmarks, without ever holding it unpacked.
 
-    Codes are uniform over all 16, block scales uniform over E4M3's values from 64 to 240.
+    Codes are uniform over all 16. Block scales are uniform over the 16 E4M3 values from 64 to 240.
 
     Args:
       key: a JAX random key.
@@ -429,15 +437,15 @@ def _block_max(w: jax.Array) -> jax.Array:
 def _scales_of_maxima(
     block_max: jax.Array, divisor: jax.Array, dtype: DTypeLike, for_zero: float = _SCALE_FOR_ZERO
 ) -> jax.Array:
-    """The scale that puts the largest entry of each block at 6."""
+    """The scales that map each block's largest magnitude to 6: float8_e4m3fn, block_max's shape."""
     scales = divisor * _round_like(_divide(block_max, _CODE_MAX), dtype)
     scales = jnp.minimum(scales, _SCALE_MAX).astype(jnp.float8_e4m3fn)
     return jnp.where(scales == 0, jnp.float8_e4m3fn(for_zero), scales)
 
 
 def _global_scale(block_max: jax.Array, dtype: DTypeLike) -> jax.Array:
-    # torch divides a Python number by a tensor as reciprocal, then product, rounding both to the
-    # tensor's dtype. On a recorded bfloat16 checkpoint 2688 / max differs in 3 of 12 layers.
+    # torch computes number / tensor as number * (1 / tensor) and rounds both to the tensor's dtype. A single division
+    # gives another result in 3 of 12 layers of a recorded bfloat16 checkpoint.
     reciprocal = _round_like(_divide(1.0, jnp.max(block_max, axis=(-2, -1))), dtype)
     scale = _round_like(reciprocal * (_SCALE_MAX * _CODE_MAX), dtype)
     return jnp.where(jnp.isfinite(scale), scale, 1.0)[..., None]
@@ -448,24 +456,24 @@ def _steps(t: NVFP4Tensor) -> jax.Array:
 
 
 def _times_codes(worth: jax.Array, packed: jax.Array) -> jax.Array:
-    # float32 throughout: XLA on a CPU flushes bfloat16 subnormals, so bit tricks cannot serve here.
+    # In float32, without bit tricks on bfloat16, because XLA on a CPU flushes bfloat16 subnormals to zero.
     values = jnp.asarray(CODE_VALUES)[unpack_codes(packed)]
     return (_blocks(values) * worth[..., None]).reshape(values.shape)
 
 
 def _round_like(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    # A cast to bfloat16 and back is removed by XLA, which may keep excess precision.
+    # XLA removes a cast to bfloat16 and back, because it may keep excess precision.
     return jax.lax.reduce_precision(x, 8, 7) if dtype == jnp.bfloat16 else x
 
 
 def _divide(a: ArrayLike, b: ArrayLike) -> jax.Array:
-    """Correctly rounded float32 a / b, which `/` is not.
+    """Divides with correct float32 rounding, which `/` does not guarantee.
 
-    XLA turns a / broadcast(b) into a * broadcast(1 / b): on a CPU a third of quotients by 6 were
-    one unit off. For NVIDIA GPUs it asks for `div.full`, good to 2 units. One Newton step from
-    there: the remainder a - q b is formed without loss by splitting q and b into halves of 12 bits,
-    whether or not the compiler fuses products with sums (Dekker, 1971). Checked against numpy:
-    equal on 2 * 10^7 quotients, and with a start 2 units off wrong once in 10^6.
+    XLA turns a / broadcast(b) into a * broadcast(1 / b); on a CPU a third of quotients by 6 are then one unit in the
+    last place off. For NVIDIA GPUs it uses `div.full`, whose error is up to 2 units. So one Newton step follows. Its
+    remainder a - q b is exact, because q and b are split into halves of 12 bits (Dekker, 1971), whether or not the
+    compiler fuses multiplications and additions. It equals numpy on 2 * 10^7 quotients; from a start that is 2 units
+    off, one in 10^6 is wrong.
     """
     a, b = jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)
     q = a / b

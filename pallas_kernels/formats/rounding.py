@@ -1,4 +1,4 @@
-"""Rounding that is part of a definition, so that two programs round in the same places."""
+"""A rounding that XLA cannot omit, for definitions that two programs must follow equally."""
 
 import jax
 import jax.numpy as jnp
@@ -6,10 +6,10 @@ from jax.typing import DTypeLike
 
 
 def rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """x in `dtype`, rounded to nearest, ties to even.
+    """Converts x to `dtype`, rounding to nearest, ties to even.
 
-    `astype` alone does not guarantee rounding: if a conversion back follows, XLA may omit both
-    (`xla_allow_excess_precision`), and this depends on what it fuses.
+    `astype` alone does not guarantee rounding. If a conversion back follows, XLA may omit both conversions
+    (`xla_allow_excess_precision`), depending on what it fuses.
     """
     of = jnp.finfo(dtype)
     if of.bits < jnp.finfo(x.dtype).bits:
