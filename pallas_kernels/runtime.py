@@ -1,4 +1,4 @@
-"""Which machine and which JAX: the only place that asks."""
+"""The device and environment of this process, and which kernels run. Only this module asks JAX about the device."""
 
 import contextlib
 import dataclasses
@@ -11,25 +11,25 @@ from typing import Literal, get_args
 
 import jax
 
-# Which kernels run: those for Hopper, the portable ones (Triton's), neither, or what fits the device best.
+# Which kernels run: those for Hopper, the portable ones (Triton), none ("reference"), or the best for the device.
 type Kernels = Literal["auto", "hopper", "portable", "reference"]
 KERNELS: tuple[str, ...] = get_args(Kernels.__value__)
-# Triton compiles for cards from this compute capability on.
+# The lowest compute capability that Triton compiles for.
 LEAST_PORTABLE = (7, 5)
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What kernels ask about the device that they run on, or are planned for.
+    """Properties of the device that kernels run on or are planned for.
 
     Attributes:
-      name: what JAX calls it, e.g. "NVIDIA H200" or "cpu".
-      processors: multiprocessors, each of which runs blocks of its own.
-      l2_bytes: of the cache that all processors share.
-      bandwidth: bytes a second of its memory, as the vendor states it.
-      shared_bytes: of shared memory that one block may use.
+      name: JAX's name of it, e.g. "NVIDIA H200" or "cpu".
+      processors: number of multiprocessors.
+      l2_bytes: size of the L2 cache, in bytes.
+      bandwidth: bandwidth of device memory in bytes per second, as the vendor states it.
+      shared_bytes: most bytes of shared memory for one block.
       platform: "cpu", "gpu" or "tpu".
-      compute_capability: of an NVIDIA GPU, e.g. "9.0"; otherwise whatever JAX says, or "".
+      compute_capability: that of an NVIDIA GPU, e.g. "9.0"; otherwise whatever JAX says, or "".
     """
 
     name: str
@@ -41,8 +41,8 @@ class Device:
     compute_capability: str = "9.0"
 
 
-# Cards of compute capability 9.0. JAX tells processors and shared memory itself; bandwidth and L2 it does
-# not. A name that is not here gets the figures of the longest one that it begins with, or else of the first.
+# Cards of compute capability 9.0, for their bandwidth and L2 size, which JAX does not report. Another name gets the
+# values of the longest name here that it begins with, or else those of the H200.
 CARDS = {
     card.name: card
     for card in (
@@ -63,16 +63,17 @@ _ASSUMED: Device | None = None
 
 
 def device() -> Device:
-    """The default backend's first device, or that of `on`: everything here asks this function.
+    """Returns the first device of the default backend, or the device that `on` assumes.
 
-    What is planned on a device that is no GPU is planned for an H200, but named after that device.
+    A device that is not in `CARDS` gets the bandwidth and L2 size of an H200, and its processors and shared memory too
+    if JAX does not report them.
     """
     return _ASSUMED or _described(jax.devices()[0])
 
 
 @contextlib.contextmanager
 def on(assumed: Device) -> Iterator[Device]:
-    """Lets all who ask believe that this is the device: for tests, and to compile for a card that is not there."""
+    """Makes `device` return `assumed` inside a `with` block: for tests, and to compile for a card that is absent."""
     global _ASSUMED
     before, _ASSUMED = _ASSUMED, assumed
     try:
@@ -88,7 +89,7 @@ def _described(found: jax.Device) -> Device:
     return dataclasses.replace(
         card,
         name=found.device_kind,
-        # AMD devices name an architecture ("gfx942") as their compute capability; a CPU has none.
+        # AMD devices report an architecture ("gfx942") as compute capability; a CPU reports none.
         compute_capability=getattr(found, "compute_capability", ""),
         platform=jax.default_backend(),
         processors=getattr(found, "core_count", None) or card.processors,
@@ -102,7 +103,7 @@ def platform() -> str:
 
 
 def device_kind() -> str:
-    """What the default backend calls its first device, e.g. "NVIDIA H200" or "cpu"."""
+    """Name of the default backend's first device, e.g. "NVIDIA H200" or "cpu"."""
     return device().name
 
 
@@ -115,16 +116,16 @@ _CHOSEN: Kernels = "auto"
 
 
 def use_kernels(name: Kernels) -> None:
-    """Chooses the kernels of this process, before weights are prepared and programs are traced.
+    """Chooses the kernels of this process. Call it before weights are prepared and programs are traced.
 
     Args:
-      name: "auto" takes Hopper's where they apply, else the portable ones where jax-triton is installed, else
-        the reference; others are taken or, where they cannot run, refused. What is checked or measured with
-        "auto" can be made another of them by PALLAS_KERNELS in the environment.
+      name: "auto" takes the Hopper kernels where they can run, else the portable ones if jax-triton is installed,
+        else the reference. Another name takes these kernels, and it is an error if they cannot run. With "auto" the
+        environment variable PALLAS_KERNELS, if set, gives the name.
 
     Raises:
       ValueError: an unknown name.
-      NotImplementedError: kernels that were asked for by name cannot run on this device.
+      NotImplementedError: the named kernels cannot run on this device.
     """
     global _CHOSEN
     if name not in KERNELS:
@@ -137,10 +138,10 @@ def use_kernels(name: Kernels) -> None:
 
 
 def chosen_kernels() -> Kernels:
-    """What `use_kernels` was told last; for "auto", and before that, what PALLAS_KERNELS says.
+    """Returns the name given to `use_kernels`. If that is "auto" or was not called, returns PALLAS_KERNELS or "auto".
 
     Raises:
-      ValueError: that is an unknown name.
+      ValueError: PALLAS_KERNELS is an unknown name.
     """
     name = _CHOSEN if _CHOSEN != "auto" else os.environ.get("PALLAS_KERNELS") or "auto"
     if name not in KERNELS:
@@ -149,7 +150,7 @@ def chosen_kernels() -> Kernels:
 
 
 def unless_hopper() -> str | None:
-    """Why kernels for Hopper cannot run here, or None."""
+    """Returns why the Hopper kernels cannot run here, or None if they can."""
     if (chosen := chosen_kernels()) not in ("auto", "hopper"):
         return f"kernels {chosen!r} were chosen"
     if is_hopper():
@@ -158,10 +159,10 @@ def unless_hopper() -> str | None:
 
 
 def unless_portable() -> str | None:
-    """Why the portable kernels cannot run here, or None."""
+    """Returns why the portable kernels cannot run here, or None if they can."""
     if (chosen := chosen_kernels()) not in ("auto", "portable"):
         return f"kernels {chosen!r} were chosen"
-    # Very slow: for tests, which ask for it by name.
+    # The interpreter is very slow, so only tests use it, and they choose it by name.
     if chosen == "portable" and interprets_triton():
         return None
     if platform() != "gpu" or not device_kind().startswith(("NVIDIA", "Tesla", "GRID")):
@@ -177,7 +178,7 @@ def unless_portable() -> str | None:
 
 
 def describe_kernels() -> list[str]:
-    """Lines that say which kernels packed weights meet here, and why."""
+    """Lines for a user: which kernels run here, and why the others do not."""
     hopper, portable = unless_hopper(), unless_portable()
     chosen = "hopper" if hopper is None else "portable" if portable is None else "reference"
     said = lambda reason: "yes" if reason is None else f"no, {reason}"
@@ -189,13 +190,13 @@ def describe_kernels() -> list[str]:
 
 
 def interprets_triton() -> bool:
-    """Whether Triton's kernels are interpreted on a CPU: with TRITON_INTERPRET=1 in the environment."""
+    """Whether Triton kernels are interpreted on a CPU, which TRITON_INTERPRET=1 in the environment asks for."""
     asked = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
     return asked and platform() == "cpu" and _is_installed("triton")
 
 
 def tensor_core_type() -> Literal["bfloat16", "float16"]:
-    """What this device's tensor cores multiply: before compute capability 8.0 no bfloat16."""
+    """The 16-bit type that this device's tensor cores multiply: float16 below compute capability 8.0, else bfloat16."""
     known = device().compute_capability
     return "float16" if known and _capability() < (8, 0) else "bfloat16"
 
@@ -210,21 +211,21 @@ def _is_installed(package: str) -> bool:
 
 
 def checks_kernels() -> bool:
-    """Whether kernels check what they otherwise rely on: with PALLAS_KERNELS_CHECK=1 in the environment.
+    """Whether kernels check their assumptions at each launch, which PALLAS_KERNELS_CHECK=1 in the environment asks for.
 
-    Asked while a program is traced. A check that fails ends the program with an error that says what was
-    found. Checks cost a visit to the host for each launch: they are for finding a mistake, not for runs.
+    This is read while a program is traced. A failed check raises an error that says what was found. Each check calls
+    the host, so checks are for debugging, not for normal runs.
     """
     return os.environ.get("PALLAS_KERNELS_CHECK", "0") not in ("", "0")
 
 
 def memory_stats() -> dict[str, int] | None:
-    """Bytes that the default device has (`bytes_limit`) and that are taken (`bytes_in_use`); None where it does not say."""
+    """Memory of the first local device in bytes (`bytes_limit`, `bytes_in_use`, ...), or None if not reported."""
     return jax.local_devices()[0].memory_stats()
 
 
 def has_cudnn_attention(head_size: int) -> bool:
-    """Whether cuDNN's fused attention serves 16-bit heads of this size here, forward and backward."""
+    """Whether cuDNN's fused attention supports 16-bit heads of this size here, forward and backward."""
     return (
         platform() == "gpu"
         and device_kind().startswith("NVIDIA")
@@ -234,17 +235,17 @@ def has_cudnn_attention(head_size: int) -> bool:
 
 
 def use_deterministic_kernels() -> None:
-    """Asks XLA for kernels that give the same bits at every run; only before the first operation on a GPU."""
+    """Makes XLA use kernels that give the same bits in every run. Call it before the first operation on a GPU."""
     flag = "--xla_gpu_deterministic_ops=true"
     if flag not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
 
 
 def use_compilation_cache() -> None:
-    """Keeps compiled GPU programs in ~/.cache/qerl_jax, unless JAX is told of another place.
+    """Caches compiled GPU programs in ~/.cache/qerl_jax/xla, unless JAX is configured with another folder.
 
-    The second start of a run then compiles next to nothing. Not on a CPU: its programs depend on the
-    processor they were compiled on, and a home folder may be shared by several.
+    The second start of a run then compiles almost nothing. CPU programs are not cached: they depend on the processor
+    that they were compiled on, and machines with different processors may share a home folder.
     """
     if platform() == "gpu" and jax.config.jax_compilation_cache_dir is None:
         folder = pathlib.Path.home() / ".cache" / "qerl_jax" / "xla"
@@ -252,11 +253,11 @@ def use_compilation_cache() -> None:
 
 
 def use_several_devices() -> None:
-    """Prepares a run on several GPUs, before anything crosses between them.
+    """Prepares a run on several GPUs. Call it before the first transfer between them.
 
-    Programs that compile in no time are kept, too, so that all devices run one program and not each its own. NCCL's
-    multicast over NVLink stays off unless NCCL_NVLS_ENABLE says otherwise: in many containers it fails, and sums of
-    an adapter's gradients gain nothing by it.
+    Programs that compile quickly are cached too, so that all devices run the same compiled program. NCCL's multicast
+    over NVLink is turned off unless NCCL_NVLS_ENABLE is set: it fails in many containers, and sums of an adapter's
+    gradients are no faster with it.
     """
     if platform() == "gpu":
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -1,5 +1,4 @@
-"""Attention of one token per row to a paged cache, through Triton; `attention_kernels` describes the division of
-work."""
+"""Decode attention over a paged cache in Triton: checks and launches. `attention_kernels.py` describes the kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -7,14 +6,14 @@ import jax.numpy as jnp
 from pallas_kernels import runtime
 from pallas_kernels.portable import launch
 
-# Queries that share a key are rows of the tensor cores' left operand, which has at least so many.
+# The queries of a key head are the rows of the left operand of a product. Tensor cores need at least so many rows.
 _LEAST_GROUP = 16
-# Pieces that the second kernel puts together at a time.
+# Most pieces of a row: the second kernel reads all of them at once.
 _MOST_PIECES = 64
 
 
 def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
-    """Why the kernels cannot attend with a model's heads, or None."""
+    """Returns why the kernels do not support a model's heads, or None if they do."""
     if head_size not in (32, 64, 128, 256):
         return f"needs heads of size 32, 64, 128 or 256; got {head_size}"
     if heads // key_heads > 64:
@@ -23,7 +22,7 @@ def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
 
 
 def supports(qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str | None:
-    """Why the kernels cannot run a problem of these shapes and types here, or None."""
+    """Returns why the kernels cannot run a problem of these shapes and dtypes here, or None if they can."""
     if reason := runtime.unless_portable():
         return reason
     _, _, key_heads, slots, head_size = keys.shape
@@ -36,7 +35,7 @@ def supports(qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str | None:
 
 
 def pages_of_a_piece(rows: int, key_heads: int, width: int) -> int:
-    """Pages that one program attends to: fewer than all where rows alone would leave processors idle."""
+    """Number of pages of a piece: fewer than `width` if one program per row and head would leave processors idle."""
     wanted = max(1, 8 * runtime.device().processors // (rows * key_heads))
     pieces = min(width, wanted, _MOST_PIECES)
     return -(-width // pieces)

@@ -1,9 +1,9 @@
-"""The Triton kernels of attention of one token per row; `attention.py` launches them.
+"""The Triton kernels of decode attention; `attention.py` launches them.
 
-A row's live pages are cut into pieces of PAGES. One program attends to one piece for all query heads of a
-key head, and writes down what it found with its softmax's largest score and sum; a second kernel
-puts the pieces of a row together. How a row is cut depends on shapes alone, so its bits do not depend on
-other rows.
+A row's live pages are cut into pieces of PAGES pages. One program of `attend` processes one piece for all query heads
+of a key head. It writes its weighted sum of values with the largest score and the sum of the softmax. `combine` then
+merges the pieces of a row. How a row is cut depends only on shapes, so the bits of its result do not depend on other
+rows.
 """
 
 import triton
@@ -14,7 +14,7 @@ from pallas_kernels.portable.epilogue_kernels import rounded
 
 @triton.jit
 def _turned(first, second, cos, sin, ASSEMBLY: tl.constexpr):
-    """RoPE of pairs, rounded to bfloat16; float32."""
+    """Rotates pairs (first, second) by RoPE. The results are rounded to bfloat16 and returned in float32."""
     one = rounded(first * cos - second * sin, ASSEMBLY)
     return one, rounded(second * cos + first * sin, ASSEMBLY)
 
@@ -46,19 +46,22 @@ def attend(
     COMPUTE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """Program (row, key head, piece).
+    """Attends to one piece. The grid is (row, key head, piece).
 
-    Arrays, and what the names of constants leave open:
-      layer: int32 [1].
+    Arrays:
+      layer: int32 [1], index of the layer.
       qkv: [B, (GROUP + 2) * KEY_HEADS, SIZE], not rotated.
       cos: float32 [B, SIZE / 2].
-      sin: likewise.
-      keys: [LAYERS, POOL, KEY_HEADS, SLOTS, SIZE], in which the new key is also written, as `new_keys`.
-      values: likewise.
-      tables: int32 [B, WIDTH].
-      ends: int32 [B].
-      found: float32 [B, KEY_HEADS, PIECES, GROUP, SIZE], not divided by the sums.
-      weights: float32 [B, KEY_HEADS, PIECES, 2, GROUP], largest scores (in powers of two) and sums.
+      sin: float32 [B, SIZE / 2].
+      keys: [LAYERS, POOL, KEY_HEADS, SLOTS, SIZE].
+      values: [LAYERS, POOL, KEY_HEADS, SLOTS, SIZE].
+      tables: int32 [B, WIDTH], each row's pages.
+      ends: int32 [B], slots of the new tokens.
+      found: float32 [B, KEY_HEADS, PIECES, GROUP, SIZE], sums of exponentials times values.
+      weights: float32 [B, KEY_HEADS, PIECES, 2, GROUP], the largest scores times log2(e), and the sums of
+        exponentials.
+      new_keys: the same memory as `keys`; the new key is written there.
+      new_values: the same memory as `values`; the new value is written there.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -90,8 +93,8 @@ def attend(
     which = tl.minimum(tl.maximum(tl.load(layer), 0), LAYERS - 1).to(tl.int64)
     of_layer = which * POOL
 
-    # Scores in powers of two: softmax's base changed, one multiplication with the scale. The new token, which
-    # is not in the cache yet, is where the program of the last page begins.
+    # Scores are multiplied by log2(e), together with the scale, so that exp2 can be used. The new token is not in the
+    # cache yet: the program with the last page starts its softmax with it.
     factor: tl.constexpr = 1.4426950408889634 / SIZE**0.5
     is_last = last < begin + PAGES
     score = tl.sum(q0 * k0, axis=1) + tl.sum(q1 * k1, axis=1)
@@ -105,7 +108,7 @@ def attend(
         number = tl.load(tables + row * WIDTH + page)
         number = tl.minimum(tl.maximum(number, 0), POOL - 1)
         start = ((of_layer + number) * KEY_HEADS + head) * (SLOTS * SIZE)
-        # What is not live is not read: it need not be finite.
+        # Slots after the end are not read, because they may hold infinities or NaN.
         slot = page * SLOTS + s
         is_old = slot < end
         of_page = keys + start + s[None, :] * SIZE + c[:, None]
@@ -154,7 +157,7 @@ def combine(
     PIECES_FILLED: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """Program (row, query head): puts the pieces of `attend` together; out is [B, KEY_HEADS * GROUP, SIZE]."""
+    """Merges the pieces of `attend` into out [B, KEY_HEADS * GROUP, SIZE]. The grid is (row, query head)."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     end = tl.minimum(tl.maximum(tl.load(ends + row), 0), WIDTH * SLOTS - 1)

@@ -1,18 +1,17 @@
-"""From four 4-bit codes in 16 bits to four values, in Triton: by bit operations, without a table in memory.
+"""Decodes four 4-bit codes from a 16-bit word in Triton, by bit operations without a table in memory.
 
-A word is int16. For NVFP4 and MXFP4 the bits of its four codes (sign, two of the exponent, one of the
-mantissa) lie where shifts to the left by 0, 3 and 6 bring the first three codes to the sign, the lowest
-two exponent bits and the highest mantissa bit of a bfloat16 (15, 8, 7, 6); the bits that are left are the
-fourth code's. So three codes cost a shift and a mask, and E2M1's subnormal 0.5 is one of bfloat16 too:
-what comes out is code * 2^-126 (float16: the places are 15, 11, 10, 9, and it is code * 2^-14). One
-multiplication by the scale times 2^119 (float16: 2^7) makes of it code * scale * 2^-7, exactly. The 2^-7
-is `DECODED_SCALE`, which a product multiplies back in float32.
+A word is int16. An E2M1 code of NVFP4 or MXFP4 has a sign bit, two exponent bits and a mantissa bit. In bfloat16 they
+belong at bits 15 (sign), 8 and 7 (lowest exponent bits) and 6 (highest mantissa bit). Left shifts of the word by 0, 3
+and 6 bring the first three codes there; the remaining bits are the fourth code's. So each of three codes costs a shift
+and a mask. E2M1's subnormal 0.5 becomes a bfloat16 subnormal, so the result is code * 2^-126. In float16 the bits are
+15, 11, 10 and 9, and the result is code * 2^-14. For NVFP4 one multiplication by scale * 2^119 (in float16 scale * 2^7)
+then gives exactly code * scale * 2^-7. The factor 2^-7 is `DECODED_SCALE`; products undo it in float32.
 
-NF4's values follow no rule. `prmt` looks bytes up in registers, eight at a time: two look-ups for the low
-bytes of 16 values, two for the high ones, and a choice by the code's highest bit.
+NF4 values come from a table. `prmt` looks up bytes in registers, four at once in a table of eight. So four look-ups
+find the low and high bytes in both halves of the table, and the code's highest bit selects the half.
 
-Every function has a twin in plain operations for Triton's interpreter, which knows no assembly and no
-arithmetic in bfloat16: it computes in float32.
+Triton's interpreter runs no assembly and has no bfloat16 arithmetic. For it every function has a second version, which
+uses plain operations in float32.
 """
 
 import ml_dtypes
@@ -24,7 +23,7 @@ from pallas_kernels.formats import nf4
 
 DECODED_SCALE = 2.0**-7
 
-# Fourth code: bit 14 is the sign, 13 the exponent's higher bit, 11 and 10 the rest.
+# The fourth code has its sign at bit 14, its higher exponent bit at 13 and the other two bits at 11 and 10.
 _BFLOAT16_CODES = tl.constexpr("""{
     .reg .b32 t, u, z;
     mov.b32 z, 0x80008000;
@@ -45,7 +44,7 @@ _BFLOAT16_CODES = tl.constexpr("""{
     fma.rn.bf16x2 $3, $3, $11, z;
 }""")
 
-# The same places of a word serve float16: three bits more to the left.
+# float16 uses the same words. Its exponent and mantissa bits are three places further left.
 _FLOAT16_CODES = tl.constexpr("""{
     .reg .b32 t, u;
     and.b32 t, $4, 0x01C001C0;
@@ -75,7 +74,7 @@ _FOUR_BY_ONE = tl.constexpr("=&r,=&r,=&r,=&r,r")
 
 
 def _spread(shift: int, offset: int) -> tl.constexpr:
-    """Assembly that makes of each byte of a word a pair of equal 16-bit values, byte << shift, plus offset."""
+    """Assembly that turns each byte of a word into a pair of equal 16-bit values, (byte << shift) + offset."""
     steps = (
         f"prmt.b32 t, $4, 0, 0x4{i}4{i};\n mad.lo.u32 ${i}, t, {1 << shift}, {offset * 0x10001:#x};"
         for i in range(4)
@@ -83,7 +82,8 @@ def _spread(shift: int, offset: int) -> tl.constexpr:
     return tl.constexpr("{\n .reg .b32 t;\n " + "\n ".join(steps) + "\n}")
 
 
-# Of scales times 2^119 or 2^7: NVFP4's in bfloat16, NVFP4's in float16, MXFP4's in bfloat16.
+# Shift and offset that turn a scale's byte into 16 bits: for NVFP4 scale * 2^119 in bfloat16 or scale * 2^7 in float16
+# ("nvfp4_half"), for MXFP4 the relative scale in bfloat16 (see `layout.py`).
 _SCALE_SHIFTS = {"nvfp4": (4, 0x7680), "nvfp4_half": (7, 0x3400), "mxfp4": (7, 0)}
 _NVFP4_SCALES = _spread(*_SCALE_SHIFTS["nvfp4"])
 _NVFP4_HALF_SCALES = _spread(*_SCALE_SHIFTS["nvfp4_half"])
@@ -91,13 +91,13 @@ _MXFP4_SCALES = _spread(*_SCALE_SHIFTS["mxfp4"])
 
 
 def _lookup(values: list[int]) -> tl.constexpr:
-    """Assembly that looks four 4-bit codes in each half of a word up among 16 values of 16 bits."""
+    """Assembly that looks up the four 4-bit codes in each half of a word in a table of 16 values of 16 bits."""
     table = lambda byte, first: [
         sum((values[first + 4 * half + i] >> 8 * byte & 0xFF) << 8 * i for i in range(4))
         for half in range(2)
     ]
     lines = ["and.b32 s0, $4, 0x77777777;", "shr.u32 s1, s0, 16;", "shl.b32 t, $4, 4;"]
-    # The highest bits of codes 0 and 2 are those of bytes of t, of codes 1 and 3 those of bytes of the word.
+    # The highest bits of codes 0 and 2 are the top bits of t's bytes, those of codes 1 and 3 of the word's bytes.
     lines += ["prmt.b32 m0, $4, t, 0x9D8C;", "prmt.b32 m1, $4, t, 0xBFAE;"]
     for lane in range(2):
         for byte, name in enumerate(("l", "h")):
@@ -122,7 +122,8 @@ _NF4_VALUES = tl.constexpr(nf4.CODE_VALUES.astype(ml_dtypes.bfloat16).astype(flo
 
 @triton.jit
 def scale_pairs(words, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Four scales of each int32 word, as pairs of 16 bits that lie in an int32; or each in float32 (the twin)."""
+    """Decodes the four scales of each int32 word: each a pair of equal 16-bit values in an int32, or without ASSEMBLY
+    one float32."""
     if ASSEMBLY:
         if FORMAT == "mxfp4":
             steps: tl.constexpr = _MXFP4_SCALES
@@ -148,7 +149,10 @@ def scale_pairs(words, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, ASSEMBLY: tl
 
 @triton.jit
 def scaled_values(words, s0, s1, s2, s3, COMPUTE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """E2M1 codes times the scales of `scale_pairs`, times `DECODED_SCALE`: four tensors of COMPUTE."""
+    """Decodes words of E2M1 codes: four tensors code * scale * `DECODED_SCALE` of dtype COMPUTE.
+
+    s0 to s3 are the scales from `scale_pairs`.
+    """
     if ASSEMBLY:
         if COMPUTE == tl.float16:
             v0, v1, v2, v3 = tl.inline_asm_elementwise(
@@ -179,7 +183,7 @@ def scaled_values(words, s0, s1, s2, s3, COMPUTE: tl.constexpr, ASSEMBLY: tl.con
 
 @triton.jit
 def nf4_values(words, COMPUTE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Table entries of NF4 codes, rounded to COMPUTE, without a scale: four tensors."""
+    """Decodes words of NF4 codes: four tensors of table entries, rounded to COMPUTE, without scales."""
     if ASSEMBLY:
         if COMPUTE == tl.float16:
             v0, v1, v2, v3 = tl.inline_asm_elementwise(
@@ -210,7 +214,10 @@ def nf4_values(words, COMPUTE: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def _scale(words, place: tl.constexpr, FORMAT: tl.constexpr):
-    """Scale * DECODED_SCALE. That and not more: the interpreter takes float32's subnormals for zeros."""
+    """Decodes the scale in one byte: scale * DECODED_SCALE in float32.
+
+    It lacks the factor 2^126 of the assembly, because the interpreter treats float32 subnormals as zeros.
+    """
     byte = words >> place & 0xFF
     if FORMAT == "mxfp4":
         bits = tl.maximum(byte - 126, 0) << 7
@@ -221,7 +228,7 @@ def _scale(words, place: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def _e2m1(bits):
-    """The value of a code at bits 15, 8, 7 and 6."""
+    """The value of an E2M1 code at bits 15, 8, 7 and 6, in float32."""
     exponent = bits >> 7 & 3
     mantissa = (bits >> 6 & 1).to(tl.float32) * 0.5
     power = (1 << exponent).to(tl.float32) * 0.5

@@ -1,14 +1,13 @@
-"""A linear of a decoding step with the operations around it, in two kernels: product and epilogue.
+"""A linear of a decoding step and the operations around it, as two kernels: product and epilogue.
 
     y = ([sum of parts] * multiplier + [[x A] B]) * unit + bias
     plain       [y]
-    residual    [r + y], with [it times the next norm's scale], and the sums of its squares
+    residual    r' = [r + y], [r' * scale of the next norm], and sums of squares of r'
     swiglu      [silu([gate]) * [up]]
 
-What stands in brackets is rounded to bfloat16, and nothing else is: in the same places as a layer in
-training and the Hopper kernels round (docs/design/model.md, "Where rounding happens"). RMSNorm is spread over two
-kernels, as there. Everything that layers hold is stacked and read in place, for a slice of a stack would be
-a copy.
+Values in brackets are rounded to bfloat16, and nothing else is. Training and the Hopper kernels round in the same
+places (docs/design/model.md, "Where rounding happens"). RMSNorm is split between the two kernels, as there. Weights
+and adapters are stacked over layers and read in place, because a slice of a stack would be a copy.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ MAX_RANK = 256
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """The residual stream of M rows, ready for a norm.
+    """The residual stream of M rows, with the first half of the next RMSNorm.
 
     Attributes:
       values: bfloat16 [M, D].
-      scaled: bfloat16 [M, D], values times the scale of the norm that comes next.
-      squares: float32 [tiles, M], which sum up to each row's sum of squares.
+      scaled: bfloat16 [M, D], values times the scale of the next norm.
+      squares: float32 [tiles, M]; its sum over tiles is each row's sum of squares.
     """
 
     values: jax.Array
@@ -44,15 +43,15 @@ class Stream:
     squares: jax.Array
 
     def unit(self, eps: float) -> jax.Array:
-        """float32 [M], 1 / sqrt(mean of squares + eps)."""
+        """1 / sqrt(mean of squares + eps) of each row, float32 [M]."""
         return jax.lax.rsqrt(jnp.sum(self.squares, axis=0) / self.values.shape[1] + eps)
 
 
 def stream(values: jax.Array, scale: jax.Array) -> Stream:
-    """A stream from activations bfloat16 [M, D] and the float32 [D] scale of the first norm."""
+    """Makes a stream from activations bfloat16 [M, D] and the scale float32 [D] of the first norm."""
     wide = values.astype(jnp.float32)
     squares = jnp.sum(wide * wide, axis=1)[None]
-    # As many as a kernel makes, so that a loop over layers carries one shape.
+    # The kernel makes this many tiles; the same shape lets a loop over layers carry the stream.
     tiles = -(-values.shape[1] // BLOCK_N)
     squares = jnp.pad(squares, ((0, tiles - 1), (0, 0)))
     return Stream(values, (wide * scale).astype(values.dtype), squares)
@@ -61,13 +60,13 @@ def stream(values: jax.Array, scale: jax.Array) -> Stream:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """LoRA's branches of linears that share an input, stacked over layers.
+    """LoRA matrices of linears that share an input, stacked over layers.
 
     Attributes:
-      a: bfloat16 [L, parts * rank, K], rows of each part filled up with zeros to `rank`.
-      b: bfloat16 [L, N, rank], scaled; of each row the ranks of its own part.
-      sizes: rows of the base in each part.
-      rank: a power of two, 16 or more.
+      a: bfloat16 [L, parts * rank, K]; the rows of each part are padded with zeros to `rank`.
+      b: bfloat16 [L, N, rank], times alpha / R; each row has the ranks of its own part.
+      sizes: rows of the base weight in each part.
+      rank: padded rank of a part, a power of two, 16 or more.
     """
 
     a: jax.Array
@@ -82,10 +81,10 @@ def filled_rank(rank: int) -> int:
 
 
 def pack_branch(parts: Sequence[tuple[jax.Array, jax.Array]], scaling: float) -> Branch:
-    """Joins the branches of linears that share an input.
+    """Joins the LoRA matrices of linears that share an input.
 
     Args:
-      parts: A [L, K, R] and B [L, R, N_i] of each, in the order of the base's rows.
+      parts: A [L, K, R] and B [L, R, N_i] of each linear, in the order of the base weight's rows.
       scaling: alpha / R, multiplied into B.
     """
     rank = parts[0][0].shape[-1]
@@ -101,13 +100,13 @@ def pack_branch(parts: Sequence[tuple[jax.Array, jax.Array]], scaling: float) ->
 
 
 def supports(m: int, sizes: Sequence[int], k: int, *, rank: int) -> str | None:
-    """Why these kernels cannot run a linear on this device, or None.
+    """Returns why these kernels cannot run a linear on this device, or None if they can.
 
     Args:
-      m: rows of x.
-      sizes: rows of W of each of the joined linears.
-      k: columns of both.
-      rank: LoRA's rank; 0 without LoRA.
+      m: M, rows of x.
+      sizes: rows of the weight in each of the joined linears.
+      k: K, columns of x and of the weight.
+      rank: rank of LoRA; 0 without LoRA.
     """
     if reason := runtime.unless_portable():
         return reason
@@ -134,27 +133,27 @@ def linear(
     residual: tuple[Stream, jax.Array] | None = None,
     is_swiglu: bool = False,
 ) -> jax.Array | Stream:
-    """y = x W^T + bias + LoRA's branches, with the norm before and the operations after it.
+    """Computes y = x W^T + bias + LoRA, with the norm before it and the operations after it (see the module).
 
     Args:
       x: bfloat16 [M, K]; or a residual stream, which is normalized first.
       w: a stack [L, ...] of weights.
-      layer: int32 [1], index into the stack, and into every other axis L.
-      multiplier: float32 [L, 1] or [L, N], the weight's multiplier.
-      sizes: rows of the weight of each of the joined linears.
+      layer: int32 [1], index into every axis L.
+      multiplier: float32 [L, 1] or [L, N], `w.multiplier`.
+      sizes: rows of the weight in each of the joined linears.
       bias: [L, N].
       branch: from `pack_branch`.
       eps: epsilon of the norm, if x is a stream.
-      residual: a stream to which y is added, and the float32 [L, N] scales of the norm after it.
-      is_swiglu: whether y is gate and up, and the result is silu(gate) * up.
+      residual: a stream to which y is added, and the scales float32 [L, N] of the norm after it.
+      is_swiglu: y is gate and up, and the result is silu(gate) * up.
 
     Returns:
-      bfloat16 [M, N], or [M, N / 2] of a `swiglu`; or the new stream.
+      bfloat16 [M, N], or [M, N / 2] with `is_swiglu`; with `residual` the new stream.
     """
     values = x.scaled if isinstance(x, Stream) else x
     sums = matmul.product(values, w, layer=layer, a=None if branch is None else branch.a)
     (n, k), (split, m, rows) = w.shape, sums.partials.shape
-    # What is not there is an array that is, and that no kernel reads.
+    # A placeholder for absent operands; the kernel does not read it.
     none = sums.partials
     operands = {
         "layer": layer,

@@ -1,4 +1,4 @@
-"""The Triton kernel of what follows a product in a decoding step; `epilogue.py` launches it and defines it."""
+"""The Triton kernel of the operations after a product in a decoding step; `epilogue.py` defines and launches it."""
 
 import triton
 import triton.language as tl
@@ -6,10 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def rounded(x, ASSEMBLY: tl.constexpr):
-    """float32 x rounded to bfloat16, to nearest, ties to even, in float32 again."""
+    """Rounds float32 x to bfloat16, to nearest, ties to even; returns float32."""
     if ASSEMBLY:
         return x.to(tl.bfloat16).to(tl.float32)
-    # Triton's interpreter knows no rounding to bfloat16.
+    # Triton's interpreter cannot round to bfloat16.
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + (bits >> 16 & 1)) & -65536
     return bits.to(tl.float32, bitcast=True)
@@ -41,7 +41,7 @@ def _product(
     COMPUTE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """([sum of parts] * multiplier + [[x A] B]) * unit + bias of rows of x and columns n; float32."""
+    """([sum of parts] * multiplier + [[x A] B]) * unit + bias for the given rows and columns n; float32."""
     at = partials + row[:, None] * STRIDE + n[None, :]
     known = (row < M)[:, None] & real[None, :]
     y = tl.load(at, mask=known, other=0.0)
@@ -106,22 +106,22 @@ def finish(
     COMPUTE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """Program (i, j) finishes tile i of columns, which belongs to one part, for block j of rows.
+    """Finishes a tile of columns for a block of rows. The grid is (tile, block); a tile belongs to one part.
 
-    Arrays, and what the names of constants leave open:
-      layer: int32 [1], which of what is stacked.
-      partials: float32 [SPLIT, M, STRIDE], of which N columns are real.
-      multiplier: float32 [L, 1], or [L, N].
+    Arrays and constants:
+      layer: int32 [1], index into every axis L.
+      partials: float32 [SPLIT, M, STRIDE], sums over parts of K; the first N columns are used.
+      multiplier: float32 [L, 1]; [L, N] with PER_ROW.
       bias: [L, N].
-      b: [L, N, RANK], each row with the ranks of its own part.
-      down: float32 [RANK_SPLIT, M, RANKS], RANK columns of each part.
-      squares: float32 [TILES, M], of the stream that was multiplied.
+      b: [L, N, RANK]; each row has the ranks of its own part.
+      down: float32 [RANK_SPLIT, M, RANKS], sums of x A; RANK columns for each part.
+      squares: float32 [TILES, M], sums of squares of the stream that was multiplied.
       residual: [M, N].
-      scale: float32 [L, N], of the norm that comes next.
-      out: [M, N], or [M, N / 2] of a swiglu.
-      scaled: [M, N], with a residual.
-      new_squares: float32 [tiles, M], with a residual.
-      SIZE_0, SIZE_1: columns of the first two parts; what is left of N is the third's.
+      scale: float32 [L, N], scales of the next norm.
+      out: [M, N]; [M, N / 2] with IS_SWIGLU.
+      scaled: [M, N], only with HAS_RESIDUAL.
+      new_squares: float32 [tiles, M], only with HAS_RESIDUAL.
+      SIZE_0, SIZE_1: columns of the first two parts; the third has the rest of N.
     """
     index = tl.load(layer).to(tl.int64)
     tile = tl.program_id(0)
@@ -134,7 +134,7 @@ def finish(
         sums = tl.load(squares + each[:, None] * M + row[None, :], mask=known, other=0.0)
         unit = tl.rsqrt(tl.sum(sums, axis=0) / WIDTH + EPS)
 
-    # Tiles of the parts, each of which begins with a tile of its own.
+    # The first tile of each part begins with the part's first column.
     tiles_0: tl.constexpr = (SIZE_0 + BLOCK_N - 1) // BLOCK_N
     tiles_1: tl.constexpr = (SIZE_1 + BLOCK_N - 1) // BLOCK_N
     part = (tile >= tiles_0).to(tl.int32)

@@ -1,7 +1,7 @@
-"""Launches Triton kernels: by jax-triton on a GPU, by Triton's interpreter on a CPU; or only lists the launches.
+"""Launches Triton kernels with jax-triton on a GPU, or with Triton's interpreter on a CPU. It can also only list them.
 
-Modules `*_kernels` and `decoders` import triton and are themselves imported here, when a kernel is started:
-everything else in this package works without it.
+The modules `*_kernels` and `decoders` import triton. They are imported here when a kernel is launched, so everything
+else in this package works without triton.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from pallas_kernels import runtime
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """The parts of a kernel launch on which its compilation depends.
+    """The parts of a kernel launch that affect its compilation.
 
     Attributes:
       kernel: "module.function" in this package.
-      types: types of its array arguments, operands and results, by name.
-      constants: its other arguments.
-      warps: of 32 threads in a program.
-      stages: of the software pipeline of loads.
+      types: dtypes of the array arguments (operands and results), by name.
+      constants: the other arguments, by name.
+      warps: warps per program.
+      stages: stages of the loads' software pipeline.
     """
 
     kernel: str
@@ -43,8 +43,10 @@ _WRITTEN_DOWN: list[Launch] | None = None
 
 @contextlib.contextmanager
 def writing_down() -> Iterator[list[Launch]]:
-    """Inside the block kernels are not launched but listed, and their results are zeros. For `jax.eval_shape`,
-    followed by `compile_for`."""
+    """Lists launches instead of doing them, inside a `with` block; results are zeros.
+
+    It is meant for `jax.eval_shape`; the list is for `compile_for`.
+    """
     global _WRITTEN_DOWN
     before, _WRITTEN_DOWN = _WRITTEN_DOWN, []
     try:
@@ -69,17 +71,17 @@ def call(
 
     Args:
       kernel: "module.function" in this package. Its array arguments are the operands and then the results.
-      operands: by name.
-      results: by name.
-      grid: programs along each axis, of which there are at most three.
-      warps: of 32 threads in a program.
-      stages: of the software pipeline of loads.
-      aliases: operands by the results that are updated copies of them, in the same place.
-      has_tensor_cores: whether the kernel has an argument COMPUTE, the type that it multiplies in.
-      **constants: other arguments.
+      operands: arrays by name.
+      results: shapes and dtypes by name.
+      grid: number of programs along each axis, at most three axes.
+      warps: warps per program.
+      stages: stages of the loads' software pipeline.
+      aliases: for each result that updates an operand in place, the name of the operand.
+      has_tensor_cores: whether the kernel has an argument COMPUTE, the dtype in which it multiplies.
+      **constants: the other arguments.
 
     Returns:
-      The results in their order.
+      The results, in the order of `results`.
     """
     arrays = [*operands.values()]
     types = {name: jnp.dtype(array.dtype) for name, array in [*operands.items(), *results.items()]}
@@ -94,7 +96,7 @@ def call(
     is_interpreted = runtime.interprets_triton()
     if has_tensor_cores:
         kind = runtime.tensor_core_type()
-        # The interpreter has no arithmetic in bfloat16: `_interpret` gives it float32.
+        # The interpreter has no bfloat16 arithmetic, so `_interpret` gives it float32.
         constants["COMPUTE"] = getattr(
             tl, "float32" if is_interpreted and kind == "bfloat16" else kind
         )
@@ -114,7 +116,7 @@ def call(
             name=f"portable_{kernel.split('.')[1]}",
             num_warps=warps,
             num_stages=stages,
-            # Said here, nobody asks a device, which may not be there.
+            # Given here, because otherwise jax-triton asks a device, and there may be none.
             compute_capability=int(runtime.device().compute_capability.replace(".", "")),
             input_output_aliases=places,
             ASSEMBLY=True,
@@ -128,10 +130,10 @@ def compile_for(launch: Launch, capability: int) -> Any:
 
     Args:
       launch: from `writing_down`.
-      capability: compute capability, times ten.
+      capability: compute capability times ten, e.g. 75.
 
     Returns:
-      What `triton.compile` returns.
+      The compiled kernel that `triton.compile` returns.
     """
     import triton
     import triton.language as tl
@@ -145,7 +147,7 @@ def compile_for(launch: Launch, capability: int) -> Any:
         name: f"*{short[str(launch.types[name])]}" if name in launch.types else "constexpr"
         for name in function.arg_names
     }
-    # JAX's buffers begin at multiples of 256 bytes; jax-triton tells Triton of 16.
+    # JAX aligns buffers to 256 bytes; jax-triton promises Triton 16, and so does this.
     attributes = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(function.arg_names)
@@ -167,7 +169,7 @@ def _function(kernel: str) -> Any:
 
 
 class _HostArray:
-    """An array with the few methods of a torch tensor that Triton's interpreter asks for."""
+    """A numpy array with the methods of a torch tensor that Triton's interpreter calls."""
 
     def __init__(self, array: np.ndarray):
         self.array, self.dtype = array, array.dtype
@@ -208,11 +210,11 @@ def _interpret(
     constants: Mapping[str, Any],
     *operands: jax.Array,
 ) -> tuple[np.ndarray, ...]:
-    """Runs a kernel on host arrays; bfloat16 ones are float32 in between."""
+    """Runs a kernel on host arrays with Triton's interpreter. bfloat16 arrays are float32 inside the kernel."""
     _mend_interpreter()
     wide = lambda dtype: np.float32 if dtype == jnp.bfloat16 else dtype
     arrays = [np.array(o).astype(wide(o.dtype)) for o in map(np.asarray, operands)]
-    # What no program writes must not be read: it is not a number.
+    # Outputs start as NaN, or -1 if they are integers, so that tests notice a value that no program wrote.
     filled = lambda dtype: np.nan if jnp.issubdtype(dtype, jnp.floating) else -1
     outputs = [np.full(r.shape, filled(r.dtype), wide(r.dtype)) for r in results]
     for operand, result in aliases.items():
@@ -229,7 +231,7 @@ def _interpret(
 
 @functools.cache
 def _mend_interpreter() -> None:
-    """Lets a loop's bounds be arrays of one number: numpy 2.5 takes no such array for a number."""
+    """Makes Triton's interpreter accept one-element arrays as loop bounds, which numpy 2.5 no longer converts."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor

@@ -1,16 +1,15 @@
-"""How a packed weight lies in memory for the portable kernels; made once, at load.
+"""The memory layout of a packed weight for the portable kernels. A weight is converted once, at load.
 
-Columns are cut into chunks of 64, four blocks of 16. Of each row of a chunk there are 16 words of 16
-bits, in which word j has the codes of columns j, 16 + j, 32 + j and 48 + j: so a kernel that takes the words
-of a row apart finds its four blocks in their order, each with one scale, and shuffles nothing. All rows
-of a chunk lie one after the other, so any number of them is one piece of memory.
+Columns are cut into chunks of 64: four blocks of 16. Each row of a chunk has 16 words of 16 bits. Word j holds the
+codes of columns j, 16 + j, 32 + j and 48 + j. So a kernel that splits the words of a row gets its four blocks in order,
+each with one scale, without shuffles. The rows of a chunk are contiguous, so any range of them is one piece of memory.
 
-    words     int16 [chunks, N, 16]     places of an E2M1 code's bits: see `decoders`
-    scales    int32 [chunks, N]         four bytes, that of the first block lowest; of NF4 one float32
+    words     int16 [chunks, N, 16]     `decoders.py` says where the bits of an E2M1 code are
+    scales    int32 [chunks, N]         four bytes, the first block's lowest; float32 for NF4
 
-A scale's byte is what a few operations make a bfloat16 (or float16) of, see `decoders`: NVFP4's an E5M3,
-exponent + 9 and three bits of mantissa, in which all of E4M3 is normal; MXFP4's an exponent relative to
-the largest of its matrix.
+A few operations turn a scale's byte into a bfloat16 or float16 (see `decoders.py`). NVFP4's byte is an E5M3 number,
+exponent + 9 and three mantissa bits, in which all E4M3 values are normal. MXFP4's byte is the exponent relative to
+the largest one of its matrix.
 """
 
 import dataclasses
@@ -27,28 +26,26 @@ from pallas_kernels.formats.nf4 import NF4Tensor
 from pallas_kernels.formats.nvfp4 import NVFP4Tensor
 
 CHUNK = 64
-# Rows are filled up with zeros to whole tiles of so many.
+# Rows are padded with zeros to a multiple of this.
 TILE = 64
-# What kernels decode of NVFP4 is code * scale * this: exact in bfloat16 and in float16.
+# For NVFP4 kernels decode code * scale * DECODED_SCALE, which is exact in bfloat16 and in float16.
 DECODED_SCALE = 2.0**-7
 
-# Of E4M3's non-negative bytes: zero, the subnormals m / 8 * 2^-6, the normals, NaN. No byte decodes to zero,
-# so zero has one that is no other value's, and its codes are zeros.
+# The E5M3 byte for each non-negative E4M3 byte: zero, the subnormals m / 8 * 2^-6, the normals, NaN. No byte decodes to
+# zero. So zero gets a byte that no other value has, and the codes of its block are set to zero.
 _SCALE_BYTES = np.array([143, 0, 8, 12, 16, 18, 20, 22, *range(24, 143), 145], np.uint8)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PortableWeight:
-    """An [N, K] weight, y = x W^T, as the portable kernels read it, or a stack of such weights.
-
-    `shape` belongs to one matrix: leading axes of the leaves may be sliced and the weight stays valid.
+    """An [N, K] weight of y = x W^T in the layout of the portable kernels, or a stack of such weights.
 
     Attributes:
-      words: int16 [..., ceil(K / 64), N', 16], N' being N filled up to whole tiles of 64.
-      scales: int32 [..., ceil(K / 64), N'], four bytes; float32 of NF4.
-      global_scale: float32 [..., 1] or [..., N]; weights are what the kernels decode, divided by it.
-      shape: (N, K), without padding.
+      words: int16 [..., ceil(K / 64), N', 16], N' being N rounded up to a multiple of 64.
+      scales: int32 [..., ceil(K / 64), N'], four bytes each; float32 for NF4.
+      global_scale: float32 [..., 1] or [..., N]. The weights are the decoded values divided by it.
+      shape: (N, K) of one matrix without padding, static. It stays valid when leading axes of the leaves are sliced.
       format: "nvfp4", "mxfp4" or "nf4".
     """
 
@@ -60,17 +57,17 @@ class PortableWeight:
 
     @property
     def multiplier(self) -> jax.Array:
-        """float32 1 / global_scale, [..., 1] or [..., N]: products multiply their rounded sums by it."""
+        """1 / global_scale, float32 [..., 1] or [..., N]. Products multiply their rounded sums by it."""
         return 1 / self.global_scale
 
 
 def whole(n: int) -> int:
-    """Rows of the tiles that cover n of them."""
+    """Rounds a number of rows up to a multiple of `TILE`."""
     return n + -n % TILE
 
 
 def supports(t: NVFP4Tensor | MXFP4Tensor | NF4Tensor) -> str | None:
-    """Why a weight cannot be brought into this layout, or None."""
+    """Returns why a weight cannot be converted to this layout, or None if it can."""
     if isinstance(t, NF4Tensor) and t.shape[1] % CHUNK:
         return f"needs NF4's blocks of {nf4.BLOCK} within rows; got K = {t.shape[1]}"
     if isinstance(t, MXFP4Tensor) and runtime.tensor_core_type() == "float16":
@@ -80,9 +77,9 @@ def supports(t: NVFP4Tensor | MXFP4Tensor | NF4Tensor) -> str | None:
 
 
 def prepare(t: NVFP4Tensor | MXFP4Tensor | NF4Tensor) -> PortableWeight:
-    """Reorders a weight, or a stack of them, for the portable kernels.
+    """Converts a weight, or a stack of weights, to the layout of the portable kernels.
 
-    NVFP4's scales are not negative (their sign is lost), and codes whose scale is zero become zeros.
+    NVFP4 scales must not be negative, because their sign is lost. Codes whose scale is zero become zeros.
 
     Raises:
       NotImplementedError: the reason `supports` gives.
@@ -100,7 +97,7 @@ def prepare(t: NVFP4Tensor | MXFP4Tensor | NF4Tensor) -> PortableWeight:
         divisor = t.global_scale * DECODED_SCALE
     else:
         kind = "mxfp4"
-        # The largest has the largest exponent of a bfloat16; code * 2^-126 times it is code * 2.
+        # The largest scale gets bfloat16's largest exponent, 2^127; code * 2^-126 times it is code * 2.
         most = jnp.maximum(jnp.max(t.scales, axis=(-2, -1), keepdims=True), 1).astype(jnp.int32)
         bytes_ = (254 - most + t.scales).astype(jnp.uint8)
         bytes_ = jnp.repeat(bytes_, mxfp4.BLOCK // nvfp4.BLOCK, axis=-1)
@@ -123,7 +120,10 @@ def prepare(t: NVFP4Tensor | MXFP4Tensor | NF4Tensor) -> PortableWeight:
 
 
 def unprepare(w: PortableWeight) -> NVFP4Tensor | MXFP4Tensor | NF4Tensor:
-    """Inverse of `prepare`: bit for bit, but for codes whose scale is zero, and NF4's scales, which are decoded."""
+    """Converts a weight back, the inverse of `prepare`.
+
+    It is exact except that codes whose scale is zero are zeros, and that NF4 scales are not quantized.
+    """
     n, k = w.shape
     codes, scales = _codes(w), _scale_bytes(w)
     if w.format == "nf4":
@@ -148,11 +148,11 @@ def unprepare(w: PortableWeight) -> NVFP4Tensor | MXFP4Tensor | NF4Tensor:
 
 
 def decoded(w: PortableWeight, dtype: DTypeLike) -> jax.Array:
-    """What the kernels decode, in jnp: the weights times `global_scale`, [..., N, K]; rounded once to dtype."""
+    """Decodes a weight in jnp as the kernels do: weights times `global_scale`, rounded once to dtype; [..., N, K]."""
     n, k = w.shape
     codes = _codes(w)
     if w.format == "nf4":
-        # Kernels have the table in 16 bits, and scales in float32.
+        # The kernels have the table in 16 bits and the scales in float32.
         table = jnp.asarray(nf4.CODE_VALUES)
         table = table.astype(jnp.bfloat16).astype(jnp.float32) if dtype != jnp.float32 else table
         scales = jnp.repeat(jnp.swapaxes(w.scales, -1, -2)[..., :n, :], CHUNK, axis=-1)
@@ -160,7 +160,7 @@ def decoded(w: PortableWeight, dtype: DTypeLike) -> jax.Array:
     exponents = _scale_bytes(w).astype(jnp.int32)
     if w.format == "nvfp4":
         bits = (exponents << 4) + 0x7680
-        # Of 2^119 * scale, 2^-126 is what codes lack.
+        # These bits are scale * 2^119; with 2^-126, the factor of a decoded code, scale * 2^-7 remains.
         scales = jax.lax.bitcast_convert_type(bits << 16, jnp.float32) * 2.0**-126
     else:
         scales = jax.lax.bitcast_convert_type(jnp.maximum(exponents - 126, 1) << 23, jnp.float32)
@@ -185,7 +185,7 @@ def _prepared_nf4(t: NF4Tensor) -> PortableWeight:
 
 
 def _chunked(codes: jax.Array) -> jax.Array:
-    """[..., N, K] -> [..., chunks, N', 16, 4], zeros in what is filled up."""
+    """Rearranges [..., N, K] into [..., chunks, N', 16, 4], padded with zeros."""
     codes = _padded(codes, TILE, CHUNK)
     *stack, n, k = codes.shape
     codes = codes.reshape(*stack, n, k // CHUNK, 4, 16)
@@ -193,7 +193,7 @@ def _chunked(codes: jax.Array) -> jax.Array:
 
 
 def _codes(w: PortableWeight) -> jax.Array:
-    """uint8 [..., N, K], as the format has them."""
+    """Unpacks the codes of the format: uint8 [..., N, K]."""
     n, k = w.shape
     bits = w.words.astype(jnp.int32)
     if w.format == "nf4":
@@ -208,7 +208,7 @@ def _codes(w: PortableWeight) -> jax.Array:
 
 
 def _scale_bytes(w: PortableWeight) -> jax.Array:
-    """uint8 [..., N, K / 16]; of NF4 nothing that means anything."""
+    """Unpacks the bytes of scales: uint8 [..., N, K / 16]. For NF4 the result is meaningless."""
     n, k = w.shape
     bytes_ = jax.lax.bitcast_convert_type(jnp.swapaxes(w.scales, -1, -2), jnp.uint8)
     return bytes_.reshape(*bytes_.shape[:-2], -1)[..., :n, : k // nvfp4.BLOCK]

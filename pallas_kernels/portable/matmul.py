@@ -1,9 +1,9 @@
-"""Products with packed weights through Triton: a fused kernel for few rows, and for many a copy that cuBLAS reads.
+"""Products with packed weights in Triton: a fused kernel for few rows; for many rows an unpacked copy for cuBLAS.
 
-    few rows   y = sum over parts of K of [x W^T]     `product`: parts are added up by whatever reads them
-    many rows  y = x @ unpacked(W)^T                  a pass over the weight is small beside the arithmetic
+    few rows   y = sum over parts of K of x W^T     `product` returns the parts; the caller adds them
+    many rows  y = x @ unpacked(W)^T                unpacking takes little time beside the product
 
-All of it without `global_scale`, which `nvfp4_matmul` multiplies on.
+Forward products leave out `global_scale`; `nvfp4_matmul` applies it. `backward` includes it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MAX_M = 128
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """What `product` leaves, to be added up.
+    """The partial sums of `product`. The sum over their first axis is the product.
 
     Attributes:
-      partials: float32 [parts, M, N'], N' being N filled up to whole tiles.
-      down: float32 [parts, M, ranks], of x A; or None.
+      partials: float32 [parts, M, N'] of x W^T, N' being N rounded up to whole tiles.
+      down: float32 [parts, M, ranks] of x A^T, or None.
     """
 
     partials: jax.Array
@@ -37,7 +37,7 @@ class Sums:
 
 
 def supports(m: int, n: int, k: int, config: Config) -> str | None:
-    """Why the kernel of few rows cannot run a problem, or None."""
+    """Returns why the kernel for few rows cannot run a problem, or None if it can."""
     if not 1 <= m <= MAX_M:
         return f"needs 1 <= M <= {MAX_M}; got M = {m}"
     if layout.whole(n) % config.block_n:
@@ -55,15 +55,14 @@ def product(
     a: jax.Array | None = None,
     config: Config | None = None,
 ) -> Sums:
-    """Sums over parts of K of x W^T, and of x A^T beside them.
+    """Computes partial sums over K of x W^T, and of x A^T in the same launch.
 
     Args:
       x: bfloat16 [M, K], M at most 128.
-      w: one weight, or a stack [L, ...] of which `layer` says one. It is read in place: a slice of a stack
-        would be a copy.
-      layer: int32 [1], or None for a weight that is none of a stack.
-      a: bfloat16 [ranks, K], or [L, ranks, K]; ranks a multiple of 16.
-      config: of the launch; None for the tuned one.
+      w: a weight, or a stack [L, ...]. A stack is read in place, because a slice of it would be a copy.
+      layer: int32 [1], index into the stack; None for a single weight.
+      a: bfloat16 [ranks, K], or [L, ranks, K] for a stack; ranks must be a multiple of 16. None without LoRA.
+      config: the launch configuration; None for that of `tuning.pick_config`.
 
     Raises:
       NotImplementedError: the reason `supports` gives.
@@ -76,7 +75,7 @@ def product(
     block_m = tuning.block_m(m, config)
     block_r = 32 if ranks % 32 == 0 else 16
     rank_split = tuning.rank_split(k) if ranks else 1
-    # What is not there is an array that is, and that no program reads.
+    # Absent operands get a placeholder that the kernel does not read.
     operands = {
         "layer": jnp.zeros((1,), jnp.int32) if layer is None else layer,
         "x": x,
@@ -112,7 +111,7 @@ def product(
 
 
 def unpacked(w: PortableWeight, config: Config | None = None) -> jax.Array:
-    """What is decoded of a weight, in the type that tensor cores take: [N, K]."""
+    """Decodes a weight [N, K] in the dtype of the tensor cores: weights times `global_scale`."""
     n, k = w.shape
     chunks, rows, _ = w.words.shape
     config = config or tuning.UNPACK
@@ -133,28 +132,31 @@ def unpacked(w: PortableWeight, config: Config | None = None) -> jax.Array:
 
 
 def unless_fit(dtype: DTypeLike) -> str | None:
-    """Why x of this type meets no portable kernel here, or None."""
+    """Returns why the portable kernels cannot multiply x of this dtype here, or None if they can."""
     if reason := runtime.unless_portable():
         return reason
     return None if dtype == jnp.bfloat16 else f"needs x in bfloat16; got {dtype}"
 
 
 def few_rows(x: jax.Array, w: PortableWeight) -> jax.Array:
-    """x [M, K] -> float32 sums [M, N], by the fused kernel."""
+    """Computes x [M, K] @ decoded(W)^T as float32 [M, N], with the fused kernel. M is at most 128."""
     return jnp.sum(product(x, w).partials, axis=0)[:, : w.shape[0]]
 
 
 def many_rows(x: jax.Array, w: PortableWeight) -> jax.Array:
-    """x [M, K] -> sums [M, N] in bfloat16, or in float32 where tensor cores take float16."""
+    """Computes x [M, K] @ decoded(W)^T as [M, N], with cuBLAS.
+
+    The result is bfloat16, or float32 where the tensor cores need float16.
+    """
     return _dot(x, unpacked(w), contract=1)
 
 
 def backward(dy: jax.Array, w: PortableWeight) -> jax.Array:
-    """dy [M, N] -> dy @ W [M, K] in dy's type, with `global_scale`."""
+    """Computes dy [M, N] @ W as [M, K] in dy's dtype, with `global_scale` applied."""
     if w.global_scale.shape[-1] == 1:
         dx = _dot(dy, unpacked(w), contract=0)
         return (dx.astype(jnp.float32) * w.multiplier).astype(dy.dtype)
-    # Rows of different global scales are summed over, so here the multiplier has to come first.
+    # The sum runs over rows with different global scales, so the multiplier is applied to dy first.
     scaled = (dy.astype(jnp.float32) * w.multiplier).astype(dy.dtype)
     return _dot(scaled, unpacked(w), contract=0).astype(dy.dtype)
 
@@ -162,7 +164,7 @@ def backward(dy: jax.Array, w: PortableWeight) -> jax.Array:
 def _dot(x: jax.Array, weight: jax.Array, *, contract: int) -> jax.Array:
     if weight.dtype == x.dtype:
         return jax.lax.dot_general(x, weight, (((1,), (contract,)), ((), ())))
-    # float16 ends at 65504: each row of x goes to the middle of its range and comes back.
+    # float16 ends at 65504. So each row of x is scaled to a maximum between 1 and 2, and its product scaled back.
     largest = jnp.max(jnp.abs(x.astype(jnp.float32)), axis=1, keepdims=True)
     unit = jnp.exp2(-jnp.floor(jnp.log2(jnp.where(largest > 0, largest, 1))))
     scaled = (x.astype(jnp.float32) * unit).astype(weight.dtype)

@@ -1,9 +1,8 @@
-"""The Triton kernels of products with packed weights; `matmul.py` launches them, `layout.py` says what they read:
-the weight in chunks of 64 columns, four blocks of 16.
+"""The Triton kernels of products with packed weights. `matmul.py` launches them; `layout.py` describes the weight.
 
-W, in tiles of rows, is the left operand of the tensor cores and x^T the right one: so a product with one
-row of x wastes seven columns of an instruction, not fifteen, and a weight goes from shared memory through
-the decoder into the registers that the instruction reads, never back.
+W, in tiles of rows, is the left operand of the tensor cores, and x^T is the right one. So a product with one row of x
+wastes seven columns of an instruction instead of fifteen. And a weight goes from shared memory through the decoder
+into the registers that the instruction reads, without being written back.
 """
 
 import triton
@@ -14,9 +13,9 @@ from pallas_kernels.portable import decoders
 
 @triton.jit
 def _decoded(words, scales, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Words int16 [R, 16] and what `scales` holds of their rows, [R] -> four [R, 16] of COMPUTE.
+    """Decodes words int16 [R, 16] and scales [R] of a chunk: four blocks [R, 16] of COMPUTE.
 
-    NF4's are without their scales, which do not fit into 16 bits.
+    NF4 values are without their scales, which do not fit into 16 bits.
     """
     if FORMAT == "nf4":
         return decoders.nf4_values(words, COMPUTE, ASSEMBLY)
@@ -30,7 +29,7 @@ def _decoded(words, scales, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, ASSEMBL
 
 @triton.jit
 def _of_x(pointers, chunk, part: tl.constexpr, K: tl.constexpr, COMPUTE: tl.constexpr):
-    """Columns 16 part ... 16 part + 15 of a chunk of x^T."""
+    """Loads block `part` of a chunk of x^T: [16, BLOCK_M]. Rows from K on are zeros."""
     at = pointers + (chunk * 64 + 16 * part)
     if K % 64 == 0:
         return tl.load(at).to(COMPUTE)
@@ -50,7 +49,7 @@ def _dense_sums(
     STAGES: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
-    """Sums over chunks begin ... end - 1 of [ROWS, 16] tiles at `matrix` times x^T."""
+    """Sums matrix [ROWS, K] times x^T over the chunks begin ... end - 1: float32 [ROWS, BLOCK_M]."""
     sums = tl.zeros((ROWS, BLOCK_M), tl.float32)
     for chunk in tl.range(begin, end, num_stages=STAGES):
         for part in tl.static_range(4):
@@ -88,21 +87,21 @@ def product(
     COMPUTE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """Parts of sums over K: of x W^T for `partials`, and of x A^T for `down`.
+    """Computes partial sums over K: of x W^T in `partials`, and of x A^T in `down`.
 
-    Programs (i, j): the first tiles(RANKS) * RANK_SPLIT of i are A's, the others W's; j is a block of x's rows.
-    A program of W adds up one of SPLIT runs of chunks for BLOCK_N rows. All that is written is written once,
-    so a result does not depend on which program ends first.
+    The grid is (i, j); j is a block of x's rows. The first RANKS / BLOCK_R * RANK_SPLIT programs i work on A, the
+    others on W. A program on W sums one of SPLIT ranges of chunks for BLOCK_N rows of W. Each value is written by one
+    program, so results do not depend on the order of programs.
 
-    Arrays, and what the names of constants leave open:
-      layer: int32 [1], which of the stacked weights.
+    Arrays and constants:
+      layer: int32 [1], index into every axis L.
       x: [M, K].
       words: int16 [L, ceil(K / 64), N, 16].
-      scales: int32 [L, ceil(K / 64), N], four bytes each; of NF4 float32.
-      a: [L, RANKS, K], in x's type.
+      scales: int32 [L, ceil(K / 64), N], four bytes each; float32 for NF4.
+      a: [L, RANKS, K], in x's dtype.
       partials: float32 [SPLIT, M, N].
       down: float32 [RANK_SPLIT, M, RANKS].
-      N: rows of W, whole blocks of them.
+      N: padded rows of W, a multiple of BLOCK_N.
       UNITS: chunks in one round of the loop.
     """
     chunks: tl.constexpr = (K + 63) // 64
@@ -110,7 +109,7 @@ def product(
     index = tl.load(layer).to(tl.int64)
     program = tl.program_id(0)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    # A row too many reads the last one's values, and its sums are not written.
+    # Rows beyond M read the last row, and their sums are not written.
     pointers = x + tl.minimum(row, M - 1)[None, :] * K + tl.arange(0, 16)[:, None]
     if RANKS > 0:
         if program < rank_programs:
@@ -132,7 +131,7 @@ def product(
     rounds: tl.constexpr = chunks // UNITS
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     first = part * rounds // SPLIT
-    # Named here, the stages hold for all loads: left to itself Triton fetches ahead only what a product reads.
+    # With num_stages given here Triton prefetches all loads; by default only those that a product reads.
     for turn in tl.range(first, (part + 1) * rounds // SPLIT, num_stages=STAGES):
         for unit in tl.static_range(UNITS):
             chunk = turn * UNITS + unit
@@ -167,10 +166,10 @@ def unpack(
     COMPUTE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """Writes a weight out: code * scale * DECODED_SCALE, or NF4's entry * scale, [N, K] of COMPUTE.
+    """Decodes a weight: code * scale * DECODED_SCALE, or for NF4 entry * scale, [N, K] of COMPUTE.
 
-    Arrays, and what the names of constants leave open:
-      words: int16 [ceil(K / 64), ROWS, 16], ROWS whole blocks and at least N.
+    Arrays and constants:
+      words: int16 [ceil(K / 64), ROWS, 16]; ROWS is at least N and a multiple of BLOCK_N.
       scales: int32 or float32 [ceil(K / 64), ROWS].
       out: [N, K].
     """

@@ -1,4 +1,4 @@
-"""Which configuration a product of few rows gets: measured on the device, or by rule."""
+"""The launch configurations of products with few rows: from a table measured on the device, or by a rule."""
 
 import dataclasses
 import functools
@@ -9,20 +9,20 @@ from pallas_kernels import runtime
 from pallas_kernels.portable.layout import CHUNK, whole
 
 TABLES = pathlib.Path(__file__).parent / "tuned"
-# M of the tables' rows; a problem takes the next one up.
+# The values of M in the tables. A problem uses the next larger one.
 TUNED_M = (8, 16, 32, 64, 128)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a launch is cut up.
+    """How a launch is divided.
 
     Attributes:
-      block_n: rows of W of one program: 32, 64, 128 or 256.
-      units: chunks of 64 columns in one round of its loop: 1, 2 or 4.
-      split: programs that share the columns of a block.
-      warps: of 32 threads: 1, 2, 4 or 8.
-      stages: rounds whose loads are under way, and one more.
+      block_n: rows of W in one program: 32, 64, 128 or 256.
+      units: chunks of 64 columns in one round of the loop: 1, 2 or 4.
+      split: number of programs among which K is divided.
+      warps: warps per program: 1, 2, 4 or 8.
+      stages: stages of the loads' software pipeline: one more than the rounds that are prefetched.
     """
 
     block_n: int = 64
@@ -47,35 +47,35 @@ UNPACK = Config(block_n=64, warps=4, stages=1)
 
 
 def block_m(m: int, config: Config) -> int:
-    """Rows of x in one program: all, filled up to a power of two, as far as sums fit its registers.
+    """Rows of x in one program: M rounded up to a power of two, or fewer if the sums do not fit into registers.
 
-    No fewer than fill the program's threads with four bytes of a slab of x each: of less, loads are not fetched
-    ahead.
+    It is at least 4 * warps if registers allow, so that each thread loads four bytes of a [rows, 16] block of x:
+    Triton does not prefetch smaller loads.
     """
     most = 2048 * config.warps // config.block_n
     if runtime.tensor_core_type() == "float16":
-        # For a T4 Triton multiplies without tensor cores, and holds both operands in registers.
+        # On a T4 Triton multiplies without tensor cores and keeps both operands in registers.
         most = 16
     return min(max(4 * config.warps, 1 << (m - 1).bit_length(), 8), max(most, 8))
 
 
 def rank_split(k: int) -> int:
-    """Programs that share the columns of A's ranks: of eight chunks each, but at most eight."""
+    """Number of programs among which K is divided for x A^T: eight chunks or more each, at most eight programs."""
     return min(8, max(1, -(-k // CHUNK) // 8))
 
 
 def pick_config(m: int, n: int, k: int) -> Config:
-    """The configuration for a problem: from the device's table, else by `heuristic`."""
+    """Picks the configuration for a problem: from the device's table, else by `heuristic`."""
     found = table_of(runtime.device_kind()).get((_bucket(m), n, k))
     return found or heuristic(m, n, k)
 
 
 def heuristic(m: int, n: int, k: int) -> Config:
-    """The configuration for a problem in no table: about sixteen warps of work for each processor.
+    """Picks the configuration for a problem that is in no table: about sixteen warps for each processor.
 
-    Two warps a program keep Triton from the instructions that four warps share on Hopper and Blackwell,
-    for which the weight would go through other memories once more. Parts are written and read once more, so
-    there are fewer of them where they would be larger than the weight.
+    With two warps per program Triton does not use the instructions of four warps on Hopper and Blackwell, which would
+    need the decoded weight in shared or tensor memory. Each part of a sum is written and read again, so there are
+    fewer parts where they would be larger than the weight.
     """
     rows, chunks = whole(n), -(-k // CHUNK)
     units = 2 if chunks % 2 == 0 else 1
@@ -85,11 +85,11 @@ def heuristic(m: int, n: int, k: int) -> Config:
 
 
 def candidates(m: int, n: int, k: int) -> list[Config]:
-    """Configurations worth timing, the heuristic's first: about a dozen, for each takes seconds to compile."""
+    """Configurations worth timing, the heuristic's first. There are about a dozen: each takes seconds to compile."""
     rows, chunks = whole(n), -(-k // CHUNK)
     found = [heuristic(m, n, k)]
     deep = [(u, s) for u, s in ((1, 4), (2, 3), (2, 4), (4, 3)) if chunks % u == 0]
-    # Units and stages matter most with the rule's own tile; others are tried with one choice of them.
+    # Units and stages matter most with the heuristic's tile; other tiles are tried with one choice of them.
     tiles = [((64, 2), deep[1:]), ((64, 4), deep[1:2]), ((128, 4), deep[1:2])]
     tiles += [((32, 1), deep[1:2])] if m <= 16 else [((128, 8), deep[1:2])]
     for (block_n, warps), choices in tiles:
@@ -103,13 +103,13 @@ def candidates(m: int, n: int, k: int) -> list[Config]:
 
 
 def path_of(device_kind: str) -> pathlib.Path:
-    """Where a device's table is, or would be."""
+    """The path of a device's table, which need not exist."""
     return TABLES / f"{device_kind.lower().replace(' ', '_')}.json"
 
 
 @functools.cache
 def table_of(device_kind: str) -> dict[tuple[int, int, int], Config]:
-    """Rows of a device's table: (M, N, K) -> Config; empty for a device without one."""
+    """Reads a device's table: (M, N, K) -> Config. It is empty if there is none."""
     path = path_of(device_kind)
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     return {(row["m"], row["n"], row["k"]): Config(**row["config"]) for row in rows}
