@@ -1,17 +1,17 @@
 """Times decode attention on one GPU, beside cuDNN: `python -m scripts.bench_decode_attention`.
 
-Values are checked before every timing. The result must equal the reference within bfloat16 rounding, the cache may
+Values are checked before every timing: the result must equal the reference within bfloat16 rounding, the cache may
 differ only in the last bit of a new key, and a row's bits must not change when the other rows are removed.
 `--sweep` times every configuration instead of the default one.
 
     bytes   4 * J * C * (live tokens of all rows), keys and values in bfloat16
-    floor   bytes / 4.3 TB/s, what one H200 reaches through JAX
+    floor   bytes / 4.3 TB/s, the bandwidth that JAX reaches on one H200
 
-A call rotates, appends and attends, for one layer of a cache whose layers together miss the L2. `kernel`
-is the device time of the kernel itself, `plan` that of all kernels that divide the work, once for all layers
-of a step, both from CUPTI; `loop` is the wall time of a call in a jitted loop over layers. cuDNN gets a
-contiguous cache, and neither rotates nor appends; its column is the sum of its kernels. It needs only jax and
-numpy, and stops if a kernel hangs.
+A call rotates, appends and attends for one layer. The caches of all layers together are larger than the L2 cache.
+`kernel` is the device time of the attention kernel. `plan` is that of all kernels that make the plan, once per step for
+all layers. Both are from CUPTI. `loop` is the wall time per call in a jitted loop over layers. cuDNN reads a contiguous
+cache and neither rotates nor appends; its column is the sum of its kernels. The script needs only jax and numpy, and
+ends itself if a kernel hangs.
 """
 
 import argparse
@@ -39,24 +39,24 @@ from pallas_kernels.decode_attention.config import PAGE, Config
 from scripts.bench_kernels import BANDWIDTH, versions, watch
 
 KERNEL = "decode_attention"
-# How many times what the L2 holds lies between two uses of a weight.
+# The data read between two uses of a weight is this many times the size of the L2 cache.
 _ROTATION = 5
-# Kernels of the timing loop: bringing an operand, counting, copying the cache once at its start.
+# Kernels of the timing loop itself: they fetch an operand, count, or copy the cache once at the start.
 _BOOKKEEPING = re.compile("slice|add_fusion|compare|broadcast|copy|mem(cpy|set)", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One decode step of a layer.
+    """The attention of one layer in one decoding step.
 
     Attributes:
-      name: what is printed.
-      lengths: tokens of each row, the new one included.
-      width: W, the pages that a row may have.
-      heads: H.
-      key_heads: J.
-      head_size: C.
-      target: the most microseconds that the kernel should take, if there is a target.
+      name: printed name.
+      lengths: tokens of each row, including the new one.
+      width: W, most pages of a row.
+      heads: H, query heads.
+      key_heads: J, key/value heads.
+      head_size: C, channels per head.
+      target: the most microseconds that the kernel should take, or None.
     """
 
     name: str
@@ -69,30 +69,30 @@ class Problem:
 
     @property
     def floor_us(self) -> float:
-        """The time below which no implementation can go on an H200."""
+        """The least time that any implementation needs on an H200, in microseconds."""
         return 4 * self.key_heads * self.head_size * sum(self.lengths) / BANDWIDTH * 1e6
 
     @property
     def layers(self) -> int:
-        """How many layers' caches miss the L2."""
+        """The number of layers whose caches together exceed the L2 cache."""
         return max(
             2, round(_ROTATION * runtime.device().l2_bytes / (self.floor_us * BANDWIDTH / 1e6))
         )
 
 
 def log_normal(rows: int, mean: float) -> list[int]:
-    """Lengths of a log-normal distribution of sigma 1, at most 4096; always the same."""
+    """Row lengths from a log-normal distribution with sigma 1, at most 4096, with a fixed seed."""
     lengths = np.random.default_rng(0).lognormal(np.log(mean) - 0.5, 1, rows)
     return np.clip(lengths.round(), 1, 4096).astype(int).tolist()
 
 
 def uniform(rows: int) -> list[int]:
-    """Lengths from 256 to 768, as rows of a rollout that began together have."""
+    """Row lengths from 256 to 768, like rows of a rollout that began together."""
     return np.linspace(256, 768, rows).astype(int).tolist()
 
 
 def problems() -> list[Problem]:
-    """What is timed; 7B unless the name says otherwise."""
+    """The problems to time. Their shapes are those of 7B unless the name says otherwise."""
     skewed = Problem("64, log-normal, mean 512", log_normal(64, 512), 64)
     return [
         Problem("1 x 4096", [4096], 64, target=7),
@@ -107,11 +107,11 @@ def problems() -> list[Problem]:
 
 
 def inputs(problem: Problem, layers: int) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """Random (qkv, cos, sin, tables, ends), qkv for two rounds of all layers, and (keys, values)."""
+    """Makes random inputs: (qkv, cos, sin, tables, ends), with qkv for two rounds of all layers, and (keys, values)."""
     rng = np.random.default_rng(1)
     lengths, size = np.asarray(problem.lengths), problem.head_size
     counts = -(-lengths // PAGE)
-    pages = rng.permutation(counts.sum()) + 1  # page 0 is scratch
+    pages = rng.permutation(counts.sum()) + 1  # page 0 is for unused rows
     tables = np.zeros((len(lengths), problem.width), np.int32)
     for row, own in enumerate(np.split(pages, np.cumsum(counts)[:-1])):
         tables[row, : len(own)] = own
@@ -130,14 +130,14 @@ def inputs(problem: Problem, layers: int) -> tuple[tuple[jax.Array, ...], tuple[
 
 
 def check(problem: Problem, config: Config) -> float:
-    """Largest error of the kernel's result, as a part of what rounding to bfloat16 may leave.
+    """Compares the kernel with the reference. Returns its largest error relative to the allowed bfloat16 rounding.
 
     Raises:
-      AssertionError: it is more than that; or the cache is wrong; or rows are not independent.
+      AssertionError: the error is above 1, the cache is wrong, or rows depend on each other.
     """
     (qkv, cos, sin, tables, ends), (keys, values) = inputs(problem, 2)
     qkv, layer = qkv[0, 1], jnp.int32(1)
-    # Rows in use write at distinct places, so nothing but rounding can tell the two apart.
+    # Rows in use write to distinct places, so the two caches may differ only by rounding.
     oracle = jax.jit(reference.decode_attention)
     run = jax.jit(functools.partial(decode.decode_attention, config=config))
     out, *caches = run(qkv, cos, sin, keys, values, layer, tables, ends)
@@ -145,7 +145,7 @@ def check(problem: Problem, config: Config) -> float:
 
     value_heads = -problem.key_heads
     positive = qkv.at[:, value_heads:].set(jnp.abs(qkv[:, value_heads:]))
-    # Weights and result are rounded, and a query or a key may be rounded the other way.
+    # Weights and result are rounded, and a query or a key may be rounded in the other direction.
     bound, *_ = oracle(positive, cos, sin, keys, jnp.abs(values), layer, tables, ends)
     difference = np.abs(np.asarray(out, np.float32) - np.asarray(expected, np.float32))
     error = float((difference / (np.asarray(bound, np.float32) * 2**-7)).max())
@@ -170,7 +170,7 @@ def check(problem: Problem, config: Config) -> float:
 def measure(
     run: Callable[..., Any], arguments: Sequence[Any], calls: int, *, repeats: int = 5
 ) -> dict[str, float]:
-    """Microseconds of one call of `run(*arguments, rounds)`, which makes `calls` of them a round."""
+    """Microseconds per call of `run(*arguments, rounds)`, which makes `calls` calls in each round."""
     run = jax.jit(run)
 
     def wall(rounds):
@@ -191,12 +191,12 @@ def measure(
 
 
 def barred(r: jax.Array, array: jax.Array) -> jax.Array:
-    """The array, as something that a loop may change in round r."""
+    """Returns the array as a value that a loop may change in round r, so that XLA cannot move work out of the loop."""
     return jax.lax.optimization_barrier((r, array))[1]
 
 
 def rounds_of(layers: int, config: Config) -> Callable[..., Any]:
-    """A function of (inputs, caches, rounds) that attends in every layer, `rounds` times."""
+    """Makes a function of (inputs, caches, rounds) that attends in every layer, `rounds` times."""
 
     def run(small, caches, rounds):
         qkv, *rest, tables, ends = small
@@ -219,13 +219,13 @@ def rounds_of(layers: int, config: Config) -> Callable[..., Any]:
 
 
 def time_kernel(problem: Problem, config: Config) -> dict[str, float]:
-    """Times the kernel with a configuration."""
+    """Times the kernel with one configuration."""
     layers = problem.layers
     return measure(rounds_of(layers, config), inputs(problem, layers), layers)
 
 
 def time_plan(problem: Problem, config: Config) -> float:
-    """Microseconds of all kernels that make a plan."""
+    """Microseconds of all kernels that make one plan."""
     (*_, tables, ends), (keys, _) = inputs(problem, 2)
 
     def run(tables, ends, rounds):
@@ -238,7 +238,7 @@ def time_plan(problem: Problem, config: Config) -> float:
 
 
 def time_cudnn(problem: Problem) -> dict[str, float]:
-    """Times `jax.nn.dot_product_attention` on a contiguous cache, of as many slots as the longest row."""
+    """Times `jax.nn.dot_product_attention` on a contiguous cache with as many slots as the longest row."""
     rows, slots = len(problem.lengths), -(-max(problem.lengths) // PAGE) * PAGE
     lengths = jnp.asarray(problem.lengths, jnp.int32)
     layers = problem.layers
@@ -247,7 +247,7 @@ def time_cudnn(problem: Problem) -> dict[str, float]:
         static_argnums=1,
     )
     cache = (rows, slots, problem.key_heads, problem.head_size)
-    # Of a stack XLA would copy slices.
+    # A list, because XLA would copy the slices of a stack.
     caches = [(random(2 * i, cache), random(2 * i + 1, cache)) for i in range(layers)]
     queries = random(99, (2, layers, rows, 1, problem.heads, problem.head_size))
 
@@ -260,7 +260,7 @@ def time_cudnn(problem: Problem) -> dict[str, float]:
         )
 
         def one_round(r, outs):
-            # Each waits for the one before, as layers do.
+            # Each call depends on the one before, as in a model's layers.
             for i, (keys, values) in enumerate(caches):
                 query = queries[r % 2, i] + 0 * outs[i - 1]
                 outs = [*outs[:i], attend(query, keys, values), *outs[i + 1 :]]
@@ -272,7 +272,7 @@ def time_cudnn(problem: Problem) -> dict[str, float]:
 
 
 def configurations(problem: Problem) -> list[Config]:
-    """All that could be worth trying, with as many pages on their way as there is room for."""
+    """All configurations worth trying, each with as many page slots as fit into shared memory."""
     group = problem.heads // problem.key_heads
     found, processors = [], runtime.device().processors
     for pages, teams in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 3, 4)):
@@ -285,7 +285,7 @@ def configurations(problem: Problem) -> list[Config]:
 
 
 def markdown(problem: Problem, row: dict[str, Any]) -> str:
-    """A row of the table whose head is `HEAD`."""
+    """Formats a row of the table with the header `HEAD`."""
     us, cudnn = row["us"], row.get("cudnn", {}).get("call")
     cells = (
         problem.name,
@@ -305,12 +305,12 @@ HEAD = """| rows x tokens | pages/stages/parts/blocks/teams | kernel us | loop u
 
 
 def main() -> None:
-    """Checks, times and prints; see the module's docstring."""
+    """Checks, times and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", type=int, help="numbers of problems, from 0")
+    parser.add_argument("--only", nargs="+", type=int, help="which problems, by number from 0")
     parser.add_argument("--sweep", action="store_true", help="time all configurations")
-    parser.add_argument("--no-cudnn", action="store_true", help="leave the baseline out")
-    parser.add_argument("--out", type=pathlib.Path, help="a JSON file for all that was measured")
+    parser.add_argument("--no-cudnn", action="store_true", help="do not time cuDNN")
+    parser.add_argument("--out", type=pathlib.Path, help="write all measurements to this JSON file")
     args = parser.parse_args()
 
     print(versions())

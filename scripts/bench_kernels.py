@@ -1,22 +1,22 @@
 """Times the NVFP4 products of real models on one GPU, beside bf16: `python -m scripts.bench_kernels`.
 
-Values are checked before every timing. First, all 16 codes times every block scale go through
-the decoder, by one-hot inputs, and must come out bit for bit. Then each shape, at full size, must be
-within one bfloat16 ulp of the largest output from a float32 product.
+Values are checked before every timing. First, all 16 codes times every block scale go through the decoder, with one-hot
+inputs, and must be right bit for bit. Then each shape, at full size, must be within one bfloat16 ulp of the largest
+output from a float32 product.
 
     bytes   N * K * 9 / 16 + 2 * M * (N + K)         (bf16: 2 * (N * K + M * (N + K)))
     flops   2 * M * N * K
-    floor   the larger of bytes / 4.3 TB/s and flops / 790 TFLOP/s, what one H200 reaches through JAX
+    floor   the larger of bytes / 4.3 TB/s and flops / 790 TFLOP/s, which JAX reaches on one H200
 
-Weights rotate among enough copies to miss the L2, each with an x of its own. `kernel` is the device
-time of the kernel itself, `call` that of all kernels of a call (with the reduction of partial
-sums), both from CUPTI; `loop` is the wall time of a call in a jitted loop. An H100's time is
-projected, not measured: the kernel's, and what its bytes take longer where memory has 3.35 TB/s instead
-of 4.8. It needs only jax and numpy, and stops if a kernel hangs.
+Calls rotate among enough copies of a weight to miss the L2 cache, each with its own x. `kernel` is the device time of
+the product kernel. `call` is that of all kernels of a call, including the reduction of partial sums. Both are from
+CUPTI. `loop` is the wall time per call in a jitted loop. The H100 time is a projection, not a measurement: the kernel's
+time plus the extra time for its bytes at 3.35 TB/s instead of 4.8. The script needs only jax and numpy, and ends itself
+if a kernel hangs.
 
 `--kernels portable` times the Triton kernels instead, which need the packages of `.[triton]`: up to M = 128 the
-fused kernel, above that the product with an unpacked copy. `--kernels reference` times the fallback that runs
-without any kernel. `--dx` times the derivative by x of any of them.
+fused kernel, above that the product with an unpacked copy. `--kernels reference` times the fallback that uses no
+kernel. `--dx` times the derivative with respect to x.
 
     python -m scripts.bench_kernels --kernels portable --m 1 8 16 32 64
     python -m scripts.bench_kernels --kernels portable --m 2048 8192 --layers gate_up down
@@ -63,12 +63,12 @@ from pallas_kernels.portable import matmul as portable
 from pallas_kernels.portable import tuning as portable_tuning
 
 BANDWIDTH, BF16_RATE = 4.3e12, 790e12
-# Of an H100, if it reaches the share of its nominal 3.35 TB/s that an H200 reaches of 4.8.
+# Bandwidth of an H100, if it reaches the same share of its nominal 3.35 TB/s as an H200 of its 4.8.
 H100_BANDWIDTH = BANDWIDTH * 3.35 / 4.8
 KERNEL = "nvfp4_matmul"
 LAYERS = ("qkv", "o", "gate_up", "down")
-# Microseconds of a call at PEER_M rows, measured before on a card of the same kind: vLLM 0.26's Marlin
-# with NVFP4 weights, and bitsandbytes 0.50.2's NF4.
+# Microseconds of a call with PEER_M rows, measured on a card of the same kind: vLLM 0.26's Marlin kernel with NVFP4
+# weights, and bitsandbytes 0.50.2 with NF4.
 PEER_M = (1, 8, 16, 32, 64, 128)
 PEERS = {
     ("qwen2.5-7b", "qkv"): (
@@ -104,17 +104,17 @@ PEERS = {
         (74.8, 233.6, 229.7, 230.6, 232.1, 236.1),
     ),
 }
-# How many times what the L2 holds lies between two uses of a weight.
+# The data read between two uses of a weight is this many times the size of the L2 cache.
 _ROTATION = 5
-# Kernels of the timing loop, not of the product: bringing x, counting.
+# Kernels of the timing loop itself: they fetch x or count.
 _BOOKKEEPING = re.compile("dynamic_slice|add_fusion|compare|mem(cpy|set)", re.IGNORECASE)
-# Longest a check or a timing may take, with its compilation, before the process is ended.
+# Most seconds for one check or timing with its compilation; then the process ends.
 _PATIENCE_S = 90
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call: the kernel, all kernels, and with the gaps between them."""
+    """Microseconds of one call: the product kernel, all kernels, and wall time including gaps."""
 
     kernel: float
     call: float
@@ -122,42 +122,42 @@ class Timing:
 
 
 def bytes_moved(m: int, n: int, k: int) -> float:
-    """What an NVFP4 product reads and writes once."""
+    """Bytes that an NVFP4 product must read and write, each once."""
     return n * k * 9 / 16 + 2 * m * (n + k)
 
 
 def floor_us(m: int, n: int, k: int) -> float:
-    """The time below which an NVFP4 product cannot go on an H200, in microseconds."""
+    """The least time that an NVFP4 product needs on an H200, in microseconds."""
     return max(bytes_moved(m, n, k) / BANDWIDTH, 2 * m * n * k / BF16_RATE) * 1e6
 
 
 def projected_h100_us(kernel: float, m: int, n: int, k: int) -> float:
-    """What a kernel of so many microseconds on an H200 would take on an H100: a projection."""
+    """Projects the time of a kernel on an H200 to an H100, in microseconds."""
     return kernel + bytes_moved(m, n, k) * (1 / H100_BANDWIDTH - 1 / BANDWIDTH) * 1e6
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def random_weights(key: jax.Array, copies: int, n: int, k: int) -> HopperNVFP4:
-    """A stack of `copies` random weights, ready for the kernel."""
+    """Makes a stack of `copies` random weights in the kernel's layout."""
     return layout.prepare(nvfp4.random(key, (copies, n, k), std=k**-0.5))
 
 
 def rounds_of(call: Callable[..., jax.Array], out: Any) -> Callable[..., Any]:
-    """A jitted function of (x, weights, rounds) that makes `call(x[r, i], weights[i])` for all r, i.
+    """Makes a jitted function of (x, weights, rounds) that computes `call(x[r, i], weights[i])` for all r, i.
 
     Args:
       call: the product.
-      out: shape and type of its result.
+      out: shape and dtype of its result.
 
-    x is [2, copies, M, K], two rounds' worth, without which XLA would lift a round out of the loop;
-    weights are a stack of `copies`, or a list of them.
+    x is [2, copies, M, K], for two rounds, because XLA would move a single round out of the loop. Weights are a stack
+    of `copies`, or a list of them.
     """
 
     def run(x, weights, rounds):
         copies = x.shape[1]
 
         def one_round(r, y):
-            if isinstance(weights, list):  # of a stack XLA would copy slices for its own dot
+            if isinstance(weights, list):  # XLA would copy slices of a stack
                 return [call(x[r % 2, i], w) for i, w in enumerate(weights)]
             at = lambda i: jax.tree.map(lambda leaf: leaf[i], weights)
             return jax.lax.fori_loop(0, copies, lambda i, y: call(x[r % 2, i], at(i)), y)
@@ -172,7 +172,9 @@ def rounds_of(call: Callable[..., jax.Array], out: Any) -> Callable[..., Any]:
 def measure(
     run: Callable[..., Any], x: jax.Array, weights: Any, *, repeats: int = 7, name: str = KERNEL
 ) -> Timing:
-    """Times what `rounds_of` made, compiled or not; `loop` is a median of so many, `kernel` that of this name."""
+    """Times a function made by `rounds_of`. `loop` is the median of several runs; `kernel` is the kernel of that
+    name.
+    """
     copies = x.shape[1]
 
     def wall(rounds):
@@ -194,17 +196,17 @@ def measure(
 
 
 def nvfp4_inputs(m: int, n: int, k: int) -> tuple[jax.Array, HopperNVFP4]:
-    """Random x and weights for `rounds_of`."""
+    """Makes random x and weights for `rounds_of`."""
     copies = max(2, round(_ROTATION * runtime.device().l2_bytes / (n * k * 9 / 16)))
     x = jax.random.normal(jax.random.key(1), (2, copies, m, k), jnp.bfloat16)
     return x, random_weights(jax.random.key(2), copies, n, k)
 
 
 def nvfp4_rounds(m: int, n: int, config: Config) -> Callable[..., Any]:
-    """`rounds_of` the kernel."""
+    """Makes the function of `rounds_of` for the kernel."""
 
     def call(x, w):
-        # Row-major, as the next product would read it; a loop left to itself keeps y^T.
+        # The next product would read y row-major; without this constraint the loop keeps y^T.
         return with_layout_constraint(decode.matmul(x, w, config), Layout((0, 1)))
 
     return rounds_of(call, jax.ShapeDtypeStruct((m, n), jnp.bfloat16))
@@ -212,7 +214,7 @@ def nvfp4_rounds(m: int, n: int, config: Config) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=1)
 def by_format(kernels: str, n: int, k: int, *, is_stack: bool) -> Any:
-    """Random weights that the portable kernels or the reference read, enough of them to miss the L2."""
+    """Makes random weights for the portable kernels or the reference, enough of them to miss the L2 cache."""
     copies = max(2, round(_ROTATION * runtime.device().l2_bytes / (n * k * 9 / 16)))
     prepare = portable_layout.prepare if kernels == "portable" else lambda t: t
     make = jax.jit(lambda key: prepare(nvfp4.random(key, (n, k), std=k**-0.5)))
@@ -227,7 +229,7 @@ def by_format(kernels: str, n: int, k: int, *, is_stack: bool) -> Any:
 def other_inputs(
     kernels: str, m: int, n: int, k: int, *, config: Any = None, is_dx: bool = False
 ) -> tuple[jax.Array, Any]:
-    """x, or dy, and weights for `other_rounds`: with a configuration a stack of them, else a list."""
+    """Makes x, or dy, and weights for `other_rounds`: a stack if a configuration is given, else a list."""
     weights = by_format(kernels, n, k, is_stack=config is not None)
     copies = len(weights.words) if config is not None else len(weights)
     shape = (2, copies, m, n if is_dx else k)
@@ -237,9 +239,9 @@ def other_inputs(
 def other_rounds(
     m: int, n: int, k: int, *, config: Any = None, is_dx: bool = False
 ) -> Callable[..., Any]:
-    """`rounds_of` what `nvfp4_matmul` runs of a list of weights, or of the portable kernel in this configuration.
+    """Makes the function of `rounds_of` for `nvfp4_matmul` with a list of weights, or for the portable kernel.
 
-    That is told which of a stack to read, as in a decoding step.
+    The portable kernel with a given configuration reads a stack and gets a layer index, as in a decoding step.
     """
     out = jax.ShapeDtypeStruct((m, k if is_dx else n), jnp.bfloat16)
 
@@ -265,7 +267,7 @@ def other_rounds(
 
 
 def check_other(kernels: str, m: int, n: int, k: int, *, config: Any = None) -> float:
-    """As `check_product`, of the portable kernels or the reference."""
+    """Does the check of `check_product` for the portable kernels or the reference."""
     t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(5), (n, k))
     x = jax.random.normal(jax.random.key(6), (m, k), jnp.bfloat16)
     w = jax.jit(portable_layout.prepare)(t) if kernels == "portable" else t
@@ -277,7 +279,7 @@ def check_other(kernels: str, m: int, n: int, k: int, *, config: Any = None) -> 
         actual = (_rounded(sums) * w.multiplier).astype(x.dtype)
     expected = np.asarray(jax.jit(reference.forward)(x.astype(jnp.float32), t))
     error = _ulps(actual, expected)
-    # Sums and results are both rounded.
+    # Both the sums and the results are rounded.
     assert error <= 2, f"{(m, n, k)} {config}: {error} ulp"
     return error
 
@@ -292,7 +294,9 @@ def time_bf16(m: int, n: int, k: int) -> Timing:
 
 
 def check_decoder(kernels: str = "hopper") -> None:
-    """All 16 codes times all scales but NaN, by one-hot inputs: bit for bit, or AssertionError."""
+    """Checks all 16 codes times all scales except NaN with one-hot inputs; raises AssertionError unless all bits are
+    right.
+    """
     scale_bytes = np.arange(127, dtype=np.uint8)
     k = nvfp4.BLOCK * len(scale_bytes)
     codes = (np.arange(64)[:, None] + np.arange(k)) % 16
@@ -310,14 +314,14 @@ def check_decoder(kernels: str = "hopper") -> None:
     product, w = jax.jit(product), jax.jit(prepare.get(kernels, lambda t: t))(t)
     one_hot = jnp.eye(k, dtype=jnp.bfloat16).reshape(nvfp4.BLOCK, len(scale_bytes), k)
     actual = np.concatenate([product(rows, w) for rows in one_hot])
-    np.testing.assert_array_equal(actual, expected)  # which takes 0 and -0 as equal
+    np.testing.assert_array_equal(actual, expected)  # `==` takes 0 and -0 as equal
 
 
 def check_product(m: int, n: int, k: int, config: Config, *, global_scale: float = 1.0) -> float:
-    """Largest error of a random product, in bfloat16 ulps of the largest output; at most 1.
+    """Largest error of a random product, in bfloat16 ulps of the largest output.
 
     Raises:
-      AssertionError: it is more than that.
+      AssertionError: it is more than 1.
     """
     t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(5), (n, k))
     t = dataclasses.replace(t, global_scale=t.global_scale * global_scale)
@@ -336,20 +340,20 @@ def _ulps(actual: jax.Array, expected: np.ndarray) -> float:
 
 
 def check_values(problem: shapes.Problem, ms: Sequence[int], rank: int) -> list[dict[str, Any]]:
-    """Compares products of one full-size random weight, for all M, with one float32 product.
+    """Compares products of one random full-size weight, for all M, with one float32 product.
 
     Args:
-      problem: which.
-      ms: rows of x.
-      rank: 0 for the product alone; else it has LoRA, its sums are finished by the epilogue, and M
-        is filled up, as in a decoding layer.
+      problem: the product's shape.
+      ms: numbers of rows of x.
+      rank: 0 for the product alone. Otherwise the product has LoRA of this rank, the epilogue finishes it, and M is
+          padded, as in a decoding layer.
 
     Returns:
-      a row for each M, with its error in bfloat16 ulps of the largest output: at most 1, or 2 with
-      LoRA, where a sum on the other side of a tie is rounded again.
+      A row for each M with its error in bfloat16 ulps of the largest output. At most 1 is allowed, or 2 with LoRA,
+      where a sum near a tie is rounded twice.
 
     Raises:
-      AssertionError: it is more than that.
+      AssertionError: an error is larger than that.
     """
     n, k = problem.n, problem.k
     ms = sorted({fused.padded(m) for m in ms}) if rank else ms
@@ -393,12 +397,12 @@ def _rounded(x: jax.Array) -> jax.Array:
 
 
 def watch() -> None:
-    """Gives the next piece of work its time; the process ends if that runs out."""
+    """Starts the time limit of the next piece of work. The process ends if it is exceeded."""
     faulthandler.dump_traceback_later(_PATIENCE_S, exit=True)
 
 
 def versions() -> dict[str, str]:
-    """What a measurement must be read with."""
+    """Versions of the software and the device, which belong to every measurement."""
     return {
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
@@ -407,7 +411,7 @@ def versions() -> dict[str, str]:
 
 
 def problems(models: Sequence[str], layers: Sequence[str]) -> list[shapes.Problem]:
-    """The named ones of `shapes.PROBLEMS`."""
+    """Selects problems of `shapes.PROBLEMS` by name."""
     return [p for p in shapes.PROBLEMS if p.model in models and p.layer in layers]
 
 
@@ -419,7 +423,7 @@ def bench(
     kernels: str = "hopper",
     is_dx: bool = False,
 ) -> dict[str, Any]:
-    """One row: checked, then timed."""
+    """Makes one row: checks the values, then times."""
     n, k = problem.n, problem.k
     watch()
     row = {"model": problem.model, "layer": problem.layer, "m": m, "n": n, "k": k}
@@ -446,12 +450,12 @@ def bench(
 
 
 def markdown(row: dict[str, Any]) -> str:
-    """A row of the table whose head is `HEAD`."""
+    """Formats a row of the table with the header `HEAD`."""
     us, config = row["us"], row["config"]
     problem = (row["m"], row["n"], row["k"])
     bf16 = row.get("bf16", {}).get("kernel")
     marlin, nf4 = (None, None) if row.get("is_dx") else _peers(row)
-    # A copy of the weight is written by a kernel of its own.
+    # A separate kernel writes a copy of the weight.
     ours = us["kernel"] if row.get("kernels", "hopper") == "hopper" else us["call"]
     of = lambda other, own: f"{other:.1f}, {other / own:.2f}" if other else ""
     cells = (
@@ -483,7 +487,7 @@ HEAD = """| linear (K x N) | M | groups/step/stages/blocks | kernel us | call us
 
 
 def print_values(args: argparse.Namespace) -> None:
-    """The largest errors of products, and which problems of the tuned table were not among them."""
+    """Prints the largest errors of products, and the problems of the tuned table that were not checked."""
     rows = []
     untried = set(configs.table_of(jax.devices()[0].device_kind))
     print("| product | N x K | M | largest error, ulp |\n| --- | --- | --- | --- |")
@@ -506,21 +510,21 @@ def print_values(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Checks, times and prints; see the module's docstring."""
+    """Checks, times and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--models", nargs="+", help="default: qwen2.5-7b, or all of them with --values"
+        "--models", nargs="+", help="model to time, by default qwen2.5-7b; all models with --values"
     )
     parser.add_argument("--layers", nargs="+", default=LAYERS)
     parser.add_argument("--m", nargs="+", type=int, default=[1, 16, 64, 128])
     parser.add_argument("--kernels", default="hopper", choices=("hopper", "portable", "reference"))
-    parser.add_argument("--dx", action="store_true", help="time the derivative by x")
-    parser.add_argument("--no-bf16", action="store_true", help="leave the baseline out")
+    parser.add_argument("--dx", action="store_true", help="time the derivative with respect to x")
+    parser.add_argument("--no-bf16", action="store_true", help="do not time bf16")
     parser.add_argument(
-        "--values", action="store_true", help="check the values of products of all M; time none"
+        "--values", action="store_true", help="check values of products for all M, without timing"
     )
-    parser.add_argument("--rank", type=int, default=0, help="of LoRA, with --values")
-    parser.add_argument("--out", type=pathlib.Path, help="a JSON file for all that was measured")
+    parser.add_argument("--rank", type=int, default=0, help="LoRA rank for --values")
+    parser.add_argument("--out", type=pathlib.Path, help="write all measurements to this JSON file")
     args = parser.parse_args()
     known = dict.fromkeys(problem.model for problem in shapes.PROBLEMS)
     args.models = args.models or (list(known) if args.values else ["qwen2.5-7b"])

@@ -1,10 +1,10 @@
-"""Where the time of a decoding layer goes, without attention: `python -m scripts.bench_layer`.
+"""Times a decoding layer without attention, kernel by kernel: `python -m scripts.bench_layer`.
 
-All layers of a model run in a loop whose end depends on data, as in generation: products, norms, LoRA,
-SwiGLU, residual additions. Attention's place takes a copy of its right size. First two layers'
-values are compared with the plain functions'. Then, for each base, adapter and M: the wall time of
-all layers and of one, the device time of every kernel by name, and the gaps, the wall time that no
-kernel accounts for. Each arm runs in its own process, which is killed at its time limit.
+All layers of a model run in a loop with an end that depends on data, as in generation: products, norms, LoRA, SwiGLU
+and residual additions. Attention is replaced by a copy of the right size. First the values of two layers are compared
+with those of the plain functions. Then for each base, adapter and M the script prints: the wall time of all layers and
+of one, the device time of every kernel by name, and gaps (wall time without a running kernel). Each arm runs in its own
+process, which is killed at its time limit.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def run_arm(args: argparse.Namespace) -> None:
         return plain.rms_norm(x, variables["frozen"]["norm"]["scale"], arch.rms_norm_eps)
 
     def check(m):
-        """Relative error of two layers, fused against plain, and whether rows are independent."""
+        """Returns the relative error of two fused layers against plain ones, and checks that rows are independent."""
         two = dataclasses.replace(model, arch=dataclasses.replace(arch, num_layers=2))
         first = jax.tree.map(lambda leaf: leaf[:2], {k: v["layers"] for k, v in variables.items()})
         small = {name: {"layers": layers} for name, layers in first.items()}
@@ -100,7 +100,7 @@ def run_arm(args: argparse.Namespace) -> None:
             step, x = state
             return step + 1, fused_decode.step(model, policy, x, attend, (), unroll=args.unroll)[0]
 
-        # The end depends on data, though it never comes early.
+        # The end depends on data, although it never comes early.
         unfinished = lambda state: (state[0] < steps) & (state[1][0, 0] < 1e9)
         return jax.lax.while_loop(unfinished, one_step, (jnp.int32(0), x))[1]
 
@@ -137,7 +137,7 @@ def run_arm(args: argparse.Namespace) -> None:
 
 
 def report(row: dict) -> str:
-    """The lines of one measurement."""
+    """Formats one measurement as lines."""
     layer = row["step_us"] / row["layers"]
     all_kernels = sum(us for _, us, _ in row["kernels"])
     base = sum(us for name, us, _ in row["kernels"] if any(k in name for k in BASE_KERNELS))
@@ -155,9 +155,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen2.5-7b")
     parser.add_argument("--m", type=int, nargs="+", default=[16, 64, 128])
-    parser.add_argument("--rank", type=int, default=32, help="of LoRA; 0 leaves it out")
-    parser.add_argument("--layers", type=int, help="by default the model's")
-    parser.add_argument("--unroll", type=int, help="layers in one round of their loop")
+    parser.add_argument("--rank", type=int, default=32, help="LoRA rank; 0 for no LoRA")
+    parser.add_argument("--layers", type=int, help="number of layers, by default the model's")
+    parser.add_argument("--unroll", type=int, help="layers in one round of the loop")
     parser.add_argument("--arms", default="nvfp4,bfloat16")
     parser.add_argument("--timeout", type=int, default=150, help="seconds per arm")
     parser.add_argument("--child", help=argparse.SUPPRESS)

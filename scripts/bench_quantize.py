@@ -1,10 +1,9 @@
-"""Time and device memory of quantizing: `python -m scripts.bench_quantize [--model qwen2.5-7b]`.
+"""Measures time and device memory of quantizing: `python -m scripts.bench_quantize [--model qwen2.5-7b]`.
 
-Writes random bfloat16 weights in the shape of a published model (its first layers only) into a temporary folder.
-Then it times how long a layer takes, each way in its own process: loaded as a base with searched scales and
-without,
-quantized to nearest, with AWQ, with GPTQ, with both. It prints a line of JSON for each; `seconds` is for all
-layers, scaled up from the layers that were made (`scaled_from_layers`). On a CPU, `--model tiny` shows that the
+Writes random bfloat16 weights in the shape of a published model (only its first layers) into a temporary folder. Then
+it times a layer in several ways, each in its own process: loaded as a base, with and without searched scales; and
+quantized with round-to-nearest, with AWQ, with GPTQ, and with both. It prints a JSON line for each. `seconds` is for
+all layers, scaled up from the layers that were made (`scaled_from_layers`). On a CPU, `--model tiny` shows that the
 script runs.
 """
 
@@ -37,11 +36,13 @@ TINY = Architecture("qwen2", 512, 128, 256, 3, 4, 2, 32)
 
 
 def make_folder(folder: pathlib.Path, arch: Architecture) -> None:
-    """A model of random weights: one shard for what is outside the layers, one for each layer."""
+    """Writes a model folder with random weights: one shard for everything outside the layers, and one for each
+    layer.
+    """
     rng = np.random.default_rng(0)
 
     def matrix(*shape):
-        # One draw repeated: the quantizer's work does not depend on it, and drawing takes longer.
+        # One random draw is repeated: the quantizer's work does not depend on values, and drawing takes longer.
         block = rng.standard_normal(2**20, np.float32) * 0.02
         return np.resize(block.astype(ml_dtypes.bfloat16), shape)
 
@@ -88,12 +89,12 @@ def make_folder(folder: pathlib.Path, arch: Architecture) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One thing to time, in a process of its own.
+    """One way of quantizing, timed in its own process.
 
     Attributes:
-        name: Of the line.
-        seconds: Time of the first layer that was measured apart, as compilation is in it, and of the others.
-        peak: Bytes of device memory, or None where the device does not say.
+        name: Name in the output.
+        seconds: Time of the first measured layer, which includes compilation, and of each other layer.
+        peak: Peak device memory in bytes, or None if the device does not report it.
     """
 
     name: str
@@ -102,7 +103,7 @@ class Arm:
 
 
 def load_arm(folder: str, scales: str, form: str) -> Arm:
-    """Times the reading and packing of each layer as a base is loaded."""
+    """Times reading and packing of each layer, as when a base is loaded."""
     from qerl_jax.checkpoint import base_model
     from qerl_jax.model.transformer import Transformer
 
@@ -120,7 +121,7 @@ def load_arm(folder: str, scales: str, form: str) -> Arm:
 
 
 def quantize_arm(folder: str, method: str, form: str, samples: int, length: int) -> Arm:
-    """Times each layer of `qerl quantize`; random tokens calibrate, all rows as long as the longest."""
+    """Times each layer of `qerl quantize`. It calibrates with random tokens in rows of full length."""
     cfg, rng = Calibration("arithmetic", samples, length), np.random.default_rng(0)
     vocab = architecture.load(folder).vocab_size
     ids = rng.integers(0, vocab, (samples, length), np.int32)
@@ -136,19 +137,19 @@ def quantize_arm(folder: str, method: str, form: str, samples: int, length: int)
         recipe = Recipe(form, method, calibration=cfg)
         quantizer.quantize(folder, f"{place}/packed", recipe, log)
     if method != "rtn":
-        times = times[1:]  # what comes before the first layer
+        times = times[1:]  # work before the first layer
     return Arm(method, np.diff(times).tolist(), peak())
 
 
 def peak() -> int | None:
-    """The most device memory that this process had in use."""
+    """Peak device memory of this process in bytes."""
     return (runtime.memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def line(arm: Arm, args, arch: Architecture) -> dict:
-    """The measurement as a line: what it takes for all layers is scaled from those that were made.
+    """Formats a measurement as a JSON object, with the time scaled to all layers of the model.
 
-    The first layer is counted once, for what is compiled in it; all others take as long as those measured.
+    The first layer, which includes compilation, counts once. All others take as long as the other measured layers.
     """
     first, *others = arm.seconds
     each = float(np.mean(others)) if others else first
@@ -169,11 +170,14 @@ def line(arm: Arm, args, arch: Architecture) -> dict:
 
 
 def main():
-    """Prints a line of JSON for each arm."""
+    """Prints a JSON line for each arm."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen2.5-7b", choices=[*KNOWN, "tiny"])
     parser.add_argument(
-        "--layers", type=int, default=4, help="made and measured; the rest is scaled"
+        "--layers",
+        type=int,
+        default=4,
+        help="number of layers to make and measure; times are scaled to the whole model",
     )
     parser.add_argument("--format", default="nvfp4")
     parser.add_argument(
@@ -181,9 +185,9 @@ def main():
         nargs="+",
         default=["load", "load-maximum", "rtn", "awq", "gptq", "awq+gptq"],
     )
-    parser.add_argument("--samples", type=int, default=256, help="calibration rows")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a row")
-    parser.add_argument("--seconds", type=float, default=600, help="when to give up an arm")
+    parser.add_argument("--samples", type=int, default=256, help="number of calibration rows")
+    parser.add_argument("--length", type=int, default=2048, help="tokens per row")
+    parser.add_argument("--seconds", type=float, default=600, help="seconds per arm")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     arch = TINY if args.model == "tiny" else KNOWN[args.model]

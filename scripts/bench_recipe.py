@@ -1,22 +1,22 @@
-"""Seconds per step of a shipped recipe whose completions have the lengths of text: `python -m scripts.bench_recipe`.
+"""Measures seconds per step of a shipped recipe with realistic lengths: `python -m scripts.bench_recipe`.
 
-Runs `train` itself on a random base of a known shape. Completions end where a committed file says
-(`bench_recipe_lengths.json`: log-normal, mean 250), a share of them only at the limit; prompts have GSM8K's lengths.
-Three groups in ten are all right, three all wrong, as in a recipe at work. The first rollout compiles what sampling and
-learning run, the second what a run checks of itself; both are not timed. (Older libraries check nothing: `--before`
-does not time its first only.)
+Runs `train` itself on a random base of a known shape. Completions end at lengths from a committed file
+(`bench_recipe_lengths.json`: log-normal, mean 250); a given share runs into the limit. Prompts have GSM8K's lengths. Of
+ten groups, three have only right answers and three only wrong ones, as in a real run. The first rollout compiles
+sampling and learning, and the second compiles a run's own checks; neither is timed. (Older libraries have no such
+checks: with `--before` only the first is not timed.)
 
     python -m scripts.bench_recipe                                    # GSM8K on 7B, 1 % truncated, sigma .5
     python -m scripts.bench_recipe --shape qwen2.5-32b --truncated 0 .05 --sigma 1
     python -m scripts.bench_recipe --before ../older                  # beside the library of another folder, in one run
     python -m scripts.bench_recipe --smollm2 FOLDER                   # SmolLM2 with its own text
-    python -m scripts.bench_recipe --update --before ../older        # one optimizer step alone, all of whose rows learn
+    python -m scripts.bench_recipe --update --before ../older         # only one optimizer step, in which all rows learn
     python -m scripts.bench_recipe --set rollout.max_concurrent=128   # a recipe with another value
 
-Printed for each: seconds of a rollout and its updates, by phase; padding = 1 - real / computed tokens through the
-linears of the update; the share of time in which the GPU did nothing, as its driver samples it in the last rollout;
-programs and the seconds that compiling them took. Every row is a process of its own, killed when it overstays; the
-rollouts that it timed until then count.
+It prints for each row: seconds of a rollout and its updates, by phase; padding = 1 - real / computed tokens in the
+linears of the update; the share of the last rollout's time in which the GPU was idle, as its driver reports it; and the
+number of compiled programs with their compile time in seconds. Every row runs in its own process, which is killed at
+its time limit; the rollouts timed until then count.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _UNTIMED = {"now": 2, "before": 1}
 
 
 def completion_lengths(sigma: str, truncated: float, limit: int) -> list[int]:
-    """Tokens of completions, in the order in which rows are numbered; a share of them runs into the limit."""
+    """The length of each completion in tokens, by row number. A share of them reaches the limit."""
     lengths = json.loads(LENGTHS.read_text())["completion_tokens"][sigma]
     lengths = [min(length, limit) for length in lengths]
     if truncated:
@@ -62,7 +62,7 @@ def completion_lengths(sigma: str, truncated: float, limit: int) -> list[int]:
 
 
 def end_rows_at(lengths: list[int]) -> None:
-    """Makes the engine end each row where it is told to, as if a stop token had been sampled there."""
+    """Makes the engine end each row at a given length, as if it had sampled a stop token there."""
     from qerl_jax.generation import engine, scheduler
     from qerl_jax.rl import rollouts
 
@@ -94,8 +94,8 @@ def end_rows_at(lengths: list[int]) -> None:
             ]
 
     def without_ends(model, tokenizer, how, **more):
-        # An end that random weights come upon would make rows shorter than they are to be. The config does
-        # not say so: it would refuse masks of what was cut, for it does not know of the recorded lengths.
+        # An end token sampled from random weights would end a row too early, so it is ignored. The config does not say
+        # so, because it would then refuse `mask_truncated_completions`: it does not know about the recorded lengths.
         return make_sampler(model, tokenizer, dataclasses.replace(how, ignore_eos=True), **more)
 
     engine.Schedule = Recorded
@@ -103,13 +103,13 @@ def end_rows_at(lengths: list[int]) -> None:
 
 
 def reward(completions, chance, **_):
-    """1 or 0, drawn by the text of a completion, with the chance that its problem has."""
+    """Reward 1 or 0, drawn with the probability of the problem; the seed is the completion's text."""
     draws = [zlib.crc32(str(text).encode()) / 2**32 for text in completions]
     return [float(draw < float(p)) for draw, p in zip(draws, chance, strict=True)]
 
 
 def problems() -> list[Any]:
-    """As many as there are recorded prompts; a character is a token of the tokenizer that ships with the package."""
+    """As many problems as there are recorded prompts. With the tokenizer of the package a character is a token."""
     from qerl_jax.data.datasets import Problem
 
     chances = itertools.cycle([0, 1, 0.5, 0, 1, 0.3, 0, 1, 0.5, 0.8])
@@ -121,7 +121,7 @@ def problems() -> list[Any]:
 
 
 def short_run(cfg: Any, folder: str, rollouts: int) -> Any:
-    """The config of a run of so many rollouts, without evaluations, that saves at its end only."""
+    """The config of a run with this many rollouts, without evaluations, that saves only at its end."""
     steps = cfg.updates_per_rollout * rollouts
     return dataclasses.replace(
         cfg,
@@ -134,7 +134,7 @@ def short_run(cfg: Any, folder: str, rollouts: int) -> Any:
 
 
 class Tokens:
-    """Counts what updates compute, where the library does not say it itself."""
+    """Counts the tokens that updates compute, for libraries that do not report them."""
 
     def __init__(self):
         self.computed = self.real = 0
@@ -143,7 +143,7 @@ class Tokens:
         accumulate = update.accumulate
 
         def counted(objective, sums, params, frozen, noise, batch, *rest):
-            with contextlib.suppress(TypeError):  # a library that lays rows on one axis says it
+            with contextlib.suppress(TypeError):  # a library that packs rows on one axis reports it
                 part = batch[0]
                 has_rows = part.mask.reshape(len(part.prompts), -1).any(axis=1)
                 self.computed += part.prompts.size + part.completions.size
@@ -153,14 +153,14 @@ class Tokens:
         update.accumulate = counted
 
     def padding(self) -> float | None:
-        """1 - real / computed since the last time."""
+        """Padding since the last call: 1 - real / computed tokens."""
         share = 1 - self.real / self.computed if self.computed else None
         self.computed = self.real = 0
         return share
 
 
 def measure(args: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> None:
-    """Trains for a few rollouts in this process, and tells after each one that is timed the medians so far."""
+    """Trains for a few rollouts in this process. After each timed rollout it reports the medians so far."""
     from pallas_kernels import runtime
     from qerl_jax.tracking.logger import read_metrics
     from qerl_jax.training import trainer
@@ -216,7 +216,7 @@ def measure(args: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) ->
 
 
 def measure_update(args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of an optimizer step on rows of the recorded lengths, the least of two; sampled they were not."""
+    """Seconds of one optimizer step on unsampled rows of the recorded lengths; the smaller of two measurements."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -244,7 +244,7 @@ def measure_update(args: argparse.Namespace) -> dict[str, Any]:
         prompt_lengths,
         rng.integers(0, 50_000, real.shape, np.int32),
         real & ~cut[:, None],
-        # About what random weights give, so that no ratio leaves the clip range.
+        # Close to what random weights give, so that no ratio is clipped.
         np.where(real, -12.0, 0.0).astype(np.float32),
         np.where(np.arange(rows) % 2, 1.0, -1.0).astype(np.float32),
     )
@@ -253,7 +253,7 @@ def measure_update(args: argparse.Namespace) -> dict[str, Any]:
     model = transformer.Transformer(arch, cfg.model.weights, lora, jnp.bfloat16)
     frozen = transformer.random_base(model, jax.random.key(0))
     state = update.init_state(transformer.init_params(model, frozen, jax.random.key(1)), cfg.optim)
-    if hasattr(memory, "planned"):  # an older library leaves nothing to the plan
+    if hasattr(memory, "planned"):  # an older library does not plan
         cfg = memory.planned(cfg, limit=memory.device_memory())
     improve = update.make_updater(cfg, model, min(151_665, arch.vocab_size), 10)
     tokens, stages = Tokens(), Stages()
@@ -289,7 +289,7 @@ def measure_update(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_kernels(improve: Any, params: Any, frozen: Any, experience: Any) -> None:
-    """Prints where the time of a micro-batch of each shape goes, by kernel."""
+    """Prints the time of a micro-batch of each shape, by kernel."""
     import jax
     import numpy as np
     from jax.experimental.mosaic.gpu import profiler
@@ -306,7 +306,7 @@ def print_kernels(improve: Any, params: Any, frozen: Any, experience: Any) -> No
     cut = update.micro_batches(improve, experience, experience.rows)
     counts = collections.Counter(batch.shape for batch in cut)
     for batch in {batch.shape: batch for batch in cut}.values():
-        # It is run twice, so nothing is donated.
+        # It runs twice, so nothing is donated.
         arguments = (params, frozen, None, experience.pack(batch, {}), totals, jax.random.key(0))
         program = gradient.lower(*arguments).compile()
         _, kernels = profiler.measure(program, aggregate=False)(*arguments)
@@ -320,7 +320,7 @@ def print_kernels(improve: Any, params: Any, frozen: Any, experience: Any) -> No
 
 
 def recipe(args: argparse.Namespace) -> Any:
-    """The config of a shape's recipe, or SmolLM2's, with what the command line changes of it."""
+    """The config of a shape's recipe, or of SmolLM2's, with the changes of the command line."""
     from qerl_jax import config
 
     if args.smollm2:
@@ -338,7 +338,9 @@ def recipe(args: argparse.Namespace) -> Any:
 
 
 def with_field(cfg: Any, path: str, value: str) -> Any:
-    """A config with one field changed, such as "rollout.max_concurrent" to "128" (JSON, or else a text)."""
+    """A config with one changed field, such as "rollout.max_concurrent" set to "128" (parsed as JSON, or else a
+    string).
+    """
     name, _, rest = path.partition(".")
     if rest:
         return dataclasses.replace(cfg, **{name: with_field(getattr(cfg, name), rest, value)})
@@ -350,7 +352,7 @@ def with_field(cfg: Any, path: str, value: str) -> Any:
 
 
 def with_random_base(cfg: Any, shape: str, rows: int | None) -> Any:
-    """The recipe on a random base of a shape, with the tokenizer of the package; of fewer rows if asked."""
+    """The recipe on a random base of a shape, with the tokenizer of the package and optionally fewer rows."""
     model = dataclasses.replace(
         cfg.model,
         model_name_or_path=shape,
@@ -373,7 +375,7 @@ def with_random_base(cfg: Any, shape: str, rows: int | None) -> Any:
 
 
 def child(args: argparse.Namespace) -> None:
-    """Measures one row and prints it, a whole run after each rollout that is timed."""
+    """Measures one row. It prints the result so far after each timed rollout."""
     import jax
 
     origin = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
@@ -385,7 +387,7 @@ def child(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace, arm: str, library: pathlib.Path, *lengths: Any) -> dict:
-    """A row by the library in a folder, in a process of its own; empty if it failed."""
+    """Runs a row in its own process with the library of a folder. The result is empty if it failed."""
     sigma, truncated = lengths
     command = [sys.executable, str(pathlib.Path(__file__).resolve()), "--child", arm]
     command += ["--shape", args.shape, "--sigma", sigma, "--truncated", str(truncated)]
@@ -419,19 +421,35 @@ def main() -> int:
     parser.add_argument("--shape", default="qwen2.5-7b", choices=RECIPES)
     parser.add_argument("--sigma", nargs="+", default=["0.5"], choices=["0.5", "1"])
     parser.add_argument("--truncated", type=float, nargs="+", default=[0.01])
-    parser.add_argument("--rows", type=int, help="completions of a rollout; absent: the recipe's")
-    parser.add_argument("--rollouts", type=int, default=3, help="the first two compile")
-    parser.add_argument("--before", type=pathlib.Path, help="a folder with another library")
-    parser.add_argument("--smollm2", type=pathlib.Path, help="a folder of make_smollm2")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds per row")
-    parser.add_argument("--out", type=pathlib.Path, help="a file that rows are added to, as JSON")
+    parser.add_argument("--rows", type=int, help="completions per rollout; default: the recipe's")
     parser.add_argument(
-        "--set", nargs="*", default=[], metavar="FIELD=VALUE", help="of the recipe, as here"
+        "--rollouts", type=int, default=3, help="number of rollouts; the first two only compile"
     )
-    parser.add_argument("--update", action="store_true", help="an optimizer step without a rollout")
-    parser.add_argument("--profile", action="store_true", help="of --update: the longest kernels")
     parser.add_argument(
-        "--timeline", type=pathlib.Path, help="a JSON file: when what ran in the last rollout"
+        "--before", type=pathlib.Path, help="folder of another version of the library"
+    )
+    parser.add_argument(
+        "--smollm2", type=pathlib.Path, help="folder that scripts.make_smollm2 wrote"
+    )
+    parser.add_argument("--timeout", type=float, default=300, help="seconds per row")
+    parser.add_argument("--out", type=pathlib.Path, help="append rows to this JSONL file")
+    parser.add_argument(
+        "--set",
+        nargs="*",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="change a field of the recipe, as in the examples above",
+    )
+    parser.add_argument(
+        "--update", action="store_true", help="measure one optimizer step, without a rollout"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="with --update: print the longest kernels"
+    )
+    parser.add_argument(
+        "--timeline",
+        type=pathlib.Path,
+        help="write the spans of the last rollout to this JSON file",
     )
     parser.add_argument("--child", choices=_UNTIMED, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,22 +1,21 @@
-"""Decode tokens per second of the rollout engine: `python -m scripts.bench_rollouts`.
+"""Measures decode tokens per second of the rollout engine: `python -m scripts.bench_rollouts`.
 
-Random weights in a known shape, random prompts of 256 tokens, end tokens ignored, LoRA on. Decoding time is the
-time of a generation of 512 tokens minus that of 32, so prefill and the fixed cost of a call are left out. The bound
-is the time to read what a step must read, at 4.3 TB/s: packed or 16-bit linears, head, adapters, live
-keys and values. Every row of the table runs in its own process, which is killed at its time limit. A row can be run
-alone:
+Weights are random in a known shape, prompts have 256 random tokens, end tokens are ignored, and LoRA is on. Decoding
+time is the time to generate 512 tokens minus the time for 32, so prefill and the fixed cost of a call are left out. The
+bound is the time to read what a step must read, at 4.3 TB/s: packed or 16-bit linears, head, adapters, live keys and
+values. Every row of the table runs in its own process, which is killed at its time limit. A row can be run alone:
 
     python -m scripts.bench_rollouts --model 7b                   # both bases at 1, 8, 32, 64, 128
     python -m scripts.bench_rollouts --model 32b --arms nvfp4 --batch 64
-    python -m scripts.bench_rollouts --arms nvfp4 nvfp4-no-lora   # what LoRA costs
+    python -m scripts.bench_rollouts --arms nvfp4 nvfp4-no-lora   # the cost of LoRA
     python -m scripts.bench_rollouts --arms nvfp4 nvfp4-plain nf4 mxfp4 --batch 8 64
                                                                   # beside the layers of training
     python -m scripts.bench_rollouts --kernels portable --arms nvfp4 --batch 8 64
-                                                                  # as on cards that are not Hopper's
+                                                                  # as on cards other than Hopper
     python -m scripts.bench_rollouts --mixed                      # 128 x 8 log-normal lengths, 64 slots
     python -m scripts.bench_rollouts --prefill                    # 128 x 256 tokens; 16 prompts x 8
 
-`--profile` adds where the time of a step goes, by kernel; `--out` keeps the rows.
+`--profile` adds the time of a step by kernel; `--out` keeps the rows.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ import time
 BANDWIDTH = 4.3e12
 PROMPT, SHORT, LONG = 256, 32, 512
 KNOWN_IDS = 151_665
-# Of a packed weight; others have two.
+# Bytes per weight of a packed linear; 16-bit ones have two.
 BYTES = {"nvfp4": 0.5625, "mxfp4": 0.53125, "nf4": 0.516}
-# Decode tokens per second of a 7B, 14B and 32B on an H200, by batch: what we are after, and what
-# vLLM 0.26 reaches there with NVFP4 (7B with LoRA).
+# Decode tokens per second of 7B, 14B and 32B on an H200, by batch size: our target, and what vLLM 0.26 reaches with
+# NVFP4 (7B with LoRA).
 TARGETS = {
     "7b": {1: 540, 8: 3900, 32: 12500, 64: 18000, 128: 24000, 192: 22000, 256: 23500},
     "14b": {1: 285, 8: 2100, 32: 6200, 64: 9500},
@@ -51,7 +50,7 @@ VLLM = {
 
 
 def bound(arch, weights: str, batch: int, rank: int) -> float:
-    """Seconds of a decode step below which no implementation on that card can go."""
+    """The least time of a decode step on that card, in seconds."""
     per_layer = [(arch.input_width(n), parts) for n, parts in arch.linears().items()]
     linears = sum(k * size for k, parts in per_layer for _, size in parts)
     adapters = sum(rank * (k + size) for k, parts in per_layer for _, size in parts)
@@ -61,7 +60,7 @@ def bound(arch, weights: str, batch: int, rank: int) -> float:
 
 
 class Bench:
-    """A random policy, and ways to time it."""
+    """A random policy, with methods that time it."""
 
     def __init__(self, args: argparse.Namespace, arm: str):
         import jax
@@ -78,10 +77,10 @@ class Bench:
         weights, _, trait = arm.partition("-")
         self.rank = 0 if trait == "no-lora" else args.rank
         if trait == "plain":
-            # The layers of training decode, as where the fused ones refuse.
+            # Decode with the layers of training, as where the fused ones do not apply.
             fused_decode.fit = lambda *_, **__: None
         if trait == "wide":
-            # And their products by the kernel of many rows, however few there are.
+            # Also compute their products with the kernel for many rows, however few there are.
             fused_decode.fit = lambda *_, **__: None
             config.MAX_M = 8
         lora = LoraConfig(self.rank, float(self.rank)) if self.rank else None
@@ -107,7 +106,7 @@ class Bench:
             )
 
     def time(self, prompts, slots: int, longest: int = LONG, repeats: int = 2):
-        """Seconds of a call that compiles nothing, and of the first; `longest` fixes what is compiled."""
+        """Seconds of a call that compiles nothing, and of the first call. `longest` determines what is compiled."""
         from qerl_jax.generation.engine import Engine, EngineSpec
 
         num_tokens, prompts = min(KNOWN_IDS, self.arch.vocab_size), list(prompts)
@@ -126,7 +125,7 @@ class Bench:
 
 
 def decode(bench: Bench, batch: int) -> dict:
-    """One row of the table."""
+    """Measures one row of the table."""
     short, first = bench.time(bench.prompts(batch, 1, SHORT), batch)
     long, _ = bench.time(bench.prompts(batch, 1, LONG), batch)
     step = (long - short) / (LONG - SHORT)
@@ -136,14 +135,14 @@ def decode(bench: Bench, batch: int) -> dict:
 
 
 def mixed(bench: Bench) -> dict:
-    """Tokens per second of log-normal lengths beside those of equal ones, 128 prompts x 8 in 64 slots."""
+    """Tokens per second with log-normal lengths and with equal ones, for 128 prompts x 8 in 64 slots."""
     import numpy as np
 
     lengths = np.random.default_rng(0).lognormal(np.log(400) - 0.5, 1.0, 128)
     lengths = np.clip(lengths, 1, 2048).astype(int)
     equal = np.full(128, int(lengths.mean()))
     limits = {"slots": 64, "longest": 2048, "repeats": 0}
-    # Short ones first, which compile all that the whole needs; the last rows are left alone, in a smaller batch.
+    # A short run first compiles all programs, including those of the smaller batch for the last rows.
     bench.time(bench.prompts(128, 8, [SHORT + 1] * 127 + [5 * SHORT]), **limits)
     _, seconds = bench.time(bench.prompts(128, 8, lengths), **limits)
     _, even = bench.time(bench.prompts(128, 8, equal), **limits)
@@ -152,7 +151,7 @@ def mixed(bench: Bench) -> dict:
 
 
 def prefill(bench: Bench) -> dict:
-    """Seconds until every row has its first token, of 128 prompts, of 16, and of 16 x 8 rows."""
+    """Seconds until every row has its first token, for 128 prompts, for 16, and for 16 x 8 rows."""
     return {
         "prefill_128_s": bench.time(bench.prompts(128, 1, 1), 128)[0],
         "prefill_16_s": bench.time(bench.prompts(16, 1, 1), 16)[0],
@@ -161,7 +160,9 @@ def prefill(bench: Bench) -> dict:
 
 
 def profile(bench: Bench, batch: int) -> list[tuple[str, float, float]]:
-    """Kernels of a chunk by name, and all: microseconds and launches per decode step, most expensive first."""
+    """Microseconds and launches per decode step of the kernels in a chunk, the most expensive first, and of all
+    kernels.
+    """
     import jax
     from jax.experimental.mosaic.gpu import profiler
 
@@ -171,10 +172,10 @@ def profile(bench: Bench, batch: int) -> list[tuple[str, float, float]]:
 
     def watched(*arguments, **traits):
         chunks.append(traits["spec"].chunk)
-        # With as many tokens behind it as a step has on average.
+        # Start with as many tokens as a step has on average.
         if len(chunks) == LONG // 2 // chunks[0]:
             program = plain.of(traits["model"])
-            # It is run twice, so the pool is not donated.
+            # It runs twice, so the pool is not donated.
             twice = jax.jit(
                 program.__wrapped__,
                 static_argnames=tuple(traits),
@@ -188,7 +189,7 @@ def profile(bench: Bench, batch: int) -> list[tuple[str, float, float]]:
     bench.time(bench.prompts(batch, 1, LONG), batch, repeats=0)
     spent, launches = collections.Counter(), collections.Counter()
     for name, milliseconds in kernels:
-        if name.startswith("memcpy"):  # of the cache, which is not donated here
+        if name.startswith("memcpy"):  # kernels that copy the cache, because it is not donated here
             continue
         spent[name] += milliseconds * 1e3 / chunks[0]
         launches[name] += 1
@@ -214,7 +215,9 @@ def child(args: argparse.Namespace, arm: str, what: str) -> None:
 
 
 def rows_of(args: argparse.Namespace, arm: str, what: str) -> tuple[list[dict], int]:
-    """What a process of its own measured before it ended, and its status: not 0 when it failed or was killed."""
+    """The rows that a child process printed before it ended, and its status, which is not 0 if it failed or was
+    killed.
+    """
     command = [sys.executable, "-m", "scripts.bench_rollouts", *sys.argv[1:], "--child", arm, what]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
@@ -235,7 +238,9 @@ def main() -> int:
     parser.add_argument(
         "--model", default="7b", help="7b, 14b, 32b or a name of architecture.KNOWN"
     )
-    parser.add_argument("--batch", type=int, nargs="+", help="default: those of the targets")
+    parser.add_argument(
+        "--batch", type=int, nargs="+", help="batch sizes; default: those with a target"
+    )
     parser.add_argument("--rank", type=int, default=32)
     parser.add_argument(
         "--arms",
@@ -250,13 +255,15 @@ def main() -> int:
     parser.add_argument(
         "--kernels", default="auto", choices=("auto", "hopper", "portable", "reference")
     )
-    parser.add_argument("--mixed", action="store_true", help="mixed lengths instead of the table")
-    parser.add_argument("--prefill", action="store_true", help="prefill instead of the table")
+    parser.add_argument(
+        "--mixed", action="store_true", help="measure mixed lengths instead of the table"
+    )
+    parser.add_argument(
+        "--prefill", action="store_true", help="measure prefill instead of the table"
+    )
     parser.add_argument("--timeout", type=int, default=240, help="seconds per row")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument(
-        "--out", type=pathlib.Path, help="a file that each row is added to, as JSON"
-    )
+    parser.add_argument("--out", type=pathlib.Path, help="append each row to this JSONL file")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -264,7 +271,7 @@ def main() -> int:
         return 0
 
     if args.out:
-        args.out.open("a").close()  # before minutes of measuring
+        args.out.open("a").close()  # Fail now, not after minutes of measuring.
     targets, vllm = TARGETS.get(args.model, {}), VLLM.get(args.model, {})
     others = [name for name in ("mixed", "prefill") if getattr(args, name)]
     wanted = others or [str(batch) for batch in args.batch or targets or (1, 8, 32, 64)]

@@ -1,18 +1,18 @@
-"""Tokens a second of a shipped recipe on one and on several devices of a host: `python -m scripts.bench_scale`.
+"""Measures tokens per second of a shipped recipe on one and several devices: `python -m scripts.bench_scale`.
 
-Runs `train` itself as `scripts.bench_recipe` does: a random base, completions that end where a committed file says. With the same
-total work (strong scaling) a rollout has 512 completions on any number of devices; with the same work for each (weak
-scaling) it has 512 for each. The first two rollouts compile and are not timed.
+Runs `train` itself as `scripts.bench_recipe` does: with a random base and completions that end at lengths from a
+committed file. In strong scaling a rollout has 512 completions on any number of devices; in weak scaling it has 512 per
+device. The first two rollouts compile and are not timed.
 
     python -m scripts.bench_scale                                # the recipe of 7B on 1, 2 and 4 devices
     python -m scripts.bench_scale --devices 1 2 --how strong
     python -m scripts.bench_scale --tiny --devices 1 2           # a trial on virtual devices of a CPU, in minutes
 
-Printed for each row: seconds of a rollout and its updates, by phase; tokens of completions a second; how many times those of
-the fewest devices; the seconds of the all-reduce of an adapter's gradients; the fullest device's memory. Rows of strong
-scaling must agree: the same number of tokens, and log-probabilities of trainer and sampler as near to each other as on the
-fewest devices. (Texts, and so rewards, differ: with a batch that shrinks a token may turn on the last bit.) Every row is a
-process of its own, which sees so many devices (CUDA_VISIBLE_DEVICES), and is killed when it overstays.
+It prints for each row: seconds of a rollout and its updates, by phase; completion tokens per second, also relative to
+the fewest devices; seconds of the all-reduce of an adapter's gradients; and the largest memory of a device. Rows of
+strong scaling must agree: the same number of tokens, and log-probabilities of trainer and sampler as close to each
+other as on the fewest devices. (Texts and rewards differ: with another batch size a last bit can change a token.) Every
+row runs in its own process, which sees only its devices (CUDA_VISIBLE_DEVICES) and is killed at its time limit.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from typing import Any
 from scripts import bench_recipe
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-ROWS = 512  # completions of a rollout, in all or for each device
+ROWS = 512  # completions of a rollout, in all or per device
 UNTIMED = 2
-# By how much more than on the fewest devices trainer and sampler may be apart, as a factor and in nats.
+# How much larger the difference of trainer and sampler may be than on the fewest devices: a factor, and in nats.
 _FACTOR, _NATS = 1.5, 1e-6
 PHASES = bench_recipe.PHASES
 
@@ -62,7 +62,7 @@ def recipe(args: argparse.Namespace, how: str, devices: int) -> Any:
 
 
 def measure(args: argparse.Namespace, how: str, devices: int) -> dict[str, Any]:
-    """Trains for a few rollouts in this process; medians of those that are timed."""
+    """Trains for a few rollouts in this process. Returns medians of the timed ones."""
     import jax
 
     from qerl_jax.mesh import Replicas
@@ -106,7 +106,7 @@ def measure(args: argparse.Namespace, how: str, devices: int) -> dict[str, Any]:
 
 
 def all_reduce(replicas: Any, params: Any) -> dict[str, float]:
-    """Seconds in which gradients of an adapter are added up over all devices, the median of ten, and their gigabytes."""
+    """Median seconds of ten all-reduces of an adapter's gradients over all devices, and their size in gigabytes."""
     import jax
 
     each, spent = replicas.each(params), []
@@ -119,7 +119,7 @@ def all_reduce(replicas: Any, params: Any) -> dict[str, float]:
 
 
 def environment(tiny: bool, devices: int) -> dict[str, str]:
-    """What makes a process see so many devices."""
+    """Environment variables that limit a process to this many devices."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     if tiny:
         flags = (
@@ -131,7 +131,7 @@ def environment(tiny: bool, devices: int) -> dict[str, str]:
 
 
 def run(args: argparse.Namespace, how: str, devices: int) -> dict[str, Any]:
-    """A row in a process of its own; empty if it failed."""
+    """Runs a row in its own process. The result is empty if it failed."""
     command = [sys.executable, "-m", "scripts.bench_scale", "--child", how, str(devices)]
     command += ["--shape", args.shape, "--truncated", str(args.truncated)]
     command += ["--rollouts", str(args.rollouts), *(["--tiny"] if args.tiny else [])]
@@ -155,7 +155,7 @@ def run(args: argparse.Namespace, how: str, devices: int) -> dict[str, Any]:
 
 
 def disagreement(row: dict[str, Any], first: dict[str, Any]) -> str | None:
-    """How a row of strong scaling differs from the one with the fewest devices where it must not; None if it does not."""
+    """How a row of strong scaling wrongly differs from the one with the fewest devices; None if it does not."""
     if row["sampled"] != first["sampled"]:
         return f"{row['sampled']} tokens in the first step, not {first['sampled']}"
     if row["mismatch"] > _FACTOR * first["mismatch"] + _NATS:
@@ -174,13 +174,19 @@ def main() -> int:
     parser.add_argument("--how", nargs="+", default=["strong", "weak"], choices=["strong", "weak"])
     parser.add_argument("--shape", default="qwen2.5-7b", choices=bench_recipe.RECIPES)
     parser.add_argument(
-        "--truncated", type=float, default=0.0, help="share of rows cut at the limit"
+        "--truncated", type=float, default=0.0, help="share of rows that reach the limit"
     )
-    parser.add_argument("--rollouts", type=int, default=4, help="the first two compile")
+    parser.add_argument(
+        "--rollouts", type=int, default=4, help="number of rollouts; the first two only compile"
+    )
     parser.add_argument("--timeout", type=float, default=280, help="seconds per row")
-    parser.add_argument("--tiny", action="store_true", help="the quickstart on virtual CPU devices")
-    parser.add_argument("--out", type=pathlib.Path, help="a file that rows are added to, as JSON")
-    parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="of the recipe")
+    parser.add_argument(
+        "--tiny", action="store_true", help="run the quickstart on virtual CPU devices"
+    )
+    parser.add_argument("--out", type=pathlib.Path, help="append rows to this JSONL file")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="FIELD=VALUE", help="change a field of the recipe"
+    )
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rollouts <= UNTIMED:
@@ -197,7 +203,7 @@ def main() -> int:
     for how in args.how:
         first: dict[str, Any] = {}
         for devices in sorted(args.devices):
-            # On one device both ways are one.
+            # On one device strong and weak scaling are the same.
             row = dict(alone) if devices == 1 and alone else run(args, how, devices)
             alone = row if devices == 1 else alone
             failed |= not row

@@ -1,22 +1,19 @@
 """Times training steps: `python -m scripts.bench_step`, or `--rows NAME ...` for rows of the target table.
 
-Without `--rows`: every phase of whole steps of a config, NVFP4 base beside BF16 base. It runs `train` itself, not a
-copy of it. Each arm runs in its own process, which is killed at its time limit. An arm fails unless its gradients
-are finite and not zero, and its adapter has changed. Prints markdown rows: seconds per phase (median of the steps
-after the first, which
-compiles), and how far each phase is from its floor:
+Without `--rows` it times every phase of whole steps of a config, with an NVFP4 and with a BF16 base. It runs `train`
+itself. Each arm runs in its own process, which is killed at its time limit. An arm fails unless its gradients are
+finite and not zero and its adapter has changed. It prints markdown rows: seconds per phase (the median of all steps but
+the first, which compiles), and how far each phase is from its floor:
 
-- rollout: the bytes that every decode step must read (linears, head, live keys and values) /
-  measured bandwidth
-- update: 6 * parameters of the linears * tokens (forward, recomputation, input gradient) + the
-  head's share / measured bf16 rate
+- rollout: bytes that every decode step must read (linears, head, live keys and values) / measured bandwidth
+- update: (6 * parameters of the linears * tokens, for forward, recomputation and input gradient, plus the head's share)
+  / measured bf16 rate
 
-With `--rows`: each row of `ROWS` is a process of its own with its own time limit and, where its target
-says 80 GB, a memory pool of that size (`--pool-gib`). "update" rows time the update alone on random
-tokens, the others whole steps of `train` on arithmetic problems behind a filler, so that prompts have
-close to 256 tokens. Bases are random and packed on the device. A JSON line per row is appended to
-`--out`, the plan's peak beside the measured one. Model FLOP/s: 4 * parameters * tokens, a prompt
-once for its group, recomputation not counted.
+With `--rows` each row of `ROWS` runs in its own process with its own time limit. If its target says 80 GB, it has a
+memory pool of that size (`--pool-gib`). "update" rows time only the update, on random tokens. The others time whole
+steps of `train` on arithmetic problems after a filler text, so that prompts have close to 256 tokens. Bases are random
+and packed on the device. Each row appends a JSON line to `--out`, with the planned and the measured peak memory. Model
+FLOP/s count 4 * parameters * tokens, with a prompt once for its group and without recomputation.
 """
 
 from __future__ import annotations
@@ -39,7 +36,7 @@ from qerl_jax import config
 from qerl_jax.model import architecture
 from qerl_jax.tracking import logger
 
-# What one H200 reaches through JAX: a read of 4 GiB, and a bf16 product of 8192^3.
+# What JAX reaches on one H200: reading 4 GiB, and a bf16 product of 8192^3.
 BANDWIDTH, BF16_RATE = 4.3e12, 790e12
 PHASES = ("rollout", "reward", "update")
 
@@ -50,23 +47,23 @@ DEVICE_GIB = 80.01 / 0.5723
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the target table.
+    """One row of the target table.
 
     Attributes:
-        model: Name of `architecture.KNOWN`.
-        target: What is asked for.
-        prompts: P, each of `prompt` tokens.
-        group: Completions of each prompt.
-        prompt: Tokens.
-        completion: Tokens.
-        rank: Of LoRA.
-        steps: The first of which compiles and is not timed where there are more.
-        update_only: Whether random tokens take the place of a rollout.
-        pooled: Whether memory is held to a pool of 80 GB.
-        weights: How the linears are held.
-        optim: Fields of `OptimConfig`; by default an optimizer step has all rows.
-        remat: `model.gradient_checkpointing`.
-        timeout: Seconds.
+        model: Name in `architecture.KNOWN`.
+        target: The target, as text.
+        prompts: P, number of prompts.
+        group: Completions per prompt.
+        prompt: Tokens per prompt.
+        completion: Tokens per completion.
+        rank: LoRA rank.
+        steps: Number of steps. If there are more than one, the first compiles and is not timed.
+        update_only: Whether only the update is timed, on random tokens.
+        pooled: Whether memory is limited to 80 GB.
+        weights: Format of the linears.
+        optim: Fields of `OptimConfig`; by default one optimizer step has all rows.
+        remat: Value of `model.gradient_checkpointing`.
+        timeout: Time limit in seconds.
     """
 
     model: str
@@ -85,7 +82,7 @@ class Row:
     timeout: int = 240
 
 
-# One micro-batch holds all rows, where a row does not say otherwise.
+# By default one micro-batch holds all rows.
 _ALL = {"max_tokens_per_microbatch": 8 * (8 + 1016)}
 _UPDATE = Row("qwen2.5-7b", "<= 0.70 s, <= 12.5 GiB", 8, 1, 8, 1016, update_only=True, optim=_ALL)
 _GROUP = Row("qwen2.5-7b", "shared prompt", 1, 8, 256, 512, update_only=True)
@@ -120,7 +117,7 @@ ROWS = {
     "32b-update-mlp": Row(
         "qwen2.5-32b", "", 1, 8, 256, 512, 16, update_only=True, pooled=True, remat="mlp"
     ),
-    # Two completions and their prompt at a time leave room to keep products.
+    # With two completions and their prompt at a time there is memory to keep products.
     "32b-step-products": Row(
         "qwen2.5-32b",
         "<= 5 s, <= 40 GB",
@@ -156,7 +153,7 @@ ROWS = {
 
 
 def _filler(tokenizer: str, room: int) -> str:
-    """A text that leaves 32 of so many tokens to a short sum and the chat template."""
+    """A filler text that leaves 32 of `tokens` tokens for a short sum and the chat template."""
     from qerl_jax.data import tokenizer as tokenizers
 
     sentence, encode = "Take your time. ", tokenizers.load(tokenizer).hf.encode
@@ -165,7 +162,9 @@ def _filler(tokenizer: str, room: int) -> str:
 
 
 def row_config(row: Row, tokenizer: str, folder: str, kernels: str = "auto") -> config.RunConfig:
-    """The run of a row; its data are short sums behind a filler, so that prompts nearly have their length."""
+    """The config of a row's run. Its data are short sums after a filler, so that prompts have almost the row's
+    length.
+    """
     rows = row.prompts * row.group
     optim = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": 1}
     return config.RunConfig(
@@ -203,7 +202,7 @@ def row_config(row: Row, tokenizer: str, folder: str, kernels: str = "auto") -> 
 
 
 def run_row(name: str, tokenizer: str, *, profile: bool, kernels: str = "auto") -> dict:
-    """Measures one row in this process; says of an update where its time goes, if asked to."""
+    """Measures one row in this process; on request also the kernels of an update."""
     import jax
 
     from pallas_kernels import runtime
@@ -239,7 +238,7 @@ def run_row(name: str, tokenizer: str, *, profile: bool, kernels: str = "auto") 
 def _time_steps(row: Row, cfg: config.RunConfig) -> dict:
     from qerl_jax.training import guards, trainer
 
-    # The adapter is checked in the second step, the third, the fifth, the ninth ...: seldom in a run that is long.
+    # The adapter is checked in steps 2, 3, 5, 9 and so on, so seldom in a long run.
     guards.is_due = lambda *_: False
     trainer.train(cfg)
     rows = logger.read_metrics(cfg.output_dir)
@@ -282,7 +281,7 @@ def _time_update(row: Row, cfg: config.RunConfig, profile: bool) -> dict:
         prompt_lengths=np.full(shared, row.prompt, np.int32),
         completions=rng.integers(0, 151643, shape, np.int32),
         mask=np.ones(shape, bool),
-        # About what random weights give, so that no ratio leaves the clip range.
+        # Close to what random weights give, so that no ratio is clipped.
         behaviour_logps=np.full(shape, -12.0, np.float32),
         advantages=np.where(np.arange(rows) % 2, 1.0, -1.0).astype(np.float32),
     )
@@ -307,7 +306,7 @@ def _time_update(row: Row, cfg: config.RunConfig, profile: bool) -> dict:
 
 
 def _kernels(gradient, arguments) -> dict:
-    """Of the gradient of the first micro-batch: seconds of all kernels, and of those that take most."""
+    """Device seconds of all kernels, and of the longest ones, in the gradient of the first micro-batch."""
     import jax
     from jax.experimental.mosaic.gpu import profiler
 
@@ -321,7 +320,7 @@ def _kernels(gradient, arguments) -> dict:
 
 
 def linear_parameters(arch: architecture.Architecture) -> int:
-    """Weights of the linears of all layers."""
+    """Number of weights in the linears of all layers."""
     return arch.num_layers * sum(
         arch.input_width(name) * size for name, parts in arch.linears().items() for _, size in parts
     )
@@ -336,7 +335,7 @@ def bench_rows(
     profile: bool,
     kernels: str = "auto",
 ) -> int:
-    """Runs rows one after the other, each in its own process; what is measured is kept at once."""
+    """Runs rows one after the other, each in its own process. Each result is written at once."""
     failed = 0
     for name in names:
         row, environment = ROWS[name], dict(os.environ)
@@ -369,7 +368,7 @@ def bench_rows(
 
 
 def floors(cfg: config.RunConfig) -> dict[str, float]:
-    """Seconds below which no implementation on that card can go."""
+    """The least seconds that any implementation needs on that card, by phase."""
     arch = architecture.known(cfg.model.model_name_or_path)
     linears = linear_parameters(arch)
     head = arch.vocab_size * arch.width
@@ -387,7 +386,7 @@ def floors(cfg: config.RunConfig) -> dict[str, float]:
 
 
 def run_arm(cfg: config.RunConfig, folder: pathlib.Path) -> None:
-    """Trains, checks, and leaves result.json in `folder`."""
+    """Trains, checks, and writes result.json into `folder`."""
     import jax
     import numpy as np
 
@@ -429,18 +428,24 @@ def main() -> int:
     parser.add_argument("--config", default="configs/bench_7b.toml")
     parser.add_argument("--model", help="another name of architecture.KNOWN")
     parser.add_argument("--arms", default="nvfp4,bfloat16")
-    parser.add_argument("--tokenizer", help="folder, where the hub cannot be reached")
-    parser.add_argument("--data", help="folder, likewise")
+    parser.add_argument("--tokenizer", help="folder of the model, if the hub cannot be reached")
+    parser.add_argument("--data", help="folder of the data, if the hub cannot be reached")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--timeout", type=int, default=280, help="seconds per arm")
     parser.add_argument(
         "--kernels", default="auto", choices=("auto", "hopper", "portable", "reference")
     )
-    parser.add_argument("--rows", nargs="+", choices=[*ROWS, "all"], help="of the target table")
-    parser.add_argument("--pool-gib", type=float, default=78, help="of rows held to 80 GB")
+    parser.add_argument(
+        "--rows", nargs="+", choices=[*ROWS, "all"], help="rows of the target table"
+    )
+    parser.add_argument(
+        "--pool-gib", type=float, default=78, help="memory pool of rows with 80 GB, in GiB"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench_step.jsonl"))
     parser.add_argument(
-        "--profile", action="store_true", help="of rows of an update alone: its longest kernels"
+        "--profile",
+        action="store_true",
+        help="with rows that time an update alone: print its longest kernels",
     )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--row", help=argparse.SUPPRESS)

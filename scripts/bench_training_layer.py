@@ -1,11 +1,11 @@
-"""Times a layer in training, its base packed or in bfloat16: `python -m scripts.bench_training_layer`.
+"""Times a layer in training, with a packed or a bfloat16 base: `python -m scripts.bench_training_layer`.
 
-Forward, dX and the gradients of the adapter and of trained norms, of the model's own layer, attention
-included, on random weights. Several layers of different weights follow one another, so that none is
-found in the L2. All arms are compiled first and then timed in turn, several times: a card that gets warm
-slows down. "apart" leaves to XLA what the kernel of many rows does with a product (`finished_linear.prefill`).
-`kernels` is the sum of device times from CUPTI, `wall` the time of a call; both for
-one layer. It ends itself when a kernel hangs.
+It measures the forward pass, dX and the gradients of the adapter and of trained norms of the model's own layer,
+including attention, on random weights. Several layers with different weights follow one another, so that none is in the
+L2 cache. All arms are compiled first and then timed in turn, several times, because a warm card is slower. "apart" lets
+XLA do the operations after a product, which otherwise the kernel for many rows does (`finished_linear.prefill`).
+`kernels` is the sum of device times from CUPTI and `wall` the time of a call, both per layer. The script ends itself if
+a kernel hangs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ARMS = {"bfloat16": "bfloat16", "nvfp4": "nvfp4", "nvfp4-apart": "nvfp4"}
 
 
 def prepare(args: argparse.Namespace, arm: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The compiled forward and backward pass of an arm's layers, and what to call it with."""
+    """Returns the compiled forward and backward pass of an arm's layers, and its arguments."""
     arch = architecture.KNOWN[args.model]
     block = Block(arch, ARMS[arm], LoraConfig(args.rank, float(args.rank)), Role.ADAPTED)
     tables = layers.rope_tables(jnp.arange(args.length)[None], layers.rope_frequencies(arch))
@@ -77,7 +77,7 @@ def _print_longest(kernels: list[tuple[str, float]], layers: int) -> None:
     for name, ms in kernels:
         by_name.setdefault(name[:60], []).append(ms)
     for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:16]:
-        # Those of the first layer one by one: linears of one kernel differ.
+        # The first layer's kernels are listed one by one, because linears that share a kernel differ.
         first = " ".join(f"{ms:.3f}" for ms in times[: max(1, len(times) // layers)][:6])
         print(f"    {sum(times) / layers:8.3f} ms a layer  {name}  {first}")
 
@@ -89,11 +89,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--layers", type=int, default=4, help="that follow one another")
+    parser.add_argument(
+        "--layers", type=int, default=4, help="number of layers that follow one another"
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
-    parser.add_argument("--timeout", type=int, default=150, help="seconds, for all arms")
-    parser.add_argument("--profile", action="store_true", help="where the time goes, by kernel")
+    parser.add_argument("--timeout", type=int, default=150, help="seconds for all arms")
+    parser.add_argument("--profile", action="store_true", help="print the time by kernel")
     args = parser.parse_args()
 
     faulthandler.dump_traceback_later(args.timeout, exit=True)

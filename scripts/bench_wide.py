@@ -1,20 +1,18 @@
-"""Times NVFP4 products of many rows on one GPU, beside bf16: `python -m scripts.bench_wide`.
+"""Times NVFP4 products with many rows on one GPU, beside bf16: `python -m scripts.bench_wide`.
 
-Two directions: y = x W^T and dx = dy W, each by the kernel that unpacks in its tiles ("wide") and by
-cuBLAS on an unpacked copy ("dequantized"). Values come first: the unpacked copy of
-every shape must be right bit for bit, products within one bfloat16 ulp of the largest output from a
-float32 product.
+It times two directions, y = x W^T and dx = dy W. Each is computed by the kernel that decodes its tiles ("wide"), and by
+cuBLAS on an unpacked copy ("dequantized"). Values are checked first: the unpacked copy of every shape must be right bit
+for bit, and products must be within one bfloat16 ulp of the largest output from a float32 product.
 
     flops   2 * M * N * K
-    floor   flops / 790 TFLOP/s, what one H200 reaches through JAX
+    floor   flops / 790 TFLOP/s, which JAX reaches on one H200
     unpack  N * K * (9 / 16 + 2) bytes
 
-`kernel` is the device time of what unpacks and multiplies, `rest` that of other kernels of a call:
-"dequantized" scales its result afterwards, which is a pass of its own here and rides along with what
-reads the result in a model. Others add up what they have split along K, which counts as theirs in
-`bf16 / kernel`. Both are from CUPTI; `loop` is the wall time of a call in a jitted loop.
-The bf16 baseline is `jnp.dot` with the weight as [K, N], or its transpose for dx. It needs only jax and numpy, and
-stops if a kernel hangs.
+`kernel` is the device time of unpacking and multiplying. `rest` is that of the other kernels of a call. "dequantized"
+scales its result in a separate pass here; in a model this is part of whatever reads the result. Others sum what they
+split along K, which counts in `bf16 / kernel`. Both times are from CUPTI. `loop` is the wall time per call in a jitted
+loop. The bf16 baseline is `jnp.dot` with the weight as [K, N], or its transpose for dx. The script needs only jax and
+numpy, and ends itself if a kernel hangs.
 """
 
 import argparse
@@ -44,21 +42,21 @@ from pallas_kernels.nvfp4_matmul import (
 )
 from scripts.bench_kernels import BF16_RATE, LAYERS, problems, rounds_of, versions, watch
 
-# How many times what the L2 holds a call touches before it comes round again.
+# The data read between two uses of an operand is this many times the size of the L2 cache.
 _ROTATION = 2
-# Kernels of the timing loop: bringing an operand, counting, keeping a result.
+# Kernels of the timing loop itself: they fetch an operand, count, or keep a result.
 _BOOKKEEPING = re.compile(
     "(?<!update_)slice|add_fusion|compare|broadcast|mem(cpy|set)", re.IGNORECASE
 )
-# Element by element kernels of a call. Others multiply, under the names of several libraries.
+# Elementwise kernels of a call. Other kernels multiply; their names depend on the library.
 _REST = re.compile("^(loop|input|wrapped)_|transpose|copy", re.IGNORECASE)
-# Rows of the reference product that is checked against: float32 without tensor cores is slow.
+# Rows of the float32 product for the check, which is slow without tensor cores.
 _CHECKED_ROWS = 384
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Microseconds of one call: kernels that unpack or multiply, other kernels, all with gaps."""
+    """Microseconds of one call: kernels that unpack or multiply, other kernels, and wall time including gaps."""
 
     kernel: float
     rest: float
@@ -66,7 +64,7 @@ class Timing:
 
 
 def measure(run: Callable[..., Any], x: jax.Array, weights: Any) -> Timing:
-    """Times what `rounds_of` made, compiled or not."""
+    """Times a function that `rounds_of` made, compiled or not."""
     copies = x.shape[1]
 
     def wall(rounds):
@@ -76,7 +74,7 @@ def measure(run: Callable[..., Any], x: jax.Array, weights: Any) -> Timing:
 
     few = 2
     wall(few)
-    # Enough calls for a tenth of a second, by the first guess.
+    # Enough calls for a tenth of a second, according to the first estimate.
     many = few + max(2, min(100, round(0.1 / (wall(few) / few))))
     walls = [(wall(few), wall(many)) for _ in range(3)]
     loop = statistics.median(long - short for short, long in walls) / ((many - few) * copies)
@@ -90,7 +88,7 @@ def measure(run: Callable[..., Any], x: jax.Array, weights: Any) -> Timing:
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One way to make a product.
+    """One way to compute a product.
 
     Attributes:
       direction: "forward" or "dx".
@@ -111,13 +109,12 @@ ARMS = {
     "wide dx": Arm("dx", True, prefill.backward),
     "dequantized dx": Arm("dx", True, dequantize.backward),
 }
-# Ulps that an arm may err by, with a little for float32 sums: one, and where a product is rounded
-# twice half of one more.
+# Most ulps of error of an arm, with a margin for float32 sums: one, and half of one more if a product is rounded twice.
 _ROUNDED_ONCE, _ROUNDED_TWICE = 1.1, 1.6
 
 
 def time_arm(arm: Arm, m: int, n: int, k: int) -> Timing:
-    """Times an arm on random operands, of which enough copies rotate to miss the L2."""
+    """Times an arm on random operands; enough copies rotate to miss the L2 cache."""
     inner, outer = (k, n) if arm.direction == "forward" else (n, k)
     weight_bytes = n * k * (9 / 16 if arm.packed else 2)
     copies = max(2, round(_ROTATION * runtime.device().l2_bytes / (weight_bytes + 2 * m * (n + k))))
@@ -136,12 +133,12 @@ def check(m: int, n: int, k: int, names: Sequence[str]) -> dict[str, float]:
     """Largest errors of the packed arms, in bfloat16 ulps of the largest output.
 
     Raises:
-      AssertionError: one is too large, or the unpacked copy is not exact.
+      AssertionError: an error is too large, or the unpacked copy is not exact.
     """
     t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(5), (n, k))
     w = jax.jit(layout.prepare)(t)
     unpacked = jax.jit(dequantize.dequantize)(w)
-    # As bits: a copy of gate_up in float32 would not fit beside the rest at 72B.
+    # Compared as bits: at 72B there is no memory for a float32 copy of gate_up.
     equal = jax.jit(lambda a, t: jnp.all(a == nvfp4.scaled_codes(t)))(unpacked, t)
     assert bool(equal), f"{(n, k)}: the unpacked copy is not exact"
     sample = np.linspace(0, m - 1, min(m, _CHECKED_ROWS)).astype(int)
@@ -165,7 +162,7 @@ def check(m: int, n: int, k: int, names: Sequence[str]) -> dict[str, float]:
 
 
 def time_unpacking(n: int, k: int) -> dict[str, float]:
-    """Times the kernel that unpacks alone: configuration -> microseconds."""
+    """Times the kernel that only unpacks, by configuration, in microseconds."""
     copies = max(2, round(_ROTATION * runtime.device().l2_bytes / (n * k * 9 / 16)))
     random = jax.jit(lambda key: layout.prepare(nvfp4.random(key, (copies, n, k))))
     weights, x, times = random(jax.random.key(2)), jnp.zeros((2, copies, 1)), {}
@@ -184,7 +181,7 @@ def time_unpacking(n: int, k: int) -> dict[str, float]:
 
 
 def bench(problem: shapes.Problem, m: int, names: Sequence[str]) -> list[dict[str, Any]]:
-    """Rows of the table for one product: checked, then timed."""
+    """Makes the rows of one product: checks the values, then times."""
     n, k = problem.n, problem.k
     watch()
     errors = check(m, n, k, names)
@@ -222,7 +219,7 @@ def _tile(m: int, n: int, k: int, arm: Arm) -> str:
 
 
 def markdown(row: dict[str, Any]) -> str:
-    """A row of the table whose head is `HEAD`."""
+    """Formats a row of the table with the header `HEAD`."""
     us = row["us"]
     cells = (
         f"{row['model']} {row['layer']} {row['k']}x{row['n']}",
@@ -243,15 +240,15 @@ HEAD = """| linear (K x N) | M | arm | kernel us | rest us | loop us | of 790 TF
 
 
 def main() -> None:
-    """Checks, times and prints; see the module's docstring."""
+    """Checks, times and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["qwen2.5-7b"])
     parser.add_argument("--layers", nargs="+", default=LAYERS)
     parser.add_argument("--m", nargs="+", type=int, default=[256, 512, 1024, 2048, 8192])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--values", action="store_true", help="check values only; time none")
+    parser.add_argument("--values", action="store_true", help="check values without timing")
     parser.add_argument("--unpack", action="store_true", help="time only the unpacking kernel")
-    parser.add_argument("--out", type=pathlib.Path, help="a JSON file for all that was measured")
+    parser.add_argument("--out", type=pathlib.Path, help="write all measurements to this JSON file")
     args = parser.parse_args()
 
     print(versions(), flush=True)
