@@ -1,20 +1,20 @@
 """Runs every path that the README names on the device that JAX finds: `python -m scripts.check_device`.
 
-Small random bases, a committed list of cases (check_device_cases.py), several processes that share the
-device. A case trains for two or three rollouts, and runs the other stages that it names; check_device_run.py has
-its assertions. A case that did not finish counts as red, like one that found an error.
+It runs a committed list of cases (check_device_cases.py) with small random bases, in several processes that share the
+device. A case trains for two or three rollouts and runs the other stages that it names; check_device_run.py has the
+assertions. A case that does not finish counts as failed (red), like one that finds an error.
 
     python -m scripts.check_device --out checked.jsonl       # all; exit status 1 if one is red
     python -m scripts.check_device --smoke                   # a dozen cases
     python -m scripts.check_device --only weights=nf4 --only rows=33 --jobs 2
-    python -m scripts.check_device --smoke --devices 1 2 4   # each on meshes of so many devices of this machine
+    python -m scripts.check_device --smoke --devices 1 2 4   # each on meshes of 1, 2 and 4 devices of this machine
     python -m scripts.check_device --write-cases             # after a change of the factors
-    PALLAS_KERNELS=portable python -m scripts.check_device   # with Triton's kernels in place of Hopper's
+    PALLAS_KERNELS=portable python -m scripts.check_device   # with the Triton kernels instead of Hopper's
 
-Most of the time goes into compilation: the rows of --out say how much, by stage, and how many programs.
-So XLA does not time several forms of each product (`QUICK_XLA`), which would compile each of them, and leaves
-them to cuBLAS, unless --autotune asks for it. Compiled programs are kept in the folder of --keep, for the next call that names it.
-XLA_FLAGS reach the processes, and go before the flags that are set here.
+Most of the time is compilation; the rows of --out say how much, by stage, and how many programs. To save time XLA does
+not autotune products (`QUICK_XLA`), which would compile each of them in several forms, but leaves them to cuBLAS;
+--autotune turns this on. Compiled programs are kept in the folder of --keep for the next call with the same folder.
+XLA_FLAGS are passed on to the processes; the flags set here come after them and win.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from scripts.check_device_stages import Stages, total
 
 ROOT = pathlib.Path(__file__).parents[1]
 WORKER = (sys.executable, "-m", "scripts.check_device", "--worker")
-# XLA compiles for speed of compiling: no product is compiled in dozens of tilings and timed, on a device that
-# others use at the same time, none is left to XLA's Triton, which took half of the time to compile a gradient, and a
+# These flags make XLA compile fast. It does not compile each product in dozens of tilings to time them, on a device
+# that other processes use too. It uses no Triton products, which took half of the compile time of a gradient. And a
 # process compiles on one processor.
 QUICK_XLA = (
     "--xla_gpu_autotune_level=0",
@@ -56,14 +56,14 @@ QUICK_XLA = (
     "--xla_gpu_experimental_enable_fusion_autotuner=false",
     "--xla_gpu_force_compilation_parallelism=1",
 )
-# Of a device's memory; the rest is for what XLA does not count, such as contexts and libraries.
+# Share of a device's memory. The rest is for what XLA does not count, such as contexts and libraries.
 _SHARED = 0.8
 
 type Row = dict[str, Any]
 
 
 def missing_packages() -> list[str]:
-    """Packages that the project needs and this interpreter has not; data sets of the hub are in no case."""
+    """Packages that the project needs and that are not installed, except the hub's `datasets`, which no case uses."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = [re.match(r"[\w-]+", line)[0] for line in project["dependencies"]]
     return [name for name in names if name != "datasets" and not _is_installed(name)]
@@ -78,33 +78,54 @@ def _is_installed(name: str) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the cases and prints the table; the exit status."""
+    """Runs the cases and prints the table. Returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", action="append", default=[], help="a part of the name, such as rows=33; all given"
+        "--only",
+        action="append",
+        default=[],
+        help="only cases whose name has this part, such as rows=33; may be repeated, and all parts must match",
     )
     parser.add_argument(
-        "--cases", type=int, nargs="+", help="numbers of cases, such as those that failed before"
+        "--cases",
+        type=int,
+        nargs="+",
+        help="only the cases with these numbers, such as those that failed before",
     )
-    parser.add_argument("--smoke", action="store_true", help="a dozen cases of the list only")
+    parser.add_argument("--smoke", action="store_true", help="only a dozen cases of the list")
     parser.add_argument(
-        "--devices", type=int, nargs="+", help="devices of a run; absent: 1. Each case runs on each"
+        "--devices",
+        type=int,
+        nargs="+",
+        help="run each case on each of these numbers of devices; default: 1",
     )
-    parser.add_argument("--out", type=pathlib.Path, help="a .jsonl file, one line a case")
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="write a JSON line for each case to this file"
+    )
     jobs = max(1, min(14, (os.cpu_count() or 1) - 2))
-    parser.add_argument("--jobs", type=int, default=jobs, help="processes that share the device")
-    parser.add_argument("--stagger", type=float, default=0.5, help="seconds between their starts")
-    parser.add_argument("--seconds", type=float, default=480, help="after which all is killed")
     parser.add_argument(
-        "--budget", type=float, help="seconds after which no case starts; absent: 50 before the end"
+        "--jobs", type=int, default=jobs, help="number of processes that share the device"
     )
-    parser.add_argument("--case-seconds", type=float, default=240, help="after which a case is")
-    parser.add_argument("--autotune", action="store_true", help="let XLA time its products")
-    parser.add_argument("--keep", type=pathlib.Path, help="a folder for what cases leave, and logs")
-    parser.add_argument("--list", action="store_true", help="print the names of cases only")
-    parser.add_argument("--write-cases", action="store_true", help="write the list anew")
+    parser.add_argument(
+        "--stagger", type=float, default=0.5, help="seconds between the starts of processes"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=480, help="seconds after which everything is killed"
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        help="seconds after which no case starts; default: 50 before --seconds",
+    )
+    parser.add_argument("--case-seconds", type=float, default=240, help="seconds per case")
+    parser.add_argument("--autotune", action="store_true", help="let XLA autotune its products")
+    parser.add_argument(
+        "--keep", type=pathlib.Path, help="keep logs and the files of cases in this folder"
+    )
+    parser.add_argument("--list", action="store_true", help="only print the names of cases")
+    parser.add_argument("--write-cases", action="store_true", help="write the list of cases anew")
     parser.add_argument("--worker", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.worker:
@@ -145,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def select_cases(found: Sequence[Case], parts: Sequence[str]) -> list[Case]:
-    """The cases whose full name has all of these parts, longest first."""
+    """Selects the cases whose full name has all of these parts, the most expensive first."""
     names = [f"{cases.name(case, full=True)} " for case in found]
     chosen = [
         case for case, name in zip(found, names, strict=True) if all(p in name for p in parts)
@@ -154,7 +175,9 @@ def select_cases(found: Sequence[Case], parts: Sequence[str]) -> list[Case]:
 
 
 def environment(folder: pathlib.Path, jobs: int, *, autotune: bool) -> dict[str, str]:
-    """Variables of the workers: a share of the device each, and one place for compiled programs."""
+    """Environment variables of the workers: a share of the device's memory for each, and one compilation cache for
+    all.
+    """
     flags = [os.environ.get("XLA_FLAGS", ""), *(() if autotune else QUICK_XLA)]
     threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
     given = {
@@ -185,24 +208,23 @@ def run(
     on_ready: Callable[[str], None],
     on_row: Callable[[Row], None],
 ) -> None:
-    """Gives out cases, in order, to processes that are started anew where they end.
+    """Distributes cases, in order, to worker processes, and restarts workers that end.
 
-    A process says a line when it is ready, then reads a case a line and answers each with a line,
-    before which it may say where it is ("at").
+    A worker writes a line when it is ready. Then it reads a case per line and answers each with a line. Before the
+    answer it may write lines that say which stage it is in ("at").
 
     Args:
-        chosen: Each is answered by exactly one call of `on_row`.
-        command: Of a process.
-        env: Its variables.
-        folder: For the processes' logs.
-        jobs: How many processes at a time.
-        seconds: After which those that run are killed.
-        budget: Seconds after which no other case starts.
-        case_seconds: After which a case's process is killed, its start aside.
-        stagger: Seconds from the start of a process to that of the next one: what all compile first,
-            the later ones find in the cache.
-        on_ready: Called with the first process's line.
-        on_row: Called with each row; never twice at a time.
+        chosen: The cases. `on_row` is called exactly once for each.
+        command: Command of a worker.
+        env: Environment variables of a worker.
+        folder: Folder for the workers' logs.
+        jobs: Number of workers.
+        seconds: Running cases are killed after this time.
+        budget: No other case starts after this many seconds.
+        case_seconds: A worker is killed if a case takes longer than this, without the worker's start.
+        stagger: Seconds between the starts of two workers. Later ones find in the cache what the first one compiled.
+        on_ready: Called with the first line of the first worker.
+        on_row: Called with each row, never twice at once.
     """
     waiting, lock, begun = list(chosen), threading.Lock(), time.monotonic()
     deadline, last_start = begun + seconds, begun + min(seconds, budget)
@@ -236,7 +258,7 @@ def run(
                 row = worker.ask(json.dumps(case), min(case_seconds, deadline - started))
             except NotRun as error:
                 row = {"ok": False, "not_run": True, "error": str(error)}
-            except Exception as error:  # also an answer that is no JSON: whatever it was, it is red
+            except Exception as error:  # An answer that is not JSON counts as red too.
                 what = str(error) if isinstance(error, Lost) else f"{type(error).__name__}: {error}"
                 row = {"ok": False, "error": what}
                 if worker is not None:
@@ -256,21 +278,21 @@ def run(
             thread.start()
         for thread in threads:
             thread.join()
-    finally:  # also when a user interrupts
+    finally:  # also on a keyboard interrupt
         for worker in workers:
             worker.kill()
 
 
 class NotRun(Exception):
-    """A case for which no time was left."""
+    """A case that was not run because the time was over."""
 
 
 class Lost(Exception):
-    """A process that gave no answer."""
+    """A worker that gave no answer."""
 
 
 class Worker:
-    """A process that answers lines, with all processes that it starts."""
+    """A worker process that answers lines, together with the processes that it starts."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], log: pathlib.Path):
         with log.open("a") as file:
@@ -287,10 +309,10 @@ class Worker:
         self.at: Row = {}
 
     def ask(self, line: str, seconds: float) -> Row:
-        """The answer to a line; `at` is where the process last said that it is.
+        """Sends a line and returns the answer. `at` is called with each message about the current stage.
 
         Raises:
-            Lost: When the process ends, or there is no answer in time.
+            Lost: The process ended, or there was no answer in time.
         """
         self.at = {}
         try:
@@ -301,7 +323,7 @@ class Worker:
         return self.listen(seconds)
 
     def listen(self, seconds: float) -> Row:
-        """What it says next, as `ask`."""
+        """Returns the next answer, like `ask`."""
         deadline = time.monotonic() + seconds
         while True:
             line = self._line(deadline)
@@ -316,8 +338,8 @@ class Worker:
             self.at = answer
 
     def _line(self, deadline: float) -> bytes | None:
-        """The next line, b"" where the process has ended, or None where there is none in time."""
-        # Not a file of Python's: what that holds back, `select` does not see.
+        """Returns the next line, b"" if the process has ended, or None if there is none in time."""
+        # Not a Python file object: `select` does not see what its buffer holds.
         stream = self._process.stdout.fileno()
         while b"\n" not in self._heard:
             readable, _, _ = select.select([stream], [], [], max(0.0, deadline - time.monotonic()))
@@ -331,7 +353,7 @@ class Worker:
         return line
 
     def _frames(self) -> str:
-        """Makes the process write its stack to its log; the innermost frames, and ours, of the main thread."""
+        """Makes the process write its stack to its log. Returns the innermost frames of the main thread and ours."""
         before = self._log.stat().st_size
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
@@ -339,7 +361,7 @@ class Worker:
         with self._log.open(errors="replace") as file:
             file.seek(before)
             written = file.read()
-        # The main thread is the last, as the first that was made.
+        # The main thread was created first and is written last.
         frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', written.split("\n\n")[-1])
         held = [
             f"{pathlib.Path(path).name}:{line} {function}"
@@ -349,13 +371,13 @@ class Worker:
         return "".join(f"; {frame}" for frame in held[:6])
 
     def kill(self) -> None:
-        """Ends it and its children, once."""
+        """Kills the process and its children, once."""
         if self._process.returncode is not None and self._process.stdin.closed:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        with contextlib.suppress(BrokenPipeError):  # a line that it did not read
+        with contextlib.suppress(BrokenPipeError):  # a line that the process did not read
             self._process.stdin.close()
         self._process.stdout.close()
 
@@ -369,7 +391,7 @@ class Worker:
 
 
 class Table:
-    """What is shown and written: a header, a line for each case, the sums, and last what failed."""
+    """The output: a header, a line for each case, the totals, and the failures."""
 
     def __init__(self, out: pathlib.Path | None, total: int):
         self._file = None if out is None else out.open("w")
@@ -377,14 +399,14 @@ class Table:
         self._total, self._started = total, time.monotonic()
 
     def header(self, environment_: str) -> None:
-        """Versions and devices, and when."""
+        """Writes versions, devices and date."""
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
         waited = time.monotonic() - self._started
         print(f"{self._total} cases, {now}, the first process ready after {waited:.0f} s")
         print(f"{environment_.strip()}\n\n{_HEAD}", flush=True)
 
     def row(self, row: Row) -> None:
-        """A case."""
+        """Writes the row of a case."""
         self._rows.append(row)
         if not row.get("not_run"):
             print(line(row), flush=True)
@@ -393,7 +415,7 @@ class Table:
             self._file.flush()
 
     def end(self) -> int:
-        """The sums, and what failed with its whole name; the exit status."""
+        """Writes the totals and each failure with its full name. Returns the exit status."""
         if self._file is not None:
             self._file.close()
         rows = sorted(self._rows, key=lambda row: row["number"])
@@ -415,7 +437,7 @@ _HEAD = "      case  seconds     cpu  programs  cached  longest stage"
 
 
 def line(row: Row) -> str:
-    """A case in the table: verdict, number, seconds of clock and processors, programs, its longest stage."""
+    """Formats a case: verdict, number, wall and processor seconds, programs, longest stage."""
     stages = row.get("stages", [])
     start = f"{'ok  ' if row['ok'] else 'FAIL'}   {row['number']:03d} {row['seconds']:8.1f}"
     if stages:
@@ -426,7 +448,7 @@ def line(row: Row) -> str:
 
 
 def by_stage(rows: Sequence[Row]) -> list[str]:
-    """Where the time went: of each kind of stage its number, and means of what was measured."""
+    """Formats the time by stage: the number of each kind of stage, and means of its measurements."""
     names = ("seconds", "cpu", "trace", "lower", "compile", "programs", "cached")
     held: dict[str, list[Row]] = {}
     for row in rows:
@@ -442,10 +464,10 @@ def by_stage(rows: Sequence[Row]) -> list[str]:
 
 
 def failures(red: Sequence[Row]) -> list[str]:
-    """Each error once, with the whole name of the first case that has it and the numbers of others."""
+    """Formats each error once, with the full name of the first case and the numbers of the others."""
     alike: dict[str, list[Row]] = {}
     for row in red:
-        # Numbers and places differ where the cause is one.
+        # Numbers and paths differ between cases with the same cause.
         alike.setdefault(re.sub(r"[\d.e+-]+", "#", row["error"]), []).append(row)
     shown = []
     for first, *others in alike.values():
@@ -459,8 +481,8 @@ def failures(red: Sequence[Row]) -> list[str]:
 
 
 def work(folder: pathlib.Path) -> int:
-    """Runs the cases that come in, a line each, and answers each with a line."""
-    # The package prints; answers go where nobody else writes.
+    """Reads cases, one per line, runs them, and answers each with a line."""
+    # The package prints to stdout, so answers go to a copy of it, and stdout itself is redirected to stderr.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     faulthandler.register(signal.SIGUSR1, all_threads=True)
@@ -485,7 +507,7 @@ def run_case(
     do: Callable[[Case, pathlib.Path, Stages], Mapping[str, Any]],
     on_stage: Callable[[list[Row], str], None] | None = None,
 ) -> Row:
-    """The row of a case: what it found, or what it failed with, and its stages."""
+    """Runs a case. Returns its row: its result or its error, and its stages."""
     import gc
 
     own = folder / f"case_{case['number']:03d}"
@@ -505,7 +527,7 @@ def run_case(
             "error": f"{type(error).__name__}: {told}",
             "traceback": traceback.format_exc()[-4000:],
         }
-    gc.collect()  # what the next case finds in use is its own
+    gc.collect()  # so that memory in use during the next case is its own
     return {"seconds": round(time.monotonic() - started, 1), **row, "stages": stages.rows()}
 
 

@@ -1,12 +1,11 @@
-"""The cases of `scripts.check_device`: factors, which of their values cannot go together, and what a case runs.
+"""The cases of `scripts.check_device`: factors, impossible combinations of their values, and the config of a case.
 
-A case gives every factor a value. The committed list, check_device_cases.jsonl, is a pairwise cover:
-each pair of values of two factors that can go together is in one case at least, so what breaks in the
-company of one other thing is met. Where the base comes from and what follows the training meet what
-they can depend on only (`are_paired`): a case has one such stage at most beside its training, and
-most of a case's time is the compilation of its stages. Beside the pairs the list has what a Hopper GPU
-runs through kernels of its own: fused decoding at all numbers of rows, and attention in bfloat16 of all
-groups and heads. `cover` makes the list; nothing here needs JAX.
+A case gives each factor a value. The committed list, check_device_cases.jsonl, is a pairwise cover: each possible pair
+of values of two factors is in at least one case. So an error that needs two values together is found. The source of the
+base and the stage after training are only paired with factors that can affect them (`are_paired`): each case has at
+most one such stage besides its training, because most of its time is compilation. The list also has the shapes that a
+Hopper GPU runs with its own kernels (`kernels`): fused decoding with all numbers of rows, and bfloat16 attention with
+all groups and heads. `cover` makes the list. Nothing here needs JAX.
 """
 
 from __future__ import annotations
@@ -30,45 +29,45 @@ _EVALUATIONS = ("eval_at_ends", "eval_scheduled", "eval")
 QUANTIZED = ("rtn", "awq", "gptq")
 EXPORTS = ("peft", *_MERGED, "nvfp4_original", "nvfp4_packed")
 
-# The first value of an option is what a run has that says nothing of it; such are not shown in a case's name.
+# The first value of a factor is the default of a config. A case's name leaves it out.
 FACTORS: dict[str, tuple[Any, ...]] = {
     "weights": ("nvfp4", "mxfp4", "nf4", "bfloat16", "float32"),
     "dtype": ("bfloat16", "float32"),
     "family": ("qwen2", "qwen3", "llama", "mistral", "smollm2"),
-    "group": (1, 3, 4, 7, 8, 16),  # queries per kv head
+    "group": (1, 3, 4, 7, 8, 16),  # query heads per key head
     "head": (64, 80, 96, 128, 256),
-    "rows": (1, 7, 8, 9, 32, 33, 128, 129, 192, 256, 512),  # sampled at a time
-    # A folder in 16 or 32 bits; a random base; that folder through `qerl quantize`.
+    "rows": (1, 7, 8, 9, 32, 33, 128, 129, 192, 256, 512),  # rows sampled at once
+    # A folder in 16 or 32 bits; a random base; or that folder quantized by `qerl quantize`.
     "source": ("folder", "random", "rtn", "awq", "gptq"),
     "trains": ("adapter", "adapter+norms", "full"),
     "rank": (32, 8, 80),
-    # On all linears; on some; with ranks and alphas that differ, by the root of the rank.
+    # All linears; some; or different ranks and alphas, with rank-stabilized scaling.
     "branches": ("all", "some", "patterns"),
     "noise": ("off", "rollout", "both", "rollout+last"),
-    "per": ("rollout", "group", "sequence", "token"),  # what has noise of its own
+    "per": ("rollout", "group", "sequence", "token"),  # what gets its own noise
     "reference": ("none", "base", "copy"),
-    "updates": ("one", "passes", "batches", "both"),  # of each rollout
+    "updates": ("one", "passes", "batches", "both"),  # optimizer steps of each rollout
     "remat": ("layer", "mlp", "products", "none"),
     "share_prompts": (True, False),
     "optimizer": ("adamw", "adamw_8bit"),
-    "cut": ("plan", "tokens"),  # of micro-batches
+    "cut": ("plan", "tokens"),  # how micro-batches are cut
     "dynamic": (False, True),
     "loss": ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "sapo", "luspo", "vespo"),
     "ratio": ("token", "sequence"),
     "entropy": ("off", "bonus", "adaptive", "quantile"),
     "old": ("behaviour", "recompute", "corrected"),
-    # What bounds or masks ratios: wide enough for the adapter to move.
+    # Bounds or masks of ratios, wide enough that the adapter still moves.
     "bounds": ("usual", "off", "icepop", "tokens", "sequences", "means", "off_policy"),
     "draw": ("plain", "top_k", "top_p", "min_p", "penalty", "all"),
     "ending": ("eos", "stop", "ignore_eos"),
     "cache": ("ample", "tokens", "fraction"),
     "compact": (True, False),
-    # Most of a completion: less than a chunk and a page of the cache, or several of both.
+    # Longest completion: shorter than a chunk and a cache page, or several of both.
     "tokens": (8, 72),
-    "rewards": ("ids", "stock", "each"),  # one; several; several, each normalized by itself
-    # What a policy calls: every turn that a text of `STOPS` ends is a call.
+    "rewards": ("ids", "stock", "each"),  # one; several; several, each normalized separately
+    # What a policy may call. Every turn that ends with a text of `STOPS` is a call.
     "tools": ("none", "function", "environment"),
-    # What the case does beside training: evaluations within it, an export of it, or another command.
+    # The stage beside training: evaluations during it, an export of its result, or another command.
     "then": (
         *("none", *_EVALUATIONS, *EXPORTS),
         *("generate", "filter", "replay", "resume", "continue"),
@@ -77,11 +76,11 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 _ALWAYS_SHOWN = ("weights", "dtype", "family", "group", "head", "rows")
 
 GENERATIONS = 4
-# With these the prompts of all rollouts are padded to one width, which is three quarters of the bound: each
-# width would be a program to compile.
+# With these the prompts of all rollouts are padded to one width, three quarters of the bound, because each width would
+# be one more program to compile.
 PROMPT, SEED = 56, 6
 
-_BASE_WIDTHS = {  # D and F
+_BASE_WIDTHS = {  # D and F, the model's width and the MLP's
     "qwen2": (128, 384),
     "qwen3": (192, 512),
     "llama": (256, 448),
@@ -97,7 +96,7 @@ def _others(name: str, value: Any) -> tuple[Any, ...]:
 
 
 _CALLED = _others("tools", "none")
-# Values that cannot all be in one case, by factor, and why.
+# Combinations of values that cannot be in one case, with the reason.
 _IMPOSSIBLE: tuple[tuple[dict[str, tuple[Any, ...]], str], ...] = (
     (
         {"weights": ("float32",), "dtype": ("bfloat16",)},
@@ -191,28 +190,28 @@ _IMPOSSIBLE: tuple[tuple[dict[str, tuple[Any, ...]], str], ...] = (
 
 
 def impossible(case: Case) -> str | None:
-    """Why values cannot go together, or None; of a case or of a part of one."""
+    """The reason why the values of a case, or of a part of one, cannot be combined; None if they can."""
     for values, reason in _IMPOSSIBLE:
         if all(case.get(name) in held for name, held in values.items()):
             return reason
     return None
 
 
-# Factors that are stages of their own, and what these can depend on.
+# Factors that are stages of their own, and the factors that can affect those stages.
 _STAGES = ("source", "then")
 _OF_STAGES = ("weights", "dtype", "family", "trains", *_STAGES)
 
 
 def are_paired(one: str, other: str) -> bool:
-    """Whether all pairs of values of two factors are to be covered.
+    """Whether all pairs of values of two factors are covered.
 
-    What quantizes a base, and what reads a trained policy from files, does not see how it was trained.
+    A stage that quantizes a base, or reads a trained policy from files, does not depend on how it was trained.
     """
     return all(stage not in (one, other) or {one, other} <= {*_OF_STAGES} for stage in _STAGES)
 
 
 def pairs(case: Case) -> Iterator[Pair]:
-    """The pairs of values in a case that are to be covered, the factors in their order."""
+    """The pairs of values in a case that are covered. Factors are in their order."""
     held = [(name, case[name]) for name in FACTORS if name in case]
     return (
         (one, other)
@@ -222,7 +221,7 @@ def pairs(case: Case) -> Iterator[Pair]:
 
 
 def feasible_pairs() -> set[Pair]:
-    """All pairs of values that are to be covered and can go together."""
+    """All pairs of values that should be covered and are possible."""
     return {
         ((one, a), (other, b))
         for one, other in itertools.combinations(FACTORS, 2)
@@ -233,11 +232,11 @@ def feasible_pairs() -> set[Pair]:
 
 
 def cover(tries: int = 12) -> list[Case]:
-    """A pairwise cover that has all of `kernels`, the same at every call.
+    """Makes a pairwise cover that includes all of `kernels`. The result is always the same.
 
-    Each case starts from what `kernels` asks for, and later from a pair that is not covered yet. The
-    other factors follow in a random order, and each takes the value that covers most new pairs with
-    those before it; of `tries` such cases the one that covers most is taken.
+    Each case starts from an entry of `kernels`, and later from a pair that is not covered yet. The other factors follow
+    in random order. Each takes the value that covers the most new pairs with the factors before it. Of `tries` such
+    cases the one that covers the most pairs is used.
     """
     rng, left, wanted = random.Random(0), feasible_pairs(), kernels()
     cases = []
@@ -259,7 +258,7 @@ def cover(tries: int = 12) -> list[Case]:
 
 
 def kernels() -> list[Case]:
-    """Parts of cases that Hopper kernels run, or would but for their shape, each to be in one case at least."""
+    """Parts of cases for the Hopper kernels, or just outside their shapes. Each must be in at least one case."""
     adapter = {"dtype": "bfloat16", "trains": "adapter", "source": "folder", "per": "rollout"}
     shapes = itertools.cycle(itertools.product(("qwen2", "qwen3", "llama", "mistral"), (64, 128)))
     rows = itertools.product(("nvfp4", "bfloat16"), FACTORS["rows"])
@@ -276,7 +275,9 @@ def kernels() -> list[Case]:
 
 def _filled(case: Case, left: set[Pair], rng: random.Random) -> Case:
     names = [name for name in FACTORS if name not in case]
-    names.sort(key=lambda _: rng.random())  # of a generator only this is promised to stay
+    names.sort(
+        key=lambda _: rng.random()
+    )  # only random() is promised to give the same numbers in later Python versions
     order = list(FACTORS)
     for name in names:
 
@@ -288,10 +289,10 @@ def _filled(case: Case, left: set[Pair], rng: random.Random) -> Case:
             )
 
         values = [v for v in FACTORS[name] if impossible(case | {name: v}) is None]
-        if not values:  # a dead end, which covers nothing
+        if not values:  # a dead end covers nothing
             return {}
         values.sort(key=lambda _: rng.random())
-        if name in _STAGES:  # no stage without need
+        if name in _STAGES:  # avoid a stage unless it is needed
             values.sort(key=lambda value, name=name: value != FACTORS[name][0])
         case[name] = max(values, key=gain)
     return case
@@ -303,12 +304,12 @@ def text(cases: list[Case]) -> str:
 
 
 def read(path: pathlib.Path = FILE) -> list[Case]:
-    """The committed list."""
+    """Reads the committed list."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def name(case: Case, *, full: bool = False) -> str:
-    """A case in a line: its number, and what it has beside the usual; with `full` the usual, too."""
+    """The name of a case: its number and the values that are not default; with `full` all values."""
     shown = [
         f"{factor}={case[factor]}"
         for factor, values in FACTORS.items()
@@ -319,17 +320,17 @@ def name(case: Case, *, full: bool = False) -> str:
 
 
 def cost(case: Case) -> float:
-    """How long a case takes beside another, roughly: programs that it compiles."""
+    """Rough relative time of a case: the number of programs that it compiles."""
     then = {"none": 0, "resume": 4, "replay": 2, "continue": 2, "eval": 4, "generate": 3}
     extra = then.get(case["then"], 2) + {"gptq": 1.0, "awq": 1.0, "rtn": 0.5}.get(case["source"], 0)
     extra += 0.5 * (case["reference"] != "none") + 0.5 * (case["old"] != "behaviour")
     extra += (case["ending"] == "stop") + (case["cut"] == "tokens") + (case["tokens"] > 8)
-    # Up to 32 rows the layers of decoding are unrolled.
+    # With up to 32 rows the layers of decoding are unrolled.
     return 6 + extra + (case["rows"] <= 32) + case["rows"] / 256
 
 
 def smoke(found: Sequence[Case], count: int = 12) -> list[Case]:
-    """A few cheap cases: each adds most of the values that kernels, programs and files depend on."""
+    """Chooses a few cheap cases. Each adds as many new values as possible on which kernels and files depend."""
     names = (
         "weights",
         "dtype",
@@ -357,10 +358,10 @@ def smoke(found: Sequence[Case], count: int = 12) -> list[Case]:
 
 
 def architecture(case: Case) -> dict[str, Any]:
-    """The config.json of a case's base: two layers of its family, small."""
+    """The config.json of a case's base: a small model of its family with two layers."""
     family, group, head = case["family"], case["group"], case["head"]
     width, ffn_width = _BASE_WIDTHS[family]
-    # As few kv heads as make queries of 8 heads and whole blocks of 64, which NVFP4's tiles are.
+    # The fewest key heads that give 8 query heads or more and whole blocks of 64, as NVFP4 tiles need.
     kv_heads = next(
         count
         for count in itertools.count(1)
@@ -368,8 +369,8 @@ def architecture(case: Case) -> dict[str, Any]:
     )
     heads = 9 if family == "smollm2" else kv_heads * group
     if case["source"] in ("awq", "gptq"):
-        # Calibration reads the tokenizer of the folder, and transformers then looks at its config, too: a
-        # width must be heads of equal size.
+        # Calibration reads the folder's tokenizer, and transformers then also reads config.json: there the width must
+        # be divisible by the number of heads.
         width += -width % math.lcm(64, heads)
     table = {
         "model_type": {"smollm2": "llama"}.get(family, family),
@@ -399,27 +400,30 @@ def architecture(case: Case) -> dict[str, Any]:
 
 
 def stored_dtype(case: Case) -> str:
-    """Of the weights in a case's folder: "float32" or "bfloat16"."""
+    """The dtype of the weights in a case's folder: "float32" or "bfloat16"."""
     return "float32" if case["weights"] == "float32" else "bfloat16"
 
 
 def packed_format(case: Case) -> str:
-    """What `qerl quantize` makes of a case's folder; a dense base unpacks it again."""
+    """The format to which `qerl quantize` packs a case's folder. A dense base unpacks it again."""
     return case["weights"] if case["weights"] in PACKED else "nvfp4"
 
 
 def updates_per_rollout(case: Case) -> int:
-    """Optimizer steps made from one rollout."""
+    """Optimizer steps per rollout."""
     return {"one": 1, "passes": 2, "batches": 2, "both": 4}[case["updates"]]
 
 
 def num_rollouts(case: Case) -> int:
-    """Of its training: before the first there is no adapter; noise starts with the second of three stages."""
+    """Number of rollouts: two, because the first one starts without a trained adapter; three with noise.
+
+    The first of the three stages of noise has sigma 0.
+    """
     return 2 if case["noise"] == "off" else 3
 
 
 def generation_batch(case: Case) -> int:
-    """Completions of a rollout: where the rows sampled at a time are no whole groups, some wait."""
+    """Completions of a rollout. Some wait if the rows sampled at once are not whole groups."""
     return -(-case["rows"] // 8) * 8
 
 
@@ -427,10 +431,11 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
     """The TOML table of a case's training.
 
     Args:
-        case: Of the list.
+        case: A case of the list.
         base: The model folder.
         output_dir: The run folder.
-        reports_memory: Whether the device says how much memory it has; a share of it is else a number of tokens.
+        reports_memory: Whether the device reports its memory. If not, a fraction of it is replaced by a number of
+            tokens.
     """
     rows, updates = case["rows"], updates_per_rollout(case)
     batch, cuts = generation_batch(case), 2 if case["updates"] in ("batches", "both") else 1
@@ -438,7 +443,7 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
         "output_dir": output_dir,
         "max_steps": num_rollouts(case) * updates,
         "seed": SEED,
-        # At the end only, but where a run is to be resumed.
+        # Only at the end, unless the run is resumed.
         "save_steps": updates if case["then"] == "resume" else num_rollouts(case) * updates,
         "model": {
             "model_name_or_path": base,
@@ -467,7 +472,7 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
             "num_iterations": 2 if case["updates"] in ("passes", "both") else 1,
         },
         "optim": {
-            # Norms in bfloat16 are to show that they have moved.
+            # Large enough that norms in bfloat16 change.
             "learning_rate": 2e-3,
             "lr_scheduler_type": "constant",
             "warmup_ratio": 0.0,
@@ -482,10 +487,10 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
     rollout, objective = table["rollout"], table["grpo"]
     if case["trains"] != "full":
         rank, norms = case["rank"], case["trains"] == "adapter+norms"
-        # What a few steps of Adam change grows with alpha, whatever the rank.
+        # The change after a few steps of Adam grows with alpha, whatever the rank.
         table["lora"] = {"rank": rank, "alpha": 32.0, "train_norms": norms} | branches(case)
     if case["noise"] != "off":
-        # Large beside what bfloat16 rounds, for a check to see that it acts.
+        # Large compared to bfloat16 rounding, so that a check can see it.
         scope, _, last = case["noise"].partition("+")
         table["noise"] = {"sigma_start": 0.2, "sigma_end": 0.1, "num_stages": 3}
         table["noise"] |= {"scope": scope, "final_norm": bool(last), "per": case["per"]}
@@ -505,7 +510,7 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
         objective["importance_sampling_correction"] = case["old"] == "corrected"
     objective |= _BOUNDS[case["bounds"]]
     if case["cut"] == "tokens":
-        # Two micro-batches of one shape where all completions are as long as they may be.
+        # Two micro-batches of one shape if all completions have full length.
         prompts, own = divmod(batch // cuts, 2 * GENERATIONS)
         rows_, prompts = (GENERATIONS * prompts, prompts) if prompts else (own // 2, 1)
         table["optim"]["max_tokens_per_microbatch"] = prompts * PROMPT + rows_ * case["tokens"]
@@ -516,7 +521,7 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
     if case["cache"] == "fraction" and reports_memory:
         rollout["kv_cache_fraction"] = 0.05
     elif case["cache"] != "ample":
-        # Room for three quarters of the rows, each of which takes whole pages.
+        # Memory for three quarters of the rows, each of which needs whole pages.
         row = -(-(PROMPT + case["tokens"]) // 64) * 64
         rollout["kv_cache_tokens"] = row * max(1, rows * 3 // 4)
     if case["tools"] != "none":
@@ -530,7 +535,7 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
     return table
 
 
-# An upper bound that a ratio seldom meets, and what VESPO is called with beside its own.
+# An upper bound that ratios seldom meet.
 _LOSSES: dict[str, dict[str, Any]] = {"cispo": {"epsilon_high": 5.0}}
 _ENTROPIES: dict[str, dict[str, Any]] = {
     "off": {},
@@ -541,7 +546,7 @@ _ENTROPIES: dict[str, dict[str, Any]] = {
 
 
 def branches(case: Case) -> dict[str, Any]:
-    """What [lora] says of the linears with branches beside their rank."""
+    """The fields of [lora] that select linears, beside the rank."""
     return {
         "all": {},
         "some": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
@@ -562,7 +567,7 @@ _BOUNDS: dict[str, dict[str, Any]] = {
     "means": {"sampling_mask": "geometric", "sampling_mask_max": 100.0},
     "off_policy": {"off_policy_mask_threshold": 10.0},
 }
-# Texts that random weights come upon within a few tokens, but not in all rows: one in 16 has one.
+# Texts that random weights produce within a few tokens, but not in every row: one row in 16 has one.
 STOPS = ("m", "v")
 _REWARDS = "scripts.check_device_run"
 EVEN_IDS, EVEN_FIRST, RARE, ALTERNATING = (
@@ -575,7 +580,7 @@ _TOOLS = {
 
 
 def _rewards(case: Case) -> dict[str, Any]:
-    # Of the share of even ids no two completions have the same; dynamic sampling needs groups that do.
+    # Rewards by the share of even ids are all different; dynamic sampling needs groups with equal rewards.
     functions = [RARE if case["dynamic"] else EVEN_IDS]
     if case["rewards"] == "ids":
         return {"functions": functions}
@@ -584,12 +589,12 @@ def _rewards(case: Case) -> dict[str, Any]:
         "functions": functions + stock,
         "weights": [1.0, 0.5, 0.5],
         "soft_punish_cache": 8,
-        "options": {"get_math_verify_reward": {"workers": 1}},  # other cases have processes, too
+        "options": {"get_math_verify_reward": {"workers": 1}},  # other cases start processes too
     }
 
 
 def draws(case: Case) -> dict[str, Any]:
-    """How tokens are drawn, by the names of `[rollout]`."""
+    """The sampling options of a case, by their names in `[rollout]`."""
     each = {
         "top_k": {"top_k": 20},
         "top_p": {"top_p": 0.8},

@@ -1,7 +1,7 @@
-"""One case of `scripts.check_device`: its base, its training, the stages after it, and the assertions.
+"""Runs one case of `scripts.check_device`: its base, its training, the stages after it, and the assertions.
 
-Features run through the command line, with files in the case's own folder. Everything else uses NumPy, because each
-JAX operation outside of a program would be compiled separately.
+Features run through the command line, with files in the case's own folder. Everything else uses NumPy, because each JAX
+operation outside of a program would be compiled separately.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from scripts.check_device_cases import Case
 from scripts.check_device_stages import Stages
 
 ROOT = pathlib.Path(__file__).parents[1]
-# Mean |difference| of sampler and trainer, in nats, by the dtype of activations.
+# Limit of the mean |difference| of log-probabilities of sampler and trainer, in nats, by the dtype of activations.
 LIMITS = {"bfloat16": 0.05, "float32": 1e-4}
 
 _DIFFERENCE = "sampling/sampling_logp_difference/mean"
@@ -36,7 +36,7 @@ _PROMPTS = ("What is 12+30?", "Tom has 55 apples and sells 3. How many are left?
 
 
 class Failed(AssertionError):
-    """What a case found wrong."""
+    """An error that a case found."""
 
 
 def require(condition: bool, what: str) -> None:
@@ -49,24 +49,24 @@ def require(condition: bool, what: str) -> None:
 
 
 def even_ids(completion_ids, trainer_state=None, **_) -> list[float]:
-    """The share of even ids: random weights differ in it, and an adapter can learn it."""
+    """Reward: the share of even ids. Random weights give different shares, and an adapter can learn it."""
     _hold(trainer_state)
     return [sum(token % 2 == 0 for token in ids) / max(1, len(ids)) for ids in completion_ids]
 
 
 def even_first(completion_ids, **_) -> list[float]:
-    """1 where the first id is even."""
+    """Reward: 1 if the first id is even."""
     return [float(len(ids) > 0 and ids[0] % 2 == 0) for ids in completion_ids]
 
 
 def rare(completion_ids, trainer_state=None, **_) -> list[float]:
-    """1 in one of twelve, whatever is likely: in most groups all have the same, but seldom in all groups."""
+    """Reward: 1 in one of twelve. In most groups all rows get the same, but seldom in all groups."""
     _hold(trainer_state)
     return [float(sum(ids) % 12 == 0) for ids in completion_ids]
 
 
 def alternating(completion_ids, **_) -> list[float]:
-    """0 and 1 in turns, whatever was sampled."""
+    """Reward: 0 and 1 in turns, whatever was sampled."""
     return [float(row % 2) for row in range(len(completion_ids))]
 
 
@@ -83,34 +83,34 @@ def count(text: str) -> str:
 
 
 class Counting:
-    """Counts the calls of a row, and gives the share that it takes of the most it expects."""
+    """An environment that counts the calls of a row. Its reward is the count divided by the expected maximum."""
 
     def __init__(self, most: int):
         self.most, self.calls = most, 0
 
     def reset(self, **row) -> None:
-        """Begins a row."""
+        """Starts a row."""
         self.calls = 0
 
     def call(self, text: str) -> str:
         """Counts a call.
 
         Args:
-            text: Any.
+            text: Any text.
 
         Returns:
-            How many there were.
+            The number of calls so far.
         """
         self.calls += 1
         return str(self.calls)
 
     def get_reward(self) -> float:
-        """The share."""
+        """The reward of the row."""
         return self.calls / self.most
 
 
 def _hold(trainer_state) -> None:
-    """Waits to be killed, in a child that is to get no further than a step."""
+    """Waits to be killed, in a child process that has reached its step."""
     at = os.environ.get(_HOLD)
     if at is not None and trainer_state is not None and trainer_state.global_step >= int(at):
         time.sleep(3600)
@@ -120,10 +120,10 @@ def _hold(trainer_state) -> None:
 
 
 def qerl(*argv: Any, may_end_with: int = 0) -> str:
-    """Runs a command in this process; what it says.
+    """Runs a command in this process and returns its output.
 
     Raises:
-        Failed: With its last line, when its status is neither 0 nor `may_end_with`.
+        Failed: Its status is neither 0 nor `may_end_with`. The message is its last line.
     """
     from qerl_jax.cli.main import main
 
@@ -144,10 +144,10 @@ def qerl(*argv: Any, may_end_with: int = 0) -> str:
 
 
 def log_probabilities(run: pathlib.Path) -> tuple[Any, Any]:
-    """Of fixed random tokens, float32 [4, 15] each: by the policy of a run, and without what it learned.
+    """Log-probabilities of fixed random tokens by the policy of a run, and before training: float32 [4, 15] each.
 
-    For an adapter the latter is the same program with matrices B of 0, and norms as they are in
-    the base; where the base itself was trained, it is read as it was before.
+    For an adapter the second uses the same program with B = 0 and the base's norms. If the base itself was trained, the
+    original base is read.
     """
     import jax
     import numpy as np
@@ -180,7 +180,7 @@ def log_probabilities(run: pathlib.Path) -> tuple[Any, Any]:
 
 @functools.cache
 def _scorer():
-    """The compiled function of `log_probabilities`, one for all cases of a process."""
+    """The compiled function of `log_probabilities`, shared by all cases of a process."""
     import jax
 
     from qerl_jax.model import logprobs
@@ -198,14 +198,14 @@ def _scorer():
 
 
 def reports_memory() -> bool:
-    """Whether the device says how much memory it has."""
+    """Whether the device reports its memory."""
     import jax
 
     return jax.local_devices()[0].memory_stats() is not None
 
 
 def has_kernels() -> bool:
-    """Whether there are kernels for the device."""
+    """Whether kernels can run on the device."""
     from pallas_kernels import runtime
 
     return runtime.unless_hopper() is None or runtime.unless_portable() is None
@@ -218,15 +218,15 @@ def run(case: Case, folder: pathlib.Path, stages: Stages) -> dict[str, Any]:
     """Runs a case in an empty folder.
 
     Args:
-        case: Of the list.
-        folder: Empty.
-        stages: Measures what the case does.
+        case: A case of the list.
+        folder: An empty folder.
+        stages: Measures the stages of the case.
 
     Returns:
-        Numbers that it found.
+        Measured numbers by name.
 
     Raises:
-        Exception: Whatever went wrong.
+        Exception: Whatever error occurred.
     """
     base = made = folder / "base"
     with stages("base"):
@@ -260,10 +260,10 @@ def run(case: Case, folder: pathlib.Path, stages: Stages) -> dict[str, Any]:
 
 
 def write_base(case: Case, folder: pathlib.Path) -> None:
-    """Writes the model folder of a case: random weights, as large as makes logits of about 0.6.
+    """Writes the model folder of a case. The random weights are scaled so that logits are about 0.6.
 
-    With smaller layers a tied head would mostly find the token that came in; with a larger head what
-    packing rounds would make more of a difference than `qerl export` takes.
+    With smaller layers a tied head would mostly predict its input token. With a larger head the error of packing would
+    exceed the tolerance of `qerl export`.
     """
     import ml_dtypes
     import numpy as np
@@ -315,14 +315,14 @@ def write_base(case: Case, folder: pathlib.Path) -> None:
 
 
 def read_metrics(folder: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl."""
+    """Reads the rows of a run's metrics.jsonl."""
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
     return [json.loads(line) for line in lines]
 
 
 def laps(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Seconds of each rollout by phase: the first is compiled, the last is what a rollout takes."""
+    """Seconds of each rollout by phase. The first includes compilation."""
     phases = ("rollout", "reward", "update")
     names = {phase: f"perf/{phase}_time" for phase in phases}
     return {
@@ -331,17 +331,17 @@ def laps(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What must hold of the metrics of a case's training.
+    """Checks the metrics of a case's training.
 
-    Sampler and trainer are compared where they are the same policy: without AQN, under it in both, or
-    in its first stage, which is silent; and where dynamic sampling kept no groups of the last policy.
-    In the other stages of noise they have to differ by more.
+    The log-probabilities of sampler and trainer are compared where their policies are the same: without AQN, with AQN
+    in both, or in AQN's first stage, which has sigma 0; and only if dynamic sampling carried over no groups of the
+    previous policy. In other stages of AQN they must differ by more.
 
     Returns:
-        The largest of their mean differences, and where there is one the KL at the end.
+        The largest mean difference, and the KL at the end if there is a reference.
 
     Raises:
-        Failed: Names the metric.
+        Failed: The message names the metric.
     """
     learned = [row for row in rows if "loss" in row]
     updates = cases.updates_per_rollout(case)
@@ -401,7 +401,7 @@ def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _check_run(case: Case, run_: pathlib.Path, base: pathlib.Path) -> dict[str, Any]:
-    """What must hold of what a run wrote, and of its policy beside its base."""
+    """Checks the files of a run, and its policy against its base."""
     import numpy as np
 
     if case["trains"] == "full":
@@ -419,7 +419,7 @@ def _check_run(case: Case, run_: pathlib.Path, base: pathlib.Path) -> dict[str, 
 
 
 def _tensors(folder: pathlib.Path) -> dict[str, Any]:
-    """Tensors of the floating types by name, as float32; packed ones are left out."""
+    """Reads the floating-point tensors of a file or folder as float32, by name. Packed ones are left out."""
     import ml_dtypes  # noqa: F401  (numpy reads bfloat16 with it)
     from safetensors import safe_open
 
@@ -455,20 +455,20 @@ def _check_adapter(case: Case, adapter: dict[str, Any], base: dict[str, Any]) ->
 
 
 def _check_moved(model: dict[str, Any], base: dict[str, Any]) -> None:
-    """All of the layers moved, embedding and last norm did not."""
+    """Checks that all of the layers changed, and that embedding and last norm did not."""
     import numpy as np
 
     _require_finite(model)
     for name in model.keys() & base.keys():
         moved = bool((model[name] != base[name]).any())
-        # The softmax does not see what is added to all keys of a head alike.
+        # The softmax does not depend on a value that is added to all keys of a head.
         if not name.endswith("k_proj.bias"):
             require(moved == name.startswith("model.layers."), f"{name}: moved is {moved}")
     require(bool(np.any(model["model.norm.weight"])), "model.norm.weight: is zero")
 
 
 def _export(case: Case, table: dict[str, Any], folder: pathlib.Path) -> dict[str, Any]:
-    """Exports the run, as itself reads it back."""
+    """Exports the run, and checks that the export reads back as the same policy."""
     kind, _, start = case["then"].partition("_")
     out = folder / "exported"
     has_choice = kind != "peft"
@@ -493,7 +493,7 @@ def _export(case: Case, table: dict[str, Any], folder: pathlib.Path) -> dict[str
 
 
 def _generate(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
-    """Completions of a file of prompts, and of one as it is sampled."""
+    """Generates completions for a file of prompts, and streams one."""
     run_ = folder / "run"
     full = case["trains"] == "full"
     policy = ["--model", run_ / "model" if full else table["model"]["model_name_or_path"]]
@@ -519,7 +519,7 @@ def _generate(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
 
 
 def _filter(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
-    """Pass rates of a few problems."""
+    """Computes pass rates of a few problems."""
     few = table | {"data": table["data"] | {"num_problems": 6}}
     path, out = _write_config(folder / "few.toml", few), folder / "kept.jsonl"
     adapter = [] if case["trains"] == "full" else ["--adapter", folder / "run" / "adapter"]
@@ -530,7 +530,7 @@ def _filter(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
 
 
 def _eval(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
-    """Accuracy after and before training, their difference, the page of the run, and its plan."""
+    """Checks accuracy after and before training, their difference, the run's page, and its plan."""
     how = ["--num-problems", 4, "--samples", 2, "--max-tokens", case["tokens"]]
     how += ["--reward", cases.EVEN_FIRST, "--max-concurrent", case["rows"]]
     policy = ["--adapter", folder / "run"]
@@ -544,7 +544,10 @@ def _eval(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
 
 
 def _replay(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
-    """Steps that are not finite, by rewards whose squares are not; a run of nothing else says that it learned nothing."""
+    """Makes steps that are not finite, with rewards whose squares overflow, and replays one.
+
+    A run with only such steps must end with the status for a run that learned nothing.
+    """
     broken = table | {"output_dir": str(folder / "diverged")}
     not_normalized = {"scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize"}
     broken["grpo"] = table["grpo"] | not_normalized
@@ -557,9 +560,9 @@ def _replay(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
 
 
 def _continue(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
-    """Another run that goes on from the adapter."""
+    """Starts another run from the adapter."""
     start = folder / "run" / "adapter"
-    # As many steps as before, though one would do: so all programs are there.
+    # One step would be enough, but with as many as before no new program is compiled.
     more = table | {"output_dir": str(folder / "continued")}
     more["model"] = table["model"] | {"adapter_name_or_path": str(start)}
     qerl("train", _write_config(folder / "continued.toml", more))
@@ -567,7 +570,7 @@ def _continue(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
     _require_finite(after)
     row = read_metrics(folder / "continued")[0]
     limit = LIMITS[case["dtype"]]
-    # The first stage of noise is silent.
+    # The first stage of noise has sigma 0.
     require(row[_DIFFERENCE] <= limit, f"{_DIFFERENCE} of what went on: got {row[_DIFFERENCE]:.2g}")
     for name in before:
         require(bool((before[name] != after[name]).any()), f"{name}: did not move when going on")
@@ -584,7 +587,7 @@ _THEN = {
 
 
 def _killed_and_resumed(path: pathlib.Path, run_: pathlib.Path, step: int) -> str:
-    """Trains in a child that is killed after its first rollout, and goes on here."""
+    """Trains in a child process that is killed after its first rollout, and resumes in this process."""
     log = run_.with_name("child.log")
     with log.open("w") as file:
         child = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Where the time of a case of `scripts.check_device` goes: its stages, and what JAX compiled in each."""
+"""Measures the stages of a case of `scripts.check_device`, and what JAX compiled in each."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ from typing import Any
 
 _TRACED = "/jax/core/compile/jaxpr_trace_duration"
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
-_COMPILED = "/jax/core/compile/backend_compile_duration"  # or read from the cache
+_COMPILED = (
+    "/jax/core/compile/backend_compile_duration"  # also for a program that is read from the cache
+)
 _READ = "/jax/compilation_cache/cache_hits"
-_SHOWN = 3  # of a stage's programs, those that took longest
+_SHOWN = 3  # how many of the slowest programs are listed
 _LOGGED_SECONDS = 0.5
 
 
 @dataclasses.dataclass
 class Stage:
-    """A part of a case; seconds are of the clock, but for those of the processors.
+    """Measurements of one stage of a case. Seconds are wall time unless stated otherwise.
 
     Attributes:
-        name: What it does, such as "train".
-        seconds: Its length.
-        cpu: Seconds of all processors, of this process and of its children that have ended.
-        programs: Programs that were compiled.
-        cached: Programs that were read from the cache of compiled ones.
-        large: Compiled programs that took more than a tenth of a second.
-        trace: Seconds in which Python functions were traced; those within others count twice.
-        lower: Seconds in which what was traced became programs; Pallas kernels are made here.
-        compile: Seconds in which programs were compiled or read.
-        longest: Names of the programs that took longest to lower and compile, with their seconds.
+        name: Name of the stage, such as "train".
+        seconds: Its duration.
+        cpu: Processor seconds of this process and of its children that have ended.
+        programs: Programs that were compiled or read from the cache.
+        cached: Programs that were read from the cache.
+        large: Programs whose compilation took more than a tenth of a second.
+        trace: Seconds of tracing Python functions; nested ones count twice.
+        lower: Seconds of lowering traced programs, in which Pallas kernels are made.
+        compile: Seconds of compiling programs or reading them from the cache.
+        longest: Seconds of lowering and compiling by program name.
     """
 
     name: str
@@ -47,7 +49,7 @@ class Stage:
     longest: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
-        """The stage as JSON, rounded, with its longest programs only."""
+        """The stage as JSON, rounded, with only its slowest programs."""
         table = dataclasses.asdict(self)
         longest = sorted(self.longest.items(), key=lambda item: -item[1])[:_SHOWN]
         table["longest"] = {name: round(seconds, 1) for name, seconds in longest if seconds > 0.1}
@@ -55,10 +57,10 @@ class Stage:
 
 
 class Stages:
-    """The stages of a case, one after the other; a listener of JAX counts for the one under way.
+    """The stages of a case in order. A JAX listener adds its measurements to the current one.
 
     Args:
-        on_begin: Called with the stages' rows when one begins, and last that one's name.
+        on_begin: Called at the start of a stage with the rows of the earlier stages and the new stage's name.
     """
 
     def __init__(self, on_begin: Callable[[list[dict[str, Any]], str], None] | None = None):
@@ -68,7 +70,7 @@ class Stages:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """A stage, which is in the list however it ends."""
+        """A context manager for one stage. The stage is kept even if it raises."""
         global _now
         if self._on_begin is not None:
             self._on_begin(self.rows(), name)
@@ -83,12 +85,12 @@ class Stages:
             stage.cpu = _cpu_seconds() - cpu
 
     def rows(self) -> list[dict[str, Any]]:
-        """The stages that have ended."""
+        """The rows of the stages that have ended."""
         return [stage.row() for stage in self._stages]
 
 
 def total(rows: list[dict[str, Any]], name: str) -> float:
-    """The sum of a number of all stages."""
+    """The sum of one measurement over all stages."""
     return sum(row[name] for row in rows)
 
 
@@ -102,7 +104,7 @@ _is_listening = False
 
 
 def _listen() -> None:
-    """Listens to JAX, once in a process: listeners cannot be taken away."""
+    """Registers the JAX listeners, once per process, because they cannot be removed."""
     global _is_listening
     if _is_listening:
         return
@@ -136,6 +138,6 @@ def _on_duration(event: str, seconds: float, **labels: Any) -> None:
 
 def _on_event(event: str, **_: Any) -> None:
     if _now is not None and event == _READ:
-        # It comes with a duration of its own, which counts it among the compiled.
+        # Its duration event also counts it as a program.
         _now.cached += 1
         _now.programs -= 1

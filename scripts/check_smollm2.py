@@ -1,10 +1,10 @@
-"""The whole product on a real model: `python -m scripts.check_smollm2 FOLDER`, where FOLDER is of `make_smollm2`.
+"""Checks the whole product on a real model: `python -m scripts.check_smollm2 FOLDER` with a folder of `make_smollm2`.
 
-Loads SmolLM2-135M-Instruct, compares greedy completions with those that Hugging Face transformers gave
-(tests/golden/smollm2), then goes through the commands of `qerl` as a user would: eval, train on an NVFP4
-and on a bfloat16 base (configs/smollm2_arithmetic.toml), quantize to nearest, with AWQ and with GPTQ, export in each
-kind, generate from all that was written. Prints a line of JSON as each stage ends, then a table; the exit
-status is 1 if a stage failed. Meant for a GPU, where it takes minutes; `--rows 8 --steps 1` for a CPU.
+Loads SmolLM2-135M-Instruct and compares greedy completions with those of Hugging Face transformers
+(tests/golden/smollm2). Then it runs the commands of `qerl` as a user would: eval, train on an NVFP4 and on a bfloat16
+base (configs/smollm2_arithmetic.toml), quantize with round-to-nearest, AWQ and GPTQ, export in each kind, and generate
+from all of these. It prints a line of JSON as each stage ends, then a table. The exit status is 1 if a stage failed. It
+is meant for a GPU, where it takes minutes; use `--rows 8 --steps 1` on a CPU.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from qerl_jax.tracking import logger as log
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIG = ROOT / "configs/smollm2_arithmetic.toml"
 GOLDEN = ROOT / "tests/golden/smollm2/golden.json"
-# float32 here and in PyTorch differ by a tenth of it.
+# The observed difference between float32 here and in PyTorch is a tenth of it.
 FLOAT32_LOGPS = 1e-4
-# In bfloat16 a token that hardly wins may lose, and all that follows it is another text: a CPU has 0.80 and 0.015.
+# In bfloat16 a token that wins narrowly may lose, and then the rest of the text differs. A CPU has 0.80 and 0.015.
 BFLOAT16_TOKENS, BFLOAT16_LOGPS = 0.5, 0.05
 QUESTION = "What is the capital of France? Answer in one sentence."
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """What the stages share.
+    """Parameters that all stages share.
 
     Attributes:
-        folder: Of the model.
-        work: Where stages leave what others read.
-        rows: Completions of a training step.
-        steps: Of training.
+        folder: Folder of the model.
+        work: Folder for files that later stages read.
+        rows: Completions per training step.
+        steps: Training steps.
     """
 
     folder: str
@@ -56,14 +56,18 @@ class Check:
 
 
 def main() -> int:
-    """Runs the stages, prints what they found."""
+    """Runs the stages and prints their results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", help="a folder that scripts/make_smollm2.py made")
-    parser.add_argument("--rows", type=int, default=256, help="completions of a training step")
-    parser.add_argument("--steps", type=int, default=3, help="of training")
-    parser.add_argument("--only", nargs="+", metavar="STAGE", help="leave out all others")
-    parser.add_argument("--work", type=pathlib.Path, help="what stages write stays in this folder")
-    parser.add_argument("--timeout", type=int, default=240, help="seconds, then it is killed")
+    parser.add_argument("folder", help="folder that scripts.make_smollm2 wrote")
+    parser.add_argument("--rows", type=int, default=256, help="completions per training step")
+    parser.add_argument("--steps", type=int, default=3, help="training steps")
+    parser.add_argument("--only", nargs="+", metavar="STAGE", help="run only these stages")
+    parser.add_argument(
+        "--work", type=pathlib.Path, help="keep the files of the stages in this folder"
+    )
+    parser.add_argument(
+        "--timeout", type=int, default=240, help="seconds, after which the process is killed"
+    )
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.timeout, exit=True)
 
@@ -82,7 +86,7 @@ def main() -> int:
 
 
 def stages() -> Iterator[tuple[str, Callable[[Check], dict]]]:
-    """Names and functions; a function returns what it found, and raises where that is wrong."""
+    """Names and functions of the stages. A function returns its measurements, or raises if something is wrong."""
     yield "greedy float32", greedy_in_float32
     yield "greedy bfloat16", greedy_in_bfloat16
     yield "eval", evaluated
@@ -131,20 +135,20 @@ def timed(name: str, stage: Callable[[], dict]) -> dict:
 
 
 def described(found: dict) -> str:
-    """Names and values in a row."""
+    """Formats measurements of a row."""
     return ", ".join(
         f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found.items()
     )
 
 
 def require(holds: bool, rule: str) -> None:
-    """Fails a stage."""
+    """Fails the stage unless a condition holds."""
     if not holds:
         raise AssertionError(rule)
 
 
 def greedy_in_float32(check: Check) -> dict:
-    """All tokens are those of transformers, and log-probabilities are close."""
+    """Checks that all tokens equal those of transformers, and that log-probabilities are close."""
     found = compared(check, "float32", "float32")
     require(found["equal tokens"] == 1, f"equal tokens: got {found['equal tokens']}; must be 1")
     most = found["largest difference"]
@@ -153,7 +157,7 @@ def greedy_in_float32(check: Check) -> dict:
 
 
 def greedy_in_bfloat16(check: Check) -> dict:
-    """Most tokens are those of transformers in float32."""
+    """Checks that most tokens equal those of transformers in float32."""
     found = compared(check, "bfloat16", "bfloat16")
     equal, mean = found["equal tokens"], found["mean difference"]
     require(equal >= BFLOAT16_TOKENS, f"equal tokens: got {equal}; at least {BFLOAT16_TOKENS}")
@@ -162,7 +166,7 @@ def greedy_in_bfloat16(check: Check) -> dict:
 
 
 def compared(check: Check, weights: str, dtype: str) -> dict:
-    """Greedy completions beside the recorded ones; log-probabilities up to the first other token."""
+    """Compares greedy completions with the recorded ones, and log-probabilities up to the first different token."""
     rows = json.loads(GOLDEN.read_text("utf-8"))["rows"]
     policy = Generator.load(check.folder, weights=weights, dtype=dtype)
     chats = [row["chat"] for row in rows]
@@ -190,7 +194,7 @@ def compared(check: Check, weights: str, dtype: str) -> dict:
 
 
 def evaluated(check: Check) -> dict:
-    """`qerl eval`."""
+    """Runs `qerl eval`."""
     folder = check.work / "eval"
     protocol = "--samples 2 --temperature 1.0 --top-p 1.0 --reward gsm8k_flexible_reward"
     qerl(
@@ -204,7 +208,7 @@ def evaluated(check: Check) -> dict:
 
 
 def trained(check: Check, weights: str) -> dict:
-    """`qerl train`: finite losses and gradients, and an adapter at the end."""
+    """Runs `qerl train`: losses and gradients must be finite, and there must be an adapter at the end."""
     run = check.work / f"train-{weights}"
     rows = min(check.rows, 64)
     qerl(
@@ -220,7 +224,7 @@ def trained(check: Check, weights: str) -> dict:
         values = [row[name] for row in steps]
         require(bool(np.isfinite(values).all()), f"{name}: got {values}; must be finite")
     norms = [row["grad_norm"] for row in steps]
-    # A handful of completions may all be wrong, which teaches nothing.
+    # With only a few completions all may be wrong, and then nothing is learned.
     require(check.rows < 64 or max(norms) > 0, f"grad_norm: got {norms}; one must be positive")
     require((run / "adapter/adapter_model.safetensors").is_file(), "adapter: is not there")
     return {
@@ -232,7 +236,7 @@ def trained(check: Check, weights: str) -> dict:
 
 
 def quantized(check: Check, method: str) -> dict:
-    """`qerl quantize`."""
+    """Runs `qerl quantize`."""
     folder = check.work / f"quantize-{method}"
     calibration = "--dataset arithmetic --num-samples 32 --max-length 256".split()
     qerl("quantize", check.folder, str(folder), "--method", method, *calibration)
@@ -240,7 +244,7 @@ def quantized(check: Check, method: str) -> dict:
 
 
 def exported(check: Check, kind: str, base: str | None) -> dict:
-    """`qerl export` of what was trained on the NVFP4 base; it checks itself that both are the same."""
+    """Runs `qerl export` on the run with the NVFP4 base. The command itself checks that both policies are the same."""
     run, folder = check.work / "train-nvfp4", check.work / f"export-{kind}"
     source = () if base is None else ("--from", base)
     qerl("export", str(run), str(folder), "--to", kind, *source)
@@ -250,7 +254,7 @@ def exported(check: Check, kind: str, base: str | None) -> dict:
 
 
 def generated(check: Check, options: tuple[str, ...]) -> dict:
-    """`qerl generate` from a folder that an earlier stage wrote: a text, and none of repeated noise."""
+    """Runs `qerl generate` on a folder that an earlier stage wrote. The text must not be repeated noise."""
     *names, folder = options
     text = qerl(
         *("generate", QUESTION, *names, str(check.work / folder)),
@@ -261,10 +265,10 @@ def generated(check: Check, options: tuple[str, ...]) -> dict:
 
 
 def qerl(*argv: str) -> str:
-    """Runs a command in this process; what it printed.
+    """Runs a command in this process and returns its output.
 
     Raises:
-        AssertionError: Where its status is not 0.
+        AssertionError: Its status is not 0.
     """
     said, complained = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(complained):

@@ -1,11 +1,11 @@
-"""Builds the wheel, installs it into a new environment outside of the checkout, and runs the quickstart there.
+"""Builds the wheel, installs it into a new environment outside the checkout, and runs the quickstart there.
 
-    python -m scripts.check_wheel            # dependencies are those of this environment: half a minute
-    python -m scripts.check_wheel --fresh    # dependencies are installed too, as for a user: minutes
+    python -m scripts.check_wheel            # with the dependencies of this environment: half a minute
+    python -m scripts.check_wheel --fresh    # installs the dependencies too, as a user does: minutes
     python -m scripts.check_wheel --keep dist
 
-Files that are missing in the wheel (the tiny base, a config, the page template) are found here; in a checkout they
-would not be missed.
+It finds files that are missing in the wheel (the tiny base, a config, the page template). In a checkout they are always
+there.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).parents[1]
-# Of the quickstart's 50 steps of 256 completions; most of the time is compiling.
+# The quickstart has 50 steps of 256 completions. Most of the time is compiling.
 STEPS = (
     *("--max-steps", "2", "--eval", "None"),
     *("--optim.per-device-train-batch-size", "32", "--optim.gradient-accumulation-steps", "1"),
@@ -28,22 +28,20 @@ LEFT = ("adapter/adapter_model.safetensors", "report/index.html", "metrics.jsonl
 
 
 def build(folder: pathlib.Path) -> pathlib.Path:
-    """Builds the wheel of the checkout into a folder, and gives its path."""
-    shutil.rmtree(
-        ROOT / "build", ignore_errors=True
-    )  # of an earlier build, whose files would go in
+    """Builds the wheel of the checkout into a folder and returns its path."""
+    shutil.rmtree(ROOT / "build", ignore_errors=True)  # files of an earlier build would be added
     pip("wheel", str(ROOT), "--no-deps", "--wheel-dir", str(folder))
     (wheel,) = folder.glob("*.whl")
     return wheel
 
 
 def install(wheel: pathlib.Path, folder: pathlib.Path, *, fresh: bool) -> pathlib.Path:
-    """Makes an environment with the wheel in it, and gives the folder of its commands.
+    """Makes an environment with the wheel and returns the folder of its commands.
 
     Args:
-        wheel: What to install.
-        folder: Where the environment is made.
-        fresh: Whether dependencies are installed there; else it sees those of this environment.
+        wheel: The wheel to install.
+        folder: Folder of the new environment.
+        fresh: Install dependencies there; otherwise it uses those of this environment.
     """
     run([sys.executable, "-m", "venv", "--without-pip", str(folder)])
     python = ("--python", str(folder / "bin" / "python"))
@@ -52,13 +50,13 @@ def install(wheel: pathlib.Path, folder: pathlib.Path, *, fresh: bool) -> pathli
     else:
         pip(*python, "install", "--no-deps", str(wheel))
         (site,) = folder.glob("lib/python*/site-packages")
-        # A path in a .pth file brings packages, but not what they were installed editable with.
+        # A .pth file gives access to installed packages, but not to editable ones, so this checkout stays hidden.
         (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "bin"
 
 
 def check(bin: pathlib.Path, folder: pathlib.Path) -> None:
-    """Runs the installed command in a folder, as a user's first commands do."""
+    """Runs the installed command in a folder, with a user's first commands."""
     where = "import qerl_jax; print(qerl_jax.__file__)"
     found = run([bin / "python", "-c", where], folder)
     assert found.startswith(str(bin.parent)), f"the checkout was imported: {found}"
@@ -72,7 +70,7 @@ def check(bin: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def run(command: list, folder: pathlib.Path = ROOT) -> str:
-    """Runs a command without this checkout on its path, and gives what it writes."""
+    """Runs a command without this checkout on its path and returns its output."""
     hidden = ("PYTHONPATH", "VIRTUAL_ENV")
     env = {name: value for name, value in os.environ.items() if name not in hidden}
     env |= {"JAX_PLATFORMS": "cpu"}
@@ -86,13 +84,13 @@ def run(command: list, folder: pathlib.Path = ROOT) -> str:
 
 
 def pip(*arguments: str) -> None:
-    """Runs pip of this environment."""
+    """Runs the pip of this environment."""
     run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fresh", action="store_true", help="install the dependencies, too")
+    parser.add_argument("--fresh", action="store_true", help="install the dependencies too")
     parser.add_argument("--keep", type=pathlib.Path, help="copy the wheel to this folder")
     options = parser.parse_args()
     began = time.monotonic()

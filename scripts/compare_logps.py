@@ -1,14 +1,13 @@
-"""How far the sampler's log-probabilities are from the trainer's: `python -m scripts.compare_logps`.
+"""Measures the difference of log-probabilities between sampler and trainer: `python -m scripts.compare_logps`.
 
-Random weights, so that every rounding counts. The yardstick is what two evaluations of one bfloat16
-reference differ by when they add up each product in another order: with K whole, and in
-`SPLITS` parts. All score the tokens that the sampler drew. The difference sampler - trainer
-should be at most 1.2 times the yardstick in the mean, else the exit status is 1.
+It uses random weights, so that every rounding has an effect. The yardstick is the difference between two evaluations of
+one bfloat16 reference that sum products in a different order: K as a whole, and in `SPLITS` parts. All of them score
+the tokens that the sampler drew. The mean of |sampler - trainer| must be at most 1.2 times the yardstick's, otherwise
+the exit status is 1.
 
-Sampler and trainer round in the same places (docs/design/model.md, "Where rounding happens") but for
-attention's weights, which are rounded relative to a maximum that each kernel finds in its own way.
-What that alone makes of it is about the last row: cuDNN's attention against one that rounds the
-finished softmax.
+Sampler and trainer round in the same places (docs/design/model.md, "Where rounding happens") except in attention: its
+weights are rounded relative to a maximum that each kernel finds in its own way. The last row shows the effect of that
+alone: cuDNN's attention against one that rounds the finished softmax.
 """
 
 from __future__ import annotations
@@ -23,14 +22,16 @@ PROMPT, SPLITS, ALLOWED = 256, 4, 1.2
 
 
 def main() -> int:
-    """Samples, scores four times, prints the differences."""
+    """Samples, scores the tokens in four ways, and prints the differences."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen2.5-7b", help="a name of architecture.KNOWN")
     parser.add_argument("--weights", default="nvfp4", choices=("nvfp4", "bfloat16"))
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--timeout", type=int, default=240, help="seconds, then it is killed")
+    parser.add_argument(
+        "--timeout", type=int, default=240, help="seconds, after which the process is killed"
+    )
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.timeout, exit=True)
 
@@ -69,7 +70,7 @@ def main() -> int:
     tokens = np.concatenate([prompts, np.stack([row.tokens for row in rows])], axis=1)
 
     def score(*patches):
-        """Log-probabilities [B, C] of what was drawn, by one forward pass under these patches."""
+        """Log-probabilities [B, C] of the sampled tokens from one forward pass with these patches."""
 
         @jax.jit
         def of(variables, tokens):
@@ -86,7 +87,7 @@ def main() -> int:
         return np.asarray(of(variables, tokens)).reshape(args.batch, -1)
 
     def score_by_reference(splits):
-        # All products are its own, also those that otherwise end in their kernel.
+        # The reference computes all products, including those that normally a fused kernel finishes.
         return score(
             mock.patch.object(api, "linear", functools.partial(reference, splits=splits)),
             mock.patch.object(prefill, "supports", lambda *_: "is the reference's"),
@@ -117,7 +118,7 @@ def main() -> int:
 
 
 def reference(x, weight, *, splits: int):
-    """What `finished_linear.linear` says, by plain products of `splits` parts of K, added in float32."""
+    """Computes `finished_linear.linear` with plain products of `splits` parts of K, summed in float32."""
     import jax
     import jax.numpy as jnp
 

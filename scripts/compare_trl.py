@@ -1,8 +1,8 @@
 """Prints every loss and correction beside TRL's own numbers (docs/losses.md): `python -m scripts.compare_trl`.
 
-The numbers are those of tests/golden/loss_trl, which `scripts.record_trl` recorded; ours are computed in
-float32, as in training. The last column is the largest difference of the gradient by log-probabilities,
-relative to its largest entry.
+TRL's numbers are those of tests/golden/loss_trl, which `scripts.record_trl` recorded. Ours are computed in float32, as
+in training. The last column is the largest difference of the gradient with respect to log-probabilities, relative to
+its largest entry.
 """
 
 import json
@@ -20,7 +20,7 @@ GOLDEN = pathlib.Path(__file__).parents[1] / "tests/golden/loss_trl"
 
 
 def config_of(options: dict, clip_max: float) -> GrpoConfig:
-    """The objective of a recorded case."""
+    """The config of a recorded case."""
     options = {"epsilon": 0.2, "epsilon_high": 0.28, "delta": 0} | options
     mode = options.pop("importance_sampling_mode", None)
     if mode is not None:
@@ -34,7 +34,7 @@ def config_of(options: dict, clip_max: float) -> GrpoConfig:
 
 
 def inputs_of(cfg: GrpoConfig, vectors: dict[str, np.ndarray]) -> grpo.LossInputs:
-    """The recorded rows as `policy_loss` takes them, in the default type."""
+    """The recorded rows as arguments of `policy_loss`, in JAX's default dtype."""
     x = {name: jnp.asarray(value) for name, value in vectors.items() if "." not in name}
     mask, behaviour = x["mask"] != 0, x["behaviour_logps"]
     batch = grpo.LossInputs(
@@ -56,14 +56,14 @@ def inputs_of(cfg: GrpoConfig, vectors: dict[str, np.ndarray]) -> grpo.LossInput
 
 
 def loss_and_gradient(cfg: GrpoConfig, batch: grpo.LossInputs) -> tuple[jax.Array, jax.Array]:
-    """Ours of a case: the loss, and its gradient by the log-probabilities."""
+    """Our loss of a case, and its gradient with respect to the log-probabilities."""
     totals = grpo.BatchTotals(max_completion_length=32)
     loss = lambda logps: grpo.policy_loss(cfg, batch._replace(logps=logps), totals)[0]
     return jax.value_and_grad(loss)(batch.logps)
 
 
 def row_of(case: dict) -> str:
-    """The first columns of a case's row: the loss, what differs from the defaults, and TRL's number."""
+    """The first cells of a case's row: the loss, the values that are not default, and TRL's number."""
     loss = case["options"]["loss_type"]
     told = [
         f"{name} = {value}"
@@ -83,7 +83,7 @@ def main() -> None:
         cfg = config_of(case["options"], recorded["clip_max"])
         value, grad = loss_and_gradient(cfg, inputs_of(cfg, vectors))
         expected = vectors[f"{number}.grad"]
-        # Where the only token that teaches is clipped both are 0.
+        # Both are 0 where the only token with a gradient is clipped.
         apart = np.max(np.abs(grad - expected)) / (np.max(np.abs(expected)) or 1)
         print(f"{row_of(case)} {value:.6f} | {apart:.0e} |")
 

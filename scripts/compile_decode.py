@@ -1,14 +1,12 @@
-"""What XLA makes of a chunk of decoding for an H200, where there is none: `python -m scripts.compile_decode`.
+"""Compiles the decoding program for an H200 without having one: `python -m scripts.compile_decode`.
 
-Traces, lowers and compiles the program that samples 32 tokens of each row, ahead of time, with random
-shapes in place of weights, and prints for each base how long each took on this host, how many matrix
-products XLA gives to Triton, how many kernels a layer launches where layers are a loop, and its
-temporaries. For a 16-bit base the program that asks XLA to leave
-Triton alone stands beside the one that does not. Needs the packages of `.[cuda]`, no card. No kernel
-is timed: that is `scripts.bench_rollouts`, on a card.
+Traces, lowers and compiles the program that samples 32 tokens of each row, ahead of time, with shapes instead of
+weights. It prints for each base: the seconds of each stage on this host, the number of matrix products that XLA gives
+to Triton, the number of kernels that a layer launches (if layers are a loop), and the size of temporary buffers. It
+needs the packages of `.[cuda]`, but no card. It times no kernel; `scripts.bench_rollouts` does that, on a card.
 
     python -m scripts.compile_decode --model qwen2.5-7b --rows 16 64
-    python -m scripts.compile_decode --rows 64 --bases nvfp4 --profile    # where the host's time goes
+    python -m scripts.compile_decode --rows 64 --bases nvfp4 --profile    # profile of the host's time
     python -m scripts.compile_decode --bases nvfp4 mxfp4 nf4 --kernels portable    # needs `.[triton]` too
 """
 
@@ -28,7 +26,7 @@ from typing import Any
 from unittest import mock
 
 TOKENS = 768
-# What XLA asks of a card, as an H200 answers.
+# The properties of an H200 that XLA asks for.
 H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -47,7 +45,7 @@ device_description_str: "NVIDIA H200"
 
 @contextlib.contextmanager
 def as_on_an_h200() -> Iterator[None]:
-    """Kernels are chosen as on that card; cuDNN's attention, which cannot be compiled without one, is not."""
+    """Makes the library choose kernels as on an H200, except cuDNN's attention, which needs a card to compile."""
     from pallas_kernels import runtime
 
     without_cudnn = mock.patch.object(runtime, "has_cudnn_attention", lambda *_: False)
@@ -56,7 +54,7 @@ def as_on_an_h200() -> Iterator[None]:
 
 
 def arguments(name: str, base: str, rows: int, rank: int, device: Any) -> tuple[list, dict]:
-    """Shapes and traits of `engine._decode`."""
+    """Shapes and static arguments of `engine._decode`."""
     import jax
     import jax.numpy as jnp
 
@@ -89,7 +87,7 @@ def arguments(name: str, base: str, rows: int, rank: int, device: Any) -> tuple[
 
 
 def report(program: Any, shapes: list, traits: dict, *, profile: bool) -> str:
-    """Cells of a program's row: seconds of each stage, products by Triton, temporaries."""
+    """Compiles a program and returns its row: seconds of each stage, Triton products, kernels, temporaries."""
     import jax
 
     jax.clear_caches()
@@ -117,9 +115,9 @@ def report(program: Any, shapes: list, traits: dict, *, profile: bool) -> str:
 
 
 def launches(program: str, layers: int) -> int | None:
-    """Kernels that a layer launches in the loop over layers of a compiled program; None where layers are unrolled.
+    """The number of kernels that a layer launches in a compiled program; None if layers are not a loop.
 
-    A fusion, a call of a library and a copy each count as one kernel.
+    A fusion, a library call and a copy each count as one kernel.
     """
     loop = re.search(
         rf'body=%([\w.-]+),[^\n]*"known_trip_count":{{"n":"{layers}"}}', program
@@ -131,10 +129,10 @@ def launches(program: str, layers: int) -> int | None:
 
 
 def main() -> None:
-    """Compiles what the arguments name; see the module's docstring."""
+    """Compiles the programs that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--model", default="qwen2.5-7b", help="a name of architecture.KNOWN, or a model's folder"
+        "--model", default="qwen2.5-7b", help="a name of architecture.KNOWN, or a model folder"
     )
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--rank", type=int, default=32)
@@ -145,7 +143,9 @@ def main() -> None:
         choices=["nvfp4", "mxfp4", "nf4", "bfloat16"],
     )
     parser.add_argument("--kernels", default="auto", choices=["auto", "portable", "reference"])
-    parser.add_argument("--profile", action="store_true", help="of tracing and lowering")
+    parser.add_argument(
+        "--profile", action="store_true", help="print a profile of tracing and lowering"
+    )
     args = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
@@ -153,7 +153,7 @@ def main() -> None:
 
     from qerl_jax.generation import engine
 
-    jax.devices()  # plugins are found at the first look
+    jax.devices()  # plugins are discovered when devices are first listed
     shape = {"topology_name": "1x1x1", "topology": "1x1x1"}
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, **shape)
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])

@@ -1,9 +1,9 @@
-"""Compiles the portable kernels for cards that need not be there: `python -m scripts.compile_portable`.
+"""Compiles the portable kernels for cards that need not be present: `python -m scripts.compile_portable`.
 
-Writes down the launches of a decoding step of Qwen2.5-7B, of products with all formats, and of weights
-that are written out, compiles each to machine code with Triton's own assembler, and prints registers, spilled
-bytes and shared memory. Ends with 1 if a kernel does not compile or needs more shared memory than the card has.
-Needs the packages of `.[triton]`, but jax-triton itself only on a card.
+Lists the launches of a decoding step of Qwen2.5-7B, of products with all formats, and of unpacking weights. It compiles
+each to machine code with Triton's own assembler and prints registers, spilled bytes and shared memory. The exit status
+is 1 if a kernel does not compile or needs more shared memory than the card has. It needs the packages of `.[triton]`;
+jax-triton itself is only needed on a card.
 
     python -m scripts.compile_portable                          # all capabilities, two minutes
     python -m scripts.compile_portable --capabilities 75 90     # those of a T4 and an H100
@@ -24,10 +24,10 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-# Kernels must be compiled, not interpreted; Triton reads this once.
+# Triton reads this once. Kernels must be compiled, not interpreted.
 os.environ["TRITON_INTERPRET"] = "0"
 
-# By compute capability times ten: bytes of shared memory that a program may use.
+# Bytes of shared memory that a program may use, by compute capability times ten.
 SHARED_BYTES = {
     75: 64 << 10,
     80: 163 << 10,
@@ -37,17 +37,17 @@ SHARED_BYTES = {
     100: 227 << 10,
     120: 99 << 10,
 }
-# Where Triton has no instructions of tensor cores, it adds products up in registers, and runs out of them.
+# For these Triton uses no tensor cores. It computes products in registers, and spills.
 MAY_SPILL = {75}
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What became of a launch.
+    """What the assembler reports about a kernel.
 
     Attributes:
-        registers: Of each thread.
-        spilled: Bytes of each thread's stack.
+        registers: Registers per thread.
+        spilled: Bytes of stack per thread.
         shared: Bytes of shared memory.
     """
 
@@ -57,7 +57,7 @@ class Compiled:
 
 
 def launches(capability: int, rows: Sequence[int] = (8, 64)) -> list[Any]:
-    """The launches to compile for a card, each once."""
+    """The launches to compile for a card, without duplicates."""
     import jax
     import jax.numpy as jnp
 
@@ -108,7 +108,7 @@ def launches(capability: int, rows: Sequence[int] = (8, 64)) -> list[Any]:
             linear(m, (18944, 18944), 3584, is_swiglu=True)
             linear(m, (3584,), 18944, residual=True)
         for kind in ("nvfp4", "mxfp4", "nf4"):
-            # Refused by `layout.supports`.
+            # `layout.supports` refuses it.
             if capability < 80 and kind == "mxfp4":
                 continue
             one = weight(kind, 3584, 3584)
@@ -131,7 +131,7 @@ def launches(capability: int, rows: Sequence[int] = (8, 64)) -> list[Any]:
 
 
 def compiled(launch: Any, capability: int) -> Compiled:
-    """Compiles a launch, and reads what the assembler says of it."""
+    """Compiles a launch for a card and reads the assembler's report."""
     import triton
 
     from pallas_kernels.portable.launch import compile_for
@@ -148,7 +148,7 @@ def compiled(launch: Any, capability: int) -> Compiled:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Compiles, prints a line for each kernel and card, and says how it went."""
+    """Compiles all launches and prints a line for each kernel and card. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--capabilities", type=int, nargs="+", default=[*SHARED_BYTES])
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 64])
