@@ -175,9 +175,7 @@ def select_cases(found: Sequence[Case], parts: Sequence[str]) -> list[Case]:
 
 
 def environment(folder: pathlib.Path, jobs: int, *, autotune: bool) -> dict[str, str]:
-    """Environment variables of the workers: a share of the device's memory for each, and one compilation cache for
-    all.
-    """
+    """Environment variables of the workers: a memory share for each, and one compilation cache for all."""
     flags = [os.environ.get("XLA_FLAGS", ""), *(() if autotune else QUICK_XLA)]
     threads = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
     given = {

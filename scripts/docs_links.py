@@ -1,7 +1,7 @@
-"""A hook of MkDocs: links from docs/ to files beside it lead to the repository; one that leads nowhere is a warning.
+"""A MkDocs hook: links from docs/ to files outside of it lead to the repository, and a broken one is a warning.
 
-MkDocs builds the pages of docs/ alone, while the pages also link to code, configs and the files at the top of the
-checkout, which a forge shows by the same relative links.
+MkDocs only builds the pages of docs/. Those pages also link to code, configs and files at the top of the checkout, with
+relative links that work on a forge such as GitHub.
 """
 
 import logging
@@ -15,7 +15,7 @@ log = logging.getLogger("mkdocs.hooks.docs_links")
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Rewrites the links of a page that leave docs/; `mkdocs build --strict` ends on a warning."""
+    """Rewrites the links of a page that leave docs/. `mkdocs build --strict` fails on a warning."""
     folder = (pathlib.Path(config.docs_dir) / page.file.src_uri).parent
 
     def rewritten(link):

@@ -1,25 +1,25 @@
 """Replays recorded completions as if drafts had been verified: which drafted tokens would have been sampled.
 
-A draw is a function of (key, position). A verifying call draws each drafted position with that position's own noise, so a
-draft is accepted up to its first token that differs from what was recorded; the draw there is the next
-token. So a call emits the accepted tokens and one more, and completions are those that were recorded.
+A sampled token is a function of (key, position). A verifying call samples each drafted position with that position's
+own noise. So a draft is accepted up to the first token that differs from the recording, and the call samples the next
+token there. A call emits the accepted tokens and one more, and completions are exactly those that were recorded.
 
-All rows that are live make a call together. What a row has emitted in earlier calls, and no more, is there for drafts
-of others. Sources of drafts:
+All live rows make a call together. Drafts for other rows may use what a row emitted in earlier calls, but nothing
+later. Sources of drafts:
 
     prompt    the row's own prompt
-    own       what the row itself has said
-    siblings  what the other completions of its group have said so far
-    batch     what all rows of the step have said so far, itself included
+    own       the row's own completion so far
+    siblings  the other completions of its group so far
+    batch     all completions of the step so far, its own included
     earlier   completions of the same problem in earlier steps
     history   completions of all problems in some steps before
-    together  all of these; the draft from which most tokens are expected wins
-    ended     the other completions of its group, as if all of them had ended before: a bound for what an order
-              of rows can make of siblings, and no part of "together"
+    together  all of these; the draft with the most expected tokens is used
+    ended     the other completions of its group as a whole: an upper bound for what an order of rows can gain from
+              siblings, and no part of "together"
 
-Drafts from the rest of the group are Seer's idea (arXiv 2511.14617), from earlier epochs SPEC-RL's (arXiv 2509.23232) and
-DAS's (arXiv 2511.13841), from past text in general SuffixDecoding's (arXiv 2411.04975), whose rule for the
-length is `ByMatch`.
+Drafts from the rest of the group are Seer's idea (arXiv 2511.14617), from earlier epochs SPEC-RL's (arXiv 2509.23232)
+and DAS's (arXiv 2511.13841), from past text in general SuffixDecoding's (arXiv 2411.04975), whose rule for the length
+is `ByMatch`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from scripts.suffix_automaton import Draft, SuffixAutomaton
 SOURCES = ("prompt", "own", "siblings", "batch", "earlier", "history")
 BOUND = "ended"
 LONGEST_DRAFT = 8
-# Stands before the first token of a completion, so that a first token can be drafted, too.
+# Comes before the first token of a completion, so that a first token can be drafted too.
 START = -1
-# A longer match would not tell more.
+# A longer match would not give better drafts.
 _CONTEXT = 32
 
 
@@ -48,9 +48,9 @@ class Past:
     """What was known before a step.
 
     Attributes:
-        prompts: For each group of the step, its prompt.
-        earlier: For each group, what was said to its problem before.
-        history: What was said to all problems before.
+        prompts: The prompt of each group of the step.
+        earlier: For each group, earlier completions of its problem.
+        history: Earlier completions of all problems.
     """
 
     prompts: list[SuffixAutomaton]
@@ -58,14 +58,14 @@ class Past:
     history: SuffixAutomaton
 
     def of_group(self, number: int) -> Past:
-        """What one of the groups knew."""
+        """What was known for one of the groups."""
         return Past([self.prompts[number]], [self.earlier[number]], self.history)
 
 
 def past(
     steps: dict[int, list[list[Row]]], step: int, groups: Sequence[Sequence[Row]], recent: int
 ) -> Past:
-    """What groups of a step could know of steps before; `history` goes back by `recent` recorded steps."""
+    """Collects what was known before a step for its groups. `history` goes back by `recent` recorded steps."""
     before = [number for number in sorted(steps) if number < step]
     problems = {group[0].prompt: SuffixAutomaton() for group in groups}
     history = SuffixAutomaton()
@@ -82,7 +82,7 @@ def past(
 
 
 class Source:
-    """Automata from which rows read drafts, and which grow by what rows emit."""
+    """Automata from which rows read drafts, and to which emitted tokens are added."""
 
     def __init__(
         self,
@@ -90,12 +90,12 @@ class Source:
         reads: Sequence[int],
         feeds: Sequence[Sequence[int]] | None = None,
     ):
-        """Begins a replay.
+        """Starts a replay.
 
         Args:
             automata: The automata.
             reads: For each row, the number of the automaton that it reads.
-            feeds: For each row, the numbers of those that it feeds; absent means none.
+            feeds: For each row, the numbers of the automata that get its tokens; absent means none.
         """
         self._automata, self._reads = automata, reads
         self._ends = [
@@ -103,17 +103,17 @@ class Source:
         ]
 
     def draft(self, row: int, context: Sequence[int]) -> Draft:
-        """A draft for a row."""
+        """Makes a draft for a row."""
         return self._automata[self._reads[row]].draft(context, LONGEST_DRAFT)
 
     def emit(self, row: int, tokens: Sequence[int]) -> None:
-        """Takes what a row has emitted."""
+        """Adds the tokens that a row emitted."""
         for number, end in self._ends[row].items() if self._ends else ():
             self._ends[row][number] = self._automata[number].add(tokens, end)
 
 
 def source(name: str, groups: Sequence[Sequence[Row]], known: Past) -> Source:
-    """The source of that name for the rows of the groups, in order."""
+    """Makes the source of that name for the rows of the groups, in order."""
     group_of = [number for number, group in enumerate(groups) for _ in group]
     rows = range(len(group_of))
     match name:
@@ -128,7 +128,7 @@ def source(name: str, groups: Sequence[Sequence[Row]], known: Past) -> Source:
         case "own":
             return Source([SuffixAutomaton() for _ in rows], rows, [[row] for row in rows])
         case "siblings":
-            # One for each row, which all others of its group feed.
+            # One automaton for each row, which gets the tokens of the other rows of its group.
             others = [[b for b in rows if group_of[b] == group_of[a] and b != a] for a in rows]
             return Source([SuffixAutomaton() for _ in rows], rows, others)
         case "ended":
@@ -143,11 +143,11 @@ def source(name: str, groups: Sequence[Sequence[Row]], known: Past) -> Source:
 
 
 class Acceptance:
-    """How likely a drafted token is accepted, where those before it are: learned from what rows emit.
+    """Estimates the probability that a drafted token is accepted if those before it are. It learns from emitted tokens.
 
-    Tokens are counted by source, by how much of what precedes them was matched, and by their share among what followed.
-    The share is the guess where nothing was counted. A draft need not have been verified: it is compared
-    with what was emitted, as far as that goes.
+    Tokens are counted by source, by the length of the match before them, and by their share among the tokens that
+    followed. The share is the estimate where nothing was counted. A draft need not be verified to be counted: it is
+    compared with the emitted tokens as far as they go.
     """
 
     def __init__(self):
@@ -155,7 +155,7 @@ class Acceptance:
         self._accepted: collections.Counter = collections.Counter()
 
     def chances(self, name: str, draft: Draft) -> np.ndarray:
-        """For each token of a draft, the chance that it and all before it are accepted."""
+        """For each token of a draft, the probability that it and all before it are accepted."""
         return np.cumprod(
             [
                 (self._accepted[kind] + 2 * share) / (self._tried[kind] + 2)
@@ -164,7 +164,7 @@ class Acceptance:
         )
 
     def learn(self, name: str, draft: Draft, emitted: Sequence[int]) -> None:
-        """Compares a draft with what was emitted instead, up to the first token that differs."""
+        """Compares a draft with the emitted tokens, up to the first token that differs."""
         for kind, token, said in zip(self._kinds(name, draft), draft.tokens, emitted, strict=False):
             self._tried[kind] += 1
             self._accepted[kind] += token == said
@@ -179,14 +179,14 @@ class Acceptance:
 
 
 class Policy(Protocol):
-    """How many tokens of each row's draft are verified in a call."""
+    """Decides how many tokens of each row's draft are verified in a call."""
 
     def __call__(self, drafts: Sequence[Draft], chances: Sequence[np.ndarray]) -> list[int]: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """So many tokens, or as many as there are."""
+    """A fixed number of tokens, or as many as the draft has."""
 
     most: int
 
@@ -196,7 +196,7 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True)
 class ByMatch:
-    """No more tokens than the context shares with where the draft comes from (SuffixDecoding's rule)."""
+    """At most as many tokens as the draft's source matched of the context (SuffixDecoding's rule)."""
 
     def __call__(self, drafts, chances):
         return [min(draft.match, len(draft.tokens)) for draft in drafts]
@@ -204,12 +204,12 @@ class ByMatch:
 
 @dataclasses.dataclass(frozen=True)
 class Controller:
-    """As many tokens over all rows as give most tokens for the time of the call, perhaps none.
+    """The number of tokens over all rows with the most expected tokens per time of the call; it may be 0.
 
     Attributes:
-        time: Of a call by its number of positions over all rows: takes an array, whose first entry is the call without
-            drafts.
-        rows: Rows of the batch that this replay stands for, however many are live in it; absent means those.
+        time: Time of a call by its number of positions over all rows. It takes an array whose first entry is the call
+            without drafts.
+        rows: Rows of the batch that this replay represents, however many are live in it; absent means the live rows.
     """
 
     time: Callable[[np.ndarray], np.ndarray]
@@ -218,7 +218,8 @@ class Controller:
     def __call__(self, drafts, chances):
         live = len(drafts)
         scale = 1 if self.rows is None else self.rows / live
-        # The likeliest first. A row's chances fall along its draft, so what is taken of it is its beginning.
+        # The most likely tokens come first. Probabilities fall along a row's draft, so the chosen tokens are its
+        # beginning.
         every = np.concatenate(chances)
         row = np.repeat(np.arange(live), [len(each) for each in chances])
         order = np.argsort(-every, kind="stable")
@@ -229,15 +230,15 @@ class Controller:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Every row in every call of a replay, as arrays of one length.
+    """A replay: arrays of equal length with an entry for every row in every call.
 
     Attributes:
-        call: Number of the call.
+        call: Index of the call.
         position: Tokens of the completion before the call.
-        match: Length of the match of what was verified; 0 without a draft.
-        drafted: Tokens that were verified.
-        accepted: Tokens of them that were accepted.
-        emitted: Tokens that the row got.
+        match: Length of the match of the verified draft; 0 without a draft.
+        drafted: Number of verified tokens.
+        accepted: Number of accepted tokens.
+        emitted: Number of tokens that the row got.
     """
 
     call: np.ndarray
@@ -249,17 +250,17 @@ class Outcome:
 
     @property
     def live(self) -> np.ndarray:
-        """Rows of each call."""
+        """Number of rows of each call."""
         return np.bincount(self.call)
 
     @property
     def positions(self) -> np.ndarray:
-        """Positions of each call: one for each row, and those of drafts."""
+        """Number of positions of each call: one for each row, and the drafted ones."""
         return self.live + np.bincount(self.call, self.drafted).astype(int)
 
     @property
     def tokens_per_call(self) -> float:
-        """Tokens that a row gets from a call, in the mean."""
+        """Mean number of tokens that a row gets from a call."""
         return self.emitted.sum() / len(self.emitted)
 
 
@@ -270,15 +271,14 @@ def replay(
     policy: Policy,
     acceptance: Acceptance | None = None,
 ) -> Outcome:
-    """Walks over the recorded completions of some groups, all rows at a time.
+    """Replays the recorded completions of some groups, with all rows at once.
 
     Args:
         groups: The groups of a step, or some of them.
-        names: The sources of drafts; where there are several, each row takes the draft from which most tokens
-            are expected.
+        names: The sources of drafts. If there are several, each row uses the draft with the most expected tokens.
         known: What was known before the step.
-        policy: How much of the drafts is verified.
-        acceptance: What was learned before about acceptance; it learns on. Absent means nothing.
+        policy: Decides how much of the drafts is verified.
+        acceptance: What is known about acceptance; it learns from this replay too. Absent means a new one.
     """
     acceptance = acceptance or Acceptance()
     rows = [row.completion for group in groups for row in group]
@@ -298,7 +298,7 @@ def replay(
             match = draft.match if drafted else 0
             seen.append((call, at[row], match, drafted, accepted, len(tokens)))
             said.append((row, tokens))
-        for row, tokens in said:  # after all have drafted: they run at the same time
+        for row, tokens in said:  # after all rows have drafted, because they run at the same time
             at[row] += len(tokens)
             for each in sources.values():
                 each.emit(row, tokens)
@@ -313,13 +313,13 @@ def _drafts(sources: dict[str, Source], row: int, completion: Sequence[int]) -> 
 
 
 def _best(drafts: dict[str, Draft], acceptance: Acceptance) -> tuple[Draft, np.ndarray]:
-    """The draft from which most tokens are expected, and the chances of its tokens."""
+    """The draft with the most expected tokens, and the probabilities of its tokens."""
     chances = {name: acceptance.chances(name, draft) for name, draft in drafts.items()}
     name = max(chances, key=lambda name: chances[name].sum())
     return drafts[name], chances[name]
 
 
 def _agreeing(draft: Sequence[int], tokens: Sequence[int]) -> int:
-    """How many tokens of a draft come true before the first that does not."""
+    """The number of a draft's tokens before the first that is wrong."""
     pairs = enumerate(zip(draft, tokens, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(draft), len(tokens)))

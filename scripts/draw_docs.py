@@ -1,8 +1,8 @@
 """Draws the pictures of README and docs into docs/assets: `python -m scripts.draw_docs`.
 
-Curves come from docs/measured/courses.jsonl, bars from docs/measured/benchmarks.jsonl, the block and the schedules
-from the library itself. `--record NAME RUN_FOLDER` puts the metrics of a run into courses.jsonl under a name.
-Equal data gives equal files.
+Curves come from docs/measured/courses.jsonl, bars from docs/measured/benchmarks.jsonl, the block and the schedules from
+the library itself. `--record NAME RUN_FOLDER` adds the metrics of a run to courses.jsonl under a name. The same data
+gives the same files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STYLE = {
     "axes.spines.top": False,
     "font.family": "DejaVu Sans",
     "font.size": 9,
-    "savefig.facecolor": "white",  # can be read on a dark page, too
+    "savefig.facecolor": "white",  # readable on a dark page too
     "svg.fonttype": "path",
     "svg.hashsalt": "qerl",
     "text.color": INK,
@@ -48,7 +48,7 @@ STYLE = {
 
 
 def record(name: str, run_folder: str) -> None:
-    """Puts the metrics of a run into courses.jsonl, in place of those that had the name."""
+    """Writes the metrics of a run to courses.jsonl and replaces those of the same name."""
     lines = COURSES.read_text().splitlines() if COURSES.is_file() else []
     kept = [line for line in lines if json.loads(line)["run"] != name]
     rows = map(json.loads, (pathlib.Path(run_folder) / "metrics.jsonl").read_text().splitlines())
@@ -67,7 +67,7 @@ def course(name: str, metric: str) -> tuple[list[int], list[float]]:
 
 
 def readme() -> Figure:
-    """Draws the reward of the quickstart beside tokens a second of ours and of vLLM."""
+    """Draws the reward of the quickstart, and tokens per second of this library and of vLLM."""
     figure = Figure(figsize=(8.6, 2.9), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
     left.plot(*course("healthy", "reward"), color=BLUE, lw=2)
@@ -105,7 +105,7 @@ def readme() -> Figure:
 
 
 def block() -> Figure:
-    """Draws one block of NVFP4: weights, codes, the scale of the block, and what is read back."""
+    """Draws one block of NVFP4: weights, codes, the scale of the block, and the decoded values."""
     weights = 0.02 * np.random.default_rng(7).standard_normal((64, 64)).astype(np.float32)
     packed = nvfp4.quantize(weights)
     own = weights[0, :16]
@@ -179,7 +179,7 @@ def schedules() -> Figure:
 
 
 def sick_runs() -> Figure:
-    """Draws a healthy run beside sick ones, a column each."""
+    """Draws a healthy run and unhealthy ones, a column each."""
     runs = {
         "healthy": "Healthy\nthe quickstart",
         "broken": "Rate too high\noptim.learning_rate = 1e-1",
@@ -216,7 +216,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Draws all pictures, after a run is recorded where that is asked for."""
+    """Draws all pictures; with --record it first records a run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--record", nargs=2, metavar=("NAME", "RUN_FOLDER"))
     options = parser.parse_args(argv)

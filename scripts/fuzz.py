@@ -1,14 +1,15 @@
-"""Feeds damaged and hostile input to all that reads what others made: `python -m scripts.fuzz`.
+"""Feeds damaged and hostile input to everything that reads foreign data: `python -m scripts.fuzz`.
 
-    python -m scripts.fuzz                              every target, at its full count
+    python -m scripts.fuzz                              every target, with its full count
     python -m scripts.fuzz --only safetensors --count 1000
     python -m scripts.fuzz --only answers --input 4711  one input again, with its traceback
 
-Readers of bytes get a million inputs each, the others 100,000. Each input is a function of the seed, the name of the
-target and its number, so a fault is found again by that number. A fault is: an error that would be a traceback
-(what `qerl` does not show as one line), more time than the target's limit (of the processor), or an action that
-no reader has to do, as Python's audit hooks see it: a program or a module that is loaded, a process, a connection,
-a file that is changed or that lies elsewhere. The script prints a row for each target, and ends with 1 after faults.
+Readers of bytes get a million inputs each, the others 100,000. Each input is a function of the seed, the target's name
+and the input's number, so a fault can be reproduced by its number. There are three kinds of faults: an error that
+`qerl` would show as a traceback instead of one line; more processor time than the target's limit; and an action that no
+reader should do, as seen by Python's audit hooks (loading a program or module, starting a process, connecting, changing
+a file, or reading a file elsewhere). The script prints a row for each target. The exit status is 1 if there were
+faults.
 
 A new target is a row of `TARGETS`.
 """
@@ -52,16 +53,16 @@ SHOWN = 20
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Something that reads what others made.
+    """Something that reads foreign data.
 
     Attributes:
-        make: Makes an input out of a random generator.
-        feed: Reads it; raises what the command line shows as one line, where the input is refused.
-        place: Makes what `feed` reads of the input, such as the path of a file; nobody watches.
+        make: Makes an input from a random generator.
+        feed: Reads the input. It refuses an input with an error that the command line shows as one line.
+        place: Prepares the argument of `feed` from the input, such as the path of a file. It is not watched.
         count: Number of inputs of a full trial.
-        seconds: Most of the processor's time for one input.
-        may_refuse: Whether an input may be refused at all; else any error is a fault.
-        does: Events of `sys.audit` that belong to reading it.
+        seconds: Most processor seconds for one input.
+        may_refuse: Whether an input may be refused. If not, any error is a fault.
+        does: Events of `sys.audit` that reading may cause.
     """
 
     make: Callable[[random.Random], Any]
@@ -75,7 +76,7 @@ class Target:
 
 @dataclasses.dataclass
 class Result:
-    """What came of the inputs of a target: how many, how many were read, the time, and the faults by number."""
+    """The result of a target: the number of inputs, how many were read, the time, and the faults by input number."""
 
     inputs: int = 0
     read: int = 0
@@ -85,15 +86,15 @@ class Result:
 
 
 def trial(name: str, target: Target, seed: int, numbers: Sequence[int]) -> Result:
-    """Feeds inputs of these numbers to a target."""
+    """Feeds the inputs with these numbers to a target."""
     result = Result()
     for encoding in (
         "utf-8-sig",
         *(f"utf-{n}{end}" for n in (16, 32) for end in ("", "-le", "-be")),
     ):
-        codecs.lookup(encoding)  # is imported when JSON in it is read
+        codecs.lookup(encoding)  # imported when JSON in it is read
     with _clock():
-        for number in range(20):  # imports what is imported late
+        for number in range(20):  # imports everything that is imported late
             _feed(target, target.place(target.make(random.Random(f"first {number}"))))
         started = time.monotonic()
         for number in numbers:
@@ -113,7 +114,7 @@ def trial(name: str, target: Target, seed: int, numbers: Sequence[int]) -> Resul
 
 
 def _feed(target: Target, given: Any) -> tuple[str | None, bool]:
-    """What is wrong with how an input was taken, None for nothing; and whether it was read."""
+    """Feeds one input. Returns its fault or None, and whether it was read."""
     watch = _watch(target.does)
     watch.clear()
     signal.setitimer(signal.ITIMER_PROF, 2 * target.seconds)
@@ -139,12 +140,12 @@ def _feed(target: Target, given: Any) -> tuple[str | None, bool]:
 
 
 class _Late(BaseException):
-    """The processor's time for an input is over."""
+    """The processor time for an input is over."""
 
 
 @contextlib.contextmanager
 def _clock() -> Iterator[None]:
-    """Ends an input that takes too long, unless it hangs in C: then the kernel's default ends this process."""
+    """Lets the timer of `_feed` end an input that takes too long. It cannot interrupt C code."""
 
     def late(*_):
         raise _Late
@@ -159,7 +160,7 @@ def _clock() -> Iterator[None]:
 
 @functools.cache
 def _folder() -> pathlib.Path:
-    """A folder for inputs; in memory where there is one."""
+    """A folder for inputs, in memory if the machine has one there."""
     memory = pathlib.Path("/dev/shm")
     place = tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None)
     atexit.register(place.cleanup)
@@ -175,7 +176,7 @@ def _watch(allowed: tuple[str, ...]) -> fuzz_watch.Watch:
 
 
 def changed(rng: random.Random, data: bytes, words: Sequence[bytes]) -> bytes:
-    """Bytes with one to eight changes: bits, cuts, copies, long repeats, and words that readers know."""
+    """Makes one to eight changes to bytes: flipped bits, cuts, copies, long repeats, and words that readers know."""
     for _ in range(rng.choice((1, 1, 2, 3, 8))):
         start = rng.randrange(len(data) + 1)
         end = min(len(data), start + rng.choice((1, 1, 4, 16, 256)))
@@ -205,7 +206,7 @@ def changed(rng: random.Random, data: bytes, words: Sequence[bytes]) -> bytes:
 
 
 def _written(files: dict[str, bytes]) -> pathlib.Path:
-    """The path of the first of some files, beside which there are no others but the rest of them."""
+    """Writes files into the empty folder. Returns the path of the first."""
     for path in _folder().iterdir():
         path.unlink()
     for name, data in files.items():
@@ -233,7 +234,7 @@ _TOML_WORDS = [
 
 def _make_config(rng: random.Random) -> dict[str, bytes]:
     lines = rng.choice(_configs()).split(b"\n")
-    # Whole sections are shuffled, doubled and left out, so that what remains is often TOML.
+    # Lines are left out, added or changed at random, such that the rest is often valid TOML.
     if rng.random() < 0.5:
         lines = [line for line in lines if rng.random() > 0.1]
     if rng.random() < 0.3:
@@ -249,7 +250,7 @@ def _make_config(rng: random.Random) -> dict[str, bytes]:
 
 @functools.cache
 def _safetensors() -> tuple[dict[str, bytes], ...]:
-    """Folders of a file, of a file of many types, and of shards with an index."""
+    """Folders with one file, with a file of many types, and with shards and an index."""
     rng = np.random.default_rng(0)
     plain = {"a.weight": rng.normal(size=(3, 4)).astype(np.float32), "b": np.zeros((0, 2), np.int8)}
     types = (np.float64, np.float16, ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.bool_)
@@ -301,13 +302,13 @@ def _make_safetensors(rng: random.Random) -> dict[str, bytes]:
     name = rng.choice(list(files))
     data = files[name]
     if name.endswith(".safetensors") and rng.random() < 0.7:
-        # The header is changed and its length kept right, so that what is in it is looked at.
+        # The header is changed but its length is right, so that its content is read.
         size = int.from_bytes(data[:8], "little")
         header = changed(rng, data[8 : 8 + size], _SAFETENSORS_WORDS)
         files[name] = len(header).to_bytes(8, "little") + header + data[8 + size :]
     elif rng.random() < 0.8:
         files[name] = changed(rng, data, _SAFETENSORS_WORDS)
-    else:  # of the data any bytes are right
+    else:  # any bytes are valid data
         files[name] = data[:-4] + rng.randbytes(4)
     return files
 
@@ -324,7 +325,7 @@ def _feed_safetensors(path: pathlib.Path) -> None:
 
 @functools.cache
 def _gguf() -> tuple[dict[str, Any], dict[str, tuple]]:
-    """Fields and tensors of a small file, as llama.cpp names them."""
+    """Fields and tensors of a small file, with llama.cpp's names."""
     fields = {
         **{"general.architecture": "llama", "llama.block_count": 1, "llama.context_length": 64},
         **{"llama.embedding_length": 8, "llama.feed_forward_length": 8, "general.alignment": 32},
@@ -366,7 +367,7 @@ def _make_gguf(rng: random.Random) -> dict[str, bytes]:
 
 
 def _is_of_gguf(value: Any) -> bool:
-    """Whether the format has a form for a value."""
+    """Whether GGUF can represent a value."""
     try:
         gguf_files.field("", value)
     except (struct.error, OverflowError, UnicodeEncodeError, TypeError, AttributeError, KeyError):
@@ -380,7 +381,7 @@ def _feed_gguf(path: pathlib.Path) -> None:
     tensors = gguf.Tensors(path)
     for name in tensors:
         _ = tensors.shape(name), tensors.type(name), tensors[name].tobytes()
-    if path.stat().st_size % 8 == 0:  # takes longer than all else
+    if path.stat().st_size % 8 == 0:  # slower than everything else
         gguf.write_tokenizer(path.parent, header.fields)
 
 
@@ -440,7 +441,7 @@ _JSON_WORDS = [
 
 
 def _table(rng: random.Random, table: dict[str, Any]) -> dict[str, Any]:
-    """A table some of whose fields, at any depth, are others, missing or new."""
+    """A table in which some fields, at any depth, are changed, missing or new."""
     made = {}
     for name, value in table.items():
         chance = rng.random()
@@ -523,7 +524,7 @@ _ANSWER_WORDS = [
 
 
 def _make_text(words: Sequence[str], rng: random.Random) -> str:
-    """Words, one time in a hundred with a long repeat, as models repeat themselves."""
+    """Makes text from words; one in a hundred has a long repeat, as models repeat themselves."""
     text = "".join(rng.choices(words, k=rng.choice((1, 4, 16, 64))))
     if rng.random() < 0.01:
         piece = "".join(rng.choices(words, k=rng.choice((1, 1, 2, 3))))
@@ -723,11 +724,11 @@ def _feed_template(template: str) -> None:
 
 
 _OF_POOLS = ("subprocess.Popen", "open", "os.posix_spawn", "os.kill", "import")
-# By name. A reader of another format is one more row.
+# Targets by name.
 TARGETS = {
     "config": Target(_make_config, config.load, _written, count=1_000_000),
     "safetensors": Target(_make_safetensors, _feed_safetensors, _written, count=1_000_000),
-    # Writes the tokenizer that it holds beside it, and asks for the package that unpacks.
+    # It writes the file's tokenizer into the folder, and imports the package that reads GGUF.
     "gguf": Target(_make_gguf, _feed_gguf, _written, count=1_000_000, does=("open", "import")),
     "model": Target(functools.partial(_make_table, "config.json", _MODEL), _feed_model, _written),
     "adapter": Target(
@@ -748,18 +749,24 @@ TARGETS = {
     "calls": Target(
         functools.partial(_make_text, _CALL_WORDS), _feed_calls, seconds=2.0, may_refuse=False
     ),
-    # Starts the process again that renders, and is watched there.
+    # It starts the process that renders, in which actions are watched.
     "templates": Target(_make_template, _feed_template, does=_OF_POOLS),
 }
 
 
 def main() -> int:
-    """Makes the trial; 0 where there was no fault."""
+    """Runs the trial. Returns 0 if there was no fault."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=list(TARGETS), choices=list(TARGETS))
-    parser.add_argument("--count", type=int, help="inputs of each target, instead of all")
-    parser.add_argument("--input", type=int, help="the number of one input, shown and fed")
+    parser.add_argument(
+        "--count",
+        type=int,
+        help="number of inputs of each target; default: the target's full count",
+    )
+    parser.add_argument(
+        "--input", type=int, help="feed only the input with this number, and show it"
+    )
     options = parser.parse_args()
     if options.input is not None:
         (name,) = options.only

@@ -1,4 +1,4 @@
-"""Notes what a reader does beside reading, for `scripts.fuzz`; and renders templates in a process that is watched."""
+"""Records what a reader does beside reading, for `scripts.fuzz`, and renders chat templates in a watched process."""
 
 import functools
 import os
@@ -8,9 +8,9 @@ from typing import Any
 
 from qerl_jax.data import template_renderer
 
-# Events of `sys.audit` that no reader causes.
+# Events of `sys.audit` that no reader should cause.
 ACTIONS = (
-    "open",  # of some files, see `Watch`
+    "open",  # except for some files, see `Watch`
     *("exec", "compile", "import", "pickle.find_class", "marshal.loads", "ctypes.dlopen"),
     *("subprocess.Popen", "socket.connect", "socket.bind", "socket.getaddrinfo"),
     *("os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.kill"),
@@ -20,17 +20,17 @@ ACTIONS = (
 
 
 class Watch:
-    """Takes note of what is done while it is entered.
+    """Records actions inside a `with` block.
 
     Attributes:
-        seen: Texts of the events that no reader causes.
+        seen: Texts of the events that no reader should cause.
     """
 
     def __init__(self, places: Sequence[str], allowed: Sequence[str] = ()):
-        """Adds a hook, which stays.
+        """Adds an audit hook, which cannot be removed.
 
         Args:
-            places: Beginnings of the paths of files that may be read.
+            places: Prefixes of paths that may be read.
             allowed: Events that are harmless here.
         """
         self.seen: list[str] = []
@@ -51,7 +51,7 @@ class Watch:
         if not self._is_on:
             return
         if event in self._actions and not (event == "open" and self._is_harmless(*arguments)):
-            self._is_on = False  # what follows may open files to say so
+            self._is_on = False  # formatting the event may open files
             self.seen.append(f"{event}{arguments!r}"[:200])
             self._is_on = True
 
@@ -61,12 +61,12 @@ class Watch:
             return False
         if (
             isinstance(path, int) or path == "<template>"
-        ):  # of which there is none: for an error's text
+        ):  # no real file: it is opened for an error's text
             return True
         return os.path.abspath(os.fsdecode(path)).startswith(self._places)
 
 
-# Jinja compiles and runs code of its own making, and imports what it needs to say what is wrong.
+# Jinja compiles and runs generated code, and imports modules to describe an error.
 _OF_JINJA = ("exec", "compile", "import", "marshal.loads")
 
 
@@ -76,7 +76,7 @@ def _watch() -> Watch:
 
 
 def render_batch(template: str, chats: list, settings: dict[str, Any]) -> list[str]:
-    """`template_renderer.render_batch`, with "did ..." in front of what it gives where it did more than that."""
+    """Calls `template_renderer.render_batch`. If it did more than render, returns one text "did ..." that says what."""
     watch, texts = _watch(), []
     watch.clear()
     try:

@@ -1,18 +1,16 @@
-"""Writes docs/benchmarks.md, and the results in README.md, from docs/measured/benchmarks.jsonl:
-`python -m scripts.make_benchmarks`.
+"""Writes docs/benchmarks.md and the results in README.md: `python -m scripts.make_benchmarks`.
 
-Each line of the JSONL file is one number that was measured, with all that a reader needs to judge it:
+Each line of docs/measured/benchmarks.jsonl is one measured number with its context:
 
-- table: the key of the table that it belongs to, see `TABLES`
-- name, value, unit: what was measured; lines of one name on different devices become one row
+- table: key of the table that it belongs to, see `TABLES`
+- name, value, unit: what was measured; lines with one name and different devices become one row
 - baseline, baseline_value, ratio: what it is compared with, or null
-- target: a number, or a sentence, or null
-- more: values of further columns, by their headings
-- command, date, device, versions, conditions: the run; what is the same in several lines is one row of the last table
+- target: a number, a sentence, or null
+- more: values of further columns, by heading
+- command, date, device, versions, conditions: the run; equal ones become one row of the last table
 - note: what else a reader of the row must know
 
-Numbers are printed with the digits that the file has. `--check` writes nothing and fails where the page is not
-what the file makes.
+Numbers are printed with the digits in the file. `--check` writes nothing and fails if the page is out of date.
 """
 
 from __future__ import annotations
@@ -157,11 +155,11 @@ class Highlight:
     """A line that the README shows.
 
     Attributes:
-      table: Its table.
+      table: Key of its table.
       name: Its name there.
-      text: What the README calls it.
-      swap: What stands in its command for one of many, and what it was for this line.
-      device: Where it was measured.
+      text: Its name in the README.
+      swap: A text in its command, and what replaces it, so that the command measures this line.
+      device: The device of the measurement.
     """
 
     table: str
@@ -216,7 +214,7 @@ HIGHLIGHTS = (
 
 
 def read(path: pathlib.Path) -> list[dict]:
-    """Reads the lines of a JSONL file; numbers with a fraction stay text, with all their digits.
+    """Reads the lines of a JSONL file. Numbers with a fraction stay text, to keep all their digits.
 
     Raises:
       ValueError: A line lacks a field or has an unknown one; the message names the line and the fields.
@@ -233,7 +231,7 @@ def read(path: pathlib.Path) -> list[dict]:
 
 
 def number(value: object) -> float | None:
-    """Returns a value as a number, or None where it is no number."""
+    """Returns a value as a number, or None if it is not one."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -241,14 +239,14 @@ def number(value: object) -> float | None:
 
 
 def shown(value: object) -> str:
-    """Returns a value as the page shows it: whole numbers with commas, nothing for None."""
+    """Formats a value for the page: whole numbers with commas, None as an empty cell."""
     if value is None:
         return ""
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def target(line: dict, higher_is_better: bool) -> str:
-    """Returns the target with whether the value meets it; the target alone where it is a sentence."""
+    """Returns the target and whether the value meets it. A target that is a sentence is returned as it is."""
     goal, value = number(line["target"]), number(line["value"])
     if goal is None or value is None:
         return shown(line["target"])
@@ -257,7 +255,7 @@ def target(line: dict, higher_is_better: bool) -> str:
 
 
 def markdown(rows: list[list[str]]) -> str:
-    """Returns rows of cells as a Markdown table; the first row is the head, empty columns are left out."""
+    """Returns rows of cells as a Markdown table; the first row is the head. Empty columns are left out."""
     columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
     head, *body = zip(*columns, strict=True)
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body))
@@ -301,7 +299,7 @@ def table(spec: Table, lines: list[dict], devices: list[str], runs: dict[tuple, 
 
 
 def run(line: dict) -> tuple:
-    """Returns what tells one run from another."""
+    """Returns what distinguishes two runs."""
     return tuple(line[field] for field in RUN)
 
 
@@ -323,12 +321,12 @@ def page(lines: list[dict]) -> str:
 
 
 def results(lines: list[dict]) -> str:
-    """Returns the table of the README: what was measured, beside what, on what, and how to measure it again."""
+    """Returns the table of the README: the measurement, its baseline, its device, and the command."""
     rows = [["what", "here", "beside it", "on", "again"]]
     for each in HIGHLIGHTS:
         key = (each.table, each.name, each.device)
         (line,) = (line for line in lines if (line["table"], line["name"], line["device"]) == key)
-        # What it is compared with may stand beside the same measurement on another device.
+        # The baseline may be recorded with the same measurement on another device.
         beside_lines = [line, *(e for e in lines if (e["table"], e["name"]) == key[:2])]
         other = next((e for e in beside_lines if e["baseline"] is not None), None)
         unit = "" if line["unit"] == "accuracy" else f" {line['unit']}"
@@ -344,7 +342,7 @@ def results(lines: list[dict]) -> str:
 
 
 def readme(lines: list[dict]) -> str:
-    """Returns README.md with the results as they are now."""
+    """Returns README.md with the current results."""
     before, _, rest = README.read_text().partition(BEGIN)
     return f"{before}{BEGIN}\n{results(lines)}\n{END}{rest.partition(END)[2]}"
 

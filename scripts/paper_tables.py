@@ -1,7 +1,8 @@
-"""QeRL's tables of speed beside our own numbers: `python -m scripts.paper_tables` writes docs/paper-tables.md.
+"""Compares QeRL's tables of speed with our numbers: `python -m scripts.paper_tables` writes docs/paper-tables.md.
 
-The paper's numbers (arXiv 2510.11696, tables 3 and 5 to 9) stand here. Ours are those of docs/measured/benchmarks.jsonl,
-found by the name of their line; sizes follow from the shapes. What nobody measured is empty.
+The paper's numbers (arXiv 2510.11696, tables 3 and 5 to 9) are in this file. Ours are those of
+docs/measured/benchmarks.jsonl, found by the name of their line; sizes follow from the shapes. What was not measured is
+empty.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from scripts.study_results import table
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = ROOT / "docs/paper-tables.md"
 H100, H200 = "NVIDIA H100", "NVIDIA H200"
-# A cell of what nobody measured.
+# The cell of a value that was not measured.
 MISSING = ""
 FORMATS = {"bfloat16": "BF16", "nf4": "NF4", "mxfp4": "MXFP4", "nvfp4": "NVFP4"}
 # GB, tables 3 and 5 to 8.
@@ -35,14 +36,14 @@ PAPER_SIZES = {
     "14B": {"bfloat16": 29.6, "nf4": 10.2, "nvfp4": 10.6},
     "32B": {"bfloat16": 62.3, "nvfp4": 20.7},
 }
-# Tokens/s of a rollout on one H100, tables 5 to 8, rank 16: by "BS" 2 and 8.
+# Rollout tokens/s on one H100 with rank 16, tables 5 to 8, for the batch sizes ("BS") 2 and 8.
 PAPER_ROLLOUT = {
     "3B": {"bfloat16": (151.2, 2226.3), "nvfp4": (157.0, 2271.4)},
     "7B": {"bfloat16": (115.4, 1641.1), "nvfp4": (151.6, 2091.8)},
     "14B": {"bfloat16": (65.4, 737.2), "nvfp4": (95.3, 1091.1)},
     "32B": {"bfloat16": (34.0, 344.3), "nvfp4": (60.0, 688.2)},
 }
-# Tokens/s at batch 1, table 9: by rank 16, 32, 64.
+# Tokens/s at batch 1 with rank 16, 32 and 64, table 9.
 PAPER_RANKS = {
     "3B": {"bfloat16": (151.2, 148.8, 138.6), "nvfp4": (157.0, 153.1, 140.0)},
     "7B": {"bfloat16": (115.4, 113.2, 108.3), "nvfp4": (151.6, 149.9, 137.7)},
@@ -66,7 +67,7 @@ class Lines:
     lines: Sequence[dict]
 
     def value(self, kind: str, name: str, device: str, of: str | None = None) -> str:
-        """The value of a line, or of one of its further columns; nothing where there is none."""
+        """The value of a line, or of one of its further columns; an empty cell if there is none."""
         for line in self.lines:
             if (line["table"], line["name"], line["device"]) == (kind, name, device):
                 return make_benchmarks.shown(line["value"] if of is None else line["more"].get(of))
@@ -84,14 +85,14 @@ def sizes() -> str:
 
 @functools.cache
 def size(model: str, weights: str) -> float:
-    """GB of a base in the layout of the device, with embedding and head in 16 bits; no weight is made."""
+    """GB of a base in the device's layout, with embedding and head in 16 bits. No weight is made."""
     arch = architecture.KNOWN[f"qwen2.5-{model.lower()}"]
     leaves = jax.tree.leaves(abstract_base(Transformer(arch, weights, None, jnp.bfloat16)))
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves) / 1e9
 
 
 def rollouts(lines: Lines) -> str:
-    """Tokens per second by rows that decode at a time."""
+    """Tokens per second by number of rows that decode at once."""
     rows = [
         [
             "model",
@@ -131,7 +132,7 @@ def ranks(lines: Lines) -> str:
         for place, rank in enumerate((16, 32, 64)):
             name = f"{model}, 1 row"
             ours = [MISSING] * 3
-            if rank == 32:  # what all our lines were measured with
+            if rank == 32:  # all our lines were measured with this rank
                 ours = [
                     lines.value("decoding", name, H200),
                     lines.value("bfloat16", name, H200, "BF16 tokens/s"),
@@ -175,7 +176,7 @@ E2E = '1.5, 1.4, 1.2 ("BS 2, 4, 8"); NF4 0.8, 0.8, 0.7'
 
 
 def ratio(lines: Lines, count: int) -> list[str]:
-    """How many times as long a step takes with a BF16 base, on both cards."""
+    """How many times longer a step takes with a BF16 base, on both cards."""
     cells = []
     for device in (H200, H100):
         found = [
@@ -243,7 +244,7 @@ To measure other ranks: `python -m scripts.bench_rollouts --model MODEL --arms n
 def main() -> None:
     """Writes the page, or checks it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="fail if the page differs")
+    parser.add_argument("--check", action="store_true", help="fail if the page is out of date")
     made = page(Lines(make_benchmarks.read(make_benchmarks.SOURCE)))
     if not parser.parse_args().check:
         PAGE.write_text(made)

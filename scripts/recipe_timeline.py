@@ -1,8 +1,8 @@
-"""What runs when in a rollout and its updates, as spans of time, and a picture of it.
+"""Records what runs when in a rollout and its updates, as spans of time, and draws it.
 
-`watch` records while `scripts.bench_recipe` trains: chunks of sampling with their live rows, prefills, what the host
-does with tokens, micro-batches of the update, and how busy the GPU's driver says it is. The picture is drawn of what
-was recorded, also elsewhere:
+`watch` records while `scripts.bench_recipe` trains: chunks of sampling with their live rows, prefills, the host's work
+on tokens, micro-batches of the update, and how busy the GPU is according to its driver. The recording can be drawn
+later and elsewhere:
 
     python -m scripts.recipe_timeline TIMELINE.json docs/assets/recipe_step.svg
 """
@@ -26,11 +26,11 @@ _POLL = 0.05  # seconds
 
 @dataclasses.dataclass
 class Timeline:
-    """Spans of time in seconds since the beginning.
+    """Spans of time, in seconds since the start.
 
     Attributes:
-        spans: Lane, start, end and how much: live rows of a chunk, tokens of a micro-batch.
-        busy: Times, and the share of a moment before in which the GPU had a kernel; empty where no driver tells.
+        spans: Lane, start, end and amount: live rows of a chunk, or tokens of a micro-batch.
+        busy: Times, and the share of the moment before in which the GPU ran a kernel; empty if no driver reports it.
         marks: Times at which a rollout with its updates ended.
     """
 
@@ -40,16 +40,16 @@ class Timeline:
     began: float = dataclasses.field(default_factory=time.perf_counter)
 
     def now(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the start."""
         return time.perf_counter() - self.began
 
     def idle(self, start: float, end: float) -> float | None:
-        """The share of a time in which the GPU had no kernel."""
+        """The share of a span of time in which the GPU ran no kernel."""
         within = [share for at, share in self.busy if start <= at <= end]
         return 1 - sum(within) / len(within) if within else None
 
     def last(self) -> dict[str, Any]:
-        """The last rollout with its updates, from its own beginning, as JSON."""
+        """The last rollout with its updates, from its own start, as JSON."""
         start, end = [0.0, *self.marks][-2:]
         spans = [
             (lane, round(a - start, 4), round(b - start, 4), amount)
@@ -62,7 +62,7 @@ class Timeline:
 
 @contextlib.contextmanager
 def watch() -> Iterator[Timeline]:
-    """Records what engine and update do, until it is left."""
+    """Records what engine and update do inside a `with` block."""
     import jax
 
     from qerl_jax.generation import engine
@@ -105,7 +105,7 @@ def watch() -> Iterator[Timeline]:
 
 @contextlib.contextmanager
 def _driver(line: Timeline) -> Iterator[None]:
-    """Samples how busy the GPU is, where its driver can be asked."""
+    """Samples how busy the GPU is, if its driver reports it."""
     try:
         import pynvml
 
@@ -128,7 +128,7 @@ def _driver(line: Timeline) -> Iterator[None]:
 
 
 def draw(found: dict[str, Any], path: pathlib.Path) -> None:
-    """Draws what `Timeline.last` gave: live rows above, lanes below, and how busy the GPU was."""
+    """Draws the result of `Timeline.last`: live rows above, then lanes, then how busy the GPU was."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")
@@ -154,7 +154,7 @@ def draw(found: dict[str, Any], path: pathlib.Path) -> None:
 def main() -> None:
     """Draws a recorded step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recorded", type=pathlib.Path, help="of `bench_recipe --timeline`")
+    parser.add_argument("recorded", type=pathlib.Path, help="file from `bench_recipe --timeline`")
     parser.add_argument("picture", type=pathlib.Path, help="an .svg or .png file")
     args = parser.parse_args()
     draw(json.loads(args.recorded.read_text()), args.picture)

@@ -1,6 +1,6 @@
-"""Records tests/golden/smollm2: `python -m scripts.record_smollm2 FOLDER`, where FOLDER is of `make_smollm2`.
+"""Records tests/golden/smollm2: `python -m scripts.record_smollm2 FOLDER` with a folder of `make_smollm2`.
 
-Needs an interpreter with torch and transformers; minutes on a CPU:
+It needs an interpreter with torch and transformers, and minutes on a CPU:
 
     pip install torch==2.13.0 transformers==5.23.0 jinja2
 """
@@ -14,7 +14,7 @@ import pathlib
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "tests/golden/smollm2"
 NEW_TOKENS = 24
-# Two float32 implementations differ by 1e-5 or so; a token that wins by less than this says nothing.
+# Two float32 implementations differ by about 1e-5, so the winning token must have at least this margin.
 CLEAR = 5e-3
 
 _STORY = (
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def record(model, tokenizer, chat: list[dict[str, str]]) -> dict:
-    """Ids of a chat, its greedy continuation and the log-probabilities of that from one forward pass."""
+    """Token ids of a chat, its greedy continuation, and the log-probabilities of that from one forward pass."""
     import torch
 
     ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
@@ -129,7 +129,7 @@ def record(model, tokenizer, chat: list[dict[str, str]]) -> dict:
 
 
 def _lists_on_one_line(text: str) -> str:
-    """JSON whose lists of numbers take a line each."""
+    """Formats JSON with each list of numbers on one line."""
     lines, inside = [], False
     for line in text.splitlines():
         stripped = line.strip()

@@ -1,8 +1,8 @@
 """Records tests/golden/loss_trl: `python -m scripts.record_trl`.
 
-Every number is made by TRL's own code: losses and gradients by `GRPOTrainer._compute_loss`, advantages by
-the lines of its `_generate_and_score_completions` that make them from rewards. Only the model is replaced,
-by log-probabilities and entropies that are given. Needs an interpreter with torch; seconds on a CPU:
+Every number is computed by TRL's own code: losses and gradients by `GRPOTrainer._compute_loss`, and advantages by the
+lines of `_generate_and_score_completions` that compute them from rewards. Only the model is replaced, by given
+log-probabilities and entropies. It needs an interpreter with torch, and seconds on a CPU:
 
     pip install torch==2.13.0 transformers==5.23.0 trl==1.16.0
 """
@@ -19,7 +19,7 @@ import types
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "tests/golden/loss_trl"
 ROWS, LENGTH, LENGTHS = 8, 12, (12, 0, 1, 9, 5, 12, 7, 3)
-# What every case has unless it says otherwise: TRL's defaults.
+# The options of every case unless it overrides them: TRL's defaults.
 DEFAULTS = {
     "epsilon": 0.2,
     "epsilon_high": 0.28,
@@ -93,7 +93,7 @@ def inputs(torch):
     logps = -normal(ROWS, LENGTH).abs() - 0.05
     return {
         "logps": logps,
-        # Their quantile is taken in float32.
+        # Their quantile is computed in float32.
         "entropies": normal(ROWS, LENGTH).abs().float().double(),
         "old_logps": logps + 0.3 * normal(ROWS, LENGTH),
         "ref_logps": logps + 0.3 * normal(ROWS, LENGTH),
@@ -104,7 +104,7 @@ def inputs(torch):
 
 
 def trainer(trl, torch, options, leaves):
-    """What `_compute_loss` reads of a trainer, with the given log-probabilities and entropies for a model."""
+    """The attributes of a trainer that `_compute_loss` reads, with a model that returns the given values."""
     cls = trl.GRPOTrainer
     mine = {name: options[name] for name in DEFAULTS if name in options} | options
     self = types.SimpleNamespace(
@@ -141,7 +141,7 @@ def trainer(trl, torch, options, leaves):
 
 
 def weights(torch, mode, x):
-    """The ratios of `vllm_importance_sampling_mode`, which TRL makes before the loss."""
+    """The ratios of `vllm_importance_sampling_mode`, which TRL computes before the loss."""
     difference = (x["old_logps"] - x["behaviour_logps"]) * x["mask"]
     if mode.startswith("sequence"):
         difference = difference.sum(-1, keepdim=True)
@@ -178,7 +178,7 @@ def loss_of(trl, torch, case, x):
 
 
 def advantages_of(trl, torch, per_function, reward_weights, group):
-    """The advantages that TRL makes of rewards [B, functions], by its own lines."""
+    """The advantages that TRL's own lines compute from rewards [B, functions]."""
     source = inspect.getsource(trl.GRPOTrainer._generate_and_score_completions).splitlines()
     find = lambda text: next(i for i, line in enumerate(source) if text in line)
     lines = source[find("unscorable_mask =") : find("advantages = torch.nan_to_num") + 1]
@@ -204,7 +204,7 @@ def main() -> None:
     from trl import __version__ as version
     from trl.trainer import grpo_trainer as trl
 
-    # TRL makes tensors of its temperatures, in the default type.
+    # TRL makes tensors from its temperatures, in the default dtype.
     torch.set_default_dtype(torch.float64)
     x = inputs(torch)
     vectors, recorded = dict(x), []
@@ -217,7 +217,7 @@ def main() -> None:
     nan = float("nan")
     normal = torch.randn(8, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     normal[:, 1] = (normal[:, 1] > 0).to(torch.float64)
-    normal[4:, 2] = 0.5  # a function without a signal in a group
+    normal[4:, 2] = 0.5  # a function without a signal in one group
     abstained = normal.clone()
     abstained[1, 0] = abstained[6, 2] = nan
     abstained[3] = nan

@@ -1,4 +1,4 @@
-"""Completions that were sampled before, as token ids, by step and group: of a run folder or of a file."""
+"""Reads completions that were sampled before, as token ids by step and group, from a run folder or a file."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Row:
     """A completion and its prompt.
 
     Attributes:
-        prompt: Ids of the prompt as the model saw it, chat template included.
-        completion: Ids of the completion, with the token that ended it.
+        prompt: Ids of the prompt as the model saw it, including the chat template.
+        completion: Ids of the completion, including the token that ended it.
     """
 
     prompt: tuple[int, ...]
@@ -33,12 +33,12 @@ class Recording:
     """Completions of several steps.
 
     Attributes:
-        label: What tables call it.
-        temperature: At which the completions were sampled; None where it is not known.
+        label: Name in tables.
+        temperature: Sampling temperature; None if it is not known.
         steps: The groups of each step, and the completions of each group.
-        same_length: Share of the completions whose text has as many tokens, encoded again, as were sampled; None
-            where token ids were recorded. A text has other tokens than were sampled where the policy drew an
-            unusual split of a word, or a special token inside of the text.
+        same_length: Share of completions whose encoded text has as many tokens as were sampled; None if token ids were
+            recorded. The numbers differ if the policy sampled an unusual split of a word, or a special token inside the
+            text.
     """
 
     label: str
@@ -56,19 +56,19 @@ def read(
 ) -> Recording:
     """Reads a run folder of `qerl train`, or a JSONL file of completions.
 
-    A row of a file has `prompt` and `completion`, texts or lists of ids (a prompt may be a chat), and whole numbers `group`
-    and `epoch`: rows of the same epoch and group were sampled together. What `qerl generate --input FILE --output OUT`
-    writes is such a file, where the input's rows have a chat as `prompt`, `group` and `epoch`.
+    A row of a file has `prompt` and `completion`, as texts or lists of ids (a prompt may be a chat), and integers
+    `group` and `epoch`. Rows with the same epoch and group were sampled together. `qerl generate --input FILE --output
+    OUT` writes such a file if the rows of its input have a chat as `prompt`, `group` and `epoch`.
 
     Args:
         path: The folder or the file.
-        label: Its name in tables; absent means the name of the folder or file.
-        temperature: Of sampling; absent means that of the run's config, and unknown for a file.
-        tokenizer_folder: Of the tokenizer; absent means that of the run's model. A file of texts needs it.
+        label: Name in tables; absent means the name of the folder or file.
+        temperature: Sampling temperature; absent means that of the run's config, and unknown for a file.
+        tokenizer_folder: Folder of the tokenizer; absent means that of the run's model. A file of texts needs it.
 
     Raises:
-        FileNotFoundError: When there are no completions at the path, or no tokenizer where one is needed.
-        ValueError: For rows of another form.
+        FileNotFoundError: There are no completions at the path, or no tokenizer although one is needed.
+        ValueError: A row has another form.
     """
     path = pathlib.Path(path)
     label = label or path.resolve().name.removesuffix(".jsonl")
@@ -90,7 +90,7 @@ def read(
 def _of_run(
     folder: pathlib.Path, tokens: tokenizer.Tokenizer, group: int
 ) -> tuple[dict[int, list[list[Row]]], float]:
-    """The steps of a run: texts are logged, so they are encoded again."""
+    """The steps of a run. A run logs texts, so they are encoded again."""
     files = logger.completion_files(folder)
     require(
         files,
@@ -138,7 +138,7 @@ def _of_file(
 
 
 def _encoded(tokens: tokenizer.Tokenizer, rows: Sequence[dict[str, Any]]) -> list[Row]:
-    """Ids of prompts and completions; a row that stopped by a token gets the tokenizer's first such token."""
+    """Encodes prompts and completions. A row that ended with a stop token gets the tokenizer's first one."""
     prompts = {repr(row["prompt"]): row["prompt"] for row in rows}
     ids = dict(zip(prompts, tokens.encode(list(prompts.values())), strict=True))
     made = []
@@ -146,7 +146,7 @@ def _encoded(tokens: tokenizer.Tokenizer, rows: Sequence[dict[str, Any]]) -> lis
         rows, tokens.encode([row["completion"] for row in rows]), strict=True
     ):
         stopped = row.get("stopped", row.get("finish_reason") == "stop")
-        # Not where a text ended the row: then all of its tokens are there.
+        # If a stop text ended the row, all of its tokens are there already.
         if stopped and (_length(row) is None or len(completion) < _length(row)):
             completion = [*completion, tokens.stop_tokens[0]]
         made.append(Row(tuple(ids[repr(row["prompt"])]), tuple(completion)))
@@ -154,7 +154,7 @@ def _encoded(tokens: tokenizer.Tokenizer, rows: Sequence[dict[str, Any]]) -> lis
 
 
 def _length(row: dict[str, Any]) -> int | None:
-    """How many tokens were sampled: the name of a run, or of `qerl generate`."""
+    """The number of sampled tokens, under the name that a run or `qerl generate` uses."""
     return row.get("length", row.get("num_tokens"))
 
 

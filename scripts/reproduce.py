@@ -1,16 +1,17 @@
 """QeRL's GSM8K experiment on one card, from download to table: `make reproduce MODEL=7b`, or
 
-    python -m scripts.reproduce 7b [--device H100] [--plan-only] [--folder FOLDER] [--data FILE] [--section.field VALUE ...]
+    python -m scripts.reproduce 7b [--device H100] [--plan-only] [--folder FOLDER] [--data FILE] [--section.field VALUE
+    ...]
 
-MODEL is 3b, 7b, 14b or 32b: configs/gsm8k_qwen2.5_MODEL.toml on Qwen2.5-MODEL-Instruct, held in NVFP4, with LoRA and
-AQN, for one epoch. It prints what the run will hold in memory and how long it is expected to take, and
-ends there where the card cannot hold it; then it downloads model and data, measures the policy on the 1319 problems of the test split,
-trains, measures again, and writes table.md into the run folder, with the paper's numbers beside ours. A call that was
-stopped goes on where it was. `--noise None` leaves AQN away, `--model.weights bfloat16` is the paper's 16-bit arm: give
-each its own `--output-dir`.
+MODEL is 3b, 7b, 14b or 32b: configs/gsm8k_qwen2.5_MODEL.toml on Qwen2.5-MODEL-Instruct in NVFP4, with LoRA and AQN, for
+one epoch. The script prints the memory and the time that the run is expected to need, and stops if the card has too
+little memory. Then it downloads model and data, measures the policy on the 1319 problems of the test split, trains,
+measures again, and writes table.md into the run folder, with the paper's numbers beside ours. If it was interrupted,
+the same command continues. `--noise None` turns AQN off. `--model.weights bfloat16` is the paper's 16-bit arm. Give
+each variant its own `--output-dir`.
 
-`--folder` and `--data` read model and data from disk. `--quick` tries the whole path in minutes with any model that is
-given by `--folder`: two steps of short completions, eight problems; with `--random-weights` its weights are random.
+`--folder` and `--data` read model and data from disk. `--quick` tries everything in minutes with any model given by
+`--folder`: two steps of short completions, and eight problems. With `--random-weights` its weights are random.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from scripts.study_results import table
 
 ROOT = pathlib.Path(__file__).parents[1]
 MODELS = ("3b", "7b", "14b", "32b")
-# GSM8K accuracy by the paper's table 1: NVFP4 before, BF16 LoRA, NVFP4 LoRA, NVFP4 LoRA + AQN.
+# GSM8K accuracy in table 1 of the paper: NVFP4 before training, BF16 LoRA, NVFP4 LoRA, NVFP4 LoRA + AQN.
 PAPER = {"3b": (59.4, 76.1, 83.3, 83.7), "7b": (73.4, 88.1, 88.5, 90.8)}
 GSM8K_TRAIN = 7473
-# The line of docs/measured/benchmarks.jsonl that says how long a rollout with its updates takes.
+# The line of docs/measured/benchmarks.jsonl with the time of a rollout and its updates.
 _MEASURED = {"7b": ("recipes", "GSM8K, 7B: a rollout of 512 and its 4 updates, 1 % at the limit")}
-# A try of the whole path.
+# Changes for a quick trial.
 _QUICK = """--max-steps 2 --data.max-prompt-length 192 --rollout.generation-batch-size 16 --rollout.num-generations 4
   --rollout.max-completion-length 24 --optim.per-device-train-batch-size 4 --optim.gradient-accumulation-steps 2
   --eval.num-problems 8 --eval.batch-size 8 --save-steps 2 --noise.num-stages 3""".split()
@@ -51,15 +52,19 @@ def main() -> None:
     parser.add_argument(
         "--device", help="plan for this card, such as H100, instead of this machine's"
     )
-    parser.add_argument("--plan-only", action="store_true", help="print memory and time, no more")
-    parser.add_argument("--folder", help="the model on disk, instead of the hub's")
-    parser.add_argument("--data", help="a file with question and answer, instead of GSM8K's")
-    parser.add_argument("--random-weights", action="store_true", help="of that folder's shape")
-    parser.add_argument("--quick", action="store_true", help="two short steps")
+    parser.add_argument("--plan-only", action="store_true", help="only print memory and time")
+    parser.add_argument("--folder", help="folder of the model, instead of the hub's")
+    parser.add_argument("--data", help="file with question and answer, instead of GSM8K")
+    parser.add_argument(
+        "--random-weights",
+        action="store_true",
+        help="use random weights in the shape of that folder's model",
+    )
+    parser.add_argument("--quick", action="store_true", help="run only two short steps")
     args, options = parser.parse_known_args()
     cfg = configured(args, options)
     limit = cards.named(args.device).limit if args.device else memory.device_memory()
-    # Of a published model the shape is known: nothing is downloaded for a plan.
+    # The shape of a published model is known, so a plan needs no download.
     arch = None if args.folder else architecture.KNOWN[f"qwen2.5-{args.model}"]
     plan = memory.estimate(cfg, arch, limit=limit)
     print(*plan.lines(limit), *expected_time(args.model, cfg), sep="\n", flush=True)
@@ -78,7 +83,7 @@ def main() -> None:
 
 
 def configured(args: argparse.Namespace, options: Sequence[str]) -> RunConfig:
-    """The config of the experiment, as the options change it."""
+    """The config of the experiment, with the changes of the options."""
     given = [*(_QUICK if args.quick else []), "--output-dir", f"runs/reproduce_{args.model}"]
     if args.folder:
         given += ["--model.model-name-or-path", args.folder]
@@ -89,13 +94,13 @@ def configured(args: argparse.Namespace, options: Sequence[str]) -> RunConfig:
     file = str(ROOT / f"configs/gsm8k_qwen2.5_{args.model}.toml")
     cfg = run_config("reproduce", [file, *given, *options])
     if args.data:
-        # A file has one split: what is held out is its front, which a try can do with.
+        # A file has only one split, so its first rows are held out. That is enough for a trial.
         cfg = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, split=cfg.data.split))
     return cfg
 
 
 def expected_time(model: str, cfg: RunConfig) -> list[str]:
-    """What is known of the time that the run will take."""
+    """Describes the expected time of the run."""
     if cfg.max_steps is not None:
         return [
             f"time       {cfg.max_steps} optimizer steps: not the experiment, so nothing is known"
@@ -118,7 +123,7 @@ def expected_time(model: str, cfg: RunConfig) -> list[str]:
 
 
 def result(model: str, cfg: RunConfig, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The table of a run: accuracy at both ends beside the paper's, and what it took."""
+    """The table of a run: accuracy before and after, the paper's, and the time."""
     evals = [row for row in rows if "eval/accuracy" in row]
     steps = [row for row in rows if "loss" in row]
     before, after = evals[0], evals[-1]

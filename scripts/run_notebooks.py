@@ -1,9 +1,9 @@
 """Runs the notebooks from top to bottom on this machine: `python -m scripts.run_notebooks [NAME ...] [--write]`.
 
-Each runs in an empty folder and a kernel of its own. Without names these are all but those that are run by hand (which
-need weights that are not in the package). The exit status is 1 if a cell failed or all took more than ten minutes of the
-processor, which other work on the machine does not change; a cell may take twice that on the clock.
-`--write` keeps the new outputs in the notebooks; paths of this machine in them are made neutral.
+Each notebook runs in an empty folder with its own kernel. Without names it runs all except those that are run by hand,
+because they need weights that are not in the package. The exit status is 1 if a cell failed, or if all notebooks took
+more than ten minutes of processor time, which does not depend on other work on the machine. A cell may take twice that
+in wall time. `--write` saves the new outputs in the notebooks, with paths of this machine replaced by neutral ones.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import nbclient
 import nbformat
 
 NOTEBOOKS = pathlib.Path(__file__).parents[1] / "notebooks"
-BUDGET = 600  # seconds of the processor
+BUDGET = 600  # seconds of processor time
 
 
 def by_hand(notebook: nbformat.NotebookNode) -> bool:
-    """Whether a notebook is run by a person, and not by CI."""
+    """Whether a notebook is run by hand, not by CI."""
     return notebook.metadata["qerl"]["by_hand"]
 
 
 def run(notebook: nbformat.NotebookNode, folder: str, seconds: float) -> None:
-    """Runs all cells in a folder; the notebook has their outputs then.
+    """Runs all cells in a folder. The notebook then has their outputs.
 
     Raises:
-        nbclient.exceptions.CellExecutionError: When a cell fails.
-        TimeoutError: When a cell takes longer than the seconds.
+        nbclient.exceptions.CellExecutionError: A cell failed.
+        TimeoutError: A cell took too long.
     """
     client = nbclient.NotebookClient(
         notebook,
@@ -46,7 +46,7 @@ def run(notebook: nbformat.NotebookNode, folder: str, seconds: float) -> None:
 
 
 def neutral(notebook: nbformat.NotebookNode, folder: str) -> None:
-    """Takes what differs from machine to machine out of a notebook that has run."""
+    """Removes what differs from machine to machine from the outputs of a notebook."""
     places = {folder: "", str(NOTEBOOKS.parent): "", sys.prefix: "", str(pathlib.Path.home()): "~"}
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):
@@ -58,12 +58,12 @@ def neutral(notebook: nbformat.NotebookNode, folder: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs notebooks, and says how long each took."""
+    """Runs notebooks and prints how long each took."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "names", nargs="*", help="such as quickstart; absent means all that CI runs"
+        "names", nargs="*", help="names such as quickstart; default: all that CI runs"
     )
-    parser.add_argument("--write", action="store_true", help="keep the new outputs")
+    parser.add_argument("--write", action="store_true", help="save the new outputs")
     options = parser.parse_args(argv)
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         notebook = nbformat.read(path, as_version=4)
