@@ -1,20 +1,20 @@
-"""Does it learn as the paper says? `python -m scripts.study BASE --out RESULTS`, BASE being of `scripts/warm_up.py`.
+"""Tests whether learning goes as the paper says: `python -m scripts.study BASE --out RESULTS`.
 
-The arms differ in what the base is held in, in what trains, and in the noise; all else is configs/study.toml. Each
-has three learning rates over two decades with two seeds (the stage "rates"), then three more seeds at its best rate
-(the stage "seeds"): 72 runs. The best rate is the one with the highest training reward in the last fifth of the
-steps; held-out accuracy, which is what is reported, has no part in that choice. Full-parameter training has a tenth of
-the adapters' rates: as many, over as wide a span, around where it is known to work ("LoRA Without Regret", Thinking
-Machines 2025, finds a factor of 10).
+BASE is a folder of `scripts.warm_up`. The arms differ in the format of the base, in what trains, and in the noise.
+Everything else is configs/study.toml. Each arm has three learning rates over two decades with two seeds (the stage
+"rates"), then three more seeds at its best rate (the stage "seeds"): 72 runs. The best rate is the one with the highest
+training reward in the last fifth of the steps. The reported held-out accuracy has no part in that choice.
+Full-parameter training uses a tenth of the adapters' rates: equally many over an equally wide span around values known
+to work ("LoRA Without Regret", Thinking Machines 2025, finds a factor of 10).
 
-A run has 100 steps of 256 completions of at most 48 tokens, and 2048 held-out completions at both ends. Expected on one
-H100, and not yet measured: 0.4 to 0.7 s a step (512 completions of up to 160 tokens took 1.67 s), so 70 to 110 s a
-run with its start; four at a time on one card, of which each keeps the card busy about half of the time, the 72 runs
-take about an hour: two or three sessions of 30 minutes. `--timing` takes 5 minutes more.
+A run has 100 steps of 256 completions of at most 48 tokens, and 2048 held-out completions at both ends. On one H100 a
+step is expected to take 0.4 to 0.7 s, which is not measured yet (512 completions of up to 160 tokens took 1.67 s). So a
+run with its start takes 70 to 110 s. With four at a time, each of which keeps the card busy about half of the time, the
+72 runs take about an hour: two or three sessions of 30 minutes. `--timing` takes 5 minutes more.
 
-A run is a process and a piece of work: RESULTS/RUN.json is what it leaves, and a run that has left it is not made
-again. What a call began and could not end in `--seconds` is made again by the next. In pieces of at most ten minutes, on
-a machine that begins empty each time:
+A run is a process with one result file, RESULTS/RUN.json. A run with a result file is not repeated. A run that does not
+end within `--seconds` is repeated by the next call. In pieces of at most ten minutes, on a machine that starts empty
+each time:
 
     python -m scripts.warm_up smollm2 warm                                      # the same weights each time
     python -m scripts.study warm --out docs/measured/study --jobs 4 --seconds 500   # as often as needed
@@ -41,11 +41,12 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parents[1]
 CONFIG = ROOT / "configs/study.toml"
 RATES, FIRST_SEEDS, MORE_SEEDS = (3e-5, 3e-4, 3e-3), (0, 1), (2, 3, 4)
-# A piece that takes longer than any so far is not begun.
+# Seconds that a run is assumed to take until one has finished. A run is not started if less time is left than the
+# longest took.
 _FIRST_GUESS = 120
-# The steps that a run is timed by, after those that compile.
+# Number of timed steps, after those that compile.
 _TIMED, _COMPILING = 10, 4
-# What is kept of each step: our name, that of the run's metrics.
+# Metrics that are kept for each step: our name, and the name in the run's metrics.
 STEPS = {
     "reward": "reward",
     "entropy": "sampling/entropy",
@@ -67,10 +68,10 @@ class Arm:
     """A way to train.
 
     Attributes:
-        title: What it is called in tables.
-        changes: What it changes in the common config, by section; None takes a section out.
-        quantized: How the base is quantized beforehand; "" reads the 16-bit base.
-        rate_factor: Its learning rates in units of `RATES`.
+        title: Its name in tables.
+        changes: Its changes to the common config, by section; None removes a section.
+        quantized: The method that quantizes the base beforehand; "" uses the 16-bit base.
+        rate_factor: Its learning rates divided by `RATES`.
     """
 
     title: str
@@ -84,8 +85,8 @@ class Arm:
         return tuple(float(f"{rate * self.rate_factor:.6g}") for rate in RATES)
 
 
-# The defaults are those of QeRL's code: sigma 1e-2 to 1e-4 in 10 stages. Before learning 1e-2 moves the 16-bit policy of the
-# study less than rounding to NVFP4 does, and 1e-3 next to nothing (docs/results.md).
+# The defaults are those of QeRL's code: sigma 1e-2 to 1e-4 in 10 stages. Before learning, 1e-2 changes the 16-bit
+# policy of the study less than rounding to NVFP4 does, and 1e-3 hardly changes it (docs/results.md).
 AQN: dict[str, Any] = {}
 ARMS = {
     "bf16": Arm("BF16 LoRA", {"model": {"weights": "bfloat16"}}),
@@ -100,7 +101,7 @@ ARMS = {
         {
             "model": {"weights": "bfloat16", "trainable": "full"},
             "lora": None,
-            # A copy of the weights as they were is what the divergence is taken from.
+            # The divergence is measured from a copy of the initial weights.
             "grpo": {"sync_ref_model": True, "ref_model_mixup_alpha": 0.0},
         },
         rate_factor=0.1,
@@ -114,8 +115,8 @@ class Piece:
 
     Attributes:
         arm: Its name in `ARMS`.
-        rate: The largest learning rate.
-        seed: Of problems, sampling, adapter and noise; arms with the same seed meet the same problems.
+        rate: The highest learning rate.
+        seed: Seed of problems, sampling, adapter and noise. Arms with the same seed get the same problems.
     """
 
     arm: str
@@ -124,29 +125,33 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """What the run and its file are called."""
+        """The name of the run and of its result file."""
         return f"{self.arm}_{self.rate:g}_{self.seed}"
 
     @classmethod
     def named(cls, name: str) -> Piece:
-        """The piece of a name."""
+        """Parses the name of a run."""
         arm, rate, seed = name.rsplit("_", 2)
         return cls(arm, float(rate), int(seed))
 
 
 def main() -> None:
-    """Makes what is left of the study, as far as time allows."""
+    """Makes the runs that are left, as far as time allows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("base", help="the 16-bit base, a folder")
+    parser.add_argument("base", help="folder of the 16-bit base")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of the results")
     parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("runs/study"))
     parser.add_argument("--config", type=pathlib.Path, default=CONFIG)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS, metavar="ARM")
     parser.add_argument("--stage", choices=["rates", "seeds"], help="only these runs")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time on the card")
-    parser.add_argument("--seconds", type=float, default=1e9, help="end after so many")
-    parser.add_argument("--timing", action="store_true", help="time each arm, alone on the card")
-    parser.add_argument("--plan", action="store_true", help="print what is done and left, only")
+    parser.add_argument("--jobs", type=int, default=1, help="number of runs at once on the card")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="seconds, after which the call ends"
+    )
+    parser.add_argument("--timing", action="store_true", help="time each arm alone on the card")
+    parser.add_argument(
+        "--plan", action="store_true", help="only print what is done and what is left"
+    )
     parser.add_argument("--piece", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -168,11 +173,11 @@ def pieces(
 ) -> Iterator[Piece]:
     """The runs of the study, in the order in which they are made.
 
-    Different arms stand next to each other, so that runs that are made at a time compile different programs. The runs
-    with more seeds of an arm are known when its rates are done.
+    Different arms are next to each other, so that runs at the same time compile different programs. An arm's runs with
+    more seeds are known once its rates are done.
 
     Args:
-        results: What is done, by name.
+        results: The finished runs by name.
         arms: Only these.
         stage: Only "rates" or "seeds"; None means both.
     """
@@ -204,12 +209,12 @@ def last_reward(result: Mapping[str, Any]) -> float:
 
 
 def read(out: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """All results of a folder, by the names of their runs."""
+    """Reads all results of a folder, by run name."""
     return {name: each for name, each in _files(out).items() if not name.startswith("timing_")}
 
 
 def read_timings(out: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """What `--timing` left in a folder, by the names of its files."""
+    """Reads the results of `--timing` in a folder, by file name."""
     return {name: each for name, each in _files(out).items() if name.startswith("timing_")}
 
 
@@ -218,7 +223,7 @@ def _files(out: pathlib.Path) -> dict[str, dict[str, Any]]:
 
 
 def configured(piece: Piece, table: Mapping[str, Any], base: str, folder: pathlib.Path) -> dict:
-    """The table of a run's config.
+    """The config of a run, as a table.
 
     Args:
         piece: The run.
@@ -242,9 +247,9 @@ def configured(piece: Piece, table: Mapping[str, Any], base: str, folder: pathli
 
 
 def work_off(args: argparse.Namespace) -> bool:
-    """Makes the runs that are left, several at a time, and says whether none is left.
+    """Makes the runs that are left, several at a time. Returns whether none is left.
 
-    A run that fails is told of and left for the next call. At the end of the time those that are still running are ended.
+    A failed run is reported and left for the next call. When the time is over, runs still in progress are ended.
     """
     began, running, failed, took = time.monotonic(), {}, set(), []
     left = lambda: args.seconds - (time.monotonic() - began)
@@ -278,14 +283,14 @@ def work_off(args: argparse.Namespace) -> bool:
 
 
 def waiting(args: argparse.Namespace, others: set[str]) -> list[Piece]:
-    """The runs that have left nothing, are not running and have not failed."""
+    """The runs that have no result, are not running and have not failed."""
     done = read(args.out)
     named = {piece.name: piece for piece in pieces(done, args.arms, args.stage)}
     return [piece for name, piece in named.items() if name not in done and name not in others]
 
 
 def prepare(args: argparse.Namespace) -> bool:
-    """Quantizes the base for the arms that need it, in a process of its own; whether that was done."""
+    """Quantizes the base for the arms that need it, in a separate process. Returns whether it succeeded."""
     folder = args.work / "gptq"
     needed = args.arms if args.timing else {piece.arm for piece in waiting(args, set())}
     if folder.is_dir() or not any(ARMS[arm].quantized for arm in needed):
@@ -299,7 +304,7 @@ def prepare(args: argparse.Namespace) -> bool:
 
 
 def begin(args: argparse.Namespace, name: str) -> subprocess.Popen:
-    """Starts a run as a process with its share of the card; what it says goes to a file."""
+    """Starts a run as a process with its share of the card. Its output goes to a file."""
     options = ["--out", args.out, "--work", args.work, "--config", args.config, "--jobs", args.jobs]
     timing = ["--timing"] if args.timing else []
     command = [sys.executable, "-m", "scripts.study", args.base, *options, "--piece", name, *timing]
@@ -315,7 +320,7 @@ def begin(args: argparse.Namespace, name: str) -> subprocess.Popen:
 
 
 def end(process: subprocess.Popen) -> None:
-    """Ends a process that this one has started."""
+    """Ends a process that this script has started."""
     process.terminate()
     try:
         process.wait(10)
@@ -325,19 +330,19 @@ def end(process: subprocess.Popen) -> None:
 
 
 def log_of(args: argparse.Namespace, name: str) -> pathlib.Path:
-    """The file to which a run says what it says."""
+    """The file for the output of a run."""
     return args.work / f"{name}.log"
 
 
 def last_line(args: argparse.Namespace, name: str) -> str:
-    """The last line of that file that names an error, or the last of all."""
+    """The last line of that file that names an error, or else its last line."""
     lines = log_of(args, name).read_text(errors="replace").strip().splitlines()
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
     return (errors or lines or ["it said nothing"])[-1]
 
 
 def run_piece(args: argparse.Namespace) -> None:
-    """Makes one run, and writes what is kept of it."""
+    """Makes one run and writes its result."""
     from qerl_jax import config
     from qerl_jax.checked import from_table
     from qerl_jax.files import write_whole
@@ -363,7 +368,7 @@ def run_piece(args: argparse.Namespace) -> None:
 
 
 def surroundings(args: argparse.Namespace) -> dict[str, Any]:
-    """Of what base, on what, and beside how many others a run was made."""
+    """The base, the device, and the number of runs at a time of a run."""
     import jax
 
     from pallas_kernels import runtime
@@ -380,7 +385,7 @@ def surroundings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def kept(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What is kept of a run's metrics: evaluations at both ends, and a list over the steps of each quantity."""
+    """The metrics of a run that are kept: evaluations at both ends, and a list over the steps of each quantity."""
     evals = [row for row in rows if "eval/accuracy" in row]
     steps = [row for row in rows if "loss" in row]
     columns = {
@@ -401,7 +406,7 @@ def kept(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def timed(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Medians over steps of what a step takes, in seconds, without those that compile."""
+    """Median seconds of a step and its parts, without the steps that compile."""
     steps = [row for row in rows if "loss" in row][_COMPILING:]
     names = {"step": "step_time", "rollout": "perf/rollout_time", "update": "perf/update_time"}
     return {
@@ -411,12 +416,12 @@ def timed(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def short(value: float) -> float:
-    """A number with four significant digits."""
+    """Rounds a number to four significant digits."""
     return float(f"{value:.4g}")
 
 
 def time_arms(args: argparse.Namespace) -> bool:
-    """Times the arms that are not timed yet, each alone on the card; whether all are."""
+    """Times the arms without timings, each alone on the card. Returns whether all are timed."""
     began, args.jobs = time.monotonic(), 1
     if not prepare(args):
         return False
@@ -439,7 +444,7 @@ def time_arms(args: argparse.Namespace) -> bool:
 
 
 def progress(args: argparse.Namespace) -> str:
-    """How many runs of each arm are done, and its best rate where that is known."""
+    """The number of finished runs of each arm, and its best rate if it is known."""
     done = read(args.out)
     lines = []
     for arm in args.arms:

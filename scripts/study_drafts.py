@@ -1,17 +1,17 @@
-"""What drafts would gain, from completions that were sampled before: `python -m scripts.study_drafts RUN ...`.
+"""Estimates the gain of drafts from completions that were sampled before: `python -m scripts.study_drafts RUN ...`.
 
-RUN is a run folder of `qerl train`, or a JSONL file of completions (`scripts/recorded_completions.py` says which), with a
-name for the tables if wanted: `after=runs/gsm8k`. No model and no GPU are needed. Run folders log texts, which are encoded
-again by the run's tokenizer.
+RUN is a run folder of `qerl train`, or a JSONL file of completions (described in `scripts/recorded_completions.py`),
+optionally with a name for the tables: `after=runs/gsm8k`. It needs no model and no GPU. Run folders hold texts, which
+are encoded again by the run's tokenizer.
 
-For each step, source of drafts and rule for their length the completions are replayed (`scripts/draft_replay.py`), then
-priced: a call that verifies n positions over all rows takes as long as a decoding step of n rows, which
-docs/measured/benchmarks.jsonl has for 7B and 32B; between those numbers, and beyond 128 rows, along straight
-lines. So speedups are those of a replay. What it leaves out: making drafts takes no time (`--overhead` prices it), and
-a row's positions read its keys once, where rows of their own read them each.
+For each step, source of drafts and rule for their length, the completions are replayed (`scripts/draft_replay.py`) and
+priced. A call that verifies n positions over all rows is assumed to take as long as a decoding step of n rows, which
+docs/measured/benchmarks.jsonl has for 7B and 32B; other values are interpolated linearly, or extrapolated beyond 128
+rows. So speedups are estimates from a replay. They neglect the time to make drafts (`--overhead` adds it), and that the
+positions of a row read its keys once instead of once per position.
 
-A line of `--out` is one step of one run by one source and rule. `--table FILE.jsonl` prints the tables for the docs.
-Acceptance at another temperature does not follow from samples of this one: give runs of several temperatures.
+A line of `--out` is one step of one run with one source and rule. `--table FILE.jsonl` prints the tables for the docs.
+Acceptance at another temperature cannot be derived from these samples: give runs with several temperatures.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _LONG_STEP, _LONG_ROLLOUT, _LONG_LENGTH, _LONG_ROWS = 103.7, 82.2, 8192, 8
 
 @dataclasses.dataclass(frozen=True)
 class Prices:
-    """Time of a call by its number of positions.
+    """Time of a call as a function of its number of positions.
 
     Attributes:
         rows: Numbers of rows that were measured, ascending.
-        ms: Their times.
-        overhead: Milliseconds that a call with drafts takes beside, at every number of rows.
+        ms: Their times in milliseconds.
+        overhead: Additional milliseconds of a call with drafts, for any number of rows.
     """
 
     rows: tuple[float, ...]
@@ -68,25 +68,25 @@ class Prices:
     overhead: float = 0.0
 
     def time(self, positions: Any) -> np.ndarray:
-        """Milliseconds, along straight lines; the last one goes on."""
+        """Milliseconds, interpolated linearly; the last segment is extended."""
         x, y = np.array(self.rows), np.array(self.ms)
         positions = np.asarray(positions, float)
         beyond = y[-1] + (positions - x[-1]) * (y[-1] - y[-2]) / (x[-1] - x[-2])
         return np.where(positions > x[-1], beyond, np.interp(positions, x, y))
 
     def with_drafts(self, positions: Any, rows: Any) -> np.ndarray:
-        """Milliseconds of calls of so many rows; those with more positions than rows have drafts."""
+        """Milliseconds of calls with this many rows. Calls with more positions than rows have drafts."""
         return self.time(positions) + self.overhead * (np.asarray(positions) > rows * (1 + 1e-9))
 
     def speedup(self, outcome: Outcome, rows: int, draft: int | None = None) -> float:
-        """How many times the tokens/s without drafts, where so many rows are live all the time.
+        """The ratio of tokens/s with and without drafts if this many rows are live all the time.
 
-        A call of the replay stands for its part of a call of that many rows.
+        A call of the replay counts as its share of a call with that many rows.
 
         Args:
             outcome: The replay.
             rows: Live rows.
-            draft: Positions of drafts that each row is charged, used or not; absent means those it uses.
+            draft: Draft positions that each row pays for, used or not; absent means those it uses.
         """
         positions = outcome.positions if draft is None else outcome.live * (draft + 1)
         share = outcome.live / rows
@@ -95,7 +95,7 @@ class Prices:
 
 
 def measured(model: str, path: pathlib.Path = MEASURED, overhead: float = 0.0) -> Prices:
-    """The decoding steps of a model, with its adapter, on an H200."""
+    """The measured decoding steps of a model with its adapter on an H200."""
     found = {}
     for line in path.read_text().splitlines():
         row = json.loads(line)
@@ -107,7 +107,7 @@ def measured(model: str, path: pathlib.Path = MEASURED, overhead: float = 0.0) -
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Groups of a step to replay, what was known before it, and the same of the step before, if there was one."""
+    """Groups of a step to replay with what was known before it, and the same for the step before, if there was one."""
 
     groups: Sequence[Sequence[Row]]
     known: Past
@@ -115,20 +115,34 @@ class Sample:
 
 
 def main() -> None:
-    """Replays, writes the lines, prints the tables."""
+    """Replays, writes the lines, and prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="*", help="[NAME=]run folder, or [NAME=]file.jsonl")
-    parser.add_argument("--out", type=pathlib.Path, help="a file for the lines")
-    parser.add_argument("--table", type=pathlib.Path, metavar="JSONL", help="print its tables only")
-    parser.add_argument("--steps", type=int, nargs="+", help="absent: the first and the last one")
-    parser.add_argument("--groups", type=int, default=8, help="of a step, spread evenly over it")
-    parser.add_argument("--recent", type=int, default=8, help="steps that `history` goes back")
-    parser.add_argument("--sources", nargs="+", default=[*CHOICES], metavar="NAME")
-    parser.add_argument("--overhead", type=float, default=0.0, help="ms of a call with drafts")
+    parser.add_argument("--out", type=pathlib.Path, help="write the lines to this file")
     parser.add_argument(
-        "--temperature", type=float, help="of all that is given; absent: as runs say"
+        "--table", type=pathlib.Path, metavar="JSONL", help="only print the tables of this file"
     )
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="where it is not that of the run")
+    parser.add_argument(
+        "--steps", type=int, nargs="+", help="steps to replay; default: the first and the last one"
+    )
+    parser.add_argument(
+        "--groups", type=int, default=8, help="groups of a step, spread evenly over it"
+    )
+    parser.add_argument(
+        "--recent", type=int, default=8, help="number of earlier steps that `history` uses"
+    )
+    parser.add_argument("--sources", nargs="+", default=[*CHOICES], metavar="NAME")
+    parser.add_argument(
+        "--overhead", type=float, default=0.0, help="additional ms of a call with drafts"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        help="sampling temperature of everything given; default: that of the run",
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="FOLDER", help="folder of the tokenizer, if it is not the run's"
+    )
     args = parser.parse_args()
     unknown = sorted({*args.sources} - {*CHOICES})
     if unknown:
@@ -182,7 +196,7 @@ def study(recording: Recording, args: argparse.Namespace) -> Iterator[dict[str, 
 
 
 def sample_of(recording: Recording, step: int, count: int, recent: int) -> Sample:
-    """So many groups of a step, spread evenly over it."""
+    """This many groups of a step, spread evenly over it."""
 
     def groups_of(step: int) -> Sample:
         groups = recording.steps[step]
@@ -198,7 +212,7 @@ def of_source(source: str, sample: Sample, overhead: float) -> Iterator[dict[str
     """The lines of a source: every fixed length, the length by the match, and the controller."""
     names = SOURCES if source == TOGETHER else (source,)
     prices = {model: measured(model, overhead=overhead) for model in MODELS}
-    learned = Acceptance()  # as in a run, in the step before
+    learned = Acceptance()  # as in a run: learned in the step before
     if sample.before:
         replay(sample.before.groups, names, sample.before.known, Fixed(LONGEST_DRAFT), learned)
 
@@ -232,9 +246,9 @@ def of_source(source: str, sample: Sample, overhead: float) -> Iterator[dict[str
 
 
 def statistics(outcome: Outcome) -> dict[str, Any]:
-    """What a table says of a replay."""
+    """The numbers of a replay that tables show."""
     drafted, accepted, emitted = outcome.drafted, outcome.accepted, outcome.emitted
-    # Tokens after one that is wrong, or after the end of the recorded completion, were not tried.
+    # Tokens after a wrong one, or after the end of the recorded completion, were not tried.
     places = [
         accepted[(drafted > place) & (emitted > place)] > place for place in range(LONGEST_DRAFT)
     ]
@@ -249,7 +263,7 @@ def statistics(outcome: Outcome) -> dict[str, Any]:
 
 
 def by_size(sizes: np.ndarray, emitted: np.ndarray) -> dict[str, tuple[float, int]]:
-    """Tokens per call, and the number of calls, by a size: 0, 1, 2-3, 4-7 and so on."""
+    """Tokens per call and number of calls, by a size in classes: 0, 1, 2-3, 4-7 and so on."""
     bits = np.array([int(size).bit_length() for size in sizes])
     found = {}
     for bit in np.unique(bits):
@@ -261,10 +275,11 @@ def by_size(sizes: np.ndarray, emitted: np.ndarray) -> dict[str, tuple[float, in
 
 
 def long_step(names: Sequence[str], sample: Sample, prices: Prices, learned: Acceptance) -> float:
-    """Seconds of the step of 8 x 8192 tokens of 32B, had its groups been like these and its drafts the controller's.
+    """Seconds of the step of 8 x 8192 tokens of 32B with groups like these and the controller's drafts.
 
-    Groups run alone, from the first token to the end of the longest row. What a call took there beyond a
-    step of as many rows and short contexts is the reading of keys and values; it stays, for each live row.
+    Each group is replayed alone, from the first token to the end of its longest row. The measured step was slower than
+    one with as many rows and short contexts, because it reads more keys and values. That extra time is added for each
+    live row.
     """
     keys = (_LONG_ROLLOUT * 1000 / _LONG_LENGTH - float(prices.time(_LONG_ROWS))) / _LONG_ROWS
     rule = Controller(lambda n: prices.with_drafts(n, n[0]) + keys * n[0])
@@ -281,7 +296,7 @@ def long_step(names: Sequence[str], sample: Sample, prices: Prices, learned: Acc
 
 
 def tables(lines: Sequence[dict[str, Any]]) -> str:
-    """Markdown: tokens per call, where they come from, and speedups."""
+    """The tables in Markdown: tokens per call, sources of drafts, and speedups."""
     found: dict[tuple, dict[str, dict[str, Any]]] = collections.defaultdict(dict)
     for line in lines:
         found[line["run"], line["temperature"], line["step"], line["source"]][line["rule"]] = line

@@ -1,19 +1,19 @@
-"""What four bits cost a real model: `python -m scripts.study_quantization FOLDER DATA --out FILE.jsonl`.
+"""Measures the cost of four bits for a real model: `python -m scripts.study_quantization FOLDER DATA --out FILE.jsonl`.
 
-FOLDER is SmolLM2-135M-Instruct as `scripts/make_smollm2.py` makes it, or another 16-bit model; DATA a file of
-GSM8K's training rows (.parquet or .jsonl with question and answer).
+FOLDER is SmolLM2-135M-Instruct from `scripts.make_smollm2`, or another 16-bit model. DATA is a file of GSM8K's training
+rows (.parquet or .jsonl with question and answer).
 
-The package that holds SmolLM2 stores it in 4 bits (Q4_1), and 16 values for 32 neighbours flatter a format of
-16 values. So all layers are first trained on some rows in 16 bits, with a seed, which moves the weights off
-that grid; both bases are studied, "packaged" and "trained". Each is quantized in every format by every method,
-calibrated on several draws of rows, and compared with itself in 16 bits
+The package that holds SmolLM2 stores it in 4 bits (Q4_1), with 16 values for 32 neighbours. This favours formats with
+16 values. So all layers are first trained in 16 bits on some rows, with a fixed seed, which moves the weights off that
+grid. Both bases are studied, "packaged" and "trained". Each is quantized in every format with every method, calibrated
+on several draws of rows, and compared with itself in 16 bits:
 
     gsm8k   on held-out rows of the data, as chats: KL(16 bit || 4 bit) and perplexity of the answers
     own     on answers that the 16-bit model samples to held-out questions: KL and entropy of the policy
 
-A line of the file is one model on one set, with 95 % intervals from resampled rows. Runs that are in the file
-are not made again. `--table FILE.jsonl` prints the table for the docs, and `--errors FILE.json` keeps the error of
-every linear beside that of rounding to nearest.
+A line of the file is one model on one set, with 95 % intervals from resampled rows. Results that are in the file are
+not computed again. `--table FILE.jsonl` prints the table for the docs. `--errors FILE.json` keeps the error of every
+linear beside that of round-to-nearest.
 """
 
 from __future__ import annotations
@@ -52,22 +52,32 @@ _RESAMPLED = 2000
 def main() -> None:
     """Runs the study, or prints its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", nargs="?", help="a 16-bit model")
+    parser.add_argument("folder", nargs="?", help="folder of a 16-bit model")
     parser.add_argument("data", nargs="?", help="rows with question and answer")
-    parser.add_argument("--out", type=pathlib.Path, help="the lines")
-    parser.add_argument("--errors", type=pathlib.Path, help="errors of all linears, draw 0")
-    parser.add_argument("--table", type=pathlib.Path, metavar="JSONL", help="print the table only")
+    parser.add_argument("--out", type=pathlib.Path, help="write the lines to this file")
+    parser.add_argument(
+        "--errors",
+        type=pathlib.Path,
+        help="write the errors of all linears, for draw 0, to this file",
+    )
+    parser.add_argument(
+        "--table", type=pathlib.Path, metavar="JSONL", help="only print the table of this file"
+    )
     parser.add_argument("--bases", nargs="+", default=["packaged", "trained"])
     parser.add_argument("--formats", nargs="+", default=["nvfp4", "mxfp4", "nf4"])
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
-    parser.add_argument("--draws", type=int, default=5, help="of the calibration rows")
+    parser.add_argument(
+        "--draws", type=int, default=5, help="number of random draws of the calibration rows"
+    )
     parser.add_argument("--samples", type=int, default=256, help="rows of a draw")
-    parser.add_argument("--held-out", type=int, default=256, help="rows to compare on")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a row")
-    parser.add_argument("--answer-tokens", type=int, default=256, help="of an own answer")
-    parser.add_argument("--steps", type=int, default=200, help="of the training")
-    parser.add_argument("--batch", type=int, default=32, help="rows of a step")
-    parser.add_argument("--rate", type=float, default=1e-4, help="largest learning rate")
+    parser.add_argument("--held-out", type=int, default=256, help="rows for the comparison")
+    parser.add_argument("--length", type=int, default=512, help="tokens per row")
+    parser.add_argument(
+        "--answer-tokens", type=int, default=256, help="most tokens of a sampled answer"
+    )
+    parser.add_argument("--steps", type=int, default=200, help="training steps")
+    parser.add_argument("--batch", type=int, default=32, help="rows per step")
+    parser.add_argument("--rate", type=float, default=1e-4, help="highest learning rate")
     parser.add_argument("--work", type=pathlib.Path, help="keep the trained base in this folder")
     args = parser.parse_args()
     if args.table:
@@ -92,7 +102,7 @@ def main() -> None:
 def split(
     data: str, held_out: int, work: pathlib.Path
 ) -> tuple[pathlib.Path, list[dict[str, str]]]:
-    """Puts aside rows to compare on; the others go to a file, from which is calibrated and trained."""
+    """Sets rows aside for the comparison. The others go to a file, for calibration and training."""
     found = datasets.load_rows(data, None, None, "train")
     order = np.random.default_rng(0).permutation(len(found)).tolist()
     rows = [{name: found[i][name] for name in ("question", "answer")} for i in order]
@@ -110,7 +120,7 @@ def train(source: str, target: pathlib.Path, pool: pathlib.Path, args) -> None:
 
 
 def of_chats(tokens: tokenizer.Tokenizer, rows: list[dict[str, str]], length: int) -> Rows:
-    """Questions and their answers as chats; the answers' tokens count."""
+    """Questions and answers as chats. The tokens of answers count."""
     questions = tokens.encode([({"role": "user", "content": row["question"]},) for row in rows])
     answers = tokens.encode([row["answer"] for row in rows])
     return joined(questions, answers, tokens.pad_token, length)
@@ -158,7 +168,7 @@ def study(base: str, folder: pathlib.Path, pool: pathlib.Path, held_out, args) -
             report = quantize(
                 str(folder), target, recipe, lambda line: None, with_sensitivity=False
             )
-            # Unpacked to float32: all models are computed by one program.
+            # Unpacked to float32, so that one program computes all models.
             other = load(str(target), "float32")
         start = time.monotonic()
         found = {name: compare(other, name) for name in sets}
@@ -173,9 +183,9 @@ def study(base: str, folder: pathlib.Path, pool: pathlib.Path, held_out, args) -
 
 
 def runs(args) -> Iterator[tuple[str, str, int]]:
-    """Format, method and draw of each quantized model; what needs no calibration has one draw.
+    """Format, method and draw of each quantized model. Methods without calibration have one draw.
 
-    All methods come before the next draw, so that a study that is cut short compares them.
+    All methods come before the next draw, so that an unfinished study compares them too.
     """
     for draw in range(args.draws):
         for form in args.formats:
@@ -185,7 +195,7 @@ def runs(args) -> Iterator[tuple[str, str, int]]:
 
 
 def alike(sets: dict[str, Rows]) -> dict[str, Rows]:
-    """The same rows, padded to one width, so that one program computes all sets."""
+    """Pads the rows of all sets to one width, so that one program computes them."""
     width = max(rows.ids.shape[1] for rows in sets.values())
     wide = lambda x: np.pad(x, ((0, 0), (0, width - x.shape[1])))
     return {name: Rows(wide(rows.ids), wide(rows.live)) for name, rows in sets.items()}
@@ -198,7 +208,7 @@ def own_answers(
     args: argparse.Namespace,
     kept: pathlib.Path,
 ) -> Rows:
-    """Answers to the held-out questions that the 16-bit model samples at temperature 1; a file keeps them."""
+    """Answers that the 16-bit model samples to the held-out questions at temperature 1. The file `kept` stores them."""
     if not kept.is_file():
         dtype = "bfloat16" if runtime.platform() == "gpu" else "float32"
         generator = Generator.load(folder, weights="bfloat16", dtype=dtype)
@@ -211,7 +221,7 @@ def own_answers(
 
 
 def measured(found: Sums, itself: Sums) -> dict[str, Any]:
-    """Means per token of a model beside those of the 16-bit one, with intervals from resampled rows."""
+    """Compares a model with the 16-bit one: means per token, with intervals from resampled rows."""
     picked = np.random.default_rng(0).integers(
         len(found.tokens), size=(_RESAMPLED, len(found.tokens))
     )
@@ -233,7 +243,7 @@ def measured(found: Sums, itself: Sums) -> dict[str, Any]:
 
 
 def keep_errors(path: pathlib.Path, name: str, report: dict[str, Any]) -> None:
-    """Adds the errors of all linears to a JSON file: of weights, or of outputs where there was calibration."""
+    """Adds the errors of all linears to a JSON file: of their outputs with calibration, otherwise of their weights."""
     kept = json.loads(path.read_text()) if path.is_file() else {}
     of = "outputs" if "outputs" in report["layers"][0] else "weights"
     short = lambda x: (
@@ -248,7 +258,7 @@ def keep_errors(path: pathlib.Path, name: str, report: dict[str, Any]) -> None:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """A Markdown table: means over the draws, and their smallest and largest."""
+    """A Markdown table with means, minima and maxima over the draws."""
     head = "base, format, method | KL, GSM8K | perplexity | KL, own answers | entropy | change of entropy"
     rows = [f"| {head} |", "|" + " --- |" * 6]
     groups: dict[tuple, dict[str, list]] = {}

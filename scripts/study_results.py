@@ -1,8 +1,8 @@
-"""What the study found: `python -m scripts.study_results` writes docs/results.md and its figures.
+"""Writes the results of the study to docs/results.md, with figures: `python -m scripts.study_results`.
 
-It reads docs/measured/study, a file for each run as `scripts/study.py` leaves it. Where runs are missing the page says
-that they were not measured; no number of it stands anywhere else. All intervals are Student's at 95 % over seeds; two
-arms are compared by the differences between runs of the same seed, which met the same problems in the same order.
+It reads docs/measured/study, with a file for each run of `scripts/study.py`. Where runs are missing, the page says that
+they were not measured. All its numbers come from these files. Intervals are Student's 95 % intervals over seeds. Two
+arms are compared by the differences between runs with the same seed, which had the same problems in the same order.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ RESULTS, PAGE, FIGURES = (
 )
 BASE = ROOT / "docs/measured/warm_up.json"
 START = ROOT / "docs/measured/study_start.jsonl"
-# What stands on the page beside tables and figures.
+# The fixed texts of the page.
 TEMPLATE = pathlib.Path(__file__).with_name("study_page.md")
 MISSING = "not measured yet"
-# Two ways to train count as equal where their accuracies surely differ by less than this.
+# Two arms count as equal if the interval of their difference in accuracy is within this.
 MARGIN = 0.03
 
 type Results = Mapping[str, Mapping[str, Any]]
@@ -42,12 +42,12 @@ type Measure = Callable[[Mapping[str, Any]], float]
 
 
 def entropy_at_start(run: Mapping[str, Any]) -> float:
-    """Entropy of the sampler in the first rollout, before anything is learned and without noise, nats per token."""
+    """Entropy of the sampler in the first rollout, in nats per token, before anything is learned and without noise."""
     return run["steps"]["entropy"][0]
 
 
 def mean_reward(run: Mapping[str, Any]) -> float:
-    """Mean training reward over all steps: what is larger where reward grows faster."""
+    """Mean training reward over all steps. It is higher if the reward grows faster."""
     return float(np.mean(run["steps"]["reward"]))
 
 
@@ -63,16 +63,16 @@ def gain(run: Mapping[str, Any]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A claim of the paper as a difference of two arms.
+    """A claim of the paper, as a difference between two arms.
 
     Attributes:
-        text: What the paper says.
-        paper: Its numbers, where it gives some.
-        ours: The arm that should be above.
-        theirs: The arm beside it.
-        measure: Of a run.
+        text: The claim.
+        paper: The paper's numbers, if it gives some.
+        ours: The arm that should be higher.
+        theirs: The arm that it is compared with.
+        measure: The compared quantity of a run.
         equal: Whether the claim is that they do not differ.
-        rate: Which learning rate both are compared at, by its place; None means each at its best.
+        rate: Index of the learning rate of both arms; None means the best rate of each.
     """
 
     text: str
@@ -87,7 +87,7 @@ class Claim:
 _HIGHER = "entropy is higher at the start"
 _FASTER = "reward grows faster"
 _BETTER = "final accuracy is higher"
-# In the paper's GSM8K table: 3B and 7B.
+# The paper's GSM8K table for 3B and 7B.
 CLAIMS = (
     Claim(_HIGHER, "a figure, 7B", "nvfp4", "bf16", entropy_at_start),
     Claim(_HIGHER, "a figure, 7B", "mxfp4", "bf16", entropy_at_start),
@@ -111,7 +111,7 @@ CLAIMS = (
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A mean over seeds, the ends of its 95 % interval, and their number."""
+    """A mean over seeds, the ends of its 95 % interval, and the number of seeds."""
 
     mean: float
     low: float
@@ -119,7 +119,7 @@ class Interval:
     count: int
 
     def shown(self, digits: int = 3, sign: str = "") -> str:
-        """As a table has it."""
+        """The interval as text for a table."""
         form = f"{sign}.{digits}f"
         if self.count < 2:
             return f"{self.mean:{form}} (one seed)"
@@ -127,7 +127,7 @@ class Interval:
 
 
 def interval(values: Sequence[float], level: float = 0.95) -> Interval:
-    """Student's interval of a mean; of one value it is all numbers."""
+    """Student's interval of a mean. For a single value it is infinite."""
     mean, count = float(np.mean(values)), len(values)
     if count < 2:
         return Interval(mean, -math.inf, math.inf, count)
@@ -136,13 +136,13 @@ def interval(values: Sequence[float], level: float = 0.95) -> Interval:
 
 
 def runs_of(results: Results, arm: str, rate: float | None) -> dict[int, Mapping[str, Any]]:
-    """The runs of an arm at a rate, by seed; none without a rate."""
+    """The runs of an arm at a rate, by seed; none if the rate is None."""
     names = {seed: Piece(arm, rate or 0, seed).name for seed in (*FIRST_SEEDS, *MORE_SEEDS)}
     return {seed: results[name] for seed, name in names.items() if rate and name in results}
 
 
 def compared(results: Results, claim: Claim, level: float = 0.95) -> Interval | None:
-    """The difference that a claim is about, over the seeds that both arms have; None while there are none."""
+    """The difference of a claim, over the seeds that both arms have; None if there are none."""
     sides = []
     for arm in (claim.ours, claim.theirs):
         rates = ARMS[arm].rates
@@ -157,7 +157,7 @@ def compared(results: Results, claim: Claim, level: float = 0.95) -> Interval | 
 
 
 def verdict(claim: Claim, found: Interval | None) -> str:
-    """What a difference says of a claim: confirmed, opposite, or not confirmed."""
+    """What a difference says about a claim: confirmed, opposite, or not confirmed."""
     if found is None:
         return MISSING
     if claim.equal:
@@ -170,7 +170,7 @@ def verdict(claim: Claim, found: Interval | None) -> str:
 
 
 def claims_table(results: Results) -> str:
-    """Each claim beside what was measured."""
+    """The table of claims and measurements."""
     rows = [
         ["claim", "the paper", "here: difference", "measured", "verdict", "among all comparisons"]
     ]
@@ -193,7 +193,7 @@ def claims_table(results: Results) -> str:
 
 
 def arms_table(results: Results, timings: Results) -> str:
-    """Each arm at its best rate: means over seeds."""
+    """The table of arms, each at its best rate: means over seeds."""
     measures: dict[str, Measure] = {
         "accuracy before": lambda run: run["start"]["accuracy"],
         "accuracy after": accuracy,
@@ -220,7 +220,7 @@ def arms_table(results: Results, timings: Results) -> str:
 
 
 def rates_table(results: Results) -> str:
-    """The gain of each arm at each of its rates, over the two first seeds."""
+    """The gain of each arm at each of its rates, over the first two seeds."""
     heads = ("lowest", "middle", "highest")
     rows = [["arm", *(f"{head} rate" for head in heads)]]
     for arm, about in ARMS.items():
@@ -235,7 +235,7 @@ def rates_table(results: Results) -> str:
 
 
 def base_text(found: Mapping[str, Any] | None) -> str:
-    """What the warm-up made: accuracies by kind of problem, and whether the packaged grid flatters a format."""
+    """Describes the base after the warm-up: accuracies by kind, and how much the packaged grid favours a format."""
     if found is None:
         return f"How right it is before and after: {MISSING}."
     kinds = ["all", *sorted(found["after"].keys() - {"all"})]
@@ -257,7 +257,7 @@ def base_text(found: Mapping[str, Any] | None) -> str:
 
 
 def start_table(lines: Sequence[Mapping[str, Any]]) -> str:
-    """The policies before they learn, on the same texts; draws of noise are averaged."""
+    """The table of policies before learning, on the same texts, averaged over draws of noise."""
     if not lines:
         return f"{MISSING[0].upper()}{MISSING[1:]}."
     groups: dict[str, list[Mapping[str, Any]]] = {}
@@ -281,23 +281,23 @@ def start_table(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as a Markdown table; the first is the head."""
+    """Formats rows as a Markdown table; the first row is the head."""
     head, *body = rows
     return "\n".join("| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *body))
 
 
 def read_start() -> list[dict[str, Any]]:
-    """The lines of the policies before they learn; none where nobody measured."""
+    """Reads the lines about policies before learning; none if they were not measured."""
     return [json.loads(line) for line in START.read_text().splitlines()] if START.is_file() else []
 
 
 def read_base() -> dict[str, Any] | None:
-    """What the warm-up wrote; None where nobody kept it."""
+    """Reads the report of the warm-up; None if there is none."""
     return json.loads(BASE.read_text()) if BASE.is_file() else None
 
 
 def state(results: Results) -> str:
-    """How much of the study is there, and that it is of one base and one kind of card."""
+    """Describes how much of the study is done. All its runs must have one base and one kind of card."""
     if not results:
         return (
             "**Not measured yet.** No run of the study has been made on a GPU. This page holds what the paper claims, what "
@@ -325,10 +325,10 @@ def page(
     """Returns docs/results.md.
 
     Args:
-        results: Of `study.read`.
-        timings: Of `study.read_timings`.
+        results: The result of `study.read`.
+        timings: The result of `study.read_timings`.
         start: The lines that `scripts/study_start.py` wrote.
-        base: What `scripts/warm_up.py` wrote of the base.
+        base: The report that `scripts/warm_up.py` wrote.
     """
     figures = "Figures follow with the first runs."
     if results:
@@ -349,7 +349,7 @@ def page(
     return re.sub(r"\{\{(\w+)\}\}", lambda match: filled[match[1]], TEMPLATE.read_text())
 
 
-# Figures by the names of their files, and what they show.
+# File names of figures, and what they show.
 FIGURE_TEXTS = {
     "study-reward": "Training reward over steps, each arm at its best rate, mean over seeds",
     "study-reward-seconds": "The same over seconds, from the time of a step of each arm alone on the card",
@@ -359,7 +359,7 @@ FIGURE_TEXTS = {
 
 
 def draw(results: Results, timings: Results, folder: pathlib.Path) -> None:
-    """Writes the figures; lines are smoothed over a tenth of the steps."""
+    """Draws the figures. Lines are smoothed over a tenth of the steps."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -410,7 +410,7 @@ def main() -> None:
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--page", type=pathlib.Path, default=PAGE)
     parser.add_argument("--figures", type=pathlib.Path, default=FIGURES)
-    parser.add_argument("--check", action="store_true", help="fail if the page differs")
+    parser.add_argument("--check", action="store_true", help="fail if the page is out of date")
     args = parser.parse_args()
     results, timings = study.read(args.results), study.read_timings(args.results)
     made = page(results, timings, read_start(), read_base())

@@ -1,9 +1,9 @@
-"""Which error a search of NVFP4's block scales should make small: `python -m scripts.study_scales FOLDER DATA`.
+"""Compares error measures for searching NVFP4's block scales: `python -m scripts.study_scales FOLDER DATA`.
 
-FOLDER is a 16-bit model, such as `scripts/make_smollm2.py` makes; DATA a file of GSM8K's training rows (.parquet or
-.jsonl with question and answer), whose last ones are used. All linears are rounded to nearest, by scales that are found
-in several ways. Printed for each: KL(16 bit || 4 bit) per token of the answers, perplexity, entropy. On a CPU a
-line takes about a minute for 16 rows of SmolLM2.
+FOLDER is a 16-bit model, such as one from `scripts.make_smollm2`. DATA is a file of GSM8K's training rows (.parquet or
+.jsonl with question and answer); its last rows are used. All linears are rounded to nearest, with scales found in
+several ways. It prints for each: KL(16 bit || 4 bit) per token of the answers, perplexity and entropy. On a CPU a line
+takes about a minute for 16 rows of SmolLM2.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ type Round = Callable[[list[jax.Array]], list[jax.Array]]
 
 
 def to_nearest(form: str, scales: str) -> Round:
-    """Rounds weights that read one input, by scales of that choice."""
+    """Rounds weights that share an input, with scales found in the given way."""
     packing = packed_formats.named(form)
     return lambda parts: [
         packing.unpack(part, jnp.float32) for part in packing.packed(parts, scales)
@@ -35,11 +35,11 @@ def to_nearest(form: str, scales: str) -> Round:
 
 
 def searched(power: int = 2, *, clips: bool = True) -> Round:
-    """Rounds to NVFP4 by scales whose sum of |error|^power in a block is the smallest of those that are tried.
+    """Rounds to NVFP4 with the candidate scales that have the smallest sum of |error|^power in each block.
 
     Args:
-        power: 2 is what the library does.
-        clips: Whether scales are tried that clip the largest entry of a block.
+        power: The exponent; the library uses 2.
+        clips: Whether to try scales that clip the largest entry of a block.
     """
     steps = [step for step in nvfp4.SEARCHED_STEPS if clips or step >= 0]
     errors = lambda off, moments: jnp.sum(jnp.abs(off) ** power, axis=0)
@@ -79,7 +79,7 @@ WAYS: dict[str, Round] = {
 
 
 def rounded(model: Any, base: dict[str, Any], round_: Round) -> dict[str, Any]:
-    """A float32 base whose linears were rounded, layer by layer."""
+    """A float32 base with rounded linears, made layer by layer."""
     found = dict(base["layers"])
     for linear, parts in model.arch.linears().items():
         cuts = np.cumsum([size for _, size in parts])[:-1]
@@ -96,7 +96,7 @@ def rounded(model: Any, base: dict[str, Any], round_: Round) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", help="a 16-bit model")
+    parser.add_argument("folder", help="folder of a 16-bit model")
     parser.add_argument("data", help="rows with question and answer")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=512, help="most tokens of a row")

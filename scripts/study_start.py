@@ -1,14 +1,14 @@
-"""What 4 bits and AQN do to the study's policy before it learns: `python -m scripts.study_start BASE --out FILE.jsonl`.
+"""Measures what 4 bits and AQN change before learning: `python -m scripts.study_start BASE --out FILE.jsonl`.
 
-BASE is of `scripts/warm_up.py`. The 16-bit policy answers held-out problems at temperature 1; on these very texts every
-other policy of the study is compared with it, without the scatter of samples:
+BASE is from `scripts/warm_up.py`. The 16-bit policy answers held-out problems at temperature 1. Every other policy of
+the study is compared with it on these same texts, so that different samples add no noise:
 
     KL(16 bit || other) and entropy per token, in nats, and the change of the entropy
 
-The others are the base in each format as the arms round it, of GPTQ with `--gptq FOLDER` (the study leaves it in its
-work folder), and the 16-bit base under AQN of several sigmas. A line of the file is one policy, with 95 % intervals from
-resampled rows; what the file has is not measured again. For a CPU (JAX_PLATFORMS=cpu), where it takes some minutes: the
-kernels of a GPU compute packed weights in 16 bits.
+The others are the base in each format, rounded as in the arms; the result of GPTQ with `--gptq FOLDER` (the study
+leaves it in its work folder); and the 16-bit base with AQN of several sigmas. A line of the file is one policy, with 95
+% intervals from resampled rows. Policies that are in the file are not measured again. Run it on a CPU
+(JAX_PLATFORMS=cpu), where it takes some minutes: the kernels of a GPU compute with packed weights in 16 bits.
 """
 
 from __future__ import annotations
@@ -38,12 +38,14 @@ from scripts.warm_up import MAX_TOKENS, Rows, asked, joined, sha256
 def main() -> None:
     """Writes the lines."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("base", help="the 16-bit base, a folder")
-    parser.add_argument("--gptq", help="what GPTQ made of it, a folder")
+    parser.add_argument("base", help="folder of the 16-bit base")
+    parser.add_argument("--gptq", help="folder of the base that GPTQ quantized")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--problems", type=int, default=256)
     parser.add_argument("--sigmas", nargs="+", type=float, default=[1e-3, 3e-3, 1e-2])
-    parser.add_argument("--draws", type=int, default=3, help="of the noise, for each sigma")
+    parser.add_argument(
+        "--draws", type=int, default=3, help="number of random draws of the noise, for each sigma"
+    )
     args = parser.parse_args()
     reference = load(args.base, "bfloat16")
     rows = own_answers(args.base, reference[2], args.problems)
@@ -67,7 +69,7 @@ def main() -> None:
 
 
 def load(folder: str, weights: str) -> tuple:
-    """A model as an arm holds it, computed in float32: model, base and tokenizer."""
+    """Loads a model as an arm does, computed in float32: model, base and tokenizer."""
     cfg = ModelConfig(folder, weights=weights, dtype="float32", block_scales="maximum")
     return base_model.load_base(cfg, None)
 
@@ -85,7 +87,7 @@ def own_answers(folder: str, tokens: Any, count: int) -> Rows:
 def policies(
     args: argparse.Namespace, reference: tuple
 ) -> Iterator[tuple[str, Callable[[], tuple]]]:
-    """All policies by name, and what makes each; the first is the 16-bit one itself."""
+    """All policies: names, and functions that make them. The first is the 16-bit one itself."""
     yield "BF16", lambda: reference
     for weights in ("nf4", "mxfp4", "nvfp4"):
         yield weights.upper(), functools.partial(load, args.base, weights)
@@ -100,7 +102,7 @@ def policies(
 
 
 def noisy(reference: tuple, sigma: float, draw: int) -> tuple:
-    """The 16-bit policy under a draw of AQN."""
+    """The 16-bit policy with one draw of AQN."""
     model, base, tokens = reference
     key = aqn.step_key(jax.random.key(draw), 0)
     noise = aqn.norm_noise(key, sigma, noise_shapes(model.arch))
@@ -108,7 +110,7 @@ def noisy(reference: tuple, sigma: float, draw: int) -> tuple:
 
 
 def added(base: dict[str, Any], noise: dict[str, Any]) -> dict[str, Any]:
-    """A base whose norms have the noise in them: what AQN makes of it in a rollout."""
+    """A base whose norms include the noise, as in a rollout with AQN."""
     made = dict(base)
     for name, value in noise.items():
         own = base[name]

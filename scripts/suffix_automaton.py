@@ -1,8 +1,8 @@
-"""A suffix automaton of several growing token sequences: what followed the longest known end of a context.
+"""A suffix automaton of several growing token sequences: what followed the longest known suffix of a context.
 
-Drafts come of it (`scripts.study_drafts`). That past text drafts for speculative decoding is the idea of SAM decoding
-(arXiv 2411.10666), which reads what followed one earlier place, and of SuffixDecoding (arXiv 2411.04975), which
-takes what followed most often, from a suffix tree; here an automaton counts.
+`scripts.study_drafts` uses it for drafts. Speculative decoding with drafts from past text is the idea of SAM decoding
+(arXiv 2411.10666), which reads what followed at one earlier place, and of SuffixDecoding (arXiv 2411.04975), which uses
+the most frequent continuation in a suffix tree. Here an automaton counts continuations.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ class Draft:
     """Tokens that may come next.
 
     Attributes:
-        match: Number of the context's last tokens that were found; 0 where nothing is drafted.
-        tokens: The draft, perhaps empty.
-        shares: For each token, how often it followed what precedes it, n times out of N, as n / (N + 1): less than 1
-            where little was seen.
+        match: Number of the context's last tokens that were found; 0 if nothing is drafted.
+        tokens: The draft, which may be empty.
+        shares: For each token, n / (N + 1), if it followed the text before it n times out of N. So it is below 1 after
+            few observations.
     """
 
     match: int = 0
@@ -30,16 +30,15 @@ class Draft:
 class SuffixAutomaton:
     """All substrings of some sequences, and how often each occurs.
 
-    A state stands for substrings that end at the same places of the sequences, the longest of which has `_length`
-    tokens; `_link` leads to the state of the longest shorter end, which occurs at more places. Sequences grow token by
-    token, in any order, and memory grows with their tokens. The construction is that of Blumer et al. (1985), for
-    several sequences. A token more costs as many steps as its new end has links: few in text, and as many as there
-    are tokens where one token is repeated.
+    A state represents the substrings that end at the same places of the sequences; the longest has `_length` tokens.
+    `_link` leads to the state of its longest suffix that occurs at more places. Sequences grow token by token, in any
+    order, and memory grows with their tokens. The construction is that of Blumer et al. (1985), for several sequences.
+    Adding a token takes as many steps as its new suffix has links: few in text, and as many as there are tokens if one
+    token is repeated.
 
     >>> automaton = SuffixAutomaton()
     >>> state = automaton.add("abcabd")
-    >>> automaton.draft("xab", 2)
-    Draft(match=2, tokens=['c', 'a'], shares=[0.3333333333333333, 0.5])
+    >>> automaton.draft("xab", 2) Draft(match=2, tokens=['c', 'a'], shares=[0.3333333333333333, 0.5])
     """
 
     def __init__(self):
@@ -47,11 +46,11 @@ class SuffixAutomaton:
         self._link, self._length, self._count = [-1], [0], [0]
 
     def add(self, tokens: Sequence[int], end: int = 0) -> int:
-        """Lets a sequence grow.
+        """Appends tokens to a sequence.
 
         Args:
-            tokens: What is appended.
-            end: What the last call for the sequence returned; 0 begins a new one.
+            tokens: The tokens to append.
+            end: The result of the last call for the sequence; 0 starts a new one.
 
         Returns:
             The end of the sequence, for the next call.
@@ -75,10 +74,10 @@ class SuffixAutomaton:
         return self._count[state]
 
     def draft(self, context: Sequence[int], most: int) -> Draft:
-        """Drafts what followed the longest end of the context most often, token by token.
+        """Drafts the most frequent continuation of the longest known suffix of the context, token by token.
 
         Args:
-            context: The tokens before the draft; the longer, the slower. A match is no longer than it.
+            context: The tokens before the draft. A match is no longer than this; long contexts are slower.
             most: The largest length of a draft.
         """
         state, match = self._longest(context)
@@ -94,7 +93,7 @@ class SuffixAutomaton:
         return Draft(match, tokens, shares)
 
     def _longest(self, context: Sequence[int]) -> tuple[int, int]:
-        """The state and the length of the longest end of the context after which something followed."""
+        """The state and the length of the longest suffix of the context that something followed."""
         state = match = 0
         for token in context:
             while state and token not in self._next[state]:
@@ -102,13 +101,13 @@ class SuffixAutomaton:
                 match = self._length[state]
             if token in self._next[state]:
                 state, match = self._next[state][token], match + 1
-        while state and not self._next[state]:  # an end of a sequence, so far
+        while state and not self._next[state]:  # the end of a sequence, so far
             state = self._link[state]
             match = self._length[state]
         return state, match
 
     def _append(self, token: int, end: int) -> int:
-        """The state of a sequence's tokens and one more, which may be known from another sequence."""
+        """The state of a sequence after one more token, which another sequence may have already."""
         known = self._next[end].get(token)
         if known is not None:
             return self._own(end, token, known)
@@ -121,7 +120,7 @@ class SuffixAutomaton:
         return new
 
     def _own(self, state: int, token: int, target: int) -> int:
-        """The state whose longest string is that of `state` and the token; split off the target where it is not."""
+        """The state whose longest string is that of `state` plus the token, split off from the target if necessary."""
         if self._length[target] == self._length[state] + 1:
             return target
         half = self._state(self._length[state] + 1)

@@ -1,9 +1,9 @@
 """Teaches the tiny base the form of calls, by imitation: `python -m scripts.teach_calls FOLDER`.
 
-Larger models know how to call tools; the tiny base has never seen it, and of most letters it knows nothing.
-So its calls are questions, "What is 37*46?", which `tools.call_pattern` reads. The adapter that is written
-asks in some answers and blurts a number out in the others: configs/calculator_arithmetic.toml learns from
-there when to ask. The update is GRPO's, with an advantage of 1 for every row.
+Larger models know how to call tools. The tiny base has never seen a call and does not know most letters. So its calls
+are questions, "What is 37*46?", which `tools.call_pattern` recognizes. The adapter from this script asks in some
+answers and gives a bare number in the others. configs/calculator_arithmetic.toml starts from it and learns when to ask.
+The update is GRPO's, with an advantage of 1 for every row.
 """
 
 import argparse
@@ -23,7 +23,7 @@ LENGTHS = {"max_prompt_length": 32, "max_completion_length": 48}
 
 
 def demonstration(tokens: Tokenizer, question: str, *, calls: bool) -> tuple[list[int], list[bool]]:
-    """Tokens of an answer, with a call or without one and wrong; and which of them the tool gives."""
+    """Tokens of an answer, with a call or with a wrong number instead, and a mask of the tokens that the tool gives."""
     stop = tokens.stop_tokens[0]
     ids = lambda text: [*tokens.hf([text], add_special_tokens=False)["input_ids"][0], stop]
     if not calls:
@@ -39,7 +39,7 @@ def demonstration(tokens: Tokenizer, question: str, *, calls: bool) -> tuple[lis
 def teach(
     steps: int = 200, rows: int = 32, *, share: float = 0.3, seed: int = 0
 ) -> qerl_jax.Policy:
-    """The tiny base with an adapter that calls in about that share of its answers."""
+    """The tiny base with an adapter that calls in about `share` of its answers."""
     policy = qerl_jax.load("qerl-tiny", lora=qerl_jax.LoraConfig(16, 16.0), dtype="float32")
     tokens, rng = policy.tokenizer, np.random.default_rng(seed)
     data = qerl_jax.DataConfig("arithmetic", name="products")
@@ -47,7 +47,7 @@ def teach(
     optim = qerl_jax.OptimConfig(
         learning_rate=5e-3, weight_decay=0.0, max_grad_norm=1.0, per_device_train_batch_size=rows
     )
-    # One step with ratios of 1: the gradient is that of the mean log-probability.
+    # One step with ratios of 1, so that the gradient is that of the mean log-probability.
     objective = rl.Objective(
         policy.model, qerl_jax.GrpoConfig(old_logprobs="recompute"), 1.0, tokens.num_tokens
     )
@@ -55,7 +55,7 @@ def teach(
     state = rl.init_state(jax.tree.map(jnp.copy, policy.variables["params"]), optim)
     for step in range(steps):
         batch = datasets.batch(problems, step, batch_size=rows, seed=seed)
-        # First the form of a call, then when there is none.
+        # First only answers with calls, then both kinds.
         now = 1.0 if step < steps * 2 // 3 else share
         shown = [
             demonstration(tokens, each.prompt[-1]["content"], calls=rng.random() < now)
@@ -76,7 +76,7 @@ def teach(
         key = jax.random.fold_in(jax.random.key(seed), step)
         state, metrics = updater(state, policy.variables["frozen"], experience, None, key)
         if step % 20 == 19:
-            # Against log-probabilities of 0 the divergence is the loss of imitation, in nats per token.
+            # With reference log-probabilities of 0 the divergence is the imitation loss, in nats per token.
             print(f"step {step + 1:3}  loss {metrics['sampling/kl']:.3f}")
     return policy.with_params(state.params)
 

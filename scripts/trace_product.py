@@ -1,18 +1,18 @@
-"""Where the time of a decoding product goes inside its kernel: `python -m scripts.trace_product`.
+"""Shows where the time of a decoding product goes inside its kernel: `python -m scripts.trace_product`.
 
-Mosaic's profiler notes a multiprocessor's clock at both ends of the kernel's named scopes, for each
-warpgroup. Weights come from memory, not from the cache. Prints, in cycles and as medians over warpgroups:
+Mosaic's profiler records a multiprocessor's clock at both ends of the kernel's named scopes, for each warpgroup.
+Weights come from memory, not from the cache. It prints in cycles, as medians over warpgroups:
 
-    set up     barriers, until all threads of the block have seen them
+    set up     initializing barriers, until all threads of the block see them
     fill       from there until warpgroup 0 has started the first copies
-    first tile from the block's start until the first tile of W has come
+    first tile from the block's start until the first tile of W has arrived
     waits      for all later tiles
     decode, multiply, store
-    between    units of work: leaving a slot, filling it again
+    between    units of work: releasing a slot and refilling it
     all        from the block's start to the end of its last scope
 
-and when the first and the last of a multiprocessor's warpgroups end, as means over multiprocessors.
-A noted clock costs a warpgroup some ten cycles.
+and the times at which a multiprocessor's first and last warpgroups end, as means over multiprocessors. Recording a
+clock costs a warpgroup about ten cycles.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEAD = ("set up", "fill", "first tile", "waits", "decode", "multiply", "between"
 
 @dataclasses.dataclass(frozen=True)
 class Scope:
-    """A named stretch of a warpgroup's time, in cycles since the first of all blocks began."""
+    """A named span of a warpgroup's time, in cycles since the start of the first block."""
 
     name: str
     start: float
@@ -42,7 +42,7 @@ class Scope:
 
 
 def scopes_of(trace: dict[str, Any]) -> list[tuple[int, list[Scope]]]:
-    """Multiprocessor and scopes of each warpgroup, in the order of blocks, from what the profiler wrote."""
+    """Reads multiprocessor and scopes of each warpgroup, in the order of blocks, from the profiler's output."""
     events = collections.defaultdict(list)
     for event in trace["traceEvents"]:
         events[event["tid"]].append(event)
@@ -58,7 +58,7 @@ def scopes_of(trace: dict[str, Any]) -> list[tuple[int, list[Scope]]]:
 
 
 def summary(warpgroups: list[tuple[int, list[Scope]]], per_block: int) -> dict[str, float]:
-    """What `HEAD` names, and `first end` and `last end` of a multiprocessor."""
+    """The columns of `HEAD`, and `first end` and `last end` of a multiprocessor."""
     columns = collections.defaultdict(list)
     ends = collections.defaultdict(list)
     for index, (multiprocessor, scopes) in enumerate(warpgroups):
@@ -89,7 +89,7 @@ def summary(warpgroups: list[tuple[int, list[Scope]]], per_block: int) -> dict[s
 
 
 def traced(m: int, n: int, k: int, config: Any) -> dict[str, Any]:
-    """The profiler's record of one call whose weight was in no cache."""
+    """The profiler's record of one call with a weight that was in no cache."""
     import jax
     import jax.numpy as jnp
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -99,11 +99,11 @@ def traced(m: int, n: int, k: int, config: Any) -> dict[str, Any]:
 
     w = jax.jit(lambda key: layout.prepare(nvfp4.random(key, (n, k))))(jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (m, k), jnp.bfloat16)
-    # More than the L2 cache holds, and another kernel's instructions.
+    # More data than the L2 cache holds, and another kernel's instructions.
     flush = jax.random.normal(jax.random.key(2), (8192, 8192), jnp.bfloat16)
     square = jax.jit(lambda a: a @ a.T)
     with tempfile.TemporaryDirectory() as folder:
-        # The kernel has no argument for this, since nobody else wants it.
+        # Patched in, because the kernel has no argument for profiling.
         profiled = functools.partial(plgpu.CompilerParams, profile_space=200, profile_dir=folder)
         with mock.patch.object(plgpu, "CompilerParams", profiled):
             call = jax.jit(lambda x, w: decode.product(x, w, config).partials)
@@ -118,7 +118,7 @@ def traced(m: int, n: int, k: int, config: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Traces what the arguments name; see the module's docstring."""
+    """Traces the products that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["qwen2.5-7b"])
     parser.add_argument("--layers", nargs="+", default=["gate_up", "down"])

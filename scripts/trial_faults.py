@@ -1,14 +1,14 @@
-"""Kills and damages a short run at random moments, and compares what it comes to with a run that no one disturbs.
+"""Kills and damages a short run at random moments, and compares its result with that of an undisturbed run.
 
     python -m scripts.trial_faults --faults 100 --seed 0
-    python -m scripts.trial_faults --faults 6 --deterministic     # on a GPU, which is bit for bit the same then only
+    python -m scripts.trial_faults --faults 6 --deterministic     # a GPU needs this for equal bits
 
-A fault is a signal (SIGKILL, SIGTERM, SIGINT) at a random moment, or a kill after which a random bit of the newest
-checkpoint is flipped, or one of its files cut short, where there is a checkpoint before it; or the disk is filled: the
-run is on a small file system, where one can be mounted. Then the run is started again. At its end metrics, completions
-and the adapter's bytes must be those of the undisturbed run. The script prints a table, and ends with 1 where anything
-differed, was shown as a traceback, or was lost beyond the last save. Where results differ, it says from which step on,
-and by how much.
+A fault is one of these: a signal (SIGKILL, SIGTERM, SIGINT) at a random moment; a kill after which a random bit of the
+newest checkpoint is flipped or one of its files is truncated, if there is an older checkpoint; or a full disk, if a
+small file system can be mounted for the run. After each fault the run is started again. At its end metrics, completions
+and the adapter's bytes must equal those of the undisturbed run. The script prints a table. The exit status is 1 if
+anything differed, was shown as a traceback, or was lost beyond the last save. If results differ, it says from which
+step on, and by how much.
 """
 
 import argparse
@@ -28,14 +28,14 @@ from tests.faults import harness
 
 _CODES = {"SIGTERM": 143, "SIGINT": 130, harness.FULL: 2}
 _DISK = "48m"
-# For one start, on the clock of a machine that may be busy.
+# Most seconds for one start, on a machine that may be busy.
 _SECONDS = 3600
-# Set where the script has namespaces of its own.
+# Set if the script runs in its own namespaces.
 _MOUNTS = "TRIAL_FAULTS_MOUNTS"
 
 
 def wrong(fault: harness.Fault) -> str | None:
-    """What is wrong with how a run took a fault; None where nothing is."""
+    """What is wrong with how a run handled a fault; None if nothing is."""
     if fault.code not in (0, _CODES.get(fault.kind, -9)):
         return f"exit code {fault.code}"
     if "Traceback" in fault.shown or "terminate" in fault.shown:
@@ -52,7 +52,7 @@ def wrong(fault: harness.Fault) -> str | None:
 
 
 def differences(ours: pathlib.Path, theirs: pathlib.Path) -> str | None:
-    """Where two runs part, and how far their metrics are apart then; None where they are the same."""
+    """From which step on two runs differ, and how much their metrics differ; None if they are the same."""
     (rows, texts, adapter), (their_rows, their_texts, their_adapter) = map(
         harness.results, (ours, theirs)
     )
@@ -85,12 +85,12 @@ def _small_disk(place: pathlib.Path) -> Iterator[None]:
 
 
 def main() -> int:
-    """Makes the trial; 0 where all held."""
+    """Runs the trial. Returns 0 if there was nothing wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-steps", type=int, default=4)
-    parser.add_argument("--deterministic", action="store_true", help="`deterministic = true`")
+    parser.add_argument("--deterministic", action="store_true", help="set `deterministic = true`")
     options = parser.parse_args()
     rng, started = random.Random(options.seed), time.monotonic()
     kinds = harness.FAULTS
@@ -102,7 +102,7 @@ def main() -> int:
             kinds += (harness.FULL,)
             stack.enter_context(_small_disk(pathlib.Path(place) / "disk"))
         folders = [pathlib.Path(place) / name for name in ("whole", "disk/disturbed")]
-        # Each start does a few steps before its fault comes, and does some of them again.
+        # Each start makes a few steps before its fault, and repeats some of them.
         steps = {"max_steps": 5 * options.faults, "save_steps": options.save_steps}
         steps["deterministic"] = options.deterministic
         paths = []
@@ -131,7 +131,7 @@ def main() -> int:
 
 if __name__ == "__main__":
     if _MOUNTS not in os.environ and harness.has_mounts():
-        # Where it may mount: in namespaces of its own.
+        # Start again in new namespaces, where mounting may be allowed.
         again = ["unshare", "-rm", sys.executable, "-m", "scripts.trial_faults", *sys.argv[1:]]
         os.execvpe(again[0], again, os.environ | {_MOUNTS: "1"})
     sys.exit(main())

@@ -1,17 +1,17 @@
 """Finds the fastest configuration of each problem on this GPU: `python -m scripts.tune_kernels`.
 
-Every candidate of `config.candidates` is timed as a decoding layer uses it: with LoRA of rank 32 and
-its epilogue, since a finer split costs a longer one. The fastest whose values are right becomes a row of the
-table of this card, `pallas_kernels/nvfp4_matmul/tuned/<name of the card>.json`, or of another file (`--out`).
-Rows of other problems that are in the table already stay.
+Every candidate of `config.candidates` is timed as a decoding layer uses it, with LoRA of rank 32 and its epilogue,
+because a finer split makes the epilogue longer. The fastest one with the right values becomes a row of this card's
+table, `pallas_kernels/nvfp4_matmul/tuned/<name of the card>.json`, or of another file (`--out`). Rows of other problems
+stay in the table.
 
-It is done within `--seconds`: each row is written when it is found, and a problem that may not be done in
-time is not begun. The same command again goes on with what is left, for it leaves out rows that this card has
-with this version of JAX (`--again` measures those too). Like `scripts.bench_kernels`, whose timing this
-is, it needs nothing but jax and numpy, and ends itself when a kernel hangs.
+It stops within `--seconds`: each row is written when it is found, and a problem is not started if it may not finish in
+time. The same command continues with the rest, because it skips rows that this card has with this version of JAX
+(`--again` measures those too). Like `scripts.bench_kernels`, whose timing it uses, it needs only jax and numpy, and
+ends itself if a kernel hangs.
 
 `--kernels portable` finds the Triton kernels' configurations, each timed with the sum of its parts, for the table in
-`pallas_kernels/portable/tuned/`. Those need the packages of `.[triton]`.
+`pallas_kernels/portable/tuned/`. It needs the packages of `.[triton]`.
 """
 
 import argparse
@@ -35,12 +35,12 @@ from pallas_kernels.nvfp4_matmul import dense_tile
 from pallas_kernels.portable import tuning as portable_tuning
 from scripts import bench_kernels as bench
 
-# Of LoRA, while tuning.
+# LoRA rank while tuning.
 RANK = 32
 
 
 def tune(layer: str, m: int, n: int, k: int, *, threads: int) -> dict[str, Any]:
-    """The table's row for a problem: the best configuration, and every candidate's time.
+    """Makes the table's row for a problem: the best configuration, and every candidate's time.
 
     Raises:
       AssertionError: no candidate gives the right values.
@@ -50,7 +50,7 @@ def tune(layer: str, m: int, n: int, k: int, *, threads: int) -> dict[str, Any]:
         for c in configs.candidates(m, n, k)
         if not configs.supports(m, n, k, c, with_adapter=True)
     ]
-    # Where there are others, `fused` gives LoRA two warpgroups rather than larger slots.
+    # If possible, only candidates with which the kernel gives LoRA two warpgroups instead of larger slots.
     as_wide = [c for c in candidates if dense_tile.is_as_wide(c.warpgroups, c.step)]
     candidates = as_wide or candidates
     is_swiglu = layer == "gate_up"
@@ -90,7 +90,7 @@ def tune(layer: str, m: int, n: int, k: int, *, threads: int) -> dict[str, Any]:
 
 
 def tune_portable(layer: str, m: int, n: int, k: int, *, threads: int) -> dict[str, Any]:
-    """As `tune`, of the portable kernel, each candidate with the sum of its parts."""
+    """Makes a row as `tune` does, for the portable kernel. The time of a candidate includes the sum of its parts."""
     candidates, timed = portable_tuning.candidates(m, n, k), []
     inputs = bench.other_inputs("portable", m, n, k, config=candidates[0])
 
@@ -103,7 +103,7 @@ def tune_portable(layer: str, m: int, n: int, k: int, *, threads: int) -> dict[s
             try:
                 timing = bench.measure(future.result(), *inputs, repeats=1, name="product")
                 timed.append((timing, config))
-            except jax.errors.JaxRuntimeError as refused:  # for want of shared memory, say
+            except jax.errors.JaxRuntimeError as refused:  # such as too little shared memory
                 print(f"left out: {config}: {str(refused).splitlines()[0]}")
     timed.sort(key=lambda pair: pair[0].call)
     for timing, config in timed:
@@ -124,21 +124,21 @@ def tune_portable(layer: str, m: int, n: int, k: int, *, threads: int) -> dict[s
 
 
 def merged(table: pathlib.Path, row: dict[str, Any]) -> str:
-    """The table's text with this row in it, a line for each row."""
+    """The table's text with this row in it, one line per row."""
     key = lambda row: (row["n"], row["k"], row["m"])
     rows = sorted([r for r in rows_of(table) if key(r) != key(row)] + [row], key=key)
     return '{"rows": [\n' + ",\n".join(map(json.dumps, rows)) + "\n]}\n"
 
 
 def rows_of(table: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of a table, none where there is no file."""
+    """The rows of a table; none if there is no file."""
     return json.loads(table.read_text())["rows"] if table.exists() else []
 
 
 def without_known(
     wanted: Sequence[tuple[str, int, int, int]], rows: Sequence[dict[str, Any]]
 ) -> list[tuple[str, int, int, int]]:
-    """Of the problems (layer, M, N, K) those that this card with this JAX has no row of."""
+    """The problems (layer, M, N, K) for which this card has no row with this version of JAX."""
     found = bench.versions()
     same = lambda row: all(row.get(name) == found[name] for name in ("device", "jax"))
     known = {(row["m"], row["n"], row["k"]) for row in rows if same(row)}
@@ -146,12 +146,12 @@ def without_known(
 
 
 def within[T](seconds: float, todo: Sequence[T], work: Callable[[T], None]) -> list[T]:
-    """Works on what is to be done in turn, and returns what it did not begin.
+    """Works through a list within a time limit. Returns the items that were not started.
 
     Args:
-      seconds: no work is begun that would not be done after so many if it took as long as the slowest.
-      todo: what is to be done.
-      work: what is done with each.
+      seconds: time limit. An item is not started if it would exceed this when it takes as long as the slowest so far.
+      todo: the items.
+      work: called with each item.
     """
     end, slowest = time.monotonic() + seconds, 0.0
     for i, problem in enumerate(todo):
@@ -164,16 +164,22 @@ def within[T](seconds: float, todo: Sequence[T], work: Callable[[T], None]) -> l
 
 
 def main() -> None:
-    """Tunes what the arguments name; see the module's docstring."""
+    """Tunes the problems that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["qwen2.5-7b"])
     parser.add_argument("--layers", nargs="+", default=bench.LAYERS)
     parser.add_argument("--kernels", default="hopper", choices=("hopper", "portable"))
-    parser.add_argument("--m", nargs="+", type=int, help="default: those of the table")
-    parser.add_argument("--threads", type=int, default=14, help="kernels compiled at a time")
-    parser.add_argument("--out", type=pathlib.Path, help="by default the package's own table")
-    parser.add_argument("--seconds", type=float, default=270, help="after which it is done")
-    parser.add_argument("--again", action="store_true", help="also what the table has already")
+    parser.add_argument("--m", nargs="+", type=int, help="values of M; default: those of the table")
+    parser.add_argument(
+        "--threads", type=int, default=14, help="number of kernels compiled at once"
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="table to write; default: the package's own"
+    )
+    parser.add_argument("--seconds", type=float, default=270, help="seconds, after which it stops")
+    parser.add_argument(
+        "--again", action="store_true", help="also measure rows that the table has already"
+    )
     args = parser.parse_args()
     tables = portable_tuning if args.kernels == "portable" else configs
     tune_one = tune_portable if args.kernels == "portable" else tune

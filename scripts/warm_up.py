@@ -1,16 +1,16 @@
-"""The 16-bit base of the study: `python -m scripts.warm_up SMOLLM2 OUT`, SMOLLM2 being of `scripts/make_smollm2.py`.
+"""Makes the 16-bit base of the study: `python -m scripts.warm_up SMOLLM2 OUT`, SMOLLM2 from `scripts/make_smollm2.py`.
 
-The package that holds SmolLM2-135M-Instruct stores it in 4 bits (Q4_1), and hardly solves arithmetic of two steps. So
-all layers are first trained for a short while in 16 bits, on worked answers to the study's problems (`mixed` of
-`qerl_jax/data/arithmetic.py`, its training split): the policy learns the form of an answer and some of the sums, and weights
-move in their last bits. That is too little to leave that grid; how far the grid flatters a format is printed, as the error of
-rounding a linear before and after, beside that of random numbers. The loss is that of the answers' tokens alone. It ends early on purpose: the
-policy shall be right in 20 to 40 % of its samples at temperature 1, so that reinforcement learning has both something to
-reward and room to grow.
+The package that holds SmolLM2-135M-Instruct stores it in 4 bits (Q4_1), and the model hardly solves two-step
+arithmetic. So all layers are first trained for a short while in 16 bits, on worked answers to the study's problems
+(`mixed` of `qerl_jax/data/arithmetic.py`, its training split). The policy learns the form of an answer and some of the
+sums, and weights change in their last bits. That is too little to leave the 4-bit grid. How much the grid favours a
+format is printed: the error of rounding a linear before and after, beside that of random numbers. The loss is on the
+answers' tokens only. Training ends early on purpose: 20 to 40 % of samples at temperature 1 should be right, so that
+reinforcement learning has something to reward and room to grow.
 
-Data and order follow from the seed, and on a GPU kernels are those that repeat their results, so the same card makes the
-same folder, of 269 MB, again. It prints accuracies on held-out problems before and after, and the SHA-256 of the
-weights, by which the study tells one base from another; OUT/warm_up.json keeps them.
+Data and order follow from the seed, and GPU kernels are deterministic, so the same card makes the same folder (269 MB)
+again. The script prints accuracies on held-out problems before and after, and the SHA-256 of the weights, by which the
+study identifies a base. OUT/warm_up.json keeps these numbers.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from qerl_jax.generation.generator import Generator
 from qerl_jax.model import logprobs
 from qerl_jax.model.transformer import head, trainable
 
-SYSTEM_PROMPT = "Work it out."  # as configs/study.toml has it
-MAX_TOKENS = 48  # of an answer, likewise
+SYSTEM_PROMPT = "Work it out."  # as in configs/study.toml
+MAX_TOKENS = 48  # of an answer, as in configs/study.toml
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Rows:
 
     Attributes:
         ids: int32 [S, T], right-padded.
-        live: bool [S, T].
+        live: bool [S, T], true at tokens that count.
     """
 
     ids: np.ndarray
@@ -56,13 +56,15 @@ class Rows:
 def main() -> None:
     """Trains, writes the folder, and measures both models."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("source", help="the pretrained model, a folder")
-    parser.add_argument("target", type=pathlib.Path, help="the folder to write")
+    parser.add_argument("source", help="folder of the pretrained model")
+    parser.add_argument("target", type=pathlib.Path, help="folder to write")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--batch", type=int, default=BATCH, help="rows of a step")
-    parser.add_argument("--rate", type=float, default=RATE, help="largest learning rate")
+    parser.add_argument("--batch", type=int, default=BATCH, help="rows per step")
+    parser.add_argument("--rate", type=float, default=RATE, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--problems", type=int, default=512, help="held-out ones; 0 measures none")
+    parser.add_argument(
+        "--problems", type=int, default=512, help="number of held-out problems; 0 measures nothing"
+    )
     args = parser.parse_args()
     began = time.monotonic()
     warm_up(args.source, args.target, args.steps, args.batch, args.rate, args.seed)
@@ -75,9 +77,9 @@ def main() -> None:
     print(json.dumps(found, indent=2))
 
 
-# Rows of so few tokens leave room for what a backward pass reads.
+# Rows have so few tokens that the backward pass needs no recomputation.
 _SHORT = 128
-# Of the study.
+# The study's.
 STEPS, BATCH, RATE = 40, 16, 5e-5
 
 
@@ -85,7 +87,7 @@ def warm_up(
     source: str, target: pathlib.Path, steps: int, batch: int, rate: float, seed: int
 ) -> None:
     """Trains all layers on worked answers, and writes the result as a model folder."""
-    # Before JAX looks for a GPU, which reads the flags.
+    # Set before JAX looks for a GPU, which reads the flags.
     runtime.use_deterministic_kernels()
     runtime.use_compilation_cache()
     tokens = tokenizer.load(hf_folder.local_folder(source, weights=False))
@@ -93,7 +95,7 @@ def warm_up(
 
 
 def examples(tokens: tokenizer.Tokenizer, seed: int, count: int) -> Rows:
-    """The first problems of the training split with worked answers; what counts is the answer and its stop token."""
+    """The first problems of the training split with worked answers. The answer and its stop token count."""
     problems = [arithmetic.mixed("train", seed, index) for index in range(count)]
     texts = [arithmetic.plain_answer(problem) for problem in problems]
     ends = [[*ids, tokens.stop_tokens[0]] for ids in tokens.encode(texts)]
@@ -103,19 +105,19 @@ def examples(tokens: tokenizer.Tokenizer, seed: int, count: int) -> Rows:
 
 
 def asked(question: str) -> list[tokenizer.Message]:
-    """The chat in which the study asks."""
+    """The chat with the study's question."""
     system = {"role": "system", "content": SYSTEM_PROMPT}
     return [system, {"role": "user", "content": question}]
 
 
 def joined(prompts, completions, pad: int, length: int | None = None) -> Rows:
-    """Right-padded rows of prompts with completions, of the same width for the same data.
+    """Right-padded rows of prompts with completions. The same data gives the same width.
 
     Args:
-        prompts: Ids of each.
-        completions: Ids of each, which count.
-        pad: Id of the padding.
-        length: Tokens that are kept of a row; None means all.
+        prompts: Ids of each prompt.
+        completions: Ids of each completion. These tokens count.
+        pad: Id of the padding token.
+        length: Most tokens of a row; None means no limit.
     """
     pairs = zip(prompts, completions, strict=True)
     rows = [[*prompt, *completion][:length] for prompt, completion in pairs]
@@ -131,7 +133,7 @@ def fit(
 ) -> None:
     """Trains all layers of a base in 16 bits on rows, and writes the result as a model folder.
 
-    AdamW with a warm-up of a tenth and a cosine to 0; gradients are clipped to a norm of 1. Rows come in a
+    It uses AdamW with a warm-up of a tenth and a cosine to 0. Gradients are clipped to a norm of 1. Rows come in a
     fixed random order.
     """
     dtype = "bfloat16" if runtime.platform() == "gpu" else "float32"
@@ -172,7 +174,7 @@ def fit(
 
 
 def about(source: str, target: pathlib.Path) -> dict[str, object]:
-    """What the weights of the new folder are: size, hash, and how far they are from the old ones."""
+    """Describes the new weights: size, hash, and distance from the old ones."""
     before = safetensors.Tensors(hf_folder.local_folder(source))
     after = safetensors.Tensors(target)
     moved, size, changed, count = 0.0, 0.0, 0, 0
@@ -198,12 +200,12 @@ def about(source: str, target: pathlib.Path) -> dict[str, object]:
     }
 
 
-# Of SmolLM2 and of the base in the package alike.
+# A linear that SmolLM2 and the base in the package both have.
 _LINEAR = "model.layers.1.mlp.down_proj.weight"
 
 
 def rounding_errors(weight: np.ndarray) -> dict[str, float]:
-    """Relative error of a matrix that is rounded to nearest, by format: whether its own grid flatters one."""
+    """Relative error of a matrix rounded to nearest, by format, which shows whether the matrix's grid favours one."""
     errors = {}
     for name, form in (("nvfp4", nvfp4), ("mxfp4", mxfp4), ("nf4", nf4)):
         rounded = np.asarray(form.dequantize(form.quantize(jnp.asarray(weight))), np.float32)
@@ -212,7 +214,7 @@ def rounding_errors(weight: np.ndarray) -> dict[str, float]:
 
 
 def sha256(folder: pathlib.Path) -> str:
-    """The first 16 digits of the hash over all weight files."""
+    """The first 16 digits of the SHA-256 over all weight files."""
     total = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
         total.update(file.read_bytes())
@@ -220,7 +222,7 @@ def sha256(folder: pathlib.Path) -> str:
 
 
 def accuracies(folder: str, count: int) -> dict[str, float]:
-    """The share of right samples at temperature 1, one for each of the first held-out problems, by kind."""
+    """The share of right samples at temperature 1, with one sample for each of the first held-out problems, by kind."""
     dtype = "bfloat16" if runtime.platform() == "gpu" else "float32"
     generator = Generator.load(folder, weights="bfloat16", dtype=dtype, max_concurrent=512)
     problems = [arithmetic.mixed("test", 0, index) for index in range(count)]
@@ -235,7 +237,7 @@ def accuracies(folder: str, count: int) -> dict[str, float]:
 
 
 def kind(problem: arithmetic.ArithmeticProblem) -> str:
-    """Which part of the mixture a problem belongs to."""
+    """The part of the mixture that a problem belongs to."""
     if len(problem.operations) > 1:
         return f"{len(problem.operations)} steps"
     ((sign, operand),) = problem.operations
