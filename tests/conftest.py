@@ -1,4 +1,4 @@
-"""Where the tests run: on the CPU, unless JAX_PLATFORMS or `-m gpu` says otherwise."""
+"""Settings of all tests. They run on the CPU unless JAX_PLATFORMS or `-m gpu` says otherwise."""
 
 import gc
 import os

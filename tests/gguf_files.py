@@ -1,4 +1,4 @@
-"""GGUF files, written by hand."""
+"""Writes GGUF files by hand."""
 
 import struct
 

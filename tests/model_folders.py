@@ -1,4 +1,4 @@
-"""The recorded model folders, as trees and with changes."""
+"""The recorded model folders as parameter trees, and changed copies of them."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Rewards that tests import by path: a control that teaches nothing, and mistakes a user may make."""
+"""Rewards that tests import by path: a control that teaches nothing, and typical mistakes of users."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The benchmark of recipes: completions end where the file says, and a whole run gives a row."""
+"""Tests the benchmark of recipes: completions have the lengths of the file, and a whole run gives a row."""
 
 import argparse
 import dataclasses

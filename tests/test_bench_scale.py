@@ -1,4 +1,4 @@
-"""The benchmark of several devices: each row sees its devices, and rows that must agree are compared."""
+"""Tests the benchmark of several devices: each row sees its devices, and rows that must agree are compared."""
 
 import json
 import os

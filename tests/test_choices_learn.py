@@ -1,4 +1,4 @@
-"""Choices of noise and of bounds, in whole runs on the embedded base: each learns, and resumes exactly."""
+"""Tests options of noise and of ratio bounds in whole runs on the embedded base: each learns and resumes exactly."""
 
 import jax
 import numpy as np

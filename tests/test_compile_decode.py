@@ -1,4 +1,4 @@
-"""What `scripts/compile_decode.py` compiles is what the engine runs."""
+"""Tests that `scripts/compile_decode.py` compiles what the engine runs."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""The portable kernels compile for every card that they are for: a process of its own, which does not interpret them."""
+"""Tests that the portable kernels compile for every supported card, in a process that does not interpret them."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""The examples in the docstrings of the public names run, one after the other, on the base in the package."""
+"""Tests the examples in the docstrings of the public names, one after the other, on the base in the package."""
 
 import doctest
 import inspect

@@ -1,4 +1,4 @@
-"""Links between the pages of the project lead somewhere."""
+"""Tests that links between the pages of the project are valid."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""transformers loads the models that we export, packed ones through compressed-tensors, and gives our logits.
+"""Tests that transformers loads our exported models, packed ones through compressed-tensors, and gives our logits.
 
 Needs an interpreter with torch, transformers and, for packed models, compressed-tensors: this one, or
 that of QERL_TORCH_PYTHON.

@@ -1,4 +1,4 @@
-"""The fuzzing script: a sample of each target holds, and it sees the faults that it looks for."""
+"""Tests the fuzzing script: a sample of each target passes, and the script sees the faults that it looks for."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""Imports run one way between packages."""
+"""Tests that imports between packages go in one direction."""
 
 import ast
 import itertools

@@ -1,4 +1,4 @@
-"""What `scripts/make_benchmarks.py` makes of the lines that were measured."""
+"""Tests the page that `scripts/make_benchmarks.py` makes from the measured lines."""
 
 import json
 import pathlib

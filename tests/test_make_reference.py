@@ -1,4 +1,4 @@
-"""What `scripts/make_reference.py` makes of the dataclasses and the commands."""
+"""Tests the pages that `scripts/make_reference.py` makes from dataclasses and commands."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The notebooks as they are committed: ready for Colab, run from top to bottom, free of paths of somebody's machine.
+"""Tests that the committed notebooks are ready for Colab, ran from top to bottom, and hold no personal paths.
 
 `make notebooks` runs them.
 """

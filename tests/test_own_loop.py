@@ -1,4 +1,4 @@
-"""The loop in scripts/own_loop.py, written with the pieces in `qerl_jax.rl`, runs and learns."""
+"""Tests that the loop in scripts/own_loop.py, made of parts of `qerl_jax.rl`, runs and learns."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""What we export, PEFT loads, and what PEFT saves, we load; it means the same in both.
+"""Tests that PEFT loads our exports and we load PEFT's adapters, with the same meaning.
 
 Needs an interpreter with torch, transformers and peft: this one, or that of QERL_TORCH_PYTHON.
 """

@@ -1,4 +1,4 @@
-"""transformers loads the folders that `qerl quantize` writes and gives our logits, calibrated ones too.
+"""Tests that transformers loads the folders of `qerl quantize` and gives our logits, also after calibration.
 
 NVFP4 and MXFP4 pass through compressed-tensors, NF4 through bitsandbytes. Needs an interpreter with
 torch, transformers and these: this one, or that of QERL_TORCH_PYTHON.

@@ -1,4 +1,4 @@
-"""The page of recipes: it has every config, and the memory that the plan gives."""
+"""Tests that the page of recipes has every config and the memory of its plan."""
 
 import pathlib
 import re

@@ -1,4 +1,4 @@
-"""`make reproduce`: what it says beforehand, its table, and the whole path on a tiny shape."""
+"""Tests `make reproduce`: its announcement, its table, and the whole path on a tiny shape."""
 
 import json
 import types

@@ -1,4 +1,4 @@
-"""Runs on several devices give what one device gives.
+"""Tests that runs on several devices give the same results as on one device.
 
 Tests marked `devices` are left out where there is one device. One test runs them in a process that has eight virtual ones,
 as one may do by hand. On GPUs those run for which there are enough:

@@ -1,4 +1,4 @@
-"""Runs on two processes, joined by JAX as on two hosts, give what one process gives; and what if one of them dies."""
+"""Tests that runs on two processes, joined by JAX as on two hosts, equal those on one; and what if one dies."""
 
 import json
 import os

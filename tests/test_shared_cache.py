@@ -1,4 +1,4 @@
-"""Tests that run at a time share a cache of compiled programs: what one is writing must not fail another."""
+"""Tests that concurrent tests share a cache of compiled programs without disturbing each other."""
 
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""A real pretrained model, SmolLM2-135M-Instruct, beside what Hugging Face transformers makes of it.
+"""Tests a real pretrained model, SmolLM2-135M-Instruct, against Hugging Face transformers.
 
 Needs the model's folder, which `scripts/make_smollm2.py` makes: QERL_SMOLLM2 names it.
 """

@@ -1,4 +1,4 @@
-"""The study: its plan, its runs on the tiny base, and what is kept of them."""
+"""Tests the study: its plan, its runs on the tiny base, and the results that it keeps."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""Replays of hand-made completions whose answer is known, their prices, and what is read of runs and files."""
+"""Tests replays of hand-made completions with known results, their prices, and reading of runs and files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The study of formats and methods: its rows, its intervals, its table."""
+"""Tests the study of formats and methods: its rows, its intervals, its table."""
 
 import json
 import types

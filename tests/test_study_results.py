@@ -1,4 +1,4 @@
-"""Tables, verdicts and figures of the study, and that the committed pages are what the scripts make."""
+"""Tests tables, verdicts and figures of the study, and that the committed pages are up to date."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The ways to find block scales that `scripts/study_scales.py` compares."""
+"""Tests the ways to find block scales that `scripts/study_scales.py` compares."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The base of the study: what it is trained on, and what noise makes of it."""
+"""Tests the base of the study: its training data, and the effect of noise on it."""
 
 import jax
 import jax.numpy as jnp

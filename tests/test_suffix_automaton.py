@@ -1,4 +1,4 @@
-"""The suffix automaton against a search through all sequences."""
+"""Tests the suffix automaton against a search through all sequences."""
 
 import collections
 import itertools

@@ -1,4 +1,4 @@
-"""Whole runs on the embedded base: they learn, they survive a kill, and bad input leaves nothing behind."""
+"""Tests whole runs on the embedded base: they learn, survive a kill, and leave nothing behind after bad input."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Whole runs with tools on the embedded base."""
+"""Tests whole runs with tools on the embedded base."""
 
 import dataclasses
 import json

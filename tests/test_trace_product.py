@@ -1,4 +1,4 @@
-"""What `scripts/trace_product.py` reads off a trace."""
+"""Tests what `scripts/trace_product.py` reads from a trace."""
 
 from scripts import trace_product
 

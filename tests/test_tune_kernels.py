@@ -1,4 +1,4 @@
-"""The script that finds configurations, as far as it needs no GPU."""
+"""Tests the parts of `scripts/tune_kernels.py` that need no GPU."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The places that docs/where-is.md names hold what it says."""
+"""Tests that the places named in docs/where-is.md hold what the page says."""
 
 import pathlib
 import re

@@ -1,4 +1,4 @@
-"""A checkpoint is what was written, or it is passed over, in one line."""
+"""Tests that a damaged checkpoint is reported in one line and an older one is used."""
 
 import dataclasses
 import json

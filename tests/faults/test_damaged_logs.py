@@ -1,4 +1,4 @@
-"""What was logged stays: a line that cannot be read costs that line, and a warning says so."""
+"""Tests that an unreadable line of a log costs only that line, with a warning."""
 
 import json
 import pathlib

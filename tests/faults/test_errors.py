@@ -1,4 +1,4 @@
-"""An error is one line: field, value, rule and remedy, or the file in which its traceback is."""
+"""Tests that an error is one line with field, value, rule and remedy, or with the file of its traceback."""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,4 @@
-"""A disk that does not take what is written is one line with the path and the remedy, and costs nothing saved."""
+"""Tests that a full disk is reported in one line with path and remedy, and that no saved state is lost."""
 
 import errno
 import pathlib

@@ -1,4 +1,4 @@
-"""Files that someone else made: what nests too deeply, is no text or takes too long is refused in one line."""
+"""Tests that hostile files (nested too deeply, not text, too slow) are refused in one line."""
 
 import json
 import time

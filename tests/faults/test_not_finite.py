@@ -1,4 +1,4 @@
-"""Numbers that are none, injected into a run: each costs one update, is counted, and can be replayed."""
+"""Tests of NaN and infinity in a run: each costs one update, is counted, and can be replayed."""
 
 import dataclasses
 import itertools

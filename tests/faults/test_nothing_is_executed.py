@@ -1,4 +1,4 @@
-"""Files are data: nothing in them is run, they name no other files, and secrets of the environment reach no log."""
+"""Tests that files are only data: nothing in them runs, they reach no other files, and no secret is logged."""
 
 import ast
 import contextlib

@@ -1,4 +1,4 @@
-"""Two runs never share a folder, and a run that was killed leaves no lock behind."""
+"""Tests that two runs never share a folder, and that a killed run leaves no lock behind."""
 
 import concurrent.futures
 import errno

@@ -1,4 +1,4 @@
-"""All that a run remembers comes back with its checkpoint: nothing of it is read from files that may be lost."""
+"""Tests that a checkpoint holds the whole state of a run, so that files which may be lost are not needed."""
 
 import itertools
 import json

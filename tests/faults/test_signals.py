@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: a run ends where nothing is half done, saves, and goes on as if it had never stopped."""
+"""Tests of SIGINT and SIGTERM: a run stops between steps, saves, and resumes as if it had never stopped."""
 
 import itertools
 import os

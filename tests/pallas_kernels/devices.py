@@ -1,4 +1,4 @@
-"""Devices that tests pass to what plans for them, or pretend to have."""
+"""Devices for tests: arguments of planning functions, or assumed by the whole library."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What a linear multiplies, and through which kernel, where LoRA, a norm and a bias meet it."""
+"""Tests which weight and which kernel a linear uses with LoRA, a norm and a bias."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Product, LoRA and epilogue of a decoding step, against plain arithmetic, in interpret mode and on a GPU."""
+"""Tests product, LoRA and epilogue of a decoding step against plain arithmetic, interpreted and on a GPU."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Linears of many rows in one kernel: LoRA is added and the norm's unit multiplied before it rounds."""
+"""Tests linears with many rows in one kernel: LoRA and the norm's factor are applied before rounding."""
 
 import dataclasses
 import functools

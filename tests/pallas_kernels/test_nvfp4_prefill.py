@@ -1,4 +1,4 @@
-"""Products of many rows with weights in the Hopper layout: their kernels, and the choice of one."""
+"""Tests products of many rows with weights in the Hopper layout: the kernels, and the choice between them."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""The assembly of the decoders, read and carried out here: it must say what the formats say, on a CPU too."""
+"""Tests the decoders' assembly on a CPU: it is parsed and evaluated here, and must agree with the formats."""
 
 import re
 

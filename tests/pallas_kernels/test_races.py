@@ -1,4 +1,4 @@
-"""That interpret mode finds a race at all: the other tests lean on its silence."""
+"""Tests that interpret mode detects a race, because the other tests rely on it."""
 
 import jax
 import jax.numpy as jnp

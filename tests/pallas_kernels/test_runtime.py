@@ -1,4 +1,4 @@
-"""What is asked of the machine and of JAX."""
+"""Tests the questions about the device and about JAX."""
 
 import contextlib
 import dataclasses

@@ -1,4 +1,4 @@
-"""Searched scales of blocks, beside an exhaustive search in float64, of each format."""
+"""Tests the search of block scales in each format against an exhaustive search in float64."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Comparisons with libraries that need torch, in a process of its interpreter."""
+"""Comparisons with libraries that need torch. They run in a process with an interpreter that has it."""
 
 import functools
 import importlib.util

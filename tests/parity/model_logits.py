@@ -1,4 +1,4 @@
-"""Run by an interpreter that has torch and transformers: logits of a model folder, in float32.
+"""Computes logits of a model folder in float32. An interpreter with torch and transformers runs it:
 
 python model_logits.py FOLDER IDS.npy OUT.npy
 """

@@ -1,4 +1,4 @@
-"""Run by an interpreter that has torch, transformers and peft: logits of a base and of an adapter on it.
+"""Computes logits of a base and of an adapter on it. An interpreter with torch, transformers and peft runs it:
 
 python peft_logits.py BASE ADAPTER IDS.npy OUT.npz
 """

@@ -1,4 +1,4 @@
-"""Run by an interpreter that has torch, transformers and peft: an adapter of peft's, and its logits.
+"""Saves an adapter with PEFT and computes its logits. An interpreter with torch, transformers and peft runs it:
 
 python peft_writes.py BASE OPTIONS.json IDS.npy ADAPTER OUT.npy
 """

@@ -1,4 +1,4 @@
-"""Calls that are begun before anyone asks for their results."""
+"""Tests calls that start before their results are needed."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What `import qerl_jax` offers: lazily, under names of its own, and with errors at the door."""
+"""Tests what `import qerl_jax` offers: lazy imports, public names, and errors for bad arguments."""
 
 import ast
 import dataclasses

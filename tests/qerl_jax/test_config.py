@@ -1,4 +1,4 @@
-"""Configs: what a file may say, what is refused and in which words."""
+"""Tests configs: what a file may say, what is refused, and the words of the errors."""
 
 import dataclasses
 import pathlib

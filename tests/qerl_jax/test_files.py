@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, what they are known by, and jobs that go on."""
+"""Tests files and folders that are complete or absent, their fingerprints, and jobs that continue."""
 
 import json
 import os

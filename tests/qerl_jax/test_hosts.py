@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other. Runs on two of them: tests/test_several_hosts.py."""
+"""Tests what the processes of a run tell each other. Runs on two processes: tests/test_several_hosts.py."""
 
 import itertools
 import threading

@@ -1,4 +1,4 @@
-"""Plans of memory: what is exact is exact, what the compiler decides is close, what does not fit is refused."""
+"""Tests memory plans: exact parts are exact, compiled parts are close, and what does not fit is refused."""
 
 import dataclasses
 import pathlib

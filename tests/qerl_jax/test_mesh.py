@@ -1,4 +1,4 @@
-"""The devices of a run: what one device costs (nothing), and what cannot be. Several: tests/test_several_devices.py."""
+"""Tests the devices of a run: one device costs nothing extra, and bad meshes are refused."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What processes tell each other arrives as it was, and nothing else is read."""
+"""Tests that messages between processes arrive unchanged, and that nothing else is read."""
 
 import pickle
 

@@ -1,4 +1,4 @@
-"""The pool: what comes back from calls that hang, die or raise, and that no worker outlives us."""
+"""Tests the process pool: results of calls that hang, die or raise, and that no worker outlives its parent."""
 
 import os
 import pathlib

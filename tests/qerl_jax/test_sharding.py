@@ -1,4 +1,4 @@
-"""Where the arrays of a policy lie. What is computed there: tests/test_several_devices.py."""
+"""Tests how the arrays of a policy are sharded. Computations: tests/test_several_devices.py."""
 
 import jax
 import jax.numpy as jnp

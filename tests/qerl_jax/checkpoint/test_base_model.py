@@ -1,4 +1,4 @@
-"""Files to trees and back: what is read, what is refused at the door, and what a crash leaves behind."""
+"""Tests reading and writing of bases: what is read, what is refused, and what a crash leaves behind."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What a run has learned, written in each kind, read back, and refused where it is not the policy."""
+"""Tests exports of a run: each kind reads back as the same policy, and a different one is refused."""
 
 import dataclasses
 import json

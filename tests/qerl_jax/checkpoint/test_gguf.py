@@ -1,4 +1,4 @@
-"""GGUF files as a source: what comes out of one, and what is said of one that is broken."""
+"""Tests GGUF files as a source of models, and the errors for broken ones."""
 
 import importlib.util
 import json

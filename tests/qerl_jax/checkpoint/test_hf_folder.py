@@ -1,4 +1,4 @@
-"""A model written as a Hugging Face folder is the model that was read."""
+"""Tests that a model written as a Hugging Face folder reads back as the same model."""
 
 import json
 import shutil

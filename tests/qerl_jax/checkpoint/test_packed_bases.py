@@ -1,4 +1,4 @@
-"""Bases of every packed format are the model with their weights unpacked, forwards and backwards."""
+"""Tests bases of every packed format against the model with unpacked weights, forward and backward."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Folders of quantized models: one model in each stored form: the same numbers, and what would change them is refused."""
+"""Tests folders of quantized models: each stored form gives the same numbers; what would change them is refused."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""PEFT adapters in and out: the same numbers, and what is refused."""
+"""Tests import and export of PEFT adapters: the numbers stay the same, and unsupported options are refused."""
 
 import dataclasses
 import json

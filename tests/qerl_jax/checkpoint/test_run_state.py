@@ -1,4 +1,4 @@
-"""The state of a run: exact, newest first, and whole or not at all."""
+"""Tests the saved state of a run: it is exact, the newest is found first, and it is never partial."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Reading safetensors: every type, shards, and each way in which a download can be broken."""
+"""Tests reading safetensors files: every type, shards, and each way in which a download can be broken."""
 
 import json
 import random

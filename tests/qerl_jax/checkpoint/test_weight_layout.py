@@ -1,4 +1,4 @@
-"""A base in the Hopper layout is the same base: forced on any device, read by the reference."""
+"""Tests that a base computes the same bits in the Hopper layout, which is forced here on any device."""
 
 import functools
 import pathlib

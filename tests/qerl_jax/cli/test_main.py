@@ -1,4 +1,4 @@
-"""The command line itself: help, version, misspelt commands, and options that change a config."""
+"""Tests the command line: help, version, misspelt commands, and options that change a config."""
 
 import dataclasses
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""Answers: where each form is found, and which two are the same."""
+"""Tests answers: where each form is found in a text, and which two are equal."""
 
 import decimal
 import random

@@ -1,4 +1,4 @@
-"""Chat templates: the texts of honest ones are those of transformers, and hostile ones cannot do harm."""
+"""Tests chat templates: valid ones give the texts of transformers, and hostile ones do no harm."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Answers in LaTeX before computer algebra: spellings that mean the same are one, others stay apart."""
+"""Tests the normal form of LaTeX answers: equal spellings become one, different answers stay apart."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Text to ids and back through the tokenizer that ships with the package."""
+"""Tests text to ids and back with the tokenizer that ships with the package."""
 
 import json
 import pathlib

@@ -1,4 +1,4 @@
-"""Calls as they stand in text, and answers as chat templates write them."""
+"""Tests reading tool calls from text, and writing replies with chat templates."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""verl's readers and normal form, peculiarities included: values worked out by hand from its rules."""
+"""Tests verl's answer readers and normal form, with values worked out by hand from its rules."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Evaluations: what is asked and judged, files that survive a kill, and comparisons."""
+"""Tests evaluations: questions and verdicts, files that survive a kill, and comparisons."""
 
 import dataclasses
 import itertools

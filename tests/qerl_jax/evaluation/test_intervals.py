@@ -1,4 +1,4 @@
-"""Estimators against enumeration of all subsets, closed forms, and simulation."""
+"""Tests estimators against enumeration of all subsets, closed forms, and simulation."""
 
 import itertools
 import math

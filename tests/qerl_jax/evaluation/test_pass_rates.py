@@ -1,4 +1,4 @@
-"""Pass rates: what is counted, and a measurement that survives being stopped."""
+"""Tests pass rates: what counts, and that an interrupted measurement continues."""
 
 import dataclasses
 import json

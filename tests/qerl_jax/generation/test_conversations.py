@@ -1,4 +1,4 @@
-"""Rows of several turns: calls are read, answered, and left out of what is learned."""
+"""Tests rows of several turns: calls are read and answered, and replies are left out of the loss."""
 
 import contextlib
 import dataclasses

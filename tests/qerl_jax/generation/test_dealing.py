@@ -1,4 +1,4 @@
-"""Rows on several devices: each row in one place, all places alike, and none idle while another has rows waiting."""
+"""Tests rows on several devices: each row is in one place, shapes are equal, and no device idles while rows wait."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Continuous batching: whatever the schedule, a row gets the tokens that it would get alone."""
+"""Tests continuous batching: under any schedule, a row gets the tokens that it would get alone."""
 
 import dataclasses
 import functools

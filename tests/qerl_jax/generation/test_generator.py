@@ -1,4 +1,4 @@
-"""The generator of notebooks and of `qerl generate`, over the base in the package."""
+"""Tests the generator of notebooks and of `qerl generate`, on the base in the package."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Bytes and pages of a cache."""
+"""Tests the bytes and pages of a cache."""
 
 from qerl_jax.generation import kv_capacity
 from qerl_jax.model import architecture

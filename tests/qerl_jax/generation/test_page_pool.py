@@ -1,4 +1,4 @@
-"""Which pages are free, and who holds the others."""
+"""Tests which pages are free, and which rows hold the others."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The whole engine on the portable kernels, which Triton's interpreter runs."""
+"""Tests the whole engine on the portable kernels, run by Triton's interpreter."""
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Sampling against a plain loop of full forward passes, and its tokens against exact distributions."""
+"""Tests sampling against a plain loop of full forward passes, and its tokens against exact distributions."""
 
 import functools
 import types

@@ -1,4 +1,4 @@
-"""Who runs where: every row, in its own pages, and no prefill larger than planned."""
+"""Tests the scheduler: every row runs, in its own pages, and no prefill is larger than planned."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Stop strings: where a completion is cut, and what of it can be shown before."""
+"""Tests stop strings: where a completion is cut, and which part of it can be shown before."""
 
 import itertools
 import random

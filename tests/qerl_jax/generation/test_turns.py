@@ -1,4 +1,4 @@
-"""Rows of several turns: between two, a row keeps its slot and waits for the tokens that it is given."""
+"""Tests rows of several turns: between turns a row keeps its slot and waits for the tokens of the reply."""
 
 import concurrent.futures
 import dataclasses

@@ -1,4 +1,4 @@
-"""Which estimates of a gradient are unbiased: a policy over nine completions, enumerated exactly.
+"""Tests which estimates of a gradient are unbiased, with a policy over nine completions, enumerated exactly.
 
 A completion is two tokens out of three, the second depending on the first. An expectation over
 samples is a sum over the nine, so an estimate is unbiased if it equals the derivative of that sum.

@@ -1,4 +1,4 @@
-"""The fused decoding step against the plain model."""
+"""Tests the fused decoding step against the plain model."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""The paged cache: what is written where, and a decode step against causal attention over the whole."""
+"""Tests the paged cache: what is written where, and a decoding step against causal attention over all tokens."""
 
 import dataclasses
 

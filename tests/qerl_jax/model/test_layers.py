@@ -1,4 +1,4 @@
-"""Attention against a float64 loop over its definition, the rotation by its properties, the rest by hand."""
+"""Tests attention against a float64 loop, the rotation by its properties, and the rest by hand."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Adapters whose branches differ: by linear, by layer, in rank and in what they are multiplied by."""
+"""Tests adapters with different branches: by linear, by layer, in rank and in scaling."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Noise of each row's own: a function of key and number, which acts on that row alone."""
+"""Tests noise of a single row: a function of key and number that affects only that row."""
 
 import functools
 

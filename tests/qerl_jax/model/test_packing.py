@@ -1,4 +1,4 @@
-"""Rows on one axis of tokens: what attention sees, the way back, and slopes both ways."""
+"""Tests rows packed on one axis of tokens: what attention sees, the way back, and gradients in both directions."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The forward pass against transformers' logits and PEFT's, in every padding and with the cache."""
+"""Tests the forward pass against logits of transformers and PEFT, with every padding and with the cache."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Scales that are folded in change nothing but the rounding, which they make better."""
+"""Tests AWQ: folded scales change only the rounding, and make it better."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""GPTQ beside a plain one of numpy, which eliminates one column after another in float64."""
+"""Tests GPTQ against a plain numpy version that eliminates one column after another in float64."""
 
 import types
 

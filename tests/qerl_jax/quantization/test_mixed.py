@@ -1,4 +1,4 @@
-"""Bases of which some linears are in 16 bits: in all layers, or in some."""
+"""Tests bases with some linears in 16 bits, in all layers or in some."""
 
 import json
 import shutil

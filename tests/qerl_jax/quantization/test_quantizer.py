@@ -1,4 +1,4 @@
-"""The streaming quantizer: what it writes, what it refuses, and what a kill leaves behind."""
+"""Tests the streaming quantizer: what it writes, what it refuses, and what a kill leaves behind."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The divergence of a model where one linear is packed, against the whole model with that linear replaced."""
+"""Tests the divergence caused by packing one linear, against the whole model with that linear replaced."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Tools and environments of rows: state of each row's own, limits, errors that the policy is told."""
+"""Tests tools and environments: separate state for each row, limits, and errors that the policy is told."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""math-verify behind our reading of a completion: which answers count as the gold one."""
+"""Tests math-verify on answers found by our readers: which ones count as the gold answer."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The sandbox: what programs may do, and escapes that it stops, each tried for real."""
+"""Tests the sandbox: what programs may do, and real attempts to escape, which it stops."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""The stock of rewards, function by function, each a table that can be checked by hand."""
+"""Tests the stock rewards one by one, with tables that can be checked by hand."""
 
 import math
 import subprocess

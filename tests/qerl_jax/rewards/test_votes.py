@@ -1,4 +1,4 @@
-"""Votes: which answers to one problem a judge of mathematics makes one."""
+"""Tests votes: which answers to one problem a judge of mathematics counts as one."""
 
 import pytest
 

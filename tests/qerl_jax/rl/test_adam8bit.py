@@ -1,4 +1,4 @@
-"""Moments in 8 bits: what a code stands for, and how far the optimizer strays."""
+"""Tests 8-bit moments: the value of a code, and how far the optimizer is from exact Adam."""
 
 import jax
 import jax.numpy as jnp

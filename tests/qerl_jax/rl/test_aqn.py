@@ -1,4 +1,4 @@
-"""Adaptive Quantization Noise: the schedules' tables, and noise as a function of the step."""
+"""Tests Adaptive Quantization Noise: tables of the schedules, and noise as a function of the step."""
 
 import math
 

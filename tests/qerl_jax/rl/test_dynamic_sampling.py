@@ -1,4 +1,4 @@
-"""Rounds of sampling until enough groups teach something, and the place in the data."""
+"""Tests sampling in rounds until enough groups have a signal, and the position in the data."""
 
 import dataclasses
 import functools

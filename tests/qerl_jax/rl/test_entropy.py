@@ -1,4 +1,4 @@
-"""The choice of high-entropy tokens, and the control of the entropy bonus."""
+"""Tests the choice of high-entropy tokens, and the control of the entropy bonus."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""How a rollout becomes rows for the trainer."""
+"""Tests how a rollout becomes rows for the trainer."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""GRPO's equations against TRL's own numbers, and what must hold whatever the numbers."""
+"""Tests GRPO's equations against TRL's own numbers, and properties that hold for all numbers."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Masked reductions: what counts, what does not, and what is left when nothing counts."""
+"""Tests masked reductions: what counts, what does not, and the result if nothing counts."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Rows into micro-batches."""
+"""Tests the division of rows into micro-batches."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""AdamW's schedule, its chain, and steps that are skipped."""
+"""Tests AdamW's schedule, its chain of transformations, and skipped steps."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Rollouts: what is sampled from problems, and how it is scored."""
+"""Tests rollouts: what is sampled from problems, and how it is scored."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""The jitted update against a direct one: full logits, a loss written row by row, AdamW by hand."""
+"""Tests the jitted update against a direct one: full logits, a loss written row by row, AdamW by hand."""
 
 import dataclasses
 import functools

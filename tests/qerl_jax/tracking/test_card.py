@@ -1,4 +1,4 @@
-"""The report card of a run: every part of it says what the files of the run say."""
+"""Tests the report card of a run: every part agrees with the run's files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Charts: lines where the values are, drawings that share a page, and nothing lost in between."""
+"""Tests charts: lines follow their values, and several drawings can share a page."""
 
 import re
 import xml.etree.ElementTree as ET

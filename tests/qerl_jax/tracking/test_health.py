@@ -1,4 +1,4 @@
-"""Warnings about a run: each where the curve calls for it, once, and none for a run that is well."""
+"""Tests warnings about a run: each comes for its curve, once, and a healthy run has none."""
 
 import numpy as np
 import pytest

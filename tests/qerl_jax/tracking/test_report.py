@@ -1,4 +1,4 @@
-"""The page of runs: who shares a line, what it says, and whether a browser shows it at every width."""
+"""Tests the page of runs: which runs share a line, what it says, and that a browser shows it at every width."""
 
 import dataclasses
 import html

@@ -1,4 +1,4 @@
-"""What the terminal shows, as text."""
+"""Tests the terminal's output, as text."""
 
 import io
 

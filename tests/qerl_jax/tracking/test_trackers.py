@@ -1,4 +1,4 @@
-"""Trackers: what is sent, under which name, and what a missing package says."""
+"""Tests trackers: what is sent, under which name, and the error for a missing package."""
 
 import importlib.util
 import sys

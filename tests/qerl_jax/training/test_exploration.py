@@ -1,4 +1,4 @@
-"""Noise over a run: what acts at each step, what an adaptive sigma does, and what sigma means on the norms."""
+"""Tests noise over a run: what acts at each step, adaptive sigma, and the effect of sigma on the norms."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""What a run finds out about itself."""
+"""Tests the checks that a run makes of itself."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Numbers that the log has of a rollout."""
+"""Tests the metrics of a rollout."""
 
 import types
 

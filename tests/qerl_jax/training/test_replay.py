@@ -1,4 +1,4 @@
-"""A step with an infinite advantage in a run on the embedded base: skipped, kept, and told apart later."""
+"""Tests a step with an infinite advantage: it is skipped, kept, and explained by a replay."""
 
 import dataclasses
 import pathlib

@@ -1,4 +1,4 @@
-"""What a run makes of its config before it begins."""
+"""Tests what a run makes of its config before it starts."""
 
 import dataclasses
 import pathlib
