@@ -138,7 +138,7 @@ def test_the_rewards_of_their_page_give_what_it_says(tmp_path, monkeypatch):
         if "train(" not in block:
             exec(block, names)
     assert len(written) == 4
-    assert names["ends_with_answer"](["it is 7", "8 "], answer=[7, 9]) == [1.0, 0.0]
+    assert names["has_answer"](["<answer>7</answer>", "7"], answer=[7, 7]) == [1.0, 0.0]
     chat = [{"role": "assistant", "content": "x" * 200}]
     assert names["is_short"](["short", chat]) == [1.0, 0.0]
     assert names["get_length_reward"](2)([[1], [1, 2, 3, 4]]) == [0.0, -1.0]
@@ -150,13 +150,12 @@ def test_the_page_on_rewards_runs_as_written(tmp_path, monkeypatch):
     names = {}
     for block in blocks("rewards.md", "python"):
         exec(block, names)
-    assert {"rewards/ends_with_answer/mean", "rewards/is_short/mean"} <= {
-        *names["run"].metrics.columns
-    }
+    assert {"rewards/has_answer/mean", "rewards/is_short/mean"} <= {*names["run"].metrics.columns}
+    assert names["run"].metrics["reward_std"].max() > 0
 
 
 def test_the_stock_of_rewards_is_on_their_page():
-    page = (DOCS / "rewards.md").read_text().partition("## In stock")[2]
+    page = (DOCS / "rewards.md").read_text().partition("## Stock rewards")[2]
     named = set(re.findall(r"`(\w+_reward)`", page))
     assert named == {*scoring.STOCK, *scoring.FACTORIES}
 
