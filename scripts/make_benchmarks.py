@@ -35,13 +35,13 @@ BEGIN, END = "<!-- results: scripts/make_benchmarks.py -->", "<!-- end of result
 HEAD = """\
 # Benchmarks
 
-What QeRL-JAX reaches, beside a baseline and a target. `scripts/make_benchmarks.py` writes this page from
-[measured/benchmarks.jsonl](measured/benchmarks.jsonl): change the numbers there. What was tried, what was slower and
-why numbers stop where they do: [lab-notes.md](lab-notes.md).
+The speed of QeRL-JAX, with baselines and targets. `scripts/make_benchmarks.py` writes this page from
+[measured/benchmarks.jsonl](measured/benchmarks.jsonl): change the numbers there. The [lab notes](lab-notes.md) say what was tried and
+what limits the numbers.
 
-The absolute times of one machine say little. Read the ratio to a baseline: where nothing else is said, it was measured in
-the same run. The last column gives the run, in the order of the columns of devices; [Runs](#runs) lists command, date, device
-and versions of each. "Missed" and "met" compare the first device with a number of its target.
+Absolute times depend on the machine. Compare the ratio to a baseline, which was measured in the same run unless stated otherwise. The
+last column has the run for each device, in the order of the device columns. [Runs](#runs) lists the command, date, device and versions
+of each run. "Missed" and "met" compare the first device with the target.
 """
 
 
@@ -67,48 +67,48 @@ TABLES = (
         "decoding",
         "Decoding",
         "Random weights in Qwen2.5 shapes, NVFP4 base with LoRA of rank 32, distinct prompts of 256 tokens, 512 new tokens, end tokens "
-        "ignored, temperature 1, prefill taken out. vLLM was measured before, on a card of the same kind: 7B with LoRA, 14B "
+        "ignored, temperature 1, without prefill. vLLM was measured earlier, on a card of the same kind: 7B with LoRA, 14B "
         "and 32B without. Bound: the time to read weights, head, adapters and live keys and values at 4.3 TB/s.",
         True,
     ),
     Table(
         "bfloat16",
         "NVFP4 beside a 16-bit base",
-        "Our own BF16 base with the same LoRA, on the same card in the same minutes.",
+        "Our own BF16 base with the same LoRA, on the same card, measured right before or after.",
         True,
     ),
     Table(
         "plain",
         "Decoding without the fused layers",
-        "What decodes where the fused layers refuse: more than 128 rows, NF4, MXFP4, shapes without kernels. 7B as above. "
-        "Beside it: the fused layers with NVFP4, of another run on such a card.",
+        "The plain layers decode what the fused layers do not support: more than 128 rows, NF4, MXFP4, shapes without kernels. "
+        "7B as above. The baseline is the fused layers with NVFP4, from another run on such a card.",
         True,
     ),
-    Table("lora", "What LoRA costs", "7B, decoding with the adapter and without it."),
+    Table("lora", "The cost of LoRA", "7B, decoding with and without the adapter."),
     Table("rollouts", "Prefill, mixed lengths, agreement, start", "7B, NVFP4, LoRA of rank 32."),
     Table(
         "training",
         "Training",
-        "Random bases packed on the device. Rows of 32B and 72B run in a memory pool of 78 GiB, which is what an 80 GB card has. MFU: "
-        "4 x parameters x tokens, recomputation not counted, of 790 TFLOP/s. The peft numbers are of such a card. Planned: `qerl plan`.",
+        "Random bases packed on the device. Rows of 32B and 72B run in a memory pool of 78 GiB, as on an 80 GB card. MFU: "
+        "4 x parameters x tokens / time / 790 TFLOP/s, without recomputation. The peft numbers are from such a card. Planned: `qerl plan`.",
     ),
     Table(
         "recipes",
         "Steps of a recipe",
-        "A shipped recipe on a random base, whose completions end at recorded lengths: log-normal, mean 250, sigma .5, limit 4096. "
-        "Groups in which all or none are right, six in ten, are not learned from. A step that compiles nothing. "
-        "What runs when in a step of SmolLM2 of .82 s (H100, 2026-11-23; drawn by `scripts/recipe_timeline.py`):\n\n"
+        "A shipped recipe on a random base, with completions of recorded lengths: log-normal, mean 250, sigma .5, limit 4096. "
+        "Six of ten groups have only right or only wrong completions, and give no signal. Steps without compilation. "
+        "The picture shows a step of SmolLM2 of .82 s (H100, 2026-11-23; drawn by `scripts/recipe_timeline.py`):\n\n"
         "![Live rows, what the host and the GPU do, and how busy the GPU is](assets/smollm2_step.svg)",
     ),
     Table(
         "training_layer",
         "A layer in training",
-        "16 x 512 tokens of 7B, LoRA of rank 32; time of the layer's kernels, as a multiple of those of a BF16 layer in the same run.",
+        "16 x 512 tokens of 7B, LoRA of rank 32: time of the layer's kernels relative to a BF16 layer in the same run.",
     ),
     Table(
         "decode_layer",
         "A decoding layer without attention",
-        "All layers in a loop whose end depends on data. Kernels are timed in another run than the layer, and may overlap.",
+        "All layers in a loop with an end that depends on data. Kernels and layer are timed in different runs; kernels may overlap.",
     ),
     Table(
         "linears",
@@ -118,33 +118,33 @@ TABLES = (
     Table(
         "attention",
         "Decode attention",
-        "Ours rotates, writes to the cache and reads pages; cuDNN attends only, over a contiguous cache. cuDNN was timed beside "
-        "earlier designs of ours. Floor: the bytes of keys and values.",
+        "Ours rotates, writes to the cache and reads pages; cuDNN only attends, over a contiguous cache. cuDNN was timed with "
+        "earlier versions of ours. Floor: the time to read keys and values.",
     ),
     Table(
         "wide",
         "Products of many rows",
-        "How many times as fast as a bfloat16 product of the same run, by rows of x; dX is the derivative of x. The targets are 0.90 up "
-        "to 1024 rows and 0.95 above; of dX 0.93 at 2048 rows and 0.97 at 8192. Ranges are of several runs and ways. The column of the "
-        "device is 8192 rows, forward.",
+        "Speed relative to a bfloat16 product of the same run, by rows of x; dX is the derivative with respect to x. The targets are "
+        "0.90 up to 1024 rows and 0.95 above; for dX 0.93 at 2048 rows and 0.97 at 8192. Ranges are over several runs and kernels. The "
+        "device column is for 8192 rows, forward.",
         True,
     ),
     Table(
         "quantization",
         "Quantization",
-        "The base that ships with the package, against itself in 16 bits: 256 held-out rows of arithmetic, 15,596 tokens. AWQ is "
-        "calibrated on one set of 256 other rows.",
+        "The base that ships with the package, compared with itself in 16 bits on 256 held-out rows of arithmetic, 15,596 tokens. AWQ "
+        "is calibrated on 256 other rows.",
     ),
     Table(
         "memory",
         "Memory that is planned",
-        "Temporaries of one micro-batch's gradient: `qerl plan` beside XLA's `memory_analysis()`. LoRA of rank 32, layers recomputed. "
-        "Attention's own workspace is in neither.",
+        "Temporary memory of one micro-batch's gradient: `qerl plan` and XLA's `memory_analysis()`. LoRA of rank 32, layers recomputed. "
+        "Neither includes attention's own workspace.",
     ),
     Table(
         "tiny",
         "Accuracy of the quickstart",
-        "512 unseen arithmetic problems, temperature 1. The task is too easy to tell NVFP4 from BF16, or noise from none.",
+        "512 unseen arithmetic problems, temperature 1. The task is too easy to show a difference between NVFP4 and BF16, or from noise.",
         True,
     ),
 )
@@ -322,7 +322,7 @@ def page(lines: list[dict]) -> str:
 
 def results(lines: list[dict]) -> str:
     """Returns the table of the README: the measurement, its baseline, its device, and the command."""
-    rows = [["what", "here", "beside it", "on", "again"]]
+    rows = [["what", "ours", "baseline", "device", "command"]]
     for each in HIGHLIGHTS:
         key = (each.table, each.name, each.device)
         (line,) = (line for line in lines if (line["table"], line["name"], line["device"]) == key)

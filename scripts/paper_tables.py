@@ -201,21 +201,20 @@ def page(lines: Lines) -> str:
 TEXT = """\
 # The paper's tables of speed, and ours
 
-Tables 3 and 5 to 9 of [QeRL](https://arxiv.org/abs/2510.11696) beside what this project measured.
-`scripts/paper_tables.py` writes this page from [measured/benchmarks.jsonl](measured/benchmarks.jsonl);
-[benchmarks.md](benchmarks.md) has all lines, with commands, dates and versions. The paper's numbers are of one H100 with
-vLLM 0.10 and PyTorch, and were not measured again here. Ours are of random weights in these shapes, with end tokens
-ignored, which changes nothing of the speed of a token. **An empty cell was not measured yet.**
+Tables 3 and 5 to 9 of [QeRL](https://arxiv.org/abs/2510.11696), compared with our measurements.
+`scripts/paper_tables.py` writes this page from [measured/benchmarks.jsonl](measured/benchmarks.jsonl).
+[benchmarks.md](benchmarks.md) has all lines, with commands, dates and versions. The paper's numbers are for one H100 with
+vLLM 0.10 and PyTorch, and were not measured again. Ours are for random weights in these shapes, with end tokens
+ignored, which does not change the speed of a token. **An empty cell was not measured yet.**
 
-What "batch" means: **a row is a sequence that is decoded at the same time as the others.** "8 rows" are eight
-completions in flight, whatever their prompts are. The paper does not say what its "BS" counts, and it cannot be that:
-from BS 2 to BS 8 its tokens per second rise ten to fourteen times, and its numbers for BS 2 are those of its table for
-batch 1. So 1 and 8 rows are set beside BS 2 and BS 8 below, and only the first of these pairs can be compared.
+A **row** is a sequence that is decoded at the same time as others. "8 rows" are eight completions at once, with any prompts. The
+paper does not say what its "BS" counts. It cannot be rows: from BS 2 to BS 8 its tokens per second rise ten to fourteen times, and
+its numbers for BS 2 are those of its table for batch 1. So the tables below show 1 row beside BS 2, and 8 rows beside BS 8. Only
+the first pair can be compared.
 
 ## Size (tables 3 and 5 to 8)
 
-GB of the base in the memory of the device: packed linears, embedding and head in 16 bits. The paper's 3B holds
-the embedding twice.
+GB of the base in device memory: packed linears, embedding and head in 16 bits. The paper's 3B has the embedding twice.
 
 {sizes}
 
@@ -226,8 +225,8 @@ tokens, up to 2048 new tokens.
 
 {rollouts}
 
-Ours with NF4 is slow: it has no fused kernels here ([benchmarks](benchmarks.md#decoding-without-the-fused-layers)). It is a
-baseline that nobody tuned, and not a finding about the format.
+NF4 is slow in ours because it has no fused kernels ([benchmarks](benchmarks.md#decoding-without-the-fused-layers)). It is an
+untuned baseline, and says nothing about the format.
 
 ## Rank, tokens per second of one row (table 9)
 

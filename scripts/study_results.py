@@ -300,8 +300,8 @@ def state(results: Results) -> str:
     """Describes how much of the study is done. All its runs must have one base and one kind of card."""
     if not results:
         return (
-            "**Not measured yet.** No run of the study has been made on a GPU. This page holds what the paper claims, what "
-            "will be compared and what we expect, written down before the first run; the tables fill in by themselves."
+            "**Not measured yet.** No run of the study was made on a GPU. This page says what the paper claims, what will be "
+            "compared and what we expect. It was written before the first run; the runs will fill in the tables."
         )
     bases = sorted({run["base"] for run in results.values()})
     devices = sorted({run["device"] for run in results.values()})
