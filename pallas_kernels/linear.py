@@ -1,4 +1,4 @@
-"""The definition of a linear's steps after its product, for every implementation."""
+"""Defines the operations after a linear's product, for every implementation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from pallas_kernels.formats.rounding import rounded
 
-# LoRA's branch of one part of N: x A [M, R], and B [R, N_i] times alpha / R.
+# LoRA for one part of N: x A [M, R], and B [R, N_i] times alpha / R.
 Branch = tuple[jax.Array, jax.Array]
 
 
@@ -23,18 +23,21 @@ def finish(
     residual: jax.Array | None = None,
     dtype: DTypeLike,
 ) -> jax.Array:
-    """rounded((product + [the products of the branches]) * unit + bias + residual).
+    """Computes rounded((product + [the products of the branches]) * unit + bias + residual).
 
-    The rounding is part of the definition: values in brackets and the result are rounded (docs/design/model.md,
-    "Where rounding happens"). The rest is in float32.
+    Rounding is part of the definition: values in brackets and the result are rounded to `dtype` (docs/design/model.md,
+    "Where rounding happens"). Everything else is in float32.
 
     Args:
       product: float32 [M, N].
-      branches: branches of the parts of N, in order; empty without LoRA.
-      unit: float32 [M, 1], the unit of the norm before.
+      branches: LoRA for the parts of N, in order; empty without LoRA.
+      unit: float32 [M, 1], 1 / rms from the norm before the linear.
       bias: [N].
       residual: [M, N].
-      dtype: dtype of the result, and of the branches.
+      dtype: dtype of the result and of the branches.
+
+    Returns:
+      [M, N] in `dtype`.
     """
     y = product
     if branches:
@@ -49,10 +52,10 @@ def finish(
 
 
 def joined(branches: Sequence[Branch]) -> jax.Array:
-    """The products of the branches side by side, rounded to their dtype, as float32 [M, N]."""
-    # Otherwise a GPU multiplies float32 in TF32.
+    """Joins the products of the branches along N, rounded to their dtype: float32 [M, N]."""
+    # Without it a GPU multiplies float32 in TF32.
     exact = jax.lax.Precision.HIGHEST if branches[0][0].dtype == jnp.float32 else None
     products = [jnp.dot(down, up, precision=exact) for down, up in branches]
-    # On a CPU XLA omits the rounding of a product with few ranks.
+    # On a CPU XLA omits the rounding of a product with a small rank.
     parts = [rounded(part.astype(jnp.float32), part.dtype) for part in products]
     return jnp.concatenate(parts, axis=-1).astype(jnp.float32)

@@ -1,7 +1,8 @@
-"""Products with weights of any packed format, by the type of the weight.
+"""Products with weights of any packed format.
 
-NVFP4 has its own kernels. MXFP4 and NF4 are unpacked to the activations' dtype and multiplied, as bitsandbytes does
-for many rows. XLA fuses the unpacking into one pass, whose result is freed after the product.
+NVFP4 weights, and weights in a kernel's layout, use `nvfp4_matmul`. MXFP4 and NF4 are unpacked to the activations'
+dtype and multiplied, as bitsandbytes does for many rows. XLA fuses the unpacking into one pass, whose result is freed
+after the product.
 """
 
 import jax
@@ -22,17 +23,17 @@ def packed_matmul(
 ) -> jax.Array:
     """Multiplies activations with a packed weight: y = x @ dequantize(w)^T, accumulated in float32.
 
-    The derivative with respect to x is formed from the packed weight too, and nothing but the weight
-    is kept for it. The weight is frozen: its cotangent is zero.
+    The derivative with respect to x uses the packed weight too, and only the weight is kept for it. The weight is
+    frozen: it gets no gradient.
 
     Args:
       x: [..., K], float32 or bfloat16.
       w: an [N, K] weight without stacked axes; slice those with `lax.scan`.
-      out_dtype: dtype of y, by default x's. The sums are always rounded to x's dtype; with float32 the following
-        multiplication by a global scale is not rounded.
+      out_dtype: dtype of y, by default x's. The sums are always rounded to x's dtype. With float32 the
+        multiplication by a global scale after that is not rounded.
 
     Returns:
-      [..., N].
+      y [..., N].
 
     Raises:
       ValueError: a wrong dtype or shape.
@@ -73,7 +74,7 @@ def _dot(x: jax.Array, w: MXFP4Tensor | NF4Tensor, *, contract: int) -> jax.Arra
         x,
         dequantize(w, x.dtype),
         (((1,), (contract,)), ((), ())),
-        # Otherwise a GPU multiplies float32 in TF32.
+        # Without it a GPU multiplies float32 in TF32.
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
