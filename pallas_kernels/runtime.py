@@ -219,6 +219,15 @@ def checks_kernels() -> bool:
     return os.environ.get("PALLAS_KERNELS_CHECK", "0") not in ("", "0")
 
 
+def pairs_gates() -> bool:
+    """Whether gate_up is finished inside its product in decoding: with PALLAS_PAIRED_GATES=1 in the environment.
+
+    Asked while a weight is prepared, whose rows then lie in pairs (`layout.paired_rows`). An experiment: off until
+    it has been measured.
+    """
+    return os.environ.get("PALLAS_PAIRED_GATES", "0") not in ("", "0")
+
+
 def memory_stats() -> dict[str, int] | None:
     """Memory of the first local device in bytes (`bytes_limit`, `bytes_in_use`, ...), or None if not reported."""
     return jax.local_devices()[0].memory_stats()

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from pallas_kernels.finished_linear import prefill
 from pallas_kernels.formats.rounding import rounded
 from pallas_kernels.linear import Branch, finish
+from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.layout import HopperNVFP4
 from pallas_kernels.packed_matmul import PackedWeight, packed_matmul
 
@@ -29,6 +30,7 @@ class PreparedBranches:
       b: [..., N, 64] of all parts, for the kernel for many rows; or None.
       bias: float32 [..., N], for that kernel; or None.
       sizes: sizes of the parts, for that kernel.
+      is_paired: whether `ups`, `b` and `bias` are in the order of `layout.paired_rows`.
     """
 
     a: jax.Array
@@ -36,6 +38,7 @@ class PreparedBranches:
     b: jax.Array | None
     bias: jax.Array | None
     sizes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    is_paired: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def prepare_branches(
@@ -59,6 +62,14 @@ def prepare_branches(
       rows: rows of x.
       has_unit: whether `finished_linear` will get a norm's unit and no residual.
     """
+    if isinstance(weight, HopperNVFP4) and weight.is_paired:
+        matrices, scaling = _paired_branches([(a, scaling * b) for a, b in matrices], dtype), 1.0
+        bias = None if bias is None else layout.paired_rows(bias, -1)
+        as_it_lies = dataclasses.replace(weight, is_paired=False)
+        found = prepare_branches(
+            matrices, bias, scaling, as_it_lies, dtype, rows=rows, has_unit=has_unit
+        )
+        return dataclasses.replace(found, is_paired=True)
     down = [a.astype(dtype) for a, _ in matrices]
     ups = [(scaling * b).astype(dtype) for _, b in matrices]
     sizes, (k, rank) = [up.shape[1] for up in ups], down[0].shape
@@ -123,6 +134,8 @@ def finished_linear(
     Returns:
       [..., N] in x's dtype.
     """
+    if isinstance(weight, HopperNVFP4) and weight.is_paired and residual is None:
+        return layout.joined_rows(_as_it_lies(x, weight, branches, unit=unit, bias=bias), -1)
     flat = lambda of_rows: None if of_rows is None else of_rows.reshape(-1, of_rows.shape[-1])
     rows, unit, residual = flat(x), flat(unit), flat(residual)
     if isinstance(branches, PreparedBranches) and branches.b is not None:
@@ -139,6 +152,35 @@ def finished_linear(
         y = linear(rows, weight)
         y = finish(y, branches, unit=unit, bias=bias, residual=residual, dtype=x.dtype)
     return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def _paired_branches(
+    parts: Sequence[tuple[jax.Array, jax.Array]], dtype: DTypeLike
+) -> list[tuple[jax.Array, jax.Array]]:
+    """One branch for all rows in pairs, of those for the gate and for up: [rows, R] and [R, N / 2] of each."""
+    down = jnp.concatenate([down for down, _ in parts], axis=-1)
+    up = block_diag(*(up.astype(dtype) for _, up in parts))
+    return [(down, layout.paired_rows(up, -1))]
+
+
+def _as_it_lies(
+    x: jax.Array,
+    weight: HopperNVFP4,
+    branches: Sequence[Branch] | PreparedBranches,
+    *,
+    unit: jax.Array | None,
+    bias: jax.Array | None,
+) -> jax.Array:
+    """`finished_linear` of a weight whose rows are in pairs, as is the result."""
+    if isinstance(branches, PreparedBranches):
+        if not branches.is_paired:
+            ups = (layout.paired_rows(block_diag(*branches.ups), -1),)
+            branches = dataclasses.replace(branches, ups=ups)
+    elif branches:
+        branches = _paired_branches(branches, x.dtype)
+    bias = None if bias is None else layout.paired_rows(bias, -1)
+    weight = dataclasses.replace(weight, is_paired=False)
+    return finished_linear(x, weight, branches, unit=unit, bias=bias)
 
 
 def _exact_dot(x: jax.Array, matrix: jax.Array) -> jax.Array:

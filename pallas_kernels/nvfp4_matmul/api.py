@@ -163,7 +163,7 @@ _PORTABLE_IMPLEMENTATIONS: dict[str, Any] = {
 
 
 def prepare(
-    t: NVFP4Tensor | MXFP4Tensor | NF4Tensor, dtype: DTypeLike
+    t: NVFP4Tensor | MXFP4Tensor | NF4Tensor, dtype: DTypeLike, *, is_gated: bool = False
 ) -> PackedWeight | MXFP4Tensor | NF4Tensor:
     """Puts a weight, or a stack of them, into the layout that this device's kernels read.
 
@@ -171,9 +171,11 @@ def prepare(
       t: the weight, in any packed format.
       dtype: dtype of the activations. Kernels take bfloat16: Hopper's kernels take NVFP4, the portable ones all
         formats. For any other device or dtype the weight stays as it is.
+      is_gated: whether its rows are the gate and up of a SwiGLU; where `runtime.pairs_gates` they are put in pairs.
     """
     if isinstance(t, NVFP4Tensor) and _unfit(dtype) is None:
-        return layout.prepare(t)
+        is_paired = is_gated and runtime.pairs_gates() and layout.can_pair(t.shape[0])
+        return layout.prepare(t, is_paired=is_paired)
     if portable.unless_fit(dtype) is None and portable_layout.supports(t) is None:
         return portable_layout.prepare(t)
     return t
@@ -230,6 +232,10 @@ def nvfp4_matmul(
         raise ValueError(f"w must be one [N, K] matrix; its words have shape {w.words.shape}")
     if x.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"x must be float32 or bfloat16; got {x.dtype}")
+    if isinstance(w, HopperNVFP4) and w.is_paired:
+        as_it_lies = dataclasses.replace(w, is_paired=False)
+        options = {"implementation": implementation, "out_dtype": out_dtype}
+        return layout.joined_rows(nvfp4_matmul(x, as_it_lies, **options), -1)
     n, k = w.shape
     if x.ndim == 0 or x.shape[-1] != k:
         raise ValueError(f"x must be [..., K = {k}] to meet w of shape {w.shape}; got {x.shape}")

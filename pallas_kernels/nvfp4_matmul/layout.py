@@ -31,6 +31,7 @@ those of the second after a rotation by 8, so that a mask and constant upper bit
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -89,13 +90,15 @@ class HopperNVFP4:
 
     Attributes:
       words: int32 [..., ceil(N / 64), ceil(K / 64), 3, 192], 64 x 64 tiles of codes and scales.
-      global_scale: float32 [..., 1] or [..., N]; a divisor.
+      global_scale: float32 [..., 1] or [..., N]; a divisor. In the order of the rows that `words` has.
       shape: (N, K), without padding.
+      is_paired: whether the rows of N are in the order of `paired_rows`.
     """
 
     words: jax.Array
     global_scale: jax.Array
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
+    is_paired: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def multiplier(self) -> jax.Array:
@@ -113,13 +116,42 @@ def whole(size: int) -> int:
     return tiles(size) * TILE
 
 
-def prepare(t: NVFP4Tensor) -> HopperNVFP4:
+def can_pair(n: int) -> bool:
+    """Whether rows of N, the gate and then what it lets through, can be put in pairs."""
+    return n % TILE == 0
+
+
+def paired_rows(a: jax.Array, axis: int) -> jax.Array:
+    """Puts the gate's and the other's rows, halves of an axis, beside each other in a thread of `wgmma`.
+
+    Of each 64 rows of the result, 32 rows of both, rows 16 w + g are of the gate and rows 16 w + 8 + g the same
+    ones of what it lets through.
+    """
+    shape, axis = a.shape, axis % a.ndim
+    a = a.reshape(*shape[:axis], 2, shape[axis] // 16, 8, *shape[axis + 1 :])
+    return jnp.swapaxes(a, axis, axis + 1).reshape(shape)
+
+
+def joined_rows(a: jax.Array, axis: int) -> jax.Array:
+    """Inverse of `paired_rows`: all of the gate, then all of what it lets through."""
+    shape, axis = a.shape, axis % a.ndim
+    a = a.reshape(*shape[:axis], shape[axis] // 16, 2, 8, *shape[axis + 1 :])
+    return jnp.swapaxes(a, axis, axis + 1).reshape(shape)
+
+
+def prepare(t: NVFP4Tensor, *, is_paired: bool = False) -> HopperNVFP4:
     """Reorders a weight, or a stack of them, for the Hopper kernels.
 
     N and K are padded to multiples of 64 with zeros. Scales are not negative (their sign is lost),
     and codes whose scale is zero become zeros.
+
+    Args:
+      t: the weight.
+      is_paired: whether to put its rows, a gate and what it lets through, in the order of `paired_rows`.
     """
     n, k = t.shape
+    if is_paired:
+        t = _with_rows(t, paired_rows)
     scale_bytes = jax.lax.bitcast_convert_type(t.scales, jnp.uint8) & 127
     is_zero = jnp.repeat(scale_bytes == 0, nvfp4.BLOCK, axis=-1)
     codes = jnp.where(is_zero, 0, nvfp4.unpack_codes(t.codes)).astype(jnp.uint8)
@@ -132,6 +164,19 @@ def prepare(t: NVFP4Tensor) -> HopperNVFP4:
         words=words.reshape(*words.shape[:-1], *TILE_SHAPE),
         global_scale=t.global_scale,
         shape=(n, k),
+        is_paired=is_paired,
+    )
+
+
+def _with_rows(t: NVFP4Tensor, order: Callable[[jax.Array, int], jax.Array]) -> NVFP4Tensor:
+    """A weight whose rows are in another order."""
+    has_rows = t.global_scale.shape[-1] == t.shape[0]
+    scales = jax.lax.bitcast_convert_type(t.scales, jnp.uint8)
+    return dataclasses.replace(
+        t,
+        codes=order(t.codes, -2),
+        scales=jax.lax.bitcast_convert_type(order(scales, -2), t.scales.dtype),
+        global_scale=order(t.global_scale, -1) if has_rows else t.global_scale,
     )
 
 
@@ -142,12 +187,13 @@ def unprepare(w: HopperNVFP4) -> NVFP4Tensor:
     inverse = np.zeros(256, np.uint8)
     inverse[_SCALE_BYTES] = np.arange(len(_SCALE_BYTES))
     scales = jnp.asarray(inverse)[scale_bytes[..., :n, : k // nvfp4.BLOCK]]
-    return NVFP4Tensor(
+    t = NVFP4Tensor(
         codes=nvfp4.pack_codes(codes[..., :n, :k]),
         scales=jax.lax.bitcast_convert_type(scales, jnp.float8_e4m3fn),
         global_scale=w.global_scale,
         shape=(n, k),
     )
+    return _with_rows(t, joined_rows) if w.is_paired else t
 
 
 def unpack_tiles(words: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -185,9 +185,9 @@ def read_base(
 
     dtype = abstract_base(model)["embed_tokens"].dtype
 
-    @jax.jit
-    def arrange(weight: packed_formats.Packed) -> PackedWeight:
-        return prepare(weight, model.dtype)
+    @functools.partial(jax.jit, static_argnums=1)
+    def arrange(weight: packed_formats.Packed, linear: str) -> PackedWeight:
+        return prepare(weight, model.dtype, is_gated=linear == "gate_up")
 
     shared = _shared_scales(arch, tensors, source) if source and source.name == "nvfp4" else set()
     in_16_bits = {linear: set(at) for linear, at in kept}
@@ -209,11 +209,11 @@ def read_base(
             parts = source.pack(dense)
         elif source is None:
             parts = [jnp.asarray(tensors[f"{name}.weight"]) for name in names]
-            return arrange(_pack(packed_formats.named(model.weights), scales, parts))
+            return arrange(_pack(packed_formats.named(model.weights), scales, parts), linear)
         else:
             parts = [source.read(tensors, name) for name in names]
         apart = {"shared": False} if source.name == "nvfp4" and linear not in shared else {}
-        return arrange(source.fuse(parts, **apart))
+        return arrange(source.fuse(parts, **apart), linear)
 
     frozen = assemble(arch, tensors, dtype, read_linear, progress, places)
     return frozen | ({"kept": stacks} if stacks else {})

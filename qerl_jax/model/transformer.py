@@ -198,7 +198,8 @@ class FusedLinear(nn.Module):
         shape = (features, x.shape[-1])
         match self.weights:
             case "nvfp4":
-                return prepare(nvfp4.random(key, shape, std=0.02), x.dtype)
+                is_gated = [name for name, _ in self.parts] == ["gate_proj", "up_proj"]
+                return prepare(nvfp4.random(key, shape, std=0.02), x.dtype, is_gated=is_gated)
             case "mxfp4":
                 return prepare(mxfp4.random(key, shape, std=0.02), x.dtype)
             case "nf4":
