@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import runtime
-from pallas_kernels.finished_linear import epilogue, lora
+from pallas_kernels.finished_linear import epilogue, gated, lora
 from pallas_kernels.finished_linear.epilogue import Stream
 from pallas_kernels.finished_linear.lora import Branch
 from pallas_kernels.nvfp4_matmul import config as configs
@@ -56,6 +56,8 @@ def supports(
         return f"needs 1 <= M <= {MAX_M}; got M = {m}"
     m, n = padded(m), sum(sizes)
     ranks = lora.filled_rank(rank) if rank else 0
+    if is_packed and is_swiglu and runtime.pairs_gates() and layout.can_pair(n):
+        return gated.supports(m, n, k, rank=ranks)
     whole = sum(map(layout.whole, sizes))
     if reason := epilogue.supports(m, whole, rank=ranks, is_swiglu=is_swiglu):
         return reason
@@ -76,6 +78,7 @@ def linear(
     is_swiglu: bool = False,
     config: Config | None = None,
     following: tuple[HopperNVFP4 | jax.Array, Branch | None] | None = None,
+    counters: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array | Stream:
     """y = x W^T + bias + LoRA's branches, with the norm before and the operations after it.
@@ -90,8 +93,9 @@ def linear(
       eps: epsilon of the norm, if x is a stream.
       residual: a stream to which y is added, and the float32 [N] scale of the norm after it.
       is_swiglu: whether y is gate and up, and the result is silu(gate) * up.
-      config: configuration of the packed product; None for the tuned one.
+      config: configuration of the packed product; None for the tuned one. For rows in pairs a `gated.Config`.
       following: weight and branch of the next linear, for prefetching (`nvfp4_matmul.decode.Upcoming`).
+      counters: for `gated.linear`.
       interpret: run on a CPU, and report data races.
 
     Returns:
@@ -99,10 +103,16 @@ def linear(
     """
     n = w.shape[0]
     values = x.scaled if isinstance(x, Stream) else x
+    upcoming = None if following is None else _upcoming(len(values), *following)
+    if isinstance(w, HopperNVFP4) and w.is_paired:
+        if branch is not None and not branch.is_paired:
+            raise NotImplementedError("the rows of w are in pairs, those of LoRA's B are not")
+        options = {"divisor": divisor, "branch": branch, "eps": eps, "config": config}
+        options |= {"following": upcoming, "counters": counters, "interpret": interpret}
+        return gated.linear(x, w, **options)
     if isinstance(w, HopperNVFP4):
         a = None if branch is None else branch.a
         config = config or _config(len(values), *w.shape, branch is not None)
-        upcoming = None if following is None else _upcoming(len(values), *following)
         sums = decode.product(values, w, config, a, upcoming, interpret=interpret)
         divisor = w.global_scale if divisor is None else divisor
     else:
@@ -170,6 +180,9 @@ def _dense_product(x: jax.Array, w: jax.Array, branch: Branch | None) -> Sums:
 def _upcoming(m: int, w: HopperNVFP4 | jax.Array, branch: Branch | None) -> decode.Upcoming | None:
     if not isinstance(w, HopperNVFP4):
         return None
+    if w.is_paired:
+        config = gated.pick_config(m, *w.shape, has_branch=branch is not None)
+        return None if config is None else gated.upcoming(w, config)
     config = _config(m, *w.shape, branch is not None)
     return decode.upcoming(m, w, config, None if branch is None else branch.a)
 

@@ -22,15 +22,17 @@ class Branch:
       a: for a packed base, int32 [..., tiles, K / 64, 4, 3, 192] from `dense_tile.pack`; for a dense one, bfloat16
         [..., 64 * tiles, K].
       b: bfloat16 [..., N, max(rank, 64)], scaled; zero in the columns of other parts. Each part of N is padded with
-        zeros to whole tiles of 64 rows.
+        zeros to whole tiles of 64 rows. In pairs int32 [..., N / 64, pieces, 3, 192] of `pack_pairs`, without zeros.
       sizes: rows of the base in each part, not necessarily whole tiles.
       rank: padded rank of one part.
+      is_paired: whether `b` is for a base whose rows are in the order of `layout.paired_rows`.
     """
 
     a: jax.Array
     b: jax.Array
     sizes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     rank: int = dataclasses.field(metadata={"static": True})
+    is_paired: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def firsts(self) -> tuple[int, ...]:
@@ -51,8 +53,17 @@ def filled_rank(rank: int) -> int:
     return rank + -rank % TILE if rank > TILE // 2 else 1 << max(3, (rank - 1).bit_length())
 
 
+def can_pair(rank: int) -> bool:
+    """Whether both parts' ranks find room in one tile of A, as `pack_pairs` needs it."""
+    return filled_rank(rank) <= TILE // 2
+
+
 def pack_branch(
-    parts: Sequence[tuple[jax.Array, jax.Array]], scaling: float, *, is_packed: bool
+    parts: Sequence[tuple[jax.Array, jax.Array]],
+    scaling: float,
+    *,
+    is_packed: bool,
+    is_paired: bool = False,
 ) -> Branch:
     """Joins the branches of linears that share an input.
 
@@ -60,6 +71,7 @@ def pack_branch(
       parts: A [..., K, R] and B [..., R, N_i] of each, in the order of the base's rows.
       scaling: alpha / R, multiplied into B.
       is_packed: whether the base is packed.
+      is_paired: whether its rows, a gate and what it lets through, are in pairs, and `can_pair` the ranks.
     """
     rank = parts[0][0].shape[-1]
     filled = filled_rank(rank)
@@ -75,7 +87,52 @@ def pack_branch(
         a=dense_tile.pack(a)
         if is_packed
         else pad_last(a, 0, -a.shape[-1] % TILE).astype(jnp.bfloat16).mT,
-        b=jnp.concatenate(b, axis=-2).astype(jnp.bfloat16),
+        b=pack_pairs(*(pad_last(scaling * matrix.mT, 0, filled - rank) for _, matrix in parts))
+        if is_paired
+        else jnp.concatenate(b, axis=-2).astype(jnp.bfloat16),
         sizes=tuple(matrix.shape[-1] for _, matrix in parts),
         rank=filled,
+        is_paired=is_paired,
     )
+
+
+def pack_pairs(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """B of a gate and of what it lets through as a thread of `wgmma` reads it, without the zeros between them.
+
+    Thread 32 w + 4 g + t has of each eight ranks the word of ranks 2 t and 2 t + 1: first of the gate's row 8 w + g
+    of 32, then of the other's. Up to four of its words lie beside each other.
+
+    Args:
+      gate: [..., N / 2, R], R 8, 16 or 32, scaled.
+      up: likewise.
+
+    Returns:
+      int32 [..., N / 64, max(1, R / 16), 3, 192], of bfloat16 pairs.
+    """
+    *stack, n, rank = gate.shape
+    both = jnp.stack([gate, up], axis=-3).astype(jnp.bfloat16)
+    both = both.reshape(*stack, 2, n // 32, 4, 8, rank // 8, 4, 2)
+    # Axes: part, tile, w, g, eight, t, pair -> tile, part, eight, w, g, t, pair.
+    both = both.transpose(
+        *range(len(stack)), *(len(stack) + axis for axis in (1, 0, 4, 2, 3, 5, 6))
+    )
+    words = jax.lax.bitcast_convert_type(both, jnp.int32)
+    words = words.reshape(*stack, n // 32, max(1, rank // 16), min(4, rank // 4), 128)
+    words = words.swapaxes(-1, -2).reshape(*words.shape[:-2], -1)
+    whole_piece = layout.CODE_WORDS + layout.SCALE_WORDS
+    words = jnp.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, whole_piece - words.shape[-1])])
+    return words.reshape(*words.shape[:-1], *layout.TILE_SHAPE)
+
+
+def unpack_pairs(pieces: jax.Array, rank: int) -> jax.Array:
+    """Of one tile what `pack_pairs` made, with zeros: int32 [pieces, 3, 192] -> bfloat16 [64 (rows), 64 (ranks)]."""
+    each = min(4, rank // 4)
+    words = pieces.reshape(len(pieces), -1)[:, : 128 * each].reshape(len(pieces), 128, each)
+    values = jax.lax.bitcast_convert_type(words.swapaxes(1, 2), jnp.bfloat16)
+    # Axes: part, eight, w, g, t, pair -> part, w, g, (eight, t, pair).
+    values = values.reshape(2, rank // 8, 4, 8, 4, 2).transpose(0, 2, 3, 1, 4, 5)
+    values = values.reshape(2, 4, 8, rank)
+    padded = [
+        jnp.pad(values[i], ((0, 0), (0, 0), (i * rank, TILE - (i + 1) * rank))) for i in (0, 1)
+    ]
+    return jnp.stack(padded, axis=1).reshape(TILE, TILE)

@@ -261,3 +261,64 @@ def count(counter: jax.Ref, last: jax.Array, flag: jax.Ref) -> None:
 
     arg_types = (plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), plgpu.RefType())
     plgpu.inline_mgpu(arg_types=arg_types)(emit)(counter, last, flag)
+
+
+def publish(counter: jax.Ref) -> None:
+    """Counts this warpgroup up; whoever sees the count, by `await_published`, sees all that it has written.
+
+    Args:
+      counter: int32 in device memory.
+    """
+
+    def emit(_: mgpu.LaunchContext, counter: ir.Value) -> None:
+        # Bulk copies, which are another proxy, will read it.
+        utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
+        utils.warpgroup_barrier()
+        predicate = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
+        code = "@$1 red.release.gpu.global.add.u32 [$0], 1;"
+        utils.inline_ptx(code, utils.memref_ptr(counter), predicate, has_side_effects=True)
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(emit)(counter)
+
+
+def await_published(counter: jax.Ref, readers: jax.Ref, count: int, blocks: int) -> None:
+    """Waits until so many warpgroups have counted up by `publish`.
+
+    One warpgroup of each block waits. The last of these blocks to be done sets both counters back to 0.
+
+    Args:
+      counter: int32 in device memory, 0 before the first count.
+      readers: int32 in device memory, 0 before the first block waits.
+      count: for which to wait.
+      blocks: number of blocks that wait.
+    """
+
+    def emit(_: mgpu.LaunchContext, counter: ir.Value, readers: ir.Value) -> None:
+        counter, readers = map(utils.memref_ptr, (counter, readers))
+        utils.inline_ptx(
+            "{ .reg .b32 seen; .reg .pred is_early;\n"
+            "again: ld.acquire.gpu.global.b32 seen, [$0];\n"
+            "setp.lt.u32 is_early, seen, $1;\n"
+            "@is_early bra again;\n"
+            "fence.proxy.async; }",
+            counter,
+            i32(count),
+            has_side_effects=True,
+        )
+        # All threads have seen it before it is set back.
+        utils.warpgroup_barrier()
+        predicate = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
+        utils.inline_ptx(
+            "{ .reg .b32 before; .reg .pred is_last;\n"
+            "setp.ne.u32 is_last, 0, 0;\n"
+            "@$3 atom.relaxed.gpu.global.inc.u32 before, [$1], $2;\n"
+            "@$3 setp.eq.u32 is_last, before, $2;\n"
+            "@is_last st.relaxed.gpu.global.b32 [$0], 0; }",
+            counter,
+            readers,
+            i32(blocks - 1),
+            predicate,
+            has_side_effects=True,
+        )
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)(emit)(counter, readers)

@@ -17,7 +17,7 @@ from flax.traverse_util import flatten_dict
 
 from pallas_kernels import decode_attention, rounded, runtime
 from pallas_kernels.finished_linear import decode as fused
-from pallas_kernels.finished_linear import epilogue
+from pallas_kernels.finished_linear import epilogue, gated
 from pallas_kernels.finished_linear.lora import Branch, pack_branch
 from pallas_kernels.portable import epilogue as portable
 from qerl_jax.model import kv_cache, layers, lora, transformer
@@ -205,7 +205,8 @@ def policy(
         ]
         if is_portable:
             return portable.pack_branch(pairs, shape.factor)
-        return pack_branch(pairs, shape.factor, is_packed=is_packed)
+        is_paired = getattr(weights[linear], "is_paired", False)
+        return pack_branch(pairs, shape.factor, is_packed=is_packed, is_paired=is_paired)
 
     def divisor(weight: Any) -> jax.Array:
         return weight.multiplier if is_portable else fused.sliceable(weight.global_scale)
@@ -366,10 +367,12 @@ def step(
         qkv = linear("qkv", stream, eps=eps)
         mixed, state = attend(qkv, head_norms, index, state)
         stream = linear("o", mixed, residual=(stream, scales["inside"]))
-        hidden = linear("gate_up", stream, eps=eps, is_swiglu=True)
+        hidden = linear("gate_up", stream, eps=eps, is_swiglu=True, counters=counters)
         stream = linear("down", hidden, residual=(stream, scales["after"]))
         return (index + 1, stream, state), None
 
+    # One for all layers, or XLA would clear one for each.
+    counters = jnp.zeros((gated.COUNTERS,), jnp.int32)
     start = epilogue.stream(x, policy.first_scale)
     # The layer number is carried: a scanned list of numbers would cost a four-byte copy per layer.
     (_, stream, state), _ = jax.lax.scan(

@@ -1,0 +1,579 @@
+"""The kernel of `gated`, in phases: each is a method of what a warpgroup knows of its block's work."""
+
+import dataclasses
+import functools
+import itertools
+import types
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.finished_linear import gated, lora
+from pallas_kernels.finished_linear.gated import Config, Cut
+from pallas_kernels.mosaic import collectives, fragments, paired, registers, transposed
+from pallas_kernels.mosaic import launch as mosaic
+from pallas_kernels.mosaic.ring import Ring
+from pallas_kernels.nvfp4_matmul import dense_tile, layout, packed_tile
+from pallas_kernels.nvfp4_matmul.decode import Upcoming
+from pallas_kernels.nvfp4_matmul.layout import TILE
+
+# Rows of x that are finished at a time: the branch's product needs registers beside the sums.
+_AT_ONCE = 32
+# Shares of A that are added up at a time.
+_SHARES_AT_ONCE = 4
+# Where `counters` count the windows of U that are there, and the blocks that have seen them.
+_READY, _READERS = 4, 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is known before the start.
+
+    Attributes:
+      config: how it is cut up.
+      cut: which block does what.
+      rank: of one part of LoRA's branch; 0 without one.
+      norm: width of the stream whose unit the product is multiplied by, and its epsilon; or None.
+      following: the product whose first words are asked for; or None.
+      interpret: whether this runs on a CPU.
+    """
+
+    config: Config
+    cut: Cut
+    rank: int
+    norm: tuple[int, float] | None
+    following: Upcoming | None
+    interpret: bool
+
+    @property
+    def chunks(self) -> int:
+        """Tiles of columns in a slot."""
+        return self.config.step // TILE
+
+    @property
+    def units_of_turn(self) -> int:
+        """Of the columns, and one for the branch."""
+        return self.cut.steps + (self.rank > 0)
+
+
+def launch(operands: Mapping[str, jax.Array | None], problem: Problem, *, name: str) -> jax.Array:
+    """Starts the kernel.
+
+    Args:
+      operands: `x` bfloat16 [M, K], `w` int32 [N / 64, K / 64, 3, 192], `divisor` float32 [1] or more, and
+        `counters` int32 [gated.COUNTERS], zeros; or None: `squares` float32 [D / 64, M], `a` int32 [K / 16, 3, 192],
+        `b` int32 [N / 64, pieces, 3, 192].
+      problem: how they are cut up.
+      name: of the kernel.
+
+    Returns:
+      bfloat16 [M, N / 2].
+    """
+    if problem.interpret and problem.rank:
+        # The interpreter knows of nothing that blocks tell each other.
+        shares = _launch(operands, problem, problem.cut.shares, 0, name=name)["shares"]
+        u = fragments.to_rows(shares).sum(0).astype(jnp.bfloat16).T
+        operands = {**operands, "a": None, "u": u}
+        return _launch(operands, problem, 0, problem.config.blocks, name=name)["out"]
+    blocks = problem.cut.shares, problem.config.blocks
+    return _launch({**operands, "u": None}, problem, *blocks, name=name)["out"]
+
+
+def _launch(
+    operands: Mapping[str, jax.Array | None],
+    problem: Problem,
+    blocks_of_a: int,
+    blocks_of_w: int,
+    *,
+    name: str,
+) -> dict[str, jax.Array]:
+    config, m, tiles = problem.config, len(operands["x"]), problem.cut.tiles
+    warpgroups, stages, interpret = config.warpgroups, config.stages, problem.interpret
+    adds_up = bool(blocks_of_a) and not interpret
+    counters = operands["counters"] if adds_up else None
+    shares = (problem.cut.shares, *fragments.shape(TILE, m))
+
+    def tiles_of_x(*shape: int) -> plgpu.SMEM:
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=mosaic.SWIZZLED)
+
+    x_slots = tiles_of_x(stages, m, config.step)
+    u_slots = tiles_of_x(stages * problem.chunks, m, TILE)
+    return mosaic.launch(
+        functools.partial(_kernel, problem=problem, blocks_of_a=blocks_of_a),
+        {
+            **{"u": None, **operands},
+            "counters": counters,
+            "following": problem.following and problem.following.words,
+        },
+        {
+            "out": jax.ShapeDtypeStruct((m, tiles * TILE // 2), jnp.bfloat16)
+            if blocks_of_w
+            else None,
+            "shares": jax.ShapeDtypeStruct(shares, jnp.float32) if blocks_of_a else None,
+            "new_u": jax.ShapeDtypeStruct((m, TILE), jnp.bfloat16) if adds_up else None,
+        },
+        {
+            # U takes the place of x. The interpreter takes all that shares a place for the same.
+            "slots": None if interpret else plgpu.RefUnion(x_slots, u_slots),
+            "x_slots": x_slots if interpret else None,
+            "u_slots": u_slots if interpret else None,
+            "w_slots": plgpu.SMEM(
+                (stages, config.high * gated.depth(config), *layout.TILE_SHAPE), jnp.int32
+            ),
+            "unit": plgpu.SMEM((m,), jnp.float32) if problem.norm else None,
+            "flags": plgpu.SMEM((warpgroups,), jnp.int32) if adds_up else None,
+            "full": plgpu.Barrier(num_arrivals=config.high + 1, num_barriers=stages),
+            "empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=stages) if blocks_of_a else None,
+            "has_unit": plgpu.Barrier() if problem.norm else None,
+            "decoded": tiles_of_x(warpgroups, TILE, TILE) if interpret else None,
+        },
+        name=name,
+        interpret=interpret,
+        grid=(blocks_of_a + blocks_of_w,),
+        grid_names=("block",),
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+    )
+
+
+def _kernel(refs: types.SimpleNamespace, *, problem: Problem, blocks_of_a: int) -> None:
+    number, group = lax.axis_index("block"), lax.axis_index("warpgroup")
+    of_a = _BlockOfA(problem, refs, number, group)
+    of_w = _Block(problem, refs, number - blocks_of_a, group)
+    if refs.out is None:
+        of_a.run()
+    elif not blocks_of_a:
+        of_w.run()
+    else:
+        pl.when(number < blocks_of_a)(of_a.run)
+        pl.when(number >= blocks_of_a)(of_w.run)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Worker:
+    """A block's work as one of its warpgroups sees it.
+
+    Attributes:
+      problem: what all blocks know.
+      refs: operands, results and scratch of `launch`.
+      number: of the block among those with such work.
+      group: of the warpgroup.
+    """
+
+    problem: Problem
+    refs: types.SimpleNamespace
+    number: jax.Array
+    group: jax.Array
+
+    @property
+    def rows(self) -> int:
+        """M."""
+        return self.refs.x.shape[0]
+
+    @property
+    def _x_slots(self) -> jax.Ref:
+        return self.refs.x_slots if self.problem.interpret else self.refs.slots[0]
+
+    def _u_slot(self, slot: jax.Array) -> jax.Ref:
+        """Where U [M, 64] is in a slot."""
+        slots = self.refs.u_slots if self.problem.interpret else self.refs.slots[1]
+        return slots.at[slot * self.problem.chunks]
+
+    def _copy_x(self, at: jax.Array, slot: jax.Array, barriers: jax.Ref) -> None:
+        columns = pl.ds(at * self.problem.config.step, self.problem.config.step)
+        plgpu.copy_gmem_to_smem(
+            self.refs.x.at[:, columns], self._x_slots.at[slot], barriers.at[slot]
+        )
+
+    def _summed(self, rows: int, add_products: Callable) -> jax.Array:
+        """What is left in an accumulator [64, rows]."""
+
+        def run(acc):
+            add_products(acc)
+            return acc[...]
+
+        return pl.run_scoped(run, plgpu.ACC((TILE, rows), jnp.float32))
+
+    def _multiply(self, acc: jax.Ref, tile: jax.Array, x: jax.Ref, *, wait: int = 0) -> None:
+        """Adds a tile in registers times x [rows, 64]."""
+        if self.problem.interpret:  # takes no operand from registers
+            ref = self.refs.decoded.at[self.group]
+            ref[...] = tile
+            plgpu.commit_smem()
+            tile, wait = ref, 0
+        plgpu.wgmma(acc, tile, x.T)
+        plgpu.wgmma_wait(wait)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BlockOfA(_Worker):
+    """A share of the columns of x A; each warpgroup has its own window of the rows of x."""
+
+    def run(self) -> None:
+        """Multiplies, and adds up if it is the last."""
+        cut = self.problem.cut
+        start, stop = (lax.div((self.number + i) * cut.steps, cut.shares) for i in range(2))
+
+        @pl.when(self.group == 0)
+        def _copy():
+            for stage in range(self.problem.config.stages):
+                pl.when(start + stage < stop)(lambda at=stage: self._copy(start + at, at))
+
+        pl.when(self.group < cut.windows)(lambda: self._multiply_window(start, stop))
+
+    def _copy(self, unit: jax.Array, slot: int) -> None:
+        refs, chunks = self.refs, self.problem.chunks
+        plgpu.copy_gmem_to_smem(
+            refs.a.at[pl.ds(unit * chunks * 4, chunks * 4)],
+            refs.w_slots.at[slot, pl.ds(0, chunks * 4)],
+            refs.arrived.at[slot],
+            oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+        )
+        self._copy_x(unit, slot, refs.arrived)
+
+    def _multiply_window(self, start: jax.Array, stop: jax.Array) -> None:
+        refs, size = self.refs, self.rows // self.problem.cut.windows
+        window = pl.ds(self.group * size, size)
+
+        def one_unit(unit, acc):
+            slot = unit - start
+            plgpu.barrier_wait(refs.arrived.at[slot])
+            for chunk in range(self.problem.chunks):
+                pieces = [refs.w_slots.at[slot, 4 * chunk + i] for i in range(4)]
+                if self.problem.interpret:
+                    tile = dense_tile.unpack_tile([piece[...] for piece in pieces])
+                else:
+                    tile = packed_tile.load_plain(*pieces)
+                self._multiply(acc, tile, self._x_slots.at[slot, window, pl.ds(chunk * TILE, TILE)])
+
+        total = self._summed(size, lambda acc: pl.loop(start, stop)(lambda u: one_unit(u, acc)))
+        pieces = pl.ds(self.group * (size // fragments.COLUMNS), size // fragments.COLUMNS)
+        own = refs.shares.at[self.number, 0, pieces]
+        fragments.store(total, own, interpret=self.problem.interpret)
+        if self.problem.interpret:
+            return
+        last = jnp.int32(self.problem.cut.shares - 1)
+        flag = refs.flags.at[pl.ds(self.group, 1)]
+        collectives.count(refs.counters.at[self.group], last, flag)
+
+        @pl.when(refs.flags[self.group] != 0)
+        def _add_up():
+            u = self._added_up(pieces).astype(jnp.bfloat16)
+            transposed.store(u, refs.new_u.at[window])
+            collectives.publish(refs.counters.at[_READY])
+
+    def _added_up(self, pieces: pl.Slice) -> jax.Array:
+        """All shares of this window, in their order."""
+        shares, ref = self.problem.cut.shares, self.refs.shares
+        load = lambda share: fragments.load(ref.at[share, 0, pieces], interpret=False)
+
+        def some(turn, total):
+            first = 1 + turn * _SHARES_AT_ONCE
+            loaded = [load(lax.min(first + i, shares - 1)) for i in range(_SHARES_AT_ONCE)]
+            for i, more in enumerate(loaded):
+                total += jnp.where(first + i < shares, more, jnp.zeros_like(more))
+            return total
+
+        return lax.fori_loop(0, -(-(shares - 1) // _SHARES_AT_ONCE), some, load(0))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block(_Worker):
+    """Whole tiles of W."""
+
+    @property
+    def turns(self) -> int:
+        """How many times it takes `high` tiles."""
+        return self.problem.cut.turns
+
+    @functools.cached_property
+    def units(self) -> int:
+        """In all."""
+        return self.turns * self.problem.units_of_turn
+
+    @functools.cached_property
+    def ring(self) -> Ring:
+        """Of units; `fetch` brings what the first warpgroup copies for all."""
+        refs = self.refs
+        stages = self.problem.config.stages
+        return Ring(stages, self._copy_common, refs.full, refs.empty, end=self.units)
+
+    def run(self) -> None:
+        """All turns."""
+        for stage in range(min(self.problem.config.stages, self.units)):
+            unit = jnp.int32(stage)
+            self._copy_own(unit, stage)
+            pl.when(self.group == 0)(lambda unit=unit: self.ring.fetch(unit))
+        if self.problem.norm is not None:
+            pl.when(self.group == self.problem.config.warpgroups - 1)(self._put_unit)
+        pl.loop(0, self.turns)(self._one_turn)
+
+    # Copies --------------------------------------------------------------------------------------
+    def _tile(self, turn: jax.Array, at: jax.Array | int) -> jax.Array:
+        """Number of the tile at a place of this block; may lie beyond the last one."""
+        config = self.problem.config
+        return (turn * config.blocks + self.number) * config.high + at
+
+    def _copy_words(self, unit: jax.Array, slot: jax.Array, place: jax.Array | int) -> None:
+        """Starts the copies of W, or of B, for one tile."""
+        problem, refs = self.problem, self.refs
+        turn, at = lax.div(unit, problem.units_of_turn), lax.rem(unit, problem.units_of_turn)
+        tile = lax.min(self._tile(turn, place), problem.cut.tiles - 1)
+        first = place * gated.depth(problem.config)
+
+        def copy(source: jax.Ref, count: int) -> None:
+            plgpu.copy_gmem_to_smem(
+                source,
+                refs.w_slots.at[slot, pl.ds(first, count)],
+                refs.full.at[slot],
+                oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+            )
+
+        def columns():
+            copy(refs.w.at[tile, pl.ds(at * problem.chunks, problem.chunks)], problem.chunks)
+
+        if not problem.rank:
+            columns()
+            return
+        pl.when(at < problem.cut.steps)(columns)
+        pl.when(at == problem.cut.steps)(lambda: copy(refs.b.at[tile], refs.b.shape[1]))
+
+    def _copy_own(self, unit: jax.Array, slot: jax.Array | int) -> None:
+        """Starts the copies of this warpgroup's own rows of W, or B."""
+        self._copy_words(unit, slot, self.group)
+
+    def _copy_common(self, unit: jax.Array, slot: jax.Array) -> None:
+        """Starts the copies of x, or U, and of a shared tile."""
+        problem, refs = self.problem, self.refs
+        if problem.config.is_shared:
+            self._copy_words(unit, slot, problem.config.warpgroups)
+        at = lax.rem(unit, problem.units_of_turn)
+        if not problem.rank:
+            self._copy_x(at, slot, refs.full)
+            return
+        pl.when(at < problem.cut.steps)(lambda: self._copy_x(at, slot, refs.full))
+        pl.when(at == problem.cut.steps)(lambda: self._copy_u(unit, slot))
+
+    def _copy_u(self, unit: jax.Array, slot: jax.Array) -> None:
+        refs = self.refs
+        if not self.problem.interpret:
+
+            @pl.when(unit < self.problem.units_of_turn)
+            def _wait():
+                counters = refs.counters.at[_READY], refs.counters.at[_READERS]
+                collectives.await_published(
+                    *counters, self.problem.cut.windows, self.problem.config.blocks
+                )
+
+        u = refs.u if refs.new_u is None else refs.new_u
+        plgpu.copy_gmem_to_smem(u, self._u_slot(slot), refs.full.at[slot])
+
+    def _renew(self, unit: jax.Array) -> None:
+        """Leaves the slot of the unit before, and has it filled again."""
+        ring = self.ring
+        ahead = unit - 1 + ring.stages
+        slot = ring.slot(ahead)
+
+        @pl.when((unit > 0) & (ahead < ring.end))
+        def _():
+            ring.leave(slot)
+            # All threads have read their words.
+            collectives.sync(interpret=self.problem.interpret)
+            self._copy_own(ahead, slot)
+
+    def _renew_common(self, unit: jax.Array) -> None:
+        """Has what all read filled again in the slot of the unit before, once all have left it."""
+        ring = self.ring
+        ahead = unit - 1 + ring.stages
+        is_first = self.group == 0
+        pl.when(is_first & (unit > 0) & (ahead < ring.end))(
+            lambda: ring.refill(ring.slot(ahead), ahead)
+        )
+
+    # Sums ----------------------------------------------------------------------------------------
+    def _one_turn(self, turn: jax.Array) -> None:
+        config, first = self.problem.config, turn * self.problem.units_of_turn
+        last = first + self.problem.cut.steps
+        scales = [self._scale(self._tile(turn, self.group))]
+        places = [(self.group, 0, self.rows)]
+        if config.is_shared:
+            scales.append(self._scale(self._tile(turn, config.warpgroups)))
+            size = self.rows // config.warpgroups
+            places.append((config.warpgroups, self.group * size, size))
+
+        def sum_over_columns(*accs):
+            pl.loop(first, last)(lambda unit: self._multiply_unit(unit, accs, places))
+            return [acc[...] for acc in accs]
+
+        accs = [plgpu.ACC((TILE, rows), jnp.float32) for _, _, rows in places]
+        totals = pl.run_scoped(sum_over_columns, *accs)
+        if self.problem.following is not None:
+            pl.when((self.group == 0) & (turn == self.turns - 1))(self._ask_for_following)
+        slot = self.ring.slot(last)
+        if self.problem.rank:
+            self._renew(last)
+            self._renew_common(last)
+            self.ring.wait(slot)
+        if self.problem.norm is not None:
+            pl.when(turn == 0)(lambda: plgpu.barrier_wait(self.refs.has_unit))
+        # A shared tile first: its sums are few, and then leave their registers to the others.
+        finished = reversed(list(zip(places, scales, totals, strict=True)))
+        for (place, row, _), scale, total in finished:
+            base = registers.to_bfloat16(total, interpret=self.problem.interpret)
+            # Beside the sums of many rows there is room for few.
+            is_crowded = total is not totals[0] and self.rows > 96
+            at_once = _AT_ONCE // 4 if is_crowded else _AT_ONCE
+            self._finish(base, scale, self._tile(turn, place), slot, place, row, at_once)
+
+    def _multiply_unit(
+        self, unit: jax.Array, accs: tuple[jax.Ref, ...], places: list[tuple]
+    ) -> None:
+        """Adds the products of a unit, and sees to it that the slot of the unit before is filled again."""
+        problem, slot = self.problem, self.ring.slot(unit)
+        load = (lambda tile: None) if problem.interpret else packed_tile.load
+        high = gated.depth(problem.config)
+        work = [
+            (acc, self.refs.w_slots.at[slot, place * high + chunk], row, rows, chunk)
+            for chunk in range(problem.chunks)
+            for acc, (place, row, rows) in zip(accs, places, strict=True)
+        ]
+        self.ring.wait(slot)
+        # One product runs while the next tile is decoded. Beside the sums of so many rows, and of a shared tile,
+        # there are no registers for two tiles: then another warpgroup decodes.
+        overlaps = len(accs) == 1 or self.rows <= 96
+        loaded = load(work[0][1])
+        for i, (acc, tile, row, rows, chunk) in enumerate(work):
+            # The next tile is on its way while this one is decoded.
+            following = load(work[i + 1][1]) if i + 1 < len(work) else None
+            if problem.interpret:
+                w = packed_tile.decode_words(tile[...])
+            else:
+                w = packed_tile.convert(*loaded)
+            columns = pl.ds(chunk * TILE, TILE)
+            window = slice(None) if rows == self.rows else pl.ds(row, rows)
+            x = self._x_slots.at[slot, window, columns]
+            self._multiply(acc, w, x, wait=int(overlaps))
+            loaded = following
+            if i == 0:
+                self._renew(unit)
+        self._renew_common(unit)
+        # ptxas does not see across the loop's edge that registers are being read.
+        plgpu.wgmma_wait(0)
+
+    def _ask_for_following(self) -> None:
+        """Asks the L2 cache for what blocks of the next product read first."""
+        following, words = self.problem.following, self.refs.following
+        plan = following.plan
+        high, wide = following.config.warpgroups, following.config.step // TILE
+
+        @pl.loop(self.number, plan.blocks, step=self.problem.config.blocks)
+        def _(reader):
+            tile, at = plan.place(plan.start(reader))
+            plgpu.async_prefetch(words.at[pl.ds(tile * high, high), pl.ds(at * wide, wide)])
+
+    # Results -------------------------------------------------------------------------------------
+    def _scale(self, tile: jax.Array) -> jax.Array:
+        """What sums of a tile are multiplied by: a scalar, or [64]."""
+        divisor, n = self.refs.divisor, self.problem.cut.tiles * TILE
+        if divisor.shape[0] != n:
+            return (1 / layout.DECODED_SCALE) * (1 / divisor[0])
+        rows = pl.ds(lax.min(tile, self.problem.cut.tiles - 1) * TILE, TILE)
+        return (1 / layout.DECODED_SCALE) * (1 / _load(0, divisor.at[rows]))
+
+    def _put_unit(self) -> None:
+        """Puts the norm's unit of all rows where all warpgroups find it."""
+        (width, eps), refs = self.problem.norm, self.refs
+        tiles = layout.tiles(width)
+        for window in _windows(self.rows):
+            total = None
+            for first in range(0, tiles, TILE):
+                some = plgpu.load(
+                    refs.squares.at[pl.ds(first, TILE), window],
+                    layout=plgpu.Layout.WGMMA,
+                    optimized=False,
+                )
+                if first + TILE > tiles:
+                    row = plgpu.broadcasted_iota(
+                        jnp.int32, some.shape, 0, layout=plgpu.Layout.WGMMA
+                    )
+                    some = jnp.where(row < tiles - first, some, 0.0)
+                total = some if total is None else total + some
+            refs.unit[window] = lax.rsqrt(jnp.sum(total, axis=0) / width + eps)
+        plgpu.barrier_arrive(refs.has_unit)
+
+    def _finish(
+        self,
+        base: jax.Array,
+        scale: jax.Array,
+        tile: jax.Array,
+        slot: jax.Array,
+        place: jax.Array | int,
+        row: jax.Array | int,
+        at_once: int,
+    ) -> None:
+        """Writes the result of a tile.
+
+        Args:
+          base: sums in bfloat16 [64, rows].
+          scale: what sums are multiplied by.
+          tile: its number.
+          slot: where B and U are.
+          place: of the tile in the block.
+          row: the first of x.
+          at_once: how many rows of x.
+        """
+        problem, refs, interpret = self.problem, self.refs, self.problem.interpret
+        rounded = functools.partial(registers.rounded_to_bfloat16, interpret=interpret)
+        for part in _windows(base.shape[1], at_once):
+            window = pl.ds(row + part.start, part.size)
+            if problem.rank:
+                added = self._branch(self._load_b(slot, place), slot, window)
+            is_all = part.size == base.shape[1]
+            y = base if is_all else base[:, part.start : part.start + part.size]
+            y = y.astype(jnp.float32)
+            y *= _spread(scale, 0, y.shape)
+            if problem.rank:
+                y += rounded(added)
+            if problem.norm is not None:
+                y *= _spread(_load(1, refs.unit.at[window]), 1, y.shape)
+            gate, up = paired.split(rounded(y), interpret=interpret)
+            result = (gate / (1 + jnp.exp(-gate)) * up).astype(jnp.bfloat16)
+
+            @pl.when(tile < problem.cut.tiles)
+            def _store(result=result, window=window):
+                to = refs.out.at[window, pl.ds(tile * (TILE // 2), TILE // 2)]
+                paired.store(result, to, interpret=interpret)
+
+    def _load_b(self, slot: jax.Array, place: jax.Array | int) -> jax.Array:
+        """B of a tile's rows, in registers, bfloat16 [64, 64]."""
+        first = place * gated.depth(self.problem.config)
+        pieces = [self.refs.w_slots.at[slot, first + i] for i in range(self.refs.b.shape[1])]
+        if self.problem.interpret:
+            return lora.unpack_pairs(jnp.stack([piece[...] for piece in pieces]), self.problem.rank)
+        return paired.load_diagonal(pieces, self.problem.rank // 4)
+
+    def _branch(self, b: jax.Array, slot: jax.Array, window: pl.Slice) -> jax.Array:
+        """The product of B and U, float32 [64, rows]."""
+        u = self._u_slot(slot).at[window]
+        return self._summed(window.size, lambda acc: self._multiply(acc, b, u))
+
+
+def _windows(rows: int, at_once: int = _AT_ONCE) -> list[pl.Slice]:
+    """Rows of x, so many at a time."""
+    cuts = [*range(0, rows, at_once), rows]
+    return [pl.ds(first, last - first) for first, last in itertools.pairwise(cuts)]
+
+
+def _load(axis: int, ref: jax.Ref) -> jax.Array:
+    """A vector along the rows of W (0) or of x (1)."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
+
+
+def _spread(values: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
+    """A vector along an axis of a tile, or a scalar."""
+    return lax.broadcast_in_dim(values, shape, (axis,)) if jnp.ndim(values) else values

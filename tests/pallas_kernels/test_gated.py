@@ -1,0 +1,212 @@
+"""gate_up finished inside its product, against plain arithmetic, in interpret mode and on a GPU."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import nvfp4, nvfp4_matmul, runtime, unprepare
+from pallas_kernels.finished_linear import decode as fused
+from pallas_kernels.finished_linear import (
+    epilogue,
+    finished_linear,
+    gated,
+    lora,
+    prepare_branches,
+)
+from pallas_kernels.finished_linear.gated import Config
+from pallas_kernels.nvfp4_matmul import api, layout, shapes
+from tests.pallas_kernels.test_finished_linear_decode import (
+    EPS,
+    assert_rounded,
+    branches,
+    expected,
+    f32,
+    normal,
+    on_cpu,
+    rounded,
+)
+
+
+def weight(n, k, *, has_own_scales=False):
+    t = nvfp4.random(jax.random.key(7), (n, k), std=k**-0.5)
+    scales = jnp.geomspace(0.5, 8, n) if has_own_scales else 1.0
+    return dataclasses.replace(t, global_scale=t.global_scale * scales)
+
+
+def run(m, inner, k, rank, config=None, *, has_own_scales=False, interpret=True, x=None):
+    """What the kernel makes of a stream, and what plain arithmetic does."""
+    t = weight(2 * inner, k, has_own_scales=has_own_scales)
+    parts = branches(k, rank, (inner, inner)) if rank else []
+    branch = lora.pack_branch(parts, 0.5, is_packed=True, is_paired=True) if rank else None
+    scale = 1 + 0.1 * normal(3, (k,), 1.0, jnp.float32)
+    stream = epilogue.stream(normal(2, (m, k), 3.0) if x is None else x, scale)
+    device = None
+    if interpret:
+        device = dataclasses.replace(runtime.H200, processors=config.blocks + 2)
+    y = gated.linear(
+        stream,
+        layout.prepare(t, is_paired=True),
+        branch=branch,
+        eps=EPS,
+        config=config,
+        device=device,
+        interpret=interpret,
+    )
+    unit = np.asarray(stream.unit(EPS))[:, None]
+    wanted = rounded(expected(f32(stream.scaled)[:, :k], t, parts, None, unit))
+    gate, up = np.split(wanted, 2, axis=1)
+    return y, gate / (1 + np.exp(-gate)) * up
+
+
+# Layouts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_own_scales", [False, True])
+def test_a_weight_in_pairs_comes_back_as_it_was(has_own_scales):
+    t = weight(192, 128, has_own_scales=has_own_scales)
+    wanted = unprepare(layout.prepare(t))
+    actual = unprepare(layout.prepare(t, is_paired=True))
+    bits = lambda t: [np.asarray(leaf).view(np.uint8) for leaf in jax.tree.leaves(t)]
+    jax.tree.map(np.testing.assert_array_equal, bits(actual), bits(wanted))
+
+
+def test_a_thread_has_the_same_column_of_the_gate_and_of_up():
+    rows = layout.paired_rows(jnp.arange(128), 0)
+    for tile, w, g in [(0, 0, 0), (0, 3, 7), (1, 2, 5)]:
+        column = 32 * tile + 8 * w + g
+        assert rows[64 * tile + 16 * w + g] == column
+        assert rows[64 * tile + 16 * w + 8 + g] == 64 + column
+    np.testing.assert_array_equal(layout.joined_rows(rows, 0), jnp.arange(128))
+
+
+@pytest.mark.parametrize("rank", [8, 16, 32])
+def test_b_in_pairs_has_no_zeros_and_comes_back_with_them(rank):
+    gate, up = (normal(seed, (64, rank)) for seed in (1, 2))
+    pieces = lora.pack_pairs(gate, up)
+    assert pieces.shape == (2, max(1, rank // 16), *layout.TILE_SHAPE)
+    assert np.count_nonzero(pieces) == 2 * 128 * rank // 4
+    for tile in range(2):
+        rows = lora.unpack_pairs(pieces[tile], rank).reshape(4, 2, 8, 64)
+        window = slice(32 * tile, 32 * tile + 32)
+        np.testing.assert_array_equal(rows[:, 0, :, :rank].reshape(32, rank), gate[window])
+        np.testing.assert_array_equal(rows[:, 1, :, rank : 2 * rank].reshape(32, rank), up[window])
+        assert not rows[:, 0, :, rank:].any() and not rows[:, 1, :, :rank].any()
+        assert not rows[:, 1, :, 2 * rank :].any()
+
+
+# Many rows -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("has_own_scales", [False, True])
+def test_products_of_many_rows_do_not_see_the_order_of_rows(has_own_scales):
+    m, n, k = 24, 192, 128
+    t = weight(n, k, has_own_scales=has_own_scales)
+    joined, paired = layout.prepare(t), layout.prepare(t, is_paired=True)
+    x, dy = normal(1, (m, k)), normal(2, (m, n))
+    forward = lambda w: jax.vjp(lambda x: nvfp4_matmul(x, w), x)
+    (y, back), (wanted, wanted_back) = forward(paired), forward(joined)
+    np.testing.assert_array_equal(y, wanted)
+    # Rows are added up in another order.
+    np.testing.assert_allclose(f32(back(dy)[0]), f32(wanted_back(dy)[0]), rtol=0.02, atol=0.1)
+
+    matrices, bias = branches(k, 8, (n // 2, n // 2)), normal(3, (n,))
+    ready = [(x @ a.astype(x.dtype), b.astype(x.dtype)) for a, b in matrices]
+    prepared = lambda w: prepare_branches(matrices, bias, 1.0, w, x.dtype, rows=m, has_unit=True)
+    finish = lambda w, more: f32(finished_linear(x, w, more, unit=jnp.full((m, 1), 0.7), bias=bias))
+    wanted = finish(joined, ready)
+    for more in (ready, prepared(paired), prepared(None)):
+        np.testing.assert_allclose(finish(paired, more), wanted, rtol=0.01, atol=0.02)
+
+
+def test_only_gates_are_put_in_pairs_and_only_where_that_is_asked_for(monkeypatch):
+    t = weight(128, 64)
+    with runtime.on(runtime.H200):
+        is_paired = lambda **kind: api.prepare(t, jnp.bfloat16, **kind).is_paired
+        assert not is_paired(is_gated=True)
+        monkeypatch.setenv("PALLAS_PAIRED_GATES", "1")
+        assert is_paired(is_gated=True) and not is_paired()
+
+
+# The kernel ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("problem", [p for p in shapes.PROBLEMS if p.layer == "gate_up"])
+@pytest.mark.parametrize("m", [8, 16, 24, 32, 64, 96, 128])
+@pytest.mark.parametrize("rank", [0, 32])
+def test_every_model_has_a_configuration_whose_blocks_run_at_once(problem, m, rank):
+    n, k, has_branch = problem.n, problem.k, rank > 0
+    assert gated.supports(m, n, k, rank=rank, device=runtime.H200) is None
+    config = gated.pick_config(m, n, k, has_branch=has_branch, device=runtime.H200)
+    cut = gated.cut(m, n, k, config, has_branch=has_branch, device=runtime.H200)
+    # Who waits for x A waits for a block that has a processor.
+    assert config.blocks + cut.shares <= runtime.H200.processors
+    assert cut.turns * config.blocks * config.high >= n // 64
+    assert m // 8 % cut.windows == 0 and cut.windows <= min(4, config.warpgroups)
+
+
+def test_what_it_cannot_do_is_refused_with_its_reason():
+    config, device = Config(4, 128, 4, 132), runtime.H200
+    reason = gated.supports(64, 33792, 3584, config, rank=32, device=device)
+    assert reason == "needs more than 0 processors beside 132 for LoRA's A"
+    assert gated.supports(64, 33792, 3584, config, device=device) is None
+    assert "rank 32 at most; got 64" in gated.supports(64, 37888, 3584, rank=64, device=device)
+    assert "whole tiles of 64 rows; got N = 96" in gated.supports(8, 96, 128, device=device)
+    shared = Config(3, 64, 2, 8, is_shared=True)
+    assert "whole 24s for a shared tile" in gated.supports(64, 512, 128, shared, device=device)
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("m", "inner", "k", "rank", "config"),
+    [
+        (8, 64, 128, 32, Config(1, 64, 2, 2)),
+        # Blocks whose last tiles are not there; three windows of x A, in two of which nothing is done.
+        pytest.param(*(16, 96, 256, 8, Config(2, 128, 2, 1)), marks=pytest.mark.slow),
+        # Two turns, and windows of unlike rows.
+        pytest.param(*(48, 160, 256, 16, Config(2, 64, 3, 2)), marks=pytest.mark.slow),
+        # A tile that two warpgroups share.
+        pytest.param(*(32, 96, 128, 32, Config(2, 64, 2, 1, True)), marks=pytest.mark.slow),
+        pytest.param(*(24, 64, 128, 0, Config(1, 64, 2, 2)), marks=pytest.mark.slow),
+    ],
+)
+def test_a_gate_lets_through_what_swiglu_says(capfd, m, inner, k, rank, config):
+    y, wanted = run(m, inner, k, rank, config, has_own_scales=rank == 8)
+    assert_rounded(y, wanted)
+    assert "RACE" not in capfd.readouterr().out
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [8, 24, 64, 96, 128])
+@pytest.mark.parametrize("rank", [0, 8, 32])
+@pytest.mark.parametrize(("inner", "k"), [(18944, 3584), (13824, 5120), (1536, 576), (992, 1024)])
+def test_on_its_device_a_gate_lets_through_what_swiglu_says(m, rank, inner, k):
+    for _ in range(3):  # counters are zeros again
+        y, wanted = run(m, inner, k, rank, interpret=False)
+        assert_rounded(y, wanted, share=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [8, 64, 128])
+def test_on_its_device_a_row_does_not_depend_on_the_others(m):
+    x = normal(2, (m, 3584), 3.0)
+    y, _ = run(m, 18944, 3584, 32, interpret=False, x=x)
+    other, _ = run(m, 18944, 3584, 32, interpret=False, x=x.at[1:].multiply(-3))
+    np.testing.assert_array_equal(y[0], other[0])
+
+
+@on_cpu
+@pytest.mark.slow
+def test_a_linear_of_decoding_finds_the_kernel_by_its_weight():
+    config = Config(1, 64, 2, 2)
+    t, x = weight(128, 128), normal(2, (8, 128), 3.0)
+    stream = epilogue.stream(x, jnp.ones(128))
+    w = layout.prepare(t, is_paired=True)
+    options = {"eps": EPS, "config": config, "interpret": True}
+    y = fused.linear(stream, w, is_swiglu=True, **options)
+    np.testing.assert_array_equal(y, gated.linear(stream, w, **options))
+    branch = lora.pack_branch(branches(128, 8, (64, 64)), 0.5, is_packed=True)
+    with pytest.raises(NotImplementedError, match="those of LoRA's B are not"):
+        fused.linear(stream, w, is_swiglu=True, branch=branch, **options)
