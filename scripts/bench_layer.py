@@ -4,7 +4,9 @@ All layers of a model run in a loop with an end that depends on data, as in gene
 and residual additions. Attention is replaced by a copy of the right size. First the values of two layers are compared
 with those of the plain functions. Then for each base, adapter and M the script prints: the wall time of all layers and
 of one, the device time of every kernel by name, and gaps (wall time without a running kernel). Each arm runs in its own
-process, which is killed at its time limit.
+process, which is killed at its time limit. In arm "nvfp4-paired" gate_up is finished inside its product:
+
+    python -m scripts.bench_layer --arms nvfp4,nvfp4-paired --m 8 64 128
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ import argparse
 import collections
 import dataclasses
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
 
-BASE_KERNELS = ("nvfp4_matmul", "gemm", "nvjet", "cutlass", "sm90_xmma")
+BASE_KERNELS = ("nvfp4_matmul", "nvfp4_gated", "gemm", "nvjet", "cutlass", "sm90_xmma")
 
 
 def run_arm(args: argparse.Namespace) -> None:
@@ -36,10 +39,13 @@ def run_arm(args: argparse.Namespace) -> None:
     from qerl_jax.model.transformer import FusedLinear, Role, Transformer, init_params, random_base
 
     runtime.use_compilation_cache()
+    weights, _, trait = args.child.partition("-")
+    if trait == "paired":
+        os.environ["PALLAS_PAIRED_GATES"] = "1"
     arch = architecture.KNOWN[args.model]
     arch = dataclasses.replace(arch, vocab_size=64, num_layers=args.layers or arch.num_layers)
     lora = LoraConfig(args.rank, float(args.rank)) if args.rank else None
-    model = Transformer(arch, args.child, lora, jnp.bfloat16)
+    model = Transformer(arch, weights, lora, jnp.bfloat16)
     variables = {"frozen": random_base(model, jax.random.key(0))}
     if lora:
         params = init_params(model, variables["frozen"], jax.random.key(1))
@@ -62,7 +68,7 @@ def run_arm(args: argparse.Namespace) -> None:
             def linear(name, x, frozen=frozen, params=params, **options):
                 parts = arch.linears()[name]
                 role = Role.FROZEN if lora is None else Role.ADAPTED
-                module = FusedLinear(parts, args.child, lora, role, bias="bias" in frozen[name])
+                module = FusedLinear(parts, weights, lora, role, bias="bias" in frozen[name])
                 tree = {"frozen": frozen[name], "params": params.get(name, {})}
                 return module.apply(tree, x, **options)
 

@@ -10,6 +10,8 @@ values. Every row of the table runs in its own process, which is killed at its t
     python -m scripts.bench_rollouts --arms nvfp4 nvfp4-no-lora   # the cost of LoRA
     python -m scripts.bench_rollouts --arms nvfp4 nvfp4-plain nf4 mxfp4 --batch 8 64
                                                                   # beside the layers of training
+    python -m scripts.bench_rollouts --arms nvfp4 nvfp4-paired --batch 8 64 128
+                                                                  # gate_up finished inside its product
     python -m scripts.bench_rollouts --kernels portable --arms nvfp4 --batch 8 64
                                                                   # as on cards other than Hopper
     python -m scripts.bench_rollouts --mixed                      # 128 x 8 log-normal lengths, 64 slots
@@ -76,6 +78,9 @@ class Bench:
         runtime.use_kernels(args.kernels)
         weights, _, trait = arm.partition("-")
         self.rank = 0 if trait == "no-lora" else args.rank
+        if trait == "paired":
+            # gate_up is finished inside its product.
+            os.environ["PALLAS_PAIRED_GATES"] = "1"
         if trait == "plain":
             # Decode with the layers of training, as where the fused ones do not apply.
             fused_decode.fit = lambda *_, **__: None
@@ -249,7 +254,7 @@ def main() -> int:
         choices=[
             weights + trait
             for weights in ("nvfp4", "mxfp4", "nf4", "bfloat16")
-            for trait in ("", "-no-lora", "-plain", "-wide")
+            for trait in ("", "-no-lora", "-plain", "-wide", "-paired")
         ],
     )
     parser.add_argument(

@@ -47,6 +47,8 @@ MOST_RANKS = TILE // 2
 # Words of counters in device memory: of the shares of A by part of the rows of x, of the parts that are there, and
 # of the blocks that have seen that.
 COUNTERS = 8
+# What Mosaic takes to add up squares.
+_REDUCTION_BYTES = 2048
 _TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
 
 
@@ -162,7 +164,7 @@ def depth(config: Config) -> int:
 def shared_bytes(m: int, config: Config) -> int:
     """Bytes of shared memory that a block takes."""
     slot = config.step * m * 2 + config.high * depth(config) * _TILE_BYTES
-    return config.stages * slot + 4 * m
+    return config.stages * slot + 4 * m + _REDUCTION_BYTES
 
 
 def pick_config(
@@ -203,7 +205,8 @@ def candidates(
 def upcoming(w: HopperNVFP4, config: Config) -> Upcoming:
     """What blocks of this product read first, for the one before it."""
     steps = layout.whole(w.shape[1]) // config.step
-    return Upcoming(w.words, config, Plan(config.blocks, steps, config.blocks))
+    first = dataclasses.replace(config, warpgroups=config.high, is_shared=False)
+    return Upcoming(w.words, first, Plan(config.blocks, steps, config.blocks))
 
 
 def linear(

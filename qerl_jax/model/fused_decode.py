@@ -371,8 +371,8 @@ def step(
         stream = linear("down", hidden, residual=(stream, scales["after"]))
         return (index + 1, stream, state), None
 
-    # One for all layers, or XLA would clear one for each.
-    counters = jnp.zeros((gated.COUNTERS,), jnp.int32)
+    # One for all layers: without the barrier XLA clears one for each.
+    counters = jax.lax.optimization_barrier(jnp.zeros((gated.COUNTERS,), jnp.int32))
     start = epilogue.stream(x, policy.first_scale)
     # The layer number is carried: a scanned list of numbers would cost a four-byte copy per layer.
     (_, stream, state), _ = jax.lax.scan(

@@ -1,0 +1,154 @@
+"""gate_up of a decoding step in one kernel and in two: values and times, `python -m scripts.bench_gated`.
+
+For each model and M, with LoRA (`--rank`) and a norm before: gate_up at full size in one kernel, rows in pairs
+(`finished_linear.gated`), is compared with a float32 product that is rounded where kernels round, ten times, and with
+itself where all rows but the first are others. Then a call is timed in two kernels, product and epilogue, as is the
+default, and in one, in each of the first `--candidates` configurations. Weights rotate among enough copies to miss
+the L2. The process ends itself when a kernel hangs. Needs nothing but jax and numpy.
+
+    python -m scripts.bench_gated --m 1 8 64 128
+    python -m scripts.bench_gated --models qwen2.5-32b llama-3.1-8b --m 8 64 128 --values
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import faulthandler
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import nvfp4
+from pallas_kernels.finished_linear import decode as fused
+from pallas_kernels.finished_linear import epilogue, gated, lora
+from pallas_kernels.nvfp4_matmul import layout, reference, shapes
+from scripts import bench_kernels as bench
+
+EPS = 1e-6
+
+
+def pack(n: int, k: int, rank: int, *, is_paired: bool):
+    """A branch of random matrices, or None for rank 0, and its matrices."""
+    if not rank:
+        return None, []
+    normal = lambda seed, shape, scale: scale * jax.random.normal(jax.random.key(seed), shape)
+    parts = [
+        (normal(seed, (k, rank), k**-0.5), normal(seed + 9, (rank, n // 2), 1.0)) for seed in (1, 2)
+    ]
+    return lora.pack_branch(parts, 1.0, is_packed=True, is_paired=is_paired), parts
+
+
+def stream_of(values: jax.Array) -> epilogue.Stream:
+    """A residual stream of these rows, before a norm that is all ones."""
+    return epilogue.stream(values, jnp.ones(values.shape[1]))
+
+
+def check(problem: shapes.Problem, ms: list[int], rank: int) -> None:
+    """Compares one weight's results for all M with plain arithmetic, and rows with themselves.
+
+    Raises:
+      AssertionError: an error of more than 2 bfloat16 ulps of the largest result, or of more than half an ulp
+        of it in a hundredth of all; another result of the same call; a row that depends on the others.
+    """
+    n, k = problem.n, problem.k
+    t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(7), (n, k))
+    w = jax.jit(functools.partial(layout.prepare, is_paired=True))(t)
+    branch, parts = pack(n, k, rank, is_paired=True)
+    values = 3 * jax.random.normal(jax.random.key(8), (max(ms), k), jnp.bfloat16)
+    stream = jax.jit(stream_of)(values)
+    rounded = lambda x: x.astype(jnp.bfloat16).astype(jnp.float32)
+    dot = functools.partial(jnp.dot, precision="highest", preferred_element_type="float32")
+    y = reference.forward(stream.scaled.astype(jnp.float32), t)
+    y = rounded(y / t.multiplier) * t.multiplier
+    if parts:
+        added = [
+            rounded(
+                dot(
+                    dot(stream.scaled, a.astype(jnp.bfloat16)).astype(jnp.bfloat16),
+                    b.astype(jnp.bfloat16),
+                )
+            )
+            for a, b in parts
+        ]
+        y += jnp.concatenate(added, axis=1)
+    gate, up = jnp.split(rounded(y * stream.unit(EPS)[:, None]), 2, axis=1)
+    expected = np.asarray(jax.nn.silu(gate) * up)
+
+    call = jax.jit(functools.partial(gated.linear, eps=EPS))
+    for m in ms:
+        bench.watch()
+        config = gated.pick_config(m, n, k, has_branch=rank > 0)
+        of = lambda values: jax.jit(stream_of)(values)
+        x = of(values[:m])
+        results = [np.asarray(call(x, w, branch=branch), np.float32) for _ in range(10)]
+        assert all((result == results[0]).all() for result in results), "results differ"
+        other = np.asarray(call(of(values[:m].at[1:].multiply(-3)), w, branch=branch), np.float32)
+        assert (other[0] == results[0][0]).all(), "a row depends on the others"
+        ulp = 2.0 ** (np.floor(np.log2(np.abs(expected[:m]).max())) - 7)
+        errors = np.abs(results[0] - expected[:m]) / ulp
+        assert errors.max() <= 2 and np.mean(errors > 0.5) < 0.01, f"M = {m}: {errors.max()} ulp"
+        print(f"| {problem.model} | {m} | {rank} | {config} | {errors.max():.3f} |", flush=True)
+
+
+def time_calls(problem: shapes.Problem, m: int, rank: int, count: int) -> None:
+    """Times a call in two kernels, and in one in the first `count` configurations."""
+    n, k = problem.n, problem.k
+    x, joined = bench.nvfp4_inputs(m, n, k)
+    counters = jnp.zeros((x.shape[1], 64), jnp.int32)
+    # The order of rows changes no time: the same bytes are read as pairs.
+    paired = dataclasses.replace(joined, is_paired=True)
+    stream = stream_of(x[0, 0])
+    out = jax.ShapeDtypeStruct((m, n // 2), jnp.bfloat16)
+    candidates = gated.candidates(m, n, k, has_branch=rank > 0)[:count]
+    for config in [None, *candidates]:
+        bench.watch()
+        branch, _ = pack(n, k, rank, is_paired=config is not None)
+
+        def call(x, weights, config=config, branch=branch):
+            w, counters = weights
+            options = {} if config is None else {"config": config, "counters": counters}
+            of_rows = dataclasses.replace(stream, scaled=x)
+            return fused.linear(of_rows, w, branch=branch, eps=EPS, is_swiglu=True, **options)
+
+        weights = joined if config is None else paired, counters
+        timing = bench.measure(bench.rounds_of(call, out), x, weights, repeats=5, name="nvfp4")
+        share = bench.floor_us(m, n, k) / timing.call
+        name = "two kernels" if config is None else "/".join(map(str, dataclasses.astuple(config)))
+        print(
+            f"| {problem.model} | {m} | {name} | {timing.call:.1f} | {timing.loop:.1f} | {share:.0%} |",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Checks and times what the arguments name; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["qwen2.5-7b"])
+    parser.add_argument("--m", nargs="+", type=int, default=[1, 8, 64, 128])
+    parser.add_argument("--rank", type=int, default=32, help="of LoRA; 0 leaves it out")
+    parser.add_argument("--candidates", type=int, default=3, help="configurations to time")
+    parser.add_argument("--values", action="store_true", help="check values only")
+    args = parser.parse_args()
+    ms = sorted({fused.padded(m) for m in args.m})
+    print(bench.versions())
+    problems = bench.problems(args.models, ["gate_up"])
+    print(
+        "| model | M | rank | configuration | largest error, ulp |\n| --- | --- | --- | --- | --- |"
+    )
+    for problem in problems:
+        for rank in dict.fromkeys((args.rank, 0)):
+            check(problem, ms, rank)
+    if not args.values:
+        print("\n| model | M | groups/step/stages/blocks/shared | call us | loop us | of floor |")
+        print("| --- | --- | --- | --- | --- | --- |")
+        for problem in problems:
+            for m in ms:
+                time_calls(problem, m, args.rank, args.candidates)
+    faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    main()
