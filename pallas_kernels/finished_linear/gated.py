@@ -47,8 +47,6 @@ MOST_RANKS = TILE // 2
 # Words of counters in device memory: of the shares of A by part of the rows of x, of the parts that are there, and
 # of the blocks that have seen that.
 COUNTERS = 8
-# What Mosaic takes to add up squares.
-_REDUCTION_BYTES = 2048
 _TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
 
 
@@ -164,7 +162,7 @@ def depth(config: Config) -> int:
 def shared_bytes(m: int, config: Config) -> int:
     """Bytes of shared memory that a block takes."""
     slot = config.step * m * 2 + config.high * depth(config) * _TILE_BYTES
-    return config.stages * slot + 4 * m + _REDUCTION_BYTES
+    return config.stages * slot + 4 * m
 
 
 def pick_config(

@@ -319,10 +319,17 @@ class _Block(_Worker):
         config = self.problem.config
         return (turn * config.blocks + self.number) * config.high + at
 
+    def _place(self, unit: jax.Array) -> tuple[jax.Array | int, jax.Array]:
+        """Turn and step of a unit."""
+        if self.turns == 1:
+            return 0, unit
+        units = self.problem.units_of_turn
+        return lax.div(unit, units), lax.rem(unit, units)
+
     def _copy_words(self, unit: jax.Array, slot: jax.Array, place: jax.Array | int) -> None:
         """Starts the copies of W, or of B, for one tile."""
         problem, refs = self.problem, self.refs
-        turn, at = lax.div(unit, problem.units_of_turn), lax.rem(unit, problem.units_of_turn)
+        turn, at = self._place(unit)
         tile = lax.min(self._tile(turn, place), problem.cut.tiles - 1)
         first = place * gated.depth(problem.config)
 
@@ -352,7 +359,7 @@ class _Block(_Worker):
         problem, refs = self.problem, self.refs
         if problem.config.is_shared:
             self._copy_words(unit, slot, problem.config.warpgroups)
-        at = lax.rem(unit, problem.units_of_turn)
+        _, at = self._place(unit)
         if not problem.rank:
             self._copy_x(at, slot, refs.full)
             return
@@ -486,24 +493,10 @@ class _Block(_Worker):
         return (1 / layout.DECODED_SCALE) * (1 / _load(0, divisor.at[rows]))
 
     def _put_unit(self) -> None:
-        """Puts the norm's unit of all rows where all warpgroups find it."""
+        """Puts the norm's unit of all rows of x where all warpgroups find it."""
         (width, eps), refs = self.problem.norm, self.refs
-        tiles = layout.tiles(width)
-        for window in _windows(self.rows):
-            total = None
-            for first in range(0, tiles, TILE):
-                some = plgpu.load(
-                    refs.squares.at[pl.ds(first, TILE), window],
-                    layout=plgpu.Layout.WGMMA,
-                    optimized=False,
-                )
-                if first + TILE > tiles:
-                    row = plgpu.broadcasted_iota(
-                        jnp.int32, some.shape, 0, layout=plgpu.Layout.WGMMA
-                    )
-                    some = jnp.where(row < tiles - first, some, 0.0)
-                total = some if total is None else total + some
-            refs.unit[window] = lax.rsqrt(jnp.sum(total, axis=0) / width + eps)
+        how = {"interpret": self.problem.interpret}
+        collectives.put_units(refs.squares, layout.tiles(width), width, eps, refs.unit, **how)
         plgpu.barrier_arrive(refs.has_unit)
 
     def _finish(
@@ -541,8 +534,7 @@ class _Block(_Worker):
                 y += rounded(added)
             if problem.norm is not None:
                 y *= _spread(_load(1, refs.unit.at[window]), 1, y.shape)
-            gate, up = paired.split(rounded(y), interpret=interpret)
-            result = (gate / (1 + jnp.exp(-gate)) * up).astype(jnp.bfloat16)
+            result = paired.gate(rounded(y), interpret=interpret)
 
             @pl.when(tile < problem.cut.tiles)
             def _store(result=result, window=window):

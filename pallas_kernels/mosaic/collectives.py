@@ -1,5 +1,7 @@
 """Operations that the threads of a warpgroup, or several blocks, do together and that Pallas does not offer."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -261,6 +263,40 @@ def count(counter: jax.Ref, last: jax.Array, flag: jax.Ref) -> None:
 
     arg_types = (plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), plgpu.RefType())
     plgpu.inline_mgpu(arg_types=arg_types)(emit)(counter, last, flag)
+
+
+def put_units(
+    squares: jax.Ref, count: int, width: int, eps: float, out: jax.Ref, *, interpret: bool
+) -> None:
+    """out[:] = 1 / sqrt(the sum of the first rows / width + eps); a thread of this warpgroup has a column.
+
+    Args:
+      squares: float32 [R, M] in device memory, M at most 128.
+      count: of rows.
+      width: of what the squares are of.
+      eps: epsilon of the norm.
+      out: float32 [M] in shared memory.
+      interpret: whether this runs on a CPU.
+    """
+    if interpret:
+        out[...] = lax.rsqrt(jnp.sum(squares[...][:count], axis=0) / width + eps)
+        return
+
+    def emit(_: mgpu.LaunchContext, squares: ir.Value, out: ir.Value) -> None:
+        columns, f32 = ir.MemRefType(squares.type).shape[1], ir.F32Type.get()
+        base, own = utils.memref_ptr(squares), registers.thread()
+        at = lambda begin, offset: utils.getelementptr(begin, [offset], f32)
+        with utils.when(arith.cmpi(arith.CmpIPredicate.ult, own, i32(columns))):
+            rows = [
+                llvm.load(f32, at(base, arith.addi(own, i32(row * columns))))
+                for row in range(count)
+            ]
+            mean = arith.divf(functools.reduce(arith.addf, rows), utils.c(width, f32))
+            mean = arith.addf(mean, utils.c(eps, f32))
+            unit = llvm.inline_asm(f32, [mean], "rsqrt.approx.f32 $0, $1;", "=f,f")
+            llvm.store(unit, at(utils.memref_ptr(out), own))
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)(emit)(squares, out)
 
 
 def publish(counter: jax.Ref) -> None:
