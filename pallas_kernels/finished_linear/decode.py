@@ -177,12 +177,14 @@ def _dense_product(x: jax.Array, w: jax.Array, branch: Branch | None) -> Sums:
     return Sums(rows, Plan(tiles, 1, tiles), TILE, None if branch is None else times(branch.a))
 
 
-def _upcoming(m: int, w: HopperNVFP4 | jax.Array, branch: Branch | None) -> decode.Upcoming | None:
+def _upcoming(
+    m: int, w: HopperNVFP4 | jax.Array, branch: Branch | None
+) -> decode.Upcoming | gated.Following | None:
     if not isinstance(w, HopperNVFP4):
         return None
     if w.is_paired:
         config = gated.pick_config(m, *w.shape, has_branch=branch is not None)
-        return None if config is None else gated.upcoming(w, config)
+        return None if config is None else gated.Following(w.words, config)
     config = _config(m, *w.shape, branch is not None)
     return decode.upcoming(m, w, config, None if branch is None else branch.a)
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +39,7 @@ from pallas_kernels.finished_linear.epilogue import Stream
 from pallas_kernels.finished_linear.lora import Branch
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.config import MAX_M, most_shared_bytes
-from pallas_kernels.nvfp4_matmul.decode import Plan, Upcoming
+from pallas_kernels.nvfp4_matmul.decode import Upcoming
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 from pallas_kernels.runtime import Device
 
@@ -81,7 +82,7 @@ class Cut:
     Attributes:
       tiles: of 64 rows of W.
       steps: of columns.
-      turns: how many times a block takes `high` tiles.
+      turns: how many times a block takes up to `high` tiles.
       shares: blocks among which the columns of A are divided; 0 without A.
       windows: parts of the rows of x, each of which a warpgroup multiplies by A.
     """
@@ -98,7 +99,8 @@ def cut(
 ) -> Cut:
     """How a problem is divided with a configuration."""
     tiles, steps = layout.tiles(n), layout.whole(k) // config.step
-    turns = -(-tiles // (config.blocks * config.high))
+    most = -(-tiles // config.blocks)
+    turns = -(-most // config.high)
     free = (device or runtime.device()).processors - config.blocks
     shares = max(0, min(free, steps)) if has_branch else 0
     most = min(config.warpgroups, 4)
@@ -145,7 +147,8 @@ def _misfit(
     if config.is_shared and m % (8 * config.warpgroups):
         return f"needs M of whole {8 * config.warpgroups}s for a shared tile; got M = {m}"
     of_blocks = cut(m, n, k, config, has_branch=has_branch, device=device)
-    if has_branch and of_blocks.steps > of_blocks.shares * config.stages:
+    # More would not be done when the first tiles are.
+    if has_branch and of_blocks.steps > 2 * config.stages * of_blocks.shares:
         return f"needs more than {of_blocks.shares} processors beside {config.blocks} for LoRA's A"
     used = shared_bytes(m, config)
     if used > (most := most_shared_bytes(device)):
@@ -178,19 +181,20 @@ def _candidates(m: int, n: int, k: int, has_branch: bool, card: Device) -> tuple
     # Sums of more than 64 rows leave no registers for a fifth warpgroup.
     groups = [(w, False) for w in ((5, 4, 3, 2, 1) if m <= 64 else (4, 3, 2, 1))]
     groups += [(4, True), (3, True)] if m > 32 else []
-    for warpgroups, is_shared in groups:
+    least = -(-tiles // card.processors)
+    for (warpgroups, is_shared), count in itertools.product(groups, range(least, least + 3)):
         high = warpgroups + is_shared
-        turns = -(-tiles // (high * card.processors))
-        blocks = -(-tiles // (high * turns))
+        turns, blocks = -(-count // high), -(-tiles // count)
         for step in (256, 128, 64) if m <= 32 else (128, 64):
             for stages in (4, 3, 2):
                 config = Config(warpgroups, step, stages, blocks, is_shared)
                 if _misfit(m, n, k, config, has_branch=has_branch, device=card) is None:
-                    # Least rows of W a block, then fewest passes over x, widest steps, most stages.
-                    found.append((high * turns, turns, is_shared, -step, -stages, config))
+                    # Least tiles a block, then fewest passes over x and idle warpgroups.
+                    costs = count, turns, turns * high - count, is_shared, -step, -stages
+                    found.append((costs, config))
                     break
-    found = [c for c in found if c[-1].warpgroups >= 3] or found
-    return tuple(choice[-1] for choice in sorted(found, key=lambda choice: choice[:-1]))
+    found = [choice for choice in found if choice[1].warpgroups >= 3] or found
+    return tuple(config for _, config in sorted(found, key=lambda choice: choice[0]))
 
 
 def candidates(
@@ -200,11 +204,36 @@ def candidates(
     return _candidates(m, n, k, has_branch, device or runtime.device())
 
 
-def upcoming(w: HopperNVFP4, config: Config) -> Upcoming:
-    """What blocks of this product read first, for the one before it."""
-    steps = layout.whole(w.shape[1]) // config.step
-    first = dataclasses.replace(config, warpgroups=config.high, is_shared=False)
-    return Upcoming(w.words, first, Plan(config.blocks, steps, config.blocks))
+@dataclasses.dataclass(frozen=True)
+class Following:
+    """This product, for the one before it, as `decode.Upcoming` is.
+
+    Attributes:
+      words: the words of its weight.
+      config: how its work is divided.
+    """
+
+    words: jax.Array
+    config: Config
+
+    @property
+    def blocks(self) -> int:
+        """Those that multiply W."""
+        return self.config.blocks
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns, in tiles, of what a block reads first."""
+        return self.config.high, self.config.step // TILE
+
+    def first(self, block: jax.Array) -> tuple[jax.Array, int]:
+        """Where that begins, in tiles."""
+        return first_tile(block, len(self.words), self.config.blocks), 0
+
+
+def first_tile(block: jax.Array, tiles: int, blocks: int) -> jax.Array:
+    """The first one of a block, which has all up to the first one of the next."""
+    return jax.lax.div(block * tiles, blocks)
 
 
 def linear(
@@ -215,7 +244,7 @@ def linear(
     branch: Branch | None = None,
     eps: float | None = None,
     config: Config | None = None,
-    following: Upcoming | None = None,
+    following: Upcoming | Following | None = None,
     counters: jax.Array | None = None,
     device: Device | None = None,
     interpret: bool = False,

@@ -129,6 +129,9 @@ def _launch(
             "full": plgpu.Barrier(num_arrivals=config.high + 1, num_barriers=stages),
             "empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
             "arrived": plgpu.Barrier(num_arrivals=2, num_barriers=stages) if blocks_of_a else None,
+            "left": plgpu.Barrier(num_arrivals=problem.cut.windows, num_barriers=stages)
+            if blocks_of_a
+            else None,
             "has_unit": plgpu.Barrier() if problem.norm else None,
             "decoded": tiles_of_x(warpgroups, TILE, TILE) if interpret else None,
         },
@@ -219,14 +222,12 @@ class _BlockOfA(_Worker):
         cut = self.problem.cut
         start, stop = (lax.div((self.number + i) * cut.steps, cut.shares) for i in range(2))
 
-        @pl.when(self.group == 0)
-        def _copy():
-            for stage in range(self.problem.config.stages):
-                pl.when(start + stage < stop)(lambda at=stage: self._copy(start + at, at))
+        refs, stages = self.refs, self.problem.config.stages
+        ring = Ring(stages, self._copy, refs.arrived, refs.left, start, stop)
+        pl.when(self.group == 0)(ring.fill)
+        pl.when(self.group < cut.windows)(lambda: self._multiply_window(ring))
 
-        pl.when(self.group < cut.windows)(lambda: self._multiply_window(start, stop))
-
-    def _copy(self, unit: jax.Array, slot: int) -> None:
+    def _copy(self, unit: jax.Array, slot: jax.Array) -> None:
         refs, chunks = self.refs, self.problem.chunks
         plgpu.copy_gmem_to_smem(
             refs.a.at[pl.ds(unit * chunks * 4, chunks * 4)],
@@ -236,13 +237,13 @@ class _BlockOfA(_Worker):
         )
         self._copy_x(unit, slot, refs.arrived)
 
-    def _multiply_window(self, start: jax.Array, stop: jax.Array) -> None:
+    def _multiply_window(self, ring: Ring) -> None:
         refs, size = self.refs, self.rows // self.problem.cut.windows
         window = pl.ds(self.group * size, size)
 
         def one_unit(unit, acc):
-            slot = unit - start
-            plgpu.barrier_wait(refs.arrived.at[slot])
+            slot, ahead = ring.slot(unit), unit + ring.stages
+            ring.wait(slot)
             for chunk in range(self.problem.chunks):
                 pieces = [refs.w_slots.at[slot, 4 * chunk + i] for i in range(4)]
                 if self.problem.interpret:
@@ -251,7 +252,13 @@ class _BlockOfA(_Worker):
                     tile = packed_tile.load_plain(*pieces)
                 self._multiply(acc, tile, self._x_slots.at[slot, window, pl.ds(chunk * TILE, TILE)])
 
-        total = self._summed(size, lambda acc: pl.loop(start, stop)(lambda u: one_unit(u, acc)))
+            @pl.when(ahead < ring.end)
+            def _refill():
+                ring.leave(slot)
+                pl.when(self.group == 0)(lambda: ring.refill(slot, ahead))
+
+        add_up = lambda acc: pl.loop(ring.first, ring.end)(lambda unit: one_unit(unit, acc))
+        total = self._summed(size, add_up)
         pieces = pl.ds(self.group * (size // fragments.COLUMNS), size // fragments.COLUMNS)
         own = refs.shares.at[self.number, 0, pieces]
         fragments.store(total, own, interpret=self.problem.interpret)
@@ -315,9 +322,16 @@ class _Block(_Worker):
 
     # Copies --------------------------------------------------------------------------------------
     def _tile(self, turn: jax.Array, at: jax.Array | int) -> jax.Array:
-        """Number of the tile at a place of this block; may lie beyond the last one."""
-        config = self.problem.config
-        return (turn * config.blocks + self.number) * config.high + at
+        """Number of the tile at a place of a turn of this block; may lie beyond its last one, `_end`."""
+        tiles, config = self.problem.cut.tiles, self.problem.config
+        first = gated.first_tile(self.number, tiles, config.blocks)
+        return first + turn * config.high + at
+
+    @property
+    def _end(self) -> jax.Array:
+        """The tile after this block's last one."""
+        tiles, blocks = self.problem.cut.tiles, self.problem.config.blocks
+        return gated.first_tile(self.number + 1, tiles, blocks)
 
     def _place(self, unit: jax.Array) -> tuple[jax.Array | int, jax.Array]:
         """Turn and step of a unit."""
@@ -330,7 +344,8 @@ class _Block(_Worker):
         """Starts the copies of W, or of B, for one tile."""
         problem, refs = self.problem, self.refs
         turn, at = self._place(unit)
-        tile = lax.min(self._tile(turn, place), problem.cut.tiles - 1)
+        # Where there is none, what another warpgroup has just asked for.
+        tile = lax.min(self._tile(turn, place), self._end - 1)
         first = place * gated.depth(problem.config)
 
         def copy(source: jax.Ref, count: int) -> None:
@@ -404,6 +419,26 @@ class _Block(_Worker):
 
     # Sums ----------------------------------------------------------------------------------------
     def _one_turn(self, turn: jax.Array) -> None:
+        cut, config = self.problem.cut, self.problem.config
+        if cut.tiles == config.blocks * config.high * cut.turns:
+            self._sum_tile(turn)
+            return
+        is_there = self._tile(turn, self.group) < self._end
+        pl.when(is_there)(lambda: self._sum_tile(turn))
+        pl.when(~is_there)(lambda: self._pass_turn(turn))
+
+    def _pass_turn(self, turn: jax.Array) -> None:
+        """What a warpgroup does for the others while it has no tile."""
+        first = turn * self.problem.units_of_turn
+
+        @pl.loop(first, first + self.problem.units_of_turn)
+        def _(unit):
+            self.ring.wait(self.ring.slot(unit))
+            self._renew(unit)
+            self._renew_common(unit)
+
+    def _sum_tile(self, turn: jax.Array) -> None:
+        """Sums this warpgroup's tile, and its part of a shared one, and writes what comes of them."""
         config, first = self.problem.config, turn * self.problem.units_of_turn
         last = first + self.problem.cut.steps
         scales = [self._scale(self._tile(turn, self.group))]
@@ -475,13 +510,12 @@ class _Block(_Worker):
     def _ask_for_following(self) -> None:
         """Asks the L2 cache for what blocks of the next product read first."""
         following, words = self.problem.following, self.refs.following
-        plan = following.plan
-        high, wide = following.config.warpgroups, following.config.step // TILE
+        high, wide = following.shape
 
-        @pl.loop(self.number, plan.blocks, step=self.problem.config.blocks)
+        @pl.loop(self.number, following.blocks, step=self.problem.config.blocks)
         def _(reader):
-            tile, at = plan.place(plan.start(reader))
-            plgpu.async_prefetch(words.at[pl.ds(tile * high, high), pl.ds(at * wide, wide)])
+            row, column = following.first(reader)
+            plgpu.async_prefetch(words.at[pl.ds(row, high), pl.ds(column, wide)])
 
     # Results -------------------------------------------------------------------------------------
     def _scale(self, tile: jax.Array) -> jax.Array:
@@ -489,7 +523,7 @@ class _Block(_Worker):
         divisor, n = self.refs.divisor, self.problem.cut.tiles * TILE
         if divisor.shape[0] != n:
             return (1 / layout.DECODED_SCALE) * (1 / divisor[0])
-        rows = pl.ds(lax.min(tile, self.problem.cut.tiles - 1) * TILE, TILE)
+        rows = pl.ds(lax.min(tile, self._end - 1) * TILE, TILE)
         return (1 / layout.DECODED_SCALE) * (1 / _load(0, divisor.at[rows]))
 
     def _put_unit(self) -> None:
@@ -536,7 +570,7 @@ class _Block(_Worker):
                 y *= _spread(_load(1, refs.unit.at[window]), 1, y.shape)
             result = paired.gate(rounded(y), interpret=interpret)
 
-            @pl.when(tile < problem.cut.tiles)
+            @pl.when(tile < self._end)
             def _store(result=result, window=window):
                 to = refs.out.at[window, pl.ds(tile * (TILE // 2), TILE // 2)]
                 paired.store(result, to, interpret=interpret)

@@ -124,6 +124,22 @@ class Upcoming:
     config: Config
     plan: Plan
 
+    @property
+    def blocks(self) -> int:
+        """Of that product."""
+        return self.plan.blocks
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns, in tiles, of what a block reads first."""
+        return self.config.warpgroups, self.config.step // TILE
+
+    def first(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Where that begins, in tiles."""
+        tile, at = self.plan.place(self.plan.start(block))
+        high, wide = self.shape
+        return tile * high, at * wide
+
 
 def _cut(
     m: int,

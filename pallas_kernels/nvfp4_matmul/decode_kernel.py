@@ -215,13 +215,12 @@ class _Block:
     def _ask_for_following(self) -> None:
         """Asks the L2 cache for what blocks of the next product read first."""
         following, words = self.problem.following, self.refs.following
-        plan = following.plan
-        high, wide = following.config.warpgroups, following.config.step // TILE
+        high, wide = following.shape
 
-        @pl.loop(self.number, plan.blocks, step=self.problem.plan.blocks)
+        @pl.loop(self.number, following.blocks, step=self.problem.plan.blocks)
         def _(reader):
-            tile, at = plan.place(plan.start(reader))
-            plgpu.async_prefetch(words.at[pl.ds(tile * high, high), pl.ds(at * wide, wide)])
+            row, column = following.first(reader)
+            plgpu.async_prefetch(words.at[pl.ds(row, high), pl.ds(column, wide)])
 
     def multiply_a(self) -> None:
         """A block's share of a tile of A."""
