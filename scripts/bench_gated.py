@@ -13,6 +13,7 @@ the L2. The process ends itself when a kernel hangs. Needs nothing but jax and n
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import faulthandler
 import functools
@@ -77,50 +78,78 @@ def check(problem: shapes.Problem, ms: list[int], rank: int) -> None:
     gate, up = jnp.split(rounded(y * stream.unit(EPS)[:, None]), 2, axis=1)
     expected = np.asarray(jax.nn.silu(gate) * up)
 
+    others = jax.jit(stream_of)(values.at[1:].multiply(-3))
+    of = lambda stream, m: dataclasses.replace(
+        stream,
+        values=stream.values[:, :m],
+        scaled=stream.scaled[:m],
+        squares=stream.squares[:, :m],
+    )
     call = jax.jit(functools.partial(gated.linear, eps=EPS))
-    for m in ms:
+    programs = compiled([call.lower(of(stream, m), w, branch=branch) for m in ms])
+    for m, program in zip(ms, programs, strict=True):
         bench.watch()
-        config = gated.pick_config(m, n, k, has_branch=rank > 0)
-        of = lambda values: jax.jit(stream_of)(values)
-        x = of(values[:m])
-        results = [np.asarray(call(x, w, branch=branch), np.float32) for _ in range(10)]
+        run = lambda stream, m=m, program=program: np.asarray(
+            program(of(stream, m), w, branch=branch), np.float32
+        )
+        results = [run(stream) for _ in range(10)]
         assert all((result == results[0]).all() for result in results), "results differ"
-        other = np.asarray(call(of(values[:m].at[1:].multiply(-3)), w, branch=branch), np.float32)
-        assert (other[0] == results[0][0]).all(), "a row depends on the others"
+        assert (run(others)[0] == results[0][0]).all(), "a row depends on the others"
         ulp = 2.0 ** (np.floor(np.log2(np.abs(expected[:m]).max())) - 7)
         errors = np.abs(results[0] - expected[:m]) / ulp
         assert errors.max() <= 2 and np.mean(errors > 0.5) < 0.01, f"M = {m}: {errors.max()} ulp"
-        print(f"| {problem.model} | {m} | {rank} | {config} | {errors.max():.3f} |", flush=True)
+        config = gated.pick_config(m, n, k, has_branch=rank > 0)
+        print(
+            f"| {problem.model} | {m} | {rank} | {name_of(config)} | {errors.max():.3f} |",
+            flush=True,
+        )
 
 
-def time_calls(problem: shapes.Problem, m: int, rank: int, count: int) -> None:
+def compiled(programs: list[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
+    """Compiles several programs at a time."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return list(pool.map(lambda program: program.compile(), programs))
+
+
+def name_of(config: gated.Config | None) -> str:
+    """A configuration in a cell of the table."""
+    return "two kernels" if config is None else "/".join(map(str, dataclasses.astuple(config)))
+
+
+def time_calls(problem: shapes.Problem, ms: list[int], rank: int, count: int) -> None:
     """Times a call in two kernels, and in one in the first `count` configurations."""
     n, k = problem.n, problem.k
-    x, joined = bench.nvfp4_inputs(m, n, k)
-    counters = jnp.zeros((x.shape[1], 64), jnp.int32)
+    branches = {paired: pack(n, k, rank, is_paired=paired)[0] for paired in (False, True)}
+    _, joined = bench.nvfp4_inputs(8, n, k)
+    copies = len(joined.words)
     # The order of rows changes no time: the same bytes are read as pairs.
     paired = dataclasses.replace(joined, is_paired=True)
-    stream = stream_of(x[0, 0])
-    out = jax.ShapeDtypeStruct((m, n // 2), jnp.bfloat16)
-    candidates = gated.candidates(m, n, k, has_branch=rank > 0)[:count]
-    for config in [None, *candidates]:
-        bench.watch()
-        branch, _ = pack(n, k, rank, is_paired=config is not None)
+    counters = jnp.zeros((copies, 64), jnp.int32)
 
-        def call(x, weights, config=config, branch=branch):
+    def program(m, config):
+        x = jax.random.normal(jax.random.key(1), (2, copies, m, k), jnp.bfloat16)
+        stream, branch = stream_of(x[0, 0]), branches[config is not None]
+
+        def call(x, weights):
             w, counters = weights
             options = {} if config is None else {"config": config, "counters": counters}
             of_rows = dataclasses.replace(stream, scaled=x)
             return fused.linear(of_rows, w, branch=branch, eps=EPS, is_swiglu=True, **options)
 
         weights = joined if config is None else paired, counters
-        timing = bench.measure(bench.rounds_of(call, out), x, weights, repeats=5, name="nvfp4")
+        out = jax.ShapeDtypeStruct((m, n // 2), jnp.bfloat16)
+        run = bench.rounds_of(call, out)
+        return (m, config, x, weights), run.lower(x, weights, jnp.int32(1))
+
+    configs = lambda m: [None, *gated.candidates(m, n, k, has_branch=rank > 0)[:count]]
+    bench.watch()
+    wanted, lowered = zip(*[program(m, c) for m in ms for c in configs(m)], strict=True)
+    for (m, config, x, weights), run in zip(wanted, compiled(lowered), strict=True):
+        bench.watch()
+        timing = bench.measure(run, x, weights, repeats=5, name="nvfp4")
         share = bench.floor_us(m, n, k) / timing.call
-        name = "two kernels" if config is None else "/".join(map(str, dataclasses.astuple(config)))
-        print(
-            f"| {problem.model} | {m} | {name} | {timing.call:.1f} | {timing.loop:.1f} | {share:.0%} |",
-            flush=True,
-        )
+        cells = problem.model, m, name_of(config), f"{timing.call:.1f}", f"{timing.loop:.1f}"
+        print("| " + " | ".join(map(str, cells)) + f" | {share:.0%} |", flush=True)
 
 
 def main() -> None:
@@ -145,8 +174,7 @@ def main() -> None:
         print("\n| model | M | groups/step/stages/blocks/shared | call us | loop us | of floor |")
         print("| --- | --- | --- | --- | --- | --- |")
         for problem in problems:
-            for m in ms:
-                time_calls(problem, m, args.rank, args.candidates)
+            time_calls(problem, ms, args.rank, args.candidates)
     faulthandler.cancel_dump_traceback_later()
 
 

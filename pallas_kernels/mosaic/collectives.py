@@ -308,7 +308,7 @@ def publish(counter: jax.Ref) -> None:
 
     def emit(_: mgpu.LaunchContext, counter: ir.Value) -> None:
         # Bulk copies, which are another proxy, will read it.
-        utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
+        utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
         utils.warpgroup_barrier()
         predicate = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
         code = "@$1 red.release.gpu.global.add.u32 [$0], 1;"
@@ -336,7 +336,7 @@ def await_published(counter: jax.Ref, readers: jax.Ref, count: int, blocks: int)
             "again: ld.acquire.gpu.global.b32 seen, [$0];\n"
             "setp.lt.u32 is_early, seen, $1;\n"
             "@is_early bra again;\n"
-            "fence.proxy.async; }",
+            "fence.proxy.async.global; }",
             counter,
             i32(count),
             has_side_effects=True,
