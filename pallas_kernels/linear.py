@@ -21,6 +21,7 @@ def finish(
     unit: jax.Array | None = None,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
+    over: str | None = None,
     dtype: DTypeLike,
 ) -> jax.Array:
     """Computes rounded((product + [the products of the branches]) * unit + bias + residual).
@@ -34,6 +35,8 @@ def finish(
       unit: float32 [M, 1], 1 / rms from the norm before the linear.
       bias: [N].
       residual: [M, N].
+      over: mesh axis whose devices each have a term of the product and of the branches. The sum over all of them takes
+        their place; terms are rounded to dtype, and so are their sums.
       dtype: dtype of the result and of the branches.
 
     Returns:
@@ -42,6 +45,8 @@ def finish(
     y = product
     if branches:
         y = y + joined(branches)
+    if over is not None:
+        y = jax.lax.psum(y, over)
     if unit is not None:
         y = y * unit
     if bias is not None:

@@ -118,6 +118,7 @@ def _across_batches(cfg):
     require(rows % group == 0, given, rows, rule)
     rule = f"must be a multiple of the optimizer batch, {optimizer_batch} = {batch}"
     require(rows % batch == 0, given, rows, rule)
+    shared = "mesh.tensor" if cfg.mesh.tensor > 1 else "mesh.fsdp"
     return [
         (
             (cfg.mesh.data or 1) <= rows,
@@ -125,14 +126,19 @@ def _across_batches(cfg):
             f"must not exceed the {rows} rows of a rollout",
         ),
         (
-            cfg.mesh.fsdp == 1 or cfg.model.trainable != "full",
+            cfg.mesh.fsdp == 1 or cfg.mesh.tensor == 1,
             "mesh.fsdp",
+            f"goes without mesh.tensor = {cfg.mesh.tensor}, whose devices share the base in updates, too: leave it out",
+        ),
+        (
+            cfg.mesh.group == 1 or cfg.model.trainable != "full",
+            shared,
             'goes with an adapter: with model.trainable = "full" no weight is frozen',
         ),
         (
-            cfg.mesh.fsdp == 1 or cfg.model.gradient_checkpointing != "none",
+            cfg.mesh.group == 1 or cfg.model.gradient_checkpointing != "none",
             "model.gradient_checkpointing",
-            'with mesh.fsdp "none" would keep the weights that layers gather: take "auto"',
+            f'with {shared} "none" would keep the weights that layers gather: take "auto"',
         ),
         (
             cfg.optim.max_tokens_per_microbatch is None or cfg.grpo.loss_type != "bnpo",

@@ -36,7 +36,7 @@ def places(cfg: MeshConfig, rows: int) -> int:
     if cfg.data is not None:
         return cfg.data
     # Each host sees the same number of devices; a run where they differ is refused.
-    most = max(1, len(jax.local_devices()) // cfg.fsdp)
+    most = max(1, len(jax.local_devices()) // cfg.group)
     return min(most, rows // (count := Hosts.all().count)) * count
 
 
@@ -50,12 +50,12 @@ class Replicas:
         devices: The devices of this process, group by group, at least one. Empty means a run on one device: arrays
             stay where they are, and nothing is moved.
         hosts: The processes of the run.
-        fsdp: Number of devices of a replica, which share its base (`sharding`).
+        group: Number of devices of a replica, which share its base (`sharding`).
     """
 
     devices: tuple[jax.Device, ...] = ()
     hosts: Hosts = Hosts()
-    fsdp: int = 1
+    group: int = 1
 
     @classmethod
     def of(cls, cfg: MeshConfig, rows: int) -> Self:
@@ -75,24 +75,25 @@ class Replicas:
         total = places(cfg, rows)
         rule = f"must be a multiple of the number of processes, {hosts.count}"
         require(total % hosts.count == 0, "mesh.data", total, rule)
-        count = total // hosts.count * cfg.fsdp
+        count = total // hosts.count * cfg.group
         kinds = sorted({device.device_kind for device in seen[:count]})
-        most = len(seen) // cfg.fsdp * hosts.count
+        most = len(seen) // cfg.group * hosts.count
         of_all = f", and all {hosts.count} together {len(seen) * hosts.count}" * (hosts.count > 1)
         here = f"this process sees {len(seen)} of them ({', '.join(kinds)}){of_all}"
         rule = f"the devices of a base are of one host, and {here}"
-        require(cfg.fsdp <= len(seen), "mesh.fsdp", cfg.fsdp, rule)
-        each = f", each with mesh.fsdp = {cfg.fsdp} of them" * (cfg.fsdp > 1)
+        field = "mesh.tensor" if cfg.tensor > 1 else "mesh.fsdp"
+        require(cfg.group <= len(seen), field, cfg.group, rule)
+        each = f", each with {field} = {cfg.group} of them" * (cfg.group > 1)
         rule = f"{here}: ask for at most {most}{each}, or leave it out for all"
         require(count <= len(seen), "mesh.data", cfg.data, rule)
         rule = f"all must be of one kind, and these are {', '.join(kinds)}: choose by CUDA_VISIBLE_DEVICES"
         require(len(kinds) == 1, "mesh.data", count, rule)
         is_one = count * hosts.count == 1
-        return cls(() if is_one else tuple(seen[:count]), hosts, cfg.fsdp)
+        return cls(() if is_one else tuple(seen[:count]), hosts, cfg.group)
 
     def __len__(self) -> int:
         """Number of replicas of the run on all hosts."""
-        return max(1, len(self.devices) // self.fsdp) * self.hosts.count
+        return max(1, len(self.devices) // self.group) * self.hosts.count
 
     @property
     def own(self) -> range:
@@ -103,7 +104,7 @@ class Replicas:
     @property
     def groups(self) -> tuple[tuple[jax.Device, ...], ...]:
         """The devices of each replica of this process."""
-        return tuple(itertools.batched(self.devices, self.fsdp))
+        return tuple(itertools.batched(self.devices, self.group))
 
     def hold(self, tree: Any) -> Any:
         """The tree with each array on all devices of this host; a device that already has the array gets no copy.
@@ -114,15 +115,17 @@ class Replicas:
 
     def places_of(self, tree: Any) -> Any:
         """The sharding of each array of a tree that this host holds, or of a tree of shapes."""
-        mesh = _mesh(self.devices, self.fsdp)
-        return jax.tree.map(lambda spec: NamedSharding(mesh, spec), sharding.specs(tree, self.fsdp))
+        mesh = _mesh(self.devices, self.group)
+        return jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec), sharding.specs(tree, self.group)
+        )
 
     def each(self, tree: Any) -> tuple[Any, ...]:
         """The tree as each replica of this host holds it, without a copy."""
         if not self.devices:
             return (tree,)
         held = self.hold(tree)
-        if self.fsdp == 1:
+        if self.group == 1:
             return tuple(_by_device(self.devices, held))
         return tuple(
             jax.tree.map(functools.partial(_of_group, group), held) for group in self.groups
@@ -136,10 +139,10 @@ class Replicas:
                 tree is returned as it is.
             place: The number of the replica on this host.
         """
-        if self.fsdp == 1:
+        if self.group == 1:
             return trees[0]
         group = self.groups[place]
-        spread = NamedSharding(_mesh(group, len(group)), P(sharding.FSDP))
+        spread = NamedSharding(_mesh(group, len(group)), P(sharding.GROUP))
         return jax.device_put(jax.tree.map(_side_by_side, *trees), spread)
 
     def total(self, trees: Sequence[Any]) -> Any:
@@ -155,7 +158,7 @@ class Replicas:
         if not self.devices:
             (tree,) = trees
             return tree
-        if self.fsdp == 1:
+        if self.group == 1:
             return self._total(trees)
         pairs = zip(self.groups, trees, strict=True)
         summed = self._total([tree for group, each in pairs for tree in _by_device(group, each)])
@@ -229,7 +232,7 @@ class Replicas:
     def _as_held(self, array: jax.Array) -> jax.Array:
         """An array that all hosts hold, as this host holds it."""
         parts = [part.data for part in array.addressable_shards]
-        held = NamedSharding(_mesh(self.devices, self.fsdp), P())
+        held = NamedSharding(_mesh(self.devices, self.group), P())
         return jax.make_array_from_single_device_arrays(array.shape, held, parts)
 
     @property
@@ -280,12 +283,12 @@ def _one_after_the_other(device: jax.Device, program: Hashable) -> Iterator[None
 
 
 @functools.cache
-def _mesh(devices: tuple[jax.Device, ...], fsdp: int) -> Mesh:
-    """A mesh of replicas of `fsdp` devices each; for a single replica, of its devices only."""
-    if len(devices) == fsdp > 1:
-        return Mesh(np.array(devices), (sharding.FSDP,), axis_types=(_AUTO,))
+def _mesh(devices: tuple[jax.Device, ...], group: int) -> Mesh:
+    """A mesh of replicas of `group` devices each; for a single replica, of its devices only."""
+    if len(devices) == group > 1:
+        return Mesh(np.array(devices), (sharding.GROUP,), axis_types=(_AUTO,))
     return Mesh(
-        np.array(devices).reshape(-1, fsdp), (_DATA, sharding.FSDP), axis_types=(_AUTO,) * 2
+        np.array(devices).reshape(-1, group), (_DATA, sharding.GROUP), axis_types=(_AUTO,) * 2
     )
 
 

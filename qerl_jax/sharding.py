@@ -1,9 +1,9 @@
 """How a policy is divided among the devices that share one base: a table of rules by axis name.
 
 The devices of such a group run one program. Each holds a part of the base's weights, and a full copy of everything
-else. A layer gathers its weights when it is computed, and drops them afterwards (fully sharded data parallel,
-ZeRO-3:
-arXiv:1910.02054).
+else. A layer gathers its weights when it is computed, and drops them afterwards (fully sharded data parallel, ZeRO-3:
+arXiv:1910.02054). Where the group decodes rows together, parts are of other shapes (`model.division`), and decoding gathers
+nothing.
 """
 
 import dataclasses
@@ -17,11 +17,13 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 # The mesh axis of the devices of a group.
-FSDP = "fsdp"
+GROUP = "group"
 # Maps each array axis to the mesh axis that divides it; None: every device has all of it.
 RULES = {
     "layers": None,
-    "out": FSDP,  # outputs of a linear: whole blocks of 4-bit weights, and their scales
+    # Outputs of a linear: whole blocks of 4-bit weights, and their scales. Or, where devices decode rows together, the parts that
+    # a weight was split into before.
+    "out": GROUP,
     "in": None,
     "any": None,  # axes of the embedding, norms, biases, and trained parameters
 }
@@ -52,7 +54,7 @@ def specs(tree: Any, count: int) -> Any:
 def part(tree: Any, count: int) -> int:
     """Bytes of a tree of arrays on each device of a group."""
     sizes = jax.tree.map(
-        lambda x, at: math.prod(x.shape) * x.dtype.itemsize // (count if FSDP in at else 1),
+        lambda x, at: math.prod(x.shape) * x.dtype.itemsize // (count if GROUP in at else 1),
         tree,
         specs(tree, count),
     )
@@ -71,7 +73,7 @@ def gathered(tree: Any) -> Any:
     """A tree whose parts are gathered from all devices of the group; a tree without parts is returned as it is."""
     return jax.tree.map(
         lambda x: (
-            jax.lax.all_gather(x.array, FSDP, axis=0, tiled=True) if isinstance(x, Part) else x
+            jax.lax.all_gather(x.array, GROUP, axis=0, tiled=True) if isinstance(x, Part) else x
         ),
         tree,
         is_leaf=lambda x: isinstance(x, Part),
@@ -91,10 +93,10 @@ def in_group(count: int, function: Callable, *, own: Sequence[int] = (), gives_o
     """
     if count == 1:
         return function
-    mesh = AbstractMesh((count,), (FSDP,), axis_types=(AxisType.Auto,))
+    mesh = AbstractMesh((count,), (GROUP,), axis_types=(AxisType.Auto,))
 
     first = lambda tree: jax.tree.map(lambda x: x[0], tree)
-    parted = lambda x, at: Part(x) if FSDP in at else x
+    parted = lambda x, at: Part(x) if GROUP in at else x
 
     def on_device(places, *arguments):
         seen = [
@@ -108,8 +110,8 @@ def in_group(count: int, function: Callable, *, own: Sequence[int] = (), gives_o
         return with_axis(gives_own, found)
 
     def on_group(*arguments):
-        places = tuple(P(FSDP) if n in own else specs(x, count) for n, x in enumerate(arguments))
-        out = jax.tree.map(lambda is_own: P(FSDP) if is_own else P(), gives_own)
+        places = tuple(P(GROUP) if n in own else specs(x, count) for n, x in enumerate(arguments))
+        out = jax.tree.map(lambda is_own: P(GROUP) if is_own else P(), gives_own)
         # Results are equal on all devices because each device computes the same.
         return jax.shard_map(
             functools.partial(on_device, places),

@@ -121,7 +121,7 @@ KERNEL_ORDER = (
     ("linear", "mosaic", "portable"),
     ("nvfp4_matmul", "decode_attention"),
     ("packed_matmul",),
-    ("finished_linear",),
+    ("finished_linear", "parts"),
 )
 
 

@@ -45,6 +45,8 @@ devices = pytest.mark.devices
 COUNTS = (2, 3, 8)
 # Replicas, and devices of each.
 SHARED = ((1, 2), (2, 2), (1, 8))
+# Replicas, and devices of each that decode rows together: with four, two hold the same key/value head.
+TOGETHER = ((1, 2), (2, 4), (4, 2))
 
 
 def flags(count):
@@ -64,10 +66,21 @@ def test_on_eight_virtual_devices():
 
 
 @functools.cache
-def replicas(count, fsdp=1):
-    if count * fsdp > jax.device_count():
-        pytest.skip(f"needs {count * fsdp} devices")
-    return Replicas.of(MeshConfig(data=count, fsdp=fsdp), rows=64)
+def replicas(count, fsdp=1, tensor=1):
+    if count * fsdp * tensor > jax.device_count():
+        pytest.skip(f"needs {count * fsdp * tensor} devices")
+    return Replicas.of(MeshConfig(data=count, fsdp=fsdp, tensor=tensor), rows=64)
+
+
+def divided(model, frozen):
+    """A base in the parts that devices hold which decode rows together."""
+    layers = {
+        name: leaf | {"weight": model.division.split(name, leaf["weight"], axis=1)}
+        if name in model.arch.linears()
+        else leaf
+        for name, leaf in frozen["layers"].items()
+    }
+    return frozen | {"layers": layers}
 
 
 @devices
@@ -95,15 +108,16 @@ def test_sums_of_all_devices_are_added_up_on_all_of_them(count):
     assert len(matrix.addressable_shards) == count and matrix.is_fully_replicated
 
 
-def sampled(count, slots, *, fsdp=1, poll=None, **options):
+def sampled(count, slots, *, fsdp=1, tensor=1, poll=None, **options):
     """(tokens, log-probabilities, why it ended) of every row."""
     queue = [prompt for seed in range(3) for prompt in engines.prompts(seed)]
-    subject = engines.make(stop_tokens=engines.stops(), compact=False, poll=poll, **options)
-    variables = engines.policy()[1]
-    if count * fsdp > 1:
-        subject._model = subject._model.clone(fsdp=fsdp)
-        subject = Fleet(subject, replicas(count, fsdp))
-        variables = replicas(count, fsdp).hold(variables)
+    (model, variables), share = engines.policy(), replicas(count, fsdp, tensor)
+    model = model.clone(fsdp=fsdp, tensor=tensor)
+    options |= {"stop_tokens": engines.stops(), "compact": False, "poll": poll}
+    subject = engines.make(model=model, **options)
+    if count * fsdp * tensor > 1:
+        subject = Fleet(subject, share)
+        variables = share.hold({"frozen": divided(model, variables["frozen"])})
     limits = {"max_prompt_length": engines.WIDTH, "max_concurrent": slots}
     rows = sorted(subject.completions(variables, queue, 1.0, **limits), key=lambda row: row.row)
     return [(row.tokens.tolist(), row.logps.tolist(), row.ended) for row in rows]
@@ -120,6 +134,15 @@ def test_rows_get_the_same_tokens_and_log_probabilities_bit_for_bit(count):
 @pytest.mark.parametrize(("count", "fsdp"), SHARED)
 def test_rows_are_the_same_where_devices_share_a_base(count, fsdp):
     assert sampled(count, 3, fsdp=fsdp) == sampled(1, 3)
+
+
+@devices
+@pytest.mark.parametrize(("count", "tensor"), TOGETHER)
+@pytest.mark.parametrize("repetition_penalty", [1.0, 1.3])
+def test_rows_are_the_same_where_devices_decode_them_together(count, tensor, repetition_penalty):
+    """Sums are made in another order: log-probabilities are near, and no tie is so close that it turns."""
+    options = {"repetition_penalty": repetition_penalty}
+    engines.assert_same(sampled(count, 3, tensor=tensor, **options), sampled(1, 3, **options))
 
 
 @devices
@@ -332,7 +355,7 @@ def test_a_shared_base_is_loaded_in_parts(count, fsdp):
         alone = base_model.load_weights(each, model)
         found = base_model.load_weights(each, model, places=share.places_of)
         codes = found["layers"]["down"]["weight"].codes
-        assert codes.sharding.spec == P(None, "fsdp", None)
+        assert codes.sharding.spec == P(None, "group", None)
         assert codes.addressable_shards[0].data.nbytes * fsdp == codes.nbytes
         for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
             np.testing.assert_array_equal(ours, theirs)

@@ -117,6 +117,7 @@ def finished_linear(
     unit: jax.Array | None = None,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
+    over: str | None = None,
 ) -> jax.Array:
     """rounded((x W^T + [the products of the branches]) * unit + bias + residual), as `finish` defines it.
 
@@ -130,6 +131,7 @@ def finished_linear(
       unit: float32 [..., 1], the unit of the norm before; no gradient flows through it.
       bias: [N].
       residual: [..., N].
+      over: mesh axis whose devices each have some of K; see `finish`.
 
     Returns:
       [..., N] in x's dtype.
@@ -146,11 +148,11 @@ def finished_linear(
     if isinstance(branches, PreparedBranches):
         downs = jnp.split(_exact_dot(rows, branches.a), len(branches.ups), axis=1)
         branches = list(zip(downs, branches.ups, strict=True))
-    if residual is None and _has_kernel(rows, weight, branches, unit):
+    if residual is None and over is None and _has_kernel(rows, weight, branches, unit):
         y = prefill.linear(rows, weight, list(branches), unit, bias)
     else:
         y = linear(rows, weight)
-        y = finish(y, branches, unit=unit, bias=bias, residual=residual, dtype=x.dtype)
+        y = finish(y, branches, unit=unit, bias=bias, residual=residual, over=over, dtype=x.dtype)
     return y.reshape(*x.shape[:-1], y.shape[-1])
 
 

@@ -189,6 +189,7 @@ def read_base(
     def arrange(weight: packed_formats.Packed, linear: str) -> PackedWeight:
         return prepare(weight, model.dtype, is_gated=linear == "gate_up")
 
+    split = jax.jit(model.division.split, static_argnums=0)
     shared = _shared_scales(arch, tensors, source) if source and source.name == "nvfp4" else set()
     in_16_bits = {linear: set(at) for linear, at in kept}
     _, partly = model.kept_linears()
@@ -215,7 +216,8 @@ def read_base(
         apart = {"shared": False} if source.name == "nvfp4" and linear not in shared else {}
         return arrange(source.fuse(parts, **apart), linear)
 
-    frozen = assemble(arch, tensors, dtype, read_linear, progress, places)
+    read_parts = lambda linear, names: split(linear, read_linear(linear, names))
+    frozen = assemble(arch, tensors, dtype, read_parts, progress, places)
     return frozen | ({"kept": stacks} if stacks else {})
 
 

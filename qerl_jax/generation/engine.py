@@ -47,6 +47,8 @@ from qerl_jax.model.transformer import Transformer, head
 
 # Seconds between two checks whether the run is asked to end, while all rows wait for replies.
 _REPLY_SECONDS = 0.5
+# The pool's place among the arguments of a program.
+_POOL = 1
 # XLA's Triton GEMM first copies each 16-bit weight out of the stack of layers; cuBLAS reads it in place.
 IN_PLACE = {"xla_gpu_enable_triton_gemm": False}
 
@@ -115,6 +117,8 @@ class Engine:
         poll: Callable[[], None] | None = None,
     ):
         self._model, self._spec = model, spec
+        # The shape of what one device runs.
+        self._arch = model.arch if model.tensor == 1 else model.own_part.arch
         self._poll = poll
         # At least eight, filled up with ids that are never sampled, so that ignoring them needs no new compilation.
         self._stop_tokens = np.array([*stop_tokens, *[-1] * (8 - len(stop_tokens))], np.int32)
@@ -239,7 +243,7 @@ class Engine:
         size, longest = self._page_size, max_prompt_length - 1 + max(each.limit for each in prompts)
         rows = -(-sum(len(prompt.keys) for prompt in prompts) // places)
         demand = kv_capacity.Demand(
-            self._model.arch,
+            self._arch,
             rows=rows,
             prompts=-(-len(prompts) // places),
             max_prompt_length=max_prompt_length,
@@ -306,12 +310,15 @@ class Engine:
         # rows come from the chunk before would be two programs.
         leaf = jax.tree.leaves(variables["frozen"])[0]
         device, *others = sorted(leaf.devices(), key=lambda each: each.id)
-        with jax.default_device(device):  # programs of a thread under it would be lowered anew
-            pool = kv_cache.pool(
-                self._model.arch, schedule.num_pages, self._model.dtype, self._page_size
-            )
         where = NamedSharding(leaf.sharding.mesh, PartitionSpec()) if others else device
-        pool = jax.device_put(pool, where)
+        size = self._arch, schedule.num_pages, self._model.dtype, self._page_size
+        if self._model.tensor == 1:
+            with jax.default_device(device):  # programs of a thread under it would be lowered anew
+                pool = kv_cache.pool(*size)
+            pool = jax.device_put(pool, where)
+        else:
+            apart = NamedSharding(leaf.sharding.mesh, PartitionSpec(sharding.GROUP))
+            pool = _pools(*size, self._model.tensor, apart)
         traits = {"model": self._model, "spec": self._spec}
         chunks = collections.deque()
         while schedule.unfinished():
@@ -326,7 +333,7 @@ class Engine:
                         with compiles(device, self._model, pool[0].shape, fresh[0].shape):
                             pool = _prefill(variables, pool, *fresh, model=self._model)
                     if (copies := schedule.copies()) is not None:
-                        pool = _copy(pool, *copies)
+                        pool = _copy(pool, *copies, model=self._model)
                     if not schedule.has_live():
                         break
                     with_history = self._spec.repetition_penalty != 1
@@ -381,7 +388,7 @@ class Engine:
             )
             return None
         free = self._memory["bytes_limit"] - self._memory["bytes_in_use"]
-        return kv_capacity.capacity(self._model.arch, free, fraction, beside, self._itemsize)
+        return kv_capacity.capacity(self._arch, free, fraction, beside, self._itemsize)
 
 
 def whole(chunks: Iterator[list[RowTokens]]) -> Iterator[RowTokens]:
@@ -437,14 +444,26 @@ class _Program:
         return self.dense if model.weights in DENSE else self.packed
 
 
-def _program(*static_argnames: str):
-    """Compiles a function of arrays, each device of a group that shares the base computing on its own parts."""
+def _program(*static_argnames: str, gives_pool: Any = True):
+    """Compiles a function of arrays, each device of a group that shares the base computing on its own parts.
+
+    Where the devices decode rows together each runs its part of the model (`Transformer.own_part`). It then has a pool
+    of its own, for the heads that it has.
+
+    Args:
+        *static_argnames: Names of arguments that are no arrays.
+        gives_pool: Which members of the result are the pool.
+    """
 
     def jitted(function) -> _Program:
         @functools.wraps(function)  # with its signature, by which arguments are named
         def grouped(*arrays, **static):
+            model, own = static["model"], {}
             of_device = functools.partial(function, **static)
-            return sharding.in_group(static["model"].fsdp, of_device)(*arrays)
+            if model.tensor > 1:
+                of_device = functools.partial(_of_part, function, model, static)
+                own = {"own": (_POOL,), "gives_own": gives_pool}
+            return sharding.in_group(model.group, of_device, **own)(*arrays)
 
         options = {"static_argnames": static_argnames, "donate_argnames": "pool"}
         return _Program(
@@ -453,6 +472,20 @@ def _program(*static_argnames: str):
         )
 
     return jitted
+
+
+def _of_part(function, model: Transformer, static: dict[str, Any], variables, *arrays):
+    """Calls a function with the part of a model that this device has."""
+    static = static | {"model": model.own_part}
+    return function(model.division.own(variables), *arrays, **static)
+
+
+@functools.partial(jax.jit, static_argnums=range(6))
+def _pools(arch, num_pages: int, dtype, page_size: int, count: int, places: NamedSharding):
+    """An empty pool [count, ...] for each of several devices, made where it is to be."""
+    pool = kv_cache.pool(arch, num_pages, dtype, page_size)
+    pool = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), pool)
+    return jax.lax.with_sharding_constraint(pool, places)
 
 
 @_program("model")
@@ -464,13 +497,18 @@ def _prefill(variables, pool, tokens, tables, numbers=None, *, model: Transforme
     return cache.keys, cache.values
 
 
-@functools.partial(jax.jit, donate_argnames="pool")
-def _copy(pool, sources, targets):
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="pool")
+def _copy(pool, sources, targets, *, model: Transformer):
     """Copies pages in all layers; 0 to 0 where there is nothing to copy."""
-    return tuple(part.at[:, targets].set(part[:, sources]) for part in pool)
+
+    def copied(pool, sources, targets):
+        return tuple(part.at[:, targets].set(part[:, sources]) for part in pool)
+
+    own = {"own": (0,), "gives_own": True} if model.tensor > 1 else {}
+    return sharding.in_group(model.group, copied, **own)(pool, sources, targets)
 
 
-@_program("model", "spec")
+@_program("model", "spec", gives_pool=(True, False, False))
 def _decode(
     variables,
     pool,
@@ -533,6 +571,7 @@ def _decode(
             if loop.seen is None
             else sampling.penalize(scores, loop.seen, spec.repetition_penalty),
         )
+        token, logp = _agreed(model, token, logp)
         stops = jnp.isin(token, stop_tokens)
         entropies = _with_entropies(loop, scores, temperature, spec.num_tokens)
         if slots.given is not None:
@@ -586,6 +625,15 @@ def _extender(model: Transformer, variables, slots: Slots):
     # Computed once for all steps: everything that does not change with the token.
     once = made(jnp.asarray(slots.step))
     return lambda tokens, cache, steps: once(tokens, cache)
+
+
+def _agreed(model: Transformer, token, logp):
+    """The first device's choice where several decode rows together: if they differed, one would wait for the others."""
+    if model.over is None:
+        return token, logp
+    bits = jax.lax.bitcast_convert_type(logp, jnp.int32)
+    token, bits = jax.lax.all_gather(jnp.stack([token, bits]), model.over)[0]
+    return token, jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _with_entropies(loop: _Loop, scores, temperature, num_tokens: int) -> jax.Array | None:

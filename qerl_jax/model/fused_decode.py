@@ -78,7 +78,7 @@ def supports_portably(
         return (
             f"needs activations in bfloat16 and packed weights; got {model.dtype}, {model.weights}"
         )
-    if model.full or model.fsdp > 1:
+    if model.full or model.group > 1:
         return "needs frozen weights, and all of them on each device"
     if model.weights == "nvfp4" and runtime.unless_hopper() is None:
         return "weights are prepared for Hopper's kernels"
@@ -113,7 +113,7 @@ def supports(
         return reason
     if model.dtype != jnp.bfloat16 or model.weights not in ("nvfp4", "bfloat16"):
         return f"needs activations in bfloat16; got {model.dtype} and weights in {model.weights}"
-    if model.full or model.fsdp > 1:
+    if model.full or model.group > 1:
         return "needs frozen weights, and all of them on each device"
     if any(model.kept_linears()):
         return "needs linears that are all packed; some of this base are kept in 16 bits"

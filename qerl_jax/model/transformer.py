@@ -22,7 +22,7 @@ dense weight uses it, and its packed weight is not read.
 import dataclasses
 import enum
 import functools
-from typing import Any
+from typing import Any, Self
 
 import flax.linen as nn
 import jax
@@ -35,6 +35,7 @@ from qerl_jax import sharding
 from qerl_jax.config import DENSE, LoraConfig, Remat, Weights
 from qerl_jax.model import kv_cache, layers, packing
 from qerl_jax.model.architecture import LAYER_NORMS, Architecture
+from qerl_jax.model.division import Division
 from qerl_jax.model.lora import LinearShape
 from qerl_jax.model.lora import shapes as lora_shapes
 
@@ -136,6 +137,8 @@ class FusedLinear(nn.Module):
         bias: Whether there is a bias.
         shape: Shapes of the branches where they differ; None means that all have the rank and factor of
             `lora`.
+        stored: The division into whose parts the weight is split; None for a whole one.
+        over: The mesh axis whose devices each have some of the inputs; None where one device has all.
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -144,6 +147,8 @@ class FusedLinear(nn.Module):
     role: Role = Role.FROZEN
     bias: bool = False
     shape: LinearShape | None = None
+    stored: Division | None = None
+    over: str | None = None
 
     @nn.compact
     def __call__(self, x, residual=None, index=0, kept=None):
@@ -157,6 +162,8 @@ class FusedLinear(nn.Module):
             self.sow("intermediates", "input", x if unit is None else (x * unit).astype(x.dtype))
         features = sum(size for _, size in self.parts)
         weight = sharding.gathered(self._base("weight", lambda key: self._random(key, features, x)))
+        if self.stored is not None:
+            weight = self.stored.whole(self.name, weight)
         branches, bias = [], None
         if self.role is Role.ADAPTED:
             if self.has_variable("prepared", "branches"):
@@ -167,7 +174,7 @@ class FusedLinear(nn.Module):
             zeros = lambda _: jnp.zeros((features,), _dtype(self.weights))
             bias = rounded(self._base("bias", zeros), x.dtype)
         finished = lambda weight: finished_linear(
-            x, weight, branches, unit=unit, bias=bias, residual=residual
+            x, weight, branches, unit=unit, bias=bias, residual=residual, over=self.over
         )
         if kept is None:
             y = finished(weight)
@@ -216,6 +223,8 @@ class Block(nn.Module):
         lora: Shape of the adapter.
         role: The role of the weights.
         dense: Linears that are not packed, whatever `weights` says.
+        stored: The division into whose parts the weights of linears are split; None where they are whole.
+        over: The mesh axis whose devices each run a part of the layer; None where one runs all of it.
     """
 
     arch: Architecture
@@ -223,6 +232,8 @@ class Block(nn.Module):
     lora: LoraConfig | None = None
     role: Role = Role.FROZEN
     dense: tuple[str, ...] = ()
+    stored: Division | None = None
+    over: str | None = None
 
     @nn.compact
     def __call__(self, carry, index, tables, packed=None, plan=None, kept=None):
@@ -274,7 +285,10 @@ class Block(nn.Module):
             shape = lora_shapes(self.lora, self.arch).get(name)
             role = Role.FROZEN if shape is None else role
         weights = "bfloat16" if name in self.dense else self.weights
-        return FusedLinear(parts, weights, self.lora, role, bias, shape, name=name)
+        over = self.over if name in ("o", "down") else None
+        return FusedLinear(
+            parts, weights, self.lora, role, bias, shape, self.stored, over, name=name
+        )
 
     def _norm(self, name, split=False):
         role = self.role
@@ -296,6 +310,9 @@ class Transformer(nn.Module):
         kept: Linears of a packed base that are in bfloat16, and in which layers; has no effect where no
             linear is packed.
         fsdp: Number of devices that share the layers' weights; see `sharding`.
+        tensor: Number of devices that share the layers' weights and decode rows together: weights are stored as so many
+            parts (`division`), which layers put together again, but for the model of `own_part`.
+        over: For such a part the mesh axis of the devices; else None.
     """
 
     arch: Architecture
@@ -305,6 +322,28 @@ class Transformer(nn.Module):
     full: bool = False
     kept: Kept = ()
     fsdp: int = 1
+    tensor: int = 1
+    over: str | None = None
+
+    @property
+    def group(self) -> int:
+        """Number of devices that share the layers' weights."""
+        return self.fsdp * self.tensor
+
+    @property
+    def division(self) -> Division:
+        """How the layers' weights are split."""
+        return Division(self.arch, self.tensor, self.weights)
+
+    @property
+    def own_part(self) -> Self:
+        """The model that each of several devices runs of this one, with the variables of `Division.own`.
+
+        Their hidden states are those of the whole model, and the same on all devices.
+        """
+        if self.tensor == 1:
+            return self
+        return self.clone(arch=self.division.part, tensor=1, over=sharding.GROUP)
 
     @nn.compact
     def __call__(
@@ -362,7 +401,17 @@ class Transformer(nn.Module):
             check_constancy_invariants=not extends,
         )
         dense, partly = self.kept_linears()
-        stack = scan(arch, self.weights, self.lora, self._role(adapter), dense, name="layers")
+        stored = self.division if self.tensor > 1 else None
+        stack = scan(
+            arch,
+            self.weights,
+            self.lora,
+            self._role(adapter),
+            dense,
+            stored,
+            self.over,
+            name="layers",
+        )
         kept = self._kept_weights(partly)
         x = embedding[tokens].astype(self.dtype)
         plan = decode_attention.plan(cache.keys, cache.tables, cache.ends) if extends else None
@@ -429,7 +478,15 @@ def random_base(model: Transformer, key: jax.Array, places: Any = None) -> dict[
         key: Random key.
         places: The sharding of each array; None for all on one device.
     """
-    made = lambda key: model.init(key, jnp.zeros((1, 1), jnp.int32))["frozen"]
+
+    def made(key):
+        whole = model.clone(tensor=1).init(key, jnp.zeros((1, 1), jnp.int32))["frozen"]
+        layers_ = dict(whole["layers"])
+        for linear in model.arch.linears():
+            weight = model.division.split(linear, layers_[linear]["weight"], axis=1)
+            layers_[linear] = layers_[linear] | {"weight": weight}
+        return whole | {"layers": layers_}
+
     return jax.jit(made, out_shardings=places)(key)
 
 
@@ -498,7 +555,7 @@ def with_prepared_adapter(
         matrices = [(pair["a"], shape.scaled(pair["b"], i)) for i, pair in enumerate(pairs)]
         # Where a layer may use a dense weight instead, or gathers its weight, the matrices are prepared for
         # any kind.
-        weight = None if linear in partly or model.fsdp > 1 else stacked[linear]["weight"]
+        weight = None if linear in partly or model.group > 1 else stacked[linear]["weight"]
         bias, has_unit = stacked[linear].get("bias"), linear in ("qkv", "gate_up")
         of_layer = functools.partial(
             prepare_branches,

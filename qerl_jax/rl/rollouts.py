@@ -246,7 +246,7 @@ def make_sampler(
 
 def engine_of(engine: Engine, replicas: Replicas) -> Engine | Fleet:
     """The engine; with several devices, a fleet of such engines."""
-    return Fleet(engine, replicas) if len(replicas) * replicas.fsdp > 1 else engine
+    return Fleet(engine, replicas) if len(replicas) * replicas.group > 1 else engine
 
 
 def collect(

@@ -266,7 +266,7 @@ gradient = jax.value_and_grad(loss, argnums=1, has_aux=True)
 def score(objective, params, frozen, noise, batch, adapter, of="logps"):
     """Log-probabilities [T] of the tokens of a micro-batch, or their entropies with of = "entropies".
 
-    Where devices share a base, each has its own micro-batch: [fsdp, T].
+    Where devices share a base, each has its own micro-batch: [group, T].
     """
 
     def scored(params, frozen, noise, batch):
@@ -281,7 +281,7 @@ def score(objective, params, frozen, noise, batch, adapter, of="logps"):
         )
         return {"logps": logps, "entropies": entropies}[of]
 
-    in_group = sharding.in_group(objective.model.fsdp, scored, own=(3,), gives_own=True)
+    in_group = sharding.in_group(objective.model.group, scored, own=(3,), gives_own=True)
     return in_group(params, frozen, noise, batch)
 
 
@@ -308,7 +308,7 @@ def _accumulator(objective: Objective):
     def accumulate(sums, *micro_batch):
         # Sums, rows and the dropout key differ between the devices of a replica.
         return sharding.in_group(
-            objective.model.fsdp, added, own=(0, 4, 6), gives_own=(True, True)
+            objective.model.group, added, own=(0, 4, 6), gives_own=(True, True)
         )(sums, *micro_batch)
 
     def added(sums, *micro_batch):
@@ -609,7 +609,7 @@ def _computed[Found](
         The results. Arrays from other hosts, and from replicas of several devices, are on the host.
     """
     replicas = updater.replicas
-    sets = microbatches.alike(cut, replicas.fsdp)
+    sets = microbatches.alike(cut, replicas.group)
     places = microbatches.dealt([batches[0] for _, batches in sets], len(replicas))
 
     def work(own):
@@ -623,7 +623,7 @@ def _computed[Found](
 
     def computed():
         made = [each for of_place in replicas.side_by_side(work) for each in of_place.items()]
-        if replicas.fsdp == 1:
+        if replicas.group == 1:
             return {number: x for (number,), x in made}
         return {
             number: jax.tree.map(lambda x, at=at: x[at], of_set)
@@ -732,7 +732,7 @@ def summed_gradient(
         )
     policies = updater.replicas.each((params, frozen, noise))
     # Made before anything runs: data for another device must not wait for that device's work.
-    apart, count = updater.replicas.apart, updater.replicas.fsdp
+    apart, count = updater.replicas.apart, updater.replicas.group
     keys = [jax.random.fold_in(key, number) for number in range(len(cut))]
     starts = enumerate(updater.replicas.each(zeros(params)))
     sums = [apart([start] * count, own) for own, start in starts]
@@ -797,7 +797,7 @@ def cut_rows(
     if cfg.loss_type == "bnpo":
         return microbatches.by_rows(rows, optim.per_device_train_batch_size, shapes)
     replicas = updater.replicas
-    return microbatches.cut_for(rows, shapes, len(replicas) * replicas.fsdp)
+    return microbatches.cut_for(rows, shapes, len(replicas) * replicas.group)
 
 
 def update_shapes(

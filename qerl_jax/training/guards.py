@@ -97,9 +97,9 @@ def check_adapter(
     batch = update.cut_rows(updater, group, group.rows.reshape(-1)[:_ROWS], largest=True)[0]
     part, replicas = group.pack(batch, {}), updater.replicas
     policy = replicas.each((params, frozen, noise))[0]
-    parts = replicas.apart([part] * replicas.fsdp, 0)
+    parts = replicas.apart([part] * replicas.group, 0)
     scored = jax.device_get(_score_twice(updater.objective, *policy, parts))
-    if replicas.fsdp > 1:
+    if replicas.group > 1:
         scored = [each[0] for each in scored]
     found = adapter_share(*scored, part.behaviour_logps, part.mask)
     if not found.known:

@@ -164,7 +164,8 @@ def setup(
     if is_named:
         problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
     model, tokenizer = base_model.describe_base(cfg.model, cfg.lora)
-    model = model.clone(fsdp=replicas.fsdp)
+    model = model.clone(fsdp=cfg.mesh.fsdp, tensor=cfg.mesh.tensor)
+    model.division.require()
     memory.require_context(cfg, model.arch)
     notes = [*config_rules.advice(cfg), f"update: {memory.about_update(cfg, planned)}"]
     talks = None
@@ -196,7 +197,7 @@ def setup(
     )
     notes += _about_slow_sampling(cfg, model)
 
-    places = replicas.places_of if replicas.fsdp > 1 else None
+    places = replicas.places_of if replicas.group > 1 else None
     frozen = _weights(cfg, model, quiet or not hosts.leads, places)
     params, frozen = transformer.trainable(model, frozen, stream_key(cfg, PARAMS))
     if start is not None:

@@ -33,9 +33,9 @@ def test_without_a_number_all_devices_are_taken_that_have_a_row(monkeypatch):
 def test_devices_that_share_a_base_are_one_replica(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: ["a device"] * 6)
     assert [mesh.places(MeshConfig(fsdp=n), 64) for n in (1, 2, 4)] == [6, 3, 1]
-    groups = mesh.Replicas(tuple("abcdef"), fsdp=2).groups
+    groups = mesh.Replicas(tuple("abcdef"), group=2).groups
     assert groups == (("a", "b"), ("c", "d"), ("e", "f"))
-    assert len(mesh.Replicas(tuple("abcdef"), fsdp=2)) == 3
+    assert len(mesh.Replicas(tuple("abcdef"), group=2)) == 3
 
 
 def test_a_base_cannot_be_shared_by_more_devices_than_a_host_has():
@@ -47,6 +47,6 @@ def test_a_base_cannot_be_shared_by_more_devices_than_a_host_has():
 def test_places_of_several_hosts_are_numbered_through():
     second = mesh.Replicas(tuple("ab"), Hosts(1, 3))
     assert len(second) == 6 and second.own == range(2, 4)
-    second = mesh.Replicas(tuple("abcd"), Hosts(1, 3), fsdp=2)
+    second = mesh.Replicas(tuple("abcd"), Hosts(1, 3), group=2)
     assert len(second) == 6 and second.own == range(2, 4)
     assert mesh.Replicas().own == range(1)

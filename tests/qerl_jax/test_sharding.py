@@ -31,10 +31,10 @@ def test_of_a_policy_only_the_weights_of_layers_are_parted(weights):
         assert {at for part, at in layer.items() if part != "weight"} <= {P()}
         if "weight" in layer:
             # Codes and scales by rows, or by what stands for rows; a global scale is one number.
-            assert any("fsdp" in at for at in jax.tree.leaves(layer["weight"])), name
+            assert any("group" in at for at in jax.tree.leaves(layer["weight"])), name
             shapes = jax.tree.leaves(frozen["layers"][name]["weight"])
             for at, leaf in zip(jax.tree.leaves(layer["weight"]), shapes, strict=True):
-                assert ("fsdp" in at) == (leaf.ndim > 1 and leaf.shape[1] % 2 == 0)
+                assert ("group" in at) == (leaf.ndim > 1 and leaf.shape[1] % 2 == 0)
 
 
 def test_an_axis_that_does_not_divide_evenly_stays_whole():
@@ -48,7 +48,7 @@ def test_an_axis_that_does_not_divide_evenly_stays_whole():
         found = {
             name
             for name, layer in placed.items()
-            if any("fsdp" in at for at in jax.tree.leaves(layer))
+            if any("group" in at for at in jax.tree.leaves(layer))
         }
         assert found == parted
     assert sharding.part(frozen, 3) == sharding.part(frozen, 1)

@@ -38,8 +38,8 @@ def policy():
     return model, {"frozen": jax.tree.map(lambda x: 10 * x if x.ndim > 2 else x, frozen)}
 
 
-def make(num_tokens=64, chunk=4, repetition_penalty=1.0, **options):
-    model, _ = policy()
+def make(num_tokens=64, chunk=4, repetition_penalty=1.0, model=None, **options):
+    model = model or policy()[0]
     spec = EngineSpec(num_tokens, repetition_penalty=repetition_penalty, chunk=chunk)
     return Engine(model, spec, **{"page_size": 8} | options)
 
@@ -215,7 +215,7 @@ class Recorder:
     """A policy without layers to speak of, which notes what shapes it was traced for."""
 
     arch = architecture.Architecture("qwen2", 4, 2, 16, 1, 1, 1, 2)
-    dtype, weights, fsdp = jnp.float32, "float32", 1
+    dtype, weights, group, tensor, over = jnp.float32, "float32", 1, 1, None
 
     def __init__(self):
         self.decoded, self.prefilled = [], []

@@ -237,7 +237,7 @@ class Memoryless:
     """A policy with the same scores after any token; counts its decode steps."""
 
     arch = architecture.Architecture("qwen2", 4, 2, 16, 1, 1, 1, 2)
-    dtype, weights, fsdp = jnp.float32, "float32", 1
+    dtype, weights, group, tensor, over = jnp.float32, "float32", 1, 1, None
 
     def __init__(self):
         self.steps = 0

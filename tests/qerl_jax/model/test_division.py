@@ -1,0 +1,248 @@
+"""A policy in parts computes what the whole one does. Here one device runs all parts; tests/test_several_devices.py has several."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import nvfp4, parts
+from pallas_kernels.nvfp4_matmul import layout
+from pallas_kernels.portable import layout as portable
+from qerl_jax import sharding
+from qerl_jax.checked import ConfigError
+from qerl_jax.config import LoraConfig
+from qerl_jax.model import transformer
+from qerl_jax.model.architecture import KNOWN, Architecture
+from qerl_jax.model.division import Division
+from qerl_jax.model.transformer import Transformer
+from tests.qerl_jax.model import caches
+
+# Heads of 64 and blocks of any format.
+ARCH = Architecture("qwen2", 64, 64, 448, 2, 6, 2, 64)
+# Devices, query heads and key/value heads: evenly, shared ones, with one that is filled up, and devices without any.
+HEADS = [(2, 6, 2), (3, 6, 6), (4, 6, 2), (4, 7, 1), (2, 6, 3), (3, 4, 4), (5, 6, 2)]
+
+
+def of_heads(heads, kv_heads, **more):
+    return dataclasses.replace(ARCH, num_heads=heads, num_kv_heads=kv_heads, **more)
+
+
+@pytest.mark.parametrize(("count", "heads", "kv_heads"), HEADS)
+def test_each_head_is_on_one_device_with_the_one_whose_keys_it_reads(count, heads, kv_heads):
+    division = Division(of_heads(heads, kv_heads), count, "nvfp4")
+    part, group = division.part, heads // kv_heads
+    query, key, value = (x[:, ::64] // 64 for x in division.outputs("qkv"))
+    np.testing.assert_array_equal(key, value)
+    held = query[query >= 0]
+    assert sorted(held) == list(range(heads))
+    np.testing.assert_array_equal(division.inputs("o")[:, ::64] // 64, query)
+    assert query.shape == (count, part.num_heads) and key.shape == (count, part.num_kv_heads)
+    read = np.repeat(key, part.num_heads // part.num_kv_heads, axis=1)
+    np.testing.assert_array_equal(read[query >= 0], held // group)
+
+
+def test_columns_of_the_mlp_come_in_tiles_or_in_blocks_where_there_are_few():
+    widths = lambda width, count, weights="nvfp4": (
+        Division(dataclasses.replace(ARCH, ffn_width=width), count, weights).part.ffn_width
+    )
+    assert widths(448, 2) == 256 and widths(448, 7) == 64
+    assert widths(48, 2) == 32 and widths(96, 2, "mxfp4") == 64 and widths(24, 8, "float32") == 3
+    # Qwen2.5-72B.
+    assert widths(29568, 2) == 14784 and widths(29568, 4) == 7424
+
+
+def weight_of(form, shape):
+    model = Transformer(ARCH, form.removeprefix("hopper ").removeprefix("portable "))
+    weight = transformer.FusedLinear((("q_proj", shape[0]),), model.weights)
+    variables = weight.init(jax.random.key(0), jnp.zeros((1, shape[1]), jnp.bfloat16))
+    found = variables["frozen"]["weight"]
+    if form.startswith("hopper"):
+        return layout.prepare(found)
+    return portable.prepare(found) if form.startswith("portable") else found
+
+
+FORMATS = ["nvfp4", "mxfp4", "nf4", "float32", "hopper nvfp4"]
+FORMATS += [f"portable {form}" for form in ("nvfp4", "mxfp4", "nf4")]
+
+
+def values(weight):
+    if isinstance(weight, jax.Array):
+        return weight
+    if isinstance(weight, layout.HopperNVFP4):
+        weight = layout.unprepare(weight)
+    if isinstance(weight, portable.PortableWeight):
+        weight = portable.unprepare(weight)
+    modules = {"NVFP4Tensor": nvfp4, "MXFP4Tensor": parts.mxfp4, "NF4Tensor": parts.nf4}
+    return modules[type(weight).__name__].dequantize(weight)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("linear", ["gate_up", "o", "qkv", "down"])
+def test_split_weights_are_rows_or_columns_and_together_the_whole(form, linear):
+    division = Division(ARCH, 4, form.split()[-1])
+    outputs = sum(size for _, size in ARCH.linears()[linear])
+    weight = weight_of(form, (outputs, ARCH.input_width(linear)))
+    stack, whole = jax.jit(lambda w: (s := division.split(linear, w), division.whole(linear, s)))(
+        weight
+    )
+    matrix, again = values(weight), values(whole)
+    np.testing.assert_array_equal(again, matrix)
+    if not form.endswith("nf4"):
+        assert jax.tree.map(jnp.shape, whole) == jax.tree.map(jnp.shape, weight)
+    axis = int(linear in ("o", "down"))
+    places = division.rows(linear) if axis == 0 else division.inputs(linear)
+    for device, place in enumerate(places):
+        part = jax.tree.map(lambda x, n=device: x[n], stack)
+        expected = np.where(
+            np.expand_dims(place < 0, 1 - axis), 0, np.take(np.asarray(matrix), place, axis)
+        )
+        np.testing.assert_array_equal(values(part), expected)
+
+
+def test_tiles_are_taken_apart_where_heads_do_not_end_with_them():
+    arch = dataclasses.replace(ARCH, head_size=16, ffn_width=80, num_heads=4)
+    for linear in arch.linears():
+        outputs = sum(size for _, size in arch.linears()[linear])
+        shape = outputs, arch.input_width(linear)
+        plain = nvfp4.random(jax.random.key(0), shape)
+        division = Division(arch, 2, "nvfp4")
+        stack = division.split(linear, layout.prepare(plain))
+        np.testing.assert_array_equal(values(division.whole(linear, stack)), values(plain))
+
+
+def test_rows_with_a_global_scale_each_keep_it():
+    rows = nvfp4.random(jax.random.key(0), (896, 64))
+    scales = 1.0 + jnp.arange(896.0)
+    division = Division(ARCH, 2, "nvfp4")
+    for weight in (rows, layout.prepare(rows)):
+        weight = dataclasses.replace(weight, global_scale=scales)
+        stack = division.split("gate_up", weight)
+        assert stack.global_scale.shape == (2, 512)
+        np.testing.assert_array_equal(division.whole("gate_up", stack).global_scale, scales)
+
+
+@functools.cache
+def policy(weights, arch, kept=()):
+    lora = LoraConfig(8, 16.0, train_norms=True, rank_pattern={"o_proj": 4})
+    model = Transformer(arch, weights, lora, jnp.float32, kept=kept)
+    frozen = transformer.random_base(model, jax.random.key(0))
+    jitter = lambda p: p + 0.1 * jax.random.normal(jax.random.key(p.size), p.shape)
+    params = jax.tree.map(jitter, transformer.init_params(model, frozen, jax.random.key(1)))
+    frozen["layers"]["qkv"] = dict(frozen["layers"]["qkv"])
+    if "bias" in frozen["layers"]["qkv"]:
+        bias = frozen["layers"]["qkv"]["bias"]
+        frozen["layers"]["qkv"]["bias"] = jax.random.normal(
+            jax.random.key(4), bias.shape, bias.dtype
+        )
+    shapes = transformer.noise_shapes(arch, final_norm=True)
+    noise = jax.tree.map(lambda s: 0.05 * jax.random.normal(jax.random.key(2), s.shape), shapes)
+    return model, {"params": params, "frozen": frozen, "noise": noise}
+
+
+def is_parted(path):
+    return {"layers", "weight"} <= {getattr(key, "key", None) for key in path}
+
+
+def divided(model, variables):
+    """The variables as the devices hold them together: parts of weights along axis 1."""
+    layers = dict(variables["frozen"]["layers"])
+    for linear in model.arch.linears():
+        weight = model.division.split(linear, layers[linear]["weight"], axis=1)
+        layers[linear] = layers[linear] | {"weight": weight}
+    return variables | {"frozen": variables["frozen"] | {"layers": layers}}
+
+
+def in_parts(model, variables, function):
+    """The results [count, ...] of a function of each device's model and variables."""
+    held, mapped = divided(model, variables), jax.tree_util.tree_map_with_path
+    axes = mapped(lambda path, _: 1 if is_parted(path) else None, held)
+
+    def of_device(held):
+        mark = lambda path, x: sharding.Part(x[:, None]) if is_parted(path) else x
+        return function(model.own_part, model.division.own(mapped(mark, held)))
+
+    run = jax.vmap(of_device, (axes,), axis_name=sharding.GROUP, axis_size=model.tensor)
+    return jax.jit(run)(held)
+
+
+def assert_close(actual, expected, size=1e-5):
+    error = np.abs(np.float32(actual) - np.float32(expected)).max()
+    assert error < size * np.abs(np.float32(expected)).max()
+
+
+# Norms of heads, biases, an even and an uneven division; some weights kept in 16 bits in one layer or in all.
+KEPT = (("down", (0, 1)), ("o", (1,)), ("qkv", (0,)))
+CASES = [
+    ("nvfp4", of_heads(6, 2), 2, ()),
+    ("nvfp4", of_heads(7, 1, model_type="qwen3", qkv_bias=False, qk_norm=True), 4, ()),
+    ("mxfp4", of_heads(6, 3), 2, ()),
+    ("nf4", of_heads(6, 2), 3, ()),
+    ("float32", of_heads(6, 2), 4, ()),
+    ("nvfp4", of_heads(6, 2), 2, KEPT),
+]
+
+
+@pytest.mark.parametrize(("weights", "arch", "count", "kept"), CASES)
+def test_prompts_and_tokens_get_the_hidden_states_of_the_whole_model(weights, arch, count, kept):
+    model, variables = policy(weights, arch, kept)
+    prompts = jax.random.randint(jax.random.key(3), (3, 5), 0, 64)
+
+    def run(model, variables):
+        cache = caches.create(model.arch, 3, 16, jnp.float32)
+        first, cache = model.apply(variables, prompts, cache=cache)
+        variables = transformer.with_prepared_adapter(model, variables, 3)
+        second, _ = model.apply(variables, prompts[:, :1], cache=cache)
+        return first, second
+
+    expected = jax.jit(functools.partial(run, model))(variables)
+    found = in_parts(model.clone(tensor=count), variables, run)
+    for actual, wanted in zip(found, expected, strict=True):
+        assert len(actual) == count
+        for each in actual:
+            assert_close(each, wanted)
+
+
+def test_a_model_puts_its_parts_together_again():
+    """As updates do, and whoever runs it as a whole."""
+    model, variables = policy("nvfp4", of_heads(6, 2))
+    tokens = jnp.arange(10)[None]
+    expected, _ = jax.jit(model.apply)(variables, tokens)
+    parted = model.clone(tensor=4)
+    found, _ = jax.jit(parted.apply)(divided(parted, variables), tokens)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_a_random_base_is_the_same_in_parts():
+    model, variables = policy("nvfp4", of_heads(6, 2))
+    parted = model.clone(tensor=4)
+    found = transformer.random_base(parted, jax.random.key(0))["layers"]["o"]
+    expected = divided(parted, variables)["frozen"]["layers"]["o"]
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize(
+    ("weights", "arch", "count", "rule"),
+    [
+        ("nvfp4", ARCH, 7, "must not exceed the 6 heads"),
+        ("nvfp4", dataclasses.replace(ARCH, head_size=8), 6, "blocks of 16 that share a scale"),
+        ("nvfp4", dataclasses.replace(ARCH, head_size=24), 2, "have 72 inputs .* heads of 24"),
+        ("nf4", dataclasses.replace(ARCH, width=96), 2, "blocks of 64 must not cross"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(weights, arch, count, rule):
+    with pytest.raises(ConfigError, match=rf"mesh.tensor: got {count}; .*{rule}"):
+        Division(arch, count, weights).require()
+    Division(arch, 1, "bfloat16").require()
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-0.5b", "qwen2.5-7b", "qwen2.5-32b", "qwen2.5-72b"])
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_published_models_can_be_divided_with_little_that_is_filled_up(name, count):
+    if name in KNOWN:
+        for weights in ("nvfp4", "mxfp4", "nf4", "bfloat16"):
+            division = Division(KNOWN[name], count, weights)
+            division.require()
+            assert division.part.ffn_width * count < 1.06 * KNOWN[name].ffn_width
