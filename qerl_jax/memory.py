@@ -23,10 +23,11 @@ from pallas_kernels import runtime
 from qerl_jax import sharding
 from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, hf_folder
-from qerl_jax.config import DENSE, ConfigError, Remat, RunConfig
+from qerl_jax.config import DENSE, ConfigError, MeshConfig, Remat, RunConfig
 from qerl_jax.generation import kv_capacity
 from qerl_jax.mesh import places
 from qerl_jax.model import architecture, kv_cache, packing
+from qerl_jax.model.division import Division
 from qerl_jax.model.transformer import Kept, Transformer, abstract_base, trainable
 from qerl_jax.rl import experience, grpo, microbatches, optimizer, update
 
@@ -77,13 +78,13 @@ class MemoryPlan:
         items: All that it holds, by phase; the first is the base.
         update: How the update computes, in words; "" if unknown.
         rows: Rows of a rollout of each replica; all devices hold as much.
-        fsdp: Devices of a replica.
+        mesh: The devices; of a replica each holds as much.
     """
 
     items: tuple[Item, ...]
     update: str = ""
     rows: tuple[int, ...] = (0,)
-    fsdp: int = 1
+    mesh: MeshConfig = MeshConfig()
 
     def size(self, *phases: Phase) -> int:
         """Bytes of all items of those phases."""
@@ -109,8 +110,8 @@ class MemoryPlan:
         movable = [item for item in self.items if item.field and item.phase in ("always", fullest)]
         fixed = self.size("always", fullest) - sum(item.size for item in movable)
         advice = (
-            f"{_gb(fixed)} of it no field makes smaller on one device: take a smaller model, or devices that share it "
-            "(mesh.fsdp)"
+            f"{_gb(fixed)} of it no field makes smaller on one device: take a smaller model, or "
+            f"{'more ' * (self.mesh.group > 1)}devices that share it (mesh.fsdp, mesh.tensor)"
         )
         if movable and fixed < limit:
             largest = max(movable, key=lambda item: item.size)
@@ -122,7 +123,7 @@ class MemoryPlan:
 
     @property
     def _offers(self) -> str:
-        count = len(self.rows) * self.fsdp
+        count = len(self.rows) * self.mesh.group
         return "the device offers" if count == 1 else f"each of {count} devices offers"
 
     def about_exhaustion(self, phase: Phase, asked: int | None, limit: int | None) -> str:
@@ -194,12 +195,13 @@ class MemoryPlan:
             rows.append(f"{_line('peak', 'measured', measured)} ({measured / self.peak - 1:+.0%})")
         if limit is not None:
             rows.append(_line("device", "what it offers", limit))
-        shown = itertools.product(enumerate(self.rows), range(self.fsdp))
-        if len(self.rows) * self.fsdp > 1:
+        group, how = self.mesh.group, "tensor" if self.mesh.tensor > 1 else "fsdp"
+        shown = itertools.product(enumerate(self.rows), range(group))
+        if len(self.rows) * group > 1:
             rows += [
                 _line(
                     f"device {number}",
-                    f"data {place}{f', fsdp {part}' * (self.fsdp > 1)}, {count} rows of a rollout",
+                    f"data {place}{f', {how} {part}' * (group > 1)}, {count} rows of a rollout",
                     self.peak,
                 )
                 for number, ((place, count), part) in enumerate(shown)
@@ -220,6 +222,8 @@ def estimate(
     """
     arch = arch or _architecture(cfg)
     require_context(cfg, arch)
+    division = Division(arch, cfg.mesh.tensor, cfg.model.weights)
+    division.require()
     items, adapter = _always(cfg, arch)
     chosen = _chosen(cfg, arch, limit, sum(item.size for item in items), adapter)
     # Weights that train are sampled in 16 bits, which are there before the cache is.
@@ -236,7 +240,8 @@ def estimate(
         rows, noisy = prompts * group, phase == "rollout" and cfg.noise is not None
         if noisy and cfg.noise.per == "sequence":
             prompts = rows
-        items += _sampling(cfg, arch, free, phase, -(-prompts // devices), -(-rows // devices))
+        shares = -(-prompts // devices), -(-rows // devices)
+        items += _sampling(cfg, division.part, free, phase, *shares)
         items += _gathered(cfg, arch, phase)
         items += [Item("weights as sampled", sampled, phase)] if full else []
     ends = [cfg.generation_batch_size * place // devices for place in range(devices + 1)]
@@ -244,7 +249,7 @@ def estimate(
         (*items, *_update(chosen, arch, adapter), *_gathered(cfg, arch, "update")),
         about_update(cfg, chosen),
         tuple(end - start for start, end in itertools.pairwise(ends)),
-        cfg.mesh.fsdp,
+        cfg.mesh,
     )
 
 
@@ -415,7 +420,8 @@ def _always(cfg: RunConfig, arch: architecture.Architecture) -> tuple[list[Item]
     state = jax.eval_shape(lambda p: optimizer.transformation(cfg.optim).init(p), params)
     adapter = _bytes(params)
     layers = _bytes([frozen.get(name, {}) for name in ("layers", "kept")])
-    own = sharding.part(frozen, cfg.mesh.fsdp)
+    held = abstract_base(model.clone(tensor=cfg.mesh.tensor)) if cfg.mesh.tensor > 1 else frozen
+    own = sharding.part(held, cfg.mesh.group)
     to_pack = 'model.weights to "nvfp4"' if cfg.model.weights in DENSE else ""
     eight_bit = "" if cfg.optim.optimizer == "adamw_8bit" else 'optim.optimizer to "adamw_8bit"'
     items = [
@@ -526,11 +532,15 @@ def _sampling(
 
 
 def _gathered(cfg: RunConfig, arch: architecture.Architecture, phase: Phase) -> list[Item]:
-    """Weights of the layer that is computed and of the next one, where devices share a base."""
-    if cfg.mesh.fsdp == 1:
+    """Weights of the layer that is computed and of the next one, where devices share a base.
+
+    Devices that decode rows together gather in updates only, and then put the parts of a layer together.
+    """
+    together = cfg.mesh.tensor > 1
+    if cfg.mesh.group == 1 or (together and phase != "update"):
         return []
     frozen = abstract_policy(cfg, arch)[2]["layers"]
-    size = 2 * _bytes(frozen) // arch.num_layers
+    size = (3 if together else 2) * _bytes(frozen) // arch.num_layers
     return [Item("gathered weights of two layers", size, phase, estimated=True)]
 
 

@@ -147,12 +147,15 @@ def test_rows_are_the_same_where_devices_decode_them_together(count, tensor, rep
 
 @devices
 @pytest.mark.parametrize("per", ["group", "token"])
-def test_noise_of_rows_is_the_same_where_devices_share_a_base(per):
+@pytest.mark.parametrize("how", [{"fsdp": 2}, {"tensor": 2}])
+def test_noise_of_rows_is_the_same_where_devices_share_a_base(per, how):
     sampler, variables = rolled.noisy(per)
+    model, share = sampler.engine._model.clone(**how), replicas(1, **how)
     engine = copy.copy(sampler.engine)
-    engine._model = engine._model.clone(fsdp=2)
-    sampler = dataclasses.replace(sampler, engine=Fleet(engine, replicas(1, 2)))
-    held, key = replicas(1, 2).hold(variables), jax.random.key(0)
+    engine._model = model
+    sampler = dataclasses.replace(sampler, engine=Fleet(engine, share))
+    variables = variables | {"frozen": divided(model, variables["frozen"])}
+    held, key = share.hold(variables), jax.random.key(0)
     found = rollouts.collect(sampler, held, rolled.PROBLEMS, key, groups=rolled.PLACES)
     assert found.texts == rolled.collect_noisy(per).texts
 
@@ -252,16 +255,17 @@ LEARNED = {
 }
 
 
-def learned(count, options, fsdp=1):
+def learned(count, options, fsdp=1, tensor=1):
     """State and metrics after a rollout; the gradient is Adam's first moment."""
     updater = updates.make(**options)
-    if count * fsdp > 1:
-        model = updater.objective.model.clone(fsdp=fsdp)
+    model = updater.objective.model.clone(fsdp=fsdp, tensor=tensor)
+    if count * model.group > 1:
         objective = dataclasses.replace(updater.objective, model=model)
-        share = replicas(count, fsdp)
+        share = replicas(count, fsdp, tensor)
         updater = dataclasses.replace(updater, objective=objective, replicas=share)
     hold = updater.replicas.hold
-    state, frozen = hold(updates.state_of(updates.trained_params())), hold(updates.base())
+    state = hold(updates.state_of(updates.trained_params()))
+    frozen = hold(divided(model, updates.base()))
     experience = updates.sample_experience()
     return jax.device_get(updater(state, frozen, experience, None, jax.random.key(0)))
 
@@ -284,12 +288,20 @@ def test_an_update_is_that_of_one_device_to_a_millionth(name, count):
 
 @devices
 @pytest.mark.parametrize(
-    ("name", "count", "fsdp"),
-    [("dapo", 1, 2), ("dapo", 1, 8), ("kl", 2, 2), ("bnpo", 2, 2), ("recompute", 2, 2)],
+    ("name", "count", "how"),
+    [
+        ("dapo", 1, {"fsdp": 2}),
+        ("dapo", 1, {"fsdp": 8}),
+        ("kl", 2, {"fsdp": 2}),
+        ("bnpo", 2, {"fsdp": 2}),
+        ("recompute", 2, {"fsdp": 2}),
+        ("recompute", 2, {"tensor": 2}),
+        ("dapo", 1, {"tensor": 2}),
+    ],
 )
-def test_an_update_is_the_same_where_devices_share_a_base(name, count, fsdp):
+def test_an_update_is_the_same_where_devices_share_a_base(name, count, how):
     options = LEARNED[name] | {"remat": "products"}
-    (one, alone), (several, found) = learned(1, options), learned(count, options, fsdp)
+    (one, alone), (several, found) = learned(1, options), learned(count, options, **how)
     if name != "recompute":
         gradients = map(jax.tree.leaves, (updates.gradient(several), updates.gradient(one)))
         for actual, expected in zip(*gradients, strict=True):
@@ -313,10 +325,11 @@ def test_a_shared_base_of_any_format_gives_the_same_bits(weights):
         np.testing.assert_array_equal(found, alone)
 
 
-def temporaries(fsdp, remat):
+def temporaries(remat, **how):
     """Bytes that the gradient of a micro-batch takes beside what goes in and out, and those of the layers."""
-    arch = dataclasses.replace(updates.ARCH, num_layers=16, width=128, ffn_width=1024)
-    model = Transformer(arch, "nvfp4", LoraConfig(rank=1), jnp.float32, fsdp=fsdp)
+    sizes = {"num_layers": 16, "width": 128, "ffn_width": 1024, "num_heads": 8, "head_size": 16}
+    arch = dataclasses.replace(updates.ARCH, **sizes)
+    model = Transformer(arch, "nvfp4", LoraConfig(rank=1), jnp.float32, **how)
     base = abstract_base(model)
     params, frozen = jax.eval_shape(lambda f: trainable(model, f, jax.random.key(0)), base)
     updater = updates.make(optim=updates.geometry(2, 4))
@@ -326,9 +339,9 @@ def temporaries(fsdp, remat):
     sums = jax.tree.map(lambda x: jnp.zeros(x.shape), (jnp.float32(0), params))
     own = [sums, experience.pack(cut[-1], {}), jax.random.key(0)]
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(frozen["layers"]))
-    if fsdp > 1:
-        share = replicas(1, fsdp)
-        own = [share.apart([each] * fsdp, 0) for each in own]
+    if how:
+        share = replicas(1, **how)
+        own = [share.apart([each] * share.group, 0) for each in own]
         placed = lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
         params, frozen = (jax.tree.map(placed, x, share.places_of(x)) for x in (params, frozen))
     sums, rows, keys = own
@@ -339,34 +352,46 @@ def temporaries(fsdp, remat):
 
 
 @devices
-@pytest.mark.parametrize("remat", ["products", "mlp", "layer"])
-def test_an_update_never_has_all_of_a_shared_base_on_a_device(remat):
-    (alone, size), (shared, _) = temporaries(1, remat), temporaries(8, remat)
+@pytest.mark.parametrize(
+    ("remat", "how"),
+    [
+        ("products", {"fsdp": 8}),
+        ("mlp", {"fsdp": 8}),
+        ("layer", {"fsdp": 8}),
+        ("products", {"tensor": 8}),
+        ("layer", {"tensor": 8}),
+    ],
+)
+def test_an_update_never_has_all_of_a_shared_base_on_a_device(remat, how):
+    (alone, size), (shared, _) = temporaries(remat), temporaries(remat, **how)
     assert shared < alone + size / 8
 
 
 @devices
-@pytest.mark.parametrize(("count", "fsdp"), SHARED)
-def test_a_shared_base_is_loaded_in_parts(count, fsdp):
+@pytest.mark.parametrize(
+    ("count", "how"),
+    [(n, {"fsdp": m}) for n, m in SHARED] + [(n, {"tensor": m}) for n, m in TOGETHER],
+)
+def test_a_shared_base_is_loaded_in_parts(count, how):
     cfg = config.load(tiny.QUICKSTART)
     model = base_model.describe_base(cfg.model, cfg.lora)[0]
-    share = replicas(count, fsdp)
+    share, parted = replicas(count, **how), model.clone(**how)
     for each in (cfg.model, dataclasses.replace(cfg.model, random_base=True)):
-        alone = base_model.load_weights(each, model)
-        found = base_model.load_weights(each, model, places=share.places_of)
+        alone = divided(parted, base_model.load_weights(each, model))
+        found = base_model.load_weights(each, parted, places=share.places_of)
         codes = found["layers"]["down"]["weight"].codes
-        assert codes.sharding.spec == P(None, "group", None)
-        assert codes.addressable_shards[0].data.nbytes * fsdp == codes.nbytes
+        assert tuple(codes.sharding.spec)[:2] == (None, "group")
+        assert codes.addressable_shards[0].data.nbytes * share.group == codes.nbytes
         for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(alone), strict=True):
             np.testing.assert_array_equal(ours, theirs)
 
 
-def steps(folder, count, fsdp=1, **more):
+def steps(folder, count, fsdp=1, tensor=1, **more):
     """Three steps of a run with slots and batches that do not depend on the number of devices."""
     rollout = {"num_generations": 4, "max_completion_length": 32}
     fixed = {"compact": False, "max_concurrent": 4}
-    assert count == 1 or len(replicas(count, fsdp)) == count
-    mesh = {"data": count, "fsdp": fsdp}
+    assert count == 1 or len(replicas(count, fsdp, tensor)) == count
+    mesh = {"data": count, "fsdp": fsdp, "tensor": tensor}
     cfg = tiny.small(folder, max_steps=3, rollout=rollout | fixed, mesh=mesh, **more)
     return train(cfg, quiet=True), logger.read_metrics(folder)
 
@@ -377,8 +402,8 @@ def texts(folder):
 
 
 @devices
-@pytest.mark.parametrize("fsdp", [1, 2])
-def test_a_run_samples_the_same_texts_and_learns_the_same(fsdp, tmp_path):
+@pytest.mark.parametrize("how", [{}, {"fsdp": 2}, {"tensor": 2}, {"tensor": 4}])
+def test_a_run_samples_the_same_texts_and_learns_the_same(how, tmp_path):
     noise = {"sigma_start": 0.05, "sigma_end": 0.01, "num_stages": 3, "scope": "both"}
     more = {
         "eval": config.EvalConfig(num_problems=16),
@@ -386,8 +411,8 @@ def test_a_run_samples_the_same_texts_and_learns_the_same(fsdp, tmp_path):
         "model": {"gradient_checkpointing": "products"},
     }
     one, alone = steps(tmp_path / "one", 1, **more)
-    count = min(8, jax.device_count()) // fsdp
-    several, found = steps(tmp_path / "several", count, fsdp, **more)
+    count = min(8, jax.device_count()) // max(how.values(), default=1)
+    several, found = steps(tmp_path / "several", count, **how, **more)
     assert texts(tmp_path / "several") == texts(tmp_path / "one")
     same = ("reward", "num_tokens", "aqn/sigma", "completions/mean_length", "eval/accuracy")
     for row, other in zip(found, alone, strict=True):

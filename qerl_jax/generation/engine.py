@@ -43,6 +43,7 @@ from qerl_jax.generation.scheduler import (
 )
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model import fused_decode, kv_cache, layers, logprobs, noise
+from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import Transformer, head
 
 # Seconds between two checks whether the run is asked to end, while all rows wait for replies.
@@ -117,8 +118,6 @@ class Engine:
         poll: Callable[[], None] | None = None,
     ):
         self._model, self._spec = model, spec
-        # The shape of what one device runs.
-        self._arch = model.arch if model.tensor == 1 else model.own_part.arch
         self._poll = poll
         # At least eight, filled up with ids that are never sampled, so that ignoring them needs no new compilation.
         self._stop_tokens = np.array([*stop_tokens, *[-1] * (8 - len(stop_tokens))], np.int32)
@@ -352,6 +351,11 @@ class Engine:
             yield schedule.harvest(
                 *brought, self._stop_tokens, self._stop_strings, entropies=entropies
             )
+
+    @property
+    def _arch(self) -> Architecture:
+        """The shape of what one device runs."""
+        return self._model.arch if self._model.tensor == 1 else self._model.own_part.arch
 
     def _num_pages(self, wanted: int, tokens: int | None, prompts: Sequence[QueuedPrompt]) -> int:
         """Pages of the pool, scratch included: what is wanted, or what its capacity allows."""

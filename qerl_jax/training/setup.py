@@ -367,7 +367,7 @@ def _about_slow_sampling(cfg: config.RunConfig, model: transformer.Transformer) 
     """A line on why rollouts are slower on this card than they could be."""
     rows = min(cfg.generation_batch_size, cfg.rollout.max_concurrent or cfg.generation_batch_size)
     own_noise = cfg.noise is not None and cfg.noise.per != "rollout"
-    slow = fused_decode.slow_because(model, rows, own_noise=own_noise)
+    slow = fused_decode.slow_because(model.own_part, rows, own_noise=own_noise)
     return [slow] if slow else []
 
 

@@ -171,7 +171,9 @@ OTHER = dataclasses.replace(
 )
 # And what excludes a field of both.
 THIRD = dataclasses.replace(
-    FULL, grpo=dataclasses.replace(FULL.grpo, sync_ref_model=False, reference="adapter")
+    FULL,
+    grpo=dataclasses.replace(FULL.grpo, sync_ref_model=False, reference="adapter"),
+    mesh=MeshConfig(2, tensor=2),
 )
 
 
@@ -685,6 +687,20 @@ BAD = [
         {"mesh__fsdp": 2, "model__gradient_checkpointing": "none"},
         "'none'",
         'would keep the weights that layers gather: take "auto"',
+    ),
+    ("mesh.tensor", {"mesh__tensor": 0}, "0", "must be at least 1"),
+    ("mesh.fsdp", {"mesh__fsdp": 2, "mesh__tensor": 4}, "2", "goes without mesh.tensor = 4"),
+    (
+        "mesh.tensor",
+        {"mesh__tensor": 2, "model__trainable": "full", "model__weights": "bfloat16"},
+        "2",
+        "goes with an adapter",
+    ),
+    (
+        "model.gradient_checkpointing",
+        {"mesh__tensor": 2, "model__gradient_checkpointing": "none"},
+        "'none'",
+        'with mesh.tensor "none" would keep the weights',
     ),
     ("noise.sigma_start", {"noise__sigma_start": 0.0}, "0.0", "must be positive"),
     ("noise.sigma_end", {"noise__sigma_end": 0.0}, "0.0", "must be in (0, sigma_start = 0.01]"),

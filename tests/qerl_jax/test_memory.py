@@ -526,3 +526,21 @@ def test_of_a_base_that_devices_share_each_holds_its_part():
     assert len(shared.rows) == 2
     last = shared.lines()[-1]
     assert last.startswith(f"device 7    data 1, fsdp 3, {shared.rows[1]} rows of a rollout")
+
+
+def test_of_devices_that_decode_rows_together_each_holds_its_heads_and_their_cache():
+    alone = memory.estimate(changed(BENCH, mesh={"data": 2}))
+    made = memory.estimate(changed(BENCH, mesh={"data": 2, "tensor": 2}))
+    linears = "base: linears"
+    assert 0 < named(made, linears) - named(alone, linears) / 2 < named(alone, linears) / 100
+    assert named(made, "keys and values") == named(alone, "keys and values") / 2
+    gathered = [item for item in made.items if item.name.startswith("gathered")]
+    assert {item.phase for item in gathered} == {"update"}
+    last = made.lines()[-1]
+    assert last.startswith(f"device 3    data 1, tensor 1, {made.rows[1]} rows of a rollout")
+    with pytest.raises(
+        ConfigError, match=r"each of 4 devices offers 1.00 GB: .*more devices that share it"
+    ):
+        made.require(10**9)
+    with pytest.raises(ConfigError, match=r"mesh.tensor: got 99; must not exceed the \d+ heads"):
+        memory.estimate(changed(BENCH, mesh={"tensor": 99}))

@@ -50,3 +50,11 @@ def test_places_of_several_hosts_are_numbered_through():
     second = mesh.Replicas(tuple("abcd"), Hosts(1, 3), group=2)
     assert len(second) == 6 and second.own == range(2, 4)
     assert mesh.Replicas().own == range(1)
+
+
+def test_devices_that_decode_rows_together_are_one_replica_of_one_host(monkeypatch):
+    seen = len(jax.local_devices())
+    with pytest.raises(ConfigError, match=rf"mesh.tensor: got {seen + 1}; .* sees {seen} of them"):
+        mesh.Replicas.of(MeshConfig(tensor=seen + 1), rows=64)
+    monkeypatch.setattr(jax, "local_devices", lambda: ["a device"] * 6)
+    assert [mesh.places(MeshConfig(tensor=n), 64) for n in (2, 4)] == [3, 1]
