@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import monitoring
-from jax.sharding import PartitionSpec as P
 
 from qerl_jax import config, sharding
 from qerl_jax.checkpoint import base_model

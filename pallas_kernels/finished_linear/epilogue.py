@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.finished_linear.lora import Branch
+from pallas_kernels.formats.rounding import rounded
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.config import most_shared_bytes
 from pallas_kernels.nvfp4_matmul.decode import Sums
@@ -66,6 +67,18 @@ def stream(values: jax.Array, scale: jax.Array) -> Stream:
     squares = jnp.zeros((_square_rows(width), len(values)), jnp.float32)
     squares = squares.at[0].set(jnp.sum(wide * wide, axis=1))
     return Stream(values.T, (wide * scale).astype(values.dtype), squares, width)
+
+
+def added(stream_: Stream, y: jax.Array, scale: jax.Array) -> Stream:
+    """The stream r + y, for a y [M, D] that no kernel adds: where devices sum it up first.
+
+    Args:
+      stream_: r.
+      y: float32 [M, D].
+      scale: float32 [D] of the norm that comes next.
+    """
+    values = stream_.values[: stream_.width].T
+    return stream(rounded(values.astype(jnp.float32) + y, values.dtype), scale)
 
 
 def supports(

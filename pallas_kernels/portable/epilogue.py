@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import runtime
+from pallas_kernels.formats.rounding import rounded
 from pallas_kernels.portable import launch, matmul, tuning
 from pallas_kernels.portable.layout import PortableWeight
 
@@ -55,6 +56,12 @@ def stream(values: jax.Array, scale: jax.Array) -> Stream:
     tiles = -(-values.shape[1] // BLOCK_N)
     squares = jnp.pad(squares, ((0, tiles - 1), (0, 0)))
     return Stream(values, (wide * scale).astype(values.dtype), squares)
+
+
+def added(stream_: Stream, y: jax.Array, scale: jax.Array) -> Stream:
+    """The stream r + y, for a float32 y [M, D] that no kernel adds: where devices sum it up first."""
+    values = stream_.values
+    return stream(rounded(values.astype(jnp.float32) + y, values.dtype), scale)
 
 
 @jax.tree_util.register_dataclass

@@ -4,6 +4,9 @@ The plain model is the definition; this runs the same arithmetic on the same tre
 rows of one token each, where kernels for it exist (`supports`). Norms, LoRA, biases, SwiGLU and
 residual additions happen inside the kernels that finish the products. There are two sets of kernels, those
 for Hopper and the portable ones, which `fit` chooses between.
+
+Where several devices decode rows together, each runs the kernels of its part (`Transformer.own_part`). Those of o and
+down then end with the product and LoRA: the sum over the devices comes before residual and norm, which XLA computes.
 """
 
 import dataclasses
@@ -364,11 +367,16 @@ def step(
                 **options,
             )
 
+        def added(name, x, stream, scale):
+            if model.over is None:
+                return linear(name, x, residual=(stream, scale))
+            return epilogue.added(stream, _summed(linear(name, x), model.over), scale)
+
         qkv = linear("qkv", stream, eps=eps)
         mixed, state = attend(qkv, head_norms, index, state)
-        stream = linear("o", mixed, residual=(stream, scales["inside"]))
+        stream = added("o", mixed, stream, scales["inside"])
         hidden = linear("gate_up", stream, eps=eps, is_swiglu=True, counters=counters)
-        stream = linear("down", hidden, residual=(stream, scales["after"]))
+        stream = added("down", hidden, stream, scales["after"])
         return (index + 1, stream, state), None
 
     # One for all layers: without the barrier XLA clears one for each.
@@ -425,11 +433,17 @@ def portable_step(
                 **options,
             )
 
+        def added(name, x, stream, scales):
+            if model.over is None:
+                return linear(name, x, residual=(stream, scales))
+            scale = jax.lax.dynamic_index_in_dim(scales, index[0], keepdims=False)
+            return portable.added(stream, _summed(linear(name, x), model.over), scale)
+
         qkv = linear("qkv", stream, eps=arch.rms_norm_eps)
         mixed, state = attend(qkv, head_norms, index[0], state)
-        stream = linear("o", mixed, residual=(stream, policy.scales["inside"]))
+        stream = added("o", mixed, stream, policy.scales["inside"])
         hidden = linear("gate_up", stream, eps=arch.rms_norm_eps, is_swiglu=True)
-        stream = linear("down", hidden, residual=(stream, policy.scales["after"]))
+        stream = added("down", hidden, stream, policy.scales["after"])
         return (index + 1, stream, state), None
 
     start = portable.stream(x, policy.first_scale)
@@ -442,3 +456,8 @@ def portable_step(
     )
     unit = stream.values.astype(jnp.float32) * stream.unit(arch.rms_norm_eps)[:, None]
     return rounded(unit * policy.scales["after"][-1], x.dtype), state
+
+
+def _summed(term: jax.Array, over: str) -> jax.Array:
+    """The float32 sum of bfloat16 terms of all devices: the kernels' epilogues end before it."""
+    return jax.lax.psum(term.astype(jnp.float32), over)

@@ -7,18 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
 
-from pallas_kernels import nvfp4, parts
+from pallas_kernels import nvfp4, parts, runtime
 from pallas_kernels.nvfp4_matmul import layout
+from pallas_kernels.nvfp4_matmul.config import Config
 from pallas_kernels.portable import layout as portable
 from qerl_jax import sharding
 from qerl_jax.checked import ConfigError
 from qerl_jax.config import LoraConfig
-from qerl_jax.model import transformer
+from qerl_jax.model import fused_decode, transformer
 from qerl_jax.model.architecture import KNOWN, Architecture
 from qerl_jax.model.division import Division
 from qerl_jax.model.transformer import Transformer
 from tests.qerl_jax.model import caches
+from tests.qerl_jax.model import test_fused_decode as fused
 
 # Heads of 64 and blocks of any format.
 ARCH = Architecture("qwen2", 64, 64, 448, 2, 6, 2, 64)
@@ -246,3 +249,61 @@ def test_published_models_can_be_divided_with_little_that_is_filled_up(name, cou
             division = Division(KNOWN[name], count, weights)
             division.require()
             assert division.part.ffn_width * count < 1.06 * KNOWN[name].ffn_width
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(runtime.is_hopper(), reason="interprets the kernels, on a CPU")
+@pytest.mark.parametrize("weights", ["bfloat16", "nvfp4"])
+def test_fused_kernels_of_the_parts_give_the_hidden_states_of_the_whole_model(monkeypatch, weights):
+    """Their epilogues end where the terms of all devices are added up."""
+    arch = dataclasses.replace(fused.ARCH, num_layers=1)
+    model, variables, cache = fused.policy_of(weights, arch=arch)
+    tokens, count = jnp.array([1, 40, 63]), 2
+    expected, grown = model.apply(variables, tokens[:, None], cache=cache)
+    config_of = lambda m, n, k, _: Config(1, 64, 2, layout.tiles(n))
+    monkeypatch.setattr(fused.fused, "_config", config_of)
+    step = functools.partial(fused_decode.step, interpret=True)
+    monkeypatch.setattr(fused_decode, "step", step)
+    if weights == "nvfp4":
+        variables = fused.prepared(variables)
+    parted = model.clone(tensor=count)
+    held = in_parts(parted, variables, lambda _, own: own)
+    # Each device has one of two key/value heads.
+    pools = [jnp.split(x, 2, axis=2) for x in (cache.keys, cache.values)]
+    # The interpreter of kernels runs one program at a time. So each device runs again for each sum, with the sums that are
+    # known.
+    sums, terms = [], []
+
+    def known(term):
+        terms.append(np.float32(term))
+        return sums[len(terms) - 1] if len(terms) <= len(sums) else terms[-1]
+
+    def summed(term, over):
+        assert over == sharding.GROUP
+        return io_callback(known, jax.ShapeDtypeStruct(term.shape, jnp.float32), term, ordered=True)
+
+    monkeypatch.setattr(fused_decode, "_summed", summed)
+
+    def extended(device):
+        terms.clear()
+        own = jax.tree.map(lambda x: x[device], held)
+        part = dataclasses.replace(cache, keys=pools[0][device], values=pools[1][device])
+        policy = fused_decode.policy(parted.own_part, own)
+        hidden, part = fused_decode.extend(parted.own_part, policy, tokens, part)
+        return jax.block_until_ready((hidden, part.keys)), list(terms)
+
+    for _ in range(2 * model.arch.num_layers + 1):
+        found, each = zip(*map(extended, range(count)), strict=True)
+        if len(sums) < len(each[0]):
+            sums.append(each[0][len(sums)] + each[1][len(sums)])
+    assert len(sums) == 2 * model.arch.num_layers
+    # Terms are rounded to bfloat16 before they are added up.
+    for hidden, _ in found:
+        assert_near(hidden, expected[:, 0])
+    keys = jnp.concatenate([keys for _, keys in found], axis=2)
+    assert_near(keys[:, 1:], grown.keys[:, 1:])
+
+
+def assert_near(actual, expected):
+    difference = np.float32(actual) - np.float32(expected)
+    assert np.sqrt(np.mean(difference**2) / np.mean(np.float32(expected) ** 2)) < 0.01
