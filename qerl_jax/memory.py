@@ -534,11 +534,15 @@ def _sampling(
 def _gathered(cfg: RunConfig, arch: architecture.Architecture, phase: Phase) -> list[Item]:
     """Weights of the layer that is computed and of the next one, where devices share a base.
 
-    Devices that decode rows together gather in updates only, and then put the parts of a layer together.
+    Devices that decode rows together gather in updates only, and then put the parts of a layer together. In rollouts
+    each copies the rows of the head that it computes scores with.
     """
     together = cfg.mesh.tensor > 1
-    if cfg.mesh.group == 1 or (together and phase != "update"):
+    if cfg.mesh.group == 1:
         return []
+    if together and phase != "update":
+        size = arch.vocab_size * arch.width * _width(cfg) // cfg.mesh.tensor
+        return [Item("head: rows of each device", size, phase, estimated=True)]
     frozen = abstract_policy(cfg, arch)[2]["layers"]
     size = (3 if together else 2) * _bytes(frozen) // arch.num_layers
     return [Item("gathered weights of two layers", size, phase, estimated=True)]

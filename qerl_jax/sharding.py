@@ -8,8 +8,10 @@ nothing.
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -80,7 +82,14 @@ def gathered(tree: Any) -> Any:
     )
 
 
-def in_group(count: int, function: Callable, *, own: Sequence[int] = (), gives_own: Any = False):
+def in_group(
+    count: int,
+    function: Callable,
+    *,
+    own: Sequence[int] = (),
+    gives_own: Any = False,
+    places: Mapping[int, P] = MappingProxyType({}),
+):
     """Makes a function of arrays on a group, in which each device computes on its own parts.
 
     Args:
@@ -88,8 +97,10 @@ def in_group(count: int, function: Callable, *, own: Sequence[int] = (), gives_o
         function: The computation of one device. Divided arrays are passed as `Part`.
         own: Numbers of the arguments that differ between devices. They have a leading axis of `count`, which the
             function does not see.
-        gives_own: Whether each device's result is its own, and gets such an axis; for a tuple, one value per
-            member. Other results must be the same on all devices.
+        gives_own: Whether each device's result is its own, and gets such an axis, or how the devices' results are joined;
+            for a tuple, one value per member. Other results must be the same on all devices.
+        places: How the arrays of other arguments, by number, are divided otherwise than by the table. The function sees
+            parts of the same number of axes.
     """
     if count == 1:
         return function
@@ -98,25 +109,37 @@ def in_group(count: int, function: Callable, *, own: Sequence[int] = (), gives_o
     first = lambda tree: jax.tree.map(lambda x: x[0], tree)
     parted = lambda x, at: Part(x) if GROUP in at else x
 
-    def on_device(places, *arguments):
-        seen = [
-            first(x) if n in own else jax.tree.map(parted, x, at)
-            for n, (x, at) in enumerate(zip(arguments, places, strict=True))
-        ]
-        with_axis = lambda is_own, tree: jax.tree.map(lambda x: x[None], tree) if is_own else tree
+    def seen_by_function(n, x, at):
+        if n in places:
+            return x
+        return first(x) if n in own else jax.tree.map(parted, x, at)
+
+    def with_axis(is_own, tree):
+        return jax.tree.map(lambda x: x[None], tree) if is_own is True else tree
+
+    def on_device(in_specs, *arguments):
+        seen = map(seen_by_function, itertools.count(), arguments, in_specs)
         found = function(*seen)
-        if isinstance(gives_own, tuple):
+        if type(gives_own) is tuple:
             return tuple(map(with_axis, gives_own, found))
         return with_axis(gives_own, found)
 
     def on_group(*arguments):
-        places = tuple(P(GROUP) if n in own else specs(x, count) for n, x in enumerate(arguments))
-        out = jax.tree.map(lambda is_own: P(GROUP) if is_own else P(), gives_own)
+        in_specs = tuple(
+            places[n] if n in places else P(GROUP) if n in own else specs(x, count)
+            for n, x in enumerate(arguments)
+        )
+        as_spec = {True: P(GROUP), False: P()}
+        out = jax.tree.map(
+            lambda is_own: as_spec.get(is_own, is_own),
+            gives_own,
+            is_leaf=lambda x: isinstance(x, P),
+        )
         # Results are equal on all devices because each device computes the same.
         return jax.shard_map(
-            functools.partial(on_device, places),
+            functools.partial(on_device, in_specs),
             mesh=mesh,
-            in_specs=places,
+            in_specs=in_specs,
             out_specs=out,
             check_vma=False,
         )(*arguments)

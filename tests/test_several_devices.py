@@ -27,6 +27,7 @@ from qerl_jax import config, sharding
 from qerl_jax.checkpoint import base_model
 from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.config import GrpoConfig, LoraConfig, MeshConfig
+from qerl_jax.generation import engine
 from qerl_jax.generation.fleet import Fleet
 from qerl_jax.mesh import Replicas
 from qerl_jax.model.transformer import Transformer, abstract_base, random_base, trainable
@@ -44,8 +45,9 @@ devices = pytest.mark.devices
 COUNTS = (2, 3, 8)
 # Replicas, and devices of each.
 SHARED = ((1, 2), (2, 2), (1, 8))
-# Replicas, and devices of each that decode rows together: with four, two hold the same key/value head.
-TOGETHER = ((1, 2), (2, 4), (4, 2))
+# Replicas, and devices of each that decode rows together. Of the test's model, with two key/value heads, four hold them
+# twice, and of three one has none.
+TOGETHER = ((1, 2), (2, 4), (4, 2), (1, 3))
 
 
 def flags(count):
@@ -145,14 +147,33 @@ def test_rows_are_the_same_where_devices_decode_them_together(count, tensor, rep
 
 
 @devices
+def test_each_device_has_the_cache_of_its_heads_and_writes_to_it_in_place(monkeypatch):
+    seen, decode = [], engine._decode
+
+    def noted(*arguments, **static):
+        lowered = decode.of(static["model"]).lower(*arguments, **static)
+        shards = [x.addressable_shards[0].data for x in arguments[1]]
+        seen.append(([(x.shape, x.nbytes) for x in shards], lowered.compile().memory_analysis()))
+        return decode(*arguments, **static)
+
+    monkeypatch.setattr(engine, "_decode", noted)
+    sampled(1, 3, tensor=2)
+    shards, memory = seen[-1]
+    for (layers, _, heads, *_), _ in shards:
+        assert (layers, heads) == (2, 1)
+    size = sum(size for _, size in shards)
+    assert memory.alias_size_in_bytes == size and memory.temp_size_in_bytes < size
+
+
+@devices
 @pytest.mark.parametrize("per", ["group", "token"])
 @pytest.mark.parametrize("how", [{"fsdp": 2}, {"tensor": 2}])
 def test_noise_of_rows_is_the_same_where_devices_share_a_base(per, how):
     sampler, variables = rolled.noisy(per)
     model, share = sampler.engine._model.clone(**how), replicas(1, **how)
-    engine = copy.copy(sampler.engine)
-    engine._model = model
-    sampler = dataclasses.replace(sampler, engine=Fleet(engine, share))
+    subject = copy.copy(sampler.engine)
+    subject._model = model
+    sampler = dataclasses.replace(sampler, engine=Fleet(subject, share))
     variables = variables | {"frozen": divided(model, variables["frozen"])}
     held, key = share.hold(variables), jax.random.key(0)
     found = rollouts.collect(sampler, held, rolled.PROBLEMS, key, groups=rolled.PLACES)

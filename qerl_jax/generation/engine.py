@@ -48,8 +48,8 @@ from qerl_jax.model.transformer import Transformer, head
 
 # Seconds between two checks whether the run is asked to end, while all rows wait for replies.
 _REPLY_SECONDS = 0.5
-# The pool's place among the arguments of a program.
-_POOL = 1
+# How devices that decode rows together divide the pool [L, N, J, S, C].
+_BY_HEADS = PartitionSpec(None, None, sharding.GROUP)
 # XLA's Triton GEMM first copies each 16-bit weight out of the stack of layers; cuBLAS reads it in place.
 IN_PLACE = {"xla_gpu_enable_triton_gemm": False}
 
@@ -316,8 +316,8 @@ class Engine:
                 pool = kv_cache.pool(*size)
             pool = jax.device_put(pool, where)
         else:
-            apart = NamedSharding(leaf.sharding.mesh, PartitionSpec(sharding.GROUP))
-            pool = _pools(*size, self._model.tensor, apart)
+            by_heads = NamedSharding(leaf.sharding.mesh, _BY_HEADS)
+            pool = _divided_pool(*size, self._model.tensor, by_heads)
         traits = {"model": self._model, "spec": self._spec}
         chunks = collections.deque()
         while schedule.unfinished():
@@ -448,26 +448,26 @@ class _Program:
         return self.dense if model.weights in DENSE else self.packed
 
 
-def _program(*static_argnames: str, gives_pool: Any = True):
+def _program(*static_argnames: str, gives: Any = _BY_HEADS):
     """Compiles a function of arrays, each device of a group that shares the base computing on its own parts.
 
-    Where the devices decode rows together each runs its part of the model (`Transformer.own_part`). It then has a pool
-    of its own, for the heads that it has.
+    Where the devices decode rows together each runs its part of the model (`Transformer.own_part`), with the pool of
+    its heads.
 
     Args:
         *static_argnames: Names of arguments that are no arrays.
-        gives_pool: Which members of the result are the pool.
+        gives: How the members of the result are divided then; False for those that are the same on all devices.
     """
 
     def jitted(function) -> _Program:
         @functools.wraps(function)  # with its signature, by which arguments are named
         def grouped(*arrays, **static):
-            model, own = static["model"], {}
+            model, how = static["model"], {}
             of_device = functools.partial(function, **static)
             if model.tensor > 1:
                 of_device = functools.partial(_of_part, function, model, static)
-                own = {"own": (_POOL,), "gives_own": gives_pool}
-            return sharding.in_group(model.group, of_device, **own)(*arrays)
+                how = {"places": {1: _BY_HEADS}, "gives_own": gives}
+            return sharding.in_group(model.group, of_device, **how)(*arrays)
 
         options = {"static_argnames": static_argnames, "donate_argnames": "pool"}
         return _Program(
@@ -485,10 +485,12 @@ def _of_part(function, model: Transformer, static: dict[str, Any], variables, *a
 
 
 @functools.partial(jax.jit, static_argnums=range(6))
-def _pools(arch, num_pages: int, dtype, page_size: int, count: int, places: NamedSharding):
-    """An empty pool [count, ...] for each of several devices, made where it is to be."""
+def _divided_pool(arch, num_pages: int, dtype, page_size: int, count: int, places: NamedSharding):
+    """The empty pools of several devices as one, made where they are to be."""
+    arch = dataclasses.replace(
+        arch, num_heads=count * arch.num_heads, num_kv_heads=count * arch.num_kv_heads
+    )
     pool = kv_cache.pool(arch, num_pages, dtype, page_size)
-    pool = jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), pool)
     return jax.lax.with_sharding_constraint(pool, places)
 
 
@@ -508,11 +510,11 @@ def _copy(pool, sources, targets, *, model: Transformer):
     def copied(pool, sources, targets):
         return tuple(part.at[:, targets].set(part[:, sources]) for part in pool)
 
-    own = {"own": (0,), "gives_own": True} if model.tensor > 1 else {}
-    return sharding.in_group(model.group, copied, **own)(pool, sources, targets)
+    how = {"places": {0: _BY_HEADS}, "gives_own": _BY_HEADS} if model.tensor > 1 else {}
+    return sharding.in_group(model.group, copied, **how)(pool, sources, targets)
 
 
-@_program("model", "spec", gives_pool=(True, False, False))
+@_program("model", "spec", gives=(_BY_HEADS, False, False))
 def _decode(
     variables,
     pool,
@@ -531,7 +533,8 @@ def _decode(
     """
     chunk = spec.chunk
     extend = _extender(model, variables, slots)
-    matrix, rows = head(variables["frozen"]), jnp.arange(len(slots.live))
+    scores_of = _scorer(model, matrix := head(variables["frozen"]))
+    rows = jnp.arange(len(slots.live))
     row_keys = jax.random.wrap_key_data(slots.keys)
     seen = None
     if slots.history is not None:
@@ -564,7 +567,7 @@ def _decode(
         )
         steps = slots.step + loop.count
         hidden, cache = extend(loop.token, cache, steps)
-        scores = layers.logits(hidden, matrix)
+        scores = scores_of(hidden)
         token, logp = sampling.next_token(
             scores,
             jax.vmap(jax.random.fold_in)(row_keys, steps),
@@ -629,6 +632,18 @@ def _extender(model: Transformer, variables, slots: Slots):
     # Computed once for all steps: everything that does not change with the token.
     once = made(jnp.asarray(slots.step))
     return lambda tokens, cache, steps: once(tokens, cache)
+
+
+def _scorer(model: Transformer, matrix: jax.Array):
+    """Maps hidden states [B, D] to scores [B, V]; of several devices that decode rows together each computes some."""
+    if model.over is None or len(matrix) % (count := jax.lax.axis_size(model.over)):
+        return lambda hidden: layers.logits(hidden, matrix)
+    size = len(matrix) // count
+    # Copied out once for all steps of a chunk.
+    own = jax.lax.dynamic_slice_in_dim(matrix, jax.lax.axis_index(model.over) * size, size)
+    return lambda hidden: jax.lax.all_gather(
+        layers.logits(hidden, own), model.over, axis=1, tiled=True
+    )
 
 
 def _agreed(model: Transformer, token, logp):

@@ -67,8 +67,12 @@ def weight_of(form, shape):
     return portable.prepare(found) if form.startswith("portable") else found
 
 
-FORMATS = ["nvfp4", "mxfp4", "nf4", "float32", "hopper nvfp4"]
-FORMATS += [f"portable {form}" for form in ("nvfp4", "mxfp4", "nf4")]
+QUICK = [("nvfp4", linear) for linear in ("qkv", "o", "gate_up", "down")]
+QUICK += [("mxfp4", "down"), ("nf4", "gate_up"), ("nf4", "o"), ("float32", "qkv")]
+OTHERS = ["mxfp4", "nf4", "float32", "hopper nvfp4"]
+OTHERS += [f"portable {form}" for form in ("nvfp4", "mxfp4", "nf4")]
+SLOW = [(form, linear) for form in OTHERS for linear in ("qkv", "o", "gate_up", "down")]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in QUICK]
 
 
 def values(weight):
@@ -82,8 +86,7 @@ def values(weight):
     return modules[type(weight).__name__].dequantize(weight)
 
 
-@pytest.mark.parametrize("form", FORMATS)
-@pytest.mark.parametrize("linear", ["gate_up", "o", "qkv", "down"])
+@pytest.mark.parametrize(("form", "linear"), QUICK + SLOW)
 def test_split_weights_are_rows_or_columns_and_together_the_whole(form, linear):
     division = Division(ARCH, 4, form.split()[-1])
     outputs = sum(size for _, size in ARCH.linears()[linear])
@@ -105,6 +108,7 @@ def test_split_weights_are_rows_or_columns_and_together_the_whole(form, linear):
         np.testing.assert_array_equal(values(part), expected)
 
 
+@pytest.mark.slow
 def test_tiles_are_taken_apart_where_heads_do_not_end_with_them():
     arch = dataclasses.replace(ARCH, head_size=16, ffn_width=80, num_heads=4)
     for linear in arch.linears():
@@ -179,12 +183,17 @@ def assert_close(actual, expected, size=1e-5):
 # Norms of heads, biases, an even and an uneven division; some weights kept in 16 bits in one layer or in all.
 KEPT = (("down", (0, 1)), ("o", (1,)), ("qkv", (0,)))
 CASES = [
-    ("nvfp4", of_heads(6, 2), 2, ()),
     ("nvfp4", of_heads(7, 1, model_type="qwen3", qkv_bias=False, qk_norm=True), 4, ()),
-    ("mxfp4", of_heads(6, 3), 2, ()),
-    ("nf4", of_heads(6, 2), 3, ()),
     ("float32", of_heads(6, 2), 4, ()),
-    ("nvfp4", of_heads(6, 2), 2, KEPT),
+]
+CASES += [
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in [
+        ("nvfp4", of_heads(6, 2), 2, ()),
+        ("mxfp4", of_heads(6, 3), 2, ()),
+        ("nf4", of_heads(6, 2), 3, ()),
+        ("nvfp4", of_heads(6, 2), 2, KEPT),
+    ]
 ]
 
 
@@ -253,8 +262,12 @@ def test_published_models_can_be_divided_with_little_that_is_filled_up(name, cou
 
 @pytest.mark.slow
 @pytest.mark.skipif(runtime.is_hopper(), reason="interprets the kernels, on a CPU")
-@pytest.mark.parametrize("weights", ["bfloat16", "nvfp4"])
-def test_fused_kernels_of_the_parts_give_the_hidden_states_of_the_whole_model(monkeypatch, weights):
+@pytest.mark.parametrize(
+    ("weights", "kernels"), [("bfloat16", "hopper"), ("nvfp4", "hopper"), ("mxfp4", "portable")]
+)
+def test_fused_kernels_of_the_parts_give_the_hidden_states_of_the_whole_model(
+    monkeypatch, weights, kernels
+):
     """Their epilogues end where the terms of all devices are added up."""
     arch = dataclasses.replace(fused.ARCH, num_layers=1)
     model, variables, cache = fused.policy_of(weights, arch=arch)
@@ -266,7 +279,14 @@ def test_fused_kernels_of_the_parts_give_the_hidden_states_of_the_whole_model(mo
     monkeypatch.setattr(fused_decode, "step", step)
     if weights == "nvfp4":
         variables = fused.prepared(variables)
+    if kernels == "portable":
+        monkeypatch.setattr(runtime, "_CHOSEN", "portable")
+        if not runtime.interprets_triton():
+            pytest.skip("needs triton, TRITON_INTERPRET=1 and a CPU")
+        variables = fused.prepared(variables, jax.jit(portable.prepare))
     parted = model.clone(tensor=count)
+    if kernels == "portable":
+        assert fused_decode.fit(parted.own_part, len(tokens)) == "portable"
     held = in_parts(parted, variables, lambda _, own: own)
     # Each device has one of two key/value heads.
     pools = [jnp.split(x, 2, axis=2) for x in (cache.keys, cache.values)]
@@ -288,7 +308,7 @@ def test_fused_kernels_of_the_parts_give_the_hidden_states_of_the_whole_model(mo
         terms.clear()
         own = jax.tree.map(lambda x: x[device], held)
         part = dataclasses.replace(cache, keys=pools[0][device], values=pools[1][device])
-        policy = fused_decode.policy(parted.own_part, own)
+        policy = fused_decode.policy(parted.own_part, own, kernels=kernels)
         hidden, part = fused_decode.extend(parted.own_part, policy, tokens, part)
         return jax.block_until_ready((hidden, part.keys)), list(terms)
 
