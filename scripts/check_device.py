@@ -7,7 +7,8 @@ assertions. A case that does not finish counts as failed (red), like one that fi
     python -m scripts.check_device --out checked.jsonl       # all; exit status 1 if one is red
     python -m scripts.check_device --smoke                   # a dozen cases
     python -m scripts.check_device --only weights=nf4 --only rows=33 --jobs 2
-    python -m scripts.check_device --smoke --devices 1 2 4   # each on meshes of 1, 2 and 4 devices of this machine
+    python -m scripts.check_device --smoke --devices 1 2 4   # each on 1, 2 and 4 devices of this machine
+    python -m scripts.check_device --smoke --devices 4 --meshes   # each on every mesh of 4: data, fsdp, tensor
     python -m scripts.check_device --write-cases             # after a change of the factors
     PALLAS_KERNELS=portable python -m scripts.check_device   # with the Triton kernels instead of Hopper's
 
@@ -104,6 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=pathlib.Path, help="write a JSON line for each case to this file"
     )
+    parser.add_argument(
+        "--meshes",
+        action="store_true",
+        help="run each case on every mesh of --devices: data, fsdp and tensor",
+    )
     jobs = max(1, min(14, (os.cpu_count() or 1) - 2))
     parser.add_argument(
         "--jobs", type=int, default=jobs, help="number of processes that share the device"
@@ -136,9 +142,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     listed = cases.read()
     if args.cases:
         listed = [case for case in listed if case["number"] in args.cases]
-    chosen = select_cases(cases.smoke(listed) if args.smoke else listed, args.only)
-    if args.devices:
-        chosen = [case | {"devices": count} for count in args.devices for case in chosen]
+    listed = cases.smoke(listed) if args.smoke else listed
+    if args.meshes and not args.devices:
+        parser.error("--meshes: give the numbers of devices too, as in --devices 2 4")
+    meshes = [{"data": count} for count in args.devices or ()]
+    if args.meshes:
+        meshes = [mesh for count in args.devices for mesh in cases.meshes(count)]
+    if meshes:
+        listed = [
+            case | {"mesh": mesh} for mesh in meshes for case in listed if cases.fits(case, mesh)
+        ]
+    chosen = select_cases(listed, args.only)
     if args.list or not chosen:
         print(*map(cases.name, chosen), sep="\n")
         return 0 if chosen else 2

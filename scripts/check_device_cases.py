@@ -315,8 +315,27 @@ def name(case: Case, *, full: bool = False) -> str:
         for factor, values in FACTORS.items()
         if full or factor in _ALWAYS_SHOWN or case[factor] != values[0]
     ]
-    shown += [f"devices={case['devices']}"] if "devices" in case else []
+    shown += [f"mesh.{axis}={count}" for axis, count in case.get("mesh", {}).items()]
     return " ".join([f"{case['number']:03d}", *shown])
+
+
+def meshes(count: int) -> list[dict[str, int]]:
+    """The meshes of so many devices: replicas of one, and of several that share a base or decode rows together."""
+    found = [{"data": count}]
+    for group in range(2, count + 1):
+        if count % group == 0:
+            found += [{"data": count // group, axis: group} for axis in ("fsdp", "tensor")]
+    return found
+
+
+def fits(case: Case, mesh: dict[str, int]) -> bool:
+    """Whether a case can run on a mesh."""
+    if max(mesh.get("fsdp", 1), mesh.get("tensor", 1)) == 1:
+        return True
+    block = {"mxfp4": 32, "nf4": 64}.get(case["weights"], 16)
+    enough = mesh.get("tensor", 1) <= architecture(case)["num_attention_heads"]
+    divides = "tensor" not in mesh or (enough and case["head"] % block == 0)
+    return divides and case["trains"] != "full" and case["remat"] != "none"
 
 
 def cost(case: Case) -> float:
@@ -454,7 +473,7 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
             "gradient_checkpointing": case["remat"],
             "trainable": "full" if case["trains"] == "full" else "lora",
         },
-        "mesh": {"data": min(case.get("devices", 1), batch)},
+        "mesh": (mesh := case.get("mesh", {})) | {"data": min(mesh.get("data", 1), batch)},
         "data": {"dataset": "arithmetic", "num_problems": 512, "max_prompt_length": PROMPT},
         "rewards": _rewards(case),
         "rollout": {

@@ -20,6 +20,7 @@ from qerl_jax.checkpoint.safetensors import Tensors
 from qerl_jax.cli import main as cli
 from qerl_jax.data import datasets, tokenizer
 from qerl_jax.model import architecture
+from qerl_jax.model.division import Division
 from qerl_jax.rl import microbatches
 from scripts import check_device, check_device_cases, check_device_run, check_device_stages
 from scripts.check_device_cases import FACTORS, impossible
@@ -124,6 +125,24 @@ def test_every_case_is_a_run_that_the_config_takes_with_a_base_that_can_be_held(
             or case["source"] in check_device_cases.QUANTIZED
         ):
             packed_formats.named(check_device_cases.packed_format(case)).check(arch)
+
+
+def test_cases_run_on_every_mesh_that_can_hold_them():
+    of_four = check_device_cases.meshes(4)
+    assert [mesh for mesh in of_four if mesh["data"] == 2] == [
+        {"data": 2, "fsdp": 2},
+        {"data": 2, "tensor": 2},
+    ]
+    assert len(of_four) == 5 and check_device_cases.meshes(1) == [{"data": 1}]
+    for mesh in of_four:
+        fitting = [case for case in CASES if check_device_cases.fits(case, mesh)]
+        assert len(fitting) > len(CASES) / 3
+        for case in fitting:
+            cfg = run_config(case | {"mesh": mesh})
+            assert cfg.mesh.group * cfg.mesh.data <= 4
+            arch = architecture.from_hf(check_device_cases.architecture(case))
+            Division(arch, cfg.mesh.tensor, cfg.model.weights).require()
+    assert "mesh.data=2 mesh.tensor=2" in check_device_cases.name(CASES[0] | {"mesh": of_four[2]})
 
 
 def test_smollm2s_shape_is_the_published_one():
