@@ -31,6 +31,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 BANDWIDTH = 4.3e12
 PROMPT, SHORT, LONG = 256, 32, 512
@@ -62,17 +63,23 @@ def bound(arch, weights: str, batch: int, rank: int) -> float:
 
 
 class Bench:
-    """A random policy, with methods that time it."""
+    """A random policy on one device or on a mesh of several, with methods that time it."""
 
-    def __init__(self, args: argparse.Namespace, arm: str):
+    def __init__(self, args: argparse.Namespace, arm: str, mesh: Any = None):
         import jax
         import jax.numpy as jnp
 
         from pallas_kernels import runtime
         from pallas_kernels.nvfp4_matmul import config
-        from qerl_jax.config import LoraConfig
+        from qerl_jax.config import LoraConfig, MeshConfig
+        from qerl_jax.mesh import Replicas
         from qerl_jax.model import architecture, fused_decode
-        from qerl_jax.model.transformer import Transformer, init_params, random_base
+        from qerl_jax.model.transformer import (
+            Transformer,
+            abstract_base,
+            init_params,
+            random_base,
+        )
 
         runtime.use_compilation_cache()
         runtime.use_kernels(args.kernels)
@@ -90,12 +97,20 @@ class Bench:
             config.MAX_M = 8
         lora = LoraConfig(self.rank, float(self.rank)) if self.rank else None
         name = args.model if args.model in architecture.KNOWN else f"qwen2.5-{args.model}"
-        self.arch, self.weights = architecture.KNOWN[name], weights
-        self.model = Transformer(self.arch, weights, lora, jnp.bfloat16)
-        self.variables = {"frozen": random_base(self.model, jax.random.key(0))}
+        known = architecture.KNOWN.get(name)
+        self.arch, self.weights = known or architecture.load(args.model), weights
+        mesh = mesh or MeshConfig(data=1)
+        traits = {"fsdp": mesh.fsdp, "tensor": mesh.tensor}
+        self.model = Transformer(self.arch, weights, lora, jnp.bfloat16, **traits)
+        self.replicas = Replicas.of(mesh, rows=1 << 20)
+        places = None
+        if self.replicas.group > 1:
+            places = self.replicas.places_of(abstract_base(self.model))
+        self.variables = {"frozen": random_base(self.model, jax.random.key(0), places)}
         if lora:
             params = init_params(self.model, self.variables["frozen"], jax.random.key(1))
             self.variables["params"] = jax.tree.map(lambda x: x + 1e-3, params)
+        self.variables = self.replicas.hold(self.variables)
 
     def prompts(self, count: int, generations: int, limits):
         import numpy as np
@@ -113,10 +128,12 @@ class Bench:
     def time(self, prompts, slots: int, longest: int = LONG, repeats: int = 2):
         """Seconds of a call that compiles nothing, and of the first call. `longest` determines what is compiled."""
         from qerl_jax.generation.engine import Engine, EngineSpec
+        from qerl_jax.rl.rollouts import engine_of
 
         num_tokens, prompts = min(KNOWN_IDS, self.arch.vocab_size), list(prompts)
         room = slots * (PROMPT + longest)
         engine = Engine(self.model, EngineSpec(num_tokens), kv_cache_tokens=room)
+        engine = engine_of(engine, self.replicas)
         limits = {
             "max_prompt_length": PROMPT + longest - max(prompt.limit for prompt in prompts),
             "max_concurrent": slots,

@@ -6,6 +6,8 @@ device. The first two rollouts compile and are not timed.
 
     python -m scripts.bench_scale                                # the recipe of 7B on 1, 2 and 4 devices
     python -m scripts.bench_scale --devices 1 2 --how strong
+    python -m scripts.bench_scale --mesh tensor --shape qwen2.5-32b   # decoding 16 rows on 1, 2 and 4 devices together
+    python -m scripts.bench_scale --mesh fsdp tensor --devices 4 --rows 16 64 --base bfloat16
     python -m scripts.bench_scale --tiny --devices 1 2           # a trial on virtual devices of a CPU, in minutes
 
 It prints for each row: seconds of a rollout and its updates, by phase; completion tokens per second, also relative to
@@ -13,12 +15,18 @@ the fewest devices; seconds of the all-reduce of an adapter's gradients; and the
 strong scaling must agree: the same number of tokens, and log-probabilities of trainer and sampler as close to each
 other as on the fewest devices. (Texts and rewards differ: with another batch size a last bit can change a token.) Every
 row runs in its own process, which sees only its devices (CUDA_VISIBLE_DEVICES) and is killed at its time limit.
+
+With --mesh no recipe is trained: rows are decoded by one replica of all devices, which share a random base (`fsdp`) or
+decode rows together (`tensor`), as `scripts.bench_rollouts` does it on one device. It prints: milliseconds of a step;
+tokens per second, also relative to the fewest devices; milliseconds of a step's all-reduces alone, two per layer of
+float32 [rows, width], and microseconds of one; which kernels decode; and the largest memory of a device.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -105,6 +113,59 @@ def measure(args: argparse.Namespace, how: str, devices: int) -> dict[str, Any]:
     }
 
 
+def measure_decode(args: argparse.Namespace, how: str, rows: int, devices: int) -> dict[str, Any]:
+    """Decodes rows on one replica of so many devices in this process."""
+    import jax
+
+    from qerl_jax.config import MeshConfig
+    from qerl_jax.model import fused_decode
+    from scripts import bench_rollouts
+
+    if args.tiny:
+        bench_rollouts.PROMPT, bench_rollouts.SHORT, bench_rollouts.LONG = 16, 32, 64
+    model = str(ROOT / "qerl_jax" / "assets" / "tiny") if args.tiny else args.shape
+    mesh = MeshConfig(data=1, **{how: devices})
+    asked = argparse.Namespace(model=model, rank=32, kernels="auto")
+    bench = bench_rollouts.Bench(asked, args.base, mesh)
+    row = bench_rollouts.decode(bench, rows)
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    together = mesh.tensor > 1
+    each = reduce_of_rows(bench.replicas, rows, bench.arch.width) if together else 0.0
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "base": args.base,
+        "rows": rows,
+        "step_s": row["step"],
+        "first_s": row["first_call"],
+        "tokens_per_s": rows / row["step"],
+        "reduce_s": each,
+        "reduces_s": 2 * bench.arch.num_layers * each,
+        "kernels": fused_decode.fit(bench.model.own_part, rows) or "plain",
+        "peak_gb": max(stat.get("peak_bytes_in_use", 0) for stat in stats) / 1e9,
+    }
+
+
+def reduce_of_rows(replicas: Any, rows: int, width: int, times: int = 128) -> float:
+    """Seconds of an all-reduce of float32 [rows, width] over the devices of a replica, of many one after the other."""
+    import jax
+    import jax.numpy as jnp
+
+    from qerl_jax import sharding
+
+    def reduced(x):
+        mean = lambda _, y: jax.lax.psum(y, sharding.GROUP) / replicas.group
+        return jax.lax.fori_loop(0, times, mean, x)
+
+    run = jax.jit(sharding.in_group(replicas.group, reduced))
+    (x,), spent = replicas.each(replicas.hold(jnp.ones((rows, width)))), []
+    for _ in range(6):
+        begun = time.perf_counter()
+        jax.block_until_ready(run(x))
+        spent.append(time.perf_counter() - begun)
+    return min(spent[1:]) / times
+
+
 def all_reduce(replicas: Any, params: Any) -> dict[str, float]:
     """Median seconds of ten all-reduces of an adapter's gradients over all devices, and their size in gigabytes."""
     import jax
@@ -130,10 +191,10 @@ def environment(tiny: bool, devices: int) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ",".join(seen[:devices])}
 
 
-def run(args: argparse.Namespace, how: str, devices: int) -> dict[str, Any]:
+def run(args: argparse.Namespace, devices: int, *how: str) -> dict[str, Any]:
     """Runs a row in its own process. The result is empty if it failed."""
-    command = [sys.executable, "-m", "scripts.bench_scale", "--child", how, str(devices)]
-    command += ["--shape", args.shape, "--truncated", str(args.truncated)]
+    command = [sys.executable, "-m", "scripts.bench_scale", "--child", str(devices), *how]
+    command += ["--base", args.base, "--shape", args.shape, "--truncated", str(args.truncated)]
     command += ["--rollouts", str(args.rollouts), *(["--tiny"] if args.tiny else [])]
     command += ["--set", *args.set] if args.set else []
     process = subprocess.Popen(
@@ -172,7 +233,14 @@ def main() -> int:
     )
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--how", nargs="+", default=["strong", "weak"], choices=["strong", "weak"])
-    parser.add_argument("--shape", default="qwen2.5-7b", choices=bench_recipe.RECIPES)
+    parser.add_argument("--mesh", nargs="+", choices=["fsdp", "tensor"], help="time decoding only")
+    parser.add_argument("--rows", type=int, nargs="+", default=[16], help="of --mesh")
+    parser.add_argument(
+        "--base", default="nvfp4", choices=["nvfp4", "mxfp4", "nf4", "bfloat16"], help="of --mesh"
+    )
+    parser.add_argument(
+        "--shape", default="qwen2.5-7b", help=f"of a recipe: {', '.join(bench_recipe.RECIPES)}"
+    )
     parser.add_argument(
         "--truncated", type=float, default=0.0, help="share of rows that reach the limit"
     )
@@ -187,14 +255,22 @@ def main() -> int:
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="FIELD=VALUE", help="change a field of the recipe"
     )
-    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rollouts <= UNTIMED:
         parser.error(f"--rollouts: got {args.rollouts}; must be at least {UNTIMED + 1}")
+    if not args.mesh and args.shape not in bench_recipe.RECIPES and not args.child:
+        parser.error(f"--shape: got {args.shape}; must be one of {', '.join(bench_recipe.RECIPES)}")
     if args.child:
-        how, devices = args.child[0], int(args.child[1])
-        print("ROW " + json.dumps(measure(args, how, devices)), flush=True)
+        devices, how, *rows = args.child
+        if rows:
+            row = measure_decode(args, how, int(rows[0]), int(devices))
+        else:
+            row = measure(args, how, int(devices))
+        print("ROW " + json.dumps(row), flush=True)
         return 0
+    if args.mesh:
+        return decode_table(args)
     print(
         "| scaling, devices | step s | rollout | reward | update | tokens/s | x | all-reduce | GB |"
     )
@@ -204,7 +280,7 @@ def main() -> int:
         first: dict[str, Any] = {}
         for devices in sorted(args.devices):
             # On one device strong and weak scaling are the same.
-            row = dict(alone) if devices == 1 and alone else run(args, how, devices)
+            row = dict(alone) if devices == 1 and alone else run(args, devices, how)
             alone = row if devices == 1 else alone
             failed |= not row
             if not row:
@@ -220,6 +296,36 @@ def main() -> int:
             if how == "strong" and (found := disagreement(row, first)):
                 failed = True
                 print(f"{devices} devices do not compute what {first['devices']} do: {found}")
+    return int(failed)
+
+
+def decode_table(args: argparse.Namespace) -> int:
+    """Prints the rows of --mesh; the exit status."""
+    print(
+        "| mesh, devices | rows | step ms | tokens/s | x | all-reduces ms | of one us | kernels | GB |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    failed = False
+    for how, rows in itertools.product(args.mesh, args.rows):
+        first: dict[str, Any] = {}
+        for devices in sorted(args.devices):
+            row = run(args, devices, how, str(rows))
+            failed |= not row
+            if not row:
+                continue
+            first = first or row
+            row["times"] = row["tokens_per_s"] / first["tokens_per_s"]
+            row |= {"how": how, "devices": devices, "date": time.strftime("%Y-%m-%d")}
+            row["what"] = "tiny" if args.tiny else args.shape
+            if args.out:
+                with args.out.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            cells = [f"{row['what']}, {how}, {devices}", f"{rows}", f"{row['step_s'] * 1e3:.2f}"]
+            cells += [f"{row['tokens_per_s']:.0f}", f"{row['times']:.2f}"]
+            cells += [f"{row['reduces_s'] * 1e3:.2f}", f"{row['reduce_s'] * 1e6:.0f}"]
+            print(
+                f"| {' | '.join([*cells, row['kernels'], f'{row["peak_gb"]:.1f}'])} |", flush=True
+            )
     return int(failed)
 
 

@@ -46,3 +46,16 @@ def test_rows_of_one_and_two_virtual_devices_agree(tmp_path):
     one, two = map(json.loads, out.read_text().splitlines())
     assert (one["devices"], two["devices"]) == (1, 2) and two["sampled"] == one["sampled"]
     assert two["all_reduce_s"] > 0 and two["tokens_per_s"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_decoding_is_timed_on_one_and_on_two_virtual_devices(tmp_path):
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, "-m", "scripts.bench_scale", "--tiny", "--devices", "1", "2"]
+    command += ["--mesh", "tensor", "--rows", "2", "--out", str(out)]
+    done = subprocess.run(command, cwd=bench_scale.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    one, two = map(json.loads, out.read_text().splitlines())
+    assert (one["devices"], two["devices"]) == (1, 2) and one["reduce_s"] == 0 < two["reduce_s"]
+    assert two["times"] == pytest.approx(one["step_s"] / two["step_s"])
