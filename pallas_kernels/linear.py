@@ -46,7 +46,7 @@ def finish(
     if branches:
         y = y + joined(branches)
     if over is not None:
-        y = jax.lax.psum(y, over)
+        y = jax.lax.psum(rounded(y, dtype), over).astype(jnp.float32)
     if unit is not None:
         y = y * unit
     if bias is not None:

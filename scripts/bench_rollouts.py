@@ -103,6 +103,8 @@ class Bench:
         traits = {"fsdp": mesh.fsdp, "tensor": mesh.tensor}
         self.model = Transformer(self.arch, weights, lora, jnp.bfloat16, **traits)
         self.replicas = Replicas.of(mesh, rows=1 << 20)
+        if self.replicas.devices:
+            runtime.use_several_devices()
         places = None
         if self.replicas.group > 1:
             places = self.replicas.places_of(abstract_base(self.model))

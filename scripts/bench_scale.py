@@ -19,7 +19,7 @@ row runs in its own process, which sees only its devices (CUDA_VISIBLE_DEVICES) 
 With --mesh no recipe is trained: rows are decoded by one replica of all devices, which share a random base (`fsdp`) or
 decode rows together (`tensor`), as `scripts.bench_rollouts` does it on one device. It prints: milliseconds of a step;
 tokens per second, also relative to the fewest devices; milliseconds of a step's all-reduces alone, two per layer of
-float32 [rows, width], and microseconds of one; which kernels decode; and the largest memory of a device.
+bfloat16 [rows, width], and microseconds of one; which kernels decode; and the largest memory of a device.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def measure_decode(args: argparse.Namespace, how: str, rows: int, devices: int) 
 
 
 def reduce_of_rows(replicas: Any, rows: int, width: int, times: int = 128) -> float:
-    """Seconds of an all-reduce of float32 [rows, width] over the devices of a replica, of many one after the other."""
+    """Seconds of an all-reduce of bfloat16 [rows, width] over the devices of a replica, of many one after the other."""
     import jax
     import jax.numpy as jnp
 
@@ -158,7 +158,7 @@ def reduce_of_rows(replicas: Any, rows: int, width: int, times: int = 128) -> fl
         return jax.lax.fori_loop(0, times, mean, x)
 
     run = jax.jit(sharding.in_group(replicas.group, reduced))
-    (x,), spent = replicas.each(replicas.hold(jnp.ones((rows, width)))), []
+    (x,), spent = replicas.each(replicas.hold(jnp.ones((rows, width), jnp.bfloat16))), []
     for _ in range(6):
         begun = time.perf_counter()
         jax.block_until_ready(run(x))

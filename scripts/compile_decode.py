@@ -8,6 +8,7 @@ needs the packages of `.[cuda]`, but no card. It times no kernel; `scripts.bench
     python -m scripts.compile_decode --model qwen2.5-7b --rows 16 64
     python -m scripts.compile_decode --rows 64 --bases nvfp4 --profile    # profile of the host's time
     python -m scripts.compile_decode --bases nvfp4 mxfp4 nf4 --kernels portable    # needs `.[triton]` too
+    python -m scripts.compile_decode --model qwen2.5-32b --tensor 4   # the program of four that decode rows together
 """
 
 from __future__ import annotations
@@ -53,19 +54,24 @@ def as_on_an_h200() -> Iterator[None]:
         yield
 
 
-def arguments(name: str, base: str, rows: int, rank: int, device: Any) -> tuple[list, dict]:
-    """Shapes and static arguments of `engine._decode`."""
+def arguments(
+    name: str, base: str, rows: int, rank: int, device: Any, tensor: int = 1
+) -> tuple[list, dict]:
+    """Shapes and static arguments of `engine._decode`; `device` is the sharding of arrays that are not divided."""
     import jax
     import jax.numpy as jnp
 
+    from qerl_jax import sharding
     from qerl_jax.config import LoraConfig
+    from qerl_jax.generation import engine
     from qerl_jax.generation.engine import EngineSpec
     from qerl_jax.generation.scheduler import Slots
     from qerl_jax.model import architecture, kv_cache
     from qerl_jax.model.transformer import Transformer, init_params, random_base
 
     arch = architecture.KNOWN[name] if name in architecture.KNOWN else architecture.load(name)
-    model = Transformer(arch, base, LoraConfig(rank, float(rank)), jnp.bfloat16)
+    lora = LoraConfig(rank, float(rank))
+    model = Transformer(arch, base, lora, jnp.bfloat16, tensor=tensor)
     frozen = jax.eval_shape(functools.partial(random_base, model), jax.random.key(0))
     params = jax.eval_shape(functools.partial(init_params, model), frozen, jax.random.key(1))
     page = kv_cache.PAGE_SIZE
@@ -81,9 +87,19 @@ def arguments(name: str, base: str, rows: int, rank: int, device: Any) -> tuple[
     )
     temperature = jax.ShapeDtypeStruct((), jnp.float32)
     shapes = [{"frozen": frozen, "params": params}, pool, slots, temperature, numbers(8)]
-    on_device = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device)
     static = {"model": model, "spec": EngineSpec(min(151_665, arch.vocab_size))}
-    return jax.tree.map(on_device, shapes), static
+    on_device = lambda x, at=device: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
+    if tensor == 1:
+        return jax.tree.map(on_device, shapes), static
+    divided = lambda spec: jax.sharding.NamedSharding(device.mesh, spec)
+    heads = tensor * model.own_part.arch.num_kv_heads
+    by_heads = lambda x: on_device(
+        x.update(shape=(*x.shape[:2], heads, *x.shape[3:])), divided(engine.BY_HEADS)
+    )
+    variables, pool, *others = shapes
+    places = jax.tree.map(divided, sharding.specs(variables, tensor))
+    variables = jax.tree.map(on_device, variables, places)
+    return [variables, jax.tree.map(by_heads, pool), *jax.tree.map(on_device, others)], static
 
 
 def report(program: Any, shapes: list, traits: dict, *, profile: bool) -> str:
@@ -142,6 +158,7 @@ def main() -> None:
         default=["nvfp4", "bfloat16"],
         choices=["nvfp4", "mxfp4", "nf4", "bfloat16"],
     )
+    parser.add_argument("--tensor", type=int, default=1, help="devices that decode rows together")
     parser.add_argument("--kernels", default="auto", choices=["auto", "portable", "reference"])
     parser.add_argument(
         "--profile", action="store_true", help="print a profile of tracing and lowering"
@@ -149,14 +166,20 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
+    import numpy as np
     from jax.experimental import topologies
 
+    from qerl_jax import sharding
     from qerl_jax.generation import engine
 
     jax.devices()  # plugins are discovered when devices are first listed
-    shape = {"topology_name": "1x1x1", "topology": "1x1x1"}
+    grid = f"1x1x{args.tensor}"
+    shape = {"topology_name": grid, "topology": grid}
     topology = topologies.get_topology_desc(platform="cuda", target_config=H200, **shape)
     device = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    if args.tensor > 1:
+        mesh = jax.sharding.Mesh(np.array(topology.devices), (sharding.GROUP,))
+        device = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     print(
         "| base | rows | program | trace s | lower s | compile s | by Triton | kernels a layer | temporaries GB |"
     )
@@ -166,7 +189,7 @@ def main() -> None:
     with as_on_an_h200():
         runtime.use_kernels(args.kernels)
         for base, rows in itertools.product(args.bases, args.rows):
-            shapes, traits = arguments(args.model, base, rows, args.rank, device)
+            shapes, traits = arguments(args.model, base, rows, args.rank, device, args.tensor)
             for name in ("packed", "dense") if base == "bfloat16" else ("packed",):
                 cells = report(getattr(engine._decode, name), shapes, traits, profile=args.profile)
                 print(f"| {base} | {rows} | {name} | {cells} |", flush=True)

@@ -49,7 +49,7 @@ from qerl_jax.model.transformer import Transformer, head
 # Seconds between two checks whether the run is asked to end, while all rows wait for replies.
 _REPLY_SECONDS = 0.5
 # How devices that decode rows together divide the pool [L, N, J, S, C].
-_BY_HEADS = PartitionSpec(None, None, sharding.GROUP)
+BY_HEADS = PartitionSpec(None, None, sharding.GROUP)
 # XLA's Triton GEMM first copies each 16-bit weight out of the stack of layers; cuBLAS reads it in place.
 IN_PLACE = {"xla_gpu_enable_triton_gemm": False}
 
@@ -316,7 +316,7 @@ class Engine:
                 pool = kv_cache.pool(*size)
             pool = jax.device_put(pool, where)
         else:
-            by_heads = NamedSharding(leaf.sharding.mesh, _BY_HEADS)
+            by_heads = NamedSharding(leaf.sharding.mesh, BY_HEADS)
             pool = _divided_pool(*size, self._model.tensor, by_heads)
         traits = {"model": self._model, "spec": self._spec}
         chunks = collections.deque()
@@ -448,7 +448,7 @@ class _Program:
         return self.dense if model.weights in DENSE else self.packed
 
 
-def _program(*static_argnames: str, gives: Any = _BY_HEADS):
+def _program(*static_argnames: str, gives: Any = BY_HEADS):
     """Compiles a function of arrays, each device of a group that shares the base computing on its own parts.
 
     Where the devices decode rows together each runs its part of the model (`Transformer.own_part`), with the pool of
@@ -466,7 +466,7 @@ def _program(*static_argnames: str, gives: Any = _BY_HEADS):
             of_device = functools.partial(function, **static)
             if model.tensor > 1:
                 of_device = functools.partial(_of_part, function, model, static)
-                how = {"places": {1: _BY_HEADS}, "gives_own": gives}
+                how = {"places": {1: BY_HEADS}, "gives_own": gives}
             return sharding.in_group(model.group, of_device, **how)(*arrays)
 
         options = {"static_argnames": static_argnames, "donate_argnames": "pool"}
@@ -510,11 +510,11 @@ def _copy(pool, sources, targets, *, model: Transformer):
     def copied(pool, sources, targets):
         return tuple(part.at[:, targets].set(part[:, sources]) for part in pool)
 
-    how = {"places": {0: _BY_HEADS}, "gives_own": _BY_HEADS} if model.tensor > 1 else {}
+    how = {"places": {0: BY_HEADS}, "gives_own": BY_HEADS} if model.tensor > 1 else {}
     return sharding.in_group(model.group, copied, **how)(pool, sources, targets)
 
 
-@_program("model", "spec", gives=(_BY_HEADS, False, False))
+@_program("model", "spec", gives=(BY_HEADS, False, False))
 def _decode(
     variables,
     pool,

@@ -459,5 +459,5 @@ def portable_step(
 
 
 def _summed(term: jax.Array, over: str) -> jax.Array:
-    """The float32 sum of bfloat16 terms of all devices: the kernels' epilogues end before it."""
-    return jax.lax.psum(term.astype(jnp.float32), over)
+    """The sum of all devices' terms, at which the kernels' epilogues end; as `linear.finish` rounds it."""
+    return jax.lax.psum(term, over).astype(jnp.float32)
