@@ -1,4 +1,4 @@
-"""Weights put together from rows or columns of other weights, in any format and layout: bytes are moved, not computed."""
+"""Weights made of rows or columns of other weights, in any format and layout: bytes are moved, not computed."""
 
 from __future__ import annotations
 

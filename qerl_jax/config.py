@@ -905,12 +905,13 @@ class MeshConfig(Checked, section="mesh."):
 
     Attributes:
         data: Replicas of the policy, which share rollouts and updates, on all hosts together: devices, or groups of
-            `fsdp` or `tensor`. Absent means as many as the processes see devices for; CUDA_VISIBLE_DEVICES chooses which.
+            `fsdp` or `tensor`. Absent means as many as the processes see devices for; CUDA_VISIBLE_DEVICES chooses
+            which.
         fsdp: Devices of a replica. Each has a part of the base's weights, which layers gather when they are computed:
             for bases that one device does not hold, or not beside what a run needs. Updates go on at the pace of all
             devices, rollouts at the pace of one of a group and slower.
-        tensor: Devices of a replica that decode each row together: each has some of the heads, with their cache, and some
-            of the MLP. In updates they share the base as with `fsdp`, which is not given beside it.
+        tensor: Devices of a replica that decode each row together: each has some of the heads, with their cache, and
+            some of the MLP. In updates they share the base as with `fsdp`, which is not given beside it.
     """
 
     data: Count | None = None

@@ -2,8 +2,8 @@
 
 The devices of such a group run one program. Each holds a part of the base's weights, and a full copy of everything
 else. A layer gathers its weights when it is computed, and drops them afterwards (fully sharded data parallel, ZeRO-3:
-arXiv:1910.02054). Where the group decodes rows together, parts are of other shapes (`model.division`), and decoding gathers
-nothing.
+arXiv:1910.02054). Where the group decodes rows together, parts have other shapes (`model.division`), and decoding
+gathers nothing.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ GROUP = "group"
 # Maps each array axis to the mesh axis that divides it; None: every device has all of it.
 RULES = {
     "layers": None,
-    # Outputs of a linear: whole blocks of 4-bit weights, and their scales. Or, where devices decode rows together, the parts that
-    # a weight was split into before.
+    # Outputs of a linear: whole blocks of 4-bit weights, and their scales. Or, where devices decode rows together, the
+    # parts that a weight was split into before.
     "out": GROUP,
     "in": None,
     "any": None,  # axes of the embedding, norms, biases, and trained parameters
@@ -97,8 +97,8 @@ def in_group(
         function: The computation of one device. Divided arrays are passed as `Part`.
         own: Numbers of the arguments that differ between devices. They have a leading axis of `count`, which the
             function does not see.
-        gives_own: Whether each device's result is its own, and gets such an axis, or how the devices' results are joined;
-            for a tuple, one value per member. Other results must be the same on all devices.
+        gives_own: Whether each device's result is its own, and gets such an axis; or how the devices' results are
+            joined. For a tuple, one value per member. Other results must be the same on all devices.
         places: How the arrays of other arguments, by number, are divided otherwise than by the table. The function sees
             parts of the same number of axes.
     """

@@ -345,6 +345,30 @@ def test_a_shared_base_of_any_format_gives_the_same_bits(weights):
         np.testing.assert_array_equal(found, alone)
 
 
+@devices
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "nf4", "bfloat16"])
+def test_a_divided_base_of_any_format_is_whole_in_updates_and_a_sum_in_rollouts(weights, count):
+    arch = dataclasses.replace(updates.ARCH, width=64, ffn_width=192, head_size=64)
+    model, tokens = Transformer(arch, weights, None, jnp.bfloat16), jnp.arange(10)[None]
+    parted, share = model.clone(tensor=count), replicas(1, tensor=count)
+    base = random_base(model, jax.random.key(0))
+    (held,) = share.each(share.hold({"frozen": divided(parted, base)}))
+
+    def hidden(model, variables, tokens):
+        return model.apply(variables, tokens)[0]
+
+    def hidden_of_parts(variables, tokens):
+        return hidden(parted.own_part, parted.division.own(variables), tokens)
+
+    alone = np.asarray(jax.jit(functools.partial(hidden, model))({"frozen": base}, tokens))
+    whole = sharding.in_group(count, functools.partial(hidden, parted))
+    np.testing.assert_array_equal(jax.jit(whole)(held, tokens), alone)
+    found = jax.jit(sharding.in_group(count, hidden_of_parts))(held, tokens)
+    difference = np.float32(found) - np.float32(alone)
+    assert np.sqrt(np.mean(difference**2) / np.mean(np.float32(alone) ** 2)) < 0.02
+
+
 def temporaries(remat, **how):
     """Bytes that the gradient of a micro-batch takes beside what goes in and out, and those of the layers."""
     sizes = {"num_layers": 16, "width": 128, "ffn_width": 1024, "num_heads": 8, "head_size": 16}

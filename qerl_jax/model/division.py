@@ -55,8 +55,8 @@ class Division:
         require(self.weights != "nf4" or arch.width % block == 0, "mesh.tensor", self.count, rule)
         width = self.part.query_width
         rule = (
-            f"each device would have {width} inputs of o_proj, in heads of {arch.head_size}, and blocks of {block} that "
-            f"share a scale ({self.weights}) would be cut"
+            f"each device would have {width} inputs of o_proj, in heads of {arch.head_size}, and blocks of "
+            f"{block} that share a scale ({self.weights}) would be cut"
         )
         require(_has_whole_blocks(self.inputs("o"), block), "mesh.tensor", self.count, rule)
 

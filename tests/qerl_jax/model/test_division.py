@@ -1,4 +1,7 @@
-"""A policy in parts computes what the whole one does. Here one device runs all parts; tests/test_several_devices.py has several."""
+"""A policy in parts computes what the whole one does.
+
+Here one device runs all parts; tests/test_several_devices.py has several.
+"""
 
 import dataclasses
 import functools
@@ -290,8 +293,8 @@ def test_fused_kernels_of_the_parts_give_the_hidden_states_of_the_whole_model(
     held = in_parts(parted, variables, lambda _, own: own)
     # Each device has one of two key/value heads.
     pools = [jnp.split(x, 2, axis=2) for x in (cache.keys, cache.values)]
-    # The interpreter of kernels runs one program at a time. So each device runs again for each sum, with the sums that are
-    # known.
+    # The interpreter of kernels runs one program at a time. So each device runs again for each sum, with the sums
+    # that are known.
     sums, terms = [], []
 
     def known(term):
