@@ -98,7 +98,11 @@ def test_split_weights_are_rows_or_columns_and_together_the_whole(form, linear):
         weight
     )
     matrix, again = values(weight), values(whole)
-    np.testing.assert_array_equal(again, matrix)
+    assert_same = np.testing.assert_array_equal
+    if form == "nf4":
+        # Scales are decoded, a product and a sum that a compiler may round once.
+        assert_same = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    assert_same(again, matrix)
     if not form.endswith("nf4"):
         assert jax.tree.map(jnp.shape, whole) == jax.tree.map(jnp.shape, weight)
     axis = int(linear in ("o", "down"))
@@ -108,7 +112,7 @@ def test_split_weights_are_rows_or_columns_and_together_the_whole(form, linear):
         expected = np.where(
             np.expand_dims(place < 0, 1 - axis), 0, np.take(np.asarray(matrix), place, axis)
         )
-        np.testing.assert_array_equal(values(part), expected)
+        assert_same(values(part), expected)
 
 
 @pytest.mark.slow
