@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import types
 
 import jax
 import jax.numpy as jnp
@@ -444,3 +445,27 @@ def test_a_stop_string_ends_a_row_with_the_token_that_completes_it():
         assert tokens == whole[:length]
         np.testing.assert_allclose(logps, wanted[:length], atol=1e-5)
         assert ended == ("stop" if stops.kept(tokens) else "length")
+
+
+def of_each_device(function, *arrays):
+    """The results of two devices that decode rows together, on one."""
+    model = types.SimpleNamespace(over="group")
+    run = functools.partial(function, model)
+    return jax.vmap(run, axis_name="group", axis_size=2)(*arrays)
+
+
+def test_of_devices_that_decode_together_all_take_the_first_ones_tokens():
+    tokens = jnp.array([[1, 2, 3], [1, 5, 3]], jnp.int32)
+    logps = jnp.array([[-1.5, -2.0, -0.0], [-1.5, -3.0, -0.1]])
+    found, their_logps = of_each_device(engine._agreed, tokens, logps)
+    np.testing.assert_array_equal(found, [tokens[0]] * 2)
+    np.testing.assert_array_equal(their_logps, [logps[0]] * 2)
+
+
+@pytest.mark.parametrize("words", [10, 11])  # 11 rows of the head cannot be shared by two
+def test_devices_that_decode_together_share_out_the_scores(words):
+    matrix = jax.random.normal(jax.random.key(0), (words, 8))
+    hidden = jax.random.normal(jax.random.key(1), (3, 8))
+    scores = lambda model, _: engine._scorer(model, matrix)(hidden)
+    found = of_each_device(scores, jnp.zeros(2))
+    np.testing.assert_allclose(found, [layers.logits(hidden, matrix)] * 2, rtol=1e-6)

@@ -70,11 +70,10 @@ def weight_of(form, shape):
     return portable.prepare(found) if form.startswith("portable") else found
 
 
-QUICK = [("nvfp4", linear) for linear in ("qkv", "o", "gate_up", "down")]
-QUICK += [("mxfp4", "down"), ("nf4", "gate_up"), ("nf4", "o"), ("float32", "qkv")]
-OTHERS = ["mxfp4", "nf4", "float32", "hopper nvfp4"]
-OTHERS += [f"portable {form}" for form in ("nvfp4", "mxfp4", "nf4")]
-SLOW = [(form, linear) for form in OTHERS for linear in ("qkv", "o", "gate_up", "down")]
+QUICK = [("nvfp4", "qkv"), ("nvfp4", "down"), ("nf4", "gate_up"), ("float32", "o")]
+FORMATS = ["nvfp4", "mxfp4", "nf4", "float32", "hopper nvfp4"]
+FORMATS += [f"portable {form}" for form in ("nvfp4", "mxfp4", "nf4")]
+SLOW = [(form, linear) for form in FORMATS for linear in ("qkv", "o", "gate_up", "down")]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in QUICK]
 
 
