@@ -98,6 +98,10 @@ def assembled(sources: Sequence[Weight], places: np.ndarray, axis: Axis) -> Weig
         }
         found = {name: x.reshape(*x.shape[:-2], -1) for name, x in found.items()}
         return NF4Tensor(absmax2=None, offset=None, shape=shape, **found)
+    if getattr(first, "is_paired", False):
+        # Rows are numbered as they were before they were put in pairs.
+        whole = assembled([layout.unprepare(source) for source in sources], places, axis)
+        return layout.prepare(whole, is_paired=layout.can_pair(shape[0]))
     joined = lambda name, cut, **fill: _joined(
         [getattr(source, name) for source in sources], places, cut, size, **fill
     )

@@ -61,16 +61,17 @@ def test_columns_of_the_mlp_come_in_tiles_or_in_blocks_where_there_are_few():
 
 
 def weight_of(form, shape):
-    model = Transformer(ARCH, form.removeprefix("hopper ").removeprefix("portable "))
+    model = Transformer(ARCH, form.split()[-1])
     weight = transformer.FusedLinear((("q_proj", shape[0]),), model.weights)
     variables = weight.init(jax.random.key(0), jnp.zeros((1, shape[1]), jnp.bfloat16))
     found = variables["frozen"]["weight"]
     if form.startswith("hopper"):
-        return layout.prepare(found)
+        return layout.prepare(found, is_paired=form.startswith("hopper pairs"))
     return portable.prepare(found) if form.startswith("portable") else found
 
 
 QUICK = [("nvfp4", "qkv"), ("nvfp4", "down"), ("nf4", "gate_up"), ("float32", "o")]
+QUICK += [("hopper pairs nvfp4", "gate_up")]
 FORMATS = ["nvfp4", "mxfp4", "nf4", "float32", "hopper nvfp4"]
 FORMATS += [f"portable {form}" for form in ("nvfp4", "mxfp4", "nf4")]
 SLOW = [(form, linear) for form in FORMATS for linear in ("qkv", "o", "gate_up", "down")]
