@@ -32,6 +32,7 @@ from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.generation import kv_capacity, sampling
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.generation.scheduler import (
+    Move,
     QueuedPrompt,
     RowTokens,
     Schedule,
@@ -48,6 +49,8 @@ from qerl_jax.model.transformer import Transformer, head
 
 # Seconds between two checks whether the run is asked to end, while all rows wait for replies.
 _REPLY_SECONDS = 0.5
+# Pages that go to the host or come back at a time.
+_PIECE = 16
 # How devices that decode rows together divide the pool [L, N, J, S, C].
 BY_HEADS = PartitionSpec(None, None, sharding.GROUP)
 # XLA's Triton GEMM first copies each 16-bit weight out of the stack of layers; cuBLAS reads it in place.
@@ -127,6 +130,13 @@ class Engine:
         # On a CPU every unfilled slot of a page costs time.
         self._page_size = page_size or (kv_cache.PAGE_SIZE if runtime.platform() == "gpu" else 32)
         self._itemsize = jnp.dtype(model.dtype).itemsize
+        # A number for each schedule that was run, for several threads may run one each.
+        self._parked: list[int] = []
+
+    @property
+    def times_parked(self) -> int:
+        """How often a row left the device for a while, because the cache was full."""
+        return sum(self._parked)
 
     @classmethod
     def of(
@@ -328,9 +338,13 @@ class Engine:
             # Where no row waits, the device goes on while the host reads what it brought.
             while not chunks or (len(chunks) == 1 and schedule.goes_on()):
                 if not chunks:
+                    for move in schedule.leaving():
+                        move.contents = _taken(pool, move.pages, self._model)
                     while (fresh := schedule.next_prefill()) is not None:
                         with compiles(device, self._model, pool[0].shape, fresh[0].shape):
                             pool = _prefill(variables, pool, *fresh, model=self._model)
+                    for move in schedule.returning():
+                        pool = _returned(pool, move, self._model)
                     if (copies := schedule.copies()) is not None:
                         pool = _copy(pool, *copies, model=self._model)
                     if not schedule.has_live():
@@ -351,6 +365,7 @@ class Engine:
             yield schedule.harvest(
                 *brought, self._stop_tokens, self._stop_strings, entropies=entropies
             )
+        self._parked.append(schedule.times_parked)
 
     @property
     def _arch(self) -> Architecture:
@@ -510,8 +525,55 @@ def _copy(pool, sources, targets, *, model: Transformer):
     def copied(pool, sources, targets):
         return tuple(part.at[:, targets].set(part[:, sources]) for part in pool)
 
-    how = {"places": {0: BY_HEADS}, "gives_own": BY_HEADS} if model.tensor > 1 else {}
-    return sharding.in_group(model.group, copied, **how)(pool, sources, targets)
+    return _in_group(model, copied, 1)(pool, sources, targets)
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _read(pool, pages, *, model: Transformer):
+    """The contents of pages [n] in all layers: [L, n, J, S, C] of keys and of values."""
+    return _in_group(model, lambda pool, pages: tuple(part[:, pages] for part in pool), 1)(
+        pool, pages
+    )
+
+
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="pool")
+def _write(pool, pages, contents, *, model: Transformer):
+    """Puts the contents of pages [n] there."""
+
+    def written(pool, contents, pages):
+        return tuple(part.at[:, pages].set(held) for part, held in zip(pool, contents, strict=True))
+
+    return _in_group(model, written, 2)(pool, contents, pages)
+
+
+def _in_group(model: Transformer, function, pools: int):
+    """A function of arrays on a group, of which the first and the result are divided as the pool is."""
+    how = {}
+    if model.tensor > 1:
+        how = {"places": dict.fromkeys(range(pools), BY_HEADS), "gives_own": BY_HEADS}
+    return sharding.in_group(model.group, function, **how)
+
+
+def _taken(pool, pages: Sequence[int], model: Transformer) -> list[tuple[np.ndarray, ...]]:
+    """Brings the contents of pages to the host, in pieces of one size: [L, _PIECE, J, S, C] of keys and of values."""
+    return [
+        jax.device_get(_read(pool, _padded(piece), model=model))
+        for piece in itertools.batched(pages, _PIECE)
+    ]
+
+
+def _returned(pool, move: Move, model: Transformer):
+    """Writes contents to their pages, but for those that are skipped."""
+    pages = [0] * move.skipped + move.pages
+    for piece, contents in zip(itertools.batched(pages, _PIECE), move.contents, strict=True):
+        if any(piece):
+            pool = _write(pool, _padded(piece), contents, model=model)
+    return pool
+
+
+def _padded(pages: Sequence[int]) -> np.ndarray:
+    """int32 [_PIECE]: the pages, then scratch."""
+    return np.array([*pages, *[0] * (_PIECE - len(pages))], np.int32)
 
 
 @_program("model", "spec", gives=(BY_HEADS, False, False))

@@ -39,6 +39,11 @@ class Fleet:
         # Mean completion length, in tokens, of a prompt when it was last sampled; by the bytes of its tokens.
         self._lengths: dict[bytes, float] = {}
 
+    @property
+    def times_parked(self) -> int:
+        """See `Engine.times_parked`; of this host's devices."""
+        return self._engine.times_parked
+
     def stream(
         self,
         variables: dict[str, Any],

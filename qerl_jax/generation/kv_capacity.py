@@ -1,6 +1,7 @@
 """How many tokens a cache of keys and values holds: arithmetic on bytes and pages, before anything is made."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from qerl_jax.generation.scheduler import most_prefilled
@@ -13,6 +14,8 @@ _CACHE_SHARE = 0.9
 _ROWS_SHARE, _UNREPORTED_MEMORY = 0.4, 16e9
 # Most rows that are sampled at a time unless a config asks for more.
 MOST_SLOTS = 512
+# The share of their limit that completions are expected to need. Where they need more, some rows wait on the host.
+_EXPECTED_SHARE = 1 / 4
 
 
 def pages_wanted(rows: int, row_tokens: int, prompts: int, prompt_tokens: int, size: int) -> int:
@@ -65,14 +68,13 @@ def capacity(
 def best_slots(
     rows: int, wanted: Callable[[int], int], offered: Callable[[int], int | None]
 ) -> int:
-    """How many rows to sample at a time where no one says it: the most whose pages there is room for.
+    """How many rows to sample at a time where no one says it: the most whose expected pages there is room for.
 
-    A slot whose row waits for pages costs as much as one that samples. Numbers are those that decoding
-    kernels take without filling up: multiples of 32 above 32, and of 8 above 8.
+    Numbers are those that decoding kernels take without filling up: multiples of 32 above 32, and of 8 above 8.
 
     Args:
         rows: All that are to be sampled.
-        wanted: Pages that the rows of so many slots can need, for a number of slots.
+        wanted: Pages that the rows of so many slots are expected to need, for a number of slots.
         offered: Pages that there is room for beside what so many slots need otherwise; None for any number.
     """
     most = min(rows, MOST_SLOTS)
@@ -112,16 +114,22 @@ class Demand:
         """Most prompts that are prefilled together."""
         return min(self.prompts, slots) if self.compact else slots
 
-    def pages(self, slots: int, shared: int | None = None) -> int:
-        """Pages of rows and of so many prompts that they share; None means all."""
-        shared = min(self.prompts, slots) if shared is None else shared
-        prompt_tokens = self.max_prompt_length - 1
+    def pages(self, slots: int) -> int:
+        """The most pages of so many rows and of the prompts that they share."""
+        shared, prompt_tokens = min(self.prompts, slots), self.max_prompt_length - 1
         return pages_wanted(slots, self.row_tokens, shared, prompt_tokens, self.page_size)
 
     def workspace(self, slots: int) -> dict[str, int]:
         """Bytes beside the cache, see `workspace`."""
         prompts = self.prefilled(slots)
         return workspace(self.arch, slots, prompts, self.max_prompt_length, self.itemsize)
+
+    def expected_pages(self, slots: int) -> int:
+        """Pages of rows that need a quarter of their limit, but enough for the longest one alone."""
+        prompt = self.max_prompt_length - 1
+        tokens = prompt + math.ceil(_EXPECTED_SHARE * (self.row_tokens - prompt))
+        many = pages_wanted(slots, tokens, 1, prompt, self.page_size)
+        return max(many, pages_wanted(1, self.row_tokens, 1, prompt, self.page_size))
 
     def best_slots(self, capacity: Callable[[int], int | None]) -> int:
         """`best_slots` for a cache that holds capacity(slots) tokens; None for any number."""
@@ -130,7 +138,7 @@ class Demand:
             tokens = capacity(slots)
             return None if tokens is None else pages_for(tokens, self.page_size)
 
-        return best_slots(self.rows, lambda slots: self.pages(slots, shared=1), offered)
+        return best_slots(self.rows, self.expected_pages, offered)
 
 
 def rows_that_fit(arch: Architecture, memory: float | None, tokens: int, itemsize: int) -> int:

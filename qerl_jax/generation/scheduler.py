@@ -4,6 +4,7 @@ Plain Python on small arrays, which the host goes through while the device sampl
 batch can have, and the lengths to which prompts are padded, are few and fixed: each is a program.
 """
 
+import bisect
 import collections
 import concurrent.futures
 import dataclasses
@@ -23,6 +24,8 @@ _PREFILL_TOKENS = 8192
 _SMALLEST_BUCKET = 64
 # With fewer rows than this, reading the weights bounds a decode step: a smaller batch is not faster.
 _SMALLEST_BATCH = 8
+# Chunks for which a row has pages: the one under way, the one after it, and as many again before it asks for more.
+_AHEAD = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,17 +181,35 @@ class _Cached:
 
 
 @dataclasses.dataclass(eq=False)
+class Move:
+    """Pages of a row whose contents go to the host, or come back.
+
+    Attributes:
+        pages: Where they are on the device, or will be.
+        contents: What they hold, of whatever kind; set by who brings it to the host.
+        skipped: Pages at the beginning of the contents that need not come back.
+    """
+
+    pages: list[int]
+    contents: Any = None
+    skipped: int = 0
+
+
+@dataclasses.dataclass(eq=False)
 class _Row:
     """One completion: `made` are its tokens so far.
 
     Between two turns it keeps its slot and its pages, and waits for `reply`. `given` are tokens of a reply
-    that are not in `made` yet; the present turn begins, or will begin, with token number `begun`.
+    that are not in `made` yet; the present turn begins, or will begin, with token number `begun`. While it is
+    `parked` it has neither slot nor pages. `turn` is its place in the order in which rows began.
     """
 
     cached: _Cached
     index: int
     key: np.ndarray
     noise: int | None
+    turn: int = 0
+    parked: Move | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
     made: list[int] = dataclasses.field(default_factory=list)
     reply: concurrent.futures.Future | None = None
@@ -233,9 +254,11 @@ def deal(
 class Schedule:
     """The state of a queue: waiting prompts, rows whose prompt is cached, rows in slots, and their pages.
 
-    A row is admitted with all the pages that it can need, so a row that runs never waits. Prompts
-    are prefilled only when no cached one has a row left to begin, and only so many that the pages
-    they hold leave room for a row: so there is always one that can go on.
+    A row has pages for its next tokens only, and takes more as it grows. Where none are left, the row that began
+    last is parked: its pages go to the host, bit for bit, and come back before another row begins. Prompts are
+    prefilled only when no cached one has a row left to begin, none is parked, and the pages that they hold leave
+    room for the longest row: so the row that began first can always go on. (vLLM does so, too, arXiv 2309.06180; it
+    computes again what it took from a row.)
     """
 
     def __init__(
@@ -263,12 +286,45 @@ class Schedule:
         self._ready: collections.deque[_Row] = collections.deque()
         self._slots: list[_Row | None] = [None] * shapes.sizes[0]
         self._copies: list[tuple[int, int]] = []
+        # In the order in which they began.
+        self._parked: list[_Row] = []
+        self._returns: list[Move] = []
+        self._begun = 0
+        self.times_parked = 0
         # Whether the device takes a row for alive that a stop string has ended.
         self._overtaken = False
 
     def unfinished(self) -> bool:
         """Whether any row has not ended."""
-        return bool(self._hands.any() or self._ready or any(self._slots))
+        return bool(self._waits() or any(self._slots))
+
+    def leaving(self) -> list[Move]:
+        """Gives rows in slots the pages of their next tokens; where they are too few, some rows leave their slots.
+
+        Returns:
+            The pages of rows that leave. Their contents must be taken before anything else is written, for the pages
+            are others' from here on.
+        """
+        left: list[Move] = []
+        rows = sorted((row for _, row in self._running()), key=lambda row: row.turn)
+        # Where nobody waits for a page, rows take all they can need, and the device goes on without the host.
+        missing = sum(self._most(row) - len(row.pages) for row in rows)
+        is_enough = not self._waits() and missing <= self._pages.free
+        going = [row for row in rows if row.reply is None]
+        while going:
+            row = going.pop(0)
+            wanted = (self._most(row) if is_enough else self._soon(row)) - len(row.pages)
+            while wanted > self._pages.free and row.parked is None:
+                last = going.pop() if going else row
+                left.append(self._park(last))
+            if row.parked is None and wanted > 0:
+                row.pages += self._pages.take(wanted)
+        return left
+
+    def returning(self) -> list[Move]:
+        """What parked rows get back before the next chunk: where it goes, and the contents."""
+        moves, self._returns = self._returns, []
+        return moves
 
     def next_prefill(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
         """Fills the slots from prompts in the cache; where that is not enough, the next to put there.
@@ -278,7 +334,7 @@ class Schedule:
             None; None when nothing is left to do before the next chunk.
         """
         self._admit()
-        if self._ready or not self._hands.any() or all(self._slots):
+        if self._ready or self._parked or not self._hands.any() or all(self._slots):
             return None
         chosen = self._hands.take(self._place, self._choose)
         if not chosen:
@@ -385,13 +441,14 @@ class Schedule:
     def goes_on(self) -> bool:
         """Whether the chunk after the one under way takes nothing from the host.
 
-        So it is when no row waits, be it for a slot or for a reply, or takes given tokens, the batch stays
-        as large as it is, a row has more to go than the chunk under way, and the device knows of all rows
-        that have ended.
+        So it is when no row waits, be it for a slot or for a reply, or takes given tokens, all have pages for it,
+        the batch stays as large as it is, a row has more to go than the chunk under way, and the device knows of
+        all rows that have ended.
         """
         return (
             not any(row.reply or row.given for _, row in self._running())
-            and not (self._ready or self._hands.any() or self._overtaken)
+            and not (self._waits() or self._overtaken)
+            and all(self._soon(row, chunks=2) <= len(row.pages) for _, row in self._running())
             and self._left() > self._shapes.chunk
             and self._size() == len(self._slots)
         )
@@ -446,6 +503,28 @@ class Schedule:
         self._pages.give_back(self._slots[slot].pages)
         self._slots[slot] = None
 
+    def _waits(self) -> bool:
+        """Whether a row waits for a slot."""
+        return bool(self._hands.any() or self._ready or self._parked)
+
+    def _park(self, row: _Row) -> Move:
+        """Takes slot and pages from a row until there is room for it again."""
+        row.parked, row.pages = Move(row.pages), []
+        self._slots[self._slots.index(row)] = None
+        self._pages.give_back(row.parked.pages)
+        bisect.insort(self._parked, row, key=lambda each: each.turn)
+        self.times_parked += 1
+        return row.parked
+
+    def _most(self, row: _Row) -> int:
+        """Pages that a row can need."""
+        return self._ceil(row.cached.filled + row.cached.prompt.limit)
+
+    def _soon(self, row: _Row, chunks: int = _AHEAD) -> int:
+        """Pages that a row needs for so many chunks."""
+        tokens = min(len(row.made) + chunks * self._shapes.chunk, row.cached.prompt.limit)
+        return self._ceil(row.cached.filled + tokens)
+
     def _running(self) -> list[tuple[int, _Row]]:
         """The rows in slots, each behind the number of its slot."""
         return [(slot, row) for slot, row in enumerate(self._slots) if row is not None]
@@ -459,8 +538,9 @@ class Schedule:
     def _size(self) -> int:
         """Rows of the smallest batch that will do."""
         # Compiling another program does not pay for less than a chunk's work.
-        if self._ready or self._hands.any() or self._left() <= self._shapes.chunk:
+        if not self._waits() and self._left() <= self._shapes.chunk:
             return len(self._slots)
+        # Rows may wait for pages while there are slots: these would cost as much as rows.
         return min(size for size in self._shapes.sizes if size >= len(self._running()))
 
     def _ceil(self, tokens: int) -> int:
@@ -475,11 +555,13 @@ class Schedule:
     def _choose(self, waiting: Sequence[_Cached]) -> list[_Cached]:
         """Prompts to prefill together: the next, and those after it that are padded to the same length."""
         bucket, count = self._prefill_shape(waiting[0])
-        chosen, held, begins = [], 0, 0
+        chosen, held = [], 0
+        # Rows that began have no prompt in the cache any more: all their pages are their own.
+        begins = max((self._most(row) for _, row in self._running()), default=0)
         for cached in (c for c in waiting if self._shapes.bucket(c.filled) == bucket):
             pages = self._ceil(cached.filled)
             begins = max(begins, self._needs(cached))
-            # What prompts hold leaves room for a row to begin, even if it is the only one.
+            # What prompts hold leaves room for the longest row, even if it is the only one.
             fits = held + pages <= min(self._pages.free, self.num_pages - 1 - begins)
             if len(chosen) == count or not fits:
                 break
@@ -488,26 +570,51 @@ class Schedule:
         return chosen
 
     def _admit(self) -> None:
-        """Gives free slots to rows whose prompt is cached, in order, while there are pages."""
-        while None in self._slots and self._ready:
-            if self._pages.free < self._needs(self._ready[0].cached):
+        """Gives free slots to parked rows, then to rows whose prompt is cached, in order, while there are pages."""
+        if self._waits():
+            self._slots += [None] * (self._shapes.sizes[0] - len(self._slots))
+        while None in self._slots and (waiting := self._parked or self._ready):
+            shared, own = self._begins_with(row := waiting[0])
+            # A page for each row that will ask for one, so that none has to leave at once.
+            spare = sum(len(each.pages) < self._most(each) for _, each in self._running())
+            if own + spare > self._pages.free:
                 return
-            self._slots[self._slots.index(None)] = self._begin(self._ready.popleft())
+            self._slots[self._slots.index(None)] = row
+            if row.parked is None:
+                self._ready.popleft()
+                self._begin(row, shared, self._pages.take(own))
+            else:
+                self._parked.pop(0)
+                self._return(row, shared, self._pages.take(own))
+
+    def _begins_with(self, row: _Row) -> tuple[list[int], int]:
+        """Pages of its prompt that a row takes over or shares, and how many more it takes for its next tokens."""
+        cached, total = row.cached, self._soon(row)
+        whole = cached.pages[: cached.filled // self._shapes.page_size]
+        if row.parked is None:
+            shared = whole if cached.rows_left > 1 else cached.pages
+        else:
+            shared, total = whole if cached.rows_left else [], max(total, len(row.parked.pages))
+        return shared, total - len(shared)
+
+    def _begin(self, row: _Row, shared: list[int], own: list[int]) -> None:
+        cached = row.cached
+        row.turn, self._begun = self._begun, self._begun + 1
+        cached.rows_left -= 1
+        if cached.rows_left:
+            self._pages.share(shared)
+            if len(shared) < len(cached.pages):
+                self._copies.append((cached.pages[-1], own[0]))
+        row.pages = shared + own
+
+    def _return(self, row: _Row, shared: list[int], own: list[int]) -> None:
+        self._pages.share(shared)
+        count = len(row.parked.pages) - len(shared)
+        self._returns.append(Move(own[:count], row.parked.contents, len(shared)))
+        row.pages, row.parked = shared + own, None
 
     def _needs(self, cached: _Cached) -> int:
-        """Pages that the next row of a prompt takes when it begins."""
+        """The most pages that the next row of a prompt takes, beside those of the prompt."""
         filled = cached.filled
         inherited = filled // self._shapes.page_size if cached.rows_left > 1 else self._ceil(filled)
         return self._ceil(filled + cached.prompt.limit) - inherited
-
-    def _begin(self, row: _Row) -> _Row:
-        cached, own = row.cached, self._pages.take(self._needs(row.cached))
-        cached.rows_left -= 1
-        inherited = cached.pages
-        if cached.rows_left:
-            inherited = cached.pages[: cached.filled // self._shapes.page_size]
-            self._pages.share(inherited)
-            if len(inherited) < len(cached.pages):
-                self._copies.append((cached.pages[-1], own[0]))
-        row.pages = inherited + own
-        return row

@@ -24,6 +24,7 @@ class Trace:
         records: Logs of the reward functions, one record per sampling round.
         started: Clock time at its start, in seconds.
         laps: Seconds spent in each phase.
+        parked: How often a row left the device for a while, because the cache was full.
     """
 
     step: int
@@ -31,6 +32,7 @@ class Trace:
     records: list[scoring.Record] = dataclasses.field(default_factory=list)
     started: float = dataclasses.field(default_factory=time.perf_counter)
     laps: dict[str, float] = dataclasses.field(default_factory=dict)
+    parked: int = 0
 
     @property
     def extras(self) -> dict[str, Any]:
@@ -61,6 +63,7 @@ class Trace:
             "perf/rollout_tokens_per_second": int(sampled.sampled_lengths.sum())
             / self.laps["rollout"],
             "perf/update_tokens_per_second": learned.num_tokens / self.laps["update"],
+            "perf/parked_rows": self.parked,
             **peak,
         }
 

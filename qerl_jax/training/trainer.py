@@ -317,6 +317,7 @@ def _sample(
         if begin is not None:
             begin(row, text)
 
+    parked = run.sampler.engine.times_parked
     rollout = rollouts.collect(
         run.sampler,
         variables,
@@ -326,6 +327,7 @@ def _sample(
         groups=np.arange(drawn, drawn + count),
         on_text=on_text,
     )
+    trace.parked += run.sampler.engine.times_parked - parked
     run.stop.poll_together()
     trace.lap("rollout")
     record = scoring.Record(len(rollout.texts))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from qerl_jax.config import LoraConfig
-from qerl_jax.generation import engine, kv_capacity
+from qerl_jax.generation import engine, kv_capacity, scheduler
 from qerl_jax.generation.engine import Engine, EngineSpec
 from qerl_jax.generation.scheduler import QueuedPrompt
 from qerl_jax.generation.stop_strings import StopStrings
@@ -394,10 +394,31 @@ def test_the_cache_takes_what_rows_can_need_or_what_there_is(options, free, page
         record([8], [5], max_concurrent=8, **options)
 
 
-def test_absent_slots_are_as_many_as_the_cache_holds():
-    """Eleven pages each, of 27: two rows at a time, and four after them."""
+def test_absent_slots_are_as_many_as_the_cache_is_expected_to_hold():
+    """Of 27 pages a row can need eleven, and needs four where it ends after a quarter of its limit."""
     model, _ = record([8], [5], kv_cache_tokens=100)
-    assert {rows for rows, _ in model.decoded} == {2}
+    assert {rows for rows, _ in model.decoded} == {6}
+
+
+@pytest.mark.parametrize("options", [{}, {"compact": False}, {"repetition_penalty": 1.2}])
+def test_rows_that_are_parked_are_those_that_never_were(options, monkeypatch):
+    """Bit for bit, for their pages go to the host and come back as they are."""
+    parked = []
+    park = scheduler.Schedule._park
+    monkeypatch.setattr(
+        scheduler.Schedule, "_park", lambda self, row: parked.append(row.index) or park(self, row)
+    )
+    options = options | {"max_concurrent": 6, "page_size": 4, "chunk": 1}
+    queue = prompts(0, (5, 9, 3, 7, 4), (2, 3, 1, 4, 2))
+    rows = run(queue, kv_cache_tokens=40, **options)
+    assert len(set(parked)) > 3
+    parked.clear()
+    free = run(queue, **options)
+    assert parked == []
+    if options.get("compact") is False:
+        assert rows == free
+    else:
+        assert_same(rows, free)
 
 
 @jax.jit

@@ -17,7 +17,7 @@ from qerl_jax.generation.scheduler import (
 def test_every_row_ends_and_no_page_has_two_writers(seed):
     """The schedule alone, with as few pages as will do, and rows that end at random."""
     draw = np.random.default_rng(seed)
-    size, limit, slots, width = 4, int(draw.integers(1, 14)), int(draw.integers(1, 7)), 20
+    size, limit, slots, width = 4, int(draw.integers(1, 90)), int(draw.integers(1, 7)), 20
     lengths, groups = draw.integers(1, width + 1, 9), draw.integers(1, 5, 9)
     queue = [
         QueuedPrompt(np.zeros(n, np.int32), np.zeros((g, 2), np.uint32), limit)
@@ -27,12 +27,16 @@ def test_every_row_ends_and_no_page_has_two_writers(seed):
     shapes = Shapes(size, 5, table_width, 0, width - 1, min(slots, 9), (slots,))
     num_pages = int(draw.integers(2 + table_width, 2 + 3 * table_width))
     schedule, ended = Schedule(shapes, num_pages, deal(queue)), set()
-    for _ in range(1000):
+    for _ in range(3000):
         if not schedule.unfinished():
             break
+        for move in schedule.leaving():
+            move.contents = list(move.pages)
         while (fresh := schedule.next_prefill()) is not None:
             fresh_pages = fresh[1][fresh[1] > 0].tolist()
             assert len(set(fresh_pages)) == len(fresh_pages)
+        for move in schedule.returning():
+            assert len(move.pages) == len(move.contents) - move.skipped
         schedule.copies()
         chunk = schedule.slots(with_history=False)
         # From a row's end on its pages are its own.
@@ -51,16 +55,85 @@ def test_every_row_ends_and_no_page_has_two_writers(seed):
         assert chunk.live.any() and len(set(own)) == len(own)
         assert not shared & set(own) and 0 not in shared
         room = size * (chunk.tables > 0).sum(axis=1)
-        assert (room >= chunk.ends + chunk.limit - chunk.step)[chunk.live].all()
-        made = np.minimum(draw.integers(1, 5, slots), chunk.limit - chunk.step)
-        live = chunk.live & (chunk.step + made < limit) & (draw.random(slots) < 0.8)
-        blank = np.zeros((slots, 5), np.int32)
+        needed = chunk.ends + np.minimum(chunk.limit - chunk.step, shapes.chunk)
+        assert (room >= needed)[chunk.live].all()
+        made = np.minimum(draw.integers(1, 6, slots), chunk.limit - chunk.step)
+        live = chunk.live & (chunk.step + made < limit) & (draw.random(slots) < 0.9)
+        blank = np.ones((slots, 5), np.int32)
         pieces = schedule.harvest(blank, blank, made, live, np.array([0]), None)
         done = {piece.row for piece in pieces if piece.ended}
         assert not done & ended
         ended |= done
     assert ended == set(range(groups.sum()))
     assert schedule._pages.free == num_pages - 1
+
+
+class Device:
+    """The pages of a pool as one number for each token, and what programs do with them."""
+
+    def __init__(self, num_pages, size):
+        self.pages = np.full((num_pages, size), -1)
+
+    def run(self, schedule, draw, chunk):
+        """A chunk; checks that each row finds the tokens before it. Returns what `harvest` takes, but the stops."""
+        for move in schedule.leaving():
+            move.contents = self.pages[move.pages]
+        while (fresh := schedule.next_prefill()) is not None:
+            for tokens, table in zip(*fresh[:2], strict=True):
+                for place in range(len(tokens)):
+                    if page := table[place // self.pages.shape[1]]:
+                        self.pages[page, place % self.pages.shape[1]] = tokens[place]
+        for move in schedule.returning():
+            self.pages[move.pages] = move.contents[move.skipped :]
+        for source, target in zip(*(schedule.copies() or ((), ())), strict=True):
+            self.pages[target] = self.pages[source]
+        slots = schedule.slots(with_history=True)
+        made = np.minimum(draw.integers(1, chunk + 1, len(slots.live)), slots.limit - slots.step)
+        tokens = draw.integers(1, 1000, (len(slots.live), chunk))
+        for slot in np.flatnonzero(slots.live):
+            size, table = self.pages.shape[1], slots.tables[slot]
+            at = lambda n, size=size, table=table: (table[n // size], n % size)
+            end = slots.ends[slot]
+            assert [self.pages[at(n)] for n in range(end)] == slots.history[slot, :end].tolist()
+            assert slots.history[slot, end] == slots.token[slot]
+            for n, token in enumerate([slots.token[slot], *tokens[slot, : made[slot] - 1]]):
+                assert at(end + n)[0] > 0
+                self.pages[at(end + n)] = token
+        live = slots.live & (slots.step + made < slots.limit) & (draw.random(len(made)) < 0.97)
+        return tokens, np.zeros(tokens.shape), made, live
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("sizes", [(6,), (6, 3)])
+def test_a_row_that_is_parked_finds_what_it_left(group, sizes):
+    draw, size, limit, chunk, width = np.random.default_rng(group), 4, 60, 5, 9
+    queue = [
+        QueuedPrompt(draw.integers(1, 1000, n), np.zeros((group, 2), np.uint32), limit)
+        for n in draw.integers(1, width + 1, 24 // group)
+    ]
+    shapes = Shapes(size, chunk, 17, width + limit, width - 1, 6, sizes)
+    schedule, ended = Schedule(shapes, 40, deal(queue)), 0
+    device, live = Device(40, size), []
+    while schedule.unfinished():
+        brought = device.run(schedule, draw, chunk)
+        live.append(int(brought[3].sum()))
+        ended += sum(
+            row.ended is not None for row in schedule.harvest(*brought, np.array([0]), None)
+        )
+    # Of the 17 pages that a row can need there are two times as many, and yet more rows than two run.
+    assert ended == 24 and schedule.times_parked > 3 and max(live) > 3
+    assert schedule._pages.free == 39
+
+
+def test_rows_that_have_room_take_all_their_pages_once_nothing_waits():
+    """So that the device goes on without the host."""
+    queue = [QueuedPrompt(np.arange(1, 4), np.zeros((2, 2), np.uint32), 100)]
+    schedule = Schedule(Shapes(4, 5, 26, 0, 2, 1, (2,)), 60, deal(queue))
+    assert schedule.leaving() == [] and schedule.next_prefill() is not None
+    assert schedule.next_prefill() is None and schedule.copies() is not None
+    assert (schedule.slots(False).tables > 0).sum(axis=1).tolist() == [6, 6]  # four chunks
+    assert schedule.goes_on() and schedule.leaving() == []
+    assert (schedule.slots(False).tables > 0).sum(axis=1).tolist() == [26, 26]
 
 
 @pytest.mark.parametrize("prompts", [1, 3, 64, 500])
