@@ -323,7 +323,8 @@ class RolloutConfig(Checked, section="rollout."):
         num_generations: G, completions per prompt.
         generation_batch_size: B = P * G, completions per rollout; absent means one optimizer batch.
         max_concurrent: Rows sampled at a time on each device; the next row takes the place of one that ends.
-            Absent means as many rows of a rollout as are sure to fit in the cache, at most 512.
+            Absent means as many rows of a rollout as fit in the cache if each needs a quarter of its limit, at
+            most 512. Where rows need more, some of them wait on the host.
         kv_cache_tokens: Capacity of each device for keys and values, in tokens; rows wait while there is none
             left. Absent means what `max_concurrent` rows can need, or what the device has.
         kv_cache_fraction: That capacity as a fraction of the device memory that the weights leave; give one
