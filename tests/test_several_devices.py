@@ -109,6 +109,10 @@ def test_sums_of_all_devices_are_added_up_on_all_of_them(count):
     assert len(matrix.addressable_shards) == count and matrix.is_fully_replicated
 
 
+# Of the rows that were sampled last.
+times_parked = [0]
+
+
 def sampled(count, slots, *, fsdp=1, tensor=1, poll=None, **options):
     """(tokens, log-probabilities, why it ended) of every row."""
     queue = [prompt for seed in range(3) for prompt in engines.prompts(seed)]
@@ -121,6 +125,7 @@ def sampled(count, slots, *, fsdp=1, tensor=1, poll=None, **options):
         variables = share.hold({"frozen": divided(model, variables["frozen"])})
     limits = {"max_prompt_length": engines.WIDTH, "max_concurrent": slots}
     rows = sorted(subject.completions(variables, queue, 1.0, **limits), key=lambda row: row.row)
+    times_parked[:] = [subject.times_parked]
     return [(row.tokens.tolist(), row.logps.tolist(), row.ended) for row in rows]
 
 
@@ -144,6 +149,16 @@ def test_rows_are_the_same_where_devices_decode_them_together(count, tensor, rep
     """Sums are made in another order: log-probabilities are near, and no tie is so close that it turns."""
     options = {"repetition_penalty": repetition_penalty}
     engines.assert_same(sampled(count, 3, tensor=tensor, **options), sampled(1, 3, **options))
+
+
+@devices
+@pytest.mark.parametrize(("count", "how"), [(2, {}), (1, {"fsdp": 2}), (1, {"tensor": 2})])
+def test_rows_that_are_parked_are_those_that_never_were(count, how):
+    options = {"page_size": 4, "chunk": 1}
+    free = sampled(count, 6, **how, **options)
+    assert times_parked == [0]
+    assert sampled(count, 6, **how, **options, kv_cache_tokens=100) == free
+    assert times_parked >= [2]
 
 
 @devices
