@@ -153,14 +153,36 @@ def test_at_a_fixed_number_of_slots_a_row_is_bitwise_independent_of_the_others()
     assert alone == before[2:5]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("slots", "shortest"), [(8, 1), (32, 300), (64, 300), (128, 300)])
-def test_a_row_is_bitwise_independent_of_the_others_through_all_kernels(slots, shortest):
-    """Products with LoRA, epilogues, attention over pages, prefill, head and drawing, as a 7B has them."""
+def layers_of_7b():
+    """Three layers of Qwen2.5-7B in NVFP4 with LoRA, and their variables."""
     arch = dataclasses.replace(architecture.KNOWN["qwen2.5-7b"], num_layers=3, vocab_size=4096)
     model = Transformer(arch, "nvfp4", LoraConfig(32, 32.0), jnp.bfloat16)
     frozen = random_base(model, jax.random.key(0))
     params = jax.tree.map(lambda x: x + 1e-2, init_params(model, frozen, jax.random.key(1)))
+    return model, {"frozen": frozen, "params": params}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [8, 64])
+def test_rows_that_are_parked_find_what_kernels_wrote(slots):
+    """Bit for bit, in a cache that has too few pages for the ends of all rows."""
+    model, policy = layers_of_7b()
+    queue = prompts(0, np.random.default_rng(0).integers(150, 200, slots), [2] * slots, limit=200)
+    limits = {"max_prompt_length": 200, "max_concurrent": slots}
+    found, parked = [], []
+    for tokens in (None, slots * 300):
+        sampler = Engine(model, EngineSpec(4000, chunk=8), compact=False, kv_cache_tokens=tokens)
+        rows = sampler.completions(policy, queue, 1.0, **limits)
+        found.append({row.row: (row.tokens.tolist(), row.logps.tolist()) for row in rows})
+        parked.append(sampler.times_parked)
+    assert found[0] == found[1] and parked[0] == 0 < parked[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("slots", "shortest"), [(8, 1), (32, 300), (64, 300), (128, 300)])
+def test_a_row_is_bitwise_independent_of_the_others_through_all_kernels(slots, shortest):
+    """Products with LoRA, epilogues, attention over pages, prefill, head and drawing, as a 7B has them."""
+    model, policy = layers_of_7b()
     sampler = Engine(model, EngineSpec(4000), compact=False)
 
     def sampled(seed, mine):
@@ -171,7 +193,6 @@ def test_a_row_is_bitwise_independent_of_the_others_through_all_kernels(slots, s
         queue[slots // 2 : slots // 2 + 3] = mine
         first = sum(len(prompt.keys) for prompt in queue[: slots // 2])
         rows = [([], []) for prompt in queue for _ in prompt.keys]
-        policy = {"frozen": frozen, "params": params}
         limits = {"max_prompt_length": 400}
         for pieces in sampler.stream(policy, queue, 1.0, max_concurrent=slots, **limits):
             for piece in pieces:
