@@ -400,6 +400,8 @@ def run(args: argparse.Namespace, arm: str, library: pathlib.Path, *lengths: Any
     command += ["--set", *args.set] if args.set and arm == "now" else []
     paths = [str(library), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    # Memory is taken at once, as a run does: pieces of it are too small for a large cache.
+    environment.pop("XLA_PYTHON_CLIENT_PREALLOCATE", None)
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=environment
     )
