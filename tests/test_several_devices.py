@@ -158,7 +158,7 @@ def test_rows_that_are_parked_are_those_that_never_were(count, how):
     free = sampled(count, 6, **how, **options)
     assert times_parked == [0]
     assert sampled(count, 6, **how, **options, kv_cache_tokens=100) == free
-    assert times_parked >= [2]
+    assert times_parked[0] > 0
 
 
 @devices

@@ -442,12 +442,16 @@ def test_every_config_runs_for_two_rollouts_on_the_tiny_base(path, tmp_path):
         tiny.rollout, generation_batch_size=32, max_concurrent=cfg.rollout.max_concurrent and 16
     )
     batch = {"per_device_train_batch_size": 16 // updates, "gradient_accumulation_steps": 2}
+    # The template of the tiny base knows no calls; what an environment says makes prompts longer.
+    tools = cfg.tools and dataclasses.replace(cfg.tools, call_format="hermes")
+    data = dataclasses.replace(tiny.data, max_prompt_length=128 if tools else 48)
     train(
         dataclasses.replace(
             cfg,
             output_dir=tiny.output_dir,
             model=model,
-            data=tiny.data,
+            tools=tools,
+            data=data,
             rewards=dataclasses.replace(
                 tiny.rewards, soft_punish_cache=cfg.rewards.soft_punish_cache and 10
             ),
