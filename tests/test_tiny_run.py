@@ -443,8 +443,11 @@ def test_every_config_runs_for_two_rollouts_on_the_tiny_base(path, tmp_path):
     )
     batch = {"per_device_train_batch_size": 16 // updates, "gradient_accumulation_steps": 2}
     # The template of the tiny base knows no calls; what an environment says makes prompts longer.
-    tools = cfg.tools and dataclasses.replace(cfg.tools, call_format="hermes")
-    data = dataclasses.replace(tiny.data, max_prompt_length=128 if tools else 48)
+    tools, data = cfg.tools, tiny.data
+    if tools:
+        data = dataclasses.replace(data, max_prompt_length=128)
+        if tools.call_pattern is None:
+            tools = dataclasses.replace(tools, call_format="hermes")
     train(
         dataclasses.replace(
             cfg,
