@@ -1,4 +1,4 @@
-"""Products of activations with NVFP4 weights that stay packed."""
+"""Multiplies activations by packed weights without storing an unpacked copy of the model."""
 
 from pallas_kernels.nvfp4_matmul.api import PackedWeight, nvfp4_matmul, prepare, unprepare
 

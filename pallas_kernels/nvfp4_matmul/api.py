@@ -1,4 +1,4 @@
-"""The public entry point: checks, choice of implementation, derivative."""
+"""The public entry point: checks the arguments, chooses an implementation, defines the derivative."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ PackedWeight = NVFP4Tensor | HopperNVFP4 | PortableWeight
 
 
 class _Hopper:
-    """`decode.matmul` with the configuration that `config` has for the problem."""
+    """`decode.matmul`, for few rows; `config` picks its configuration."""
 
     @staticmethod
     def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
@@ -53,7 +53,7 @@ class _Hopper:
 
 
 class _Wide:
-    """`prefill.matmul`, with the configuration that it picks itself; dX as `prefill_config` has it."""
+    """`prefill.matmul`, for any number of rows; `prefill_config` picks its configuration and the kernel for dX."""
 
     @staticmethod
     def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
@@ -72,7 +72,7 @@ class _Wide:
 
 
 class _Dequantized:
-    """cuBLAS on a bfloat16 copy that lives no longer than the product."""
+    """Unpacks the weight to bfloat16 and multiplies with cuBLAS; the copy is freed after the product."""
 
     @staticmethod
     def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
@@ -97,13 +97,13 @@ class _UnpreparedReference:
 
 
 class _Portable:
-    """The Triton kernel of few rows, with the configuration that its `tuning` has for the problem."""
+    """The Triton kernel for few rows; `portable.tuning` picks its configuration."""
 
     @staticmethod
     def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
         if reason := portable.unless_fit(dtype):
             return reason
-        # Rows first: no configuration serves none of them.
+        # Check M first: there is no configuration for M = 0.
         if not 1 <= m <= portable.MAX_M:
             return f"needs 1 <= M <= {portable.MAX_M}; got M = {m}"
         return portable.supports(m, n, k, portable_tuning.pick_config(m, n, k))
@@ -113,7 +113,7 @@ class _Portable:
 
 
 class _Unpacked:
-    """cuBLAS on a copy that Triton writes, which lives no longer than the product."""
+    """Unpacks the weight with Triton and multiplies with cuBLAS; the copy is freed after the product."""
 
     @staticmethod
     def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
@@ -124,7 +124,7 @@ class _Unpacked:
 
 
 class _PortableReference:
-    """`reference` for weights in the portable layout, of any format."""
+    """`reference` for weights in the portable layout, in any format."""
 
     supports = staticmethod(reference.supports)
 
@@ -134,7 +134,7 @@ class _PortableReference:
 
     @staticmethod
     def backward(dy: jax.Array, w: PortableWeight) -> jax.Array:
-        # Rows of different global scales are summed over, so here the multiplier has to come first.
+        # The sum is over rows with different global scales, so the multiplier must come first here.
         scaled = (dy.astype(jnp.float32) * w.multiplier).astype(dy.dtype)
         product = reference.dot(scaled, portable_layout.decoded(w, dy.dtype), contract=0)
         return product.astype(dy.dtype)
@@ -146,7 +146,7 @@ def _unfit(dtype: DTypeLike) -> str | None:
     return None if dtype == jnp.bfloat16 else f"needs x in bfloat16; got {dtype}"
 
 
-# By the layout that they read, best first. Each offers supports(m, n, k, dtype) -> reason or None,
+# Implementations for each layout, the fastest first. Each has supports(m, n, k, dtype) -> reason or None,
 # forward(x, w) and backward(dy, w), where x and dy are matrices.
 _IMPLEMENTATIONS: dict[str, Any] = {"reference": reference}
 _HOPPER_IMPLEMENTATIONS: dict[str, Any] = {
@@ -165,13 +165,14 @@ _PORTABLE_IMPLEMENTATIONS: dict[str, Any] = {
 def prepare(
     t: NVFP4Tensor | MXFP4Tensor | NF4Tensor, dtype: DTypeLike, *, is_gated: bool = False
 ) -> PackedWeight | MXFP4Tensor | NF4Tensor:
-    """Puts a weight, or a stack of them, into the layout that this device's kernels read.
+    """Converts a weight, or a stack of weights, to the layout that this device's kernels read.
 
     Args:
       t: the weight, in any packed format.
-      dtype: dtype of the activations. Kernels take bfloat16: Hopper's kernels take NVFP4, the portable ones all
-        formats. For any other device or dtype the weight stays as it is.
-      is_gated: whether its rows are the gate and up of a SwiGLU; where `runtime.pairs_gates` they are put in pairs.
+      dtype: dtype of the activations. All kernels need bfloat16. The Hopper kernels read NVFP4; the portable
+        kernels read every format. If no kernel fits, the weight is returned unchanged.
+      is_gated: whether the rows are gate and up of a SwiGLU. If `runtime.pairs_gates()`, they are put in pairs
+        (`layout.paired_rows`).
     """
     if isinstance(t, NVFP4Tensor) and _unfit(dtype) is None:
         is_paired = is_gated and runtime.pairs_gates() and layout.can_pair(t.shape[0])
@@ -182,7 +183,10 @@ def prepare(
 
 
 def unprepare(w: PackedWeight) -> NVFP4Tensor | MXFP4Tensor | NF4Tensor:
-    """Inverse of `prepare`, bit for bit; doubly quantized NF4 scales come back as their values."""
+    """Exact inverse of `prepare`, with two exceptions.
+
+    After the Hopper layout, codes whose scale is zero are zero. Doubly quantized NF4 scales come back decoded.
+    """
     if isinstance(w, HopperNVFP4):
         return layout.unprepare(w)
     return portable_layout.unprepare(w) if isinstance(w, PortableWeight) else w
@@ -195,31 +199,30 @@ def nvfp4_matmul(
     implementation: str | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """Multiplies activations with a packed weight: y = x @ dequantize(w)^T.
+    """Multiplies activations by a packed weight: y = x @ dequantize(w)^T.
 
         y = rounded(sum over k of x * (code * scale)) / global_scale
 
-    The sums are in float32, and every implementation rounds them to x's dtype at the end of the product (cuBLAS
-    cannot do otherwise). The division comes after that, in float32, in the fusion that reads the sums, where it
-    costs nothing. A one-hot x gives scaled codes, which need no rounding.
+    Sums are float32. Every implementation rounds them to x's dtype at the end of the product, because cuBLAS can
+    return nothing else. The division follows in float32; XLA fuses it into the operation that reads the sums, so
+    it costs nothing. For a one-hot x the sums are scaled codes, which are exact in bfloat16.
 
-    The derivative with respect to x is formed from the packed weight too, and nothing but the
-    weight is kept for it. The weight is frozen: its cotangent is zero.
+    The derivative with respect to x also reads the packed weight, and saves nothing else for the backward pass.
+    The weight is frozen: its cotangent is zero.
 
     Args:
       x: [..., K], float32 or bfloat16.
-      w: an [N, K] weight without stacked axes; slice those with `lax.scan`. `prepare` brings it into
-        the layout that the kernels read.
-      implementation: None for the best that supports the problem; or "reference"; or, for a weight in
-        the Hopper layout, "hopper" (M <= 128), "wide" or "dequantized", and in the portable layout, which
-        holds other formats too, "portable" (M <= 128) or "unpacked".
-      out_dtype: dtype of y, by default x's; with float32 y is not rounded again.
+      w: one [N, K] weight; slice a stack with `lax.scan`. `prepare` converts it to the layout that the kernels read.
+      implementation: None for the fastest that supports the problem. "reference" works for every layout. The
+        Hopper layout also has "hopper" (M <= 128), "wide" and "dequantized"; the portable layout, which holds
+        every format, has "portable" (M <= 128) and "unpacked".
+      out_dtype: dtype of y; by default x's dtype. With float32, y is not rounded again after the division.
 
     Returns:
       [..., N].
 
     Raises:
-      ValueError: a wrong dtype or shape, or an unknown implementation.
+      ValueError: a dtype or shape is wrong, or the implementation is unknown.
       NotImplementedError: the named implementation cannot run this problem.
     """
     if not isinstance(w, PackedWeight):
@@ -243,7 +246,7 @@ def nvfp4_matmul(
     *rows, _ = x.shape
     m = math.prod(rows)
     name = _choose(_implementations(w), implementation, m, n, k, x.dtype)
-    # Flattened to one matrix: with two leading axes a bfloat16 dot took twice as long on a CPU (8 x 64 rows).
+    # Flatten x to one matrix: on a CPU a bfloat16 dot with two leading axes takes twice as long (8 x 64 rows).
     y = _matmul(name, x.dtype, x.reshape(m, k), w).reshape(*rows, n)
     return y.astype(out_dtype or x.dtype)
 
@@ -268,7 +271,7 @@ def _choose(
 
 
 def backward(dy: jax.Array, w: HopperNVFP4) -> jax.Array:
-    """dy [M, N] -> dy @ dequantize(w) [M, K], in dy's type: the derivative of `nvfp4_matmul` by x."""
+    """dy [M, N] -> dy @ dequantize(w) [M, K], in dy's dtype: the cotangent of x in `nvfp4_matmul`."""
     name = _choose(_HOPPER_IMPLEMENTATIONS, None, len(dy), *w.shape, dy.dtype)
     return _HOPPER_IMPLEMENTATIONS[name].backward(dy, w)
 

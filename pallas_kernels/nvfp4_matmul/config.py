@@ -1,7 +1,7 @@
-"""How the kernel for few rows divides its work, which problems it supports, and their configurations.
+"""How the kernel for few rows divides its work, which problems it supports, and how a configuration is picked.
 
-A configuration was measured on the device, or follows a rule. Functions that depend on the device take it as an
-argument; None means the current device.
+A configuration comes from a table of measurements on the device, or from a rule (`heuristic`). Functions that
+depend on the device take it as an argument; None means the current device.
 """
 
 import dataclasses
@@ -14,24 +14,24 @@ from pallas_kernels.nvfp4_matmul import dense_tile, layout
 from pallas_kernels.nvfp4_matmul.layout import TILE
 from pallas_kernels.runtime import Device
 
-# Most rows of x.
+# The most rows of x.
 MAX_M = 128
 
 TABLES = pathlib.Path(__file__).parent / "tuned"
-# M of the tables' rows; a problem takes the next one up. Below 16 nothing changes: `wgmma` takes as
-# long for 8 columns as for 16 (13 cycles of a multiprocessor, measured on an H200).
+# Values of M in the tables; a problem uses the next larger one. There is none below 16, because `wgmma` takes
+# as long for 8 columns as for 16 (13 cycles of a multiprocessor, measured on an H200).
 TUNED_M = (16, 32, 64, 128)
 _TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a problem is divided.
+    """How a product is divided among blocks.
 
     Attributes:
-      warpgroups: warpgroups per block, 64 rows of W each; 1 to 4.
-      step: columns per slot; 64, 128 or 256.
-      stages: number of slots, 2 or more.
+      warpgroups: warpgroups per block, each with 64 rows of W; 1 to 4.
+      step: columns of x and W per slot; 64, 128 or 256.
+      stages: number of slots in shared memory; 2 or more.
       blocks: number of blocks that share the work.
     """
 
@@ -80,12 +80,12 @@ def supports(
 
 
 def most_shared_bytes(device: Device | None = None) -> int:
-    """Bytes of shared memory that a block may use, less a little for barriers."""
+    """Bytes of shared memory that a block may use; 1 KiB is reserved for barriers."""
     return (device or runtime.device()).shared_bytes - 1024
 
 
 def shared_bytes(m: int, config: Config, *, adapter_k: int | None = None) -> int:
-    """Bytes of shared memory that a block's slots take; adapter_k is K if LoRA's A goes through them, too."""
+    """Bytes of shared memory for a block's slots; `adapter_k` is K if LoRA's A uses the slots too, else None."""
     rows, columns, depth = m + -m % 8, config.step, config.step // TILE
     if adapter_k is not None:
         of_a = adapter_k, config.warpgroups, config.step
@@ -94,16 +94,16 @@ def shared_bytes(m: int, config: Config, *, adapter_k: int | None = None) -> int
 
 
 def pick_config(m: int, n: int, k: int, device: Device | None = None) -> Config:
-    """The configuration for a problem: from the device's table, else by `heuristic`.
+    """The configuration for a problem: from the device's table, else from `heuristic`.
 
-    If its table has no row for the problem, a device with as many processors as an H200 takes the H200's row, whose
-    number of blocks fits these processors.
+    If the device's table has no row for the problem and the device has as many processors as an H200, the H200's
+    row is used: its number of blocks fits.
 
     Args:
       m: rows of x, 1 to 128.
       n: rows of W.
-      k: columns of both.
-      device: that it runs on.
+      k: columns of x and W.
+      device: the device that runs it.
     """
     card, problem = device or runtime.device(), (_bucket(m), n, k)
     found = table_of(card.name).get(problem)
@@ -113,10 +113,10 @@ def pick_config(m: int, n: int, k: int, device: Device | None = None) -> Config:
 
 
 def heuristic(m: int, n: int, k: int, device: Device | None = None) -> Config:
-    """The configuration for a problem that is in no table.
+    """The configuration for a problem that no table has.
 
-    Wide matrices, and many rows of x, get one block per multiprocessor, with as many warpgroups as can share x.
-    Others get a few small blocks per multiprocessor, so that the whole matrix is loading at once.
+    If W has many rows, or x has more than 64, there is one block per multiprocessor, with the most warpgroups that
+    divide the row tiles; they share x. Otherwise there are a few small blocks per multiprocessor, so that the whole matrix loads at once.
     """
     row_tiles, columns = layout.tiles(n), layout.tiles(k) * TILE
     device = device or runtime.device()
@@ -124,7 +124,7 @@ def heuristic(m: int, n: int, k: int, device: Device | None = None) -> Config:
     longest = 256 if m <= 32 else 128
     step = next(s for s in (256, 128, 64) if s <= longest and columns % s == 0)
     steps = columns // step
-    # With so many row tiles a run of work for every processor ends about once in each tile of four.
+    # With so many row tiles, one run per processor splits a tile of four warpgroups between about two blocks.
     if row_tiles >= 2 * processors or m > 64:
         warpgroups = next(w for w in (4, 3, 2, 1) if row_tiles % w == 0)
         blocks, depth = min(processors, row_tiles // warpgroups * steps), 4
@@ -136,7 +136,7 @@ def heuristic(m: int, n: int, k: int, device: Device | None = None) -> Config:
 
 
 def candidates(m: int, n: int, k: int, device: Device | None = None) -> list[Config]:
-    """Configurations worth timing, the heuristic's first."""
+    """Configurations worth timing; the first is the heuristic's, if it is supported."""
     device = device or runtime.device()
     row_tiles, processors = layout.tiles(n), device.processors
     found = [heuristic(m, n, k, device)]
@@ -145,7 +145,7 @@ def candidates(m: int, n: int, k: int, device: Device | None = None) -> list[Con
     for warpgroups, loads in ((4, (1,)), (2, (1, 2)), (1, (2, 3, 4))):
         tiles = max(1, row_tiles // warpgroups)
         for load in loads:
-            # Runs of equal length, or as many blocks for each tile.
+            # Either equal runs of work for all blocks, or the same number of blocks for each tile.
             split = max(1, round(load * processors / tiles))
             for blocks in dict.fromkeys((load * processors, tiles * split)):
                 if blocks * warpgroups > 6 * processors:
@@ -159,21 +159,21 @@ def candidates(m: int, n: int, k: int, device: Device | None = None) -> list[Con
 
 
 def _deepest(m: int, warpgroups: int, step: int, blocks: int, device: Device) -> int:
-    """Stages with which all blocks find a multiprocessor at once."""
+    """The most stages with which all blocks can run at the same time."""
     resident = -(-blocks // device.processors)
     slot = shared_bytes(m, Config(warpgroups, step, 2, blocks)) // 2
-    # The card keeps 1 KiB of a multiprocessor's shared memory for each block.
+    # The card reserves 1 KiB of a multiprocessor's shared memory for each block.
     return (most_shared_bytes(device) // resident - 1024) // slot
 
 
 def path_of(device_kind: str) -> pathlib.Path:
-    """Where a device's table is, or would be."""
+    """Path of a device's table, whether or not it exists."""
     return TABLES / f"{device_kind.lower().replace(' ', '_')}.json"
 
 
 @functools.cache
 def table_of(device_kind: str) -> dict[tuple[int, int, int], Config]:
-    """Rows of a device's table: (M, N, K) -> Config; empty for a device without one."""
+    """A device's table: (M, N, K) -> Config; empty if the device has none."""
     path = path_of(device_kind)
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     return {(row["m"], row["n"], row["k"]): Config(**row["config"]) for row in rows}

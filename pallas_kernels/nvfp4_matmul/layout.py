@@ -1,33 +1,33 @@
-"""The memory layout of a packed weight for the Hopper kernels; made once, when the weight is loaded.
+"""The memory layout of a packed weight for the Hopper kernels. A weight is converted once, when it is loaded.
 
-The matrix is cut into tiles of 64 rows x 64 columns. A tile is 576 words of 32 bits, 4.5 bits a
-weight: 512 words of codes, then 64 of scales. In a warpgroup, thread 32 w + 4 g + t feeds `wgmma`
-with rows 16 w + g and 16 w + g + 8 of its operand A, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of
-every 16. Each thread finds what it needs in two loads and shuffles nothing:
+The matrix is cut into tiles of 64 rows x 64 columns. A tile is 576 words of 32 bits (4.5 bits per
+weight): 512 words of codes, then 64 words of scales. In a warpgroup, thread 32 w + 4 g + t gives `wgmma`
+rows 16 w + g and 16 w + g + 8 of its operand A, columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of
+every 16. Each thread reads its codes and scales in two loads, without shuffles:
 
     codes    words 4 thread + i: the eight codes of columns 16 i ... 16 i + 15
     scales   words 512 + 16 w + 2 g + j: two bytes (rows g, g + 8) for columns 32 j ...,
              two for columns 32 j + 16 ...
 
-Both are in the order of K, so x needs no permutation. Codes and scales share an array so that one
-bulk copy brings both.
+Both follow the order of K, so x needs no permutation. Codes and scales are in one array, so that one
+bulk copy loads both.
 
-A code becomes a bfloat16's sign, two lowest exponent bits and highest mantissa bit, 15, 8, 7 and 6 of
-a 16-bit lane (the even column in the low lane, the odd one in the high). A word has four codes in
-each lane, of rows g and g + 8 in columns 2 t, then in 2 t + 8. Rotations of a word and a mask bring
-the first three where they belong; what is left of an even word and of the odd one after it makes a
-third word, from which the fourth ones come alike:
+The four bits of a code become a bfloat16's sign, two lowest exponent bits and highest mantissa bit:
+bits 15, 8, 7 and 6 of a 16-bit lane (the even column in the low lane, the odd column in the high lane).
+A word holds four codes in each lane: rows g and g + 8 of column 2 t, then of column 2 t + 8. A rotation
+and a mask extract each of the first three. The remaining bits of an even word and of the odd word
+after it are combined into a third word, which holds the fourth code of both:
 
     even word   rotated left by 0, 28 (right by 4) and 6
     odd word    rotated left by 0, 26 (right by 6) and 4
     third word  bits 4, 5, 13, 14 of the even word's lanes, the others of the odd word shifted left
                 by 2; rotated left by 26 (right by 6) for the even word's code and by 4 for the odd
 
-No such splitting takes fewer than 16 operations for 16 codes (all rotations were searched).
+This takes 16 operations for 16 codes; no other choice of rotations takes fewer (all were searched).
 
-A scale byte is an unsigned 8-bit float of 5 exponent and 3 mantissa bits that holds every E4M3 value
-(subnormals are normal in it). Its bits are 11 ... 4 of a lane, those of the first pair as they are,
-those of the second after a rotation by 8, so that a mask and constant upper bits make a bfloat16.
+A scale byte is an unsigned 8-bit float with 5 exponent and 3 mantissa bits. It holds every non-negative
+E4M3 value (E4M3's subnormals become normal numbers). Its bits are 11 ... 4 of a lane: the first pair
+directly, the second pair after a rotation by 8. A mask and constant upper bits then make a bfloat16.
 """
 
 import dataclasses
@@ -43,26 +43,27 @@ from pallas_kernels.formats.nvfp4 import NVFP4Tensor
 TILE = 64
 CODE_WORDS = TILE * TILE // 8
 SCALE_WORDS = TILE * TILE // nvfp4.BLOCK // 4
-# A bulk copy takes at most 256 elements along an axis, hence three rows for a tile's 576 words.
+# A bulk copy takes at most 256 elements along an axis, so the 576 words of a tile are stored as 3 x 192.
 TILE_SHAPE = (3, 192)
 
-# Products of decoded codes and decoded scales are this factor below code * scale.
+# Decoded code * decoded scale = code * scale * DECODED_SCALE.
 DECODED_SCALE = 2.0**-20
 
-# Of E4M3's non-negative bytes: zero, the subnormals m / 8 * 2^-6, the normals, NaN. No byte decodes
-# to zero, so zero has one that is no other value's, and its codes are zeros. 255 decodes to a NaN.
+# Our byte for each of E4M3's non-negative bytes: zero, the subnormals m / 8 * 2^-6, the normals, NaN.
+# No byte decodes to zero, so zero gets a byte that no other value uses, and its codes are set to zero.
+# 255 decodes to NaN.
 _SCALE_BYTES = np.array([143, 0, 8, 12, 16, 18, 20, 22, *range(24, 143), 255], np.uint8)
 
-# Where a code's sign, exponent and mantissa bits go in a lane, from the highest.
+# Bits of a lane that a code's sign, exponent and mantissa bits go to, the highest first.
 _LANE_BITS = (15, 8, 7, 6)
-# By parity of the word: how far its first three codes are rotated to the left.
+# Left rotations that extract the first three codes of an even and of an odd word.
 _ROTATIONS = ((0, -4, 6), (0, -6, 4))
-# The third word: bits that are the even word's, the odd word's shift, and rotations for both codes.
+# The third word: the mask of the even word's bits, the odd word's left shift, and the rotations for both codes.
 EVEN_BITS, ODD_SHIFT, LEFT_ROTATIONS = 0x60306030, 2, (-6, 4)
 
 
 def _code_places() -> np.ndarray:
-    """Of each bit of each code of two words: the word, and the place there, [2, 4, 2, 4, 2].
+    """Where each bit of each code of two words is stored: the word and the bit in it, [2, 4, 2, 4, 2].
 
     Axes: word of the code, field, lane, bit of the code from the highest, (word, place).
     """
@@ -84,15 +85,15 @@ _CODE_PLACES = _code_places()
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HopperNVFP4:
-    """An [N, K] weight, y = x W^T, as the Hopper kernels read it, or a stack of such weights.
+    """An [N, K] weight W of y = x W^T in the layout of the Hopper kernels, or a stack of such weights.
 
-    As for `NVFP4Tensor`, `shape` belongs to one matrix and leading axes may be sliced away.
+    As in `NVFP4Tensor`, `shape` is that of one matrix, and leading axes may be sliced away.
 
     Attributes:
       words: int32 [..., ceil(N / 64), ceil(K / 64), 3, 192], 64 x 64 tiles of codes and scales.
-      global_scale: float32 [..., 1] or [..., N]; a divisor. In the order of the rows that `words` has.
+      global_scale: float32 [..., 1] or [..., N], a divisor; in the same order of rows as `words`.
       shape: (N, K), without padding.
-      is_paired: whether the rows of N are in the order of `paired_rows`.
+      is_paired: whether the N rows are in the order of `paired_rows`.
     """
 
     words: jax.Array
@@ -102,7 +103,7 @@ class HopperNVFP4:
 
     @property
     def multiplier(self) -> jax.Array:
-        """float32 1 / global_scale, [..., 1] or [..., N]: products multiply their rounded sums by it."""
+        """float32 1 / global_scale, [..., 1] or [..., N]: the factor for the rounded sums of a product."""
         return 1 / self.global_scale
 
 
@@ -112,20 +113,20 @@ def tiles(size: int) -> int:
 
 
 def whole(size: int) -> int:
-    """Rows or columns of the tiles that cover `size` of them."""
+    """`size` rounded up to whole tiles."""
     return tiles(size) * TILE
 
 
 def can_pair(n: int) -> bool:
-    """Whether rows of N, the gate and then what it lets through, can be put in pairs."""
+    """Whether N rows, all of the gate and then all of up, can be put in pairs."""
     return n % TILE == 0
 
 
 def paired_rows(a: jax.Array, axis: int) -> jax.Array:
-    """Puts the gate's and the other's rows, halves of an axis, beside each other in a thread of `wgmma`.
+    """Reorders gate and up, the halves of an axis, so that one thread of `wgmma` holds the same row of both.
 
-    Of each 64 rows of the result, 32 rows of both, rows 16 w + g are of the gate and rows 16 w + 8 + g the same
-    ones of what it lets through.
+    Each 64 rows of the result hold 32 rows of both: rows 16 w + g are gate rows, and rows 16 w + 8 + g are the
+    up rows of the same numbers.
     """
     shape, axis = a.shape, axis % a.ndim
     a = a.reshape(*shape[:axis], 2, shape[axis] // 16, 8, *shape[axis + 1 :])
@@ -133,21 +134,21 @@ def paired_rows(a: jax.Array, axis: int) -> jax.Array:
 
 
 def joined_rows(a: jax.Array, axis: int) -> jax.Array:
-    """Inverse of `paired_rows`: all of the gate, then all of what it lets through."""
+    """Inverse of `paired_rows`: all gate rows, then all up rows."""
     shape, axis = a.shape, axis % a.ndim
     a = a.reshape(*shape[:axis], shape[axis] // 16, 2, 8, *shape[axis + 1 :])
     return jnp.swapaxes(a, axis, axis + 1).reshape(shape)
 
 
 def prepare(t: NVFP4Tensor, *, is_paired: bool = False) -> HopperNVFP4:
-    """Reorders a weight, or a stack of them, for the Hopper kernels.
+    """Converts a weight, or a stack of weights, to the layout of the Hopper kernels.
 
-    N and K are padded to multiples of 64 with zeros. Scales are not negative (their sign is lost),
-    and codes whose scale is zero become zeros.
+    N and K are padded with zeros to multiples of 64. Scales must not be negative: their sign bit is dropped.
+    Codes whose scale is zero become zero.
 
     Args:
       t: the weight.
-      is_paired: whether to put its rows, a gate and what it lets through, in the order of `paired_rows`.
+      is_paired: whether to put its rows, gate and then up, in the order of `paired_rows`.
     """
     n, k = t.shape
     if is_paired:
@@ -169,7 +170,7 @@ def prepare(t: NVFP4Tensor, *, is_paired: bool = False) -> HopperNVFP4:
 
 
 def _with_rows(t: NVFP4Tensor, order: Callable[[jax.Array, int], jax.Array]) -> NVFP4Tensor:
-    """A weight whose rows are in another order."""
+    """The weight with its rows reordered by `order`(array, axis)."""
     has_rows = t.global_scale.shape[-1] == t.shape[0]
     scales = jax.lax.bitcast_convert_type(t.scales, jnp.uint8)
     return dataclasses.replace(
@@ -181,7 +182,7 @@ def _with_rows(t: NVFP4Tensor, order: Callable[[jax.Array, int], jax.Array]) -> 
 
 
 def unprepare(w: HopperNVFP4) -> NVFP4Tensor:
-    """Inverse of `prepare`, bit for bit but for codes whose scale is zero: they are zeros."""
+    """Exact inverse of `prepare`, except that codes whose scale is zero become zero."""
     n, k = w.shape
     codes, scale_bytes = unpack_tiles(w.words)
     inverse = np.zeros(256, np.uint8)
@@ -197,16 +198,16 @@ def unprepare(w: HopperNVFP4) -> NVFP4Tensor:
 
 
 def unpack_tiles(words: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Takes tiles apart: int32 [..., n, k, 3, 192] -> codes, scale bytes.
+    """Extracts codes and scale bytes from tiles, int32 [..., n, k, 3, 192].
 
     Returns:
-      uint8 [..., 64 n, 64 k], each in 0..15, and uint8 [..., 64 n, 4 k].
+      Codes, uint8 [..., 64 n, 64 k], each 0 to 15; and scale bytes, uint8 [..., 64 n, 4 k].
     """
     *stack, n, k, _, _ = words.shape
     words = jax.lax.bitcast_convert_type(words, jnp.uint32).reshape(*stack, n, k, -1)
     code_words, scale_words = jnp.split(words, [CODE_WORDS], axis=-1)
 
-    # [..., n, k, w, g, t, ij, ii] words of [b, h, a] codes, see `_code_words`.
+    # Words [..., n, k, w, g, t, j, i] of codes [b, h, a]; see `_code_words`.
     pairs = code_words.reshape(*code_words.shape[:-1], CODE_WORDS // 2, 2)
     codes = jnp.stack([_gather_code(pairs, *place) for place in np.ndindex(2, 4, 2)], axis=-1)
     codes = codes.reshape(*stack, n, k, 4, 8, 4, 2, 2, 2, 2, 2)
@@ -228,8 +229,8 @@ def _padded(a: jax.Array, value: int, rows: int, columns: int) -> jax.Array:
 def _code_words(codes: jax.Array) -> jax.Array:
     """uint8 [..., N, K] -> uint32 [..., N / 64, K / 64, 512].
 
-    Row 16 w + 8 h + g and column 32 j + 16 i + 8 b + 2 t + a of a tile is lane a, field 2 b + h of
-    word (w, g, t, j, i).
+    The code in row 16 w + 8 h + g and column 32 j + 16 i + 8 b + 2 t + a of a tile goes to lane a,
+    field 2 b + h of word (w, g, t, j, i).
     """
     *stack, n, k = codes.shape
     codes = codes.reshape(*stack, n // TILE, 4, 2, 8, k // TILE, 2, 2, 2, 4, 2)
@@ -258,6 +259,6 @@ def _scale_words(scales: jax.Array) -> jax.Array:
 
 
 def _transposed(a: jax.Array, axes: str, order: str) -> jax.Array:
-    """Reorders the last axes of a, which are named by letters; leading ones stay."""
+    """Transposes the last axes of a, named by the letters of `axes`, to `order`; leading axes stay."""
     leading = a.ndim - len(axes)
     return a.transpose(*range(leading), *(leading + axes.index(axis) for axis in order))

@@ -1,4 +1,4 @@
-"""The product in jnp: the oracle of the kernels, and the fallback where there is no kernel.
+"""The product in jnp: the oracle for the kernels' tests, and the fallback where no kernel runs.
 
     y = (x @ scaled_codes(w)^T) * multiplier,   accumulated in float32
 
@@ -14,7 +14,7 @@ from pallas_kernels.formats.nvfp4 import NVFP4Tensor
 
 
 def supports(m: int, n: int, k: int, dtype: DTypeLike) -> str | None:
-    """Why this problem cannot be run, or None: the reference runs everything that the API accepts."""
+    """None: the reference runs every problem that the API accepts."""
     return None
 
 
@@ -35,12 +35,12 @@ def backward(dy: jax.Array, w: NVFP4Tensor) -> jax.Array:
 
 
 def dot(x: jax.Array, codes: jax.Array, *, contract: int) -> jax.Array:
-    """x times a matrix, over the matrix's axis `contract`: float32 sums."""
+    """x [M, K] times a matrix, summed over the matrix's axis `contract`; returns float32 sums."""
     return jax.lax.dot_general(
         x,
         codes,
         (((1,), (contract,)), ((), ())),
-        # Otherwise a GPU multiplies float32 in TF32.
+        # By default a GPU multiplies float32 in TF32.
         precision=jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
