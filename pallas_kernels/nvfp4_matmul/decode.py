@@ -1,11 +1,11 @@
 """The product for few rows of x (decoding) on Hopper, in Pallas Mosaic GPU.
 
-W is the operand that `wgmma` takes from registers, 64 rows at a time, x^T the one from shared
-memory: y^T = W x^T, with M in the place of an instruction's N. One kernel serves all shapes. Its
-work is a list of units, a tile of `64 * warpgroups` rows by `step` columns each, ordered by tile,
-then by column; every block takes an equal run of it (stream-K; Osama et al., 2023). With as many
-blocks as the card has multiprocessors the run goes over several tiles, which suits wide matrices;
-with a few times as many blocks as tiles it is a plain split along K, which suits narrow ones.
+The kernel computes y^T = W x^T: `wgmma` takes W from registers, 64 rows at a time, and x^T from shared
+memory, with M as the instruction's N. One kernel serves all shapes. The work is a list of units, each
+`64 * warpgroups` rows (a tile) by `step` columns, ordered by tile and then by column. Every block takes
+an equal run of the list (stream-K; Osama et al., 2023). With one block per multiprocessor, a run spans
+several tiles, which suits weights of many rows. With a few times more blocks than tiles, K is split
+evenly, which suits weights of few rows.
 
     block      all warpgroups share x; each decodes and multiplies its own 64 rows of W
 
@@ -13,24 +13,23 @@ with a few times as many blocks as tiles it is a plain split along K, which suit
       warpgroup 1    wait full | decode, wgmma | leave the last slot | ...
       ...
 
-    slot       `step` columns of x [M, step] and of W [warpgroups, step / 64, 3, 192 words], or more words where
+    slot       `step` columns of x [M, step] and of W [warpgroups, step / 64, 3, 192 words], or more words if
                a tile of A needs them;
-               `stages` of them, brought by bulk copies that warpgroup 0 starts
+               there are `stages` slots, filled by bulk copies that warpgroup 0 starts
 
-A product runs while the next tile is decoded, so a slot is left when the first product after it has
-been issued, and refilled at the end of that unit, when the other warpgroups have most likely left
-it too. There is no warpgroup for the copies alone: all registers go to those that multiply.
+A product runs while the next tile is decoded. A warpgroup therefore leaves a slot after it has issued
+the first product of the next unit. The slot is refilled at the end of that unit, when the other
+warpgroups have most likely left it too. No warpgroup is reserved for copies: all registers go to
+warpgroups that multiply.
 
-Sums over a part of K are written out in float32, as they lie in registers (`fragments`); `epilogue` adds
-them up, scales them and does what follows a product, in one small kernel.
+Sums over a part of K are written in float32, in the order of the registers (`fragments`). `epilogue`
+adds them up, scales them and applies the operations after the product, in one small kernel.
 
-From a block's start to its first tile of W two microseconds go by, most of them on the way from
-memory. So before a block stores its last sums, it asks the L2 cache for what blocks of the `Upcoming`
-product read first.
+A block waits two microseconds for its first tile of W, mostly for device memory. So before a block
+stores its last sums, it prefetches into the L2 cache what blocks of the `Upcoming` product read first.
 
-Where the product has a LoRA branch, the last blocks of the grid multiply x with its A in the same
-way, for they read the same x: A lies in memory as W does, in tiles of four times as many words
-(`dense_tile`), and comes through the same slots.
+If the product has a LoRA branch, the last blocks of the grid multiply the same x by its A, in the same
+way: A is stored like W, in tiles of four times as many words (`dense_tile`), and uses the same slots.
 """
 
 import dataclasses
@@ -49,10 +48,15 @@ from pallas_kernels.runtime import Device
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Which block does what: `units` = tiles x steps, in equal runs.
+    """Which block does which units; there are tiles * steps units, in equal runs.
 
-    Block b takes units b * units // blocks up to (b + 1) * units // blocks. Its sum over a part of
-    tile t goes to slot b - first_block(t) of the partial sums.
+    Block b takes units b * units // blocks to (b + 1) * units // blocks - 1. Its sum over a part of
+    tile t goes to part b - first_block(t) of the partial sums.
+
+    Attributes:
+      tiles: tiles of rows of W.
+      steps: steps along K in each tile.
+      blocks: blocks that share the units.
     """
 
     tiles: int
@@ -64,15 +68,15 @@ class Plan:
         return self.tiles * self.steps
 
     def start(self, block):
-        """First unit of a block, a number or a traced integer."""
+        """First unit of a block; `block` is an int or a traced integer."""
         return _quotient(block * self.units, self.blocks)
 
     def place(self, unit):
-        """Tile and step of a unit, a traced integer."""
+        """Tile and step of a unit; `unit` is a traced integer."""
         return lax.div(unit, self.steps), lax.rem(unit, self.steps)
 
     def first_block(self, tile):
-        """Block that has the first unit of a tile."""
+        """The block that has the first unit of a tile."""
         return _quotient((tile * self.steps + 1) * self.blocks - 1, self.units)
 
     def parts(self, tile):
@@ -82,25 +86,25 @@ class Plan:
 
     @property
     def most_parts(self) -> int:
-        """The largest of `parts`."""
+        """The largest number of blocks that share a tile."""
         return int(self.parts(np.arange(self.tiles)).max())
 
 
 def _quotient(a, b):
-    """a // b of what is not negative: of traced numbers `//` would also compute what signs change."""
+    """a // b for numbers that are not negative; on traced ones `//` would add instructions for signs."""
     return lax.div(a, b) if isinstance(a, jax.Array) else a // b
 
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """How the last blocks of the grid multiply x with A.
+    """How the last blocks of the grid multiply x by A.
 
     Attributes:
-      tiles: of 64 ranks.
-      units: of columns, which fill a slot each.
+      tiles: tiles of 64 ranks.
+      units: units along K in each tile; a unit fills a slot.
       shares: blocks that share a tile.
       width: columns of a unit.
-      pieces: of A in a slot for each warpgroup, see `dense_tile`.
+      pieces: pieces of A in a slot for each warpgroup; see `dense_tile`.
     """
 
     tiles: int
@@ -112,12 +116,12 @@ class Beside:
 
 @dataclasses.dataclass(frozen=True)
 class Upcoming:
-    """A product that starts soon after this one.
+    """The product after this one, whose first words are prefetched.
 
     Attributes:
-      words: the words of its weight.
-      config: how its work is divided.
-      plan: which of its blocks does which work.
+      words: words of its weight, int32 [N / 64, K / 64, 3, 192].
+      config: its configuration.
+      plan: which of its blocks does which units.
     """
 
     words: jax.Array
@@ -126,16 +130,16 @@ class Upcoming:
 
     @property
     def blocks(self) -> int:
-        """Of that product."""
+        """Number of blocks that multiply W."""
         return self.plan.blocks
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns, in tiles, of what a block reads first."""
+        """Rows and columns of the words that a block reads first, in tiles of 64 x 64."""
         return self.config.warpgroups, self.config.step // TILE
 
     def first(self, block: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Where that begins, in tiles."""
+        """Row and column where a block's first words begin, in tiles of 64 x 64."""
         tile, at = self.plan.place(self.plan.start(block))
         high, wide = self.shape
         return tile * high, at * wide
@@ -148,7 +152,7 @@ def _cut(
     a_words: jax.Array | None,
     device: Device | None = None,
 ) -> tuple[Plan, int]:
-    """What blocks do with W, and how many blocks share each tile of A."""
+    """The plan for W, and the number of blocks that share each tile of A (0 without A)."""
     (n, k), blocks, shares = w.shape, config.blocks, 0
     if a_words is not None:
         a_units = dense_tile.in_units(a_words, config.warpgroups, config.step)
@@ -165,20 +169,20 @@ def _cut(
 
 
 def upcoming(m: int, w: HopperNVFP4, config: Config, a_words: jax.Array | None) -> Upcoming:
-    """A product with m rows and these other arguments of `product`, for the one before it."""
+    """The `Upcoming` that describes `product` of x with m rows and these arguments."""
     return Upcoming(w.words, config, _cut(m + -m % 8, w, config, a_words)[0])
 
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """A product as the kernel writes it, before the epilogue.
+    """Partial sums of a product as the kernel writes them, before the epilogue.
 
     Attributes:
-      partials: float32 [parts, N, M] as `fragments`, or in rows: y^T before scaling, N of whole
-        tiles; of a tile of `rows` rows the first `plan.parts` are filled.
-      plan: how they came about.
-      rows: of one tile of the plan.
-      adapter: likewise [parts, ranks, M], (x A)^T in parts of which all are filled; or None.
+      partials: y^T before scaling, float32 [parts, N, M] with N padded to whole tiles, stored as `fragments` or in
+        rows. Only the first `plan.parts(t)` parts of tile t of the plan are written.
+      plan: the plan that made the sums.
+      rows: rows of W in one tile of the plan.
+      adapter: (x A)^T, float32 [parts, ranks, M] stored in the same way, all parts written; or None.
     """
 
     partials: jax.Array
@@ -195,7 +199,7 @@ class Sums:
         return parts, tiles * TILE, columns * piece // TILE
 
     def in_rows(self) -> "Sums":
-        """The same sums in one part, and in rows, added up in the order in which `epilogue` does it."""
+        """The sums of all parts, stored in rows; added up in the same order as in `epilogue`."""
         from pallas_kernels.mosaic import fragments
 
         if not self.in_fragments:
@@ -212,7 +216,7 @@ class Sums:
 
     @property
     def in_fragments(self) -> bool:
-        """Whether sums lie as the kernel's warpgroups held them, not in rows."""
+        """Whether the sums are stored as `fragments`, in the order of the registers, not in rows."""
         return self.partials.ndim == 4
 
 
@@ -226,19 +230,20 @@ def product(
     device: Device | None = None,
     interpret: bool = False,
 ) -> Sums:
-    """Multiplies x [M, K] by a packed weight, and by A if there is one; returns partial sums.
+    """Multiplies x [M, K] by a packed weight, and by A if it is given; returns partial sums.
 
     Args:
-      x: bfloat16 [M, K], M <= 128, or with K filled up with zeros to whole tiles; M is filled up to a
-        multiple of eight.
-      w: an [N, K] weight without stacked axes.
+      x: bfloat16 [M, K], M <= 128; K may be padded with zeros to whole tiles. The sums have M rounded up to a
+        multiple of 8.
+      w: one [N, K] weight.
       config: see `config.pick_config`.
-      a_words: from `dense_tile.pack`.
-      following: the next product, some of whose words are prefetched; it does not change the result.
+      a_words: LoRA's A from `dense_tile.pack`; or None.
+      following: the next product, whose first words are prefetched; it does not change the result.
       device: the device that runs it; None for the current one.
       interpret: run on a CPU, and report data races.
 
     Raises:
+      ValueError: K of x is not that of w.
       NotImplementedError: the reason `supports` gives.
     """
     m, k = x.shape
@@ -250,7 +255,7 @@ def product(
         m, w.shape[0], k, config, with_adapter=a_words is not None, device=device
     ):
         raise NotImplementedError(reason)
-    # `wgmma` takes M in eights; K is padded as the weight is.
+    # `wgmma` needs M in multiples of 8. K is padded like the weight's K.
     x = jnp.pad(x, ((0, -m % 8), (0, -k % TILE)))
     plan, shares = _cut(len(x), w, config, a_words, device)
     return _launch(x, w, config, plan, a_words, shares, following, interpret=interpret)
@@ -283,7 +288,7 @@ def _launch(
     *,
     interpret: bool,
 ) -> Sums:
-    # This import takes half a second, so it is made only when needed.
+    # Imported here because the import takes half a second.
     from pallas_kernels.nvfp4_matmul import decode_kernel
 
     a = None

@@ -1,10 +1,10 @@
-"""A narrow bfloat16 matrix, LoRA's A, in tiles that lie in memory as packed ones do.
+"""The layout of LoRA's A, in bfloat16, that lets it use the kernel's slots for packed tiles.
 
-A tile of 64 x 64 values is four pieces of 16 columns, and each piece is as many words as a packed
-tile of 64 x 64 weights: 512 words of two values, and 64 unused ones where a packed tile has its
-scales. So A travels through the slots that the kernel has for W. In a warpgroup, thread
-32 w + 4 g + t reads words 4 thread ... of a piece: rows 16 w + g and + 8 of columns 2 t, 2 t + 1, then
-both rows of columns 2 t + 8, 2 t + 9.
+A tile of 64 x 64 values is four pieces of 16 columns. Each piece has as many words as a packed tile
+of 64 x 64 weights: 512 words of two values each, and 64 unused words in place of the scales. In a
+warpgroup, thread 32 w + 4 g + t (its number is `thread`) reads words 4 thread ... 4 thread + 3 of a
+piece: rows 16 w + g and 16 w + g + 8 of columns 2 t, 2 t + 1, then both rows of columns 2 t + 8,
+2 t + 9.
 """
 
 import jax
@@ -13,27 +13,27 @@ import jax.numpy as jnp
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
-# Of A, brought by one block within the time of the smallest products.
+# Bytes of A that one block can load within the time of the smallest products.
 _LEAST_BYTES = 112 * 1024
 
 
 def supports(k: int, warpgroups: int, step: int) -> str | None:
-    """Why the kernel cannot bring A through its slots, or None."""
+    """Why the kernel cannot load A through its slots, or None."""
     if width(k, warpgroups, step) is None:
         return f"needs K of whole {3 * TILE}s for A and 3 warpgroups; got K = {k}"
     return None
 
 
 def is_as_wide(warpgroups: int, step: int) -> bool:
-    """Whether a slot for W has room for tiles of A, whatever K is, and need not be made larger for them."""
+    """Whether a slot for W is large enough for whole tiles of A."""
     return warpgroups * step % (4 * TILE) == 0
 
 
 def width(k: int, warpgroups: int, step: int) -> int | None:
-    """Columns of A, 64 rows high, in one slot; None if there is no such number.
+    """Columns of A (64 ranks high) in one slot; None if no number fits.
 
-    They divide K, and their pieces are equally many for each warpgroup: as many as there is room for
-    where a slot has `step` columns of W, but at least a tile, for which smaller slots are made larger.
+    The number divides K, and gives each warpgroup the same number of pieces. It is the largest that fits into a slot
+    with `step` columns of W, but at least one tile; a slot that is too small for that is made larger.
     """
     least = 3 * TILE if warpgroups == 3 else TILE
     most = max(least, warpgroups * step // 4)
@@ -43,18 +43,18 @@ def width(k: int, warpgroups: int, step: int) -> int | None:
 
 
 def pieces(k: int, warpgroups: int, step: int) -> int:
-    """Pieces of A in one slot for each warpgroup; of W it has step / 64."""
+    """Pieces of A in one slot for each warpgroup (tiles of W: step / 64)."""
     return width(k, warpgroups, step) // (TILE // 4) // warpgroups
 
 
 def pack(a: jax.Array) -> jax.Array:
-    """Puts A, or a stack of them, into the kernel's order.
+    """Converts A, or a stack of A, to the kernel's layout.
 
     Args:
-      a: [..., K, R], any float; its R columns may be those of several adapters side by side.
+      a: [..., K, R] of any float dtype; the R columns may belong to several adapters side by side.
 
     Returns:
-      int32 [..., ceil(R / 64), ceil(K / 64), 4, 3, 192], of bfloat16 pairs; padding is zeros.
+      int32 [..., ceil(R / 64), ceil(K / 64), 4, 3, 192], pairs of bfloat16, padded with zeros.
     """
     *stack, k, rank = a.shape
     widths = [(0, 0)] * len(stack) + [(0, -k % TILE), (0, -rank % TILE)]
@@ -78,17 +78,24 @@ def unpack_tile(pieces: list[jax.Array]) -> jax.Array:
 
 
 def in_units(words: jax.Array, warpgroups: int, step: int) -> jax.Array:
-    """What fills a slot together: [tiles, K / 64, 4, 3, 192] -> [tiles, units, warpgroups, pieces, 3, 192]."""
+    """Groups pieces by slot: [tiles, K / 64, 4, 3, 192] -> [tiles, units, warpgroups, pieces, 3, 192]."""
     each = pieces(words.shape[1] * TILE, warpgroups, step)
     return words.reshape(len(words), -1, warpgroups, each, *layout.TILE_SHAPE)
 
 
 def shares(units: jax.Array, *, m: int, base_bytes: int, most: int, processors: int) -> int:
-    """Among how many blocks each tile of `in_units`'s result is divided, no more than `most` in all.
+    """Number of blocks that share each tile of A; all tiles together take at most `most` blocks.
 
-    A block brings about as much of A as each of the `processors` brings of the base's `base_bytes`. More
-    blocks would be done sooner, but leave more sums, which cost more than that where M is large; for
-    a small M twice as many are best (on an H200, for a 7B layer).
+    A block loads about as much of A as each of the `processors` loads of the base's `base_bytes`. More blocks would
+    finish sooner, but write more partial sums. For a small M twice as many are fastest (measured on an H200 with a
+    7B layer).
+
+    Args:
+      units: A, as returned by `in_units`.
+      m: rows of x.
+      base_bytes: bytes of the packed base.
+      most: limit for all tiles together, if it is at least one block per tile.
+      processors: multiprocessors of the device.
     """
     tiles, steps = units.shape[:2]
     a_block = max(_LEAST_BYTES, base_bytes // processors) // (2 if m <= 32 else 1)

@@ -1,15 +1,15 @@
-"""A packed weight written out as bfloat16 on Hopper, and the products of many rows that read it.
+"""Unpacks a weight to bfloat16 on Hopper, and multiplies many rows by the copy with cuBLAS.
 
-For many rows a pass over the weight is small beside the arithmetic, and cuBLAS is hard to beat. The
-bfloat16 copy lives from its kernel to the product; nothing else refers to it.
+With many rows, one pass over the weight costs little beside the arithmetic, and cuBLAS is hard to beat. The
+bfloat16 copy exists only until the product has read it.
 
-The kernel, in Pallas Mosaic GPU, should take as long as its bytes take to move: N * K * (9 / 16 +
-2). A unit of work is 64 rows by `step` columns. A block is one warpgroup, and several share a
-multiprocessor. Block b takes units b, b + blocks, ..., so that at any time the units in work are
-neighbours and whole rows are written at about the same time.
+The kernel, in Pallas Mosaic GPU, should be limited by memory: it moves N * K * (9 / 16 + 2) bytes. A unit of
+work is 64 rows by `step` columns. A block is one warpgroup, and several blocks share a multiprocessor.
+Block b takes units b, b + blocks, ..., so that the units in work at any time are neighbours and whole
+rows are written at about the same time.
 
     slots of packed tiles     filled by bulk copies, `stages` units ahead
-    two slots of results      one emptied by a bulk copy while the other is being filled
+    two slots of results      a bulk copy empties one while the other is filled
 """
 
 import dataclasses
@@ -25,12 +25,12 @@ from pallas_kernels.runtime import Device
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How the work is divided.
+    """How the work is divided among blocks.
 
     Attributes:
       step: columns per unit; 64, 128 or 256.
-      stages: units that are loaded ahead, 2 or more.
-      blocks: number of blocks that share the units; None for the best number on this device.
+      stages: units that are loaded ahead; 2 or more.
+      blocks: number of blocks that share the units; None for four per multiprocessor.
     """
 
     step: int = 128
@@ -54,7 +54,7 @@ def supports(n: int, k: int, config: Config) -> str | None:
 
 
 def pick_config(k: int) -> Config:
-    """The widest step up to 128 that divides K. One configuration serves all shapes otherwise."""
+    """A configuration with the largest step up to 128 that divides K; the rest is the same for all shapes."""
     return Config(step=64 * (2 - layout.tiles(k) % 2))
 
 
@@ -65,11 +65,11 @@ def dequantize(
     device: Device | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """code * scale, without the global scale: bfloat16 [N, K], exact as `nvfp4.scaled_codes`.
+    """code * scale, without the global scale: bfloat16 [N, K], with the same bits as `nvfp4.scaled_codes`.
 
     Args:
-      w: an [N, K] weight without stacked axes.
-      config: by default that of `pick_config`.
+      w: one [N, K] weight.
+      config: None for that of `pick_config`.
       device: the device that runs it; None for the current one.
       interpret: run on a CPU, and report data races.
 
@@ -80,7 +80,7 @@ def dequantize(
     config = config or pick_config(k)
     if reason := supports(n, k, config):
         raise NotImplementedError(reason)
-    # Four for each processor, measured on an H200.
+    # Four blocks per multiprocessor were fastest on an H200.
     blocks = config.blocks or 4 * (device or runtime.device()).processors
     return _unpack(w.words, config, blocks, interpret)[:n, :k]
 
@@ -88,17 +88,17 @@ def dequantize(
 def forward(x: jax.Array, w: HopperNVFP4) -> jax.Array:
     """x [M, K] -> x @ dequantize(w)^T [M, N], both bfloat16.
 
-    cuBLAS returns the product as bfloat16. It is then multiplied by 1 / global_scale in float32, in the fusion that
-    reads it, where that costs nothing. So a result is rounded twice instead of once (a scaled code, the result for
-    a one-hot x, is already a bfloat16). A float32 product would
-    be rounded once but costs a pass over [M, N], 108 us after 673 us for 2048 x 37888 x 3584, and scaled weights
-    would be rounded before the sum, which is no better than after it.
+    cuBLAS returns the product as bfloat16. It is then multiplied by 1 / global_scale in float32; XLA fuses this into
+    the operation that reads the product, so it costs nothing. A result is therefore rounded twice (for a one-hot x
+    once: the product is a scaled code, which is exact in bfloat16). A float32 product would be rounded once, but
+    needs one more pass over [M, N]: 108 us beside 673 us for M, N, K = 2048, 37888, 3584. To scale the weights
+    instead would round before the sum, which is no more accurate.
     """
     return _scaled(_dot(x, dequantize(w), contract=1), w)
 
 
 def backward(dy: jax.Array, w: HopperNVFP4) -> jax.Array:
-    """dy [M, N] -> dy @ dequantize(w) [M, K], both bfloat16, rounded as `forward` does."""
+    """dy [M, N] -> dy @ dequantize(w) [M, K], both bfloat16; rounds as `forward` does."""
     if w.global_scale.shape[-1] == 1:
         return _scaled(_dot(dy, dequantize(w), contract=0), w)
     # The sum is over rows with different global scales, so the multiplier must come first here.
@@ -114,7 +114,7 @@ def _dot(x: jax.Array, codes: jax.Array, *, contract: int) -> jax.Array:
 
 
 def _unpack(words: jax.Array, config: Config, blocks: int, interpret: bool) -> jax.Array:
-    # This import takes half a second, so it is made only when needed.
+    # Imported here because the import takes half a second.
     from pallas_kernels.nvfp4_matmul import dequantize_kernel
 
     steps = words.shape[1] // (config.step // TILE)

@@ -1,9 +1,9 @@
-"""The products for many rows of x (prefill, training) on Hopper, y and dX, in Pallas Mosaic GPU.
+"""The products y and dX for many rows of x (prefill, training) on Hopper, in Pallas Mosaic GPU.
 
-As in `decode`, W is the operand that `wgmma` takes from registers and x^T the one from shared memory,
-so that a weight is unpacked in the tile that needs it and nowhere else: y^T = W x^T. A block sums a
-tile of `64 * warpgroups` rows of W by `rows` rows of x over all of K, scales it, and leaves it
-transposed in shared memory, from where a bulk copy takes it to y while the next tile is summed.
+As in `decode`, the kernel computes y^T = W x^T: `wgmma` takes W from registers and x^T from shared
+memory, so a weight is unpacked only in registers. A block sums a tile of `64 * warpgroups` rows of W by
+`rows` rows of x over all of K, scales it, and writes it transposed to shared memory. A bulk copy moves
+it to y while the next tile is summed.
 
     block      all warpgroups share x; each decodes and multiplies its own 64 rows of W
 
@@ -11,27 +11,27 @@ transposed in shared memory, from where a bulk copy takes it to y while the next
       warpgroup 1    issue wgmma | wait full, decode the next tile | wait for wgmma | leave the slot
       producer       wait empty, refill | wait empty, refill | ...
 
-    slot       64 columns of x [rows, 64] and of W [warpgroups, 3, 192 words]; `stages` of them
+    slot       64 columns of x [rows, 64] and of W [warpgroups, 3, 192 words]; there are `stages` slots
 
-Where a tile of x is so large that the accumulators leave no registers for a producer, warpgroup 0
-starts the copies: there the products take longer than all else. Two blocks may form a cluster that
-shares a tile of x: each brings half of it to both.
+If a tile of x is so large that the accumulators leave no registers for a producer, warpgroup 0 starts
+the copies; the products then take longer than everything else. Two blocks may form a cluster that shares
+a tile of x: each loads half of it for both.
 
-Block b takes tiles b, b + blocks, ...: those in work at one time span up to `band` tiles of x and as many
-of W as that leaves, and so find each other's operands in the L2. Tiles that would not fill a wave are
-split along K: each block takes a share of one, and leaves a float32 sum that XLA adds to the others, in
-the same order every time.
+Block b takes tiles b, b + blocks, .... The tiles in work at one time span up to `band` tiles of x and as
+many tiles of W as that allows, so blocks find each other's operands in the L2 cache. Tiles that would
+not fill a wave are split along K: each block sums a share of a tile and writes float32 sums, which XLA
+adds up, always in the same order.
 
-An `Epilogue` is done before a tile leaves its registers. LoRA's B comes last, as if
-it were 64 more columns of W, and x A as 64 more of x:
+An `Epilogue` is computed before a tile leaves the registers. LoRA's B comes last, as if it were 64 more
+columns of W, and x A as if it were 64 more columns of x:
 
-    y = ([W x] / global scale + [B U]) * unit + bias       U = x A; brackets are rounded to bfloat16
+    y = ([W x] / global scale + [B U]) * unit + bias       U = x A; values in brackets are rounded to bfloat16
 
-which rounds where the decode kernels' does (`epilogue`).
+This rounds in the same places as the epilogue of the decode kernels (`finished_linear.epilogue`).
 
-dX = dY W is the same with the axes of W exchanged: dX^T = W^T dY^T. As rows of W are summed over, its
-layout does not serve `wgmma`'s registers, and decoded tiles go through shared memory, where `wgmma` takes
-either orientation. While it multiplies one, the next is written beside it.
+dX = dY W is the same with the axes of W exchanged: dX^T = W^T dY^T. It sums over rows of W, for which the
+packed layout does not match `wgmma`'s registers. So decoded tiles go through shared memory, where `wgmma`
+takes either orientation. While one tile is multiplied, the next one is written beside it.
 """
 
 import dataclasses
@@ -50,12 +50,12 @@ from pallas_kernels.runtime import Device
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """The operations after a product of M rows, with at most 64 LoRA ranks for each part of N.
+    """The operations after a product of M rows: LoRA with at most 64 ranks in each part of N, norm, bias.
 
     Attributes:
       u: bfloat16 [M, 64 * parts], x A of each part, padded with zeros.
-      b: bfloat16 [N, 64], scaled; a row has the ranks of its own part, then zeros.
-      unit: float32 [M], the unit of the norm before.
+      b: bfloat16 [N, 64], B times alpha / R; each row has the ranks of its own part, then zeros.
+      unit: float32 [M], 1 / RMS of each row, from the norm before.
       bias: float32 [N], or None.
       sizes: rows of W in each part.
     """
@@ -80,9 +80,9 @@ def matmul(
 
     Args:
       x: bfloat16 [M, K].
-      w: an [N, K] weight without stacked axes.
-      config: configuration; by default that of `pick_config`.
-      epilogue: the operations after the product.
+      w: one [N, K] weight.
+      config: None for that of `pick_config`.
+      epilogue: the operations after the product; None for none.
       device: the device that runs it; None for the current one.
       interpret: run on a CPU, and report data races.
 
@@ -108,7 +108,7 @@ def backward(
     config = config or pick_config(len(dy), k, n, backward=True, device=device)
     divisor = w.global_scale
     if len(divisor) > 1:
-        # The sum is over rows with different global scales, so the multiplier must come first.
+        # The sum is over rows with different global scales, so the multiplier must come first here.
         dy = (dy.astype(jnp.float32) * w.multiplier).astype(dy.dtype)
         divisor = jnp.ones(1, jnp.float32)
     return _checked(dy, w, divisor, config, backward=True, device=device, interpret=interpret)
@@ -131,8 +131,8 @@ def _checked(
     reason = supports(outputs, columns, config, backward=backward, sizes=sizes, device=device)
     if reason is not None:
         raise NotImplementedError(reason)
-    # Bulk copies leave out what lies beyond an array, but a tile must not be longer than that, and the
-    # interpreter knows no such thing.
+    # A bulk copy skips what lies beyond the end of an array, so M needs little padding. But a tile must not have
+    # more rows than the array, and the interpreter does not skip.
     rows = -m % 8 if m >= config.rows and not interpret else -m % config.rows
     x = jnp.pad(x, ((0, rows), (0, -columns % TILE)))
     if len(divisor) > 1:
@@ -145,7 +145,7 @@ def _checked(
             bias=None if epilogue.bias is None else jnp.pad(epilogue.bias, (0, more)),
             sizes=(*epilogue.sizes[:-1], last + more),
             u=jnp.pad(epilogue.u, ((0, rows), (0, 0))),
-            # All of a tile's are read, also where x ends before.
+            # The kernel reads `unit` for all rows of a tile, also beyond the end of x.
             unit=jnp.pad(epilogue.unit, (0, -m % config.rows)),
         )
     w_rows, steps = w.words.shape[:2][:: -1 if backward else 1]
@@ -164,7 +164,7 @@ def _multiply(
     epilogue: Epilogue | None,
     interpret: bool,
 ) -> jax.Array:
-    # This import takes half a second, so it is made only when needed.
+    # Imported here because the import takes half a second.
     from pallas_kernels.nvfp4_matmul import prefill_kernel
 
     problem = prefill_kernel.Problem(config, of_blocks, backward, epilogue, interpret)
@@ -183,7 +183,7 @@ def _multiply(
 
 
 def _finished(base: jax.Array, multiplier: jax.Array, epilogue: Epilogue) -> jax.Array:
-    """`Epilogue` in XLA, for the last columns of N."""
+    """Applies an `Epilogue` in XLA, to the last columns of N: those whose sums were shared."""
     m, n = base.shape
     first, start, branches = len(epilogue.b) - n, 0, []
     for part, size in enumerate(epilogue.sizes):

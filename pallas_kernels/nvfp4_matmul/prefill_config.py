@@ -1,4 +1,4 @@
-"""How the kernel for many rows divides its work, which problems it supports, and their configurations.
+"""How the kernel for many rows divides its work, which problems it supports, and how a configuration is picked.
 
 Functions that depend on the device take it as an argument; None means the current device.
 """
@@ -13,32 +13,33 @@ from pallas_kernels.nvfp4_matmul.config import most_shared_bytes
 from pallas_kernels.nvfp4_matmul.layout import TILE
 from pallas_kernels.runtime import Device
 
+# The most rows of x in a tile.
 MAX_ROWS = 256
-# 168 registers a thread, of which a tile of 160 rows takes 80 for its sums and decoding about 70.
+# The same with a producer: a thread then has 168 registers; 160 rows take 80 for sums, and decoding about 70.
 MOST_WITH_PRODUCER = 160
-# Most rows of a tile for eight slots.
+# The most rows of a tile that leave shared memory for eight slots; up to here `pick_config` takes a producer.
 _DEEP = 152
-# To add up shares of K: a kernel's start, and bytes a nanosecond to write and to read them.
+# Cost of adding up shares of K: ns to start a kernel, and bytes per ns to write and to read the shares.
 _SHARE_NS, _SHARE_RATE = 2000, 5000
 _MOST_SPLIT = 8
 _TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
-# Of an H200, operations a nanosecond of cuBLAS with a copy of a weight, and what a weight's copy takes: that is
-# a pass over memory, of which other cards have more or less.
+# Measured on an H200: cuBLAS's operations per ns on an unpacked weight, and ns per weight to unpack one. The second
+# is limited by memory, so `unpack_ns` scales it by the bandwidth of other cards.
 _CUBLAS_RATE, _UNPACK_NS = 750e3, 0.657e-3
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a problem is divided.
+    """How a product is divided among blocks.
 
     Attributes:
       rows: rows of x per tile; 8 to 256, a multiple of 8.
-      warpgroups: warpgroups per block, 64 rows of W each; 1 to 3.
-      stages: number of slots, at least 3; with a producer at least 2.
-      band: most tiles of x that are processed at one time.
+      warpgroups: warpgroups per block, each with 64 rows of W; 1 to 3.
+      stages: number of slots in shared memory; at least 3, with a producer at least 2.
+      band: the most tiles of x that are processed at one time.
       cluster: blocks that share a tile of x, each with its own rows of W; 1 or 2.
       producer: whether a separate warpgroup starts the copies.
-      split: blocks that share the columns of a tile, where the remaining tiles do not fill a wave.
+      split: blocks that share the columns of each tile that is left after the last whole wave; 1 or more.
     """
 
     rows: int
@@ -84,12 +85,12 @@ def supports(
     """Why this kernel cannot run a problem with this configuration, or None.
 
     Args:
-      outputs: N, or K backward.
-      summed: K, or N backward.
+      outputs: N, or K for dX.
+      summed: K, or N for dX.
       config: see `pick_config`.
       backward: whether dX is computed.
-      sizes: of the parts of an `Epilogue`, if it has one.
-      device: that it runs on.
+      sizes: sizes of the parts of the `Epilogue`; empty without one.
+      device: the device that runs it.
     """
     rows = config.warpgroups * config.cluster
     names = "KN" if backward else "NK"
@@ -99,10 +100,11 @@ def supports(
         return f"needs {names[1]} of whole {config.split * TILE}s; got {names[1]} = {summed}"
     if backward and config.rows % 16:
         return f"needs rows in sixteens for dX; got {config.rows}"
-    # The last part has what fills N up.
+    # The last part includes the padding of N.
     if any(size % (TILE * rows) for size in sizes[:-1]):
         return f"needs parts of whole {TILE * rows}-row tiles but for the last; got {sizes}"
-    # B has one place, which the next tile's may take once this one's slot does.
+    # B has a single place in shared memory. K must have enough steps that B of the next tile is loaded only after
+    # B of this one was read.
     if sizes and layout.tiles(summed) < (least := config.stages - 1):
         return f"needs {names[1]} of {least * TILE} or more; got {names[1]} = {summed}"
     used = shared_bytes(config, backward=backward, has_epilogue=bool(sizes))
@@ -120,10 +122,10 @@ def pick_config(
     sizes: tuple[int, ...] = (),
     device: Device | None = None,
 ) -> Config:
-    """The fastest tile, and the fastest split of the tiles that do not fill a wave; see `supports`."""
+    """The configuration with the least `cost`; the arguments are as for `supports`, and m is the rows of x."""
     device = device or runtime.device()
     steps = layout.tiles(summed)
-    # A block's rows of W belong to one part.
+    # All rows of W in a block must belong to one part.
     is_odd = any(layout.tiles(size) % 2 for size in (outputs, *sizes[:-1]))
     warpgroups = 2 - is_odd
     grain = 16 if backward else 8
@@ -135,7 +137,7 @@ def pick_config(
         for rows in range(most, min(most, 64) - grain, -grain)
     ]
     best = min(choices, key=lambda c: cost(m, outputs, summed, c, backward=backward, device=device))
-    # Two blocks that share x gain 1 to 2 % for many rows, but lose 4 % backward.
+    # Clusters of two are 1 to 2 % faster for many rows, but 4 % slower for dX.
     is_large = best.rows == MAX_ROWS and m >= 1024 and best.split == 1 and not backward
     pairs = is_large and all(rows % (2 * TILE * warpgroups) == 0 for rows in (outputs, *sizes))
     bytes_of = functools.partial(shared_bytes, backward=backward, has_epilogue=bool(sizes))
@@ -143,7 +145,7 @@ def pick_config(
     fits = lambda stages: bytes_of(dataclasses.replace(best, stages=stages)) <= most_bytes
     most = 8 if best.producer else 7
     if sizes:
-        most = max(3, min(most, steps + 1))  # B comes through the slots after K, see `supports`
+        most = max(3, min(most, steps + 1))  # the limit of `supports`
     return dataclasses.replace(
         best,
         stages=max(filter(fits, range(3, most + 1))),
@@ -160,13 +162,16 @@ def cost(
     backward: bool = False,
     device: Device | None = None,
 ) -> float:
-    """Nanoseconds that a problem takes on an H200, about, or on a card with other processors of that kind; see `supports`.
+    """Estimates the ns that a product takes on an H200, or on a card with more or fewer of its multiprocessors.
 
-    All blocks wait for the last wave. 64 columns of a tile were measured to take 261, 297, 351 and
-    399 ns at 64, 88, 128 and 152 rows with a producer, which is a line, and 612 ns at 256 rows
-    without. Sizes between run no slower while a block has one tile, but did where it had several, and
-    are left out there. Backward it is 639 ns at 144 rows and 690 at 256, and 800 where all blocks are at work
-    all the time: the card then lowers its clock. So it does by up to 5 % where sums are long.
+    The time is that of the slowest block: the number of waves, times the steps of a tile, times the time of a step.
+    A step of 64 columns was measured on an H200. With a producer it takes 261, 297, 351 and 399 ns at 64, 88, 128 and
+    152 rows, a straight line; without one, 612 ns at 256 rows. Sizes between 152 and 256 rows are as fast if each
+    block has one tile, but slower if a block has several; their estimate is then infinite. For dX a step takes 639 ns
+    at 144 rows and 690 ns at 256, and 800 ns if all blocks work all the time, because the card lowers its clock. Long
+    sums lower the clock by up to 5 % more.
+
+    The arguments are as for `supports`; m is the rows of x.
     """
     rows, steps = config.rows, layout.tiles(summed)
     processors = (device or runtime.device()).processors
@@ -186,23 +191,23 @@ def cost(
     else:
         unit = max(270 + 1.15 * rows, 2.4 * rows)
     share_bytes = shared * config.split * rows * config.warpgroups * TILE * 4
-    # Whole tiles beside them: what was added up is copied to where those are.
+    # If there are whole tiles too, one more kernel copies the added sums into their array.
     adding = _SHARE_NS * (1 + bool(whole)) + 2 * share_bytes / _SHARE_RATE if shared else 0
     return waves * steps * unit + adding
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Which block does what; for dX "rows" of W are its columns, and "columns" its rows.
+    """Which block does what. For dX, "rows" of W means its columns, and "columns" its rows.
 
     Attributes:
-      x_tiles: tiles of x.
-      w_tiles: tiles of rows of W, each of a cluster.
-      whole_w_tiles: the first of them, which are summed over all columns by one cluster each.
-      steps: of 64 columns.
-      split: blocks that share each of the other tiles.
-      band: tiles of x that are in work at one time.
-      blocks: clusters of the grid.
+      x_tiles: number of tiles of x.
+      w_tiles: number of tiles of rows of W; one cluster handles one tile.
+      whole_w_tiles: how many of them, from the first, one cluster sums over all columns.
+      steps: steps of 64 columns.
+      split: clusters that share each of the other tiles.
+      band: tiles of x that are processed at one time.
+      blocks: number of clusters in the grid.
     """
 
     x_tiles: int
@@ -215,24 +220,24 @@ class Cut:
 
     @property
     def whole(self) -> int:
-        """Tiles that are summed by one cluster each."""
+        """Number of tiles of the result that one cluster sums over all columns."""
         return self.x_tiles * self.whole_w_tiles
 
     @property
     def shared(self) -> int:
-        """Tiles that several share."""
+        """Number of tiles of the result that several clusters share."""
         return self.x_tiles * (self.w_tiles - self.whole_w_tiles)
 
     @property
     def run(self) -> int:
-        """Steps of a share."""
+        """Number of steps in a share."""
         return self.steps // self.split
 
 
 def cut(m: int, w_rows: int, steps: int, config: Config, device: Device | None = None) -> Cut:
-    """How x of M rows meets W of so many tiles of 64 rows and of columns."""
+    """Divides the product of x with m rows and W with `w_rows` x `steps` tiles of 64 x 64."""
     x_tiles, w_tiles = -(-m // config.rows), w_rows // (config.warpgroups * config.cluster)
-    # Whole bands: in a kernel a division by what is not a constant takes a while.
+    # All bands have the same size, so that the kernel divides by a constant, which is faster.
     band = next(band for band in range(config.band, 0, -1) if x_tiles % band == 0)
     processors = (device or runtime.device()).processors
     blocks = min(processors // config.cluster, x_tiles * w_tiles * config.split)
@@ -241,7 +246,7 @@ def cut(m: int, w_rows: int, steps: int, config: Config, device: Device | None =
 
 
 def _whole_tiles(x_tiles: int, w_tiles: int, config: Config, processors: int) -> int:
-    """Of the tiles of W, how many a block sums over all columns: as many as fill whole waves."""
+    """How many tiles of W are summed over all columns by one cluster: as many as fill whole waves."""
     if config.split == 1:
         return w_tiles
     blocks = processors // config.cluster
@@ -249,7 +254,7 @@ def _whole_tiles(x_tiles: int, w_tiles: int, config: Config, processors: int) ->
 
 
 def shared_bytes(config: Config, *, backward: bool = False, has_epilogue: bool = False) -> int:
-    """Bytes of shared memory that a block's slots and its result take, and B."""
+    """Bytes of shared memory that a block takes for its slots, its result and B."""
     slot = config.rows * TILE * 2 + config.warpgroups * _TILE_BYTES
     result = config.warpgroups * config.rows * TILE * 2
     if backward:
@@ -259,12 +264,12 @@ def shared_bytes(config: Config, *, backward: bool = False, has_epilogue: bool =
 
 
 def unpacks_for_dx(m: int, n: int, k: int, device: Device | None = None) -> bool:
-    """Whether dX of M rows should unpack its weight for cuBLAS, not in its own tiles."""
+    """Whether dX of m rows is faster with `dequantize` and cuBLAS than with this kernel."""
     config = pick_config(m, k, n, backward=True, device=device)
     copied = 2 * m * n * k / _CUBLAS_RATE + n * k * unpack_ns(device)
     return copied < cost(m, k, n, config, backward=True, device=device)
 
 
 def unpack_ns(device: Device | None = None) -> float:
-    """Nanoseconds for each weight that a device takes to write a packed matrix out in bfloat16."""
+    """Nanoseconds per weight that a device takes to unpack a matrix to bfloat16."""
     return _UNPACK_NS * runtime.H200.bandwidth / (device or runtime.device()).bandwidth

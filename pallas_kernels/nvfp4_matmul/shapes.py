@@ -9,8 +9,8 @@ _HEAD_SIZE = 128
 class Problem:
     """One linear layer, y [M, N] = x [M, K] @ W [N, K]^T.
 
-    q, k and v are one product here, as are gate and up. `lm_head` is listed for completeness: the recipe keeps it
-    in 16 bits.
+    q, k and v are one product; so are gate and up. `lm_head` is listed for completeness: the recipe keeps it in
+    16 bits.
     """
 
     model: str
