@@ -1,4 +1,4 @@
-"""Linears together with LoRA, the norm before, SwiGLU, bias and residual."""
+"""Linear layers together with LoRA, the norm before, SwiGLU, bias and residual."""
 
 from pallas_kernels.finished_linear.api import (
     PreparedBranches,

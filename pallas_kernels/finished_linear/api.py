@@ -1,4 +1,4 @@
-"""Linears with any weight, together with LoRA, a norm and a bias, by the best kernel for the operands."""
+"""The public entry point: a linear layer with any weight, LoRA, norm, bias and residual, by the best kernel."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from pallas_kernels.packed_matmul import PackedWeight, packed_matmul
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PreparedBranches:
-    """LoRA's matrices in the form that a linear's product reads; made once for many calls, without a derivative.
+    """LoRA's matrices in the form that a linear's product reads; made once for many calls. Has no derivative.
 
     Attributes:
-      a: [..., K, ranks], A of all parts side by side, in the activations' dtype.
-      ups: alpha / R * B [..., R, N_i] of each part in that dtype, or one matrix for all parts, [..., ranks, N],
-        with zeros where the rank belongs to another part; empty where `b` replaces them.
-      b: [..., N, 64] of all parts, for the kernel for many rows; or None.
-      bias: float32 [..., N], for that kernel; or None.
-      sizes: sizes of the parts, for that kernel.
+      a: [..., K, ranks] in the activations' dtype, A of all parts side by side.
+      ups: alpha / R * B in the activations' dtype: [..., R, N_i] of each part, or one matrix [..., ranks, N] with
+        zeros where a rank belongs to another part; empty if `b` is set.
+      b: [..., N, 64], alpha / R * B^T of all parts for the kernel for many rows; or None.
+      bias: float32 [..., N] for that kernel; or None.
+      sizes: rows of W in each part, for that kernel.
       is_paired: whether `ups`, `b` and `bias` are in the order of `layout.paired_rows`.
     """
 
@@ -51,16 +51,16 @@ def prepare_branches(
     rows: int,
     has_unit: bool,
 ) -> PreparedBranches:
-    """Puts LoRA's matrices into the form that `finished_linear` reads for x with `rows` rows.
+    """Converts LoRA's matrices to the form that `finished_linear` reads for x with `rows` rows.
 
     Args:
-      matrices: A [K, R] and B [R, N_i] in float32, of the parts of N.
+      matrices: A [K, R] and B [R, N_i] of each part of N, in float32.
       bias: [N], or None.
       scaling: alpha / R.
-      weight: the linear's weight, or a stack of weights; None makes a form that works with any weight.
+      weight: the linear's weight, or a stack of weights; with None the result works with any weight.
       dtype: dtype of the activations.
       rows: rows of x.
-      has_unit: whether `finished_linear` will get a norm's unit and no residual.
+      has_unit: whether `finished_linear` will be given `unit`, and no residual.
     """
     if isinstance(weight, HopperNVFP4) and weight.is_paired:
         matrices, scaling = _paired_branches([(a, scaling * b) for a, b in matrices], dtype), 1.0
@@ -74,8 +74,8 @@ def prepare_branches(
     ups = [(scaling * b).astype(dtype) for _, b in matrices]
     sizes, (k, rank) = [up.shape[1] for up in ups], down[0].shape
     if not has_unit or not _fits_kernel(rows, k, weight, sizes, rank, dtype):
-        # One product in place of several small ones saves launches and has the same bits in bfloat16. With packed
-        # weights unpacking dominates, and the zeros would only take memory.
+        # One product instead of several small ones saves launches, and gives the same bits in bfloat16. For packed
+        # weights unpacking takes most of the time, so the zeros would only cost memory.
         if dtype == jnp.bfloat16 and isinstance(weight, jax.Array):
             ups = [block_diag(*ups)]
         return PreparedBranches(jnp.concatenate(down, axis=1), tuple(ups), None, None, ())
@@ -89,19 +89,18 @@ def prepare_branches(
 
 
 def linear(x: jax.Array, weight: PackedWeight | jax.Array) -> jax.Array:
-    """Computes y = x W^T for a packed or a dense weight, before branches and bias are added.
+    """Computes y = x W^T for a packed or a dense weight, without LoRA and bias.
 
     Args:
       x: [..., K], float32 or bfloat16.
       weight: packed, in any format and layout, of shape (N, K); or a dense [N, K].
 
     Returns:
-      float32 [..., N]. Sums are rounded to x's dtype, and then multiplied by a global scale.
+      float32 [..., N]. Sums are rounded to x's dtype, and then divided by the global scale if there is one.
     """
     if isinstance(weight, PackedWeight):
         return packed_matmul(x, weight, out_dtype=jnp.float32)
-    # Two dimensions: XLA:CPU's backward pass of a [B, T, K] product is three times slower than that
-    # of [B*T, K].
+    # Flatten x to a matrix: XLA:CPU's backward pass is three times slower for [B, T, K] than for [B*T, K].
     flat = x.reshape(-1, x.shape[-1])
     # float32 means float32, also on cards whose default is TF32.
     exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
@@ -121,17 +120,17 @@ def finished_linear(
 ) -> jax.Array:
     """rounded((x W^T + [the products of the branches]) * unit + bias + residual), as `finish` defines it.
 
-    One kernel computes all of it, if there is one for these operands.
+    If a kernel supports these operands, it computes all of this at once.
 
     Args:
       x: [..., K], float32 or bfloat16.
       weight: as for `linear`.
-      branches: LoRA's branches of the parts of N, in order; empty without LoRA. Or the result of `prepare_branches`
-        for the same number of rows.
-      unit: float32 [..., 1], the unit of the norm before; no gradient flows through it.
+      branches: (x A, alpha / R * B) of each part of N, in order; empty without LoRA. Or the result of
+        `prepare_branches` for the same number of rows.
+      unit: float32 [..., 1], 1 / RMS from the norm before; no gradient flows through it.
       bias: [N].
       residual: [..., N].
-      over: mesh axis whose devices each have some of K; see `finish`.
+      over: mesh axis along which K is divided among devices; see `finish`.
 
     Returns:
       [..., N] in x's dtype.
@@ -159,7 +158,7 @@ def finished_linear(
 def _paired_branches(
     parts: Sequence[tuple[jax.Array, jax.Array]], dtype: DTypeLike
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """One branch for all rows in pairs, of those for the gate and for up: [rows, R] and [R, N / 2] of each."""
+    """Joins the branches of gate and up, each ([rows, R], [R, N / 2]), to one for rows in pairs."""
     down = jnp.concatenate([down for down, _ in parts], axis=-1)
     up = block_diag(*(up.astype(dtype) for _, up in parts))
     return [(down, layout.paired_rows(up, -1))]
@@ -173,7 +172,7 @@ def _as_it_lies(
     unit: jax.Array | None,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """`finished_linear` of a weight whose rows are in pairs, as is the result."""
+    """`finished_linear` for a weight whose rows are in pairs; the columns of the result stay in pairs too."""
     if isinstance(branches, PreparedBranches):
         if not branches.is_paired:
             ups = (layout.paired_rows(block_diag(*branches.ups), -1),)
@@ -194,7 +193,7 @@ def _exact_dot(x: jax.Array, matrix: jax.Array) -> jax.Array:
 def _has_kernel(
     rows: jax.Array, weight: object, branches: Sequence[Branch], unit: jax.Array | None
 ) -> bool:
-    """Whether the kernel for many rows takes these operands."""
+    """Whether the kernel for many rows supports these operands."""
     if unit is None or not branches:
         return False
     sizes, rank = [up.shape[1] for _, up in branches], branches[0][1].shape[0]

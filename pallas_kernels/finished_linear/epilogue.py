@@ -1,21 +1,20 @@
-"""The steps after a product of the decode kernel, in one small kernel: everything between two products except
-attention.
+"""All operations between two products of a decoding step except attention, in one small kernel.
 
     y = ([sum of parts] * scale + [[U] B]) * unit + bias       U = sum of the parts of x A
     plain       [y]
-    residual    [r + y], with [it times the next norm's scale], and the sums of its squares
+    residual    r' = [r + y], [r' * scale of the next norm], and sums of r'^2
     swiglu      [silu([gate]) * [up]]
 
-RMSNorm is spread over two kernels. The one that makes the residual stream r writes r * scale and,
-of each 64 columns, the sum of r^2; the one after the next product multiplies by
-unit = 1 / sqrt(mean r^2 + eps), which a product lets pass. So no kernel has to see a whole row.
+Values in brackets are rounded to bfloat16, and no others. A layer in training rounds in the same places.
+A rounding that only one of the two does would change results more than sums in another order do
+(docs/design/model.md, "Where rounding happens").
 
-What stands in brackets is rounded to bfloat16, and nothing else is. A layer in training rounds in the
-same places, most of which are its products' outputs, because random weights make of a rounding that one
-of them leaves out more than of an addition in another order (docs/design/model.md, "Where rounding
-happens").
+RMSNorm is divided between two kernels. The kernel that computes the residual stream r writes r * scale
+and the sum of r^2 over each 64 columns. The kernel after the next product multiplies by
+unit = 1 / sqrt(mean r^2 + eps); it may do so after the product, because unit is one factor per row of x.
+So no kernel has to read a whole row.
 
-The residual stream lies transposed, [D, M], as sums of products do; x of a product [M, K].
+The residual stream is stored transposed, [D, M], like sums of products; x of a product is [M, K].
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ class Stream:
     """The residual stream of M rows, ready for a norm.
 
     Attributes:
-      values: bfloat16 [D, M], D padded with zeros to whole tiles of 64.
-      scaled: bfloat16 [M, D], likewise, values times the scale of the norm that comes next.
-      squares: float32 [ceil(D / 64) up to a multiple of 64, M]; its first ceil(D / 64) rows sum up to
-        each row's sum of squares.
-      width: D.
+      values: bfloat16 [D, M]; D is padded with zeros to whole tiles of 64.
+      scaled: bfloat16 [M, D], padded in the same way: values times the scale of the next norm.
+      squares: float32 [R, M], R = ceil(D / 64) rounded up to a multiple of 64. The first ceil(D / 64) rows add up to
+        the sum of squares of each of the M rows.
+      width: D without padding.
     """
 
     values: jax.Array
@@ -53,13 +52,13 @@ class Stream:
     width: int = dataclasses.field(metadata={"static": True})
 
     def unit(self, eps: float) -> jax.Array:
-        """float32 [M], 1 / sqrt(mean of squares + eps)."""
+        """1 / sqrt(mean of squares + eps) of each row, float32 [M]."""
         squares = self.squares[: layout.tiles(self.width)]
         return jax.lax.rsqrt(jnp.sum(squares, axis=0) / self.width + eps)
 
 
 def stream(values: jax.Array, scale: jax.Array) -> Stream:
-    """A stream from activations bfloat16 [M, D] and the float32 [D] scale of the first norm."""
+    """Makes a stream from activations, bfloat16 [M, D], and the scale of the first norm, float32 [D]."""
     width = values.shape[1]
     more = -width % TILE
     values, scale = jnp.pad(values, ((0, 0), (0, more))), jnp.pad(scale, (0, more))
@@ -70,12 +69,12 @@ def stream(values: jax.Array, scale: jax.Array) -> Stream:
 
 
 def added(stream_: Stream, y: jax.Array, scale: jax.Array) -> Stream:
-    """The stream r + y, for a y [M, D] that no kernel adds: where devices sum it up first.
+    """Adds y to a stream, without a kernel: for a y that is first summed over devices.
 
     Args:
-      stream_: r.
+      stream_: the stream.
       y: float32 [M, D].
-      scale: float32 [D] of the norm that comes next.
+      scale: scale of the next norm, float32 [D].
     """
     values = stream_.values[: stream_.width].T
     return stream(rounded(values.astype(jnp.float32) + y, values.dtype), scale)
@@ -89,7 +88,7 @@ def supports(
     Args:
       m: rows of x.
       n: rows of W.
-      rank: of one part of the branch of LoRA, as `lora.filled_rank` makes it; 0 without one.
+      rank: padded rank of one part of LoRA's branch (`lora.filled_rank`); 0 without LoRA.
       is_swiglu: whether N is gate and up of a SwiGLU.
       device: the device that runs it; None for the current one.
     """
@@ -107,9 +106,9 @@ def supports(
 
 
 def shared_bytes(m: int, rank: int, *, is_swiglu: bool) -> int:
-    """Bytes of shared memory that a block takes: B of its rows, and x A of its rows of x."""
+    """Bytes of shared memory that a block takes, for B of its rows of W and x A of its rows of x."""
     halves = 2 if is_swiglu else 1
-    # Of ranks below a tile a gate and what it lets through share one.
+    # If the rank is less than a tile, gate and up share one tile of x A.
     distinct = halves if rank >= TILE else 1
     return 2 * max(rank, TILE) * (halves * TILE + distinct * _columns(m))
 
@@ -125,27 +124,27 @@ def finish(
     is_swiglu: bool = False,
     interpret: bool = False,
 ) -> jax.Array | Stream:
-    """Finishes a product of N columns and M rows.
+    """Applies the operations after a product of N columns and M rows. Each part of N is padded to whole tiles.
 
     Args:
       sums: from `nvfp4_matmul.decode.product`.
-      divisor: float32 [N], or fewer of which the first counts, the weight's global scale.
-      bias: [N], as all that has an axis N with parts that are filled up to whole tiles.
-      branch: LoRA's; given if and only if `sums` has an adapter.
-      norm: the stream whose `scaled` was multiplied, and its norm's epsilon; the product is multiplied
-        by its unit.
-      residual: the stream's values [N, M], to which the product is added, and the float32 scale of the
-        norm that comes next, which says how much of N is real.
+      divisor: the weight's global scale, float32 [N]; or of any other size, whose first value is used for all.
+      bias: [N]; or None.
+      branch: LoRA's branch; given if and only if `sums` has an adapter.
+      norm: the stream whose `scaled` was multiplied, and epsilon of its norm; the product is multiplied by the
+        stream's `unit`. None without a norm.
+      residual: the stream's values [N, M], to which the product is added, and the scale of the next norm, float32;
+        its length is N without padding. None without a residual.
       is_swiglu: whether the first half of N is the gate and the second half is up.
       interpret: run on a CPU, and report data races.
 
     Returns:
-      bfloat16 [M, N], or [M, N / 2] of a `swiglu`; or the new Stream.
+      bfloat16 [M, N], or [M, N / 2] for a SwiGLU; or the new `Stream` if there is a residual.
 
     Raises:
       NotImplementedError: the reason `supports` gives.
     """
-    # This import takes half a second, so it is made only when needed.
+    # Imported here because the import takes half a second.
     from pallas_kernels.finished_linear import epilogue_kernel
 
     _, n, m = sums.size
@@ -174,10 +173,10 @@ def finish(
 
 
 def _columns(m: int) -> int:
-    """Rows of x that one block finishes; on an H200 the best of 8, 16 and 32 for a 7B layer."""
+    """Rows of x that one block finishes: the fastest of 8, 16 and 32, measured on an H200 with a 7B layer."""
     return 8 if m <= 32 else 16 if m <= 64 else 32
 
 
 def _square_rows(width: int) -> int:
-    # `finish` reads them 64 at a time.
+    # The kernel reads squares in tiles of 64 rows.
     return -(-width // (TILE * TILE)) * TILE

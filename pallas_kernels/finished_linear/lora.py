@@ -1,4 +1,4 @@
-"""LoRA's A and B as the decode kernels read them: A in the tiles of `dense_tile`, B by rows of the base."""
+"""LoRA's A and B in the layout of the decode kernels: A in the tiles of `dense_tile`, B by rows of the base."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,16 +13,17 @@ from pallas_kernels.nvfp4_matmul.layout import TILE
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """The branches of linears that share an input; arrays, so new values need no recompilation.
+    """LoRA's branches of joined linears that share an input. They are arrays, so new values need no recompilation.
 
-    The ranks of part i are rows rank * i ... of A^T, padded with zeros to a `rank` that divides 64 or is a multiple
-    of it. A row of the base needs only the ranks of its own part, or the group of 64 that contains them.
+    The ranks of part i are rows rank * i ... rank * (i + 1) - 1 of A^T. Each part is padded with zeros to `rank`,
+    which divides 64 or is a multiple of it. A row of the base reads only the ranks of its own part, or the group of
+    64 that contains them.
 
     Attributes:
       a: for a packed base, int32 [..., tiles, K / 64, 4, 3, 192] from `dense_tile.pack`; for a dense one, bfloat16
         [..., 64 * tiles, K].
       b: bfloat16 [..., N, max(rank, 64)], scaled; zero in the columns of other parts. Each part of N is padded with
-        zeros to whole tiles of 64 rows. In pairs int32 [..., N / 64, pieces, 3, 192] of `pack_pairs`, without zeros.
+        zeros to whole tiles of 64 rows. If `is_paired`: int32 [..., N / 64, pieces, 3, 192] from `pack_pairs`.
       sizes: rows of the base in each part, not necessarily whole tiles.
       rank: padded rank of one part.
       is_paired: whether `b` is for a base whose rows are in the order of `layout.paired_rows`.
@@ -36,11 +37,11 @@ class Branch:
 
     @property
     def firsts(self) -> tuple[int, ...]:
-        """By part, the row of (x A)^T that meets column 0 of `b`."""
+        """For each part, the row of (x A)^T that column 0 of `b` is multiplied by."""
         return tuple(self.rank * part // TILE * TILE for part in range(len(self.sizes)))
 
     def first(self, row: jax.Array) -> jax.Array | int:
-        """The one of `firsts` for a row of the base whose parts are filled up."""
+        """The value of `firsts` for a row of the base; `row` counts the padding of the parts."""
         first, end = self.firsts[0], 0
         for size, following in zip(self.sizes, self.firsts[1:], strict=False):
             end += layout.whole(size)
@@ -54,7 +55,7 @@ def filled_rank(rank: int) -> int:
 
 
 def can_pair(rank: int) -> bool:
-    """Whether both parts' ranks find room in one tile of A, as `pack_pairs` needs it."""
+    """Whether the ranks of gate and up fit into one tile of A, as `pack_pairs` requires."""
     return filled_rank(rank) <= TILE // 2
 
 
@@ -65,13 +66,13 @@ def pack_branch(
     is_packed: bool,
     is_paired: bool = False,
 ) -> Branch:
-    """Joins the branches of linears that share an input.
+    """Joins LoRA's branches of linears that share an input.
 
     Args:
-      parts: A [..., K, R] and B [..., R, N_i] of each, in the order of the base's rows.
+      parts: A [..., K, R] and B [..., R, N_i] of each linear, in the order of the base's rows.
       scaling: alpha / R, multiplied into B.
       is_packed: whether the base is packed.
-      is_paired: whether its rows, a gate and what it lets through, are in pairs, and `can_pair` the ranks.
+      is_paired: whether the base's rows, gate and up, are in pairs; requires `can_pair(R)`.
     """
     rank = parts[0][0].shape[-1]
     filled = filled_rank(rank)
@@ -97,17 +98,17 @@ def pack_branch(
 
 
 def pack_pairs(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """B of a gate and of what it lets through as a thread of `wgmma` reads it, without the zeros between them.
+    """Packs B of gate and up in the order that a thread of `wgmma` reads, without the zeros between them.
 
-    Thread 32 w + 4 g + t has of each eight ranks the word of ranks 2 t and 2 t + 1: first of the gate's row 8 w + g
-    of 32, then of the other's. Up to four of its words lie beside each other.
+    Of every eight ranks, thread 32 w + 4 g + t has the word with ranks 2 t and 2 t + 1: those of gate's row 8 w + g
+    of each 32 rows first, then those of the same row of up. Up to four words of a thread are neighbours.
 
     Args:
-      gate: [..., N / 2, R], R 8, 16 or 32, scaled.
-      up: likewise.
+      gate: B of the gate times alpha / R, [..., N / 2, R]; R is 8, 16 or 32.
+      up: B of up, in the same form.
 
     Returns:
-      int32 [..., N / 64, max(1, R / 16), 3, 192], of bfloat16 pairs.
+      int32 [..., N / 64, max(1, R / 16), 3, 192], pairs of bfloat16.
     """
     *stack, n, rank = gate.shape
     both = jnp.stack([gate, up], axis=-3).astype(jnp.bfloat16)
@@ -125,7 +126,7 @@ def pack_pairs(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def unpack_pairs(pieces: jax.Array, rank: int) -> jax.Array:
-    """Of one tile what `pack_pairs` made, with zeros: int32 [pieces, 3, 192] -> bfloat16 [64 (rows), 64 (ranks)]."""
+    """Unpacks one tile of `pack_pairs`, with zeros: int32 [pieces, 3, 192] -> bfloat16 [64 (rows), 64 (ranks)]."""
     each = min(4, rank // 4)
     words = pieces.reshape(len(pieces), -1)[:, : 128 * each].reshape(len(pieces), 128, each)
     values = jax.lax.bitcast_convert_type(words.swapaxes(1, 2), jnp.bfloat16)

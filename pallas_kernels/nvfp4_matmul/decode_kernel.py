@@ -1,4 +1,4 @@
-"""The kernel of `decode`, in phases: each is a method of what a warpgroup knows of its block's work."""
+"""The kernel of `decode`: each phase is a method of `_Block`, a block's work as one of its warpgroups sees it."""
 
 import dataclasses
 import functools
@@ -21,13 +21,13 @@ from pallas_kernels.nvfp4_matmul.layout import TILE
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is known of a product before it starts.
+    """The static description of a product.
 
     Attributes:
-      config: how it is cut up.
-      plan: which of the first blocks does what.
-      a: what the blocks after those do; None without A.
-      following: the product whose first words are asked for; or None.
+      config: how the work is divided.
+      plan: which of the first blocks does which units of W.
+      a: the work of the blocks after them; None without A.
+      following: the product whose first words are prefetched; or None.
       interpret: whether this runs on a CPU.
     """
 
@@ -39,7 +39,7 @@ class Problem:
 
     @property
     def blocks(self) -> int:
-        """All of the grid."""
+        """Number of blocks in the grid."""
         return self.plan.blocks + (self.a.tiles * self.a.shares if self.a else 0)
 
     @property
@@ -49,7 +49,7 @@ class Problem:
 
     @property
     def depth(self) -> int:
-        """Tiles of W that a slot has room for."""
+        """Tiles that a slot has room for, for each warpgroup: of W, or pieces of A."""
         return max(self.chunks, self.a.pieces) if self.a else self.chunks
 
 
@@ -59,11 +59,11 @@ def launch(
     """Starts the kernel.
 
     Args:
-      x: bfloat16 [M, K], both filled up.
-      words: of W, int32 [N / 64, K / 64, 3, 192].
-      a_words: of A, from `dense_tile.in_units`; or None.
-      problem: how they are cut up.
-      name: of the kernel.
+      x: bfloat16 [M, K], padded: M to a multiple of 8, K to whole tiles.
+      words: words of W, int32 [N / 64, K / 64, 3, 192].
+      a_words: words of A, from `dense_tile.in_units`; or None.
+      problem: the description of the product.
+      name: the kernel's name.
 
     Returns:
       `partials` and `adapter` of `decode.Sums`.
@@ -124,10 +124,10 @@ class _Block:
     """A block's work as one of its warpgroups sees it.
 
     Attributes:
-      problem: what all blocks know.
+      problem: the description of the product, the same for all blocks.
       refs: operands, results and scratch of `launch`.
-      number: of the block.
-      group: of the warpgroup.
+      number: the block's number.
+      group: the warpgroup's number in the block.
     """
 
     problem: Problem
@@ -137,11 +137,11 @@ class _Block:
 
     @property
     def rows(self) -> int:
-        """M."""
+        """Rows of x: M."""
         return self.refs.x.shape[0]
 
     def multiply_w(self) -> None:
-        """A block's run of units, tile by tile."""
+        """Multiplies a block's run of units of W, tile by tile."""
         plan = self.problem.plan
         start, stop = plan.start(self.number), plan.start(self.number + 1)
         empty = self.refs.empty
@@ -177,9 +177,9 @@ class _Block:
         plgpu.copy_gmem_to_smem(refs.x.at[:, columns], self._x_slots.at[slot], refs.full.at[slot])
 
     def _multiply_unit(self, ring: Ring, unit: jax.Array, acc: jax.Ref) -> None:
-        """Adds the product of a unit, and sees to it that the slot of the unit before is filled again."""
+        """Adds the product of a unit, and has the slot of the unit before it refilled."""
         slot, chunks = ring.slot(unit), self.problem.chunks
-        # What goes into the slot of the unit before this one.
+        # The unit that goes into the slot of the unit before this one.
         ahead = unit - 1 + ring.stages
         previous = ring.slot(ahead)
         is_refilled = (unit > ring.first) & (ahead < ring.end)
@@ -189,7 +189,7 @@ class _Block:
             ring.wait(slot)
             loaded = load(tiles[0])
         for chunk, tile in enumerate(tiles):
-            # The next tile is on its way while this one is decoded.
+            # The next tile is loaded while this one is decoded.
             following = load(tiles[chunk + 1]) if chunk + 1 < chunks else None
             with jax.named_scope("decode"):
                 w = self._decoded(tile, loaded)
@@ -202,18 +202,18 @@ class _Block:
             if chunk == 0:
                 pl.when(is_refilled)(lambda: ring.leave(previous))
         pl.when((self.group == 0) & is_refilled)(lambda: ring.refill(previous, ahead))
-        # ptxas does not see across the loop's edge that registers are being read: without
-        # this the next tile overwrote them (seen with steps of 64).
+        # ptxas does not see across the loop's edge that `wgmma` still reads registers. Without this wait the
+        # next tile overwrites them (seen with steps of 64).
         plgpu.wgmma_wait(0)
 
     def _decoded(self, tile: jax.Ref, loaded: tuple[jax.Array, ...] | None) -> jax.Array | jax.Ref:
-        """A tile as `wgmma` takes it first."""
+        """A tile as the first operand of `wgmma`: in registers, or interpreted in shared memory."""
         if not self.problem.interpret:
             return packed_tile.convert(*loaded)
         return self._in_memory(packed_tile.decode_words(tile[...]))
 
     def _ask_for_following(self) -> None:
-        """Asks the L2 cache for what blocks of the next product read first."""
+        """Prefetches into the L2 cache what blocks of the next product read first."""
         following, words = self.problem.following, self.refs.following
         high, wide = following.shape
 
@@ -223,12 +223,12 @@ class _Block:
             plgpu.async_prefetch(words.at[pl.ds(row, high), pl.ds(column, wide)])
 
     def multiply_a(self) -> None:
-        """A block's share of a tile of A."""
+        """Multiplies a block's share of a tile of A."""
         a = self.problem.a
         number = self.number - self.problem.plan.blocks
         tile, share = lax.div(number, a.shares), lax.rem(number, a.shares)
         start, stop = (lax.div((share + i) * a.units, a.shares) for i in range(2))
-        # Where a unit has fewer tiles of A than there are warpgroups, some do the same.
+        # If a unit has fewer tiles of A than there are warpgroups, some compute the same, and only the first store it.
         mine = lax.rem(self.group, a.width // TILE)
         places = [4 * mine + i for i in range(4)]
         copy = functools.partial(self._copy_unit_of_a, tile)
@@ -261,13 +261,13 @@ class _Block:
     def _multiply_unit_of_a(
         self, ring: Ring, unit: jax.Array, tile: jax.Array, places: list[jax.Array], acc: jax.Ref
     ) -> None:
-        """Adds the product of one tile of a unit of A, and sees to it that the slot is filled again.
+        """Adds the product of one tile of a unit of A, and has the slot refilled.
 
         Args:
-          ring: of units.
-          unit: which.
+          ring: the ring of slots.
+          unit: number of the unit.
           tile: which of the unit's tiles of columns.
-          places: the four pieces of that tile, among all of the unit.
+          places: numbers of that tile's four pieces among all pieces of the unit.
           acc: sums [64, M].
         """
         slot, each = ring.slot(unit), self.problem.a.pieces
@@ -295,8 +295,8 @@ class _Block:
         return self.refs.x_slots[1]
 
     def _copy_words(self, words, slot: jax.Array, count: int) -> None:
-        """Starts the copies of `count` tiles for each warpgroup, those of warpgroup i from words(i)."""
-        # What lies in one piece needs no tensor map, which would itself come from memory first.
+        """Starts the copies of `count` tiles for each warpgroup; words(i) is the source for warpgroup i."""
+        # A contiguous copy that is promised to be in bounds needs no tensor map, which would have to be loaded first.
         for i in range(self.problem.config.warpgroups):
             of_group = self.refs.w_slots.at[slot, i]
             plgpu.copy_gmem_to_smem(
@@ -307,14 +307,14 @@ class _Block:
             )
 
     def _summed(self, add_products) -> jax.Array:
-        """What is left in an accumulator [64, M]."""
+        """The sums [64, M] of an accumulator after `add_products`."""
         return pl.run_scoped(add_products, plgpu.ACC((TILE, self.rows), jnp.float32))
 
     def _store(self, total: jax.Array, ref: jax.Ref) -> None:
         fragments.store(total, ref, interpret=self.problem.interpret)
 
     def _in_memory(self, tile: jax.Array) -> jax.Ref:
-        """Interpreted `wgmma` takes no operand from registers."""
+        """Copies a tile to shared memory, since interpreted `wgmma` takes no operand from registers."""
         ref = self.refs.decoded.at[self.group]
         ref[...] = tile
         plgpu.commit_smem()

@@ -39,7 +39,7 @@ def launch(words: jax.Array, step: int, stages: int, blocks: int, *, interpret: 
 def _unpack(
     refs: types.SimpleNamespace, *, step: int, stages: int, blocks: int, interpret: bool
 ) -> None:
-    """Units block, block + blocks, ... of 64 rows by `step` columns."""
+    """Unpacks units block, block + blocks, ... of 64 rows by `step` columns."""
     row_tiles, column_tiles = refs.w.shape[:2]
     chunks = step // TILE
     steps = column_tiles // chunks
@@ -66,7 +66,7 @@ def _unpack(
         result = refs.unpacked.at[lax.rem(turn, 2)]
         with jax.named_scope("load"):
             ring.wait(slot)
-            # The copy before the last one came out of the slot that is written next.
+            # Wait for the copy before the last one: it reads the slot that is written next.
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         with jax.named_scope("decode"):
             for chunk in range(chunks):
@@ -76,11 +76,11 @@ def _unpack(
                     if interpret
                     else packed_tile.decode
                 )
-                # A power of two: exact.
+                # Exact, because the factor is a power of two.
                 values = decode(tile) * jnp.bfloat16(1 / layout.DECODED_SCALE)
                 result[:, pl.ds(chunk * TILE, TILE)] = values
         with jax.named_scope("store"):
-            # All threads have read and written, so both slots may go on.
+            # All threads are done: the result may be copied out, and the packed slot refilled.
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
                 result, refs.out.at[pl.ds(row * TILE, TILE), pl.ds(column * step, step)]

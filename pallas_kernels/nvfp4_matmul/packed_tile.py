@@ -1,9 +1,9 @@
-"""One 64 x 64 tile of packed weights, from shared memory to registers as `wgmma` reads them.
+"""Decodes one 64 x 64 tile of packed weights from shared memory to registers, in the order that `wgmma` reads.
 
-A code becomes a bfloat16 by putting its four bits at the sign, the two lowest exponent bits and the
-highest mantissa bit: its value times 2^-126 (0.5 is a subnormal there). A scale byte becomes the
-bfloat16 scale * 2^106. One multiplication per pair of weights gives code * scale * 2^-20, exact in
-bfloat16: 2 and 4 significant bits make 6.
+The four bits of a code become the sign, the two lowest exponent bits and the highest mantissa bit of a
+bfloat16, which is the code's value times 2^-126 (0.5 becomes a subnormal). A scale byte becomes the
+bfloat16 scale * 2^106. One multiplication per pair of weights gives code * scale * 2^-20. This is exact
+in bfloat16: the factors have 2 and 4 significant bits, the product at most 6.
 """
 
 import jax
@@ -17,8 +17,8 @@ from pallas_kernels.mosaic import registers
 from pallas_kernels.mosaic.registers import elements, fragment, i32, vectors
 from pallas_kernels.nvfp4_matmul import layout
 
-# Two words of codes ($8, $9) and the scales of their two rows ($10, $11; a row in each half) to eight
-# pairs of bfloat16. The words' fourth fields meet in u.
+# Converts two words of codes ($8, $9) and their scales ($10 and $11; each half is for one row) to eight
+# pairs of bfloat16. The third word, with the fourth codes of both, is u.
 _DECODE_WORDS = f"""{{
 .reg .b32 even, odd, u, low, high;
 .reg .b16 s, z;
@@ -55,7 +55,7 @@ mul.rn.bf16x2 $5, $5, high;
 mul.rn.bf16x2 $6, $6, low;
 mul.rn.bf16x2 $7, $7, high;
 }}"""
-# A word of scales ($2) to the pairs of both words of codes: exponent field 0xE0 and up.
+# Converts a word of scales ($2) to the pairs for both words of codes; exponent fields start at 0xE0.
 _DECODE_SCALES = """{
 .reg .b32 u, upper;
 mov.b32 upper, 0x70007000;
@@ -69,16 +69,17 @@ _DECODED = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=plgpu.Layout.WG
 
 
 def load(tile: jax.Ref) -> tuple[jax.Array, jax.Array]:
-    """Brings a tile from shared memory to a warpgroup's registers, for `convert`.
+    """Loads a tile from shared memory to a warpgroup's registers, for `convert`.
 
-    int32 ref [3, 192] -> int32 [64, 8] and [64], whose elements are where threads want them.
+    int32 ref [3, 192] -> codes int32 [64, 8] and scales int32 [64]. Each thread gets the words that it needs; the
+    order of the elements has no other meaning.
     """
     arg_types, return_type = (plgpu.RefType(),), (_CODES, _SCALES)
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=return_type)(_emit_load)(tile)
 
 
 def convert(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """What `load` returns -> bfloat16 [64, 64], code * scale * 2^-20, in registers."""
+    """Converts what `load` returns to bfloat16 [64, 64] in registers: code * scale * 2^-20."""
     arg_types = (_CODES.layout, _SCALES.layout)
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=_DECODED)(_emit_convert)(
         codes, scales
@@ -86,7 +87,7 @@ def convert(codes: jax.Array, scales: jax.Array) -> jax.Array:
 
 
 def load_plain(*pieces: jax.Ref) -> jax.Array:
-    """Brings a tile of `dense_tile` to registers: four int32 refs [3, 192] -> bfloat16 [64, 64]."""
+    """Loads a tile of `dense_tile` to registers: four int32 refs [3, 192] -> bfloat16 [64, 64]."""
     arg_types = (plgpu.RefType(),) * 4
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=_DECODED)(_emit_load_plain)(*pieces)
 
@@ -100,12 +101,12 @@ def decode(tile: jax.Ref) -> jax.Array:
 
 
 def decode_words(words: jax.Array) -> jax.Array:
-    """Twin of `decode` without bit tricks: int32 [3, 192] -> bfloat16 [64, 64].
+    """The same as `decode`, without bit tricks: int32 [3, 192] -> bfloat16 [64, 64].
 
-    For interpret mode, and an oracle: XLA on a CPU flushes the subnormals that `decode` relies on.
+    It serves interpret mode, where XLA on a CPU flushes the subnormals that `decode` needs, and tests as an oracle.
     """
     codes, scale_bytes = (a.astype(jnp.int32) for a in layout.unpack_tiles(words[None, None]))
-    half_steps = codes & 7  # counts halves up to 2 (the value 1), then grows as a float does
+    half_steps = codes & 7  # a code below 2 counts halves; the others are floats
     magnitudes = jnp.where(
         half_steps < 2, half_steps / 2, _ldexp(2 + (codes & 1), (codes >> 1 & 3) - 2)
     )

@@ -1,7 +1,7 @@
 """The products y and dX for many rows of x (prefill, training) on Hopper, in Pallas Mosaic GPU.
 
 As in `decode`, the kernel computes y^T = W x^T: `wgmma` takes W from registers and x^T from shared
-memory, so a weight is unpacked only in registers. A block sums a tile of `64 * warpgroups` rows of W by
+memory, so the unpacked weight never reaches device memory. A block sums a tile of `64 * warpgroups` rows of W by
 `rows` rows of x over all of K, scales it, and writes it transposed to shared memory. A bulk copy moves
 it to y while the next tile is summed.
 

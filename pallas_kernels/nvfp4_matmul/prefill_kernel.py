@@ -1,4 +1,4 @@
-"""The kernel of `prefill`, in phases: each is a method of what a warpgroup knows of its block's work."""
+"""The kernel of `prefill`: each phase is a method of `_Block`, a block's work as one of its warpgroups sees it."""
 
 import dataclasses
 import functools
@@ -20,19 +20,19 @@ from pallas_kernels.nvfp4_matmul.layout import TILE
 from pallas_kernels.nvfp4_matmul.prefill import Epilogue
 from pallas_kernels.nvfp4_matmul.prefill_config import Config, Cut
 
-# Rows of x whose epilogue finds room at once, also in the registers that a producer leaves.
+# The most rows of x whose epilogue fits into registers at once, also beside a producer.
 _MOST_AT_ONCE = 96
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is known of a product before it starts.
+    """The static description of a product.
 
     Attributes:
-      config: the tiles, and how they come.
-      cut: which block does which.
-      backward: whether it is dX.
-      epilogue: what is made of the product; or None.
+      config: sizes of tiles and slots.
+      cut: which block does which tiles.
+      backward: whether the product is dX.
+      epilogue: the operations after the product; or None.
       interpret: whether this runs on a CPU.
     """
 
@@ -44,17 +44,17 @@ class Problem:
 
     @property
     def units_of_tile(self) -> int:
-        """Of a tile that one block sums: with an epilogue the last one multiplies B."""
+        """Units of a tile that one block sums; with an epilogue one more, which multiplies B."""
         return self.cut.steps + (self.epilogue is not None)
 
     @property
     def in_memory(self) -> bool:
-        """Whether `wgmma` takes W from shared memory; interpreted it takes no operand from registers."""
+        """Whether `wgmma` takes W from shared memory: for dX, and interpreted, where registers are no operand."""
         return self.backward or self.interpret
 
     @property
     def halves(self) -> int:
-        """Parts in which a result leaves its registers."""
+        """Number of parts in which a result is copied out; for dX its space in shared memory is half a tile."""
         return 2 if self.backward else 1
 
 
@@ -64,14 +64,14 @@ def launch(
     """Starts the kernel.
 
     Args:
-      x: bfloat16 [M, K], both filled up; for dX it is dY.
+      x: bfloat16 [M, K], padded; for dX it is dY.
       words: int32 [N / 64, K / 64, 3, 192].
-      divisor: float32, the global scale: of each row, or one.
-      problem: how they are cut up.
+      divisor: the global scale, float32 [1] or [N].
+      problem: the description of the product.
 
     Returns:
-      The product bfloat16 [M, N], of which the columns that are shared are missing, or None where all are; and
-      of those columns float32 sums [split, columns, M], or None.
+      The product bfloat16 [M, N], in which shared columns are not written; None if all columns are shared. And the
+      float32 sums [split, columns, M] of the shared columns, or None.
     """
     config, cut, epilogue = problem.config, problem.cut, problem.epilogue
     rows, warpgroups, stages = config.rows, config.warpgroups, config.stages
@@ -144,16 +144,16 @@ def _divide(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """The tiles of one block, and the units of 64 columns that they come in: whole tiles, then shares.
+    """The tiles of one block, first whole tiles and then shares, and their units of 64 columns.
 
     Attributes:
-      problem: what all blocks know.
-      number: of the block, or of its cluster.
-      rank: in the cluster.
-      turns: tiles and shares.
-      whole_turns: tiles that this block sums over all columns.
-      whole_units: their units.
-      units: in all.
+      problem: the description of the product, the same for all blocks.
+      number: number of the block, or of its cluster.
+      rank: the block's number in the cluster.
+      turns: number of tiles and shares.
+      whole_turns: number of tiles that this block sums over all columns.
+      whole_units: number of units of those tiles.
+      units: number of units of all tiles and shares.
     """
 
     problem: Problem
@@ -166,7 +166,7 @@ class _Work:
 
     @classmethod
     def of(cls, problem: Problem, number: jax.Array, rank: jax.Array) -> "_Work":
-        """The work of a block."""
+        """The work of block `rank` of cluster `number`."""
         cut = problem.cut
         blocks, whole = cut.blocks, cut.whole
         turns = lax.div(whole + cut.shared * cut.split - number + blocks - 1, blocks)
@@ -176,14 +176,14 @@ class _Work:
         return cls(problem, number, rank, turns, whole_turns, whole_units, units)
 
     def place(self, turn: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Tiles of x and of W: down a band of x first, then on to the next rows of W."""
+        """Tiles of x and of W of a turn: first along a band of x, then on to the next rows of W."""
         cut = self.problem.cut
         w_tile, at = _divide(self.number + turn * cut.blocks, cut.band)
         bands, w_tile = _divide(w_tile, cut.whole_w_tiles)
         return bands * cut.band + at, w_tile * self.problem.config.cluster + self.rank
 
     def place_of_share(self, turn: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Tiles of x and of W, and which share of K."""
+        """Tiles of x and of W of a turn, and its share of K."""
         cut = self.problem.cut
         share, tile = _divide(self.number + turn * cut.blocks - cut.whole, cut.shared)
         w_tile, x_tile = _divide(tile, cut.x_tiles)
@@ -191,7 +191,7 @@ class _Work:
         return x_tile, w_tile, share
 
     def locate(self, unit: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Tiles of x and of W, and the step along K."""
+        """Tiles of x and of W of a unit, and its step along K."""
         cut, found = self.problem.cut, []
         if cut.whole:
             turn, at = _divide(unit, self.problem.units_of_tile)
@@ -211,10 +211,10 @@ class _Block:
     """A block's work as one of its warpgroups sees it.
 
     Attributes:
-      problem: what all blocks know.
+      problem: the description of the product, the same for all blocks.
       refs: operands, results and scratch of `launch`.
-      work: what this block does.
-      group: of the warpgroup.
+      work: the tiles of this block.
+      group: the warpgroup's number in the block.
     """
 
     problem: Problem
@@ -224,13 +224,13 @@ class _Block:
 
     @functools.cached_property
     def ring(self) -> Ring:
-        """Of units of x and W, or of x A and B."""
+        """The ring of slots; each holds a unit of x and W, or of x A and B."""
         stages, refs = self.problem.config.stages, self.refs
         return Ring(stages, self._copy_unit, refs.full, refs.empty, end=self.work.units)
 
     # Copies --------------------------------------------------------------------------------------
     def fetch_all(self) -> None:
-        """What a producer does."""
+        """The work of a producer: loads all units."""
         ring = self.ring
         ring.fill()
 
@@ -258,7 +258,7 @@ class _Block:
             columns()
         else:
             pl.when(at < steps)(columns)
-            # What was in its place is no longer read: the slot was emptied after that.
+            # B of the tile before is no longer read: the slot was emptied after it.
             pl.when(at == steps)(branch)
 
     def _copy(
@@ -270,7 +270,7 @@ class _Block:
         column: jax.Array,
         slot: jax.Array,
     ) -> None:
-        """Starts the copies of a block's own rows of W, or B, and of 64 columns of x, or U, for its cluster."""
+        """Starts the copies of the block's own rows of W (or B), and of the cluster's 64 columns of x (or U)."""
         config, refs = self.problem.config, self.refs
         plgpu.copy_gmem_to_smem(own, own_slot, refs.full.at[slot])
         plgpu.copy_gmem_to_smem(
@@ -281,7 +281,7 @@ class _Block:
         )
 
     def _refill_last(self, unit: jax.Array) -> None:
-        """Brings what comes next into the slot before this unit's."""
+        """Without a producer, refills the slot of the unit before this one."""
         if self.problem.config.producer:
             return
         ring = self.ring
@@ -298,7 +298,7 @@ class _Block:
 
     # Sums ----------------------------------------------------------------------------------------
     def multiply_all(self) -> None:
-        """What the warpgroups do that multiply."""
+        """The work of the warpgroups that multiply: all tiles and shares."""
         work, cut = self.work, self.problem.cut
         if cut.whole:
             pl.loop(0, work.whole_turns)(self._one_tile)
@@ -307,12 +307,12 @@ class _Block:
         plgpu.wait_smem_to_gmem(0)
 
     def _sum_of(self, first: jax.Array, count: int) -> jax.Array:
-        """The sums of `count` units in float32, unscaled."""
+        """Sums the products of `count` units, in float32, unscaled: [64, rows]."""
 
         def sum_over_columns(acc):
             last = first + count - 1
             step = lambda unit, w: self._multiply(unit, acc, w, lambda: self._decoded(unit + 1))
-            # Two at a time, so that a tile's registers need not be moved for the next turn.
+            # Two units per turn of the loop, so that a decoded tile need not be moved to other registers.
             two = lambda i, w: step(first + 2 * i + 1, step(first + 2 * i, w))
             w = lax.fori_loop(0, (count - 1) // 2, two, self._decoded(first))
             if count % 2 == 0:
@@ -324,7 +324,7 @@ class _Block:
         return pl.run_scoped(sum_over_columns, plgpu.ACC(shape, jnp.float32))
 
     def _decoded(self, unit: jax.Array) -> jax.Array | None:
-        """A unit's tile, once it has come: in registers, or else where `_operand` finds it."""
+        """Waits for a unit's tile and decodes it: to registers, or to shared memory, where `_operand` reads it."""
         slot, interpret = self.ring.slot(unit), self.problem.interpret
         with jax.named_scope("load"):
             self.ring.wait(slot)
@@ -333,14 +333,14 @@ class _Block:
             w = packed_tile.decode_words(tile[...]) if interpret else packed_tile.decode(tile)
             if not self.problem.in_memory:
                 return w
-            # All warps have come back from the product that read it last.
+            # All warps wait here, so the product that last read this place is done.
             plgpu.commit_smem()
             self.refs.decoded[lax.rem(unit, 2), self.group] = w
             plgpu.commit_smem()
             return None
 
     def _operand(self, unit: jax.Array, w: jax.Array | None) -> jax.Array | jax.Ref:
-        """A tile as `wgmma` takes it first."""
+        """A tile as the first operand of `wgmma`."""
         if not self.problem.in_memory:
             return w
         ref = self.refs.decoded.at[lax.rem(unit, 2), self.group]
@@ -349,7 +349,7 @@ class _Block:
     def _multiply(
         self, unit: jax.Array, acc: jax.Ref, w: jax.Array | None, meanwhile: Callable
     ) -> jax.Array | None:
-        """Adds the product of a unit, and returns what `meanwhile` does while it runs."""
+        """Adds the product of a unit; calls `meanwhile` while the product runs, and returns its result."""
         with jax.named_scope("mma"):
             plgpu.wgmma(acc, self._operand(unit, w), self.refs.x_slots.at[self.ring.slot(unit)].T)
         result = meanwhile()
@@ -391,7 +391,7 @@ class _Block:
         result, total = self.refs.result.at[self.group], total.astype(jnp.bfloat16)
         for half in range(halves):
             first, count = half * (rows // halves), rows // halves
-            # The copy before this one has left it.
+            # Wait until the copy before this one has read it.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             result.T[...] = total[:, first : first + count] if halves > 1 else total
             self._copy_out(x_tile, first, count, w_row)
@@ -401,9 +401,9 @@ class _Block:
     ) -> None:
         """Writes a tile after its epilogue."""
         rows, refs, slot = self.problem.config.rows, self.refs, self.ring.slot(branch_unit)
-        # So many of x at a time that a second float32 tile finds room in the registers.
+        # Few enough rows of x at a time that a second float32 tile fits into registers.
         cuts = (0, rows) if rows <= _MOST_AT_ONCE else (0, rows // 16 * 8, rows)
-        # A power of two changes no rounding, and may follow it.
+        # Rounding before the division by DECODED_SCALE is the same as after it: that is a power of two.
         base = registers.to_bfloat16(total, interpret=self.problem.interpret)
         scale = self._multiplier(w_row)
         bias = None if refs.bias is None else _load(0, refs.bias.at[pl.ds(w_row, TILE)])
@@ -436,14 +436,14 @@ class _Block:
         return pl.run_scoped(multiply, plgpu.ACC((TILE, count), jnp.float32))
 
     def _copy_out(self, x_tile: jax.Array, first: int, count: int, w_row: jax.Array) -> None:
-        """Starts the copy of a result, of rows `first` and on of a tile of x."""
+        """Starts the copy of a result to rows `first` ... `first` + `count` - 1 of a tile of x."""
         plgpu.commit_smem()
         x_row = x_tile * self.problem.config.rows + first
         out = self.refs.out.at[pl.ds(x_row, count), pl.ds(w_row, TILE)]
         plgpu.copy_smem_to_gmem(self.refs.result.at[self.group], out)
 
     def _multiplier(self, w_row: jax.Array) -> jax.Array:
-        """What sums of the rows of W are multiplied by: a scalar, or [64]."""
+        """The factor for sums of 64 rows of W, from `w_row`: a scalar, or [64]."""
         divisor = self.refs.divisor
         if divisor.shape == (1,):
             return (1 / layout.DECODED_SCALE) * (1 / divisor[0])
@@ -451,11 +451,11 @@ class _Block:
 
 
 def _load(axis: int, ref: jax.Ref) -> jax.Array:
-    """A vector along the rows of W (0) or of x (1)."""
+    """Loads a vector along the rows of W (axis 0) or of x (axis 1)."""
     kind = plgpu.Layout.WGMMA.reduce(1 - axis)
     return plgpu.load(ref, layout=kind, optimized=False)
 
 
 def _spread(values: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
-    """A vector along an axis of a tile, or a scalar."""
+    """Broadcasts a vector along `axis` of a tile to `shape`; a scalar stays as it is."""
     return lax.broadcast_in_dim(values, shape, (axis,)) if jnp.ndim(values) else values
