@@ -1,6 +1,7 @@
-"""A linear of a decoding step with the operations around it, in two kernels: product and epilogue.
+"""A linear of a decoding step with the operations around it, in two kernels: the product and its epilogue.
 
-The base may be packed, or dense in bfloat16. For a dense base XLA computes the product; the epilogue is the same.
+The base may be packed or dense bfloat16. For a dense base XLA computes the product; the epilogue is the same. A packed
+SwiGLU whose rows are in pairs takes one kernel (`gated`).
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ def supports(
 
     Args:
       m: rows of x.
-      sizes: rows of W of each of the joined linears.
-      k: columns of both.
-      is_packed: whether W is.
+      sizes: rows of W of each joined linear.
+      k: columns of x and W.
+      is_packed: whether W is packed.
       rank: LoRA's rank; 0 without LoRA.
-      is_swiglu: whether the two parts are gate and up of a SwiGLU, which gives one output.
+      is_swiglu: whether the two parts are gate and up of a SwiGLU, which has one output.
     """
     if reason := runtime.unless_hopper():
         return reason
@@ -81,25 +82,26 @@ def linear(
     counters: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array | Stream:
-    """y = x W^T + bias + LoRA's branches, with the norm before and the operations after it.
+    """y = x W^T + bias + LoRA's branches, with the norm before and the operations after the product.
 
     Args:
-      x: bfloat16 [M, K], M as returned by `padded`, K as it is or padded with zeros to whole tiles; or a residual
+      x: bfloat16 [M, K], M as returned by `padded`, K plain or padded with zeros to whole tiles; or a residual
         stream, which is normalized first.
       w: [N, K], packed for Hopper or dense in bfloat16.
-      divisor: a packed w's global scale after `sliceable`; None uses the global scale itself.
-      bias: [N].
+      divisor: a packed w's global scale after `sliceable`; None for `w.global_scale`.
+      bias: [N]; must be None if the rows of w are in pairs.
       branch: from `lora.pack_branch`.
       eps: epsilon of the norm, if x is a stream.
-      residual: a stream to which y is added, and the float32 [N] scale of the norm after it.
-      is_swiglu: whether y is gate and up, and the result is silu(gate) * up.
+      residual: a stream to which y is added, and the scale of the next norm, float32 [N]; must be None if the rows
+        of w are in pairs.
+      is_swiglu: whether y is gate and up, so that the result is silu(gate) * up.
       config: configuration of the packed product; None for the tuned one. For rows in pairs a `gated.Config`.
       following: weight and branch of the next linear, for prefetching (`nvfp4_matmul.decode.Upcoming`).
-      counters: for `gated.linear`.
+      counters: see `gated.linear`; used only if the rows of w are in pairs.
       interpret: run on a CPU, and report data races.
 
     Returns:
-      bfloat16 [M, N], or [M, N / 2] of a `swiglu`, padded with zeros to whole tiles; or the new stream.
+      bfloat16 [M, N]; or [M, N / 2] for a SwiGLU, padded with zeros to whole tiles; or the new stream.
     """
     n = w.shape[0]
     values = x.scaled if isinstance(x, Stream) else x
@@ -118,7 +120,7 @@ def linear(
     else:
         sums = _dense_product(values, w, branch)
         divisor = jnp.full((1,), 1 / layout.DECODED_SCALE)
-    # A tile of rows belongs to one part: it meets the ranks of that part, or is a whole gate's.
+    # All rows of a tile must belong to one part: one LoRA branch, or one of gate and up.
     sizes = (n // 2, n // 2) if is_swiglu else (n,) if branch is None else branch.sizes
     fill = functools.partial(_filled, sizes=sizes)
     if any(size % TILE for size in sizes[:-1]):
@@ -140,7 +142,7 @@ def linear(
 
 
 def _filled(values: jax.Array, sizes: Sequence[int], value: float = 0) -> jax.Array:
-    """Pads each part of axis 0 to whole tiles of rows."""
+    """Pads each part of axis 0 to whole tiles of rows, with `value`."""
     if all(size % TILE == 0 for size in sizes):
         return values
     parts, end = [], 0
@@ -152,7 +154,7 @@ def _filled(values: jax.Array, sizes: Sequence[int], value: float = 0) -> jax.Ar
 
 
 def _unfilled(y: jax.Array, sizes: Sequence[int]) -> jax.Array:
-    """Removes from axis 1 the padding of `_filled`."""
+    """Removes the padding of `_filled` from axis 1."""
     if all(size % TILE == 0 for size in sizes):
         return y
     starts = itertools.accumulate((layout.whole(size) for size in sizes), initial=0)
@@ -161,7 +163,7 @@ def _unfilled(y: jax.Array, sizes: Sequence[int]) -> jax.Array:
 
 
 def sliceable(global_scale: jax.Array) -> jax.Array:
-    """Copies of [L, 1] scales, [L, 64]: XLA lets a kernel read a slice in place where it starts at 256 bytes."""
+    """Repeats [L, 1] scales to [L, 64]: a kernel can read a slice in place only if it starts at a multiple of 256 B."""
     wanted = (len(global_scale), 64)
     return global_scale if global_scale.shape[1] > 1 else jnp.broadcast_to(global_scale, wanted)
 
@@ -194,12 +196,12 @@ def _config(m: int, n: int, k: int, with_branch: bool) -> Config:
     if not with_branch:
         return config
     fits = lambda c: configs.supports(m, n, k, c, with_adapter=True) is None
-    # Where one warpgroup's slot is too narrow for A, two share a block.
+    # If one warpgroup's slot is too small for A, put two warpgroups in a block.
     two = dataclasses.replace(config, warpgroups=2, blocks=-(-config.blocks // 2))
     for choice in (config, two):
         if dense_tile.is_as_wide(choice.warpgroups, choice.step) and fits(choice):
             return choice
-    # Else slots are made larger, of which there may then be room for fewer.
+    # Otherwise slots are made larger, and fewer of them may fit.
     row_tiles, steps = layout.tiles(n), layout.whole(k) // config.step
     one = dataclasses.replace(config, warpgroups=1, blocks=min(config.blocks, row_tiles * steps))
     fewer = lambda c: (dataclasses.replace(c, stages=s) for s in range(c.stages, 1, -1))

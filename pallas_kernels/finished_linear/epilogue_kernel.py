@@ -1,4 +1,4 @@
-"""The kernel of `epilogue`, in phases: each is a method of what a warpgroup knows of its tile."""
+"""The kernel of `epilogue`: each phase is a method of `_Block`, a block's tile of the result."""
 
 import dataclasses
 import functools
@@ -23,15 +23,15 @@ from pallas_kernels.nvfp4_matmul.layout import TILE
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is known of an epilogue before it starts; of arrays shapes matter only.
+    """The static description of an epilogue; of the arrays in it only shapes are used.
 
     Attributes:
-      mode: what is made of the product, as `epilogue` says.
+      mode: which result of the product is written; see `epilogue`.
       sums: the product.
       columns: rows of x that a block finishes.
-      branch: LoRA's; or None.
-      norm: the stream whose unit the product is multiplied by, and its epsilon; or None.
-      square_rows: of the new stream's squares.
+      branch: LoRA's branch; or None.
+      norm: the stream whose unit the product is multiplied by, and epsilon of its norm; or None.
+      square_rows: number of rows of the new stream's `squares`.
       interpret: whether this runs on a CPU.
     """
 
@@ -45,33 +45,33 @@ class Problem:
 
     @property
     def halves(self) -> range:
-        """Of N that a block finishes a tile of each: a gate and what it lets through, or all."""
+        """Parts of N: a block finishes one tile of each. Two for a SwiGLU (gate and up), otherwise one."""
         return range(2 if self.mode == "swiglu" else 1)
 
     @property
     def outputs(self) -> int:
-        """Columns of the result."""
+        """Number of columns of the result."""
         return self.sums.size[1] // len(self.halves)
 
     @property
     def tiles(self) -> int:
-        """Tiles of `outputs`."""
+        """Number of tiles of 64 columns of the result."""
         return self.outputs // TILE
 
     @property
     def ranks(self) -> int:
-        """Columns of B that a row meets; 0 without a branch."""
+        """Number of columns of B; 0 without a branch."""
         return 0 if self.branch is None else self.branch.b.shape[1]
 
     @property
     def distinct(self) -> int:
-        """Tiles of x A for a block: a gate and what it lets through may find their ranks in one."""
+        """Number of separate tiles of x A that a block reads; gate and up may share one."""
         is_swiglu = self.mode == "swiglu"
         return len(set(self.branch.firsts)) if is_swiglu and self.branch is not None else 1
 
     @property
     def square_tiles(self) -> int:
-        """Rows of the squares that count."""
+        """Number of rows of `squares` that hold sums; the others are padding."""
         return 0 if self.norm is None else len(self.norm[0].values) // TILE
 
 
@@ -79,10 +79,10 @@ def launch(operands: Mapping[str, jax.Array | None], problem: Problem) -> list[j
     """Starts the kernel.
 
     Args:
-      operands: `partials` [parts, N, M] and `divisor` [N] or less; and where there are such `bias` [N], LoRA's
-        `b` [N, R] and `u` [parts, ranks, M], the norm's `squares` [D / 64, M], `residual` [N, M] and the
-        `scale` [N] of the norm after it.
-      problem: what is made of them.
+      operands: `partials` [parts, N, M] and `divisor` [N] or any other size. Optional: `bias` [N], LoRA's `b` [N, R]
+        and `u` [parts, ranks, M], the norm's `squares` [D / 64, M], `residual` [N, M] and the next norm's
+        `scale` [N].
+      problem: the description of the epilogue.
 
     Returns:
       [M, outputs]; or values, scaled values and squares of a `Stream`.
@@ -120,16 +120,16 @@ def launch(operands: Mapping[str, jax.Array | None], problem: Problem) -> list[j
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
-    """What a block has in registers before it computes; lists are by half of N where nothing else is said.
+    """What a block loads into registers before it computes. Tiles are [64, columns].
 
     Attributes:
-      us: by tile of ranks, the parts of x A.
-      parts: of the sums.
-      squares: 64 rows each.
-      divisors: a scalar, or along rows.
-      biases: along rows; none without a bias.
-      residual: float32; or None.
-      scale: along rows, of the norm that comes next; or None.
+      us: for each tile of ranks, the parts of x A.
+      parts: for each half of N, the parts of the sums.
+      squares: tiles of 64 rows of `squares`.
+      divisors: for each half of N, the divisor: a scalar, or a tile.
+      biases: for each half of N, the bias as a tile; empty without a bias.
+      residual: a tile in float32; or None.
+      scale: the next norm's scale as a tile; or None.
     """
 
     us: list[list[jax.Array]]
@@ -156,12 +156,12 @@ class _Block:
     """A block's tile of the result.
 
     Attributes:
-      problem: what all blocks know.
+      problem: the description of the epilogue, the same for all blocks.
       refs: operands, results and scratch of `launch`.
-      tile: number of the tile of columns of the result.
-      window: rows of x.
-      pieces: the same in fragments.
-      rows: by half, rows of the sums.
+      tile: number of the tile of 64 columns of the result.
+      window: the block's rows of x.
+      pieces: the same rows, counted in pieces of fragments.
+      rows: for each half of N, the block's rows of the sums.
     """
 
     problem: Problem
@@ -172,7 +172,7 @@ class _Block:
     rows: list[pl.Slice]
 
     def run(self) -> None:
-        """Reads all, computes, and writes."""
+        """Reads everything, computes, and writes."""
         self._ask_for_b()
         read = self._read()
         self._put_u(read.us)
@@ -199,7 +199,7 @@ class _Block:
             plgpu.copy_gmem_to_smem(refs.b.at[rows], refs.b_tiles.at[half], refs.arrived.at[half])
 
     def _read(self) -> _Read:
-        """All that is read is asked for before any of it is used: latency is most of this kernel."""
+        """Issues all loads before any value is used, since this kernel mostly waits for memory."""
         problem, refs = self.problem, self.refs
         u_parts = 0 if problem.branch is None else refs.u.shape[0]
         us = [[self._load_sum(refs.u, i, at) for i in range(u_parts)] for at in self._rank_tiles()]
@@ -227,7 +227,7 @@ class _Block:
         return _Read(us, parts, squares, divisors, biases, residual, scale)
 
     def _rank_tiles(self) -> list[jax.Array | int]:
-        """Tiles of ranks that the rows of this block meet."""
+        """Numbers of the tiles of ranks that this block's rows need."""
         branch = self.problem.branch
         if branch is None:
             return []
@@ -238,7 +238,7 @@ class _Block:
         ]
 
     def _load_sum(self, ref: jax.Ref, part: int, tile: jax.Array | int) -> jax.Array:
-        """Of one tile and one part, float32 [64, columns]."""
+        """Loads one part of the sums of one tile, float32 [64, columns]."""
         if self.problem.sums.in_fragments:
             ref = ref.at[part, tile, self.pieces]
             return fragments.load(ref, interpret=self.problem.interpret)
@@ -250,7 +250,7 @@ class _Block:
 
     # Computing -----------------------------------------------------------------------------------
     def _put_u(self, us: list[list[jax.Array]]) -> None:
-        """Puts x A, transposed, where `wgmma` takes it second."""
+        """Writes x A, transposed, to shared memory as the second operand of `wgmma`."""
         for i, more in enumerate(us):
             u = functools.reduce(jnp.add, more).astype(jnp.bfloat16)
             part, at = divmod(i * TILE, max(self.problem.ranks, TILE))
@@ -262,7 +262,7 @@ class _Block:
             plgpu.commit_smem()
 
     def _unit(self, squares: list[jax.Array]) -> jax.Array | None:
-        """That of the norm before, by rows of x."""
+        """1 / RMS from the norm before, for each row of x; None without a norm."""
         if self.problem.norm is None:
             return None
         (stream, eps), tiles = self.problem.norm, self.problem.square_tiles
@@ -276,7 +276,7 @@ class _Block:
         return lax.rsqrt(total / stream.width + eps)
 
     def _product(self, read: _Read, unit: jax.Array | None, half: int) -> jax.Array:
-        """The linear in float32 [64, columns], all but SwiGLU and residual."""
+        """One half of the linear with LoRA, norm and bias, float32 [64, columns]; without SwiGLU and residual."""
         sums = self.problem.sums
         row = (half * self.problem.tiles + self.tile) * TILE
         filled = sums.plan.parts(lax.div(row, sums.rows))
@@ -293,7 +293,7 @@ class _Block:
         return y
 
     def _branch(self, half: int) -> jax.Array:
-        """The product of B and x A."""
+        """The product of B and x A, float32 [64, columns]."""
         refs = self.refs
         plgpu.barrier_wait(refs.arrived.at[half])
 

@@ -1,28 +1,27 @@
 """gate_up of a decoding step in one kernel: the product, LoRA, the norm before, and SwiGLU.
 
-    y = ([W x] / global scale + [B U]) * unit       U = [x A], the ranks of the gate beside those of up
-    result = silu([gate]) * [up]                    what stands in brackets is rounded to bfloat16
+    y = ([W x] / global scale + [B U]) * unit       U = [x A]; the ranks of the gate, then those of up
+    result = silu([gate]) * [up]                    values in brackets are rounded to bfloat16
 
-The rows of W lie in pairs (`layout.paired_rows`): of the 64 rows that a warpgroup multiplies, a thread holds the
-same columns of the gate and of what it lets through. So neither sums nor gates leave the registers, and what is
-written is the result. `decode` with `epilogue` writes every sum in float32 and reads it again: at 64 rows of 7B
-that is 38 MB a layer.
+The rows of W are in pairs (`layout.paired_rows`): of the 64 rows that a warpgroup multiplies, each thread holds the
+same rows of gate and up. So gate and up never leave the registers, and only the result is written. `decode` with
+`epilogue` writes every sum in float32 and reads it again: 38 MB a layer for 64 rows of a 7B model.
 
-Each block sums whole tiles over all of K, some 64 rows of W for each of its warpgroups at a time, which share x:
+Each block sums whole tiles over all of K. Each of its warpgroups takes 64 rows of W at a time, and all share x:
 
     block      wait full | decode, wgmma | leave the slot, refill own W | ... | branch, norm, SwiGLU, store
     slot       `step` columns of x [M, step] and of W [tiles, step / 64, 3, 192 words]; after the last columns of a
-               tile B of its rows and U [M, 64], as in `nvfp4_matmul.prefill`
+               tile, B of its rows and U [M, 64], as in `nvfp4_matmul.prefill`
 
-A tile more than there are warpgroups may be shared: each then multiplies its own part of the rows of x by it. That
-is for many rows, whose sums leave no registers for another warpgroup.
+A block may have one tile more than it has warpgroups, and share it: each warpgroup multiplies its own part of the rows
+of x by it. This serves many rows of x, whose sums leave no registers for another warpgroup.
 
-Blocks that would have less to do than others do not take part. On the processors that this leaves free, the first
-blocks of the grid multiply x by A: each its share of K, and whoever is the last adds up the shares, in order, and
-signals that U is there. The others ask for U when they have multiplied all of x; they never wait in practice,
-and those that they wait for wait for nobody.
+Every block of W takes about the same number of tiles, and W gets no more blocks than that needs. On the processors that
+are left, the first blocks of the grid multiply x by A. Each takes a share of K; the last one to finish adds up
+the shares, in a fixed order, and signals that U is ready. Blocks of W wait for that signal after they have multiplied
+all of x, so in practice U is ready by then. There is no deadlock: blocks of A wait for no others.
 
-Every row of x is summed in the same order whatever the others are.
+Every row of x is summed in the same order, whatever the other rows are.
 """
 
 from __future__ import annotations
@@ -43,24 +42,24 @@ from pallas_kernels.nvfp4_matmul.decode import Upcoming
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 from pallas_kernels.runtime import Device
 
-# Of both parts beside each other: what one tile of A holds.
+# The most ranks of each of gate and up: one tile of A holds both.
 MOST_RANKS = TILE // 2
-# Words of counters in device memory: of the shares of A by part of the rows of x, of the parts that are there, and
-# of the blocks that have seen that.
+# Counters in device memory, one word each: finished shares of A for each part of the rows of x (four), finished parts
+# of U, and blocks that have seen all parts. The rest is unused.
 COUNTERS = 8
 _TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How a problem is divided.
+    """How a product is divided among blocks.
 
     Attributes:
-      warpgroups: warpgroups per block, 64 rows of W each; 1 to 5.
-      step: columns per slot; 64, 128 or 256.
-      stages: number of slots, 2 or more.
+      warpgroups: warpgroups per block, each with 64 rows of W; 1 to 5.
+      step: columns of x and W per slot; 64, 128 or 256.
+      stages: number of slots in shared memory; 2 or more.
       blocks: number of blocks that share W.
-      is_shared: whether a block has one tile more, of which each warpgroup multiplies a part of the rows of x.
+      is_shared: whether a block has one more tile, which each warpgroup multiplies by its part of the rows of x.
     """
 
     warpgroups: int
@@ -71,7 +70,7 @@ class Config:
 
     @property
     def high(self) -> int:
-        """Tiles that a block sums at a time."""
+        """Number of tiles that a block sums at a time."""
         return self.warpgroups + self.is_shared
 
 
@@ -80,11 +79,11 @@ class Cut:
     """Which block does what.
 
     Attributes:
-      tiles: of 64 rows of W.
-      steps: of columns.
-      turns: how many times a block takes up to `high` tiles.
-      shares: blocks among which the columns of A are divided; 0 without A.
-      windows: parts of the rows of x, each of which a warpgroup multiplies by A.
+      tiles: number of tiles of 64 rows of W.
+      steps: number of steps of `config.step` columns.
+      turns: how many times a block takes up to `config.high` tiles.
+      shares: number of blocks that share the columns of A; 0 without A.
+      windows: number of parts of the rows of x; in a block of A each warpgroup multiplies one part by A.
     """
 
     tiles: int
@@ -97,7 +96,7 @@ class Cut:
 def cut(
     m: int, n: int, k: int, config: Config, *, has_branch: bool, device: Device | None = None
 ) -> Cut:
-    """How a problem is divided with a configuration."""
+    """Divides a problem as a configuration says."""
     tiles, steps = layout.tiles(n), layout.whole(k) // config.step
     most = -(-tiles // config.blocks)
     turns = -(-most // config.high)
@@ -121,10 +120,10 @@ def supports(
 
     Args:
       m: rows of x.
-      n: rows of W: of the gate and of what it lets through.
-      k: columns of both.
-      config: by default that of `pick_config`.
-      rank: of one part of the branch of LoRA, as `lora.filled_rank` makes it; 0 without one.
+      n: rows of W, gate and up together.
+      k: columns of x and W.
+      config: None for that of `pick_config`.
+      rank: padded rank of one part of LoRA's branch (`lora.filled_rank`); 0 without LoRA.
       device: the device that runs it; None for the current one.
     """
     if not 1 <= m <= MAX_M or m % 8:
@@ -147,7 +146,7 @@ def _misfit(
     if config.is_shared and m % (8 * config.warpgroups):
         return f"needs M of whole {8 * config.warpgroups}s for a shared tile; got M = {m}"
     of_blocks = cut(m, n, k, config, has_branch=has_branch, device=device)
-    # More would not be done when the first tiles are.
+    # With more steps for each share, U would not be ready when the first tiles are.
     if has_branch and of_blocks.steps > 2 * config.stages * of_blocks.shares:
         return f"needs more than {of_blocks.shares} processors beside {config.blocks} for LoRA's A"
     used = shared_bytes(m, config)
@@ -157,7 +156,7 @@ def _misfit(
 
 
 def depth(config: Config) -> int:
-    """Tiles of words in a slot for each tile of rows: of W, of B of rank 32, and all of A's among them."""
+    """Tiles of words in a slot for each tile of rows: enough for W, for B of rank 32, and for A."""
     chunks = config.step // TILE
     return max(chunks, 2, -(-4 * chunks // config.high))
 
@@ -171,7 +170,7 @@ def shared_bytes(m: int, config: Config) -> int:
 def pick_config(
     m: int, n: int, k: int, *, has_branch: bool, device: Device | None = None
 ) -> Config | None:
-    """The configuration for a problem, or None where there is none: the first of `candidates`."""
+    """The configuration for a problem: the first of `candidates`; None if none fits."""
     return next(iter(candidates(m, n, k, has_branch=has_branch, device=device)), None)
 
 
@@ -189,7 +188,7 @@ def _candidates(m: int, n: int, k: int, has_branch: bool, card: Device) -> tuple
             for stages in (4, 3, 2):
                 config = Config(warpgroups, step, stages, blocks, is_shared)
                 if _misfit(m, n, k, config, has_branch=has_branch, device=card) is None:
-                    # Least tiles a block, then fewest passes over x and idle warpgroups.
+                    # The fewest tiles per block, then the fewest passes over x, then the fewest idle warpgroups.
                     costs = count, turns, turns * high - count, is_shared, -step, -stages
                     found.append((costs, config))
                     break
@@ -200,17 +199,17 @@ def _candidates(m: int, n: int, k: int, has_branch: bool, card: Device) -> tuple
 def candidates(
     m: int, n: int, k: int, *, has_branch: bool, device: Device | None = None
 ) -> tuple[Config, ...]:
-    """Configurations that fit a problem, what takes least time by their count of tiles first."""
+    """Configurations that fit a problem, the fastest first, as estimated from the number of tiles per block."""
     return _candidates(m, n, k, has_branch, device or runtime.device())
 
 
 @dataclasses.dataclass(frozen=True)
 class Following:
-    """This product, for the one before it, as `decode.Upcoming` is.
+    """A product of this kernel, described for the product before it; see `decode.Upcoming`.
 
     Attributes:
-      words: the words of its weight.
-      config: how its work is divided.
+      words: words of its weight, int32 [N / 64, K / 64, 3, 192].
+      config: its configuration.
     """
 
     words: jax.Array
@@ -218,21 +217,21 @@ class Following:
 
     @property
     def blocks(self) -> int:
-        """Those that multiply W."""
+        """Number of blocks that multiply W."""
         return self.config.blocks
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns, in tiles, of what a block reads first."""
+        """Rows and columns of the words that a block reads first, in tiles of 64 x 64."""
         return self.config.high, self.config.step // TILE
 
     def first(self, block: jax.Array) -> tuple[jax.Array, int]:
-        """Where that begins, in tiles."""
+        """Row and column where a block's first words begin, in tiles of 64 x 64."""
         return first_tile(block, len(self.words), self.config.blocks), 0
 
 
 def first_tile(block: jax.Array, tiles: int, blocks: int) -> jax.Array:
-    """The first one of a block, which has all up to the first one of the next."""
+    """The first tile of a block; its last tile is the one before the first tile of the next block."""
     return jax.lax.div(block * tiles, blocks)
 
 
@@ -249,18 +248,19 @@ def linear(
     device: Device | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """silu(gate) * up of the two halves of x W^T, with LoRA and the norm before; see the module.
+    """silu(gate) * up, where gate and up are the halves of x W^T, with LoRA and the norm before; see the module.
 
     Args:
-      x: bfloat16 [M, K], or a residual stream, which is normalized first; M in eights, K as it is or padded.
-      w: an [N, K] weight in pairs of rows, without stacked axes.
-      divisor: w's global scale after `decode.sliceable`; None uses the global scale itself.
-      branch: from `lora.pack_branch`, in pairs.
+      x: bfloat16 [M, K], or a residual stream, which is normalized first. M is a multiple of 8; K is plain or padded
+        with zeros to whole tiles.
+      w: one [N, K] weight whose rows are in pairs.
+      divisor: w's global scale after `decode.sliceable`; None for `w.global_scale`.
+      branch: from `lora.pack_branch` with `is_paired`; None without LoRA.
       eps: epsilon of the norm, if x is a stream.
-      config: by default that of `pick_config`.
-      following: the next product, some of whose words are prefetched.
-      counters: int32 [COUNTERS], zeros, in which blocks count, and which are zeros again after that; made once for
-        all layers, they cost no kernel. None makes them.
+      config: None for that of `pick_config`.
+      following: the next product, whose first words are prefetched.
+      counters: zeros, int32 [COUNTERS]; the kernel sets them back to 0. Pass the same array for all layers to save
+        a kernel per layer; None makes a new one.
       device: the device that runs it; None for the current one.
       interpret: run on a CPU, and report data races.
 
@@ -270,7 +270,7 @@ def linear(
     Raises:
       NotImplementedError: the reason `supports` gives.
     """
-    # This import takes half a second, so it is made only when needed.
+    # Imported here because the import takes half a second.
     from pallas_kernels.finished_linear import gated_kernel
 
     values = x.scaled if isinstance(x, Stream) else x

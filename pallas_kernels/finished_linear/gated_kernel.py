@@ -1,4 +1,4 @@
-"""The kernel of `gated`, in phases: each is a method of what a warpgroup knows of its block's work."""
+"""The kernel of `gated`: each phase is a method of a block's work as one of its warpgroups sees it."""
 
 import dataclasses
 import functools
@@ -21,24 +21,24 @@ from pallas_kernels.nvfp4_matmul import dense_tile, layout, packed_tile
 from pallas_kernels.nvfp4_matmul.decode import Upcoming
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
-# Rows of x that are finished at a time: the branch's product needs registers beside the sums.
+# Rows of x that are finished at a time; few, because the branch's product needs registers beside the sums.
 _AT_ONCE = 32
 # Shares of A that are added up at a time.
 _SHARES_AT_ONCE = 4
-# Where `counters` count the windows of U that are there, and the blocks that have seen them.
+# Indices in `counters`: the number of finished windows of U, and the number of blocks that have seen all of them.
 _READY, _READERS = 4, 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What is known before the start.
+    """The static description of a problem.
 
     Attributes:
-      config: how it is cut up.
+      config: how the work is divided.
       cut: which block does what.
-      rank: of one part of LoRA's branch; 0 without one.
-      norm: width of the stream whose unit the product is multiplied by, and its epsilon; or None.
-      following: the product whose first words are asked for; or None.
+      rank: padded rank of one part of LoRA's branch; 0 without LoRA.
+      norm: width of the stream whose unit the product is multiplied by, and epsilon of its norm; or None.
+      following: the product whose first words are prefetched; or None.
       interpret: whether this runs on a CPU.
     """
 
@@ -51,12 +51,12 @@ class Problem:
 
     @property
     def chunks(self) -> int:
-        """Tiles of columns in a slot."""
+        """Number of tiles of 64 columns in a slot."""
         return self.config.step // TILE
 
     @property
     def units_of_turn(self) -> int:
-        """Of the columns, and one for the branch."""
+        """Number of units in a turn: those of the columns, and one for the branch if there is one."""
         return self.cut.steps + (self.rank > 0)
 
 
@@ -64,17 +64,17 @@ def launch(operands: Mapping[str, jax.Array | None], problem: Problem, *, name: 
     """Starts the kernel.
 
     Args:
-      operands: `x` bfloat16 [M, K], `w` int32 [N / 64, K / 64, 3, 192], `divisor` float32 [1] or more, and
-        `counters` int32 [gated.COUNTERS], zeros; or None: `squares` float32 [D / 64, M], `a` int32 [K / 16, 3, 192],
-        `b` int32 [N / 64, pieces, 3, 192].
-      problem: how they are cut up.
-      name: of the kernel.
+      operands: `x` bfloat16 [M, K], `w` int32 [N / 64, K / 64, 3, 192], `divisor` float32 [N] or any other size,
+        `counters` int32 [gated.COUNTERS], zeros. Each of these or None: `squares` float32 [D / 64, M],
+        `a` int32 [K / 16, 3, 192], `b` int32 [N / 64, pieces, 3, 192].
+      problem: the description of the problem.
+      name: the kernel's name.
 
     Returns:
       bfloat16 [M, N / 2].
     """
     if problem.interpret and problem.rank:
-        # The interpreter knows of nothing that blocks tell each other.
+        # Interpreted blocks cannot signal to each other, so A and W take a launch each.
         shares = _launch(operands, problem, problem.cut.shares, 0, name=name)["shares"]
         u = fragments.to_rows(shares).sum(0).astype(jnp.bfloat16).T
         operands = {**operands, "a": None, "u": u}
@@ -117,7 +117,7 @@ def _launch(
             "new_u": jax.ShapeDtypeStruct((m, TILE), jnp.bfloat16) if adds_up else None,
         },
         {
-            # U takes the place of x. The interpreter takes all that shares a place for the same.
+            # U uses the same memory as x. The interpreter does not know such unions, so it gets two arrays.
             "slots": None if interpret else plgpu.RefUnion(x_slots, u_slots),
             "x_slots": x_slots if interpret else None,
             "u_slots": u_slots if interpret else None,
@@ -162,10 +162,10 @@ class _Worker:
     """A block's work as one of its warpgroups sees it.
 
     Attributes:
-      problem: what all blocks know.
+      problem: the description of the problem, the same for all blocks.
       refs: operands, results and scratch of `launch`.
-      number: of the block among those with such work.
-      group: of the warpgroup.
+      number: the block's number among the blocks of its kind.
+      group: the warpgroup's number in the block.
     """
 
     problem: Problem
@@ -175,7 +175,7 @@ class _Worker:
 
     @property
     def rows(self) -> int:
-        """M."""
+        """Rows of x: M."""
         return self.refs.x.shape[0]
 
     @property
@@ -183,7 +183,7 @@ class _Worker:
         return self.refs.x_slots if self.problem.interpret else self.refs.slots[0]
 
     def _u_slot(self, slot: jax.Array) -> jax.Ref:
-        """Where U [M, 64] is in a slot."""
+        """The part of a slot that holds U [M, 64]."""
         slots = self.refs.u_slots if self.problem.interpret else self.refs.slots[1]
         return slots.at[slot * self.problem.chunks]
 
@@ -194,7 +194,7 @@ class _Worker:
         )
 
     def _summed(self, rows: int, add_products: Callable) -> jax.Array:
-        """What is left in an accumulator [64, rows]."""
+        """The sums [64, rows] of an accumulator after `add_products`."""
 
         def run(acc):
             add_products(acc)
@@ -203,8 +203,8 @@ class _Worker:
         return pl.run_scoped(run, plgpu.ACC((TILE, rows), jnp.float32))
 
     def _multiply(self, acc: jax.Ref, tile: jax.Array, x: jax.Ref, *, wait: int = 0) -> None:
-        """Adds a tile in registers times x [rows, 64]."""
-        if self.problem.interpret:  # takes no operand from registers
+        """Adds the product of a tile [64, 64] in registers and x [rows, 64]."""
+        if self.problem.interpret:  # interpreted `wgmma` takes no operand from registers
             ref = self.refs.decoded.at[self.group]
             ref[...] = tile
             plgpu.commit_smem()
@@ -215,10 +215,10 @@ class _Worker:
 
 @dataclasses.dataclass(frozen=True)
 class _BlockOfA(_Worker):
-    """A share of the columns of x A; each warpgroup has its own window of the rows of x."""
+    """A block that computes one share of x A, along K; each warpgroup has its own window of the rows of x."""
 
     def run(self) -> None:
-        """Multiplies, and adds up if it is the last."""
+        """Multiplies; the last block of each window also adds up the shares."""
         cut = self.problem.cut
         start, stop = (lax.div((self.number + i) * cut.steps, cut.shares) for i in range(2))
 
@@ -275,7 +275,7 @@ class _BlockOfA(_Worker):
             collectives.publish(refs.counters.at[_READY])
 
     def _added_up(self, pieces: pl.Slice) -> jax.Array:
-        """All shares of this window, in their order."""
+        """The sum of all shares of this window, added in order."""
         shares, ref = self.problem.cut.shares, self.refs.shares
         load = lambda share: fragments.load(ref.at[share, 0, pieces], interpret=False)
 
@@ -291,27 +291,27 @@ class _BlockOfA(_Worker):
 
 @dataclasses.dataclass(frozen=True)
 class _Block(_Worker):
-    """Whole tiles of W."""
+    """A block that computes whole tiles of the result from W."""
 
     @property
     def turns(self) -> int:
-        """How many times it takes `high` tiles."""
+        """Number of turns; in each the block sums up to `config.high` tiles."""
         return self.problem.cut.turns
 
     @functools.cached_property
     def units(self) -> int:
-        """In all."""
+        """Number of units in all turns."""
         return self.turns * self.problem.units_of_turn
 
     @functools.cached_property
     def ring(self) -> Ring:
-        """Of units; `fetch` brings what the first warpgroup copies for all."""
+        """The ring of slots; `fetch` starts only the copies that warpgroup 0 makes for all."""
         refs = self.refs
         stages = self.problem.config.stages
         return Ring(stages, self._copy_common, refs.full, refs.empty, end=self.units)
 
     def run(self) -> None:
-        """All turns."""
+        """Fills the slots, and runs all turns."""
         for stage in range(min(self.problem.config.stages, self.units)):
             unit = jnp.int32(stage)
             self._copy_own(unit, stage)
@@ -322,14 +322,14 @@ class _Block(_Worker):
 
     # Copies --------------------------------------------------------------------------------------
     def _tile(self, turn: jax.Array, at: jax.Array | int) -> jax.Array:
-        """Number of the tile at a place of a turn of this block; may lie beyond its last one, `_end`."""
+        """Number of the tile at a place of a turn; it may lie beyond the block's last tile, see `_end`."""
         tiles, config = self.problem.cut.tiles, self.problem.config
         first = gated.first_tile(self.number, tiles, config.blocks)
         return first + turn * config.high + at
 
     @property
     def _end(self) -> jax.Array:
-        """The tile after this block's last one."""
+        """Number of the tile after this block's last tile."""
         tiles, blocks = self.problem.cut.tiles, self.problem.config.blocks
         return gated.first_tile(self.number + 1, tiles, blocks)
 
@@ -344,7 +344,7 @@ class _Block(_Worker):
         """Starts the copies of W, or of B, for one tile."""
         problem, refs = self.problem, self.refs
         turn, at = self._place(unit)
-        # Where there is none, what another warpgroup has just asked for.
+        # If there is no such tile, copy the block's last one again: another warpgroup has just requested it.
         tile = lax.min(self._tile(turn, place), self._end - 1)
         first = place * gated.depth(problem.config)
 
@@ -396,7 +396,7 @@ class _Block(_Worker):
         plgpu.copy_gmem_to_smem(u, self._u_slot(slot), refs.full.at[slot])
 
     def _renew(self, unit: jax.Array) -> None:
-        """Leaves the slot of the unit before, and has it filled again."""
+        """Leaves the slot of the unit before this one, and refills this warpgroup's own part of it."""
         ring = self.ring
         ahead = unit - 1 + ring.stages
         slot = ring.slot(ahead)
@@ -404,12 +404,12 @@ class _Block(_Worker):
         @pl.when((unit > 0) & (ahead < ring.end))
         def _():
             ring.leave(slot)
-            # All threads have read their words.
+            # The copy may start when all threads of this warpgroup have read their words.
             collectives.sync(interpret=self.problem.interpret)
             self._copy_own(ahead, slot)
 
     def _renew_common(self, unit: jax.Array) -> None:
-        """Has what all read filled again in the slot of the unit before, once all have left it."""
+        """Refills the common part of the slot of the unit before this one, once all warpgroups have left it."""
         ring = self.ring
         ahead = unit - 1 + ring.stages
         is_first = self.group == 0
@@ -428,7 +428,7 @@ class _Block(_Worker):
         pl.when(~is_there)(lambda: self._pass_turn(turn))
 
     def _pass_turn(self, turn: jax.Array) -> None:
-        """What a warpgroup does for the others while it has no tile."""
+        """The work of a warpgroup that has no tile in a turn: it keeps the slots moving for the others."""
         first = turn * self.problem.units_of_turn
 
         @pl.loop(first, first + self.problem.units_of_turn)
@@ -438,7 +438,7 @@ class _Block(_Worker):
             self._renew_common(unit)
 
     def _sum_tile(self, turn: jax.Array) -> None:
-        """Sums this warpgroup's tile, and its part of a shared one, and writes what comes of them."""
+        """Sums this warpgroup's tile and its part of a shared tile, and writes the results."""
         config, first = self.problem.config, turn * self.problem.units_of_turn
         last = first + self.problem.cut.steps
         scales = [self._scale(self._tile(turn, self.group))]
@@ -463,11 +463,11 @@ class _Block(_Worker):
             self.ring.wait(slot)
         if self.problem.norm is not None:
             pl.when(turn == 0)(lambda: plgpu.barrier_wait(self.refs.has_unit))
-        # A shared tile first: its sums are few, and then leave their registers to the others.
+        # The shared tile first: its sums are few, and their registers are then free.
         finished = reversed(list(zip(places, scales, totals, strict=True)))
         for (place, row, _), scale, total in finished:
             base = registers.to_bfloat16(total, interpret=self.problem.interpret)
-            # Beside the sums of many rows there is room for few.
+            # Beside the sums of many rows there are registers for only a few more.
             is_crowded = total is not totals[0] and self.rows > 96
             at_once = _AT_ONCE // 4 if is_crowded else _AT_ONCE
             self._finish(base, scale, self._tile(turn, place), slot, place, row, at_once)
@@ -475,7 +475,7 @@ class _Block(_Worker):
     def _multiply_unit(
         self, unit: jax.Array, accs: tuple[jax.Ref, ...], places: list[tuple]
     ) -> None:
-        """Adds the products of a unit, and sees to it that the slot of the unit before is filled again."""
+        """Adds the products of a unit, and has the slot of the unit before it refilled."""
         problem, slot = self.problem, self.ring.slot(unit)
         load = (lambda tile: None) if problem.interpret else packed_tile.load
         high = gated.depth(problem.config)
@@ -485,12 +485,12 @@ class _Block(_Worker):
             for acc, (place, row, rows) in zip(accs, places, strict=True)
         ]
         self.ring.wait(slot)
-        # One product runs while the next tile is decoded. Beside the sums of so many rows, and of a shared tile,
-        # there are no registers for two tiles: then another warpgroup decodes.
+        # One product runs while the next tile is decoded. With a shared tile and more than 96 rows, there are no
+        # registers for two decoded tiles: then this warpgroup waits, and another one decodes meanwhile.
         overlaps = len(accs) == 1 or self.rows <= 96
         loaded = load(work[0][1])
         for i, (acc, tile, row, rows, chunk) in enumerate(work):
-            # The next tile is on its way while this one is decoded.
+            # The next tile is loaded while this one is decoded.
             following = load(work[i + 1][1]) if i + 1 < len(work) else None
             if problem.interpret:
                 w = packed_tile.decode_words(tile[...])
@@ -504,11 +504,11 @@ class _Block(_Worker):
             if i == 0:
                 self._renew(unit)
         self._renew_common(unit)
-        # ptxas does not see across the loop's edge that registers are being read.
+        # ptxas does not see across the loop's edge that `wgmma` still reads registers.
         plgpu.wgmma_wait(0)
 
     def _ask_for_following(self) -> None:
-        """Asks the L2 cache for what blocks of the next product read first."""
+        """Prefetches into the L2 cache what blocks of the next product read first."""
         following, words = self.problem.following, self.refs.following
         high, wide = following.shape
 
@@ -519,7 +519,7 @@ class _Block(_Worker):
 
     # Results -------------------------------------------------------------------------------------
     def _scale(self, tile: jax.Array) -> jax.Array:
-        """What sums of a tile are multiplied by: a scalar, or [64]."""
+        """The factor for sums of a tile: a scalar, or [64]."""
         divisor, n = self.refs.divisor, self.problem.cut.tiles * TILE
         if divisor.shape[0] != n:
             return (1 / layout.DECODED_SCALE) * (1 / divisor[0])
@@ -527,7 +527,7 @@ class _Block(_Worker):
         return (1 / layout.DECODED_SCALE) * (1 / _load(0, divisor.at[rows]))
 
     def _put_unit(self) -> None:
-        """Puts the norm's unit of all rows of x where all warpgroups find it."""
+        """Writes the norm's unit for all rows of x to shared memory, for all warpgroups."""
         (width, eps), refs = self.problem.norm, self.refs
         how = {"interpret": self.problem.interpret}
         collectives.put_units(refs.squares, layout.tiles(width), width, eps, refs.unit, **how)
@@ -546,13 +546,13 @@ class _Block(_Worker):
         """Writes the result of a tile.
 
         Args:
-          base: sums in bfloat16 [64, rows].
-          scale: what sums are multiplied by.
-          tile: its number.
-          slot: where B and U are.
-          place: of the tile in the block.
-          row: the first of x.
-          at_once: how many rows of x.
+          base: sums, bfloat16 [64, rows].
+          scale: factor for the sums, from `_scale`.
+          tile: number of the tile.
+          slot: the slot that holds B and U.
+          place: place of the tile in the block's turn.
+          row: the first row of x.
+          at_once: rows of x that are finished at a time.
         """
         problem, refs, interpret = self.problem, self.refs, self.problem.interpret
         rounded = functools.partial(registers.rounded_to_bfloat16, interpret=interpret)
@@ -590,16 +590,16 @@ class _Block(_Worker):
 
 
 def _windows(rows: int, at_once: int = _AT_ONCE) -> list[pl.Slice]:
-    """Rows of x, so many at a time."""
+    """Slices of `rows` rows of x, with up to `at_once` rows each."""
     cuts = [*range(0, rows, at_once), rows]
     return [pl.ds(first, last - first) for first, last in itertools.pairwise(cuts)]
 
 
 def _load(axis: int, ref: jax.Ref) -> jax.Array:
-    """A vector along the rows of W (0) or of x (1)."""
+    """Loads a vector along the rows of W (axis 0) or of x (axis 1)."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1 - axis), optimized=False)
 
 
 def _spread(values: jax.Array, axis: int, shape: tuple[int, ...]) -> jax.Array:
-    """A vector along an axis of a tile, or a scalar."""
+    """Broadcasts a vector along `axis` of a tile to `shape`; a scalar stays as it is."""
     return lax.broadcast_in_dim(values, shape, (axis,)) if jnp.ndim(values) else values

@@ -1,7 +1,7 @@
-"""A linear of many rows in one kernel: the product, and an epilogue of LoRA, the norm before and the bias.
+"""A linear for many rows in one kernel: the product, and an epilogue with LoRA, the norm before and the bias.
 
-XLA alone would write LoRA's x A B, [M, N] in bfloat16, and read it again. For a wide linear that costs a tenth of
-its product.
+XLA alone would write LoRA's x A B, bfloat16 [M, N], to memory and read it again. For a linear with a large N that takes
+a tenth of the product's time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def supports(
 
     Args:
       m: rows of x.
-      sizes: rows of W of each of the joined parts.
-      k: columns of both.
+      sizes: rows of W in each part.
+      k: columns of x and W.
       rank: LoRA's rank.
       dtype: dtype of x.
     """
@@ -56,16 +56,16 @@ def linear(
     unit: jax.Array,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """`finish` (pallas_kernels/linear.py) of x W^T, and its derivative, from the packed weight.
+    """Computes `finish` (pallas_kernels/linear.py) of x W^T; the derivative reads the packed weight too.
 
-    Weight and bias are frozen: their cotangents are zero. The unit's cotangent is zero too: `split_norm` includes
-    its share in the cotangent of x.
+    Weight and bias are frozen: their cotangents are zero. The cotangent of `unit` is zero too, because `split_norm`
+    includes its share in the cotangent of x.
 
     Args:
       x: bfloat16 [M, K].
-      w: an [N, K] weight without stacked axes.
-      branches: the branches of all parts of N, in bfloat16.
-      unit: float32 [M, 1].
+      w: one [N, K] weight.
+      branches: (x A, alpha / R * B) of each part of N, in bfloat16.
+      unit: float32 [M, 1], 1 / RMS from the norm before.
       bias: [N], or None.
 
     Returns:
@@ -99,7 +99,7 @@ def _linear_bwd(kept, dy):
 
 
 def _branch_cotangents(branches: list[Branch], slope: jax.Array) -> list[Branch]:
-    """Those of all branches in two passes over the slope [M, N], of whose parts XLA would make copies."""
+    """Cotangents of all branches, in two products with the whole slope [M, N]: XLA would copy parts of it."""
     down = jnp.concatenate([down for down, _ in branches], axis=1)
     up = block_diag(*(up for _, up in branches))
     ddown, dup = jnp.dot(slope, up.T), jnp.dot(down.T, slope)
@@ -115,18 +115,18 @@ linear.defvjp(_linear_fwd, _linear_bwd)
 
 
 def epilogue(branches: list[Branch], unit: jax.Array, bias: jax.Array | None) -> prefill.Epilogue:
-    """What is made of the product, as the kernel reads it."""
+    """The operations after the product, in the form that the kernel reads."""
     downs, ups = zip(*branches, strict=True)
     sizes = kernel_sizes([up.shape[1] for up in ups], ups[0].shape[0])
     return _of_kernel(side_by_side(downs, ups), below_each_other(ups), sizes, unit, bias)
 
 
 def side_by_side(downs: Sequence[jax.Array], ups: Sequence[jax.Array]) -> jax.Array:
-    """Columns [M, R] of all parts as the kernel reads x A [M, 64 * parts]; those of A [K, R] make it by one product.
+    """Joins x A [M, R] of all parts to the kernel's [M, 64 * parts]; or A [K, R] of all parts to [K, 64 * parts].
 
     Args:
-      downs: of the parts of N.
-      ups: scaled B [R, N_i] of each.
+      downs: x A, or A, of each part of N.
+      ups: alpha / R * B [R, N_i] of each part.
     """
     if _is_one_part(ups):
         return _fill(jnp.concatenate(downs, axis=1))
@@ -134,7 +134,7 @@ def side_by_side(downs: Sequence[jax.Array], ups: Sequence[jax.Array]) -> jax.Ar
 
 
 def below_each_other(ups: Sequence[jax.Array]) -> jax.Array:
-    """Scaled B [R, N_i] of all parts as the kernel reads them, [N, 64]: each row's ranks, and zeros."""
+    """Joins alpha / R * B [R, N_i] of all parts to the kernel's [N, 64]: each row has its part's ranks, and zeros."""
     if _is_one_part(ups):
         return _fill(block_diag(*ups).T)
     return jnp.concatenate([_fill(up.T) for up in ups])
@@ -149,14 +149,14 @@ def prepared_linear(
     unit: jax.Array,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """`linear` with matrices prepared once for many calls; without a derivative.
+    """`linear` with LoRA's matrices prepared once for many calls; has no derivative.
 
     Args:
       x: bfloat16 [M, K].
-      w: an [N, K] weight without stacked axes.
-      a: bfloat16 [K, 64 * parts], of `side_by_side`.
-      b: bfloat16 [N, 64], of `below_each_other`.
-      sizes: of the parts of N, as `kernel_sizes` has them.
+      w: one [N, K] weight.
+      a: bfloat16 [K, 64 * parts], from `side_by_side`.
+      b: bfloat16 [N, 64], from `below_each_other`.
+      sizes: sizes of the parts of N, from `kernel_sizes`.
       unit: float32 [M, 1].
       bias: [N], or None.
     """
@@ -164,10 +164,10 @@ def prepared_linear(
 
 
 def kernel_sizes(sizes: Sequence[int], rank: int) -> tuple[int, ...]:
-    """The parts of N that the kernel knows: those of the branches, or one part with the ranks of all.
+    """Sizes of the parts of N for the kernel: those of the branches, or one part with all ranks.
 
-    Parts that do not begin with a tile of 64 rows are one to the kernel if their ranks find room beside each
-    other. A row of B then has zeros for the ranks of other parts, which add nothing.
+    If a part does not begin at a multiple of 64 rows, and the ranks of all parts fit into 64, the kernel treats them as
+    one part. A row of B then has zeros for the ranks of other parts, which add nothing.
     """
     is_aligned = all(size % TILE == 0 for size in sizes[:-1])
     return (sum(sizes),) if not is_aligned and len(sizes) * rank <= TILE else tuple(sizes)
