@@ -1,4 +1,4 @@
-"""Weights made of rows or columns of other weights, in any format and layout: bytes are moved, not computed."""
+"""Assembles a weight from rows or columns of other weights, in any format and layout; values are copied unchanged."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _PREPARED = {HopperNVFP4: layout, PortableWeight: portable}
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """How an array may be cut along rows or columns of its matrix.
+    """How an array may be cut along the rows or the columns of its matrix.
 
     Attributes:
-      axis: the array's axis.
-      unit: rows or columns that stay together.
-      entries: the array's entries for so many.
+      axis: the array's axis that runs along them.
+      unit: number of rows or columns that must stay together.
+      entries: number of entries along `axis` that hold one unit.
     """
 
     axis: int
@@ -52,7 +52,7 @@ _CUTS: dict[type, dict[Axis, dict[str, _Cut]]] = {
         "rows": {"codes": _Cut(-2), "scales": _Cut(-2)},
         "columns": {"codes": _Cut(-1, 2), "scales": _Cut(-1, mxfp4.BLOCK)},
     },
-    # As `_by_rows` returns it.
+    # In the form that `_by_rows` returns.
     NF4Tensor: {
         "rows": {"codes": _Cut(-2), "absmax": _Cut(-2)},
         "columns": {"codes": _Cut(-1, 2), "absmax": _Cut(-1, nf4.BLOCK)},
@@ -69,20 +69,20 @@ _CUTS: dict[type, dict[Axis, dict[str, _Cut]]] = {
 
 
 def assembled(sources: Sequence[Weight], places: np.ndarray, axis: Axis) -> Weight:
-    """A weight whose rows, or columns, are those of other weights.
+    """Assembles a weight from rows or columns of other weights.
 
     Args:
-      sources: weights [N, K] of one format, layout and shape, or stacks of them; packed or dense. Global scales are
-        equal, or of single rows.
-      places: int [n, 2], for each row or column of the result its source's number, and its number there; negative for
-        one of zeros.
-      axis: what is put together.
+      sources: weights [N, K], or stacks of them, packed or dense, all of the same format, layout and shape. If a global
+        scale is one per weight, it must be the same in all.
+      places: int [n, 2]. For each row or column of the result: the index of its source, and its index in that
+        source. A negative source gives zeros.
+      axis: whether `places` are rows or columns.
 
     Returns:
       The weight in the format and layout of its sources. NF4's scales are decoded, which changes no value.
 
     Raises:
-      ValueError: a block of the format would be cut, or NF4's blocks cross the ends of rows.
+      ValueError: a block of the format would be cut, or a block of NF4 crosses the end of a row.
     """
     first, places = sources[0], np.asarray(places)
     if isinstance(first, jax.Array | np.ndarray):
@@ -99,7 +99,7 @@ def assembled(sources: Sequence[Weight], places: np.ndarray, axis: Axis) -> Weig
         found = {name: x.reshape(*x.shape[:-2], -1) for name, x in found.items()}
         return NF4Tensor(absmax2=None, offset=None, shape=shape, **found)
     if getattr(first, "is_paired", False):
-        # Rows are numbered as they were before they were put in pairs.
+        # `places` counts rows in their order before they were put in pairs.
         whole = assembled([layout.unprepare(source) for source in sources], places, axis)
         return layout.prepare(whole, is_paired=layout.can_pair(shape[0]))
     joined = lambda name, cut, **fill: _joined(
@@ -110,7 +110,7 @@ def assembled(sources: Sequence[Weight], places: np.ndarray, axis: Axis) -> Weig
     except ValueError:
         if (prepared := _PREPARED.get(type(first))) is None:
             raise
-        # A tile would be cut, which may be more than a block.
+        # A tile of the layout would be cut. A tile can be larger than a block of the format, so retry without the layout.
         return prepared.prepare(assembled([prepared.unprepare(s) for s in sources], places, axis))
     divisor = getattr(first, "global_scale", None)
     if axis == "rows" and divisor is not None and divisor.shape[-1] > 1:
@@ -119,7 +119,7 @@ def assembled(sources: Sequence[Weight], places: np.ndarray, axis: Axis) -> Weig
 
 
 def _by_rows(t: NF4Tensor) -> dict[str, jax.Array]:
-    """Codes [..., N, K / 2] and decoded scales [..., N, K / 64]."""
+    """Returns codes [..., N, K / 2] and decoded scales [..., N, K / 64]."""
     n, k = t.shape
     if k % nf4.BLOCK:
         raise ValueError(f"NF4's blocks of {nf4.BLOCK} cross the ends of rows; got K = {k}")
@@ -130,7 +130,7 @@ def _by_rows(t: NF4Tensor) -> dict[str, jax.Array]:
 def _joined(
     arrays: Sequence[jax.Array], places: np.ndarray, cut: _Cut, size: int = 0, fill: float = 0
 ) -> jax.Array:
-    """An array of slices of arrays of a matrix's `size` rows or columns, and of `fill` where there is no source."""
+    """Joins slices of the arrays of all sources, each with `size` rows or columns; `fill` where there is no source."""
     first, axis = arrays[0], cut.axis
     found = []
     for source, start, stop in _runs(_units(places, cut.unit, size)):
@@ -145,7 +145,7 @@ def _joined(
 
 
 def _units(places: np.ndarray, unit: int, size: int) -> list[tuple[int, int]]:
-    """The source and the number of each `unit` of places; (-1, -1) for one of zeros."""
+    """Converts places of rows or columns to places (source, index) of units; (-1, -1) for a unit of zeros."""
     if unit == 1:
         return [(s, i) if s >= 0 else (-1, -1) for s, i in places.tolist()]
     groups = np.pad(places, ((0, -len(places) % unit), (0, 0)), constant_values=-1)
@@ -157,7 +157,7 @@ def _units(places: np.ndarray, unit: int, size: int) -> list[tuple[int, int]]:
             found.append((-1, -1))
             continue
         neighbours = np.array_equal(group[:count], [(source, start + i) for i in range(count)])
-        # What the last unit of a source lacks is zeros.
+        # The last unit of a source may be incomplete; the rest of it is zeros.
         if not neighbours or start % unit or (count < unit and start + count != size):
             raise ValueError(f"blocks of {unit} rows or columns would be cut")
         found.append((source, start // unit))
@@ -165,9 +165,9 @@ def _units(places: np.ndarray, unit: int, size: int) -> list[tuple[int, int]]:
 
 
 def _runs(units: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """Neighbours that are neighbours in their source, too: its number, the first, and the one after the last."""
+    """Runs of units that are neighbours in their source too: its index, the first unit, and the one after the last."""
 
-    def kept(at: int) -> tuple[int, int]:  # along such a run
+    def kept(at: int) -> tuple[int, int]:  # is the same for all units of a run
         source, number = units[at]
         return source, number - at if source >= 0 else 0
 

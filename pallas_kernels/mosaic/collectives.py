@@ -1,4 +1,4 @@
-"""Operations that the threads of a warpgroup, or several blocks, do together and that Pallas does not offer."""
+"""Operations that Pallas lacks, in which the threads of a warpgroup, or several blocks, take part together."""
 
 import functools
 
@@ -22,16 +22,16 @@ WARPS = 4
 
 def sync(*, interpret: bool) -> None:
     """Waits for all threads of this warpgroup."""
-    if interpret:  # to the interpreter, a bulk copy after a read is a race unless there is a fence between them
+    if interpret:  # the interpreter reports a race if a bulk copy follows a read without a fence
         plgpu.commit_smem()
     else:
         plgpu.inline_mgpu()(lambda _: utils.warpgroup_barrier())()
 
 
 def load_rows(ref: jax.Ref, *, is_quarter: bool = False, interpret: bool) -> jax.Array:
-    """Loads [8, n] or [16, n] as [64, n] in the layout `WGMMA`: the rows are repeated eight or four times.
+    """Loads [8, n] or [16, n] as [64, n] in the layout `WGMMA`, with the rows repeated eight or four times.
 
-    So a few rows fill an instruction that needs 64, and each warp holds all rows.
+    This fills an instruction that needs 64 rows, and gives every warp all rows.
 
     Args:
       ref: [8, n] or [16, n] in shared or device memory, not tiled.
@@ -57,7 +57,7 @@ def load_rows(ref: jax.Ref, *, is_quarter: bool = False, interpret: bool) -> jax
                 vector.load(pair, ref, [_index(of_half), _index(where)])
                 for of_half in _rows_of_halves(row, rows)
             ]
-            # A warp has 16 rows. Of 8 rows, its second half is a copy of the first.
+            # A warp has 16 rows. If there are only 8, its second 8 are a copy of the first.
             registers.flat[2 * at], registers.flat[2 * at + 1] = loaded[0], loaded[-1]
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
@@ -231,10 +231,10 @@ def _put_row_interpreted(row: jax.Array, tile: jax.Ref, slot: jax.Array, *, clea
 
 
 def count(counter: jax.Ref, last: jax.Array, flag: jax.Ref) -> None:
-    """Counts this warpgroup and tells whether it is the last one.
+    """Adds this warpgroup to a counter, and tells it whether it is the last one.
 
-    The last warpgroup sees everything that the others wrote to device memory before they were counted. The counter is
-    then 0 again.
+    The last warpgroup sees everything that the others wrote to device memory before they were counted. It leaves the
+    counter at 0.
 
     Args:
       counter: int32 in device memory, 0 before the first warpgroup is counted.
@@ -268,12 +268,14 @@ def count(counter: jax.Ref, last: jax.Array, flag: jax.Ref) -> None:
 def put_units(
     squares: jax.Ref, count: int, width: int, eps: float, out: jax.Ref, *, interpret: bool
 ) -> None:
-    """out[:] = 1 / sqrt(the sum of the first rows / width + eps); a thread of this warpgroup has a column.
+    """Computes RMSNorm's factor from partial sums of squares: out = 1 / sqrt(sum / width + eps).
+
+    `sum` is over the first `count` rows of `squares`. Each thread of this warpgroup computes one column.
 
     Args:
       squares: float32 [R, M] in device memory, M at most 128.
-      count: of rows.
-      width: of what the squares are of.
+      count: number of rows to add up.
+      width: number of values that were squared, for each column.
       eps: epsilon of the norm.
       out: float32 [M] in shared memory.
       interpret: whether this runs on a CPU.
@@ -300,14 +302,16 @@ def put_units(
 
 
 def publish(counter: jax.Ref) -> None:
-    """Counts this warpgroup up; whoever sees the count, by `await_published`, sees all that it has written.
+    """Adds 1 to a counter for this warpgroup.
+
+    A block that sees the new count in `await_published` also sees everything that this warpgroup wrote before.
 
     Args:
       counter: int32 in device memory.
     """
 
     def emit(_: mgpu.LaunchContext, counter: ir.Value) -> None:
-        # Bulk copies, which are another proxy, will read it.
+        # Bulk copies will read what was written. They use the async proxy, which needs this fence.
         utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
         utils.warpgroup_barrier()
         predicate = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
@@ -318,14 +322,14 @@ def publish(counter: jax.Ref) -> None:
 
 
 def await_published(counter: jax.Ref, readers: jax.Ref, count: int, blocks: int) -> None:
-    """Waits until so many warpgroups have counted up by `publish`.
+    """Waits until `count` warpgroups have called `publish`.
 
-    One warpgroup of each block waits. The last of these blocks to be done sets both counters back to 0.
+    One warpgroup of each block waits. The last of these blocks to finish waiting sets both counters back to 0.
 
     Args:
       counter: int32 in device memory, 0 before the first count.
       readers: int32 in device memory, 0 before the first block waits.
-      count: for which to wait.
+      count: number of warpgroups to wait for.
       blocks: number of blocks that wait.
     """
 
@@ -341,7 +345,7 @@ def await_published(counter: jax.Ref, readers: jax.Ref, count: int, blocks: int)
             i32(count),
             has_side_effects=True,
         )
-        # All threads have seen it before it is set back.
+        # The counter may be set back only when all threads have seen it.
         utils.warpgroup_barrier()
         predicate = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
         utils.inline_ptx(

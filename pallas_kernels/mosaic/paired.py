@@ -1,4 +1,4 @@
-"""Rows in pairs: of a [64, M] in the layout `WGMMA` a thread has rows 16 w + g and 16 w + 8 + g, which belong together."""
+"""Operations on rows in pairs: in the layout `WGMMA` of [64, M], one thread holds both rows, 16 w + g and 16 w + 8 + g."""
 
 import jax
 import jax.numpy as jnp
@@ -14,14 +14,15 @@ _COLUMNS = 8
 
 
 def gate(values: jax.Array, *, interpret: bool) -> jax.Array:
-    """silu of the first rows of all pairs times the second rows, for `store`.
+    """silu(first row) * second row for all pairs of rows, in the form that `store` takes.
 
     Args:
       values: float32 [64, M] in the layout `WGMMA`.
       interpret: whether this runs on a CPU.
 
     Returns:
-      bfloat16 [32, M], on the device as [64, M / 2] in an order of its own, filled up where M / 8 is odd.
+      bfloat16 [32, M]. On the device its shape is [64, M / 2], with M rounded up to a multiple of 16, in an order that
+      only `store` knows.
     """
     rows, columns = values.shape
     if interpret:
@@ -43,7 +44,8 @@ def gate(values: jax.Array, *, interpret: bool) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=kind)(emit)(values)
 
 
-# Of two values each, $1 and $2, $3 and $4. Both functions are within two units of float32's last place.
+# silu of $1 and $2, times $3 and $4. The approximations of exp2 and 1 / x have errors of at most two units in
+# float32's last place.
 _GATE = """{
 .reg .f32 a, b;
 mul.f32 a, $1, 0fBFB8AA3B;
@@ -63,16 +65,16 @@ cvt.rn.bf16x2.f32 $0, b, a;
 
 
 def _gated(first: list[ir.Value], second: list[ir.Value]) -> ir.Value:
-    """silu(first) * second of two values, as two bfloat16 in a word."""
+    """silu(first) * second for two values each, as two bfloat16 in one word."""
     word = ir.IntegerType.get_signless(32)
     return llvm.inline_asm(word, [*first, *second], _GATE, "=&r,f,f,f,f")
 
 
 def store(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> None:
-    """ref[:, :] = the transpose of `gate`'s result.
+    """Stores the transpose of the result of `gate`.
 
     Args:
-      values: bfloat16 [32, M], as `gate` orders it.
+      values: bfloat16 [32, M], from `gate`.
       ref: [M, 32] in device memory.
       interpret: whether this runs on a CPU.
     """
@@ -91,7 +93,7 @@ def store(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> None:
         )
         for at in range(kind.shape[0] // _COLUMNS):
             own = llvm.bitcast(word, values.registers.flat[at])
-            # Eight columns of pairs by eight of M; a thread then has two neighbours in memory.
+            # Transpose 8 pairs x 8 columns of M, so that a thread has two values that are neighbours in memory.
             code = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
             turned = llvm.inline_asm(word, [own], code, "=r,r", has_side_effects=True)
             row = arith.addi(arith.divui(lane, i32(4)), i32(_COLUMNS * at))
@@ -106,13 +108,19 @@ def store(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> None:
 
 
 def load_diagonal(pieces: list[jax.Ref], words: int) -> jax.Array:
-    """[64, 64] for `wgmma` whose first rows of pairs have columns that the second rows lack, and the other way.
+    """Loads a [64, 64] operand of `wgmma`, in which the first and the second rows of pairs share no columns.
+
+    The first rows have values only in columns 0 ... 4 * words - 1, the second rows only in the same number of columns
+    after those. The other values are zeros and are not stored in the pieces.
 
     Args:
-      pieces: int32 [3, 192] in shared memory. They hold words of two neighbouring columns, `words` for each thread,
-        at most four of them beside each other: of eight columns each, first those of the first rows, 0 and on, and
-        then as many of the second rows, which come after those.
-      words: even.
+      pieces: int32 [3, 192] in shared memory. They hold `words` words for each thread, up to four of them as
+        neighbours; a word has two neighbouring columns. There is one word for each eight columns: those of the first
+        row of a pair, then those of the second row.
+      words: number of words for each thread; even.
+
+    Returns:
+      bfloat16 [64, 64] in the layout `WGMMA`.
     """
     of_piece = min(words, 4)
     kind = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
