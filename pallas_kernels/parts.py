@@ -110,7 +110,7 @@ def assembled(sources: Sequence[Weight], places: np.ndarray, axis: Axis) -> Weig
     except ValueError:
         if (prepared := _PREPARED.get(type(first))) is None:
             raise
-        # A tile of the layout would be cut. A tile can be larger than a block of the format, so retry without the layout.
+        # A tile of the layout would be cut. It can be larger than a block of the format, so retry without the layout.
         return prepared.prepare(assembled([prepared.unprepare(s) for s in sources], places, axis))
     divisor = getattr(first, "global_scale", None)
     if axis == "rows" and divisor is not None and divisor.shape[-1] > 1:

@@ -1,4 +1,4 @@
-"""Operations on rows in pairs: in the layout `WGMMA` of [64, M], one thread holds both rows, 16 w + g and 16 w + 8 + g."""
+"""Operations on pairs of rows, 16 w + g and 16 w + 8 + g, of [64, M]: in the layout `WGMMA` a thread holds both."""
 
 import jax
 import jax.numpy as jnp

@@ -116,7 +116,8 @@ def heuristic(m: int, n: int, k: int, device: Device | None = None) -> Config:
     """The configuration for a problem that no table has.
 
     If W has many rows, or x has more than 64, there is one block per multiprocessor, with the most warpgroups that
-    divide the row tiles; they share x. Otherwise there are a few small blocks per multiprocessor, so that the whole matrix loads at once.
+    divide the row tiles; they share x. Otherwise there are a few small blocks per multiprocessor, so that the whole
+    matrix loads at once.
     """
     row_tiles, columns = layout.tiles(n), layout.tiles(k) * TILE
     device = device or runtime.device()

@@ -16,7 +16,7 @@ from pallas_kernels.nvfp4_matmul.layout import TILE
 
 
 def launch(words: jax.Array, step: int, stages: int, blocks: int, *, interpret: bool) -> jax.Array:
-    """Packed tiles int32 [N / 64, K / 64, 3, 192] -> code * scale, bfloat16 [N, K]; see `dequantize.Config`."""
+    """Unpacks tiles, int32 [N / 64, K / 64, 3, 192], to code * scale, bfloat16 [N, K]; see `dequantize.Config`."""
     row_tiles, column_tiles = words.shape[:2]
     chunks = step // TILE
     out = jax.ShapeDtypeStruct((row_tiles * TILE, column_tiles * TILE), jnp.bfloat16)

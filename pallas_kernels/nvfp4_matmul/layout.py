@@ -227,7 +227,7 @@ def _padded(a: jax.Array, value: int, rows: int, columns: int) -> jax.Array:
 
 
 def _code_words(codes: jax.Array) -> jax.Array:
-    """uint8 [..., N, K] -> uint32 [..., N / 64, K / 64, 512].
+    """Packs codes into words: uint8 [..., N, K] -> uint32 [..., N / 64, K / 64, 512].
 
     The code in row 16 w + 8 h + g and column 32 j + 16 i + 8 b + 2 t + a of a tile goes to lane a,
     field 2 b + h of word (w, g, t, j, i).
@@ -249,7 +249,7 @@ def _gather_code(pairs: jax.Array, word: int, field: int, lane: int) -> jax.Arra
 
 
 def _scale_words(scales: jax.Array) -> jax.Array:
-    """uint8 [..., N, K / 16] -> uint32 [..., N / 64, K / 64, 64]."""
+    """Packs scale bytes into words: uint8 [..., N, K / 16] -> uint32 [..., N / 64, K / 64, 64]."""
     *stack, n, blocks = scales.shape
     scales = scales.reshape(*stack, n // TILE, 4, 2, 8, blocks // 4, 2, 2)
     scales = _transposed(scales, "nwhgkji", "nkwgjih").astype(jnp.uint32)
