@@ -107,6 +107,10 @@ def linear(
     values = x.scaled if isinstance(x, Stream) else x
     upcoming = None if following is None else _upcoming(len(values), *following)
     if isinstance(w, HopperNVFP4) and w.is_paired:
+        if bias is not None or residual is not None:
+            raise NotImplementedError(
+                "rows in pairs are gate and up, with neither bias nor residual"
+            )
         if branch is not None and not branch.is_paired:
             raise NotImplementedError("the rows of w are in pairs, those of LoRA's B are not")
         options = {"divisor": divisor, "branch": branch, "eps": eps, "config": config}

@@ -127,7 +127,7 @@ def supports(
       device: the device that runs it; None for the current one.
     """
     if not 1 <= m <= MAX_M or m % 8:
-        return f"needs M in eights up to {MAX_M}; got M = {m}"
+        return f"needs M a multiple of 8 up to {MAX_M}; got M = {m}"
     if not layout.can_pair(n):
         return f"needs N of whole tiles of 64 rows; got N = {n}"
     if rank > MOST_RANKS:

@@ -52,7 +52,7 @@ class Config:
 
     def __post_init__(self):
         if self.rows % 8 or not 8 <= self.rows <= MAX_ROWS:
-            raise ValueError(f"rows must be 8 to {MAX_ROWS} in eights; got {self.rows}")
+            raise ValueError(f"rows must be a multiple of 8 up to {MAX_ROWS}; got {self.rows}")
         if not 1 <= self.warpgroups <= 3:
             raise ValueError(f"warpgroups must be 1 to 3; got {self.warpgroups}")
         # Warpgroup 0 waits for the next tile before it refills the slot of the last one.

@@ -190,8 +190,8 @@ def test_every_problem_has_a_configuration_and_large_ones_leave_few_blocks_idle(
         (lambda: dequantize.Config(96), "step must be 64, 128 or 256; got 96"),
         (lambda: dequantize.Config(stages=1), "stages must be 2 or more; got 1"),
         (lambda: dequantize.Config(blocks=0), "blocks must be 1 or more; got 0"),
-        (lambda: prefill_config.Config(100), "rows must be 8 to 256 in eights; got 100"),
-        (lambda: prefill_config.Config(264), "rows must be 8 to 256 in eights; got 264"),
+        (lambda: prefill_config.Config(100), "rows must be a multiple of 8 up to 256; got 100"),
+        (lambda: prefill_config.Config(264), "rows must be a multiple of 8 up to 256; got 264"),
         (lambda: prefill_config.Config(64, 4), "warpgroups must be 1 to 3; got 4"),
         (lambda: prefill_config.Config(64, cluster=3), "cluster must be 1 or 2; got 3"),
         (
