@@ -146,6 +146,7 @@ def test_a_bare_message_of_a_library_that_computes_is_no_answer(tmp_path, monkey
 OOM = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 12345678901 bytes."
 
 
+@pytest.mark.slow
 def test_out_of_memory_names_the_line_of_the_plan_and_the_setting(tmp_path, monkeypatch, capsys):
     error = jax.errors.JaxRuntimeError(OOM)
     assert run_with(monkeypatch, tmp_path, error) == 2
@@ -165,7 +166,7 @@ def test_out_of_memory_names_the_line_of_the_plan_and_the_setting(tmp_path, monk
     [
         (
             "rollout",
-            "'prefill' (1.17 GB) is an estimate, and was too low",
+            "'scores' (1.25 GB) is an estimate, and was too low",
             "rollout.max_concurrent",
         ),
         ("update", "workspace of a layer, or of the head' (", "optim.max_tokens_per_microbatch"),
