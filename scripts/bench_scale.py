@@ -286,17 +286,23 @@ def main() -> int:
             if not row:
                 continue
             first = first or row
-            row["times"] = row["tokens_per_s"] / first["tokens_per_s"]
-            row |= {"how": how, "devices": devices, "date": time.strftime("%Y-%m-%d")}
-            row["what"] = "quickstart" if args.tiny else args.shape
-            if args.out:
-                with args.out.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            record(args, row, first, how=how, devices=devices, tiny="quickstart")
             print(_line(row), flush=True)
             if how == "strong" and (found := disagreement(row, first)):
                 failed = True
                 print(f"{devices} devices do not compute what {first['devices']} do: {found}")
     return int(failed)
+
+
+def record(
+    args: argparse.Namespace, row: dict[str, Any], first: dict[str, Any], *, tiny: str, **how: Any
+) -> None:
+    """Adds to a row what it was and its speed as a multiple of the first row's, and appends it to --out."""
+    row |= how | {"date": time.strftime("%Y-%m-%d"), "what": tiny if args.tiny else args.shape}
+    row["times"] = row["tokens_per_s"] / first["tokens_per_s"]
+    if args.out:
+        with args.out.open("a") as file:
+            file.write(json.dumps(row) + "\n")
 
 
 def decode_table(args: argparse.Namespace) -> int:
@@ -314,12 +320,7 @@ def decode_table(args: argparse.Namespace) -> int:
             if not row:
                 continue
             first = first or row
-            row["times"] = row["tokens_per_s"] / first["tokens_per_s"]
-            row |= {"how": how, "devices": devices, "date": time.strftime("%Y-%m-%d")}
-            row["what"] = "tiny" if args.tiny else args.shape
-            if args.out:
-                with args.out.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
+            record(args, row, first, how=how, devices=devices, tiny="tiny")
             cells = [f"{row['what']}, {how}, {devices}", f"{rows}", f"{row['step_s'] * 1e3:.2f}"]
             cells += [f"{row['tokens_per_s']:.0f}", f"{row['times']:.2f}"]
             cells += [f"{row['reduces_s'] * 1e3:.2f}", f"{row['reduce_s'] * 1e6:.0f}"]

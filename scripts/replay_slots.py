@@ -94,6 +94,12 @@ def main() -> None:
     parser.add_argument("--sigma", default="0.5", choices=["0.5", "1"])
     parser.add_argument("--truncated", type=float, default=0.01)
     parser.add_argument("--stretch", type=float, default=1.0, help="multiplies all lengths")
+    parser.add_argument(
+        "--share",
+        type=float,
+        default=kv_capacity.EXPECTED_SHARE,
+        help="share of the limit that a row is expected to need, for the number of slots on demand",
+    )
     args = parser.parse_args()
     arch = architecture.KNOWN[args.model]
     found = completion_lengths(args.sigma, args.truncated, args.limit)
@@ -107,7 +113,8 @@ def main() -> None:
         lambda n: kv_capacity.pages_wanted(n, longest, 1, PROMPT - 1, PAGE),
         lambda _: pages,
     )
-    chosen = demand.best_slots(lambda _: (pages - 2) * PAGE)
+    with mock.patch.object(kv_capacity, "EXPECTED_SHARE", args.share):
+        chosen = demand.best_slots(lambda _: (pages - 2) * PAGE)
     print(f"{pages} pages, {np.mean(lengths):.0f} tokens a completion in the mean")
     print("| pages | slots | rows live | parked | seconds |\n| --- | --- | --- | --- | --- |")
     for name, slots, ahead in (("reserved", reserved, 10**6), ("on demand", chosen, 4)):

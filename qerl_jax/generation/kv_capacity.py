@@ -15,7 +15,7 @@ _ROWS_SHARE, _UNREPORTED_MEMORY = 0.4, 16e9
 # Most rows that are sampled at a time unless a config asks for more.
 MOST_SLOTS = 512
 # The share of their limit that completions are expected to need. Where they need more, some rows wait on the host.
-_EXPECTED_SHARE = 1 / 4
+EXPECTED_SHARE = 1 / 4
 
 
 def pages_wanted(rows: int, row_tokens: int, prompts: int, prompt_tokens: int, size: int) -> int:
@@ -127,7 +127,7 @@ class Demand:
     def expected_pages(self, slots: int) -> int:
         """Pages of rows that need a quarter of their limit, but enough for the longest one alone."""
         prompt = self.max_prompt_length - 1
-        tokens = prompt + math.ceil(_EXPECTED_SHARE * (self.row_tokens - prompt))
+        tokens = prompt + math.ceil(EXPECTED_SHARE * (self.row_tokens - prompt))
         many = pages_wanted(slots, tokens, 1, prompt, self.page_size)
         return max(many, pages_wanted(1, self.row_tokens, 1, prompt, self.page_size))
 

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from qerl_jax.model.architecture import KNOWN, Architecture
+from qerl_jax.model.architecture import KNOWN
 from qerl_jax.rl import microbatches
+from scripts import count_micro_batches
 
 LIMITS = {"prompt_width": 88, "completion_width": 512, "group": 8, "max_rows": 256}
 
@@ -166,10 +167,7 @@ def test_less_than_a_tenth_is_padding_of_short_rows():
 
 def test_a_small_model_ends_with_few_micro_batches_instead_of_many():
     """SmolLM2's: launching a micro-batch takes as long as many tokens, so that a rest is not cut into small ones."""
-    smollm2 = Architecture(
-        "llama", 49152, 576, 1536, 30, 9, 3, 64, tie_word_embeddings=True, qkv_bias=False
-    )
-    overhead = microbatches.overhead(smollm2)
+    overhead = microbatches.overhead(count_micro_batches.SMOLLM2)
     assert overhead == pytest.approx(1560, abs=100) and SEVEN_B == pytest.approx(250, abs=30)
     sizes = {"prompt_width": 48, "completion_width": 160, "group": 8, "max_rows": 512}
     rows = rows_of(
@@ -185,13 +183,13 @@ def test_a_small_model_ends_with_few_micro_batches_instead_of_many():
     assert len(dear) < len(cheap) and sum(dear) > sum(cheap)
 
 
-def test_less_than_a_tenth_is_padding_of_a_small_model():
-    """SmolLM2's recipe with 512 completions of up to 160 tokens."""
-    sizes = {"prompt_width": 48, "completion_width": 160, "group": 8, "max_rows": 512}
-    shapes = microbatches.shapes(8192, **sizes, overhead=1560)
-    for silent in (0.0, 0.5):
-        lengths = {"mean": 39, "sigma": 0.8, "prompts": (36, 46), "silent": silent}
-        assert 0 < padding(shapes, rows=512, limit=160, **lengths) < 0.1
+@pytest.mark.parametrize("silent", [0.0, 0.5])
+def test_less_than_a_tenth_is_padding_of_a_small_model(silent):
+    """SmolLM2's recipe with 512 completions of up to 160 tokens, in less time than with the overhead of a 7B."""
+    overhead = microbatches.overhead(count_micro_batches.SMOLLM2)
+    ms, _, share = count_micro_batches.count(overhead, 512, silent, 20)
+    assert 0 < share < 0.1
+    assert ms < count_micro_batches.count(SEVEN_B, 512, silent, 20)[0]
 
 
 def test_micro_batches_go_to_the_device_that_has_the_least_to_do():
