@@ -63,7 +63,7 @@ def arguments(
 
     from qerl_jax import sharding
     from qerl_jax.config import LoraConfig
-    from qerl_jax.generation import engine
+    from qerl_jax.generation import device_pool
     from qerl_jax.generation.engine import EngineSpec
     from qerl_jax.generation.scheduler import Slots
     from qerl_jax.model import architecture, kv_cache
@@ -94,7 +94,7 @@ def arguments(
     divided = lambda spec: jax.sharding.NamedSharding(device.mesh, spec)
     heads = tensor * model.own_part.arch.num_kv_heads
     by_heads = lambda x: on_device(
-        x.update(shape=(*x.shape[:2], heads, *x.shape[3:])), divided(engine.BY_HEADS)
+        x.update(shape=(*x.shape[:2], heads, *x.shape[3:])), divided(device_pool.BY_HEADS)
     )
     variables, pool, *others = shapes
     places = jax.tree.map(divided, sharding.specs(variables, tensor))

@@ -29,10 +29,10 @@ from qerl_jax import sharding
 from qerl_jax.checked import require
 from qerl_jax.config import DENSE, RolloutConfig
 from qerl_jax.data.tokenizer import Tokenizer
-from qerl_jax.generation import kv_capacity, sampling
+from qerl_jax.generation import device_pool, kv_capacity, sampling
+from qerl_jax.generation.device_pool import BY_HEADS
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.generation.scheduler import (
-    Move,
     QueuedPrompt,
     RowTokens,
     Schedule,
@@ -44,15 +44,10 @@ from qerl_jax.generation.scheduler import (
 )
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model import fused_decode, kv_cache, layers, logprobs, noise
-from qerl_jax.model.architecture import Architecture
 from qerl_jax.model.transformer import Transformer, head
 
 # Seconds between two checks whether the run is asked to end, while all rows wait for replies.
 _REPLY_SECONDS = 0.5
-# Pages that go to the host or come back at a time.
-_PIECE = 16
-# How devices that decode rows together divide the pool [L, N, J, S, C].
-BY_HEADS = PartitionSpec(None, None, sharding.GROUP)
 # XLA's Triton GEMM first copies each 16-bit weight out of the stack of layers; cuBLAS reads it in place.
 IN_PLACE = {"xla_gpu_enable_triton_gemm": False}
 
@@ -252,7 +247,7 @@ class Engine:
         size, longest = self._page_size, max_prompt_length - 1 + max(each.limit for each in prompts)
         rows = -(-sum(len(prompt.keys) for prompt in prompts) // places)
         demand = kv_capacity.Demand(
-            self._arch,
+            self._model.own_part.arch,
             rows=rows,
             prompts=-(-len(prompts) // places),
             max_prompt_length=max_prompt_length,
@@ -320,14 +315,7 @@ class Engine:
         leaf = jax.tree.leaves(variables["frozen"])[0]
         device, *others = sorted(leaf.devices(), key=lambda each: each.id)
         where = NamedSharding(leaf.sharding.mesh, PartitionSpec()) if others else device
-        size = self._arch, schedule.num_pages, self._model.dtype, self._page_size
-        if self._model.tensor == 1:
-            with jax.default_device(device):  # programs of a thread under it would be lowered anew
-                pool = kv_cache.pool(*size)
-            pool = jax.device_put(pool, where)
-        else:
-            by_heads = NamedSharding(leaf.sharding.mesh, BY_HEADS)
-            pool = _divided_pool(*size, self._model.tensor, by_heads)
+        pool = device_pool.made(self._model, schedule.num_pages, self._page_size, device, where)
         traits = {"model": self._model, "spec": self._spec}
         chunks = collections.deque()
         while schedule.unfinished():
@@ -339,14 +327,14 @@ class Engine:
             while not chunks or (len(chunks) == 1 and schedule.goes_on()):
                 if not chunks:
                     for move in schedule.leaving():
-                        move.contents = _taken(pool, move.pages, self._model)
+                        move.contents = device_pool.taken(pool, move.pages, self._model)
                     while (fresh := schedule.next_prefill()) is not None:
                         with compiles(device, self._model, pool[0].shape, fresh[0].shape):
                             pool = _prefill(variables, pool, *fresh, model=self._model)
                     for move in schedule.returning():
-                        pool = _returned(pool, move, self._model)
+                        pool = device_pool.returned(pool, move, self._model)
                     if (copies := schedule.copies()) is not None:
-                        pool = _copy(pool, *copies, model=self._model)
+                        pool = device_pool.copied(pool, *copies, model=self._model)
                     if not schedule.has_live():
                         break
                     with_history = self._spec.repetition_penalty != 1
@@ -366,11 +354,6 @@ class Engine:
                 *brought, self._stop_tokens, self._stop_strings, entropies=entropies
             )
         self._parked.append(schedule.times_parked)
-
-    @property
-    def _arch(self) -> Architecture:
-        """The shape of what one device runs."""
-        return self._model.arch if self._model.tensor == 1 else self._model.own_part.arch
 
     def _num_pages(self, wanted: int, tokens: int | None, prompts: Sequence[QueuedPrompt]) -> int:
         """Pages of the pool, scratch included: what is wanted, or what its capacity allows."""
@@ -407,7 +390,9 @@ class Engine:
             )
             return None
         free = self._memory["bytes_limit"] - self._memory["bytes_in_use"]
-        return kv_capacity.capacity(self._arch, free, fraction, beside, self._itemsize)
+        return kv_capacity.capacity(
+            self._model.own_part.arch, free, fraction, beside, self._itemsize
+        )
 
 
 def whole(chunks: Iterator[list[RowTokens]]) -> Iterator[RowTokens]:
@@ -499,16 +484,6 @@ def _of_part(function, model: Transformer, static: dict[str, Any], variables, *a
     return function(model.division.own(variables), *arrays, **static)
 
 
-@functools.partial(jax.jit, static_argnums=range(6))
-def _divided_pool(arch, num_pages: int, dtype, page_size: int, count: int, places: NamedSharding):
-    """The empty pools of several devices as one, made where they are to be."""
-    arch = dataclasses.replace(
-        arch, num_heads=count * arch.num_heads, num_kv_heads=count * arch.num_kv_heads
-    )
-    pool = kv_cache.pool(arch, num_pages, dtype, page_size)
-    return jax.lax.with_sharding_constraint(pool, places)
-
-
 @_program("model")
 def _prefill(variables, pool, tokens, tables, numbers=None, *, model: Transformer):
     """Puts prompts [R, T] into the pages of `tables`, under the noise of those numbers where rows have their own."""
@@ -516,64 +491,6 @@ def _prefill(variables, pool, tokens, tables, numbers=None, *, model: Transforme
     cache = kv_cache.KVCache(*pool, tables, jnp.zeros(len(tokens), jnp.int32))
     _, cache = model.apply(variables, tokens, cache=cache, adapter="params" in variables)
     return cache.keys, cache.values
-
-
-@functools.partial(jax.jit, static_argnames="model", donate_argnames="pool")
-def _copy(pool, sources, targets, *, model: Transformer):
-    """Copies pages in all layers; 0 to 0 where there is nothing to copy."""
-
-    def copied(pool, sources, targets):
-        return tuple(part.at[:, targets].set(part[:, sources]) for part in pool)
-
-    return _in_group(model, copied, 1)(pool, sources, targets)
-
-
-@functools.partial(jax.jit, static_argnames="model")
-def _read(pool, pages, *, model: Transformer):
-    """The contents of pages [n] in all layers: [L, n, J, S, C] of keys and of values."""
-    return _in_group(model, lambda pool, pages: tuple(part[:, pages] for part in pool), 1)(
-        pool, pages
-    )
-
-
-@functools.partial(jax.jit, static_argnames="model", donate_argnames="pool")
-def _write(pool, pages, contents, *, model: Transformer):
-    """Puts the contents of pages [n] there."""
-
-    def written(pool, contents, pages):
-        return tuple(part.at[:, pages].set(held) for part, held in zip(pool, contents, strict=True))
-
-    return _in_group(model, written, 2)(pool, contents, pages)
-
-
-def _in_group(model: Transformer, function, pools: int):
-    """A function of arrays on a group, of which the first and the result are divided as the pool is."""
-    how = {}
-    if model.tensor > 1:
-        how = {"places": dict.fromkeys(range(pools), BY_HEADS), "gives_own": BY_HEADS}
-    return sharding.in_group(model.group, function, **how)
-
-
-def _taken(pool, pages: Sequence[int], model: Transformer) -> list[tuple[np.ndarray, ...]]:
-    """Brings the contents of pages to the host, in pieces of one size: [L, _PIECE, J, S, C] of keys and of values."""
-    return [
-        jax.device_get(_read(pool, _padded(piece), model=model))
-        for piece in itertools.batched(pages, _PIECE)
-    ]
-
-
-def _returned(pool, move: Move, model: Transformer):
-    """Writes contents to their pages, but for those that are skipped."""
-    pages = [0] * move.skipped + move.pages
-    for piece, contents in zip(itertools.batched(pages, _PIECE), move.contents, strict=True):
-        if any(piece):
-            pool = _write(pool, _padded(piece), contents, model=model)
-    return pool
-
-
-def _padded(pages: Sequence[int]) -> np.ndarray:
-    """int32 [_PIECE]: the pages, then scratch."""
-    return np.array([*pages, *[0] * (_PIECE - len(pages))], np.int32)
 
 
 @_program("model", "spec", gives=(BY_HEADS, False, False))

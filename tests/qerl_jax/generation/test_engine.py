@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from qerl_jax.config import LoraConfig
-from qerl_jax.generation import engine, kv_capacity, scheduler
+from qerl_jax.generation import device_pool, engine, kv_capacity, scheduler
 from qerl_jax.generation.engine import Engine, EngineSpec
 from qerl_jax.generation.scheduler import QueuedPrompt
 from qerl_jax.generation.stop_strings import StopStrings
@@ -215,7 +215,7 @@ def test_other_rows_adapters_and_noise_reach_the_rows_without_recompiling():
     first = variables | {"params": params, "noise": silent}
     moved = jax.tree.map(lambda x: x + 0.1, first)
     other_prompts = prompts(1, (2, 79, 2, 78, 11), (1, 4, 3, 1, 1))
-    programs = engine._decode.dense, engine._prefill.dense, engine._copy
+    programs = engine._decode.dense, engine._prefill.dense, device_pool.copied
     sampler = Engine(model, EngineSpec(64, chunk=4), page_size=8)
     logps, compiled = [], []
     for queue, values, temperature in [
@@ -238,6 +238,7 @@ class Recorder:
 
     arch = architecture.Architecture("qwen2", 4, 2, 16, 1, 1, 1, 2)
     dtype, weights, group, tensor, over = jnp.float32, "float32", 1, 1, None
+    own_part = property(lambda self: self)
 
     def __init__(self):
         self.decoded, self.prefilled = [], []

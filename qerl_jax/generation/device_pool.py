@@ -1,0 +1,112 @@
+"""The cache's pages on the device, or on the devices that decode rows together: made, copied, brought to the host and back.
+
+`page_pool` says who holds a page, `scheduler` which pages move; here their contents do.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from qerl_jax import sharding
+from qerl_jax.generation.scheduler import Move
+from qerl_jax.model import kv_cache
+from qerl_jax.model.transformer import Transformer
+
+# How devices that decode rows together divide the pool [L, N, J, S, C].
+BY_HEADS = PartitionSpec(None, None, sharding.GROUP)
+# Pages that go to the host or come back at a time.
+_PIECE = 16
+
+
+def made(
+    model: Transformer, num_pages: int, page_size: int, device: jax.Device, where: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The empty pool, [L, N, J, S, C] of keys and of values.
+
+    Args:
+        model: The policy.
+        num_pages: N.
+        page_size: S.
+        device: The first device of the pool.
+        where: That device, or the sharding of what all devices of a group hold.
+    """
+    size = model.own_part.arch, num_pages, model.dtype, page_size
+    if model.tensor == 1:
+        with jax.default_device(device):  # programs of a thread under it would be lowered anew
+            pool = kv_cache.pool(*size)
+        return jax.device_put(pool, where)
+    return _divided_pool(*size, model.tensor, NamedSharding(where.mesh, BY_HEADS))
+
+
+@functools.partial(jax.jit, static_argnums=range(6))
+def _divided_pool(arch, num_pages: int, dtype, page_size: int, count: int, places: NamedSharding):
+    """The empty pools of several devices as one, made where they are to be."""
+    arch = dataclasses.replace(
+        arch, num_heads=count * arch.num_heads, num_kv_heads=count * arch.num_kv_heads
+    )
+    pool = kv_cache.pool(arch, num_pages, dtype, page_size)
+    return jax.lax.with_sharding_constraint(pool, places)
+
+
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="pool")
+def copied(pool, sources, targets, *, model: Transformer):
+    """Copies pages in all layers; 0 to 0 where there is nothing to copy."""
+
+    def with_copies(pool, sources, targets):
+        return tuple(part.at[:, targets].set(part[:, sources]) for part in pool)
+
+    return _in_group(model, with_copies, 1)(pool, sources, targets)
+
+
+@functools.partial(jax.jit, static_argnames="model")
+def _read(pool, pages, *, model: Transformer):
+    """The contents of pages [n] in all layers: [L, n, J, S, C] of keys and of values."""
+    return _in_group(model, lambda pool, pages: tuple(part[:, pages] for part in pool), 1)(
+        pool, pages
+    )
+
+
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="pool")
+def _write(pool, pages, contents, *, model: Transformer):
+    """Puts the contents of pages [n] there."""
+
+    def written(pool, contents, pages):
+        return tuple(part.at[:, pages].set(held) for part, held in zip(pool, contents, strict=True))
+
+    return _in_group(model, written, 2)(pool, contents, pages)
+
+
+def _in_group(model: Transformer, function, pools: int):
+    """A function of arrays on a group, of which the first and the result are divided as the pool is."""
+    how = {}
+    if model.tensor > 1:
+        how = {"places": dict.fromkeys(range(pools), BY_HEADS), "gives_own": BY_HEADS}
+    return sharding.in_group(model.group, function, **how)
+
+
+def taken(pool, pages: Sequence[int], model: Transformer) -> list[tuple[np.ndarray, ...]]:
+    """Brings the contents of pages to the host, in pieces of one size: [L, _PIECE, J, S, C] of keys and of values."""
+    return [
+        jax.device_get(_read(pool, _padded(piece), model=model))
+        for piece in itertools.batched(pages, _PIECE)
+    ]
+
+
+def returned(pool, move: Move, model: Transformer):
+    """Writes contents to their pages, but for those that are skipped."""
+    pages = [0] * move.skipped + move.pages
+    for piece, contents in zip(itertools.batched(pages, _PIECE), move.contents, strict=True):
+        if any(piece):
+            pool = _write(pool, _padded(piece), contents, model=model)
+    return pool
+
+
+def _padded(pages: Sequence[int]) -> np.ndarray:
+    """int32 [_PIECE]: the pages, then scratch."""
+    return np.array([*pages, *[0] * (_PIECE - len(pages))], np.int32)
