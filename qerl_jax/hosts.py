@@ -66,7 +66,7 @@ class Hosts:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that writes files, computes rewards and prints."""
+        """Whether this is the process that writes files, computes rewards, runs tools and prints."""
         return self.index == 0
 
     def gathered(self, value: Any) -> list[Any]:
@@ -84,7 +84,7 @@ class Hosts:
         with _reaching():
             client.key_value_set_bytes(f"qerl/{number}/{self.index}", messages.encode(value))
         found = [
-            value if each == self.index else messages.decode(self._of(each, number))
+            value if each == self.index else messages.decode(_awaited(f"qerl/{number}/{each}"))
             for each in range(self.count)
         ]
         if number:
@@ -118,6 +118,39 @@ class Hosts:
             raise HostLost("another process was interrupted")
         return [result for (result,) in everyones]
 
+    def send(self, name: str, value: Any) -> None:
+        """Writes a value that one other process receives; a name is used once in the life of the processes.
+
+        Args:
+            name: The name by which the other process asks for the value.
+            value: A value that `messages.encode` takes.
+
+        Raises:
+            HostLost: When the first process cannot be reached.
+        """
+        with _reaching():
+            _service().key_value_set_bytes(f"qerl/{name}", messages.encode(value))
+
+    def received(self, name: str, is_over: Callable[[], bool] = lambda: False) -> tuple[Any] | None:
+        """Waits for a value that another process sends, and removes it; any thread may call this.
+
+        Args:
+            name: See `send`.
+            is_over: Whether to wait no longer; asked about once a second.
+
+        Returns:
+            The value, alone in a tuple; None when `is_over` said so.
+
+        Raises:
+            HostLost: When a process has ended by an error, or the first one cannot be reached.
+        """
+        data = _awaited(f"qerl/{name}", is_over)
+        if data is None:
+            return None
+        with _reaching():
+            _service().key_value_delete(f"qerl/{name}")
+        return (messages.decode(data),)
+
     def ask(self, number: int) -> None:
         """Tells all processes that a signal asks the run to end."""
         if self.count > 1:
@@ -140,19 +173,6 @@ class Hosts:
                 text = " ".join(str(error).split())[:300]
                 _say_once(_ENDED, f"{self._name} has ended by {type(error).__name__}: {text}")
             raise
-
-    def _of(self, other: int, number: int) -> bytes:
-        """The value of another process; waits for it."""
-        client = _service()
-        while True:
-            with _reaching():
-                try:
-                    return client.blocking_key_value_get_bytes(f"qerl/{number}/{other}", _LOOK)
-                except RuntimeError as error:
-                    if "DEADLINE_EXCEEDED" not in str(error):
-                        raise
-            if (reason := _read(_ENDED)) is not None:
-                raise HostLost(reason)
 
     @property
     def _name(self) -> str:
@@ -240,6 +260,21 @@ def _state() -> Any:
 def _service() -> Any:
     """The client of JAX's coordination service."""
     return _state().client
+
+
+def _awaited(key: str, is_over: Callable[[], bool] = lambda: False) -> bytes | None:
+    """What another process writes under a key; waits for it. None when `is_over` says that nobody waits any more."""
+    client = _service()
+    while not is_over():
+        with _reaching():
+            try:
+                return client.blocking_key_value_get_bytes(key, _LOOK)
+            except RuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+        if (reason := _read(_ENDED)) is not None:
+            raise HostLost(reason)
+    return None
 
 
 @contextlib.contextmanager

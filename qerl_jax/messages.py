@@ -29,7 +29,7 @@ def encode(value: Any) -> bytes:
     Raises:
         TypeError: For anything else.
     """
-    return msgpack.packb(_as_plain(value))
+    return msgpack.packb(_as_plain(value), unicode_errors="surrogatepass")
 
 
 def decode(data: bytes) -> Any:
@@ -38,10 +38,12 @@ def decode(data: bytes) -> Any:
     Raises:
         ValueError: When they were not made by `encode`, or hold a class that is not known.
     """
-    return _restored(msgpack.unpackb(data))
+    return _restored(msgpack.unpackb(data, unicode_errors="surrogatepass"))
 
 
 def _as_plain(value: Any) -> Any:
+    if type(value) is int and not -(2**63) <= value < 2**64:
+        return ["int", hex(value)]
     if type(value) in _PLAIN:
         return value
     name = type(value).__name__
@@ -66,6 +68,8 @@ def _parts(value: Any) -> list[Any]:
 
 def _restored(plain: Any) -> Any:
     match plain:
+        case ["int", str(digits)]:
+            return int(digits, 16)
         case ["array", str(name), list(shape), bytes(data)]:
             return np.frombuffer(data, np.dtype(name)).reshape(shape).copy()
         case ["list", list(items)]:

@@ -120,6 +120,16 @@ def test_an_error_in_one_process_ends_those_that_wait_for_it_and_says_why(servic
         assert "process 1 of 3" in str(each) and "ended by ValueError: no more space" in str(each)
 
 
+def test_one_process_receives_what_another_sends_once_or_waits_no_longer(service):
+    def work(own):
+        if own.leads:
+            return own.received("a"), own.received("b", lambda: True)
+        return own.send("a", None)
+
+    assert on_all(2, work) == [((None,), None), None]
+    assert service.values == {}
+
+
 def test_a_process_whose_service_is_gone_says_so(service, monkeypatch):
     def gone(*_):
         raise RuntimeError("UNAVAILABLE: Socket closed\nmore")

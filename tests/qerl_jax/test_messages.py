@@ -22,7 +22,8 @@ def exchanged(value):
 def test_plain_values_and_containers_arrive_as_they_were():
     value = {
         "none": None,
-        3: [True, -(2**40), 0.1, float("inf")],
+        3: [True, -(2**40), 0.1, float("inf"), 10**30, -(10**30), 2**64, -(2**63)],
+        "half of a pair": "\ud800",
         "nested": ({"text": "a", b"bytes": b"\x00"}, (), []),
     }
     assert exchanged(value) == value
