@@ -61,7 +61,9 @@ class Host:
             reward = _awaited(environment.get_reward())
             reward = None if reward is None else float(reward)
         public = {k: v for k, v in vars(environment).items() if not k.startswith("_")}
-        return reward, {name: value for name, value in public.items() if _is_plain(value)}
+        public = {name: value for name, value in public.items() if _is_plain(value)}
+        # The values are the same with and without a process of their own, and later rows cannot change them.
+        return reward, json.loads(json.dumps(public))
 
 
 def _awaited(value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Tests tools and environments: separate state for each row, limits, and errors that the policy is told."""
 
+import collections
 import contextlib
 import json
 
@@ -116,12 +117,21 @@ def test_what_no_other_process_can_import_runs_in_this_one():
     class Local(own.WithoutReward):
         """An environment of a notebook."""
 
+        seen = collections.OrderedDict(row=(1, 2))
+
+        def __init__(self):
+            self.seen_by_rows = self.seen
+
     toolbox = Toolbox(ToolsConfig(seconds=0.2, functions=("a:b",)), [triple, own.hang], Local)
     assert toolbox.unimportable == ["triple", "Local"] and not toolbox.owns_reward
     with contextlib.closing(toolbox), session(toolbox) as row:
         assert row.call("triple", {"x": 2}).text == "6"
         assert row.call("wait", {}).text == "waited"
-        assert row.finish().get_reward() is None
+        after = row.finish()
+        # As from a process of its own: plain values, which a later row cannot change.
+        Local.seen["row"] = None
+        assert after.get_reward() is None and after.seen_by_rows == {"row": [1, 2]}
+        assert type(after.seen_by_rows) is dict
         assert "took too long" in told(row.call("hang", {}))
 
 
