@@ -1,5 +1,6 @@
 """Tests that runs on two processes, joined by JAX as on two hosts, equal those on one; and what if one dies."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ from qerl_jax.checkpoint.run_state import StateFiles
 from qerl_jax.tracking import logger
 from tests import test_tiny_run as tiny
 from tests.qerl_jax.rl import test_update as updates
+from tests.test_tools_learn import THINKS
 
 ROOT = pathlib.Path(__file__).parents[1]
 pytestmark = [pytest.mark.slow, pytest.mark.process]
@@ -23,9 +25,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.process]
 PATIENCE = 600
 
 
-def written(folder, replicas, fsdp=1, **changes):
+def written(folder, replicas, fsdp=1, length=32, **changes):
     """A config whose runs do not depend on the number of devices but by roundings, in a file."""
-    rollout = {"num_generations": 4, "max_completion_length": 32}
+    rollout = {"num_generations": 4, "max_completion_length": length}
     fixed = {"compact": False, "max_concurrent": 4}
     options = {
         "optim": {
@@ -124,6 +126,38 @@ def test_two_processes_do_what_one_does_and_go_on_when_one_was_killed(tmp_path):
     assert "resumed: " in said[0] and "reward" not in said[1]
     assert (killed / "adapter").is_dir() and (killed / "report.md").is_file()
     assert_same(killed, alone)
+
+
+def test_the_first_process_runs_the_tools_of_two(tmp_path):
+    """And the run goes on, with groups that the last rollout did not need, when both were stopped by a signal."""
+    tools = dataclasses.replace(
+        THINKS,
+        functions=(),
+        environment="tests.qerl_jax.rewards.environments_for_tests:AskedInTheFirst",
+    )
+    options = {
+        "length": 80,
+        "tools": tools,
+        "grpo": {"beta": 0.01, "dynamic_sampling": True, "max_sampling_rounds": 2},
+        "save_steps": 1,
+    }
+    alone, both = tmp_path / "alone", tmp_path / "both"
+    codes, said = ended(start(written(alone, 1, **options)))
+    assert codes == [0], said
+    path = written(both, 2, **options)
+    processes = start_until(2, both, path)
+    processes[1].terminate()
+    codes, said = ended(processes)
+    assert codes == [143, 143], said
+    codes, said = ended(start(path, path))
+    assert codes == [0, 0], said
+    assert_same(both, alone)
+    rows, others = logger.read_metrics(both), logger.read_metrics(alone)
+    same = ("tools/call_frequency", "tools/failure_frequency", "tools/tokens", "turns/mean")
+    same += ("rewards/AskedInTheFirst/mean",)
+    for row, expected in zip(rows, others, strict=True):
+        assert {k: row.get(k) for k in same} == {k: expected.get(k) for k in same}
+    assert any(row.get("rewards/AskedInTheFirst/mean") for row in rows)
 
 
 def test_a_signal_to_one_of_two_ends_both_and_saves(tmp_path):

@@ -6,11 +6,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
+from qerl_jax import messages
 from qerl_jax.config import CallFormat, ToolsConfig
 from qerl_jax.data import tool_calls
 from qerl_jax.data.datasets import Problem
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.rewards.environments import Session, Snapshot, Toolbox, Toolboxes, error
+from qerl_jax.rewards.shared_tools import FarSession
 
 # Added to the result of a call that was cut at its limit.
 _CUT = " ... (the rest is cut)"
@@ -113,6 +115,7 @@ def _has_place(tokenizer: Tokenizer) -> bool:
     return "tools" in tokenizer.chat_template
 
 
+@messages.sent
 @dataclasses.dataclass(frozen=True)
 class Conversation:
     """The conversation of a row.
@@ -171,7 +174,7 @@ def _line(message: dict[str, Any]) -> str:
 class _Row:
     """A conversation that goes on; `begun` is the number of the present turn's first token."""
 
-    session: Session
+    session: Session | FarSession
     begun: int = 0
     answered: int = 0
     messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -306,8 +309,7 @@ def observed(tools: Tools, problems: Sequence[Problem]) -> list[Problem]:
     Raises:
         ValueError: When an environment cannot begin, or speaks to a prompt that is no chat.
     """
-    boxes = tools.toolboxes
-    said = boxes.executor.map(boxes.observation, map(_columns, problems))
+    said = tools.toolboxes.observations([_columns(problem) for problem in problems])
     return [_with(problem, text) for problem, text in zip(problems, said, strict=True)]
 
 

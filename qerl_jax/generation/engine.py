@@ -414,6 +414,7 @@ def whole(chunks: Iterator[list[RowTokens]]) -> Iterator[RowTokens]:
                 given=None
                 if part.given is None
                 else np.concatenate([each.given for each in parts]),
+                is_own=part.is_own,
             )
 
 

@@ -5,6 +5,7 @@ devices, and sends their rows to the other hosts when all rows have ended.
 """
 
 import contextlib
+import dataclasses
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -135,7 +136,7 @@ class Fleet:
             raise HostLost("another process was interrupted")
         for host, rows in enumerate(found):
             if host != hosts.index:
-                yield rows
+                yield [dataclasses.replace(row, is_own=False) for row in rows]
 
     def _run(
         self, policies: Sequence[dict[str, Any]], schedules: Sequence[Schedule], temperature

@@ -63,6 +63,7 @@ class RowTokens:
         ended: Why the row ended: a stop token or string ("stop"), or its limit; None while it goes on.
         entropies: float32 [n], of the distribution of each token (0 of given ones); None where nobody asked.
         given: bool [n], tokens that were not sampled but given by a `TurnTaker`; None where there is none.
+        is_own: Whether this process sampled the row; False for a row that another host has sent.
     """
 
     row: int
@@ -71,6 +72,7 @@ class RowTokens:
     ended: Literal["stop", "length"] | None
     entropies: np.ndarray | None = None
     given: np.ndarray | None = None
+    is_own: bool = True
 
 
 @jax.tree_util.register_dataclass

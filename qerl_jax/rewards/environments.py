@@ -294,6 +294,10 @@ class Toolboxes:
         """See `Toolbox`."""
         return self.of(columns).observation(self._told(columns))
 
+    def observations(self, rows: Sequence[Mapping[str, Any]]) -> list[str | None]:
+        """The first message to each of several rows; see `Toolbox.observation`."""
+        return list(self.executor.map(self.observation, rows))
+
     def own_rewards(self) -> list[scoring.Named]:
         """The rewards of environments that judge their own rows, under the names of their classes."""
         owners = (box.environment_name for box in self if box.owns_reward)
@@ -322,7 +326,7 @@ class Session:
     """
 
     def __init__(self, toolbox: Toolbox, columns: Mapping[str, Any]):
-        self.toolbox, self._columns = toolbox, _plain(columns)
+        self.toolbox, self._columns = toolbox, plain(columns)
         self._runner: _Runner | None = None
         self._begun = self._lost = False
 
@@ -451,7 +455,7 @@ def _told(failure: Failure) -> str:
     }[failure.reason]
 
 
-def _plain(columns: Mapping[str, Any]) -> dict[str, Any]:
+def plain(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Columns in a form that can be sent to another process."""
     return json.loads(json.dumps(dict(columns), default=_listed))
 

@@ -40,7 +40,7 @@ class Sampler:
         temperature: Sampling temperature; 0 takes the likeliest token.
         max_concurrent: Rows that are sampled at a time on each device; None means as many as the cache holds.
         tools: Tools that the policy may call; None for rows of one turn.
-        hosts: The processes that sample; the first one computes rewards.
+        hosts: The processes that sample; the first one computes rewards and runs tools.
     """
 
     engine: Engine | Fleet
@@ -302,38 +302,51 @@ def collect(
         turns=talk,
     )
 
-    def decoded(completion: RowTokens, said: concurrent.futures.Future | None) -> str:
-        if said is None:
-            text = sampler.tokenizer.decode(completion.tokens)
-        else:
-            text = said.result().text
+    def heard(row: int, text: str) -> str:
         if on_text is not None:
-            on_text(completion.row, text)
+            on_text(row, text)
         return text
 
-    said = {}
+    def decoded(completion: RowTokens, said: concurrent.futures.Future | None) -> str:
+        if said is None:
+            return heard(completion.row, sampler.tokenizer.decode(completion.tokens))
+        return heard(completion.row, said.result().text)
+
+    done, texts, said, talks = [], {}, {}, {}
     with contextlib.ExitStack() as failed, concurrent.futures.ThreadPoolExecutor(1) as thread:
         if talk is not None:
             failed.callback(talk.abandon)
-        ended = []
         for each in sampled:
-            if talk is not None:
+            done.append(each)
+            if talk is not None and each.is_own:
                 said[each.row] = talk.ended(each.row, each.tokens)
-            ended.append((each, thread.submit(decoded, each, said.get(each.row))))
-        done, texts = zip(*sorted(ended, key=lambda pair: pair[0].row), strict=True)
-        talks = [said[row].result() for row in sorted(said)]
+            if talk is None or each.is_own:
+                texts[each.row] = thread.submit(decoded, each, said.get(each.row))
+        if talk is not None:
+            talks = _exchanged(sampler.hosts, said)
+            of_others = sorted(talks.keys() - texts.keys())
+            texts |= {row: thread.submit(heard, row, talks[row].text) for row in of_others}
         failed.pop_all()
+    done.sort(key=lambda each: each.row)
     return Rollout(
         problems=tuple(problems),
         prompt_ids=prompts,
-        texts=tuple(text.result() for text in texts),
+        texts=tuple(texts[each.row].result() for each in done),
         completion_ids=tuple(each.tokens for each in done),
         logps=tuple(each.logps for each in done),
         stopped=tuple(each.ended == "stop" for each in done),
         entropies=_entropies(done),
         given=None if talk is None else tuple(each.given for each in done),
-        conversations=None if talk is None else tuple(talks),
+        conversations=None if talk is None else tuple(talks[each.row] for each in done),
     )
+
+
+def _exchanged(
+    hosts: Hosts, said: Mapping[int, concurrent.futures.Future]
+) -> dict[int, Conversation]:
+    """The conversation of each row, given those of the rows that this host has sampled."""
+    own = {row: conversation.result() for row, conversation in said.items()}
+    return {row: talk for found in hosts.gathered(own) for row, talk in found.items()}
 
 
 def _queue(

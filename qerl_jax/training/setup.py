@@ -21,6 +21,7 @@ from qerl_jax.hosts import Hosts
 from qerl_jax.mesh import Replicas
 from qerl_jax.model import fused_decode, transformer
 from qerl_jax.rewards import environments, scoring, stock
+from qerl_jax.rewards.shared_tools import SharedToolboxes
 from qerl_jax.rl import dynamic_sampling, grpo, optimizer, rollouts, update
 from qerl_jax.rl.entropy import EntropyControl
 from qerl_jax.tracking import terminal, trackers
@@ -91,7 +92,7 @@ class PreparedRun:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the process that writes files, computes rewards and prints."""
+        """Whether this is the process that writes files, computes rewards, runs tools and prints."""
         return self.hosts.leads
 
     def place(self, step: int, supply: dynamic_sampling.Supply) -> int:
@@ -170,7 +171,7 @@ def setup(
     notes = [*config_rules.advice(cfg), f"update: {memory.about_update(cfg, planned)}"]
     talks = None
     if cfg.tools is not None:
-        boxes = environments.Toolboxes(cfg.tools, tools, environment)
+        boxes = SharedToolboxes(cfg.tools, tools, environment, hosts)
         talks = Tools.of(cfg.tools, tokenizer, boxes, notes.append)
         _add_own_rewards(boxes, functions, weights)
     informative = informative_by(cfg, functions, weights, notes.append)
@@ -301,8 +302,6 @@ def _weights(
 
 def _require_alike(cfg: config.RunConfig, hosts: Hosts) -> None:
     """Refuses processes of one run that would compute different things."""
-    rule = "a run on several hosts cannot have tools yet: leave them out, or train on one host"
-    require(hosts.count == 1 or cfg.tools is None, "tools", cfg.tools, rule)
     devices = jax.local_devices()
     own = {
         "config": config.dump(dataclasses.replace(cfg, output_dir="any")),

@@ -1,5 +1,6 @@
 """Tests rows of several turns: calls are read and answered, and replies are left out of the loss."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import json
@@ -9,12 +10,14 @@ import jax
 import numpy as np
 import pytest
 
+from qerl_jax import messages
 from qerl_jax.checkpoint.hf_folder import TINY
 from qerl_jax.config import ToolsConfig
 from qerl_jax.data import tokenizer
 from qerl_jax.data.datasets import Problem
 from qerl_jax.generation import conversations
 from qerl_jax.generation.scheduler import RowTokens
+from qerl_jax.hosts import Hosts
 from qerl_jax.rewards import scoring
 from qerl_jax.rewards.environments import Toolboxes
 from qerl_jax.rl import rollouts
@@ -129,6 +132,43 @@ def test_what_was_said_is_messages_as_trl_has_them(rollout):
     assert rollout.texts == ("It is known.", "Done.", "", "cut")
     assert rollout.stopped == (True, True, True, False)
     assert "[call] add(times=2)\n[add] 3\n" in second.transcript()
+
+
+def test_rows_of_another_host_come_with_its_conversations(rollout, tokens):
+    """Their turns are not read here, and rewards hear of them, too, after this host's own rows."""
+    rows = zip(rollout.completion_ids, rollout.logps, rollout.given, strict=True)
+    done = [RowTokens(n, *row[:2], "stop", given=row[2]) for n, row in enumerate(rows)]
+    order = [dataclasses.replace(done[n], is_own=n != 2) for n in (3, 0, 1, 2)]
+    talks = dict(enumerate(rollout.conversations))
+
+    class Pair(Hosts):
+        def gathered(self, value):
+            assert value == {n: talks[n] for n in (0, 1, 3)}
+            return [value, messages.decode(messages.encode({2: talks[2]}))]
+
+    class Talk(conversations.Conversations):
+        def ended(self, row, tokens):
+            assert row != 2
+            future = concurrent.futures.Future()
+            future.set_result(talks[row])
+            return future
+
+    engine = types.SimpleNamespace(completions=lambda *_, **__: iter(order))
+    cfg = ToolsConfig((f"{HERE}:double",))
+    heard = []
+    with pytest.MonkeyPatch.context() as patch, contextlib.closing(Toolboxes(cfg)) as boxes:
+        patch.setattr(rollouts, "Conversations", Talk)
+        tools = conversations.Tools(cfg, boxes, "hermes")
+        sampler = rollouts.Sampler(engine, tokens, 4, WIDTH, LIMIT, 1.0, None, tools, Pair())
+        found = rollouts.collect(
+            sampler,
+            {},
+            [Problem(CHAT, {})],
+            jax.random.key(0),
+            on_text=lambda row, text: heard.append((row, text)),
+        )
+    assert found.conversations == rollout.conversations and found.texts == rollout.texts
+    assert heard == [(n, rollout.texts[n]) for n in (3, 0, 1, 2)]
 
 
 def test_the_tokens_of_a_row_are_the_rendered_conversation(rollout, tokens):

@@ -109,6 +109,14 @@ class Asked:
         return float(self.asked > 0)
 
 
+class AskedInTheFirst(Asked):
+    """Gives 1 to rows that call it, if it runs where the first process of a run lets it run."""
+
+    def get_reward(self) -> float:
+        """Whether it was called, and there."""
+        return super().get_reward() * (os.environ.get("JAX_PROCESS_ID", "0") == "0")
+
+
 class Silent(WithoutReward):
     """Answers, and gives no reward."""
 
