@@ -149,7 +149,7 @@ def check(problem: Problem, config: Config) -> float:
     bound, *_ = oracle(positive, cos, sin, keys, jnp.abs(values), layer, tables, ends)
     difference = np.abs(np.asarray(out, np.float32) - np.asarray(expected, np.float32))
     error = float((difference / (np.asarray(bound, np.float32) * 2**-7)).max())
-    assert error <= 1, f"{problem.name} {config}: {error} of what rounding allows"
+    assert error <= 1, f"{problem.name} {config}: the error is {error} times what rounding allows"
 
     @jax.jit
     def furthest(a, b):
@@ -162,7 +162,9 @@ def check(problem: Problem, config: Config) -> float:
     alone = (tables.at[1:].set(0), ends.at[1:].set(0))
     same, *_ = run(qkv, cos, sin, keys, values, layer, *alone)
     np.testing.assert_array_equal(
-        np.asarray(same[0], np.float32), np.asarray(out[0], np.float32), "rows are not independent"
+        np.asarray(same[0], np.float32),
+        np.asarray(out[0], np.float32),
+        "a row depends on the other rows",
     )
     return error
 
@@ -307,7 +309,9 @@ HEAD = """| rows x tokens | pages/stages/parts/blocks/teams | kernel us | loop u
 def main() -> None:
     """Checks, times and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", type=int, help="which problems, by number from 0")
+    parser.add_argument(
+        "--only", nargs="+", type=int, help="numbers of the problems to time, from 0"
+    )
     parser.add_argument("--sweep", action="store_true", help="time all configurations")
     parser.add_argument("--no-cudnn", action="store_true", help="do not time cuDNN")
     parser.add_argument("--out", type=pathlib.Path, help="write all measurements to this JSON file")

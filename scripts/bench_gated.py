@@ -1,10 +1,11 @@
-"""gate_up of a decoding step in one kernel and in two: values and times, `python -m scripts.bench_gated`.
+"""Checks and times gate_up of a decoding step in one kernel and in two: `python -m scripts.bench_gated`.
 
-For each model and M, with LoRA (`--rank`) and a norm before: gate_up at full size in one kernel, rows in pairs
-(`finished_linear.gated`), is compared with a float32 product that is rounded where kernels round, ten times, and with
-itself where all rows but the first are others. Then a call is timed in two kernels, product and epilogue, as is the
-default, and in one, in each of the first `--candidates` configurations. Weights rotate among enough copies to miss
-the L2. The process ends itself when a kernel hangs. Needs nothing but jax and numpy.
+For each model and M, gate_up at full size runs in one kernel with rows in pairs (`finished_linear.gated`), after a
+norm and with LoRA (`--rank`). Its values are compared with a float32 product that is rounded where kernels round. Ten
+calls must give equal bits, and so must a call in which all rows but the first are replaced. Then a call is timed in
+two kernels, product and epilogue, which is the default, and in one kernel with each of the first `--candidates`
+configurations. Weights rotate among enough copies to miss the L2 cache. The script needs only jax and numpy, and ends
+itself if a kernel hangs.
 
     python -m scripts.bench_gated --m 1 8 64 128
     python -m scripts.bench_gated --models qwen2.5-32b llama-3.1-8b --m 8 64 128 --values
@@ -93,8 +94,10 @@ def check(problem: shapes.Problem, ms: list[int], rank: int) -> None:
             program(of(stream, m), w, branch=branch), np.float32
         )
         results = [run(stream) for _ in range(10)]
-        assert all((result == results[0]).all() for result in results), "results differ"
-        assert (run(others)[0] == results[0][0]).all(), "a row depends on the others"
+        assert all((result == results[0]).all() for result in results), (
+            "equal calls gave different results"
+        )
+        assert (run(others)[0] == results[0][0]).all(), "a row depends on the other rows"
         ulp = 2.0 ** (np.floor(np.log2(np.abs(expected[:m]).max())) - 7)
         errors = np.abs(results[0] - expected[:m]) / ulp
         assert errors.max() <= 2 and np.mean(errors > 0.5) < 0.01, f"M = {m}: {errors.max()} ulp"
@@ -157,9 +160,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["qwen2.5-7b"])
     parser.add_argument("--m", nargs="+", type=int, default=[1, 8, 64, 128])
-    parser.add_argument("--rank", type=int, default=32, help="of LoRA; 0 leaves it out")
-    parser.add_argument("--candidates", type=int, default=3, help="configurations to time")
-    parser.add_argument("--values", action="store_true", help="check values only")
+    parser.add_argument("--rank", type=int, default=32, help="LoRA rank; 0 for no LoRA")
+    parser.add_argument(
+        "--candidates", type=int, default=3, help="number of configurations to time"
+    )
+    parser.add_argument("--values", action="store_true", help="check values without timing")
     args = parser.parse_args()
     ms = sorted({fused.padded(m) for m in args.m})
     print(bench.versions())

@@ -506,14 +506,16 @@ def print_values(args: argparse.Namespace) -> None:
     faulthandler.cancel_dump_traceback_later()
     worst = max(row["ulp"] for row in rows)
     print(f"\n{len(rows)} products, largest error {worst:.3f} ulp")
-    print(f"problems of the tuned table that were not among them: {sorted(untried) or 'none'}")
+    print(f"problems of the tuned table that were not tried: {sorted(untried) or 'none'}")
 
 
 def main() -> None:
     """Checks, times and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--models", nargs="+", help="model to time, by default qwen2.5-7b; all models with --values"
+        "--models",
+        nargs="+",
+        help="models to time; default: qwen2.5-7b, or all models with --values",
     )
     parser.add_argument("--layers", nargs="+", default=LAYERS)
     parser.add_argument("--m", nargs="+", type=int, default=[1, 16, 64, 128])

@@ -113,8 +113,8 @@ def run_arm(args: argparse.Namespace) -> None:
     for m in args.m:
         m = fused.padded(m)
         error, independent = check(m)
-        assert error < 0.01, f"M = {m}: the fused layers are off by {error}"
-        assert independent, f"M = {m}: a row depends on another"
+        assert error < 0.01, f"M = {m}: the fused layers differ from the plain ones by {error}"
+        assert independent, f"M = {m}: a row depends on the other rows"
         started = time.perf_counter()
         compiled = jax.jit(run)
         x = embedded(m)
@@ -162,17 +162,17 @@ def main() -> int:
     parser.add_argument("--model", default="qwen2.5-7b")
     parser.add_argument("--m", type=int, nargs="+", default=[16, 64, 128])
     parser.add_argument("--rank", type=int, default=32, help="LoRA rank; 0 for no LoRA")
-    parser.add_argument("--layers", type=int, help="number of layers, by default the model's")
+    parser.add_argument("--layers", type=int, help="number of layers; default: the model's")
     parser.add_argument("--unroll", type=int, help="layers in one round of the loop")
     parser.add_argument("--arms", default="nvfp4,bfloat16")
-    parser.add_argument("--timeout", type=int, default=150, help="seconds per arm")
+    parser.add_argument("--timeout", type=int, default=150, help="time limit of an arm, in seconds")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         run_arm(args)
         return 0
 
-    print(f"{args.model}, attention left out; microseconds")
+    print(f"{args.model} without attention; times in microseconds")
     print(
         "| base | rank | M | all layers | a layer | its products | other kernels | gaps | all but products "
         "| error | first call s |\n" + "| --- " * 11 + "|",

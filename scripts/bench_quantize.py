@@ -187,7 +187,9 @@ def main():
     )
     parser.add_argument("--samples", type=int, default=256, help="number of calibration rows")
     parser.add_argument("--length", type=int, default=2048, help="tokens per row")
-    parser.add_argument("--seconds", type=float, default=600, help="seconds per arm")
+    parser.add_argument(
+        "--seconds", type=float, default=600, help="time limit of an arm, in seconds"
+    )
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     arch = TINY if args.model == "tiny" else KNOWN[args.model]

@@ -433,7 +433,9 @@ def main() -> int:
     parser.add_argument(
         "--smollm2", type=pathlib.Path, help="folder that scripts.make_smollm2 wrote"
     )
-    parser.add_argument("--timeout", type=float, default=300, help="seconds per row")
+    parser.add_argument(
+        "--timeout", type=float, default=300, help="time limit of a row, in seconds"
+    )
     parser.add_argument("--out", type=pathlib.Path, help="append rows to this JSONL file")
     parser.add_argument(
         "--set",
@@ -487,7 +489,7 @@ def main() -> int:
                     file.write(json.dumps(row) + "\n")
             print(_line(row), flush=True)
         if len(steps) == 2:
-            print(f"{steps['before'] / steps['now']:.2f} times as fast", flush=True)
+            print(f"{steps['before'] / steps['now']:.2f} times as fast as before", flush=True)
     return int(failed)
 
 

@@ -233,7 +233,9 @@ def child(args: argparse.Namespace, arm: str, what: str) -> None:
     print("ROW " + json.dumps(origin | row), flush=True)
     if args.profile and "step" in row:
         rows = profile(bench, int(what))
-        rows.append(("between kernels, by the time of a step", 1e6 * row["step"] - rows[-1][1], 0))
+        rows.append(
+            ("between kernels: the rest of the time of a step", 1e6 * row["step"] - rows[-1][1], 0)
+        )
         for name, us, launches in rows:
             print(f"{us:9.1f} us x{launches:6.1f}  {name}", flush=True)
 
@@ -285,8 +287,8 @@ def main() -> int:
     parser.add_argument(
         "--prefill", action="store_true", help="measure prefill instead of the table"
     )
-    parser.add_argument("--timeout", type=int, default=240, help="seconds per row")
-    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--timeout", type=int, default=240, help="time limit of a row, in seconds")
+    parser.add_argument("--profile", action="store_true", help="print the time of a step by kernel")
     parser.add_argument("--out", type=pathlib.Path, help="append each row to this JSONL file")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -319,11 +321,11 @@ def main() -> int:
     steps = {(row["arm"], row["batch"]): row["step"] for row in rows if "step" in row}
     for (arm, batch), step in steps.items():
         for other, verb in (
-            ("bfloat16", "faster than bfloat16"),
-            (f"{arm}-no-lora", "of no LoRA's speed"),
+            ("bfloat16", "as fast as bfloat16"),
+            (f"{arm}-no-lora", "as fast as without LoRA"),
         ):
             if other != arm and (other, batch) in steps:
-                print(f"{arm} at {batch}: {steps[other, batch] / step:.2f}x {verb}")
+                print(f"{arm} at {batch}: {steps[other, batch] / step:.2f} times {verb}")
     return int(failed)
 
 

@@ -218,11 +218,9 @@ def run(args: argparse.Namespace, devices: int, *how: str) -> dict[str, Any]:
 def disagreement(row: dict[str, Any], first: dict[str, Any]) -> str | None:
     """How a row of strong scaling wrongly differs from the one with the fewest devices; None if it does not."""
     if row["sampled"] != first["sampled"]:
-        return f"{row['sampled']} tokens in the first step, not {first['sampled']}"
+        return f"{row['sampled']} tokens in the first step instead of {first['sampled']}"
     if row["mismatch"] > _FACTOR * first["mismatch"] + _NATS:
-        return (
-            f"trainer and sampler are {row['mismatch']:.3g} nats apart, not {first['mismatch']:.3g}"
-        )
+        return f"trainer and sampler differ by {row['mismatch']:.3g} nats instead of {first['mismatch']:.3g}"
     return None
 
 
@@ -233,13 +231,25 @@ def main() -> int:
     )
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--how", nargs="+", default=["strong", "weak"], choices=["strong", "weak"])
-    parser.add_argument("--mesh", nargs="+", choices=["fsdp", "tensor"], help="time decoding only")
-    parser.add_argument("--rows", type=int, nargs="+", default=[16], help="of --mesh")
     parser.add_argument(
-        "--base", default="nvfp4", choices=["nvfp4", "mxfp4", "nf4", "bfloat16"], help="of --mesh"
+        "--mesh",
+        nargs="+",
+        choices=["fsdp", "tensor"],
+        help="time decoding on these meshes instead of a recipe",
     )
     parser.add_argument(
-        "--shape", default="qwen2.5-7b", help=f"of a recipe: {', '.join(bench_recipe.RECIPES)}"
+        "--rows", type=int, nargs="+", default=[16], help="with --mesh: rows that are decoded"
+    )
+    parser.add_argument(
+        "--base",
+        default="nvfp4",
+        choices=["nvfp4", "mxfp4", "nf4", "bfloat16"],
+        help="with --mesh: format of the base",
+    )
+    parser.add_argument(
+        "--shape",
+        default="qwen2.5-7b",
+        help=f"recipe: {', '.join(bench_recipe.RECIPES)}; with --mesh any known shape",
     )
     parser.add_argument(
         "--truncated", type=float, default=0.0, help="share of rows that reach the limit"
@@ -247,7 +257,9 @@ def main() -> int:
     parser.add_argument(
         "--rollouts", type=int, default=4, help="number of rollouts; the first two only compile"
     )
-    parser.add_argument("--timeout", type=float, default=280, help="seconds per row")
+    parser.add_argument(
+        "--timeout", type=float, default=280, help="time limit of a row, in seconds"
+    )
     parser.add_argument(
         "--tiny", action="store_true", help="run the quickstart on virtual CPU devices"
     )
@@ -290,7 +302,7 @@ def main() -> int:
             print(_line(row), flush=True)
             if how == "strong" and (found := disagreement(row, first)):
                 failed = True
-                print(f"{devices} devices do not compute what {first['devices']} do: {found}")
+                print(f"{devices} devices and {first['devices']} disagree: {found}")
     return int(failed)
 
 

@@ -400,7 +400,7 @@ def run_arm(cfg: config.RunConfig, folder: pathlib.Path) -> None:
     assert all(math.isfinite(norm) and norm > 0 for norm in norms), norms
     adapter = Tensors(folder / "run" / "adapter", "adapter_model")
     moved = [float(np.abs(adapter[name]).max()) for name in adapter if "lora_B" in name]
-    assert min(moved) > 0, "an adapter did not move"
+    assert min(moved) > 0, "an adapter did not change"
     device = jax.devices()[0]
     steady = rows[1:] or rows
     result = {
@@ -426,12 +426,12 @@ def main() -> int:
     """Runs the arms one after the other and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default="configs/bench_7b.toml")
-    parser.add_argument("--model", help="another name of architecture.KNOWN")
+    parser.add_argument("--model", help="a name of architecture.KNOWN; default: the config's")
     parser.add_argument("--arms", default="nvfp4,bfloat16")
-    parser.add_argument("--tokenizer", help="folder of the model, if the hub cannot be reached")
+    parser.add_argument("--tokenizer", help="folder of the tokenizer, if the hub cannot be reached")
     parser.add_argument("--data", help="folder of the data, if the hub cannot be reached")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--timeout", type=int, default=280, help="seconds per arm")
+    parser.add_argument("--timeout", type=int, default=280, help="time limit of an arm, in seconds")
     parser.add_argument(
         "--kernels", default="auto", choices=("auto", "hopper", "portable", "reference")
     )
@@ -439,13 +439,13 @@ def main() -> int:
         "--rows", nargs="+", choices=[*ROWS, "all"], help="rows of the target table"
     )
     parser.add_argument(
-        "--pool-gib", type=float, default=78, help="memory pool of rows with 80 GB, in GiB"
+        "--pool-gib", type=float, default=78, help="memory pool of rows for an 80 GB card, in GiB"
     )
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("bench_step.jsonl"))
     parser.add_argument(
         "--profile",
         action="store_true",
-        help="with rows that time an update alone: print its longest kernels",
+        help="for rows that time only an update: print its longest kernels",
     )
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--row", help=argparse.SUPPRESS)
@@ -456,7 +456,7 @@ def main() -> int:
         and not args.row
         and any(name == "all" or not ROWS[name].update_only for name in args.rows or ("all",))
     ):
-        parser.error("--profile is of rows of an update alone")
+        parser.error("--profile needs --rows that time only an update")
     if args.row:
         traits = {"profile": args.profile, "kernels": args.kernels}
         print(json.dumps(run_row(args.row, args.tokenizer, **traits)))

@@ -53,7 +53,7 @@ def prepare(args: argparse.Namespace, arm: str) -> tuple[Callable[..., Any], tup
         return jax.grad(loss, argnums=(0, 1))(params, x)
 
     arguments = (params, x, frozen)
-    refuse = lambda *_: "is to be left to XLA"
+    refuse = lambda *_: "this arm leaves it to XLA"
     apart = mock.patch.object(prefill, "supports", refuse)
     with apart if arm == "nvfp4-apart" else nullcontext():
         jax.block_until_ready(grads(*arguments))
@@ -89,12 +89,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument(
-        "--layers", type=int, default=4, help="number of layers that follow one another"
-    )
+    parser.add_argument("--layers", type=int, default=4, help="number of layers, one after another")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
-    parser.add_argument("--timeout", type=int, default=150, help="seconds for all arms")
+    parser.add_argument(
+        "--timeout", type=int, default=150, help="time limit of all arms together, in seconds"
+    )
     parser.add_argument("--profile", action="store_true", help="print the time by kernel")
     args = parser.parse_args()
 

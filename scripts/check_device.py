@@ -87,15 +87,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--only",
         action="append",
         default=[],
-        help="only cases whose name has this part, such as rows=33; may be repeated, and all parts must match",
+        help="run only cases whose name contains this, such as rows=33; if repeated, all must match",
     )
     parser.add_argument(
         "--cases",
         type=int,
         nargs="+",
-        help="only the cases with these numbers, such as those that failed before",
+        help="run only the cases with these numbers, such as those that failed before",
     )
-    parser.add_argument("--smoke", action="store_true", help="only a dozen cases of the list")
+    parser.add_argument("--smoke", action="store_true", help="run only a dozen cases of the list")
     parser.add_argument(
         "--devices",
         type=int,
@@ -125,13 +125,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=float,
         help="seconds after which no case starts; default: 50 before --seconds",
     )
-    parser.add_argument("--case-seconds", type=float, default=240, help="seconds per case")
+    parser.add_argument(
+        "--case-seconds", type=float, default=240, help="time limit of a case, in seconds"
+    )
     parser.add_argument("--autotune", action="store_true", help="let XLA autotune its products")
     parser.add_argument(
         "--keep", type=pathlib.Path, help="keep logs and the files of cases in this folder"
     )
     parser.add_argument("--list", action="store_true", help="only print the names of cases")
-    parser.add_argument("--write-cases", action="store_true", help="write the list of cases anew")
+    parser.add_argument(
+        "--write-cases", action="store_true", help="compute the list of cases again and write it"
+    )
     parser.add_argument("--worker", type=pathlib.Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.worker:
@@ -157,7 +161,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(*map(cases.name, chosen), sep="\n")
         return 0 if chosen else 2
     if missing := missing_packages():
-        print(f"not installed: {', '.join(missing)}; cases would fail for nothing else", flush=True)
+        print(
+            f"not installed: {', '.join(missing)}; without these every case would fail", flush=True
+        )
         return 2
     with tempfile.TemporaryDirectory(prefix="check_device_") as made:
         folder = args.keep or pathlib.Path(made)
@@ -261,7 +267,7 @@ def run(
             started = time.monotonic()
             try:
                 if started >= last_start:
-                    raise NotRun(f"not run: {started - begun:.0f} s were over")
+                    raise NotRun(f"not run: {started - begun:.0f} s had passed")
                 if worker is None:
                     worker = Worker(command, env, log)
                     workers.append(worker)
@@ -414,7 +420,7 @@ class Table:
         """Writes versions, devices and date."""
         now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
         waited = time.monotonic() - self._started
-        print(f"{self._total} cases, {now}, the first process ready after {waited:.0f} s")
+        print(f"{self._total} cases, {now}, the first process was ready after {waited:.0f} s")
         print(f"{environment_.strip()}\n\n{_HEAD}", flush=True)
 
     def row(self, row: Row) -> None:
@@ -485,7 +491,7 @@ def failures(red: Sequence[Row]) -> list[str]:
     for first, *others in alike.values():
         also = "".join(f" {row['number']:03d}" for row in others)
         shown += [first["name"], f"     {first['error']}"]
-        shown += [f"     also{also}"] if also else []
+        shown += [f"     also in{also}"] if also else []
     return shown
 
 

@@ -100,7 +100,7 @@ _CALLED = _others("tools", "none")
 _IMPOSSIBLE: tuple[tuple[dict[str, tuple[Any, ...]], str], ...] = (
     (
         {"weights": ("float32",), "dtype": ("bfloat16",)},
-        "weights in float32 go with activations in float32",
+        "weights in float32 need activations in float32",
     ),
     ({"family": ("smollm2",), "group": _others("group", 3)}, "SmolLM2 has 3 queries per kv head"),
     ({"family": ("smollm2",), "head": _others("head", 64)}, "SmolLM2 has heads of 64"),
@@ -116,20 +116,20 @@ _IMPOSSIBLE: tuple[tuple[dict[str, tuple[Any, ...]], str], ...] = (
     ),
     (
         {"dynamic": (True,), "rewards": ("each",)},
-        "groups whose rewards are alike in each function are not found by their sum",
+        "the sum of rewards does not show whether each function gives equal rewards",
     ),
     (
         {"trains": ("full",), "reference": ("base",)},
-        "where the base trains, the reference is a copy",
+        "if the base is trained, the reference is a copy",
     ),
     (
         {"trains": ("full",), "then": ("peft", *_MERGED, "nvfp4_packed")},
         "without an adapter there is only the trained model, in 16 bits, to pack",
     ),
-    ({"trains": ("full",), "then": ("continue",)}, "there is no adapter to go on from"),
+    ({"trains": ("full",), "then": ("continue",)}, "there is no adapter to continue from"),
     (
         {"source": ("random",), "then": EXPORTS},
-        "a random base is in no folder to export with",
+        "an export needs a base in a folder",
     ),
     (
         {"source": ("random",), "then": ("generate",)},
@@ -164,27 +164,27 @@ _IMPOSSIBLE: tuple[tuple[dict[str, tuple[Any, ...]], str], ...] = (
         {"bounds": ("icepop",), "old": ("behaviour", "recompute")},
         "IcePop is a correction of importance sampling",
     ),
-    ({"cut": ("tokens",), "loss": ("bnpo",)}, "bnpo's value depends on the cut"),
+    ({"cut": ("tokens",), "loss": ("bnpo",)}, "bnpo's value depends on the micro-batches"),
     (
         {"cut": ("tokens",), "ending": ("stop",), "tokens": (72,)},
-        "completions of all lengths make micro-batches of all shapes, each a program to compile",
+        "completions of many lengths make micro-batches of many shapes, and each is compiled",
     ),
     (
         {"tools": _CALLED, "ending": ("eos", "ignore_eos")},
         "random weights seldom end a turn by themselves",
     ),
-    ({"tools": _CALLED, "tokens": (8,)}, "an answer has more tokens"),
-    ({"tools": _CALLED, "cut": ("tokens",)}, "turns make completions of all lengths, too"),
+    ({"tools": _CALLED, "tokens": (8,)}, "a call and its reply have more tokens"),
+    ({"tools": _CALLED, "cut": ("tokens",)}, "turns make completions of many lengths, too"),
     (
         {"tools": ("environment",), "rows": tuple(n for n in FACTORS["rows"] if n > 33)},
-        "each row has a process",
+        "each row has its own process",
     ),
     (
         {
             "source": QUANTIZED,
             "then": (*_EVALUATIONS, "filter", "replay", "resume", "continue"),
         },
-        "a case has time for one of them, and a run does not know who packed its base",
+        "a case has time for only one of them, and training does not depend on who packed the base",
     ),
 )
 
@@ -250,7 +250,9 @@ def cover(tries: int = 12) -> list[Case]:
         best = max(found, key=lambda case: len(left.intersection(pairs(case))))
         gained = left.intersection(pairs(best))
         if not best or not (gained or first):
-            raise AssertionError(f"no case holds {first or starts[0]}: `impossible` must say why")
+            raise AssertionError(
+                f"no case contains {first or starts[0]}: `impossible` must say why"
+            )
         left -= gained
         wanted = [part for part in wanted if not part.items() <= best.items()]
         cases.append({"number": len(cases) + 1} | {name: best[name] for name in FACTORS})

@@ -369,11 +369,15 @@ def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
     require(max(alike) <= limit, f"{_DIFFERENCE}: got {max(alike):.2g}; the limit is {limit}")
     if apart:
         found["noisy_difference"] = min(noisy)
-        require(min(noisy) > max(alike), f"noise does not act: {min(noisy)} after {max(alike)}")
+        require(
+            min(noisy) > max(alike),
+            f"noise has no effect: {min(noisy)} with it, {max(alike)} without",
+        )
     if case["reference"] != "none":
         found["kl"] = learned[-1]["kl"]
         require(
-            found["kl"] > 0, f"kl: got {found['kl']}; an adapter that has learned is off its base"
+            found["kl"] > 0,
+            f"kl: got {found['kl']}; must be above 0 for an adapter that has learned",
         )
     if case["ending"] == "ignore_eos":
         shortest = min(row["completions/min_length"] for row in learned)
@@ -392,7 +396,7 @@ def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
         rewards = max(row["rewards/Counting/mean"] for row in learned)
         require(rewards > 0, "rewards/Counting/mean: is 0 though there were calls")
     if case["dynamic"]:
-        require("dynamic_sampling/rounds" in learned[0], "dynamic_sampling: was not")
+        require("dynamic_sampling/rounds" in learned[0], "dynamic_sampling/rounds: is not logged")
     if case["then"].startswith("eval_"):
         at = [row["step"] for row in rows if "eval/accuracy" in row]
         expected = [0, *steps] if case["then"] == "eval_scheduled" else [0, steps[-1]]
@@ -409,12 +413,12 @@ def _check_run(case: Case, run_: pathlib.Path, base: pathlib.Path) -> dict[str, 
     else:
         _check_adapter(case, _tensors(run_ / "adapter"), _tensors(base))
     if case["then"] == "eval_scheduled":
-        require((run_ / "best.json").is_file(), "best.json: is not there")
+        require((run_ / "best.json").is_file(), "best.json: is missing")
     after, before = log_probabilities(run_)
     effect = after - before
     require(bool(np.isfinite(effect).all()), "log-probabilities of the trained policy: not finite")
     found = float(np.abs(effect).mean())
-    require(found > 1e-4, f"log-probabilities with and without what was learned: differ by {found}")
+    require(found > 1e-4, f"log-probabilities before and after training: differ by only {found}")
     return {"effect": found}
 
 
@@ -446,12 +450,12 @@ def _check_adapter(case: Case, adapter: dict[str, Any], base: dict[str, Any]) ->
     linears = 2 * (3 if case["branches"] == "some" else 7)
     require(len(lefts) == linears, f"the adapter is on {len(lefts)} linears, not {linears}")
     for name in lefts:
-        require(bool(adapter[name].any()), f"{name}: is zero as at the start")
+        require(bool(adapter[name].any()), f"{name}: is still zero")
     norms = [name for name in adapter if "layernorm" in name]
     require(bool(norms) == (case["trains"] == "adapter+norms"), f"the adapter has {norms}")
     for name in norms:
         before = base.get(name.removeprefix("base_model.model."), 1.0)
-        require(bool((adapter[name] != before).any()), f"{name}: did not move")
+        require(bool((adapter[name] != before).any()), f"{name}: did not change")
 
 
 def _check_moved(model: dict[str, Any], base: dict[str, Any]) -> None:
@@ -463,7 +467,10 @@ def _check_moved(model: dict[str, Any], base: dict[str, Any]) -> None:
         moved = bool((model[name] != base[name]).any())
         # The softmax does not depend on a value that is added to all keys of a head.
         if not name.endswith("k_proj.bias"):
-            require(moved == name.startswith("model.layers."), f"{name}: moved is {moved}")
+            require(
+                moved == name.startswith("model.layers."),
+                f"{name}: {'changed' if moved else 'did not change'}",
+            )
     require(bool(np.any(model["model.norm.weight"])), "model.norm.weight: is zero")
 
 
@@ -482,7 +489,10 @@ def _export(case: Case, table: dict[str, Any], folder: pathlib.Path) -> dict[str
         pair = folder / "pair"
         qerl("export", folder / "run", pair, "--to", "pair")
         beside = _tensors(pair / "adapter")
-        require(beside.keys() <= _tensors(out).keys(), "export --to pair: another adapter")
+        require(
+            beside.keys() <= _tensors(out).keys(),
+            "export --to pair: wrote an adapter with other tensors",
+        )
         _require_finite(beside | _tensors(pair / "base"))
     else:
         _require_finite(_tensors(out))
@@ -537,7 +547,7 @@ def _eval(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
     after, before = folder / "after", folder / "before"
     qerl("eval", "arithmetic", *policy, *how, "--output-dir", after)
     qerl("eval", "arithmetic", *policy, "--base", *how, "--output-dir", before)
-    require("arithmetic" in qerl("compare", after, before), "compare: names no set")
+    require("arithmetic" in qerl("compare", after, before), "compare: does not name the problems")
     qerl("report", folder / "run", "--output-dir", folder / "page")
     require(any((folder / "page").glob("*.html")), "report: wrote no page")
     require("in all" in qerl("plan", folder / "run.toml"), "plan: shows no sums")
@@ -556,7 +566,7 @@ def _replay(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
     kept = sorted((folder / "diverged" / "non_finite").glob("step_*.npz"))
     require(bool(kept), "non_finite/: is empty after rewards of 3e38")
     said = qerl("replay", kept[0])
-    require(re.search(r"not finite|nan|inf", said) is not None, f"replay: said {said!r}")
+    require(re.search(r"not finite|nan|inf", said) is not None, f"replay: printed {said!r}")
 
 
 def _continue(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
@@ -571,9 +581,13 @@ def _continue(case: Case, table: dict[str, Any], folder: pathlib.Path) -> None:
     row = read_metrics(folder / "continued")[0]
     limit = LIMITS[case["dtype"]]
     # The first stage of noise has sigma 0.
-    require(row[_DIFFERENCE] <= limit, f"{_DIFFERENCE} of what went on: got {row[_DIFFERENCE]:.2g}")
+    require(
+        row[_DIFFERENCE] <= limit, f"{_DIFFERENCE} after continuing: got {row[_DIFFERENCE]:.2g}"
+    )
     for name in before:
-        require(bool((before[name] != after[name]).any()), f"{name}: did not move when going on")
+        require(
+            bool((before[name] != after[name]).any()), f"{name}: did not change after continuing"
+        )
 
 
 _THEN = {
@@ -601,16 +615,25 @@ def _killed_and_resumed(path: pathlib.Path, run_: pathlib.Path, step: int) -> st
         try:
             while not _has_saved(run_, step):
                 tail = log.read_text()[-500:]
-                require(child.poll() is None, f"the child ended by itself: {tail}")
-                require(time.monotonic() < deadline, f"the child saved no step {step}: {tail}")
+                require(child.poll() is None, f"the child ended too early: {tail}")
+                require(
+                    time.monotonic() < deadline,
+                    f"the child did not save step {step} in time: {tail}",
+                )
                 time.sleep(0.05)
         finally:
             child.send_signal(signal.SIGKILL)
             child.wait()
     before = (run_ / "metrics.jsonl").read_text()
-    require(not (run_ / "adapter").exists() and not (run_ / "model").exists(), "the child ended")
+    require(
+        not (run_ / "adapter").exists() and not (run_ / "model").exists(),
+        "the child finished before it was killed",
+    )
     said = qerl("train", path)
-    require((run_ / "metrics.jsonl").read_text().startswith(before), "the run did not go on")
+    require(
+        (run_ / "metrics.jsonl").read_text().startswith(before),
+        "the resumed run did not keep the logged steps",
+    )
     return said
 
 

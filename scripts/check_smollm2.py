@@ -66,7 +66,7 @@ def main() -> int:
         "--work", type=pathlib.Path, help="keep the files of the stages in this folder"
     )
     parser.add_argument(
-        "--timeout", type=int, default=240, help="seconds, after which the process is killed"
+        "--timeout", type=int, default=240, help="seconds after which the process is killed"
     )
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.timeout, exit=True)
@@ -226,7 +226,7 @@ def trained(check: Check, weights: str) -> dict:
     norms = [row["grad_norm"] for row in steps]
     # With only a few completions all may be wrong, and then nothing is learned.
     require(check.rows < 64 or max(norms) > 0, f"grad_norm: got {norms}; one must be positive")
-    require((run / "adapter/adapter_model.safetensors").is_file(), "adapter: is not there")
+    require((run / "adapter/adapter_model.safetensors").is_file(), "adapter: is missing")
     return {
         "reward": steps[-1]["reward"],
         "largest grad_norm": max(norms),
@@ -260,7 +260,7 @@ def generated(check: Check, options: tuple[str, ...]) -> dict:
         *("generate", QUESTION, *names, str(check.work / folder)),
         *("--temperature", "0", "--max-tokens", "24"),
     ).strip()
-    require("Paris" in text or "France" in text, f"completion: got {text!r}; must speak of France")
+    require("Paris" in text or "France" in text, f"completion: got {text!r}; must mention France")
     return {"text": text}
 
 

@@ -65,7 +65,7 @@ def check(bin: pathlib.Path, folder: pathlib.Path) -> None:
     run([bin / "python", "-c", f"import qerl_jax.config as c; list(map(c.load, {names}))"], folder)
     shown = run([bin / "qerl", "train", "quickstart", *STEPS], folder)
     missing = [name for name in LEFT if not (folder / "runs" / "quickstart" / name).is_file()]
-    assert not missing, f"the run has not left {missing}:\n{shown}"
+    assert not missing, f"the run did not write {missing}:\n{shown}"
     print(shown, end="")
 
 

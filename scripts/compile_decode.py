@@ -158,7 +158,9 @@ def main() -> None:
         default=["nvfp4", "bfloat16"],
         choices=["nvfp4", "mxfp4", "nf4", "bfloat16"],
     )
-    parser.add_argument("--tensor", type=int, default=1, help="devices that decode rows together")
+    parser.add_argument(
+        "--tensor", type=int, default=1, help="number of devices that decode rows together"
+    )
     parser.add_argument("--kernels", default="auto", choices=["auto", "portable", "reference"])
     parser.add_argument(
         "--profile", action="store_true", help="print a profile of tracing and lowering"

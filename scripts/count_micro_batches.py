@@ -1,7 +1,8 @@
-"""Counts the micro-batches of SmolLM2's update by what one costs beside its tokens: `python -m scripts.count_micro_batches`.
+"""Counts the micro-batches of SmolLM2's update for several overheads: `python -m scripts.count_micro_batches`.
 
 Rows have lengths like those that SmolLM2 samples (log-normal, mean 39, limit 160; 8 of each prompt of 36 to 45 tokens).
-They are cut as an update cuts them, with several values of `microbatches.overhead`. Milliseconds are those of an H100:
+They are cut into micro-batches as an update does it, with several values of `microbatches.overhead`: the cost of a
+micro-batch besides its tokens. Milliseconds are those of an H100:
 15 for each micro-batch and 4.93 us for each of its tokens (docs/lab-notes.md, "SmolLM2's step"). Nothing is computed on
 a device.
 """

@@ -23,7 +23,7 @@ def on_page_markdown(markdown, page, config, files):
         if target.is_relative_to(config.docs_dir):
             return link[0]
         if not target.exists():
-            log.warning("%s: %s is not there", page.file.src_uri, link[1])
+            log.warning("%s: %s does not exist", page.file.src_uri, link[1])
         kind = "tree" if target.is_dir() else "blob"
         place = target.relative_to(ROOT).as_posix()
         return f"]({config.repo_url.rstrip('/')}/{kind}/main/{place}{link[2] or ''})"

@@ -124,14 +124,14 @@ def _feed(target: Target, given: Any) -> tuple[str | None, bool]:
             target.feed(given)
         is_read = True
     except _Late:
-        fault = f"was not done after {2 * target.seconds} s of the processor"
+        fault = f"was not finished after {2 * target.seconds} s of the processor"
     except Exception as error:
         if not (target.may_refuse and crashes.is_expected(error)):
             where = traceback.extract_tb(error.__traceback__)[-1]
             said = f"{type(error).__name__}: {str(error)[:200]}"
             fault = f"{said} ({pathlib.Path(where.filename).name}:{where.lineno})"
         elif not 0 < len(crashes.in_one_line(error)) < 10_000:
-            fault = f"an error of {len(str(error))} characters"
+            fault = f"an error message of {len(str(error))} characters"
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     if watch.seen and fault is None:

@@ -352,16 +352,14 @@ def main() -> None:
         description="Write docs/benchmarks.md and the results of README.md from the measured lines."
     )
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail if the page differs"
+        "--check", action="store_true", help="write nothing; fail if a page is out of date"
     )
     is_check, lines = parser.parse_args().check, read(SOURCE)
     for path, made in ((PAGE, page(lines)), (README, readme(lines))):
         if not is_check:
             path.write_text(made)
         elif made != path.read_text():
-            sys.exit(
-                f"{path} is not what {SOURCE.name} makes: run python -m scripts.make_benchmarks"
-            )
+            sys.exit(f"{path} is out of date: run python -m scripts.make_benchmarks")
 
 
 if __name__ == "__main__":

@@ -252,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
     """Writes the pages. With `--check` it only says whether they are up to date."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--check", action="store_true", help="only check that the pages are up to date"
+        "--check", action="store_true", help="write nothing; fail if a page is out of date"
     )
     is_check = parser.parse_args(argv).check
     stale = [
@@ -260,7 +260,9 @@ def main(argv: list[str] | None = None) -> int:
     ]
     for path in stale:
         if is_check:
-            print(f"{path.name} is stale: run python -m scripts.make_reference", file=sys.stderr)
+            print(
+                f"{path.name} is out of date: run python -m scripts.make_reference", file=sys.stderr
+            )
         else:
             path.write_text(PAGES[path]())
     return int(is_check and bool(stale))

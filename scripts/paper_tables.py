@@ -243,12 +243,14 @@ To measure other ranks: `python -m scripts.bench_rollouts --model MODEL --arms n
 def main() -> None:
     """Writes the page, or checks it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="fail if the page is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if the page is out of date"
+    )
     made = page(Lines(make_benchmarks.read(make_benchmarks.SOURCE)))
     if not parser.parse_args().check:
         PAGE.write_text(made)
     elif made != PAGE.read_text():
-        sys.exit(f"{PAGE} is not what the lines make: run python -m scripts.paper_tables")
+        sys.exit(f"{PAGE} is out of date: run python -m scripts.paper_tables")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Records what runs when in a rollout and its updates, as spans of time, and draws it.
+"""Records what runs when in a rollout and its updates, and draws it as spans of time.
 
 `watch` records while `scripts.bench_recipe` trains: chunks of sampling with their live rows, prefills, the host's work
 on tokens, micro-batches of the update, and how busy the GPU is according to its driver. The recording can be drawn

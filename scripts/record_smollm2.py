@@ -83,7 +83,9 @@ def main() -> None:
     rows = [record(model, tokenizer, chat) for chat in CHATS]
     least = min(row.pop("least_margin") for row in rows)
     if least < CLEAR:
-        raise SystemExit(f"a token wins by {least:.2g} only: take another prompt")
+        raise SystemExit(
+            f"a best token is only {least:.2g} ahead of the second: take another prompt"
+        )
     table = {
         "model": "SmolLM2-135M-Instruct",
         "sha256": {

@@ -103,7 +103,7 @@ def _of_run(
     for step, file in files.items():
         rows = _rows(file)
         for row in rows:
-            rule = "holds texts of tools, which the policy did not sample; use a run without tools"
+            rule = "has texts of tools, which the policy did not sample; use a run without tools"
             require("turns" not in row, str(file), "turns", rule, ValueError)
         made = _encoded(tokens, rows)
         same += [len(a.completion) == b["length"] for a, b in zip(made, rows, strict=True)]
@@ -123,7 +123,7 @@ def _of_file(
     if have_ids:
         made = [Row(tuple(row["prompt"]), tuple(row["completion"])) for row in rows]
     else:
-        rule = "holds texts; name their tokenizer by --tokenizer"
+        rule = "has texts; give their tokenizer with --tokenizer"
         require(tokens is not None, str(path), "no tokenizer", rule, FileNotFoundError)
         made = _encoded(tokens, rows)
     groups: dict[tuple[int, int], list[Row]] = {}

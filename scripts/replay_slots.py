@@ -1,8 +1,8 @@
-"""Seconds that sampling takes with several numbers of slots, by replay: `python -m scripts.replay_slots`.
+"""Estimates how long sampling takes with several numbers of slots: `python -m scripts.replay_slots`.
 
-Recorded lengths (`scripts/bench_recipe_lengths.json`) go through the schedule of the engine, without a device. Each
-chunk costs what a decoding step of so many rows was measured to take, 32 times; prefills, and the copies of parked
-rows, are not counted. "Reserved" is a schedule in which each row holds all pages that it can need.
+Recorded lengths (`scripts/bench_recipe_lengths.json`) go through the schedule of the engine, without a device. A chunk
+of 32 steps is assumed to take 32 times as long as a measured decoding step of as many rows. Prefills and the copies of
+parked rows are not counted. "Reserved" is a schedule in which each row holds all pages that it can need.
 
     python -m scripts.replay_slots --model qwen2.5-32b --cache-gb 50
 """
@@ -87,18 +87,20 @@ def main() -> None:
     """Prints a row for each number of slots, with pages that are reserved and with pages on demand."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen2.5-32b", choices=PRICES)
-    parser.add_argument("--cache-gb", type=float, default=50, help="of keys and values")
+    parser.add_argument(
+        "--cache-gb", type=float, default=50, help="size of the cache of keys and values"
+    )
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--limit", type=int, default=4096)
     parser.add_argument("--sigma", default="0.5", choices=["0.5", "1"])
     parser.add_argument("--truncated", type=float, default=0.01)
-    parser.add_argument("--stretch", type=float, default=1.0, help="multiplies all lengths")
+    parser.add_argument("--stretch", type=float, default=1.0, help="factor for all lengths")
     parser.add_argument(
         "--share",
         type=float,
         default=kv_capacity.EXPECTED_SHARE,
-        help="share of the limit that a row is expected to need, for the number of slots on demand",
+        help="share of the limit that a row is expected to need; it sets the number of slots on demand",
     )
     args = parser.parse_args()
     arch = architecture.KNOWN[args.model]
@@ -115,7 +117,7 @@ def main() -> None:
     )
     with mock.patch.object(kv_capacity, "EXPECTED_SHARE", args.share):
         chosen = demand.best_slots(lambda _: (pages - 2) * PAGE)
-    print(f"{pages} pages, {np.mean(lengths):.0f} tokens a completion in the mean")
+    print(f"{pages} pages, {np.mean(lengths):.0f} tokens per completion on average")
     print("| pages | slots | rows live | parked | seconds |\n| --- | --- | --- | --- | --- |")
     for name, slots, ahead in (("reserved", reserved, 10**6), ("on demand", chosen, 4)):
         with mock.patch.object(scheduler, "_AHEAD", ahead):

@@ -1,4 +1,4 @@
-"""QeRL's GSM8K experiment on one card, from download to table: `make reproduce MODEL=7b`, or
+"""Runs QeRL's GSM8K experiment on one card, from download to table: `make reproduce MODEL=7b`, or
 
     python -m scripts.reproduce 7b [--device H100] [--plan-only] [--folder FOLDER] [--data FILE] [--section.field VALUE
     ...]
@@ -50,15 +50,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("model", choices=MODELS)
     parser.add_argument(
-        "--device", help="plan for this card, such as H100, instead of this machine's"
+        "--device", help="card to plan for, such as H100; default: the one of this machine"
     )
-    parser.add_argument("--plan-only", action="store_true", help="only print memory and time")
-    parser.add_argument("--folder", help="folder of the model, instead of the hub's")
-    parser.add_argument("--data", help="file with question and answer, instead of GSM8K")
+    parser.add_argument(
+        "--plan-only", action="store_true", help="only print the expected memory and time"
+    )
+    parser.add_argument("--folder", help="folder of the model; default: download it")
+    parser.add_argument("--data", help="file of rows with question and answer, instead of GSM8K")
     parser.add_argument(
         "--random-weights",
         action="store_true",
-        help="use random weights in the shape of that folder's model",
+        help="use random weights in the shape of the model in --folder",
     )
     parser.add_argument("--quick", action="store_true", help="run only two short steps")
     args, options = parser.parse_known_args()
@@ -103,7 +105,7 @@ def expected_time(model: str, cfg: RunConfig) -> list[str]:
     """Describes the expected time of the run."""
     if cfg.max_steps is not None:
         return [
-            f"time       {cfg.max_steps} optimizer steps: not the experiment, so nothing is known"
+            f"time       {cfg.max_steps} optimizer steps: this is not the experiment, so the time is not known"
         ]
     steps = cfg.total_steps(GSM8K_TRAIN)
     rollouts = steps // cfg.updates_per_rollout
@@ -117,7 +119,7 @@ def expected_time(model: str, cfg: RunConfig) -> list[str]:
         return [f"{text}; how long one takes was not measured for this model"]
     return [
         f"{text}: about {rollouts * float(line['value']) / 60:.0f} min of training on an {line['device']}, where "
-        f"a rollout with its updates took {line['value']} s ({line['date']}, recorded lengths); evaluations apart"
+        f"a rollout with its updates took {line['value']} s ({line['date']}, recorded lengths); without evaluations"
         for line in lines
     ]
 
@@ -148,7 +150,7 @@ def result(model: str, cfg: RunConfig, rows: Sequence[Mapping[str, Any]]) -> str
         ["minutes of training", f"{seconds / 60:.1f}", ""],
         ["peak of memory, GB", f"{peak:.1f}" if peak else "not reported", ""],
     ]
-    note = "\nA try of the path: these are not results.\n" if is_trial else ""
+    note = "\nThis was a test of the script: these are not results.\n" if is_trial else ""
     return f"# QeRL's GSM8K experiment\n{note}\n{table(told)}\n"
 
 

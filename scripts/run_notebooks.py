@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
             nbformat.write(notebook, path)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     took = used.ru_utime + used.ru_stime
-    print(f"in all {took:.0f} s of the processor, of {BUDGET}")
+    print(f"{took:.0f} s of processor time in total; at most {BUDGET} s are allowed")
     return int(took > BUDGET and not options.names)
 
 

@@ -143,10 +143,12 @@ def main() -> None:
     parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("runs/study"))
     parser.add_argument("--config", type=pathlib.Path, default=CONFIG)
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS, metavar="ARM")
-    parser.add_argument("--stage", choices=["rates", "seeds"], help="only these runs")
+    parser.add_argument(
+        "--stage", choices=["rates", "seeds"], help="make only the runs of this stage"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="number of runs at once on the card")
     parser.add_argument(
-        "--seconds", type=float, default=1e9, help="seconds, after which the call ends"
+        "--seconds", type=float, default=1e9, help="seconds after which the call ends"
     )
     parser.add_argument("--timing", action="store_true", help="time each arm alone on the card")
     parser.add_argument(
@@ -264,7 +266,7 @@ def work_off(args: argparse.Namespace) -> bool:
             if not running:
                 return not todo and not failed
             if left() <= 0:
-                print(f"out of time; not ended: {', '.join(running)}", flush=True)
+                print(f"the time is over; still running: {', '.join(running)}", flush=True)
                 return False
             time.sleep(0.2)
             for name in [
@@ -338,7 +340,7 @@ def last_line(args: argparse.Namespace, name: str) -> str:
     """The last line of that file that names an error, or else its last line."""
     lines = log_of(args, name).read_text(errors="replace").strip().splitlines()
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception): ", line)]
-    return (errors or lines or ["it said nothing"])[-1]
+    return (errors or lines or ["it printed nothing"])[-1]
 
 
 def run_piece(args: argparse.Namespace) -> None:

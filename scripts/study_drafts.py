@@ -126,19 +126,19 @@ def main() -> None:
         "--steps", type=int, nargs="+", help="steps to replay; default: the first and the last one"
     )
     parser.add_argument(
-        "--groups", type=int, default=8, help="groups of a step, spread evenly over it"
+        "--groups", type=int, default=8, help="number of groups of a step, spread evenly over it"
     )
     parser.add_argument(
         "--recent", type=int, default=8, help="number of earlier steps that `history` uses"
     )
     parser.add_argument("--sources", nargs="+", default=[*CHOICES], metavar="NAME")
     parser.add_argument(
-        "--overhead", type=float, default=0.0, help="additional ms of a call with drafts"
+        "--overhead", type=float, default=0.0, help="additional milliseconds of a call with drafts"
     )
     parser.add_argument(
         "--temperature",
         type=float,
-        help="sampling temperature of everything given; default: that of the run",
+        help="sampling temperature of all completions; default: that of the run",
     )
     parser.add_argument(
         "--tokenizer", metavar="FOLDER", help="folder of the tokenizer, if it is not the run's"
@@ -153,7 +153,7 @@ def main() -> None:
         print(tables([json.loads(line) for line in args.table.read_text().splitlines()]))
         return
     if not args.runs:
-        parser.error("name a run folder or a file of completions")
+        parser.error("give a run folder or a file of completions")
     lines = []
     for run in args.runs:
         label, _, path = run.rpartition("=")

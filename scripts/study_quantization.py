@@ -53,7 +53,7 @@ def main() -> None:
     """Runs the study, or prints its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", nargs="?", help="folder of a 16-bit model")
-    parser.add_argument("data", nargs="?", help="rows with question and answer")
+    parser.add_argument("data", nargs="?", help="file of rows with question and answer")
     parser.add_argument("--out", type=pathlib.Path, help="write the lines to this file")
     parser.add_argument(
         "--errors",
@@ -69,11 +69,13 @@ def main() -> None:
     parser.add_argument(
         "--draws", type=int, default=5, help="number of random draws of the calibration rows"
     )
-    parser.add_argument("--samples", type=int, default=256, help="rows of a draw")
-    parser.add_argument("--held-out", type=int, default=256, help="rows for the comparison")
+    parser.add_argument("--samples", type=int, default=256, help="number of calibration rows")
+    parser.add_argument(
+        "--held-out", type=int, default=256, help="number of rows for the comparison"
+    )
     parser.add_argument("--length", type=int, default=512, help="tokens per row")
     parser.add_argument(
-        "--answer-tokens", type=int, default=256, help="most tokens of a sampled answer"
+        "--answer-tokens", type=int, default=256, help="limit of tokens of a sampled answer"
     )
     parser.add_argument("--steps", type=int, default=200, help="training steps")
     parser.add_argument("--batch", type=int, default=32, help="rows per step")

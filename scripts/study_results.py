@@ -237,7 +237,7 @@ def rates_table(results: Results) -> str:
 def base_text(found: Mapping[str, Any] | None) -> str:
     """Describes the base after the warm-up: accuracies by kind, and how much the packaged grid favours a format."""
     if found is None:
-        return f"How right it is before and after: {MISSING}."
+        return f"The share of right samples before and after: {MISSING}."
     kinds = ["all", *sorted(found["after"].keys() - {"all"})]
     rows = [["samples that are right", *kinds]]
     rows += [
@@ -410,13 +410,15 @@ def main() -> None:
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--page", type=pathlib.Path, default=PAGE)
     parser.add_argument("--figures", type=pathlib.Path, default=FIGURES)
-    parser.add_argument("--check", action="store_true", help="fail if the page is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if the page is out of date"
+    )
     args = parser.parse_args()
     results, timings = study.read(args.results), study.read_timings(args.results)
     made = page(results, timings, read_start(), read_base())
     if args.check:
         if made != args.page.read_text():
-            sys.exit(f"{args.page} is not what the runs make: run python -m scripts.study_results")
+            sys.exit(f"{args.page} is out of date: run python -m scripts.study_results")
         return
     args.page.write_text(made)
     if results:

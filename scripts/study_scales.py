@@ -97,9 +97,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Prints a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", help="folder of a 16-bit model")
-    parser.add_argument("data", help="rows with question and answer")
+    parser.add_argument("data", help="file of rows with question and answer")
     parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--length", type=int, default=512, help="most tokens of a row")
+    parser.add_argument("--length", type=int, default=512, help="limit of tokens of a row")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     args = parser.parse_args(argv)
     reference = load(args.folder, "float32")

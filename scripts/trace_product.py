@@ -123,8 +123,12 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["qwen2.5-7b"])
     parser.add_argument("--layers", nargs="+", default=["gate_up", "down"])
     parser.add_argument("--m", nargs="+", type=int, default=[8, 64, 128])
-    parser.add_argument("--config", help="warpgroups,step,stages,blocks instead of the tuned ones")
-    parser.add_argument("--timeout", type=int, default=90, help="seconds for everything")
+    parser.add_argument(
+        "--config", help="WARPGROUPS,STEP,STAGES,BLOCKS; default: the tuned configuration"
+    )
+    parser.add_argument(
+        "--timeout", type=int, default=90, help="time limit of the script, in seconds"
+    )
     args = parser.parse_args()
     faulthandler.dump_traceback_later(args.timeout, exit=True)
 

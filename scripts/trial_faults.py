@@ -39,15 +39,19 @@ def wrong(fault: harness.Fault) -> str | None:
     if fault.code not in (0, _CODES.get(fault.kind, -9)):
         return f"exit code {fault.code}"
     if "Traceback" in fault.shown or "terminate" in fault.shown:
-        return "more than a line was shown"
+        return "more than one line was shown"
     is_full = fault.kind == harness.FULL
     if is_full and fault.code and "could not be written: No space left" not in fault.shown:
-        return f"did not say what could not be written: {fault.shown[:200]!r}"
+        return (
+            f"the message does not name the file that could not be written: {fault.shown[:200]!r}"
+        )
     if fault.kind in _CODES and not is_full and fault.code and fault.saved != fault.logged:
         return f"step {fault.logged} was logged and {fault.saved} saved"
     is_damaged = fault.kind in ("flip", "truncate")
     return (
-        "a whole checkpoint was not read" if fault.kept != fault.saved and not is_damaged else None
+        "a complete checkpoint was not read"
+        if fault.kept != fault.saved and not is_damaged
+        else None
     )
 
 
@@ -69,7 +73,7 @@ def differences(ours: pathlib.Path, theirs: pathlib.Path) -> str | None:
         name = max(apart, key=apart.get, default=None)
         most = f", most in {name}: {row[name]} and {other[name]}" if name else ""
         return f"from step {row['step']} of {len(their_rows)} on{most}"
-    return "in completions or the adapter only, no metric does"
+    return "in completions or the adapter only; all metrics are equal"
 
 
 @contextlib.contextmanager

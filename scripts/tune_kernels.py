@@ -171,14 +171,16 @@ def main() -> None:
     parser.add_argument("--kernels", default="hopper", choices=("hopper", "portable"))
     parser.add_argument("--m", nargs="+", type=int, help="values of M; default: those of the table")
     parser.add_argument(
-        "--threads", type=int, default=14, help="number of kernels compiled at once"
+        "--threads", type=int, default=14, help="number of kernels that are compiled at a time"
     )
     parser.add_argument(
         "--out", type=pathlib.Path, help="table to write; default: the package's own"
     )
-    parser.add_argument("--seconds", type=float, default=270, help="seconds, after which it stops")
     parser.add_argument(
-        "--again", action="store_true", help="also measure rows that the table has already"
+        "--seconds", type=float, default=270, help="seconds after which the script stops"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="also measure rows that are already in the table"
     )
     args = parser.parse_args()
     tables = portable_tuning if args.kernels == "portable" else configs

@@ -63,7 +63,10 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=RATE, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--problems", type=int, default=512, help="number of held-out problems; 0 measures nothing"
+        "--problems",
+        type=int,
+        default=512,
+        help="number of held-out problems; 0 to measure no accuracy",
     )
     args = parser.parse_args()
     began = time.monotonic()

@@ -23,7 +23,7 @@ def test_a_row_sees_so_many_of_the_devices_that_are_offered(monkeypatch):
     [
         ({}, None),
         ({"sampled": 9}, "9 tokens"),
-        ({"mismatch": 0.3}, "0.3 nats apart, not 0.1"),
+        ({"mismatch": 0.3}, "differ by 0.3 nats instead of 0.1"),
         ({"mismatch": 0.11}, None),
     ],
 )

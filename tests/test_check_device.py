@@ -260,7 +260,7 @@ def test_the_seconds_of_rollouts_are_told_by_phase():
     ("row", "changes", "told"),
     [
         (0, {"sampling/sampling_logp_difference/mean": 0.051}, "the limit is 0.05"),
-        (2, {"sampling/sampling_logp_difference/mean": 0.009}, "noise does not act"),
+        (2, {"sampling/sampling_logp_difference/mean": 0.009}, "noise has no effect"),
         (1, {"loss": float("nan")}, "loss at step 2"),
         (1, {"step": 3}, "steps: got"),
         (1, {"updates/non_finite": 1}, "updates/non_finite"),
@@ -291,7 +291,7 @@ def test_a_zero_or_infinite_adapter_is_red():
     ]
     good = {name: np.ones((2, 2), np.float32) for name in names}
     check_device_run._check_adapter(QUIET, good, {})
-    for value, told in ((0.0, "is zero"), (np.inf, "not finite")):
+    for value, told in ((0.0, "is still zero"), (np.inf, "not finite")):
         with pytest.raises(check_device_run.Failed, match=told):
             check_device_run._check_adapter(QUIET, good | {names[1]: np.full((2, 2), value)}, {})
 
@@ -409,7 +409,7 @@ def test_the_table_ends_with_the_failures_and_its_status_says_if_one_is_red(tmp_
     assert shown[-4:] == [
         "002 b",
         "     it broke at 1.5e-3",
-        "     also 003",
+        "     also in 003",
         "1 passed, 2 failed, 1 not run",
     ]
     assert "not run: 004" in shown and "001 a" not in shown

@@ -111,4 +111,4 @@ def test_links_that_leave_the_docs_lead_to_the_repository(caplog):
     )
     assert not caplog.records
     docs_links.on_page_markdown("[e](../../nowhere.py)", page, config, None)
-    assert "nowhere.py is not there" in caplog.text
+    assert "nowhere.py does not exist" in caplog.text

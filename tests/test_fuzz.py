@@ -38,7 +38,7 @@ def reads_elsewhere(_):
 
 FAULTS = {
     raises: "KeyError: 'left over' (test_fuzz.py:",
-    loops: "was not done after 0.04 s",
+    loops: "was not finished after 0.04 s",
     writes: "did open('/dev/null'",
     reads_elsewhere: "did open('/etc/hostname'",
     lambda _: eval("1"): "did ",

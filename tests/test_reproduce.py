@@ -44,7 +44,7 @@ def test_the_table_has_the_paper_s_number_of_the_arm_and_none_for_a_trial(change
     assert "| accuracy before, % | 50.0 [50.0, 50.0] |" in text
     assert f"| accuracy after, % | 75.0 [75.0, 75.0] | {after} |" in text
     assert "| minutes of training | 1.0 |" in text
-    assert ("A try of the path" in text) == (after == "-")
+    assert ("This was a test of the script" in text) == (after == "-")
 
 
 @pytest.mark.slow
