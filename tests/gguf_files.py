@@ -22,7 +22,7 @@ def field(name, value):
 
 
 def contents(fields, tensors):
-    """The bytes of a GGUF file; tensors are (shape, type, bytes) by name."""
+    """Returns the bytes of a GGUF file; tensors are given as (shape, type, bytes) by name."""
     infos, data = b"", b""
     for name, (shape, kind, content) in tensors.items():
         data += bytes(-len(data) % 32)
@@ -35,6 +35,6 @@ def contents(fields, tensors):
 
 
 def write(path, fields, tensors):
-    """Writes a GGUF file, and gives its path."""
+    """Writes a GGUF file, and returns its path."""
     path.write_bytes(contents(fields, tensors))
     return path

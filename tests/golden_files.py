@@ -22,7 +22,7 @@ _DTYPES = {
 
 
 def load(path: str | pathlib.Path) -> dict[str, np.ndarray]:
-    """Arrays of a safetensors file by name, read-only; a relative path starts at tests/golden.
+    """Reads the arrays of a safetensors file by name, read-only; a relative path starts at tests/golden.
 
     The numpy loader of safetensors cannot read float8_e4m3fn, hence this one.
     """

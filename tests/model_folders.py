@@ -36,7 +36,7 @@ def assert_trees_equal(actual, expected):
 
 
 def copy(source, target, *, config=None, tensors=None):
-    """A model folder with some fields of its config and some tensors replaced; None removes one."""
+    """Copies a model folder with some fields of its config and some tensors replaced; None removes one."""
 
     def changed(old, new):
         return {k: v for k, v in (old | (new or {})).items() if v is not None}
@@ -53,12 +53,12 @@ def copy(source, target, *, config=None, tensors=None):
 
 
 def adapter_model(**changes):
-    """The dense model with a LoRA of rank 8."""
+    """Makes the dense model with a LoRA of rank 8."""
     return Transformer(ARCH, "float32", LoraConfig(8, 16.0, **changes), jnp.float32)
 
 
 def with_norms():
-    """A model whose norms train, and params of it without two equal numbers."""
+    """Makes a model whose norms are trained, and params of it in which all numbers differ."""
     model = adapter_model(train_norms=True)
     params = init_params(model, base(DENSE, "float32"), jax.random.key(0))
     leaves, tree = jax.tree.flatten(params)

@@ -6,7 +6,7 @@ from qerl_jax.rewards import stock
 
 
 def shuffled(completions, answer, **_):
-    """The right rewards in an order that has nothing to do with the completions."""
+    """Gives the right rewards in an order that has nothing to do with the completions."""
     values = stock.correct_and_well_formed_reward(completions, answer)
     random.Random(str(completions)).shuffle(values)
     return values

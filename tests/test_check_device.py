@@ -181,7 +181,7 @@ def test_every_other_field_of_a_section_is_changed_by_a_case(section):
 
 
 def test_every_command_and_kind_of_export_of_the_readme_is_run():
-    """Those of the pages for users, too."""
+    """This includes those of the pages for users."""
     pages = ["README.md", *(f"docs/{name}.md" for name in ("data", "exporting", "first-real-run"))]
     pages += ["docs/quantization.md", "docs/troubleshooting.md"]
     readme = "".join((ROOT / page).read_text() for page in pages)

@@ -111,7 +111,7 @@ CHOICES = {
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_from_an_adapter_learns_and_stays_near_it(tmp_path):
-    """The reference is that adapter: the KL starts at 0."""
+    """The reference is that adapter, so the KL starts at 0."""
     short = {"max_steps": 4, "eval": None, "data": {"num_problems": 2000}}
     short["optim"] = {"per_device_train_batch_size": 64, "gradient_accumulation_steps": 1}
     train(quickstart(tmp_path / "first", **short), quiet=True)
@@ -128,7 +128,7 @@ def test_a_run_that_goes_on_from_an_adapter_learns_and_stays_near_it(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_choice_learns(choice, tmp_path):
-    """Eight updates; shuffled rewards teach nothing, as `test_tiny_run.py` shows."""
+    """Each makes eight updates; shuffled rewards teach nothing, as `test_tiny_run.py` shows."""
     short = {
         "max_steps": 8,
         "eval": None,

@@ -39,13 +39,13 @@ EXAMPLES = (
 
 @pytest.fixture(scope="module")
 def names():
-    """What the examples have defined so far."""
+    """Holds what the examples have defined so far."""
     return {}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The working directory of all examples."""
+    """Makes the working directory of all examples."""
     return tmp_path_factory.mktemp("examples")
 
 
@@ -104,7 +104,7 @@ def test_the_configs_of_the_page_on_environments_are_configs():
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A folder with the files that the page "Getting started" has its reader write."""
+    """Makes a folder with the files that the page "Getting started" lets its reader write."""
     monkeypatch.chdir(tmp_path)
     reward, rows = blocks("getting-started.md", "python")
     (config,) = blocks("getting-started.md", "toml")

@@ -16,12 +16,12 @@ LINK = re.compile(r"\]\(([^()\s]+)\)")
 
 
 def prose(page):
-    """A page's text without its fenced blocks, in which nothing is a heading or a link."""
+    """Returns a page's text without its fenced blocks, in which nothing is a heading or a link."""
     return re.sub(r"(?ms)^```.*?^```", "", page.read_text())
 
 
 def anchors(page):
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Returns the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"(?m)^#+ (.+)$", prose(page))
     return [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
 

@@ -22,7 +22,7 @@ SCRIPT = pathlib.Path(__file__).parent / "parity" / "model_logits.py"
 
 
 def wide_enough(source, target):
-    """A model folder with rows for every id of the tiny tokenizer, which serves as its own."""
+    """Makes a model folder with a row for every id of the tiny tokenizer, which is put into it."""
     held = golden_files.load(source / "model.safetensors")
     tensors = {
         name: np.resize(held[name], (512, held[name].shape[1])) for name in ENDS & held.keys()

@@ -47,7 +47,7 @@ PLAIN = (
 
 
 def imports(path):
-    """Dotted names of all that a file imports, also inside of functions."""
+    """Yields the dotted names of all that a file imports, also inside of functions."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -57,7 +57,7 @@ def imports(path):
 
 
 def files(name):
-    """The files of a package or module of qerl_jax."""
+    """Lists the files of a package or module of qerl_jax."""
     path = ROOT / "qerl_jax" / name
     return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
 
@@ -69,7 +69,7 @@ def packages():
 
 
 def imported(name):
-    """Packages of the project that a package of qerl_jax imports; the root itself is called qerl_jax."""
+    """Yields packages of the project that a package of qerl_jax imports; the root itself is called qerl_jax."""
     for name_imported in itertools.chain(*map(imports, files(name))):
         root, *rest = name_imported.split(".")
         if root == "qerl_jax":

@@ -11,7 +11,7 @@ MEASURED = pathlib.Path(__file__).parents[1] / "docs" / "measured"
 
 
 def measured(**fields):
-    """A line of the JSONL file with every field."""
+    """Makes a line of the JSONL file with every field."""
     line = dict.fromkeys(make_benchmarks.FIELDS) | {"more": {}, "note": "", "conditions": ""}
     line |= {"table": "decoding", "name": "7B, 8 rows", "value": 3586, "unit": "tokens/s"}
     line |= {"command": "python -m x", "date": "2026-11-22", "device": "A", "versions": "jax 1"}
@@ -19,12 +19,12 @@ def measured(**fields):
 
 
 def raw(name):
-    """Lines of a file that a benchmark wrote, with their numbers as numbers."""
+    """Reads lines of a file that a benchmark wrote, with their numbers as numbers."""
     return [json.loads(line) for line in (MEASURED / name).read_text().splitlines()]
 
 
 def close(shown, value):
-    """Whether a printed number is a value rounded to the digits that are printed."""
+    """Returns whether a printed number is a value rounded to the printed digits."""
     _, _, fraction = str(shown).partition(".")
     return float(shown) == pytest.approx(value, abs=0.51 * 10.0 ** -len(fraction))
 

@@ -1,4 +1,4 @@
-"""The replay of recorded lengths through the schedule."""
+"""Tests the replay of recorded lengths through the schedule."""
 
 import numpy as np
 import pytest

@@ -74,7 +74,7 @@ def replicas(count, fsdp=1, tensor=1):
 
 
 def divided(model, frozen):
-    """A base in the parts that devices hold which decode rows together."""
+    """Makes a base in parts, as devices hold them that decode rows together."""
     layers = {
         name: leaf | {"weight": model.division.split(name, leaf["weight"], axis=1)}
         if name in model.arch.linears()
@@ -114,7 +114,7 @@ times_parked = [0]
 
 
 def sampled(count, slots, *, fsdp=1, tensor=1, poll=None, **options):
-    """(tokens, log-probabilities, why it ended) of every row."""
+    """Returns (tokens, log-probabilities, why it ended) of every row."""
     queue = [prompt for seed in range(3) for prompt in engines.prompts(seed)]
     (model, variables), share = engines.policy(), replicas(count, fsdp, tensor)
     model = model.clone(fsdp=fsdp, tensor=tensor)
@@ -146,7 +146,7 @@ def test_rows_are_the_same_where_devices_share_a_base(count, fsdp):
 @pytest.mark.parametrize(("count", "tensor"), TOGETHER)
 @pytest.mark.parametrize("repetition_penalty", [1.0, 1.3])
 def test_rows_are_the_same_where_devices_decode_them_together(count, tensor, repetition_penalty):
-    """Sums are made in another order: log-probabilities are near, and no tie is so close that it turns."""
+    """Sums are in another order: log-probabilities are close, and no tie is close enough to change."""
     options = {"repetition_penalty": repetition_penalty}
     engines.assert_same(sampled(count, 3, tensor=tensor, **options), sampled(1, 3, **options))
 
@@ -291,7 +291,7 @@ LEARNED = {
 
 
 def learned(count, options, fsdp=1, tensor=1):
-    """State and metrics after a rollout; the gradient is Adam's first moment."""
+    """Returns state and metrics after a rollout; the gradient is Adam's first moment."""
     updater = updates.make(**options)
     model = updater.objective.model.clone(fsdp=fsdp, tensor=tensor)
     if count * model.group > 1:
@@ -385,7 +385,7 @@ def test_a_divided_base_of_any_format_is_whole_in_updates_and_a_sum_in_rollouts(
 
 
 def temporaries(remat, **how):
-    """Bytes that the gradient of a micro-batch takes beside what goes in and out, and those of the layers."""
+    """Returns the temporary bytes of a micro-batch's gradient, and the bytes of the layers."""
     sizes = {"num_layers": 16, "width": 128, "ffn_width": 1024, "num_heads": 8, "head_size": 16}
     arch = dataclasses.replace(updates.ARCH, **sizes)
     model = Transformer(arch, "nvfp4", LoraConfig(rank=1), jnp.float32, **how)
@@ -446,7 +446,7 @@ def test_a_shared_base_is_loaded_in_parts(count, how):
 
 
 def steps(folder, count, fsdp=1, tensor=1, **more):
-    """Three steps of a run with slots and batches that do not depend on the number of devices."""
+    """Runs three steps with slots and batches that do not depend on the number of devices."""
     rollout = {"num_generations": 4, "max_completion_length": 32}
     fixed = {"compact": False, "max_concurrent": 4}
     assert count == 1 or len(replicas(count, fsdp, tensor)) == count
@@ -483,7 +483,7 @@ def test_a_run_samples_the_same_texts_and_learns_the_same(how, tmp_path):
 
 
 def run_on(folder, count, max_steps):
-    """A run by the command line on so many devices."""
+    """Runs the command line on so many devices."""
     path = folder.with_suffix(".toml")
     path.write_text(config.dump(tiny.small(folder, max_steps=max_steps, mesh={"data": count})))
     command = [sys.executable, "-m", "qerl_jax", "train", str(path)]

@@ -1,4 +1,4 @@
-"""Tests that runs on two processes, joined by JAX as on two hosts, equal those on one; and what if one dies."""
+"""Tests that runs on two processes, joined by JAX as on two hosts, equal those on one, and what happens if one dies."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ PATIENCE = 600
 
 
 def written(folder, replicas, fsdp=1, length=32, **changes):
-    """A config whose runs do not depend on the number of devices but by roundings, in a file."""
+    """Writes a config whose runs depend on the number of devices only by rounding."""
     rollout = {"num_generations": 4, "max_completion_length": length}
     fixed = {"compact": False, "max_concurrent": 4}
     options = {
@@ -47,7 +47,7 @@ def written(folder, replicas, fsdp=1, length=32, **changes):
 
 
 def start(*paths, devices=1):
-    """A process for each config, with so many devices, joined by the variables that stand in docs/scale.md."""
+    """Starts a process for each config, with so many devices, joined by the variables of docs/scale.md."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{found.getsockname()[1]}"
@@ -68,7 +68,7 @@ def start(*paths, devices=1):
 
 
 def ended(processes):
-    """Exit codes, and what was said."""
+    """Returns exit codes and output."""
     said = [each.communicate(timeout=PATIENCE)[0] for each in processes]
     return [each.returncode for each in processes], said
 
@@ -89,7 +89,7 @@ def texts(folder):
 
 
 def assert_same(folder, other):
-    """Two runs sampled the same texts with the same rewards, and learned the same but for roundings."""
+    """Checks that two runs sampled the same texts with the same rewards, and learned the same but for rounding."""
     assert texts(folder) == texts(other)
     same = ("step", "reward", "num_tokens", "completions/mean_length", "eval/accuracy")
     rows, others = logger.read_metrics(folder), logger.read_metrics(other)
@@ -129,7 +129,7 @@ def test_two_processes_do_what_one_does_and_go_on_when_one_was_killed(tmp_path):
 
 
 def test_the_first_process_runs_the_tools_of_two(tmp_path):
-    """And the run goes on, with groups that the last rollout did not need, when both were stopped by a signal."""
+    """A signal stops both, and they continue with groups that the last rollout did not need."""
     tools = dataclasses.replace(
         THINKS,
         functions=(),

@@ -44,7 +44,7 @@ def policy(weights="float32", dtype="float32"):
 
 @functools.cache
 def distributions(weights="float32", dtype="float32"):
-    """Log-probabilities [n, V] for each row's n recorded tokens, from one forward pass per row."""
+    """Computes log-probabilities [n, V] for each row's n recorded tokens, with one forward pass per row."""
     loaded = policy(weights, dtype)
     width = max(len(row["prompt_ids"]) + len(row["tokens"]) for row in ROWS)
 
@@ -65,7 +65,7 @@ def distributions(weights="float32", dtype="float32"):
 
 
 def of_recorded(logps):
-    """From [n, V] for each row: one array of the log-probabilities of all recorded tokens."""
+    """Takes [n, V] of each row, and returns one array of the log-probabilities of all recorded tokens."""
     picked = [
         each[np.arange(len(each)), row["tokens"]] for each, row in zip(logps, ROWS, strict=True)
     ]
@@ -126,7 +126,7 @@ def test_a_packed_base_generates_finite_log_probabilities_of_likely_tokens():
 
 @pytest.mark.gpu
 def test_training_on_the_real_model_learns_from_finite_losses(tmp_path):
-    """Three steps of the config that ships; `scripts/check_smollm2.py` does this and the rest of the product."""
+    """It runs three steps of the shipped config; `scripts/check_smollm2.py` does this and the rest of the product."""
     cfg = config.load(CONFIG)
     model = dataclasses.replace(cfg.model, model_name_or_path=FOLDER)
     evaluation = dataclasses.replace(cfg.eval, num_problems=16)

@@ -18,7 +18,7 @@ def result(rewards):
 
 
 def all_rates(arm, best):
-    """Results of an arm's first runs, of which those at one rate end with the highest reward."""
+    """Makes results of an arm's first runs, of which those at one rate end with the highest reward."""
     return {
         Piece(arm, rate, seed).name: result([0.9] * 80 + [0.6 if rate == best else 0.5] * 20)
         for rate in ARMS[arm].rates
@@ -74,7 +74,7 @@ def test_every_arm_is_a_config_that_differs_in_what_it_says(arm, tmp_path):
 
 @pytest.fixture
 def two_steps(tmp_path):
-    """The arguments of a study of two steps on the tiny base, with problems that it can read."""
+    """Returns the arguments of a study of two steps on the tiny base, with problems that it can read."""
     tiny = config.read_table("quickstart")
     rows = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 1}
     table = config.read_table(study.CONFIG) | {

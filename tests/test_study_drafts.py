@@ -20,7 +20,7 @@ def row(completion, prompt=(900, 901)):
 
 
 def walk(groups, name, policy=None, before=()):
-    """A replay of groups as step 2, after the groups of step 1."""
+    """Replays groups as step 2, after the groups of step 1."""
     known = drafts.past({1: list(before), 2: groups}, 2, groups, recent=1)
     return replay(groups, [name], known, policy or Fixed(4))
 
@@ -160,7 +160,7 @@ def test_a_step_without_drafts_takes_as_long_as_it_was_measured():
 
 @pytest.fixture
 def run(tmp_path):
-    """A run folder of two steps of one problem and two completions."""
+    """Makes a run folder of two steps of one problem and two completions."""
     folder = tmp_path / "run"
     (folder / "completions").mkdir(parents=True)
     (folder / "config.toml").write_text(

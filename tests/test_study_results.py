@@ -19,7 +19,7 @@ def run(reward=0.5, end=0.6, start=0.3, entropy=0.2, **more):
 
 
 def whole(**ends):
-    """All runs of all arms; the middle rate is best, and `ends` gives accuracies by arm and seed."""
+    """Makes all runs of all arms; the middle rate is best, and `ends` gives accuracies by arm and seed."""
     results = {}
     for arm, about in ARMS.items():
         best = about.rates[1]

@@ -10,7 +10,7 @@ from scripts.suffix_automaton import Draft, SuffixAutomaton
 
 
 def occurrences(sequences, tokens):
-    """The places (sequence, position) just after the tokens, by looking everywhere."""
+    """Finds the places (sequence, position) just after the tokens by looking everywhere."""
     n = len(tokens)
     return [
         (row, at)
@@ -21,19 +21,19 @@ def occurrences(sequences, tokens):
 
 
 def followers(sequences, tokens):
-    """How often each token follows the tokens."""
+    """Counts how often each token follows the tokens."""
     places = occurrences(sequences, tokens)
     return collections.Counter(sequences[row][at] for row, at in places if at < len(sequences[row]))
 
 
 def longest(sequences, context):
-    """The length of the context's longest end after which something followed."""
+    """Returns the length of the context's longest end after which something followed."""
     ends = (context[len(context) - n :] for n in range(len(context), 0, -1))
     return next((len(end) for end in ends if followers(sequences, end)), 0)
 
 
 def grown(rng, letters, count, length):
-    """An automaton and its sequences, which grew by pieces in a random order."""
+    """Makes an automaton and its sequences, which grew in pieces in a random order."""
     automaton, sequences, ends = SuffixAutomaton(), [[] for _ in range(count)], [0] * count
     for row in rng.permutation(np.repeat(np.arange(count), length // 4)):
         piece = rng.integers(0, letters, rng.integers(1, 8)).tolist()

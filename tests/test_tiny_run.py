@@ -34,7 +34,7 @@ QUICKSTART = ROOT / "configs" / "quickstart.toml"
 
 
 def quickstart(folder, **sections):
-    """The quickstart config with changed fields, given as section={field: value} or field=value."""
+    """Returns the quickstart config with changed fields, given as section={field: value} or field=value."""
     cfg = config.load(QUICKSTART)
     changes = {
         name: dataclasses.replace(getattr(cfg, name), **value) if isinstance(value, dict) else value
@@ -44,7 +44,7 @@ def quickstart(folder, **sections):
 
 
 def small(folder, **sections):
-    """Seconds instead of minutes: 8 prompts x 4, six steps, a checkpoint every two."""
+    """Returns a config that runs in seconds: 8 prompts x 4, six steps, a checkpoint every two."""
     defaults = {
         "max_steps": 6,
         "save_steps": 2,
@@ -161,7 +161,7 @@ def test_several_updates_of_one_rollout_train_norms_and_reference_in_one_run(tmp
 
 @pytest.mark.slow
 def test_all_that_a_run_remembers_survives_an_interruption(tmp_path, monkeypatch):
-    """The place in the data, groups left over by dynamic sampling, and a reference that moves."""
+    """This is the place in the data, groups left over by dynamic sampling, and a moving reference."""
 
     def cfg(name):
         return small(
@@ -432,7 +432,7 @@ def test_rows_are_held_against_the_context_of_the_base_that_was_loaded(tmp_path,
     "path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda path: path.stem
 )
 def test_every_config_runs_for_two_rollouts_on_the_tiny_base(path, tmp_path):
-    """Its algorithm, noise and adapter, with the model, problems and sizes of the quickstart."""
+    """It keeps its algorithm, noise and adapter, with the quickstart's model, problems and sizes."""
     cfg, tiny = config.load(path), small(tmp_path / "run")
     model = dataclasses.replace(
         tiny.model, weights=cfg.model.weights, trainable=cfg.model.trainable
@@ -524,7 +524,7 @@ def test_a_run_takes_problems_and_rewards_from_memory_and_reports_its_rows(tmp_p
 
 
 def test_wrong_answers_learn_nothing_from_the_length_of_one_of_them(tmp_path):
-    """Dynamic sampling's groups are those that differ in accuracy; the others fill up, and are silent."""
+    """Dynamic sampling keeps groups that differ in accuracy; the others fill up the batch and teach nothing."""
 
     def accuracy_reward(completions, answer, log_extra, **_):
         values = stock.accuracy_reward(completions, answer)
@@ -552,7 +552,7 @@ def test_wrong_answers_learn_nothing_from_the_length_of_one_of_them(tmp_path):
 
 @pytest.mark.slow
 def test_an_epoch_under_dynamic_sampling_ends_when_all_its_problems_were_met(tmp_path):
-    """48 problems are six rounds of eight: a rollout of four rounds and one of two, in which none teaches."""
+    """48 problems are six rounds of eight: a rollout of four rounds, and one of two in which none teaches."""
     problems = [Problem(f"{a}+1=", {"answer": str(a + 1)}) for a in range(48)]
     asked = []
 

@@ -18,7 +18,7 @@ from tests.test_tiny_run import ROOT, small, without_times
 
 @pytest.mark.slow
 def test_a_policy_learns_to_call_a_calculator_for_what_it_cannot_compute(tmp_path):
-    """It begins with calls in a quarter of its answers, as it was taught."""
+    """As it was taught, it starts with calls in a quarter of its answers."""
     teach_calls.teach().save_pretrained(tmp_path / "calls")
     cfg = config.load(ROOT / "configs" / "calculator_arithmetic.toml")
     model = dataclasses.replace(cfg.model, adapter_name_or_path=str(tmp_path / "calls"))
@@ -49,7 +49,7 @@ THINKS = ToolsConfig(
 
 @pytest.mark.slow
 def test_a_run_with_tools_scores_what_it_sampled_and_goes_on_after_an_interruption(tmp_path):
-    """Sampler, with a cache that rows of several turns continue in, and trainer agree on every token."""
+    """Rows of several turns continue in the cache, and sampler and trainer agree on every token."""
     options = {
         "max_steps": 4,
         "save_steps": 1,
@@ -74,7 +74,7 @@ def test_a_run_with_tools_scores_what_it_sampled_and_goes_on_after_an_interrupti
 
 @pytest.mark.slow
 def test_a_policy_is_evaluated_and_filtered_with_the_environments_that_it_trained_in(tmp_path):
-    """Of the rows of one environment of two; greedy, so that the run itself and `qerl eval` sample alike."""
+    """Rows name one of two environments. Sampling is greedy, so that the run and `qerl eval` sample alike."""
     here = "tests.qerl_jax.rewards.environments_for_tests"
     names = ["asked", "silent"] * 8
     rows = [

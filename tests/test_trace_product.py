@@ -4,7 +4,7 @@ from scripts import trace_product
 
 
 def noted(tid, pid, *scopes):
-    """Both ends of scopes, as Mosaic's profiler writes them: microseconds, a thousand cycles each."""
+    """Makes both ends of scopes as Mosaic's profiler writes them, in microseconds of a thousand cycles each."""
     return [
         {"name": name, "ph": end, "ts": at, "pid": pid, "tid": tid}
         for name, *times in scopes

@@ -43,7 +43,7 @@ def tiny(folder, **sections):
 
 
 def copy_of(run, folder):
-    """A run folder under another name, which says so in its config."""
+    """Copies a run folder under another name, and puts that name into its config."""
     shutil.copytree(run, folder)
     cfg = config.load(folder / "config.toml")
     (folder / "config.toml").write_text(
@@ -53,7 +53,7 @@ def copy_of(run, folder):
 
 
 def back_to(folder, step):
-    """Makes a finished run one that was killed after it had saved a step."""
+    """Turns a finished run into one that was killed after it had saved a step."""
     shutil.rmtree(folder / "adapter", ignore_errors=True)
     for path in (folder / "checkpoints").iterdir():
         if int(path.name) > step:
@@ -61,7 +61,7 @@ def back_to(folder, step):
 
 
 def results(folder):
-    """All that two equal runs have in common: metrics without times, completions, the adapter's bytes."""
+    """Returns what two equal runs have in common: metrics without times, completions, the adapter's bytes."""
     rows = [
         {name: value for name, value in row.items() if not name.startswith(_TIMES)}
         for row in logger.read_metrics(folder)
@@ -71,19 +71,19 @@ def results(folder):
 
 
 def files_of(folder):
-    """All files below a folder, in order."""
+    """Lists all files below a folder, in order."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def flip(path, bit):
-    """Turns one bit of a file over."""
+    """Flips one bit of a file."""
     data = bytearray(path.read_bytes())
     data[bit // 8] ^= 1 << bit % 8
     path.write_bytes(data)
 
 
 def flip_somewhere(paths, rng: random.Random):
-    """Turns one random bit of several files over, and gives the file and the bit."""
+    """Flips one random bit of several files, and returns the file and the bit."""
     sizes = [8 * path.stat().st_size for path in paths]
     (path,) = rng.choices(paths, sizes)
     bit = rng.randrange(8 * path.stat().st_size)
@@ -92,7 +92,7 @@ def flip_somewhere(paths, rng: random.Random):
 
 
 def python(code, *arguments, **options):
-    """Runs a program in a fresh interpreter, and gives what it left: returncode, stdout, stderr."""
+    """Runs a program in a fresh interpreter, and returns its exit code and output."""
     command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False, **options
@@ -176,33 +176,33 @@ def disturb(path, folder, rng, count, kinds=FAULTS, timeout=600):
 
 
 def fill(path, spare):
-    """Writes a file of all the room that its file system has, but for some spare bytes."""
+    """Writes a file that fills its file system, except for some spare bytes."""
     found = os.statvfs(path.parent)
     with path.open("wb") as file, contextlib.suppress(OSError):
         file.write(bytes(max(0, found.f_bavail * found.f_frsize - spare)))
 
 
 def start(path):
-    """Starts `qerl train` of a config file; its stderr can be read."""
+    """Starts `qerl train` on a config file, with a readable stderr."""
     command = [sys.executable, "-m", "qerl_jax", "train", str(path)]
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=ROOT, **pipes)
 
 
 def last_step(folder):
-    """The last step in a run's log; 0 for none."""
+    """Returns the last step in a run's log; 0 if there is none."""
     return max((row["step"] for row in logger.read_metrics(folder)), default=0)
 
 
 def wait_for_step(process, folder, step, timeout=300):
-    """Waits until a step is logged, or the process has ended, or time is over."""
+    """Waits until a step is logged, the process has ended, or the time is over."""
     deadline = time.monotonic() + timeout
     while last_step(folder) < step and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 def has_mounts():
-    """Whether a small file system can be mounted here, for one process and its children."""
+    """Returns whether one process and its children can mount a small file system here."""
     command = ["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"]
     return (
         shutil.which("unshare") is not None

@@ -19,7 +19,7 @@ from tests.model_folders import assert_trees_equal, with_norms
 
 @pytest.fixture(scope="module")
 def states():
-    """States of steps 2 and 4 that differ in every leaf."""
+    """Makes states of steps 2 and 4 that differ in every leaf."""
     fresh = update.init_state(with_norms()[1], OptimConfig())
     moved = lambda add: jax.tree.map(lambda leaf: (leaf + add).astype(leaf.dtype), fresh)
     return [dataclasses.replace(moved(step), step=jnp.int32(step)) for step in (2, 4)]
@@ -41,7 +41,7 @@ def run(saved, tmp_path):
 
 
 def newest(run, states):
-    """The step that is restored, after a check that it is what was saved; and the lines about it."""
+    """Returns the step that is restored, checks that its state is the saved one, and returns the lines about it."""
     files = StateFiles(run, keep=3)
     step = files.newest()
     assert_trees_equal(files.restore(states[0], step), states[step // 2 - 1])
@@ -133,7 +133,7 @@ def test_a_damaged_checkpoint_counts_for_none_that_is_kept_and_is_written_anew(r
 
 
 def test_a_checkpoint_of_an_earlier_version_is_read_with_a_warning(run, states):
-    """It had no checksums, a mark of orbax beside the items, and its numbers elsewhere."""
+    """It had no checksums, it had a mark of orbax beside the items, and its numbers were elsewhere."""
     folder = run / "checkpoints" / "4"
     (folder / "checksums.json").unlink()
     (folder / "_CHECKPOINT_METADATA").write_text("{}")
@@ -149,7 +149,7 @@ def test_a_checkpoint_of_an_earlier_version_is_read_with_a_warning(run, states):
 
 
 def test_the_checksums_are_of_the_bytes_in_the_files(run):
-    """An oracle that knows neither how they are made nor how they are compared: sha256sum's own output."""
+    """The oracle is the output of sha256sum, which shares no code with ours."""
     folder = run / "checkpoints" / "4"
     sealed = json.loads((folder / "checksums.json").read_text())
     assert len(sealed) == len(harness.files_of(folder)) - 1

@@ -79,7 +79,7 @@ def test_epochs_that_make_too_many_steps_are_refused():
 
 
 def run_with(monkeypatch, tmp_path, error, *options):
-    """The exit code of a run in whose third judging an error is raised."""
+    """Runs training with an error in the third call of the reward, and returns the exit code."""
     calls, score = iter(range(100)), rollouts.score
 
     def failing(*arguments, **named):
@@ -126,7 +126,7 @@ def test_debug_shows_the_traceback_of_any_error(tmp_path, capsys):
 
 
 def test_a_bare_message_of_a_library_that_computes_is_no_answer(tmp_path, monkeypatch, capsys):
-    """A ValueError of flax or JAX is not about the input, as ours are."""
+    """A ValueError of flax or JAX is not about the input, while ours are."""
 
     def reshaped(cfg, **_):
         return jax.numpy.zeros(3).reshape(2)

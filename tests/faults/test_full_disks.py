@@ -20,7 +20,7 @@ needs_mounts = pytest.mark.skipif(
 
 
 def in_small_disk(size, code, *arguments):
-    """Runs a program in whose first argument, a folder, a file system of `size` is mounted."""
+    """Runs a program on a folder, its first argument, in which a file system of `size` is mounted."""
     place, *others = arguments
     script = f'mount -t tmpfs -o size={size} none {place} && exec python3 -c "$0" "$@"'
     script = script.replace("python3", sys.executable)
@@ -137,7 +137,7 @@ def test_a_checkpoint_that_finds_no_room_is_one_line_and_leaves_those_before_it(
 
 @needs_mounts
 def test_an_adapter_that_finds_no_room_is_one_line_too(tmp_path):
-    """safetensors raises an error of its own."""
+    """safetensors raises its own kind of error."""
     ended = in_small_disk(
         "64k",
         """
@@ -162,7 +162,7 @@ def test_an_adapter_that_finds_no_room_is_one_line_too(tmp_path):
 @needs_mounts
 @pytest.mark.parametrize("share", [0.002, 0.02, 0.3, 0.6, 0.9])
 def test_a_run_on_a_full_disk_goes_on_once_there_is_room_as_if_nothing_had_been(share, tmp_path):
-    """The disk holds a share of what the whole run leaves."""
+    """The disk holds only a part of what the whole run writes."""
     train(harness.tiny(tmp_path / "whole"), quiet=True)
     blocks = [path.stat().st_blocks for path in (tmp_path / "whole").rglob("*")]
     size = max(4096, round(share * 512 * sum(blocks)))

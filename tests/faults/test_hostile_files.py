@@ -133,7 +133,7 @@ def test_an_error_that_quotes_a_whole_file_is_a_line_that_can_be_read(tmp_path, 
 
 
 def run_folder(folder, files):
-    """A run folder of these files, by their paths in it."""
+    """Makes a run folder of these files, given by their paths in it."""
     for name, text in {"metrics.jsonl": '{"step": 1, "reward": 0.5}\n', **files}.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

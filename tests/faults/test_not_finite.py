@@ -17,7 +17,7 @@ from tests.faults import harness
 
 
 def with_nan(tree):
-    """A tree whose last leaf has a NaN."""
+    """Returns the tree with a NaN in its last leaf."""
     *leaves, last = jax.tree.leaves(tree)
     broken = last.at[(0,) * last.ndim].set(jnp.nan)
     return jax.tree.unflatten(jax.tree.structure(tree), [*leaves, broken])

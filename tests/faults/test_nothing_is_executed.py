@@ -46,14 +46,14 @@ CALLS = {"eval", "exec", "compile", "__import__"}
 
 
 def dotted(node):
-    """The dotted name of what is called: os.system."""
+    """Returns the dotted name of what is called, such as os.system."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else "?"
 
 
 def what_executes(tree):
-    """Places of a program that may run what it reads."""
+    """Finds places of a program that may execute what it reads."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = getattr(node, "module", None)

@@ -30,7 +30,7 @@ with locks.held(sys.argv[1]):
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that holds the lock of `tmp_path`."""
+    """Starts another process that holds the lock of `tmp_path`."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)],
         cwd=harness.ROOT,
@@ -83,7 +83,7 @@ def test_train_refuses_a_folder_in_use_before_it_reads_or_writes_there(tmp_path,
 
 
 def test_of_two_new_runs_the_one_that_comes_second_is_refused(tmp_path, monkeypatch):
-    """The other one has begun, and ended, while this one was still reading its model."""
+    """The other run begins and ends while this one still reads its model."""
     folder = tmp_path / "run"
 
     def meanwhile(cfg, **_):

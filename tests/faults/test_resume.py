@@ -23,7 +23,7 @@ from tests.faults import harness
 
 
 def remembering(folder, **sections):
-    """A run with all that outlives a step: noise, rounds of sampling, a reference that follows, the best adapter."""
+    """Makes a run with all that outlives a step: noise, sampling rounds, a moving reference, the best adapter."""
     return harness.tiny(
         folder,
         grpo={
@@ -78,7 +78,7 @@ def test_a_run_that_is_stopped_in_every_step_is_the_same_bit_for_bit(whole, tmp_
 
 @pytest.mark.slow
 def test_tokens_and_the_best_so_far_outlive_the_log(whole, tmp_path):
-    """They are in the checkpoint: of a log that is gone only its rows are."""
+    """Both are in the checkpoint: if the log is lost, only its rows are lost."""
     folder = harness.copy_of(whole[0], tmp_path / "run")
     harness.back_to(folder, 4)
     lost = logger.read_metrics(folder)
@@ -134,7 +134,7 @@ def test_a_warning_about_a_run_is_given_once_and_not_again_when_it_is_resumed(tm
 @pytest.mark.slow
 @pytest.mark.process
 def test_load_changes_no_bit(tmp_path):
-    """Beside processes that keep all cores busy a run gives the bits that it gives alone."""
+    """A run gives the same bits alone and beside processes that keep all cores busy."""
     paths = {name: tmp_path / f"{name}.toml" for name in ("alone", "beside")}
     for name, path in paths.items():
         path.write_text(config.dump(harness.tiny(tmp_path / name)))

@@ -23,7 +23,7 @@ SIGNALS = {130: signal.SIGINT, 143: signal.SIGTERM}
 
 
 def watched(folder):
-    """A run that saves at its end only, and is evaluated at 0, 2 and 4."""
+    """Makes a run that saves only at its end, and is evaluated at steps 0, 2 and 4."""
     cfg = {"max_steps": 4, "save_steps": 100}
     return harness.tiny(folder, eval={"num_problems": 8, "eval_steps": 2, "batch_size": 8}, **cfg)
 
@@ -36,7 +36,7 @@ def whole(tmp_path_factory):
 
 
 def send_in_judging(monkeypatch, nth, number=signal.SIGTERM):
-    """Sends a signal in the nth time that completions are judged: of the steps, and of the evaluations between."""
+    """Sends a signal when completions are judged for the nth time, in steps and evaluations together."""
     calls, score = itertools.count(), rollouts.score
 
     def judged(*arguments, **options):
@@ -77,7 +77,7 @@ def test_a_signal_in_any_part_of_a_step_saves_the_last_whole_one(nth, whole, tmp
 def test_an_evaluation_that_is_interrupted_is_done_again_and_its_row_is_whole(
     whole, tmp_path, monkeypatch
 ):
-    """The step before it is saved, and not done again."""
+    """The step before it is saved, and is not repeated."""
     folder = tmp_path / "run"
     with monkeypatch.context() as patch, pytest.raises(stopping.Stopped):
         calls, collect = itertools.count(), rollouts.collect
@@ -101,7 +101,7 @@ def test_an_evaluation_that_is_interrupted_is_done_again_and_its_row_is_whole(
 def test_an_update_is_left_until_it_has_changed_the_state(
     optimizer_step, saved, tmp_path, monkeypatch
 ):
-    """So a signal waits for a micro-batch, or for the optimizer steps that follow the first."""
+    """A signal waits for a micro-batch, or for the optimizer steps that follow the first one."""
     shape = {
         "grpo": {"beta": 0.01},  # so that all rows learn
         "rollout": {"num_generations": 2, "generation_batch_size": 8, "max_completion_length": 8},
@@ -174,11 +174,11 @@ def test_before_there_is_a_state_a_signal_does_what_it_did_before_and_is_remembe
 
 
 class Referent:
-    """Something that a weak reference can refer to."""
+    """An object that a weak reference can refer to."""
 
 
 def interrupt_where_exceptions_are_forgotten():
-    """Sends SIGINT within a callback of a weak reference: of an exception there Python prints a line, no more."""
+    """Sends SIGINT within a weak reference's callback: Python only prints exceptions that are raised there."""
     referent = Referent()
     reference = weakref.ref(referent, lambda _: signal.raise_signal(signal.SIGINT))
     del referent
@@ -188,7 +188,7 @@ def interrupt_where_exceptions_are_forgotten():
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("place", ["setup", "step"])
 def test_an_interrupt_that_falls_into_a_callback_is_not_lost(place, tmp_path, monkeypatch):
-    """So one of 54 was, in a WeakSet of JAX, and the run went on to its end."""
+    """One of 54 was lost in a WeakSet of JAX, and the run continued to its end."""
     module, name = {"setup": (setup.base_model, "load_weights"), "step": (rollouts, "score")}[place]
     function = getattr(module, name)
 
@@ -244,7 +244,7 @@ def test_the_command_ends_with_its_documented_code_and_one_line_beside_the_notic
 @pytest.mark.parametrize("seconds", [1.0, pytest.param(2.5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("code", SIGNALS)
 def test_a_signal_before_the_first_step_ends_the_command_at_once_too(code, seconds, tmp_path):
-    """While modules are imported Python itself ends it, later the command does."""
+    """Python itself ends it while modules are imported; later the command does."""
     path = tmp_path / "run.toml"
     path.write_text(config.dump(harness.tiny(tmp_path / "run")))
     process = harness.start(path)
@@ -260,7 +260,7 @@ def test_a_signal_before_the_first_step_ends_the_command_at_once_too(code, secon
 @pytest.mark.slow
 @pytest.mark.process
 def test_faults_at_random_moments_one_after_the_other_change_nothing(tmp_path):
-    """A few; `python -m scripts.trial_faults` makes a hundred."""
+    """This tries a few faults; `python -m scripts.trial_faults` tries a hundred."""
     steps = {"max_steps": 40, "save_steps": 7}
     train(harness.tiny(tmp_path / "whole", **steps), quiet=True)
     folder, path = tmp_path / "run", tmp_path / "run.toml"

@@ -8,20 +8,20 @@ from pallas_kernels import runtime
 
 
 def like(**traits):
-    """The device that there is, with other traits."""
+    """Returns the present device with other traits."""
     return dataclasses.replace(runtime.device(), **traits)
 
 
 @pytest.fixture
 def h200():
-    """Whoever asks for the device gets an H200."""
+    """Makes every question about the device answer with an H200."""
     with runtime.on(runtime.H200) as device:
         yield device
 
 
 @pytest.fixture(params=["interpreted", pytest.param("gpu", marks=pytest.mark.gpu)])
 def portable(request, monkeypatch):
-    """Whoever asks gets the portable kernels: interpreted on a CPU, or on the GPU that there is."""
+    """Makes the portable kernels the chosen ones: interpreted on a CPU, or on the present GPU."""
     monkeypatch.setattr(runtime, "_CHOSEN", "portable")
     if request.param == "interpreted" and not runtime.interprets_triton():
         pytest.skip("needs triton, TRITON_INTERPRET=1 and a CPU")

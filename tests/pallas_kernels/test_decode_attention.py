@@ -30,7 +30,7 @@ def interpreted(config):
 
 
 def problem(seed, heads, key_heads, head_size, ends, width, *, layers=2, dtype=jnp.bfloat16):
-    """Random arguments: pages in random order, not a number wherever no token is."""
+    """Makes random arguments, with pages in random order and NaN wherever there is no token."""
     rng = np.random.default_rng(seed)
     rows, pages = len(ends), 1 + len(ends) * width
     tables = 1 + rng.permutation(pages - 1).reshape(rows, width)
@@ -67,7 +67,7 @@ def bound(qkv, cos, sin, keys, values, *rest):
 
 
 def assert_meets_reference(actual, arguments, *, ulps=0):
-    """The result within `bound`; the cache the same, or in so many ulps of bfloat16."""
+    """Checks that the result is within `bound`, and the cache equal or off by so many ulps of bfloat16."""
     expected = oracle(*arguments)
     assert actual[0].dtype == arguments[0].dtype
     out, *caches = (np.asarray(a, np.float32) for a in actual)

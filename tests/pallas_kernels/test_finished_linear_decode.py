@@ -28,7 +28,7 @@ def f32(x):
 
 
 def branches(k, rank, sizes):
-    """A and B of each part, as a trainer keeps them."""
+    """Makes A and B of each part, as a trainer keeps them."""
     return [
         (normal(i, (k, rank), k**-0.5, jnp.float32), normal(9 + i, (rank, n), 1.0, jnp.float32))
         for i, n in enumerate(sizes)
@@ -40,7 +40,7 @@ def rounded(x):
 
 
 def expected(h, t, parts, bias, unit=1.0):
-    """The linear in float32, rounded where the kernels say."""
+    """Computes the linear in float32, and rounds where the kernels round."""
     y = rounded(h @ f32(nvfp4.scaled_codes(t, jnp.float32)).T) * f32(t.multiplier)
     if parts:
         y += np.concatenate(
@@ -51,7 +51,7 @@ def expected(h, t, parts, bias, unit=1.0):
 
 
 def assert_rounded(actual, wanted, *, share=0.01):
-    """Equal, but for a small share that another order of a sum takes to the other side of a tie."""
+    """Checks equality, except for a few values at a tie that another order of a sum may round the other way."""
     actual, wanted = f32(actual), rounded(wanted)
     assert np.mean(actual != wanted) < share
     largest = np.abs(wanted).max()

@@ -20,7 +20,7 @@ to_hopper = jax.jit(layout.prepare)
 
 @dataclasses.dataclass(frozen=True)
 class Linear:
-    """A random linear and what it meets."""
+    """A random linear with its inputs."""
 
     x: jax.Array
     weight: nvfp4.NVFP4Tensor
@@ -29,7 +29,7 @@ class Linear:
     bias: jax.Array | None
 
     def expected(self) -> jax.Array:
-        """By the definition."""
+        """Computes the result by the definition."""
         product = nvfp4_matmul(self.x, self.weight, out_dtype=jnp.float32)
         traits = {"unit": self.unit, "bias": self.bias, "dtype": self.x.dtype}
         return jax.jit(lambda y, b: linear.finish(y, b, **traits))(product, self.branches)
@@ -54,7 +54,7 @@ def random(m, sizes, k, *, rank=16, with_bias=True, scale_per_row=False):
 
 
 def assert_almost_all_are_equal(actual, expected):
-    """A sum in another order may round to another neighbour, once in each bracket; no whole tile may."""
+    """Sums in another order may round to a neighbour, once in each bracket, but not in a whole tile."""
     assert actual.dtype == expected.dtype == jnp.bfloat16
     actual, expected = (np.asarray(y, np.float32) for y in (actual, expected))
     assert np.abs(actual - expected).max() <= np.abs(expected).max() * 2**-7
@@ -133,7 +133,7 @@ def test_the_kernel_meets_the_definition_without_a_race(capfd, m, sizes, k, conf
 
 @pytest.fixture
 def on_hopper(monkeypatch, h200):  # noqa: F811
-    """On a Hopper card, but the reference stands in for the kernels."""
+    """Pretends to be a Hopper card on which the reference stands in for the kernels."""
     multiply_back = lambda dy, w: reference.backward(dy, layout.unprepare(w))
     monkeypatch.setattr(api._Wide, "backward", staticmethod(multiply_back))
 

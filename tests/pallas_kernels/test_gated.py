@@ -1,4 +1,4 @@
-"""gate_up finished inside its product, against plain arithmetic, in interpret mode and on a GPU."""
+"""Tests gate_up that is finished inside its product against plain arithmetic, in interpret mode and on a GPU."""
 
 import dataclasses
 
@@ -37,7 +37,7 @@ def weight(n, k, *, has_own_scales=False):
 
 
 def run(m, inner, k, rank, config=None, *, has_own_scales=False, interpret=True, x=None):
-    """What the kernel makes of a stream, and what plain arithmetic does."""
+    """Returns the result of the kernel for a stream, and that of plain arithmetic."""
     t = weight(2 * inner, k, has_own_scales=has_own_scales)
     parts = branches(k, rank, (inner, inner)) if rank else []
     branch = lora.pack_branch(parts, 0.5, is_packed=True, is_paired=True) if rank else None

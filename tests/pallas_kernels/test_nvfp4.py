@@ -44,7 +44,7 @@ def assert_same_tensor(actual, expected):
 
 
 def every_code_and_scale():
-    """Row r has block scale SCALES[r] and all 16 codes in order."""
+    """Makes rows with block scale SCALES[r] in row r, and all 16 codes in order."""
     codes = jnp.tile(nvfp4.pack_codes(jnp.arange(16, dtype=jnp.uint8)), (SCALES.size, 1))
     one = jnp.ones((1,), jnp.float32)
     return nvfp4.NVFP4Tensor(codes, jnp.asarray(SCALES)[:, None], one, (SCALES.size, 16))

@@ -40,7 +40,7 @@ def weight(seed, n, k, global_scale=None):
 
 
 def assert_within_an_ulp(actual, x, t):
-    """Of the largest output, in bfloat16."""
+    """Checks that errors are at most one bfloat16 ulp of the largest output."""
     expected = np.asarray(reference.forward(x.astype(jnp.float32), t))
     largest = np.abs(expected).max()
     assert actual.dtype == jnp.bfloat16
@@ -88,7 +88,7 @@ def test_one_hot_inputs_return_scaled_codes_times_the_multiplier(global_scale):
 
 
 def run_ptx(text, inputs):
-    """Runs straight-line PTX on whole arrays: operands by number -> the same, with the results."""
+    """Runs straight-line PTX on whole arrays, given and returned by the numbers of operands."""
     registers = {f"${i}": np.asarray(value, np.uint64) for i, value in inputs.items()}
     value = lambda name: registers[name] if name in registers else np.uint64(int(name, 0))
     as_float = lambda a: (a.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
@@ -132,7 +132,7 @@ def run_ptx(text, inputs):
 
 
 def decode_by_threads(words):
-    """What the 128 threads of a warpgroup decode of a tile, put where `wgmma` takes it to be."""
+    """Decodes a tile with the 128 threads of a warpgroup, and puts the results where `wgmma` expects them."""
     words, thread = np.asarray(words).view(np.uint32).ravel(), np.arange(128)
     warp, group, t = thread // 32, thread // 4 % 8, thread % 4
     tile = np.empty((64, 64), np.uint16)
@@ -151,7 +151,7 @@ def decode_by_threads(words):
 
 
 def all_codes_times_all_scales():
-    """[64, 2048]: block j has the scale of byte j (127 is NaN), rows all codes at every column."""
+    """Makes [64, 2048]: block j has the scale of byte j (127 is NaN), and every column holds all codes."""
     codes = (np.arange(64)[:, None] + np.arange(2048)) % 16
     scales = np.broadcast_to(np.arange(128, dtype=np.uint8), (64, 128)).view(jnp.float8_e4m3fn)
     packed = nvfp4.pack_codes(jnp.asarray(codes, jnp.uint8))

@@ -15,7 +15,7 @@ unprepare = jax.jit(layout.unprepare)
 
 
 def any_tensor(seed, shape, *, per_row=False):
-    """All codes, and all block scales that are not negative, NaN included; zeros where it is zero."""
+    """Makes a tensor of all codes and all block scales that are not negative, NaN included; zeros where it is zero."""
     *stack, n, k = shape
     rng = np.random.default_rng(seed)
     scale_bytes = rng.integers(0, 128, (*stack, n, k // 16), np.uint8)

@@ -30,7 +30,7 @@ def weight(seed, n, k):
 
 
 def weight_of_three_scales(seed, k):
-    """A fused weight whose rows carry three global scales, and its parts."""
+    """Makes a fused weight whose rows have three global scales, and its parts."""
     parts = [
         quantize(normal(seed + i, (n, k)) * (scale * k**-0.5))
         for i, (n, scale) in enumerate(((32, 1.0), (16, 0.03), (16, 2.0)))

@@ -58,7 +58,7 @@ def assert_equal_leaves(actual, expected):
 
 
 def assert_within_an_ulp(actual, expected):
-    """Of the largest, in bfloat16."""
+    """Checks that errors are at most one bfloat16 ulp of the largest output."""
     expected = np.asarray(expected, np.float32)
     assert actual.dtype == jnp.bfloat16
     error = np.abs(np.asarray(actual, np.float32) - expected).max()

@@ -20,7 +20,7 @@ def halves(word, kind):
 
 
 def run(assembly, inputs):
-    """What inline assembly leaves in $0 ... $3 of 32-bit inputs $4 ..."""
+    """Evaluates inline assembly: returns $0 ... $3 for the 32-bit inputs $4 ..."""
     registers = {f"${4 + i}": value & 0xFFFFFFFF for i, value in enumerate(inputs)}
 
     def value(text):
@@ -71,7 +71,7 @@ def run(assembly, inputs):
 
 
 def e2m1_word(codes):
-    """Four codes of one lane, at the places that `layout` gives them."""
+    """Puts four codes of one lane at the places that `layout` gives them."""
     sign, rest = [c >> 3 for c in codes], [c & 7 for c in codes]
     word = sign[0] << 15 | rest[0] << 6 | sign[1] << 12 | rest[1] << 3 | sign[2] << 9 | rest[2]
     return word | sign[3] << 14 | rest[3] >> 2 << 13 | (rest[3] & 3) << 10

@@ -19,7 +19,7 @@ def normal(seed, *shape):
 
 
 def problem(sizes, k, *, m=5, rank=None, has_bias=False, per_row=False):
-    """A stack of packed linears, LoRA's matrices, and what the definition makes of the last layer."""
+    """Makes a stack of packed linears, LoRA's matrices, and the last layer's result by the definition."""
     n = sum(sizes)
     parts = [quantize(jnp.asarray(normal(n, LAYERS, n, k) * k**-0.5, jnp.float32))]
     if per_row:
@@ -40,7 +40,7 @@ def problem(sizes, k, *, m=5, rank=None, has_bias=False, per_row=False):
 
 
 def definition(w, matrices, bias, x, *, unit=None, residual=None):
-    """`finish` of the layer's product, whose sums are those of `decoded`."""
+    """Computes `finish` of the layer's product, with the sums of `decoded`."""
     one = jax.tree.map(lambda leaf: leaf[LAYER], w)
     sums = np.asarray(x, np.float64) @ np.asarray(decoded(one, jnp.float32), np.float64).T
     sums = rounded(jnp.asarray(sums, jnp.float32), jnp.bfloat16).astype(jnp.float32)
@@ -80,7 +80,7 @@ def linear(w, matrices, bias, x, sizes, residual=None, **options):
 
 
 def assert_mostly_equal(actual, expected):
-    """A sum in another order may go the other way in bfloat16; a rounding left out changes half of all values."""
+    """Sums in another order may round the other way in bfloat16; a missing rounding changes half of all values."""
     actual, expected = np.float32(actual), np.float32(expected)
     assert actual.shape == expected.shape
     assert np.mean(actual != expected) < 0.02

@@ -30,12 +30,12 @@ def normal(seed, *shape):
 
 
 def dense(w):
-    """What the kernels decode, in float64."""
+    """Returns the weight that the kernels decode, in float64."""
     return np.asarray(layout.decoded(w, jnp.bfloat16)).astype(np.float64)
 
 
 def assert_close(actual, expected, ulps=1):
-    """Within a few bfloat16 ulps of the largest."""
+    """Checks that errors are at most a few bfloat16 ulps of the largest output."""
     actual, expected = np.asarray(actual).astype(np.float64), np.asarray(expected)
     assert actual.shape == expected.shape
     assert np.abs(actual - expected).max() <= np.abs(expected).max() * ulps * 2**-8

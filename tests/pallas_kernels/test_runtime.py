@@ -30,7 +30,7 @@ from pallas_kernels.nvfp4_matmul import (
 
 @pytest.fixture
 def folder_of_programs(monkeypatch):
-    """Sets where JAX keeps compiled programs, and puts it back."""
+    """Sets where JAX keeps compiled programs, and resets it afterwards."""
     before = jax.config.jax_compilation_cache_dir
     yield lambda folder: jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_compilation_cache_dir", before)
@@ -100,7 +100,7 @@ def test_without_a_gpu_what_is_planned_is_planned_for_an_h200():
 
 @pytest.fixture
 def grids(monkeypatch):
-    """Sizes of the grids of all kernels that are launched; none of them runs."""
+    """Collects the sizes of the grids of all launched kernels, without running any."""
     found = []
 
     def kernel(body, *, out_type, grid, **traits):
@@ -160,7 +160,7 @@ def test_no_kernel_knows_a_number_of_processors_by_heart():
 
 @pytest.fixture
 def on(monkeypatch):
-    """on(name, capability): has kernels be chosen as on a card, with or without jax-triton."""
+    """Returns on(name, capability), which makes kernels be chosen as on a card, with or without jax-triton."""
     with contextlib.ExitStack() as stack:
 
         def enter(name, capability, *, has_triton=True):

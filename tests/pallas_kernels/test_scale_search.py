@@ -33,7 +33,7 @@ def weights(seed, shape, kind="normal"):
 
 
 def moments(seed, blocks, size):
-    """Second moments of inputs that go together, and are of different sizes."""
+    """Makes second moments of inputs that are correlated and differ in size."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((blocks, 4 * size, size)) @ rng.standard_normal((size, size))
     x *= 10 ** rng.uniform(-1, 1, size)
@@ -41,12 +41,12 @@ def moments(seed, blocks, size):
 
 
 def rounded(x, grid):
-    """Each value at the nearest of a grid, which holds both signs."""
+    """Rounds each value to the nearest one of a grid, which has both signs."""
     return grid[np.abs(x[..., None] - grid).argmin(-1)]
 
 
 def errors(blocks, steps, grid, own=None):
-    """float64 [N, B, candidates]: of blocks [N, B, b] under steps [N, B, candidates]."""
+    """Computes the errors, float64 [N, B, candidates], of blocks [N, B, b] with steps [N, B, candidates]."""
     found = []
     for step in np.moveaxis(np.broadcast_to(steps, (*blocks.shape[:2], steps.shape[-1])), -1, 0):
         off = rounded(blocks / step[..., None], grid) * step[..., None] - blocks
@@ -93,7 +93,7 @@ def test_no_searched_scale_is_worse_than_that_of_the_maximum(kind):
 
 
 def test_blocks_of_zeros_and_ties_keep_the_scale_of_the_maximum():
-    """One entry alone is exact under many scales; powers of two are so under two."""
+    """A single entry is exact under many scales, and powers of two under two of them."""
     w = np.zeros((4, 16), np.float32)
     w[1, 3] = 6.0
     w[2, :4] = [6, -3, 1.5, 0.75]
@@ -115,7 +115,7 @@ def test_blocks_of_zeros_and_ties_keep_the_scale_of_the_maximum():
 
 
 def test_the_global_scale_leaves_room_where_blocks_need_it():
-    """All blocks as large as the largest: under 448 none could take a larger scale, 4 in place of 6."""
+    """If all blocks are as large as the largest, none could take a larger scale under 448, 4 instead of 6."""
     alike = np.resize(np.array([4, 2, 1, 0.5, -4, 3, -1.5, 1], np.float32), (16, 64))
     (t,) = nvfp4_search([jnp.asarray(alike)])
     np.testing.assert_allclose(nvfp4.dequantize(t), alike, rtol=1e-6)
@@ -169,7 +169,7 @@ def test_nf4_takes_the_best_share_of_the_maximum(with_moments):
 
 @pytest.mark.parametrize("double", [False, True])
 def test_nf4_rounds_weights_by_the_scales_that_are_kept(double):
-    """Searched scales, quantized or not, are those over which the codes are the nearest."""
+    """Codes are the nearest ones for the searched scales that are stored, quantized or not."""
     w = weights(12, (8, 128))
     t = jax.jit(functools.partial(nf4.quantize, double=double))(w, absmax=nf4_scales(w))
     ratios = np.asarray(w) / np.asarray(nf4.steps(t))

@@ -9,7 +9,7 @@ import sys
 
 @functools.cache
 def torch_python(*modules: str) -> str | None:
-    """The interpreter of QERL_TORCH_PYTHON, or else this one, if it has torch, transformers and `modules`."""
+    """Returns the interpreter of QERL_TORCH_PYTHON, or this one, if it has torch, transformers and `modules`."""
     wanted = ("torch", "transformers", *modules)
     if not (named := os.environ.get("QERL_TORCH_PYTHON")):
         return sys.executable if all(map(importlib.util.find_spec, wanted)) else None

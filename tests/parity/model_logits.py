@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 
 def main(folder, ids, out):
-    """Loads it as any user would; packed ones through libraries that unpack weights to bfloat16."""
+    """Loads the model as any user would; packed ones through libraries that unpack weights to bfloat16."""
     config = json.loads((pathlib.Path(folder) / "config.json").read_text())
     options = {"dtype": torch.float32}
     packed = config.get("quantization_config", {}).get("quant_method")
@@ -31,7 +31,7 @@ def main(folder, ids, out):
 
 
 def _as_float(model):
-    """What `float()` refuses to do with bitsandbytes' layers, whose CPU kernels compute in bfloat16."""
+    """Does what `float()` refuses for bitsandbytes' layers, whose CPU kernels compute in bfloat16."""
     from bitsandbytes.functional import dequantize_4bit
 
     for tensor in (*model.parameters(), *model.buffers()):

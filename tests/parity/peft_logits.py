@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 
 def main(base, adapter, ids, out):
-    """Loads both as any user would, in float32, and writes `base` and `adapter` logits."""
+    """Loads base and adapter as any user would, in float32, and writes their logits as `base` and `adapter`."""
     tokens = torch.from_numpy(np.load(ids))
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with torch.no_grad():

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 
 def main(base, options, ids, adapter, out):
-    """Makes an adapter with these options of LoraConfig, and no entry zero; saves and runs it in float32."""
+    """Makes an adapter with these options of LoraConfig and no zeros; saves it, and runs it in float32."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     options = json.loads(pathlib.Path(options).read_text())

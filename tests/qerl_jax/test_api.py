@@ -42,7 +42,7 @@ def small(folder, **changed):
 
 
 def digits(completions, **_):
-    """The share of digits; a text is asked for."""
+    """Returns the share of digits in a text."""
     return [sum(c.isdigit() for c in text) / 40 for text in completions]
 
 
@@ -53,7 +53,7 @@ def policy():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Two steps with own rows and an own reward."""
+    """Trains two steps with own rows and an own reward."""
     folder = tmp_path_factory.mktemp("runs") / "small"
     return qerl_jax.train(small(folder, max_steps=2), ROWS, digits, quiet=True)
 

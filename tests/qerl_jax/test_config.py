@@ -178,7 +178,7 @@ THIRD = dataclasses.replace(
 
 
 def table(**changes):
-    """MINIMAL with fields replaced; a field of a section is named section__field, ... removes."""
+    """Returns MINIMAL with fields replaced; a field of a section is named section__field, and ... removes one."""
     result = {
         key: dict(value) if isinstance(value, dict) else value for key, value in MINIMAL.items()
     }
@@ -216,7 +216,7 @@ def test_a_config_survives_being_written_and_read(cfg, tmp_path):
 
 
 def test_the_full_config_differs_from_the_defaults_everywhere():
-    """Guards the round trip above: a field added later must be set in FULL, OTHER or THIRD too."""
+    """This guards the round trip above: a field that is added later must be set in FULL, OTHER or THIRD too."""
     sections = [f.name for f in dataclasses.fields(RunConfig)]
     sections = [n for n in sections if dataclasses.is_dataclass(getattr(FULL, n))]
     all_three = (FULL, OTHER, THIRD)
@@ -846,7 +846,7 @@ def test_max_steps_is_the_total_whatever_the_problems():
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("dapo_*.toml")), ids=lambda path: path.stem)
 def test_a_dapo_recipe_punishes_length_by_half_of_what_a_right_answer_is_worth(path):
-    """DAPO's eq. 7 and 13: -1 at most, where answers score 1 or -1."""
+    """DAPO's equations 7 and 13 give -1 at most, where answers score 1 or -1."""
     rewards = config.load(path).rewards
     (function,) = scoring.resolve(rewards.functions)
     right, wrong = function[1](completions=["<answer>7</answer> Answer: 7", "8"], answer=["7", "7"])
@@ -939,7 +939,7 @@ def test_lora_without_regret_has_few_ranks_on_all_linears_and_ten_times_the_rate
 
 
 def test_a_run_of_before_scales_were_searched_is_read_with_those_of_the_maximum(tmp_path):
-    """Its adapter was trained on that base; a config of one's own takes the default."""
+    """Its adapter was trained on that base; a user's own config gets the default."""
     before = config.dump(dataclasses.replace(FULL, model=ModelConfig("base")))
     before = before.replace('block_scales = "auto"\n', "")
     (tmp_path / "config.toml").write_text(before)

@@ -29,7 +29,7 @@ SLURM = {
 
 
 class Service:
-    """JAX's coordination service for threads that stand for processes."""
+    """Stands in for JAX's coordination service, with threads instead of processes."""
 
     def __init__(self):
         self.values = {}
@@ -60,7 +60,7 @@ class Service:
 
 
 class Numbers(threading.local):
-    """Each thread counts what it says by itself, as a process does."""
+    """Each thread counts its own messages, as a process does."""
 
     def __init__(self):
         self.count = itertools.count()
@@ -79,7 +79,7 @@ def service(monkeypatch):
 
 
 def on_all(count, work):
-    """What work(hosts) gives, or the error that it raises, in a thread for each process."""
+    """Calls work(hosts) in a thread for each process, and returns its results or errors."""
     with ThreadPoolExecutor(count) as threads:
         done = [threads.submit(work, Hosts(index, count)) for index in range(count)]
         return [each.exception() or each.result() for each in done]

@@ -107,7 +107,7 @@ def test_the_cache_is_planned_by_concurrent_rows_and_its_bounds():
 
 
 def test_absent_slots_are_as_many_as_the_cache_is_expected_to_hold():
-    """Where rows need a quarter of their limit: five pages of eight."""
+    """Rows need a quarter of their limit, which is five pages of eight."""
     rows = dataclasses.replace(BENCH, max_steps=8)
     rows = changed(rows, rollout={"generation_batch_size": 512})
     always = memory.estimate(rows).size("always")
@@ -132,7 +132,7 @@ def test_absent_slots_are_as_many_as_the_cache_is_expected_to_hold():
     ],
 )
 def test_the_cache_is_planned_as_the_engine_makes_it(monkeypatch, fields):
-    """Where nothing bounds it but fields, and where the device does."""
+    """Either only fields bound it, or the device does."""
     monkeypatch.setattr(kv_cache, "PAGE_SIZE", 32)  # a CPU's
     pools = []
     make = kv_cache.pool
@@ -184,7 +184,7 @@ def test_scheduled_evaluation_is_planned_and_bounded_as_rollouts_are():
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["layer", "mlp", "products", "none"])
 def test_activations_grow_with_tokens_as_the_compilers_do(remat):
-    """In float32 on a CPU, where attention keeps its scores, the slope agrees within a third."""
+    """In float32 on a CPU, where attention keeps its scores, the slopes agree within a third."""
     base = changed(
         BENCH,
         model={"weights": "float32", "dtype": "float32", "gradient_checkpointing": remat},
@@ -240,7 +240,7 @@ def test_a_token_budget_bounds_the_micro_batch():
 
 
 def test_micro_batches_are_planned_as_the_update_cuts_them():
-    """Of those that rollouts of any length give, the largest is the one that is planned."""
+    """The plan takes the largest micro-batch of those that rollouts of any length give."""
     cfg = changed(BENCH, optim={"max_tokens_per_microbatch": 4096})
     planned, seen = memory.update_shapes(cfg), set()
     for length in range(1, 257, 5):

@@ -110,7 +110,7 @@ def test_a_loop_that_never_returns_to_python_is_killed_too(pool):
 
 
 def test_what_a_busy_machine_takes_away_does_not_count(pool):
-    """The worker gets nothing of the processor for longer than its limit, as beside many others."""
+    """The worker gets no processor time for longer than its limit, as on a busy machine."""
     calls = pool(seconds=1.0)
     (pid,) = calls.map("pid", [()])
     waking = threading.Timer(2.0, os.kill, (pid, signal.SIGCONT))
@@ -147,7 +147,7 @@ def test_a_call_whose_process_someone_else_kills_is_made_again(pool):
 
 
 def test_a_worker_that_is_stopped_is_killed_and_replaced(pool):
-    """It uses no time of the processor, and answers nothing."""
+    """It uses no processor time, and answers nothing."""
     calls = pool(seconds=0.2)
     (before,) = calls.map("pid", [()])
     os.kill(before, signal.SIGSTOP)

@@ -41,7 +41,7 @@ def run_config(folder, lora=LORA, **model):
 
 
 def finished_run(folder, size=0.05, **model):
-    """A run folder as training leaves it, with an adapter that changes much."""
+    """Makes a run folder as training leaves it, with an adapter that changes much."""
     cfg = run_config(folder, **model)
     model, frozen, _ = base_model.load_base(cfg.model, cfg.lora)
     params = init_params(model, frozen, jax.random.key(0))
@@ -97,7 +97,7 @@ def test_an_adapter_merged_into_the_packed_base_is_the_trained_policy(run, tmp_p
 
 @pytest.mark.slow
 def test_a_merged_weight_is_the_base_plus_the_scaled_product(run, tmp_path):
-    """From the original weights, which are bfloat16: one rounding of one sum."""
+    """The original weights are bfloat16, so one sum is rounded once."""
     folder, model, variables = run
     export.export(folder, "merged", tmp_path / "out", base="original")
     (_, merged), (_, source) = (
@@ -122,7 +122,7 @@ def test_a_merged_weight_is_the_base_plus_the_scaled_product(run, tmp_path):
 
 @pytest.mark.slow
 def test_an_adapter_may_do_something_else_on_the_base_that_was_packed(tmp_path, monkeypatch):
-    """What it does there is the yardstick of a merge: not what it did on the packed one."""
+    """A merge is compared with the adapter on that base, not with the adapter on the packed one."""
     finished_run(tmp_path / "run", size=0.1)
     report = export.export(tmp_path / "run", "merged", tmp_path / "out", base="original")
     assert report["mean_difference"] > report["limit"] > report["mean_difference_of_bases"]
@@ -176,7 +176,7 @@ def test_where_there_are_two_bases_one_must_be_chosen(run, tmp_path):
 def test_an_export_that_is_off_is_an_error_and_leaves_the_folder_as_it_was(
     run, tmp_path, monkeypatch
 ):
-    """A merge with the wrong sign."""
+    """The merge has the wrong sign."""
     folder, out = run[0], tmp_path / "out"
     before = export.export(folder, "merged", out, base="packed")
     merge = export._merge
@@ -256,7 +256,7 @@ def test_the_command_says_where_it_is_and_how_far_off(run, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["nvfp4", "nf4"])
 def test_a_pair_is_the_packed_base_as_trained_on_and_the_adapter_beside_it(weights, tmp_path):
-    """Norms that were trained are in its base, for engines read none from an adapter."""
+    """Trained norms are in its base, because engines read none from an adapter."""
     lora = dataclasses.replace(LORA, dropout=0.0)
     model, variables = finished_run(tmp_path / "run", weights=weights)
     report = export.export(tmp_path / "run", "pair", tmp_path / "out")
@@ -289,7 +289,7 @@ def test_an_adapter_of_some_linears_is_exported_in_every_way(to, tmp_path):
 
 @pytest.mark.slow
 def test_a_packed_export_says_what_merging_loses_and_offers_the_other_way(tmp_path, capsys):
-    """The adapter is as small beside the weights as a short training makes it."""
+    """The adapter is small beside the weights, as after a short training."""
     folder = tmp_path / "run"
     finished_run(folder, size=0.01)
     base = ["--to", "nvfp4", "--from", "packed", "--limit", "9"]
@@ -313,7 +313,7 @@ def test_a_packed_export_says_what_merging_loses_and_offers_the_other_way(tmp_pa
 
 @pytest.mark.slow
 def test_an_adapter_that_changes_nothing_leaves_the_packed_base_as_it_is(tmp_path):
-    """Its scales are kept, though the largest entries of blocks, and so the scales of the maximum, are others."""
+    """Its scales are kept, although the maxima of blocks would give other scales."""
     model, variables = finished_run(tmp_path / "run", size=0.0)
     export.export(tmp_path / "run", "nvfp4", tmp_path / "out", base="packed")
     _, read_back = read(tmp_path / "out", "nvfp4")

@@ -33,13 +33,13 @@ def cache(tmp_path, monkeypatch):
 
 
 def llama_rows(weight, heads):
-    """llama.cpp's order of the rows of q and k, as its converter makes it."""
+    """Puts the rows of q and k into llama.cpp's order, as its converter does."""
     halves = weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def contents(name, pack=None):
-    """Fields and tensors of a recorded model, as llama.cpp would name and order them."""
+    """Returns fields and tensors of a recorded model with llama.cpp's names and order."""
     folder, arch = GOLDEN / "models" / name, MODELS[name]
     config, traits = json.loads((folder / "config.json").read_text()), architecture.load(folder)
     fields = {
@@ -76,7 +76,7 @@ def contents(name, pack=None):
 
 
 def rope_factors(config, traits):
-    """llama.cpp's own loop over the frequencies."""
+    """Computes llama.cpp's own loop over the frequencies."""
     scaling, factors = traits.rope_scaling, []
     for i in range(0, traits.head_size, 2):
         wavelength = 2 * np.pi * traits.rope_theta ** (i / traits.head_size)
@@ -102,7 +102,7 @@ def base(folder):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_of_each_family_comes_out_as_it_went_in(name, tmp_path):
-    """Biases, norms of heads, rows of q and k in llama.cpp's order, Llama 3's rotation."""
+    """This includes biases, norms of heads, llama.cpp's order of rows of q and k, and Llama 3's rotation."""
     folder, fields, tensors = contents(name)
     file = write(tmp_path / "model.gguf", fields, tensors)
     found = hf_folder.local_folder(str(file))
@@ -137,7 +137,7 @@ def test_quantized_tensors_come_out_near_what_went_in(kind, most, tmp_path):
 
 @needs_package
 def test_a_block_of_q4_k_is_unpacked_as_ggml_defines_it(tmp_path):
-    """256 weights: eight times 32 codes of 4 bits, scales and minima of 6 bits, two halves for all."""
+    """It has 256 weights: eight times 32 codes of 4 bits, scales and minima of 6 bits, and two halves for all."""
     rng = np.random.default_rng(0)
     scales, minima = rng.integers(0, 64, (2, 8))
     codes = rng.integers(0, 16, 256)
@@ -159,7 +159,7 @@ def test_a_block_of_q4_k_is_unpacked_as_ggml_defines_it(tmp_path):
 
 
 def test_a_file_is_a_source_for_loading_and_quantizing(tmp_path):
-    """The tiny tokenizer serves, as the file has none."""
+    """The file has no tokenizer, so the tiny one is used."""
     folder, fields, tensors = contents("qwen2_untied")
     file = write(tmp_path / "model.gguf", fields, tensors)
     with pytest.raises(FileNotFoundError, match="has no tokenizer.json"):
@@ -230,7 +230,7 @@ def broken(tmp_path, change):
     ],
 )
 def test_a_broken_file_is_an_error_that_says_what_is_wrong(tmp_path, change, said):
-    """Lengths in a header are believed only as far as the file goes: no memory is asked for them."""
+    """Lengths in a header may not exceed the file, so they cause no large allocation."""
     file = broken(tmp_path, change)
     with pytest.raises(GGUFError, match=said) as error:
         hf_folder.local_folder(str(file))

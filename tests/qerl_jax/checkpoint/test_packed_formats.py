@@ -30,7 +30,7 @@ def quantization(**changes):
 
 
 def modelopt(folder, *, beside=False, **extra):
-    """The recorded packed folder as ModelOpt would have written it: its second scale multiplies."""
+    """Makes the recorded packed folder as ModelOpt would write it: its second scale multiplies."""
     held = golden_files.load(PACKED / "model.safetensors")
     tensors = dict.fromkeys(held)
     for name, value in held.items():
@@ -52,7 +52,7 @@ def modelopt(folder, *, beside=False, **extra):
 
 
 def write(folder, config, tensors):
-    """`copy` of the packed folder for types that the safetensors package does not write."""
+    """Makes a copy of the packed folder with types that the safetensors package does not write."""
     copy(PACKED, folder, config=config)
     (folder / "model.safetensors").unlink()
     held = golden_files.load(PACKED / "model.safetensors") | tensors
@@ -68,7 +68,7 @@ def test_unknown_keys_of_a_quantization_config_are_passed_over(tmp_path):
 
 
 def test_weights_of_a_folder_with_quantized_activations_are_read_as_they_are(tmp_path):
-    """W4A4: activations stay in 16 bits here, and the scales for rounding them are not needed."""
+    """With W4A4 activations stay in 16 bits here, and the scales for rounding them are not needed."""
     groups = quantization()["config_groups"]
     groups["group_0"]["input_activations"] = {"num_bits": 4}
     config = {"quantization_config": quantization(config_groups=groups)}

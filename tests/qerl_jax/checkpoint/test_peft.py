@@ -207,7 +207,7 @@ def test_rslora_divides_by_the_root_of_the_rank(tmp_path):
 
 
 def test_patterns_of_rank_and_alpha_become_one_rank_and_one_alpha(tmp_path):
-    """Every linear's alpha / rank * B A is what the patterns make of the tensors."""
+    """Each linear's alpha / rank * B A is what the patterns make of the tensors."""
     held = dict(golden_files.load(ADAPTER / "adapter_model.safetensors"))
     prefix = "base_model.model.model.layers."
     for name in list(held):

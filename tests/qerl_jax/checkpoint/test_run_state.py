@@ -29,7 +29,7 @@ def norms():
 
 @pytest.fixture(scope="module")
 def state(norms):
-    """A state after a step: no leaf is what a fresh state has."""
+    """Makes a state after a step, in which no leaf equals that of a fresh state."""
     _, params = norms
     fresh = update.init_state(params, OptimConfig())
     rng = np.random.default_rng(1)
@@ -110,7 +110,7 @@ def test_an_empty_run_folder_has_no_state(tmp_path, state):
 
 
 def test_a_state_that_was_cut_off_while_written_is_not_restored(tmp_path, state):
-    """orbax writes under a temporary name, which a killed process leaves behind."""
+    """orbax writes under a temporary name, which stays behind if the process is killed."""
     files = StateFiles(tmp_path, keep=3)
     files.save(at(state, 1))
     files.save(at(state, 2))

@@ -15,7 +15,7 @@ from tests import golden_files
 
 
 def write(path, tensors, spaces=0):
-    """A safetensors file of (type name, array) by name; `spaces` after the header move the data."""
+    """Writes a safetensors file of (type name, array) by name; `spaces` after the header move the data."""
     header, start = {}, 0
     for name, (dtype, array) in tensors.items():
         end = start + array.nbytes
@@ -78,7 +78,7 @@ def test_files_of_the_safetensors_package_are_read(path):
 
 
 def shards(folder):
-    """Tensors a, b in one shard and c in another, with their index."""
+    """Writes tensors a and b in one shard and c in another, with their index."""
     write(folder / "one.safetensors", {"a": floats(1, 2), "b": floats(3)})
     write(folder / "two.safetensors", {"c": floats(4, 5, 6)})
     weight_map = {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors"}
@@ -204,7 +204,7 @@ def test_an_absent_name_is_an_error(tmp_path):
 
 
 def raw(path, header, data=bytes(16)):
-    """A file with a header of any text or table."""
+    """Writes a file whose header is any text or table."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
@@ -309,7 +309,7 @@ def test_pickled_weights_are_not_read_and_said_so(tmp_path):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_damaged_file_is_read_within_its_bounds_or_refused(tmp_path, seed):
-    """Bytes of length and header are changed, cut out, doubled or inserted; 150 times a seed."""
+    """Bytes of length and header are changed, removed, doubled or inserted, 150 times per seed."""
     rng = random.Random(seed)
     write(
         tmp_path / "whole.safetensors",

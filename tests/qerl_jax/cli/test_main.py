@@ -34,7 +34,7 @@ def changed(*options, path=QUICKSTART):
 
 @pytest.fixture
 def of_epochs(tmp_path):
-    """The quickstart's config with epochs instead of steps."""
+    """Makes the quickstart's config with epochs instead of steps."""
     path = tmp_path / "epochs.toml"
     text = QUICKSTART.read_text()
     assert text.count("max_steps = ") == 1
@@ -173,7 +173,7 @@ def test_the_exit_code_tells_whether_a_run_has_learned_anything(
 
 
 def completed(script, *words):
-    """What bash completes the last of the words to."""
+    """Returns bash's completions of the last word."""
     command = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($#-1)); _tyro_qerl; echo "${COMPREPLY[@]}"'
     done = subprocess.run(
         ["bash", "-c", command, "-", script, "qerl", *words], capture_output=True, text=True

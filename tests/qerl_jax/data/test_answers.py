@@ -169,7 +169,7 @@ def test_minerva_form_removes_what_does_not_matter(answer, form):
 
 
 def published_form(answer):
-    """The part of Minerva's normal form that unwraps, with the patterns of its authors."""
+    """Computes the part of Minerva's normal form that unwraps, with the patterns of its authors."""
     answer = re.sub(r".*?\$(.*?)\$.*", r"$\1$", answer)
     for command in ("text", "textbf", "overline"):
         answer = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", answer)

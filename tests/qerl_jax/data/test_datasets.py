@@ -10,7 +10,7 @@ from qerl_jax.data import datasets as data
 
 
 def load(dataset, *, split="train", seed=0, **section):
-    """The problems of a `[data]` section."""
+    """Loads the problems of a `[data]` section."""
     return data.from_config(config.DataConfig(dataset, **section), split=split, seed=seed)
 
 

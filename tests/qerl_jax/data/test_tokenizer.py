@@ -22,7 +22,7 @@ def tiny():
 
 @pytest.fixture
 def copy(tmp_path):
-    """A folder with the tiny tokenizer's files, and a function that changes its configuration."""
+    """Makes a folder with the tiny tokenizer's files, and a function that changes its configuration."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / name, tmp_path)
 

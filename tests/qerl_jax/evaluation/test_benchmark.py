@@ -32,7 +32,7 @@ def arithmetic(problems=6):
 
 
 def sums(**changes):
-    """Four answers to each sum."""
+    """Returns four answers to each sum."""
     fields = {"temperature": 1.0, "top_p": 1.0, "max_completion_length": 44} | changes
     return dataclasses.replace(protocols.paper("arithmetic"), **fields)
 
@@ -56,7 +56,7 @@ def records(folder):
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
-    """A PEFT adapter that changes nothing: its B is zero."""
+    """Makes a PEFT adapter that changes nothing: its B is zero."""
     folder = tmp_path_factory.mktemp("peft") / "adapter"
     lora = LoraConfig(4, 4.0)
     model, frozen, _ = base_model.load_base(TINY, lora)
@@ -197,7 +197,7 @@ def test_a_comparison_needs_the_same_problems(tmp_path):
 
 @pytest.fixture
 def run_folder(adapter, tmp_path):
-    """What a finished run leaves for an evaluation."""
+    """Makes what a finished run leaves for an evaluation."""
     cfg = config.load(ROOT / "configs" / "quickstart.toml")
     cfg = dataclasses.replace(
         cfg,

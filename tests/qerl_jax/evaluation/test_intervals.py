@@ -22,7 +22,7 @@ def test_pass_at_k_is_the_mean_over_all_subsets(k):
 
 
 def vote(answers, worth):
-    """The worth of the commonest answer, shared among leaders."""
+    """Computes the value of the most common answer, shared among equally common ones."""
     counts = Counter(answer for answer in answers if answer is not None)
     if not counts:
         return 0.0
@@ -145,14 +145,14 @@ def pass_at_4(right):
 
 
 def coverage(hits):
-    """Three standard errors of 2000 trials are 0.015; a rule that is a little safe may stay."""
+    """Three standard errors of 2000 trials are 0.015; an interval may be slightly too wide."""
     return 0.935 <= np.mean(hits) <= 0.975
 
 
 @pytest.mark.parametrize("samples", [1, 8])
 @pytest.mark.parametrize("problems", [30, 500])
 def test_intervals_hold_the_truth_as_often_as_they_say(problems, samples):
-    """Problems of Beta(0.4, 1.2) difficulty, many hopeless, as AIME is for a small model."""
+    """Problems have Beta(0.4, 1.2) difficulty: many are hopeless, as AIME is for a small model."""
     rng = np.random.default_rng(problems + samples)
     over_problems, over_samples = [], []
     for _ in range(2000):
@@ -181,7 +181,7 @@ def test_the_interval_of_pass_at_k_over_samples_holds_the_truth():
 
 @pytest.mark.parametrize("samples", [1, 8])
 def test_paired_intervals_hold_the_truth_as_often_as_they_say(samples):
-    """A policy that is a little better on every problem, sampled by itself."""
+    """One policy is a little better on every problem, and is sampled independently."""
     rng = np.random.default_rng(samples)
     hits, widths = [], []
     for _ in range(2000):

@@ -58,7 +58,7 @@ def tools():
 
 
 class Scripted:
-    """An engine whose rows say given turns, each with its end but the last where that says so."""
+    """An engine whose rows say given turns. Each turn ends with its stop token, unless it is marked as cut."""
 
     def __init__(self, tokens, scripts, limit=LIMIT):
         self.tokens, self.scripts, self.limit = tokens, scripts, limit
@@ -135,7 +135,7 @@ def test_what_was_said_is_messages_as_trl_has_them(rollout):
 
 
 def test_rows_of_another_host_come_with_its_conversations(rollout, tokens):
-    """Their turns are not read here, and rewards hear of them, too, after this host's own rows."""
+    """This host does not read their turns, but its rewards are told of them, after its own rows."""
     rows = zip(rollout.completion_ids, rollout.logps, rollout.given, strict=True)
     done = [RowTokens(n, *row[:2], "stop", given=row[2]) for n, row in enumerate(rows)]
     order = [dataclasses.replace(done[n], is_own=n != 2) for n in (3, 0, 1, 2)]
@@ -172,7 +172,7 @@ def test_rows_of_another_host_come_with_its_conversations(rollout, tokens):
 
 
 def test_the_tokens_of_a_row_are_the_rendered_conversation(rollout, tokens):
-    """Of the row whose turns hold nothing that a template would write in another way."""
+    """The row has only turns that a template would write in the same way."""
     ids = rollout.completion_ids[2].tolist()
     messages = [*rollout.problems[0].prompt, *rollout.conversations[2].messages]
     text = tokens.render([messages], add_generation_prompt=False)[0].rstrip("\n")

@@ -58,7 +58,7 @@ def prompts(seed=0, lengths=LENGTHS, groups=GROUPS, limit=C):
 
 
 def run(queue, temperature=1.0, max_concurrent=None, **options):
-    """(tokens, log-probabilities, why it ended) of every row."""
+    """Returns (tokens, log-probabilities, why it ended) of every row."""
     rows = [([], [], []) for prompt in queue for _ in prompt.keys]
     stream = make(**options).stream(
         policy()[1], queue, temperature, max_prompt_length=WIDTH, max_concurrent=max_concurrent
@@ -75,7 +75,7 @@ def run(queue, temperature=1.0, max_concurrent=None, **options):
 
 @functools.cache
 def stops():
-    """Stop tokens at which some rows end early, others late, and one not at all."""
+    """Returns stop tokens at which some rows end early, others late, and one not at all."""
     free = run(prompts())
     chosen = tuple({free[0][0][0], free[3][0][4], free[6][0][2], free[8][0][8]})
     lengths = {len(row[0]) for row in run(prompts(), stop_tokens=chosen)}
@@ -125,7 +125,7 @@ def test_pages_and_chunks_of_another_size_give_the_same_rows():
 
 
 def test_rows_that_wait_for_pages_are_those_sampled_at_once():
-    """Room for hardly more than one row of the longest prompt."""
+    """There is room for hardly more than one row of the longest prompt."""
     tight = {"stop_tokens": stops(), "max_concurrent": 4, "kv_cache_tokens": 90}
     assert_same(run(prompts(), **tight), whole())
 
@@ -141,7 +141,7 @@ def test_each_prompt_has_its_own_limit():
 
 
 def test_at_a_fixed_number_of_slots_a_row_is_bitwise_independent_of_the_others():
-    """Row 3, among others that are longer or shorter, and end elsewhere."""
+    """Row 3 runs among others that are longer or shorter, and end elsewhere."""
     options = {"compact": False, "max_concurrent": 4}
     mine = prompts()
     theirs = prompts(1, (82, 11, 2, 77, 1))
@@ -154,7 +154,7 @@ def test_at_a_fixed_number_of_slots_a_row_is_bitwise_independent_of_the_others()
 
 
 def layers_of_7b():
-    """Three layers of Qwen2.5-7B in NVFP4 with LoRA, and their variables."""
+    """Makes three layers of Qwen2.5-7B in NVFP4 with LoRA, and their variables."""
     arch = dataclasses.replace(architecture.KNOWN["qwen2.5-7b"], num_layers=3, vocab_size=4096)
     model = Transformer(arch, "nvfp4", LoraConfig(32, 32.0), jnp.bfloat16)
     frozen = random_base(model, jax.random.key(0))
@@ -165,7 +165,7 @@ def layers_of_7b():
 @pytest.mark.gpu
 @pytest.mark.parametrize("slots", [8, 64])
 def test_rows_that_are_parked_find_what_kernels_wrote(slots):
-    """Bit for bit, in a cache that has too few pages for the ends of all rows."""
+    """The cache has too few pages for the ends of all rows. Results are equal bit for bit."""
     model, policy = layers_of_7b()
     queue = prompts(0, np.random.default_rng(0).integers(150, 200, slots), [2] * slots, limit=200)
     limits = {"max_prompt_length": 200, "max_concurrent": slots}
@@ -181,7 +181,7 @@ def test_rows_that_are_parked_find_what_kernels_wrote(slots):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("slots", "shortest"), [(8, 1), (32, 300), (64, 300), (128, 300)])
 def test_a_row_is_bitwise_independent_of_the_others_through_all_kernels(slots, shortest):
-    """Products with LoRA, epilogues, attention over pages, prefill, head and drawing, as a 7B has them."""
+    """Products with LoRA, epilogues, attention over pages, prefill, head and sampling run as in a 7B."""
     model, policy = layers_of_7b()
     sampler = Engine(model, EngineSpec(4000), compact=False)
 
@@ -234,7 +234,7 @@ def test_other_rows_adapters_and_noise_reach_the_rows_without_recompiling():
 
 
 class Recorder:
-    """A policy without layers to speak of, which notes what shapes it was traced for."""
+    """A policy with almost no layers, which records the shapes that it is traced for."""
 
     arch = architecture.Architecture("qwen2", 4, 2, 16, 1, 1, 1, 2)
     dtype, weights, group, tensor, over = jnp.float32, "float32", 1, 1, None
@@ -417,14 +417,14 @@ def test_the_cache_takes_what_rows_can_need_or_what_there_is(options, free, page
 
 
 def test_absent_slots_are_as_many_as_the_cache_is_expected_to_hold():
-    """Of 27 pages a row can need eleven, and needs four where it ends after a quarter of its limit."""
+    """A row can need eleven of 27 pages, and needs four if it ends after a quarter of its limit."""
     model, _ = record([8], [5], kv_cache_tokens=100)
     assert {rows for rows, _ in model.decoded} == {6}
 
 
 @pytest.mark.parametrize("options", [{}, {"compact": False}, {"repetition_penalty": 1.2}])
 def test_rows_that_are_parked_are_those_that_never_were(options, monkeypatch):
-    """Bit for bit, for their pages go to the host and come back as they are."""
+    """Their pages go to the host and come back as they are, so results are equal bit for bit."""
     parked = []
     park = scheduler.Schedule._park
     monkeypatch.setattr(
@@ -451,7 +451,7 @@ def scores(tokens, last):
 
 
 def penalized_loop(prompt, penalty):
-    """Greedy tokens and their log-probabilities, one full forward pass at a time."""
+    """Computes greedy tokens and their log-probabilities with one full forward pass per token."""
     tokens, logps = np.zeros(WIDTH + C, np.int32), []
     tokens[: len(prompt)] = prompt
     for step in range(len(prompt), len(prompt) + C):
@@ -465,7 +465,7 @@ def penalized_loop(prompt, penalty):
 
 
 def test_the_repetition_penalty_acts_on_tokens_of_prompt_and_completion():
-    """As in transformers; log-probabilities are the model's own."""
+    """It acts as in transformers; log-probabilities are the model's own."""
     queue = prompts(0, LENGTHS[:2], (1, 1))
     bent = run(queue, 0.0, max_concurrent=1, repetition_penalty=1.5)
     for prompt, (tokens, logps, _) in zip(queue, bent, strict=True):
@@ -491,7 +491,7 @@ def test_a_stop_string_ends_a_row_with_the_token_that_completes_it():
 
 
 def of_each_device(function, *arrays):
-    """The results of two devices that decode rows together, on one."""
+    """Computes on one device the results of two devices that decode rows together."""
     model = types.SimpleNamespace(over="group")
     run = functools.partial(function, model)
     return jax.vmap(run, axis_name="group", axis_size=2)(*arrays)

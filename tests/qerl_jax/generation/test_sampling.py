@@ -29,7 +29,7 @@ ROWS = np.repeat(np.arange(P), G)
 
 @functools.cache
 def policy(name):
-    """A recorded float32 model; qwen2_untied with its recorded adapter."""
+    """Loads a recorded float32 model; qwen2_untied has its recorded adapter."""
     folder = GOLDEN / "models" / name
     lora = LoraConfig(8, 16.0) if name == "qwen2_untied" else None
     model = Transformer(architecture.load(folder), "float32", lora, jnp.float32)
@@ -40,7 +40,7 @@ def policy(name):
 
 
 def sampled(engine, variables, tokens, lengths, row_keys, temperature, limit=C):
-    """Rows of an engine as arrays [B, limit], 0 behind their ends."""
+    """Returns rows of an engine as arrays [B, limit], with 0 after their ends."""
     groups = np.asarray(jax.random.key_data(row_keys)).reshape(len(tokens), -1, 2)
     queue = [
         QueuedPrompt(prompt[:length], group, limit)
@@ -64,7 +64,7 @@ def sampled(engine, variables, tokens, lengths, row_keys, temperature, limit=C):
 
 
 def prompts(name, seed=0):
-    """int32 [P, WIDTH], of which each prompt takes as many as it is long."""
+    """Makes int32 [P, WIDTH], of which each prompt uses as many tokens as it is long."""
     vocab = policy(name)[0].arch.vocab_size
     return np.random.default_rng(seed).integers(1, vocab, (P, WIDTH)).astype(np.int32)
 
@@ -94,7 +94,7 @@ def sample(
 
 
 def greedy_loop(name):
-    """Tokens and log-probabilities [P, C]: one row, one token and one full forward pass at a time."""
+    """Computes tokens and log-probabilities [P, C] with one full forward pass per row and token."""
     model, variables = policy(name)
 
     @jax.jit
@@ -188,7 +188,7 @@ def scorer(name, num_tokens):
 
 
 def recomputed(name, completions, temperature, num_tokens):
-    """The trainer's log-probabilities of completions, and its entropies: [B, C] each."""
+    """Computes the trainer's log-probabilities and entropies of completions, [B, C] each."""
     experience = Experience(
         prompts=prompts(name),
         prompt_lengths=LENGTHS,
@@ -202,7 +202,7 @@ def recomputed(name, completions, temperature, num_tokens):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_returned_log_probabilities_are_the_trainers(temperature):
-    """Also under truncation, before which they are taken, and with fewer ids than embedding rows."""
+    """They are taken before truncation. There may be fewer ids than rows of the embedding."""
     options = {"num_tokens": 500, "truncation": Truncation(top_k=20, top_p=0.9)}
     actual = sample("qwen2_untied", temperature, **options)
     assert actual.tokens.max() < 500
@@ -215,7 +215,7 @@ def test_returned_log_probabilities_are_the_trainers(temperature):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_samplers_entropies_are_the_trainers_and_change_no_token(temperature):
-    """Those of the distributions before truncation, as log-probabilities are."""
+    """They are of the distributions before truncation, as log-probabilities are."""
     options = {"num_tokens": 500, "truncation": Truncation(top_k=20)}
     actual = sample("qwen2_untied", temperature, entropies=True, **options)
     without = sample("qwen2_untied", temperature, **options)
@@ -227,14 +227,14 @@ def test_the_samplers_entropies_are_the_trainers_and_change_no_token(temperature
 
 
 def test_the_mean_surprise_of_sampled_tokens_estimates_the_entropies():
-    """Of tokens that are sampled without truncation; five standard errors."""
+    """Tokens are sampled without truncation; the bound is five standard errors."""
     free = sample("qwen2_untied", row_keys=keys(1, P * 64), entropies=True)
     surplus = free.entropies + free.logps
     assert abs(surplus.mean()) < 5 * surplus.std() / surplus.size**0.5
 
 
 class Memoryless:
-    """A policy with the same scores after any token; counts its decode steps."""
+    """A policy with the same scores after any token; it counts its decode steps."""
 
     arch = architecture.Architecture("qwen2", 4, 2, 16, 1, 1, 1, 2)
     dtype, weights, group, tensor, over = jnp.float32, "float32", 1, 1, None
@@ -262,7 +262,7 @@ def memoryless(probabilities, length, stop_tokens, rows):
 
 
 def test_generation_ends_with_its_longest_row():
-    """One step per token, and a prefill of dead rows; none after the last stop."""
+    """It takes one step per token and a prefill of dead rows, and no step after the last stop."""
     out, steps = memoryless([0.5, 0.25, 0.25], 1000, (2,), rows=8)
     assert out.stopped.all()
     assert 1 < out.lengths.min() + 1 < out.lengths.max() < 100
@@ -312,7 +312,7 @@ def draw(temperature, truncation, rows=20_000, num_tokens=6):
     ],
 )
 def test_sampled_frequencies_are_the_distributions(temperature, truncation, kept):
-    """20,000 draws; ids 6 and 7 have the largest scores and are none of the tokenizer's."""
+    """There are 20,000 draws; ids 6 and 7 have the largest scores but are not the tokenizer's."""
     tokens, logps = draw(temperature, truncation)
     probabilities = np.exp(SCORES[:6].astype(np.float64) / temperature)
     probabilities /= probabilities.sum()
@@ -324,7 +324,7 @@ def test_sampled_frequencies_are_the_distributions(temperature, truncation, kept
 
 
 def test_noise_is_gumbels_at_both_ends():
-    """Where noise is large, tokens of small probability win: a share 1e-8 of it is above 18.4."""
+    """Large noise lets tokens of small probability win; a share of 1e-8 of the noise is above 18.4."""
     counts = [0, 1, 2, 3, 42, 429, 4294, 2**20, 2**31, 2**32 - 2**20, 2**32 - 2, 2**32 - 1]
     actual = sampling.gumbel(jnp.array(counts, jnp.uint32))
     u = (np.array(counts) + 0.5) / 2**32
@@ -335,7 +335,7 @@ def test_noise_is_gumbels_at_both_ends():
 
 
 def test_a_token_of_small_probability_is_drawn_by_bits_that_are_as_rare(monkeypatch):
-    """In a vocabulary of one block, and by the bits of its block where there are more."""
+    """In a vocabulary of one block its own bits choose it; in a larger one, the bits of its block."""
     for vocab, rare, place in ((20, 7, 1 + 7), (300, 260, 2)):
         bits = jnp.full(1000, 2**31, jnp.uint32).at[place].set(0)
         monkeypatch.setattr(
@@ -360,7 +360,7 @@ def test_a_token_of_small_probability_is_drawn_by_bits_that_are_as_rare(monkeypa
     ],
 )
 def test_draws_from_blocks_have_their_frequencies_into_the_tails(vocab, num_tokens, rows):
-    """Masses from a half to 1e-5 in 50 draws of so many rows, rare ids counted together."""
+    """Masses are from a half to 1e-5, in 50 draws of so many rows; rare ids are counted together."""
     logits = np.random.default_rng(vocab).permutation(np.linspace(0, -12, vocab)).astype(np.float32)
     exact = np.exp(logits[:num_tokens].astype(np.float64))
     exact /= exact.sum()
@@ -387,7 +387,7 @@ def test_draws_from_blocks_have_their_frequencies_into_the_tails(vocab, num_toke
 
 
 def test_at_temperature_0_the_likeliest_is_taken_though_its_block_is_not():
-    """300 ids: the first block has the most mass, the last the likeliest id."""
+    """There are 300 ids: the first block has the most mass, the last one the likeliest id."""
     scores = jnp.concatenate([jnp.zeros(256), jnp.full(43, -9.0), jnp.array([0.5])])[None]
     token, _ = sampling.next_token(
         scores, jax.random.split(jax.random.key(0), 1), jnp.float32(0), 300, Truncation()
@@ -443,7 +443,7 @@ def test_tokens_as_likely_as_the_last_one_kept_stay(truncation):
 
 
 def truncation_oracle(truncation, logps):
-    """Kept tokens of one row, with a loop from the likeliest down."""
+    """Finds the kept tokens of one row with a loop from the likeliest down."""
     order = np.argsort(-logps)
     probabilities = np.exp(logps.astype(np.float64))
     if truncation.top_k:

@@ -15,7 +15,7 @@ from qerl_jax.generation.scheduler import (
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_row_ends_and_no_page_has_two_writers(seed):
-    """The schedule alone, with as few pages as will do, and rows that end at random."""
+    """The schedule runs alone, with as few pages as possible, and rows end at random."""
     draw = np.random.default_rng(seed)
     size, limit, slots, width = 4, int(draw.integers(1, 90)), int(draw.integers(1, 7)), 20
     lengths, groups = draw.integers(1, width + 1, 9), draw.integers(1, 5, 9)
@@ -69,13 +69,13 @@ def test_every_row_ends_and_no_page_has_two_writers(seed):
 
 
 class Device:
-    """The pages of a pool as one number for each token, and what programs do with them."""
+    """A pool's pages as one number per token, and what programs do with them."""
 
     def __init__(self, num_pages, size):
         self.pages = np.full((num_pages, size), -1)
 
     def run(self, schedule, draw, chunk):
-        """A chunk; checks that each row finds the tokens before it. Returns what `harvest` takes, but the stops."""
+        """Runs a chunk, checks that each row finds the tokens before it, and returns what `harvest` takes except stops."""
         for move in schedule.leaving():
             move.contents = self.pages[move.pages]
         while (fresh := schedule.next_prefill()) is not None:
@@ -126,7 +126,7 @@ def test_a_row_that_is_parked_finds_what_it_left(group, sizes):
 
 
 def test_rows_that_have_room_take_all_their_pages_once_nothing_waits():
-    """So that the device goes on without the host."""
+    """So the device continues without the host."""
     queue = [QueuedPrompt(np.arange(1, 4), np.zeros((2, 2), np.uint32), 100)]
     schedule = Schedule(Shapes(4, 5, 26, 0, 2, 1, (2,)), 60, deal(queue))
     assert schedule.leaving() == [] and schedule.next_prefill() is not None
@@ -146,7 +146,7 @@ def test_no_prompts_make_a_larger_prefill_than_is_planned(prompts, length):
 
 
 def test_a_device_that_runs_dry_takes_rows_that_wait_for_another():
-    """Two devices, one of which takes ten times as long for a chunk: it samples few of the rows."""
+    """One of two devices takes ten times as long for a chunk, so it samples few of the rows."""
     queue = [
         QueuedPrompt(np.arange(3, dtype=np.int32), np.full((2, 2), n, np.uint32), 1)
         for n in range(40)

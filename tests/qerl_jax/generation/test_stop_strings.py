@@ -66,7 +66,7 @@ def test_characters_of_several_tokens_are_seen_however_the_tokens_came():
 
 
 def test_bytes_that_take_a_whole_run_along_hide_no_string():
-    """As in sentencepiece's tokenizers: tokens below 256 are bytes, and a run of them is a text or is not."""
+    """In sentencepiece's tokenizers tokens below 256 are bytes, and a whole run of them is a text or is not."""
 
     def by_runs(tokens):
         texts = []

@@ -58,7 +58,7 @@ def sample(turns, queue=None, temperature=1.0, **options):
 
 
 def turns_of(row):
-    """Tokens of each turn, and of each reply."""
+    """Returns the tokens of each turn and of each reply."""
     edges = np.flatnonzero(np.diff(row.given.astype(int))) + 1
     parts = np.split(row.tokens, edges)
     return [part.tolist() for part in parts[::2]], [part.tolist() for part in parts[1::2]]
@@ -91,7 +91,7 @@ def test_turns_end_with_a_stop_and_replies_stand_between_them_as_they_were_given
 
 
 def test_each_turn_is_what_the_policy_says_to_all_that_stands_before_it(rows):
-    """Log-probabilities against one plain pass over prompt, turns and replies."""
+    """Log-probabilities are compared with one plain pass over prompt, turns and replies."""
     owners = [prompt for prompt in prompts(limit=LIMIT) for _ in prompt.keys]
     for row in rows:
         prompt = owners[row.row].tokens
@@ -107,7 +107,7 @@ def plain_pass():
 
 
 def plain_scores(tokens):
-    """Logits [T, V] behind each of the tokens."""
+    """Computes logits [T, V] after each of the tokens."""
     padded = np.zeros((1, WIDTH + LIMIT), np.int32)
     padded[0, : len(tokens)] = tokens
     _, variables = policy()
@@ -162,7 +162,7 @@ def test_an_error_of_a_turn_taker_ends_the_sampling():
 
 
 def test_stop_strings_end_turns_and_those_of_replies_end_nothing():
-    """Tokens are letters; a turn ends behind the first "a" or "b" of its own."""
+    """Tokens are letters; a turn ends after its first own "a" or "b"."""
     letters = {5: "a", 6: "b", 9: "a"}
     decode = lambda ids: "".join(letters.get(int(i), ".") for i in ids)
     strings = StopStrings(("a", "b"), decode)
@@ -177,7 +177,7 @@ def test_stop_strings_end_turns_and_those_of_replies_end_nothing():
 
 
 def test_given_tokens_have_no_entropy_and_count_as_seen_for_the_penalty():
-    """The likeliest token under the penalty, from one plain pass over the row."""
+    """One plain pass over the row gives the likeliest token under the penalty."""
     stop_tokens = tuple(range(0, 64, 2))
     subject = make(stop_tokens=stop_tokens, repetition_penalty=1.5)
     subject._spec = dataclasses.replace(subject._spec, entropies=True)

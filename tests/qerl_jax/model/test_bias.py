@@ -22,7 +22,7 @@ REWARDS = RNG.uniform(size=(3, 3))
 
 
 def unclipped(**options):
-    """A config with bounds, and options, that a run may not have: here the bias is what is measured."""
+    """Makes a config with wide bounds and options that a run may not have, because here the bias is measured."""
     cfg = GrpoConfig()
     for name, value in {"epsilon": 1.0, "epsilon_high": 1e9, **options}.items():
         object.__setattr__(cfg, name, value)
@@ -36,7 +36,7 @@ def float64():
 
 
 def logps(theta):
-    """[9, 2]: the log-probability of each token of each completion."""
+    """Computes [9, 2]: the log-probability of each token of each completion."""
     first = jnp.repeat(jax.nn.log_softmax(theta["first"]), 3)
     return jnp.stack([first, jax.nn.log_softmax(theta["second"]).reshape(-1)], axis=1)
 
@@ -46,7 +46,7 @@ def probabilities(theta, tokens):
 
 
 def rewards(tokens):
-    """[9]; of completions of one token, with the others spread over what could follow."""
+    """Returns rewards [9], in which completions of one token count for all that could follow."""
     each = REWARDS if tokens == 2 else np.broadcast_to(REWARDS[:, :1], (3, 3)) / 3
     return each.reshape(-1)
 
@@ -64,7 +64,7 @@ def truth(tokens):
 
 
 def estimate(tokens, *, behaviour=NOISY, old="behaviour", mode=None, clip_max=np.inf, **options):
-    """Expectation, over samples of `behaviour`, of what one step would climb."""
+    """Computes the expected ascent direction of one step, over samples of `behaviour`."""
     # The loss is linear in the advantages, so they may carry the probability of their sample.
     advantages = probabilities(behaviour, tokens) * rewards(tokens)
     old_logps = logps(behaviour if old == "behaviour" else POLICY)
@@ -142,7 +142,7 @@ def test_the_bias_of_truncation_is_bounded_by_the_weight_it_takes_away(tokens, a
 def test_leave_one_out_is_unbiased_where_the_mean_of_two_shrinks_the_gradient_by_half(
     estimator, factor
 ):
-    """All 81 groups of two: E[(r - mean) slope] is (G - 1) / G of the gradient."""
+    """Over all 81 groups of two, E[(r - mean) slope] is (G - 1) / G of the gradient."""
     pairs = np.stack(np.meshgrid(np.arange(9), np.arange(9), indexing="ij"), -1).reshape(81, 2)
     advantages = grpo.group_advantages(rewards(2)[pairs], scale="none", estimator=estimator)
     chance = probabilities(POLICY, 2)[pairs].prod(axis=1, keepdims=True)
@@ -156,13 +156,13 @@ def test_leave_one_out_is_unbiased_where_the_mean_of_two_shrinks_the_gradient_by
 
 
 def divergence(theta, other):
-    """KL of the first tokens."""
+    """Computes the KL of the first tokens."""
     p, q = jax.nn.log_softmax(theta["first"]), jax.nn.log_softmax(other["first"])
     return jnp.sum(jnp.exp(p) * (p - q))
 
 
 def expected_kl(kind, theta, *, corrected=False, sampler=POLICY):
-    """Expectation over the sampler's first tokens of the term that the loss adds."""
+    """Computes the expectation of the loss's KL term over the sampler's first tokens."""
 
     def term(logp, old, ref):
         cfg = unclipped(

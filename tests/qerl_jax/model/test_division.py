@@ -161,7 +161,7 @@ def is_parted(path):
 
 
 def divided(model, variables):
-    """The variables as the devices hold them together: parts of weights along axis 1."""
+    """Makes the variables as devices hold them together: parts of weights along axis 1."""
     layers = dict(variables["frozen"]["layers"])
     for linear in model.arch.linears():
         weight = model.division.split(linear, layers[linear]["weight"], axis=1)
@@ -170,7 +170,7 @@ def divided(model, variables):
 
 
 def in_parts(model, variables, function):
-    """The results [count, ...] of a function of each device's model and variables."""
+    """Returns the results [count, ...] of a function of each device's model and variables."""
     held, mapped = divided(model, variables), jax.tree_util.tree_map_with_path
     axes = mapped(lambda path, _: 1 if is_parted(path) else None, held)
 
@@ -223,7 +223,7 @@ def test_prompts_and_tokens_get_the_hidden_states_of_the_whole_model(weights, ar
 
 
 def test_a_model_puts_its_parts_together_again():
-    """As updates do, and whoever runs it as a whole."""
+    """Updates do this, and so does whoever runs the model as a whole."""
     model, variables = policy("nvfp4", of_heads(6, 2))
     tokens = jnp.arange(10)[None]
     expected, _ = jax.jit(model.apply)(variables, tokens)
@@ -273,7 +273,7 @@ def test_published_models_can_be_divided_with_little_that_is_filled_up(name, cou
 def test_fused_kernels_of_the_parts_give_the_hidden_states_of_the_whole_model(
     monkeypatch, weights, kernels
 ):
-    """Their epilogues end where the terms of all devices are added up."""
+    """Their epilogues end where the terms of all devices are summed."""
     arch = dataclasses.replace(fused.ARCH, num_layers=1)
     model, variables, cache = fused.policy_of(weights, arch=arch)
     tokens, count = jnp.array([1, 40, 63]), 2

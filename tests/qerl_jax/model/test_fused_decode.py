@@ -49,7 +49,7 @@ SMALL = dataclasses.replace(
 
 
 def policy_of(weights, rows=3, cached=5, arch=ARCH):
-    """A policy whose adapter, norms and noise all act, and a cache with a few tokens in it."""
+    """Makes a policy whose adapter, norms and noise all have an effect, and a cache with a few of its tokens."""
     policy = Transformer(arch, weights, LoraConfig(16, 16.0, train_norms=True), jnp.bfloat16)
     frozen = transformer.random_base(policy, jax.random.key(0))
     jitter = lambda p: p + 0.02 * jax.random.normal(jax.random.key(p.size), p.shape)
@@ -195,7 +195,7 @@ def test_on_its_device_the_fused_step_meets_the_plain_model(arch, weights, rows)
 @pytest.mark.parametrize("arch", [ARCH, SMALL], ids=["whole", "small"])
 @pytest.mark.parametrize("weights", ["bfloat16", "nvfp4", "nf4"])
 def test_on_its_device_more_rows_are_decoded_as_the_plain_model_does(arch, weights):
-    """With LoRA's matrices as a loop of steps prepares them."""
+    """LoRA's matrices are prepared as a loop of steps prepares them."""
     plain, variables, cache = policy_of(weights, rows=160, arch=arch)
     tokens = jnp.arange(160) % 64
     actual, extended = jax.jit(

@@ -15,7 +15,7 @@ SLOTS = 4
 
 
 def scattered(rows, width, seed=0):
-    """A cache of junk whose rows have pages in any order, and spare pages in between."""
+    """Makes a cache of junk whose rows have pages in any order, with spare pages between them."""
     draw = np.random.default_rng(seed)
     num_pages = 1 + rows * width + 3
     shape = (2, num_pages, 2, SLOTS, 8)
@@ -27,7 +27,7 @@ def scattered(rows, width, seed=0):
 
 
 def slots(cache, layer):
-    """Keys and values [B, W * S, J, C] of a layer as the tables order them."""
+    """Returns keys and values [B, W * S, J, C] of a layer in the order of the tables."""
     together = lambda pool: np.asarray(pool[layer, cache.tables].swapaxes(2, 3)).reshape(
         *cache.ends.shape, -1, 2, 8
     )
@@ -48,7 +48,7 @@ def test_a_prompt_fills_the_pages_of_its_rows_in_one_layer():
 
 
 def test_steps_through_scattered_pages_equal_causal_attention():
-    """Three rows, each from an end of its own on; what lies behind the ends is junk."""
+    """Each of three rows starts at its own end; what lies behind the ends is junk."""
     draw, steps, begins, heads = np.random.default_rng(2), 6, np.array([0, 3, 5]), 4
     length = steps + begins.max()
     qkv = jnp.asarray(draw.normal(size=(3, length, heads + 4, 8)), jnp.float32)

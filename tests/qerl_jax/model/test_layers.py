@@ -14,7 +14,7 @@ ATTENTION = jax.jit(layers.attention)
 
 
 def oracle(query, key, value):
-    """Softmax over the keys of slots 0 to t for the query at slot t, in float64."""
+    """Computes the softmax over the keys of slots 0 to t for the query at slot t, in float64."""
     rows, length, heads, size = query.shape
     groups = key.shape[2]
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
@@ -73,7 +73,7 @@ def test_bfloat16_attention_stays_within_two_of_its_steps():
 def test_on_its_device_attention_and_its_derivatives_meet_the_plain_one(
     heads, groups, size, length
 ):
-    """A row is filled up on the right, with what would show: its live part does not see it."""
+    """A row is filled up on the right with values that would be noticed: its live part does not see them."""
     arrays = [x.astype(jnp.bfloat16) for x in qkv(length, heads, groups, rows=2, size=size)]
     live = jnp.arange(length)[:, None, None] < jnp.array([length, 200])[:, None, None, None]
     filled = [jnp.where(live, x, jnp.bfloat16(50)) for x in arrays]
@@ -102,7 +102,7 @@ def rotated(x, positions, arch=ARCH):
 
 
 def test_rotation_turns_the_halves_of_a_head_by_position_times_frequency():
-    """C = 4, theta = 100: frequencies 1 and 1/10; the pairs are (0, 2) and (1, 3)."""
+    """With C = 4 and theta = 100, frequencies are 1 and 1/10, and the pairs are (0, 2) and (1, 3)."""
     arch = dataclasses.replace(ARCH, head_size=4)
     np.testing.assert_allclose(layers.rope_frequencies(arch), [1.0, 0.1], rtol=1e-6)
     x = jnp.array([1.0, 1.0, 0.0, 0.0]).reshape(1, 1, 1, 4)
@@ -132,7 +132,7 @@ def test_rotated_products_depend_on_the_distance_alone():
 
 
 def test_llama3_keeps_short_wavelengths_and_stretches_long_ones():
-    """Window 64, bounds 1 and 4: fewer than 1 turn within it is long, more than 4 turns are short."""
+    """The window is 64, the bounds 1 and 4: fewer than 1 turn within it is long, more than 4 turns are short."""
     scaling = architecture.Llama3Rope(8.0, 1.0, 4.0, 64)
     plain = layers.rope_frequencies(dataclasses.replace(ARCH, rope_theta=1e4))
     scaled = layers.rope_frequencies(
@@ -150,7 +150,7 @@ def test_llama3_keeps_short_wavelengths_and_stretches_long_ones():
 
 
 def test_a_scale_finer_than_bfloat16_acts_on_a_bfloat16_norm():
-    """Near 1 the steps of bfloat16 are 2^-7 wide; the scale is 1 + 2^-9, and the input 128 times it."""
+    """Near 1 steps of bfloat16 are 2^-7 wide; the scale is 1 + 2^-9, and the input 128 times it."""
     x = jnp.full((1, 4), 4.0, jnp.bfloat16)
     actual = layers.rms_norm(x, jnp.full(4, 128.5), 0.0)
     assert actual.dtype == jnp.bfloat16
@@ -173,7 +173,7 @@ def test_noise_far_below_a_step_acts_on_a_split_norm_in_full_on_average():
 
 
 def test_rms_norm_by_hand():
-    """Mean square of (1, 7) is 25; with eps = 11 the root is 6."""
+    """The mean square of (1, 7) is 25; with eps = 11 the root is 6."""
     np.testing.assert_allclose(
         layers.rms_norm(jnp.array([1.0, 7.0]), jnp.array([6.0, 12.0]), 11.0), [1.0, 14.0], rtol=1e-6
     )
@@ -197,7 +197,7 @@ def test_a_split_norm_is_the_whole_one_to_what_is_linear_in_it():
 
 
 def test_swiglu_rounds_once():
-    """silu(1) * 1.125 = 0.82244, which goes up; bfloat16's 0.73047 for silu(1) would make 0.82178, which goes down."""
+    """silu(1) * 1.125 = 0.82244 rounds up; bfloat16's 0.73047 for silu(1) would give 0.82178, which rounds down."""
     actual = jax.jit(layers.swiglu)(jnp.array([1.0, 1.125], jnp.bfloat16))
     np.testing.assert_array_equal(np.float32(actual), [0.82421875])
 

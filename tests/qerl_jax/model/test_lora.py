@@ -30,14 +30,14 @@ TOKENS = np.arange(1, 13, dtype=np.int32)[None]
 
 
 def rank_and_factor(part, layer):
-    """By hand: what SHAPE says of a linear; None where it has no branch."""
+    """Returns by hand what SHAPE says of a linear; None if it has no branch."""
     rank = {"q_proj": 2 if layer == 1 else 4, "v_proj": 4, "down_proj": 6}.get(part)
     return None if rank is None else (rank, (32 if part == "v_proj" else 16) / np.sqrt(rank))
 
 
 @pytest.fixture(scope="module")
 def params():
-    """Fresh A, and B that is not 0 where a branch has ranks."""
+    """Makes a fresh A, and a B that is not 0 where a branch has ranks."""
     fresh = init_params(MODEL, base(DENSE, "float32"), jax.random.key(0))
     key = iter(jax.random.split(jax.random.key(1), 20))
 
@@ -56,7 +56,7 @@ def params():
 
 
 def real(path, leaf):
-    """bool like a leaf: whether a number belongs to a rank that its branch has."""
+    """Returns bools like a leaf: whether a number belongs to a rank that its branch has."""
     ranks = [(rank_and_factor(path[-2], i) or (0,))[0] for i in range(ARCH.num_layers)]
     within = np.arange(leaf.shape[2 if path[-1] == "a" else 1]) < np.array(ranks)[:, None]
     return within[:, None, :] if path[-1] == "a" else within[:, :, None]
@@ -77,7 +77,7 @@ def test_branches_are_filled_up_to_the_largest_rank_of_their_linear(params):
 
 
 def test_each_branch_adds_its_own_factor_times_its_own_matrices(params):
-    """Against a base whose weights hold W + factor * (A B)^T, with the factors by hand."""
+    """The other base has the weights W + factor * (A B)^T, with the factors by hand."""
     frozen = jax.tree.map(np.array, base(DENSE, "float32"))
     for linear, parts in ARCH.linears().items():
         first = 0
@@ -137,7 +137,7 @@ def test_an_adapter_of_several_shapes_round_trips_as_peft_writes_it(params, tmp_
 
 
 def test_an_adapter_of_one_shape_is_made_as_ever():
-    """The same A for a seed, be the shape said by defaults or by patterns that change nothing."""
+    """A seed gives the same A with defaults, and with patterns that change nothing."""
     frozen = base(DENSE, "float32")
     plain = init_params(adapter_model(), frozen, jax.random.key(3))
     said = adapter_model(rank_pattern={"q_proj": 8}, alpha_pattern={".*_proj": 16.0})

@@ -35,7 +35,7 @@ def drawn(numbers, tokens=None, per="group", sigma=0.3):
 
 
 def leaves(tree):
-    """Noise of each row: [B, everything]."""
+    """Returns the noise of each row, [B, everything]."""
     parts = [np.moveaxis(np.asarray(leaf), -2, 0) for leaf in jax.tree.leaves(tree)]
     return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
 
@@ -54,7 +54,7 @@ def test_a_number_has_one_noise_wherever_and_with_whomever_it_is_drawn(per):
 
 
 def test_a_rows_noise_is_that_of_its_own_key():
-    """By the number of its group folded into the step's key."""
+    """The key is the step's key with the number of the row's group folded in."""
     alone = noise.norm_noise(jax.random.fold_in(KEY, 8), 0.3, SHAPES)
     ours = of_row(drawn([3, 8]), 1)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), ours, alone)
@@ -89,7 +89,7 @@ def test_numbers_are_those_of_groups_or_of_all_rows():
 
 
 def test_rows_under_noise_of_their_own_are_what_each_is_alone():
-    """Hidden states, and the gradient of norms that train: the sum over rows of each row's."""
+    """Hidden states are equal, and the gradient of trained norms is the sum of each row's."""
     model, variables = policy()
     tokens = jax.random.randint(jax.random.key(2), (3, 7), 0, 64)
     tree = drawn([1, 2, 3])
@@ -121,7 +121,7 @@ def test_variables_without_noise_of_rows_stay_as_they_are():
 
 
 def test_fused_layers_refuse_noise_of_rows_and_say_why(monkeypatch):
-    """On a GPU that has them; there the plain model decodes, under the same noise."""
+    """On a GPU that has them, the plain model decodes instead, with the same noise."""
     monkeypatch.setattr(runtime, "unless_hopper", lambda: None)
     monkeypatch.setattr(runtime, "is_hopper", lambda: True)
     monkeypatch.setattr(decode_attention, "supports_heads", lambda *_: None)

@@ -60,13 +60,13 @@ def test_values_of_completions_stand_by_row():
 
 
 def numbered(like):
-    """An array of that shape whose values differ."""
+    """Makes an array of that shape whose values differ."""
     return jnp.arange(1.0, like.size + 1).reshape(like.shape)
 
 
 @pytest.mark.parametrize("name", ["unfold", "before", "by_row"])
 def test_slopes_are_those_of_a_product_with_a_matrix(name):
-    """Each of these is linear; its matrix is read off column by column, and transposed."""
+    """Each function is linear: its matrix is read column by column, and transposed."""
     f = lambda x: jnp.concatenate(
         [y.reshape(-1) for y in jax.tree.leaves(getattr(LAYOUT, name)(x))]
     )
@@ -88,7 +88,7 @@ def test_slopes_go_back_through_folding():
 
 
 def test_a_rectangle_is_right_padded_rows():
-    """Two prompts, of one and of two tokens in three slots, for two completions of two tokens each."""
+    """Two prompts of one and two tokens in three slots have two completions of two tokens each."""
     rectangle = packing.rectangle(jnp.array([1, 2]), prompt_width=3, rows=4, width=2)
     flat = jnp.arange(1.0, 15)[:, None]  # completions 1 to 8; prompts 9 and 12 13
     (array,) = rectangle.unfold(flat)
@@ -132,7 +132,7 @@ def policy():
 
 
 def drawn_rows(share, rows=7, seed=0):
-    """Prompts by number, their lengths and those of completions, and the tokens of each row."""
+    """Draws prompts by number, lengths of prompts and completions, and the tokens of each row."""
     rng = np.random.default_rng(seed)
     prompts = np.sort(rng.integers(0, 3, rows)) if share else np.arange(rows)
     prompt_lengths = rng.integers(1, 6, rows)[prompts]
@@ -146,7 +146,7 @@ def drawn_rows(share, rows=7, seed=0):
 
 
 def plain_logps(variables, prompt_lengths, tokens):
-    """Log-probabilities of the completions, one row after the other, from all the logits."""
+    """Computes log-probabilities of the completions one row after the other, from all logits."""
     model, found = policy()[0], []
     for row, start in zip(tokens, prompt_lengths, strict=True):
         hidden, _ = model.apply(variables, jnp.asarray(row)[None])

@@ -38,7 +38,7 @@ def load(folder, *, weights="float32", lora=None, dtype=jnp.float32):
 
 
 def rolled(rows, mask, back=False):
-    """Rows [B, T, ...] whose live slots begin at slot 0, or back to where they were."""
+    """Moves rows [B, T, ...] so that their live slots begin at slot 0, or back to where they were."""
     starts = mask.argmax(axis=1)
     return np.stack(
         [np.roll(row, s if back else -s, 0) for row, s in zip(rows, starts, strict=True)]
@@ -51,7 +51,7 @@ def scores(model, variables, tokens, **options):
 
 
 def full_forward(model, variables, reference, side, **options):
-    """Logits of recorded rows; those that were padded on the left are padded on the right here."""
+    """Computes logits of recorded rows; rows with padding on the left get it on the right here."""
     mask = reference[f"{side}.attention_mask"]
     tokens = rolled(reference[f"{side}.input_ids"], mask)
     logits, _ = scores(model, variables, tokens, **options)
@@ -274,7 +274,7 @@ def tiny(**changes):
 
 
 def test_a_linear_rounds_products_and_its_result_and_nothing_between():
-    """On integers, whose sums are exact in float32 and too long for bfloat16."""
+    """Inputs are integers, whose sums are exact in float32 and too long for bfloat16."""
     rng = np.random.default_rng(0)
     integers = lambda most, *shape: rng.integers(-most, most + 1, shape).astype(np.float32)
     x, weight, bias, residual = integers(8, 4, 64), integers(8, 48, 64), integers(8, 48), 64.0
@@ -337,7 +337,7 @@ def test_trained_norms_are_switched_off_with_the_adapter():
 
 
 def test_noise_acts_as_a_changed_norm_scale():
-    """Equation 10 of arXiv 2510.11696: RMSNorm with w + Z, for q/k/v and gate/up, nowhere else."""
+    """Equation 10 of arXiv 2510.11696 is RMSNorm with w + Z, for q/k/v and gate/up, and nowhere else."""
     model = dataclasses.replace(tiny(), lora=None)
     frozen = random_base(model, jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(2), (2, 9), 0, 512)
@@ -425,7 +425,7 @@ def test_memory_of_log_probabilities_does_not_grow_with_rows_times_vocabulary():
 
 
 def test_known_shapes_have_their_published_sizes():
-    """Parameters in units of 10^9, from the model cards."""
+    """Parameters are in units of 10^9, from the model cards."""
     billions = {name: arch.num_parameters() / 1e9 for name, arch in architecture.KNOWN.items()}
     expected = {
         "qwen2.5-3b": 3.09,

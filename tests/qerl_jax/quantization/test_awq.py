@@ -22,7 +22,7 @@ ROWS = Calibration("arithmetic", num_samples=24, max_length=64)
 
 
 def first_layer(folder):
-    """The architecture of a model, and its first layer's tensors by their names in a folder."""
+    """Returns the architecture of a model, and its first layer's tensors by their names in a folder."""
     tensors = Tensors(folder)
     return architecture.load(folder), {
         name: np.array(tensors[name]) for name in tensors if name.startswith("model.layers.0.")
@@ -37,7 +37,7 @@ def as_tree(arch, tensors):
 
 
 def hidden(arch, seed=0, shape=(3, 12)):
-    """Inputs whose channels differ in size by a factor of a hundred, as they do in language models."""
+    """Makes inputs whose channels differ in size by a factor of a hundred, as in language models."""
     rng = np.random.default_rng(seed)
     sizes = 10 ** rng.uniform(-1, 1, arch.width)
     return jnp.asarray(rng.standard_normal((*shape, arch.width)) * sizes, jnp.float32)
@@ -48,7 +48,7 @@ def hidden(arch, seed=0, shape=(3, 12)):
     ["qwen2_untied", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "llama3"))],
 )
 def test_folding_changes_nothing_but_the_rounding(name, monkeypatch):
-    """Biases of v, several query heads to a key, norms of heads: all see the same numbers after it."""
+    """Biases of v, several query heads per key, and norms of heads see the same numbers after it."""
     monkeypatch.setattr(awq, "GRID", 4)
     arch, tensors = first_layer(GOLDEN / "models" / name)
     model, x = Transformer(arch, "float32", None, jnp.float32), hidden(arch)
@@ -138,7 +138,7 @@ def test_rows_without_texts_are_refused(tmp_path, row, said):
 
 @pytest.mark.slow
 def test_a_killed_calibrated_job_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
-    """The hidden states are not kept: they pass again through the layers that are written."""
+    """Hidden states are not stored: they pass again through the layers that are written."""
     monkeypatch.setattr(awq, "GRID", 2)
     recipe = Recipe("nvfp4", "awq", calibration=ROWS)
     whole, out = tmp_path / "whole", tmp_path / "out"

@@ -17,7 +17,7 @@ FORMATS = ("nvfp4", "mxfp4", "nf4")
 
 
 def problem(seed=0, width=K):
-    """A weight, and the Gram matrix of inputs that go together and differ in size."""
+    """Makes a weight, and the Gram matrix of inputs that are correlated and differ in size."""
     rng = np.random.default_rng(seed)
     mixed = rng.standard_normal((width, width)) * np.exp(rng.standard_normal(width))
     x = rng.standard_normal((4 * width, width)) @ mixed
@@ -26,7 +26,7 @@ def problem(seed=0, width=K):
 
 
 def by_hand(weight, steps, gram, grid):
-    """OBQ's own equations: round a column, move the others, take it out of the inverse."""
+    """Computes OBQ's own equations: round a column, move the others, remove it from the inverse."""
     weight, gram = weight.astype(np.float64), gram.astype(np.float64)
     size = np.diag(gram).mean()
     inverse = np.linalg.inv(gram + gptq.DAMPING * size * np.eye(len(gram)))
@@ -47,7 +47,7 @@ def error(weight, other, gram):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_gptq_gives_what_plain_elimination_gives(name):
-    """192 columns are a block and a half: errors within blocks, between them, and padding."""
+    """192 columns are a block and a half, with errors within blocks, between them, and padding."""
     form = packed_formats.named(name)
     weight, gram = problem()
     (found,), errors = gptq.pack(form, "search", [jnp.asarray(weight)], jnp.asarray(gram))
@@ -93,7 +93,7 @@ def test_parts_of_a_linear_go_together_and_keep_their_scales():
 
 @pytest.mark.parametrize("kind", ["never seen", "one row", "not finite"])
 def test_inputs_that_say_little_do_no_harm(kind):
-    """Dead channels, fewer rows than channels, and a Gram matrix that cannot be factored."""
+    """There are dead channels, fewer rows than channels, and a Gram matrix that cannot be factored."""
     form = packed_formats.named("nvfp4")
     weight, gram = problem(3, 64)
     if kind == "never seen":
@@ -139,7 +139,7 @@ def test_of_gptq_and_what_was_there_before_the_better_is_kept():
 
 
 def test_scales_are_searched_by_what_an_error_costs_once_later_columns_make_up_for_it(monkeypatch):
-    """That is the inverse of the diagonal of an inverse: of the columns that are left, with its own."""
+    """This cost is the inverse of the diagonal of an inverse, over the column itself and the later ones."""
     form, seen = packed_formats.named("nvfp4"), []
     monkeypatch.setattr(gptq, "DAMPING", 1e-6)
     record = lambda parts, scales, moments: seen.append(np.asarray(moments)) or form.pack(parts)

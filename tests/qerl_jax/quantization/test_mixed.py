@@ -99,7 +99,7 @@ def test_slopes_of_an_adapter_over_a_mixed_base_are_those_over_its_unpacked_weig
 
 @pytest.mark.slow
 def test_a_mixed_base_decodes_what_its_unpacked_weights_decode(folder):
-    """One token at a time, over the cache; the fused layers refuse it and say why."""
+    """It decodes one token at a time over the cache; the fused layers refuse it and say why."""
     texts = [
         Generator.load(str(folder), weights=weights, dtype="float32")(
             ["What is 3+4?"], temperature=0.0, max_tokens=12
@@ -141,7 +141,7 @@ def test_a_model_that_expects_other_kept_linears_is_refused(folder):
 def test_calibration_leaves_kept_linears_alone_and_prints_what_hurts_most(
     method, tmp_path, monkeypatch
 ):
-    """Under AWQ rows of v and up may be divided, for o and down; nothing else of them changes."""
+    """AWQ may divide rows of v and up, for o and down; nothing else of them changes."""
     monkeypatch.setattr(awq, "GRID", 2)
     lines = []
     recipe = Recipe("nvfp4", method, keep=KEEP, calibration=ROWS)
@@ -181,7 +181,7 @@ def test_exports_keep_what_the_base_keeps(to, folder, tmp_path):
 
 
 def test_a_folder_that_keeps_one_part_of_a_linear_is_read(folder, tmp_path):
-    """Others may leave v alone in 16 bits: q and k are then unpacked beside it."""
+    """Other tools may leave only v in 16 bits: q and k are then unpacked beside it."""
     arch, tensors = architecture.load(folder), dict(Tensors(folder))
     v = arch.linear_names("qkv", 1)[2]
     for suffix in ("weight_packed", "weight_scale", "weight_global_scale"):

@@ -35,7 +35,7 @@ RECIPES = {
 
 @pytest.fixture(scope="module")
 def bfloat16(tmp_path_factory):
-    """The recorded model in 16 bits, with a tokenizer's file beside it."""
+    """Makes the recorded model in 16 bits, with a tokenizer's file beside it."""
     tensors = golden_files.load(DENSE / "model.safetensors")
     folder = tmp_path_factory.mktemp("source")
     narrow = {name: value.astype(ml_dtypes.bfloat16) for name, value in tensors.items()}

@@ -1,4 +1,4 @@
-"""Errors of every linear of SmolLM2, as `scripts/study_quantization.py` recorded them on an H100."""
+"""Tests errors of every linear of SmolLM2, as `scripts/study_quantization.py` recorded them on an H100."""
 
 import json
 import pathlib
@@ -15,7 +15,7 @@ BASES, FORMATS = ("packaged", "trained"), ("nvfp4", "mxfp4", "nf4")
 
 
 def errors(*name):
-    """Of 30 layers x 4 linears: of weights [120], or of outputs [120, 2], to nearest and by the method."""
+    """Reads errors of 30 layers x 4 linears: of weights [120], or of outputs [120, 2], to nearest and by the method."""
     found = RECORDED[", ".join(name)]
     assert set(found) == {"qkv", "o", "gate_up", "down"}
     return np.concatenate([found[linear] for linear in sorted(found)])
@@ -24,7 +24,7 @@ def errors(*name):
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("base", BASES)
 def test_no_linear_is_worse_than_to_nearest(base, form):
-    """Of weights where scales are searched without calibration, else of outputs on the calibration rows."""
+    """Errors are of weights if scales are searched without calibration, else of outputs on the calibration rows."""
     nearest, searched = errors(base, form, "nearest"), errors(base, form, "nearest, searched")
     assert nearest.shape == (120,) and (searched <= nearest).all()
     for method in ("awq", "gptq", "awq+gptq"):

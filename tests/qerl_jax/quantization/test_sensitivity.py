@@ -22,12 +22,12 @@ def base():
 
 
 def changed(weight):
-    """Another weight in its place."""
+    """Returns another weight of the same shape."""
     return weight + 0.02 * jnp.sin(jnp.arange(weight.size, dtype=jnp.float32)).reshape(weight.shape)
 
 
 def walk(model, frozen, ids, live, folder, stop_after=None):
-    """Passes all layers, and is begun anew from what was kept after one of them, if asked to."""
+    """Passes all layers, and on request starts again from the state that was kept after one of them."""
     begin = lambda: sensitivity.Sensitivities(model, frozen["embed_tokens"][ids], live, folder)
     probe = begin()
     for index in range(model.arch.num_layers):

@@ -312,7 +312,7 @@ ENDLESS = {
 
 
 def written(attempt, machine):
-    """An attempt with the facts of a machine in their places: `host`, `home`, `project`, `port`, `pid`."""
+    """Puts the facts of a machine into an attempt: `host`, `home`, `project`, `port`, `pid`."""
     program = textwrap.dedent(attempt)
     for name, value in machine.items():
         program = program.replace("{" + name + "}", str(value))
@@ -320,7 +320,7 @@ def written(attempt, machine):
 
 
 def got_out(name, machine):
-    """What an attempt has printed, if it was not stopped, or was ended by the clock only; None where all is well."""
+    """Returns what an attempt printed if it was not stopped, or only by the clock; None if all is well."""
     from qerl_jax.rewards import sandbox
 
     outcome = sandbox.run(written(ESCAPES[name], machine), "", sandbox.Limits())

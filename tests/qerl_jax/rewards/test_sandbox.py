@@ -94,7 +94,7 @@ def test_what_was_written_before_the_end_is_kept():
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Things of this machine that a program might reach: secrets, servers, a process."""
+    """Makes things on this machine that a program might reach: secrets, servers, a process."""
     (tmp_path / "secret").write_text("secret")
     monkeypatch.setenv("SECRET", "secret")
     with contextlib.ExitStack() as stack:
@@ -210,7 +210,7 @@ def test_no_escape_gets_out_as_an_ordinary_user_either(machine):
     ],
 )
 def test_the_same_attempt_succeeds_outside(name, machine, tmp_path_factory):
-    """The attempts are real: without the sandbox they get where they want."""
+    """The attempts are real: without the sandbox they succeed."""
     needs_the_machine(ESCAPES[name])
     attempt = subprocess.run(
         [sys.executable, "-c", written(ESCAPES[name], machine)],

@@ -20,7 +20,7 @@ CFG = ToolsConfig((f"{HERE}:double",), f"{HERE}:Counter", seconds=5, workers=2)
 
 @pytest.fixture
 def together(service, monkeypatch):  # noqa: F811
-    """Calls work(hosts, boxes) in a thread for each of some processes; the tools close when all have ended."""
+    """Returns a function that calls work(hosts, boxes) in a thread per process, and closes the tools at the end."""
     monkeypatch.setattr(shared_tools, "_numbers", Numbers())
 
     def run(count, work, cfg=CFG, **given):

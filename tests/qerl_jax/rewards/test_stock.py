@@ -13,7 +13,7 @@ from qerl_jax.rewards.stock import FACTORIES, STOCK
 
 
 def score(name, completion, answer):
-    """A function's value for one row, the same whether the completion is text or a chat."""
+    """Returns a function's value for one row, which is the same for a text and for a chat."""
     (value,) = STOCK[name](completions=[completion], answer=[answer])
     chat = [{"role": "assistant", "content": completion}]
     assert STOCK[name](completions=[chat], answer=[answer]) == [value]
@@ -325,7 +325,7 @@ def test_a_judgement_takes_at_most_5_seconds_by_default(name, monkeypatch):
 
 
 class Judges:
-    """Stands in for the worker processes: answers from a table, by gold answer."""
+    """Stands in for the worker processes: it answers from a table, by gold answer."""
 
     readable = {"gold hangs": Failure("timeout"), "gold crashes": Failure("died")}
     agrees = {"hangs": Failure("timeout"), "raises": Failure("raised", "TypeError: ?")}

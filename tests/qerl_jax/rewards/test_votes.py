@@ -9,7 +9,7 @@ from qerl_jax.rewards.stock import FACTORIES
 
 
 class Judges:
-    """The judge in this process; what it is asked is kept, and some answers keep it busy."""
+    """The judge in this process: it records what it is asked, and some answers make it busy."""
 
     def __init__(self, busy=()):
         self.asked, self.busy = [], busy

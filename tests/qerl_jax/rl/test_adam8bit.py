@@ -31,7 +31,7 @@ def test_numbers_of_the_table_come_back_exactly(signed):
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_values_of_the_largest_decade_keep_a_hundredth_of_the_largest(signed):
-    """The table's steps there are 0.9 / 64 (0.9 / 128 without a sign); half of one is lost."""
+    """The table's steps there are 0.9 / 64 (0.9 / 128 without a sign); rounding loses half of one."""
     x = np.random.default_rng(0).uniform(0.1, 1, (5, 300)).astype(np.float32)
     x *= np.sign(np.random.default_rng(1).normal(size=x.shape)) if signed else 1
     back = adam8bit.dequantize(
@@ -54,7 +54,7 @@ def test_a_block_of_zeros_stays_zero():
 
 
 def trajectory(scale_by, steps=100):
-    """A quadratic bowl of uneven curvature with noisy slopes: weights after each step, from AdamW."""
+    """Returns AdamW's weights after each step in a quadratic bowl of uneven curvature with noisy slopes."""
     rng = np.random.default_rng(3)
     curvature = jnp.asarray(10 ** rng.uniform(-2, 1, (64, 96)), jnp.float32)
     noise = jnp.asarray(rng.normal(size=(steps, 64, 96)), jnp.float32)
@@ -71,7 +71,7 @@ def trajectory(scale_by, steps=100):
 
 
 def test_the_trajectory_stays_within_a_twentieth_of_the_way():
-    """Weights part from those of 32-bit AdamW by less than 5 % of the way gone, at every tenth step."""
+    """At every tenth step, weights differ from those of 32-bit AdamW by less than 5 % of the way gone."""
     start, exact = trajectory(optax.scale_by_adam)
     _, ours = trajectory(adam8bit.scale_by_adam_8bit)
     for step in range(9, 100, 10):
@@ -97,7 +97,7 @@ def test_the_moments_of_large_leaves_take_a_quarter_of_the_memory():
 
 
 def test_blocks_in_chunks_are_those_at_once(monkeypatch):
-    """26 blocks, the last of which is filled up, five at a time; a compiler may round a loop otherwise."""
+    """There are 26 blocks, the last one filled up, five at a time; a compiler may round a loop otherwise."""
     tx = adam8bit.scale_by_adam_8bit(0.9, 0.99, 1e-8)
     state = tx.init({"a": jnp.zeros((65, 101))})
     for seed in range(3):

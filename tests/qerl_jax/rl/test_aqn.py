@@ -215,7 +215,7 @@ def test_a_rate_that_would_turn_the_rule_round_is_refused():
 
 @pytest.mark.parametrize("relative", [1e-4, 3e-4, 1e-3, aqn.FLOOR])
 def test_flips_of_rounding_are_as_large_as_a_simulation_finds_them(relative):
-    """Values with a uniform logarithm, rounded to bfloat16 with and without the noise."""
+    """Values have a uniform logarithm, and are rounded to bfloat16 with and without the noise."""
     rng = np.random.default_rng(0)
     clean = np.exp2(rng.uniform(0, 4, 2_000_000))
     signal = clean * relative * rng.standard_normal(clean.shape)

@@ -25,7 +25,7 @@ def tokens():
 
 
 def sampled():
-    """A rollout of rows of unlike lengths, whose texts are those of its tokens."""
+    """Makes a rollout of rows of different lengths, whose texts are those of its tokens."""
     rng = np.random.default_rng(1)
     ids = tuple(rng.integers(3, 300, length).astype(np.int32) for length in (1, 6, 3, 2, 5, 4))
     return Rollout(
@@ -40,7 +40,7 @@ def sampled():
 
 
 def scripted(*informative):
-    """sample() of rounds of two groups, True for those whose completions differ in reward."""
+    """Makes a sample() that gives rounds of two groups; True means that its completions differ in reward."""
 
     def sample(drawn, index):
         places = [drawn, drawn + 1]
@@ -62,7 +62,7 @@ def scripted(*informative):
 
 
 def places(scored):
-    """Positions, having checked that everything else moved along with them."""
+    """Returns the positions, and checks that everything else moved along with them."""
     if scored is None:
         return []
     found = scored.positions.tolist()
@@ -120,7 +120,7 @@ def test_what_was_left_over_comes_first_in_the_next_rollout():
 
 
 def shaped(accuracy, punishment):
-    """One round of groups, whose rewards are the sum of two functions, and the function that says so."""
+    """Makes a sample() for one round of groups whose rewards are the sum of two functions."""
     per_function = np.stack([np.ravel(accuracy), np.ravel(punishment)], axis=1).astype(np.float32)
 
     def sample(drawn, index):
@@ -161,7 +161,7 @@ def test_without_dynamic_sampling_a_round_is_taken_as_it_comes():
 
 
 def with_tools(rollout):
-    """Rows of two turns, and prompts that hold what an environment said."""
+    """Makes rows of two turns, with prompts that have an environment's first words."""
     talks = tuple(
         Conversation(({"role": "tool", "name": "a", "content": str(i)},) * 2, i, 1, True, 0.5, {})
         for i in range(6)

@@ -25,7 +25,7 @@ def test_the_share_of_tokens_with_the_highest_entropies_is_marked(quantile, mark
 
 
 def test_the_coefficient_rises_below_the_target_and_falls_above_it_within_its_bounds():
-    """By hand; as in TRL the bonus acts only after a step whose entropy was not above the target."""
+    """Values are by hand. As in TRL the bonus acts only after a step whose entropy was not above the target."""
     cfg = GrpoConfig(
         use_adaptive_entropy=True,
         entropy_coef=0.01,

@@ -12,7 +12,7 @@ def arrays(dtype, *rows):
 
 
 def rollout():
-    """Two rows: one ends with its stop token after 2 of 3 tokens, one is cut at 3."""
+    """Makes two rows: one ends with its stop token after 2 of 3 tokens, one is cut at 3."""
     return Rollout(
         problems=(None,),
         prompt_ids=arrays(np.int32, [5]),

@@ -28,7 +28,7 @@ def _no_silent_broadcasting():
 
 
 def assert_close(actual, expected, rtol):
-    """Compares relative to the largest entry: small ones of a gradient are differences."""
+    """Compares relative to the largest entry, because small entries of a gradient are differences."""
     scale = np.max(np.abs(expected))
     np.testing.assert_allclose(actual, expected, rtol=0, atol=rtol * scale)
 
@@ -40,7 +40,7 @@ def golden_inputs(name, dtype):
 
 
 def random_batch(rows=8, length=7, seed=0):
-    """Rows of every length, one of them empty, with ratios on both sides of both bounds."""
+    """Makes rows of every length, one of them empty, with ratios beyond both bounds."""
     rng = np.random.default_rng(seed)
     logps = -rng.uniform(0.1, 3.0, (rows, length))
     return {
@@ -127,7 +127,7 @@ ALL_CASES = [
 
 @pytest.mark.parametrize("number", ALL_CASES)
 def test_every_loss_with_every_correction_is_that_of_trl(number):
-    """Weights, masks and high-entropy tokens are made by us; the numbers are TRL 1.16's."""
+    """Our code makes weights, masks and high-entropy tokens; the numbers are TRL 1.16's."""
     case = TRL["cases"][number]
     with jax.enable_x64(True):
         cfg = compare_trl.config_of(case["options"], TRL["clip_max"])
@@ -377,7 +377,7 @@ def test_estimators_of_the_divergence(kind, expected):
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_the_divergence_is_added_times_the_ratio_where_its_bias_is_corrected(kind, level):
-    """Against a loop over rows in NumPy; the ratio of a sequence is that of its mean."""
+    """The oracle is a loop over rows in NumPy; the ratio of a sequence is that of its mean."""
     with jax.enable_x64(True):
         batch = random_batch()
         options = CLIP | {"loss_type": "dapo", "importance_sampling_level": level}
@@ -469,7 +469,7 @@ def test_the_product_of_a_long_rows_ratios_is_compared_without_overflow():
 
 
 def test_rows_that_the_policy_left_are_dropped_where_their_advantage_is_negative():
-    """By hand: the means of behaviour - policy over the rows' tokens are -1.04, .69 and 0."""
+    """By hand, the means of behaviour - policy over the rows' tokens are -1.04, .69 and 0."""
     policy, behaviour = OLD, jnp.zeros((3, 3))
     for advantages, threshold, expected in (
         ([-1.0, -1.0, -1.0], 0.6, [[1], [0], [1]]),
@@ -481,7 +481,7 @@ def test_rows_that_the_policy_left_are_dropped_where_their_advantage_is_negative
 
 
 def weights_in_numpy(cfg, logps, old, behaviour, advantages, mask):
-    """Every choice of weights and masks as loops over rows and tokens."""
+    """Computes every choice of weights and masks as loops over rows and tokens."""
     expected = np.ones(logps.shape)
     for row in range(len(logps)):
         kept = np.flatnonzero(mask[row])
@@ -579,7 +579,7 @@ def test_a_config_without_corrections_has_no_weights():
     ],
 )
 def test_behaviour_ratios_are_capped_unless_the_config_says_otherwise(options, cap):
-    """One token of ratio 20 and advantage -1: its loss is the cap, and gradient flows only without one."""
+    """A token has ratio 20 and advantage -1: its loss is the cap, and there is a gradient only without a cap."""
     cfg = GrpoConfig(**options)
     assert cfg.ratio_cap == cap
     batch = {
@@ -630,7 +630,7 @@ def test_advantages_of_one_function_at_a_time_are_those_of_trl(name):
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_each_function_is_scaled_by_itself(scale):
-    """A function counts alike whatever its unit, unless nothing scales; and 0 where it tells nothing apart."""
+    """A function counts alike in any unit, unless nothing is scaled, and counts 0 if all its values are equal."""
     rewards = np.random.default_rng(2).normal(size=(3, 4, 2)).astype(np.float32)
     rewards[2] = [0.1, 0.3]
     make = lambda x: grpo.decoupled_advantages(jnp.asarray(x), jnp.ones(2), scale=scale)

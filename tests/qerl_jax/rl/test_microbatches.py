@@ -11,7 +11,7 @@ LIMITS = {"prompt_width": 88, "completion_width": 512, "group": 8, "max_rows": 2
 
 
 def rows_of(lengths, group=1, prompt_lengths=10):
-    """Rows, so many of each prompt."""
+    """Makes rows, so many of each prompt."""
     lengths = np.array(lengths)
     prompts = np.arange(len(lengths)) // group
     prompt_lengths = np.broadcast_to(prompt_lengths, len(lengths) // group)[prompts]
@@ -120,13 +120,13 @@ def test_micro_batches_by_rows_are_cut_as_they_come_and_no_larger_than_needed():
     [(256, 128, 8192), (4096, 128, 8368), (16000, 128, 16088), (64, 8, 2 * 88 + 8 * 64)],
 )
 def test_the_budget_that_nothing_else_bounds(limit, rows, budget):
-    """8192 tokens, or two rows; never less than a row may have, nor more than all rows."""
+    """It is 8192 tokens or two rows, never less than a row may have, nor more than all rows."""
     asked = {"prompt_width": 88, "completion_width": limit, "rows": rows, "prompts": rows // 4}
     assert microbatches.default_budget(**asked) == budget
 
 
 def padding(shapes, *, rows, mean, sigma, limit, truncated=0.0, prompts=(60, 201), silent=0.0):
-    """The share over 20 optimizer steps, with 8 rows of each prompt, of which some do not learn."""
+    """Computes the share of padding over 20 optimizer steps, with 8 rows per prompt, some of which do not learn."""
     rng, real, computed, count = np.random.default_rng(0), 0, 0, rows
     for _ in range(20):
         lengths = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count).astype(int)
@@ -160,13 +160,13 @@ def test_less_than_a_tenth_is_padding_whatever_the_lengths(sigma, truncated, sil
 
 
 def test_less_than_a_tenth_is_padding_of_short_rows():
-    """The quickstart's: sums, with answers of up to 44 tokens."""
+    """These are the quickstart's: sums, with answers of up to 44 tokens."""
     shapes = microbatches.shapes(8192, prompt_width=48, completion_width=44, group=8, max_rows=256)
     assert 0 < padding(shapes, rows=256, mean=20, sigma=0.5, limit=44, prompts=(10, 30)) < 0.1
 
 
 def test_a_small_model_ends_with_few_micro_batches_instead_of_many():
-    """SmolLM2's: launching a micro-batch takes as long as many tokens, so that a rest is not cut into small ones."""
+    """Launching a micro-batch of SmolLM2 costs as much as many tokens, so the rest is not cut into small ones."""
     overhead = microbatches.overhead(count_micro_batches.SMOLLM2)
     assert overhead == pytest.approx(1560, abs=100) and SEVEN_B == pytest.approx(250, abs=30)
     sizes = {"prompt_width": 48, "completion_width": 160, "group": 8, "max_rows": 512}
@@ -185,7 +185,7 @@ def test_a_small_model_ends_with_few_micro_batches_instead_of_many():
 
 @pytest.mark.parametrize("silent", [0.0, 0.5])
 def test_less_than_a_tenth_is_padding_of_a_small_model(silent):
-    """SmolLM2's recipe with 512 completions of up to 160 tokens, in less time than with the overhead of a 7B."""
+    """SmolLM2's recipe has 512 completions of up to 160 tokens, and takes less time than with a 7B's overhead."""
     overhead = microbatches.overhead(count_micro_batches.SMOLLM2)
     ms, _, share = count_micro_batches.count(overhead, 512, silent, 20)
     assert 0 < share < 0.1

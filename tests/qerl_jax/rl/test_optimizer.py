@@ -83,7 +83,7 @@ def test_a_step_that_is_not_kept_leaves_parameters_and_state_as_they_are(name):
 
 @pytest.mark.parametrize(("name", "temporaries"), [("adamw", 1.2), ("adamw_8bit", 2.5)])
 def test_a_step_that_may_be_skipped_updates_its_state_in_place(name, temporaries):
-    """With all 8-bit moments in float32 at once it took nine times what is trained."""
+    """When all 8-bit moments were in float32 at once, it took nine times the memory of what is trained."""
     tx = optimizer.transformation(OptimConfig(optimizer=name))
     shape = jax.ShapeDtypeStruct((16, 1024, 512), jnp.float32)
     params = {name: {"a": shape} for name in "xyz"}

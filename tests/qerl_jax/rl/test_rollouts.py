@@ -168,7 +168,7 @@ def test_a_prompt_without_tokens_is_an_error_that_names_it():
 
 
 def written(texts, problems, lengths=None):
-    """A rollout with given texts; row r holds the tokens 10 r, 10 r + 1, ..."""
+    """Makes a rollout with given texts; row r holds the tokens 10 r, 10 r + 1, ..."""
     rows = range(len(texts))
     lengths = [4] * len(texts) if lengths is None else lengths
     return Rollout(
@@ -288,7 +288,7 @@ def test_collected_rollouts_are_scored_by_their_tokens():
 
 
 def test_rows_go_on_from_those_sampled_with_the_same_key():
-    """The first two of three problems, then the third alone, are the three at once."""
+    """The first two of three problems, then the third alone, give what the three give at once."""
     arguments = (*policy(), PROBLEMS[2:], jax.random.key(0))
     last = rollouts.collect(*arguments, first_row=4)
     assert last.texts == collect(0).texts[4:]
@@ -315,7 +315,7 @@ PLACES = np.array([5, 2, 9])  # of the problems, in a run
 
 
 def noisy(per, sigma=0.3):
-    """The policy under noise of groups, sequences or tokens; strong enough to see."""
+    """Returns the policy under noise of groups, sequences or tokens that is strong enough to see."""
     sampler, variables = policy()
     drawn = row_noise(jax.random.key(4), sigma, noise_shapes(ARCH), per)
     return sampler, variables | {"noise": drawn}
@@ -329,7 +329,7 @@ def collect_noisy(per, max_concurrent=None):
 
 
 def trainers_logps(rollout, variables, numbers, share_prompts):
-    """What the trainer makes of a rollout: log-probabilities of each row's tokens."""
+    """Computes the trainer's log-probabilities of each row's tokens in a rollout."""
     experience = make_experience(
         rollout,
         np.zeros((len(PROBLEMS), GROUP)),
@@ -350,7 +350,7 @@ def trainers_logps(rollout, variables, numbers, share_prompts):
 
 @pytest.mark.parametrize("per", ["group", "sequence"])
 def test_the_trainer_draws_the_noise_under_which_rows_were_sampled(per):
-    """From (seed, step, number) alone; a prompt is shared where its completions share their noise."""
+    """It needs only (seed, step, number). A prompt is shared where its completions share their noise."""
     rollout, (_, variables) = collect_noisy(per), noisy(per)
     numbers = variables["noise"].numbers(PLACES, GROUP)
     found = trainers_logps(rollout, variables, numbers, share_prompts=per == "group")
@@ -393,7 +393,7 @@ def test_noise_of_rows_does_not_depend_on_the_slot_or_the_neighbours(per):
 
 
 def test_noise_of_tokens_is_a_new_draw_for_every_forward_pass():
-    """Against a loop: the prompt but its last token under one draw, then each token under its own."""
+    """In the loop the prompt without its last token has one draw, and then each token has its own."""
     rollout, (_, variables) = collect_noisy("token"), noisy("token")
     numbers = variables["noise"].numbers(PLACES, GROUP)
     model, plain = policy_model(), {k: v for k, v in variables.items() if k != "noise"}
@@ -426,7 +426,7 @@ def test_rows_without_numbers_are_an_error_where_noise_is_theirs():
 
 
 def test_a_config_says_how_completions_are_sampled():
-    """Ignored end tokens, and a stop string, which the text that is rewarded still holds."""
+    """End tokens are ignored, and the rewarded text still has the stop string."""
     model, variables = policy_model(), policy()[1]
 
     def sample(**fields):

@@ -71,14 +71,14 @@ def fresh_params():
 
 @functools.cache
 def trained_params():
-    """Away from the start: B is not 0, norms are not the base's."""
+    """Makes params that differ from the start: B is not 0, and norms are not the base's."""
     rng = np.random.default_rng(2)
     move = lambda p: (p + rng.normal(0, 0.2, p.shape)).astype(np.float32)
     return jax.tree.map(move, fresh_params())
 
 
 def direct_logps(params, tokens, adapter=True):
-    """Log-probability [B, C] of each live completion token and its entropy, from all the logits."""
+    """Computes the log-probability [B, C] and entropy of each live completion token from all logits."""
     variables = {"params": params, "frozen": base()}
     hidden, _ = model().apply(variables, tokens, adapter=adapter)
     scores = hidden @ head(base()).astype(jnp.float32).T / TEMPERATURE
@@ -96,7 +96,7 @@ jitted_direct_logps = jax.jit(direct_logps, static_argnames="adapter")
 
 @functools.cache
 def sample_tokens():
-    """Rows [prompt, completion] without a gap; padded."""
+    """Makes rows [prompt, completion] without a gap, padded."""
     rng = np.random.default_rng(3)
     tokens = np.full((ROWS, WIDTH), 59, np.int32)
     for row, length in enumerate(PROMPT_LENGTHS + LENGTHS):
@@ -128,7 +128,7 @@ def own_logps():
 
 
 def geometry(micro_rows, accumulation):
-    """Micro-batches that hold so many of the longest rows."""
+    """Makes micro-batches that hold so many of the longest rows."""
     return dataclasses.replace(
         PLAIN,
         per_device_train_batch_size=micro_rows,
@@ -144,17 +144,17 @@ def _make(grpo, optim, dropout, remat):
 
 
 def state_of(params):
-    """A first state that may be donated."""
+    """Makes a first state that may be donated."""
     return update.init_state(jax.tree.map(jnp.array, params), PLAIN)
 
 
 def make(*, grpo=DAPO, optim=PLAIN, dropout=0.0, remat="none"):
-    """An update, compiled once for all tests that ask for it."""
+    """Makes an update, compiled once for all tests that ask for it."""
     return _make(grpo, optim, dropout, remat)
 
 
 def run(*, params=None, experience=None, noise=None, seed=0, **options):
-    """The state and metrics after one rollout, on the host."""
+    """Returns state and metrics after one rollout, on the host."""
     state = state_of(trained_params() if params is None else params)
     experience = sample_experience() if experience is None else experience
     result = make(**options)(state, base(), experience, noise, jax.random.key(seed))
@@ -162,12 +162,12 @@ def run(*, params=None, experience=None, noise=None, seed=0, **options):
 
 
 def gradient(state):
-    """The last gradient: with beta1 = 0 Adam's first moment is nothing else."""
+    """Returns the last gradient, which is Adam's first moment with beta1 = 0."""
     return state.opt_state[1].mu
 
 
 def grouped(share):
-    """The example with two prompts, of 3 and 5 tokens, for four rows each; or with one for each row."""
+    """Makes the example with two prompts of 3 and 5 tokens for four rows each, or with one prompt per row."""
     alone = sample_experience()
     kept = np.array([2, 4]) if share else np.repeat([2, 4], 4)
     return dataclasses.replace(
@@ -182,7 +182,7 @@ def assert_close(actual, expected, rtol=1e-4, atol=1e-6):
 
 
 def of_rows(metrics):
-    """Metrics that do not tell how rows were cut."""
+    """Returns the metrics that do not depend on how rows were cut."""
     return {k: v for k, v in metrics.items() if not k.startswith("update/")}
 
 
@@ -196,18 +196,18 @@ def differs(actual, expected):
 
 
 def shuffled_rows(seed=0):
-    """The order in which an update with this seed meets the rows, where the order matters."""
+    """Returns the order in which an update with this seed meets the rows, where the order matters."""
     order_key, _ = jax.random.split(jax.random.key(seed))
     return np.asarray(jax.random.permutation(order_key, ROWS))
 
 
 def learned_tokens(experience):
-    """bool [B, C], tokens of rows that an update without a divergence computes."""
+    """Returns bool [B, C]: tokens of rows that an update without a divergence computes."""
     return experience.mask & (experience.advantages != 0)[:, None]
 
 
 def direct_loss(logps, experience, grpo, optim, old, ref, weights):
-    """The loss of one optimizer batch, a row at a time."""
+    """Computes the loss of one optimizer batch, a row at a time."""
     high = grpo.epsilon if grpo.epsilon_high is None else grpo.epsilon_high
     sums, counts = [], []
     for row in range(ROWS):
@@ -292,7 +292,7 @@ def test_a_row_that_nobody_judged_is_not_among_the_rows_that_a_loss_is_divided_b
 
 
 def test_the_example_clips_on_both_sides():
-    """Guards the tests above: without clipping they would not see a wrong clip range."""
+    """This guards the tests above: without clipping they would not notice a wrong clip range."""
     _, metrics = run()
     assert metrics["clip_ratio/low_mean"] > 0 and metrics["clip_ratio/high_mean"] > 0
 
@@ -310,7 +310,7 @@ def test_micro_batches_of_1_and_of_8_rows_give_the_same_parameters(grpo):
 
 
 def test_the_step_is_adamw():
-    """From m = v = 0 the corrected moments are g and g^2: p - lr (g / (|g| + eps) + decay p)."""
+    """From m = v = 0 the corrected moments are g and g^2, so p becomes p - lr (g / (|g| + eps) + decay p)."""
     state, _ = run()
 
     def adamw(path, p, g):
@@ -325,7 +325,7 @@ def test_the_step_is_adamw():
     "micro_rows", [*(pytest.param(m, marks=pytest.mark.slow) for m in (8, 4)), 2]
 )
 def test_a_prompt_computed_once_gives_the_update_of_a_prompt_in_every_row(micro_rows):
-    """Two prompts to a micro-batch, one, and half of one; the reference policy is scored so, too."""
+    """A micro-batch has two prompts, one, or half of one; the reference policy is scored like this, too."""
     options = {"grpo": GRPO, "optim": geometry(micro_rows, 8 // micro_rows)}
     shared, metrics = run(experience=grouped(True), **options)
     apart, expected = run(experience=grouped(False), grpo=GRPO)
@@ -337,7 +337,7 @@ def test_a_prompt_computed_once_gives_the_update_of_a_prompt_in_every_row(micro_
     ("grpo", "budget"), [pytest.param(DR_GRPO, 17, marks=pytest.mark.slow), (GRPO, 40)]
 )
 def test_micro_batches_cut_by_tokens_give_the_unsplit_update(grpo, budget):
-    """Two rows of one prompt at a time, of three widths; and four, scored under the reference, too."""
+    """They have two rows of a prompt, of three widths; and four, which are scored under the reference, too."""
     by_tokens = dataclasses.replace(geometry(2, 4), max_tokens_per_microbatch=budget)
     cut, metrics = run(experience=grouped(True), grpo=grpo, optim=by_tokens)
     whole, expected = run(experience=grouped(True), grpo=grpo)
@@ -384,7 +384,7 @@ def test_the_tail_of_the_mismatch_is_that_of_all_tokens_however_rows_are_cut():
 
 
 def test_two_estimates_of_the_divergence_from_the_sampler_find_the_exact_one():
-    """Tokens of a known distribution scored by another; the exact sum is the oracle."""
+    """Tokens of one known distribution are scored by another; the exact sum is the oracle."""
     rng = np.random.default_rng(5)
     sampler, trainer = (rng.dirichlet(np.ones(6)) for _ in range(2))
     tokens = rng.choice(6, 40_000, p=sampler)
@@ -479,7 +479,7 @@ def explored():
 
 
 def explores_directly(logps, entropies):
-    """CISPO on the tokens of high entropy with a bonus for theirs, from log-probabilities and entropies."""
+    """Computes CISPO on high-entropy tokens with an entropy bonus, from log-probabilities and entropies."""
     experience = explored()
     counted, (now, surprise) = experience.mask, np.asarray(direct_values())
     high = counted & (surprise >= np.quantile(surprise[counted], 0.5))
@@ -526,7 +526,7 @@ ADAPTS = GrpoConfig(
 
 
 def test_a_coefficient_that_adapts_is_part_of_the_state():
-    """The first step has no entropy before it, so that only the second has a bonus."""
+    """No entropy comes before the first step, so only the second one has a bonus."""
     state = dataclasses.replace(state_of(trained_params()), entropy=EntropyControl.begin(ADAPTS))
     rows = sample_experience()
     losses = []
@@ -540,7 +540,7 @@ def test_a_coefficient_that_adapts_is_part_of_the_state():
 
 
 def test_nothing_reads_a_state_that_was_given_away(monkeypatch):
-    """A GPU deletes what `apply` is given, which a CPU need not do."""
+    """A GPU deletes what `apply` is given; a CPU may keep it."""
     apply = update.apply
 
     def taking(state, *rest, **options):
@@ -655,7 +655,7 @@ def full_model():
 
 
 def test_all_weights_of_the_layers_train_where_the_model_is_full():
-    """One AdamW step on the gradient of a direct loss through the bare base."""
+    """The oracle is one AdamW step on the gradient of a direct loss through the bare base."""
     bare = full_model().clone(full=False)
     dense = random_base(bare, jax.random.key(0))
     params, rest = trainable(full_model(), dense, jax.random.key(1))
@@ -725,7 +725,7 @@ def test_zero_noise_is_no_noise_and_other_noise_changes_the_update():
 
 
 def test_an_update_acts_under_the_noise_of_each_rows_number():
-    """One number for all rows is one vector for all of them; their own numbers are another update."""
+    """One number for all rows is one vector for all; their own numbers give another update."""
     shapes, key = noise_shapes(ARCH), jax.random.key(5)
     shared = noise.norm_noise(jax.random.fold_in(key, 6), 0.1, shapes)
     rows = row_noise(key, 0.1, shapes, "sequence")
@@ -871,7 +871,7 @@ def test_padding_is_what_is_neither_a_row_nor_its_prompt():
 
 
 def compiled(caplog, f):
-    """Names of the programs that JAX compiled during a call."""
+    """Returns the names of the programs that JAX compiled during a call."""
     caplog.clear()
     with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
         f()
@@ -885,7 +885,7 @@ def test_the_second_rollout_does_not_recompile(caplog):
 
 
 def test_nothing_is_scored_where_the_samplers_log_probabilities_serve(caplog):
-    """No pass before the update: by default, and where one recomputed step is its own old policy."""
+    """There is no pass before the update by default, and none where a single recomputed step is its own old policy."""
     for cfg, passes in ((DAPO, []), (RECOMPUTE, []), (GRPO, ["score"])):
         # With a temperature that no other test has, so that all is compiled here.
         objective = update.Objective(model(), cfg, 0.71, NUM_TOKENS)

@@ -10,7 +10,7 @@ H100 = Machine("NVIDIA H100", 2, {"jax": "0.11.2"}, 130.0)
 
 
 def parts(folder, notes=()):
-    """The texts of a card by their headings; the beginning has none."""
+    """Returns the texts of a card by their headings; the beginning has none."""
     first, *others = card.write(folder, H100, notes).read_text().split("\n## ")
     return {"": first} | dict(each.split("\n\n", 1) for each in others)
 

@@ -19,14 +19,14 @@ def test_numbers_are_short(value, text):
 
 
 def drawn(chart):
-    """The axes of a chart, and the coordinates of each of its lines."""
+    """Returns the axes of a chart, and the coordinates of each of its lines."""
     axes = Figure().add_subplot()
     charts._draw(axes, chart)
     return axes, [list(zip(*line.get_data(), strict=True)) for line in axes.lines]
 
 
 def parsed(chart, prefix="one-"):
-    """A drawing, which must be valid XML once its only foreign prefix is declared."""
+    """Parses a drawing, which must be valid XML once its only foreign prefix is declared."""
     text = charts.svg(chart, prefix)
     return ET.fromstring(text.replace("<svg ", '<svg xmlns:xlink="x" ', 1)), text
 

@@ -21,7 +21,7 @@ WELL = {
 
 
 def said(*stages, steps=15):
-    """What is said of a run whose rows are those of a run that is well, but for the changes of each stage."""
+    """Returns the warnings about a run whose rows are healthy, except for the changes of each stage."""
     health = Health()
     rows = [WELL | changes for changes in stages for _ in range(steps)]
     return [line for step, row in enumerate(rows, 1) for line in health.see({"step": step} | row)]

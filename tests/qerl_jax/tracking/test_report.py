@@ -21,7 +21,7 @@ HOSTILE = "<script>document.title = 'taken'</script>" + "x" * 500
 
 
 def make_run(folder, seed=0, steps=12, lift=0.0, **changes):
-    """The files of a run whose reward rises by 0.05 a step."""
+    """Makes the files of a run whose reward rises by 0.05 per step."""
     cfg = config.load(ROOT / "configs" / "quickstart.toml")
     cfg = dataclasses.replace(cfg, output_dir=str(folder), seed=seed, **changes)
     (folder / "completions").mkdir(parents=True)
@@ -60,7 +60,7 @@ def make_run(folder, seed=0, steps=12, lift=0.0, **changes):
 
 
 def series(folders, title):
-    """The lines of one chart."""
+    """Returns the lines of one chart."""
     groups = report.group([report.read(each) for each in folders])
     found = [c for _, panels in report._SECTIONS for c in report._charts(panels, groups)]
     return next(chart for chart in found if chart.title == title).lines
@@ -115,7 +115,7 @@ def test_the_figure_has_the_charts_of_the_page(tmp_path):
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """The page of three runs, one of which has been evaluated."""
+    """Makes the page of three runs, one of which has been evaluated."""
     tmp_path = tmp_path_factory.mktemp("runs")
     folders = [make_run(tmp_path / f"noise-seed{seed}", seed) for seed in (1, 2)]
     folders.append(make_run(tmp_path / "silent", noise=None, lift=0.1))
@@ -188,7 +188,7 @@ def contrast(one, other):
 
 @pytest.mark.parametrize(("which", "lines"), [(0, charts.COLOURS), (1, page._DARK)])
 def test_text_and_lines_stand_out_in_light_and_dark(which, lines):
-    """WCAG 2.2: 4.5 for text, 3 for what is drawn."""
+    """WCAG 2.2 asks for a contrast of 4.5 for text and 3 for what is drawn."""
     style = page.TEMPLATE.read_text()
     named = [re.findall(rf"--{name}:(#\w+)", style)[which] for name in ("card", "text", "quiet")]
     card, text, quiet = ("#" + "".join(c * 2 for c in n[1:]) if len(n) == 4 else n for n in named)

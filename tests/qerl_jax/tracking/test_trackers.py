@@ -13,7 +13,7 @@ from qerl_jax.tracking import trackers
 
 
 class Recorder:
-    """Stands for a package: keeps every call."""
+    """Stands in for a package, and keeps every call."""
 
     def __init__(self):
         self.calls = []
@@ -31,7 +31,7 @@ class Recorder:
 
 @pytest.fixture
 def packages(monkeypatch):
-    """Recorders in place of the three packages."""
+    """Puts recorders in place of the three packages."""
     recorders = {name: Recorder() for name in ("tensorboardX", "wandb", "trackio")}
     for name, recorder in recorders.items():
         module = types.ModuleType(name)

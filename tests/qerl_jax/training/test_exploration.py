@@ -20,7 +20,7 @@ ARCH = Architecture("qwen2", 64, 32, 48, 2, 4, 2, 8)
 
 @functools.cache
 def policy(full=False, dtype=jnp.bfloat16):
-    """A policy whose norms have the mean |scale| 2, 1/2 and 4."""
+    """Makes a policy whose norms have the mean |scale| 2, 1/2 and 4."""
     model = Transformer(ARCH, "bfloat16", None if full else LoraConfig(2, 4.0), dtype)
     frozen = random_base(model, jax.random.key(0))
     model = dataclasses.replace(model, full=full)

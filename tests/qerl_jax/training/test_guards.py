@@ -26,7 +26,7 @@ def test_the_share_is_the_slope_of_what_was_sampled_on_what_the_adapter_does():
 
 
 def test_an_adapter_that_changes_less_than_rounding_tells_nothing():
-    """Rounding in the trainer's numbers alone, and in all: many tokens make neither into knowledge."""
+    """Rounding is in the trainer's numbers alone, or in all; many tokens make neither into knowledge."""
     rng = np.random.default_rng(0)
     base, *roundings = rng.normal(size=(4, 8, 500))
     mask = np.ones((8, 500), bool)

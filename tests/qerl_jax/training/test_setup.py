@@ -19,7 +19,7 @@ DIFFERENCES = np.repeat(np.eye(4, dtype=np.float32), 2, axis=0) * np.tile([[0], 
 
 
 def kept(weights=(1.0, 0.2, 0.5, 0.5), shaping=None, metric=None, on=True):
-    """The places of the groups that dynamic sampling keeps, and what is said of it."""
+    """Returns the places of the groups that dynamic sampling keeps, and the notes about it."""
     cfg = config.load(QUICKSTART)
     cfg = dataclasses.replace(
         cfg,
