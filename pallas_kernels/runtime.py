@@ -228,6 +228,14 @@ def pairs_gates() -> bool:
     return os.environ.get("PALLAS_PAIRED_GATES", "0") not in ("", "0")
 
 
+def sums_in_clusters() -> bool:
+    """Whether qkv, o and down are finished inside their products in decoding: with PALLAS_CLUSTER_SUMS=1.
+
+    Asked while a program is traced. An experiment (`finished_linear.clustered`): off until it has been measured.
+    """
+    return os.environ.get("PALLAS_CLUSTER_SUMS", "0") not in ("", "0")
+
+
 def memory_stats() -> dict[str, int] | None:
     """Memory of the first local device in bytes (`bytes_limit`, `bytes_in_use`, ...), or None if not reported."""
     return jax.local_devices()[0].memory_stats()
