@@ -85,9 +85,12 @@ class Bench:
         runtime.use_kernels(args.kernels)
         weights, _, trait = arm.partition("-")
         self.rank = 0 if trait == "no-lora" else args.rank
-        if trait == "paired":
+        if "paired" in trait:
             # gate_up is finished inside its product.
             os.environ["PALLAS_PAIRED_GATES"] = "1"
+        if "cluster" in trait:
+            # So are qkv, o and down.
+            os.environ["PALLAS_CLUSTER_SUMS"] = "1"
         if trait == "plain":
             # Decode with the layers of training, as where the fused ones do not apply.
             fused_decode.fit = lambda *_, **__: None
@@ -275,7 +278,15 @@ def main() -> int:
         choices=[
             weights + trait
             for weights in ("nvfp4", "mxfp4", "nf4", "bfloat16")
-            for trait in ("", "-no-lora", "-plain", "-wide", "-paired")
+            for trait in (
+                "",
+                "-no-lora",
+                "-plain",
+                "-wide",
+                "-paired",
+                "-cluster",
+                "-paired-cluster",
+            )
         ],
     )
     parser.add_argument(
