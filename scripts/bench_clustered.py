@@ -8,7 +8,7 @@ of the first `--candidates` configurations, or in that of `--config`. Weights ro
 The process ends itself after `--seconds`, also when a kernel hangs. Needs nothing but jax and numpy.
 
     python -m scripts.bench_clustered --m 8 64 128
-    python -m scripts.bench_clustered --layers down --m 64 --config 2/128/4/4/8 4/128/3/8/8
+    python -m scripts.bench_clustered --layers down --m 64 --config 2/128/4/4/8/0 4/128/3/8/8/1
 """
 
 from __future__ import annotations
@@ -97,7 +97,11 @@ def results_of(y: jax.Array | epilogue.Stream) -> jax.Array:
 
 def name_of(config: clustered.Config | None) -> str:
     """A configuration in a cell of the table."""
-    return "two kernels" if config is None else "/".join(map(str, dataclasses.astuple(config)))
+    return (
+        "two kernels"
+        if config is None
+        else "/".join(str(int(value)) for value in dataclasses.astuple(config))
+    )
 
 
 def check(case: Case, config: clustered.Config, w: Any) -> str:
@@ -172,8 +176,9 @@ def time_calls(cases: list[Case], wanted: list[clustered.Config] | None, count: 
 
 
 def config_of(text: str) -> clustered.Config:
-    """A configuration from `warpgroups/step/stages/cluster/shares`."""
-    return clustered.Config(*map(int, text.split("/")))
+    """A configuration from `warpgroups/step/stages/cluster/shares/reuses_slots`, the last as 0 or 1."""
+    *sizes, reuses_slots = map(int, text.split("/"))
+    return clustered.Config(*sizes, bool(reuses_slots))
 
 
 def main() -> None:
@@ -185,7 +190,10 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=32, help="of LoRA; 0 leaves it out")
     parser.add_argument("--candidates", type=int, default=3, help="configurations to time")
     parser.add_argument(
-        "--config", nargs="+", type=config_of, help="warpgroups/step/stages/cluster/shares"
+        "--config",
+        nargs="+",
+        type=config_of,
+        help="warpgroups/step/stages/cluster/shares/reuses_slots",
     )
     parser.add_argument("--values", action="store_true", help="check values only")
     parser.add_argument("--times", action="store_true", help="time only")
@@ -209,7 +217,7 @@ def main() -> None:
                 for config in args.config or [clustered.pick_config(*positional, **named)]:
                     print(check(case, config, w), flush=True)
     if not args.values:
-        header = "model", "layer", "M", "groups/step/stages/cluster/shares"
+        header = "model", "layer", "M", "groups/step/stages/cluster/shares/reuses slots"
         header += "call us", "loop us", "of floor"
         print("\n| " + " | ".join(header) + " |\n" + "| --- " * len(header) + "|", flush=True)
         for problem in problems:

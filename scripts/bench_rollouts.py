@@ -12,6 +12,8 @@ values. Every row of the table runs in its own process, which is killed at its t
                                                                   # beside the layers of training
     python -m scripts.bench_rollouts --arms nvfp4 nvfp4-paired --batch 8 64 128
                                                                   # gate_up finished inside its product
+    python -m scripts.bench_rollouts --arms nvfp4 nvfp4-cluster nvfp4-paired-cluster --batch 8 64 128
+                                                                  # and qkv, o and down inside theirs
     python -m scripts.bench_rollouts --kernels portable --arms nvfp4 --batch 8 64
                                                                   # as on cards other than Hopper
     python -m scripts.bench_rollouts --mixed                      # 128 x 8 log-normal lengths, 64 slots

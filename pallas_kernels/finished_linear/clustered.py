@@ -62,6 +62,8 @@ class Config:
       stages: number of slots in shared memory; 2 or more.
       cluster: blocks that share K; 2 to 8.
       shares: blocks that share each tile of 64 ranks of LoRA's A; used only with a branch.
+      reuses_slots: whether sums arrive in the memory of the slots. Then there is room for more slots, but no block may
+        send before all blocks of its cluster have multiplied everything.
     """
 
     warpgroups: int
@@ -69,6 +71,7 @@ class Config:
     stages: int
     cluster: int
     shares: int = 1
+    reuses_slots: bool = False
 
     def __post_init__(self):
         if not 1 <= self.warpgroups <= 4:
@@ -150,12 +153,15 @@ def shared_bytes(m: int, k: int, config: Config, *, rank: int) -> int:
     """Bytes of shared memory that a block takes; `rank` as in `supports`."""
     window, groups, ranks = columns(m, config.cluster), config.warpgroups, max(rank, TILE)
     as_product = configs.Config(groups, config.step, config.stages, 1)
-    arrays = [
-        configs.shared_bytes(m, as_product, adapter_k=k if rank else None),
-        config.cluster * groups * TILE * window * 4,
-        groups * 2 * 512 * 4,
-        _ALIGNMENT,
-    ]
+    adapter_k, received = (k if rank else None), config.cluster * groups * TILE * window * 4
+    columns_of_slot = config.step
+    if rank:
+        columns_of_slot = max(config.step, dense_tile.width(k, groups, config.step))
+    x_slots = config.stages * columns_of_slot * m * 2
+    slots = configs.shared_bytes(m, as_product, adapter_k=adapter_k)
+    arrays = [slots - x_slots, x_slots, received, groups * 2 * 512 * 4, _ALIGNMENT]
+    if config.reuses_slots:
+        arrays[1:3] = [max(x_slots, received)]
     if rank:
         arrays += [groups * TILE * ranks * 2, groups * window * ranks * 2]
     return sum(size + -size % _ALIGNMENT for size in arrays)
@@ -168,15 +174,19 @@ def clusters(n: int, config: Config, *, ranks: int) -> int:
 
 
 def resident(m: int, k: int, config: Config, *, rank: int, device: Device | None = None) -> int:
-    """Number of clusters that run at the same time, as far as shared memory and the shape of the card decide.
+    """Number of clusters that run at the same time.
 
-    The blocks of a cluster run on one GPC. 132 processors are counted as six GPCs of 16 processors and two of 18; then 64
-    clusters of 2 blocks run at once, 32 of 4, 18 of 6 or 16 of 8, if a processor has room for one block.
+    The blocks of a cluster run on one GPC. An H200 is counted as six GPCs of 16 processors and two of 18; then 66
+    clusters of 2 blocks run at once, 42 of 3, 32 of 4, 18 of 6 or 16 of 8, if a processor has room for one block.
     """
     card = device or runtime.device()
-    # The card reserves 1 KiB of a multiprocessor's shared memory for each block.
+    # The card reserves 1 KiB of a multiprocessor's shared memory for each block, and barriers take some.
     used = shared_bytes(m, k, config, rank=rank) + 2048
-    each = max(1, (card.shared_bytes + 1024) // used)
+    registers = 128 if m <= 32 else 256  # of a thread, rounded up; seen in compiled kernels
+    each = min(
+        (card.shared_bytes + 1024) // used, (1 << 16) // (128 * config.warpgroups * registers)
+    )
+    each = max(1, each)
     gpcs = max(1, card.processors // _OF_GPC)
     more = (card.processors - gpcs * _OF_GPC) // 2
     sizes = [_OF_GPC + 2 * (more // gpcs + (gpc < more % gpcs)) for gpc in range(gpcs)]
@@ -215,21 +225,44 @@ def _candidates(
         # A slot for W should be large enough for whole tiles of A.
         if layout.tiles(n) % groups or (rank and not dense_tile.is_as_wide(groups, step)):
             continue
+        start = Config(groups, step, 2, cluster)
+        if rank and dense_tile.supports(k, groups, step) is None:
+            start = dataclasses.replace(start, shares=_shares(k, ranks, start))
         steps = -(-(layout.whole(k) // step) // cluster)
-        for stages in (*range(min(8, max(2, steps)), 2, -1), 2):
-            config = Config(groups, step, stages, cluster)
-            if rank and dense_tile.supports(k, groups, step) is None:
-                config = dataclasses.replace(config, shares=_shares(k, ranks, config))
-            if _misfit(m, n, k, config, rank=rank, device=card) is not None:
+        deepest = 0
+        for reuses in (False, True):
+            asked = dataclasses.replace(start, reuses_slots=reuses)
+            config = _deepest(m, sizes, k, asked, steps, rank, card)
+            # Where reusing memory gains no slots, it only makes blocks wait for each other.
+            if config is None or config.stages <= deepest:
                 continue
+            deepest = config.stages
+            # 512 columns on their way are enough, if they are in three slots or more.
+            depth = min(step * (deepest if deepest > 2 else 1), 512, steps * step)
             fits = clusters(n, config, ranks=ranks) <= resident(
                 m, k, config, rank=rank, device=card
             )
-            if fits or stages == 2:
-                cost = _cost(m, n, k, config, ranks, card)
-                found.append(((not fits, cost, -step, -stages), config))
-                break
-    return tuple(config for _, config in sorted(found, key=lambda choice: choice[0]))
+            cost = _cost(m, n, k, config, ranks, card)
+            found.append(((not fits, cost, -depth, reuses, -step), config))
+    ordered = [config for _, config in sorted(found, key=lambda choice: choice[0])]
+    # The best of each size of blocks and clusters comes first, so that the first few differ.
+    firsts = {(config.warpgroups, config.cluster): config for config in reversed(ordered)}
+    return tuple(sorted(ordered, key=lambda config: config not in firsts.values()))
+
+
+def _deepest(
+    m: int, sizes: tuple[int, ...], k: int, config: Config, steps: int, rank: int, card: Device
+) -> Config | None:
+    """A configuration with the most slots with which all clusters run at once, or with two; None if that is too many."""
+    n, ranks = sum(sizes), layout.whole(rank * len(sizes))
+    for stages in (*range(min(8, max(2, steps)), 2, -1), 2):
+        config = dataclasses.replace(config, stages=stages)
+        if _misfit(m, n, k, config, rank=rank, device=card) is not None:
+            continue
+        grid = clusters(n, config, ranks=ranks)
+        if stages == 2 or grid <= resident(m, k, config, rank=rank, device=card):
+            return config
+    return None
 
 
 def _shares(k: int, ranks: int, config: Config) -> int:

@@ -42,6 +42,11 @@ class Problem:
         return self.product.interpret
 
     @property
+    def reuses_slots(self) -> bool:
+        """Whether sums arrive in the memory of the slots; not if interpreted, since then nothing is sent."""
+        return self.product.config.reuses_slots and not self.interpret
+
+    @property
     def warpgroups(self) -> int:
         """Number of warpgroups of a block."""
         return self.product.config.warpgroups
@@ -107,7 +112,7 @@ def _launch(
             if has_w and problem.interpret
             else None,
         },
-        {**decode_kernel.slots(product, m), **_scratch(problem)},
+        _scratch(problem, m),
         name=name,
         interpret=problem.interpret,
         grid=(clusters_of_a + (product.plan.tiles if has_w else 0),),
@@ -119,17 +124,23 @@ def _launch(
     )
 
 
-def _scratch(problem: Problem) -> dict[str, Any]:
-    """Shared memory of a block for the exchange and what comes after it; see `clustered.shared_bytes`."""
+def _scratch(problem: Problem, m: int) -> dict[str, Any]:
+    """Shared memory of a block; see `clustered.shared_bytes`."""
     result, groups, interpret = problem.result, problem.warpgroups, problem.interpret
     columns, ranks = result.columns, result.ranks
     received = (problem.cluster, groups, *fragments.shape(TILE, columns)[1:])
+    received, slots = plgpu.SMEM(received, jnp.float32), decode_kernel.slots(problem.product, m)
+    if problem.reuses_slots:
+        x_slots = slots["x_slots"]
+        kinds = x_slots.refs if isinstance(x_slots, plgpu.RefUnion) else (x_slots,)
+        slots["x_slots"] = plgpu.RefUnion(*kinds, received)
 
     def in_tiles(*shape: int) -> plgpu.SMEM:
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=mosaic.SWIZZLED)
 
     return {
-        "received": None if interpret else plgpu.SMEM(received, jnp.float32),
+        **slots,
+        "received": None if interpret or problem.reuses_slots else received,
         "landed": None if interpret else plgpu.SMEM((groups, clusters.BARRIER_WORDS), jnp.int32),
         "sent": plgpu.ClusterBarrier(collective_axes=("rank",), num_barriers=groups)
         if interpret
@@ -144,6 +155,11 @@ def _scratch(problem: Problem) -> dict[str, Any]:
 def _kernel(refs: types.SimpleNamespace, *, problem: Problem, clusters_of_a: int) -> None:
     number, rank = lax.axis_index("cluster"), lax.axis_index("rank")
     group, size, plan = lax.axis_index("warpgroup"), problem.cluster, problem.product.plan
+    if problem.reuses_slots:
+        kinds = refs.x_slots
+        of_x = (kinds[0], kinds[1]) if problem.product.a else kinds[0]
+        received = kinds[2 if problem.product.a else 1]
+        refs = types.SimpleNamespace(**{**vars(refs), "x_slots": of_x, "received": received})
     of_a = number * size + rank
 
     def multiply_a() -> None:
@@ -188,6 +204,8 @@ class _BlockOfW(decode_kernel.Block):
         """Multiplies; `keep` does the rest."""
         if not self.whole.interpret:
             clusters.prepare(self.refs.landed)
+            if not self.whole.reuses_slots:
+                clusters.arrive()
         if self.whole.result.ranks:
             pl.when(self._finishes)(self._tile.ask_for_b)
         self.multiply_w()
@@ -241,7 +259,9 @@ class _BlockOfW(decode_kernel.Block):
             plgpu.barrier_arrive(refs.sent.at[self.group])
             plgpu.barrier_wait(refs.sent.at[self.group])
         else:
-            clusters.await_start()
+            if whole.reuses_slots:
+                clusters.arrive()
+            clusters.await_all()
             landed, received = refs.landed.at[self.group], refs.received.at[self.rank, self.group]
             for window in range(whole.windows):
                 first = window * columns

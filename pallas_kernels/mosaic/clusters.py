@@ -4,8 +4,10 @@ A sender does not wait: `st.async` counts its bytes at a barrier of the receivin
 own `async_store_smem` moves 8 bytes at a time, and lets every thread arrive at the remote barrier. Here a thread moves
 16 bytes, and only the receiver arrives: it knows how many bytes to expect.
 
-    all blocks   prepare ... await_start, send, send, ...
+    all blocks   prepare, arrive ... await_all, send, send, ...
     receiver     ... await_sent, load
+
+Between `arrive` and `await_all` a block may do anything that does not use the memory that others write.
 """
 
 import jax
@@ -24,9 +26,7 @@ BARRIER_WORDS = 2
 
 
 def prepare(barriers: jax.Ref) -> None:
-    """Makes barriers that `send` and `await_sent` use, and tells the cluster that this block has started.
-
-    All threads of all blocks of the cluster call this once, and then `await_start` once.
+    """Makes barriers that `send` and `await_sent` use.
 
     Args:
       barriers: int32 [G, BARRIER_WORDS] in shared memory.
@@ -40,13 +40,17 @@ def prepare(barriers: jax.Ref) -> None:
             code = "mbarrier.init.shared::cta.b64 [$0], 1;"
             utils.inline_ptx(code, address, predicate=is_first, has_side_effects=True)
         utils.inline_ptx("fence.mbarrier_init.release.cluster;", has_side_effects=True)
-        _of_all_threads("barrier.cluster.arrive.release.aligned;")
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(emit)(barriers)
 
 
-def await_start() -> None:
-    """Waits until all blocks of the cluster have called `prepare`, so that their memory may be written."""
+def arrive() -> None:
+    """Tells the cluster that this block's memory may be written; all threads of all its blocks call this once."""
+    plgpu.inline_mgpu()(lambda _: _of_all_threads("barrier.cluster.arrive.release.aligned;"))()
+
+
+def await_all() -> None:
+    """Waits until all threads of the cluster have called `arrive`; all threads call this once."""
     plgpu.inline_mgpu()(lambda _: _of_all_threads("barrier.cluster.wait.acquire.aligned;"))()
 
 

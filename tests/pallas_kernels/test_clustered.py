@@ -194,6 +194,16 @@ def test_rows_are_divided_among_the_blocks_in_windows_of_eights():
     assert [clustered.columns(128, cluster) for cluster in (2, 3, 8)] == [64, 64, 16]
 
 
+def test_memory_of_slots_is_reused_only_for_more_slots():
+    asked = {"rank": 32, "device": H200}
+    few = clustered.candidates(8, (3584,), 3584, **asked)
+    many = clustered.candidates(128, (3584,), 3584, **asked)
+    assert not few[0].reuses_slots and many[0].reuses_slots
+    apart = dataclasses.replace(many[0], reuses_slots=False)
+    assert "bytes of shared memory" in clustered.supports(128, (3584,), 3584, apart, **asked)
+    assert len(set(few)) == len(few)
+
+
 def test_clusters_that_run_at_once_are_counted_by_gpcs():
     small, large = (Config(1, 64, 2, size) for size in (4, 8))
     asked = {"rank": 0, "device": dataclasses.replace(H200, shared_bytes=30_000)}
