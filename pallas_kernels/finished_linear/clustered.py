@@ -48,6 +48,8 @@ _MOST_SHARES = 16
 # Multiprocessors of a graphics processing cluster (GPC), whose multiprocessors a cluster's blocks must share. Cards
 # leave out some, and JAX does not report how many: this assumes as few as possible in each.
 _OF_GPC = 16
+# Bytes in which a warpgroup adds up rows, for the norm before and for the next one; see `collectives.sum_rows`.
+_ADDED_BYTES = 2 * 512 * 4
 # Arrays in shared memory begin at multiples of this.
 _ALIGNMENT = 1024
 
@@ -159,7 +161,7 @@ def shared_bytes(m: int, k: int, config: Config, *, rank: int) -> int:
         columns_of_slot = max(config.step, dense_tile.width(k, groups, config.step))
     x_slots = config.stages * columns_of_slot * m * 2
     slots = configs.shared_bytes(m, as_product, adapter_k=adapter_k)
-    arrays = [slots - x_slots, x_slots, received, groups * 2 * 512 * 4, _ALIGNMENT]
+    arrays = [slots - x_slots, x_slots, received, groups * _ADDED_BYTES, _ALIGNMENT]
     if config.reuses_slots:
         arrays[1:3] = [max(x_slots, received)]
     if rank:
