@@ -15,7 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.finished_linear import epilogue_kernel
 from pallas_kernels.mosaic import clusters, collectives, fragments
 from pallas_kernels.mosaic import launch as mosaic
-from pallas_kernels.nvfp4_matmul import decode_kernel
+from pallas_kernels.mosaic.ring import Ring
+from pallas_kernels.nvfp4_matmul import decode_kernel, dense_tile, packed_tile
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
 # Indices in `counters`: the number of finished parts of x A, and the number of warpgroups that have seen all of them.
@@ -100,13 +101,14 @@ def _launch(
     has_w, signals = operands["w"] is not None, clusters_of_a > 0 and not problem.interpret
     counters = operands["counters"] if signals else None
     exchanged = (result.tiles, problem.cluster, *fragments.shape(TILE, m)[1:])
-    following = product.following and product.following.words
+    following, a = product.following and product.following.words, product.a
+    of_a = (a.shares, *fragments.shape(a.tiles * TILE, m)) if a else ()
     return mosaic.launch(
         functools.partial(_kernel, problem=problem, clusters_of_a=clusters_of_a),
         {"u": None, **operands, "counters": counters, "following": following},
         {
             **(epilogue_kernel.results(result, m) if has_w else {"out": None}),
-            "xa": decode_kernel.sums_of_a(product, m) if clusters_of_a else None,
+            "xa": jax.ShapeDtypeStruct(of_a, jnp.float32) if clusters_of_a else None,
             # The interpreter does not know other blocks' shared memory.
             "exchange": jax.ShapeDtypeStruct(exchanged, jnp.float32)
             if has_w and problem.interpret
@@ -180,12 +182,64 @@ def _kernel(refs: types.SimpleNamespace, *, problem: Problem, clusters_of_a: int
 
 
 class _BlockOfA(decode_kernel.Block):
-    """A block that multiplies x by its share of A, and signals when that is in device memory."""
+    """A block that multiplies x by its share of A, and signals when that is in device memory.
 
-    def keep_xa(self, total: jax.Array, tile: jax.Array, part: jax.Array) -> None:
-        super().keep_xa(total, tile, part)
-        if not self.problem.interpret:
-            collectives.publish(self.refs.counters.at[_READY])
+    Warpgroups take windows of the rows of x, not different columns: so a block stores one part of x A.
+    """
+
+    def multiply_a(self) -> None:
+        """Multiplies a block's share of a tile of A."""
+        a, refs = self.problem.a, self.refs
+        number, windows = (
+            self.number - self.problem.plan.blocks,
+            _windows_of_a(self.problem, self.rows),
+        )
+        tile, share = lax.div(number, a.shares), lax.rem(number, a.shares)
+        start, stop = (lax.div((share + i) * a.units, a.shares) for i in range(2))
+        copy = functools.partial(self._copy_unit_of_a, tile)
+        ring = Ring(self.problem.config.stages, copy, refs.full, refs.empty, start, stop)
+        pl.when(self.group == 0)(ring.fill)
+        # With fewer windows than warpgroups some compute the same, and only the first store it.
+        mine, size = lax.rem(self.group, windows), self.rows // windows
+        window = pl.ds(mine * size, size)
+
+        def sum_over_columns(acc):
+            pl.loop(start, stop)(lambda unit: self._multiply_window(ring, unit, window, acc))
+            return acc[...]
+
+        total = pl.run_scoped(sum_over_columns, plgpu.ACC((TILE, size), jnp.float32))
+
+        @pl.when(self.group < windows)
+        def _():
+            pieces = pl.ds(mine * (size // fragments.COLUMNS), size // fragments.COLUMNS)
+            self._store(total, refs.xa.at[share, tile, pieces])
+            if not self.problem.interpret:
+                collectives.publish(refs.counters.at[_READY])
+
+    def _multiply_window(self, ring: Ring, unit: jax.Array, window: pl.Slice, acc: jax.Ref) -> None:
+        """Adds the product of a unit of A and a window of the rows of x, and has the slot refilled."""
+        slot, each = ring.slot(unit), self.problem.a.pieces
+        ring.wait(slot)
+        for tile in range(self.problem.a.width // TILE):
+            places = [divmod(4 * tile + i, each) for i in range(4)]
+            words = [self.refs.w_slots.at[slot, group, at] for group, at in places]
+            if self.problem.interpret:
+                of_a = self._in_memory(dense_tile.unpack_tile([ref[...] for ref in words]))
+            else:
+                of_a = packed_tile.load_plain(*words)
+            x = self._x_slots_of_a.at[slot, window, pl.ds(tile * TILE, TILE)]
+            plgpu.wgmma(acc, of_a, x.T)
+            plgpu.wgmma_wait(0)
+
+        @pl.when(unit + ring.stages < ring.end)
+        def _refill():
+            ring.leave(slot)
+            pl.when(self.group == 0)(lambda: ring.refill(slot, unit + ring.stages))
+
+
+def _windows_of_a(product: decode_kernel.Problem, m: int) -> int:
+    """Number of windows of M rows of x that the warpgroups of a block of A multiply."""
+    return max(w for w in range(1, product.config.warpgroups + 1) if m // 8 % w == 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,8 +349,8 @@ class _Tile(epilogue_kernel.Tile):
 
     def _await_u(self) -> None:
         """Waits until all parts of x A are in device memory."""
-        a, counters = self.whole.product.a, self.refs.counters
-        parts = self.whole.blocks_of_a * a.width // TILE
+        counters = self.refs.counters
+        parts = self.whole.blocks_of_a * _windows_of_a(self.whole.product, self.refs.x.shape[0])
         readers = self.problem.tiles * self.whole.windows
         collectives.await_published(counters.at[_READY], counters.at[_READERS], parts, readers)
 

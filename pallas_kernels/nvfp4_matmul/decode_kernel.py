@@ -69,7 +69,7 @@ def launch(
     Returns:
       `partials` and `adapter` of `decode.Sums`.
     """
-    m = len(x)
+    a, m = problem.a, len(x)
     results = mosaic.launch(
         functools.partial(_kernel, problem=problem),
         {
@@ -80,7 +80,7 @@ def launch(
         },
         {
             "sums": _sums(problem.plan.most_parts, len(words) * TILE, m),
-            "xa": sums_of_a(problem, m),
+            "xa": a and _sums(a.shares * a.width // TILE, a.tiles * TILE, m),
         },
         slots(problem, m),
         name=name,
@@ -95,12 +95,6 @@ def launch(
 
 def _sums(parts: int, n: int, m: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((parts, *fragments.shape(n, m)), jnp.float32)
-
-
-def sums_of_a(problem: Problem, m: int) -> jax.ShapeDtypeStruct | None:
-    """Shape and dtype of the parts of x A for M rows of x; None without A."""
-    a = problem.a
-    return a and _sums(a.shares * a.width // TILE, a.tiles * TILE, m)
 
 
 def slots(problem: Problem, m: int) -> dict[str, Any]:
@@ -262,11 +256,8 @@ class Block:
 
         @pl.when(self.group < a.width // TILE)
         def _():
-            self.keep_xa(total, tile, share * (a.width // TILE) + self.group)
-
-    def keep_xa(self, total: jax.Array, tile: jax.Array, part: jax.Array) -> None:
-        """Stores one part of x A [64 (ranks), M] of a tile of ranks."""
-        self._store(total, self.refs.xa.at[part, tile])
+            part = share * (a.width // TILE) + self.group
+            self._store(total, self.refs.xa.at[part, tile])
 
     def _copy_unit_of_a(self, tile: jax.Array, unit: jax.Array, slot: jax.Array) -> None:
         """Starts the copies of a unit of A and x."""
