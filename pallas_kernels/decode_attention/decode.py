@@ -59,9 +59,8 @@ def plan(
 def _cut(of_tables: tuple[int, ...], shape: tuple[int, ...], config: Config) -> plans.Cut:
     rows, width = of_tables
     key_heads = shape[2]
-    return plans.Cut(
-        rows, width, key_heads, config.pages, config.parts, config.blocks * config.teams
-    )
+    blocks = config.blocks * config.teams
+    return plans.Cut(rows, width, key_heads, config.pages, config.parts, blocks, config.long_parts)
 
 
 def decode_attention(
