@@ -15,6 +15,8 @@ from pallas_kernels.runtime import Device
 
 # The most queries of a group: the rows of a `wgmma` operand that one warp holds. Queries are padded to 8 or 16 rows.
 GROUP = 16
+# Rows that read a shared page together, each with 8 queries: a `wgmma` operand has 64 rows.
+SIBLINGS = 8
 # The most query heads per key head, by head size. With more than 8 heads of size 64 and several pages in a piece,
 # results on an H100 differed from the reference, although interpreted results agree. Size 128 agreed in all cases.
 MOST_QUERIES = {64: 8, 128: GROUP}
@@ -71,6 +73,18 @@ def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
         return f"needs a head size of 64 or 128; got {head_size}"
     if (group := heads // key_heads) > (most := MOST_QUERIES[head_size]):
         return f"needs at most {most} query heads per key head of size {head_size}; got {group}"
+    return None
+
+
+def supports_sharing(heads: int, key_heads: int) -> str | None:
+    """Returns why rows cannot read shared pages together, or None if they can.
+
+    Args:
+      heads: H, query heads.
+      key_heads: J, key/value heads.
+    """
+    if (group := heads // key_heads) > 64 // SIBLINGS:
+        return f"rows that share pages need at most {64 // SIBLINGS} query heads per key head; got {group}"
     return None
 
 
@@ -158,7 +172,7 @@ def shared_bytes(group: int, head_size: int, config: Config) -> int:
     """Bytes of shared memory that a block's data needs."""
     pages = config.stages * 2 * PAGE * head_size * 2
     inputs = 2 * (input_rows(group) * row_columns(head_size) * 2 + 2 * 64 * 4)
-    return config.teams * (pages + inputs + 4)
+    return config.teams * (pages + inputs + 4 * SIBLINGS)
 
 
 def row_columns(head_size: int) -> int:

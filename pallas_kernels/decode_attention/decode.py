@@ -24,6 +24,11 @@ piece to device memory and increments an atomic counter. The team that comes las
 counters are part of the plan and are 0 before and after a launch (`runtime.checks_kernels` lets each launch check
 this). How a row is cut depends only on its own length and on shapes, so the bits of its result do not depend on other
 rows.
+
+If rows may share pages, a team with a piece of a tile takes the queries of up to 8 rows, 8 for each. They are read
+from device memory, since shared memory has no room for them beside the pages. The loop over pages is the same: each
+row of an operand of `wgmma` has its own sums, whatever the others are. The piece is then one part of each of these
+rows, and the team counts in all of their units at once.
 """
 
 import jax
@@ -33,12 +38,21 @@ from jax import lax
 
 from pallas_kernels import runtime
 from pallas_kernels.decode_attention import plans
-from pallas_kernels.decode_attention.config import Config, pick_config, supports
-from pallas_kernels.decode_attention.plans import PAGE
+from pallas_kernels.decode_attention.config import (
+    SIBLINGS,
+    Config,
+    pick_config,
+    supports,
+    supports_sharing,
+)
 
 
 def plan(
-    shape: tuple[int, ...], tables: jax.Array, ends: jax.Array, config: Config | None = None
+    shape: tuple[int, ...],
+    tables: jax.Array,
+    ends: jax.Array,
+    config: Config | None = None,
+    shared: jax.Array | None = None,
 ) -> jax.Array:
     """Lists the work of every team: an operand of `decode_attention`.
 
@@ -47,20 +61,31 @@ def plan(
       tables: int32 [B, W], each row's pages.
       ends: int32 [B], the slot of each row's new token.
       config: by default that of `pick_config`.
+      shared: int32 [B], as for `plans.make`; None if rows share no pages.
 
     Returns:
       int32 [size], as described by `plans.Cut`.
     """
     _, pages, key_heads, _, head_size = shape
     config = config or pick_config(len(tables), key_heads, head_size)
-    return plans.make(tables, ends, pages, _cut(tables.shape, shape, config))
+    cut = _cut(tables.shape, shape, config, shares=shared is not None)
+    return plans.make(tables, ends, pages, cut, shared)
 
 
-def _cut(of_tables: tuple[int, ...], shape: tuple[int, ...], config: Config) -> plans.Cut:
+def _cut(
+    of_tables: tuple[int, ...], shape: tuple[int, ...], config: Config, *, shares: bool = False
+) -> plans.Cut:
     rows, width = of_tables
-    key_heads = shape[2]
-    blocks = config.blocks * config.teams
-    return plans.Cut(rows, width, key_heads, config.pages, config.parts, blocks, config.long_parts)
+    return plans.Cut(
+        rows,
+        width,
+        shape[2],
+        config.pages,
+        config.parts,
+        config.blocks * config.teams,
+        config.long_parts,
+        SIBLINGS if shares else 0,
+    )
 
 
 def decode_attention(
@@ -74,13 +99,14 @@ def decode_attention(
     ends: jax.Array,
     plan: jax.Array | None = None,
     config: Config | None = None,
+    shared: jax.Array | None = None,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes `api.decode_attention` for queries and a cache in bfloat16.
 
-    `plan` defaults to one made from `tables` and `ends`, `config` to that of `pick_config`. `interpret` runs on a CPU
-    and reports data races; pieces are then summed outside the kernel.
+    `plan` defaults to one made from `tables`, `ends` and `shared`, `config` to that of `pick_config`. `interpret` runs
+    on a CPU and reports data races; pieces are then summed outside the kernel.
 
     Raises:
       ValueError: a plan for another problem.
@@ -91,13 +117,16 @@ def decode_attention(
     config = config or pick_config(len(tables), key_heads, head_size, group)
     if reason := supports(qkv.shape, qkv.dtype, keys.shape, keys.dtype, config):
         raise NotImplementedError(reason)
-    cut = _cut(tables.shape, keys.shape, config)
+    heads = group * key_heads
+    if shared is not None and (reason := supports_sharing(heads, key_heads)):
+        raise NotImplementedError(reason)
+    cut = _cut(tables.shape, keys.shape, config, shares=shared is not None)
     if plan is not None and (plan.shape, plan.dtype) != ((cut.size,), jnp.int32):
         raise ValueError(
             f"plan must be int32 [{cut.size}], of these tables; got {plan.dtype} {list(plan.shape)}"
         )
     if plan is None:
-        plan = plans.make(tables, ends, keys.shape[1], cut)
+        plan = plans.make(tables, ends, keys.shape[1], cut, shared)
     if runtime.checks_kernels():
         qkv = _after_check(qkv, plan, cut)
     # Imported here because it takes half a second.
@@ -108,8 +137,7 @@ def decode_attention(
         qkv, cos, sin, layer.reshape(1), plan, keys, values, problem
     )
     if interpret:
-        live = jnp.clip(ends, 0, cut.width * PAGE - 1) // PAGE + 1
-        parts = plans.parts_of(live, cut)
+        parts = plans.totals_of(ends, cut, shared)
         return _merge(*outs[1:], parts, qkv), keys, values
     return outs[0], keys, values
 

@@ -18,7 +18,7 @@ from pallas_kernels.decode_attention import config as configs
 from pallas_kernels.decode_attention import plans
 from pallas_kernels.decode_attention.config import Config
 from pallas_kernels.decode_attention.plans import PAGE
-from pallas_kernels.mosaic import collectives
+from pallas_kernels.mosaic import collectives, gathered
 from pallas_kernels.mosaic import launch as mosaic
 from pallas_kernels.mosaic.ring import Ring
 
@@ -136,7 +136,7 @@ def launch(
             "turns": shared((2, 2, 64), jnp.float32),
             "key_slots": of_pages,
             "value_slots": of_pages,
-            "flag": shared((1,), jnp.int32),
+            "flags": shared((max(1, cut.siblings),), jnp.int32),
             "operand": shared((64, 64), keys.dtype, mosaic.SWIZZLED) if problem.interpret else None,
             "inputs_full": barriers(2, arrivals=3 + 2 * columns // head_size),
             "keys_full": barriers(config.stages),
@@ -162,7 +162,7 @@ def _kernel(refs: types.SimpleNamespace, *, problem: Problem) -> None:
     pages = [agenda.page(n) for n in range(config.stages + 1)]
     layers, pages_of_layer, *_ = problem.cache
     first_page = lax.clamp(0, refs.layer[0], layers - 1) * pages_of_layer
-    own = ("inputs", "turns", "key_slots", "value_slots", "flag", "operand")
+    own = ("inputs", "turns", "key_slots", "value_slots", "flags", "operand")
     of_team = {name: ref.at[team] for name in own if (ref := getattr(refs, name)) is not None}
     refs = types.SimpleNamespace(**vars(refs) | of_team)
     _Team(problem, refs, agenda, team, first_page).run(*start, pages)
@@ -205,6 +205,19 @@ class _Agenda:
     def count(self) -> jax.Array:
         """The number of pieces of this team."""
         return self.plan[self.cut.counts_at + self.number]
+
+    def members(self, tile: jax.Array) -> jax.Ref:
+        """The rows of a tile, a list as `gathered` describes it."""
+        siblings = self.cut.siblings
+        return self.plan.at[pl.ds(self.cut.tiles_at + tile * siblings, siblings)]
+
+    def totals(self) -> jax.Ref:
+        """The number of pieces of each row's units."""
+        return self.plan.at[pl.ds(self.cut.totals_at, self.cut.rows)]
+
+    def is_tile(self, unit: jax.Array) -> jax.Array:
+        """Whether a piece with this unit is one of a tile."""
+        return unit >= self.cut.units
 
 
 class _Softmax(NamedTuple):
@@ -293,8 +306,12 @@ class _Team:
         return (self.first_page * self.problem.key_heads + page) * PAGE
 
     def _place(self, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The row and the key head of a unit."""
-        return lax.div(unit, self.problem.key_heads), lax.rem(unit, self.problem.key_heads)
+        """The row and the key head of a unit; of a tile the row that names it."""
+        cut = self.problem.cut
+        row = lax.div(unit, cut.key_heads)
+        if cut.siblings:
+            row = lax.rem(row, cut.rows)
+        return row, lax.rem(unit, cut.key_heads)
 
     def _fetch_inputs(self, parity: jax.Array | int, unit: jax.Array) -> None:
         """Starts copies of a unit's queries, new key and value, and its row's cosines and sines."""
@@ -317,41 +334,76 @@ class _Team:
     # Queries and the new token -------------------------------------------------------------------
     def _rotated(
         self,
-        parity: jax.Array,
         read: Callable[[int], jax.Array],
         chunk: int,
-        spread: Callable[[jax.Array], jax.Array],
+        turns: tuple[jax.Array, jax.Array],
     ) -> jax.Array:
         """Reads and rotates one chunk of 64 columns; returns it in the cache's dtype.
 
         Args:
-          parity: which of the two input buffers.
           read: reads 64 columns, starting at a column.
           chunk: index of the chunk.
-          spread: broadcasts a table of cosines or sines [64] to the shape that `read` returns.
+          turns: the result of `_signed`, in the shape that `read` returns.
         """
-        head_size = self.problem.head_size
         x, partner = (
             read((64 * chunk + shift) % self.problem.columns).astype(jnp.float32)
-            for shift in (0, head_size // 2)
+            for shift in (0, self.problem.head_size // 2)
         )
+        cos, sin = turns
+        return (x * cos + partner * sin).astype(self.refs.keys.dtype)
+
+    def _signed(self, cos: jax.Array, sin: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
+        """Cosines and sines of a chunk's columns, [..., 64], with the sines of a head's first half negated."""
+        if self.problem.head_size == 64:
+            layout = _OF_COLUMNS if sin.ndim == 1 else _OF_TILE
+            column = plgpu.broadcasted_iota(jnp.int32, sin.shape, sin.ndim - 1, layout=layout)
+            return cos, jnp.where(column < 32, -sin, sin)
+        return cos, -sin if chunk == 0 else sin
+
+    def _turns(self, parity: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
+        """`_signed` of the row in one of the two input buffers, [64] each."""
         cos, sin = (_load_columns(self.refs.turns.at[parity, i]) for i in range(2))
-        if head_size == 64:
-            column = plgpu.broadcasted_iota(jnp.int32, (64,), 0, layout=_OF_COLUMNS)
-            sin = jnp.where(column < 32, -sin, sin)
-        elif chunk == 0:
-            sin = -sin
-        return (x * spread(cos) + partner * spread(sin)).astype(self.refs.keys.dtype)
+        return self._signed(cos, sin, chunk)
 
     def _read_queries(self, parity: jax.Array, at: int) -> jax.Array:
         ref = self.refs.inputs.at[parity, pl.ds(0, self.problem.group_rows), pl.ds(at, 64)]
         return collectives.load_rows(ref, interpret=self.problem.interpret)
 
-    def _queries(self, parity: jax.Array) -> list[jax.Array]:
-        """The group's rotated queries: [64, 64] for each chunk of columns."""
+    def _queries(self, parity: jax.Array, unit: jax.Array) -> list[jax.Array]:
+        """The rotated queries of a unit's group, or of a tile's groups: [64, 64] for each chunk of columns."""
+        if not self.problem.cut.siblings:
+            return self._own_queries(parity)
+        return lax.cond(
+            self.agenda.is_tile(unit),
+            lambda: self._gathered_queries(unit),
+            lambda: self._own_queries(parity),
+        )
+
+    def _own_queries(self, parity: jax.Array) -> list[jax.Array]:
         read = functools.partial(self._read_queries, parity)
-        spread = lambda table: _broadcast(table, (64, 64), 1)
-        return [self._rotated(parity, read, chunk, spread) for chunk in range(self.problem.chunks)]
+        made = []
+        for chunk in range(self.problem.chunks):
+            turns = [_broadcast(table, (64, 64), 1) for table in self._turns(parity, chunk)]
+            made.append(self._rotated(read, chunk, turns))
+        return made
+
+    def _gathered_queries(self, unit: jax.Array) -> list[jax.Array]:
+        problem, refs, interpret = self.problem, self.refs, self.problem.interpret
+        tile, head = self._place(unit)
+        members = self.agenda.members(tile)
+        cos, sin = (
+            gathered.load_columns(table, members, interpret=interpret)
+            for table in (refs.cos, refs.sin)
+        )
+
+        def read(at: int) -> jax.Array:
+            first, group = head * problem.group, problem.group
+            return gathered.load_heads(refs.qkv, members, first, group, at, interpret=interpret)
+
+        return [
+            self._rotated(read, chunk, self._signed(cos, sin, chunk))
+            for chunk in range(problem.chunks)
+        ]
 
     def _read_input(self, parity: jax.Array, which: int, at: int) -> jax.Array:
         return _load_columns(self.refs.inputs.at[parity, which, pl.ds(at, 64)])
@@ -362,7 +414,7 @@ class _Team:
         """Rotates the new key and writes it to the page's tile and to the cache."""
         read = functools.partial(self._read_input, parity, self.problem.group)
         chunks = range(self.problem.chunks)
-        new = [self._rotated(parity, read, chunk, lambda table: table) for chunk in chunks]
+        new = [self._rotated(read, chunk, self._turns(parity, chunk)) for chunk in chunks]
         tile = self.refs.key_slots.at[ring_slot]
         self._append(tile, self.refs.keys, slot, page, new, clear=False)
 
@@ -525,7 +577,7 @@ class _Team:
         parity = lax.rem(i, 2)
         with jax.named_scope("queries"):
             plgpu.barrier_wait(self.refs.inputs_full.at[self.number, parity])
-            queries = self._queries(parity)
+            queries = self._queries(parity, piece.unit)
             # All warps must be done with the previous piece before its buffer is overwritten.
             collectives.sync(interpret=self.problem.interpret)
             pl.when(i + 1 < count)(lambda: self._fetch_inputs(1 - parity, following.unit))
@@ -536,24 +588,53 @@ class _Team:
             (_Softmax.start(self.problem.head_size), n, ahead),
         )
         with jax.named_scope("merge"):
-            self._finish(piece.unit, part, parts, softmax)
+            finish = self._finish_shared if self.problem.cut.siblings else self._finish
+            finish(piece.unit, part, parts, softmax)
         return following, after_following, n, ahead
 
     def _finish(
         self, unit: jax.Array, part: jax.Array, parts: jax.Array, softmax: _Softmax
     ) -> None:
         """Writes the result if the unit has one piece; otherwise writes this piece's part."""
-        parting = lambda: self._leave(unit, part, parts, softmax)
         if self.problem.interpret:
-            parting()
+            self._leave(unit, part, parts, softmax)
             return
-
-        @pl.when(parts == 1)
-        def _write():
-            self._write(unit, softmax, is_quarter=False)
-
+        pl.when(parts == 1)(lambda: self._write(unit, softmax, is_quarter=False))
         if self.problem.cut.most_parts > 1:
-            pl.when(parts > 1)(parting)
+
+            @pl.when(parts > 1)
+            def _leave_part():
+                self._leave(unit, part, parts, softmax)
+                pl.when(self.refs.flags[0] != 0)(lambda: self._merge(unit, parts))
+
+    def _finish_shared(
+        self, unit: jax.Array, part: jax.Array, parts: jax.Array, softmax: _Softmax
+    ) -> None:
+        """As `_finish`, where rows may share pages: a tile's piece is a part of several units."""
+        is_tile = self.agenda.is_tile(unit)
+        is_whole = jnp.logical_not(is_tile) & (parts == 1)
+        is_part = jnp.logical_not(is_tile | is_whole)
+        pl.when(is_tile)(lambda: self._leave_to_members(unit, part, softmax))
+        if self.problem.interpret:
+            pl.when(jnp.logical_not(is_tile))(lambda: self._leave(unit, part, parts, softmax))
+            return
+        pl.when(is_whole)(lambda: self._write(unit, softmax, is_quarter=False))
+        pl.when(is_part)(lambda: self._leave(unit, part, parts, softmax))
+
+        # One loop for both kinds, since the code that merges is long.
+        cut, (row, head) = self.problem.cut, self._place(unit)
+        plan = self.refs.plan
+
+        def merge_if_last(k, carry):
+            @pl.when(self.refs.flags[k] != 0)
+            def _merge():
+                member = jnp.where(is_tile, plan[cut.tiles_at + row * cut.siblings + k], row)
+                self._merge(member * cut.key_heads + head, plan[cut.totals_at + member])
+
+            return carry
+
+        units = jnp.where(is_tile, cut.siblings, jnp.where(is_part, 1, 0))
+        lax.fori_loop(0, units, merge_if_last, 0)
 
     def _write(self, unit: jax.Array, softmax: _Softmax, *, is_quarter: bool) -> None:
         out = softmax.result().astype(self.refs.out.dtype)
@@ -562,15 +643,26 @@ class _Team:
         collectives.store_rows(out, ref, is_quarter=is_quarter, interpret=self.problem.interpret)
 
     def _leave(self, unit: jax.Array, part: jax.Array, parts: jax.Array, softmax: _Softmax) -> None:
-        """Writes this piece's part to device memory. The last team to do so for a unit merges the parts."""
+        """Writes this piece's part to device memory. The last team to do so for a unit gets a flag, to merge the parts."""
         refs, interpret = self.refs, self.problem.interpret
         collectives.store_rows(softmax.products, refs.products.at[unit, part], interpret=interpret)
         for which, values in enumerate((softmax.maximum, softmax.total)):
             ref = refs.totals.at[unit, part, which]
             collectives.store_row_values(values, ref, interpret=interpret)
         if not interpret:
-            collectives.count(refs.plan.at[unit], parts - 1, refs.flag)
-            pl.when(refs.flag[0] != 0)(lambda: self._merge(unit, parts))
+            collectives.count(refs.plan.at[unit], parts - 1, refs.flags)
+
+    def _leave_to_members(self, unit: jax.Array, part: jax.Array, softmax: _Softmax) -> None:
+        """Writes a tile's part to device memory for each of its rows, with a flag for each as in `_leave`."""
+        refs, cut, interpret = self.refs, self.problem.cut, self.problem.interpret
+        tile, head = self._place(unit)
+        members, at = self.agenda.members(tile), (cut.key_heads, head, part)
+        gathered.store_parts(softmax.products, refs.products, members, at, interpret=interpret)
+        for which, values in enumerate((softmax.maximum, softmax.total)):
+            gathered.store_part_values(values, refs.totals, members, at, which, interpret=interpret)
+        if not interpret:
+            counters, totals = refs.plan.at[pl.ds(0, cut.units)], self.agenda.totals()
+            gathered.count(counters, totals, members, cut.key_heads, head, refs.flags)
 
     def _merge(self, unit: jax.Array, parts: jax.Array) -> None:
         """Sums a unit's parts in order and writes the result."""

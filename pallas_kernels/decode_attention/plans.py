@@ -8,6 +8,12 @@ them. The pieces of all units are sorted, longest first, and dealt to the teams 
 then last to first), so that all teams read about the same amount. The pieces of a unit have the same length, so they
 are read at about the same time and can be summed while other units are read.
 
+Rows may share the pages of a common prompt. Then these pages and the row's other pages are cut apart, each into pieces
+of equal length, also where no other row is left that shares them. Up to `siblings` rows that share their first pages
+form a tile, which its first row names. A piece of a tile is read once for all of its rows, and is one of the first
+pieces of each. Tiles are dealt before all other pieces: then most rows end with a piece of their own, and are summed
+by different teams.
+
 The code calls a team a block: `Cut.blocks` counts the teams of all blocks of the kernel.
 """
 
@@ -17,8 +23,9 @@ import jax
 import jax.numpy as jnp
 
 PAGE = 64
-# The fields of a piece. UNIT: row * J + head. PART: its index in the unit, times SHIFT, plus the unit's number of
-# pieces. SLOTS: its number of live slots. HOME: page * J + head of the row's last page if the piece ends there, else -1.
+# The fields of a piece. UNIT: row * J + head, or (B + first row) * J + head for a tile. PART: its index in the unit,
+# times SHIFT, plus the unit's number of pieces (for a tile that of its first row). SLOTS: its number of live slots.
+# HOME: page * J + head of the row's last page if the piece ends there, else -1.
 FIELDS = UNIT, PART, SLOTS, HOME = range(4)
 SHIFT = 2**16
 # A unit has more than `parts` pieces only if each has at least so many pages, beside which adding up a piece is short.
@@ -31,6 +38,8 @@ class Cut:
 
     A plan holds, in this order: a counter per unit, all 0; pieces [blocks, rounds, fields]; pages
     [blocks, length + 1], each page * J + head, and -1 after the last; the number of pieces of each team [blocks].
+    If rows may share pages, these follow: the rows of each tile [B, siblings], where row r of tile t that is absent is
+    -1 - t; the number of pieces of each row's units [B].
 
     Attributes:
       rows: B, rows of the batch.
@@ -40,6 +49,7 @@ class Cut:
       parts: most pieces of a unit, unless all have `LONG` pages or more.
       blocks: number of teams in all blocks of the kernel.
       long_parts: most pieces of a unit whose pieces all have `LONG` pages or more.
+      siblings: most rows of a tile; 0 if rows share no pages.
     """
 
     rows: int
@@ -49,17 +59,30 @@ class Cut:
     parts: int
     blocks: int
     long_parts: int = 0
+    siblings: int = 0
 
     @property
-    def most_parts(self) -> int:
-        """Number of pieces of the longest unit: `parts_of` its pages, as a Python number."""
+    def longest_run(self) -> int:
+        """Number of pieces of `width` pages that are cut together: `parts_of`, as a Python number."""
         most = max(self.parts, min(self.long_parts, self.width // LONG))
         return min(most, -(-self.width // self.pages))
 
     @property
+    def most_parts(self) -> int:
+        """Most pieces of a unit. Shared pages and others are cut apart, which rounds up twice."""
+        if not self.siblings:
+            return self.longest_run
+        return min(2 * self.longest_run, -(-self.width // self.pages) + 1)
+
+    @property
+    def units(self) -> int:
+        """Number of units, B * J, without tiles."""
+        return self.rows * self.key_heads
+
+    @property
     def rounds(self) -> int:
         """Most pieces of a team."""
-        return -(-self.rows * self.key_heads * self.most_parts // self.blocks)
+        return -(-self.units * self.most_parts // self.blocks)
 
     @property
     def length(self) -> int:
@@ -69,7 +92,7 @@ class Cut:
     @property
     def pieces_at(self) -> int:
         """Index of the first piece, after the units' counters."""
-        return self.rows * self.key_heads
+        return self.units
 
     @property
     def pages_at(self) -> int:
@@ -82,18 +105,48 @@ class Cut:
         return self.pages_at + self.blocks * (self.length + 1)
 
     @property
+    def tiles_at(self) -> int:
+        """Index of the first tile's rows."""
+        return self.counts_at + self.blocks
+
+    @property
+    def totals_at(self) -> int:
+        """Index of the first row's number of pieces."""
+        return self.tiles_at + self.rows * self.siblings
+
+    @property
     def size(self) -> int:
         """Length of a plan, in int32 words."""
-        return self.counts_at + self.blocks
+        return self.totals_at + (self.rows if self.siblings else 0)
 
 
 def parts_of(live: jax.Array, cut: Cut) -> jax.Array:
-    """Number of pieces that a unit with `live` pages is cut into; int32, in the shape of `live`."""
+    """Number of pieces that `live` pages are cut into, if they are cut together; int32, in the shape of `live`."""
     most = jnp.maximum(cut.parts, jnp.minimum(cut.long_parts, live // LONG))
     return jnp.minimum(-(-live // cut.pages), most)
 
 
-def make(tables: jax.Array, ends: jax.Array, pages: int, cut: Cut) -> jax.Array:
+def totals_of(ends: jax.Array, cut: Cut, shared: jax.Array | None = None) -> jax.Array:
+    """Number of pieces of each row's units, int32 [B]; arguments as for `make`."""
+    live = _clipped(ends, cut) // PAGE + 1
+    if shared is None:
+        return parts_of(live, cut)
+    shared = _shared(shared, ends, cut)
+    return parts_of(shared, cut) + parts_of(live - shared, cut)
+
+
+def _clipped(ends: jax.Array, cut: Cut) -> jax.Array:
+    return jnp.clip(ends, 0, cut.width * PAGE - 1)
+
+
+def _shared(shared: jax.Array, ends: jax.Array, cut: Cut) -> jax.Array:
+    """The shared pages of each row. The page of the new token is never one of them."""
+    return jnp.clip(shared, 0, _clipped(ends, cut) // PAGE)
+
+
+def make(
+    tables: jax.Array, ends: jax.Array, pages: int, cut: Cut, shared: jax.Array | None = None
+) -> jax.Array:
     """Lists the work of every team.
 
     Ranks and positions are computed as sums over pairs, without a sort or a scan: XLA fuses them into a few small
@@ -104,24 +157,40 @@ def make(tables: jax.Array, ends: jax.Array, pages: int, cut: Cut) -> jax.Array:
       ends: int32 [B], the slot of each row's new token.
       pages: N, pages of the cache in one layer.
       cut: how units are cut.
+      shared: int32 [B], the number of each row's first pages that other rows may share; None if `cut.siblings` is 0.
+        Rows with the same first page and the same number must have all of these pages in common.
 
     Returns:
       int32 [cut.size], laid out as `Cut` describes.
     """
     rows, key_heads, blocks, rounds = cut.rows, cut.key_heads, cut.blocks, cut.rounds
     tables = jnp.clip(tables, 0, pages - 1)
-    ends = jnp.clip(ends, 0, cut.width * PAGE - 1)
+    ends = _clipped(ends, cut)
     each_row = jnp.arange(rows)
-    live = ends // PAGE + 1
+    # A run is pages of a row that are cut together: those of the row itself, and, after all rows, those of the tile that
+    # the row names.
+    row_of = each_row
+    first, live = jnp.zeros(rows, jnp.int32), ends // PAGE + 1
+    totals = totals_of(ends, cut, shared)
+    if shared is not None:
+        shared = _shared(shared, ends, cut)
+        tiles, is_named = _tiles(tables[:, 0], shared, cut.siblings)
+        row_of = jnp.concatenate([each_row, each_row])
+        live = jnp.concatenate([live - shared, jnp.where(is_named, shared, 0)])
+        first = jnp.concatenate([shared, first])
+    runs = len(row_of)
     parts = parts_of(live, cut)
-    size, longer = live // parts, live % parts
+    size, longer = live // jnp.maximum(parts, 1), live % jnp.maximum(parts, 1)
 
-    # A row has two kinds of pieces: the first `longer` ones have one page more than the rest.
+    # A run has two kinds of pieces: the first `longer` ones have one page more than the rest.
     sizes = jnp.concatenate([size + 1, size])
     each_head = jnp.concatenate([longer, parts - longer])
     counts = key_heads * each_head
-    kinds = jnp.arange(2 * rows)
-    is_before = (sizes > sizes[:, None]) | (sizes == sizes[:, None]) & (kinds < kinds[:, None])
+    kinds = jnp.arange(2 * runs)
+    order = sizes
+    if shared is not None:
+        order = order + jnp.where(kinds % runs < rows, 0, cut.width + 1)
+    is_before = (order > order[:, None]) | (order == order[:, None]) & (kinds < kinds[:, None])
     firsts = jnp.sum(jnp.where(is_before, counts, 0), axis=1)
 
     block, turn = jnp.arange(blocks)[:, None], jnp.arange(rounds)[None]
@@ -131,20 +200,25 @@ def make(tables: jax.Array, ends: jax.Array, pages: int, cut: Cut) -> jax.Array:
     pick = lambda values: jnp.sum(jnp.where(is_kind, values, 0), axis=-1)
     is_piece = rank < jnp.sum(counts)
     kind, within = pick(kinds), pick(within)
-    row = kind % rows
+    run = kind % runs
     in_head = jnp.maximum(each_head[kind], 1)
     head = within // in_head
-    part = within % in_head + jnp.where(kind < rows, 0, longer[row])
-    begin = part * size[row] + jnp.minimum(part, longer[row])
+    part = within % in_head + jnp.where(kind < runs, 0, longer[run])
+    begin = first[run] + part * size[run] + jnp.minimum(part, longer[run])
+    row = row_of[run]
     slots = jnp.minimum(ends[row] + 1 - begin * PAGE, sizes[kind] * PAGE)
     slots = jnp.where(is_piece, slots, 0)
     lengths = -(-slots // PAGE)
     earlier = jnp.arange(rounds) < jnp.arange(rounds)[:, None]
     starts = jnp.sum(jnp.where(earlier, lengths[:, None], 0), axis=-1)
-    home = tables[each_row, live - 1][row] * key_heads + head
-    home = jnp.where(part == parts[row] - 1, home, -1)
-    unit = row * key_heads + head
-    pieces = jnp.stack([unit, part * SHIFT + parts[row], slots, home], axis=-1)
+    home = tables[each_row, ends // PAGE][row] * key_heads + head
+    is_last = (part == parts[run] - 1) & (run < rows)
+    home = jnp.where(is_last, home, -1)
+    # A row's own pieces come after those of its tile.
+    before = totals - parts[:rows] if shared is not None else jnp.zeros_like(totals)
+    part = part + jnp.where(run < rows, before[row], 0)
+    unit = run * key_heads + head
+    pieces = jnp.stack([unit, part * SHIFT + totals[row], slots, home], axis=-1)
 
     place = jnp.arange(cut.length + 1)
     owner = jnp.sum(place[:, None] >= (starts + lengths)[:, None], axis=-1)  # [blocks, length + 1]
@@ -153,6 +227,29 @@ def make(tables: jax.Array, ends: jax.Array, pages: int, cut: Cut) -> jax.Array:
     at = of_owner(begin) + place - of_owner(starts)
     page = tables[row, jnp.minimum(at, cut.width - 1)] * key_heads + head
     page = jnp.where(owner < rounds, page, -1)
-    lists = (pieces, page, jnp.sum(is_piece, axis=1))
+    lists = [pieces, page, jnp.sum(is_piece, axis=1)]
+    if shared is not None:
+        lists += [tiles, totals]
     counters = jnp.zeros(cut.pieces_at, jnp.int32)
     return jnp.concatenate([counters, *(part.reshape(-1).astype(jnp.int32) for part in lists)])
+
+
+def _tiles(first_pages: jax.Array, shared: jax.Array, siblings: int) -> tuple[jax.Array, jax.Array]:
+    """Puts rows that share pages into tiles.
+
+    Args:
+      first_pages: int32 [B], the first page of each row.
+      shared: int32 [B], the number of pages that each row may share.
+      siblings: most rows of a tile.
+
+    Returns:
+      int32 [B, siblings], the rows of the tile that each row names, as in `Cut`; bool [B], whether the row names one.
+    """
+    rows = jnp.arange(len(shared))
+    is_sibling = (first_pages == first_pages[:, None]) & (shared == shared[:, None])
+    rank = jnp.sum(is_sibling & (rows < rows[:, None]), axis=1)
+    is_named = (shared > 0) & (rank % siblings == 0)
+    wanted = rank[:, None] + jnp.arange(siblings)
+    is_member = is_sibling[:, None] & (rank == wanted[..., None])  # [B, siblings, B]
+    tiles = jnp.sum(jnp.where(is_member, rows, 0), axis=-1)
+    return jnp.where(jnp.any(is_member, axis=-1), tiles, -1 - rows[:, None]), is_named

@@ -13,7 +13,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
 from pallas_kernels.mosaic import registers
-from pallas_kernels.mosaic.registers import i32, llvm
+from pallas_kernels.mosaic.registers import i32, index, llvm, place
 
 utils = mgpu.utils
 
@@ -48,7 +48,7 @@ def load_rows(ref: jax.Ref, *, is_quarter: bool = False, interpret: bool) -> jax
     kind = plgpu.ShapeDtypeStruct((64, width), ref.dtype, layout=plgpu.Layout.WGMMA)
 
     def emit(_: mgpu.LaunchContext, ref: ir.Value) -> mgpu.FragmentedArray:
-        warp, row, column = _place()
+        warp, row, column = place()
         pair = ir.VectorType.get((2,), ir.MemRefType(ref.type).element_type)
         begin = arith.muli(warp, i32(width if is_quarter else 0))
         layout = kind.layout.to_mgpu()
@@ -56,7 +56,7 @@ def load_rows(ref: jax.Ref, *, is_quarter: bool = False, interpret: bool) -> jax
         for at in range(width // 8):
             where = arith.addi(arith.addi(begin, column), i32(8 * at))
             loaded = [
-                vector.load(pair, ref, [_index(of_half), _index(where)])
+                vector.load(pair, ref, [index(of_half), index(where)])
                 for of_half in _rows_of_halves(row, rows)
             ]
             # A warp has 16 rows. If there are only 8, its second 8 are a copy of the first.
@@ -84,7 +84,7 @@ def store_rows(
     width = columns // WARPS
 
     def emit(_: mgpu.LaunchContext, values: mgpu.FragmentedArray, ref: ir.Value) -> None:
-        warp, row, column = _place()
+        warp, row, column = place()
         halves = [
             (half, of_half, arith.cmpi(arith.CmpIPredicate.ult, of_half, i32(rows)))
             for half, of_half in enumerate(_rows_of_halves(row, rows))
@@ -94,7 +94,7 @@ def store_rows(
             for at in range(width // 8):
                 where = arith.addi(arith.addi(begin, column), i32(8 * at))
                 pair = values.registers.flat[2 * (first + at) + half]
-                vector.store(pair, ref, [_index(of_half), _index(where)])
+                vector.store(pair, ref, [index(of_half), index(where)])
 
         for half, of_half, is_row in halves:
             if is_quarter:
@@ -116,12 +116,12 @@ def load_row_values(ref: jax.Ref) -> jax.Array:
     kind = plgpu.ShapeDtypeStruct((64,), ref.dtype, layout=plgpu.Layout.WGMMA.reduce(1))
 
     def emit(_: mgpu.LaunchContext, ref: ir.Value) -> mgpu.FragmentedArray:
-        _, row, _ = _place()
+        _, row, _ = place()
         single = ir.VectorType.get((1,), ir.MemRefType(ref.type).element_type)
         layout = kind.layout.to_mgpu()
         registers = np.empty(layout.registers_shape((64,)), object)
         loaded = [
-            vector.load(single, ref, [_index(of_half)]) for of_half in _rows_of_halves(row, rows)
+            vector.load(single, ref, [index(of_half)]) for of_half in _rows_of_halves(row, rows)
         ]
         registers.flat[0], registers.flat[1] = loaded[0], loaded[-1]
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
@@ -137,31 +137,19 @@ def store_row_values(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> Non
         return
 
     def emit(_: mgpu.LaunchContext, values: mgpu.FragmentedArray, ref: ir.Value) -> None:
-        warp, row, column = _place()
+        warp, row, column = place()
         is_first = arith.cmpi(arith.CmpIPredicate.eq, arith.ori(warp, column), i32(0))
         with utils.when(is_first):
             for half, of_half in enumerate(_rows_of_halves(row, rows)):
-                vector.store(values.registers.flat[half], ref, [_index(of_half)])
+                vector.store(values.registers.flat[half], ref, [index(of_half)])
 
     arg_types = (plgpu.Layout.WGMMA.reduce(1), plgpu.RefType())
     plgpu.inline_mgpu(arg_types=arg_types)(emit)(values, ref)
 
 
-def _place() -> tuple[ir.Value, ir.Value, ir.Value]:
-    """A thread's warp (0 to 3), row (0 to 7) and first column (0 to 6) in an [8, 8] tile of the layout `WGMMA`."""
-    thread = registers.thread()
-    lane = arith.remui(thread, i32(32))
-    column = arith.muli(arith.remui(lane, i32(4)), i32(2))
-    return arith.divui(thread, i32(32)), arith.divui(lane, i32(4)), column
-
-
 def _rows_of_halves(row: ir.Value, rows: int) -> list[ir.Value]:
-    """The rows of a thread: `row`, as `_place` returns it, and `row` + 8 if there are more than 8 rows."""
+    """The rows of a thread: `row`, as `place` returns it, and `row` + 8 if there are more than 8 rows."""
     return [row] if rows <= 8 else [row, arith.addi(row, i32(8))]
-
-
-def _index(value: ir.Value) -> ir.Value:
-    return arith.index_cast(ir.IndexType.get(), value)
 
 
 def put_row(

@@ -135,6 +135,19 @@ def thread() -> ir.Value:
     return arith.remui(mgpu.utils.thread_idx(), i32(128))
 
 
+def place() -> tuple[ir.Value, ir.Value, ir.Value]:
+    """A thread's warp (0 to 3), row (0 to 7) and first column (0 to 6) in an [8, 8] tile of the layout `WGMMA`."""
+    own = thread()
+    lane = arith.remui(own, i32(32))
+    column = arith.muli(arith.remui(lane, i32(4)), i32(2))
+    return arith.divui(own, i32(32)), arith.divui(lane, i32(4)), column
+
+
+def index(value: ir.Value) -> ir.Value:
+    """An integer as an index of an array."""
+    return arith.index_cast(ir.IndexType.get(), value)
+
+
 def i32(value: int) -> ir.Value:
     """A 32-bit integer constant."""
     return mgpu.c(value, ir.IntegerType.get_signless(32))

@@ -1,0 +1,275 @@
+"""Tiles of 64 rows in the layout `WGMMA`, of which each 8 rows belong to another row of a batch, a member.
+
+A list of members is int32 [8] in device memory, in the order of the tile. An absent member is -1 - m: it is loaded as
+row m of the batch is, and nothing is stored or counted for it.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, vector
+
+from pallas_kernels.mosaic.registers import i32, index, llvm, place, pointer, thread
+
+utils = mgpu.utils
+
+MEMBERS, EACH = 8, 8
+_OF_TILE = plgpu.Layout.WGMMA
+_OF_REF, _OF_SCALAR = plgpu.RefType(), plgpu.Layout.WG_SPLAT(())
+
+
+def load_heads(
+    ref: jax.Ref, members: jax.Ref, head: jax.Array, count: int, at: int, *, interpret: bool
+) -> jax.Array:
+    """Loads 64 columns of some heads of each member: [64, 64], 8 rows a member, of which those after `count` mean nothing.
+
+    Args:
+      ref: [B, heads, n] of a 16-bit type in device memory.
+      members: the list.
+      head: int32, the first head.
+      count: number of heads, at most 8.
+      at: the first column.
+      interpret: run on a CPU.
+    """
+    if interpret:
+        own = [ref[_present(members[k]), pl.ds(head, count), pl.ds(at, 64)] for k in range(MEMBERS)]
+        return jnp.concatenate([jnp.pad(heads, ((0, EACH - count), (0, 0))) for heads in own])
+
+    def emit(
+        _: mgpu.LaunchContext, ref: ir.Value, members: ir.Value, head: mgpu.FragmentedArray
+    ) -> mgpu.FragmentedArray:
+        _, row, column = place()
+        of_row = index(arith.addi(head.registers.item(), arith.minui(row, i32(count - 1))))
+
+        def load(member: ir.Value, tile: int, kind: ir.Type) -> ir.Value:
+            where = index(arith.addi(column, i32(at + 8 * tile)))
+            return vector.load(kind, ref, [index(member), of_row, where])
+
+        return _loaded(ref, members, load)
+
+    arg_types, kind = (_OF_REF, _OF_REF, _OF_SCALAR), _tile_of(ref.dtype)
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=kind)(emit)(ref, members, head)
+
+
+def load_columns(ref: jax.Ref, members: jax.Ref, *, interpret: bool) -> jax.Array:
+    """Loads one vector of each member: [64, 64], with column c of each row at c % n.
+
+    Args:
+      ref: float32 [B, n] in device memory, n 32 or 64.
+      members: the list.
+      interpret: run on a CPU.
+    """
+    _, length = ref.shape
+    if interpret:
+        own = [
+            jnp.concatenate([ref[_present(members[k])]] * (64 // length)) for k in range(MEMBERS)
+        ]
+        return jnp.concatenate([jnp.broadcast_to(each, (EACH, 64)) for each in own])
+
+    def emit(_: mgpu.LaunchContext, ref: ir.Value, members: ir.Value) -> mgpu.FragmentedArray:
+        _, _, column = place()
+
+        def load(member: ir.Value, tile: int, kind: ir.Type) -> ir.Value:
+            where = index(arith.addi(column, i32(8 * tile % length)))
+            return vector.load(kind, ref, [index(member), where])
+
+        return _loaded(ref, members, load)
+
+    arg_types, kind = (_OF_REF, _OF_REF), _tile_of(ref.dtype)
+    return plgpu.inline_mgpu(arg_types=arg_types, return_type=kind)(emit)(ref, members)
+
+
+def store_parts(
+    values: jax.Array,
+    ref: jax.Ref,
+    members: jax.Ref,
+    place_of: tuple[int, jax.Array, jax.Array],
+    *,
+    interpret: bool,
+) -> None:
+    """Stores the 8 rows of each member.
+
+    Args:
+      values: float32 [64, n].
+      ref: float32 [units, parts, 8, n] in device memory.
+      members: the list.
+      place_of: J, the unit of member 0, and the part: member m's rows go to ref[m * J + unit, part].
+      interpret: run on a CPU.
+    """
+    stride, unit, part = place_of
+    if interpret:
+        _store_each(values, members, stride, unit, lambda at: ref.at[at, part])
+        return
+
+    def emit(_: mgpu.LaunchContext, values, ref, members, unit, part) -> None:
+        _, row, column = place()
+
+        def store(half: int, of_unit: ir.Value) -> None:
+            begin = [of_unit, index(part.registers.item()), index(row)]
+            for tile, pair in enumerate(values.registers.flat[half::2]):
+                vector.store(pair, ref, [*begin, index(arith.addi(column, i32(8 * tile)))])
+
+        _for_present(members, stride, unit, store)
+
+    arg_types = (_OF_TILE, _OF_REF, _OF_REF, _OF_SCALAR, _OF_SCALAR)
+    plgpu.inline_mgpu(arg_types=arg_types)(emit)(values, ref, members, unit, part)
+
+
+def store_part_values(
+    values: jax.Array,
+    ref: jax.Ref,
+    members: jax.Ref,
+    place_of: tuple[int, jax.Array, jax.Array],
+    which: int,
+    *,
+    interpret: bool,
+) -> None:
+    """Stores the 8 values of each member.
+
+    Args:
+      values: float32 [64], one for each row of a tile.
+      ref: float32 [units, parts, kinds, 8] in device memory.
+      members: the list.
+      place_of: as for `store_parts`.
+      which: the kind of value.
+      interpret: run on a CPU.
+    """
+    stride, unit, part = place_of
+    if interpret:
+        _store_each(values, members, stride, unit, lambda at: ref.at[at, part, which])
+        return
+
+    def emit(_: mgpu.LaunchContext, values, ref, members, unit, part) -> None:
+        _, row, column = place()
+        kind = utils.c(which, ir.IndexType.get())
+
+        def store(half: int, of_unit: ir.Value) -> None:
+            with utils.when(arith.cmpi(arith.CmpIPredicate.eq, column, i32(0))):
+                at = [of_unit, index(part.registers.item()), kind, index(row)]
+                vector.store(values.registers.flat[half], ref, at)
+
+        _for_present(members, stride, unit, store)
+
+    arg_types = (_OF_TILE.reduce(1), _OF_REF, _OF_REF, _OF_SCALAR, _OF_SCALAR)
+    plgpu.inline_mgpu(arg_types=arg_types)(emit)(values, ref, members, unit, part)
+
+
+def count(
+    counters: jax.Ref,
+    totals: jax.Ref,
+    members: jax.Ref,
+    stride: int,
+    unit: jax.Array,
+    flags: jax.Ref,
+) -> None:
+    """`collectives.count` for a unit of each member at once: each of 8 threads counts in one.
+
+    Args:
+      counters: int32 [units] in device memory, 0 before the first warpgroup is counted.
+      totals: int32 [B] in device memory, the number of warpgroups to count in each unit of a row of the batch.
+      members: the list.
+      stride: J; member m counts in unit m * J + `unit`.
+      unit: int32, the unit of member 0.
+      flags: int32 [8] in this warpgroup's shared memory. Those of units that it is the last to count in become 1, the
+        others 0.
+    """
+
+    def emit(_: mgpu.LaunchContext, counters, totals, members, unit, flags) -> None:
+        word, own = ir.IntegerType.get_signless(32), thread()
+        single = ir.VectorType.get((1,), word)
+        read = lambda ref, at: vector.extract(vector.load(single, ref, [index(at)]), [], [0])
+        utils.warpgroup_barrier()
+        with utils.when(arith.cmpi(arith.CmpIPredicate.ult, own, i32(MEMBERS))):
+            member = read(members, own)
+            present = _row_of(member)
+            at = arith.addi(arith.muli(present, i32(stride)), unit.registers.item())
+            base = llvm.ptrtoint(word, pointer(flags))
+            utils.inline_ptx(
+                "{ .reg .b32 before, is_last; .reg .pred is_equal;\n"
+                "mov.b32 is_last, 0;\n"
+                "@$3 atom.acq_rel.gpu.global.inc.u32 before, [$0], $1;\n"
+                "@$3 setp.eq.u32 is_equal, before, $1;\n"
+                "@$3 selp.b32 is_last, 1, 0, is_equal;\n"
+                "st.shared.b32 [$2], is_last; }",
+                utils.getelementptr(pointer(counters), [at], word),
+                arith.subi(read(totals, present), i32(1)),
+                arith.addi(base, arith.muli(own, i32(4))),
+                arith.cmpi(arith.CmpIPredicate.sge, member, i32(0)),
+                has_side_effects=True,
+            )
+        utils.warpgroup_barrier()
+
+    arg_types = (_OF_REF, _OF_REF, _OF_REF, _OF_SCALAR, _OF_REF)
+    plgpu.inline_mgpu(arg_types=arg_types)(emit)(counters, totals, members, unit, flags)
+
+
+def _tile_of(dtype: jnp.dtype) -> plgpu.ShapeDtypeStruct:
+    return plgpu.ShapeDtypeStruct((64, 64), dtype, layout=_OF_TILE)
+
+
+def _present(member: jax.Array) -> jax.Array:
+    """The row of the batch from which an entry of a list is loaded."""
+    return jnp.where(member < 0, -1 - member, member)
+
+
+def _row_of(member: ir.Value) -> ir.Value:
+    """`_present` of a thread's value: -1 - m is m with all bits inverted."""
+    return arith.xori(member, arith.shrsi(member, i32(31)))
+
+
+def _members_of_halves(members: ir.Value) -> list[ir.Value]:
+    """The entries of the list for the two rows of a thread: a warp has the rows of two members."""
+    warp, _, _ = place()
+    single = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+    at = [arith.addi(arith.muli(warp, i32(2)), i32(half)) for half in range(2)]
+    return [vector.extract(vector.load(single, members, [index(k)]), [], [0]) for k in at]
+
+
+def _loaded(
+    ref: ir.Value, members: ir.Value, load: Callable[[ir.Value, int, ir.Type], ir.Value]
+) -> mgpu.FragmentedArray:
+    """A [64, 64] tile from load(row of the batch, index of 8 columns, type), which returns a thread's pair."""
+    kind = ir.VectorType.get((2,), ir.MemRefType(ref.type).element_type)
+    layout = _OF_TILE.to_mgpu()
+    made = np.empty(layout.registers_shape((64, 64)), object)
+    for half, member in enumerate(_members_of_halves(members)):
+        for tile in range(8):
+            made.flat[2 * tile + half] = load(_row_of(member), tile, kind)
+    return mgpu.FragmentedArray(_registers=made, _layout=layout, _is_signed=None)
+
+
+def _for_present(
+    members: ir.Value,
+    stride: int,
+    unit: mgpu.FragmentedArray,
+    store: Callable[[int, ir.Value], None],
+) -> None:
+    """Calls store(half, unit of the member) for both rows of a thread, where the member is not absent."""
+    for half, member in enumerate(_members_of_halves(members)):
+        with utils.when(arith.cmpi(arith.CmpIPredicate.sge, member, i32(0))):
+            at = arith.addi(arith.muli(member, i32(stride)), unit.registers.item())
+            store(half, index(at))
+
+
+def _store_each(
+    values: jax.Array,
+    members: jax.Ref,
+    stride: int,
+    unit: jax.Array,
+    place_of: Callable[[jax.Array], jax.Ref],
+) -> None:
+    """Stores the rows of each member where `place_of` its unit says, when interpreted."""
+
+    def store(k: int, member: jax.Array) -> None:
+        place_of(member * stride + unit)[...] = lax.slice_in_dim(values, EACH * k, EACH * (k + 1))
+
+    for k in range(MEMBERS):
+        member = members[k]
+        pl.when(member >= 0)(lambda k=k, member=member: store(k, member))
