@@ -2,7 +2,11 @@
 
 Values are checked before every timing: the result must equal the reference within bfloat16 rounding, the cache may
 differ only in the last bit of a new key, and a row's bits must not change when the other rows are removed.
-`--sweep` times every configuration instead of the default one.
+`--sweep` times every configuration instead of the default one. Where rows share the pages of a prompt (16 prompts of 8
+rows), and for one very long row, a second line of the table times the kernel without what it does for them: each row
+reads its pages by itself, and a unit has at most 32 pieces.
+
+    timeout 100 python -m scripts.bench_decode_attention --no-cudnn --only 8 9 10 11
 
     bytes   4 * J * C * (live tokens of all rows), keys and values in bfloat16
     floor   bytes / 4.3 TB/s, the bandwidth that JAX reaches on one H200
@@ -34,7 +38,7 @@ from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels import runtime
 from pallas_kernels.decode_attention import config as configs
-from pallas_kernels.decode_attention import decode, reference
+from pallas_kernels.decode_attention import decode, plans, reference
 from pallas_kernels.decode_attention.config import PAGE, Config
 from scripts.bench_kernels import BANDWIDTH, versions, watch
 
@@ -57,6 +61,8 @@ class Problem:
       key_heads: J, key/value heads.
       head_size: C, channels per head.
       target: the most microseconds that the kernel should take, or None.
+      siblings: rows of each prompt; 1 if rows share no pages.
+      shared: pages of each prompt, which its rows share.
     """
 
     name: str
@@ -66,11 +72,15 @@ class Problem:
     key_heads: int = 4
     head_size: int = 128
     target: float | None = None
+    siblings: int = 1
+    shared: int = 0
 
     @property
     def floor_us(self) -> float:
-        """The least time that any implementation needs on an H200, in microseconds."""
-        return 4 * self.key_heads * self.head_size * sum(self.lengths) / BANDWIDTH * 1e6
+        """The least time that any implementation needs on an H200, in microseconds; shared pages are read once."""
+        again = len(self.lengths) - len(self.lengths) // self.siblings
+        tokens = sum(self.lengths) - again * self.shared * PAGE
+        return 4 * self.key_heads * self.head_size * tokens / BANDWIDTH * 1e6
 
     @property
     def layers(self) -> int:
@@ -91,6 +101,14 @@ def uniform(rows: int) -> list[int]:
     return np.linspace(256, 768, rows).astype(int).tolist()
 
 
+def grouped(prompt: int, mean: int) -> Problem:
+    """16 prompts of so many tokens with 8 completions each, of exponential lengths with a mean, with a fixed seed."""
+    own = 1 + np.random.default_rng(0).exponential(mean, 128).astype(int)
+    width = -(-(prompt + int(own.max())) // PAGE)
+    name = f"16 x 8, prompts of {prompt}, mean {mean}"
+    return Problem(name, (prompt + own).tolist(), width, siblings=8, shared=prompt // PAGE)
+
+
 def problems() -> list[Problem]:
     """The problems to time. Their shapes are those of 7B unless the name says otherwise."""
     skewed = Problem("64, log-normal, mean 512", log_normal(64, 512), 64)
@@ -103,6 +121,10 @@ def problems() -> list[Problem]:
         Problem("128, log-normal, mean 512", log_normal(128, 512), 64),
         Problem("32B: 16 x 256 ... 768", uniform(16), 12, heads=40, key_heads=8),
         Problem("0.5B: 64 x 256 ... 768", uniform(64), 12, heads=14, key_heads=2, head_size=64),
+        Problem("1 x 32768", [32768], 512),
+        grouped(256, 125),
+        grouped(1024, 125),
+        grouped(2048, 125),
     ]
 
 
@@ -115,6 +137,8 @@ def inputs(problem: Problem, layers: int) -> tuple[tuple[jax.Array, ...], tuple[
     tables = np.zeros((len(lengths), problem.width), np.int32)
     for row, own in enumerate(np.split(pages, np.cumsum(counts)[:-1])):
         tables[row, : len(own)] = own
+        first = row - row % problem.siblings
+        tables[row, : problem.shared] = tables[first, : problem.shared]
     angles = rng.uniform(0, 2 * np.pi, (len(lengths), size // 2)).astype(np.float32)
     random = jax.jit(
         lambda seed, shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16),
@@ -129,7 +153,12 @@ def inputs(problem: Problem, layers: int) -> tuple[tuple[jax.Array, ...], tuple[
     return small, (random(2, cache), random(3, cache))
 
 
-def check(problem: Problem, config: Config) -> float:
+def shared_pages(problem: Problem, *, shares: bool) -> jax.Array | None:
+    """The number of pages that each row shares, int32 [B]; None if rows read them by themselves."""
+    return jnp.full(len(problem.lengths), problem.shared, jnp.int32) if shares else None
+
+
+def check(problem: Problem, config: Config, *, shares: bool = False) -> float:
     """Compares the kernel with the reference. Returns its largest error relative to the allowed bfloat16 rounding.
 
     Raises:
@@ -139,7 +168,8 @@ def check(problem: Problem, config: Config) -> float:
     qkv, layer = qkv[0, 1], jnp.int32(1)
     # Rows in use write to distinct places, so the two caches may differ only by rounding.
     oracle = jax.jit(reference.decode_attention)
-    run = jax.jit(functools.partial(decode.decode_attention, config=config))
+    shared = shared_pages(problem, shares=shares)
+    run = jax.jit(functools.partial(decode.decode_attention, config=config, shared=shared))
     out, *caches = run(qkv, cos, sin, keys, values, layer, tables, ends)
     expected, *expected_caches = oracle(qkv, cos, sin, keys, values, layer, tables, ends)
 
@@ -197,17 +227,17 @@ def barred(r: jax.Array, array: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier((r, array))[1]
 
 
-def rounds_of(layers: int, config: Config) -> Callable[..., Any]:
+def rounds_of(layers: int, config: Config, shared: jax.Array | None = None) -> Callable[..., Any]:
     """Makes a function of (inputs, caches, rounds) that attends in every layer, `rounds` times."""
 
     def run(small, caches, rounds):
         qkv, *rest, tables, ends = small
-        plan = decode.plan(caches[0].shape, tables, ends, config)
+        plan = decode.plan(caches[0].shape, tables, ends, config, shared)
 
         def one_layer(layer, carry):
             r, _, keys, values = carry
             out, keys, values = decode.decode_attention(
-                qkv[r % 2, layer], *rest, keys, values, layer, tables, ends, plan, config
+                qkv[r % 2, layer], *rest, keys, values, layer, tables, ends, plan, config, shared
             )
             return r, out, keys, values
 
@@ -220,18 +250,19 @@ def rounds_of(layers: int, config: Config) -> Callable[..., Any]:
     return run
 
 
-def time_kernel(problem: Problem, config: Config) -> dict[str, float]:
+def time_kernel(problem: Problem, config: Config, *, shares: bool = False) -> dict[str, float]:
     """Times the kernel with one configuration."""
-    layers = problem.layers
-    return measure(rounds_of(layers, config), inputs(problem, layers), layers)
+    layers, shared = problem.layers, shared_pages(problem, shares=shares)
+    return measure(rounds_of(layers, config, shared), inputs(problem, layers), layers)
 
 
-def time_plan(problem: Problem, config: Config) -> float:
+def time_plan(problem: Problem, config: Config, *, shares: bool = False) -> float:
     """Microseconds of all kernels that make one plan."""
     (*_, tables, ends), (keys, _) = inputs(problem, 2)
 
     def run(tables, ends, rounds):
-        plan = lambda r, _: decode.plan(keys.shape, tables, barred(r, ends), config)
+        shared = shared_pages(problem, shares=shares)
+        plan = lambda r, _: decode.plan(keys.shape, tables, barred(r, ends), config, shared)
         return jax.lax.fori_loop(0, rounds, plan, plan(rounds, None))
 
     rounds = 20
@@ -286,11 +317,23 @@ def configurations(problem: Problem) -> list[Config]:
     return [config for config in found if fits(config)]
 
 
+def arms(problem: Problem) -> list[tuple[Config, bool]]:
+    """The default configuration and whether rows read shared pages together; then what a problem is compared with."""
+    shape = len(problem.lengths), problem.key_heads, problem.head_size
+    picked, shares = configs.pick_config(*shape), problem.shared > 0
+    found = [(picked, shares)]
+    if shares:
+        found.append((picked, False))
+    if max(problem.lengths) > picked.parts * plans.LONG * PAGE:
+        found.append((dataclasses.replace(picked, long_parts=0), shares))
+    return found
+
+
 def markdown(problem: Problem, row: dict[str, Any]) -> str:
     """Formats a row of the table with the header `HEAD`."""
     us, cudnn = row["us"], row.get("cudnn", {}).get("call")
     cells = (
-        problem.name,
+        problem.name + (", together" if row["shares"] else ""),
         "/".join(str(int(value)) for value in row["config"].values()),
         *(f"{us[part]:.1f}" for part in ("kernel", "loop", "plan")),
         f"{problem.floor_us:.1f}",
@@ -302,7 +345,7 @@ def markdown(problem: Problem, row: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-HEAD = """| rows x tokens | pages/stages/parts/blocks/teams | kernel us | loop us | plan us | floor us | of floor | cuDNN us | target us | error / allowed |
+HEAD = """| rows x tokens | pages/stages/parts/blocks/teams/long parts | kernel us | loop us | plan us | floor us | of floor | cuDNN us | target us | error / allowed |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 
@@ -322,13 +365,14 @@ def main() -> None:
     chosen = problems() if args.only is None else [problems()[i] for i in args.only]
     rows = []
     for problem in chosen:
-        picked = configs.pick_config(len(problem.lengths), problem.key_heads, problem.head_size)
-        for config in configurations(problem) if args.sweep else [picked]:
+        swept = [(config, problem.shared > 0) for config in configurations(problem)]
+        for config, shares in swept if args.sweep else arms(problem):
             watch()
-            row = {"problem": problem.name, "config": dataclasses.asdict(config)}
-            row |= {"floor": problem.floor_us, "error": check(problem, config)}
+            row = {"problem": problem.name, "config": dataclasses.asdict(config), "shares": shares}
+            row |= {"floor": problem.floor_us, "error": check(problem, config, shares=shares)}
             watch()
-            row["us"] = time_kernel(problem, config) | {"plan": time_plan(problem, config)}
+            row["us"] = time_kernel(problem, config, shares=shares)
+            row["us"]["plan"] = time_plan(problem, config, shares=shares)
             if not (args.sweep or args.no_cudnn):
                 watch()
                 row["cudnn"] = time_cudnn(problem)
