@@ -236,6 +236,14 @@ def sums_in_clusters() -> bool:
     return os.environ.get("PALLAS_CLUSTER_SUMS", "0") not in ("", "0")
 
 
+def shares_pages() -> bool:
+    """Whether decode attention reads shared pages once for several rows: with PALLAS_SHARED_PAGES=1 in the environment.
+
+    Asked before rows are scheduled. An experiment: off until it has been measured.
+    """
+    return os.environ.get("PALLAS_SHARED_PAGES", "0") not in ("", "0")
+
+
 def memory_stats() -> dict[str, int] | None:
     """Memory of the first local device in bytes (`bytes_limit`, `bytes_in_use`, ...), or None if not reported."""
     return jax.local_devices()[0].memory_stats()

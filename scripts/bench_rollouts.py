@@ -14,6 +14,8 @@ values. Every row of the table runs in its own process, which is killed at its t
                                                                   # gate_up finished inside its product
     python -m scripts.bench_rollouts --arms nvfp4 nvfp4-cluster nvfp4-paired-cluster --batch 8 64 128
                                                                   # and qkv, o and down inside theirs
+    timeout 100 python -m scripts.bench_rollouts --arms nvfp4 nvfp4-shared --batch 128 --siblings 8 --timeout 48
+                                                                  # 16 prompts x 8; prompt pages read once for all
     python -m scripts.bench_rollouts --kernels portable --arms nvfp4 --batch 8 64
                                                                   # as on cards other than Hopper
     python -m scripts.bench_rollouts --mixed                      # 128 x 8 log-normal lengths, 64 slots
@@ -54,13 +56,16 @@ VLLM = {
 }
 
 
-def bound(arch, weights: str, batch: int, rank: int) -> float:
-    """The least time of a decode step on that card, in seconds."""
+def bound(
+    arch, weights: str, batch: int, rank: int, prompt: int = PROMPT, siblings: int = 1
+) -> float:
+    """The least time of a decode step on that card, in seconds; keys and values of a prompt are read once."""
     per_layer = [(arch.input_width(n), parts) for n, parts in arch.linears().items()]
     linears = sum(k * size for k, parts in per_layer for _, size in parts)
     adapters = sum(rank * (k + size) for k, parts in per_layer for _, size in parts)
     matrices = arch.num_layers * (linears * BYTES.get(weights, 2) + adapters * 2)
-    live = batch * (PROMPT + (SHORT + LONG) / 2) * 4 * arch.num_layers * arch.kv_width
+    tokens = batch * (prompt / siblings + (SHORT + LONG) / 2)
+    live = tokens * 4 * arch.num_layers * arch.kv_width
     return (matrices + 2 * arch.vocab_size * arch.width + live) / BANDWIDTH
 
 
@@ -87,12 +92,16 @@ class Bench:
         runtime.use_kernels(args.kernels)
         weights, _, trait = arm.partition("-")
         self.rank = 0 if trait == "no-lora" else args.rank
+        self.prompt, self.siblings = args.prompt, args.siblings
         if "paired" in trait:
             # gate_up is finished inside its product.
             os.environ["PALLAS_PAIRED_GATES"] = "1"
         if "cluster" in trait:
             # So are qkv, o and down.
             os.environ["PALLAS_CLUSTER_SUMS"] = "1"
+        if trait == "shared":
+            # Attention reads the pages of a prompt once for several of its completions.
+            os.environ["PALLAS_SHARED_PAGES"] = "1"
         if trait == "plain":
             # Decode with the layers of training, as where the fused ones do not apply.
             fused_decode.fit = lambda *_, **__: None
@@ -127,7 +136,7 @@ class Bench:
         draw = np.random.default_rng(2)
         for limit in np.broadcast_to(limits, count):
             yield QueuedPrompt(
-                draw.integers(0, min(150_000, self.arch.vocab_size), PROMPT).astype(np.int32),
+                draw.integers(0, min(150_000, self.arch.vocab_size), self.prompt).astype(np.int32),
                 draw.integers(0, 2**32, (generations, 2), np.uint32),
                 int(limit),
             )
@@ -138,11 +147,11 @@ class Bench:
         from qerl_jax.rl.rollouts import engine_of
 
         num_tokens, prompts = min(KNOWN_IDS, self.arch.vocab_size), list(prompts)
-        room = slots * (PROMPT + longest)
+        room = slots * (self.prompt + longest)
         engine = Engine(self.model, EngineSpec(num_tokens), kv_cache_tokens=room)
         engine = engine_of(engine, self.replicas)
         limits = {
-            "max_prompt_length": PROMPT + longest - max(prompt.limit for prompt in prompts),
+            "max_prompt_length": self.prompt + longest - max(prompt.limit for prompt in prompts),
             "max_concurrent": slots,
         }
         seconds = []
@@ -155,11 +164,13 @@ class Bench:
 
 def decode(bench: Bench, batch: int) -> dict:
     """Measures one row of the table."""
-    short, first = bench.time(bench.prompts(batch, 1, SHORT), batch)
-    long, _ = bench.time(bench.prompts(batch, 1, LONG), batch)
+    each = bench.siblings
+    short, first = bench.time(bench.prompts(batch // each, each, SHORT), batch)
+    long, _ = bench.time(bench.prompts(batch // each, each, LONG), batch)
     step = (long - short) / (LONG - SHORT)
-    least = bound(bench.arch, bench.weights, batch, bench.rank)
+    least = bound(bench.arch, bench.weights, batch, bench.rank, bench.prompt, each)
     row = {"batch": batch, "step": step, "bound": least, "first_call": first}
+    row |= {"prompt": bench.prompt, "siblings": each}
     return row | {"prefill": short - SHORT * step}
 
 
@@ -215,7 +226,8 @@ def profile(bench: Bench, batch: int) -> list[tuple[str, float, float]]:
         return plain(*arguments, **traits)
 
     engine._decode = watched
-    bench.time(bench.prompts(batch, 1, LONG), batch, repeats=0)
+    each = bench.siblings
+    bench.time(bench.prompts(batch // each, each, LONG), batch, repeats=0)
     spent, launches = collections.Counter(), collections.Counter()
     for name, milliseconds in kernels:
         if name.startswith("memcpy"):  # kernels that copy the cache, because it is not donated here
@@ -273,6 +285,13 @@ def main() -> int:
         "--batch", type=int, nargs="+", help="batch sizes; default: those with a target"
     )
     parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=PROMPT, help="tokens of a prompt")
+    parser.add_argument(
+        "--siblings",
+        type=int,
+        default=1,
+        help="completions of a prompt; must divide the batch size",
+    )
     parser.add_argument(
         "--arms",
         nargs="+",
@@ -288,6 +307,7 @@ def main() -> int:
                 "-paired",
                 "-cluster",
                 "-paired-cluster",
+                "-shared",
             )
         ],
     )
@@ -315,7 +335,9 @@ def main() -> int:
     others = [name for name in ("mixed", "prefill") if getattr(args, name)]
     wanted = others or [str(batch) for batch in args.batch or targets or (1, 8, 32, 64)]
     rows, failed = [], False
-    print(f"{args.model}, prompts of {PROMPT}, {LONG} new tokens, LoRA rank {args.rank}")
+    print(
+        f"{args.model}, prompts of {args.prompt} x {args.siblings}, {LONG} new tokens, LoRA rank {args.rank}"
+    )
     if not others:
         print(
             "| base | batch | tok/s | target | vLLM | step ms | of bound | prefill s | first call s |"

@@ -125,7 +125,8 @@ def measure_decode(args: argparse.Namespace, how: str, rows: int, devices: int) 
         bench_rollouts.PROMPT, bench_rollouts.SHORT, bench_rollouts.LONG = 16, 32, 64
     model = str(ROOT / "qerl_jax" / "assets" / "tiny") if args.tiny else args.shape
     mesh = MeshConfig(data=1, **{how: devices})
-    asked = argparse.Namespace(model=model, rank=32, kernels="auto")
+    prompts = {"prompt": bench_rollouts.PROMPT, "siblings": 1}
+    asked = argparse.Namespace(model=model, rank=32, kernels="auto", **prompts)
     bench = bench_rollouts.Bench(asked, args.base, mesh)
     row = bench_rollouts.decode(bench, rows)
     stats = [device.memory_stats() or {} for device in jax.local_devices()]

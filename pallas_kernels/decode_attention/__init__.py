@@ -1,5 +1,10 @@
 """Attention of one new token per row over a paged cache of keys and values."""
 
-from pallas_kernels.decode_attention.api import decode_attention, plan, supports_heads
+from pallas_kernels.decode_attention.api import (
+    decode_attention,
+    plan,
+    supports_heads,
+    supports_sharing,
+)
 
-__all__ = ["decode_attention", "plan", "supports_heads"]
+__all__ = ["decode_attention", "plan", "supports_heads", "supports_sharing"]

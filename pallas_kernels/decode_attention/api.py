@@ -16,7 +16,7 @@ class _Reference:
 
     @staticmethod
     def decode_attention(*arguments: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        *arguments, _ = arguments
+        *arguments, _plan, _shared = arguments
         return reference.decode_attention(*arguments)
 
     @staticmethod
@@ -27,7 +27,12 @@ class _Reference:
 class _Hopper:
     """Runs `decode.decode_attention` with its default configuration."""
 
-    decode_attention = staticmethod(decode.decode_attention)
+    @staticmethod
+    def decode_attention(
+        *arguments: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        *arguments, shared = arguments
+        return decode.decode_attention(*arguments, shared=shared)
 
     @staticmethod
     def supports(qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str | None:
@@ -46,7 +51,7 @@ class _Portable:
 
     @staticmethod
     def decode_attention(*arguments: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        *arguments, _ = arguments
+        *arguments, _plan, _shared = arguments
         return portable.decode_attention(*arguments)
 
 
@@ -76,13 +81,26 @@ def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
     return reason
 
 
-def plan(keys: jax.Array, tables: jax.Array, ends: jax.Array) -> jax.Array | None:
+def supports_sharing(heads: int, key_heads: int) -> str | None:
+    """Returns why no kernel on this device reads shared pages once for several rows, or None if one does.
+
+    Args:
+      heads: H, query heads.
+      key_heads: J, key/value heads.
+    """
+    return runtime.unless_hopper() or configs.supports_sharing(heads, key_heads)
+
+
+def plan(
+    keys: jax.Array, tables: jax.Array, ends: jax.Array, shared: jax.Array | None = None
+) -> jax.Array | None:
     """Divides the work of `decode_attention`. One plan serves all layers, because it depends on no layer.
 
     Args:
       keys: as for `decode_attention`; only shape and dtype are used.
       tables: int32 [B, W], as for `decode_attention`.
       ends: int32 [B], as for `decode_attention`.
+      shared: as for `decode_attention`.
 
     Returns:
       The plan for `decode_attention`; None if the Hopper kernel cannot run with this cache. Other implementations need
@@ -90,7 +108,7 @@ def plan(keys: jax.Array, tables: jax.Array, ends: jax.Array) -> jax.Array | Non
     """
     if runtime.unless_hopper() or configs.supports_cache(keys.shape, keys.dtype):
         return None
-    return decode.plan(keys.shape, tables, ends)
+    return decode.plan(keys.shape, tables, ends, shared=shared)
 
 
 def decode_attention(
@@ -104,6 +122,7 @@ def decode_attention(
     ends: jax.Array,
     *,
     plan: jax.Array | None = None,
+    shared: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rotates a new token's query and key, appends its key and value to the cache, and computes attention.
@@ -129,7 +148,11 @@ def decode_attention(
       layer: int32 scalar, the layer's index in the cache.
       tables: int32 [B, W], each row's pages in order.
       ends: int32 [B], the slot of the new token, which is the number of tokens before it.
-      plan: the result of `plan` for the same tables and ends. With None, the Hopper kernel makes it here.
+      plan: the result of `plan` for the same tables, ends and `shared`. With None, the Hopper kernel makes it here.
+      shared: int32 [B], the number of each row's first pages that other rows may share, or None. The Hopper kernel
+        reads such pages once for several rows, for heads that `supports_sharing` accepts. Rows with the same first page
+        and the same number must have all of these pages in common. The number decides in which order a row's terms
+        are added, whether other rows share its pages or not.
       implementation: "hopper", "portable" or "reference"; None chooses the first of these that supports the problem.
 
     Returns:
@@ -167,6 +190,7 @@ def decode_attention(
         ("layer", layer, (), jnp.int32),
         ("tables", tables, (rows, tables.shape[1]), jnp.int32),
         ("ends", ends, (rows,), jnp.int32),
+        ("shared", ends if shared is None else shared, (rows,), jnp.int32),
     ):
         if array.shape != shape or array.dtype != dtype:
             raise ValueError(
@@ -174,7 +198,7 @@ def decode_attention(
             )
     name = _choose(implementation, qkv, keys, tables)
     chosen = _IMPLEMENTATIONS[name].decode_attention
-    return chosen(qkv, cos, sin, keys, values, layer, tables, ends, plan)
+    return chosen(qkv, cos, sin, keys, values, layer, tables, ends, plan, shared)
 
 
 def _choose(name: str | None, qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str:

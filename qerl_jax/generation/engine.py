@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels import runtime
+from pallas_kernels import decode_attention, runtime
 from qerl_jax import sharding
 from qerl_jax.checked import require
 from qerl_jax.config import DENSE, RolloutConfig
@@ -271,10 +271,20 @@ class Engine:
             longest_prefill=max_prompt_length - 1,
             most_prompts=demand.prefilled(slots),
             sizes=batch_sizes(slots) if self._compact else (slots,),
+            shares=self._shares(prompts),
         )
         num_pages = self._num_pages(demand.pages(slots), capacity(slots), prompts)
         hands = deal(prompts, places, lengths).of(own)
         return [Schedule(shapes, num_pages, hands, turns, place=place) for place in range(len(own))]
+
+    def _shares(self, prompts: Sequence[QueuedPrompt]) -> bool:
+        """Whether attention reads the pages of a prompt once for several of its rows."""
+        arch = self._model.own_part.arch
+        return (
+            runtime.shares_pages()
+            and any(len(prompt.keys) > 1 for prompt in prompts)
+            and decode_attention.supports_sharing(arch.num_heads, arch.num_kv_heads) is None
+        )
 
     def completions(
         self,
@@ -544,6 +554,7 @@ def _decode(
             *loop.pool,
             tables=jnp.where(loop.live[:, None], slots.tables, 0),
             ends=jnp.where(loop.live, slots.ends + loop.count, 0),
+            shared=None if slots.shared is None else jnp.where(loop.live, slots.shared, 0),
         )
         steps = slots.step + loop.count
         hidden, cache = extend(loop.token, cache, steps)

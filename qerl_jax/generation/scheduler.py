@@ -93,6 +93,8 @@ class Slots:
         noise: int32 [B], numbers of the rows' noise; None where they have none of their own.
         given: int32 [B, chunk], tokens that a row takes next instead of sampled ones, -1 where it samples;
             None where rows have one turn.
+        shared: int32 [B], whole pages of each row's prompt, which its siblings share; None where attention reads
+            them for each row.
     """
 
     tables: Any
@@ -105,6 +107,7 @@ class Slots:
     history: Any
     noise: Any = None
     given: Any = None
+    shared: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +122,7 @@ class Shapes:
         longest_prefill: Most tokens of a prompt but its last.
         most_prompts: Prompts that can be prefilled at a time: these, or as many as there are slots.
         sizes: Rows that a batch can have, largest first.
+        shares: Whether attention reads the pages of a prompt once for several of its rows.
     """
 
     page_size: int
@@ -128,6 +132,7 @@ class Shapes:
     longest_prefill: int
     most_prompts: int
     sizes: tuple[int, ...]
+    shares: bool = False
 
     def bucket(self, length: int) -> int:
         """The length to which a prompt is padded: a power of two, or the longest's."""
@@ -421,6 +426,7 @@ class Schedule:
             given=None
             if self._turns is None
             else np.full((size, self._shapes.chunk), -1, np.int32),
+            shared=np.zeros(size, np.int32) if self._shapes.shares else None,
         )
         for slot, row in self._running():
             prompt = row.cached.prompt
@@ -430,6 +436,9 @@ class Schedule:
             slots.step[slot] = len(row.made)
             slots.limit[slot] = prompt.limit
             slots.keys[slot] = row.key
+            if slots.shared is not None:
+                # Also of a row whose siblings have ended: how its pages are cut must not depend on them.
+                slots.shared[slot] = row.cached.filled // self._shapes.page_size
             if row.noise is not None:
                 slots.noise[slot] = row.noise
             if row.given:

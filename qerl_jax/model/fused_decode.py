@@ -290,7 +290,8 @@ def extend(
         table[:, 0, 0] for table in layers.rope_tables(ends[:, None], layers.rope_frequencies(arch))
     )
 
-    plan = decode_attention.plan(cache.keys, tables, ends)
+    shared = None if cache.shared is None else jnp.pad(cache.shared, (0, more))
+    plan = decode_attention.plan(cache.keys, tables, ends, shared)
 
     def attend(qkv, head_norms, index, pools):
         heads = qkv.reshape(len(qkv), -1, arch.head_size)
@@ -302,14 +303,14 @@ def extend(
             key = layers.rms_norm(key, head_norms["k_norm"], arch.rms_norm_eps)
             heads = jnp.concatenate([query, key, value], axis=1)
         mixed, *pools = decode_attention.decode_attention(
-            heads, cos, sin, *pools, index, tables, ends, plan=plan
+            heads, cos, sin, *pools, index, tables, ends, plan=plan, shared=shared
         )
         return mixed.reshape(len(qkv), arch.query_width), tuple(pools)
 
     x = policy.embedding[tokens].astype(model.dtype)
     run = portable_step if policy.kernels == "portable" else step
     hidden, (keys, values) = run(model, policy, x, attend, (cache.keys, cache.values))
-    return hidden[:rows], kv_cache.KVCache(keys, values, cache.tables, cache.ends + 1)
+    return hidden[:rows], dataclasses.replace(cache, keys=keys, values=values, ends=cache.ends + 1)
 
 
 def step(

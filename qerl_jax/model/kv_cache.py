@@ -28,12 +28,14 @@ class KVCache:
         values: [L, N, J, S, C].
         tables: int32 [B, W], the pages of each row; 0 where it has none.
         ends: int32 [B], the slot of each row's next token.
+        shared: int32 [B], how many of a row's first pages others may share, for a kernel that reads them once; or None.
     """
 
     keys: jax.Array
     values: jax.Array
     tables: jax.Array
     ends: jax.Array
+    shared: jax.Array | None = None
 
     def fill(self, layer: jax.Array, keys: jax.Array, values: jax.Array) -> Self:
         """Writes [B, T, J, C] into a layer from slot 0 on; `ends` does not change."""

@@ -265,7 +265,15 @@ class Block(nn.Module):
             cos, sin = (table[:, 0, 0] for table in tables)
             pools = cache.keys, cache.values
             mixed, keys, values = decode_attention.decode_attention(
-                heads[:, 0], cos, sin, *pools, index, cache.tables, cache.ends, plan=plan
+                heads[:, 0],
+                cos,
+                sin,
+                *pools,
+                index,
+                cache.tables,
+                cache.ends,
+                plan=plan,
+                shared=cache.shared,
             )
             cache = dataclasses.replace(cache, keys=keys, values=values)
         else:
@@ -414,7 +422,9 @@ class Transformer(nn.Module):
         )
         kept = self._kept_weights(partly)
         x = embedding[tokens].astype(self.dtype)
-        plan = decode_attention.plan(cache.keys, cache.tables, cache.ends) if extends else None
+        plan = None
+        if extends:
+            plan = decode_attention.plan(cache.keys, cache.tables, cache.ends, cache.shared)
         (x, cache), _ = stack((x, cache), jnp.arange(arch.num_layers), tables, packed, plan, kept)
         if cache is not None:
             cache = dataclasses.replace(cache, ends=cache.ends + tokens.shape[1])

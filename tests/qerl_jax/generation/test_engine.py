@@ -179,9 +179,15 @@ def test_rows_that_are_parked_find_what_kernels_wrote(slots):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("slots", "shortest"), [(8, 1), (32, 300), (64, 300), (128, 300)])
-def test_a_row_is_bitwise_independent_of_the_others_through_all_kernels(slots, shortest):
+@pytest.mark.parametrize(
+    ("slots", "shortest", "shares"),
+    [(8, 1, 0), (32, 300, 0), (64, 300, 0), (128, 300, 0), (8, 1, 1), (32, 300, 1), (128, 300, 1)],
+)
+def test_a_row_is_bitwise_independent_of_the_others_through_all_kernels(
+    monkeypatch, slots, shortest, shares
+):
     """Products with LoRA, epilogues, attention over pages, prefill, head and sampling run as in a 7B."""
+    monkeypatch.setenv("PALLAS_SHARED_PAGES", str(shares))
     model, policy = layers_of_7b()
     sampler = Engine(model, EngineSpec(4000), compact=False)
 
@@ -205,6 +211,27 @@ def test_a_row_is_bitwise_independent_of_the_others_through_all_kernels(slots, s
     assert [len(tokens) for tokens, _ in expected] == [100] * 6
     for actual, neighbour in others:
         assert actual == expected and neighbour != other
+
+
+def test_attention_learns_which_pages_rows_share_if_the_switch_is_on(monkeypatch):
+    from pallas_kernels import decode_attention
+
+    monkeypatch.setenv("PALLAS_SHARED_PAGES", "1")
+    monkeypatch.setattr(decode_attention, "supports_sharing", lambda *_: None)
+    told, attend = [], decode_attention.decode_attention
+
+    def watched(*arguments, shared, **options):
+        told.append(shared is not None)
+        return attend(*arguments, shared=shared, **options)
+
+    monkeypatch.setattr(decode_attention, "decode_attention", watched)
+    jax.clear_caches()
+    shared, alone = prompts(0, (20, 9), (3, 1)), prompts(0, (20, 9), (1, 1))
+    for queue, is_told in ((shared, True), (alone, False)):
+        told.clear()
+        assert len(run(queue)) == sum(len(prompt.keys) for prompt in queue)
+        assert told and set(told) == {is_told}
+    jax.clear_caches()
 
 
 def test_other_rows_adapters_and_noise_reach_the_rows_without_recompiling():
