@@ -3,10 +3,9 @@
 Values are checked before every timing: the result must equal the reference within bfloat16 rounding, the cache may
 differ only in the last bit of a new key, and a row's bits must not change when the other rows are removed.
 `--sweep` times every configuration instead of the default one. Where rows share the pages of a prompt (16 prompts of 8
-rows), and for one very long row, a second line of the table times the kernel without what it does for them: each row
-reads its pages by itself, and a unit has at most 32 pieces.
+rows), a second line of the table times the kernel with each row reading its pages by itself.
 
-    timeout 100 python -m scripts.bench_decode_attention --no-cudnn --only 8 9 10 11
+    timeout 100 python -m scripts.bench_decode_attention --no-cudnn --only 9 10 11
 
     bytes   4 * J * C * (live tokens of all rows), keys and values in bfloat16
     floor   bytes / 4.3 TB/s, the bandwidth that JAX reaches on one H200
@@ -38,7 +37,7 @@ from jax.experimental.mosaic.gpu import profiler
 
 from pallas_kernels import runtime
 from pallas_kernels.decode_attention import config as configs
-from pallas_kernels.decode_attention import decode, plans, reference
+from pallas_kernels.decode_attention import decode, reference
 from pallas_kernels.decode_attention.config import PAGE, Config
 from scripts.bench_kernels import BANDWIDTH, versions, watch
 
@@ -324,8 +323,6 @@ def arms(problem: Problem) -> list[tuple[Config, bool]]:
     found = [(picked, shares)]
     if shares:
         found.append((picked, False))
-    if max(problem.lengths) > picked.parts * plans.LONG * PAGE:
-        found.append((dataclasses.replace(picked, long_parts=0), shares))
     return found
 
 
@@ -345,7 +342,7 @@ def markdown(problem: Problem, row: dict[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-HEAD = """| rows x tokens | pages/stages/parts/blocks/teams/long parts | kernel us | loop us | plan us | floor us | of floor | cuDNN us | target us | error / allowed |
+HEAD = """| rows x tokens | pages/stages/parts/blocks/teams | kernel us | loop us | plan us | floor us | of floor | cuDNN us | target us | error / allowed |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
 
 

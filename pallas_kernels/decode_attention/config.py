@@ -33,10 +33,9 @@ class Config:
     Attributes:
       pages: most pages in a piece. A unit that has `parts` pieces may have longer ones.
       stages: page slots in shared memory for each team, loaded or loading.
-      parts: most pieces in a unit, unless all have `plans.LONG` pages or more. A unit is one row and one key head.
+      parts: most pieces in a unit. A unit is one row and one key head.
       blocks: number of blocks. The pieces are divided among the teams of all blocks.
       teams: warpgroups per block, 1 to 4.
-      long_parts: most pieces in a unit whose pieces all have `plans.LONG` pages or more; 0 for `parts`.
     """
 
     pages: int
@@ -44,7 +43,6 @@ class Config:
     parts: int
     blocks: int
     teams: int = 1
-    long_parts: int = 0
 
     def __post_init__(self):
         if self.pages < 1:
@@ -57,8 +55,6 @@ class Config:
             raise ValueError(f"blocks must be 1 or more; got {self.blocks}")
         if self.teams not in BATCH:
             raise ValueError(f"teams must be 1 to {max(BATCH)}; got {self.teams}")
-        if self.long_parts < 0:
-            raise ValueError(f"long_parts must be 0 or more; got {self.long_parts}")
 
 
 def supports_heads(heads: int, key_heads: int, head_size: int) -> str | None:
@@ -155,9 +151,7 @@ def pick_config(
     # if lengths differ, and 4 is 4 % faster if they do not: 4 is used.
     pages = 2 if units <= 32 else 3 if units <= 96 else 4 if units <= 384 else 6
     stages, parts = max(1, 768 // head_size // teams), -(-64 // pages)
-    # So few units that they leave teams without work give each team a piece, if they are long enough.
-    long_parts = device.processors * teams // units
-    config = Config(pages, stages, parts, device.processors, teams, long_parts)
+    config = Config(pages, stages, parts, device.processors, teams)
     while config.stages > 1 and shared_bytes(group, head_size, config) > most_shared_bytes(device):
         config = dataclasses.replace(config, stages=config.stages - 1)
     return config

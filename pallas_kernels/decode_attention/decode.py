@@ -83,7 +83,6 @@ def _cut(
         config.pages,
         config.parts,
         config.blocks * config.teams,
-        config.long_parts,
         SIBLINGS if shares else 0,
     )
 

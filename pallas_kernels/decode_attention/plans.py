@@ -1,9 +1,8 @@
 """The plan of decode attention: which team (warpgroup) attends to which pages. One plan serves all layers.
 
 A unit is one row and one key/value head. Its live pages are cut into pieces of equal length (within one page): at
-most `pages` pages, or more where that would make more than `parts` pieces. A very long unit has up to `long_parts`
-pieces, if each then has at least `LONG` pages. So the cut of a row depends only on its own length and on shapes, and
-the bits of its result do not depend on other rows. Which team gets a piece does depend on
+most `pages` pages, or more where that would make more than `parts` pieces. So the cut of a row depends only on its own
+length and on shapes, and the bits of its result do not depend on other rows. Which team gets a piece does depend on
 them. The pieces of all units are sorted, longest first, and dealt to the teams in alternating order (first to last,
 then last to first), so that all teams read about the same amount. The pieces of a unit have the same length, so they
 are read at about the same time and can be summed while other units are read.
@@ -28,8 +27,6 @@ PAGE = 64
 # HOME: page * J + head of the row's last page if the piece ends there, else -1.
 FIELDS = UNIT, PART, SLOTS, HOME = range(4)
 SHIFT = 2**16
-# A unit has more than `parts` pieces only if each has at least so many pages, beside which adding up a piece is short.
-LONG = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +43,8 @@ class Cut:
       width: W, most pages of a row.
       key_heads: J, key/value heads.
       pages: most pages of a piece, unless its unit has `parts` pieces.
-      parts: most pieces of a unit, unless all have `LONG` pages or more.
+      parts: most pieces of a unit.
       blocks: number of teams in all blocks of the kernel.
-      long_parts: most pieces of a unit whose pieces all have `LONG` pages or more.
       siblings: most rows of a tile; 0 if rows share no pages.
     """
 
@@ -58,14 +54,12 @@ class Cut:
     pages: int
     parts: int
     blocks: int
-    long_parts: int = 0
     siblings: int = 0
 
     @property
     def longest_run(self) -> int:
         """Number of pieces of `width` pages that are cut together: `parts_of`, as a Python number."""
-        most = max(self.parts, min(self.long_parts, self.width // LONG))
-        return min(most, -(-self.width // self.pages))
+        return min(self.parts, -(-self.width // self.pages))
 
     @property
     def most_parts(self) -> int:
@@ -122,8 +116,7 @@ class Cut:
 
 def parts_of(live: jax.Array, cut: Cut) -> jax.Array:
     """Number of pieces that `live` pages are cut into, if they are cut together; int32, in the shape of `live`."""
-    most = jnp.maximum(cut.parts, jnp.minimum(cut.long_parts, live // LONG))
-    return jnp.minimum(-(-live // cut.pages), most)
+    return jnp.minimum(-(-live // cut.pages), cut.parts)
 
 
 def totals_of(ends: jax.Array, cut: Cut, shared: jax.Array | None = None) -> jax.Array:

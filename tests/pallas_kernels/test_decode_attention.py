@@ -113,17 +113,14 @@ def test_places_outside_are_moved_to_the_nearest_inside():
 # The plan ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("pages", "parts", "blocks", "long_parts"),
-    [(4, 16, 20, 0), (2, 3, 7, 0), (1, 64, 132, 0), (2, 1, 7, 2)],
-)
-def test_a_plan_gives_every_live_page_to_one_block(pages, parts, blocks, long_parts):
+@pytest.mark.parametrize(("pages", "parts", "blocks"), [(4, 16, 20), (2, 3, 7), (1, 64, 132)])
+def test_a_plan_gives_every_live_page_to_one_block(pages, parts, blocks):
     rng = np.random.default_rng(3)
     rows, width, key_heads = 13, 20, 2
     ends = rng.integers(0, width * PAGE, rows)
     ends[:3] = 0, width * PAGE - 1, PAGE - 1
     tables = 1 + rng.permutation(rows * width).reshape(rows, width)
-    cut = plans.Cut(rows, width, key_heads, pages, parts, blocks, long_parts)
+    cut = plans.Cut(rows, width, key_heads, pages, parts, blocks)
     plan = jax.jit(plans.make, static_argnums=(2, 3))(tables, ends, 1 + rows * width, cut)
     plan = np.asarray(plan)
     assert plan.shape == (cut.size,) and not plan[: cut.pieces_at].any()
@@ -148,16 +145,6 @@ def test_a_plan_gives_every_live_page_to_one_block(pages, parts, blocks, long_pa
         assert [home for _, _, home in own] == [-1] * (len(own) - 1) + [live[-1]]
     # As even as the last pieces, which are the shortest, allow.
     assert max(loads) - min(loads) <= max(pages, -(-width // parts))
-
-
-@pytest.mark.parametrize(
-    ("tokens", "pieces"), [(4096, 32), (16384, 32), (17000, 33), (32768, 64), (65536, 66)]
-)
-def test_one_long_row_has_a_piece_for_nearly_every_team(h200, tokens, pieces):  # noqa: F811
-    config = configs.pick_config(1, 4, 128)
-    cut = decode._cut((1, 1024), (28, 1025, 4, PAGE, 128), config)
-    assert cut.blocks == 264 and cut.most_parts == 66
-    assert plans.parts_of(jnp.int32(-(-tokens // PAGE)), cut) == pieces
 
 
 # The kernel, interpreted ---------------------------------------------------------------------
@@ -426,7 +413,6 @@ def test_other_heads_are_the_references_also_on_hopper(h200, head_size):  # noqa
         ((1, 1, 0, 1), "parts must be 1 or more; got 0"),
         ((1, 1, 1, 0), "blocks must be 1 or more; got 0"),
         ((1, 1, 1, 1, 5), "teams must be 1 to 4; got 5"),
-        ((1, 1, 1, 1, 1, -1), "long_parts must be 0 or more; got -1"),
     ],
 )
 def test_impossible_configurations_cannot_be_made(values, message):
