@@ -228,14 +228,6 @@ def pairs_gates() -> bool:
     return os.environ.get("PALLAS_PAIRED_GATES", "0") not in ("", "0")
 
 
-def sums_in_clusters() -> bool:
-    """Whether qkv, o and down are finished inside their products in decoding: with PALLAS_CLUSTER_SUMS=1.
-
-    Asked while a program is traced. An experiment (`finished_linear.clustered`): off until it has been measured.
-    """
-    return os.environ.get("PALLAS_CLUSTER_SUMS", "0") not in ("", "0")
-
-
 def shares_pages() -> bool:
     """Whether decode attention reads shared pages once for several rows: with PALLAS_SHARED_PAGES=1 in the environment.
 

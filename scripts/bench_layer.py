@@ -4,10 +4,9 @@ All layers of a model run in a loop with an end that depends on data, as in gene
 and residual additions. Attention is replaced by a copy of the right size. First the values of two layers are compared
 with those of the plain functions. Then for each base, adapter and M the script prints: the wall time of all layers and
 of one, the device time of every kernel by name, and gaps (wall time without a running kernel). Each arm runs in its own
-process, which is killed at its time limit. In arm "nvfp4-paired" gate_up is finished inside its product, in arm
-"nvfp4-cluster" qkv, o and down are, and in arm "nvfp4-paired-cluster" all are:
+process, which is killed at its time limit. In arm "nvfp4-paired" gate_up is finished inside its product:
 
-    python -m scripts.bench_layer --arms nvfp4,nvfp4-paired,nvfp4-cluster,nvfp4-paired-cluster --m 8 64 128
+    python -m scripts.bench_layer --arms nvfp4,nvfp4-paired --m 8 64 128
 """
 
 from __future__ import annotations
@@ -22,17 +21,7 @@ import subprocess
 import sys
 import time
 
-# Environment variables that the traits of an arm set.
-SWITCHES = {"paired": "PALLAS_PAIRED_GATES", "cluster": "PALLAS_CLUSTER_SUMS"}
-BASE_KERNELS = (
-    "nvfp4_matmul",
-    "nvfp4_gated",
-    "nvfp4_clustered",
-    "gemm",
-    "nvjet",
-    "cutlass",
-    "sm90_xmma",
-)
+BASE_KERNELS = ("nvfp4_matmul", "nvfp4_gated", "gemm", "nvjet", "cutlass", "sm90_xmma")
 
 
 def run_arm(args: argparse.Namespace) -> None:
@@ -50,9 +39,9 @@ def run_arm(args: argparse.Namespace) -> None:
     from qerl_jax.model.transformer import FusedLinear, Role, Transformer, init_params, random_base
 
     runtime.use_compilation_cache()
-    weights, *traits = args.child.split("-")
-    for trait in traits:
-        os.environ[SWITCHES[trait]] = "1"
+    weights, _, trait = args.child.partition("-")
+    if trait == "paired":
+        os.environ["PALLAS_PAIRED_GATES"] = "1"
     arch = architecture.KNOWN[args.model]
     arch = dataclasses.replace(arch, vocab_size=64, num_layers=args.layers or arch.num_layers)
     lora = LoraConfig(args.rank, float(args.rank)) if args.rank else None

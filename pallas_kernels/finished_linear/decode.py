@@ -1,7 +1,7 @@
 """A linear of a decoding step with the operations around it, in two kernels: the product and its epilogue.
 
 The base may be packed or dense bfloat16. For a dense base XLA computes the product; the epilogue is the same. A packed
-SwiGLU whose rows are in pairs takes one kernel (`gated`), and so do other packed linears if asked for (`clustered`).
+SwiGLU whose rows are in pairs takes one kernel (`gated`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import runtime
-from pallas_kernels.finished_linear import clustered, epilogue, gated, lora
+from pallas_kernels.finished_linear import epilogue, gated, lora
 from pallas_kernels.finished_linear.epilogue import Stream
 from pallas_kernels.finished_linear.lora import Branch
 from pallas_kernels.nvfp4_matmul import config as configs
@@ -59,8 +59,6 @@ def supports(
     ranks = lora.filled_rank(rank) if rank else 0
     if is_packed and is_swiglu and runtime.pairs_gates() and layout.can_pair(n):
         return gated.supports(m, n, k, rank=ranks)
-    if is_packed and not is_swiglu and _clusters(m, sizes, k, ranks) is not None:
-        return None
     whole = sum(map(layout.whole, sizes))
     if reason := epilogue.supports(m, whole, rank=ranks, is_swiglu=is_swiglu):
         return reason
@@ -79,8 +77,8 @@ def linear(
     eps: float | None = None,
     residual: tuple[Stream, jax.Array] | None = None,
     is_swiglu: bool = False,
-    config: Config | clustered.Config | gated.Config | None = None,
-    following: tuple[HopperNVFP4 | jax.Array, Branch | None, bool] | None = None,
+    config: Config | None = None,
+    following: tuple[HopperNVFP4 | jax.Array, Branch | None] | None = None,
     counters: jax.Array | None = None,
     interpret: bool = False,
 ) -> jax.Array | Stream:
@@ -97,11 +95,9 @@ def linear(
       residual: a stream to which y is added, and the scale of the next norm, float32 [N]; must be None if the rows
         of w are in pairs.
       is_swiglu: whether y is gate and up, so that the result is silu(gate) * up.
-      config: configuration of the packed product; None for the tuned one. For rows in pairs a `gated.Config`. A
-        `clustered.Config` asks for `clustered`, and so does None if `runtime.sums_in_clusters()`.
-      following: of the next linear, for prefetching (`nvfp4_matmul.decode.Upcoming`): weight, branch, and whether it
-        is a SwiGLU.
-      counters: see `gated.linear` and `clustered.linear`; used only by these.
+      config: configuration of the packed product; None for the tuned one. For rows in pairs a `gated.Config`.
+      following: weight and branch of the next linear, for prefetching (`nvfp4_matmul.decode.Upcoming`).
+      counters: see `gated.linear`; used only if the rows of w are in pairs.
       interpret: run on a CPU, and report data races.
 
     Returns:
@@ -120,37 +116,26 @@ def linear(
         options = {"divisor": divisor, "branch": branch, "eps": eps, "config": config}
         options |= {"following": upcoming, "counters": counters, "interpret": interpret}
         return gated.linear(x, w, **options)
+    if isinstance(w, HopperNVFP4):
+        a = None if branch is None else branch.a
+        config = config or _config(len(values), *w.shape, branch is not None)
+        sums = decode.product(values, w, config, a, upcoming, interpret=interpret)
+        divisor = w.global_scale if divisor is None else divisor
+    else:
+        sums = _dense_product(values, w, branch)
+        divisor = jnp.full((1,), 1 / layout.DECODED_SCALE)
     # All rows of a tile must belong to one part: one LoRA branch, or one of gate and up.
     sizes = (n // 2, n // 2) if is_swiglu else (n,) if branch is None else branch.sizes
     fill = functools.partial(_filled, sizes=sizes)
-    if isinstance(w, HopperNVFP4):
-        divisor = w.global_scale if divisor is None else divisor
-    else:
-        divisor = jnp.full((1,), 1 / layout.DECODED_SCALE)
-    divisor = fill(divisor, value=1) if len(divisor) == n else divisor
-    bias = None if bias is None else fill(bias)
-    if isinstance(w, HopperNVFP4) and not is_swiglu and config is None:
-        config = _clusters(len(values), sizes, w.shape[1], 0 if branch is None else branch.rank)
-    if isinstance(config, clustered.Config):
-        y = clustered.linear(
-            x,
-            w,
-            divisor,
-            config=config,
-            bias=bias,
-            branch=branch,
-            eps=eps,
-            residual=residual,
-            following=upcoming,
-            counters=counters,
-            interpret=interpret,
-        )
-        return y if residual is not None else _unfilled(y, sizes)
-    sums = _product(values, w, branch, config, upcoming, sizes, interpret=interpret)
+    if any(size % TILE for size in sizes[:-1]):
+        in_rows = sums.in_rows()
+        rows = fill(in_rows.partials[0, :n])[None]
+        tiles = rows.shape[1] // TILE
+        sums = Sums(rows, Plan(tiles, 1, tiles), TILE, in_rows.adapter)
     y = epilogue.finish(
         sums,
-        divisor,
-        bias=bias,
+        fill(divisor, value=1) if len(divisor) == n else divisor,
+        bias=None if bias is None else fill(bias),
         branch=branch,
         norm=(x, eps) if isinstance(x, Stream) else None,
         residual=None if residual is None else (residual[0].values, residual[1]),
@@ -158,32 +143,6 @@ def linear(
         interpret=interpret,
     )
     return y if is_swiglu or residual is not None else _unfilled(y, sizes)
-
-
-def _product(
-    x: jax.Array,
-    w: HopperNVFP4 | jax.Array,
-    branch: Branch | None,
-    config: Config | None,
-    upcoming: decode.Upcoming | gated.Following | None,
-    sizes: Sequence[int],
-    *,
-    interpret: bool,
-) -> Sums:
-    """The sums of x W^T, and of x A; each part of N is padded to whole tiles."""
-    n, k = w.shape
-    if isinstance(w, HopperNVFP4):
-        a = None if branch is None else branch.a
-        config = config or _config(len(x), n, k, branch is not None)
-        sums = decode.product(x, w, config, a, upcoming, interpret=interpret)
-    else:
-        sums = _dense_product(x, w, branch)
-    if all(size % TILE == 0 for size in sizes[:-1]):
-        return sums
-    in_rows = sums.in_rows()
-    rows = _filled(in_rows.partials[0, :n], sizes)[None]
-    tiles = rows.shape[1] // TILE
-    return Sums(rows, Plan(tiles, 1, tiles), TILE, in_rows.adapter)
 
 
 def _filled(values: jax.Array, sizes: Sequence[int], value: float = 0) -> jax.Array:
@@ -225,26 +184,15 @@ def _dense_product(x: jax.Array, w: jax.Array, branch: Branch | None) -> Sums:
 
 
 def _upcoming(
-    m: int, w: HopperNVFP4 | jax.Array, branch: Branch | None, is_swiglu: bool
+    m: int, w: HopperNVFP4 | jax.Array, branch: Branch | None
 ) -> decode.Upcoming | gated.Following | None:
     if not isinstance(w, HopperNVFP4):
         return None
     if w.is_paired:
         config = gated.pick_config(m, *w.shape, has_branch=branch is not None)
         return None if config is None else gated.Following(w.words, config)
-    (n, k), rank = w.shape, 0 if branch is None else branch.rank
-    sizes = (n,) if branch is None else branch.sizes
-    if not is_swiglu and (config := _clusters(m, sizes, k, rank)) is not None:
-        return clustered.upcoming(w, config)
-    config = _config(m, n, k, branch is not None)
+    config = _config(m, *w.shape, branch is not None)
     return decode.upcoming(m, w, config, None if branch is None else branch.a)
-
-
-def _clusters(m: int, sizes: Sequence[int], k: int, rank: int) -> clustered.Config | None:
-    """The configuration with which `clustered` computes a linear; None if it cannot, or is not asked for."""
-    if not runtime.sums_in_clusters() or clustered.supports(m, sizes, k, rank=rank) is not None:
-        return None
-    return clustered.pick_config(m, sizes, k, rank=rank)
 
 
 def _config(m: int, n: int, k: int, with_branch: bool) -> Config:

@@ -45,7 +45,7 @@ from pallas_kernels.runtime import Device
 # The most ranks of each of gate and up: one tile of A holds both.
 MOST_RANKS = TILE // 2
 # Counters in device memory, one word each: finished shares of A for each part of the rows of x (four), finished parts
-# of U, and blocks that have seen all parts. The last two are those of `clustered`.
+# of U, and blocks that have seen all parts. The rest is unused.
 COUNTERS = 8
 _TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
 

@@ -18,8 +18,6 @@ from pallas_kernels.mosaic.registers import i32, index, llvm, place
 utils = mgpu.utils
 
 WARPS = 4
-# Values of shared memory that `sum_rows` needs.
-SCRATCH = 512
 
 
 def sync(*, interpret: bool) -> None:
@@ -291,28 +289,6 @@ def put_units(
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)(emit)(squares, out)
 
 
-def sum_rows(values: jax.Array, scratch: jax.Ref, *, interpret: bool) -> jax.Array:
-    """Adds up the 64 rows of values in the order of `jnp.sum`, in memory that belongs to this warpgroup alone.
-
-    Pallas gives `jnp.sum` one place in shared memory, which several warpgroups of a block would write at once.
-
-    Args:
-      values: float32 [64, M] in the layout `WGMMA`.
-      scratch: float32 [SCRATCH] in shared memory. Only this call may use it.
-      interpret: whether this runs on a CPU.
-
-    Returns:
-      float32 [M] in the layout `WGMMA.reduce(0)`.
-    """
-    if interpret:
-        return jnp.sum(values, axis=0)
-    kind = plgpu.ShapeDtypeStruct(
-        values.shape[1:], values.dtype, layout=plgpu.Layout.WGMMA.reduce(0)
-    )
-    emit = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=kind)
-    return emit(lambda _, values, scratch: values.reduce("add", 0, scratch))(values, scratch)
-
-
 def publish(counter: jax.Ref) -> None:
     """Adds 1 to a counter for this warpgroup.
 
@@ -347,20 +323,19 @@ def await_published(counter: jax.Ref, readers: jax.Ref, count: int, blocks: int)
 
     def emit(_: mgpu.LaunchContext, counter: ir.Value, readers: ir.Value) -> None:
         counter, readers = map(utils.memref_ptr, (counter, readers))
-        predicate = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
-        # One thread asks: requests of all threads would queue up before those that count.
-        with utils.when(predicate):
-            utils.inline_ptx(
-                "{ .reg .b32 seen; .reg .pred is_early;\n"
-                "again: ld.acquire.gpu.global.b32 seen, [$0];\n"
-                "setp.lt.u32 is_early, seen, $1;\n"
-                "@is_early bra again; }",
-                counter,
-                i32(count),
-                has_side_effects=True,
-            )
+        utils.inline_ptx(
+            "{ .reg .b32 seen; .reg .pred is_early;\n"
+            "again: ld.acquire.gpu.global.b32 seen, [$0];\n"
+            "setp.lt.u32 is_early, seen, $1;\n"
+            "@is_early bra again;\n"
+            "fence.proxy.async.global; }",
+            counter,
+            i32(count),
+            has_side_effects=True,
+        )
+        # The counter may be set back only when all threads have seen it.
         utils.warpgroup_barrier()
-        utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
+        predicate = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
         utils.inline_ptx(
             "{ .reg .b32 before; .reg .pred is_last;\n"
             "setp.ne.u32 is_last, 0, 0;\n"

@@ -85,11 +85,6 @@ class Plan:
         return last_block - self.first_block(tile) + 1
 
     @property
-    def is_even(self) -> bool:
-        """Whether every tile has the same number of blocks, which share no other tile."""
-        return self.blocks % self.tiles == 0
-
-    @property
     def most_parts(self) -> int:
         """The largest number of blocks that share a tile."""
         return int(self.parts(np.arange(self.tiles)).max())

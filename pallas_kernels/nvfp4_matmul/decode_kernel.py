@@ -1,9 +1,8 @@
-"""The kernel of `decode`: each phase is a method of `Block`, a block's work as one of its warpgroups sees it."""
+"""The kernel of `decode`: each phase is a method of `_Block`, a block's work as one of its warpgroups sees it."""
 
 import dataclasses
 import functools
 import types
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +68,17 @@ def launch(
     Returns:
       `partials` and `adapter` of `decode.Sums`.
     """
-    a, m = problem.a, len(x)
+    config, a, m = problem.config, problem.a, len(x)
+    warpgroups, stages = config.warpgroups, config.stages
+
+    def sums(parts: int, n: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((parts, *fragments.shape(n, m)), jnp.float32)
+
+    def slots_of_x(columns: int) -> plgpu.SMEM:
+        return plgpu.SMEM((stages, m, columns), jnp.bfloat16, transforms=mosaic.SWIZZLED)
+
+    x_slots = slots_of_x(config.step)
+    decoded = plgpu.SMEM((warpgroups, TILE, TILE), jnp.bfloat16, transforms=mosaic.SWIZZLED)
     results = mosaic.launch(
         functools.partial(_kernel, problem=problem),
         {
@@ -79,45 +88,30 @@ def launch(
             "following": problem.following and problem.following.words,
         },
         {
-            "sums": _sums(problem.plan.most_parts, len(words) * TILE, m),
-            "xa": a and _sums(a.shares * a.width // TILE, a.tiles * TILE, m),
+            "sums": sums(problem.plan.most_parts, len(words) * TILE),
+            "xa": a and sums(a.shares * a.width // TILE, a.tiles * TILE),
         },
-        slots(problem, m),
+        {
+            "x_slots": plgpu.RefUnion(x_slots, slots_of_x(a.width)) if a else x_slots,
+            "w_slots": plgpu.SMEM(
+                (stages, warpgroups, problem.depth, *layout.TILE_SHAPE), jnp.int32
+            ),
+            "full": plgpu.Barrier(num_arrivals=warpgroups + 1, num_barriers=stages),
+            "empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
+            "decoded": decoded if problem.interpret else None,
+        },
         name=name,
         interpret=problem.interpret,
         grid=(problem.blocks,),
         grid_names=("block",),
-        num_threads=problem.config.warpgroups,
+        num_threads=warpgroups,
         thread_name="warpgroup",
     )
     return results["sums"], results.get("xa")
 
 
-def _sums(parts: int, n: int, m: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((parts, *fragments.shape(n, m)), jnp.float32)
-
-
-def slots(problem: Problem, m: int) -> dict[str, Any]:
-    """The slots of a block for M rows of x, and their barriers; by the names that `Block` uses."""
-    config, a = problem.config, problem.a
-    warpgroups, stages = config.warpgroups, config.stages
-
-    def slots_of_x(columns: int) -> plgpu.SMEM:
-        return plgpu.SMEM((stages, m, columns), jnp.bfloat16, transforms=mosaic.SWIZZLED)
-
-    x_slots = slots_of_x(config.step)
-    decoded = plgpu.SMEM((warpgroups, TILE, TILE), jnp.bfloat16, transforms=mosaic.SWIZZLED)
-    return {
-        "x_slots": plgpu.RefUnion(x_slots, slots_of_x(a.width)) if a else x_slots,
-        "w_slots": plgpu.SMEM((stages, warpgroups, problem.depth, *layout.TILE_SHAPE), jnp.int32),
-        "full": plgpu.Barrier(num_arrivals=warpgroups + 1, num_barriers=stages),
-        "empty": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=stages),
-        "decoded": decoded if problem.interpret else None,
-    }
-
-
 def _kernel(refs: types.SimpleNamespace, *, problem: Problem) -> None:
-    block = Block(problem, refs, lax.axis_index("block"), lax.axis_index("warpgroup"))
+    block = _Block(problem, refs, lax.axis_index("block"), lax.axis_index("warpgroup"))
     if problem.a is None:
         block.multiply_w()
         return
@@ -126,8 +120,8 @@ def _kernel(refs: types.SimpleNamespace, *, problem: Problem) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
-    """A block's work as one of its warpgroups sees it; a subclass may do something else with the sums.
+class _Block:
+    """A block's work as one of its warpgroups sees it.
 
     Attributes:
       problem: the description of the product, the same for all blocks.
@@ -168,13 +162,9 @@ class Block:
             if self.problem.following is not None:
                 pl.when((self.group == 0) & (tile == last_tile))(self._ask_for_following)
             with jax.named_scope("store"):
-                self.keep(total, tile)
-
-    def keep(self, total: jax.Array, tile: jax.Array) -> None:
-        """Stores this warpgroup's sums [64, M] of a tile of the plan."""
-        part = self.number - self.problem.plan.first_block(tile)
-        row_tile = tile * self.problem.config.warpgroups + self.group
-        self._store(total, self.refs.sums.at[part, row_tile])
+                part = self.number - plan.first_block(tile)
+                row_tile = tile * self.problem.config.warpgroups + self.group
+                self._store(total, self.refs.sums.at[part, row_tile])
 
     def _copy_unit(self, unit: jax.Array, slot: jax.Array) -> None:
         """Starts the copies of a unit of W and x."""

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import runtime
-from pallas_kernels.finished_linear import clustered, gated
 from pallas_kernels.finished_linear import decode as fused
+from pallas_kernels.finished_linear import gated
 from pallas_kernels.nvfp4_matmul import layout
 from pallas_kernels.nvfp4_matmul.config import Config
 from pallas_kernels.portable import layout as portable_layout
@@ -79,8 +79,6 @@ def prepared(variables, prepare=layout.prepare):
         pytest.param(ARCH, "nvfp4", marks=pytest.mark.slow),
         # gate_up is finished inside its product.
         pytest.param(ARCH, "nvfp4-paired", marks=pytest.mark.slow),
-        # qkv, o and down are, too.
-        pytest.param(ARCH, "nvfp4-cluster", marks=pytest.mark.slow),
         pytest.param(ODD, "bfloat16", marks=pytest.mark.slow),
         pytest.param(ODD, "nvfp4", marks=pytest.mark.slow),
         pytest.param(SMALL, "bfloat16", marks=pytest.mark.slow),
@@ -88,7 +86,7 @@ def prepared(variables, prepare=layout.prepare):
     ],
 )
 def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, arch, weights):
-    weights, _, trait = weights.partition("-")
+    weights, _, paired = weights.partition("-")
     plain, variables, cache = policy_of(weights, arch=arch)
     # Of SMALL's 1,536 columns of random weights one value of `gate_up` that goes the other way changes half
     # of what follows. These tokens have none.
@@ -99,24 +97,13 @@ def test_the_fused_step_rounds_where_the_plain_model_does(monkeypatch, arch, wei
     monkeypatch.setattr(fused, "_config", lambda m, n, k, _: Config(1, step, 2, layout.tiles(n)))
     monkeypatch.setattr(fused_decode, "step", functools.partial(fused_decode.step, interpret=True))
     variables = prepared(variables) if weights == "nvfp4" else variables
-    asked = []
-    if trait == "cluster":
-        monkeypatch.setenv("PALLAS_CLUSTER_SUMS", "1")
-
-        def two_blocks(m, sizes, k, **_):
-            asked.append(sizes)
-            return clustered.Config(1, 64, 2, 2)
-
-        monkeypatch.setattr(clustered, "pick_config", two_blocks)
-    if trait == "paired":
+    if paired:
         gate_up = variables["frozen"]["layers"]["gate_up"]
         gate_up["weight"] = layout.prepare(layout.unprepare(gate_up["weight"]), is_paired=True)
         monkeypatch.setattr(gated, "pick_config", lambda *_, **__: gated.Config(1, 128, 2, 3))
     actual, extended = fused_decode.extend(
         plain, fused_decode.policy(plain, variables), tokens, cache
     )
-
-    assert bool(asked) == (trait == "cluster")
 
     # A sum in another order may go the other way in bfloat16, which two layers do not spread far. A
     # rounding left out changes half of all values and more.
