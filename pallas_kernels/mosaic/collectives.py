@@ -323,19 +323,20 @@ def await_published(counter: jax.Ref, readers: jax.Ref, count: int, blocks: int)
 
     def emit(_: mgpu.LaunchContext, counter: ir.Value, readers: ir.Value) -> None:
         counter, readers = map(utils.memref_ptr, (counter, readers))
-        utils.inline_ptx(
-            "{ .reg .b32 seen; .reg .pred is_early;\n"
-            "again: ld.acquire.gpu.global.b32 seen, [$0];\n"
-            "setp.lt.u32 is_early, seen, $1;\n"
-            "@is_early bra again;\n"
-            "fence.proxy.async.global; }",
-            counter,
-            i32(count),
-            has_side_effects=True,
-        )
-        # The counter may be set back only when all threads have seen it.
-        utils.warpgroup_barrier()
         predicate = utils.single_thread_predicate(scope=utils.ThreadSubset.WARPGROUP)
+        # One thread asks: requests of all threads would queue up before those that count.
+        with utils.when(predicate):
+            utils.inline_ptx(
+                "{ .reg .b32 seen; .reg .pred is_early;\n"
+                "again: ld.acquire.gpu.global.b32 seen, [$0];\n"
+                "setp.lt.u32 is_early, seen, $1;\n"
+                "@is_early bra again; }",
+                counter,
+                i32(count),
+                has_side_effects=True,
+            )
+        utils.warpgroup_barrier()
+        utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
         utils.inline_ptx(
             "{ .reg .b32 before; .reg .pred is_last;\n"
             "setp.ne.u32 is_last, 0, 0;\n"
