@@ -97,8 +97,10 @@ TABLES = (
         "Steps of a recipe",
         "A shipped recipe on a random base, with completions of recorded lengths: log-normal, mean 250, sigma .5, limit 4096. "
         "Six of ten groups have only right or only wrong completions, and give no signal. Steps without compilation. "
-        "The picture shows a step of SmolLM2 of .82 s (H100, 2026-11-23; drawn by `scripts/recipe_timeline.py`):\n\n"
-        "![Live rows, what the host and the GPU do, and how busy the GPU is](assets/smollm2_step.svg)",
+        "The first picture shows the step of 7B (H200), the second one of SmolLM2 of .82 s (H100); both are of 2026-11-23, drawn by "
+        "`scripts/recipe_timeline.py`:\n\n"
+        "![Live rows, what the host and the GPU do, and how busy the GPU is](assets/recipe_step.svg)\n\n"
+        "![The same for SmolLM2](assets/smollm2_step.svg)",
     ),
     Table(
         "training_layer",

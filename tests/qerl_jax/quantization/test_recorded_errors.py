@@ -1,4 +1,4 @@
-"""Tests errors of every linear of SmolLM2, as `scripts/study_quantization.py` recorded them on an H100."""
+"""Tests errors of every linear of SmolLM2, as `scripts/study_quantization.py` recorded them on an H200."""
 
 import json
 import pathlib
