@@ -188,8 +188,10 @@ def _candidates(m: int, n: int, k: int, has_branch: bool, card: Device) -> tuple
             for stages in (4, 3, 2):
                 config = Config(warpgroups, step, stages, blocks, is_shared)
                 if _misfit(m, n, k, config, has_branch=has_branch, device=card) is None:
-                    # The fewest tiles per block, then the fewest passes over x, then the fewest idle warpgroups.
-                    costs = count, turns, turns * high - count, is_shared, -step, -stages
+                    # The fewest tiles per block, then the fewest passes over x, then the fewest idle warpgroups. With
+                    # more than 64 rows a second pass is faster than a shared tile (7B, 128 rows: 59.0 and 63.4 us).
+                    avoided = m > 64 and is_shared
+                    costs = count, avoided, turns, turns * high - count, is_shared, -step, -stages
                     found.append((costs, config))
                     break
     found = [choice for choice in found if choice[1].warpgroups >= 3] or found
