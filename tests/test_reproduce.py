@@ -21,7 +21,7 @@ def test_the_plan_of_7b_says_time_and_memory_without_a_download(capsys, monkeypa
     reproduce.main()
     said = capsys.readouterr().out
     # 117 rollouts of 64 of 7473 problems, with 4 updates each.
-    assert "468 optimizer steps in 117 rollouts: about 42 min" in said
+    assert "468 optimizer steps in 117 rollouts: about 41 min" in said
     assert "device      what it offers" in said
 
 
