@@ -27,6 +27,9 @@ def pytest_configure(config):
             f"--xla_backend_optimization_level={int(is_long)}",
         )
         os.environ.setdefault("XLA_FLAGS", " ".join(quick))
+    else:
+        # Each worker would take three quarters of the card's memory otherwise.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     # What is traced lives on: looking for garbage so often finds little.
     gc.set_threshold(100_000)
     # Workers, and runs that tests start, compile the same programs: one of them is enough.
