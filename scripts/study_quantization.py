@@ -260,31 +260,38 @@ def keep_errors(path: pathlib.Path, name: str, report: dict[str, Any]) -> None:
 
 
 def table(lines: list[dict[str, Any]]) -> str:
-    """A Markdown table with means, minima and maxima over the draws."""
-    head = "base, format, method | KL, GSM8K | perplexity | KL, own answers | entropy | change of entropy"
-    rows = [f"| {head} |", "|" + " --- |" * 6]
+    """The Markdown table of docs/quantization.md: means over the draws, their range, and intervals over rows."""
+    head = "base, format, method | KL, GSM8K | draws | perplexity | entropy | KL, own answers | draws | entropy"
+    rows = [f"| {head} |", "|" + " --- |" * 8]
     groups: dict[tuple, dict[str, list]] = {}
     for line in lines:
         key = line["base"], line["format"], line["method"]
         groups.setdefault(key, {}).setdefault(line["set"], []).append(line)
     for key, sets in groups.items():
-        cells = [", ".join(filter(None, key))]
-        for name, field, digits in (
-            ("gsm8k", "kl", 5),
-            ("gsm8k", "perplexity", 4),
-            ("own", "kl", 5),
-            ("own", "entropy", 4),
-        ):
-            means = [line[field][0] for line in sets[name]]
-            cells.append(f"{np.mean(means):.{digits}f}{_range(means, digits)}")
-        changes = np.mean([line["entropy_change"] for line in sets["own"]], axis=0)
-        cells.append(f"{changes[0]:+.4f} [{changes[1]:+.4f}, {changes[2]:+.4f}]")
-        rows.append("| " + " | ".join(cells) + " |")
+        mean = lambda name, field, sets=sets: np.mean([each[field] for each in sets[name]], axis=0)
+        perplexity = f"{mean('gsm8k', 'perplexity')[0]:.2f}"
+        if key[1] == "bfloat16":
+            entropies = [f"{mean(name, 'entropy')[0]:.2f}" for name in ("gsm8k", "own")]
+            cells = ["0", "", perplexity, entropies[0], "0", "", entropies[1]]
+        else:
+            change = f"{mean('gsm8k', 'entropy_change')[0]:+.3f}"
+            own = _interval(mean("own", "entropy_change"), "+.3f")
+            cells = [*_kl(sets["gsm8k"]), perplexity, change, *_kl(sets["own"]), own]
+        rows.append("| " + " | ".join([", ".join(filter(None, key)), *cells]) + " |")
     return "\n".join(rows)
 
 
-def _range(means: list[float], digits: int) -> str:
-    return f" ({min(means):.{digits}f} to {max(means):.{digits}f})" if len(means) > 1 else ""
+def _kl(draws: list[dict[str, Any]]) -> tuple[str, str]:
+    """The mean with its interval over rows, and the range over draws, which is empty for one draw."""
+    found = np.array([line["kl"] for line in draws])
+    means = found[:, 0]
+    of_draws = f"{means.min():.4f} to {means.max():.4f}" if len(draws) > 1 else ""
+    return _interval(found.mean(axis=0), ".4f"), of_draws
+
+
+def _interval(values: np.ndarray, form: str) -> str:
+    mean, low, high = (format(value, form) for value in values)
+    return f"{mean} ({low} to {high})"
 
 
 if __name__ == "__main__":

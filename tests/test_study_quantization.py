@@ -1,6 +1,7 @@
 """Tests the study of formats and methods: its rows, its intervals, its table."""
 
 import json
+import pathlib
 import types
 
 import numpy as np
@@ -69,9 +70,18 @@ def test_the_table_has_a_row_for_each_model_with_the_range_of_its_draws():
     lines = [line(draw, name, 0.1 * (draw + 1)) for draw in (0, 1) for name in ("gsm8k", "own")]
     *_, row = study.table(lines).splitlines()
     assert row.startswith(
-        "| trained, nvfp4, gptq | 0.15000 (0.10000 to 0.20000) | 0.1500 (0.1000 to 0.2000) |"
+        "| trained, nvfp4, gptq | 0.1500 (0.1500 to 0.1500) | 0.1000 to 0.2000 | 0.15 | +0.150 |"
     )
-    assert row.endswith("| +0.1500 [+0.1500, +0.1500] |")
+    assert row.endswith("| +0.150 (+0.150 to +0.150) |")
+
+
+def test_the_docs_have_the_table_of_the_recorded_lines():
+    docs = pathlib.Path(__file__).parents[1] / "docs"
+    recorded = (docs / "measured" / "quantization_smollm2.jsonl").read_text().splitlines()
+    assert (
+        study.table([json.loads(line) for line in recorded])
+        in (docs / "quantization.md").read_text()
+    )
 
 
 def test_what_needs_no_calibration_has_one_draw():
