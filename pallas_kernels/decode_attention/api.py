@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import runtime
+from pallas_kernels.decode_attention import append, decode, reference
 from pallas_kernels.decode_attention import config as configs
-from pallas_kernels.decode_attention import decode, reference
 from pallas_kernels.portable import attention as portable
 
 
@@ -15,9 +15,11 @@ class _Reference:
     """Runs `reference.decode_attention`. It supports everything that the API accepts and needs no plan."""
 
     @staticmethod
-    def decode_attention(*arguments: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def decode_attention(
+        *arguments: jax.Array, together: bool
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         *arguments, _plan, _shared = arguments
-        return reference.decode_attention(*arguments)
+        return reference.decode_attention(*arguments)  # it always writes all tokens first
 
     @staticmethod
     def supports(qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str | None:
@@ -29,10 +31,12 @@ class _Hopper:
 
     @staticmethod
     def decode_attention(
-        *arguments: jax.Array,
+        *arguments: jax.Array, together: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         *arguments, shared = arguments
-        return decode.decode_attention(*arguments, shared=shared)
+        if together:
+            arguments[3:5] = append.append(*arguments[:-1])
+        return decode.decode_attention(*arguments, shared=shared, appends=not together)
 
     @staticmethod
     def supports(qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str | None:
@@ -50,9 +54,13 @@ class _Portable:
     supports = staticmethod(portable.supports)
 
     @staticmethod
-    def decode_attention(*arguments: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def decode_attention(
+        *arguments: jax.Array, together: bool
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         *arguments, _plan, _shared = arguments
-        return portable.decode_attention(*arguments)
+        if together:
+            arguments[3:5] = append.append(*arguments)
+        return portable.decode_attention(*arguments, appends=not together)
 
 
 # In order of preference.
@@ -92,7 +100,12 @@ def supports_sharing(heads: int, key_heads: int) -> str | None:
 
 
 def plan(
-    keys: jax.Array, tables: jax.Array, ends: jax.Array, shared: jax.Array | None = None
+    keys: jax.Array,
+    tables: jax.Array,
+    ends: jax.Array,
+    shared: jax.Array | None = None,
+    *,
+    together: bool = False,
 ) -> jax.Array | None:
     """Divides the work of `decode_attention`. One plan serves all layers, because it depends on no layer.
 
@@ -101,6 +114,7 @@ def plan(
       tables: int32 [B, W], as for `decode_attention`.
       ends: int32 [B], as for `decode_attention`.
       shared: as for `decode_attention`.
+      together: as for `decode_attention`.
 
     Returns:
       The plan for `decode_attention`; None if the Hopper kernel cannot run with this cache. Other implementations need
@@ -108,7 +122,7 @@ def plan(
     """
     if runtime.unless_hopper() or configs.supports_cache(keys.shape, keys.dtype):
         return None
-    return decode.plan(keys.shape, tables, ends, shared=shared)
+    return decode.plan(keys.shape, tables, ends, shared=shared, appends=not together)
 
 
 def decode_attention(
@@ -123,6 +137,7 @@ def decode_attention(
     *,
     plan: jax.Array | None = None,
     shared: jax.Array | None = None,
+    together: bool = False,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rotates a new token's query and key, appends its key and value to the cache, and computes attention.
@@ -148,11 +163,13 @@ def decode_attention(
       layer: int32 scalar, the layer's index in the cache.
       tables: int32 [B, W], each row's pages in order.
       ends: int32 [B], the slot of the new token, which is the number of tokens before it.
-      plan: the result of `plan` for the same tables, ends and `shared`. With None, the Hopper kernel makes it here.
+      plan: the result of `plan` for the same tables, ends, `shared` and `together`. With None, the Hopper kernel makes it here.
       shared: int32 [B], the number of each row's first pages that other rows may share, or None. The Hopper kernel
-        reads such pages once for several rows, for heads that `supports_sharing` accepts. Rows with the same first page
-        and the same number must have all of these pages in common. The number decides in which order a row's terms
+        reads such pages once for several rows, for heads that `supports_sharing` accepts. Rows with the same number
+        and the same page at its place must have all of these pages in common. The number decides in which order a row's terms
         are added, whether other rows share its pages or not.
+      together: whether rows may be consecutive tokens of one sequence. Then all new keys and values are written before
+        any row attends, and slots after a row's end must be finite.
       implementation: "hopper", "portable" or "reference"; None chooses the first of these that supports the problem.
 
     Returns:
@@ -198,7 +215,8 @@ def decode_attention(
             )
     name = _choose(implementation, qkv, keys, tables)
     chosen = _IMPLEMENTATIONS[name].decode_attention
-    return chosen(qkv, cos, sin, keys, values, layer, tables, ends, plan, shared)
+    arguments = qkv, cos, sin, keys, values, layer, tables, ends, plan, shared
+    return chosen(*arguments, together=together)
 
 
 def _choose(name: str | None, qkv: jax.Array, keys: jax.Array, tables: jax.Array) -> str:

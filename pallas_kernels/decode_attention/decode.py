@@ -53,6 +53,8 @@ def plan(
     ends: jax.Array,
     config: Config | None = None,
     shared: jax.Array | None = None,
+    *,
+    appends: bool = True,
 ) -> jax.Array:
     """Lists the work of every team: an operand of `decode_attention`.
 
@@ -62,6 +64,7 @@ def plan(
       ends: int32 [B], the slot of each row's new token.
       config: by default that of `pick_config`.
       shared: int32 [B], as for `plans.make`; None if rows share no pages.
+      appends: as for `plans.make`.
 
     Returns:
       int32 [size], as described by `plans.Cut`.
@@ -69,7 +72,7 @@ def plan(
     _, pages, key_heads, _, head_size = shape
     config = config or pick_config(len(tables), key_heads, head_size)
     cut = _cut(tables.shape, shape, config, shares=shared is not None)
-    return plans.make(tables, ends, pages, cut, shared)
+    return plans.make(tables, ends, pages, cut, shared, appends=appends)
 
 
 def _cut(
@@ -100,12 +103,14 @@ def decode_attention(
     config: Config | None = None,
     shared: jax.Array | None = None,
     *,
+    appends: bool = True,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Computes `api.decode_attention` for queries and a cache in bfloat16.
 
-    `plan` defaults to one made from `tables`, `ends` and `shared`, `config` to that of `pick_config`. `interpret` runs
-    on a CPU and reports data races; pieces are then summed outside the kernel.
+    `plan` defaults to one made from `tables`, `ends` and `shared`, `config` to that of `pick_config`. Where
+    `appends` is False, the caches hold the new tokens already (`append.append`), and the kernel only reads them; a plan
+    must be made so, too. `interpret` runs on a CPU and reports data races; pieces are then summed outside the kernel.
 
     Raises:
       ValueError: a plan for another problem.
@@ -125,7 +130,7 @@ def decode_attention(
             f"plan must be int32 [{cut.size}], of these tables; got {plan.dtype} {list(plan.shape)}"
         )
     if plan is None:
-        plan = plans.make(tables, ends, keys.shape[1], cut, shared)
+        plan = plans.make(tables, ends, keys.shape[1], cut, shared, appends=appends)
     if runtime.checks_kernels():
         qkv = _after_check(qkv, plan, cut)
     # Imported here because it takes half a second.

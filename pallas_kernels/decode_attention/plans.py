@@ -8,7 +8,7 @@ then last to first), so that all teams read about the same amount. The pieces of
 are read at about the same time and can be summed while other units are read.
 
 Rows may share the pages of a common prompt. Then these pages and the row's other pages are cut apart, each into pieces
-of equal length, also where no other row is left that shares them. Up to `siblings` rows that share their first pages
+of equal length, also where no other row is left that shares them. Up to `siblings` rows that share them
 form a tile, which its first row names. A piece of a tile is read once for all of its rows, and is one of the first
 pieces of each. Tiles are dealt before all other pieces: then most rows end with a piece of their own, and are summed
 by different teams.
@@ -24,7 +24,8 @@ import jax.numpy as jnp
 PAGE = 64
 # The fields of a piece. UNIT: row * J + head, or (B + first row) * J + head for a tile. PART: its index in the unit,
 # times SHIFT, plus the unit's number of pieces (for a tile that of its first row). SLOTS: its number of live slots.
-# HOME: page * J + head of the row's last page if the piece ends there, else -1.
+# HOME: page * J + head of the row's last page if the piece ends there and the
+# kernel appends the new token, else -1.
 FIELDS = UNIT, PART, SLOTS, HOME = range(4)
 SHIFT = 2**16
 
@@ -138,7 +139,13 @@ def _shared(shared: jax.Array, ends: jax.Array, cut: Cut) -> jax.Array:
 
 
 def make(
-    tables: jax.Array, ends: jax.Array, pages: int, cut: Cut, shared: jax.Array | None = None
+    tables: jax.Array,
+    ends: jax.Array,
+    pages: int,
+    cut: Cut,
+    shared: jax.Array | None = None,
+    *,
+    appends: bool = True,
 ) -> jax.Array:
     """Lists the work of every team.
 
@@ -151,7 +158,8 @@ def make(
       pages: N, pages of the cache in one layer.
       cut: how units are cut.
       shared: int32 [B], the number of each row's first pages that other rows may share; None if `cut.siblings` is 0.
-        Rows with the same first page and the same number must have all of these pages in common.
+        Rows with the same number and the same page at its place must have all of these pages in common.
+      appends: whether the kernel writes each row's new token to the cache; if not, it is there already.
 
     Returns:
       int32 [cut.size], laid out as `Cut` describes.
@@ -167,7 +175,7 @@ def make(
     totals = totals_of(ends, cut, shared)
     if shared is not None:
         shared = _shared(shared, ends, cut)
-        tiles, is_named = _tiles(tables[:, 0], shared, cut.siblings)
+        tiles, is_named = _tiles(tables[each_row, jnp.maximum(shared - 1, 0)], shared, cut.siblings)
         row_of = jnp.concatenate([each_row, each_row])
         live = jnp.concatenate([live - shared, jnp.where(is_named, shared, 0)])
         first = jnp.concatenate([shared, first])
@@ -205,7 +213,7 @@ def make(
     earlier = jnp.arange(rounds) < jnp.arange(rounds)[:, None]
     starts = jnp.sum(jnp.where(earlier, lengths[:, None], 0), axis=-1)
     home = tables[each_row, ends // PAGE][row] * key_heads + head
-    is_last = (part == parts[run] - 1) & (run < rows)
+    is_last = (part == parts[run] - 1) & (run < rows) & appends
     home = jnp.where(is_last, home, -1)
     # A row's own pieces come after those of its tile.
     before = totals - parts[:rows] if shared is not None else jnp.zeros_like(totals)
@@ -227,11 +235,11 @@ def make(
     return jnp.concatenate([counters, *(part.reshape(-1).astype(jnp.int32) for part in lists)])
 
 
-def _tiles(first_pages: jax.Array, shared: jax.Array, siblings: int) -> tuple[jax.Array, jax.Array]:
+def _tiles(last_pages: jax.Array, shared: jax.Array, siblings: int) -> tuple[jax.Array, jax.Array]:
     """Puts rows that share pages into tiles.
 
     Args:
-      first_pages: int32 [B], the first page of each row.
+      last_pages: int32 [B], the last page that each row may share.
       shared: int32 [B], the number of pages that each row may share.
       siblings: most rows of a tile.
 
@@ -239,7 +247,7 @@ def _tiles(first_pages: jax.Array, shared: jax.Array, siblings: int) -> tuple[ja
       int32 [B, siblings], the rows of the tile that each row names, as in `Cut`; bool [B], whether the row names one.
     """
     rows = jnp.arange(len(shared))
-    is_sibling = (first_pages == first_pages[:, None]) & (shared == shared[:, None])
+    is_sibling = (last_pages == last_pages[:, None]) & (shared == shared[:, None])
     rank = jnp.sum(is_sibling & (rows < rows[:, None]), axis=1)
     is_named = (shared > 0) & (rank % siblings == 0)
     wanted = rank[:, None] + jnp.arange(siblings)

@@ -8,6 +8,8 @@ It is not optimized: it gathers all pages of a row's table, including those afte
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.decode_attention.append import append, rotated
+
 
 def decode_attention(
     qkv: jax.Array,
@@ -23,15 +25,11 @@ def decode_attention(
     layers, pages, key_heads, slots, head_size = keys.shape
     rows, width = tables.shape
     heads = qkv.shape[1] - 2 * key_heads
+    keys, values = append(qkv, cos, sin, keys, values, layer, tables, ends)
     layer = jnp.clip(layer, 0, layers - 1)
     tables = jnp.clip(tables, 0, pages - 1)
     ends = jnp.clip(ends, 0, width * slots - 1)
-
-    q, k, v = jnp.split(qkv, [heads, heads + key_heads], axis=1)
-    q, k = (_rotate(x, cos, sin).astype(keys.dtype) for x in (q, k))
-    page, slot = tables[jnp.arange(rows), ends // slots], ends % slots
-    keys = keys.at[layer, page, :, slot].set(k)
-    values = values.at[layer, page, :, slot].set(v.astype(values.dtype))
+    q = rotated(qkv[:, :heads], cos, sin).astype(keys.dtype)
 
     live = jnp.arange(width * slots) <= ends[:, None]
     # [B, J, W * S, C]. Slots after the end are replaced because they may hold infinities or NaN.
@@ -51,10 +49,3 @@ def decode_attention(
     weights = jax.nn.softmax(jnp.where(live[:, None, None], scores, -jnp.inf))
     out = jnp.einsum("bjgs,bjsc->bjgc", weights, v, precision=highest)
     return out.reshape(rows, heads, head_size).astype(qkv.dtype), keys, values
-
-
-def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the pairs (c, c + C / 2) of x [B, heads, C] by cos and sin [B, C / 2]; returns float32."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, None], sin[:, None]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -50,8 +50,10 @@ def decode_attention(
     layer: jax.Array,
     tables: jax.Array,
     ends: jax.Array,
+    *,
+    appends: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `decode_attention.api.decode_attention`."""
+    """See `decode_attention.api.decode_attention`. If `appends` is False, the caches hold the new tokens already."""
     rows, all_heads, size = qkv.shape
     layers, pool, key_heads, slots, _ = keys.shape
     width = tables.shape[1]
@@ -90,6 +92,7 @@ def decode_attention(
         WIDTH=width,
         PAGES=pages,
         PIECES=pieces,
+        APPENDS=appends,
     )
     out = launch.call(
         "attention_kernels.combine",

@@ -43,6 +43,7 @@ def attend(
     WIDTH: tl.constexpr,
     PAGES: tl.constexpr,
     PIECES: tl.constexpr,
+    APPENDS: tl.constexpr,
     COMPUTE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
@@ -60,8 +61,8 @@ def attend(
       found: float32 [B, KEY_HEADS, PIECES, GROUP, SIZE], sums of exponentials times values.
       weights: float32 [B, KEY_HEADS, PIECES, 2, GROUP], the largest scores times log2(e), and the sums of
         exponentials.
-      new_keys: the same memory as `keys`; the new key is written there.
-      new_values: the same memory as `values`; the new value is written there.
+      new_keys: the same memory as `keys`; the new key is written there if APPENDS.
+      new_values: the same memory as `values`; the new value is written there if APPENDS.
     """
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -126,7 +127,8 @@ def attend(
         sums = tl.dot(p.to(COMPUTE), v.to(COMPUTE), sums * shrink[:, None])
         largest = higher
 
-    if is_last:
+    # If the new tokens are in the cache already, another program may be reading there.
+    if APPENDS and is_last:
         number = tl.minimum(tl.maximum(tl.load(tables + row * WIDTH + last), 0), POOL - 1)
         start = ((of_layer + number) * KEY_HEADS + head) * (SLOTS * SIZE) + end % SLOTS * SIZE
         kind: tl.constexpr = new_keys.dtype.element_ty

@@ -291,7 +291,7 @@ def extend(
     )
 
     shared = None if cache.shared is None else jnp.pad(cache.shared, (0, more))
-    plan = decode_attention.plan(cache.keys, tables, ends, shared)
+    plan = decode_attention.plan(cache.keys, tables, ends, shared, together=cache.together)
 
     def attend(qkv, head_norms, index, pools):
         heads = qkv.reshape(len(qkv), -1, arch.head_size)
@@ -303,7 +303,16 @@ def extend(
             key = layers.rms_norm(key, head_norms["k_norm"], arch.rms_norm_eps)
             heads = jnp.concatenate([query, key, value], axis=1)
         mixed, *pools = decode_attention.decode_attention(
-            heads, cos, sin, *pools, index, tables, ends, plan=plan, shared=shared
+            heads,
+            cos,
+            sin,
+            *pools,
+            index,
+            tables,
+            ends,
+            plan=plan,
+            shared=shared,
+            together=cache.together,
         )
         return mixed.reshape(len(qkv), arch.query_width), tuple(pools)
 

@@ -274,6 +274,7 @@ class Block(nn.Module):
                 cache.ends,
                 plan=plan,
                 shared=cache.shared,
+                together=cache.together,
             )
             cache = dataclasses.replace(cache, keys=keys, values=values)
         else:
@@ -424,7 +425,9 @@ class Transformer(nn.Module):
         x = embedding[tokens].astype(self.dtype)
         plan = None
         if extends:
-            plan = decode_attention.plan(cache.keys, cache.tables, cache.ends, cache.shared)
+            plan = decode_attention.plan(
+                cache.keys, cache.tables, cache.ends, cache.shared, together=cache.together
+            )
         (x, cache), _ = stack((x, cache), jnp.arange(arch.num_layers), tables, packed, plan, kept)
         if cache is not None:
             cache = dataclasses.replace(cache, ends=cache.ends + tokens.shape[1])

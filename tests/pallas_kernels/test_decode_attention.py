@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels import runtime
 from pallas_kernels.decode_attention import (
     api,
+    append,
     decode,
     decode_attention,
     decode_kernel,
@@ -338,6 +339,94 @@ def test_rows_of_many_queries_cannot_share_pages():
     arguments, shared = sharing(0, 12, 1, 128, [(1, [70, 130])], 3)
     with pytest.raises(NotImplementedError, match="at most 8 query heads per key head; got 12"):
         decode.decode_attention(*arguments, config=Config(1, 1, 1, 1), shared=shared)
+
+
+# Several tokens of a row ----------------------------------------------------------------------
+
+
+def tokens_of(seed, heads, key_heads, head_size, rows, width, **options):
+    """`problem` with consecutive tokens: (end of the first, how many) of each row; and the pages before the first."""
+    ends = [end for end, _ in rows]
+    _, _, _, *caches, layer, tables, _ = problem(
+        seed, heads, key_heads, head_size, ends, width, **options
+    )
+    at = np.repeat(np.arange(len(rows)), [count for _, count in rows])
+    every = [end + i for end, count in rows for i in range(count)]
+    new = problem(seed + 1, heads, key_heads, head_size, every, width, **options)[:3]
+    caches = (jnp.nan_to_num(cache) for cache in caches)
+    shared = jnp.asarray([ends[row] // PAGE for row in at], jnp.int32)
+    return (*new, *caches, layer, tables[at], jnp.array(every, jnp.int32)), shared
+
+
+def test_tokens_of_a_row_at_once_are_those_one_after_another():
+    arguments, _ = tokens_of(0, 6, 2, 8, [(62, 4), (0, 1), (5, 3)], 2, dtype=jnp.float32)
+    qkv, cos, sin, *caches, layer, tables, ends = arguments
+    at_once = decode_attention(*arguments, together=True, implementation="reference")
+    for row in range(len(ends)):
+        only = slice(row, row + 1)
+        out, *caches = oracle(
+            qkv[only], cos[only], sin[only], *caches, layer, tables[only], ends[only]
+        )
+        np.testing.assert_allclose(at_once[0][row], out[0], atol=1e-6)
+    for actual, expected in zip(at_once[1:], caches, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+TOGETHER_CASES = [
+    # heads, key heads, head size, (end, tokens) of each row, width, configuration
+    (7, 1, 128, [(190, 5), (0, 2), (70, 1)], 4, Config(2, 2, 2, 1)),
+    (4, 2, 64, [(126, 3)], 3, Config(1, 2, 3, 2, 2)),
+]
+MORE_TOGETHER_CASES = [
+    (8, 1, 128, [(250, 9), (64, 8), (63, 2)], 5, Config(2, 2, 4, 2)),
+    (14, 2, 64, [(255, 2), (300, 7)], 5, Config(2, 3, 2, 3)),
+]
+
+
+@on_cpu
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "head_size", "rows", "width", "config"),
+    TOGETHER_CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in MORE_TOGETHER_CASES],
+)
+def test_tokens_of_a_row_at_once_meet_the_reference_without_a_race(
+    capfd, heads, key_heads, head_size, rows, width, config, shares
+):
+    arguments, shared = tokens_of(1, heads, key_heads, head_size, rows, width)
+    written = (*arguments[:3], *append.append(*arguments), *arguments[5:])
+    subject = functools.partial(
+        decode.decode_attention, config=config, appends=False, interpret=True
+    )
+    found = jax.jit(subject)(*written, shared=shared if shares else None)
+    assert_meets_reference(found, arguments)
+    assert "RACE" not in capfd.readouterr().out
+
+
+def test_rows_of_one_prompt_are_one_tile_only_as_far_as_they_have_the_same_pages():
+    """Two completions of one prompt have the same first page, and may have as many pages."""
+    tables = np.array([[1, 2, 3], [1, 2, 3], [1, 4, 5], [1, 4, 5]])
+    cut = plans.Cut(4, 3, 1, 4, 4, 3, siblings=8)
+    ends, shared = np.array([130, 131, 130, 132]), np.full(4, 2)
+    plan = plans.make(tables, ends, 6, cut, shared, appends=False)
+    found, tiles, _ = lists_of(plan, cut)
+    assert [[m for m in tile if m >= 0] for tile in tiles.tolist()] == [[0, 1], [1], [2, 3], [3]]
+    of_tiles = {unit - cut.units: own for (unit, *_), own in found if unit >= cut.units}
+    assert of_tiles == {0: [1, 2], 2: [1, 4]}
+    assert {fields[plans.HOME] for fields, _ in found} == {-1}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "head_size"), [(28, 4, 128), (9, 3, 64), (40, 8, 128)]
+)
+def test_on_its_device_tokens_of_a_row_at_once_meet_the_reference(heads, key_heads, head_size):
+    counts = 8, 1, 4, 7, 2, 8, 1, 1
+    ends = np.random.default_rng(0).integers(0, 3000, len(counts)).tolist()
+    rows = list(zip(ends, counts, strict=True))
+    arguments, shared = tokens_of(2, heads, key_heads, head_size, rows, 48)
+    for each in shared, None:
+        run = jax.jit(functools.partial(decode_attention, together=True))
+        assert_meets_reference(run(*arguments, shared=each), arguments, ulps=1)
 
 
 # Which implementation ------------------------------------------------------------------------
