@@ -201,9 +201,9 @@ def profile(bench: Bench, batch: int) -> list[tuple[str, float, float]]:
     import jax
     from jax.experimental.mosaic.gpu import profiler
 
-    from qerl_jax.generation import engine
+    from qerl_jax.generation import engine, programs
 
-    plain, kernels, chunks = engine._decode, [], []
+    plain, kernels, chunks = engine.decode, [], []
 
     def watched(*arguments, **traits):
         chunks.append(traits["spec"].chunk)
@@ -214,13 +214,13 @@ def profile(bench: Bench, batch: int) -> list[tuple[str, float, float]]:
             twice = jax.jit(
                 program.__wrapped__,
                 static_argnames=tuple(traits),
-                compiler_options=engine.IN_PLACE if program is plain.dense else None,
+                compiler_options=programs.IN_PLACE if program is plain.dense else None,
             )
             measure = profiler.measure(twice, aggregate=False)
             kernels.extend(measure(*arguments, **traits)[1])
         return plain(*arguments, **traits)
 
-    engine._decode = watched
+    engine.decode = watched
     each = bench.siblings
     bench.time(bench.prompts(batch // each, each, LONG), batch, repeats=0)
     spent, launches = collections.Counter(), collections.Counter()

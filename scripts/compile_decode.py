@@ -57,7 +57,7 @@ def as_on_an_h200() -> Iterator[None]:
 def arguments(
     name: str, base: str, rows: int, rank: int, device: Any, tensor: int = 1
 ) -> tuple[list, dict]:
-    """Shapes and static arguments of `engine._decode`; `device` is the sharding of arrays that are not divided."""
+    """Shapes and static arguments of `engine.decode`; `device` is the sharding of arrays that are not divided."""
     import jax
     import jax.numpy as jnp
 
@@ -193,7 +193,7 @@ def main() -> None:
         for base, rows in itertools.product(args.bases, args.rows):
             shapes, traits = arguments(args.model, base, rows, args.rank, device, args.tensor)
             for name in ("packed", "dense") if base == "bfloat16" else ("packed",):
-                cells = report(getattr(engine._decode, name), shapes, traits, profile=args.profile)
+                cells = report(getattr(engine.decode, name), shapes, traits, profile=args.profile)
                 print(f"| {base} | {rows} | {name} | {cells} |", flush=True)
 
 

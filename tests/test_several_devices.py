@@ -163,7 +163,7 @@ def test_rows_that_are_parked_are_those_that_never_were(count, how):
 
 @devices
 def test_each_device_has_the_cache_of_its_heads_and_writes_to_it_in_place(monkeypatch):
-    seen, decode = [], engine._decode
+    seen, decode = [], engine.decode
 
     def noted(*arguments, **static):
         lowered = decode.of(static["model"]).lower(*arguments, **static)
@@ -171,7 +171,7 @@ def test_each_device_has_the_cache_of_its_heads_and_writes_to_it_in_place(monkey
         seen.append(([(x.shape, x.nbytes) for x in shards], lowered.compile().memory_analysis()))
         return decode(*arguments, **static)
 
-    monkeypatch.setattr(engine, "_decode", noted)
+    monkeypatch.setattr(engine, "decode", noted)
     sampled(1, 3, tensor=2)
     shards, memory = seen[-1]
     for (layers, _, heads, *_), _ in shards:
@@ -202,7 +202,7 @@ def test_a_program_is_traced_and_lowered_once_for_all_devices():
     listen = lambda name, _, **about: lowered.append(about.get("fun_name")) if "mlir" in name else 0
     monitoring.register_event_duration_secs_listener(listen)
     sampled(2, 3, chunk=3)  # programs that no other test has
-    assert lowered.count("jit(_decode)") == 1
+    assert lowered.count("jit(decode)") == 1
 
 
 @devices

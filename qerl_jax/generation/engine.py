@@ -25,53 +25,27 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import decode_attention, runtime
-from qerl_jax import sharding
 from qerl_jax.checked import require
-from qerl_jax.config import DENSE, RolloutConfig
+from qerl_jax.config import RolloutConfig
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.generation import device_pool, kv_capacity, sampling
-from qerl_jax.generation.device_pool import BY_HEADS
+from qerl_jax.generation.decoding import EngineSpec, decode, prefill
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.generation.scheduler import (
     QueuedPrompt,
     RowTokens,
     Schedule,
     Shapes,
-    Slots,
     TurnTaker,
     batch_sizes,
     deal,
 )
 from qerl_jax.generation.stop_strings import StopStrings
-from qerl_jax.model import fused_decode, kv_cache, layers, logprobs, noise
-from qerl_jax.model.transformer import Transformer, head
+from qerl_jax.model import kv_cache, noise
+from qerl_jax.model.transformer import Transformer
 
 # Seconds between two checks whether the run is asked to end, while all rows wait for replies.
 _REPLY_SECONDS = 0.5
-# XLA's Triton GEMM first copies each 16-bit weight out of the stack of layers; cuBLAS reads it in place.
-IN_PLACE = {"xla_gpu_enable_triton_gemm": False}
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineSpec:
-    """How tokens are sampled, as far as it is compiled: a static argument of the decoding program.
-
-    Attributes:
-        num_tokens: Ids that the tokenizer has.
-        truncation: Which tokens may be sampled: top-k, top-p, min-p.
-        repetition_penalty: See `sampling.penalize`; 1 is off.
-        chunk: The most tokens that the device samples between two looks of the host.
-        entropies: Whether the entropy of each token's distribution comes with it: that of the
-            log-probabilities, before penalty and truncation (`logprobs.entropy`, as in the trainer).
-            One more sum in passes over the scores that sampling makes anyway.
-    """
-
-    num_tokens: int
-    truncation: sampling.Truncation = sampling.Truncation()
-    repetition_penalty: float = 1.0
-    chunk: int = 32
-    entropies: bool = False
-
 
 # Around a call that may compile: given the device and what else tells the program from others.
 type CompilesOnce = Callable[..., contextlib.AbstractContextManager]
@@ -340,7 +314,7 @@ class Engine:
                         move.contents = device_pool.taken(pool, move.pages, self._model)
                     while (fresh := schedule.next_prefill()) is not None:
                         with compiles(device, self._model, pool[0].shape, fresh[0].shape):
-                            pool = _prefill(variables, pool, *fresh, model=self._model)
+                            pool = prefill(variables, pool, *fresh, model=self._model)
                     for move in schedule.returning():
                         pool = device_pool.returned(pool, move, self._model)
                     if (copies := schedule.copies()) is not None:
@@ -350,7 +324,7 @@ class Engine:
                     with_history = self._spec.repetition_penalty != 1
                     slots = jax.device_put(schedule.slots(with_history), where)
                 with compiles(device, self._model, self._spec, pool[0].shape, slots.tables.shape):
-                    pool, brought, moved = _decode(
+                    pool, brought, moved = decode(
                         variables, pool, slots, temperature, self._stop_tokens, **traits
                     )
                 chunks.append(brought)
@@ -426,230 +400,3 @@ def whole(chunks: Iterator[list[RowTokens]]) -> Iterator[RowTokens]:
                 else np.concatenate([each.given for each in parts]),
                 is_own=part.is_own,
             )
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _Loop:
-    """The state within a chunk: every row that still lives has sampled `count` tokens."""
-
-    count: jax.Array
-    token: jax.Array
-    live: jax.Array
-    lengths: jax.Array
-    tokens: jax.Array
-    logps: jax.Array
-    entropies: jax.Array | None
-    seen: jax.Array | None
-    pool: tuple[jax.Array, jax.Array]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Program:
-    """A jitted function of a policy, as XLA compiles it for packed weights and for others (`IN_PLACE`)."""
-
-    packed: Any
-    dense: Any
-
-    def __call__(self, *arguments, model: Transformer, **static):
-        return self.of(model)(*arguments, model=model, **static)
-
-    def of(self, model: Transformer):
-        """The jitted function for a model's weights."""
-        return self.dense if model.weights in DENSE else self.packed
-
-
-def _program(*static_argnames: str, gives: Any = BY_HEADS):
-    """Compiles a function of arrays, each device of a group that shares the base computing on its own parts.
-
-    Where the devices decode rows together each runs its part of the model (`Transformer.own_part`), with the pool of
-    its heads.
-
-    Args:
-        *static_argnames: Names of arguments that are no arrays.
-        gives: How the members of the result are divided then; False for those that are the same on all devices.
-    """
-
-    def jitted(function) -> _Program:
-        @functools.wraps(function)  # with its signature, by which arguments are named
-        def grouped(*arrays, **static):
-            model, how = static["model"], {}
-            of_device = functools.partial(function, **static)
-            if model.tensor > 1:
-                of_device = functools.partial(_of_part, function, model, static)
-                how = {"places": {1: BY_HEADS}, "gives_own": gives}
-            return sharding.in_group(model.group, of_device, **how)(*arrays)
-
-        options = {"static_argnames": static_argnames, "donate_argnames": "pool"}
-        return _Program(
-            packed=jax.jit(grouped, **options),
-            dense=jax.jit(grouped, **options, compiler_options=IN_PLACE),
-        )
-
-    return jitted
-
-
-def _of_part(function, model: Transformer, static: dict[str, Any], variables, *arrays):
-    """Calls a function with the part of a model that this device has."""
-    static = static | {"model": model.own_part}
-    return function(model.division.own(variables), *arrays, **static)
-
-
-@_program("model")
-def _prefill(variables, pool, tokens, tables, numbers=None, *, model: Transformer):
-    """Puts prompts [R, T] into the pages of `tables`, under the noise of those numbers where rows have their own."""
-    variables = noise.of_rows(variables, numbers, jnp.zeros(len(tokens), jnp.int32))
-    cache = kv_cache.KVCache(*pool, tables, jnp.zeros(len(tokens), jnp.int32))
-    _, cache = model.apply(variables, tokens, cache=cache, adapter="params" in variables)
-    return cache.keys, cache.values
-
-
-@_program("model", "spec", gives=(BY_HEADS, False, False))
-def _decode(
-    variables,
-    pool,
-    slots: Slots,
-    temperature,
-    stop_tokens,
-    *,
-    model: Transformer,
-    spec: EngineSpec,
-):
-    """Samples up to `spec.chunk` tokens per row; ends early when no row lives.
-
-    Returns:
-        The pool; tokens and log-probabilities [B, spec.chunk], how many of them each row has, who lives,
-        and entropies [B, spec.chunk] or None; and the fields of `slots` that have moved.
-    """
-    chunk = spec.chunk
-    extend = _extender(model, variables, slots)
-    scores_of = _scorer(model, matrix := head(variables["frozen"]))
-    rows = jnp.arange(len(slots.live))
-    row_keys = jax.random.wrap_key_data(slots.keys)
-    seen = None
-    if slots.history is not None:
-        seen = jnp.zeros((len(rows), len(matrix)), bool)
-        seen = seen.at[rows[:, None], jnp.where(slots.history < 0, len(matrix), slots.history)].set(
-            True, mode="drop"
-        )
-    shape = (len(rows), chunk)
-    loop = _Loop(
-        count=jnp.int32(0),
-        token=slots.token,
-        live=slots.live,
-        lengths=jnp.zeros(len(rows), jnp.int32),
-        tokens=jnp.zeros(shape, jnp.int32),
-        logps=jnp.zeros(shape, jnp.float32),
-        entropies=jnp.zeros(shape, jnp.float32) if spec.entropies else None,
-        seen=seen,
-        pool=pool,
-    )
-
-    def unfinished(loop: _Loop):
-        return (loop.count < chunk) & jnp.any(loop.live)
-
-    def step(loop: _Loop) -> _Loop:
-        # An ended row writes to page 0, and reads one slot of it.
-        cache = kv_cache.KVCache(
-            *loop.pool,
-            tables=jnp.where(loop.live[:, None], slots.tables, 0),
-            ends=jnp.where(loop.live, slots.ends + loop.count, 0),
-            shared=None if slots.shared is None else jnp.where(loop.live, slots.shared, 0),
-        )
-        steps = slots.step + loop.count
-        hidden, cache = extend(loop.token, cache, steps)
-        scores = scores_of(hidden)
-        token, logp = sampling.next_token(
-            scores,
-            jax.vmap(jax.random.fold_in)(row_keys, steps),
-            temperature,
-            spec.num_tokens,
-            spec.truncation,
-            None
-            if loop.seen is None
-            else sampling.penalize(scores, loop.seen, spec.repetition_penalty),
-        )
-        token, logp = _agreed(model, token, logp)
-        stops = jnp.isin(token, stop_tokens)
-        entropies = _with_entropies(loop, scores, temperature, spec.num_tokens)
-        if slots.given is not None:
-            given = jax.lax.dynamic_index_in_dim(slots.given, loop.count, axis=1, keepdims=False)
-            is_given = given >= 0
-            token, logp = jnp.where(is_given, given, token), jnp.where(is_given, 0, logp)
-            stops = stops & ~is_given
-            if entropies is not None:
-                entropies = entropies.at[:, loop.count].multiply(~is_given)
-        return _Loop(
-            count=loop.count + 1,
-            token=token,
-            live=loop.live & ~stops & (steps + 1 < slots.limit),
-            lengths=loop.lengths + loop.live,
-            tokens=loop.tokens.at[:, loop.count].set(token),
-            logps=loop.logps.at[:, loop.count].set(logp),
-            entropies=entropies,
-            seen=None if loop.seen is None else loop.seen.at[rows, token].set(True),
-            pool=(cache.keys, cache.values),
-        )
-
-    loop = jax.lax.while_loop(unfinished, step, loop)
-    moved = {
-        "ends": slots.ends + loop.count,
-        "token": loop.token,
-        "step": slots.step + loop.count,
-        "live": loop.live,
-    }
-    if slots.given is not None:
-        # They were taken: the chunk that follows without the host gives none.
-        moved["given"] = jnp.full_like(slots.given, -1)
-    if slots.history is not None:
-        places = slots.ends[:, None] + 1 + jnp.arange(chunk)
-        made = jnp.where(jnp.arange(chunk) < loop.lengths[:, None], loop.tokens, -1)
-        moved["history"] = (
-            jnp.asarray(slots.history).at[rows[:, None], places].set(made, mode="drop")
-        )
-    brought = loop.tokens, loop.logps, loop.lengths, loop.live, loop.entropies
-    return loop.pool, brought, moved
-
-
-def _extender(model: Transformer, variables, slots: Slots):
-    """extend(tokens [B], cache, steps [B]) -> hidden states [B, D], cache; steps count completion tokens before."""
-
-    def made(steps):
-        drawn = noise.of_rows(variables, slots.noise, steps + 1)
-        return fused_decode.extender(model, drawn, len(slots.live), adapter="params" in variables)
-
-    if noise.has_own(variables) and variables["noise"].per == "token":
-        return lambda tokens, cache, steps: made(steps)(tokens, cache)
-    # Computed once for all steps: everything that does not change with the token.
-    once = made(jnp.asarray(slots.step))
-    return lambda tokens, cache, steps: once(tokens, cache)
-
-
-def _scorer(model: Transformer, matrix: jax.Array):
-    """Maps hidden states [B, D] to scores [B, V]; of several devices that decode rows together each computes some."""
-    if model.over is None or len(matrix) % (count := jax.lax.axis_size(model.over)):
-        return lambda hidden: layers.logits(hidden, matrix)
-    size = len(matrix) // count
-    # Copied out once for all steps of a chunk.
-    own = jax.lax.dynamic_slice_in_dim(matrix, jax.lax.axis_index(model.over) * size, size)
-    return lambda hidden: jax.lax.all_gather(
-        layers.logits(hidden, own), model.over, axis=1, tiled=True
-    )
-
-
-def _agreed(model: Transformer, token, logp):
-    """The first device's choice where several decode rows together: if they differed, one would wait for the others."""
-    if model.over is None:
-        return token, logp
-    bits = jax.lax.bitcast_convert_type(logp, jnp.int32)
-    token, bits = jax.lax.all_gather(jnp.stack([token, bits]), model.over)[0]
-    return token, jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _with_entropies(loop: _Loop, scores, temperature, num_tokens: int) -> jax.Array | None:
-    """The entropies of a chunk with those of the next token added; None if they are not needed."""
-    if loop.entropies is None:
-        return None
-    # The same log-probabilities as `sampling.next_token`'s, of which XLA keeps one.
-    logps = logprobs.log_softmax(scores, temperature, num_tokens)
-    return loop.entropies.at[:, loop.count].set(logprobs.entropy(logps))

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from qerl_jax.config import LoraConfig
-from qerl_jax.generation import device_pool, engine, kv_capacity, scheduler
+from qerl_jax.generation import (
+    decoding,
+    device_pool,
+    engine,
+    kv_capacity,
+    programs,
+    scheduler,
+)
 from qerl_jax.generation.engine import Engine, EngineSpec
 from qerl_jax.generation.scheduler import QueuedPrompt
 from qerl_jax.generation.stop_strings import StopStrings
@@ -242,7 +249,7 @@ def test_other_rows_adapters_and_noise_reach_the_rows_without_recompiling():
     first = variables | {"params": params, "noise": silent}
     moved = jax.tree.map(lambda x: x + 0.1, first)
     other_prompts = prompts(1, (2, 79, 2, 78, 11), (1, 4, 3, 1, 1))
-    programs = engine._decode.dense, engine._prefill.dense, device_pool.copied
+    programs = engine.decode.dense, engine.prefill.dense, device_pool.copied
     sampler = Engine(model, EngineSpec(64, chunk=4), page_size=8)
     logps, compiled = [], []
     for queue, values, temperature in [
@@ -316,7 +323,7 @@ def test_the_device_goes_on_while_the_host_reads_unless_a_row_waits(monkeypatch,
     def noting(name, function):
         return lambda *args, **options: seen.append(name) or function(*args, **options)
 
-    monkeypatch.setattr(engine, "_decode", noting("start", engine._decode))
+    monkeypatch.setattr(engine, "decode", noting("start", engine.decode))
     monkeypatch.setattr(jax, "device_get", noting("read", jax.device_get))
     run(prompts(0, (5, 5), (1, 1), limit=12), max_concurrent=slots)
     assert " ".join(seen) == events
@@ -324,10 +331,10 @@ def test_the_device_goes_on_while_the_host_reads_unless_a_row_waits(monkeypatch,
 
 def test_a_row_that_a_stop_string_ended_runs_one_chunk_too_far_at_most(monkeypatch):
     free, live = run(prompts(0, (5, 5), (1, 1), limit=40)), []
-    decode = engine._decode
+    decode = engine.decode
     monkeypatch.setattr(
         engine,
-        "_decode",
+        "decode",
         lambda variables, pool, slots, *args, **options: (
             live.append(int(np.sum(slots.live))) or decode(variables, pool, slots, *args, **options)
         ),
@@ -343,7 +350,7 @@ def test_a_row_that_a_stop_string_ended_runs_one_chunk_too_far_at_most(monkeypat
     ("weights", "chosen"), [("nvfp4", "packed"), ("bfloat16", "dense"), ("float32", "dense")]
 )
 def test_weights_that_are_not_packed_have_a_program_of_their_own(weights, chosen):
-    program = engine._Program(
+    program = programs.Program(
         packed=lambda variables, **traits: ("packed", variables, traits),
         dense=lambda variables, **traits: ("dense", variables, traits),
     )
@@ -353,7 +360,7 @@ def test_weights_that_are_not_packed_have_a_program_of_their_own(weights, chosen
 
 
 def test_only_the_program_of_packed_weights_is_compiled_as_xla_likes_it():
-    program = engine._program("model")(lambda pool, model: pool + 1)
+    program = programs.program("model")(lambda pool, model: pool + 1)
     model, _ = policy()
     inside = lambda jitted: jax.jit(lambda pool: jitted(pool, model=model))
     assert inside(program.packed)(jnp.zeros(2)).sum() == 2
@@ -371,7 +378,7 @@ def test_a_batch_size_is_compiled_once(caplog, is_committed):
     with jax.log_compiles(), caplog.at_level("WARNING", logger="jax"):
         stream = subject.stream(variables, prompts(limit=9), 1.0, max_prompt_length=WIDTH)
         assert len(list(stream)) == 3
-    found = [record.message for record in caplog.records if "_decode" in record.message]
+    found = [record.message for record in caplog.records if "decode" in record.message]
     assert sum(message.startswith("Compiling") for message in found) == 1
 
 
@@ -527,7 +534,7 @@ def of_each_device(function, *arrays):
 def test_of_devices_that_decode_together_all_take_the_first_ones_tokens():
     tokens = jnp.array([[1, 2, 3], [1, 5, 3]], jnp.int32)
     logps = jnp.array([[-1.5, -2.0, -0.0], [-1.5, -3.0, -0.1]])
-    found, their_logps = of_each_device(engine._agreed, tokens, logps)
+    found, their_logps = of_each_device(decoding.agreed, tokens, logps)
     np.testing.assert_array_equal(found, [tokens[0]] * 2)
     np.testing.assert_array_equal(their_logps, [logps[0]] * 2)
 
@@ -536,6 +543,6 @@ def test_of_devices_that_decode_together_all_take_the_first_ones_tokens():
 def test_devices_that_decode_together_share_out_the_scores(words):
     matrix = jax.random.normal(jax.random.key(0), (words, 8))
     hidden = jax.random.normal(jax.random.key(1), (3, 8))
-    scores = lambda model, _: engine._scorer(model, matrix)(hidden)
+    scores = lambda model, _: decoding.scorer(model, matrix)(hidden)
     found = of_each_device(scores, jnp.zeros(2))
     np.testing.assert_allclose(found, [layers.logits(hidden, matrix)] * 2, rtol=1e-6)
