@@ -50,6 +50,8 @@ Checkpointing = Literal["auto", "none", "products", "mlp", "layer"]
 TopK = Annotated[int, Rule(lambda k: k >= 0, "must not be negative (0 is off)")]
 TopP = Annotated[float, Rule(lambda p: 0 < p <= 1, "must be in (0, 1]")]
 RepetitionPenalty = Annotated[float, Rule(lambda x: x > 0, "must be positive (1 is off)")]
+# Whether drafts are made.
+Drafts = Literal["auto", "off"]
 # Dual clip's bound for negative advantages (arXiv 1912.09729); the value is verl's default.
 _DUAL_CLIP = 3.0
 # How token losses are made and averaged, see `grpo.policy_loss`.
@@ -341,6 +343,10 @@ class RolloutConfig(Checked, section="rollout."):
             ones; 1 is off. Other values need grpo.old_logprobs = "recompute".
         stop: Stop strings: a completion ends with the token that completes one of them.
         ignore_eos: Run every completion to `max_completion_length`, or a text of `stop`.
+        drafts: "auto" makes drafts where few rows are left and drafts are expected to pay: a step then runs tokens
+            that may come next, found in texts of the same rollout, and keeps those that are right. No token's
+            distribution changes. It needs a GPU, `compact`, and `max_completion_length` of 512 or more. An
+            experiment: it has run on a CPU only. "off": none.
         steps_per_generation: `generation_batch_size` as a number of micro-batches
             (optim.per_device_train_batch_size rows each); give one of the two.
     """
@@ -380,6 +386,7 @@ class RolloutConfig(Checked, section="rollout."):
         | None
     ) = None
     ignore_eos: bool = False
+    drafts: Drafts = "off"
     steps_per_generation: Count | None = None
 
     def _across(self):

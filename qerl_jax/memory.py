@@ -25,6 +25,7 @@ from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, hf_folder
 from qerl_jax.config import DENSE, ConfigError, MeshConfig, Remat, RunConfig
 from qerl_jax.generation import kv_capacity
+from qerl_jax.generation.draft_control import Drafting
 from qerl_jax.mesh import places
 from qerl_jax.model import architecture, kv_cache, packing
 from qerl_jax.model.division import Division
@@ -486,6 +487,9 @@ def _sampling(
     longest = cfg.data.max_prompt_length - 1 + cfg.rollout.max_completion_length
     tokens, fraction = cfg.rollout.kv_cache_tokens, cfg.rollout.kv_cache_fraction
     page = kv_cache.PAGE_SIZE
+    positions = 0
+    if cfg.rollout.drafts == "auto" and cfg.rollout.compact:
+        positions = Drafting().tokens_of_a_step(cfg.rollout.max_completion_length)
     demand = kv_capacity.Demand(
         arch,
         rows=rows,
@@ -495,6 +499,7 @@ def _sampling(
         page_size=page,
         compact=cfg.rollout.compact,
         itemsize=_width(cfg),
+        positions=positions,
     )
 
     def room(slots: int) -> int | None:

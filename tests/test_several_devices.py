@@ -35,6 +35,7 @@ from qerl_jax.rl import grpo, rollouts, update
 from qerl_jax.tracking import logger
 from qerl_jax.training.trainer import train
 from tests import test_tiny_run as tiny
+from tests.qerl_jax.generation import test_drafts as draft_tests
 from tests.qerl_jax.generation import test_engine as engines
 from tests.qerl_jax.generation import test_turns as turning
 from tests.qerl_jax.rl import test_rollouts as rolled
@@ -118,7 +119,7 @@ def sampled(count, slots, *, fsdp=1, tensor=1, poll=None, **options):
     queue = [prompt for seed in range(3) for prompt in engines.prompts(seed)]
     (model, variables), share = engines.policy(), replicas(count, fsdp, tensor)
     model = model.clone(fsdp=fsdp, tensor=tensor)
-    options |= {"stop_tokens": engines.stops(), "compact": False, "poll": poll}
+    options = {"compact": False} | options | {"stop_tokens": engines.stops(), "poll": poll}
     subject = engines.make(model=model, **options)
     if count * fsdp * tensor > 1:
         subject = Fleet(subject, share)
@@ -149,6 +150,15 @@ def test_rows_are_the_same_where_devices_decode_them_together(count, tensor, rep
     """Sums are in another order: log-probabilities are close, and no tie is close enough to change."""
     options = {"repetition_penalty": repetition_penalty}
     engines.assert_same(sampled(count, 3, tensor=tensor, **options), sampled(1, 3, **options))
+
+
+@devices
+@pytest.mark.parametrize(("count", "how"), [(2, {}), (1, {"fsdp": 2}), (1, {"tensor": 2})])
+def test_rows_are_the_same_with_drafts(count, how):
+    """Each device controls its own drafts; devices that decode rows together find the same ones."""
+    drafts = draft_tests.drafting(12)
+    found = sampled(count, 3, **how, compact=True, drafts=drafts)
+    engines.assert_same(found, sampled(1, 3))
 
 
 @devices

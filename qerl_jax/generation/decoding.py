@@ -5,33 +5,57 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.generation import sampling
+from qerl_jax.generation import draft_search, verifying
+from qerl_jax.generation.decode_step import EngineSpec, drawer, extender, seen_in
 from qerl_jax.generation.device_pool import BY_HEADS
 from qerl_jax.generation.programs import program
 from qerl_jax.generation.scheduler import Slots
-from qerl_jax.model import fused_decode, kv_cache, layers, logprobs, noise
+from qerl_jax.model import kv_cache, noise
 from qerl_jax.model.transformer import Transformer, head
 
 
-@dataclasses.dataclass(frozen=True)
-class EngineSpec:
-    """How tokens are sampled, as far as it is compiled: a static argument of the decoding program.
+@program("model")
+def prefill(variables, pool, tokens, tables, numbers=None, *, model: Transformer):
+    """Puts prompts [R, T] into the pages of `tables`, under the noise of those numbers where rows have their own."""
+    variables = noise.of_rows(variables, numbers, jnp.zeros(len(tokens), jnp.int32))
+    cache = kv_cache.KVCache(*pool, tables, jnp.zeros(len(tokens), jnp.int32))
+    _, cache = model.apply(variables, tokens, cache=cache, adapter="params" in variables)
+    return cache.keys, cache.values
 
-    Attributes:
-        num_tokens: Ids that the tokenizer has.
-        truncation: Which tokens may be sampled: top-k, top-p, min-p.
-        repetition_penalty: See `sampling.penalize`; 1 is off.
-        chunk: The most tokens that the device samples between two looks of the host.
-        entropies: Whether the entropy of each token's distribution comes with it: that of the
-            log-probabilities, before penalty and truncation (`logprobs.entropy`, as in the trainer).
-            One more sum in passes over the scores that sampling makes anyway.
+
+@program("model", "spec", "positions", gives=(BY_HEADS, False, False))
+def decode(
+    variables,
+    pool,
+    slots: Slots,
+    temperature,
+    stop_tokens,
+    odds=None,
+    *,
+    model: Transformer,
+    spec: EngineSpec,
+    positions: int = 0,
+):
+    """Samples up to `spec.chunk` tokens per row; ends early when no row lives.
+
+    Args:
+        variables: See `Engine.stream`.
+        pool: Keys and values.
+        slots: The rows; with `texts`, drafts are looked for.
+        temperature: float32 scalar.
+        stop_tokens: int32 [n].
+        odds: float32 [draft_search.KINDS], where drafts are looked for.
+        model: The policy.
+        spec: How tokens are sampled.
+        positions: Tokens of all rows that a step runs, those of drafts included; 0 for one token of each row.
+
+    Returns:
+        The pool; tokens and log-probabilities [B, spec.chunk], how many of them each row has, who lives,
+        entropies [B, spec.chunk] or None, and what became of drafts (`draft_search.Outcome`) or None; and the fields of
+        `slots` that have moved.
     """
-
-    num_tokens: int
-    truncation: sampling.Truncation = sampling.Truncation()
-    repetition_penalty: float = 1.0
-    chunk: int = 32
-    entropies: bool = False
+    how = variables, pool, slots, temperature, stop_tokens, model, spec
+    return verifying.sample(*how, odds, positions) if positions else _sample(*how)
 
 
 @jax.tree_util.register_dataclass
@@ -50,43 +74,19 @@ class _Loop:
     pool: tuple[jax.Array, jax.Array]
 
 
-@program("model")
-def prefill(variables, pool, tokens, tables, numbers=None, *, model: Transformer):
-    """Puts prompts [R, T] into the pages of `tables`, under the noise of those numbers where rows have their own."""
-    variables = noise.of_rows(variables, numbers, jnp.zeros(len(tokens), jnp.int32))
-    cache = kv_cache.KVCache(*pool, tables, jnp.zeros(len(tokens), jnp.int32))
-    _, cache = model.apply(variables, tokens, cache=cache, adapter="params" in variables)
-    return cache.keys, cache.values
-
-
-@program("model", "spec", gives=(BY_HEADS, False, False))
-def decode(
-    variables,
-    pool,
-    slots: Slots,
-    temperature,
-    stop_tokens,
-    *,
-    model: Transformer,
-    spec: EngineSpec,
+def _sample(
+    variables, pool, slots: Slots, temperature, stop_tokens, model: Transformer, spec: EngineSpec
 ):
-    """Samples up to `spec.chunk` tokens per row; ends early when no row lives.
-
-    Returns:
-        The pool; tokens and log-probabilities [B, spec.chunk], how many of them each row has, who lives,
-        and entropies [B, spec.chunk] or None; and the fields of `slots` that have moved.
-    """
+    """`decode` with one token of each row in a step."""
     chunk = spec.chunk
-    extend = _extender(model, variables, slots)
-    scores_of = scorer(model, matrix := head(variables["frozen"]))
     rows = jnp.arange(len(slots.live))
     row_keys = jax.random.wrap_key_data(slots.keys)
-    seen = None
-    if slots.history is not None:
-        seen = jnp.zeros((len(rows), len(matrix)), bool)
-        seen = seen.at[rows[:, None], jnp.where(slots.history < 0, len(matrix), slots.history)].set(
-            True, mode="drop"
-        )
+    extend = extender(model, variables, len(rows), slots.noise)
+    draw = drawer(model, variables, spec, temperature)
+    drafts = None
+    if slots.texts is not None:
+        # Drafts that are only compared with what is sampled, for the host to learn whether they would pay.
+        drafts = draft_search.search(slots.history, slots.ends + 1, slots.texts)
     shape = (len(rows), chunk)
     loop = _Loop(
         count=jnp.int32(0),
@@ -96,7 +96,7 @@ def decode(
         tokens=jnp.zeros(shape, jnp.int32),
         logps=jnp.zeros(shape, jnp.float32),
         entropies=jnp.zeros(shape, jnp.float32) if spec.entropies else None,
-        seen=seen,
+        seen=seen_in(slots.history, spec, len(head(variables["frozen"]))),
         pool=pool,
     )
 
@@ -113,35 +113,23 @@ def decode(
         )
         steps = slots.step + loop.count
         hidden, cache = extend(loop.token, cache, steps)
-        scores = scores_of(hidden)
-        token, logp = sampling.next_token(
-            scores,
-            jax.vmap(jax.random.fold_in)(row_keys, steps),
-            temperature,
-            spec.num_tokens,
-            spec.truncation,
-            None
-            if loop.seen is None
-            else sampling.penalize(scores, loop.seen, spec.repetition_penalty),
-        )
-        token, logp = agreed(model, token, logp)
+        token, logp, entropy = draw(hidden, row_keys, steps, loop.seen)
         stops = jnp.isin(token, stop_tokens)
-        entropies = _with_entropies(loop, scores, temperature, spec.num_tokens)
         if slots.given is not None:
             given = jax.lax.dynamic_index_in_dim(slots.given, loop.count, axis=1, keepdims=False)
             is_given = given >= 0
             token, logp = jnp.where(is_given, given, token), jnp.where(is_given, 0, logp)
             stops = stops & ~is_given
-            if entropies is not None:
-                entropies = entropies.at[:, loop.count].multiply(~is_given)
+            entropy = None if entropy is None else jnp.where(is_given, 0, entropy)
+        put = lambda held, new: None if held is None else held.at[:, loop.count].set(new)
         return _Loop(
             count=loop.count + 1,
             token=token,
             live=loop.live & ~stops & (steps + 1 < slots.limit),
             lengths=loop.lengths + loop.live,
-            tokens=loop.tokens.at[:, loop.count].set(token),
-            logps=loop.logps.at[:, loop.count].set(logp),
-            entropies=entropies,
+            tokens=put(loop.tokens, token),
+            logps=put(loop.logps, logp),
+            entropies=put(loop.entropies, entropy),
             seen=None if loop.seen is None else loop.seen.at[rows, token].set(True),
             pool=(cache.keys, cache.values),
         )
@@ -162,49 +150,19 @@ def decode(
         moved["history"] = (
             jnp.asarray(slots.history).at[rows[:, None], places].set(made, mode="drop")
         )
-    brought = loop.tokens, loop.logps, loop.lengths, loop.live, loop.entropies
+    outcome = None
+    if drafts is not None:
+        outcome = _compared(drafts, slots, loop)
+    brought = loop.tokens, loop.logps, loop.lengths, loop.live, loop.entropies, outcome
     return loop.pool, brought, moved
 
 
-def _extender(model: Transformer, variables, slots: Slots):
-    """extend(tokens [B], cache, steps [B]) -> hidden states [B, D], cache; steps count completion tokens before."""
-
-    def made(steps):
-        drawn = noise.of_rows(variables, slots.noise, steps + 1)
-        return fused_decode.extender(model, drawn, len(slots.live), adapter="params" in variables)
-
-    if noise.has_own(variables) and variables["noise"].per == "token":
-        return lambda tokens, cache, steps: made(steps)(tokens, cache)
-    # Computed once for all steps: everything that does not change with the token.
-    once = made(jnp.asarray(slots.step))
-    return lambda tokens, cache, steps: once(tokens, cache)
-
-
-def scorer(model: Transformer, matrix: jax.Array):
-    """Maps hidden states [B, D] to scores [B, V]; of several devices that decode rows together each computes some."""
-    if model.over is None or len(matrix) % (count := jax.lax.axis_size(model.over)):
-        return lambda hidden: layers.logits(hidden, matrix)
-    size = len(matrix) // count
-    # Copied out once for all steps of a chunk.
-    own = jax.lax.dynamic_slice_in_dim(matrix, jax.lax.axis_index(model.over) * size, size)
-    return lambda hidden: jax.lax.all_gather(
-        layers.logits(hidden, own), model.over, axis=1, tiled=True
-    )
-
-
-def agreed(model: Transformer, token, logp):
-    """The first device's choice where several decode rows together: if they differed, one would wait for the others."""
-    if model.over is None:
-        return token, logp
-    bits = jax.lax.bitcast_convert_type(logp, jnp.int32)
-    token, bits = jax.lax.all_gather(jnp.stack([token, bits]), model.over)[0]
-    return token, jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _with_entropies(loop: _Loop, scores, temperature, num_tokens: int) -> jax.Array | None:
-    """The entropies of a chunk with those of the next token added; None if they are not needed."""
-    if loop.entropies is None:
-        return None
-    # The same log-probabilities as `sampling.next_token`'s, of which XLA keeps one.
-    logps = logprobs.log_softmax(scores, temperature, num_tokens)
-    return loop.entropies.at[:, loop.count].set(logprobs.entropy(logps))
+def _compared(drafts: draft_search.Drafts, slots: Slots, loop: _Loop) -> draft_search.Outcome:
+    """What would have become of drafts made before a chunk."""
+    most = draft_search.MOST
+    live = slots.live
+    if slots.given is not None:
+        live = live & (slots.given[:, 0] < 0)
+    made = jnp.pad(loop.tokens[:, :most], ((0, 0), (0, max(0, most - loop.tokens.shape[1]))))
+    outcome = draft_search.outcome(drafts, drafts.tokens == made, loop.lengths, live)
+    return dataclasses.replace(outcome, calls=loop.count, rows=jnp.sum(loop.lengths))

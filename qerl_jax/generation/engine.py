@@ -28,8 +28,9 @@ from pallas_kernels import decode_attention, runtime
 from qerl_jax.checked import require
 from qerl_jax.config import RolloutConfig
 from qerl_jax.data.tokenizer import Tokenizer
-from qerl_jax.generation import device_pool, kv_capacity, sampling
+from qerl_jax.generation import device_pool, draft_control, kv_capacity, sampling
 from qerl_jax.generation.decoding import EngineSpec, decode, prefill
+from qerl_jax.generation.draft_control import MOST_ENDED, Drafting
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.generation.scheduler import (
     QueuedPrompt,
@@ -74,6 +75,8 @@ class Engine:
             `kv_capacity.workspace` leaves bound it.
         page_size: S; None means what the device reads best.
         poll: Called before each chunk; what it raises ends the sampling.
+        drafts: How drafts are made; None for none. There are none without `compact`, for log-probabilities with
+            drafts have other last bits.
     """
 
     def __init__(
@@ -88,8 +91,10 @@ class Engine:
         kv_cache_fraction: float | None = None,
         page_size: int | None = None,
         poll: Callable[[], None] | None = None,
+        drafts: Drafting | None = None,
     ):
         self._model, self._spec = model, spec
+        self._drafts = drafts if compact else None
         self._poll = poll
         # At least eight, filled up with ids that are never sampled, so that ignoring them needs no new compilation.
         self._stop_tokens = np.array([*stop_tokens, *[-1] * (8 - len(stop_tokens))], np.int32)
@@ -101,11 +106,17 @@ class Engine:
         self._itemsize = jnp.dtype(model.dtype).itemsize
         # A number for each schedule that was run, for several threads may run one each.
         self._parked: list[int] = []
+        self._drafted: list[draft_control.Record] = []
 
     @property
     def times_parked(self) -> int:
         """How often a row left the device for a while, because the cache was full."""
         return sum(self._parked)
+
+    @property
+    def drafted(self) -> draft_control.Record:
+        """What drafts have brought, over all rows that were sampled to their end."""
+        return sum(self._drafted, draft_control.Record())
 
     @classmethod
     def of(
@@ -128,6 +139,9 @@ class Engine:
             entropies: See `EngineSpec`.
             **options: Further arguments of the engine.
         """
+        drafts = None
+        if how.drafts == "auto" and runtime.platform() == "gpu":
+            drafts = Drafting()
         return cls(
             model,
             EngineSpec(
@@ -139,6 +153,7 @@ class Engine:
             ),
             stop_tokens=() if how.ignore_eos else tokenizer.stop_tokens,
             stop_strings=StopStrings(tuple(how.stop), tokenizer.decode) if how.stop else None,
+            drafts=drafts,
             **options,
         )
 
@@ -218,7 +233,10 @@ class Engine:
                 raise ValueError(
                     f"prompt {place}: got {len(prompt.tokens)} tokens; must have 1 to {max_prompt_length=}"
                 )
-        size, longest = self._page_size, max_prompt_length - 1 + max(each.limit for each in prompts)
+        limit = max(each.limit for each in prompts)
+        size, longest = self._page_size, max_prompt_length - 1 + limit
+        drafts = self._drafts
+        positions = drafts.tokens_of_a_step(limit) if drafts else 0
         rows = -(-sum(len(prompt.keys) for prompt in prompts) // places)
         demand = kv_capacity.Demand(
             self._model.own_part.arch,
@@ -229,6 +247,7 @@ class Engine:
             page_size=size,
             compact=self._compact,
             itemsize=self._itemsize,
+            positions=positions,
         )
 
         def capacity(slots: int) -> int | None:
@@ -246,6 +265,8 @@ class Engine:
             most_prompts=demand.prefilled(slots),
             sizes=batch_sizes(slots) if self._compact else (slots,),
             shares=self._shares(prompts),
+            drafted=drafts.most_rows if positions else 0,
+            ended=min(max(len(each.keys) for each in prompts) * (limit + 1), MOST_ENDED),
         )
         num_pages = self._num_pages(demand.pages(slots), capacity(slots), prompts)
         hands = deal(prompts, places, lengths).of(own)
@@ -301,7 +322,8 @@ class Engine:
         where = NamedSharding(leaf.sharding.mesh, PartitionSpec()) if others else device
         pool = device_pool.made(self._model, schedule.num_pages, self._page_size, device, where)
         traits = {"model": self._model, "spec": self._spec}
-        chunks = collections.deque()
+        control = self._drafts.control() if schedule.has_drafts else None
+        odds, positions, chunks = None, 0, collections.deque()
         while schedule.unfinished():
             poll()
             if not chunks and (over := schedule.take_replies()):
@@ -319,25 +341,44 @@ class Engine:
                         pool = device_pool.returned(pool, move, self._model)
                     if (copies := schedule.copies()) is not None:
                         pool = device_pool.copied(pool, *copies, model=self._model)
-                    if not schedule.has_live():
+                    if not schedule.live:
                         break
                     with_history = self._spec.repetition_penalty != 1
                     slots = jax.device_put(schedule.slots(with_history), where)
-                with compiles(device, self._model, self._spec, pool[0].shape, slots.tables.shape):
-                    pool, brought, moved = decode(
-                        variables, pool, slots, temperature, self._stop_tokens, **traits
+                if slots.texts is not None:
+                    positions, odds = (
+                        control.positions(len(slots.live), schedule.live),
+                        control.odds(),
                     )
-                chunks.append(brought)
+                shapes = pool[0].shape, slots.tables.shape, positions
+                with compiles(device, self._model, self._spec, *shapes):
+                    pool, brought, moved = decode(
+                        variables,
+                        pool,
+                        slots,
+                        temperature,
+                        self._stop_tokens,
+                        odds,
+                        **traits,
+                        positions=positions,
+                    )
+                chunks.append((positions, brought))
                 # The rows as the next chunk finds them.
                 slots = dataclasses.replace(slots, **moved)
             if not chunks:
                 schedule.wait(_REPLY_SECONDS)
                 continue
-            *brought, entropies = jax.device_get(chunks.popleft())
+            with_positions, brought = chunks.popleft()
+            *brought, entropies, outcome = jax.device_get(brought)
+            if outcome is not None:
+                _, _, lengths, live = brought
+                control.learn(len(live), with_positions, outcome, int(lengths.sum()))
             yield schedule.harvest(
                 *brought, self._stop_tokens, self._stop_strings, entropies=entropies
             )
         self._parked.append(schedule.times_parked)
+        if control is not None:
+            self._drafted.append(control.record)
 
     def _num_pages(self, wanted: int, tokens: int | None, prompts: Sequence[QueuedPrompt]) -> int:
         """Pages of the pool, scratch included: what is wanted, or what its capacity allows."""

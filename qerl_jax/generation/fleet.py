@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from qerl_jax import messages
+from qerl_jax.generation.draft_control import Record
 from qerl_jax.generation.engine import Engine, whole
 from qerl_jax.generation.scheduler import QueuedPrompt, RowTokens, Schedule, TurnTaker
 from qerl_jax.hosts import HostLost
@@ -44,6 +45,11 @@ class Fleet:
     def times_parked(self) -> int:
         """See `Engine.times_parked`; of this host's devices."""
         return self._engine.times_parked
+
+    @property
+    def drafted(self) -> Record:
+        """See `Engine.drafted`; of this host's devices."""
+        return self._engine.drafted
 
     def stream(
         self,

@@ -35,7 +35,7 @@ def workspace(
 
     Args:
         arch: Shape of the policy.
-        slots: Rows sampled at a time.
+        slots: Tokens that a decode step runs: one of each row that is sampled at a time, or more with drafts.
         prompts: Prompts that are prefilled together.
         length: Most tokens of a prompt.
         itemsize: Bytes of an activation.
@@ -99,6 +99,7 @@ class Demand:
         page_size: S.
         compact: Whether a prefill has lines for as many prompts as there are, or as slots.
         itemsize: Bytes of a key or value.
+        positions: Most tokens that a step runs with drafts; 0 without.
     """
 
     arch: Architecture
@@ -109,6 +110,7 @@ class Demand:
     page_size: int
     compact: bool
     itemsize: int
+    positions: int = 0
 
     def prefilled(self, slots: int) -> int:
         """Most prompts that are prefilled together."""
@@ -122,7 +124,8 @@ class Demand:
     def workspace(self, slots: int) -> dict[str, int]:
         """Bytes beside the cache, see `workspace`."""
         prompts = self.prefilled(slots)
-        return workspace(self.arch, slots, prompts, self.max_prompt_length, self.itemsize)
+        most = max(slots, self.positions)
+        return workspace(self.arch, most, prompts, self.max_prompt_length, self.itemsize)
 
     def expected_pages(self, slots: int) -> int:
         """Pages of rows that need a quarter of their limit, but enough for the longest one alone."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 from qerl_jax.checked import Checked, Closed01, Count, NotNegative, Rule, is_seed
-from qerl_jax.config import RepetitionPenalty, TopK, TopP
+from qerl_jax.config import Drafts, RepetitionPenalty, TopK, TopP
 
 _texts = Rule(lambda texts: not isinstance(texts, str) and all(texts), "must be texts, none empty")
 _seeds = Rule(
@@ -29,6 +29,8 @@ class SamplingParams(Checked):
             negative ones; 1 is off.
         stop: Texts before which a completion ends; they are not part of it.
         ignore_eos: Go on after the end token.
+        drafts: "auto" makes drafts on a GPU where few rows may get 512 tokens or more, and drafts are expected to pay
+            (`rollout.drafts`; an experiment, which has run on a CPU only); "off" makes none.
         seed: Random seed for sampling; or one for each prompt, which then gets the same completions beside
             any other prompts (another batch size rounds differently, which now and then changes a token).
     """
@@ -42,4 +44,5 @@ class SamplingParams(Checked):
     repetition_penalty: RepetitionPenalty = 1.0
     stop: Annotated[tuple[str, ...], _texts] = ()
     ignore_eos: bool = False
+    drafts: Drafts = "off"
     seed: Annotated[int | Sequence[int], _seeds] = 0

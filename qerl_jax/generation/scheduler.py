@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from qerl_jax.generation import dealing
+from qerl_jax.generation.draft_search import Texts
 from qerl_jax.generation.page_pool import Pages
 from qerl_jax.generation.stop_strings import StopStrings
 
@@ -95,6 +96,7 @@ class Slots:
             None where rows have one turn.
         shared: int32 [B], whole pages of each row's prompt, which its siblings share; None where attention reads
             them for each row.
+        texts: Where drafts are looked for, with `history`; None where there are no drafts.
     """
 
     tables: Any
@@ -108,6 +110,7 @@ class Slots:
     noise: Any = None
     given: Any = None
     shared: Any = None
+    texts: Texts | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +126,8 @@ class Shapes:
         most_prompts: Prompts that can be prefilled at a time: these, or as many as there are slots.
         sizes: Rows that a batch can have, largest first.
         shares: Whether attention reads the pages of a prompt once for several of its rows.
+        drafted: The most rows that have drafts; 0 for no drafts.
+        ended: P, tokens of a row's group that have ended and in which drafts are looked for.
     """
 
     page_size: int
@@ -133,6 +138,8 @@ class Shapes:
     most_prompts: int
     sizes: tuple[int, ...]
     shares: bool = False
+    drafted: int = 0
+    ended: int = 0
 
     def bucket(self, length: int) -> int:
         """The length to which a prompt is padded: a power of two, or the longest's."""
@@ -174,17 +181,28 @@ def batch_sizes(slots: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(eq=False)
 class _Cached:
-    """A prompt, and the pages that hold it until the last of its rows has begun."""
+    """A prompt, the pages that hold it until the last of its rows has begun, and its completions that have ended."""
 
     prompt: QueuedPrompt
     first_row: int
     rows_left: int
     pages: list[int] = dataclasses.field(default_factory=list)
+    ended: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     @property
     def filled(self) -> int:
         """Tokens that are prefilled."""
         return len(self.prompt.tokens) - 1
+
+    def ended_texts(self, most: int) -> np.ndarray:
+        """int32 [n], completions that have ended, a -1 behind each; as much of the last ones as fits into `most`."""
+        texts: list[np.ndarray] = [np.zeros(0, np.int32)]
+        for text in reversed(self.ended):
+            room = most - sum(map(len, texts))
+            if room <= 1:
+                break
+            texts.insert(0, np.append(text[: room - 1], np.int32(-1)))
+        return np.concatenate(texts)
 
 
 @dataclasses.dataclass(eq=False)
@@ -368,9 +386,15 @@ class Schedule:
             )
         return tokens, tables, noise
 
-    def has_live(self) -> bool:
-        """Whether any row in a slot has something to do."""
-        return any(row.reply is None for _, row in self._running())
+    @property
+    def has_drafts(self) -> bool:
+        """Whether drafts are looked for where rows are few."""
+        return self._shapes.drafted > 0
+
+    @property
+    def live(self) -> int:
+        """How many rows in slots have something to do."""
+        return sum(row.reply is None for _, row in self._running())
 
     def take_replies(self) -> list[RowTokens]:
         """Takes in the replies that have come: rows go on with them, and those that do not are given back.
@@ -411,6 +435,7 @@ class Schedule:
         """The next chunk's rows, after moving them into as small a batch as will do."""
         self._overtaken = False
         size, rows = self._size(), [row for _, row in self._running()]
+        drafts = size <= self._shapes.drafted
         if size < len(self._slots):
             self._slots = rows + [None] * (size - len(rows))
         slots = Slots(
@@ -421,12 +446,19 @@ class Schedule:
             limit=np.zeros(size, np.int32),
             live=np.array([row is not None and row.reply is None for row in self._slots]),
             keys=np.zeros((size, *rows[0].key.shape), np.uint32),
-            history=np.full((size, self._shapes.history), -1, np.int32) if with_history else None,
+            history=np.full((size, self._shapes.history), -1, np.int32)
+            if with_history or drafts
+            else None,
             noise=None if rows[0].noise is None else np.zeros(size, np.int32),
             given=None
             if self._turns is None
             else np.full((size, self._shapes.chunk), -1, np.int32),
             shared=np.zeros(size, np.int32) if self._shapes.shares else None,
+            texts=Texts(
+                np.full((size, self._shapes.ended), -1, np.int32), np.full(size, -1, np.int32)
+            )
+            if drafts
+            else None,
         )
         for slot, row in self._running():
             prompt = row.cached.prompt
@@ -444,7 +476,11 @@ class Schedule:
             if row.given:
                 now = row.given[: self._shapes.chunk]
                 slots.given[slot, : len(now)] = now
-            if with_history:
+            if slots.texts is not None:
+                ended = row.cached.ended_texts(self._shapes.ended)
+                slots.texts.ended[slot, : len(ended)] = ended
+                slots.texts.group[slot] = row.cached.first_row
+            if slots.history is not None:
                 before = [*prompt.tokens, *row.made]
                 slots.history[slot, : len(before)] = before
         return slots
@@ -511,7 +547,10 @@ class Schedule:
         return brought
 
     def _free(self, slot: int) -> None:
-        self._pages.give_back(self._slots[slot].pages)
+        row = self._slots[slot]
+        if self._shapes.drafted:
+            row.cached.ended.append(np.array(row.made, np.int32))
+        self._pages.give_back(row.pages)
         self._slots[slot] = None
 
     def _waits(self) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_kernels import runtime
 from qerl_jax.data import datasets
+from qerl_jax.generation.draft_control import Record
 from qerl_jax.rewards import scoring
 from qerl_jax.rl import grpo, rollouts
 
@@ -25,6 +26,7 @@ class Trace:
         started: Clock time at its start, in seconds.
         laps: Seconds spent in each phase.
         parked: How often a row left the device for a while, because the cache was full.
+        drafted: What drafts brought.
     """
 
     step: int
@@ -33,6 +35,7 @@ class Trace:
     started: float = dataclasses.field(default_factory=time.perf_counter)
     laps: dict[str, float] = dataclasses.field(default_factory=dict)
     parked: int = 0
+    drafted: Record = dataclasses.field(default_factory=Record)
 
     @property
     def extras(self) -> dict[str, Any]:
@@ -56,6 +59,10 @@ class Trace:
             if "peak_bytes_in_use" in stats
             else {}
         )
+        drafts = {
+            "drafts/accepted_per_call": self.drafted.accepted_per_call,
+            "drafts/speedup": self.drafted.speedup,
+        }
         return {
             **self._logged(),
             "step_time": sum(self.laps.values()),
@@ -64,6 +71,7 @@ class Trace:
             / self.laps["rollout"],
             "perf/update_tokens_per_second": learned.num_tokens / self.laps["update"],
             "perf/parked_rows": self.parked,
+            **{name: value for name, value in drafts.items() if value is not None},
             **peak,
         }
 

@@ -317,7 +317,7 @@ def _sample(
         if begin is not None:
             begin(row, text)
 
-    parked = run.sampler.engine.times_parked
+    parked, drafted = run.sampler.engine.times_parked, run.sampler.engine.drafted
     rollout = rollouts.collect(
         run.sampler,
         variables,
@@ -328,6 +328,7 @@ def _sample(
         on_text=on_text,
     )
     trace.parked += run.sampler.engine.times_parked - parked
+    trace.drafted += run.sampler.engine.drafted - drafted
     run.stop.poll_together()
     trace.lap("rollout")
     record = scoring.Record(len(rollout.texts))

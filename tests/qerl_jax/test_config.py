@@ -78,6 +78,7 @@ FULL = RunConfig(
         repetition_penalty=1.1,
         stop=("</answer>",),
         ignore_eos=True,
+        drafts="auto",
     ),
     grpo=GrpoConfig(
         loss_type="dr_grpo",

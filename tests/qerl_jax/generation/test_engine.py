@@ -12,7 +12,7 @@ import pytest
 
 from qerl_jax.config import LoraConfig
 from qerl_jax.generation import (
-    decoding,
+    decode_step,
     device_pool,
     engine,
     kv_capacity,
@@ -534,7 +534,7 @@ def of_each_device(function, *arrays):
 def test_of_devices_that_decode_together_all_take_the_first_ones_tokens():
     tokens = jnp.array([[1, 2, 3], [1, 5, 3]], jnp.int32)
     logps = jnp.array([[-1.5, -2.0, -0.0], [-1.5, -3.0, -0.1]])
-    found, their_logps = of_each_device(decoding.agreed, tokens, logps)
+    found, their_logps = of_each_device(decode_step.agreed, tokens, logps)
     np.testing.assert_array_equal(found, [tokens[0]] * 2)
     np.testing.assert_array_equal(their_logps, [logps[0]] * 2)
 
@@ -543,6 +543,6 @@ def test_of_devices_that_decode_together_all_take_the_first_ones_tokens():
 def test_devices_that_decode_together_share_out_the_scores(words):
     matrix = jax.random.normal(jax.random.key(0), (words, 8))
     hidden = jax.random.normal(jax.random.key(1), (3, 8))
-    scores = lambda model, _: decoding.scorer(model, matrix)(hidden)
+    scores = lambda model, _: decode_step.scorer(model, matrix)(hidden)
     found = of_each_device(scores, jnp.zeros(2))
     np.testing.assert_allclose(found, [layers.logits(hidden, matrix)] * 2, rtol=1e-6)

@@ -167,7 +167,7 @@ def test_a_device_that_runs_dry_takes_rows_that_wait_for_another():
         while schedule.next_prefill() is not None:
             pass
         schedule.copies()
-        if schedule.has_live():
+        if schedule.live:
             chunk = schedule.slots(with_history=False)
             done = schedule.harvest(
                 chunk.tables, chunk.tables, np.ones(2, int), np.zeros(2, bool), np.array([9]), None
@@ -189,3 +189,36 @@ def test_noise_of_rows_keeps_a_group_together_on_one_device():
     ]
     assert parted(None) == parted(shared) == [(0, 2), (2, 2)]
     assert parted(own) == [(0, 4)]
+
+
+def test_few_rows_know_what_their_group_has_said():
+    """Of completions that ended the last come last, cut to the room there is; other groups' are not there."""
+    draw = np.random.default_rng(0)
+    queue = [
+        QueuedPrompt(draw.integers(1, 9, 5).astype(np.int32), np.zeros((n, 2), np.uint32), 12)
+        for n in (4, 1)
+    ]
+    shapes = Shapes(4, 4, 5, 18, 4, 2, (8, 2), drafted=2, ended=10)
+    schedule = Schedule(shapes, 40, deal(queue))
+
+    def chunk(made, live):
+        while schedule.next_prefill() is not None:
+            pass
+        schedule.leaving()
+        slots = schedule.slots(with_history=False)
+        size = len(slots.live)
+        tokens = np.array(made)[:size, None] + np.arange(4)
+        live, lengths = np.array(live)[:size], np.full(size, 4)
+        schedule.harvest(tokens, np.zeros((size, 4)), lengths, live, np.array([-5]), None)
+        return slots
+
+    first = chunk([10, 20, 30, 40, 50, 0, 0, 0], [True, False, False, True, False] + [False] * 3)
+    assert first.texts is None and first.history is None
+    second = chunk([60, 70], [True, True])
+    assert second.texts.group.tolist() == [0, 0]
+    # 23 and what is behind it are those that ended last; of 20 ... 23 four tokens and the end fit.
+    assert second.texts.ended.tolist() == [[20, 21, 22, 23, -1, 30, 31, 32, 33, -1]] * 2
+    assert second.history[1, 5:10].tolist() == [40, 41, 42, 43, -1]
+    cut = schedule._slots[0].cached
+    assert cut.ended_texts(8).tolist() == [20, 21, -1, 30, 31, 32, 33, -1]
+    assert cut.ended_texts(4).tolist() == [30, 31, 32, -1] and cut.ended_texts(0).tolist() == []

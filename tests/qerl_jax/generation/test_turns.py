@@ -14,6 +14,7 @@ from qerl_jax.generation import sampling
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model import layers
 from qerl_jax.model.transformer import head
+from tests.qerl_jax.generation.test_drafts import drafting
 from tests.qerl_jax.generation.test_engine import WIDTH, make, policy, prompts
 
 # Ends of turns that random weights reach soon; a reply may hold one, which ends nothing.
@@ -74,6 +75,15 @@ def assert_same(actual, expected):
         assert a.tokens.tolist() == e.tokens.tolist() and a.ended == e.ended
         np.testing.assert_array_equal(a.given, e.given)
         np.testing.assert_allclose(a.logps, e.logps, atol=1e-5)
+
+
+@pytest.mark.parametrize("positions", [6, 40])
+def test_replies_are_run_several_tokens_at_a_time_where_there_are_drafts(rows, positions):
+    """A reply may be longer than a draft, and than the room of a step; what follows it is sampled."""
+    drafts = drafting(positions)
+    assert_same(sample(Turns(), drafts=drafts, chunk=12), rows)
+    long = [[9, 3, 10, 11, 12, 13, 14, 15, 16, 17, 9, 9, 10], [18]]
+    assert_same(sample(Turns(long), drafts=drafts, chunk=12), sample(Turns(long)))
 
 
 def test_turns_end_with_a_stop_and_replies_stand_between_them_as_they_were_given(rows):

@@ -1,0 +1,189 @@
+"""How many tokens of drafts to verify in a step, decided by the host between two chunks.
+
+The decision depends on the rows alone, and not on a clock: a run that is repeated makes the same steps again.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from qerl_jax.generation.draft_search import KINDS, LONGEST_MATCH, MOST, Outcome
+
+# Time of a decode step by its number of tokens, in units of a step of 8: measured with 32B on an H200, where more
+# tokens cost more than with smaller models.
+_PRICES = {8: 1.0, 16: 1.14, 32: 1.42, 64: 1.97, 128: 3.2}
+# What finding drafts, and writing keys before attention reads them, add to a step. Assumed, not measured.
+_OVERHEAD = 1.06
+# Tokens that a step may have with drafts. Each is a program to compile.
+_STEPS = (8, 16, 32, 64)
+# The most tokens of a group's ended completions in which drafts are looked for.
+MOST_ENDED = 1 << 15
+# What a step must gain over another one before it takes its place, and the tokens that must have been compared before.
+_GAIN, _EVIDENCE = 1.05, 32
+# How much of what earlier chunks have taught is left after another one; and what is believed before any: one right
+# token of so many.
+_KEPT, _BELIEF = 0.75, 4.0
+
+
+def price(tokens: int | float) -> float:
+    """Time of a step that runs so many tokens, in units of one that runs at most 8."""
+    return float(np.interp(tokens, [*_PRICES], [*_PRICES.values()]))
+
+
+class Control(Protocol):
+    """Decides about the drafts of one device's rows. The attributes count what has been done.
+
+    Attributes:
+        record: See `Record`.
+    """
+
+    record: "Record"
+
+    def positions(self, slots: int, live: int) -> int:
+        """Tokens that a step of the next chunk runs; 0 for one of each row, without drafts.
+
+        Args:
+            slots: Rows of the batch.
+            live: How many of them have not ended.
+        """
+        ...
+
+    def odds(self) -> np.ndarray:
+        """float32 [KINDS], the chance that a drafted token is right, by the kind of its match."""
+        ...
+
+    def learn(self, slots: int, positions: int, outcome: Outcome, tokens: int) -> None:
+        """Takes in what a chunk brought.
+
+        Args:
+            slots: Rows of its batch.
+            positions: What `positions` said for it.
+            outcome: What became of its drafts.
+            tokens: What all rows got.
+        """
+        ...
+
+
+@dataclasses.dataclass
+class Record:
+    """What drafts have brought.
+
+    Attributes:
+        rows: Rows of all steps with drafts together.
+        tokens: What they got.
+        time: What all steps took where drafts could be made, by `price`.
+        time_without: What they would have taken without drafts.
+    """
+
+    rows: int = 0
+    tokens: int = 0
+    time: float = 0.0
+    time_without: float = 0.0
+
+    def add(self, slots: int, positions: int, outcome: Outcome, tokens: int) -> None:
+        """Takes in a chunk; arguments as for `Control.learn`."""
+        calls, rows = int(outcome.calls), int(outcome.rows)
+        if not rows:
+            return
+        if not positions:
+            self.time += calls * price(slots)
+            self.time_without += calls * price(slots)
+            return
+        self.rows += rows
+        self.tokens += tokens
+        self.time += calls * _OVERHEAD * price(positions)
+        # As many rows at a time as now, each getting one token.
+        self.time_without += tokens * calls / rows * price(slots)
+
+    def __add__(self, other: "Record") -> "Record":
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Record(*(a + b for a, b in pairs))
+
+    def __sub__(self, other: "Record") -> "Record":
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return Record(*(a - b for a, b in pairs))
+
+    @property
+    def accepted_per_call(self) -> float | None:
+        """Tokens that a row got from a step with drafts; None if there was none."""
+        return self.tokens / self.rows if self.rows else None
+
+    @property
+    def speedup(self) -> float | None:
+        """By what factor few rows were sampled faster than without drafts, as far as `price` knows; None without any."""
+        return self.time_without / self.time if self.time else None
+
+
+class Auto:
+    """Makes drafts where they are expected to pay by `price`, from what has become of drafts before.
+
+    It begins without drafts. Then some are made in each chunk and only compared, which costs next to nothing.
+    """
+
+    def __init__(self):
+        self.record = Record()
+        self._tried, self._right = np.zeros(KINDS), np.zeros(KINDS)
+        self._matches = np.zeros(LONGEST_MATCH + 1)
+        self._positions = 0
+
+    def odds(self) -> np.ndarray:
+        """See `Control`."""
+        return ((self._right + 1) / (self._tried + _BELIEF)).astype(np.float32)
+
+    def positions(self, slots: int, live: int) -> int:
+        """See `Control`."""
+        if not live or self._tried.sum() < _EVIDENCE:
+            self._positions = 0
+            return 0
+        rates = {n: self._expected(live, n) / (_OVERHEAD * price(n)) for n in _STEPS if n >= slots}
+        rates[0] = live / price(slots)
+        best = max(rates, key=rates.get)
+        if rates[best] > _GAIN * rates.get(self._positions, 0):
+            self._positions = best
+        return self._positions
+
+    def learn(self, slots: int, positions: int, outcome: Outcome, tokens: int) -> None:
+        """See `Control`."""
+        self.record.add(slots, positions, outcome, tokens)
+        for held, new in (
+            (self._tried, outcome.tried),
+            (self._right, outcome.right),
+            (self._matches, outcome.matches),
+        ):
+            held *= _KEPT
+            held += new
+
+    def _expected(self, live: int, positions: int) -> float:
+        """Tokens that so many rows are expected to get from a step that runs so many tokens."""
+        odds, matches = self.odds(), np.arange(1, LONGEST_MATCH + 1)
+        behind = np.minimum(matches[:, None] + np.arange(MOST), LONGEST_MATCH)
+        chances = np.cumprod(odds[[[int(m).bit_length() for m in row] for row in behind]], axis=1)
+        rows = live * self._matches[1:] / max(1.0, self._matches.sum())
+        chances, rows = chances.ravel(), np.repeat(rows, MOST)
+        order = np.argsort(-chances, kind="stable")
+        # How much of each, the likeliest first, there is room for.
+        room = np.clip(positions - live - (np.cumsum(rows[order]) - rows[order]), 0, rows[order])
+        return live + float(room @ chances[order])
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafting:
+    """How an engine makes drafts.
+
+    Attributes:
+        control: Makes the `Control` of a device's rows.
+        most_rows: With more rows there are no drafts.
+        least_limit: Rows that may get fewer tokens have none either: compiling would take longer than drafts save.
+        most_positions: The most tokens that a step may run.
+    """
+
+    control: Callable[[], Control] = Auto
+    most_rows: int = 32
+    least_limit: int = 512
+    most_positions: int = _STEPS[-1]
+
+    def tokens_of_a_step(self, limit: int) -> int:
+        """The most tokens that a step may run where rows may get as many as the limit; 0 if there are no drafts then."""
+        return self.most_positions if limit >= self.least_limit else 0

@@ -1,0 +1,230 @@
+"""The loop that samples a chunk of tokens with drafts: a step runs a row's token and those that may follow it.
+
+A token is a function of (key, place) and of what comes before it. So each place of a draft is sampled with the place's
+own noise, and a drafted token is right if it is the one that is sampled there. What a row gets, the tokens up to and with
+the first that is no draft's, are those that it would get one by one: the distribution is exactly the same (the idea of
+speculative decoding, arXiv 2211.17192, in its form for a fixed source of randomness). Their log-probabilities are those
+of this step.
+
+A row's positions are rows of the step, over the same pages. Keys and values of tokens that are not accepted stay behind
+its end, where the next step writes over them.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import decode_attention
+from qerl_jax.generation import draft_search
+from qerl_jax.generation.decode_step import EngineSpec, drawer, extender, seen_in
+from qerl_jax.generation.draft_search import MOST
+from qerl_jax.generation.scheduler import Slots
+from qerl_jax.model import kv_cache, noise
+from qerl_jax.model.transformer import Transformer, head
+
+# The likelihood of a token that is given: it comes before all drafted ones.
+_GIVEN = 2.0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Loop:
+    """The state within a chunk: row b has sampled counts[b] tokens."""
+
+    counts: jax.Array
+    token: jax.Array
+    live: jax.Array
+    history: jax.Array
+    tokens: jax.Array
+    logps: jax.Array
+    entropies: jax.Array | None
+    seen: jax.Array | None
+    pool: tuple[jax.Array, jax.Array]
+    outcome: draft_search.Outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class _Positions:
+    """Which token of which row each of M positions runs.
+
+    Attributes:
+        row: int32 [M].
+        offset: int32 [M], tokens of the step before it in its row.
+        is_used: bool [M].
+        first: int32 [B], where a row's positions begin.
+    """
+
+    row: jax.Array
+    offset: jax.Array
+    is_used: jax.Array
+    first: jax.Array
+
+    @classmethod
+    def of(cls, counts: jax.Array, positions: int) -> "_Positions":
+        """Positions of rows one behind the other: counts[b] of row b."""
+        ends = jnp.cumsum(counts)
+        place = jnp.arange(positions)
+        row = jnp.minimum(jnp.sum(place[:, None] >= ends, axis=1), len(counts) - 1)
+        first = ends - counts
+        is_used = place < ends[-1]
+        return cls(row, jnp.where(is_used, place - first[row], 0), is_used, first)
+
+    def by_row(self, values: jax.Array) -> jax.Array:
+        """Values [M] as [B, MOST + 1]: those of a row's positions, and others behind them."""
+        at = self.first[:, None] + jnp.arange(MOST + 1)
+        return values[jnp.minimum(at, len(values) - 1)]
+
+
+def sample(
+    variables,
+    pool,
+    slots: Slots,
+    temperature,
+    stop_tokens,
+    model: Transformer,
+    spec: EngineSpec,
+    odds,
+    positions: int,
+):
+    """`decoding.decode` with drafts: `positions` tokens in a step, at least one of each row."""
+    chunk, rows = spec.chunk, len(slots.live)
+    every = jnp.arange(rows)[:, None]
+    row_keys = jax.random.wrap_key_data(slots.keys)
+    draw = drawer(model, variables, spec, temperature)
+    own_noise = noise.has_own(variables)
+    extend_all = None if own_noise else extender(model, variables, positions, None)
+    shares = (
+        decode_attention.supports_sharing(model.arch.num_heads, model.arch.num_kv_heads) is None
+    )
+    vocab, page_size = len(head(variables["frozen"])), pool[0].shape[3]
+
+    def unfinished(loop: _Loop):
+        return jnp.any(loop.live) & jnp.all(~loop.live | (loop.counts < chunk))
+
+    def step(loop: _Loop) -> _Loop:
+        ends, steps = slots.ends + loop.counts, slots.step + loop.counts
+        drafts, given = _drafts(slots, loop, ends)
+        is_given = given >= 0
+        chances = jnp.where(is_given[:, :MOST], _GIVEN, drafts.chances(odds))
+        # The last token that a row may take is sampled, and never drafted.
+        room = jnp.minimum(chunk - loop.counts, slots.limit - steps) - 1
+        is_possible = loop.live[:, None] & (jnp.arange(MOST) < room[:, None])
+        budget = positions - jnp.sum(loop.live)
+        drafted = draft_search.shares(jnp.where(is_possible, chances, 0), budget)
+        at = _Positions.of(jnp.where(loop.live, 1 + drafted, 0), positions)
+
+        inputs = jnp.concatenate([loop.token[:, None], drafts.tokens], axis=1)
+        its = lambda values: values[at.row]
+        cache = kv_cache.KVCache(
+            *loop.pool,
+            # A position out of use writes to page 0, and reads one slot of it.
+            tables=jnp.where(at.is_used[:, None], its(slots.tables), 0),
+            ends=jnp.where(at.is_used, its(ends) + at.offset, 0),
+            shared=jnp.where(at.is_used, its(ends) // page_size, 0) if shares else None,
+            together=True,
+        )
+        extend = extend_all or extender(model, variables, positions, its(slots.noise))
+        their_steps = its(steps) + at.offset
+        hidden, cache = extend(inputs[at.row, at.offset], cache, their_steps)
+        seen = None if loop.seen is None else _with_drafts(its(loop.seen), inputs, at)
+        found = draw(hidden, its(row_keys), their_steps, seen)
+        token, logp, entropy = (None if x is None else at.by_row(x) for x in found)
+
+        # [B, MOST + 1]: what a row's positions sampled, or were given.
+        token = jnp.where(is_given, given, token)
+        logp = jnp.where(is_given, 0, logp)
+        entropy = None if entropy is None else jnp.where(is_given, 0, entropy)
+        right = (token[:, :MOST] == drafts.tokens) & (jnp.arange(MOST) < drafted[:, None])
+        taken = 1 + jnp.sum(jnp.cumprod(right, axis=1), axis=1)
+        stops = jnp.isin(token, stop_tokens) & ~is_given & (jnp.arange(MOST + 1) < taken[:, None])
+        is_stopped = jnp.any(stops, axis=1)
+        taken = jnp.where(is_stopped, jnp.argmax(stops, axis=1) + 1, taken)
+        taken = jnp.where(loop.live, taken, 0)
+        is_taken = jnp.arange(MOST + 1) < taken[:, None]
+
+        def put(held, begin, new):
+            if held is None:
+                return None
+            places = jnp.where(is_taken, begin[:, None] + jnp.arange(MOST + 1), held.shape[1])
+            return held.at[every, places].set(new, mode="drop")
+
+        last = jnp.take_along_axis(token, jnp.maximum(taken - 1, 0)[:, None], axis=1)[:, 0]
+        # A draft that has ended and was right so far is compared once more, and wrong.
+        available = jnp.sum(drafts.tokens >= 0, axis=1)
+        compared = jnp.where(drafted == jnp.minimum(available, MOST), drafted + 1, drafted)
+        sampled = loop.live & ~is_given[:, 0]
+        return _Loop(
+            counts=loop.counts + taken,
+            token=jnp.where(loop.live, last, loop.token),
+            live=loop.live & ~is_stopped & (steps + taken < slots.limit),
+            history=put(loop.history, ends + 1, token),
+            tokens=put(loop.tokens, loop.counts, token),
+            logps=put(loop.logps, loop.counts, logp),
+            entropies=put(loop.entropies, loop.counts, entropy),
+            seen=None
+            if loop.seen is None
+            else loop.seen.at[every, jnp.where(is_taken, token, vocab)].set(True, mode="drop"),
+            pool=(cache.keys, cache.values),
+            outcome=loop.outcome
+            + dataclasses.replace(
+                draft_search.outcome(drafts, right, compared, sampled), rows=jnp.sum(loop.live)
+            ),
+        )
+
+    shape = (rows, chunk)
+    loop = jax.lax.while_loop(
+        unfinished,
+        step,
+        _Loop(
+            counts=jnp.zeros(rows, jnp.int32),
+            token=jnp.asarray(slots.token),
+            live=jnp.asarray(slots.live),
+            history=jnp.asarray(slots.history),
+            tokens=jnp.zeros(shape, jnp.int32),
+            logps=jnp.zeros(shape, jnp.float32),
+            entropies=jnp.zeros(shape, jnp.float32) if spec.entropies else None,
+            seen=seen_in(slots.history, spec, vocab),
+            pool=pool,
+            outcome=draft_search.Outcome.start(),
+        ),
+    )
+    moved = {
+        "ends": slots.ends + loop.counts,
+        "token": loop.token,
+        "step": slots.step + loop.counts,
+        "live": loop.live,
+        "history": loop.history,
+    }
+    if slots.given is not None:
+        # The host gives what is left of them to the chunk that follows.
+        moved["given"] = jnp.full_like(slots.given, -1)
+    brought = loop.tokens, loop.logps, loop.counts, loop.live, loop.entropies, loop.outcome
+    return loop.pool, brought, moved
+
+
+def _drafts(slots: Slots, loop: _Loop, ends: jax.Array) -> tuple[draft_search.Drafts, jax.Array]:
+    """What may come next, and the tokens that are given: int32 [B, MOST + 1], -1 where a token is sampled."""
+    found = draft_search.search(loop.history, ends + 1, slots.texts)
+    if slots.given is None:
+        return found, jnp.full((len(ends), MOST + 1), -1)
+    places = loop.counts[:, None] + jnp.arange(MOST + 1)
+    given = jnp.pad(slots.given, ((0, 0), (0, MOST + 1)), constant_values=-1)
+    given = jnp.take_along_axis(given, places, axis=1)
+    takes = given[:, 0] >= 0
+    tokens = jnp.where(takes[:, None], given[:, :MOST], found.tokens)
+    return draft_search.Drafts(jnp.where(takes, 0, found.match), tokens), given
+
+
+def _with_drafts(seen: jax.Array, inputs: jax.Array, at: _Positions) -> jax.Array:
+    """Which tokens each position has seen: those that its row had, and the drafted ones before it.
+
+    Args:
+        seen: bool [M, V].
+        inputs: int32 [B, MOST + 1], a row's token and its draft.
+        at: The positions.
+    """
+    tokens = inputs[at.row]
+    is_before = jnp.arange(tokens.shape[1]) <= at.offset[:, None]
+    place = jnp.arange(len(seen))[:, None]
+    return seen.at[place, jnp.where(is_before, tokens, seen.shape[1])].set(True, mode="drop")

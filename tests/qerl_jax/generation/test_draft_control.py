@@ -1,0 +1,110 @@
+"""Tests when drafts are made, and how many tokens of them."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from qerl_jax.generation import draft_control
+from qerl_jax.generation.draft_control import Auto, Record, price
+from qerl_jax.generation.draft_search import KINDS, LONGEST_MATCH, Outcome
+
+
+def outcome(odds, match=8, rows=8, calls=32, tried=100):
+    """A chunk in which all drafts had a match of one length, and a share of their tokens was right."""
+    kinds = np.arange(KINDS) > 0
+    matches = np.zeros(LONGEST_MATCH + 1, np.int32)
+    matches[match] = rows
+    right = np.round(kinds * tried * odds).astype(np.int32)
+    return Outcome(
+        (kinds * tried).astype(np.int32), right, matches, np.int32(calls), np.int32(rows * calls)
+    )
+
+
+def taught(*outcomes, slots=8, positions=0):
+    control = Auto()
+    for each in outcomes:
+        control.learn(slots, positions, each, int(each.rows))
+    return control
+
+
+def test_prices_are_the_measured_times_and_lines_between_them():
+    assert [price(n) for n in (1, 8, 32, 64)] == [1, 1, 1.42, 1.97]
+    assert price(24) == pytest.approx((1.14 + 1.42) / 2)
+
+
+def test_there_are_no_drafts_before_enough_tokens_were_compared():
+    assert Auto().positions(8, 8) == 0
+    assert taught(outcome(1.0, tried=4)).positions(8, 8) == 0
+    assert taught(*[outcome(1.0, tried=4)] * 4).positions(8, 8) > 0
+
+
+@pytest.mark.parametrize(
+    ("odds", "slots", "live", "positions"),
+    [
+        (0.02, 8, 8, 0),  # nothing is right
+        (0.5, 8, 8, 32),  # 16 tokens in 1.42
+        (0.95, 8, 8, 64),
+        (0.02, 8, 1, 0),
+        (0.3, 8, 1, 8),  # seven tokens beside the only row cost next to nothing
+        (0.5, 32, 32, 0),
+        (0.95, 32, 32, 64),
+        (0.95, 64, 64, 0),  # there is no room
+    ],
+)
+def test_a_step_has_as_many_tokens_as_pay(odds, slots, live, positions):
+    assert taught(*[outcome(odds)] * 4).positions(slots, live) == positions
+
+
+def test_rows_without_a_match_have_no_drafts_to_pay():
+    good, none = outcome(0.9), outcome(0.9, match=0)
+    assert taught(good).positions(8, 8) > 0
+    assert (
+        taught(*[dataclasses.replace(none, tried=good.tried, right=good.right)]).positions(8, 8)
+        == 0
+    )
+
+
+def test_a_step_changes_only_for_a_gain():
+    """Each number of tokens is a program to compile, and estimates waver."""
+    control = taught(*[outcome(0.5)] * 4)
+    assert control.positions(8, 8) == 32
+    now = control._positions
+    near = [
+        n for n in np.linspace(0.5, 0.95, 40) if taught(*[outcome(n)] * 4).positions(8, 8) != now
+    ]
+    turning = near[0]
+    for _ in range(6):
+        control.learn(8, 32, outcome(turning), 300)
+    assert control.positions(8, 8) == 32
+    for _ in range(6):
+        control.learn(8, 32, outcome(0.02), 256)
+    assert control.positions(8, 8) == 0
+
+
+def test_what_was_learned_is_forgotten_by_and_by():
+    control = taught(*[outcome(0.9)] * 3)
+    before = control.odds()
+    for _ in range(20):
+        control.learn(8, 32, outcome(0.1), 256)
+    assert before[-1] > 0.85 and control.odds()[-1] < 0.12 and control.odds().dtype == np.float32
+
+
+def test_the_record_counts_tokens_and_what_they_would_have_cost():
+    record = Record()
+    assert record.accepted_per_call is None and record.speedup is None
+    record.add(8, 0, outcome(0.5, calls=10), 80)
+    assert record.speedup == 1 and record.accepted_per_call is None
+    # 8 rows in 10 calls got 160 tokens: without drafts 20 calls.
+    drafted = Record()
+    drafted.add(8, 32, outcome(0.5, calls=10), 160)
+    assert drafted.accepted_per_call == 2
+    assert drafted.speedup == pytest.approx(20 / (10 * 1.42 * draft_control._OVERHEAD))
+    both = record + drafted
+    assert both.time_without == 30
+    rest = dataclasses.astuple(both - record)
+    assert rest == pytest.approx(dataclasses.astuple(drafted))
+    empty = dataclasses.replace(outcome(0.5), rows=np.int32(0), calls=np.int32(0))
+    before = dataclasses.astuple(both)
+    both.add(8, 32, empty, 0)
+    assert dataclasses.astuple(both) == before

@@ -1,0 +1,185 @@
+"""Tests that rows get the tokens with drafts that they get without."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.config import RolloutConfig
+from qerl_jax.generation import draft_control, engine
+from qerl_jax.generation.draft_control import Drafting
+from qerl_jax.generation.draft_search import KINDS
+from qerl_jax.generation.engine import Engine
+from qerl_jax.generation.stop_strings import StopStrings
+from qerl_jax.model import noise
+from qerl_jax.model.transformer import noise_shapes
+from tests.qerl_jax.generation import test_engine as plain
+from tests.qerl_jax.generation.test_engine import assert_same, prompts, run
+
+
+class Always:
+    """A control that asks for the same number of tokens in each step."""
+
+    def __init__(self, positions):
+        self.record, self._positions, self.said = draft_control.Record(), positions, []
+
+    def positions(self, slots, live):
+        return max(slots, self._positions)
+
+    def odds(self):
+        return np.linspace(0.2, 0.9, KINDS).astype(np.float32)
+
+    def learn(self, slots, positions, outcome, tokens):
+        self.record.add(slots, positions, outcome, tokens)
+
+
+def drafting(positions=24, **options):
+    return Drafting(
+        functools.partial(Always, positions), least_limit=1, most_positions=64, **options
+    )
+
+
+@functools.cache
+def free(limit=40, **options):
+    return run(prompts(limit=limit), **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("positions", [12, 64])
+def test_tokens_are_those_without_drafts(temperature, positions):
+    queue = prompts(limit=40)
+    expected = run(queue, temperature, chunk=16)
+    subject = plain.make(chunk=16, drafts=drafting(positions))
+    rows = {
+        row.row: (row.tokens.tolist(), row.logps.tolist(), row.ended)
+        for row in subject.completions(
+            plain.policy()[1], queue, temperature, max_prompt_length=plain.WIDTH
+        )
+    }
+    assert_same([rows[row] for row in range(len(rows))], expected)
+    drafted = subject.drafted
+    assert drafted.tokens == 400 and drafted.rows < 400
+    # At temperature 0 completions of one prompt are equal, and this policy repeats itself.
+    assert drafted.accepted_per_call > (1.4 if temperature == 0 and positions == 64 else 1)
+
+
+def test_rows_that_wait_and_rows_that_stop_are_those_without_drafts():
+    stops = plain.stops()
+    how = {"max_concurrent": 4, "stop_tokens": stops, "chunk": 5}
+    expected = run(prompts(limit=40), **how)
+    assert {ended for _, _, ended in expected} == {"stop", "length"}
+    assert_same(run(prompts(limit=40), drafts=drafting(), **how), expected)
+    tight = how | {"kv_cache_tokens": 130}
+    assert_same(run(prompts(limit=40), drafts=drafting(), **tight), expected)
+
+
+def test_a_stop_string_ends_a_row_as_without_drafts():
+    texts = lambda tokens: "".join(f"<{token}>" for token in tokens)
+    stops = StopStrings((texts(free()[0][0][6:8]),), texts)
+    expected = run(prompts(limit=40), stop_strings=stops)
+    assert_same(run(prompts(limit=40), drafts=drafting(), stop_strings=stops), expected)
+
+
+@pytest.mark.parametrize("penalty", [0.7, 1.3])
+def test_a_penalty_sees_the_drafted_tokens_before_each_place(penalty):
+    how = {"repetition_penalty": penalty, "temperature": 0.5, "chunk": 16}
+    expected = run(prompts(limit=30), **how)
+    assert_same(run(prompts(limit=30), drafts=drafting(64), **how), expected)
+
+
+def test_entropies_are_those_without_drafts():
+    def entropies(drafts):
+        spec = engine.EngineSpec(64, chunk=16, entropies=True)
+        subject = Engine(plain.policy()[0], spec, page_size=8, drafts=drafts)
+        rows = subject.completions(
+            plain.policy()[1], prompts(limit=30), 0.5, max_prompt_length=plain.WIDTH
+        )
+        return {row.row: row.entropies for row in rows}
+
+    expected, found = entropies(None), entropies(drafting(64))
+    for row, values in expected.items():
+        np.testing.assert_allclose(found[row], values, atol=1e-5)
+
+
+@pytest.mark.parametrize("per", ["group", "sequence", "token"])
+def test_noise_of_the_rows_own_is_that_without_drafts(per):
+    model, variables = plain.policy()
+    own = noise.row_noise(jax.random.key(3), 0.3, noise_shapes(model.arch), per)
+    queue = prompts(limit=20)
+    first = 0
+    for place, prompt in enumerate(queue):
+        numbers = first + np.arange(len(prompt.keys), dtype=np.int32)
+        if per == "group":
+            numbers = np.full(len(prompt.keys), place, np.int32)
+        first += len(prompt.keys)
+        object.__setattr__(prompt, "noise", numbers)
+    found = []
+    for drafts in None, drafting(64):
+        subject = plain.make(chunk=16, drafts=drafts)
+        rows = subject.completions(
+            variables | {"noise": own}, queue, 0.3, max_prompt_length=plain.WIDTH
+        )
+        by_row = {row.row: (row.tokens.tolist(), row.logps.tolist(), row.ended) for row in rows}
+        found.append([by_row[row] for row in range(len(by_row))])
+    assert_same(found[1], found[0])
+    assert_same(found[0], found[0])
+
+
+def test_without_compact_there_are_no_drafts():
+    """They would change the last bits of log-probabilities, which do not depend on other rows then."""
+    subject = plain.make(compact=False, drafts=drafting())
+    list(subject.stream(plain.policy()[1], prompts(limit=20), 1.0, max_prompt_length=plain.WIDTH))
+    assert subject.drafted == draft_control.Record()
+
+
+def test_short_and_many_rows_have_no_drafts():
+    for queue, options in (
+        (prompts(limit=20), {"most_rows": 4}),
+        (prompts(limit=20), {"least_limit": 21}),
+    ):
+        how = draft_control.dataclasses.replace(drafting(), **options)
+        subject = plain.make(drafts=how, compact=True)
+        stream = subject.stream(
+            plain.policy()[1], queue, 1.0, max_prompt_length=plain.WIDTH, max_concurrent=10
+        )
+        assert list(stream)
+        assert subject.drafted.rows == 0
+
+
+def test_a_config_makes_drafts_on_a_gpu_only(monkeypatch):
+    model = plain.policy()[0]
+    tokenizer = type("Tokenizer", (), {"num_tokens": 64, "stop_tokens": ()})
+    made = lambda drafts: Engine.of(model, tokenizer, RolloutConfig(drafts=drafts))._drafts
+    assert made("auto") is None
+    monkeypatch.setattr(engine.runtime, "platform", lambda: "gpu")
+    assert made("auto") == Drafting() and made("off") is None
+
+
+def test_ended_completions_are_looked_through_and_other_groups_too():
+    """At temperature 0 the completions of a prompt are equal: the second of two is known when it begins."""
+    queue = prompts(0, (5,), (2,), limit=40)
+    subject = plain.make(chunk=8, drafts=drafting(64))
+    one = {"max_prompt_length": plain.WIDTH, "max_concurrent": 1}
+    rows = list(subject.completions(plain.policy()[1], queue, 0.0, **one))
+    assert rows[0].tokens.tolist() == rows[1].tokens.tolist()
+    alone = plain.make(chunk=8, drafts=drafting(64))
+    list(alone.completions(plain.policy()[1], prompts(0, (5,), (1,), limit=40), 0.0, **one))
+    second = subject.drafted.rows - alone.drafted.rows
+    assert second <= alone.drafted.rows
+    assert second <= 8 + jnp.ceil(40 / 8)
+
+
+def test_the_control_begins_by_itself_where_drafts_come_true():
+    queue = prompts(0, (5, 9), (3, 2), limit=300)
+    subject = plain.make(chunk=8, drafts=Drafting(least_limit=1))
+    limits = {"max_prompt_length": plain.WIDTH}
+    rows = list(subject.completions(plain.policy()[1], queue, 0.0, **limits))
+    drafted = subject.drafted
+    assert drafted.accepted_per_call > 1.5 and drafted.speedup > 1
+    # It began without: some tokens came one by one.
+    assert drafted.tokens < 5 * 300
+    expected = run(queue, 0.0)
+    for row in rows:
+        assert row.tokens.tolist() == expected[row.row][0]
