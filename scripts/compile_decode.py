@@ -8,6 +8,7 @@ needs the packages of `.[cuda]`, but no card. It times no kernel; `scripts.bench
     python -m scripts.compile_decode --model qwen2.5-7b --rows 16 64
     python -m scripts.compile_decode --rows 64 --bases nvfp4 --profile    # profile of the host's time
     python -m scripts.compile_decode --bases nvfp4 mxfp4 nf4 --kernels portable    # needs `.[triton]` too
+    python -m scripts.compile_decode --rows 8 --bases nvfp4 --drafts 64   # steps of 64 tokens of 8 rows
     python -m scripts.compile_decode --model qwen2.5-32b --tensor 4   # the program of four that decode rows together
 """
 
@@ -55,15 +56,33 @@ def as_on_an_h200() -> Iterator[None]:
 
 
 def arguments(
-    name: str, base: str, rows: int, rank: int, device: Any, tensor: int = 1
+    name: str,
+    base: str,
+    rows: int,
+    rank: int,
+    device: Any,
+    tensor: int = 1,
+    positions: int | None = None,
 ) -> tuple[list, dict]:
-    """Shapes and static arguments of `engine.decode`; `device` is the sharding of arrays that are not divided."""
+    """Shapes and static arguments of `engine.decode`.
+
+    Args:
+        name: The model.
+        base: Format of its weights.
+        rows: Rows of the batch.
+        rank: Rank of LoRA.
+        device: The sharding of arrays that are not divided.
+        tensor: Devices that decode rows together.
+        positions: Tokens of a step with drafts; 0 for drafts that are only compared, None for none.
+    """
     import jax
     import jax.numpy as jnp
 
     from qerl_jax import sharding
     from qerl_jax.config import LoraConfig
     from qerl_jax.generation import device_pool
+    from qerl_jax.generation.draft_control import MOST_ENDED
+    from qerl_jax.generation.draft_search import KINDS, Texts
     from qerl_jax.generation.engine import EngineSpec
     from qerl_jax.generation.scheduler import Slots
     from qerl_jax.model import architecture, kv_cache
@@ -83,11 +102,15 @@ def arguments(
         **{field: numbers(rows) for field in ("ends", "token", "step", "limit")},
         live=jax.ShapeDtypeStruct((rows,), bool),
         keys=jax.ShapeDtypeStruct((rows, 2), jnp.uint32),
-        history=None,
+        history=None if positions is None else numbers(rows, TOKENS),
+        texts=None if positions is None else Texts(numbers(rows, MOST_ENDED), numbers(rows)),
     )
     temperature = jax.ShapeDtypeStruct((), jnp.float32)
     shapes = [{"frozen": frozen, "params": params}, pool, slots, temperature, numbers(8)]
     static = {"model": model, "spec": EngineSpec(min(151_665, arch.vocab_size))}
+    if positions is not None:
+        shapes.append(jax.ShapeDtypeStruct((KINDS,), jnp.float32))
+        static["positions"] = positions
     on_device = lambda x, at=device: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
     if tensor == 1:
         return jax.tree.map(on_device, shapes), static
@@ -161,6 +184,11 @@ def main() -> None:
     parser.add_argument(
         "--tensor", type=int, default=1, help="number of devices that decode rows together"
     )
+    parser.add_argument(
+        "--drafts",
+        type=int,
+        help="tokens of a step with drafts; 0 for drafts that are only compared",
+    )
     parser.add_argument("--kernels", default="auto", choices=["auto", "portable", "reference"])
     parser.add_argument(
         "--profile", action="store_true", help="print a profile of tracing and lowering"
@@ -191,7 +219,9 @@ def main() -> None:
     with as_on_an_h200():
         runtime.use_kernels(args.kernels)
         for base, rows in itertools.product(args.bases, args.rows):
-            shapes, traits = arguments(args.model, base, rows, args.rank, device, args.tensor)
+            shapes, traits = arguments(
+                args.model, base, rows, args.rank, device, args.tensor, args.drafts
+            )
             for name in ("packed", "dense") if base == "bfloat16" else ("packed",):
                 cells = report(getattr(engine.decode, name), shapes, traits, profile=args.profile)
                 print(f"| {base} | {rows} | {name} | {cells} |", flush=True)
