@@ -18,7 +18,7 @@ from qerl_jax.checked import ConfigError, require
 from qerl_jax.checkpoint import export as exports
 from qerl_jax.checkpoint import policy as sources
 from qerl_jax.checkpoint.policy import PolicySource
-from qerl_jax.config import BlockScales
+from qerl_jax.config import BlockScales, Drafts
 from qerl_jax.evaluation import benchmark
 from qerl_jax.memory import MemoryPlan
 from qerl_jax.quantization import quantizer
@@ -43,6 +43,7 @@ def evaluate(
     num_problems: int | None = None,
     output_dir: str | os.PathLike | None = None,
     max_concurrent: int = 128,
+    drafts: Drafts = "off",
     seed: int = 0,
     quiet: bool = False,
 ) -> dict[str, dict[str, Any]]:
@@ -79,6 +80,7 @@ def evaluate(
             means `eval/` of the run folder, else `evals/`, and in it a folder named by the policy and by the
             protocol, if one is given. Results of a policy that is not saved are not kept.
         max_concurrent: The most completions sampled at a time.
+        drafts: "auto" makes drafts where few completions are left (`rollout.drafts`); "off" makes none.
         seed: Random seed for sampling, and for arithmetic problems.
         quiet: Show nothing on the terminal.
 
@@ -92,6 +94,7 @@ def evaluate(
     """
     _check_sets(sets, path)
     require(max_concurrent >= 1, "max_concurrent", max_concurrent, "must be at least 1")
+    require(drafts in typing.get_args(Drafts), "drafts", drafts, 'must be "auto" or "off"')
     runtime.use_compilation_cache()
     loaded = policy if isinstance(policy, Policy) else None
     source = _source(policy)
@@ -127,6 +130,7 @@ def evaluate(
             folder,
             seed=seed,
             max_concurrent=max_concurrent,
+            drafts=drafts,
             log=_log(quiet),
             policy=loaded and _as_read(loaded),
             toolboxes=tools and tools.toolboxes,

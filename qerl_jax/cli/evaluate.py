@@ -7,7 +7,7 @@ from typing import Literal
 import qerl_jax
 from qerl_jax.checked import require
 from qerl_jax.cli.common import log, use_compilation_cache
-from qerl_jax.config import Dtype, Weights, load
+from qerl_jax.config import Drafts, Dtype, Weights, load
 
 
 def evaluate(
@@ -33,6 +33,7 @@ def evaluate(
     dtype: Dtype | None = None,
     output_dir: pathlib.Path | None = None,
     max_concurrent: int = 128,
+    drafts: Drafts = "off",
     seed: int = 0,
 ) -> None:
     """Measures how often a policy is right on sets of problems, with confidence intervals.
@@ -65,6 +66,7 @@ def evaluate(
         output_dir: Folder of the results. Absent means `eval/` of the run folder, else `evals/`, and in it a
             folder named by the policy and by the protocol, if one is given.
         max_concurrent: The most completions sampled at a time; fused decoding takes up to 128.
+        drafts: "auto" makes drafts where few completions are left (`rollout.drafts`); "off" makes none.
         seed: Random seed for sampling.
 
     Examples:
@@ -100,6 +102,7 @@ def evaluate(
         num_problems=num_problems,
         output_dir=folder,
         max_concurrent=max_concurrent,
+        drafts=drafts,
         seed=seed,
     )
     for each in summaries.values():

@@ -14,7 +14,7 @@ import numpy as np
 from pallas_kernels import runtime
 from qerl_jax.checked import from_table, is_seed, require, to_table
 from qerl_jax.checkpoint.policy import LoadedPolicy, PolicySource, load_policy
-from qerl_jax.config import DataConfig, EvalConfig, RunConfig
+from qerl_jax.config import DataConfig, Drafts, EvalConfig, RunConfig
 from qerl_jax.data import datasets
 from qerl_jax.evaluation import protocols
 from qerl_jax.evaluation.evaluator import Evaluator, protocol_of_run, reward_of, try_reward
@@ -103,6 +103,7 @@ def run(
     *,
     seed: int = 0,
     max_concurrent: int = 128,
+    drafts: Drafts = "off",
     log: Callable[[str], None] = lambda text: None,
     policy: LoadedPolicy | None = None,
     toolboxes: Toolboxes | None = None,
@@ -118,6 +119,7 @@ def run(
         folder: The folder of the results, made if it does not exist.
         seed: Random seed for sampling, and for arithmetic problems.
         max_concurrent: Most completions sampled at a time; fewer where they are long.
+        drafts: See `RolloutConfig`.
         log: Called with a line for every batch.
         policy: The policy of that source, where it is on the device already.
         toolboxes: Tools instead of those that protocols name, for protocols that name some.
@@ -159,7 +161,7 @@ def run(
     for each in opened:
         if len(each.progress.values) < len(each.problems):
             policy = policy or load_policy(source, seed)
-            _measure(policy, each, seed, max_concurrent, log)
+            _measure(policy, each, seed, max_concurrent, drafts, log)
         asked = {"name": each.name, "protocol": dataclasses.asdict(each.protocol)}
         summaries[each.name] = asked | summarize(each.progress.values)
         text = json.dumps(summaries[each.name], indent=2) + "\n"
@@ -187,7 +189,12 @@ def _judged(
 
 
 def _measure(
-    policy: LoadedPolicy, each: _Set, seed: int, max_concurrent: int, log: Callable[[str], None]
+    policy: LoadedPolicy,
+    each: _Set,
+    seed: int,
+    max_concurrent: int,
+    drafts: Drafts,
+    log: Callable[[str], None],
 ) -> None:
     """Adds the records of the problems that have none yet."""
     arch, problems, values = policy.model.arch, each.problems, each.progress.values
@@ -218,6 +225,7 @@ def _measure(
         key=jax.random.key(seed),
         max_concurrent=rows,
         tools=tools,
+        drafts=drafts,
     )
     for records in evaluator.records(policy.variables, len(values)):
         each.progress.add(records)

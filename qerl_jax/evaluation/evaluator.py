@@ -10,7 +10,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from qerl_jax.config import RunConfig
+from qerl_jax.config import Drafts, RunConfig
 from qerl_jax.data import answers, datasets, verl_answers
 from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.evaluation.protocols import Protocol
@@ -83,6 +83,7 @@ class Evaluator:
         max_concurrent: int | None,
         tools: Tools | None = None,
         replicas: Replicas = Replicas(),
+        drafts: Drafts = "off",
         **cache: Any,
     ) -> Self:
         """Builds an evaluator that samples as a protocol says.
@@ -100,6 +101,7 @@ class Evaluator:
             max_concurrent: Rows sampled at a time; None means all of a batch.
             tools: What the policy may call.
             replicas: The devices that sample.
+            drafts: See `RolloutConfig`.
             **cache: `compact`, `kv_cache_tokens`, `kv_cache_fraction` and `poll` of `Engine`.
         """
         how = SamplingParams(
@@ -107,6 +109,7 @@ class Evaluator:
             top_p=protocol.top_p,
             min_p=protocol.min_p,
             stop=protocol.stop or (),
+            drafts=drafts,
         )
         sampler = rollouts.Sampler(
             rollouts.engine_of(Engine.of(model, tokenizer, how, **cache), replicas),
@@ -135,7 +138,7 @@ class Evaluator:
     ) -> Self | None:
         """Builds the evaluator of a run's `[eval]` section; None where there is none.
 
-        Batches, cache and stop strings are those of a rollout.
+        Batches, cache, drafts and stop strings are those of a rollout.
 
         Args:
             cfg: The run.
@@ -170,6 +173,7 @@ class Evaluator:
             max_concurrent=cfg.rollout.max_concurrent,
             tools=tools,
             replicas=replicas,
+            drafts=cfg.rollout.drafts,
             compact=cfg.rollout.compact,
             kv_cache_tokens=cfg.rollout.kv_cache_tokens,
             kv_cache_fraction=cfg.rollout.kv_cache_fraction,

@@ -20,6 +20,7 @@ from qerl_jax.api import settings
 from qerl_jax.checked import ConfigError
 from qerl_jax.checkpoint import peft
 from qerl_jax.data.datasets import Problem
+from qerl_jax.generation.engine import Engine
 from qerl_jax.rewards.scoring import RewardError
 from qerl_jax.tracking import logger
 
@@ -343,6 +344,7 @@ def test_without_the_adapter_log_probabilities_are_those_of_the_base(run, policy
         (lambda p: qerl_jax.load(lora=8), "lora: got 8; must be a LoraConfig"),
         (lambda p: qerl_jax.load(max_concurrent=0), "max_concurrent: got 0; must be at least 1"),
         (lambda p: qerl_jax.evaluate(p), 'sets: got none; give at least one, such as "gsm8k"'),
+        (lambda p: qerl_jax.evaluate(p, "gsm8k", drafts=True), "drafts: got True; must be"),
         (lambda p: qerl_jax.evaluate(p, ROWS), "must be the name of a set, or a file"),
         (lambda p: qerl_jax.export(p, "x"), "must come from a run as it was trained"),
         (lambda p: qerl_jax.quantize("qerl-tiny", "x", method="hqq"), "method: got 'hqq'; must"),
@@ -382,6 +384,20 @@ def test_a_fresh_adapter_changes_nothing_yet(policy):
 
 
 # The jobs
+
+
+def test_an_evaluation_makes_drafts_as_it_is_told(policy, tmp_path, monkeypatch):
+    told, made = [], Engine.of.__func__
+    monkeypatch.setattr(
+        Engine,
+        "of",
+        classmethod(lambda *a, **options: told.append(a[3].drafts) or made(*a, **options)),
+    )
+    options = {"samples": 1, "max_tokens": 2, "num_problems": 1, "quiet": True}
+    for drafts in ("auto", "off"):
+        folder = tmp_path / drafts
+        qerl_jax.evaluate(policy, "arithmetic", **options, drafts=drafts, output_dir=folder)
+    assert told == ["auto", "off"]
 
 
 @pytest.mark.slow
