@@ -31,6 +31,7 @@ from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.generation import device_pool, draft_control, kv_capacity, sampling
 from qerl_jax.generation.decoding import EngineSpec, decode, prefill
 from qerl_jax.generation.draft_control import MOST_ENDED, Drafting
+from qerl_jax.generation.recall import Recall
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.generation.scheduler import (
     QueuedPrompt,
@@ -107,6 +108,7 @@ class Engine:
         # A number for each schedule that was run, for several threads may run one each.
         self._parked: list[int] = []
         self._drafted: list[draft_control.Record] = []
+        self._recall = Recall()
 
     @property
     def times_parked(self) -> int:
@@ -266,11 +268,20 @@ class Engine:
             sizes=batch_sizes(slots) if self._compact else (slots,),
             shares=self._shares(prompts),
             drafted=drafts.most_rows if positions else 0,
-            ended=min(max(len(each.keys) for each in prompts) * (limit + 1), MOST_ENDED),
+            # Of the round before and of this one.
+            ended=min(2 * max(len(each.keys) for each in prompts) * (limit + 1), MOST_ENDED),
         )
+        ended = {}
+        if positions:
+            recalled = self._recall.completions
+            prompts = [dataclasses.replace(p, earlier=recalled(p.tokens)) for p in prompts]
+            ended["ended"] = functools.partial(self._recall.add, self._recall.begin())
         num_pages = self._num_pages(demand.pages(slots), capacity(slots), prompts)
         hands = deal(prompts, places, lengths).of(own)
-        return [Schedule(shapes, num_pages, hands, turns, place=place) for place in range(len(own))]
+        return [
+            Schedule(shapes, num_pages, hands, turns, place=place, **ended)
+            for place in range(len(own))
+        ]
 
     def _shares(self, prompts: Sequence[QueuedPrompt]) -> bool:
         """Whether attention reads the pages of a prompt once for several of its rows."""

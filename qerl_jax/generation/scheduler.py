@@ -39,12 +39,14 @@ class QueuedPrompt:
         limit: Most tokens of each completion.
         noise: int32 [G], the number of each completion's noise where rows have their own; the prompt
             runs under that of the first. See `model.noise.RowNoise`.
+        earlier: Completions of the prompt that are known from before, int32 [n] each, for drafts.
     """
 
     tokens: np.ndarray
     keys: np.ndarray
     limit: int
     noise: np.ndarray | None = None
+    earlier: Sequence[np.ndarray] = ()
 
 
 # What answers a row whose turn has ended, by the row's number and its tokens so far: None where the row
@@ -181,7 +183,7 @@ def batch_sizes(slots: int) -> tuple[int, ...]:
 
 @dataclasses.dataclass(eq=False)
 class _Cached:
-    """A prompt, the pages that hold it until the last of its rows has begun, and its completions that have ended."""
+    """A prompt, the pages that hold it until the last of its rows has begun, and its completions that have ended here."""
 
     prompt: QueuedPrompt
     first_row: int
@@ -195,9 +197,9 @@ class _Cached:
         return len(self.prompt.tokens) - 1
 
     def ended_texts(self, most: int) -> np.ndarray:
-        """int32 [n], completions that have ended, a -1 behind each; as much of the last ones as fits into `most`."""
+        """int32 [n], completions that are known, a -1 behind each; as much of the last ones as fits into `most`."""
         texts: list[np.ndarray] = [np.zeros(0, np.int32)]
-        for text in reversed(self.ended):
+        for text in (*reversed(self.ended), *reversed(self.prompt.earlier)):
             room = most - sum(map(len, texts))
             if room <= 1:
                 break
@@ -294,6 +296,7 @@ class Schedule:
         turns: TurnTaker | None = None,
         *,
         place: int = 0,
+        ended: Callable[[np.ndarray, np.ndarray], None] = lambda prompt, completion: None,
     ):
         """Begins nothing.
 
@@ -303,9 +306,10 @@ class Schedule:
             hands: Prompts that wait, from `deal`, here and on other devices.
             turns: Answers rows whose turn has ended.
             place: Whose hand is the schedule's own.
+            ended: Is told each prompt and completion that have ended, where there are drafts.
         """
         self.num_pages = num_pages
-        self._turns = turns
+        self._turns, self._ended = turns, ended
         self._shapes, self._pages = shapes, Pages(num_pages)
         self._hands, self._place = hands, place
         self._ready: collections.deque[_Row] = collections.deque()
@@ -550,6 +554,7 @@ class Schedule:
         row = self._slots[slot]
         if self._shapes.drafted:
             row.cached.ended.append(np.array(row.made, np.int32))
+            self._ended(row.cached.prompt.tokens, row.cached.ended[-1])
         self._pages.give_back(row.pages)
         self._slots[slot] = None
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from qerl_jax.config import RolloutConfig
-from qerl_jax.generation import draft_control, engine
+from qerl_jax.generation import draft_control, engine, recall
 from qerl_jax.generation.draft_control import Drafting
 from qerl_jax.generation.draft_search import KINDS
 from qerl_jax.generation.engine import Engine
@@ -183,3 +183,35 @@ def test_the_control_begins_by_itself_where_drafts_come_true():
     expected = run(queue, 0.0)
     for row in rows:
         assert row.tokens.tolist() == expected[row.row][0]
+
+
+def test_a_prompt_that_comes_again_is_drafted_from_what_it_was_answered():
+    """With the same keys and policy the second round says the same."""
+    queue, subject = prompts(limit=40), plain.make(chunk=16, drafts=drafting(64))
+    rounds = []
+    for _ in range(2):
+        before = subject.drafted
+        rows = subject.completions(plain.policy()[1], queue, 1.0, max_prompt_length=plain.WIDTH)
+        rounds.append(
+            ({row.row: row.tokens.tolist() for row in rows}, (subject.drafted - before).rows)
+        )
+    (first, steps), (second, fewer) = rounds
+    assert first == second and fewer < steps / 3
+
+
+def test_a_recall_keeps_the_last_round_of_each_prompt_and_forgets_the_oldest():
+    prompts_, texts = [np.array([n], np.int32) for n in range(3)], np.arange(12, dtype=np.int32)
+    subject = recall.Recall(most_tokens=9)
+    said = lambda n: [text.tolist() for text in subject.completions(prompts_[n])]
+    first = subject.begin()
+    subject.add(first, prompts_[0], texts[:2])
+    subject.add(first, prompts_[1], texts[:3])
+    subject.add(first, prompts_[0], texts[2:4])
+    assert said(0) == [[0, 1], [2, 3]] and said(1) == [[0, 1, 2]] and said(2) == []
+    second = subject.begin()
+    subject.add(second, prompts_[0], texts[5:9])
+    assert said(0) == [[5, 6, 7, 8]] and said(1) == [[0, 1, 2]]
+    subject.add(second, prompts_[2], texts[:4])
+    assert said(1) == [] and said(0) == [[5, 6, 7, 8]] and said(2) == [[0, 1, 2, 3]]
+    subject.add(second, prompts_[2], texts)
+    assert said(0) == said(2) == []

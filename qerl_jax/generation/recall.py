@@ -1,0 +1,57 @@
+"""What each prompt's completions were when it was last sampled: where drafts are looked for in later epochs."""
+
+import collections
+import threading
+
+import numpy as np
+
+# Tokens that are kept; the completions that were sampled longest ago go first.
+_MOST_TOKENS = 1 << 25
+
+
+class Recall:
+    """Completions by prompt, of one round of sampling each. Several devices may add to a round at the same time.
+
+    Args:
+        most_tokens: Tokens of completions that are kept.
+    """
+
+    def __init__(self, most_tokens: int = _MOST_TOKENS):
+        self._most, self._held, self._rounds = most_tokens, 0, 0
+        # The round and its completions, by the bytes of a prompt's tokens; those of the last round come last.
+        self._texts: collections.OrderedDict[bytes, tuple[int, list[np.ndarray]]] = (
+            collections.OrderedDict()
+        )
+        self._lock = threading.Lock()
+
+    def begin(self) -> int:
+        """Begins a round, and returns its number."""
+        with self._lock:
+            self._rounds += 1
+            return self._rounds
+
+    def completions(self, prompt: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The completions of a prompt, int32 [n] each, in the order in which they ended."""
+        with self._lock:
+            return tuple(self._texts.get(prompt.tobytes(), (0, ()))[1])
+
+    def add(self, number: int, prompt: np.ndarray, completion: np.ndarray) -> None:
+        """Adds a completion. The first of a round takes the place of those of rounds before.
+
+        Args:
+            number: The round's number.
+            prompt: int32 [T].
+            completion: int32 [n].
+        """
+        key = prompt.tobytes()
+        with self._lock:
+            of_round, texts = self._texts.pop(key, (number, []))
+            if of_round != number:
+                self._held -= sum(map(len, texts))
+                texts = []
+            texts.append(completion)
+            self._texts[key] = number, texts
+            self._held += len(completion)
+            while self._held > self._most:
+                _, (_, dropped) = self._texts.popitem(last=False)
+                self._held -= sum(map(len, dropped))
