@@ -13,6 +13,9 @@ from qerl_jax.generation.scheduler import Slots
 from qerl_jax.model import kv_cache, noise
 from qerl_jax.model.transformer import Transformer, head
 
+# Every so many tokens of a chunk without drafts one is made, and compared.
+_COMPARED = 8
+
 
 @program("model")
 def prefill(variables, pool, tokens, tables, numbers=None, *, model: Transformer):
@@ -83,10 +86,6 @@ def _sample(
     row_keys = jax.random.wrap_key_data(slots.keys)
     extend = extender(model, variables, len(rows), slots.noise)
     draw = drawer(model, variables, spec, temperature)
-    drafts = None
-    if slots.texts is not None:
-        # Drafts that are only compared with what is sampled, for the host to learn whether they would pay.
-        drafts = draft_search.search(slots.history, slots.ends + 1, slots.texts)
     shape = (len(rows), chunk)
     loop = _Loop(
         count=jnp.int32(0),
@@ -151,18 +150,30 @@ def _sample(
             jnp.asarray(slots.history).at[rows[:, None], places].set(made, mode="drop")
         )
     outcome = None
-    if drafts is not None:
-        outcome = _compared(drafts, slots, loop)
+    if slots.texts is not None:
+        outcome = _compared(slots, loop, moved["history"])
     brought = loop.tokens, loop.logps, loop.lengths, loop.live, loop.entropies, outcome
     return loop.pool, brought, moved
 
 
-def _compared(drafts: draft_search.Drafts, slots: Slots, loop: _Loop) -> draft_search.Outcome:
-    """What would have become of drafts made before a chunk."""
-    most = draft_search.MOST
-    live = slots.live
-    if slots.given is not None:
-        live = live & (slots.given[:, 0] < 0)
-    made = jnp.pad(loop.tokens[:, :most], ((0, 0), (0, max(0, most - loop.tokens.shape[1]))))
-    outcome = draft_search.outcome(drafts, drafts.tokens == made, loop.lengths, live)
-    return dataclasses.replace(outcome, calls=loop.count, rows=jnp.sum(loop.lengths))
+def _compared(slots: Slots, loop: _Loop, history: jax.Array) -> draft_search.Outcome:
+    """What would have become of drafts at some places of a chunk, for the host to learn whether drafts would pay.
+
+    Args:
+        slots: The rows before the chunk.
+        loop: The rows after it.
+        history: int32 [B, T], their tokens after it.
+    """
+    chunk = loop.tokens.shape[1]
+    made = jnp.pad(loop.tokens, ((0, 0), (0, draft_search.MOST)))
+    found = draft_search.Outcome.start()
+    for place in range(0, chunk, _COMPARED):
+        lengths = slots.ends + 1 + place
+        is_known = jnp.arange(history.shape[1]) < lengths[:, None]
+        drafts = draft_search.search(jnp.where(is_known, history, -1), lengths, slots.texts)
+        right = drafts.tokens == made[:, place : place + draft_search.MOST]
+        live = slots.live & (loop.lengths > place)
+        if slots.given is not None:
+            live = live & (slots.given[:, place] < 0)
+        found += draft_search.outcome(drafts, right, loop.lengths - place, live)
+    return dataclasses.replace(found, calls=loop.count, rows=jnp.sum(loop.lengths))

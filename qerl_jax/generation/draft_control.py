@@ -119,7 +119,8 @@ class Record:
 class Auto:
     """Makes drafts where they are expected to pay by `price`, from what has become of drafts before.
 
-    It begins without drafts. Then some are made in each chunk and only compared, which costs next to nothing.
+    It begins without drafts. Without them some are made in each chunk and only compared, which costs next to nothing.
+    What it knows of one rollout it uses in the next.
     """
 
     def __init__(self):

@@ -107,7 +107,8 @@ class Engine:
         self._itemsize = jnp.dtype(model.dtype).itemsize
         # A number for each schedule that was run, for several threads may run one each.
         self._parked: list[int] = []
-        self._drafted: list[draft_control.Record] = []
+        # By the number of the device, for each has rows of its own.
+        self._controls: dict[int, draft_control.Control] = {}
         self._recall = Recall()
 
     @property
@@ -117,8 +118,9 @@ class Engine:
 
     @property
     def drafted(self) -> draft_control.Record:
-        """What drafts have brought, over all rows that were sampled to their end."""
-        return sum(self._drafted, draft_control.Record())
+        """What drafts have brought so far."""
+        records = [control.record for control in self._controls.values()]
+        return sum(records, draft_control.Record())
 
     @classmethod
     def of(
@@ -333,7 +335,7 @@ class Engine:
         where = NamedSharding(leaf.sharding.mesh, PartitionSpec()) if others else device
         pool = device_pool.made(self._model, schedule.num_pages, self._page_size, device, where)
         traits = {"model": self._model, "spec": self._spec}
-        control = self._drafts.control() if schedule.has_drafts else None
+        control = self._control(schedule)
         odds, positions, chunks = None, 0, collections.deque()
         while schedule.unfinished():
             poll()
@@ -388,8 +390,14 @@ class Engine:
                 *brought, self._stop_tokens, self._stop_strings, entropies=entropies
             )
         self._parked.append(schedule.times_parked)
-        if control is not None:
-            self._drafted.append(control.record)
+
+    def _control(self, schedule: Schedule) -> draft_control.Control | None:
+        """Decides about drafts of a schedule's rows, by what has become of drafts on its device before."""
+        if not schedule.has_drafts:
+            return None
+        if schedule.place not in self._controls:
+            self._controls[schedule.place] = self._drafts.control()
+        return self._controls[schedule.place]
 
     def _num_pages(self, wanted: int, tokens: int | None, prompts: Sequence[QueuedPrompt]) -> int:
         """Pages of the pool, scratch included: what is wanted, or what its capacity allows."""

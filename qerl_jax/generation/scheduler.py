@@ -311,7 +311,7 @@ class Schedule:
         self.num_pages = num_pages
         self._turns, self._ended = turns, ended
         self._shapes, self._pages = shapes, Pages(num_pages)
-        self._hands, self._place = hands, place
+        self._hands, self.place = hands, place
         self._ready: collections.deque[_Row] = collections.deque()
         self._slots: list[_Row | None] = [None] * shapes.sizes[0]
         self._copies: list[tuple[int, int]] = []
@@ -365,7 +365,7 @@ class Schedule:
         self._admit()
         if self._ready or self._parked or not self._hands.any() or all(self._slots):
             return None
-        chosen = self._hands.take(self._place, self._choose)
+        chosen = self._hands.take(self.place, self._choose)
         if not chosen:
             return None
         bucket, together = self._prefill_shape(chosen[0])

@@ -10,11 +10,12 @@ import pytest
 from qerl_jax.config import RolloutConfig
 from qerl_jax.generation import draft_control, engine, recall
 from qerl_jax.generation.draft_control import Drafting
-from qerl_jax.generation.draft_search import KINDS
+from qerl_jax.generation.draft_search import KINDS, MOST
 from qerl_jax.generation.engine import Engine
 from qerl_jax.generation.stop_strings import StopStrings
 from qerl_jax.model import noise
 from qerl_jax.model.transformer import noise_shapes
+from tests.qerl_jax.generation import test_draft_search as search_tests
 from tests.qerl_jax.generation import test_engine as plain
 from tests.qerl_jax.generation.test_engine import assert_same, prompts, run
 
@@ -215,3 +216,45 @@ def test_a_recall_keeps_the_last_round_of_each_prompt_and_forgets_the_oldest():
     assert said(1) == [] and said(0) == [[5, 6, 7, 8]] and said(2) == [[0, 1, 2, 3]]
     subject.add(second, prompts_[2], texts)
     assert said(0) == said(2) == []
+
+
+class Watch(Always):
+    """A control that makes no drafts, and keeps what became of those that were only compared."""
+
+    def positions(self, slots, live):
+        return 0
+
+    def learn(self, slots, positions, outcome, tokens):
+        self.said.append(outcome)
+
+
+def test_drafts_that_are_only_compared_know_nothing_of_what_follows():
+    """Counted again in Python, row by row and place by place."""
+    control, chunk = Watch(0), 16
+    queue = prompts(0, (5, 9), (3, 2), limit=4 * chunk)
+    how = Drafting(lambda: control, least_limit=1)
+    subject = plain.make(chunk=chunk, drafts=how)
+    rows = subject.completions(plain.policy()[1], queue, 0.0, max_prompt_length=plain.WIDTH)
+    said = {row.row: row.tokens.tolist() for row in rows}
+    starts = [prompt.tokens.tolist() for prompt in queue for _ in prompt.keys]
+    group, ended = [0, 0, 0, 1, 1], [[]] * 5
+    for number, outcome in enumerate(control.said):
+        tried, right, matches = np.zeros(KINDS, int), np.zeros(KINDS, int), np.zeros(9, int)
+        for place in (0, 8):
+            begin = chunk * number + place
+            texts = [start + said[row][:begin] for row, start in enumerate(starts)]
+            for row, (match, draft) in enumerate(search_tests.expected(texts, ended, group)):
+                matches[match] += 1
+                truth = said[row][begin : chunk * (number + 1)][:MOST]
+                draft = draft + [-1] * (MOST - len(draft))
+                for i, token in enumerate(truth if match else []):
+                    kind = min(match + i, 8).bit_length()
+                    tried[kind] += 1
+                    right[kind] += token == draft[i]
+                    if token != draft[i]:
+                        break
+        assert outcome.tried.tolist() == tried.tolist()
+        assert outcome.right.tolist() == right.tolist()
+        assert outcome.matches.tolist() == matches.tolist()
+        assert (int(outcome.calls), int(outcome.rows)) == (chunk, 5 * chunk)
+    assert len(control.said) == 4 and right.sum() > 0

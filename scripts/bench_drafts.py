@@ -1,0 +1,248 @@
+"""Measures what drafts bring to sampling: `python -m scripts.bench_drafts`.
+
+A policy samples completions of real prompts, with a fixed number of rows at a time, without drafts and with them. Each
+arm runs twice untimed, for its programs to compile, and then so often as asked, arms in turn. Tokens must be the same;
+where rounding makes them differ, the table says in how many rows, and by how much log-probabilities differ before.
+"again" has sampled the same prompts before, with other keys, as in a later epoch.
+
+    python -m scripts.bench_drafts --model smollm2 --adapter runs/short --rows 8 16 32
+    python -m scripts.bench_drafts --model smollm2 --prompts gsm8k.jsonl --temperature 0.6 --limit 512 --rows 8 16
+    python -m scripts.bench_drafts --prices 7b --rows 8       # milliseconds of a step by its number of tokens
+    python -m scripts.bench_drafts --least-limit 1 --limit 64 --rows 4 --prompts 2   # a trial on a CPU
+
+It prints for each number of rows: tokens per second, also relative to no drafts; tokens per row and step with drafts;
+and the speedup that prices predict (`drafts/speedup`). With --prices the weights are random and no draft is right: a
+step of 8 rows then runs as many tokens as asked, most of them for nothing. Its time, relative to a step without drafts,
+is what `draft_control` calls a price. The program ends itself after --seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import statistics
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+ARMS = ("off", "auto", "again")
+STEPS = (0, 8, 16, 32, 64)
+
+
+@dataclasses.dataclass
+class Fixed:
+    """A control (`draft_control.Control`) that asks for the same number of tokens in each step."""
+
+    tokens: int
+    record: Any
+
+    def positions(self, slots: int, live: int) -> int:
+        return self.tokens
+
+    def odds(self) -> np.ndarray:
+        from qerl_jax.generation.draft_search import KINDS
+
+        return np.ones(KINDS, np.float32)
+
+    def learn(self, slots: int, positions: int, outcome: Any, tokens: int) -> None:
+        self.record.add(slots, positions, outcome, tokens)
+
+
+def watchdog(seconds: float) -> None:
+    """Ends this process after some time, whatever it waits for."""
+
+    def end():
+        print(f"ended after {seconds:.0f} s", flush=True)
+        os._exit(3)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+
+
+def prompts_of(args: argparse.Namespace) -> list[Any]:
+    """The questions: of a file of {"prompt"} or {"question"}, or so many sums in words."""
+    if not args.prompts.isdigit():
+        rows = [json.loads(line) for line in pathlib.Path(args.prompts).open()]
+        asked = [row.get("prompt") or row["question"] for row in rows[: args.groups]]
+        return [[{"role": "user", "content": text}] for text in asked]
+    from qerl_jax.config import DataConfig
+    from qerl_jax.data import datasets
+
+    data = DataConfig(dataset="arithmetic", num_problems=int(args.prompts))
+    return [problem.prompt for problem in datasets.from_config(data, split="train", seed=0)]
+
+
+def queue_of(ids: list[list[int]], args: argparse.Namespace, seed: int) -> list[Any]:
+    """The prompts with keys for each completion."""
+    from qerl_jax.generation.scheduler import QueuedPrompt
+
+    draw = np.random.default_rng(seed)
+    keys = lambda: draw.integers(0, 2**32, (args.generations, 2), np.uint32)
+    return [QueuedPrompt(np.array(each, np.int32), keys(), args.limit) for each in ids]
+
+
+def sampled(
+    engine: Any, variables: Any, queue: list, rows: int, temperature: float, longest: int
+) -> tuple[float, dict]:
+    """Seconds, and the rows by number; `longest`, the most tokens of a row, determines what is compiled."""
+    width = longest - max(prompt.limit for prompt in queue)
+    limits = {"max_prompt_length": width, "max_concurrent": rows}
+    begin = time.perf_counter()
+    found = list(engine.completions(variables, queue, temperature, **limits))
+    return time.perf_counter() - begin, {row.row: row for row in found}
+
+
+def differences(found: dict, expected: dict) -> dict[str, float]:
+    """How many rows have other tokens, and how far log-probabilities are apart before they differ."""
+    other, apart = 0, 0.0
+    for number, row in expected.items():
+        a, b = found[number], row
+        size = min(len(a.tokens), len(b.tokens))
+        unlike = np.flatnonzero(a.tokens[:size] != b.tokens[:size])
+        alike = unlike[0] if len(unlike) else size
+        other += bool(len(unlike)) or len(a.tokens) != len(b.tokens)
+        apart = max(apart, float(np.abs(a.logps[:alike] - b.logps[:alike]).max(initial=0)))
+    return {"rows_that_differ": other / len(expected), "largest_difference": apart}
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each number of rows and each arm."""
+    from qerl_jax.checkpoint.policy import find_policy, load_policy
+    from qerl_jax.generation import draft_control
+    from qerl_jax.generation.engine import Engine, EngineSpec
+
+    policy = load_policy(
+        find_policy(args.model, args.adapter, weights=args.weights, dtype=args.dtype)
+    )
+    tokenizer = policy.tokenizer
+    ids = tokenizer.encode(prompts_of(args))
+    drafting = draft_control.Drafting(least_limit=args.least_limit)
+
+    def made(arm: str) -> Engine:
+        spec = EngineSpec(tokenizer.num_tokens)
+        how = {"stop_tokens": tokenizer.stop_tokens, "drafts": drafting if arm != "off" else None}
+        return Engine(policy.model, spec, **how)
+
+    table = []
+    for rows in args.rows:
+        times: dict[str, list[float]] = {arm: [] for arm in ARMS}
+        records = {arm: draft_control.Record() for arm in ARMS}
+        counts, unlike = dict.fromkeys(ARMS, 0), {}
+        for turn in range(-2, args.repeats):
+            kept = {}
+            for arm in ARMS:
+                engine = made(arm)
+                asked = [queue_of(ids, args, seed) for seed in (turn % 100, 1000 + turn)]
+                how = rows, args.temperature, args.limit + max(map(len, ids))
+                if arm == "again":
+                    sampled(engine, policy.variables, asked[1], *how)
+                before = engine.drafted
+                seconds, kept[arm] = sampled(engine, policy.variables, asked[0], *how)
+                if turn >= 0:
+                    times[arm].append(seconds)
+                    records[arm] += engine.drafted - before
+                    counts[arm] += sum(len(row.tokens) for row in kept[arm].values())
+            unlike = {arm: differences(kept[arm], kept["off"]) for arm in ARMS}
+        rates = {arm: counts[arm] / sum(times[arm]) for arm in ARMS}
+        for arm in ARMS:
+            table.append(
+                {
+                    "rows": rows,
+                    "arm": arm,
+                    "tokens_per_second": rates[arm],
+                    "relative": rates[arm] / rates["off"],
+                    "mean_length": counts[arm] / args.repeats / len(ids) / args.generations,
+                    "tokens_per_call": records[arm].accepted_per_call,
+                    "predicted": records[arm].speedup,
+                    **unlike[arm],
+                }
+            )
+            print("ROW " + json.dumps(table[-1]), flush=True)
+    return table
+
+
+def price_table(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Milliseconds of a step by its number of tokens, with random weights."""
+    import jax
+
+    from qerl_jax.generation import draft_control
+    from qerl_jax.generation.engine import Engine, EngineSpec
+    from scripts.bench_rollouts import KNOWN_IDS, Bench
+
+    how = {"model": args.prices, "prompt": 256, "siblings": 1, "kernels": "auto"}
+    bench = Bench(argparse.Namespace(**vars(args) | how), "nvfp4")
+    table = []
+    for rows in args.rows:
+        draw = np.random.default_rng(0)
+        queue = []
+        for limit in (32, 32 + args.limit):
+            ids = [draw.integers(0, bench.arch.vocab_size, 256).tolist() for _ in range(rows)]
+            how = argparse.Namespace(**vars(args) | {"limit": limit, "generations": 1})
+            queue.append(queue_of(ids, how, 0))
+        least = None
+        for tokens in (None, *(n for n in STEPS if not 0 < n < rows)):
+            drafts = None
+            if tokens is not None:
+                control = functools.partial(Fixed, tokens, draft_control.Record())
+                drafts = draft_control.Drafting(control, least_limit=1)
+            spec = EngineSpec(min(KNOWN_IDS, bench.arch.vocab_size))
+            engine = Engine(bench.model, spec, drafts=drafts)
+            spent: dict[int, list[float]] = {0: [], 1: []}
+            for turn in range(-1, args.repeats):
+                for which in 0, 1:
+                    longest = 256 + 32 + args.limit
+                    seconds, _ = sampled(engine, bench.variables, queue[which], rows, 1.0, longest)
+                    if turn >= 0:
+                        spent[which].append(seconds)
+            step = (statistics.median(spent[1]) - statistics.median(spent[0])) / args.limit
+            least = least or step
+            row = {"model": args.prices, "rows": rows, "tokens": tokens, "step_ms": 1e3 * step}
+            table.append(row | {"price": step / least, "device": jax.devices()[0].device_kind})
+            print("ROW " + json.dumps(table[-1]), flush=True)
+    return table
+
+
+def main() -> None:
+    """Runs the rows and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="folder or hub name; default: the one in the package")
+    parser.add_argument("--adapter", type=pathlib.Path, help="a PEFT folder, or a run folder")
+    parser.add_argument("--weights", help="storage format; default: the adapter's")
+    parser.add_argument("--dtype", help="data type of activations; default: the adapter's")
+    parser.add_argument("--prompts", default="16", help="a JSONL file, or a number of sums")
+    parser.add_argument("--groups", type=int, default=16, help="most prompts of a file")
+    parser.add_argument("--generations", type=int, default=8, help="completions of a prompt")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64])
+    parser.add_argument("--limit", type=int, default=512, help="most tokens of a completion")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--least-limit", type=int, default=512, help="see draft_control.Drafting")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--prices", help="7b, 32b ...: measure prices of steps instead")
+    parser.add_argument("--rank", type=int, default=32, help="of LoRA, with --prices")
+    parser.add_argument("--seconds", type=float, default=580, help="time limit")
+    parser.add_argument("--out", type=pathlib.Path, help="append each row to this JSONL file")
+    args = parser.parse_args()
+    watchdog(args.seconds)
+    from scripts.bench_kernels import versions
+
+    rows = price_table(args) if args.prices else measure(args)
+    if args.out:
+        with args.out.open("a") as file:
+            file.writelines(json.dumps(versions() | row) + "\n" for row in rows)
+    names = list(rows[0])
+    print("| " + " | ".join(names) + " |")
+    print("|" + " --- |" * len(names))
+    for row in rows:
+        cells = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()]
+        print("| " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    main()
