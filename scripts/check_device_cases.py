@@ -62,6 +62,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "ending": ("eos", "stop", "ignore_eos"),
     "cache": ("ample", "tokens", "fraction"),
     "compact": (True, False),
+    "drafts": ("off", "auto"),
     # Longest completion: shorter than a chunk and a cache page, or several of both.
     "tokens": (8, 72),
     "rewards": ("ids", "stock", "each"),  # one; several; several, each normalized separately
@@ -164,6 +165,7 @@ _IMPOSSIBLE: tuple[tuple[dict[str, tuple[Any, ...]], str], ...] = (
         {"bounds": ("icepop",), "old": ("behaviour", "recompute")},
         "IcePop is a correction of importance sampling",
     ),
+    ({"compact": (False,), "drafts": ("auto",)}, "drafts need a batch that shrinks"),
     ({"cut": ("tokens",), "loss": ("bnpo",)}, "bnpo's value depends on the micro-batches"),
     (
         {"cut": ("tokens",), "ending": ("stop",), "tokens": (72,)},
@@ -484,6 +486,7 @@ def run_config(case: Case, base: str, output_dir: str, *, reports_memory: bool) 
             "max_concurrent": rows,
             "max_completion_length": case["tokens"],
             "compact": case["compact"],
+            "drafts": case["drafts"],
         },
         "grpo": {
             "loss_type": case["loss"],

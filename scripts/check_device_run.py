@@ -19,7 +19,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 from scripts import check_device_cases as cases
 from scripts.check_device_cases import Case
@@ -204,11 +206,50 @@ def reports_memory() -> bool:
     return jax.local_devices()[0].memory_stats() is not None
 
 
+def on_a_gpu() -> bool:
+    """Whether drafts are made at all."""
+    from pallas_kernels import runtime
+
+    return runtime.platform() == "gpu"
+
+
 def has_kernels() -> bool:
     """Whether kernels can run on the device."""
     from pallas_kernels import runtime
 
     return runtime.unless_hopper() is None or runtime.unless_portable() is None
+
+
+class _Eager:
+    """A control that always makes drafts, however few are right."""
+
+    def __init__(self):
+        from qerl_jax.generation.draft_control import Record
+
+        self.record = Record()
+
+    def positions(self, slots: int, live: int) -> int:
+        return 2 * slots
+
+    def odds(self) -> Any:
+        import numpy as np
+
+        from qerl_jax.generation.draft_search import KINDS
+
+        return np.ones(KINDS, np.float32)
+
+    def learn(self, *chunk: Any) -> None:
+        self.record.add(*chunk)
+
+
+@contextlib.contextmanager
+def eager_drafts() -> Iterator[None]:
+    """Lets drafts begin at once: completions of a case are too short, and too random, for them to pay."""
+    from qerl_jax.generation import draft_control, engine
+
+    how = functools.partial(draft_control.Drafting, control=_Eager, least_limit=1)
+    with mock.patch.object(engine, "Drafting", how):
+        yield
 
 
 # A case ---------------------------------------------------------------------------------------------
@@ -240,7 +281,7 @@ def run(case: Case, folder: pathlib.Path, stages: Stages) -> dict[str, Any]:
             qerl("quantize", made, base, "--format", form, "--method", method, *calibration)
     table = cases.run_config(case, str(base), str(folder / "run"), **device)
     path = _write_config(folder / "run.toml", table)
-    with stages("train"):
+    with stages("train"), eager_drafts():
         if case["then"] == "resume":
             said = _killed_and_resumed(path, folder / "run", cases.updates_per_rollout(case))
         else:
@@ -379,6 +420,10 @@ def check_metrics(case: Case, rows: list[dict[str, Any]]) -> dict[str, Any]:
             found["kl"] > 0,
             f"kl: got {found['kl']}; must be above 0 for an adapter that has learned",
         )
+    if case["drafts"] == "auto" and case["rows"] <= 32 and case["then"] != "resume" and on_a_gpu():
+        each = [row.get("drafts/accepted_per_call", 0) for row in learned]
+        require(min(each) >= 1, f"drafts/accepted_per_call: got {each}; each rollout has drafts")
+        found["accepted"] = max(each)
     if case["ending"] == "ignore_eos":
         shortest = min(row["completions/min_length"] for row in learned)
         require(shortest == case["tokens"], f"ignore_eos: a completion has {shortest} tokens")
