@@ -16,6 +16,8 @@ later. Sources of drafts:
     together  all of these; the draft with the most expected tokens is used
     ended     the other completions of its group as a whole: an upper bound for what an order of rows can gain from
               siblings, and no part of "together"
+    engine    what qerl_jax.generation.draft_search finds in the same texts but `history`, and the same problem's
+              completions of the last step only; no part of "together"
 
 Drafts from the rest of the group are Seer's idea (arXiv 2511.14617), from earlier epochs SPEC-RL's (arXiv 2509.23232)
 and DAS's (arXiv 2511.13841), from past text in general SuffixDecoding's (arXiv 2411.04975), whose rule for the length
@@ -26,16 +28,18 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
 
+from qerl_jax.generation.draft_search import LONGEST_MATCH, MOST
 from scripts.recorded_completions import Row
 from scripts.suffix_automaton import Draft, SuffixAutomaton
 
 SOURCES = ("prompt", "own", "siblings", "batch", "earlier", "history")
-BOUND = "ended"
+BOUND, ENGINE = "ended", "engine"
 LONGEST_DRAFT = 8
 # Comes before the first token of a completion, so that a first token can be drafted too.
 START = -1
@@ -51,15 +55,19 @@ class Past:
         prompts: The prompt of each group of the step.
         earlier: For each group, earlier completions of its problem.
         history: Earlier completions of all problems.
+        last: For each group, the completions of its problem when it was last sampled.
     """
 
     prompts: list[SuffixAutomaton]
     earlier: list[SuffixAutomaton]
     history: SuffixAutomaton
+    last: list[list[tuple[int, ...]]]
 
     def of_group(self, number: int) -> Past:
         """What was known for one of the groups."""
-        return Past([self.prompts[number]], [self.earlier[number]], self.history)
+        return Past(
+            [self.prompts[number]], [self.earlier[number]], self.history, [self.last[number]]
+        )
 
 
 def past(
@@ -68,8 +76,10 @@ def past(
     """Collects what was known before a step for its groups. `history` goes back by `recent` recorded steps."""
     before = [number for number in sorted(steps) if number < step]
     problems = {group[0].prompt: SuffixAutomaton() for group in groups}
-    history = SuffixAutomaton()
+    history, last = SuffixAutomaton(), {}
     for number in before:
+        for group in steps[number]:
+            last[group[0].prompt] = [row.completion for row in group]
         for row in (row for group in steps[number] for row in group):
             if row.prompt in problems:
                 problems[row.prompt].add((START, *row.completion))
@@ -78,7 +88,12 @@ def past(
     prompts = [SuffixAutomaton() for _ in groups]
     for automaton, group in zip(prompts, groups, strict=True):
         automaton.add(group[0].prompt)
-    return Past(prompts, [problems[group[0].prompt] for group in groups], history)
+    return Past(
+        prompts,
+        [problems[group[0].prompt] for group in groups],
+        history,
+        [last.get(group[0].prompt, []) for group in groups],
+    )
 
 
 class Source:
@@ -112,11 +127,67 @@ class Source:
             self._ends[row][number] = self._automata[number].add(tokens, end)
 
 
-def source(name: str, groups: Sequence[Sequence[Row]], known: Past) -> Source:
+class EngineSource:
+    """Finds what `draft_search.search` finds: what followed the longest match of at most eight tokens.
+
+    Of matches of one length, those in texts of the group that have ended come first, then those of rows of the group,
+    then those of other rows; and of these the last one that was said.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Row]], known: Past):
+        self._group_of = [number for number, group in enumerate(groups) for _ in group]
+        self._completions = [row.completion for group in groups for row in group]
+        self._left = [len(each) for each in self._completions]
+        # The text and the place of the last match, by where it is and by its tokens.
+        self._places: dict[tuple, tuple[list[int], int]] = {}
+        self._texts: list[list[int]] = [[] for _ in self._group_of]
+        for number, completions in enumerate(known.last):
+            for completion in completions:
+                self._add([], completion, [("ended", number)])
+        rows = (row for group in groups for row in group)
+        for number, row in enumerate(rows):
+            self._add(self._texts[number], row.prompt, self._scopes(number))
+
+    def draft(self, row: int, context: Sequence[int]) -> Draft:
+        """Makes a draft for a row; see `Source`."""
+        last, group = self._texts[row][-LONGEST_MATCH:], self._group_of[row]
+        scopes = (("ended", group), ("live", group), ("live", None))
+        for begin, scope in itertools.product(range(len(last)), scopes):
+            found = self._places.get((scope, tuple(last[begin:])))
+            if found is not None:
+                text, place = found
+                tokens = text[place + 1 : place + 1 + MOST]
+                return Draft(len(last) - begin, tokens, [0.5] * len(tokens))
+        return Draft(0, [], [])
+
+    def emit(self, row: int, tokens: Sequence[int]) -> None:
+        """Adds the tokens that a row emitted."""
+        self._add(self._texts[row], tokens, self._scopes(row))
+        self._left[row] -= len(tokens)
+        if not self._left[row]:
+            self._add([], self._completions[row], [("ended", self._group_of[row])])
+
+    def _scopes(self, row: int) -> list[tuple]:
+        return [("live", self._group_of[row]), ("live", None)]
+
+    def _add(self, text: list[int], tokens: Sequence[int], scopes: Sequence[tuple]) -> None:
+        for token in tokens:
+            # A place is a match only if a token follows it.
+            place = len(text) - 1
+            text.append(token)
+            for size in range(1, min(LONGEST_MATCH, place + 1) + 1):
+                match = tuple(text[place + 1 - size : place + 1])
+                for scope in scopes:
+                    self._places[scope, match] = text, place
+
+
+def source(name: str, groups: Sequence[Sequence[Row]], known: Past) -> Source | EngineSource:
     """Makes the source of that name for the rows of the groups, in order."""
     group_of = [number for number, group in enumerate(groups) for _ in group]
     rows = range(len(group_of))
     match name:
+        case "engine":
+            return EngineSource(groups, known)
         case "prompt":
             return Source(known.prompts, group_of)
         case "earlier":
@@ -139,7 +210,7 @@ def source(name: str, groups: Sequence[Sequence[Row]], known: Past) -> Source:
                     if group_of[b] == group_of[a] and b != a:
                         automata[a].add((START, *every[b]))
             return Source(automata, rows)
-    raise ValueError(f"source: got {name!r}; must be one of {', '.join((*SOURCES, BOUND))}")
+    raise ValueError(f"source: got {name!r}; must be one of {', '.join((*SOURCES, BOUND, ENGINE))}")
 
 
 class Acceptance:

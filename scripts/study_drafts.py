@@ -31,6 +31,7 @@ import numpy as np
 from scripts import recorded_completions
 from scripts.draft_replay import (
     BOUND,
+    ENGINE,
     LONGEST_DRAFT,
     SOURCES,
     Acceptance,
@@ -48,7 +49,7 @@ from scripts.recorded_completions import Recording, Row
 MEASURED = pathlib.Path(__file__).parents[1] / "docs/measured/benchmarks.jsonl"
 MODELS, ROWS, LENGTHS = ("7B", "32B"), (8, 16, 32, 64), (1, 2, 4, LONGEST_DRAFT)
 TOGETHER = "together"
-CHOICES = (*SOURCES, TOGETHER, BOUND)
+CHOICES = (*SOURCES, TOGETHER, BOUND, ENGINE)
 # The step of 8 completions of up to 8192 tokens of 32B: `32b-long` in docs/measured/steps.jsonl.
 _LONG_STEP, _LONG_ROLLOUT, _LONG_LENGTH, _LONG_ROWS = 103.7, 82.2, 8192, 8
 

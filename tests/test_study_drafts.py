@@ -1,5 +1,7 @@
 """Tests replays of hand-made completions with known results, their prices, and reading of runs and files."""
 
+import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from qerl_jax.checkpoint.hf_folder import TINY
 from qerl_jax.data import tokenizer
+from qerl_jax.generation import draft_search
 from scripts import draft_replay as drafts
 from scripts import recorded_completions, study_drafts
 from scripts.draft_replay import Controller, Fixed, replay
@@ -192,7 +195,7 @@ def test_lines_and_tables_of_a_run(run, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", argv)
     study_drafts.main()
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(lines) == 2 * 8 * 6  # steps, sources, rules
+    assert len(lines) == 2 * 9 * 6  # steps, sources, rules
     of = {(line["step"], line["source"], line["rule"]): line for line in lines}
     # What was said in step 1 is there in step 2: 8 tokens and one more in one call.
     assert of[1, "earlier", "8"]["tokens_per_call"] == 1
@@ -234,3 +237,36 @@ def test_runs_without_completions_or_with_tools_are_refused(run):
         each.unlink()
     with pytest.raises(FileNotFoundError, match="log_completions"):
         recorded_completions.read(run)
+
+
+def test_the_engine_source_finds_matches_as_long_as_the_engine_does():
+    draw = np.random.default_rng(0)
+    text = lambda n: tuple(draw.integers(0, 4, n).tolist())
+    groups = [[Row(prompt, text(30)) for _ in range(2)] for prompt in (text(5), text(3))]
+    last = [[text(20)], []]
+    known = dataclasses.replace(drafts.past({}, 0, groups, 8), last=last)
+    rows = [row for group in groups for row in group]
+    subject, at = drafts.EngineSource(groups, known), [0] * 4
+    for _ in range(12):
+        said = [row.completion[: at[n]] for n, row in enumerate(rows)]
+        held = np.full((4, 40), -1, np.int32)
+        for n, row in enumerate(rows):
+            whole = (*row.prompt, *said[n])
+            held[n, : len(whole)] = whole
+        ended = [[*itertools.chain(*((*each, -1) for each in last[group]))] for group in (0, 1)]
+        ended = [
+            one + [*itertools.chain(*((*said[n], -1) for n in pair if at[n] == 30))]
+            for one, pair in zip(ended, ((0, 1), (2, 3)), strict=True)
+        ]
+        ended = np.array([each + [-1] * (100 - len(each)) for each in ended])[[0, 0, 1, 1]]
+        texts = draft_search.Texts(ended, np.array([0, 0, 1, 1]))
+        lengths = np.array([len(row.prompt) + at[n] for n, row in enumerate(rows)])
+        found = draft_search.search(held, lengths, texts)
+        for n in range(4):
+            assert subject.draft(n, ()).match == found.match[n]
+        for n, row in enumerate(rows):
+            step = int(draw.integers(0, 6))
+            tokens = row.completion[at[n] : at[n] + step]
+            subject.emit(n, tokens)
+            at[n] += len(tokens)
+    assert 30 in at
