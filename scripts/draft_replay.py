@@ -137,13 +137,14 @@ class EngineSource:
     def __init__(self, groups: Sequence[Sequence[Row]], known: Past):
         self._group_of = [number for number, group in enumerate(groups) for _ in group]
         self._completions = [row.completion for group in groups for row in group]
+        self._prompts = [row.prompt for group in groups for row in group]
         self._left = [len(each) for each in self._completions]
         # The text and the place of the last match, by where it is and by its tokens.
         self._places: dict[tuple, tuple[list[int], int]] = {}
         self._texts: list[list[int]] = [[] for _ in self._group_of]
         for number, completions in enumerate(known.last):
             for completion in completions:
-                self._add([], completion, [("ended", number)])
+                self._add_ended(groups[number][0].prompt, completion, number)
         rows = (row for group in groups for row in group)
         for number, row in enumerate(rows):
             self._add(self._texts[number], row.prompt, self._scopes(number))
@@ -165,7 +166,10 @@ class EngineSource:
         self._add(self._texts[row], tokens, self._scopes(row))
         self._left[row] -= len(tokens)
         if not self._left[row]:
-            self._add([], self._completions[row], [("ended", self._group_of[row])])
+            self._add_ended(self._prompts[row], self._completions[row], self._group_of[row])
+
+    def _add_ended(self, prompt: Sequence[int], completion: Sequence[int], group: int) -> None:
+        self._add([], (*prompt[-LONGEST_MATCH:], *completion), [("ended", group)])
 
     def _scopes(self, row: int) -> list[tuple]:
         return [("live", self._group_of[row]), ("live", None)]

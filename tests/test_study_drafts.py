@@ -253,12 +253,16 @@ def test_the_engine_source_finds_matches_as_long_as_the_engine_does():
         for n, row in enumerate(rows):
             whole = (*row.prompt, *said[n])
             held[n, : len(whole)] = whole
-        ended = [[*itertools.chain(*((*each, -1) for each in last[group]))] for group in (0, 1)]
+        prompts = [group[0].prompt for group in groups]
         ended = [
-            one + [*itertools.chain(*((*said[n], -1) for n in pair if at[n] == 30))]
-            for one, pair in zip(ended, ((0, 1), (2, 3)), strict=True)
+            [*itertools.chain(*((*prompt, *each, -1) for each in texts))]
+            for prompt, texts in zip(prompts, last, strict=True)
         ]
-        ended = np.array([each + [-1] * (100 - len(each)) for each in ended])[[0, 0, 1, 1]]
+        ended = [
+            one + [*itertools.chain(*((*prompt, *said[n], -1) for n in pair if at[n] == 30))]
+            for one, pair, prompt in zip(ended, ((0, 1), (2, 3)), prompts, strict=True)
+        ]
+        ended = np.array([each + [-1] * (160 - len(each)) for each in ended])[[0, 0, 1, 1]]
         texts = draft_search.Texts(ended, np.array([0, 0, 1, 1]))
         lengths = np.array([len(row.prompt) + at[n] for n, row in enumerate(rows)])
         found = draft_search.search(held, lengths, texts)

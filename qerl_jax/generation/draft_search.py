@@ -27,7 +27,8 @@ class Texts:
     """Where drafts are looked for, beside the texts of the rows in the batch.
 
     Attributes:
-        ended: int32 [B, P], texts of each row's group that have ended, one behind the other; -1 behind each.
+        ended: int32 [B, P], completions of each row's group that have ended, one behind the other; each behind the
+            last tokens of the prompt, and before a -1.
         group: int32 [B], the number of each row's group.
     """
 

@@ -31,6 +31,7 @@ from qerl_jax.data.tokenizer import Tokenizer
 from qerl_jax.generation import device_pool, draft_control, kv_capacity, sampling
 from qerl_jax.generation.decoding import EngineSpec, decode, prefill
 from qerl_jax.generation.draft_control import MOST_ENDED, Drafting
+from qerl_jax.generation.draft_search import LONGEST_MATCH
 from qerl_jax.generation.recall import Recall
 from qerl_jax.generation.sampling_params import SamplingParams
 from qerl_jax.generation.scheduler import (
@@ -271,7 +272,10 @@ class Engine:
             shares=self._shares(prompts),
             drafted=drafts.most_rows if positions else 0,
             # Of the round before and of this one.
-            ended=min(2 * max(len(each.keys) for each in prompts) * (limit + 1), MOST_ENDED),
+            ended=min(
+                2 * max(len(each.keys) for each in prompts) * (limit + LONGEST_MATCH + 1),
+                MOST_ENDED,
+            ),
         )
         ended = {}
         if positions:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from qerl_jax.generation import dealing
-from qerl_jax.generation.draft_search import Texts
+from qerl_jax.generation.draft_search import LONGEST_MATCH, Texts
 from qerl_jax.generation.page_pool import Pages
 from qerl_jax.generation.stop_strings import StopStrings
 
@@ -197,13 +197,17 @@ class _Cached:
         return len(self.prompt.tokens) - 1
 
     def ended_texts(self, most: int) -> np.ndarray:
-        """int32 [n], completions that are known, a -1 behind each; as much of the last ones as fits into `most`."""
+        """Completions that are known, each behind the prompt's last tokens and before a -1: where a row begins, too, there
+        is a match. int32 [n], as much of the last ones as fits into `most`.
+        """
+        begin = self.prompt.tokens[-LONGEST_MATCH:]
         texts: list[np.ndarray] = [np.zeros(0, np.int32)]
         for text in (*reversed(self.ended), *reversed(self.prompt.earlier)):
             room = most - sum(map(len, texts))
             if room <= 1:
                 break
-            texts.insert(0, np.append(text[: room - 1], np.int32(-1)))
+            text = np.concatenate([begin, text])[: room - 1]
+            texts.insert(0, np.append(text, np.int32(-1)))
         return np.concatenate(texts)
 
 

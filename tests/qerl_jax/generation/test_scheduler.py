@@ -198,7 +198,7 @@ def test_few_rows_know_what_their_group_has_said():
         QueuedPrompt(draw.integers(1, 9, 5).astype(np.int32), np.zeros((n, 2), np.uint32), 12)
         for n in (4, 1)
     ]
-    shapes = Shapes(4, 4, 5, 18, 4, 2, (8, 2), drafted=2, ended=10)
+    shapes = Shapes(4, 4, 5, 18, 4, 2, (8, 2), drafted=2, ended=20)
     schedule = Schedule(shapes, 40, deal(queue))
 
     def chunk(made, live):
@@ -216,9 +216,11 @@ def test_few_rows_know_what_their_group_has_said():
     assert first.texts is None and first.history is None
     second = chunk([60, 70], [True, True])
     assert second.texts.group.tolist() == [0, 0]
-    # 23 and what is behind it are those that ended last; of 20 ... 23 four tokens and the end fit.
-    assert second.texts.ended.tolist() == [[20, 21, 22, 23, -1, 30, 31, 32, 33, -1]] * 2
+    # Each stands behind its prompt.
+    begin = queue[0].tokens.tolist()
+    texts = [*begin, 20, 21, 22, 23, -1, *begin, 30, 31, 32, 33, -1]
+    assert second.texts.ended.tolist() == [texts] * 2
     assert second.history[1, 5:10].tolist() == [40, 41, 42, 43, -1]
     cut = schedule._slots[0].cached
-    assert cut.ended_texts(8).tolist() == [20, 21, -1, 30, 31, 32, 33, -1]
-    assert cut.ended_texts(4).tolist() == [30, 31, 32, -1] and cut.ended_texts(0).tolist() == []
+    assert cut.ended_texts(18).tolist() == [*begin, 20, 21, -1, *texts[10:]]
+    assert cut.ended_texts(7).tolist() == [*begin, 30, -1] and cut.ended_texts(0).tolist() == []
