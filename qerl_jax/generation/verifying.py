@@ -11,6 +11,7 @@ its end, where the next step writes over them.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,6 @@ def sample(
 ):
     """`decoding.decode` with drafts: `positions` tokens in a step, at least one of each row."""
     chunk, rows = spec.chunk, len(slots.live)
-    every = jnp.arange(rows)[:, None]
     row_keys = jax.random.wrap_key_data(slots.keys)
     draw = drawer(model, variables, spec, temperature)
     own_noise = noise.has_own(variables)
@@ -131,45 +131,29 @@ def sample(
         found = draw(hidden, its(row_keys), their_steps, seen)
         token, logp, entropy = (None if x is None else at.by_row(x) for x in found)
 
-        # [B, MOST + 1]: what a row's positions sampled, or were given.
+        # What a row's positions sampled, or were given: [B, MOST + 1].
         token = jnp.where(is_given, given, token)
-        logp = jnp.where(is_given, 0, logp)
-        entropy = None if entropy is None else jnp.where(is_given, 0, entropy)
         right = (token[:, :MOST] == drafts.tokens) & (jnp.arange(MOST) < drafted[:, None])
-        taken = 1 + jnp.sum(jnp.cumprod(right, axis=1), axis=1)
-        stops = jnp.isin(token, stop_tokens) & ~is_given & (jnp.arange(MOST + 1) < taken[:, None])
-        is_stopped = jnp.any(stops, axis=1)
-        taken = jnp.where(is_stopped, jnp.argmax(stops, axis=1) + 1, taken)
+        taken, is_stopped = _taken(right, jnp.isin(token, stop_tokens) & ~is_given)
         taken = jnp.where(loop.live, taken, 0)
-        is_taken = jnp.arange(MOST + 1) < taken[:, None]
-
-        def put(held, begin, new):
-            if held is None:
-                return None
-            places = jnp.where(is_taken, begin[:, None] + jnp.arange(MOST + 1), held.shape[1])
-            return held.at[every, places].set(new, mode="drop")
-
+        put = functools.partial(_put, taken)
         last = jnp.take_along_axis(token, jnp.maximum(taken - 1, 0)[:, None], axis=1)[:, 0]
         # A draft that has ended and was right so far is compared once more, and wrong.
-        available = jnp.sum(drafts.tokens >= 0, axis=1)
-        compared = jnp.where(drafted == jnp.minimum(available, MOST), drafted + 1, drafted)
-        sampled = loop.live & ~is_given[:, 0]
+        compared = drafted + (drafted == jnp.sum(drafts.tokens >= 0, axis=1))
+        outcome = draft_search.outcome(drafts, right, compared, loop.live & ~is_given[:, 0])
         return _Loop(
             counts=loop.counts + taken,
             token=jnp.where(loop.live, last, loop.token),
             live=loop.live & ~is_stopped & (steps + taken < slots.limit),
             history=put(loop.history, ends + 1, token),
             tokens=put(loop.tokens, loop.counts, token),
-            logps=put(loop.logps, loop.counts, logp),
-            entropies=put(loop.entropies, loop.counts, entropy),
-            seen=None
-            if loop.seen is None
-            else loop.seen.at[every, jnp.where(is_taken, token, vocab)].set(True, mode="drop"),
+            logps=put(loop.logps, loop.counts, jnp.where(is_given, 0, logp)),
+            entropies=None
+            if entropy is None
+            else put(loop.entropies, loop.counts, jnp.where(is_given, 0, entropy)),
+            seen=None if loop.seen is None else _seen(loop.seen, taken, token),
             pool=(cache.keys, cache.values),
-            outcome=loop.outcome
-            + dataclasses.replace(
-                draft_search.outcome(drafts, right, compared, sampled), rows=jnp.sum(loop.live)
-            ),
+            outcome=loop.outcome + dataclasses.replace(outcome, rows=jnp.sum(loop.live)),
         )
 
     shape = (rows, chunk)
@@ -214,6 +198,32 @@ def _drafts(slots: Slots, loop: _Loop, ends: jax.Array) -> tuple[draft_search.Dr
     takes = given[:, 0] >= 0
     tokens = jnp.where(takes[:, None], given[:, :MOST], found.tokens)
     return draft_search.Drafts(jnp.where(takes, 0, found.match), tokens), given
+
+
+def _taken(right: jax.Array, stops: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """How many tokens of a step each row takes, int32 [B], and whether the last of them ends it, bool [B].
+
+    Args:
+        right: bool [B, MOST], whether each drafted token is the one that was sampled.
+        stops: bool [B, MOST + 1], whether each sampled token ends a completion.
+    """
+    taken = 1 + jnp.sum(jnp.cumprod(right, axis=1), axis=1)
+    stops = stops & (jnp.arange(MOST + 1) < taken[:, None])
+    is_stopped = jnp.any(stops, axis=1)
+    return jnp.where(is_stopped, jnp.argmax(stops, axis=1) + 1, taken), is_stopped
+
+
+def _put(taken: jax.Array, held: jax.Array, begin: jax.Array, new: jax.Array) -> jax.Array:
+    """Puts the first `taken` [B] of values [B, MOST + 1] into lines [B, n], from places `begin` [B] on."""
+    offset = jnp.arange(MOST + 1)
+    places = jnp.where(offset < taken[:, None], begin[:, None] + offset, held.shape[1])
+    return held.at[jnp.arange(len(held))[:, None], places].set(new, mode="drop")
+
+
+def _seen(seen: jax.Array, taken: jax.Array, token: jax.Array) -> jax.Array:
+    """Which tokens each row has seen, bool [B, V], after it has taken the first `taken` [B] of tokens [B, MOST + 1]."""
+    ids = jnp.where(jnp.arange(MOST + 1) < taken[:, None], token, seen.shape[1])
+    return seen.at[jnp.arange(len(seen))[:, None], ids].set(True, mode="drop")
 
 
 def _with_drafts(seen: jax.Array, inputs: jax.Array, at: _Positions) -> jax.Array:

@@ -258,3 +258,29 @@ def test_drafts_that_are_only_compared_know_nothing_of_what_follows():
         assert outcome.matches.tolist() == matches.tolist()
         assert (int(outcome.calls), int(outcome.rows)) == (chunk, 5 * chunk)
     assert len(control.said) == 4 and right.sum() > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [8, 32])
+def test_on_its_device_rows_with_drafts_are_those_without_but_for_rounding(slots):
+    """All kernels run as in a 7B. The second round drafts what the first has sampled with the same keys."""
+    model, policy = plain.layers_of_7b()
+    lengths = np.random.default_rng(0).integers(60, 200, slots // 2)
+    queue = prompts(0, lengths, [2] * len(lengths), limit=150)
+    limits = {"max_prompt_length": 200, "max_concurrent": slots}
+    rounds = []
+    subject = Engine(model, engine.EngineSpec(4000), drafts=drafting(64))
+    for sampler in (Engine(model, engine.EngineSpec(4000)), subject, subject):
+        rows = sampler.completions(policy, queue, 1.0, **limits)
+        rounds.append({row.row: row for row in rows})
+    first, *drafted = rounds
+    alike = []
+    for found in drafted:
+        for number, row in found.items():
+            other = first[number]
+            unlike = np.flatnonzero(row.tokens != other.tokens)
+            count = unlike[0] if len(unlike) else len(row.tokens)
+            alike.append(count / len(row.tokens))
+            np.testing.assert_allclose(row.logps[:count], other.logps[:count], atol=0.1)
+    assert np.mean(alike) > 0.7
+    assert subject.drafted.accepted_per_call > 1.5
