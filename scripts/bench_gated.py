@@ -55,7 +55,7 @@ def check(problem: shapes.Problem, ms: list[int], rank: int) -> None:
       AssertionError: an error of more than 2 bfloat16 ulps of the largest result, or of more than half an ulp
         of it in a hundredth of all; another result of the same call; a row that depends on the others.
     """
-    n, k = problem.n, problem.k
+    n, k, ranks = problem.n, problem.k, lora.filled_rank(rank) if rank else 0
     t = jax.jit(nvfp4.random, static_argnums=1)(jax.random.key(7), (n, k))
     w = jax.jit(functools.partial(layout.prepare, is_paired=True))(t)
     branch, parts = pack(n, k, rank, is_paired=True)
@@ -101,7 +101,7 @@ def check(problem: shapes.Problem, ms: list[int], rank: int) -> None:
         ulp = 2.0 ** (np.floor(np.log2(np.abs(expected[:m]).max())) - 7)
         errors = np.abs(results[0] - expected[:m]) / ulp
         assert errors.max() <= 2 and np.mean(errors > 0.5) < 0.01, f"M = {m}: {errors.max()} ulp"
-        config = gated.pick_config(m, n, k, has_branch=rank > 0)
+        config = gated.pick_config(m, n, k, rank=ranks)
         print(
             f"| {problem.model} | {m} | {rank} | {name_of(config)} | {errors.max():.3f} |",
             flush=True,
@@ -121,7 +121,7 @@ def name_of(config: gated.Config | None) -> str:
 
 def time_calls(problem: shapes.Problem, ms: list[int], rank: int, count: int) -> None:
     """Times a call in two kernels, and in one in the first `count` configurations."""
-    n, k = problem.n, problem.k
+    n, k, ranks = problem.n, problem.k, lora.filled_rank(rank) if rank else 0
     branches = {paired: pack(n, k, rank, is_paired=paired)[0] for paired in (False, True)}
     _, joined = bench.nvfp4_inputs(8, n, k)
     copies = len(joined.words)
@@ -144,7 +144,7 @@ def time_calls(problem: shapes.Problem, ms: list[int], rank: int, count: int) ->
         run = bench.rounds_of(call, out)
         return (m, config, x, weights), run.lower(x, weights, jnp.int32(1))
 
-    configs = lambda m: [None, *gated.candidates(m, n, k, has_branch=rank > 0)[:count]]
+    configs = lambda m: [None, *gated.candidates(m, n, k, rank=ranks)[:count]]
     bench.watch()
     wanted, lowered = zip(*[program(m, c) for m in ms for c in configs(m)], strict=True)
     for (m, config, x, weights), run in zip(wanted, compiled(lowered), strict=True):

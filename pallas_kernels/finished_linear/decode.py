@@ -189,7 +189,7 @@ def _upcoming(
     if not isinstance(w, HopperNVFP4):
         return None
     if w.is_paired:
-        config = gated.pick_config(m, *w.shape, has_branch=branch is not None)
+        config = gated.pick_config(m, *w.shape, rank=0 if branch is None else branch.rank)
         return None if config is None else gated.Following(w.words, config)
     config = _config(m, *w.shape, branch is not None)
     return decode.upcoming(m, w, config, None if branch is None else branch.a)

@@ -11,15 +11,17 @@ Each block sums whole tiles over all of K. Each of its warpgroups takes 64 rows 
 
     block      wait full | decode, wgmma | leave the slot, refill own W | ... | branch, norm, SwiGLU, store
     slot       `step` columns of x [M, step] and of W [tiles, step / 64, 3, 192 words]; after the last columns of a
-               tile, B of its rows and U [M, 64], as in `nvfp4_matmul.prefill`
+               tile, B of its rows and U [M, 64], as in `nvfp4_matmul.prefill`, or with ranks above 32 several
+               slots of these, 64 columns of U in each
 
 A block may have one tile more than it has warpgroups, and share it: each warpgroup multiplies its own part of the rows
 of x by it. This serves many rows of x, whose sums leave no registers for another warpgroup.
 
 Every block of W takes about the same number of tiles, and W gets no more blocks than that needs. On the processors that
-are left, the first blocks of the grid multiply x by A. Each takes a share of K; the last one to finish adds up
-the shares, in a fixed order, and signals that U is ready. Blocks of W wait for that signal after they have multiplied
-all of x, so in practice U is ready by then. There is no deadlock: blocks of A wait for no others.
+are left, the first blocks of the grid multiply x by A. Each takes a share of K for one tile of 64 ranks; the last one
+to finish adds up the shares of the tile, in a fixed order, and signals that this part of U is ready. Blocks of W wait
+for all parts after they have multiplied all of x, so in practice U is ready by then. There is no deadlock: blocks of A
+wait for no others.
 
 Every row of x is summed in the same order, whatever the other rows are.
 """
@@ -42,11 +44,11 @@ from pallas_kernels.nvfp4_matmul.decode import Upcoming
 from pallas_kernels.nvfp4_matmul.layout import TILE, HopperNVFP4
 from pallas_kernels.runtime import Device
 
-# The most ranks of each of gate and up: one tile of A holds both.
-MOST_RANKS = TILE // 2
-# Counters in device memory, one word each: finished shares of A for each part of the rows of x (four), finished parts
-# of U, and blocks that have seen all parts. The rest is unused.
-COUNTERS = 8
+# The most ranks of each of gate and up: four tiles of A hold both, and a tile of W reads U from as many slots.
+MOST_RANKS = 2 * TILE
+# Counters in device memory, one word each: finished shares of each tile of A (four) for each part of the rows of x
+# (four), then finished parts of U, and blocks that have seen all parts. The rest is unused.
+COUNTERS = 32
 _TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
 
 
@@ -82,29 +84,35 @@ class Cut:
       tiles: number of tiles of 64 rows of W.
       steps: number of steps of `config.step` columns.
       turns: how many times a block takes up to `config.high` tiles.
-      shares: number of blocks that share the columns of A; 0 without A.
+      tiles_of_a: number of tiles of 64 ranks of A, those of gate and up together; 0 without A.
+      shares: number of blocks that share the columns of each tile of A; 0 without A.
       windows: number of parts of the rows of x; in a block of A each warpgroup multiplies one part by A.
     """
 
     tiles: int
     steps: int
     turns: int
+    tiles_of_a: int
     shares: int
     windows: int
 
+    @property
+    def blocks_of_a(self) -> int:
+        """Number of blocks that multiply x by A."""
+        return self.tiles_of_a * self.shares
 
-def cut(
-    m: int, n: int, k: int, config: Config, *, has_branch: bool, device: Device | None = None
-) -> Cut:
-    """Divides a problem as a configuration says."""
+
+def cut(m: int, n: int, k: int, config: Config, *, rank: int, device: Device | None = None) -> Cut:
+    """Divides a problem as a configuration says; arguments as for `supports`."""
     tiles, steps = layout.tiles(n), layout.whole(k) // config.step
     most = -(-tiles // config.blocks)
     turns = -(-most // config.high)
     free = (device or runtime.device()).processors - config.blocks
-    shares = max(0, min(free, steps)) if has_branch else 0
+    tiles_of_a = layout.tiles(2 * rank)
+    shares = max(0, min(free // tiles_of_a, steps)) if rank else 0
     most = min(config.warpgroups, 4)
     windows = next(w for w in range(most, 0, -1) if m // 8 % w == 0)
-    return Cut(tiles, steps, turns, shares, windows)
+    return Cut(tiles, steps, turns, tiles_of_a, shares, windows)
 
 
 def supports(
@@ -132,23 +140,29 @@ def supports(
         return f"needs N of whole tiles of 64 rows; got N = {n}"
     if rank > MOST_RANKS:
         return f"needs LoRA of rank {MOST_RANKS} at most; got {rank}"
-    config = config or pick_config(m, n, k, has_branch=rank > 0, device=device)
+    config = config or pick_config(m, n, k, rank=rank, device=device)
     if config is None:
         return f"has no configuration for [{m}, {k}] x [{n}, {k}]"
-    return _misfit(m, n, k, config, has_branch=rank > 0, device=device)
+    return _misfit(m, n, k, config, rank=rank, device=device)
 
 
 def _misfit(
-    m: int, n: int, k: int, config: Config, *, has_branch: bool, device: Device | None
+    m: int, n: int, k: int, config: Config, *, rank: int, device: Device | None
 ) -> str | None:
     if layout.whole(k) % config.step:
         return f"needs K of whole steps of {config.step}; got K = {k}"
     if config.is_shared and m % (8 * config.warpgroups):
         return f"needs M of whole {8 * config.warpgroups}s for a shared tile; got M = {m}"
-    of_blocks = cut(m, n, k, config, has_branch=has_branch, device=device)
-    # With more steps for each share, U would not be ready when the first tiles are.
-    if has_branch and of_blocks.steps > 2 * config.stages * of_blocks.shares:
-        return f"needs more than {of_blocks.shares} processors beside {config.blocks} for LoRA's A"
+    of_blocks = cut(m, n, k, config, rank=rank, device=device)
+    tiles_of_a, shares = of_blocks.tiles_of_a, of_blocks.shares
+    if tiles_of_a > config.stages:
+        return f"needs {tiles_of_a} slots for LoRA of rank {rank}; got {config.stages}"
+    # With more steps for each share, U would not be ready when the first tiles are. Of several tiles of A, a share may
+    # also be as much as half of the steps that a tile of W takes.
+    is_ready = of_blocks.steps <= 2 * config.stages * shares or (tiles_of_a > 1 and shares > 1)
+    if rank and not is_ready:
+        there = of_blocks.blocks_of_a
+        return f"needs more than {there} processors beside {config.blocks} for LoRA's A"
     used = shared_bytes(m, config)
     if used > (most := most_shared_bytes(device)):
         return f"needs {used} bytes of shared memory of {most}"
@@ -156,7 +170,7 @@ def _misfit(
 
 
 def depth(config: Config) -> int:
-    """Tiles of words in a slot for each tile of rows: enough for W, for B of rank 32, and for A."""
+    """Tiles of words in a slot for each tile of rows: enough for W, for B of 64 columns of U, and for A."""
     chunks = config.step // TILE
     return max(chunks, 2, -(-4 * chunks // config.high))
 
@@ -168,14 +182,14 @@ def shared_bytes(m: int, config: Config) -> int:
 
 
 def pick_config(
-    m: int, n: int, k: int, *, has_branch: bool, device: Device | None = None
+    m: int, n: int, k: int, *, rank: int, device: Device | None = None
 ) -> Config | None:
     """The configuration for a problem: the first of `candidates`; None if none fits."""
-    return next(iter(candidates(m, n, k, has_branch=has_branch, device=device)), None)
+    return next(iter(candidates(m, n, k, rank=rank, device=device)), None)
 
 
 @functools.cache
-def _candidates(m: int, n: int, k: int, has_branch: bool, card: Device) -> tuple[Config, ...]:
+def _candidates(m: int, n: int, k: int, rank: int, card: Device) -> tuple[Config, ...]:
     tiles, found = layout.tiles(n), []
     # Sums of more than 64 rows leave no registers for a fifth warpgroup.
     groups = [(w, False) for w in ((5, 4, 3, 2, 1) if m <= 64 else (4, 3, 2, 1))]
@@ -187,7 +201,7 @@ def _candidates(m: int, n: int, k: int, has_branch: bool, card: Device) -> tuple
         for step in (256, 128, 64) if m <= 32 else (128, 64):
             for stages in (4, 3, 2):
                 config = Config(warpgroups, step, stages, blocks, is_shared)
-                if _misfit(m, n, k, config, has_branch=has_branch, device=card) is None:
+                if _misfit(m, n, k, config, rank=rank, device=card) is None:
                     # The fewest tiles per block, then the fewest passes over x, then the fewest idle warpgroups. With
                     # more than 64 rows a second pass is faster than a shared tile (7B, 128 rows: 59.0 and 63.4 us).
                     avoided = m > 64 and is_shared
@@ -199,10 +213,10 @@ def _candidates(m: int, n: int, k: int, has_branch: bool, card: Device) -> tuple
 
 
 def candidates(
-    m: int, n: int, k: int, *, has_branch: bool, device: Device | None = None
+    m: int, n: int, k: int, *, rank: int, device: Device | None = None
 ) -> tuple[Config, ...]:
     """Configurations that fit a problem, the fastest first, as estimated from the number of tiles per block."""
-    return _candidates(m, n, k, has_branch, device or runtime.device())
+    return _candidates(m, n, k, rank, device or runtime.device())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,14 +291,14 @@ def linear(
 
     values = x.scaled if isinstance(x, Stream) else x
     (n, k), m, rank = w.shape, len(values), 0 if branch is None else branch.rank
-    config = config or pick_config(m, n, k, has_branch=rank > 0, device=device)
+    config = config or pick_config(m, n, k, rank=rank, device=device)
     if reason := supports(m, n, k, config, rank=rank, device=device):
         raise NotImplementedError(reason)
     values = jnp.pad(values, ((0, 0), (0, layout.whole(k) - values.shape[1])))
     divisor = w.global_scale if divisor is None else divisor
     problem = gated_kernel.Problem(
         config=config,
-        cut=cut(m, n, k, config, has_branch=rank > 0, device=device),
+        cut=cut(m, n, k, config, rank=rank, device=device),
         rank=rank,
         norm=(x.width, eps) if isinstance(x, Stream) else None,
         following=following,

@@ -25,8 +25,10 @@ from pallas_kernels.nvfp4_matmul.layout import TILE
 _AT_ONCE = 32
 # Shares of A that are added up at a time.
 _SHARES_AT_ONCE = 4
-# Indices in `counters`: the number of finished windows of U, and the number of blocks that have seen all of them.
-_READY, _READERS = 4, 5
+# Counters of each tile of A: one for each window of the rows of x.
+_WINDOWS = 4
+# Indices in `counters`: the number of finished parts of U, and the number of blocks that have seen all of them.
+_READY, _READERS = 16, 17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +58,8 @@ class Problem:
 
     @property
     def units_of_turn(self) -> int:
-        """Number of units in a turn: those of the columns, and one for the branch if there is one."""
-        return self.cut.steps + (self.rank > 0)
+        """Number of units in a turn: those of the columns, and one for each tile of A if there is a branch."""
+        return self.cut.steps + self.cut.tiles_of_a
 
 
 def launch(operands: Mapping[str, jax.Array | None], problem: Problem, *, name: str) -> jax.Array:
@@ -75,11 +77,11 @@ def launch(operands: Mapping[str, jax.Array | None], problem: Problem, *, name: 
     """
     if problem.interpret and problem.rank:
         # Interpreted blocks cannot signal to each other, so A and W take a launch each.
-        shares = _launch(operands, problem, problem.cut.shares, 0, name=name)["shares"]
+        shares = _launch(operands, problem, problem.cut.blocks_of_a, 0, name=name)["shares"]
         u = fragments.to_rows(shares).sum(0).astype(jnp.bfloat16).T
         operands = {**operands, "a": None, "u": u}
         return _launch(operands, problem, 0, problem.config.blocks, name=name)["out"]
-    blocks = problem.cut.shares, problem.config.blocks
+    blocks = problem.cut.blocks_of_a, problem.config.blocks
     return _launch({**operands, "u": None}, problem, *blocks, name=name)["out"]
 
 
@@ -95,7 +97,8 @@ def _launch(
     warpgroups, stages, interpret = config.warpgroups, config.stages, problem.interpret
     adds_up = bool(blocks_of_a) and not interpret
     counters = operands["counters"] if adds_up else None
-    shares = (problem.cut.shares, *fragments.shape(TILE, m))
+    ranks = problem.cut.tiles_of_a * TILE
+    shares = (problem.cut.shares, *fragments.shape(ranks, m))
 
     def tiles_of_x(*shape: int) -> plgpu.SMEM:
         return plgpu.SMEM(shape, jnp.bfloat16, transforms=mosaic.SWIZZLED)
@@ -114,7 +117,7 @@ def _launch(
             if blocks_of_w
             else None,
             "shares": jax.ShapeDtypeStruct(shares, jnp.float32) if blocks_of_a else None,
-            "new_u": jax.ShapeDtypeStruct((m, TILE), jnp.bfloat16) if adds_up else None,
+            "new_u": jax.ShapeDtypeStruct((m, ranks), jnp.bfloat16) if adds_up else None,
         },
         {
             # U uses the same memory as x. The interpreter does not know such unions, so it gets two arrays.
@@ -183,7 +186,7 @@ class _Worker:
         return self.refs.x_slots if self.problem.interpret else self.refs.slots[0]
 
     def _u_slot(self, slot: jax.Array) -> jax.Ref:
-        """The part of a slot that holds U [M, 64]."""
+        """The part of a slot that holds 64 columns of U [M, 64]."""
         slots = self.refs.u_slots if self.problem.interpret else self.refs.slots[1]
         return slots.at[slot * self.problem.chunks]
 
@@ -215,12 +218,24 @@ class _Worker:
 
 @dataclasses.dataclass(frozen=True)
 class _BlockOfA(_Worker):
-    """A block that computes one share of x A, along K; each warpgroup has its own window of the rows of x."""
+    """A block that computes one share of a tile of x A, along K; each warpgroup has its own window of the rows of x."""
+
+    @property
+    def _tile(self) -> jax.Array | int:
+        """Number of this block's tile of A."""
+        cut = self.problem.cut
+        return 0 if cut.tiles_of_a == 1 else lax.div(self.number, cut.shares)
+
+    @property
+    def _share(self) -> jax.Array:
+        """Number of this block among those of its tile."""
+        cut = self.problem.cut
+        return self.number if cut.tiles_of_a == 1 else lax.rem(self.number, cut.shares)
 
     def run(self) -> None:
-        """Multiplies; the last block of each window also adds up the shares."""
+        """Multiplies; the last block of each tile and window also adds up the shares."""
         cut = self.problem.cut
-        start, stop = (lax.div((self.number + i) * cut.steps, cut.shares) for i in range(2))
+        start, stop = (lax.div((self._share + i) * cut.steps, cut.shares) for i in range(2))
 
         refs, stages = self.refs, self.problem.config.stages
         ring = Ring(stages, self._copy, refs.arrived, refs.left, start, stop)
@@ -229,8 +244,9 @@ class _BlockOfA(_Worker):
 
     def _copy(self, unit: jax.Array, slot: jax.Array) -> None:
         refs, chunks = self.refs, self.problem.chunks
+        first = (self._tile * self.problem.cut.steps + unit) * chunks * 4
         plgpu.copy_gmem_to_smem(
-            refs.a.at[pl.ds(unit * chunks * 4, chunks * 4)],
+            refs.a.at[pl.ds(first, chunks * 4)],
             refs.w_slots.at[slot, pl.ds(0, chunks * 4)],
             refs.arrived.at[slot],
             oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
@@ -260,24 +276,25 @@ class _BlockOfA(_Worker):
         add_up = lambda acc: pl.loop(ring.first, ring.end)(lambda unit: one_unit(unit, acc))
         total = self._summed(size, add_up)
         pieces = pl.ds(self.group * (size // fragments.COLUMNS), size // fragments.COLUMNS)
-        own = refs.shares.at[self.number, 0, pieces]
+        own = refs.shares.at[self._share, self._tile, pieces]
         fragments.store(total, own, interpret=self.problem.interpret)
         if self.problem.interpret:
             return
         last = jnp.int32(self.problem.cut.shares - 1)
         flag = refs.flags.at[pl.ds(self.group, 1)]
-        collectives.count(refs.counters.at[self.group], last, flag)
+        counter = self._tile * _WINDOWS + self.group
+        collectives.count(refs.counters.at[counter], last, flag)
 
         @pl.when(refs.flags[self.group] != 0)
         def _add_up():
             u = self._added_up(pieces).astype(jnp.bfloat16)
-            transposed.store(u, refs.new_u.at[window])
+            transposed.store(u, refs.new_u.at[window, pl.ds(self._tile * TILE, TILE)])
             collectives.publish(refs.counters.at[_READY])
 
     def _added_up(self, pieces: pl.Slice) -> jax.Array:
         """The sum of all shares of this window, added in order."""
         shares, ref = self.problem.cut.shares, self.refs.shares
-        load = lambda share: fragments.load(ref.at[share, 0, pieces], interpret=False)
+        load = lambda share: fragments.load(ref.at[share, self._tile, pieces], interpret=False)
 
         def some(turn, total):
             first = 1 + turn * _SHARES_AT_ONCE
@@ -362,8 +379,13 @@ class _Block(_Worker):
         if not problem.rank:
             columns()
             return
+
+        def ranks():
+            pieces = refs.b.shape[1] // problem.cut.tiles_of_a
+            copy(refs.b.at[tile, pl.ds((at - problem.cut.steps) * pieces, pieces)], pieces)
+
         pl.when(at < problem.cut.steps)(columns)
-        pl.when(at == problem.cut.steps)(lambda: copy(refs.b.at[tile], refs.b.shape[1]))
+        pl.when(at >= problem.cut.steps)(ranks)
 
     def _copy_own(self, unit: jax.Array, slot: jax.Array | int) -> None:
         """Starts the copies of this warpgroup's own rows of W, or B."""
@@ -379,21 +401,21 @@ class _Block(_Worker):
             self._copy_x(at, slot, refs.full)
             return
         pl.when(at < problem.cut.steps)(lambda: self._copy_x(at, slot, refs.full))
-        pl.when(at == problem.cut.steps)(lambda: self._copy_u(unit, slot))
+        pl.when(at >= problem.cut.steps)(lambda: self._copy_u(unit, at, slot))
 
-    def _copy_u(self, unit: jax.Array, slot: jax.Array) -> None:
-        refs = self.refs
+    def _copy_u(self, unit: jax.Array, at: jax.Array, slot: jax.Array) -> None:
+        refs, cut = self.refs, self.problem.cut
         if not self.problem.interpret:
 
-            @pl.when(unit < self.problem.units_of_turn)
+            @pl.when(unit == cut.steps)
             def _wait():
                 counters = refs.counters.at[_READY], refs.counters.at[_READERS]
-                collectives.await_published(
-                    *counters, self.problem.cut.windows, self.problem.config.blocks
-                )
+                parts = cut.tiles_of_a * cut.windows
+                collectives.await_published(*counters, parts, self.problem.config.blocks)
 
         u = refs.u if refs.new_u is None else refs.new_u
-        plgpu.copy_gmem_to_smem(u, self._u_slot(slot), refs.full.at[slot])
+        ranks = pl.ds((at - cut.steps) * TILE, TILE)
+        plgpu.copy_gmem_to_smem(u.at[:, ranks], self._u_slot(slot), refs.full.at[slot])
 
     def _renew(self, unit: jax.Array) -> None:
         """Leaves the slot of the unit before this one, and refills this warpgroup's own part of it."""
@@ -456,21 +478,32 @@ class _Block(_Worker):
         totals = pl.run_scoped(sum_over_columns, *accs)
         if self.problem.following is not None:
             pl.when((self.group == 0) & (turn == self.turns - 1))(self._ask_for_following)
-        slot = self.ring.slot(last)
+        units_of_branch = [last + tile for tile in range(self.problem.cut.tiles_of_a)]
+        # Where turns have whole rounds of the ring, these slots are the same in all turns. The compiler would compute
+        # all addresses in them before the first turn, and keep them in registers that the sums need.
+        interpret = self.problem.interpret
+        slots = [
+            registers.opaque(self.ring.slot(unit), interpret=interpret) for unit in units_of_branch
+        ]
         if self.problem.rank:
             self._renew(last)
             self._renew_common(last)
-            self.ring.wait(slot)
+            for slot in slots:
+                self.ring.wait(slot)
         if self.problem.norm is not None:
             pl.when(turn == 0)(lambda: plgpu.barrier_wait(self.refs.has_unit))
         # The shared tile first: its sums are few, and their registers are then free.
         finished = reversed(list(zip(places, scales, totals, strict=True)))
         for (place, row, _), scale, total in finished:
-            base = registers.to_bfloat16(total, interpret=self.problem.interpret)
+            base = registers.to_bfloat16(total, interpret=interpret)
             # Beside the sums of many rows there are registers for only a few more.
             is_crowded = total is not totals[0] and self.rows > 96
             at_once = _AT_ONCE // 4 if is_crowded else _AT_ONCE
-            self._finish(base, scale, self._tile(turn, place), slot, place, row, at_once)
+            self._finish(base, scale, self._tile(turn, place), slots, place, row, at_once)
+        # All of them were in use at once; the next turn leaves the last one.
+        for unit in units_of_branch[1:]:
+            self._renew(unit)
+            self._renew_common(unit)
 
     def _multiply_unit(
         self, unit: jax.Array, accs: tuple[jax.Ref, ...], places: list[tuple]
@@ -538,7 +571,7 @@ class _Block(_Worker):
         base: jax.Array,
         scale: jax.Array,
         tile: jax.Array,
-        slot: jax.Array,
+        slots: list[jax.Array],
         place: jax.Array | int,
         row: jax.Array | int,
         at_once: int,
@@ -549,7 +582,7 @@ class _Block(_Worker):
           base: sums, bfloat16 [64, rows].
           scale: factor for the sums, from `_scale`.
           tile: number of the tile.
-          slot: the slot that holds B and U.
+          slots: the slots that hold B and U, one for each tile of A.
           place: place of the tile in the block's turn.
           row: the first row of x.
           at_once: rows of x that are finished at a time.
@@ -559,7 +592,7 @@ class _Block(_Worker):
         for part in _windows(base.shape[1], at_once):
             window = pl.ds(row + part.start, part.size)
             if problem.rank:
-                added = self._branch(self._load_b(slot, place), slot, window)
+                added = self._branch(slots, place, window)
             is_all = part.size == base.shape[1]
             y = base if is_all else base[:, part.start : part.start + part.size]
             y = y.astype(jnp.float32)
@@ -575,18 +608,27 @@ class _Block(_Worker):
                 to = refs.out.at[window, pl.ds(tile * (TILE // 2), TILE // 2)]
                 paired.store(result, to, interpret=interpret)
 
-    def _load_b(self, slot: jax.Array, place: jax.Array | int) -> jax.Array:
-        """B of a tile's rows, in registers, bfloat16 [64, 64]."""
-        first = place * gated.depth(self.problem.config)
-        pieces = [self.refs.w_slots.at[slot, first + i] for i in range(self.refs.b.shape[1])]
+    def _load_b(self, tile_of_a: int, slot: jax.Array, place: jax.Array | int) -> jax.Array:
+        """B of a tile's rows and of the ranks of one tile of A, in registers, bfloat16 [64, 64]."""
+        first, rank = place * gated.depth(self.problem.config), self.problem.rank
+        count = self.refs.b.shape[1] // self.problem.cut.tiles_of_a
+        pieces = [self.refs.w_slots.at[slot, first + i] for i in range(count)]
+        owners = lora.owners(rank, tile_of_a)
         if self.problem.interpret:
-            return lora.unpack_pairs(jnp.stack([piece[...] for piece in pieces]), self.problem.rank)
-        return paired.load_diagonal(pieces, self.problem.rank // 4)
+            return lora.unpack_pairs(jnp.stack([piece[...] for piece in pieces]), owners)
+        return paired.load_diagonal(pieces, owners)
 
-    def _branch(self, b: jax.Array, slot: jax.Array, window: pl.Slice) -> jax.Array:
-        """The product of B and U, float32 [64, rows]."""
-        u = self._u_slot(slot).at[window]
-        return self._summed(window.size, lambda acc: self._multiply(acc, b, u))
+    def _branch(
+        self, slots: list[jax.Array], place: jax.Array | int, window: pl.Slice
+    ) -> jax.Array:
+        """The product of B and U, float32 [64, rows], summed over the tiles of A in order."""
+
+        def add_products(acc):
+            for tile_of_a, slot in enumerate(slots):
+                b = self._load_b(tile_of_a, slot, place)
+                self._multiply(acc, b, self._u_slot(slot).at[window])
+
+        return self._summed(window.size, add_products)
 
 
 def _windows(rows: int, at_once: int = _AT_ONCE) -> list[pl.Slice]:

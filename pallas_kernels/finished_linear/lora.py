@@ -54,11 +54,6 @@ def filled_rank(rank: int) -> int:
     return rank + -rank % TILE if rank > TILE // 2 else 1 << max(3, (rank - 1).bit_length())
 
 
-def can_pair(rank: int) -> bool:
-    """Whether the ranks of gate and up fit into one tile of A, as `pack_pairs` requires."""
-    return filled_rank(rank) <= TILE // 2
-
-
 def pack_branch(
     parts: Sequence[tuple[jax.Array, jax.Array]],
     scaling: float,
@@ -72,7 +67,7 @@ def pack_branch(
       parts: A [..., K, R] and B [..., R, N_i] of each linear, in the order of the base's rows.
       scaling: alpha / R, multiplied into B.
       is_packed: whether the base is packed.
-      is_paired: whether the base's rows, gate and up, are in pairs; requires `can_pair(R)`.
+      is_paired: whether the base's rows, gate and up, are in pairs.
     """
     rank = parts[0][0].shape[-1]
     filled = filled_rank(rank)
@@ -101,10 +96,11 @@ def pack_pairs(gate: jax.Array, up: jax.Array) -> jax.Array:
     """Packs B of gate and up in the order that a thread of `wgmma` reads, without the zeros between them.
 
     Of every eight ranks, thread 32 w + 4 g + t has the word with ranks 2 t and 2 t + 1: those of gate's row 8 w + g
-    of each 32 rows first, then those of the same row of up. Up to four words of a thread are neighbours.
+    of each 32 rows first, then those of the same row of up. Up to four words of a thread are neighbours. With 64 ranks
+    and more, each two pieces are what one tile of A's ranks is multiplied by.
 
     Args:
-      gate: B of the gate times alpha / R, [..., N / 2, R]; R is 8, 16 or 32.
+      gate: B of the gate times alpha / R, [..., N / 2, R]; R is from `filled_rank`.
       up: B of up, in the same form.
 
     Returns:
@@ -125,15 +121,37 @@ def pack_pairs(gate: jax.Array, up: jax.Array) -> jax.Array:
     return words.reshape(*words.shape[:-1], *layout.TILE_SHAPE)
 
 
-def unpack_pairs(pieces: jax.Array, rank: int) -> jax.Array:
-    """Unpacks one tile of `pack_pairs`, with zeros: int32 [pieces, 3, 192] -> bfloat16 [64 (rows), 64 (ranks)]."""
-    each = min(4, rank // 4)
+def owners(rank: int, tile: int) -> tuple[int, ...]:
+    """Whose ranks the columns of one tile of A's ranks are, for each eight of them: 0 for the gate, 1 for up.
+
+    Args:
+      rank: padded rank of each part. With fewer than 64 the ranks of both parts are in one tile.
+      tile: number of the tile.
+    """
+    if rank < TILE:
+        return (0,) * (rank // 8) + (1,) * (rank // 8)
+    return (tile * TILE // rank,) * (TILE // 8)
+
+
+def unpack_pairs(pieces: jax.Array, owners: tuple[int, ...]) -> jax.Array:
+    """Unpacks B of one tile of W's rows and one tile of A's ranks, with zeros.
+
+    Args:
+      pieces: int32 [1 or 2, 3, 192], from `pack_pairs`.
+      owners: from `owners`.
+
+    Returns:
+      bfloat16 [64 (rows), 64 (ranks)].
+    """
+    each = min(4, len(owners))
     words = pieces.reshape(len(pieces), -1)[:, : 128 * each].reshape(len(pieces), 128, each)
     values = jax.lax.bitcast_convert_type(words.swapaxes(1, 2), jnp.bfloat16)
-    # Axes: part, eight, w, g, t, pair -> part, w, g, (eight, t, pair).
-    values = values.reshape(2, rank // 8, 4, 8, 4, 2).transpose(0, 2, 3, 1, 4, 5)
-    values = values.reshape(2, 4, 8, rank)
-    padded = [
-        jnp.pad(values[i], ((0, 0), (0, 0), (i * rank, TILE - (i + 1) * rank))) for i in (0, 1)
+    # Axes: eight, w, g, (t, pair).
+    values = values.reshape(len(owners), 4, 8, 8)
+    of = lambda half: [
+        v if o == half else jnp.zeros_like(v) for v, o in zip(values, owners, strict=True)
     ]
-    return jnp.stack(padded, axis=1).reshape(TILE, TILE)
+    halves = [jnp.stack(of(half)) for half in (0, 1)]
+    # Axes: half, eight, w, g, column -> w, half, g, (eight, column).
+    rows = jnp.stack(halves).transpose(2, 0, 3, 1, 4).reshape(TILE, -1)
+    return jnp.pad(rows, ((0, 0), (0, TILE - rows.shape[1])))

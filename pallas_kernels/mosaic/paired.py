@@ -107,22 +107,21 @@ def store(values: jax.Array, ref: jax.Ref, *, interpret: bool) -> None:
     plgpu.inline_mgpu(arg_types=arg_types)(emit)(values, ref)
 
 
-def load_diagonal(pieces: list[jax.Ref], words: int) -> jax.Array:
+def load_diagonal(pieces: list[jax.Ref], owners: tuple[int, ...]) -> jax.Array:
     """Loads a [64, 64] operand of `wgmma`, in which the first and the second rows of pairs share no columns.
 
-    The first rows have values only in columns 0 ... 4 * words - 1, the second rows only in the same number of columns
-    after those. The other values are zeros and are not stored in the pieces.
+    Each eight columns have values in one row of a pair only, and columns after those of `owners` have none. The other
+    values are zeros and are not stored in the pieces.
 
     Args:
-      pieces: int32 [3, 192] in shared memory. They hold `words` words for each thread, up to four of them as
-        neighbours; a word has two neighbouring columns. There is one word for each eight columns: those of the first
-        row of a pair, then those of the second row.
-      words: number of words for each thread; even.
+      pieces: int32 [3, 192] in shared memory. They hold a word for each thread and each eight columns, up to four
+        words of a thread as neighbours; a word has two neighbouring columns.
+      owners: which row of a pair has each eight columns, 0 or 1; at most eight.
 
     Returns:
       bfloat16 [64, 64] in the layout `WGMMA`.
     """
-    of_piece = min(words, 4)
+    of_piece = min(len(owners), 4)
     kind = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
 
     def emit(_: mgpu.LaunchContext, *pieces: ir.Value) -> mgpu.FragmentedArray:
@@ -130,8 +129,8 @@ def load_diagonal(pieces: list[jax.Ref], words: int) -> jax.Array:
         for piece in pieces:
             own += elements(registers.load_words(registers.pointer(piece), first, of_piece))
         made = [i32(0)] * 16
-        for eight, value in enumerate(own):
-            made[2 * eight + eight // (words // 2)] = value
+        for eight, (owner, value) in enumerate(zip(owners, own, strict=True)):
+            made[2 * eight + owner] = value
         return fragment(kind, [registers.as_pair(value) for value in made])
 
     arg_types = (plgpu.RefType(),) * len(pieces)

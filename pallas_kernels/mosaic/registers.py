@@ -50,6 +50,21 @@ def _map_words(values: jax.Array, dtype: DTypeLike, unpack: Callable) -> jax.Arr
     return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=kind)(emit)(values)
 
 
+def opaque(value: jax.Array, *, interpret: bool) -> jax.Array:
+    """Returns an int32 scalar whose value the compiler does not know, so that it computes nothing from it in advance."""
+    if interpret:
+        return value
+    scalar = plgpu.Layout.WG_SPLAT(())
+    kind = plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar)
+
+    def emit(_: mgpu.LaunchContext, value: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        word, own = ir.IntegerType.get_signless(32), value.registers.item()
+        own = llvm.inline_asm(word, [own], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
+        return fragment(kind, [own])
+
+    return plgpu.inline_mgpu(arg_types=(scalar,), return_type=kind)(emit)(value)
+
+
 def as_pair(word: ir.Value) -> ir.Value:
     """Reads a 32-bit word as two bfloat16 values, the low half first."""
     return llvm.bitcast(ir.VectorType.get((2,), ir.BF16Type.get()), word)

@@ -45,7 +45,8 @@ def run(m, inner, k, rank, config=None, *, has_own_scales=False, interpret=True,
     stream = epilogue.stream(normal(2, (m, k), 3.0) if x is None else x, scale)
     device = None
     if interpret:
-        device = dataclasses.replace(runtime.H200, processors=config.blocks + 2)
+        of_a = 2 * max(1, layout.tiles(2 * lora.filled_rank(rank)))
+        device = dataclasses.replace(runtime.H200, processors=config.blocks + of_a)
     y = gated.linear(
         stream,
         layout.prepare(t, is_paired=True),
@@ -82,14 +83,17 @@ def test_a_thread_has_the_same_column_of_the_gate_and_of_up():
     np.testing.assert_array_equal(layout.joined_rows(rows, 0), jnp.arange(128))
 
 
-@pytest.mark.parametrize("rank", [8, 16, 32])
+@pytest.mark.parametrize("rank", [8, 16, 32, 64, 128])
 def test_b_in_pairs_has_no_zeros_and_comes_back_with_them(rank):
     gate, up = (normal(seed, (64, rank)) for seed in (1, 2))
     pieces = lora.pack_pairs(gate, up)
     assert pieces.shape == (2, max(1, rank // 16), *layout.TILE_SHAPE)
     assert np.count_nonzero(pieces) == 2 * 128 * rank // 4
-    for tile in range(2):
-        rows = lora.unpack_pairs(pieces[tile], rank).reshape(4, 2, 8, 64)
+    tiles_of_a = -(-2 * rank // 64)
+    for tile, own in enumerate(pieces):
+        parts = enumerate(jnp.split(own, tiles_of_a))
+        columns = [lora.unpack_pairs(part, lora.owners(rank, at)) for at, part in parts]
+        rows = jnp.concatenate(columns, axis=1).reshape(4, 2, 8, 64 * tiles_of_a)
         window = slice(32 * tile, 32 * tile + 32)
         np.testing.assert_array_equal(rows[:, 0, :, :rank].reshape(32, rank), gate[window])
         np.testing.assert_array_equal(rows[:, 1, :, rank : 2 * rank].reshape(32, rank), up[window])
@@ -135,14 +139,17 @@ def test_only_gates_are_put_in_pairs_and_only_where_that_is_asked_for(monkeypatc
 
 @pytest.mark.parametrize("problem", [p for p in shapes.PROBLEMS if p.layer == "gate_up"])
 @pytest.mark.parametrize("m", [8, 16, 24, 32, 64, 96, 128])
-@pytest.mark.parametrize("rank", [0, 32])
+@pytest.mark.parametrize("rank", [0, 32, 64, 128])
 def test_every_model_has_a_configuration_whose_blocks_run_at_once(problem, m, rank):
-    n, k, has_branch = problem.n, problem.k, rank > 0
+    n, k = problem.n, problem.k
     assert gated.supports(m, n, k, rank=rank, device=runtime.H200) is None
-    config = gated.pick_config(m, n, k, has_branch=has_branch, device=runtime.H200)
-    cut = gated.cut(m, n, k, config, has_branch=has_branch, device=runtime.H200)
+    config = gated.pick_config(m, n, k, rank=rank, device=runtime.H200)
+    cut = gated.cut(m, n, k, config, rank=rank, device=runtime.H200)
     # Who waits for x A waits for a block that has a processor.
-    assert config.blocks + cut.shares <= runtime.H200.processors
+    assert config.blocks + cut.blocks_of_a <= runtime.H200.processors
+    assert cut.tiles_of_a == -(-2 * rank // 64) <= config.stages
+    # Each window of each tile of A has a counter of its own.
+    assert cut.tiles_of_a * 4 <= gated.COUNTERS - 2
     assert cut.turns * config.blocks * config.high >= n // 64
     assert m // 8 % cut.windows == 0 and cut.windows <= min(4, config.warpgroups)
 
@@ -152,7 +159,14 @@ def test_what_it_cannot_do_is_refused_with_its_reason():
     reason = gated.supports(64, 33792, 3584, config, rank=32, device=device)
     assert reason == "needs more than 0 processors beside 132 for LoRA's A"
     assert gated.supports(64, 33792, 3584, config, device=device) is None
-    assert "rank 32 at most; got 64" in gated.supports(64, 37888, 3584, rank=64, device=device)
+    assert "rank 128 at most; got 192" in gated.supports(64, 37888, 3584, rank=192, device=device)
+    few = Config(5, 128, 3, 119)
+    reason = gated.supports(64, 37888, 3584, few, rank=128, device=device)
+    assert reason == "needs 4 slots for LoRA of rank 128; got 3"
+    assert gated.supports(64, 37888, 3584, few, rank=64, device=device) is None
+    many = Config(5, 128, 4, 125)
+    reason = gated.supports(64, 37888, 3584, many, rank=128, device=device)
+    assert reason == "needs more than 4 processors beside 125 for LoRA's A"
     assert "whole tiles of 64 rows; got N = 96" in gated.supports(8, 96, 128, device=device)
     shared = Config(3, 64, 2, 8, is_shared=True)
     assert "whole 24s for a shared tile" in gated.supports(64, 512, 128, shared, device=device)
@@ -170,6 +184,12 @@ def test_what_it_cannot_do_is_refused_with_its_reason():
         # A tile that two warpgroups share.
         pytest.param(*(32, 96, 128, 32, Config(2, 64, 2, 1, True)), marks=pytest.mark.slow),
         pytest.param(*(24, 64, 128, 0, Config(1, 64, 2, 2)), marks=pytest.mark.slow),
+        # The ranks of gate and of up are in tiles of A of their own, one each and two each.
+        (8, 64, 128, 64, Config(1, 64, 2, 2)),
+        pytest.param(*(16, 96, 192, 100, Config(2, 64, 4, 1)), marks=pytest.mark.slow),
+        # Two turns, in the second of which a warpgroup has no tile; K in whole tiles only when it is filled up.
+        pytest.param(*(24, 160, 208, 48, Config(2, 64, 3, 2)), marks=pytest.mark.slow),
+        pytest.param(*(32, 96, 128, 128, Config(2, 64, 4, 1, True)), marks=pytest.mark.slow),
     ],
 )
 def test_a_gate_lets_through_what_swiglu_says(capfd, m, inner, k, rank, config):
@@ -180,7 +200,7 @@ def test_a_gate_lets_through_what_swiglu_says(capfd, m, inner, k, rank, config):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [8, 24, 64, 96, 128])
-@pytest.mark.parametrize("rank", [0, 8, 32])
+@pytest.mark.parametrize("rank", [0, 8, 32, 48, 64, 128])
 @pytest.mark.parametrize(("inner", "k"), [(18944, 3584), (13824, 5120), (1536, 576), (992, 1024)])
 def test_on_its_device_a_gate_lets_through_what_swiglu_says(m, rank, inner, k):
     for _ in range(3):  # counters are zeros again
@@ -189,11 +209,12 @@ def test_on_its_device_a_gate_lets_through_what_swiglu_says(m, rank, inner, k):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rank", [32, 128])
 @pytest.mark.parametrize("m", [8, 64, 128])
-def test_on_its_device_a_row_does_not_depend_on_the_others(m):
+def test_on_its_device_a_row_does_not_depend_on_the_others(m, rank):
     x = normal(2, (m, 3584), 3.0)
-    y, _ = run(m, 18944, 3584, 32, interpret=False, x=x)
-    other, _ = run(m, 18944, 3584, 32, interpret=False, x=x.at[1:].multiply(-3))
+    y, _ = run(m, 18944, 3584, rank, interpret=False, x=x)
+    other, _ = run(m, 18944, 3584, rank, interpret=False, x=x.at[1:].multiply(-3))
     np.testing.assert_array_equal(y[0], other[0])
 
 
