@@ -19,6 +19,7 @@ from pallas_kernels.mosaic import launch as mosaic
 from pallas_kernels.mosaic.ring import Ring
 from pallas_kernels.nvfp4_matmul import dense_tile, layout, packed_tile
 from pallas_kernels.nvfp4_matmul.decode import Upcoming
+from pallas_kernels.nvfp4_matmul.decode_kernel import ask_for
 from pallas_kernels.nvfp4_matmul.layout import TILE
 
 # Rows of x that are finished at a time; few, because the branch's product needs registers beside the sums.
@@ -477,7 +478,10 @@ class _Block(_Worker):
         accs = [plgpu.ACC((TILE, rows), jnp.float32) for _, _, rows in places]
         totals = pl.run_scoped(sum_over_columns, *accs)
         if self.problem.following is not None:
-            pl.when((self.group == 0) & (turn == self.turns - 1))(self._ask_for_following)
+            ask = functools.partial(
+                ask_for, self.problem.following, self.refs.following, self.number, config.blocks
+            )
+            pl.when((self.group == 0) & (turn == self.turns - 1))(ask)
         units_of_branch = [last + tile for tile in range(self.problem.cut.tiles_of_a)]
         # Where turns have whole rounds of the ring, these slots are the same in all turns. The compiler would compute
         # all addresses in them before the first turn, and keep them in registers that the sums need.
@@ -539,16 +543,6 @@ class _Block(_Worker):
         self._renew_common(unit)
         # ptxas does not see across the loop's edge that `wgmma` still reads registers.
         plgpu.wgmma_wait(0)
-
-    def _ask_for_following(self) -> None:
-        """Prefetches into the L2 cache what blocks of the next product read first."""
-        following, words = self.problem.following, self.refs.following
-        high, wide = following.shape
-
-        @pl.loop(self.number, following.blocks, step=self.problem.config.blocks)
-        def _(reader):
-            row, column = following.first(reader)
-            plgpu.async_prefetch(words.at[pl.ds(row, high), pl.ds(column, wide)])
 
     # Results -------------------------------------------------------------------------------------
     def _scale(self, tile: jax.Array) -> jax.Array:

@@ -160,7 +160,10 @@ class _Block:
 
             total = self._summed(sum_over_columns)
             if self.problem.following is not None:
-                pl.when((self.group == 0) & (tile == last_tile))(self._ask_for_following)
+                ask = functools.partial(
+                    ask_for, self.problem.following, self.refs.following, self.number, plan.blocks
+                )
+                pl.when((self.group == 0) & (tile == last_tile))(ask)
             with jax.named_scope("store"):
                 part = self.number - plan.first_block(tile)
                 row_tile = tile * self.problem.config.warpgroups + self.group
@@ -211,16 +214,6 @@ class _Block:
         if not self.problem.interpret:
             return packed_tile.convert(*loaded)
         return self._in_memory(packed_tile.decode_words(tile[...]))
-
-    def _ask_for_following(self) -> None:
-        """Prefetches into the L2 cache what blocks of the next product read first."""
-        following, words = self.problem.following, self.refs.following
-        high, wide = following.shape
-
-        @pl.loop(self.number, following.blocks, step=self.problem.plan.blocks)
-        def _(reader):
-            row, column = following.first(reader)
-            plgpu.async_prefetch(words.at[pl.ds(row, high), pl.ds(column, wide)])
 
     def multiply_a(self) -> None:
         """Multiplies a block's share of a tile of A."""
@@ -319,3 +312,20 @@ class _Block:
         ref[...] = tile
         plgpu.commit_smem()
         return ref
+
+
+def ask_for(following: Upcoming, words: jax.Ref, number: jax.Array, blocks: int) -> None:
+    """Prefetches into the L2 cache what blocks of the next product read first.
+
+    Args:
+      following: the next product.
+      words: words of its weight.
+      number: number of the block that asks.
+      blocks: number of blocks that ask, each for the blocks of its share.
+    """
+    high, wide = following.shape
+
+    @pl.loop(number, following.blocks, step=blocks)
+    def _(reader):
+        row, column = following.first(reader)
+        plgpu.async_prefetch(words.at[pl.ds(row, high), pl.ds(column, wide)])
