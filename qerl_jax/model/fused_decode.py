@@ -357,13 +357,13 @@ def step(
         def following(name):
             if name != LINEARS[-1]:
                 after = LINEARS[LINEARS.index(name) + 1]
-                return weights[after], branches.get(after)
+                return weights[after], branches.get(after), after == "gate_up"
             if unroll == 1:
                 return None
             # The last layer has no next one: it gets its own again, which does no harm. Branches are sliced
             # the same way.
             of_next = lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index + 1, keepdims=False)
-            return jax.tree.map(of_next, policy.weights["qkv"]), branches.get("qkv")
+            return jax.tree.map(of_next, policy.weights["qkv"]), branches.get("qkv"), False
 
         def linear(name, x, **options):
             return fused.linear(
@@ -373,6 +373,7 @@ def step(
                 bias=biases.get(name),
                 branch=branches.get(name),
                 following=following(name),
+                counters=counters,
                 interpret=interpret,
                 **options,
             )
@@ -385,7 +386,7 @@ def step(
         qkv = linear("qkv", stream, eps=eps)
         mixed, state = attend(qkv, head_norms, index, state)
         stream = added("o", mixed, stream, scales["inside"])
-        hidden = linear("gate_up", stream, eps=eps, is_swiglu=True, counters=counters)
+        hidden = linear("gate_up", stream, eps=eps, is_swiglu=True)
         stream = added("down", hidden, stream, scales["after"])
         return (index + 1, stream, state), None
 
