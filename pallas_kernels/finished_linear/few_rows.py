@@ -46,6 +46,8 @@ from pallas_kernels.runtime import Device
 
 # The most rows of x, and the most columns.
 MAX_M, MAX_K = 16, 8192
+# Shared memory that Pallas takes to add up the rows of a tile.
+_REDUCTION_BYTES = 2048
 _TILE_BYTES = 4 * (layout.CODE_WORDS + layout.SCALE_WORDS)
 # A tile of A of 64 columns takes the place of this many tiles of W.
 PIECES_OF_A = 4
@@ -124,6 +126,9 @@ def _misfit(
 ) -> str | None:
     if layout.whole(k) % config.step:
         return f"needs K of whole steps of {config.step}; got K = {k}"
+    # A slot is filled again while the next unit is multiplied.
+    if config.stages < 2 and layout.whole(k) // config.step > config.warpgroups:
+        return f"needs 2 slots for each warpgroup; got {config.stages}"
     if rank and not config.shares:
         return "needs blocks for LoRA's A"
     if rank and not config.stages_of_a:
@@ -148,7 +153,7 @@ def shared_bytes(m: int, config: Config, *, rank: int) -> int:
     of_branch = epilogue.shared_bytes(m, rank, is_swiglu=False) if rank else 0
     # B and U are not in windows of 8 rows here.
     of_branch += 2 * max(rank, TILE) * (m - 8) if rank else 0
-    return slots + sums + of_branch
+    return slots + sums + of_branch + _REDUCTION_BYTES
 
 
 def pick_config(
