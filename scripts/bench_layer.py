@@ -4,9 +4,11 @@ All layers of a model run in a loop with an end that depends on data, as in gene
 and residual additions. Attention is replaced by a copy of the right size. First the values of two layers are compared
 with those of the plain functions. Then for each base, adapter and M the script prints: the wall time of all layers and
 of one, the device time of every kernel by name, and gaps (wall time without a running kernel). Each arm runs in its own
-process, which is killed at its time limit. In arm "nvfp4-paired" gate_up is finished inside its product:
+process, which is killed at its time limit. In arm "nvfp4-paired" gate_up is finished inside its product, in arm
+"nvfp4-few" qkv and o of up to 16 rows are, and in arm "nvfp4-paired-few" all three:
 
     python -m scripts.bench_layer --arms nvfp4,nvfp4-paired --m 8 64 128
+    python -m scripts.bench_layer --arms nvfp4,nvfp4-few --m 8 16
 """
 
 from __future__ import annotations
@@ -21,7 +23,15 @@ import subprocess
 import sys
 import time
 
-BASE_KERNELS = ("nvfp4_matmul", "nvfp4_gated", "gemm", "nvjet", "cutlass", "sm90_xmma")
+BASE_KERNELS = (
+    "nvfp4_matmul",
+    "nvfp4_gated",
+    "nvfp4_few_rows",
+    "gemm",
+    "nvjet",
+    "cutlass",
+    "sm90_xmma",
+)
 
 
 def run_arm(args: argparse.Namespace) -> None:
@@ -39,9 +49,11 @@ def run_arm(args: argparse.Namespace) -> None:
     from qerl_jax.model.transformer import FusedLinear, Role, Transformer, init_params, random_base
 
     runtime.use_compilation_cache()
-    weights, _, trait = args.child.partition("-")
-    if trait == "paired":
+    weights, *traits = args.child.split("-")
+    if "paired" in traits:
         os.environ["PALLAS_PAIRED_GATES"] = "1"
+    if "few" in traits:
+        os.environ["PALLAS_FEW_ROWS"] = "1"
     arch = architecture.KNOWN[args.model]
     arch = dataclasses.replace(arch, vocab_size=64, num_layers=args.layers or arch.num_layers)
     lora = LoraConfig(args.rank, float(args.rank)) if args.rank else None

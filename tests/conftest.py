@@ -18,6 +18,9 @@ def pytest_configure(config):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         # Triton's kernels are interpreted where it is installed, and a test asks for them; it reads this once, too.
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        # The warpgroups of an interpreted block wait for each other, each on a thread of XLA. With fewer threads than
+        # warpgroups a test would never end.
+        os.environ.setdefault("NPROC", str(max(16, os.cpu_count())))
         # Most of the time goes into compilation: a third of it is left with the emitter that makes all
         # kernels of a program at once, and without optimization, which long runs cannot do without.
         # Where XLA_FLAGS is set, be it to nothing, programs are compiled as it says.
