@@ -24,6 +24,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -49,8 +50,8 @@ class Failure:
     """A call without a value.
 
     Attributes:
-        reason: "timeout" if it was killed at its limit, "died" if its process ended twice, "raised" for
-            an exception.
+        reason: "timeout" if it was killed at its limit, "died" if its process ended twice or the worker was
+            stopped, "raised" for an exception.
         detail: The exception's type and text.
     """
 
@@ -136,25 +137,40 @@ class Worker:
         self._command = [sys.executable, "-m", __name__, module, *limits]
         self._module, self._seconds = module, seconds
         self._process: subprocess.Popen | None = None
+        self._is_stopped = False
+        # A finalizer may stop the worker in the thread that is within a call.
+        self._calling = threading.RLock()
 
     def call(self, request: str) -> Any:
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        with contextlib.suppress(
-            BrokenPipeError
-        ):  # the worker has died, which the missing reply will show
-            self._process.stdin.write(request + "\n")
-            self._process.stdin.flush()
-        return self._reply(_PATIENCE * self._seconds)
+        with self._calling:
+            if self._process is None or self._process.poll() is not None:
+                self._start()
+            if self._is_stopped:
+                return Failure("died")
+            with contextlib.suppress(
+                BrokenPipeError
+            ):  # the worker has died, which the missing reply will show
+                self._process.stdin.write(request + "\n")
+                self._process.stdin.flush()
+            return self._reply(_PATIENCE * self._seconds)
 
     def stop(self) -> None:
+        """Ends the process for good; a call that another thread makes meanwhile fails."""
+        self._is_stopped = True
+        _kill(self._process)
+        with self._calling:  # soon, since the call has lost its process, or will end it itself
+            self._end()
+
+    def _end(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            with contextlib.suppress(ProcessLookupError, BrokenPipeError), process:
-                os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(BrokenPipeError), process:
+                _kill(process)
 
     def _start(self) -> None:
-        self.stop()
+        self._end()
+        if self._is_stopped:
+            return
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
@@ -165,9 +181,12 @@ class Worker:
             env=self._environment | {"PYTHONPATH": os.pathsep.join(sys.path)},
             start_new_session=True,
         )
-        failure = self._reply(_START_SECONDS)
-        if failure is not None:
-            self.stop()
+        # `stop` may have come before there was a process that it could kill.
+        failure = Failure("died") if self._is_stopped else self._reply(_START_SECONDS)
+        if failure is None:
+            return
+        self._end()
+        if not self._is_stopped:
             why = failure.detail or failure.reason
             raise RuntimeError(f"a worker process could not import {self._module}: {why}")
 
@@ -178,7 +197,7 @@ class Worker:
         line = self._process.stdout.readline() if poll.poll(1000 * seconds) else None
         if line is None or not line.endswith("\n"):
             is_late = line is None or self._ended_by() == signal.SIGPROF
-            self.stop()
+            self._end()
             return Failure("timeout" if is_late else "died")
         reply = json.loads(line)
         return Failure("raised", reply["error"]) if "error" in reply else reply["value"]
@@ -189,6 +208,12 @@ class Worker:
             return -self._process.wait(timeout=1)
         except subprocess.TimeoutExpired:
             return None
+
+
+def _kill(process: subprocess.Popen | None) -> None:
+    if process is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _stop_all(workers: Sequence[Worker]) -> None:

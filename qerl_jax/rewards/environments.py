@@ -220,6 +220,8 @@ class Toolbox:
         except queue.Empty:
             made = self._make()
             self._all.append(made)
+            if not self.close.alive:  # which may have passed over this one
+                made.stop()
             return made
 
     def give_back(self, runner: _Runner) -> None:
@@ -372,15 +374,16 @@ class Session:
 
     def close(self) -> None:
         """Leaves its process to another row."""
-        if self._runner is not None:
-            self.toolbox.give_back(self._runner)
-            self._runner = None
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            self.toolbox.give_back(runner)
 
     def abandon(self) -> None:
         """Ends its process, in which a call may still be running."""
-        if self._runner is not None:
-            self._runner.stop()
-            self._runner = None
+        # First taken away: the call's thread must not give a stopped process to another row.
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            runner.stop()
 
     def _noted(self, found: Any) -> Any:
         """Returns a result, and notes whether the process was killed: then the environment's state is lost."""

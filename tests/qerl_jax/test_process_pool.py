@@ -227,6 +227,52 @@ def test_a_module_of_the_user_sees_the_whole_environment(pool, monkeypatch):
         worker.stop()
 
 
+@pytest.fixture
+def stopped_while_starting(pool, monkeypatch):
+    """A worker that another thread stops before its process is known, and the process's id."""
+    pool()
+    worker, popen, pids = Worker("worker_functions", 20.0), subprocess.Popen, []
+    stopping = threading.Thread(target=worker.stop)
+
+    def spawn(*arguments, **options):
+        process = popen(*arguments, **options)
+        pids.append(process.pid)
+        stopping.start()
+        stopping.join(0.5)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", spawn)
+    reply = worker.call('["double", [1]]')
+    stopping.join(20)
+    assert not stopping.is_alive()
+    yield worker, reply, pids
+    for pid in pids:
+        if is_alive(pid):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def test_a_worker_that_is_stopped_while_it_starts_leaves_no_process(stopped_while_starting):
+    _, reply, (pid,) = stopped_while_starting
+    assert reply == Failure("died") and not is_alive(pid)
+
+
+def test_a_worker_that_was_stopped_starts_no_other_process(stopped_while_starting):
+    worker, _, pids = stopped_while_starting
+    assert worker.call('["double", [1]]') == Failure("died") and len(pids) == 1
+
+
+def test_a_call_that_waits_ends_when_its_worker_is_stopped(pool):
+    pool()
+    worker, replies = Worker("worker_functions", 20.0), []
+    pid = worker.call('["pid", []]')
+    calling = threading.Thread(target=lambda: replies.append(worker.call('["pid_after", [60]]')))
+    calling.start()
+    time.sleep(0.3)
+    worker.stop()
+    calling.join(20)
+    assert replies == [Failure("died")] and not is_alive(pid)
+
+
 PARENT = """
 import sys, threading
 sys.path.insert(0, {folder!r})

@@ -3,6 +3,8 @@
 import collections
 import contextlib
 import json
+import threading
+import time
 
 import pytest
 
@@ -248,3 +250,33 @@ def test_a_number_is_guessed_in_several_turns():
     assert game.get_reward() == 0.75  # one guess more than halving needs
     with pytest.raises(ValueError, match=r"secret: got 101; must be in 1 \.\.\. 100"):
         game.reset(secret=101)
+
+
+def test_a_row_that_calls_after_the_tools_were_closed_starts_no_process():
+    """As in a thread that was about to call when the run ended."""
+    made = Toolbox(ToolsConfig((f"{HERE}:double",), seconds=0.3))
+    row = made.session({})
+    made.close()
+    assert told(row.call("double", {"x": 4})) == "double ended its process"
+    (runner,) = made._all
+    assert runner._worker._process is None
+
+
+def test_a_row_that_is_abandoned_within_a_call_leaves_its_process_to_no_other_row():
+    with contextlib.closing(
+        Toolbox(ToolsConfig(environment=f"{HERE}:Counter", seconds=5.0))
+    ) as made:
+        first = made.session({})
+        first.begin()
+
+        def call_and_close():
+            with contextlib.closing(first):
+                first.call("stall", {})
+
+        calling = threading.Thread(target=call_and_close)
+        calling.start()
+        time.sleep(0.3)
+        first.abandon()
+        calling.join(20)
+        with session(made) as second:
+            assert second.call("add", {"times": 1}).text == "1"
