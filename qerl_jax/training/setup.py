@@ -16,16 +16,15 @@ from qerl_jax.checked import require
 from qerl_jax.checkpoint import base_model, hf_folder, peft, run_state
 from qerl_jax.data import datasets
 from qerl_jax.evaluation.evaluator import Evaluator
-from qerl_jax.generation.conversations import Tools
 from qerl_jax.hosts import Hosts
 from qerl_jax.mesh import Replicas
 from qerl_jax.model import fused_decode, transformer
 from qerl_jax.rewards import environments, scoring, stock
-from qerl_jax.rewards.shared_tools import SharedToolboxes
-from qerl_jax.rl import dynamic_sampling, grpo, optimizer, rollouts, update
+from qerl_jax.rl import dynamic_sampling, optimizer, rollouts, update
 from qerl_jax.rl.entropy import EntropyControl
 from qerl_jax.tracking import terminal, trackers
-from qerl_jax.training import exploration, metrics, replay, stopping
+from qerl_jax.training import exploration, replay, stopping
+from qerl_jax.training.task import Task, make_task
 
 # Independent random streams; each folds in the step.
 SAMPLE, NOISE, UPDATE, EVAL, PARAMS = range(5)
@@ -149,72 +148,35 @@ def setup(
     trackers.require(cfg.report_to)
     hosts = Hosts.all()
     earlier = hosts.told(lambda: (found := check_folder(cfg)) and config.to_table(found))
-    if cfg.deterministic:
-        runtime.use_deterministic_kernels()
-    _require_alike(cfg, hosts)
-    runtime.use_compilation_cache()
-    base_model.choose_kernels(cfg.model)
-    replicas = Replicas.of(cfg.mesh, cfg.generation_batch_size)
-    if replicas.devices:
-        runtime.use_several_devices()
+    replicas = _devices(cfg, hosts)
     memory_plan, earlier_peak = _plan_memory(cfg), peak_memory()
     planned = memory.planned(cfg, limit=memory.device_memory())
     start = _starting_adapter(cfg)
-    functions, weights = _rewards(cfg, reward_functions)
-    is_named = problems is None
-    if is_named:
-        problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
-    model, tokenizer = base_model.describe_base(cfg.model, cfg.lora)
-    model = model.clone(fsdp=cfg.mesh.fsdp, tensor=cfg.mesh.tensor)
-    model.division.require()
-    memory.require_context(cfg, model.arch)
-    notes = [*config_rules.advice(cfg), f"update: {memory.about_update(cfg, planned)}"]
-    talks = None
-    if cfg.tools is not None:
-        boxes = SharedToolboxes(cfg.tools, tools, environment, hosts)
-        talks = Tools.of(cfg.tools, tokenizer, boxes, notes.append)
-        _add_own_rewards(boxes, functions, weights)
-    informative = informative_by(cfg, functions, weights, notes.append)
-    notes += about_data(cfg, problems, is_named=is_named)
-    problems = rollouts.admit(
-        problems,
-        tokenizer,
-        max_prompt_length=cfg.data.max_prompt_length,
-        overlong=cfg.data.overlong_prompts,
-        tools=talks,
-        log=notes.append,
+    task = make_task(
+        cfg,
+        hosts,
+        problems=problems,
+        reward_functions=reward_functions,
+        tools=tools,
+        environment=environment,
     )
-    total_steps = cfg.total_steps(len(problems))
-    notes += _about_epochs(cfg, total_steps)
-    extras = metrics.Trace(0, total_steps).extras
-    if talks is not None:
-        # Check before the first step that environments can begin with such rows.
-        rollouts.begun(talks, problems[:2], tokenizer, cfg.data.max_prompt_length)
-        extras |= boxes.extras(len(problems[:2]))
-    if hosts.leads:
-        scoring.check(functions, problems[:2], extras)
+    notes = [*config_rules.advice(cfg), f"update: {memory.about_update(cfg, planned)}", *task.notes]
     evaluator = Evaluator.of_run(
-        cfg, model, tokenizer, stream_key(cfg, EVAL), notes.append, stop.poll, talks, replicas
+        cfg,
+        task.model,
+        task.tokenizer,
+        stream_key(cfg, EVAL),
+        notes.append,
+        stop.poll,
+        task.tools,
+        replicas,
     )
-    notes += _about_slow_sampling(cfg, model)
+    notes += _about_slow_sampling(cfg, task.model)
 
-    places = replicas.places_of if replicas.group > 1 else None
-    frozen = _weights(cfg, model, quiet or not hosts.leads, places)
-    params, frozen = transformer.trainable(model, frozen, stream_key(cfg, PARAMS))
-    if start is not None:
-        params = peft.import_adapter(start, model)
-    noise = exploration.make_exploration(cfg.noise, model, stream_key(cfg, NOISE), total_steps)
-    if cfg.noise is not None:
-        notes += exploration.describe(cfg.noise, model, params, frozen)
-    adapts = cfg.grpo.use_adaptive_entropy
-    state = update.init_state(
-        params,
-        cfg.optim,
-        keep_reference=cfg.keeps_reference,
-        control=EntropyControl.begin(cfg.grpo) if adapts else None,
+    noise = exploration.make_exploration(
+        cfg.noise, task.model, stream_key(cfg, NOISE), task.total_steps
     )
-    del params
-    state, frozen = replicas.hold(state), replicas.hold(frozen)
+    state, frozen = _policy(cfg, task.model, start, replicas, notes, quiet=quiet or not hosts.leads)
     files = run_state.StateFiles(cfg.output_dir, cfg.save_total_limit)
     resumed = hosts.told(files.newest)
     stored: dict[str, Any] = {"drawn": 0}
@@ -231,43 +193,22 @@ def setup(
         state = replicas.of_first(state)
     run = PreparedRun(
         cfg,
-        model,
+        task.model,
         replicas,
         frozen,
-        problems,
-        functions,
-        weights,
-        informative,
-        total_steps,
-        sampler=rollouts.make_sampler(
-            model,
-            tokenizer,
-            cfg.rollout,
-            max_prompt_length=cfg.data.max_prompt_length,
-            entropies=True,
-            poll=stop.poll,
-            tools=talks,
-            replicas=replicas,
-        ),
-        updater=update.make_updater(
-            planned,
-            model,
-            tokenizer.num_tokens,
-            total_steps,
-            on_non_finite=functools.partial(replay.write, cfg.output_dir) if hosts.leads else None,
-            replicas=replicas,
-            poll=stop.poll,
-        ),
+        task.problems,
+        task.functions,
+        task.weights,
+        task.informative,
+        task.total_steps,
+        sampler=_sampler(cfg, task, replicas, stop),
+        updater=_updater(planned, task, replicas, stop),
         noise=noise,
         sigma=stored.get("sigma", noise.first),
         evaluator=evaluator,
         files=files,
         state=state,
-        supply=dynamic_sampling.Supply.from_table(
-            stored,
-            lambda place: datasets.batch(problems, place, batch_size=1, seed=cfg.seed)[0],
-            tokenizer,
-        ),
+        supply=_supply(cfg, task, stored),
         progress=stored.get("progress", {}),
         stop=stop,
         memory=memory_plan,
@@ -276,12 +217,47 @@ def setup(
         began=began,
     )
     if earlier is not None and resumed is not None:
-        if run.place(resumed, run.supply) < total_steps:
-            run.notes.append(
-                f"resumed: the run in {cfg.output_dir} goes on after step {resumed} of {total_steps}"
-            )
-        run.notes.extend(_about_length(run, config.from_table(config.RunConfig, earlier)))
+        run.notes.extend(_about_resuming(run, resumed, earlier))
     return run
+
+
+def _devices(cfg: config.RunConfig, hosts: Hosts) -> Replicas:
+    """The replicas of the policy on the run's devices, once these are told how to compute."""
+    if cfg.deterministic:
+        runtime.use_deterministic_kernels()
+    _require_alike(cfg, hosts)
+    runtime.use_compilation_cache()
+    base_model.choose_kernels(cfg.model)
+    replicas = Replicas.of(cfg.mesh, cfg.generation_batch_size)
+    if replicas.devices:
+        runtime.use_several_devices()
+    return replicas
+
+
+def _policy(
+    cfg: config.RunConfig,
+    model: transformer.Transformer,
+    start: pathlib.Path | None,
+    replicas: Replicas,
+    notes: list[str],
+    *,
+    quiet: bool,
+) -> tuple[update.TrainState, Any]:
+    """The initial state, and the part that does not train; adds lines about the noise to `notes`."""
+    frozen = _weights(cfg, model, quiet, replicas.places_of if replicas.group > 1 else None)
+    params, frozen = transformer.trainable(model, frozen, stream_key(cfg, PARAMS))
+    if start is not None:
+        params = peft.import_adapter(start, model)
+    if cfg.noise is not None:
+        notes += exploration.describe(cfg.noise, model, params, frozen)
+    adapts = cfg.grpo.use_adaptive_entropy
+    state = update.init_state(
+        params,
+        cfg.optim,
+        keep_reference=cfg.keeps_reference,
+        control=EntropyControl.begin(cfg.grpo) if adapts else None,
+    )
+    return replicas.hold(state), replicas.hold(frozen)
 
 
 def _weights(
@@ -300,6 +276,43 @@ def _weights(
         return load(move)
 
 
+def _sampler(
+    cfg: config.RunConfig, task: Task, replicas: Replicas, stop: stopping.Stop
+) -> rollouts.Sampler:
+    return rollouts.make_sampler(
+        task.model,
+        task.tokenizer,
+        cfg.rollout,
+        max_prompt_length=cfg.data.max_prompt_length,
+        entropies=True,
+        poll=stop.poll,
+        tools=task.tools,
+        replicas=replicas,
+    )
+
+
+def _updater(
+    planned: config.RunConfig, task: Task, replicas: Replicas, stop: stopping.Stop
+) -> update.Updater:
+    keep_batch = functools.partial(replay.write, planned.output_dir)
+    return update.make_updater(
+        planned,
+        task.model,
+        task.tokenizer.num_tokens,
+        task.total_steps,
+        on_non_finite=keep_batch if replicas.hosts.leads else None,
+        replicas=replicas,
+        poll=stop.poll,
+    )
+
+
+def _supply(cfg: config.RunConfig, task: Task, stored: dict[str, Any]) -> dynamic_sampling.Supply:
+    def problem(place: int) -> datasets.Problem:
+        return datasets.batch(task.problems, place, batch_size=1, seed=cfg.seed)[0]
+
+    return dynamic_sampling.Supply.from_table(stored, problem, task.tokenizer)
+
+
 def _require_alike(cfg: config.RunConfig, hosts: Hosts) -> None:
     """Refuses processes of one run that would compute different things."""
     devices = jax.local_devices()
@@ -312,54 +325,6 @@ def _require_alike(cfg: config.RunConfig, hosts: Hosts) -> None:
         differs = [name for name, value in own.items() if other[name] != value]
         rule = f"{', '.join(differs)} of process {host} is another one than that of process {hosts.index}"
         require(not differs, "hosts", hosts.count, f"{rule}: all must be given the same")
-
-
-def about_data(
-    cfg: config.RunConfig, problems: Sequence[datasets.Problem], *, is_named: bool
-) -> list[str]:
-    """Warns of data that is probably a mistake, or would teach nothing.
-
-    Args:
-        cfg: The run.
-        problems: Its problems.
-        is_named: Whether the problems come from `cfg.data`.
-    """
-    if not problems:
-        return []
-    count, asked, notes = len(problems), cfg.prompts_per_rollout, []
-    if count < asked:
-        notes.append(
-            f"warning: there {'is 1 problem' if count == 1 else f'are {count} problems'}, and a rollout asks {asked}: "
-            "some are asked more than once in every step. Give more of them in data"
-        )
-    first = problems[0]
-    if isinstance(first.prompt, str) and is_named:
-        notes.append(
-            "note: prompts are texts (column 'prompt'), which the policy is given as they are, without its chat "
-            "template. If the base is a chat model, call the column 'question', or set data.system_prompt"
-        )
-    # Generated problems always have answers.
-    if "answer" not in first.columns or cfg.data.dataset == "arithmetic":
-        return notes
-    lacking = [row for row, each in enumerate(problems) if each.columns.get("answer") in (None, "")]
-    if lacking:
-        named = ", ".join(map(str, lacking[:5])) + (", ..." if len(lacking) > 5 else "")
-        notes.append(
-            f"warning: {len(lacking)} of {count} problems have no answer (problem {named}, from 0 on): a reward that "
-            "compares with it cannot be earned there"
-        )
-    return notes
-
-
-def _about_epochs(cfg: config.RunConfig, total_steps: int) -> list[str]:
-    """A line on what `num_train_epochs` means where rollouts may take several rounds."""
-    if cfg.num_train_epochs is None or not cfg.grpo.dynamic_sampling:
-        return []
-    rounds = total_steps // cfg.updates_per_rollout
-    return [
-        f"{cfg.num_train_epochs:g} epochs are {rounds} rounds of {cfg.prompts_per_rollout} problems: "
-        f"{total_steps} optimizer steps, or fewer where rollouts take several rounds"
-    ]
 
 
 def _about_slow_sampling(cfg: config.RunConfig, model: transformer.Transformer) -> list[str]:
@@ -418,19 +383,24 @@ def _differences(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -
     ]
 
 
-def _about_length(run: PreparedRun, earlier: config.RunConfig) -> list[str]:
-    """Lines about a run that was made longer: its place on its schedules."""
-    before, cfg = earlier.total_steps(len(run.problems)), run.cfg
+def _about_resuming(run: PreparedRun, step: int, earlier: Mapping[str, Any]) -> list[str]:
+    """Lines about where a run goes on, and, if it was made longer, about its place on its schedules."""
+    lines, cfg, place = [], run.cfg, run.place(step, run.supply)
+    if place < run.total_steps:
+        lines.append(
+            f"resumed: the run in {cfg.output_dir} goes on after step {step} of {run.total_steps}"
+        )
+    before = config.from_table(config.RunConfig, earlier).total_steps(len(run.problems))
     if before == run.total_steps:
-        return []
-    place = run.place(int(run.state.step), run.supply)
+        return lines
     last = float(optimizer.learning_rate(cfg.optim, before)(max(0, place - 1)))
     rate = float(optimizer.learning_rate(cfg.optim, run.total_steps)(place))
     noise = " and noise" if cfg.noise else ""
-    return [
+    lines.append(
         f"this run had {before} optimizer steps and has {run.total_steps} now: learning rate{noise} go on as in a "
         f"run of {run.total_steps} steps (the next rate is {rate:.3g}, the last one was {last:.3g})"
-    ]
+    )
+    return lines
 
 
 def _plan_memory(cfg: config.RunConfig) -> memory.MemoryPlan | None:
@@ -466,92 +436,3 @@ def _starting_adapter(cfg: config.RunConfig) -> pathlib.Path | None:
         ours, theirs = getattr(cfg.lora, field), getattr(found, field)
         require(ours == theirs, f"lora.{field}", ours, f"the adapter in {folder} needs {theirs!r}")
     return folder
-
-
-def _rewards(
-    cfg: config.RunConfig, given: Sequence[stock.RewardFunction] | None
-) -> tuple[list[scoring.Named], list[float]]:
-    """The reward functions and their weights; the penalty for long completions comes last."""
-    functions = scoring.resolve(
-        cfg.rewards.functions if given is None else given, cfg.rewards.options
-    )
-    weights = list(cfg.rewards.weights or [1.0] * len(functions))
-    require(
-        len(functions) == len(weights) and (bool(functions) or cfg.tools is not None),
-        "rewards.weights",
-        len(weights),
-        f"must be one for each of {len(functions)} reward functions, of which there must be at "
-        "least one",
-    )
-    cache = cfg.rewards.soft_punish_cache
-    if cache is None:
-        return functions, weights
-
-    def punish(completion_ids, **_):
-        return grpo.soft_overlong_punishment(
-            np.array([len(ids) for ids in completion_ids]),
-            max_completion_length=cfg.rollout.max_completion_length,
-            soft_punish_cache=cache,
-        ).tolist()
-
-    functions.append(("soft_overlong_punishment_reward", punish))
-    return functions, [*weights, cfg.rewards.soft_punish_weight]
-
-
-def _add_own_rewards(
-    boxes: environments.Toolboxes, functions: list[scoring.Named], weights: list[float]
-) -> None:
-    """Adds the rewards that environments compute for their rows, each with weight 1."""
-    silent = [box.environment_name or "tools" for box in boxes if not box.owns_reward]
-    rule = f"must name one at least: {', '.join(silent)} has no get_reward"
-    require(bool(functions) or not silent, "rewards.functions", (), rule)
-    own, names = boxes.own_rewards(), [name for name, _ in functions]
-    both = [name for name, _ in own if name in names]
-    require(not both, "rewards.functions", both, "must differ in name from the environments")
-    functions += own
-    weights += [1.0] * len(own)
-
-
-def informative_by(
-    cfg: config.RunConfig,
-    functions: Sequence[scoring.Named],
-    weights: Sequence[float],
-    note: Callable[[str], None],
-) -> Callable[[rollouts.Scored], np.ndarray]:
-    """Makes the function that maps a scored rollout to the groups that dynamic sampling keeps, bool [P].
-
-    Args:
-        cfg: The run.
-        functions: Names and functions of the rewards.
-        weights: One for each function.
-        note: Called with a line that names the rewards by which groups are compared.
-
-    Raises:
-        ConfigError: For the name of a reward that the run does not have, and where all of its rewards judge only
-            form or length.
-    """
-    names, metric = [name for name, _ in functions], cfg.grpo.dynamic_sampling_metric
-    given, field = cfg.rewards.shaping, "grpo.dynamic_sampling_metric"
-    known = ", ".join(names)
-    require(
-        set(given or ()) <= {*names},
-        "rewards.shaping",
-        given,
-        f"the rewards of this run are {known}",
-    )
-    rule = f'must be "reward", or one of the rewards of this run: {known}'
-    require(metric in (None, "reward", *names), field, metric, rule)
-    shaping = stock.SHAPING if given is None else given
-    chosen = {i: w for i, w in enumerate(weights) if names[i] not in shaping and w}
-    if metric == "reward" or not cfg.grpo.dynamic_sampling:
-        return dynamic_sampling.by_reward
-    if metric is not None:
-        chosen = {names.index(metric): 1.0}
-    rule = (
-        f"all rewards of this run shape form or length ({known}), so no group is better than another: name "
-        f'one of them by {field}, or set it to "reward"'
-    )
-    require(bool(chosen), "grpo.dynamic_sampling", True, rule)
-    judges = ", ".join(names[i] for i in chosen)
-    note(f"dynamic sampling keeps groups whose completions differ in {judges}")
-    return dynamic_sampling.by_functions(chosen)

@@ -10,7 +10,7 @@ from qerl_jax import config
 from qerl_jax.data.datasets import Problem
 from qerl_jax.rewards import stock
 from qerl_jax.rl.rollouts import Scored
-from qerl_jax.training.setup import about_data, informative_by
+from qerl_jax.training.task import about_data, informative_by
 
 QUICKSTART = pathlib.Path(__file__).parents[3] / "configs" / "quickstart.toml"
 NAMES = ("accuracy_reward", "soft_format_reward", "own_reward", "soft_overlong_punishment_reward")

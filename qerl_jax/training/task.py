@@ -1,0 +1,256 @@
+"""What a run learns: its problems and rewards, and whether they can be used at all."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from qerl_jax import config, memory
+from qerl_jax.checked import require
+from qerl_jax.checkpoint import base_model
+from qerl_jax.data import datasets
+from qerl_jax.data.tokenizer import Tokenizer
+from qerl_jax.generation.conversations import Tools
+from qerl_jax.hosts import Hosts
+from qerl_jax.model import transformer
+from qerl_jax.rewards import environments, scoring, stock
+from qerl_jax.rewards.shared_tools import SharedToolboxes
+from qerl_jax.rl import dynamic_sampling, grpo, rollouts
+from qerl_jax.training import metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a run learns, and the policy without its weights.
+
+    Attributes:
+        model: The policy.
+        tokenizer: Its tokenizer.
+        problems: The problems whose prompts fit.
+        functions: Names and functions of the rewards.
+        weights: One for each function.
+        tools: What the policy may call; None for nothing.
+        informative: Maps a scored rollout to the groups that dynamic sampling keeps.
+        total_steps: Optimizer steps of the whole run.
+        notes: Lines to show.
+    """
+
+    model: transformer.Transformer
+    tokenizer: Tokenizer
+    problems: Sequence[datasets.Problem]
+    functions: list[scoring.Named]
+    weights: list[float]
+    tools: Tools | None
+    informative: Callable[[rollouts.Scored], np.ndarray]
+    total_steps: int
+    notes: list[str]
+
+
+def make_task(
+    cfg: config.RunConfig,
+    hosts: Hosts,
+    *,
+    problems: Sequence[datasets.Problem] | None,
+    reward_functions: Sequence[stock.RewardFunction] | None,
+    tools: Sequence[environments.Tool] | None,
+    environment: environments.Tool | Mapping[str, environments.Tool] | None,
+) -> Task:
+    """Reads what a config names, and tries rewards and environments on the first problems.
+
+    Args:
+        cfg: The run.
+        hosts: Its processes, of which the first runs tools and rewards.
+        problems: Problems, or None for those that `cfg.data` names.
+        reward_functions: Rewards, or None for those that `cfg.rewards` names.
+        tools: Tools, or None for those that `cfg.tools` names.
+        environment: A class, several by name, or None for what `cfg.tools` names.
+
+    Raises:
+        ConfigError: For fields that cannot be used together, or with the base or the problems.
+        ValueError: For data, a reward or an environment that cannot be used.
+    """
+    functions, weights = _rewards(cfg, reward_functions)
+    is_named = problems is None
+    if is_named:
+        problems = datasets.from_config(cfg.data, split=cfg.data.split, seed=cfg.seed)
+    model, tokenizer = _described(cfg)
+    notes: list[str] = []
+    talks = None
+    if cfg.tools is not None:
+        boxes = SharedToolboxes(cfg.tools, tools, environment, hosts)
+        talks = Tools.of(cfg.tools, tokenizer, boxes, notes.append)
+        _add_own_rewards(boxes, functions, weights)
+    informative = informative_by(cfg, functions, weights, notes.append)
+    notes += about_data(cfg, problems, is_named=is_named)
+    problems = rollouts.admit(
+        problems,
+        tokenizer,
+        max_prompt_length=cfg.data.max_prompt_length,
+        overlong=cfg.data.overlong_prompts,
+        tools=talks,
+        log=notes.append,
+    )
+    total_steps = cfg.total_steps(len(problems))
+    notes += _about_epochs(cfg, total_steps)
+    task = Task(
+        model, tokenizer, problems, functions, weights, talks, informative, total_steps, notes
+    )
+    _try(task, hosts, cfg.data.max_prompt_length)
+    return task
+
+
+def _described(cfg: config.RunConfig) -> tuple[transformer.Transformer, Tokenizer]:
+    """The policy without weights, divided as the mesh says, and its tokenizer."""
+    model, tokenizer = base_model.describe_base(cfg.model, cfg.lora)
+    model = model.clone(fsdp=cfg.mesh.fsdp, tensor=cfg.mesh.tensor)
+    model.division.require()
+    memory.require_context(cfg, model.arch)
+    return model, tokenizer
+
+
+def _try(task: Task, hosts: Hosts, max_prompt_length: int) -> None:
+    """Begins environments with the first problems, and computes their rewards."""
+    first = task.problems[:2]
+    extras = metrics.Trace(0, task.total_steps).extras
+    if task.tools is not None:
+        rollouts.begun(task.tools, first, task.tokenizer, max_prompt_length)
+        extras |= task.tools.toolboxes.extras(len(first))
+    if hosts.leads:
+        scoring.check(task.functions, first, extras)
+
+
+def about_data(
+    cfg: config.RunConfig, problems: Sequence[datasets.Problem], *, is_named: bool
+) -> list[str]:
+    """Warns of data that is probably a mistake, or would teach nothing.
+
+    Args:
+        cfg: The run.
+        problems: Its problems.
+        is_named: Whether the problems come from `cfg.data`.
+    """
+    if not problems:
+        return []
+    count, asked, notes = len(problems), cfg.prompts_per_rollout, []
+    if count < asked:
+        notes.append(
+            f"warning: there {'is 1 problem' if count == 1 else f'are {count} problems'}, and a rollout asks {asked}: "
+            "some are asked more than once in every step. Give more of them in data"
+        )
+    first = problems[0]
+    if isinstance(first.prompt, str) and is_named:
+        notes.append(
+            "note: prompts are texts (column 'prompt'), which the policy is given as they are, without its chat "
+            "template. If the base is a chat model, call the column 'question', or set data.system_prompt"
+        )
+    # Generated problems always have answers.
+    if "answer" not in first.columns or cfg.data.dataset == "arithmetic":
+        return notes
+    lacking = [row for row, each in enumerate(problems) if each.columns.get("answer") in (None, "")]
+    if lacking:
+        named = ", ".join(map(str, lacking[:5])) + (", ..." if len(lacking) > 5 else "")
+        notes.append(
+            f"warning: {len(lacking)} of {count} problems have no answer (problem {named}, from 0 on): a reward that "
+            "compares with it cannot be earned there"
+        )
+    return notes
+
+
+def _about_epochs(cfg: config.RunConfig, total_steps: int) -> list[str]:
+    """A line on what `num_train_epochs` means where rollouts may take several rounds."""
+    if cfg.num_train_epochs is None or not cfg.grpo.dynamic_sampling:
+        return []
+    rounds = total_steps // cfg.updates_per_rollout
+    return [
+        f"{cfg.num_train_epochs:g} epochs are {rounds} rounds of {cfg.prompts_per_rollout} problems: "
+        f"{total_steps} optimizer steps, or fewer where rollouts take several rounds"
+    ]
+
+
+def _rewards(
+    cfg: config.RunConfig, given: Sequence[stock.RewardFunction] | None
+) -> tuple[list[scoring.Named], list[float]]:
+    """The reward functions and their weights; the penalty for long completions comes last."""
+    functions = scoring.resolve(
+        cfg.rewards.functions if given is None else given, cfg.rewards.options
+    )
+    weights = list(cfg.rewards.weights or [1.0] * len(functions))
+    require(
+        len(functions) == len(weights) and (bool(functions) or cfg.tools is not None),
+        "rewards.weights",
+        len(weights),
+        f"must be one for each of {len(functions)} reward functions, of which there must be at "
+        "least one",
+    )
+    cache = cfg.rewards.soft_punish_cache
+    if cache is None:
+        return functions, weights
+
+    def punish(completion_ids, **_):
+        return grpo.soft_overlong_punishment(
+            np.array([len(ids) for ids in completion_ids]),
+            max_completion_length=cfg.rollout.max_completion_length,
+            soft_punish_cache=cache,
+        ).tolist()
+
+    functions.append(("soft_overlong_punishment_reward", punish))
+    return functions, [*weights, cfg.rewards.soft_punish_weight]
+
+
+def _add_own_rewards(
+    boxes: environments.Toolboxes, functions: list[scoring.Named], weights: list[float]
+) -> None:
+    """Adds the rewards that environments compute for their rows, each with weight 1."""
+    silent = [box.environment_name or "tools" for box in boxes if not box.owns_reward]
+    rule = f"must name one at least: {', '.join(silent)} has no get_reward"
+    require(bool(functions) or not silent, "rewards.functions", (), rule)
+    own, names = boxes.own_rewards(), [name for name, _ in functions]
+    both = [name for name, _ in own if name in names]
+    require(not both, "rewards.functions", both, "must differ in name from the environments")
+    functions += own
+    weights += [1.0] * len(own)
+
+
+def informative_by(
+    cfg: config.RunConfig,
+    functions: Sequence[scoring.Named],
+    weights: Sequence[float],
+    note: Callable[[str], None],
+) -> Callable[[rollouts.Scored], np.ndarray]:
+    """Makes the function that maps a scored rollout to the groups that dynamic sampling keeps, bool [P].
+
+    Args:
+        cfg: The run.
+        functions: Names and functions of the rewards.
+        weights: One for each function.
+        note: Called with a line that names the rewards by which groups are compared.
+
+    Raises:
+        ConfigError: For the name of a reward that the run does not have, and where all of its rewards judge only
+            form or length.
+    """
+    names, metric = [name for name, _ in functions], cfg.grpo.dynamic_sampling_metric
+    given, field = cfg.rewards.shaping, "grpo.dynamic_sampling_metric"
+    known = ", ".join(names)
+    require(
+        set(given or ()) <= {*names},
+        "rewards.shaping",
+        given,
+        f"the rewards of this run are {known}",
+    )
+    rule = f'must be "reward", or one of the rewards of this run: {known}'
+    require(metric in (None, "reward", *names), field, metric, rule)
+    shaping = stock.SHAPING if given is None else given
+    chosen = {i: w for i, w in enumerate(weights) if names[i] not in shaping and w}
+    if metric == "reward" or not cfg.grpo.dynamic_sampling:
+        return dynamic_sampling.by_reward
+    if metric is not None:
+        chosen = {names.index(metric): 1.0}
+    rule = (
+        f"all rewards of this run shape form or length ({known}), so no group is better than another: name "
+        f'one of them by {field}, or set it to "reward"'
+    )
+    require(bool(chosen), "grpo.dynamic_sampling", True, rule)
+    judges = ", ".join(names[i] for i in chosen)
+    note(f"dynamic sampling keeps groups whose completions differ in {judges}")
+    return dynamic_sampling.by_functions(chosen)
