@@ -71,7 +71,12 @@ def readme() -> Figure:
     figure = Figure(figsize=(8.6, 2.9), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
     left.plot(*course("healthy", "reward"), color=BLUE, lw=2)
-    left.set(ylim=(0, 1), xlabel="step", title="The quickstart: reward, on two cores of a CPU")
+    left.set(
+        ylim=(0, 1),
+        xlabel="step",
+        ylabel="mean reward",
+        title="The quickstart, on two cores of a CPU",
+    )
     lines = [
         json.loads(line) for line in (DOCS / "measured/benchmarks.jsonl").read_text().splitlines()
     ]
@@ -92,12 +97,13 @@ def readme() -> Figure:
     ours = [found[size]["value"] for size in sizes]
     theirs = [found[size]["baseline_value"] for size in sizes]
     right.bar(places - 0.2, ours, 0.38, color=BLUE, label="QeRL-JAX, with LoRA")
-    right.bar(places + 0.2, theirs, 0.38, color=GREY, label="vLLM 0.26, LoRA at 7B only")
+    right.bar(places + 0.2, theirs, 0.38, color=GREY, label="vLLM 0.26, with LoRA only at 7B")
     for place, own, other in zip(places, ours, theirs, strict=True):
         right.annotate(f"{own / other:.1f}x", (place - 0.2, own), ha="center", va="bottom", size=8)
     right.set_xticks(places, [size.replace(", ", "\n") for size in sizes])
     right.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    right.set_title("Decoding NVFP4 on one H200: tokens a second")
+    right.set(ylabel="tokens per second", ylim=(0, 1.08 * max(ours)))
+    right.set_title("Decoding with NVFP4 weights on one H200")
     right.legend(frameon=False)
     for axes in (left, right):
         axes.title.set_fontsize(10)
@@ -137,8 +143,8 @@ def block() -> Figure:
         "16 codes\n4 bits each (E2M1)",
     )
     scales = (
-        (3.3, f"scale of the block: {scale:g}", "8 bits (E4M3), one for 16 weights", "#ffe7cc"),
-        (11.4, f"scale of the matrix: {whole:,.0f}", "32 bits, one for all of it", "#ffe7cc"),
+        (3.3, f"scale of the block: {scale:g}", "8 bits in E4M3, for 16 weights", "#ffe7cc"),
+        (11.4, f"scale of the matrix: {whole:,.0f}", "32 bits, for all its weights", "#ffe7cc"),
     )
     for x, text, below, colour in scales:
         box = FancyBboxPatch((x, 2.05), 7.76, 0.8, boxstyle="round,pad=0.02,rounding_size=0.1")
@@ -147,12 +153,12 @@ def block() -> Figure:
         axes.text(x + 3.88, 2.45, f"{text}   ({below})", ha="center", va="center", size=8)
     axes.text(0.2, 2.45, "scales", va="center", size=9)
     back = codes * (scale / whole)
-    row(0.6, short(back), "#f0f1f3", "read back\ncode x block / matrix")
+    row(0.6, short(back), "#f0f1f3", "16 decoded weights\ncode x block scale\n/ matrix scale")
     axes.text(
         3.3,
         0.2,
-        "16 x 4 bits + 8 bits = 72 bits for 16 weights: 4.5 bits each, beside 16. "
-        "A code is one of 0, .5, 1, 1.5, 2, 3, 4, 6 with a sign.",
+        "16 x 4 bits + 8 bits = 72 bits for 16 weights: 4.5 bits for each, instead of 16. "
+        "A code is 0, 0.5, 1, 1.5, 2, 3, 4 or 6, with a sign.",
         va="center",
         size=8.5,
     )
@@ -173,7 +179,10 @@ def schedules() -> Figure:
             kind, sigma_start=1e-2, sigma_end=1e-4, num_stages=10, total_steps=1000
         )
         axes.plot(steps, [float(sigma(step)) for step in steps], color=colour, lw=1.6, label=kind)
-    axes.set(xlabel="step", title="noise.sigma_start = 1e-2, noise.sigma_end = 1e-4, 10 stages")
+    axes.set(xlabel="step", ylabel="sigma of the noise")
+    axes.set_title(
+        "noise.sigma_start = 1e-2, noise.sigma_end = 1e-4, noise.num_stages = 10", fontsize=10
+    )
     axes.legend(frameon=False)
     return figure
 
@@ -182,8 +191,8 @@ def sick_runs() -> Figure:
     """Draws a healthy run and unhealthy ones, a column each."""
     runs = {
         "healthy": "Healthy\nthe quickstart",
-        "broken": "Rate too high\noptim.learning_rate = 1e-1",
-        "cut": "Cut off\nmax_completion_length = 20",
+        "broken": "Learning rate too high\noptim.learning_rate = 1e-1",
+        "cut": "Completions cut off\nrollout.max_completion_length = 20",
         "loud": "Noise too strong\nnoise.sigma_start = 0.5",
         "silent": "Nothing to learn\na reward that is always 0",
     }
