@@ -39,6 +39,10 @@ class Rule:
     text: str
 
 
+    def __repr__(self) -> str:
+        """The words alone: the command line shows a field's type where a value cannot be read."""
+        return self.text
+
 # Steps, rows and lengths are counted in 32 bits on the device.
 Count = Annotated[int, Rule(lambda n: 1 <= n < 2**31, "must be at least 1 and below 2**31")]
 Positive = Annotated[float, Rule(lambda x: x > 0, "must be positive")]

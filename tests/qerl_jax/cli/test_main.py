@@ -113,6 +113,14 @@ def test_an_impossible_option_is_an_error_that_names_field_value_and_rule(capsys
     assert "lora.rank: got 0; must be at least 1" in capsys.readouterr().err
 
 
+def test_a_value_that_is_no_number_is_an_error_in_words(capsys):
+    with pytest.raises(SystemExit) as end:
+        changed("--max-steps", "ten")
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "--max-steps" in said and "'ten'" in said
+    assert "must be at least 1" in said and "lambda" not in said
+
+
 @pytest.mark.parametrize("options", [["--noise", "None"], ["--noise=None"]])
 def test_noise_is_switched_off_by_none(options):
     assert config.load(QUICKSTART).noise is not None
