@@ -1,10 +1,9 @@
 """Which model sizes train on a card, from the memory plan; needs no card and no weights."""
 
 import dataclasses
-import difflib
 
 from qerl_jax import memory
-from qerl_jax.checked import from_table, require
+from qerl_jax.checked import from_table, meant, require
 from qerl_jax.config import RunConfig
 from qerl_jax.model import architecture
 
@@ -64,8 +63,7 @@ def named(name: str) -> Card:
     plain = lambda text: "".join(text.lower().replace("nvidia", "").replace("rtx", "").split())
     found = [card for card in CARDS if plain(card.name) == plain(name)]
     known = ", ".join(card.name for card in CARDS)
-    near = difflib.get_close_matches(name, [card.name for card in CARDS], 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = meant(name, [card.name for card in CARDS])
     require(bool(found), "device", name, f"must be one of {known}{hint}")
     return found[0]
 

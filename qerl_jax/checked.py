@@ -11,6 +11,7 @@ value and the rule.
 """
 
 import dataclasses
+import difflib
 import functools
 import math
 import numbers
@@ -38,10 +39,10 @@ class Rule:
     holds: Callable[[Any], bool]
     text: str
 
-
     def __repr__(self) -> str:
         """The words alone: the command line shows a field's type where a value cannot be read."""
         return self.text
+
 
 # Steps, rows and lengths are counted in 32 bits on the device.
 Count = Annotated[int, Rule(lambda n: 1 <= n < 2**31, "must be at least 1 and below 2**31")]
@@ -64,6 +65,12 @@ def require(
     """Raises the error about a value that breaks a rule."""
     if not holds:
         raise error(f"{name}: got {value!r}; {rule}")
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """The end of an error about an unknown name: the known one that is most like it; empty if none is."""
+    near = difflib.get_close_matches(name, [*known], 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 class Checked:
@@ -149,13 +156,27 @@ def from_table(cls: type, table: dict[str, Any], prefix: str = "") -> Any:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     where = f"[{prefix.rstrip('.')}]" if prefix else "the top level"
     needed = [name for name, field in fields.items() if field.default is dataclasses.MISSING]
+    known = f"unknown field; {where} has {', '.join(fields)}"
     wrong = [
-        *(f"{k}: unknown field; {where} has {', '.join(fields)}" for k in table if k not in fields),
+        *(f"{k}: {known}{_meant_field(k, hints, prefix)}" for k in table if k not in fields),
         *(f"{k}: missing; {where} needs it" for k in needed if k not in table),
     ]
     if wrong:
         raise ConfigError(prefix + wrong[0])
     return cls(**{key: _value(hints[key], value, prefix + key) for key, value in table.items()})
+
+
+def _meant_field(name: str, hints: dict[str, Any], prefix: str) -> str:
+    """As `meant`; a field that a section of that table has goes before one with a similar name."""
+    inside = [
+        f"{section}.{name}"
+        for section, hint in hints.items()
+        for kind in _members(hint)
+        if dataclasses.is_dataclass(kind) and name in {f.name for f in dataclasses.fields(kind)}
+    ]
+    if inside:
+        return f"; did you mean {prefix}{inside[0]}?"
+    return meant(name, hints)
 
 
 def to_table(cfg: Any) -> dict[str, Any]:

@@ -5,7 +5,6 @@ What a single value may be stands in its field's annotation, rules across fields
 """
 
 import dataclasses
-import difflib
 import math
 import pathlib
 import re
@@ -25,6 +24,7 @@ from qerl_jax.checked import (
     Rule,
     from_table,
     is_seed,
+    meant,
     require,
     to_table,
 )
@@ -688,7 +688,7 @@ class OptimConfig(Checked, section="optim."):
         float,
         Rule(
             lambda x: 0 < x <= 1,
-            "must be positive and at most 1: AdamW moves a weight by about so much a step",
+            "must be positive and at most 1: AdamW moves a weight by about that much in a step",
         ),
     ] = 1e-5
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
@@ -1077,8 +1077,8 @@ def _find(path: str | pathlib.Path) -> pathlib.Path:
         known = {file.stem: file for file in sorted(PACKAGED.glob("*.toml"))}
         if path.name in known:
             return known[path.name]
-        near = difflib.get_close_matches(path.name, known, 3) or ["quickstart"]
-        rule = f"no such file, nor a config of the package; of those: {', '.join(near)}"
+        hint = meant(path.name, known) or f"; these are {', '.join(known)}"
+        rule = f"no such file, nor a config of the package{hint}"
         require(path.is_dir(), "config file", str(path), rule)
     rule = "no such file: it is a folder; name a file in it" if path.is_dir() else "no such file"
     raise ConfigError(f"config file: got {str(path)!r}; {rule}")

@@ -1,7 +1,6 @@
 """The command `qerl`: finds the sub-command, runs it, and reports an error in one line."""
 
 import contextlib
-import difflib
 import importlib.metadata
 import inspect
 import os
@@ -15,6 +14,7 @@ import traceback
 # newcomer sees.
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+from qerl_jax.checked import meant
 from qerl_jax.cli import common, completions, crashes, evaluate, generate, models, train
 from qerl_jax.cli.common import log
 
@@ -175,10 +175,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         if name not in COMMANDS:
-            near = [
-                f"did you mean {each}?" for each in difflib.get_close_matches(name, COMMANDS, 1)
-            ]
-            raise ValueError(f"there is no such command; {[*near, 'qerl --help lists them'][0]}")
+            hint = meant(name, COMMANDS) or "; qerl --help lists them"
+            raise ValueError(f"there is no such command{hint}")
         if reads_itself:
             return COMMANDS[name](rest) or 0
         else:

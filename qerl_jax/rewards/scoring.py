@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from qerl_jax.checked import require
+from qerl_jax.checked import meant, require
 from qerl_jax.data import datasets, tokenizer
 from qerl_jax.rewards import imports
 from qerl_jax.rewards.stock import FACTORIES, STOCK, RewardFunction
@@ -298,8 +298,8 @@ def _find(name: str) -> Any:
         ":" in name,
         "reward function",
         name,
-        f"must be one of {sorted(known)}, or an import path such as 'package.module:function' or "
-        "'file.py:function'",
+        f"must be one of {', '.join(sorted(known))}, or an import path such as 'package.module:function' or "
+        f"'file.py:function'{meant(name, known)}",
     )
     path, _, attribute = name.rpartition(":")
     module = _import(path)

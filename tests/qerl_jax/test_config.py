@@ -785,6 +785,20 @@ def test_unknown_and_missing_fields_are_named_with_the_fields_there_are(changes,
         build(**changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_step": 10}, "; did you mean max_steps?"),
+        ({"lora__rnk": 8}, "; did you mean rank?"),
+        ({"learning_rate": 1e-5}, "; did you mean optim.learning_rate?"),
+        ({"unlike": 1}, "report_to, run_name"),
+    ],
+)
+def test_an_unknown_field_is_told_which_one_it_is_like(changes, message):
+    with pytest.raises(ConfigError, match=f"unknown field; .*{re.escape(message)}$"):
+        build(**changes)
+
+
 @pytest.mark.parametrize("content", [b"max_steps = ", b"a = 1\na = 2", b'output_dir = "\xff"'])
 def test_an_unreadable_file_is_a_config_error_that_names_it(content, tmp_path):
     path = tmp_path / "run.toml"
@@ -958,7 +972,8 @@ def test_a_config_of_the_package_can_be_named_from_any_folder(tmp_path, monkeypa
     (tmp_path / "quickstart").mkdir()
     assert config.load("quickstart").output_dir == "runs/quickstart"
     for name, words in (
-        ("gsm8k_qwen2.5_7", "nor a config of the package; of those: gsm8k_qwen2.5_7b, "),
+        ("gsm8k_qwen2.5_7", "nor a config of the package; did you mean gsm8k_qwen2.5_7b?"),
+        ("unlike", "nor a config of the package; these are bench_7b, bigmath_hard_qwen2.5_32b, "),
         ("quickstart.toml", "got 'quickstart.toml'; no such file"),
         ("elsewhere/quickstart", "got 'elsewhere/quickstart'; no such file"),
     ):
