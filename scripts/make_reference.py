@@ -62,9 +62,16 @@ functions = ["accuracy_reward"]
 ```
 
 The three sections above are needed, and `output_dir`, and either `max_steps` or `num_train_epochs`. Everything else has
-the default that stands below. On the command line a field is an option, with `-` or `_` in its name:
-`qerl train my.toml --optim.learning-rate 2e-5`. `--noise None`, `--eval None` and `--tools None` switch a section off. In
-Python, `qerl_jax.train(config, optim={"learning_rate": 2e-5})` does the same.
+the default that stands below.
+
+On the command line a field is an option, with `-` or `_` in its name: `qerl train my.toml --optim.learning-rate 2e-5`.
+
+- A list is given as words: `--rewards.functions my_rewards.py:right format_reward`.
+- A table is given as pairs of words: `--data.columns prompt problem answer gold`.
+- True and false are words too: `--grpo.dynamic-sampling true`.
+- `--noise None`, `--eval None` and `--tools None` switch a section off.
+
+In Python, `qerl_jax.train(config, optim={"learning_rate": 2e-5})` does the same.
 
 The run folder gets `config.toml`, with all defaults written out. An unknown field, a wrong type or an impossible value is
 one line that names the field, the value and the rule, before anything is loaded.

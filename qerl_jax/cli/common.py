@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import json
 import pathlib
+import re
 import sys
 import types
 import typing
@@ -125,6 +126,10 @@ def run_config(command: str, argv: list[str]) -> RunConfig:
             one = {"functions": ("calculator",)} if "--tools.functions" in given else {}
             begun = section(**one if name == "tools" else {}) if is_asked_for else None
             cfg = dataclasses.replace(cfg, **{name: begun})
+    # A config file's true and false; tyro reads Python's.
+    options = [
+        re.sub("(^|=)(true|false)$", lambda m: m[1] + m[2].title(), each) for each in options
+    ]
     if len(lengths := _LENGTHS - given) == 1:
         options += [*lengths, "None"]
     return tyro.cli(

@@ -121,6 +121,13 @@ def test_a_value_that_is_no_number_is_an_error_in_words(capsys):
     assert "must be at least 1" in said and "lambda" not in said
 
 
+@pytest.mark.parametrize("options", [["--deterministic", "true"], ["--deterministic=True"]])
+def test_true_is_written_as_in_a_config_or_as_in_python(options):
+    assert not config.load(QUICKSTART).deterministic
+    assert changed(*options).deterministic
+    assert not changed(*options, "--deterministic", "false").deterministic
+
+
 @pytest.mark.parametrize("options", [["--noise", "None"], ["--noise=None"]])
 def test_noise_is_switched_off_by_none(options):
     assert config.load(QUICKSTART).noise is not None
