@@ -85,7 +85,7 @@ Every command of `qerl`. `scripts/make_reference.py` writes this page from the c
 - `qerl COMMAND --help` shows the same in the terminal.
 - `--debug`, with any command, shows the traceback of an error.
 - [Exit codes](reliability.md#exit-codes): 0 done, 1 a fault of the program, 2 something to mend, 3 a run that has learned
-  nothing, 130 and 143 ended by a signal.
+  nothing, 4 another process of the run has ended, 130 and 143 ended by a signal.
 """
 
 
@@ -211,6 +211,9 @@ def _rows(function: typing.Callable) -> tuple[list[str], list[tuple[str, ...]]]:
             else:
                 name_shown = name
             shown = "--" + name_shown.replace("_", "-")
+            if isinstance(each.default, bool):
+                rows.append(_switch(name_shown, each.default, texts[name]))
+                continue
             is_needed = each.default is inspect.Parameter.empty
             default = "needed" if is_needed else value(each.default)
         words, _ = kind(each.annotation)
@@ -223,7 +226,9 @@ def _fields(cls: type) -> list[tuple[str, ...]]:
     texts = described(cls.__base__.__doc__, "Attributes") | described(cls.__doc__, "Attributes")
     hints = typing.get_type_hints(cls, include_extras=True)
     return [
-        (
+        _switch(field.name, field.default, texts[field.name])
+        if isinstance(field.default, bool)
+        else (
             f"`--{field.name.replace('_', '-')}`",
             kind(hints[field.name])[0],
             value(field.default),
@@ -231,6 +236,12 @@ def _fields(cls: type) -> list[tuple[str, ...]]:
         )
         for field in dataclasses.fields(cls)
     ]
+
+
+def _switch(name: str, default: bool, text: str) -> tuple[str, ...]:
+    """Returns the row of an option without a value, which changes the default to the opposite."""
+    shown = f"`--{'no-' * default}{name.replace('_', '-')}`"
+    return shown, "no value", "", cell(text)
 
 
 def command(name: str, function: typing.Callable) -> str:

@@ -22,5 +22,10 @@ def test_options_of_a_nested_dataclass_are_options_of_the_command():
     assert "| `--top-k` | integer | `0` |" in page and "| `--from` |" in page
 
 
+def test_an_option_without_a_value_is_shown_as_the_command_line_takes_it():
+    page = make_reference.cli()
+    assert "| `--ignore-eos` | no value |" in page and "| `--no-double-quant` | no value |" in page
+
+
 def test_a_bar_or_a_star_in_a_text_does_not_end_its_cell():
     assert make_reference.cell("a | b * c, `x | y`") == r"a &#124; b \* c, `x \| y`"

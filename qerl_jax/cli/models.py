@@ -75,7 +75,7 @@ def quantize(
             is calibration.
         scale_rounding: How MXFP4's scales are rounded: compressed-tensors' "nearest", or the OCP
             specification's "floor".
-        double_quant: Whether NF4's scales are quantized too.
+        double_quant: NF4's scales are quantized too; --no-double-quant leaves them in 32 bits.
         dataset: For all methods but "rtn", the rows to calibrate on: "arithmetic", "arithmetic-mixed", a data set
             of the hub, or a .jsonl, .json or .parquet file with messages, a text, or a question and an answer.
         num_samples: Number of rows to calibrate on.
