@@ -243,8 +243,8 @@ class DataConfig(Checked, section="data."):
             "products" those of two-digit factors, and "secrets" draws the numbers of a guessing game.
         split: Name of the split to train on.
         columns: Which columns of the rows to read as `prompt` and `answer`, where they have other names.
-        system_prompt: The system message: a text, a name of `datasets.SYSTEM_PROMPTS`, "" for none, or absent
-            for the named set's own.
+        system_prompt: The system message: a text, the name of one ("think-answer", "answer-line" or "think-code"),
+            "" for none, or absent for the named set's own.
         prompt_template: Text around the last message of a prompt: "{prompt}" and "{COLUMN}" are filled in
             from the row, other braces stay.
         max_prompt_characters: Longest text of a prompt's row, before any template; longer ones are left out.

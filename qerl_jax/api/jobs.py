@@ -69,7 +69,8 @@ def evaluate(
         temperature: Sampling temperature; 0 is greedy.
         top_p: Keep the likeliest tokens up to this mass.
         max_tokens: Longest completion in tokens.
-        system_prompt: A system message, or a name of `datasets.SYSTEM_PROMPTS`; "" for none.
+        system_prompt: A system message, or the name of one: "think-answer", "answer-line" or
+            "think-code"; "" for none.
         prompt_template: Text around the problem: "{prompt}" is filled in.
         reward: The name of the function that is at least 1 where a completion is right.
         path: Where the set lies if not on the hub; only with one set.

@@ -54,7 +54,8 @@ def evaluate(
         temperature: Sampling temperature; 0 is greedy.
         top_p: Keep the likeliest tokens up to this mass.
         max_tokens: Longest completion in tokens.
-        system_prompt: A system message, or a name of `datasets.SYSTEM_PROMPTS`; "" for none.
+        system_prompt: A system message, or the name of one: "think-answer", "answer-line" or
+            "think-code"; "" for none.
         prompt_template: Text around the problem: "{prompt}" is filled in.
         reward: The function that is at least 1 where a completion is right.
         path: Where the set lies if not on the hub: a folder or a file. Only with one set.
@@ -145,7 +146,8 @@ def filter_problems(
     """Measures how often a policy solves each problem of a config, and keeps those within a range of rates.
 
     Args:
-        config: The TOML file whose model, data and sampling settings are used.
+        config: A TOML file, or the name of a config in the package. Its model, data and sampling settings
+            are used.
         out: A .jsonl file for the problems that are kept. Rates go to `<out>.measured`; a later call goes on
             from there.
         low: Lowest pass rate that is kept.

@@ -61,7 +61,7 @@ def generate(
             With tools `completion` is the last turn, and `turns` has all messages.
         model: Local folder or hub name; absent means the adapter's base, or the one in the package.
         adapter: A PEFT folder, or a run folder, whose adapter is taken.
-        system_prompt: A system message, or a name of `datasets.SYSTEM_PROMPTS`, such as "think-answer".
+        system_prompt: A system message, or the name of one: "think-answer", "answer-line" or "think-code".
         tools: A config (.toml) or a run folder, whose section [tools] names the tools that the policy may
             call. An environment begins with the columns of `input`.
         weights: Storage format of the linears; absent means that of the adapter's run, else "nvfp4".
