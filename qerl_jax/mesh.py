@@ -79,7 +79,8 @@ class Replicas:
         kinds = sorted({device.device_kind for device in seen[:count]})
         most = len(seen) // cfg.group * hosts.count
         of_all = f", and all {hosts.count} together {len(seen) * hosts.count}" * (hosts.count > 1)
-        here = f"this process sees {len(seen)} of them ({', '.join(kinds)}){of_all}"
+        noun = "device" if len(seen) == 1 else "devices"
+        here = f"this process sees {len(seen)} {noun} ({', '.join(kinds)}){of_all}"
         rule = f"the devices of a base are of one host, and {here}"
         field = "mesh.tensor" if cfg.tensor > 1 else "mesh.fsdp"
         require(cfg.group <= len(seen), field, cfg.group, rule)

@@ -25,7 +25,7 @@ def env(argv: list[str]) -> None:
     Prints versions, devices, and which kernels they get, for bug reports.
     """
     if argv:
-        raise ValueError("env: takes no arguments")
+        raise ValueError(f"got {' '.join(argv)!r}; it takes no arguments")
     log(*_versions(), *_machine(), *_devices())
 
 
@@ -40,7 +40,8 @@ def completion(argv: list[str]) -> None:
       qerl completion zsh > "${fpath[1]}/_qerl"
     """
     if len(argv) != 1 or argv[0] not in completions.SHELLS:
-        raise ValueError(f"usage: qerl completion {'|'.join(completions.SHELLS)}")
+        given = " ".join(argv)
+        raise ValueError(f"shell: got {given!r}; must be {' or '.join(completions.SHELLS)}")
     log(completions.script(argv[0], COMMANDS))
 
 
