@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import inspect
+import logging
 import os
 import pathlib
 import platform
@@ -160,6 +161,10 @@ def main(argv: list[str] | None = None) -> int:
         has ended; 130 and 143 when SIGINT or SIGTERM has ended it. An error is one line on stderr; with `--debug`
         its traceback comes before.
     """
+    # These write their messages themselves. Importing orbax gives the root logger a handler, which would
+    # write each a second time.
+    for library in ("datasets", "huggingface_hub"):
+        logging.getLogger(library).propagate = False
     argv = sys.argv[1:] if argv is None else argv
     debug = "--debug" in argv
     argv = [word for word in argv if word != "--debug"]

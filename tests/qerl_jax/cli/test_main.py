@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 import inspect
+import logging
 import pathlib
 import subprocess
 import types
@@ -111,6 +112,21 @@ def test_an_impossible_option_is_an_error_that_names_field_value_and_rule(capsys
         changed("--lora.rank", "0")
     assert end.value.code == 2
     assert "lora.rank: got 0; must be at least 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("library", ["datasets", "huggingface_hub"])
+def test_a_library_that_writes_its_messages_itself_leaves_them_from_the_root_logger(
+    library, monkeypatch
+):
+    reached, root = [], logging.getLogger()
+    monkeypatch.setattr(logging.getLogger(library), "propagate", True)
+    monkeypatch.setattr(root, "handlers", [types.SimpleNamespace(level=0, handle=reached.append)])
+    __import__(library)
+    logger = logging.getLogger(f"{library}.anything")
+    logger.warning("before")
+    main.main(["--version"])
+    logger.warning("after")
+    assert [record.msg for record in reached] == ["before"]
 
 
 def test_a_value_that_is_no_number_is_an_error_in_words(capsys):
