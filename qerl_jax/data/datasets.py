@@ -236,7 +236,7 @@ def _problems(rows: Any, of_row: Callable, kept: Sequence[int], where: str) -> P
 def _columns(cfg: DataConfig, names: Sequence[str], where: str) -> tuple[str, str | None]:
     """The columns of prompt and answer."""
     prompt = _column("prompt", cfg, names, _PROMPT_COLUMNS, where)
-    rule = "must have a column 'prompt' ('question', 'problem')"
+    rule = "must have a column 'prompt' ('question', 'problem'), or data.columns must name it"
     require(prompt is not None, f"{where}: columns", sorted(names), rule)
     return prompt, _column("answer", cfg, names, (), where)
 
@@ -349,9 +349,11 @@ def load_rows(name: str, path: str | None, config: str | None, split: str):
             config = source.config if source.config in known else None
         return datasets.load_dataset(hub, config, split=split)
     except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetGenerationError) as error:
+        which = f"split {split!r}" + (f" of {config!r}" if config else "")
+        is_far = isinstance(error, ConnectionError)
+        remedy = "; without a network, give a copy on disk by `path`" if is_far else ""
         raise ValueError(
-            f"could not load the data set {place!r} ({config=}, {split=}): "
-            f"{error.__cause__ or error}"
+            f"could not load the data set {place!r} ({which}): {error.__cause__ or error}{remedy}"
         ) from error
 
 

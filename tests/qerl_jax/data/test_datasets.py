@@ -262,6 +262,18 @@ def test_answer_comes_from_the_first_column_that_has_one(rows, columns, answer):
     assert load(rows({"problem": "?", **columns}))[0].columns["answer"] == answer
 
 
+def test_a_set_that_cannot_be_reached_is_an_error_with_a_remedy(monkeypatch):
+    import datasets
+
+    def unreachable(*_, **__):
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    said = r"'gsm8k' \(split 'train' of 'main'\): Couldn't reach the Hub; .* on disk by `path`"
+    with pytest.raises(ValueError, match=said):
+        load("gsm8k")
+
+
 def test_parquet_files_are_read_too(tmp_path):
     import datasets
 
@@ -275,7 +287,7 @@ def test_parquet_files_are_read_too(tmp_path):
     [
         (
             {"text": "?", "answer": "1"},
-            r"columns: got \['answer', 'text'\]; must have a column 'prompt'",
+            r"columns: got \['answer', 'text'\]; must have a column 'prompt'.*, or data.columns must",
         ),
         ({"prompt": 3}, "row 0, column 'prompt': got 3; must be text or messages"),
         ({"prompt": []}, "must be text or messages"),
@@ -298,7 +310,7 @@ def test_missing_sources_are_named(tmp_path, rows):
         load(str(tmp_path / "absent"))
     with pytest.raises(ValueError, match="absent.jsonl"):
         load("absent.jsonl")
-    with pytest.raises(ValueError, match="split='dev'.*Unknown split"):
+    with pytest.raises(ValueError, match="split 'dev'.*Unknown split"):
         load(str(GSM8K), split="dev")
     with pytest.raises(ValueError, match="is empty"):
         load(rows())
