@@ -183,3 +183,5 @@ def filter_problems(
         log=log,
     )
     log(f"{kept} of {total} problems have a pass rate in [{low}, {high}]: {out}")
+    if not kept:
+        log(f"warning: {out} is empty; choose other bounds by the rates in {out}.measured")
