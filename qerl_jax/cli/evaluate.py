@@ -48,8 +48,8 @@ def evaluate(
         adapter: A PEFT folder, or a run folder, whose adapter and settings are taken.
         base: Leave out the adapter: measures the policy before training, asked and judged in the same way.
         protocol: "paper" (temperature 0.6, top-p 0.95), "verl" (verl's own words, sampling and scorers), or
-            "run" (prompt, sampling and reward of the run). Absent means the run's where there is one, else
-            the paper's.
+            "run" (prompt and sampling of the run, judged by its `eval.reward`). Absent means the run's where
+            there is one, else the paper's.
         samples: N, completions per problem. This and the next six replace what the protocol says.
         temperature: Sampling temperature; 0 is greedy.
         top_p: Keep the likeliest tokens up to this mass.

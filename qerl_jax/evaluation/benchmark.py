@@ -51,7 +51,7 @@ def protocol_for(dataset: str, name: str | None, policy: PolicySource, **changed
 
     Args:
         dataset: A data set, as `datasets.load` takes it.
-        name: "paper", "verl", or "run": the prompt, sampling, length and reward of the run.
+        name: "paper", "verl", or "run": the prompt, sampling and length of the run, judged by its `eval.reward`.
         policy: Says which run it is.
         **changed: Fields to change; None leaves a field as it is.
 
