@@ -94,7 +94,8 @@ def describe(card: Card) -> list[str]:
     lines = [
         f"{card.name}: {card.mebibytes * 2**20 / 1e9:.1f} GB, of which a run gets {card.limit / 1e9:.1f} "
         f"(set XLA_PYTHON_CLIENT_MEM_FRACTION={FRACTION}); {card.kernels}",
-        "trains by GRPO, NVFP4 base, LoRA of rank 32, 64 completions of 1024 tokens a step:",
+        "trains by GRPO, NVFP4 base, LoRA of rank 32, 64 completions of 1024 tokens a step. The peak of a smaller",
+        "model may be higher, because an update uses what memory is left to be faster:",
     ]
     for model, arch in architecture.KNOWN.items():
         plan = memory.estimate(recipe(model), arch, limit=card.limit)
