@@ -161,6 +161,7 @@ def read_rows(
     if file is None:
         require_unicode(texts, "prompt")
         return [{"prompt": text} for text in texts]
+    require(file.exists(), "--input", str(file), "no such file")
     try:
         text = file.read_text("utf-8-sig")
     except UnicodeDecodeError as error:

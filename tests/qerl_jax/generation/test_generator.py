@@ -311,6 +311,7 @@ def test_generate_calls_the_tools_of_a_config(tmp_path, capsys):
         (["a", "--input", "b.txt"], "give prompts, or --input"),
         (["a", "--output", "b.csv"], "must be a .jsonl file"),
         (["a", "--output", "{folder}/none/b.jsonl"], "there is no such folder"),
+        (["--input", "{folder}/none.jsonl"], "none.jsonl'; no such file"),
         (["a", "--output", "{folder}/rows.jsonl"], "is there already"),
         (["a\udc80"], r"prompt: holds '\udc80', half a character"),
         (["a", "--stop", "a\udc80"], r"stop: holds '\udc80', half a character"),
