@@ -18,7 +18,7 @@ from pallas_kernels.decode_attention import config as configs
 from pallas_kernels.decode_attention import plans
 from pallas_kernels.decode_attention.config import Config
 from pallas_kernels.decode_attention.plans import PAGE
-from pallas_kernels.mosaic import collectives, gathered
+from pallas_kernels.mosaic import collectives, gathered, registers
 from pallas_kernels.mosaic import launch as mosaic
 from pallas_kernels.mosaic.ring import Ring
 
@@ -459,7 +459,7 @@ class _Team:
             collectives.put_row(columns, tile, slot, chunk, clear=clear, interpret=interpret)
         plgpu.commit_smem()
         for chunk, columns in enumerate(new):
-            cache.at[self._cache_row(page) + slot, pl.ds(64 * chunk, 64)][...] = columns
+            registers.store(columns, cache.at[self._cache_row(page) + slot, pl.ds(64 * chunk, 64)])
 
     # Pages ---------------------------------------------------------------------------------------
     def _attend_page(

@@ -189,9 +189,10 @@ class Tile:
             self._write(y.astype(jnp.bfloat16))
         else:
             r = self._rounded(around.residual + y)
-            self.refs.stream[self.rows[0], self.window] = r.astype(jnp.bfloat16)
+            registers.store(r.astype(jnp.bfloat16), self.refs.stream.at[self.rows[0], self.window])
             self._write((r * around.scale).astype(jnp.bfloat16))
-            self.refs.new_squares[self.tile, self.window] = jnp.sum(r * r, axis=0)
+            squares = jnp.sum(r * r, axis=0)
+            registers.store(squares, self.refs.new_squares.at[self.tile, self.window])
 
     # Reading -------------------------------------------------------------------------------------
     def ask_for_b(self) -> None:

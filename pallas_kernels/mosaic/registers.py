@@ -65,6 +65,21 @@ def opaque(value: jax.Array, *, interpret: bool) -> jax.Array:
     return plgpu.inline_mgpu(arg_types=(scalar,), return_type=kind)(emit)(value)
 
 
+def store(values: jax.Array, ref: jax.Ref) -> None:
+    """Stores an array of any layout in device memory.
+
+    JAX 0.12 refuses an assignment that does not write whole lines of the cache, where 0.11 does not look.
+
+    Args:
+      values: an array.
+      ref: device memory of the same shape and dtype.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, values, optimized=False)
+    else:
+        ref[...] = values
+
+
 def as_pair(word: ir.Value) -> ir.Value:
     """Reads a 32-bit word as two bfloat16 values, the low half first."""
     return llvm.bitcast(ir.VectorType.get((2,), ir.BF16Type.get()), word)

@@ -383,7 +383,8 @@ class _Block:
             w_tile -= cut.whole_w_tiles * config.cluster
             w_row = (w_tile * config.warpgroups + self.group) * TILE
             x_row = x_tile * config.rows
-            self.refs.sums[share, pl.ds(w_row, TILE), pl.ds(x_row, config.rows)] = total
+            rows, columns = pl.ds(w_row, TILE), pl.ds(x_row, config.rows)
+            registers.store(total, self.refs.sums.at[share, rows, columns])
 
     def _write_scaled(self, total: jax.Array, x_tile: jax.Array, w_row: jax.Array) -> None:
         halves, rows = self.problem.halves, self.problem.config.rows
