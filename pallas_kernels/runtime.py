@@ -244,6 +244,14 @@ def shares_pages() -> bool:
     return os.environ.get("PALLAS_SHARED_PAGES", "0") not in ("", "0")
 
 
+def launches_early() -> bool:
+    """Whether a kernel starts while the one before it still runs: with PALLAS_EARLY_LAUNCH=1 in the environment.
+
+    Asked while a program is traced. An experiment, which JAX 0.12 makes possible in CUDA graphs: not yet timed there.
+    """
+    return os.environ.get("PALLAS_EARLY_LAUNCH", "0") not in ("", "0")
+
+
 def memory_stats() -> dict[str, int] | None:
     """Memory of the first local device in bytes (`bytes_limit`, `bytes_in_use`, ...), or None if not reported."""
     return jax.local_devices()[0].memory_stats()

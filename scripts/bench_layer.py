@@ -5,10 +5,13 @@ and residual additions. Attention is replaced by a copy of the right size. First
 with those of the plain functions. Then for each base, adapter and M the script prints: the wall time of all layers and
 of one, the device time of every kernel by name, and gaps (wall time without a running kernel). Each arm runs in its own
 process, which is killed at its time limit. In arm "nvfp4-paired" gate_up is finished inside its product, in arm
-"nvfp4-few" qkv and o of up to 16 rows are, and in arm "nvfp4-paired-few" all three:
+"nvfp4-few" qkv and o of up to 16 rows are, and in arm "nvfp4-paired-few" all three. In arm "nvfp4-apart" each layer has
+arrays of its own, not slices of stacks, and all layers are written out. "nvfp4-early" is the same with kernels that
+start before the one before them is done:
 
     python -m scripts.bench_layer --arms nvfp4,nvfp4-paired --m 8 64 128
     python -m scripts.bench_layer --arms nvfp4,nvfp4-few --m 8 16
+    python -m scripts.bench_layer --arms nvfp4,nvfp4-apart,nvfp4-early --m 8 64
 """
 
 from __future__ import annotations
@@ -16,13 +19,17 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
+# What `fused_decode.policy` gathers as stacks of all layers.
+STACKS = ("weights", "divisors", "biases", "branches", "scales", "head_norms")
 BASE_KERNELS = (
     "nvfp4_matmul",
     "nvfp4_gated",
@@ -32,6 +39,25 @@ BASE_KERNELS = (
     "cutlass",
     "sm90_xmma",
 )
+
+
+def apart(policy: Any) -> tuple[Any, list]:
+    """The policy without its layers, and what each layer has."""
+    import jax
+
+    stacks = {name: getattr(policy, name) for name in STACKS}
+    count = len(jax.tree.leaves(stacks)[0])
+    layers = [jax.tree.map(lambda leaf, i=i: leaf[i], stacks) for i in range(count)]
+    return dataclasses.replace(policy, **dict.fromkeys(STACKS)), layers
+
+
+def together(policy: Any, layers: list) -> Any:
+    """The reverse of `apart`. In a compiled program a slice of such a stack is the layer's own array."""
+    import jax
+    import jax.numpy as jnp
+
+    stacks = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+    return dataclasses.replace(policy, **stacks)
 
 
 def run_arm(args: argparse.Namespace) -> None:
@@ -54,6 +80,9 @@ def run_arm(args: argparse.Namespace) -> None:
         os.environ["PALLAS_PAIRED_GATES"] = "1"
     if "few" in traits:
         os.environ["PALLAS_FEW_ROWS"] = "1"
+    if "early" in traits:
+        os.environ["PALLAS_EARLY_LAUNCH"] = "1"
+    is_apart = "apart" in traits or "early" in traits
     arch = architecture.KNOWN[args.model]
     arch = dataclasses.replace(arch, vocab_size=64, num_layers=args.layers or arch.num_layers)
     lora = LoraConfig(args.rank, float(args.rank)) if args.rank else None
@@ -93,6 +122,16 @@ def run_arm(args: argparse.Namespace) -> None:
             x = linear("down", plain.swiglu(gate_up), residual=x)
         return plain.rms_norm(x, variables["frozen"]["norm"]["scale"], arch.rms_norm_eps)
 
+    @functools.partial(jax.jit, static_argnums=0)
+    def gathered(model, variables):
+        policy = fused_decode.policy(model, variables)
+        return apart(policy) if is_apart else policy
+
+    def one_step(model, given, x):
+        policy = together(*given) if is_apart else given
+        unroll = model.arch.num_layers if is_apart else args.unroll
+        return fused_decode.step(model, policy, x, attend, (), unroll=unroll)[0]
+
     def check(m):
         """Returns the relative error of two fused layers against plain ones, and checks that rows are independent."""
         two = dataclasses.replace(model, arch=dataclasses.replace(arch, num_layers=2))
@@ -100,28 +139,24 @@ def run_arm(args: argparse.Namespace) -> None:
         small = {name: {"layers": layers} for name, layers in first.items()}
         small["frozen"] |= {name: variables["frozen"][name] for name in ("norm", "embed_tokens")}
 
-        @jax.jit
-        def by_kernels(variables, x):
-            return fused_decode.step(two, fused_decode.policy(two, variables), x, attend, ())[0]
-
-        x = embedded(m)
-        actual = np.float32(by_kernels(small, x))
+        by_kernels = jax.jit(functools.partial(one_step, two))
+        x, given = embedded(m), gathered(two, small)
+        actual = np.float32(by_kernels(given, x))
         expected = np.float32(jax.jit(plain_layers, static_argnums=2)(small, x, 2))
         error = np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
-        changed = np.float32(by_kernels(small, x.at[1:].multiply(-3)))
+        changed = np.float32(by_kernels(given, x.at[1:].multiply(-3)))
         return float(error), bool((changed[0] == actual[0]).all())
 
-    def run(variables, x, steps):
-        policy = fused_decode.policy(model, variables)
-
-        def one_step(state):
+    def run(given, x, steps):
+        def following(state):
             step, x = state
-            return step + 1, fused_decode.step(model, policy, x, attend, (), unroll=args.unroll)[0]
+            return step + 1, one_step(model, given, x)
 
         # The end depends on data, although it never comes early.
         unfinished = lambda state: (state[0] < steps) & (state[1][0, 0] < 1e9)
-        return jax.lax.while_loop(unfinished, one_step, (jnp.int32(0), x))[1]
+        return jax.lax.while_loop(unfinished, following, (jnp.int32(0), x))[1]
 
+    given = gathered(model, variables)
     for m in args.m:
         m = fused.padded(m)
         error, independent = check(m)
@@ -130,18 +165,18 @@ def run_arm(args: argparse.Namespace) -> None:
         started = time.perf_counter()
         compiled = jax.jit(run)
         x = embedded(m)
-        jax.block_until_ready(compiled(variables, x, jnp.int32(2)))
+        jax.block_until_ready(compiled(given, x, jnp.int32(2)))
         first_call = time.perf_counter() - started
 
         def wall(steps, compiled=compiled, x=x):
             started = time.perf_counter()
-            jax.block_until_ready(compiled(variables, x, jnp.int32(steps)))
+            jax.block_until_ready(compiled(given, x, jnp.int32(steps)))
             return time.perf_counter() - started
 
         few, many = 4, 24
         walls = [wall(many) - wall(few) for _ in range(7)]
         step = statistics.median(walls) / (many - few)
-        _, kernels = profiler.measure(compiled, aggregate=False)(variables, x, jnp.int32(few))
+        _, kernels = profiler.measure(compiled, aggregate=False)(given, x, jnp.int32(few))
         spent, launches = collections.Counter(), collections.Counter()
         for name, milliseconds in kernels:
             spent[name[:60]] += milliseconds * 1e3 / few / arch.num_layers

@@ -17,6 +17,24 @@ def test_the_chunk_can_be_traced_from_shapes_alone(base):
     assert set(moved) == {"ends", "token", "step", "live"}
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_the_program_is_lowered_for_a_card_that_is_absent(monkeypatch, is_early):
+    """What JAX refuses in a kernel for a card, it refuses here, and not in interpret mode."""
+    monkeypatch.setenv("PALLAS_EARLY_LAUNCH", str(int(is_early)))
+    jax.clear_caches()
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    card = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=card)
+    with compile_decode.as_on_an_h200():
+        shapes, traits = compile_decode.arguments("qwen2.5-0.5b", "nvfp4", 64, 8, device)
+        with jax.sharding.use_abstract_mesh(mesh):
+            traced = engine._decode.of(traits["model"]).trace(*shapes, **traits)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # Four products, four epilogues and attention; products wait in two places, those of W and those of LoRA's A.
+    assert text.count("@mosaic_gpu_v2") == 9
+    assert str(traced.jaxpr).count("griddepcontrol_wait") == 13 * is_early
+
+
 def test_kernels_are_counted_in_the_loop_over_layers_alone():
     program = """%outer.2 (x: f32[]) -> f32[] {
   %copy.9 = f32[] copy(%x)

@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import runtime
 from pallas_kernels.mosaic import fragments
 from pallas_kernels.mosaic import launch as mosaic
 from pallas_kernels.mosaic.ring import Ring
@@ -102,6 +103,7 @@ def launch(
         },
         name=name,
         interpret=problem.interpret,
+        waits=False,
         grid=(problem.blocks,),
         grid_names=("block",),
         num_threads=warpgroups,
@@ -146,7 +148,7 @@ class _Block:
         start, stop = plan.start(self.number), plan.start(self.number + 1)
         empty = self.refs.empty
         ring = Ring(self.problem.config.stages, self._copy_unit, self.refs.full, empty, start, stop)
-        pl.when(self.group == 0)(ring.fill)
+        pl.when(self.group == 0)(lambda: self._fill(ring))
         first_tile, last_tile = lax.div(start, plan.steps), lax.div(stop - 1, plan.steps)
 
         @pl.loop(first_tile, last_tile + 1)
@@ -169,14 +171,33 @@ class _Block:
                 row_tile = tile * self.problem.config.warpgroups + self.group
                 self._store(total, self.refs.sums.at[part, row_tile])
 
+    def _fill(self, ring: Ring) -> None:
+        """Fills the slots. If kernels start early, W is asked for before the wait for x: no kernel writes W."""
+        if runtime.launches_early():
+            ring.fill(self._copy_w)
+            self._await_x()
+            ring.fill(self._copy_x)
+        else:
+            ring.fill()
+
+    def _await_x(self) -> None:
+        """Waits until x is written. The other warpgroups write nothing before x has arrived in a slot."""
+        mosaic.await_inputs(interpret=self.problem.interpret)
+
     def _copy_unit(self, unit: jax.Array, slot: jax.Array) -> None:
         """Starts the copies of a unit of W and x."""
-        config, refs = self.problem.config, self.refs
+        self._copy_w(unit, slot)
+        self._copy_x(unit, slot)
+
+    def _copy_w(self, unit: jax.Array, slot: jax.Array) -> None:
         tile, at = self.problem.plan.place(unit)
-        chunks, warpgroups = self.problem.chunks, config.warpgroups
-        columns = pl.ds(at * chunks, chunks)
-        self._copy_words(lambda i: refs.w.at[tile * warpgroups + i, columns], slot, chunks)
-        columns = pl.ds(at * config.step, config.step)
+        chunks, warpgroups = self.problem.chunks, self.problem.config.warpgroups
+        columns, w = pl.ds(at * chunks, chunks), self.refs.w
+        self._copy_words(lambda i: w.at[tile * warpgroups + i, columns], slot, chunks)
+
+    def _copy_x(self, unit: jax.Array, slot: jax.Array) -> None:
+        _, at = self.problem.plan.place(unit)
+        refs, columns = self.refs, pl.ds(at * self.problem.config.step, self.problem.config.step)
         plgpu.copy_gmem_to_smem(refs.x.at[:, columns], self._x_slots.at[slot], refs.full.at[slot])
 
     def _multiply_unit(self, ring: Ring, unit: jax.Array, acc: jax.Ref) -> None:
@@ -227,7 +248,11 @@ class _Block:
         copy = functools.partial(self._copy_unit_of_a, tile)
         empty = self.refs.empty
         ring = Ring(self.problem.config.stages, copy, self.refs.full, empty, start, stop)
-        pl.when(self.group == 0)(ring.fill)
+
+        @pl.when(self.group == 0)
+        def _fill():
+            self._await_x()
+            ring.fill()
 
         def sum_over_columns(acc):
             pl.loop(start, stop)(
