@@ -28,7 +28,7 @@ def test_the_program_is_lowered_for_a_card_that_is_absent(monkeypatch, is_early)
     with compile_decode.as_on_an_h200():
         shapes, traits = compile_decode.arguments("qwen2.5-0.5b", "nvfp4", 64, 8, device)
         with jax.sharding.use_abstract_mesh(mesh):
-            traced = engine._decode.of(traits["model"]).trace(*shapes, **traits)
+            traced = engine.decode.of(traits["model"]).trace(*shapes, **traits)
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
     # Four products, four epilogues and attention; products wait in two places, those of W and those of LoRA's A.
     assert text.count("@mosaic_gpu_v2") == 9

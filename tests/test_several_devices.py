@@ -153,7 +153,10 @@ def test_rows_are_the_same_where_devices_decode_them_together(count, tensor, rep
 
 
 @devices
-@pytest.mark.parametrize(("count", "how"), [(2, {}), (1, {"fsdp": 2}), (1, {"tensor": 2})])
+@pytest.mark.parametrize(
+    ("count", "how"),
+    [(2, {}), pytest.param(1, {"fsdp": 2}, marks=pytest.mark.slow), (1, {"tensor": 2})],
+)
 def test_rows_are_the_same_with_drafts(count, how):
     """Each device controls its own drafts; devices that decode rows together find the same ones."""
     drafts = draft_tests.drafting(12)

@@ -388,7 +388,7 @@ MORE_TOGETHER_CASES = [
 
 
 @on_cpu
-@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("shares", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("heads", "key_heads", "head_size", "rows", "width", "config"),
     TOGETHER_CASES + [pytest.param(*case, marks=pytest.mark.slow) for case in MORE_TOGETHER_CASES],

@@ -47,8 +47,17 @@ def free(limit=40, **options):
     return run(prompts(limit=limit), **options)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("positions", [12, 64])
+@pytest.mark.parametrize(
+    ("temperature", "positions"),
+    [
+        (0.0, 64),
+        (1.0, 12),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [(0.0, 12), (0.3, 64), (1.0, 64)]
+        ),
+    ],
+)
 def test_tokens_are_those_without_drafts(temperature, positions):
     queue = prompts(limit=40)
     expected = run(queue, temperature, chunk=16)
@@ -83,7 +92,7 @@ def test_a_stop_string_ends_a_row_as_without_drafts():
     assert_same(run(prompts(limit=40), drafts=drafting(), stop_strings=stops), expected)
 
 
-@pytest.mark.parametrize("penalty", [0.7, 1.3])
+@pytest.mark.parametrize("penalty", [0.7, pytest.param(1.3, marks=pytest.mark.slow)])
 def test_a_penalty_sees_the_drafted_tokens_before_each_place(penalty):
     how = {"repetition_penalty": penalty, "temperature": 0.5, "chunk": 16}
     expected = run(prompts(limit=30), **how)
@@ -104,7 +113,9 @@ def test_entropies_are_those_without_drafts():
         np.testing.assert_allclose(found[row], values, atol=1e-5)
 
 
-@pytest.mark.parametrize("per", ["group", "sequence", "token"])
+@pytest.mark.parametrize(
+    "per", ["group", *(pytest.param(per, marks=pytest.mark.slow) for per in ("sequence", "token"))]
+)
 def test_noise_of_the_rows_own_is_that_without_drafts(per):
     model, variables = plain.policy()
     own = noise.row_noise(jax.random.key(3), 0.3, noise_shapes(model.arch), per)

@@ -77,7 +77,7 @@ def assert_same(actual, expected):
         np.testing.assert_allclose(a.logps, e.logps, atol=1e-5)
 
 
-@pytest.mark.parametrize("positions", [6, 40])
+@pytest.mark.parametrize("positions", [pytest.param(6, marks=pytest.mark.slow), 40])
 def test_replies_are_run_several_tokens_at_a_time_where_there_are_drafts(rows, positions):
     """A reply may be longer than a draft, and than the room of a step; what follows it is sampled."""
     drafts = drafting(positions)
