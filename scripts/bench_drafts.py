@@ -8,7 +8,7 @@ where rounding makes them differ, the table says in how many rows, and by how mu
     python -m scripts.bench_drafts --model smollm2 --adapter runs/short --rows 8 16 32
     python -m scripts.bench_drafts --model smollm2 --prompts gsm8k.jsonl --temperature 0.6 --limit 512 --rows 8 16
     python -m scripts.bench_drafts --prices 7b --rows 8       # milliseconds of a step by its number of tokens
-    python -m scripts.bench_drafts --least-limit 1 --limit 64 --rows 4 --prompts 2   # a trial on a CPU
+    python -m scripts.bench_drafts --least-limit 1 --limit 64 --rows 4 --groups 2   # a trial on a CPU
 
 It prints for each number of rows: tokens per second, also relative to no drafts; tokens per row and step with drafts;
 and the speedup that prices predict (`drafts/speedup`). With --prices the weights are random and no draft is right: a
@@ -67,16 +67,25 @@ def watchdog(seconds: float) -> None:
 
 
 def prompts_of(args: argparse.Namespace) -> list[Any]:
-    """The questions: of a file of {"prompt"} or {"question"}, or so many sums in words."""
-    if not args.prompts.isdigit():
+    """The questions: of a file of {"prompt"} or {"question"}, of the run that made the adapter, or sums in words."""
+    if args.prompts:
         rows = [json.loads(line) for line in pathlib.Path(args.prompts).open()]
         asked = [row.get("prompt") or row["question"] for row in rows[: args.groups]]
         return [[{"role": "user", "content": text}] for text in asked]
     from qerl_jax.config import DataConfig
     from qerl_jax.data import datasets
 
-    data = DataConfig(dataset="arithmetic", num_problems=int(args.prompts))
-    return [problem.prompt for problem in datasets.from_config(data, split="train", seed=0)]
+    data = args.run.data if args.run else DataConfig(dataset="arithmetic")
+    problems = datasets.from_config(data, split=data.split, seed=0, num_problems=args.groups)
+    return [problem.prompt for problem in problems]
+
+
+def run_of(args: argparse.Namespace) -> Any:
+    """The configuration of the run that made the adapter; None for another adapter."""
+    from qerl_jax import config
+
+    folder = args.adapter
+    return config.load_run(folder) if folder and (folder / "config.toml").exists() else None
 
 
 def queue_of(ids: list[list[int]], args: argparse.Namespace, seed: int) -> list[Any]:
@@ -216,12 +225,15 @@ def main() -> None:
     parser.add_argument("--adapter", type=pathlib.Path, help="a PEFT folder, or a run folder")
     parser.add_argument("--weights", help="storage format; default: the adapter's")
     parser.add_argument("--dtype", help="data type of activations; default: the adapter's")
-    parser.add_argument("--prompts", default="16", help="a JSONL file, or a number of sums")
-    parser.add_argument("--groups", type=int, default=16, help="most prompts of a file")
+    parser.add_argument(
+        "--prompts",
+        help="a JSONL file; default: problems of the run that made the adapter, or sums in words",
+    )
+    parser.add_argument("--groups", type=int, default=16, help="most prompts")
     parser.add_argument("--generations", type=int, default=8, help="completions of a prompt")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64])
-    parser.add_argument("--limit", type=int, default=512, help="most tokens of a completion")
-    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--limit", type=int, help="most tokens; default: the run's, or 512")
+    parser.add_argument("--temperature", type=float, help="default: the run's, or 1")
     parser.add_argument("--least-limit", type=int, default=512, help="see draft_control.Drafting")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--prices", help="7b, 32b ...: measure prices of steps instead")
@@ -230,6 +242,11 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, help="append each row to this JSONL file")
     args = parser.parse_args()
     watchdog(args.seconds)
+    args.run = run_of(args)
+    if args.limit is None:
+        args.limit = args.run.rollout.max_completion_length if args.run else 512
+    if args.temperature is None:
+        args.temperature = args.run.rollout.temperature if args.run else 1.0
     from scripts.bench_kernels import versions
 
     rows = price_table(args) if args.prices else measure(args)
