@@ -1,7 +1,7 @@
 """Measures what drafts bring to sampling: `python -m scripts.bench_drafts`.
 
 A policy samples completions of real prompts, with a fixed number of rows at a time, without drafts and with them. Each
-arm runs twice untimed, for its programs to compile, and then so often as asked, arms in turn. Tokens must be the same;
+arm runs twice untimed, for its programs to compile, and then as often as asked, arms in turn. Tokens must be the same;
 where rounding makes them differ, the table says in how many rows, and by how much log-probabilities differ before.
 "again" has sampled the same prompts before, with other keys, as in a later epoch.
 
@@ -19,7 +19,7 @@ is what `draft_control` calls a price. The program ends itself after --seconds.
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import concurrent.futures
 import functools
 import json
 import os
@@ -32,26 +32,26 @@ from typing import Any
 import numpy as np
 
 ARMS = ("off", "auto", "again")
-STEPS = (0, 8, 16, 32, 64)
+STEPS = ("off", "0", "8", "16", "32", "64")
 
 
-@dataclasses.dataclass
-class Fixed:
-    """A control (`draft_control.Control`) that asks for the same number of tokens in each step."""
+def fixed(tokens: int) -> Any:
+    """A control (`draft_control.Control`) whose steps have the same number of tokens always."""
+    from qerl_jax.generation.draft_control import Auto
 
-    tokens: int
-    record: Any
+    control = Auto()
+    control.positions = lambda slots, live: tokens and max(tokens, slots)
+    return control
 
-    def positions(self, slots: int, live: int) -> int:
-        return self.tokens
 
-    def odds(self) -> np.ndarray:
-        from qerl_jax.generation.draft_search import KINDS
+def drafting_of(arm: str, least_limit: int) -> Any:
+    """How an arm's engine makes drafts; None without."""
+    from qerl_jax.generation.draft_control import Auto, Drafting
 
-        return np.ones(KINDS, np.float32)
-
-    def learn(self, slots: int, positions: int, outcome: Any, tokens: int) -> None:
-        self.record.add(slots, positions, outcome, tokens)
+    if arm == "off":
+        return None
+    control = functools.partial(fixed, int(arm)) if arm.isdigit() else Auto
+    return Drafting(control, least_limit=least_limit)
 
 
 def watchdog(seconds: float) -> None:
@@ -132,35 +132,38 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     )
     tokenizer = policy.tokenizer
     ids = tokenizer.encode(prompts_of(args))
-    drafting = draft_control.Drafting(least_limit=args.least_limit)
 
     def made(arm: str) -> Engine:
         spec = EngineSpec(tokenizer.num_tokens)
-        how = {"stop_tokens": tokenizer.stop_tokens, "drafts": drafting if arm != "off" else None}
-        return Engine(policy.model, spec, **how)
+        drafts = drafting_of("auto" if arm == "again" else arm, args.least_limit)
+        return Engine(policy.model, spec, stop_tokens=tokenizer.stop_tokens, drafts=drafts)
+
+    def timed(rows: int, arm: str, turn: int) -> tuple[float, dict, draft_control.Record]:
+        engine = made(arm)
+        asked = [queue_of(ids, args, seed) for seed in (turn % 100, 1000 + turn)]
+        how = rows, args.temperature, args.limit + max(map(len, ids))
+        if arm == "again":
+            sampled(engine, policy.variables, asked[1], *how)
+        before = engine.drafted
+        return *sampled(engine, policy.variables, asked[0], *how), engine.drafted - before
 
     table = []
     for rows in args.rows:
-        times: dict[str, list[float]] = {arm: [] for arm in ARMS}
-        records = {arm: draft_control.Record() for arm in ARMS}
-        counts, unlike = dict.fromkeys(ARMS, 0), {}
-        for turn in range(-2, args.repeats):
+        at_once(lambda arm, rows=rows: timed(rows, arm, -2), args.arms)
+        times: dict[str, list[float]] = {arm: [] for arm in args.arms}
+        records = {arm: draft_control.Record() for arm in args.arms}
+        counts, unlike = dict.fromkeys(args.arms, 0), {}
+        for turn in range(-1, args.repeats):
             kept = {}
-            for arm in ARMS:
-                engine = made(arm)
-                asked = [queue_of(ids, args, seed) for seed in (turn % 100, 1000 + turn)]
-                how = rows, args.temperature, args.limit + max(map(len, ids))
-                if arm == "again":
-                    sampled(engine, policy.variables, asked[1], *how)
-                before = engine.drafted
-                seconds, kept[arm] = sampled(engine, policy.variables, asked[0], *how)
+            for arm in args.arms:
+                seconds, kept[arm], record = timed(rows, arm, turn)
                 if turn >= 0:
                     times[arm].append(seconds)
-                    records[arm] += engine.drafted - before
+                    records[arm] += record
                     counts[arm] += sum(len(row.tokens) for row in kept[arm].values())
-            unlike = {arm: differences(kept[arm], kept["off"]) for arm in ARMS}
-        rates = {arm: counts[arm] / sum(times[arm]) for arm in ARMS}
-        for arm in ARMS:
+            unlike = {arm: differences(kept[arm], kept["off"]) for arm in args.arms}
+        rates = {arm: counts[arm] / max(sum(times[arm]), 1e-9) for arm in args.arms}
+        for arm in args.arms if args.repeats else ():
             table.append(
                 {
                     "rows": rows,
@@ -177,42 +180,46 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     return table
 
 
+def at_once(work: Any, items: Any) -> None:
+    """Does the same work with several items at the same time, which compiles their programs faster."""
+    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+        list(threads.map(work, items))
+
+
 def price_table(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Milliseconds of a step by its number of tokens, with random weights."""
     import jax
 
-    from qerl_jax.generation import draft_control
     from qerl_jax.generation.engine import Engine, EngineSpec
     from scripts.bench_rollouts import KNOWN_IDS, Bench
 
     how = {"model": args.prices, "prompt": 256, "siblings": 1, "kernels": "auto"}
     bench = Bench(argparse.Namespace(**vars(args) | how), "nvfp4")
+    spec = EngineSpec(min(KNOWN_IDS, bench.arch.vocab_size))
     table = []
     for rows in args.rows:
         draw = np.random.default_rng(0)
-        queue = []
-        for limit in (32, 32 + args.limit):
-            ids = [draw.integers(0, bench.arch.vocab_size, 256).tolist() for _ in range(rows)]
-            how = argparse.Namespace(**vars(args) | {"limit": limit, "generations": 1})
-            queue.append(queue_of(ids, how, 0))
+        ids = [draw.integers(0, bench.arch.vocab_size, 256).tolist() for _ in range(rows)]
+        drawn = argparse.Namespace(**vars(args) | {"generations": 1})
+
+        def timed(arm: str, limit: int = args.limit, ids=ids, rows=rows, how=drawn) -> float:
+            how = argparse.Namespace(**vars(how) | {"limit": limit})
+            engine = Engine(bench.model, spec, drafts=drafting_of(arm, 1))
+            queue = queue_of(ids, how, 0)
+            return sampled(engine, bench.variables, queue, rows, 1.0, 256 + args.limit)[0]
+
+        at_once(timed, args.arms)
+        # Prefill and the first chunk are the same in all arms.
+        begun = functools.partial(timed, "off", 32)
+        begun()
+        apart = statistics.median(begun() for _ in range(args.repeats + 1))
         least = None
-        for tokens in (None, *(n for n in STEPS if not 0 < n < rows)):
-            drafts = None
-            if tokens is not None:
-                control = functools.partial(Fixed, tokens, draft_control.Record())
-                drafts = draft_control.Drafting(control, least_limit=1)
-            spec = EngineSpec(min(KNOWN_IDS, bench.arch.vocab_size))
-            engine = Engine(bench.model, spec, drafts=drafts)
-            spent: dict[int, list[float]] = {0: [], 1: []}
-            for turn in range(-1, args.repeats):
-                for which in 0, 1:
-                    longest = 256 + 32 + args.limit
-                    seconds, _ = sampled(engine, bench.variables, queue[which], rows, 1.0, longest)
-                    if turn >= 0:
-                        spent[which].append(seconds)
-            step = (statistics.median(spent[1]) - statistics.median(spent[0])) / args.limit
+        for arm in args.arms:
+            timed(arm)
+            spent = statistics.median(timed(arm) for _ in range(args.repeats + 1))
+            step = (spent - apart) / (args.limit - 32)
             least = least or step
-            row = {"model": args.prices, "rows": rows, "tokens": tokens, "step_ms": 1e3 * step}
+            row = {"model": args.prices, "rows": rows, "arm": arm, "step_ms": 1e3 * step}
             table.append(row | {"price": step / least, "device": jax.devices()[0].device_kind})
             print("ROW " + json.dumps(table[-1]), flush=True)
     return table
@@ -235,7 +242,12 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="most tokens; default: the run's, or 512")
     parser.add_argument("--temperature", type=float, help="default: the run's, or 1")
     parser.add_argument("--least-limit", type=int, default=512, help="see draft_control.Drafting")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=2, help="0: only compile")
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        help='"off" first; "auto", "again", or a number: always so many tokens in a step, 0 to compare only',
+    )
     parser.add_argument("--prices", help="7b, 32b ...: measure prices of steps instead")
     parser.add_argument("--rank", type=int, default=32, help="of LoRA, with --prices")
     parser.add_argument("--seconds", type=float, default=580, help="time limit")
@@ -243,6 +255,7 @@ def main() -> None:
     args = parser.parse_args()
     watchdog(args.seconds)
     args.run = run_of(args)
+    args.arms = args.arms or (STEPS if args.prices else ARMS)
     if args.limit is None:
         args.limit = args.run.rollout.max_completion_length if args.run else 512
     if args.temperature is None:
@@ -253,7 +266,7 @@ def main() -> None:
     if args.out:
         with args.out.open("a") as file:
             file.writelines(json.dumps(versions() | row) + "\n" for row in rows)
-    names = list(rows[0])
+    names = list(rows[0]) if rows else []
     print("| " + " | ".join(names) + " |")
     print("|" + " --- |" * len(names))
     for row in rows:

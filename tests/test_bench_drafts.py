@@ -30,7 +30,7 @@ def test_differences_are_counted_up_to_the_first_other_token():
 def test_the_trial_runs_on_a_cpu(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench_drafts, "watchdog", lambda seconds: None)
     out = tmp_path / "rows.jsonl"
-    options = "--least-limit 1 --limit 24 --rows 4 --prompts 2 --generations 2 --repeats 1"
+    options = "--least-limit 1 --limit 24 --rows 4 --groups 2 --generations 2 --repeats 1"
     command = ["bench_drafts", *options.split(), "--dtype", "float32", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", command)
     bench_drafts.main()

@@ -294,4 +294,5 @@ def test_on_its_device_rows_with_drafts_are_those_without_but_for_rounding(slots
             alike.append(count / len(row.tokens))
             np.testing.assert_allclose(row.logps[:count], other.logps[:count], atol=0.1)
     assert np.mean(alike) > 0.7
-    assert subject.drafted.accepted_per_call > 1.5
+    # Of 32 rows each can draft one token only.
+    assert subject.drafted.accepted_per_call > (1.5 if slots == 8 else 1.2)
