@@ -19,7 +19,9 @@ is what `draft_control` calls a price. The program ends itself after --seconds.
 from __future__ import annotations
 
 import argparse
+import collections
 import concurrent.futures
+import contextlib
 import functools
 import json
 import os
@@ -208,6 +210,9 @@ def price_table(args: argparse.Namespace) -> list[dict[str, Any]]:
             queue = queue_of(ids, how, 0)
             return sampled(engine, bench.variables, queue, rows, 1.0, 256 + args.limit)[0]
 
+        if args.profile:
+            profile(timed, args.arms)
+            continue
         at_once(timed, args.arms)
         # Prefill and the first chunk are the same in all arms.
         begun = functools.partial(timed, "off", 32)
@@ -223,6 +228,36 @@ def price_table(args: argparse.Namespace) -> list[dict[str, Any]]:
             table.append(row | {"price": step / least, "device": jax.devices()[0].device_kind})
             print("ROW " + json.dumps(table[-1]), flush=True)
     return table
+
+
+def profile(timed: Any, arms: list[str]) -> None:
+    """Prints the kernels of a step of each arm, for a chunk in the middle of its rows."""
+    from qerl_jax.generation import engine
+    from scripts.bench_rollouts import by_kernel, undonated
+
+    class Stopped(Exception):
+        pass
+
+    plain, chunks, ready = engine.decode, collections.Counter(), {}
+
+    def watched(*arguments, **traits):
+        arm = traits.get("positions")
+        chunks[arm] += 1
+        if chunks[arm] == 3:
+            ready[arm] = traits["spec"].chunk, undonated(plain, *arguments, **traits)
+            raise Stopped
+        return plain(*arguments, **traits)
+
+    def begun(arm):
+        with contextlib.suppress(Stopped):
+            timed(arm)
+
+    engine.decode = watched
+    at_once(begun, arms)
+    for arm, (steps, run) in ready.items():
+        print(f"positions: {arm}", flush=True)
+        for name, us, launches in by_kernel(run(), steps):
+            print(f"{us:9.1f} us x{launches:6.1f}  {name}", flush=True)
 
 
 def main() -> None:
@@ -249,6 +284,7 @@ def main() -> None:
         help='"off" first; "auto", "again", or a number: always so many tokens in a step, 0 to compare only',
     )
     parser.add_argument("--prices", help="7b, 32b ...: measure prices of steps instead")
+    parser.add_argument("--profile", action="store_true", help="with --prices: a step's kernels")
     parser.add_argument("--rank", type=int, default=32, help="of LoRA, with --prices")
     parser.add_argument("--seconds", type=float, default=580, help="time limit")
     parser.add_argument("--out", type=pathlib.Path, help="append each row to this JSONL file")

@@ -203,10 +203,7 @@ def profile(bench: Bench, batch: int) -> list[tuple[str, float, float]]:
     """Microseconds and launches per decode step of the kernels in a chunk, the most expensive first, and of all
     kernels.
     """
-    import jax
-    from jax.experimental.mosaic.gpu import profiler
-
-    from qerl_jax.generation import engine, programs
+    from qerl_jax.generation import engine
 
     plain, kernels, chunks = engine.decode, [], []
 
@@ -214,28 +211,48 @@ def profile(bench: Bench, batch: int) -> list[tuple[str, float, float]]:
         chunks.append(traits["spec"].chunk)
         # Start with as many tokens as a step has on average.
         if len(chunks) == LONG // 2 // chunks[0]:
-            program = plain.of(traits["model"])
-            # It runs twice, so the pool is not donated.
-            twice = jax.jit(
-                program.__wrapped__,
-                static_argnames=tuple(traits),
-                compiler_options=programs.IN_PLACE if program is plain.dense else None,
-            )
-            measure = profiler.measure(twice, aggregate=False)
-            kernels.extend(measure(*arguments, **traits)[1])
+            kernels.extend(undonated(plain, *arguments, **traits)())
         return plain(*arguments, **traits)
 
     engine.decode = watched
     each = bench.siblings
     bench.time(bench.prompts(batch // each, each, LONG), batch, repeats=0)
+    return by_kernel(kernels, chunks[0])
+
+
+def undonated(decode: Any, *arguments: Any, **traits: Any) -> Any:
+    """Compiles a decoding program so that it can run twice: its pool is not donated.
+
+    Returns:
+        A function that runs it, and returns the name and milliseconds of each kernel.
+    """
+    import jax
+    from jax.experimental.mosaic.gpu import profiler
+
+    from qerl_jax.generation import programs
+
+    program = decode.of(traits["model"])
+    twice = jax.jit(
+        program.__wrapped__,
+        static_argnames=tuple(traits),
+        compiler_options=programs.IN_PLACE if program is decode.dense else None,
+    )
+    jax.block_until_ready(twice(*arguments, **traits))
+    return lambda: profiler.measure(twice, aggregate=False)(*arguments, **traits)[1]
+
+
+def by_kernel(
+    kernels: list[tuple[str, float]], steps: int, most: int = 24
+) -> list[tuple[str, float, float]]:
+    """Microseconds and launches per step of each kernel, the most expensive first, and of all."""
     spent, launches = collections.Counter(), collections.Counter()
     for name, milliseconds in kernels:
         if name.startswith("memcpy"):  # kernels that copy the cache, because it is not donated here
             continue
-        spent[name] += milliseconds * 1e3 / chunks[0]
+        spent[name] += milliseconds * 1e3 / steps
         launches[name] += 1
-    rows = [(name[:70], us, launches[name] / chunks[0]) for name, us in spent.most_common(24)]
-    return [*rows, ("all kernels", spent.total(), launches.total() / chunks[0])]
+    rows = [(name[:70], us, launches[name] / steps) for name, us in spent.most_common(most)]
+    return [*rows, ("all kernels", spent.total(), launches.total() / steps)]
 
 
 def child(args: argparse.Namespace, arm: str, what: str) -> None:
