@@ -20,7 +20,7 @@ def append(
 ) -> tuple[jax.Array, jax.Array]:
     """Rotates each row's new key, and writes it and the new value to the slot at the row's end.
 
-    Arguments are those of `api.decode_attention`.
+    Arguments are those of `api.decode_attention`. Of rows that end at the same slot the last one's are kept.
 
     Returns:
       The new keys and the new values.
@@ -31,9 +31,16 @@ def append(
     layer = jnp.clip(layer, 0, layers - 1)
     ends = jnp.clip(ends, 0, width * slots - 1)
     page, slot = jnp.clip(tables[jnp.arange(rows), ends // slots], 0, pages - 1), ends % slots
+    # XLA writes 16-bit values to places that may be equal by compare-and-swap, which is slower than to store them. So
+    # no two rows write to the same place: what is behind the last page is dropped.
+    place = page * slots + slot
+    is_overwritten = jnp.any(jnp.triu(place == place[:, None], 1), axis=1)
+    page = jnp.where(is_overwritten, pages + jnp.arange(rows), page)
+    put = lambda cache, new: cache.at[layer, page, :, slot].set(
+        new.astype(cache.dtype), mode="drop", unique_indices=True
+    )
     key, value = jnp.split(qkv[:, heads:], 2, axis=1)
-    keys = keys.at[layer, page, :, slot].set(rotated(key, cos, sin).astype(keys.dtype))
-    return keys, values.at[layer, page, :, slot].set(value.astype(values.dtype))
+    return put(keys, rotated(key, cos, sin)), put(values, value)
 
 
 def rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -406,6 +406,25 @@ def test_tokens_of_a_row_at_once_meet_the_reference_without_a_race(
     assert "RACE" not in capfd.readouterr().out
 
 
+def test_new_keys_and_values_go_to_the_slots_at_the_rows_ends():
+    """Two rows end at the same slot, as rows out of use do: the last one's stay."""
+    draw = np.random.default_rng(0)
+    rows, heads, key_heads, channels = 5, 4, 2, 8
+    qkv = draw.normal(size=(rows, heads + 2 * key_heads, channels)).astype(np.float32)
+    angles = draw.normal(size=(rows, channels // 2))
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    keys, values = draw.normal(size=(2, 3, 6, key_heads, 4, channels)).astype(np.float32)[:, :3]
+    tables, ends = np.array([[1, 2], [0, 0], [3, 4], [0, 0], [5, 0]]), np.array([7, 0, 2, 0, 3])
+    found = append.append(*map(jnp.asarray, (qkv, cos, sin, keys, values)), 1, tables, ends)
+    for row in range(rows):
+        page, slot = tables[row, ends[row] // 4], ends[row] % 4
+        new = qkv[row : row + 1, heads:]
+        keys[1, page, :, slot] = append.rotated(new[:, :key_heads], cos[[row]], sin[[row]])[0]
+        values[1, page, :, slot] = new[0, key_heads:]
+    for actual, expected in zip(found, (keys, values), strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+
 def test_rows_of_one_prompt_are_one_tile_only_as_far_as_they_have_the_same_pages():
     """Two completions of one prompt have the same first page, and may have as many pages."""
     tables = np.array([[1, 2, 3], [1, 2, 3], [1, 4, 5], [1, 4, 5]])
