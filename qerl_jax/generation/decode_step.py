@@ -18,7 +18,8 @@ class EngineSpec:
         num_tokens: Ids that the tokenizer has.
         truncation: Which tokens may be sampled: top-k, top-p, min-p.
         repetition_penalty: See `sampling.penalize`; 1 is off.
-        chunk: The most tokens that the device samples between two looks of the host.
+        chunk: The most tokens that the device samples between two looks of the host; with drafts
+            `draft_search.CHUNKS` times as many.
         entropies: Whether the entropy of each token's distribution comes with it: that of the
             log-probabilities, before penalty and truncation (`logprobs.entropy`, as in the trainer).
             One more sum in passes over the scores that sampling makes anyway.

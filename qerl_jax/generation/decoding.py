@@ -14,7 +14,7 @@ from qerl_jax.model import kv_cache, noise
 from qerl_jax.model.transformer import Transformer, head
 
 # Every so many tokens of a chunk without drafts one is made, and compared.
-_COMPARED = 8
+_COMPARED = 16
 
 
 @program("model")
@@ -37,28 +37,30 @@ def decode(
     *,
     model: Transformer,
     spec: EngineSpec,
-    positions: int = 0,
+    positions: int | None = None,
 ):
-    """Samples up to `spec.chunk` tokens per row; ends early when no row lives.
+    """Samples up to `spec.chunk` tokens per row, or more with drafts; ends early when no row lives.
 
     Args:
         variables: See `Engine.stream`.
         pool: Keys and values.
-        slots: The rows; with `texts`, drafts are looked for.
+        slots: The rows; with `texts` where drafts are looked for.
         temperature: float32 scalar.
         stop_tokens: int32 [n].
         odds: float32 [draft_search.KINDS], where drafts are looked for.
         model: The policy.
         spec: How tokens are sampled.
-        positions: Tokens of all rows that a step runs, those of drafts included; 0 for one token of each row.
+        positions: Tokens of all rows that a step runs, those of drafts included; 0 for one token of each row, with
+            some drafts that are only compared; None for no drafts.
 
     Returns:
-        The pool; tokens and log-probabilities [B, spec.chunk], how many of them each row has, who lives,
-        entropies [B, spec.chunk] or None, and what became of drafts (`draft_search.Outcome`) or None; and the fields of
+        The pool; tokens and log-probabilities [B, n], how many of them each row has, who lives, entropies [B, n] or None, and what became of drafts (`draft_search.Outcome`) or None; and the fields of
         `slots` that have moved.
     """
     how = variables, pool, slots, temperature, stop_tokens, model, spec
-    return verifying.sample(*how, odds, positions) if positions else _sample(*how)
+    if positions:
+        return verifying.sample(*how, odds, positions)
+    return _sample(*how, compares=positions is not None)
 
 
 @jax.tree_util.register_dataclass
@@ -78,9 +80,17 @@ class _Loop:
 
 
 def _sample(
-    variables, pool, slots: Slots, temperature, stop_tokens, model: Transformer, spec: EngineSpec
+    variables,
+    pool,
+    slots: Slots,
+    temperature,
+    stop_tokens,
+    model: Transformer,
+    spec: EngineSpec,
+    *,
+    compares: bool,
 ):
-    """`decode` with one token of each row in a step."""
+    """`decode` with one token of each row in a step; whether drafts are compared."""
     chunk = spec.chunk
     rows = jnp.arange(len(slots.live))
     row_keys = jax.random.wrap_key_data(slots.keys)
@@ -151,7 +161,11 @@ def _sample(
         )
     outcome = None
     if slots.texts is not None:
-        outcome = _compared(slots, loop, moved["history"])
+        outcome = draft_search.Outcome.start()
+        if compares:
+            outcome = _compared(slots, loop, moved["history"])
+        lived = jnp.sum(loop.lengths)
+        outcome = dataclasses.replace(outcome, calls=loop.count, rows=lived)
     brought = loop.tokens, loop.logps, loop.lengths, loop.live, loop.entropies, outcome
     return loop.pool, brought, moved
 
@@ -176,4 +190,4 @@ def _compared(slots: Slots, loop: _Loop, history: jax.Array) -> draft_search.Out
         if slots.given is not None:
             live = live & (slots.given[:, place] < 0)
         found += draft_search.outcome(drafts, right, loop.lengths - place, live)
-    return dataclasses.replace(found, calls=loop.count, rows=jnp.sum(loop.lengths))
+    return found

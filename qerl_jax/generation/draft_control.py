@@ -11,25 +11,27 @@ import numpy as np
 
 from qerl_jax.generation.draft_search import KINDS, LONGEST_MATCH, MOST, Outcome
 
-# Time of a decode step by its number of tokens, in units of a step of 8: measured with 32B on an H200, where more
-# tokens cost more than with smaller models.
-_PRICES = {8: 1.0, 16: 1.14, 32: 1.42, 64: 1.97, 128: 3.2}
-# What finding drafts, and writing keys before attention reads them, add to a step. Assumed, not measured.
-_OVERHEAD = 1.06
+# Time of a step by the number of its tokens, in units of a step of at most 8 rows without drafts: 7B on an H200. With
+# drafts it is at 8 rows, and finding them is part of it.
+_PRICES = {8: 1.0, 32: 1.28, 64: 1.76, 128: 2.73}
+_PRICES_WITH_DRAFTS = {8: 1.27, 16: 1.41, 32: 1.57, 64: 1.82}
 # Tokens that a step may have with drafts. Each is a program to compile.
 _STEPS = (8, 16, 32, 64)
 # The most tokens of a group's ended completions in which drafts are looked for.
 MOST_ENDED = 1 << 15
 # What a step must gain over another one before it takes its place, and the tokens that must have been compared before.
 _GAIN, _EVIDENCE = 1.05, 32
+# Where drafts do not pay, they are compared in one of so many chunks: comparing takes a millisecond or two.
+_SELDOM = 8
 # How much of what earlier chunks have taught is left after another one; and what is believed before any: one right
 # token of so many.
 _KEPT, _BELIEF = 0.75, 4.0
 
 
-def price(tokens: int | float) -> float:
-    """Time of a step that runs so many tokens, in units of one that runs at most 8."""
-    return float(np.interp(tokens, [*_PRICES], [*_PRICES.values()]))
+def price(tokens: int | float, *, drafts: bool = False) -> float:
+    """Time of a step that runs so many tokens, in units of one that runs at most 8 without drafts."""
+    prices = _PRICES_WITH_DRAFTS if drafts else _PRICES
+    return float(np.interp(tokens, [*prices], [*prices.values()]))
 
 
 class Control(Protocol):
@@ -41,8 +43,9 @@ class Control(Protocol):
 
     record: "Record"
 
-    def positions(self, slots: int, live: int) -> int:
-        """Tokens that a step of the next chunk runs; 0 for one of each row, without drafts.
+    def positions(self, slots: int, live: int) -> int | None:
+        """Tokens that a step of the next chunk runs; 0 for one of each row, with drafts that are only compared; None
+        without drafts.
 
         Args:
             slots: Rows of the batch.
@@ -54,7 +57,7 @@ class Control(Protocol):
         """float32 [KINDS], the chance that a drafted token is right, by the kind of its match."""
         ...
 
-    def learn(self, slots: int, positions: int, outcome: Outcome, tokens: int) -> None:
+    def learn(self, slots: int, positions: int | None, outcome: Outcome, tokens: int) -> None:
         """Takes in what a chunk brought.
 
         Args:
@@ -82,7 +85,7 @@ class Record:
     time: float = 0.0
     time_without: float = 0.0
 
-    def add(self, slots: int, positions: int, outcome: Outcome, tokens: int) -> None:
+    def add(self, slots: int, positions: int | None, outcome: Outcome, tokens: int) -> None:
         """Takes in a chunk; arguments as for `Control.learn`."""
         calls, rows = int(outcome.calls), int(outcome.rows)
         if not rows:
@@ -93,7 +96,7 @@ class Record:
             return
         self.rows += rows
         self.tokens += tokens
-        self.time += calls * _OVERHEAD * price(positions)
+        self.time += calls * price(positions, drafts=True)
         # As many rows at a time as now, each getting one token.
         self.time_without += tokens * calls / rows * price(slots)
 
@@ -119,35 +122,40 @@ class Record:
 class Auto:
     """Makes drafts where they are expected to pay by `price`, from what has become of drafts before.
 
-    It begins without drafts. Without them some are made in each chunk and only compared, which costs next to nothing.
-    What it knows of one rollout it uses in the next.
+    It begins without drafts. Without them some are made and only compared, in each chunk at first and then seldom. What
+    it knows of one rollout it uses in the next.
     """
 
     def __init__(self):
         self.record = Record()
         self._tried, self._right = np.zeros(KINDS), np.zeros(KINDS)
         self._matches = np.zeros(LONGEST_MATCH + 1)
-        self._positions = 0
+        self._positions, self._chunks_without = 0, 0
 
     def odds(self) -> np.ndarray:
         """See `Control`."""
         return ((self._right + 1) / (self._tried + _BELIEF)).astype(np.float32)
 
-    def positions(self, slots: int, live: int) -> int:
+    def positions(self, slots: int, live: int) -> int | None:
         """See `Control`."""
         if not live or self._tried.sum() < _EVIDENCE:
             self._positions = 0
             return 0
-        rates = {n: self._expected(live, n) / (_OVERHEAD * price(n)) for n in _STEPS if n >= slots}
+        rates = {n: self._expected(live, n) / price(n, drafts=True) for n in _STEPS if n >= slots}
         rates[0] = live / price(slots)
         best = max(rates, key=rates.get)
         if rates[best] > _GAIN * rates.get(self._positions, 0):
             self._positions = best
-        return self._positions
+        if self._positions:
+            return self._positions
+        self._chunks_without += 1
+        return None if self._chunks_without % _SELDOM else 0
 
-    def learn(self, slots: int, positions: int, outcome: Outcome, tokens: int) -> None:
+    def learn(self, slots: int, positions: int | None, outcome: Outcome, tokens: int) -> None:
         """See `Control`."""
         self.record.add(slots, positions, outcome, tokens)
+        if positions is None:
+            return
         for held, new in (
             (self._tried, outcome.tried),
             (self._right, outcome.right),

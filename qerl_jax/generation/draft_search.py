@@ -15,6 +15,8 @@ import jax.numpy as jnp
 MOST = 7
 # The most tokens of a match.
 LONGEST_MATCH = 8
+# A chunk with drafts brings a row as many tokens as this number of chunks without: its steps bring several each.
+CHUNKS = 4
 # Matches are told apart by their number of binary digits: none, 1, 2 to 3, 4 to 7, 8.
 KINDS = LONGEST_MATCH.bit_length() + 1
 # No text has these: before the beginning of a text, and before that of a row.

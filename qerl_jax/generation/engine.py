@@ -340,7 +340,9 @@ class Engine:
         pool = device_pool.made(self._model, schedule.num_pages, self._page_size, device, where)
         traits = {"model": self._model, "spec": self._spec}
         control = self._control(schedule)
-        odds, positions, chunks = None, 0, collections.deque()
+        chunks = collections.deque()
+        # Where drafts are found, as the schedule has it and on the device: it is large, and seldom changes.
+        known, known_here = None, None
         while schedule.unfinished():
             poll()
             if not chunks and (over := schedule.take_replies()):
@@ -361,12 +363,15 @@ class Engine:
                     if not schedule.live:
                         break
                     with_history = self._spec.repetition_penalty != 1
-                    slots = jax.device_put(schedule.slots(with_history), where)
+                    slots = schedule.slots(with_history)
+                    if slots.texts is not known:
+                        known, known_here = slots.texts, jax.device_put(slots.texts, where)
+                    slots = jax.device_put(dataclasses.replace(slots, texts=None), where)
+                    slots = dataclasses.replace(slots, texts=known_here)
+                positions = odds = None
                 if slots.texts is not None:
-                    positions, odds = (
-                        control.positions(len(slots.live), schedule.live),
-                        control.odds(),
-                    )
+                    positions = control.positions(len(slots.live), schedule.live)
+                    odds = control.odds()
                 shapes = pool[0].shape, slots.tables.shape, positions
                 with compiles(device, self._model, self._spec, *shapes):
                     pool, brought, moved = decode(

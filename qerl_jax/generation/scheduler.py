@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from qerl_jax.generation import dealing
-from qerl_jax.generation.draft_search import LONGEST_MATCH, Texts
+from qerl_jax.generation.draft_search import CHUNKS, LONGEST_MATCH, Texts
 from qerl_jax.generation.page_pool import Pages
 from qerl_jax.generation.stop_strings import StopStrings
 
@@ -26,7 +26,8 @@ _SMALLEST_BUCKET = 64
 # With fewer rows than this, reading the weights bounds a decode step: a smaller batch is not faster.
 _SMALLEST_BATCH = 8
 # Chunks for which a row has pages: the one under way, the one after it, and as many again before it asks for more.
-_AHEAD = 4
+# These are enough for one with drafts, too.
+_AHEAD = CHUNKS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Slots:
         history: int32 [B, T], tokens of prompt and completion, -1 where there is none; None where
             nothing asks.
         noise: int32 [B], numbers of the rows' noise; None where they have none of their own.
-        given: int32 [B, chunk], tokens that a row takes next instead of sampled ones, -1 where it samples;
+        given: int32 [B, n], tokens that a row takes next in a chunk instead of sampled ones, -1 where it samples;
             None where rows have one turn.
         shared: int32 [B], whole pages of each row's prompt, which its siblings share; None where attention reads
             them for each row.
@@ -121,7 +122,7 @@ class Shapes:
 
     Attributes:
         page_size: S.
-        chunk: Most tokens between two looks of the host.
+        chunk: Most tokens of a row between two looks of the host, without drafts.
         table_width: W.
         history: Most tokens of a row, prompt included.
         longest_prefill: Most tokens of a prompt but its last.
@@ -142,6 +143,10 @@ class Shapes:
     shares: bool = False
     drafted: int = 0
     ended: int = 0
+
+    def stride(self, rows: int) -> int:
+        """The most tokens that a row of a batch of so many gets between two looks of the host."""
+        return self.chunk * (CHUNKS if rows <= self.drafted else 1)
 
     def bucket(self, length: int) -> int:
         """The length to which a prompt is padded: a power of two, or the longest's."""
@@ -190,6 +195,8 @@ class _Cached:
     rows_left: int
     pages: list[int] = dataclasses.field(default_factory=list)
     ended: list[np.ndarray] = dataclasses.field(default_factory=list)
+    # What `ended_texts` gave, behind how many had ended, and its argument.
+    _known: tuple[int, int, np.ndarray] | None = None
 
     @property
     def filled(self) -> int:
@@ -200,6 +207,11 @@ class _Cached:
         """Completions that are known, each behind the prompt's last tokens and before a -1: where a row begins, too, there
         is a match. int32 [n], as much of the last ones as fits into `most`.
         """
+        if self._known is None or self._known[:2] != (len(self.ended), most):
+            self._known = len(self.ended), most, self._last_texts(most)
+        return self._known[2]
+
+    def _last_texts(self, most: int) -> np.ndarray:
         begin = self.prompt.tokens[-LONGEST_MATCH:]
         texts: list[np.ndarray] = [np.zeros(0, np.int32)]
         for text in (*reversed(self.ended), *reversed(self.prompt.earlier)):
@@ -246,6 +258,16 @@ class _Row:
     reply: concurrent.futures.Future | None = None
     given: list[int] = dataclasses.field(default_factory=list)
     begun: int = 0
+    _text: np.ndarray | None = None
+
+    def text(self) -> np.ndarray:
+        """The tokens of prompt and completion, int32 [n]."""
+        if self._text is None:
+            self._text = self.cached.prompt.tokens
+        # A list of tokens is slow to read: only those that are new are taken from it.
+        if new := len(self.cached.prompt.tokens) + len(self.made) - len(self._text):
+            self._text = np.concatenate([self._text, np.array(self.made[-new:], np.int32)])
+        return self._text
 
 
 def _ending(row: int, why: Literal["stop", "length"]) -> RowTokens:
@@ -324,6 +346,8 @@ class Schedule:
         self._returns: list[Move] = []
         self._begun = 0
         self.times_parked = 0
+        # Which prompts have rows in slots and how many completions of each have ended, and `Slots.texts` of these.
+        self._texts: tuple[list, Texts] | None = None
         # Whether the device takes a row for alive that a stop string has ended.
         self._overtaken = False
 
@@ -344,9 +368,10 @@ class Schedule:
         missing = sum(self._most(row) - len(row.pages) for row in rows)
         is_enough = not self._waits() and missing <= self._pages.free
         going = [row for row in rows if row.reply is None]
+        ahead = _AHEAD * self._shapes.stride(self._size())
         while going:
             row = going.pop(0)
-            wanted = (self._most(row) if is_enough else self._soon(row)) - len(row.pages)
+            wanted = (self._most(row) if is_enough else self._soon(row, ahead)) - len(row.pages)
             while wanted > self._pages.free and row.parked is None:
                 last = going.pop() if going else row
                 left.append(self._park(last))
@@ -460,13 +485,9 @@ class Schedule:
             noise=None if rows[0].noise is None else np.zeros(size, np.int32),
             given=None
             if self._turns is None
-            else np.full((size, self._shapes.chunk), -1, np.int32),
+            else np.full((size, self._shapes.stride(size)), -1, np.int32),
             shared=np.zeros(size, np.int32) if self._shapes.shares else None,
-            texts=Texts(
-                np.full((size, self._shapes.ended), -1, np.int32), np.full(size, -1, np.int32)
-            )
-            if drafts
-            else None,
+            texts=self._known_texts() if drafts else None,
         )
         for slot, row in self._running():
             prompt = row.cached.prompt
@@ -482,16 +503,29 @@ class Schedule:
             if row.noise is not None:
                 slots.noise[slot] = row.noise
             if row.given:
-                now = row.given[: self._shapes.chunk]
+                now = row.given[: self._shapes.stride(size)]
                 slots.given[slot, : len(now)] = now
-            if slots.texts is not None:
-                ended = row.cached.ended_texts(self._shapes.ended)
-                slots.texts.ended[slot, : len(ended)] = ended
-                slots.texts.group[slot] = row.cached.first_row
             if slots.history is not None:
-                before = [*prompt.tokens, *row.made]
-                slots.history[slot, : len(before)] = before
+                text = row.text()
+                slots.history[slot, : len(text)] = text
         return slots
+
+    def _known_texts(self) -> Texts:
+        """Where the rows in slots find drafts; the same object as long as that is the same."""
+        all_cached = [None if row is None else row.cached for row in self._slots]
+        of = [(each.first_row, len(each.ended)) if each else None for each in all_cached]
+        if self._texts is None or self._texts[0] != of:
+            size = len(of)
+            texts = Texts(
+                np.full((size, self._shapes.ended), -1, np.int32), np.full(size, -1, np.int32)
+            )
+            for slot, cached in enumerate(all_cached):
+                if cached is not None:
+                    ended = cached.ended_texts(self._shapes.ended)
+                    texts.ended[slot, : len(ended)] = ended
+                    texts.group[slot] = cached.first_row
+            self._texts = of, texts
+        return self._texts[1]
 
     def goes_on(self) -> bool:
         """Whether the chunk after the one under way takes nothing from the host.
@@ -500,10 +534,11 @@ class Schedule:
         the batch stays as large as it is, a row has more to go than the chunk under way, and the device knows of
         all rows that have ended.
         """
+        stride = self._shapes.stride(len(self._slots))
         return (
             not any(row.reply or row.given for _, row in self._running())
             and not (self._waits() or self._overtaken)
-            and all(self._soon(row, chunks=2) <= len(row.pages) for _, row in self._running())
+            and all(self._soon(row, 2 * stride) <= len(row.pages) for _, row in self._running())
             and self._left() > self._shapes.chunk
             and self._size() == len(self._slots)
         )
@@ -579,9 +614,9 @@ class Schedule:
         """Pages that a row can need."""
         return self._ceil(row.cached.filled + row.cached.prompt.limit)
 
-    def _soon(self, row: _Row, chunks: int = _AHEAD) -> int:
-        """Pages that a row needs for so many chunks."""
-        tokens = min(len(row.made) + chunks * self._shapes.chunk, row.cached.prompt.limit)
+    def _soon(self, row: _Row, ahead: int) -> int:
+        """Pages that a row needs for so many tokens more."""
+        tokens = min(len(row.made) + ahead, row.cached.prompt.limit)
         return self._ceil(row.cached.filled + tokens)
 
     def _running(self) -> list[tuple[int, _Row]]:
@@ -648,7 +683,7 @@ class Schedule:
 
     def _begins_with(self, row: _Row) -> tuple[list[int], int]:
         """Pages of its prompt that a row takes over or shares, and how many more it takes for its next tokens."""
-        cached, total = row.cached, self._soon(row)
+        cached, total = row.cached, self._soon(row, _AHEAD * self._shapes.chunk)
         whole = cached.pages[: cached.filled // self._shapes.page_size]
         if row.parked is None:
             shared = whole if cached.rows_left > 1 else cached.pages

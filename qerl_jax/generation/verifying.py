@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from pallas_kernels import decode_attention
 from qerl_jax.generation import draft_search
 from qerl_jax.generation.decode_step import EngineSpec, drawer, extender, seen_in
-from qerl_jax.generation.draft_search import MOST
+from qerl_jax.generation.draft_search import CHUNKS, MOST
 from qerl_jax.generation.scheduler import Slots
 from qerl_jax.model import kv_cache, noise
 from qerl_jax.model.transformer import Transformer, head
@@ -88,8 +88,11 @@ def sample(
     odds,
     positions: int,
 ):
-    """`decoding.decode` with drafts: `positions` tokens in a step, at least one of each row."""
-    chunk, rows = spec.chunk, len(slots.live)
+    """`decoding.decode` with drafts: `positions` tokens in a step, at least one of each row.
+
+    The chunk ends when a row has got `CHUNKS * spec.chunk` tokens, or all have ended.
+    """
+    chunk, rows = CHUNKS * spec.chunk, len(slots.live)
     row_keys = jax.random.wrap_key_data(slots.keys)
     draw = drawer(model, variables, spec, temperature)
     own_noise = noise.has_own(variables)
