@@ -160,6 +160,26 @@ def test_short_and_many_rows_have_no_drafts():
         assert subject.drafted.rows == 0
 
 
+def test_a_batch_that_grows_again_has_no_drafts():
+    """Rows wait for pages, so few run at first; once some have ended there are more than may have drafts."""
+    queue = prompts(0, (5, 9, 7, 6), (6, 6, 6, 6), limit=60)
+    limits = {"max_prompt_length": plain.WIDTH, "max_concurrent": 10}
+    sizes = []
+
+    class Noted(Always):
+        def positions(self, slots, live):
+            sizes.append(slots)
+            return super().positions(slots, live)
+
+    texts = []
+    for drafts in (None, Drafting(lambda: Noted(24), most_rows=8, least_limit=1)):
+        subject = plain.make(chunk=4, drafts=drafts, kv_cache_tokens=400)
+        rows = subject.completions(plain.policy()[1], queue, 0.3, **limits)
+        texts.append({row.row: row.tokens.tolist() for row in rows})
+        assert subject.times_parked > 0
+    assert texts[0] == texts[1] and set(sizes) == {8}
+
+
 def test_a_config_makes_drafts_on_a_gpu_only(monkeypatch):
     model = plain.policy()[0]
     tokenizer = type("Tokenizer", (), {"num_tokens": 64, "stop_tokens": ()})
