@@ -13,6 +13,7 @@ from pallas_kernels.finished_linear import epilogue, few_rows, lora
 from pallas_kernels.finished_linear.few_rows import Config
 from pallas_kernels.nvfp4_matmul import config as configs
 from pallas_kernels.nvfp4_matmul import layout, shapes
+from tests.combinations import spread
 from tests.pallas_kernels.devices import h200  # noqa: F401
 from tests.pallas_kernels.test_finished_linear_decode import (
     EPS,
@@ -131,19 +132,23 @@ def test_a_linear_of_decoding_finds_the_kernel_by_its_configuration(monkeypatch,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [8, 16])
-@pytest.mark.parametrize("rank", [0, 16, 32, 64, 128])
 @pytest.mark.parametrize(
-    ("sizes", "k", "is_stream"),
-    [
-        ((3584, 512, 512), 3584, False),
-        ((3584,), 3584, True),
-        ((5120, 1024, 1024), 5120, False),
-        ((5120,), 5120, True),
-        ((576, 192, 192), 576, False),
-    ],
+    ("m", "rank", "shape"),
+    spread(
+        [8, 16],
+        [0, 16, 32, 64, 128],
+        [
+            ((3584, 512, 512), 3584, False),
+            ((3584,), 3584, True),
+            ((5120, 1024, 1024), 5120, False),
+            ((5120,), 5120, True),
+            ((576, 192, 192), 576, False),
+        ],
+        every=3,
+    ),
 )
-def test_on_its_device_a_linear_meets_plain_arithmetic(m, rank, sizes, k, is_stream):
+def test_on_its_device_a_linear_meets_plain_arithmetic(m, rank, shape):
+    sizes, k, is_stream = shape
     x, t, parts, options = operands(m, sizes, k, rank, is_stream=is_stream)
     w, ranks = layout.prepare(t), lora.filled_rank(rank) if rank else 0
     config = few_rows.pick_config(m, sizes, k, rank=ranks)

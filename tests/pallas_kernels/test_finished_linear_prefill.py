@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels import linear, nvfp4, nvfp4_matmul, runtime
 from pallas_kernels.finished_linear import prefill as fused_wide
 from pallas_kernels.nvfp4_matmul import api, layout, prefill, prefill_config, reference, shapes
+from tests.combinations import spread
 from tests.pallas_kernels.devices import h200, like  # noqa: F401
 
 on_cpu = pytest.mark.skipif(runtime.platform() != "cpu", reason="interpret mode is for a CPU")
@@ -216,24 +217,28 @@ def test_qkv_and_gate_up_of_every_model_can_be_run(on_hopper):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("m", "sizes", "config"),
-    [
-        (1200, (2560, 1024, 1024), prefill_config.Config(256)),
-        (2000, (2560, 1024, 1024), prefill_config.Config(256, cluster=2)),
-        (1200, (2432, 2432), prefill_config.Config(152, 2, 7, producer=True)),
-        (500, (2560, 1024, 1024), prefill_config.Config(88, 2, 8, producer=True)),
-        (2048, (2560, 1024, 1024), prefill_config.Config(256, split=4)),
-        (300, (2432, 2432), None),
-        (136, (3584, 512, 512), None),  # all split
-        (512, (3584, 512, 512), None),  # 176 rows, no producer
-        (2200, (3584, 512, 512), None),  # some split, of several parts
-        (300, (576, 192, 192), None),
-        (2000, (1000, 1000), None),
-        (700, (1000,), None),
-    ],
+    ("case", "k"),
+    spread(
+        [
+            (1200, (2560, 1024, 1024), prefill_config.Config(256)),
+            (2000, (2560, 1024, 1024), prefill_config.Config(256, cluster=2)),
+            (1200, (2432, 2432), prefill_config.Config(152, 2, 7, producer=True)),
+            (500, (2560, 1024, 1024), prefill_config.Config(88, 2, 8, producer=True)),
+            (2048, (2560, 1024, 1024), prefill_config.Config(256, split=4)),
+            (300, (2432, 2432), None),
+            (136, (3584, 512, 512), None),  # all split
+            (512, (3584, 512, 512), None),  # 176 rows, no producer
+            (2200, (3584, 512, 512), None),  # some split, of several parts
+            (300, (576, 192, 192), None),
+            (2000, (1000, 1000), None),
+            (700, (1000,), None),
+        ],
+        [3584, 576, 208],
+        every=2,
+    ),
 )
-@pytest.mark.parametrize("k", [3584, 576, 208])
-def test_on_its_device_every_tile_meets_the_definition(m, sizes, config, k):
+def test_on_its_device_every_tile_meets_the_definition(case, k):
+    m, sizes, config = case
     if config is not None and k < 3584:
         pytest.skip("for the configuration's own shape")
     case = random(*(m, sizes, k), rank=32, with_bias=len(sizes) == 3, scale_per_row=config is None)

@@ -17,6 +17,7 @@ from pallas_kernels.portable import layout as portable_layout
 from qerl_jax.config import LoraConfig
 from qerl_jax.model import architecture, fused_decode, transformer
 from qerl_jax.model.transformer import Transformer
+from tests.combinations import spread
 from tests.pallas_kernels.devices import portable  # noqa: F401
 from tests.qerl_jax.model import caches
 
@@ -165,9 +166,10 @@ def test_the_portable_step_rounds_where_the_plain_model_does(monkeypatch, portab
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [3, 40, 128])
-@pytest.mark.parametrize("arch", [ARCH, SMALL], ids=["whole", "small"])
-@pytest.mark.parametrize("weights", ["nvfp4", "mxfp4", "nf4"])
+@pytest.mark.parametrize(
+    ("rows", "arch", "weights"),
+    spread([3, 40, 128], [ARCH, SMALL], ["nvfp4", "mxfp4", "nf4"], every=3),
+)
 def test_on_its_device_the_portable_step_meets_the_plain_model(portable, arch, weights, rows):  # noqa: F811
     plain, variables, cache = policy_of(weights, rows=rows, arch=arch)
     assert fused_decode.fit(plain, rows) == "portable"
