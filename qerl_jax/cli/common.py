@@ -1,20 +1,20 @@
 """What the commands share: printing lines, calling a function with options, and reading a config with options."""
 
-import argparse
 import dataclasses
+import functools
 import inspect
 import json
 import pathlib
-import re
 import sys
-import types
 import typing
-from collections.abc import Callable
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from qerl_jax import config
+from qerl_jax.checked import require
+from qerl_jax.cli import options
 from qerl_jax.config import ConfigError, RunConfig
 
 # The optional sections of a run's config.
@@ -49,23 +49,29 @@ def call(function: Callable, argv: list[str], prog: str) -> None:
         prog: The command's name in the help.
     """
     summary, examples = texts(function)
-    made = types.FunctionType(
-        function.__code__, function.__globals__, prog, function.__defaults__, function.__closure__
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__annotations__ = {
-        name: _shown(each.annotation, each.default)
-        for name, each in inspect.signature(function, eval_str=True).parameters.items()
-    }
+
+    def made(*arguments: Any, **given: Any) -> Callable:
+        # tyro only reads the options: the command runs when its standard error is no longer kept back.
+        return functools.partial(function, *arguments, **given)
+
+    signature = inspect.signature(function, eval_str=True)
+    shown = [
+        each.replace(annotation=_shown(each.annotation, each.default))
+        for each in signature.parameters.values()
+    ]
+    made.__signature__ = signature.replace(parameters=shown)
+    made.__annotations__ = {each.name: each.annotation for each in shown}
     # A parameter's description is shown with its line breaks.
     made.__doc__ = inspect.getdoc(function).replace("\n    " + 4 * " ", " ").split("\nExamples:")[0]
-    tyro.cli(
+    command = options.parse(
         made,
-        args=argv,
+        argv,
+        options.of_function(function),
         prog=prog,
         description=f"{summary}\n\nExamples:\n{examples}" if examples else summary,
         config=(tyro.conf.PositionalMetavarFromFieldName, tyro.conf.FlagCreatePairsOff),
     )
+    command()
 
 
 def texts(function: Callable) -> tuple[str, str]:
@@ -94,7 +100,7 @@ _FIELDS = """The fields of a run: each option changes what the config file says.
 --max-steps takes the place of --num-train-epochs, and the other way round."""
 
 
-def run_config(command: str, argv: list[str]) -> RunConfig:
+def run_config(command: str, argv: list[str], own: Sequence[str] = ()) -> RunConfig:
     """The config file that comes first, changed by the options after it.
 
     Beside the fields' own options, `--noise None`, `--eval None` and `--tools None` switch a section off, an
@@ -104,6 +110,7 @@ def run_config(command: str, argv: list[str]) -> RunConfig:
     Args:
         command: Name of the command, for errors.
         argv: Its arguments.
+        own: Options of the command that the caller has read already. A misspelt option may mean one of them.
 
     Raises:
         ConfigError: For a missing file or an impossible config.
@@ -114,27 +121,29 @@ def run_config(command: str, argv: list[str]) -> RunConfig:
             f"`qerl {command} quickstart` takes the one in the package"
         )
     cfg = config.load(argv[0])
-    parser = argparse.ArgumentParser(prog=f"qerl {command}", add_help=False, allow_abbrev=False)
+    parser = options.Parser()
     for name in _SECTIONS:
-        parser.add_argument(f"--{name}", choices=["None"])
-    off, options = parser.parse_known_args(argv[1:])
-    given = {word.partition("=")[0].replace("_", "-") for word in options}
+        parser.add_argument(f"--{name}")
+    off, rest = parser.parse_known_args(argv[1:])
+    given = {word.partition("=")[0].replace("_", "-") for word in rest}
     for name, section in _SECTIONS.items():
         is_asked_for = any(word.startswith(f"--{name}.") for word in given)
-        if getattr(off, name) or getattr(cfg, name) is None:
+        value = getattr(off, name)
+        rule = f"must be None, which switches it off; its fields are --{name}.FIELD"
+        require(value in (None, "None"), f"--{name}", value, rule)
+        if value or getattr(cfg, name) is None:
             # Tools must have one; the option replaces it.
             one = {"functions": ("calculator",)} if "--tools.functions" in given else {}
             begun = section(**one if name == "tools" else {}) if is_asked_for else None
             cfg = dataclasses.replace(cfg, **{name: begun})
-    # A config file's true and false; tyro reads Python's.
-    options = [
-        re.sub("(^|=)(true|false)$", lambda m: m[1] + m[2].title(), each) for each in options
-    ]
     if len(lengths := _LENGTHS - given) == 1:
-        options += [*lengths, "None"]
-    return tyro.cli(
+        rest += [*lengths, "None"]
+    kinds = options.of_class(RunConfig)
+    kinds |= dict.fromkeys([*(f"--{name}" for name in _SECTIONS), *own], Literal["None"])
+    return options.parse(
         RunConfig,
-        args=options,
+        rest,
+        options.Options(kinds),
         default=cfg,
         prog=f"qerl {command} {argv[0]}",
         description=_FIELDS,

@@ -1,12 +1,12 @@
 """The commands of training runs: `train`, `plan`, `replay`, `report`."""
 
-import argparse
 import os
 import pathlib
 import sys
 
 import qerl_jax
 from qerl_jax.cli.common import log, run_config, use_compilation_cache
+from qerl_jax.cli.options import Parser
 from qerl_jax.hosts import Hosts, join
 from qerl_jax.training import stopping
 
@@ -59,7 +59,7 @@ def plan(argv: list[str]) -> None:
       qerl plan gsm8k_qwen2.5_7b --device "RTX 4090"
       qerl plan my.toml --device-memory 80GB --rollout.max-completion-length 8192
     """
-    parser = argparse.ArgumentParser(prog="qerl plan", add_help=False)
+    parser = Parser()
     parser.add_argument("--device")
     parser.add_argument("--device-memory")
     parser.add_argument("--compile", action="store_true")
@@ -73,7 +73,7 @@ def plan(argv: list[str]) -> None:
             log(*cards.describe(card))
             return
         offered = offered or card.limit
-    cfg = run_config("plan", rest)
+    cfg = run_config("plan", rest, own=("--device", "--device-memory", "--compile"))
     made = qerl_jax.plan(cfg, offered)
     log(str(made))
     if options.compile:

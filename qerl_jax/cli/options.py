@@ -1,0 +1,217 @@
+"""Options of a command as Python values. What tyro refuses is an error of one line, like every other error.
+
+tyro draws a box around its errors, with Python's names of types in it. So its text is kept back, and the options are
+looked at once more to say what is wrong with them.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import inspect
+import io
+import itertools
+import re
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, NoReturn
+
+import tyro
+
+from qerl_jax.checked import ConfigError, require
+
+
+class Parser(argparse.ArgumentParser):
+    """Reads the options of a command that no field of a config has; an error is a `ConfigError`."""
+
+    def __init__(self):
+        super().__init__(add_help=False, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raises the error that argparse would print."""
+        raise ConfigError(message.removeprefix("argument "))
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a command takes.
+
+    Attributes:
+        kinds: The type of each option's value, by the option's name with hyphens.
+        flags: Options without a value.
+        arguments: Names of what is given without an option, in capitals; one that is repeated ends with " ...".
+        needed: The options and arguments that must be given.
+    """
+
+    kinds: dict[str, Any]
+    flags: frozenset[str] = frozenset()
+    arguments: tuple[str, ...] = ()
+    needed: tuple[str, ...] = ()
+
+
+def of_class(cls: type, prefix: str = "--") -> dict[str, Any]:
+    """The options of a dataclass and of the sections in it, with their types."""
+    found = {}
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        option = prefix + field.name.replace("_", "-")
+        sections = [kind for kind in _members(hints[field.name]) if dataclasses.is_dataclass(kind)]
+        found |= of_class(sections[0], f"{option}.") if sections else {option: hints[field.name]}
+    return found
+
+
+def of_function(function: Callable) -> Options:
+    """The options of a command that are the parameters of a function."""
+    kinds, flags, arguments, needed = {}, set(), [], []
+    for name, each in inspect.signature(function, eval_str=True).parameters.items():
+        option = "--" + name.replace("_", "-")
+        if each.kind is each.POSITIONAL_ONLY:
+            is_repeated = typing.get_origin(each.annotation) is tuple
+            option = name.upper() + " ..." * is_repeated
+            arguments.append(option)
+        elif each.annotation is bool:
+            option = option.replace("--", "--no-", 1) if each.default else option
+            flags.add(option)
+        is_repeated = option.endswith("...")
+        if each.default is each.empty and not is_repeated:
+            needed.append(option)
+        if option.startswith("--"):
+            kinds[option] = each.annotation
+    return Options(kinds, frozenset(flags), tuple(arguments), tuple(needed))
+
+
+def parse(target: Any, argv: Sequence[str], options: Options, *, prog: str, **settings: Any) -> Any:
+    """What tyro makes of the arguments of a command.
+
+    Args:
+        target: A dataclass or a function, as `tyro.cli` takes it.
+        argv: The arguments.
+        options: What the command takes.
+        prog: The command, for help and errors.
+        **settings: More settings of `tyro.cli`.
+
+    Raises:
+        ConfigError: For an option that there is not, a value that it cannot have, or something that is missing.
+        SystemExit: After the help, with status 0.
+    """
+    argv = _with_pythons_truth(argv, options)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(target, args=argv, prog=prog, **settings)
+    except SystemExit as ended:
+        if not ended.code:
+            raise
+        rule = _broken_rule(ended)
+        raise ConfigError(rule or _fault(argv, options, prog) or _plain(said.getvalue())) from None
+
+
+def _with_pythons_truth(argv: Sequence[str], options: Options) -> list[str]:
+    """The arguments with True for the true of a config file, which tyro does not read, where an option takes it."""
+    changed = []
+    for before, word in itertools.pairwise(["", *argv]):
+        name, equals, value = word.partition("=") if "=" in word else (before, "", word)
+        option = name.replace("_", "-")
+        is_flag = option in options.flags
+        # tyro would take the value for an argument.
+        require(not (is_flag and equals), name, value, "this option has no value")
+        takes_it = bool in _members(options.kinds.get(option)) and not is_flag
+        is_truth = takes_it and value in ("true", "false")
+        changed.append(f"{name}=" * bool(equals) + value.title() if is_truth else word)
+    return changed
+
+
+def _broken_rule(ended: BaseException) -> str | None:
+    """What a dataclass said about its values, if tyro ended because of that."""
+    cause = ended.__context__
+    while cause is not None and not isinstance(cause, ConfigError):
+        cause = cause.__context__
+    return None if cause is None else str(cause)
+
+
+def _fault(argv: Sequence[str], options: Options, prog: str) -> str | None:
+    """The first thing that is wrong with arguments that tyro has refused; None if all look right here."""
+    words, places, given = [*argv], [], set()
+    help_ = f"{prog} --help"
+    while words:
+        word = words.pop(0)
+        if not re.match(r"--?[a-zA-Z]", word):
+            places.append(word)
+            continue
+        name, equals, value = word.partition("=")
+        option = name.replace("_", "-")
+        if option not in options.kinds:
+            return f"{name}: no such option{_meant(option, options) or f'; {help_} lists them'}"
+        given.add(option)
+        if option in options.flags:
+            continue
+        kind = options.kinds[option]
+        values = [value] if equals else [*itertools.takewhile(lambda w: w[:2] != "--", words)]
+        takes_several = any(typing.get_origin(each) in (tuple, dict) for each in _members(kind))
+        values = values if takes_several else values[:1]
+        words = words if equals else words[len(values) :]
+        rule = _rule(kind, values)
+        if rule is not None:
+            got = f"got {' '.join(values)!r}" if values else "needs a value"
+            return f"{name}: {got}; {rule}" if rule else f"{name}: {got}"
+    missing = [each for each in options.arguments if each in options.needed][len(places) :]
+    missing += [each for each in options.needed if each.startswith("--") and each not in given]
+    if missing:
+        return f"missing {', '.join(missing)}; {help_} explains"
+    stray = places[len(options.arguments) :]
+    if stray and not any(each.endswith("...") for each in options.arguments):
+        takes = f"takes {' '.join(options.arguments)} and options" if options.arguments else ""
+        return f"got {stray[0]!r}; {takes or 'each option begins with --, as in --seed 1'}"
+    return None
+
+
+def _meant(option: str, options: Options) -> str:
+    """The end of an error about an unknown option: those whose last parts are most like it, of its section if any."""
+    last = lambda name: name.rpartition(".")[2].removeprefix("--")
+    near = difflib.get_close_matches(last(option), {*map(last, options.kinds)}, 1, cutoff=0.7)
+    fits = [each for each in options.kinds if last(each) in near]
+    section = option[: -len(last(option))]
+    beside = [each for each in fits if each == section + last(each)]
+    return f"; did you mean {' or '.join(beside or fits)}?" if fits else ""
+
+
+def _rule(kind: Any, values: Sequence[str]) -> str | None:
+    """What the values of an option must be, if they are not that; "" where any one value would do."""
+    (kind, *_) = [each for each in _members(kind) if each is not types.NoneType]
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if list(values) == ["None"]:
+        return None
+    if origin is tuple:
+        return next((rule for each in values if (rule := _rule(args[0], [each]))), None)
+    if origin is dict:
+        wrong = len(values) % 2 or any(_rule(args[1], [each]) for each in values[1::2])
+        return f"must be pairs of a name and {_WORDS.get(args[1], 'a value')}" if wrong else None
+    if origin is Literal:
+        shown = f"must be one of {', '.join(map(repr, args))}"
+        return None if values and values[0] in map(str, args) else shown
+    try:
+        _READERS.get(kind, str)(values[0])
+    except (ValueError, KeyError, IndexError):
+        return f"must be {_WORDS[kind]}" if kind in _WORDS else ""
+    return None
+
+
+_READERS = {int: int, float: float, bool: {"True": True, "False": False}.__getitem__}
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """The types that a hint allows, without what is said about them."""
+    if isinstance(hint, typing.TypeAliasType):
+        return _members(hint.__value__)
+    if typing.get_origin(hint) is Annotated:
+        return _members(typing.get_args(hint)[0])
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return tuple(kind for each in typing.get_args(hint) for kind in _members(each))
+    return (hint,)
+
+
+def _plain(text: str) -> str:
+    """tyro's own text without the lines of its box."""
+    return " ".join(re.sub(r"[\u2500-\u257f|]|(?m:^\+-.*)", " ", text).split())
